@@ -1,0 +1,100 @@
+// The Arch contract: what a role may ask of the machine it runs on. Roles see this and a Transport,
+// nothing else. One object of an Arch is one lane of one warp of one block ("I"); it is cheap to copy
+// on a GPU (empty) and a handle to the fiber or thread on the host.
+//
+// Vocabulary: a block has num_warps() warps of kLanes lanes. kLanes is 32 on CUDA, 1 or 4 on the host:
+// role code loops `for (i = a.lane(); i < n; i += A::kLanes)` and never assumes a width.
+//
+// Two views of shared memory, as on Hopper: ld_shared / st_shared go through the generic proxy,
+// bulk_g2s / bulk_s2g through the async proxy. publish_shared() is the only bridge (per lane): what this
+// lane read or wrote in shared memory before it is ordered before async-proxy accesses that are issued
+// after the publishing lanes have synchronised with the issuing lane.
+//
+// Ordering is in the operation's name; there is no free-standing fence:
+//   ld_acquire_sys / st_release_sys / add_release_sys  system scope, between ranks that map each other
+//   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
+//   mbar_arrive (release) / mbar_wait (acquire)        between lanes of one block (cta scope)
+//   bulk_wait<0>() orders the completed stores before later releases BY THE SAME LANE; bulk groups belong
+//   to the lane that committed them, so the lane that commits is the lane that waits.
+//
+// Every wait takes a WaitInfo and has the run's deadline. When it passes, the wait does not return: it
+// ends the kernel with an Obituary (host: exception; device: mapped memory and exit).
+#pragma once
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/obituary.h"
+
+namespace hep {
+
+// 16 bytes, the unit of vector access to shared and global memory.
+struct alignas(16) Vec16 {
+  uint32_t w[4];
+};
+
+template <class A>
+concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* src, const uint64_t* flag,
+                        uint64_t* mut_flag, const Vec16* vsrc, Vec16* vdst, WaitInfo info) {
+  typename A::Mbarrier;                               // lives in shared memory
+  { A::kLanes } -> std::convertible_to<int>;
+
+  // Who am I.
+  { a.lane() } -> std::same_as<int>;
+  { a.warp_idx() } -> std::same_as<int>;
+  { a.num_warps() } -> std::same_as<int>;
+  { a.block_idx() } -> std::same_as<int>;
+  { a.num_blocks() } -> std::same_as<int>;
+  { a.set_role("name") };                             // names this lane's role in obituaries
+
+  // Convergence. elect_one: true on exactly one lane of the warp (always the same one within a kernel);
+  // converges the warp but orders no memory. warp_sync / group_sync / block_sync order memory of the lanes
+  // taking part (cta scope). group_sync(id, n): named barrier of n warps; ids 1..15, an id belongs to one
+  // group of warps for the whole kernel.
+  { a.elect_one() } -> std::same_as<bool>;
+  { a.warp_sync() };
+  { a.group_sync(int{}, int{}) };
+  { a.block_sync() };
+
+  // Transaction barriers. A phase completes when `arrivals` arrivals AND all expected bytes are in.
+  // mbar_wait(bar, parity) returns once the phase with that parity has completed (a fresh barrier is in
+  // phase 0, so waiting for parity 1 on it passes at once). guards_refill declares a protocol fact: passing
+  // this barrier licenses an async-proxy overwrite of the memory it stands for; checked executors refuse an
+  // arrive on it while the arriving lane still has unpublished shared-memory accesses.
+  { a.mbar_init(bar, uint32_t{}, bool{}) };           // arrivals, guards_refill; then block_sync
+  { a.mbar_arrive(bar) };
+  { a.mbar_arrive_expect_tx(bar, uint32_t{}) };       // announces bytes, then arrives
+  { a.mbar_wait(bar, uint32_t{}, info) };
+  { a.mbar_test(bar, uint32_t{}) } -> std::same_as<bool>;  // as mbar_wait, without waiting
+
+  // Bulk copies (async proxy). Addresses and sizes are multiples of 16. Loads complete on `bar` at any
+  // later time, in any order. Stores are grouped by bulk_commit; bulk_wait_read<N>: all but the newest N
+  // groups of this lane have READ shared memory (the stage may be refilled); bulk_wait<N>: they are
+  // complete, visible to whoever acquires a release made by this lane afterwards.
+  { a.bulk_g2s(dst, src, uint32_t{}, bar) };
+  { a.bulk_s2g(dst, src, uint32_t{}) };
+  { a.bulk_commit() };
+  { a.template bulk_wait_read<0>() };
+  { a.template bulk_wait<0>() };
+  { a.publish_shared() };
+
+  // Generic-proxy accesses. T is a trivially copyable type of 1, 2, 4, 8 or 16 bytes, naturally aligned.
+  { a.template ld_shared<Vec16>(vsrc) } -> std::same_as<Vec16>;
+  { a.template st_shared<Vec16>(vdst, Vec16{}) };
+  { a.template ld_global<Vec16>(vsrc) } -> std::same_as<Vec16>;
+  { a.template st_global<Vec16>(vdst, Vec16{}) };
+
+  // Flags. All are monotonic 64-bit counters; waiting is always "at least".
+  { a.ld_acquire_sys(flag) } -> std::same_as<uint64_t>;
+  { a.st_release_sys(mut_flag, uint64_t{}) };
+  { a.add_release_sys(mut_flag, uint64_t{}) };
+  { a.add_acq_rel_rank(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;  // returns the old value
+  { a.wait_ge_sys(flag, uint64_t{}, info) };          // acquires
+
+  // A role that polls several flags by hand calls this once per fruitless round, with what it waits for;
+  // `since_progress` is the role's own token: reset it with poll_reset whenever something was found.
+  { a.poll_idle(info, uint64_t{}, uint64_t{}) };      // expected, seen: for the obituary
+  { a.poll_reset() };
+};
+
+}  // namespace hep

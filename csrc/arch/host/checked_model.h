@@ -1,0 +1,171 @@
+// The memory model of the tests: as weak as the GPU's, and it says which rule was broken. Loads land late
+// and in any order; stores mostly at the last legal moment; generic and async accesses see different bytes
+// until publish_shared. Rules and state are in checked_memory; here are the barrier transitions, which
+// depend on the executor.
+#pragma once
+#include "arch/host/checked_memory.h"
+#include "arch/host/plain_model.h"
+
+namespace hep::host {
+
+template <class ExecOf>
+struct CheckedModel {
+  using Exec = ExecOf;
+  using Plain = PlainModel<Exec>;
+  static constexpr bool kChecked = true;
+  using Lane = CheckedLane;
+  using Block = CheckedBlock;
+
+  class World {
+   public:
+    explicit World(uint64_t seed) : seed_(seed), loads_(&land) {}
+    AsyncEngine* engine() { return &loads_; }
+    LoadEngine& loads() { return loads_; }
+    uint64_t seed() const { return seed_; }
+    void adopt(Block& block) { block.prepare(seed_ + ++num_blocks_); }
+
+   private:
+    uint64_t seed_, num_blocks_ = 0;
+    LoadEngine loads_;
+  };
+
+  template <int kLanes>
+  static void lane_begins(Lane& me, World& world) { me.prepare(kLanes, world.loads(), world.seed()); }
+  static void lane_returns(Lane& me) { me.returns(); }
+  static void step(Lane& me) { Exec::step(me); }
+  static void meets_warp(Lane& me, bool electing) {
+    me.meets_warp(electing);
+    step(me);
+  }
+  static void meets_group(Lane& me, int id, int num_warps) {
+    me.meets_group(id, num_warps);
+    step(me);
+  }
+  template <class T>
+  static void flag_access(Lane& me, const T* flag) { me.check_global(flag, sizeof *flag, "flag access"); }
+
+  static void mbar_init(Lane& me, Mbarrier& bar, uint32_t arrivals, bool guards_refill) {
+    me.shared().check_barrier(me, bar, "mbar_init", false);
+    if (arrivals < 1 || arrivals > mbar::kMaxArrivals) {
+      throw_protocol(me, Rule::kBarrierState, "mbar_init with " + std::to_string(arrivals) + " arrivals");
+    }
+    const size_t at = static_cast<size_t>(reinterpret_cast<std::byte*>(&bar) - me.shared().smem);
+    me.shared().check_zero(me, me.shared().loading, {at, sizeof bar}, Rule::kLoadInFlight, "mbar_init",
+                           "while a bulk load into it is in flight");
+    // Atomic, because a lane that has not been told yet may look (and be told that this is not allowed).
+    std::atomic_ref(bar.word).store(mbar::fresh(arrivals, guards_refill), std::memory_order_relaxed);
+    poke(me.shared().barrier[at / 8], uint8_t{1});
+  }
+  static void mbar_arrive(Lane& me, Mbarrier& bar) { arrive(me, bar, 0, "mbar_arrive"); }
+  static void mbar_arrive_expect_tx(Lane& me, Mbarrier& bar, uint32_t bytes) {
+    arrive(me, bar, bytes, "mbar_arrive_expect_tx");
+  }
+  static void mbar_wait(Lane& me, Mbarrier& bar, uint32_t parity, const WaitInfo& info) {
+    step(me);
+    me.shared().check_barrier(me, bar, "mbar_wait");
+    check_parity(me, parity);
+    try {
+      Exec::wait(me, {&bar.word, parity, true}, info);
+    } catch (const DeadlineError&) {
+      const uint64_t w = peek(bar.word);
+      if (mbar::pending(w) != 0 || mbar::tx(w) <= 0 || mbar::loads(w) != 0) throw;
+      throw_protocol(me, Rule::kExpectTx, std::string(site_name(info.site)) + " waits for " +
+                                              std::to_string(mbar::tx(w)) + " announced bytes nobody loads");
+    }
+  }
+  static bool mbar_test(Lane& me, Mbarrier& bar, uint32_t parity) {
+    step(me);
+    me.shared().check_barrier(me, bar, "mbar_test");
+    check_parity(me, parity);
+    return WaitFor{&bar.word, parity, true}.met();
+  }
+
+  static void bulk_g2s(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarrier& bar) {
+    step(me);
+    const Load load = me.begin_load(dst, src, bytes, bar);
+    Exec::swap_word(bar.word, std::memory_order_relaxed, &mbar::add_load);
+    me.loads->push(load);
+  }
+  static void bulk_s2g(Lane& me, void* dst, const void* src, uint32_t bytes) { me.begin_store(dst, src, bytes); }
+  static void bulk_commit(Lane& me) {
+    me.commit();
+    step(me);
+  }
+  static void bulk_wait_read(Lane& me, int newest) {
+    step(me);
+    me.wait_read(newest);
+  }
+  static void bulk_wait(Lane& me, int newest) {
+    step(me);
+    me.wait_written(newest);
+  }
+  static void publish_shared(Lane& me) { me.publish(); }
+
+  template <class T>
+  static T ld_shared(Lane& me, const T* p) {
+    me.check_load_shared(p, sizeof(T));
+    return Plain::load(p);
+  }
+  template <class T>
+  static void st_shared(Lane& me, T* p, const T& value) {
+    me.note_store_shared(p, sizeof(T));
+    Plain::store(p, value);
+  }
+  template <class T>
+  static T ld_global(Lane& me, const T* p) {
+    me.check_global(p, sizeof(T), "ld_global");
+    return Plain::load(p);
+  }
+  template <class T>
+  static void st_global(Lane& me, T* p, const T& value) {
+    me.check_global(p, sizeof(T), "st_global");
+    Plain::store(p, value);
+  }
+
+ private:
+  static void check_parity(Lane& me, uint32_t parity) {
+    if (parity > 1) throw_protocol(me, Rule::kBarrierState, "parity " + std::to_string(parity) + " is neither 0 nor 1");
+  }
+
+  static void arrive(Lane& me, Mbarrier& bar, uint32_t bytes, const char* operation) {
+    step(me);
+    me.shared().check_barrier(me, bar, operation);
+    if (mbar::guards_refill(peek(bar.word)) && !me.touched.empty()) {
+      throw_protocol(me, Rule::kUnpublished, std::string(operation) + " on a barrier that guards a refill while " +
+                                                 std::to_string(me.touched.size() * kGranule) +
+                                                 " bytes accessed by this lane are not published");
+    }
+    const auto is_legal = [=](uint64_t w) {
+      return mbar::pending(w) > 0 && mbar::tx(w) + int64_t{bytes} <= mbar::kMaxTx;
+    };
+    const auto next = [=](uint64_t w) {
+      return is_legal(w) ? mbar::settle(mbar::arrive(mbar::expect(w, bytes))) : w;
+    };
+    const uint64_t before = Exec::swap_word(bar.word, std::memory_order_acq_rel, next);
+    if (mbar::pending(before) == 0) {
+      throw_protocol(me, Rule::kArriveCount, std::string(operation) + ": the phase already has all its arrivals");
+    }
+    if (!is_legal(before)) {
+      throw_protocol(me, Rule::kExpectTx, std::string(operation) + ": more than " + std::to_string(mbar::kMaxTx) +
+                                              " bytes announced in one phase");
+    }
+    check_phase_end(me, before, next(before));
+  }
+
+  // Called by whoever drives the launch, never by the lane that issued the load.
+  static void land(const Load& load) {
+    const auto next = [&](uint64_t w) { return mbar::settle(mbar::land(mbar::drop_load(w), load.bytes)); };
+    const uint64_t before = Exec::swap_word(load.bar->word, std::memory_order_acq_rel, next);
+    check_phase_end(*load.issuer, before, next(before));
+  }
+
+  // Every load issued on a barrier belongs to the phase it was issued in. If the phase ends with one still
+  // in flight, fewer bytes were announced than loaded, and waiters read memory that is still being written.
+  static void check_phase_end(const LaneBase& me, uint64_t before, uint64_t after) {
+    if (mbar::phase(before) == mbar::phase(after) || mbar::loads(after) == 0) return;
+    throw_protocol(me, Rule::kExpectTx, "a phase ended with " + std::to_string(mbar::loads(after)) +
+                                            " bulk loads in flight: fewer bytes were announced than loaded");
+  }
+};
+
+}  // namespace hep::host

@@ -1,0 +1,145 @@
+// hep::Arch on the host. HostArch is a handle to one lane; the Model says what memory does (plain or
+// checked), the Model's Exec says how lanes wait (fibers or threads). What is common is here: identity,
+// meetings of lanes, flags.
+#pragma once
+#include <atomic>
+#include <type_traits>
+
+#include "arch/concept.h"
+#include "arch/host/checked_model.h"
+#include "arch/host/lane.h"
+#include "arch/host/plain_model.h"
+#include "arch/host/scheduler.h"
+#include "arch/host/threads.h"
+
+namespace hep::host {
+
+template <class ModelOf, int kLanesOf>
+class HostArch {
+ public:
+  using Model = ModelOf;
+  using Exec = typename Model::Exec;
+  using Lane = typename Model::Lane;
+  using Mbarrier = host::Mbarrier;
+  static constexpr int kLanes = kLanesOf;
+
+  explicit HostArch(Lane& lane) : me_(&lane) {}
+
+  int lane() const { return kLanes == 1 ? 0 : me_->lane; }
+  int warp_idx() const { return me_->warp; }
+  int num_warps() const { return me_->block->config->num_warps; }
+  int block_idx() const { return me_->block->idx; }
+  int num_blocks() const { return me_->block->config->num_blocks; }
+  void set_role(const char* name) { me_->role = name; }
+
+  bool elect_one() {
+    Model::meets_warp(*me_, true);
+    if constexpr (kLanes > 1) meet(warp_word(), kLanes, std::memory_order_relaxed);
+    return kLanes == 1 || me_->lane == me_->elected_lane;
+  }
+  void warp_sync() {
+    Model::meets_warp(*me_, false);
+    if constexpr (kLanes > 1) meet(warp_word(), kLanes, std::memory_order_acq_rel);
+  }
+  void group_sync(int id, int num_warps_in_group) {
+    Model::meets_group(*me_, id, num_warps_in_group);
+    meet(me_->block->group_arrived[id & 15], uint64_t(num_warps_in_group) * kLanes, std::memory_order_acq_rel);
+  }
+  void block_sync() {
+    Model::step(*me_);
+    meet(me_->block->block_arrived, uint64_t(num_warps()) * kLanes, std::memory_order_acq_rel);
+  }
+
+  void mbar_init(Mbarrier& bar, uint32_t arrivals, bool guards_refill) {
+    Model::mbar_init(*me_, bar, arrivals, guards_refill);
+  }
+  void mbar_arrive(Mbarrier& bar) { Model::mbar_arrive(*me_, bar); }
+  void mbar_arrive_expect_tx(Mbarrier& bar, uint32_t bytes) { Model::mbar_arrive_expect_tx(*me_, bar, bytes); }
+  void mbar_wait(Mbarrier& bar, uint32_t parity, const WaitInfo& info) {
+    Model::mbar_wait(*me_, bar, parity, info);
+  }
+  bool mbar_test(Mbarrier& bar, uint32_t parity) { return Model::mbar_test(*me_, bar, parity); }
+
+  void bulk_g2s(void* dst, const void* src, uint32_t bytes, Mbarrier& bar) {
+    Model::bulk_g2s(*me_, dst, src, bytes, bar);
+  }
+  void bulk_s2g(void* dst, const void* src, uint32_t bytes) { Model::bulk_s2g(*me_, dst, src, bytes); }
+  void bulk_commit() { Model::bulk_commit(*me_); }
+  template <int kNewest>
+  void bulk_wait_read() { Model::bulk_wait_read(*me_, kNewest); }
+  template <int kNewest>
+  void bulk_wait() { Model::bulk_wait(*me_, kNewest); }
+  void publish_shared() { Model::publish_shared(*me_); }
+
+  template <class T>
+  T ld_shared(const T* p) const { return check_type<T>(), Model::ld_shared(*me_, p); }
+  template <class T>
+  void st_shared(T* p, const std::type_identity_t<T>& v) const { check_type<T>(), Model::st_shared(*me_, p, v); }
+  template <class T>
+  T ld_global(const T* p) const { return check_type<T>(), Model::ld_global(*me_, p); }
+  template <class T>
+  void st_global(T* p, const std::type_identity_t<T>& v) const { check_type<T>(), Model::st_global(*me_, p, v); }
+
+  uint64_t ld_acquire_sys(const uint64_t* flag) {
+    touch(flag);
+    return load_word(flag, std::memory_order_acquire);
+  }
+  void st_release_sys(uint64_t* flag, uint64_t value) {
+    touch(flag);
+    std::atomic_ref(*flag).store(value, std::memory_order_release);
+  }
+  void add_release_sys(uint64_t* flag, uint64_t value) {
+    touch(flag);
+    std::atomic_ref(*flag).fetch_add(value, std::memory_order_release);
+  }
+  uint64_t add_acq_rel_rank(uint64_t* flag, uint64_t value) {
+    touch(flag);
+    return std::atomic_ref(*flag).fetch_add(value, std::memory_order_acq_rel);
+  }
+  void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info) {
+    touch(flag);
+    Exec::wait(*me_, {flag, value}, info);
+  }
+
+  void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen) {
+    Exec::poll_idle(*me_, info, expected, seen);
+  }
+  void poll_reset() { Exec::poll_reset(*me_); }
+
+ private:
+  // Arrives at a counter that only grows and waits until everyone of this round has. Relaxed: the lanes
+  // meet, but no memory is ordered (elect_one).
+  void meet(uint64_t& arrived, uint64_t participants, std::memory_order order) {
+    const uint64_t before = Exec::swap_word(arrived, order, [](uint64_t n) { return n + 1; });
+    const uint64_t target = (before / participants + 1) * participants;
+    Exec::wait(*me_, {&arrived, target}, WaitInfo{Site::kBlockSync},
+               order == std::memory_order_relaxed ? order : std::memory_order_acquire);
+  }
+  uint64_t& warp_word() { return me_->block->warp_arrived[static_cast<size_t>(me_->warp)]; }
+  void touch(const uint64_t* flag) {
+    Model::flag_access(*me_, flag);
+    Model::step(*me_);
+  }
+  template <class T>
+  static constexpr void check_type() {
+    static_assert(std::is_trivially_copyable_v<T>);
+    static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  }
+
+  Lane* me_;
+};
+
+using PlainFibers = HostArch<PlainModel<FiberExec>, 1>;  // what users run
+template <int kLanes>
+using PlainThreads = HostArch<PlainModel<ThreadExec>, kLanes>;
+template <int kLanes>
+using CheckedFibers = HostArch<CheckedModel<FiberExec>, kLanes>;
+template <int kLanes>
+using CheckedThreads = HostArch<CheckedModel<ThreadExec>, kLanes>;
+
+static_assert(Arch<PlainFibers>);
+static_assert(Arch<PlainThreads<1>> && Arch<PlainThreads<4>>);
+static_assert(Arch<CheckedFibers<1>> && Arch<CheckedFibers<4>>);
+static_assert(Arch<CheckedThreads<1>> && Arch<CheckedThreads<4>>);
+
+}  // namespace hep::host

@@ -1,0 +1,58 @@
+// What a wait says when its deadline passes: who waited, where, for whom, for what, and what it saw.
+#pragma once
+#include <cstdint>
+
+namespace hep {
+
+// Every place in the role code that can wait. Names are what a user reads in the exception.
+enum class Site : uint16_t {
+  kStageFull,         // a shared-memory stage: its loads have landed
+  kStageEmpty,        // a shared-memory stage: its consumers are done with it
+  kCountsFromRail,    // a rail peer's count vector
+  kCountsFromNode,    // count vectors forwarded by a rank of this node
+  kPeerReady,         // a rank of this node has entered the operation
+  kPeerDone,          // a rank of this node has finished with this rank's memory
+  kRailSlotFree,      // a credit: the rail peer consumed the slot's previous chunk
+  kRailChunk,         // a chunk of tokens from a rail peer
+  kRailAny,           // any chunk from any rail peer
+  kQuiet,             // completion of this rank's own puts
+  kBlockSync,         // the other lanes of this block
+  kTestSite,          // used by conformance tests only
+};
+
+inline const char* site_name(Site s) {
+  switch (s) {
+    case Site::kStageFull: return "stage_full";
+    case Site::kStageEmpty: return "stage_empty";
+    case Site::kCountsFromRail: return "counts_from_rail";
+    case Site::kCountsFromNode: return "counts_from_node";
+    case Site::kPeerReady: return "peer_ready";
+    case Site::kPeerDone: return "peer_done";
+    case Site::kRailSlotFree: return "rail_slot_free";
+    case Site::kRailChunk: return "rail_chunk";
+    case Site::kRailAny: return "rail_any";
+    case Site::kQuiet: return "quiet";
+    case Site::kBlockSync: return "block_sync";
+    case Site::kTestSite: return "test_site";
+  }
+  return "unknown";
+}
+
+// Passed with every wait. `peer` is a rank of the EP group, -1 when the wait is inside this rank.
+// `chunk` is the chunk or stage index the role is working on, -1 when it has none.
+struct WaitInfo {
+  Site site;
+  int32_t peer = -1;
+  int64_t chunk = -1;
+};
+
+struct Obituary {
+  Site site = Site::kTestSite;
+  int32_t rank = -1, peer = -1, node = -1, peer_node = -1, block = -1, warp = -1;
+  const char* role = "";
+  int64_t chunk = -1;
+  uint64_t expected = 0, seen = 0;
+  double waited_s = 0;
+};
+
+}  // namespace hep

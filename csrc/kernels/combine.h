@@ -1,0 +1,81 @@
+// Kernels of combine. unpermute: this rank's experts' outputs -> partials in its receive rows. combine: node
+// sums for the rail peers and the final sum for this rank, side by side. Two launches.
+#pragma once
+#include "roles/reduce.h"
+
+namespace hep {
+
+template <Arch A>
+inline constexpr int kReduceWarps = A::kLanes == 1 ? 1 : A::kLanes < 32 ? 2 : 4;
+
+template <Arch A>
+inline constexpr int kUnpermuteWarps = 2 + kReduceWarps<A>;
+template <Arch A>
+inline constexpr int kCombineWarps = 2 + 2 * kReduceWarps<A>;
+
+// Warps: gather | pack weights | reduce group.
+template <Arch A, Transport<A> Net>
+HEP_DEVICE void unpermute_kernel(A& a, Net& net, const CombineParams& p, std::byte* smem) {
+  const StageFifo<A, SumHead> fifo(smem, p.final_sum);
+  const int warp = a.warp_idx();
+  const bool elected = a.elect_one();
+  if (warp == 0 && elected) fifo.init(a, kReduceWarps<A>);
+  a.block_sync();
+  if (warp == 0) {
+    if (elected) GatherRole<A, Net>(a, net, p, fifo).unpermute();
+  } else if (warp == 1) {
+    PackWeightsRole<A>::run(a, p);
+  } else {
+    ReduceRole<A, Net, kReduceWarps<A>>(a, net, p, fifo, smem, p.out_stage_at[1], 1, 2, p.dtype, p.partial_dtype)
+        .run("unpermute_reduce", 0);
+  }
+}
+
+// Warps: node-sum gather | final gather | node-sum reduce group | final reduce group.
+template <Arch A, Transport<A> Net>
+HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte* smem) {
+  constexpr int kWarps = kReduceWarps<A>;
+  const StageFifo<A, SumHead> node_sum(smem, p.node_sum), final_sum(smem, p.final_sum);
+  const int warp = a.warp_idx(), parties = a.num_blocks() * 2;
+  const bool elected = a.elect_one();
+  if (warp == 0 && elected) {
+    if (a.block_idx() == 0) p.gate.announce_ready(a);
+    node_sum.init(a, kWarps);
+    final_sum.init(a, kWarps);
+  }
+  a.block_sync();
+  if (warp == 0) {
+    if (elected) GatherRole<A, Net>(a, net, p, node_sum).node_sum();
+  } else if (warp == 1) {
+    if (!elected) return;
+    GatherRole<A, Net>(a, net, p, final_sum).final_sum();
+    p.gate.wait_all_done(a);
+  } else if (warp < 2 + kWarps) {
+    ReduceRole<A, Net, kWarps> role(a, net, p, node_sum, smem, p.out_stage_at[0], 1, 2, p.partial_dtype, p.partial_dtype);
+    role.run("node_sum_reduce", parties);
+    if (role.leader) net.quiet(a);
+  } else {
+    ReduceRole<A, Net, kWarps>(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps, p.partial_dtype, p.dtype)
+        .run("final_sum_reduce", parties);
+  }
+}
+
+template <Arch A>
+uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
+  using Fifo = StageFifo<A, SumHead>;
+  p.tile_elems = p.hidden < kSumTileElems ? p.hidden : kSumTileElems;
+  // Weights tiles share the stages; they are fp32 and padded to a multiple of four.
+  const uint32_t floats = p.partial.weight_bytes / 4;
+  if (p.tile_elems < floats) p.tile_elems = floats < kSumTileElems ? floats : kSumTileElems;
+  const uint64_t stage_bytes = 4ull * p.tile_elems;  // the widest element
+  const uint64_t stage = align_up(stage_bytes, 128) + sizeof(SumHead) + 2 * sizeof(typename A::Mbarrier);
+  const uint64_t out = 4 * align_up(4ull * kSumTileElems, 128);
+  const uint32_t stages = stages_that_fit(budget > out ? (budget - out) / 2 : 0, stage, 2, 10);
+  p.node_sum = Fifo::layout(0, p.rail.num_peers ? stages : 2, stage_bytes);
+  p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_bytes);
+  p.out_stage_at[0] = p.final_sum.end;
+  p.out_stage_at[1] = p.out_stage_at[0] + 2 * 4ull * kSumTileElems;
+  return p.smem_bytes = p.out_stage_at[1] + 2 * 4ull * kSumTileElems;
+}
+
+}  // namespace hep

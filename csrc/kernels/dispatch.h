@@ -1,0 +1,55 @@
+// Kernel: dispatch. Warps: N2N | G2S | S2G x 2 | deliver G2S | deliver S2G | zero rows. Entry and exit barriers
+// of the node are inside (NodeGate); nodes are coupled by ring credits only.
+#pragma once
+#include "roles/deliver.h"
+#include "roles/g2s.h"
+#include "roles/n2n.h"
+#include "roles/s2g.h"
+
+namespace hep {
+
+inline constexpr int kScatterWarps = 2;
+inline constexpr int kDispatchWarps = 5 + kScatterWarps;
+
+template <Arch A, Transport<A> Net>
+HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::byte* smem) {
+  const StageFifo<A, TokenHead> scatter(smem, p.scatter), rail(smem, p.rail_stage), deliver(smem, p.deliver);
+  const int warp = a.warp_idx();
+  const bool elected = a.elect_one();
+  if (warp == 0 && elected) {
+    if (a.block_idx() == 0) p.gate.announce_ready(a);
+    scatter.init(a, 1);
+    rail.init(a, 1);
+    deliver.init(a, 1);
+  }
+  a.block_sync();
+  if (warp == 6) return ZeroRowsRole<A>::run(a, p);
+  if (!elected) return;  // the copy roles are one lane each: bulk copies need no more
+  switch (warp) {
+    case 0: return N2NRole<A, Net>(a, net, p, rail).run();
+    case 1: return DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps);
+    case 2:
+    case 3: return DispatchS2GRole<A, Net>(a, net, p, scatter, warp - 2, kScatterWarps).run(a.num_blocks() * kScatterWarps);
+    case 4: return DeliverG2SRole<A>::run(a, p, deliver);
+    case 5: return DeliverS2GRole<A>(a, p, deliver).run();
+  }
+}
+
+// Fills in how shared memory is cut. `budget` is what one block may use; returns the bytes it will use.
+template <Arch A>
+uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
+  using Fifo = StageFifo<A, TokenHead>;
+  p.tile_bytes = p.message.row_bytes < kMaxTileBytes ? p.message.row_bytes : kMaxTileBytes;
+  p.cursors_at = 0;
+  const uint64_t stage = align_up(p.message.payload_at() + p.tile_bytes, 128) + sizeof(TokenHead) + 2 * sizeof(typename A::Mbarrier);
+  const uint64_t cursors = align_up(4ull * (p.rail.num_peers + 1), 128);
+  const uint32_t n2n = p.rail.num_peers ? stages_that_fit(budget / 4, stage, 3, 4) : 3;
+  const uint32_t deliver = stages_that_fit(budget / 4, stage, 2, 6);
+  const uint32_t scatter = stages_that_fit(budget / 2, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
+  p.scatter = Fifo::layout(cursors, scatter, p.message.payload_at() + p.tile_bytes);
+  p.rail_stage = Fifo::layout(p.scatter.end, n2n, p.message.payload_at() + p.tile_bytes);
+  p.deliver = Fifo::layout(p.rail_stage.end, deliver, p.message.payload_at() + p.tile_bytes);
+  return p.smem_bytes = p.deliver.end;
+}
+
+}  // namespace hep

@@ -1,0 +1,16 @@
+// Executors for tests: asynchronous copies as late and as disordered as the contracts allow, protocol rules
+// checked at every step, over a rail that delays and reorders.
+#include "kernels/instances/host_executor.h"
+#include "kernels/instances/makers.h"
+#include "transport/loopback/loopback_transport.h"
+
+namespace hep {
+
+std::unique_ptr<Executor> make_host_checked(unsigned char* const* rail_segments, uint64_t seed) {
+  return std::make_unique<HostExecutor<host::CheckedFibers<1>, LoopbackTransport>>(rail_segments, seed);
+}
+std::unique_ptr<Executor> make_host_checked_lanes4(unsigned char* const* rail_segments, uint64_t seed) {
+  return std::make_unique<HostExecutor<host::CheckedFibers<4>, LoopbackTransport>>(rail_segments, seed);
+}
+
+}  // namespace hep

@@ -1,0 +1,60 @@
+// The kernels on a host Arch: launches of fibers or threads in this process.
+#pragma once
+#include "arch/host/launch.h"
+#include "kernels/combine.h"
+#include "kernels/dispatch.h"
+#include "kernels/exchange.h"
+#include "kernels/instances/executor.h"
+
+namespace hep {
+
+template <class A, class Net>
+class HostExecutor final : public Executor {
+ public:
+  // What one SM has; on the host it keeps the stages of a block inside a core's L2.
+  static constexpr uint64_t kSmemBudget = 192 * 1024;
+
+  template <class... Args>
+  explicit HostExecutor(Args&&... args) : net_(std::forward<Args>(args)...) {}
+
+  void exchange(const ExchangeParams& p, const LaunchSettings& s) override {
+    launch(s, 1, kExchangeWarps, 0, [&](A& a, std::byte*) { exchange_kernel<A, Net>(a, net_, p); });
+  }
+  void dispatch(DispatchParams& p, const LaunchSettings& s) override {
+    plan_dispatch_smem<A>(p, kSmemBudget);
+    launch(s, s.num_blocks, kDispatchWarps, p.smem_bytes,
+           [&](A& a, std::byte* smem) { dispatch_kernel<A, Net>(a, net_, p, smem); });
+  }
+  void unpermute(CombineParams& p, const LaunchSettings& s) override {
+    plan_combine_smem<A>(p, kSmemBudget);
+    launch(s, s.num_blocks, kUnpermuteWarps<A>, p.smem_bytes,
+           [&](A& a, std::byte* smem) { unpermute_kernel<A, Net>(a, net_, p, smem); });
+  }
+  void combine(CombineParams& p, const LaunchSettings& s) override {
+    plan_combine_smem<A>(p, kSmemBudget);
+    launch(s, s.num_blocks, kCombineWarps<A>, p.smem_bytes,
+           [&](A& a, std::byte* smem) { combine_kernel<A, Net>(a, net_, p, smem); });
+  }
+
+ private:
+  template <class Body>
+  void launch(const LaunchSettings& s, int blocks, int warps, uint64_t smem, Body body) {
+    host::LaunchConfig c;
+    c.num_blocks = blocks;
+    c.num_warps = warps;
+    c.smem_bytes = smem;
+    c.rank = s.world.rank;
+    c.node = s.world.node();
+    c.num_local_ranks = s.world.num_local_ranks;
+    c.timeout_s = s.timeout_s;
+    c.seed = s.seed + ++launches_;
+    c.progress = [this] { return net_.progress(); };
+    c.interrupted = s.interrupted;
+    host::launch<A>(c, body);
+  }
+
+  Net net_;
+  uint64_t launches_ = 0;
+};
+
+}  // namespace hep

@@ -1,0 +1,116 @@
+// The registered buffer of one rank: which region lies where. Every rank has the same layout, so an offset
+// means the same thing everywhere. Sizes are computed here once, for C++ and Python alike.
+#pragma once
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "layout/counts.h"
+#include "layout/message.h"
+
+namespace hep {
+
+struct BufferShape {
+  uint32_t num_nodes = 1, num_local_ranks = 1, num_experts = 1;
+  uint64_t max_tokens = 1;         // of a rank; what recv_rows was chosen for
+  uint32_t max_topk = 1;           // pairs of a token
+  uint32_t row_bytes = 16;         // payload of a token
+  uint32_t scale_bytes = 0;        // quantisation scales of a token
+  uint32_t partial_row_bytes = 16; // payload of a combine partial
+  uint64_t recv_rows = 1;          // rows of the receive region
+  uint32_t chunk_tokens = 32;      // tokens moved per rail flow-control step
+  uint32_t rail_slots = 8;         // chunks in flight per rail peer and direction
+
+  void validate() const {
+    auto need = [](bool ok, const char* what) {
+      if (!ok) throw std::invalid_argument(std::string("BufferShape: ") + what);
+    };
+    need(num_nodes >= 1 && num_local_ranks >= 1, "num_nodes and num_local_ranks must be at least 1");
+    need(num_experts >= 1 && num_experts % (num_nodes * num_local_ranks) == 0,
+         "num_experts must be a positive multiple of the number of ranks");
+    need(row_bytes % 16 == 0 && scale_bytes % 16 == 0 && partial_row_bytes % 16 == 0,
+         "row_bytes, scale_bytes and partial_row_bytes must be multiples of 16");
+    need(chunk_tokens >= 1 && rail_slots >= 1, "chunk_tokens and rail_slots must be at least 1");
+    need(max_topk >= 1 && max_topk <= 65535, "max_topk must lie in 1..65535");
+  }
+};
+
+struct Region {
+  const char* name;
+  uint64_t offset, bytes;
+};
+
+// Offsets from the start of a rank's segment. A flag has a cache line of its own: one writer, one reader.
+struct BufferLayout {
+  static constexpr uint64_t kFlagStride = 64;
+
+  CountsLayout counts;
+  uint32_t num_nodes, num_local_ranks, num_ranks, rail_slots, chunk_tokens;
+  uint64_t token_stride;  // largest message or partial row that this shape admits
+  uint64_t slot_bytes;    // one ring slot: a chunk of those
+  uint64_t ready, done, counts_rail, counts_node, rail_full, rail_free;  // flag arrays
+  uint64_t counts_at, rail_send, rail_recv, recv;                         // data regions
+  uint64_t recv_bytes, total;
+  std::vector<Region> regions;
+
+  explicit BufferLayout(const BufferShape& s) {
+    s.validate();
+    num_nodes = s.num_nodes, num_local_ranks = s.num_local_ranks, num_ranks = num_nodes * num_local_ranks;
+    rail_slots = s.rail_slots, chunk_tokens = s.chunk_tokens;
+    counts = CountsLayout{num_ranks, num_nodes, s.num_experts};
+    World w{int32_t(num_nodes), int32_t(num_local_ranks), 0};
+    uint64_t message = MessageLayout::make(w, s.max_topk, true, s.scale_bytes, s.row_bytes).token_bytes();
+    uint64_t partial = uint64_t(s.partial_row_bytes) + MessageLayout::weight_section_bytes(s.max_topk);
+    token_stride = message > partial ? message : partial;
+    slot_bytes = align_up(token_stride * chunk_tokens, 128);
+    const uint64_t ring = uint64_t(num_nodes - 1) * rail_slots;
+    recv_bytes = align_up(token_stride * s.recv_rows, 128);
+    total = 0;
+    ready = add("ready_flags", num_local_ranks * kFlagStride);
+    done = add("done_flags", num_local_ranks * kFlagStride);
+    counts_rail = add("counts_rail_flags", num_nodes * kFlagStride);
+    counts_node = add("counts_node_flags", num_ranks * kFlagStride);
+    rail_full = add("rail_full_flags", ring * kFlagStride);
+    rail_free = add("rail_free_flags", ring * kFlagStride);
+    counts_at = add("counts", 2 * num_ranks * counts.vector_bytes());  // two parities, see exchange.h
+    rail_send = add("rail_send_ring", ring * slot_bytes);
+    rail_recv = add("rail_receive_ring", ring * slot_bytes);
+    recv = add("receive_rows", recv_bytes);
+    total = align_up(total, 4096);
+  }
+
+  uint64_t ready_flag(int local) const { return ready + local * kFlagStride; }
+  uint64_t done_flag(int local) const { return done + local * kFlagStride; }
+  uint64_t counts_rail_flag(int node) const { return counts_rail + node * kFlagStride; }
+  uint64_t counts_node_flag(int rank) const { return counts_node + rank * kFlagStride; }
+  // Rings exist for the other nodes only; `node` is the peer's, `own` that of the segment's owner.
+  uint64_t ring_entry(int own, int node, uint64_t slot) const {
+    return uint64_t(node < own ? node : node - 1) * rail_slots + slot;
+  }
+  uint64_t rail_full_flag(int own, int node, uint64_t slot) const {
+    return rail_full + ring_entry(own, node, slot) * kFlagStride;
+  }
+  uint64_t rail_free_flag(int own, int node, uint64_t slot) const {
+    return rail_free + ring_entry(own, node, slot) * kFlagStride;
+  }
+  uint64_t rail_send_slot(int own, int node, uint64_t slot) const {
+    return rail_send + ring_entry(own, node, slot) * slot_bytes;
+  }
+  uint64_t rail_recv_slot(int own, int node, uint64_t slot) const {
+    return rail_recv + ring_entry(own, node, slot) * slot_bytes;
+  }
+  uint64_t counts_vector(int parity, int rank) const {
+    return counts_at + (uint64_t(parity) * num_ranks + rank) * counts.vector_bytes();
+  }
+
+ private:
+  uint64_t add(const char* name, uint64_t bytes) {
+    uint64_t at = align_up(total, 128);
+    regions.push_back({name, at, bytes});
+    total = at + bytes;
+    return at;
+  }
+};
+
+}  // namespace hep

@@ -1,0 +1,52 @@
+// Entry and exit of an operation inside a node. ready: "my receive rows may be touched in operation e";
+// done: "I have finished with your receive rows in operation e". Both count operations (epochs), so they are
+// never reset, and a fast rank can never be mistaken for a slow one.
+#pragma once
+#include <cstdint>
+
+#include "arch/concept.h"
+#include "common/world.h"
+#include "layout/buffer.h"
+
+namespace hep {
+
+struct NodeGate {
+  static constexpr uint64_t kStride = BufferLayout::kFlagStride / 8;
+  World world;
+  uint64_t epoch;
+  uint64_t *ready_in, *done_in;    // [L] cache lines in this rank's segment, entry l written by local rank l
+  uint64_t* const* peer_ready;     // [L] address of OUR entry in local rank l's ready flags
+  uint64_t* const* peer_done;
+
+  template <class A>
+  HEP_DEVICE void announce_ready(A& a) const {
+    for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_ready[l], epoch);
+  }
+  template <class A>
+  HEP_DEVICE void wait_all_ready(A& a) const {
+    if (kMutant == 8) return;
+    for (int l = 0; l < world.num_local_ranks; ++l)
+      a.wait_ge_sys(ready_in + l * kStride, epoch, {Site::kPeerReady, world.rank_of(world.node(), l), -1});
+  }
+  template <class A>
+  HEP_DEVICE void announce_done(A& a) const {
+    for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_done[l], epoch);
+  }
+  template <class A>
+  HEP_DEVICE void wait_all_done(A& a) const {
+    if (kMutant == 9) return;
+    for (int l = 0; l < world.num_local_ranks; ++l)
+      a.wait_ge_sys(done_in + l * kStride, epoch, {Site::kPeerDone, world.rank_of(world.node(), l), -1});
+  }
+};
+
+// True for the last of `parties` calls in a kernel (over all blocks); leaves the counter at zero. The
+// acquire-release chain makes everything that earlier callers did visible to the last.
+template <class A>
+HEP_DEVICE bool last_of(A& a, uint64_t* counter, uint64_t parties) {
+  if (a.add_acq_rel_rank(counter, 1) + 1 != parties) return false;
+  *counter = 0;
+  return true;
+}
+
+}  // namespace hep

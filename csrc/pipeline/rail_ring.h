@@ -1,0 +1,83 @@
+// The ring of chunks between rail peers, with credits. Chunk q of a direction (counted over the life of the
+// buffer) uses slot q mod S: full[slot] = q + 1 says "arrived", free[slot] = q + 1 says "consumed, refill".
+// Per-slot counters instead of one head let blocks finish chunks in any order. Memory is O(peers * S * chunk),
+// independent of the number of tokens.
+#pragma once
+#include <cstdint>
+
+#include "arch/concept.h"
+#include "layout/buffer.h"
+#include "transport/concept.h"
+
+namespace hep {
+
+// What a kernel needs of one peer's pair of rings; plain data, filled by the runtime.
+struct RailPeer {
+  int32_t node, rank;
+  unsigned char *send_slots, *recv_slots;  // this rank's memory, slot_bytes apart
+  uint64_t* full_flags;                    // [S] cache lines, written by the peer: chunks for us
+  uint64_t* free_flags;                    // [S] cache lines, written by the peer: credits for our chunks
+  uint64_t* consumed;                      // [S] rank-private: stages consumed of the slot's chunk
+  uint64_t peer_recv_slots, peer_full_flags, peer_free_flags;  // offsets in the peer's segment
+  uint64_t send_base, recv_base;  // chunks sent and received before this kernel
+};
+
+struct RailGeometry {
+  uint32_t num_slots, chunk_tokens;
+  uint64_t slot_bytes;
+};
+
+inline constexpr uint64_t kFlagWords = BufferLayout::kFlagStride / 8;
+
+struct RailSender {
+  // Waits for the credit of this kernel's `chunk`-th chunk to the peer; returns the slot to fill.
+  template <class A, class Net>
+  HEP_DEVICE static unsigned char* acquire(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
+    uint64_t q = p.send_base + chunk, slot = q % g.num_slots;
+    uint64_t credit = q + 1 > g.num_slots ? q + 1 - g.num_slots : 0;  // the slot's previous chunk is consumed
+    if (kMutant == 4 && credit > 0) --credit;
+    if (credit) net.wait_signal(a, p.free_flags + slot * kFlagWords, credit, {Site::kRailSlotFree, p.rank, int64_t(chunk)});
+    return p.send_slots + slot * g.slot_bytes;
+  }
+  // Sends the filled slot. The caller's stores into it are complete (bulk_wait<0> by the same lane).
+  template <class A, class Net>
+  HEP_DEVICE static void commit(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk, uint64_t bytes) {
+    uint64_t q = p.send_base + chunk, slot = q % g.num_slots;
+    uint64_t data = p.peer_recv_slots + slot * g.slot_bytes, flag = p.peer_full_flags + slot * BufferLayout::kFlagStride;
+    if (kMutant == 5) {  // flag before data: a put, then a signal that does not order it
+      net.put(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes);
+      net.signal(a, p.node, flag, q + 1);
+    } else {
+      net.put_signal(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes, flag, q + 1);
+    }
+  }
+};
+
+struct RailReceiver {
+  HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
+    return p.recv_slots + ((p.recv_base + chunk) % g.num_slots) * g.slot_bytes;
+  }
+  template <class A, class Net>
+  HEP_DEVICE static bool test(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
+    uint64_t q = p.recv_base + chunk;
+    return net.test_signal(a, p.full_flags + (q % g.num_slots) * kFlagWords, q + 1);
+  }
+  template <class A, class Net>
+  HEP_DEVICE static void wait(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
+    uint64_t q = p.recv_base + chunk;
+    if (kMutant != 6)
+      net.wait_signal(a, p.full_flags + (q % g.num_slots) * kFlagWords, q + 1, {Site::kRailChunk, p.rank, int64_t(chunk)});
+  }
+  // One of the chunk's `total` stages is out of the slot. Whoever takes the last returns the credit; the
+  // counter goes back to zero before that, so the next chunk finds it clean.
+  template <class A, class Net>
+  HEP_DEVICE static void consume(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk, uint64_t total) {
+    uint64_t q = p.recv_base + chunk, slot = q % g.num_slots;
+    uint64_t last = kMutant == 7 ? 1 : total;
+    if (a.add_acq_rel_rank(p.consumed + slot, 1) + 1 != last) return;
+    p.consumed[slot] = 0;
+    net.signal(a, p.node, p.peer_free_flags + slot * BufferLayout::kFlagStride, q + 1);
+  }
+};
+
+}  // namespace hep

@@ -1,0 +1,137 @@
+// A bounded FIFO of shared-memory stages between one producer lane and its consumers. The only place that
+// knows phases: roles say acquire, load, commit, wait, release.
+#pragma once
+#include <bit>
+#include <cstdint>
+
+#include "arch/concept.h"
+#include "layout/smem.h"
+
+namespace hep {
+
+// Position in the FIFO. Several consumer warps share a FIFO by taking every stride-th stage.
+struct StageCursor {
+  uint32_t stage = 0, phase = 0;
+
+  HEP_DEVICE void advance(uint32_t by, uint32_t num_stages) {
+    stage += by;
+    while (stage >= num_stages) {
+      stage -= num_stages;
+      phase ^= 1;
+    }
+  }
+};
+
+// A head is what the producer tells the consumers about a stage; moved in 16-byte words.
+template <class Head>
+struct HeadWords {
+  static_assert(sizeof(Head) % 16 == 0 && alignof(Head) == 16);
+  Vec16 v[sizeof(Head) / 16];
+};
+
+template <Arch A, class Head>
+struct StageFifo {
+  using Mbarrier = typename A::Mbarrier;
+  unsigned char* data;
+  Head* heads;
+  Mbarrier *full, *empty;
+  uint32_t num_stages, stage_bytes;
+
+  HEP_DEVICE StageFifo(std::byte* smem, const FifoLayout& f)
+      : data(reinterpret_cast<unsigned char*>(smem) + f.data_at),
+        heads(reinterpret_cast<Head*>(smem + f.heads_at)),
+        full(reinterpret_cast<Mbarrier*>(smem + f.full_at)),
+        empty(reinterpret_cast<Mbarrier*>(smem + f.empty_at)),
+        num_stages(f.num_stages),
+        stage_bytes(f.stage_bytes) {}
+
+  static FifoLayout layout(uint64_t start, uint32_t num_stages, uint64_t stage_bytes) {
+    return FifoLayout::make(start, num_stages, stage_bytes, sizeof(Head), sizeof(Mbarrier));
+  }
+
+  // By one lane, before the block_sync that opens the kernel. `releases`: arrivals that free a stage, one for
+  // each warp that reads it.
+  HEP_DEVICE void init(A& a, uint32_t releases) const {
+    for (uint32_t i = 0; i < num_stages; ++i) {
+      a.mbar_init(full[i], 1, false);
+      a.mbar_init(empty[i], releases, true);
+    }
+  }
+};
+
+// Producer end; lives on one lane. Loads of a stage: expect(total bytes) through commit, then load(...).
+template <Arch A, class Head>
+struct StageProducer {
+  StageFifo<A, Head> fifo;
+  StageCursor at;
+
+  HEP_DEVICE explicit StageProducer(const StageFifo<A, Head>& f) : fifo(f) {}
+
+  // Waits until the stage may be refilled.
+  HEP_DEVICE unsigned char* acquire(A& a) {
+    if (kMutant != 1) a.mbar_wait(fifo.empty[at.stage], at.phase ^ 1, {Site::kStageEmpty, -1, int64_t(at.stage)});
+    return fifo.data + uint64_t(at.stage) * fifo.stage_bytes;
+  }
+  // Publishes the head and the number of bytes that the loads after it will bring.
+  HEP_DEVICE void commit(A& a, const Head& head, uint32_t bytes) {
+    const auto words = std::bit_cast<HeadWords<Head>>(head);
+    auto* dst = reinterpret_cast<Vec16*>(&fifo.heads[at.stage]);
+    for (size_t i = 0; i < sizeof(Head) / 16; ++i) a.st_shared(dst + i, words.v[i]);
+    if (bytes)
+      a.mbar_arrive_expect_tx(fifo.full[at.stage], bytes);
+    else
+      a.mbar_arrive(fifo.full[at.stage]);
+  }
+  HEP_DEVICE void load(A& a, uint32_t stage_offset, const void* src, uint32_t bytes) {
+    a.bulk_g2s(fifo.data + uint64_t(at.stage) * fifo.stage_bytes + stage_offset, src, bytes, fifo.full[at.stage]);
+  }
+  HEP_DEVICE void advance() { at.advance(1, fifo.num_stages); }
+
+  // One empty stage with a stop head for each consumer warp.
+  HEP_DEVICE void stop(A& a, const Head& head, int num_consumers) {
+    for (int i = 0; i < num_consumers; ++i) {
+      acquire(a);
+      commit(a, head, 0);
+      advance();
+    }
+  }
+};
+
+// Consumer end of warp `index` of `stride` consumer warps.
+template <Arch A, class Head>
+struct StageConsumer {
+  StageFifo<A, Head> fifo;
+  StageCursor at, oldest;  // next stage to read; oldest stage not yet released
+  uint32_t stride;
+
+  HEP_DEVICE StageConsumer(const StageFifo<A, Head>& f, uint32_t index, uint32_t stride_) : fifo(f), stride(stride_) {
+    at.advance(index, f.num_stages);
+    oldest = at;
+  }
+  // Waits for the stage's loads; returns its head.
+  HEP_DEVICE Head wait(A& a) {
+    if (kMutant != 2) a.mbar_wait(fifo.full[at.stage], at.phase, {Site::kStageFull, -1, int64_t(at.stage)});
+    const auto* src = reinterpret_cast<const Vec16*>(&fifo.heads[at.stage]);
+    HeadWords<Head> words;
+    for (size_t i = 0; i < sizeof(Head) / 16; ++i) words.v[i] = a.ld_shared(src + i);
+    return std::bit_cast<Head>(words);
+  }
+  HEP_DEVICE unsigned char* data() const { return fifo.data + uint64_t(at.stage) * fifo.stage_bytes; }
+  HEP_DEVICE void advance() { at.advance(stride, fifo.num_stages); }
+  // Gives the oldest held stage back. What was read of it through the generic proxy is published first,
+  // because the next writer is the async proxy. release: this consumer is one lane; release_warp: all lanes
+  // of a warp read the stage, one of them arrives for all.
+  HEP_DEVICE void release(A& a) {
+    if (kMutant != 3) a.publish_shared();
+    a.mbar_arrive(fifo.empty[oldest.stage]);
+    oldest.advance(stride, fifo.num_stages);
+  }
+  HEP_DEVICE void release_warp(A& a) {
+    if (kMutant != 3) a.publish_shared();
+    if (kMutant != 10) a.warp_sync();
+    if (a.elect_one()) a.mbar_arrive(fifo.empty[oldest.stage]);
+    oldest.advance(stride, fifo.num_stages);
+  }
+};
+
+}  // namespace hep

@@ -1,0 +1,81 @@
+// N2N: this rank's tokens to its rail peers, chunk by chunk: gathered into a slot of the send ring, then one
+// put with a signal. One lane is both ends of its small stage FIFO, loads running ahead of stores.
+#pragma once
+#include "roles/token_loader.h"
+
+namespace hep {
+
+template <Arch A, Transport<A> Net>
+struct N2NRole {
+  A& a;
+  Net& net;
+  const DispatchParams& p;
+  StageProducer<A, TokenHead> in;
+  StageConsumer<A, TokenHead> out;
+  uint64_t rows = 0;
+
+  HEP_DEVICE N2NRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo)
+      : a(arch), net(n), p(params), in(fifo), out(fifo, 0, 1) {}
+
+  HEP_DEVICE void run() {
+    a.set_role("n2n");
+    const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
+    bool more = true;
+    // Chunk by chunk over all peers, starting behind our own node so that no rail peer is everybody's first.
+    for (uint32_t c = a.block_idx(); more; c += a.num_blocks()) {
+      more = false;
+      for (uint32_t i = 0; i < p.rail.num_peers; ++i) {
+        const RailPeer& peer = p.rail.peers[(i + p.world.node()) % p.rail.num_peers];
+        const uint32_t count = p.plan.node_count[peer.node];
+        if (uint64_t(c) * chunk_tokens >= count) continue;
+        more = true;
+        send_chunk(peer, c, count);
+      }
+    }
+    net.quiet(a);
+    if (rows) {
+      a.add_acq_rel_rank(&p.traffic->rail_rows, rows);
+      a.add_acq_rel_rank(&p.traffic->rail_bytes, rows * p.message.token_bytes());
+    }
+  }
+
+ private:
+  HEP_DEVICE void send_chunk(const RailPeer& peer, uint32_t chunk, uint32_t count) {
+    const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;
+    const uint32_t left = count - begin;
+    const uint32_t n = left < p.rail.geometry.chunk_tokens ? left : p.rail.geometry.chunk_tokens;
+    const uint32_t tiles = num_tiles(p.message, p.tile_bytes), total = n * tiles;
+    const uint32_t lag = in.fifo.num_stages - 2;  // loads in flight before the first store
+    unsigned char* slot = RailSender::acquire(a, net, p.rail.geometry, peer, chunk);
+    for (uint32_t i = 0; i < total + lag; ++i) {
+      if (i < total) {
+        TokenHead head{};
+        head.tile = i % tiles;
+        load_tile(a, in, p.message, p.tile_bytes, own_token(p, peer.node, begin + i / tiles), head);
+      }
+      if (i >= lag) store_tile(slot + uint64_t((i - lag) / tiles) * p.message.token_bytes(), (i - lag) % tiles, i == lag);
+    }
+    a.template bulk_wait_read<0>();
+    out.release(a);
+    if (kMutant != 12) a.template bulk_wait<0>();  // the slot is complete before the NIC reads it
+    RailSender::commit(a, net, p.rail.geometry, peer, chunk, uint64_t(n) * p.message.token_bytes());
+    rows += n;
+  }
+  HEP_DEVICE void store_tile(unsigned char* token, uint32_t tile, bool first) {
+    const TileShape t = tile_shape(p.message, p.tile_bytes, tile);
+    out.wait(a);
+    const unsigned char* stage = out.data();
+    if (tile == 0)
+      a.bulk_s2g(token, stage, p.message.payload_at() + t.bytes);
+    else
+      a.bulk_s2g(token + p.message.payload_at() + t.begin, stage + p.message.payload_at(), t.bytes);
+    a.bulk_commit();
+    out.advance();
+    if (!first) {
+      a.template bulk_wait_read<1>();
+      out.release(a);
+    }
+  }
+};
+
+}  // namespace hep

@@ -1,0 +1,145 @@
+// Reduce: adds staged rows in FP32 in the order they come, rounds once, and stores the tile. A group of warps;
+// every lane owns fixed octets of the tile, so a sum never crosses lanes and its order is the gather's order.
+#pragma once
+#include "roles/gather.h"
+
+namespace hep {
+
+inline constexpr uint32_t kSumTileElems = 2048;
+
+// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier.
+template <Arch A, Transport<A> Net, int kWarps>
+struct ReduceRole {
+  static constexpr int kOctet = 8;
+  A& a;
+  Net& net;
+  const CombineParams& p;
+  StageConsumer<A, SumHead> from;
+  unsigned char* out_tiles;  // shared memory, two tiles of out_tile_bytes
+  const int group, me;
+  const DType in, out;
+  const bool leader;  // commits the bulk stores, hence waits for them
+
+  static constexpr int kWidth = kWarps * A::kLanes;
+  static constexpr uint32_t kOutTileBytes = kSumTileElems * 4;
+  static constexpr int kMaxOctets = kSumTileElems / kOctet / kWidth;
+  float acc[kMaxOctets][kOctet];
+
+  HEP_DEVICE ReduceRole(A& arch, Net& n, const CombineParams& params, const StageFifo<A, SumHead>& fifo, std::byte* smem,
+                        uint64_t out_at, int group_, int first_warp, DType in_, DType out_)
+      : a(arch), net(n), p(params), from(fifo, 0, 1), out_tiles(reinterpret_cast<unsigned char*>(smem) + out_at),
+        group(group_), me((arch.warp_idx() - first_warp) * A::kLanes + arch.lane()), in(in_), out(out_),
+        leader(arch.elect_one() && arch.warp_idx() == first_warp) {}
+
+  // `parties`: reduce groups of the whole grid that must end before the node is told that we are done with its
+  // rows; 0 = the kernel reads only this rank's memory.
+  HEP_DEVICE void run(const char* role, int parties) {
+    a.set_role(role);
+    uint32_t parity = 0;
+    for (;;) {
+      const SumHead head = from.wait(a);
+      if (head.flags & SumHead::kStop) break;
+      if (leader && head.peer && !(head.flags & SumHead::kChunkEnd))
+        RailReceiver::consume(a, net, p.rail.geometry, p.rail.peers[head.peer - 1], head.chunk, head.chunk_stages);
+      add(head);
+      from.advance();
+      from.release_warp(a);
+      if (head.flags & SumHead::kLast) {
+        store(head, out_tiles + parity * kOutTileBytes);
+        parity ^= 1;
+        if (leader && (head.flags & SumHead::kChunkEnd)) send(head);
+      }
+    }
+    from.release_warp(a);
+    if (!leader) return;
+    a.template bulk_wait<0>();
+    if (parties && last_of(a, p.exit_counter, uint64_t(parties))) p.gate.announce_done(a);
+  }
+
+ private:
+  HEP_DEVICE DType in_type(const SumHead& h) const { return h.flags & SumHead::kWeights ? DType::kFp32 : in; }
+  HEP_DEVICE DType out_type(const SumHead& h) const { return h.flags & SumHead::kWeights ? DType::kFp32 : out; }
+
+  HEP_DEVICE void add(const SumHead& head) {
+    switch (in_type(head)) {
+      case DType::kBf16: return add_as<Bf16>(head);
+      case DType::kFp16: return add_as<Fp16>(head);
+      case DType::kFp32: return add_as<float>(head);
+    }
+  }
+  template <class T>
+  HEP_DEVICE void add_as(const SumHead& head) {
+    const bool first = head.flags & SumHead::kFirst, empty = head.flags & SumHead::kEmpty, scaled = head.flags & SumHead::kScaled;
+    const auto* tile = reinterpret_cast<const T*>(from.data());
+    const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
+    for (uint32_t o = me, i = 0; o < octets; o += kWidth, ++i) {
+      float v[kOctet];
+      if (empty)
+        for (float& x : v) x = 0.f;
+      else
+        load_octet(tile + o * kOctet, head.elems - o * kOctet, v);
+      if (scaled)
+        for (float& x : v) x *= head.scale;
+      for (int e = 0; e < kOctet; ++e) acc[i][e] = first ? v[e] : acc[i][e] + v[e];
+    }
+  }
+  // Rows are multiples of 16 bytes: an octet of fp32 may be half there.
+  template <class T>
+  HEP_DEVICE void load_octet(const T* at, uint32_t left, float* v) {
+    const auto* words = reinterpret_cast<const Vec16*>(at);
+    constexpr int kPerWord = 16 / sizeof(T);
+    for (int w = 0; w < kOctet / kPerWord; ++w) {
+      struct alignas(16) Elems {
+        T e[kPerWord];
+      };
+      if (uint32_t(w * kPerWord) >= left) {
+        for (int e = 0; e < kPerWord; ++e) v[w * kPerWord + e] = 0.f;
+        continue;
+      }
+      const Elems elems = std::bit_cast<Elems>(a.ld_shared(words + w));
+      for (int e = 0; e < kPerWord; ++e) v[w * kPerWord + e] = to_float(elems.e[e]);
+    }
+  }
+
+  HEP_DEVICE void store(const SumHead& head, unsigned char* tile) {
+    // The tile's previous store has been read out: only its leader can know.
+    if (leader && kMutant != 15) a.template bulk_wait_read<1>();
+    a.group_sync(group, kWarps);
+    switch (out_type(head)) {
+      case DType::kBf16: write_as<Bf16>(head, tile); break;
+      case DType::kFp16: write_as<Fp16>(head, tile); break;
+      case DType::kFp32: write_as<float>(head, tile); break;
+    }
+    if (kMutant != 16) a.publish_shared();
+    if (kMutant != 17) a.group_sync(group, kWarps);
+    if (leader) {
+      a.bulk_s2g(reinterpret_cast<unsigned char*>(head.dst), tile, head.elems * dtype_bytes(out_type(head)));
+      a.bulk_commit();
+    }
+  }
+  template <class T>
+  HEP_DEVICE void write_as(const SumHead& head, unsigned char* tile) {
+    constexpr int kPerWord = 16 / sizeof(T);
+    const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
+    for (uint32_t o = me, i = 0; o < octets; o += kWidth, ++i) {
+      auto* words = reinterpret_cast<Vec16*>(reinterpret_cast<T*>(tile) + o * kOctet);
+      for (int w = 0; w < kOctet / kPerWord; ++w) {
+        struct alignas(16) Elems {
+          T e[kPerWord];
+        } elems;
+        if (o * kOctet + w * kPerWord >= head.elems) break;
+        for (int e = 0; e < kPerWord; ++e) elems.e[e] = from_float<T>(acc[i][w * kPerWord + e]);
+        a.st_shared(words + w, std::bit_cast<Vec16>(elems));
+      }
+    }
+  }
+  HEP_DEVICE void send(const SumHead& head) {
+    if (kMutant != 18) a.template bulk_wait<0>();  // the slot is complete before the NIC reads it
+    const uint64_t bytes = uint64_t(head.chunk_stages) * p.partial.row_bytes();
+    RailSender::commit(a, net, p.rail.geometry, p.rail.peers[head.peer - 1], head.chunk, bytes);
+    a.add_acq_rel_rank(&p.traffic->rail_rows, head.chunk_stages);
+    a.add_acq_rel_rank(&p.traffic->rail_bytes, bytes);
+  }
+};
+
+}  // namespace hep

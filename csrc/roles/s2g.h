@@ -1,0 +1,82 @@
+// S2G of dispatch: every staged token goes to the receive row of each destination rank of the node. Addresses
+// come from the token's record; there is no table to look up and no scan over ranks.
+#pragma once
+#include "roles/token_loader.h"
+
+namespace hep {
+
+template <Arch A, Transport<A> Net>
+struct DispatchS2GRole {
+  static constexpr int kInFlight = 4;  // bulk groups that may still read their stages
+  A& a;
+  Net& net;
+  const DispatchParams& p;
+  StageConsumer<A, TokenHead> from;
+  uint64_t node_rows = 0, self_rows = 0;
+
+  HEP_DEVICE DispatchS2GRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
+                             int index, int stride)
+      : a(arch), net(n), p(params), from(fifo, index, stride) {}
+
+  HEP_DEVICE void run(int parties) {
+    a.set_role("s2g");
+    p.gate.wait_all_ready(a);  // nobody's receive rows are touched before their owner entered the operation
+    uint32_t held = 0;
+    // A held stage must not starve the producer: with few stages per consumer fewer groups stay in flight.
+    const uint32_t in_flight = from.fifo.num_stages / from.stride > kInFlight ? kInFlight : 0;
+    for (;;) {
+      const TokenHead head = from.wait(a);
+      if (head.stop) break;
+      scatter(head);
+      from.advance();
+      if (++held > in_flight) {
+        if (in_flight)
+          a.template bulk_wait_read<kInFlight>();
+        else if (kMutant != 13)
+          a.template bulk_wait_read<0>();
+        from.release(a);
+        --held;
+      }
+    }
+    a.template bulk_wait_read<0>();
+    for (; held > 0; --held) from.release(a);
+    from.release(a);  // the stop stage
+    if (kMutant != 14) a.template bulk_wait<0>();
+    count_traffic();
+    if (last_of(a, p.exit_counter, uint64_t(parties))) p.gate.announce_done(a);
+    a.template bulk_wait<0>();
+  }
+
+ private:
+  HEP_DEVICE void scatter(const TokenHead& head) {
+    const unsigned char* stage = from.data();
+    if (head.peer) {  // the loads have left the ring slot
+      const RailPeer& peer = p.rail.peers[head.peer - 1];
+      RailReceiver::consume(a, net, p.rail.geometry, peer, head.chunk, head.chunk_stages);
+      if (p.plan.fresh && head.tile == 0)  // combine will need the token's destinations
+        a.bulk_s2g(p.plan.rail_records[peer.node] + uint64_t(head.index) * p.message.record_bytes, stage,
+                   p.message.record_bytes);
+    }
+    const RecordHeader rec = std::bit_cast<RecordHeader>(a.ld_shared(reinterpret_cast<const Vec16*>(stage)));
+    const auto* dsts = reinterpret_cast<const uint64_t*>(stage + MessageLayout::dsts_at());
+    const TileShape t = tile_shape(p.message, p.tile_bytes, head.tile);
+    const uint32_t at = head.tile == 0 ? 0 : p.message.payload_at();
+    const uint32_t bytes = head.tile == 0 ? p.message.payload_at() + t.bytes : t.bytes;
+    for (uint32_t i = 0; i < rec.num_dsts; ++i) {
+      const DstEntry dst = std::bit_cast<DstEntry>(a.ld_shared(dsts + i));
+      a.bulk_s2g(p.peers.recv[dst.local_rank] + uint64_t(dst.row) * p.message.token_bytes() + at + t.begin * (head.tile != 0),
+                 stage + at, bytes);
+      if (head.tile == 0) dst.local_rank == uint32_t(p.world.local_rank()) ? ++self_rows : ++node_rows;
+    }
+    a.bulk_commit();
+  }
+  HEP_DEVICE void count_traffic() {
+    const uint64_t bytes = p.message.token_bytes();
+    a.add_acq_rel_rank(&p.traffic->node_rows, node_rows);
+    a.add_acq_rel_rank(&p.traffic->node_bytes, node_rows * bytes);
+    a.add_acq_rel_rank(&p.traffic->self_rows, self_rows);
+    a.add_acq_rel_rank(&p.traffic->self_bytes, self_rows * bytes);
+  }
+};
+
+}  // namespace hep

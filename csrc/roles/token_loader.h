@@ -1,0 +1,65 @@
+// Fills stages with tiles of one token's message. Stage layout: the message's own, cut to one tile of payload;
+// tile 0 carries every section, later tiles the record (for the addresses in it) and their part of the payload.
+#pragma once
+#include "kernels/params.h"
+#include "pipeline/stage_fifo.h"
+
+namespace hep {
+
+struct alignas(16) TokenHead {
+  uint32_t stop;
+  uint32_t tile;
+  uint32_t peer;    // 0: this rank's own token; i + 1: from rail peer i
+  uint32_t index;   // token position in its list, or receive row
+  uint32_t chunk;   // of the rail peer, for the credit
+  uint32_t chunk_stages;
+  uint32_t unused[2];
+};
+
+// Where the sections of one token lie. `weights` and `scales` are null when they do not travel.
+struct TokenSource {
+  const unsigned char *record, *weights, *scales, *payload;
+
+  HEP_DEVICE static TokenSource contiguous(const MessageLayout& m, const unsigned char* at) {
+    return {at, m.weight_bytes ? at + m.weights_at() : nullptr, m.scale_bytes ? at + m.scales_at() : nullptr,
+            at + m.payload_at()};
+  }
+};
+
+struct TileShape {
+  uint32_t begin, bytes;  // of the payload
+};
+HEP_DEVICE TileShape tile_shape(const MessageLayout& m, uint32_t tile_bytes, uint32_t tile) {
+  const uint32_t begin = tile * tile_bytes, left = m.row_bytes - begin;
+  return {begin, left < tile_bytes ? left : tile_bytes};
+}
+HEP_DEVICE uint32_t num_tiles(const MessageLayout& m, uint32_t tile_bytes) {
+  return uint32_t(div_up(m.row_bytes, tile_bytes));
+}
+
+template <Arch A>
+HEP_DEVICE void load_tile(A& a, StageProducer<A, TokenHead>& to, const MessageLayout& m, uint32_t tile_bytes,
+                          const TokenSource& src, const TokenHead& head) {
+  const TileShape t = tile_shape(m, tile_bytes, head.tile);
+  to.acquire(a);
+  const uint32_t sections = head.tile == 0 ? m.payload_at() : m.record_bytes;
+  to.commit(a, head, (kMutant == 11 ? m.record_bytes : sections) + t.bytes);
+  to.load(a, 0, src.record, m.record_bytes);
+  if (head.tile == 0) {
+    if (src.weights) to.load(a, m.weights_at(), src.weights, m.weight_bytes);
+    if (src.scales) to.load(a, m.scales_at(), src.scales, m.scale_bytes);
+  }
+  to.load(a, m.payload_at(), src.payload + t.begin, t.bytes);
+  to.advance();
+}
+
+// This rank's j-th token for a node.
+HEP_DEVICE TokenSource own_token(const DispatchParams& p, int node, uint32_t j) {
+  const uint32_t t = p.plan.node_tokens[node][j];
+  return {p.plan.records[node] + uint64_t(j) * p.message.record_bytes,
+          p.weights ? reinterpret_cast<const unsigned char*>(p.weights + uint64_t(t) * p.plan.weight_stride) : nullptr,
+          p.scales ? p.scales + uint64_t(t) * p.message.scale_bytes : nullptr,
+          p.x + uint64_t(t) * p.message.row_bytes};
+}
+
+}  // namespace hep

@@ -1,0 +1,91 @@
+// The engine of one rank: its registered buffer, its peers' mappings, the counters that tie operations
+// together, and the launches. Not thread-safe; a second concurrent call is refused.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/instances/executor.h"
+#include "layout/buffer.h"
+#include "runtime/plan.h"
+#include "runtime/segment.h"
+
+namespace hep {
+
+struct RoutingInput {
+  const int64_t* topk_idx = nullptr;           // [T, topk], -1 = dropped
+  const unsigned char* routing_map = nullptr;  // [T, E]
+  const float* weights = nullptr;              // shaped like the routing, may be null
+  uint32_t num_tokens = 0, topk = 0;
+  std::vector<uint32_t> header;                // caller's words, at most kCountHeaderWords - kHeaderFirstFree
+};
+
+struct DispatchCall {
+  const unsigned char *x = nullptr, *scales = nullptr;
+  const float* weights = nullptr;  // [T, weight_stride] in plan order
+  unsigned char *out_x = nullptr, *out_scales = nullptr;
+  float* out_weights = nullptr;
+  uint32_t row_bytes = 0, scale_bytes = 0;
+  uint64_t out_rows = 0;
+  bool permute = false;
+  int num_blocks = 1;
+};
+
+struct CombineCall {
+  const unsigned char* x = nullptr;
+  const float* weights = nullptr;
+  unsigned char* out_x = nullptr;
+  float* out_weights = nullptr;
+  DType dtype = DType::kBf16;
+  uint32_t hidden = 0;
+  bool permuted = false, multiply = false, fp32_partials = false;
+  int num_blocks = 1;
+};
+
+class Engine {
+ public:
+  Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
+         const std::string& executor, uint64_t seed);
+  ~Engine();
+
+  const BufferLayout& layout() const { return layout_; }
+  TrafficCounters traffic() const { return *traffic_; }
+  void reset_traffic() { *traffic_ = {}; }
+  void set_interrupt_check(std::function<bool()> check) { settings_.interrupted = std::move(check); }
+
+  // Collective. Afterwards every rank holds every rank's header and counts.
+  std::shared_ptr<Routing> exchange(const RoutingInput& in);
+  // Collective. Fills the plan's facts when it is fresh.
+  void dispatch(Plan& plan, const DispatchCall& call);
+  void combine(Plan& plan, const CombineCall& call);
+
+ private:
+  class Call;  // marks the engine busy, and failed when an exception leaves a kernel
+  unsigned char* own() const { return segments_[world_.rank]->data(); }
+  uint64_t* flag(int rank, uint64_t offset) const { return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset); }
+  std::vector<RailPeer> rail_peers() const;
+  NodeGate open_gate();
+  void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
+  void require_world(const Plan& plan) const;
+  void advance_rails(const Plan& plan, bool dispatch);
+
+  World world_;
+  BufferShape shape_;
+  BufferLayout layout_;
+  std::vector<std::shared_ptr<Segment>> segments_;
+  LaunchSettings settings_;
+  std::vector<unsigned char*> rail_segments_, node_recv_;
+  std::vector<uint64_t*> peer_ready_, peer_done_;
+  std::unique_ptr<Executor> executor_;
+  std::unique_ptr<TrafficCounters> traffic_;
+  std::vector<uint64_t> consumed_;               // [N][rail_slots]
+  std::vector<uint64_t> rail_sent_, rail_received_;  // chunks over the life of the buffer, [N]
+  uint64_t exit_counter_ = 0, epoch_ = 0, exchanges_ = 0;
+  std::atomic<bool> busy_{false};
+  std::string failure_;
+};
+
+}  // namespace hep

@@ -1,0 +1,104 @@
+// A plan: everything that dispatch, combine and their backwards need of one routing decision. Pure function of
+// the routing and the counts; knows no buffer, no SM count, no chunk size. What only arriving tokens can tell
+// (records of rail tokens and of receive rows) is written by the first dispatch, then the plan is frozen.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels/params.h"
+
+namespace hep {
+
+// This rank's side of the routing, as the exchange kernel leaves it.
+struct Routing {
+  World world;
+  CountsLayout counts_layout;
+  uint32_t num_tokens = 0, topk = 1, weight_stride = 4;
+  std::vector<int32_t> pair_expert;
+  std::vector<float> pair_weight;
+  std::vector<uint32_t> pair_pos, row_pos;
+  std::vector<int32_t> node_pos;
+  std::vector<std::vector<uint32_t>> node_tokens;  // [N][count]
+  std::vector<unsigned char> counts;               // all ranks' vectors
+
+  CountsView view() const { return {counts_layout, counts.data()}; }
+};
+
+struct PlacementOptions {
+  uint32_t pad_multiple = 1;
+  std::vector<int64_t> budgets;  // [R] permuted rows that rank r has room for, -1 = as many as it takes
+  uint64_t recv_capacity = 0;    // receive rows that every rank has
+};
+
+class Plan {
+ public:
+  Plan(std::shared_ptr<const Routing> routing, const PlacementOptions& options);
+
+  const World& world() const { return routing_->world; }
+  uint32_t num_experts() const { return routing_->counts_layout.num_experts; }
+  uint32_t num_local_experts() const { return num_experts() / routing_->counts_layout.num_ranks; }
+  uint32_t num_tokens() const { return routing_->num_tokens; }
+  uint32_t topk() const { return topk_; }  // of all ranks: sizes records and weights
+  uint32_t weight_stride() const { return weight_stride_; }
+  uint32_t record_bytes() const { return record_bytes_; }
+  uint32_t pairs_at() const { return pairs_at_; }
+  uint32_t num_recv_rows() const { return recv_rows_; }
+  uint32_t max_recv_rows() const { return max_recv_rows_; }
+  uint32_t num_rail_tokens(int node) const;  // tokens of the rank of this rail on `node` (its whole batch)
+  std::vector<uint32_t> recv_rows_per_source() const;        // [R], after the capacity cut
+  std::vector<uint64_t> num_dropped_per_rank() const { return dropped_per_rank_; }  // pairs lost to budgets
+  uint64_t num_permuted_rows() const { return permuted_rows_; }
+  const std::vector<int64_t>& tokens_per_expert() const { return tokens_per_expert_; }
+  const std::vector<int64_t>& padded_tokens_per_expert() const { return padded_; }
+  bool overflow() const { return overflow_; }
+  bool has_holes() const { return has_holes_; }
+  uint64_t num_dropped() const { return dropped_per_rank_[size_t(world().rank)]; }
+  bool complete() const { return complete_; }
+  const std::vector<float>& weights() const { return weights_; }
+
+  // Permuted rows without a token when the output has out_rows rows.
+  std::vector<uint32_t> zero_ranges(uint64_t out_rows) const;
+  PlanView view();
+  void freeze() { complete_ = true; }
+
+  // Conversions between plan order [T, weight_stride] and the caller's layouts, all fp32.
+  void weights_from_dense(const float* probs, float* out) const;   // [T, E]
+  void weights_to_dense(const float* weights, float* out) const;   // [T, E], zero-filled
+  void weights_from_topk(const int64_t* idx, uint32_t k, const float* in, float* out) const;
+  void weights_to_topk(const int64_t* idx, uint32_t k, const float* weights, float* out) const;
+
+  // Tensors of the compatible handles; need a complete plan.
+  uint32_t num_rail_rows() const;                     // tokens of all ranks of this rail
+  void fill_sparse_to_dense(int32_t* out) const;      // [num_rail_rows, L] receive row, -1 = not sent
+  void fill_rail_to_node(unsigned char* out) const;   // [num_rail_rows] needed by this node
+  void fill_node_to_rail(unsigned char* out) const;   // [T, N - 1] other nodes, ascending
+  void fill_local_routing(unsigned char* out) const;  // [M, local experts]
+  void fill_permuted_rows(int32_t* out) const;        // [M, local experts] permuted row, -1 = none
+
+ private:
+  void place(const PlacementOptions& o);
+  void count_experts(const PlacementOptions& o);
+  void count_dropped(const PlacementOptions& o);
+  void finish_records(const PlacementOptions& o, const std::vector<uint32_t>& row_base,
+                      const std::vector<int64_t>& pair_base);
+
+  std::shared_ptr<const Routing> routing_;
+  uint32_t topk_ = 1, weight_stride_ = 4, record_bytes_ = 0, pairs_at_ = 0;
+  uint32_t recv_rows_ = 0, max_recv_rows_ = 0;
+  uint64_t permuted_rows_ = 0;
+  bool overflow_ = false, has_holes_ = false, complete_ = false;
+  std::vector<int64_t> tokens_per_expert_, padded_;
+  std::vector<uint64_t> dropped_per_rank_;
+  std::vector<float> weights_;  // [T, weight_stride], as routed
+  std::vector<uint32_t> node_count_, rail_count_;
+  std::vector<std::vector<unsigned char>> records_, rail_records_;
+  std::vector<unsigned char> row_records_;
+  std::vector<float> row_weights_;
+  std::vector<uint32_t> zero_ranges_;
+  std::vector<const uint32_t*> node_token_ptrs_;
+  std::vector<const unsigned char*> record_ptrs_;
+  std::vector<unsigned char*> rail_record_ptrs_;
+};
+
+}  // namespace hep

@@ -1,0 +1,95 @@
+// POSIX shared memory with errors a user can act on.
+#include "runtime/segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+namespace hep {
+namespace {
+
+struct Fd {
+  int fd;
+  ~Fd() {
+    if (fd >= 0) ::close(fd);
+  }
+};
+
+std::string mib(uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
+
+[[noreturn]] void fail(const std::string& what, const std::string& name) {
+  throw std::system_error(errno, std::generic_category(), what + " shared memory '" + name + "'");
+}
+
+unsigned char* map(int fd, size_t bytes, const std::string& name) {
+  const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+  void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (p == MAP_FAILED) fail("cannot map", name);
+  return static_cast<unsigned char*>(p);
+}
+
+// std::bad_alloc with words: becomes Python's MemoryError.
+struct OutOfSharedMemory : std::bad_alloc {
+  std::string text;
+  explicit OutOfSharedMemory(std::string t) : text(std::move(t)) {}
+  const char* what() const noexcept override { return text.c_str(); }
+};
+
+}  // namespace
+
+std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) {
+  Fd fd{::shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600)};
+  if (fd.fd < 0) fail("cannot create", name);
+  try {
+    if (int err = ::posix_fallocate(fd.fd, 0, off_t(bytes)); err != 0) {
+      struct statvfs fs {};
+      const bool known = ::fstatvfs(fd.fd, &fs) == 0;
+      if (err == ENOSPC || err == ENOMEM)
+        throw OutOfSharedMemory("a registered buffer of " + mib(bytes) + " does not fit into /dev/shm (" +
+                                (known ? mib(uint64_t(fs.f_bavail) * fs.f_frsize) + " free" : "size unknown") +
+                                "): enlarge it (mount -o remount,size=..., docker run --shm-size=...), or lower "
+                                "max_num_of_tokens_per_rank or capacity_factor");
+      errno = err;
+      fail("cannot reserve", name);
+    }
+    return std::shared_ptr<Segment>(new Segment(name, map(fd.fd, bytes, name), bytes, true));
+  } catch (...) {
+    ::shm_unlink(name.c_str());
+    throw;
+  }
+}
+
+std::shared_ptr<Segment> Segment::attach(const std::string& name, size_t bytes) {
+  Fd fd{::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0600)};
+  if (fd.fd < 0) fail("cannot open", name);
+  struct stat st {};
+  if (::fstat(fd.fd, &st) != 0) fail("cannot stat", name);
+  if (size_t(st.st_size) != bytes)
+    throw std::invalid_argument("num_bytes: shared memory '" + name + "' has " + std::to_string(st.st_size) +
+                                " bytes, expected " + std::to_string(bytes) + "; all ranks must use the same buffer shape");
+  return std::shared_ptr<Segment>(new Segment(name, map(fd.fd, bytes, name), bytes, false));
+}
+
+std::shared_ptr<Segment> Segment::private_memory(size_t bytes) {
+  return std::shared_ptr<Segment>(new Segment("", map(-1, bytes, "(private)"), bytes, false));
+}
+
+Segment::~Segment() {
+  unlink();
+  ::munmap(data_, bytes_);
+}
+
+void Segment::unlink() {
+  if (linked_) ::shm_unlink(name_.c_str());
+  linked_ = false;
+}
+
+}  // namespace hep

@@ -1,0 +1,34 @@
+// A rank's registered memory on the host: a POSIX shared-memory segment, or private memory for worlds inside
+// one process. Mode 0600; the owner unlinks the name as soon as all peers have mapped it.
+#pragma once
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace hep {
+
+class Segment {
+ public:
+  // create: all bytes are reserved at once, so that a full /dev/shm is an error here and not a SIGBUS later.
+  static std::shared_ptr<Segment> create(const std::string& name, size_t bytes);
+  static std::shared_ptr<Segment> attach(const std::string& name, size_t bytes);
+  static std::shared_ptr<Segment> private_memory(size_t bytes);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  void unlink();  // idempotent; the memory lives until the last mapping goes
+  unsigned char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  const std::string& name() const { return name_; }
+
+ private:
+  Segment(std::string name, unsigned char* data, size_t bytes, bool owner)
+      : name_(std::move(name)), data_(data), bytes_(bytes), linked_(owner) {}
+  std::string name_;
+  unsigned char* data_;
+  size_t bytes_;
+  bool linked_;
+};
+
+}  // namespace hep

@@ -1,0 +1,33 @@
+// The Transport contract: one-sided verbs along the rail (same local_rank on all nodes). Offsets are into
+// the peer's registered buffer; sources are in this rank's registered buffer, so an RDMA NIC could serve
+// every verb without a copy.
+//
+// Ordering (the weakest that NVSHMEM/IBGDA promise, and what the loopback transport enforces):
+//   put           lands at any time before this rank's quiet() returns; unordered with everything.
+//   put_signal    the signal is visible only after ITS OWN bytes; earlier puts may still be in flight.
+//   signal        orders nothing; visible at any time before quiet().
+//   wait_signal   acquires: bytes of the put_signal that wrote the awaited value may be read.
+//   quiet         all my verbs are complete at their targets; after it the source bytes may be reused.
+// Signals are 64-bit, written (not added), monotonic per location, one writer per location.
+#pragma once
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "arch/concept.h"
+
+namespace hep {
+
+template <class N, class A>
+concept Transport = requires(N net, A& a, int peer_node, uint64_t offset, const void* src, uint64_t bytes,
+                             uint64_t value, const uint64_t* flag, WaitInfo info) {
+  // Called by one elected lane. peer_node names the rail peer by its node index.
+  { net.put(a, peer_node, offset, src, bytes) };
+  { net.put_signal(a, peer_node, offset, src, bytes, offset /*signal*/, value) };
+  { net.signal(a, peer_node, offset, value) };
+  { net.test_signal(a, flag, value) } -> std::same_as<bool>;  // acquires when true
+  { net.wait_signal(a, flag, value, info) };
+  { net.quiet(a) };
+};
+
+}  // namespace hep

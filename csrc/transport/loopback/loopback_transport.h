@@ -1,0 +1,93 @@
+// A rail that is as unhelpful as the contract allows: puts read their source late, land in any order, signals
+// overtake everything that does not order them. For tests; what works here does not lean on luck.
+#pragma once
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <vector>
+
+#include "transport/concept.h"
+
+namespace hep {
+
+class LoopbackTransport {
+ public:
+  LoopbackTransport(unsigned char* const* segments, uint64_t seed) : segments_(segments), rng_(seed) {}
+
+  template <class A>
+  void put(A&, int node, uint64_t offset, const void* src, uint64_t bytes) {
+    post({segments_[node] + offset, src, bytes, nullptr, 0});
+  }
+  template <class A>
+  void put_signal(A&, int node, uint64_t offset, const void* src, uint64_t bytes, uint64_t flag, uint64_t value) {
+    post({segments_[node] + offset, src, bytes, reinterpret_cast<uint64_t*>(segments_[node] + flag), value});
+  }
+  template <class A>
+  void signal(A&, int node, uint64_t flag, uint64_t value) {
+    post({nullptr, nullptr, 0, reinterpret_cast<uint64_t*>(segments_[node] + flag), value});
+  }
+  template <class A>
+  bool test_signal(A& a, const uint64_t* flag, uint64_t value) {
+    return a.ld_acquire_sys(flag) >= value;
+  }
+  template <class A>
+  void wait_signal(A& a, const uint64_t* flag, uint64_t value, WaitInfo info) {
+    a.wait_ge_sys(flag, value, info);
+  }
+  template <class A>
+  void quiet(A& a) {
+    for (;;) {
+      const size_t left = pending();
+      if (left == 0) return;
+      if (progress())
+        a.poll_reset();
+      else
+        a.poll_idle({Site::kQuiet}, 0, left);
+    }
+  }
+  // Completes one pending operation, chosen at random, most of the time. True if it did. The executor calls it
+  // whenever it looks for work, so that nothing is held back for ever.
+  bool progress() {
+    std::lock_guard lock(mutex_);
+    if (ops_.empty() || rng_() % 4 == 0) return false;
+    const size_t i = rng_() % ops_.size();
+    const Op op = ops_[i];
+    ops_[i] = ops_.back();
+    ops_.pop_back();
+    if (op.bytes) std::memcpy(op.dst, op.src, op.bytes);
+    if (op.flag) raise(op.flag, op.value);
+    return true;
+  }
+
+ private:
+  struct Op {
+    unsigned char* dst;
+    const void* src;
+    uint64_t bytes;
+    uint64_t* flag;
+    uint64_t value;
+  };
+  // A location's signals may arrive out of order, but its value never falls (the contract says monotonic).
+  static void raise(uint64_t* flag, uint64_t value) {
+    std::atomic_ref<uint64_t> f(*flag);
+    uint64_t seen = f.load(std::memory_order_relaxed);
+    while (seen < value && !f.compare_exchange_weak(seen, value, std::memory_order_release, std::memory_order_relaxed)) {
+    }
+  }
+  void post(const Op& op) {
+    std::lock_guard lock(mutex_);
+    ops_.push_back(op);
+  }
+  size_t pending() {
+    std::lock_guard lock(mutex_);
+    return ops_.size();
+  }
+
+  unsigned char* const* segments_;
+  std::mutex mutex_;
+  std::mt19937_64 rng_;
+  std::vector<Op> ops_;
+};
+
+}  // namespace hep
