@@ -11,11 +11,13 @@
 #define HEP_RESTRICT __restrict__
 #endif
 
-// HEP_MUTANT selects one injected bug in a test build (tests/cpp/mutants); 0 is the real code.
-// `if (kMutant == n)` folds away, so the product carries none of it.
-#ifndef HEP_MUTANT
-#define HEP_MUTANT 0
-#endif
+// Mutants: `if (kMutant == n)` marks an injected bug that a test must catch. In the product kMutant is the
+// constant 0 and the branches fold away; test builds (HEP_MUTANTS) can set it at run time, so that one binary
+// holds every mutant.
 namespace hep {
-inline constexpr int kMutant = HEP_MUTANT;
-}
+#if defined(HEP_MUTANTS)
+inline int kMutant = 0;
+#else
+inline constexpr int kMutant = 0;
+#endif
+}  // namespace hep

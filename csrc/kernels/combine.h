@@ -45,7 +45,7 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   }
   a.block_sync();
   if (warp == 0) {
-    if (elected) GatherRole<A, Net>(a, net, p, node_sum).node_sum();
+    if (elected) GatherRole<A, Net>(a, net, p, node_sum).node_sum(smem);
   } else if (warp == 1) {
     if (!elected) return;
     GatherRole<A, Net>(a, net, p, final_sum).final_sum();
@@ -71,7 +71,8 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   const uint64_t stage = align_up(stage_bytes, 128) + sizeof(SumHead) + 2 * sizeof(typename A::Mbarrier);
   const uint64_t out = 4 * align_up(4ull * kSumTileElems, 128);
   const uint32_t stages = stages_that_fit(budget > out ? (budget - out) / 2 : 0, stage, 2, 10);
-  p.node_sum = Fifo::layout(0, p.rail.num_peers ? stages : 2, stage_bytes);
+  p.node_sum = Fifo::layout(align_up(4ull * (p.rail.num_peers + 1), 128), p.rail.num_peers ? stages : 2, stage_bytes);
+  p.credit_cursors_at = 0;
   p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_bytes);
   p.out_stage_at[0] = p.final_sum.end;
   p.out_stage_at[1] = p.out_stage_at[0] + 2 * 4ull * kSumTileElems;

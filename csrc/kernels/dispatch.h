@@ -26,7 +26,7 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
   if (warp == 6) return ZeroRowsRole<A>::run(a, p);
   if (!elected) return;  // the copy roles are one lane each: bulk copies need no more
   switch (warp) {
-    case 0: return N2NRole<A, Net>(a, net, p, rail).run();
+    case 0: return N2NRole<A, Net>(a, net, p, rail, smem).run();
     case 1: return DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps);
     case 2:
     case 3: return DispatchS2GRole<A, Net>(a, net, p, scatter, warp - 2, kScatterWarps).run(a.num_blocks() * kScatterWarps);
@@ -40,13 +40,13 @@ template <Arch A>
 uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   using Fifo = StageFifo<A, TokenHead>;
   p.tile_bytes = p.message.row_bytes < kMaxTileBytes ? p.message.row_bytes : kMaxTileBytes;
-  p.cursors_at = 0;
   const uint64_t stage = align_up(p.message.payload_at() + p.tile_bytes, 128) + sizeof(TokenHead) + 2 * sizeof(typename A::Mbarrier);
   const uint64_t cursors = align_up(4ull * (p.rail.num_peers + 1), 128);
+  p.arrival_cursors_at = 0, p.credit_cursors_at = cursors;
   const uint32_t n2n = p.rail.num_peers ? stages_that_fit(budget / 4, stage, 3, 4) : 3;
   const uint32_t deliver = stages_that_fit(budget / 4, stage, 2, 6);
   const uint32_t scatter = stages_that_fit(budget / 2, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
-  p.scatter = Fifo::layout(cursors, scatter, p.message.payload_at() + p.tile_bytes);
+  p.scatter = Fifo::layout(2 * cursors, scatter, p.message.payload_at() + p.tile_bytes);
   p.rail_stage = Fifo::layout(p.scatter.end, n2n, p.message.payload_at() + p.tile_bytes);
   p.deliver = Fifo::layout(p.rail_stage.end, deliver, p.message.payload_at() + p.tile_bytes);
   return p.smem_bytes = p.deliver.end;

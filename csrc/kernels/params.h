@@ -46,6 +46,9 @@ struct RailSide {
   RailGeometry geometry;
   const RailPeer* peers;  // [num_peers], nodes other than ours, ascending
   uint32_t num_peers;
+
+  // The peers in the order of their nodes behind `node`, so that no node is everybody's first target.
+  HEP_DEVICE const RailPeer& peer_behind(int node, uint32_t i) const { return peers[(uint32_t(node) + i) % num_peers]; }
 };
 
 struct ExchangeParams {
@@ -95,7 +98,7 @@ struct DispatchParams {
   TrafficCounters* traffic;
   // Shared memory.
   uint32_t tile_bytes;
-  uint64_t cursors_at;              // [N] words: next chunk of each source
+  uint64_t arrival_cursors_at, credit_cursors_at;  // [N] words each, see ChunkSweep
   FifoLayout scatter, rail_stage, deliver;
   uint64_t smem_bytes;
 };
@@ -120,6 +123,7 @@ struct CombineParams {
   uint64_t* exit_counter;
   TrafficCounters* traffic;
   uint32_t tile_elems;
+  uint64_t credit_cursors_at;      // [N] words, see ChunkSweep
   FifoLayout node_sum, final_sum;  // the unpermute kernel uses final_sum
   uint64_t out_stage_at[2];        // two output tiles for each of the two reductions
   uint64_t smem_bytes;

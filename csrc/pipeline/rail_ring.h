@@ -30,14 +30,17 @@ struct RailGeometry {
 inline constexpr uint64_t kFlagWords = BufferLayout::kFlagStride / 8;
 
 struct RailSender {
-  // Waits for the credit of this kernel's `chunk`-th chunk to the peer; returns the slot to fill.
+  HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
+    return p.send_slots + ((p.send_base + chunk) % g.num_slots) * g.slot_bytes;
+  }
+  // Is there a credit for this kernel's `chunk`-th chunk to the peer? Then its slot may be filled: the slot's
+  // previous chunk is consumed, which also means that the put from our side of the slot is complete.
   template <class A, class Net>
-  HEP_DEVICE static unsigned char* acquire(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    uint64_t q = p.send_base + chunk, slot = q % g.num_slots;
-    uint64_t credit = q + 1 > g.num_slots ? q + 1 - g.num_slots : 0;  // the slot's previous chunk is consumed
+  HEP_DEVICE static bool test(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
+    const uint64_t q = p.send_base + chunk;
+    uint64_t credit = q + 1 > g.num_slots ? q + 1 - g.num_slots : 0;
     if (kMutant == 4 && credit > 0) --credit;
-    if (credit) net.wait_signal(a, p.free_flags + slot * kFlagWords, credit, {Site::kRailSlotFree, p.rank, int64_t(chunk)});
-    return p.send_slots + slot * g.slot_bytes;
+    return credit == 0 || net.test_signal(a, p.free_flags + (q % g.num_slots) * kFlagWords, credit);
   }
   // Sends the filled slot. The caller's stores into it are complete (bulk_wait<0> by the same lane).
   template <class A, class Net>

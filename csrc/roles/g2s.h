@@ -1,6 +1,7 @@
 // G2S of dispatch: own tokens for this node and tokens that arrived over the rail, into the scatter FIFO.
 // Sources are served as they come; a late node delays only its own tokens.
 #pragma once
+#include "pipeline/chunk_sweep.h"
 #include "roles/token_loader.h"
 
 namespace hep {
@@ -11,37 +12,19 @@ struct DispatchG2SRole {
   Net& net;
   const DispatchParams& p;
   StageProducer<A, TokenHead> to;
-  uint32_t* cursors;  // shared memory, [num_peers + 1]: next chunk of each source, the last is this rank
+  ChunkSweep<A> sweep;  // streams: the rail peers, then this rank's own tokens
 
   HEP_DEVICE DispatchG2SRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
                              std::byte* smem)
-      : a(arch), net(n), p(params), to(fifo), cursors(reinterpret_cast<uint32_t*>(smem + params.cursors_at)) {}
+      : a(arch), net(n), p(params), to(fifo),
+        sweep{arch, reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at), params.rail.num_peers + 1} {}
 
   HEP_DEVICE void run(int num_consumers) {
     a.set_role("g2s");
-    const uint32_t num_sources = p.rail.num_peers + 1;
-    for (uint32_t s = 0; s < num_sources; ++s) a.st_shared(cursors + s, uint32_t(a.block_idx()));
-    for (bool more = true; more;) {
-      more = false;
-      bool progress = false;
-      WaitInfo waiting{Site::kRailAny};
-      for (uint32_t s = 0; s < num_sources; ++s) {
-        const uint32_t chunk = a.ld_shared(cursors + s);
-        if (uint64_t(chunk) * p.rail.geometry.chunk_tokens >= num_tokens(s)) continue;
-        more = true;
-        if (!arrived(s, chunk)) {
-          waiting.peer = p.rail.peers[s].rank, waiting.chunk = chunk;
-          continue;
-        }
-        serve(s, chunk);
-        a.st_shared(cursors + s, chunk + a.num_blocks());
-        progress = true;
-      }
-      if (progress)
-        a.poll_reset();
-      else if (more)
-        a.poll_idle(waiting, uint64_t(waiting.chunk) + 1, uint64_t(waiting.chunk));
-    }
+    sweep.run(
+        Site::kRailAny, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return num_tokens(s); },
+        [&](uint32_t s, uint32_t chunk) { return arrived(s, chunk); },
+        [&](uint32_t s, uint32_t chunk) { serve(s, chunk); }, [&](uint32_t s) { return p.rail.peers[s].rank; });
     TokenHead stop{};
     stop.stop = 1;
     to.stop(a, stop, num_consumers);
@@ -56,8 +39,8 @@ struct DispatchG2SRole {
     return is_own(s) || kMutant == 6 || RailReceiver::test(a, net, p.rail.geometry, p.rail.peers[s], chunk);
   }
   HEP_DEVICE void serve(uint32_t s, uint32_t chunk) {
-    const uint32_t begin = chunk * p.rail.geometry.chunk_tokens, left = num_tokens(s) - begin;
-    const uint32_t n = left < p.rail.geometry.chunk_tokens ? left : p.rail.geometry.chunk_tokens;
+    const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;
+    const uint32_t n = chunk_size(num_tokens(s), chunk, p.rail.geometry.chunk_tokens);
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes);
     const unsigned char* slot = is_own(s) ? nullptr : RailReceiver::slot(p.rail.geometry, p.rail.peers[s], chunk);
     TokenHead head{};

@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "kernels/params.h"
+#include "pipeline/chunk_sweep.h"
 #include "pipeline/stage_fifo.h"
 
 namespace hep {
@@ -55,27 +56,20 @@ struct GatherRole {
           add(SumRow{p.x + uint64_t(pairs[k].row) * in_row_bytes(), w});
         }
       };
-      emit(rows, dst, 0, p.hidden, p.dtype, p.partial_dtype, p.multiply ? SumHead::kScaled : 0, nullptr);
+      emit(rows, dst, 0, p.hidden, p.dtype, p.partial_dtype, p.multiply ? uint32_t(SumHead::kScaled) : 0u, nullptr);
     }
     stop();
   }
 
   // Partials of this node's ranks -> one row per token of a rail peer, in slots of the send ring.
-  HEP_DEVICE void node_sum() {
+  HEP_DEVICE void node_sum(std::byte* smem) {
     a.set_role("node_sum_g2s");
     p.gate.wait_all_ready(a);
-    const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
-    bool more = true;
-    for (uint32_t c = a.block_idx(); more; c += a.num_blocks()) {
-      more = false;
-      for (uint32_t i = 0; i < p.rail.num_peers; ++i) {
-        const RailPeer& peer = p.rail.peers[(i + p.world.node()) % p.rail.num_peers];
-        const uint32_t count = p.plan.rail_count[peer.node];
-        if (uint64_t(c) * chunk_tokens >= count) continue;
-        more = true;
-        sum_chunk(peer, c, count);
-      }
-    }
+    auto peer = [&](uint32_t s) -> const RailPeer& { return p.rail.peer_behind(p.world.node(), s); };
+    ChunkSweep<A>{a, reinterpret_cast<uint32_t*>(smem + p.credit_cursors_at), p.rail.num_peers}.run(
+        Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.rail_count[peer(s).node]; },
+        [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
+        [&](uint32_t s, uint32_t chunk) { sum_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
     stop();
     count_traffic();
   }
@@ -116,10 +110,10 @@ struct GatherRole {
     }
   }
 
-  HEP_DEVICE void sum_chunk(const RailPeer& peer, uint32_t chunk, uint32_t count) {
-    const uint32_t begin = chunk * p.rail.geometry.chunk_tokens, left = count - begin;
-    const uint32_t n = left < p.rail.geometry.chunk_tokens ? left : p.rail.geometry.chunk_tokens;
-    unsigned char* slot = RailSender::acquire(a, net, p.rail.geometry, peer, chunk);
+  HEP_DEVICE void sum_chunk(const RailPeer& peer, uint32_t chunk) {
+    const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;
+    const uint32_t n = chunk_size(p.plan.rail_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
+    unsigned char* slot = RailSender::slot(p.rail.geometry, peer, chunk);
     for (uint32_t i = 0; i < n; ++i) {
       const unsigned char* record = p.plan.rail_records[peer.node] + uint64_t(begin + i) * p.record_bytes;
       count_rows(record);
@@ -145,8 +139,7 @@ struct GatherRole {
         const int32_t j = pos[peer.node];
         if (j < 0) continue;
         const uint32_t chunk = uint32_t(j) / p.rail.geometry.chunk_tokens, in_chunk = uint32_t(j) % p.rail.geometry.chunk_tokens;
-        const uint32_t left = p.plan.node_count[peer.node] - chunk * p.rail.geometry.chunk_tokens;
-        const uint32_t n = left < p.rail.geometry.chunk_tokens ? left : p.rail.geometry.chunk_tokens;
+        const uint32_t n = chunk_size(p.plan.node_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
         add(SumRow{RailReceiver::slot(p.rail.geometry, peer, chunk) + uint64_t(in_chunk) * p.partial.row_bytes(), 1.f,
                    i + 1, chunk, n * sum_tiles()});
       }
@@ -187,7 +180,7 @@ struct GatherRole {
         head.scale = r.scale;
         head.peer = r.peer, head.chunk = r.chunk, head.chunk_stages = r.chunk_stages;
         ++k;
-        const uint32_t ends = (k == 1 ? SumHead::kFirst : 0) | (k == num_rows ? SumHead::kLast : 0);
+        const uint32_t ends = (k == 1 ? uint32_t(SumHead::kFirst) : 0u) | (k == num_rows ? uint32_t(SumHead::kLast) : 0u);
         finish(head, flags | ends, last_tile && k == num_rows ? send : nullptr);
         to.acquire(a);
         to.commit(a, head, bytes);

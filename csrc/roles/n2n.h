@@ -1,6 +1,7 @@
 // N2N: this rank's tokens to its rail peers, chunk by chunk: gathered into a slot of the send ring, then one
 // put with a signal. One lane is both ends of its small stage FIFO, loads running ahead of stores.
 #pragma once
+#include "pipeline/chunk_sweep.h"
 #include "roles/token_loader.h"
 
 namespace hep {
@@ -12,26 +13,19 @@ struct N2NRole {
   const DispatchParams& p;
   StageProducer<A, TokenHead> in;
   StageConsumer<A, TokenHead> out;
+  ChunkSweep<A> sweep;  // streams: the rail peers, starting behind our own node
   uint64_t rows = 0;
 
-  HEP_DEVICE N2NRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo)
-      : a(arch), net(n), p(params), in(fifo), out(fifo, 0, 1) {}
+  HEP_DEVICE N2NRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo, std::byte* smem)
+      : a(arch), net(n), p(params), in(fifo), out(fifo, 0, 1),
+        sweep{arch, reinterpret_cast<uint32_t*>(smem + params.credit_cursors_at), params.rail.num_peers} {}
 
   HEP_DEVICE void run() {
     a.set_role("n2n");
-    const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
-    bool more = true;
-    // Chunk by chunk over all peers, starting behind our own node so that no rail peer is everybody's first.
-    for (uint32_t c = a.block_idx(); more; c += a.num_blocks()) {
-      more = false;
-      for (uint32_t i = 0; i < p.rail.num_peers; ++i) {
-        const RailPeer& peer = p.rail.peers[(i + p.world.node()) % p.rail.num_peers];
-        const uint32_t count = p.plan.node_count[peer.node];
-        if (uint64_t(c) * chunk_tokens >= count) continue;
-        more = true;
-        send_chunk(peer, c, count);
-      }
-    }
+    sweep.run(
+        Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.node_count[peer(s).node]; },
+        [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
+        [&](uint32_t s, uint32_t chunk) { send_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
     net.quiet(a);
     if (rows) {
       a.add_acq_rel_rank(&p.traffic->rail_rows, rows);
@@ -40,13 +34,13 @@ struct N2NRole {
   }
 
  private:
-  HEP_DEVICE void send_chunk(const RailPeer& peer, uint32_t chunk, uint32_t count) {
+  HEP_DEVICE const RailPeer& peer(uint32_t stream) const { return p.rail.peer_behind(p.world.node(), stream); }
+  HEP_DEVICE void send_chunk(const RailPeer& peer, uint32_t chunk) {
     const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;
-    const uint32_t left = count - begin;
-    const uint32_t n = left < p.rail.geometry.chunk_tokens ? left : p.rail.geometry.chunk_tokens;
+    const uint32_t n = chunk_size(p.plan.node_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes), total = n * tiles;
     const uint32_t lag = in.fifo.num_stages - 2;  // loads in flight before the first store
-    unsigned char* slot = RailSender::acquire(a, net, p.rail.geometry, peer, chunk);
+    unsigned char* slot = RailSender::slot(p.rail.geometry, peer, chunk);
     for (uint32_t i = 0; i < total + lag; ++i) {
       if (i < total) {
         TokenHead head{};

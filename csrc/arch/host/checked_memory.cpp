@@ -38,7 +38,7 @@ void CheckedBlock::prepare(uint64_t seed) {
   loading.assign(granules, 0);
   storing.assign(granules, 0);
   writer.assign(granules * kGranule, 0);
-  barrier.assign((bytes + 7) / 8, 0);
+  barriers.assign((bytes + 7) / 8, Barrier{});
   warps.assign(static_cast<size_t>(config->num_warps), Warp{});
   for (Group& group : groups) group = Group{};
   loads_in_flight = lanes_returned = empty_waits = 0;
@@ -63,7 +63,7 @@ Span CheckedBlock::locate(const LaneBase& me, const void* p, size_t bytes, size_
 
 void CheckedBlock::check_no_barrier(const LaneBase& me, const Span& s, const char* operation) const {
   for (size_t i = s.at / 8; i < (s.at + s.bytes + 7) / 8; ++i) {
-    if (peek(barrier[i]) == 0) continue;
+    if (peek(barriers[i].live) == 0) continue;
     throw_protocol(me, Rule::kBarrierState, std::string(operation) + " over the mbarrier at " + where(i * 8, 8));
   }
 }
@@ -76,12 +76,13 @@ void CheckedBlock::check_zero(const LaneBase& me, const std::vector<uint16_t>& c
   }
 }
 
-void CheckedBlock::check_barrier(const LaneBase& me, const Mbarrier& bar, const char* operation,
-                                 bool live) const {
-  const Span s = locate(me, &bar, sizeof bar, alignof(Mbarrier), operation);
-  if (live && peek(barrier[s.at / 8]) == 0) {
+CheckedBlock::Barrier& CheckedBlock::barrier(const LaneBase& me, const Mbarrier& bar, const char* operation,
+                                             bool live) {
+  Barrier& known = barriers[locate(me, &bar, sizeof bar, alignof(Mbarrier), operation).at / 8];
+  if (live && peek(known.live) == 0) {
     throw_protocol(me, Rule::kBarrierState, std::string(operation) + " on an mbarrier that was not initialised");
   }
+  return known;
 }
 
 // ---------------------------------------------------------------- loads in flight
@@ -191,7 +192,7 @@ void CheckedLane::check_global(const void* p, size_t bytes, const char* operatio
 Load CheckedLane::begin_load(void* dst, const void* src, uint32_t bytes, Mbarrier& bar) {
   CheckedBlock& b = shared();
   const char* operation = "bulk_g2s";
-  b.check_barrier(*this, bar, operation);
+  b.barrier(*this, bar, operation);
   if (!is_aligned(src, 16) || bytes % 16 != 0) {
     throw_protocol(*this, Rule::kAlignment, "bulk_g2s of " + std::to_string(bytes) +
                                                 " bytes: source address and size must be multiples of 16");
@@ -332,8 +333,8 @@ void CheckedLane::returns() {
     throw_protocol(*this, Rule::kUnfinishedLoad, "the block returned with " + std::to_string(b.loads_in_flight) +
                                                      " bulk loads in flight");
   }
-  for (size_t i = 0; i < b.barrier.size(); ++i) {
-    if (peek(b.barrier[i]) == 0) continue;
+  for (size_t i = 0; i < b.barriers.size(); ++i) {
+    if (peek(b.barriers[i].live) == 0) continue;
     const int64_t tx = mbar::tx(peek(reinterpret_cast<const Mbarrier*>(b.smem + i * 8)->word));
     if (tx == 0) continue;
     throw_protocol(*this, Rule::kExpectTx, "the block returned while the mbarrier at " + where(i * 8, 8) +

@@ -41,7 +41,11 @@ struct CheckedBlock : BlockBase {
   std::vector<uint16_t> loading;      // by granule: bulk loads that may still write it
   std::vector<uint16_t> storing;      // by granule: bulk stores that may still read it
   std::vector<uint16_t> writer;       // by byte: lane id of the last unpublished write, 0 = none
-  std::vector<uint8_t> barrier;       // by 8 bytes: a live mbarrier is here
+  struct Barrier {
+    uint16_t live = 0;
+    uint16_t waiting[2] = {};         // lanes inside mbar_wait, by the parity they wait for
+  };
+  std::vector<Barrier> barriers;      // by 8 bytes
   struct Warp {
     uint64_t meeting[2] = {};  // number * 2 + (1 for elect_one) of the newest meetings
     uint32_t lanes_returned = 0;
@@ -66,8 +70,8 @@ struct CheckedBlock : BlockBase {
   void check_no_barrier(const LaneBase& me, const Span& s, const char* operation) const;
   void check_zero(const LaneBase& me, const std::vector<uint16_t>& count, const Span& s, Rule rule,
                   const char* operation, const char* conflict) const;
-  // The barrier is inside shared memory, aligned, and (if asked) initialised.
-  void check_barrier(const LaneBase& me, const Mbarrier& bar, const char* operation, bool live = true) const;
+  // What is known of a barrier. Throws unless it is inside shared memory, aligned and (if asked) initialised.
+  Barrier& barrier(const LaneBase& me, const Mbarrier& bar, const char* operation, bool live = true);
 };
 
 // A bulk load under way.

@@ -45,7 +45,7 @@ struct CheckedModel {
   static void flag_access(Lane& me, const T* flag) { me.check_global(flag, sizeof *flag, "flag access"); }
 
   static void mbar_init(Lane& me, Mbarrier& bar, uint32_t arrivals, bool guards_refill) {
-    me.shared().check_barrier(me, bar, "mbar_init", false);
+    CheckedBlock::Barrier& known = me.shared().barrier(me, bar, "mbar_init", false);
     if (arrivals < 1 || arrivals > mbar::kMaxArrivals) {
       throw_protocol(me, Rule::kBarrierState, "mbar_init with " + std::to_string(arrivals) + " arrivals");
     }
@@ -54,7 +54,7 @@ struct CheckedModel {
                            "while a bulk load into it is in flight");
     // Atomic, because a lane that has not been told yet may look (and be told that this is not allowed).
     std::atomic_ref(bar.word).store(mbar::fresh(arrivals, guards_refill), std::memory_order_relaxed);
-    poke(me.shared().barrier[at / 8], uint8_t{1});
+    poke(known.live, uint16_t{1});
   }
   static void mbar_arrive(Lane& me, Mbarrier& bar) { arrive(me, bar, 0, "mbar_arrive"); }
   static void mbar_arrive_expect_tx(Lane& me, Mbarrier& bar, uint32_t bytes) {
@@ -62,10 +62,12 @@ struct CheckedModel {
   }
   static void mbar_wait(Lane& me, Mbarrier& bar, uint32_t parity, const WaitInfo& info) {
     step(me);
-    me.shared().check_barrier(me, bar, "mbar_wait");
+    uint16_t& waiting = me.shared().barrier(me, bar, "mbar_wait").waiting[parity & 1];
     check_parity(me, parity);
+    bump(waiting, 1);
     try {
       Exec::wait(me, {&bar.word, parity, true}, info);
+      bump(waiting, -1);
     } catch (const DeadlineError&) {
       const uint64_t w = peek(bar.word);
       if (mbar::pending(w) != 0 || mbar::tx(w) <= 0 || mbar::loads(w) != 0) throw;
@@ -75,7 +77,7 @@ struct CheckedModel {
   }
   static bool mbar_test(Lane& me, Mbarrier& bar, uint32_t parity) {
     step(me);
-    me.shared().check_barrier(me, bar, "mbar_test");
+    me.shared().barrier(me, bar, "mbar_test");
     check_parity(me, parity);
     return WaitFor{&bar.word, parity, true}.met();
   }
@@ -129,7 +131,7 @@ struct CheckedModel {
 
   static void arrive(Lane& me, Mbarrier& bar, uint32_t bytes, const char* operation) {
     step(me);
-    me.shared().check_barrier(me, bar, operation);
+    me.shared().barrier(me, bar, operation);
     if (mbar::guards_refill(peek(bar.word)) && !me.touched.empty()) {
       throw_protocol(me, Rule::kUnpublished, std::string(operation) + " on a barrier that guards a refill while " +
                                                  std::to_string(me.touched.size() * kGranule) +
@@ -149,22 +151,34 @@ struct CheckedModel {
       throw_protocol(me, Rule::kExpectTx, std::string(operation) + ": more than " + std::to_string(mbar::kMaxTx) +
                                               " bytes announced in one phase");
     }
-    check_phase_end(me, before, next(before));
+    check_phase_end(me, me.shared(), bar, before, next(before));
   }
 
   // Called by whoever drives the launch, never by the lane that issued the load.
   static void land(const Load& load) {
     const auto next = [&](uint64_t w) { return mbar::settle(mbar::land(mbar::drop_load(w), load.bytes)); };
     const uint64_t before = Exec::swap_word(load.bar->word, std::memory_order_acq_rel, next);
-    check_phase_end(*load.issuer, before, next(before));
+    check_phase_end(*load.issuer, *load.block, *load.bar, before, next(before));
   }
 
-  // Every load issued on a barrier belongs to the phase it was issued in. If the phase ends with one still
-  // in flight, fewer bytes were announced than loaded, and waiters read memory that is still being written.
-  static void check_phase_end(const LaneBase& me, uint64_t before, uint64_t after) {
-    if (mbar::phase(before) == mbar::phase(after) || mbar::loads(after) == 0) return;
-    throw_protocol(me, Rule::kExpectTx, "a phase ended with " + std::to_string(mbar::loads(after)) +
-                                            " bulk loads in flight: fewer bytes were announced than loaded");
+  // Two things must be over when a phase ends.
+  // Its loads: if one is still in flight, fewer bytes were announced than loaded, and waiters read memory
+  // that is still being written.
+  // The waits for the phase before it: parity is one bit, so a lane that has not looked yet sees its own
+  // phase open again and never gets away. Lanes of a warp that all wait must meet (elect_one, warp_sync)
+  // before one of them does what lets the next phase end.
+  static void check_phase_end(const LaneBase& me, CheckedBlock& block, const Mbarrier& bar, uint64_t before,
+                              uint64_t after) {
+    if (mbar::phase(before) == mbar::phase(after)) return;
+    if (mbar::loads(after) != 0) {
+      throw_protocol(me, Rule::kExpectTx, "a phase ended with " + std::to_string(mbar::loads(after)) +
+                                              " bulk loads in flight: fewer bytes were announced than loaded");
+    }
+    if (peek(block.barrier(me, bar, "mbar_arrive").waiting[mbar::phase(after)]) != 0) {
+      throw_protocol(me, Rule::kLapped, "a phase of the mbarrier at offset " +
+                                            std::to_string(reinterpret_cast<const std::byte*>(&bar) - block.smem) +
+                                            " ended while a lane still waits for the phase before it");
+    }
   }
 };
 

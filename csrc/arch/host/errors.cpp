@@ -35,6 +35,7 @@ const char* rule_name(Rule rule) {
     case Rule::kAlignment: return "alignment";
     case Rule::kOutsideShared: return "outside_shared";
     case Rule::kBarrierState: return "barrier_state";
+    case Rule::kLapped: return "lapped";
     case Rule::kArriveCount: return "arrive_count";
     case Rule::kExpectTx: return "expect_tx";
     case Rule::kUnpublished: return "unpublished";

@@ -29,12 +29,13 @@ enum class Rule {
   kAlignment,          // address or size not as the access demands
   kOutsideShared,      // a shared access (or barrier) outside the block's shared memory
   kBarrierState,       // a barrier used before mbar_init, overwritten, or initialised with a bad count
+  kLapped,             // a phase ended before every waiter for the previous one had got away
   kArriveCount,        // more arrivals than the barrier's phase has left
   kExpectTx,           // bytes announced and bytes loaded disagree
   kUnpublished,        // the async proxy meets generic accesses that nobody published
   kLoadInFlight,       // an access to memory that a bulk load may still write
   kStoreInFlight,      // a write to memory that a bulk store may still read
-  kOpenGroup,          // a lane returned, or waited, with bulk stores it never committed
+  kOpenGroup,          // a lane returned with bulk stores it never committed
   kUnfinishedGroup,    // a lane returned before its bulk stores were complete
   kUnfinishedLoad,     // a block returned while loads into its shared memory were in flight
   kDivergence,         // the lanes of a warp did not meet at the same place

@@ -215,8 +215,7 @@ void Scheduler::look_at_clock() {
   check_deadlines(now);
 }
 
-// Ends at most one wait: of several that expired together, the one that names a peer (the others are most
-// likely waiting for it), else the one that has waited longest.
+// Ends at most one wait: of several that expired together the most telling one, else the oldest.
 void Scheduler::check_deadlines(int64_t now) {
   LaneBase* expired = nullptr;
   int64_t expired_since = 0;
@@ -228,10 +227,8 @@ void Scheduler::check_deadlines(int64_t now) {
     if (since == 0) since = now;
     if (static_cast<double>(now - since) * 1e-9 < lane.block->config->timeout_s) continue;
     if (!w.poll && w.met()) continue;
-    const bool better = expired == nullptr ||
-                        (lane.info.peer >= 0) > (expired->info.peer >= 0) ||
-                        ((lane.info.peer >= 0) == (expired->info.peer >= 0) && since < expired_since);
-    if (better) expired = &lane, expired_since = since;
+    const int more_telling = expired == nullptr ? 1 : how_telling(lane.info) - how_telling(expired->info);
+    if (more_telling > 0 || (more_telling == 0 && since < expired_since)) expired = &lane, expired_since = since;
   }
   if (expired == nullptr) return;
   expired->verdict = Verdict::kExpired;

@@ -12,6 +12,7 @@ namespace hep::host {
 namespace {
 
 constexpr int64_t kInterruptNs = 100'000'000;
+constexpr int kCause = 3;  // not a wait: tells more than any obituary
 
 bool expired(const LaneBase& lane, int64_t since) {
   return static_cast<double>(now_ns() - since) * 1e-9 >= lane.block->config->timeout_s;
@@ -35,7 +36,7 @@ void ThreadTeam::run(const LaunchPlan& plan) {
     try {
       threads.emplace_back([&team, lane] { team.lane_entry(*lane); });
     } catch (...) {  // the system has no more threads: end those that run
-      team.fail(std::current_exception(), true);
+      team.fail(std::current_exception(), kCause);
       team.num_alive_ -= plan.lanes.size() - threads.size();
       break;
     }
@@ -51,19 +52,19 @@ void ThreadTeam::lane_entry(LaneBase& me) {
     plan_->lane_main(me);
   } catch (const Abandoned&) {
   } catch (const DeadlineError& e) {
-    fail(std::current_exception(), e.obituary().peer >= 0);
+    fail(std::current_exception(), how_telling({e.obituary().site, e.obituary().peer}));
   } catch (...) {
-    fail(std::current_exception(), true);
+    fail(std::current_exception(), kCause);
   }
   num_alive_.fetch_sub(1, std::memory_order_release);
 }
 
-// Keeps the first error, except that an obituary that names a peer replaces one that names none.
-void ThreadTeam::fail(std::exception_ptr error, bool names_peer) {
+// Keeps the first error, unless a later one tells more.
+void ThreadTeam::fail(std::exception_ptr error, int telling) {
   std::lock_guard lock(error_mutex_);
-  if (!error_ || (names_peer && !error_names_peer_)) {
+  if (!error_ || telling > error_telling_) {
     error_ = std::move(error);
-    error_names_peer_ = names_peer;
+    error_telling_ = telling;
   }
   aborting_.store(true, std::memory_order_relaxed);
 }
@@ -88,7 +89,7 @@ void ThreadTeam::drive() {
         }
       }
     } catch (...) {
-      fail(std::current_exception(), true);
+      fail(std::current_exception(), kCause);
     }
     if (busy) idle.reset();
     if (!busy) idle.round();

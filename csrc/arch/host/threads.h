@@ -22,7 +22,7 @@ class ThreadTeam {
  private:
   void lane_entry(LaneBase& me);
   void drive();
-  void fail(std::exception_ptr error, bool names_peer);
+  void fail(std::exception_ptr error, int telling);
   void check_abandoned() const {
     if (aborting_.load(std::memory_order_relaxed)) throw Abandoned{};
   }
@@ -32,7 +32,7 @@ class ThreadTeam {
   std::atomic<size_t> num_alive_ = 0;
   std::mutex error_mutex_;
   std::exception_ptr error_;
-  bool error_names_peer_ = true;
+  int error_telling_ = 0;  // see how_telling
 };
 
 struct ThreadExec {

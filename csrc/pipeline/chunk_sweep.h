@@ -1,0 +1,53 @@
+// Several streams of chunks served by one lane, each as soon as it can move: a stream that has to wait (for an
+// arrival or for a credit) never holds up another. That is not only faster. Were a sender to wait for one
+// peer's credit while another peer starves, three nodes could wait for each other in a ring.
+#pragma once
+#include <cstdint>
+
+#include "arch/concept.h"
+
+namespace hep {
+
+template <Arch A>
+struct ChunkSweep {
+  A& a;
+  uint32_t* cursors;  // shared memory, one word a stream: the stream's next chunk of this block
+  uint32_t num_streams;
+
+  // count(s): tokens of stream s. ready(s, chunk): may it be served now? serve(s, chunk): does it.
+  // rank_of(s): who is waited for, for the obituary.
+  template <class Count, class Ready, class Serve, class RankOf>
+  HEP_DEVICE void run(Site site, uint32_t chunk_tokens, Count&& count, Ready&& ready, Serve&& serve, RankOf&& rank_of) {
+    for (uint32_t s = 0; s < num_streams; ++s) a.st_shared(cursors + s, uint32_t(a.block_idx()));
+    for (bool more = true; more;) {
+      more = false;
+      bool progress = false;
+      WaitInfo waiting{site};
+      for (uint32_t s = 0; s < num_streams; ++s) {
+        const uint32_t chunk = a.ld_shared(cursors + s);
+        if (uint64_t(chunk) * chunk_tokens >= count(s)) continue;
+        more = true;
+        if (!ready(s, chunk)) {
+          waiting.peer = rank_of(s), waiting.chunk = chunk;
+          if (kMutant == 19) break;  // in order: wait for this stream before looking at the next
+          continue;
+        }
+        serve(s, chunk);
+        a.st_shared(cursors + s, chunk + a.num_blocks());
+        progress = true;
+      }
+      if (progress)
+        a.poll_reset();
+      else if (more)
+        a.poll_idle(waiting, uint64_t(waiting.chunk) + 1, uint64_t(waiting.chunk));
+    }
+  }
+};
+
+// Tokens of chunk `chunk` of a stream of `count` tokens.
+HEP_DEVICE uint32_t chunk_size(uint32_t count, uint32_t chunk, uint32_t chunk_tokens) {
+  const uint32_t left = count - chunk * chunk_tokens;
+  return left < chunk_tokens ? left : chunk_tokens;
+}
+
+}  // namespace hep
