@@ -97,4 +97,11 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.poll_reset() };
 };
 
+// Optional: an Arch with one lane whose shared memory is plain memory may offer arithmetic on whole tiles. It
+// must give the same bits as the octets of roles/reduce.h. Specialised where it is offered.
+template <class A>
+struct TileMath {
+  static constexpr bool kOffered = false;
+};
+
 }  // namespace hep

@@ -7,7 +7,7 @@
 #define HEP_RESTRICT __restrict__
 #else
 #define HEP_DEVICE inline
-#define HEP_HOST_DEVICE inline
+#define HEP_HOST_DEVICE inline __attribute__((always_inline))
 #define HEP_RESTRICT __restrict__
 #endif
 

@@ -1,7 +1,9 @@
 // Kernels of combine. unpermute: this rank's experts' outputs -> partials in its receive rows. combine: node
 // sums for the rail peers and the final sum for this rank, side by side. Two launches.
 #pragma once
+#include "roles/pull.h"
 #include "roles/reduce.h"
+#include "roles/unpermute.h"
 
 namespace hep {
 
@@ -13,7 +15,7 @@ inline constexpr int kUnpermuteWarps = 2 + kReduceWarps<A>;
 template <Arch A>
 inline constexpr int kCombineWarps = 2 + 2 * kReduceWarps<A>;
 
-// Warps: gather | pack weights | reduce group.
+// Warps: unpermute | pack weights | reduce group.
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void unpermute_kernel(A& a, Net& net, const CombineParams& p, std::byte* smem) {
   const StageFifo<A, SumHead> fifo(smem, p.final_sum);
@@ -22,7 +24,7 @@ HEP_DEVICE void unpermute_kernel(A& a, Net& net, const CombineParams& p, std::by
   if (warp == 0 && elected) fifo.init(a, kReduceWarps<A>);
   a.block_sync();
   if (warp == 0) {
-    if (elected) GatherRole<A, Net>(a, net, p, fifo).unpermute();
+    if (elected) UnpermuteRole<A>(a, p, fifo).run();
   } else if (warp == 1) {
     PackWeightsRole<A>::run(a, p);
   } else {
@@ -31,7 +33,7 @@ HEP_DEVICE void unpermute_kernel(A& a, Net& net, const CombineParams& p, std::by
   }
 }
 
-// Warps: node-sum gather | final gather | node-sum reduce group | final reduce group.
+// Warps: node sum | final sum | the reduce group of each.
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte* smem) {
   constexpr int kWarps = kReduceWarps<A>;
@@ -45,10 +47,10 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   }
   a.block_sync();
   if (warp == 0) {
-    if (elected) GatherRole<A, Net>(a, net, p, node_sum).node_sum(smem);
+    if (elected) NodeSumRole<A, Net>(a, net, p, node_sum).run(smem);
   } else if (warp == 1) {
     if (!elected) return;
-    GatherRole<A, Net>(a, net, p, final_sum).final_sum();
+    FinalSumRole<A, Net>(a, net, p, final_sum).run();
     p.gate.wait_all_done(a);
   } else if (warp < 2 + kWarps) {
     ReduceRole<A, Net, kWarps> role(a, net, p, node_sum, smem, p.out_stage_at[0], 1, 2, p.partial_dtype, p.partial_dtype);

@@ -3,7 +3,7 @@
 // exchange ahead of any other, because finishing exchange k needs everybody's vector k, which a rank sends
 // only after it has finished with the vectors of k - 1.
 #pragma once
-#include "kernels/params.h"
+#include "roles/params.h"
 
 namespace hep {
 

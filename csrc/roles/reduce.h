@@ -1,7 +1,9 @@
 // Reduce: adds staged rows in FP32 in the order they come, rounds once, and stores the tile. A group of warps;
-// every lane owns fixed octets of the tile, so a sum never crosses lanes and its order is the gather's order.
+// every lane owns fixed octets of the tile, so a sum never crosses lanes and its order is the feed's order.
 #pragma once
-#include "roles/gather.h"
+#include <bit>
+
+#include "roles/sum_feed.h"
 
 namespace hep {
 
@@ -61,6 +63,11 @@ struct ReduceRole {
   HEP_DEVICE DType out_type(const SumHead& h) const { return h.flags & SumHead::kWeights ? DType::kFp32 : out; }
 
   HEP_DEVICE void add(const SumHead& head) {
+    if constexpr (TileMath<A>::kOffered && kWidth == 1) {
+      if (!(head.flags & SumHead::kEmpty))
+        return TileMath<A>::add(&acc[0][0], from.data(), in_type(head), head.elems, head.flags & SumHead::kFirst,
+                                head.flags & SumHead::kScaled, head.scale);
+    }
     switch (in_type(head)) {
       case DType::kBf16: return add_as<Bf16>(head);
       case DType::kFp16: return add_as<Fp16>(head);
@@ -105,16 +112,21 @@ struct ReduceRole {
     // The tile's previous store has been read out: only its leader can know.
     if (leader && kMutant != 15) a.template bulk_wait_read<1>();
     a.group_sync(group, kWarps);
-    switch (out_type(head)) {
-      case DType::kBf16: write_as<Bf16>(head, tile); break;
-      case DType::kFp16: write_as<Fp16>(head, tile); break;
-      case DType::kFp32: write_as<float>(head, tile); break;
-    }
+    write(head, tile);
     if (kMutant != 16) a.publish_shared();
     if (kMutant != 17) a.group_sync(group, kWarps);
     if (leader) {
       a.bulk_s2g(reinterpret_cast<unsigned char*>(head.dst), tile, head.elems * dtype_bytes(out_type(head)));
       a.bulk_commit();
+    }
+  }
+  HEP_DEVICE void write(const SumHead& head, unsigned char* tile) {
+    if constexpr (TileMath<A>::kOffered && kWidth == 1)
+      return TileMath<A>::round(tile, &acc[0][0], out_type(head), head.elems);
+    switch (out_type(head)) {
+      case DType::kBf16: write_as<Bf16>(head, tile); break;
+      case DType::kFp16: write_as<Fp16>(head, tile); break;
+      case DType::kFp32: write_as<float>(head, tile); break;
     }
   }
   template <class T>

@@ -3,7 +3,7 @@
 #pragma once
 #include <bit>
 
-#include "kernels/params.h"
+#include "roles/params.h"
 
 namespace hep {
 

@@ -1,7 +1,7 @@
 // Fills stages with tiles of one token's message. Stage layout: the message's own, cut to one tile of payload;
 // tile 0 carries every section, later tiles the record (for the addresses in it) and their part of the payload.
 #pragma once
-#include "kernels/params.h"
+#include "roles/params.h"
 #include "pipeline/stage_fifo.h"
 
 namespace hep {

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "layout/headers.h"
+#include "runtime/host_pages.h"
 #include "runtime/routing.h"
 
 namespace hep {
@@ -36,6 +37,12 @@ class Engine::Call {
 
 Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
                const std::string& executor, uint64_t seed)
+    : Engine(rank, shape, std::move(segments), timeout_s,
+             [&](unsigned char* const* rail_segments, uint64_t s) { return Executor::make(executor, rail_segments, s); },
+             seed) {}
+
+Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
+               const ExecutorMaker& executor, uint64_t seed)
     : world_{int32_t(shape.num_nodes), int32_t(shape.num_local_ranks), rank},
       shape_(shape),
       layout_(shape),
@@ -59,7 +66,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   consumed_.assign(uint64_t(world_.num_nodes) * shape.rail_slots, 0);
   rail_sent_.assign(world_.num_nodes, 0);
   rail_received_.assign(world_.num_nodes, 0);
-  executor_ = Executor::make(executor, rail_segments_.data(), seed + uint64_t(rank));
+  executor_ = executor(rail_segments_.data(), seed + uint64_t(rank));
 }
 
 Engine::~Engine() = default;
@@ -181,6 +188,7 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
   p.exit_counter = &exit_counter_;
   p.traffic = traffic_.get();
+  prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] { executor_->dispatch(p, settings); });
@@ -212,6 +220,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.out_x = c.out_x, p.out_weights = c.weights ? c.out_weights : nullptr;
   p.exit_counter = &exit_counter_;
   p.traffic = traffic_.get();
+  prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] {

@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -45,10 +46,16 @@ struct CombineCall {
   int num_blocks = 1;
 };
 
+// Makes a rank's executor from its rail peers' segments (by node) and a seed of its own.
+using ExecutorMaker = std::function<std::unique_ptr<Executor>(unsigned char* const* rail_segments, uint64_t seed)>;
+
 class Engine {
  public:
+  // executor: a name from Executor::names(), or a maker for one that is not in the table.
   Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
          const std::string& executor, uint64_t seed);
+  Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
+         const ExecutorMaker& executor, uint64_t seed);
   ~Engine();
 
   const BufferLayout& layout() const { return layout_; }

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/params.h"
+#include "roles/params.h"
 
 namespace hep {
 

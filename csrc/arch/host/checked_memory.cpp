@@ -221,10 +221,11 @@ void CheckedLane::begin_store(void* dst, const void* src, uint32_t bytes) {
   b.check_no_barrier(*this, s, operation);
   b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, operation, "while a bulk load into it is in flight");
   for (size_t i = s.at; i < s.at + s.bytes; ++i) {
-    if (peek(b.writer[i]) == 0) continue;
+    const int writer = peek(b.writer[i]);
+    if (writer == 0) continue;
     throw_protocol(*this, Rule::kUnpublished, "bulk_s2g reads " + where(i, 1) + ", written by lane " +
-                                                  std::to_string((b.writer[i] - 1) % lanes_per_warp) + " of warp " +
-                                                  std::to_string((b.writer[i] - 1) / lanes_per_warp) +
+                                                  std::to_string((writer - 1) % lanes_per_warp) + " of warp " +
+                                                  std::to_string((writer - 1) / lanes_per_warp) +
                                                   " without publish_shared");
   }
   for (size_t g = s.first_granule(); g < s.end_granule(); ++g) bump(b.storing[g], 1);
@@ -329,8 +330,8 @@ void CheckedLane::returns() {
   const uint32_t num_lanes = static_cast<uint32_t>(b.config->num_warps * lanes_per_warp);
   const uint32_t before = std::atomic_ref(b.lanes_returned).fetch_add(1, std::memory_order_acq_rel);
   if (before + 1 < num_lanes) return;
-  if (peek(b.loads_in_flight) != 0) {
-    throw_protocol(*this, Rule::kUnfinishedLoad, "the block returned with " + std::to_string(b.loads_in_flight) +
+  if (const uint32_t n = peek(b.loads_in_flight); n != 0) {
+    throw_protocol(*this, Rule::kUnfinishedLoad, "the block returned with " + std::to_string(n) +
                                                      " bulk loads in flight");
   }
   for (size_t i = 0; i < b.barriers.size(); ++i) {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/params.h"
+#include "roles/params.h"
 
 namespace hep {
 

@@ -1,6 +1,7 @@
 // The kernels on a host Arch: launches of fibers or threads in this process.
 #pragma once
 #include "arch/host/launch.h"
+#include "arch/host/tile_math.h"
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"

@@ -1,0 +1,64 @@
+# Front door. Each command sets up what it needs (.venv, dependencies, the compiled core) and starts at once
+# when nothing changed; the logic is in scripts/.
+
+# The Python that runs scripts/setup_env.py, which then chooses the one to build on.
+BOOT := $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 7))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+
+NAME ?=
+RESUME ?=
+STEPS ?=
+BALANCE ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench clean
+
+help:  ## print this list
+	@echo "make COMMAND [VARIABLE=value ...]"
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-16s %s\n", $$1, $$2 }'
+
+setup:
+ifeq ($(BOOT),)
+	@echo "hybrid_ep needs Python 3.10 to 3.13 on PATH (Debian/Ubuntu: apt-get install python3 python3-dev python3-venv)." >&2; exit 1
+endif
+	@$(BOOT) scripts/setup_env.py --venv $(VENV)
+
+build: setup  ## environment, dependencies and the compiled core, whatever of them changed
+
+pretrain: setup  ## pretrain a small MoE GPT on this machine [NAME= RESUME= STEPS= BALANCE=]
+	@$(PYTHON) -m recipes.pretrain $(if $(RESUME),--resume '$(RESUME)',tiny_cpu) $(if $(NAME),--name '$(NAME)') \
+	  $(if $(STEPS),--steps '$(STEPS)') $(if $(BALANCE),--balance '$(BALANCE)') $(ARGS)
+
+test: setup  ## every check and test, stage by stage [ARGS="--quick", ARGS="--only python,cpp"]
+	@$(PYTHON) scripts/run_tests.py $(ARGS)
+
+lint: setup  ## ruff and the layer rules
+	@$(PYTHON) scripts/run_tests.py --only lint,layers
+
+test-cpp: setup  ## C++ tests: plain, mutants, ThreadSanitizer, AddressSanitizer
+	@$(PYTHON) scripts/run_tests.py --only cpp,cpp-mutants,cpp-tsan,cpp-asan
+
+test-python: setup  ## tests/python
+	@$(PYTHON) scripts/run_tests.py --only python
+
+test-megatron: setup  ## tests/megatron with the installed megatron-core
+	@$(PYTHON) scripts/run_tests.py --only megatron
+
+test-slurm: setup  ## tests/slurm
+	@$(PYTHON) scripts/run_tests.py --only slurm
+
+test-matrix: setup  ## tests/megatron with megatron-core 0.16, 0.17, 0.18 and 0.19 [ARGS="--versions 0.16,0.19"]
+	@$(PYTHON) scripts/test_matrix.py $(ARGS)
+
+parity: setup  ## the same training with Megatron's dispatchers and ours, losses compared
+	@$(PYTHON) scripts/parity.py $(ARGS)
+
+bench: setup  ## time dispatch and combine [ARGS="--peers"]
+	@$(VENV)/bin/hybrid-ep bench $(ARGS)
+
+clean:  ## remove builds and caches; environments (.venv, .venvs) and runs/ stay
+	rm -rf build dist *.egg-info hybrid_ep/_core*.so .pytest_cache .ruff_cache .hypothesis
+	find hybrid_ep megatron_patches recipes scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,96 @@
+// The loading half of a gather-sum: for every output row, the rows to be added in their fixed order, tile by tile,
+// into stages; the reduce role adds what comes. Unpermute, node sum and final sum are programs over this.
+#pragma once
+#include "pipeline/stage_fifo.h"
+#include "roles/params.h"
+
+namespace hep {
+
+struct alignas(16) SumHead {
+  enum : uint32_t { kStop = 1, kFirst = 2, kLast = 4, kEmpty = 8, kScaled = 16, kChunkEnd = 32, kWeights = 64 };
+  uint64_t dst;           // address of the output tile
+  uint32_t elems, flags;
+  float scale;
+  uint32_t peer;          // i + 1: the row lies in a ring slot of rail peer i
+  uint32_t chunk;         // of that peer; at kChunkEnd: the chunk to send
+  uint32_t chunk_stages;
+};
+
+struct SumRow {
+  const unsigned char* row;
+  float scale = 1.f;
+  uint32_t peer = 0, chunk = 0, chunk_stages = 0;
+};
+
+template <Arch A>
+struct SumFeed {
+  A& a;
+  const CombineParams& p;
+  StageProducer<A, SumHead> to;
+
+  HEP_DEVICE SumFeed(A& arch, const CombineParams& params, const StageFifo<A, SumHead>& fifo)
+      : a(arch), p(params), to(fifo) {}
+
+  HEP_DEVICE uint64_t payload_row_bytes() const { return uint64_t(p.hidden) * dtype_bytes(p.dtype); }
+  // Stages that one partial row takes.
+  HEP_DEVICE uint32_t partial_tiles() const {
+    return uint32_t(div_up(p.hidden, p.tile_elems) + div_up(p.partial.weight_bytes / 4, p.tile_elems));
+  }
+
+  // Sums of partial rows: payload tiles, then the weights as fp32 tiles.
+  template <class Rows>
+  HEP_DEVICE void emit_partial(Rows&& rows, unsigned char* dst, unsigned char* dst_weights, DType out, const SumHead* send) {
+    emit(rows, dst, 0, p.hidden, p.partial_dtype, out, 0, p.partial.weight_bytes ? nullptr : send);
+    if (p.partial.weight_bytes)
+      emit(rows, dst_weights, p.partial.weights_at(), p.partial.weight_bytes / 4, DType::kFp32, DType::kFp32, SumHead::kWeights,
+           send);
+  }
+
+  // rows(add): calls add(SumRow) for every row of the sum, in order; asked once per tile, so it must repeat itself.
+  // src_at: where the summed section starts in a row. send: rides on the last stage.
+  template <class Rows>
+  HEP_DEVICE void emit(Rows&& rows, unsigned char* dst, uint32_t src_at, uint32_t elems, DType in, DType out, uint32_t flags,
+                       const SumHead* send) {
+    uint32_t num_rows = 0;
+    rows([&](const SumRow&) { ++num_rows; });
+    for (uint32_t begin = 0; begin < elems; begin += p.tile_elems) {
+      SumHead head{};
+      head.dst = reinterpret_cast<uint64_t>(dst) + uint64_t(begin) * dtype_bytes(out);
+      head.elems = elems - begin < p.tile_elems ? elems - begin : p.tile_elems;
+      const bool last_tile = begin + head.elems == elems;
+      if (num_rows == 0) {  // a token that nobody holds: zeros
+        finish(head, flags | SumHead::kFirst | SumHead::kLast | SumHead::kEmpty, last_tile ? send : nullptr);
+        to.acquire(a);
+        to.commit(a, head, 0);
+        to.advance();
+        continue;
+      }
+      const uint32_t bytes = head.elems * dtype_bytes(in);
+      uint32_t k = 0;
+      rows([&](const SumRow& r) {
+        head.scale = r.scale;
+        head.peer = r.peer, head.chunk = r.chunk, head.chunk_stages = r.chunk_stages;
+        ++k;
+        const uint32_t ends = (k == 1 ? uint32_t(SumHead::kFirst) : 0u) | (k == num_rows ? uint32_t(SumHead::kLast) : 0u);
+        finish(head, flags | ends, last_tile && k == num_rows ? send : nullptr);
+        to.acquire(a);
+        to.commit(a, head, bytes);
+        to.load(a, 0, r.row + src_at + uint64_t(begin) * dtype_bytes(in), bytes);
+        to.advance();
+      });
+    }
+  }
+  HEP_DEVICE void stop() {
+    SumHead head{};
+    head.flags = SumHead::kStop;
+    to.stop(a, head, 1);
+  }
+
+ private:
+  HEP_DEVICE static void finish(SumHead& head, uint32_t flags, const SumHead* send) {
+    head.flags = flags | (send ? send->flags : 0);
+    if (send) head.peer = send->peer, head.chunk = send->chunk, head.chunk_stages = send->chunk_stages;
+  }
+};
+
+}  // namespace hep

@@ -1,0 +1,154 @@
+"""How the ranks of a group meet: through the group's store only, every wait with a deadline that names who is
+late.
+
+A Rendezvous is one conversation (one buffer) on one group; two buffers on one group, or two groups over the
+same ranks, never see each other's keys. Segments are opened so that no name outlives the set-up, whoever
+fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from _posixshmem import shm_unlink  # what multiprocessing.shared_memory is made of
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from hybrid_ep import _core
+from hybrid_ep.errors import BootstrapError
+
+
+class PosixSegments:
+    """Segments of real processes: named POSIX shared memory."""
+
+    create = staticmethod(_core.Segment.create)
+    attach = staticmethod(_core.Segment.attach)
+
+    @staticmethod
+    def unlink(name: str) -> None:
+        """Removes the name, whoever made it; nothing when it is gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            shm_unlink(name)
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """What hybrid_ep needs of a process group. segments: how its ranks share memory."""
+
+    rank: int
+    size: int
+    name: str
+    store: Any
+    segments: Any
+
+    @classmethod
+    def of(cls, group) -> GroupView:
+        """From a torch ProcessGroup, or from any object with rank(), size(), group_name, store and
+        segments."""
+        if isinstance(group, dist.ProcessGroup):
+            if hasattr(group, "get_group_store"):
+                store = group.get_group_store()
+            else:  # older PyTorch
+                store = dist.distributed_c10d._world.pg_map[group][1]
+            return cls(group.rank(), group.size(), group.group_name, store, PosixSegments)
+        if all(hasattr(group, a) for a in ("rank", "size", "group_name", "store", "segments")):
+            return cls(group.rank(), group.size(), group.group_name, group.store, group.segments)
+        raise ValueError(f"group={group!r} is not a torch.distributed process group that this rank belongs "
+                         "to; call "
+                         "init_process_group and give torch.distributed.group.WORLD or a new_group() with "
+                         "this rank")
+
+
+class Rendezvous:
+    """One conversation of all ranks of a group. Collective: all ranks make the same calls in the same
+    order."""
+
+    def __init__(self, view: GroupView, timeout_s: float):
+        self.view, self.timeout_s = view, timeout_s
+        # The n-th buffer that this rank makes on this group meets the n-th of every other rank. The count
+        # lives in the store, so it starts anew with a new store.
+        base = dist.PrefixStore(f"hybrid_ep/{view.name}", view.store)
+        self._store = dist.PrefixStore(str(base.add(f"buffers/{view.rank}", 1)), base)
+
+    def exchange(self, topic: str, value: Any) -> list[Any]:
+        """Publishes this rank's value (anything JSON can say) and returns everybody's, by rank."""
+        self._store.set(f"{topic}/{self.view.rank}", json.dumps(value))
+        return self._wait(topic)
+
+    def _wait(self, topic: str) -> list[Any]:
+        started, pause = time.monotonic(), 0.0005
+        missing = list(range(self.view.size))
+        while True:
+            try:
+                missing = [r for r in missing if not self._store.check([f"{topic}/{r}"])]
+                if not missing:
+                    return [json.loads(self._store.get(f"{topic}/{r}")) for r in range(self.view.size)]
+            except RuntimeError as error:  # the store's server is gone
+                raise BootstrapError(f"rank {self.view.rank} lost the store of group {self.view.name!r} "
+                                     "while it "
+                                     f"waited for {topic!r}: {error}") from error
+            waited = time.monotonic() - started
+            if waited > self.timeout_s:
+                raise BootstrapError(
+                    f"rank {self.view.rank} of group {self.view.name!r} waited {waited:.1f} s for {topic!r} "
+                    "of ranks "
+                    f"{missing}; every rank of the group must make the same calls in the same order "
+                    "(deadline: "
+                    "timeout_s or HYBRID_EP_TIMEOUT_S)", missing)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+
+
+def agree(facts_by_rank: list[dict[str, Any]], what: str) -> None:
+    """ValueError, the same on every rank, when a fact differs between ranks."""
+    for name in facts_by_rank[0]:
+        values = [facts[name] for facts in facts_by_rank]
+        if any(v != values[0] for v in values):
+            by_value: dict[str, list[int]] = {}
+            for rank, value in enumerate(values):
+                by_value.setdefault(repr(value), []).append(rank)
+            said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+            raise ValueError(f"{what}: {name} must be the same on every rank, but is {said}")
+
+
+def open_segments(meet: Rendezvous, generation: int, num_bytes: int, make_engine: Callable[[list],
+                                                                                           Any]) -> Any:
+    """Creates this rank's segment, attaches everybody's, makes the engine over them and removes the names.
+
+    Collective. Either every rank returns its engine or every rank raises; no name is left behind in either
+    case, nor when another rank dies on the way."""
+    rank, segments = meet.view.rank, meet.view.segments
+    token = meet.exchange(f"{generation}/token", secrets.token_hex(8) if rank == 0 else None)[0]
+    names = [f"/hybrid_ep.{token}.{generation}.{r}" for r in range(meet.view.size)]
+    error = own = None
+    try:
+        try:
+            own = segments.create(names[rank], num_bytes)
+        except Exception as e:  # said to all ranks below
+            error = e
+        _all_well(meet, f"{generation}/created", error, num_bytes)
+        try:
+            attached = [own if r == rank else segments.attach(n, num_bytes) for r, n in enumerate(names)]
+            engine = make_engine(attached)
+        except Exception as e:
+            error = e
+        _all_well(meet, f"{generation}/attached", error, num_bytes)
+        return engine
+    finally:
+        for name in names:  # everybody's: a rank that died cannot remove its own
+            segments.unlink(name)
+
+
+def _all_well(meet: Rendezvous, topic: str, error: Exception | None, num_bytes: int) -> None:
+    said = meet.exchange(topic, None if error is None else f"{type(error).__name__}: {error}")
+    bad = [r for r, text in enumerate(said) if text is not None]
+    if error is not None:
+        raise error
+    if bad:
+        raise BootstrapError(f"ranks {bad} could not set up a registered buffer of {num_bytes} bytes; rank "
+                             f"{bad[0]} "
+                             f"says: {said[bad[0]]}", bad)

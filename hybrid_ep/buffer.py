@@ -1,0 +1,380 @@
+"""HybridEPBuffer: the four verbs with deep_ep.HybridEPBuffer's names, order, defaults and results.
+
+A rank of T tokens sends each to the ranks of its chosen experts (dispatch) and gets the sum of what they
+return (combine). Rows arrive by source rank, then token; after permute by expert, then source rank, then
+token. T may differ between ranks and be 0. Bad arguments raise ValueError and leave the buffer usable."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hybrid_ep import memory, validation
+from hybrid_ep.tensors import address, aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows
+
+try:
+    from hybrid_ep import _core  # noqa: F401  (said once, clearly, before anything else needs it)
+except ImportError as error:
+    raise ImportError("hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it "
+                      "with "
+                      f"'pip install .' in the source tree ({error})") from error
+from hybrid_ep import options
+from hybrid_ep.bootstrap import GroupView, Rendezvous
+from hybrid_ep.config import HybridEpConfigInstance
+from hybrid_ep.errors import BufferFailedError
+from hybrid_ep.handle import Plan, dispatch_handle, permute_handle
+from hybrid_ep.session import Call, Routing, Session
+
+
+class HybridEPBuffer:
+    """Registered memory of one group and the operations on it. Collective: every rank of the group constructs
+    it and makes the same calls in the same order. Not re-entrant; two operations in flight need two buffers.
+
+    group: torch.distributed process group whose ranks are numbered node by node.
+    hidden_dim, max_num_of_tokens_per_rank, num_local_experts: what to make room for at first; larger calls
+    grow the
+        memory, on all ranks together.
+    num_sms_dispatch_api, num_sms_combine_api: blocks of an operation. The other num_* arguments,
+    load_cached_kernels,
+        use_shared_buffer, enable_custom_allgather and use_mnnvl are accepted for compatibility and have no
+        effect.
+    num_of_hybrid_ep_ranks_per_nvlink_domain: ranks per node (default: environment, else the ranks of one
+    host).
+    capacity_factor: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
+    every
+        rank fits). overflow: what a blocking call does with more rows than capacity_factor or
+        num_permuted_tokens
+        admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
+    timeout_s: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). executor: one of _core.executors().
+
+    Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are
+    missing, DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
+
+    def __init__(self, group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8=False,
+                 num_sms_dispatch_api=None, num_sms_combine_api=None, num_sms_preprocessing_api=None,
+                 num_blocks_permute=None, num_blocks_unpermute=None, load_cached_kernels=False,
+                 use_shared_buffer=True, enable_custom_allgather=False,
+                 num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None, *, capacity_factor=None,
+                 overflow="raise", timeout_s=None, executor=None):
+        self._session: Session | None = None
+        if use_mnnvl is not None:
+            _deprecated("use_mnnvl", "has no effect")
+        view = GroupView.of(group)
+        o = options.parse(
+            hidden_dim=hidden_dim, max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+            num_local_experts=num_local_experts, use_fp8=use_fp8, num_sms_dispatch_api=num_sms_dispatch_api,
+            num_sms_combine_api=num_sms_combine_api, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
+            capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor)
+        for name, value in (("num_sms_preprocessing_api", num_sms_preprocessing_api),
+                            ("num_blocks_permute", num_blocks_permute), ("num_blocks_unpermute",
+                                                                         num_blocks_unpermute)):
+            if value is not None:
+                validation.integer(name, value, 1)
+        meet = Rendezvous(view, o.timeout_s)
+        topology = o.agree(meet)
+        self._topology, self._timeout_s = topology, o.timeout_s
+        self.group, self.rank, self.group_size = group, view.rank, view.size
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = topology.num_local_ranks
+        self.local_rank, self.node_rank = topology.local_rank, topology.node
+        self.num_of_nodes = topology.num_nodes
+        self.config = HybridEpConfigInstance(
+            hidden_dim=o.hidden_dim, max_num_of_tokens_per_rank=o.max_tokens,
+            num_of_experts_per_rank=o.num_local_experts, num_of_ranks_per_node=topology.num_local_ranks,
+            num_of_nodes=topology.num_nodes, use_fp8=o.use_fp8,
+            num_of_blocks_dispatch_api=o.num_blocks_dispatch,
+            num_of_blocks_combine_api=o.num_blocks_combine)
+        self.configurer = SimpleNamespace(buffer_config=self.config)
+        self._session = Session(meet, topology, o)
+
+    # -- the four verbs
+    # -----------------------------------------------------------------------------------------
+    def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
+                 probs=None,
+                 routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
+                 handle=None):
+        """Sends each token once to every rank that holds one of its experts.
+
+        hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S]
+        travels along.
+        Routing: topk_idx int64 [T, K] (-1 drops a choice; the weights of an expert named twice are added)
+        with
+        topk_weights fp32 [T, K] or None, or routing_map bool [T, E] with probs fp32 [T, E] or None, or the
+        handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give new weights).
+        Returns (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle);
+        weights are 0 where the token did not choose the expert. num_dispatched_tokens* are ignored.
+        Raises ValueError, CapacityError, DeadlineError."""
+        if num_dispatched_tokens_tensor is not None:
+            _deprecated("num_dispatched_tokens_tensor", "is ignored")
+        with self._busy() as session:
+            plan, given = self._plan_or_route(
+                7, "dispatch", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs,
+                routing_map, permute=False)
+            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, None)
+        return rows, weights, scales, handle if handle is not None else dispatch_handle(plan, self.config)
+
+    def combine(self, hidden, probs=None, handle=None, *, fp32_partials=False):
+        """The sum of what the ranks return for each token of the handle's dispatch: ([T, H], probs or None).
+
+        hidden [M, H] bf16, fp16 or fp32, in the order of dispatch's rows. Sums are fp32 in a fixed order (a
+        node's ranks ascending, rounded; own node first, then the others ascending, rounded once);
+        fp32_partials sends unrounded node sums. probs fp32 [M, experts of this node]: the returned probs fp32
+        [T, E] hold, for each chosen expert, the sum of what the ranks of its node say (the adjoint of
+        dispatch's weights). Raises ValueError, DeadlineError."""
+        with self._busy() as session:
+            plan = validation.handle(handle, 7, "dispatch", self._topology)
+            x = validation.summable_rows("hidden", hidden, plan.num_recv_rows, at_least=False)
+            w = None if probs is None else validation.weights("probs", probs, (x.shape[0],
+                                                                               plan.num_node_experts))
+            return self._gather(session, plan, x, w, permuted=False, weighted=False,
+                                fp32_partials=fp32_partials)
+
+    def dispatch_with_permute(self, *, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None,
+                              num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
+                              scaling_factor=None,
+                              num_permuted_tokens=None, pad_multiple=None, handle=None, non_blocking=False,
+                              fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None):
+        """dispatch, with the rows laid out by local expert, each expert's group padded to pad_multiple with
+        zero rows.
+
+        Arguments as in dispatch. num_permuted_tokens: rows of the result (an integer or 0-d tensor; default:
+        exactly as many as there are); rows beyond the groups are zero. non_blocking: num_permuted_tokens is a
+        static budget; rows beyond it are dropped and flagged, later experts first, and nothing is raised.
+        Returns (rows [P, H], weights fp32 [P] or None, scales [P, S] or None, padded_tokens_per_expert int64
+        [num_local_experts], handle); handle[-1] is the overflow flag, int32 [1].
+        Raises ValueError, CapacityError (blocking with overflow="raise"), DeadlineError."""
+        if num_dispatched_tokens is not None:
+            _deprecated("num_dispatched_tokens", "is ignored")
+        if use_host_meta is not None:
+            _deprecated("use_host_meta", "means non_blocking = not use_host_meta")
+            non_blocking = not use_host_meta
+        validation.flag("non_blocking", non_blocking)
+        budget = None if num_permuted_tokens is None else validation.integer(
+            "num_permuted_tokens", num_permuted_tokens, 0)
+        pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
+        if non_blocking and handle is None and (budget is None or budget % pad):
+            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of "
+                             f"pad_multiple={pad} "
+                             "when non_blocking=True; it is the static number of rows")
+        if num_of_experts_per_rank is not None:
+            per_rank = validation.integer("num_of_experts_per_rank", num_of_experts_per_rank, 1)
+            if num_of_experts is not None and num_of_experts != per_rank * self.group_size:
+                raise ValueError(f"num_of_experts={num_of_experts!r} is not "
+                                 f"num_of_experts_per_rank={per_rank} times "
+                                 f"the group's {self.group_size} ranks; give only one of them")
+            num_of_experts = per_rank * self.group_size
+        with self._busy() as session:
+            plan, given = self._plan_or_route(
+                11, "dispatch_with_permute", handle, hidden, scaling_factor, topk_idx, topk_weights,
+                num_of_experts,
+                probs, routing_map, permute=True, use_fp8=use_fp8, non_blocking=non_blocking,
+                pad_multiple=pad,
+                budget=budget)
+            if budget is not None and budget < plan.num_permuted_rows:
+                raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} "
+                                 "rows of the "
+                                 "handle; give at least as many, or None")
+            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given,
+                                               plan.num_permuted_rows if budget is None else budget)
+        return (rows, weights, scales, plan.padded_tokens_per_expert.clone(),
+                handle if handle is not None else permute_handle(plan, self.config))
+
+    def combine_with_unpermute(self, *, hidden, probs=None, handle=None, pad_multiple=None,
+                               fuse_unpermute_combine=False, num_dispatched_tokens=None, weighted=False,
+                               fp32_partials=False):
+        """combine for rows laid out by dispatch_with_permute: ([T, H], probs fp32 [T, E] or None).
+
+        hidden [P, H] bf16, fp16 or fp32; rows beyond the handle's are ignored, as are padding rows. A rank's
+        experts are added first (ascending, rounded; fp32_partials: not rounded), then as in combine. probs
+        fp32 [P] come back as [T, E], 0 where not chosen or dropped. weighted: every row is first multiplied,
+        in fp32, by the weight that the handle's dispatch brought for it; probs must then be None.
+        Raises ValueError, DeadlineError."""
+        if num_dispatched_tokens is not None:
+            _deprecated("num_dispatched_tokens", "is ignored")
+        with self._busy() as session:
+            plan = validation.handle(handle, 11, "dispatch_with_permute", self._topology)
+            x = validation.summable_rows("hidden", hidden, plan.num_permuted_rows, at_least=True)
+            w = None if probs is None else validation.weights("probs", probs, (plan.num_permuted_rows,),
+                                                              at_least=True)
+            if validation.flag("weighted", weighted) and (w is not None or not plan.has_weights):
+                raise ValueError("weighted=True multiplies by the weights of the handle's dispatch, which "
+                                 "had "
+                                 f"{'some' if plan.has_weights else 'none'}, and probs is "
+                                 f"{validation.describe(probs)}; "
+                                 "give weights to dispatch_with_permute and none here")
+            return self._gather(session, plan, x, w, permuted=True, weighted=weighted,
+                                fp32_partials=fp32_partials)
+
+    # -- configuration, reports, life
+    # ---------------------------------------------------------------------------
+    def update_template_config(self, hidden_dim=None, num_of_tokens_per_rank=None, num_local_experts=None,
+                               pad_multiple=None, use_fp8=None, fuse_permute_dispatch=False, **kwargs):
+        """Raises the capacities that the next routed dispatch makes room for and sets template fields by
+        name.
+
+        Local: the growth itself happens in that dispatch, for all ranks together. Returns a copy of the
+        template."""
+        self._open_session()
+        config = copy.copy(self.config)
+        if hidden_dim is not None:
+            if validation.integer("hidden_dim", hidden_dim, 1) % 8:
+                raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a "
+                                 "multiple of 16 "
+                                 "bytes")
+            config.hidden_dim = max(config.hidden_dim, int(hidden_dim))
+        if num_of_tokens_per_rank is not None:
+            config.max_num_of_tokens_per_rank = max(config.max_num_of_tokens_per_rank, validation.integer(
+                "num_of_tokens_per_rank", num_of_tokens_per_rank, 0))
+        if num_local_experts is not None:
+            config.num_of_experts_per_rank = validation.integer("num_local_experts", num_local_experts, 1)
+        if pad_multiple is not None:
+            config.pad_multiple = validation.integer("pad_multiple", pad_multiple, 0)
+        if use_fp8 is not None:
+            config.use_fp8 = validation.flag("use_fp8", use_fp8)
+        config.set(**kwargs)
+        for name in ("num_of_blocks_dispatch_api", "num_of_blocks_combine_api"):
+            validation.integer(name, getattr(config, name), 1)
+        self.config = self.configurer.buffer_config = config
+        return copy.copy(config)
+
+    def memory_report(self) -> memory.MemoryReport:
+        """Registered bytes of this rank by region, exact."""
+        return memory.report(self._open_session().shape, self.group_size)
+
+    def traffic(self) -> dict[str, int]:
+        """Exact counters of the bytes and rows this rank sent since construction or reset_traffic()."""
+        return self._open_session().traffic()
+
+    def reset_traffic(self) -> None:
+        self._open_session().reset_traffic()
+
+    def destroy(self) -> None:
+        """Gives the registered memory back; local, may be called twice. Handles stay valid for other
+        buffers."""
+        if self._session is not None:
+            self._session.close()
+
+    def __enter__(self) -> HybridEPBuffer:
+        self._open_session()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.destroy()
+
+    def __del__(self) -> None:
+        try:  # also runs on a half-built object, and at interpreter shutdown when module globals are gone
+            self.destroy()
+        except Exception:
+            pass
+
+    # -- how they work
+    # ------------------------------------------------------------------------------------------
+    def _open_session(self) -> Session:
+        if self._session is None or self._session.why_closed:
+            raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never "
+                                                                                   "set up")
+        return self._session
+
+    def _busy(self):
+        return self._open_session().guard()
+
+    def _plan_or_route(self, length, verb, handle, hidden, scale, topk_idx, topk_weights, num_of_experts,
+                       probs,
+                       routing_map, *, permute, use_fp8=None, non_blocking=False, pad_multiple=1,
+                       budget=None):
+        """(plan, weights in plan order | None | "routed": those that the routing brought)."""
+        x = validation.hidden_rows("hidden", hidden)
+        scale = None if scale is None else validation.scales(scale, x)
+        validation.fp8_agrees(use_fp8, x)
+        if handle is not None:
+            plan = validation.handle(handle, length, verb, self._topology)
+            validation.hidden_rows("hidden", x, plan.num_tokens)
+            return plan, self._weights_in_plan_order(plan, topk_idx, topk_weights, probs)
+        routing = self._routing(x, topk_idx, topk_weights, num_of_experts, probs, routing_map)
+        call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
+                    self.config.num_of_blocks_dispatch_api)
+        plan = self._session.route(routing, call, self.config)
+        return plan, "routed" if plan.has_weights else None
+
+    def _routing(self, x, topk_idx, topk_weights, num_of_experts, probs, routing_map) -> Routing:
+        if num_of_experts is not None:
+            num_of_experts = validation.experts_of_group("num_of_experts", num_of_experts, self.group_size)
+        rows = x.shape[0]
+        if topk_idx is not None:
+            num_experts = num_of_experts or self.config.num_of_experts_per_rank * self.group_size
+            idx = validation.topk(topk_idx, rows, num_experts)
+            if topk_weights is not None:
+                topk_weights = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
+            return Routing(num_experts, idx, None, topk_weights)
+        if routing_map is None:
+            raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where "
+                             "tokens go")
+        if topk_weights is not None:
+            raise ValueError("topk_weights is given without topk_idx; a routing_map takes its weights as "
+                             "probs [T, E]")
+        route = validation.routing_map(routing_map, rows, num_of_experts, self.group_size)
+        if probs is not None:
+            probs = validation.weights("probs", probs, tuple(route.shape))
+        return Routing(route.shape[1], None, route, probs)
+
+    @staticmethod
+    def _weights_in_plan_order(plan: Plan, topk_idx, topk_weights, probs):
+        ordered = torch.empty(plan.num_tokens, plan.weight_stride)
+        if topk_idx is not None and topk_weights is not None:
+            idx = aligned(validation.topk(topk_idx, plan.num_tokens, plan.num_experts))
+            given = aligned(validation.weights("topk_weights", topk_weights, tuple(idx.shape)))
+            plan.core.weights_from_topk(address(idx), idx.shape[1], address(given), address(ordered))
+        elif probs is not None:
+            given = aligned(validation.weights("probs", probs, (plan.num_tokens, plan.num_experts)))
+            plan.core.weights_from_dense(address(given), address(ordered))
+        else:
+            return None
+        return ordered
+
+    def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted):
+        """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
+        x = aligned(hidden)
+        padded_scale = None if scale is None else pad_rows(scale)
+        scale_bytes = 0 if scale is None else padded_row_bytes(scale)
+        session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
+        rows = plan.num_recv_rows if num_permuted is None else num_permuted
+        # Rows dropped by capacity_factor leave holes among the permuted rows, which nobody writes.
+        make = torch.zeros if num_permuted is not None and plan.core.has_holes else torch.empty
+        out_x = make(rows, row_bytes(x), dtype=torch.uint8).view(x.dtype)
+        out_scale = None if scale is None else make(rows, scale_bytes, dtype=torch.uint8)
+        out_weights = None
+        if weights is not None:
+            shape = (rows, plan.num_node_experts) if num_permuted is None else (rows,)
+            out_weights = make(shape, dtype=torch.float32)
+        session.engine.dispatch(
+            plan.core, x=address(x), scale=address(padded_scale),
+            weights=-1 if isinstance(weights, str) else address(weights), out_x=address(out_x),
+            out_scale=address(out_scale), out_weights=address(out_weights), row_bytes=row_bytes(x),
+            scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
+            num_blocks=self.config.num_of_blocks_dispatch_api)
+        return out_x, out_weights, None if scale is None else unpad_rows(out_scale, scale)
+
+    def _gather(self, session: Session, plan: Plan, hidden, weights, *, permuted, weighted, fp32_partials):
+        validation.flag("fp32_partials", fp32_partials)
+        x, w = aligned(hidden), None if weights is None else aligned(weights)
+        bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
+        session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
+        out = x.new_empty(plan.num_tokens, x.shape[1])
+        returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride)
+        session.engine.combine(
+            plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],
+            weights=address(w),
+            out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
+            fp32_partials=fp32_partials, num_blocks=self.config.num_of_blocks_combine_api)
+        if returned is None:
+            return out, None
+        probs = torch.empty(plan.num_tokens, plan.num_experts)
+        plan.core.weights_to_dense(address(returned), address(probs))
+        return out, probs
+
+
+def _deprecated(name: str, what: str) -> None:
+    warnings.warn(f"{name} {what}", DeprecationWarning, stacklevel=3)

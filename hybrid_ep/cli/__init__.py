@@ -1,0 +1,60 @@
+"""The `hybrid-ep` command: one program, one subcommand per module, each loaded only when it is called.
+
+A subcommand is a module with `add_arguments(parser)` and `run(args, argv) -> int` (the exit code).
+Exit codes of every subcommand: 0 fine, 1 a wrong result, 2 bad usage or bad input, 3 a failure or a
+deadline that passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+EXIT_OK, EXIT_WRONG, EXIT_USAGE, EXIT_FAILED = 0, 1, 2, 3
+
+
+class UsageError(ValueError):
+    """The caller's fault: names flag, value and remedy. Any other error keeps its traceback."""
+
+
+class Command(NamedTuple):
+    """Where a subcommand lives and what it is for, known without importing it."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "bench": Command("hybrid_ep.cli.bench.command", "time dispatch and combine, check every value"),
+}
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser with the flags of subcommand `only` (the others appear by name and summary alone)."""
+    parser = argparse.ArgumentParser(prog="hybrid-ep", description="Expert-parallel dispatch and combine.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=command.summary,
+            description=command.summary,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        if name == only:
+            importlib.import_module(command.module).add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `hybrid-ep ARGV` and return its exit code; the console script's entry point."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    args = build_parser(only=chosen).parse_args(argv)
+    try:
+        return importlib.import_module(COMMANDS[args.command].module).run(args, argv)
+    except UsageError as error:
+        print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
+        return EXIT_USAGE

@@ -1,0 +1,312 @@
+"""The table and the JSON of a run. Lines that start with # are for people, the others for awk.
+
+Everything printed is derived here from raw samples and from the ledger, so the JSON can be re-read with
+other statistics later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_ep.cli.bench.ledger import expected_groups
+from hybrid_ep.cli.bench.memcpy import DEFAULT_BYTES
+from hybrid_ep.cli.bench.session import MEMCPY, CaseResult, Config
+
+SCHEMA = "hybrid_ep.bench/1"
+REDUCTIONS = ("rank 0", "AVG", "MIN", "MAX")
+_COLUMNS = (
+    ("tokens", 8, "(/rank)"), ("sms", 5, ""), ("op", 9, ""), ("impl", 19, ""), ("size", 12, "(B)"),
+    ("time", 10, "(us)"), ("t_min", 10, "(us)"), ("t_p10", 10, "(us)"), ("t_p90", 10, "(us)"),
+    ("t_p99", 10, "(us)"), ("algbw", 7, "(GB/s)"), ("busbw", 7, "(GB/s)"), ("rail", 7, "(GB/s)"),
+    ("node", 7, "(GB/s)"), ("logical", 8, "(GB/s)"), ("vs_first", 9, "(x)"), ("#wrong", 7, ""),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Times in microseconds, bandwidths in 1e9 bytes a second, None: not accounted."""
+
+    tokens: int
+    num_sms: int
+    op: str
+    implementation: str
+    size_bytes: int
+    time_us: float  # median over iterations of the reduction over ranks
+    min_us: float
+    p10_us: float
+    p90_us: float
+    p99_us: float
+    algbw: float
+    busbw: float | None
+    rail_gbps: float | None
+    node_gbps: float | None
+    logical_gbps: float
+    slowdown: float | None  # time / time of the first implementation
+    slowdown_p10: float | None  # the same ratio inside each iteration, 10th percentile
+    slowdown_p90: float | None
+    wrong: int
+
+
+def quantile(values: list[float], fraction: float) -> float:
+    """The `fraction` quantile of unsorted values, linear between neighbours."""
+    ordered = sorted(values)
+    position = fraction * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def reduce_ranks(samples: list[list[float]], reduction: int) -> list[float]:
+    """[rank][iteration] -> [iteration]; reduction 0 rank 0, 1 average, 2 minimum, 3 maximum."""
+    reduce = (lambda times: times[0], statistics.fmean, min, max)[reduction]
+    return [reduce(times) for times in zip(*samples, strict=True)]
+
+
+def build_rows(config: Config, result: CaseResult, wires: dict[str, str | None]) -> list[Row]:
+    """The table's rows of one case, ops in order, implementations in the order they were given."""
+    names = [name for name in wires if name in result.wrong]
+    rows = []
+    for op in config.ops:
+        first = reduce_ranks(result.samples[op, names[0]], config.reduction) if names else []
+        for name in names:
+            times = reduce_ranks(result.samples[op, name], config.reduction)
+            rows.append(_row(config, result, op, name, wires[name], times, first))
+    return rows
+
+
+def _row(
+    config: Config,
+    result: CaseResult,
+    op: str,
+    name: str,
+    wire: str | None,
+    times: list[float],
+    first: list[float],
+) -> Row:
+    ledger = result.ledger
+    directions = {"dispatch": 1, "combine": 1, "pair": 2, "train": 4}[op]
+    median = statistics.median(times)
+    ratios = [time / base for time, base in zip(times, first, strict=True)]
+
+    def rate(per_rank: list[int]) -> float:
+        return max(per_rank) * directions / median / 1e9
+
+    traffic = ledger.traffic[wire] if wire else None
+    return Row(
+        tokens=result.tokens,
+        num_sms=result.num_sms,
+        op=op,
+        implementation=name,
+        size_bytes=max(ledger.size_bytes) * directions,
+        time_us=median * 1e6,
+        min_us=min(times) * 1e6,
+        p10_us=quantile(times, 0.10) * 1e6,
+        p90_us=quantile(times, 0.90) * 1e6,
+        p99_us=quantile(times, 0.99) * 1e6,
+        algbw=rate(ledger.size_bytes),
+        busbw=rate(ledger.bottleneck_bytes(wire)) if wire else None,
+        rail_gbps=rate(list(traffic.rail)) if traffic else None,
+        node_gbps=rate(list(traffic.node)) if traffic else None,
+        logical_gbps=rate(ledger.logical_bytes),
+        slowdown=median / statistics.median(first),
+        slowdown_p10=quantile(ratios, 0.10),
+        slowdown_p90=quantile(ratios, 0.90),
+        wrong=result.wrong[name],
+    )
+
+
+def header_lines(config: Config, environment: dict[str, Any], names: list[str]) -> Iterator[str]:
+    """The # lines before the table: what was measured, how, on what, and what the columns mean."""
+    nodes = config.num_ranks // config.num_local_ranks
+    local = config.num_local_ranks
+    arguments = {"zipf": f":{config.routing.exponent:g}", "file": f":{config.routing.path}"}
+    routing = config.routing.kind + arguments.get(config.routing.kind, "")
+    spread = ", ".join(
+        f"{label} {expected_groups(count, config.num_experts, config.topk):.3f}"
+        for label, count in (("ranks", config.num_ranks), ("nodes", nodes))
+    )
+    bottleneck = "rail (between nodes)" if nodes > 1 else "node (between ranks of the node)"
+    yield (
+        f"# hybrid-ep bench {environment['version']}  EP {config.num_ranks} ({nodes} nodes x {local} ranks)  "
+        f"hidden {config.hidden}  topk {config.topk}/{config.num_experts}  {config.dtype}/{config.dtype}  "
+        f"routing {routing}  ragged {config.ragged}  {'permute' if config.permute else 'no permute'}  "
+        f"seed {config.seed}"
+    )
+    yield (
+        f"# machine: {environment['cpu_model']}, {environment['cores']} cores  torch {environment['torch']}  "
+        f"gloo, {environment['threads']} torch thread(s) a rank  commit {environment['commit']}  "
+        f"{environment['date']}  load {environment['load_average'][0]:.1f}"
+    )
+    yield (
+        f"# time: API time (call to return, routing metadata and host work included), routing given as "
+        f"{config.route_as}; {REDUCTIONS[config.reduction]} over ranks, then median of {config.iterations} "
+        f"iterations ({config.warmup} warm-up), implementations interleaved"
+    )
+    yield (
+        "# size: deduplicated payload that a rank receives, its own tokens included (largest rank; pair = "
+        "both ways); no weights, counts, padding"
+    )
+    yield (
+        "# algbw = size / time.  busbw = bytes across the bottleneck link / time; the link is the "
+        f"{bottleneck}, local traffic excluded"
+    )
+    yield (
+        "# rail, node: physical bytes that this implementation puts on links between nodes, between ranks of "
+        "a node (busiest rank, own rank excluded) / time"
+    )
+    yield (
+        "# logical: DeepEP's definition: (token, node) pairs, own node included, if nodes > 1; else rows "
+        "received, own tokens included.  vs_first: time / time of " + (names[0] if names else "-")
+    )
+    yield f"# expected distinct destinations of a token under uniform routing: {spread}"
+    titles = "".join(f"{title:>{width}}" for title, width, _ in _COLUMNS)
+    units = "".join(f"{unit:>{width}}" for _, width, unit in _COLUMNS)
+    yield "#" + titles[1:]
+    yield "#" + units[1:]
+
+
+def row_line(row: Row) -> str:
+    """One line of the table."""
+
+    def bandwidth(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    cells = (
+        row.tokens, row.num_sms or "auto", row.op, row.implementation, row.size_bytes,
+        *(f"{value:.1f}" for value in (row.time_us, row.min_us, row.p10_us, row.p90_us, row.p99_us)),
+        *map(bandwidth, (row.algbw, row.busbw, row.rail_gbps, row.node_gbps, row.logical_gbps)),
+        f"{row.slowdown:.2f}", row.wrong,
+    )  # fmt: skip
+    return "".join(f"{cell:>{width}}" for cell, (_, width, _) in zip(cells, _COLUMNS, strict=True))
+
+
+def iteration_lines(config: Config, result: CaseResult) -> Iterator[str]:
+    """-I: the samples of every row, in microseconds, in the order they were taken."""
+    for (op, name), samples in result.samples.items():
+        times = [seconds * 1e6 for seconds in reduce_ranks(samples, config.reduction)]
+        spread = statistics.pstdev(times) / statistics.fmean(times) * 100
+        listed = " ".join(f"{value:.0f}" for value in times)
+        yield f"# iterations {result.tokens} {op} {name}: cv {spread:.1f} %  us: {listed}"
+
+
+def memcpy_rate(config: Config, result: CaseResult) -> dict[str, float]:
+    """Bytes copied a second by all ranks at once, in GB/s: median, p10, p90 (slowest rank decides)."""
+    times = reduce_ranks(result.samples["copy", MEMCPY], reduction=3)
+    rates = [config.num_ranks * DEFAULT_BYTES / seconds / 1e9 for seconds in times]
+    return {"median": statistics.median(rates), "p10": quantile(rates, 0.1), "p90": quantile(rates, 0.9)}
+
+
+def limits(config: Config, result: CaseResult, rows: list[Row]) -> list[dict[str, Any]]:
+    """For every row of the first implementation: the time that the memcpy limit allows, the share reached.
+
+    A memcpy of n bytes reads n and writes n, so the machine's memory traffic is twice its copy rate.
+    """
+    traffic_rate = 2 * memcpy_rate(config, result)["median"] * 1e9
+    found = []
+    for row in rows:
+        if row.implementation != rows[0].implementation:
+            continue
+        floor_us = result.ledger.floor_bytes(row.op, config.permute) / traffic_rate * 1e6
+        staged_us = result.ledger.staged_bytes(row.op, config.permute) / traffic_rate * 1e6
+        found.append(
+            {
+                "op": row.op,
+                "implementation": row.implementation,
+                "floor_us": floor_us,
+                "floor_share": floor_us / row.time_us,
+                "staged_us": staged_us,
+                "staged_share": staged_us / row.time_us,
+            }
+        )
+    return found
+
+
+def limit_lines(config: Config, result: CaseResult, rows: list[Row]) -> Iterator[str]:
+    """After a case: what was left out, the machine's memcpy rate, the share of it that was reached."""
+    for name, reason in result.skipped.items():
+        yield f"# {name} skipped at {result.tokens} tokens: {reason}"
+    rate = memcpy_rate(config, result)
+    yield (
+        f"# memcpy limit: {rate['median']:.2f} GB/s copied by {config.num_ranks} processes at once "
+        f"(p10 {rate['p10']:.2f}, p90 {rate['p90']:.2f}; {DEFAULT_BYTES >> 20} MiB each)"
+    )
+    for limit in limits(config, result, rows):
+        yield (
+            f"# {limit['implementation']} {limit['op']}: {limit['floor_share']:.1%} of the memcpy limit "
+            f"(inputs read once, outputs written once: {limit['floor_us']:.0f} us); "
+            f"{limit['staged_share']:.1%} with the rail and receive rows of the hierarchical path "
+            f"({limit['staged_us']:.0f} us)"
+        )
+
+
+def footer_lines(
+    config: Config, results: list[CaseResult], rows: list[Row], peak_rss: int | None
+) -> Iterator[str]:
+    """The # lines after the table."""
+    wrong = sum(sum(result.wrong.values()) for result in results)
+    verdict = ("OK" if wrong == 0 else "FAILED") if config.check else "not checked (-c 0)"
+    yield f"# Out of bounds values : {wrong} {verdict}"
+    counters = [
+        pair for result in results for links in result.counted_rows.values() for pair in links.items()
+    ]
+    if counters:
+        miscounted = sum(result.num_miscounted for result in results)
+        yield f"# Row counters that differ from the closed form : {miscounted} of {len(counters)}"
+    largest: dict[str, int] = {}
+    for result in results:
+        for name, num_bytes in result.buffer_bytes.items():
+            largest[name] = max(largest.get(name, 0), num_bytes)
+    listed = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in largest.items())
+    yield f"# Buffer bytes per rank : {listed or '-'}"
+    base = rows[0].implementation if rows else ""
+    busbw = [row.busbw for row in rows if row.busbw is not None and row.implementation == base]
+    if busbw:
+        yield f"# Avg bus bandwidth : {statistics.fmean(busbw):.3f} GB/s ({base})"
+    if peak_rss is not None:
+        yield f"# Peak resident memory per rank : {peak_rss:,} bytes (largest rank, all together)"
+
+
+def to_json(
+    config: Config,
+    environment: dict[str, Any],
+    results: list[CaseResult],
+    wires: dict[str, str | None],
+    **extra: Any,
+) -> dict[str, Any]:
+    """Everything a run knows, as plain data: configuration, environment, ledgers, rows, raw samples."""
+    cases = []
+    for result in results:
+        rows = build_rows(config, result, wires)
+        cases.append(
+            {
+                "tokens": result.tokens,
+                "num_sms": result.num_sms,
+                "tokens_per_rank": result.counts,
+                "ledger": dataclasses.asdict(result.ledger),
+                "rows": [dataclasses.asdict(row) for row in rows],
+                "memcpy_gbps": memcpy_rate(config, result),
+                "limits": limits(config, result, rows),
+                "buffer_bytes": result.buffer_bytes,
+                "wrong": result.wrong,
+                "counted_rows": result.counted_rows,
+                "skipped": result.skipped,
+                "samples_s": [
+                    {"op": op, "implementation": name, "by_rank": samples}
+                    for (op, name), samples in result.samples.items()
+                ],
+            }
+        )
+    return {
+        "schema": SCHEMA,
+        "config": dataclasses.asdict(config),
+        "environment": environment,
+        "wires": wires,
+        "cases": cases,
+        "wrong_total": sum(sum(result.wrong.values()) for result in results),
+        "miscounted_total": sum(result.num_miscounted for result in results),
+        **extra,
+    }

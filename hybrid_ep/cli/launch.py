@@ -1,0 +1,124 @@
+"""Local ranks for a subcommand: run the same command line once per rank, under one deadline.
+
+Each rank is a plain process with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...), so a
+subcommand has a single code path: RANK set means "I am a rank", whoever started me. The launcher
+owns the rendezvous store and lets the kernel choose its port, so no port can be taken in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid_ep.cli import EXIT_FAILED
+
+# Once one rank has failed the others wait for it in vain; they get this long to report by themselves.
+FAILURE_GRACE_S = 5.0
+_TRACEBACK_S = 0.3  # for one rank to write its traceback, so that two do not interleave
+_PR_SET_PDEATHSIG = 1
+
+
+def is_rank() -> bool:
+    """True in a process that a launcher (this one, torchrun, or a Slurm script) started as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def explain_on_deadline() -> None:
+    """In a rank: when the launcher's deadline passes, write the tracebacks of all threads to stderr."""
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+
+
+def run_ranks(
+    argv: Sequence[str], num_ranks: int, timeout_s: float, threads: int, stdout: int | None = None
+) -> int:
+    """Run `hybrid-ep ARGV` as `num_ranks` local processes and return the first non-zero exit code, or 0.
+
+    Ranks that are alive after `timeout_s` seconds are ended and named on stderr; the code is then 3.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    try:
+        for rank in range(num_ranks):
+            environment = _rank_environment(rank, num_ranks, store.port, threads)
+            command = [sys.executable, "-m", "hybrid_ep.cli", *argv]
+            ranks.append(
+                subprocess.Popen(command, env=environment, stdout=stdout, preexec_fn=_die_with_parent)
+            )
+        return _wait(ranks, timeout_s)
+    finally:
+        _end(ranks)
+
+
+def _rank_environment(rank: int, num_ranks: int, port: int, threads: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the launcher serves the store, every rank is a client
+        OMP_NUM_THREADS=str(threads),
+    )
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The ranks must import the very package that launched them, also from a source tree.
+    package_parent = str(Path(__file__).resolve().parents[2])
+    inherited = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([package_parent, *([inherited] if inherited else [])])
+    return environment
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: a launcher that is killed takes its ranks with it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> int:
+    deadline = time.monotonic() + timeout_s
+    first_failure = 0
+    while any(rank.poll() is None for rank in ranks):
+        failures = [code for code in (rank.poll() for rank in ranks) if code]
+        if failures and not first_failure:
+            first_failure = failures[0]
+            deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
+        if time.monotonic() > deadline:
+            if not first_failure:
+                alive = [index for index, rank in enumerate(ranks) if rank.poll() is None]
+                print(
+                    f"hybrid-ep: ranks {alive} still run after {timeout_s:g} s; where each of them is:",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                for index in alive:
+                    ranks[index].send_signal(signal.SIGUSR1)
+                    time.sleep(_TRACEBACK_S)
+            return _exit_code(first_failure or EXIT_FAILED)
+        time.sleep(0.05)
+    return _exit_code(next((rank.returncode for rank in ranks if rank.returncode), 0))
+
+
+def _exit_code(code: int) -> int:
+    return EXIT_FAILED if code < 0 else code  # negative: ended by a signal
+
+
+def _end(ranks: list[subprocess.Popen]) -> None:
+    """End every rank that is still alive, politely first."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    for rank in ranks:
+        try:
+            rank.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,54 @@
+"""The template configuration: what a buffer is laid out for, under deep_ep's field names.
+
+Fields that tune deep_ep's kernels are accepted and kept, so that callers who set them run unchanged; those
+with an effect here are the capacities and the block counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class HybridEpConfigInstance:
+    """Capacities and tuning of an operation. `plan` is set in the copy that a handle carries."""
+
+    hidden_dim: int = 0
+    max_num_of_tokens_per_rank: int = 0
+    num_of_experts_per_rank: int = 0
+    num_of_ranks_per_node: int = 1
+    num_of_nodes: int = 1
+    pad_multiple: int = 0
+    use_fp8: bool = False
+    num_of_blocks_dispatch_api: int = 1
+    num_of_blocks_combine_api: int = 1
+    num_of_blocks_preprocessing_api: int = 1
+    num_of_blocks_permute: int = 1
+    num_of_blocks_unpermute: int = 1
+    num_of_threads_per_block_preprocessing_api: int | None = None
+    num_of_tokens_per_chunk_preprocessing_api: int | None = None
+    num_of_tokens_per_chunk_dispatch_api: int | None = None
+    num_of_tokens_per_chunk_combine_api: int | None = None
+    num_of_stages_dispatch_api: int | None = None
+    num_of_stages_permute_block_dispatch_api: int | None = None
+    num_of_stages_g2s_combine_api: int | None = None
+    num_of_stages_s2g_combine_api: int | None = None
+    num_of_in_flight_s2g_dispatch_api: int | None = None
+    num_of_in_flight_s2g_permute_block_dispatch_api: int | None = None
+    num_of_additional_in_flight_s2g_dispatch_api: int | None = None
+    num_of_additional_in_flight_s2g_combine_api: int | None = None
+    num_of_tokens_per_group_combine_api: int | None = None
+    forward_dispatch_api: bool = True
+    backward_combine_api: bool = True
+    device_side_sync_dispatch_api: bool = True
+    device_side_sync_combine_api: bool = True
+    plan: Any = field(default=None, repr=False, compare=False)
+
+    def set(self, **overrides: Any) -> None:
+        """Sets fields by name; ValueError for an unknown one."""
+        known = {f.name for f in fields(self)} - {"plan"}
+        for name, value in overrides.items():
+            if name not in known:
+                raise ValueError(f"{name}={value!r} is not a field of HybridEpConfigInstance; known: "
+                                 f"{sorted(known)}")
+            setattr(self, name, value)

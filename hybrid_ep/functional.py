@@ -1,0 +1,110 @@
+"""Dispatch and combine as autograd operators: each is the other's backward, with the same handle.
+
+Gradients flow to hidden and to the weights (topk_weights or probs; in combine to probs). Handles are not
+differentiable. Works under activation checkpointing of both kinds: a forward that is run again makes a new
+handle and its backward uses that one. Every rank must run the same operators, and their backwards, in the
+same order.
+
+buffer: a HybridEPBuffer or a ReferenceBuffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def dispatch(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_weights=None, num_of_experts=None,
+             routing_map=None,
+             probs=None, scaling_factor=None, handle=None) -> tuple:
+    """Differentiable HybridEPBuffer.dispatch: (rows [M, H], weights [M, experts of this node] or None,
+    scales, handle)."""
+    rest = {"num_of_experts": num_of_experts, "scaling_factor": scaling_factor, "handle": handle}
+    return _Dispatch.apply(buffer, False, rest, hidden, topk_idx, topk_weights, routing_map, probs)
+
+
+def dispatch_with_permute(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_weights=None,
+                          num_of_experts=None,
+                          num_of_experts_per_rank=None, routing_map=None, probs=None, scaling_factor=None,
+                          num_permuted_tokens=None, pad_multiple=None, non_blocking=False,
+                          handle=None) -> tuple:
+    """Differentiable HybridEPBuffer.dispatch_with_permute: (rows [P, H], weights [P] or None, scales,
+    padded_tokens_per_expert, handle)."""
+    rest = {"num_of_experts": num_of_experts, "num_of_experts_per_rank": num_of_experts_per_rank,
+            "scaling_factor": scaling_factor, "num_permuted_tokens": num_permuted_tokens,
+            "pad_multiple": pad_multiple,
+            "non_blocking": non_blocking, "handle": handle}
+    return _Dispatch.apply(buffer, True, rest, hidden, topk_idx, topk_weights, routing_map, probs)
+
+
+def combine(buffer, hidden: torch.Tensor, handle, probs=None, *, fp32_partials=False) -> tuple:
+    """Differentiable HybridEPBuffer.combine: (tokens [T, H], probs [T, E] or None)."""
+    return _Combine.apply(buffer, False, handle, fp32_partials, hidden, probs)
+
+
+def combine_with_unpermute(buffer, hidden: torch.Tensor, handle, probs=None, *, fp32_partials=False) -> tuple:
+    """Differentiable HybridEPBuffer.combine_with_unpermute: (tokens [T, H], probs [T, E] or None)."""
+    return _Combine.apply(buffer, True, handle, fp32_partials, hidden, probs)
+
+
+def _run_dispatch(buffer, permute: bool, **arguments: Any) -> tuple:
+    return (buffer.dispatch_with_permute if permute else buffer.dispatch)(**arguments)
+
+
+def _run_combine(buffer, permute: bool, **arguments: Any) -> tuple:
+    return (buffer.combine_with_unpermute if permute else buffer.combine)(**arguments)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer, permute, rest, hidden, topk_idx, topk_weights, routing_map, probs):
+        out = _run_dispatch(buffer, permute, hidden=hidden, topk_idx=topk_idx, topk_weights=topk_weights,
+                            routing_map=routing_map, probs=probs, **rest)
+        ctx.buffer, ctx.permute, ctx.handle = buffer, permute, out[-1]
+        ctx.weights_are_topk = topk_weights is not None
+        ctx.save_for_backward(topk_idx)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in out[2:-1] if isinstance(t, torch.Tensor)))
+        ctx.like = hidden.new_empty(0), out[0].shape
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_rows, grad_weights, *_):
+        nothing = (None,) * 8
+        if grad_rows is None and grad_weights is None:
+            return nothing
+        (empty, shape), (topk_idx,) = ctx.like, ctx.saved_tensors
+        if grad_rows is None:  # only the weights were used: the sum still moves whole rows
+            grad_rows = empty.new_zeros(shape)
+        grad_hidden, grad_dense = _run_combine(ctx.buffer, ctx.permute, hidden=grad_rows, probs=grad_weights,
+                                               handle=ctx.handle)
+        if grad_dense is None or not ctx.weights_are_topk:
+            return *nothing[:3], grad_hidden, None, None, None, grad_dense
+        grad_topk = grad_dense.gather(1, topk_idx.long().clamp(min=0)).masked_fill(topk_idx < 0, 0.0)
+        return *nothing[:3], grad_hidden, None, grad_topk, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer, permute, handle, fp32_partials, hidden, probs):
+        out = _run_combine(buffer, permute, hidden=hidden, probs=probs, handle=handle,
+                           fp32_partials=fp32_partials)
+        ctx.buffer, ctx.permute, ctx.handle = buffer, permute, handle
+        ctx.num_rows = hidden.shape[0]
+        ctx.like = hidden.new_empty(0), out[0].shape
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_tokens, grad_probs):
+        if grad_tokens is None and grad_probs is None:
+            return (None,) * 6
+        if grad_tokens is None:
+            grad_tokens = ctx.like[0].new_zeros(ctx.like[1])
+        rest = {"num_permuted_tokens": ctx.num_rows} if ctx.permute else {}
+        grad_hidden, grad_weights, *_ = _run_dispatch(ctx.buffer, ctx.permute, hidden=grad_tokens,
+                                                      probs=grad_probs,
+                                                      handle=ctx.handle, **rest)
+        return None, None, None, None, grad_hidden, grad_weights

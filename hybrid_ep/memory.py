@@ -1,0 +1,30 @@
+"""Where a buffer's registered bytes go, exact to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Registered memory of one rank. regions: bytes by name, in the order they lie in the segment;
+    padding_bytes: between and after them; total_bytes: the segment, which peers map too; mapped_bytes:
+    address space that this rank maps, its own segment and every peer's."""
+
+    regions: dict[str, int]
+    padding_bytes: int
+    total_bytes: int
+    mapped_bytes: int
+
+    def __str__(self) -> str:
+        rows = [*self.regions.items(), ("padding", self.padding_bytes), ("total", self.total_bytes)]
+        return "\n".join(f"{name:<24}{num_bytes:>20,}" for name, num_bytes in rows)
+
+
+def report(shape, num_ranks: int) -> MemoryReport:
+    """From the layout itself: shape.regions() and shape.total_bytes of the compiled core."""
+    regions: dict[str, int] = {}
+    for name, _, num_bytes in shape.regions():
+        regions[name] = regions.get(name, 0) + num_bytes
+    return MemoryReport(regions, shape.total_bytes - sum(regions.values()), shape.total_bytes,
+                        shape.total_bytes * num_ranks)

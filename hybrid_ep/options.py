@@ -1,0 +1,102 @@
+"""The constructor's arguments, checked on this rank and then agreed by all ranks."""
+
+from __future__ import annotations
+
+import math
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_ep import _core, env, topology, validation
+from hybrid_ep.bootstrap import Rendezvous, agree
+
+OVERFLOW_POLICIES = ("raise", "drop")
+_FIRST_TOPK = 8  # room for this many experts a token before the first growth
+
+
+@dataclass
+class Options:
+    """What a buffer is made for. max_tokens: the largest over the ranks once agreed."""
+
+    hidden_dim: int
+    max_tokens: int
+    num_local_experts: int
+    use_fp8: bool
+    num_blocks_dispatch: int
+    num_blocks_combine: int
+    ranks_per_node: int | None
+    ranks_per_node_origin: str
+    capacity_factor: float | None
+    overflow: str
+    timeout_s: float
+    executor: str
+
+    def agree(self, meet: Rendezvous) -> topology.Topology:
+        """Collective: ValueError on every rank when the ranks differ; takes the largest max_tokens."""
+        facts = meet.exchange("buffer", {
+            "must_agree": {
+                "hidden_dim": self.hidden_dim, "num_local_experts": self.num_local_experts,
+                "num_of_hybrid_ep_ranks_per_nvlink_domain": self.ranks_per_node,
+                "num_sms_dispatch_api": self.num_blocks_dispatch,
+                "num_sms_combine_api": self.num_blocks_combine,
+                "capacity_factor": self.capacity_factor, "overflow": self.overflow,
+                "executor": self.executor},
+            "host": socket.gethostname(), "max_tokens": self.max_tokens})
+        agree([f["must_agree"] for f in facts], "HybridEPBuffer")
+        self.max_tokens = max(f["max_tokens"] for f in facts)
+        return topology.resolve(meet.view.rank, [f["host"] for f in facts], self.ranks_per_node,
+                                self.ranks_per_node_origin)
+
+    def first_shape(self, num_ranks: int) -> dict[str, int]:
+        """What to lay the memory out for before any call is known."""
+        num_experts, tokens = self.num_local_experts * num_ranks, max(self.max_tokens, 1)
+        return {"num_experts": num_experts, "max_tokens": tokens, "max_topk": min(_FIRST_TOPK, num_experts),
+                "row_bytes": 2 * self.hidden_dim, "scale_bytes": 0,
+                "recv_rows": recv_capacity(self.capacity_factor, tokens, num_ranks),
+                "partial_row_bytes": 2 * self.hidden_dim}
+
+
+def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:
+    """Receive rows of a rank: capacity_factor * max_tokens, at most (None: exactly) every token of every
+    rank."""
+    worst = max(1, max_tokens * num_ranks)
+    return worst if capacity_factor is None else min(worst, max(1, math.ceil(capacity_factor * max_tokens)))
+
+
+def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts: Any, use_fp8: Any,
+          num_sms_dispatch_api: Any, num_sms_combine_api: Any, ranks_per_node: Any, capacity_factor: Any,
+          overflow: Any, timeout_s: Any, executor: Any) -> Options:
+    """Local checks; ValueError names argument, value and remedy."""
+    hidden_dim = validation.integer("hidden_dim", hidden_dim, 1)
+    if hidden_dim * 2 % validation.ROW_ALIGNMENT:
+        raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a multiple of "
+                         "16 bytes")
+    if overflow not in OVERFLOW_POLICIES:
+        raise ValueError(f"overflow={overflow!r} must be one of {OVERFLOW_POLICIES}")
+    if capacity_factor is not None and not _positive(capacity_factor):
+        raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the "
+                         "worst case")
+    timeout_s = env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s
+    if not _positive(timeout_s):
+        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
+    executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
+    if executor not in _core.executors():
+        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())}")
+    ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
+    return Options(
+        hidden_dim, validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
+        validation.integer("num_local_experts", num_local_experts, 1), validation.flag("use_fp8", use_fp8),
+        _blocks("num_sms_dispatch_api", num_sms_dispatch_api), _blocks("num_sms_combine_api",
+                                                                       num_sms_combine_api),
+        ranks_per_node, origin, None if capacity_factor is None else float(capacity_factor), overflow,
+        float(timeout_s), executor)
+
+
+def _positive(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+
+
+def _blocks(name: str, value: Any) -> int:
+    if value is None:
+        return env.get("HYBRID_EP_NUM_BLOCKS") or 1
+    return validation.integer(name, value, 1, "it is the number of blocks (SMs) of the operation")

@@ -1,0 +1,374 @@
+"""The reference: what dispatch and combine mean, in plain PyTorch, obvious and slow.
+
+Pure functions over a whole world (one list entry per rank) define every result bit for bit; ReferenceBuffer
+wraps them in torch.distributed collectives that gather everything everywhere. Imports nothing of hybrid_ep,
+so an error in the library cannot hide in its own oracle.
+
+Words: rank r lives on node r // num_local_ranks; expert e on rank e // num_local_experts. A receive row is
+one (source rank, token) pair that some expert of a rank was chosen for.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_NOTHING = -0.0  # the neutral element of IEEE addition: x + -0.0 is x for every x, -0.0 too
+_FLOATS = {torch.bfloat16, torch.float16, torch.float32}
+
+
+@dataclass(frozen=True)
+class World:
+    """The shape of an expert-parallel group: num_nodes x num_local_ranks ranks, num_local_experts on each."""
+
+    num_nodes: int
+    num_local_ranks: int
+    num_local_experts: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.num_local_ranks
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_ranks * self.num_local_experts
+
+    def ranks_of_node(self, node: int) -> range:
+        return range(node * self.num_local_ranks, (node + 1) * self.num_local_ranks)
+
+    def experts_of_rank(self, rank: int) -> slice:
+        return slice(rank * self.num_local_experts, (rank + 1) * self.num_local_experts)
+
+    def experts_of_node(self, node: int) -> slice:
+        per_node = self.num_local_ranks * self.num_local_experts
+        return slice(node * per_node, (node + 1) * per_node)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Where the rows of one receiving rank come from and go to (M receive rows, P permuted rows)."""
+
+    source: torch.Tensor  # int64 [M] source rank, ascending
+    token: torch.Tensor  # int64 [M] token index on the source, ascending within a source
+    local_route: torch.Tensor  # bool [M, num_local_experts]: chosen experts, before the budget
+    dense_to_expert: torch.Tensor  # int32 [M, num_local_experts]: permuted row or -1
+    tokens_per_expert: torch.Tensor  # int32 [num_local_experts] kept rows
+    padded_tokens_per_expert: torch.Tensor  # int64 [num_local_experts]
+    overflow: bool
+    num_dropped: int  # (token, expert) pairs cut off by the budget
+
+    @property
+    def num_recv_rows(self) -> int:
+        return self.source.numel()
+
+    @property
+    def num_permuted_rows(self) -> int:
+        return int(self.padded_tokens_per_expert.sum())
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    world: World
+    routes: list  # bool [T_r, num_experts] of every rank
+    ranks: list  # RankPlan of every rank
+    pad_multiple: int
+
+
+def densify(world: World, topk_idx=None, topk_weights=None, routing_map=None, probs=None):
+    """(route bool [T, E], weights fp32 [T, E] or None). -1 drops a choice; the weights of duplicated experts
+    are added in fp32 in the order of the columns. Weights count only where the token is routed."""
+    if topk_idx is None:
+        return routing_map.bool(), None if probs is None else torch.where(routing_map.bool(), probs.float(),
+                                                                          0.0)
+    rows = torch.arange(topk_idx.shape[0])
+    route = torch.zeros(topk_idx.shape[0], world.num_experts, dtype=torch.bool)
+    weights = torch.zeros(topk_idx.shape[0], world.num_experts)
+    for k in range(topk_idx.shape[1]):
+        chosen = topk_idx[:, k] >= 0
+        route[rows[chosen], topk_idx[chosen, k]] = True
+        if topk_weights is not None:
+            weights[rows[chosen], topk_idx[chosen, k]] += topk_weights[chosen, k].float()
+    return route, weights if topk_weights is not None else None
+
+
+def plan_world(world: World, routes: Sequence[torch.Tensor], pad_multiple: int = 1,
+               budgets: Sequence[int] | None = None, recv_capacity: int | None = None) -> WorldPlan:
+    """Places every row of every rank.
+
+    budgets[r]: permuted rows of rank r (-1: any number); what lies behind them is cut off, so that the last
+    experts starve first. recv_capacity: receive rows of every rank (None: any number); later rows are
+    dropped, their permuted rows remain, as zeros."""
+    budgets = [-1] * world.num_ranks if budgets is None else budgets
+    plans = [_plan_rank(world, rank, routes, pad_multiple or 1, budgets[rank], recv_capacity)
+             for rank in range(world.num_ranks)]
+    return WorldPlan(world, list(routes), plans, pad_multiple or 1)
+
+
+def _plan_rank(world, rank, routes, pad, budget, recv_capacity) -> RankPlan:
+    source, token, local = [], [], []
+    for s, route in enumerate(routes):
+        mine = route[:, world.experts_of_rank(rank)]
+        rows = mine.any(dim=1).nonzero().flatten()
+        source.append(torch.full_like(rows, s))
+        token.append(rows)
+        local.append(mine[rows])
+    source, token, local = torch.cat(source), torch.cat(token), torch.cat(local)
+    num_rows = source.numel()
+    dense_to_expert = torch.full(local.shape, -1, dtype=torch.int32)
+    kept, padded, start = [], [], 0
+    for e in range(world.num_local_experts):
+        rows = local[:, e].nonzero().flatten()
+        size = -(-rows.numel() // pad) * pad
+        if budget >= 0:
+            size = min(size, max(0, budget - start))
+        rows = rows[:size]
+        dense_to_expert[rows, e] = torch.arange(start, start + rows.numel(), dtype=torch.int32)
+        kept.append(rows.numel())
+        padded.append(size)
+        start += size
+    dropped = int(local.sum()) - sum(kept)
+    source, token, local, dense_to_expert = (x[:recv_capacity] for x in (source, token, local,
+                                                                         dense_to_expert))
+    overflow = dropped > 0 or source.numel() < num_rows
+    return RankPlan(source, token, local, dense_to_expert, torch.tensor(kept, dtype=torch.int32),
+                    torch.tensor(padded, dtype=torch.int64), overflow, dropped)
+
+
+def dispatch_world(plan: WorldPlan, hidden, weights=None, scales=None, permute: bool = True,
+                   out_rows=None) -> list:
+    """[(rows, weights or None, scales or None)] of every rank.
+
+    hidden[r] [T_r, H], weights[r] fp32 dense [T_r, E], scales[r] [T_r, S]. Without permute: M rows and the
+    weights of this node's experts, [M, num_local_ranks * num_local_experts]. With permute: rows grouped by
+    expert, zero rows as padding, out_rows[r] rows in all (default: the padded sum), weights [rows]."""
+    world, results = plan.world, []
+    routed = None
+    if weights is not None:
+        routed = [torch.where(m, w, 0.0) for m, w in zip(plan.routes, weights, strict=True)]
+    for rank, mine in enumerate(plan.ranks):
+        x = _receive(mine, hidden)
+        w = None if routed is None else _receive(mine, routed)
+        scale = None if scales is None else _receive(mine, scales)
+        if not permute:
+            if w is not None:
+                w = w[:, world.experts_of_node(rank // world.num_local_ranks)].contiguous()
+            results.append((x, w, scale))
+            continue
+        num_rows = mine.num_permuted_rows if out_rows is None or out_rows[rank] is None else out_rows[rank]
+        row, expert = (mine.dense_to_expert >= 0).nonzero(as_tuple=True)
+        slot = mine.dense_to_expert[row, expert].long()
+        results.append((_place(x[row], slot, num_rows),
+                        None if w is None else _place(w[:, world.experts_of_rank(rank)][row, expert], slot,
+                                                      num_rows),
+                        None if scale is None else _place(scale[row], slot, num_rows)))
+    return results
+
+
+def _receive(mine: RankPlan, tensors):
+    """The rows of a rank's plan taken from every source's tensor."""
+    return torch.cat([x.index_select(0, mine.token[mine.source == s]) for s, x in enumerate(tensors)])
+
+
+def _place(values, slot, num_rows: int):
+    out = torch.zeros((num_rows,) + tuple(values.shape[1:]), dtype=torch.float32).to(values.dtype)
+    bytes_of = (lambda t: t.view(torch.uint8)) if _is_fp8(values) else (lambda t: t)
+    bytes_of(out)[slot] = bytes_of(values)
+    return out
+
+
+def combine_world(plan: WorldPlan, rows, weights=None, permuted: bool = True, weighted: bool = False,
+                  fp32_partials: bool = False) -> list:
+    """[(tokens [T_r, H], probs [T_r, E] or None)] of every rank: the sum of what its tokens' experts
+    returned.
+
+    The order of summation, all in fp32; a sum of nothing is +0:
+      1. partial of a rank: its experts of the token ascending (times their weight if weighted) -> rounded to
+      dtype 2. node sum: partials of the node's ranks ascending -> rounded to dtype, except on the token's own
+      node 3. result: own node first, then the other nodes ascending -> rounded to dtype
+    fp32_partials leaves out the roundings of steps 1 and 2. weighted needs permuted weights. probs: the
+    adjoint of dispatch's weights, i.e. every routed (token, expert) gets the sum over the node's ranks
+    ascending of the weights that came back for it."""
+    dtype, partials = rows[0].dtype, []
+    round_to = None if fp32_partials else dtype
+    for mine, x, w in zip(plan.ranks, rows, weights or [None] * len(rows), strict=True):
+        partials.append(_rank_partial(mine, x, w if weighted else None, permuted, round_to))
+    returned = None if weights is None or weighted else [
+        _returned_weights(plan, rank, w, permuted) for rank, w in enumerate(weights)]
+    return [_combine_rank(plan, s, partials, returned, dtype, fp32_partials)
+            for s in range(plan.world.num_ranks)]
+
+
+def _rank_partial(mine: RankPlan, x, weight, permuted: bool, round_to):
+    if not permuted:
+        return x.float()
+    partial = torch.full((mine.num_recv_rows, x.shape[1]), _NOTHING)
+    for e in range(mine.dense_to_expert.shape[1]):
+        row = (mine.dense_to_expert[:, e] >= 0).nonzero().flatten()
+        slot = mine.dense_to_expert[row, e].long()
+        partial[row] += x[slot].float() if weight is None else x[slot].float() * weight[slot, None]
+    partial[(mine.dense_to_expert < 0).all(dim=1)] = 0.0
+    return partial if round_to is None else partial.to(round_to).float()
+
+
+def _returned_weights(plan: WorldPlan, rank: int, w, permuted: bool):
+    """fp32 [M, num_local_ranks * num_local_experts]: what this rank says about each expert of its node."""
+    if not permuted:
+        return w.float()
+    world, mine = plan.world, plan.ranks[rank]
+    out = torch.zeros(mine.num_recv_rows, world.num_local_ranks * world.num_local_experts)
+    row, expert = (mine.dense_to_expert >= 0).nonzero(as_tuple=True)
+    first = rank % world.num_local_ranks * world.num_local_experts
+    out[row, first + expert] = w[mine.dense_to_expert[row, expert].long()].float()
+    return out
+
+
+def _combine_rank(plan: WorldPlan, s: int, partials, returned, dtype, fp32_partials: bool):
+    world, num_tokens = plan.world, plan.routes[s].shape[0]
+    own = s // world.num_local_ranks
+    total = torch.full((num_tokens, partials[0].shape[1]), _NOTHING)
+    reached = torch.zeros(num_tokens, dtype=torch.bool)
+    probs = None if returned is None else torch.zeros(num_tokens, world.num_experts)
+    for node in [own] + [n for n in range(world.num_nodes) if n != own]:
+        node_sum = torch.full_like(total, _NOTHING)
+        for rank in world.ranks_of_node(node):
+            from_s = plan.ranks[rank].source == s
+            token = plan.ranks[rank].token[from_s]
+            node_sum[token] += partials[rank][from_s]
+            reached[token] = True
+            if probs is not None:
+                probs[token, world.experts_of_node(node)] += returned[rank][from_s]
+        total += node_sum if node == own or fp32_partials else node_sum.to(dtype).float()
+    total[~reached] = 0.0
+    return total.to(dtype), None if probs is None else torch.where(plan.routes[s], probs, 0.0)
+
+
+def _is_fp8(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and x.element_size() == 1
+
+
+class ReferenceBuffer:
+    """hybrid_ep.HybridEPBuffer by gathering everything everywhere; same arguments, same results, no limits.
+
+    Handles are tuples of the same lengths with the plan and the dispatched weights in the config element; of
+    the documented tensors they hold those that one rank's plan says. Every call is collective."""
+
+    def __init__(self, group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8=False,
+                 num_sms_dispatch_api=None, num_sms_combine_api=None, num_sms_preprocessing_api=None,
+                 num_blocks_permute=None, num_blocks_unpermute=None, load_cached_kernels=False,
+                 use_shared_buffer=True, enable_custom_allgather=False,
+                 num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None, *, overflow="raise", **_):
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        ranks_per_node = num_of_hybrid_ep_ranks_per_nvlink_domain or self.group_size
+        if self.group_size % ranks_per_node:
+            raise ValueError(f"num_of_hybrid_ep_ranks_per_nvlink_domain={ranks_per_node} must divide the "
+                             "group's "
+                             f"{self.group_size} ranks")
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain = ranks_per_node
+        self.num_of_nodes = self.group_size // ranks_per_node
+        self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
+        self.num_local_experts, self.overflow = num_local_experts, overflow
+
+    def _gather(self, obj) -> list:
+        """Everybody's obj, by rank. As torch.save's bytes, which hold every dtype."""
+        mine, everyone = io.BytesIO(), [None] * self.group_size
+        torch.save(obj, mine)
+        dist.all_gather_object(everyone, mine.getvalue(), group=self.group)
+        return [torch.load(io.BytesIO(b)) for b in everyone]
+
+    def _route(self, topk_idx, topk_weights, num_experts, routing_map, probs, pad_multiple, budget, drop):
+        if topk_idx is None and routing_map is None:
+            raise ValueError("give topk_idx (with num_of_experts), routing_map or handle")
+        if topk_idx is None:
+            num_experts = routing_map.shape[1]
+        elif num_experts is None:
+            num_experts = self.num_local_experts * self.group_size
+        world = World(self.num_of_nodes, self.num_of_hybrid_ep_ranks_per_nvlink_domain,
+                      num_experts // self.group_size)
+        if topk_idx is not None:
+            probs = None
+        route, weights = densify(world, topk_idx, topk_weights, routing_map, probs)
+        everyone = self._gather((route, budget))
+        plan = plan_world(world, [r for r, _ in everyone], pad_multiple or 1, [b for _, b in everyone])
+        late = [r for r in range(world.num_ranks) if plan.ranks[r].overflow]
+        if late and not drop:
+            raise ValueError(f"num_permuted_tokens is too small on ranks {late}; raise it, or drop "
+                             "(non_blocking)")
+        return plan, weights
+
+    def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
+                 probs=None,
+                 routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
+                 handle=None):
+        if handle is None:
+            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, 1, -1,
+                                        True)
+        else:
+            (plan, _), weights = _plan_of(handle, 7), probs
+        rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, False, None)
+        mine = plan.ranks[self.rank]
+        return rows, out_probs, scales, (
+            None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32), mine.local_route,
+            hidden.shape[0], (plan, None)) if handle is None else handle
+
+    def dispatch_with_permute(self, *, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None,
+                              num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
+                              scaling_factor=None,
+                              num_permuted_tokens=None, pad_multiple=None, handle=None, non_blocking=False,
+                              fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None):
+        out_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
+        if handle is None:
+            if num_of_experts is None and num_of_experts_per_rank is not None:
+                num_of_experts = num_of_experts_per_rank * self.group_size
+            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs,
+                                        pad_multiple,
+                                        -1 if out_rows is None else out_rows, non_blocking
+                                        or self.overflow == "drop")
+        else:
+            (plan, _), weights = _plan_of(handle, 11), probs
+        mine = plan.ranks[self.rank]
+        rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, True, out_rows)
+        if handle is None:
+            ends = [int((mine.source <= s).sum()) for s in range(self.group_size)]
+            handle = (None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32),
+                      mine.local_route,
+                      torch.tensor(ends, dtype=torch.int32), mine.dense_to_expert, mine.tokens_per_expert,
+                      hidden.shape[0], (plan, out_probs),
+                      torch.tensor([int(mine.overflow)], dtype=torch.int32))
+        return rows, out_probs, scales, mine.padded_tokens_per_expert.clone(), handle
+
+    def _exchange(self, plan, hidden, weights, scales, permute, out_rows):
+        everyone = self._gather((hidden.detach(), weights, scales, out_rows))
+        columns: list[Any] = [list(c) for c in zip(*everyone, strict=True)]
+        return dispatch_world(plan, columns[0], columns[1] if weights is not None else None,
+                              columns[2] if scales is not None else None, permute, columns[3])[self.rank]
+
+    def combine(self, hidden, probs=None, handle=None, *, fp32_partials=False):
+        return self._combine(_plan_of(handle, 7)[0], hidden, probs, False, False, fp32_partials)
+
+    def combine_with_unpermute(self, *, hidden, probs=None, handle=None, pad_multiple=None,
+                               fuse_unpermute_combine=False, num_dispatched_tokens=None, weighted=False,
+                               fp32_partials=False):
+        plan, dispatched = _plan_of(handle, 11)
+        if weighted and probs is not None:
+            raise ValueError("weighted=True multiplies by the dispatched weights; leave probs out")
+        return self._combine(plan, hidden, dispatched if weighted else probs, True, weighted, fp32_partials)
+
+    def _combine(self, plan, hidden, probs, permuted, weighted, fp32_partials):
+        if hidden.dtype not in _FLOATS:
+            raise ValueError(f"hidden has dtype {hidden.dtype}; combine sums bfloat16, float16 or float32")
+        everyone = self._gather((hidden.detach(), probs))
+        weights = None if probs is None else [p for _, p in everyone]
+        return combine_world(plan, [h for h, _ in everyone], weights, permuted, weighted,
+                             fp32_partials)[self.rank]
+
+
+def _plan_of(handle, length: int):
+    """(WorldPlan, the permuted weights that the dispatch returned)."""
+    if not isinstance(handle, tuple) or len(handle) != length:
+        raise ValueError(f"handle must be the {length}-tuple that the matching dispatch returned")
+    return handle[-1] if length == 7 else handle[-2]

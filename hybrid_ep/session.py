@@ -1,0 +1,227 @@
+"""One buffer's engine and everything about it that all ranks must decide alike: routing, capacity, growth.
+
+Every rank learns every rank's header with the counts, so disagreement is an error on all ranks at once and
+growth is the same decision everywhere; only growth talks to the store."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_ep import _core, env
+from hybrid_ep.bootstrap import Rendezvous, agree, open_segments
+from hybrid_ep.config import HybridEpConfigInstance
+from hybrid_ep.errors import (
+    BootstrapError,
+    BufferFailedError,
+    CapacityError,
+    DeadlineError,
+    ReentrantCallError,
+)
+from hybrid_ep.handle import Plan
+from hybrid_ep.options import Options, recv_capacity
+from hybrid_ep.tensors import address, aligned, padded_row_bytes, row_bytes
+from hybrid_ep.topology import Topology
+from hybrid_ep.validation import DTYPES
+
+_SHAPE_FIELDS = ("num_experts", "max_tokens", "max_topk", "row_bytes", "scale_bytes", "recv_rows",
+                 "partial_row_bytes")
+_VERBS = ("dispatch", "dispatch_with_permute", "dispatch_with_permute(non_blocking=True)")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where this rank's tokens go: topk_idx int64 [T, K] or routing_map bool [T, E], with weights fp32 or
+    None."""
+
+    num_experts: int
+    topk_idx: torch.Tensor | None
+    routing_map: torch.Tensor | None
+    weights: torch.Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        return (self.routing_map if self.topk_idx is None else self.topk_idx).shape[0]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a routed dispatch wants, beyond its routing."""
+
+    hidden: torch.Tensor
+    scale: torch.Tensor | None
+    permute: bool
+    non_blocking: bool = False
+    pad_multiple: int = 1
+    budget: int | None = None  # permuted rows of this rank
+    num_blocks: int = 1
+
+    def header(self, routing: Routing, template: HybridEpConfigInstance) -> dict[str, int]:
+        return {
+            "hidden": self.hidden.shape[1], "dtype": DTYPES.index(self.hidden.dtype),
+            "scale_width": 0 if self.scale is None else self.scale.shape[1],
+            "scale_dtype": 0 if self.scale is None else 1 + DTYPES.index(self.scale.dtype),
+            "num_experts": routing.num_experts, "pad_multiple": self.pad_multiple,
+            "weights": int(routing.weights is not None), "verb": int(self.permute) + int(self.non_blocking),
+            "budget": 0 if self.budget is None else 1 + self.budget,
+            "want_tokens": template.max_num_of_tokens_per_rank, "want_hidden": template.hidden_dim}
+
+
+_MUST_AGREE = {
+    "hidden": str, "dtype": lambda v: str(DTYPES[v]), "scale_width": str,
+    "scale_dtype": lambda v: "no scaling_factor" if v == 0 else str(DTYPES[v - 1]), "num_experts": str,
+    "pad_multiple": str, "weights": lambda v: "given" if v else "none", "verb": lambda v: _VERBS[v]}
+
+
+class Session:
+    """Not thread-safe, and says so: enter guard() around every operation."""
+
+    def __init__(self, meet: Rendezvous, topology: Topology, options: Options):
+        self.topology, self.meet, self.options = topology, meet, options
+        self._lock = threading.Lock()
+        self.why_closed: str | None = None
+        self._generation = 0
+        self._past_traffic: dict[str, int] = {}
+        self.engine: Any = None
+        self.shape: Any = None
+        self._open(options.first_shape(topology.num_ranks))
+
+    # -- life
+    # ---------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def guard(self):
+        """Around every operation: one thread at a time, nothing after a failure."""
+        if not self._lock.acquire(blocking=False):
+            raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread "
+                                     "its own "
+                                     "HybridEPBuffer, or take turns")
+        try:
+            if self.why_closed is not None:
+                raise BufferFailedError(self.why_closed)
+            yield self
+        except (DeadlineError, BootstrapError) as error:
+            self.close(f"this buffer failed earlier: {error}; make a new HybridEPBuffer")
+            raise
+        finally:
+            self._lock.release()
+
+    def close(self, why: str = "this buffer was destroyed; make a new HybridEPBuffer") -> None:
+        """Gives the registered memory back. Local; peers keep what they mapped."""
+        self.why_closed = self.why_closed or why
+        self.engine = None
+
+    # -- memory
+    # -------------------------------------------------------------------------------------------------
+    def fit(self, **needs: int) -> None:
+        """Grows the registered memory where a need exceeds it. Collective exactly when something must grow;
+        all ranks must come with the same needs."""
+        now = {name: getattr(self.shape, name) for name in _SHAPE_FIELDS}
+        wanted = {name: max(now[name], needs.get(name, 0)) for name in _SHAPE_FIELDS}
+        wanted["num_experts"] = needs.get("num_experts", now["num_experts"])
+        capacity = recv_capacity(self.options.capacity_factor, wanted["max_tokens"], self.topology.num_ranks)
+        wanted["recv_rows"] = max(wanted["recv_rows"], capacity)
+        if wanted != now:
+            self._open(wanted)
+
+    def _open(self, wanted: dict[str, int]) -> None:
+        generation, self._generation = self._generation, self._generation + 1
+        agree(self.meet.exchange(f"{generation}/shape", wanted), "growth of the registered memory")
+        shape = _core.BufferShape(num_nodes=self.topology.num_nodes,
+                                  num_local_ranks=self.topology.num_local_ranks,
+                                  **wanted)
+        if self.engine is not None:
+            self._past_traffic = self.traffic()
+            self.engine = None
+        o = self.options
+        try:
+            self.engine = open_segments(
+                self.meet, generation, shape.total_bytes,
+                lambda segments: _core.Engine(self.topology.rank, shape, segments, o.timeout_s, o.executor,
+                                              env.get("HYBRID_EP_SEED")))
+        except BaseException as error:
+            self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
+            raise
+        self.shape = shape
+
+    def traffic(self) -> dict[str, int]:
+        now = self.engine.traffic()
+        return {name: value + self._past_traffic.get(name, 0) for name, value in now.items()}
+
+    def reset_traffic(self) -> None:
+        self._past_traffic = {}
+        self.engine.reset_traffic()
+
+    # -- routing
+    # ------------------------------------------------------------------------------------------------
+    def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
+        """Exchanges the counts and places every row. Collective. Inside guard()."""
+        header = call.header(routing, template)
+        exchange = self._exchange(routing, header)
+        _check_headers(exchange.headers)
+        if routing.num_experts != self.shape.num_experts:  # the same on all ranks, now that the headers agree
+            self.fit(num_experts=routing.num_experts)
+            exchange = self._exchange(routing, header)
+        headers = exchange.headers
+        max_tokens = max(max(h["num_tokens"] for h in headers), 1)
+        self.fit(max_tokens=max(max_tokens, max(h["want_tokens"] for h in headers)), max_topk=exchange.topk,
+                 row_bytes=max(row_bytes(call.hidden), 2 * max(h["want_hidden"] for h in headers)),
+                 scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale))
+        budgets = [h["budget"] - 1 for h in headers]
+        must_fit = self.options.overflow == "raise" and not call.non_blocking
+        capacity = self.shape.recv_rows
+        if must_fit and max(exchange.recv_rows) > capacity:
+            raise CapacityError(
+                f"the ranks receive {list(exchange.recv_rows)} rows but "
+                f"capacity_factor={self.options.capacity_factor} admits "
+                f"{capacity}; raise capacity_factor, or drop rows with overflow='drop'",
+                exchange.recv_rows, [capacity] * len(headers))
+        core = exchange.place(pad_multiple=call.pad_multiple, budgets=budgets, recv_capacity=capacity)
+        if must_fit and any(b >= 0 for b in budgets):
+            self._check_budgets(core, budgets)
+        return self._plan(core, routing, call, max_tokens)
+
+    def _exchange(self, routing: Routing, header: dict[str, int]):
+        """With another number of experts than the engine's, a rank sends its header alone."""
+        fits = routing.num_experts == self.shape.num_experts
+        table = routing.routing_map if routing.topk_idx is None else routing.topk_idx
+        table = aligned(table)
+        weights = None if routing.weights is None else aligned(routing.weights)
+        return self.engine.exchange(
+            routing=address(table), kind="map" if routing.topk_idx is None else "topk",
+            weights=address(weights),
+            num_tokens=routing.num_tokens if fits else 0, topk=table.shape[1] if routing.topk_idx is not None
+            else 0,
+            header=header)
+
+    def _check_budgets(self, core, budgets) -> None:
+        late = [rank for rank, dropped in enumerate(core.num_dropped_per_rank) if dropped]
+        if late:
+            said = ", ".join(f"{budgets[r]} on rank {r} ({core.num_dropped_per_rank[r]} rows too few)"
+                             for r in late)
+            raise CapacityError(f"num_permuted_tokens={said}; raise it, give None, or drop rows with "
+                                "non_blocking=True or overflow='drop'", core.num_dropped_per_rank, budgets)
+
+    def _plan(self, core, routing: Routing, call: Call, max_tokens: int) -> Plan:
+        return Plan(
+            core=core, rank=self.topology.rank, num_ranks=self.topology.num_ranks,
+            num_local_ranks=self.topology.num_local_ranks, num_experts=routing.num_experts,
+            pad_multiple=call.pad_multiple, num_tokens=core.num_tokens, max_tokens=max_tokens, topk=core.topk,
+            weight_stride=core.weight_stride, num_recv_rows=core.num_recv_rows,
+            max_recv_rows=core.max_recv_rows,
+            num_permuted_rows=core.num_permuted_rows, num_dropped=core.num_dropped, overflow=core.overflow,
+            has_weights=routing.weights is not None,
+            tokens_per_expert=torch.tensor(core.tokens_per_expert, dtype=torch.int32),
+            padded_tokens_per_expert=torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64))
+
+    def fit_plan(self, plan: Plan, **needs: int) -> None:
+        """Before an operation on an existing plan: everything it needs is known on every rank alike."""
+        self.fit(num_experts=plan.num_experts, max_tokens=plan.max_tokens, max_topk=plan.topk,
+                 recv_rows=plan.max_recv_rows, **needs)
+
+
+def _check_headers(headers: list[dict[str, int]]) -> None:
+    agree([{name: say(h[name]) for name, say in _MUST_AGREE.items()} for h in headers], "dispatch")

@@ -1,0 +1,98 @@
+"""A whole group in one process: every rank is a thread, through the same public API as real processes.
+
+    world = VirtualWorld(num_nodes=2, num_local_ranks=2)
+    outputs = world.run(lambda rank, group: train(HybridEPBuffer(group, ..., timeout_s=30)))
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from hybrid_ep import _core
+
+_names = itertools.count()
+
+
+class PrivateSegments:
+    """Segments that the threads of one process find by name, with no operating-system object behind them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Any] = {}
+
+    def create(self, name: str, num_bytes: int):
+        segment = _core.Segment.private(num_bytes)
+        with self._lock:
+            self._by_name[name] = segment
+        return segment
+
+    def attach(self, name: str, num_bytes: int):
+        with self._lock:
+            return self._by_name[name]
+
+    def unlink(self, name: str) -> None:
+        with self._lock:
+            self._by_name.pop(name, None)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+
+class VirtualGroup:
+    """What a process group is to hybrid_ep, for one thread."""
+
+    def __init__(self, rank: int, size: int, name: str, store, segments: PrivateSegments):
+        self._rank, self._size = rank, size
+        self.group_name, self.store, self.segments = name, store, segments
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+class VirtualWorld:
+    """num_nodes x num_local_ranks ranks. Give HybridEPBuffer
+    num_of_hybrid_ep_ranks_per_nvlink_domain=num_local_ranks, or use buffer()."""
+
+    def __init__(self, num_nodes: int, num_local_ranks: int):
+        self.num_nodes, self.num_local_ranks = num_nodes, num_local_ranks
+        self.size = num_nodes * num_local_ranks
+        self.segments, store, name = PrivateSegments(), dist.HashStore(), f"virtual{next(_names)}"
+        self.groups = [VirtualGroup(r, self.size, name, store, self.segments) for r in range(self.size)]
+
+    def run(self, work: Callable[[int, VirtualGroup], Any], return_errors: bool = False) -> list[Any]:
+        """[work(rank, group)] of every rank, all at once. An exception of a rank is raised, that of the
+        lowest rank if there are several, or stands in the list with return_errors."""
+        results: list[Any] = [None] * self.size
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = work(rank, self.groups[rank])
+            except BaseException as error:  # handed to the caller below
+                results[rank] = error
+
+        threads = [threading.Thread(target=body, args=(r,), name=f"rank{r}", daemon=True)
+                   for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        errors = [r for r in results if isinstance(r, BaseException)]
+        if errors and not return_errors:
+            raise errors[0]
+        return results
+
+    def buffers(self, hidden_dim: int, max_tokens: int, num_local_experts: int, **options: Any) -> list[Any]:
+        """A HybridEPBuffer of every rank."""
+        from hybrid_ep.buffer import HybridEPBuffer
+
+        return self.run(lambda rank, group: HybridEPBuffer(
+            group, hidden_dim, max_tokens, num_local_experts,
+            num_of_hybrid_ep_ranks_per_nvlink_domain=self.num_local_ranks, **options))

@@ -1,0 +1,96 @@
+"""The closed form of the byte counters: what HybridEPBuffer.traffic() must say, from routing alone.
+
+Every token crosses the rail once to each other node that needs it and is copied once to each rank that needs
+it, by the rank of its rail on that node; combine is the same backwards. Nothing here looks at how the bytes
+really move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+COUNTERS = ("rail_rows", "rail_bytes", "node_rows", "node_bytes", "self_rows", "self_bytes", "count_bytes")
+_HEADER_WORDS = 16
+
+
+def message_bytes(topk: int, num_local_ranks: int, row_bytes: int, scale_bytes: int = 0,
+                  weights: bool = True) -> int:
+    """Bytes of one token on a link in dispatch: facts of its rows, weights, scales, payload; each 16-byte
+    aligned."""
+    record = _align(16 + 8 * min(topk, num_local_ranks) + 8 * topk, 16)
+    return record + (_align(4 * topk, 16) if weights else 0) + _align(scale_bytes, 16) + row_bytes
+
+
+def partial_bytes(topk: int, hidden: int, element_bytes: int, weights: bool = False) -> int:
+    """Bytes of one partial sum on a link in combine. element_bytes: 4 with fp32_partials."""
+    return hidden * element_bytes + (_align(4 * topk, 16) if weights else 0)
+
+
+def link_rows(routes: Sequence[torch.Tensor], num_local_ranks: int) -> list[dict[str, int]]:
+    """rail, node and self rows of every rank in one dispatch. routes[r]: bool [T_r, num_experts].
+
+    rail: of this rank's own tokens, to other nodes. node, self: copies that this rank makes, for every token
+    of its rail that its node needs, to the other ranks of the node and to itself."""
+    num_ranks = len(routes)
+    needed = [r.view(r.shape[0], num_ranks, r.shape[1] // num_ranks).any(dim=2)
+              for r in routes]  # [T_r, num_ranks]
+    rows = []
+    for rank in range(num_ranks):
+        node, local = divmod(rank, num_local_ranks)
+        by_node = needed[rank].view(-1, num_ranks // num_local_ranks, num_local_ranks).any(dim=2)
+        rail = int(by_node.sum() - by_node[:, node].sum())
+        mates = torch.cat([needed[r] for r in range(num_ranks) if r % num_local_ranks == local])
+        here = mates[:, node * num_local_ranks:(node + 1) * num_local_ranks]
+        own = int(here[:, local].sum())
+        rows.append({"rail": rail, "node": int(here.sum()) - own, "self": own})
+    return rows
+
+
+def largest_topk(routes: Sequence[torch.Tensor]) -> int:
+    """Experts of the token that has most of them, at least 1."""
+    return max(1, *(int(r.sum(dim=1).max()) if r.shape[0] else 0 for r in routes))
+
+
+def dispatch(routes: Sequence[torch.Tensor], num_local_ranks: int, token_bytes: int) -> list[dict[str, int]]:
+    """Counters of every rank for one dispatch of token_bytes (message_bytes) a token, without the counts
+    exchange."""
+    return [_counters(r["rail"], r["node"], r["self"], token_bytes) for r in link_rows(routes,
+                                                                                       num_local_ranks)]
+
+
+def combine(routes: Sequence[torch.Tensor], num_local_ranks: int, row_bytes: int) -> list[dict[str, int]]:
+    """Counters of every rank for one combine of row_bytes (partial_bytes) a partial sum: it sends over the
+    rail one node sum for each token that its rail peers sent here."""
+    num_ranks, result = len(routes), []
+    rows = link_rows(routes, num_local_ranks)
+    for rank in range(num_ranks):
+        node, local = divmod(rank, num_local_ranks)
+        per_node = routes[0].shape[1] // (num_ranks // num_local_ranks)
+        sums = sum(int(routes[r][:, node * per_node:(node + 1) * per_node].any(dim=1).sum())
+                   for r in range(num_ranks) if r % num_local_ranks == local and r != rank)
+        result.append(_counters(sums, rows[rank]["node"], rows[rank]["self"], row_bytes))
+    return result
+
+
+def exchange(num_nodes: int, num_local_ranks: int, num_experts: int) -> dict[str, int]:
+    """Counters of every rank for one exchange of counts: its vector to the rail, its rail's vectors to the
+    node."""
+    num_ranks = num_nodes * num_local_ranks
+    vector = _align(4 * (_HEADER_WORDS + num_ranks + num_nodes + num_experts), 64)
+    sent = num_nodes - 1 + num_nodes * (num_local_ranks - 1)
+    return {**_counters(0, 0, 0, 0), "count_bytes": sent * vector}
+
+
+def add(*counters: dict[str, int]) -> dict[str, int]:
+    return {name: sum(c[name] for c in counters) for name in COUNTERS}
+
+
+def _counters(rail: int, node: int, own: int, row_bytes: int) -> dict[str, int]:
+    return {"rail_rows": rail, "rail_bytes": rail * row_bytes, "node_rows": node,
+            "node_bytes": node * row_bytes,
+            "self_rows": own, "self_bytes": own * row_bytes, "count_bytes": 0}
+
+
+def _align(n: int, to: int) -> int:
+    return -(-n // to) * to

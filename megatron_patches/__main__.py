@@ -1,0 +1,46 @@
+"""`python -m megatron_patches [--seam s1] SCRIPT ARGS...`: run a Megatron-LM script with hybrid_ep patched
+in.
+
+The script sees itself as `__main__`, its own directory first on sys.path, and Megatron's parser with our
+flags.
+Works under torchrun: `torchrun --nproc-per-node 8 -m megatron_patches pretrain_gpt.py --hybrid-ep ...`.
+"""
+
+import os
+import runpy
+import sys
+
+import megatron_patches
+
+USAGE = """usage: python -m megatron_patches [--seam s1|s3] SCRIPT ARGS...
+       python -m megatron_patches --status
+
+SCRIPT is a Megatron-LM script, e.g. pretrain_gpt.py; ARGS are its flags, and with seam s3 (the default) also
+  --hybrid-ep --hybrid-ep-ranks-per-node N --hybrid-ep-num-sms N --hybrid-ep-timeout SECONDS
+Seam s1 serves hybrid_ep to Megatron as the package deep_ep and adds no flags."""
+
+
+def main(argv):
+    """Apply the patch, then run the script. Returns only after it has ended; 2 for a usage error."""
+    seam = "s3"
+    if argv[:1] == ["--status"]:
+        print(megatron_patches.status())
+        return 0
+    if argv[:1] == ["--seam"] and len(argv) > 1:
+        seam, argv = argv[1], argv[2:]
+    if not argv or argv[0].startswith("-") or seam not in ("s1", "s3"):
+        print(USAGE, file=sys.stderr)
+        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+    script = argv[0]
+    if not os.path.isfile(script):
+        print(f"megatron_patches: no such script: {script}", file=sys.stderr)
+        return 2
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    sys.argv = argv
+    megatron_patches.apply(seam, command_line=seam == "s3")
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

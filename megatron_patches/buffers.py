@@ -1,0 +1,72 @@
+"""One HybridEPBuffer per (process group, hidden, dtype, experts per rank), shared by all MoE layers that
+fit it.
+
+A buffer is created at the first dispatch, when the number of tokens is known; all ranks of the group arrive
+there together, because dispatch itself is collective. Layers take turns on a buffer: handles outlive the
+next call.
+"""
+
+from megatron_patches import settings
+
+_buffers = {}
+
+
+def get(group, *, hidden, dtype, num_local_experts, num_tokens, num_sms=None):
+    """The shared buffer for this shape, created if new.
+
+    group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens:
+    rows of this call; the buffer grows by itself when a later call brings more. num_sms: Megatron's wish;
+    ours wins.
+    """
+    wanted = settings.current()
+    key = (group, hidden, dtype, num_local_experts, wanted)
+    if key not in _buffers:
+        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted)
+    return _buffers[key]
+
+
+def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted):
+    buffer_class = wanted.buffer_class
+    if buffer_class is None:
+        from hybrid_ep import HybridEPBuffer as buffer_class
+    if wanted.ranks_per_node is not None and group.size() % wanted.ranks_per_node:
+        raise ValueError(
+            f"ranks_per_node (--hybrid-ep-ranks-per-node) is {wanted.ranks_per_node}, which does not "
+            f"divide the {group.size()} ranks of the expert parallel group: give a divisor"
+        )
+    sms = wanted.num_sms if wanted.num_sms is not None else num_sms
+    options = {
+        "num_sms_dispatch_api": sms,
+        "num_sms_combine_api": sms,
+        "timeout_s": wanted.timeout_s,
+        "num_of_hybrid_ep_ranks_per_nvlink_domain": wanted.ranks_per_node,
+    }
+    return buffer_class(
+        group=group,
+        hidden_dim=hidden,
+        max_num_of_tokens_per_rank=max(num_tokens, 1),
+        num_local_experts=num_local_experts,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+
+
+def release():
+    """Forget all buffers and free those that offer to be freed."""
+    while _buffers:
+        _, buffer = _buffers.popitem()
+        destroy = getattr(buffer, "destroy", None)
+        if destroy is not None:
+            destroy()
+
+
+def live():
+    """The buffers in use, oldest first."""
+    return tuple(_buffers.values())
+
+
+def describe():
+    """One line a buffer."""
+    return tuple(
+        f"{type(buffer).__name__}: {group.size()} ranks, hidden {hidden}, {dtype}, {experts} experts a rank"
+        for (group, hidden, dtype, experts, _), buffer in _buffers.items()
+    )

@@ -1,0 +1,231 @@
+"""The token dispatcher MoELayer builds, and the communication manager behind it, on hybrid_ep's autograd
+operators.
+
+The class keeps the six steps of Megatron's flex dispatcher (its map already covers tensor x expert parallel
+ranks) and swaps the manager. The manager is duck-typed: Megatron's abstract base gains methods between
+releases, and what counts is the set of attributes that the dispatcher, the 1F1B schedule, CUDA graphs and
+the paged stash touch.
+
+    setup_metadata -> dispatch -> get_permuted... -> (experts) -> get_restored... -> combine
+    token_probs       handle      dispatched_probs                                   handle dropped
+"""
+
+import warnings
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
+
+from hybrid_ep import functional
+from megatron_patches import buffers, settings
+
+
+class HybridEPManager:
+    """Dispatch and combine of one MoE layer. Holds the tensors of the forward pass that is under way,
+    nothing else.
+
+    group: tensor x expert parallel ranks, R of them. num_experts: columns of the map, R * num_local_experts.
+    router_topk: pairs a token can have in that map (tensor parallel size x the router's top-k).
+    Attributes Megatron reads or overwrites between the steps:
+      token_probs fp32 [T, num_experts]: read at dispatch, so the 1F1B schedule may put a detached copy here.
+      routing_map bool [T, num_experts].
+      dispatched_probs fp32 [P]: returned with the permuted rows, may be replaced by a detached copy too.
+      over_budget bool [1]: set when the rank capacity budget dropped tokens, until Megatron resets it.
+      moe_expert_rank_capacity_factor: may be set to None to rerun a step without a budget.
+    """
+
+    def __init__(self, group, num_local_experts, num_experts, router_topk, config):
+        self.group = group
+        self.num_local_experts = num_local_experts
+        self.num_experts = num_experts
+        self.router_topk = router_topk
+        self.config = config
+        self.drop_and_pad = config.moe_pad_expert_input_to_capacity
+        if self.drop_and_pad and config.moe_expert_capacity_factor is None:
+            raise ValueError(
+                "moe_pad_expert_input_to_capacity is set without moe_expert_capacity_factor: give one"
+            )
+        self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
+        self.over_budget = torch.zeros(1, dtype=torch.bool, device=_device())
+        self.pad_multiple = _pad_multiple(config)
+        self.reset_transient_forward_state()
+
+    def reset_transient_forward_state(self):
+        """Forget the forward pass under way; what accumulates over a step (over_budget) stays."""
+        self.token_probs = self.routing_map = self.dispatched_probs = None
+        self.tokens_per_expert = self.handle = self.buffer = None
+
+    def setup_metadata(self, routing_map, probs):
+        """Take the map and probabilities of T tokens, [T, num_experts] or [T, R, num_local_experts] each.
+
+        No communication and no look at values: Megatron compiles this step and captures it in CUDA graphs.
+        """
+        num_tokens = routing_map.shape[0]
+        self.routing_map = routing_map.reshape(num_tokens, self.num_experts)
+        self.token_probs = probs.reshape(num_tokens, self.num_experts)
+
+    def _static_rows(self, num_tokens):
+        """(P, rows per local expert) known without looking at the map, each None where only the map tells.
+
+        Computed here and not in setup_metadata, whose Python does not run when a CUDA graph replays that
+        step.
+        """
+        if self.drop_and_pad:  # each expert takes `capacity` rows of every rank; all ranks bring the same T
+            num_experts = self.num_experts * self.config.moe_router_topk // self.router_topk
+            capacity = get_capacity(
+                num_tokens * self.config.moe_router_topk, num_experts, self.config.moe_expert_capacity_factor
+            )
+            rows = (
+                min(capacity, num_tokens) * self.group.size()
+            )  # a router has no more rows to give than tokens
+            rows += -rows % (self.pad_multiple or 1)
+            return rows * self.num_local_experts, rows
+        if self.moe_expert_rank_capacity_factor is not None:
+            budget = int(num_tokens * self.router_topk * self.moe_expert_rank_capacity_factor)
+            return budget + -budget % max(get_align_size_for_quantization(self.config), 1), None
+        return None, None
+
+    def dispatch(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
+        """Send rows to their experts: [T, H] -> [P, H] grouped by local expert, each group padded with zero
+        rows.
+
+        Collective over the group; T may differ between ranks and be 0. The two stream arguments belong to
+        another backend and have no effect here, as in Megatron's own HybridEP manager.
+        """
+        if self.token_probs.dtype != torch.float32:
+            _warn_probs_dtype(self.token_probs.dtype)
+            self.token_probs = self.token_probs.float()
+        num_tokens, hidden = hidden_states.shape
+        buffer = buffers.get(
+            self.group,
+            hidden=hidden,
+            dtype=hidden_states.dtype,
+            num_tokens=num_tokens,
+            num_local_experts=self.num_local_experts,
+            num_sms=_num_sms(self.config),
+        )
+        num_rows, rows_per_expert = self._static_rows(num_tokens)
+        rows, self.dispatched_probs, _, counts, self.handle = functional.dispatch_with_permute(
+            buffer,
+            hidden_states,
+            routing_map=self.routing_map,
+            probs=self.token_probs,
+            num_of_experts_per_rank=self.num_local_experts,
+            pad_multiple=self.pad_multiple,
+            num_permuted_tokens=num_rows,
+            non_blocking=num_rows is not None,
+        )
+        self.buffer = buffer
+        if self.moe_expert_rank_capacity_factor is not None:
+            self.over_budget |= (self.handle[-1] != 0).to(self.over_budget.device)
+        self.tokens_per_expert = counts.to(torch.int64)
+        if rows_per_expert is not None:
+            self._use_promised_rows(rows_per_expert)
+        return rows
+
+    def _use_promised_rows(self, rows):
+        """Drop and pad: the counts are a host constant, so that no one waits for the device to learn them."""
+        promised = torch.full((self.num_local_experts,), rows, dtype=torch.int64, device="cpu")
+        counted = self.tokens_per_expert
+        if counted.device.type == "cpu" and not torch.equal(counted, promised):
+            raise ValueError(
+                f"moe_pad_expert_input_to_capacity promises {rows} rows for each local expert, the map "
+                f"gave {counted.tolist()}: it needs the same number of tokens on every rank"
+            )
+        self.tokens_per_expert = promised
+
+    def get_permuted_hidden_states_by_experts(self, hidden_states):
+        """([P, H], fp32 [P]): the rows are expert-major already."""
+        return hidden_states, self.dispatched_probs
+
+    def get_number_of_tokens_per_expert(self):
+        """int64 [num_local_experts], padding included; sums to P unless a budget left slack at the end."""
+        return self.tokens_per_expert
+
+    def get_restored_hidden_states_by_experts(self, hidden_states):
+        """[P, H] unchanged: combine undoes the permutation."""
+        return hidden_states
+
+    def combine(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
+        """Bring expert outputs home and sum them, unweighted: [P, H] -> [T, H]. Collective over the group."""
+        output, _ = functional.combine_with_unpermute(self.buffer, hidden_states, self.handle)
+        self.handle = self.buffer = None
+        return output
+
+
+class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
+    """Megatron's flex dispatcher with our manager where the settings ask for it, and Megatron's own where
+    they don't.
+
+    Enabled settings with another backend than hybridep raise ValueError: that layer would not use hybrid_ep.
+    """
+
+    def __init__(self, num_local_experts, local_expert_indices, config, pg_collection=None):
+        if not settings.current().enabled:
+            super().__init__(
+                num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection
+            )
+            return
+        if config.moe_flex_dispatcher_backend != "hybridep":
+            raise ValueError(
+                f"moe_flex_dispatcher_backend is {config.moe_flex_dispatcher_backend!r} while hybrid_ep is "
+                "enabled: give 'hybridep', or turn hybrid_ep off with megatron_patches.revert()"
+            )
+        MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        self._comm_manager = HybridEPManager(
+            group=self.tp_ep_group,
+            num_local_experts=num_local_experts,
+            num_experts=self.tp_size * config.num_moe_experts,
+            router_topk=self.tp_size * config.moe_router_topk,
+            config=config,
+        )
+        # Alive when dispatch_preprocess ends: a partial CUDA graph returns them and writes them back.
+        self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
+
+
+def _device():
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _num_sms(config):
+    """Megatron's SM count: one flag since 0.19, the hybridep one before (0.16: 16 unasked). Means nothing
+    on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    value = getattr(config, "moe_flex_dispatcher_num_sms", None)
+    return value if value is not None else getattr(config, "moe_hybridep_num_sms", None)
+
+
+def _pad_multiple(config):
+    """Rows to which an expert's group is padded, or None. Since 0.18 Megatron leaves quantisation padding
+    to us.
+
+    Without fp8, fp4 or the grouped kernels of Transformer Engine nothing asks for it (0.16 and 0.17 answer
+    16 then).
+    """
+    asked = (
+        config.fp8
+        or getattr(config, "fp4", None)
+        or getattr(config, "use_transformer_engine_op_fuser", False)
+    )
+    multiple = get_align_size_for_quantization(config) if asked else 0
+    return multiple or None
+
+
+_warned = set()
+
+
+def _warn_probs_dtype(dtype):
+    if dtype not in _warned:
+        _warned.add(dtype)
+        warnings.warn(
+            f"router probabilities are {dtype} and are converted to float32 in every dispatch: "
+            "set --moe-router-dtype fp32",
+            stacklevel=3,
+        )

@@ -1,0 +1,112 @@
+"""`--hybrid-ep` and its companions in Megatron's own argument parser, on every Megatron-LM since 0.16.
+
+`parse_args` looks up `add_megatron_arguments` when it runs, in all releases, before it calls the script's own
+`extra_args_provider`: wrapping that one function adds the flags and leaves the script's provider alone. The
+parsed values stay in `args` and go into `settings`, where the dispatcher reads them.
+"""
+
+import functools
+import importlib
+
+from megatron_patches import seams, settings
+
+MODULE = "megatron.training.arguments"
+
+
+def arguments_module():
+    """Megatron's argument module. Raises SeamError when it is not importable or has moved."""
+    try:
+        module = importlib.import_module(MODULE)
+    except ImportError as error:
+        raise seams.SeamError(
+            f"{MODULE} is not importable ({error}): run a script of a Megatron-LM checkout, or put "
+            "its root on PYTHONPATH (the megatron-core 0.16 wheel does not contain it)"
+        ) from error
+    if not callable(getattr(module, "add_megatron_arguments", None)):
+        raise seams.SeamError(f"{MODULE}.add_megatron_arguments moved: the --hybrid-ep flags cannot be added")
+    return module
+
+
+def add_arguments(parser):
+    """Add our group of flags to an argparse parser and return it."""
+    group = parser.add_argument_group(title="hybrid_ep")
+    group.add_argument(
+        "--hybrid-ep",
+        action="store_true",
+        help="Dispatch MoE tokens through hybrid_ep. Needs --moe-token-dispatcher-type flex and "
+        "--moe-flex-dispatcher-backend hybridep.",
+    )
+    group.add_argument(
+        "--hybrid-ep-ranks-per-node",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Ranks of one NVLink domain; must divide the expert parallel group.",
+    )
+    group.add_argument(
+        "--hybrid-ep-num-sms",
+        type=int,
+        default=None,
+        metavar="N",
+        help="SMs for dispatch and for combine; wins over Megatron's own setting.",
+    )
+    group.add_argument(
+        "--hybrid-ep-timeout",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="Longest wait inside dispatch or combine before it raises.",
+    )
+    return parser
+
+
+def settings_from_args(args):
+    """`Settings` from parsed Megatron arguments. Raises ValueError when they would leave hybrid_ep unused."""
+    given = {
+        "--hybrid-ep-ranks-per-node": args.hybrid_ep_ranks_per_node,
+        "--hybrid-ep-num-sms": args.hybrid_ep_num_sms,
+        "--hybrid-ep-timeout": args.hybrid_ep_timeout,
+    }
+    if not args.hybrid_ep:
+        stray = [flag for flag, value in given.items() if value is not None]
+        if stray:
+            raise ValueError(f"{', '.join(stray)} without --hybrid-ep does nothing: add --hybrid-ep")
+        return settings.DISABLED
+    if getattr(args, "yaml_cfg", None) is not None:
+        raise ValueError(
+            "--hybrid-ep does not work with --yaml-cfg, which replaces all flags: give flags instead"
+        )
+    for flag, needed in (
+        ("--moe-token-dispatcher-type", "flex"),
+        ("--moe-flex-dispatcher-backend", "hybridep"),
+    ):
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value != needed:
+            raise ValueError(f"--hybrid-ep needs {flag} {needed}, not {value}: add it")
+    return settings.Settings(
+        True, args.hybrid_ep_ranks_per_node, args.hybrid_ep_num_sms, args.hybrid_ep_timeout
+    )
+
+
+def wrapper():
+    """A replacement for `add_megatron_arguments`: Megatron's flags, ours, and ours put in force once
+    parsed."""
+    original = arguments_module().add_megatron_arguments
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser):
+        parser = add_arguments(original(parser))
+        parse_known_args = parser.parse_known_args  # parse_args goes through it too
+
+        def parse_and_configure(*arguments, **keywords):
+            namespace, rest = parse_known_args(*arguments, **keywords)
+            try:
+                settings.configure(settings_from_args(namespace))
+            except ValueError as error:
+                parser.error(str(error))
+            return namespace, rest
+
+        parser.parse_known_args = parse_and_configure
+        return parser
+
+    return add_megatron_arguments

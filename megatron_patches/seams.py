@@ -1,0 +1,186 @@
+"""The places in Megatron-Core we touch or rely on, each with a check that fails by name when it has moved.
+
+A seam is checked against the code that is installed, not against a version table alone: a patch release
+that moves one is refused with the sentence that says which. `check()` returns the findings, `require()`
+raises.
+"""
+
+import importlib
+import inspect
+import re
+
+SUPPORTED = ((0, 16), (0, 19))  # first and last minor release this package was tested with
+MOE = "megatron.core.transformer.moe"
+
+# What Megatron may ask of our manager; dispatcher.HybridEPManager has them all, a test compares.
+MANAGER_FACE = frozenset(
+    {
+        "setup_metadata",
+        "dispatch",
+        "combine",
+        "get_permuted_hidden_states_by_experts",
+        "get_restored_hidden_states_by_experts",
+        "get_number_of_tokens_per_expert",
+        "reset_transient_forward_state",
+        "token_probs",
+        "dispatched_probs",
+        "routing_map",
+        "over_budget",
+        "moe_expert_rank_capacity_factor",
+    }
+)
+# Asked only of other backends, or through hasattr / getattr with a default.
+OPTIONAL_FACE = frozenset(
+    {
+        "_zc_fwd_token_buf",
+        "_zc_bwd_token_buf",
+        "_bootstrapped",
+        "required_recv",
+        "grow_recv_capacity",
+        "token_indices",
+    }
+)
+DISPATCHER_METHODS = (
+    "dispatch_preprocess",
+    "token_dispatch",
+    "dispatch_postprocess",
+    "combine_preprocess",
+    "token_combine",
+    "combine_postprocess",
+)
+
+
+class SeamError(RuntimeError):
+    """Megatron-Core is missing, of an unknown version, or a place we patch has changed."""
+
+
+def core_version():
+    """(major, minor, patch) of the megatron-core that would be imported. Raises SeamError without one."""
+    try:
+        info = importlib.import_module("megatron.core.package_info")
+    except ImportError as error:
+        raise SeamError(
+            "megatron-core is not importable; install it: pip install 'megatron-core>=0.16,<0.20' "
+            f"(0.17 and newer need Python >= 3.12) [{error}]"
+        ) from error
+    return int(info.MAJOR), int(info.MINOR), int(info.PATCH)
+
+
+def _parameters(function):
+    return tuple(inspect.signature(function).parameters)
+
+
+def _check_version():
+    version = core_version()
+    low, high = SUPPORTED
+    if not low <= version[:2] <= high:
+        text = ".".join(map(str, version))
+        return (
+            f"megatron-core {text} is outside {low[0]}.{low[1]} - {high[0]}.{high[1]}, "
+            "the releases known here; install one of those, or a newer megatron_patches"
+        )
+
+
+def _check_moe_layer():
+    layer = importlib.import_module(f"{MOE}.moe_layer")
+    cls = getattr(layer, "MoEFlexTokenDispatcher", None)
+    if not inspect.isclass(cls):
+        return f"{MOE}.moe_layer has no class MoEFlexTokenDispatcher to replace"
+    want = ("self", "num_local_experts", "local_expert_indices", "config", "pg_collection")
+    if _parameters(cls.__init__) != want:
+        return f"MoEFlexTokenDispatcher.__init__ takes {_parameters(cls.__init__)}, not {want}"
+    if "MoEFlexTokenDispatcher(" not in inspect.getsource(layer.MoELayer.__init__):
+        return "MoELayer.__init__ no longer builds MoEFlexTokenDispatcher by that name"
+
+
+def _check_base_class():
+    tokens = importlib.import_module(f"{MOE}.token_dispatcher")
+    base, flex = tokens.MoETokenDispatcher, tokens.MoEFlexTokenDispatcher
+    if _parameters(base.__init__) != ("self", "config", "pg_collection"):
+        return f"MoETokenDispatcher.__init__ takes {_parameters(base.__init__)}, not config and pg_collection"
+    source = inspect.getsource(base.__init__)
+    missing = [name for name in ("tp_ep_group", "tp_size", "ep_size") if f"self.{name}" not in source]
+    missing += [name for name in DISPATCHER_METHODS if not callable(getattr(flex, name, None))]
+    if missing:
+        return f"the flex token dispatcher lacks {', '.join(missing)}"
+
+
+def _check_manager_face():
+    """Every attribute Megatron reads from a manager must be one ours has."""
+    tokens = importlib.import_module(f"{MOE}.token_dispatcher")
+    source = inspect.getsource(tokens.MoEFlexTokenDispatcher)
+    for name in ("megatron.core.models.gpt.fine_grained_callables", f"{MOE}.paged_stash"):
+        try:
+            source += inspect.getsource(importlib.import_module(name))
+        except ModuleNotFoundError as error:
+            if error.name != name:  # the module exists and what it imports does not: no verdict possible
+                return f"{name} cannot be imported: {error}"
+    unknown = set(re.findall(r"_comm_manager\.(\w+)", source)) - MANAGER_FACE - OPTIONAL_FACE
+    if unknown:
+        return f"Megatron asks new things of a communication manager: {', '.join(sorted(unknown))}"
+
+
+def _check_backend_name():
+    """1F1B overlap keeps or frees tensors by the backend's name; under another name backward reads freed
+    memory."""
+    config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
+    if "hybridep" not in str(config.__annotations__.get("moe_flex_dispatcher_backend", "")):
+        return "TransformerConfig.moe_flex_dispatcher_backend does not list 'hybridep'"
+    calls = importlib.import_module("megatron.core.models.gpt.fine_grained_callables")
+    if '"hybridep"' not in inspect.getsource(calls):
+        return "the 1F1B overlap schedule (fine_grained_callables) no longer knows the backend 'hybridep'"
+
+
+def _check_fused_a2a():
+    fused = importlib.import_module(f"{MOE}.fused_a2a")
+    tokens = importlib.import_module(f"{MOE}.token_dispatcher")
+    absent = [
+        f"fused_a2a.{name}"
+        for name in ("HAVE_HYBRIDEP", "_hybrid_ep_buffer", "hybrid_ep_dispatch", "hybrid_ep_combine")
+        if not hasattr(fused, name)
+    ]
+    absent += [
+        f"token_dispatcher.{name}"
+        for name in ("hybrid_ep_dispatch", "hybrid_ep_combine")
+        if not hasattr(tokens, name)
+    ]
+    if absent:
+        return f"{', '.join(absent)} moved"
+
+
+CHECKS = {
+    "version": _check_version,
+    "moe_layer": _check_moe_layer,
+    "base_class": _check_base_class,
+    "manager_face": _check_manager_face,
+    "backend_name": _check_backend_name,
+    "fused_a2a": _check_fused_a2a,
+}
+NEEDED = {
+    "s3": ("version", "moe_layer", "base_class", "manager_face", "backend_name"),
+    "s1": ("version", "fused_a2a"),
+}
+
+
+def check(names=tuple(CHECKS)):
+    """dict seam -> "ok" or the sentence that says what changed. A check that itself breaks is a finding
+    too."""
+    findings = {}
+    for name in names:
+        try:
+            findings[name] = CHECKS[name]() or "ok"
+        except Exception as error:
+            findings[name] = f"{type(error).__name__}: {error}"
+    return findings
+
+
+def require(seam):
+    """Raise SeamError unless all that `seam` ("s3" or "s1") stands on is where we know it."""
+    findings = check(NEEDED[seam])
+    broken = [f"{name}: {text}" for name, text in findings.items() if text != "ok"]
+    if broken:
+        raise SeamError(
+            "hybrid_ep cannot be patched into this Megatron-Core, and nothing was changed. "
+            + "; ".join(broken)
+        )
+    return findings

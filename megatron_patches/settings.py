@@ -1,0 +1,53 @@
+"""The switch and its values: what `apply()` or the command line asked of hybrid_ep, one copy a process.
+
+Python callers set them through `apply(...)`; `python -m megatron_patches` sets them when Megatron parses
+`--hybrid-ep`.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Immutable settings; `None` leaves the choice to Megatron's configuration, then to hybrid_ep's default.
+
+    enabled: build our dispatcher where Megatron asks for flex/hybridep (False: Megatron's own, untouched).
+    ranks_per_node: ranks of one NVLink domain; must divide the EP group.
+    num_sms: SMs granted to dispatch and to combine (blocks, on the host executor).
+    timeout_s: seconds a wait inside hybrid_ep may last before it raises.
+    buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
+    """
+
+    enabled: bool = True
+    ranks_per_node: int | None = None
+    num_sms: int | None = None
+    timeout_s: float | None = None
+    buffer_class: type | None = None
+
+    def __post_init__(self):
+        for name, minimum in (("ranks_per_node", 1), ("num_sms", 1)):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < minimum
+            ):
+                raise ValueError(
+                    f"{name} is {value!r}: give an integer >= {minimum}, or None for the default"
+                )
+        if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"timeout_s is {self.timeout_s!r}: give seconds > 0, or None for the default")
+
+
+DISABLED = Settings(enabled=False)
+_current = DISABLED
+
+
+def current():
+    """The settings in force."""
+    return _current
+
+
+def configure(settings):
+    """Put `settings` in force and return those they replace."""
+    global _current
+    previous, _current = _current, settings
+    return previous

@@ -1,0 +1,302 @@
+"""What a run is: frozen dataclasses that hold every choice, check themselves and survive a round trip.
+
+A recipe returns one `RunConfig`. Variants derive from a base with `config.derive(...)`, which checks again.
+Nothing here imports torch, so a wrong flag is refused in milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+DISPATCHERS = ("hybrid_ep", "alltoall", "allgather")
+DTYPES = ("fp32", "bf16")
+
+
+def _require(ok: bool, name: str, value: Any, remedy: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r}: {remedy}")
+
+
+def _require_positive(owner: Any, section: str, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        _require(value > 0, f"{section}.{name}", value, "must be greater than 0")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A GPT whose every layer is a Mixture of Experts."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    num_experts: int = 16
+    topk: int = 4
+    moe_ffn_hidden_size: int = 128
+    """Width of one expert's SwiGLU, in elements."""
+    aux_loss_coeff: float = 1e-2
+    """Weight of the load-balancing loss; 0 leaves the router alone."""
+    seq_length: int = 256
+    vocab_size: int = 256
+    init_std: float = 0.02
+    dtype: str = "fp32"
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "model", "num_layers", "hidden_size", "num_attention_heads", "num_experts", "topk",
+            "moe_ffn_hidden_size", "seq_length", "vocab_size", "init_std",
+        )
+        _require(self.dtype in DTYPES, "model.dtype", self.dtype, f"choose one of {', '.join(DTYPES)}")
+        _require(
+            self.hidden_size % (2 * self.num_attention_heads) == 0, "model.hidden_size", self.hidden_size,
+            f"must be a multiple of 2 x num_attention_heads = {2 * self.num_attention_heads} "
+            "(rotary embeddings turn pairs of elements of each head)",
+        )
+        _require(
+            self.topk <= self.num_experts, "model.topk", self.topk,
+            f"must not exceed num_experts={self.num_experts}",
+        )
+        _require(self.aux_loss_coeff >= 0, "model.aux_loss_coeff", self.aux_loss_coeff, "must be 0 or more")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share the model: data parallel outside the experts, expert parallel inside."""
+
+    num_ranks: int = 4
+    expert_parallel_size: int = 4
+    ranks_per_node: int = 2
+    """Ranks that share an NVLink domain; the EP group spans expert_parallel_size / ranks_per_node nodes."""
+    dispatcher: str = "hybrid_ep"
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "parallel", "num_ranks", "expert_parallel_size", "ranks_per_node")
+        _require(
+            self.num_ranks % self.expert_parallel_size == 0, "parallel.expert_parallel_size",
+            self.expert_parallel_size, f"must divide num_ranks={self.num_ranks}",
+        )
+        _require(
+            self.expert_parallel_size % self.ranks_per_node == 0, "parallel.ranks_per_node",
+            self.ranks_per_node, f"must divide expert_parallel_size={self.expert_parallel_size}",
+        )
+        _require(
+            self.dispatcher in DISPATCHERS, "parallel.dispatcher", self.dispatcher,
+            f"choose one of {', '.join(DISPATCHERS)}",
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text to train on. Files are ordered by path and split by a hash of the path, never by chance."""
+
+    source: str = "python_stdlib"
+    """`python_stdlib`, or a folder whose *.py, *.txt, *.md and *.rst files are the text."""
+    held_out_one_in: int = 20
+    """One file in this many is held out."""
+    cache_dir: str = "runs/.data"
+    """Folder of the indexed datasets; the key of an entry is a hash of the text itself."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.source), "data.source", self.source, "name python_stdlib or a folder")
+        _require(
+            self.held_out_one_in >= 2, "data.held_out_one_in", self.held_out_one_in,
+            "must be 2 or more, or nothing is left to train on",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam with decoupled weight decay, its state sharded over the data-parallel ranks."""
+
+    lr: float = 3e-3
+    min_lr: float = 3e-4
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "optimizer", "lr", "adam_eps", "clip_grad")
+        _require(
+            0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr,
+            f"must lie between 0 and lr={self.lr}",
+        )
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "must be 0 or more")
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optimizer.{name}", value, "must lie in [0, 1)")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Length of the run, batch shape, learning-rate curve, and when to look at held-out text."""
+
+    train_steps: int = 500
+    warmup_steps: int = 25
+    """Linear warm-up; a cosine from lr to min_lr follows and ends with the run."""
+    micro_batch_size: int = 2
+    """Sequences a rank handles at once."""
+    num_microbatches: int = 1
+    """Micro-batches a rank accumulates before a step."""
+    eval_every: int = 100
+    eval_sequences: int = 64
+    """Held-out sequences an evaluation reads, over all ranks; always the same ones."""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "schedule", "train_steps", "micro_batch_size", "num_microbatches", "eval_every",
+            "eval_sequences",
+        )
+        _require(
+            0 <= self.warmup_steps < self.train_steps, "schedule.warmup_steps", self.warmup_steps,
+            f"must be at least 0 and below train_steps={self.train_steps}",
+        )
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """What the machine is and how patient the job is with it."""
+
+    device: str = "cpu"
+    threads_per_rank: int = 1
+    torch_compile: bool = False
+    """Megatron compiles small fusions with torch.compile; on a CPU that costs more than it brings."""
+    timeout_s: float = 100.0
+    """Deadline of every collective."""
+
+    def __post_init__(self) -> None:
+        _require(self.device == "cpu", "runtime.device", self.device, "only cpu is supported so far")
+        _require_positive(self, "runtime", "threads_per_rank", "timeout_s")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is kept and what is shown."""
+
+    runs_dir: str = "runs"
+    line_every: int = 10
+    """Without a terminal one line is printed every so many steps."""
+    checkpoint_every: int = 200
+    """A checkpoint is also written at the end and when the run is stopped."""
+    wandb: bool = True
+    """Log to Weights & Biases too, if the package is installed."""
+    wandb_project: str = "hybrid_ep"
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "logging", "line_every", "checkpoint_every")
+        _require(bool(self.runs_dir), "logging.runs_dir", self.runs_dir, "name a folder")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A complete training run. `recipe` names the function that made it."""
+
+    recipe: str
+    seed: int = 1234
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        experts, ep = self.model.num_experts, self.parallel.expert_parallel_size
+        _require(
+            experts % ep == 0, "model.num_experts", experts,
+            f"must be a multiple of parallel.expert_parallel_size={ep}",
+        )
+        per_eval = self.parallel.num_ranks * self.schedule.micro_batch_size
+        sequences = self.schedule.eval_sequences
+        _require(
+            sequences % per_eval == 0, "schedule.eval_sequences", sequences,
+            f"must be a multiple of num_ranks x micro_batch_size = {per_eval}",
+        )
+        row_bytes = self.model.hidden_size * (4 if self.model.dtype == "fp32" else 2)
+        _require(
+            row_bytes % 16 == 0, "model.hidden_size", self.model.hidden_size,
+            "a token's row must be a multiple of 16 bytes to be dispatched",
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one optimizer step, over all ranks."""
+        per_rank = self.schedule.micro_batch_size * self.schedule.num_microbatches
+        return self.parallel.num_ranks * per_rank
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in one optimizer step, over all ranks."""
+        return self.global_batch_size * self.model.seq_length
+
+    def derive(self, **changes: Any) -> RunConfig:
+        """A checked copy. Sections take a dict of fields: `derive(schedule={"train_steps": 10})`."""
+        known = {f.name for f in dataclasses.fields(self)}
+        for name in changes:
+            _require(name in known, "derive", name, f"unknown; the sections are {', '.join(sorted(known))}")
+        replaced = {}
+        for name, value in changes.items():
+            current = getattr(self, name)
+            if dataclasses.is_dataclass(current) and isinstance(value, dict):
+                value = _from_dict(type(current), {**dataclasses.asdict(current), **value}, name)
+            replaced[name] = value
+        return dataclasses.replace(self, **replaced)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict of strings, numbers and bools."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> RunConfig:
+        """Inverse of `to_dict`; ValueError on unknown names, missing names, wrong types, wrong values."""
+        return _from_dict(RunConfig, values, "config")
+
+
+def _from_dict(cls: type, values: Any, path: str) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}={values!r}: must be a mapping of field names to values")
+    hints = get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"{path}.{unknown[0]}: unknown field; known are {', '.join(fields)}")
+    made = {}
+    for name, value in values.items():
+        wanted = hints[name]
+        if dataclasses.is_dataclass(wanted):
+            made[name] = _from_dict(wanted, value, f"{path}.{name}")
+            continue
+        if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value) is not wanted:
+            raise ValueError(f"{path}.{name}={value!r}: must be of type {wanted.__name__}")
+        made[name] = value
+    absent = dataclasses.MISSING
+    required = [f.name for f in fields.values() if f.default is absent and f.default_factory is absent]
+    missing = [name for name in required if name not in made]
+    if missing:
+        raise ValueError(f"{path}.{missing[0]}: missing; give it a value")
+    return cls(**made)
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The configuration as YAML text, sections in their declared order."""
+    import yaml
+
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, default_flow_style=False)
+
+
+def load_yaml(text: str) -> RunConfig:
+    """Inverse of `dump_yaml`; ValueError says which field is wrong."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"config: not valid YAML ({error}); restore the file") from error
+    return RunConfig.from_dict(values)

@@ -1,0 +1,109 @@
+"""Builds the Megatron-Core GPT of a run, with weights that depend on names alone.
+
+Every dense parameter is drawn from a generator seeded by its name, every expert by its global index. So the
+same run at EP 1, 2 or 4 starts from the same weights, and no two experts are alike: a token that reaches the
+wrong expert changes the loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from recipes.config import RunConfig
+
+# What a dispatcher is called in TransformerConfig. hybrid_ep plugs in under Megatron's own name for it.
+_MEGATRON_DISPATCHER = {
+    "hybrid_ep": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+    "alltoall": {"moe_token_dispatcher_type": "alltoall"},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+}
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+def transformer_config(config: RunConfig) -> TransformerConfig:
+    """Megatron's view of the model and its parallel layout."""
+    model = config.model
+    dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        num_moe_experts=model.num_experts,
+        moe_router_topk=model.topk,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss" if model.aux_loss_coeff else "none",
+        moe_aux_loss_coeff=model.aux_loss_coeff,
+        moe_grouped_gemm=False,
+        expert_model_parallel_size=config.parallel.expert_parallel_size,
+        expert_tensor_parallel_size=1,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_std,
+        use_cpu_initialization=True,
+        bf16=model.dtype == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        **_MEGATRON_DISPATCHER[config.parallel.dispatcher],
+    )
+
+
+def build_model(config: RunConfig) -> GPTModel:
+    """The GPT of this rank, weights set, parallel groups of Megatron already initialised."""
+    megatron_config = transformer_config(config)
+    model = GPTModel(
+        config=megatron_config,
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=config.model.num_experts, moe_grouped_gemm=False
+        ),
+        vocab_size=config.model.vocab_size,
+        max_sequence_length=config.model.seq_length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+    if megatron_config.bf16:
+        model = model.bfloat16()
+    set_weights_by_name(model, config)
+    return model
+
+
+def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:
+    """Overwrites every matrix; norms keep their ones. Experts are named by their global index."""
+    experts_per_rank = config.model.num_experts // config.parallel.expert_parallel_size
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts_per_rank
+
+    def global_name(name: str) -> str:
+        return _LOCAL_EXPERT.sub(lambda match: f".experts.{first_expert + int(match[1])}.", name)
+
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        digest = hashlib.sha256(f"{config.seed} {global_name(name)}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        std = config.model.init_std
+        if name.endswith(("linear_fc2.weight", "linear_proj.weight")):  # these write to the residual stream
+            std /= math.sqrt(2 * config.model.num_layers)
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def moe_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The MoE layers of this rank, in order of depth."""
+    return [module for module in model.modules() if hasattr(module, "token_dispatcher")]

@@ -1,0 +1,177 @@
+"""`python -m recipes.pretrain RECIPE`: trains a recipe on this machine and leaves a run folder behind.
+
+Exit code: 0 the held-out loss ended below the unigram entropy, or --stop-after paused the run; 1 a rank
+failed; 2 bad usage; 3 the loss did not end below the entropy; 128 + n stopped by signal n (Ctrl-C: 130).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from recipes import RECIPES, get_recipe
+from recipes.__main__ import list_recipes
+from recipes.config import DISPATCHERS, RunConfig
+from recipes.run_folder import RunFolder
+
+EXIT_FAILED, EXIT_USAGE, EXIT_NOT_LEARNED = 1, 2, 3
+_DEPENDENCIES = ("yaml", "numpy", "torch", "megatron", "megatron.core", "triton")
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, checked as far as it can be without a configuration."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.pretrain", description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", nargs="?", help=f"one of {', '.join(RECIPES)}; optional with --resume")
+    parser.add_argument("--list", action="store_true", help="list the recipes and leave")
+    parser.add_argument("--name", help="name of the run folder (default: recipe and time)")
+    parser.add_argument("--resume", metavar="NAME", help="continue the run NAME from its checkpoint")
+    parser.add_argument("--steps", type=int, metavar="N", help="train for N steps in all")
+    parser.add_argument("--stop-after", type=int, metavar="N", help="pause after step N, schedule unchanged")
+    parser.add_argument("--dispatcher", choices=DISPATCHERS, help="who moves the tokens")
+    parser.add_argument("--runs-dir", help="where run folders live (default: the recipe's, runs)")
+    args = parser.parse_args(argv)
+    if not (args.list or args.recipe or args.resume):
+        parser.error("give a recipe, or --resume NAME; --list shows the recipes")
+    if args.resume and args.name:
+        parser.error("--name names a new run, --resume continues an old one: give one of them")
+    return args
+
+
+def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
+    """The configuration, and the folder when a run is resumed."""
+    folder = None
+    if args.resume:
+        folder = RunFolder.open(args.runs_dir or "runs", args.resume)
+        config = folder.read_config()
+        if args.recipe not in (None, config.recipe):
+            raise ValueError(f"recipe={args.recipe!r}: {args.resume} is a {config.recipe}; leave it out")
+    else:
+        config = get_recipe(args.recipe)
+    if args.runs_dir:
+        config = config.derive(logging={"runs_dir": args.runs_dir})
+    if args.dispatcher:
+        config = config.derive(parallel={"dispatcher": args.dispatcher})
+    if args.steps is not None:
+        warmup = config.schedule.warmup_steps
+        if warmup >= args.steps > 0:  # a run this short warms up for a tenth of it
+            warmup = args.steps // 10
+        config = config.derive(schedule={"train_steps": args.steps, "warmup_steps": warmup})
+    if args.stop_after is not None and args.stop_after < 1:
+        raise ValueError(f"stop_after={args.stop_after}: must be 1 or more")
+    return config, folder
+
+
+def prepare_process(config: RunConfig) -> None:
+    """Sets what torch and Megatron-Core read when imported, then installs CPU shim and dispatcher."""
+    if not config.runtime.torch_compile:
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(config.runtime.threads_per_rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Megatron warns at length of GPU packages that a CPU does not miss; errors are still raised.
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    import megatron_patches
+    from megatron_patches import cpu
+
+    cpu.install()
+    if config.parallel.dispatcher == "hybrid_ep":
+        megatron_patches.apply(
+            ranks_per_node=config.parallel.ranks_per_node, timeout_s=config.runtime.timeout_s
+        )
+
+
+def run(config: RunConfig, folder: RunFolder, resume: bool, stop_after: int | None) -> int:
+    """Trains and reports; the exit code."""
+    print(f"{'Resuming' if resume else 'Run'} {folder.path}: loading torch and Megatron-Core ...", flush=True)
+    prepare_process(config)
+    from recipes import checkpoint, launch, plots, report, text_data, trainer
+
+    corpus = text_data.build_corpus(config.data)
+    if resume:
+        folder.rewind_metrics(_resumable_step(checkpoint.latest_step(folder.checkpoint_dir), config, folder))
+    print(
+        f"Text: {corpus.train_bytes / 1e6:.1f} MB in {corpus.num_train_files} files, held out "
+        f"{corpus.held_out_bytes / 1e6:.2f} MB in {corpus.num_held_out_files} files, unigram entropy "
+        f"{corpus.unigram_entropy:.4f} nats/byte", flush=True,
+    )
+
+    def rank_main(context: launch.RankContext) -> None:
+        trainer.join_process_groups(config, context.rank, context.store(config.runtime.timeout_s))
+        job = trainer.Trainer(
+            config, corpus, folder.checkpoint_dir, resume, context.emit, context.stop_requested
+        )
+        context.emit("end", {"outcome": job.train(stop_after)})
+        trainer.leave_process_groups(config)
+
+    reporter = report.Reporter(config, folder, corpus)
+    try:
+        stopped_by = launch.run_ranks(config.parallel.num_ranks, rank_main, reporter.on_event)
+    except launch.RankFailed as error:
+        reporter.close()  # first, so that the error is the last thing on the screen
+        print(f"Failed: {error}", file=sys.stderr, flush=True)
+        return 128 + error.signal if error.signal else EXIT_FAILED
+    finally:
+        reporter.close()
+    records = folder.read_metrics()
+    print(plots.draw_all(folder.path, records, corpus.unigram_entropy, config.parallel.expert_parallel_size))
+    return _verdict(reporter, corpus.unigram_entropy, folder, stopped_by)
+
+
+def _resumable_step(step: int | None, config: RunConfig, folder: RunFolder) -> int:
+    if step is None:
+        raise ValueError(f"resume={folder.name!r}: it has no checkpoint; start a new run")
+    if step >= config.schedule.train_steps:
+        raise ValueError(
+            f"resume={folder.name!r}: it has finished its {config.schedule.train_steps} steps; to train "
+            f"on, give --steps N with N > {step}"
+        )
+    return step
+
+
+def _verdict(reporter, entropy: float, folder: RunFolder, stopped_by: int | None) -> int:
+    if reporter.outcome != "done":
+        print(f"Stopped after step {reporter.step}. Continue with: make pretrain RESUME={folder.name}")
+        return 128 + stopped_by if stopped_by else 0
+    loss = reporter.held_out_loss
+    if loss < entropy:
+        print(f"LEARNED: held-out loss {loss:.4f} nats/byte is {loss / entropy:.0%} of the unigram entropy "
+              f"{entropy:.4f}: the model uses context.")
+        return 0
+    print(f"NOT LEARNED: held-out loss {loss:.4f} nats/byte is not below the unigram entropy {entropy:.4f}.")
+    return EXIT_NOT_LEARNED
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; never raises for what the user can mend."""
+    args = parse_args(argv)
+    if args.list:
+        print(list_recipes())
+        return 0
+    try:
+        config, folder = make_config(args)
+        folder = folder or RunFolder.create(config, args.name)
+        with folder.lock():
+            if args.resume:
+                folder.write_config(config)
+            return run(config, folder, bool(args.resume), args.stop_after)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        if error.name not in _DEPENDENCIES:
+            raise
+        remedy = "pip install '.[megatron,train]' in the checkout, or make pretrain, which does it"
+        print(f"error: {error.name} is not installed; {remedy}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:  # before the ranks exist; afterwards the launcher handles signals
+        print("Interrupted.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""Real text to train on: files -> Megatron's indexed dataset, one byte a token, split by file.
+
+The default text is the source of Python's standard library, which every machine with Python has. Byte 0
+never occurs in source text, so it serves as the end-of-document token and the vocabulary stays 256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from recipes.config import DataConfig, RunConfig
+
+END_OF_DOCUMENT = 0
+_FORMAT = 1  # part of the cache key: raise it when the layout of a cache entry changes
+_SUFFIXES = {".py", ".txt", ".md", ".rst"}
+# Tests repeat themselves, and distributions disagree on whether to ship them or these tools.
+_STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "site-packages",
+                   "dist-packages", "__pycache__"}
+_MIN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A cached pair of indexed datasets. Prefixes name .bin/.idx files; entropies are nats a byte."""
+
+    key: str
+    train_prefix: str
+    held_out_prefix: str
+    num_train_files: int
+    num_held_out_files: int
+    train_bytes: int
+    held_out_bytes: int
+    unigram_entropy: float
+    """Entropy of the held-out bytes: what the best model that ignores all context would reach there."""
+
+
+def list_files(source: str) -> list[tuple[str, Path]]:
+    """(relative path, file) of every text file of `source`, ordered by relative path."""
+    if source == "python_stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        skipped, suffixes = _STDLIB_SKIPPED, {".py"}
+    else:
+        root, skipped, suffixes = Path(source), {".git", "__pycache__"}, _SUFFIXES
+        if not root.is_dir():
+            raise ValueError(f"data.source={source!r}: no such folder; name one, or python_stdlib")
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped]
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix in suffixes:
+                found.append((path.relative_to(root).as_posix(), path))
+    return sorted(found)
+
+
+def is_held_out(relative_path: str, one_in: int) -> bool:
+    """Whether a file belongs to the held-out split: a property of its path alone."""
+    return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8], "big") % one_in == 0
+
+
+def unigram_entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of the distribution with these counts, shape [vocab_size]."""
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def build_corpus(data: DataConfig) -> Corpus:
+    """Reads the text and returns its cache entry, written first if it is new. Atomic, safe to race."""
+    splits: dict[str, list[bytes]] = {"train": [], "held_out": []}
+    digest = hashlib.sha256(f"{_FORMAT} {data.held_out_one_in}".encode())
+    for relative_path, path in list_files(data.source):
+        text = path.read_bytes()
+        if not text or END_OF_DOCUMENT in text:
+            continue
+        digest.update(f"{relative_path} {len(text)}\n".encode())
+        digest.update(text)
+        split = "held_out" if is_held_out(relative_path, data.held_out_one_in) else "train"
+        splits[split].append(text)
+    sizes = {name: sum(len(text) + 1 for text in texts) for name, texts in splits.items()}
+    if sizes["train"] < _MIN_BYTES or not splits["held_out"]:
+        raise ValueError(
+            f"data.source={data.source!r}: {sizes['train']} bytes to train on, {sizes['held_out']} held out; "
+            "at least 1 MiB and one held-out file are needed. Install Python's full standard library "
+            "(Debian and Ubuntu: apt install libpython3-stdlib) or set data.source to a folder of text"
+        )
+    key = digest.hexdigest()[:16]
+    folder = Path(data.cache_dir, key).absolute()
+    if not (folder / "corpus.json").is_file():
+        _write_entry(folder, splits, sizes, key)
+    facts = json.loads((folder / "corpus.json").read_text())
+    return Corpus(train_prefix=str(folder / "train"), held_out_prefix=str(folder / "held_out"), **facts)
+
+
+def _write_entry(folder: Path, splits: dict[str, list[bytes]], sizes: dict[str, int], key: str) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=folder.parent))
+    try:
+        for name, texts in splits.items():
+            _write_indexed(staging / name, texts)
+        counts = sum(np.bincount(np.frombuffer(text, np.uint8), minlength=256) for text in splits["held_out"])
+        counts[END_OF_DOCUMENT] = len(splits["held_out"])
+        facts = {
+            "key": key,
+            "num_train_files": len(splits["train"]),
+            "num_held_out_files": len(splits["held_out"]),
+            "train_bytes": sizes["train"],
+            "held_out_bytes": sizes["held_out"],
+            "unigram_entropy": unigram_entropy(counts),
+        }
+        (staging / "corpus.json").write_text(json.dumps(facts, indent=1))
+        try:
+            staging.rename(folder)
+        except OSError:
+            if not (folder / "corpus.json").is_file():  # lost a race to an equal entry? fine. Otherwise not.
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_indexed(prefix: Path, texts: Iterable[bytes]) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint8)
+    for text in texts:
+        tokens = np.frombuffer(text + bytes([END_OF_DOCUMENT]), np.uint8).copy()
+        builder.add_document(torch.from_numpy(tokens), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+
+
+class ByteTokenizer:
+    """What GPTDataset asks of a tokenizer, for text whose tokens are its bytes."""
+
+    vocab_size = 256
+    eod = END_OF_DOCUMENT
+    pad = -1  # no token is padding: samples are cut from one long stream
+    unique_identifiers = {"class": "recipes.text_data.ByteTokenizer", "vocab_size": "256"}
+
+
+def build_datasets(config: RunConfig, corpus: Corpus):
+    """(train, held_out) GPTDatasets; sample -> dict with `tokens` and `labels`, int64 [seq_length].
+
+    Collective when torch.distributed is initialised: rank 0 writes the shuffle index, the others read it.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    schedule = config.schedule
+    dataset_config = GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.model.seq_length,
+        blend_per_split=[([corpus.train_prefix], None), ([corpus.held_out_prefix], None), None],
+        path_to_cache=str(Path(corpus.train_prefix).parent / "index"),
+        tokenizer=ByteTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    sizes = [schedule.train_steps * config.global_batch_size, schedule.eval_sequences, None]
+    train, held_out, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, sizes, lambda: True, dataset_config
+    ).build()
+    return train, held_out

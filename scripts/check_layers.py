@@ -1,0 +1,359 @@
+"""The house rules that a machine can check: who may include or import whom, where assembly and the
+environment may appear, how large files and functions may be, what the top level holds.
+
+Prints one line a violation, `file:line: rule: what is wrong`, and exits with 1 if there is any.
+    python scripts/check_layers.py [--root FOLDER]
+
+The tables below are the rules; the functions only apply them. See docs/design.md on the layers."""
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+# What a folder of csrc may include: other layers, and single headers where only a contract may be seen.
+# A layer is the longest name here that prefixes a file's path; every layer may include itself. A pattern's
+# last part may be *. The concrete machines (arch/*, transport/*) never see one another: they meet in
+# kernels/instances.
+CONTRACTS = ("arch/concept.h", "transport/concept.h")
+LAYERS = {
+    "common": (),
+    "layout": ("common",),
+    "arch": ("common", "layout"),
+    "arch/*": ("common", "layout", "arch/concept.h"),
+    "transport": ("common", "layout", "arch/concept.h"),
+    "transport/*": ("common", "layout", *CONTRACTS),
+    "pipeline": ("common", "layout", *CONTRACTS),
+    "roles": ("common", "layout", "pipeline", "roles/params.h", *CONTRACTS),  # params.h is data, no code
+    "kernels": ("common", "layout", "pipeline", "roles", *CONTRACTS),
+    "kernels/instances": ("common", "layout", "pipeline", "roles", "kernels", "arch", "arch/*", "transport",
+                          "transport/*"),
+    "runtime": ("common", "layout", "pipeline", "kernels", "kernels/instances", *CONTRACTS),
+    # errors.h: what a launch throws, turned into Python's exceptions.
+    "bindings": ("common", "layout", "kernels", "runtime", "arch/host/errors.h"),
+}
+# idle.h: one hint to the core that g++ has a builtin for on x86-64 only.
+ASSEMBLY_ALLOWED = ("csrc/arch/sm*", "csrc/transport/*/device*", "csrc/arch/host/idle.h")
+TORCH_HEADERS = ("torch/", "ATen/", "c10/", "caffe2/", "THC/")
+PYBIND_LAYER = "csrc/bindings/"
+
+# hybrid_ep is below everything else in Python.
+ABOVE_HYBRID_EP = ("megatron", "megatron_patches", "recipes", "scripts", "tests")
+
+# One module reads environment variables; the exceptions, and why each is one. Setting a variable for a
+# library and handing the whole environment to a child are no reading. Tests may do as they like.
+ENVIRONMENT_MODULE = "hybrid_ep/env.py"
+ENVIRONMENT_EXCEPTIONS = {
+    "setup.py": "builds before the package exists; reads CXX, CXXFLAGS, LDFLAGS, MAX_JOBS",
+    "scripts/setup_env.py": "runs before the package exists",
+    "scripts/test_matrix.py": "hands HYBRID_EP_TORCH_INDEX on to setup_env",
+    "hybrid_ep/cli/launch.py": "reads RANK and WORLD_SIZE, torch's names for what a launcher sets",
+    "megatron_patches/buffers.py": "sets and restores the deadline around a constructor that takes none",
+    "recipes/report.py": "reads TERM and WANDB_MODE, other tools' settings",
+}
+# Variables of the set-up and of the tests, read where hybrid_ep is not there yet.
+OUTSIDE_VARIABLES = {"HYBRID_EP_PYTHON", "HYBRID_EP_TORCH_INDEX", "HYBRID_EP_TEST_MATRIX"}
+
+MAX_COLUMNS = 120
+# First match wins: (files, lines).
+MAX_FILE_LINES = (
+    ("csrc/roles/*", 150),
+    ("*.h", 350), ("*.cuh", 350),
+    ("*.cpp", 450), ("*.cu", 450),
+    ("*.py", 400),
+)
+MAX_FUNCTION_LINES = 80
+
+TOP_LEVEL = {
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "setup.py",
+    "pyproject.toml", ".ci", ".clang-format", ".gitignore", "hybrid_ep", "megatron_patches", "csrc",
+    "recipes", "scripts", "tests", "docs",
+}
+
+CPP_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
+TEXT_SUFFIXES = CPP_SUFFIXES | {"", ".py", ".md", ".toml", ".in", ".txt", ".sh", ".cmake", ".json", ".yaml"}
+GENERATED = {".git", ".venv", ".venvs", "build", "dist", "runs", "wandb", "__pycache__", ".pytest_cache",
+             ".ruff_cache", ".hypothesis"}
+HOME_PATH = re.compile(r"(?<![\w.~}\])])/(?:home|root|Users|work)/\w")
+VARIABLE = re.compile(r"\bHYBRID_EP_[A-Z0-9_]*[A-Z0-9]\b")
+
+
+@dataclass(frozen=True, order=True)
+class Violation:
+    path: str
+    line: int
+    rule: str
+    text: str
+
+    def __str__(self):
+        return f"{self.path}:{self.line}: {self.rule}: {self.text}"
+
+
+# ---- files
+
+def project_files(root):
+    """Paths, relative to the root, of the files git tracks or would track; of all files outside git."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if (root / ".git").exists():
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+        return sorted(name for name in names if name and (root / name).is_file())
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*")
+                  if p.is_file() and not GENERATED & set(p.relative_to(root).parts))
+
+
+def check_top_level(files):
+    for name in sorted({path.split("/")[0] for path in files} - TOP_LEVEL):
+        yield Violation(name, 1, "top level", "not one of the agreed entries (TOP_LEVEL in check_layers.py)")
+
+
+def check_text(path, lines):
+    """Rules that hold for every text file: width, no paths of one machine."""
+    for number, line in enumerate(lines, 1):
+        if Path(path).suffix in CPP_SUFFIXES | {".py"} and len(line) > MAX_COLUMNS:
+            yield Violation(path, number, "width", f"{len(line)} columns, at most {MAX_COLUMNS}")
+        if HOME_PATH.search(line):
+            yield Violation(path, number, "machine path", f"a path of one machine: {line.strip()[:60]}")
+    limit = next((limit for pattern, limit in MAX_FILE_LINES if fnmatch(path, pattern)), None)
+    if limit and len(lines) > limit:
+        yield Violation(path, len(lines), "file size", f"{len(lines)} lines, at most {limit}")
+
+
+def check_variables(path, text, known):
+    """Every HYBRID_EP_ variable that is named anywhere stands in the table of hybrid_ep/env.py."""
+    for match in VARIABLE.finditer(text):
+        if match.group() not in known:
+            yield Violation(path, text.count("\n", 0, match.start()) + 1, "variables",
+                            f"{match.group()} is not in the table of {ENVIRONMENT_MODULE}")
+
+
+# ---- C++
+
+def blank_out(source):
+    """The C++ source with comments and literals blanked; line breaks and columns stay."""
+    comments, raw_strings = r"//[^\n]*|/\*.*?\*/", r'R"(\w*)\(.*?\)\1"'
+    literals = r""""(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'"""
+    pattern = re.compile(f"{comments}|{raw_strings}|{literals}", re.S)
+    return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), source)
+
+
+def layer_of(inside):
+    """The layer of a path inside csrc, e.g. arch/host/fiber.h -> arch/host; None outside every layer."""
+    parts = inside.split("/")[:-1]
+    for depth in range(len(parts), 0, -1):
+        prefix = "/".join(parts[:depth])
+        if any(fnmatch(prefix, name) and prefix.count("/") == name.count("/") for name in LAYERS):
+            return prefix
+    return None
+
+
+def rule_of(layer):
+    """What LAYERS lets a layer include, besides itself."""
+    return LAYERS.get(layer) or LAYERS.get(layer.split("/")[0] + "/*", ())
+
+
+def may_include(layer, target):
+    """Whether a file of the layer may include csrc/<target>."""
+    target_layer = layer_of(target)
+    if target_layer is None:
+        return False
+    depth = target_layer.count("/")
+    return target_layer == layer or any(
+        target == allowed or (depth == allowed.count("/") and fnmatch(target_layer, allowed))
+        for allowed in rule_of(layer))
+
+
+def check_includes(root, path, text):
+    inside = path.removeprefix("csrc/")
+    layer = layer_of(inside)
+    if layer is None:
+        yield Violation(path, 1, "layers", "lies in no layer of csrc (LAYERS in check_layers.py)")
+        return
+    for match in re.finditer(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', text, re.M):
+        line, quoted, target = text.count("\n", 0, match.start()) + 1, match.group(1) == '"', match.group(2)
+        if target.startswith(TORCH_HEADERS):
+            yield Violation(path, line, "torch", f"csrc includes no torch header, here {target}")
+        elif target.startswith("pybind11/"):
+            if not path.startswith(PYBIND_LAYER):
+                yield Violation(path, line, "layers", f"{target} belongs to {PYBIND_LAYER} alone")
+        elif quoted and not (root / "csrc" / target).is_file():
+            yield Violation(path, line, "includes", f'"{target}" is not a file of csrc (paths start there)')
+        elif not quoted and (root / "csrc" / target).is_file():
+            yield Violation(path, line, "includes", f'write "{target}", it is ours')
+        elif quoted and not may_include(layer, target):
+            yield Violation(path, line, "layers", f"{layer} may not include {target}")
+
+
+def check_cpp_words(path, code):
+    """Macros, assembly, the environment, in code of csrc without comments and literals."""
+    for match in re.finditer(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", code, re.M):
+        if not match.group(1).startswith("HEP_"):
+            line = code.count("\n", 0, match.start()) + 1
+            yield Violation(path, line, "macros", f"{match.group(1)} does not start with HEP_")
+    for match in re.finditer(r"\b(asm|__asm__|__asm)\b(?=[\s\w]*[({])|\b(secure_)?getenv\b", code):
+        line = code.count("\n", 0, match.start()) + 1
+        if "getenv" in match.group():
+            yield Violation(path, line, "environment", f"{ENVIRONMENT_MODULE} reads it; pass values")
+        elif not any(fnmatch(path, pattern) for pattern in ASSEMBLY_ALLOWED):
+            yield Violation(path, line, "assembly", f"only in {' and '.join(ASSEMBLY_ALLOWED)}")
+
+
+def is_function_head(head):
+    """Whether the text before an opening brace, outside any function, begins a function."""
+    head = re.sub(r"\[\[.*?\]\]|\balignas\s*\([^()]*\)|^\s*#[^\n]*$", " ", head, flags=re.S | re.M)
+    while (shorter := re.sub(r"<[^<>]*>", " ", head)) != head:
+        head = shorter
+    if re.search(r"\b(concept|namespace|enum)\b", head) or "(" not in head:
+        return False
+    return not re.search(r"\b(class|struct|union)\b", head.split("(")[0])
+
+
+def check_cpp_functions(path, code):
+    """Lines of each function, by counting braces: approximate, and good enough for a cap."""
+    start, opened, depth, first_line = 0, None, 0, 0
+    for match in re.finditer(r"[{};]", code):
+        symbol, position = match.group(), match.start()
+        if opened is not None:
+            depth += {"{": 1, "}": -1, ";": 0}[symbol]
+            if depth == 0:
+                last_line = code.count("\n", 0, position) + 1
+                if last_line - first_line >= MAX_FUNCTION_LINES and not is_initializer(code, position):
+                    yield Violation(path, first_line, "function size",
+                                    f"{last_line - first_line + 1} lines, at most {MAX_FUNCTION_LINES}")
+                if not is_initializer(code, position):
+                    start = position + 1
+                opened = None
+        elif symbol == "{":
+            head = code[start:position]
+            if is_function_head(head):
+                begin = start + len(head) - len(head.lstrip())
+                opened, depth, first_line = position, 1, code.count("\n", 0, begin) + 1
+            else:
+                start = position + 1
+        else:
+            start = position + 1
+
+
+def is_initializer(code, end):
+    """Whether the brace that closes at `end` ends a member initializer (`: a{1}, b{2} { ... }`)."""
+    return re.match(r"\s*[,{]", code[end + 1:end + 200]) is not None
+
+
+def check_cpp(root, path, text):
+    code = blank_out(text)
+    if path.startswith("csrc/"):
+        yield from check_includes(root, path, text)
+        yield from check_cpp_words(path, code)
+    yield from check_cpp_functions(path, code)
+
+
+# ---- Python
+
+def imported_modules(tree):
+    """(line, module) of every import, at any depth, those by name through importlib included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def check_imports(path, tree):
+    if not path.startswith("hybrid_ep/"):
+        return
+    for line, module in imported_modules(tree):
+        if module.split(".")[0] in ABOVE_HYBRID_EP:
+            yield Violation(path, line, "layers", f"hybrid_ep may not import {module}")
+
+
+def uses_that_read_nothing(node):
+    """Nodes right below `node` that, being os.environ, are set or handed on as a whole."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        return [node.value]
+    if isinstance(node, ast.Attribute) and node.attr in ("setdefault", "update", "clear", "copy"):
+        return [node.value]
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict":
+        return node.args
+    if isinstance(node, ast.Dict):
+        return [value for key, value in zip(node.keys, node.values, strict=True) if key is None]
+    return []
+
+
+def check_environment(path, tree):
+    """Reads of a variable outside the one module."""
+    if path == ENVIRONMENT_MODULE or path in ENVIRONMENT_EXCEPTIONS or path.startswith("tests/"):
+        return
+    allowed = {id(part) for node in ast.walk(tree) for part in uses_that_read_nothing(node)}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Attribute) and id(node) not in allowed:
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = [f"os.{alias.name}" for alias in node.names]
+        for name in {"os.environ", "os.environb", "os.getenv"} & set(names):
+            yield Violation(path, node.lineno, "environment", f"{name}: only {ENVIRONMENT_MODULE} reads it")
+
+
+def check_python(path, text):
+    try:
+        tree = ast.parse(text, path)
+    except SyntaxError as error:
+        yield Violation(path, error.lineno or 1, "syntax", str(error.msg))
+        return
+    yield from check_imports(path, tree)
+    yield from check_environment(path, tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = node.end_lineno - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield Violation(path, node.lineno, "function size",
+                                f"{node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
+
+
+# ---- all of it
+
+def check(root):
+    """Every violation under the root, sorted."""
+    root = Path(root).resolve()
+    files = project_files(root)
+    table = root / ENVIRONMENT_MODULE
+    known = OUTSIDE_VARIABLES | set(VARIABLE.findall(table.read_text()) if table.is_file() else ())
+    found = list(check_top_level(files))
+    for path in files:
+        if Path(path).suffix not in TEXT_SUFFIXES:
+            continue
+        try:
+            text = (root / path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            found.append(Violation(path, 1, "encoding", "not UTF-8"))
+            continue
+        found += check_text(path, text.splitlines())
+        if not path.startswith("tests/"):
+            found += check_variables(path, text, known)
+        if Path(path).suffix in CPP_SUFFIXES:
+            found += check_cpp(root, path, text)
+        elif Path(path).suffix == ".py":
+            found += check_python(path, text)
+    return sorted(found), len(files)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", default=Path(__file__).resolve().parent.parent, help="folder to check")
+    violations, num_files = check(parser.parse_args().root)
+    for violation in violations:
+        print(violation)
+    print(f"check_layers: {num_files} files, {len(violations)} violations")
+    sys.exit(1 if violations else 0)
+
+
+if __name__ == "__main__":
+    main()

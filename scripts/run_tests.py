@@ -1,0 +1,272 @@
+"""All checks and tests, stage after stage, never two at once (the stages start many processes themselves),
+and a table of what passed at the end. Exits with 1 if any stage failed.
+
+    python scripts/run_tests.py [--only lint,cpp,python] [--quick] [--budget-minutes 38]
+
+Runs in the Python of the environment that scripts/setup_env.py made (`make test` does both)."""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "tests"
+CPP_SOURCES = ROOT / "tests" / "cpp"
+KILL_AFTER_S = 20
+
+
+@dataclass
+class Result:
+    """What a stage did; `counts` is (passed, failed, skipped), None where the stage has no tests to count."""
+
+    status: str  # "passed", "FAILED" or "skipped"
+    counts: tuple[int, int, int] | None = None
+    note: str = ""
+    seconds: float = 0.0
+
+
+class StageTimeout(Exception):
+    """A stage's time is over; its processes are gone."""
+
+
+class Runner:
+    """Runs the commands of a stage within the stage's deadline."""
+
+    def __init__(self, quick):
+        self.quick = quick
+        self.deadline = time.monotonic()
+
+    def run(self, command, quiet=False):
+        """(exit status, last line printed). Output is shown as it comes, with `quiet` only on failure."""
+        print("+ " + " ".join(map(str, command)), flush=True)
+        # A session of its own: whatever a test leaves behind ends with the stage.
+        process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=test_environment(),
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   text=True, errors="replace", start_new_session=True)
+        lines = []
+
+        def read():
+            for line in process.stdout:
+                lines.append(line)
+                if not quiet:
+                    print(line, end="", flush=True)
+
+        # A thread reads, so that a stray grandchild that keeps the pipe open cannot hold up the stage.
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            status = process.wait(max(1.0, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise StageTimeout from None
+        finally:
+            end_group(process)
+            reader.join(KILL_AFTER_S)
+        if quiet and status:
+            print("".join(lines), end="", flush=True)
+        return status, next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def pytest(self, folder, marker=""):
+        report = BUILD / f"{folder.replace('/', '-')}.xml"
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.unlink(missing_ok=True)
+        color = "yes" if sys.stdout.isatty() else "no"
+        command = [sys.executable, "-m", "pytest", folder, f"--junitxml={report}", f"--color={color}"]
+        status, last = self.run([*command, *(["-m", marker] if marker else [])])
+        return result_of(status, report, re.sub(r"\x1b\[[0-9;]*m", "", last).strip("= "))
+
+    def ctest(self, name, sanitizer, selection):
+        """Configures, builds and runs the C++ tests of one build folder."""
+        cmake, ctest = tool("cmake"), tool("ctest")
+        folder = BUILD / f"cpp-{sanitizer or 'plain'}"
+        configure = [cmake, "-S", CPP_SOURCES, "-B", folder, "-G", "Ninja",
+                     f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DHEP_SANITIZE={sanitizer}"]
+        for command in (configure, [cmake, "--build", folder]):
+            if self.run(command, quiet=True)[0]:
+                return Result("FAILED", note="does not build")
+        report = BUILD / f"{name}.xml"
+        report.unlink(missing_ok=True)
+        status, last = self.run([ctest, "--test-dir", folder, "--output-on-failure", "--no-tests=error",
+                                 "--timeout", "300", "--output-junit", report, *selection])
+        return result_of(status, report, last if status else "")
+
+
+def test_environment():
+    """The tests' environment: one compute thread a process, for the ranks share the cores."""
+    environment = dict(os.environ)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        environment.setdefault(name, "1")
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
+
+
+def signal_group(process, number):
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def end_group(process):
+    """Ends what is left of a command and all it started: an interrupt for a clean end, then kill."""
+    if process.poll() is None:
+        signal_group(process, signal.SIGINT)
+        try:
+            process.wait(KILL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            pass
+    signal_group(process, signal.SIGKILL)
+
+
+def tool(name):
+    """A program of this environment, else of PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if not found:
+        sys.exit(f"run_tests: needs {name}; call make build, which installs it")
+    return found
+
+
+def result_of(status, report, note):
+    """A Result from an exit status and a JUnit report."""
+    counts = (0, 0, 0)
+    if report.is_file():
+        root = xml.etree.ElementTree.parse(report).getroot()
+        counts = tuple(map(sum, zip(*map(counts_of, root.iter("testcase")), strict=True))) or counts
+    return Result("FAILED" if status else "passed", counts, note)
+
+
+def counts_of(case):
+    """(passed, failed, skipped) of a JUnit case; a C++ program that says how many it ran counts so."""
+    if case.find("skipped") is not None:
+        return 0, 0, 1
+    said = re.findall(r"^(\d+) passed, (\d+) failed", case.findtext("system-out") or "", re.M)
+    failed = any(case.find(tag) is not None for tag in ("failure", "error"))
+    if said:
+        passed, bad = map(int, said[-1])
+        return passed, max(bad, int(failed)), 0
+    return int(not failed), int(failed), 0
+
+
+def has_tests(folder):
+    return any((ROOT / folder).rglob("test_*.py"))
+
+
+# ---- the stages
+
+def lint(runner):
+    return Result("FAILED" if runner.run([sys.executable, "-m", "ruff", "check", "."])[0] else "passed")
+
+
+def layers(runner):
+    status, last = runner.run([sys.executable, "scripts/check_layers.py"])
+    return Result("FAILED" if status else "passed", note=last.removeprefix("check_layers: "))
+
+
+def cpp(runner):
+    return runner.ctest("cpp", "", ["-LE", "mutant"])
+
+
+def cpp_mutants(runner):
+    return runner.ctest("cpp-mutants", "", ["-L", "mutant"])
+
+
+def cpp_tsan(runner):
+    return runner.ctest("cpp-tsan", "thread", ["-LE", "mutant"])
+
+
+def cpp_asan(runner):
+    return runner.ctest("cpp-asan", "address", ["-LE", "mutant"])
+
+
+def python(runner):
+    return runner.pytest("tests/python", "not slow" if runner.quick else "")
+
+
+def megatron(runner):
+    return runner.pytest("tests/megatron", "not slow" if runner.quick else "")
+
+
+def slurm(runner):
+    return runner.pytest("tests/slurm") if has_tests("tests/slurm") else Result("skipped", note="no tests")
+
+
+# name: (function, minutes at most, part of --quick)
+STAGES = {
+    "lint": (lint, 2, True),
+    "layers": (layers, 2, True),
+    "cpp": (cpp, 10, True),
+    "cpp-mutants": (cpp_mutants, 10, False),
+    "cpp-tsan": (cpp_tsan, 10, False),
+    "cpp-asan": (cpp_asan, 10, False),
+    "python": (python, 15, True),
+    "megatron": (megatron, 15, True),
+    "slurm": (slurm, 10, False),
+}
+
+
+def run_stages(names, quick, budget_s):
+    """{stage: Result}; every stage runs, whatever the others did, until the budget is spent."""
+    end = time.monotonic() + budget_s
+    results = {}
+    for name in names:
+        function, minutes, _ = STAGES[name]
+        start = time.monotonic()
+        if start >= end:
+            results[name] = Result("FAILED", note="not run: the time budget is spent")
+            continue
+        print(f"\n=== {name}", flush=True)
+        runner = Runner(quick)
+        runner.deadline = min(end, start + 60 * minutes)
+        limit_s = runner.deadline - start
+        try:
+            result = function(runner)
+        except StageTimeout:
+            result = Result("FAILED", note=f"stopped after {limit_s:.0f} s")
+        result.seconds = time.monotonic() - start
+        results[name] = result
+    return results
+
+
+def table(results):
+    """The summary, one line a stage."""
+    lines = [f"{'stage':<12} {'result':<8} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}  note"]
+    for name, result in results.items():
+        counts = [str(n) for n in result.counts] if result.counts else ["-"] * 3
+        lines.append(f"{name:<12} {result.status:<8} {counts[0]:>7} {counts[1]:>7} {counts[2]:>7} "
+                     f"{result.seconds:>8.1f}  {result.note}".rstrip())
+    failed = [name for name, result in results.items() if result.status == "FAILED"]
+    seconds = sum(result.seconds for result in results.values())
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "all stages passed"
+    return "\n".join([*lines, f"run_tests: {verdict} ({seconds:.0f} s)"]), not failed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help=f"stages, separated by commas, of: {', '.join(STAGES)}")
+    parser.add_argument("--quick", action="store_true", help="no mutants, no sanitizers, no slow tests")
+    parser.add_argument("--budget-minutes", type=float, default=120.0, help="for all stages [%(default)s]")
+    args = parser.parse_args()
+    names = [name.strip() for name in args.only.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in STAGES]:
+        parser.error(f"--only: no stage is called {unknown[0]!r}; there are {', '.join(STAGES)}")
+    names = names or [name for name, stage in STAGES.items() if stage[2] or not args.quick]
+    try:
+        summary, good = table(run_stages(names, args.quick, 60 * args.budget_minutes))
+    except KeyboardInterrupt:
+        sys.exit("\nrun_tests: interrupted")
+    print("\n" + summary, flush=True)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+// Running a world case: data made from seeds, operations on every rank, results compared element by element.
+#include "world.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "arch/host/errors.h"
+#include "check.h"
+#include "runtime/engine.h"
+#include "thread_executor.h"
+
+namespace hep::test {
+namespace {
+
+using Bytes = std::vector<unsigned char>;
+using Token = Reference::Token;
+using Slot = Reference::Slot;
+
+uint64_t hash(std::initializer_list<uint64_t> words) {
+  uint64_t h = 1;
+  for (const uint64_t word : words) h = Random(h * 31 + word).next();
+  return h;
+}
+
+// Memory that an operation may write, with an edge behind it that nobody may touch. Never null.
+class Output {
+ public:
+  explicit Output(size_t bytes) : bytes_(bytes), data_(bytes + kEdge, kUntouched) {}
+  unsigned char* data() { return data_.data(); }
+  float* floats() { return reinterpret_cast<float*>(data_.data()); }
+  bool edge_is_intact() const {
+    return std::all_of(data_.begin() + ptrdiff_t(bytes_), data_.end(), [](unsigned char b) { return b == kUntouched; });
+  }
+
+ private:
+  static constexpr unsigned char kUntouched = 0xab;
+  static constexpr size_t kEdge = 64;
+  size_t bytes_;
+  Bytes data_;
+};
+
+class RankRun {
+ public:
+  RankRun(const WorldCase& world, const std::vector<Reference>& references, Engine& engine, int rank)
+      : w_(world), references_(references), engine_(engine), rank_(rank),
+        shape_{int32_t(world.num_nodes), int32_t(world.num_local_ranks), rank},
+        naps_(hash({world.seed, uint64_t(rank)})), plans_(world.plans.size()), fresh_salt_(world.plans.size()) {}
+
+  void run() {
+    for (size_t i = 0; i < w_.ops.size(); ++i) {
+      where_ = "rank " + std::to_string(rank_) + ", operation " + std::to_string(i);
+      const OpCase& op = w_.ops[i];
+      if (!plans_[op.plan]) exchange(op.plan);
+      ref_ = &references_[op.plan], plan_ = plans_[op.plan].get();
+      nap();
+      const TrafficCounters before = engine_.traffic();
+      op.combine ? combine(op) : dispatch(op);
+      check_traffic(op, before, engine_.traffic());
+    }
+  }
+
+ private:
+  template <class... Parts>
+  void expect(bool ok, Parts&&... parts) const {
+    if (ok) return;
+    std::ostringstream os;
+    os << where_ << ": ";
+    (os << ... << parts);
+    throw check::Failure(os.str());
+  }
+  // Ranks drift apart, as they do in training.
+  void nap() {
+    if (!naps_.one_in(3)) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(naps_.one_in(4) ? 2000 : naps_.below(300)));
+  }
+
+  // ---------------------------------------------------------------- data, a function of the seed
+  static void fill_row(Token t, uint64_t salt, unsigned char* row, size_t bytes) {
+    Random r(hash({uint64_t(t.rank), t.index, salt}));
+    for (size_t i = 0; i < bytes; i += 8) {
+      const uint64_t word = r.next();
+      std::memcpy(row + i, &word, 8);
+    }
+  }
+  // The weight with which a dispatch sends a pair: as routed, or the operation's own.
+  float sent_weight(Token t, int expert, uint64_t salt) const {
+    if (salt % 2) return ref_->pairs_of(t).at(expert);
+    return float(1 + hash({uint64_t(t.rank), t.index, uint64_t(expert), salt}) % 2);
+  }
+  // An element of an expert's (or a rank's) output, and the weight that comes back with it.
+  static float output(Token t, int from, uint32_t column, uint64_t salt) {
+    return float(int((hash({uint64_t(t.rank), t.index, uint64_t(from), salt}) + column * 3) % 5) - 2);
+  }
+  static float returned_weight(Token t, int expert, int from, uint64_t salt) {
+    return float(hash({uint64_t(t.rank), t.index, uint64_t(expert), uint64_t(from), salt}) % 7);
+  }
+  static void put(unsigned char* row, uint32_t column, float value, DType dtype) {
+    switch (dtype) {
+      case DType::kBf16: reinterpret_cast<Bf16*>(row)[column] = from_float<Bf16>(value); break;
+      case DType::kFp16: reinterpret_cast<Fp16*>(row)[column] = from_float<Fp16>(value); break;
+      case DType::kFp32: reinterpret_cast<float*>(row)[column] = value; break;
+    }
+  }
+  uint32_t num_own_tokens() const { return uint32_t(ref_->pairs[size_t(rank_)].size()); }
+  const std::vector<Token>& received() const { return ref_->received[size_t(rank_)]; }
+  const std::vector<Slot>& permuted() const { return ref_->permuted[size_t(rank_)]; }
+  uint32_t experts_per_node() const { return w_.num_experts / w_.num_nodes; }
+
+  // ---------------------------------------------------------------- exchange and plan
+  void exchange(size_t index) {
+    const RoutingCase& c = w_.plans[index];
+    const Reference& ref = references_[index];
+    const size_t r = size_t(rank_);
+    Bytes map(size_t(c.num_tokens[r]) * w_.num_experts + 1, 0);
+    std::vector<float> probs(map.size(), 0.f);
+    for (uint32_t t = 0; t < c.num_tokens[r]; ++t)
+      for (const auto& [expert, weight] : ref.pairs[r][t]) {
+        map[size_t(t) * w_.num_experts + size_t(expert)] = 1;
+        probs[size_t(t) * w_.num_experts + size_t(expert)] = weight;
+      }
+    RoutingInput in;
+    in.num_tokens = c.num_tokens[r], in.topk = c.topk[r];
+    static constexpr int64_t kNothing = 0;
+    if (c.dense)
+      in.routing_map = map.data(), in.weights = probs.data();
+    else
+      in.topk_idx = c.topk_idx[r].empty() ? &kNothing : c.topk_idx[r].data(), in.weights = c.weights[r].data();
+    in.header = {uint32_t(index) + 100};
+    nap();
+    const std::shared_ptr<Routing> routing = engine_.exchange(in);
+    for (uint32_t s = 0; s < w_.num_ranks(); ++s) {
+      expect(routing->view().header(int(s), 0) == c.num_tokens[s], "tokens of rank ", s);
+      expect(routing->view().header(int(s), 2) == index + 100, "header word of rank ", s);
+    }
+    plans_[index] = std::make_unique<Plan>(routing, PlacementOptions{c.pad_multiple, c.budgets, c.recv_capacity});
+    check_plan(*plans_[index], ref, c);
+  }
+
+  void check_plan(const Plan& plan, const Reference& ref, const RoutingCase& c) const {
+    const size_t r = size_t(rank_);
+    expect(plan.topk() == ref.widest(), "topk ", plan.topk(), " instead of ", ref.widest());
+    expect(plan.num_recv_rows() == ref.received[r].size(), "receive rows ", plan.num_recv_rows());
+    expect(plan.num_permuted_rows() == ref.permuted[r].size(), "permuted rows ", plan.num_permuted_rows());
+    expect(plan.tokens_per_expert() == ref.tokens_per_expert[r], "tokens per expert");
+    expect(plan.padded_tokens_per_expert() == ref.padded_tokens_per_expert[r], "padded tokens per expert");
+    expect(plan.num_dropped_per_rank() == ref.dropped_pairs, "dropped pairs");
+    expect(plan.has_holes() == (ref.wanted_rows[r] > c.recv_capacity), "has_holes");
+    expect(plan.overflow() == (plan.has_holes() || ref.dropped_pairs[r] > 0), "overflow");
+    std::vector<uint32_t> per_source(w_.num_ranks(), 0);
+    for (const Token t : ref.received[r]) ++per_source[size_t(t.rank)];
+    expect(plan.recv_rows_per_source() == per_source, "receive rows per source");
+    for (uint32_t t = 0; t < ref.pairs[r].size(); ++t) {
+      uint32_t k = 0;
+      for (const auto& [expert, weight] : ref.pairs[r][t])
+        expect(plan.weights()[size_t(t) * plan.weight_stride() + k++] == weight, "weight of token ", t);
+      for (; k < plan.weight_stride(); ++k)
+        expect(plan.weights()[size_t(t) * plan.weight_stride() + k] == 0, "weight slot behind the pairs of token ", t);
+    }
+  }
+
+  // ---------------------------------------------------------------- dispatch
+  void dispatch(const OpCase& op) {
+    const bool fresh = !plan_->complete();
+    if (fresh) fresh_salt_[op.plan] = op.salt;
+    const uint32_t num_tokens = num_own_tokens(), stride = plan_->weight_stride();
+    Bytes x(size_t(num_tokens) * op.row_bytes + 16), scales(size_t(num_tokens) * op.scale_bytes + 16);
+    std::vector<float> weights(size_t(num_tokens) * stride + 4, 0.f);
+    for (uint32_t t = 0; t < num_tokens; ++t) {
+      fill_row({rank_, t}, op.salt, &x[size_t(t) * op.row_bytes], op.row_bytes);
+      fill_row({rank_, t}, ~op.salt, &scales[size_t(t) * op.scale_bytes], op.scale_bytes);
+      size_t k = size_t(t) * stride;
+      for (const auto& [expert, weight] : ref_->pairs_of({rank_, t})) weights[k++] = sent_weight({rank_, t}, expert, op.salt);
+    }
+    const size_t out_rows = op.permute ? permuted().size() + op.extra_rows : received().size();
+    const size_t weight_columns = op.permute ? 1 : experts_per_node();
+    Output out_x(out_rows * op.row_bytes), out_scales(out_rows * op.scale_bytes), out_weights(out_rows * weight_columns * 4);
+    DispatchCall c;
+    c.x = x.data(), c.scales = op.scale_bytes ? scales.data() : nullptr, c.weights = op.weights ? weights.data() : nullptr;
+    c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
+    c.row_bytes = op.row_bytes, c.scale_bytes = op.scale_bytes, c.out_rows = out_rows;
+    c.permute = op.permute, c.num_blocks = op.num_blocks[size_t(rank_)];
+    engine_.dispatch(*plan_, c);
+    expect(out_x.edge_is_intact() && out_scales.edge_is_intact() && out_weights.edge_is_intact(), "wrote behind an output");
+    for (size_t row = 0; row < out_rows; ++row) {
+      const Slot slot = !op.permute ? Slot{Slot::kPair, received()[row], -1}
+                        : row < permuted().size() ? permuted()[row] : Slot{Slot::kPad, {}, -1};
+      if (slot.kind == Slot::kHole) continue;
+      check_row(slot, op.salt, out_x.data() + row * op.row_bytes, op.row_bytes, "dispatched row ", row);
+      check_row(slot, ~op.salt, out_scales.data() + row * op.scale_bytes, op.scale_bytes, "scales of row ", row);
+      if (!op.weights) continue;
+      if (op.permute) {
+        const float want = slot.kind == Slot::kPad ? 0.f : sent_weight(slot.token, slot.expert, op.salt);
+        expect(out_weights.floats()[row] == want, "weight of row ", row, ": ", out_weights.floats()[row], ", not ", want);
+      } else {
+        check_node_weights(slot.token, op.salt, out_weights.floats() + row * weight_columns, row);
+      }
+    }
+  }
+  void check_row(const Slot& slot, uint64_t salt, const unsigned char* got, size_t bytes, const char* what, size_t row) const {
+    Bytes want(bytes, 0);
+    if (slot.kind == Slot::kPair) fill_row(slot.token, salt, want.data(), bytes);
+    const size_t at = size_t(std::mismatch(want.begin(), want.end(), got).first - want.begin());
+    expect(at == bytes, what, row, " differs from byte ", at, slot.kind == Slot::kPad ? " (must be zero)" : "");
+  }
+  void check_node_weights(Token t, uint64_t salt, const float* got, size_t row) const {
+    const int first = shape_.node() * int(experts_per_node());
+    for (int e = first; e < first + int(experts_per_node()); ++e) {
+      const float want = ref_->pairs_of(t).contains(e) ? sent_weight(t, e, salt) : 0.f;
+      expect(got[e - first] == want, "weight of row ", row, " for expert ", e, ": ", got[e - first], ", not ", want);
+    }
+  }
+
+  // ---------------------------------------------------------------- combine
+  void combine(const OpCase& op) {
+    const float kPoison = std::nanf("");  // what no sum may read
+    const size_t rows = op.permute ? permuted().size() : received().size();
+    const size_t elem = dtype_bytes(op.dtype), row_bytes = op.hidden * elem, columns = op.permute ? 1 : experts_per_node();
+    Bytes x(rows * row_bytes + 16);
+    std::vector<float> weights(rows * columns + 1, kPoison);
+    for (size_t row = 0; row < rows; ++row) {
+      const Slot slot = op.permute ? permuted()[row] : Slot{Slot::kPair, received()[row], -1};
+      const int from = op.permute ? slot.expert : -1 - rank_;
+      for (uint32_t i = 0; i < op.hidden; ++i)
+        put(&x[row * row_bytes], i, slot.kind == Slot::kPair ? output(slot.token, from, i, op.salt) : kPoison, op.dtype);
+      if (slot.kind != Slot::kPair) continue;
+      if (op.permute)
+        weights[row] = returned_weight(slot.token, slot.expert, from, op.salt);
+      else
+        for (const auto& [expert, weight] : ref_->pairs_of(slot.token))
+          if (ref_->node_of(expert) == shape_.node())
+            weights[row * columns + size_t(expert) % columns] = returned_weight(slot.token, expert, from, op.salt);
+    }
+    const uint32_t num_tokens = num_own_tokens(), stride = plan_->weight_stride();
+    Output out_x(num_tokens * row_bytes), out_weights(size_t(num_tokens) * stride * 4);
+    CombineCall c;
+    c.x = x.data(), c.weights = op.weights ? weights.data() : nullptr;
+    c.out_x = out_x.data(), c.out_weights = out_weights.floats();
+    c.dtype = op.dtype, c.hidden = op.hidden, c.permuted = op.permute, c.multiply = op.multiply;
+    c.fp32_partials = op.fp32_partials, c.num_blocks = op.num_blocks[size_t(rank_)];
+    engine_.combine(*plan_, c);
+    expect(out_x.edge_is_intact() && out_weights.edge_is_intact(), "wrote behind an output");
+    for (uint32_t t = 0; t < num_tokens; ++t) {
+      check_sum(op, {rank_, t}, out_x.data() + t * row_bytes);
+      if (op.weights) check_returned_weights(op, {rank_, t}, out_weights.floats() + size_t(t) * stride, stride);
+    }
+  }
+  void check_sum(const OpCase& op, Token t, const unsigned char* got) const {
+    for (uint32_t i = 0; i < op.hidden; ++i) {
+      float sum = 0;
+      if (op.permute) {
+        for (const auto& [e, weight] : ref_->pairs_of(t))
+          if (ref_->computes(t, e))
+            sum += output(t, e, i, op.salt) * (op.multiply ? sent_weight(t, e, fresh_salt_[op.plan]) : 1.f);
+      } else {
+        for (int d = 0; d < int(w_.num_ranks()); ++d)
+          if (ref_->arrives(t, d)) sum += output(t, -1 - d, i, op.salt);
+      }
+      unsigned char want[4];
+      put(want, 0, sum, op.dtype);
+      const size_t elem = dtype_bytes(op.dtype);
+      expect(std::memcmp(got + i * elem, want, elem) == 0, "sum of token ", t.index, " at element ", i, " is not ", sum);
+    }
+  }
+  void check_returned_weights(const OpCase& op, Token t, const float* got, uint32_t stride) const {
+    uint32_t k = 0;
+    for (const auto& [e, weight] : ref_->pairs_of(t)) {
+      float want = 0;
+      if (op.permute) {
+        if (ref_->computes(t, e)) want = returned_weight(t, e, e, op.salt);
+      } else {  // every rank of the expert's node that got the token has a say
+        for (int d = 0; d < int(w_.num_ranks()); ++d)
+          if (d / int(w_.num_local_ranks) == ref_->node_of(e) && ref_->arrives(t, d))
+            want += returned_weight(t, e, -1 - d, op.salt);
+      }
+      expect(got[k] == want, "weight ", k, " back at token ", t.index, " is ", got[k], ", not ", want);
+      ++k;
+    }
+    for (; k < stride; ++k) expect(got[k] == 0, "weight slot ", k, " of token ", t.index, " is not zero");
+  }
+
+  // ---------------------------------------------------------------- traffic
+  // Every token crosses a link once per node and once per rank; the counters say so to the byte.
+  void check_traffic(const OpCase& op, const TrafficCounters& before, const TrafficCounters& after) const {
+    uint64_t rail = 0, node = 0, self = 0;
+    for (int n = 0; n < shape_.num_nodes; ++n) {
+      const int peer = shape_.rail_peer(n);
+      for (uint32_t t = 0; t < ref_->pairs[size_t(peer)].size(); ++t) {
+        if (n != shape_.node() && op.combine) rail += ref_->needs({peer, t}, shape_.node());
+        for (int l = 0; l < shape_.num_local_ranks; ++l) {
+          const int d = shape_.rank_of(shape_.node(), l);
+          if (ref_->arrives({peer, t}, d)) ++(d == rank_ ? self : node);
+        }
+      }
+      if (n == shape_.node() || op.combine) continue;
+      for (uint32_t t = 0; t < num_own_tokens(); ++t) rail += ref_->needs({rank_, t}, n);
+    }
+    const uint64_t bytes = op.combine
+        ? op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype) + (op.weights ? plan_->weight_stride() * 4 : 0)
+        : MessageLayout::make(shape_, plan_->topk(), op.weights, op.scale_bytes, op.row_bytes).token_bytes();
+    auto counted = [&](const char* link, uint64_t rows, uint64_t row_count, uint64_t byte_count) {
+      expect(row_count == rows && byte_count == rows * bytes, link, " traffic of ", row_count, " rows and ", byte_count,
+             " bytes; expected ", rows, " rows of ", bytes, " bytes");
+    };
+    counted("rail", rail, after.rail_rows - before.rail_rows, after.rail_bytes - before.rail_bytes);
+    counted("node", node, after.node_rows - before.node_rows, after.node_bytes - before.node_bytes);
+    counted("self", self, after.self_rows - before.self_rows, after.self_bytes - before.self_bytes);
+  }
+
+  const WorldCase& w_;
+  const std::vector<Reference>& references_;
+  Engine& engine_;
+  const int rank_;
+  const World shape_;
+  Random naps_;
+  std::vector<std::unique_ptr<Plan>> plans_;
+  std::vector<uint64_t> fresh_salt_;  // by plan: of its first dispatch
+  const Reference* ref_ = nullptr;
+  Plan* plan_ = nullptr;
+  std::string where_;
+};
+
+// The smallest buffer that the case fits into.
+BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& references) {
+  BufferShape s;
+  s.num_nodes = w.num_nodes, s.num_local_ranks = w.num_local_ranks, s.num_experts = w.num_experts;
+  s.chunk_tokens = w.chunk_tokens, s.rail_slots = w.rail_slots;
+  for (const Reference& ref : references) {
+    s.max_topk = std::max(s.max_topk, ref.widest());
+    for (const auto& rows : ref.received) s.recv_rows = std::max<uint64_t>(s.recv_rows, rows.size());
+  }
+  for (const OpCase& op : w.ops) {
+    if (!op.combine) s.row_bytes = std::max(s.row_bytes, op.row_bytes), s.scale_bytes = std::max(s.scale_bytes, op.scale_bytes);
+    if (op.combine)
+      s.partial_row_bytes = std::max(s.partial_row_bytes, op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype));
+  }
+  return s;
+}
+
+}  // namespace
+
+Outcome run_world(const WorldCase& w) {
+  std::vector<Reference> references;
+  for (const RoutingCase& c : w.plans) references.emplace_back(w, c);
+  const BufferShape shape = shape_of(w, references);
+  std::vector<std::shared_ptr<Segment>> segments;
+  for (uint32_t r = 0; r < w.num_ranks(); ++r) segments.push_back(Segment::private_memory(BufferLayout(shape).total));
+  std::atomic<bool> stop = false;
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (uint32_t r = 0; r < w.num_ranks(); ++r) {
+    engines.push_back(make_engine(w.executor, int(r), shape, segments, w.timeout_s, w.seed));
+    engines.back()->set_interrupt_check([&stop] { return stop.load(); });
+  }
+  Outcome first;
+  std::mutex mutex;
+  auto report = [&](Outcome::Kind kind, const char* what) {
+    std::lock_guard lock(mutex);
+    if (first.kind == Outcome::kRight) first = {kind, what};
+    stop = true;
+  };
+  std::vector<std::thread> threads;
+  for (uint32_t r = 0; r < w.num_ranks(); ++r)
+    threads.emplace_back([&, r] {
+      try {
+        RankRun(w, references, *engines[r], int(r)).run();
+      } catch (const host::Interrupted&) {
+      } catch (const check::Failure& e) {
+        report(Outcome::kWrong, e.what());
+      } catch (const host::DeadlineError& e) {
+        report(Outcome::kDeadline, e.what());
+      } catch (const host::ProtocolError& e) {
+        report(Outcome::kProtocol, e.what());
+      } catch (const std::exception& e) {
+        report(Outcome::kError, e.what());
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  return first;
+}
+
+void check_world(const WorldCase& w) {
+  const Outcome outcome = run_world(w);
+  if (outcome.kind != Outcome::kRight) throw check::Failure(w.describe() + ": " + outcome.what);
+}
+
+}  // namespace hep::test

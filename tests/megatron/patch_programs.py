@@ -1,0 +1,235 @@
+"""What one rank does in the tests of apply, revert, status, the version guard and the flags: all of it
+changes the process, so each runs in a world of one rank that ends afterwards."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import sys
+import types
+
+import pytest
+
+import megatron_patches
+from megatron_patches import cpu, flags, patch, seams, settings
+
+ARGUMENTS = "megatron.training.arguments"
+
+
+def modules():
+    """(moe_layer, token_dispatcher, fused_a2a)"""
+    return [
+        importlib.import_module(f"{seams.MOE}.{name}")
+        for name in ("moe_layer", "token_dispatcher", "fused_a2a")
+    ]
+
+
+def snapshot():
+    """Identity of every global of the modules a patch may touch, and of deep_ep."""
+    facts = {(m.__name__, name): id(value) for m in modules() for name, value in vars(m).items()}
+    facts["deep_ep"] = id(sys.modules.get("deep_ep"))
+    return facts
+
+
+def apply_and_revert(seam):
+    """Twice applied, once reverted: nothing is left. Returns the printed status of each moment."""
+    before = snapshot()
+    pages = [str(megatron_patches.status())]
+    first = megatron_patches.apply(seam)
+    during = snapshot()
+    second = megatron_patches.apply(seam)
+    assert during == snapshot() and first == second and first.applied and first.seam == seam
+    changed = {key for key in before if before[key] != during.get(key)}
+    assert changed, "nothing was patched"
+    if seam == "s3":
+        assert changed == {(f"{seams.MOE}.moe_layer", "MoEFlexTokenDispatcher")}
+    else:
+        fused, tokens = modules()[2], modules()[1]
+        assert fused.HAVE_HYBRIDEP and callable(tokens.hybrid_ep_dispatch)
+        assert fused.HybridEPBuffer is sys.modules["deep_ep"].HybridEPBuffer
+    pages.append(str(megatron_patches.status()))
+    other = "s1" if seam == "s3" else "s3"
+    assert "in force" in message(ValueError, megatron_patches.apply, other)
+    assert not megatron_patches.revert().applied and snapshot() == before
+    assert megatron_patches.apply(other).seam == other
+    megatron_patches.revert()
+    assert snapshot() == before and settings.current() == settings.DISABLED
+    pages.append(str(megatron_patches.revert()))
+    return pages
+
+
+def message(kind, function, *args, **keywords):
+    """The text of the exception `function` must raise."""
+    with pytest.raises(kind) as raised:
+        function(*args, **keywords)
+    return str(raised.value)
+
+
+def bad_arguments():
+    """One message for each wrong argument of apply."""
+    calls = (
+        {"seam": "s2"},
+        {"ranks_per_node": 0},
+        {"ranks_per_node": 2.0},
+        {"num_sms": -1},
+        {"timeout_s": 0},
+        {"seam": "s1", "ranks_per_node": 2},
+        {"seam": "s1", "command_line": True},
+    )
+    texts = [message(ValueError, megatron_patches.apply, **call) for call in calls]
+    assert not megatron_patches.status().applied
+    return texts
+
+
+def fake_version(major, minor):
+    """The refusal of another megatron-core release; nothing may have changed."""
+    info = importlib.import_module("megatron.core.package_info")
+    info.MAJOR, info.MINOR = major, minor
+    before = snapshot()
+    texts = [message(seams.SeamError, megatron_patches.apply, seam) for seam in ("s3", "s1")]
+    assert snapshot() == before and not megatron_patches.status().applied
+    return texts
+
+
+def moved_seams():
+    """The refusal of each seam when it has moved, by name."""
+    layer, tokens, fused = modules()
+    flex = tokens.MoEFlexTokenDispatcher
+    texts = {}
+
+    def refused(name, seam="s3"):
+        before = snapshot()
+        texts[name] = message(seams.SeamError, megatron_patches.apply, seam)
+        assert snapshot() == before
+        assert seams.check((name,))[name] != "ok"
+
+    with replaced(layer, "MoEFlexTokenDispatcher", None):
+        refused("moe_layer")
+    with replaced(flex, "__init__", lambda self, num_local_experts, config: None):
+        refused("moe_layer")
+    with replaced(flex, "combine_postprocess", None):
+        refused("base_class")
+    with replaced(seams, "MANAGER_FACE", seams.MANAGER_FACE - {"dispatched_probs"}):
+        refused("manager_face")
+    config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
+    with replaced(config, "__annotations__", {}):
+        refused("backend_name")
+    with replaced(fused, "hybrid_ep_dispatch", None, delete=True):
+        refused("fused_a2a", "s1")
+    assert megatron_patches.apply().applied  # and all is well again
+    return texts
+
+
+@contextlib.contextmanager
+def replaced(owner, name, value, delete=False):
+    """Set or delete an attribute for a while."""
+    before = getattr(owner, name)
+    if delete:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def failed_install_is_undone():
+    """A failure in the middle of apply leaves nothing behind."""
+    before = snapshot()
+
+    def break_off(_wanted):
+        patch._set(modules()[0], "MoEFlexTokenDispatcher", object)
+        raise OSError("no space")
+
+    with replaced(patch, "_install_dispatcher", break_off):
+        assert message(OSError, megatron_patches.apply) == "no space"
+    assert snapshot() == before and not megatron_patches.status().applied
+    return True
+
+
+def cpu_refuses_a_gpu():
+    """The CPU pieces do not install where torch sees CUDA."""
+    import torch
+
+    with replaced(torch.cuda, "is_available", lambda: True), replaced(torch.cuda, "device_count", lambda: 8):
+        return message(RuntimeError, cpu.install)
+
+
+def fake_arguments_module():
+    """megatron.training.arguments as every release has it, in small: parse_args looks up
+    add_megatron_arguments."""
+    module = types.ModuleType(ARGUMENTS)
+
+    def add_megatron_arguments(parser):
+        parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+        parser.add_argument("--moe-flex-dispatcher-backend", default="deepep")
+        parser.add_argument("--yaml-cfg", default=None)
+        return parser
+
+    def parse_args(extra_args_provider=None, ignore_unknown_args=False, argv=()):
+        parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        return parser.parse_known_args(argv)[0] if ignore_unknown_args else parser.parse_args(argv)
+
+    module.add_megatron_arguments, module.parse_args = add_megatron_arguments, parse_args
+    sys.modules.setdefault("megatron.training", types.ModuleType("megatron.training"))
+    sys.modules[ARGUMENTS] = module
+    return module
+
+
+FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
+
+
+def parsed_flags():
+    """Flags through Megatron's parser shape: values, the script's own provider, off by default, refusals."""
+    module = fake_arguments_module()
+    original = module.add_megatron_arguments
+    megatron_patches.apply(command_line=True)
+    assert not settings.current().enabled, "off until --hybrid-ep is given"
+
+    def provider(parser):
+        parser.add_argument("--own", type=int, default=0)
+        return parser
+
+    full = [
+        "--hybrid-ep",
+        "--hybrid-ep-ranks-per-node",
+        "4",
+        "--hybrid-ep-num-sms",
+        "24",
+        "--hybrid-ep-timeout",
+        "7.5",
+    ]
+    args = module.parse_args(provider, argv=FLEX + full + ["--own", "3"])
+    assert (args.own, args.hybrid_ep, args.hybrid_ep_ranks_per_node) == (3, True, 4)
+    assert (args.hybrid_ep_num_sms, args.hybrid_ep_timeout) == (24, 7.5)
+    assert settings.current() == settings.Settings(True, 4, 24, 7.5)
+    args = module.parse_args(provider, ignore_unknown_args=True, argv=["--unknown"])
+    assert not args.hybrid_ep and settings.current() == settings.DISABLED
+    errors = []
+    for argv in (
+        ["--hybrid-ep"],
+        FLEX[:2] + ["--hybrid-ep"],
+        ["--hybrid-ep-timeout", "5"],
+        FLEX + ["--hybrid-ep", "--hybrid-ep-num-sms", "0"],
+        FLEX + ["--hybrid-ep", "--yaml-cfg", "x"],
+    ):
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as stop:
+            module.parse_args(provider, argv=argv)
+        assert stop.value.code == 2
+        errors.append(stderr.getvalue().splitlines()[-1])
+    megatron_patches.revert()
+    assert module.add_megatron_arguments is original
+    return errors
+
+
+def missing_arguments_module():
+    """Scripts need megatron.training; without it the launcher says so."""
+    sys.modules[ARGUMENTS] = None
+    text = message(seams.SeamError, flags.arguments_module)
+    assert message(seams.SeamError, megatron_patches.apply, command_line=True) == text
+    assert not megatron_patches.status().applied
+    return text

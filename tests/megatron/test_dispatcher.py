@@ -1,0 +1,60 @@
+"""The contract of the six dispatcher steps: ours against Megatron's alltoall dispatcher, values and
+gradients."""
+
+import importlib
+
+import parity_world
+import pytest
+
+
+class Program:
+    """A function by name: this process must not import Megatron, the ranks do."""
+
+    def __init__(self, name, module="rank_programs"):
+        self.name, self.module = name, module
+
+    def __call__(self, *arguments):
+        return getattr(importlib.import_module(self.module), self.name)(*arguments)
+
+
+def run(name, num_ranks, *arguments):
+    return parity_world.run_world(Program(name), num_ranks, arguments, timeout_s=120)
+
+
+@pytest.mark.parametrize("ep, ranks_per_node", [(1, 1), (2, 1), (4, 2)])
+def test_six_steps_equal_alltoall(ep, ranks_per_node):
+    run("contract", ep, ep, 1, ranks_per_node)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_expert_tensor_parallelism_is_folded_into_the_group(ranks_per_node):
+    run("contract", 4, 2, 2, ranks_per_node)
+
+
+def test_capacity_and_pad_to_capacity():
+    run("capacity", 2, 2)
+
+
+def test_rank_capacity_budget_sets_over_budget():
+    run("rank_budget", 2, 2)
+
+
+def test_quantization_alignment_pads_segments_with_zeros():
+    run("quantization_padding", 2, 2)
+
+
+def test_attributes_that_megatron_reads_and_overwrites():
+    run("attributes", 2, 2)
+
+
+def test_layers_share_buffers_and_handles_outlive_them():
+    run("shared_buffers", 2, 2)
+
+
+def test_refusals_instead_of_another_dispatcher():
+    not_installed, wrong_backend, indivisible = run("built_by_moe_layer", 2, 2)[0]
+    assert (
+        "HybridEP is not installed" in not_installed
+    )  # off: Megatron's own manager, which has no deep_ep here
+    assert "moe_flex_dispatcher_backend is 'deepep'" in wrong_backend
+    assert "ranks_per_node" in indivisible and "divisor" in indivisible

@@ -1,0 +1,49 @@
+"""Training parity in the subset CI runs, and proof that parity can fail: every planted bug must be
+noticed."""
+
+import parity
+import parity_world
+import pytest
+from parity_worker import SABOTAGE, VARIANTS, Case, run_cases
+
+
+def train(cases):
+    outcome = parity_world.run_world(run_cases, parity.NUM_RANKS, (cases,), timeout_s=280)[0]
+    return parity.compare(cases, outcome["records"])
+
+
+def test_quick_parity_on_both_seams():
+    options = parity.arguments(["--quick", "--seam", "both", "--steps", "20"])
+    cases, _ = parity.plan(options, parity.megatron_minor())
+    assert {case.ep for case in cases} == {1, 4} and {"s3", "s1"} <= {case.dispatcher for case in cases}
+    for case, record, loss, norm, ok in train(cases):
+        assert len(record["loss"]) == 20 and record["loss"][0] != record["loss"][-1]
+        assert ok, f"{case}: loss {loss:.1e}, gradient norm {norm:.1e}"
+
+
+def test_every_planted_bug_is_noticed():
+    cases = [Case("plain", "alltoall", 4, 4), Case("plain", "s3", 4, 4)]
+    cases += [Case("plain", "s3", 4, 4, sabotage=kind) for kind in SABOTAGE]
+    rows = train(cases)
+    assert [ok for *_, ok in rows[:2]] == [True, True]
+    for case, _, loss, norm, ok in rows[2:]:
+        assert not ok, f"{case.sabotage} passed: loss {loss:.1e}, gradient norm {norm:.1e}"
+
+
+def test_a_run_that_diverges_is_not_equal():
+    good, bad = {"loss": [1.0], "grad_norm": [1.0]}, {"loss": [float("nan")], "grad_norm": [1.0]}
+    cases = [Case("plain", "alltoall", 1, 1), Case("plain", "s3", 1, 1)]
+    assert [row[-1] for row in parity.compare(cases, [good, bad])] == [True, False]
+    assert [row[-1] for row in parity.compare(cases, [good, good])] == [True, True]
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_plan_has_a_baseline_first_and_no_overlap_in_it(name):
+    cases, _ = parity.plan(parity.arguments(["--variant", name]), 19)
+    assert cases[0].dispatcher == "alltoall" and not cases[0].overlap
+    assert {case.ep for case in cases} == {1, 2, 4} and any(case.dispatcher == "s3" for case in cases)
+
+
+def test_a_failing_rank_fails_the_world():
+    with pytest.raises(parity_world.WorldError, match="rank 1"):
+        parity_world.run_world(parity.differences, 2, ({"loss": []}, {}), timeout_s=60)

@@ -1,0 +1,50 @@
+"""Fixtures: one world of processes for the whole run, and every example reproducible."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from world import ProcessWorld
+
+torch.set_num_threads(1)
+settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
+                          max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")))
+settings.load_profile("default")
+
+
+class _Worlds:
+    """The shared world of six processes; a new one after it had to be ended."""
+
+    def __init__(self) -> None:
+        self._world: ProcessWorld | None = None
+
+    def six(self) -> ProcessWorld:
+        if self._world is None or not all(p.is_alive() for p in self._world.processes):
+            self.close()
+            self._world = ProcessWorld(6)
+        return self._world
+
+    def close(self) -> None:
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+
+
+@pytest.fixture(scope="session")
+def _worlds():
+    worlds = _Worlds()
+    yield worlds
+    worlds.close()
+
+
+@pytest.fixture
+def world(_worlds) -> ProcessWorld:
+    """Six real processes on gloo; groups of the first 1, 2, 3, 4 and 6 of them."""
+    return _worlds.six()
