@@ -14,9 +14,10 @@ __all__ = ["SeamError", "Status", "apply", "release_buffers", "revert", "status"
 
 
 def release_buffers():
-    """Drop every shared buffer; collective in the sense that all ranks of a group must do it before they
-    dispatch again. Call it before `parallel_state.destroy_model_parallel()`: buffers belong to process
-    groups."""
+    """Free every shared buffer; the next dispatch makes a new one, so all ranks of a group must do the same.
+
+    Call it before `parallel_state.destroy_model_parallel()`: buffers belong to process groups.
+    """
     from megatron_patches import buffers
 
     buffers.release()

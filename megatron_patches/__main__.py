@@ -1,9 +1,7 @@
-"""`python -m megatron_patches [--seam s1] SCRIPT ARGS...`: run a Megatron-LM script with hybrid_ep patched
-in.
+"""`python -m megatron_patches [--seam s1] SCRIPT ARGS...`: run a Megatron-LM script through hybrid_ep.
 
 The script sees itself as `__main__`, its own directory first on sys.path, and Megatron's parser with our
-flags.
-Works under torchrun: `torchrun --nproc-per-node 8 -m megatron_patches pretrain_gpt.py --hybrid-ep ...`.
+flags. Under torchrun: `torchrun --nproc-per-node 8 -m megatron_patches pretrain_gpt.py --hybrid-ep ...`.
 """
 
 import os

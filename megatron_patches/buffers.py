@@ -1,24 +1,20 @@
-"""One HybridEPBuffer per (process group, hidden, dtype, experts per rank), shared by all MoE layers that
-fit it.
+"""One HybridEPBuffer per (process group, hidden, dtype, experts per rank), shared by all layers that fit it.
 
 A buffer is created at the first dispatch, when the number of tokens is known; all ranks of the group arrive
 there together, because dispatch itself is collective. Layers take turns on a buffer: handles outlive the
 next call.
 """
 
-from megatron_patches import settings
-
 _buffers = {}
 
 
-def get(group, *, hidden, dtype, num_local_experts, num_tokens, num_sms=None):
+def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=None):
     """The shared buffer for this shape, created if new.
 
     group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens:
-    rows of this call; the buffer grows by itself when a later call brings more. num_sms: Megatron's wish;
-    ours wins.
+    rows of this call; the buffer grows by itself when a later call brings more. wanted: the
+    layer's `Settings`. num_sms: Megatron's wish; that of `wanted` wins.
     """
-    wanted = settings.current()
     key = (group, hidden, dtype, num_local_experts, wanted)
     if key not in _buffers:
         _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted)

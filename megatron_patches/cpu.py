@@ -1,5 +1,4 @@
-"""What Megatron-Core needs of CUDA to run on a CPU with gloo: seven small pieces, for CPU recipes and tests
-only.
+"""What Megatron-Core needs of CUDA to run on a CPU with gloo: seven small pieces, for recipes and tests.
 
 `install()` before the first Megatron import of the process, and never where a GPU is: it refuses there,
 because a model that silently trains on the CPU of a GPU machine is worse than an error. No file of Megatron
@@ -37,8 +36,7 @@ def install():
 
 def _random_state(generator):
     """1. Megatron forks the CUDA generator for dropout and initialisation. A second CPU generator stands
-    in, so that forking does not disturb torch's own. Without it: calls queue up for a CUDA that never
-    comes."""
+    in, so that forking leaves torch's own alone. Without it calls queue up for a CUDA that never comes."""
     cuda = torch.cuda
     replacements = {
         "get_rng_state": lambda device="cuda": generator.get_state(),
@@ -122,8 +120,7 @@ class _StreamContext:
 
 
 def _streams():
-    """3. The alltoall dispatcher, shared-expert overlap and the 1F1B schedule create side streams and
-    events."""
+    """3. The alltoall dispatcher, shared-expert overlap and the 1F1B schedule create streams and events."""
     stream = _Stream()
     torch.cuda.Stream, torch.cuda.Event, torch.cuda.stream = _Stream, _Event, _StreamContext
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: stream
@@ -137,8 +134,7 @@ def _as_cpu(device):
 
 
 def _device_arguments():
-    """5. device="cuda" is written out in the flex dispatcher and the optimizers, and `.cuda()` here and
-    there."""
+    """5. The flex dispatcher and the optimizers say device="cuda", others `.cuda()`."""
 
     def on_cpu(function):
         @functools.wraps(function)
@@ -178,8 +174,7 @@ def _device_arguments():
 
 
 def _type_names():
-    """6. Gradient clipping and the distributed optimizer assert `tensor.type() ==
-    "torch.cuda.FloatTensor"`."""
+    """6. Gradient clipping and the distributed optimizer want `tensor.type()` to be torch.cuda.FloatTensor."""
     type_of = torch.Tensor.type
 
     def named(tensor, dtype=None, *args, **keywords):
@@ -192,8 +187,7 @@ def _type_names():
 
 def _inside_megatron(generator):
     """4. alltoall hands c10d split sizes that are lists only when they were CUDA tensors: convert CPU ones
-    too. 7. The router of 0.16 names a Transformer Engine function without importing it. And the rest of
-    1."""
+    too. 7. The router of 0.16 names a Transformer Engine function it has not imported. And the rest of 1."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     tokens = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")

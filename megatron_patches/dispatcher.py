@@ -1,5 +1,4 @@
-"""The token dispatcher MoELayer builds, and the communication manager behind it, on hybrid_ep's autograd
-operators.
+"""The token dispatcher MoELayer builds, and the manager behind it, on hybrid_ep's autograd operators.
 
 The class keeps the six steps of Megatron's flex dispatcher (its map already covers tensor x expert parallel
 ranks) and swaps the manager. The manager is duck-typed: Megatron's abstract base gains methods between
@@ -21,8 +20,7 @@ from megatron_patches import buffers, settings
 
 
 class HybridEPManager:
-    """Dispatch and combine of one MoE layer. Holds the tensors of the forward pass that is under way,
-    nothing else.
+    """Dispatch and combine of one MoE layer. Holds the tensors of the forward pass that is under way.
 
     group: tensor x expert parallel ranks, R of them. num_experts: columns of the map, R * num_local_experts.
     router_topk: pairs a token can have in that map (tensor parallel size x the router's top-k).
@@ -40,6 +38,7 @@ class HybridEPManager:
         self.num_experts = num_experts
         self.router_topk = router_topk
         self.config = config
+        self.settings = settings.current()
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         if self.drop_and_pad and config.moe_expert_capacity_factor is None:
             raise ValueError(
@@ -86,8 +85,7 @@ class HybridEPManager:
         return None, None
 
     def dispatch(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
-        """Send rows to their experts: [T, H] -> [P, H] grouped by local expert, each group padded with zero
-        rows.
+        """Send rows to their experts: [T, H] -> [P, H] grouped by local expert, groups padded with zeros.
 
         Collective over the group; T may differ between ranks and be 0. The two stream arguments belong to
         another backend and have no effect here, as in Megatron's own HybridEP manager.
@@ -103,6 +101,7 @@ class HybridEPManager:
             num_tokens=num_tokens,
             num_local_experts=self.num_local_experts,
             num_sms=_num_sms(self.config),
+            wanted=self.settings,
         )
         num_rows, rows_per_expert = self._static_rows(num_tokens)
         rows, self.dispatched_probs, _, counts, self.handle = functional.dispatch_with_permute(
@@ -154,8 +153,7 @@ class HybridEPManager:
 
 
 class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
-    """Megatron's flex dispatcher with our manager where the settings ask for it, and Megatron's own where
-    they don't.
+    """Megatron's flex dispatcher, with our manager where the settings ask for it and its own elsewhere.
 
     Enabled settings with another backend than hybridep raise ValueError: that layer would not use hybrid_ep.
     """
@@ -194,8 +192,7 @@ def _device():
 
 
 def _num_sms(config):
-    """Megatron's SM count: one flag since 0.19, the hybridep one before (0.16: 16 unasked). Means nothing
-    on a CPU."""
+    """Megatron's SM count: one flag since 0.19, the hybridep one before (0.16: 16 unasked). None on a CPU."""
     if not torch.cuda.is_available():
         return None
     value = getattr(config, "moe_flex_dispatcher_num_sms", None)
@@ -203,8 +200,7 @@ def _num_sms(config):
 
 
 def _pad_multiple(config):
-    """Rows to which an expert's group is padded, or None. Since 0.18 Megatron leaves quantisation padding
-    to us.
+    """Rows to which an expert's group is padded, or None. Megatron leaves it to the dispatcher since 0.18.
 
     Without fp8, fp4 or the grouped kernels of Transformer Engine nothing asks for it (0.16 and 0.17 answer
     16 then).

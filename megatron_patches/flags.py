@@ -89,8 +89,7 @@ def settings_from_args(args):
 
 
 def wrapper():
-    """A replacement for `add_megatron_arguments`: Megatron's flags, ours, and ours put in force once
-    parsed."""
+    """A replacement for `add_megatron_arguments`: Megatron's flags and ours, in force once parsed."""
     original = arguments_module().add_megatron_arguments
 
     @functools.wraps(original)

@@ -147,8 +147,7 @@ def _install_dispatcher(_wanted):
 
 
 def _install_as_deep_ep(wanted):
-    """Serve as deep_ep, then let fused_a2a bind it: it decides at import time, which is over, so import it
-    anew."""
+    """Serve as deep_ep, then let fused_a2a bind it: it decides when imported, so import it anew."""
     from hybrid_ep import compat
 
     fused = importlib.import_module(f"{seams.MOE}.fused_a2a")

@@ -121,8 +121,7 @@ def _check_manager_face():
 
 
 def _check_backend_name():
-    """1F1B overlap keeps or frees tensors by the backend's name; under another name backward reads freed
-    memory."""
+    """1F1B overlap keeps or frees tensors by the backend's name; under another, backward reads freed ones."""
     config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
     if "hybridep" not in str(config.__annotations__.get("moe_flex_dispatcher_backend", "")):
         return "TransformerConfig.moe_flex_dispatcher_backend does not list 'hybridep'"
@@ -163,8 +162,7 @@ NEEDED = {
 
 
 def check(names=tuple(CHECKS)):
-    """dict seam -> "ok" or the sentence that says what changed. A check that itself breaks is a finding
-    too."""
+    """dict seam -> "ok" or the sentence that says what changed. A check that breaks is a finding too."""
     findings = {}
     for name in names:
         try:

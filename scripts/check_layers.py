@@ -32,7 +32,7 @@ LAYERS = {
     "kernels": ("common", "layout", "pipeline", "roles", *CONTRACTS),
     "kernels/instances": ("common", "layout", "pipeline", "roles", "kernels", "arch", "arch/*", "transport",
                           "transport/*"),
-    "runtime": ("common", "layout", "pipeline", "kernels", "kernels/instances", *CONTRACTS),
+    "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS),
     # errors.h: what a launch throws, turned into Python's exceptions.
     "bindings": ("common", "layout", "kernels", "runtime", "arch/host/errors.h"),
 }

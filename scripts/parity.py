@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Parity: one seeded GPT trained through Megatron's own token dispatchers and through hybrid_ep, side by side.
+"""Parity: one seeded GPT, trained through Megatron's own token dispatchers and through hybrid_ep.
 
     python scripts/parity.py           fp32; allgather, alltoall and hybrid_ep; expert parallel 1, 2 and 4
-    python scripts/parity.py --all     every variant: bf16, recompute, shared experts, 1F1B overlap, capacity...
+    python scripts/parity.py --all     every variant: bf16, recompute, shared experts, overlap, capacity...
     python scripts/parity.py --quick   the subset CI runs
 
 Four gloo ranks on a CPU. Loss and gradient norm of every step are compared with the first run of the variant
 (alltoall at the smallest EP; in bf16 at the same EP). Exit 0 when all agree, 1 when a relative difference
-exceeds the variant's tolerance (2e-6 in fp32), 2 when a run did not finish. `--sabotage BUG` plants a bug in our
-dispatcher: it must exit 1.
+exceeds the variant's tolerance (2e-6 in fp32), 2 when a run did not finish. `--sabotage BUG` plants a bug
+in our dispatcher: it must exit 1.
 """
 
 import argparse
@@ -41,7 +41,10 @@ def arguments(argv):
     parser.add_argument("--per-step", action="store_true", help="print every step of every run")
     parser.add_argument("--json", metavar="FILE", help="write all records there")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for all runs together")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.sabotage and options.seam != "s3":
+        parser.error("--sabotage sits in our dispatcher: it needs --seam s3")
+    return options
 
 
 def plan(options, megatron_minor):

@@ -1,5 +1,4 @@
-"""One rank of a parity run: trains a list of cases one after another in one world and records loss and
-gradient norm.
+"""One rank of a parity run: trains a list of cases in one world and records loss and gradient norm.
 
 A case is (variant, dispatcher, EP size). Weights depend on nothing but names: dense parameters are seeded
 by their name, experts by their global id, data by the global rank. So every case of a variant has one right

@@ -1,5 +1,4 @@
-"""Short-lived worlds of gloo ranks for parity runs and tests: import torch and Megatron once, fork every
-rank from it.
+"""Short-lived worlds of gloo ranks for parity runs and tests, forked from one process that imported Megatron.
 
 Importing Megatron-Core takes longer than most of these runs. Python's fork server imports this module (and
 through `preload` the heavy ones) in one clean single-threaded process with the CPU pieces of
@@ -20,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than these runs
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no helper processes
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no compile workers
     "OMP_NUM_THREADS": "1",  # ranks share few cores
     "MASTER_ADDR": "127.0.0.1",
 }
@@ -65,8 +64,7 @@ def run_world(function, num_ranks, arguments=(), *, timeout_s=240.0, environment
 
 
 def _fork_server():
-    """The context, with the server started. Early 3.11 and 3.12 preload with the default sys.path:
-    PYTHONPATH helps."""
+    """The context, with the server started. Early 3.11 and 3.12 preload without our sys.path: so PYTHONPATH."""
     global _context
     if _context is None:
         paths = [str(ROOT), str(Path(__file__).resolve().parent)]

@@ -36,7 +36,7 @@ struct alignas(16) Vec16 {
 template <class A>
 concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* src, const uint64_t* flag,
                         uint64_t* mut_flag, const Vec16* vsrc, Vec16* vdst, WaitInfo info) {
-  typename A::Mbarrier;                               // lives in shared memory
+  typename A::Mbarrier;  // lives in shared memory
   { A::kLanes } -> std::convertible_to<int>;
 
   // Who am I.
@@ -45,7 +45,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.num_warps() } -> std::same_as<int>;
   { a.block_idx() } -> std::same_as<int>;
   { a.num_blocks() } -> std::same_as<int>;
-  { a.set_role("name") };                             // names this lane's role in obituaries
+  { a.set_role("name") };  // names this lane's role in obituaries
 
   // Convergence. elect_one: true on exactly one lane of the warp (always the same one within a kernel);
   // converges the warp but orders no memory. warp_sync / group_sync / block_sync order memory of the lanes
@@ -61,9 +61,9 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   // phase 0, so waiting for parity 1 on it passes at once). guards_refill declares a protocol fact: passing
   // this barrier licenses an async-proxy overwrite of the memory it stands for; checked executors refuse an
   // arrive on it while the arriving lane still has unpublished shared-memory accesses.
-  { a.mbar_init(bar, uint32_t{}, bool{}) };           // arrivals, guards_refill; then block_sync
+  { a.mbar_init(bar, uint32_t{}, bool{}) };  // arrivals, guards_refill; then block_sync
   { a.mbar_arrive(bar) };
-  { a.mbar_arrive_expect_tx(bar, uint32_t{}) };       // announces bytes, then arrives
+  { a.mbar_arrive_expect_tx(bar, uint32_t{}) };  // announces bytes, then arrives
   { a.mbar_wait(bar, uint32_t{}, info) };
   { a.mbar_test(bar, uint32_t{}) } -> std::same_as<bool>;  // as mbar_wait, without waiting
 
@@ -89,11 +89,11 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.st_release_sys(mut_flag, uint64_t{}) };
   { a.add_release_sys(mut_flag, uint64_t{}) };
   { a.add_acq_rel_rank(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;  // returns the old value
-  { a.wait_ge_sys(flag, uint64_t{}, info) };          // acquires
+  { a.wait_ge_sys(flag, uint64_t{}, info) };                               // acquires
 
   // A role that polls several flags by hand calls this once per fruitless round, with what it waits for;
   // `since_progress` is the role's own token: reset it with poll_reset whenever something was found.
-  { a.poll_idle(info, uint64_t{}, uint64_t{}) };      // expected, seen: for the obituary
+  { a.poll_idle(info, uint64_t{}, uint64_t{}) };  // expected, seen: for the obituary
   { a.poll_reset() };
 };
 

@@ -34,10 +34,11 @@ inline DType parse_dtype(const std::string& name) {
 inline void raise_deadline(const char* what, const Obituary& o) {
   namespace py = pybind11;
   const py::object type = py::module_::import("hybrid_ep.errors").attr("DeadlineError");
-  const py::object error = type(what, py::arg("site") = site_name(o.site), py::arg("rank") = o.rank, py::arg("peer") = o.peer,
-                                py::arg("node") = o.node, py::arg("peer_node") = o.peer_node, py::arg("block") = o.block,
-                                py::arg("role") = o.role, py::arg("chunk") = o.chunk, py::arg("expected") = o.expected,
-                                py::arg("seen") = o.seen, py::arg("waited_s") = o.waited_s);
+  const py::object error =
+      type(what, py::arg("site") = site_name(o.site), py::arg("rank") = o.rank, py::arg("peer") = o.peer,
+           py::arg("node") = o.node, py::arg("peer_node") = o.peer_node, py::arg("block") = o.block,
+           py::arg("role") = o.role, py::arg("chunk") = o.chunk, py::arg("expected") = o.expected,
+           py::arg("seen") = o.seen, py::arg("waited_s") = o.waited_s);
   PyErr_SetObject(type.ptr(), error.ptr());
 }
 

@@ -43,8 +43,8 @@ struct Exchange {
   }
 };
 
-Exchange exchange(Engine& engine, uint64_t routing, const std::string& kind, uint64_t weights, int64_t num_tokens, int64_t topk,
-                  const py::dict& header) {
+Exchange exchange(Engine& engine, uint64_t routing, const std::string& kind, uint64_t weights, int64_t num_tokens,
+                  int64_t topk, const py::dict& header) {
   RoutingInput in;
   if (kind != "topk" && kind != "map") throw std::invalid_argument("kind: '" + kind + "' must be 'topk' or 'map'");
   (kind == "topk" ? in.topk_idx = pointer<const int64_t>(routing) : nullptr);
@@ -62,23 +62,25 @@ Exchange exchange(Engine& engine, uint64_t routing, const std::string& kind, uin
   return x;
 }
 
-void dispatch(Engine& engine, Plan& plan, uint64_t x, uint64_t scale, int64_t weights, uint64_t out_x, uint64_t out_scale,
-              uint64_t out_weights, int64_t row_bytes, int64_t scale_bytes, bool permute, int64_t out_rows, int num_blocks) {
+void dispatch(Engine& engine, Plan& plan, uint64_t x, uint64_t scale, int64_t weights, uint64_t out_x,
+              uint64_t out_scale, uint64_t out_weights, int64_t row_bytes, int64_t scale_bytes, bool permute,
+              int64_t out_rows, int num_blocks) {
   DispatchCall c;
   c.x = pointer<const unsigned char>(x), c.scales = pointer<const unsigned char>(scale);
   c.weights = weights == -1 ? plan.weights().data() : pointer<const float>(uint64_t(weights));
   // A rank without tokens has no weights to point at; that weights travel is a fact of the call all the same.
   static constexpr float kNoWeights[4] = {};
   if (weights == -1 && !c.weights) c.weights = kNoWeights;
-  c.out_x = pointer<unsigned char>(out_x), c.out_scales = pointer<unsigned char>(out_scale), c.out_weights = pointer<float>(out_weights);
+  c.out_x = pointer<unsigned char>(out_x), c.out_scales = pointer<unsigned char>(out_scale),
+  c.out_weights = pointer<float>(out_weights);
   c.row_bytes = narrow("row_bytes", row_bytes), c.scale_bytes = narrow("scale_bytes", scale_bytes);
   c.permute = permute, c.out_rows = narrow("out_rows", out_rows), c.num_blocks = num_blocks;
   py::gil_scoped_release release;
   engine.dispatch(plan, c);
 }
 
-void combine(Engine& engine, Plan& plan, uint64_t x, const std::string& dtype, int64_t hidden, uint64_t weights, uint64_t out_x,
-             uint64_t out_weights, bool permuted, bool multiply, bool fp32_partials, int num_blocks) {
+void combine(Engine& engine, Plan& plan, uint64_t x, const std::string& dtype, int64_t hidden, uint64_t weights,
+             uint64_t out_x, uint64_t out_weights, bool permuted, bool multiply, bool fp32_partials, int num_blocks) {
   CombineCall c;
   c.x = pointer<const unsigned char>(x), c.weights = pointer<const float>(weights);
   c.out_x = pointer<unsigned char>(out_x), c.out_weights = pointer<float>(out_weights);
@@ -100,8 +102,9 @@ std::unique_ptr<Engine> make_engine(int rank, const BufferShape& shape, std::vec
 
 std::map<std::string, uint64_t> traffic(const Engine& e) {
   const TrafficCounters t = e.traffic();
-  return {{"rail_rows", t.rail_rows}, {"rail_bytes", t.rail_bytes}, {"node_rows", t.node_rows}, {"node_bytes", t.node_bytes},
-          {"self_rows", t.self_rows}, {"self_bytes", t.self_bytes}, {"count_bytes", t.count_bytes}};
+  return {{"rail_rows", t.rail_rows},    {"rail_bytes", t.rail_bytes}, {"node_rows", t.node_rows},
+          {"node_bytes", t.node_bytes},  {"self_rows", t.self_rows},   {"self_bytes", t.self_bytes},
+          {"count_bytes", t.count_bytes}};
 }
 
 void bind_errors() {
@@ -116,11 +119,11 @@ void bind_errors() {
   });
 }
 
-BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t num_experts, uint64_t max_tokens, uint32_t max_topk,
-                       uint32_t row_bytes, uint32_t scale_bytes, uint64_t recv_rows, uint32_t partial_row_bytes,
-                       uint32_t chunk_tokens, uint32_t rail_slots) {
-  BufferShape s{num_nodes, num_local_ranks, num_experts, max_tokens, max_topk, row_bytes, scale_bytes, partial_row_bytes,
-                recv_rows, chunk_tokens, rail_slots};
+BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t num_experts, uint64_t max_tokens,
+                       uint32_t max_topk, uint32_t row_bytes, uint32_t scale_bytes, uint64_t recv_rows,
+                       uint32_t partial_row_bytes, uint32_t chunk_tokens, uint32_t rail_slots) {
+  BufferShape s{num_nodes,   num_local_ranks,   num_experts, max_tokens,   max_topk,  row_bytes,
+                scale_bytes, partial_row_bytes, recv_rows,   chunk_tokens, rail_slots};
   s.validate();
   return s;
 }
@@ -128,9 +131,10 @@ BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t nu
 void bind_memory(py::module_& m) {
   using S = BufferShape;
   py::class_<S>(m, "BufferShape", "What a registered buffer must hold; layout/buffer.h turns it into offsets.")
-      .def(py::init(&make_shape), py::kw_only(), py::arg("num_nodes"), py::arg("num_local_ranks"), py::arg("num_experts"),
-           py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16, py::arg("scale_bytes") = 0,
-           py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16, py::arg("chunk_tokens") = 32, py::arg("rail_slots") = 8)
+      .def(py::init(&make_shape), py::kw_only(), py::arg("num_nodes"), py::arg("num_local_ranks"),
+           py::arg("num_experts"), py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16,
+           py::arg("scale_bytes") = 0, py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16,
+           py::arg("chunk_tokens") = 32, py::arg("rail_slots") = 8)
       .def_readonly("num_nodes", &S::num_nodes)
       .def_readonly("num_local_ranks", &S::num_local_ranks)
       .def_readonly("num_experts", &S::num_experts)
@@ -143,11 +147,14 @@ void bind_memory(py::module_& m) {
       .def_readonly("chunk_tokens", &S::chunk_tokens)
       .def_readonly("rail_slots", &S::rail_slots)
       .def_property_readonly("total_bytes", [](const S& s) { return BufferLayout(s).total; })
-      .def("regions", [](const S& s) {
-        std::vector<std::tuple<std::string, uint64_t, uint64_t>> rows;
-        for (const Region& r : BufferLayout(s).regions) rows.emplace_back(r.name, r.offset, r.bytes);
-        return rows;
-      }, "(name, offset, bytes) of every region of a rank's segment, in order.");
+      .def(
+          "regions",
+          [](const S& s) {
+            std::vector<std::tuple<std::string, uint64_t, uint64_t>> rows;
+            for (const Region& r : BufferLayout(s).regions) rows.emplace_back(r.name, r.offset, r.bytes);
+            return rows;
+          },
+          "(name, offset, bytes) of every region of a rank's segment, in order.");
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", "Memory that peers can map.")
       .def_static("create", &Segment::create, py::arg("name"), py::arg("num_bytes"))
       .def_static("attach", &Segment::attach, py::arg("name"), py::arg("num_bytes"))
@@ -162,9 +169,12 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("headers", &Exchange::headers)
       .def_property_readonly("recv_rows", &Exchange::recv_rows)
       .def_property_readonly("topk", &Exchange::topk)
-      .def("place", [](const Exchange& x, uint32_t pad_multiple, std::vector<int64_t> budgets, uint64_t recv_capacity) {
-        return std::make_shared<Plan>(x.routing, PlacementOptions{pad_multiple, std::move(budgets), recv_capacity});
-      }, py::kw_only(), py::arg("pad_multiple") = 1, py::arg("budgets"), py::arg("recv_capacity"));
+      .def(
+          "place",
+          [](const Exchange& x, uint32_t pad_multiple, std::vector<int64_t> budgets, uint64_t recv_capacity) {
+            return std::make_shared<Plan>(x.routing, PlacementOptions{pad_multiple, std::move(budgets), recv_capacity});
+          },
+          py::kw_only(), py::arg("pad_multiple") = 1, py::arg("budgets"), py::arg("recv_capacity"));
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "One routing decision, ready for dispatch and combine.")
       .def_property_readonly("num_tokens", &Plan::num_tokens)
       .def_property_readonly("topk", &Plan::topk)
@@ -180,37 +190,42 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("num_dropped_per_rank", &Plan::num_dropped_per_rank)
       .def_property_readonly("recv_rows_per_source", &Plan::recv_rows_per_source)
       .def("num_rail_tokens", &Plan::num_rail_tokens, py::arg("node"))
-      .def("weights_from_dense", [](const Plan& p, uint64_t in, uint64_t out) {
-        p.weights_from_dense(pointer<const float>(in), pointer<float>(out));
-      })
-      .def("weights_to_dense", [](const Plan& p, uint64_t in, uint64_t out) {
-        p.weights_to_dense(pointer<const float>(in), pointer<float>(out));
-      })
-      .def("weights_from_topk", [](const Plan& p, uint64_t idx, uint32_t k, uint64_t in, uint64_t out) {
-        p.weights_from_topk(pointer<const int64_t>(idx), k, pointer<const float>(in), pointer<float>(out));
-      })
-      .def("weights_to_topk", [](const Plan& p, uint64_t idx, uint32_t k, uint64_t in, uint64_t out) {
-        p.weights_to_topk(pointer<const int64_t>(idx), k, pointer<const float>(in), pointer<float>(out));
-      })
+      .def("weights_from_dense",
+           [](const Plan& p, uint64_t in, uint64_t out) {
+             p.weights_from_dense(pointer<const float>(in), pointer<float>(out));
+           })
+      .def("weights_to_dense", [](const Plan& p, uint64_t in,
+                                  uint64_t out) { p.weights_to_dense(pointer<const float>(in), pointer<float>(out)); })
+      .def("weights_from_topk",
+           [](const Plan& p, uint64_t idx, uint32_t k, uint64_t in, uint64_t out) {
+             p.weights_from_topk(pointer<const int64_t>(idx), k, pointer<const float>(in), pointer<float>(out));
+           })
+      .def("weights_to_topk",
+           [](const Plan& p, uint64_t idx, uint32_t k, uint64_t in, uint64_t out) {
+             p.weights_to_topk(pointer<const int64_t>(idx), k, pointer<const float>(in), pointer<float>(out));
+           })
       .def("fill_sparse_to_dense", [](const Plan& p, uint64_t out) { p.fill_sparse_to_dense(pointer<int32_t>(out)); })
       .def("fill_rail_to_node", [](const Plan& p, uint64_t out) { p.fill_rail_to_node(pointer<unsigned char>(out)); })
       .def("fill_node_to_rail", [](const Plan& p, uint64_t out) { p.fill_node_to_rail(pointer<unsigned char>(out)); })
-      .def("fill_local_expert_routing_map", [](const Plan& p, uint64_t out) { p.fill_local_routing(pointer<unsigned char>(out)); })
-      .def("fill_dense_to_expert_map", [](const Plan& p, uint64_t out) { p.fill_permuted_rows(pointer<int32_t>(out)); });
+      .def("fill_local_expert_routing_map",
+           [](const Plan& p, uint64_t out) { p.fill_local_routing(pointer<unsigned char>(out)); })
+      .def("fill_dense_to_expert_map",
+           [](const Plan& p, uint64_t out) { p.fill_permuted_rows(pointer<int32_t>(out)); });
 }
 
 void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine", "One rank's registered buffer and the operations on it; see runtime/engine.h.")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
            py::arg("executor") = "host", py::arg("seed") = 0)
-      .def("exchange", &exchange, py::kw_only(), py::arg("routing"), py::arg("kind"), py::arg("weights") = 0, py::arg("num_tokens"),
-           py::arg("topk") = 0, py::arg("header") = py::dict())
-      .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = 0, py::arg("weights") = 0,
-           py::arg("out_x"), py::arg("out_scale") = 0, py::arg("out_weights") = 0, py::arg("row_bytes"), py::arg("scale_bytes") = 0,
-           py::arg("permute"), py::arg("out_rows") = 0, py::arg("num_blocks") = 1)
-      .def("combine", &combine, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("dtype"), py::arg("hidden"), py::arg("weights") = 0,
-           py::arg("out_x"), py::arg("out_weights") = 0, py::arg("permuted"), py::arg("multiply") = false,
-           py::arg("fp32_partials") = false, py::arg("num_blocks") = 1)
+      .def("exchange", &exchange, py::kw_only(), py::arg("routing"), py::arg("kind"), py::arg("weights") = 0,
+           py::arg("num_tokens"), py::arg("topk") = 0, py::arg("header") = py::dict())
+      .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = 0,
+           py::arg("weights") = 0, py::arg("out_x"), py::arg("out_scale") = 0, py::arg("out_weights") = 0,
+           py::arg("row_bytes"), py::arg("scale_bytes") = 0, py::arg("permute"), py::arg("out_rows") = 0,
+           py::arg("num_blocks") = 1)
+      .def("combine", &combine, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("dtype"), py::arg("hidden"),
+           py::arg("weights") = 0, py::arg("out_x"), py::arg("out_weights") = 0, py::arg("permuted"),
+           py::arg("multiply") = false, py::arg("fp32_partials") = false, py::arg("num_blocks") = 1)
       .def("traffic", &traffic)
       .def("reset_traffic", &Engine::reset_traffic);
 }

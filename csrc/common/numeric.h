@@ -9,7 +9,9 @@ namespace hep {
 
 enum class DType : uint32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
-HEP_HOST_DEVICE constexpr uint32_t dtype_bytes(DType t) { return t == DType::kFp32 ? 4 : 2; }
+HEP_HOST_DEVICE constexpr uint32_t dtype_bytes(DType t) {
+  return t == DType::kFp32 ? 4 : 2;
+}
 
 struct Bf16 {
   uint16_t bits;
@@ -18,8 +20,12 @@ struct Fp16 {
   uint16_t bits;
 };
 
-HEP_HOST_DEVICE float to_float(float x) { return x; }
-HEP_HOST_DEVICE float to_float(Bf16 x) { return std::bit_cast<float>(uint32_t(x.bits) << 16); }
+HEP_HOST_DEVICE float to_float(float x) {
+  return x;
+}
+HEP_HOST_DEVICE float to_float(Bf16 x) {
+  return std::bit_cast<float>(uint32_t(x.bits) << 16);
+}
 HEP_HOST_DEVICE float to_float(Fp16 x) {
   // Shift the half's exponent and mantissa into a float's places, then rescale by 2^112: subnormals come
   // out right because the multiplication normalises them. Inf and NaN keep their exponent by the OR.

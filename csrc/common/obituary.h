@@ -6,18 +6,18 @@ namespace hep {
 
 // Every place in the role code that can wait. Names are what a user reads in the exception.
 enum class Site : uint16_t {
-  kStageFull,         // a shared-memory stage: its loads have landed
-  kStageEmpty,        // a shared-memory stage: its consumers are done with it
-  kCountsFromRail,    // a rail peer's count vector
-  kCountsFromNode,    // count vectors forwarded by a rank of this node
-  kPeerReady,         // a rank of this node has entered the operation
-  kPeerDone,          // a rank of this node has finished with this rank's memory
-  kRailSlotFree,      // a credit: the rail peer consumed the slot's previous chunk
-  kRailChunk,         // a chunk of tokens from a rail peer
-  kRailAny,           // any chunk from any rail peer
-  kQuiet,             // completion of this rank's own puts
-  kBlockSync,         // the other lanes of this block
-  kTestSite,          // used by conformance tests only
+  kStageFull,       // a shared-memory stage: its loads have landed
+  kStageEmpty,      // a shared-memory stage: its consumers are done with it
+  kCountsFromRail,  // a rail peer's count vector
+  kCountsFromNode,  // count vectors forwarded by a rank of this node
+  kPeerReady,       // a rank of this node has entered the operation
+  kPeerDone,        // a rank of this node has finished with this rank's memory
+  kRailSlotFree,    // a credit: the rail peer consumed the slot's previous chunk
+  kRailChunk,       // a chunk of tokens from a rail peer
+  kRailAny,         // any chunk from any rail peer
+  kQuiet,           // completion of this rank's own puts
+  kBlockSync,       // the other lanes of this block
+  kTestSite,        // used by conformance tests only
 };
 
 inline const char* site_name(Site s) {

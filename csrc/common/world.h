@@ -17,7 +17,11 @@ struct World {
   HEP_HOST_DEVICE int rail_peer(int node) const { return rank_of(node, local_rank()); }
 };
 
-HEP_HOST_DEVICE constexpr uint64_t align_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
-HEP_HOST_DEVICE constexpr uint64_t div_up(uint64_t n, uint64_t by) { return (n + by - 1) / by; }
+HEP_HOST_DEVICE constexpr uint64_t align_up(uint64_t n, uint64_t to) {
+  return (n + to - 1) / to * to;
+}
+HEP_HOST_DEVICE constexpr uint64_t div_up(uint64_t n, uint64_t by) {
+  return (n + by - 1) / by;
+}
 
 }  // namespace hep

@@ -8,7 +8,9 @@
 namespace hep {
 
 template <Arch A>
-inline constexpr int kReduceWarps = A::kLanes == 1 ? 1 : A::kLanes < 32 ? 2 : 4;
+inline constexpr int kReduceWarps = A::kLanes == 1   ? 1
+                                    : A::kLanes < 32 ? 2
+                                                     : 4;
 
 template <Arch A>
 inline constexpr int kUnpermuteWarps = 2 + kReduceWarps<A>;
@@ -53,7 +55,8 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
     FinalSumRole<A, Net>(a, net, p, final_sum).run();
     p.gate.wait_all_done(a);
   } else if (warp < 2 + kWarps) {
-    ReduceRole<A, Net, kWarps> role(a, net, p, node_sum, smem, p.out_stage_at[0], 1, 2, p.partial_dtype, p.partial_dtype);
+    ReduceRole<A, Net, kWarps> role(a, net, p, node_sum, smem, p.out_stage_at[0], 1, 2, p.partial_dtype,
+                                    p.partial_dtype);
     role.run("node_sum_reduce", parties);
     if (role.leader) net.quiet(a);
   } else {

@@ -29,7 +29,8 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
     case 0: return N2NRole<A, Net>(a, net, p, rail, smem).run();
     case 1: return DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps);
     case 2:
-    case 3: return DispatchS2GRole<A, Net>(a, net, p, scatter, warp - 2, kScatterWarps).run(a.num_blocks() * kScatterWarps);
+    case 3:
+      return DispatchS2GRole<A, Net>(a, net, p, scatter, warp - 2, kScatterWarps).run(a.num_blocks() * kScatterWarps);
     case 4: return DeliverG2SRole<A>::run(a, p, deliver);
     case 5: return DeliverS2GRole<A>(a, p, deliver).run();
   }
@@ -40,7 +41,8 @@ template <Arch A>
 uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   using Fifo = StageFifo<A, TokenHead>;
   p.tile_bytes = p.message.row_bytes < kMaxTileBytes ? p.message.row_bytes : kMaxTileBytes;
-  const uint64_t stage = align_up(p.message.payload_at() + p.tile_bytes, 128) + sizeof(TokenHead) + 2 * sizeof(typename A::Mbarrier);
+  const uint64_t stage =
+      align_up(p.message.payload_at() + p.tile_bytes, 128) + sizeof(TokenHead) + 2 * sizeof(typename A::Mbarrier);
   const uint64_t cursors = align_up(4ull * (p.rail.num_peers + 1), 128);
   p.arrival_cursors_at = 0, p.credit_cursors_at = cursors;
   const uint32_t n2n = p.rail.num_peers ? stages_that_fit(budget / 4, stage, 3, 4) : 3;

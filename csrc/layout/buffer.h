@@ -13,14 +13,14 @@ namespace hep {
 
 struct BufferShape {
   uint32_t num_nodes = 1, num_local_ranks = 1, num_experts = 1;
-  uint64_t max_tokens = 1;         // of a rank; what recv_rows was chosen for
-  uint32_t max_topk = 1;           // pairs of a token
-  uint32_t row_bytes = 16;         // payload of a token
-  uint32_t scale_bytes = 0;        // quantisation scales of a token
-  uint32_t partial_row_bytes = 16; // payload of a combine partial
-  uint64_t recv_rows = 1;          // rows of the receive region
-  uint32_t chunk_tokens = 32;      // tokens moved per rail flow-control step
-  uint32_t rail_slots = 8;         // chunks in flight per rail peer and direction
+  uint64_t max_tokens = 1;          // of a rank; what recv_rows was chosen for
+  uint32_t max_topk = 1;            // pairs of a token
+  uint32_t row_bytes = 16;          // payload of a token
+  uint32_t scale_bytes = 0;         // quantisation scales of a token
+  uint32_t partial_row_bytes = 16;  // payload of a combine partial
+  uint64_t recv_rows = 1;           // rows of the receive region
+  uint32_t chunk_tokens = 32;       // tokens moved per rail flow-control step
+  uint32_t rail_slots = 8;          // chunks in flight per rail peer and direction
 
   void validate() const {
     auto need = [](bool ok, const char* what) {
@@ -50,7 +50,7 @@ struct BufferLayout {
   uint64_t token_stride;  // largest message or partial row that this shape admits
   uint64_t slot_bytes;    // one ring slot: a chunk of those
   uint64_t ready, done, counts_rail, counts_node, rail_full, rail_free;  // flag arrays
-  uint64_t counts_at, rail_send, rail_recv, recv;                         // data regions
+  uint64_t counts_at, rail_send, rail_recv, recv;                        // data regions
   uint64_t recv_bytes, total;
   std::vector<Region> regions;
 

@@ -12,8 +12,8 @@ inline constexpr int kCountHeaderWords = 16;
 struct CountsLayout {
   uint32_t num_ranks = 1, num_nodes = 1, num_experts = 1;
 
-  HEP_HOST_DEVICE uint32_t rows_at() const { return kCountHeaderWords; }         // [R] tokens for rank r
-  HEP_HOST_DEVICE uint32_t node_tokens_at() const { return rows_at() + num_ranks; }   // [N] tokens for node n
+  HEP_HOST_DEVICE uint32_t rows_at() const { return kCountHeaderWords; }                // [R] tokens for rank r
+  HEP_HOST_DEVICE uint32_t node_tokens_at() const { return rows_at() + num_ranks; }     // [N] tokens for node n
   HEP_HOST_DEVICE uint32_t experts_at() const { return node_tokens_at() + num_nodes; }  // [E] pairs for expert e
   HEP_HOST_DEVICE uint32_t words() const { return experts_at() + num_experts; }
   HEP_HOST_DEVICE uint64_t vector_bytes() const { return align_up(4ull * words(), 64); }

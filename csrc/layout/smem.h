@@ -28,7 +28,8 @@ struct FifoLayout {
 inline constexpr uint32_t kMaxTileBytes = 16 * 1024;  // payload bytes of one stage; longer rows take several
 
 // Stages that fit a budget, within [least, most].
-HEP_HOST_DEVICE constexpr uint32_t stages_that_fit(uint64_t budget, uint64_t stage_bytes, uint32_t least, uint32_t most) {
+HEP_HOST_DEVICE constexpr uint32_t stages_that_fit(uint64_t budget, uint64_t stage_bytes, uint32_t least,
+                                                   uint32_t most) {
   uint64_t n = budget / stage_bytes;
   return uint32_t(n < least ? least : n > most ? most : n);
 }

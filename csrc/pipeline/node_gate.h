@@ -14,8 +14,8 @@ struct NodeGate {
   static constexpr uint64_t kStride = BufferLayout::kFlagStride / 8;
   World world;
   uint64_t epoch;
-  uint64_t *ready_in, *done_in;    // [L] cache lines in this rank's segment, entry l written by local rank l
-  uint64_t* const* peer_ready;     // [L] address of OUR entry in local rank l's ready flags
+  uint64_t *ready_in, *done_in;  // [L] cache lines in this rank's segment, entry l written by local rank l
+  uint64_t* const* peer_ready;   // [L] address of OUR entry in local rank l's ready flags
   uint64_t* const* peer_done;
 
   template <class A>
@@ -45,7 +45,7 @@ struct NodeGate {
 template <class A>
 HEP_DEVICE bool last_of(A& a, uint64_t* counter, uint64_t parties) {
   if (a.add_acq_rel_rank(counter, 1) + 1 != parties) return false;
-  *counter = 0;
+  if (kMutant != 22) *counter = 0;
   return true;
 }
 

@@ -19,7 +19,7 @@ struct RailPeer {
   uint64_t* free_flags;                    // [S] cache lines, written by the peer: credits for our chunks
   uint64_t* consumed;                      // [S] rank-private: stages consumed of the slot's chunk
   uint64_t peer_recv_slots, peer_full_flags, peer_free_flags;  // offsets in the peer's segment
-  uint64_t send_base, recv_base;  // chunks sent and received before this kernel
+  uint64_t send_base, recv_base;                               // chunks sent and received before this kernel
 };
 
 struct RailGeometry {
@@ -44,9 +44,11 @@ struct RailSender {
   }
   // Sends the filled slot. The caller's stores into it are complete (bulk_wait<0> by the same lane).
   template <class A, class Net>
-  HEP_DEVICE static void commit(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk, uint64_t bytes) {
+  HEP_DEVICE static void commit(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk,
+                                uint64_t bytes) {
     uint64_t q = p.send_base + chunk, slot = q % g.num_slots;
-    uint64_t data = p.peer_recv_slots + slot * g.slot_bytes, flag = p.peer_full_flags + slot * BufferLayout::kFlagStride;
+    uint64_t data = p.peer_recv_slots + slot * g.slot_bytes,
+             flag = p.peer_full_flags + slot * BufferLayout::kFlagStride;
     if (kMutant == 5) {  // flag before data: a put, then a signal that does not order it
       net.put(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes);
       net.signal(a, p.node, flag, q + 1);
@@ -58,7 +60,8 @@ struct RailSender {
 
 struct RailReceiver {
   HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    return p.recv_slots + ((p.recv_base + chunk) % g.num_slots) * g.slot_bytes;
+    const uint64_t base = kMutant == 23 ? 0 : p.recv_base;
+    return p.recv_slots + ((base + chunk) % g.num_slots) * g.slot_bytes;
   }
   template <class A, class Net>
   HEP_DEVICE static bool test(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
@@ -69,17 +72,19 @@ struct RailReceiver {
   HEP_DEVICE static void wait(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
     uint64_t q = p.recv_base + chunk;
     if (kMutant != 6)
-      net.wait_signal(a, p.full_flags + (q % g.num_slots) * kFlagWords, q + 1, {Site::kRailChunk, p.rank, int64_t(chunk)});
+      net.wait_signal(a, p.full_flags + (q % g.num_slots) * kFlagWords, q + 1,
+                      {Site::kRailChunk, p.rank, int64_t(chunk)});
   }
   // One of the chunk's `total` stages is out of the slot. Whoever takes the last returns the credit; the
   // counter goes back to zero before that, so the next chunk finds it clean.
   template <class A, class Net>
-  HEP_DEVICE static void consume(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk, uint64_t total) {
+  HEP_DEVICE static void consume(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk,
+                                 uint64_t total) {
     uint64_t q = p.recv_base + chunk, slot = q % g.num_slots;
     uint64_t last = kMutant == 7 ? 1 : total;
     if (a.add_acq_rel_rank(p.consumed + slot, 1) + 1 != last) return;
-    p.consumed[slot] = 0;
-    net.signal(a, p.node, p.peer_free_flags + slot * BufferLayout::kFlagStride, q + 1);
+    if (kMutant != 21) p.consumed[slot] = 0;
+    if (kMutant != 20) net.signal(a, p.node, p.peer_free_flags + slot * BufferLayout::kFlagStride, q + 1);
   }
 };
 

@@ -129,7 +129,7 @@ struct StageConsumer {
   HEP_DEVICE void release_warp(A& a) {
     if (kMutant != 3) a.publish_shared();
     if (kMutant != 10) a.warp_sync();
-    if (a.elect_one()) a.mbar_arrive(fifo.empty[oldest.stage]);
+    if (kMutant == 10 ? a.lane() == 0 : a.elect_one()) a.mbar_arrive(fifo.empty[oldest.stage]);
     oldest.advance(stride, fifo.num_stages);
   }
 };

@@ -16,7 +16,10 @@ struct DispatchG2SRole {
 
   HEP_DEVICE DispatchG2SRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
                              std::byte* smem)
-      : a(arch), net(n), p(params), to(fifo),
+      : a(arch),
+        net(n),
+        p(params),
+        to(fifo),
         sweep{arch, reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at), params.rail.num_peers + 1} {}
 
   HEP_DEVICE void run(int num_consumers) {
@@ -48,8 +51,9 @@ struct DispatchG2SRole {
     head.chunk = chunk;
     head.chunk_stages = n * tiles;
     for (uint32_t i = 0; i < n; ++i) {
-      const TokenSource src = is_own(s) ? own_token(p, p.world.node(), begin + i)
-                                        : TokenSource::contiguous(p.message, slot + uint64_t(i) * p.message.token_bytes());
+      const TokenSource src = is_own(s)
+                                  ? own_token(p, p.world.node(), begin + i)
+                                  : TokenSource::contiguous(p.message, slot + uint64_t(i) * p.message.token_bytes());
       head.index = begin + i;
       for (head.tile = 0; head.tile < tiles; ++head.tile) load_tile(a, to, p.message, p.tile_bytes, src, head);
     }

@@ -16,8 +16,13 @@ struct N2NRole {
   ChunkSweep<A> sweep;  // streams: the rail peers, starting behind our own node
   uint64_t rows = 0;
 
-  HEP_DEVICE N2NRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo, std::byte* smem)
-      : a(arch), net(n), p(params), in(fifo), out(fifo, 0, 1),
+  HEP_DEVICE N2NRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
+                     std::byte* smem)
+      : a(arch),
+        net(n),
+        p(params),
+        in(fifo),
+        out(fifo, 0, 1),
         sweep{arch, reinterpret_cast<uint32_t*>(smem + params.credit_cursors_at), params.rail.num_peers} {}
 
   HEP_DEVICE void run() {
@@ -47,7 +52,8 @@ struct N2NRole {
         head.tile = i % tiles;
         load_tile(a, in, p.message, p.tile_bytes, own_token(p, peer.node, begin + i / tiles), head);
       }
-      if (i >= lag) store_tile(slot + uint64_t((i - lag) / tiles) * p.message.token_bytes(), (i - lag) % tiles, i == lag);
+      if (i >= lag)
+        store_tile(slot + uint64_t((i - lag) / tiles) * p.message.token_bytes(), (i - lag) % tiles, i == lag);
     }
     a.template bulk_wait_read<0>();
     out.release(a);

@@ -27,19 +27,19 @@ struct NodePeers {
 // The part of a plan that kernels read (and, on the first dispatch, complete).
 struct PlanView {
   uint32_t num_tokens, topk, weight_stride;
-  const uint32_t* const* node_tokens;     // [N] -> [count] token index, ascending
-  const unsigned char* const* records;    // [N] -> [count][record_bytes], finished records
-  const uint32_t* node_count;             // [N] tokens of ours that node n needs
-  const int32_t* node_pos;                // [T][N] position in node_tokens[n], -1 = not needed there
-  const uint32_t* rail_count;             // [N] tokens that the rail peer on node n has for this node
-  unsigned char* const* rail_records;     // [N] -> [rail_count][record_bytes], filled by the first dispatch
-  uint32_t recv_rows;                     // M
+  const uint32_t* const* node_tokens;   // [N] -> [count] token index, ascending
+  const unsigned char* const* records;  // [N] -> [count][record_bytes], finished records
+  const uint32_t* node_count;           // [N] tokens of ours that node n needs
+  const int32_t* node_pos;              // [T][N] position in node_tokens[n], -1 = not needed there
+  const uint32_t* rail_count;           // [N] tokens that the rail peer on node n has for this node
+  unsigned char* const* rail_records;   // [N] -> [rail_count][record_bytes], filled by the first dispatch
+  uint32_t recv_rows;                   // M
   uint32_t first_expert, num_local_experts;
-  unsigned char* row_records;             // [M][record_bytes], filled by the first dispatch
-  float* row_weights;                     // [M][weight_stride], likewise; null when no weights travelled
-  const uint32_t* zero_ranges;            // [num_zero_ranges][2] permuted rows without a token
+  unsigned char* row_records;   // [M][record_bytes], filled by the first dispatch
+  float* row_weights;           // [M][weight_stride], likewise; null when no weights travelled
+  const uint32_t* zero_ranges;  // [num_zero_ranges][2] permuted rows without a token
   uint32_t num_zero_ranges;
-  bool fresh;                             // the first dispatch of this plan: facts are to be written
+  bool fresh;  // the first dispatch of this plan: facts are to be written
 };
 
 struct RailSide {
@@ -54,29 +54,29 @@ struct RailSide {
 struct ExchangeParams {
   World world;
   CountsLayout layout;
-  uint64_t sequence;           // of exchanges, from 1
+  uint64_t sequence;  // of exchanges, from 1
   // Routing: exactly one of topk_idx [T, topk_in] (-1 = dropped) and routing_map [T, E].
   const int64_t* topk_idx;
   const unsigned char* routing_map;
-  const float* weights;        // [T, topk_in] or [T, E], may be null
+  const float* weights;  // [T, topk_in] or [T, E], may be null
   uint32_t num_tokens, topk_in, topk;
   uint32_t weight_stride;
   // Outputs, rank-private.
-  int32_t* pair_expert;        // [T][topk] ascending, -1 padded
-  float* pair_weight;          // [T][weight_stride]
-  uint32_t* pair_pos;          // [T][topk] position among this rank's pairs for the expert
-  uint32_t* row_pos;           // [T][topk] at the first pair of each rank: position among our tokens for it
-  int32_t* node_pos;           // [T][N]
+  int32_t* pair_expert;          // [T][topk] ascending, -1 padded
+  float* pair_weight;            // [T][weight_stride]
+  uint32_t* pair_pos;            // [T][topk] position among this rank's pairs for the expert
+  uint32_t* row_pos;             // [T][topk] at the first pair of each rank: position among our tokens for it
+  int32_t* node_pos;             // [T][N]
   uint32_t* const* node_tokens;  // [N] -> [T]
-  uint32_t* columns;           // [warps][R + N + E] workspace
+  uint32_t* columns;             // [warps][R + N + E] workspace
   // Registered memory.
-  unsigned char* counts;       // this rank's vectors of this parity: [R]
+  unsigned char* counts;              // this rank's vectors of this parity: [R]
   unsigned char* const* peer_counts;  // [L] the same of the ranks of the node
-  uint64_t counts_offset;      // of the vectors in every segment
-  uint64_t* rail_flags;        // [N] cache lines, written by rail peers
-  uint64_t* node_flags;        // [R] cache lines, written by ranks of the node
+  uint64_t counts_offset;             // of the vectors in every segment
+  uint64_t* rail_flags;               // [N] cache lines, written by rail peers
+  uint64_t* node_flags;               // [R] cache lines, written by ranks of the node
   uint64_t* const* peer_node_flags;   // [L] start of local rank l's node_flags
-  uint64_t rail_flag_offset;   // of OUR entry in a rail peer's rail_flags
+  uint64_t rail_flag_offset;          // of OUR entry in a rail peer's rail_flags
   TrafficCounters* traffic;
 };
 
@@ -90,11 +90,11 @@ struct DispatchParams {
   const unsigned char *x, *scales;  // [T][row_bytes], [T][scale_bytes]
   const float* weights;             // [T][weight_stride] in plan order, null = none
   unsigned char *out_x, *out_scales;
-  float* out_weights;               // permuted: [out_rows]; else [M][experts of this node]
+  float* out_weights;  // permuted: [out_rows]; else [M][experts of this node]
   uint32_t out_rows;
   bool permute;
   uint32_t first_node_expert, num_node_experts;
-  uint64_t* exit_counter;           // rank-private, zero between kernels
+  uint64_t* exit_counter;  // rank-private, zero between kernels
   TrafficCounters* traffic;
   // Shared memory.
   uint32_t tile_bytes;
@@ -113,13 +113,13 @@ struct CombineParams {
   NodePeers peers;
   DType dtype, partial_dtype;
   uint32_t hidden;
-  const unsigned char* x;      // experts' outputs: [P][hidden] or [M][hidden]
-  const float* x_weights;      // permuted: [P]; else [M][experts of this node]; null = none
+  const unsigned char* x;  // experts' outputs: [P][hidden] or [M][hidden]
+  const float* x_weights;  // permuted: [P]; else [M][experts of this node]; null = none
   bool permuted, multiply;
   uint32_t first_node_expert, num_node_experts;
-  unsigned char* recv;         // this rank's receive rows: the partials
-  unsigned char* out_x;        // [T][hidden]
-  float* out_weights;          // [T][weight_stride], null = none
+  unsigned char* recv;   // this rank's receive rows: the partials
+  unsigned char* out_x;  // [T][hidden]
+  float* out_weights;    // [T][weight_stride], null = none
   uint64_t* exit_counter;
   TrafficCounters* traffic;
   uint32_t tile_elems;

@@ -67,8 +67,8 @@ struct NodeSumRole {
       partials.count(record);
       const SumHead send{0, 0, SumHead::kChunkEnd, 0.f, uint32_t(&peer - p.rail.peers) + 1, chunk, n};
       feed.emit_partial([&](auto&& add) { partials.for_each(record, add); }, slot + uint64_t(i) * p.partial.row_bytes(),
-                   slot + uint64_t(i) * p.partial.row_bytes() + p.partial.weights_at(), p.partial_dtype,
-                   i + 1 == n ? &send : nullptr);
+                        slot + uint64_t(i) * p.partial.row_bytes() + p.partial.weights_at(), p.partial_dtype,
+                        i + 1 == n ? &send : nullptr);
     }
   }
 };
@@ -89,7 +89,8 @@ struct FinalSumRole {
     a.set_role("final_sum_g2s");
     p.gate.wait_all_ready(a);
     const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
-    for (uint32_t begin = a.block_idx() * chunk_tokens; begin < p.plan.num_tokens; begin += a.num_blocks() * chunk_tokens)
+    for (uint32_t begin = a.block_idx() * chunk_tokens; begin < p.plan.num_tokens;
+         begin += a.num_blocks() * chunk_tokens)
       for (uint32_t t = begin; t < begin + chunk_tokens && t < p.plan.num_tokens; ++t) token(t);
     feed.stop();
     partials.report();
@@ -102,7 +103,8 @@ struct FinalSumRole {
       if (int32_t j = pos[p.rail.peers[i].node]; j >= 0)
         RailReceiver::wait(a, net, p.rail.geometry, p.rail.peers[i], uint32_t(j) / p.rail.geometry.chunk_tokens);
     const int32_t own_pos = pos[p.world.node()];
-    const unsigned char* own = own_pos < 0 ? nullptr : p.plan.records[p.world.node()] + uint64_t(own_pos) * p.record_bytes;
+    const unsigned char* own =
+        own_pos < 0 ? nullptr : p.plan.records[p.world.node()] + uint64_t(own_pos) * p.record_bytes;
     if (own) partials.count(own);
     auto rows = [&](auto&& add) {
       if (own) partials.for_each(own, add);
@@ -110,16 +112,16 @@ struct FinalSumRole {
         const RailPeer& peer = p.rail.peers[i];
         const int32_t j = pos[peer.node];
         if (j < 0) continue;
-        const uint32_t chunk = uint32_t(j) / p.rail.geometry.chunk_tokens, in_chunk = uint32_t(j) % p.rail.geometry.chunk_tokens;
+        const uint32_t chunk = uint32_t(j) / p.rail.geometry.chunk_tokens,
+                       in_chunk = uint32_t(j) % p.rail.geometry.chunk_tokens;
         const uint32_t n = chunk_size(p.plan.node_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
         add(SumRow{RailReceiver::slot(p.rail.geometry, peer, chunk) + uint64_t(in_chunk) * p.partial.row_bytes(), 1.f,
                    i + 1, chunk, n * feed.partial_tiles()});
       }
     };
-    auto* weights = p.out_weights ? reinterpret_cast<unsigned char*>(p.out_weights + uint64_t(t) * p.plan.weight_stride)
-                                  : nullptr;
-    feed.emit_partial(rows, p.out_x + uint64_t(t) * feed.payload_row_bytes(),
-                 weights, p.dtype, nullptr);
+    auto* weights =
+        p.out_weights ? reinterpret_cast<unsigned char*>(p.out_weights + uint64_t(t) * p.plan.weight_stride) : nullptr;
+    feed.emit_partial(rows, p.out_x + uint64_t(t) * feed.payload_row_bytes(), weights, p.dtype, nullptr);
   }
 };
 

@@ -1,8 +1,7 @@
 // Reduce: adds staged rows in FP32 in the order they come, rounds once, and stores the tile. A group of warps;
 // every lane owns fixed octets of the tile, so a sum never crosses lanes and its order is the feed's order.
 #pragma once
-#include <bit>
-
+#include "roles/octet.h"
 #include "roles/sum_feed.h"
 
 namespace hep {
@@ -12,7 +11,6 @@ inline constexpr uint32_t kSumTileElems = 2048;
 // kWarps warps of the block, the first of them `first_warp`; `group` names their barrier.
 template <Arch A, Transport<A> Net, int kWarps>
 struct ReduceRole {
-  static constexpr int kOctet = 8;
   A& a;
   Net& net;
   const CombineParams& p;
@@ -27,10 +25,17 @@ struct ReduceRole {
   static constexpr int kMaxOctets = kSumTileElems / kOctet / kWidth;
   float acc[kMaxOctets][kOctet];
 
-  HEP_DEVICE ReduceRole(A& arch, Net& n, const CombineParams& params, const StageFifo<A, SumHead>& fifo, std::byte* smem,
-                        uint64_t out_at, int group_, int first_warp, DType in_, DType out_)
-      : a(arch), net(n), p(params), from(fifo, 0, 1), out_tiles(reinterpret_cast<unsigned char*>(smem) + out_at),
-        group(group_), me((arch.warp_idx() - first_warp) * A::kLanes + arch.lane()), in(in_), out(out_),
+  HEP_DEVICE ReduceRole(A& arch, Net& n, const CombineParams& params, const StageFifo<A, SumHead>& fifo,
+                        std::byte* smem, uint64_t out_at, int group_, int first_warp, DType in_, DType out_)
+      : a(arch),
+        net(n),
+        p(params),
+        from(fifo, 0, 1),
+        out_tiles(reinterpret_cast<unsigned char*>(smem) + out_at),
+        group(group_),
+        me((arch.warp_idx() - first_warp) * A::kLanes + arch.lane()),
+        in(in_),
+        out(out_),
         leader(arch.elect_one() && arch.warp_idx() == first_warp) {}
 
   // `parties`: reduce groups of the whole grid that must end before the node is told that we are done with its
@@ -76,7 +81,8 @@ struct ReduceRole {
   }
   template <class T>
   HEP_DEVICE void add_as(const SumHead& head) {
-    const bool first = head.flags & SumHead::kFirst, empty = head.flags & SumHead::kEmpty, scaled = head.flags & SumHead::kScaled;
+    const bool first = head.flags & SumHead::kFirst, empty = head.flags & SumHead::kEmpty,
+               scaled = head.flags & SumHead::kScaled;
     const auto* tile = reinterpret_cast<const T*>(from.data());
     const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
     for (uint32_t o = me, i = 0; o < octets; o += kWidth, ++i) {
@@ -84,27 +90,10 @@ struct ReduceRole {
       if (empty)
         for (float& x : v) x = 0.f;
       else
-        load_octet(tile + o * kOctet, head.elems - o * kOctet, v);
+        load_octet(a, tile + o * kOctet, head.elems - o * kOctet, v);
       if (scaled)
         for (float& x : v) x *= head.scale;
       for (int e = 0; e < kOctet; ++e) acc[i][e] = first ? v[e] : acc[i][e] + v[e];
-    }
-  }
-  // Rows are multiples of 16 bytes: an octet of fp32 may be half there.
-  template <class T>
-  HEP_DEVICE void load_octet(const T* at, uint32_t left, float* v) {
-    const auto* words = reinterpret_cast<const Vec16*>(at);
-    constexpr int kPerWord = 16 / sizeof(T);
-    for (int w = 0; w < kOctet / kPerWord; ++w) {
-      struct alignas(16) Elems {
-        T e[kPerWord];
-      };
-      if (uint32_t(w * kPerWord) >= left) {
-        for (int e = 0; e < kPerWord; ++e) v[w * kPerWord + e] = 0.f;
-        continue;
-      }
-      const Elems elems = std::bit_cast<Elems>(a.ld_shared(words + w));
-      for (int e = 0; e < kPerWord; ++e) v[w * kPerWord + e] = to_float(elems.e[e]);
     }
   }
 
@@ -131,19 +120,9 @@ struct ReduceRole {
   }
   template <class T>
   HEP_DEVICE void write_as(const SumHead& head, unsigned char* tile) {
-    constexpr int kPerWord = 16 / sizeof(T);
     const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
-    for (uint32_t o = me, i = 0; o < octets; o += kWidth, ++i) {
-      auto* words = reinterpret_cast<Vec16*>(reinterpret_cast<T*>(tile) + o * kOctet);
-      for (int w = 0; w < kOctet / kPerWord; ++w) {
-        struct alignas(16) Elems {
-          T e[kPerWord];
-        } elems;
-        if (o * kOctet + w * kPerWord >= head.elems) break;
-        for (int e = 0; e < kPerWord; ++e) elems.e[e] = from_float<T>(acc[i][w * kPerWord + e]);
-        a.st_shared(words + w, std::bit_cast<Vec16>(elems));
-      }
-    }
+    for (uint32_t o = me, i = 0; o < octets; o += kWidth, ++i)
+      store_octet(a, reinterpret_cast<T*>(tile) + o * kOctet, head.elems - o * kOctet, acc[i]);
   }
   HEP_DEVICE void send(const SumHead& head) {
     if (kMutant != 18) a.template bulk_wait<0>();  // the slot is complete before the NIC reads it

@@ -43,7 +43,7 @@ struct DispatchS2GRole {
     from.release(a);  // the stop stage
     if (kMutant != 14) a.template bulk_wait<0>();
     count_traffic();
-    if (last_of(a, p.exit_counter, uint64_t(parties))) p.gate.announce_done(a);
+    if (last_of(a, p.exit_counter, uint64_t(parties)) || kMutant == 30) p.gate.announce_done(a);
     a.template bulk_wait<0>();
   }
 
@@ -53,7 +53,7 @@ struct DispatchS2GRole {
     if (head.peer) {  // the loads have left the ring slot
       const RailPeer& peer = p.rail.peers[head.peer - 1];
       RailReceiver::consume(a, net, p.rail.geometry, peer, head.chunk, head.chunk_stages);
-      if (p.plan.fresh && head.tile == 0)  // combine will need the token's destinations
+      if (p.plan.fresh && head.tile == 0 && kMutant != 33)  // combine will need the token's destinations
         a.bulk_s2g(p.plan.rail_records[peer.node] + uint64_t(head.index) * p.message.record_bytes, stage,
                    p.message.record_bytes);
     }
@@ -64,8 +64,9 @@ struct DispatchS2GRole {
     const uint32_t bytes = head.tile == 0 ? p.message.payload_at() + t.bytes : t.bytes;
     for (uint32_t i = 0; i < rec.num_dsts; ++i) {
       const DstEntry dst = std::bit_cast<DstEntry>(a.ld_shared(dsts + i));
-      a.bulk_s2g(p.peers.recv[dst.local_rank] + uint64_t(dst.row) * p.message.token_bytes() + at + t.begin * (head.tile != 0),
-                 stage + at, bytes);
+      a.bulk_s2g(
+          p.peers.recv[dst.local_rank] + uint64_t(dst.row) * p.message.token_bytes() + at + t.begin * (head.tile != 0),
+          stage + at, bytes);
       if (head.tile == 0) dst.local_rank == uint32_t(p.world.local_rank()) ? ++self_rows : ++node_rows;
     }
     a.bulk_commit();

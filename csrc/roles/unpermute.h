@@ -28,11 +28,13 @@ struct UnpermuteRole {
         const PairEntry* pairs = pairs_of(p, rec);
         for (uint32_t k = 0; k < rec->num_pairs; ++k) {
           if (uint32_t(pairs[k].expert) - p.plan.first_expert >= p.plan.num_local_experts || pairs[k].row < 0) continue;
-          const float w = p.multiply ? p.plan.row_weights[uint64_t(i) * p.plan.weight_stride + rec->first_pair + k] : 1.f;
+          const float w =
+              p.multiply ? p.plan.row_weights[uint64_t(i) * p.plan.weight_stride + rec->first_pair + k] : 1.f;
           add(SumRow{p.x + uint64_t(pairs[k].row) * feed.payload_row_bytes(), w});
         }
       };
-      feed.emit(rows, dst, 0, p.hidden, p.dtype, p.partial_dtype, p.multiply ? uint32_t(SumHead::kScaled) : 0u, nullptr);
+      feed.emit(rows, dst, 0, p.hidden, p.dtype, p.partial_dtype, p.multiply ? uint32_t(SumHead::kScaled) : 0u,
+                nullptr);
     }
     feed.stop();
   }
@@ -55,7 +57,8 @@ struct PackWeightsRole {
           const uint64_t column = uint32_t(pairs[k].expert) - p.first_node_expert;
           a.st_global(slots + rec->first_pair + k, p.x_weights[uint64_t(i) * p.num_node_experts + column]);
         } else if (uint32_t(pairs[k].expert) - p.plan.first_expert < p.plan.num_local_experts && pairs[k].row >= 0) {
-          a.st_global(slots + rec->first_pair + k, p.x_weights[pairs[k].row]);
+          const uint32_t slot = (kMutant == 26 ? 0 : rec->first_pair) + k;
+          a.st_global(slots + slot, p.x_weights[pairs[k].row]);
         }
       }
     }

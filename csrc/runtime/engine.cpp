@@ -17,7 +17,8 @@ class Engine::Call {
     if (!e.failure_.empty())
       throw std::runtime_error("this buffer failed earlier and cannot be used any more: " + e.failure_);
     if (e.busy_.exchange(true))
-      throw std::runtime_error("this buffer is in use by another thread; give every concurrent operation a buffer of its own");
+      throw std::runtime_error(
+          "this buffer is in use by another thread; give every concurrent operation a buffer of its own");
   }
   ~Call() { e_.busy_ = false; }
   // From here on a failure leaves the ranks out of step: the buffer is lost.
@@ -37,9 +38,10 @@ class Engine::Call {
 
 Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
                const std::string& executor, uint64_t seed)
-    : Engine(rank, shape, std::move(segments), timeout_s,
-             [&](unsigned char* const* rail_segments, uint64_t s) { return Executor::make(executor, rail_segments, s); },
-             seed) {}
+    : Engine(
+          rank, shape, std::move(segments), timeout_s,
+          [&](unsigned char* const* rail_segments, uint64_t s) { return Executor::make(executor, rail_segments, s); },
+          seed) {}
 
 Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
                const ExecutorMaker& executor, uint64_t seed)
@@ -49,9 +51,11 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
       segments_(std::move(segments)),
       traffic_(std::make_unique<TrafficCounters>()) {
   if (rank < 0 || rank >= world_.num_ranks()) throw std::invalid_argument("rank: outside the group");
-  if (segments_.size() != size_t(world_.num_ranks())) throw std::invalid_argument("segments: need one per rank of the group");
+  if (segments_.size() != size_t(world_.num_ranks()))
+    throw std::invalid_argument("segments: need one per rank of the group");
   for (const auto& s : segments_)
-    if (!s || s->bytes() < layout_.total) throw std::invalid_argument("segments: one is smaller than the buffer's layout");
+    if (!s || s->bytes() < layout_.total)
+      throw std::invalid_argument("segments: one is smaller than the buffer's layout");
   if (!(timeout_s > 0)) throw std::invalid_argument("timeout_s: must be positive");
   settings_.world = world_;
   settings_.timeout_s = timeout_s;
@@ -95,7 +99,7 @@ std::vector<RailPeer> Engine::rail_peers() const {
 NodeGate Engine::open_gate() {
   NodeGate g;
   g.world = world_;
-  g.epoch = ++epoch_;
+  g.epoch = kMutant == 31 ? 1 : ++epoch_;
   g.ready_in = flag(world_.rank, layout_.ready);
   g.done_in = flag(world_.rank, layout_.done);
   g.peer_ready = peer_ready_.data();
@@ -107,10 +111,11 @@ std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   Call call(*this);
   auto r = std::make_shared<Routing>();
   ExchangeParams p = prepare_routing(in, world_, layout_.counts, *r);  // refuses bad indices before anything is sent
-  std::vector<uint32_t> columns(uint64_t(kExchangeWorkspaceWarps) * (world_.num_ranks() + world_.num_nodes + shape_.num_experts));
+  std::vector<uint32_t> columns(uint64_t(kExchangeWorkspaceWarps) *
+                                (world_.num_ranks() + world_.num_nodes + shape_.num_experts));
   std::vector<uint32_t*> node_tokens;
   for (auto& tokens : r->node_tokens) node_tokens.push_back(tokens.data());
-  const uint64_t sequence = exchanges_ + 1, parity = sequence & 1;
+  const uint64_t sequence = exchanges_ + 1, parity = kMutant == 24 ? 0 : sequence & 1;
   std::vector<unsigned char*> peer_counts;
   std::vector<uint64_t*> peer_node_flags;
   for (int l = 0; l < world_.num_local_ranks; ++l) {
@@ -158,7 +163,8 @@ void Engine::advance_rails(const Plan& plan, bool dispatch) {
   const PlanView v = const_cast<Plan&>(plan).view();
   for (int n = 0; n < world_.num_nodes; ++n) {
     if (n == world_.node()) continue;
-    const uint64_t out = div_up(v.node_count[n], shape_.chunk_tokens), in = div_up(v.rail_count[n], shape_.chunk_tokens);
+    const uint64_t out = div_up(v.node_count[n], shape_.chunk_tokens),
+                   in = div_up(v.rail_count[n], shape_.chunk_tokens);
     rail_sent_[n] += dispatch ? out : in;
     rail_received_[n] += dispatch ? in : out;
   }
@@ -171,10 +177,11 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   p.world = world_;
   p.message = MessageLayout::make(world_, plan.topk(), c.weights != nullptr, c.scale_bytes, c.row_bytes);
   require_row(p.message.token_bytes(), plan.max_recv_rows(), "dispatch");
-  if (c.permute && c.out_rows < plan.num_permuted_rows()) throw std::logic_error("dispatch: out_rows is smaller than the plan's rows");
+  if (c.permute && c.out_rows < plan.num_permuted_rows())
+    throw std::logic_error("dispatch: out_rows is smaller than the plan's rows");
   const std::vector<uint32_t> zero_ranges = plan.zero_ranges(c.out_rows);
-  const std::vector<RailPeer> peers = rail_peers();
   Call call(*this);
+  const std::vector<RailPeer> peers = rail_peers();
   p.plan = plan.view();
   p.plan.zero_ranges = zero_ranges.data();
   p.plan.num_zero_ranges = uint32_t(zero_ranges.size() / 2);
@@ -205,8 +212,8 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.dtype = c.dtype, p.partial_dtype = c.fp32_partials ? DType::kFp32 : c.dtype;
   p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
   require_row(p.partial.row_bytes(), plan.max_recv_rows(), "combine");
-  const std::vector<RailPeer> peers = rail_peers();
   Call call(*this);
+  const std::vector<RailPeer> peers = rail_peers();
   p.plan = plan.view();
   p.record_bytes = plan.record_bytes(), p.pairs_at = plan.pairs_at();
   p.rail = {{shape_.rail_slots, shape_.chunk_tokens, layout_.slot_bytes}, peers.data(), uint32_t(peers.size())};

@@ -21,7 +21,7 @@ struct RoutingInput {
   const unsigned char* routing_map = nullptr;  // [T, E]
   const float* weights = nullptr;              // shaped like the routing, may be null
   uint32_t num_tokens = 0, topk = 0;
-  std::vector<uint32_t> header;                // caller's words, at most kCountHeaderWords - kHeaderFirstFree
+  std::vector<uint32_t> header;  // caller's words, at most kCountHeaderWords - kHeaderFirstFree
 };
 
 struct DispatchCall {
@@ -72,7 +72,9 @@ class Engine {
  private:
   class Call;  // marks the engine busy, and failed when an exception leaves a kernel
   unsigned char* own() const { return segments_[world_.rank]->data(); }
-  uint64_t* flag(int rank, uint64_t offset) const { return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset); }
+  uint64_t* flag(int rank, uint64_t offset) const {
+    return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset);
+  }
   std::vector<RailPeer> rail_peers() const;
   NodeGate open_gate();
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
@@ -88,7 +90,7 @@ class Engine {
   std::vector<uint64_t*> peer_ready_, peer_done_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<TrafficCounters> traffic_;
-  std::vector<uint64_t> consumed_;               // [N][rail_slots]
+  std::vector<uint64_t> consumed_;                   // [N][rail_slots]
   std::vector<uint64_t> rail_sent_, rail_received_;  // chunks over the life of the buffer, [N]
   uint64_t exit_counter_ = 0, epoch_ = 0, exchanges_ = 0;
   std::atomic<bool> busy_{false};

@@ -125,7 +125,8 @@ void Plan::finish_records(const PlacementOptions& o, const std::vector<uint32_t>
       while (uint32_t(experts[k]) / experts_per_node != uint32_t(n)) ++k;
       header->first_pair = k;
       bool kept = false;
-      for (uint32_t last = ~0u; k < k_in && experts[k] >= 0 && uint32_t(experts[k]) / experts_per_node == uint32_t(n); ++k) {
+      for (uint32_t last = ~0u; k < k_in && experts[k] >= 0 && uint32_t(experts[k]) / experts_per_node == uint32_t(n);
+           ++k) {
         const uint32_t rank = uint32_t(experts[k]) / num_local_experts();
         if (rank != last) {
           const uint64_t row = uint64_t(row_base[rank]) + routing_->row_pos[uint64_t(t) * k_in + k];

@@ -45,8 +45,8 @@ class Plan {
   uint32_t pairs_at() const { return pairs_at_; }
   uint32_t num_recv_rows() const { return recv_rows_; }
   uint32_t max_recv_rows() const { return max_recv_rows_; }
-  uint32_t num_rail_tokens(int node) const;  // tokens of the rank of this rail on `node` (its whole batch)
-  std::vector<uint32_t> recv_rows_per_source() const;        // [R], after the capacity cut
+  uint32_t num_rail_tokens(int node) const;            // tokens of the rank of this rail on `node` (its whole batch)
+  std::vector<uint32_t> recv_rows_per_source() const;  // [R], after the capacity cut
   std::vector<uint64_t> num_dropped_per_rank() const { return dropped_per_rank_; }  // pairs lost to budgets
   uint64_t num_permuted_rows() const { return permuted_rows_; }
   const std::vector<int64_t>& tokens_per_expert() const { return tokens_per_expert_; }
@@ -63,8 +63,8 @@ class Plan {
   void freeze() { complete_ = true; }
 
   // Conversions between plan order [T, weight_stride] and the caller's layouts, all fp32.
-  void weights_from_dense(const float* probs, float* out) const;   // [T, E]
-  void weights_to_dense(const float* weights, float* out) const;   // [T, E], zero-filled
+  void weights_from_dense(const float* probs, float* out) const;  // [T, E]
+  void weights_to_dense(const float* weights, float* out) const;  // [T, E], zero-filled
   void weights_from_topk(const int64_t* idx, uint32_t k, const float* in, float* out) const;
   void weights_to_topk(const int64_t* idx, uint32_t k, const float* weights, float* out) const;
 

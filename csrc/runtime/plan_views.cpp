@@ -31,7 +31,10 @@ namespace {
 uint32_t find_pair(const int32_t* experts, uint32_t n, int64_t e) {
   uint32_t k = 0;
   while (k < n && experts[k] != e) ++k;
-  if (k == n) throw std::invalid_argument("topk_idx: expert " + std::to_string(e) + " is not in the handle's routing of this token; pass the topk_idx that the handle was made with");
+  if (k == n)
+    throw std::invalid_argument(
+        "topk_idx: expert " + std::to_string(e) +
+        " is not in the handle's routing of this token; pass the topk_idx that the handle was made with");
   return k;
 }
 }  // namespace
@@ -52,7 +55,9 @@ void Plan::weights_to_topk(const int64_t* idx, uint32_t k_idx, const float* weig
     for (uint32_t i = 0; i < k_idx; ++i) {
       const int64_t e = idx[uint64_t(t) * k_idx + i];
       out[uint64_t(t) * k_idx + i] =
-          e < 0 ? 0.f : weights[uint64_t(t) * weight_stride_ + find_pair(&routing_->pair_expert[uint64_t(t) * k_in], k_in, e)];
+          e < 0
+              ? 0.f
+              : weights[uint64_t(t) * weight_stride_ + find_pair(&routing_->pair_expert[uint64_t(t) * k_in], k_in, e)];
     }
 }
 
@@ -81,7 +86,8 @@ template <class F>
 void for_each_record(const unsigned char* records, uint32_t count, uint32_t record_bytes, F&& f) {
   for (uint32_t j = 0; j < count; ++j) {
     const auto* header = reinterpret_cast<const RecordHeader*>(records + uint64_t(j) * record_bytes);
-    f(j, *header, reinterpret_cast<const DstEntry*>(reinterpret_cast<const unsigned char*>(header) + MessageLayout::dsts_at()));
+    f(j, *header,
+      reinterpret_cast<const DstEntry*>(reinterpret_cast<const unsigned char*>(header) + MessageLayout::dsts_at()));
   }
 }
 }  // namespace
@@ -126,21 +132,24 @@ void Plan::fill_node_to_rail(unsigned char* out) const {
 void Plan::fill_local_routing(unsigned char* out) const {
   const uint32_t experts = num_local_experts(), first = world().rank * experts;
   std::memset(out, 0, uint64_t(recv_rows_) * experts);
-  for_each_record(row_records_.data(), recv_rows_, record_bytes_, [&](uint32_t row, const RecordHeader& h, const DstEntry*) {
-    const auto* pairs = reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(&h) + pairs_at_);
-    for (uint32_t k = 0; k < h.num_pairs; ++k)
-      if (const uint32_t e = uint32_t(pairs[k].expert) - first; e < experts) out[uint64_t(row) * experts + e] = 1;
-  });
+  for_each_record(
+      row_records_.data(), recv_rows_, record_bytes_, [&](uint32_t row, const RecordHeader& h, const DstEntry*) {
+        const auto* pairs = reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(&h) + pairs_at_);
+        for (uint32_t k = 0; k < h.num_pairs; ++k)
+          if (const uint32_t e = uint32_t(pairs[k].expert) - first; e < experts) out[uint64_t(row) * experts + e] = 1;
+      });
 }
 
 void Plan::fill_permuted_rows(int32_t* out) const {
   const uint32_t experts = num_local_experts(), first = world().rank * experts;
   std::fill_n(out, uint64_t(recv_rows_) * experts, -1);
-  for_each_record(row_records_.data(), recv_rows_, record_bytes_, [&](uint32_t row, const RecordHeader& h, const DstEntry*) {
-    const auto* pairs = reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(&h) + pairs_at_);
-    for (uint32_t k = 0; k < h.num_pairs; ++k)
-      if (const uint32_t e = uint32_t(pairs[k].expert) - first; e < experts) out[uint64_t(row) * experts + e] = pairs[k].row;
-  });
+  for_each_record(
+      row_records_.data(), recv_rows_, record_bytes_, [&](uint32_t row, const RecordHeader& h, const DstEntry*) {
+        const auto* pairs = reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(&h) + pairs_at_);
+        for (uint32_t k = 0; k < h.num_pairs; ++k)
+          if (const uint32_t e = uint32_t(pairs[k].expert) - first; e < experts)
+            out[uint64_t(row) * experts + e] = pairs[k].row;
+      });
 }
 
 }  // namespace hep

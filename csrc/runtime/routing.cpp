@@ -16,8 +16,9 @@ uint32_t check_topk(const RoutingInput& in, uint32_t num_experts) {
   for (uint64_t i = 0; i < uint64_t(in.num_tokens) * in.topk; ++i) {
     const int64_t e = in.topk_idx[i];
     if (e < -1 || e >= int64_t(num_experts))
-      throw std::invalid_argument("topk_idx: token " + std::to_string(i / in.topk) + " names expert " + std::to_string(e) +
-                                  "; experts are 0.." + std::to_string(num_experts - 1) + ", -1 means dropped");
+      throw std::invalid_argument("topk_idx: token " + std::to_string(i / in.topk) + " names expert " +
+                                  std::to_string(e) + "; experts are 0.." + std::to_string(num_experts - 1) +
+                                  ", -1 means dropped");
   }
   return in.topk;
 }

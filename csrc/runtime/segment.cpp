@@ -23,7 +23,9 @@ struct Fd {
   }
 };
 
-std::string mib(uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
+std::string mib(uint64_t bytes) {
+  return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
+}
 
 [[noreturn]] void fail(const std::string& what, const std::string& name) {
   throw std::system_error(errno, std::generic_category(), what + " shared memory '" + name + "'");
@@ -50,7 +52,7 @@ std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) 
   if (fd.fd < 0) fail("cannot create", name);
   try {
     if (int err = ::posix_fallocate(fd.fd, 0, off_t(bytes)); err != 0) {
-      struct statvfs fs {};
+      struct statvfs fs{};
       const bool known = ::fstatvfs(fd.fd, &fs) == 0;
       if (err == ENOSPC || err == ENOMEM)
         throw OutOfSharedMemory("a registered buffer of " + mib(bytes) + " does not fit into /dev/shm (" +
@@ -70,11 +72,12 @@ std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) 
 std::shared_ptr<Segment> Segment::attach(const std::string& name, size_t bytes) {
   Fd fd{::shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0600)};
   if (fd.fd < 0) fail("cannot open", name);
-  struct stat st {};
+  struct stat st{};
   if (::fstat(fd.fd, &st) != 0) fail("cannot stat", name);
   if (size_t(st.st_size) != bytes)
     throw std::invalid_argument("num_bytes: shared memory '" + name + "' has " + std::to_string(st.st_size) +
-                                " bytes, expected " + std::to_string(bytes) + "; all ranks must use the same buffer shape");
+                                " bytes, expected " + std::to_string(bytes) +
+                                "; all ranks must use the same buffer shape");
   return std::shared_ptr<Segment>(new Segment(name, map(fd.fd, bytes, name), bytes, false));
 }
 

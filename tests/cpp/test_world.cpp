@@ -7,30 +7,161 @@ HEP_TEST_MAIN
 namespace hep::test {
 namespace {
 
-struct Range {
-  CaseLimits limits;
-  uint64_t first_seed, count;
-};
-void check_seeds(const Range& range) {
-  for (uint64_t i = 0; i < range.count; ++i) check_world(random_case(range.first_seed + i, range.limits));
+#if defined(__SANITIZE_THREAD__)
+// ThreadSanitizer does not follow fibers, and has nothing to find in one thread: the thread executors are for it.
+constexpr const char *kPlain = "threads", *kChecked = "threads", *kCheckedLanes4 = "threads_lanes4";
+constexpr uint64_t kScale = 1;
+#else
+constexpr const char *kPlain = "host", *kChecked = "host_checked", *kCheckedLanes4 = "host_checked_lanes4";
+constexpr uint64_t kScale = 4;
+#endif
+
+WorldCase world(uint32_t nodes, uint32_t locals, uint32_t experts_per_rank, const char* executor = kChecked) {
+  WorldCase w;
+  w.num_nodes = nodes, w.num_local_ranks = locals, w.num_experts = nodes * locals * experts_per_rank;
+  w.executor = executor;
+  return w;
+}
+std::vector<uint32_t> all(const WorldCase& w, uint32_t tokens) { return std::vector<uint32_t>(w.num_ranks(), tokens); }
+
+// Dispatch and combine of plan 0, permuted and not.
+void add_round(WorldCase& w, size_t plan, int num_blocks) {
+  for (const bool permute : {true, false}) {
+    w.ops.push_back(dispatch_op(w, plan, num_blocks));
+    w.ops.back().permute = permute;
+    w.ops.push_back(combine_op(w, plan, num_blocks));
+    w.ops.back().permute = permute, w.ops.back().multiply = permute;
+  }
+}
+
+void check_seeds(const CaseLimits& limits, uint64_t first_seed, uint64_t count) {
+  for (uint64_t i = 0; i < count; ++i) check_world(random_case(first_seed + i, limits));
 }
 
 }  // namespace
 
-// Rank 2 needs node 0 for two late tokens only, rank 3 needs nodes 0 and 1 for all. With one slot a sender that
-// waits for one peer's credit starves the others: 0 waits for 2, 2 for 1, 1 for 3, 3 for 0.
-TEST(skewed_nodes_do_not_deadlock_combine) {
-  WorldCase w;
-  w.num_nodes = 4, w.num_experts = 4, w.chunk_tokens = 1, w.rail_slots = 1;
-  w.timeout_s = 5;
-  w.plans.push_back(route_by(w, {0, 0, 10, 10}, 2, [](int rank, uint32_t t) {
-    if (rank == 2) return t == 5 || t == 6 ? std::vector<int>{0, 1} : std::vector<int>{1};
-    return std::vector<int>{0, 1};
-  }));
-  w.ops = {dispatch_op(w, 0, 1), combine_op(w, 0, 1)};
+TEST(every_shape_up_to_four_by_four) {
+  for (uint32_t nodes = 1; nodes <= 4; ++nodes)
+    for (uint32_t locals = 1; locals <= 4; ++locals) {
+      if (kScale == 1 && nodes * locals > 6) continue;
+      WorldCase w = world(nodes, locals, 2, nodes % 2 ? kPlain : kChecked);
+      w.seed = nodes * 10 + locals;
+      Random r(w.seed);
+      w.plans.push_back(route_by(w, all(w, 9), 3, [&](int, uint32_t) {
+        return std::vector<int>{int(r.below(w.num_experts)), int(r.below(w.num_experts)), int(r.below(w.num_experts))};
+      }));
+      w.plans[0].num_tokens[0] = 9, w.plans[0].pad_multiple = 4;
+      add_round(w, 0, 2);
+      for (OpCase& op : w.ops)
+        for (int& blocks : op.num_blocks) blocks = int(r.between(1, 3));  // ranks need not agree
+      check_world(w);
+    }
+}
+
+TEST(nobody_has_tokens) {
+  WorldCase w = world(2, 2, 2);
+  w.plans.push_back(route_by(w, all(w, 0), 2, [](int, uint32_t) { return std::vector<int>{}; }));
+  add_round(w, 0, 3);
+  w.ops[0].extra_rows = 5;  // of a static budget; they must be zero
   check_world(w);
 }
 
-TEST(random_checked) { check_seeds({{}, 1000, 10}); }
+TEST(one_rank_has_all_tokens) {
+  WorldCase w = world(3, 2, 1);
+  w.plans.push_back(route_by(w, {0, 0, 0, 50, 0, 0}, 6, [](int, uint32_t t) {
+    std::vector<int> experts;
+    for (uint32_t e = 0; e <= t % 6; ++e) experts.push_back(int(e));
+    return experts;
+  }));
+  add_round(w, 0, 2);
+  check_world(w);
+}
+
+TEST(everything_to_one_expert) {
+  WorldCase w = world(2, 3, 4);
+  w.plans.push_back(route_by(w, all(w, 17), 2, [](int, uint32_t) { return std::vector<int>{7, 7}; }));
+  add_round(w, 0, 2);
+  check_world(w);
+}
+
+TEST(topk_40_with_every_expert_of_every_node) {
+  WorldCase w = world(2, 2, 10);
+  w.plans.push_back(route_by(w, all(w, 7), 40, [](int rank, uint32_t t) {
+    std::vector<int> experts;
+    for (int k = 0; k < 40; ++k) experts.push_back((k * 7 + rank + int(t)) % 40);
+    return experts;
+  }));
+  add_round(w, 0, 1);
+  check_world(w);
+}
+
+TEST(rows_of_40_kilobytes_with_scales) {
+  for (const char* executor : {kPlain, kChecked}) {
+    WorldCase w = world(2, 2, 2, executor);
+    w.chunk_tokens = 2;
+    w.plans.push_back(route_by(w, {5, 0, 3, 1}, 3, [](int rank, uint32_t t) {
+      return std::vector<int>{int(t) % 8, (rank + 3) % 8, 6};
+    }));
+    add_round(w, 0, 2);
+    for (OpCase& op : w.ops) op.row_bytes = 40000, op.scale_bytes = 1248, op.hidden = 20000;
+    w.ops[1].fp32_partials = true, w.ops[1].hidden = 9992;  // the last tile is not full
+    w.ops[2].row_bytes = 2 * 16384, w.ops[2].scale_bytes = 0;
+    check_world(w);
+  }
+}
+
+// Rank 2 needs node 0 for two late tokens only, rank 3 needs nodes 0 and 1 for all. A sender that waits for one
+// peer's credit starves the others: 0 waits for 2, 2 for 1, 1 for 3, 3 for 0.
+TEST(skewed_nodes_do_not_wait_in_a_ring) {
+  for (const char* executor : {kPlain, kChecked, kCheckedLanes4}) check_world(skewed_world(executor));
+}
+
+TEST(chunks_go_round_the_ring_many_times) {
+  for (const uint32_t slots : {1u, 2u, 3u}) {
+    WorldCase w = world(3, 1, 2);
+    w.chunk_tokens = 1, w.rail_slots = slots;
+    w.plans.push_back(route_by(w, {13, 5, 8}, 3, [](int rank, uint32_t t) {
+      return std::vector<int>{int(t) % 6, (int(t) + rank) % 6, rank};
+    }));
+    for (int i = 0; i < 4; ++i) add_round(w, 0, 1 + i % 3);
+    check_world(w);
+  }
+}
+
+TEST(cached_plans_interleave) {
+  WorldCase w = world(2, 2, 2);
+  Random r(5);
+  for (uint32_t topk = 1; topk <= 3; ++topk)
+    w.plans.push_back(route_by(w, all(w, 6 + topk), topk, [&](int, uint32_t) {
+      std::vector<int> experts;
+      for (uint32_t k = 0; k < topk; ++k) experts.push_back(int(r.below(w.num_experts)));
+      return experts;
+    }));
+  for (const size_t plan : {0, 1, 2, 0, 2, 1, 0}) {
+    w.ops.push_back(dispatch_op(w, plan, 1 + int(plan)));
+    if (plan != 1) w.ops.push_back(combine_op(w, plan, 3 - int(plan)));
+  }
+  w.ops.push_back(combine_op(w, 1, 2));  // long after its dispatch
+  check_world(w);
+}
+
+TEST(budgets_and_capacity_drop_what_they_must) {
+  for (const uint64_t capacity : {0, 3, 11, 1000}) {
+    WorldCase w = world(2, 2, 3);
+    w.plans.push_back(route_by(w, all(w, 10), 4, [](int rank, uint32_t t) {
+      return std::vector<int>{int(t) % 12, (int(t) * 5 + rank) % 12, 3, 4};
+    }));
+    w.plans[0].recv_capacity = capacity, w.plans[0].budgets = {0, 7, -1, 19}, w.plans[0].pad_multiple = 8;
+    add_round(w, 0, 2);
+    check_world(w);
+  }
+}
+
+TEST(random_on_plain) { check_seeds({4, 4, 8, 20, 4, 6, 10, kPlain}, 1000, 25 * kScale); }
+TEST(random_on_checked) { check_seeds({4, 4, 6, 20, 3, 6, 20, kChecked}, 2000, 20 * kScale); }
+TEST(random_on_checked_lanes4) { check_seeds({3, 3, 4, 14, 2, 5, 20, kCheckedLanes4}, 3000, 6 * kScale); }
+TEST(random_on_large_worlds) { check_seeds({4, 4, kScale == 1 ? 8u : 16u, 12, 2, 4, 0, kPlain}, 4000, 5 * kScale); }
+TEST(random_on_threads) { check_seeds({3, 3, 4, 14, 2, 5, 20, "threads"}, 5000, 5 * kScale); }
+TEST(random_on_threads_lanes4) { check_seeds({2, 2, 3, 10, 2, 4, 0, "threads_lanes4"}, 6000, 2 * kScale); }
 
 }  // namespace hep::test

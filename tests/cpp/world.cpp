@@ -53,10 +53,11 @@ class RankRun {
         naps_(hash({world.seed, uint64_t(rank)})), plans_(world.plans.size()), fresh_salt_(world.plans.size()) {}
 
   void run() {
+    for (size_t i = 0; w_.exchange_first && i < w_.plans.size(); ++i) exchange(i);
     for (size_t i = 0; i < w_.ops.size(); ++i) {
-      where_ = "rank " + std::to_string(rank_) + ", operation " + std::to_string(i);
       const OpCase& op = w_.ops[i];
       if (!plans_[op.plan]) exchange(op.plan);
+      where_ = "rank " + std::to_string(rank_) + ", operation " + std::to_string(i);
       ref_ = &references_[op.plan], plan_ = plans_[op.plan].get();
       nap();
       const TrafficCounters before = engine_.traffic();
@@ -114,6 +115,7 @@ class RankRun {
 
   // ---------------------------------------------------------------- exchange and plan
   void exchange(size_t index) {
+    where_ = "rank " + std::to_string(rank_) + ", exchange " + std::to_string(index);
     const RoutingCase& c = w_.plans[index];
     const Reference& ref = references_[index];
     const size_t r = size_t(rank_);

@@ -140,6 +140,19 @@ OpCase combine_op(const WorldCase& w, size_t plan, int num_blocks) {
   return op;
 }
 
+// Rank 2 needs node 0 for two late tokens only, rank 3 needs nodes 0 and 1 for all; one slot, one token a chunk.
+WorldCase skewed_world(const std::string& executor) {
+  WorldCase w;
+  w.num_nodes = 4, w.num_experts = 4, w.chunk_tokens = 1, w.rail_slots = 1;
+  w.executor = executor;
+  w.plans.push_back(route_by(w, {0, 0, 10, 10}, 2, [](int rank, uint32_t t) {
+    return rank == 3 || t == 5 || t == 6 ? std::vector<int>{0, 1} : std::vector<int>{1};
+  }));
+  w.ops.push_back(dispatch_op(w, 0, 1));
+  w.ops.push_back(combine_op(w, 0, 1));
+  return w;
+}
+
 WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
   Random r(seed);
   WorldCase w;
@@ -150,9 +163,10 @@ WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
   w.num_experts = w.num_ranks() * r.of({1u, 1u, 2u, 3u, 5u});
   w.chunk_tokens = r.of({1u, 1u, 2u, 3u, 8u, 32u}), w.rail_slots = r.of({1u, 1u, 2u, 3u, 8u});
   // A few cases have rows of several tiles, hence few tokens; most have small rows.
-  const bool big = limits.big_rows && r.one_in(10);
+  const bool big = limits.big_rows_one_in && r.one_in(limits.big_rows_one_in);
   const uint32_t max_tokens = big ? 4 : r.one_in(3) ? 3 * limits.max_tokens : limits.max_tokens;
   for (uint32_t i = 0, n = r.between(1, 3); i < n; ++i) w.plans.push_back(random_routing(r, w, max_tokens));
+  w.exchange_first = r.one_in(3);
   std::map<size_t, bool> came_with_weights;  // by plan: its first dispatch
   for (uint32_t i = 0, n = r.between(2, limits.max_ops); i < n; ++i) {
     OpCase op = dispatch_op(w, r.below(uint32_t(w.plans.size())), 1);

@@ -63,6 +63,7 @@ struct WorldCase {
   uint32_t chunk_tokens = 4, rail_slots = 2;
   std::vector<RoutingCase> plans;
   std::vector<OpCase> ops;
+  bool exchange_first = false;  // all plans up front, one exchange right after the other
   std::string executor = "host_checked";
   uint64_t seed = 0;
   double timeout_s = 60;
@@ -110,7 +111,7 @@ struct Reference {
 struct CaseLimits {
   uint32_t max_nodes = 4, max_local_ranks = 4, max_ranks = 16;
   uint32_t max_tokens = 20, max_blocks = 5, max_ops = 6;
-  bool big_rows = true;
+  uint32_t big_rows_one_in = 10;  // cases with rows of several tiles; 0 = none
   std::string executor = "host_checked";
 };
 WorldCase random_case(uint64_t seed, const CaseLimits& limits);
@@ -134,5 +135,6 @@ RoutingCase route_by(const WorldCase& w, const std::vector<uint32_t>& num_tokens
 }
 OpCase dispatch_op(const WorldCase& w, size_t plan, int num_blocks);
 OpCase combine_op(const WorldCase& w, size_t plan, int num_blocks);
+WorldCase skewed_world(const std::string& executor);  // four nodes that could wait for each other in a ring
 
 }  // namespace hep::test

@@ -1,5 +1,4 @@
-"""What the ranks of the dispatcher tests do: the six steps of a token dispatcher around experts that are
-linear maps.
+"""What the ranks of the dispatcher tests do: the six steps of a dispatcher around experts that are matrices.
 
 Runs inside `parity_world.run_world`; every function returns plain numbers or raises AssertionError on its
 rank. The expert e of tensor parallel rank r is the matrix W[e, r], so a row that meets the wrong expert
@@ -136,8 +135,7 @@ def assert_same(ours, theirs, names, case="", tolerance=2e-6):
 
 
 def contract(ep, tp, ranks_per_node):
-    """Ours against alltoall and no dispatch at all: even, uneven, missing tokens, one expert for all, two
-    rounds."""
+    """Ours against alltoall and no dispatch at all: even, uneven, missing tokens, one expert, two rounds."""
     groups = initialize(ep, tp)
     megatron_patches.apply(ranks_per_node=ranks_per_node)
     ours, theirs = make_dispatcher("ours", groups, ep, tp), make_dispatcher("alltoall", groups, ep, tp)
@@ -184,8 +182,7 @@ def capacity(ep):
 
 
 def rank_budget(ep):
-    """moe_expert_rank_capacity_factor: rows beyond the budget dropped and flagged, None reruns without a
-    budget."""
+    """moe_expert_rank_capacity_factor: rows beyond the budget dropped and flagged, None lifts it."""
     groups = initialize(ep)
     megatron_patches.apply()
     dispatcher = make_dispatcher("ours", groups, ep)
@@ -221,8 +218,7 @@ def rank_budget(ep):
 
 
 def quantization_padding(ep):
-    """fp8 asks for aligned segments: padded with zero rows and zero probabilities, invisible in the
-    result."""
+    """fp8 asks for aligned segments: padded with zero rows and zero probabilities, unseen in the sum."""
     groups = initialize(ep)
     megatron_patches.apply()
     plain = make_dispatcher("ours", groups, ep)

@@ -13,6 +13,7 @@ constexpr uint64_t kZero = 0;
 constexpr WaitFor kRunnable{&kZero, 0};
 constexpr WaitFor kFinished{&kZero, 1};  // never met
 constexpr uint64_t kBusyRoundsPerClock = 1024;
+constexpr uint64_t kRoundsHeldBack = 64;
 constexpr int64_t kInterruptNs = 100'000'000;
 
 bool is_finished(const WaitFor& w) { return w.word == &kZero && w.value == 1; }
@@ -43,6 +44,7 @@ void Scheduler::run(const LaunchPlan& plan) {
   busy_ = true;
   aborting_ = false;
   fruitless_ = 0;
+  held_back_ = 0;
   asked_interrupted_ns_ = 0;
   rng_ = Rng(plan.seed);
   idle_.reset();
@@ -144,20 +146,24 @@ uint32_t Scheduler::pick_in_turn(uint32_t i) {
   }
 }
 
-// Every choice is a round: one load may land, the transport may move, then any ready lane may go.
+// Every choice is a round: one load may land, the transport may move, then any ready lane may go. For a
+// while at a time one lane is held back, or no lane would ever fall far behind the others by chance.
 uint32_t Scheduler::pick_seeded() {
   for (;;) {
     if (rng_.one_in(3)) run_engine();
+    if (rng_.one_in(kRoundsHeldBack)) held_back_ = static_cast<uint32_t>(rng_.below(num_lanes_));
     ready_.clear();
-    bool working = false;
+    bool working = false, others_work = false;
     for (uint32_t i = 0; i < num_lanes_; ++i) {
       if (!waits_[i].met()) continue;
       ready_.push_back(i);
       working |= !waits_[i].poll;
+      others_work |= !waits_[i].poll && i != held_back_;
     }
     // Pollers alone are no sign of life: let the asynchronous world move before they look again.
     if (!working) run_engine();
     end_round();
+    if (others_work) std::erase(ready_, held_back_);
     if (ready_.empty()) continue;
     const uint32_t next = ready_[rng_.below(ready_.size())];
     busy_ |= !waits_[next].poll;

@@ -72,7 +72,8 @@ class LoopbackTransport {
   static void raise(uint64_t* flag, uint64_t value) {
     std::atomic_ref<uint64_t> f(*flag);
     uint64_t seen = f.load(std::memory_order_relaxed);
-    while (seen < value && !f.compare_exchange_weak(seen, value, std::memory_order_release, std::memory_order_relaxed)) {
+    while (seen < value &&
+           !f.compare_exchange_weak(seen, value, std::memory_order_release, std::memory_order_relaxed)) {
     }
   }
   void post(const Op& op) {

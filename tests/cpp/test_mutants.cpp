@@ -1,0 +1,114 @@
+// Every mutant must be caught by some world: a wrong result, a broken rule, a deadline or a crash. Each runs in a
+// child process, attempt after attempt; the unchanged code must pass all the same attempts.
+#include "mutants.h"
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+
+#include "check.h"
+#include "common/macros.h"
+#include "world.h"
+
+#if !defined(HEP_MUTANTS)
+#error build this program and the code under test with HEP_MUTANTS
+#endif
+
+HEP_TEST_MAIN
+
+namespace hep::test {
+namespace {
+
+constexpr int kAttempts = 60;           // for a mutant to be caught in
+constexpr double kShortDeadline = 0.3;  // of a wait; doubled while the unchanged code cannot meet it
+
+// Small worlds, with a bias to what protocols get wrong: one slot, one token a chunk, several tiles, skew.
+WorldCase attempt(int i) {
+  CaseLimits limits{3, 3, 6, 12, 3, 6, 0, i % 2 ? "host_checked_lanes4" : "host_checked"};
+  if (i % 6 == 5) limits.big_rows_one_in = 1;
+  WorldCase w = random_case(7000 + uint64_t(i), limits);
+  if (i % 3 == 0) w.rail_slots = 1, w.chunk_tokens = 1;
+  if (i % 6 != 1) return w;
+  return skewed_world(limits.executor);
+}
+
+// What a child leaves behind, whatever becomes of it.
+struct Report {
+  int attempts = 0;
+  Outcome::Kind kind = Outcome::kRight;
+  char what[400] = "";
+};
+
+Outcome run_with(int mutant, WorldCase w, double timeout_s) {
+  kMutant = mutant;
+  w.timeout_s = timeout_s;
+  return run_world(w);
+}
+
+// A deadline counts only when the unchanged code meets it on this machine right now.
+Outcome run_until_caught(int mutant, Report& report) {
+  double timeout_s = kShortDeadline;
+  for (int i = 0; i < kAttempts; ++i) {
+    report.attempts = i + 1;
+    for (;;) {
+      const Outcome outcome = run_with(mutant, attempt(i), timeout_s);
+      if (outcome.kind == Outcome::kRight) break;
+      if (outcome.kind != Outcome::kDeadline || run_with(0, attempt(i), timeout_s).kind == Outcome::kRight) return outcome;
+      timeout_s *= 2;
+    }
+  }
+  return {};
+}
+
+template <class F>
+int in_child(F&& body) {
+  std::fflush(stdout);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(120);  // a child that hangs dies
+    body();
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return status;
+}
+
+Report& shared_report() {
+  void* p = ::mmap(nullptr, sizeof(Report), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) throw std::runtime_error("mmap failed");
+  return *new (p) Report;
+}
+
+void check_mutant(const Mutant& m) {
+  Report& report = shared_report();
+  const auto start = std::chrono::steady_clock::now();
+  const int status = in_child([&] {
+    const Outcome outcome = run_until_caught(m.number, report);
+    report.kind = outcome.kind;
+    std::snprintf(report.what, sizeof report.what, "%s", outcome.what.c_str());
+  });
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  static constexpr const char* kHow[] = {"SURVIVED", "wrong result", "deadline", "rule", "error"};
+  const bool crashed = !WIFEXITED(status) || WEXITSTATUS(status) != 0;
+  std::printf("mutant %2d %-12s after %2d worlds, %4.1f s: %s\n", m.number, crashed ? "crash" : kHow[report.kind],
+              report.attempts, seconds, m.bug);
+  if (!crashed && report.kind != Outcome::kRight) std::printf("          %.150s\n", report.what);
+  if (!crashed && report.kind == Outcome::kRight)
+    throw check::Failure("survived " + std::to_string(report.attempts) + " worlds: " + m.bug);
+  ::munmap(&report, sizeof report);
+}
+
+const bool registered = [] {
+  check::tests().push_back({"unchanged_code_passes", [] {
+    for (int i = 0; i < kAttempts; ++i) check_world(attempt(i));
+  }});
+  for (const Mutant& m : kMutants) check::tests().push_back({"mutant_" + std::to_string(m.number), [m] { check_mutant(m); }});
+  return true;
+}();
+
+}  // namespace
+}  // namespace hep::test
