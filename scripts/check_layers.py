@@ -52,7 +52,6 @@ ENVIRONMENT_EXCEPTIONS = {
     "scripts/setup_env.py": "runs before the package exists",
     "scripts/test_matrix.py": "hands HYBRID_EP_TORCH_INDEX on to setup_env",
     "hybrid_ep/cli/launch.py": "reads RANK and WORLD_SIZE, torch's names for what a launcher sets",
-    "megatron_patches/buffers.py": "sets and restores the deadline around a constructor that takes none",
     "recipes/report.py": "reads TERM and WANDB_MODE, other tools' settings",
 }
 # Variables of the set-up and of the tests, read where hybrid_ep is not there yet.

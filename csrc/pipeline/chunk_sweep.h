@@ -29,8 +29,8 @@ struct ChunkSweep {
         more = true;
         if (!ready(s, chunk)) {
           waiting.peer = rank_of(s), waiting.chunk = chunk;
-          if (kMutant == 19) break;  // in order: wait for this stream before looking at the next
-          continue;
+          if (kMutant != 19) continue;
+          while (!ready(s, chunk)) a.poll_idle(waiting, uint64_t(chunk) + 1, chunk);  // in order, come what may
         }
         serve(s, chunk);
         a.st_shared(cursors + s, chunk + (kMutant == 32 ? 1 : a.num_blocks()));

@@ -29,7 +29,9 @@ inline std::vector<Test>& tests() {
 }
 // For families of tests: `static hep::check::Register r("name<4>", [] { ... });`
 struct Register {
-  Register(std::string name, std::function<void()> body) { tests().push_back({std::move(name), std::move(body)}); }
+  Register(std::string name, std::function<void()> body) {
+    tests().push_back({std::move(name), std::move(body)});
+  }
 };
 [[noreturn]] inline void fail(const char* file, int line, const std::string& what) {
   throw Failure(std::string(file) + ":" + std::to_string(line) + ": " + what);

@@ -41,7 +41,8 @@ void deadline_of_a_flag() {
   CHECK(o.expected == 4 && o.seen == 2 && std::string(o.role) == "g2s" && o.warp == 0);
   const std::string what = DeadlineError(o).what();
   CHECK(what.find("rank 5 (node 2) waited ") == 0);
-  CHECK(what.find(" in role g2s, block 1, warp 0: rail_chunk from rank 1 (node 0), chunk 3: expected 4, saw 2") !=
+  CHECK(what.find(
+            " in role g2s, block 1, warp 0: rail_chunk from rank 1 (node 0), chunk 3: expected 4, saw 2") !=
         std::string::npos);
 }
 ON_ALL(deadline_of_a_flag);
@@ -65,7 +66,11 @@ void deadline_of_meetings() {
   CHECK(block.site == Site::kBlockSync && block.warp == 0);
   CHECK(block.expected == 2 * A::kLanes);
   CHECK(A::Exec::kThreads ? block.seen <= A::kLanes : block.seen == A::kLanes);
-  const Obituary group = obituary_of<A>([](A& a, std::byte*) { if (a.warp_idx() == 2) a.group_sync(4, 2); }, 3);
+  const Obituary group = obituary_of<A>(
+      [](A& a, std::byte*) {
+        if (a.warp_idx() == 2) a.group_sync(4, 2);
+      },
+      3);
   CHECK(group.site == Site::kBlockSync && group.warp == 2);
 }
 ON_ALL(deadline_of_meetings);
@@ -302,7 +307,8 @@ void bad_configurations_and_nesting() {
   config.timeout_s = 0;
   CHECK_THROWS(std::invalid_argument, launch<A>(config, nothing));
   if (!A::Exec::kThreads) {
-    CHECK_THROWS(std::logic_error, launch<A>(grid(1, 1), [&](A&, std::byte*) { launch<A>(grid(1, 1), nothing); }));
+    CHECK_THROWS(std::logic_error,
+                 launch<A>(grid(1, 1), [&](A&, std::byte*) { launch<A>(grid(1, 1), nothing); }));
   }
   launch<A>(grid(1, 1), nothing);
 }

@@ -68,7 +68,8 @@ template <class A>
 void rule_outside_shared() {
   EXPECT_RULE(Rule::kOutsideShared, { a.ld_shared(reinterpret_cast<Vec16*>(&s + 1)); });
   EXPECT_RULE(Rule::kOutsideShared, { a.st_shared(reinterpret_cast<uint32_t*>(global_memory), 1); });
-  EXPECT_RULE(Rule::kOutsideShared, { a.bulk_g2s(reinterpret_cast<uint8_t*>(&s + 1) - 16, global_memory, 32, s.bar); });
+  EXPECT_RULE(Rule::kOutsideShared,
+              { a.bulk_g2s(reinterpret_cast<uint8_t*>(&s + 1) - 16, global_memory, 32, s.bar); });
   EXPECT_RULE(Rule::kOutsideShared, { a.bulk_g2s(s.data[0], s.data[1], 16, s.bar); });
   EXPECT_RULE(Rule::kOutsideShared, { a.bulk_s2g(global_memory, global_memory + 64, 32); });
   EXPECT_RULE(Rule::kOutsideShared, { a.ld_global(reinterpret_cast<uint32_t*>(s.data[0])); });
@@ -222,8 +223,12 @@ template <class A>
   };
   CHECK_EQ(crime([](A& a, Smem<A>& s) { for (auto& d : s.data) a.ld_shared(d); }), Rule::kLoadInFlight);
   CHECK_EQ(crime([](A& a, Smem<A>& s) { for (auto& d : s.data) a.st_shared(d, 1); }), Rule::kLoadInFlight);
-  CHECK_EQ(crime([](A& a, Smem<A>& s) { for (auto& d : s.data) a.bulk_s2g(global_memory, d, 16); a.bulk_commit();
-                                        a.template bulk_wait<0>(); }), Rule::kLoadInFlight);
+  CHECK_EQ(crime([](A& a, Smem<A>& s) {
+             for (auto& d : s.data) a.bulk_s2g(global_memory, d, 16);
+             a.bulk_commit();
+             a.template bulk_wait<0>();
+           }),
+           Rule::kLoadInFlight);
 }
 #if !defined(__SANITIZE_THREAD__)  // there the crime is a data race, and reported as one
 ON_CHECKED(rule_load_in_flight);

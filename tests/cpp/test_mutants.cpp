@@ -30,7 +30,7 @@ WorldCase attempt(int i) {
   CaseLimits limits{3, 3, 6, 12, 3, 6, 0, i % 2 ? "host_checked_lanes4" : "host_checked"};
   if (i % 6 == 5) limits.big_rows_one_in = 1;
   WorldCase w = random_case(7000 + uint64_t(i), limits);
-  if (i % 3 == 0) w.rail_slots = 1, w.chunk_tokens = 1;
+  if (i % 3 == 0) w.rail_slots = 1, w.chunk_tokens = i % 4 < 2 ? 1 : 4;
   if (i % 6 != 1) return w;
   return skewed_world(limits.executor);
 }

@@ -110,8 +110,8 @@ TEST(rows_of_40_kilobytes_with_scales) {
   }
 }
 
-// Rank 2 needs node 0 for two late tokens only, rank 3 needs nodes 0 and 1 for all. A sender that waits for one
-// peer's credit starves the others: 0 waits for 2, 2 for 1, 1 for 3, 3 for 0.
+// A sender that waits for one peer's credit starves the others. Here 0 would wait for 1 (to consume), 1 for 2 (to
+// send), 2 for 3 (to consume) and 3 for 0 (to send).
 TEST(skewed_nodes_do_not_wait_in_a_ring) {
   for (const char* executor : {kPlain, kChecked, kCheckedLanes4}) check_world(skewed_world(executor));
 }

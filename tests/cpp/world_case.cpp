@@ -140,13 +140,13 @@ OpCase combine_op(const WorldCase& w, size_t plan, int num_blocks) {
   return op;
 }
 
-// Rank 2 needs node 0 for two late tokens only, rank 3 needs nodes 0 and 1 for all; one slot, one token a chunk.
+// Rank 1 needs node 0 for two late tokens only, rank 3 needs nodes 0 and 2 for all; one slot, one token a chunk.
 WorldCase skewed_world(const std::string& executor) {
   WorldCase w;
   w.num_nodes = 4, w.num_experts = 4, w.chunk_tokens = 1, w.rail_slots = 1;
   w.executor = executor;
-  w.plans.push_back(route_by(w, {0, 0, 10, 10}, 2, [](int rank, uint32_t t) {
-    return rank == 3 || t == 5 || t == 6 ? std::vector<int>{0, 1} : std::vector<int>{1};
+  w.plans.push_back(route_by(w, {0, 10, 0, 10}, 2, [](int rank, uint32_t t) {
+    return rank == 3 || t == 5 || t == 6 ? std::vector<int>{0, 2} : std::vector<int>{2};
   }));
   w.ops.push_back(dispatch_op(w, 0, 1));
   w.ops.push_back(combine_op(w, 0, 1));

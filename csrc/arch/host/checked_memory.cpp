@@ -64,15 +64,17 @@ Span CheckedBlock::locate(const LaneBase& me, const void* p, size_t bytes, size_
 void CheckedBlock::check_no_barrier(const LaneBase& me, const Span& s, const char* operation) const {
   for (size_t i = s.at / 8; i < (s.at + s.bytes + 7) / 8; ++i) {
     if (peek(barriers[i].live) == 0) continue;
-    throw_protocol(me, Rule::kBarrierState, std::string(operation) + " over the mbarrier at " + where(i * 8, 8));
+    throw_protocol(me, Rule::kBarrierState,
+                   std::string(operation) + " over the mbarrier at " + where(i * 8, 8));
   }
 }
 
-void CheckedBlock::check_zero(const LaneBase& me, const std::vector<uint16_t>& count, const Span& s, Rule rule,
-                              const char* operation, const char* conflict) const {
+void CheckedBlock::check_zero(const LaneBase& me, const std::vector<uint16_t>& count, const Span& s,
+                              Rule rule, const char* operation, const char* conflict) const {
   for (size_t g = s.first_granule(); g < s.end_granule(); ++g) {
     if (peek(count[g]) == 0) continue;
-    throw_protocol(me, rule, std::string(operation) + " touches " + where(g * kGranule, kGranule) + " " + conflict);
+    throw_protocol(me, rule,
+                   std::string(operation) + " touches " + where(g * kGranule, kGranule) + " " + conflict);
   }
 }
 
@@ -80,7 +82,8 @@ CheckedBlock::Barrier& CheckedBlock::barrier(const LaneBase& me, const Mbarrier&
                                              bool live) {
   Barrier& known = barriers[locate(me, &bar, sizeof bar, alignof(Mbarrier), operation).at / 8];
   if (live && peek(known.live) == 0) {
-    throw_protocol(me, Rule::kBarrierState, std::string(operation) + " on an mbarrier that was not initialised");
+    throw_protocol(me, Rule::kBarrierState,
+                   std::string(operation) + " on an mbarrier that was not initialised");
   }
   return known;
 }
@@ -96,7 +99,8 @@ LoadEngine::~LoadEngine() {
 void LoadEngine::push(const Load& load) {
   Load* node = new Load(load);
   node->next = inbox_.load(std::memory_order_relaxed);
-  while (!inbox_.compare_exchange_weak(node->next, node, std::memory_order_release, std::memory_order_relaxed)) {
+  while (!inbox_.compare_exchange_weak(node->next, node, std::memory_order_release,
+                                       std::memory_order_relaxed)) {
   }
 }
 
@@ -171,8 +175,10 @@ void CheckedLane::note_store_shared(const void* p, size_t bytes) {
   CheckedBlock& b = shared();
   const Span s = b.locate(*this, p, bytes, bytes, "st_shared");
   b.check_no_barrier(*this, s, "st_shared");
-  b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, "st_shared", "while a bulk load into it is in flight");
-  b.check_zero(*this, b.storing, s, Rule::kStoreInFlight, "st_shared", "while a bulk store may still read it");
+  b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, "st_shared",
+               "while a bulk load into it is in flight");
+  b.check_zero(*this, b.storing, s, Rule::kStoreInFlight, "st_shared",
+               "while a bulk store may still read it");
   touch(s);
   for (size_t i = s.at; i < s.at + s.bytes; ++i) poke(b.writer[i], id);
 }
@@ -203,7 +209,8 @@ Load CheckedLane::begin_load(void* dst, const void* src, uint32_t bytes, Mbarrie
   b.check_zero(*this, b.unpublished, s, Rule::kUnpublished, operation,
                "that a lane has read or written without publish_shared");
   b.check_zero(*this, b.storing, s, Rule::kStoreInFlight, operation, "while a bulk store may still read it");
-  b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, operation, "while another bulk load into it is in flight");
+  b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, operation,
+               "while another bulk load into it is in flight");
   for (size_t g = s.first_granule(); g < s.end_granule(); ++g) bump(b.loading[g], 1);
   bump(b.loads_in_flight, 1);
   return {static_cast<std::byte*>(dst), src, bytes, &bar, &b, this, nullptr};
@@ -223,10 +230,10 @@ void CheckedLane::begin_store(void* dst, const void* src, uint32_t bytes) {
   for (size_t i = s.at; i < s.at + s.bytes; ++i) {
     const int writer = peek(b.writer[i]);
     if (writer == 0) continue;
-    throw_protocol(*this, Rule::kUnpublished, "bulk_s2g reads " + where(i, 1) + ", written by lane " +
-                                                  std::to_string((writer - 1) % lanes_per_warp) + " of warp " +
-                                                  std::to_string((writer - 1) / lanes_per_warp) +
-                                                  " without publish_shared");
+    throw_protocol(*this, Rule::kUnpublished,
+                   "bulk_s2g reads " + where(i, 1) + ", written by lane " +
+                       std::to_string((writer - 1) % lanes_per_warp) + " of warp " +
+                       std::to_string((writer - 1) / lanes_per_warp) + " without publish_shared");
   }
   for (size_t g = s.first_granule(); g < s.end_granule(); ++g) bump(b.storing[g], 1);
   open.stores.push_back({static_cast<std::byte*>(dst), s, {}});
@@ -270,7 +277,8 @@ void CheckedLane::release(StoreGroup& group) {
   if (std::exchange(group.released, true)) return;
   read(group);
   for (const BulkStore& store : group.stores) {
-    for (size_t g = store.src.first_granule(); g < store.src.end_granule(); ++g) bump(shared().storing[g], -1);
+    for (size_t g = store.src.first_granule(); g < store.src.end_granule(); ++g)
+      bump(shared().storing[g], -1);
   }
 }
 

@@ -26,7 +26,9 @@ T peek(const T& x) { return std::atomic_ref<T>(const_cast<T&>(x)).load(std::memo
 template <class T>
 void poke(T& x, T value) { std::atomic_ref<T>(x).store(value, std::memory_order_relaxed); }
 template <class T>
-T bump(T& x, int by) { return std::atomic_ref<T>(x).fetch_add(static_cast<T>(by), std::memory_order_relaxed); }
+T bump(T& x, int by) {
+  return std::atomic_ref<T>(x).fetch_add(static_cast<T>(by), std::memory_order_relaxed);
+}
 
 // A stretch of shared memory, as an offset into it.
 struct Span {

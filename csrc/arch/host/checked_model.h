@@ -88,7 +88,9 @@ struct CheckedModel {
     Exec::swap_word(bar.word, std::memory_order_relaxed, &mbar::add_load);
     me.loads->push(load);
   }
-  static void bulk_s2g(Lane& me, void* dst, const void* src, uint32_t bytes) { me.begin_store(dst, src, bytes); }
+  static void bulk_s2g(Lane& me, void* dst, const void* src, uint32_t bytes) {
+    me.begin_store(dst, src, bytes);
+  }
   static void bulk_commit(Lane& me) {
     me.commit();
     step(me);
@@ -126,16 +128,18 @@ struct CheckedModel {
 
  private:
   static void check_parity(Lane& me, uint32_t parity) {
-    if (parity > 1) throw_protocol(me, Rule::kBarrierState, "parity " + std::to_string(parity) + " is neither 0 nor 1");
+    if (parity > 1)
+      throw_protocol(me, Rule::kBarrierState, "parity " + std::to_string(parity) + " is neither 0 nor 1");
   }
 
   static void arrive(Lane& me, Mbarrier& bar, uint32_t bytes, const char* operation) {
     step(me);
     me.shared().barrier(me, bar, operation);
     if (mbar::guards_refill(peek(bar.word)) && !me.touched.empty()) {
-      throw_protocol(me, Rule::kUnpublished, std::string(operation) + " on a barrier that guards a refill while " +
-                                                 std::to_string(me.touched.size() * kGranule) +
-                                                 " bytes accessed by this lane are not published");
+      throw_protocol(me, Rule::kUnpublished,
+                     std::string(operation) + " on a barrier that guards a refill while " +
+                         std::to_string(me.touched.size() * kGranule) +
+                         " bytes accessed by this lane are not published");
     }
     const auto is_legal = [=](uint64_t w) {
       return mbar::pending(w) > 0 && mbar::tx(w) + int64_t{bytes} <= mbar::kMaxTx;
@@ -145,11 +149,13 @@ struct CheckedModel {
     };
     const uint64_t before = Exec::swap_word(bar.word, std::memory_order_acq_rel, next);
     if (mbar::pending(before) == 0) {
-      throw_protocol(me, Rule::kArriveCount, std::string(operation) + ": the phase already has all its arrivals");
+      throw_protocol(me, Rule::kArriveCount,
+                     std::string(operation) + ": the phase already has all its arrivals");
     }
     if (!is_legal(before)) {
-      throw_protocol(me, Rule::kExpectTx, std::string(operation) + ": more than " + std::to_string(mbar::kMaxTx) +
-                                              " bytes announced in one phase");
+      throw_protocol(me, Rule::kExpectTx,
+                     std::string(operation) + ": more than " + std::to_string(mbar::kMaxTx) +
+                         " bytes announced in one phase");
     }
     check_phase_end(me, me.shared(), bar, before, next(before));
   }
@@ -171,13 +177,15 @@ struct CheckedModel {
                               uint64_t after) {
     if (mbar::phase(before) == mbar::phase(after)) return;
     if (mbar::loads(after) != 0) {
-      throw_protocol(me, Rule::kExpectTx, "a phase ended with " + std::to_string(mbar::loads(after)) +
-                                              " bulk loads in flight: fewer bytes were announced than loaded");
+      throw_protocol(me, Rule::kExpectTx,
+                     "a phase ended with " + std::to_string(mbar::loads(after)) +
+                         " bulk loads in flight: fewer bytes were announced than loaded");
     }
     if (peek(block.barrier(me, bar, "mbar_arrive").waiting[mbar::phase(after)]) != 0) {
-      throw_protocol(me, Rule::kLapped, "a phase of the mbarrier at offset " +
-                                            std::to_string(reinterpret_cast<const std::byte*>(&bar) - block.smem) +
-                                            " ended while a lane still waits for the phase before it");
+      throw_protocol(me, Rule::kLapped,
+                     "a phase of the mbarrier at offset " +
+                         std::to_string(reinterpret_cast<const std::byte*>(&bar) - block.smem) +
+                         " ended while a lane still waits for the phase before it");
     }
   }
 };

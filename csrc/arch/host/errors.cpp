@@ -19,7 +19,8 @@ std::string obituary_text(const Obituary& o) {
   std::snprintf(waited, sizeof waited, "%.1f s", o.waited_s);
   std::string text = rank_text(o.rank, o.node) + " waited " + waited;
   if (o.role != nullptr && *o.role != '\0') text += std::string(" in role ") + o.role;
-  text += ", block " + std::to_string(o.block) + ", warp " + std::to_string(o.warp) + ": " + site_name(o.site);
+  text +=
+      ", block " + std::to_string(o.block) + ", warp " + std::to_string(o.warp) + ": " + site_name(o.site);
   if (o.peer >= 0) text += " from " + rank_text(o.peer, o.peer_node);
   if (o.chunk >= 0) text += ", chunk " + std::to_string(o.chunk);
   return text + ": expected " + std::to_string(o.expected) + ", saw " + std::to_string(o.seen);

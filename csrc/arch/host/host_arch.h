@@ -43,7 +43,8 @@ class HostArch {
   }
   void group_sync(int id, int num_warps_in_group) {
     Model::meets_group(*me_, id, num_warps_in_group);
-    meet(me_->block->group_arrived[id & 15], uint64_t(num_warps_in_group) * kLanes, std::memory_order_acq_rel);
+    meet(me_->block->group_arrived[id & 15], uint64_t(num_warps_in_group) * kLanes,
+         std::memory_order_acq_rel);
   }
   void block_sync() {
     Model::step(*me_);
@@ -54,7 +55,9 @@ class HostArch {
     Model::mbar_init(*me_, bar, arrivals, guards_refill);
   }
   void mbar_arrive(Mbarrier& bar) { Model::mbar_arrive(*me_, bar); }
-  void mbar_arrive_expect_tx(Mbarrier& bar, uint32_t bytes) { Model::mbar_arrive_expect_tx(*me_, bar, bytes); }
+  void mbar_arrive_expect_tx(Mbarrier& bar, uint32_t bytes) {
+    Model::mbar_arrive_expect_tx(*me_, bar, bytes);
+  }
   void mbar_wait(Mbarrier& bar, uint32_t parity, const WaitInfo& info) {
     Model::mbar_wait(*me_, bar, parity, info);
   }
@@ -74,11 +77,15 @@ class HostArch {
   template <class T>
   T ld_shared(const T* p) const { return check_type<T>(), Model::ld_shared(*me_, p); }
   template <class T>
-  void st_shared(T* p, const std::type_identity_t<T>& v) const { check_type<T>(), Model::st_shared(*me_, p, v); }
+  void st_shared(T* p, const std::type_identity_t<T>& v) const {
+    check_type<T>(), Model::st_shared(*me_, p, v);
+  }
   template <class T>
   T ld_global(const T* p) const { return check_type<T>(), Model::ld_global(*me_, p); }
   template <class T>
-  void st_global(T* p, const std::type_identity_t<T>& v) const { check_type<T>(), Model::st_global(*me_, p, v); }
+  void st_global(T* p, const std::type_identity_t<T>& v) const {
+    check_type<T>(), Model::st_global(*me_, p, v);
+  }
 
   uint64_t ld_acquire_sys(const uint64_t* flag) {
     touch(flag);

@@ -64,7 +64,9 @@ struct BlockBase {
 
 // When one missing event makes many waits expire together: the wait that names a peer is nearest to the
 // cause, then one that names a site; lanes that merely meet wait for one of those.
-inline int how_telling(const WaitInfo& info) { return info.peer >= 0 ? 2 : info.site != Site::kBlockSync ? 1 : 0; }
+inline int how_telling(const WaitInfo& info) {
+  return info.peer >= 0 ? 2 : info.site != Site::kBlockSync ? 1 : 0;
+}
 
 class Scheduler;
 class ThreadTeam;

@@ -19,7 +19,8 @@ struct RankProgram {
   std::function<void(A&, std::byte* smem)> body;  // called once per lane
 };
 
-// The blocks and lanes of a launch, kept per thread so that a launch of a shape seen before allocates nothing.
+// The blocks and lanes of a launch, kept per thread so that a launch of a shape seen before allocates
+// nothing.
 template <class A>
 struct GridMemory {
   SharedMemoryPool smem;

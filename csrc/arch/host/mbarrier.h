@@ -23,7 +23,8 @@ inline constexpr uint32_t kMaxArrivals = 0xfff;
 inline constexpr int64_t kMaxTx = (1 << 20) - 1;  // the hardware's limit
 
 constexpr uint64_t fresh(uint32_t arrivals, bool guards_refill) {
-  return uint64_t{arrivals} << kPendingShift | uint64_t{arrivals} << kCountShift | uint64_t{guards_refill} << 1;
+  return uint64_t{arrivals} << kPendingShift | uint64_t{arrivals} << kCountShift |
+         uint64_t{guards_refill} << 1;
 }
 constexpr uint32_t phase(uint64_t w) { return w & 1; }
 constexpr bool guards_refill(uint64_t w) { return (w & 2) != 0; }

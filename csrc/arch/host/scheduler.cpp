@@ -234,7 +234,8 @@ void Scheduler::check_deadlines(int64_t now) {
     if (static_cast<double>(now - since) * 1e-9 < lane.block->config->timeout_s) continue;
     if (!w.poll && w.met()) continue;
     const int more_telling = expired == nullptr ? 1 : how_telling(lane.info) - how_telling(expired->info);
-    if (more_telling > 0 || (more_telling == 0 && since < expired_since)) expired = &lane, expired_since = since;
+    if (more_telling > 0 || (more_telling == 0 && since < expired_since))
+      expired = &lane, expired_since = since;
   }
   if (expired == nullptr) return;
   expired->verdict = Verdict::kExpired;

@@ -1,0 +1,193 @@
+// Layouts: regions that never overlap, offsets that every rank computes alike, sections where bulk copies can
+// reach them.
+#include <algorithm>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "check.h"
+#include "layout/buffer.h"
+#include "layout/message.h"
+#include "layout/smem.h"
+#include "world_case.h"
+
+HEP_TEST_MAIN
+
+namespace hep {
+namespace {
+
+using test::Random;
+
+BufferShape random_shape(Random& r) {
+  BufferShape s;
+  s.num_nodes = r.between(1, 5), s.num_local_ranks = r.between(1, 8);
+  s.num_experts = s.num_nodes * s.num_local_ranks * r.between(1, 9);
+  s.max_topk = r.between(1, 40);
+  s.row_bytes = 16 * r.between(1, 3000), s.scale_bytes = 16 * r.between(0, 40);
+  s.partial_row_bytes = 16 * r.between(1, 5000);
+  s.recv_rows = r.between(1, 5000), s.chunk_tokens = r.between(1, 64), s.rail_slots = r.between(1, 9);
+  return s;
+}
+
+// Pieces of one region: each aligned, inside, and disjoint from the others.
+struct Pieces {
+  Region region;
+  std::set<std::pair<uint64_t, uint64_t>> taken;
+  void add(uint64_t at, uint64_t bytes, uint64_t alignment) {
+    CHECK_EQ(at % alignment, 0u);
+    CHECK(at >= region.offset && at + bytes <= region.offset + region.bytes);
+    CHECK(taken.emplace(at, at + bytes).second);
+  }
+  void check_disjoint() const {
+    uint64_t end = 0;
+    for (const auto& [from, to] : taken) {
+      CHECK(from >= end);
+      end = to;
+    }
+  }
+};
+
+Pieces pieces_of(const BufferLayout& b, const std::string& name) {
+  for (const Region& region : b.regions)
+    if (region.name == name) return {region, {}};
+  throw check::Failure("no region " + name);
+}
+
+}  // namespace
+
+TEST(regions_are_aligned_disjoint_and_inside) {
+  Random r(1);
+  for (int i = 0; i < 500; ++i) {
+    const BufferLayout b(random_shape(r));
+    uint64_t end = 0;
+    for (const Region& region : b.regions) {
+      CHECK_EQ(region.offset % 128, 0u);
+      CHECK(region.offset >= end);
+      end = region.offset + region.bytes;
+    }
+    CHECK(end <= b.total);
+    CHECK_EQ(b.total % 4096, 0u);
+  }
+}
+
+TEST(every_flag_slot_and_vector_has_a_place_of_its_own) {
+  Random r(2);
+  for (int i = 0; i < 200; ++i) {
+    const BufferShape s = random_shape(r);
+    const BufferLayout b(s);
+    const int nodes = int(s.num_nodes), own = int(r.below(s.num_nodes));
+    Pieces ready = pieces_of(b, "ready_flags"), done = pieces_of(b, "done_flags");
+    Pieces counts_rail = pieces_of(b, "counts_rail_flags"), counts_node = pieces_of(b, "counts_node_flags");
+    Pieces full = pieces_of(b, "rail_full_flags"), free = pieces_of(b, "rail_free_flags");
+    Pieces send = pieces_of(b, "rail_send_ring"), recv = pieces_of(b, "rail_receive_ring"), counts = pieces_of(b, "counts");
+    for (int l = 0; l < int(s.num_local_ranks); ++l) ready.add(b.ready_flag(l), 64, 64), done.add(b.done_flag(l), 64, 64);
+    for (int n = 0; n < nodes; ++n) counts_rail.add(b.counts_rail_flag(n), 64, 64);
+    for (int rank = 0; rank < int(b.num_ranks); ++rank) {
+      counts_node.add(b.counts_node_flag(rank), 64, 64);
+      for (int parity = 0; parity < 2; ++parity) counts.add(b.counts_vector(parity, rank), b.counts.vector_bytes(), 64);
+    }
+    for (int n = 0; n < nodes; ++n)
+      for (uint32_t slot = 0; n != own && slot < s.rail_slots; ++slot) {
+        full.add(b.rail_full_flag(own, n, slot), 64, 64), free.add(b.rail_free_flag(own, n, slot), 64, 64);
+        send.add(b.rail_send_slot(own, n, slot), b.slot_bytes, 128), recv.add(b.rail_recv_slot(own, n, slot), b.slot_bytes, 128);
+      }
+    for (const Pieces* p : {&ready, &done, &counts_rail, &counts_node, &full, &free, &send, &recv, &counts}) {
+      CHECK(p->taken.empty() || p->taken.size() >= 1);
+      p->check_disjoint();
+    }
+    CHECK_EQ(recv.taken.size(), size_t(nodes - 1) * s.rail_slots);
+  }
+}
+
+TEST(buffer_holds_the_largest_rows_of_its_shape) {
+  Random r(3);
+  for (int i = 0; i < 300; ++i) {
+    const BufferShape s = random_shape(r);
+    const BufferLayout b(s);
+    const World w{int32_t(s.num_nodes), int32_t(s.num_local_ranks), 0};
+    const uint32_t topk = r.between(1, s.max_topk);
+    const uint64_t message = MessageLayout::make(w, topk, true, s.scale_bytes, s.row_bytes).token_bytes();
+    const uint64_t partial = PartialLayout{s.partial_row_bytes, MessageLayout::weight_section_bytes(topk)}.row_bytes();
+    CHECK(std::max(message, partial) <= b.token_stride);
+    CHECK(std::max(message, partial) * s.chunk_tokens <= b.slot_bytes);
+    CHECK(std::max(message, partial) * s.recv_rows <= b.recv_bytes);
+  }
+}
+
+TEST(count_vector_sections_follow_each_other) {
+  for (const CountsLayout c : {CountsLayout{1, 1, 1}, CountsLayout{6, 3, 24}, CountsLayout{64, 8, 256}}) {
+    CHECK_EQ(c.rows_at(), uint32_t(kCountHeaderWords));
+    CHECK_EQ(c.node_tokens_at(), c.rows_at() + c.num_ranks);
+    CHECK_EQ(c.experts_at(), c.node_tokens_at() + c.num_nodes);
+    CHECK_EQ(c.words(), c.experts_at() + c.num_experts);
+    CHECK(c.vector_bytes() >= 4 * c.words() && c.vector_bytes() % 64 == 0);
+    std::vector<uint32_t> words(c.num_ranks * c.vector_bytes() / 4);
+    for (size_t i = 0; i < words.size(); ++i) words[i] = uint32_t(i);
+    const CountsView view{c, reinterpret_cast<const unsigned char*>(words.data())};
+    const int last = int(c.num_ranks) - 1;
+    const uint32_t base = uint32_t(last * c.vector_bytes() / 4);
+    CHECK_EQ(view.header(last, 3), base + 3);
+    CHECK_EQ(view.rows(last, last), base + c.rows_at() + uint32_t(last));
+    CHECK_EQ(view.node_tokens(last, 0), base + c.node_tokens_at());
+    CHECK_EQ(view.pairs(last, int(c.num_experts) - 1), base + c.words() - 1);
+  }
+}
+
+TEST(message_sections_are_where_bulk_copies_reach) {
+  Random r(4);
+  for (int i = 0; i < 500; ++i) {
+    const World w{int32_t(r.between(1, 5)), int32_t(r.between(1, 72)), 0};
+    const uint32_t topk = r.between(1, 200), scales = 16 * r.between(0, 9), row = 16 * r.between(1, 999);
+    const bool weights = r.one_in(2);
+    const MessageLayout m = MessageLayout::make(w, topk, weights, scales, row);
+    CHECK_EQ(m.max_dsts, std::min(topk, uint32_t(w.num_local_ranks)));
+    CHECK(MessageLayout::dsts_at() == sizeof(RecordHeader) && m.pairs_at() == MessageLayout::dsts_at() + 8 * m.max_dsts);
+    CHECK(m.pairs_at() + 8 * topk <= m.record_bytes);
+    CHECK_EQ(m.weights_at(), m.record_bytes);
+    CHECK(weights ? m.weight_bytes >= 4 * topk : m.weight_bytes == 0);
+    CHECK_EQ(m.scales_at(), m.weights_at() + m.weight_bytes);
+    CHECK_EQ(m.payload_at(), m.scales_at() + scales);
+    CHECK_EQ(m.token_bytes(), m.payload_at() + row);
+    for (const uint32_t at : {m.weights_at(), m.scales_at(), m.payload_at(), m.token_bytes()}) CHECK_EQ(at % 16, 0u);
+  }
+}
+
+TEST(fifo_sections_are_disjoint) {
+  Random r(5);
+  for (int i = 0; i < 500; ++i) {
+    const uint64_t start = r.below(100000), stage = r.between(1, 40000), head = 16 * r.between(1, 4);
+    const uint32_t stages = r.between(1, 12);
+    const FifoLayout f = FifoLayout::make(start, stages, stage, head, 8);
+    CHECK(f.data_at >= start && f.data_at % 128 == 0 && f.stage_bytes >= stage && f.stage_bytes % 128 == 0);
+    CHECK(f.heads_at >= f.data_at + uint64_t(stages) * f.stage_bytes && f.heads_at % 16 == 0);
+    CHECK(f.full_at >= f.heads_at + stages * head && f.full_at % 8 == 0);
+    CHECK(f.empty_at >= f.full_at + stages * 8 && f.empty_at % 8 == 0);
+    CHECK(f.end >= f.empty_at + stages * 8 && f.end % 128 == 0);
+  }
+}
+
+TEST(stages_fit_the_budget_unless_too_few_would) {
+  CHECK_EQ(stages_that_fit(1000, 100, 2, 20), 10u);
+  CHECK_EQ(stages_that_fit(1000, 100, 2, 6), 6u);
+  CHECK_EQ(stages_that_fit(1000, 900, 2, 6), 2u);
+}
+
+TEST(bad_shapes_are_refused) {
+  auto with = [](auto&& change) {
+    BufferShape s;
+    change(s);
+    s.validate();
+  };
+  with([](BufferShape&) {});
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.num_nodes = 0; }));
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.num_nodes = 2; }));  // one expert on two ranks
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.row_bytes = 24; }));
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.row_bytes = 0; }));
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.scale_bytes = 8; }));
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.partial_row_bytes = 4; }));
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.chunk_tokens = 0; }));
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.rail_slots = 0; }));
+  CHECK_THROWS(std::invalid_argument, with([](BufferShape& s) { s.max_topk = 0; }));
+}
+
+}  // namespace hep
