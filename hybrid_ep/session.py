@@ -103,8 +103,9 @@ class Session:
             if self.why_closed is not None:
                 raise BufferFailedError(self.why_closed)
             yield self
-        except (DeadlineError, BootstrapError) as error:
-            self.close(f"this buffer failed earlier: {error}; make a new HybridEPBuffer")
+        except (DeadlineError, BootstrapError, KeyboardInterrupt) as error:  # the ranks are out of step now
+            why = str(error) or "interrupted while waiting for other ranks"
+            self.close(f"this buffer failed earlier: {why}; make a new HybridEPBuffer")
             raise
         finally:
             self._lock.release()

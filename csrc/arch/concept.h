@@ -47,10 +47,12 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.num_blocks() } -> std::same_as<int>;
   { a.set_role("name") };  // names this lane's role in obituaries
 
-  // Convergence. elect_one: true on exactly one lane of the warp (always the same one within a kernel);
-  // converges the warp but orders no memory. warp_sync / group_sync / block_sync order memory of the lanes
-  // taking part (cta scope). group_sync(id, n): named barrier of n warps; ids 1..15, an id belongs to one
-  // group of warps for the whole kernel.
+  // Convergence. elect_one: true on exactly one lane of the warp, the same one within a kernel but not necessarily
+  // lane 0; converges the warp but orders no memory. warp_sync / group_sync / block_sync order memory of the lanes
+  // taking part (cta scope). group_sync(id, n): named barrier of n warps; ids 1..15, an id belongs to one group of
+  // warps for the whole kernel. A lane that returns early must not be missed at a later meeting of its warp.
+  // Lanes of a warp that all wait on an mbarrier must meet before one of them does what lets the barrier complete
+  // its next phase: a slow lane would be lapped and wait for ever.
   { a.elect_one() } -> std::same_as<bool>;
   { a.warp_sync() };
   { a.group_sync(int{}, int{}) };

@@ -29,6 +29,7 @@ struct BufferShape {
     need(num_nodes >= 1 && num_local_ranks >= 1, "num_nodes and num_local_ranks must be at least 1");
     need(num_experts >= 1 && num_experts % (num_nodes * num_local_ranks) == 0,
          "num_experts must be a positive multiple of the number of ranks");
+    need(row_bytes >= 16 && partial_row_bytes >= 16, "row_bytes and partial_row_bytes must be at least 16");
     need(row_bytes % 16 == 0 && scale_bytes % 16 == 0 && partial_row_bytes % 16 == 0,
          "row_bytes, scale_bytes and partial_row_bytes must be multiples of 16");
     need(chunk_tokens >= 1 && rail_slots >= 1, "chunk_tokens and rail_slots must be at least 1");

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "arch/concept.h"
+#include "common/macros.h"
 
 namespace hep {
 

@@ -34,7 +34,8 @@ inline __attribute__((always_inline)) void round(T* HEP_RESTRICT out, const floa
 
 }  // namespace
 
-HEP_VECTOR_CLONES void add_tile(float* acc, const void* row, DType type, size_t n, bool first, bool scaled, float scale) {
+HEP_VECTOR_CLONES void add_tile(float* acc, const void* row, DType type, size_t n, bool first, bool scaled,
+                                float scale) {
   switch (type) {
     case DType::kBf16: return add(acc, static_cast<const Bf16*>(row), n, first, scaled, scale);
     case DType::kFp16: return add(acc, static_cast<const Fp16*>(row), n, first, scaled, scale);
