@@ -97,7 +97,8 @@ struct StageProducer {
   }
 };
 
-// Consumer end of warp `index` of `stride` consumer warps.
+// Consumer end of warp `index` of `stride` consumer warps. num_stages is a multiple of stride, else a consumer would
+// meet one stage in the same phase twice.
 template <Arch A, class Head>
 struct StageConsumer {
   StageFifo<A, Head> fifo;

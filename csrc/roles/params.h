@@ -36,7 +36,7 @@ struct PlanView {
   uint32_t recv_rows;                   // M
   uint32_t first_expert, num_local_experts;
   unsigned char* row_records;   // [M][record_bytes], filled by the first dispatch
-  float* row_weights;           // [M][weight_stride], likewise; null when no weights travelled
+  float* row_weights;           // [M][weight_stride], likewise; zeros when no weights travelled
   const uint32_t* zero_ranges;  // [num_zero_ranges][2] permuted rows without a token
   uint32_t num_zero_ranges;
   bool fresh;  // the first dispatch of this plan: facts are to be written

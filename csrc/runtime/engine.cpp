@@ -153,6 +153,15 @@ void Engine::require_row(uint64_t row_bytes, uint64_t rows, const char* what) co
                          " bytes do not fit this buffer; it must grow first");
 }
 
+// What would leave the ranks out of step if a kernel found it.
+void Engine::require_sizes(uint64_t row_bytes, uint64_t scale_bytes, int num_blocks) {
+  if (row_bytes == 0 || row_bytes % 16 || scale_bytes % 16)
+    throw std::invalid_argument("x: a row has " + std::to_string(row_bytes) + " bytes and " +
+                                std::to_string(scale_bytes) +
+                                " of scales; both must be multiples of 16, the row not empty");
+  if (num_blocks < 1) throw std::invalid_argument("num_blocks: is " + std::to_string(num_blocks) + "; give at least 1");
+}
+
 void Engine::require_world(const Plan& plan) const {
   const World& w = plan.world();
   if (w.num_nodes != world_.num_nodes || w.num_local_ranks != world_.num_local_ranks || w.rank != world_.rank)
@@ -172,6 +181,7 @@ void Engine::advance_rails(const Plan& plan, bool dispatch) {
 
 void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_world(plan);
+  require_sizes(c.row_bytes, c.scale_bytes, c.num_blocks);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   DispatchParams p{};
   p.world = world_;
@@ -206,6 +216,7 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
 void Engine::combine(Plan& plan, const CombineCall& c) {
   require_world(plan);
   if (!plan.complete()) throw std::invalid_argument("handle: its dispatch has not run");
+  require_sizes(uint64_t(c.hidden) * dtype_bytes(c.dtype), 0, c.num_blocks);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   CombineParams p{};
   p.world = world_;

@@ -79,6 +79,7 @@ class Engine {
   NodeGate open_gate();
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
   void require_world(const Plan& plan) const;
+  static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes, int num_blocks);
   void advance_rails(const Plan& plan, bool dispatch);
 
   World world_;

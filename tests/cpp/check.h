@@ -29,9 +29,7 @@ inline std::vector<Test>& tests() {
 }
 // For families of tests: `static hep::check::Register r("name<4>", [] { ... });`
 struct Register {
-  Register(std::string name, std::function<void()> body) {
-    tests().push_back({std::move(name), std::move(body)});
-  }
+  Register(std::string name, std::function<void()> body) { tests().push_back({std::move(name), std::move(body)}); }
 };
 [[noreturn]] inline void fail(const char* file, int line, const std::string& what) {
   throw Failure(std::string(file) + ":" + std::to_string(line) + ": " + what);
@@ -48,9 +46,12 @@ inline int main(int argc, char** argv) {
   std::string filter;
   bool list = false;
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "--filter") == 0 && i + 1 < argc) filter = argv[++i];
-    else if (std::strcmp(argv[i], "--list") == 0) list = true;
-    else return std::fprintf(stderr, "usage: %s [--list] [--filter TEXT]\n", argv[0]), 2;
+    if (std::strcmp(argv[i], "--filter") == 0 && i + 1 < argc)
+      filter = argv[++i];
+    else if (std::strcmp(argv[i], "--list") == 0)
+      list = true;
+    else
+      return std::fprintf(stderr, "usage: %s [--list] [--filter TEXT]\n", argv[0]), 2;
   }
   int passed = 0, failed = 0;
   for (const Test& test : tests()) {
@@ -79,17 +80,26 @@ inline int main(int argc, char** argv) {
 
 }  // namespace hep::check
 
-#define HEP_TEST_MAIN int main(int argc, char** argv) { return hep::check::main(argc, argv); }
-#define TEST(name)                                                        \
-  static void test_##name();                                              \
-  static hep::check::Register register_##name(#name, test_##name);        \
+#define HEP_TEST_MAIN                    \
+  int main(int argc, char** argv) {      \
+    return hep::check::main(argc, argv); \
+  }
+#define TEST(name)                                                 \
+  static void test_##name();                                       \
+  static hep::check::Register register_##name(#name, test_##name); \
   static void test_##name()
-#define CHECK(cond) \
-  do { if (!(cond)) hep::check::fail(__FILE__, __LINE__, "CHECK(" #cond ")"); } while (0)
+#define CHECK(cond)                                                        \
+  do {                                                                     \
+    if (!(cond)) hep::check::fail(__FILE__, __LINE__, "CHECK(" #cond ")"); \
+  } while (0)
 #define CHECK_EQ(a, b) hep::check::equal((a), (b), "CHECK_EQ(" #a ", " #b ")", __FILE__, __LINE__)
-#define CHECK_THROWS(type, ...)                                                                        \
-  do {                                                                                                 \
-    bool threw_ = false;                                                                               \
-    try { __VA_ARGS__; } catch (const type&) { threw_ = true; }                                        \
-    if (!threw_) hep::check::fail(__FILE__, __LINE__, "CHECK_THROWS(" #type "): " #__VA_ARGS__);       \
+#define CHECK_THROWS(type, ...)                                                                  \
+  do {                                                                                           \
+    bool threw_ = false;                                                                         \
+    try {                                                                                        \
+      __VA_ARGS__;                                                                               \
+    } catch (const type&) {                                                                      \
+      threw_ = true;                                                                             \
+    }                                                                                            \
+    if (!threw_) hep::check::fail(__FILE__, __LINE__, "CHECK_THROWS(" #type "): " #__VA_ARGS__); \
   } while (0)

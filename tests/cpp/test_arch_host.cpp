@@ -228,8 +228,7 @@ ON_ALL(bulk_relay);
 template <class A, class T>
 void round_trip(A& a, std::byte* shared, std::byte* global) {
   T value, back;
-  for (size_t i = 0; i < sizeof(T); ++i)
-    reinterpret_cast<uint8_t*>(&value)[i] = static_cast<uint8_t>(17 * i + 5);
+  for (size_t i = 0; i < sizeof(T); ++i) reinterpret_cast<uint8_t*>(&value)[i] = static_cast<uint8_t>(17 * i + 5);
   a.st_shared(reinterpret_cast<T*>(shared), value);
   back = a.ld_shared(reinterpret_cast<const T*>(shared));
   CHECK(std::memcmp(&back, &value, sizeof(T)) == 0);

@@ -39,12 +39,14 @@ using PlainThreads1 = PlainThreads<1>;
 using PlainThreads4 = PlainThreads<4>;
 
 // Registers `template <class A> void body()` for every checked executor, or for every executor.
-#define ON_CHECKED(body)                                                                \
-  HEP_FIBERS(HEP_REGISTER(body, CheckedFibers1); HEP_REGISTER(body, CheckedFibers4);)   \
-  HEP_REGISTER(body, CheckedThreads1); HEP_REGISTER(body, CheckedThreads4)
-#define ON_ALL(body)                                                                    \
-  HEP_FIBERS(HEP_REGISTER(body, PlainFibers);)                                          \
-  HEP_REGISTER(body, PlainThreads1); HEP_REGISTER(body, PlainThreads4);                 \
+#define ON_CHECKED(body)                                                              \
+  HEP_FIBERS(HEP_REGISTER(body, CheckedFibers1); HEP_REGISTER(body, CheckedFibers4);) \
+  HEP_REGISTER(body, CheckedThreads1);                                                \
+  HEP_REGISTER(body, CheckedThreads4)
+#define ON_ALL(body)                           \
+  HEP_FIBERS(HEP_REGISTER(body, PlainFibers);) \
+  HEP_REGISTER(body, PlainThreads1);           \
+  HEP_REGISTER(body, PlainThreads4);           \
   ON_CHECKED(body)
 
 }  // namespace hep::host::test

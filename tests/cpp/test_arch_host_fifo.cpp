@@ -11,20 +11,20 @@ constexpr int kItems = 60, kWords = 8;
 // What can be wrong with it. The checked model must notice every one of these.
 enum class Bug {
   kNone,
-  kNoWaitEmpty,         // the producer does not wait for its stage
-  kNoWaitFull,          // the consumer does not wait for its data
-  kHalfExpected,        // announces half of the bytes it loads
-  kNoWaitRead,          // refills the out slot while its store may still read it
-  kWaitReadTooFew,      // allows one group too many
-  kNoPublish,           // neither stores nor hand-over are ordered before the async proxy
-  kOneLanePublishes,    // lanes > 1
-  kNoSyncAfterPublish,  // lanes > 1: the leader does not wait for the other lanes
-  kNoSyncAfterWaitRead, // lanes > 1: the other lanes do not wait for the leader
-  kReleaseBeforeRead,   // hands the stage back before reading it
-  kNoRelease,           // never hands the stage back
-  kNoFinalWait,         // returns with stores under way
-  kUncommitted,         // never commits its stores
-  kNoMeetingAfterWait,  // lanes > 1: the leader fills the stage although others have not seen it empty
+  kNoWaitEmpty,          // the producer does not wait for its stage
+  kNoWaitFull,           // the consumer does not wait for its data
+  kHalfExpected,         // announces half of the bytes it loads
+  kNoWaitRead,           // refills the out slot while its store may still read it
+  kWaitReadTooFew,       // allows one group too many
+  kNoPublish,            // neither stores nor hand-over are ordered before the async proxy
+  kOneLanePublishes,     // lanes > 1
+  kNoSyncAfterPublish,   // lanes > 1: the leader does not wait for the other lanes
+  kNoSyncAfterWaitRead,  // lanes > 1: the other lanes do not wait for the leader
+  kReleaseBeforeRead,    // hands the stage back before reading it
+  kNoRelease,            // never hands the stage back
+  kNoFinalWait,          // returns with stores under way
+  kUncommitted,          // never commits its stores
+  kNoMeetingAfterWait,   // lanes > 1: the leader fills the stage although others have not seen it empty
 };
 
 template <class A, int kStages, Bug kBug = Bug::kNone>
@@ -74,8 +74,10 @@ void ring(uint64_t seed, double timeout_s = 20) {
       if (kBug != Bug::kNoWaitFull) a.mbar_wait(s.full[stage], parity, {Site::kStageFull, -1, item});
       if (kBug == Bug::kReleaseBeforeRead && leader) a.mbar_arrive(s.empty[stage]);
       if (leader && kBug != Bug::kNoWaitRead) {
-        if (kBug == Bug::kWaitReadTooFew) a.template bulk_wait_read<2>();
-        else a.template bulk_wait_read<1>();
+        if (kBug == Bug::kWaitReadTooFew)
+          a.template bulk_wait_read<2>();
+        else
+          a.template bulk_wait_read<1>();
       }
       if (kBug != Bug::kNoSyncAfterWaitRead) a.warp_sync();
       for (int i = a.lane(); i < kWords; i += A::kLanes) {
@@ -120,8 +122,8 @@ void must_fail() {
     }
   }
   if (caught < 4) {
-    throw check::Failure("bug " + std::to_string(static_cast<int>(kBug)) + " noticed for " +
-                         std::to_string(caught) + " of 5 seeds");
+    throw check::Failure("bug " + std::to_string(static_cast<int>(kBug)) + " noticed for " + std::to_string(caught) +
+                         " of 5 seeds");
   }
 }
 

@@ -41,8 +41,7 @@ void deadline_of_a_flag() {
   CHECK(o.expected == 4 && o.seen == 2 && std::string(o.role) == "g2s" && o.warp == 0);
   const std::string what = DeadlineError(o).what();
   CHECK(what.find("rank 5 (node 2) waited ") == 0);
-  CHECK(what.find(
-            " in role g2s, block 1, warp 0: rail_chunk from rank 1 (node 0), chunk 3: expected 4, saw 2") !=
+  CHECK(what.find(" in role g2s, block 1, warp 0: rail_chunk from rank 1 (node 0), chunk 3: expected 4, saw 2") !=
         std::string::npos);
 }
 ON_ALL(deadline_of_a_flag);
@@ -62,7 +61,11 @@ ON_ALL(deadline_of_an_mbarrier);
 
 template <class A>
 void deadline_of_meetings() {
-  const Obituary block = obituary_of<A>([](A& a, std::byte*) { if (a.warp_idx() == 0) a.block_sync(); }, 2);
+  const Obituary block = obituary_of<A>(
+      [](A& a, std::byte*) {
+        if (a.warp_idx() == 0) a.block_sync();
+      },
+      2);
   CHECK(block.site == Site::kBlockSync && block.warp == 0);
   CHECK(block.expected == 2 * A::kLanes);
   CHECK(A::Exec::kThreads ? block.seen <= A::kLanes : block.seen == A::kLanes);
@@ -92,10 +95,12 @@ ON_ALL(deadline_of_polling);
 template <class A>
 void obituary_prefers_the_wait_for_a_peer() {
   uint64_t flag = 0;
-  const Obituary o = obituary_of<A>([&](A& a, std::byte*) {
-    if (a.warp_idx() == 2) a.wait_ge_sys(&flag, 1, {Site::kPeerReady, 3});
-    a.block_sync();
-  }, 4);
+  const Obituary o = obituary_of<A>(
+      [&](A& a, std::byte*) {
+        if (a.warp_idx() == 2) a.wait_ge_sys(&flag, 1, {Site::kPeerReady, 3});
+        a.block_sync();
+      },
+      4);
   if (!A::Exec::kThreads) CHECK(o.site == Site::kPeerReady);  // threads: whoever notices first
 }
 ON_ALL(obituary_prefers_the_wait_for_a_peer);
@@ -113,20 +118,23 @@ void one_failure_ends_all() {
     uint64_t flag = 0;
     const int64_t start = now_ns();
     CHECK_THROWS(Boom, launch<A>(grid(2, 3, 64), [&](A& a, std::byte*) {
-      struct Count {
-        std::atomic<int>& n;
-        ~Count() { ++n; }
-      } count{left};
-      ++entered;
-      if (a.block_idx() == 1 && a.warp_idx() == 1 && a.elect_one()) throw Boom("boom");
-      if (a.warp_idx() == 0) a.wait_ge_sys(&flag, 1, kSite);
-      if (a.warp_idx() == 2) for (;;) a.poll_idle(kSite, 1, 0);
-      a.block_sync();
-    }));
+                   struct Count {
+                     std::atomic<int>& n;
+                     ~Count() { ++n; }
+                   } count{left};
+                   ++entered;
+                   if (a.block_idx() == 1 && a.warp_idx() == 1 && a.elect_one()) throw Boom("boom");
+                   if (a.warp_idx() == 0) a.wait_ge_sys(&flag, 1, kSite);
+                   if (a.warp_idx() == 2)
+                     for (;;) a.poll_idle(kSite, 1, 0);
+                   a.block_sync();
+                 }));
     CHECK(now_ns() - start < 5'000'000'000);
     CHECK_EQ(entered.load(), left.load());
     int lanes = 0;
-    launch<A>(grid(1, 1), [&](A& a, std::byte*) { if (a.elect_one()) ++lanes; });
+    launch<A>(grid(1, 1), [&](A& a, std::byte*) {
+      if (a.elect_one()) ++lanes;
+    });
     CHECK_EQ(lanes, 1);
   }
 }
@@ -172,9 +180,9 @@ template <class A>
 void failures_leak_no_stacks() {
   const auto fail_once = [] {
     CHECK_THROWS(Boom, launch<A>(grid(2, 4, 256), [](A& a, std::byte*) {
-      if (a.block_idx() == 0 && a.warp_idx() == 3) throw Boom("boom");
-      a.block_sync();
-    }));
+                   if (a.block_idx() == 0 && a.warp_idx() == 3) throw Boom("boom");
+                   a.block_sync();
+                 }));
   };
   for (int i = 0; i < 10; ++i) fail_once();
   const size_t before = num_mappings();
@@ -225,22 +233,23 @@ void world_of_ranks() {
     LaunchConfig config = grid(1 + rank % 2, 1 + rank, 64);
     config.rank = rank;
     programs.push_back({config, [&, rank](A& a, std::byte*) {
-      const auto me = static_cast<size_t>(rank), left = static_cast<size_t>((rank + kRanks - 1) % kRanks);
-      CHECK_EQ(a.num_warps(), 1 + rank);
-      for (uint64_t round = 1; round <= 5; ++round) {
-        a.block_sync();
-        if (a.block_idx() == 0 && a.warp_idx() == 0 && a.elect_one()) {
-          if (rank != 0) {
-            a.wait_ge_sys(&flag[left], round, {Site::kPeerReady, rank - 1});
-            CHECK_EQ(a.ld_global(&payload[left]), 10 * static_cast<uint32_t>(round));
-          }
-          a.st_global(&payload[me], 10 * static_cast<uint32_t>(round));
-          a.st_release_sys(&flag[me], round);
-          a.wait_ge_sys(&flag[kRanks - 1], round, {Site::kPeerDone, kRanks - 1});
-        }
-        a.block_sync();
-      }
-    }});
+                          const auto me = static_cast<size_t>(rank),
+                                     left = static_cast<size_t>((rank + kRanks - 1) % kRanks);
+                          CHECK_EQ(a.num_warps(), 1 + rank);
+                          for (uint64_t round = 1; round <= 5; ++round) {
+                            a.block_sync();
+                            if (a.block_idx() == 0 && a.warp_idx() == 0 && a.elect_one()) {
+                              if (rank != 0) {
+                                a.wait_ge_sys(&flag[left], round, {Site::kPeerReady, rank - 1});
+                                CHECK_EQ(a.ld_global(&payload[left]), 10 * static_cast<uint32_t>(round));
+                              }
+                              a.st_global(&payload[me], 10 * static_cast<uint32_t>(round));
+                              a.st_release_sys(&flag[me], round);
+                              a.wait_ge_sys(&flag[kRanks - 1], round, {Site::kPeerDone, kRanks - 1});
+                            }
+                            a.block_sync();
+                          }
+                        }});
   }
   launch_world<A>(std::span<const RankProgram<A>>(programs));
   for (const uint64_t f : flag) CHECK_EQ(f, 5u);
@@ -307,8 +316,7 @@ void bad_configurations_and_nesting() {
   config.timeout_s = 0;
   CHECK_THROWS(std::invalid_argument, launch<A>(config, nothing));
   if (!A::Exec::kThreads) {
-    CHECK_THROWS(std::logic_error,
-                 launch<A>(grid(1, 1), [&](A&, std::byte*) { launch<A>(grid(1, 1), nothing); }));
+    CHECK_THROWS(std::logic_error, launch<A>(grid(1, 1), [&](A&, std::byte*) { launch<A>(grid(1, 1), nothing); }));
   }
   launch<A>(grid(1, 1), nothing);
 }

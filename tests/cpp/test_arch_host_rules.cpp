@@ -5,7 +5,9 @@
 #include <ostream>
 
 namespace hep::host {
-inline std::ostream& operator<<(std::ostream& os, Rule rule) { return os << rule_name(rule); }
+inline std::ostream& operator<<(std::ostream& os, Rule rule) {
+  return os << rule_name(rule);
+}
 }  // namespace hep::host
 
 namespace hep::host::test {
@@ -68,8 +70,7 @@ template <class A>
 void rule_outside_shared() {
   EXPECT_RULE(Rule::kOutsideShared, { a.ld_shared(reinterpret_cast<Vec16*>(&s + 1)); });
   EXPECT_RULE(Rule::kOutsideShared, { a.st_shared(reinterpret_cast<uint32_t*>(global_memory), 1); });
-  EXPECT_RULE(Rule::kOutsideShared,
-              { a.bulk_g2s(reinterpret_cast<uint8_t*>(&s + 1) - 16, global_memory, 32, s.bar); });
+  EXPECT_RULE(Rule::kOutsideShared, { a.bulk_g2s(reinterpret_cast<uint8_t*>(&s + 1) - 16, global_memory, 32, s.bar); });
   EXPECT_RULE(Rule::kOutsideShared, { a.bulk_g2s(s.data[0], s.data[1], 16, s.bar); });
   EXPECT_RULE(Rule::kOutsideShared, { a.bulk_s2g(global_memory, global_memory + 64, 32); });
   EXPECT_RULE(Rule::kOutsideShared, { a.ld_global(reinterpret_cast<uint32_t*>(s.data[0])); });
@@ -146,12 +147,14 @@ ON_CHECKED(rule_expect_tx_too_many);
 template <class A>
 void rule_expect_tx_too_few() {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    const Rule rule = reported<A>([](A& a, Smem<A>& s) {
-      a.mbar_arrive_expect_tx(s.bar, 32);
-      a.bulk_g2s(s.data[0], global_memory, 32, s.bar);
-      a.bulk_g2s(s.data[1], global_memory, 32, s.bar);
-      a.mbar_wait(s.bar, 0, kSite);
-    }, 20, seed);
+    const Rule rule = reported<A>(
+        [](A& a, Smem<A>& s) {
+          a.mbar_arrive_expect_tx(s.bar, 32);
+          a.bulk_g2s(s.data[0], global_memory, 32, s.bar);
+          a.bulk_g2s(s.data[1], global_memory, 32, s.bar);
+          a.mbar_wait(s.bar, 0, kSite);
+        },
+        20, seed);
     CHECK(rule == Rule::kExpectTx || rule == Rule::kUnfinishedLoad);
   }
 }
@@ -209,20 +212,28 @@ template <class A>
   const auto crime = [](auto access) {
     for (int attempt = 0; attempt < 200; ++attempt) {
       try {
-        const Rule rule = reported<A>([&](A& a, Smem<A>& s) {
-          for (int i = 0; i < 4; ++i) a.bulk_g2s(s.data[i], global_memory, 128, s.bar);
-          access(a, s);
-          a.mbar_arrive_expect_tx(s.bar, 512);
-          a.mbar_wait(s.bar, 0, kSite);
-        }, 20, static_cast<uint64_t>(attempt));
+        const Rule rule = reported<A>(
+            [&](A& a, Smem<A>& s) {
+              for (int i = 0; i < 4; ++i) a.bulk_g2s(s.data[i], global_memory, 128, s.bar);
+              access(a, s);
+              a.mbar_arrive_expect_tx(s.bar, 512);
+              a.mbar_wait(s.bar, 0, kSite);
+            },
+            20, static_cast<uint64_t>(attempt));
         return rule;
       } catch (const check::Failure&) {
       }
     }
     throw check::Failure("never caught");
   };
-  CHECK_EQ(crime([](A& a, Smem<A>& s) { for (auto& d : s.data) a.ld_shared(d); }), Rule::kLoadInFlight);
-  CHECK_EQ(crime([](A& a, Smem<A>& s) { for (auto& d : s.data) a.st_shared(d, 1); }), Rule::kLoadInFlight);
+  CHECK_EQ(crime([](A& a, Smem<A>& s) {
+             for (auto& d : s.data) a.ld_shared(d);
+           }),
+           Rule::kLoadInFlight);
+  CHECK_EQ(crime([](A& a, Smem<A>& s) {
+             for (auto& d : s.data) a.st_shared(d, 1);
+           }),
+           Rule::kLoadInFlight);
   CHECK_EQ(crime([](A& a, Smem<A>& s) {
              for (auto& d : s.data) a.bulk_s2g(global_memory, d, 16);
              a.bulk_commit();
@@ -325,7 +336,10 @@ void rule_divergence() {
     };
     CHECK_EQ(rule([](A& a) { a.lane() == 1 ? (void)a.elect_one() : a.warp_sync(); }), Rule::kDivergence);
     if constexpr (!A::Exec::kThreads) {  // under threads the deadline may be the one to tell
-      CHECK_EQ(rule([](A& a) { if (a.lane() != 2) a.warp_sync(); }), Rule::kDivergence);
+      CHECK_EQ(rule([](A& a) {
+                 if (a.lane() != 2) a.warp_sync();
+               }),
+               Rule::kDivergence);
     }
   }
 }
@@ -336,9 +350,7 @@ void rule_named_barrier() {
   EXPECT_RULE(Rule::kNamedBarrier, { a.group_sync(0, 1); });
   EXPECT_RULE(Rule::kNamedBarrier, { a.group_sync(16, 1); });
   EXPECT_RULE(Rule::kNamedBarrier, { a.group_sync(1, 3); });
-  const auto two_groups_one_id = [] {
-    launch<A>(grid(1, 2), [](A& a, std::byte*) { a.group_sync(1, 1); });
-  };
+  const auto two_groups_one_id = [] { launch<A>(grid(1, 2), [](A& a, std::byte*) { a.group_sync(1, 1); }); };
   CHECK_THROWS(ProtocolError, two_groups_one_id());
 }
 ON_CHECKED(rule_named_barrier);
@@ -359,7 +371,7 @@ void legal_neighbours() {
       a.mbar_arrive_expect_tx(s.bar, 64);
       a.mbar_wait(s.bar, 0, kSite);
       a.ld_shared(s.data[0]);
-      a.bulk_s2g(global_memory + 256, s.data[0], 64);   // read by both proxies
+      a.bulk_s2g(global_memory + 256, s.data[0], 64);  // read by both proxies
       a.bulk_commit();
       a.publish_shared();
       a.mbar_arrive(s.guard);

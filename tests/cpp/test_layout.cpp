@@ -79,8 +79,10 @@ TEST(every_flag_slot_and_vector_has_a_place_of_its_own) {
     Pieces ready = pieces_of(b, "ready_flags"), done = pieces_of(b, "done_flags");
     Pieces counts_rail = pieces_of(b, "counts_rail_flags"), counts_node = pieces_of(b, "counts_node_flags");
     Pieces full = pieces_of(b, "rail_full_flags"), free = pieces_of(b, "rail_free_flags");
-    Pieces send = pieces_of(b, "rail_send_ring"), recv = pieces_of(b, "rail_receive_ring"), counts = pieces_of(b, "counts");
-    for (int l = 0; l < int(s.num_local_ranks); ++l) ready.add(b.ready_flag(l), 64, 64), done.add(b.done_flag(l), 64, 64);
+    Pieces send = pieces_of(b, "rail_send_ring"), recv = pieces_of(b, "rail_receive_ring"),
+           counts = pieces_of(b, "counts");
+    for (int l = 0; l < int(s.num_local_ranks); ++l)
+      ready.add(b.ready_flag(l), 64, 64), done.add(b.done_flag(l), 64, 64);
     for (int n = 0; n < nodes; ++n) counts_rail.add(b.counts_rail_flag(n), 64, 64);
     for (int rank = 0; rank < int(b.num_ranks); ++rank) {
       counts_node.add(b.counts_node_flag(rank), 64, 64);
@@ -89,7 +91,8 @@ TEST(every_flag_slot_and_vector_has_a_place_of_its_own) {
     for (int n = 0; n < nodes; ++n)
       for (uint32_t slot = 0; n != own && slot < s.rail_slots; ++slot) {
         full.add(b.rail_full_flag(own, n, slot), 64, 64), free.add(b.rail_free_flag(own, n, slot), 64, 64);
-        send.add(b.rail_send_slot(own, n, slot), b.slot_bytes, 128), recv.add(b.rail_recv_slot(own, n, slot), b.slot_bytes, 128);
+        send.add(b.rail_send_slot(own, n, slot), b.slot_bytes, 128),
+            recv.add(b.rail_recv_slot(own, n, slot), b.slot_bytes, 128);
       }
     for (const Pieces* p : {&ready, &done, &counts_rail, &counts_node, &full, &free, &send, &recv, &counts}) {
       CHECK(p->taken.empty() || p->taken.size() >= 1);
@@ -141,7 +144,8 @@ TEST(message_sections_are_where_bulk_copies_reach) {
     const bool weights = r.one_in(2);
     const MessageLayout m = MessageLayout::make(w, topk, weights, scales, row);
     CHECK_EQ(m.max_dsts, std::min(topk, uint32_t(w.num_local_ranks)));
-    CHECK(MessageLayout::dsts_at() == sizeof(RecordHeader) && m.pairs_at() == MessageLayout::dsts_at() + 8 * m.max_dsts);
+    CHECK(MessageLayout::dsts_at() == sizeof(RecordHeader) &&
+          m.pairs_at() == MessageLayout::dsts_at() + 8 * m.max_dsts);
     CHECK(m.pairs_at() + 8 * topk <= m.record_bytes);
     CHECK_EQ(m.weights_at(), m.record_bytes);
     CHECK(weights ? m.weight_bytes >= 4 * topk : m.weight_bytes == 0);

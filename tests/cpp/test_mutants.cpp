@@ -22,15 +22,16 @@ HEP_TEST_MAIN
 namespace hep::test {
 namespace {
 
-constexpr int kAttempts = 60;           // for a mutant to be caught in
-constexpr double kShortDeadline = 0.3;  // of a wait; doubled while the unchanged code cannot meet it
+constexpr int kAttempts = 80;            // for a mutant to be caught in
+constexpr double kShortDeadline = 0.25;  // of a wait; doubled while the unchanged code cannot meet four times as much
 
 // Small worlds, with a bias to what protocols get wrong: one slot, one token a chunk, several tiles, skew.
 WorldCase attempt(int i) {
   CaseLimits limits{3, 3, 6, 12, 3, 6, 0, i % 2 ? "host_checked_lanes4" : "host_checked"};
   if (i % 6 == 5) limits.big_rows_one_in = 1;
+  if (i % 6 == 0) limits.max_tokens = 24, limits.max_blocks = 2;
   WorldCase w = random_case(7000 + uint64_t(i), limits);
-  if (i % 3 == 0) w.rail_slots = 1, w.chunk_tokens = i % 4 < 2 ? 1 : 4;
+  if (i % 3 == 0) w.rail_slots = 1, w.chunk_tokens = i % 6 == 0 ? 4 : 1;
   if (i % 6 != 1) return w;
   return skewed_world(limits.executor);
 }
@@ -48,15 +49,18 @@ Outcome run_with(int mutant, WorldCase w, double timeout_s) {
   return run_world(w);
 }
 
-// A deadline counts only when the unchanged code meets it on this machine right now.
+// A deadline counts only when it passes again with more time, and the unchanged code meets it: a busy machine is no
+// bug.
 Outcome run_until_caught(int mutant, Report& report) {
   double timeout_s = kShortDeadline;
   for (int i = 0; i < kAttempts; ++i) {
     report.attempts = i + 1;
     for (;;) {
-      const Outcome outcome = run_with(mutant, attempt(i), timeout_s);
+      Outcome outcome = run_with(mutant, attempt(i), timeout_s);
+      if (outcome.kind == Outcome::kDeadline) outcome = run_with(mutant, attempt(i), 4 * timeout_s);
       if (outcome.kind == Outcome::kRight) break;
-      if (outcome.kind != Outcome::kDeadline || run_with(0, attempt(i), timeout_s).kind == Outcome::kRight) return outcome;
+      if (outcome.kind != Outcome::kDeadline || run_with(0, attempt(i), 4 * timeout_s).kind == Outcome::kRight)
+        return outcome;
       timeout_s *= 2;
     }
   }
@@ -104,9 +108,10 @@ void check_mutant(const Mutant& m) {
 
 const bool registered = [] {
   check::tests().push_back({"unchanged_code_passes", [] {
-    for (int i = 0; i < kAttempts; ++i) check_world(attempt(i));
-  }});
-  for (const Mutant& m : kMutants) check::tests().push_back({"mutant_" + std::to_string(m.number), [m] { check_mutant(m); }});
+                              for (int i = 0; i < kAttempts; ++i) check_world(attempt(i));
+                            }});
+  for (const Mutant& m : kMutants)
+    check::tests().push_back({"mutant_" + std::to_string(m.number), [m] { check_mutant(m); }});
   return true;
 }();
 

@@ -18,7 +18,8 @@ namespace {
 using namespace host;
 
 constexpr uint64_t kBytes = 1024, kSlots = 8;
-constexpr uint64_t kData = 0, kSource = kBytes * kSlots, kFlags = 2 * kBytes * kSlots, kSegment = kFlags + 64 * 2 * kSlots;
+constexpr uint64_t kData = 0, kSource = kBytes * kSlots, kFlags = 2 * kBytes * kSlots,
+                   kSegment = kFlags + 64 * 2 * kSlots;
 
 static_assert(Transport<ShmTransport, PlainFibers> && Transport<ShmTransport, PlainThreads<4>>);
 static_assert(Transport<LoopbackTransport, CheckedFibers<1>> && Transport<LoopbackTransport, PlainThreads<1>>);
@@ -50,8 +51,9 @@ class Pair {
   void run(Body body, double timeout_s = 20) {
     std::vector<RankProgram<A>> programs(2);
     for (int n = 0; n < 2; ++n) {
-      programs[n].config = {.smem_bytes = 64, .rank = n, .node = n, .timeout_s = timeout_s, .seed = seed_,
-                            .progress = [this, n] { return net[n]->progress(); }};
+      LaunchConfig& c = programs[n].config;
+      c.smem_bytes = 64, c.rank = c.node = n, c.timeout_s = timeout_s, c.seed = seed_;
+      c.progress = [this, n] { return net[n]->progress(); };
       programs[n].body = [this, n, body](A& a, std::byte*) {
         if (a.elect_one()) body(a, *net[n], n);
       };
@@ -66,7 +68,9 @@ class Pair {
   unsigned char* segments_[2];
 };
 
-void fill(unsigned char* p, uint64_t value) { std::memset(p, int(value % 251), kBytes); }
+void fill(unsigned char* p, uint64_t value) {
+  std::memset(p, int(value % 251), kBytes);
+}
 // How many bytes are not `value`'s.
 size_t stale(const unsigned char* p, uint64_t value) {
   size_t n = 0;
@@ -167,9 +171,11 @@ template <class A, class Net>
 void a_missing_signal_is_a_deadline() {
   Pair<Net> pair(1);
   try {
-    pair.template run<A>([&](A& a, Net& net, int node) {
-      if (node == 1) net.wait_signal(a, pair.flag(1, 3), 9, {Site::kRailChunk, 0, 42});
-    }, 0.05);
+    pair.template run<A>(
+        [&](A& a, Net& net, int node) {
+          if (node == 1) net.wait_signal(a, pair.flag(1, 3), 9, {Site::kRailChunk, 0, 42});
+        },
+        0.05);
   } catch (const DeadlineError& e) {
     CHECK(e.obituary().site == Site::kRailChunk && e.obituary().rank == 1 && e.obituary().peer == 0);
     CHECK(e.obituary().chunk == 42 && e.obituary().expected == 9 && e.obituary().seen == 0);
@@ -185,7 +191,9 @@ void add_tests(const std::string& name, int num_seeds) {
       for (int seed = 0; seed < num_seeds; ++seed) test(uint64_t(seed));
     };
   };
-  auto add = [&](const char* test, std::function<void()> body) { check::tests().push_back({test + (" on " + name), body}); };
+  auto add = [&](const char* test, std::function<void()> body) {
+    check::tests().push_back({test + (" on " + name), body});
+  };
   add("put_signal_shows_its_bytes", over_seeds(put_signal_shows_its_bytes<A, Net>));
   add("quiet_completes_everything", over_seeds(quiet_completes_everything<A, Net>));
   add("a_value_never_falls", over_seeds(a_value_never_falls<A, Net>));

@@ -1,5 +1,8 @@
 // Whole worlds against the reference: shapes and extremes by hand, then many random ones.
+#include <algorithm>
+
 #include "check.h"
+#include "thread_executor.h"
 #include "world.h"
 
 HEP_TEST_MAIN
@@ -22,7 +25,9 @@ WorldCase world(uint32_t nodes, uint32_t locals, uint32_t experts_per_rank, cons
   w.executor = executor;
   return w;
 }
-std::vector<uint32_t> all(const WorldCase& w, uint32_t tokens) { return std::vector<uint32_t>(w.num_ranks(), tokens); }
+std::vector<uint32_t> all(const WorldCase& w, uint32_t tokens) {
+  return std::vector<uint32_t>(w.num_ranks(), tokens);
+}
 
 // Dispatch and combine of plan 0, permuted and not.
 void add_round(WorldCase& w, size_t plan, int num_blocks) {
@@ -99,9 +104,8 @@ TEST(rows_of_40_kilobytes_with_scales) {
   for (const char* executor : {kPlain, kChecked}) {
     WorldCase w = world(2, 2, 2, executor);
     w.chunk_tokens = 2;
-    w.plans.push_back(route_by(w, {5, 0, 3, 1}, 3, [](int rank, uint32_t t) {
-      return std::vector<int>{int(t) % 8, (rank + 3) % 8, 6};
-    }));
+    w.plans.push_back(route_by(w, {5, 0, 3, 1}, 3,
+                               [](int rank, uint32_t t) { return std::vector<int>{int(t) % 8, (rank + 3) % 8, 6}; }));
     add_round(w, 0, 2);
     for (OpCase& op : w.ops) op.row_bytes = 40000, op.scale_bytes = 1248, op.hidden = 20000;
     w.ops[1].fp32_partials = true, w.ops[1].hidden = 9992;  // the last tile is not full
@@ -157,11 +161,61 @@ TEST(budgets_and_capacity_drop_what_they_must) {
   }
 }
 
-TEST(random_on_plain) { check_seeds({4, 4, 8, 20, 4, 6, 10, kPlain}, 1000, 25 * kScale); }
-TEST(random_on_checked) { check_seeds({4, 4, 6, 20, 3, 6, 20, kChecked}, 2000, 20 * kScale); }
-TEST(random_on_checked_lanes4) { check_seeds({3, 3, 4, 14, 2, 5, 20, kCheckedLanes4}, 3000, 6 * kScale); }
-TEST(random_on_large_worlds) { check_seeds({4, 4, kScale == 1 ? 8u : 16u, 12, 2, 4, 0, kPlain}, 4000, 5 * kScale); }
-TEST(random_on_threads) { check_seeds({3, 3, 4, 14, 2, 5, 20, "threads"}, 5000, 5 * kScale); }
-TEST(random_on_threads_lanes4) { check_seeds({2, 2, 3, 10, 2, 4, 0, "threads_lanes4"}, 6000, 2 * kScale); }
+// A call that cannot work is refused before anything is sent; the next one works.
+TEST(bad_calls_leave_the_engine_usable) {
+  BufferShape shape;
+  shape.num_experts = 2, shape.recv_rows = 4, shape.row_bytes = shape.partial_row_bytes = 64;
+  auto engine = make_engine(kPlain, 0, shape, {Segment::private_memory(BufferLayout(shape).total)}, 20, 1);
+  const int64_t experts[] = {0, 1};
+  RoutingInput in;
+  in.topk_idx = experts, in.num_tokens = 2, in.topk = 1;
+  Plan plan(engine->exchange(in), {1, {-1}, 4});
+  std::vector<unsigned char> x(256, 1), out(256);
+  DispatchCall good;
+  good.x = x.data(), good.out_x = out.data(), good.row_bytes = 64, good.out_rows = 2, good.permute = true;
+  auto refused = [&](auto&& change) {
+    DispatchCall bad = good;
+    change(bad);
+    CHECK_THROWS(std::exception, engine->dispatch(plan, bad));
+  };
+  refused([](DispatchCall& c) { c.row_bytes = 0; });
+  refused([](DispatchCall& c) { c.row_bytes = 40; });
+  refused([](DispatchCall& c) { c.row_bytes = 4096; });  // does not fit the buffer
+  refused([](DispatchCall& c) { c.scale_bytes = 8; });
+  refused([](DispatchCall& c) { c.num_blocks = 0; });
+  refused([](DispatchCall& c) { c.out_rows = 1; });
+  CombineCall sum;
+  sum.x = x.data(), sum.out_x = out.data(), sum.hidden = 32, sum.permuted = true;
+  CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));  // its dispatch has not run
+  const int64_t unknown[] = {0, 2};
+  in.topk_idx = unknown;
+  CHECK_THROWS(std::invalid_argument, engine->exchange(in));
+  engine->dispatch(plan, good);
+  CHECK(std::equal(out.begin(), out.begin() + 128, x.begin()));
+  sum.hidden = 0;
+  CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));
+  sum.hidden = 32;
+  engine->combine(plan, sum);
+  CHECK(std::equal(out.begin(), out.begin() + 128, x.begin()));
+}
+
+TEST(random_on_plain) {
+  check_seeds({4, 4, 8, 20, 4, 6, 10, kPlain}, 1000, 25 * kScale);
+}
+TEST(random_on_checked) {
+  check_seeds({4, 4, 6, 20, 3, 6, 20, kChecked}, 2000, 20 * kScale);
+}
+TEST(random_on_checked_lanes4) {
+  check_seeds({3, 3, 4, 14, 2, 5, 20, kCheckedLanes4}, 3000, 6 * kScale);
+}
+TEST(random_on_large_worlds) {
+  check_seeds({4, 4, kScale == 1 ? 8u : 16u, 12, 2, 4, 0, kPlain}, 4000, 5 * kScale);
+}
+TEST(random_on_threads) {
+  check_seeds({3, 3, 4, 14, 2, 5, 20, "threads"}, 5000, 5 * kScale);
+}
+TEST(random_on_threads_lanes4) {
+  check_seeds({2, 2, 3, 10, 2, 4, 0, "threads_lanes4"}, 6000, 2 * kScale);
+}
 
 }  // namespace hep::test

@@ -48,9 +48,14 @@ class Output {
 class RankRun {
  public:
   RankRun(const WorldCase& world, const std::vector<Reference>& references, Engine& engine, int rank)
-      : w_(world), references_(references), engine_(engine), rank_(rank),
+      : w_(world),
+        references_(references),
+        engine_(engine),
+        rank_(rank),
         shape_{int32_t(world.num_nodes), int32_t(world.num_local_ranks), rank},
-        naps_(hash({world.seed, uint64_t(rank)})), plans_(world.plans.size()), fresh_salt_(world.plans.size()) {}
+        naps_(hash({world.seed, uint64_t(rank)})),
+        plans_(world.plans.size()),
+        fresh_salt_(world.plans.size()) {}
 
   void run() {
     for (size_t i = 0; w_.exchange_first && i < w_.plans.size(); ++i) exchange(i);
@@ -177,34 +182,41 @@ class RankRun {
       fill_row({rank_, t}, op.salt, &x[size_t(t) * op.row_bytes], op.row_bytes);
       fill_row({rank_, t}, ~op.salt, &scales[size_t(t) * op.scale_bytes], op.scale_bytes);
       size_t k = size_t(t) * stride;
-      for (const auto& [expert, weight] : ref_->pairs_of({rank_, t})) weights[k++] = sent_weight({rank_, t}, expert, op.salt);
+      for (const auto& [expert, weight] : ref_->pairs_of({rank_, t}))
+        weights[k++] = sent_weight({rank_, t}, expert, op.salt);
     }
     const size_t out_rows = op.permute ? permuted().size() + op.extra_rows : received().size();
     const size_t weight_columns = op.permute ? 1 : experts_per_node();
-    Output out_x(out_rows * op.row_bytes), out_scales(out_rows * op.scale_bytes), out_weights(out_rows * weight_columns * 4);
+    Output out_x(out_rows * op.row_bytes), out_scales(out_rows * op.scale_bytes),
+        out_weights(out_rows * weight_columns * 4);
     DispatchCall c;
-    c.x = x.data(), c.scales = op.scale_bytes ? scales.data() : nullptr, c.weights = op.weights ? weights.data() : nullptr;
+    c.x = x.data(), c.scales = op.scale_bytes ? scales.data() : nullptr,
+    c.weights = op.weights ? weights.data() : nullptr;
     c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
     c.row_bytes = op.row_bytes, c.scale_bytes = op.scale_bytes, c.out_rows = out_rows;
     c.permute = op.permute, c.num_blocks = op.num_blocks[size_t(rank_)];
     engine_.dispatch(*plan_, c);
-    expect(out_x.edge_is_intact() && out_scales.edge_is_intact() && out_weights.edge_is_intact(), "wrote behind an output");
+    expect(out_x.edge_is_intact() && out_scales.edge_is_intact() && out_weights.edge_is_intact(),
+           "wrote behind an output");
     for (size_t row = 0; row < out_rows; ++row) {
-      const Slot slot = !op.permute ? Slot{Slot::kPair, received()[row], -1}
-                        : row < permuted().size() ? permuted()[row] : Slot{Slot::kPad, {}, -1};
+      const Slot slot = !op.permute               ? Slot{Slot::kPair, received()[row], -1}
+                        : row < permuted().size() ? permuted()[row]
+                                                  : Slot{Slot::kPad, {}, -1};
       if (slot.kind == Slot::kHole) continue;
       check_row(slot, op.salt, out_x.data() + row * op.row_bytes, op.row_bytes, "dispatched row ", row);
       check_row(slot, ~op.salt, out_scales.data() + row * op.scale_bytes, op.scale_bytes, "scales of row ", row);
       if (!op.weights) continue;
       if (op.permute) {
         const float want = slot.kind == Slot::kPad ? 0.f : sent_weight(slot.token, slot.expert, op.salt);
-        expect(out_weights.floats()[row] == want, "weight of row ", row, ": ", out_weights.floats()[row], ", not ", want);
+        expect(out_weights.floats()[row] == want, "weight of row ", row, ": ", out_weights.floats()[row], ", not ",
+               want);
       } else {
         check_node_weights(slot.token, op.salt, out_weights.floats() + row * weight_columns, row);
       }
     }
   }
-  void check_row(const Slot& slot, uint64_t salt, const unsigned char* got, size_t bytes, const char* what, size_t row) const {
+  void check_row(const Slot& slot, uint64_t salt, const unsigned char* got, size_t bytes, const char* what,
+                 size_t row) const {
     Bytes want(bytes, 0);
     if (slot.kind == Slot::kPair) fill_row(slot.token, salt, want.data(), bytes);
     const size_t at = size_t(std::mismatch(want.begin(), want.end(), got).first - want.begin());
@@ -222,14 +234,16 @@ class RankRun {
   void combine(const OpCase& op) {
     const float kPoison = std::nanf("");  // what no sum may read
     const size_t rows = op.permute ? permuted().size() : received().size();
-    const size_t elem = dtype_bytes(op.dtype), row_bytes = op.hidden * elem, columns = op.permute ? 1 : experts_per_node();
+    const size_t elem = dtype_bytes(op.dtype), row_bytes = op.hidden * elem,
+                 columns = op.permute ? 1 : experts_per_node();
     Bytes x(rows * row_bytes + 16);
     std::vector<float> weights(rows * columns + 1, kPoison);
     for (size_t row = 0; row < rows; ++row) {
       const Slot slot = op.permute ? permuted()[row] : Slot{Slot::kPair, received()[row], -1};
       const int from = op.permute ? slot.expert : -1 - rank_;
       for (uint32_t i = 0; i < op.hidden; ++i)
-        put(&x[row * row_bytes], i, slot.kind == Slot::kPair ? output(slot.token, from, i, op.salt) : kPoison, op.dtype);
+        put(&x[row * row_bytes], i, slot.kind == Slot::kPair ? output(slot.token, from, i, op.salt) : kPoison,
+            op.dtype);
       if (slot.kind != Slot::kPair) continue;
       if (op.permute)
         weights[row] = returned_weight(slot.token, slot.expert, from, op.salt);
@@ -266,7 +280,8 @@ class RankRun {
       unsigned char want[4];
       put(want, 0, sum, op.dtype);
       const size_t elem = dtype_bytes(op.dtype);
-      expect(std::memcmp(got + i * elem, want, elem) == 0, "sum of token ", t.index, " at element ", i, " is not ", sum);
+      expect(std::memcmp(got + i * elem, want, elem) == 0, "sum of token ", t.index, " at element ", i, " is not ",
+             sum);
     }
   }
   void check_returned_weights(const OpCase& op, Token t, const float* got, uint32_t stride) const {
@@ -302,9 +317,10 @@ class RankRun {
       if (n == shape_.node() || op.combine) continue;
       for (uint32_t t = 0; t < num_own_tokens(); ++t) rail += ref_->needs({rank_, t}, n);
     }
-    const uint64_t bytes = op.combine
-        ? op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype) + (op.weights ? plan_->weight_stride() * 4 : 0)
-        : MessageLayout::make(shape_, plan_->topk(), op.weights, op.scale_bytes, op.row_bytes).token_bytes();
+    const uint64_t bytes =
+        op.combine ? op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype) +
+                         (op.weights ? plan_->weight_stride() * 4 : 0)
+                   : MessageLayout::make(shape_, plan_->topk(), op.weights, op.scale_bytes, op.row_bytes).token_bytes();
     auto counted = [&](const char* link, uint64_t rows, uint64_t row_count, uint64_t byte_count) {
       expect(row_count == rows && byte_count == rows * bytes, link, " traffic of ", row_count, " rows and ", byte_count,
              " bytes; expected ", rows, " rows of ", bytes, " bytes");
@@ -337,9 +353,11 @@ BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& reference
     for (const auto& rows : ref.received) s.recv_rows = std::max<uint64_t>(s.recv_rows, rows.size());
   }
   for (const OpCase& op : w.ops) {
-    if (!op.combine) s.row_bytes = std::max(s.row_bytes, op.row_bytes), s.scale_bytes = std::max(s.scale_bytes, op.scale_bytes);
+    if (!op.combine)
+      s.row_bytes = std::max(s.row_bytes, op.row_bytes), s.scale_bytes = std::max(s.scale_bytes, op.scale_bytes);
     if (op.combine)
-      s.partial_row_bytes = std::max(s.partial_row_bytes, op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype));
+      s.partial_row_bytes =
+          std::max(s.partial_row_bytes, op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype));
   }
   return s;
 }

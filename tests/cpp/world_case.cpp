@@ -70,7 +70,9 @@ bool Reference::needs(Token t, int node) const {
   return std::ranges::any_of(pairs_of(t), [&](const auto& pair) { return node_of(pair.first) == node; });
 }
 
-uint32_t Reference::widest() const { return *std::ranges::max_element(widths_); }
+uint32_t Reference::widest() const {
+  return *std::ranges::max_element(widths_);
+}
 
 // ---------------------------------------------------------------- random cases
 
@@ -107,7 +109,9 @@ RoutingCase random_routing(Random& r, const WorldCase& w, uint32_t max_tokens) {
     const uint32_t topk = r.one_in(3) ? r.between(1, max_topk) : max_topk;
     const uint32_t tokens = zero_somewhere && r.one_in(3) ? 0 : r.between(r.one_in(2) ? most : 0, most);
     Habit h{r.of({Habit::kUniform, Habit::kUniform, Habit::kOneExpert, Habit::kFewExperts, Habit::kOwnNode,
-                  Habit::kSkewedNodes}), int(r.below(w.num_experts)), {}};
+                  Habit::kSkewedNodes}),
+            int(r.below(w.num_experts)),
+            {}};
     for (uint32_t n = 0; n < w.num_nodes; ++n) h.node_period.push_back(r.of({1u, 1u, 2u, 7u}));
     c.num_tokens.push_back(tokens), c.topk.push_back(topk);
     c.topk_idx.emplace_back(tokens * topk), c.weights.emplace_back(tokens * topk);

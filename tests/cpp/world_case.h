@@ -36,12 +36,12 @@ class Random {
 
 // One routing decision of the group, as the callers state it. Weights are small integers, so sums are exact.
 struct RoutingCase {
-  bool dense = false;                           // routing_map and probs instead of topk_idx and topk_weights
-  std::vector<uint32_t> num_tokens, topk;       // [R]
-  std::vector<std::vector<int64_t>> topk_idx;   // [R] -> [T * topk], -1 = dropped; also when dense
-  std::vector<std::vector<float>> weights;      // [R] -> [T * topk]
+  bool dense = false;                          // routing_map and probs instead of topk_idx and topk_weights
+  std::vector<uint32_t> num_tokens, topk;      // [R]
+  std::vector<std::vector<int64_t>> topk_idx;  // [R] -> [T * topk], -1 = dropped; also when dense
+  std::vector<std::vector<float>> weights;     // [R] -> [T * topk]
   uint32_t pad_multiple = 1;
-  std::vector<int64_t> budgets;                 // [R], -1 = none
+  std::vector<int64_t> budgets;  // [R], -1 = none
   uint64_t recv_capacity = 1 << 20;
 };
 
@@ -78,32 +78,32 @@ struct Reference {
     int rank;
     uint32_t index;
   };
-  struct Slot {  // of the permuted rows
+  struct Slot {                             // of the permuted rows
     enum Kind { kPair, kPad, kHole } kind;  // hole: its token found no receive row; content is unspecified
     Token token;
     int expert;
   };
   uint32_t num_ranks, num_local_ranks, num_experts;
-  std::vector<std::vector<std::map<int, float>>> pairs;       // [R][T] expert -> summed weight, ascending
-  std::vector<std::vector<Token>> received;                   // [R] receive rows
-  std::vector<std::vector<Slot>> permuted;                    // [R] permuted rows, within the budget
+  std::vector<std::vector<std::map<int, float>>> pairs;  // [R][T] expert -> summed weight, ascending
+  std::vector<std::vector<Token>> received;              // [R] receive rows
+  std::vector<std::vector<Slot>> permuted;               // [R] permuted rows, within the budget
   std::vector<std::vector<int64_t>> tokens_per_expert, padded_tokens_per_expert;  // [R][experts of a rank]
-  std::vector<uint64_t> wanted_rows, dropped_pairs;           // [R] before the capacity; lost to budgets
+  std::vector<uint64_t> wanted_rows, dropped_pairs;  // [R] before the capacity; lost to budgets
 
   Reference(const WorldCase& world, const RoutingCase& routing);
   int rank_of(int expert) const { return expert / int(num_experts / num_ranks); }
   int node_of(int expert) const { return rank_of(expert) / int(num_local_ranks); }
   const std::map<int, float>& pairs_of(Token t) const { return pairs[size_t(t.rank)][t.index]; }
   bool arrives(Token t, int rank) const { return row_.contains({rank, t.rank, t.index}); }
-  bool needs(Token t, int node) const;                  // some expert of the token lives there
-  bool computes(Token t, int expert) const {            // the pair found a receive row and a permuted row
+  bool needs(Token t, int node) const;        // some expert of the token lives there
+  bool computes(Token t, int expert) const {  // the pair found a receive row and a permuted row
     return computed_.contains({expert, t.rank, t.index});
   }
-  uint32_t widest() const;                              // most pairs that a token of any rank may have
+  uint32_t widest() const;  // most pairs that a token of any rank may have
 
  private:
-  std::map<std::tuple<int, int, uint32_t>, uint32_t> row_;        // (rank, token) -> receive row
-  std::map<std::tuple<int, int, uint32_t>, uint32_t> computed_;   // (expert, token) -> permuted row
+  std::map<std::tuple<int, int, uint32_t>, uint32_t> row_;       // (rank, token) -> receive row
+  std::map<std::tuple<int, int, uint32_t>, uint32_t> computed_;  // (expert, token) -> permuted row
   std::vector<uint32_t> widths_;
 };
 

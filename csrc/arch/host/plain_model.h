@@ -7,6 +7,7 @@
 #include "arch/host/lane.h"
 #include "arch/host/mbarrier.h"
 #include "arch/host/scheduler.h"
+#include "arch/host/stream_copy.h"
 
 namespace hep::host {
 
@@ -35,8 +36,7 @@ struct PlainModel {
     bar.word = mbar::fresh(arrivals, guards_refill);
   }
   static void mbar_arrive(Lane&, Mbarrier& bar) {
-    Exec::swap_word(bar.word, std::memory_order_acq_rel,
-                    [](uint64_t w) { return mbar::settle(mbar::arrive(w)); });
+    Exec::swap_word(bar.word, std::memory_order_acq_rel, [](uint64_t w) { return mbar::settle(mbar::arrive(w)); });
   }
   static void mbar_arrive_expect_tx(Lane&, Mbarrier& bar, uint32_t bytes) {
     Exec::swap_word(bar.word, std::memory_order_acq_rel,
@@ -45,19 +45,17 @@ struct PlainModel {
   static void mbar_wait(Lane& me, Mbarrier& bar, uint32_t parity, const WaitInfo& info) {
     Exec::wait(me, {&bar.word, parity, true}, info);
   }
-  static bool mbar_test(Lane&, Mbarrier& bar, uint32_t parity) {
-    return WaitFor{&bar.word, parity, true}.met();
-  }
+  static bool mbar_test(Lane&, Mbarrier& bar, uint32_t parity) { return WaitFor{&bar.word, parity, true}.met(); }
 
   static void bulk_g2s(Lane&, void* dst, const void* src, uint32_t bytes, Mbarrier& bar) {
     std::memcpy(dst, src, bytes);
     Exec::swap_word(bar.word, std::memory_order_acq_rel,
                     [=](uint64_t w) { return mbar::settle(mbar::land(w, bytes)); });
   }
-  static void bulk_s2g(Lane&, void* dst, const void* src, uint32_t bytes) { std::memcpy(dst, src, bytes); }
+  static void bulk_s2g(Lane&, void* dst, const void* src, uint32_t bytes) { stream_copy(dst, src, bytes); }
   static void bulk_commit(Lane&) {}
   static void bulk_wait_read(Lane&, int) {}
-  static void bulk_wait(Lane&, int) {}
+  static void bulk_wait(Lane&, int) { stream_fence(); }
   static void publish_shared(Lane&) {}
 
   // memcpy of a constant size is one load or store, and unlike *p it may read what was written as floats.
@@ -72,13 +70,21 @@ struct PlainModel {
     std::memcpy(std::assume_aligned<alignof(T)>(p), &value, sizeof value);
   }
   template <class T>
-  static T ld_shared(Lane&, const T* p) { return load(p); }
+  static T ld_shared(Lane&, const T* p) {
+    return load(p);
+  }
   template <class T>
-  static void st_shared(Lane&, T* p, const T& value) { store(p, value); }
+  static void st_shared(Lane&, T* p, const T& value) {
+    store(p, value);
+  }
   template <class T>
-  static T ld_global(Lane&, const T* p) { return load(p); }
+  static T ld_global(Lane&, const T* p) {
+    return load(p);
+  }
   template <class T>
-  static void st_global(Lane&, T* p, const T& value) { store(p, value); }
+  static void st_global(Lane&, T* p, const T& value) {
+    store(p, value);
+  }
 };
 
 }  // namespace hep::host

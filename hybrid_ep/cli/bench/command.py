@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch
-from hybrid_ep.cli.bench import checks, routing
+from hybrid_ep.cli.bench import checks, heap, routing
 from hybrid_ep.cli.bench.session import OPS, Config
 
 _DEFAULT_OPS = ("dispatch", "combine", "pair")
@@ -65,6 +65,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-J", "--json", metavar="FILE", help="write everything, raw samples included")
     group.add_argument("-T", "--timeout", type=float, default=600.0, help="seconds for the whole run")
     group.add_argument("-M", "--memory", action="store_true", help="report peak resident memory")
+    group.add_argument("--heap", choices=heap.MODES, default="warm", help="keep freed memory in the process, or not")
     group.add_argument("--threads", type=int, help="torch threads a rank  (default: cores / ranks)")
 
 
@@ -165,6 +166,7 @@ def _run_rank(args: argparse.Namespace) -> int:
     from hybrid_ep.cli.bench import environment, report, session
 
     launch.explain_on_deadline()
+    heap_mode = heap.prepare(args.heap)
     if args.threads:
         torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=args.timeout))
@@ -175,7 +177,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         _refuse_unavailable_base(config, kinds[0])
         wires = {kind.name: kind.wire for kind in kinds}
         show = print if group.rank() == 0 else _discard
-        described = environment.describe()
+        described = environment.describe() | {"heap": heap_mode}
         for line in report.header_lines(config, described, list(wires)):
             show(line, flush=True)
         results, rows = [], []

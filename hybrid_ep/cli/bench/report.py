@@ -139,7 +139,7 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str]) 
     yield (
         f"# machine: {environment['cpu_model']}, {environment['cores']} cores  torch {environment['torch']}  "
         f"gloo, {environment['threads']} torch thread(s) a rank  commit {environment['commit']}  "
-        f"{environment['date']}  load {environment['load_average'][0]:.1f}"
+        f"{environment['date']}  load {environment['load_average'][0]:.1f}  heap {environment['heap']}"
     )
     yield (
         f"# time: API time (call to return, routing metadata and host work included), routing given as "

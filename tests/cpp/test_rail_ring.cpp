@@ -1,0 +1,193 @@
+// The rail ring: many more chunks than slots, several operations one after the other, blocks of different number
+// on each rank, and every chunk arrives once and whole.
+#include "check.h"
+
+#include <memory>
+
+#include "arch/host/launch.h"
+#include "pipeline/chunk_sweep.h"
+#include "pipeline/rail_ring.h"
+#include "transport/loopback/loopback_transport.h"
+#include "transport/shm/shm_transport.h"
+#include "world_case.h"
+
+HEP_TEST_MAIN
+
+namespace hep {
+namespace {
+
+using namespace host;
+
+constexpr int kReceivers = 2;  // warps; each takes its share of every chunk, the last returns the credit
+constexpr uint32_t kRowBytes = 48;
+
+template <class A, class Net>
+class RingWorld {
+ public:
+  RingWorld(uint32_t nodes, uint32_t slots, uint32_t chunk_tokens, uint64_t seed)
+      : nodes_(nodes),
+        seed_(seed),
+        random_(seed),
+        layout_(shape(nodes, slots, chunk_tokens)),
+        geometry_{slots, chunk_tokens, layout_.slot_bytes} {
+    for (uint32_t n = 0; n < nodes; ++n) {
+      memory_.emplace_back(layout_.total / sizeof(Line));
+      segments_.push_back(reinterpret_cast<unsigned char*>(memory_.back().data()));
+      consumed_.emplace_back(nodes * slots, 0);
+      base_.emplace_back(nodes, 0);
+    }
+    for (uint32_t n = 0; n < nodes; ++n) {
+      if constexpr (std::is_same_v<Net, LoopbackTransport>)
+        net_.push_back(std::make_unique<Net>(segments_.data(), seed + n));
+      else
+        net_.push_back(std::make_unique<Net>(segments_.data()));
+    }
+  }
+
+  // Every rank sends a number of tokens of its own to every other.
+  void operation() {
+    ++operations_;
+    std::vector<std::vector<uint32_t>> tokens(nodes_, std::vector<uint32_t>(nodes_));
+    for (auto& row : tokens)
+      for (uint32_t& n : row) n = random_.one_in(5) ? 0 : random_.below(geometry_.chunk_tokens * 15);
+    std::vector<RankProgram<A>> programs(nodes_);
+    std::vector<std::vector<RailPeer>> peers(nodes_);
+    std::vector<uint64_t> received(nodes_, 0);
+    for (uint32_t n = 0; n < nodes_; ++n) {
+      for (uint32_t to = 0; to < nodes_; ++to)
+        if (to != n) peers[n].push_back(peer(n, to));
+      LaunchConfig& c = programs[n].config;
+      c.num_blocks = int(random_.between(1, 3)), c.num_warps = 1 + kReceivers, c.smem_bytes = 256;
+      c.rank = c.node = int(n), c.timeout_s = 20, c.seed = ++seed_;
+      c.progress = [this, n] { return net_[n]->progress(); };
+      programs[n].body = [&, n](A& a, std::byte* smem) {
+        if (!a.elect_one()) return;
+        Net& net = *net_[n];
+        if (a.warp_idx() == 0) {
+          send(a, net, n, peers[n], tokens[n], smem);
+          net.quiet(a);
+        } else {
+          receive(a, net, n, peers[n], tokens, &received[n]);
+        }
+      };
+    }
+    launch_world<A>(std::span<const RankProgram<A>>(programs));
+    for (uint32_t n = 0; n < nodes_; ++n) {
+      uint64_t due = 0;
+      for (uint32_t from = 0; from < nodes_; ++from) {
+        if (from == n) continue;
+        due += tokens[from][n] * uint64_t(kReceivers);
+        base_[from][n] += div_up(tokens[from][n], geometry_.chunk_tokens);
+      }
+      CHECK_EQ(received[n], due);
+      for (const uint64_t left : consumed_[n]) CHECK_EQ(left, 0u);
+    }
+  }
+
+ private:
+  struct alignas(128) Line {
+    unsigned char bytes[128];
+  };
+  static BufferShape shape(uint32_t nodes, uint32_t slots, uint32_t chunk_tokens) {
+    BufferShape s;
+    s.num_nodes = s.num_experts = nodes, s.rail_slots = slots, s.chunk_tokens = chunk_tokens;
+    s.partial_row_bytes = kRowBytes;
+    return s;
+  }
+  RailPeer peer(uint32_t me, uint32_t other) {
+    const int m = int(me), o = int(other);
+    auto own = [&](uint64_t offset) { return segments_[me] + offset; };
+    return {o,
+            o,
+            own(layout_.rail_send_slot(m, o, 0)),
+            own(layout_.rail_recv_slot(m, o, 0)),
+            reinterpret_cast<uint64_t*>(own(layout_.rail_full_flag(m, o, 0))),
+            reinterpret_cast<uint64_t*>(own(layout_.rail_free_flag(m, o, 0))),
+            &consumed_[me][other * geometry_.num_slots],
+            layout_.rail_recv_slot(o, m, 0),
+            layout_.rail_full_flag(o, m, 0),
+            layout_.rail_free_flag(o, m, 0),
+            base_[me][other],
+            base_[other][me]};
+  }
+  // A word of a token tells where it comes from.
+  Vec16 word(uint32_t from, uint32_t to, uint32_t token, uint32_t i) const {
+    return {{operations_, from << 8 | to, token, i}};
+  }
+
+  void send(A& a, Net& net, uint32_t me, const std::vector<RailPeer>& peers, const std::vector<uint32_t>& tokens,
+            std::byte* smem) {
+    ChunkSweep<A>{a, reinterpret_cast<uint32_t*>(smem), uint32_t(peers.size())}.run(
+        Site::kRailSlotFree, geometry_.chunk_tokens, [&](uint32_t s) { return tokens[size_t(peers[s].node)]; },
+        [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, geometry_, peers[s], chunk); },
+        [&](uint32_t s, uint32_t chunk) {
+          auto* slot = reinterpret_cast<Vec16*>(RailSender::slot(geometry_, peers[s], chunk));
+          const uint32_t first = chunk * geometry_.chunk_tokens;
+          const uint32_t n = chunk_size(tokens[size_t(peers[s].node)], chunk, geometry_.chunk_tokens);
+          for (uint32_t w = 0; w < n * kRowBytes / 16; ++w)
+            a.st_global(slot + w,
+                        word(me, uint32_t(peers[s].node), first + w / (kRowBytes / 16), w % (kRowBytes / 16)));
+          RailSender::commit(a, net, geometry_, peers[s], chunk, n * kRowBytes);
+        },
+        [&](uint32_t s) { return peers[s].rank; });
+  }
+  void receive(A& a, Net& net, uint32_t me, const std::vector<RailPeer>& peers,
+               const std::vector<std::vector<uint32_t>>& tokens, uint64_t* received) {
+    for (const RailPeer& p : peers) {
+      const uint32_t from = uint32_t(p.node), count = tokens[from][me];
+      for (uint32_t chunk = uint32_t(a.block_idx()); chunk * geometry_.chunk_tokens < count;
+           chunk += uint32_t(a.num_blocks())) {
+        RailReceiver::wait(a, net, geometry_, p, chunk);
+        CHECK(RailReceiver::test(a, net, geometry_, p, chunk));
+        const auto* slot = reinterpret_cast<const Vec16*>(RailReceiver::slot(geometry_, p, chunk));
+        const uint32_t first = chunk * geometry_.chunk_tokens, n = chunk_size(count, chunk, geometry_.chunk_tokens);
+        for (uint32_t w = 0; w < n * kRowBytes / 16; ++w) {
+          const Vec16 got = a.ld_global(slot + w);
+          const Vec16 want = word(from, me, first + w / (kRowBytes / 16), w % (kRowBytes / 16));
+          CHECK(std::equal(got.w, got.w + 4, want.w));
+        }
+        a.add_acq_rel_rank(received, n);
+        RailReceiver::consume(a, net, geometry_, p, chunk, kReceivers);
+      }
+    }
+  }
+
+  const uint32_t nodes_;
+  uint64_t seed_;
+  test::Random random_;
+  const BufferLayout layout_;
+  const RailGeometry geometry_;
+  std::vector<std::vector<Line>> memory_;
+  std::vector<unsigned char*> segments_;
+  std::vector<std::vector<uint64_t>> consumed_, base_;  // [rank][...]; base: chunks sent from rank to rank
+  std::vector<std::unique_ptr<Net>> net_;
+  uint32_t operations_ = 0;
+};
+
+template <class A, class Net>
+void add_test(const std::string& name, uint32_t operations) {
+  check::tests().push_back({"chunks arrive once and whole on " + name, [=] {
+                              for (uint32_t nodes = 2; nodes <= 3; ++nodes)
+                                for (uint32_t slots = 1; slots <= 4; ++slots)
+                                  for (const uint32_t chunk_tokens : {1u, 3u}) {
+                                    RingWorld<A, Net> world(nodes, slots, chunk_tokens,
+                                                            nodes * 100 + slots * 10 + chunk_tokens);
+                                    for (uint32_t i = 0; i < operations; ++i) world.operation();
+                                  }
+                            }});
+}
+
+const bool registered = [] {
+#if !defined(__SANITIZE_THREAD__)  // which does not follow fibers
+  add_test<PlainFibers, ShmTransport>("fibers, shm", 6);
+  add_test<PlainFibers, LoopbackTransport>("fibers, loopback", 6);
+  add_test<CheckedFibers<1>, LoopbackTransport>("checked fibers, loopback", 6);
+  add_test<CheckedFibers<4>, LoopbackTransport>("checked fibers of 4 lanes, loopback", 3);
+#endif
+  add_test<PlainThreads<1>, ShmTransport>("threads, shm", 3);
+  add_test<PlainThreads<1>, LoopbackTransport>("threads, loopback", 3);
+  return true;
+}();
+
+}  // namespace
+}  // namespace hep
