@@ -10,7 +10,6 @@ PYTHON := $(VENV)/bin/python
 NAME ?=
 RESUME ?=
 STEPS ?=
-BALANCE ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -28,9 +27,9 @@ endif
 
 build: setup  ## environment, dependencies and the compiled core, whatever of them changed
 
-pretrain: setup  ## pretrain a small MoE GPT on this machine [NAME= RESUME= STEPS= BALANCE=]
+pretrain: setup  ## pretrain a small MoE GPT on this machine [NAME= RESUME= STEPS=]
 	@$(PYTHON) -m recipes.pretrain $(if $(RESUME),--resume '$(RESUME)',tiny_cpu) $(if $(NAME),--name '$(NAME)') \
-	  $(if $(STEPS),--steps '$(STEPS)') $(if $(BALANCE),--balance '$(BALANCE)') $(ARGS)
+	  $(if $(STEPS),--steps '$(STEPS)') $(ARGS)
 
 test: setup  ## every check and test, stage by stage [ARGS="--quick", ARGS="--only python,cpp"]
 	@$(PYTHON) scripts/run_tests.py $(ARGS)
