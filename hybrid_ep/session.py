@@ -24,6 +24,7 @@ from hybrid_ep.errors import (
 )
 from hybrid_ep.handle import Plan
 from hybrid_ep.options import Options, recv_capacity
+from hybrid_ep.results import ResultPool
 from hybrid_ep.tensors import address, aligned, padded_row_bytes, row_bytes
 from hybrid_ep.topology import Topology
 from hybrid_ep.validation import DTYPES
@@ -86,6 +87,7 @@ class Session:
         self.why_closed: str | None = None
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
+        self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20)
         self.engine: Any = None
         self.shape: Any = None
         self._open(options.first_shape(topology.num_ranks))
@@ -114,6 +116,7 @@ class Session:
         """Gives the registered memory back. Local; peers keep what they mapped."""
         self.why_closed = self.why_closed or why
         self.engine = None
+        self.results = ResultPool(0)
 
     # -- memory
     # -------------------------------------------------------------------------------------------------
