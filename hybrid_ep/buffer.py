@@ -19,9 +19,8 @@ from hybrid_ep.tensors import address, aligned, pad_rows, padded_row_bytes, row_
 try:
     from hybrid_ep import _core  # noqa: F401  (said once, clearly, before anything else needs it)
 except ImportError as error:
-    raise ImportError("hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it "
-                      "with "
-                      f"'pip install .' in the source tree ({error})") from error
+    raise ImportError(f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
+                      f"install .' in the source tree ({error})") from error
 from hybrid_ep import options
 from hybrid_ep.bootstrap import GroupView, Rendezvous
 from hybrid_ep.config import HybridEpConfigInstance
@@ -90,8 +89,7 @@ class HybridEPBuffer:
         self.configurer = SimpleNamespace(buffer_config=self.config)
         self._session = Session(meet, topology, o)
 
-    # -- the four verbs
-    # -----------------------------------------------------------------------------------------
+    # ---- the four verbs
     def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
                  probs=None,
                  routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
@@ -156,14 +154,12 @@ class HybridEPBuffer:
             "num_permuted_tokens", num_permuted_tokens, 0)
         pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
         if non_blocking and handle is None and (budget is None or budget % pad):
-            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of "
-                             f"pad_multiple={pad} "
+            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
                              "when non_blocking=True; it is the static number of rows")
         if num_of_experts_per_rank is not None:
             per_rank = validation.integer("num_of_experts_per_rank", num_of_experts_per_rank, 1)
             if num_of_experts is not None and num_of_experts != per_rank * self.group_size:
-                raise ValueError(f"num_of_experts={num_of_experts!r} is not "
-                                 f"num_of_experts_per_rank={per_rank} times "
+                raise ValueError(f"num_of_experts={num_of_experts!r} is not num_of_experts_per_rank={per_rank} times "
                                  f"the group's {self.group_size} ranks; give only one of them")
             num_of_experts = per_rank * self.group_size
         with self._busy() as session:
@@ -174,9 +170,8 @@ class HybridEPBuffer:
                 pad_multiple=pad,
                 budget=budget)
             if budget is not None and budget < plan.num_permuted_rows:
-                raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} "
-                                 "rows of the "
-                                 "handle; give at least as many, or None")
+                raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
+                                 "the handle; give at least as many, or None")
             rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given,
                                                plan.num_permuted_rows if budget is None else budget)
         return (rows, weights, scales, plan.padded_tokens_per_expert.clone(),
@@ -200,16 +195,13 @@ class HybridEPBuffer:
             w = None if probs is None else validation.weights("probs", probs, (plan.num_permuted_rows,),
                                                               at_least=True)
             if validation.flag("weighted", weighted) and (w is not None or not plan.has_weights):
-                raise ValueError("weighted=True multiplies by the weights of the handle's dispatch, which "
-                                 "had "
+                raise ValueError("weighted=True multiplies by the weights of the handle's dispatch, which had "
                                  f"{'some' if plan.has_weights else 'none'}, and probs is "
-                                 f"{validation.describe(probs)}; "
-                                 "give weights to dispatch_with_permute and none here")
+                                 f"{validation.describe(probs)}; give weights to dispatch_with_permute and none here")
             return self._gather(session, plan, x, w, permuted=True, weighted=weighted,
                                 fp32_partials=fp32_partials)
 
-    # -- configuration, reports, life
-    # ---------------------------------------------------------------------------
+    # ---- configuration, reports, life
     def update_template_config(self, hidden_dim=None, num_of_tokens_per_rank=None, num_local_experts=None,
                                pad_multiple=None, use_fp8=None, fuse_permute_dispatch=False, **kwargs):
         """Raises the capacities that the next routed dispatch makes room for and sets template fields by
@@ -221,9 +213,8 @@ class HybridEPBuffer:
         config = copy.copy(self.config)
         if hidden_dim is not None:
             if validation.integer("hidden_dim", hidden_dim, 1) % 8:
-                raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a "
-                                 "multiple of 16 "
-                                 "bytes")
+                raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a multiple of "
+                                 "16 bytes")
             config.hidden_dim = max(config.hidden_dim, int(hidden_dim))
         if num_of_tokens_per_rank is not None:
             config.max_num_of_tokens_per_rank = max(config.max_num_of_tokens_per_rank, validation.integer(
@@ -270,12 +261,10 @@ class HybridEPBuffer:
         except Exception:
             pass
 
-    # -- how they work
-    # ------------------------------------------------------------------------------------------
+    # ---- how they work
     def _open_session(self) -> Session:
         if self._session is None or self._session.why_closed:
-            raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never "
-                                                                                   "set up")
+            raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never set up")
         return self._session
 
     def _busy(self):
@@ -310,11 +299,9 @@ class HybridEPBuffer:
                 topk_weights = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
             return Routing(num_experts, idx, None, topk_weights)
         if routing_map is None:
-            raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where "
-                             "tokens go")
+            raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where tokens go")
         if topk_weights is not None:
-            raise ValueError("topk_weights is given without topk_idx; a routing_map takes its weights as "
-                             "probs [T, E]")
+            raise ValueError("topk_weights is given without topk_idx; a routing_map takes its weights as probs [T, E]")
         route = validation.routing_map(routing_map, rows, num_of_experts, self.group_size)
         if probs is not None:
             probs = validation.weights("probs", probs, tuple(route.shape))

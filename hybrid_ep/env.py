@@ -64,8 +64,7 @@ def get(name: str) -> Any:
     try:
         return variable.parse(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r} is not a {variable.type_name}; "
-                         f"{variable.meaning}") \
+        raise ValueError(f"environment variable {name}={text!r} is not a {variable.type_name}; {variable.meaning}") \
             from None
 
 

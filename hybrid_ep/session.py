@@ -92,14 +92,12 @@ class Session:
         self.shape: Any = None
         self._open(options.first_shape(topology.num_ranks))
 
-    # -- life
-    # ---------------------------------------------------------------------------------------------------
+    # ---- life
     @contextlib.contextmanager
     def guard(self):
         """Around every operation: one thread at a time, nothing after a failure."""
         if not self._lock.acquire(blocking=False):
-            raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread "
-                                     "its own "
+            raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread its own "
                                      "HybridEPBuffer, or take turns")
         try:
             if self.why_closed is not None:
@@ -118,8 +116,7 @@ class Session:
         self.engine = None
         self.results = ResultPool(0)
 
-    # -- memory
-    # -------------------------------------------------------------------------------------------------
+    # ---- memory
     def fit(self, **needs: int) -> None:
         """Grows the registered memory where a need exceeds it. Collective exactly when something must grow;
         all ranks must come with the same needs."""
@@ -159,8 +156,7 @@ class Session:
         self._past_traffic = {}
         self.engine.reset_traffic()
 
-    # -- routing
-    # ------------------------------------------------------------------------------------------------
+    # ---- routing
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
         header = call.header(routing, template)
