@@ -33,25 +33,20 @@ class HybridEPBuffer:
     """Registered memory of one group and the operations on it. Collective: every rank of the group constructs
     it and makes the same calls in the same order. Not re-entrant; two operations in flight need two buffers.
 
-    group: torch.distributed process group whose ranks are numbered node by node.
-    hidden_dim, max_num_of_tokens_per_rank, num_local_experts: what to make room for at first; larger calls
-    grow the
-        memory, on all ranks together.
-    num_sms_dispatch_api, num_sms_combine_api: blocks of an operation. The other num_* arguments,
-    load_cached_kernels,
-        use_shared_buffer, enable_custom_allgather and use_mnnvl are accepted for compatibility and have no
-        effect.
-    num_of_hybrid_ep_ranks_per_nvlink_domain: ranks per node (default: environment, else the ranks of one
-    host).
-    capacity_factor: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
-    every
-        rank fits). overflow: what a blocking call does with more rows than capacity_factor or
-        num_permuted_tokens
-        admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
-    timeout_s: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). executor: one of _core.executors().
+    * `group`: torch.distributed process group whose ranks are numbered node by node.
+    * `hidden_dim`, `max_num_of_tokens_per_rank`, `num_local_experts`: what to make room for at first; larger calls
+      grow the memory, on all ranks together.
+    * `num_sms_dispatch_api`, `num_sms_combine_api`: blocks of an operation. The other `num_*` arguments,
+      `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are accepted for
+      compatibility and have no effect.
+    * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else the ranks of one host).
+    * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
+      every rank fits). `overflow`: what a blocking call does with more rows than capacity_factor or
+      num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
+    * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors().
 
-    Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are
-    missing, DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
+    Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
+    DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
 
     def __init__(self, group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8=False,
                  num_sms_dispatch_api=None, num_sms_combine_api=None, num_sms_preprocessing_api=None,
