@@ -106,6 +106,7 @@ void RankProgram::expect(bool ok, Parts&&... parts) const {
 }
 
 void RankProgram::run() {
+  for (uint32_t plan = 0; s_.exchange_first && plan < s_.plans; ++plan) exchange(plan);
   for (uint32_t round = 0; round < s_.rounds; ++round)
     for (uint32_t plan = 0; plan < s_.plans; ++plan) {
       if (!plans_[plan]) exchange(plan);

@@ -182,8 +182,9 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.chunk_tokens = of({1, 1, 2, 3, 8, 32}), s.rail_slots = of({1, 1, 2, 3, 8});
   s.num_blocks = of({1, 1, 2, 3, 4});
   s.smem_bytes = of({0, 8 * 1024, 24 * 1024, 96 * 1024});
-  s.plans = of({1, 1, 2}), s.rounds = of({1, 1, 2, 3});
+  s.plans = of({1, 2, 3}), s.rounds = of({1, 1, 2, 3});
   if (big_world) s.plans = 1, s.rounds = of({1, 1, 2}), s.num_blocks = of({1, 1, 2});
+  s.exchange_first = r.one_in(2);
   s.counter_base = of({0, 0, 0, 1}) ? (uint64_t(1) << 32) - 1 - r.below(6) : 0;
   s.seed = seed, s.data_seed = seed;
   s.strategy = strategy >= 0 ? uint32_t(strategy) : of({0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7});

@@ -29,6 +29,7 @@ struct WorldSpec {
   uint32_t chunk_tokens = 4, rail_slots = 2, num_blocks = 1;
   uint32_t smem_bytes = 24 * 1024;
   uint32_t plans = 1, rounds = 1;  // rounds: dispatch and combine of every plan
+  uint32_t exchange_first = 0;     // all plans up front, one exchange right after the other
   uint32_t combine = 1;            // 0: dispatch alone
   uint64_t counter_base = 0;       // every counter starts here, as if so many operations had gone before
   // Choices.
@@ -49,7 +50,8 @@ struct WorldSpec {
     f("hidden", s.hidden), f("dtype", s.dtype), f("row_bytes", s.row_bytes), f("scale_bytes", s.scale_bytes);
     f("permute", s.permute), f("weights", s.weights), f("multiply", s.multiply), f("fp32_partials", s.fp32_partials);
     f("chunk_tokens", s.chunk_tokens), f("rail_slots", s.rail_slots), f("num_blocks", s.num_blocks);
-    f("smem_bytes", s.smem_bytes), f("plans", s.plans), f("rounds", s.rounds), f("combine", s.combine);
+    f("smem_bytes", s.smem_bytes), f("plans", s.plans), f("rounds", s.rounds);
+    f("exchange_first", s.exchange_first), f("combine", s.combine);
     f("counter_base", s.counter_base), f("seed", s.seed), f("data_seed", s.data_seed), f("strategy", s.strategy);
     f("fault", s.fault), f("fault_rank", s.fault_rank), f("fault_node", s.fault_node), f("fault_at", s.fault_at);
   }

@@ -95,6 +95,7 @@ bool Machine::write_global(Lane& me, void* p, uint64_t bytes) {
     return !r || !r->payload;
   }
   Region& r = memory_.require(me, p, bytes, "st_global");
+  if (r.is_registered()) step(me);  // others can see it: they may act before it
   memory_.check_write(me, r, p, bytes, "st_global", true);
   check_row(me, r, p, bytes);
   if (r.watches_writes()) {
@@ -144,6 +145,9 @@ void Machine::load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarrie
     throw_rule(me, "load_in_flight", "bulk_g2s into shared memory that another bulk load may still write");
   Region& r = memory_.require(me, src, bytes, "bulk_g2s");
   memory_.check_read(me, r, src, bytes, "bulk_g2s");
+  if (r.use == Region::Use::kRecvRows && r.rank != me.rank && !rank(r.rank).first_row.empty())
+    throw_rule(me, "outside_licence", "bulk_g2s of rows of rank " + std::to_string(r.rank) +
+                                          ", which is still in its dispatch");
   if (r.watches_writes()) {
     const GranuleSpan from(r.offset(src), bytes);
     hep::sim::add(r.reading, from.at, from.n, 1);
@@ -272,8 +276,12 @@ void Machine::lane_returns(Lane& me) {
   for (const StoreGroup& g : me.groups)
     if (!g.stores.empty())
       throw_rule(me, "unfinished_group", "the lane returned without bulk_wait<0> for its bulk stores");
+  if (me.launch->alive > 1) return;
+  for (int n = 0; n < config_.num_nodes; ++n)  // credits alone may still be on their way: nobody's memory waits for them
+    for (const Put& put : wires_[size_t(num_ranks() + me.rank * config_.num_nodes + n)].puts)
+      if (put.bytes) throw_rule(me, "unfinished_put", "the kernel returned with puts in flight");
   for (const Load& load : wires_[size_t(me.rank)].loads)
-    if (load.issuer == &me && me.launch->alive == 1)
+    if (load.issuer->launch == me.launch)
       throw_rule(me, "unfinished_load", "the kernel returned with bulk loads in flight");
 }
 

@@ -229,6 +229,8 @@ void Machine::run_wire(Wire& wire) {
   size_t at = rng.below(wire.puts.size());
   for (size_t i = 0; i < wire.puts.size() && wire.puts[at].slot == strategy_.starved_chunk(); ++i)
     at = (at + 1) % wire.puts.size();
+  // Nobody waits for a put without a signal: it may take its time.
+  if (wire.puts[at].bytes && !wire.puts[at].flag && !rng.one_in(16)) return;
   std::swap(wire.puts[at], wire.puts.back());
   const Put put = wire.puts.back();
   wire.puts.pop_back();

@@ -212,6 +212,10 @@ host::FiberContext& Machine::next_context() {
     const uint32_t actor = ready_[at];
     ++steps_;
     if (!timed()) clock_ += kStepPs;
+    if (!timed() && !aborting_ && steps_ > config_.max_steps) {
+      fail("deadlock", "livelock", "lanes run, and nothing comes of it");
+      continue;
+    }
     Fault& fault = config_.fault;
     if (fault.kind == Fault::kRankDies && !aborting_ && actor_rank(actor) == fault.rank && fault.at-- == 0) {
       fault.kind = Fault::kNone;

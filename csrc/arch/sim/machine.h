@@ -33,6 +33,7 @@ struct MachineConfig {
   CostModel costs;
   Fault fault;
   Ps timeout_ps = 100'000'000'000'000;  // of every wait, in virtual time
+  uint64_t max_steps = 20'000'000;      // exploration: more means that lanes run in circles
   bool log = false;                     // keep a line per event
   bool trace = false;                   // timed: keep spans
 };
