@@ -70,7 +70,7 @@ Lane& Machine::take_lane(int r) {
   lane.rank = r, lane.warp = 0, lane.block = nullptr, lane.launch = nullptr;
   lane.role = "host", lane.where = Where::current();
   lane.verdict = Verdict::kGo, lane.wait = {};
-  lane.time = nullptr, lane.merged_bar = nullptr, lane.first_group = 0;
+  lane.time = nullptr, lane.merged_bar = nullptr, lane.first_group = lane.num_released = 0;
   lane.groups.clear(), lane.open.clear(), lane.touched.clear();
   lane.alive = true, lane.ready = false;
   ++alive_;
