@@ -83,6 +83,7 @@ void WorldSpec::validate() const {
   need(num_blocks >= 1 && num_blocks <= 256, "num_blocks", num_blocks, "give 1 to 256");
   need(plans >= 1, "plans", plans, "give at least 1");
   need(rounds >= 1, "rounds", rounds, "give at least 1");
+  need(counter_base < uint64_t(1) << 62, "counter_base", counter_base, "give less than 2^62");
   need(strategy < uint32_t(kNumStrategies), "strategy", strategy, "give 0 to 7");
   need(fault <= 3, "fault", fault, "give 0 (none), 1 (rank dies), 2 (rail stops) or 3 (put lost)");
   need(fault_rank < num_ranks(), "fault_rank", fault_rank, "give a rank of the group");
