@@ -274,7 +274,8 @@ bool Machine::idle() {
   bool survivor = false;
   for (const auto& lane : lanes_) survivor |= lane->alive && !rank(lane->rank).dead;
   if (!survivor) return false;
-  if (config_.fault.kind != Fault::kNone || std::any_of(ranks_.begin(), ranks_.end(), [](auto& r) { return r.dead; })) {
+  const bool faulty = config_.fault.kind != Fault::kNone || std::ranges::any_of(ranks_, &Rank::dead);
+  if (faulty && config_.timeout_ps > 0) {
     expire();
     return true;
   }
