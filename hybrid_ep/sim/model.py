@@ -74,7 +74,8 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
     copies = _copies_bytes(shape, traffic, impl, op, dtype)
     api = line.end + skew + barriers + impl.launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies)
     hbm = _kernel_hbm_bytes(shape, traffic, impl, op, cost)
-    bounds = {"SM": line.busy_of("engine"), "SM roles": max(line.busy_of("role node_sum"), line.busy_of("role final_sum")), "NVLink": line.busy_of("nvlink"),
+    roles = max(line.busy_of("role node_sum"), line.busy_of("role final_sum"))
+    bounds = {"SM": line.busy_of("engine"), "SM roles": roles, "NVLink": line.busy_of("nvlink"),
               "NIC": line.busy_of("nic"), "HBM": hbm_us(cluster, hbm)}
     kernel, api = max(kernel, bounds["HBM"]), max(api, bounds["HBM"])
     return Prediction(op, dtype, num_sms, chunk, kernel, api, bounds, *_bandwidths(shape, traffic, dtype, kernel),
@@ -96,11 +97,10 @@ class _Work:
         self.own_chunks = max(1, math.ceil(shape.tokens / self.chunk))
         self.rail_chunks = math.ceil(rail / max(1, self.peers) / self.chunk) if self.peers else 0
         self.rail_rows = rail / self.peers / self.rail_chunks if self.rail_chunks else 0.0
-        # Copies inside the node: those of own tokens, and those of arrived ones, by the number of source rows.
-        sources = shape.tokens + rail
-        self.local_tokens = shape.tokens * (1.0 if shape.nodes == 1 else min(1.0, traffic.nodes_per_token / shape.nodes))
-        sources = self.local_tokens + rail
-        self.fan_out = traffic.copies / sources  # copies of a source row
+        # Source rows of the copies inside the node: own tokens that it needs, and arrived ones.
+        own_share = 1.0 if shape.nodes == 1 else min(1.0, traffic.nodes_per_token / shape.nodes)
+        self.local_tokens = shape.tokens * own_share
+        self.fan_out = traffic.copies / (self.local_tokens + rail)  # copies of a source row
         self.crossing = traffic.nvlink_rows / traffic.copies  # share of copies on NVLink's busier direction
 
     def dispatch(self) -> Timeline:

@@ -142,7 +142,7 @@ def _bisect(f: Callable[[float], float], low: float, high: float, name: str) -> 
     """The zero of a monotone function."""
     at_low, at_high = f(low), f(high)
     if at_low * at_high > 0:
-        raise ValueError(f"{name}: residuals {at_low:+.3f} at {low} and {at_high:+.3f} at {high}; no value in between fits")
+        raise ValueError(f"{name}: residual {at_low:+.3f} at {low} and {at_high:+.3f} at {high}; nothing between fits")
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if f(middle) * at_low > 0 else (low, middle)

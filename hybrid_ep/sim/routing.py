@@ -98,6 +98,7 @@ def count(choices: np.ndarray, shape: Shape) -> Traffic:
     per_rank, ranks, local = shape.local_experts, shape.ranks, shape.ranks_per_node
     received, pairs = np.zeros(ranks), np.zeros(ranks)
     rail_out, rail_in, copies, own = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+    any_local: list[int] = []  # tokens of each rank that its own node needs
     for rank in range(ranks):
         hit = np.zeros((choices.shape[1], ranks + 1), dtype=bool)
         home = np.where(choices[rank] < 0, ranks, choices[rank] // per_rank)
@@ -111,16 +112,18 @@ def count(choices: np.ndarray, shape: Shape) -> Traffic:
             here = to_rank[node * local:(node + 1) * local]
             copies[forwarder] += here.sum()
             own[forwarder] += here[rank % local]
-            if node != rank // local:
+            if node == rank // local:
+                any_local.append(int(to_node[node]))
+            else:
                 rail_out[rank] += to_node[node]
                 rail_in[forwarder] += to_node[node]
-    self_rows = own  # what a forwarder writes to itself does not cross NVLink
-    received_over_nvlink = received - self_rows
     tokens = max(1, choices.shape[1])
+    remote = float(rail_out.sum()) / (ranks * tokens)  # other nodes a token goes to
+    local_nodes = float(sum(any_local)) / (ranks * tokens)
     result = Traffic(
-        rail_out.max(), rail_in.max(), copies.max(), (copies - own).max(), received_over_nvlink.max(), received.max(),
-        pairs.max(), float(rail_out.sum() / (ranks * tokens)) / max(1e-9, 1 - 1 / shape.nodes) if shape.nodes > 1 else 1.0,
-        float(received.sum()) / (ranks * tokens), float(pairs.max() / max(pairs.mean(), 1e-9) - 1))
+        rail_out.max(), rail_in.max(), copies.max(), (copies - own).max(), (received - own).max(), received.max(),
+        pairs.max(), remote + local_nodes, float(received.sum()) / (ranks * tokens),
+        float(pairs.max() / max(pairs.mean(), 1e-9) - 1))
     return result.scaled(shape.tokens / tokens)
 
 
