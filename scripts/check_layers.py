@@ -25,6 +25,9 @@ LAYERS = {
     "layout": ("common",),
     "arch": ("common", "layout"),
     "arch/*": ("common", "layout", "arch/concept.h"),
+    # The simulator is made of the host's stacks, barrier words and error types.
+    "arch/sim": ("common", "layout", "arch/concept.h", "arch/host/fiber.h", "arch/host/mbarrier.h",
+                 "arch/host/rng.h", "arch/host/errors.h"),
     "transport": ("common", "layout", "arch/concept.h"),
     "transport/*": ("common", "layout", *CONTRACTS),
     "pipeline": ("common", "layout", *CONTRACTS),
@@ -33,8 +36,10 @@ LAYERS = {
     "kernels/instances": ("common", "layout", "pipeline", "roles", "kernels", "arch", "arch/*", "transport",
                           "transport/*"),
     "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS),
+    # Worlds of simulated ranks: above everything that a rank is made of.
+    "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
     # errors.h: what a launch throws, turned into Python's exceptions.
-    "bindings": ("common", "layout", "kernels", "runtime", "arch/host/errors.h"),
+    "bindings": ("common", "layout", "kernels", "runtime", "sim", "arch/host/errors.h"),
 }
 # idle.h: one hint to the core that g++ has a builtin for on x86-64 only.
 ASSEMBLY_ALLOWED = ("csrc/arch/sm*", "csrc/transport/*/device*", "csrc/arch/host/idle.h")

@@ -5,6 +5,7 @@
 
 #include "arch/host/errors.h"
 #include "bindings/convert.h"
+#include "bindings/sim.h"
 #include "layout/headers.h"
 #include "runtime/engine.h"
 
@@ -239,5 +240,6 @@ PYBIND11_MODULE(_core, m) {
   hep::bind_memory(m);
   hep::bind_plan(m);
   hep::bind_engine(m);
+  hep::bind_sim(m);
   m.def("executors", &hep::Executor::names, "Names of the executors in this build.");
 }

@@ -31,7 +31,8 @@ inline constexpr uint64_t kFlagWords = BufferLayout::kFlagStride / 8;
 
 struct RailSender {
   HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    return p.send_slots + ((p.send_base + chunk) % g.num_slots) * g.slot_bytes;
+    const uint64_t base = kMutant == 35 ? 0 : p.send_base;
+    return p.send_slots + ((base + chunk) % g.num_slots) * g.slot_bytes;
   }
   // Is there a credit for this kernel's `chunk`-th chunk to the peer? Then its slot may be filled: the slot's
   // previous chunk is consumed, which also means that the put from our side of the slot is complete.
@@ -40,7 +41,7 @@ struct RailSender {
     const uint64_t q = p.send_base + chunk;
     uint64_t credit = q + 1 > g.num_slots ? q + 1 - g.num_slots : 0;
     if (kMutant == 4 && credit > 0) --credit;
-    return credit == 0 || net.test_signal(a, p.free_flags + (q % g.num_slots) * kFlagWords, credit);
+    return credit == 0 || net.test_signal(a, p.free_flags + ((q + (kMutant == 42)) % g.num_slots) * kFlagWords, credit);
   }
   // Sends the filled slot. The caller's stores into it are complete (bulk_wait<0> by the same lane).
   template <class A, class Net>
@@ -53,7 +54,7 @@ struct RailSender {
       net.put(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes);
       net.signal(a, p.node, flag, q + 1);
     } else {
-      net.put_signal(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes, flag, q + 1);
+      net.put_signal(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes, flag, q + (kMutant != 43));
     }
   }
 };
@@ -81,7 +82,7 @@ struct RailReceiver {
   HEP_DEVICE static void consume(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk,
                                  uint64_t total) {
     uint64_t q = p.recv_base + chunk, slot = q % g.num_slots;
-    uint64_t last = kMutant == 7 ? 1 : total;
+    uint64_t last = kMutant == 7 ? 1 : kMutant == 39 && total > 1 ? total - 1 : total;
     if (a.add_acq_rel_rank(p.consumed + slot, 1) + 1 != last) return;
     if (kMutant != 21) p.consumed[slot] = 0;
     if (kMutant != 20) net.signal(a, p.node, p.peer_free_flags + slot * BufferLayout::kFlagStride, q + 1);

@@ -34,13 +34,14 @@ struct ExchangeRole {
   HEP_DEVICE static void wait_all(A& a, const ExchangeParams& p) {
     for (int r = 0; r < p.world.num_ranks(); ++r) {
       const int via = p.world.rank_of(p.world.node(), r % p.world.num_local_ranks);
-      a.wait_ge_sys(p.node_flags + r * kStride, p.sequence, {Site::kCountsFromNode, via, r});
+      a.wait_ge_sys(p.node_flags + r * kStride, p.sequence - (kMutant == 44), {Site::kCountsFromNode, via, r});
     }
   }
 
  private:
   HEP_DEVICE static void copy_vector(A& a, const ExchangeParams& p, int source, int local) {
     const uint64_t bytes = p.layout.vector_bytes();
+    if (kMutant == 38) a.st_release_sys(p.peer_node_flags[local] + source * kStride, p.sequence);
     if (local != p.world.local_rank()) {
       const auto* src = reinterpret_cast<const Vec16*>(p.counts + source * bytes);
       auto* dst = reinterpret_cast<Vec16*>(p.peer_counts[local] + source * bytes);

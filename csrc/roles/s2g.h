@@ -30,10 +30,11 @@ struct DispatchS2GRole {
       scatter(head);
       from.advance();
       if (++held > in_flight) {
-        if (in_flight)
-          a.template bulk_wait_read<kInFlight>();
-        else if (kMutant != 13)
+        if (in_flight) {
+          if (kMutant != 36) a.template bulk_wait_read<kInFlight>();
+        } else if (kMutant != 13) {
           a.template bulk_wait_read<0>();
+        }
         from.release(a);
         --held;
       }

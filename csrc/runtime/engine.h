@@ -61,6 +61,9 @@ class Engine {
   const BufferLayout& layout() const { return layout_; }
   TrafficCounters traffic() const { return *traffic_; }
   void reset_traffic() { *traffic_ = {}; }
+  // Before the first operation, by every rank: as if `base` exchanges, operations and chunks had gone before. For
+  // tests of what long-lived counters do.
+  void start_counters_at(uint64_t base);
   void set_interrupt_check(std::function<bool()> check) { settings_.interrupted = std::move(check); }
 
   // Collective. Afterwards every rank holds every rank's header and counts.

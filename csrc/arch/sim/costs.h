@@ -1,0 +1,41 @@
+// What the simulated machine charges, in integers: times in picoseconds, rates in MB/s (bytes per microsecond).
+// A time of 0 is free, a rate of 0 is infinite. All zero = no clock: orders are chosen by seed (exploration).
+#pragma once
+#include <cstdint>
+
+namespace hep::sim {
+
+using Ps = int64_t;
+
+struct CostModel {
+  // A kernel and its instructions.
+  Ps launch_ps = 0;        // call to first instruction, and last instruction to return
+  Ps issue_ps = 0;         // one bulk copy: the lane that issues it is busy so long
+  Ps shared_ps = 0;        // one 16-byte access to shared memory by a copy role (heads, records)
+  Ps barrier_ps = 0;       // an mbarrier operation; also a meeting of warps
+  Ps wake_ps = 0;          // an mbarrier's phase ends -> its waiter runs
+  Ps poll_ps = 0;          // one look at a flag in global memory
+  Ps flag_ps = 0;          // a flag store until it is visible inside the node, without the link's latency
+  Ps route_token_ps = 0;   // routing one token (exchange kernel)
+  // TMA engine of an SM.
+  uint64_t tma_read_mbps = 0, tma_write_mbps = 0;
+  Ps tma_op_ps = 0;        // engine time that a copy takes at least
+  Ps tma_latency_ps = 0;   // of a load from or a store to this GPU's memory
+  // Reduction of an SM: staged bytes added per unit of time, and accumulated bytes written back.
+  uint64_t reduce_mbps = 0, round_mbps = 0;
+  // A GPU.
+  uint64_t hbm_mbps = 0;
+  uint64_t nvlink_egress_mbps = 0, nvlink_ingress_mbps = 0;
+  Ps nvlink_latency_ps = 0;  // one way, switch included
+  // A rank's NIC.
+  uint64_t nic_mbps = 0;
+  Ps nic_message_ps = 0;  // NIC time that a message takes at least (1 / message rate)
+  Ps nic_post_ps = 0;     // the lane's time to post a verb
+  Ps nic_latency_ps = 0;  // one way, network switches included
+};
+
+inline Ps duration(uint64_t bytes, uint64_t mbps) {
+  return mbps ? Ps((bytes * 1'000'000 + mbps - 1) / mbps) : 0;
+}
+
+}  // namespace hep::sim

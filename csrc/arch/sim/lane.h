@@ -1,0 +1,144 @@
+// The parts of a simulated world: ranks, launches, blocks, lanes, and what a lane may wait for.
+#pragma once
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <source_location>
+#include <vector>
+
+#include "arch/host/fiber.h"
+#include "arch/host/mbarrier.h"
+#include "arch/sim/costs.h"
+#include "arch/sim/shadow.h"
+#include "common/obituary.h"
+
+namespace hep::sim {
+
+class Machine;
+struct Lane;
+struct Block;
+using host::Mbarrier;
+using Where = std::source_location;  // the line of the role that called
+
+// What a blocked lane waits for.
+struct Wait {
+  enum Kind : uint8_t {
+    kNothing,
+    kPhase,   // the mbarrier's phase bit leaves `value`
+    kWord,    // a flag reaches `value`
+    kPoll,    // any flag of this rank changes
+    kMeet,    // the lanes of the block (or group) arrive: *word reaches `value`
+    kGroups,  // this lane's bulk stores: `value` = how far
+    kQuiet,   // this rank's puts
+    kLaunch,  // a host lane: its kernel
+    kClock,   // timed: the world's clock reaches this lane's
+  };
+  Kind kind = kNothing;
+  const uint64_t* word = nullptr;
+  uint64_t value = 0;
+  WaitInfo info{Site::kBlockSync};
+  uint64_t expected = 0, seen = 0;  // kPoll: for the obituary
+  Ps since = 0;
+};
+
+// A bulk store, from issue to completion.
+struct Store {
+  Region* region = nullptr;
+  unsigned char* dst = nullptr;
+  uint32_t smem_at = 0, bytes = 0;
+  bool copied = false;         // exploration: the bytes have reached dst
+  std::vector<std::byte> data{};  // exploration: read from shared memory, not yet written
+};
+struct StoreGroup {
+  std::vector<Store> stores;
+  bool released = false;                            // the lane knows that shared memory has been read
+  uint32_t reads_pending = 0, writes_pending = 0;   // timed
+  Ps read_at = 0, written_at = 0;
+};
+
+// FIFO server of virtual time.
+struct Server {
+  Ps free_at = 0, busy = 0;
+  uint64_t bytes = 0, served = 0;
+};
+
+struct RoleTime {  // of one role on one rank, summed over blocks
+  const char* role = "";
+  Ps busy = 0;
+  Ps waited[16] = {};  // by Site
+};
+
+struct Launch {
+  const char* kernel = "";
+  int num_blocks = 0, num_warps = 0;
+  size_t smem_bytes = 0;
+  uint32_t alive = 0;  // lanes
+  std::function<void(Lane&)> body;
+  std::exception_ptr error;
+  uint32_t row_bytes = 0, fact_bytes = 0;  // timed: of a row of registered memory, what is really moved
+  Ps start = 0, end = 0;
+};
+
+struct Block {
+  int idx = 0, rank = 0;
+  Launch* launch = nullptr;
+  std::vector<std::byte> memory;
+  std::byte* smem = nullptr;
+  SharedShadow shadow;
+  uint64_t arrived = 0, group_arrived[16] = {};
+  Ps meet_at = 0;
+  std::vector<Lane*> lanes;
+  Server tma_read, tma_write;
+};
+
+enum class Verdict : uint8_t { kGo, kExpired, kAbandoned };
+
+struct Lane {
+  explicit Lane(Machine& m, uint32_t index) : machine(&m), actor(index) {}
+  Machine* machine;
+  uint32_t actor;  // index among lanes, also among everything that the strategy can choose
+  int rank = 0, warp = 0;
+  Block* block = nullptr;  // null: the rank's host lane
+  Launch* launch = nullptr;
+  const char* role = "";
+  Where where;
+  bool alive = false, ready = false;
+  Verdict verdict = Verdict::kGo;
+  Wait wait;
+  uint64_t seen_changes = 0;
+  Ps now = 0;        // timed: this lane's clock, at or ahead of the world's
+  Ps idle_since = 0;
+  RoleTime* time = nullptr;
+  std::deque<StoreGroup> groups;  // committed, oldest first
+  std::vector<Store> open;
+  uint64_t first_group = 0;       // number of groups.front()
+  std::vector<uint32_t> touched;  // granules of generic accesses not yet published
+  // Timed: loads of one stage that go together.
+  Mbarrier* merged_bar = nullptr;
+  uint32_t merged_bytes = 0, merged_ops = 0;
+  int merged_from = 0;
+  host::Fiber fiber;
+};
+
+// Thrown through a lane that must end because something else failed. Never leaves the machine.
+struct Abandoned {};
+
+struct Rank {
+  Lane* host = nullptr;
+  bool dead = false;                      // a fault: nothing of it moves any more
+  Launch launch;
+  std::vector<std::unique_ptr<Block>> blocks;
+  unsigned char* segment = nullptr;
+  uint64_t changes = 0;                   // flags written in this rank's segment
+  std::vector<Lane*> waiting;             // lanes that wait for a flag or a change of this rank
+  uint64_t puts_pending = 0;
+  // Licence of the receive rows: row_owner[s] = first row of source s; empty = the owner alone writes.
+  uint64_t row_bytes = 0;
+  std::vector<uint32_t> first_row;
+  Server hbm, egress, ingress, nic_out, nic_in;
+  std::deque<RoleTime> times;
+};
+
+}  // namespace hep::sim

@@ -1,0 +1,144 @@
+// hep::Arch on the simulated machine: a handle to one lane that says at which line of the role it is called.
+// One lane per warp; what more lanes would do to each other is the business of the other checked executors.
+#pragma once
+#include <cstring>
+#include <type_traits>
+
+#include "arch/concept.h"
+#include "arch/sim/machine.h"
+#include "common/numeric.h"
+
+namespace hep::sim {
+
+class SimArch {
+ public:
+  using Mbarrier = host::Mbarrier;
+  static constexpr int kLanes = 1;
+
+  explicit SimArch(Lane& lane) : me_(&lane), m_(lane.machine) {}
+
+  int lane() const { return 0; }
+  int warp_idx() const { return me_->warp; }
+  int num_warps() const { return me_->launch->num_warps; }
+  int block_idx() const { return me_->block->idx; }
+  int num_blocks() const { return me_->launch->num_blocks; }
+  void set_role(const char* name) { m_->set_role(*me_, name); }
+
+  bool elect_one() { return true; }
+  void warp_sync() {}
+  void group_sync(int id, int warps, Where at = Where::current()) {
+    if (warps > 1) m_->meet(here(at), me_->block->group_arrived[id & 15], uint64_t(warps));
+  }
+  void block_sync(Where at = Where::current()) { m_->meet(here(at), me_->block->arrived, uint64_t(num_warps())); }
+
+  void mbar_init(Mbarrier& bar, uint32_t arrivals, bool guards_refill, Where at = Where::current()) {
+    m_->init_barrier(here(at), bar, arrivals, guards_refill);
+  }
+  void mbar_arrive(Mbarrier& bar, Where at = Where::current()) { m_->arrive(here(at), bar, 0); }
+  void mbar_arrive_expect_tx(Mbarrier& bar, uint32_t bytes, Where at = Where::current()) {
+    m_->arrive(here(at), bar, bytes);
+  }
+  void mbar_wait(Mbarrier& bar, uint32_t parity, const WaitInfo& info, Where at = Where::current()) {
+    m_->wait_phase(here(at), bar, parity, info);
+  }
+  bool mbar_test(Mbarrier& bar, uint32_t parity, Where at = Where::current()) {
+    m_->step(here(at));
+    return (bar.word ^ parity) & 1;
+  }
+
+  void bulk_g2s(void* dst, const void* src, uint32_t bytes, Mbarrier& bar, Where at = Where::current()) {
+    m_->load(here(at), dst, src, bytes, bar);
+  }
+  void bulk_s2g(void* dst, const void* src, uint32_t bytes, Where at = Where::current()) {
+    m_->store(here(at), dst, src, bytes);
+  }
+  void bulk_commit(Where at = Where::current()) { m_->commit(here(at)); }
+  template <int kNewest>
+  void bulk_wait_read(Where at = Where::current()) {
+    m_->wait_stores(here(at), kNewest, false);
+  }
+  template <int kNewest>
+  void bulk_wait(Where at = Where::current()) {
+    m_->wait_stores(here(at), kNewest, true);
+  }
+  void publish_shared() { m_->publish(*me_); }
+
+  template <class T>
+  T ld_shared(const T* p, Where at = Where::current()) {
+    m_->read_shared(here(at), p, sizeof(T), sizeof(T));
+    return load<T>(p);
+  }
+  template <class T>
+  void st_shared(T* p, const std::type_identity_t<T>& v, Where at = Where::current()) {
+    m_->write_shared(here(at), p, sizeof(T), sizeof(T));
+    std::memcpy(static_cast<void*>(p), &v, sizeof v);
+  }
+  template <class T>
+  T ld_global(const T* p, Where at = Where::current()) {
+    m_->read_global(here(at), p, sizeof(T));
+    return load<T>(p);
+  }
+  template <class T>
+  void st_global(T* p, const std::type_identity_t<T>& v, Where at = Where::current()) {
+    if (m_->write_global(here(at), p, sizeof(T))) std::memcpy(static_cast<void*>(p), &v, sizeof v);
+  }
+
+  uint64_t ld_acquire_sys(const uint64_t* flag, Where at = Where::current()) { return m_->look(here(at), flag, ~0ull); }
+  bool flag_reached(const uint64_t* flag, uint64_t value, Where at = Where::current()) {
+    return m_->look(here(at), flag, value) >= value;
+  }
+  void st_release_sys(uint64_t* flag, uint64_t value, Where at = Where::current()) {
+    m_->set_flag(here(at), flag, value, false);
+  }
+  void add_release_sys(uint64_t* flag, uint64_t value, Where at = Where::current()) {
+    m_->set_flag(here(at), flag, value, true);
+  }
+  uint64_t add_acq_rel_rank(uint64_t* word, uint64_t value, Where at = Where::current()) {
+    return m_->add_rank(here(at), word, value);
+  }
+  void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info, Where at = Where::current()) {
+    m_->wait_word(here(at), flag, value, info);
+  }
+  void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen, Where at = Where::current()) {
+    m_->poll(here(at), info, expected, seen);
+  }
+  void poll_reset() { m_->poll_reset(*me_); }
+
+  // For the simulated rail, which lives in the machine.
+  void rail_put(int node, uint64_t offset, const void* src, uint64_t bytes, const uint64_t* flag, uint64_t value) {
+    m_->put(*me_, node, offset, src, bytes, flag, value);
+  }
+  void rail_quiet() { m_->quiet(*me_); }
+
+ private:
+  Lane& here(const Where& at) const {
+    me_->where = at;
+    return *me_;
+  }
+  template <class T>
+  static T load(const T* p) {
+    T value;
+    std::memcpy(&value, p, sizeof value);
+    return value;
+  }
+
+  Lane* me_;
+  Machine* m_;
+};
+
+static_assert(Arch<SimArch>);
+
+// Whole tiles at once: the lane owns the tile. Same operations on the same elements in the same order.
+struct SimTile {
+  static void add(float* acc, const void* row, DType type, uint32_t n, bool first, bool scaled, float scale);
+  static void round(void* out, const float* acc, DType type, uint32_t n);
+};
+
+}  // namespace hep::sim
+
+namespace hep {
+template <>
+struct TileMath<sim::SimArch> : sim::SimTile {
+  static constexpr bool kOffered = true;
+};
+}  // namespace hep

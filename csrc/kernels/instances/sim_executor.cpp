@@ -1,0 +1,95 @@
+// Launches on the simulated machine, with a map of the memory that each kernel may touch.
+#include "kernels/instances/sim_executor.h"
+
+#include "kernels/combine.h"
+#include "kernels/dispatch.h"
+#include "kernels/exchange.h"
+#include "transport/sim/sim_transport.h"
+
+namespace hep {
+
+using sim::SimArch;
+using Use = sim::Region::Use;
+
+template <class Body>
+void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t smem, uint32_t row_bytes,
+                         uint32_t fact_bytes, Body body) {
+  sim::Launch l;
+  l.kernel = kernel, l.num_blocks = blocks, l.num_warps = warps, l.smem_bytes = smem;
+  l.row_bytes = row_bytes, l.fact_bytes = fact_bytes;
+  l.body = [&](sim::Lane& lane) {
+    SimArch a(lane);
+    SimTransport net;
+    body(a, net, lane.block->smem);
+  };
+  m_.launch(rank_, std::move(l));
+}
+
+void SimExecutor::add(const char* name, const void* p, uint64_t bytes, Use use, bool payload) {
+  if (!p || !bytes) return;
+  m_.memory().add({name, static_cast<unsigned char*>(const_cast<void*>(p)), bytes, rank_, use, payload});
+}
+
+// The rank's receive rows are its own again; nobody may touch them before it enters the next operation.
+void SimExecutor::end_operation() {
+  m_.memory().drop_rank(rank_);
+  if (sim::Region* rows = m_.memory().registered(rank_, Use::kRecvRows)) m_.memory().free(*rows, 0, rows->bytes);
+  m_.rank(rank_).first_row.clear();
+}
+
+void SimExecutor::exchange(const ExchangeParams& p, const LaunchSettings&) {
+  const sim::Ps routing = p.num_tokens * m_.config().costs.route_token_ps;
+  launch("exchange", 1, kExchangeWarps, 0, 0, 0, [&](SimArch& a, SimTransport& net, std::byte*) {
+    if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
+    exchange_kernel<SimArch, SimTransport>(a, net, p);
+  });
+}
+
+void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
+  plan_dispatch_smem<SimArch>(p, smem_budget_);
+  const uint64_t tokens = p.plan.num_tokens, rows = p.plan.recv_rows, out_rows = p.permute ? p.out_rows : rows;
+  const Use facts = p.plan.fresh ? Use::kFacts : Use::kInput;
+  add("x", p.x, tokens * p.message.row_bytes, Use::kInput, true);
+  add("scales", p.scales, tokens * p.message.scale_bytes, Use::kInput, true);
+  add("weights", p.weights, tokens * p.plan.weight_stride * 4, Use::kInput, true);
+  add("out_x", p.out_x, out_rows * p.message.row_bytes, Use::kOutput, true);
+  add("out_scales", p.out_scales, out_rows * p.message.scale_bytes, Use::kOutput, true);
+  add("out_weights", p.out_weights, out_rows * (p.permute ? 1 : p.num_node_experts) * 4, Use::kOutput, true);
+  for (int n = 0; n < p.world.num_nodes; ++n) {
+    add("records", p.plan.records[n], uint64_t(p.plan.node_count[n]) * p.message.record_bytes, Use::kInput, false);
+    add("rail_records", p.plan.rail_records[n], uint64_t(p.plan.rail_count[n]) * p.message.record_bytes, facts, false);
+  }
+  add("row_records", p.plan.row_records, rows * p.message.record_bytes, facts, false);
+  add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, facts, true);
+  m_.rank(rank_).row_bytes = p.message.token_bytes();
+  m_.rank(rank_).first_row = first_row;
+  launch("dispatch", s.num_blocks, kDispatchWarps, p.smem_bytes, p.message.token_bytes(), p.message.record_bytes,
+         [&](SimArch& a, SimTransport& net, std::byte* smem) {
+           dispatch_kernel<SimArch, SimTransport>(a, net, p, smem);
+         });
+  end_operation();
+}
+
+void SimExecutor::unpermute(CombineParams& p, const LaunchSettings& s) {
+  plan_combine_smem<SimArch>(p, smem_budget_);
+  add("x", p.x, combine_rows * p.hidden * dtype_bytes(p.dtype), Use::kInput, true);
+  launch("unpermute", s.num_blocks, kUnpermuteWarps<SimArch>, p.smem_bytes, 0, 0,
+         [&](SimArch& a, SimTransport& net, std::byte* smem) {
+           unpermute_kernel<SimArch, SimTransport>(a, net, p, smem);
+         });
+  m_.memory().drop_rank(rank_);
+}
+
+void SimExecutor::combine(CombineParams& p, const LaunchSettings& s) {
+  plan_combine_smem<SimArch>(p, smem_budget_);
+  const uint64_t tokens = p.plan.num_tokens;
+  add("out_x", p.out_x, tokens * p.hidden * dtype_bytes(p.dtype), Use::kOutput, true);
+  add("out_weights", p.out_weights, tokens * p.plan.weight_stride * 4, Use::kOutput, true);
+  launch("combine", s.num_blocks, kCombineWarps<SimArch>, p.smem_bytes, 0, 0,
+         [&](SimArch& a, SimTransport& net, std::byte* smem) {
+           combine_kernel<SimArch, SimTransport>(a, net, p, smem);
+         });
+  end_operation();
+}
+
+}  // namespace hep

@@ -1,0 +1,35 @@
+// The kernels on the simulated machine, for one rank of a world. Unlike other executors it is not in the table:
+// it exists only inside a world, whose ranks it shares a machine with.
+#pragma once
+#include "arch/sim/sim_arch.h"
+#include "kernels/instances/executor.h"
+
+namespace hep {
+
+class SimExecutor final : public Executor {
+ public:
+  SimExecutor(sim::Machine& machine, int rank, uint64_t smem_budget)
+      : m_(machine), rank_(rank), smem_budget_(smem_budget) {}
+
+  void exchange(const ExchangeParams& p, const LaunchSettings& s) override;
+  void dispatch(DispatchParams& p, const LaunchSettings& s) override;
+  void unpermute(CombineParams& p, const LaunchSettings& s) override;
+  void combine(CombineParams& p, const LaunchSettings& s) override;
+
+  // What kernels are not told: rows of combine's input, and the first receive row of each source (see Rank).
+  uint64_t combine_rows = 0;
+  std::vector<uint32_t> first_row;
+
+ private:
+  template <class Body>
+  void launch(const char* kernel, int blocks, int warps, uint64_t smem, uint32_t row_bytes, uint32_t fact_bytes,
+              Body body);
+  void add(const char* name, const void* p, uint64_t bytes, sim::Region::Use use, bool payload);
+  void end_operation();
+
+  sim::Machine& m_;
+  int rank_;
+  uint64_t smem_budget_;
+};
+
+}  // namespace hep

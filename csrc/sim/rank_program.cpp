@@ -1,0 +1,303 @@
+// The program of a rank, its data and its checks.
+#include "sim/rank_program.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <sstream>
+
+#include "layout/headers.h"
+
+namespace hep::sim {
+namespace {
+
+uint64_t key_of(Token t) {
+  return uint64_t(t.rank) << 32 | t.index;
+}
+
+void fill_row(Token t, uint64_t salt, unsigned char* row, size_t bytes) {
+  uint64_t word = mix(key_of(t), salt);
+  for (size_t i = 0; i < bytes; i += 8, word += 0x9e3779b97f4a7c15u) std::memcpy(row + i, &word, 8);
+}
+bool is_row(Token t, uint64_t salt, const unsigned char* row, size_t bytes) {
+  uint64_t word = mix(key_of(t), salt), wrong = 0;
+  for (size_t i = 0; i < bytes; i += 8, word += 0x9e3779b97f4a7c15u) {
+    uint64_t got;
+    std::memcpy(&got, row + i, 8);
+    wrong |= got ^ word;
+  }
+  return wrong == 0;
+}
+
+void put(unsigned char* row, uint32_t column, float value, DType dtype) {
+  switch (dtype) {
+    case DType::kBf16: reinterpret_cast<Bf16*>(row)[column] = from_float<Bf16>(value); break;
+    case DType::kFp16: reinterpret_cast<Fp16*>(row)[column] = from_float<Fp16>(value); break;
+    case DType::kFp32: reinterpret_cast<float*>(row)[column] = value; break;
+  }
+}
+float get(const unsigned char* row, uint32_t column, DType dtype) {
+  switch (dtype) {
+    case DType::kBf16: return to_float(reinterpret_cast<const Bf16*>(row)[column]);
+    case DType::kFp16: return to_float(reinterpret_cast<const Fp16*>(row)[column]);
+    case DType::kFp32: return reinterpret_cast<const float*>(row)[column];
+  }
+  return 0;
+}
+
+// Small integers, so that sums are exact in every dtype and order. from: an expert, or -1 - rank.
+struct Output {
+  uint32_t base;
+  Output(Token t, int from, uint64_t salt) : base(uint32_t(mix(key_of(t), uint64_t(int64_t(from)), salt) % 5)) {}
+  float at(uint32_t column) const { return float(int((base + column * 3) % 5) - 2); }
+};
+float returned_weight(Token t, int expert, int from, uint64_t salt) {
+  return float(mix(key_of(t), uint64_t(expert), uint64_t(int64_t(from)), salt) % 7);
+}
+
+// 16-byte aligned scratch that is never null.
+struct Buffer {
+  std::vector<std::max_align_t> words;
+  explicit Buffer(uint64_t bytes) : words(bytes / sizeof(std::max_align_t) + 2) {}
+  unsigned char* data() { return reinterpret_cast<unsigned char*>(words.data()); }
+  float* floats() { return reinterpret_cast<float*>(words.data()); }
+};
+
+}  // namespace
+
+PhantomMemory::PhantomMemory(uint64_t bytes) : bytes_(bytes + (1 << 16)) {
+  void* p = ::mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) throw std::bad_alloc();
+  base_ = static_cast<unsigned char*>(p);
+}
+PhantomMemory::~PhantomMemory() { ::munmap(base_, bytes_); }
+unsigned char* PhantomMemory::take(uint64_t bytes) {
+  unsigned char* p = base_ + used_;
+  used_ += align_up(bytes + 16, 256);
+  if (used_ > bytes_) throw std::bad_alloc();
+  return p;
+}
+
+RankProgram::RankProgram(const WorldSpec& spec, const std::vector<RoutingDecision>& decisions,
+                         const std::vector<Oracle>& oracles, Engine& engine, SimExecutor& executor, int rank,
+                         bool timed)
+    : s_(spec),
+      decisions_(decisions),
+      oracles_(oracles),
+      engine_(engine),
+      executor_(executor),
+      rank_(rank),
+      timed_(timed),
+      shape_{int32_t(spec.num_nodes), int32_t(spec.num_local_ranks), rank},
+      dtype_(DType(spec.dtype)),
+      row_bytes_(spec.row_bytes ? spec.row_bytes : spec.hidden * dtype_bytes(DType(spec.dtype))),
+      plans_(spec.plans) {}
+
+template <class... Parts>
+void RankProgram::expect(bool ok, Parts&&... parts) const {
+  if (ok) return;
+  std::ostringstream os;
+  os << "rank " << rank_ << ", " << what_ << " (operation " << operation_ << "): ";
+  (os << ... << parts);
+  throw WrongResult(os.str());
+}
+
+void RankProgram::run() {
+  for (uint32_t plan = 0; s_.exchange_first && plan < s_.plans; ++plan) exchange(plan);
+  for (uint32_t round = 0; round < s_.rounds; ++round)
+    for (uint32_t plan = 0; plan < s_.plans; ++plan) {
+      if (!plans_[plan]) exchange(plan);
+      ++operation_;
+      dispatch(plan, round);
+      if (!s_.combine) continue;
+      ++operation_;
+      combine(plan, round);
+    }
+}
+
+void RankProgram::exchange(uint32_t plan) {
+  what_ = "exchange";
+  const RoutingDecision& d = decisions_[plan];
+  const size_t r = size_t(rank_);
+  RoutingInput in;
+  in.num_tokens = d.num_tokens[r], in.topk = s_.topk;
+  in.header = {plan + 100};
+  static constexpr int64_t kNothing = 0;
+  std::vector<unsigned char> map;
+  std::vector<float> probs;
+  if (s_.dense) {
+    map.assign(uint64_t(in.num_tokens) * s_.num_experts() + 1, 0), probs.assign(map.size(), 0.f);
+    for (uint64_t i = 0; i < d.topk_idx[r].size(); ++i)
+      if (const int64_t e = d.topk_idx[r][i]; e >= 0) {
+        map[i / s_.topk * s_.num_experts() + uint64_t(e)] = 1;
+        probs[i / s_.topk * s_.num_experts() + uint64_t(e)] += d.topk_weights[r][i];
+      }
+    in.routing_map = map.data(), in.weights = probs.data();
+  } else {
+    in.topk_idx = d.topk_idx[r].empty() ? &kNothing : d.topk_idx[r].data(), in.weights = d.topk_weights[r].data();
+  }
+  const std::shared_ptr<Routing> routing = engine_.exchange(in);
+  for (uint32_t source = 0; source < s_.num_ranks(); ++source) {
+    expect(routing->view().header(int(source), kHeaderNumTokens) == d.num_tokens[source], "tokens of rank ", source);
+    expect(routing->view().header(int(source), kHeaderFirstFree) == plan + 100, "header word of rank ", source);
+  }
+  plans_[plan] = std::make_unique<Plan>(
+      routing, PlacementOptions{s_.pad_multiple, std::vector<int64_t>(s_.num_ranks(), -1), uint64_t(1) << 40});
+  if (timed_) return;
+  const Oracle& o = oracles_[plan];
+  expect(plans_[plan]->num_recv_rows() == o.received[r].size(), plans_[plan]->num_recv_rows(), " receive rows");
+  expect(plans_[plan]->num_permuted_rows() == o.permuted[r].size(), plans_[plan]->num_permuted_rows(),
+         " permuted rows");
+}
+
+void RankProgram::dispatch(uint32_t plan, uint32_t round) {
+  what_ = "dispatch";
+  Plan& p = *plans_[plan];
+  const uint32_t tokens = p.num_tokens(), stride = p.weight_stride();
+  const uint64_t salt = mix(plan, round, s_.data_seed, 1);
+  const uint64_t rows = s_.permute ? p.num_permuted_rows() : p.num_recv_rows();
+  const uint64_t columns = s_.permute ? 1 : s_.experts_per_rank * s_.num_local_ranks;
+  DispatchCall c;
+  c.row_bytes = row_bytes_, c.scale_bytes = s_.scale_bytes, c.out_rows = rows;
+  c.permute = s_.permute, c.num_blocks = int(s_.num_blocks);
+  if (timed_) {
+    PhantomMemory phantom((tokens + rows) * (uint64_t(row_bytes_) + s_.scale_bytes) + rows * columns * 4 + 4096);
+    c.x = phantom.take(uint64_t(tokens) * row_bytes_), c.out_x = phantom.take(rows * row_bytes_);
+    c.scales = phantom.take(uint64_t(tokens) * s_.scale_bytes), c.out_scales = phantom.take(rows * s_.scale_bytes);
+    static constexpr float kNoWeights[4] = {};
+    if (s_.weights) c.weights = tokens ? p.weights().data() : kNoWeights;
+    c.out_weights = reinterpret_cast<float*>(phantom.take(rows * columns * 4));
+    return engine_.dispatch(p, c);
+  }
+  const Oracle& o = oracles_[plan];
+  Buffer x(uint64_t(tokens) * row_bytes_), scales(uint64_t(tokens) * s_.scale_bytes), weights(tokens * stride * 4ull);
+  for (uint32_t t = 0; t < tokens; ++t) {
+    fill_row({rank_, t}, salt, x.data() + uint64_t(t) * row_bytes_, row_bytes_);
+    fill_row({rank_, t}, ~salt, scales.data() + uint64_t(t) * s_.scale_bytes, s_.scale_bytes);
+    float* w = weights.floats() + uint64_t(t) * stride;
+    for (const Pair& pair : o.pairs[size_t(rank_)][t]) *w++ = pair.weight;
+  }
+  Buffer out_x(rows * row_bytes_), out_scales(rows * s_.scale_bytes), out_weights(rows * columns * 4);
+  c.x = x.data(), c.scales = scales.data(), c.weights = s_.weights ? weights.floats() : nullptr;
+  c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
+  executor_.first_row = o.first_row[size_t(rank_)];
+  engine_.dispatch(p, c);
+  check_dispatch(o, salt, out_x.data(), out_scales.data(), out_weights.floats(), rows);
+}
+
+void RankProgram::check_dispatch(const Oracle& o, uint64_t salt, const unsigned char* x, const unsigned char* scales,
+                                 const float* weights, uint64_t rows) const {
+  const std::vector<unsigned char> zeros(std::max(row_bytes_, s_.scale_bytes), 0);
+  const int first_expert = shape_.node() * int(s_.experts_per_rank * s_.num_local_ranks);
+  const int node_experts = int(s_.experts_per_rank * s_.num_local_ranks);
+  for (uint64_t row = 0; row < rows; ++row) {
+    const PermutedRow want =
+        s_.permute ? o.permuted[size_t(rank_)][row] : PermutedRow{o.received[size_t(rank_)][row], 0};
+    const unsigned char *got = x + row * row_bytes_, *got_scales = scales + row * s_.scale_bytes;
+    if (want.expert < 0) {
+      expect(std::memcmp(got, zeros.data(), row_bytes_) == 0, "padding row ", row, " is not zero");
+      expect(std::memcmp(got_scales, zeros.data(), s_.scale_bytes) == 0, "scales of padding row ", row);
+      expect(!s_.weights || weights[row] == 0, "weight of padding row ", row);
+      continue;
+    }
+    expect(is_row(want.token, salt, got, row_bytes_), "row ", row, " is not token ", want.token.index, " of rank ",
+           want.token.rank);
+    expect(is_row(want.token, ~salt, got_scales, s_.scale_bytes), "scales of row ", row);
+    if (!s_.weights) continue;
+    const auto& pairs = o.pairs[size_t(want.token.rank)][want.token.index];
+    for (int e = s_.permute ? want.expert : first_expert;
+         e < (s_.permute ? want.expert + 1 : first_expert + node_experts); ++e) {
+      const auto it = std::find_if(pairs.begin(), pairs.end(), [&](const Pair& q) { return q.expert == e; });
+      const float expected = it == pairs.end() ? 0 : it->weight;
+      const uint64_t at = s_.permute ? row : row * uint64_t(node_experts) + uint64_t(e - first_expert);
+      expect(weights[at] == expected, "weight of row ", row, " for expert ", e, " is ", weights[at], ", not ", expected);
+    }
+  }
+}
+
+void RankProgram::combine(uint32_t plan, uint32_t round) {
+  what_ = "combine";
+  Plan& p = *plans_[plan];
+  const uint64_t salt = mix(plan, round, s_.data_seed, 2);
+  const uint64_t rows = s_.permute ? p.num_permuted_rows() : p.num_recv_rows(), tokens = p.num_tokens();
+  const uint64_t columns = s_.permute ? 1 : s_.experts_per_rank * s_.num_local_ranks;
+  const uint64_t row_bytes = uint64_t(s_.hidden) * dtype_bytes(dtype_);
+  CombineCall c;
+  c.dtype = dtype_, c.hidden = s_.hidden, c.permuted = s_.permute, c.multiply = s_.multiply;
+  c.fp32_partials = s_.fp32_partials, c.num_blocks = int(s_.num_blocks);
+  executor_.combine_rows = rows;
+  if (timed_) {  // combine of a forward pass: no weights travel back
+    PhantomMemory phantom((tokens + rows) * row_bytes + 4096);
+    c.x = phantom.take(rows * row_bytes), c.out_x = phantom.take(tokens * row_bytes);
+    return engine_.combine(p, c);
+  }
+  const Oracle& o = oracles_[plan];
+  Buffer x(rows * row_bytes), weights(rows * columns * 4);
+  fill_inputs(o, salt, x.data(), weights.floats(), rows);
+  Buffer out_x(tokens * row_bytes), out_weights(tokens * p.weight_stride() * 4);
+  c.x = x.data(), c.weights = s_.weights ? weights.floats() : nullptr;
+  c.out_x = out_x.data(), c.out_weights = out_weights.floats();
+  engine_.combine(p, c);
+  check_combine(o, salt, out_x.data(), out_weights.floats(), p.weight_stride());
+}
+
+void RankProgram::fill_inputs(const Oracle& o, uint64_t salt, unsigned char* x, float* weights, uint64_t rows) const {
+  const uint64_t row_bytes = uint64_t(s_.hidden) * dtype_bytes(dtype_);
+  const int node_experts = int(s_.experts_per_rank * s_.num_local_ranks), first_expert = shape_.node() * node_experts;
+  for (uint64_t row = 0; row < rows; ++row) {
+    const PermutedRow r = s_.permute ? o.permuted[size_t(rank_)][row] : PermutedRow{o.received[size_t(rank_)][row], 0};
+    const Output output(r.token, s_.permute ? r.expert : -1 - rank_, salt);
+    for (uint32_t i = 0; i < s_.hidden; ++i)  // what no sum may read is no number
+      put(x + row * row_bytes, i, r.expert < 0 ? std::nanf("") : output.at(i), dtype_);
+    if (s_.permute) {
+      weights[row] = r.expert < 0 ? std::nanf("") : returned_weight(r.token, r.expert, 0, salt);
+      continue;
+    }
+    for (int e = 0; e < node_experts; ++e)
+      weights[row * uint64_t(node_experts) + uint64_t(e)] = returned_weight(r.token, first_expert + e, -1 - rank_, salt);
+  }
+}
+
+float RankProgram::expected_weight(const Oracle& o, Token t, int expert, uint64_t salt) const {
+  if (s_.permute) return returned_weight(t, expert, 0, salt);
+  float sum = 0;  // every rank of the expert's node that has the token answers for all of the node's experts
+  for (uint32_t l = 0; l < s_.num_local_ranks; ++l) {
+    const int d = shape_.rank_of(o.node_of(expert), int(l));
+    if (o.arrives(t, d)) sum += returned_weight(t, expert, -1 - d, salt);
+  }
+  return sum;
+}
+
+void RankProgram::check_combine(const Oracle& o, uint64_t salt, const unsigned char* x, const float* weights,
+                                uint32_t stride) const {
+  const uint64_t row_bytes = uint64_t(s_.hidden) * dtype_bytes(dtype_);
+  std::vector<float> sum(s_.hidden);
+  const auto& mine = o.pairs[size_t(rank_)];
+  for (uint32_t t = 0; t < mine.size(); ++t) {
+    std::fill(sum.begin(), sum.end(), 0.f);
+    const auto add = [&](int from, float scale) {
+      const Output output({rank_, t}, from, salt);
+      for (uint32_t i = 0; i < s_.hidden; ++i) sum[i] += output.at(i) * scale;
+    };
+    if (s_.permute) {
+      for (const Pair& p : mine[t]) add(p.expert, s_.multiply ? p.weight : 1.f);
+    } else {
+      for (int d = 0; d < int(s_.num_ranks()); ++d)
+        if (o.arrives({rank_, t}, d)) add(-1 - d, 1.f);
+    }
+    for (uint32_t i = 0; i < s_.hidden; ++i)
+      expect(get(x + t * row_bytes, i, dtype_) == sum[i], "sum of token ", t, " at element ", i, " is ",
+             get(x + t * row_bytes, i, dtype_), ", not ", sum[i]);
+    if (!s_.weights) continue;
+    for (uint32_t k = 0; k < stride; ++k) {
+      const float want = k < mine[t].size() ? expected_weight(o, {rank_, t}, mine[t][k].expert, salt) : 0;
+      expect(weights[uint64_t(t) * stride + k] == want, "weight ", k, " of token ", t, " is ",
+             weights[uint64_t(t) * stride + k], ", not ", want);
+    }
+  }
+}
+
+}  // namespace hep::sim

@@ -1,0 +1,61 @@
+// What a simulated rank does: exchanges, dispatches and combines on the engine that users run, with every result
+// compared with the oracle, bit for bit.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "kernels/instances/sim_executor.h"
+#include "runtime/engine.h"
+#include "sim/oracle.h"
+
+namespace hep::sim {
+
+// Address space for rows that a timed world never touches.
+class PhantomMemory {
+ public:
+  explicit PhantomMemory(uint64_t bytes);
+  ~PhantomMemory();
+  PhantomMemory(const PhantomMemory&) = delete;
+  unsigned char* take(uint64_t bytes);
+
+ private:
+  unsigned char* base_;
+  uint64_t bytes_, used_ = 0;
+};
+
+class RankProgram {
+ public:
+  // decisions, oracles: by plan. Timed worlds have no oracles and compare nothing.
+  RankProgram(const WorldSpec& spec, const std::vector<RoutingDecision>& decisions, const std::vector<Oracle>& oracles,
+              Engine& engine, SimExecutor& executor, int rank, bool timed);
+  void run();
+
+ private:
+  void exchange(uint32_t plan);
+  void dispatch(uint32_t plan, uint32_t round);
+  void combine(uint32_t plan, uint32_t round);
+  void check_dispatch(const Oracle& o, uint64_t salt, const unsigned char* x, const unsigned char* scales,
+                      const float* weights, uint64_t rows) const;
+  void check_combine(const Oracle& o, uint64_t salt, const unsigned char* x, const float* weights,
+                     uint32_t stride) const;
+  void fill_inputs(const Oracle& o, uint64_t salt, unsigned char* x, float* weights, uint64_t rows) const;
+  float expected_weight(const Oracle& o, Token t, int expert, uint64_t salt) const;
+  template <class... Parts>
+  void expect(bool ok, Parts&&... parts) const;
+
+  const WorldSpec& s_;
+  const std::vector<RoutingDecision>& decisions_;
+  const std::vector<Oracle>& oracles_;
+  Engine& engine_;
+  SimExecutor& executor_;
+  const int rank_;
+  const bool timed_;
+  const World shape_;
+  const DType dtype_;
+  const uint32_t row_bytes_;
+  const char* what_ = "";
+  uint64_t operation_ = 0;
+  std::vector<std::unique_ptr<Plan>> plans_;
+};
+
+}  // namespace hep::sim

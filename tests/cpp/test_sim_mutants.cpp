@@ -1,0 +1,100 @@
+// Every protocol mutant must be caught by the simulator within kMostSeeds random worlds, by a broken rule, a deadlock
+// or a wrong result. Prints the table of docs/simulator.md (scripts/sim_mutants.py puts it there).
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "check.h"
+#include "common/macros.h"
+#include "sim/world_spec.h"
+#include "sim_mutants.h"
+
+#if !defined(HEP_MUTANTS)
+#error build this program and the code under test with HEP_MUTANTS
+#endif
+
+HEP_TEST_MAIN
+
+namespace hep::test {
+namespace {
+
+constexpr int kMostSeeds = 500;
+constexpr int kStrategies[] = {-1, int(sim::StrategyKind::kRandom), int(sim::StrategyKind::kPct)};
+
+// Where the unchanged code and every mutant stand; in memory that a child shares with us.
+struct Report {
+  int seeds = 0;
+  bool caught = false;
+  char how[160] = "";
+};
+
+Report& shared_report() {
+  void* p = ::mmap(nullptr, sizeof(Report), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) throw std::runtime_error("mmap failed");
+  return *new (p) Report;
+}
+
+// Runs worlds 1, 2, ... until one fails. In a child: a mutant may crash, which counts as caught.
+void hunt(int mutant, int strategy, Report& report) {
+  std::fflush(stdout);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(120);
+    kMutant = mutant;
+    for (int seed = 1; seed <= kMostSeeds && !report.caught; ++seed) {
+      report.seeds = seed;
+      const sim::WorldResult r = sim::run_world(sim::random_world(uint64_t(seed), strategy), {});
+      report.caught = !r.failure.kind.empty();
+      const std::string how = r.failure.rule;
+      std::snprintf(report.how, sizeof report.how, "%s", how.c_str());
+    }
+    ::_exit(0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) return;
+  report.caught = true;
+  std::snprintf(report.how, sizeof report.how, "crash");
+}
+
+void check_mutant(const Mutant& m) {
+  std::string row = "| " + std::to_string(m.number) + " | " + m.bug;
+  std::string how;
+  for (const int strategy : kStrategies) {
+    Report& report = shared_report();
+    hunt(m.number, strategy, report);
+    const bool caught = report.caught;
+    row += " | " + (caught ? std::to_string(report.seeds) : std::string("> ") + std::to_string(kMostSeeds));
+    if (how.empty()) how = report.how;
+    ::munmap(&report, sizeof report);
+    if (!caught && strategy == -1) {
+      std::printf("%s | SURVIVED |\n", row.c_str());
+      throw check::Failure("survived " + std::to_string(kMostSeeds) + " worlds: " + m.bug);
+    }
+  }
+  std::printf("%s | %s |\n", row.c_str(), how.c_str());
+}
+
+const bool registered = [] {
+  check::tests().push_back({"unchanged_code_passes", [] {
+                              for (int seed = 1; seed <= kMostSeeds; ++seed) {
+                                const sim::WorldResult r = sim::run_world(sim::random_world(uint64_t(seed), -1), {});
+                                if (!r.failure.kind.empty())
+                                  throw check::Failure("seed " + std::to_string(seed) + ": " + r.failure.what);
+                              }
+                            }});
+  const auto add = [](const Mutant& m) {
+    if (std::find(std::begin(kNeedMoreLanes), std::end(kNeedMoreLanes), m.number) != std::end(kNeedMoreLanes)) return;
+    check::tests().push_back({"mutant_" + std::to_string(m.number), [m] { check_mutant(m); }});
+  };
+  for (const Mutant& m : kMutants) add(m);
+  for (const Mutant& m : kSimMutants) add(m);
+  return true;
+}();
+
+}  // namespace
+}  // namespace hep::test
