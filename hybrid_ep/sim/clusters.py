@@ -100,6 +100,7 @@ class Nic:
     gb_per_s: Quantity
     efficiency: Quantity
     latency_us: Quantity  # post to visible at the peer, an empty rail
+    post_us: Quantity  # a lane posts a message: its stores drained, the request written, the doorbell rung
     messages_per_us: Quantity
     mtu: Quantity
     header_bytes: Quantity  # of a packet
@@ -200,6 +201,7 @@ _CX7 = Nic(
     efficiency=Quantity(0.922, "", "published",
                         "DeepEP V2 README, SM90, 32 ranks, 6 SMs: 61 GB/s logical = 45.75 of rows, 46.1 with headers"),
     latency_us=_assumed(5.0, "us", "device-initiated put and signal through one switch; enters only fill and drain"),
+    post_us=_assumed(2.0, "us", "a drained store (1 us) and a device-side post (1 us); enters once a chunk"),
     messages_per_us=_datasheet(330, "messages/us", "ConnectX-7 datasheet: 330 to 370 million messages/s"),
     mtu=_datasheet(4096, "B", "InfiniBand"),
     header_bytes=_datasheet(30, "B", "InfiniBand: LRH 8, BTH 12, ICRC 4, VCRC 2, RETH on the first packet"),

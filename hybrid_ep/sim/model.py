@@ -74,7 +74,7 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
     copies = _copies_bytes(shape, traffic, impl, op, dtype)
     api = line.end + skew + barriers + impl.launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies)
     hbm = _kernel_hbm_bytes(shape, traffic, impl, op, cost)
-    roles = max(line.busy_of("role node_sum"), line.busy_of("role final_sum"))
+    roles = max(line.busy_of(f"role {name}") for name in ("n2n", "node_sum", "reduce", "final_sum"))
     bounds = {"SM": line.busy_of("engine"), "SM roles": roles, "NVLink": line.busy_of("nvlink"),
               "NIC": line.busy_of("nic"), "HBM": hbm_us(cluster, hbm)}
     kernel, api = max(kernel, bounds["HBM"]), max(api, bounds["HBM"])
@@ -89,7 +89,7 @@ class _Work:
                  cluster: Cluster) -> None:
         self.shape, self.t, self.cost, self.impl, self.num_sms = shape, traffic, cost, impl, num_sms
         self.nvlink_latency = cluster.gpu.nvlink_latency_us.value
-        self.nic_latency = cluster.nic.latency_us.value
+        self.nic_latency, self.post = cluster.nic.latency_us.value, cluster.nic.post_us.value
         self.peers = shape.nodes - 1
         rail = max(traffic.rail_out, traffic.rail_in)
         least = math.ceil(max(shape.tokens, rail) / _MAX_CHUNKS)
@@ -127,7 +127,8 @@ class _Work:
                 block = (chunk + peer) % self.num_sms
                 hops = self._pull("node_sum", block, self.rail_rows, self.fan_out, 0.0)
                 nic = Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency)
-                chains.append(Chain(f"sum {peer}.{chunk}", [*hops, nic], gate=("sums", chunk)))
+                post = Hop(("role reduce", block), "node_sum", self.post)
+                chains.append(Chain(f"sum {peer}.{chunk}", [*hops, post, nic], gate=("sums", chunk)))
         for chunk in range(self.own_chunks):
             sums = self.t.rail_out / self.own_chunks
             # by symmetry the sums of a chunk of tokens come when as large a share of the rail's chunks is done
@@ -148,6 +149,7 @@ class _Work:
         if self.impl.stage_rail:
             block = (chunk + peer) % self.num_sms
             hops.append(Hop(("engine", block), "n2n", self.rail_rows * (self.cost.load + self.cost.store)))
+            hops.append(Hop(("role n2n", block), "n2n", self.post))
         hops.append(Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency))
         hops += self._scatter((chunk + peer) % self.num_sms, self.rail_rows)
         return Chain(f"rail {peer}.{chunk}", hops)
