@@ -66,6 +66,9 @@ class Gpu:
     copy_ns: Quantity  # an SM's copy path is busy so long per row, beyond the row's bytes
     pull_us: Quantity  # a bulk load of a peer's row under load: issue to the stage being free again
     hbm_load_us: Quantity  # the same from this GPU's memory
+    shared_bytes_per_clock: Quantity
+    issue_ns: Quantity  # a lane issues one bulk copy
+    flag_us: Quantity  # a store to, or a look at, a flag in this GPU's memory
     nvlink_gb_per_s: Quantity
     nvlink_efficiency: Quantity
     nvlink_latency_us: Quantity
@@ -149,8 +152,11 @@ _H100 = Gpu(
     store_bytes_per_clock=_assumed(32, "B/clock", _PORT),
     load_bytes_per_clock=_assumed(64, "B/clock", _PORT),
     copy_ns=_fitted("hopper", "copy_ns", 51.09, "ns"),
-    pull_us=_fitted("hopper", "pull_us", 1.51, "us"),
+    pull_us=_fitted("hopper", "pull_us", 1.337, "us"),
     hbm_load_us=_assumed(1.0, "us", "loaded HBM latency of 0.8 to 1.2 us"),
+    shared_bytes_per_clock=_datasheet(128, "B/clock", "CUDA programming guide: 32 banks of 4 bytes"),
+    issue_ns=_assumed(10.0, "ns", "some twenty instructions of one lane"),
+    flag_us=_assumed(0.5, "us", "one trip to the L2 cache"),
     nvlink_gb_per_s=_datasheet(450, "GB/s", "NVLink 4: 18 links x 25 GB/s"),
     nvlink_efficiency=Quantity(380 / 450, "", "published", "DeepEP developers: stores reach about 380 of 450 GB/s"),
     nvlink_latency_us=_assumed(1.0, "us", _LATENCY),
@@ -181,7 +187,7 @@ _B200 = replace(
     hbm_gb_per_s=_datasheet(7700, "GB/s", "NVIDIA HGX B200 datasheet: 62 TB/s for 8"),
     hbm_gb=_datasheet(180, "GB", "NVIDIA HGX B200 datasheet: 1440 GB for 8"),
     copy_ns=_fitted("blackwell", "copy_ns", 36.38, "ns"),
-    pull_us=_fitted("blackwell", "pull_us", 3.345, "us"),
+    pull_us=_fitted("blackwell", "pull_us", 3.2, "us"),
     nvlink_gb_per_s=_datasheet(900, "GB/s", "NVLink 5: 18 links x 50 GB/s"),
     nvlink_efficiency=_fitted("blackwell", "nvlink_efficiency", 0.7579, ""),
 )

@@ -29,6 +29,7 @@ class Implementation:
     epilogue_passes: int
     launches: int
     barriers: int
+    rail_slots: int  # chunks in flight per rail peer; 0: a place for every token
     metadata: str  # what travels with a row: "record" (ours) or "probs" (weights of all experts of the node)
 
     def link_row_bytes(self, shape: Shape, dtype: str, op: str) -> float:
@@ -47,8 +48,7 @@ class Implementation:
         stages, roles = self.pull_stages[several], self.pulling_roles[several]
         if self.metadata == "probs":
             return float(stages), roles
-        tiles = max(1.0, shape.hidden / _SUM_TILE_ELEMENTS)
-        return stages / tiles, roles
+        return stages / -(-shape.hidden // _SUM_TILE_ELEMENTS), roles
 
 
 _SUM_TILE_ELEMENTS = 2048  # of a stage of the summing roles; csrc/roles/reduce.h
@@ -71,6 +71,7 @@ HYBRID_EP = Implementation(
     epilogue_passes=0,
     launches=2,
     barriers=2,
+    rail_slots=8,  # csrc/layout/buffer.h
     metadata="record",
 )
 PUBLISHED = Implementation(
@@ -85,6 +86,7 @@ PUBLISHED = Implementation(
     epilogue_passes=1,
     launches=4,
     barriers=2,
+    rail_slots=0,
     metadata="probs",
 )
 IMPLEMENTATIONS = {i.name: i for i in (HYBRID_EP, PUBLISHED)}

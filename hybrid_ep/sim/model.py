@@ -74,7 +74,7 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
     copies = _copies_bytes(shape, traffic, impl, op, dtype)
     api = line.end + skew + barriers + impl.launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies)
     hbm = _kernel_hbm_bytes(shape, traffic, impl, op, cost)
-    roles = max(line.busy_of(f"role {name}") for name in ("n2n", "node_sum", "reduce", "final_sum"))
+    roles = max(line.busy_of(f"role {name}") for name in ("n2n", "unpermute", "node_sum", "reduce", "final_sum"))
     bounds = {"SM": line.busy_of("engine"), "SM roles": roles, "NVLink": line.busy_of("nvlink"),
               "NIC": line.busy_of("nic"), "HBM": hbm_us(cluster, hbm)}
     kernel, api = max(kernel, bounds["HBM"]), max(api, bounds["HBM"])
@@ -120,21 +120,24 @@ class _Work:
     def combine(self) -> Timeline:
         line = Timeline()
         if self.impl.fused_permute:
-            line.extend(flow.run(self._per_block("unpermute", self.t.pairs, self.t.received)), 0.0)
-        chains, rows = [], self.local_tokens / self.own_chunks
+            line.extend(flow.run(self._per_block("unpermute", self.t.pairs, self.t.received, self.cost.pull_own)), 0.0)
+        chains, rows, slots = [], self.local_tokens / self.own_chunks, self.impl.rail_slots
         for chunk in range(max(self.own_chunks, self.rail_chunks)):
             for peer in range(self.peers if chunk < self.rail_chunks else 0):
                 block = (chunk + peer) % self.num_sms
                 hops = self._pull("node_sum", block, self.rail_rows, self.fan_out, 0.0)
                 nic = Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency)
                 post = Hop(("role reduce", block), "node_sum", self.post)
-                chains.append(Chain(f"sum {peer}.{chunk}", [*hops, post, nic], gate=("sums", chunk)))
+                consumed = chunk - slots if slots else -1
+                after = ("own", consumed * self.own_chunks // self.rail_chunks) if consumed >= 0 else None
+                chains.append(Chain(f"sum {peer}.{chunk}", [*hops, post, nic], gate=("sums", chunk), after=after))
         for chunk in range(self.own_chunks):
             sums = self.t.rail_out / self.own_chunks
             # by symmetry the sums of a chunk of tokens come when as large a share of the rail's chunks is done
             gate = ("sums", min(self.rail_chunks - 1, chunk * self.rail_chunks // self.own_chunks))
             hops = self._pull("final_sum", chunk % self.num_sms, rows, self.fan_out, sums)
-            chains.append(Chain(f"own {chunk}", hops, after=gate if self.rail_chunks else None))
+            after = gate if self.rail_chunks else None
+            chains.append(Chain(f"own {chunk}", hops, gate=("own", chunk), after=after))
         line.extend(flow.run(chains), 0.0)
         return line
 
@@ -152,7 +155,11 @@ class _Work:
             hops.append(Hop(("role n2n", block), "n2n", self.post))
         hops.append(Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency))
         hops += self._scatter((chunk + peer) % self.num_sms, self.rail_rows)
-        return Chain(f"rail {peer}.{chunk}", hops)
+        if self.impl.rail_slots:  # the slot's credit travels back
+            hops[-1] = hops[-1]._replace(latency=hops[-1].latency + self.nic_latency)
+        slots = self.impl.rail_slots
+        after = ("slot", peer, chunk - slots) if slots and chunk >= slots else None
+        return Chain(f"rail {peer}.{chunk}", hops, gate=("slot", peer, chunk), after=after)
 
     def _pull(self, role: str, block: int, rows: float, fan_in: float, sums: float) -> list[Hop]:
         """A chunk of sums: `rows * fan_in` partials of this node, `sums` sums of other nodes, one row out each."""
@@ -164,9 +171,12 @@ class _Work:
                 Hop(("engine", block), role, engine, True, self.nvlink_latency),
                 Hop(("nvlink", 0), "rows", pulled * self.crossing * self.cost.nvlink)]
 
-    def _per_block(self, role: str, loads: float, stores: float) -> list[Chain]:
+    def _per_block(self, role: str, loads: float, stores: float, pull: float = 0.0) -> list[Chain]:
+        """Rows dealt evenly over blocks. pull: what a summing role waits for each of its loads."""
         work = (loads * self.cost.load + stores * self.cost.store) / self.num_sms
-        return [Chain(role, [Hop(("engine", block), role, work)]) for block in range(self.num_sms)]
+        waits = loads * pull / self.num_sms
+        return [Chain(role, [Hop((f"role {role}", block), role, waits, True), Hop(("engine", block), role, work)])
+                for block in range(self.num_sms)]
 
 
 def _copies_bytes(shape: Shape, t: Traffic, impl: Implementation, op: str, dtype: str) -> float:
