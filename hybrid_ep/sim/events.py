@@ -18,8 +18,9 @@ from hybrid_ep.sim.implementations import HYBRID_EP
 from hybrid_ep.sim.shape import Shape
 from hybrid_ep.sim.trace import TrackSpan
 
-# Rows delivered in a world that takes about fifteen seconds of one core.
-ROW_BUDGET = 400_000
+# Rows delivered: in a world of some ten seconds of one core, in the largest of some minutes, in one that is traced.
+QUICK_ROWS, ROW_BUDGET, _TRACE_ROWS = 300_000, 1_000_000, 12_000
+_TRACE_SPANS = 200_000  # beyond it the trace holds the first ranks only
 KERNELS = {"dispatch": ("exchange", "dispatch"), "combine": ("unpermute", "combine")}
 _RAIL_SLOTS = 8  # csrc/layout/buffer.h
 
@@ -49,31 +50,47 @@ def missing() -> str | None:
     return None if hasattr(_core, "simulate") else "this build of the core has no simulator"
 
 
+def rows(shape: Shape) -> int:
+    """Rows that a world of this shape delivers and forwards: what its simulation costs."""
+    return shape.tokens * min(shape.topk, shape.ranks) * shape.ranks * (2 if shape.nodes > 1 else 1)
+
+
 def measure(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = 32, dtype: str = "bf16",
-            choices: np.ndarray | None = None, trace: bool = False, row_budget: int = ROW_BUDGET) -> Events:
+            choices: np.ndarray | None = None, row_budget: int = ROW_BUDGET) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
-    trace: keep spans, of the largest world run. ValueError for what the simulator refuses; RuntimeError when its
+    ValueError for what the simulator refuses; RuntimeError when its
     kernels failed, which no routing may cause."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
-    rows_a_token = min(shape.topk, shape.ranks) * shape.ranks * (2 if shape.nodes > 1 else 1)
-    most = max(64, row_budget // rows_a_token)
+    most = max(64, row_budget * shape.tokens // rows(shape))
     available = shape.tokens if choices is None else min(shape.tokens, choices.shape[1])
-    if available == shape.tokens <= most:
-        return _events(shape, cluster, num_sms, chunk, dtype, choices, trace)
-    # whole rounds of chunks over blocks, so that both worlds have the same ragged end
-    most = min(most, available)
-    large = max(most // (num_sms * chunk), 1) * num_sms * chunk if most >= num_sms * chunk else most
-    small = _events(shape.with_(tokens=large // 2), cluster, num_sms, chunk, dtype, choices, False)
-    full = _events(shape.with_(tokens=large), cluster, num_sms, chunk, dtype, choices, trace)
-    ratio = (shape.tokens - large) / (large - large // 2)
+    if available == shape.tokens <= most:  # a sample of drawn choices cannot be run whole
+        return _events(shape, cluster, num_sms, chunk, dtype, choices, False)
+    # whole rounds of chunks over blocks, so that both worlds end alike; two of them at least
+    round_ = num_sms * chunk
+    rounds = max(2, min(most, available) // round_)
+    if rounds * round_ > available:
+        return _events(shape, cluster, num_sms, chunk, dtype, choices, False)
+    large, less = rounds * round_, rounds // 2 * round_
+    small = _events(shape.with_(tokens=less), cluster, num_sms, chunk, dtype, choices, False)
+    full = _events(shape.with_(tokens=large), cluster, num_sms, chunk, dtype, choices, False)
+    ratio = (shape.tokens - large) / (large - less)
 
     def extend(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         return {k: b[k] + (b[k] - a.get(k, 0)) * ratio for k in b}
 
     return Events(extend(small.time_us, full.time_us), extend(small.kernel_us, full.kernel_us), large, False,
                   extend(small.link_us, full.link_us), extend(small.link_bytes, full.link_bytes),
-                  extend(small.role_us, full.role_us), full.spans)
+                  extend(small.role_us, full.role_us))
+
+
+def timeline(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = 32, dtype: str = "bf16",
+             choices: np.ndarray | None = None) -> Events:
+    """The same with every use of every link, of as many tokens as a trace can show (`simulated_tokens`)."""
+    if why := missing():
+        raise ValueError(f"engine=events: {why}; use engine=model or build the core")
+    tokens = min(shape.tokens, max(32, _TRACE_ROWS * shape.tokens // rows(shape)))
+    return _events(shape.with_(tokens=tokens), cluster, num_sms, chunk, dtype, choices, True)
 
 
 def _events(shape: Shape, cluster: Cluster, num_sms: int, chunk: int, dtype: str, choices: np.ndarray | None,
@@ -112,16 +129,19 @@ def _events(shape: Shape, cluster: Cluster, num_sms: int, chunk: int, dtype: str
 def _spans(got) -> list[TrackSpan]:
     """Tracks: of each rank its kernels, its blocks' roles by link, its ports."""
     spans = [TrackSpan(f"rank {k.rank}", "kernels", k.name, k.start_us, k.time_us, {}) for k in got.kernels]
+    ranks = max(k.rank for k in got.kernels) + 1
+    shown = max(1, min(ranks, _TRACE_SPANS * ranks // max(1, len(got.spans))))
     lanes: dict[tuple[int, str], list[float]] = {}
     for s in sorted(got.spans, key=lambda s: s.start_us):
-        if s.link == "kernel":
+        if s.link == "kernel" or s.rank >= shown:
             continue
-        base = f"block {s.block:03d} {s.role} {s.link}" if s.block >= 0 else s.link
+        # the SM's own copy path by role; of the ports, what this rank's lanes made them do
+        base = f"block {s.block:03d} {s.role} {s.link}" if s.link.startswith("tma") else s.link
         # a link that serves several at once gets as many tracks as overlap
         ends = lanes.setdefault((s.rank, base), [])
         lane = next((i for i, end in enumerate(ends) if end <= s.start_us + 1e-9), len(ends))
         ends[lane:lane + 1] = [s.end_us]
         track = base if lane == 0 else f"{base} ({lane + 1})"
         spans.append(TrackSpan(f"rank {s.rank}", track, s.operation, s.start_us, s.end_us - s.start_us,
-                               {"role": s.role, "bytes": s.num_bytes}))
+                               {"role": s.role, "block": s.block, "bytes": s.num_bytes}))
     return spans

@@ -166,17 +166,23 @@ def load_file(path: str, shape: Shape, seed: int = 1) -> np.ndarray:
     return table if table.ndim == 3 else popularity(shape, table.ravel(), seed)
 
 
-def parse(text: str, shape: Shape, seed: int = 1) -> Traffic:
-    """uniform | zipf:A | file:PATH -> Traffic. ValueError for anything else."""
+def parse(text: str, shape: Shape, seed: int = 1) -> np.ndarray | None:
+    """uniform -> None (it has a closed form); zipf:A | file:PATH -> choices. ValueError for anything else."""
     kind, _, argument = text.partition(":")
     if text == "uniform":
-        return uniform(shape)
+        return None
     if kind == "zipf":
         try:
             exponent = float(argument)
         except ValueError:
             raise ValueError(f"routing={text!r}: zipf needs an exponent, as in zipf:1.2") from None
-        return count(zipf(shape, exponent, seed), shape)
+        return zipf(shape, exponent, seed)
     if kind == "file" and argument:
-        return count(load_file(argument, shape, seed), shape)
+        return load_file(argument, shape, seed)
     raise ValueError(f"routing={text!r}: use uniform, zipf:A or file:PATH")
+
+
+def traffic_of(text: str, shape: Shape, seed: int = 1) -> Traffic:
+    """The row counts of `parse(text)`."""
+    choices = parse(text, shape, seed)
+    return uniform(shape) if choices is None else count(choices, shape)

@@ -32,9 +32,9 @@ def of_timeline(line: Timeline, operation: str) -> list[TrackSpan]:
             spans.append(TrackSpan("rank 0 links", kind, f"{operation} {span.label}", span.start, span.work,
                                    {"role": span.role}))
         else:
-            engine = "copy engine" if kind == "engine" else "waits"
-            spans.append(TrackSpan("rank 0 SMs", f"block {index:03d} {span.role} {engine}", f"{operation} {span.label}",
-                                   span.start, span.work, {"role": span.role}))
+            what = f"{span.role} copies" if kind == "engine" else f"{kind.removeprefix('role ')} waits"
+            spans.append(TrackSpan("rank 0 SMs", f"block {index:03d} {what}", f"{operation} {span.label}", span.start,
+                                   span.work, {"role": span.role}))
     return spans
 
 

@@ -99,10 +99,10 @@ def test_zipf_is_reproducible_distinct_and_skewed():
 def test_load_files(tmp_path):
     shape = Shape(4, 4, 400, 8, 2, 8)
     (tmp_path / "load.txt").write_text("100\n0\n1\n1\n1\n1\n1\n1\n")
-    skewed = routing.parse(f"file:{tmp_path / 'load.txt'}", shape)
+    skewed = routing.traffic_of(f"file:{tmp_path / 'load.txt'}", shape)
     assert skewed.imbalance > 0.5
     np.save(tmp_path / "choices.npy", np.zeros((4, 10, 1), dtype=np.int64))
-    assert routing.parse(f"file:{tmp_path / 'choices.npy'}", shape).pairs == 4 * 400
+    assert routing.traffic_of(f"file:{tmp_path / 'choices.npy'}", shape).pairs == 4 * 400
 
 
 @pytest.mark.parametrize("text, word", [("zipf", "needs an exponent"), ("zipf:x", "exponent"), ("zipf:-1", "exponent"),

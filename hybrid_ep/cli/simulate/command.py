@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--num-sms", type=int, default=0, help="SMs of each operation; 0 = as suggested")
     how.add_argument("--chunk", type=int, default=32, help="rows of a rail message")
     how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
-                     "model: the queueing model; auto: events where the core has them")  # fmt: skip
+                     "model: the queueing model; auto: events where they take seconds")  # fmt: skip
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", metavar="FILE", help="write every number")
     out.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hybrid_ep.sim import recommend, routing
 from hybrid_ep.sim.clusters import Cluster
 from hybrid_ep.sim.recommend import Tuning
@@ -27,6 +29,7 @@ class Request:
     chunk: int
     engine: str
     traffic: Traffic
+    choices: np.ndarray | None  # drawn or loaded experts [ranks, tokens, topk]; None for uniform
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, cluster: Cluster) -> Request:
@@ -44,8 +47,10 @@ class Request:
             raise ValueError(f"--ranks-per-node {local}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}")
         shape = Shape(args.nodes * local, local, args.tokens, args.hidden, args.topk, args.experts)
         text = f"file:{args.load}" if args.load else args.routing
-        return cls(cluster, shape, args.dtype, text, args.seed, args.num_sms, args.chunk, args.engine,
-                   routing.parse(text, shape, args.seed))
+        choices = routing.parse(text, shape, args.seed)
+        traffic = routing.uniform(shape) if choices is None else routing.count(choices, shape)
+        return cls(cluster, shape, args.dtype, text, args.seed, args.num_sms, args.chunk, args.engine, traffic,
+                   choices)
 
     def tuned(self) -> Tuning:
         """SMs and chunk that the model suggests for this exchange."""

@@ -44,7 +44,9 @@ def pyplot():
 
 
 def _point(request: Request, name: str, value: int, shape: Shape, num_sms: int, chunk: int) -> dict[str, Any]:
-    traffic = request.traffic if shape == request.shape else routing.parse(request.routing_text, shape, request.seed)
+    traffic = request.traffic
+    if shape != request.shape:
+        traffic = routing.traffic_of(request.routing_text, shape, request.seed)
     got = {op: model.predict(op, shape, request.cluster, num_sms=num_sms, chunk=chunk, traffic=traffic,
                              dtype=request.dtype if op == "dispatch" else "bf16") for op in model.OPS}
     return {name: value, "dispatch_us": got["dispatch"].api_us, "combine_us": got["combine"].api_us,
