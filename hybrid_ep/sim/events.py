@@ -22,7 +22,7 @@ from hybrid_ep.sim.trace import TrackSpan
 QUICK_ROWS, ROW_BUDGET, _TRACE_ROWS = 300_000, 1_000_000, 12_000
 _TRACE_SPANS = 200_000  # beyond it the trace holds the first ranks only
 KERNELS = {"dispatch": ("exchange", "dispatch"), "combine": ("unpermute", "combine")}
-_RAIL_SLOTS = 8  # csrc/layout/buffer.h
+_RAIL_SLOTS = HYBRID_EP.rail_slots
 
 
 @dataclass(frozen=True)
