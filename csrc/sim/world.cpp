@@ -83,6 +83,7 @@ void WorldSpec::validate() const {
   need(num_blocks >= 1 && num_blocks <= 256, "num_blocks", num_blocks, "give 1 to 256");
   need(plans >= 1, "plans", plans, "give at least 1");
   need(rounds >= 1, "rounds", rounds, "give at least 1");
+  need(counter_base < uint64_t(1) << 62, "counter_base", counter_base, "give less than 2^62");
   need(strategy < uint32_t(kNumStrategies), "strategy", strategy, "give 0 to 7");
   need(fault <= 3, "fault", fault, "give 0 (none), 1 (rank dies), 2 (rail stops) or 3 (put lost)");
   need(fault_rank < num_ranks(), "fault_rank", fault_rank, "give a rank of the group");
@@ -90,11 +91,26 @@ void WorldSpec::validate() const {
   need(!multiply || (permute && weights), "multiply", multiply, "needs permute and weights");
 }
 
+static void check_routing(const WorldSpec& s, const std::vector<std::vector<int64_t>>& topk_idx) {
+  if (topk_idx.empty()) return;
+  if (topk_idx.size() != s.num_ranks())
+    throw std::invalid_argument("topk_idx: has " + std::to_string(topk_idx.size()) + " entries; give one per rank, " +
+                                std::to_string(s.num_ranks()));
+  for (const auto& row : topk_idx) {
+    if (row.size() % s.topk)
+      throw std::invalid_argument("topk_idx: a rank has " + std::to_string(row.size()) +
+                                  " choices, no multiple of topk = " + std::to_string(s.topk));
+    for (size_t i = 0; i < row.size(); ++i)
+      if (row[i] < -1 || row[i] >= int64_t(s.num_experts()))
+        throw std::invalid_argument("topk_idx: token " + std::to_string(i / s.topk) + " names expert " +
+                                    std::to_string(row[i]) + "; experts are 0.." + std::to_string(s.num_experts() - 1) +
+                                    ", -1 means dropped");
+  }
+}
+
 WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
   s.validate();
-  if (!options.topk_idx.empty() && options.topk_idx.size() != s.num_ranks())
-    throw std::invalid_argument("topk_idx: has " + std::to_string(options.topk_idx.size()) +
-                                " entries; give one per rank, " + std::to_string(s.num_ranks()));
+  check_routing(s, options.topk_idx);
   std::vector<RoutingDecision> decisions;
   std::vector<Oracle> oracles;
   uint64_t rows = 0;
@@ -123,7 +139,7 @@ WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
   for (uint32_t r = 0; r < s.num_ranks(); ++r) {
     SimExecutor* executor = nullptr;
     engines.push_back(std::make_unique<Engine>(
-        int(r), shape, segments, options.timeout_s,
+        int(r), shape, segments, 100.0,
         [&](unsigned char* const*, uint64_t) {
           auto made = std::make_unique<SimExecutor>(machine, int(r), s.smem_bytes);
           executor = made.get();

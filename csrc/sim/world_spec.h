@@ -90,7 +90,7 @@ struct WorldResult {
 struct RunOptions {
   bool timed = false, log = false, trace = false;
   CostModel costs;
-  double timeout_s = 100;
+  double timeout_s = 100;  // virtual deadline of every wait in a world with a fault; 0 = none, it deadlocks
   // Explicit routing of plan 0: by rank, [tokens * topk], -1 = dropped. Empty = made from data_seed.
   std::vector<std::vector<int64_t>> topk_idx;
 };

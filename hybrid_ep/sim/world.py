@@ -150,9 +150,12 @@ def explore(spec: Mapping[str, int], *, log: bool = False, timeout_s: float = 10
             topk_idx: Sequence[Sequence[int]] = ()) -> World:
     """One interleaving of a world, every byte moved and checked.
 
-    spec: from `spec_of` or `random_spec`. timeout_s: virtual deadline of every wait (matters with faults).
+    spec: from `spec_of` or `random_spec`. timeout_s: virtual deadline of every wait in a world with a fault;
+    0 = none, so that the world deadlocks and `failure` holds the wait-for graph.
     topk_idx: by rank a flat list [tokens * topk], -1 = dropped; empty = drawn from data_seed.
     ValueError for a spec that makes no sense; a world that goes wrong is a result, not an exception."""
+    if not 0 <= timeout_s <= 1e6:
+        raise ValueError(f"timeout_s: is {timeout_s}; give seconds from 0 (no deadlines) to 1e6")
     return _run(spec, log=log, timeout_s=timeout_s, topk_idx=[list(map(int, row)) for row in topk_idx])
 
 

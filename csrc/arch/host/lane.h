@@ -62,10 +62,12 @@ struct BlockBase {
   }
 };
 
-// When one missing event makes many waits expire together: the wait that names a peer is nearest to the
-// cause, then one that names a site; lanes that merely meet wait for one of those.
-inline int how_telling(const WaitInfo& info) {
-  return info.peer >= 0 ? 2 : info.site != Site::kBlockSync ? 1 : 0;
+// When one missing event makes many waits expire together: the wait that names another rank is nearest to the
+// cause (one for this rank's own part waits for such a wait), then one that names a site; lanes that merely meet
+// wait for one of those.
+inline int how_telling(const WaitInfo& info, int own_rank) {
+  if (info.peer >= 0) return info.peer != own_rank ? 3 : 2;
+  return info.site != Site::kBlockSync ? 1 : 0;
 }
 
 class Scheduler;

@@ -221,25 +221,29 @@ void Scheduler::look_at_clock() {
   check_deadlines(now);
 }
 
-// Ends at most one wait: of several that expired together the most telling one, else the oldest.
+// Ends at most one wait, when some wait has expired: the most telling one, then the oldest. Waits that began a little
+// later and would expire next take part: a role that waits for the whole operation began before the one that waits
+// for the rank that is missing.
 void Scheduler::check_deadlines(int64_t now) {
-  LaneBase* expired = nullptr;
-  int64_t expired_since = 0;
+  LaneBase* chosen = nullptr;
+  int64_t chosen_since = 0;
+  bool any_expired = false;
   for (uint32_t i = 0; i < num_lanes_; ++i) {
     const WaitFor& w = waits_[i];
     LaneBase& lane = *plan_->lanes[i];
     if (w.word == &kZero) continue;  // runs, or has ended
     int64_t& since = w.poll ? lane.poll_since_ns : lane.wait_since_ns;
     if (since == 0) since = now;
-    if (static_cast<double>(now - since) * 1e-9 < lane.block->config->timeout_s) continue;
-    if (!w.poll && w.met()) continue;
-    const int more_telling = expired == nullptr ? 1 : how_telling(lane.info) - how_telling(expired->info);
-    if (more_telling > 0 || (more_telling == 0 && since < expired_since))
-      expired = &lane, expired_since = since;
+    const double share = static_cast<double>(now - since) * 1e-9 / lane.block->config->timeout_s;
+    if (share < 0.5 || (!w.poll && w.met())) continue;
+    any_expired |= share >= 1;
+    const auto telling = [](const LaneBase& l) { return how_telling(l.info, l.block->config->rank); };
+    const int more_telling = chosen == nullptr ? 1 : telling(lane) - telling(*chosen);
+    if (more_telling > 0 || (more_telling == 0 && since < chosen_since)) chosen = &lane, chosen_since = since;
   }
-  if (expired == nullptr) return;
-  expired->verdict = Verdict::kExpired;
-  waits_[expired->index] = kRunnable;
+  if (!any_expired) return;
+  chosen->verdict = Verdict::kExpired;
+  waits_[chosen->index] = kRunnable;
 }
 
 }  // namespace hep::host

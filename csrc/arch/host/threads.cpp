@@ -52,7 +52,7 @@ void ThreadTeam::lane_entry(LaneBase& me) {
     plan_->lane_main(me);
   } catch (const Abandoned&) {
   } catch (const DeadlineError& e) {
-    fail(std::current_exception(), how_telling({e.obituary().site, e.obituary().peer}));
+    fail(std::current_exception(), how_telling({e.obituary().site, e.obituary().peer}, e.obituary().rank));
   } catch (...) {
     fail(std::current_exception(), kCause);
   }

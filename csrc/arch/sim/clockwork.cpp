@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 namespace hep::sim {
 
@@ -12,6 +13,7 @@ namespace mbar = host::mbar;
 
 uint32_t Clockwork::take(const Item& item) {
   if (free_.empty()) {
+    if (items_.size() >> kItemBits) throw std::length_error("simulator: more copies in flight than it can number");
     items_.push_back(item);
     return uint32_t(items_.size()) - 1;
   }
@@ -22,17 +24,17 @@ uint32_t Clockwork::take(const Item& item) {
 }
 
 void Clockwork::post(uint32_t item, Ps at) {
-  due_.push_back({at, ++posted_, item});
-  std::push_heap(due_.begin(), due_.end(), later);
+  due_.push_back({at, ++posted_ << kItemBits | item});
+  std::push_heap(due_.begin(), due_.end(), Later{});
 }
 
 bool Clockwork::advance() {
   if (due_.empty()) return false;
-  std::pop_heap(due_.begin(), due_.end(), later);
+  std::pop_heap(due_.begin(), due_.end(), Later{});
   const Due due = due_.back();
   due_.pop_back();
   m_.clock_ = std::max(m_.clock_, due.at);
-  process(due.item);
+  process(uint32_t(due.key & ((1u << kItemBits) - 1)));
   return true;
 }
 

@@ -50,12 +50,14 @@ class Clockwork {
     const char* role = "";
     int rank = 0, owner = 0;
   };
+  static constexpr int kItemBits = 24;
   struct Due {
     Ps at;
-    uint64_t number;  // ties in the order of posting
-    uint32_t item;
+    uint64_t key;  // number of the posting << kItemBits | item: ties in the order of posting
   };
-  static bool later(const Due& a, const Due& b) { return a.at != b.at ? a.at > b.at : a.number > b.number; }
+  struct Later {
+    bool operator()(const Due& a, const Due& b) const { return a.at != b.at ? a.at > b.at : a.key > b.key; }
+  };
 
   uint32_t take(const Item& item);
   void post(uint32_t item, Ps at);

@@ -242,7 +242,6 @@ void Machine::copy_group(Lane& me, StoreGroup& group) {
 }
 
 void Machine::release_group(Lane& me, StoreGroup& group) {
-  if (std::exchange(group.released, true)) return;
   for (Store& store : group.stores) {
     const std::byte* from = me.block->smem + store.smem_at;
     if (!store.copied) store.data.assign(from, from + store.bytes);
@@ -263,8 +262,9 @@ void Machine::finish_group(Lane& me, StoreGroup& group) {
 void Machine::wait_stores(Lane& me, int newest, bool written) {
   if (timed()) return clockwork_->wait_stores(me, newest, written);
   step(me);
-  for (size_t i = 0; i + size_t(newest) < me.groups.size(); ++i) release_group(me, me.groups[i]);
-  while (written && me.groups.size() > size_t(newest)) {
+  for (; me.num_released + size_t(newest) < me.groups.size(); ++me.num_released)
+    release_group(me, me.groups[me.num_released]);
+  for (; written && me.groups.size() > size_t(newest); --me.num_released) {
     finish_group(me, me.groups.front());
     me.groups.pop_front();
   }

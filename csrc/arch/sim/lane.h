@@ -53,8 +53,7 @@ struct Store {
 };
 struct StoreGroup {
   std::vector<Store> stores;
-  bool released = false;                            // the lane knows that shared memory has been read
-  uint32_t reads_pending = 0, writes_pending = 0;   // timed
+  uint32_t reads_pending = 0, writes_pending = 0;  // timed
   Ps read_at = 0, written_at = 0;
 };
 
@@ -112,6 +111,7 @@ struct Lane {
   Ps idle_since = 0;
   RoleTime* time = nullptr;
   std::deque<StoreGroup> groups;  // committed, oldest first
+  size_t num_released = 0;        // exploration: of them, how many the lane knows to have read shared memory
   std::vector<Store> open;
   uint64_t first_group = 0;       // number of groups.front()
   std::vector<uint32_t> touched;  // granules of generic accesses not yet published

@@ -13,9 +13,11 @@ namespace {
 constexpr Ps kStepPs = 1000;  // exploration: what one choice moves the clock, so that waits have an age
 thread_local Lane* t_running = nullptr;
 
-// Of waits that expire together the one that names a peer is nearest to the cause.
-int how_telling(const WaitInfo& info) {
-  return info.peer >= 0 ? 2 : info.site != Site::kBlockSync ? 1 : 0;
+// As on the host: of waits that expire together the one that names another rank is nearest to the cause.
+int how_telling(const Lane& lane) {
+  const WaitInfo& info = lane.wait.info;
+  if (info.peer >= 0) return info.peer != lane.rank ? 3 : 2;
+  return info.site != Site::kBlockSync ? 1 : 0;
 }
 
 }  // namespace
@@ -70,7 +72,7 @@ Lane& Machine::take_lane(int r) {
   lane.rank = r, lane.warp = 0, lane.block = nullptr, lane.launch = nullptr;
   lane.role = "host", lane.where = Where::current();
   lane.verdict = Verdict::kGo, lane.wait = {};
-  lane.time = nullptr, lane.merged_bar = nullptr, lane.first_group = 0;
+  lane.time = nullptr, lane.merged_bar = nullptr, lane.first_group = lane.num_released = 0;
   lane.groups.clear(), lane.open.clear(), lane.touched.clear();
   lane.alive = true, lane.ready = false;
   ++alive_;
@@ -272,7 +274,8 @@ bool Machine::idle() {
   bool survivor = false;
   for (const auto& lane : lanes_) survivor |= lane->alive && !rank(lane->rank).dead;
   if (!survivor) return false;
-  if (config_.fault.kind != Fault::kNone || std::any_of(ranks_.begin(), ranks_.end(), [](auto& r) { return r.dead; })) {
+  const bool faulty = config_.fault.kind != Fault::kNone || std::ranges::any_of(ranks_, &Rank::dead);
+  if (faulty && config_.timeout_ps > 0) {
     expire();
     return true;
   }
@@ -285,7 +288,7 @@ void Machine::expire() {
   Lane* expired = nullptr;
   for (const auto& lane : lanes_) {
     if (!lane->alive || rank(lane->rank).dead || lane->wait.kind == Wait::kLaunch) continue;
-    const int more = expired ? how_telling(lane->wait.info) - how_telling(expired->wait.info) : 1;
+    const int more = expired ? how_telling(*lane) - how_telling(*expired) : 1;
     if (more > 0 || (more == 0 && lane->wait.since < expired->wait.since)) expired = lane.get();
   }
   if (!expired) return abandon_all();

@@ -32,7 +32,7 @@ struct MachineConfig {
   bool timed = false;
   CostModel costs;
   Fault fault;
-  Ps timeout_ps = 100'000'000'000'000;  // of every wait, in virtual time
+  Ps timeout_ps = 100'000'000'000'000;  // of every wait in a world with a fault; 0 = none, it deadlocks
   uint64_t max_steps = 20'000'000;      // exploration: more means that lanes run in circles
   bool log = false;                     // keep a line per event
   bool trace = false;                   // timed: keep spans

@@ -105,10 +105,11 @@ class SimArch {
   void poll_reset() { m_->poll_reset(*me_); }
 
   // For the simulated rail, which lives in the machine.
-  void rail_put(int node, uint64_t offset, const void* src, uint64_t bytes, const uint64_t* flag, uint64_t value) {
-    m_->put(*me_, node, offset, src, bytes, flag, value);
+  void rail_put(const Where& at, int node, uint64_t offset, const void* src, uint64_t bytes, const uint64_t* flag,
+                uint64_t value) {
+    m_->put(here(at), node, offset, src, bytes, flag, value);
   }
-  void rail_quiet() { m_->quiet(*me_); }
+  void rail_quiet(const Where& at) { m_->quiet(here(at)); }
 
  private:
   Lane& here(const Where& at) const {
