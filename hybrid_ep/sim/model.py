@@ -122,19 +122,22 @@ class _Work:
         if self.impl.fused_permute:
             line.extend(flow.run(self._per_block("unpermute", self.t.pairs, self.t.received, self.cost.pull_own)), 0.0)
         chains, rows, slots = [], self.local_tokens / self.own_chunks, self.impl.rail_slots
-        for chunk in range(max(self.own_chunks, self.rail_chunks)):
-            for peer in range(self.peers if chunk < self.rail_chunks else 0):
+        for chunk in range(self.rail_chunks):
+            # its slot is free when the own chunk with the last row of the chunk before it in the slot is summed
+            consumed = chunk - slots if slots else -1
+            after = ("own", -(-(consumed + 1) * self.own_chunks // self.rail_chunks) - 1) if consumed >= 0 else None
+            credit = Hop(("credit", 0), "node_sum", 0.0, latency=self.nic_latency)
+            for peer in range(self.peers):
                 block = (chunk + peer) % self.num_sms
                 hops = self._pull("node_sum", block, self.rail_rows, self.fan_out, 0.0)
                 nic = Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency)
                 post = Hop(("role reduce", block), "node_sum", self.post)
-                consumed = chunk - slots if slots else -1
-                after = ("own", consumed * self.own_chunks // self.rail_chunks) if consumed >= 0 else None
-                chains.append(Chain(f"sum {peer}.{chunk}", [*hops, post, nic], gate=("sums", chunk), after=after))
+                hops = [*([credit] if after else []), *hops, post, nic]
+                chains.append(Chain(f"sum {peer}.{chunk}", hops, gate=("sums", chunk), after=after))
         for chunk in range(self.own_chunks):
             sums = self.t.rail_out / self.own_chunks
-            # by symmetry the sums of a chunk of tokens come when as large a share of the rail's chunks is done
-            gate = ("sums", min(self.rail_chunks - 1, chunk * self.rail_chunks // self.own_chunks))
+            # by symmetry the last sum of a chunk of tokens comes when as large a share of the rail's chunks is done
+            gate = ("sums", -(-(chunk + 1) * self.rail_chunks // self.own_chunks) - 1)
             hops = self._pull("final_sum", chunk % self.num_sms, rows, self.fan_out, sums)
             after = gate if self.rail_chunks else None
             chains.append(Chain(f"own {chunk}", hops, gate=("own", chunk), after=after))
