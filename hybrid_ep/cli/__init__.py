@@ -29,6 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "bench": Command("hybrid_ep.cli.bench.command", "time dispatch and combine, check every value"),
+    "simulate": Command("hybrid_ep.cli.simulate.command", "predict dispatch and combine on a cluster that is not here"),
 }
 
 

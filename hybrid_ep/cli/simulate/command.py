@@ -1,0 +1,74 @@
+"""`hybrid-ep simulate`: flags and their validation; report, sweep and recommend do the work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid_ep.cli import EXIT_OK, UsageError
+from hybrid_ep.cli.simulate import advise, report, sweep
+from hybrid_ep.cli.simulate.request import ENGINES, Request
+from hybrid_ep.sim import clusters, models
+from hybrid_ep.sim.shape import DTYPES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One exchange by default; --sweep and --recommend are other questions about the same cluster."""
+    where = parser.add_argument_group("where")
+    where.add_argument("--cluster", choices=tuple(clusters.CLUSTERS), default="h100_8x400g", help="GPUs and links")
+    where.add_argument("--nodes", type=int, default=1, help="NVLink domains of the EP group")
+    where.add_argument("--ranks-per-node", type=int, help="ranks of a domain  (default: all its GPUs)")
+    what = parser.add_argument_group("what is exchanged")
+    what.add_argument("--tokens", type=int, default=4096, help="of each rank")
+    what.add_argument("--hidden", type=int, default=7168, help="elements of a row")
+    what.add_argument("--topk", type=int, default=8, help="experts of a token")
+    what.add_argument("--experts", type=int, default=256, help="experts of the whole group")
+    what.add_argument("--dtype", choices=DTYPES, default="bf16", help="of dispatched rows; combine sums bf16")
+    what.add_argument("--routing", default="uniform", help="uniform, zipf:A or file:PATH")
+    what.add_argument("--load", metavar="FILE", help="tokens per expert as text or .npy, or choices .npy "
+                      "[ranks, tokens, topk]; the same as --routing file:FILE")  # fmt: skip
+    what.add_argument("--seed", type=int, default=1, help="of drawn routing")
+    how = parser.add_argument_group("how")
+    how.add_argument("--num-sms", type=int, default=0, help="SMs of each operation; 0 = as suggested")
+    how.add_argument("--chunk", type=int, default=32, help="rows of a rail message")
+    how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
+                     "model: the queueing model; auto: events where they take seconds")  # fmt: skip
+    out = parser.add_argument_group("what comes out")
+    out.add_argument("--json", metavar="FILE", help="write every number")
+    out.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")
+    out.add_argument("--sweep", metavar="FOLDER", help="plot time over SMs, chunk and EP size into this folder")
+    out.add_argument("--sources", action="store_true", help="print every number of the cluster with its source")
+    advice = parser.add_argument_group("advice")
+    advice.add_argument("--recommend", metavar="MODEL", choices=tuple(models.MODELS),
+                        help=f"how to lay out a model: {', '.join(models.MODELS)}")  # fmt: skip
+    advice.add_argument("--gpus", type=int, help="of the whole job, for --recommend")
+    advice.add_argument("--overlap", type=float, default=0.0, help="share of what moves that hides behind compute")
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Answers the question asked. ValueError of the model is the caller's fault here, and says what to change."""
+    try:
+        return _run(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    cluster = clusters.get(args.cluster)
+    for flag, path in (("--json", args.json), ("--trace", args.trace)):
+        if path and not Path(path).resolve().parent.is_dir():
+            raise UsageError(f"{flag} {path}: no such folder; create it first")
+    if args.sources:
+        report.print_sources(cluster)
+        return EXIT_OK
+    if args.recommend:
+        document = advise.run(args.recommend, cluster, args.gpus, args.tokens, args.overlap)
+    else:
+        request = Request.from_flags(args, cluster)
+        document = sweep.run(request, args.sweep) if args.sweep else report.run(request, args.trace)
+    if args.json:
+        Path(args.json).write_text(json.dumps(document, indent=1))
+        print(f"# written: {args.json}")
+    return EXIT_OK

@@ -1,0 +1,61 @@
+"""What was asked: a shape on a cluster, its routing, SMs and chunk, and which engine answers."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hybrid_ep.sim import recommend, routing
+from hybrid_ep.sim.clusters import Cluster
+from hybrid_ep.sim.recommend import Tuning
+from hybrid_ep.sim.routing import Traffic
+from hybrid_ep.sim.shape import Shape
+
+ENGINES = ("auto", "events", "model")
+
+
+@dataclass(frozen=True)
+class Request:
+    """num_sms 0 = as tuned. routing_text: as it was given."""
+
+    cluster: Cluster
+    shape: Shape
+    dtype: str
+    routing_text: str
+    seed: int
+    num_sms: int
+    chunk: int
+    engine: str
+    traffic: Traffic
+    choices: np.ndarray | None  # drawn or loaded experts [ranks, tokens, topk]; None for uniform
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace, cluster: Cluster) -> Request:
+        """ValueError names flag or argument, value and remedy."""
+        if args.nodes < 1:
+            raise ValueError(f"--nodes {args.nodes}: must be at least 1")
+        if args.num_sms < 0:
+            raise ValueError(f"--num-sms {args.num_sms}: must be 0 (as suggested) or positive")
+        if args.load and args.routing != "uniform":
+            raise ValueError(f"--load {args.load}: --routing {args.routing} says otherwise; give one of them")
+        local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
+        if local < 1:
+            raise ValueError(f"--ranks-per-node {local}: must be at least 1")
+        if local > cluster.ranks_per_node:
+            raise ValueError(f"--ranks-per-node {local}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}")
+        shape = Shape(args.nodes * local, local, args.tokens, args.hidden, args.topk, args.experts)
+        text = f"file:{args.load}" if args.load else args.routing
+        choices = routing.parse(text, shape, args.seed)
+        traffic = routing.uniform(shape) if choices is None else routing.count(choices, shape)
+        return cls(cluster, shape, args.dtype, text, args.seed, args.num_sms, args.chunk, args.engine, traffic,
+                   choices)
+
+    def tuned(self) -> Tuning:
+        """SMs and chunk that the model suggests for this exchange."""
+        return recommend.tune(self.shape, self.cluster, self.dtype, self.traffic)
+
+    def settled(self, tuned: Tuning) -> Request:
+        """With the SMs as tuned where none were asked for."""
+        return self if self.num_sms else replace(self, num_sms=tuned.num_sms)

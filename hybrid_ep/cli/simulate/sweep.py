@@ -1,0 +1,100 @@
+"""`--sweep`: time of dispatch and combine over SMs, over chunk and over EP size, as pictures and numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep.cli.simulate.request import Request
+from hybrid_ep.sim import model, routing
+from hybrid_ep.sim.shape import Shape
+
+_SMS = (2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
+_CHUNKS = (8, 16, 32, 64, 128, 256)
+
+
+def run(request: Request, folder: str) -> dict[str, Any]:
+    """Prints three tables and draws sweep.png and sweep.svg. ValueError when matplotlib is missing."""
+    plt = pyplot()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    request = request.settled(request.tuned())
+    tables = {"num_sms": _over_sms(request), "chunk": _over_chunk(request), "ranks": _over_ranks(request)}
+    for name, points in tables.items():
+        print(f"# {name:>8} dispatch us  combine us  dispatch binds")
+        for p in points:
+            print(f"{p[name]:10d} {p['dispatch_us']:11.1f} {p['combine_us']:11.1f}  {p['binds']}")
+    draw(plt, request, tables, Path(folder))
+    print(f"# drawn: {Path(folder) / 'sweep.png'} and sweep.svg")
+    return {"engine": "model", "cluster": request.cluster.name, "sweeps": tables}
+
+
+def pyplot():
+    """matplotlib.pyplot for files. ValueError names the extra that brings it."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install 'hybrid_ep[bench]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+                         "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "savefig.dpi": 200,
+                         "figure.facecolor": "white", "legend.frameon": False, "svg.fonttype": "none"})
+    return plt
+
+
+def _point(request: Request, name: str, value: int, shape: Shape, num_sms: int, chunk: int) -> dict[str, Any]:
+    traffic = request.traffic
+    if shape != request.shape:
+        traffic = routing.traffic_of(request.routing_text, shape, request.seed)
+    got = {op: model.predict(op, shape, request.cluster, num_sms=num_sms, chunk=chunk, traffic=traffic,
+                             dtype=request.dtype if op == "dispatch" else "bf16") for op in model.OPS}
+    return {name: value, "dispatch_us": got["dispatch"].api_us, "combine_us": got["combine"].api_us,
+            "binds": got["dispatch"].binds}
+
+
+def _over_sms(request: Request) -> list[dict[str, Any]]:
+    most = request.cluster.gpu.num_sms.value
+    return [_point(request, "num_sms", n, request.shape, n, request.chunk) for n in _SMS if n <= most]
+
+
+def _over_chunk(request: Request) -> list[dict[str, Any]]:
+    return [_point(request, "chunk", c, request.shape, request.num_sms, c) for c in _CHUNKS]
+
+
+def _over_ranks(request: Request) -> list[dict[str, Any]]:
+    """EP sizes by powers of two with the same number of experts; a load file fits one group only."""
+    s, points, ranks = request.shape, [], 2
+    if request.routing_text.startswith("file:"):
+        return [_point(request, "ranks", s.ranks, s, request.num_sms, request.chunk)]
+    while ranks <= min(256, s.experts):
+        local = min(ranks, s.ranks_per_node)
+        if s.experts % ranks == 0 and ranks % local == 0:
+            shape = s.with_(ranks=ranks, ranks_per_node=local)
+            points.append(_point(request, "ranks", ranks, shape, request.num_sms, request.chunk))
+        ranks *= 2
+    return points
+
+
+def draw(plt, request: Request, tables: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+    """Three panels with a common time axis."""
+    figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.0), sharey=True, layout="constrained")
+    titles = {"num_sms": "SMs of an operation", "chunk": "rows of a rail message", "ranks": "EP size"}
+    for panel, (name, points) in zip(panels, tables.items(), strict=True):
+        for op, colour, mark in (("dispatch", "#1b4f8a", "o"), ("combine", "#c0392b", "s")):
+            panel.plot([p[name] for p in points], [p[f"{op}_us"] / 1e3 for p in points], color=colour, marker=mark,
+                       markersize=3.5, linewidth=1.4, label=op)
+        panel.set_xscale("log", base=2)
+        ticks = [p[name] for p in points]
+        panel.set_xticks(ticks, [str(t) for t in ticks], fontsize=7)
+        panel.minorticks_off()
+        panel.set_xlabel(titles[name])
+    panels[0].set_ylabel("time (ms)")
+    panels[0].set_ylim(0, None)
+    panels[0].legend()
+    s = request.shape
+    figure.suptitle(f"{request.cluster.name}, EP {s.ranks}, {s.tokens} tokens, hidden {s.hidden}, top-{s.topk} of "
+                    f"{s.experts}, {request.dtype}, {request.num_sms} SMs, chunk {request.chunk}", fontsize=9)
+    for suffix in ("png", "svg"):
+        figure.savefig(folder / f"sweep.{suffix}")
+    plt.close(figure)

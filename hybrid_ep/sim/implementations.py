@@ -1,0 +1,97 @@
+"""Who moves the rows, and with how much work: this library's kernels, and the published ones it is checked with.
+
+The model is the same for all; an implementation says how often a row passes through an SM, what travels with it
+on a link, how many stages load ahead, and what the call does beside its kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid_ep.sim.shape import Shape, element_bytes
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """stage_rail: an SM copies each rail row into a send ring (else the NIC reads a staged copy of the input).
+    fused_permute: deliver or unpermute runs in the same launches. per_row_messages: work requests a rail row costs
+    (0: one a chunk). pull_stages: rows in flight of one summing role, (one node, several). scan_ns: looking up one
+    possible destination of one token. prologue_passes: times the input is copied before the kernel, several nodes.
+    epilogue_passes: times the received rows are copied after it. launches, barriers: of the API call."""
+
+    name: str
+    summary: str
+    stage_rail: bool
+    fused_permute: bool
+    per_row_messages: int
+    pull_stages: tuple[int, int]
+    pulling_roles: tuple[int, int]
+    prologue_passes: int
+    epilogue_passes: int
+    launches: int
+    barriers: int
+    rail_slots: int  # chunks in flight per rail peer; 0: a place for every token
+    metadata: str  # what travels with a row: "record" (ours) or "probs" (weights of all experts of the node)
+
+    def link_row_bytes(self, shape: Shape, dtype: str, op: str) -> float:
+        """Bytes of one row on a link; its payload rounded up to 16."""
+        payload = _align(shape.row_bytes(dtype))
+        if op == "combine":
+            return payload
+        if self.metadata == "probs":
+            return payload + 4 * shape.local_experts * shape.ranks_per_node
+        dsts = min(shape.topk, shape.ranks_per_node)
+        return payload + _align(16 + 8 * dsts + 8 * shape.topk) + _align(4 * shape.topk)
+
+    def rows_in_flight(self, shape: Shape, dtype: str) -> tuple[float, int]:
+        """(rows that one summing role has in flight, summing roles of a block)."""
+        several = shape.nodes > 1
+        stages, roles = self.pull_stages[several], self.pulling_roles[several]
+        if self.metadata == "probs":
+            return float(stages), roles
+        return stages / -(-shape.hidden // _SUM_TILE_ELEMENTS), roles
+
+
+_SUM_TILE_ELEMENTS = 2048  # of a stage of the summing roles; csrc/roles/reduce.h
+
+
+def _align(number: float, to: int = 16) -> int:
+    return -(-int(number) // to) * to
+
+
+HYBRID_EP = Implementation(
+    name="hybrid_ep",
+    summary="this library: permute fused, one message a chunk, rail rows through a ring",
+    stage_rail=True,
+    fused_permute=True,
+    per_row_messages=0,
+    # combine.h gives each summing role at most ten stages of one tile, fp32 wide
+    pull_stages=(10, 10),
+    pulling_roles=(1, 2),
+    prologue_passes=0,
+    epilogue_passes=0,
+    launches=2,
+    barriers=2,
+    rail_slots=8,  # csrc/layout/buffer.h
+    metadata="record",
+)
+PUBLISHED = Implementation(
+    name="published_hybrid_ep",
+    summary="NVIDIA's Hybrid-EP as its README measured it: no permute in the kernel, copies before and after",
+    stage_rail=False,
+    fused_permute=False,
+    per_row_messages=3,
+    pull_stages=(5, 4),
+    pulling_roles=(2, 2),
+    prologue_passes=1,
+    epilogue_passes=1,
+    launches=4,
+    barriers=2,
+    rail_slots=0,
+    metadata="probs",
+)
+IMPLEMENTATIONS = {i.name: i for i in (HYBRID_EP, PUBLISHED)}
+
+
+def payload_share(shape: Shape, dtype: str) -> float:
+    """Bytes of dtype over bytes of bf16."""
+    return element_bytes(dtype) / element_bytes("bf16")

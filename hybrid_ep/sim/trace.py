@@ -1,0 +1,93 @@
+"""Timelines for Perfetto (ui.perfetto.dev): the Trace Event Format, one process a rank or link, one track a server.
+
+The model's timeline is of one rank that stands for all; a simulated world's has every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hybrid_ep.sim.flow import Timeline
+
+
+class TrackSpan(NamedTuple):
+    """Work on one track. process: "rank 3"; track: "block 2 scatter"; times in microseconds."""
+
+    process: str
+    track: str
+    name: str
+    start: float
+    duration: float
+    args: dict[str, Any]
+
+
+def of_timeline(line: Timeline, operation: str) -> list[TrackSpan]:
+    """The model's spans: SM roles by block, NVLink and NIC each on a track."""
+    spans = []
+    for span in line.spans:
+        kind, index = span.server
+        if kind in ("nvlink", "nic"):
+            spans.append(TrackSpan("rank 0 links", kind, f"{operation} {span.label}", span.start, span.work,
+                                   {"role": span.role}))
+        else:
+            what = f"{span.role} copies" if kind == "engine" else f"{kind.removeprefix('role ')} waits"
+            spans.append(TrackSpan("rank 0 SMs", f"block {index:03d} {what}", f"{operation} {span.label}", span.start,
+                                   span.work, {"role": span.role}))
+    return spans
+
+
+def to_json(spans: Iterable[TrackSpan]) -> dict[str, Any]:
+    """The Trace Event Format as a dictionary: metadata names processes and tracks, X events are spans."""
+    spans = list(spans)
+    processes = {name: i + 1 for i, name in enumerate(sorted({s.process for s in spans}, key=_natural))}
+    tracks = {key: i + 1 for i, key in enumerate(sorted({(s.process, s.track) for s in spans}, key=str))}
+    events: list[dict[str, Any]] = []
+    for name, pid in processes.items():
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+    for (process, track), tid in tracks.items():
+        events.append({"ph": "M", "name": "thread_name", "pid": processes[process], "tid": tid,
+                       "args": {"name": track}})
+    for s in sorted(spans, key=lambda s: s.start):
+        events.append({"ph": "X", "name": s.name, "pid": processes[s.process], "tid": tracks[s.process, s.track],
+                       "ts": round(s.start, 3), "dur": round(max(s.duration, 0.001), 3), "args": s.args})
+    return {"displayTimeUnit": "ns", "traceEvents": events}
+
+
+def write(path: str | Path, spans: Iterable[TrackSpan]) -> int:
+    """Writes the file; returns its number of spans. ValueError when the folder does not exist or nothing happened."""
+    path = Path(path)
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"trace={str(path)!r}: no such folder; create it first")
+    document = to_json(spans)
+    check(document)
+    path.write_text(json.dumps(document))
+    return sum(e["ph"] == "X" for e in document["traceEvents"])
+
+
+def check(document: dict[str, Any]) -> None:
+    """ValueError when Perfetto would refuse or misread it: fields missing, tracks unnamed, spans of a track that
+    overlap without nesting."""
+    events = document.get("traceEvents")
+    if not isinstance(events, list) or not any(e.get("ph") == "X" for e in events):
+        raise ValueError("trace: there is no span in it")
+    named = {(e["pid"], e["tid"]) for e in events if e.get("ph") == "M" and e["name"] == "thread_name"}
+    last_end: dict[tuple[int, int], float] = {}
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        missing = {"name", "pid", "tid", "ts", "dur"} - event.keys()
+        if missing:
+            raise ValueError(f"trace: a span lacks {', '.join(sorted(missing))}")
+        key = event["pid"], event["tid"]
+        if key not in named:
+            raise ValueError(f"trace: track {key} has no name")
+        # a nanosecond of rounding is no overlap
+        if event["ts"] < last_end.get(key, 0.0) - 0.002:
+            raise ValueError(f"trace: spans of track {key} overlap at {event['ts']} us")
+        last_end[key] = event["ts"] + event["dur"]
+
+
+def _natural(name: str) -> tuple:
+    return tuple(int(part) if part.isdigit() else part for part in name.split())

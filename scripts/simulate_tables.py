@@ -1,0 +1,236 @@
+"""Writes docs/results/simulator-model.md and its plots: every published row with its residual, peers, weights against
+tokens, end-to-end rows, the event engine beside the model. Deterministic; a minute, or two with --events.
+
+    python scripts/simulate_tables.py [--events] [--out docs/results]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from hybrid_ep.cli.simulate.sweep import pyplot
+from hybrid_ep.sim import clusters, dwdp, events, model, models, peers, published, step_time
+from hybrid_ep.sim.implementations import PUBLISHED
+from hybrid_ep.sim.shape import Shape
+from hybrid_ep.sim.step_time import Job
+
+_BLUE, _RED, _GREEN, _GREY = "#1b4f8a", "#c0392b", "#2e7d32", "#888888"
+_PEER_SIZES = [("h100_8x400g", r) for r in (8, 16, 32, 64, 128, 256)] + [("gb200_nvl72", r) for r in (8, 16, 32, 64)]
+_CHECKED = [(1, 8, 1024, 8), (1, 8, 1024, 24), (2, 8, 1024, 8), (2, 8, 1024, 24), (2, 8, 4096, 8), (4, 8, 512, 8)]
+
+
+def table(header, rows):
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(str(c) for c in row) + " |" for row in rows)])
+
+
+def fitted_table():
+    rows = [(g, n, f"{published.fit(g, n):.4g}", source) for (g, n), source in clusters.FITTED_FROM.items()]
+    return table(("generation", "number", "value", "the one row it is fitted to"), rows)
+
+
+def summary_table(found):
+    rows = []
+    for gpu in ("H100", "B200", "GB200"):
+        for dtype, op in (("bf16", "dispatch"), ("bf16", "combine"), ("fp8", "dispatch")):
+            for scope in ("kernel", "api"):
+                chosen = [a for a in found if a.row.own_kernels
+                          and (a.row.gpu, a.row.dtype, a.row.op, a.row.scope) == (gpu, dtype, op, scope)]
+                median, worst = published.spread(chosen)
+                rows.append((gpu, f"{op} {dtype}", scope, len(chosen), f"{median:.1%}", f"{worst:.1%}"))
+    median, worst = published.spread(published.floor_rows(found))
+    rows.append(("**H100**", "**all bf16**", "**both**", 36, f"**{median:.1%}**", f"**{worst:.1%}**"))
+    return table(("GPU", "rows", "scope", "number", "median residual", "worst"), rows)
+
+
+def all_rows(found):
+    header = ("source", "GPU", "op", "dtype", "ranks", "SMs", "scope", "published GB/s", "model", "residual", "binds")
+    return table(header, [
+        (a.row.source.split(" (")[0], a.row.gpu, a.row.op, a.row.dtype, a.row.ranks, a.row.num_sms, a.row.scope,
+         f"{a.row.gb_per_s:g}", f"{a.gb_per_s:.1f}", f"{a.residual:+.1%}", a.binds) for a in found])
+
+
+def claims_table():
+    rows = []
+    for claim, name, ranks, local, link, counts in (
+            ("8 SMs fill NVLink on 8 H100", "h100_8x400g", 8, 8, "nvlink", (4, 8, 12)),
+            ("about 4 SMs near the NIC's peak on 32 H100", "h100_8x400g", 32, 8, "rail", (2, 4, 8)),
+            ("16 SMs fill NVLink on NVL36", "gb200_nvl36", 36, 36, "nvlink", (8, 16, 24))):
+        c = clusters.get(name)
+        for sms in counts:
+            shares = []
+            for op in model.OPS:
+                got = model.predict(op, Shape(ranks, local, 4096, 8192, 8, 2 * ranks), c, num_sms=sms, chunk=64,
+                                    impl=PUBLISHED)
+                shares.append(got.physical[link] / (c.gpu.nvlink_rate if link == "nvlink" else c.nic.rate))
+            rows.append((claim, sms, f"{shares[0]:.0%}", f"{shares[1]:.0%}"))
+    return table(("claim", "SMs", "dispatch, of what the link can do", "combine"), rows)
+
+
+def peers_table(plt, out):
+    rows, points = [], []
+    for name, ranks in _PEER_SIZES:
+        c = clusters.get(name)
+        shape = Shape(ranks, min(ranks, 64 if c.ranks_per_node > 8 else 8), 4096, 7168, 8, 256)
+        total = {n: sum(peers.compare(op, shape, c)[n].us for op in model.OPS) for n in peers.NAMES}
+        full = sum(peers.hybrid(op, shape, c, num_sms=64).us for op in model.OPS)
+        rows.append((name, ranks, *(f"{total[n]:.0f}" for n in peers.NAMES), f"{full:.0f}",
+                     f"{total['flat'] / total['hybrid_ep']:.2f}", f"{total['node_dedup'] / total['hybrid_ep']:.2f}",
+                     f"{total['flat'] / full:.2f}"))
+        points.append((name, ranks, total, full))
+    figure, panels = plt.subplots(1, 2, figsize=(8.2, 3.1), layout="constrained", width_ratios=(6, 4))
+    for panel, name in zip(panels, ("h100_8x400g", "gb200_nvl72"), strict=True):
+        chosen = [p for p in points if p[0] == name]
+        labels = {"flat": ("flat, no dedup", _GREY), "node_dedup": ("node dedup, phases in turn", _GREEN),
+                  "hybrid_ep": ("hybrid_ep, 24 SMs", _BLUE)}
+        width = 0.2
+        for i, (key, (label, colour)) in enumerate(labels.items()):
+            panel.bar([x + (i - 1.5) * width for x in range(len(chosen))], [p[2][key] / 1e3 for p in chosen], width,
+                      color=colour, label=label)
+        panel.bar([x + 1.5 * width for x in range(len(chosen))], [p[3] / 1e3 for p in chosen], width, color="#8db4e2",
+                  label="hybrid_ep, 64 SMs")
+        panel.set_xticks(range(len(chosen)), [str(p[1]) for p in chosen])
+        panel.set_xlabel(f"EP size, {name}")
+        panel.grid(axis="x", visible=False)
+    panels[0].set_ylabel("dispatch + combine (ms)")
+    panels[0].legend(fontsize=8)
+    save(figure, out, "simulator-peers")
+    return table(("cluster", "EP", "flat us", "node dedup us", "hybrid_ep 24 SMs us", "64 SMs us", "flat / 24 SMs",
+                  "node dedup / 24 SMs", "flat / 64 SMs"), rows)
+
+
+def dwdp_table():
+    deepseek, gb200 = models.get("deepseek_v3"), clusters.get("gb200_nvl72")
+    rows = []
+    for tokens, ratio in dwdp.PUBLISHED_COMPUTE_OVER_PREFETCH.items():
+        at = dwdp.layer(deepseek, gb200, tokens, dwdp.PUBLISHED_GROUP)
+        a, b = at.compute_us / at.prefetch_us, at.dep_us / at.dwdp_us
+        want = dwdp.PUBLISHED_DEP_OVER_DWDP[tokens]
+        residual = "fitted" if tokens == 32768 else f"{a / ratio - 1:+.0%}"
+        rows.append((tokens, ratio, f"{a:.2f}", residual, want, f"{b:.2f}", f"{b / want - 1:+.0%}"))
+    crossings = []
+    for m in models.MODELS.values():
+        ranks = 8
+        crossings.append((m.name, ranks, f"{dwdp.byte_crossover(m, ranks, 'bf16'):,.0f}",
+                          f"{dwdp.byte_crossover(m, ranks, 'bf16', training=True):,.0f}"))
+    hidden = dwdp.hiding_crossover(deepseek, gb200, dwdp.PUBLISHED_GROUP)
+    return "\n\n".join((
+        table(("tokens per rank", "T_compute/T_prefetch published", "model", "residual", "T_DEP/T_DWDP published",
+               "model", "residual"), rows),
+        f"Compute hides the prefetch (DeepSeek-V3, NVFP4, 4 GB200) from {hidden:,} tokens per rank. Moving weights "
+        "takes fewer bytes than moving tokens, bf16:",
+        table(("model", "ranks", "forward alone, tokens per rank from", "training, tokens per rank from"), crossings)))
+
+
+def end_to_end_table():
+    return table(("source", "model", "cluster", "GPUs", "EP", "dispatcher", "published", "model", "residual", "note"), [
+        (r.source, r.job.model.name, r.job.cluster.name, r.job.gpus, r.job.ep, r.job.dispatcher,
+         f"{r.value:g} {r.unit}", f"{r.predicted:.0f}", "calibrates" if r.calibrates else f"{r.residual:+.1%}", r.note)
+        for r in step_time.published_rows()])
+
+
+def scale_table(plt, out):
+    figure, panel = plt.subplots(figsize=(4.6, 3.0), layout="constrained")
+    lines = []
+    plans = (("deepseek_v3", "gb200_nvl72", 64, 4, _BLUE, "o"), ("qwen3_235b_a22b", "h100_8x400g", 32, 8, _RED, "s"),
+             ("qwen3_30b_a3b", "b200_8x400g", 8, 1, _GREEN, "^"))
+    for name, cluster, ep, pp, colour, mark in plans:
+        sizes = [n for n in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384) if n % (ep * pp) == 0]
+        rates = []
+        for gpus in sizes:
+            # the variation between nodes of the torchtitan rows
+            job = Job(models.get(name), clusters.get(cluster), gpus, ep, pp=pp, virtual_pp=4, cv_slow=0.034,
+                      num_sms=32, efficiency=0.3)
+            rates.append(step_time.step(job))
+        panel.plot(sizes, [r.tokens_per_s_per_gpu / rates[0].tokens_per_s_per_gpu for r in rates], marker=mark,
+                   markersize=3.5, color=colour, label=f"{name}, EP{ep} PP{pp}, {cluster}")
+        lines += [(name, cluster, gpus, f"EP{ep} PP{pp}", f"{r.tokens_per_s_per_gpu:.0f}", f"{r.tflops_per_gpu:.0f}",
+                   ", ".join(f"{k} {v:.0%}" for k, v in r.shares.items() if v >= 0.005))
+                  for gpus, r in zip(sizes, rates, strict=True)]
+    panel.set_xscale("log", base=2)
+    panel.set_ylim(0.7, 1.02)
+    panel.set_xticks([8, 64, 512, 4096, 16384], ["8", "64", "512", "4,096", "16,384"])
+    panel.set_xlabel("GPUs")
+    panel.set_ylabel("tokens/s/GPU, of the smallest")
+    panel.legend(fontsize=7)
+    save(figure, out, "simulator-scale")
+    return table(("model", "cluster", "GPUs", "layout", "tokens/s/GPU", "TFLOPS/GPU", "where the time goes"), lines)
+
+
+def events_table():
+    c, rows = clusters.get("h100_8x400g"), []
+    for nodes, local, tokens, sms in _CHECKED:
+        shape = Shape(nodes * local, local, tokens, 7168, 8, 256)
+        got = events.measure(shape, c, num_sms=sms, row_budget=2 * events.rows(shape))
+        skew = c.gpu.skew_us.value if nodes > 1 else 0.0
+        for op in model.OPS:
+            us = model.predict(op, shape, c, num_sms=sms).kernel_us - skew
+            rows.append((shape.ranks, tokens, sms, op, f"{got.time_us[op]:.0f}", f"{us:.0f}",
+                         f"{us / got.time_us[op] - 1:+.1%}"))
+    return table(("EP", "tokens", "SMs", "op", "events us", "model us", "model against events"), rows)
+
+
+def draw_residuals(plt, out, found):
+    from matplotlib import ticker
+
+    figure, panels = plt.subplots(1, 2, figsize=(8.2, 3.4), layout="constrained")
+    for panel, gpus, limits in ((panels[0], ("H100",), (25, 95)), (panels[1], ("B200", "GB200"), (180, 900))):
+        for (op, dtype), colour, mark in ((("dispatch", "bf16"), _BLUE, "o"), (("combine", "bf16"), _RED, "s"),
+                                          (("dispatch", "fp8"), _GREEN, "^")):
+            chosen = [a for a in found if a.row.own_kernels and a.row.gpu in gpus
+                      and (a.row.op, a.row.dtype) == (op, dtype)]
+            for scope, fill in (("kernel", colour), ("api", "none")):
+                part = [a for a in chosen if a.row.scope == scope]
+                panel.scatter([a.row.gb_per_s for a in part], [a.gb_per_s for a in part], s=16, marker=mark,
+                              facecolors=fill, edgecolors=colour, linewidths=0.9, label=f"{op} {dtype}, {scope}")
+        panel.plot(limits, limits, color="black", linewidth=0.8)
+        panel.fill_between(limits, [0.75 * x for x in limits], [1.25 * x for x in limits], color="#000000", alpha=0.06,
+                           linewidth=0)
+        panel.set(xlim=limits, ylim=limits, xscale="log", yscale="log", xlabel="published GB/s (logical)",
+                  title=" and ".join(gpus))
+        ticks = (30, 40, 50, 60, 80) if gpus == ("H100",) else (200, 300, 400, 600, 800)
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_locator(ticker.FixedLocator(ticks))
+            axis.set_minor_locator(ticker.NullLocator())
+            axis.set_major_formatter("{x:.0f}")
+    panels[0].set_ylabel("model GB/s; band: 25 %")
+    panels[0].legend(fontsize=7)
+    save(figure, out, "simulator-residuals")
+
+
+def save(figure, out, name):
+    figure.savefig(out / f"{name}.png")
+    figure.clear()
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--events", action="store_true", help="run the event engine too (a minute)")
+    args = parser.parse_args(argv)
+    plt = pyplot()
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = published.answers()
+    draw_residuals(plt, args.out, found)
+    events_part = events_table() if args.events else "Not run: `scripts/simulate_tables.py --events`."
+    sections = {
+        "Fitted numbers": fitted_table(),
+        "Residuals in short": summary_table(found) + "\n\n![residuals](simulator-residuals.png)",
+        "The blog's claims": claims_table(),
+        "Event engine beside the model": events_part,
+        "Peers": peers_table(plt, args.out) + "\n\n![peers](simulator-peers.png)",
+        "Weights instead of tokens": dwdp_table(),
+        "End to end": end_to_end_table(),
+        "Steps at scale": scale_table(plt, args.out) + "\n\n![scale](simulator-scale.png)",
+        "Every published row": all_rows(found),
+    }
+    text = "# Performance model: tables\n\nWritten by `scripts/simulate_tables.py`; what they mean is in " \
+           "[performance_model.md](../performance_model.md). Predictions, not measurements of this library.\n"
+    text += "".join(f"\n## {title}\n\n{body}\n" for title, body in sections.items())
+    path = args.out / "simulator-model.md"
+    path.write_text(text)
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

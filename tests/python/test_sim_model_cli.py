@@ -1,0 +1,106 @@
+"""`hybrid-ep simulate` as a user meets it: what it prints and writes, and what it says to bad input."""
+
+import json
+import sys
+
+import pytest
+
+from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
+from hybrid_ep.sim import events, trace
+
+SMALL = ["simulate", "--cluster", "h100_8x400g", "--nodes", "2", "--ranks-per-node", "2", "--tokens", "128", "--hidden",
+         "512", "--topk", "2", "--experts", "8", "--num-sms", "2"]
+ISSUE = ["simulate", "--cluster", "h100_8x400g", "--nodes", "8", "--tokens", "4096", "--hidden", "7168", "--topk", "8",
+         "--experts", "256", "--num-sms", "8"]
+
+
+def test_ep64_report(capsys, tmp_path):
+    assert main([*ISSUE, "--engine", "model", "--json", str(tmp_path / "out.json")]) == EXIT_OK
+    text = capsys.readouterr().out
+    for word in ("EP 64 (8 x 8)", "engine model", "binds: NIC", "physical", "logical", "suggested: --num-sms"):
+        assert word in text
+    document = json.loads((tmp_path / "out.json").read_text())
+    dispatch = document["operations"]["dispatch"]
+    assert dispatch["binds"] == "NIC" and dispatch["kernel_us"] > dispatch["bounds_us"]["NIC"] > 5000
+    assert dispatch["physical_gb_per_s"]["rail"] < 50
+
+
+def test_large_worlds_say_which_engine_and_why(capsys):
+    assert main(ISSUE) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "engine model (" in text and ("too many rows" in text or "core" in text)
+
+
+@pytest.mark.parametrize("engine", ["model", "auto"])
+def test_trace(engine, capsys, tmp_path):
+    path = tmp_path / "trace.json"
+    assert main([*SMALL, "--engine", engine, "--trace", str(path)]) == EXIT_OK
+    trace.check(json.loads(path.read_text()))
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(events.missing() is not None, reason=str(events.missing()))
+def test_small_worlds_are_simulated(capsys):
+    assert main(SMALL) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "engine events (every token of every rank)" in text and "(model " in text
+
+
+def test_events_asked_for_where_there_are_none(monkeypatch, capsys):
+    monkeypatch.setattr(events, "missing", lambda: "this build of the core has no simulator")
+    assert main([*SMALL, "--engine", "events"]) == EXIT_USAGE
+    assert "use --engine model" in capsys.readouterr().err
+    assert main(SMALL) == EXIT_OK
+    assert "engine model (this build of the core has no simulator)" in capsys.readouterr().out
+
+
+def test_skewed_routing_and_load_files(capsys, tmp_path):
+    assert main([*SMALL, "--engine", "model", "--routing", "zipf:1.2"]) == EXIT_OK
+    assert "imbalance ratio 0.00" not in capsys.readouterr().out
+    (tmp_path / "load.txt").write_text("\n".join(["9", *["1"] * 7]))
+    assert main([*SMALL, "--engine", "model", "--load", str(tmp_path / "load.txt")]) == EXIT_OK
+    assert "routing file:" in capsys.readouterr().out
+
+
+def test_sweep_draws(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main([*SMALL, "--sweep", str(tmp_path / "plots"), "--json", str(tmp_path / "sweep.json")]) == EXIT_OK
+    assert (tmp_path / "plots" / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+    sweeps = json.loads((tmp_path / "sweep.json").read_text())["sweeps"]
+    by_sms = [p["dispatch_us"] for p in sweeps["num_sms"]]
+    assert len(by_sms) > 5 and by_sms[0] > by_sms[3]
+    assert [p["ranks"] for p in sweeps["ranks"]] == [2, 4, 8]
+
+
+def test_sweep_without_matplotlib_names_the_extra(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*SMALL, "--sweep", str(tmp_path)]) == EXIT_USAGE
+    assert "hybrid_ep[bench]" in capsys.readouterr().err
+
+
+def test_recommend(capsys, tmp_path):
+    flags = ["simulate", "--recommend", "qwen3_30b_a3b", "--cluster", "gb200_nvl36", "--gpus", "32"]
+    assert main([*flags, "--json", str(tmp_path / "plan.json")]) == EXIT_OK
+    assert "tokens/s/GPU" in capsys.readouterr().out
+    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert len(plans) >= 3 and plans[0]["why"] and plans[0]["step_seconds"] == min(p["step_seconds"] for p in plans)
+
+
+def test_sources(capsys):
+    assert main(["simulate", "--sources", "--cluster", "gb200_nvl72"]) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "fitted" in text and "datasheet" in text and "gpu.nvlink_gb_per_s" in text
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--nodes", "0"], "--nodes 0"), (["--num-sms", "-1"], "--num-sms -1"), (["--num-sms", "500"], "num_sms=500"),
+    (["--experts", "7"], "experts=7"), (["--topk", "900"], "topk=900"), (["--hidden", "3"], "hidden=3"),
+    (["--ranks-per-node", "9"], "NVLink domains of 8"), (["--routing", "hot"], "routing='hot'"),
+    (["--chunk", "0"], "chunk=0"),
+    (["--load", "/nowhere"], "does not exist"), (["--trace", "/nowhere/t.json"], "no such folder"),
+    (["--load", "x", "--routing", "zipf:1"], "one of them"), (["--recommend", "mixtral_8x7b"], "--gpus"),
+    (["--recommend", "deepseek_v3", "--gpus", "8"], "take more")])
+def test_bad_input_is_one_sentence(flags, word, capsys):
+    assert main(["simulate", *flags]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert word in error and "Traceback" not in error and error.count("\n") == 1

@@ -1,0 +1,182 @@
+"""What stands on the model: peers, steps, weights instead of tokens, advice, traces, and the event engine beside it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hybrid_ep.sim import clusters, dwdp, events, flow, model, models, peers, recommend, routing, step_time, trace
+from hybrid_ep.sim.implementations import HYBRID_EP
+from hybrid_ep.sim.order_statistics import expected_max
+from hybrid_ep.sim.shape import Shape
+from hybrid_ep.sim.step_time import Job
+
+H100, NVL72 = clusters.get("h100_8x400g"), clusters.get("gb200_nvl72")
+QWEN = models.get("qwen3_30b_a3b")
+needs_events = pytest.mark.skipif(events.missing() is not None, reason=str(events.missing()))
+
+
+def test_order_statistics():
+    assert expected_max(1) == pytest.approx(0, abs=1e-6)
+    assert expected_max(2) == pytest.approx(1 / np.sqrt(np.pi), abs=1e-4)
+    assert expected_max(8) == pytest.approx(1.4236, abs=1e-3)
+    draws = np.random.default_rng(0).normal(size=(20_000, 64)).max(axis=1).mean()
+    assert expected_max(64) == pytest.approx(draws, rel=0.01)
+    with pytest.raises(ValueError, match="n=0"):
+        expected_max(0)
+
+
+@pytest.mark.parametrize("ranks", [16, 32, 64])
+def test_hierarchy_gains_where_the_rail_is_scarce(ranks):
+    shape = Shape(ranks, 8, 4096, 7168, 8, 256)
+    got = peers.compare("dispatch", shape, H100)
+    assert got["hybrid_ep"].us < got["node_dedup"].us < got["flat"].us
+    assert got["flat"].rail_rows == 4096 * 8 * (1 - 8 / ranks)
+    assert got["hybrid_ep"].rail_rows < got["flat"].rail_rows
+
+
+def test_dedup_saves_less_when_every_expert_is_on_another_node():
+    def gain(ranks):
+        got = peers.compare("dispatch", Shape(ranks, 8, 4096, 7168, 8, 256), H100)
+        return got["flat"].us / got["hybrid_ep"].us
+
+    assert gain(16) > gain(32) > gain(64) > gain(256)
+
+
+def test_a_step_adds_up():
+    job = Job(QWEN, H100, 64, 8, pp=2, micro_batches=8, cv_fast=0.02, cv_slow=0.02, fixed_us=10.0, imbalance=0.2)
+    got = step_time.step(job)
+    assert sum(got.shares.values()) == pytest.approx(1.0)
+    assert got.tokens_per_s_per_gpu == pytest.approx(4096 * 8 / got.seconds / 2)
+
+
+@pytest.mark.parametrize("change", [{"cv_fast": 0.05}, {"cv_slow": 0.05}, {"fixed_us": 100.0}, {"imbalance": 0.5},
+                                    {"efficiency": 0.3}, {"grad_overlap": 0.0}, {"micro_batches": 8}])
+def test_what_makes_a_step_slower(change):
+    base = Job(QWEN, H100, 64, 8, pp=2, micro_batches=32)
+    worse = step_time.step(Job(**{**vars(base), **change}))
+    assert worse.tokens_per_s_per_gpu < step_time.step(base).tokens_per_s_per_gpu
+
+
+def test_scaling_decays_slowly_from_8_to_16384_gpus():
+    rates = [step_time.step(Job(QWEN, H100, n, 8, cv_slow=0.03)).tokens_per_s_per_gpu for n in (8, 64, 512, 16384)]
+    assert rates == sorted(rates, reverse=True) and rates[-1] > 0.7 * rates[0]
+
+
+@pytest.mark.parametrize("change, word", [({"ep": 7}, "ep=7"), ({"gpus": 12}, "gpus=12"), ({"overlap": 2}, "overlap=2"),
+                                          ({"dispatcher": "x"}, "dispatcher='x'"), ({"efficiency": 0}, "efficiency=0")])
+def test_bad_jobs(change, word):
+    with pytest.raises(ValueError, match=word):
+        Job(**{**vars(Job(QWEN, H100, 64, 8)), **change})
+
+
+def test_weights_cross_over_tokens():
+    deepseek = models.get("deepseek_v3")
+    # three weights against four exchanges of tokens, in bytes of one rank
+    tokens = dwdp.byte_crossover(deepseek, 8, "bf16", training=True)
+    weights = 3 * (256 - 32) * 3 * 7168 * 2048 * 2
+    assert tokens * 2 * dwdp.token_bytes(deepseek, 8, "bf16") == pytest.approx(weights)
+    assert dwdp.byte_crossover(QWEN, 8, "bf16", training=True) < tokens / 4
+    at = dwdp.hiding_crossover(deepseek, NVL72, 4)
+    assert dwdp.layer(deepseek, NVL72, at, 4).compute_us >= dwdp.layer(deepseek, NVL72, at, 4).prefetch_us
+    assert dwdp.layer(deepseek, NVL72, at - 1, 4).compute_us < dwdp.layer(deepseek, NVL72, at - 1, 4).prefetch_us
+    with pytest.raises(ValueError, match="ranks=5"):
+        dwdp.layer(deepseek, NVL72, 8, 5)
+
+
+def test_tuning_takes_no_more_sms_than_it_needs():
+    shape = Shape(64, 8, 4096, 7168, 8, 256)
+    tuned = recommend.tune(shape, H100)
+    fewer = sum(model.predict(op, shape, H100, num_sms=tuned.num_sms // 2).api_us for op in model.OPS)
+    more = sum(model.predict(op, shape, H100, num_sms=64).api_us for op in model.OPS)
+    assert fewer > 1.05 * more >= 0.99 * tuned.exchange_us
+
+
+def test_advice_fits_the_memory_and_is_sorted():
+    plans = recommend.recommend(QWEN, clusters.get("gb200_nvl36"), 36)
+    times = [p.step_seconds for p in plans]
+    assert times == sorted(times) and len({(p.ep, p.pp, p.move) for p in plans}) == len(plans) >= 3
+    assert all(p.state_gb <= 186 * 0.7 for p in plans if p.move == "tokens") and all(p.why for p in plans)
+    with pytest.raises(ValueError, match="take more"):
+        recommend.recommend(models.get("deepseek_v3"), H100, 64)
+
+
+def test_state_is_weights_gradients_and_a_share_of_the_optimizer():
+    # one GPU holds everything: 2 + 4 + 12 bytes a parameter
+    assert recommend.state_gb(QWEN, 1, 1, 1) == pytest.approx(18 * 30.5)
+
+
+def test_traces_load(tmp_path):
+    got = model.predict("dispatch", Shape(16, 8, 512, 1024, 4, 32), H100, num_sms=4)
+    path = tmp_path / "trace.json"
+    written = trace.write(path, trace.of_timeline(got.timeline, "dispatch"))
+    document = json.loads(path.read_text())
+    trace.check(document)
+    spans = [e for e in document["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == written == len(got.timeline.spans)
+    nic = [t for t in got.timeline.spans if t.server[0] == "nic"]
+    assert sum(e["dur"] for e in spans if "rail" in e["name"] and e["args"]["role"] == "put") == pytest.approx(
+        sum(t.work for t in nic), rel=0.01)
+
+
+@pytest.mark.parametrize("break_it, word", [
+    (lambda d: d["traceEvents"].clear(), "no span"), (lambda d: d["traceEvents"][-1].pop("dur"), "lacks dur"),
+    (lambda d: d["traceEvents"][-1].update(tid=99), "has no name"),
+    (lambda d: d["traceEvents"][-1].update(ts=0.5), "overlap")])
+def test_a_broken_trace_is_noticed(break_it, word):
+    spans = [trace.TrackSpan("p", "t", "a", float(i), 1.0, {}) for i in range(3)]
+    document = trace.to_json(spans)
+    trace.check(document)
+    break_it(document)
+    with pytest.raises(ValueError, match=word):
+        trace.check(document)
+
+
+@needs_events
+@pytest.mark.parametrize("ranks, local, num_sms", [(8, 8, 8), (8, 8, 24), (8, 4, 8)])
+def test_event_engine_and_model_agree(ranks, local, num_sms):
+    shape = Shape(ranks, local, 384, 7168, 8, 64)
+    got = events.measure(shape, H100, num_sms=num_sms)
+    assert got.exact
+    skew = H100.gpu.skew_us.value if shape.nodes > 1 else 0.0
+    for op in model.OPS:
+        predicted = model.predict(op, shape, H100, num_sms=num_sms).kernel_us - skew
+        assert predicted == pytest.approx(got.time_us[op], rel=0.25), op
+
+
+@needs_events
+def test_event_engine_moves_the_bytes_of_the_closed_form():
+    shape = Shape(8, 4, 256, 2048, 4, 32)
+    choices = np.random.default_rng(1).random((8, 256, 32)).argpartition(4)[..., :4]
+    got = events.measure(shape, H100, num_sms=4, choices=choices)
+    # what the busiest rank sends in a dispatch and gets in the combine, or the other way round
+    rows = routing.count(choices, shape)
+    there, back = (HYBRID_EP.link_row_bytes(shape, "bf16", op) for op in model.OPS)
+    most = max(rows.rail_out, rows.rail_in) * (there + back)
+    counts_and_flags = 0.02 * most
+    assert 0.9 * most <= got.link_bytes["nic_egress"] <= most + counts_and_flags
+
+
+@needs_events
+def test_sampled_events_continue_in_a_straight_line():
+    shape = Shape(4, 4, 2048, 1024, 4, 16)
+    full = events.measure(shape, H100, num_sms=4)
+    sampled = events.measure(shape, H100, num_sms=4, row_budget=events.rows(shape) // 3)
+    assert full.exact and not sampled.exact and sampled.simulated_tokens < 800
+    for op in model.OPS:
+        assert sampled.time_us[op] == pytest.approx(full.time_us[op], rel=0.02)
+
+
+@needs_events
+def test_event_timeline_has_every_rank_and_loads(tmp_path):
+    got = events.timeline(Shape(4, 2, 64, 1024, 4, 16), H100, num_sms=2)
+    trace.write(tmp_path / "t.json", got.spans)
+    assert {s.process for s in got.spans} == {f"rank {r}" for r in range(4)}
+    assert any(s.track.startswith("nic_egress") for s in got.spans) and any("s2g" in s.track for s in got.spans)
+
+
+def test_flow_is_deterministic():
+    def line():
+        return model.predict("combine", Shape(16, 8, 256, 512, 4, 32), H100, num_sms=3).timeline
+
+    assert line().spans == line().spans and isinstance(line(), flow.Timeline)
