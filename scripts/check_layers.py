@@ -33,8 +33,9 @@ LAYERS = {
     "kernels/instances": ("common", "layout", "pipeline", "roles", "kernels", "arch", "arch/*", "transport",
                           "transport/*"),
     "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS),
+    "balance": ("common",),
     # errors.h: what a launch throws, turned into Python's exceptions.
-    "bindings": ("common", "layout", "kernels", "runtime", "arch/host/errors.h"),
+    "bindings": ("common", "layout", "kernels", "runtime", "balance", "arch/host/errors.h"),
 }
 # idle.h: one hint to the core that g++ has a builtin for on x86-64 only.
 ASSEMBLY_ALLOWED = ("csrc/arch/sm*", "csrc/transport/*/device*", "csrc/arch/host/idle.h")
