@@ -1,13 +1,16 @@
-// Two constructions, the better kept. Alias (after Walker and Vose): fill the most idle rank to the target from the
+// Two constructions, the better kept, and a third when both miss. Alias (after Walker and Vose): fill the most idle rank to the target from the
 // hottest expert of the most loaded rank, which may itself become idle; each clone settles one rank for good. Best fit:
 // move no more than the excess, to the tightest place that holds it. Alias wins where single experts are large, best
-// fit where a rank has many small ones.
+// fit where a rank has many small ones. Both spend the large experts of the fullest rank first; about one load in a
+// hundred then lacks a large one at the end, and the third rule, the largest expert of any overloaded rank, levels it.
 #include "balance/microbatch.h"
 
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <string>
+
+#include "common/macros.h"
 
 namespace hep::balance {
 namespace {
@@ -40,6 +43,23 @@ int64_t extremum(const int64_t* key, int n, int64_t worst, Better better) {
   return better(c, a) ? c : a;
 }
 
+// total (+)= up to four rows; returns the union of their bits. Four at a time, because the sums are memory-bound.
+int64_t add_rows(const int64_t* HEP_RESTRICT rows, int num_rows, int E, bool first, int64_t* HEP_RESTRICT total) {
+  int64_t bits = 0;
+  if (first) std::fill(total, total + E, 0);
+  if (num_rows == 4) {
+    const int64_t *b = rows + E, *c = b + E, *d = c + E;
+    for (int e = 0; e < E; ++e) {
+      bits |= rows[e] | b[e] | c[e] | d[e];
+      total[e] += (rows[e] + b[e]) + (c[e] + d[e]);
+    }
+    return bits;
+  }
+  for (int i = 0; i < num_rows; ++i)
+    for (int e = 0; e < E; ++e) bits |= rows[int64_t(i) * E + e], total[e] += rows[int64_t(i) * E + e];
+  return bits;
+}
+
 int64_t largest(const int64_t* key, int n) {
   return extremum(key, n, -1, [](int64_t x, int64_t y) { return x > y; });
 }
@@ -70,7 +90,7 @@ MicrobatchPlanner::MicrobatchPlanner(const MicrobatchShape& shape) : shape_(shap
   // With nothing to spare an exact plan needs at most R - 1 clones (a tree over the ranks).
   max_copies_ = shape_.epsilon_ppm == 0 ? R - 1 : R * shape_.spare_slots;
   total_.resize(E), by_home_.resize(E), load_.resize(R), first_.resize(R + 1);
-  for (Draft* d : {&alias_, &best_fit_}) {
+  for (Draft* d : {&alias_, &best_fit_, &retry_, &spare_}) {
     d->load.resize(R), d->donor_key.resize(R), d->receiver_key.resize(R);
     d->used.resize(R), d->pushed.resize(R), d->left.resize(E);
     d->clones.reserve(max_copies_);
@@ -86,13 +106,9 @@ int64_t MicrobatchPlanner::cost(int64_t tokens) const {
 
 void MicrobatchPlanner::read(const int64_t* counts, const int32_t* home) {
   const int R = shape_.num_ranks, E = shape_.num_experts;
-  std::fill(total_.begin(), total_.end(), 0);
-  int64_t sign = 0, size = 0;  // both found without a branch a count
-  for (int r = 0; r < R; ++r) {
-    const int64_t* row = counts + int64_t(r) * E;
-    for (int e = 0; e < E; ++e) total_[e] += row[e], sign |= row[e], size |= row[e];
-  }
-  require(sign >= 0, "counts", sign, "has a negative count");
+  int64_t size = 0;  // all bits any count has: negative or huge ones show
+  for (int r = 0; r < R; r += 4) size |= add_rows(counts + int64_t(r) * E, std::min(4, R - r), E, r == 0, total_.data());
+  require(size >= 0, "counts", size, "has a negative count");
   int64_t all = 0;
   for (int e = 0; e < E; ++e) all += total_[e];
   require(size < kMaxTokens && all >= 0 && all < kMaxTokens, "counts", all, "tokens in all, must be below 2^40");
@@ -116,13 +132,14 @@ void MicrobatchPlanner::read(const int64_t* counts, const int32_t* home) {
     mean_ = std::max(mean_, (sum + domain - 1) / domain);
     target_ = std::max(target_, (sum + shape_.instance_cost * (domain - 1) + domain - 1) / domain);
   }
+  exact_ = target_;
   target_ += target_ * shape_.epsilon_ppm / kMillion;
 }
 
 // Whole tiles of tokens that still fit below the target on a rank, 0 without a free slot.
 int64_t MicrobatchPlanner::room(const Draft& d, int rank) const {
   if (d.used[rank] == shape_.spare_slots) return 0;
-  const int64_t slack = target_ - d.load[rank] - shape_.instance_cost;
+  const int64_t slack = d.aim - d.load[rank] - shape_.instance_cost;
   if (slack < std::max(shape_.min_chunk, shape_.tile)) return 0;
   return shape_.tile == 1 ? slack : slack / shape_.tile * shape_.tile;
 }
@@ -150,7 +167,7 @@ int MicrobatchPlanner::smallest_cover(const Draft& d, int donor, int64_t want) c
   const int base = shape_.within_node ? donor / ranks_per_node_ * ranks_per_node_ : 0;
   const int end = base + (shape_.within_node ? ranks_per_node_ : shape_.num_ranks);
   // room >= want, said of the load: whole tiles of room cover `want` when they cover it rounded up.
-  const int64_t limit = target_ - cost(want);
+  const int64_t limit = d.aim - cost(want);
   int64_t best = -1;
   for (int r = base; r < end; ++r) {
     const bool fits = d.receiver_key[r] != kNever && d.load[r] <= limit;
@@ -161,16 +178,16 @@ int MicrobatchPlanner::smallest_cover(const Draft& d, int donor, int64_t want) c
 }
 
 // One clone away from `donor`; false when there is none to make.
-bool MicrobatchPlanner::step(Draft& d, int donor, bool alias) const {
+bool MicrobatchPlanner::step(Draft& d, int donor, Rule rule) const {
   if (shape_.fan_out && d.pushed[donor] >= shape_.fan_out) return false;
   const int expert = hottest(d, donor);
   if (expert < 0 || d.left[expert] < shape_.min_chunk) return false;
   int64_t want = d.left[expert];
-  if (!alias) {
-    const int64_t excess = std::max(d.load[donor] - target_, shape_.min_chunk), t = shape_.tile;
+  if (rule == Rule::kBestFit) {
+    const int64_t excess = std::max(d.load[donor] - d.aim, shape_.min_chunk), t = shape_.tile;
     want = std::min(want, (excess + t - 1) / t * t);
   }
-  const int to = alias ? least_loaded(d, donor) : smallest_cover(d, donor, want);
+  const int to = rule == Rule::kBestFit ? smallest_cover(d, donor, want) : least_loaded(d, donor);
   if (to < 0 || to == donor) return false;
   const int64_t piece = std::min(want, room(d, to));
   d.clones.push_back({expert, to, d.used[to]++, piece});
@@ -183,20 +200,44 @@ bool MicrobatchPlanner::step(Draft& d, int donor, bool alias) const {
   return true;
 }
 
-void MicrobatchPlanner::construct(Draft& d, bool alias) const {
-  const int R = shape_.num_ranks;
-  d.load = load_, d.left = total_;
+// The rank above the aim that gives next, -1 when there is none.
+int MicrobatchPlanner::next_donor(const Draft& d, Rule rule) const {
+  if (rule != Rule::kLargest) {
+    const int64_t top = largest(d.donor_key.data(), shape_.num_ranks);
+    return top < 0 || (top >> kRankBits) <= d.aim ? -1 : int(kRankMask - (top & kRankMask));
+  }
+  int best = -1;
+  int64_t most = -1;
+  for (int r = 0; r < shape_.num_ranks; ++r) {
+    if (d.donor_key[r] < 0 || d.load[r] <= d.aim) continue;
+    const int expert = hottest(d, r);
+    if (expert >= 0 && d.left[expert] > most) best = r, most = d.left[expert];
+  }
+  return best;
+}
+
+void MicrobatchPlanner::construct(Draft& d, Rule rule, int64_t aim) const {
+  d.load = load_, d.left = total_, d.aim = aim;
   std::fill(d.used.begin(), d.used.end(), 0);
   std::fill(d.pushed.begin(), d.pushed.end(), 0);
   d.clones.clear();
-  for (int r = 0; r < R; ++r) refresh(d, r);
+  for (int r = 0; r < shape_.num_ranks; ++r) refresh(d, r);
   while (int(d.clones.size()) < max_copies_) {
-    const int64_t top = largest(d.donor_key.data(), R);
-    if (top < 0 || (top >> kRankBits) <= target_) break;
-    const int donor = int(kRankMask - (top & kRankMask));
-    if (!step(d, donor, alias)) d.donor_key[donor] = -1;  // nothing more to give: out of the race
+    const int donor = next_donor(d, rule);
+    if (donor < 0) break;
+    if (!step(d, donor, rule)) d.donor_key[donor] = -1;  // nothing more to give: out of the race
   }
   d.max_cost = *std::max_element(d.load.begin(), d.load.end());
+}
+
+// Levelling to less than is allowed gives other constructions: five aims, from the target down to epsilon 0.
+void MicrobatchPlanner::retry(Draft& d) {
+  const int64_t slack = target_ - exact_;
+  construct(d, Rule::kLargest, target_);
+  for (int part = 3; part >= 0 && slack && d.max_cost > target_; --part) {
+    construct(spare_, Rule::kLargest, exact_ + slack * part / 4);
+    if (spare_.max_cost < d.max_cost) std::swap(d, spare_);
+  }
 }
 
 MicrobatchResult MicrobatchPlanner::plan(const int64_t* counts, const int32_t* home, int32_t* slot_expert,
@@ -211,13 +252,14 @@ MicrobatchResult MicrobatchPlanner::plan(const int64_t* counts, const int32_t* h
   if (!S || result.max_cost_before <= mean_ + mean_ * shape_.skip_below_ppm / kMillion) return result;
 
   const Draft* best = nullptr;
-  if (shape_.strategy != Strategy::kBestFit) construct(alias_, true), best = &alias_;
-  if (shape_.strategy != Strategy::kAlias) {
-    construct(best_fit_, false);
-    // Below the target all is equal, and fewer clones are better.
-    const auto rank = [&](const Draft& d) { return std::pair(std::max(d.max_cost, target_), d.clones.size()); };
-    if (!best || rank(best_fit_) < rank(*best)) best = &best_fit_;
-  }
+  // Below the target all is equal, and fewer clones are better.
+  const auto offer = [&](const Draft& d) {
+    const auto rank = [&](const Draft& x) { return std::pair(std::max(x.max_cost, target_), x.clones.size()); };
+    if (!best || rank(d) < rank(*best)) best = &d;
+  };
+  if (shape_.strategy != Strategy::kBestFit) construct(alias_, Rule::kAlias, target_), offer(alias_);
+  if (shape_.strategy != Strategy::kAlias) construct(best_fit_, Rule::kBestFit, target_), offer(best_fit_);
+  if (shape_.strategy == Strategy::kBest && best->max_cost > target_) retry(retry_), offer(retry_);
   if (best->max_cost >= result.max_cost_before) return result;
   result.max_cost = best->max_cost;
   result.num_copies = int(best->clones.size());

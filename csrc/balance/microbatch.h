@@ -50,13 +50,16 @@ class MicrobatchPlanner {
     std::vector<int64_t> load, donor_key, receiver_key, left;
     std::vector<int32_t> used, pushed;
     std::vector<Clone> clones;
-    int64_t max_cost = 0;
+    int64_t aim = 0, max_cost = 0;  // where ranks are levelled to, at most the target; what came of it
   };
+  enum class Rule : uint8_t { kAlias, kBestFit, kLargest };
 
   void read(const int64_t* counts, const int32_t* home);
   int64_t cost(int64_t tokens) const;
-  void construct(Draft& d, bool alias) const;
-  bool step(Draft& d, int donor, bool alias) const;
+  void construct(Draft& d, Rule rule, int64_t aim) const;
+  bool step(Draft& d, int donor, Rule rule) const;
+  int next_donor(const Draft& d, Rule rule) const;
+  void retry(Draft& d);
   int hottest(const Draft& d, int donor) const;
   int smallest_cover(const Draft& d, int donor, int64_t want) const;
   int least_loaded(const Draft& d, int donor) const;
@@ -65,10 +68,10 @@ class MicrobatchPlanner {
 
   MicrobatchShape shape_;
   int max_copies_ = 0, ranks_per_node_ = 1;
-  int64_t target_ = 0, mean_ = 0;
+  int64_t exact_ = 0, target_ = 0, mean_ = 0;  // exact_: the target at epsilon 0
   std::vector<int64_t> total_, load_;
   std::vector<int32_t> first_, by_home_;  // experts of rank r: by_home_[first_[r] .. first_[r + 1])
-  Draft alias_, best_fit_;
+  Draft alias_, best_fit_, retry_, spare_;
 };
 
 // How one source's tokens spread over the clones: local first, then inside the node, then by rank.

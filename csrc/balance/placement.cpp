@@ -100,11 +100,11 @@ void Placer::pack(const std::vector<int>& experts, int first_rank, int num_ranks
     }
 }
 
-// Swaps between the fullest rank and any other, the lowest resulting pair first.
+// Swaps between the fullest rank and one below the mean: the lowest resulting pair, or the first that is good enough.
 void Placer::refine(int first_rank, int num_ranks) {
   const int last_rank = first_rank + num_ranks;
   const int64_t sum = std::accumulate(&load_[first_rank], &load_[first_rank] + num_ranks, int64_t(0));
-  const int64_t good = sum / num_ranks + sum / num_ranks / 10'000;
+  const int64_t mean = sum / num_ranks, good = mean + mean / 5'000;
   std::vector<int64_t> size(shape_.num_slots);
   for (int i = first_rank * per_rank_; i < last_rank * per_rank_; ++i) size[i] = share(slots_[i]);
   for (int round = 0; round < 4 * num_ranks; ++round) {
@@ -112,11 +112,11 @@ void Placer::refine(int first_rank, int num_ranks) {
     if (load_[hot] <= good) return;
     int64_t lowest = load_[hot];
     int from = -1, to = -1;
-    for (int i = hot * per_rank_; i < (hot + 1) * per_rank_; ++i)
-      for (int r = first_rank; r < last_rank; ++r) {
+    for (int i = hot * per_rank_; i < (hot + 1) * per_rank_ && lowest > good; ++i)
+      for (int r = first_rank; r < last_rank && lowest > good; ++r) {
         // Only a share between these two bounds brings the pair below `lowest`.
         const int64_t least = size[i] - (lowest - load_[r]), most = size[i] - (load_[hot] - lowest);
-        if (r == hot || least >= most || holds(r, slots_[i])) continue;
+        if (load_[r] >= mean || least >= most || holds(r, slots_[i])) continue;
         for (int j = r * per_rank_; j < (r + 1) * per_rank_; ++j) {
           if (size[j] <= least || size[j] >= most || holds(hot, slots_[j])) continue;
           const int64_t d = size[i] - size[j], pair = std::max(load_[hot] - d, load_[r] + d);

@@ -20,7 +20,9 @@ def plan(counts, home, options):
     for name in ("alias", "best_fit"):
         if options.strategy in ("best", name):
             drafts.append(_Draft(total, home, num_ranks, options))
-            drafts[-1].construct(alias=name == "alias")
+            drafts[-1].construct(name)
+    if options.strategy == "best" and all(max(d.load) > d.target for d in drafts):
+        drafts.append(_retry(total, home, num_ranks, options))
     # Below the target all is equal, and fewer clones are better; min keeps the first of equals.
     best = min(drafts, key=lambda d: (max(max(d.load), d.target), len(d.clones)))
     if max(best.load) >= max(start.load):
@@ -28,6 +30,23 @@ def plan(counts, home, options):
     for expert, rank, slot, tokens in best.clones:
         slots[0][rank][slot], slots[1][rank][slot] = expert, tokens
     return slots
+
+
+def _retry(total, home, num_ranks, options):
+    """The third rule at five aims, from the target down to epsilon 0: the first that reaches the target, or
+    the best."""
+    best = None
+    for part in (4, 3, 2, 1, 0):
+        draft = _Draft(total, home, num_ranks, options)
+        if part < 4 and draft.target == draft.exact:
+            break
+        draft.aim = draft.exact + (draft.target - draft.exact) * part // 4
+        draft.construct("largest")
+        if best is None or max(draft.load) < max(best.load):
+            best = draft
+        if max(best.load) <= best.target:
+            break
+    return best
 
 
 class _Draft:
@@ -45,7 +64,9 @@ class _Draft:
         sums = [sum(self.load[base:base + size]) for base in range(0, num_ranks, size)]
         self.mean = max(-(-s // size) for s in sums)
         self.target = max(-(-(s + options.instance_cost * (size - 1)) // size) for s in sums)
+        self.exact = self.target
         self.target += self.target * options.epsilon_ppm // PPM
+        self.aim = self.target  # where ranks are levelled to
 
     def cost(self, tokens):
         """What an expert with that many tokens costs its rank, in tokens."""
@@ -53,8 +74,8 @@ class _Draft:
         return self.o.instance_cost + -(-tokens // tile) * tile if tokens > 0 else 0
 
     def room(self, rank):
-        """Whole tiles of tokens that still fit below the target, 0 without a free slot."""
-        slack = self.target - self.load[rank] - self.o.instance_cost
+        """Whole tiles of tokens that still fit below the aim, 0 without a free slot."""
+        slack = self.aim - self.load[rank] - self.o.instance_cost
         if self.used[rank] == self.o.spare_slots or slack < max(self.o.min_chunk, self.o.tile):
             return 0
         return slack // self.o.tile * self.o.tile
@@ -65,32 +86,37 @@ class _Draft:
         ranks = [r for r in range(self.num_ranks) if not self.o.within_node or r // self.per_node == node]
         return sorted((r for r in ranks if self.room(r) > 0), key=lambda r: (self.load[r], r))
 
-    def construct(self, alias):
+    def construct(self, rule):
+        """rule: "alias", "best_fit" or "largest"; csrc/balance/microbatch.cpp says what each is good for."""
         donors = set(range(self.num_ranks))
-        while len(self.clones) < self.max_clones and donors:
-            donor = min(donors, key=lambda r: (-self.load[r], r))
-            if self.load[donor] <= self.target:
+        while len(self.clones) < self.max_clones:
+            above = [r for r in sorted(donors) if self.load[r] > self.aim and self.experts[r]]
+            if not above:
                 return
-            if not self.step(donor, alias):
+            if rule == "largest":
+                donor = min(above, key=lambda r: (-max(self.left[e] for e in self.experts[r]), r))
+            else:
+                donor = min(above, key=lambda r: (-self.load[r], r))
+            if not self.step(donor, rule):
                 donors.discard(donor)
 
-    def step(self, donor, alias):
+    def step(self, donor, rule):
         """One clone away from `donor`; False when there is none to make."""
-        if self.o.fan_out and self.pushed[donor] >= self.o.fan_out or not self.experts[donor]:
+        if self.o.fan_out and self.pushed[donor] >= self.o.fan_out:
             return False
         expert = min(self.experts[donor], key=lambda e: (-self.left[e], e))
         want = self.left[expert]
         if want < self.o.min_chunk:
             return False
-        if not alias:  # no more than the excess
-            excess = max(self.load[donor] - self.target, self.o.min_chunk)
+        if rule == "best_fit":  # no more than the excess
+            excess = max(self.load[donor] - self.aim, self.o.min_chunk)
             want = min(want, -(-excess // self.o.tile) * self.o.tile)
         receivers = self.receivers(donor)
         if not receivers:
             return False
         to = receivers[0]
-        if not alias:  # the fullest rank that takes it all, the emptiest if none does
-            fitting = [r for r in receivers if self.load[r] + self.cost(want) <= self.target]
+        if rule == "best_fit":  # the fullest rank that takes it all, the emptiest if none does
+            fitting = [r for r in receivers if self.load[r] + self.cost(want) <= self.aim]
             to = min(fitting, key=lambda r: (-self.load[r], r), default=to)
         piece = min(want, self.room(to))
         self.clones.append((expert, to, self.used[to], piece))

@@ -74,17 +74,19 @@ class Placement:
         giver[giver.index(moved)] = expert
 
     def _refine(self, ranks):
-        """Swaps between the fullest rank and any other, the lowest resulting pair first."""
+        """Swaps between the fullest rank and one below the mean: the lowest resulting pair, or the first that is
+        good enough."""
         mean = sum(self.load(r) for r in ranks) // len(ranks)
+        good = mean + mean // 5_000
         for _ in range(4 * len(ranks)):
             load = {r: self.load(r) for r in ranks}
             hot = min(ranks, key=lambda r: (-load[r], r))
-            if load[hot] <= mean + mean // 10_000:
+            if load[hot] <= good:
                 return
             best = (load[hot],)
             for i, x in enumerate(self.ranks[hot]):
                 for r in ranks:
-                    if r == hot or x in self.ranks[r]:
+                    if best[0] <= good or load[r] >= mean or x in self.ranks[r]:
                         continue
                     for j, y in enumerate(self.ranks[r]):
                         d = self.share(x) - self.share(y)
