@@ -33,7 +33,7 @@ void PlacementShape::validate() const {
 
 Placer::Placer(const PlacementShape& shape) : shape_(shape), per_rank_(shape.num_slots / shape.num_ranks) {
   weight_.resize(shape.num_experts), count_.resize(shape.num_experts), where_.resize(shape.num_experts);
-  load_.resize(shape.num_ranks), used_.resize(shape.num_ranks), slots_.resize(shape.num_slots);
+  load_.resize(shape.num_ranks), used_.resize(shape.num_ranks), slots_.resize(shape.num_slots), size_.resize(shape.num_slots);
   has_.resize(size_t(shape.num_ranks) * shape.num_experts);
 }
 
@@ -100,32 +100,77 @@ void Placer::pack(const std::vector<int>& experts, int first_rank, int num_ranks
     }
 }
 
-// Swaps between the fullest rank and one below the mean: the lowest resulting pair, or the first that is good enough.
-void Placer::refine(int first_rank, int num_ranks) {
+// The swap of the fullest rank with one of a load under `below` that leaves the lowest pair, or the first good enough.
+bool Placer::swap_down(int hot, int first_rank, int num_ranks, int64_t below, int64_t good) {
   const int last_rank = first_rank + num_ranks;
+  int64_t lowest = load_[hot];
+  int from = -1, to = -1;
+  for (int i = hot * per_rank_; i < (hot + 1) * per_rank_ && lowest > good; ++i)
+    for (int r = first_rank; r < last_rank && lowest > good; ++r) {
+      // Only a share between these two bounds brings the pair below `lowest`.
+      const int64_t least = size_[i] - (lowest - load_[r]), most = size_[i] - (load_[hot] - lowest);
+      if (load_[r] >= below || least >= most || holds(r, slots_[i])) continue;
+      for (int j = r * per_rank_; j < (r + 1) * per_rank_; ++j) {
+        if (size_[j] <= least || size_[j] >= most || holds(hot, slots_[j])) continue;
+        const int64_t d = size_[i] - size_[j], pair = std::max(load_[hot] - d, load_[r] + d);
+        if (pair < lowest) lowest = pair, from = i, to = j;
+      }
+    }
+  if (from < 0) return false;
+  swap(from, to);
+  std::swap(size_[from], size_[to]);
+  return true;
+}
+
+// The fullest of all ranks that a replica of `expert` in place of what `slot` holds would change.
+int64_t Placer::fullest_with(int slot, int expert) const {
+  const int rank = rank_of(slot), old = slots_[slot];
+  const int64_t rise = share_of(old, count_[old] - 1) - share(old);
+  const int64_t fall = share(expert) - share_of(expert, count_[expert] + 1);
+  int64_t most = load_[rank] - share(old) + share(expert) - fall;
+  for (int r : where_[old])
+    if (r != rank) most = std::max(most, load_[r] + rise - (holds(r, expert) ? fall : 0));
+  for (int r : where_[expert])
+    if (!holds(r, old)) most = std::max(most, load_[r] - fall);
+  return most;
+}
+
+// One more replica of an expert of the fullest rank, at the expense of an expert that keeps another.
+bool Placer::replica_down(int hot, int first_rank, int num_ranks) {
+  index_ranks();
+  Move best;
+  int64_t lowest = load_[hot];
+  for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) {
+    if (count_[slots_[i]] < 2) continue;
+    for (int k = hot * per_rank_; k < (hot + 1) * per_rank_; ++k) {
+      if (holds(rank_of(i), slots_[k])) continue;
+      const int64_t most = fullest_with(i, slots_[k]);
+      if (most < lowest) lowest = most, best.slot = i, best.expert = slots_[k];
+    }
+  }
+  if (best.slot < 0) return false;
+  apply(best);
+  for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) size_[i] = share(slots_[i]);
+  return true;
+}
+
+void Placer::index_ranks() {
+  for (auto& ranks : where_) ranks.clear();
+  for (int i = 0; i < shape_.num_slots; ++i)
+    if (slots_[i] >= 0) where_[slots_[i]].push_back(rank_of(i));
+}
+
+// The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end.
+void Placer::refine(int first_rank, int num_ranks) {
   const int64_t sum = std::accumulate(&load_[first_rank], &load_[first_rank] + num_ranks, int64_t(0));
   const int64_t mean = sum / num_ranks, good = mean + mean / 5'000;
-  std::vector<int64_t> size(shape_.num_slots);
-  for (int i = first_rank * per_rank_; i < last_rank * per_rank_; ++i) size[i] = share(slots_[i]);
+  for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) size_[i] = share(slots_[i]);
   for (int round = 0; round < 4 * num_ranks; ++round) {
     const int hot = int(std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks) - load_.data());
     if (load_[hot] <= good) return;
-    int64_t lowest = load_[hot];
-    int from = -1, to = -1;
-    for (int i = hot * per_rank_; i < (hot + 1) * per_rank_ && lowest > good; ++i)
-      for (int r = first_rank; r < last_rank && lowest > good; ++r) {
-        // Only a share between these two bounds brings the pair below `lowest`.
-        const int64_t least = size[i] - (lowest - load_[r]), most = size[i] - (load_[hot] - lowest);
-        if (load_[r] >= mean || least >= most || holds(r, slots_[i])) continue;
-        for (int j = r * per_rank_; j < (r + 1) * per_rank_; ++j) {
-          if (size[j] <= least || size[j] >= most || holds(hot, slots_[j])) continue;
-          const int64_t d = size[i] - size[j], pair = std::max(load_[hot] - d, load_[r] + d);
-          if (pair < lowest) lowest = pair, from = i, to = j;
-        }
-      }
-    if (from < 0) return;
-    swap(from, to);
-    std::swap(size[from], size[to]);
+    if (!swap_down(hot, first_rank, num_ranks, mean, good) && !replica_down(hot, first_rank, num_ranks) &&
+        !swap_down(hot, first_rank, num_ranks, load_[hot], good))
+      return;
   }
 }
 
@@ -160,6 +205,7 @@ void Placer::fresh(const int64_t* load, int32_t* phy2log) {
   std::fill(has_.begin(), has_.end(), 0);
   std::fill(load_.begin(), load_.end(), 0);
   std::fill(used_.begin(), used_.end(), 0);
+  std::fill(slots_.begin(), slots_.end(), -1);
   if (shape_.num_groups) {
     const int ranks = shape_.num_ranks / shape_.num_nodes;
     const auto nodes = groups_to_nodes();

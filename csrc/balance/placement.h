@@ -39,6 +39,10 @@ class Placer {
   void pack(const std::vector<int>& experts, int first_rank, int num_ranks);
   void make_room(int expert, int first_rank, int num_ranks);
   void refine(int first_rank, int num_ranks);
+  bool swap_down(int hot, int first_rank, int num_ranks, int64_t below, int64_t good);
+  bool replica_down(int hot, int first_rank, int num_ranks);
+  int64_t fullest_with(int slot, int expert) const;
+  void index_ranks();
   std::vector<std::vector<int>> groups_to_nodes() const;
   void put(int rank, int slot, int expert);
   void swap(int slot, int other);
@@ -58,10 +62,10 @@ class Placer {
   PlacementShape shape_;
   int per_rank_;
   int64_t limit_ = 0;
-  std::vector<int64_t> weight_, load_;
+  std::vector<int64_t> weight_, load_, size_;   // size_: share of the expert in each slot, for swaps
   std::vector<int32_t> count_, slots_, used_;
   std::vector<unsigned char> has_;              // [ranks, experts]
-  std::vector<std::vector<int32_t>> where_;     // ranks of each expert, ascending; only for improve
+  std::vector<std::vector<int32_t>> where_;     // ranks of each expert, ascending; for replica moves
   std::vector<std::pair<int64_t, int>> order_;  // (share, expert), largest first
 };
 

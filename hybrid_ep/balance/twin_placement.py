@@ -74,8 +74,7 @@ class Placement:
         giver[giver.index(moved)] = expert
 
     def _refine(self, ranks):
-        """Swaps between the fullest rank and one below the mean: the lowest resulting pair, or the first that is
-        good enough."""
+        """The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end."""
         mean = sum(self.load(r) for r in ranks) // len(ranks)
         good = mean + mean // 5_000
         for _ in range(4 * len(ranks)):
@@ -83,20 +82,42 @@ class Placement:
             hot = min(ranks, key=lambda r: (-load[r], r))
             if load[hot] <= good:
                 return
-            best = (load[hot],)
-            for i, x in enumerate(self.ranks[hot]):
-                for r in ranks:
-                    if best[0] <= good or load[r] >= mean or x in self.ranks[r]:
-                        continue
-                    for j, y in enumerate(self.ranks[r]):
-                        d = self.share(x) - self.share(y)
-                        pair = max(load[hot] - d, load[r] + d)
-                        if y not in self.ranks[hot] and pair < best[0]:
-                            best = (pair, i, r, j)
-            if len(best) == 1:
+            move = (self._best_swap(hot, load, mean, good) or self._best_replica(hot, ranks, load[hot])
+                    or self._best_swap(hot, load, load[hot], good))
+            if move is None:
                 return
-            _, i, r, j = best
-            self.ranks[hot][i], self.ranks[r][j] = self.ranks[r][j], self.ranks[hot][i]
+            self._apply(move)
+
+    def _best_swap(self, hot, load, below, good):
+        """With a rank of a load below this: the lowest resulting pair, or the first that is good enough."""
+        lowest, best = load[hot], None
+        for i, x in enumerate(self.ranks[hot]):
+            for r in load:
+                if lowest <= good or load[r] >= below or x in self.ranks[r]:
+                    continue
+                for j, y in enumerate(self.ranks[r]):
+                    d = self.share(x) - self.share(y)
+                    pair = max(load[hot] - d, load[r] + d)
+                    if y not in self.ranks[hot] and pair < lowest:
+                        lowest, best = pair, (hot, i, r, j)
+        return best
+
+    def _best_replica(self, hot, ranks, lowest):
+        """One more replica of an expert of the fullest rank, for one of an expert that keeps another."""
+        best = None
+        for r in ranks:
+            for i in range(self.per_rank):
+                for expert in list(self.ranks[hot]):
+                    old = self.ranks[r][i]
+                    if self.count[old] < 2 or expert in self.ranks[r]:
+                        continue
+                    touched = [q for q in ranks if q == r or old in self.ranks[q] or expert in self.ranks[q]]
+                    back = self._apply((r, i, expert))
+                    most = max(self.load(q) for q in touched)
+                    self._apply(back)
+                    if most < lowest:
+                        lowest, best = most, (r, i, expert)
+        return best
 
     # ---- a placement changed as little as possible
 
