@@ -35,10 +35,11 @@ LAYERS = {
     "kernels": ("common", "layout", "pipeline", "roles", *CONTRACTS),
     "kernels/instances": ("common", "layout", "pipeline", "roles", "kernels", "arch", "arch/*", "transport",
                           "transport/*"),
-    "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS),
+    # errors.h: what a launch throws; bindings turn it into Python's exceptions.
+    "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS,
+                "arch/host/errors.h"),
     # Worlds of simulated ranks: above everything that a rank is made of.
     "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
-    # errors.h: what a launch throws, turned into Python's exceptions.
     "bindings": ("common", "layout", "kernels", "runtime", "sim", "arch/host/errors.h"),
 }
 # idle.h: one hint to the core that g++ has a builtin for on x86-64 only.

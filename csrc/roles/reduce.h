@@ -94,7 +94,7 @@ struct ReduceRole {
     const auto* tile = reinterpret_cast<const T*>(from.data());
     const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
     HEP_UNROLL  // on a GPU acc lives in registers, which have no index
-    for (int i = 0; i < kMaxOctets; ++i) {
+        for (int i = 0; i < kMaxOctets; ++i) {
       const uint32_t o = me + i * kWidth;
       if (o >= octets) break;
       float v[kOctet];
@@ -136,7 +136,7 @@ struct ReduceRole {
   HEP_DEVICE void write_as(const SumHead& head, unsigned char* tile) {
     const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
     HEP_UNROLL  // on a GPU acc lives in registers, which have no index
-    for (int i = 0; i < kMaxOctets; ++i) {
+        for (int i = 0; i < kMaxOctets; ++i) {
       const uint32_t o = me + i * kWidth;
       if (o >= octets) break;
       store_octet(a, reinterpret_cast<T*>(tile) + o * kOctet, head.elems - o * kOctet, acc[i]);

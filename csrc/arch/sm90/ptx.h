@@ -15,11 +15,7 @@ HEP_DEVICE uint32_t shared_address(const void* p) {
 // ---- Warp and time
 HEP_DEVICE bool elect_sync() {
   uint32_t elected;
-  asm volatile(
-      "{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }"
-      : "=r"(elected)
-      :
-      : "memory");
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected) : : "memory");
   return elected != 0;
 }
 HEP_DEVICE uint64_t globaltimer() {  // nanoseconds; steps of up to a microsecond
@@ -68,11 +64,10 @@ HEP_DEVICE bool mbarrier_test_wait(void* bar, uint32_t parity) {
 // ---- Bulk copies and proxies
 // .shared::cluster names the window; a block's own addresses in it are its own shared memory.
 HEP_DEVICE void bulk_g2s(void* dst, const void* src, uint32_t bytes, void* bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(dst)),
-      "l"(__cvta_generic_to_global(src)), "r"(bytes), "r"(shared_address(bar))
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(dst)),
+               "l"(__cvta_generic_to_global(src)), "r"(bytes), "r"(shared_address(bar))
+               : "memory");
 }
 HEP_DEVICE void bulk_s2g(void* dst, const void* src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(dst)),
