@@ -56,12 +56,17 @@ ENVIRONMENT_MODULE = "hybrid_ep/env.py"
 ENVIRONMENT_EXCEPTIONS = {
     "setup.py": "builds before the package exists; reads CXX, CXXFLAGS, LDFLAGS, MAX_JOBS",
     "scripts/setup_env.py": "runs before the package exists",
+    "scripts/run_tests.py": "sets and reads CUDA_HOME for the tools it starts",
+    "scripts/build_cuda.py": "builds; reads CUDA_HOME, CXX, MAX_JOBS",
+    "scripts/gpu_check.py": "hands its environment on with CUDA's settings added",
+    "scripts/cubin_check.py": "finds CUDA's tools; reads CUDA_HOME, PATH",
     "scripts/test_matrix.py": "hands HYBRID_EP_TORCH_INDEX on to setup_env",
     "hybrid_ep/cli/launch.py": "reads RANK and WORLD_SIZE, torch's names for what a launcher sets",
     "recipes/report.py": "reads TERM and WANDB_MODE, other tools' settings",
 }
 # Variables of the set-up and of the tests, read where hybrid_ep is not there yet.
-OUTSIDE_VARIABLES = {"HYBRID_EP_PYTHON", "HYBRID_EP_TORCH_INDEX", "HYBRID_EP_TEST_MATRIX"}
+OUTSIDE_VARIABLES = {"HYBRID_EP_CUDA", "HYBRID_EP_PYTHON", "HYBRID_EP_TORCH_INDEX", "HYBRID_EP_TEST_EXAMPLES",
+                     "HYBRID_EP_TEST_MATRIX"}
 
 MAX_COLUMNS = 120
 # First match wins: (files, lines).

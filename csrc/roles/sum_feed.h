@@ -49,8 +49,8 @@ struct SumFeed {
   }
 
   // rows(add): calls add(SumRow) for every row of the sum, in order; asked once per tile, so it must repeat itself.
-  // src_at: where the summed section starts in a row. send: rides on the last stage when it has flags; by value, so that
-  // it stays in registers.
+  // src_at: where the summed section starts in a row. send: rides on the last stage, if it has flags; by value, which
+  // keeps it in registers.
   template <class Rows>
   HEP_DEVICE void emit(Rows&& rows, unsigned char* dst, uint32_t src_at, uint32_t elems, DType in, DType out,
                        uint32_t flags, SumHead send) {

@@ -31,8 +31,8 @@ struct Entry {
 
 inline constexpr const char* kEntrySymbol = "hep_cuda_entry";
 
-// Loads the library at `path` and adds its executors to the table ("cuda", "cuda_loopback"). The second call returns the
-// first one's entry. Throws std::runtime_error saying what is wrong.
+// Loads the library at `path` and adds its executors to the table ("cuda", "cuda_loopback"). A second call returns what
+// the first one loaded. Throws std::runtime_error saying what is wrong.
 const Entry& load(const std::string& path);
 
 }  // namespace hep::cuda

@@ -126,6 +126,7 @@ class CudaExecutor final : public Executor {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, device_.stream()), "upload");
   }
   void read(void* to, const void* from, uint64_t bytes) override {
+    device_.wait({});
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, device_.stream()), "download");
     device_.wait({});
   }

@@ -36,6 +36,7 @@ void CudaExecutor<Net>::exchange(const ExchangeParams& host, const LaunchSetting
   p.node_pos = reinterpret_cast<int32_t*>(at(4)), p.columns = reinterpret_cast<uint32_t*>(at(6));
   launch<ExchangeParams>(exchange_entry<Net>, p, s, 1, kThreads<kExchangeWarps<CudaArch>>, 0,
                          image.at<unsigned char* const>(segments));
+  device_.wait(s.interrupted);  // first: a copy to pageable memory would wait inside the driver, where others want in
   auto bring = [&](void* to, int i) {
     if (sizes[i])
       check(cudaMemcpyAsync(to, at(i), sizes[i], cudaMemcpyDeviceToHost, device_.stream()), "reading the routing");
@@ -46,7 +47,7 @@ void CudaExecutor<Net>::exchange(const ExchangeParams& host, const LaunchSetting
     check(cudaMemcpyAsync(host.node_tokens[n], node_tokens[size_t(n)], 4ull * host.num_tokens, cudaMemcpyDeviceToHost,
                           device_.stream()),
           "reading the routing");
-  device_.wait(s.interrupted);
+  device_.wait({});
 }
 
 template <class Net>
@@ -67,8 +68,9 @@ void CudaExecutor<Net>::dispatch(DispatchParams& host, const LaunchSettings& s) 
   launch<DispatchParams>(dispatch_entry<Net>, p, s, s.num_blocks, kThreads<kDispatchWarps>, p.smem_bytes,
                          image.at<unsigned char* const>(tables.rail_segments));
   if (!host.plan.fresh) return;
-  plan.bring_back(device_.stream());
   device_.wait(s.interrupted);
+  plan.bring_back(device_.stream());
+  device_.wait({});
 }
 
 template <class Net>

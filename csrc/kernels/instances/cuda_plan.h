@@ -11,26 +11,25 @@ class PlanCopy {
   PlanCopy(const PlanView& host, const World& world, uint32_t record_bytes, cudaStream_t stream) : device_(host) {
     cudaGetDevice(&ordinal_);
     const uint32_t nodes = uint32_t(world.num_nodes);
-    std::vector<uint64_t> tokens, records, rail_records;
+    std::vector<uint64_t> tokens, records, rail_records(nodes);
     for (uint32_t n = 0; n < nodes; ++n) {
       tokens.push_back(image_.add(host.node_tokens[n], 4ull * host.node_count[n]));
       records.push_back(image_.add(host.records[n], uint64_t(host.node_count[n]) * record_bytes));
-      const uint64_t facts = uint64_t(host.rail_count[n]) * record_bytes;
-      rail_records.push_back(image_.add(host.rail_records[n], facts));
-      if (facts) learned_.push_back({host.rail_records[n], rail_records.back(), facts});
     }
     const uint64_t node_count = image_.add(host.node_count, 4ull * nodes);
     const uint64_t rail_count = image_.add(host.rail_count, 4ull * nodes);
     const uint64_t node_pos = image_.add(host.node_pos, 4ull * nodes * host.num_tokens);
-    const uint64_t row_bytes = uint64_t(host.recv_rows) * record_bytes;
-    const uint64_t row_records = image_.add(host.row_records, row_bytes);
-    const uint64_t weight_bytes = 4ull * host.recv_rows * host.weight_stride;
-    const uint64_t row_weights = image_.add(host.row_weights, weight_bytes);
-    if (row_bytes) learned_.push_back({host.row_records, row_records, row_bytes});
-    if (weight_bytes) learned_.push_back({host.row_weights, row_weights, weight_bytes});
-    const uint64_t token_table = image_.add_table(tokens), record_table = image_.add_table(records),
-                   rail_table = image_.add_table(rail_records);
+    const uint64_t token_table = image_.add_table(tokens), record_table = image_.add_table(records);
+    const uint64_t rail_table = image_.add(rail_records);  // filled in below, when the facts have their places
+    for (uint32_t n = 0; n < nodes; ++n)
+      rail_records[n] = learn(host.rail_records[n], uint64_t(host.rail_count[n]) * record_bytes);
+    const uint64_t row_records = learn(host.row_records, uint64_t(host.recv_rows) * record_bytes);
+    const uint64_t row_weights = learn(host.row_weights, 4ull * host.recv_rows * host.weight_stride);
+    image_.set_table(rail_table, rail_records);
     image_.upload(stream);
+    if (!host.fresh)  // learned on another device or by another buffer
+      for (const Learned& l : learned_)
+        check(cudaMemcpyAsync(image_.at<void>(l.at), l.host, l.bytes, cudaMemcpyHostToDevice, stream), "upload");
     device_.node_tokens = image_.at<const uint32_t* const>(token_table);
     device_.records = image_.at<const unsigned char* const>(record_table);
     device_.rail_records = image_.at<unsigned char* const>(rail_table);
@@ -61,6 +60,12 @@ class PlanCopy {
     void* host;
     uint64_t at, bytes;
   };
+  uint64_t learn(void* host, uint64_t bytes) {
+    const uint64_t at = image_.reserve(bytes);
+    if (bytes) learned_.push_back({host, at, bytes});
+    return at;
+  }
+
   PlanView device_;
   Image image_;
   std::vector<Learned> learned_;

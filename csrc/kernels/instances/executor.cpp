@@ -45,8 +45,4 @@ void Executor::add(const std::string& name, Maker maker) {
   table()[name] = std::move(maker);
 }
 
-std::shared_ptr<void> Executor::allocate(uint64_t bytes) {
-  return std::shared_ptr<void>(new unsigned char[bytes](), [](void* p) { delete[] static_cast<unsigned char*>(p); });
-}
-
 }  // namespace hep

@@ -20,6 +20,7 @@ struct LaunchSettings {
   std::shared_ptr<void>* plan_copy = nullptr;  // the plan's place for what an executor keeps of it
 };
 
+// Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own.
 // Parameters point to the host's tables; an executor whose kernels cannot read those translates them.
 class Executor {
  public:
@@ -32,7 +33,10 @@ class Executor {
   // Memory of the machine that the kernels run on. Segments and the caller's tensors lie there, and so does what
   // kernels keep between launches (allocate: zeroed). write and read are ordered with the launches.
   virtual bool shares_memory() const { return true; }  // the host may touch it
-  virtual std::shared_ptr<void> allocate(uint64_t bytes);
+  virtual std::shared_ptr<void> allocate(uint64_t bytes) {
+    const std::shared_ptr<unsigned char[]> block(new unsigned char[bytes]());
+    return {block, block.get()};
+  }
   virtual void write(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void read(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void drain() noexcept {}   // waits for all launches so far
