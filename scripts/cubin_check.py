@@ -114,9 +114,10 @@ def count_instructions(text, kernels):
 
 
 def has(opcodes, name):
-    """Whether some opcode is `name` or a form of it: LDS.128 also as LDS.U.128, SYNCS also as SYNCS.ARRIVE."""
-    first, *rest = name.split(".")
-    return any(parts[0] == first and set(rest) <= set(parts[1:]) for parts in (o.split(".") for o in opcodes))
+    """Whether some opcode is `name` or a form of it: LDS.128 also as LDS.U.128, SYNCS also as SYNCS.ARRIVE. The order
+    of the parts counts: UBLKCP.S.G loads, UBLKCP.G.S stores."""
+    wanted = re.compile(r"(\.\w+)*\.".join(map(re.escape, name.split("."))) + r"(\.\w+)*")
+    return any(wanted.fullmatch(opcode) for opcode in opcodes)
 
 
 def problems(kernel):

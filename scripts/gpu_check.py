@@ -36,7 +36,8 @@ def machine():
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
         facts["capability"] = list(torch.cuda.get_device_capability())
-    asked = {"driver": ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader"],
+    asked = {"driver": ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem",
+                        "--format=csv,noheader"],
              "commit": ["git", "-C", str(ROOT), "rev-parse", "HEAD"]}
     for name, command in asked.items():
         if shutil.which(command[0]):

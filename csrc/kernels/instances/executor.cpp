@@ -15,7 +15,8 @@ std::mutex table_mutex;
 std::map<std::string, Executor::Maker>& table() {
   static std::map<std::string, Executor::Maker> executors{{"host", make_host_plain},
                                                           {"host_checked", make_host_checked},
-                                                          {"host_checked_lanes4", make_host_checked_lanes4}};
+                                                          {"host_checked_lanes4", make_host_checked_lanes4},
+                                                          {"host_checked_lanes32", make_host_checked_lanes32}};
   return executors;
 }
 
