@@ -46,12 +46,13 @@ uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   const uint64_t cursors = align_up(4ull * (p.rail.num_peers + 1), 128);
   p.arrival_cursors_at = 0, p.credit_cursors_at = cursors;
   // Without rail peers N2N stages nothing, and its share is the scatter FIFO's.
-  const uint64_t stage_bytes = p.message.payload_at() + p.tile_bytes, quarter = budget / 4;
+  const uint64_t stage_bytes = p.message.payload_at() + p.tile_bytes;
+  const uint64_t room = budget > 1024 ? budget - 1024 : 0, quarter = room / 4;  // the rest is alignment
   const bool rail = p.rail.num_peers != 0;
   const uint32_t n2n = rail ? stages_that_fit(quarter, stage, 3, 4) : 3;
   const uint32_t deliver = stages_that_fit(quarter, stage, 2, 6);
   const uint32_t scatter =
-      stages_that_fit(budget - (rail ? 2 : 1) * quarter, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
+      stages_that_fit(room - (rail ? 2 : 1) * quarter, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
   p.scatter = Fifo::layout(2 * cursors, scatter, stage_bytes);
   p.rail_stage = Fifo::layout(p.scatter.end, n2n, rail ? stage_bytes : 16);
   p.deliver = Fifo::layout(p.rail_stage.end, deliver, stage_bytes);
