@@ -338,13 +338,6 @@ class HybridEPBuffer:
             width = plan.num_node_experts if num_permuted is None else 1
             out_weights = make(rows, 4 * width).view(torch.float32)
             out_weights = out_weights if num_permuted is None else out_weights.view(rows)
-        make = torch.zeros if num_permuted is not None and plan.core.has_holes else torch.empty
-        out_x = make(rows, row_bytes(x), dtype=torch.uint8, device=x.device).view(x.dtype)
-        out_scale = None if scale is None else make(rows, scale_bytes, dtype=torch.uint8, device=x.device)
-        out_weights = None
-        if weights is not None:
-            shape = (rows, plan.num_node_experts) if num_permuted is None else (rows,)
-            out_weights = make(shape, dtype=torch.float32, device=x.device)
         session.engine.dispatch(
             plan.core, x=address(x), scale=address(padded_scale),
             weights=-1 if isinstance(weights, str) else address(weights), out_x=address(out_x),
@@ -359,8 +352,6 @@ class HybridEPBuffer:
         bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
         session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
         out = session.results.empty(plan.num_tokens, row_bytes(x)).view(x.dtype)
-        returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride)
-        out = x.new_empty(plan.num_tokens, x.shape[1])
         returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, device=x.device)
         session.engine.combine(
             plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],

@@ -87,7 +87,7 @@ class Session:
         self.why_closed: str | None = None
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
-        self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20)
+        self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
         self._segments = self._choose_segments()
         self.shape: Any = None

@@ -199,6 +199,8 @@ def docs(runner):
     """The site, warnings as errors: dead links between pages and docstrings that do not render are failures."""
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html"]
     return Result("FAILED" if runner.run(command)[0] else "passed")
+
+
 CUDA_TOOLKIT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"
 
 
