@@ -1,4 +1,5 @@
-"""Builds hybrid_ep._core, the C++ core, from csrc/**/*.cpp with a C++20 compiler and nothing else.
+"""Builds hybrid_ep._core, the C++ core, from csrc/**/*.cpp with a C++20 compiler and nothing else; and, where
+nvcc is found, the CUDA library (scripts/build_cuda.py), which the core loads when it is asked to.
 
 Sources compile in parallel; an object is reused while its sources, headers and command are unchanged. The
 result is portable: no -march=native, hot loops choose their instruction set at run time. pyproject.toml holds
@@ -7,7 +8,8 @@ everything else. What is missing on the machine is said in one sentence, without
     python setup.py build_ext --inplace     (re)build in the source tree
     python setup.py check_toolchain         exit 0 if this machine can build, else say what to install
 
-Read from the environment, as C++ builds do: CXX, CXXFLAGS, LDFLAGS, MAX_JOBS."""
+Read from the environment, as C++ builds do: CXX, CXXFLAGS, LDFLAGS, MAX_JOBS, CUDA_HOME; HYBRID_EP_CUDA=0
+leaves the CUDA library out, HYBRID_EP_CUDA=1 makes a missing nvcc an error."""
 
 import sys
 
@@ -154,6 +156,24 @@ class BuildCore(build_ext):
         scratch = target.with_name(target.name + ".new")
         shutil.copy2(library, scratch)
         os.replace(scratch, target)
+        self._build_cuda(target.parent)
+
+    @staticmethod
+    def _build_cuda(folder):
+        """The CUDA library beside the core, by a process of its own: it needs nothing of this build."""
+        wish = os.environ.get("HYBRID_EP_CUDA", "")
+        if wish not in ("", "0", "1"):
+            stop(f"HYBRID_EP_CUDA={wish!r} must be 0 (leave the CUDA library out) or 1 (insist on it)")
+        if wish == "0":
+            return
+        script = [sys.executable, str(ROOT / "scripts" / "build_cuda.py")]
+        found = run([*script, "--find"])
+        if found.returncode:
+            if wish == "1":
+                stop(found.stderr.strip())
+            print(f"{found.stderr.strip()}; everything else is built", flush=True)
+        elif subprocess.run([*script, "--out", str(folder)], check=False).returncode:
+            stop("the CUDA library does not build (see above); HYBRID_EP_CUDA=0 leaves it out")
 
     def _object_dir(self):
         """build/core-<ABI> in the source tree, where a rebuild is incremental; else the temporary folder."""

@@ -110,13 +110,13 @@ def agree(facts_by_rank: list[dict[str, Any]], what: str) -> None:
             raise ValueError(f"{what}: {name} must be the same on every rank, but is {said}")
 
 
-def open_segments(meet: Rendezvous, generation: int, num_bytes: int, make_engine: Callable[[list],
-                                                                                           Any]) -> Any:
+def open_segments(meet: Rendezvous, segments, generation: int, num_bytes: int,
+                  make_engine: Callable[[list], Any]) -> Any:
     """Creates this rank's segment, attaches everybody's, makes the engine over them and removes the names.
 
     Collective. Either every rank returns its engine or every rank raises; no name is left behind in either
     case, nor when another rank dies on the way."""
-    rank, segments = meet.view.rank, meet.view.segments
+    rank = meet.view.rank
     token = meet.exchange(f"{generation}/token", secrets.token_hex(8) if rank == 0 else None)[0]
     names = [f"/hybrid_ep.{token}.{generation}.{r}" for r in range(meet.view.size)]
     error = own = None

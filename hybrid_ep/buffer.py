@@ -6,6 +6,7 @@ token. T may differ between ranks and be 0. Bad arguments raise ValueError and l
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from types import SimpleNamespace
@@ -262,8 +263,10 @@ class HybridEPBuffer:
             raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never set up")
         return self._session
 
+    @contextlib.contextmanager
     def _busy(self):
-        return self._open_session().guard()
+        with self._open_session().guard() as session, validation.on(session.options.device):
+            yield session
 
     def _plan_or_route(self, length, verb, handle, hidden, scale, topk_idx, topk_weights, num_of_experts,
                        probs,
@@ -306,15 +309,17 @@ class HybridEPBuffer:
     def _weights_in_plan_order(plan: Plan, topk_idx, topk_weights, probs):
         ordered = torch.empty(plan.num_tokens, plan.weight_stride)
         if topk_idx is not None and topk_weights is not None:
-            idx = aligned(validation.topk(topk_idx, plan.num_tokens, plan.num_experts))
-            given = aligned(validation.weights("topk_weights", topk_weights, tuple(idx.shape)))
+            where = topk_idx.device
+            idx = aligned(validation.topk(topk_idx, plan.num_tokens, plan.num_experts)).cpu()
+            given = aligned(validation.weights("topk_weights", topk_weights, tuple(idx.shape))).cpu()
             plan.core.weights_from_topk(address(idx), idx.shape[1], address(given), address(ordered))
         elif probs is not None:
-            given = aligned(validation.weights("probs", probs, (plan.num_tokens, plan.num_experts)))
+            where = probs.device
+            given = aligned(validation.weights("probs", probs, (plan.num_tokens, plan.num_experts))).cpu()
             plan.core.weights_from_dense(address(given), address(ordered))
         else:
             return None
-        return ordered
+        return ordered.to(where)
 
     def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted):
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
@@ -347,7 +352,7 @@ class HybridEPBuffer:
         bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
         session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
         out = session.results.empty(plan.num_tokens, row_bytes(x)).view(x.dtype)
-        returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride)
+        returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, device=x.device)
         session.engine.combine(
             plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],
             weights=address(w),
@@ -355,9 +360,9 @@ class HybridEPBuffer:
             fp32_partials=fp32_partials, num_blocks=self.config.num_of_blocks_combine_api)
         if returned is None:
             return out, None
-        probs = torch.empty(plan.num_tokens, plan.num_experts)
+        returned, probs = returned.cpu(), torch.empty(plan.num_tokens, plan.num_experts)
         plan.core.weights_to_dense(address(returned), address(probs))
-        return out, probs
+        return out, probs.to(x.device)
 
 
 def _deprecated(name: str, what: str) -> None:

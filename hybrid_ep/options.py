@@ -7,7 +7,9 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_ep import _core, env, topology, validation
+import torch
+
+from hybrid_ep import _core, devices, env, topology, validation
 from hybrid_ep.bootstrap import Rendezvous, agree
 
 OVERFLOW_POLICIES = ("raise", "drop")
@@ -30,6 +32,7 @@ class Options:
     overflow: str
     timeout_s: float
     executor: str
+    device: torch.device
 
     def agree(self, meet: Rendezvous) -> topology.Topology:
         """Collective: ValueError on every rank when the ranks differ; takes the largest max_tokens."""
@@ -78,6 +81,7 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
     if not _positive(timeout_s):
         raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
     executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
+    device = devices.current() if isinstance(executor, str) and devices.is_cuda(executor) else torch.device("cpu")
     if executor not in _core.executors():
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())}")
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
@@ -87,7 +91,7 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         _blocks("num_sms_dispatch_api", num_sms_dispatch_api), _blocks("num_sms_combine_api",
                                                                        num_sms_combine_api),
         ranks_per_node, origin, None if capacity_factor is None else float(capacity_factor), overflow,
-        float(timeout_s), executor)
+        float(timeout_s), executor, device)
 
 
 def _positive(x: Any) -> bool:

@@ -48,17 +48,18 @@ class ResultPool:
     """Hands out tensors that are ordinary to their user: views of one resizable storage, freed by dropping them.
 
     idle_limit: bytes kept for results to come while nobody uses them; 0 keeps nothing. Memory in use is never
-    counted against it. Not thread-safe."""
+    counted against it. device: a GPU's results come from PyTorch's own caching allocator. Not thread-safe."""
 
-    def __init__(self, idle_limit: int):
-        self.idle_limit = idle_limit
+    def __init__(self, idle_limit: int, device: torch.device | None = None):
+        self.device = device or torch.device("cpu")
+        self.idle_limit = idle_limit if self.device.type == "cpu" else 0
         self._blocks: list[_Block] = []  # the longest unused first
 
     def empty(self, rows: int, row_bytes: int) -> torch.Tensor:
-        """uint8 [rows, row_bytes], uninitialised, on the CPU."""
+        """uint8 [rows, row_bytes], uninitialised, on the pool's device."""
         num_bytes = rows * row_bytes
         if num_bytes < _SMALLEST or not self.idle_limit:
-            return torch.empty(rows, row_bytes, dtype=torch.uint8)
+            return torch.empty(rows, row_bytes, dtype=torch.uint8, device=self.device)
         block = self._take(size_class(num_bytes))
         return torch.empty(0, dtype=torch.uint8).set_(block.storage, 0, (rows, row_bytes))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import _core, env
+from hybrid_ep import _core, devices, env
 from hybrid_ep.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import (
@@ -87,8 +87,9 @@ class Session:
         self.why_closed: str | None = None
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
-        self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20)
+        self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
+        self._segments = self._choose_segments()
         self.shape: Any = None
         self._open(options.first_shape(topology.num_ranks))
 
@@ -102,6 +103,7 @@ class Session:
         try:
             if self.why_closed is not None:
                 raise BufferFailedError(self.why_closed)
+            self._enter_device()
             yield self
         except (DeadlineError, BootstrapError, KeyboardInterrupt) as error:  # the ranks are out of step now
             why = str(error) or "interrupted while waiting for other ranks"
@@ -109,6 +111,13 @@ class Session:
             raise
         finally:
             self._lock.release()
+
+    def _enter_device(self) -> None:
+        """CUDA: operations go where torch's would go in this thread."""
+        if self.options.device.type == "cuda":
+            stream = devices.enter(self.options.device)
+            if self.engine is not None:
+                self.engine.set_stream(stream)
 
     def close(self, why: str = "this buffer was destroyed; make a new HybridEPBuffer") -> None:
         """Gives the registered memory back. Local; peers keep what they mapped."""
@@ -128,6 +137,17 @@ class Session:
         if wanted != now:
             self._open(wanted)
 
+    def _choose_segments(self):
+        """What makes and maps this group's registered memory. Collective on a GPU: the ranks agree on a kind."""
+        own = self.meet.view.segments
+        if self.options.device.type != "cuda":
+            return own
+        devices.enter(self.options.device)
+        if hasattr(own, "on_device"):  # ranks inside one process
+            return own.on_device()
+        kind = devices.choose_kind(self.meet.exchange("memory", devices.working_kinds()))
+        return devices.DeviceSegments(self.meet.view.store, kind)
+
     def _open(self, wanted: dict[str, int]) -> None:
         generation, self._generation = self._generation, self._generation + 1
         agree(self.meet.exchange(f"{generation}/shape", wanted), "growth of the registered memory")
@@ -140,13 +160,14 @@ class Session:
         o = self.options
         try:
             self.engine = open_segments(
-                self.meet, generation, shape.total_bytes,
+                self.meet, self._segments, generation, shape.total_bytes,
                 lambda segments: _core.Engine(self.topology.rank, shape, segments, o.timeout_s, o.executor,
                                               env.get("HYBRID_EP_SEED")))
         except BaseException as error:
             self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
             raise
         self.shape = shape
+        self._enter_device()
 
     def traffic(self) -> dict[str, int]:
         now = self.engine.traffic()

@@ -33,7 +33,7 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     as_bytes = x.view(torch.uint8)
     if as_bytes.shape[1] == padded_row_bytes(x):
         return as_bytes
-    out = torch.zeros(x.shape[0], padded_row_bytes(x), dtype=torch.uint8)
+    out = torch.zeros(x.shape[0], padded_row_bytes(x), dtype=torch.uint8, device=x.device)
     out[:, :as_bytes.shape[1]] = as_bytes
     return out
 

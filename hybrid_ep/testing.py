@@ -21,12 +21,20 @@ _names = itertools.count()
 class PrivateSegments:
     """Segments that the threads of one process find by name, with no operating-system object behind them."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[int], Any] = _core.Segment.private) -> None:
         self._lock = threading.Lock()
         self._by_name: dict[str, Any] = {}
+        self._make, self._on_device = make, None
+
+    def on_device(self) -> PrivateSegments:
+        """The same for memory of the current GPU."""
+        with self._lock:
+            self._on_device = self._on_device or PrivateSegments(
+                lambda n: _core.cuda.DeviceMemory.create("none", n).segment())
+            return self._on_device
 
     def create(self, name: str, num_bytes: int):
-        segment = _core.Segment.private(num_bytes)
+        segment = self._make(num_bytes)
         with self._lock:
             self._by_name[name] = segment
         return segment

@@ -3,6 +3,8 @@ remedy."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import operator
 from typing import Any
 
@@ -14,6 +16,20 @@ DTYPES = tuple(getattr(torch, name) for name in (
     "int32", "float64", "int64") if hasattr(torch, name))
 SUMMABLE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ROW_ALIGNMENT = 16  # bytes; rows move in units of 16
+
+
+# Where the tensors of the call in progress must lie: on the device of its buffer.
+_device: contextvars.ContextVar[torch.device | None] = contextvars.ContextVar("device", default=None)
+
+
+@contextlib.contextmanager
+def on(device: torch.device):
+    """Around a call: its tensors must lie on this device."""
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
 
 
 def integer(name: str, value: Any, least: int, remedy: str = "") -> int:
@@ -39,13 +55,18 @@ def describe(x: Any) -> str:
     return f"{type(x).__name__} {x!r:.60}"
 
 
+def _device_remedy(x: torch.Tensor, device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"give CPU tensors{', or make the buffer with executor=' + repr('cuda') if x.is_cuda else ''}"
+    return f"give tensors on {device}"
+
+
 def tensor(name: str, x: Any, dims: int, remedy: str) -> torch.Tensor:
+    device = _device.get() or torch.device("cpu")
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} is {describe(x)}; give a tensor: {remedy}")
-    if x.device.type == "cuda":
-        raise ValueError(f"{name} is {describe(x)}; the CUDA executor is not built yet, give CPU tensors")
-    if x.device.type != "cpu":
-        raise ValueError(f"{name} is {describe(x)}; give CPU tensors")
+    if x.device != device:
+        raise ValueError(f"{name} is {describe(x)}, but this buffer runs on {device}; {_device_remedy(x, device)}")
     if x.layout != torch.strided:
         raise ValueError(f"{name} has layout {x.layout}; give a dense tensor")
     if x.dim() != dims:

@@ -35,11 +35,12 @@ LAYERS = {
     "kernels": ("common", "layout", "pipeline", "roles", *CONTRACTS),
     "kernels/instances": ("common", "layout", "pipeline", "roles", "kernels", "arch", "arch/*", "transport",
                           "transport/*"),
-    "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS),
+    # errors.h: what a launch throws; bindings turn it into Python's exceptions.
+    "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS,
+                "arch/host/errors.h"),
     # Worlds of simulated ranks: above everything that a rank is made of.
     "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
     "balance": ("common",),  # planners: integers in, integers out
-    # errors.h: what a launch throws, turned into Python's exceptions.
     "bindings": ("common", "layout", "kernels", "runtime", "sim", "balance", "arch/host/errors.h"),
 }
 # idle.h: one hint to the core that g++ has a builtin for on x86-64 only.
@@ -56,12 +57,17 @@ ENVIRONMENT_MODULE = "hybrid_ep/env.py"
 ENVIRONMENT_EXCEPTIONS = {
     "setup.py": "builds before the package exists; reads CXX, CXXFLAGS, LDFLAGS, MAX_JOBS",
     "scripts/setup_env.py": "runs before the package exists",
+    "scripts/run_tests.py": "sets and reads CUDA_HOME for the tools it starts",
+    "scripts/build_cuda.py": "builds; reads CUDA_HOME, CXX, MAX_JOBS",
+    "scripts/gpu_check.py": "hands its environment on with CUDA's settings added",
+    "scripts/cubin_check.py": "finds CUDA's tools; reads CUDA_HOME, PATH",
     "scripts/test_matrix.py": "hands HYBRID_EP_TORCH_INDEX on to setup_env",
     "hybrid_ep/cli/launch.py": "reads RANK and WORLD_SIZE, torch's names for what a launcher sets",
     "recipes/report.py": "reads TERM and WANDB_MODE, other tools' settings",
 }
 # Variables of the set-up and of the tests, read where hybrid_ep is not there yet.
-OUTSIDE_VARIABLES = {"HYBRID_EP_PYTHON", "HYBRID_EP_TORCH_INDEX", "HYBRID_EP_TEST_MATRIX"}
+OUTSIDE_VARIABLES = {"HYBRID_EP_CUDA", "HYBRID_EP_PYTHON", "HYBRID_EP_TORCH_INDEX", "HYBRID_EP_TEST_EXAMPLES",
+                     "HYBRID_EP_TEST_MATRIX"}
 
 MAX_COLUMNS = 120
 # First match wins: (files, lines).

@@ -201,6 +201,39 @@ def docs(runner):
     return Result("FAILED" if runner.run(command)[0] else "passed")
 
 
+CUDA_TOOLKIT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"
+
+
+def cuda_home(runner):
+    """(CUDA_HOME for the build, None), or (None, why there is none); may install the pip toolkit."""
+    find = [sys.executable, "scripts/build_cuda.py", "--find"]
+    if runner.run(find, quiet=True)[0] == 0:
+        return os.environ.get("CUDA_HOME", ""), None
+    folder = BUILD.parent / "cuda-toolkit"
+    uv = shutil.which("uv")
+    pip = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
+    if not any(folder.glob("nvidia/cu*/bin/nvcc")) and runner.run([*pip, "-q", "--target", folder, CUDA_TOOLKIT])[0]:
+        return None, f"no nvcc, and {CUDA_TOOLKIT} cannot be installed here"
+    return str(max(folder.glob("nvidia/cu*"))), None
+
+
+def cuda(runner):
+    """Compiles the CUDA library for both architectures, inspects its code, runs tests/gpu, which skip without a GPU."""
+    home, why_not = cuda_home(runner)
+    if home is None:
+        return Result("skipped", note=why_not)
+    if home:
+        os.environ["CUDA_HOME"] = home
+    if runner.run([sys.executable, "scripts/build_cuda.py"])[0]:
+        return Result("FAILED", note="does not build")
+    status, said = runner.run([sys.executable, "scripts/cubin_check.py"])
+    if status:
+        return Result("FAILED", note=said.removeprefix("cubin_check: "))
+    result = runner.pytest("tests/gpu")
+    result.note = f"{said.removeprefix('cubin_check: ')}; {result.note}"
+    return result
+
+
 def slurm(runner):
     return runner.pytest("tests/slurm") if has_tests("tests/slurm") else Result("skipped", note="no tests")
 
@@ -213,6 +246,7 @@ STAGES = {
     "cpp-mutants": (cpp_mutants, 10, False),
     "cpp-tsan": (cpp_tsan, 10, False),
     "cpp-asan": (cpp_asan, 10, False),
+    "cuda": (cuda, 10, False),
     "python": (python, 15, True),
     "megatron": (megatron, 15, True),
     "slurm": (slurm, 10, False),

@@ -6,6 +6,7 @@
 #include "arch/host/errors.h"
 #include "bindings/balance.h"
 #include "bindings/convert.h"
+#include "bindings/cuda.h"
 #include "bindings/sim.h"
 #include "layout/headers.h"
 #include "runtime/engine.h"
@@ -229,7 +230,10 @@ void bind_engine(py::module_& m) {
            py::arg("weights") = 0, py::arg("out_x"), py::arg("out_weights") = 0, py::arg("permuted"),
            py::arg("multiply") = false, py::arg("fp32_partials") = false, py::arg("num_blocks") = 1)
       .def("traffic", &traffic)
-      .def("reset_traffic", &Engine::reset_traffic);
+      .def("reset_traffic", &Engine::reset_traffic)
+      .def(
+          "set_stream", [](Engine& e, uint64_t stream) { e.set_stream(pointer<void>(stream)); }, py::arg("stream"),
+          "CUDA: the stream of the next operations, in order with those before.");
 }
 
 }  // namespace
@@ -241,6 +245,7 @@ PYBIND11_MODULE(_core, m) {
   hep::bind_memory(m);
   hep::bind_plan(m);
   hep::bind_engine(m);
+  hep::bind_cuda(m);
   hep::bind_sim(m);
   hep::bind_balance(m);
   m.def("executors", &hep::Executor::names, "Names of the executors in this build.");

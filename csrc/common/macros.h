@@ -5,10 +5,12 @@
 #define HEP_DEVICE __device__ __forceinline__
 #define HEP_HOST_DEVICE __host__ __device__ __forceinline__
 #define HEP_RESTRICT __restrict__
+#define HEP_UNROLL _Pragma("unroll")
 #else
 #define HEP_DEVICE inline
 #define HEP_HOST_DEVICE inline __attribute__((always_inline))
 #define HEP_RESTRICT __restrict__
+#define HEP_UNROLL
 #endif
 
 // Mutants: `if (kMutant == n)` marks an injected bug that a test must catch. In the product kMutant is the

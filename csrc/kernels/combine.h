@@ -72,11 +72,18 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   // Weights tiles share the stages; they are fp32 and padded to a multiple of four.
   const uint32_t floats = p.partial.weight_bytes / 4;
   if (p.tile_elems < floats) p.tile_elems = floats < kSumTileElems ? floats : kSumTileElems;
-  const uint64_t stage_bytes = 4ull * p.tile_elems;  // the widest element
+  // A stage holds a tile of the widest payload, or of weights, which are fp32.
+  const uint32_t in_bytes =
+      dtype_bytes(p.dtype) > dtype_bytes(p.partial_dtype) ? dtype_bytes(p.dtype) : dtype_bytes(p.partial_dtype);
+  const uint64_t tile = uint64_t(in_bytes) * p.tile_elems,
+                 weights = 4ull * (floats < p.tile_elems ? floats : p.tile_elems);
+  const uint64_t stage_bytes = tile > weights ? tile : weights;
   const uint64_t stage = align_up(stage_bytes, 128) + sizeof(SumHead) + 2 * sizeof(typename A::Mbarrier);
-  const uint64_t out = 4 * align_up(4ull * kSumTileElems, 128);
-  const uint32_t stages = stages_that_fit(budget > out ? (budget - out) / 2 : 0, stage, 2, 10);
-  p.node_sum = Fifo::layout(align_up(4ull * (p.rail.num_peers + 1), 128), p.rail.num_peers ? stages : 2, stage_bytes);
+  const uint64_t out = 4 * align_up(4ull * kSumTileElems, 128), left = budget > out + 1024 ? budget - out - 1024 : 0;
+  // Without rail peers nothing is summed for them: the final sum has all the stages.
+  const bool rail = p.rail.num_peers != 0;
+  const uint32_t stages = stages_that_fit(rail ? left / 2 : left, stage, 2, 24);
+  p.node_sum = Fifo::layout(align_up(4ull * (p.rail.num_peers + 1), 128), rail ? stages : 2, rail ? stage_bytes : 16);
   p.credit_cursors_at = 0;
   p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_bytes);
   p.out_stage_at[0] = p.final_sum.end;

@@ -45,12 +45,17 @@ uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
       align_up(p.message.payload_at() + p.tile_bytes, 128) + sizeof(TokenHead) + 2 * sizeof(typename A::Mbarrier);
   const uint64_t cursors = align_up(4ull * (p.rail.num_peers + 1), 128);
   p.arrival_cursors_at = 0, p.credit_cursors_at = cursors;
-  const uint32_t n2n = p.rail.num_peers ? stages_that_fit(budget / 4, stage, 3, 4) : 3;
-  const uint32_t deliver = stages_that_fit(budget / 4, stage, 2, 6);
-  const uint32_t scatter = stages_that_fit(budget / 2, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
-  p.scatter = Fifo::layout(2 * cursors, scatter, p.message.payload_at() + p.tile_bytes);
-  p.rail_stage = Fifo::layout(p.scatter.end, n2n, p.message.payload_at() + p.tile_bytes);
-  p.deliver = Fifo::layout(p.rail_stage.end, deliver, p.message.payload_at() + p.tile_bytes);
+  // Without rail peers N2N stages nothing, and its share is the scatter FIFO's.
+  const uint64_t stage_bytes = p.message.payload_at() + p.tile_bytes;
+  const uint64_t room = budget > 1024 ? budget - 1024 : 0, quarter = room / 4;  // the rest is alignment
+  const bool rail = p.rail.num_peers != 0;
+  const uint32_t n2n = rail ? stages_that_fit(quarter, stage, 3, 4) : 3;
+  const uint32_t deliver = stages_that_fit(quarter, stage, 2, 6);
+  const uint32_t scatter =
+      stages_that_fit(room - (rail ? 2 : 1) * quarter, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
+  p.scatter = Fifo::layout(2 * cursors, scatter, stage_bytes);
+  p.rail_stage = Fifo::layout(p.scatter.end, n2n, rail ? stage_bytes : 16);
+  p.deliver = Fifo::layout(p.rail_stage.end, deliver, stage_bytes);
   return p.smem_bytes = p.deliver.end;
 }
 

@@ -5,7 +5,9 @@
 
 namespace hep {
 
-inline constexpr int kExchangeWarps = 1;
+// Routing has work for many warps; the exchange itself is one warp's. On one host thread more would only take turns.
+template <Arch A>
+inline constexpr int kExchangeWarps = A::kLanes < 32 ? 1 : 16;
 
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p) {

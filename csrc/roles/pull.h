@@ -65,10 +65,10 @@ struct NodeSumRole {
     for (uint32_t i = 0; i < n; ++i) {
       const unsigned char* record = p.plan.rail_records[peer.node] + uint64_t(begin + i) * p.record_bytes;
       partials.count(record);
-      const SumHead send{0, 0, SumHead::kChunkEnd, 0.f, uint32_t(&peer - p.rail.peers) + 1, chunk, n};
+      const uint32_t end = i + 1 == n ? SumHead::kChunkEnd : 0u;
+      const SumHead send{0, 0, end, 0.f, uint32_t(&peer - p.rail.peers) + 1, chunk, n};
       feed.emit_partial([&](auto&& add) { partials.for_each(record, add); }, slot + uint64_t(i) * p.partial.row_bytes(),
-                        slot + uint64_t(i) * p.partial.row_bytes() + p.partial.weights_at(), p.partial_dtype,
-                        i + 1 == n ? &send : nullptr);
+                        slot + uint64_t(i) * p.partial.row_bytes() + p.partial.weights_at(), p.partial_dtype, send);
     }
   }
 };
@@ -121,7 +121,7 @@ struct FinalSumRole {
     };
     auto* weights =
         p.out_weights ? reinterpret_cast<unsigned char*>(p.out_weights + uint64_t(t) * p.plan.weight_stride) : nullptr;
-    feed.emit_partial(rows, p.out_x + uint64_t(t) * feed.payload_row_bytes(), weights, p.dtype, nullptr);
+    feed.emit_partial(rows, p.out_x + uint64_t(t) * feed.payload_row_bytes(), weights, p.dtype, SumHead{});
   }
 };
 

@@ -93,7 +93,10 @@ struct ReduceRole {
                scaled = head.flags & SumHead::kScaled;
     const auto* tile = reinterpret_cast<const T*>(from.data());
     const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
-    for (uint32_t o = me, i = 0; o < octets; o += kWidth, ++i) {
+    HEP_UNROLL  // on a GPU acc lives in registers, which have no index
+        for (int i = 0; i < kMaxOctets; ++i) {
+      const uint32_t o = me + i * kWidth;
+      if (o >= octets) break;
       float v[kOctet];
       if (empty)
         for (float& x : v) x = 0.f;
@@ -132,8 +135,12 @@ struct ReduceRole {
   template <class T>
   HEP_DEVICE void write_as(const SumHead& head, unsigned char* tile) {
     const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
-    for (uint32_t o = me, i = 0; o < octets; o += kWidth, ++i)
+    HEP_UNROLL  // on a GPU acc lives in registers, which have no index
+        for (int i = 0; i < kMaxOctets; ++i) {
+      const uint32_t o = me + i * kWidth;
+      if (o >= octets) break;
       store_octet(a, reinterpret_cast<T*>(tile) + o * kOctet, head.elems - o * kOctet, acc[i]);
+    }
   }
   HEP_DEVICE void send(const SumHead& head) {
     if (kMutant != 18) a.template bulk_wait<0>();  // the slot is complete before the NIC reads it

@@ -41,18 +41,19 @@ struct SumFeed {
   // Sums of partial rows: payload tiles, then the weights as fp32 tiles.
   template <class Rows>
   HEP_DEVICE void emit_partial(Rows&& rows, unsigned char* dst, unsigned char* dst_weights, DType out,
-                               const SumHead* send) {
-    emit(rows, dst, 0, p.hidden, p.partial_dtype, out, 0, p.partial.weight_bytes ? nullptr : send);
+                               const SumHead& send) {
+    emit(rows, dst, 0, p.hidden, p.partial_dtype, out, 0, p.partial.weight_bytes ? SumHead{} : send);
     if (p.partial.weight_bytes)
       emit(rows, dst_weights, p.partial.weights_at(), p.partial.weight_bytes / 4, DType::kFp32, DType::kFp32,
            SumHead::kWeights, send);
   }
 
   // rows(add): calls add(SumRow) for every row of the sum, in order; asked once per tile, so it must repeat itself.
-  // src_at: where the summed section starts in a row. send: rides on the last stage.
+  // src_at: where the summed section starts in a row. send: rides on the last stage, if it has flags; by value, which
+  // keeps it in registers.
   template <class Rows>
   HEP_DEVICE void emit(Rows&& rows, unsigned char* dst, uint32_t src_at, uint32_t elems, DType in, DType out,
-                       uint32_t flags, const SumHead* send) {
+                       uint32_t flags, SumHead send) {
     uint32_t num_rows = 0;
     rows([&](const SumRow&) { ++num_rows; });
     for (uint32_t begin = 0; begin < elems; begin += p.tile_elems) {
@@ -61,7 +62,7 @@ struct SumFeed {
       head.elems = elems - begin < p.tile_elems ? elems - begin : p.tile_elems;
       const bool last_tile = begin + head.elems == elems;
       if (num_rows == 0) {  // a token that nobody holds: zeros
-        finish(head, flags | SumHead::kFirst | SumHead::kLast | SumHead::kEmpty, last_tile ? send : nullptr);
+        finish(head, flags | SumHead::kFirst | SumHead::kLast | SumHead::kEmpty, last_tile, send);
         to.acquire(a);
         to.commit(a, head, 0);
         to.advance();
@@ -75,7 +76,7 @@ struct SumFeed {
         ++k;
         const uint32_t ends =
             (k == 1 ? uint32_t(SumHead::kFirst) : 0u) | (k == num_rows ? uint32_t(SumHead::kLast) : 0u);
-        finish(head, flags | ends, last_tile && k == num_rows ? send : nullptr);
+        finish(head, flags | ends, last_tile && k == num_rows, send);
         to.acquire(a);
         to.commit(a, head, bytes);
         to.load(a, 0, r.row + src_at + uint64_t(begin) * dtype_bytes(in), bytes);
@@ -90,9 +91,10 @@ struct SumFeed {
   }
 
  private:
-  HEP_DEVICE static void finish(SumHead& head, uint32_t flags, const SumHead* send) {
-    head.flags = flags | (send ? send->flags : 0);
-    if (send) head.peer = send->peer, head.chunk = send->chunk, head.chunk_stages = send->chunk_stages;
+  HEP_DEVICE static void finish(SumHead& head, uint32_t flags, bool last, const SumHead& send) {
+    head.flags = flags;
+    if (!last || !send.flags) return;
+    head.flags |= send.flags, head.peer = send.peer, head.chunk = send.chunk, head.chunk_stages = send.chunk_stages;
   }
 };
 

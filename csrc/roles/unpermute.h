@@ -34,7 +34,7 @@ struct UnpermuteRole {
         }
       };
       feed.emit(rows, dst, 0, p.hidden, p.dtype, p.partial_dtype, p.multiply ? uint32_t(SumHead::kScaled) : 0u,
-                nullptr);
+                SumHead{});
     }
     feed.stop();
   }

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "arch/host/errors.h"
 #include "layout/headers.h"
 #include "runtime/host_pages.h"
 #include "runtime/routing.h"
@@ -19,6 +20,12 @@ class Engine::Call {
     if (e.busy_.exchange(true))
       throw std::runtime_error(
           "this buffer is in use by another thread; give every concurrent operation a buffer of its own");
+    try {
+      require_alive();
+    } catch (...) {
+      e.busy_ = false;
+      throw;
+    }
   }
   ~Call() { e_.busy_ = false; }
   // From here on a failure leaves the ranks out of step: the buffer is lost.
@@ -30,9 +37,18 @@ class Engine::Call {
       e_.failure_ = ex.what();
       throw;
     }
+    require_alive();
   }
 
  private:
+  // A kernel that ran beside the host may have ended with an obituary, in this call or in an earlier one.
+  void require_alive() {
+    if (const auto died = e_.executor_->obituary()) {
+      const host::DeadlineError error(*died);
+      e_.failure_ = error.what();
+      throw error;
+    }
+  }
   Engine& e_;
 };
 
@@ -48,8 +64,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
     : world_{int32_t(shape.num_nodes), int32_t(shape.num_local_ranks), rank},
       shape_(shape),
       layout_(shape),
-      segments_(std::move(segments)),
-      traffic_(std::make_unique<TrafficCounters>()) {
+      segments_(std::move(segments)) {
   if (rank < 0 || rank >= world_.num_ranks()) throw std::invalid_argument("rank: outside the group");
   if (segments_.size() != size_t(world_.num_ranks()))
     throw std::invalid_argument("segments: need one per rank of the group");
@@ -67,19 +82,38 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
     peer_ready_.push_back(flag(r, layout_.ready_flag(world_.local_rank())));
     peer_done_.push_back(flag(r, layout_.done_flag(world_.local_rank())));
   }
-  consumed_.assign(uint64_t(world_.num_nodes) * shape.rail_slots, 0);
   rail_sent_.assign(world_.num_nodes, 0);
   rail_received_.assign(world_.num_nodes, 0);
   executor_ = executor(rail_segments_.data(), seed + uint64_t(rank));
+  const uint64_t counters = align_up(sizeof(TrafficCounters), 64), exit = 64;
+  state_ = executor_->allocate(counters + exit + uint64_t(world_.num_nodes) * shape.rail_slots * 8);
+  auto* at = static_cast<unsigned char*>(state_.get());
+  traffic_ = reinterpret_cast<TrafficCounters*>(at);
+  exit_counter_ = reinterpret_cast<uint64_t*>(at + counters);
+  consumed_ = reinterpret_cast<uint64_t*>(at + counters + exit);
 }
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (executor_) executor_->drain();  // before the memory goes that kernels may still use
+}
+
+TrafficCounters Engine::traffic() const {
+  TrafficCounters t;
+  executor_->read(&t, traffic_, sizeof t);
+  return t;
+}
+
+void Engine::reset_traffic() {
+  const TrafficCounters zero{};
+  executor_->write(traffic_, &zero, sizeof zero);
+}
 
 void Engine::start_counters_at(uint64_t base) {
   epoch_ = exchanges_ = base;
   std::fill(rail_sent_.begin(), rail_sent_.end(), base);
   std::fill(rail_received_.begin(), rail_received_.end(), base);
-  for (uint64_t at = layout_.ready; at < layout_.counts_at; at += BufferLayout::kFlagStride) *flag(world_.rank, at) = base;
+  for (uint64_t at = layout_.ready; at < layout_.counts_at; at += BufferLayout::kFlagStride)
+    executor_->write(flag(world_.rank, at), &base, sizeof base);
 }
 
 std::vector<RailPeer> Engine::rail_peers() const {
@@ -93,7 +127,7 @@ std::vector<RailPeer> Engine::rail_peers() const {
     p.recv_slots = own() + layout_.rail_recv_slot(me, n, 0);
     p.full_flags = flag(world_.rank, layout_.rail_full_flag(me, n, 0));
     p.free_flags = flag(world_.rank, layout_.rail_free_flag(me, n, 0));
-    p.consumed = const_cast<uint64_t*>(&consumed_[uint64_t(n) * shape_.rail_slots]);
+    p.consumed = consumed_ + uint64_t(n) * shape_.rail_slots;
     p.peer_recv_slots = layout_.rail_recv_slot(n, me, 0);
     p.peer_full_flags = layout_.rail_full_flag(n, me, 0);
     p.peer_free_flags = layout_.rail_free_flag(n, me, 0);
@@ -114,10 +148,25 @@ NodeGate Engine::open_gate() {
   return g;
 }
 
+// The checks read the routing on the host, wherever it lies.
+ExchangeParams Engine::prepare(const RoutingInput& in, Routing& r) {
+  if (executor_->shares_memory()) return prepare_routing(in, world_, layout_.counts, r);
+  std::vector<int64_t> idx(in.topk_idx ? uint64_t(in.num_tokens) * in.topk : 0);
+  std::vector<unsigned char> map(in.topk_idx ? 0 : uint64_t(in.num_tokens) * layout_.counts.num_experts);
+  if (!idx.empty()) executor_->read(idx.data(), in.topk_idx, idx.size() * sizeof idx[0]);
+  if (!map.empty()) executor_->read(map.data(), in.routing_map, map.size());
+  RoutingInput here = in;
+  if (in.topk_idx) here.topk_idx = idx.data();
+  here.routing_map = in.topk_idx ? nullptr : map.data();
+  ExchangeParams p = prepare_routing(here, world_, layout_.counts, r);
+  p.topk_idx = in.topk_idx, p.routing_map = in.routing_map;
+  return p;
+}
+
 std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   Call call(*this);
   auto r = std::make_shared<Routing>();
-  ExchangeParams p = prepare_routing(in, world_, layout_.counts, *r);  // refuses bad indices before anything is sent
+  ExchangeParams p = prepare(in, *r);  // refuses bad indices before anything is sent
   std::vector<uint32_t> columns(uint64_t(kExchangeWorkspaceWarps) *
                                 (world_.num_ranks() + world_.num_nodes + shape_.num_experts));
   std::vector<uint32_t*> node_tokens;
@@ -140,15 +189,16 @@ std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   p.node_flags = flag(world_.rank, layout_.counts_node);
   p.peer_node_flags = peer_node_flags.data();
   p.rail_flag_offset = layout_.counts_rail_flag(world_.node());
-  p.traffic = traffic_.get();
-  auto* header = reinterpret_cast<uint32_t*>(p.counts + world_.rank * layout_.counts.vector_bytes());
-  std::fill_n(header, kCountHeaderWords, 0u);
+  p.traffic = traffic_;
+  uint32_t header[kCountHeaderWords] = {};
   header[kHeaderNumTokens] = in.num_tokens;
   header[kHeaderTopk] = r->topk;
   std::copy(in.header.begin(), in.header.end(), header + kHeaderFirstFree);
+  executor_->write(p.counts + world_.rank * layout_.counts.vector_bytes(), header, sizeof header);
   call.run([&] { executor_->exchange(p, settings_); });
   exchanges_ = sequence;
-  r->counts.assign(p.counts, p.counts + world_.num_ranks() * layout_.counts.vector_bytes());
+  r->counts.resize(world_.num_ranks() * layout_.counts.vector_bytes());
+  executor_->read(r->counts.data(), p.counts, r->counts.size());
   const CountsView counts = r->view();
   for (int n = 0; n < world_.num_nodes; ++n) r->node_tokens[n].resize(counts.node_tokens(world_.rank, n));
   return r;
@@ -210,11 +260,13 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   p.out_rows = uint32_t(c.out_rows);
   p.permute = c.permute;
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
-  p.exit_counter = &exit_counter_;
-  p.traffic = traffic_.get();
-  prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
+  p.exit_counter = exit_counter_;
+  p.traffic = traffic_;
+  if (executor_->shares_memory())
+    prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
+  settings.plan_copy = &plan.copy();
   call.run([&] { executor_->dispatch(p, settings); });
   advance_rails(plan, true);
   plan.freeze();
@@ -243,11 +295,13 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
   p.recv = own() + layout_.recv;
   p.out_x = c.out_x, p.out_weights = c.weights ? c.out_weights : nullptr;
-  p.exit_counter = &exit_counter_;
-  p.traffic = traffic_.get();
-  prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));
+  p.exit_counter = exit_counter_;
+  p.traffic = traffic_;
+  if (executor_->shares_memory())
+    prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
+  settings.plan_copy = &plan.copy();
   call.run([&] {
     executor_->unpermute(p, settings);
     executor_->combine(p, settings);

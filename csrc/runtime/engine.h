@@ -47,7 +47,7 @@ struct CombineCall {
 };
 
 // Makes a rank's executor from its rail peers' segments (by node) and a seed of its own.
-using ExecutorMaker = std::function<std::unique_ptr<Executor>(unsigned char* const* rail_segments, uint64_t seed)>;
+using ExecutorMaker = Executor::Maker;
 
 class Engine {
  public:
@@ -59,8 +59,10 @@ class Engine {
   ~Engine();
 
   const BufferLayout& layout() const { return layout_; }
-  TrafficCounters traffic() const { return *traffic_; }
-  void reset_traffic() { *traffic_ = {}; }
+  TrafficCounters traffic() const;
+  void reset_traffic();
+  // CUDA: where the next operations are launched.
+  void set_stream(void* stream) { executor_->set_stream(stream); }
   // Before the first operation, by every rank: as if `base` exchanges, operations and chunks had gone before. For
   // tests of what long-lived counters do.
   void start_counters_at(uint64_t base);
@@ -78,6 +80,7 @@ class Engine {
   uint64_t* flag(int rank, uint64_t offset) const {
     return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset);
   }
+  ExchangeParams prepare(const RoutingInput& in, Routing& r);
   std::vector<RailPeer> rail_peers() const;
   NodeGate open_gate();
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
@@ -93,10 +96,12 @@ class Engine {
   std::vector<unsigned char*> rail_segments_, node_recv_;
   std::vector<uint64_t*> peer_ready_, peer_done_;
   std::unique_ptr<Executor> executor_;
-  std::unique_ptr<TrafficCounters> traffic_;
-  std::vector<uint64_t> consumed_;                   // [N][rail_slots]
+  std::shared_ptr<void> state_;                      // of the kernels, in their memory
+  TrafficCounters* traffic_;                         // in state_
+  uint64_t* exit_counter_;                           // in state_
+  uint64_t* consumed_;                               // in state_, [N][rail_slots]
   std::vector<uint64_t> rail_sent_, rail_received_;  // chunks over the life of the buffer, [N]
-  uint64_t exit_counter_ = 0, epoch_ = 0, exchanges_ = 0;
+  uint64_t epoch_ = 0, exchanges_ = 0;
   std::atomic<bool> busy_{false};
   std::string failure_;
 };

@@ -61,6 +61,7 @@ class Plan {
   std::vector<uint32_t> zero_ranges(uint64_t out_rows) const;
   PlanView view();
   void freeze() { complete_ = true; }
+  std::shared_ptr<void>& copy() { return copy_; }  // an executor's own copy, freed with the plan
 
   // Conversions between plan order [T, weight_stride] and the caller's layouts, all fp32.
   void weights_from_dense(const float* probs, float* out) const;  // [T, E]
@@ -99,6 +100,7 @@ class Plan {
   std::vector<const uint32_t*> node_token_ptrs_;
   std::vector<const unsigned char*> record_ptrs_;
   std::vector<unsigned char*> rail_record_ptrs_;
+  std::shared_ptr<void> copy_;
 };
 
 }  // namespace hep

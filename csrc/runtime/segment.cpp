@@ -85,9 +85,15 @@ std::shared_ptr<Segment> Segment::private_memory(size_t bytes) {
   return std::shared_ptr<Segment>(new Segment("", map(-1, bytes, "(private)"), bytes, false));
 }
 
+std::shared_ptr<Segment> Segment::adopt(unsigned char* data, size_t bytes, std::shared_ptr<void> owner) {
+  std::shared_ptr<Segment> s(new Segment("", data, bytes, false));
+  s->owner_ = std::move(owner);
+  return s;
+}
+
 Segment::~Segment() {
   unlink();
-  ::munmap(data_, bytes_);
+  if (!owner_) ::munmap(data_, bytes_);
 }
 
 void Segment::unlink() {

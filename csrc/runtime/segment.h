@@ -13,6 +13,8 @@ class Segment {
   static std::shared_ptr<Segment> create(const std::string& name, size_t bytes);
   static std::shared_ptr<Segment> attach(const std::string& name, size_t bytes);
   static std::shared_ptr<Segment> private_memory(size_t bytes);
+  // Memory of another kind (a GPU's), which lives as long as its owner.
+  static std::shared_ptr<Segment> adopt(unsigned char* data, size_t bytes, std::shared_ptr<void> owner);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -29,6 +31,7 @@ class Segment {
   unsigned char* data_;
   size_t bytes_;
   bool linked_;
+  std::shared_ptr<void> owner_;
 };
 
 }  // namespace hep

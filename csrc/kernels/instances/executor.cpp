@@ -1,6 +1,8 @@
-// The table of executors in this build.
+// The table of executors: those of this build, and those that were loaded at run time.
 #include "kernels/instances/executor.h"
 
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 #include "kernels/instances/makers.h"
@@ -8,31 +10,40 @@
 namespace hep {
 namespace {
 
-struct Entry {
-  const char* name;
-  std::unique_ptr<Executor> (*make)(unsigned char* const*, uint64_t);
-};
-constexpr Entry kExecutors[] = {
-    {"host", make_host_plain},
-    {"host_checked", make_host_checked},
-    {"host_checked_lanes4", make_host_checked_lanes4},
-};
+std::mutex table_mutex;
+
+std::map<std::string, Executor::Maker>& table() {
+  static std::map<std::string, Executor::Maker> executors{{"host", make_host_plain},
+                                                          {"host_checked", make_host_checked},
+                                                          {"host_checked_lanes4", make_host_checked_lanes4},
+                                                          {"host_checked_lanes32", make_host_checked_lanes32}};
+  return executors;
+}
 
 }  // namespace
 
 std::unique_ptr<Executor> Executor::make(const std::string& name, unsigned char* const* rail_segments, uint64_t seed) {
+  Maker maker;
   std::string known;
-  for (const Entry& e : kExecutors) {
-    if (name == e.name) return e.make(rail_segments, seed);
-    known += std::string(known.empty() ? "" : ", ") + e.name;
+  {
+    std::lock_guard lock(table_mutex);
+    if (const auto found = table().find(name); found != table().end()) maker = found->second;
+    for (const auto& entry : table()) known += (known.empty() ? "" : ", ") + entry.first;
   }
-  throw std::invalid_argument("executor: '" + name + "' is not in this build; choose one of " + known);
+  if (!maker) throw std::invalid_argument("executor: '" + name + "' is not in this build; choose one of " + known);
+  return maker(rail_segments, seed);
 }
 
 std::vector<std::string> Executor::names() {
+  std::lock_guard lock(table_mutex);
   std::vector<std::string> names;
-  for (const Entry& e : kExecutors) names.push_back(e.name);
+  for (const auto& entry : table()) names.push_back(entry.first);
   return names;
+}
+
+void Executor::add(const std::string& name, Maker maker) {
+  std::lock_guard lock(table_mutex);
+  table()[name] = std::move(maker);
 }
 
 }  // namespace hep

@@ -1,7 +1,9 @@
 // The kernels of one executor behind a plain interface: where a concrete Arch meets a concrete Transport.
 #pragma once
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,9 +16,12 @@ struct LaunchSettings {
   int num_blocks = 1;
   double timeout_s = 100;
   uint64_t seed = 0;
-  std::function<bool()> interrupted;  // true = stop (Ctrl-C)
+  std::function<bool()> interrupted;           // true = stop (Ctrl-C)
+  std::shared_ptr<void>* plan_copy = nullptr;  // the plan's place for what an executor keeps of it
 };
 
+// Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own.
+// Parameters point to the host's tables; an executor whose kernels cannot read those translates them.
 class Executor {
  public:
   virtual ~Executor() = default;
@@ -25,9 +30,25 @@ class Executor {
   virtual void unpermute(CombineParams& p, const LaunchSettings& s) = 0;
   virtual void combine(CombineParams& p, const LaunchSettings& s) = 0;
 
+  // Memory of the machine that the kernels run on. Segments and the caller's tensors lie there, and so does what
+  // kernels keep between launches (allocate: zeroed). write and read are ordered with the launches.
+  virtual bool shares_memory() const { return true; }  // the host may touch it
+  virtual std::shared_ptr<void> allocate(uint64_t bytes) {
+    const std::shared_ptr<unsigned char[]> block(new unsigned char[bytes]());
+    return {block, block.get()};
+  }
+  virtual void write(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
+  virtual void read(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
+  virtual void drain() noexcept {}   // waits for all launches so far
+  virtual void set_stream(void*) {}  // where the next launches go, in order with those before
+  // Of an asynchronous launch whose wait expired; then nothing more is launched.
+  virtual std::optional<Obituary> obituary() { return std::nullopt; }
+
+  using Maker = std::function<std::unique_ptr<Executor>(unsigned char* const* rail_segments, uint64_t seed)>;
   // rail_segments[node]: this rank's rail peers' segments as mapped here; outlives the executor.
   static std::unique_ptr<Executor> make(const std::string& name, unsigned char* const* rail_segments, uint64_t seed);
   static std::vector<std::string> names();
+  static void add(const std::string& name, Maker maker);  // one that was loaded at run time
 };
 
 }  // namespace hep

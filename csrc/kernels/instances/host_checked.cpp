@@ -9,6 +9,9 @@ namespace hep {
 std::unique_ptr<Executor> make_host_checked(unsigned char* const* rail_segments, uint64_t seed) {
   return std::make_unique<HostExecutor<host::CheckedFibers<1>, LoopbackTransport>>(rail_segments, seed);
 }
+std::unique_ptr<Executor> make_host_checked_lanes32(unsigned char* const* rail_segments, uint64_t seed) {
+  return std::make_unique<HostExecutor<host::CheckedFibers<32>, LoopbackTransport>>(rail_segments, seed);
+}
 std::unique_ptr<Executor> make_host_checked_lanes4(unsigned char* const* rail_segments, uint64_t seed) {
   return std::make_unique<HostExecutor<host::CheckedFibers<4>, LoopbackTransport>>(rail_segments, seed);
 }

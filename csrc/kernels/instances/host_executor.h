@@ -20,7 +20,7 @@ class HostExecutor final : public Executor {
   explicit HostExecutor(Args&&... args) : net_(std::forward<Args>(args)...) {}
 
   void exchange(const ExchangeParams& p, const LaunchSettings& s) override {
-    launch(s, 1, kExchangeWarps, 0, [&](A& a, std::byte*) { exchange_kernel<A, Net>(a, net_, p); });
+    launch(s, 1, kExchangeWarps<A>, 0, [&](A& a, std::byte*) { exchange_kernel<A, Net>(a, net_, p); });
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
     plan_dispatch_smem<A>(p, kSmemBudget);

@@ -39,7 +39,7 @@ void SimExecutor::end_operation() {
 
 void SimExecutor::exchange(const ExchangeParams& p, const LaunchSettings&) {
   const sim::Ps routing = p.num_tokens * m_.config().costs.route_token_ps;
-  launch("exchange", 1, kExchangeWarps, 0, 0, 0, [&](SimArch& a, SimTransport& net, std::byte*) {
+  launch("exchange", 1, kExchangeWarps<SimArch>, 0, 0, 0, [&](SimArch& a, SimTransport& net, std::byte*) {
     if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
     exchange_kernel<SimArch, SimTransport>(a, net, p);
   });

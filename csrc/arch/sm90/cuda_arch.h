@@ -1,0 +1,181 @@
+// hep::Arch on CUDA, sm_90a and sm_100a: mbarriers, bulk copies and system-scope flags. One object is one lane and
+// lives in registers.
+//
+// Why the orderings hold (docs/memory_model.md has the table):
+// * A wait acquires through the generic proxy, but what it licenses is usually a bulk load, which reads through the
+//   async proxy. So every acquire of a global flag ends with fence.proxy.async.global, by the lane that acquired, which
+//   is the lane that issues the loads.
+// * bulk_wait<0> is cp.async.bulk.wait_group (without .read): the writes are complete, and completion of a bulk copy is
+//   followed by an implicit generic-async proxy fence. They are then writes that this lane has observed, and its next
+//   release, being cumulative, carries them. No further fence is needed between the two.
+// * No wait is the hardware's alone: all of them poll, meetings of warps too (group_sync is an mbarrier and not
+//   bar.sync), so that a lane that leaves after a deadline leaves nobody waiting for it.
+#pragma once
+#include <bit>
+#include <type_traits>
+
+#include "arch/concept.h"
+#include "arch/sm90/death.h"
+
+namespace hep {
+
+class CudaArch {
+ public:
+  struct Mbarrier {
+    uint64_t word;
+  };
+  static constexpr int kLanes = 32;
+  static constexpr int kGroupWarps = 4;  // warps of every named group
+  static constexpr int kGroups = 4;      // ids 0..3
+
+  // By every lane at the start of a kernel, which calls block_sync before anything meets.
+  HEP_DEVICE explicit CudaArch(CudaControl* control) : control_(control) {
+    if (threadIdx.x == 0)
+      for (int i = 0; i < kGroups; ++i) ptx::mbarrier_init(group_bars() + i, kGroupWarps);
+  }
+
+  HEP_DEVICE int lane() const { return int(threadIdx.x % kLanes); }
+  HEP_DEVICE int warp_idx() const { return int(threadIdx.x / kLanes); }
+  HEP_DEVICE int num_warps() const { return int(blockDim.x / kLanes); }
+  HEP_DEVICE int block_idx() const { return int(blockIdx.x); }
+  HEP_DEVICE int num_blocks() const { return int(gridDim.x); }
+  HEP_DEVICE void set_role(const char* name) { role_ = name; }
+
+  HEP_DEVICE bool elect_one() { return ptx::elect_sync(); }
+  HEP_DEVICE void warp_sync() { __syncwarp(); }
+  HEP_DEVICE void block_sync() { __syncthreads(); }
+  // One arrival a warp, behind a __syncwarp: the lanes' accesses are ordered before it, and the arrival (release, cta)
+  // pairs with everybody's wait (acquire, cta). A warp arrives for phase k + 1 only after all its lanes saw phase k, so
+  // no lane is lapped.
+  HEP_DEVICE void group_sync(int id, int /*num_warps: kGroupWarps*/) {
+    __syncwarp();
+    if (lane() == 0) ptx::mbarrier_arrive(group_bars() + id);
+    wait_phase(group_bars() + id, (group_phases_ >> id) & 1, {Site::kBlockSync, -1, id});
+    group_phases_ ^= 1u << id;
+  }
+
+  // The fence makes the new barrier known to the async proxy, which completes bytes on it.
+  HEP_DEVICE void mbar_init(Mbarrier& bar, uint32_t arrivals, bool /*guards_refill*/) {
+    ptx::mbarrier_init(&bar, arrivals);
+    ptx::fence_proxy_async_shared();
+  }
+  HEP_DEVICE void mbar_arrive(Mbarrier& bar) { ptx::mbarrier_arrive(&bar); }
+  HEP_DEVICE void mbar_arrive_expect_tx(Mbarrier& bar, uint32_t bytes) { ptx::mbarrier_arrive_expect_tx(&bar, bytes); }
+  HEP_DEVICE void mbar_wait(Mbarrier& bar, uint32_t parity, const WaitInfo& info) { wait_phase(&bar, parity, info); }
+  HEP_DEVICE bool mbar_test(Mbarrier& bar, uint32_t parity) { return ptx::mbarrier_test_wait(&bar, parity); }
+
+  HEP_DEVICE void bulk_g2s(void* dst, const void* src, uint32_t bytes, Mbarrier& bar) {
+    ptx::bulk_g2s(dst, src, bytes, &bar);
+  }
+  HEP_DEVICE void bulk_s2g(void* dst, const void* src, uint32_t bytes) { ptx::bulk_s2g(dst, src, bytes); }
+  HEP_DEVICE void bulk_commit() { ptx::bulk_commit_group(); }
+  template <int kNewest>
+  HEP_DEVICE void bulk_wait_read() {
+    ptx::bulk_wait_group_read<kNewest>();
+  }
+  template <int kNewest>
+  HEP_DEVICE void bulk_wait() {
+    ptx::bulk_wait_group<kNewest>();
+  }
+  HEP_DEVICE void publish_shared() { ptx::fence_proxy_async_shared(); }
+
+  template <class T>
+  HEP_DEVICE T ld_shared(const T* p) const {
+    check_type<T>();
+    if constexpr (sizeof(T) == 16)
+      return std::bit_cast<T>(ptx::ld_shared_v4(p));
+    else if constexpr (sizeof(T) == 8)
+      return std::bit_cast<T>(ptx::ld_shared_u64(p));
+    else if constexpr (sizeof(T) == 4)
+      return std::bit_cast<T>(ptx::ld_shared_u32(p));
+    else
+      return *static_cast<const volatile T*>(p);
+  }
+  template <class T>
+  HEP_DEVICE void st_shared(T* p, const std::type_identity_t<T>& v) const {
+    check_type<T>();
+    if constexpr (sizeof(T) == 16)
+      ptx::st_shared_v4(p, std::bit_cast<ptx::Word16>(v));
+    else if constexpr (sizeof(T) == 8)
+      ptx::st_shared_u64(p, std::bit_cast<uint64_t>(v));
+    else if constexpr (sizeof(T) == 4)
+      ptx::st_shared_u32(p, std::bit_cast<uint32_t>(v));
+    else
+      *static_cast<volatile T*>(p) = v;
+  }
+  // Weak accesses; the acquire before a load makes the SM drop what its L1 holds from before.
+  template <class T>
+  HEP_DEVICE T ld_global(const T* p) const {
+    check_type<T>();
+    return *p;
+  }
+  template <class T>
+  HEP_DEVICE void st_global(T* p, const std::type_identity_t<T>& v) const {
+    check_type<T>();
+    *p = v;
+  }
+
+  HEP_DEVICE uint64_t ld_acquire_sys(const uint64_t* flag) {
+    const uint64_t v = ptx::ld_acquire_sys(flag);
+    ptx::fence_proxy_async_global();  // bulk loads that the value licenses come after it, see above
+    return v;
+  }
+  HEP_DEVICE void st_release_sys(uint64_t* flag, uint64_t value) { ptx::st_release_sys(flag, value); }
+  HEP_DEVICE void add_release_sys(uint64_t* flag, uint64_t value) { ptx::red_add_release_sys(flag, value); }
+  HEP_DEVICE uint64_t add_acq_rel_rank(uint64_t* flag, uint64_t value) {
+    return ptx::atom_add_acq_rel_gpu(flag, value);
+  }
+  HEP_DEVICE void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info) {
+    uint64_t since = 0;
+    for (;;) {
+      const uint64_t seen = ptx::ld_acquire_sys(flag);
+      if (seen >= value) break;
+      look_up(since, info, value, seen);
+    }
+    ptx::fence_proxy_async_global();
+  }
+
+  HEP_DEVICE void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen) {
+    look_up(idle_since_, info, expected, seen);
+    __nanosleep(64);  // the flags that the role polls share a link with the data
+  }
+  HEP_DEVICE void poll_reset() { idle_since_ = 0; }
+
+ private:
+  static HEP_DEVICE Mbarrier* group_bars() {
+    __shared__ Mbarrier bars[kGroups];
+    return bars;
+  }
+  template <class T>
+  static HEP_DEVICE constexpr void check_type() {
+    static_assert(std::is_trivially_copyable_v<T>);
+    static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  }
+  HEP_DEVICE void wait_phase(Mbarrier* bar, uint32_t parity, const WaitInfo& info) {
+    uint64_t since = 0;
+    for (uint32_t rounds = 1; !ptx::mbarrier_try_wait(bar, parity); ++rounds)
+      if (rounds % 64 == 0) look_up(since, info, 1, 0);  // expected: one more phase
+  }
+  // In a wait that is not over: has the rank been given up, or is the deadline past? `since` starts at 0.
+  HEP_DEVICE void look_up(uint64_t& since, const WaitInfo& info, uint64_t expected, uint64_t seen) {
+    const uint64_t now = ptx::globaltimer();
+    if (since == 0) since = now;
+    if (ptx::ld_relaxed_gpu(&control_->abort)) {
+      death::leave();
+      __builtin_unreachable();
+    }
+    if (now - since > control_->timeout_ns) {
+      death::expire(control_, role_, info, expected, seen, now - since);
+      __builtin_unreachable();
+    }
+  }
+
+  CudaControl* control_;
+  const char* role_ = "";
+  uint64_t idle_since_ = 0;
+  uint32_t group_phases_ = 0;
+};
+
+static_assert(Arch<CudaArch>);
+
+}  // namespace hep

@@ -1,0 +1,60 @@
+// How a CUDA kernel ends when a wait expires: the first lane to notice writes the obituary into mapped host memory and
+// raises the rank's abort word; every other lane meets that word in its own wait and leaves too. No trap is raised, so
+// the CUDA context survives and the next host call reports the obituary.
+#pragma once
+#include <cstdint>
+
+#include "arch/sm90/ptx.h"
+#include "common/obituary.h"
+
+namespace hep {
+
+// In mapped host memory; plain data, read by the host once `written` is 1.
+struct DeviceObituary {
+  uint32_t written;
+  int32_t site, peer, block, warp;
+  int32_t unused;
+  int64_t chunk;
+  uint64_t expected, seen, waited_ns;
+  char role[32];
+};
+
+// In device memory, one per executor (a rank's buffer); constant during a launch but for `abort`.
+struct CudaControl {
+  uint64_t timeout_ns;
+  DeviceObituary* obituary;
+  uint32_t abort;  // 0 = run; once set it stays: the ranks are out of step and the buffer is lost
+};
+
+namespace death {
+
+// Ends the calling lane. Its stores are drained, and its loads are given time to land: shared memory must not be handed
+// to another block while a copy may still write it. A load that was issued lands within microseconds; nobody is in a
+// hurry after a deadline of seconds.
+__device__ __noinline__ inline void leave() {
+  ptx::bulk_commit_group();
+  ptx::bulk_wait_group<0>();
+  const uint64_t since = ptx::globaltimer();
+  while (ptx::globaltimer() - since < 2'000'000) __nanosleep(20'000);
+  ptx::exit();
+}
+
+__device__ __noinline__ inline void expire(CudaControl* control, const char* role, WaitInfo info, uint64_t expected,
+                                           uint64_t seen, uint64_t waited_ns) {
+  if (atomicCAS(&control->abort, 0u, 1u) == 0) {
+    volatile DeviceObituary* o = control->obituary;
+    o->site = int32_t(info.site), o->peer = info.peer, o->chunk = info.chunk;
+    o->block = int32_t(blockIdx.x), o->warp = int32_t(threadIdx.x / 32);
+    o->expected = expected, o->seen = seen, o->waited_ns = waited_ns;
+    int i = 0;
+    for (; role[i] && i < int(sizeof o->role) - 1; ++i) o->role[i] = role[i];
+    o->role[i] = 0;
+    __threadfence_system();  // the words above before the one that says they are there
+    o->written = 1;
+    __threadfence_system();
+  }
+  leave();
+}
+
+}  // namespace death
+}  // namespace hep

@@ -1,0 +1,204 @@
+// The kernels on a GPU. The engine's parameters point to the host's tables; here they are translated to device copies
+// and launched on the caller's stream. An exchange and a plan's first dispatch wait for their results, nothing else
+// does; a deadline that expires in a launch nobody waits for is reported by the next call.
+//
+// Forward progress: blocks of one launch wait for one another and for other ranks' launches, so all must be resident.
+// A launch of more blocks than the device has SMs is refused; beside kernels that hold SMs for long (a collective that
+// waits for another GPU), grant the two together no more SMs than there are. Virtual ranks on one device need a stream
+// each and as many hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) as there are streams.
+#pragma once
+#include <chrono>
+#include <thread>
+
+#include "arch/host/errors.h"
+#include "kernels/instances/cuda_kernels.h"
+#include "kernels/instances/cuda_plan.h"
+#include "kernels/instances/executor.h"
+
+namespace hep::cuda {
+
+// What every instance has, whatever its rail: memory, the stream, the deadline, the obituary.
+class Device {
+ public:
+  Device() {
+    check(cudaGetDevice(&ordinal_), "current device");
+    check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, ordinal_), "number of SMs");
+    check(cudaDeviceGetAttribute(&max_shared_, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal_), "shared memory");
+    check(cudaHostAlloc(reinterpret_cast<void**>(&obituary_), sizeof *obituary_, cudaHostAllocMapped), "mapped memory");
+    std::memset(static_cast<void*>(obituary_), 0, sizeof *obituary_);
+    check(cudaMalloc(reinterpret_cast<void**>(&control_), sizeof *control_), "device memory");
+    own_ = stream_ = StreamPool::take();
+    side_ = StreamPool::take();
+    check(cudaEventCreateWithFlags(&switched_, cudaEventDisableTiming), "event");
+  }
+  ~Device() {
+    (void)cudaStreamSynchronize(stream_);
+    (void)cudaEventDestroy(switched_);
+    (void)cudaFree(control_);
+    (void)cudaFreeHost(obituary_);
+    StreamPool::give_back(own_);
+    StreamPool::give_back(side_);
+  }
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  cudaStream_t stream() const { return stream_; }
+  int num_sms() const { return num_sms_; }
+  int max_shared() const { return max_shared_; }
+  int ordinal() const { return ordinal_; }
+
+  void use(cudaStream_t stream) {
+    if (stream == stream_) return;
+    check(cudaEventRecord(switched_, stream_), "event");
+    check(cudaStreamWaitEvent(stream, switched_, 0), "event");
+    stream_ = stream;
+  }
+  CudaControl* control(const LaunchSettings& s) {
+    if (s.timeout_s != timeout_s_) {
+      DeviceObituary* seen_by_device = nullptr;
+      check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&seen_by_device), obituary_, 0), "mapped memory");
+      const CudaControl c{uint64_t(s.timeout_s * 1e9), seen_by_device, 0};
+      check(cudaMemcpyAsync(control_, &c, sizeof c, cudaMemcpyHostToDevice, stream_), "upload");
+      timeout_s_ = s.timeout_s;
+    }
+    world_ = s.world;
+    return control_;
+  }
+  // Until all launches so far have ended. Every one of them ends, by itself or by its deadline.
+  void wait(const std::function<bool()>& interrupted) {
+    for (int rounds = 0;; ++rounds) {
+      const cudaError_t status = cudaStreamQuery(stream_);
+      if (status != cudaErrorNotReady) return check(status, "a kernel of this buffer or one before it");
+      if (interrupted && rounds % 1024 == 1023 && interrupted()) {
+        const uint32_t raised = 1;
+        check(cudaMemcpyAsync(&control_->abort, &raised, sizeof raised, cudaMemcpyHostToDevice, side_), "abort");
+        check(cudaStreamSynchronize(stream_), "a kernel of this buffer or one before it");
+        throw host::Interrupted();
+      }
+      if (rounds > 2000) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+  std::optional<Obituary> obituary() const {
+    const volatile DeviceObituary& d = *obituary_;
+    if (!d.written) return std::nullopt;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    Obituary o;
+    o.site = Site(d.site), o.rank = world_.rank, o.node = world_.node(), o.peer = d.peer;
+    o.peer_node = d.peer >= 0 ? d.peer / world_.num_local_ranks : -1;
+    o.block = d.block, o.warp = d.warp, o.chunk = d.chunk, o.expected = d.expected, o.seen = d.seen;
+    o.waited_s = double(d.waited_ns) * 1e-9;
+    o.role = const_cast<const char*>(obituary_->role);
+    return o;
+  }
+
+ private:
+  int ordinal_ = 0, num_sms_ = 0, max_shared_ = 0;
+  double timeout_s_ = -1;
+  World world_;
+  cudaStream_t own_ = nullptr, stream_ = nullptr, side_ = nullptr;
+  cudaEvent_t switched_ = nullptr;
+  DeviceObituary* obituary_ = nullptr;
+  CudaControl* control_ = nullptr;
+};
+
+template <class Net>
+class CudaExecutor final : public Executor {
+ public:
+  CudaExecutor(unsigned char* const* rail_segments, uint64_t seed) : rail_segments_(rail_segments), seed_(seed) {
+    const void* entries[] = {
+        reinterpret_cast<const void*>(exchange_entry<Net>), reinterpret_cast<const void*>(dispatch_entry<Net>),
+        reinterpret_cast<const void*>(unpermute_entry<Net>), reinterpret_cast<const void*>(combine_entry<Net>)};
+    for (const void* entry : entries) {  // also loads the kernel now: later that could wait for a running one
+      cudaFuncAttributes a{};
+      check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
+      budget_ = device_.max_shared() - int(a.sharedSizeBytes);
+      check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, budget_), "shared memory");
+    }
+  }
+
+  bool shares_memory() const override { return false; }
+  std::shared_ptr<void> allocate(uint64_t bytes) override {
+    auto block = std::make_shared<Block>(bytes, device_.stream());
+    check(cudaMemsetAsync(block->data, 0, bytes, device_.stream()), "memset");
+    return {block, block->data};
+  }
+  void write(void* to, const void* from, uint64_t bytes) override {
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, device_.stream()), "upload");
+  }
+  void read(void* to, const void* from, uint64_t bytes) override {
+    device_.wait({});
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, device_.stream()), "download");
+    device_.wait({});
+  }
+  void drain() noexcept override { (void)cudaStreamSynchronize(device_.stream()); }
+  void set_stream(void* stream) override { device_.use(static_cast<cudaStream_t>(stream)); }
+  std::optional<Obituary> obituary() override { return device_.obituary(); }
+
+  void exchange(const ExchangeParams& host, const LaunchSettings& s) override;
+  void dispatch(DispatchParams& host, const LaunchSettings& s) override;
+  void unpermute(CombineParams& host, const LaunchSettings& s) override;
+  void combine(CombineParams& host, const LaunchSettings& s) override;
+
+ private:
+  // The tables that dispatch and combine have alike, as offsets in the call's image.
+  struct Tables {
+    uint64_t peers, ready, done, recv, zero_ranges, rail_segments;
+  };
+  template <class P>
+  Tables add_tables(Image& image, const P& p) const {
+    const uint64_t locals = uint64_t(p.world.num_local_ranks);
+    return {image.add(p.rail.peers, p.rail.num_peers * sizeof(RailPeer)),
+            image.add(p.gate.peer_ready, 8 * locals),
+            image.add(p.gate.peer_done, 8 * locals),
+            image.add(p.peers.recv, 8 * locals),
+            image.add(p.plan.zero_ranges, 8ull * p.plan.num_zero_ranges),
+            image.add(rail_segments_, 8ull * p.world.num_nodes)};
+  }
+  template <class P>
+  static void point_to(P& p, const Image& image, const Tables& t) {
+    p.rail.peers = image.at<const RailPeer>(t.peers);
+    p.gate.peer_ready = image.at<uint64_t* const>(t.ready);
+    p.gate.peer_done = image.at<uint64_t* const>(t.done);
+    p.peers.recv = image.at<unsigned char* const>(t.recv);
+    p.plan.zero_ranges = image.at<const uint32_t>(t.zero_ranges);
+  }
+  PlanCopy& plan_copy(const PlanView& plan, const World& w, uint32_t record_bytes, const LaunchSettings& s) {
+    auto& slot = *s.plan_copy;
+    if (!slot || static_cast<PlanCopy*>(slot.get())->ordinal() != device_.ordinal())
+      slot = std::make_shared<PlanCopy>(plan, w, record_bytes, device_.stream());
+    return *static_cast<PlanCopy*>(slot.get());
+  }
+  Net net(unsigned char* const* segments) const {
+    if constexpr (std::is_constructible_v<Net, unsigned char* const*, uint64_t>)
+      return Net(segments, seed_);
+    else
+      return Net(segments);
+  }
+  template <class P>
+  void launch(void (*entry)(P, Net, CudaControl*), P& p, const LaunchSettings& s, int blocks, int threads,
+              uint64_t shared, unsigned char* const* segments) {
+    if (blocks > device_.num_sms())
+      throw std::invalid_argument("num_blocks: is " + std::to_string(blocks) + " but the device has " +
+                                  std::to_string(device_.num_sms()) + " SMs, and blocks wait for one another");
+    if (shared > uint64_t(budget_))
+      throw std::invalid_argument("a token needs " + std::to_string(shared) +
+                                  " bytes of shared memory and a block has " + std::to_string(budget_) +
+                                  "; use fewer experts per token or smaller scales");
+    Net rail = net(segments);
+    CudaControl* control = device_.control(s);
+    void* args[] = {&p, &rail, &control};
+    check(cudaLaunchKernel(reinterpret_cast<const void*>(entry), dim3(unsigned(blocks)), dim3(unsigned(threads)), args,
+                           shared, device_.stream()),
+          "launch");
+  }
+  void sum(void (*entry)(CombineParams, Net, CudaControl*), CombineParams& host, const LaunchSettings& s, int threads);
+
+  unsigned char* const* rail_segments_;
+  uint64_t seed_;
+  Device device_;
+  int budget_ = 0;
+};
+
+}  // namespace hep::cuda
+
+#include "kernels/instances/cuda_launches.h"

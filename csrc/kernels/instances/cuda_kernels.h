@@ -1,0 +1,49 @@
+// The kernels as CUDA entry points, for one device Transport. The whole machine-dependent part of a kernel is here: an
+// Arch and a Transport are made, and the shared role ladder runs.
+#pragma once
+#include "arch/sm90/cuda_arch.h"
+#include "kernels/combine.h"
+#include "kernels/dispatch.h"
+#include "kernels/exchange.h"
+
+namespace hep {
+
+static_assert(kReduceWarps<CudaArch> == CudaArch::kGroupWarps);
+
+template <int kWarps>
+inline constexpr int kThreads = kWarps * CudaArch::kLanes;
+
+HEP_DEVICE std::byte* dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char hep_dynamic_shared[];
+  return reinterpret_cast<std::byte*>(hep_dynamic_shared);
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
+    exchange_entry(const __grid_constant__ ExchangeParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  exchange_kernel<CudaArch, Net>(a, net, p);
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kDispatchWarps>, 1)
+    dispatch_entry(const __grid_constant__ DispatchParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  dispatch_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kUnpermuteWarps<CudaArch>>, 1)
+    unpermute_entry(const __grid_constant__ CombineParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  unpermute_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kCombineWarps<CudaArch>>, 1)
+    combine_entry(const __grid_constant__ CombineParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  combine_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
+}
+
+}  // namespace hep

@@ -1,0 +1,160 @@
+// The host's side of device memory for the CUDA executor: errors with a name, stream-ordered blocks, and an image that
+// gathers many host arrays into one upload.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/world.h"
+
+namespace hep::cuda {
+
+inline void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();  // not sticky: the next call starts clean
+  throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
+}
+
+// The pool of a device's Blocks. It never makes one stream wait for another to reuse memory: two virtual ranks whose
+// kernels wait for each other would then wait for ever. It keeps what it has, since giving back waits for the device.
+inline cudaMemPool_t memory_pool() {
+  static std::mutex mutex;
+  static std::map<int, cudaMemPool_t> pools;
+  int device = 0;
+  check(cudaGetDevice(&device), "current device");
+  std::lock_guard lock(mutex);
+  cudaMemPool_t& pool = pools[device];
+  if (pool) return pool;
+  cudaMemPoolProps props{};
+  props.allocType = cudaMemAllocationTypePinned;
+  props.location.type = cudaMemLocationTypeDevice, props.location.id = device;
+  check(cudaMemPoolCreate(&pool, &props), "memory pool");
+  int no = 0;
+  uint64_t everything = ~0ull;
+  check(cudaMemPoolSetAttribute(pool, cudaMemPoolReuseAllowInternalDependencies, &no), "memory pool");
+  check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &everything), "memory pool");
+  return pool;
+}
+
+// Device memory, stream-ordered on both ends: neither waits for the device, where another rank's kernel may be waiting
+// for us. `stream` is where it was used last, and is freed.
+struct Block {
+  Block(uint64_t bytes, cudaStream_t s) : stream(s) {
+    check(cudaMallocFromPoolAsync(&data, bytes ? bytes : 16, memory_pool(), stream), "device memory");
+  }
+  ~Block() { (void)cudaFreeAsync(data, stream); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  void* data = nullptr;
+  cudaStream_t stream;
+};
+
+// Streams of this process are lent and never destroyed: memory may be freed on one whose user is gone.
+class StreamPool {
+ public:
+  static cudaStream_t take() {
+    {
+      std::lock_guard lock(mutex());
+      if (!idle().empty()) {
+        const cudaStream_t s = idle().back();
+        idle().pop_back();
+        return s;
+      }
+    }
+    cudaStream_t s = nullptr;
+    check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "stream");
+    return s;
+  }
+  static void give_back(cudaStream_t s) {
+    std::lock_guard lock(mutex());
+    idle().push_back(s);
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex m;
+    return m;
+  }
+  static std::vector<cudaStream_t>& idle() {
+    static std::vector<cudaStream_t> streams;
+    return streams;
+  }
+};
+
+inline bool on_device(const void* p) {
+  cudaPointerAttributes a{};
+  if (cudaPointerGetAttributes(&a, p) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
+}
+
+// Arrays of the host side by side. Offsets are known at once, addresses when the block is there; tables of pointers
+// into the image are therefore added as offsets, to be turned into addresses by upload.
+class Image {
+ public:
+  uint64_t add(const void* data, uint64_t bytes) {
+    const uint64_t at = align_up(bytes_.size(), 128);
+    bytes_.resize(at + bytes);
+    if (bytes) std::memcpy(&bytes_[at], data, bytes);
+    return at;
+  }
+  // Bytes that are zero on the device; after the last add.
+  uint64_t reserve(uint64_t bytes) {
+    const uint64_t at = align_up(bytes_.size() + zeros_, 128);
+    zeros_ = at + bytes - bytes_.size();
+    return at;
+  }
+  template <class T>
+  uint64_t add(const std::vector<T>& v) {
+    return add(v.data(), v.size() * sizeof(T));
+  }
+  uint64_t add_table(const std::vector<uint64_t>& offsets) {
+    tables_.push_back({add(offsets), offsets.size()});
+    return tables_.back().at;
+  }
+  // A table whose place was taken by add, for offsets that are known later.
+  void set_table(uint64_t at, const std::vector<uint64_t>& offsets) {
+    if (!offsets.empty()) std::memcpy(&bytes_[at], offsets.data(), 8 * offsets.size());
+    tables_.push_back({at, offsets.size()});
+  }
+  void upload(cudaStream_t stream) {
+    block_ = std::make_shared<Block>(bytes_.size() + zeros_, stream);
+    for (const Table& t : tables_)
+      for (uint64_t i = 0; i < t.entries; ++i) {
+        uint64_t entry;
+        std::memcpy(&entry, &bytes_[t.at + 8 * i], 8);
+        entry += reinterpret_cast<uint64_t>(block_->data);
+        std::memcpy(&bytes_[t.at + 8 * i], &entry, 8);
+      }
+    // From pageable memory: copied out of bytes_ before the call returns.
+    check(cudaMemcpyAsync(block_->data, bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice, stream), "upload");
+    if (zeros_) check(cudaMemsetAsync(at<void>(bytes_.size()), 0, zeros_, stream), "memset");
+    std::vector<unsigned char>().swap(bytes_);
+  }
+  template <class T>
+  T* at(uint64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<unsigned char*>(block_->data) + offset);
+  }
+  void used_on(cudaStream_t stream) { block_->stream = stream; }
+
+ private:
+  struct Table {
+    uint64_t at, entries;
+  };
+  std::vector<unsigned char> bytes_;
+  uint64_t zeros_ = 0;
+  std::vector<Table> tables_;
+  std::shared_ptr<Block> block_;
+};
+
+}  // namespace hep::cuda

@@ -1,0 +1,41 @@
+// What the CUDA library offers through its one symbol.
+#include "runtime/cuda_entry.h"
+
+#include "kernels/instances/cuda_makers.h"
+#include "kernels/instances/cuda_memory.h"
+
+namespace hep::cuda {
+namespace {
+
+std::vector<DeviceFacts> devices(std::string& why_none) {
+  int count = 0;
+  if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) {
+    why_none = cudaGetErrorString(status);
+    (void)cudaGetLastError();
+    return {};
+  }
+  std::vector<DeviceFacts> all;
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp p{};
+    check(cudaGetDeviceProperties(&p, i), "device properties");
+    // Code for 9.0a and 10.0a runs on exactly these.
+    const bool supported = (p.major == 9 || p.major == 10) && p.minor == 0;
+    all.push_back({p.name, p.major, p.minor, p.multiProcessorCount, supported});
+  }
+  if (all.empty()) why_none = "no device is visible";
+  return all;
+}
+
+void set_device(int ordinal) {
+  check(cudaSetDevice(ordinal), "choosing the device");
+}
+
+}  // namespace
+}  // namespace hep::cuda
+
+extern "C" __attribute__((visibility("default"))) const hep::cuda::Entry* hep_cuda_entry() {
+  using namespace hep::cuda;
+  static const Entry entry{
+      kAbi, devices, set_device, make_p2p, make_loopback, DeviceMemory::create, DeviceMemory::attach};
+  return &entry;
+}

@@ -1,0 +1,38 @@
+// The one door between hybrid_ep._core and the CUDA library, which is loaded at run time: a machine without a GPU, a
+// driver or the library itself runs everything else. Both are built from one tree; `abi` refuses a mixture.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "kernels/instances/executor.h"
+#include "runtime/cuda_memory.h"
+
+namespace hep::cuda {
+
+inline constexpr uint64_t kAbi =
+    1000003ull * (1000003ull * (1000003ull * sizeof(ExchangeParams) + sizeof(DispatchParams)) + sizeof(CombineParams)) +
+    sizeof(LaunchSettings);
+
+struct DeviceFacts {
+  std::string name;
+  int major = 0, minor = 0, num_sms = 0;
+  bool supported = false;  // this library has kernels for it
+};
+
+struct Entry {
+  uint64_t abi = kAbi;
+  std::vector<DeviceFacts> (*devices)(std::string& why_none);
+  void (*set_device)(int ordinal);  // of the calling thread
+  std::unique_ptr<Executor> (*make_p2p)(unsigned char* const*, uint64_t);
+  std::unique_ptr<Executor> (*make_loopback)(unsigned char* const*, uint64_t);
+  std::shared_ptr<DeviceMemory> (*create)(Share, size_t);
+  std::shared_ptr<DeviceMemory> (*attach)(Share, size_t, const ShareHandle&);
+};
+
+inline constexpr const char* kEntrySymbol = "hep_cuda_entry";
+
+// Loads the library at `path` and adds its executors to the table ("cuda", "cuda_loopback"). A second call returns what
+// the first one loaded. Throws std::runtime_error saying what is wrong.
+const Entry& load(const std::string& path);
+
+}  // namespace hep::cuda

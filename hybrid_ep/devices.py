@@ -1,0 +1,164 @@
+"""GPUs: loading the CUDA library, and registered device memory that the ranks of a group map.
+
+The library is loaded when an executor of it is named. It may be missing (no nvcc when hybrid_ep was built), or there
+may be no device: then ValueError says which of the two, and everything else works.
+
+Memory is shared between processes in one of three ways, best first: "fabric" handles, which also work between the
+hosts of one NVLink domain, "file" descriptors, and CUDA "ipc". A way counts as working when a small allocation of it
+has really been made, shared and, where the API lets a process map its own, mapped; the ranks then take the best that
+works on all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_ep import _core
+
+LIBRARY = Path(__file__).with_name("libhybrid_ep_cuda.so")
+KINDS = ("fabric", "file", "ipc")
+_PROBE_BYTES = 1 << 21
+_CONNECT_S = 30.0
+
+
+def is_cuda(executor: str) -> bool:
+    """Whether an executor of this name runs on a GPU."""
+    return executor.startswith("cuda")
+
+
+@functools.cache
+def load() -> dict[str, Any]:
+    """Loads the CUDA library: {"devices": [{"name", "capability", "num_sms", "supported"}], "why_none": str}.
+
+    RuntimeError when it was not built or does not load."""
+    if not LIBRARY.is_file():
+        raise RuntimeError(f"{LIBRARY.name} is not there; build it with 'python scripts/build_cuda.py' (needs nvcc) or "
+                           "'pip install .' on a machine with nvcc")
+    return _core.cuda.load(str(LIBRARY))
+
+
+def current() -> torch.device:
+    """This thread's CUDA device, ready for the CUDA executors. ValueError when there is none they can use."""
+    try:
+        facts = load()
+    except RuntimeError as error:
+        raise ValueError(f"executor='cuda' cannot be used here: {error}") from error
+    if not facts["devices"]:
+        raise ValueError(f"executor='cuda' needs a GPU and finds none: {facts['why_none']}")
+    if not torch.cuda.is_available():
+        raise ValueError("executor='cuda' takes CUDA tensors, and this torch has no CUDA: install one that has")
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = facts["devices"][device.index]
+    if not found["supported"]:
+        major, minor = found["capability"]
+        raise ValueError(f"executor='cuda' has kernels for compute capability 9.0 and 10.0; {device} is a "
+                         f"{found['name']} of {major}.{minor}")
+    return device
+
+
+def enter(device: torch.device) -> int:
+    """Makes the device current for the library in this thread; the address of torch's current stream on it."""
+    _core.cuda.set_device(device.index)
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def working_kinds() -> list[str]:
+    """The kinds of shared memory that work on the current device, best first."""
+    kinds = []
+    for kind in KINDS:
+        with contextlib.suppress(RuntimeError):
+            memory = _core.cuda.DeviceMemory.create(kind, _PROBE_BYTES)
+            handle, fd = memory.share()
+            if kind != "ipc":  # CUDA refuses to open a process's own IPC handle
+                try:
+                    _core.cuda.DeviceMemory.attach(kind, _PROBE_BYTES, handle, fd)
+                finally:
+                    _close(fd)
+            kinds.append(kind)
+    return kinds
+
+
+def choose_kind(kinds_by_rank: list[list[str]]) -> str:
+    """The best kind that works on every rank. RuntimeError, the same on all, when there is none."""
+    for kind in KINDS:
+        if all(kind in kinds for kinds in kinds_by_rank):
+            return kind
+    raise RuntimeError("no kind of shared device memory works on all ranks: " + "; ".join(
+        f"rank {rank}: {', '.join(kinds) or 'none'}" for rank, kinds in enumerate(kinds_by_rank)))
+
+
+class DeviceSegments:
+    """Segments of real processes in device memory. Handles travel through the group's store, file descriptors through
+    an abstract Unix socket that the owner serves until unlink()."""
+
+    def __init__(self, store, kind: str):
+        self._store, self.kind = store, kind
+        self._servers: dict[str, socket.socket] = {}
+
+    def create(self, name: str, num_bytes: int):
+        memory = _core.cuda.DeviceMemory.create(self.kind, num_bytes)
+        handle, fd = memory.share()
+        if fd >= 0:
+            self._servers[name] = _serve(name, fd)
+        self._store.set(f"segments{name}", handle.hex() or "-")
+        return memory.segment()
+
+    def attach(self, name: str, num_bytes: int):
+        said = self._store.get(f"segments{name}").decode()
+        handle, fd = (b"", _receive(name)) if self.kind == "file" else (bytes.fromhex(said), -1)
+        try:
+            return _core.cuda.DeviceMemory.attach(self.kind, num_bytes, handle, fd).segment()
+        finally:
+            _close(fd)  # the mapping keeps the memory
+
+    def unlink(self, name: str) -> None:
+        if (server := self._servers.pop(name, None)) is not None:
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+            server.close()
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _address(name: str) -> str:
+    return "\0" + name.strip("/")  # abstract: no file, gone with its socket
+
+
+def _serve(name: str, fd: int) -> socket.socket:
+    """A listening socket that hands `fd` to whoever of this user connects, until it is closed; then fd is closed."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(_address(name))
+    server.listen(64)
+
+    def run() -> None:
+        try:
+            while True:
+                peer, _ = server.accept()
+                with peer, contextlib.suppress(OSError):
+                    socket.send_fds(peer, [b"x"], [fd])
+        except OSError:  # closed
+            pass
+        finally:
+            _close(fd)
+
+    threading.Thread(target=run, name=f"serve {name}", daemon=True).start()
+    return server
+
+
+def _receive(name: str) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(_CONNECT_S)
+        peer.connect(_address(name))
+        _, fds, _, _ = socket.recv_fds(peer, 1, 1)
+    if not fds:
+        raise RuntimeError(f"the owner of {name} sent no file descriptor")
+    return fds[0]

@@ -1,0 +1,141 @@
+"""Builds the CUDA library, hybrid_ep/libhybrid_ep_cuda.so, ahead of time for sm_90a and sm_100a.
+
+    python scripts/build_cuda.py [--out FOLDER] [--find]
+
+nvcc (12.8 or newer) comes from CUDA_HOME, PATH or the pip toolkit (pip install 'cuda-toolkit[nvcc,cudart,cccl]'), in
+this order. The library holds no torch and no Python: one build serves every version of both. It is linked with the
+static CUDA runtime, so that it loads on a machine without a driver and then says that there is no device. Objects are
+reused while their sources and command are unchanged. Read from the environment: CUDA_HOME, CXX, MAX_JOBS."""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "cuda"
+LIBRARY = "libhybrid_ep_cuda.so"
+ARCHITECTURES = ("90a", "100a")
+LEAST_NVCC = (12, 8)  # the first that knows sm_100a
+
+# -fmad=false: a product and a sum round twice, as on the host; results are compared bit for bit. 128: a loop that a
+# mutant alone would enter is not reachable.
+FLAGS = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-diag-suppress=128", "-lineinfo",
+         "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-unknown-pragmas", "-Icsrc"]
+
+
+def pip_toolkits():
+    """CUDA homes inside this Python's packages, newest layout first."""
+    for name in ("purelib", "platlib"):
+        packages = Path(sysconfig.get_path(name)) / "nvidia"
+        yield from sorted(packages.glob("cu[0-9]*"), reverse=True)
+        yield packages / "cuda_nvcc"
+
+
+def nvcc_version(nvcc):
+    try:
+        text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    except OSError:
+        return (0, 0)
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def find_nvcc():
+    """(nvcc, None), or (None, why not)."""
+    home = os.environ.get("CUDA_HOME")
+    on_path = shutil.which("nvcc")
+    candidates = [Path(home) / "bin" / "nvcc"] if home else []
+    candidates += [Path(on_path)] if on_path else []
+    candidates += [toolkit / "bin" / "nvcc" for toolkit in pip_toolkits()]
+    found = [nvcc for nvcc in candidates if nvcc.is_file()]
+    for nvcc in found:
+        if nvcc_version(nvcc) >= LEAST_NVCC:
+            return nvcc, None
+    if found:
+        return None, f"{found[0]} is older than {LEAST_NVCC[0]}.{LEAST_NVCC[1]}, the first that knows sm_100a"
+    return None, "no nvcc in CUDA_HOME, on PATH or among this Python's packages"
+
+
+def sources():
+    """All CUDA sources, relative to the root."""
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu"))
+
+
+def base_command(nvcc):
+    host = os.environ.get("CXX", "")
+    return [str(nvcc), *FLAGS, *([f"-ccbin={shlex.split(host)[0]}"] if host else [])]
+
+
+def is_current(obj, command):
+    stamp, deps = obj.with_suffix(".cmd"), obj.with_suffix(".d")
+    if not all(p.is_file() for p in (obj, deps, stamp)) or stamp.read_text() != shlex.join(command):
+        return False
+    names = shlex.split(deps.read_text().replace("\\\n", " ").partition(": ")[2])
+    made = obj.stat().st_mtime_ns
+    return all((ROOT / n).is_file() and (ROOT / n).stat().st_mtime_ns <= made for n in names)
+
+
+def compile_one(job):
+    """The compiler's words when it failed, else None."""
+    obj, command = job
+    if is_current(obj, command):
+        return None
+    print(f"compiling {command[-3]} for sm_{', sm_'.join(ARCHITECTURES)}", flush=True)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        return result.stderr + result.stdout
+    if result.stderr.strip():
+        print(result.stderr.strip(), flush=True)
+    obj.with_suffix(".cmd").write_text(shlex.join(command))
+    return None
+
+
+def build(nvcc, out):
+    """Compiles what changed and links; the path of the library. Exits with the compiler's words on failure."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    jobs = []
+    for source in sources():
+        obj = BUILD / (source.replace("/", "__") + ".o")
+        deps = ["-MMD", "-MF", str(obj.with_suffix(".d"))]
+        jobs.append((obj, [*base_command(nvcc), *targets, *deps, "-c", source, "-o", str(obj)]))
+    limit = os.environ.get("MAX_JOBS", "")
+    workers = int(limit) if limit.isdecimal() and int(limit) else len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(min(workers, len(jobs))) as pool:
+        errors = [error for error in pool.map(compile_one, jobs) if error]
+    if errors:
+        sys.exit("hybrid_ep: the CUDA library does not compile:\n\n" + "\n".join(errors))
+    library = Path(out) / LIBRARY
+    scratch = library.with_name(library.name + ".new")
+    home = Path(nvcc).resolve().parent.parent
+    folders = [f"-L{home / name}" for name in ("lib64", "lib") if (home / name).is_dir()]
+    command = [str(nvcc), "-shared", "-cudart=static", *folders, *[str(obj) for obj, _ in jobs], "-o", str(scratch)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        sys.exit("hybrid_ep: the CUDA library does not link:\n\n" + result.stderr + result.stdout)
+    os.replace(scratch, library)  # a running process keeps the file it has mapped
+    return library
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=ROOT / "hybrid_ep", help="folder of the library")
+    parser.add_argument("--find", action="store_true", help="only say which nvcc would build it")
+    args = parser.parse_args()
+    nvcc, why = find_nvcc()
+    if not nvcc:
+        sys.exit(f"hybrid_ep: no CUDA library: {why}")
+    print(f"nvcc: {nvcc} {'.'.join(map(str, nvcc_version(nvcc)))}")
+    if not args.find:
+        print(build(nvcc, args.out))
+
+
+if __name__ == "__main__":
+    main()

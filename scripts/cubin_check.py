@@ -1,0 +1,172 @@
+"""Inspects the machine code of the CUDA library, no GPU needed: every kernel for every architecture is there, within
+its budget of registers and instructions, without stack, spills or local memory, and built from the instructions that
+its design rests on (bulk copies, mbarriers, proxy fences, elected lanes).
+
+    python scripts/cubin_check.py [LIBRARY] [--json FILE]
+
+Prints a table and what is wrong; exits with 1 if anything is. Needs cuobjdump and nvdisasm: from CUDA_HOME, PATH or
+the triton package (pip install triton), which carries both."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ARCHITECTURES = ("sm_90a", "sm_100a")
+RAILS = ("P2PDevice", "LoopbackDevice")
+
+# Bulk loads and stores, arrivals and waits, elected lanes, and the fences that hand memory from one proxy to the other:
+# .S before a stage is refilled or an output tile is stored, .G between an acquired flag and the loads it licenses.
+COPIES = ("UBLKCP.S.G", "UBLKCP.G.S", "SYNCS", "ELECT", "FENCE.VIEW.ASYNC.S")
+ACQUIRES = ("FENCE.VIEW.ASYNC.G",)
+FORBIDDEN = ("LDL", "STL", "BPT.TRAP")  # local memory; a trap would take the context with it
+
+
+@dataclass(frozen=True)
+class Budget:
+    """registers: so that one block of the kernel always fits an SM. instructions: a tenth above what it was when the
+    number was set; a loop that starts to unroll shows here."""
+
+    registers: int
+    instructions: int
+    expected: tuple[str, ...]
+
+
+BUDGETS = {
+    "exchange": Budget(80, 4000, ("ELECT", *ACQUIRES)),
+    "dispatch": Budget(128, 6500, (*COPIES, *ACQUIRES)),
+    "unpermute": Budget(128, 4500, (*COPIES, "LDS.128", "STS.128")),
+    "combine": Budget(128, 9500, (*COPIES, *ACQUIRES, "LDS.128", "STS.128")),
+}
+
+
+@dataclass
+class Kernel:
+    name: str
+    rail: str
+    arch: str
+    registers: int = 0
+    stack: int = 0
+    local: int = 0
+    instructions: int = 0
+    opcodes: Counter = field(default_factory=Counter)
+
+    @property
+    def title(self):
+        return f"{self.name}<{self.rail}> {self.arch}"
+
+
+def find_tools():
+    """The folder that holds cuobjdump and nvdisasm, or None."""
+    folders = [Path(os.environ["CUDA_HOME"]) / "bin"] if os.environ.get("CUDA_HOME") else []
+    folders += [Path(found).parent] if (found := shutil.which("cuobjdump")) else []
+    folders.append(Path(sysconfig.get_path("purelib")) / "triton" / "backends" / "nvidia" / "bin")
+    return next((f for f in folders if (f / "cuobjdump").is_file() and (f / "nvdisasm").is_file()), None)
+
+
+def run(tools, library, *options):
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
+    return subprocess.run([str(tools / "cuobjdump"), *options, str(library)], env=environment, capture_output=True,
+                          text=True, check=True).stdout
+
+
+def kernel_of(symbol, arch):
+    """The Kernel that a mangled entry point names, None for anything else."""
+    match = re.match(r"_ZN3hep\d+([a-z]+)_entryINS_(\d+)(\w+)", symbol)
+    return Kernel(match[1], match[3][: int(match[2])], arch) if match else None
+
+
+def parse_resources(text):
+    """{(kernel, rail, arch): Kernel} from cuobjdump --dump-resource-usage."""
+    kernels, arch, kernel = {}, "", None
+    for line in text.splitlines():
+        if match := re.match(r"arch = (\S+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function (\S+):", line):
+            kernel = kernel_of(match[1], arch)
+        elif kernel and (match := re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", line)):
+            kernel.registers, kernel.stack, kernel.local = map(int, match.groups())
+            kernels[kernel.name, kernel.rail, arch] = kernel
+            kernel = None
+    return kernels
+
+
+def count_instructions(text, kernels):
+    """Adds the opcodes of cuobjdump -sass to the kernels."""
+    arch, kernel = "", None
+    for line in text.splitlines():
+        if match := re.match(r"\s*arch = (\S+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function : (\S+)", line):
+            named = kernel_of(match[1], arch)
+            kernel = kernels.get((named.name, named.rail, arch)) if named else None
+        elif kernel and (match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", line)):
+            kernel.opcodes[match[1]] += 1
+            kernel.instructions += match[1] != "NOP"
+
+
+def has(opcodes, name):
+    """Whether some opcode is `name` or a form of it: LDS.128 also as LDS.U.128, SYNCS also as SYNCS.ARRIVE. The order
+    of the parts counts: UBLKCP.S.G loads, UBLKCP.G.S stores."""
+    wanted = re.compile(r"(\.\w+)*\.".join(map(re.escape, name.split("."))) + r"(\.\w+)*")
+    return any(wanted.fullmatch(opcode) for opcode in opcodes)
+
+
+def problems(kernel):
+    budget = BUDGETS[kernel.name]
+    if kernel.registers > budget.registers:
+        yield f"{kernel.registers} registers, at most {budget.registers}"
+    if kernel.stack or kernel.local:
+        yield f"{kernel.stack} bytes of stack and {kernel.local} of local memory, must have none"
+    if kernel.instructions > budget.instructions:
+        yield f"{kernel.instructions} instructions, at most {budget.instructions}"
+    for name in FORBIDDEN:
+        if has(kernel.opcodes, name):
+            yield f"uses {name}"
+    for name in budget.expected:
+        if not has(kernel.opcodes, name):
+            yield f"has no {name}"
+
+
+def check(resources, sass):
+    """(kernels, complaints) of the texts of cuobjdump."""
+    kernels = parse_resources(resources)
+    count_instructions(sass, kernels)
+    complaints = [f"{name}<{rail}> {arch}: is not in the library" for name in BUDGETS for rail in RAILS
+                  for arch in ARCHITECTURES if (name, rail, arch) not in kernels]
+    complaints += [f"{k.title}: {problem}" for k in kernels.values() for problem in problems(k)]
+    return list(kernels.values()), complaints
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", nargs="?", type=Path, default=ROOT / "hybrid_ep" / "libhybrid_ep_cuda.so")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+    tools = find_tools()
+    if not tools:
+        sys.exit("cubin_check: needs cuobjdump and nvdisasm; the triton package carries both (pip install triton)")
+    if not args.library.is_file():
+        sys.exit(f"cubin_check: {args.library} is not there; scripts/build_cuda.py builds it")
+    kernels, complaints = check(run(tools, args.library, "--dump-resource-usage"), run(tools, args.library, "-sass"))
+    print(f"{'kernel':<36} {'registers':>9} {'stack':>6} {'local':>6} {'instructions':>12} {'bulk copies':>11}")
+    for k in sorted(kernels, key=lambda k: (k.rail, k.arch, k.name)):
+        copies = sum(n for o, n in k.opcodes.items() if o.startswith("UBLKCP"))
+        print(f"{k.title:<36} {k.registers:>9} {k.stack:>6} {k.local:>6} {k.instructions:>12} {copies:>11}")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(k) for k in kernels], indent=1) + "\n")
+    print("\n".join(complaints))
+    print(f"cubin_check: {len(kernels)} kernels, {len(complaints)} complaints")
+    sys.exit(1 if complaints else 0)
+
+
+if __name__ == "__main__":
+    main()

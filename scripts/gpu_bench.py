@@ -1,0 +1,182 @@
+"""Times dispatch and combine of virtual ranks on one GPU, through the public API, and writes raw JSON.
+
+    python scripts/gpu_bench.py [--executor cuda|host] [--quick] [--out FILE]
+
+Cases: one active rank of 8 (the others have no tokens; bytes delivered per second and SM, over SM counts and dtypes),
+8 active ranks, and one active rank of 72. All calls use a cached handle. A time is that of rank 0 between two events
+around the call on its stream, median of the repetitions; `host_us` is the host's time in the call. Delivered bytes are
+the payload and scale bytes of the rows that rank 0's tokens became, each destination rank counted once. On one device
+every virtual link is HBM: the numbers say what an SM can move, nothing about NVLink."""
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hybrid_ep import _core  # noqa: E402  (the checkout first, installed or not)
+from hybrid_ep.devices import is_cuda  # noqa: E402
+from hybrid_ep.testing import VirtualWorld  # noqa: E402
+
+SECONDS_PER_TRY = 20.0
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    num_ranks: int
+    active: int  # ranks 0..active-1 have tokens
+    tokens: int
+    hidden: int
+    num_experts: int
+    topk: int
+    dtype: str  # "bf16" or "fp8" (bytes with a float32 scale for every 128)
+    num_sms: int
+
+
+def cases(quick: bool) -> list[Case]:
+    tokens, hidden = (64, 512) if quick else (4096, 7168)
+    found = [Case("one_of_8", 8, 1, tokens, hidden, 256, 8, dtype, sms)
+             for dtype in ("bf16", "fp8") for sms in ((2,) if quick else (4, 8, 16))]
+    found.append(Case("8_of_8", 8, 8, tokens, hidden, 256, 8, "bf16", 2 if quick else 16))
+    if not quick:  # 72 blocks of their own beside the active rank's: one SM each
+        found += [Case("one_of_72", 72, 1, 1024, hidden, 288, 8, dtype, 8) for dtype in ("bf16", "fp8")]
+        found += [Case("seed", 8, 8, tokens, 8192, 16, 8, "bf16", sms) for sms in (1, 2, 4, 8, 16)]
+    return found
+
+
+class Clock:
+    """Microseconds between start() and stop() on the current stream, read after the run; wall time without a GPU."""
+
+    def __init__(self, on_gpu: bool):
+        self.on_gpu, self.pairs, self.host = on_gpu, [], []
+
+    def start(self):
+        if self.on_gpu:
+            self.pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self.pairs[-1][0].record()
+        self.began = time.perf_counter()
+
+    def stop(self):
+        self.host.append(1e6 * (time.perf_counter() - self.began))
+        if self.on_gpu:
+            self.pairs[-1][1].record()
+
+    def times(self) -> list[float]:
+        return [1e3 * a.elapsed_time(b) for a, b in self.pairs] if self.on_gpu else list(self.host)
+
+
+def inputs(case: Case, rank: int, device) -> dict:
+    g = torch.Generator().manual_seed(7 * rank + 1)
+    tokens = case.tokens if rank < case.active else 0
+    idx = torch.rand(tokens, case.num_experts, generator=g).argsort(1)[:, : case.topk].contiguous()
+    payload = torch.randn(tokens, case.hidden, generator=g)
+    scale = None
+    if case.dtype == "fp8":
+        payload, scale = payload.to(torch.float8_e4m3fn), torch.rand(tokens, case.hidden // 128, generator=g).to(device)
+    else:
+        payload = payload.bfloat16()
+    return {"hidden": payload.to(device), "scaling_factor": scale, "topk_idx": idx.to(device),
+            "topk_weights": torch.rand(tokens, case.topk, generator=g).to(device)}
+
+
+def rank_program(case: Case, rank: int, buffer, meet: threading.Barrier, on_gpu: bool, repeats: int) -> dict:
+    """One rank of a case: a routed dispatch, then repetitions of a cached dispatch and of a combine."""
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    # A rank without tokens still receives: it takes one SM, the active rank those of the case.
+    sms = case.num_sms if rank < case.active else 1
+    buffer.update_template_config(num_of_blocks_dispatch_api=sms, num_of_blocks_combine_api=sms)
+    mine = inputs(case, rank, device)
+    rows, _, _, _, handle = buffer.dispatch_with_permute(num_of_experts=case.num_experts, **mine)
+    again = {"hidden": mine["hidden"], "scaling_factor": mine["scaling_factor"], "handle": handle,
+             "num_permuted_tokens": rows.shape[0]}
+    back = torch.randn(rows.shape[0], case.hidden, device=device).bfloat16()
+    verbs = {"dispatch": lambda: buffer.dispatch_with_permute(**again),
+             "combine": lambda: buffer.combine_with_unpermute(hidden=back, handle=handle)}
+    buffer.reset_traffic()
+    result = {}
+    for name, verb in verbs.items():
+        clock = Clock(on_gpu)
+        for i in range(repeats + 3):
+            meet.wait(SECONDS_PER_TRY)
+            if i >= 3:
+                clock.start()
+            verb()
+            if i >= 3:
+                clock.stop()
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()
+        sent = buffer.traffic()
+        buffer.reset_traffic()
+        result[name] = {"times_us": clock.times(), "host_us": statistics.median(clock.host),
+                        "rows": (sent["node_rows"] + sent["self_rows"]) // (repeats + 3)}
+    return result
+
+
+def run_case(case: Case, executor: str, repeats: int) -> dict:
+    on_gpu = is_cuda(executor)
+    world = VirtualWorld(1, case.num_ranks)
+    buffers = world.buffers(case.hidden, max(case.tokens, 1), case.num_experts // case.num_ranks, executor=executor,
+                            timeout_s=SECONDS_PER_TRY)
+    meet = threading.Barrier(case.num_ranks)
+    streams = [torch.cuda.Stream() if on_gpu else None for _ in range(case.num_ranks)]
+
+    def body(rank, _):
+        with torch.cuda.stream(streams[rank]):
+            return rank_program(case, rank, buffers[rank], meet, on_gpu, repeats)
+
+    try:
+        results = world.run(body)
+    finally:
+        for buffer in buffers:
+            buffer.destroy()
+    row = asdict(case)
+    token_bytes = {"dispatch": case.hidden * (2 if case.dtype == "bf16" else 1) +
+                   (0 if case.dtype == "bf16" else case.hidden // 128 * 4), "combine": case.hidden * 2}
+    for verb, facts in results[0].items():
+        microseconds = statistics.median(facts["times_us"])
+        delivered = facts["rows"] * token_bytes[verb]
+        row[verb] = {**facts, "median_us": microseconds, "delivered_bytes": delivered,
+                     "gb_per_s": delivered / microseconds / 1e3,
+                     "gb_per_s_per_sm": delivered / microseconds / 1e3 / case.num_sms}
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--executor", default="cuda", help="cuda, or host to try the script itself")
+    parser.add_argument("--quick", action="store_true", help="small shapes")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="raw JSON")
+    args = parser.parse_args()
+    rows = []
+    print(f"{'case':<10} {'dtype':<5} {'SMs':>4} {'dispatch us':>12} {'GB/s/SM':>8} {'host us':>8} {'combine us':>11} "
+          f"{'GB/s/SM':>8} {'host us':>8}")
+    for case in cases(args.quick):
+        try:
+            row = run_case(case, args.executor, args.repeats)
+        except Exception as error:  # a case that fails is a result; the others still count
+            row = {**asdict(case), "error": f"{type(error).__name__}: {error}"}
+            print(f"{case.name:<10} {case.dtype:<5} {case.num_sms:>4} {row['error'][:100]}", flush=True)
+        else:
+            d, c = row["dispatch"], row["combine"]
+            print(f"{case.name:<10} {case.dtype:<5} {case.num_sms:>4} {d['median_us']:>12.1f} "
+                  f"{d['gb_per_s_per_sm']:>8.1f} {d['host_us']:>8.1f} {c['median_us']:>11.1f} "
+                  f"{c['gb_per_s_per_sm']:>8.1f} {c['host_us']:>8.1f}", flush=True)
+        rows.append(row)
+    if args.out:
+        device = torch.cuda.get_device_name() if is_cuda(args.executor) else "host"
+        args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "executors": _core.executors(),
+                                        "rows": rows}, indent=1) + "\n")
+    sys.exit(1 if any("error" in row for row in rows) else 0)
+
+
+if __name__ == "__main__":
+    main()

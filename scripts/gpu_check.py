@@ -1,0 +1,130 @@
+"""What one GPU can show, in one command of under 9 minutes: build, inspection, tests, sanitizers, benchmarks.
+
+    python scripts/gpu_check.py [--out FOLDER] [--minutes 8.5] [--skip build,sanitizer,...]
+
+Needs torch with CUDA, a C++20 compiler and nvcc (or a library that was built before); pytest and hypothesis for the
+tests. What is missing is said and skipped. Prints one line a step and a summary, writes FOLDER/gpu_check.json and the
+output of every step beside it, and exits with 1 if a step failed."""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A rank alone and two virtual ranks, smallest shapes: every role runs, the sanitizer's slowness stays bearable.
+SANITIZED = "test_examples and (shape0 or shape1) and not loopback"
+
+
+def environment_of():
+    """The environment of the steps: checkout first, queues enough for 32 virtual ranks, kernels loaded at once."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
+
+
+def machine():
+    """What the numbers belong to."""
+    import torch
+
+    facts = {"python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda}
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["capability"] = list(torch.cuda.get_device_capability())
+    asked = {"driver": ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem",
+                        "--format=csv,noheader"],
+             "commit": ["git", "-C", str(ROOT), "rev-parse", "HEAD"]}
+    for name, command in asked.items():
+        if shutil.which(command[0]):
+            facts[name] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return facts
+
+
+class Steps:
+    """Runs the steps one after another within the time that is left."""
+
+    def __init__(self, out, seconds, skip):
+        self.out, self.end, self.skip, self.results = out, time.monotonic() + seconds, skip, {}
+
+    def run(self, name, command, limit_s, needs=None, env=None):
+        """needs: why the step cannot run, if so."""
+        left = self.end - time.monotonic()
+        if name in self.skip:
+            needs = "left out with --skip"
+        elif left < 5:
+            needs = "no time left"
+        if needs:
+            self._say(name, "skipped", 0.0, needs)
+            return False
+        began, log = time.monotonic(), self.out / f"{name}.log"
+        with log.open("w") as stream:
+            try:
+                status = subprocess.run(list(map(str, command)), cwd=ROOT, env=env or environment_of(), stdout=stream,
+                                        stderr=subprocess.STDOUT, timeout=min(limit_s, left), check=False).returncode
+            except subprocess.TimeoutExpired:
+                status = "out of time"
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        self._say(name, "passed" if status == 0 else f"FAILED ({status})", time.monotonic() - began,
+                  lines[-1][:120] if lines else "")
+        return status == 0
+
+    def _say(self, name, result, seconds, note):
+        self.results[name] = {"result": result, "seconds": round(seconds, 1), "note": note}
+        print(f"{name:<12} {result:<20} {seconds:>7.1f} s  {note}", flush=True)
+
+
+def missing(*modules):
+    import importlib.util
+
+    absent = [m for m in modules if importlib.util.find_spec(m) is None]
+    return f"{', '.join(absent)} not installed" if absent else None
+
+
+def run_steps(steps):
+    python = sys.executable
+    steps.run("core", [python, "setup.py", "build_ext", "--inplace"], 240, missing("pybind11", "setuptools"),
+              {**environment_of(), "HYBRID_EP_CUDA": "0"})
+    find = subprocess.run([python, "scripts/build_cuda.py", "--find"], cwd=ROOT, capture_output=True, text=True,
+                          check=False)
+    steps.run("cuda", [python, "scripts/build_cuda.py"], 240, find.stderr.strip() or None)
+    tools = subprocess.run([python, "-c", "import sys; sys.path.insert(0, 'scripts'); import cubin_check; "
+                            "sys.exit(not cubin_check.find_tools())"], cwd=ROOT, check=False).returncode
+    steps.run("cubins", [python, "scripts/cubin_check.py"], 60, "no cuobjdump and nvdisasm" if tools else None)
+    no_tests = missing("pytest", "hypothesis", "pytest_timeout")
+    pytest = ["-m", "pytest", "tests/gpu", "-m", "gpu", "--timeout=120", "-x", "-q"]
+    steps.run("tests", [python, *pytest], 240, no_tests)
+    sanitizer = shutil.which("compute-sanitizer")
+    few = {**environment_of(), "HYBRID_EP_TEST_EXAMPLES": "2"}
+    for tool in ("memcheck", "racecheck"):
+        command = [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--launch-timeout=60", python, *pytest]
+        steps.run(tool, [*command, "-k", SANITIZED], 90,
+                  no_tests or (None if sanitizer else "no compute-sanitizer on PATH"), few)
+    steps.run("bench", [python, "scripts/gpu_bench.py", "--out", steps.out / "gpu_bench.json"], 150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check")
+    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--skip", default="", help="steps, separated by commas")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    facts = machine()
+    if "gpu" not in facts:
+        sys.exit("gpu_check: torch sees no CUDA device here; scripts/run_tests.py --only cuda checks what needs none")
+    print(json.dumps(facts), flush=True)
+    steps = Steps(args.out, 60 * args.minutes, set(filter(None, args.skip.split(","))))
+    run_steps(steps)
+    (args.out / "gpu_check.json").write_text(json.dumps({"machine": facts, "steps": steps.results}, indent=1) + "\n")
+    failed = [name for name, step in steps.results.items() if step["result"].startswith("FAILED")]
+    print(f"gpu_check: {'FAILED: ' + ', '.join(failed) if failed else 'passed'}; {args.out}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""GPU tests: everything here is marked gpu, and skips with a reason where there is no GPU that the library serves.
+
+Virtual ranks share one device: each has a stream of its own, and there must be a hardware queue for each, or a rank's
+kernel would wait in line behind one that waits for it. The variable is read when CUDA starts, hence set here."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from hybrid_ep import devices
+
+settings.register_profile("gpu", deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
+                          max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")))
+settings.load_profile("gpu")
+
+
+def _why_not() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device, or a torch without CUDA"
+    try:
+        devices.current()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    why = _why_not()
+    for item in items:
+        if Path(__file__).parent in Path(item.path).parents:
+            item.add_marker(pytest.mark.gpu)
+            if why:
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs():
+    """Fresh tensors hold NaN, or the largest integer: a row that nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,71 @@
+"""Virtual worlds on one GPU behind the host tests' eyes: a buffer that takes and returns CPU tensors and works on the
+device in between, on a stream of its own, entering every call at a random time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from hybrid_ep.testing import VirtualWorld
+
+
+def to_device(value: Any, device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+
+
+def to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    return tuple(to_host(v) for v in value) if isinstance(value, tuple) else value
+
+
+class OnDevice:
+    """A HybridEPBuffer of a GPU, called with CPU tensors. skew: cycles by which a call starts late, at most."""
+
+    def __init__(self, buffer, stream: torch.cuda.Stream, seed: int, skew: int):
+        self._buffer, self._stream, self._skew = buffer, stream, skew
+        self._random = random.Random(seed)
+
+    def __getattr__(self, name: str):
+        method = getattr(self._buffer, name)
+
+        def call(*args, handle=None, **kwargs):
+            device = self._stream.device
+            with torch.cuda.stream(self._stream):
+                args = [a if isinstance(a, tuple) else to_device(a, device) for a in args]
+                kwargs = {k: to_device(v, device) for k, v in kwargs.items()}
+                if self._skew:
+                    torch.cuda._sleep(self._random.randrange(self._skew))
+                if handle is not None:
+                    kwargs["handle"] = handle  # as it is: its tensors say where they lie
+                result = method(*args, **kwargs)
+                return tuple(v if isinstance(v, tuple) else to_host(v) for v in result)
+
+        return call
+
+
+class GpuWorld:
+    """num_nodes x num_local_ranks virtual ranks on the current device."""
+
+    def __init__(self, num_nodes: int, num_local_ranks: int, num_local_experts: int, executor: str = "cuda",
+                 skew: int = 200_000, **options: Any):
+        self.world = VirtualWorld(num_nodes, num_local_ranks)
+        self.streams = [torch.cuda.Stream() for _ in range(self.world.size)]
+        options.setdefault("timeout_s", 20)
+        self.raw = self.world.buffers(16, 1, num_local_experts, executor=executor, **options)
+        self.buffers = [OnDevice(b, s, rank, skew) for rank, (b, s) in
+                        enumerate(zip(self.raw, self.streams, strict=True))]
+
+    def run(self, work, **options: Any) -> list[Any]:
+        """[work(rank, buffer)] of all ranks at once, each on its stream."""
+        def body(rank, _):
+            with torch.cuda.stream(self.streams[rank]):
+                return work(rank, self.buffers[rank])
+
+        return self.world.run(body, **options)
+
+    def close(self) -> None:
+        for buffer in self.raw:
+            buffer.destroy()

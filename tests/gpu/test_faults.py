@@ -1,0 +1,48 @@
+"""A rank that never comes: whoever waits for it raises an obituary within the deadline, and the CUDA context lives."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from gpu_world import GpuWorld
+
+from hybrid_ep.errors import BufferFailedError, DeadlineError
+
+
+def routed(buffer, num_experts: int):
+    return buffer.dispatch_with_permute(hidden=torch.ones(5, 64, dtype=torch.bfloat16),
+                                        topk_idx=torch.arange(5)[:, None] % num_experts, num_of_experts=num_experts)
+
+
+@pytest.mark.parametrize("shape, site", [((1, 2), "counts_from_node"), ((2, 1), "counts_from_rail")])
+def test_a_missing_rank_is_named_and_the_context_survives(shape, site):
+    world = GpuWorld(*shape, 2, timeout_s=1.5, skew=0)
+    started = time.monotonic()
+    errors = world.run(lambda rank, buffer: routed(buffer, 4) if rank == 0 else None, return_errors=True)
+    assert isinstance(errors[0], DeadlineError), errors[0]
+    assert (errors[0].site, errors[0].rank, errors[0].peer) == (site, 0, 1)
+    assert 1.0 < errors[0].waited_s < 10 and time.monotonic() - started < 30
+    with pytest.raises(BufferFailedError):
+        routed(world.buffers[0], 4)
+    assert torch.ones(1000, device="cuda").sum().item() == 1000  # no sticky error
+    other = GpuWorld(*shape, 2, skew=0)
+    results = other.run(lambda rank, buffer: routed(buffer, 4)[0].float().sum().item())
+    assert sum(results) == 2 * 5 * 64
+
+
+def test_a_combine_nobody_waits_for_is_reported_by_the_next_call():
+    world = GpuWorld(1, 2, 1, timeout_s=1.5, skew=0)
+    handles = world.run(lambda rank, buffer: routed(buffer, 2))
+
+    def lonely(rank, buffer):
+        if rank == 1:
+            return None
+        rows, *_, handle = handles[0]
+        buffer._buffer.combine_with_unpermute(hidden=rows.cuda(), handle=handle)
+        torch.cuda.synchronize()
+        return routed(buffer, 2)
+
+    errors = world.run(lonely, return_errors=True)
+    assert isinstance(errors[0], DeadlineError) and errors[0].peer == 1, errors[0]

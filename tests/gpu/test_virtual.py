@@ -1,0 +1,75 @@
+"""Worlds of virtual ranks on one GPU, through the public API, bit for bit against the reference (as the host executor
+is): the host's property tests, with start skew, over a tidy rail and over one that delays and scatters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from examples import WRONG, Example, check, examples, expected
+from gpu_world import GpuWorld
+from hypothesis import given, settings
+
+EXECUTORS = ("cuda", "cuda_loopback")
+SHAPES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)]
+_worlds: dict = {}
+
+
+def check_world(ex: Example, executor: str, want=None, **options) -> None:
+    want = want or expected(ex)
+    key = (ex.num_nodes, ex.num_local_ranks, executor, tuple(options.items()))
+    if key not in _worlds:
+        _worlds[key] = GpuWorld(ex.num_nodes, ex.num_local_ranks, ex.num_local_experts, executor, **options)
+    _worlds[key].run(lambda rank, buffer: check(buffer, rank, ex, want))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_examples(shape, executor):
+    @given(ex=examples(*shape))
+    def run(ex):
+        check_world(ex, executor)
+
+    run()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_examples_with_a_static_budget(executor):
+    @settings(max_examples=8)
+    @given(ex=examples(2, 2, budget=True))
+    def run(ex):
+        check_world(ex, executor)
+
+    run()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 8, 16])
+def test_results_do_not_depend_on_the_number_of_blocks(num_blocks):
+    ex = Example(2, 2, 3, (95, 0, 700, 31), 3, 64, scale_columns=1, pad_multiple=8, seed=9)
+    check_world(ex, "cuda", num_sms_dispatch_api=num_blocks, num_sms_combine_api=num_blocks)
+
+
+@pytest.mark.parametrize("hidden", [7168, 8192, 16384 + 16])
+def test_rows_of_training_size_and_rows_of_several_tiles(hidden):
+    check_world(Example(1, 4, 4, (300, 40, 0, 511), 8, hidden, pad_multiple=16, seed=3), "cuda",
+                num_sms_dispatch_api=4, num_sms_combine_api=4)
+
+
+def test_more_tokens_than_the_rail_ring_holds():
+    check_world(Example(2, 2, 2, (700, 1, 0, 611), 2, 16, seed=4, pad_multiple=16), "cuda_loopback")
+    check_world(Example(3, 1, 2, (700, 1, 611), 4, 16, "fp32", seed=5), "cuda_loopback")
+
+
+@pytest.mark.parametrize("wrong", sorted(WRONG))
+def test_the_comparison_notices(wrong):
+    ex = Example(2, 2, 2, (6, 9, 12, 3), 3, scale_columns=1, pad_multiple=8, seed=5)
+    with pytest.raises(AssertionError):
+        check_world(ex, "cuda", want=WRONG[wrong](ex, expected(ex)))
+    check_world(ex, "cuda")
+
+
+def test_more_blocks_than_sms_are_refused():
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    world = GpuWorld(1, 1, 1, num_sms_dispatch_api=sms + 1)
+    with pytest.raises(ValueError, match="num_blocks"):
+        world.run(lambda rank, buffer: buffer.dispatch(torch.zeros(1, 16, dtype=torch.bfloat16),
+                                                       topk_idx=torch.zeros(1, 1).long(), num_of_experts=1))

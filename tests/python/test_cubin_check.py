@@ -1,0 +1,70 @@
+"""The inspection of machine code, on texts such as cuobjdump prints: it passes what is good and names what is not."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cubin_check.py"
+_spec = importlib.util.spec_from_file_location("cubin_check", _SCRIPT)
+cubin_check = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(cubin_check)
+
+ALL = ("UBLKCP.S.G", "UBLKCP.G.S", "SYNCS.ARRIVE.TRANS64", "ELECT", "FENCE.VIEW.ASYNC.S", "FENCE.VIEW.ASYNC.G",
+       "LDS.128", "STS.128")
+
+
+def symbol(kernel: str, rail: str) -> str:
+    return f"_ZN3hep{len(kernel) + 6}{kernel}_entryINS_{len(rail)}{rail}EEEvNS_14DispatchParamsET_PNS_11CudaControlE"
+
+
+def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1):
+    """The two texts of a library in which every kernel consists of these opcodes."""
+    resources, sass = [], []
+    for arch in cubin_check.ARCHITECTURES:
+        resources.append(f"arch = {arch}")
+        sass.append(f"\tcode for {arch}\narch = {arch}")
+        for rail in cubin_check.RAILS:
+            for kernel, budget in cubin_check.BUDGETS.items():
+                if (kernel, rail, arch) == leave_out:
+                    continue
+                resources.append(f" Function {symbol(kernel, rail)}:\n  REG:{min(registers, budget.registers + 1)} "
+                                 f"STACK:{stack} SHARED:1152 LOCAL:{local} CONSTANT[0]:1016")
+                sass.append(f"\t\tFunction : {symbol(kernel, rail)}")
+                sass += [f"        /*{16 * i:04x}*/                   @!UP0 {name} R1, R2 ;   /* 0x00007 */"
+                         for i, name in enumerate(opcodes * repeat)]
+    return "\n".join(resources), "\n".join(sass)
+
+
+def complaints(**changes) -> list[str]:
+    return cubin_check.check(*library(**changes))[1]
+
+
+def test_good_code_passes():
+    kernels, said = cubin_check.check(*library(registers=70))
+    assert said == []
+    assert len(kernels) == 16
+    assert all(k.instructions == len(ALL) and k.registers == 70 for k in kernels)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"registers": 129}, "129 registers, at most 128"),
+    ({"stack": 32}, "32 bytes of stack"),
+    ({"local": 8}, "8 of local memory"),
+    ({"opcodes": (*ALL, "LDL.64")}, "uses LDL"),
+    ({"opcodes": (*ALL, "BPT.TRAP")}, "uses BPT.TRAP"),
+    ({"opcodes": ALL[1:]}, "has no UBLKCP.S.G"),
+    ({"opcodes": tuple(o for o in ALL if "ASYNC.G" not in o)}, "combine<P2PDevice> sm_90a: has no FENCE.VIEW.ASYNC.G"),
+    ({"repeat": 2000}, "instructions, at most"),
+    ({"leave_out": ("dispatch", "P2PDevice", "sm_100a")}, "dispatch<P2PDevice> sm_100a: is not in the library"),
+])
+def test_what_is_wrong_is_named(changes, words):
+    said = complaints(**changes)
+    assert any(words in line for line in said), said
+
+
+def test_kernels_that_need_no_acquire_may_lack_its_fence():
+    said = complaints(opcodes=tuple(o for o in ALL if "ASYNC.G" not in o), registers=70)
+    assert {line.split("<")[0] for line in said} == {"exchange", "dispatch", "combine"}
