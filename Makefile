@@ -13,7 +13,7 @@ STEPS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench clean
+.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs clean
 
 help:  ## print this list
 	@echo "make COMMAND [VARIABLE=value ...]"
@@ -58,6 +58,10 @@ parity: setup  ## the same training with Megatron's dispatchers and ours, losses
 bench: setup  ## time dispatch and combine [ARGS="--peers"]
 	@$(VENV)/bin/hybrid-ep bench $(ARGS)
 
+docs: setup  ## the documentation site, in docs/_build/html
+	@$(PYTHON) scripts/run_tests.py --only docs
+	@echo "docs/_build/html/index.html"
+
 clean:  ## remove builds and caches; environments (.venv, .venvs) and runs/ stay
-	rm -rf build dist *.egg-info hybrid_ep/_core*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info docs/_build docs/_generated hybrid_ep/_core*.so .pytest_cache .ruff_cache .hypothesis
 	find hybrid_ep megatron_patches recipes scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -57,10 +57,8 @@ class GroupView:
             return cls(group.rank(), group.size(), group.group_name, store, PosixSegments)
         if all(hasattr(group, a) for a in ("rank", "size", "group_name", "store", "segments")):
             return cls(group.rank(), group.size(), group.group_name, group.store, group.segments)
-        raise ValueError(f"group={group!r} is not a torch.distributed process group that this rank belongs "
-                         "to; call "
-                         "init_process_group and give torch.distributed.group.WORLD or a new_group() with "
-                         "this rank")
+        raise ValueError(f"group={group!r} is not a torch.distributed process group that this rank belongs to; call "
+                         "init_process_group and give torch.distributed.group.WORLD or a new_group() with this rank")
 
 
 class Rendezvous:
@@ -88,16 +86,13 @@ class Rendezvous:
                 if not missing:
                     return [json.loads(self._store.get(f"{topic}/{r}")) for r in range(self.view.size)]
             except RuntimeError as error:  # the store's server is gone
-                raise BootstrapError(f"rank {self.view.rank} lost the store of group {self.view.name!r} "
-                                     "while it "
+                raise BootstrapError(f"rank {self.view.rank} lost the store of group {self.view.name!r} while it "
                                      f"waited for {topic!r}: {error}") from error
             waited = time.monotonic() - started
             if waited > self.timeout_s:
                 raise BootstrapError(
-                    f"rank {self.view.rank} of group {self.view.name!r} waited {waited:.1f} s for {topic!r} "
-                    "of ranks "
-                    f"{missing}; every rank of the group must make the same calls in the same order "
-                    "(deadline: "
+                    f"rank {self.view.rank} of group {self.view.name!r} waited {waited:.1f} s for {topic!r} of ranks "
+                    f"{missing}; every rank of the group must make the same calls in the same order (deadline: "
                     "timeout_s or HYBRID_EP_TIMEOUT_S)", missing)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
@@ -149,6 +144,5 @@ def _all_well(meet: Rendezvous, topic: str, error: Exception | None, num_bytes: 
     if error is not None:
         raise error
     if bad:
-        raise BootstrapError(f"ranks {bad} could not set up a registered buffer of {num_bytes} bytes; rank "
-                             f"{bad[0]} "
+        raise BootstrapError(f"ranks {bad} could not set up a registered buffer of {num_bytes} bytes; rank {bad[0]} "
                              f"says: {said[bad[0]]}", bad)

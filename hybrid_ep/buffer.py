@@ -19,9 +19,8 @@ from hybrid_ep.tensors import address, aligned, pad_rows, padded_row_bytes, row_
 try:
     from hybrid_ep import _core  # noqa: F401  (said once, clearly, before anything else needs it)
 except ImportError as error:
-    raise ImportError("hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it "
-                      "with "
-                      f"'pip install .' in the source tree ({error})") from error
+    raise ImportError(f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
+                      f"install .' in the source tree ({error})") from error
 from hybrid_ep import options
 from hybrid_ep.bootstrap import GroupView, Rendezvous
 from hybrid_ep.config import HybridEpConfigInstance
@@ -34,25 +33,20 @@ class HybridEPBuffer:
     """Registered memory of one group and the operations on it. Collective: every rank of the group constructs
     it and makes the same calls in the same order. Not re-entrant; two operations in flight need two buffers.
 
-    group: torch.distributed process group whose ranks are numbered node by node.
-    hidden_dim, max_num_of_tokens_per_rank, num_local_experts: what to make room for at first; larger calls
-    grow the
-        memory, on all ranks together.
-    num_sms_dispatch_api, num_sms_combine_api: blocks of an operation. The other num_* arguments,
-    load_cached_kernels,
-        use_shared_buffer, enable_custom_allgather and use_mnnvl are accepted for compatibility and have no
-        effect.
-    num_of_hybrid_ep_ranks_per_nvlink_domain: ranks per node (default: environment, else the ranks of one
-    host).
-    capacity_factor: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
-    every
-        rank fits). overflow: what a blocking call does with more rows than capacity_factor or
-        num_permuted_tokens
-        admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
-    timeout_s: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). executor: one of _core.executors().
+    * `group`: torch.distributed process group whose ranks are numbered node by node.
+    * `hidden_dim`, `max_num_of_tokens_per_rank`, `num_local_experts`: what to make room for at first; larger calls
+      grow the memory, on all ranks together.
+    * `num_sms_dispatch_api`, `num_sms_combine_api`: blocks of an operation. The other `num_*` arguments,
+      `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are accepted for
+      compatibility and have no effect.
+    * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else the ranks of one host).
+    * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
+      every rank fits). `overflow`: what a blocking call does with more rows than capacity_factor or
+      num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
+    * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors().
 
-    Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are
-    missing, DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
+    Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
+    DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
 
     def __init__(self, group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8=False,
                  num_sms_dispatch_api=None, num_sms_combine_api=None, num_sms_preprocessing_api=None,
@@ -90,8 +84,7 @@ class HybridEPBuffer:
         self.configurer = SimpleNamespace(buffer_config=self.config)
         self._session = Session(meet, topology, o)
 
-    # -- the four verbs
-    # -----------------------------------------------------------------------------------------
+    # ---- the four verbs
     def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
                  probs=None,
                  routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
@@ -156,14 +149,12 @@ class HybridEPBuffer:
             "num_permuted_tokens", num_permuted_tokens, 0)
         pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
         if non_blocking and handle is None and (budget is None or budget % pad):
-            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of "
-                             f"pad_multiple={pad} "
+            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
                              "when non_blocking=True; it is the static number of rows")
         if num_of_experts_per_rank is not None:
             per_rank = validation.integer("num_of_experts_per_rank", num_of_experts_per_rank, 1)
             if num_of_experts is not None and num_of_experts != per_rank * self.group_size:
-                raise ValueError(f"num_of_experts={num_of_experts!r} is not "
-                                 f"num_of_experts_per_rank={per_rank} times "
+                raise ValueError(f"num_of_experts={num_of_experts!r} is not num_of_experts_per_rank={per_rank} times "
                                  f"the group's {self.group_size} ranks; give only one of them")
             num_of_experts = per_rank * self.group_size
         with self._busy() as session:
@@ -174,9 +165,8 @@ class HybridEPBuffer:
                 pad_multiple=pad,
                 budget=budget)
             if budget is not None and budget < plan.num_permuted_rows:
-                raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} "
-                                 "rows of the "
-                                 "handle; give at least as many, or None")
+                raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
+                                 "the handle; give at least as many, or None")
             rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given,
                                                plan.num_permuted_rows if budget is None else budget)
         return (rows, weights, scales, plan.padded_tokens_per_expert.clone(),
@@ -200,16 +190,13 @@ class HybridEPBuffer:
             w = None if probs is None else validation.weights("probs", probs, (plan.num_permuted_rows,),
                                                               at_least=True)
             if validation.flag("weighted", weighted) and (w is not None or not plan.has_weights):
-                raise ValueError("weighted=True multiplies by the weights of the handle's dispatch, which "
-                                 "had "
+                raise ValueError("weighted=True multiplies by the weights of the handle's dispatch, which had "
                                  f"{'some' if plan.has_weights else 'none'}, and probs is "
-                                 f"{validation.describe(probs)}; "
-                                 "give weights to dispatch_with_permute and none here")
+                                 f"{validation.describe(probs)}; give weights to dispatch_with_permute and none here")
             return self._gather(session, plan, x, w, permuted=True, weighted=weighted,
                                 fp32_partials=fp32_partials)
 
-    # -- configuration, reports, life
-    # ---------------------------------------------------------------------------
+    # ---- configuration, reports, life
     def update_template_config(self, hidden_dim=None, num_of_tokens_per_rank=None, num_local_experts=None,
                                pad_multiple=None, use_fp8=None, fuse_permute_dispatch=False, **kwargs):
         """Raises the capacities that the next routed dispatch makes room for and sets template fields by
@@ -221,9 +208,8 @@ class HybridEPBuffer:
         config = copy.copy(self.config)
         if hidden_dim is not None:
             if validation.integer("hidden_dim", hidden_dim, 1) % 8:
-                raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a "
-                                 "multiple of 16 "
-                                 "bytes")
+                raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a multiple of "
+                                 "16 bytes")
             config.hidden_dim = max(config.hidden_dim, int(hidden_dim))
         if num_of_tokens_per_rank is not None:
             config.max_num_of_tokens_per_rank = max(config.max_num_of_tokens_per_rank, validation.integer(
@@ -270,12 +256,10 @@ class HybridEPBuffer:
         except Exception:
             pass
 
-    # -- how they work
-    # ------------------------------------------------------------------------------------------
+    # ---- how they work
     def _open_session(self) -> Session:
         if self._session is None or self._session.why_closed:
-            raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never "
-                                                                                   "set up")
+            raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never set up")
         return self._session
 
     def _busy(self):
@@ -310,11 +294,9 @@ class HybridEPBuffer:
                 topk_weights = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
             return Routing(num_experts, idx, None, topk_weights)
         if routing_map is None:
-            raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where "
-                             "tokens go")
+            raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where tokens go")
         if topk_weights is not None:
-            raise ValueError("topk_weights is given without topk_idx; a routing_map takes its weights as "
-                             "probs [T, E]")
+            raise ValueError("topk_weights is given without topk_idx; a routing_map takes its weights as probs [T, E]")
         route = validation.routing_map(routing_map, rows, num_of_experts, self.group_size)
         if probs is not None:
             probs = validation.weights("probs", probs, tuple(route.shape))
@@ -342,13 +324,15 @@ class HybridEPBuffer:
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
         rows = plan.num_recv_rows if num_permuted is None else num_permuted
         # Rows dropped by capacity_factor leave holes among the permuted rows, which nobody writes.
-        make = torch.zeros if num_permuted is not None and plan.core.has_holes else torch.empty
-        out_x = make(rows, row_bytes(x), dtype=torch.uint8).view(x.dtype)
-        out_scale = None if scale is None else make(rows, scale_bytes, dtype=torch.uint8)
+        holes = num_permuted is not None and plan.core.has_holes
+        make = session.results.zeros if holes else session.results.empty
+        out_x = make(rows, row_bytes(x)).view(x.dtype)
+        out_scale = None if scale is None else make(rows, scale_bytes)
         out_weights = None
         if weights is not None:
-            shape = (rows, plan.num_node_experts) if num_permuted is None else (rows,)
-            out_weights = make(shape, dtype=torch.float32)
+            width = plan.num_node_experts if num_permuted is None else 1
+            out_weights = make(rows, 4 * width).view(torch.float32)
+            out_weights = out_weights if num_permuted is None else out_weights.view(rows)
         session.engine.dispatch(
             plan.core, x=address(x), scale=address(padded_scale),
             weights=-1 if isinstance(weights, str) else address(weights), out_x=address(out_x),
@@ -362,7 +346,7 @@ class HybridEPBuffer:
         x, w = aligned(hidden), None if weights is None else aligned(weights)
         bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
         session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
-        out = x.new_empty(plan.num_tokens, x.shape[1])
+        out = session.results.empty(plan.num_tokens, row_bytes(x)).view(x.dtype)
         returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride)
         session.engine.combine(
             plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],

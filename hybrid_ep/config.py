@@ -49,6 +49,5 @@ class HybridEpConfigInstance:
         known = {f.name for f in fields(self)} - {"plan"}
         for name, value in overrides.items():
             if name not in known:
-                raise ValueError(f"{name}={value!r} is not a field of HybridEpConfigInstance; known: "
-                                 f"{sorted(known)}")
+                raise ValueError(f"{name}={value!r} is not a field of HybridEpConfigInstance; known: {sorted(known)}")
             setattr(self, name, value)

@@ -25,6 +25,12 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise ValueError
+    return value
+
+
 def _positive_float(text: str) -> float:
     if not 0 < (value := float(text)) < float("inf"):
         raise ValueError
@@ -42,6 +48,8 @@ TABLE = {v.name: v for v in (
              "Which machine runs the pipeline; hybrid_ep._core.executors() lists them."),
     Variable("HYBRID_EP_NUM_BLOCKS", _positive_int, "positive integer", None,
              "Blocks of an operation where the constructor's num_sms_* arguments say nothing. Default: 1."),
+    Variable("HYBRID_EP_RESULT_CACHE_MIB", _count, "number of MiB, 0 or more", 512,
+             "Idle host memory that a buffer keeps for its next large results; 0: none."),
     Variable("HYBRID_EP_SEED", int, "integer", 0,
              "Seed of the checking executors' choices of order."),
 )}
@@ -56,8 +64,7 @@ def get(name: str) -> Any:
     try:
         return variable.parse(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r} is not a {variable.type_name}; "
-                         f"{variable.meaning}") \
+        raise ValueError(f"environment variable {name}={text!r} is not a {variable.type_name}; {variable.meaning}") \
             from None
 
 

@@ -69,13 +69,11 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
     """Local checks; ValueError names argument, value and remedy."""
     hidden_dim = validation.integer("hidden_dim", hidden_dim, 1)
     if hidden_dim * 2 % validation.ROW_ALIGNMENT:
-        raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a multiple of "
-                         "16 bytes")
+        raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a multiple of 16 bytes")
     if overflow not in OVERFLOW_POLICIES:
         raise ValueError(f"overflow={overflow!r} must be one of {OVERFLOW_POLICIES}")
     if capacity_factor is not None and not _positive(capacity_factor):
-        raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the "
-                         "worst case")
+        raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the worst case")
     timeout_s = env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s
     if not _positive(timeout_s):
         raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds")

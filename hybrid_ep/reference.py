@@ -265,8 +265,7 @@ class ReferenceBuffer:
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         ranks_per_node = num_of_hybrid_ep_ranks_per_nvlink_domain or self.group_size
         if self.group_size % ranks_per_node:
-            raise ValueError(f"num_of_hybrid_ep_ranks_per_nvlink_domain={ranks_per_node} must divide the "
-                             "group's "
+            raise ValueError(f"num_of_hybrid_ep_ranks_per_nvlink_domain={ranks_per_node} must divide the group's "
                              f"{self.group_size} ranks")
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = ranks_per_node
         self.num_of_nodes = self.group_size // ranks_per_node
@@ -296,8 +295,7 @@ class ReferenceBuffer:
         plan = plan_world(world, [r for r, _ in everyone], pad_multiple or 1, [b for _, b in everyone])
         late = [r for r in range(world.num_ranks) if plan.ranks[r].overflow]
         if late and not drop:
-            raise ValueError(f"num_permuted_tokens is too small on ranks {late}; raise it, or drop "
-                             "(non_blocking)")
+            raise ValueError(f"num_permuted_tokens is too small on ranks {late}; raise it, or drop (non_blocking)")
         return plan, weights
 
     def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,

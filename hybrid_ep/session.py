@@ -24,6 +24,7 @@ from hybrid_ep.errors import (
 )
 from hybrid_ep.handle import Plan
 from hybrid_ep.options import Options, recv_capacity
+from hybrid_ep.results import ResultPool
 from hybrid_ep.tensors import address, aligned, padded_row_bytes, row_bytes
 from hybrid_ep.topology import Topology
 from hybrid_ep.validation import DTYPES
@@ -86,18 +87,17 @@ class Session:
         self.why_closed: str | None = None
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
+        self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20)
         self.engine: Any = None
         self.shape: Any = None
         self._open(options.first_shape(topology.num_ranks))
 
-    # -- life
-    # ---------------------------------------------------------------------------------------------------
+    # ---- life
     @contextlib.contextmanager
     def guard(self):
         """Around every operation: one thread at a time, nothing after a failure."""
         if not self._lock.acquire(blocking=False):
-            raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread "
-                                     "its own "
+            raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread its own "
                                      "HybridEPBuffer, or take turns")
         try:
             if self.why_closed is not None:
@@ -114,9 +114,9 @@ class Session:
         """Gives the registered memory back. Local; peers keep what they mapped."""
         self.why_closed = self.why_closed or why
         self.engine = None
+        self.results = ResultPool(0)
 
-    # -- memory
-    # -------------------------------------------------------------------------------------------------
+    # ---- memory
     def fit(self, **needs: int) -> None:
         """Grows the registered memory where a need exceeds it. Collective exactly when something must grow;
         all ranks must come with the same needs."""
@@ -156,8 +156,7 @@ class Session:
         self._past_traffic = {}
         self.engine.reset_traffic()
 
-    # -- routing
-    # ------------------------------------------------------------------------------------------------
+    # ---- routing
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
         header = call.header(routing, template)

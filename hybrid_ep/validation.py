@@ -23,8 +23,7 @@ def integer(name: str, value: Any, least: int, remedy: str = "") -> int:
     except TypeError:
         number = None
     if number is None or number < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least "
-                         f"{least}{'; ' + remedy if remedy else ''}")
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}{'; ' + remedy if remedy else ''}")
     return number
 
 
@@ -64,8 +63,7 @@ def hidden_rows(name: str, x: Any, rows: int | None = None) -> torch.Tensor:
         raise ValueError(f"{name} has hidden={x.shape[1]} of {x.dtype}; a row must be a positive multiple of "
                          f"{ROW_ALIGNMENT} bytes: make hidden a multiple of {step}")
     if rows is not None and x.shape[0] != rows:
-        raise ValueError(f"{name} has {x.shape[0]} rows; the handle's dispatch had {rows} tokens on this "
-                         "rank: give "
+        raise ValueError(f"{name} has {x.shape[0]} rows; the handle's dispatch had {rows} tokens on this rank: give "
                          "one row for each")
     return x
 
@@ -74,8 +72,7 @@ def summable_rows(name: str, x: Any, rows: int, at_least: bool) -> torch.Tensor:
     """The payload of a combine: `rows` rows, or at_least that many."""
     x = hidden_rows(name, x)
     if x.dtype not in SUMMABLE:
-        raise ValueError(f"{name} has dtype {x.dtype}; combine sums bfloat16, float16 or float32: convert "
-                         "it first")
+        raise ValueError(f"{name} has dtype {x.dtype}; combine sums bfloat16, float16 or float32: convert it first")
     if x.shape[0] != rows and not (at_least and x.shape[0] > rows):
         raise ValueError(f"{name} has {x.shape[0]} rows; the handle's dispatch returned {rows}"
                          f"{' (or more, as padding)' if at_least else ''}: give the rows in that order")
@@ -98,17 +95,14 @@ def topk(idx: Any, rows: int, num_experts: int) -> torch.Tensor:
     if idx.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         raise ValueError(f"topk_idx has dtype {idx.dtype}; give int64 expert numbers")
     if idx.shape[0] != rows:
-        raise ValueError(f"topk_idx has {idx.shape[0]} rows but hidden has {rows}; give one row for each "
-                         "token")
+        raise ValueError(f"topk_idx has {idx.shape[0]} rows but hidden has {rows}; give one row for each token")
     if idx.shape[1] < 1:
-        raise ValueError(f"topk_idx has shape {tuple(idx.shape)}; give at least one choice a token (-1 "
-                         "drops it)")
+        raise ValueError(f"topk_idx has shape {tuple(idx.shape)}; give at least one choice a token (-1 drops it)")
     if idx.numel():
         low, high = (int(v) for v in idx.aminmax())
         if low < -1 or high >= num_experts:
-            raise ValueError(f"topk_idx holds {low if low < -1 else high}; experts are "
-                             f"0..{num_experts - 1}, -1 drops "
-                             "a choice")
+            raise ValueError(f"topk_idx holds {low if low < -1 else high}; experts are 0..{num_experts - 1}, -1 "
+                             f"drops a choice")
     return idx.long()
 
 
@@ -117,12 +111,10 @@ def routing_map(route: Any, rows: int, num_experts: int | None, num_ranks: int) 
     if route.dtype != torch.bool:
         raise ValueError(f"routing_map has dtype {route.dtype}; give bool: routing_map.bool()")
     if route.shape[0] != rows:
-        raise ValueError(f"routing_map has {route.shape[0]} rows but hidden has {rows}; give one row for "
-                         "each token")
+        raise ValueError(f"routing_map has {route.shape[0]} rows but hidden has {rows}; give one row for each token")
     if num_experts is not None and route.shape[1] != num_experts:
-        raise ValueError(f"routing_map has {route.shape[1]} columns but the number of experts is "
-                         f"{num_experts}; "
-                         "give one column for each expert of the group")
+        raise ValueError(f"routing_map has {route.shape[1]} columns but the number of experts is {num_experts}; give "
+                         "one column for each expert of the group")
     experts_of_group("routing_map's number of columns", route.shape[1], num_ranks)
     return route
 
@@ -130,16 +122,14 @@ def routing_map(route: Any, rows: int, num_experts: int | None, num_ranks: int) 
 def experts_of_group(name: str, num_experts: Any, num_ranks: int) -> int:
     num_experts = integer(name, num_experts, 1)
     if num_experts % num_ranks:
-        raise ValueError(f"{name}={num_experts} must be a multiple of the group's {num_ranks} ranks; pad "
-                         "the experts")
+        raise ValueError(f"{name}={num_experts} must be a multiple of the group's {num_ranks} ranks; pad the experts")
     return num_experts
 
 
 def scales(scale: Any, hidden: torch.Tensor) -> torch.Tensor:
     scale = tensor("scaling_factor", scale, 2, "[num_tokens, scales of a token]")
     if scale.shape[0] != hidden.shape[0]:
-        raise ValueError(f"scaling_factor has {scale.shape[0]} rows but hidden has {hidden.shape[0]}; give "
-                         "one row "
+        raise ValueError(f"scaling_factor has {scale.shape[0]} rows but hidden has {hidden.shape[0]}; give one row "
                          "for each token")
     if scale.shape[1] < 1 or scale.dtype not in DTYPES:
         raise ValueError(f"scaling_factor is {describe(scale)}; give at least one column of "
@@ -149,8 +139,7 @@ def scales(scale: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def fp8_agrees(use_fp8: Any, hidden: torch.Tensor) -> None:
     if use_fp8 is not None and flag("use_fp8", use_fp8) and hidden.element_size() != 1:
-        raise ValueError(f"use_fp8=True but hidden has dtype {hidden.dtype}; give 1-byte elements or "
-                         "use_fp8=False")
+        raise ValueError(f"use_fp8=True but hidden has dtype {hidden.dtype}; give 1-byte elements or use_fp8=False")
 
 
 def handle(value: Any, length: int, verb: str, topology) -> Any:
@@ -161,12 +150,10 @@ def handle(value: Any, length: int, verb: str, topology) -> Any:
         raise ValueError(f"handle has {len(value)} elements; give the {length}-tuple that {verb}() returned")
     plan = getattr(value[-1] if length == 7 else value[-2], "plan", None)
     if plan is None:
-        raise ValueError(f"handle's config element carries no plan; give the handle that {verb}() returned, "
-                         "unchanged")
+        raise ValueError(f"handle's config element carries no plan; give the handle that {verb}() returned, unchanged")
     if (plan.rank, plan.num_ranks, plan.num_local_ranks) != (
             topology.rank, topology.num_ranks, topology.num_local_ranks):
         raise ValueError(f"handle belongs to rank {plan.rank} of {plan.num_ranks} ranks in nodes of "
-                         f"{plan.num_local_ranks}; this buffer is rank {topology.rank} of "
-                         f"{topology.num_ranks} in nodes "
-                         f"of {topology.num_local_ranks}: use it with the group that made it")
+                         f"{plan.num_local_ranks}; this buffer is rank {topology.rank} of {topology.num_ranks} in "
+                         f"nodes of {topology.num_local_ranks}: use it with the group that made it")
     return plan

@@ -119,10 +119,9 @@ class Reporter:
 
 def _summary(record: dict[str, Any]) -> str:
     return (
-        f"loss {record['train_loss']:.3f}  grad norm {record['grad_norm']:.2f}"
-        f"  {record['tokens_per_s']:,.0f} tok/s"
-        f"  dispatch {record['dispatch_s'] * 1e3:.0f} ms  combine {record['combine_s'] * 1e3:.0f} ms"
-        f"  imbalance {record['rank_imbalance']:.2f}"
+        f"loss {record['train_loss']:.3f}  grad norm {record['grad_norm']:.2f}  {record['tokens_per_s']:,.0f} tok/s  "
+        f"dispatch {record['dispatch_s'] * 1e3:.0f} ms  combine {record['combine_s'] * 1e3:.0f} ms  imbalance "
+        f"{record['rank_imbalance']:.2f}"
     )
 
 

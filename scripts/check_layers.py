@@ -38,8 +38,9 @@ LAYERS = {
     "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS),
     # Worlds of simulated ranks: above everything that a rank is made of.
     "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
+    "balance": ("common",),  # planners: integers in, integers out
     # errors.h: what a launch throws, turned into Python's exceptions.
-    "bindings": ("common", "layout", "kernels", "runtime", "sim", "arch/host/errors.h"),
+    "bindings": ("common", "layout", "kernels", "runtime", "sim", "balance", "arch/host/errors.h"),
 }
 # idle.h: one hint to the core that g++ has a builtin for on x86-64 only.
 ASSEMBLY_ALLOWED = ("csrc/arch/sm*", "csrc/transport/*/device*", "csrc/arch/host/idle.h")

@@ -195,6 +195,12 @@ def megatron(runner):
     return runner.pytest("tests/megatron", "not slow" if runner.quick else "")
 
 
+def docs(runner):
+    """The site, warnings as errors: dead links between pages and docstrings that do not render are failures."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html"]
+    return Result("FAILED" if runner.run(command)[0] else "passed")
+
+
 def slurm(runner):
     return runner.pytest("tests/slurm") if has_tests("tests/slurm") else Result("skipped", note="no tests")
 
@@ -210,6 +216,7 @@ STAGES = {
     "python": (python, 15, True),
     "megatron": (megatron, 15, True),
     "slurm": (slurm, 10, False),
+    "docs": (docs, 3, False),
 }
 
 

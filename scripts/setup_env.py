@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.13", "3.12", "3.11", "3.10")
 BUILD_REQUIREMENTS = ("setuptools>=77", "pybind11>=2.13,<4")
-DEFAULT_EXTRAS = "megatron,train,bench,test"
+DEFAULT_EXTRAS = "megatron,train,bench,docs,test"
 LOCK_TIMEOUT_S = 1800
 NEEDED_DISK_GB = 9
 STAMP_NAME = "hybrid_ep.json"
@@ -234,9 +234,8 @@ class Environment:
         start = time.monotonic()
         free_gb = shutil.disk_usage(str(self.folder)).free / 1e9
         if free_gb < NEEDED_DISK_GB and not torch_index:
-            raise SetupError(f"needs {NEEDED_DISK_GB} GB of disk for torch and its CUDA libraries, "
-                             f"{self.folder} has {free_gb:.1f} GB; free some, or set HYBRID_EP_TORCH_INDEX "
-                             "to an index of CPU wheels.")
+            raise SetupError(f"needs {NEEDED_DISK_GB} GB of disk for torch and its CUDA libraries, {self.folder} has "
+                             f"{free_gb:.1f} GB; free some, or set HYBRID_EP_TORCH_INDEX to an index of CPU wheels.")
         say("installing torch, megatron-core and the rest; the first time this downloads about 3 GB")
         if torch_index:
             self.install(["torch>=2.9"], ["--index-url", torch_index])

@@ -24,6 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/numeric.h"
 #include "common/obituary.h"
 
 namespace hep {
@@ -99,11 +100,22 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.poll_reset() };
 };
 
-// Optional: an Arch with one lane whose shared memory is plain memory may offer arithmetic on whole tiles. It
-// must give the same bits as the octets of roles/reduce.h. Specialised where it is offered.
+// Optional: an Arch with one lane whose shared memory is plain memory may offer arithmetic on whole tiles:
+// `static void add_row(const TileRow&, float* acc)`. It must give the same bits as the octets of roles/reduce.h.
+// Specialised where it is offered.
 template <class A>
 struct TileMath {
   static constexpr bool kOffered = false;
+};
+
+// One row of a sum over tiles of n elements.
+struct TileRow {
+  const void* row;  // n elements of `in`; null = zeros, the only row of its sum
+  void* out;        // n elements of `out_type`, written by the last row
+  DType in, out_type;
+  uint32_t n;
+  bool first, last, scaled;
+  float scale;
 };
 
 }  // namespace hep

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "arch/host/errors.h"
+#include "bindings/balance.h"
 #include "bindings/convert.h"
 #include "bindings/sim.h"
 #include "layout/headers.h"
@@ -241,5 +242,6 @@ PYBIND11_MODULE(_core, m) {
   hep::bind_plan(m);
   hep::bind_engine(m);
   hep::bind_sim(m);
+  hep::bind_balance(m);
   m.def("executors", &hep::Executor::names, "Names of the executors in this build.");
 }

@@ -21,6 +21,7 @@ struct ReduceRole {
   const bool leader;  // commits the bulk stores, hence waits for them
 
   static constexpr int kWidth = kWarps * A::kLanes;
+  static constexpr bool kWholeTiles = TileMath<A>::kOffered && kWidth == 1;
   static constexpr uint32_t kOutTileBytes = kSumTileElems * 4;
   static constexpr int kMaxOctets = kSumTileElems / kOctet / kWidth;
   float acc[kMaxOctets][kOctet];
@@ -48,11 +49,17 @@ struct ReduceRole {
       if (head.flags & SumHead::kStop) break;
       if (leader && head.peer && !(head.flags & SumHead::kChunkEnd))
         RailReceiver::consume(a, net, p.rail.geometry, p.rail.peers[head.peer - 1], head.chunk, head.chunk_stages);
-      add(head);
+      unsigned char* tile = out_tiles + parity * kOutTileBytes;
+      if constexpr (kWholeTiles) {
+        if (head.flags & SumHead::kLast) await_tile();
+        add_row(head, tile);
+      } else {
+        add(head);
+      }
       from.advance();
       from.release_warp(a);
       if (head.flags & SumHead::kLast) {
-        store(head, out_tiles + parity * kOutTileBytes);
+        store(head, tile);
         parity ^= 1;
         if (leader && (head.flags & SumHead::kChunkEnd)) send(head);
       }
@@ -67,12 +74,13 @@ struct ReduceRole {
   HEP_DEVICE DType in_type(const SumHead& h) const { return h.flags & SumHead::kWeights ? DType::kFp32 : in; }
   HEP_DEVICE DType out_type(const SumHead& h) const { return h.flags & SumHead::kWeights ? DType::kFp32 : out; }
 
+  HEP_DEVICE void add_row(const SumHead& h, unsigned char* tile) {
+    const void* row = h.flags & SumHead::kEmpty ? nullptr : from.data();
+    const bool first = h.flags & SumHead::kFirst, last = h.flags & SumHead::kLast, scaled = h.flags & SumHead::kScaled;
+    TileMath<A>::add_row(TileRow{row, tile, in_type(h), out_type(h), h.elems, first, last, scaled, h.scale},
+                         &acc[0][0]);
+  }
   HEP_DEVICE void add(const SumHead& head) {
-    if constexpr (TileMath<A>::kOffered && kWidth == 1) {
-      if (!(head.flags & SumHead::kEmpty))
-        return TileMath<A>::add(&acc[0][0], from.data(), in_type(head), head.elems, head.flags & SumHead::kFirst,
-                                head.flags & SumHead::kScaled, head.scale);
-    }
     switch (in_type(head)) {
       case DType::kBf16: return add_as<Bf16>(head);
       case DType::kFp16: return add_as<Fp16>(head);
@@ -97,11 +105,16 @@ struct ReduceRole {
     }
   }
 
-  HEP_DEVICE void store(const SumHead& head, unsigned char* tile) {
-    // The tile's previous store has been read out: only its leader can know.
+  // The tile's previous store has been read out: only its leader can know.
+  HEP_DEVICE void await_tile() {
     if (leader && kMutant != 15) a.template bulk_wait_read<1>();
     a.group_sync(group, kWarps);
-    write(head, tile);
+  }
+  HEP_DEVICE void store(const SumHead& head, unsigned char* tile) {
+    if constexpr (!kWholeTiles) {
+      await_tile();
+      write(head, tile);
+    }
     if (kMutant != 16) a.publish_shared();
     if (kMutant != 17) a.group_sync(group, kWarps);
     if (leader) {
@@ -110,8 +123,6 @@ struct ReduceRole {
     }
   }
   HEP_DEVICE void write(const SumHead& head, unsigned char* tile) {
-    if constexpr (TileMath<A>::kOffered && kWidth == 1)
-      return TileMath<A>::round(tile, &acc[0][0], out_type(head), head.elems);
     switch (out_type(head)) {
       case DType::kBf16: write_as<Bf16>(head, tile); break;
       case DType::kFp16: write_as<Fp16>(head, tile); break;

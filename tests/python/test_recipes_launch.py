@@ -91,8 +91,7 @@ def test_a_failing_rank_ends_the_job_and_is_shown_once():
 
 def test_the_first_of_several_errors_is_the_cause():
     behaviour = (
-        "time.sleep(0 if context.rank == 2 else 0.2)\n"
-        "raise RuntimeError(f'error of rank {context.rank}')"
+        "time.sleep(0 if context.rank == 2 else 0.2)\nraise RuntimeError(f'error of rank {context.rank}')"
     )
     code, output = finish(start(behaviour))
     assert code == 1 and "FAILED rank 2: RuntimeError: error of rank 2" in output

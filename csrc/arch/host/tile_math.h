@@ -11,20 +11,16 @@
 namespace hep {
 namespace host {
 
-// acc[i] = (first ? 0 : acc[i] +) scale * row[i]; `first` copies, as the first row of a sum does.
-void add_tile(float* acc, const void* row, DType type, size_t n, bool first, bool scaled, float scale);
-// out[i] = acc[i] rounded to nearest even.
-void round_tile(void* out, const float* acc, DType type, size_t n);
+// One row of a sum. The first starts it, the last rounds it (to nearest even) into `out`; between the two, `acc`
+// holds it in an order of its own. All rows of a sum have the same n, a multiple of 16 bytes in either type.
+void add_row(const TileRow& row, float* acc);
 
 }  // namespace host
 
 template <>
 struct TileMath<host::PlainFibers> {
   static constexpr bool kOffered = true;
-  static void add(float* acc, const void* row, DType type, size_t n, bool first, bool scaled, float scale) {
-    host::add_tile(acc, row, type, n, first, scaled, scale);
-  }
-  static void round(void* out, const float* acc, DType type, size_t n) { host::round_tile(out, acc, type, n); }
+  static void add_row(const TileRow& row, float* acc) { host::add_row(row, acc); }
 };
 
 }  // namespace hep

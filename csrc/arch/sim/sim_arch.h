@@ -131,8 +131,7 @@ static_assert(Arch<SimArch>);
 
 // Whole tiles at once: the lane owns the tile. Same operations on the same elements in the same order.
 struct SimTile {
-  static void add(float* acc, const void* row, DType type, uint32_t n, bool first, bool scaled, float scale);
-  static void round(void* out, const float* acc, DType type, uint32_t n);
+  static void add_row(const TileRow& row, float* acc);
 };
 
 }  // namespace hep::sim

@@ -1,49 +1,54 @@
 // Arithmetic of the reduce roles on the simulated machine; a timed one only charges for it.
+#include <algorithm>
+
 #include "arch/sim/sim_arch.h"
 
 namespace hep::sim {
 namespace {
 
 template <class T>
-void add_as(float* acc, const void* row, uint32_t n, bool first, bool scaled, float scale) {
-  const T* x = static_cast<const T*>(row);
-  for (uint32_t i = 0; i < n; ++i) {
+void add_as(const TileRow& r, float* acc) {
+  const T* x = static_cast<const T*>(r.row);
+  for (uint32_t i = 0; i < r.n; ++i) {
     float v = to_float(x[i]);
-    if (scaled) v *= scale;
-    acc[i] = first ? v : acc[i] + v;
+    if (r.scaled) v *= r.scale;
+    acc[i] = r.first ? v : acc[i] + v;
   }
 }
 
 template <class T>
-void round_as(void* out, const float* acc, uint32_t n) {
-  for (uint32_t i = 0; i < n; ++i) static_cast<T*>(out)[i] = from_float<T>(acc[i]);
+void round_as(const TileRow& r, const float* acc) {
+  for (uint32_t i = 0; i < r.n; ++i) static_cast<T*>(r.out)[i] = from_float<T>(acc[i]);
 }
 
 }  // namespace
 
-void SimTile::add(float* acc, const void* row, DType type, uint32_t n, bool first, bool scaled, float scale) {
+void SimTile::add_row(const TileRow& r, float* acc) {
   Lane& me = *Machine::running();
   Machine& m = *me.machine;
-  const uint64_t bytes = uint64_t(n) * dtype_bytes(type);
-  if (m.timed()) return m.spend(me, duration(bytes, m.config().costs.reduce_mbps));
-  m.read_shared(me, row, bytes, 16);
-  switch (type) {
-    case DType::kBf16: return add_as<Bf16>(acc, row, n, first, scaled, scale);
-    case DType::kFp16: return add_as<Fp16>(acc, row, n, first, scaled, scale);
-    case DType::kFp32: return add_as<float>(acc, row, n, first, scaled, scale);
+  const CostModel& costs = m.config().costs;
+  const uint64_t in_bytes = uint64_t(r.n) * dtype_bytes(r.in), out_bytes = uint64_t(r.n) * dtype_bytes(r.out_type);
+  if (m.timed()) {
+    if (r.row) m.spend(me, duration(in_bytes, costs.reduce_mbps));
+    if (r.last) m.spend(me, duration(4ull * r.n, costs.round_mbps));
+    return;
   }
-}
-
-void SimTile::round(void* out, const float* acc, DType type, uint32_t n) {
-  Lane& me = *Machine::running();
-  Machine& m = *me.machine;
-  const uint64_t bytes = uint64_t(n) * dtype_bytes(type);
-  if (m.timed()) return m.spend(me, duration(4ull * n, m.config().costs.round_mbps));
-  m.write_shared(me, out, bytes, 16);
-  switch (type) {
-    case DType::kBf16: return round_as<Bf16>(out, acc, n);
-    case DType::kFp16: return round_as<Fp16>(out, acc, n);
-    case DType::kFp32: return round_as<float>(out, acc, n);
+  if (r.row) {
+    m.read_shared(me, r.row, in_bytes, 16);
+    switch (r.in) {
+      case DType::kBf16: add_as<Bf16>(r, acc); break;
+      case DType::kFp16: add_as<Fp16>(r, acc); break;
+      case DType::kFp32: add_as<float>(r, acc); break;
+    }
+  } else {
+    std::fill_n(acc, r.n, 0.f);
+  }
+  if (!r.last) return;
+  m.write_shared(me, r.out, out_bytes, 16);
+  switch (r.out_type) {
+    case DType::kBf16: return round_as<Bf16>(r, acc);
+    case DType::kFp16: return round_as<Fp16>(r, acc);
+    case DType::kFp32: return round_as<float>(r, acc);
   }
 }
 

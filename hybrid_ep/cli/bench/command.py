@@ -65,7 +65,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-J", "--json", metavar="FILE", help="write everything, raw samples included")
     group.add_argument("-T", "--timeout", type=float, default=600.0, help="seconds for the whole run")
     group.add_argument("-M", "--memory", action="store_true", help="report peak resident memory")
-    group.add_argument("--heap", choices=heap.MODES, default="warm", help="keep freed memory in the process, or not")
+    group.add_argument("--heap", choices=heap.MODES, default="default", help="warm: keep freed memory in the process")
     group.add_argument("--threads", type=int, help="torch threads a rank  (default: cores / ranks)")
 
 

@@ -1,16 +1,16 @@
-"""Whether results land in memory that is already there.
+"""Whether every implementation's results land in memory that is already there.
 
 PyTorch's CPU allocator is malloc, and glibc's malloc takes every large block fresh from the kernel and gives it back:
-each iteration then pays for page faults and zeroing, which under a hypervisor can exceed the exchange itself and vary
-tenfold. A GPU's caching allocator has no such cost. `warm` keeps freed memory in the process, for all implementations
-alike; `default` measures with malloc as it is.
+each iteration then pays for page faults and zeroing, which under a hypervisor can exceed the exchange itself. A GPU's
+caching allocator has no such cost. `default` is malloc as users have it (hybrid_ep recycles its own large results, its
+peers do not); `warm` keeps freed memory in the process, for all alike, and so compares the exchanges alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-MODES = ("warm", "default")
+MODES = ("default", "warm")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # <malloc.h>
 
 

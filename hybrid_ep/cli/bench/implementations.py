@@ -199,7 +199,7 @@ class Reference(BufferImplementation):
 
     name = "reference"
     wire = None  # every rank gathers everything
-    max_gathered_bytes: ClassVar[int] = 128 << 20
+    max_gathered_bytes: ClassVar[int] = 1 << 30
 
     @classmethod
     def unavailable(cls, setting: Setting) -> str | None:

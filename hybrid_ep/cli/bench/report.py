@@ -132,9 +132,8 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str]) 
     bottleneck = "rail (between nodes)" if nodes > 1 else "node (between ranks of the node)"
     yield (
         f"# hybrid-ep bench {environment['version']}  EP {config.num_ranks} ({nodes} nodes x {local} ranks)  "
-        f"hidden {config.hidden}  topk {config.topk}/{config.num_experts}  {config.dtype}/{config.dtype}  "
-        f"routing {routing}  ragged {config.ragged}  {'permute' if config.permute else 'no permute'}  "
-        f"seed {config.seed}"
+        f"hidden {config.hidden}  topk {config.topk}/{config.num_experts}  {config.dtype}/{config.dtype}  routing "
+        f"{routing}  ragged {config.ragged}  {'permute' if config.permute else 'no permute'}  seed {config.seed}"
     )
     yield (
         f"# machine: {environment['cpu_model']}, {environment['cores']} cores  torch {environment['torch']}  "
@@ -237,9 +236,8 @@ def limit_lines(config: Config, result: CaseResult, rows: list[Row]) -> Iterator
     for limit in limits(config, result, rows):
         yield (
             f"# {limit['implementation']} {limit['op']}: {limit['floor_share']:.1%} of the memcpy limit "
-            f"(inputs read once, outputs written once: {limit['floor_us']:.0f} us); "
-            f"{limit['staged_share']:.1%} with the rail and receive rows of the hierarchical path "
-            f"({limit['staged_us']:.0f} us)"
+            f"(inputs read once, outputs written once: {limit['floor_us']:.0f} us); {limit['staged_share']:.1%} with "
+            f"the rail and receive rows of the hierarchical path ({limit['staged_us']:.0f} us)"
         )
 
 

@@ -1,0 +1,221 @@
+// A fresh placement: replicas where a replica's share is largest (optimal for the fullest slot), the largest share
+// first to the emptiest rank that lacks the expert, then swaps with the fullest rank until none helps.
+#include "balance/placement.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace hep::balance {
+namespace {
+
+void require(bool ok, const char* name, int64_t value, const char* remedy) {
+  if (!ok) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + " " + remedy);
+}
+
+}  // namespace
+
+void PlacementShape::validate() const {
+  require(num_experts >= 1, "num_experts", num_experts, "must be at least 1");
+  require(num_ranks >= 1, "num_ranks", num_ranks, "must be at least 1");
+  require(num_nodes >= 1 && num_ranks % num_nodes == 0, "num_nodes", num_nodes, "must divide num_ranks");
+  require(num_slots >= num_experts && num_slots % num_ranks == 0, "num_slots", num_slots,
+          "must be a multiple of num_ranks and at least num_experts");
+  require(int64_t(num_slots) <= int64_t(num_experts) * num_ranks, "num_slots", num_slots,
+          "is more than one of each expert a rank: give fewer slots");
+  if (!num_groups) return;
+  require(num_groups > 0 && num_experts % num_groups == 0, "num_groups", num_groups, "must divide num_experts");
+  require(num_groups % num_nodes == 0, "num_groups", num_groups, "must be a multiple of num_nodes");
+  require(int64_t(num_slots) <= int64_t(num_experts) * (num_ranks / num_nodes), "num_slots", num_slots,
+          "is more than one of each of a node's experts a rank: give fewer slots, or num_groups 0");
+}
+
+Placer::Placer(const PlacementShape& shape) : shape_(shape), per_rank_(shape.num_slots / shape.num_ranks) {
+  weight_.resize(shape.num_experts), count_.resize(shape.num_experts), where_.resize(shape.num_experts);
+  load_.resize(shape.num_ranks), used_.resize(shape.num_ranks), slots_.resize(shape.num_slots), size_.resize(shape.num_slots);
+  has_.resize(size_t(shape.num_ranks) * shape.num_experts);
+}
+
+void Placer::put(int rank, int slot, int expert) {
+  slots_[slot] = expert;
+  has_[size_t(rank) * shape_.num_experts + expert] = 1;
+  load_[rank] += share(expert);
+}
+
+// Experts of two slots on different ranks change places.
+void Placer::swap(int slot, int other) {
+  const int x = slots_[slot], y = slots_[other], a = rank_of(slot), b = rank_of(other);
+  has_[size_t(a) * shape_.num_experts + x] = has_[size_t(b) * shape_.num_experts + y] = 0;
+  load_[a] -= share(x), load_[b] -= share(y);
+  put(a, slot, y);
+  put(b, other, x);
+}
+
+void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_replicas) {
+  for (int e : experts) count_[e] = 1;
+  for (int n = num_slots - int(experts.size()); n > 0; --n) {
+    int best = -1;
+    int64_t top = -1;
+    for (int e : experts) {
+      if (count_[e] == max_replicas) continue;
+      const int64_t s = share(e);
+      if (s > top || (s == top && count_[e] < count_[best])) best = e, top = s;
+    }
+    ++count_[best];
+  }
+}
+
+// No rank with a free slot lacks the expert: a full one that lacks it hands one of its own over.
+void Placer::make_room(int expert, int first_rank, int num_ranks) {
+  int open = -1, full = -1;
+  for (int r = first_rank; r < first_rank + num_ranks; ++r) {
+    int& best = used_[r] < per_rank_ ? open : full;
+    if ((used_[r] == per_rank_ && holds(r, expert)) || (best >= 0 && load_[r] >= load_[best])) continue;
+    best = r;
+  }
+  int give = -1;  // exists: the full rank holds more experts than the open one
+  for (int i = full * per_rank_; i < (full + 1) * per_rank_; ++i)
+    if (!holds(open, slots_[i]) && (give < 0 || share(slots_[i]) < share(slots_[give]))) give = i;
+  const int moved = slots_[give];
+  has_[size_t(full) * shape_.num_experts + moved] = 0;
+  load_[full] -= share(moved);
+  put(open, open * per_rank_ + used_[open]++, moved);
+  put(full, give, expert);
+}
+
+void Placer::pack(const std::vector<int>& experts, int first_rank, int num_ranks) {
+  order_.clear();
+  for (int e : experts) order_.emplace_back(-share(e), e);
+  std::sort(order_.begin(), order_.end());
+  for (const auto& [_, e] : order_)
+    for (int copy = 0; copy < count_[e]; ++copy) {
+      int best = -1;
+      for (int r = first_rank; r < first_rank + num_ranks; ++r)
+        if (used_[r] < per_rank_ && !holds(r, e) && (best < 0 || load_[r] < load_[best])) best = r;
+      if (best < 0)
+        make_room(e, first_rank, num_ranks);
+      else
+        put(best, best * per_rank_ + used_[best]++, e);
+    }
+}
+
+// The swap of the fullest rank with one of a load under `below` that leaves the lowest pair, or the first good enough.
+bool Placer::swap_down(int hot, int first_rank, int num_ranks, int64_t below, int64_t good) {
+  const int last_rank = first_rank + num_ranks;
+  int64_t lowest = load_[hot];
+  int from = -1, to = -1;
+  for (int i = hot * per_rank_; i < (hot + 1) * per_rank_ && lowest > good; ++i)
+    for (int r = first_rank; r < last_rank && lowest > good; ++r) {
+      // Only a share between these two bounds brings the pair below `lowest`.
+      const int64_t least = size_[i] - (lowest - load_[r]), most = size_[i] - (load_[hot] - lowest);
+      if (load_[r] >= below || least >= most || holds(r, slots_[i])) continue;
+      for (int j = r * per_rank_; j < (r + 1) * per_rank_; ++j) {
+        if (size_[j] <= least || size_[j] >= most || holds(hot, slots_[j])) continue;
+        const int64_t d = size_[i] - size_[j], pair = std::max(load_[hot] - d, load_[r] + d);
+        if (pair < lowest) lowest = pair, from = i, to = j;
+      }
+    }
+  if (from < 0) return false;
+  swap(from, to);
+  std::swap(size_[from], size_[to]);
+  return true;
+}
+
+// The fullest of all ranks that a replica of `expert` in place of what `slot` holds would change.
+int64_t Placer::fullest_with(int slot, int expert) const {
+  const int rank = rank_of(slot), old = slots_[slot];
+  const int64_t rise = share_of(old, count_[old] - 1) - share(old);
+  const int64_t fall = share(expert) - share_of(expert, count_[expert] + 1);
+  int64_t most = load_[rank] - share(old) + share(expert) - fall;
+  for (int r : where_[old])
+    if (r != rank) most = std::max(most, load_[r] + rise - (holds(r, expert) ? fall : 0));
+  for (int r : where_[expert])
+    if (!holds(r, old)) most = std::max(most, load_[r] - fall);
+  return most;
+}
+
+// One more replica of an expert of the fullest rank, at the expense of an expert that keeps another.
+bool Placer::replica_down(int hot, int first_rank, int num_ranks) {
+  index_ranks();
+  Move best;
+  int64_t lowest = load_[hot];
+  for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) {
+    if (count_[slots_[i]] < 2) continue;
+    for (int k = hot * per_rank_; k < (hot + 1) * per_rank_; ++k) {
+      if (holds(rank_of(i), slots_[k])) continue;
+      const int64_t most = fullest_with(i, slots_[k]);
+      if (most < lowest) lowest = most, best.slot = i, best.expert = slots_[k];
+    }
+  }
+  if (best.slot < 0) return false;
+  apply(best);
+  for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) size_[i] = share(slots_[i]);
+  return true;
+}
+
+void Placer::index_ranks() {
+  for (auto& ranks : where_) ranks.clear();
+  for (int i = 0; i < shape_.num_slots; ++i)
+    if (slots_[i] >= 0) where_[slots_[i]].push_back(rank_of(i));
+}
+
+// The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end.
+void Placer::refine(int first_rank, int num_ranks) {
+  const int64_t sum = std::accumulate(&load_[first_rank], &load_[first_rank] + num_ranks, int64_t(0));
+  const int64_t mean = sum / num_ranks, good = mean + mean / 5'000;
+  for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) size_[i] = share(slots_[i]);
+  for (int round = 0; round < 4 * num_ranks; ++round) {
+    const int hot = int(std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks) - load_.data());
+    if (load_[hot] <= good) return;
+    if (!swap_down(hot, first_rank, num_ranks, mean, good) && !replica_down(hot, first_rank, num_ranks) &&
+        !swap_down(hot, first_rank, num_ranks, load_[hot], good))
+      return;
+  }
+}
+
+void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ranks) {
+  replicate(experts, num_ranks * per_rank_, num_ranks);
+  pack(experts, first_rank, num_ranks);
+  refine(first_rank, num_ranks);
+}
+
+// Groups to nodes: as many on each, the heaviest first to the lightest node with room.
+std::vector<std::vector<int>> Placer::groups_to_nodes() const {
+  const int G = shape_.num_groups, N = shape_.num_nodes, size = shape_.num_experts / G;
+  std::vector<std::pair<int64_t, int>> groups(G);
+  for (int g = 0; g < G; ++g)
+    groups[g] = {-std::accumulate(&weight_[g * size], &weight_[g * size] + size, int64_t(0)), g};
+  std::sort(groups.begin(), groups.end());
+  std::vector<int64_t> load(N);
+  std::vector<std::vector<int>> experts(N);
+  for (const auto& [negative, g] : groups) {
+    int best = -1;
+    for (int n = 0; n < N; ++n)
+      if (int(experts[n].size()) < shape_.num_experts / N && (best < 0 || load[n] < load[best])) best = n;
+    load[best] -= negative;
+    for (int e = g * size; e < (g + 1) * size; ++e) experts[best].push_back(e);
+  }
+  for (auto& list : experts) std::sort(list.begin(), list.end());
+  return experts;
+}
+
+void Placer::fresh(const int64_t* load, int32_t* phy2log) {
+  std::copy(load, load + shape_.num_experts, weight_.begin());
+  std::fill(has_.begin(), has_.end(), 0);
+  std::fill(load_.begin(), load_.end(), 0);
+  std::fill(used_.begin(), used_.end(), 0);
+  std::fill(slots_.begin(), slots_.end(), -1);
+  if (shape_.num_groups) {
+    const int ranks = shape_.num_ranks / shape_.num_nodes;
+    const auto nodes = groups_to_nodes();
+    for (int n = 0; n < shape_.num_nodes; ++n) spread(nodes[n], n * ranks, ranks);
+  } else {
+    std::vector<int> all(shape_.num_experts);
+    std::iota(all.begin(), all.end(), 0);
+    spread(all, 0, shape_.num_ranks);
+  }
+  std::copy(slots_.begin(), slots_.end(), phy2log);
+}
+
+}  // namespace hep::balance

@@ -1,0 +1,72 @@
+// Where experts and their replicas live until the next placement: for offline plans and for the slow loop. Even split
+// of an expert's load over its replicas, no two replicas of an expert on one rank. Integers and fixed tie-breaks.
+// hybrid_ep/balance/twin_placement.py is the same algorithm to read.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace hep::balance {
+
+// num_groups == 0: experts go anywhere. Otherwise each group of experts stays on one node (hierarchical).
+struct PlacementShape {
+  int num_experts = 1, num_slots = 1, num_groups = 0, num_nodes = 1, num_ranks = 1;
+
+  void validate() const;  // std::invalid_argument
+};
+
+// One layer at a time; scratch is kept between layers.
+class Placer {
+ public:
+  explicit Placer(const PlacementShape& shape);
+
+  // load[E] >= 0 with a sum below 2^40. phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
+  void fresh(const int64_t* load, int32_t* phy2log);
+
+  // Changes a legal placement by single replicas and pair swaps, the most gain a changed slot first, until no rank is
+  // more than target_ppm above the mean, max_moves slots have changed, or nothing helps.
+  void improve(const int64_t* load, int64_t target_ppm, int64_t max_moves, int32_t* phy2log);
+
+ private:
+  struct Move {
+    int64_t gain = 0;
+    int slots = 1, slot = -1, other = -1, expert = -1;  // a replica of `expert` into slot, or slot <-> other
+  };
+
+  void spread(const std::vector<int>& experts, int first_rank, int num_ranks);
+  void replicate(const std::vector<int>& experts, int num_slots, int max_replicas);
+  void pack(const std::vector<int>& experts, int first_rank, int num_ranks);
+  void make_room(int expert, int first_rank, int num_ranks);
+  void refine(int first_rank, int num_ranks);
+  bool swap_down(int hot, int first_rank, int num_ranks, int64_t below, int64_t good);
+  bool replica_down(int hot, int first_rank, int num_ranks);
+  int64_t fullest_with(int slot, int expert) const;
+  void index_ranks();
+  std::vector<std::vector<int>> groups_to_nodes() const;
+  void put(int rank, int slot, int expert);
+  void swap(int slot, int other);
+  void adopt(const int32_t* phy2log);
+  bool may_host(int slot, int expert) const;
+  int64_t share(int expert) const { return share_of(expert, count_[expert]); }
+  int64_t share_of(int expert, int count) const { return (weight_[expert] << kShareBits) / count; }
+  int64_t excess(int64_t load) const { return load > limit_ ? load - limit_ : 0; }
+  int rank_of(int slot) const { return slot / per_rank_; }
+  int64_t gain_of_replica(int slot, int expert) const;
+  int64_t gain_of_swap(int slot, int other) const;
+  Move best_move(int64_t max_slots) const;
+  void apply(const Move& move);
+  bool holds(int rank, int expert) const { return has_[std::size_t(rank) * shape_.num_experts + expert]; }
+
+  static constexpr int kShareBits = 16;  // an even share of a load, to 1/65536 token
+  PlacementShape shape_;
+  int per_rank_;
+  int64_t limit_ = 0;
+  std::vector<int64_t> weight_, load_, size_;   // size_: share of the expert in each slot, for swaps
+  std::vector<int32_t> count_, slots_, used_;
+  std::vector<unsigned char> has_;              // [ranks, experts]
+  std::vector<std::vector<int32_t>> where_;     // ranks of each expert, ascending; for replica moves
+  std::vector<std::pair<int64_t, int>> order_;  // (share, expert), largest first
+};
+
+}  // namespace hep::balance

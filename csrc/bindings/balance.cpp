@@ -1,0 +1,88 @@
+// Arrays come as addresses of contiguous memory; hybrid_ep/balance checks shapes and types before they get here.
+#include "bindings/balance.h"
+
+#include <pybind11/stl.h>
+
+#include "balance/microbatch.h"
+#include "balance/placement.h"
+#include "bindings/convert.h"
+
+namespace py = pybind11;
+
+namespace hep {
+namespace {
+
+using balance::MicrobatchPlanner;
+using balance::MicrobatchShape;
+
+balance::Strategy parse_strategy(const std::string& name) {
+  if (name == "best") return balance::Strategy::kBest;
+  if (name == "alias") return balance::Strategy::kAlias;
+  if (name == "best_fit") return balance::Strategy::kBestFit;
+  throw std::invalid_argument("strategy: '" + name + "' must be 'best', 'alias' or 'best_fit'");
+}
+
+MicrobatchShape make_shape(int num_ranks, int num_experts, int spare_slots, int num_nodes, bool within_node,
+                           int64_t epsilon_ppm, int64_t skip_below_ppm, int64_t min_chunk, int64_t instance_cost,
+                           int64_t tile, int64_t fan_out, const std::string& strategy) {
+  MicrobatchShape s{num_ranks,   num_experts,   spare_slots,   num_nodes,
+                    within_node, epsilon_ppm,   skip_below_ppm, min_chunk,
+                    instance_cost, tile,        fan_out,       parse_strategy(strategy)};
+  s.validate();
+  return s;
+}
+
+py::tuple plan(MicrobatchPlanner& planner, uint64_t counts, uint64_t home, uint64_t slot_expert, uint64_t slot_tokens) {
+  const auto r = planner.plan(pointer<const int64_t>(counts), pointer<const int32_t>(home),
+                              pointer<int32_t>(slot_expert), pointer<int64_t>(slot_tokens));
+  return py::make_tuple(r.num_copies, r.max_cost_before, r.max_cost, r.target);
+}
+
+}  // namespace
+
+void bind_balance(py::module_& m) {
+  py::class_<MicrobatchShape>(m, "MicrobatchShape", "What does not change between micro-batches; balance/microbatch.h.")
+      .def(py::init(&make_shape), py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("spare_slots"),
+           py::arg("num_nodes"), py::arg("within_node"), py::arg("epsilon_ppm"), py::arg("skip_below_ppm"),
+           py::arg("min_chunk"), py::arg("instance_cost"), py::arg("tile"), py::arg("fan_out"), py::arg("strategy"));
+  py::class_<MicrobatchPlanner>(m, "MicrobatchPlanner", "Clones and quotas of one micro-batch.")
+      .def(py::init<const MicrobatchShape&>())
+      .def("plan", &plan, "(copies, largest cost before, after, target)");
+  m.def("share_of_source", [](const MicrobatchShape& shape, uint64_t counts, uint64_t home, uint64_t slot_expert,
+                              uint64_t slot_tokens, int source, uint64_t take) {
+    balance::share_of_source(shape, pointer<const int64_t>(counts), pointer<const int32_t>(home),
+                             pointer<const int32_t>(slot_expert), pointer<const int64_t>(slot_tokens), source,
+                             pointer<int64_t>(take));
+  });
+  m.def(
+      "place_layers",
+      [](uint64_t load, int num_layers, int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks,
+         uint64_t phy2log) {
+        const balance::PlacementShape s{num_experts, num_slots, num_groups, num_nodes, num_ranks};
+        s.validate();
+        py::gil_scoped_release release;
+        balance::Placer placer(s);
+        for (int l = 0; l < num_layers; ++l)
+          placer.fresh(pointer<const int64_t>(load) + int64_t(l) * num_experts,
+                       pointer<int32_t>(phy2log) + int64_t(l) * num_slots);
+      },
+      py::kw_only(), py::arg("load"), py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"),
+      py::arg("num_groups"), py::arg("num_nodes"), py::arg("num_ranks"), py::arg("phy2log"));
+  m.def(
+      "improve_layers",
+      [](uint64_t load, int num_layers, int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks,
+         int64_t target_ppm, int64_t max_moves, uint64_t phy2log) {
+        const balance::PlacementShape s{num_experts, num_slots, num_groups, num_nodes, num_ranks};
+        s.validate();
+        py::gil_scoped_release release;
+        balance::Placer placer(s);
+        for (int l = 0; l < num_layers; ++l)
+          placer.improve(pointer<const int64_t>(load) + int64_t(l) * num_experts, target_ppm, max_moves,
+                         pointer<int32_t>(phy2log) + int64_t(l) * num_slots);
+      },
+      py::kw_only(), py::arg("load"), py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"),
+      py::arg("num_groups"), py::arg("num_nodes"), py::arg("num_ranks"), py::arg("target_ppm"), py::arg("max_moves"),
+      py::arg("phy2log"));
+}
+
+}  // namespace hep

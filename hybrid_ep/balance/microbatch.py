@@ -1,0 +1,188 @@
+"""Exact balancing of one micro-batch of one layer: counts after the router -> clones in spare slots.
+
+    plan = plan_microbatch(counts, spare_slots=1)      # the same on every rank, bit for bit
+    take = plan.share_of_source(rank)                  # how many of my tokens go to which clone
+
+The arithmetic is `csrc/balance/microbatch.cpp`; `twin_microbatch.py` is the same algorithm to read, and
+tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hybrid_ep import _core
+from hybrid_ep.balance import bounds
+
+PPM = 1_000_000
+STRATEGIES = ("best", "alias", "best_fit")
+
+
+def default_home(num_experts: int, num_ranks: int) -> np.ndarray:
+    """int32 [num_experts]: contiguous homes, num_experts / num_ranks experts a rank."""
+    if num_experts % num_ranks:
+        raise ValueError(f"home: {num_experts} experts do not divide among {num_ranks} ranks: give home=")
+    return np.repeat(np.arange(num_ranks, dtype=np.int32), num_experts // num_ranks)
+
+
+@dataclass(frozen=True)
+class MicrobatchOptions:
+    """What a planner may spend and must keep; see `plan_microbatch` for the meaning of each."""
+
+    spare_slots: int = 1
+    num_nodes: int = 1
+    within_node: bool = False
+    epsilon: float = 0.01
+    min_chunk: int = 1
+    skip_below: float = 0.03
+    instance_cost: int = 0
+    tile: int = 1
+    fan_out: int | None = None
+    strategy: str = "best"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("epsilon", 0, 1), ("skip_below", 0, 1e6)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}: give a fraction from {low} to {high:g}")
+        if self.fan_out is not None and self.fan_out < 1:
+            raise ValueError(f"fan_out is {self.fan_out!r}: give the most clones a rank pushes, or None for no limit")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy is {self.strategy!r}: choose one of {', '.join(STRATEGIES)}")
+
+    @property
+    def epsilon_ppm(self) -> int:
+        return round(self.epsilon * PPM)
+
+    @property
+    def skip_below_ppm(self) -> int:
+        return round(self.skip_below * PPM)
+
+    def shape(self, num_ranks: int, num_experts: int) -> Any:
+        """The core's view, which checks the rest. ValueError names what is wrong."""
+        return _core.MicrobatchShape(
+            num_ranks=num_ranks, num_experts=num_experts, spare_slots=self.spare_slots, num_nodes=self.num_nodes,
+            within_node=self.within_node, epsilon_ppm=self.epsilon_ppm, skip_below_ppm=self.skip_below_ppm,
+            min_chunk=self.min_chunk, instance_cost=self.instance_cost, tile=self.tile, fan_out=self.fan_out or 0,
+            strategy=self.strategy,
+        )
+
+
+@dataclass(frozen=True)
+class MicrobatchPlan:
+    """Where clones go and what each takes.
+
+    slot_expert int32 [R, S]: logical expert cloned to spare slot S of rank R, -1 for an empty slot.
+    slot_tokens int64 [R, S]: tokens of the group that this clone computes; its home computes the rest.
+    counts int64 [R, E], home int32 [E]: what was planned for.
+    target: cost in tokens that the planner aimed at, per rank.
+    """
+
+    slot_expert: np.ndarray
+    slot_tokens: np.ndarray
+    counts: np.ndarray
+    home: np.ndarray
+    options: MicrobatchOptions
+    target: int = 0
+    _shape: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_copies(self) -> int:
+        """Clones in the plan: weights that have to be pushed."""
+        return int((self.slot_expert >= 0).sum())
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_copies == 0
+
+    def tokens_of_ranks(self, balanced: bool = True) -> np.ndarray:
+        """int64 [R]: tokens each rank computes, with the plan or (balanced=False) without."""
+        total = self.counts.sum(axis=0)
+        load = np.bincount(self.home, weights=total, minlength=len(self.counts)).astype(np.int64)
+        if balanced:
+            used = self.slot_expert >= 0
+            load += np.where(used, self.slot_tokens, 0).sum(axis=1)
+            np.subtract.at(load, self.home[self.slot_expert[used]], self.slot_tokens[used])
+        return load
+
+    def imbalance(self, balanced: bool = True) -> float:
+        """(max - mean) / mean of tokens over ranks; 0 when there are none."""
+        return imbalance_ratio(self.tokens_of_ranks(balanced))
+
+    def bound(self) -> float:
+        """Imbalance no plan under these options can beat: whole tokens, and domains when confined to nodes."""
+        load = self.tokens_of_ranks(balanced=False)
+        num_nodes = self.options.num_nodes if self.options.within_node else 1
+        mean = load.sum() / len(load)
+        return bounds.confined(load, num_nodes) / mean - 1 if mean else 0.0
+
+    def share_of_source(self, source: int) -> np.ndarray:
+        """int64 [R, S]: how many of `source`'s tokens go to the clone in each slot; the rest go home.
+
+        Local clones first, then clones and sources of one node, then the rest in rank order. Summed over
+        sources this is `slot_tokens`.
+        """
+        if not 0 <= source < len(self.counts):
+            raise ValueError(f"source is {source}: give a rank from 0 to {len(self.counts) - 1}")
+        take = np.empty_like(self.slot_tokens)
+        shape = self._shape or self.options.shape(*self.counts.shape)
+        _core.share_of_source(shape, self.counts.ctypes.data, self.home.ctypes.data, self.slot_expert.ctypes.data,
+                              self.slot_tokens.ctypes.data, source, take.ctypes.data)
+        return take
+
+
+def imbalance_ratio(load: np.ndarray) -> float:
+    """(max - mean) / mean of a vector of loads; 0 for none at all."""
+    mean = float(np.mean(load)) if len(load) else 0.0
+    return float(np.max(load)) / mean - 1 if mean > 0 else 0.0
+
+
+class MicrobatchPlanner:
+    """A planner for micro-batches of one shape; keeps its scratch memory. Not for two threads at once."""
+
+    def __init__(self, num_ranks: int, num_experts: int, home: Any = None, **options: Any) -> None:
+        self.options = MicrobatchOptions(**options)
+        self._shape = self.options.shape(num_ranks, num_experts)
+        self._core = _core.MicrobatchPlanner(self._shape)
+        self._dims = (num_ranks, num_experts)
+        given = default_home(num_experts, num_ranks) if home is None else home
+        self.home = np.ascontiguousarray(given, dtype=np.int32)
+        if self.home.shape != (num_experts,):
+            raise ValueError(f"home has shape {self.home.shape}: give the rank of each of the {num_experts} experts")
+
+    def plan(self, counts: Any) -> MicrobatchPlan:
+        """counts: integers [R, E], numpy or CPU tensor. Returns the plan; raises ValueError for a bad count."""
+        counts = np.ascontiguousarray(counts)
+        if counts.shape != self._dims or counts.dtype.kind not in "iu":
+            raise ValueError(f"counts is {counts.dtype} {counts.shape}: give integers of shape {self._dims}, "
+                             "[ranks, experts]")
+        counts = counts.astype(np.int64, copy=False)
+        slots = (self._dims[0], self.options.spare_slots)
+        expert, tokens = np.empty(slots, np.int32), np.empty(slots, np.int64)
+        target = self._core.plan(counts.ctypes.data, self.home.ctypes.data, expert.ctypes.data, tokens.ctypes.data)[3]
+        return MicrobatchPlan(expert, tokens, counts, self.home, self.options, target, self._shape)
+
+
+def plan_microbatch(counts: Any, home: Any = None, spare_slots: int = 1, num_nodes: int = 1,
+                    **options: Any) -> MicrobatchPlan:
+    """Clones and quotas that level one micro-batch of one layer. Pure: equal input, equal plan, on any rank.
+
+    counts: integers [R, E], tokens of source rank r routed to logical expert e (known to all ranks).
+    home: rank of each expert [E]; default contiguous. spare_slots: slots for clones on every rank.
+    num_nodes: NVLink domains, ranks in consecutive blocks; sources prefer clones of their own.
+    within_node: clones only on ranks of the home's domain.
+    epsilon: how far above the mean a rank may end, as a fraction. 0 levels to the token, with at most R - 1 clones.
+    min_chunk: tokens, the least worth a clone. skip_below: imbalance under which the plan is empty.
+    instance_cost, tile: an expert with n > 0 tokens costs instance_cost + n rounded up to tiles, in tokens; costs
+        are levelled, and clones take whole tiles where they do not take a whole expert.
+    fan_out: most clones that one rank pushes.
+    strategy: "best" of the two constructions, or one: "alias", "best_fit".
+    """
+    shape = np.shape(counts)
+    if len(shape) != 2:
+        raise ValueError(f"counts has shape {tuple(shape)}: give [ranks, experts]")
+    planner = MicrobatchPlanner(*shape, home=home, spare_slots=spare_slots, num_nodes=num_nodes, **options)
+    return planner.plan(counts)

@@ -1,0 +1,160 @@
+"""The micro-batch planner in plain Python: what csrc/balance/microbatch.cpp and share.cpp compute, to be read.
+
+Not fast and not used in training. Tests require both to agree on every slot and every token.
+"""
+
+from __future__ import annotations
+
+PPM = 1_000_000
+
+
+def plan(counts, home, options):
+    """(slot_expert, slot_tokens): lists [R][S] for counts [R][E], home [E] and `MicrobatchOptions`."""
+    num_ranks, spare = len(counts), options.spare_slots
+    total = [sum(column) for column in zip(*counts, strict=True)]
+    slots = [[-1] * spare for _ in range(num_ranks)], [[0] * spare for _ in range(num_ranks)]
+    start = _Draft(total, home, num_ranks, options)
+    if not spare or max(start.load) <= start.mean + start.mean * options.skip_below_ppm // PPM:
+        return slots
+    drafts = []
+    for name in ("alias", "best_fit"):
+        if options.strategy in ("best", name):
+            drafts.append(_Draft(total, home, num_ranks, options))
+            drafts[-1].construct(name)
+    if options.strategy == "best" and all(max(d.load) > d.target for d in drafts):
+        drafts.append(_retry(total, home, num_ranks, options))
+    # Below the target all is equal, and fewer clones are better; min keeps the first of equals.
+    best = min(drafts, key=lambda d: (max(max(d.load), d.target), len(d.clones)))
+    if max(best.load) >= max(start.load):
+        return slots
+    for expert, rank, slot, tokens in best.clones:
+        slots[0][rank][slot], slots[1][rank][slot] = expert, tokens
+    return slots
+
+
+def _retry(total, home, num_ranks, options):
+    """The third rule at five aims, from the target down to epsilon 0: the first that reaches the target, or
+    the best."""
+    best = None
+    for part in (4, 3, 2, 1, 0):
+        draft = _Draft(total, home, num_ranks, options)
+        if part < 4 and draft.target == draft.exact:
+            break
+        draft.aim = draft.exact + (draft.target - draft.exact) * part // 4
+        draft.construct("largest")
+        if best is None or max(draft.load) < max(best.load):
+            best = draft
+        if max(best.load) <= best.target:
+            break
+    return best
+
+
+class _Draft:
+    """One construction: what each home still has, what each rank costs, the clones so far."""
+
+    def __init__(self, total, home, num_ranks, options):
+        self.o, self.left, self.home, self.num_ranks = options, list(total), home, num_ranks
+        self.per_node = num_ranks // options.num_nodes
+        self.experts = [[e for e, h in enumerate(home) if h == r] for r in range(num_ranks)]
+        self.load = [sum(self.cost(total[e]) for e in mine) for mine in self.experts]
+        self.used, self.pushed, self.clones = [0] * num_ranks, [0] * num_ranks, []
+        self.max_clones = num_ranks - 1 if options.epsilon_ppm == 0 else num_ranks * options.spare_slots
+        # The fullest domain sets the pace: its mean, with the fixed cost of the clones that level it.
+        size = self.per_node if options.within_node else num_ranks
+        sums = [sum(self.load[base:base + size]) for base in range(0, num_ranks, size)]
+        self.mean = max(-(-s // size) for s in sums)
+        self.target = max(-(-(s + options.instance_cost * (size - 1)) // size) for s in sums)
+        self.exact = self.target
+        self.target += self.target * options.epsilon_ppm // PPM
+        self.aim = self.target  # where ranks are levelled to
+
+    def cost(self, tokens):
+        """What an expert with that many tokens costs its rank, in tokens."""
+        tile = self.o.tile
+        return self.o.instance_cost + -(-tokens // tile) * tile if tokens > 0 else 0
+
+    def room(self, rank):
+        """Whole tiles of tokens that still fit below the aim, 0 without a free slot."""
+        slack = self.aim - self.load[rank] - self.o.instance_cost
+        if self.used[rank] == self.o.spare_slots or slack < max(self.o.min_chunk, self.o.tile):
+            return 0
+        return slack // self.o.tile * self.o.tile
+
+    def receivers(self, donor):
+        """Ranks that can take tokens of `donor`, the emptiest first."""
+        node = donor // self.per_node
+        ranks = [r for r in range(self.num_ranks) if not self.o.within_node or r // self.per_node == node]
+        return sorted((r for r in ranks if self.room(r) > 0), key=lambda r: (self.load[r], r))
+
+    def construct(self, rule):
+        """rule: "alias", "best_fit" or "largest"; csrc/balance/microbatch.cpp says what each is good for."""
+        donors = set(range(self.num_ranks))
+        while len(self.clones) < self.max_clones:
+            above = [r for r in sorted(donors) if self.load[r] > self.aim and self.experts[r]]
+            if not above:
+                return
+            if rule == "largest":
+                donor = min(above, key=lambda r: (-max(self.left[e] for e in self.experts[r]), r))
+            else:
+                donor = min(above, key=lambda r: (-self.load[r], r))
+            if not self.step(donor, rule):
+                donors.discard(donor)
+
+    def step(self, donor, rule):
+        """One clone away from `donor`; False when there is none to make."""
+        if self.o.fan_out and self.pushed[donor] >= self.o.fan_out:
+            return False
+        expert = min(self.experts[donor], key=lambda e: (-self.left[e], e))
+        want = self.left[expert]
+        if want < self.o.min_chunk:
+            return False
+        if rule == "best_fit":  # no more than the excess
+            excess = max(self.load[donor] - self.aim, self.o.min_chunk)
+            want = min(want, -(-excess // self.o.tile) * self.o.tile)
+        receivers = self.receivers(donor)
+        if not receivers:
+            return False
+        to = receivers[0]
+        if rule == "best_fit":  # the fullest rank that takes it all, the emptiest if none does
+            fitting = [r for r in receivers if self.load[r] + self.cost(want) <= self.aim]
+            to = min(fitting, key=lambda r: (-self.load[r], r), default=to)
+        piece = min(want, self.room(to))
+        self.clones.append((expert, to, self.used[to], piece))
+        self.used[to] += 1
+        self.pushed[donor] += 1
+        self.load[to] += self.cost(piece)
+        self.load[donor] -= self.cost(self.left[expert]) - self.cost(self.left[expert] - piece)
+        self.left[expert] -= piece
+        return True
+
+
+def share_of_source(counts, home, slot_expert, slot_tokens, num_nodes, source):
+    """[R][S]: how many of `source`'s tokens go to each clone: local first, then in the node, then by rank."""
+    num_ranks, per_node = len(counts), len(counts) // num_nodes
+    take = [[0] * len(row) for row in slot_expert]
+    clones = {}
+    for rank, row in enumerate(slot_expert):
+        for slot, expert in enumerate(row):
+            if expert >= 0:
+                clones.setdefault(expert, []).append((rank, slot))
+    for expert, places in clones.items():
+        left = [row[expert] for row in counts]
+        room = {place: slot_tokens[place[0]][place[1]] for place in places}
+        room[home[expert], -1] = sum(left) - sum(room.values())
+
+        def give(ranks, left=left, room=room):
+            """North-west corner: sources and places in rank order, each takes what it can."""
+            for place in sorted(p for p in room if p[0] in ranks):
+                for s in ranks:
+                    n = min(room[place], left[s])
+                    room[place] -= n
+                    left[s] -= n
+                    if s == source and place[1] >= 0:
+                        take[place[0]][place[1]] += n
+
+        for rank in range(num_ranks):
+            give(range(rank, rank + 1))
+        for base in range(0, num_ranks, per_node):
+            give(range(base, base + per_node))
+        give(range(num_ranks))
+    return take

@@ -1,0 +1,187 @@
+"""The placement planner in plain Python: what csrc/balance/placement.cpp and improve.cpp compute, to be read.
+
+One layer a call. Not fast and not used in training; tests require both to agree on every slot.
+"""
+
+from __future__ import annotations
+
+SHARE_BITS = 16
+PPM = 1_000_000
+
+
+class Placement:
+    """Slots of `num_ranks` ranks, the experts in them, and what they weigh. Shares are in 1/65536 token."""
+
+    def __init__(self, load, num_slots, num_ranks, num_nodes=1, num_groups=0):
+        self.weight, self.num_ranks, self.num_nodes, self.num_groups = list(load), num_ranks, num_nodes, num_groups
+        self.per_rank = num_slots // num_ranks
+        self.count = [0] * len(load)
+        self.ranks = [[] for _ in range(num_ranks)]  # experts of each rank, in slot order
+
+    def share(self, expert, count=None):
+        """An even share of the expert's load over its replicas (or `count` of them)."""
+        return (self.weight[expert] << SHARE_BITS) // (count or self.count[expert])
+
+    def load(self, rank):
+        return sum(self.share(e) for e in self.ranks[rank])
+
+    def phy2log(self):
+        return [e for experts in self.ranks for e in experts]
+
+    # ---- a fresh placement
+
+    def fresh(self):
+        if not self.num_groups:
+            self._spread(range(len(self.weight)), range(self.num_ranks))
+            return self.phy2log()
+        ranks = self.num_ranks // self.num_nodes
+        for node, experts in enumerate(self._groups_to_nodes()):
+            self._spread(experts, range(node * ranks, (node + 1) * ranks))
+        return self.phy2log()
+
+    def _groups_to_nodes(self):
+        """As many groups on each node, the heaviest first to the lightest node with room."""
+        size = len(self.weight) // self.num_groups
+        weight = [sum(self.weight[g * size:(g + 1) * size]) for g in range(self.num_groups)]
+        nodes = [[] for _ in range(self.num_nodes)]
+        for g in sorted(range(self.num_groups), key=lambda g: (-weight[g], g)):
+            open_nodes = [n for n in nodes if len(n) < self.num_groups // self.num_nodes]
+            min(open_nodes, key=lambda n: sum(weight[x] for x in n)).append(g)
+        return [sorted(e for g in node for e in range(g * size, (g + 1) * size)) for node in nodes]
+
+    def _spread(self, experts, ranks):
+        for e in experts:
+            self.count[e] = 1
+        for _ in range(len(ranks) * self.per_rank - len(experts)):
+            growing = [e for e in experts if self.count[e] < len(ranks)]
+            self.count[min(growing, key=lambda e: (-self.share(e), self.count[e], e))] += 1
+        for e in sorted(experts, key=lambda e: (-self.share(e), e)):
+            for _ in range(self.count[e]):
+                lacking = [r for r in ranks if len(self.ranks[r]) < self.per_rank and e not in self.ranks[r]]
+                if lacking:
+                    self.ranks[min(lacking, key=lambda r: (self.load(r), r))].append(e)
+                else:
+                    self._make_room(e, ranks)
+        self._refine(ranks)
+
+    def _make_room(self, expert, ranks):
+        """A full rank that lacks the expert hands one of its own to a rank with a free slot."""
+        taker = min((r for r in ranks if len(self.ranks[r]) < self.per_rank), key=lambda r: (self.load(r), r))
+        full = [r for r in ranks if len(self.ranks[r]) == self.per_rank and expert not in self.ranks[r]]
+        giver = self.ranks[min(full, key=lambda r: (self.load(r), r))]
+        moved = min((e for e in giver if e not in self.ranks[taker]), key=lambda e: (self.share(e), giver.index(e)))
+        self.ranks[taker].append(moved)
+        giver[giver.index(moved)] = expert
+
+    def _refine(self, ranks):
+        """The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end."""
+        mean = sum(self.load(r) for r in ranks) // len(ranks)
+        good = mean + mean // 5_000
+        for _ in range(4 * len(ranks)):
+            load = {r: self.load(r) for r in ranks}
+            hot = min(ranks, key=lambda r: (-load[r], r))
+            if load[hot] <= good:
+                return
+            move = (self._best_swap(hot, load, mean, good) or self._best_replica(hot, ranks, load[hot])
+                    or self._best_swap(hot, load, load[hot], good))
+            if move is None:
+                return
+            self._apply(move)
+
+    def _best_swap(self, hot, load, below, good):
+        """With a rank of a load below this: the lowest resulting pair, or the first that is good enough."""
+        lowest, best = load[hot], None
+        for i, x in enumerate(self.ranks[hot]):
+            for r in load:
+                if lowest <= good or load[r] >= below or x in self.ranks[r]:
+                    continue
+                for j, y in enumerate(self.ranks[r]):
+                    d = self.share(x) - self.share(y)
+                    pair = max(load[hot] - d, load[r] + d)
+                    if y not in self.ranks[hot] and pair < lowest:
+                        lowest, best = pair, (hot, i, r, j)
+        return best
+
+    def _best_replica(self, hot, ranks, lowest):
+        """One more replica of an expert of the fullest rank, for one of an expert that keeps another."""
+        best = None
+        for r in ranks:
+            for i in range(self.per_rank):
+                for expert in list(self.ranks[hot]):
+                    old = self.ranks[r][i]
+                    if self.count[old] < 2 or expert in self.ranks[r]:
+                        continue
+                    touched = [q for q in ranks if q == r or old in self.ranks[q] or expert in self.ranks[q]]
+                    back = self._apply((r, i, expert))
+                    most = max(self.load(q) for q in touched)
+                    self._apply(back)
+                    if most < lowest:
+                        lowest, best = most, (r, i, expert)
+        return best
+
+    # ---- a placement changed as little as possible
+
+    def improve(self, current, target_ppm, max_moves):
+        self.ranks = [list(current[r * self.per_rank:(r + 1) * self.per_rank]) for r in range(self.num_ranks)]
+        self.count = [sum(e in experts for experts in self.ranks) for e in range(len(self.weight))]
+        mean = (sum(self.weight) << SHARE_BITS) // self.num_ranks
+        self.limit = mean + mean // PPM * target_ppm
+        while max_moves > 0:
+            best = (0, 1, None)
+            for gain, slots, move in self._moves(max_moves):
+                if gain * best[1] > best[0] * slots:
+                    best = (gain, slots, move)
+            if best[2] is None:
+                break
+            self._apply(best[2])
+            max_moves -= best[1]
+        return self.phy2log()
+
+    def _may_host(self, rank, expert):
+        if expert in self.ranks[rank]:
+            return False
+        node = self.num_ranks // self.num_nodes
+        home = next(r for r in range(self.num_ranks) if expert in self.ranks[r])
+        return not self.num_groups or home // node == rank // node
+
+    def _excess(self):
+        return sum(max(0, self.load(r) - self.limit) for r in range(self.num_ranks))
+
+    def _gain(self, move):
+        """What the move removes from above the limit; the move is made and taken back."""
+        before = self._excess()
+        back = self._apply(move)
+        gain = before - self._excess()
+        self._apply(back)
+        return gain
+
+    def _apply(self, move):
+        """move: (rank, slot, expert) for a replica, (rank, slot, rank, slot) for a swap. Returns its inverse."""
+        if len(move) == 4:
+            a, i, b, j = move
+            self.ranks[a][i], self.ranks[b][j] = self.ranks[b][j], self.ranks[a][i]
+            return move
+        rank, slot, expert = move
+        old = self.ranks[rank][slot]
+        self.ranks[rank][slot] = expert
+        self.count[old] -= 1
+        self.count[expert] += 1
+        return rank, slot, old
+
+    def _moves(self, max_slots):
+        """(gain, changed slots, move) of every legal move that can help, in the order that breaks ties."""
+        over = [r for r in range(self.num_ranks) if self.load(r) > self.limit]
+        hot = [e for e in range(len(self.weight)) if any(e in self.ranks[r] for r in over)]
+        places = [(r, i) for r in range(self.num_ranks) for i in range(self.per_rank)]
+        for r, i in places:
+            if self.count[self.ranks[r][i]] > 1:
+                for e in hot:
+                    if self._may_host(r, e):
+                        yield self._gain((r, i, e)), 1, (r, i, e)
+        if max_slots < 2:
+            return
+        for a, i in places:
+            for b, j in places:
+                if a in over and a != b and self._may_host(a, self.ranks[b][j]) \
+                        and self._may_host(b, self.ranks[a][i]):
+                    yield self._gain((a, i, b, j)), 2, (a, i, b, j)

@@ -1,0 +1,92 @@
+"""Memory of large host results, used again once nothing refers to it.
+
+PyTorch's CPU allocator is malloc, which takes every large block fresh from the kernel and gives it back: page faults
+and zeroing then cost more than the exchange that fills the block. A GPU's caching allocator needs no such help."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+_SMALLEST = 1 << 20  # bytes; below, malloc keeps what it has
+
+
+def size_class(num_bytes: int) -> int:
+    """num_bytes rounded up by at most an eighth, so that a result whose rows vary meets its old memory."""
+    step = max(1 << max(num_bytes.bit_length() - 4, 0), 64)
+    return -(-num_bytes // step) * step
+
+
+class _Block:
+    """One storage, kept through its Python object."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, num_bytes: int):
+        self.storage = torch.UntypedStorage(num_bytes)
+
+    @property
+    def references(self) -> tuple[int, int]:
+        """To the storage: from tensors, views, saved inputs, arrays. To its Python object, which its user shares."""
+        return torch._C._storage_Use_Count(self.storage._cdata), sys.getrefcount(self.storage)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.references == _UNUSED
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether its user freed it or gave it to other processes, of which nothing is known here."""
+        return self.storage.nbytes() == 0 or self.storage.is_shared()
+
+
+_UNUSED = _Block(1).references
+
+
+class ResultPool:
+    """Hands out tensors that are ordinary to their user: views of one resizable storage, freed by dropping them.
+
+    idle_limit: bytes kept for results to come while nobody uses them; 0 keeps nothing. Memory in use is never
+    counted against it. Not thread-safe."""
+
+    def __init__(self, idle_limit: int):
+        self.idle_limit = idle_limit
+        self._blocks: list[_Block] = []  # the longest unused first
+
+    def empty(self, rows: int, row_bytes: int) -> torch.Tensor:
+        """uint8 [rows, row_bytes], uninitialised, on the CPU."""
+        num_bytes = rows * row_bytes
+        if num_bytes < _SMALLEST or not self.idle_limit:
+            return torch.empty(rows, row_bytes, dtype=torch.uint8)
+        block = self._take(size_class(num_bytes))
+        return torch.empty(0, dtype=torch.uint8).set_(block.storage, 0, (rows, row_bytes))
+
+    def zeros(self, rows: int, row_bytes: int) -> torch.Tensor:
+        """As empty(), filled with zeros."""
+        return self.empty(rows, row_bytes).zero_()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes kept that no tensor uses."""
+        return sum(block.storage.nbytes() for block in self._blocks if block.is_idle)
+
+    def _take(self, num_bytes: int) -> _Block:
+        self._trim()
+        found = next((i for i, b in enumerate(self._blocks) if b.storage.nbytes() == num_bytes and b.is_idle), None)
+        block = _Block(num_bytes) if found is None else self._blocks.pop(found)
+        self._blocks.append(block)
+        return block
+
+    def _trim(self) -> None:
+        """Forgets spoilt blocks, and the oldest idle ones over the limit. What is in use lives on with its tensors."""
+        kept, idle = [], 0
+        for block in reversed(self._blocks):
+            if block.is_spoilt:
+                continue
+            if block.is_idle:
+                idle += block.storage.nbytes()
+                if idle > self.idle_limit:
+                    continue
+            kept.append(block)
+        self._blocks = kept[::-1]

@@ -1,0 +1,141 @@
+"""Planners side by side: imbalance left, lower bound, clones or changed slots, time. Writes nothing unless asked.
+
+    python scripts/bench_balance.py [--layers 10] [--seed 0] [--json FILE]
+
+Three tables. Exact: one micro-batch at a time against no balancing and EPLB planned from earlier batches. Placement:
+loads known beforehand, against EPLB (scripts/balance_peers/eplb.py). Drift: how many slots change. Times are the best
+of several calls in this process, so compare them with one another only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from balance_peers import eplb
+
+from hybrid_ep import balance
+from hybrid_ep.balance import bounds, loads
+from hybrid_ep.balance.placement import rank_loads
+
+# ranks, experts, spare slots
+EXACT_CASES = [(32, 256, 1), (64, 256, 1), (64, 256, 2), (16, 256, 2), (8, 256, 4)]
+# log-popularity sigma, drift from batch to batch
+NOISE = [(0.3, 0.2), (0.6, 0.3), (1.0, 0.3), (1.5, 0.5)]
+PLACEMENT_LOADS = [("zipf", 0.5), ("zipf", 0.8), ("zipf", 1.0), ("zipf", 1.2), ("lognormal", 0.5),
+                   ("lognormal", 1.0), ("lognormal", 1.5)]
+# name, slots, groups, nodes, ranks
+PLACEMENT_CASES = [("global 32", 288, 1, 1, 32), ("global 36", 288, 1, 1, 36), ("hierarchical 32/4", 288, 8, 4, 32)]
+
+
+def best_of(call, repeats):
+    """Seconds of the fastest of `repeats` calls."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def exact_rows(rng, num_layers, tokens):
+    """One row a case and noise level: means over layers of what each planner leaves."""
+    for ranks, experts, spare in EXACT_CASES:
+        planner = balance.MicrobatchPlanner(ranks, experts, spare_slots=spare)
+        level = balance.MicrobatchPlanner(ranks, experts, spare_slots=spare, epsilon=0.0)
+        for sigma, delta in NOISE:
+            share = loads.popularity(rng, num_layers, experts, "lognormal", sigma)
+            past = sum(loads.drift(rng, share, delta) for _ in range(8))
+            slots = ranks * (experts // ranks + spare)
+            stale = eplb.place(torch.from_numpy(past).float(), slots, 1, 1, ranks).numpy()
+            now = [loads.counts(rng, layer, ranks, tokens) for layer in loads.drift(rng, share, delta)]
+            plans, exact = [planner.plan(c) for c in now], [level.plan(c) for c in now]
+            total = np.stack([c.sum(axis=0) for c in now])
+            eplb_left = [balance.imbalance_ratio(row) for row in rank_loads(total, stale, ranks)]
+            yield {
+                "case": f"EP{ranks} E{experts} +{spare}", "sigma": sigma, "delta": delta,
+                "none": np.mean([p.imbalance(balanced=False) for p in plans]),
+                "eplb_stale": np.mean(eplb_left), "exact": np.mean([p.imbalance() for p in plans]),
+                "exact_max": max(p.imbalance() for p in plans), "bound": np.mean([p.bound() for p in plans]),
+                "copies": np.mean([p.num_copies for p in plans]),
+                "copies_bound": np.mean([bounds.copies(p.tokens_of_ranks(False), p.target) for p in plans]),
+                "eps0": np.mean([p.imbalance() for p in exact]), "eps0_copies": np.mean([p.num_copies for p in exact]),
+                "plan_us": best_of(lambda planner=planner, now=now: planner.plan(now[0]), 100) * 1e6,
+            }
+
+
+def placement_rows(rng, num_layers):
+    """Loads known beforehand; `split` is what the best split of our placement could reach."""
+    for name, slots, groups, nodes, ranks in PLACEMENT_CASES:
+        for kind, value in PLACEMENT_LOADS:
+            load = np.rint(loads.popularity(rng, num_layers, 256, kind, value) * 1e6).astype(np.int64)
+            weight = torch.from_numpy(load).float()
+            theirs = eplb.place(weight, slots, groups, nodes, ranks).numpy()
+            hier = groups if groups > 1 else 0
+            plan = balance.plan_placement(load, slots, ranks, nodes, num_groups=hier)
+            other = [balance.imbalance_ratio(row) for row in rank_loads(load, theirs, ranks)]
+            ours_s = best_of(lambda a=(load, slots, ranks, nodes), g=hier: balance.plan_placement(*a, num_groups=g), 5)
+            their_s = best_of(lambda a=(weight, slots, groups, nodes, ranks): eplb.place(*a), 2)
+            twins = sum(len(m) - len(set(m)) for layer in theirs for m in layer.reshape(ranks, -1))
+            yield {
+                "case": name, "load": f"{kind} {value}", "eplb": np.mean(other), "ours": plan.imbalance().mean(),
+                "ours_max": plan.imbalance().max(), "split": plan.split_bound().mean(), "eplb_same_rank": twins,
+                "eplb_ms": their_s * 1e3, "ours_ms": ours_s * 1e3, "speedup": their_s / ours_s,
+            }
+
+
+def drift_rows(rng, num_layers):
+    """Slots changed by a fresh plan and by the incremental one, 256 experts on 288 slots of 32 ranks."""
+    for kind, value in PLACEMENT_LOADS:
+        for delta in (0.05, 0.15):
+            share = loads.popularity(rng, num_layers, 256, kind, value)
+            first = balance.plan_placement(share, 288, 32)
+            later = loads.drift(rng, share, delta)
+            fresh = balance.plan_placement(later, 288, 32)
+            step = balance.plan_placement(later, 288, 32, current=first.phy2log)
+            yield {
+                "load": f"{kind} {value}", "drift": delta, "stale": first.imbalance(later).mean(),
+                "fresh_moved": (fresh.phy2log != first.phy2log).sum(axis=1).mean(), "moved": step.moved.mean(),
+                "moved_max": int(step.moved.max()), "left": step.imbalance().mean(), "left_max": step.imbalance().max(),
+            }
+
+
+def show(title, rows):
+    """Prints rows as a table and returns them."""
+    rows = [{k: float(v) if isinstance(v, np.floating) else v for k, v in row.items()} for row in rows]
+    print(f"\n## {title}")
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    width = [max(map(len, column)) for column in zip(list(rows[0]), *cells, strict=True)]
+    for line in [list(rows[0]), ["-" * w for w in width], *cells]:
+        print("| " + " | ".join(text.rjust(w) for text, w in zip(line, width, strict=True)) + " |")
+    return rows
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=10, help="layers a row is the mean of")
+    parser.add_argument("--tokens", type=int, default=32768, help="(token, expert) pairs of a rank and micro-batch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(args.seed)
+    tables = {
+        "exact": show("Exact, one micro-batch: (max - mean) / mean over ranks", exact_rows(rng, args.layers, args.tokens)),
+        "placement": show("Placement, loads known", placement_rows(rng, args.layers)),
+        "drift": show("Drift of log-popularity: changed slots of 288", drift_rows(rng, args.layers)),
+    }
+    if args.json:
+        args.json.write_text(json.dumps(tables, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

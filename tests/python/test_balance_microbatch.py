@@ -1,0 +1,207 @@
+"""The micro-batch planner: the C++ core against its Python twin, invariants on any input, and the floors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_ep import balance
+from hybrid_ep.balance import bounds, loads, twin_microbatch
+from hybrid_ep.balance.microbatch import MicrobatchOptions, default_home
+
+
+@st.composite
+def problems(draw):
+    """(counts, home, options): any skew, empty ranks, homes anywhere, every option."""
+    num_nodes, per_node = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    num_ranks = num_nodes * per_node
+    num_experts = draw(st.integers(1, 24))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    home = rng.integers(0, num_ranks, num_experts)
+    share = loads.popularity(rng, 1, num_experts, "lognormal", draw(st.sampled_from([0.0, 0.5, 1.5, 4.0])))[0]
+    counts = loads.counts(rng, share, num_ranks, draw(st.sampled_from([0, 1, 7, 100, 5000])))
+    counts[rng.random(num_ranks) < 0.2] = 0
+    return counts, home, MicrobatchOptions(
+        spare_slots=draw(st.integers(0, 3)), num_nodes=num_nodes, within_node=draw(st.booleans()),
+        epsilon=draw(st.sampled_from([0.0, 0.01, 0.2])), min_chunk=draw(st.sampled_from([1, 5, 200])),
+        skip_below=draw(st.sampled_from([0.0, 0.03, 0.5])), instance_cost=draw(st.sampled_from([0, 3, 64])),
+        tile=draw(st.sampled_from([1, 8, 128])), fan_out=draw(st.sampled_from([None, 1, 2])),
+        strategy=draw(st.sampled_from(["best", "alias", "best_fit"])),
+    )
+
+
+def plan(counts, home, options):
+    return balance.plan_microbatch(counts, home, **vars(options))
+
+
+def cost_of_ranks(p):
+    """Cost in tokens of every rank, from the plan alone."""
+    o = p.options
+
+    def cost(tokens):
+        return np.where(tokens > 0, o.instance_cost + -(-tokens // o.tile) * o.tile, 0)
+
+    left = p.counts.sum(axis=0)
+    used = p.slot_expert >= 0
+    np.subtract.at(left, p.slot_expert[used], p.slot_tokens[used])
+    at_home = np.bincount(p.home, weights=cost(left), minlength=len(p.counts)).astype(np.int64)
+    return at_home + cost(np.where(used, p.slot_tokens, 0)).sum(axis=1)
+
+
+@given(problems())
+def test_core_and_twin_agree(problem):
+    counts, home, options = problem
+    p = plan(counts, home, options)
+    expert, tokens = twin_microbatch.plan(counts.tolist(), home.tolist(), options)
+    assert p.slot_expert.tolist() == expert
+    assert p.slot_tokens.tolist() == tokens
+    for source in range(len(counts)):
+        share = twin_microbatch.share_of_source(counts.tolist(), home.tolist(), expert, tokens, options.num_nodes,
+                                                source)
+        assert p.share_of_source(source).tolist() == share
+
+
+@given(problems())
+def test_invariants(problem):
+    counts, home, options = problem
+    p = plan(counts, home, options)
+    used = p.slot_expert >= 0
+    total = counts.sum(axis=0)
+    assert (p.slot_tokens[used] >= 1).all() and (p.slot_tokens[~used] == 0).all()
+    assert p.tokens_of_ranks().sum() == total.sum() and (p.tokens_of_ranks() >= 0).all()
+    for rank, slot in zip(*np.nonzero(used), strict=True):
+        expert = p.slot_expert[rank, slot]
+        assert home[expert] != rank
+        assert (p.slot_expert[rank] == expert).sum() == 1
+        if options.within_node:
+            per_node = len(counts) // options.num_nodes
+            assert home[expert] // per_node == rank // per_node
+    pushed = np.bincount(home[p.slot_expert[used]], minlength=len(counts))
+    assert options.fan_out is None or pushed.max() <= options.fan_out
+    if options.epsilon == 0:
+        assert p.num_copies <= len(counts) - 1
+    before = cost_of_ranks(balance.plan_microbatch(counts, home, spare_slots=0, tile=options.tile,
+                                                   instance_cost=options.instance_cost)).max()
+    after = cost_of_ranks(p).max()
+    assert after < before if p.num_copies else after == before
+    if p.num_copies and options.instance_cost == 0 and options.tile == 1:
+        assert p.imbalance() >= p.bound() - 1e-12
+
+
+@given(problems())
+def test_shares_of_sources_add_up(problem):
+    """Nobody sends more than it has, every clone gets exactly its quota, and local tokens stay local."""
+    counts, home, options = problem
+    p = plan(counts, home, options)
+    takes = np.stack([p.share_of_source(s) for s in range(len(counts))])
+    assert (takes.sum(axis=0) == p.slot_tokens).all() and (takes >= 0).all()
+    sent = np.zeros_like(counts)
+    for rank, slot in zip(*np.nonzero(p.slot_expert >= 0), strict=True):
+        expert = p.slot_expert[rank, slot]
+        sent[:, expert] += takes[:, rank, slot]
+        assert takes[rank, rank, slot] == min(counts[rank, expert], p.slot_tokens[rank, slot])
+    assert (sent <= counts).all()
+
+
+FLOORS = [(32, 256, 1, 0.01), (64, 256, 1, 0.01), (16, 256, 2, 0.02), (8, 256, 4, 0.015)]
+
+
+@pytest.mark.parametrize("num_ranks, num_experts, spare, floor", FLOORS)
+def test_floors(num_ranks, num_experts, spare, floor):
+    """Residual imbalance at log-popularity sigma 0.3 to 1.5 with drift: the promise of the README."""
+    rng = np.random.default_rng(num_ranks)
+    planner = balance.MicrobatchPlanner(num_ranks, num_experts, spare_slots=spare)
+    for sigma in (0.3, 0.6, 1.0, 1.5):
+        for delta in (0.2, 0.3, 0.5):
+            share = loads.drift(rng, loads.popularity(rng, 6, num_experts, "lognormal", sigma), delta)
+            for layer in share:
+                p = planner.plan(loads.counts(rng, layer, num_ranks, 32768))
+                assert p.imbalance() <= floor, (sigma, delta)
+                assert p.num_copies >= bounds.copies(p.tokens_of_ranks(balanced=False), p.target)
+
+
+def test_exact_with_epsilon_zero():
+    """EP64 at epsilon 0: at most 63 clones, and level to the token on nearly every load."""
+    rng = np.random.default_rng(1)
+    level = []
+    for share in loads.popularity(rng, 20, 256, "lognormal", 1.0):
+        p = balance.plan_microbatch(loads.counts(rng, share, 64, 32768), epsilon=0.0)
+        assert p.num_copies <= 63
+        level.append(p.tokens_of_ranks().max() == p.target)
+    assert sum(level) >= 15
+
+
+def test_one_expert_takes_all():
+    counts = np.zeros((8, 16), np.int64)
+    counts[:, 5] = 1000
+    p = balance.plan_microbatch(counts, epsilon=0.0)
+    assert p.tokens_of_ranks().tolist() == [1000] * 8
+    assert all((p.share_of_source(s)[s] == counts[s, 5]).all() for s in range(8) if s != 2)
+
+
+def test_nothing_to_do_gives_the_empty_plan():
+    assert balance.plan_microbatch(np.zeros((4, 8), np.int64)).is_empty
+    assert balance.plan_microbatch(np.full((4, 8), 9)).is_empty
+    slight = np.full((4, 8), 100)
+    slight[:, 0] = 104
+    assert balance.plan_microbatch(slight).is_empty
+    assert not balance.plan_microbatch(slight, skip_below=0.0, epsilon=0.0).is_empty
+
+
+def test_plan_is_pure():
+    """Equal input, equal plan, whatever was planned before: what makes all ranks agree."""
+    rng = np.random.default_rng(2)
+    counts = [loads.counts(rng, s, 16, 4096) for s in loads.popularity(rng, 8, 64, "zipf", 1.0)]
+    used = balance.MicrobatchPlanner(16, 64)
+    for c in counts + counts[::-1]:
+        a, b = used.plan(c), balance.plan_microbatch(c.copy())
+        assert (a.slot_expert == b.slot_expert).all() and (a.slot_tokens == b.slot_tokens).all()
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"epsilon": -0.1}, "epsilon"), ({"num_nodes": 3}, "num_nodes"), ({"spare_slots": -1}, "spare_slots"),
+    ({"min_chunk": 0}, "min_chunk"), ({"tile": 0}, "tile"), ({"fan_out": 0}, "fan_out"),
+    ({"strategy": "magic"}, "strategy"), ({"home": [9] * 8}, "home"), ({"home": [0]}, "home"),
+    ({"instance_cost": -1}, "instance_cost"), ({"skip_below": -1}, "skip_below"),
+])
+def test_bad_options_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        balance.plan_microbatch(np.ones((4, 8), np.int64), **change)
+
+
+@pytest.mark.parametrize("counts", [np.ones((4, 8)), np.ones(4, np.int64), -np.ones((4, 8), np.int64),
+                                    np.full((4, 8), 1 << 41)])
+def test_bad_counts_are_named(counts):
+    with pytest.raises(ValueError, match="counts"):
+        balance.plan_microbatch(counts)
+    with pytest.raises(ValueError, match="home"):
+        default_home(10, 4)
+
+
+def test_bounds():
+    assert bounds.mean([3, 4], 2) == 4
+    assert bounds.confined([1, 9, 2, 2], 2) == 5
+    assert bounds.slots([10, 1], 3) == 5 and bounds.slots([0, 0], 2) == 0
+    assert bounds.copies([10, 2, 0], 4) == 2 and bounds.copies([4, 4], 4) == 0
+    # Two experts of 6 and 2 on ranks {0,1} and {1}: T = 4. Without the second replica: 6.
+    assert bounds.fixed_placement([6, 2], [0, 1, 0, 1], 2) == 4
+    assert bounds.fixed_placement([6, 2], [0, 1], 2) == 6
+    with pytest.raises(ValueError, match="num_slots"):
+        bounds.slots([1, 1], 1)
+
+
+@given(st.integers(0, 2**32))
+def test_fixed_placement_is_halls_bound(seed):
+    """Against the maximum over all sets of experts, tried one by one."""
+    rng = np.random.default_rng(seed)
+    num_ranks, num_experts = 4, 6
+    phy2log = np.concatenate([rng.permutation(num_experts), rng.integers(0, num_experts, 2)])
+    load = rng.integers(0, 40, num_experts)
+    worst = 0
+    for chosen in range(1, 1 << num_experts):
+        members = [e for e in range(num_experts) if chosen >> e & 1]
+        hosts = {i // 2 for i, e in enumerate(phy2log) if e in members}
+        worst = max(worst, -(-int(load[members].sum()) // len(hosts)))
+    assert bounds.fixed_placement(load, phy2log, num_ranks) == worst

@@ -1,0 +1,162 @@
+"""The placement planner: core against twin, never worse than EPLB, few moves, legal results, named errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_ep import balance
+from hybrid_ep.balance import bounds, loads, twin_placement
+from hybrid_ep.balance.placement import rank_loads
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from balance_peers import eplb  # noqa: E402
+
+GRID = [("zipf", 0.5), ("zipf", 0.8), ("zipf", 1.0), ("zipf", 1.2), ("lognormal", 0.5), ("lognormal", 1.0),
+        ("lognormal", 1.5)]
+
+
+@st.composite
+def layers(draw):
+    """(load [E], slots, ranks, nodes, groups, rng)"""
+    num_nodes, per_node = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    num_groups = draw(st.sampled_from([0, num_nodes, 2 * num_nodes]))
+    num_experts = max(num_groups, 1) * draw(st.integers(1, 4)) if num_groups else draw(st.integers(1, 16))
+    num_ranks = num_nodes * per_node
+    each = -(-num_experts // num_ranks)
+    most = num_experts // num_nodes if num_groups else num_experts
+    per_rank = draw(st.integers(min(each, most), min(each + 2, most)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    share = loads.popularity(rng, 1, num_experts, "lognormal", draw(st.sampled_from([0.0, 1.0, 3.0])))[0]
+    load = np.rint(share * draw(st.sampled_from([0, 50, 100_000]))).astype(np.int64)
+    return load, max(per_rank * num_ranks, num_experts), num_ranks, num_nodes, num_groups, rng
+
+
+def assert_legal(phy2log, num_experts, num_ranks):
+    for layer in phy2log:
+        assert set(layer) == set(range(num_experts))
+        for mine in layer.reshape(num_ranks, -1):
+            assert len(set(mine)) == len(mine), "two replicas of an expert on one rank"
+
+
+@given(layers())
+def test_core_and_twin_agree(case):
+    load, slots, ranks, nodes, groups, rng = case
+    if slots % ranks:
+        return
+    twin = twin_placement.Placement(load.tolist(), slots, ranks, nodes, groups)
+    p = balance.plan_placement(load[None], slots, ranks, nodes, num_groups=groups)
+    assert p.phy2log[0].tolist() == twin.fresh()
+    assert_legal(p.phy2log, len(load), ranks)
+    moved = np.rint(load * np.exp(rng.normal(0, 0.5, len(load)))).astype(np.int64)
+    again = balance.plan_placement(moved[None], slots, ranks, nodes, p.phy2log, num_groups=groups, max_moves=6)
+    twin = twin_placement.Placement(moved.tolist(), slots, ranks, nodes, groups)
+    assert again.phy2log[0].tolist() == twin.improve(p.phy2log[0].tolist(), 20_000, 6)
+    assert_legal(again.phy2log, len(load), ranks)
+    assert again.moved[0] <= 6
+
+
+@pytest.mark.parametrize("groups, nodes, ranks", [(8, 4, 32), (1, 1, 32), (1, 1, 36), (8, 8, 64)])
+def test_never_worse_than_eplb(groups, nodes, ranks):
+    """Oracle loads, every distribution of the grid, layer by layer, global and hierarchical.
+
+    Layers in which EPLB puts two replicas of an expert on one rank are outside the comparison layer by layer:
+    that is an uneven split, which this planner's rule forbids; it may gain a few per cent on a node of 8 ranks.
+    """
+    lower, tried = [], 0
+    slots = 320 if ranks == 64 else 288
+    rng = np.random.default_rng(3)
+    for kind, value in GRID:
+        load = np.rint(loads.popularity(rng, 4, 256, kind, value) * 1e6).astype(np.int64)
+        theirs = eplb.place(torch.from_numpy(load).float(), slots, groups, nodes, ranks).numpy()
+        phy2log, log2phy, logcnt = balance.rebalance_experts(torch.from_numpy(load), slots, groups, nodes, ranks)
+        assert_legal(phy2log.numpy(), 256, ranks)
+        ours = rank_loads(load, phy2log.numpy(), ranks).max(axis=1)
+        other = rank_loads(load, theirs, ranks).max(axis=1)
+        legal = np.array([all(len(set(mine)) == len(mine) for mine in layer.reshape(ranks, -1)) for layer in theirs])
+        rounding = 1 + 1e-5  # of shares to whole 1/65536 tokens
+        assert (ours <= other * rounding)[legal | (groups == 1)].all(), (kind, value)
+        assert (ours <= other * 1.08).all(), (kind, value)
+        lower.append(ours.mean() / other.mean())
+        tried += legal.sum()
+        assert (ours >= bounds.mean(load[0], ranks) - 1).all()
+        # EPLB's shapes and meanings.
+        assert phy2log.shape == (4, slots) and logcnt.sum(1).eq(slots).all()
+        assert log2phy.shape == (4, 256, int(logcnt.max())) and log2phy.ge(0).sum(-1).eq(logcnt).all()
+        back = torch.where(log2phy >= 0, phy2log.gather(1, log2phy.clamp_min(0).flatten(1)).view_as(log2phy), -1)
+        assert torch.where(back >= 0, back == torch.arange(256)[None, :, None], True).all()
+    assert np.mean(lower) < 1 and tried >= 7
+
+
+def test_groups_stay_on_their_node():
+    rng = np.random.default_rng(4)
+    load = loads.popularity(rng, 3, 64, "zipf", 1.0)
+    first = balance.plan_placement(load, 80, 16, 4, num_groups=8)
+    later = balance.plan_placement(loads.drift(rng, load, 0.3), 80, 16, 4, first.phy2log, num_groups=8)
+    assert later.moved.sum() > 0
+    for p in (first, later):
+        for layer in p.phy2log.reshape(3, 4, 20):
+            groups = [set(node // 8) for node in layer]
+            assert sum(map(len, groups)) == 8 and set.union(*groups) == set(range(8))
+
+
+def test_incremental_moves_few_slots():
+    """Drift of 0.15: a fresh plan changes nearly every slot, the incremental one 24 of 288 at most, on average."""
+    rng = np.random.default_rng(5)
+    share = loads.popularity(rng, 12, 256, "lognormal", 1.0)
+    first = balance.plan_placement(share, 288, 32)
+    later = loads.drift(rng, share, 0.15)
+    fresh = balance.plan_placement(later, 288, 32)
+    p = balance.plan_placement(later, 288, 32, current=first.phy2log)
+    assert (fresh.phy2log != first.phy2log).sum(axis=1).mean() > 240
+    assert p.moved.mean() <= 24 and p.imbalance().max() <= 0.0201
+    assert (first.imbalance(later) > 0.05).all()
+    assert_legal(p.phy2log, 256, 32)
+
+
+def test_hysteresis_weighs_gain_against_transfers():
+    rng = np.random.default_rng(6)
+    share = loads.popularity(rng, 4, 64, "lognormal", 1.0) * 1e6
+    first = balance.plan_placement(share, 72, 8)
+    later = loads.drift(rng, share, 0.1) * 1e6
+    call = dict(load=later, num_slots=72, num_ranks=8, current=first.phy2log)
+    gain = first.tokens_of_ranks(later).max(axis=1) - balance.plan_placement(**call).tokens_of_ranks(later).max(axis=1)
+    moved = balance.plan_placement(**call).moved
+    price = float(np.median(gain * 10 / np.maximum(moved, 1)))
+    p = balance.plan_placement(**call, horizon=10, move_cost=price)
+    assert (p.kept == (gain * 10 <= moved * price)).all() and 0 < p.kept.sum() < 4
+    assert (p.phy2log[p.kept] == first.phy2log[p.kept]).all() and (p.moved[p.kept] == 0).all()
+
+
+def test_current_that_fits_is_left_alone():
+    load = np.ones((2, 16), np.int64)
+    first = balance.plan_placement(load, 24, 4)
+    again = balance.plan_placement(load, 24, 4, current=first.phy2log, target=1.0)
+    assert (again.moved == 0).all() and (again.phy2log == first.phy2log).all()
+
+
+def test_split_bound_is_below_the_even_split():
+    rng = np.random.default_rng(7)
+    p = balance.plan_placement(np.rint(loads.popularity(rng, 2, 32, "zipf", 1.2) * 1e5), 40, 8)
+    assert (p.split_bound() <= p.imbalance() + 1e-6).all()
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"num_slots": 17}, "num_slots"), ({"num_slots": 8}, "num_slots"), ({"num_slots": 128}, "num_slots"),
+    ({"num_nodes": 3}, "num_nodes"), ({"num_groups": 3}, "num_groups"), ({"target": -1}, "target"),
+    ({"load": np.full((1, 16), -1)}, "load"), ({"load": np.ones(16)}, "load"), ({"load": [[np.nan] * 16]}, "load"),
+    ({"current": np.zeros((1, 20), int)}, "current"), ({"current": np.zeros((1, 19), int)}, "current"),
+    ({"current": np.full((1, 20), 16)}, "current"), ({"max_moves": -1}, "max_moves"),
+])
+def test_bad_input_is_named(change, message):
+    call = {"load": np.ones((1, 16)), "num_slots": 20, "num_ranks": 4, "current": None} | change
+    if message in ("target", "max_moves"):
+        call["current"] = balance.plan_placement(np.ones((1, 16)), 20, 4).phy2log
+    with pytest.raises(ValueError, match=message):
+        balance.plan_placement(**call)
