@@ -123,6 +123,14 @@ def dwdp_table():
 
 
 def end_to_end_table():
+    fixed = step_time.fixed_cost_check()
+    note = (f"\n\nawslabs, Qwen3-235B, EP32: the pair at micro-batch 4 says {fixed.fixed_us:.0f} us of fixed cost a "
+            f"call beside the bytes; with it the pair at micro-batch 1 should differ by {fixed.predicted_s:.1f} s, "
+            f"published {fixed.published_s:.1f} s. Bytes alone have the wrong sign.")
+    return _pairs() + note
+
+
+def _pairs():
     return table(("source", "model", "cluster", "GPUs", "EP", "dispatcher", "published", "model", "residual", "note"), [
         (r.source, r.job.model.name, r.job.cluster.name, r.job.gpus, r.job.ep, r.job.dispatcher,
          f"{r.value:g} {r.unit}", f"{r.predicted:.0f}", "calibrates" if r.calibrates else f"{r.residual:+.1%}", r.note)

@@ -113,7 +113,11 @@ def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, t
         if all((plan.ep, plan.pp, plan.move) != (k.ep, k.pp, k.move) for k in kept):
             kept.append(plan)
     best = kept[0]
-    return [replace(_with_chunk(p, m, cluster, tokens), why=_why(p, best, m, cluster, tokens)) for p in kept[:top]]
+    other = [p for p in kept[top:] if p.move not in {k.move for k in kept[:top]}]
+    kept = kept[:top] + other[:1]  # what moving the other thing would cost belongs to the advice
+    dtypes = {p.dispatch_dtype: p for p in reversed(plans) if (p.ep, p.pp, p.move) == (best.ep, best.pp, best.move)}
+    return [replace(_with_chunk(p, m, cluster, tokens), why=_why(p, best, m, cluster, tokens, dtypes))
+            for p in kept]
 
 
 def _with_chunk(p: Plan, m: MoeModel, cluster: Cluster, tokens: int) -> Plan:
@@ -150,7 +154,8 @@ def _plan(job: Job, num_sms: int, chunk: int, move: str, exposed_us: float, gb: 
                 move_us or got.exchange_us, seconds, 1 / seconds, gb, "")
 
 
-def _why(p: Plan, best: Plan, m: MoeModel, cluster: Cluster, tokens: int) -> str:
+def _why(p: Plan, best: Plan, m: MoeModel, cluster: Cluster, tokens: int, dtypes: dict[str, Plan]) -> str:
+    """dtypes: the best plan with each dispatch dtype."""
     slower = p.step_seconds / best.step_seconds - 1
     crossover = "every rank has every expert"
     if p.ep > 1:
@@ -158,8 +163,10 @@ def _why(p: Plan, best: Plan, m: MoeModel, cluster: Cluster, tokens: int) -> str
         crossover = f"moving weights takes fewer bytes from {least:,.0f} tokens per rank, here {tokens:,}"
     if p is best:
         where = "inside one NVLink domain" if p.ep <= cluster.ranks_per_node else "over the rail"
-        pipeline = f", {p.pp} pipeline stages to fit the memory" if p.pp > 1 else ""
-        return f"{where}{pipeline}; {crossover}"
+        pipeline = f", {p.pp} pipeline stages" if p.pp > 1 else ""
+        others = [f"{dtype} dispatch would cost {q.step_seconds / p.step_seconds - 1:+.1%}"
+                  for dtype, q in dtypes.items() if dtype != p.dispatch_dtype]
+        return "; ".join([where + pipeline, *others, crossover])
     reasons = []
     if p.move != best.move:
         reasons.append(f"moves {p.move}: {crossover}")

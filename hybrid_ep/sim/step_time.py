@@ -27,8 +27,9 @@ CSV = Path(__file__).parent / "data" / "published_end_to_end.csv"
 DISPATCHERS = ("hybrid_ep", "published_hybrid_ep", "node_dedup", "a2a", "deepep_v1")
 # CollectiveX: an fp8 dispatch costs 27 to 65 us more than a bf16 one, whatever its size, to quantise.
 QUANTISE_US = 46.0
-# DeepEP V1 on GB200, EP24, 24 SMs: logical GB/s of dispatch and combine, published in Hybrid-EP's README.
-_DEEPEP_V1_GB_PER_S = {"dispatch": 450.0, "combine": 163.0}
+# DeepEP V1, 24 SMs, bf16: logical GB/s published in Hybrid-EP's README; GB200 at EP24, B200 at EP8.
+_DEEPEP_V1_GB_PER_S = {("gb200_nvl72", "dispatch"): 450.0, ("gb200_nvl72", "combine"): 163.0,
+                       ("b200_8x400g", "dispatch"): 494.0, ("b200_8x400g", "combine"): 420.0}
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,10 @@ def _exchange(shape: Shape, cluster_name: str, dispatcher: str, num_sms: int, di
             t = routing.uniform(shape)
             permute = hbm_us(cluster, (t.received + t.pairs) * shape.row_bytes(dtype))
             if dispatcher == "deepep_v1":
-                total += t.received * shape.row_bytes(dtype) / (_DEEPEP_V1_GB_PER_S[op] * 1e3) + permute
+                if (cluster_name, op) not in _DEEPEP_V1_GB_PER_S:
+                    raise ValueError(f"dispatcher='deepep_v1': no published rate on {cluster_name}")
+                rate = _DEEPEP_V1_GB_PER_S[cluster_name, op]
+                total += t.received * shape.row_bytes(dtype) / (rate * 1e3) + permute
             else:
                 got = model.predict(op, shape, cluster, num_sms=num_sms, dtype=dtype, impl=PUBLISHED)
                 total += got.api_us + permute
@@ -256,3 +260,33 @@ def _in_unit(job: Job, unit: str) -> float:
 def _with_efficiency(job: Job, unit: str, value: float) -> Job:
     found = calibrate(value, lambda e: _in_unit(replace(job, efficiency=e), unit), 0.01, 1.0)
     return replace(job, efficiency=found)
+
+
+# awslabs, Qwen3-235B, EP32 on B300, TP8 with sequence parallelism, 94 layers over 2 stages: micro-batches, seconds of a
+# step with a flat exchange and with one that deduplicates by node, by size of a micro-batch; 94 of 100 GB/s a GPU.
+_AWSLABS = {4: (16, 15.76, 19.16), 1: (64, 33.36, 46.88)}
+
+
+@dataclass(frozen=True)
+class FixedCost:
+    """What a call costs beside its bytes, from one measured pair, and what that says about another pair."""
+
+    fixed_us: float
+    published_s: float
+    predicted_s: float
+
+
+def fixed_cost_check() -> FixedCost:
+    """Fixed cost a call of the deduplicating exchange from the pair at micro-batch 4, and with it the difference at
+    micro-batch 1. Bytes alone have the wrong sign: dedup should have been faster both times."""
+    m, nodes, layers, calls_a_layer = models.get("qwen3_235b_a22b"), 4, 47, 4
+
+    def saved_s(size: int, micro_batches: int) -> float:
+        rows = 2048 * size / 4 * (m.topk - routing.distinct(nodes, m.experts, m.topk)) * (1 - 1 / nodes)
+        return rows * m.hidden * 2 / 94e9 * micro_batches * layers * calls_a_layer
+
+    batches, flat_s, dedup_s = _AWSLABS[4]
+    fixed = (dedup_s - flat_s + saved_s(4, batches)) / (batches * layers * calls_a_layer)
+    batches, flat_s, dedup_s = _AWSLABS[1]
+    predicted = fixed * batches * layers * calls_a_layer - saved_s(1, batches)
+    return FixedCost(fixed * 1e6, dedup_s - flat_s, predicted)

@@ -72,10 +72,16 @@ def test_a_worse_model_would_not_pass():
 def test_end_to_end_rows():
     rows = step_time.published_rows()
     tests = [r for r in rows if not r.calibrates]
-    assert len(rows) == 17 and len(tests) == 10
+    assert len(rows) == 18 and len(tests) == 11
     assert max(abs(r.residual) for r in tests if "blog" in r.source) < 0.15
-    assert max(abs(r.residual) for r in tests if "torchtitan" in r.source) < 0.01
+    assert max(abs(r.residual) for r in tests if r.job.dispatcher == "deepep_v1") < 0.01
     assert all(abs(r.residual) < 1e-6 for r in rows if r.calibrates)
+
+
+def test_fixed_cost_explains_why_dedup_lost():
+    got = step_time.fixed_cost_check()
+    assert 1000 < got.fixed_us < 2000
+    assert got.predicted_s > 0 and got.predicted_s == pytest.approx(got.published_s, rel=0.5)
 
 
 def test_dwdp_roofline():
