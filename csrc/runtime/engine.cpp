@@ -79,7 +79,8 @@ void Engine::start_counters_at(uint64_t base) {
   epoch_ = exchanges_ = base;
   std::fill(rail_sent_.begin(), rail_sent_.end(), base);
   std::fill(rail_received_.begin(), rail_received_.end(), base);
-  for (uint64_t at = layout_.ready; at < layout_.counts_at; at += BufferLayout::kFlagStride) *flag(world_.rank, at) = base;
+  for (uint64_t at = layout_.ready; at < layout_.counts_at; at += BufferLayout::kFlagStride)
+    *flag(world_.rank, at) = base;
 }
 
 std::vector<RailPeer> Engine::rail_peers() const {
