@@ -119,7 +119,7 @@ struct Lane {
   Mbarrier* merged_bar = nullptr;
   uint32_t merged_bytes = 0, merged_ops = 0;
   int merged_from = 0;
-  host::Fiber fiber;
+  std::unique_ptr<host::Fiber> fiber;
 };
 
 // Thrown through a lane that must end because something else failed. Never leaves the machine.
