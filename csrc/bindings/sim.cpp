@@ -132,8 +132,8 @@ py::tuple soak(uint64_t first, uint64_t count, int strategy) {
 
 void bind_sim(py::module_& m) {
   m.def("simulate", &simulate, py::arg("spec"), py::kw_only(), py::arg("costs") = py::none(),
-        py::arg("topk_idx") = std::vector<std::vector<int64_t>>{}, py::arg("timeout_s") = 100.0,
-        py::arg("log") = false, py::arg("trace") = false,
+        py::arg("topk_idx") = std::vector<std::vector<int64_t>>{}, py::arg("timeout_s") = 100.0, py::arg("log") = false,
+        py::arg("trace") = false,
         R"(Runs a whole world of the real kernels in one thread.
 
 spec: {name: int}, the fields of csrc/sim/world_spec.h (what is missing keeps its default; see sim_defaults()).
@@ -152,8 +152,7 @@ Returns a dictionary:
   roles    (rank, role, busy_ps, {site: waited_ps}), summed over blocks
   spans    with trace: (operation, role, rank, block, link, start_ps, end_ps, bytes)
 Raises ValueError for a spec or cost that makes no sense.)");
-  m.def(
-      "sim_defaults", [] { return dict_of(WorldSpec{}); }, "The fields of a simulated world with their defaults.");
+  m.def("sim_defaults", [] { return dict_of(WorldSpec{}); }, "The fields of a simulated world with their defaults.");
   m.def(
       "sim_random_world", [](uint64_t seed, int strategy) { return dict_of(sim::random_world(seed, strategy)); },
       py::arg("seed"), py::arg("strategy") = -1, "The world that a seed of the soak stands for.");

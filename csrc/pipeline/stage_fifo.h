@@ -69,7 +69,8 @@ struct StageProducer {
 
   // Waits until the stage may be refilled.
   HEP_DEVICE unsigned char* acquire(A& a) {
-    if (kMutant != 1) a.mbar_wait(fifo.empty[at.stage], at.phase ^ (kMutant != 37), {Site::kStageEmpty, -1, int64_t(at.stage)});
+    const uint32_t phase = kMutant == 37 ? at.phase : at.phase ^ 1;
+    if (kMutant != 1) a.mbar_wait(fifo.empty[at.stage], phase, {Site::kStageEmpty, -1, int64_t(at.stage)});
     return fifo.data + uint64_t(at.stage) * fifo.stage_bytes;
   }
   // Publishes the head and the number of bytes that the loads after it will bring.

@@ -46,22 +46,22 @@ struct ReduceRole {
     uint32_t parity = 0;
     for (;;) {
       const SumHead head = from.wait(a);
-      if (head.flags & SumHead::kStop) break;
-      if (leader && head.peer && !(head.flags & SumHead::kChunkEnd))
+      if (head.is(SumHead::kStop)) break;
+      if (leader && head.peer && !head.is(SumHead::kChunkEnd))
         RailReceiver::consume(a, net, p.rail.geometry, p.rail.peers[head.peer - 1], head.chunk, head.chunk_stages);
       unsigned char* tile = out_tiles + parity * kOutTileBytes;
       if constexpr (kWholeTiles) {
-        if (head.flags & SumHead::kLast) await_tile();
+        if (head.is(SumHead::kLast)) await_tile();
         add_row(head, tile);
       } else {
         add(head);
       }
       from.advance();
       from.release_warp(a);
-      if (head.flags & SumHead::kLast) {
+      if (head.is(SumHead::kLast)) {
         store(head, tile);
         parity ^= 1;
-        if (leader && (head.flags & SumHead::kChunkEnd)) send(head);
+        if (leader && head.is(SumHead::kChunkEnd)) send(head);
       }
     }
     from.release_warp(a);
@@ -71,17 +71,14 @@ struct ReduceRole {
   }
 
  private:
-  HEP_DEVICE DType in_type(const SumHead& h) const { return h.flags & SumHead::kWeights ? DType::kFp32 : in; }
-  HEP_DEVICE DType out_type(const SumHead& h) const { return h.flags & SumHead::kWeights ? DType::kFp32 : out; }
-
   HEP_DEVICE void add_row(const SumHead& h, unsigned char* tile) {
-    const void* row = h.flags & SumHead::kEmpty ? nullptr : from.data();
-    const bool first = h.flags & SumHead::kFirst, last = h.flags & SumHead::kLast, scaled = h.flags & SumHead::kScaled;
-    TileMath<A>::add_row(TileRow{row, tile, in_type(h), out_type(h), h.elems, first, last, scaled, h.scale},
+    const void* row = h.is(SumHead::kEmpty) ? nullptr : from.data();
+    TileMath<A>::add_row(TileRow{row, tile, h.type(in), h.type(out), h.elems, h.is(SumHead::kFirst),
+                                 h.is(SumHead::kLast), h.is(SumHead::kScaled), h.scale},
                          &acc[0][0]);
   }
   HEP_DEVICE void add(const SumHead& head) {
-    switch (in_type(head)) {
+    switch (head.type(in)) {
       case DType::kBf16: return add_as<Bf16>(head);
       case DType::kFp16: return add_as<Fp16>(head);
       case DType::kFp32: return add_as<float>(head);
@@ -89,22 +86,20 @@ struct ReduceRole {
   }
   template <class T>
   HEP_DEVICE void add_as(const SumHead& head) {
-    const bool first = head.flags & SumHead::kFirst, empty = head.flags & SumHead::kEmpty,
-               scaled = head.flags & SumHead::kScaled;
     const auto* tile = reinterpret_cast<const T*>(from.data());
     const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
     HEP_UNROLL  // on a GPU acc lives in registers, which have no index
-        for (int i = 0; i < kMaxOctets; ++i) {
+    for (int i = 0; i < kMaxOctets; ++i) {
       const uint32_t o = me + i * kWidth;
       if (o >= octets) break;
       float v[kOctet];
-      if (empty)
+      if (head.is(SumHead::kEmpty))
         for (float& x : v) x = 0.f;
       else
         load_octet(a, tile + o * kOctet, head.elems - o * kOctet, v);
-      if (scaled)
+      if (head.is(SumHead::kScaled))
         for (float& x : v) x *= head.scale;
-      for (int e = 0; e < kOctet; ++e) acc[i][e] = first ? v[e] : acc[i][e] + v[e];
+      for (int e = 0; e < kOctet; ++e) acc[i][e] = head.is(SumHead::kFirst) ? v[e] : acc[i][e] + v[e];
     }
   }
 
@@ -121,12 +116,12 @@ struct ReduceRole {
     if (kMutant != 16) a.publish_shared();
     if (kMutant != 17) a.group_sync(group, kWarps);
     if (leader) {
-      a.bulk_s2g(reinterpret_cast<unsigned char*>(head.dst), tile, head.elems * dtype_bytes(out_type(head)));
+      a.bulk_s2g(reinterpret_cast<unsigned char*>(head.dst), tile, head.elems * dtype_bytes(head.type(out)));
       a.bulk_commit();
     }
   }
   HEP_DEVICE void write(const SumHead& head, unsigned char* tile) {
-    switch (out_type(head)) {
+    switch (head.type(out)) {
       case DType::kBf16: write_as<Bf16>(head, tile); break;
       case DType::kFp16: write_as<Fp16>(head, tile); break;
       case DType::kFp32: write_as<float>(head, tile); break;
@@ -136,7 +131,7 @@ struct ReduceRole {
   HEP_DEVICE void write_as(const SumHead& head, unsigned char* tile) {
     const uint32_t octets = uint32_t(div_up(head.elems, kOctet));
     HEP_UNROLL  // on a GPU acc lives in registers, which have no index
-        for (int i = 0; i < kMaxOctets; ++i) {
+    for (int i = 0; i < kMaxOctets; ++i) {
       const uint32_t o = me + i * kWidth;
       if (o >= octets) break;
       store_octet(a, reinterpret_cast<T*>(tile) + o * kOctet, head.elems - o * kOctet, acc[i]);

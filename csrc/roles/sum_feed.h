@@ -14,6 +14,10 @@ struct alignas(16) SumHead {
   uint32_t peer;   // i + 1: the row lies in a ring slot of rail peer i
   uint32_t chunk;  // of that peer; at kChunkEnd: the chunk to send
   uint32_t chunk_stages;
+
+  HEP_DEVICE bool is(uint32_t flag) const { return flags & flag; }
+  // Of an element on its way from or to payload of this type.
+  HEP_DEVICE DType type(DType payload) const { return is(kWeights) ? DType::kFp32 : payload; }
 };
 
 struct SumRow {

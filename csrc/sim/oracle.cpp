@@ -88,8 +88,7 @@ Oracle::Oracle(const WorldSpec& s, const RoutingDecision& d) : spec(s) {
       int last = -1;
       for (const Pair& p : pairs[r][t]) {
         of_expert[size_t(p.expert)].push_back({int(r), t});
-        if (std::exchange(last, rank_of(p.expert)) != rank_of(p.expert))
-          received[size_t(last)].push_back({int(r), t});
+        if (std::exchange(last, rank_of(p.expert)) != rank_of(p.expert)) received[size_t(last)].push_back({int(r), t});
       }
     }
   }

@@ -15,8 +15,8 @@ struct Pair {
 
 // One routing decision of the group.
 struct RoutingDecision {
-  std::vector<uint32_t> num_tokens;             // [R]
-  std::vector<std::vector<int64_t>> topk_idx;   // [R] -> [T * topk]
+  std::vector<uint32_t> num_tokens;            // [R]
+  std::vector<std::vector<int64_t>> topk_idx;  // [R] -> [T * topk]
   std::vector<std::vector<float>> topk_weights;
 };
 RoutingDecision decide(const WorldSpec& spec, uint32_t plan, const std::vector<std::vector<int64_t>>& given);

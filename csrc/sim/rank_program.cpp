@@ -73,7 +73,9 @@ PhantomMemory::PhantomMemory(uint64_t bytes) : bytes_(bytes + (1 << 16)) {
   if (p == MAP_FAILED) throw std::bad_alloc();
   base_ = static_cast<unsigned char*>(p);
 }
-PhantomMemory::~PhantomMemory() { ::munmap(base_, bytes_); }
+PhantomMemory::~PhantomMemory() {
+  ::munmap(base_, bytes_);
+}
 unsigned char* PhantomMemory::take(uint64_t bytes) {
   unsigned char* p = base_ + used_;
   used_ += align_up(bytes + 16, 256);
@@ -213,7 +215,8 @@ void RankProgram::check_dispatch(const Oracle& o, uint64_t salt, const unsigned 
       const auto it = std::find_if(pairs.begin(), pairs.end(), [&](const Pair& q) { return q.expert == e; });
       const float expected = it == pairs.end() ? 0 : it->weight;
       const uint64_t at = s_.permute ? row : row * uint64_t(node_experts) + uint64_t(e - first_expert);
-      expect(weights[at] == expected, "weight of row ", row, " for expert ", e, " is ", weights[at], ", not ", expected);
+      expect(weights[at] == expected, "weight of row ", row, " for expert ", e, " is ", weights[at], ", not ",
+             expected);
     }
   }
 }
@@ -257,7 +260,8 @@ void RankProgram::fill_inputs(const Oracle& o, uint64_t salt, unsigned char* x, 
       continue;
     }
     for (int e = 0; e < node_experts; ++e)
-      weights[row * uint64_t(node_experts) + uint64_t(e)] = returned_weight(r.token, first_expert + e, -1 - rank_, salt);
+      weights[row * uint64_t(node_experts) + uint64_t(e)] =
+          returned_weight(r.token, first_expert + e, -1 - rank_, salt);
   }
 }
 

@@ -12,17 +12,17 @@ namespace hep::sim {
 struct WorldSpec {
   // The group and its routing.
   uint32_t num_nodes = 2, num_local_ranks = 2, experts_per_rank = 2;
-  uint32_t tokens = 8;       // of a rank, at most
-  uint32_t uneven = 0;       // 1: ranks have different numbers of tokens; 2: some have none
+  uint32_t tokens = 8;  // of a rank, at most
+  uint32_t uneven = 0;  // 1: ranks have different numbers of tokens; 2: some have none
   uint32_t topk = 2;
   uint32_t drop_one_in = 0;  // every so many choices is -1; 0 = none
   uint32_t routing = 0;      // 0 uniform, 1 one expert a rank, 2 own node, 3 few experts, 4 skewed nodes
   uint32_t dense = 0;        // routing_map instead of topk_idx
   uint32_t pad_multiple = 1;
   // Rows.
-  uint32_t hidden = 16;      // elements; a row is a multiple of 16 bytes
-  uint32_t dtype = 0;        // bf16, fp16, fp32: of the payload and of combine
-  uint32_t row_bytes = 0;    // of dispatch; 0 = hidden elements
+  uint32_t hidden = 16;    // elements; a row is a multiple of 16 bytes
+  uint32_t dtype = 0;      // bf16, fp16, fp32: of the payload and of combine
+  uint32_t row_bytes = 0;  // of dispatch; 0 = hidden elements
   uint32_t scale_bytes = 0;
   uint32_t permute = 1, weights = 1, multiply = 0, fp32_partials = 0;
   // The machine.

@@ -15,7 +15,9 @@ using sim::RunOptions;
 using sim::WorldResult;
 using sim::WorldSpec;
 
-bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
 
 TEST(random_worlds_are_right_and_repeat_themselves) {
   for (uint64_t seed = 3000; seed < 3150; ++seed) {
@@ -82,7 +84,9 @@ TEST(deadlock_is_reported_with_who_waits_for_whom) {
     CHECK(contains(r.failure.what, part));
 }
 
-TEST(ring_of_ranks_is_named) { CHECK(contains(run_mutant(19).failure.what, "ring of ranks: ")); }
+TEST(ring_of_ranks_is_named) {
+  CHECK(contains(run_mutant(19).failure.what, "ring of ranks: "));
+}
 #endif
 
 }  // namespace

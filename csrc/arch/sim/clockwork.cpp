@@ -123,9 +123,7 @@ void Clockwork::complete(uint32_t i) {
       if (!item.flag) return;
       break;
     }
-    case Item::kAck:
-      --m_.rank(item.rank).puts_pending;
-      return m_.wake_flag_waiters(item.rank);
+    case Item::kAck: --m_.rank(item.rank).puts_pending; return m_.wake_flag_waiters(item.rank);
     case Item::kFlag: break;
   }
   *item.flag = item.add ? *item.flag + item.value : std::max(*item.flag, item.value);

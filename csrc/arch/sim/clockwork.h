@@ -17,9 +17,9 @@ class Clockwork {
 
   // Handles the next event; false when there is none.
   bool advance();
-  void sync(Lane& me);              // waits until the world's clock is the lane's
+  void sync(Lane& me);               // waits until the world's clock is the lane's
   void resume(Lane& lane, Ps cost);  // the lane's wait ends now
-  void flush(Lane& me);             // loads of one stage go as one copy: posts what is pending
+  void flush(Lane& me);              // loads of one stage go as one copy: posts what is pending
 
   void load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarrier& bar);
   void arrive(Lane& me, Mbarrier& bar, uint32_t bytes);

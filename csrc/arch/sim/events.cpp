@@ -17,8 +17,9 @@ uint64_t Machine::locate(const Lane& me, const void* p, uint64_t bytes, uint64_t
   const Block& b = *me.block;
   const auto* at = static_cast<const std::byte*>(p);
   if (at < b.smem || at + bytes > b.smem + b.launch->smem_bytes)
-    throw_rule(me, "outside_shared", std::string(operation) + " of " + std::to_string(bytes) + " bytes at " +
-                                         std::to_string(at - b.smem) + " of " + std::to_string(b.launch->smem_bytes));
+    throw_rule(me, "outside_shared",
+               std::string(operation) + " of " + std::to_string(bytes) + " bytes at " + std::to_string(at - b.smem) +
+                   " of " + std::to_string(b.launch->smem_bytes));
   const uint64_t offset = uint64_t(at - b.smem);
   if (offset % alignment) throw_rule(me, "alignment", std::string(operation) + " at " + std::to_string(offset));
   const GranuleSpan s(offset, bytes);
@@ -119,12 +120,13 @@ void Machine::check_row(const Lane& me, const Region& region, const void* dst, u
   const auto next = std::upper_bound(owner.first_row.begin(), owner.first_row.end(), uint32_t(row));
   const int source = int(next - owner.first_row.begin()) - 1, lanes = config_.num_local_ranks;
   if (source >= num_ranks())
-    throw_rule(me, "outside_rows", "a write into row " + std::to_string(row) + " behind rank " +
-                                       std::to_string(region.rank) + "'s last receive row");
+    throw_rule(me, "outside_rows",
+               "a write into row " + std::to_string(row) + " behind rank " + std::to_string(region.rank) +
+                   "'s last receive row");
   if (source % lanes != me.rank % lanes)
-    throw_rule(me, "outside_rows", "a write into row " + std::to_string(row) + " of rank " +
-                                       std::to_string(region.rank) + ", which belongs to source rank " +
-                                       std::to_string(source) + " of another rail");
+    throw_rule(me, "outside_rows",
+               "a write into row " + std::to_string(row) + " of rank " + std::to_string(region.rank) +
+                   ", which belongs to source rank " + std::to_string(source) + " of another rail");
 }
 
 // ---------------------------------------------------------------- bulk loads
@@ -146,8 +148,8 @@ void Machine::load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarrie
   Region& r = memory_.require(me, src, bytes, "bulk_g2s");
   memory_.check_read(me, r, src, bytes, "bulk_g2s");
   if (r.use == Region::Use::kRecvRows && r.rank != me.rank && !rank(r.rank).first_row.empty())
-    throw_rule(me, "outside_licence", "bulk_g2s of rows of rank " + std::to_string(r.rank) +
-                                          ", which is still in its dispatch");
+    throw_rule(me, "outside_licence",
+               "bulk_g2s of rows of rank " + std::to_string(r.rank) + ", which is still in its dispatch");
   if (r.watches_writes()) {
     const GranuleSpan from(r.offset(src), bytes);
     hep::sim::add(r.reading, from.at, from.n, 1);
@@ -183,8 +185,9 @@ void Machine::arrive(Lane& me, Mbarrier& bar, uint32_t bytes) {
   require_barrier(me, bar, "mbar_arrive");
   const uint64_t before = bar.word;
   if (mbar::guards_refill(before) && !me.touched.empty())
-    throw_rule(me, "unpublished", "an arrive that licenses a refill while " +
-                                      std::to_string(me.touched.size() * kGranule) + " bytes are not published");
+    throw_rule(me, "unpublished",
+               "an arrive that licenses a refill while " + std::to_string(me.touched.size() * kGranule) +
+                   " bytes are not published");
   if (mbar::pending(before) == 0) throw_rule(me, "arrive_count", "the phase already has all its arrivals");
   if (mbar::tx(before) + int64_t(bytes) > mbar::kMaxTx) throw_rule(me, "expect_tx", "too many bytes in one phase");
   bar.word = mbar::settle(mbar::arrive(mbar::expect(before, bytes)));
@@ -195,8 +198,9 @@ void Machine::arrive(Lane& me, Mbarrier& bar, uint32_t bytes) {
 void Machine::end_phase(const Lane* me, Block& block, Mbarrier& bar, uint64_t before) {
   if (mbar::phase(before) == mbar::phase(bar.word)) return;
   if (mbar::loads(bar.word))
-    throw_rule(*me, "expect_tx", "a phase ended with " + std::to_string(mbar::loads(bar.word)) +
-                                     " bulk loads in flight: fewer bytes were announced than loaded");
+    throw_rule(*me, "expect_tx",
+               "a phase ended with " + std::to_string(mbar::loads(bar.word)) +
+                   " bulk loads in flight: fewer bytes were announced than loaded");
   wake_phase_waiters(block, bar);
 }
 
@@ -277,7 +281,8 @@ void Machine::lane_returns(Lane& me) {
     if (!g.stores.empty())
       throw_rule(me, "unfinished_group", "the lane returned without bulk_wait<0> for its bulk stores");
   if (me.launch->alive > 1) return;
-  for (int n = 0; n < config_.num_nodes; ++n)  // credits alone may still be on their way: nobody's memory waits for them
+  for (int n = 0; n < config_.num_nodes;
+       ++n)  // credits alone may still be on their way: nobody's memory waits for them
     for (const Put& put : wires_[size_t(num_ranks() + me.rank * config_.num_nodes + n)].puts)
       if (put.bytes) throw_rule(me, "unfinished_put", "the kernel returned with puts in flight");
   for (const Load& load : wires_[size_t(me.rank)].loads)

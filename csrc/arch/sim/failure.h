@@ -24,8 +24,8 @@ class WrongResult : public std::runtime_error {
 
 // what() = "<rule>: <detail> (rank 1, block 0, role g2s, chunk 3; g2s.h:55)"
 [[noreturn]] void throw_rule(const Lane& lane, const char* rule, const std::string& detail);
-std::string lane_text(const Lane& lane);   // "rank 1, block 0, role g2s"
-std::string wait_text(const Lane& lane);   // "... waits at stage_full for ..., stage_fifo.h:114"
+std::string lane_text(const Lane& lane);  // "rank 1, block 0, role g2s"
+std::string wait_text(const Lane& lane);  // "... waits at stage_full for ..., stage_fifo.h:114"
 
 struct Failure {
   std::string kind;  // "" = none; deadlock, rule, wrong, deadline, error

@@ -30,8 +30,8 @@ void GlobalMemory::drop_rank(int rank) {
 
 Region* GlobalMemory::find(const void* p, uint64_t bytes) const {
   const auto* at = static_cast<const unsigned char*>(p);
-  const auto it =
-      std::upper_bound(regions_.begin(), regions_.end(), at, [](const unsigned char* x, const auto& r) { return x < r->begin; });
+  const auto it = std::upper_bound(regions_.begin(), regions_.end(), at,
+                                   [](const unsigned char* x, const auto& r) { return x < r->begin; });
   if (it == regions_.begin()) return nullptr;
   Region* r = std::prev(it)->get();
   return r->contains(p, bytes) ? r : nullptr;
@@ -65,8 +65,9 @@ void GlobalMemory::check_read(const Lane& me, const Region& r, const void* p, ui
     throw_rule(me, "read_races_write",
                std::string(operation) + " reads " + bytes_text(r, p, bytes) + " while a write of them is not complete");
   if (r.use != Region::Use::kCounts && !every(r.written, s.at, s.n))
-    throw_rule(me, "never_written", std::string(operation) + " reads " + bytes_text(r, p, bytes) +
-                                        ", which nobody has written since they became free");
+    throw_rule(me, "never_written",
+               std::string(operation) + " reads " + bytes_text(r, p, bytes) +
+                   ", which nobody has written since they became free");
 }
 
 void GlobalMemory::check_write(const Lane& me, const Region& r, const void* p, uint64_t bytes, const char* operation,
@@ -81,8 +82,9 @@ void GlobalMemory::check_write(const Lane& me, const Region& r, const void* p, u
     throw_rule(me, "write_races_write",
                std::string(operation) + " writes " + bytes_text(r, p, bytes) + " while another write is not complete");
   if (!again && (r.is_licensed() || r.use == Region::Use::kOutput) && any(r.written, s.at, s.n))
-    throw_rule(me, "outside_licence", std::string(operation) + " writes " + bytes_text(r, p, bytes) +
-                                          ", which hold data that their reader has not given back");
+    throw_rule(me, "outside_licence",
+               std::string(operation) + " writes " + bytes_text(r, p, bytes) +
+                   ", which hold data that their reader has not given back");
 }
 
 void GlobalMemory::free(Region& r, uint64_t at, uint64_t bytes) const {

@@ -48,7 +48,7 @@ struct Store {
   Region* region = nullptr;
   unsigned char* dst = nullptr;
   uint32_t smem_at = 0, bytes = 0;
-  bool copied = false;         // exploration: the bytes have reached dst
+  bool copied = false;            // exploration: the bytes have reached dst
   std::vector<std::byte> data{};  // exploration: read from shared memory, not yet written
 };
 struct StoreGroup {
@@ -107,7 +107,7 @@ struct Lane {
   Verdict verdict = Verdict::kGo;
   Wait wait;
   uint64_t seen_changes = 0;
-  Ps now = 0;        // timed: this lane's clock, at or ahead of the world's
+  Ps now = 0;  // timed: this lane's clock, at or ahead of the world's
   Ps idle_since = 0;
   RoleTime* time = nullptr;
   std::deque<StoreGroup> groups;  // committed, oldest first
@@ -119,7 +119,7 @@ struct Lane {
   Mbarrier* merged_bar = nullptr;
   uint32_t merged_bytes = 0, merged_ops = 0;
   int merged_from = 0;
-  host::Fiber fiber;
+  std::unique_ptr<host::Fiber> fiber;
 };
 
 // Thrown through a lane that must end because something else failed. Never leaves the machine.
@@ -127,12 +127,12 @@ struct Abandoned {};
 
 struct Rank {
   Lane* host = nullptr;
-  bool dead = false;                      // a fault: nothing of it moves any more
+  bool dead = false;  // a fault: nothing of it moves any more
   Launch launch;
   std::vector<std::unique_ptr<Block>> blocks;
   unsigned char* segment = nullptr;
-  uint64_t changes = 0;                   // flags written in this rank's segment
-  std::vector<Lane*> waiting;             // lanes that wait for a flag or a change of this rank
+  uint64_t changes = 0;        // flags written in this rank's segment
+  std::vector<Lane*> waiting;  // lanes that wait for a flag or a change of this rank
   uint64_t puts_pending = 0;
   // Licence of the receive rows: row_owner[s] = first row of source s; empty = the owner alone writes.
   uint64_t row_bytes = 0;

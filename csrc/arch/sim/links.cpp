@@ -206,14 +206,16 @@ void Machine::give_back(const Lane& me, uint64_t flag_offset, int node) {
   const uint64_t at = l.rail_recv_slot(own, node, slot) - l.rail_recv;
   const GranuleSpan s(at, l.slot_bytes);
   if (any(r.reading, s.at, s.n))
-    throw_rule(me, "outside_licence", "a credit for slot " + std::to_string(slot) + " of the rail from node " +
-                                          std::to_string(node) + " while a copy still reads the slot");
+    throw_rule(me, "outside_licence",
+               "a credit for slot " + std::to_string(slot) + " of the rail from node " + std::to_string(node) +
+                   " while a copy still reads the slot");
   memory_.free(r, at, l.slot_bytes);
 }
 
 bool Machine::only_chunk(uint32_t actor, uint32_t chunk) const {
   if (is_lane(actor) || wires_[actor].puts.empty()) return false;
-  return std::all_of(wires_[actor].puts.begin(), wires_[actor].puts.end(), [&](const Put& p) { return p.slot == chunk; });
+  return std::all_of(wires_[actor].puts.begin(), wires_[actor].puts.end(),
+                     [&](const Put& p) { return p.slot == chunk; });
 }
 
 void Machine::run_wire(Wire& wire) {
@@ -227,7 +229,7 @@ void Machine::run_wire(Wire& wire) {
   }
   if (wire.puts.empty()) return;
   size_t at = rng.below(wire.puts.size());
-  for (size_t i = 0; i < wire.puts.size() && wire.puts[at].slot == strategy_.starved_chunk(); ++i)
+  for (size_t i = 0; i < wire.puts.size() && strategy_.starves_chunk(wire.puts[at].slot); ++i)
     at = (at + 1) % wire.puts.size();
   // Nobody waits for a put without a signal: it may take its time.
   if (wire.puts[at].bytes && !wire.puts[at].flag && !rng.one_in(16)) return;

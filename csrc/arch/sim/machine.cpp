@@ -12,6 +12,7 @@ namespace {
 
 constexpr Ps kStepPs = 1000;  // exploration: what one choice moves the clock, so that waits have an age
 thread_local Lane* t_running = nullptr;
+thread_local std::vector<std::unique_ptr<host::Fiber>> t_fibers;  // idle ones: making a stack costs system calls
 
 // As on the host: of waits that expire together the one that names another rank is nearest to the cause.
 int how_telling(const Lane& lane) {
@@ -39,7 +40,11 @@ Machine::Machine(const MachineConfig& config)
   if (config.timed) clockwork_ = std::make_unique<Clockwork>(*this);
 }
 
-Machine::~Machine() = default;
+// Every lane has ended, so its fiber may serve another world.
+Machine::~Machine() {
+  for (auto& lane : lanes_)
+    if (!lane->alive) t_fibers.push_back(std::move(lane->fiber));
+}
 
 void Machine::add_segment(int r, unsigned char* data, const BufferLayout& layout) {
   if (!layout_) layout_.emplace(layout);
@@ -66,6 +71,9 @@ Lane& Machine::take_lane(int r) {
   if (free_lanes_.empty()) {
     lanes_.push_back(std::make_unique<Lane>(*this, num_wires() + uint32_t(lanes_.size())));
     free_lanes_.push_back(lanes_.back().get());
+    if (t_fibers.empty()) t_fibers.push_back(std::make_unique<host::Fiber>());
+    lanes_.back()->fiber = std::move(t_fibers.back());
+    t_fibers.pop_back();
   }
   Lane& lane = *free_lanes_.back();
   free_lanes_.pop_back();
@@ -76,7 +84,7 @@ Lane& Machine::take_lane(int r) {
   lane.groups.clear(), lane.open.clear(), lane.touched.clear();
   lane.alive = true, lane.ready = false;
   ++alive_;
-  lane.fiber.assign(&Machine::lane_entry, &lane);
+  lane.fiber->assign(&Machine::lane_entry, &lane);
   return lane;
 }
 
@@ -228,7 +236,7 @@ host::FiberContext& Machine::next_context() {
       Lane& lane = *lanes_[actor - num_wires()];
       unready(at, lane.ready);
       t_running = &lane;
-      return lane.fiber.context();
+      return lane.fiber->context();
     }
     Wire& wire = wires_[actor];
     try {
@@ -243,7 +251,7 @@ host::FiberContext& Machine::next_context() {
 void Machine::suspend(Lane& me) {
   if (me.verdict == Verdict::kAbandoned) throw Abandoned{};
   host::FiberContext& next = next_context();
-  if (&next != &me.fiber.context()) host::fiber_switch(me.fiber.context(), next);
+  if (&next != &me.fiber->context()) host::fiber_switch(me.fiber->context(), next);
   t_running = &me;
   if (me.verdict != Verdict::kGo) raise(me);
 }

@@ -13,14 +13,14 @@ namespace hep::sim {
 class Machine;
 
 enum class StrategyKind : uint8_t {
-  kRandom,      // uniform
-  kPct,         // random priorities, lowered at `depth` random steps
-  kStarveRole,  // actors of one role go only when nothing else can
-  kStarveRank,  // one rank is slow
-  kStarveRail,  // one directed rail is slow
-  kStarveChunk, // messages of one ring slot are slow
-  kLate,        // nothing asynchronous completes before every lane waits
-  kPause,       // one rank after another stands still for a while
+  kRandom,       // uniform
+  kPct,          // random priorities, lowered at `depth` random steps
+  kStarveRole,   // actors of one role go only when nothing else can
+  kStarveRank,   // one rank is slow
+  kStarveRail,   // one directed rail is slow
+  kStarveChunk,  // messages of one ring slot are slow
+  kLate,         // nothing asynchronous completes before every lane waits
+  kPause,        // one rank after another stands still for a while
 };
 StrategyKind parse_strategy(const std::string& name);
 const char* strategy_name(StrategyKind kind);
@@ -32,7 +32,7 @@ class Strategy {
   uint32_t pick(const std::vector<uint32_t>& ready);
   // After each visible operation of a lane: may another actor go first?
   bool preempts();
-  uint32_t starved_chunk() const { return kind_ == StrategyKind::kStarveChunk ? target_ : ~0u; }
+  bool starves_chunk(uint32_t slot) const { return kind_ == StrategyKind::kStarveChunk && slot == target_; }
   host::Rng& rng() { return rng_; }
 
  private:

@@ -63,10 +63,9 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, facts, true);
   m_.rank(rank_).row_bytes = p.message.token_bytes();
   m_.rank(rank_).first_row = first_row;
-  launch("dispatch", s.num_blocks, kDispatchWarps, p.smem_bytes, p.message.token_bytes(), p.message.record_bytes,
-         [&](SimArch& a, SimTransport& net, std::byte* smem) {
-           dispatch_kernel<SimArch, SimTransport>(a, net, p, smem);
-         });
+  launch(
+      "dispatch", s.num_blocks, kDispatchWarps, p.smem_bytes, p.message.token_bytes(), p.message.record_bytes,
+      [&](SimArch& a, SimTransport& net, std::byte* smem) { dispatch_kernel<SimArch, SimTransport>(a, net, p, smem); });
   end_operation();
 }
 
@@ -85,10 +84,9 @@ void SimExecutor::combine(CombineParams& p, const LaunchSettings& s) {
   const uint64_t tokens = p.plan.num_tokens;
   add("out_x", p.out_x, tokens * p.hidden * dtype_bytes(p.dtype), Use::kOutput, true);
   add("out_weights", p.out_weights, tokens * p.plan.weight_stride * 4, Use::kOutput, true);
-  launch("combine", s.num_blocks, kCombineWarps<SimArch>, p.smem_bytes, 0, 0,
-         [&](SimArch& a, SimTransport& net, std::byte* smem) {
-           combine_kernel<SimArch, SimTransport>(a, net, p, smem);
-         });
+  launch(
+      "combine", s.num_blocks, kCombineWarps<SimArch>, p.smem_bytes, 0, 0,
+      [&](SimArch& a, SimTransport& net, std::byte* smem) { combine_kernel<SimArch, SimTransport>(a, net, p, smem); });
   end_operation();
 }
 
