@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.13", "3.12", "3.11", "3.10")
 BUILD_REQUIREMENTS = ("setuptools>=77", "pybind11>=2.13,<4")
-DEFAULT_EXTRAS = "megatron,train,bench,docs,test"
+DEFAULT_EXTRAS = "megatron,train,bench,balance,docs,test"
 LOCK_TIMEOUT_S = 1800
 NEEDED_DISK_GB = 9
 STAMP_NAME = "hybrid_ep.json"

@@ -163,7 +163,7 @@ void Placer::index_ranks() {
 // The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end.
 void Placer::refine(int first_rank, int num_ranks) {
   const int64_t sum = std::accumulate(&load_[first_rank], &load_[first_rank] + num_ranks, int64_t(0));
-  const int64_t mean = sum / num_ranks, good = mean + mean / 5'000;
+  const int64_t mean = sum / num_ranks, good = mean + mean / 2'500;
   for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) size_[i] = share(slots_[i]);
   for (int round = 0; round < 4 * num_ranks; ++round) {
     const int hot = int(std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks) - load_.data());

@@ -76,7 +76,7 @@ class Placement:
     def _refine(self, ranks):
         """The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end."""
         mean = sum(self.load(r) for r in ranks) // len(ranks)
-        good = mean + mean // 5_000
+        good = mean + mean // 2_500
         for _ in range(4 * len(ranks)):
             load = {r: self.load(r) for r in ranks}
             hot = min(ranks, key=lambda r: (-load[r], r))

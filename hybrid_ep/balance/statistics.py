@@ -1,0 +1,157 @@
+"""Expert load statistics on disk: one object, three formats that people have.
+
+    own         JSONL, a line per iteration and layer: {"iteration": 100, "layer": 3, "counts": [E integers]}
+    megatron    JSONL of --moe-routing-trace-path: {"step", "layer", "rank", "top_indices"}, counted and summed
+                over ranks
+    tensorrt    a folder with meta_info.json and rank*.safetensors, keys "{iteration}_{layer}" -> counts [E],
+                summed over ranks, as TensorRT-LLM writes under EXPERT_STATISTIC_PATH
+
+`load` recognises the format. Counts are (token, expert) pairs over the whole expert-parallel group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LoadStatistics:
+    """counts int64 [I, L, E] with the numbers of the I iterations and L layers, ascending."""
+
+    counts: np.ndarray
+    iterations: tuple[int, ...]
+    layers: tuple[int, ...]
+
+    def between(self, first: int | None, last: int | None) -> LoadStatistics:
+        """Iterations first to last, both included; None leaves that end open. ValueError when none is left."""
+        keep = [i for i, n in enumerate(self.iterations)
+                if (first is None or n >= first) and (last is None or n <= last)]
+        if not keep:
+            raise ValueError(f"iterations {first} to {last}: the statistics hold {self.iterations[0]} to "
+                             f"{self.iterations[-1]}")
+        return LoadStatistics(self.counts[keep], tuple(self.iterations[i] for i in keep), self.layers)
+
+    def total(self) -> np.ndarray:
+        """int64 [L, E]: summed over iterations."""
+        return self.counts.sum(axis=0)
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """ "100-200" -> (100, 200), both included; "100" -> (100, 100). ValueError for anything else."""
+    first, dash, last = text.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        raise ValueError(f"iteration range {text!r}: give FIRST-LAST, for example 100-200")
+    return int(first), int(last if dash else first)
+
+
+def from_records(records: Iterable[tuple[int, int, np.ndarray]], source: str = "records") -> LoadStatistics:
+    """(iteration, layer, counts [E]) in any order; those of one iteration and layer are summed.
+
+    ValueError: no records, counts of different lengths, a layer that lacks an iteration.
+    """
+    table: dict[tuple[int, int], np.ndarray] = {}
+    for iteration, layer, counts in records:
+        key = (int(iteration), int(layer))
+        counts = np.asarray(counts)
+        if counts.ndim != 1 or counts.dtype.kind not in "iuf" or (counts < 0).any() or (counts % 1 != 0).any():
+            raise ValueError(f"{source}: counts of iteration {key[0]}, layer {key[1]} are not a list of whole numbers")
+        counts = counts.astype(np.int64)
+        if table and len(counts) != len(next(iter(table.values()))):
+            raise ValueError(f"{source}: iteration {key[0]}, layer {key[1]} has {len(counts)} experts, others "
+                             f"{len(next(iter(table.values())))}")
+        table[key] = table[key] + counts if key in table else counts
+    if not table:
+        raise ValueError(f"{source}: holds no expert counts")
+    iterations, layers = sorted({k[0] for k in table}), sorted({k[1] for k in table})
+    missing = [(i, n) for i in iterations for n in layers if (i, n) not in table]
+    if missing:
+        raise ValueError(f"{source}: iteration {missing[0][0]} lacks layer {missing[0][1]} ({len(missing)} gaps): "
+                         "the file is cut short, or layers wrote different ranges")
+    counts = np.stack([np.stack([table[i, n] for n in layers]) for i in iterations])
+    return LoadStatistics(counts, tuple(iterations), tuple(layers))
+
+
+def load(path: str | Path, num_experts: int | None = None) -> LoadStatistics:
+    """Read any of the three formats. num_experts: needed for a Megatron trace whose last experts got no token."""
+    path = Path(path)
+    if path.is_dir():
+        return _load_tensorrt(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file or folder")
+    return from_records(_jsonl_records(path, num_experts), str(path))
+
+
+def _jsonl_records(path: Path, num_experts: int | None):
+    traced = []  # Megatron: the number of experts is known after the last line
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if "top_indices" in record:
+                chosen = np.asarray(record["top_indices"], dtype=np.int64).ravel()
+                traced.append((record["step"], record["layer"], np.bincount(chosen[chosen >= 0])))
+            else:
+                yield record["iteration"], record["layer"], record["counts"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}:{number}: neither counts nor a routing trace ({type(error).__name__}: {error})") \
+                from None
+    size = max([num_experts or 0, *(len(c) for _, _, c in traced)])
+    if num_experts and size > num_experts:
+        raise ValueError(f"{path}: names expert {size - 1}, but num_experts is {num_experts}")
+    for step, layer, counts in traced:
+        yield step, layer, np.pad(counts, (0, size - len(counts)))
+
+
+def save_jsonl(path: str | Path, statistics: LoadStatistics) -> None:
+    """Write our own format."""
+    with open(path, "w") as file:
+        for i, iteration in enumerate(statistics.iterations):
+            for n, layer in enumerate(statistics.layers):
+                record = {"iteration": iteration, "layer": layer, "counts": statistics.counts[i, n].tolist()}
+                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+def _safetensors():
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise ValueError("TensorRT-LLM statistics need the package safetensors: pip install safetensors") from None
+    return safetensors.numpy
+
+
+def _load_tensorrt(folder: Path) -> LoadStatistics:
+    files = sorted(folder.glob("rank*.safetensors"))
+    if not files or not (folder / "meta_info.json").is_file():
+        raise ValueError(f"{folder}: no meta_info.json and rank*.safetensors, as TensorRT-LLM writes them")
+    library = _safetensors()
+
+    def records():
+        for file in files:
+            for key, counts in library.load_file(file).items():
+                iteration, _, layer = key.partition("_")
+                if not iteration.isdecimal() or not layer.isdecimal():
+                    raise ValueError(f"{file}: key {key!r} is not ITERATION_LAYER")
+                yield int(iteration), int(layer), counts
+
+    statistics = from_records(records(), str(folder))
+    said = json.loads((folder / "meta_info.json").read_text()).get("num_experts")
+    if said is not None and said != statistics.counts.shape[2]:
+        raise ValueError(f"{folder}: meta_info.json says {said} experts, the counts have {statistics.counts.shape[2]}")
+    return statistics
+
+
+def save_tensorrt(folder: str | Path, statistics: LoadStatistics, topk: int, rank: int = 0) -> None:
+    """Write TensorRT-LLM's folder, with all counts under one rank. topk goes into meta_info.json."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {"num_experts": statistics.counts.shape[2], "num_experts_per_token": topk}
+    (folder / "meta_info.json").write_text(json.dumps(meta))
+    tensors = {f"{iteration}_{layer}": np.ascontiguousarray(statistics.counts[i, n])
+               for i, iteration in enumerate(statistics.iterations) for n, layer in enumerate(statistics.layers)}
+    _safetensors().save_file(tensors, folder / f"rank{rank}.safetensors")

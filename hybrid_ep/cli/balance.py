@@ -1,0 +1,108 @@
+"""`hybrid-ep balance report|plan`: what recorded expert loads say, and a placement made from them."""
+
+from __future__ import annotations
+
+import argparse
+
+from hybrid_ep.cli import EXIT_OK, UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two subcommands and their flags."""
+    commands = parser.add_subparsers(dest="balance_command", required=True, metavar="report|plan")
+    for name, function, text in (("report", add_report_arguments, "imbalance by layer, as a table and a plot"),
+                                 ("plan", add_plan_arguments, "a placement with replicas, as YAML")):
+        function(commands.add_parser(name, help=text, description=text,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter))
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("statistics", metavar="STATS", help="JSONL of counts, a Megatron routing trace, or a "
+                        "TensorRT-LLM statistics folder")
+    parser.add_argument("--iterations", metavar="A-B", help="only these iterations, both included")
+    parser.add_argument("--num-experts", type=int, help="for a routing trace whose last experts got no token")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    parser.add_argument("--ep-size", type=int, help="ranks; default: one expert a rank")
+    parser.add_argument("--plan", metavar="YAML", help="project onto this placement")
+    parser.add_argument("--spare-slots", type=int, default=0, help="also show exact balancing with so many slots a rank")
+    parser.add_argument("--plot", metavar="PNG", help="draw it")
+    parser.add_argument("--per-expert", action="store_true", help="also list every layer's expert counts")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    parser.add_argument("--ep-size", type=int, required=True, help="ranks")
+    parser.add_argument("--num-slots", type=int, required=True, help="experts and replicas in all")
+    parser.add_argument("--num-nodes", type=int, default=1, help="nodes, for --num-groups and --current")
+    parser.add_argument("--num-groups", type=int, default=0, help="groups of experts that stay on one node")
+    parser.add_argument("--current", metavar="YAML", help="placement in force: change as few slots as possible")
+    parser.add_argument("--target", type=float, default=0.02, help="with --current: imbalance to reach")
+    parser.add_argument("--layer-updates-per-iter", type=int, default=0, help="written to the file; 0: static")
+    parser.add_argument("-o", "--output", required=True, metavar="YAML")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Bad input ends as a usage error: exit code 2 and one line."""
+    try:
+        return (run_report if args.balance_command == "report" else run_plan)(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _load(args: argparse.Namespace):
+    from hybrid_ep.balance import statistics
+
+    loaded = statistics.load(args.statistics, args.num_experts)
+    return loaded.between(*statistics.parse_range(args.iterations)) if args.iterations else loaded
+
+
+def _placement(path: str, layers: tuple[int, ...]):
+    from hybrid_ep.balance import plan_file
+
+    phy2log, planned = plan_file.load(path)
+    missing = sorted(set(layers) - set(planned))
+    if missing:
+        raise ValueError(f"{path} has no layer {missing[0]}: it was made from other statistics")
+    return phy2log[[planned.index(layer) for layer in layers]]
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from hybrid_ep.balance import report
+
+    loaded = _load(args)
+    ranks = args.ep_size if args.ep_size is not None else loaded.counts.shape[2]
+    placed = _placement(args.plan, loaded.layers) if args.plan else None
+    rows = report.report(loaded, ranks, placed, args.spare_slots)
+    floor = report.noise_floor(loaded, ranks)
+    print(f"{len(loaded.iterations)} iterations, {len(loaded.layers)} layers, {loaded.counts.shape[2]} experts, "
+          f"{ranks} ranks; ratios are (max - mean) / mean, averaged over iterations")
+    print(report.table(rows))
+    print(f"sampling noise of a perfectly fair static placement: {floor:.3f}")
+    if args.per_expert:
+        for layer, counts in zip(loaded.layers, loaded.total().tolist(), strict=True):
+            print(f"layer {layer}: {counts}")
+    if args.plot:
+        report.plot(args.plot, rows, loaded, floor)
+        print(f"plot: {args.plot}")
+    return EXIT_OK
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    from hybrid_ep.balance import bounds, plan_file, plan_placement
+
+    loaded = _load(args)
+    current = _placement(args.current, loaded.layers) if args.current else None
+    if args.layer_updates_per_iter < 0:
+        raise ValueError(f"--layer-updates-per-iter is {args.layer_updates_per_iter}: give 0 or more")
+    load = loaded.total()
+    plan = plan_placement(load, args.num_slots, args.ep_size, args.num_nodes, current, num_groups=args.num_groups,
+                          target=args.target)
+    plan_file.save(args.output, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
+    slots = max(bounds.slots(w, args.num_slots) * args.num_slots / max(w.sum(), 1) - 1 for w in load)
+    print(f"{args.output}: {len(load)} layers, {args.num_slots} slots on {args.ep_size} ranks; imbalance by rank on "
+          f"these loads {plan.imbalance().mean():.4f} (max {plan.imbalance().max():.4f}, bound 0); by slot at least "
+          f"{slots:.3f} in the worst layer; slots changed: {int(plan.moved.sum())}")
+    return EXIT_OK
