@@ -1,6 +1,6 @@
 """Exact MoE compute around the exchange: grouped GEMM, weighted activations, unpermute, router guards.
 
-    from hybrid_ep.moe import grouped_mm, weighted_swiglu, unpermute, RouterGuard
+    from hybrid_ep.moe import grouped_mm, weighted_swiglu, unpermute, check_gates
 
 Needs torch alone: neither the compiled core nor Megatron. Submodules load on demand. docs/moe_compute.md is the
 page on it, with what each operator moves and what has run where.
@@ -16,6 +16,10 @@ _LAZY = {
     "pad_groups": "hybrid_ep.moe.padding",
     "row_alignment": "hybrid_ep.moe.padding",
     "probe": "hybrid_ep.moe.probing",
+    "weighted_activation": "hybrid_ep.moe.activations",
+    "weighted_swiglu": "hybrid_ep.moe.activations",
+    "inverse_map": "hybrid_ep.moe.combining",
+    "unpermute": "hybrid_ep.moe.combining",
 }
 
 __all__ = [*_LAZY]
