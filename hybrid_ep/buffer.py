@@ -130,13 +130,16 @@ class HybridEPBuffer:
                               num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
                               scaling_factor=None,
                               num_permuted_tokens=None, pad_multiple=None, handle=None, non_blocking=False,
-                              fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None):
+                              fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None,
+                              pad_empty_experts=False):
         """dispatch, with the rows laid out by local expert, each expert's group padded to pad_multiple with
         zero rows.
 
         Arguments as in dispatch. num_permuted_tokens: rows of the result (an integer or 0-d tensor; default:
         exactly as many as there are); rows beyond the groups are zero. non_blocking: num_permuted_tokens is a
         static budget; rows beyond it are dropped and flagged, later experts first, and nothing is raised.
+        pad_empty_experts: an expert that nobody chose gets pad_multiple zero rows too (they count against a
+        budget), so that no grouped GEMM sees an empty group. With a handle both paddings are the handle's.
         Returns (rows [P, H], weights fp32 [P] or None, scales [P, S] or None, padded_tokens_per_expert int64
         [num_local_experts], handle); handle[-1] is the overflow flag, int32 [1].
         Raises ValueError, CapacityError (blocking with overflow="raise"), DeadlineError."""
@@ -146,6 +149,7 @@ class HybridEPBuffer:
             _deprecated("use_host_meta", "means non_blocking = not use_host_meta")
             non_blocking = not use_host_meta
         validation.flag("non_blocking", non_blocking)
+        validation.flag("pad_empty_experts", pad_empty_experts)
         budget = None if num_permuted_tokens is None else validation.integer(
             "num_permuted_tokens", num_permuted_tokens, 0)
         pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
@@ -163,8 +167,7 @@ class HybridEPBuffer:
                 11, "dispatch_with_permute", handle, hidden, scaling_factor, topk_idx, topk_weights,
                 num_of_experts,
                 probs, routing_map, permute=True, use_fp8=use_fp8, non_blocking=non_blocking,
-                pad_multiple=pad,
-                budget=budget)
+                pad_multiple=pad, budget=budget, pad_empty_experts=pad_empty_experts)
             if budget is not None and budget < plan.num_permuted_rows:
                 raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
                                  "the handle; give at least as many, or None")
@@ -271,7 +274,7 @@ class HybridEPBuffer:
     def _plan_or_route(self, length, verb, handle, hidden, scale, topk_idx, topk_weights, num_of_experts,
                        probs,
                        routing_map, *, permute, use_fp8=None, non_blocking=False, pad_multiple=1,
-                       budget=None):
+                       budget=None, pad_empty_experts=False):
         """(plan, weights in plan order | None | "routed": those that the routing brought)."""
         x = validation.hidden_rows("hidden", hidden)
         scale = None if scale is None else validation.scales(scale, x)
@@ -282,7 +285,7 @@ class HybridEPBuffer:
             return plan, self._weights_in_plan_order(plan, topk_idx, topk_weights, probs)
         routing = self._routing(x, topk_idx, topk_weights, num_of_experts, probs, routing_map)
         call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
-                    self.config.num_of_blocks_dispatch_api)
+                    self.config.num_of_blocks_dispatch_api, pad_empty_experts)
         plan = self._session.route(routing, call, self.config)
         return plan, "routed" if plan.has_weights else None
 

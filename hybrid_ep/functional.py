@@ -27,12 +27,12 @@ def dispatch_with_permute(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_w
                           num_of_experts=None,
                           num_of_experts_per_rank=None, routing_map=None, probs=None, scaling_factor=None,
                           num_permuted_tokens=None, pad_multiple=None, non_blocking=False,
-                          handle=None) -> tuple:
+                          pad_empty_experts=False, handle=None) -> tuple:
     """Differentiable HybridEPBuffer.dispatch_with_permute: (rows [P, H], weights [P] or None, scales,
     padded_tokens_per_expert, handle)."""
     rest = {"num_of_experts": num_of_experts, "num_of_experts_per_rank": num_of_experts_per_rank,
             "scaling_factor": scaling_factor, "num_permuted_tokens": num_permuted_tokens,
-            "pad_multiple": pad_multiple,
+            "pad_multiple": pad_multiple, "pad_empty_experts": pad_empty_experts,
             "non_blocking": non_blocking, "handle": handle}
     return _Dispatch.apply(buffer, True, rest, hidden, topk_idx, topk_weights, routing_map, probs)
 

@@ -97,19 +97,21 @@ def densify(world: World, topk_idx=None, topk_weights=None, routing_map=None, pr
 
 
 def plan_world(world: World, routes: Sequence[torch.Tensor], pad_multiple: int = 1,
-               budgets: Sequence[int] | None = None, recv_capacity: int | None = None) -> WorldPlan:
+               budgets: Sequence[int] | None = None, recv_capacity: int | None = None,
+               pad_empty_experts: bool = False) -> WorldPlan:
     """Places every row of every rank.
 
     budgets[r]: permuted rows of rank r (-1: any number); what lies behind them is cut off, so that the last
     experts starve first. recv_capacity: receive rows of every rank (None: any number); later rows are
-    dropped, their permuted rows remain, as zeros."""
+    dropped, their permuted rows remain, as zeros. pad_empty_experts: an expert without rows gets pad_multiple
+    zero rows."""
     budgets = [-1] * world.num_ranks if budgets is None else budgets
-    plans = [_plan_rank(world, rank, routes, pad_multiple or 1, budgets[rank], recv_capacity)
+    plans = [_plan_rank(world, rank, routes, pad_multiple or 1, budgets[rank], recv_capacity, pad_empty_experts)
              for rank in range(world.num_ranks)]
     return WorldPlan(world, list(routes), plans, pad_multiple or 1)
 
 
-def _plan_rank(world, rank, routes, pad, budget, recv_capacity) -> RankPlan:
+def _plan_rank(world, rank, routes, pad, budget, recv_capacity, pad_empty) -> RankPlan:
     source, token, local = [], [], []
     for s, route in enumerate(routes):
         mine = route[:, world.experts_of_rank(rank)]
@@ -123,7 +125,7 @@ def _plan_rank(world, rank, routes, pad, budget, recv_capacity) -> RankPlan:
     kept, padded, start = [], [], 0
     for e in range(world.num_local_experts):
         rows = local[:, e].nonzero().flatten()
-        size = -(-rows.numel() // pad) * pad
+        size = -(-rows.numel() // pad) * pad or (pad if pad_empty else 0)
         if budget >= 0:
             size = min(size, max(0, budget - start))
         rows = rows[:size]
@@ -279,7 +281,8 @@ class ReferenceBuffer:
         dist.all_gather_object(everyone, mine.getvalue(), group=self.group)
         return [torch.load(io.BytesIO(b)) for b in everyone]
 
-    def _route(self, topk_idx, topk_weights, num_experts, routing_map, probs, pad_multiple, budget, drop):
+    def _route(self, topk_idx, topk_weights, num_experts, routing_map, probs, pad_multiple, budget, drop,
+               pad_empty_experts=False):
         if topk_idx is None and routing_map is None:
             raise ValueError("give topk_idx (with num_of_experts), routing_map or handle")
         if topk_idx is None:
@@ -292,7 +295,8 @@ class ReferenceBuffer:
             probs = None
         route, weights = densify(world, topk_idx, topk_weights, routing_map, probs)
         everyone = self._gather((route, budget))
-        plan = plan_world(world, [r for r, _ in everyone], pad_multiple or 1, [b for _, b in everyone])
+        plan = plan_world(world, [r for r, _ in everyone], pad_multiple or 1, [b for _, b in everyone],
+                          pad_empty_experts=pad_empty_experts)
         late = [r for r in range(world.num_ranks) if plan.ranks[r].overflow]
         if late and not drop:
             raise ValueError(f"num_permuted_tokens is too small on ranks {late}; raise it, or drop (non_blocking)")
@@ -317,7 +321,8 @@ class ReferenceBuffer:
                               num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
                               scaling_factor=None,
                               num_permuted_tokens=None, pad_multiple=None, handle=None, non_blocking=False,
-                              fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None):
+                              fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None,
+                              pad_empty_experts=False):
         out_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
         if handle is None:
             if num_of_experts is None and num_of_experts_per_rank is not None:
@@ -325,7 +330,7 @@ class ReferenceBuffer:
             plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs,
                                         pad_multiple,
                                         -1 if out_rows is None else out_rows, non_blocking
-                                        or self.overflow == "drop")
+                                        or self.overflow == "drop", pad_empty_experts)
         else:
             (plan, _), weights = _plan_of(handle, 11), probs
         mine = plan.ranks[self.rank]

@@ -60,6 +60,7 @@ class Call:
     pad_multiple: int = 1
     budget: int | None = None  # permuted rows of this rank
     num_blocks: int = 1
+    pad_empty_experts: bool = False
 
     def header(self, routing: Routing, template: HybridEpConfigInstance) -> dict[str, int]:
         return {
@@ -67,6 +68,7 @@ class Call:
             "scale_width": 0 if self.scale is None else self.scale.shape[1],
             "scale_dtype": 0 if self.scale is None else 1 + DTYPES.index(self.scale.dtype),
             "num_experts": routing.num_experts, "pad_multiple": self.pad_multiple,
+            "pad_empty_experts": int(self.pad_empty_experts),
             "weights": int(routing.weights is not None), "verb": int(self.permute) + int(self.non_blocking),
             "budget": 0 if self.budget is None else 1 + self.budget,
             "want_tokens": template.max_num_of_tokens_per_rank, "want_hidden": template.hidden_dim}
@@ -75,7 +77,9 @@ class Call:
 _MUST_AGREE = {
     "hidden": str, "dtype": lambda v: str(DTYPES[v]), "scale_width": str,
     "scale_dtype": lambda v: "no scaling_factor" if v == 0 else str(DTYPES[v - 1]), "num_experts": str,
-    "pad_multiple": str, "weights": lambda v: "given" if v else "none", "verb": lambda v: _VERBS[v]}
+    "pad_multiple": str,
+    "pad_empty_experts": lambda v: str(bool(v)),
+    "weights": lambda v: "given" if v else "none", "verb": lambda v: _VERBS[v]}
 
 
 class Session:
@@ -200,7 +204,8 @@ class Session:
                 f"capacity_factor={self.options.capacity_factor} admits "
                 f"{capacity}; raise capacity_factor, or drop rows with overflow='drop'",
                 exchange.recv_rows, [capacity] * len(headers))
-        core = exchange.place(pad_multiple=call.pad_multiple, budgets=budgets, recv_capacity=capacity)
+        core = exchange.place(pad_multiple=call.pad_multiple, budgets=budgets, recv_capacity=capacity,
+                              pad_empty=call.pad_empty_experts)
         if must_fit and any(b >= 0 for b in budgets):
             self._check_budgets(core, budgets)
         return self._plan(core, routing, call, max_tokens)

@@ -174,10 +174,13 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("topk", &Exchange::topk)
       .def(
           "place",
-          [](const Exchange& x, uint32_t pad_multiple, std::vector<int64_t> budgets, uint64_t recv_capacity) {
-            return std::make_shared<Plan>(x.routing, PlacementOptions{pad_multiple, std::move(budgets), recv_capacity});
+          [](const Exchange& x, uint32_t pad_multiple, std::vector<int64_t> budgets, uint64_t recv_capacity,
+             bool pad_empty) {
+            return std::make_shared<Plan>(x.routing,
+                                          PlacementOptions{pad_multiple, std::move(budgets), recv_capacity, pad_empty});
           },
-          py::kw_only(), py::arg("pad_multiple") = 1, py::arg("budgets"), py::arg("recv_capacity"));
+          py::kw_only(), py::arg("pad_multiple") = 1, py::arg("budgets"), py::arg("recv_capacity"),
+          py::arg("pad_empty") = false);
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "One routing decision, ready for dispatch and combine.")
       .def_property_readonly("num_tokens", &Plan::num_tokens)
       .def_property_readonly("topk", &Plan::topk)

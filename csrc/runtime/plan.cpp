@@ -62,7 +62,7 @@ void Plan::place(const PlacementOptions& o) {
         if (s == w.rank) pair_base[e] = row + pairs;
         pairs += counts.pairs(s, e);
       }
-      row += int64_t(align_up(uint64_t(pairs), o.pad_multiple));
+      row += o.group_rows(pairs);
     }
   }
   count_dropped(o);
@@ -79,7 +79,7 @@ void Plan::count_experts(const PlacementOptions& o) {
   for (uint32_t e = 0; e < num_local_experts(); ++e) {
     int64_t pairs = 0;
     for (int s = 0; s < w.num_ranks(); ++s) pairs += counts.pairs(s, w.rank * num_local_experts() + e);
-    const int64_t padded = int64_t(align_up(uint64_t(pairs), o.pad_multiple));
+    const int64_t padded = o.group_rows(pairs);
     const int64_t room = budget < 0 ? padded : std::max<int64_t>(0, budget - row);
     tokens_per_expert_.push_back(std::min(pairs, room));
     padded_.push_back(std::min(padded, room));
@@ -100,7 +100,7 @@ void Plan::count_dropped(const PlacementOptions& o) {
       int64_t pairs = 0;
       for (int s = 0; s < world().num_ranks(); ++s) pairs += counts.pairs(s, e);
       if (o.budgets[r] >= 0) dropped += uint64_t(pairs - std::clamp<int64_t>(o.budgets[r] - row, 0, pairs));
-      row += int64_t(align_up(uint64_t(pairs), o.pad_multiple));
+      row += o.group_rows(pairs);
     }
     dropped_per_rank_.push_back(dropped);
   }

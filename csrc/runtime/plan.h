@@ -29,6 +29,12 @@ struct PlacementOptions {
   uint32_t pad_multiple = 1;
   std::vector<int64_t> budgets;  // [R] permuted rows that rank r has room for, -1 = as many as it takes
   uint64_t recv_capacity = 0;    // receive rows that every rank has
+  bool pad_empty = false;        // an expert without pairs gets pad_multiple zero rows too
+
+  // Permuted rows of an expert with this many pairs.
+  int64_t group_rows(int64_t pairs) const {
+    return int64_t(align_up(uint64_t(pad_empty && pairs == 0 ? 1 : pairs), pad_multiple));
+  }
 };
 
 class Plan {

@@ -145,7 +145,8 @@ class RankRun {
       expect(routing->view().header(int(s), 0) == c.num_tokens[s], "tokens of rank ", s);
       expect(routing->view().header(int(s), 2) == index + 100, "header word of rank ", s);
     }
-    plans_[index] = std::make_unique<Plan>(routing, PlacementOptions{c.pad_multiple, c.budgets, c.recv_capacity});
+    plans_[index] =
+        std::make_unique<Plan>(routing, PlacementOptions{c.pad_multiple, c.budgets, c.recv_capacity, c.pad_empty});
     check_plan(*plans_[index], ref, c);
   }
 

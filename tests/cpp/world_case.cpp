@@ -48,6 +48,7 @@ Reference::Reference(const WorldCase& w, const RoutingCase& c)
     size_t position = 0;  // as if there were no budget
     for (int e = d * experts_per_rank; e < (d + 1) * experts_per_rank; ++e) {
       int64_t real = 0, padded = 0;
+      const size_t first = position;
       auto add = [&](const Slot& slot) {
         if (position++ >= budget) {
           dropped_pairs[d] += slot.kind != Slot::kPad;
@@ -60,6 +61,7 @@ Reference::Reference(const WorldCase& w, const RoutingCase& c)
       for (int s = 0; s < int(num_ranks); ++s)
         for (uint32_t t = 0; t < pairs[s].size(); ++t)
           if (pairs[s][t].contains(e)) add({arrives({s, t}, d) ? Slot::kPair : Slot::kHole, {s, t}, e});
+      if (c.pad_empty && position == first) add({Slot::kPad, {-1, 0}, e});
       while (position % c.pad_multiple != 0) add({Slot::kPad, {-1, 0}, e});
       tokens_per_expert[d].push_back(real), padded_tokens_per_expert[d].push_back(padded);
     }
@@ -122,6 +124,7 @@ RoutingCase random_routing(Random& r, const WorldCase& w, uint32_t max_tokens) {
     }
   }
   c.pad_multiple = r.of({1u, 1u, 2u, 8u, 16u});
+  c.pad_empty = c.num_tokens[0] % 2 != 0;  // drawn from what is drawn already: cases keep their seeds
   c.budgets.assign(w.num_ranks(), -1);
   if (r.one_in(4))
     for (auto& budget : c.budgets) budget = r.one_in(3) ? -1 : int64_t(r.below(2 * max_tokens));

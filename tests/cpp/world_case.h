@@ -41,6 +41,7 @@ struct RoutingCase {
   std::vector<std::vector<int64_t>> topk_idx;  // [R] -> [T * topk], -1 = dropped; also when dense
   std::vector<std::vector<float>> weights;     // [R] -> [T * topk]
   uint32_t pad_multiple = 1;
+  bool pad_empty = false;
   std::vector<int64_t> budgets;  // [R], -1 = none
   uint64_t recv_capacity = 1 << 20;
 };

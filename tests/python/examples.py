@@ -39,6 +39,7 @@ class Example:
     fp32_partials: bool = False
     budget: int | None = None  # permuted rows, non-blocking
     seed: int = 0
+    pad_empty_experts: bool = False
 
     @property
     def world(self) -> World:
@@ -136,7 +137,8 @@ def expected(ex: Example) -> Expected:
     routes, weights = [r for r, _ in dense], [w for _, w in dense] if ex.weights else None
     hidden, scales = [i.hidden for i in inputs], [i.scale for i in inputs] if ex.scale_columns else None
     budgets = None if ex.budget is None else [ex.budget] * world.num_ranks
-    plan = reference.plan_world(world, routes, ex.pad_multiple, budgets)
+    plan = reference.plan_world(world, routes, ex.pad_multiple, budgets,
+                                pad_empty_experts=ex.pad_empty_experts)
     full = reference.plan_world(world, routes)
     permuted = reference.dispatch_world(plan, hidden, weights, scales, True, budgets)
     dispatched = reference.dispatch_world(full, hidden, weights, scales, False)
@@ -202,7 +204,7 @@ def check_permuted(same, buffer, rank: int, ex: Example, want: Expected) -> None
     rows, weights, scales, padded, handle = buffer.dispatch_with_permute(
         hidden=mine.hidden, scaling_factor=mine.scale, num_of_experts_per_rank=ex.num_local_experts,
         pad_multiple=ex.pad_multiple or None, num_permuted_tokens=ex.budget,
-        non_blocking=ex.budget is not None,
+        non_blocking=ex.budget is not None, pad_empty_experts=ex.pad_empty_experts,
         **mine.routing())
     same("permuted rows", rows, want.permuted[rank][0])
     same("permuted weights", weights, want.permuted[rank][1])
@@ -300,6 +302,7 @@ def examples(num_nodes: int, num_local_ranks: int, max_tokens: int = 40, budget:
                                   "nothing"])),
             draw(st.booleans()), draw(st.sampled_from([0, 1, 3])), pad, draw(st.booleans()),
             draw(st.booleans()),
-            draw(st.integers(0, 8)) * max(pad, 1) if budget else None, draw(st.integers(0, 1 << 20)))
+            draw(st.integers(0, 8)) * max(pad, 1) if budget else None, draw(st.integers(0, 1 << 20)),
+            draw(st.booleans()))
 
     return st.composite(build)()

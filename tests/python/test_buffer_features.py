@@ -40,7 +40,7 @@ def test_signatures_are_those_of_deep_ep():
         "hidden", "topk_idx", "topk_weights", "num_of_experts_per_rank", "num_of_experts", "use_fp8",
         "routing_map",
         "probs", "scaling_factor", "num_permuted_tokens", "pad_multiple", "handle", "non_blocking",
-        "fuse_permute_dispatch", "num_dispatched_tokens", "use_host_meta"]
+        "fuse_permute_dispatch", "num_dispatched_tokens", "use_host_meta", "pad_empty_experts"]
     assert names(HybridEPBuffer.combine_with_unpermute)[:6] == [
         "hidden", "probs", "handle", "pad_multiple", "fuse_unpermute_combine", "num_dispatched_tokens"]
     assert names(HybridEPBuffer.update_template_config) == [
@@ -219,8 +219,8 @@ def test_capacity_factor_bounds_memory_and_raises_or_drops():
         assert torch.equal(back[rank][0], sums[rank][0]) and torch.equal(back[rank][1], sums[rank][1])
 
 
-@pytest.mark.parametrize("what", ["hidden", "dtype", "pad_multiple", "num_of_experts", "weights",
-                                  "scaling_factor", "verb"])
+@pytest.mark.parametrize("what", ["hidden", "dtype", "pad_multiple", "pad_empty_experts", "num_of_experts",
+                                  "weights", "scaling_factor", "verb"])
 def test_ranks_that_disagree_about_a_call_are_named(what):
     world, buffers = world_and_buffers()
 
@@ -231,7 +231,9 @@ def test_ranks_that_disagree_about_a_call_are_named(what):
             arguments.update({
                 "hidden": {"hidden": torch.zeros(3, 32, dtype=torch.bfloat16)},
                 "dtype": {"hidden": mine.hidden.half()},
-                "pad_multiple": {"pad_multiple": 8}, "num_of_experts": {"num_of_experts": 16},
+                "pad_multiple": {"pad_multiple": 8},
+                "pad_empty_experts": {"pad_empty_experts": True},
+                "num_of_experts": {"num_of_experts": 16},
                 "weights": {"topk_weights": None}, "scaling_factor": {"scaling_factor": torch.zeros(3, 2)},
                 "verb": {"non_blocking": True, "num_permuted_tokens": 16}}[what])
         buffers[rank].dispatch_with_permute(**arguments)

@@ -1,0 +1,152 @@
+"""What the installed grouped GEMM really does with experts that received nothing, found out once and then known.
+
+Results differ between releases and GPUs: an empty expert's weight gradient was the previous tile's accumulator in one
+release, memory never written in another, a hang in a third. So nothing is believed: once per process, device, dtype
+and backend four small products run with empty groups at the start, in the middle, at the end and everywhere, over
+memory full of NaN, and are compared with a product per expert. The answer is the smallest exact remedy:
+
+    none              groups without rows come out as exact zeros
+    zero_empty_wgrad  they do not, all else is right: store zeros to those weight gradients afterwards
+    pad_empty         an empty group spoils more than its own gradient: give it real zero rows
+    unusable          wrong even then, or it raises: another backend must do it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_ep.moe import padding
+from hybrid_ep.moe.backends import BACKENDS, LoopBackend
+
+REMEDIES = ("none", "zero_empty_wgrad", "pad_empty", "unusable")
+COUNTS = {"start": (0, 0, 24, 8), "middle": (16, 0, 0, 16), "end": (8, 24, 0, 0), "everywhere": (0, 0, 0, 0)}
+PAD_ROWS = 16  # a multiple of every 16-bit format's alignment
+_ROWS, _TAIL, _K, _F = 32, 8, 32, 64
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # of the largest value
+
+log = logging.getLogger("hybrid_ep.moe")
+_known: dict[tuple, Probe] = {}
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """backend, device ("cpu", or the GPU's name), dtype; remedy: one of REMEDIES; found: what was seen, in words;
+    tail_dirty: whether rows behind the groups came out as anything but zeros (grouped_mm clears them always)."""
+
+    backend: str
+    device: str
+    dtype: str
+    remedy: str
+    found: str
+    tail_dirty: bool
+
+    def __str__(self) -> str:
+        return (f"grouped GEMM: backend {self.backend}, {self.dtype} on {self.device}, torch {torch.__version__}: "
+                f"{self.found}; remedy {self.remedy}")
+
+
+def probe(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "torch") -> Probe:
+    """The Probe of a backend ("torch", "loop", "te") on a device; runs at the first call, logs once.
+
+    Must not first be called while a CUDA graph is being captured: it reads results on the host. ValueError for an
+    unknown backend; RuntimeError when first called during a capture."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; give one of {', '.join(BACKENDS)}")
+    device = torch.device(device)
+    key = (device.type, device.index, dtype, backend)
+    with _lock:
+        if key not in _known:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("the grouped-GEMM probe cannot run inside a CUDA graph; call "
+                                   f"hybrid_ep.moe.probe({str(device)!r}, {dtype}, {backend!r}) before the capture")
+            _known[key] = examine(BACKENDS[backend], device, dtype)
+            log.log(logging.INFO if _known[key].remedy == "none" else logging.WARNING, "%s", _known[key])
+        return _known[key]
+
+
+def examine(backend, device: torch.device, dtype: torch.dtype) -> Probe:
+    """Runs the products and judges them; no cache, no log. backend: a class with backends' verbs."""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    facts = backend.name, where, str(dtype).removeprefix("torch.")
+    why = backend.refusal(device, dtype, (4, _K, _F))
+    if why is not None:
+        return Probe(*facts, "unusable", why, False)
+    remedy, found, tail = "none", "empty experts are exact", False
+    try:
+        for position, counts in COUNTS.items():
+            verdict, tail_here = _judge(backend, counts, device, dtype, padded=False)
+            tail = tail or tail_here
+            if verdict == "right" or remedy == "pad_empty":
+                continue
+            remedy = "zero_empty_wgrad" if verdict == "empty" else "pad_empty"
+            found = (f"weight gradient of experts without rows ({position}) is not zero" if verdict == "empty" else
+                     f"experts without rows ({position}) spoil the results of others")
+        if remedy == "pad_empty" and any(
+                _judge(backend, counts, device, dtype, padded=True)[0] != "right" for counts in COUNTS.values()):
+            remedy, found = "unusable", f"{found}, with zero rows too"
+    except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
+        remedy, found = "unusable", f"raises {type(error).__name__}: {str(error).splitlines()[0]}"
+    return Probe(*facts, remedy, found, tail)
+
+
+def _judge(backend, counts, device, dtype, *, padded: bool):
+    """("right" | "empty": only gradients of empty groups differ | "wrong", tail rows came out as not zero)."""
+    x, g, w, offsets = _problem(counts, device, dtype)
+    real = slice(0, sum(counts))
+    want = (LoopBackend.mm(x, w, offsets)[real], LoopBackend.mm(g, w.transpose(1, 2), offsets)[real],
+            LoopBackend.wgrad(x, g, offsets))
+    if padded:
+        x, at, row_of = padding.pad_groups(x, offsets, PAD_ROWS, empty_only=True)
+        g = padding.pad_groups(g, offsets, PAD_ROWS, empty_only=True).rows
+    else:
+        at, row_of = offsets, torch.arange(x.shape[0], device=device)
+    with _poisoned_memory(device, (x.shape[0] * _F, x.shape[0] * _K, w.numel()), dtype):
+        out = backend.mm(x, w, at)[row_of]
+        dx = backend.mm(g, w.transpose(1, 2), at)[row_of]
+        dw = backend.wgrad(x, g, at)
+    full = torch.tensor(counts, device=device) > 0
+    tail = bool((out[real.stop:] != 0).any())
+    if not (_close(out[real], want[0]) and _close(dx[real], want[1]) and _close(dw[full], want[2][full])):
+        return "wrong", tail
+    return ("right" if bool((dw[~full] == 0).all()) else "empty"), tail
+
+
+def _problem(counts, device, dtype):
+    generator = torch.Generator().manual_seed(1)
+    x, g, w = (torch.randn(*shape, generator=generator).to(dtype).to(device)
+               for shape in ((_ROWS + _TAIL, _K), (_ROWS + _TAIL, _F), (len(counts), _K, _F)))
+    x[sum(counts):] = g[sum(counts):] = float("nan")  # nothing of the tail may reach a result
+    offsets = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=device)
+    return x, g, w, offsets
+
+
+def _close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    if want.numel() == 0:
+        return True
+    # A NaN makes the comparison false, as it should.
+    return bool((got.double() - want.double()).abs().max() <= _TOLERANCE[want.dtype] * want.double().abs().max())
+
+
+@contextlib.contextmanager
+def _poisoned_memory(device, sizes, dtype):
+    """Fresh tensors are NaN inside: torch fills them in its deterministic mode, and the caching allocator of a GPU
+    hands out again what was just filled and freed."""
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+              torch.utils.deterministic.fill_uninitialized_memory)
+    if device.type == "cuda":
+        blocks = [torch.full((size,), float("nan"), dtype=dtype, device=device) for size in sizes for _ in range(4)]
+        del blocks
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = before[2]

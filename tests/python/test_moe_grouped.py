@@ -1,0 +1,290 @@
+"""Grouped GEMM with experts that received nothing: every result against fp64, over memory full of NaN."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_ep.moe import grouped, grouped_mm, pad_groups, padding, row_alignment
+from hybrid_ep.moe.backends import BACKENDS, LoopBackend, TorchBackend
+from hybrid_ep.moe.probing import PAD_ROWS, examine
+
+K, F = 32, 48
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest value: two roundings
+COUNTS = [(0, 0, 5, 3), (7, 0, 0, 1), (3, 5, 0, 0), (0, 7, 0, 1), (0, 0, 0, 0), (8, 16, 8, 16), (1, 1, 1, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_nan():
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def offsets_of(counts):
+    return torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32)
+
+
+def problem(counts, tail, dtype, seed=0, transposed=False):
+    """x, w, grad with NaN behind the last group."""
+    torch.manual_seed(seed)
+    rows = sum(counts) + tail
+    x, grad = torch.randn(rows, K), torch.randn(rows, F)
+    w = torch.randn(len(counts), F, K).transpose(1, 2) if transposed else torch.randn(len(counts), K, F)
+    x[sum(counts):] = grad[sum(counts):] = float("nan")
+    return x.to(dtype), w.to(dtype), grad.to(dtype)
+
+
+def expected(x, w, grad, counts):
+    """(out, dx, dw) in fp64: a product per expert, zeros for the rest."""
+    x, w, grad = x.double(), w.double(), grad.double()
+    out, dx = torch.zeros(x.shape[0], F).double(), torch.zeros_like(x)
+    dw, start = torch.zeros_like(w), 0
+    for e, count in enumerate(counts):
+        rows = slice(start, start := start + count)
+        out[rows], dx[rows], dw[e] = x[rows] @ w[e], grad[rows] @ w[e].T, x[rows].T @ grad[rows]
+    return out, dx, dw
+
+
+def run(x, w, grad, offsets, **options):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    out = grouped_mm(x, w, offsets, **options)
+    out.backward(grad)
+    return out.detach(), x.grad, w.grad
+
+
+def check(got, want, dtype, counts):
+    for name, a, b in zip(("out", "dx", "dw"), got, want, strict=True):
+        assert a.dtype == dtype and a.shape == b.shape and not a.isnan().any(), name
+        assert (a.double() - b).abs().max() <= TOLERANCE[dtype] * b.abs().max() if b.numel() else True, name
+    assert (got[0][sum(counts):] == 0).all() and (got[1][sum(counts):] == 0).all()
+    assert all((got[2][e] == 0).all() for e, count in enumerate(counts) if count == 0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "loop"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("tail", [0, 5])
+def test_exact_for_every_position_of_empty_experts(backend, dtype, tail):
+    for counts, transposed in itertools.product(COUNTS, (False, True)):
+        if sum(counts) + tail:
+            x, w, grad = problem(counts, tail, dtype, transposed=transposed)
+            offsets = offsets_of(counts)
+            check(run(x, w, grad, offsets, backend=backend), expected(x, w, grad, counts), dtype, counts)
+
+
+@given(st.lists(st.sampled_from([0, 0, 1, 2, 8, 9, 16]), min_size=1, max_size=9), st.integers(0, 9))
+def test_exact_for_any_counts(counts, tail):
+    x, w, grad = problem(counts, tail, torch.float32)
+    check(run(x, w, grad, offsets_of(counts).long()), expected(x, w, grad, counts), torch.float32, counts)
+
+
+@pytest.mark.parametrize("backend", ["torch", "loop", "auto"])
+def test_no_rows_at_all_and_a_gradient_that_is_one_number(backend):
+    x, w = torch.randn(0, K, requires_grad=True), torch.randn(3, K, F, requires_grad=True)
+    out = grouped_mm(x, w, torch.zeros(3, dtype=torch.int32), backend=backend)
+    out.sum().backward()
+    assert out.shape == (0, F) and x.grad.shape == (0, K) and w.grad.shape == w.shape and (w.grad == 0).all()
+    x = torch.randn(8, K, requires_grad=True)
+    grouped_mm(x, w, torch.tensor([0, 8, 8]), backend=backend, tail=False).sum().backward()
+    torch.testing.assert_close(x.grad, w[1].sum(1).expand(8, K).detach())
+
+
+def test_shapes_that_torch_refuses_go_to_the_loop_and_only_when_asked_for_auto(caplog):
+    x, w, offsets = torch.randn(6, 10), torch.randn(2, 10, 7), torch.tensor([6, 6])
+    with caplog.at_level("WARNING", "hybrid_ep.moe"):
+        torch.testing.assert_close(grouped_mm(x, w, offsets), x @ w[0])
+        grouped_mm(x, w, offsets)
+    assert [r.getMessage().count("multiples of 16 bytes") for r in caplog.records] == [1]
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        grouped_mm(x, w, offsets, backend="torch")
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"offsets": torch.tensor([4, 2, 8])}, r"offsets=\[4, 2, 8\] must ascend"),
+    ({"offsets": torch.tensor([2, 4, 9])}, "at most the 8 rows"),
+    ({"offsets": torch.tensor([2, 4, 6]), "tail": False}, "tail=False says"),
+    ({"offsets": torch.tensor([2, 4])}, "E=3"),
+    ({"offsets": torch.tensor([2.0, 4.0, 8.0])}, "int32 or int64"),
+    ({"w": torch.randn(3, F, K)}, r"w.transpose\(1, 2\)"),
+    ({"w": torch.randn(3, K, F).half()}, "both must be one of"),
+    ({"backend": "cutlass"}, "backend='cutlass' is unknown"),
+    ({"backend": "te"}, "Transformer Engine"),
+])
+def test_bad_input_is_named(change, said):
+    good = {"x": torch.randn(8, K), "w": torch.randn(3, K, F), "offsets": torch.tensor([2, 4, 8])}
+    with pytest.raises(ValueError, match=said):
+        grouped_mm(**(good | change))
+
+
+# ---- the probe, on machines with each of the known bugs
+
+class StaleAccumulator(LoopBackend):
+    """An empty group's gradient is what the tile before it left, as on one GPU with torch 2.9."""
+
+    name = "stale"
+
+    @staticmethod
+    def wgrad(x, g, offsets):
+        out = LoopBackend.wgrad(x, g, offsets)
+        out[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = 7.0
+        return out
+
+
+class NeverWritten(LoopBackend):
+    """Neither tails nor gradients of empty groups are written."""
+
+    name = "never"
+    mm = TorchBackend.mm
+
+    @staticmethod
+    def wgrad(x, g, offsets):
+        out = torch.full((offsets.numel(), x.shape[1], g.shape[1]), float("nan"), dtype=x.dtype)
+        full = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
+        out[full] = LoopBackend.wgrad(x, g, offsets)[full]
+        return out
+
+
+class SpoilsNeighbours(LoopBackend):
+    """An empty group makes the kernel lose its place: all gradients are wrong."""
+
+    name = "spoils"
+
+    @staticmethod
+    def wgrad(x, g, offsets):
+        out = LoopBackend.wgrad(x, g, offsets)
+        return out + 1 if (torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0).any() else out
+
+
+class Raises(LoopBackend):
+    name = "raises"
+
+    @staticmethod
+    def wgrad(x, g, offsets):
+        raise RuntimeError("CUTLASS cannot handle delta=0\nat some line")
+
+
+class AlwaysWrong(LoopBackend):
+    name = "wrong"
+
+    @staticmethod
+    def mm(x, w, offsets):
+        return LoopBackend.mm(x, w, offsets) * 1.5
+
+
+BROKEN = {StaleAccumulator: "zero_empty_wgrad", NeverWritten: "zero_empty_wgrad", SpoilsNeighbours: "pad_empty",
+          Raises: "unusable", AlwaysWrong: "unusable"}
+
+
+@pytest.mark.parametrize("backend", BROKEN, ids=lambda b: b.name)
+def test_probe_finds_the_smallest_exact_remedy(backend, monkeypatch):
+    found = examine(backend, torch.device("cpu"), torch.float32)
+    assert found.remedy == BROKEN[backend]
+    assert found.remedy in str(found) and backend.name in str(found)
+    monkeypatch.setitem(BACKENDS, backend.name, backend)
+    for counts in COUNTS:
+        x, w, grad = problem(counts, 5, torch.float32)
+        if found.remedy == "unusable":
+            with pytest.raises(ValueError, match="cannot multiply"):
+                grouped_mm(x, w, offsets_of(counts), backend=backend.name)
+        else:
+            got = run(x, w, grad, offsets_of(counts), backend=backend.name)
+            check(got, expected(x, w, grad, counts), torch.float32, counts)
+
+
+@pytest.mark.parametrize("backend", [b for b, remedy in BROKEN.items() if remedy != "unusable"], ids=lambda b: b.name)
+def test_without_its_remedy_each_of_them_is_wrong(backend):
+    counts = (7, 0, 0, 1)
+    x, w, grad = problem(counts, 5, torch.float32)
+    got = grouped._weight_gradient(x, grad, offsets_of(counts), backend, "none")
+    assert not torch.allclose(got.double(), expected(x, w, grad, counts)[2])
+
+
+def test_the_installed_backends_are_usable_here():
+    for backend, dtype in itertools.product((TorchBackend, LoopBackend), TOLERANCE):
+        assert examine(backend, torch.device("cpu"), dtype).remedy == "none"
+    assert examine(TorchBackend, torch.device("cpu"), torch.float32).tail_dirty
+
+
+def test_probe_runs_once_and_leaves_torchs_switches_alone(monkeypatch, caplog):
+    from hybrid_ep.moe import probe, probing
+    torch.use_deterministic_algorithms(False)
+    calls = []
+    backend = type("Counted", (LoopBackend,), {"name": "counted"})
+    monkeypatch.setitem(BACKENDS, "counted", backend)
+    monkeypatch.setattr(probing, "examine", lambda *a: calls.append(a) or examine(*a))
+    with caplog.at_level("INFO", "hybrid_ep.moe"):
+        assert probe("cpu", torch.float32, "counted") is probe("cpu", torch.float32, "counted")
+    assert len(calls) == 1 and sum("backend counted" in r.getMessage() for r in caplog.records) == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- padding
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("multiple", [8, 16])
+@pytest.mark.parametrize("empty_only", [True, False])
+def test_zero_rows_do_not_change_a_bit(dtype, multiple, empty_only):
+    for counts in COUNTS:  # counts of exactly 8 and 16 among them
+        x, w, grad = problem(counts, 0, dtype)
+        if not empty_only:  # a BLAS may pick another kernel for another number of rows: sums that are exact
+            x, w, grad = ((t * 2).round().clamp(-3, 3) for t in (x, w, grad))
+        offsets = offsets_of(counts)
+        want = run(x, w, grad, offsets, backend="torch")
+        padded = pad_groups(x, offsets, multiple, empty_only=empty_only)
+        out, dx, dw = run(padded.rows, w, pad_groups(grad, offsets, multiple, empty_only=empty_only).rows,
+                          padded.offsets, backend="torch")
+        for a, b in ((out[padded.row_of], want[0]), (dx[padded.row_of], want[1]), (dw, want[2])):
+            assert torch.equal(a, b)
+
+
+def test_raising_counts_without_rows_gives_an_expert_its_neighbours_rows():
+    counts, x_w_grad = (12, 0, 12), problem((12, 0, 12), 8, torch.float32)
+    x, w, grad = (t.nan_to_num(0.0) for t in x_w_grad)  # even with zeros behind the groups
+    want = expected(x, w, grad, counts)
+    clamped = run(x, w, grad, offsets_of([max(c, 8) for c in counts]), backend="torch")
+    for a, b in zip(clamped, want, strict=True):
+        assert (a.double() - b).abs().max() > 0.5 * b.abs().max()
+    assert (clamped[2][1] != 0).any()  # the expert without rows learns from somebody else's
+    check(run(x, w, grad, offsets_of(counts)), want, torch.float32, counts)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 4), st.integers(1, 5), st.booleans())
+def test_padded_layout_is_what_it_says(counts, tail, multiple, empty_only):
+    rows = torch.arange(1.0, sum(counts) + tail + 1)[:, None]
+    padded = pad_groups(rows, offsets_of(counts), multiple, empty_only=empty_only)
+    want, ends, at = [], [], 0
+    for count in counts:
+        size = count if empty_only and count else -(-max(count, 1) // multiple) * multiple
+        want += (rows[at:at + count, 0].tolist() + [0.0] * size)[:size]
+        at += count
+        ends.append(len(want))
+    want += rows[at:, 0].tolist()
+    want += [0.0] * (rows.shape[0] + len(counts) * multiple - len(want))
+    assert padded.rows[:, 0].tolist() == want and padded.offsets.tolist() == ends
+    assert torch.equal(padded.rows[padded.row_of], rows)
+
+
+def test_padding_is_differentiable_and_alignment_is_named():
+    x = torch.randn(5, K, requires_grad=True)
+    padded = pad_groups(x, torch.tensor([0, 3, 3]), 4)
+    (padded.rows * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    assert [row_alignment(f) for f in ("bf16", "fp32", "fp8", "mxfp8")] == [1, 1, 16, 32]
+    with pytest.raises(ValueError, match="format='int4'"):
+        row_alignment("int4")
+    with pytest.raises(ValueError, match="multiple=0"):
+        pad_groups(x, torch.tensor([0, 3, 3]), 0)
+
+
+def test_zeros_are_stored_not_multiplied():
+    rows = torch.full((4, 3), float("nan"))
+    assert torch.equal(padding.zero_tail_(rows, torch.tensor([1, 2]))[2:], torch.zeros(2, 3))
+    per_group = torch.full((3, 2, 2), float("nan"))
+    padding.zero_empty_groups_(per_group, torch.tensor([0, 2, 2]))
+    assert (per_group[[0, 2]] == 0).all() and per_group[1].isnan().all()
+    assert PAD_ROWS % row_alignment("fp8") == 0
