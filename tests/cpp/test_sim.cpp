@@ -15,10 +15,6 @@ using sim::RunOptions;
 using sim::WorldResult;
 using sim::WorldSpec;
 
-bool contains(const std::string& text, const char* part) {
-  return text.find(part) != std::string::npos;
-}
-
 TEST(random_worlds_are_right_and_repeat_themselves) {
   for (uint64_t seed = 3000; seed < 3150; ++seed) {
     const WorldSpec spec = sim::random_world(seed, -1);
@@ -59,6 +55,10 @@ TEST(timed_world_is_deterministic) {
 }
 
 #if defined(HEP_MUTANTS)
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+
 // A failing run of some seed, by mutant.
 WorldResult run_mutant(int mutant) {
   kMutant = mutant;

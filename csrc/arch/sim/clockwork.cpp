@@ -40,10 +40,15 @@ bool Clockwork::advance() {
 
 void Clockwork::sync(Lane& me) {
   flush(me);
-  if (me.now <= m_.clock_) return;
+  if (me.now > m_.clock_) settle(me);
+}
+
+// Returns when all that the lane has posted up to its time has happened.
+void Clockwork::settle(Lane& me) {
+  flush(me);
   Item item;
   item.kind = Item::kResume, item.lane = &me;
-  post(take(item), me.now);
+  post(take(item), std::max(me.now, m_.clock_));
   me.wait.kind = Wait::kClock;
   me.wait.since = me.now;
   m_.suspend(me);

@@ -18,6 +18,7 @@ class Clockwork {
   // Handles the next event; false when there is none.
   bool advance();
   void sync(Lane& me);               // waits until the world's clock is the lane's
+  void settle(Lane& me);             // also until what it posted has happened: before it returns
   void resume(Lane& lane, Ps cost);  // the lane's wait ends now
   void flush(Lane& me);              // loads of one stage go as one copy: posts what is pending
 

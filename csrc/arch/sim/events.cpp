@@ -275,7 +275,7 @@ void Machine::wait_stores(Lane& me, int newest, bool written) {
 }
 
 void Machine::lane_returns(Lane& me) {
-  if (timed()) return clockwork_->flush(me);
+  if (timed()) return clockwork_->settle(me);  // its last arrivals must not meet the next launch
   if (!me.open.empty()) throw_rule(me, "open_group", "the lane returned with bulk stores it never committed");
   for (const StoreGroup& g : me.groups)
     if (!g.stores.empty())
