@@ -13,7 +13,7 @@ STEPS ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs clean
+.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs simulate-soak clean
 
 help:  ## print this list
 	@echo "make COMMAND [VARIABLE=value ...]"
@@ -57,6 +57,9 @@ parity: setup  ## the same training with Megatron's dispatchers and ours, losses
 
 bench: setup  ## time dispatch and combine [ARGS="--peers"]
 	@$(VENV)/bin/hybrid-ep bench $(ARGS)
+
+simulate-soak: setup  ## 100,000 simulated worlds by seed [ARGS="--seeds 1000"]
+	@$(PYTHON) -m hybrid_ep.sim.soak --seeds 100000 --jobs $$(nproc) $(ARGS)
 
 docs: setup  ## the documentation site, in docs/_build/html
 	@$(PYTHON) scripts/run_tests.py --only docs
