@@ -1,4 +1,4 @@
-"""Eight-bit payloads: error bounds of the formats, exact cases, what a quantised dispatch delivers and differentiates."""
+"""Eight-bit payloads: error bounds of the formats, exact cases, a quantised dispatch and its gradients."""
 
 from __future__ import annotations
 
