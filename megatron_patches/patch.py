@@ -63,7 +63,8 @@ def apply(
 
     seam: "s3" our token dispatcher, or "s1" hybrid_ep served as `deep_ep` to Megatron's own manager.
     ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class: see `settings.Settings`. With "s1"
-        Megatron builds the buffer: only `buffer_class` applies, give the rest in the environment and in Megatron's flags.
+        Megatron builds the buffer: only `buffer_class` applies, give the rest in the environment and in
+        Megatron's flags.
     command_line: add the `--hybrid-ep` flags to Megatron's parser and stay off until they are given.
     Returns the `Status`. Idempotent: again with the same seam only renews the settings.
     Raises ValueError for a bad argument, SeamError for an unknown Megatron-Core (nothing is changed then).
