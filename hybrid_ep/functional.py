@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from hybrid_ep import quantize
+
 
 def dispatch(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_weights=None, num_of_experts=None,
              routing_map=None,
@@ -27,13 +29,21 @@ def dispatch_with_permute(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_w
                           num_of_experts=None,
                           num_of_experts_per_rank=None, routing_map=None, probs=None, scaling_factor=None,
                           num_permuted_tokens=None, pad_multiple=None, non_blocking=False,
-                          pad_empty_experts=False, handle=None) -> tuple:
+                          pad_empty_experts=False, handle=None, dispatch_dtype=None) -> tuple:
     """Differentiable HybridEPBuffer.dispatch_with_permute: (rows [P, H], weights [P] or None, scales,
-    padded_tokens_per_expert, handle)."""
+    padded_tokens_per_expert, handle).
+
+    dispatch_dtype: "fp8" or "mxfp8" sends hidden quantised (hybrid_ep.quantize) and returns the rows dequantised, in
+    hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and travel
+    unquantised. ValueError with a scaling_factor, for hidden is quantised already then."""
+    fmt = quantize.format_of(dispatch_dtype, hidden.shape[1])
+    if fmt and scaling_factor is not None:
+        raise ValueError(f"dispatch_dtype={dispatch_dtype!r} quantises hidden, but scaling_factor says that it is "
+                         "quantised already; give one of them")
     rest = {"num_of_experts": num_of_experts, "num_of_experts_per_rank": num_of_experts_per_rank,
             "scaling_factor": scaling_factor, "num_permuted_tokens": num_permuted_tokens,
             "pad_multiple": pad_multiple, "pad_empty_experts": pad_empty_experts,
-            "non_blocking": non_blocking, "handle": handle}
+            "non_blocking": non_blocking, "handle": handle, "fmt": fmt}
     return _Dispatch.apply(buffer, True, rest, hidden, topk_idx, topk_weights, routing_map, probs)
 
 
@@ -58,8 +68,14 @@ def _run_combine(buffer, permute: bool, **arguments: Any) -> tuple:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffer, permute, rest, hidden, topk_idx, topk_weights, routing_map, probs):
-        out = _run_dispatch(buffer, permute, hidden=hidden, topk_idx=topk_idx, topk_weights=topk_weights,
+        rest = dict(rest)
+        fmt, payload = rest.pop("fmt", None), hidden
+        if fmt:
+            payload, rest["scaling_factor"] = quantize.quantize(hidden, fmt)
+        out = _run_dispatch(buffer, permute, hidden=payload, topk_idx=topk_idx, topk_weights=topk_weights,
                             routing_map=routing_map, probs=probs, **rest)
+        if fmt:
+            out = (quantize.dequantize(out[0], out[2], fmt, hidden.dtype), out[1], None, *out[3:])
         ctx.buffer, ctx.permute, ctx.handle = buffer, permute, out[-1]
         ctx.weights_are_topk = topk_weights is not None
         ctx.save_for_backward(topk_idx)

@@ -37,16 +37,15 @@ def format_of(dispatch_dtype: str | None, hidden: int) -> Format | None:
         raise ValueError(f"dispatch_dtype={dispatch_dtype!r} must be one of {', '.join(CHOICES)}, or None")
     found = FORMATS[dispatch_dtype]
     if hidden % found.block:
-        raise ValueError(f"dispatch_dtype={dispatch_dtype!r} scales blocks of {found.block} elements, which do not divide "
-                         f"hidden={hidden}; pad hidden to a multiple of {found.block}, or use 'bf16'")
+        raise ValueError(f"dispatch_dtype={dispatch_dtype!r} scales blocks of {found.block} elements, which do not "
+                         f"divide hidden={hidden}; pad hidden to a multiple of {found.block}, or use 'bf16'")
     return found
 
 
 def quantize(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, H], floating -> (float8_e4m3fn [T, H], scales [T, H / block] of fmt.scale_dtype).
 
-    Rounds to nearest, ties to even; no value is clipped. A block with a NaN or an infinity comes back as NaN (fp8:
-    where it was infinite; mxfp8: the whole block)."""
+    Rounds to nearest, ties to even; no value is clipped. A block with a NaN or an infinity comes back as NaN."""
     blocks = x.float().unflatten(1, (-1, fmt.block))
     wanted = blocks.abs().amax(2) / E4M3_MAX
     if fmt.name == "fp8":

@@ -113,6 +113,7 @@ class HybridEPManager:
             pad_multiple=self.pad_multiple,
             num_permuted_tokens=num_rows,
             non_blocking=num_rows is not None,
+            dispatch_dtype=self.settings.dispatch_dtype,
         )
         self.buffer = buffer
         if self.moe_expert_rank_capacity_factor is not None:

@@ -57,6 +57,13 @@ def add_arguments(parser):
         metavar="SECONDS",
         help="Longest wait inside dispatch or combine before it raises.",
     )
+    group.add_argument(
+        "--hybrid-ep-dispatch-dtype",
+        choices=settings.DISPATCH_DTYPES,
+        default=None,
+        help="What the forward dispatch sends: rows as they are (bf16, the default), or e4m3 with a scale for every "
+        "128 values (fp8) or 32 values (mxfp8). Experts get rows of their own dtype; gradients are not quantised.",
+    )
     return parser
 
 
@@ -66,6 +73,7 @@ def settings_from_args(args):
         "--hybrid-ep-ranks-per-node": args.hybrid_ep_ranks_per_node,
         "--hybrid-ep-num-sms": args.hybrid_ep_num_sms,
         "--hybrid-ep-timeout": args.hybrid_ep_timeout,
+        "--hybrid-ep-dispatch-dtype": args.hybrid_ep_dispatch_dtype,
     }
     if not args.hybrid_ep:
         stray = [flag for flag, value in given.items() if value is not None]
@@ -84,7 +92,11 @@ def settings_from_args(args):
         if value != needed:
             raise ValueError(f"--hybrid-ep needs {flag} {needed}, not {value}: add it")
     return settings.Settings(
-        True, args.hybrid_ep_ranks_per_node, args.hybrid_ep_num_sms, args.hybrid_ep_timeout
+        enabled=True,
+        ranks_per_node=args.hybrid_ep_ranks_per_node,
+        num_sms=args.hybrid_ep_num_sms,
+        timeout_s=args.hybrid_ep_timeout,
+        dispatch_dtype=args.hybrid_ep_dispatch_dtype,
     )
 
 

@@ -6,6 +6,7 @@ Python callers set them through `apply(...)`; `python -m megatron_patches` sets 
 
 import dataclasses
 
+DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.quantize.CHOICES, which needs torch
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -15,6 +16,7 @@ class Settings:
     ranks_per_node: ranks of one NVLink domain; must divide the EP group.
     num_sms: SMs granted to dispatch and to combine (blocks, on the host executor).
     timeout_s: seconds a wait inside hybrid_ep may last before it raises.
+    dispatch_dtype: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
     buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
@@ -22,6 +24,7 @@ class Settings:
     ranks_per_node: int | None = None
     num_sms: int | None = None
     timeout_s: float | None = None
+    dispatch_dtype: str | None = None
     buffer_class: type | None = None
 
     def __post_init__(self):
@@ -35,6 +38,10 @@ class Settings:
                 )
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {self.timeout_s!r}: give seconds > 0, or None for the default")
+        if self.dispatch_dtype not in (None, *DISPATCH_DTYPES):
+            raise ValueError(
+                f"dispatch_dtype is {self.dispatch_dtype!r}: give one of {', '.join(DISPATCH_DTYPES)}, or None"
+            )
 
 
 DISABLED = Settings(enabled=False)

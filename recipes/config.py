@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 DISPATCHERS = ("hybrid_ep", "alltoall", "allgather")
+DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")
 DTYPES = ("fp32", "bf16")
 
 
@@ -70,6 +71,8 @@ class ParallelConfig:
     ranks_per_node: int = 2
     """Ranks that share an NVLink domain; the EP group spans expert_parallel_size / ranks_per_node nodes."""
     dispatcher: str = "hybrid_ep"
+    dispatch_dtype: str = "bf16"
+    """What hybrid_ep's forward dispatch sends: bf16 (rows as they are), fp8 or mxfp8."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "parallel", "num_ranks", "expert_parallel_size", "ranks_per_node")
@@ -84,6 +87,14 @@ class ParallelConfig:
         _require(
             self.dispatcher in DISPATCHERS, "parallel.dispatcher", self.dispatcher,
             f"choose one of {', '.join(DISPATCHERS)}",
+        )
+        _require(
+            self.dispatch_dtype in DISPATCH_DTYPES, "parallel.dispatch_dtype", self.dispatch_dtype,
+            f"choose one of {', '.join(DISPATCH_DTYPES)}",
+        )
+        _require(
+            self.dispatch_dtype == "bf16" or self.dispatcher == "hybrid_ep", "parallel.dispatch_dtype",
+            self.dispatch_dtype, f"must be bf16 with dispatcher={self.dispatcher}, which quantises nothing",
         )
 
 

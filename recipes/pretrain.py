@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from recipes import RECIPES, get_recipe
 from recipes.__main__ import list_recipes
-from recipes.config import DISPATCHERS, RunConfig
+from recipes.config import DISPATCH_DTYPES, DISPATCHERS, RunConfig
 from recipes.run_folder import RunFolder
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NOT_LEARNED = 1, 2, 3
@@ -32,6 +32,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, metavar="N", help="train for N steps in all")
     parser.add_argument("--stop-after", type=int, metavar="N", help="pause after step N, schedule unchanged")
     parser.add_argument("--dispatcher", choices=DISPATCHERS, help="who moves the tokens")
+    parser.add_argument("--dispatch-dtype", choices=DISPATCH_DTYPES, help="what the forward dispatch sends")
     parser.add_argument("--runs-dir", help="where run folders live (default: the recipe's, runs)")
     args = parser.parse_args(argv)
     if not (args.list or args.recipe or args.resume):
@@ -55,6 +56,8 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         config = config.derive(logging={"runs_dir": args.runs_dir})
     if args.dispatcher:
         config = config.derive(parallel={"dispatcher": args.dispatcher})
+    if args.dispatch_dtype:
+        config = config.derive(parallel={"dispatch_dtype": args.dispatch_dtype})
     if args.steps is not None:
         warmup = config.schedule.warmup_steps
         if warmup >= args.steps > 0:  # a run this short warms up for a tenth of it
@@ -81,7 +84,8 @@ def prepare_process(config: RunConfig) -> None:
     cpu.install()
     if config.parallel.dispatcher == "hybrid_ep":
         megatron_patches.apply(
-            ranks_per_node=config.parallel.ranks_per_node, timeout_s=config.runtime.timeout_s
+            ranks_per_node=config.parallel.ranks_per_node, timeout_s=config.runtime.timeout_s,
+            dispatch_dtype=config.parallel.dispatch_dtype,
         )
 
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
+from hybrid_ep import quantize
 from megatron_patches import buffers, settings
 
 HIDDEN, EXPERTS, TOPK = 32, 8, 2
@@ -238,6 +239,24 @@ def quantization_padding(ep):
         assert not a["row_probs"][start + real : start + size].any()
         start, source = start + size, source + real
     assert_same(a, b, ("out", "hidden_grad", "prob_grad"), tolerance=0)
+    return True
+
+
+def quantised_dispatch(ep):
+    """mxfp8: the experts' rows are the rounded rows of an unquantised dispatch; counts and probabilities its own."""
+    groups = initialize(ep)
+    batch = route(21 + dist.get_rank(), dist.get_rank())
+    results = []
+    for name in ("bf16", "mxfp8"):
+        megatron_patches.apply(dispatch_dtype=name)
+        results.append(six_steps(make_dispatcher("ours", groups, ep), *batch))
+        megatron_patches.revert()
+    plain, rounded = results
+    fmt = quantize.FORMATS["mxfp8"]
+    want = quantize.dequantize(*quantize.quantize(plain["rows"], fmt), fmt, torch.float32)
+    assert torch.equal(rounded["rows"], want) and not torch.equal(want, plain["rows"])
+    assert_same(rounded, plain, ("counts", "row_probs", "hidden_grad"), tolerance=0)  # straight through
+    assert (rounded["out"] - plain["out"]).abs().max() < 0.1 * plain["out"].abs().max()
     return True
 
 

@@ -47,6 +47,10 @@ def test_attributes_that_megatron_reads_and_overwrites():
     run("attributes", 2, 2)
 
 
+def test_dispatch_dtype_rounds_the_rows_and_nothing_else():
+    run("quantised_dispatch", 2, 2)
+
+
 def test_layers_share_buffers_and_handles_outlive_them():
     run("shared_buffers", 2, 2)
 
