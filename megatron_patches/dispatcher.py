@@ -173,7 +173,10 @@ class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
         MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self._comm_manager = HybridEPManager(
+        manager = HybridEPManager
+        if settings.current().balance != "off":
+            from megatron_patches.balance import ExactManager as manager
+        self._comm_manager = manager(
             group=self.tp_ep_group,
             num_local_experts=num_local_experts,
             num_experts=self.tp_size * config.num_moe_experts,

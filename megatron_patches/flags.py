@@ -64,6 +64,22 @@ def add_arguments(parser):
         help="What the forward dispatch sends: rows as they are (bf16, the default), or e4m3 with a scale for every "
         "128 values (fp8) or 32 values (mxfp8). Experts get rows of their own dtype; gradients are not quantised.",
     )
+    group.add_argument(
+        "--hybrid-ep-balance",
+        choices=settings.BALANCE_MODES,
+        default=None,
+        help="Clone hot experts into spare slots, exactly, for every micro-batch.",
+    )
+    group.add_argument(
+        "--hybrid-ep-spare-slots", type=int, default=None, metavar="N", help="Slots for clones on every rank."
+    )
+    group.add_argument(
+        "--hybrid-ep-balance-epsilon",
+        type=float,
+        default=None,
+        metavar="FRACTION",
+        help="How far above the mean a rank may end.",
+    )
     return parser
 
 
@@ -75,6 +91,12 @@ def settings_from_args(args):
         "--hybrid-ep-timeout": args.hybrid_ep_timeout,
         "--hybrid-ep-dispatch-dtype": args.hybrid_ep_dispatch_dtype,
     }
+    balance = {
+        "--hybrid-ep-balance": getattr(args, "hybrid_ep_balance", None),
+        "--hybrid-ep-spare-slots": getattr(args, "hybrid_ep_spare_slots", None),
+        "--hybrid-ep-balance-epsilon": getattr(args, "hybrid_ep_balance_epsilon", None),
+    }
+    given |= balance
     if not args.hybrid_ep:
         stray = [flag for flag, value in given.items() if value is not None]
         if stray:
@@ -91,12 +113,19 @@ def settings_from_args(args):
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value != needed:
             raise ValueError(f"--hybrid-ep needs {flag} {needed}, not {value}: add it")
+    mode, spare_slots, epsilon = balance.values()
+    if mode in (None, "off") and (spare_slots is not None or epsilon is not None):
+        raise ValueError("--hybrid-ep-spare-slots and --hybrid-ep-balance-epsilon need --hybrid-ep-balance exact")
+    if mode == "exact" and getattr(args, "overlap_param_gather", False):
+        raise ValueError("--hybrid-ep-balance exact does not work with --overlap-param-gather: drop one of them")
+    chosen = {"balance": mode, "spare_slots": spare_slots, "balance_epsilon": epsilon}
     return settings.Settings(
         enabled=True,
         ranks_per_node=args.hybrid_ep_ranks_per_node,
         num_sms=args.hybrid_ep_num_sms,
         timeout_s=args.hybrid_ep_timeout,
         dispatch_dtype=args.hybrid_ep_dispatch_dtype,
+        **{name: value for name, value in chosen.items() if value is not None},
     )
 
 

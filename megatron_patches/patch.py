@@ -58,6 +58,7 @@ def apply(
     dispatch_dtype=None,
     buffer_class=None,
     command_line=False,
+    **balance,
 ):
     """Make Megatron-Core dispatch its tokens through hybrid_ep. Affects the MoE layers built from now on.
 
@@ -65,6 +66,7 @@ def apply(
     ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class: see `settings.Settings`. With "s1"
         Megatron builds the buffer: only `buffer_class` applies, give the rest in the environment and in
         Megatron's flags.
+    balance, spare_slots, balance_epsilon: the expert balancer, see `settings.Settings`; only with "s3".
     command_line: add the `--hybrid-ep` flags to Megatron's parser and stay off until they are given.
     Returns the `Status`. Idempotent: again with the same seam only renews the settings.
     Raises ValueError for a bad argument, SeamError for an unknown Megatron-Core (nothing is changed then).
@@ -75,9 +77,9 @@ def apply(
     if _seam not in (None, seam):
         raise ValueError(f"seam is {seam!r}, but {_seam!r} is in force: call megatron_patches.revert() first")
     wanted = settings.Settings(
-        not command_line, ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class
+        not command_line, ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class, **balance
     )
-    if seam == "s1" and (command_line or ranks_per_node or num_sms or timeout_s or dispatch_dtype):
+    if seam == "s1" and (balance or command_line or ranks_per_node or num_sms or timeout_s or dispatch_dtype):
         raise ValueError(
             "seam 's1' takes only buffer_class: Megatron builds the buffer itself, so set "
             "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN, HYBRID_EP_TIMEOUT_S and Megatron's num_sms flag"
@@ -94,6 +96,8 @@ def apply(
             revert()
             raise
         _seam = seam
+    if seam == "s3" and (command_line or wanted.balance != "off"):
+        _install_balance()
     settings.configure(wanted)
     return _status(seams.check(seams.NEEDED["s1"]) if seam == "s1" else {})
 
@@ -154,6 +158,15 @@ def _install_dispatcher(_wanted):
         "MoEFlexTokenDispatcher",
         dispatcher.HybridEPTokenDispatcher,
     )
+
+
+def _install_balance():
+    """Let MoE layers hand their experts to the balancer; without it the class stays Megatron's own."""
+    from megatron_patches import balance
+
+    layer = importlib.import_module(f"{seams.MOE}.moe_layer").MoELayer
+    if not any(sentence == "MoELayer.__init__" for sentence, _ in _undo):
+        _set(layer, "__init__", balance.layer_init(layer.__init__))
 
 
 def _install_as_deep_ep(wanted):

@@ -8,6 +8,9 @@ import dataclasses
 
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.quantize.CHOICES, which needs torch
 
+BALANCE_MODES = ("off", "exact")
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Immutable settings; `None` leaves the choice to Megatron's configuration, then to hybrid_ep's default.
@@ -17,6 +20,8 @@ class Settings:
     num_sms: SMs granted to dispatch and to combine (blocks, on the host executor).
     timeout_s: seconds a wait inside hybrid_ep may last before it raises.
     dispatch_dtype: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
+    balance: "off", or "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`).
+    spare_slots: slots for clones on every rank. balance_epsilon: how far above the mean a rank may end.
     buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
@@ -26,9 +31,12 @@ class Settings:
     timeout_s: float | None = None
     dispatch_dtype: str | None = None
     buffer_class: type | None = None
+    balance: str = "off"
+    spare_slots: int = 1
+    balance_epsilon: float = 0.01
 
     def __post_init__(self):
-        for name, minimum in (("ranks_per_node", 1), ("num_sms", 1)):
+        for name, minimum in (("ranks_per_node", 1), ("num_sms", 1), ("spare_slots", 1)):
             value = getattr(self, name)
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < minimum
@@ -42,6 +50,10 @@ class Settings:
             raise ValueError(
                 f"dispatch_dtype is {self.dispatch_dtype!r}: give one of {', '.join(DISPATCH_DTYPES)}, or None"
             )
+        if self.balance not in BALANCE_MODES:
+            raise ValueError(f"balance is {self.balance!r}: choose one of {', '.join(BALANCE_MODES)}")
+        if not 0 <= self.balance_epsilon <= 1:
+            raise ValueError(f"balance_epsilon is {self.balance_epsilon!r}: give a fraction from 0 to 1")
 
 
 DISABLED = Settings(enabled=False)

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 DISPATCHERS = ("hybrid_ep", "alltoall", "allgather")
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")
 DTYPES = ("fp32", "bf16")
+BALANCE_MODES = ("off", "exact")
 
 
 def _require(ok: bool, name: str, value: Any, remedy: str) -> None:
@@ -42,6 +43,9 @@ class ModelConfig:
     seq_length: int = 256
     vocab_size: int = 256
     init_std: float = 0.02
+    forced_bias: float = 0.0
+    """Megatron's moe_router_force_biased, a skew generator: the same random bias on all ranks, drawn with this standard
+    deviation, negative for one that stays; 0 leaves the router alone. Needs megatron-core 0.17."""
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -73,6 +77,10 @@ class ParallelConfig:
     dispatcher: str = "hybrid_ep"
     dispatch_dtype: str = "bf16"
     """What hybrid_ep's forward dispatch sends: bf16 (rows as they are), fp8 or mxfp8."""
+    balance: str = "off"
+    """`exact`: clones of hot experts for every micro-batch, see docs/balancer.md."""
+    spare_slots: int = 1
+    """Slots for clones on every rank."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "parallel", "num_ranks", "expert_parallel_size", "ranks_per_node")
@@ -95,6 +103,15 @@ class ParallelConfig:
         _require(
             self.dispatch_dtype == "bf16" or self.dispatcher == "hybrid_ep", "parallel.dispatch_dtype",
             self.dispatch_dtype, f"must be bf16 with dispatcher={self.dispatcher}, which quantises nothing",
+        )
+        _require_positive(self, "parallel", "spare_slots")
+        _require(
+            self.balance in BALANCE_MODES, "parallel.balance", self.balance,
+            f"choose one of {', '.join(BALANCE_MODES)}",
+        )
+        _require(
+            self.balance == "off" or self.dispatcher == "hybrid_ep", "parallel.balance", self.balance,
+            f"needs the dispatcher hybrid_ep, not {self.dispatcher}",
         )
 
 

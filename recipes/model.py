@@ -61,6 +61,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
+        **({"moe_router_force_biased": model.forced_bias} if model.forced_bias else {}),
         **_MEGATRON_DISPATCHER[config.parallel.dispatcher],
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from recipes import RECIPES, get_recipe
 from recipes.__main__ import list_recipes
-from recipes.config import DISPATCH_DTYPES, DISPATCHERS, RunConfig
+from recipes.config import BALANCE_MODES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
 from recipes.run_folder import RunFolder
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NOT_LEARNED = 1, 2, 3
@@ -33,6 +33,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stop-after", type=int, metavar="N", help="pause after step N, schedule unchanged")
     parser.add_argument("--dispatcher", choices=DISPATCHERS, help="who moves the tokens")
     parser.add_argument("--dispatch-dtype", choices=DISPATCH_DTYPES, help="what the forward dispatch sends")
+    parser.add_argument("--balance", choices=BALANCE_MODES, help="level the experts' load over ranks")
+    parser.add_argument("--spare-slots", type=int, metavar="N", help="slots for clones on every rank")
+    parser.add_argument("--forced-bias", type=float, metavar="STD", help="skew the router on purpose")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the job, all in one expert-parallel group")
     parser.add_argument("--runs-dir", help="where run folders live (default: the recipe's, runs)")
     args = parser.parse_args(argv)
     if not (args.list or args.recipe or args.resume):
@@ -58,6 +62,13 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         config = config.derive(parallel={"dispatcher": args.dispatcher})
     if args.dispatch_dtype:
         config = config.derive(parallel={"dispatch_dtype": args.dispatch_dtype})
+    if args.ranks is not None:
+        config = config.derive(parallel={"num_ranks": args.ranks, "expert_parallel_size": args.ranks})
+    chosen = {"balance": args.balance, "spare_slots": args.spare_slots}
+    if any(value is not None for value in chosen.values()):
+        config = config.derive(parallel={name: value for name, value in chosen.items() if value is not None})
+    if args.forced_bias is not None:
+        config = config.derive(model={"forced_bias": args.forced_bias})
     if args.steps is not None:
         warmup = config.schedule.warmup_steps
         if warmup >= args.steps > 0:  # a run this short warms up for a tenth of it
@@ -86,6 +97,7 @@ def prepare_process(config: RunConfig) -> None:
         megatron_patches.apply(
             ranks_per_node=config.parallel.ranks_per_node, timeout_s=config.runtime.timeout_s,
             dispatch_dtype=config.parallel.dispatch_dtype,
+            balance=config.parallel.balance, spare_slots=config.parallel.spare_slots,
         )
 
 

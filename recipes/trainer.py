@@ -201,6 +201,11 @@ class Trainer:
             "expert_imbalance": imbalance(per_expert).mean().item(),
             "expert_load": per_expert.long().tolist(),
         }
+        if self.config.parallel.balance == "exact":  # of the latest micro-batch; all ranks have the same plans
+            plans = [layer.token_dispatcher._comm_manager.last_plan for layer in moe_layers(self.model)]
+            record["balanced_imbalance"] = sum(plan.imbalance() for plan in plans) / len(plans)
+            record["balanced_imbalance_max"] = max(plan.imbalance() for plan in plans)
+            record["clones"] = sum(plan.num_copies for plan in plans) / len(plans)
         return record, bool(everyone[:, 3].any())
 
     def _count_parameters(self) -> int:

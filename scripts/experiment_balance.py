@@ -72,7 +72,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=58)
     parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--sigma", type=float, default=1.13)
+    parser.add_argument("--sigma", type=float, default=1.11)
     parser.add_argument("--delta", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.json and STEM.png")

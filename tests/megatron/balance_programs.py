@@ -1,0 +1,278 @@
+"""What the ranks of the balancer tests do: Megatron's SequentialMLP experts behind our dispatcher, in whole numbers.
+
+Inputs, weights and gradients are small integers and probabilities are halves, so every fp32 sum is exact in any order:
+whatever the plan, balancing must give the same bits as no balancing.
+"""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from rank_programs import EXPERTS, HIDDEN, TOPK, initialize, make_config, make_dispatcher
+
+import megatron_patches
+from hybrid_ep.balance.microbatch import MicrobatchPlan
+from hybrid_ep.errors import DeadlineError
+from megatron_patches import balance_push
+
+LAYERS, STEPS, MICROBATCHES = 2, 3, 2
+
+
+def integers(shape, seed, low=-1, high=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator).float()
+
+
+class Layers:
+    """LAYERS x (dispatcher, experts), weights drawn by layer and global expert id."""
+
+    def __init__(self, groups, ep):
+        local = EXPERTS // ep
+        config = make_config("ours", ep, gated_linear_unit=False, activation_func=torch.relu, ffn_hidden_size=16,
+                             moe_ffn_hidden_size=16, bias_activation_fusion=False, gradient_accumulation_fusion=False)
+        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        self.pairs = []
+        for layer in range(LAYERS):
+            dispatcher = make_dispatcher("ours", groups, ep)
+            experts = SequentialMLP(local, config, parts, pg_collection=groups)
+            for i, expert in enumerate(experts.local_experts):
+                for n, parameter in enumerate(expert.parameters()):
+                    seed = 1000 * layer + 10 * (groups.ep.rank() * local + i) + n
+                    parameter.data.copy_(integers(parameter.shape, seed))
+            if hasattr(dispatcher._comm_manager, "attach"):
+                dispatcher._comm_manager.attach(experts)
+            self.pairs.append((dispatcher, experts))
+
+    def parameters(self):
+        return [p for _, experts in self.pairs for p in experts.parameters()]
+
+    def forward(self, hidden, maps, probs):
+        for (dispatcher, experts), routing_map, p in zip(self.pairs, maps, probs, strict=True):
+            x, p = dispatcher.dispatch_preprocess(hidden, routing_map, p)
+            x, p = dispatcher.token_dispatch(x, p)
+            rows, counts, row_probs = dispatcher.dispatch_postprocess(x, p)
+            out, _ = experts(rows, counts, row_probs)
+            out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(out)))
+            # Small again, so that sums stay exact through layers and steps; the gradient is cut to match.
+            hidden = hidden + (out - out.detach()) + out.detach().sign()
+        return hidden
+
+
+def batch(step, rank):
+    """Skewed routing, another number of tokens on every rank and none on rank 1 in the first step."""
+    num_tokens = 0 if rank == 1 and step == 0 else 9 + 4 * rank
+    generator = torch.Generator().manual_seed(77 * step + rank)
+    scores = torch.rand(LAYERS, num_tokens, EXPERTS, generator=generator) + torch.linspace(1.5, 0, EXPERTS)
+    maps = torch.zeros(LAYERS, num_tokens, EXPERTS, dtype=torch.bool).scatter_(2, scores.topk(TOPK, 2).indices, True)
+    probs = maps * integers(maps.shape, step + 5, 1, 2) / 2
+    return integers((num_tokens, 1, HIDDEN), 31 * step + rank), maps, probs
+
+
+def random_plan(seed, options):
+    """Forced plans: any expert anywhere, any number of its tokens, none included. Equal on all ranks."""
+    rng = np.random.default_rng(seed)
+
+    def plan(counts):
+        counts = np.ascontiguousarray(counts, dtype=np.int64)
+        num_ranks = len(counts)
+        home = np.repeat(np.arange(num_ranks, dtype=np.int32), counts.shape[1] // num_ranks)
+        slot_expert = np.full((num_ranks, options.spare_slots), -1, np.int32)
+        slot_tokens = np.zeros(slot_expert.shape, np.int64)
+        left = counts.sum(axis=0)
+        for rank in range(num_ranks):
+            others = rng.permutation(np.flatnonzero(home != rank))
+            for slot in range(options.spare_slots):
+                if rng.random() < 0.8:
+                    expert = others[slot]
+                    slot_expert[rank, slot] = expert
+                    slot_tokens[rank, slot] = rng.integers(0, left[expert] + 1)
+                    left[expert] -= slot_tokens[rank, slot]
+        return MicrobatchPlan(slot_expert, slot_tokens, counts, home, options)
+
+    return plan
+
+
+def empty_plan(options):
+    def plan(counts):
+        num_ranks = len(counts)
+        none = np.full((num_ranks, options.spare_slots), -1, np.int32)
+        home = np.repeat(np.arange(num_ranks, dtype=np.int32), counts.shape[1] // num_ranks)
+        return MicrobatchPlan(none, np.zeros(none.shape, np.int64), np.ascontiguousarray(counts), home, options)
+
+    return plan
+
+
+def like_ddp(parameters, log):
+    """main_grad and a hook that adds the parameter's own gradient to it, as Megatron's DDP does."""
+    def hook(parameter):
+        log.append((id(parameter), parameter.main_grad.clone()))
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+def train(groups, ep, forced=None, main_grad=False, recompute=False):
+    """Everything that a few steps compute on this rank, as a list of tensors, and the plans' copies."""
+    layers, seen, copies = Layers(groups, ep), [], 0
+    log = []
+    if main_grad:
+        like_ddp(layers.parameters(), log)
+    for dispatcher, _ in layers.pairs:
+        if forced is not None:
+            dispatcher._comm_manager.plan_with = forced(dispatcher._comm_manager.planner.options)
+    for step in range(STEPS):
+        for micro in range(MICROBATCHES):
+            hidden, maps, probs = batch(MICROBATCHES * step + micro, groups.ep.rank())
+            hidden, probs = hidden.requires_grad_(), probs.requires_grad_()
+            if recompute:
+                out = torch.utils.checkpoint.checkpoint(layers.forward, hidden, maps, probs, use_reentrant=True)
+            else:
+                out = layers.forward(hidden, maps, probs)
+            loss = (out * integers(out.shape, step)).sum()
+            loss.backward()
+            seen += [loss.detach(), out.detach(), hidden.grad, probs.grad]
+            for dispatcher, _ in layers.pairs:
+                plan = getattr(dispatcher._comm_manager, "last_plan", None)
+                copies += plan.num_copies if plan is not None else 0
+        for parameter in layers.parameters():
+            gradient = parameter.main_grad if main_grad else parameter.grad
+            seen.append(gradient.clone())
+            parameter.data -= gradient.sign()
+            gradient.zero_()
+            seen.append(parameter.detach().clone())
+    return seen, copies
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def bit_equality(ep, spare_slots):
+    """Off against: empty plan, the planner's, random plans; with autograd's gradients and with main_grad."""
+    groups = initialize(ep)
+    megatron_patches.apply(ranks_per_node=ep // 2)
+    off, _ = train(groups, ep)
+    assert all(torch.equal(4 * x, (4 * x).round()) for x in off) and len({float(x.sum()) for x in off}) > 9
+    megatron_patches.apply(ranks_per_node=ep // 2, balance="exact", spare_slots=spare_slots, balance_epsilon=0.0)
+    empty, copies = train(groups, ep, empty_plan)
+    assert equal(empty, off) and copies == 0
+    planned, copies = train(groups, ep)
+    assert copies > 0 and equal(planned, off)
+    for seed in range(3):
+        forced, copies = train(groups, ep, lambda options, seed=seed: random_plan(seed, options), seed % 2 == 1)
+        assert copies > 0 and equal(forced, off), seed
+    again, _ = train(groups, ep, lambda options: random_plan(2, options))
+    assert equal(again, forced), "a replay of the same plans differs"
+    recomputed, _ = train(groups, ep, recompute=True)
+    assert equal(recomputed, off), "recomputation"
+    megatron_patches.revert()
+    return True
+
+
+def mutants(ep):
+    """Broken balancers that the comparison must notice; returns those it missed."""
+    groups = initialize(ep)
+    megatron_patches.apply()
+    off, _ = train(groups, ep)
+    megatron_patches.apply(balance="exact", spare_slots=2)
+    push, refill, clones = balance_push._Push, balance_push._Refill, balance_push.CloneExperts
+    collect = clones.collect_gradients
+
+    def doubled(self, plan, gradients):
+        return {e: 2 * g for e, g in collect(self, plan, gradients).items()}
+
+    def averaged(self, plan, gradients):
+        return {e: g / 2 for e, g in collect(self, plan, gradients).items()}
+
+    def no_refill(ctx, gradient):
+        return None, None, gradient
+
+    def wrong_slot(self, plan, gradients):
+        return collect(self, plan, gradients[::-1])
+
+    missed = []
+    for name, owner, attribute, broken in (
+        ("doubled", clones, "collect_gradients", doubled), ("averaged", clones, "collect_gradients", averaged),
+        ("wrong slot", clones, "collect_gradients", wrong_slot),
+        ("no refill", refill, "backward", staticmethod(no_refill)),
+    ):
+        before = owner.__dict__[attribute]
+        setattr(owner, attribute, broken)
+        seen, _ = train(groups, ep, lambda options: random_plan(1, options))
+        setattr(owner, attribute, before)
+        differs = torch.tensor([0.0 if equal(seen, off) else 1.0])
+        dist.all_reduce(differs)  # a mutant may show on one rank only
+        if not differs.item():
+            missed.append(name)
+    seen, _ = train(groups, ep, lambda options: random_plan(1, options))
+    assert equal(seen, off) and push is balance_push._Push
+    megatron_patches.revert()
+    return missed
+
+
+def main_grad_is_complete_before_ddp(ep):
+    """When DDP's hook runs, the clones' gradients are in main_grad already, once."""
+    groups = initialize(ep)
+    megatron_patches.apply(balance="exact", spare_slots=2)
+    layers, log = Layers(groups, ep), []
+    like_ddp(layers.parameters(), log)
+    for dispatcher, _ in layers.pairs:
+        dispatcher._comm_manager.plan_with = random_plan(4, dispatcher._comm_manager.planner.options)
+    hidden, maps, probs = batch(3, groups.ep.rank())
+    layers.forward(hidden.requires_grad_(), maps, probs).sum().backward()
+    assert sorted(i for i, _ in log) == sorted(id(p) for p in layers.parameters()), "a parameter not ready once"
+    from_clones = torch.tensor([sum(float(g.abs().sum()) for _, g in log)])
+    dist.all_reduce(from_clones)
+    assert from_clones.item() > 0
+    megatron_patches.revert()
+    return True
+
+
+def refusals(ep):
+    """Unsupported combinations name their flag."""
+    groups = initialize(ep)
+    megatron_patches.apply(balance="exact")
+    for options, flag in (
+        ({"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0}, "pad-expert-input"),
+        ({"after": {"moe_grouped_gemm": True}}, "moe-grouped-gemm"),
+        ({"after": {"overlap_moe_expert_parallel_comm": True}}, "overlap-moe"),
+        ({"after": {"delay_wgrad_compute": True}}, "delay-wgrad"),
+        ({"after": {"gradient_accumulation_fusion": True}}, "gradient-accumulation-fusion"),
+    ):
+        with pytest.raises(ValueError, match=flag):
+            make_dispatcher("ours", groups, ep, **{"gradient_accumulation_fusion": False, **options})
+    dispatcher = make_dispatcher("ours", groups, ep, gradient_accumulation_fusion=False)
+    with pytest.raises(ValueError, match="SequentialMLP"):
+        dispatcher._comm_manager.attach(torch.nn.Linear(2, 2))
+    for bad in ({"balance": "magic"}, {"spare_slots": 0}, {"balance_epsilon": 2.0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            megatron_patches.apply(**bad)
+    megatron_patches.revert()
+    return True
+
+
+def silent_peer(ep):
+    """A rank that never pushes its weights: the others end with a DeadlineError that names the wait."""
+    groups = initialize(ep)
+    megatron_patches.apply(balance="exact", timeout_s=2.0)
+    layers = Layers(groups, ep)
+    dispatcher, _ = layers.pairs[0]
+    manager = dispatcher._comm_manager
+    options = manager.planner.options
+    plan = empty_plan(options)(np.ones((ep, EXPERTS), np.int64))
+    plan.slot_expert[0, 0] = EXPERTS - 1  # pushed by the last rank to rank 0
+    if groups.ep.rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match="weight push"):
+            manager.clones.start_push(plan).wait()
+        assert time.monotonic() - start < 20
+    dist.barrier()
+    return True
