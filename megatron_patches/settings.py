@@ -6,7 +6,6 @@ Python callers set them through `apply(...)`; `python -m megatron_patches` sets 
 
 import dataclasses
 
-
 BALANCE_MODES = ("off", "exact")
 
 
