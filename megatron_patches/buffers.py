@@ -5,6 +5,8 @@ there together, because dispatch itself is collective. Layers take turns on a bu
 next call.
 """
 
+import sys
+
 _buffers = {}
 
 
@@ -47,7 +49,10 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted):
 
 
 def release():
-    """Forget all buffers and free those that offer to be freed."""
+    """Forget all buffers and free those that offer to be freed; the balancer's shared slots go with them."""
+    push = sys.modules.get("megatron_patches.balance_push")
+    if push is not None:
+        push.release()
     while _buffers:
         _, buffer = _buffers.popitem()
         destroy = getattr(buffer, "destroy", None)

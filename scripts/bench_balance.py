@@ -127,8 +127,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)
+    title = "Exact, one micro-batch: (max - mean) / mean over ranks"
     tables = {
-        "exact": show("Exact, one micro-batch: (max - mean) / mean over ranks", exact_rows(rng, args.layers, args.tokens)),
+        "exact": show(title, exact_rows(rng, args.layers, args.tokens)),
         "placement": show("Placement, loads known", placement_rows(rng, args.layers)),
         "drift": show("Drift of log-popularity: changed slots of 288", drift_rows(rng, args.layers)),
     }

@@ -1,8 +1,9 @@
-// Two constructions, the better kept, and a third when both miss. Alias (after Walker and Vose): fill the most idle rank to the target from the
-// hottest expert of the most loaded rank, which may itself become idle; each clone settles one rank for good. Best fit:
-// move no more than the excess, to the tightest place that holds it. Alias wins where single experts are large, best
-// fit where a rank has many small ones. Both spend the large experts of the fullest rank first; about one load in a
-// hundred then lacks a large one at the end, and the third rule, the largest expert of any overloaded rank, levels it.
+// Two constructions, the better kept, and a third when both miss. Alias (after Walker, Vose): fill the most idle rank
+// to the target from the hottest expert of the most loaded rank, which may itself become idle; each clone settles one
+// rank for good. Best fit: move no more than the excess, to the tightest place that holds it. Alias wins where single
+// experts are large, best fit where a rank has many small ones. Both spend the large experts of the fullest rank first;
+// about one load in a hundred then lacks a large one at the end, and the third rule, the largest expert of any
+// overloaded rank, levels it.
 #include "balance/microbatch.h"
 
 #include <algorithm>
@@ -51,7 +52,8 @@ int64_t extremum(const int64_t* key, int n, int64_t worst, Better better) {
 }
 
 // total (+)= up to four rows; returns the union of their bits. Four at a time, because the sums are memory-bound.
-HEP_WIDE int64_t add_rows(const int64_t* HEP_RESTRICT rows, int num_rows, int E, bool first, int64_t* HEP_RESTRICT total) {
+HEP_WIDE int64_t add_rows(const int64_t* HEP_RESTRICT rows, int num_rows, int E, bool first,
+                          int64_t* HEP_RESTRICT total) {
   int64_t bits = 0;
   if (first) std::fill(total, total + E, 0);
   if (num_rows == 4) {
@@ -114,7 +116,8 @@ int64_t MicrobatchPlanner::cost(int64_t tokens) const {
 void MicrobatchPlanner::read(const int64_t* counts, const int32_t* home) {
   const int R = shape_.num_ranks, E = shape_.num_experts;
   int64_t size = 0;  // all bits any count has: negative or huge ones show
-  for (int r = 0; r < R; r += 4) size |= add_rows(counts + int64_t(r) * E, std::min(4, R - r), E, r == 0, total_.data());
+  for (int r = 0; r < R; r += 4)
+    size |= add_rows(counts + int64_t(r) * E, std::min(4, R - r), E, r == 0, total_.data());
   require(size >= 0, "counts", size, "has a negative count");
   int64_t all = 0;
   for (int e = 0; e < E; ++e) all += total_[e];

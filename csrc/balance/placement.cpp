@@ -33,7 +33,8 @@ void PlacementShape::validate() const {
 
 Placer::Placer(const PlacementShape& shape) : shape_(shape), per_rank_(shape.num_slots / shape.num_ranks) {
   weight_.resize(shape.num_experts), count_.resize(shape.num_experts), where_.resize(shape.num_experts);
-  load_.resize(shape.num_ranks), used_.resize(shape.num_ranks), slots_.resize(shape.num_slots), size_.resize(shape.num_slots);
+  load_.resize(shape.num_ranks), used_.resize(shape.num_ranks), slots_.resize(shape.num_slots),
+      size_.resize(shape.num_slots);
   has_.resize(size_t(shape.num_ranks) * shape.num_experts);
 }
 

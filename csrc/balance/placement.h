@@ -62,7 +62,7 @@ class Placer {
   PlacementShape shape_;
   int per_rank_;
   int64_t limit_ = 0;
-  std::vector<int64_t> weight_, load_, size_;   // size_: share of the expert in each slot, for swaps
+  std::vector<int64_t> weight_, load_, size_;  // size_: share of the expert in each slot, for swaps
   std::vector<int32_t> count_, slots_, used_;
   std::vector<unsigned char> has_;              // [ranks, experts]
   std::vector<std::vector<int32_t>> where_;     // ranks of each expert, ascending; for replica moves

@@ -13,8 +13,7 @@ struct Instance {
 };
 
 // Sources [begin, end) fill the instances on ranks [begin, end); `mine` gets what `source` sends.
-void fill(std::vector<Instance>& instances, std::vector<int64_t>& left, int begin, int end, int source,
-          int64_t* mine) {
+void fill(std::vector<Instance>& instances, std::vector<int64_t>& left, int begin, int end, int source, int64_t* mine) {
   int s = begin;
   for (Instance& at : instances) {
     if (at.rank < begin || at.rank >= end) continue;

@@ -25,9 +25,8 @@ balance::Strategy parse_strategy(const std::string& name) {
 MicrobatchShape make_shape(int num_ranks, int num_experts, int spare_slots, int num_nodes, bool within_node,
                            int64_t epsilon_ppm, int64_t skip_below_ppm, int64_t min_chunk, int64_t instance_cost,
                            int64_t tile, int64_t fan_out, const std::string& strategy) {
-  MicrobatchShape s{num_ranks,   num_experts,   spare_slots,   num_nodes,
-                    within_node, epsilon_ppm,   skip_below_ppm, min_chunk,
-                    instance_cost, tile,        fan_out,       parse_strategy(strategy)};
+  MicrobatchShape s{num_ranks,      num_experts, spare_slots,   num_nodes, within_node, epsilon_ppm,
+                    skip_below_ppm, min_chunk,   instance_cost, tile,      fan_out,     parse_strategy(strategy)};
   s.validate();
   return s;
 }

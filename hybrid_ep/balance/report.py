@@ -91,7 +91,8 @@ def average(rows: list[LayerReport]) -> LayerReport:
 def table(rows: list[LayerReport]) -> str:
     """Markdown, with the average as the last row."""
     exact = rows[0].exact is not None
-    lines = ["| layer | tokens a rank | std | imbalance by rank | std by slot | by slot |" + (" exact |" if exact else "")]
+    head = "| layer | tokens a rank | std | imbalance by rank | std by slot | by slot |"
+    lines = [head + (" exact |" if exact else "")]
     lines.append("|---:" * (7 if exact else 6) + "|")
     for row in [*rows, average(rows)]:
         name = "average" if row.layer < 0 else str(row.layer)

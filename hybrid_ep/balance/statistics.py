@@ -1,5 +1,7 @@
-"""Expert load statistics on disk: one object, three formats that people have.
+"""Expert load statistics on disk: one object, four formats that people have.
 
+    recipe      metrics.jsonl of a run of this project's recipes: {"step", "expert_load": [layer][expert]}; lines
+                without loads (evaluations) are passed over
     own         JSONL, a line per iteration and layer: {"iteration": 100, "layer": 3, "counts": [E integers]}
     megatron    JSONL of --moe-routing-trace-path: {"step", "layer", "rank", "top_indices"}, counted and summed
                 over ranks
@@ -77,7 +79,7 @@ def from_records(records: Iterable[tuple[int, int, np.ndarray]], source: str = "
 
 
 def load(path: str | Path, num_experts: int | None = None) -> LoadStatistics:
-    """Read any of the three formats. num_experts: needed for a Megatron trace whose last experts got no token."""
+    """Read any of these formats. num_experts: needed for a Megatron trace whose last experts got no token."""
     path = Path(path)
     if path.is_dir():
         return _load_tensorrt(path)
@@ -93,7 +95,10 @@ def _jsonl_records(path: Path, num_experts: int | None):
             continue
         try:
             record = json.loads(line)
-            if "top_indices" in record:
+            if "step" in record and "top_indices" not in record:
+                for layer, counts in enumerate(record.get("expert_load", ())):
+                    yield record["step"], layer, counts
+            elif "top_indices" in record:
                 chosen = np.asarray(record["top_indices"], dtype=np.int64).ravel()
                 traced.append((record["step"], record["layer"], np.bincount(chosen[chosen >= 0])))
             else:

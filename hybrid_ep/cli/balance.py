@@ -27,7 +27,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     parser.add_argument("--ep-size", type=int, help="ranks; default: one expert a rank")
     parser.add_argument("--plan", metavar="YAML", help="project onto this placement")
-    parser.add_argument("--spare-slots", type=int, default=0, help="also show exact balancing with so many slots a rank")
+    parser.add_argument("--spare-slots", type=int, default=0, help="also show exact balancing with so many a rank")
     parser.add_argument("--plot", metavar="PNG", help="draw it")
     parser.add_argument("--per-expert", action="store_true", help="also list every layer's expert counts")
 

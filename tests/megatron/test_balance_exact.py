@@ -1,9 +1,8 @@
 """Exact balancing through the real dispatcher on gloo ranks: the same bits as off, for any plan."""
 
+import parity_world
 import pytest
 from test_dispatcher import Program
-
-import parity_world
 
 
 def run(name, num_ranks, *arguments):

@@ -57,6 +57,13 @@ def test_megatron_trace_is_counted(tmp_path):
         statistics.load(tmp_path / "t.jsonl", num_experts=2)
 
 
+def test_metrics_of_a_run_are_read(tmp_path):
+    lines = [{"step": 0, "held_out_loss": 5.0}, {"step": 1, "train_loss": 5.0, "expert_load": [[1, 2], [3, 0]]}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    read = statistics.load(tmp_path / "metrics.jsonl")
+    assert read.counts.tolist() == [[[1, 2], [3, 0]]] and read.iterations == (1,) and read.layers == (0, 1)
+
+
 @pytest.mark.parametrize("text, message", [
     ("", "no expert counts"), ("{}", ":1:"), ("nonsense", ":1:"),
     ('{"iteration":1,"layer":0,"counts":[1,-2]}', "whole numbers"),
