@@ -5,8 +5,10 @@
 nvcc (12.8 or newer) comes from CUDA_HOME, PATH or the pip toolkit (pip install 'cuda-toolkit[nvcc,cudart,cccl]'), in
 this order. The library holds no torch and no Python: one build serves every version of both. It is linked with the
 static CUDA runtime, so that it loads on a machine without a driver and then says that there is no device. Objects are
-reused while their sources and command are unchanged. --nvshmem also compiles and device-links the kernels whose rail
-is a NIC, with the headers and library of the pip package nvidia-nvshmem-cu13; nothing loads them yet. Read from the environment: CUDA_HOME, CXX, MAX_JOBS."""
+reused while their sources and command are unchanged. Read from the environment: CUDA_HOME, CXX, MAX_JOBS.
+
+--nvshmem also compiles and device-links the kernels whose rail is a NIC, with the headers and library of the pip
+package nvidia-nvshmem-cu13; nothing loads them yet."""
 
 import argparse
 import os
@@ -136,8 +138,8 @@ def build_nvshmem(nvcc):
     targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
     obj, linked = BUILD / "nvshmem_kernels.o", BUILD / "nvshmem_linked.o"
     deps = ["-MMD", "-MF", str(obj.with_suffix(".d"))]
-    words = compile_one((obj, [*base_command(nvcc), "-isystem", str(home / "include"), "-rdc=true", *targets, *deps, "-c",
-                               str(NVSHMEM_SOURCE), "-o", str(obj)]))
+    words = compile_one((obj, [*base_command(nvcc), "-isystem", str(home / "include"), "-rdc=true", *targets, *deps,
+                               "-c", str(NVSHMEM_SOURCE), "-o", str(obj)]))
     if not words:
         link = subprocess.run([str(nvcc), "-dlink", *targets, "-Xcompiler=-fPIC", str(obj), f"-L{home / 'lib'}",
                                "-lnvshmem_device", "-o", str(linked)], cwd=ROOT, capture_output=True, text=True,

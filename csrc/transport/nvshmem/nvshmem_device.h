@@ -1,6 +1,6 @@
-// The rail over a NIC: NVSHMEM's device verbs, whose IBGDA transport lets the calling lane ring the NIC itself. A segment
-// lies in the symmetric heap, so an offset names the same place in every rank's, and a rank's PE is its rank in the
-// group.
+// The rail over a NIC: NVSHMEM's device verbs, whose IBGDA transport lets the calling lane ring the NIC itself. A
+// segment lies in the symmetric heap, so an offset names the same place in every rank's, and a rank's PE is its rank in
+// the group.
 //
 // Why the contract holds:
 //   put_signal   NVSHMEM delivers the signal after its own data (one queue pair, a write and then the signal's atomic,
@@ -9,8 +9,8 @@
 //                NIC, an observer outside the GPU, before the doorbell rings.
 //   signal       promises no order of puts; the fence makes it a release of this lane's own accesses, which the
 //                counter of a consumed slot needs.
-//   test, wait   an acquire at system scope of a word that the NIC wrote; the data it covers was written by the same NIC
-//                through the same PCIe path before it. The acquire's proxy fence orders the bulk loads.
+//   test, wait   an acquire at system scope of a word that the NIC wrote; the data it covers was written by the same
+//                NIC through the same PCIe path before it. The acquire's proxy fence orders the bulk loads.
 //   quiet        nvshmem_quiet: all of this PE's operations are complete at their targets. It is the one wait without
 //                this project's deadline; a broken link ends it by the queue pair's own retry limit.
 #pragma once
