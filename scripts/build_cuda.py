@@ -1,11 +1,14 @@
 """Builds the CUDA library, hybrid_ep/libhybrid_ep_cuda.so, ahead of time for sm_90a and sm_100a.
 
-    python scripts/build_cuda.py [--out FOLDER] [--find]
+    python scripts/build_cuda.py [--out FOLDER] [--find] [--nvshmem]
 
 nvcc (12.8 or newer) comes from CUDA_HOME, PATH or the pip toolkit (pip install 'cuda-toolkit[nvcc,cudart,cccl]'), in
 this order. The library holds no torch and no Python: one build serves every version of both. It is linked with the
 static CUDA runtime, so that it loads on a machine without a driver and then says that there is no device. Objects are
-reused while their sources and command are unchanged. Read from the environment: CUDA_HOME, CXX, MAX_JOBS."""
+reused while their sources and command are unchanged. Read from the environment: CUDA_HOME, CXX, MAX_JOBS.
+
+--nvshmem also compiles and device-links the kernels whose rail is a NIC, with the headers and library of the pip
+package nvidia-nvshmem-cu13; nothing loads them yet."""
 
 import argparse
 import os
@@ -22,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda"
 LIBRARY = "libhybrid_ep_cuda.so"
 ARCHITECTURES = ("90a", "100a")
+NVSHMEM_SOURCE = Path("csrc/kernels/instances/nvshmem_kernels.cu")
 LEAST_NVCC = (12, 8)  # the first that knows sm_100a
 
 # -fmad=false: a product and a sum round twice, as on the host; results are compared bit for bit. 128: a loop that a
@@ -65,7 +69,7 @@ def find_nvcc():
 
 def sources():
     """All CUDA sources, relative to the root."""
-    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu"))
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu") if p.name != NVSHMEM_SOURCE.name)
 
 
 def base_command(nvcc):
@@ -124,10 +128,33 @@ def build(nvcc, out):
     return library
 
 
+def build_nvshmem(nvcc):
+    """Compiles the kernels over NVSHMEM and links their device code; the object. Exits with the reason on failure."""
+    homes = [Path(sysconfig.get_path(name)) / "nvidia" / "nvshmem" for name in ("purelib", "platlib")]
+    home = next((h for h in homes if (h / "include" / "nvshmem.h").is_file()), None)
+    if not home:
+        sys.exit("hybrid_ep: no NVSHMEM among this Python's packages; pip install nvidia-nvshmem-cu13")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    obj, linked = BUILD / "nvshmem_kernels.o", BUILD / "nvshmem_linked.o"
+    deps = ["-MMD", "-MF", str(obj.with_suffix(".d"))]
+    words = compile_one((obj, [*base_command(nvcc), "-isystem", str(home / "include"), "-rdc=true", *targets, *deps,
+                               "-c", str(NVSHMEM_SOURCE), "-o", str(obj)]))
+    if not words:
+        link = subprocess.run([str(nvcc), "-dlink", *targets, "-Xcompiler=-fPIC", str(obj), f"-L{home / 'lib'}",
+                               "-lnvshmem_device", "-o", str(linked)], cwd=ROOT, capture_output=True, text=True,
+                              check=False)
+        words = link.stderr + link.stdout if link.returncode else None
+    if words:
+        sys.exit("hybrid_ep: the NVSHMEM kernels do not build:\n\n" + words)
+    return linked
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=ROOT / "hybrid_ep", help="folder of the library")
     parser.add_argument("--find", action="store_true", help="only say which nvcc would build it")
+    parser.add_argument("--nvshmem", action="store_true", help="also the kernels over NVSHMEM")
     args = parser.parse_args()
     nvcc, why = find_nvcc()
     if not nvcc:
@@ -135,6 +162,8 @@ def main():
     print(f"nvcc: {nvcc} {'.'.join(map(str, nvcc_version(nvcc)))}")
     if not args.find:
         print(build(nvcc, args.out))
+    if args.nvshmem:
+        print(build_nvshmem(nvcc))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def run_steps(steps):
                             "sys.exit(not cubin_check.find_tools())"], cwd=ROOT, check=False).returncode
     steps.run("cubins", [python, "scripts/cubin_check.py"], 60, "no cuobjdump and nvdisasm" if tools else None)
     no_tests = missing("pytest", "hypothesis", "pytest_timeout")
-    pytest = ["-m", "pytest", "tests/gpu", "-m", "gpu", "--timeout=120", "-x", "-q"]
+    pytest = ["-m", "pytest", "tests/gpu", "-m", "gpu", "--timeout=120", "--maxfail=5", "-q"]
     steps.run("tests", [python, *pytest], 240, no_tests)
     sanitizer = shutil.which("compute-sanitizer")
     few = {**environment_of(), "HYBRID_EP_TEST_EXAMPLES": "2"}
