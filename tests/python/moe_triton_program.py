@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 
-assert os.environ.get("TRITON_INTERPRET") == "1"
-
 import numpy as np
 import torch
 import triton
@@ -24,6 +22,8 @@ from hybrid_ep.moe import (
     triton_zero,
 )
 from hybrid_ep.moe.triton_rounding import round_to
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit

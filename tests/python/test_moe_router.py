@@ -1,0 +1,131 @@
+"""Router guards: a gate that cannot route is caught before the first step; with the tie-break it trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybrid_ep.moe import RouterError, RouterGuard, check_gates, routing_statistics, tie_break
+
+EXPERTS, HIDDEN, TOPK, RANKS = 64, 32, 8, 8
+
+
+def gate():
+    return torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_good_gate_passes():
+    check_gates({"layer 1": gate(), "layer 2": gate().bfloat16() + 0, "one expert": torch.zeros(1, HIDDEN)})
+
+
+@pytest.mark.parametrize("spoil, said", [
+    (lambda w: w.zero_(), "all weights equal.*all tokens go to the same experts"),
+    (lambda w: w.fill_(0.5), "all weights equal"),
+    (lambda w: w.fill_(float("nan")), "not finite"),
+    (lambda w: w[3, 3].fill_(float("inf")), "not finite"),
+    (lambda w: w[7].copy_(w[2]), "1 rows equal"),
+    (lambda w: w.copy_(w[:1].expand_as(w).clone()), "63 rows equal"),
+])
+def test_a_gate_that_cannot_route_is_named_before_the_first_step(spoil, said):
+    bad = gate()
+    spoil(bad)
+    with pytest.raises(RouterError, match=f"decoder.3.router.*{said}") as error:
+        check_gates({"decoder.2.router": gate(), "decoder.3.router": bad})
+    assert "decoder.2" not in str(error.value)
+
+
+def test_gates_that_are_no_gates():
+    with pytest.raises(RouterError, match="meta"):
+        check_gates({"r": torch.empty(4, 4, device="meta")})
+    with pytest.raises(RouterError, match="num_experts, hidden"):
+        check_gates({"r": torch.zeros(4)})
+
+
+def test_statistics_add_up_over_ranks_and_count_ties():
+    torch.manual_seed(1)
+    parts = [torch.randn(16, EXPERTS), torch.zeros(10, EXPERTS), torch.full((2, EXPERTS), float("nan"))]
+    summed = sum(routing_statistics(p, TOPK) for p in parts)
+    tokens, ties, lost = summed[:3].tolist()
+    assert (tokens, ties, lost) == (28.0, 10.0, 2.0) and summed[3:].sum() == 28 * TOPK
+    load = torch.zeros(EXPERTS)
+    for row in parts[0].topk(TOPK).indices.flatten().tolist():
+        load[row] += 1
+    assert torch.equal(routing_statistics(parts[0], TOPK)[3:], load)
+    assert routing_statistics(torch.zeros(3, 4), 4)[1] == 0  # all chosen: no boundary to tie at
+    with pytest.raises(ValueError, match="topk=9"):
+        routing_statistics(torch.zeros(3, 4), 9)
+
+
+def test_guard_acts_after_its_patience_and_forgets_on_a_good_step(caplog):
+    bad, good = routing_statistics(torch.zeros(9, EXPERTS), TOPK), routing_statistics(torch.randn(99, EXPERTS), TOPK)
+    guard = RouterGuard(patience=2)
+    assert guard.step(bad)["tie_fraction"] == 1.0
+    assert guard.step(good)["tie_fraction"] == 0.0
+    guard.step(bad)
+    with pytest.raises(RouterError, match=r"layer 4: tie_fraction 1 > 0.5 in 2 steps"):
+        guard.step(bad, "layer 4")
+    warns = RouterGuard(max_tie_fraction=None, max_load_ratio=4.0, patience=1, action="warn")
+    with caplog.at_level("WARNING", "hybrid_ep.moe"):
+        for _ in range(3):
+            assert warns.step(bad)["load_ratio"] == EXPERTS / TOPK
+    assert len(caplog.records) == 1 and "load_ratio 8 > 4" in caplog.text
+    for wrong in ({"action": "abort"}, {"patience": 0}, {"max_tie_fraction": 2.0}, {"max_load_ratio": 0.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            RouterGuard(**wrong)
+
+
+def ratios(scores):
+    load = routing_statistics(scores, TOPK)[3:]
+    ranks = load.view(RANKS, -1).sum(1)
+    return float(load.max() / load.mean()), float(ranks.max() / ranks.mean())
+
+
+def test_tie_break_spreads_ties_and_changes_nothing_else():
+    zeros = torch.zeros(4096, EXPERTS)
+    assert ratios(zeros)[0] == EXPERTS / TOPK
+    expert, rank = ratios(tie_break(zeros))
+    assert expert < 1.25 and rank < 1.1
+    scores = torch.randn(4096, EXPERTS, generator=torch.Generator().manual_seed(2))
+    same = tie_break(scores).topk(TOPK).indices.sort(1).values == scores.topk(TOPK).indices.sort(1).values
+    assert (~same).any(1).float().mean() < 1e-3
+    shift = tie_break(zeros)
+    assert 0 <= float(shift.min()) and float(shift.max()) < 1e-6 and shift.unique().numel() > 1000
+
+
+def test_tie_break_depends_on_the_global_token_alone():
+    zeros = torch.zeros(12, EXPERTS)
+    whole = tie_break(zeros)
+    assert torch.equal(torch.cat([tie_break(zeros[:5]), tie_break(zeros[5:], 5)]), whole)
+    assert torch.equal(tie_break(zeros[5:], torch.tensor(5)), whole[5:])
+    assert not torch.equal(whole[0], whole[1])
+
+
+def train(with_tie_break: bool, steps: int = 60):
+    """A layer of four small experts whose gate starts at zero learns four different maps: (loss, experts used)."""
+    torch.manual_seed(0)
+    gate, experts = torch.zeros(4, 8, requires_grad=True), (torch.randn(4, 8, 8) * 0.3).requires_grad_()
+    maps, optimizer = torch.randn(4, 8, 8), torch.optim.Adam([gate, experts], lr=0.05)
+    for _ in range(steps):
+        kind = torch.randint(0, 4, (256,))
+        x = torch.randn(256, 8) * 0.3
+        x[torch.arange(256), kind] += 3.0
+        scores = x @ gate.t()
+        chosen = (tie_break(scores) if with_tie_break else scores).topk(1).indices[:, 0]
+        prob = scores.softmax(1).gather(1, chosen[:, None])
+        out = torch.einsum("ti,tij->tj", x, experts[chosen]) * prob
+        loss = (out - torch.einsum("ti,tij->tj", x, maps[kind])).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if not with_tie_break:
+            return loss.item(), chosen.unique().numel()
+        optimizer.step()
+    return loss.item(), chosen.unique().numel()
+
+
+def test_a_zero_router_is_caught_and_with_the_tie_break_it_trains():
+    with pytest.raises(RouterError):
+        check_gates({"router": torch.zeros(4, 8)})
+    first, used = train(False)
+    assert used == 1  # what the error speaks of: every token at one expert
+    last, used = train(True)
+    assert used > 1 and last < 0.3 * first
