@@ -2,8 +2,8 @@
 
 A gate whose rows are all equal (zeros above all: memory that was never initialised, a checkpoint that was loaded
 over nothing) gives every expert the same score. Then top-k is a tie that sorting decides, the same for every token:
-all go to the same experts, on the same ranks, whose memory overflows, and neither an auxiliary loss nor a bias for
-balance can move them apart. `check_gates` finds it before the first step, `routing_statistics` while training,
+all go to the same experts, on the same ranks, whose memory overflows, and a bias for balance only moves all of them
+together. `check_gates` finds it before the first step, `routing_statistics` while training,
 `tie_break` makes the choice deterministic and spread without touching probabilities.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,19 @@ def test_bad_unpermute_input_is_named():
         unpermute(torch.zeros(2, 2), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="one a row"):
         unpermute(torch.zeros(2, 2), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(3))
+
+
+def test_the_table_of_precision_says_that_the_accumulator_matters(capsys):
+    path = Path(__file__).parents[2] / "scripts" / "combine_precision.py"
+    program = runpy.run_path(str(path))
+    program["main"](["--experts", "8", "--hidden", "64", "--ffn", "64", "--tokens", "64", "--seeds", "2"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "w2" in line]
+    error = {line.split("|")[1].strip(): float(line.split("|")[2]) for line in lines}
+    assert list(error) == list(program["WAYS"])
+    for place in ("before w2, fp32 inside the activation", "after w2, fp32 product"):
+        fp32, bf16 = (next(e for way, e in error.items() if way.startswith(place) and way.endswith(s))
+                      for s in ("fp32 sum", "bf16 sum"))
+        assert fp32 < 6e-3 and bf16 > 1.15 * fp32
 
 
 def test_triton_kernels_in_the_interpreter():
