@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep import balance
@@ -45,6 +45,7 @@ def assert_legal(phy2log, num_experts, num_ranks):
             assert len(set(mine)) == len(mine), "two replicas of an expert on one rank"
 
 
+@settings(max_examples=60)
 @given(layers())
 def test_core_and_twin_agree(case):
     load, slots, ranks, nodes, groups, rng = case
