@@ -21,11 +21,11 @@ _CHUNKS_16 = "Et*3|(tttt|)*14ttmL"
 _CHUNKS_32 = "Et*3|(tt|)*29m|L"
 _VARIANTS = {
     "h100_8x400g": dict(num_hosts=128, tensor=2, pipeline=8, virtual_pipeline=4, expert=64, precision="fp8",
-                        pipeline_layout=_CHUNKS_32, overlap=True, global_batch_size=8192),
+                        pipeline_layout=_CHUNKS_32, recompute="full", global_batch_size=8192),
     "b200_8": dict(num_hosts=32, tensor=1, pipeline=8, virtual_pipeline=2, expert=32, precision="mxfp8",
-                   pipeline_layout=_CHUNKS_16, global_batch_size=2048),
+                   pipeline_layout=_CHUNKS_16, recompute="full", global_batch_size=2048),
     "gb200_nvl72": dict(num_hosts=64, tensor=1, pipeline=4, virtual_pipeline=4, expert=64, precision="mxfp8",
-                        pipeline_layout=_CHUNKS_16, num_sms=32, global_batch_size=2048),
+                        pipeline_layout=_CHUNKS_16, recompute="full", num_sms=32, global_batch_size=2048),
 }
 
 
