@@ -47,8 +47,24 @@ class ModelConfig:
     """Megatron's moe_router_force_biased, a skew generator: the same random bias on all ranks, drawn with this standard
     deviation, negative for one that stays; 0 leaves the router alone. Needs megatron-core 0.17."""
     dtype: str = "fp32"
+    num_query_groups: int = 0
+    """Heads of keys and values; 0: one for each head of queries."""
+    qk_layernorm: bool = False
+    num_dense_layers: int = 0
+    """Leading layers without experts."""
+    shared_ffn_hidden_size: int = 0
+    """Width of the expert that every token visits; 0: none."""
+    score_function: str = "softmax"
+    router_num_groups: int = 0
+    """Groups of experts, of which a token may use router_group_topk; 0: no groups."""
+    router_group_topk: int = 0
+    topk_scaling_factor: float = 0.0
+    """What the chosen weights are multiplied with; 0: nothing."""
+    expert_bias: bool = False
+    """Balance by a bias on the router's scores; needs score_function=sigmoid."""
 
     def __post_init__(self) -> None:
+        self._check_block()
         _require_positive(
             self, "model", "num_layers", "hidden_size", "num_attention_heads", "num_experts", "topk",
             "moe_ffn_hidden_size", "seq_length", "vocab_size", "init_std",
@@ -64,6 +80,36 @@ class ModelConfig:
             f"must not exceed num_experts={self.num_experts}",
         )
         _require(self.aux_loss_coeff >= 0, "model.aux_loss_coeff", self.aux_loss_coeff, "must be 0 or more")
+
+    def _check_block(self) -> None:
+        for name in ("num_query_groups", "num_dense_layers", "shared_ffn_hidden_size", "router_num_groups",
+                     "router_group_topk", "topk_scaling_factor"):
+            _require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), "must be 0 or more")
+        _require(
+            self.num_query_groups == 0 or self.num_attention_heads % self.num_query_groups == 0,
+            "model.num_query_groups", self.num_query_groups,
+            f"must divide num_attention_heads={self.num_attention_heads}",
+        )
+        _require(
+            self.num_dense_layers < self.num_layers, "model.num_dense_layers", self.num_dense_layers,
+            f"must leave experts in one of the {self.num_layers} layers",
+        )
+        _require(
+            self.score_function in ("softmax", "sigmoid"), "model.score_function", self.score_function,
+            "choose softmax or sigmoid",
+        )
+        _require(
+            not self.expert_bias or self.score_function == "sigmoid", "model.expert_bias", self.expert_bias,
+            "needs score_function=sigmoid",
+        )
+        groups, chosen = self.router_num_groups, self.router_group_topk
+        _require(
+            groups == 0 or (self.num_experts % groups == 0 and 1 <= chosen <= groups
+                            and self.topk <= chosen * (self.num_experts // groups) and self.topk % chosen == 0),
+            "model.router_num_groups", groups,
+            f"must divide num_experts={self.num_experts}, and "
+            f"router_group_topk={chosen} groups must hold topk={self.topk}",
+        )
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -62,8 +63,30 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         **({"moe_router_force_biased": model.forced_bias} if model.forced_bias else {}),
+        **_block_options(config),
         **_MEGATRON_DISPATCHER[config.parallel.dispatcher],
     )
+
+
+def _block_options(config: RunConfig) -> dict[str, Any]:
+    """Attention and router options that a plain model leaves to Megatron."""
+    model, options = config.model, {}
+    if model.num_query_groups:
+        options["num_query_groups"] = model.num_query_groups
+    if model.num_dense_layers:
+        moe = model.num_layers - model.num_dense_layers
+        options["moe_layer_freq"] = [0] * model.num_dense_layers + [1] * moe
+    if model.shared_ffn_hidden_size:
+        options["moe_shared_expert_intermediate_size"] = model.shared_ffn_hidden_size
+    if model.router_num_groups:
+        options["moe_router_num_groups"] = model.router_num_groups
+        options["moe_router_group_topk"] = model.router_group_topk
+    if model.topk_scaling_factor:
+        options["moe_router_topk_scaling_factor"] = model.topk_scaling_factor
+    return {
+        "qk_layernorm": model.qk_layernorm, "moe_router_score_function": model.score_function,
+        "moe_router_enable_expert_bias": model.expert_bias, **options,
+    }
 
 
 def build_model(config: RunConfig) -> GPTModel:
@@ -71,9 +94,7 @@ def build_model(config: RunConfig) -> GPTModel:
     megatron_config = transformer_config(config)
     model = GPTModel(
         config=megatron_config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=config.model.num_experts, moe_grouped_gemm=False
-        ),
+        transformer_layer_spec=_layer_spec(config, megatron_config),
         vocab_size=config.model.vocab_size,
         max_sequence_length=config.model.seq_length,
         position_embedding_type="rope",
@@ -83,6 +104,15 @@ def build_model(config: RunConfig) -> GPTModel:
         model = model.bfloat16()
     set_weights_by_name(model, config)
     return model
+
+
+def _layer_spec(config: RunConfig, megatron_config: TransformerConfig):
+    """The spec of every layer: one for all, or layer by layer where the first ones have no experts."""
+    if config.model.num_dense_layers:
+        return get_gpt_decoder_block_spec(megatron_config, use_transformer_engine=False)
+    return get_gpt_layer_local_spec(
+        num_experts=config.model.num_experts, moe_grouped_gemm=False, qk_layernorm=config.model.qk_layernorm
+    )
 
 
 def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:

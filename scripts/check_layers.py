@@ -63,6 +63,7 @@ ENVIRONMENT_EXCEPTIONS = {
     "scripts/cubin_check.py": "finds CUDA's tools; reads CUDA_HOME, PATH",
     "scripts/test_matrix.py": "hands HYBRID_EP_TORCH_INDEX on to setup_env",
     "hybrid_ep/cli/launch.py": "reads RANK and WORLD_SIZE, torch's names for what a launcher sets",
+    "recipes/rank.py": "reads RANK, SLURM_PROCID, MASTER_ADDR and such, names that launchers set",
     "recipes/report.py": "reads TERM and WANDB_MODE, other tools' settings",
 }
 # Variables of the set-up and of the tests, read where hybrid_ep is not there yet.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,11 +36,17 @@ COMMANDS = {
 }
 
 
+def commands() -> dict[str, Command]:
+    """COMMANDS and those of other packages: entry points of the group hybrid_ep.commands, not imported."""
+    others = importlib.metadata.entry_points(group="hybrid_ep.commands")
+    return {**{e.name: Command(e.value, f"from {e.value}") for e in others}, **COMMANDS}
+
+
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser with the flags of subcommand `only` (the others appear by name and summary alone)."""
     parser = argparse.ArgumentParser(prog="hybrid-ep", description="Expert-parallel dispatch and combine.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
+    for name, command in commands().items():
         subparser = subparsers.add_parser(
             name,
             help=command.summary,
@@ -54,10 +61,10 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hybrid-ep ARGV` and return its exit code; the console script's entry point."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    chosen = argv[0] if argv and argv[0] in commands() else None
     args = build_parser(only=chosen).parse_args(argv)
     try:
-        return importlib.import_module(COMMANDS[args.command].module).run(args, argv)
+        return importlib.import_module(commands()[args.command].module).run(args, argv)
     except UsageError as error:
         print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
         return EXIT_USAGE

@@ -1,0 +1,209 @@
+"""A training run on a GPU cluster: an architecture, the hardware, and every choice between the two.
+
+`ClusterRun` refuses layouts that cannot be; whether one fits the GPUs' memory is `recipes.memory`'s business, and
+what it means in Megatron's words that of `recipes.megatron_arguments`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from recipes.architecture import Architecture
+
+PRECISIONS = ("bf16", "fp8", "mxfp8")
+RECOMPUTE = ("none", "selective", "full")
+SHARDING = ("distributed_optimizer", "megatron_fsdp")
+DISPATCHERS = ("hybrid_ep", "alltoall")
+APEX = ("auto", "yes", "no")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """memory_bytes: of one GPU's HBM as its data sheet counts, GB = 1e9. gpus_per_host: processes of a Slurm node.
+    ranks_per_nvlink_domain: GPUs that reach one another without a NIC."""
+
+    name: str
+    gpu: str
+    memory_bytes: int
+    gpus_per_host: int
+    ranks_per_nvlink_domain: int
+    source: str
+
+
+HARDWARE = {
+    h.name: h
+    for h in (
+        Hardware("h100_8x400g", "H100 SXM 80 GB", 80 * 10**9, 8, 8, "NVIDIA H100 and DGX H100 data sheets"),
+        Hardware("b200_8", "B200 180 GB", 180 * 10**9, 8, 8, "NVIDIA DGX B200 data sheet: 1,440 GB in 8 GPUs"),
+        Hardware("gb200_nvl72", "GB200 186 GB", 186 * 10**9, 4, 72,
+                 "NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs, 4 GPUs a compute tray"),
+    )
+}
+# Megatron's pipeline letters: embedding, transformer layer, multi-token prediction, loss.
+_STAGE = re.compile(r"E?t*m?L?")
+
+
+@dataclass(frozen=True)
+class ClusterRun:
+    """Parallel sizes multiply: hosts x gpus_per_host = tensor x pipeline x data, and data x tensor holds the
+    expert-parallel groups. ValueError names field, value and remedy."""
+
+    recipe: str
+    architecture: Architecture
+    hardware: Hardware
+    num_hosts: int
+    tensor: int
+    pipeline: int
+    expert: int
+    virtual_pipeline: int = 1
+    pipeline_layout: str = ""
+    """Megatron's --pipeline-model-parallel-layout; empty: layers in equal parts, embedding and loss counted as one
+    layer each when the layers alone do not divide."""
+    seq_length: int = 4096
+    micro_batch_size: int = 1
+    global_batch_size: int = 2048
+    train_steps: int = 500
+    lr: float = 3e-4
+    dispatcher: str = "hybrid_ep"
+    num_sms: int = 24
+    ranks_per_node: int = 0
+    """Of one NVLink domain as hybrid_ep sees it; 0: the largest the hardware and the group allow."""
+    precision: str = "bf16"
+    recompute: str = "selective"
+    overlap: bool = False
+    """Hide the exchange of one micro-batch behind the compute of another (Megatron's 1F1B overlap)."""
+    sharding: str = "distributed_optimizer"
+    balancer: str = "aux_loss"
+    """aux_loss: the architecture's own loss or bias; force: tokens spread by chance, for benchmarks alone."""
+    apex: str = "auto"
+    """Fused kernels of apex: yes, no, or auto: when importable where the arguments are made."""
+    memory_reserve: float = 0.10
+    """Share of the GPU left to CUDA, NCCL and fragmentation."""
+    megatron_path: str = "Megatron-LM"
+    data_path: str = ""
+    """Prefix of Megatron's indexed data set; empty: mock data."""
+    tokenizer: str = ""
+    """Name or folder of a Hugging Face tokenizer; needed with data_path."""
+    save_interval: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("num_hosts", "tensor", "pipeline", "expert", "virtual_pipeline", "seq_length", "micro_batch_size",
+                     "global_batch_size", "train_steps", "num_sms", "save_interval"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
+        for name, known in (("dispatcher", DISPATCHERS), ("precision", PRECISIONS), ("recompute", RECOMPUTE),
+                            ("sharding", SHARDING), ("balancer", ("aux_loss", "force")), ("apex", APEX)):
+            _require(getattr(self, name) in known, name, getattr(self, name), f"use one of {', '.join(known)}")
+        _require(0 <= self.memory_reserve < 1, "memory_reserve", self.memory_reserve, "must lie in [0, 1)")
+        _require(self.lr > 0, "lr", self.lr, "must be greater than 0")
+        model, gpus, parts = self.architecture, self.num_gpus, self.tensor * self.pipeline
+        _require(gpus % parts == 0, "num_hosts", self.num_hosts,
+                 f"gives {gpus} GPUs, which tensor x pipeline = {parts} must divide")
+        _require(model.num_experts % self.expert == 0, "expert", self.expert,
+                 f"must divide the {model.num_experts} experts")
+        stage = gpus // self.pipeline
+        _require(stage % self.expert == 0, "expert", self.expert,
+                 f"must divide the {stage} GPUs of a pipeline stage; {self.expert * self.pipeline} GPUs are the fewest")
+        per_step = self.data * self.micro_batch_size
+        _require(self.global_batch_size % per_step == 0, "global_batch_size", self.global_batch_size,
+                 f"must be a multiple of data x micro_batch_size = {per_step}")
+        _require(self.num_microbatches >= self.pipeline, "global_batch_size", self.global_batch_size,
+                 f"gives {self.num_microbatches} micro-batches; {self.pipeline} stages need at least as many")
+        _require(self.ranks_per_node == 0 or self.expert % self.ranks_per_node == 0, "ranks_per_node",
+                 self.ranks_per_node, f"must divide expert={self.expert}")
+        _require(self.hardware.name != "h100_8x400g" or self.precision != "mxfp8", "precision", self.precision,
+                 "H100 has no mxfp8 tensor cores; use fp8")
+        _require(self.sharding != "megatron_fsdp" or self.pipeline == 1, "sharding", self.sharding,
+                 f"Megatron-FSDP shards in place of a pipeline; set pipeline=1, not {self.pipeline}")
+        _require(not self.overlap or self.recompute != "full", "overlap", self.overlap,
+                 "cannot be combined with recompute=full; use selective")
+        _require(not (self.data_path and not self.tokenizer), "tokenizer", self.tokenizer,
+                 "data_path needs the tokenizer that made it")
+        self.stages()
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_hosts * self.hardware.gpus_per_host
+
+    @property
+    def data(self) -> int:
+        """Data-parallel replicas of the dense parameters."""
+        return self.num_gpus // (self.tensor * self.pipeline)
+
+    @property
+    def expert_data(self) -> int:
+        """Replicas of each expert."""
+        return self.num_gpus // (self.pipeline * self.expert)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.global_batch_size // (self.data * self.micro_batch_size)
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of a micro-batch on one rank; with tensor parallelism the sequence is split (sequence parallel)."""
+        return self.micro_batch_size * self.seq_length // self.tensor
+
+    @property
+    def domain(self) -> int:
+        """Ranks of the expert-parallel group in one NVLink domain.
+
+        Groups of consecutive ranks tile hosts, so a domain is a whole divisor of both."""
+        if self.ranks_per_node:
+            return self.ranks_per_node
+        most = min(self.expert, self.hardware.ranks_per_nvlink_domain)
+        return next(n for n in range(most, 0, -1) if self.expert % n == 0)
+
+    def stages(self) -> list[list[str]]:
+        """For every pipeline rank its model chunks, each as letters E (embedding), t (layer), m (MTP), L (loss)."""
+        chunks = self.pipeline * self.virtual_pipeline
+        model = self.architecture
+        if self.pipeline_layout:
+            text = re.sub(r"\(([^()]*)\)\*(\d+)", lambda m: m[1] * int(m[2]), self.pipeline_layout)
+            parts = re.sub(r"([tm])\*(\d+)", lambda m: m[1] * int(m[2]), text).split("|")
+        else:
+            padded = self.counts_ends_as_layers
+            letters = ("E" if padded else "") + "t" * model.num_layers + ("L" if padded else "")
+            _require(len(letters) % chunks == 0, "pipeline", self.pipeline,
+                     f"x virtual_pipeline={self.virtual_pipeline} must divide {model.num_layers} layers "
+                     f"(or {model.num_layers + 2} with both ends); else give pipeline_layout")
+            size = len(letters) // chunks
+            parts = [letters[i * size : (i + 1) * size] for i in range(chunks)]
+            if not padded:
+                parts[0] = "E" + parts[0]
+            end = "m" * model.num_mtp_layers + "L"
+            parts[-1] = parts[-1].rstrip("L") + end
+        whole = "".join(parts)
+        wanted = "E" + "t" * model.num_layers + "m" * model.num_mtp_layers + "L"
+        _require(len(parts) == chunks and all(map(_STAGE.fullmatch, parts)) and whole == wanted, "pipeline_layout",
+                 self.pipeline_layout, f"must hold {chunks} stages and {model.num_layers} layers t, from E to L; it "
+                 f"holds {len(parts)} and {whole.count('t')}")
+        return [parts[rank :: self.pipeline] for rank in range(self.pipeline)]
+
+    @property
+    def counts_ends_as_layers(self) -> bool:
+        """Whether embedding and loss count as a layer each in an equal split."""
+        return self.architecture.num_layers % (self.pipeline * self.virtual_pipeline) != 0
+
+    def derive(self, **changes: object) -> ClusterRun:
+        """A checked copy; ValueError on an unknown name or a value of the wrong type."""
+        fixed = {"recipe", "architecture", "hardware"}
+        known = {f.name: type(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in fixed}
+        for name, value in changes.items():
+            _require(name in known, name, value, f"unknown; choose one of {', '.join(known)}")
+            if known[name] is float and type(value) is int:
+                changes[name] = value = float(value)
+            _require(type(value) is known[name], name, value, f"must be of type {known[name].__name__}")
+        return dataclasses.replace(self, **changes)
+
+
+def get_hardware(name: str) -> Hardware:
+    """ValueError lists what there is."""
+    _require(name in HARDWARE, "hardware", name, f"use one of {', '.join(HARDWARE)}")
+    return HARDWARE[name]
+
+
+def _require(ok: bool, name: str, value: object, remedy: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r}: {remedy}")

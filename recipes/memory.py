@@ -1,0 +1,183 @@
+"""Memory of one GPU in a `ClusterRun`: weights, gradients, optimizer, activations, and hybrid_ep's buffers.
+
+The registered buffers are exact to the byte, from the compiled layout itself. Weights, gradients and optimizer state
+are counted parameters times Megatron's bytes a parameter. Activations are an estimate in bf16 with experts evenly
+loaded, made of the tensors that the backward pass needs; allocator and library overhead is `memory_reserve`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from recipes.cluster import ClusterRun
+
+_BF16, _FP32 = 2, 4
+# fp32 master weight and Adam's two moments.
+_OPTIMIZER_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest GPU, that of pipeline rank `stage`."""
+
+    stage: int
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+    def __str__(self) -> str:
+        names = [f.name for f in fields(self) if f.name not in ("stage", "parameters")] + ["total"]
+        return "\n".join(f"  {name:<12}{getattr(self, name) / 1e9:>10.2f} GB" for name in names)
+
+
+def per_gpu(run: ClusterRun) -> Memory:
+    """The fullest pipeline rank's memory."""
+    buffers = registered_bytes(run)
+    return max((_of_stage(run, rank, buffers) for rank in range(run.pipeline)), key=lambda memory: memory.total)
+
+
+def budget_bytes(run: ClusterRun) -> int:
+    """What a GPU holds less the reserve."""
+    return int(run.hardware.memory_bytes * (1 - run.memory_reserve))
+
+
+def check_fits(run: ClusterRun) -> Memory:
+    """The memory; ValueError with the number that is over, and by how much, where it does not fit."""
+    memory, budget = per_gpu(run), budget_bytes(run)
+    if memory.total > budget:
+        parts = ", ".join(f"{name} {getattr(memory, name) / 1e9:.1f}"
+                          for name in ("weights", "gradients", "optimizer", "activations", "buffers"))
+        raise ValueError(
+            f"{run.recipe} on {run.num_gpus} x {run.hardware.gpu}: a GPU of pipeline rank {memory.stage} needs "
+            f"{memory.total / 1e9:.1f} GB ({parts}), {(memory.total - budget) / 1e9:.1f} GB over the "
+            f"{budget / 1e9:.1f} GB there are (reserve {run.memory_reserve:.0%}); use more hosts, a longer pipeline, "
+            "a larger expert group or more recompute"
+        )
+    return memory
+
+
+def registered_bytes(run: ClusterRun) -> int:
+    """Bytes that hybrid_ep registers on each rank for this run, to the byte; 0 with another dispatcher.
+
+    One buffer serves all layers. Its receive rows are for the worst case: every token of the group on one rank.
+    """
+    if run.dispatcher != "hybrid_ep":
+        return 0
+    from hybrid_ep import _core
+    from hybrid_ep.options import recv_capacity
+
+    model, tokens = run.architecture, run.tokens_per_rank
+    row_bytes = _BF16 * model.hidden_size
+    # A buffer opens for eight experts a token and grows when a call brings more.
+    shape = _core.BufferShape(
+        num_nodes=run.expert // run.domain, num_local_ranks=run.domain, num_experts=model.num_experts,
+        max_tokens=tokens, max_topk=min(max(8, model.topk), model.num_experts), row_bytes=row_bytes, scale_bytes=0,
+        recv_rows=recv_capacity(None, tokens, run.expert), partial_row_bytes=row_bytes,
+    )
+    return shape.total_bytes
+
+
+def _of_stage(run: ClusterRun, rank: int, buffers: int) -> Memory:
+    dense, experts = _parameters(run, rank)
+    weight_bytes = _BF16
+    if run.precision != "bf16":  # Transformer Engine keeps the 8-bit weights and their transposes beside the bf16 ones
+        weight_bytes += 2
+    if run.sharding == "megatron_fsdp":
+        one_layer = _largest_layer(run)
+        shards = dense // run.data + experts // run.expert_data
+        weights, gradients = shards * weight_bytes + 2 * one_layer * _BF16, shards * _FP32 + one_layer * _FP32
+    else:
+        weights, gradients = (dense + experts) * weight_bytes, (dense + experts) * _FP32
+    optimizer = _OPTIMIZER_BYTES * (-(-dense // run.data) + -(-experts // run.expert_data))
+    return Memory(rank, dense + experts, weights, gradients, optimizer, _activations(run, rank), buffers)
+
+
+def _parameters(run: ClusterRun, rank: int) -> tuple[int, int]:
+    """(dense, expert) parameters on a GPU of pipeline rank `rank`. Tensor parallelism splits the dense ones; the
+    router and the norms, which it does not, are counted whole only in effect of rounding: under 0.1 %."""
+    model, dense, experts, layer = run.architecture, 0, 0, 0
+    kinds = _kinds(run)
+    for letter in "".join(run.stages()[rank]):
+        if letter == "t":
+            moe, layer = kinds[rank][layer], layer + 1
+        else:
+            moe = letter == "m"
+        if letter in "EL":
+            dense += model.embedding_params + (model.hidden_size if letter == "L" else 0)
+        elif moe:
+            dense += model.moe_dense_params + (model.mtp_extra_params if letter == "m" else 0)
+            experts += model.num_experts // run.expert * model.expert_params
+        else:
+            dense += model.dense_layer_params
+    return -(-dense // run.tensor), experts
+
+
+def _kinds(run: ClusterRun) -> list[list[bool]]:
+    """For every pipeline rank, whether each of its layers has experts, in the order of its chunks."""
+    stages, index = run.stages(), 0
+    kinds: list[list[bool]] = [[] for _ in stages]
+    for chunk in range(run.virtual_pipeline):
+        for rank, chunks in enumerate(stages):
+            for _ in range(chunks[chunk].count("t")):
+                kinds[rank].append(index >= run.architecture.num_dense_layers)
+                index += 1
+    return kinds
+
+
+def _largest_layer(run: ClusterRun) -> int:
+    model = run.architecture
+    moe = model.moe_dense_params + model.num_experts // run.expert * model.expert_params
+    return max(model.embedding_params, model.dense_layer_params, moe)
+
+
+def _activations(run: ClusterRun, rank: int) -> int:
+    """Kept by the micro-batches in flight, the working set of one recomputed layer, and the logits."""
+    chunks = run.stages()[rank]
+    layers = max(chunk.count("t") + chunk.count("m") for chunk in chunks)
+    kept = layers * run.tokens_per_rank * bytes_per_token(run, run.recompute)
+    total = _chunks_in_flight(run, rank) * kept
+    if run.recompute != "none":
+        total += run.tokens_per_rank * (bytes_per_token(run, "none") - bytes_per_token(run, run.recompute))
+    losses = sum(chunk.count("L") + chunk.count("m") for chunk in chunks)
+    # bf16 logits and their fp32 softmax, which becomes the gradient in place.
+    return total + losses * run.tokens_per_rank * run.architecture.vocab_size * (_BF16 + _FP32)
+
+
+def _chunks_in_flight(run: ClusterRun, rank: int) -> int:
+    """Model chunks whose activations are alive at once: 1F1B, interleaved when there are virtual stages."""
+    ahead = run.pipeline - rank - 1
+    if run.virtual_pipeline == 1:
+        alive = ahead + 1
+    else:
+        alive = 2 * ahead + (run.virtual_pipeline - 1) * run.pipeline + 1
+    return min(alive + int(run.overlap), run.num_microbatches * run.virtual_pipeline)
+
+
+def bytes_per_token(run: ClusterRun, recompute: str) -> int:
+    """Kept for the backward by one MoE layer and one token. Tensor parallelism does not appear: it halves heads and
+    doubles the tokens that a rank's heads see."""
+    m = run.architecture
+    if recompute == "full":
+        return _BF16 * m.hidden_size
+    heads = m.num_attention_heads
+    inputs, norms = 2 * m.hidden_size, 2 * m.hidden_size
+    attention_out = heads * m.head_dim
+    if m.mla:
+        latents = m.q_lora_rank + m.kv_lora_rank + m.rope_head_dim
+        projected = heads * (2 * (m.head_dim + m.rope_head_dim) + m.head_dim)
+    else:
+        latents, projected = 0, (heads + 2 * m.num_query_groups) * m.head_dim
+    expert_in, gate_up, activated = m.hidden_size, 2 * m.moe_ffn_hidden_size, m.moe_ffn_hidden_size
+    shared = 3 * m.shared_ffn_hidden_size
+    if recompute == "selective":  # layernorm, moe_act, and mla_up_proj where there is one
+        norms, activated, projected = 0, 0, 0 if m.mla else projected
+    elements = inputs + norms + attention_out + latents + projected + shared
+    elements += m.topk * (expert_in + gate_up + activated)
+    return _BF16 * elements + 2 * _FP32 * m.num_experts

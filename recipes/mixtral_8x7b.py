@@ -1,0 +1,36 @@
+"""mixtral_8x7b: 46.7 B parameters, 8 wide experts, top-2: few large experts, one a rank."""
+
+from __future__ import annotations
+
+from recipes.architecture import Architecture
+from recipes.cluster import ClusterRun, get_hardware
+from recipes.config import RunConfig
+from recipes.tiny_cpu import tiny_cpu_smoke
+
+ARCHITECTURE = Architecture(
+    name="mixtral_8x7b",
+    source="huggingface.co/mistralai/Mixtral-8x7B-v0.1 config.json",
+    num_layers=32, num_dense_layers=0, hidden_size=4096, ffn_hidden_size=14336, moe_ffn_hidden_size=14336,
+    num_experts=8, topk=2, vocab_size=32000, num_attention_heads=32, num_query_groups=8, head_dim=128,
+    rotary_base=1_000_000, max_positions=32768, norm_epsilon=1e-5, aux_loss_coeff=2e-2,
+)
+_VARIANTS = {
+    "h100_8x400g": dict(num_hosts=8, tensor=1, pipeline=4, virtual_pipeline=8, expert=8, global_batch_size=256),
+    "b200_8": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256),
+    "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256),
+}
+
+
+def mixtral_8x7b(hardware: str = "h100_8x400g") -> ClusterRun:
+    """Mixtral 8x7B on 64 H100, 16 B200 or 16 GB200."""
+    machine = get_hardware(hardware)
+    return ClusterRun("mixtral_8x7b", ARCHITECTURE, machine, **_VARIANTS[hardware])
+
+
+def mixtral_8x7b_proxy() -> RunConfig:
+    """Mixtral in small on CPUs: 8 experts, top-2, 4 heads in 2 groups."""
+    return tiny_cpu_smoke().derive(
+        recipe="mixtral_8x7b_proxy",
+        model={"num_experts": 8, "topk": 2, "num_query_groups": 2, "moe_ffn_hidden_size": 128,
+               "aux_loss_coeff": 2e-2},
+    )

@@ -1,0 +1,35 @@
+"""qwen3_30b_a3b: 30.5 B parameters, 128 experts, top-8, experts only 768 wide: the exchange weighs most here."""
+
+from __future__ import annotations
+
+from recipes.architecture import Architecture
+from recipes.cluster import ClusterRun, get_hardware
+from recipes.config import RunConfig
+from recipes.tiny_cpu import tiny_cpu_smoke
+
+ARCHITECTURE = Architecture(
+    name="qwen3_30b_a3b",
+    source="huggingface.co/Qwen/Qwen3-30B-A3B config.json",
+    num_layers=48, num_dense_layers=0, hidden_size=2048, ffn_hidden_size=6144, moe_ffn_hidden_size=768,
+    num_experts=128, topk=8, vocab_size=151936, num_attention_heads=32, num_query_groups=4, head_dim=128,
+    qk_layernorm=True, rotary_base=1_000_000, max_positions=40960,
+)
+_VARIANTS = {
+    "h100_8x400g": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512, recompute="full"),
+    "b200_8": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=512, precision="mxfp8"),
+    "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512, precision="mxfp8"),
+}
+
+
+def qwen3_30b_a3b(hardware: str = "h100_8x400g") -> ClusterRun:
+    """Qwen3-30B-A3B on 32 H100, 16 B200 or 16 GB200."""
+    machine = get_hardware(hardware)
+    return ClusterRun("qwen3_30b_a3b", ARCHITECTURE, machine, **_VARIANTS[hardware])
+
+
+def qwen3_30b_a3b_proxy() -> RunConfig:
+    """Qwen3-30B's block in small on CPUs: 32 experts, top-8, 4 heads in 2 groups, normed queries and keys."""
+    return tiny_cpu_smoke().derive(
+        recipe="qwen3_30b_a3b_proxy",
+        model={"num_experts": 32, "topk": 8, "num_query_groups": 2, "qk_layernorm": True, "aux_loss_coeff": 1e-3},
+    )

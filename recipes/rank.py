@@ -1,0 +1,118 @@
+"""`python -m recipes.rank RUN_FOLDER`: one rank of a run that srun or torchrun started, one process a rank.
+
+Who and how many: RANK and WORLD_SIZE, else SLURM_PROCID and SLURM_NTASKS; where to meet: MASTER_ADDR and MASTER_PORT.
+The run starts from config.yaml of the folder, or from the checkpoint there. SIGTERM ends it after the step it is in,
+with a checkpoint. Exit code: 0 done, 1 this rank failed (its error is on stderr), 2 bad usage, 143 stopped by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from recipes.run_folder import RunFolder
+
+EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 128 + signal.SIGTERM
+_DECIDED = "recipes/start"
+
+
+def whoami() -> tuple[int, int]:
+    """(rank, number of ranks) from the launcher's variables; ValueError where there is no launcher."""
+    for rank, world in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank in os.environ and world in os.environ:
+            return int(os.environ[rank]), int(os.environ[world])
+    raise ValueError("RANK is not set: start this through torchrun or srun, or use hybrid-ep launch")
+
+
+def meet(rank: int, num_ranks: int, timeout_s: float):
+    """The store at MASTER_ADDR:MASTER_PORT, served by rank 0, or by torchrun where that says so."""
+    import torch.distributed as dist
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ValueError(f"{name} is not set: it says where rank 0 serves the rendezvous")
+    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), num_ranks, is_master=serve,
+        timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+    )
+
+
+def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
+    """Trains; the exit code. Every rank of the job must call this."""
+    config = folder.read_config()
+    rank, num_ranks = whoami()
+    if num_ranks != config.parallel.num_ranks:
+        raise ValueError(f"WORLD_SIZE={num_ranks}: the run has {config.parallel.num_ranks} ranks; start as many")
+    from recipes.pretrain import prepare_process
+
+    prepare_process(config)
+    from recipes import checkpoint, text_data, trainer
+    from recipes.report import Reporter
+
+    # A restarted job gets a new store at the same port, so the key must belong to this start alone.
+    store = meet(rank, num_ranks, config.runtime.timeout_s)
+    decided = f"{_DECIDED}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    with folder.lock() if rank == 0 else nullcontext():
+        if rank == 0:
+            corpus = text_data.build_corpus(config.data)  # first, alone: it fills the cache for the others
+            step = checkpoint.latest_step(folder.checkpoint_dir) or 0
+            folder.rewind_metrics(step) if step else folder.metrics_path.unlink(missing_ok=True)
+            store.set(decided, str(step))
+        step = int(store.get(decided))
+        if rank:
+            corpus = text_data.build_corpus(config.data)
+        if step >= config.schedule.train_steps:
+            print(f"{folder.path}: its {step} steps are done", flush=True)
+            return 0
+        if rank == 0:
+            how = f"resuming after step {step}" if step else "starting"
+            print(f"{folder.path}: {how}, {num_ranks} ranks", flush=True)
+        reporter = Reporter(config, folder, corpus) if rank == 0 else None
+
+        def emit(kind: str, fields: dict[str, Any]) -> None:
+            if reporter is not None:
+                reporter.on_event(0, kind, fields)
+
+        try:
+            trainer.join_process_groups(config, rank, store)
+            job = trainer.Trainer(config, corpus, folder.checkpoint_dir, step > 0, emit, stop_requested)
+            outcome = job.train()
+            trainer.leave_process_groups(config)
+        finally:
+            if reporter is not None:
+                reporter.close()
+    if rank == 0:
+        print(f"{folder.path}: {outcome} after step {job.step}", flush=True)
+    return 0 if outcome == "done" else EXIT_STOPPED
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. A failing rank leaves at once, without destructors that would wait for the others."""
+    if len(argv) != 1:
+        print(__doc__, file=sys.stderr)
+        return EXIT_USAGE
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    try:
+        path = Path(argv[0])
+        return run(RunFolder.open(str(path.parent), path.name), lambda: bool(asked))
+    except BaseException as error:
+        if isinstance(error, ValueError):
+            print(f"error: {error}", file=sys.stderr)
+        traceback.print_exc()
+        who = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "?"))
+        print(f"rank {who} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""The sbatch script of a run: readable, to be kept and edited. Every value that reaches the shell is quoted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+_ATOM = re.compile(r"[A-Za-z0-9_.,:@%/+\[\]=-]+")
+
+
+@dataclass(frozen=True)
+class Job:
+    """command: what every rank runs, unquoted words. folder: absolute, seen by all nodes. gpus_per_node: 0 asks for
+    none. preflight: what every node must pass first. container: an image for srun's pyxis plugin, or empty."""
+
+    name: str
+    folder: str
+    workdir: str
+    nodes: int
+    tasks_per_node: int
+    command: list[str]
+    preflight: list[str]
+    gpus_per_node: int = 0
+    partition: str = ""
+    account: str = ""
+    time: str = ""
+    container: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "tasks_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
+        # Slurm reads #SBATCH lines itself, and a line break would start a line of its own.
+        for name in ("name", "folder", "partition", "account", "time"):
+            value = getattr(self, name)
+            if value and not _ATOM.fullmatch(value):
+                raise ValueError(f"{name}={value!r}: goes into an #SBATCH line; use letters, digits and _.,:@/+-=")
+        for word in (*self.command, *self.preflight, self.workdir, self.container):
+            if "\n" in word or "\0" in word:
+                raise ValueError(f"command={word!r}: holds a line break; take it out")
+
+
+def script(job: Job) -> str:
+    """The whole text."""
+    return "\n".join([*_header(job), "", *_body(job)]) + "\n"
+
+
+def _header(job: Job) -> list[str]:
+    log = f"{job.folder}/logs/%j.log"
+    options = {
+        "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.tasks_per_node, "output": log,
+        "partition": job.partition, "account": job.account, "time": job.time,
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+    if job.gpus_per_node:
+        lines += [f"#SBATCH --gpus-per-node={job.gpus_per_node}", "#SBATCH --exclusive"]
+    return [
+        "#!/bin/bash", *lines,
+        "#SBATCH --open-mode=append   # a requeued job goes on in the same log",
+        "#SBATCH --requeue            # a lost node restarts the job, which resumes from its last checkpoint",
+        "#SBATCH --signal=TERM@180    # three minutes before the time limit: finish the step, write a checkpoint",
+    ]
+
+
+def _body(job: Job) -> list[str]:
+    container = ["--container-image", job.container] if job.container else []
+    once = shlex.join(["srun", "--ntasks-per-node=1", f"--ntasks={job.nodes}", *container])
+    ranks = shlex.join(["srun", "--kill-on-bad-exit=1", "--label", *container])
+    return [
+        "set -euo pipefail",
+        f"cd {shlex.quote(job.workdir)}",
+        "",
+        "# Rendezvous: the first node of the job, a port that other jobs of the same node do not use.",
+        'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "first=${nodes%%$'\\n'*}",
+        "# The address that Slurm itself reaches the node at; node names need not be host names.",
+        'address=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*")',
+        'export MASTER_ADDR="${address#NodeAddr=}"',
+        "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
+        "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1",
+        'echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"',
+        "",
+        "# Pre-flight on every node: better one line now than a hang in an hour.",
+        f"{once} {shlex.join(job.preflight)}",
+        "",
+        "# One process a rank. Slurm's variables in torch's names; exec, so that SIGTERM reaches the rank itself.",
+        "# A rank that fails ends the job at once.",
+        "exec " + ranks + " bash -c '",
+        '  export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID',
+        '  export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-1}',
+        '  exec "$@"',
+        "' rank " + _lines(job.command),
+    ]
+
+
+def _lines(words: list[str]) -> str:
+    """Quoted words, a flag and its values a line."""
+    text = ""
+    for word in words:
+        text += (" \\\n  " if word.startswith("--") else " " if text else "") + shlex.quote(word)
+    return text

@@ -1,0 +1,99 @@
+"""Recipes on a real Slurm: four nodes train, a lost node's job resumes with the same losses, a failing rank ends it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, why_not
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 150
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    if reason := why_not():
+        pytest.skip(reason)
+    # A short path of its own: munge refuses folders that others may write, sockets have short names.
+    with tempfile.TemporaryDirectory(prefix="slurm", dir="/var/tmp") as folder:
+        cluster = Cluster(Path(folder))
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+def submit(slurm, runs: Path, name: str, *flags: str) -> int:
+    command = [sys.executable, "-m", "recipes.launch_command", "qwen3_30b_a3b_proxy", "--slurm", "--name", name,
+               "--runs-dir", str(runs), "--set", "model.num_layers=1", *flags]
+    environment = {**slurm.environment, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return int(re.search(r"Submitted batch job (\d+)", done.stdout)[1])
+
+
+def finish(slurm, number: int, runs: Path, name: str) -> tuple[str, str]:
+    """(state, log) once the job has ended."""
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    log = runs / name / "logs" / f"{number}.log"
+    try:
+        slurm.wait(lambda: slurm.job(number)["JobState"] in ended, SECONDS, f"end of job {number}")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{log.read_text() if log.exists() else 'no log'}") from None
+    return slurm.job(number)["JobState"], log.read_text()
+
+
+def losses(runs: Path, name: str) -> dict[int, float]:
+    lines = (runs / name / "metrics.jsonl").read_text().splitlines()
+    return {r["step"]: r["train_loss"] for r in map(json.loads, lines) if "train_loss" in r}
+
+
+STEPS = ("--set", "schedule.train_steps=40", "--set", "logging.checkpoint_every=3", "--set", "schedule.eval_every=40")
+
+
+def test_four_nodes_train_and_a_lost_node_resumes_with_the_same_losses(slurm, tmp_path):
+    calm = submit(slurm, tmp_path, "calm", "--nodes", "4", *STEPS)
+    state, log = finish(slurm, calm, tmp_path, "calm")
+    assert state == "COMPLETED", log
+    assert sorted(losses(tmp_path, "calm")) == list(range(1, 41))
+
+    number = submit(slurm, tmp_path, "hit", "--nodes", "4", *STEPS)
+    latest = tmp_path / "hit" / "checkpoint" / "latest"
+    slurm.wait(latest.exists, SECONDS, "checkpoint")
+    slurm.kill_node("n3")
+    slurm.start_node("n3")
+    slurm.do("scontrol", "update", "nodename=n3", "state=resume")
+    slurm.wait(lambda: slurm.job(number)["Restarts"] == "1", 30, "requeue")
+    # Slurm holds a requeued job back for two minutes; nobody needs to wait for that here.
+    slurm.do("scontrol", "update", f"jobid={number}", "starttime=now")
+    state, log = finish(slurm, number, tmp_path, "hit")
+    assert state == "COMPLETED", log
+    assert "restart 1" in log and "resuming after step" in log
+    assert losses(tmp_path, "hit") == losses(tmp_path, "calm")
+
+
+def test_two_tasks_a_node_and_sigterm_leaves_a_checkpoint(slurm, tmp_path):
+    long = ("--set", "schedule.train_steps=5000", "--set", "logging.checkpoint_every=5000")
+    number = submit(slurm, tmp_path, "pair", "--nodes", "4", "--tasks-per-node", "2", *long)
+    metrics = tmp_path / "pair" / "metrics.jsonl"
+    slurm.wait(lambda: metrics.exists() and metrics.read_text().count("train_loss") > 2, SECONDS, "steps")
+    slurm.do("scancel", "--signal=TERM", str(number))
+    _, log = finish(slurm, number, tmp_path, "pair")
+    step = int(re.search(r"stopped after step (\d+)", log)[1])
+    folder = tmp_path / "pair" / "checkpoint" / f"step_{step:06d}"
+    assert sorted(os.listdir(folder)) == [f"rank_{rank}.pt" for rank in range(8)]
+
+
+def test_a_failing_rank_ends_the_job_with_its_obituary(slurm, tmp_path):
+    bad = tmp_path / "bad"
+    number = submit(slurm, tmp_path, "bad", "--nodes", "4", "--set", "data.source=/nowhere/at/all")
+    state, log = finish(slurm, number, tmp_path, "bad")
+    assert state == "FAILED" and "failed: ValueError" in log and "/nowhere/at/all" in log
+    assert not (bad / "checkpoint").exists()
