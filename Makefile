@@ -10,10 +10,11 @@ PYTHON := $(VENV)/bin/python
 NAME ?=
 RESUME ?=
 STEPS ?=
+BALANCE ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs simulate-soak clean
+.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs cuda simulate-soak clean
 
 help:  ## print this list
 	@echo "make COMMAND [VARIABLE=value ...]"
@@ -27,9 +28,9 @@ endif
 
 build: setup  ## environment, dependencies and the compiled core, whatever of them changed
 
-pretrain: setup  ## pretrain a small MoE GPT on this machine [NAME= RESUME= STEPS=]
+pretrain: setup  ## pretrain a small MoE GPT on this machine [NAME= RESUME= STEPS= BALANCE=exact]
 	@$(PYTHON) -m recipes.pretrain $(if $(RESUME),--resume '$(RESUME)',tiny_cpu) $(if $(NAME),--name '$(NAME)') \
-	  $(if $(STEPS),--steps '$(STEPS)') $(ARGS)
+	  $(if $(STEPS),--steps '$(STEPS)') $(if $(BALANCE),--balance '$(BALANCE)') $(ARGS)
 
 test: setup  ## every check and test, stage by stage [ARGS="--quick", ARGS="--only python,cpp"]
 	@$(PYTHON) scripts/run_tests.py $(ARGS)
@@ -57,6 +58,9 @@ parity: setup  ## the same training with Megatron's dispatchers and ours, losses
 
 bench: setup  ## time dispatch and combine [ARGS="--peers"]
 	@$(VENV)/bin/hybrid-ep bench $(ARGS)
+
+cuda: setup  ## the CUDA library for sm_90a and sm_100a, with nvcc from pip, inspected
+	@$(PYTHON) scripts/run_tests.py --only cuda
 
 simulate-soak: setup  ## 100,000 simulated worlds by seed [ARGS="--seeds 1000"]
 	@$(PYTHON) -m hybrid_ep.sim.soak --seeds 100000 --jobs $$(nproc) $(ARGS)
