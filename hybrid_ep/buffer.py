@@ -92,15 +92,13 @@ class HybridEPBuffer:
                  handle=None):
         """Sends each token once to every rank that holds one of its experts.
 
-        hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S]
-        travels along.
-        Routing: topk_idx int64 [T, K] (-1 drops a choice; the weights of an expert named twice are added)
-        with
-        topk_weights fp32 [T, K] or None, or routing_map bool [T, E] with probs fp32 [T, E] or None, or the
-        handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give new weights).
-        Returns (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle);
-        weights are 0 where the token did not choose the expert. num_dispatched_tokens* are ignored.
-        Raises ValueError, CapacityError, DeadlineError."""
+        hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
+        along. Routing: topk_idx int64 [T, K] (-1 drops a choice; the weights of an expert named twice are added)
+        with topk_weights fp32 [T, K] or None, or routing_map bool [T, E] with probs fp32 [T, E] or None, or the
+        handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give new weights). Returns
+        (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle); weights are 0
+        where the token did not choose the expert. num_dispatched_tokens* are ignored. Raises ValueError,
+        CapacityError, DeadlineError."""
         if num_dispatched_tokens_tensor is not None:
             _deprecated("num_dispatched_tokens_tensor", "is ignored")
         with self._busy() as session:

@@ -13,10 +13,9 @@ _buffers = {}
 def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=None):
     """The shared buffer for this shape, created if new.
 
-    group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens:
-    rows of this call; the buffer grows by itself when a later call brings more. wanted: the
-    layer's `Settings`. num_sms: Megatron's wish; that of `wanted` wins.
-    """
+    group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens: rows
+    of this call; the buffer grows by itself when a later call brings more. wanted: the layer's `Settings`.
+    num_sms: Megatron's wish; that of `wanted` wins."""
     key = (group, hidden, dtype, num_local_experts, wanted)
     if key not in _buffers:
         _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted)

@@ -1,9 +1,8 @@
 """Local ranks for a subcommand: run the same command line once per rank, under one deadline.
 
-Each rank is a plain process with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...), so a
-subcommand has a single code path: RANK set means "I am a rank", whoever started me. The launcher
-owns the rendezvous store and lets the kernel choose its port, so no port can be taken in between.
-"""
+Each rank is a plain process with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...), so a subcommand has a
+single code path: RANK set means "I am a rank", whoever started me. The launcher owns the rendezvous store and lets
+the kernel choose its port, so no port can be taken in between."""
 
 from __future__ import annotations
 

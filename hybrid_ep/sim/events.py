@@ -58,8 +58,7 @@ def rows(shape: Shape) -> int:
 def measure(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = 32, dtype: str = "bf16",
             choices: np.ndarray | None = None, row_budget: int = ROW_BUDGET) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
-    ValueError for what the simulator refuses; RuntimeError when its
-    kernels failed, which no routing may cause."""
+    ValueError for what the simulator refuses; RuntimeError when its kernels failed, which no routing may cause."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
     most = max(64, row_budget * shape.tokens // rows(shape))

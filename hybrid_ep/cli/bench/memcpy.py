@@ -1,8 +1,7 @@
 """The machine's limit: how fast all ranks together can stream memory, measured beside the rest.
 
-Each rank copies between two private buffers larger than a last-level cache slice, one thread each,
-all at the same time; libc's memmove is what a copy costs at best.
-"""
+Each rank copies between two private buffers larger than a last-level cache slice, one thread each, all at the same
+time; libc's memmove is what a copy costs at best."""
 
 from __future__ import annotations
 
