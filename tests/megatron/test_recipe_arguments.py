@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("megatron.training.arguments", reason="megatron.training is not there", exc_type=ImportError)
 
-# One process for all variants: importing Megatron is most of the time. Only the question which GPU this is gets an
-# answer in place of the machine's.
+# One process for all variants: importing Megatron is most of the time. Which GPU this is and
+# which Transformer Engine are the only questions that get another answer than this machine's.
 PROGRAM = """
-import dataclasses, os, sys
+import os, sys, types
 from recipes import CLUSTER_RECIPES
 from recipes.cluster import HARDWARE
 from recipes.megatron_arguments import megatron_arguments
@@ -21,14 +21,17 @@ cpu.install()
 import torch
 from megatron.training import arguments
 arguments.add_megatron_arguments = flags.wrapper()
+arguments.is_te_min_version = lambda *_, **__: True
 bad = sys.argv[1:]
 
 def check(label, run):
-    torch.cuda.get_device_capability = lambda *_: (9, 0) if run.hardware.name == "h100_8x400g" else (10, 0)
+    major = 9 if run.hardware.name == "h100_8x400g" else 10
+    torch.cuda.get_device_capability = lambda *_: (major, 0)
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=major, minor=0)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(run.num_gpus))
     sys.argv = ["pretrain_gpt.py", *megatron_arguments(run), *bad]
-    args = arguments.validate_args(arguments.parse_args(), {})
-    args = args or arguments.parse_args()
+    args = arguments.parse_args()
+    arguments.validate_args(args, {})
     assert (args.num_experts, args.expert_model_parallel_size) == (run.architecture.num_experts, run.expert)
     assert args.hybrid_ep_ranks_per_node == run.domain
     print("ACCEPTED", label, flush=True)
@@ -36,6 +39,7 @@ def check(label, run):
 for name, make in CLUSTER_RECIPES.items():
     for hardware in HARDWARE:
         check(name + " " + hardware, make(hardware))
+os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")  # Megatron-FSDP refuses the 1 that tensor parallelism wants
 small = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g")
 check("fsdp", small.derive(sharding="megatron_fsdp"))
 """
