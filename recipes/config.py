@@ -64,7 +64,6 @@ class ModelConfig:
     """Balance by a bias on the router's scores; needs score_function=sigmoid."""
 
     def __post_init__(self) -> None:
-        self._check_block()
         _require_positive(
             self, "model", "num_layers", "hidden_size", "num_attention_heads", "num_experts", "topk",
             "moe_ffn_hidden_size", "seq_length", "vocab_size", "init_std",
@@ -80,6 +79,7 @@ class ModelConfig:
             f"must not exceed num_experts={self.num_experts}",
         )
         _require(self.aux_loss_coeff >= 0, "model.aux_loss_coeff", self.aux_loss_coeff, "must be 0 or more")
+        self._check_block()
 
     def _check_block(self) -> None:
         for name in ("num_query_groups", "num_dense_layers", "shared_ffn_hidden_size", "router_num_groups",

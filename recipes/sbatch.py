@@ -85,12 +85,20 @@ def _body(job: Job) -> list[str]:
         f"{once} {shlex.join(job.preflight)}",
         "",
         "# One process a rank. Slurm's variables in torch's names; exec, so that SIGTERM reaches the rank itself.",
-        "# A rank that fails ends the job at once.",
-        "exec " + ranks + " bash -c '",
+        "# A rank that fails ends all the others at once.",
+        "status=0",
+        ranks + " bash -c '",
         '  export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID',
         '  export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-1}',
         '  exec "$@"',
-        "' rank " + _lines(job.command),
+        "' rank " + _lines(job.command) + " || status=$?",
+        "",
+        "# Ranks notice a lost node long before Slurm does. Where a node no longer answers, start again elsewhere.",
+        f'if [ "$status" -ne 0 ] && ! timeout 60 {once} true; then',
+        '  echo "a node of $SLURM_JOB_NODELIST no longer answers: requeueing"',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$status"',
     ]
 
 

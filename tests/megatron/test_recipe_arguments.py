@@ -1,0 +1,63 @@
+"""Every GPU recipe resolves to flags that the installed Megatron parses, validates and turns into a configuration."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training.arguments", reason="megatron.training is not there", exc_type=ImportError)
+
+# One process for all variants: importing Megatron is most of the time. Which GPU this is and
+# which Transformer Engine are the only questions that get another answer than this machine's.
+PROGRAM = """
+import os, sys, types
+from recipes import CLUSTER_RECIPES
+from recipes.cluster import HARDWARE
+from recipes.megatron_arguments import megatron_arguments
+from megatron_patches import cpu, flags
+cpu.install()
+import torch
+from megatron.training import arguments
+arguments.add_megatron_arguments = flags.wrapper()
+arguments.is_te_min_version = lambda *_, **__: True
+bad = sys.argv[1:]
+
+def check(label, run):
+    major = 9 if run.hardware.name == "h100_8x400g" else 10
+    torch.cuda.get_device_capability = lambda *_: (major, 0)
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=major, minor=0)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(run.num_gpus))
+    sys.argv = ["pretrain_gpt.py", *megatron_arguments(run), *bad]
+    args = arguments.parse_args()
+    arguments.validate_args(args, {})
+    assert (args.num_experts, args.expert_model_parallel_size) == (run.architecture.num_experts, run.expert)
+    assert args.hybrid_ep_ranks_per_node == run.domain
+    print("ACCEPTED", label, flush=True)
+
+for name, make in CLUSTER_RECIPES.items():
+    for hardware in HARDWARE:
+        check(name + " " + hardware, make(hardware))
+os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")  # Megatron-FSDP refuses the 1 that tensor parallelism wants
+small = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g")
+check("fsdp", small.derive(sharding="megatron_fsdp"))
+"""
+
+
+def run(*extra: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TORCH_COMPILE_DISABLE": "1",
+                   "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM, *extra], env=environment, text=True,
+                          capture_output=True, timeout=200, check=False)
+
+
+def test_megatron_accepts_every_variant():
+    done = run()
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    assert done.stdout.count("ACCEPTED") == 13
+
+
+def test_a_flag_that_megatron_does_not_know_is_refused():
+    done = run("--no-such-flag")
+    assert done.returncode == 2 and "--no-such-flag" in done.stderr

@@ -1,0 +1,125 @@
+"""GPU recipes: parameters as published, layouts that are refused, memory to the byte, scripts that a shell reads."""
+
+import dataclasses
+import shlex
+import subprocess
+
+import pytest
+
+from hybrid_ep.testing import VirtualWorld
+from recipes import CLUSTER_RECIPES, memory, sbatch
+from recipes.cluster import HARDWARE
+from recipes.launch_command import describe, main, parse_changes
+from recipes.megatron_arguments import megatron_arguments
+
+VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
+# The tensors of the published checkpoints, summed; DeepSeek-V3 without its multi-token-prediction layer.
+PUBLISHED = {
+    "deepseek_v3": 671_026_419_200, "qwen3_235b_a22b": 235_093_634_560, "qwen3_30b_a3b": 30_532_122_624,
+    "mixtral_8x7b": 46_702_792_704,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name):
+    assert CLUSTER_RECIPES[name]("h100_8x400g").architecture.total_params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name, hardware", VARIANTS)
+def test_every_variant_fits_and_describes_itself(name, hardware):
+    run = CLUSTER_RECIPES[name](hardware)
+    text = describe(run)
+    assert f"{memory.registered_bytes(run):,} bytes" in text and "step time" in text
+    layers = "".join("".join(chunks) for chunks in run.stages())
+    assert layers.count("t") == run.architecture.num_layers
+
+
+def test_stage_parameters_add_up_to_the_model():
+    run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
+    model = run.architecture
+    mtp = model.moe_dense_params + model.mtp_extra_params + model.num_experts * model.expert_params
+    parts = [memory._parameters(run, rank) for rank in range(run.pipeline)]
+    assert sum(dense + experts * run.expert for dense, experts in parts) == model.total_params + mtp
+
+
+def test_what_does_not_fit_is_refused_with_the_number_that_is_over():
+    run = CLUSTER_RECIPES["mixtral_8x7b"]("h100_8x400g").derive(num_hosts=1, pipeline=1, virtual_pipeline=1)
+    over = memory.per_gpu(run).total - memory.budget_bytes(run)
+    assert over > 0
+    with pytest.raises(ValueError, match=f"{over / 1e9:.1f} GB over the 72.0 GB"):
+        memory.check_fits(run)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+def test_registered_bytes_are_those_of_a_real_buffer(ranks_per_node):
+    run = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(expert=4, seq_length=64, ranks_per_node=ranks_per_node)
+    run = dataclasses.replace(run, architecture=dataclasses.replace(run.architecture, hidden_size=64, num_experts=16))
+
+    buffer = VirtualWorld(4 // ranks_per_node, ranks_per_node).buffers(64, 64, 4, timeout_s=30)[0]
+    assert buffer.memory_report().total_bytes == memory.registered_bytes(run)
+
+
+BAD = [
+    ({"expert": 7}, "expert=7"), ({"num_hosts": 3}, "expert=16"), ({"global_batch_size": 5}, "global_batch_size=5"),
+    ({"precision": "mxfp8"}, "precision='mxfp8'"), ({"pipeline_layout": "Et|L"}, "pipeline_layout='Et|L'"),
+    ({"expert": "8"}, "must be of type int"), ({"experts": 8}, "experts=8: unknown"),
+    ({"recompute": "some"}, "recompute='some'"), ({"data_path": "x"}, "tokenizer=''"), ({"pipeline": 0}, "pipeline=0"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD, ids=[message for _, message in BAD])
+def test_impossible_layouts_are_refused(changes, message):
+    with pytest.raises(ValueError) as refusal:
+        CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(**changes)
+    assert message in str(refusal.value)
+
+
+def test_hybrid_ep_sees_the_nvlink_domain():
+    gb200 = megatron_arguments(CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72"))
+    assert gb200[gb200.index("--hybrid-ep-ranks-per-node") + 1] == "64"
+
+
+NASTY = "a b'; touch /tmp/x; $(false) \"`"
+
+
+def test_every_word_survives_the_shell(tmp_path):
+    job = sbatch.Job("j", str(tmp_path), str(tmp_path), 1, 1, ["echo", "--say", NASTY], ["true", NASTY])
+    text = sbatch.script(job)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    command = text.split("' rank ")[1].split(" || status")[0]
+    said = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], text=True, capture_output=True, check=True)
+    assert said.stdout.splitlines() == ["echo", "--say", NASTY]
+
+
+@pytest.mark.parametrize("field", ["name", "partition", "account", "time"])
+def test_slurm_lines_take_no_tricks(field):
+    values = dict(name="j", folder="/r", workdir="/", nodes=1, tasks_per_node=1, command=["x"], preflight=["y"])
+    with pytest.raises(ValueError, match=field):
+        sbatch.Job(**{**values, field: "x\n#SBATCH --uid=0"})
+
+
+def test_dry_run_prints_a_script_and_leaves_nothing(tmp_path, capsys):
+    arguments = ["qwen3_30b_a3b", "--nodes", "16", "--slurm", "--dry-run", "--runs-dir", str(tmp_path)]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    for line in ("#SBATCH --nodes=16", "#SBATCH --requeue", "srun --kill-on-bad-exit=1", "MASTER_ADDR"):
+        assert line in text
+    assert "--exit-signal-handler" in shlex.split(text.split("' rank ")[1].split(" || status")[0])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["nothing"], "recipe='nothing'"), (["qwen3_30b_a3b", "--set", "expert"], "KEY=VALUE"),
+    (["qwen3_30b_a3b", "--set", "expert=[1"], "YAML"), (["mixtral_8x7b", "--nodes", "3"], "expert=8"),
+    (["qwen3_30b_a3b_proxy", "--nodes", "4"], "add --slurm"), (["qwen3_30b_a3b"], "add --slurm"),
+])
+def test_bad_launches_exit_2_and_leave_nothing(arguments, message, tmp_path, capsys):
+    assert main([*arguments, "--runs-dir", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_changes_are_read_with_the_safe_loader():
+    assert parse_changes(["a.b=1", "c=x y", "d="]) == {"a.b": 1, "c": "x y", "d": ""}
+    with pytest.raises(ValueError, match="KEY|scalar"):
+        parse_changes(["a=!!python/object/apply:os.getcwd []"])
