@@ -69,7 +69,8 @@ def test_four_nodes_train_and_a_lost_node_resumes_with_the_same_losses(slurm, tm
     slurm.wait(latest.exists, SECONDS, "checkpoint")
     slurm.kill_node("n3")
     slurm.start_node("n3")
-    slurm.wait(lambda: slurm.job(number)["Restarts"] == "1", 30, "requeue")
+    # Pending, not merely marked for it: the requeue itself sets the start time that is changed next.
+    slurm.wait(lambda: (job := slurm.job(number))["Restarts"] == "1" and job["JobState"] == "PENDING", 60, "requeue")
     # Slurm holds a requeued job back for two minutes; nobody needs to wait for that here.
     slurm.do("scontrol", "update", f"jobid={number}", "starttime=now")
     state, log = finish(slurm, number, tmp_path, "hit")
