@@ -1,6 +1,6 @@
 """A `ClusterRun` in Megatron's words: the flags of pretrain_gpt.py, in groups that a person can read.
 
-Flags are those that Megatron-Core 0.16 to 0.19 share.
+Checked against the parser and validation of Megatron-Core 0.19; other releases have not been tried.
 """
 
 from __future__ import annotations
