@@ -64,8 +64,8 @@ HYBRID_EP = Implementation(
     stage_rail=True,
     fused_permute=True,
     per_row_messages=0,
-    # combine.h gives each summing role at most ten stages of one tile, fp32 wide
-    pull_stages=(10, 10),
+    # combine.h: at most 24 stages of one tile of the payload's width; two summing roles share the memory of an SM
+    pull_stages=(24, 23),
     pulling_roles=(1, 2),
     prologue_passes=0,
     epilogue_passes=0,

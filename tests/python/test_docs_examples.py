@@ -53,7 +53,7 @@ def run_with_megatron(code: str) -> None:
 RUNNERS = {"README.md#0": run_on_eight_ranks, "docs/megatron.md#0": run_with_megatron}
 
 
-@pytest.mark.parametrize("name, code", python_blocks())
+@pytest.mark.parametrize("name, code", list(python_blocks()))
 def test_example(name, code):
     RUNNERS.get(name, run_alone)(code)
 
