@@ -1,7 +1,7 @@
 """What a row costs where: time of an SM's copy engine, of a summing role, of the NVLink port, of the NIC, of HBM.
 
     copy engine, a row in:   copy + bytes / load port       a row out:   copy + bytes / store port
-    summing role, a row:     (pull latency + a row in) / rows in flight
+    summing role, a row:     (pull latency + a tile of it in) / rows in flight
     NVLink, a row:           bytes / (rate x efficiency)
     NIC, a row:              (bytes + packet headers) / (rate x efficiency), at least messages / message rate
 
@@ -39,13 +39,14 @@ class RowCosts:
         wire = (link + packets * nic.header_bytes.value) / (nic.rate * 1e3)
         load = copy + link / (gpu.load_gb_per_s * 1e3)
         in_flight, _ = impl.rows_in_flight(shape, dtype)
+        tile_load = copy + link / impl.sum_tiles(shape) / (gpu.load_gb_per_s * 1e3)  # what a stage waits for
         return cls(
             load=load,
             store=copy + link / (gpu.store_gb_per_s * 1e3),
             nvlink=link / (gpu.nvlink_rate * 1e3),
             nic=max(wire, impl.per_row_messages / nic.messages_per_us.value),
-            pull_peer=(gpu.pull_us.value + load) / in_flight,
-            pull_own=(gpu.hbm_load_us.value + load) / in_flight,
+            pull_peer=(gpu.pull_us.value + tile_load) / in_flight,
+            pull_own=(gpu.hbm_load_us.value + tile_load) / in_flight,
             link_bytes=link,
             row_bytes=shape.row_bytes(dtype),
         )

@@ -46,9 +46,11 @@ class Implementation:
         """(rows that one summing role has in flight, summing roles of a block)."""
         several = shape.nodes > 1
         stages, roles = self.pull_stages[several], self.pulling_roles[several]
-        if self.metadata == "probs":
-            return float(stages), roles
-        return stages / -(-shape.hidden // _SUM_TILE_ELEMENTS), roles
+        return stages / self.sum_tiles(shape), roles
+
+    def sum_tiles(self, shape: Shape) -> int:
+        """Loads, each with a stage of its own, that a summing role makes of one row."""
+        return 1 if self.metadata == "probs" else -(-shape.hidden // _SUM_TILE_ELEMENTS)
 
 
 _SUM_TILE_ELEMENTS = 2048  # of a stage of the summing roles; csrc/roles/reduce.h

@@ -13,6 +13,7 @@ from cluster import Cluster, why_not
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 150
+REQUEUED_SECONDS = 400  # Slurm may hold a requeued job back for two minutes
 
 pytestmark = pytest.mark.slurm
 
@@ -39,12 +40,12 @@ def submit(slurm, runs: Path, name: str, *flags: str) -> int:
     return int(re.search(r"Submitted batch job (\d+)", done.stdout)[1])
 
 
-def finish(slurm, number: int, runs: Path, name: str) -> tuple[str, str]:
+def finish(slurm, number: int, runs: Path, name: str, seconds: int = SECONDS) -> tuple[str, str]:
     """(state, log) once the job has ended."""
     ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
     log = runs / name / "logs" / f"{number}.log"
     try:
-        slurm.wait(lambda: slurm.job(number)["JobState"] in ended, SECONDS, f"end of job {number}")
+        slurm.wait(lambda: slurm.job(number)["JobState"] in ended, seconds, f"end of job {number}")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{log.read_text() if log.exists() else 'no log'}") from None
     return slurm.job(number)["JobState"], log.read_text()
@@ -73,7 +74,7 @@ def test_four_nodes_train_and_a_lost_node_resumes_with_the_same_losses(slurm, tm
     slurm.wait(lambda: (job := slurm.job(number))["Restarts"] == "1" and job["JobState"] == "PENDING", 60, "requeue")
     # Slurm holds a requeued job back for two minutes; nobody needs to wait for that here.
     slurm.do("scontrol", "update", f"jobid={number}", "starttime=now")
-    state, log = finish(slurm, number, tmp_path, "hit")
+    state, log = finish(slurm, number, tmp_path, "hit", REQUEUED_SECONDS)
     assert state == "COMPLETED", log
     assert "restart 1" in log and "resuming after step" in log
     assert losses(tmp_path, "hit") == losses(tmp_path, "calm")
