@@ -7,6 +7,7 @@ wrong expert changes the loss.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import re
@@ -27,6 +28,16 @@ _MEGATRON_DISPATCHER = {
     "allgather": {"moe_token_dispatcher_type": "allgather"},
 }
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+def _forced_bias(deviation: float) -> dict[str, float]:
+    """Megatron's own skew of the router; ValueError where this release has none."""
+    if not deviation:
+        return {}
+    if "moe_router_force_biased" not in {field.name for field in dataclasses.fields(TransformerConfig)}:
+        raise ValueError(f"model.forced_bias={deviation}: this megatron-core cannot skew its router; install 0.17 or "
+                         "newer, or give 0")
+    return {"moe_router_force_biased": deviation}
 
 
 def transformer_config(config: RunConfig) -> TransformerConfig:
@@ -62,7 +73,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        **({"moe_router_force_biased": model.forced_bias} if model.forced_bias else {}),
+        **_forced_bias(model.forced_bias),
         **_block_options(config),
         **_MEGATRON_DISPATCHER[config.parallel.dispatcher],
     )

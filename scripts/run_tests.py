@@ -195,6 +195,23 @@ def megatron(runner):
     return runner.pytest("tests/megatron", "not slow" if runner.quick else "")
 
 
+OLDEST_MEGATRON = "0.16"
+
+
+def megatron_oldest(runner):
+    """tests/megatron with the oldest megatron-core that is supported, in an environment of its own."""
+    import setup_env
+    import test_matrix  # imports this module for its Runner
+
+    try:
+        test_matrix.choose_python(OLDEST_MEGATRON, "")
+    except setup_env.SetupError as error:
+        return Result("skipped", note=str(error))
+    everyday = ["--everyday", *(["--", "-m", "not slow"] if runner.quick else [])]
+    status, last = runner.run([sys.executable, "scripts/test_matrix.py", "--versions", OLDEST_MEGATRON, *everyday])
+    return Result("FAILED" if status else "passed", note=last)
+
+
 def docs(runner):
     """The site, warnings as errors: dead links between pages and docstrings that do not render are failures."""
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html"]
@@ -249,6 +266,7 @@ STAGES = {
     "cuda": (cuda, 10, False),
     "python": (python, 15, True),
     "megatron": (megatron, 15, True),
+    "megatron-oldest": (megatron_oldest, 15, False),
     "slurm": (slurm, 15, None),
     "docs": (docs, 3, False),
 }
@@ -279,10 +297,10 @@ def run_stages(names, quick, budget_s):
 
 def table(results):
     """The summary, one line a stage."""
-    lines = [f"{'stage':<12} {'result':<8} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}  note"]
+    lines = [f"{'stage':<15} {'result':<8} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}  note"]
     for name, result in results.items():
         counts = [str(n) for n in result.counts] if result.counts else ["-"] * 3
-        lines.append(f"{name:<12} {result.status:<8} {counts[0]:>7} {counts[1]:>7} {counts[2]:>7} "
+        lines.append(f"{name:<15} {result.status:<8} {counts[0]:>7} {counts[1]:>7} {counts[2]:>7} "
                      f"{result.seconds:>8.1f}  {result.note}".rstrip())
     failed = [name for name, result in results.items() if result.status == "FAILED"]
     seconds = sum(result.seconds for result in results.values())

@@ -3,6 +3,7 @@ that load with balancing on or off; and the flags."""
 
 import argparse
 import math
+from importlib.metadata import version
 
 import pytest
 from test_pretrain_run import LIMIT_S, launch, metrics, needs_core, pytestmark  # noqa: F401
@@ -14,6 +15,8 @@ SKEWED = "tiny_cpu_smoke --forced-bias -1.0 --steps 4"
 def runs(tmp_path_factory):
     """Folder of the runs: off, exact; exact for 2 steps continued without balancing, and off for 2 steps continued
     (Megatron draws the forced bias anew when a run resumes)."""
+    if version("megatron-core").startswith("0.16."):
+        pytest.skip("megatron-core 0.16 cannot skew its router")
     folder = tmp_path_factory.mktemp("runs")
     job = launch(
         folder,
