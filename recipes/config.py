@@ -10,10 +10,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from megatron_patches.settings import BALANCE_MODES, DISPATCH_DTYPES
+
 DISPATCHERS = ("hybrid_ep", "alltoall", "allgather")
-DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")
 DTYPES = ("fp32", "bf16")
-BALANCE_MODES = ("off", "exact")
 
 
 def _require(ok: bool, name: str, value: Any, remedy: str) -> None:

@@ -148,15 +148,15 @@ def check(resources, sass):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", nargs="?", type=Path, default=ROOT / "hybrid_ep" / "libhybrid_ep_cuda.so")
+    parser.add_argument("binary", nargs="?", type=Path, default=ROOT / "hybrid_ep" / "libhybrid_ep_cuda.so")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     tools = find_tools()
     if not tools:
         sys.exit("cubin_check: needs cuobjdump and nvdisasm; the triton package carries both (pip install triton)")
-    if not args.library.is_file():
-        sys.exit(f"cubin_check: {args.library} is not there; scripts/build_cuda.py builds it")
-    kernels, complaints = check(run(tools, args.library, "--dump-resource-usage"), run(tools, args.library, "-sass"))
+    if not args.binary.is_file():
+        sys.exit(f"cubin_check: {args.binary} is not there; scripts/build_cuda.py builds it")
+    kernels, complaints = check(run(tools, args.binary, "--dump-resource-usage"), run(tools, args.binary, "-sass"))
     print(f"{'kernel':<36} {'registers':>9} {'stack':>6} {'local':>6} {'instructions':>12} {'bulk copies':>11}")
     for k in sorted(kernels, key=lambda k: (k.rail, k.arch, k.name)):
         copies = sum(n for o, n in k.opcodes.items() if o.startswith("UBLKCP"))

@@ -1,0 +1,51 @@
+"""What no sum of ordinary numbers shows: infinities, NaNs with payloads, signed zeros, subnormals and ties add and round
+alike on the machine that users run (whole tiles at a time) and on the one that checks (octets)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybrid_ep.testing import VirtualWorld
+
+HIDDEN, TOKENS, EXPERTS = 4096, 24, 8  # two tiles a row
+
+
+def patterns(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """[TOKENS, HIDDEN] of random bits: every kind of number of the dtype."""
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    limits = torch.iinfo(bits)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(limits.min, limits.max + 1, (TOKENS, HIDDEN), generator=generator).to(bits).view(dtype)
+
+
+def combined(executor: str, dtype: torch.dtype, weighted: bool, fp32_partials: bool) -> list[torch.Tensor]:
+    """Bits of every rank's result; experts change nothing, so sums are of one to four copies of a row."""
+    world = VirtualWorld(2, 2)
+    buffers = world.buffers(HIDDEN, TOKENS, EXPERTS // 4, executor=executor, timeout_s=60)
+
+    def work(rank, group):
+        x = patterns(dtype, rank)
+        topk = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(rank + 9)).topk(4, 1).indices
+        topk[::3, 1:] = -1  # sums of a single row
+        weights = torch.rand(TOKENS, 4, generator=torch.Generator().manual_seed(rank))
+        rows, _, _, _, handle = buffers[rank].dispatch_with_permute(
+            hidden=x, topk_idx=topk, topk_weights=weights, num_of_experts=EXPERTS)
+        rows = rows.roll(1, 0)  # other rows' numbers, so that sums are of unlike ones
+        out, _ = buffers[rank].combine_with_unpermute(
+            hidden=rows, handle=handle, weighted=weighted, fp32_partials=fp32_partials)
+        return out.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+
+    return world.run(work)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("weighted, fp32_partials", [(False, False), (True, False), (False, True)])
+def test_all_bit_patterns_sum_alike(dtype, weighted, fp32_partials):
+    fast = combined("host", dtype, weighted, fp32_partials)
+    checked = combined("host_checked", dtype, weighted, fp32_partials)
+    for rank, (got, want) in enumerate(zip(fast, checked, strict=True)):
+        is_nan = want.view(dtype).isnan()
+        assert torch.equal(got.view(dtype).isnan(), is_nan), rank
+        assert torch.equal(got[~is_nan], want[~is_nan]), rank
+    assert any(want.view(dtype).isnan().any() and want.view(dtype).isinf().any() for want in checked)
