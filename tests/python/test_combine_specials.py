@@ -1,5 +1,5 @@
-"""What no sum of ordinary numbers shows: infinities, NaNs with payloads, signed zeros, subnormals and ties are added and
-rounded alike on the machine that users run (whole tiles at a time) and on the one that checks (octets)."""
+"""What no sum of ordinary numbers shows: infinities, NaNs, signed zeros, subnormals and ties are added and rounded
+alike on the machine that users run (whole tiles at a time) and on the one that checks (octets)."""
 
 from __future__ import annotations
 
