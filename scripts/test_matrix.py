@@ -80,10 +80,13 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", default=",".join(VERSIONS), help="of megatron-core [%(default)s]")
     parser.add_argument("--python", default="", choices=("", *setup_env.VERSIONS), help="this Python only")
-    parser.add_argument("--everyday", action="store_true", help="the seams and sizes of make test, not every one")
+    parser.add_argument("--everyday", action="store_true", help="the seams and sizes of make test, not every one, "
+                        "and only what may differ from version to version")
     parser.add_argument("pytest_arguments", nargs="*", help="handed to pytest, after --")
     args = parser.parse_args()
-    if not args.everyday:
+    if args.everyday:
+        args.pytest_arguments = ["-m", "not version_free", *args.pytest_arguments]
+    else:
         os.environ["HYBRID_EP_TEST_MATRIX"] = "1"  # the tests run every seam and size
     versions = [version.strip() for version in args.versions.split(",")]
     if unknown := [version for version in versions if version not in VERSIONS]:

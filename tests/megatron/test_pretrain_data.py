@@ -11,7 +11,10 @@ import torch
 from recipes import get_recipe, text_data
 from recipes.config import DataConfig
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed"),
+    pytest.mark.version_free,
+]
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -146,45 +148,71 @@ def test_all_dispatchers_train_the_same_model(runs, dispatcher):
             assert mine[name] == pytest.approx(reference[name], rel=2e-6), (mine["step"], name)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_all_ranks_with_a_checkpoint(number, tmp_path):
-    before = shared_memory()
+@dataclass
+class Ended:
+    """A run that did not come to its end by itself."""
+
+    folder: Path
+    output: str
+    ranks: list[int]
+    seconds: float  # from the blow to the launcher's last word
+
+
+def end(job: subprocess.Popen, runs_dir: Path, run: str, step: int, blow) -> Ended:
+    """Waits for a step of the run that `job` comes to now, strikes, and reads on until the run is over."""
+    lines, ranks, began = [], [], math.inf
+    for line in job.stdout:
+        lines.append(line)
+        if line.startswith(f"step {step:5d}/") and not ranks:
+            ranks = children_of(job.pid)
+            began = time.monotonic()
+            blow(ranks)
+        if line.startswith(f"EXIT {run} "):
+            break
+    output = "".join(lines)
+    assert len(ranks) == 4, output
+    return Ended(runs_dir / run, output, ranks, time.monotonic() - began)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """{name: Ended} of a run whose last rank is killed and of two that are told to stop, one after the other."""
+    runs_dir = tmp_path_factory.mktemp("ended")
     dispatcher = "hybrid_ep" if have_core() else "alltoall"
-    job = launch(tmp_path, f"run:tiny_cpu_smoke --dispatcher {dispatcher} --name run --steps 100000")
+    before = shared_memory()
+    common = f"tiny_cpu_smoke --dispatcher {dispatcher} --steps 100000"
+    job = launch(runs_dir, *(f"{name}:{common} --name {name}" for name in ("KILLED", "SIGTERM", "SIGINT")))
+    watchdog = threading.Timer(LIMIT_S, job.kill)
+    watchdog.start()
     try:
-        lines = []
-        for line in job.stdout:
-            lines.append(line)
-            if line.startswith("step     5/"):
-                break
-        ranks = children_of(job.pid)
-        assert len(ranks) == 4, "".join(lines)
-        began = time.monotonic()
-        job.send_signal(number)
-        rest, _ = job.communicate(timeout=60)
+        found = {"KILLED": end(job, runs_dir, "KILLED", 2, lambda ranks: os.kill(ranks[-1], signal.SIGKILL))}
+        for name in ("SIGTERM", "SIGINT"):
+            found[name] = end(job, runs_dir, name, 5, lambda _, n=name: job.send_signal(signal.Signals[n]))
+        assert job.wait(30) == 0
     finally:
+        watchdog.cancel()
         job.kill()
-    output = "".join(lines) + rest
-    assert time.monotonic() - began < 45
-    assert f"EXIT run {128 + number}" in output and "Traceback" not in output, output
-    assert "Stopped after step" in output and "RESUME=run" in output
-    last = metrics(tmp_path / "run")[-1]["step"]
-    assert (tmp_path / "run" / "checkpoint" / "latest").read_text().strip() == f"step_{last:06d}"
-    assert (tmp_path / "run" / "loss.png").is_file()
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
-    assert shared_memory() <= before
+        job.stdout.close()
+    assert shared_memory() <= before, "the runs left something in shared memory"
+    return found
 
 
-def test_a_killed_rank_ends_the_run(tmp_path):
-    job = launch(tmp_path, "run:tiny_cpu_smoke --dispatcher alltoall --name run --steps 100000")
-    try:
-        for line in job.stdout:
-            if line.startswith("step     2/"):
-                break
-        ranks = children_of(job.pid)
-        os.kill(ranks[-1], signal.SIGKILL)
-        output, _ = job.communicate(timeout=30)
-    finally:
-        job.kill()
-    assert "was killed by SIGKILL" in output and "EXIT run 1" in output, output
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+@pytest.mark.version_free
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_ranks_with_a_checkpoint(ended, number):
+    run = ended[number.name]
+    assert run.seconds < 45
+    assert f"EXIT {number.name} {128 + number}" in run.output and "Traceback" not in run.output, run.output
+    assert "Stopped after step" in run.output and f"RESUME={number.name}" in run.output
+    last = metrics(run.folder)[-1]["step"]
+    assert (run.folder / "checkpoint" / "latest").read_text().strip() == f"step_{last:06d}"
+    assert (run.folder / "loss.png").is_file()
+    assert not [pid for pid in run.ranks if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.version_free
+def test_a_killed_rank_ends_the_run(ended):
+    run = ended["KILLED"]
+    assert run.seconds < 30
+    assert "was killed by SIGKILL" in run.output and "EXIT KILLED 1" in run.output, run.output
+    assert not [pid for pid in run.ranks if Path(f"/proc/{pid}").exists()]
