@@ -147,7 +147,8 @@ struct CheckedModel {
     const auto next = [=](uint64_t w) {
       return is_legal(w) ? mbar::settle(mbar::arrive(mbar::expect(w, bytes))) : w;
     };
-    const uint64_t before = Exec::swap_word(bar.word, std::memory_order_acq_rel, next);
+    uint32_t late = 0;
+    const uint64_t before = swap_phase(me, me.shared(), bar, next, late);
     if (mbar::pending(before) == 0) {
       throw_protocol(me, Rule::kArriveCount,
                      std::string(operation) + ": the phase already has all its arrivals");
@@ -157,14 +158,28 @@ struct CheckedModel {
                      std::string(operation) + ": more than " + std::to_string(mbar::kMaxTx) +
                          " bytes announced in one phase");
     }
-    check_phase_end(me, me.shared(), bar, before, next(before));
+    check_phase_end(me, me.shared(), bar, before, next(before), late);
   }
 
   // Called by whoever drives the launch, never by the lane that issued the load.
   static void land(const Load& load) {
     const auto next = [&](uint64_t w) { return mbar::settle(mbar::land(mbar::drop_load(w), load.bytes)); };
-    const uint64_t before = Exec::swap_word(load.bar->word, std::memory_order_acq_rel, next);
-    check_phase_end(*load.issuer, *load.block, *load.bar, before, next(before));
+    uint32_t late = 0;
+    const uint64_t before = swap_phase(*load.issuer, *load.block, *load.bar, next, late);
+    check_phase_end(*load.issuer, *load.block, *load.bar, before, next(before), late);
+  }
+
+  // Replaces the barrier's word by next(word); `late`: lanes still inside a wait for the phase before, where this
+  // ends a phase. They are counted against the very word that is replaced: once the phase is over, quick lanes of
+  // the next one wait for the same parity and are nobody's fault.
+  template <class F>
+  static uint64_t swap_phase(const LaneBase& me, CheckedBlock& block, Mbarrier& bar, const F& next, uint32_t& late) {
+    const uint16_t* waiting = block.barrier(me, bar, "mbar_arrive").waiting;
+    return Exec::swap_word(bar.word, std::memory_order_acq_rel, [&](uint64_t word) {
+      const uint64_t after = next(word);
+      late = mbar::phase(word) == mbar::phase(after) ? 0 : peek(waiting[mbar::phase(after)]);
+      return after;
+    });
   }
 
   // Two things must be over when a phase ends.
@@ -173,15 +188,15 @@ struct CheckedModel {
   // The waits for the phase before it: parity is one bit, so a lane that has not looked yet sees its own
   // phase open again and never gets away. Lanes of a warp that all wait must meet (elect_one, warp_sync)
   // before one of them does what lets the next phase end.
-  static void check_phase_end(const LaneBase& me, CheckedBlock& block, const Mbarrier& bar, uint64_t before,
-                              uint64_t after) {
+  static void check_phase_end(const LaneBase& me, const CheckedBlock& block, const Mbarrier& bar, uint64_t before,
+                              uint64_t after, uint32_t late) {
     if (mbar::phase(before) == mbar::phase(after)) return;
     if (mbar::loads(after) != 0) {
       throw_protocol(me, Rule::kExpectTx,
                      "a phase ended with " + std::to_string(mbar::loads(after)) +
                          " bulk loads in flight: fewer bytes were announced than loaded");
     }
-    if (peek(block.barrier(me, bar, "mbar_arrive").waiting[mbar::phase(after)]) != 0) {
+    if (late != 0) {
       throw_protocol(me, Rule::kLapped,
                      "a phase of the mbarrier at offset " +
                          std::to_string(reinterpret_cast<const std::byte*>(&bar) - block.smem) +

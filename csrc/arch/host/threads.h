@@ -41,9 +41,10 @@ struct ThreadExec {
   template <class F>
   static uint64_t swap_word(uint64_t& word, std::memory_order order, F next) {
     std::atomic_ref<uint64_t> ref(word);
-    uint64_t old = ref.load(std::memory_order_relaxed);
-    while (!ref.compare_exchange_weak(old, next(old), order, std::memory_order_relaxed)) {
-    }
+    // Acquire: `next` may look at what was written before the arrivals that it finds in the word.
+    uint64_t old = ref.load(std::memory_order_acquire);
+    while (!ref.compare_exchange_weak(old, next(old), order, std::memory_order_relaxed))
+      old = ref.load(std::memory_order_acquire);
     return old;
   }
   static void wait(LaneBase& me, const WaitFor& condition, const WaitInfo& info,
