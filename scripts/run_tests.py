@@ -1,5 +1,6 @@
 """All checks and tests, stage after stage, never two at once (the stages start many processes themselves),
-and a table of what passed at the end. Exits with 1 if any stage failed.
+and a table of what passed at the end. Exits with 1 if any stage failed. What a stage only has to download and
+build begins with the first stage, beside the others.
 
     python scripts/run_tests.py [--only lint,cpp,python] [--quick] [--budget-minutes 38]
 
@@ -41,9 +42,21 @@ class StageTimeout(Exception):
 class Runner:
     """Runs the commands of a stage within the stage's deadline."""
 
-    def __init__(self, quick):
+    def __init__(self, quick, preparation=None):
         self.quick = quick
+        self.preparation = preparation
         self.deadline = time.monotonic()
+
+    def prepared(self):
+        """Waits for what was begun ahead of this stage, if anything was; shows its output. Whether it went well."""
+        if self.preparation is None:
+            return True
+        try:
+            status = self.preparation.process.wait(max(1.0, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise StageTimeout from None
+        print(self.preparation.log.read_text(errors="replace"), end="", flush=True)
+        return status == 0
 
     def run(self, command, quiet=False):
         """(exit status, last line printed). Output is shown as it comes, with `quiet` only on failure."""
@@ -98,6 +111,22 @@ class Runner:
         status, last = self.run([ctest, "--test-dir", folder, "--output-on-failure", "--no-tests=error", "--parallel",
                                  "2", "--timeout", "300", "--output-junit", report, *selection])
         return result_of(status, report, last if status else "")
+
+
+class Preparation:
+    """A command that runs beside other stages, its output in a file."""
+
+    def __init__(self, name, command):
+        self.log = BUILD / f"{name}-preparation.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "w") as output:
+            print("+ " + " ".join(map(str, command)), file=output, flush=True)
+            self.process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=test_environment(),
+                                            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                            start_new_session=True)
+
+    def end(self):
+        end_group(self.process)
 
 
 def test_environment():
@@ -199,6 +228,10 @@ def megatron(runner):
 OLDEST_MEGATRON = "0.16"
 
 
+def oldest(*arguments):
+    return [sys.executable, "scripts/test_matrix.py", "--versions", OLDEST_MEGATRON, *arguments]
+
+
 def megatron_oldest(runner):
     """What may differ with the oldest megatron-core that is supported, in an environment of its own."""
     import setup_env
@@ -208,8 +241,9 @@ def megatron_oldest(runner):
         test_matrix.choose_python(OLDEST_MEGATRON, "")
     except setup_env.SetupError as error:
         return Result("skipped", note=str(error))
-    command = [sys.executable, "scripts/test_matrix.py", "--versions", OLDEST_MEGATRON, "--everyday"]
-    status, last = runner.run(command)
+    if not runner.prepared():
+        return Result("FAILED", note="its environment cannot be made")
+    status, last = runner.run(oldest("--everyday"))
     return Result("FAILED" if status else "passed", note=last)
 
 
@@ -273,8 +307,21 @@ STAGES = {
 }
 
 
+# name: command that makes what the stage needs, if it can be made; begun ahead where there are stages before it
+PREPARATIONS = {"megatron-oldest": oldest("--prepare")}
+
+
 def run_stages(names, quick, budget_s):
     """{stage: Result}; every stage runs, whatever the others did, until the budget is spent."""
+    begun = {name: Preparation(name, PREPARATIONS[name]) for name in names[1:] if name in PREPARATIONS}
+    try:
+        return run_each(names, begun, quick, budget_s)
+    finally:
+        for preparation in begun.values():
+            preparation.end()
+
+
+def run_each(names, begun, quick, budget_s):
     end = time.monotonic() + budget_s
     results = {}
     for name in names:
@@ -284,7 +331,7 @@ def run_stages(names, quick, budget_s):
             results[name] = Result("FAILED", note="not run: the time budget is spent")
             continue
         print(f"\n=== {name}", flush=True)
-        runner = Runner(quick)
+        runner = Runner(quick, begun.get(name))
         runner.deadline = min(end, start + 60 * minutes)
         limit_s = runner.deadline - start
         try:

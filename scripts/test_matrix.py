@@ -42,10 +42,15 @@ def choose_python(version, wanted):
     raise problem
 
 
+def make_base(python):
+    """The environment of one Python that all versions of megatron-core share (minutes, where it is new)."""
+    return setup_env.ensure(ROOT / ".venvs" / f"py{python}", python, "train,test",
+                            os.environ.get("HYBRID_EP_TORCH_INDEX", ""))
+
+
 def make_environment(version, python):
     """The interpreter of the environment for one megatron-core, made anew each time (seconds)."""
-    torch_index = os.environ.get("HYBRID_EP_TORCH_INDEX", "")
-    base = setup_env.ensure(ROOT / ".venvs" / f"py{python}", python, "train,test", torch_index)
+    base = make_base(python)
     folder = ROOT / ".venvs" / f"py{python}-megatron-{version}"
     shutil.rmtree(folder, ignore_errors=True)
     if shutil.which("uv"):
@@ -82,6 +87,7 @@ def main():
     parser.add_argument("--python", default="", choices=("", *setup_env.VERSIONS), help="this Python only")
     parser.add_argument("--everyday", action="store_true", help="the seams and sizes of make test, not every one, "
                         "and only what may differ from version to version")
+    parser.add_argument("--prepare", action="store_true", help="make the Pythons' environments, test nothing")
     parser.add_argument("pytest_arguments", nargs="*", help="handed to pytest, after --")
     args = parser.parse_args()
     if args.everyday:
@@ -91,6 +97,13 @@ def main():
     versions = [version.strip() for version in args.versions.split(",")]
     if unknown := [version for version in versions if version not in VERSIONS]:
         parser.error(f"--versions: {unknown[0]!r} is not supported; there are {', '.join(VERSIONS)}")
+    if args.prepare:
+        try:
+            for python in {choose_python(version, args.python) for version in versions}:
+                make_base(python)
+        except setup_env.SetupError as error:
+            sys.exit(f"test_matrix: {error}")
+        return
     rows, failed = [], False
     for version in versions:
         start = time.monotonic()
