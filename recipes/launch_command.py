@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slurm", action="store_true", help="submit an sbatch script")
     where.add_argument("--local", action="store_true", help="torchrun on this machine (the default)")
+    parser.add_argument("--max-starts", type=int, default=3, metavar="N",
+                        help="starts of a requeued job from one checkpoint before it gives up (default 3)")
     for name in ("partition", "account", "time", "container"):
         parser.add_argument(f"--{name}", default="", help=f"Slurm's {name}" + (" image" * (name == "container")))
 
@@ -143,10 +146,11 @@ def preflight() -> list[str]:
     return [sys.executable, "-m", "hybrid_ep.env"]
 
 
-def _job(args: argparse.Namespace, name: str, nodes: int, tasks: int, command: list[str], gpus: int) -> sbatch.Job:
+def _job(args: argparse.Namespace, name: str, nodes: int, tasks: int, command: list[str], gpus: int = 0,
+         environment: Mapping[str, str] | None = None) -> sbatch.Job:
     folder = str(Path(args.runs_dir, name).resolve())
     return sbatch.Job(name, folder, str(Path.cwd()), nodes, tasks, command, preflight(), gpus, args.partition,
-                      args.account, args.time, args.container)
+                      args.account, args.time, args.container, environment or {}, args.max_starts)
 
 
 def _launch_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> int:
@@ -154,7 +158,7 @@ def _launch_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
     folder = str(Path(args.runs_dir, name).resolve())
     module = ["-m", "recipes.rank", folder]
     if args.slurm:
-        text = sbatch.script(_job(args, name, nodes, tasks, [sys.executable, *module], 0))
+        text = sbatch.script(_job(args, name, nodes, tasks, [sys.executable, *module]))
     elif nodes > 1:
         raise ValueError(f"nodes={nodes}: this machine is one; add --slurm")
     else:
@@ -168,25 +172,28 @@ def _launch_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
 
 
 def _launch_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> int:
-    from recipes.megatron_arguments import megatron_arguments
+    from recipes.megatron_arguments import environment, megatron_arguments
 
     run = resolve_cluster(args, changes)
     print("\n".join("# " + line for line in describe(run).splitlines()), flush=True)
     folder = str(Path(args.runs_dir, name).resolve())
     arguments = megatron_arguments(run, f"{folder}/checkpoint", f"{folder}/tensorboard")
     module = ["-m", "megatron_patches", f"{run.megatron_path}/pretrain_gpt.py", *arguments]
-    gpus = run.hardware.gpus_per_host
+    gpus, variables = run.hardware.gpus_per_host, environment(run)
     if args.slurm:
-        text = sbatch.script(_job(args, name, run.num_hosts, gpus, [sys.executable, *module], gpus))
+        text = sbatch.script(_job(args, name, run.num_hosts, gpus, [sys.executable, *module], gpus, variables))
     elif run.num_hosts > 1 and not args.dry_run:
         raise ValueError(f"nodes={run.num_hosts}: this machine is one; add --slurm")
     else:
-        text = shlex.join(_torchrun(gpus, module))
+        assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
+        text = " ".join([*assignments, shlex.join(_torchrun(gpus, module))])
     if args.dry_run:
         print(text)
         return 0
     Path(folder).mkdir(parents=True)
-    return _submit(folder, text) if args.slurm else subprocess.run(_torchrun(gpus, module), check=False).returncode
+    if args.slurm:
+        return _submit(folder, text)
+    return subprocess.run(_torchrun(gpus, module), env={**os.environ, **variables}, check=False).returncode
 
 
 def _torchrun(ranks: int, module: list[str]) -> list[str]:

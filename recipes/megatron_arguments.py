@@ -20,6 +20,20 @@ def megatron_arguments(run: ClusterRun, checkpoint_dir: str = "checkpoint", log_
             *_data(run), *_running(run, checkpoint_dir, log_dir)]
 
 
+def environment(run: ClusterRun) -> dict[str, str]:
+    """Variables that Megatron's validation wants set before the ranks start.
+
+    CUDA_DEVICE_MAX_CONNECTIONS, up to Hopper: 1 with tensor parallelism, so that its communication kernels are issued
+    before the GEMMs they hide behind; more than 1 where expert communication overlaps, which needs streams that do
+    not queue behind one another. Blackwell needs neither; Megatron-FSDP refuses 1.
+    """
+    if run.hardware.name != "h100_8x400g" or run.sharding == "megatron_fsdp":
+        return {}
+    if run.overlap:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tensor > 1 else {}
+
+
 def has_apex(run: ClusterRun) -> bool:
     """Whether apex's fused kernels are used; `auto` asks this Python."""
     return run.apex == "yes" or (run.apex == "auto" and importlib.util.find_spec("apex") is not None)

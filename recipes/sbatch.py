@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ATOM = re.compile(r"[A-Za-z0-9_.,:@%/+\[\]=-]+")
 
 
 @dataclass(frozen=True)
 class Job:
     """command: what every rank runs, unquoted words. folder: absolute, seen by all nodes. gpus_per_node: 0 asks for
-    none. preflight: what every node must pass first. container: an image for srun's pyxis plugin, or empty."""
+    none. preflight: what every node must pass first. container: an image for srun's pyxis plugin, or empty.
+    environment: variables of every rank. starts: how often in a row the job may start from one and the same checkpoint.
+    """
 
     name: str
     folder: str
@@ -26,9 +30,11 @@ class Job:
     account: str = ""
     time: str = ""
     container: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    starts: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "tasks_per_node"):
+        for name in ("nodes", "tasks_per_node", "starts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         # Slurm reads #SBATCH lines itself, and a line break would start a line of its own.
@@ -36,7 +42,10 @@ class Job:
             value = getattr(self, name)
             if value and not _ATOM.fullmatch(value):
                 raise ValueError(f"{name}={value!r}: goes into an #SBATCH line; use letters, digits and _.,:@/+-=")
-        for word in (*self.command, *self.preflight, self.workdir, self.container):
+        for name in self.environment:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"environment={name!r}: is no name of a variable; use letters, digits and _")
+        for word in (*self.command, *self.preflight, self.workdir, self.container, *self.environment.values()):
             if "\n" in word or "\0" in word:
                 raise ValueError(f"command={word!r}: holds a line break; take it out")
 
@@ -79,7 +88,19 @@ def _body(job: Job) -> list[str]:
         'export MASTER_ADDR="${address#NodeAddr=}"',
         "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1",
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
         'echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"',
+        "",
+        "# A lost node is nobody's fault, however often; a job that gets no further from one checkpoint has another",
+        "# trouble. Every start notes the newest checkpoint: so many starts in a row from the same one are enough.",
+        f"starts={shlex.quote(job.folder)}/logs/$SLURM_JOB_ID.starts",
+        f"from=$(cat {shlex.quote(job.folder)}/checkpoint/latest* 2>/dev/null || echo none)",
+        'echo "$from" >> "$starts"',
+        """same=$(tac "$starts" | awk -v from="$from" '$0 != from { exit } { n++ } END { print n + 0 }')""",
+        f'if [ "$same" -gt {job.starts} ]; then',
+        f'  echo "{job.starts} starts from the same checkpoint ($from) and none newer: giving up"',
+        "  exit 1",
+        "fi",
         "",
         "# Pre-flight on every node: better one line now than a hang in an hour.",
         f"{once} {shlex.join(job.preflight)}",

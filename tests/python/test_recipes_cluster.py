@@ -1,16 +1,16 @@
 """GPU recipes: parameters as published, layouts that are refused, memory to the byte, scripts that a shell reads."""
 
 import dataclasses
+import os
 import shlex
 import subprocess
 
 import pytest
 
 from hybrid_ep.testing import VirtualWorld
-from recipes import CLUSTER_RECIPES, memory, sbatch
+from recipes import CLUSTER_RECIPES, megatron_arguments, memory, sbatch
 from recipes.cluster import HARDWARE
 from recipes.launch_command import describe, main, parse_changes
-from recipes.megatron_arguments import megatron_arguments
 
 VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
 # The tensors of the published checkpoints, summed; DeepSeek-V3 without its multi-token-prediction layer.
@@ -75,7 +75,7 @@ def test_impossible_layouts_are_refused(changes, message):
 
 
 def test_hybrid_ep_sees_the_nvlink_domain():
-    gb200 = megatron_arguments(CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72"))
+    gb200 = megatron_arguments.megatron_arguments(CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72"))
     assert gb200[gb200.index("--hybrid-ep-ranks-per-node") + 1] == "64"
 
 
@@ -89,6 +89,55 @@ def test_every_word_survives_the_shell(tmp_path):
     command = text.split("' rank ")[1].split(" || status")[0]
     said = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], text=True, capture_output=True, check=True)
     assert said.stdout.splitlines() == ["echo", "--say", NASTY]
+
+
+@pytest.fixture
+def stub_slurm(tmp_path, monkeypatch):
+    """scontrol and srun that do what a job of one node would see; srun does not run its command."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, text in (("scontrol", "echo n1 NodeAddr=10.0.0.1"), ("srun", "echo ran")):
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+
+
+def test_a_job_that_gets_no_further_gives_up(tmp_path, stub_slurm, monkeypatch):
+    folder = tmp_path / "a run, it's mine"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "checkpoint").mkdir()
+    job = sbatch.Job("j", "/r", "/", 1, 1, ["x"], ["y"], starts=2)
+    text = sbatch.script(job).replace("/r/", shlex.quote(str(folder)) + "/")  # no #SBATCH line can hold such a name
+
+    def start():
+        return subprocess.run(["bash", "-c", text], text=True, capture_output=True, check=False)
+
+    assert [start().returncode for _ in range(3)] == [0, 0, 1]
+    assert "2 starts from the same checkpoint (none) and none newer: giving up" in start().stdout
+    (folder / "checkpoint" / "latest").write_text("step_3")  # progress: as many starts again
+    assert [start().returncode for _ in range(3)] == [0, 0, 1]
+    monkeypatch.setenv("SLURM_JOB_ID", "8")  # somebody mended it and submitted it anew
+    assert start().returncode == 0
+
+
+def test_variables_reach_the_ranks_quoted(tmp_path):
+    job = sbatch.Job("j", "/r", "/", 1, 1, ["x"], ["y"], environment={"A": NASTY})
+    (line,) = [line for line in sbatch.script(job).splitlines() if line.startswith("export A=")]
+    said = subprocess.run(["bash", "-c", f'{line}; printf %s "$A"'], text=True, capture_output=True, check=True)
+    assert said.stdout == NASTY
+    with pytest.raises(ValueError, match="environment='A=1; B'"):
+        sbatch.Job("j", "/r", "/", 1, 1, ["x"], ["y"], environment={"A=1; B": "c"})
+
+
+@pytest.mark.parametrize("recipe, hardware, variables", [
+    ("deepseek_v3", "h100_8x400g", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),  # tensor parallel
+    ("qwen3_235b_a22b", "h100_8x400g", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),  # overlap of expert communication
+    ("mixtral_8x7b", "h100_8x400g", {}), ("deepseek_v3", "gb200_nvl72", {}),
+])
+def test_variables_are_those_that_megatron_asks_for(recipe, hardware, variables):
+    assert megatron_arguments.environment(CLUSTER_RECIPES[recipe](hardware)) == variables
 
 
 @pytest.mark.parametrize("field", ["name", "partition", "account", "time"])
