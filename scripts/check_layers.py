@@ -59,6 +59,8 @@ ENVIRONMENT_EXCEPTIONS = {
     "scripts/setup_env.py": "runs before the package exists",
     "scripts/run_tests.py": "sets and reads CUDA_HOME for the tools it starts",
     "scripts/build_cuda.py": "builds; reads CUDA_HOME, CXX, MAX_JOBS",
+    "hybrid_ep/cli/doctor/pairs.py": "a rank learns from its launcher's variables who it is",
+    "hybrid_ep/cli/doctor/machine.py": "CUDA_HOME is the toolkit's variable, not ours",
     "scripts/gpu_check.py": "hands its environment on with CUDA's settings added",
     "scripts/cubin_check.py": "finds CUDA's tools; reads CUDA_HOME, PATH",
     "scripts/test_matrix.py": "hands HYBRID_EP_TORCH_INDEX on to setup_env",

@@ -367,6 +367,8 @@ def main():
     if unknown := [name for name in names if name not in STAGES]:
         parser.error(f"--only: no stage is called {unknown[0]!r}; there are {', '.join(STAGES)}")
     names = names or [name for name, (_, _, quick) in STAGES.items() if quick or (quick is False and not args.quick)]
+    # Stages run in sessions of their own: an end from outside must pass through the code that ends them.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         summary, good = table(run_stages(names, args.quick, 60 * args.budget_minutes))
     except KeyboardInterrupt:

@@ -31,7 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "balance": Command("hybrid_ep.cli.balance", "expert loads: report imbalance, plan placements"),
     "bench": Command("hybrid_ep.cli.bench.command", "time dispatch and combine, check every value"),
-    "doctor": Command("hybrid_ep.cli.doctor", "is this machine fit: versions, limits, a loopback exchange"),
+    "doctor": Command("hybrid_ep.cli.doctor.command", "is this machine fit: versions, limits, a loopback exchange"),
     "simulate": Command("hybrid_ep.cli.simulate.command", "predict dispatch and combine on a cluster that is not here"),
 }
 

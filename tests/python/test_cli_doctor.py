@@ -8,26 +8,28 @@ import types
 
 import pytest
 
-from hybrid_ep.cli import doctor, main
+from hybrid_ep.cli import main
+from hybrid_ep.cli.doctor import command, machine, selftest, software
+from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN
 
 
 @pytest.fixture(scope="module")
 def findings():
-    return doctor.examine()
+    return command.examine()
 
 
 def test_this_machine_is_fit(findings):
-    assert {f.check for f in findings} == set(doctor.CHECKS)
-    assert [f for f in findings if f.status == doctor.FAIL and f.check != "shared memory"] == []
-    assert all(f.remedy or f.status == doctor.OK for f in findings)
+    assert {f.check for f in findings} == set(command.CHECKS)
+    assert [f for f in findings if f.status == FAIL and f.check != "shared memory"] == []
+    assert all(f.remedy or f.status == OK for f in findings)
     text = "\n".join(map(str, findings))
     assert "every sum exact" in text and "loop, bfloat16" in text and "torch, bfloat16" in text
 
 
 def one(monkeypatch, name, check):
     """The exit code and the findings when `check` is all there is."""
-    monkeypatch.setattr(doctor, "CHECKS", {name: check})
-    return main(["doctor"]), doctor.examine()
+    monkeypatch.setattr(command, "CHECKS", {name: check})
+    return main(["doctor"]), command.examine()
 
 
 def test_a_check_that_breaks_fails_alone_and_sets_the_exit_code(monkeypatch, capsys):
@@ -35,35 +37,35 @@ def test_a_check_that_breaks_fails_alone_and_sets_the_exit_code(monkeypatch, cap
         raise OSError("no such device")
         yield
 
-    monkeypatch.setattr(doctor, "CHECKS", {"odd": broken, "python": doctor._python})
+    monkeypatch.setattr(command, "CHECKS", {"odd": broken, "python": software.python})
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "FAIL odd" in out and "OSError: no such device" in out and "OK   python" in out
 
 
 def test_json_has_the_same_findings(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "CHECKS", {"python": doctor._python, "environment": doctor._environment})
+    monkeypatch.setattr(command, "CHECKS", {"python": software.python, "environment": software.environment})
     monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "soon")
     assert main(["doctor", "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
-    assert said["counts"][doctor.FAIL] == 1
-    wrong = [f for f in said["findings"] if f["status"] == doctor.FAIL]
+    assert said["counts"][FAIL] == 1
+    wrong = [f for f in said["findings"] if f["status"] == FAIL]
     assert "HYBRID_EP_TIMEOUT_S='soon'" in wrong[0]["text"] and "unset HYBRID_EP_TIMEOUT_S" in wrong[0]["remedy"]
 
 
-@pytest.mark.parametrize("free, status", [(1 << 20, doctor.FAIL), (512 << 20, doctor.WARN), (8 << 30, doctor.OK)])
+@pytest.mark.parametrize("free, status", [(1 << 20, FAIL), (512 << 20, WARN), (8 << 30, OK)])
 def test_little_shared_memory(monkeypatch, capsys, free, status):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free))
-    code, found = one(monkeypatch, "shared memory", doctor._shared_memory)
-    assert [f.status for f in found] == [status] and code == (1 if status == doctor.FAIL else 0)
-    assert ("--shm-size" in found[0].remedy) == (status != doctor.OK)
+    code, found = one(monkeypatch, "shared memory", machine.shared_memory)
+    assert [f.status for f in found] == [status] and code == (1 if status == FAIL else 0)
+    assert ("--shm-size" in found[0].remedy) == (status != OK)
 
 
-@pytest.mark.parametrize("version, status", [(None, doctor.WARN), ("0.15.3", doctor.WARN), ("0.19.2", doctor.OK),
-                                             ("0.20.0rc1", doctor.WARN)])
+@pytest.mark.parametrize("version, status", [(None, WARN), ("0.15.3", WARN), ("0.19.2", OK),
+                                             ("0.20.0rc1", WARN)])
 def test_megatron_versions(monkeypatch, capsys, version, status):
-    monkeypatch.setattr(doctor, "_version", lambda _: version)
-    assert [f.status for f in one(monkeypatch, "megatron", doctor._megatron)[1]] == [status]
+    monkeypatch.setattr(software, "_version", lambda _: version)
+    assert [f.status for f in one(monkeypatch, "megatron", software.megatron)[1]] == [status]
 
 
 def test_wrong_sums_and_a_gemm_that_no_backend_does_are_failures(monkeypatch, capsys):
@@ -73,7 +75,7 @@ def test_wrong_sums_and_a_gemm_that_no_backend_does_are_failures(monkeypatch, ca
 
     monkeypatch.setattr(probing, "examine",
                         lambda b, *_: probing.Probe(b.name, "cpu", "bf16", "unusable", "bad", False))
-    assert one(monkeypatch, "grouped gemm", doctor._grouped_gemm)[0] == 1
+    assert one(monkeypatch, "grouped gemm", selftest.grouped_gemm)[0] == 1
     monkeypatch.setattr(torch, "equal", lambda *_: False)
-    code, found = one(monkeypatch, "loopback", doctor._loopback)
+    code, found = one(monkeypatch, "loopback", selftest.loopback)
     assert code == 1 and "wrong sums on ranks [0, 1, 2, 3]" in found[0].text

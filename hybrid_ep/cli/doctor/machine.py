@@ -1,0 +1,144 @@
+"""This machine: GPUs and their driver, the compiler for them, limits on memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Found
+
+SHM = "/dev/shm"
+SHM_FAIL_BYTES, SHM_WARN_BYTES = 64 << 20, 1 << 30  # what containers get by default; what small training needs
+_NVIDIA_SMI_S = 20
+
+
+def gpu() -> Found:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield WARN, "torch sees no GPU", "nothing to do on a machine without one: the host executor trains on CPUs"
+        return
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        facts = torch.cuda.get_device_properties(index)
+        text = f"GPU {index}: {facts.name}, compute capability {major}.{minor}, {facts.total_memory >> 30} GiB"
+        if (major, minor) in ((9, 0), (10, 0)):
+            yield OK, text
+        else:
+            yield WARN, text, "the CUDA executor has kernels for compute capability 9.0 and 10.0 alone"
+    if torch.distributed.is_nccl_available():
+        yield OK, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def nvlink() -> Found:
+    """Links that are up, by GPU, as nvidia-smi tells them; direct access between every two GPUs, as CUDA does."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        yield OK, f"{count} GPUs: nothing to link"
+        return
+    apart = [(a, b) for a in range(count) for b in range(count)
+             if a != b and not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        pairs = ", ".join(f"{a}-{b}" for a, b in apart[:4]) + (", ..." if len(apart) > 4 else "")
+        yield FAIL, f"no direct access between GPUs {pairs}", (
+            "nvidia-smi topo -m shows the links; on NVSwitch machines nvidia-fabricmanager must run "
+            "(systemctl status nvidia-fabricmanager), in containers all GPUs must be visible")
+    if (program := shutil.which("nvidia-smi")) is None:
+        yield WARN, "nvidia-smi is not on PATH: the state of the links is not known", "put nvidia-smi on PATH"
+        return
+    said = subprocess.run([program, "nvlink", "--status"], text=True, capture_output=True, timeout=_NVIDIA_SMI_S,
+                          check=False)
+    yield from judge_links(said.stdout)
+
+
+def judge_links(status: str) -> Found:
+    """The text of `nvidia-smi nvlink --status`: as many links up on every GPU as on the best one."""
+    up: list[int] = []
+    for line in status.splitlines():
+        if line.startswith("GPU "):
+            up.append(0)
+        elif up and "Link" in line and "GB/s" in line:
+            up[-1] += 1
+    text = f"NVLinks up by GPU: {', '.join(map(str, up)) or 'none found'}"
+    if not up or max(up) == 0:
+        yield WARN, text, "GPUs speak over PCIe, several times slower; ranks of one node are meant to share NVLink"
+    elif min(up) < max(up):
+        lame = [index for index, links in enumerate(up) if links < max(up)]
+        yield FAIL, text, f"links of GPU {lame} are down: nvidia-smi nvlink --status -i {lame[0]}; reset or replace it"
+    else:
+        yield OK, text
+
+
+def device_memory() -> Found:
+    """A real allocation of each kind that ranks could share, made, exported and mapped again."""
+    import torch
+
+    from hybrid_ep import devices
+
+    if not torch.cuda.is_available():
+        yield OK, "no GPU: registered buffers live in host memory"
+        return
+    try:
+        devices.current()
+    except ValueError as error:
+        yield WARN, str(error), "reinstall on a machine with nvcc (make cuda); CPU training works without"
+        return
+    kinds = devices.working_kinds()
+    text = f"kinds of device memory that can be shared: {', '.join(kinds) or 'none'}"
+    channel = Path("/dev/nvidia-caps-imex-channels/channel0")
+    if not kinds:
+        yield FAIL, text, "in containers run with --ipc=host and all GPUs; see the driver's log (dmesg)"
+    elif "fabric" in kinds:
+        yield OK, text
+    elif channel.exists():
+        yield WARN, text, ("an IMEX channel exists and fabric handles do not work: is nvidia-imex running on every "
+                           "host of the domain (nvidia-imex-ctl -N)?")
+    else:
+        yield OK, f"{text}; fabric handles, which NVLink domains of several hosts need, do not work here"
+
+
+def nvcc() -> Found:
+    import torch
+
+    home = os.environ.get("CUDA_HOME", "")
+    found = next(filter(None, (shutil.which(os.path.join(home, "bin", "nvcc")) if home else None,
+                               shutil.which("nvcc"))), None)
+    if found:
+        yield OK, f"{found} (needed to build only)"
+    elif torch.cuda.is_available():
+        yield WARN, "no nvcc in CUDA_HOME or on PATH", "make cuda fetches one through pip; needed to build only"
+    else:
+        yield OK, "no nvcc, and no GPU to build for"
+
+
+def locked_memory() -> Found:
+    """RDMA pins what it moves."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield OK, "no limit on locked memory"
+    elif Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()):
+        yield WARN, f"at most {soft / 2**20:,.0f} MiB may be locked", (
+            "RDMA registers all its buffers: ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: "
+            "PropagateResourceLimitsExcept=MEMLOCK)")
+    else:
+        yield OK, f"at most {soft / 2**20:,.0f} MiB may be locked; without RDMA nothing is"
+
+
+def shared_memory() -> Found:
+    from hybrid_ep import _core as core
+
+    free = shutil.disk_usage(SHM).free
+    text = f"{SHM} has {free / 2**20:,.0f} MiB free"
+    name = f"/hybrid_ep_doctor_{os.getpid()}"
+    segment = core.Segment.create(name, 1 << 20)  # maps it for real: a full or forbidden /dev/shm raises here
+    segment.unlink()
+    remedy = "registered buffers live there; enlarge it (docker run --shm-size=16g, or mount -o remount,size=16g)"
+    if free < SHM_WARN_BYTES:
+        yield (FAIL if free < SHM_FAIL_BYTES else WARN), text, remedy
+    else:
+        yield OK, text

@@ -1,0 +1,60 @@
+"""Two things done for real: grouped GEMMs with empty experts, and a dispatch and combine inside this process."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Found
+
+LOOPBACK_TIMEOUT_S = 20.0
+
+
+def grouped_gemm() -> Found:
+    import torch
+
+    from hybrid_ep.moe.backends import BACKENDS
+    from hybrid_ep.moe.probing import examine as probe
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    usable = 0
+    for backend in BACKENDS.values():
+        if backend.name == "te" and importlib.util.find_spec("transformer_engine") is None:
+            continue
+        found = probe(backend, device, torch.bfloat16)
+        text = f"{backend.name}, bfloat16 on {found.device}: {found.found}; remedy {found.remedy}"
+        usable += found.remedy != "unusable"
+        if found.remedy == "unusable":
+            yield WARN, text, "grouped_mm uses another backend; a newer torch may lift this"
+        else:
+            yield OK, text + (" (grouped_mm applies it by itself)" if found.remedy != "none" else "")
+    if not usable:
+        yield FAIL, "no backend multiplies groups correctly here", "install torch >= 2.10"
+
+
+def loopback() -> Found:
+    """Integers, so that every sum is exact: each token must come back as often as it was sent."""
+    import torch
+
+    from hybrid_ep import HybridEPBuffer
+    from hybrid_ep.testing import VirtualWorld
+
+    ranks, experts, tokens, hidden, topk = 4, 8, 64, 256, 3
+    world = VirtualWorld(2, 2)
+
+    def body(rank, group):
+        g = torch.Generator().manual_seed(rank)
+        x = torch.randint(-8, 9, (tokens + rank, hidden), generator=g).bfloat16()
+        idx = torch.rand(tokens + rank, experts, generator=g).argsort(1)[:, :topk]
+        with HybridEPBuffer(group, hidden, tokens + ranks, experts // ranks, timeout_s=LOOPBACK_TIMEOUT_S,
+                            num_of_hybrid_ep_ranks_per_nvlink_domain=2) as buffer:
+            rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=experts,
+                                                                 pad_multiple=8, pad_empty_experts=True)
+            out, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle)
+        return torch.equal(out, x * topk)
+
+    wrong = [rank for rank, right in enumerate(world.run(body)) if not right]
+    text = f"dispatch and combine between {ranks} ranks (2 nodes x 2) in this process"
+    if wrong:
+        yield FAIL, f"{text}: wrong sums on ranks {wrong}", "rebuild the core (pip install --force-reinstall .)"
+    else:
+        yield OK, f"{text}: every sum exact"

@@ -1,0 +1,106 @@
+"""`hybrid-ep doctor --multi`: every pair once, and whoever is slow, silent or absent is named by rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep.cli import main
+from hybrid_ep.cli.doctor import pairs
+from hybrid_ep.cli.doctor.finding import FAIL, WARN
+
+WORKER = Path(__file__).with_name("doctor_worker.py")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 16])
+def test_every_pair_meets_once_and_nobody_is_in_two_places(num_ranks):
+    schedule = pairs.rounds(num_ranks)
+    assert sorted(p for pairs_ in schedule for p in pairs_) == sorted(combinations(range(num_ranks), 2))
+    assert all(len({r for p in pairs_ for r in p}) == 2 * len(pairs_) for pairs_ in schedule)
+    assert len(schedule) <= num_ranks
+
+
+def results(num_ranks, slow=lambda a, b: False):
+    return [{"ranks": [a, b], "latency_us": 50.0, "gb_per_s": 1.0 if slow(a, b) else 10.0}
+            for a, b in combinations(range(num_ranks), 2)]
+
+
+def bad(findings):
+    return [(f.check, f.status, f.text.partition(":")[0]) for f in findings if f.status in (WARN, FAIL)]
+
+
+def test_one_slow_rank_is_one_line():
+    found = pairs.judge(results(6, lambda a, b: 2 in (a, b)), ["h"] * 6, [], 1 << 20)
+    assert bad(found) == [("slow", WARN, "rank 2 (h) with 5 of 5 peers")]
+
+
+def test_a_slow_pair_is_named_as_a_pair_and_compared_with_its_kind():
+    hosts = ["a", "a", "a", "b", "b", "b"]
+    across = [{**p, "gb_per_s": p["gb_per_s"] / 4 if (hosts[p["ranks"][0]] != hosts[p["ranks"][1]]) else p["gb_per_s"]}
+              for p in results(6)]
+    assert bad(pairs.judge(across, hosts, [], 1 << 20)) == []  # slower between hosts, as it should be
+    across[0]["latency_us"] = 500.0
+    assert bad(pairs.judge(across, hosts, [], 1 << 20)) == [("slow", WARN, "ranks 0 (a) and 1 (a)")]
+
+
+def test_a_silent_rank_is_not_blamed_twice():
+    said = [{**p, "error": "timed out"} if 3 in p["ranks"] else p for p in results(5)]
+    assert bad(pairs.judge(said, ["h"] * 5, [3], 1)) == [("silent", FAIL, "rank 3 (h) fell silent")]
+    assert bad(pairs.judge(said, ["h"] * 5, [], 1)) == [("broken", FAIL, "rank 3 (h) with 4 of 4 peers")]
+
+
+def job(fault, victim, *flags, num_ranks=3):
+    """(exit code, JSON report) of rank 0 of a job in which one rank has a fault."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(num_ranks):
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+                       "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, str(WORKER), fault, str(victim), "--json", "--mib", "0.25", *flags]
+        ranks.append(subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE,
+                                      stderr=subprocess.PIPE))
+    try:
+        out, err = ranks[0].communicate(timeout=120)
+        for rank in ranks[1:]:
+            assert rank.communicate(timeout=60)[0] == ""
+        assert ranks[0].returncode in (0, 1), err
+        return ranks[0].returncode, json.loads(out)
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_a_slow_rank_is_named():
+    code, report = job("slow", 2, num_ranks=4)
+    assert code == 0 and len(report["pairs"]) == 6
+    slow = [f["text"].partition(":")[0] for f in report["findings"] if f["status"] == WARN]
+    # A loaded machine may add a pair of its own, never before the rank that everybody complains about.
+    assert slow[0] == f"rank 2 ({socket.gethostname()}) with 3 of 3 peers"
+
+
+@pytest.mark.parametrize("fault, text", [("dies", "rank 1 ({}) fell silent"), ("absent", "ranks [1] did not come")])
+def test_a_rank_that_dies_or_never_comes_is_named(fault, text):
+    code, report = job(fault, 1, "--timeout", "4")
+    assert code == 1
+    (failure,) = [f["text"] for f in report["findings"] if f["status"] == FAIL]
+    assert failure.startswith(text.format(socket.gethostname()))
+    assert fault == "absent" or [p["ranks"] for p in report["pairs"] if "error" not in p] == [[0, 2]]
+
+
+@pytest.mark.parametrize("flags, message", [([], "torchrun or srun"), (["--timeout", "0"], "--timeout 0"),
+                                            (["--mib", "0"], "--mib 0")])
+def test_bad_calls_exit_2(monkeypatch, capsys, flags, message):
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["doctor", "--multi", *flags]) == 2
+    assert message in capsys.readouterr().err
