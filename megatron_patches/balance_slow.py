@@ -82,6 +82,22 @@ class Rehomer:
         self.mover.move(changes)
         self.moved += int((self.current != before).sum())
 
+    def state(self):
+        """What `restore` takes to continue exactly: homes, moves under way, steps, this rank's window."""
+        pending = [(layer, [int(expert) for expert in new]) for layer, new in self.pending]
+        window = self.window.state() if self.layers else None
+        return {"homes": self.current.tolist(), "pending": pending, "steps": self.steps, "window": window,
+                "num_ranks": [manager.homes.num_ranks for manager in self.layers]}
+
+    def restore(self, state):
+        """Take up a `state` before the weights are loaded; does nothing where the layers are spread otherwise."""
+        if state["num_ranks"] != [manager.homes.num_ranks for manager in self.layers] or not self.layers:
+            return
+        for manager, homes in zip(self.layers, state["homes"], strict=True):
+            manager.homes.assign(homes)
+        self.pending, self.steps = list(state["pending"]), state["steps"]
+        self.window.restore(state["window"])
+
     @contextlib.contextmanager
     def identity_homes(self):
         """Every expert where it began while the block runs, then back: for state dicts that go by slot. Collective."""

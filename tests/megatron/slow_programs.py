@@ -22,7 +22,7 @@ import megatron_patches
 from megatron_patches.balance_move import Mover
 from megatron_patches.optimizer_state import OptimizerStates
 from recipes import get_recipe
-from recipes.model import moe_layers, set_weights_by_name, transformer_config
+from recipes.model import logical_experts, moe_layers, set_weights_by_name, transformer_config
 
 EXPERTS, SEQ, STEPS = 8, 16, 3
 
@@ -122,11 +122,7 @@ class Job:
         match = re.match(r"(decoder\.layers\.(\d+)\.mlp\.experts\.)local_experts\.(\d+)(.*)", name)
         if not match:
             return name
-        layer = moe_layers(self.model)[int(match[2])]
-        manager, local = layer.token_dispatcher._comm_manager, int(match[3])
-        homes = getattr(manager, "homes", None)
-        expert = homes.experts_of(layer.ep_group.rank())[local] if homes else layer.local_expert_indices[local]
-        return f"{match[1]}{expert}{match[4]}"
+        return f"{match[1]}{logical_experts(moe_layers(self.model)[int(match[2])])[int(match[3])]}{match[4]}"
 
 
 def initialize(ep, pp=1):
