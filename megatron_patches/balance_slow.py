@@ -56,7 +56,7 @@ class Rehomer:
             return
         self.steps += 1
         self.window.advance()
-        if self.steps % self.settings.balance_interval == 0:
+        if self.steps % self.settings.balance_interval == 0 and not self.pending:  # or the last layers never move
             experts = self.layers[0].experts
             current = self.current
             new = np.asarray(self.plan_with(self.window.reduced(experts.ep_group, experts.dp_group), current))

@@ -100,11 +100,13 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -
     tensors = {name: tensor for name, tensor, _ in _named_tensors(model)}
     elsewhere = {name for name in saved if _EXPERT.search(name)}  # experts of other ranks
     odd = sorted((tensors.keys() - saved.keys()) | (saved.keys() - tensors.keys() - elsewhere))
-    odd = odd or [name for name, tensor in tensors.items() if tensor.shape != saved[name].shape]
+    odd = odd or [name for name, tensor in tensors.items() if not _fits(tensor, saved[name])]
     if odd:
         raise ValueError(f"{path}: not the parameters of this model (e.g. {odd[0]}); resume its own run")
     with torch.no_grad():
         for name, tensor in tensors.items():
+            if tensor.dtype != saved[name].dtype:  # Megatron widens the router's buffers of a bf16 model as it trains
+                tensor.data = tensor.data.to(saved[name].dtype)
             tensor.copy_(saved[name])
         _restore_shards(path, model, OptimizerStates(optimizer), files)
     scheduler.num_steps = 0  # Megatron adds the saved count to what is there
@@ -127,6 +129,11 @@ def _open_all(path: Path) -> list[dict[str, Any]]:
                              "run, or resume with the version that wrote it")
         files.append(state)
     return files
+
+
+def _fits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
+    is_buffer = not isinstance(tensor, torch.nn.Parameter)
+    return tensor.shape == saved.shape and (is_buffer or tensor.dtype == saved.dtype)
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

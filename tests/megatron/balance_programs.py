@@ -4,6 +4,8 @@ Inputs, weights and gradients are small integers and probabilities are halves, s
 whatever the plan, balancing must give the same bits as no balancing.
 """
 
+import os
+import signal
 import time
 
 import numpy as np
@@ -299,3 +301,23 @@ def silent_peer(ep):
         assert time.monotonic() - start < 20
     dist.barrier()
     return True
+
+
+def killed_in_a_push(ep):
+    """The last rank dispatches its tokens, then dies before its weights are out; the others wait for them."""
+    groups = initialize(ep)
+    megatron_patches.apply(balance="exact", spare_slots=1, timeout_s=4.0)
+    layers = Layers(groups, ep)
+    for dispatcher, _ in layers.pairs:
+        options = dispatcher._comm_manager.planner.options
+        slots, tokens = np.full((ep, 1), EXPERTS - 1, np.int32), np.ones((ep, 1), np.int64)
+        slots[ep - 1], tokens[ep - 1] = 0, 1
+        dispatcher._comm_manager.plan_with = lambda counts, s=slots, t=tokens, o=options: MicrobatchPlan(
+            s, t, np.ascontiguousarray(counts), np.repeat(np.arange(ep, dtype=np.int32), EXPERTS // ep), o)
+    if groups.ep.rank() == ep - 1:
+        balance_push.Transfer.start = lambda self: self
+        balance_push.Transfer.wait = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    hidden, maps, probs = batch(3, groups.ep.rank())
+    maps[:, 0, 0] = maps[:, 0, -1] = True  # the clones have a token
+    layers.forward(hidden.requires_grad_(), maps, probs)
+    raise AssertionError("nobody noticed")

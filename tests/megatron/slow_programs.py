@@ -7,8 +7,10 @@ are the same bits in any placement. Gradients are not clipped, because the order
 import re
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from balance_programs import random_plan
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -62,7 +64,7 @@ class Job:
                             params_dtype=megatron_config.params_dtype, use_distributed_optimizer=distributed),
             [self.net])
         self.rehomer = getattr(self.optimizer, "hybrid_ep_rehomer", None)
-        self.step = 0
+        self.step, self.look = 0, None  # look(job) sees the gradients of a step before the optimizer does
 
     def train_step(self, microbatches=2):
         """One optimizer step on random text; the losses of this rank."""
@@ -72,6 +74,8 @@ class Job:
         losses = get_forward_backward_func()(
             forward_step_func=self._forward, data_iterator=iter(range(microbatches)), model=self.net,
             num_microbatches=microbatches, seq_length=SEQ, micro_batch_size=1, decoder_seq_length=SEQ)
+        if self.look is not None:
+            self.look(self)
         ok, *_ = self.optimizer.step()
         assert ok
         self.step += 1
@@ -99,7 +103,7 @@ class Job:
         states, found = OptimizerStates(self.optimizer), {}
         stage = parallel_state.get_pipeline_model_parallel_rank()
         for name, parameter in self.model.named_parameters():
-            logical = f"{stage} {self._logical_name(name)}"
+            logical = f"{stage} {self.logical_name(name)}"
             found[logical, "weight"] = {0: parameter.detach().clone().flatten()}
             shard = states.shard(parameter)
             assert self.step == 0 or shard.end == 0 or {"exp_avg", "exp_avg_sq"} <= set(shard.tensors)
@@ -118,7 +122,7 @@ class Job:
                     assert torch.equal(before, part), f"replicas of {key} differ"
         return {key: torch.cat([part for _, part in sorted(parts.items())]) for key, parts in merged.items()}
 
-    def _logical_name(self, name):
+    def logical_name(self, name):
         match = re.match(r"(decoder\.layers\.(\d+)\.mlp\.experts\.)local_experts\.(\d+)(.*)", name)
         if not match:
             return name
@@ -171,6 +175,46 @@ def bit_equality(ep, variants, pp=1):
         assert moved_everywhere(slow[2]) and len(off[0]) == STEPS
         assert difference(off, slow) is None, (options, difference(off, slow))
     return True
+
+
+def gradients_of(found):
+    """A look for `Job`: the reduced fp32 gradients of a step before the optimizer sees them, by logical name."""
+    def look(job):
+        if job.step == 0:
+            found.update({job.logical_name(n): p.main_grad.double().clone() for n, p in job.model.named_parameters()})
+
+    return look
+
+
+def clones_give_the_gradients_of_off(ep, pp, tolerance, options):
+    """Exact and both modes in a GPT with Megatron's DDP, two micro-batches of which the first does not synchronise.
+
+    Sums have another order than without balancing, so gradients agree within `tolerance` of their norm.
+    """
+    initialize(ep, pp)
+    found = {mode: {} for mode in ("off", "exact", "both")}
+    losses = {}
+    for mode in found:
+        wanted = {"balance_interval": 1, "layer_updates_per_iter": 2} if mode == "both" else {}
+        megatron_patches.apply(balance=mode, timeout_s=60.0, **wanted)
+        job = Job(ep, distributed=False, topk=4, **options)
+        if mode == "both":
+            job.rehomer.move(dict(enumerate(shuffled(9)(None, job.rehomer.current))))
+        job.look = gradients_of(found[mode])
+        managers = [layer.token_dispatcher._comm_manager for layer in moe_layers(job.model)]
+        for seed, manager in enumerate(managers if mode != "off" else []):
+            manager.plan_with = random_plan(seed, manager)
+        losses[mode] = [loss for _ in range(2) for loss in job.train_step(microbatches=3)]
+        assert mode == "off" or any(manager.last_plan.num_copies for manager in managers)
+        megatron_patches.revert()
+    everyone = {mode: [None] * dist.get_world_size() for mode in found}
+    for mode, mine in found.items():
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        dist.all_gather_object(everyone[mode], {(stage, name): value for name, value in mine.items()})
+        everyone[mode] = {key: value for one in everyone[mode] for key, value in one.items()}
+        assert losses[mode] == pytest.approx(losses["off"], rel=tolerance), mode
+    return {mode: max(float((everyone[mode][k] - g).norm() / g.norm().clamp(min=1e-12)) for k, g in
+                      everyone["off"].items()) for mode in ("exact", "both")}
 
 
 def mutants(ep):
