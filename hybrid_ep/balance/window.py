@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 _TOKEN = 1 << 8  # the window counts in 1/256 tokens
 _ONE = 1 << 16  # decay as a fraction of this
+_STEP = 1 << 40  # the weight of the latest step
 
 
 class LoadWindow:
     """Tokens of this rank per layer and expert; recent steps weigh more.
 
-    decay: from 0 (the latest step alone) to 1 (all steps alike). Sums stay exact up to 2^30 tokens a step and expert
+    decay: from 0 (the latest step alone) to 1 (all steps alike). Nothing overflows up to 2^30 tokens a step and expert
     while decay <= 0.99. ValueError for sizes below 1 or a decay outside [0, 1].
     """
 
@@ -37,7 +38,7 @@ class LoadWindow:
         self._decay = round(decay * _ONE)
         self._fresh = torch.zeros(self.shape, dtype=torch.int64, device=device)  # tokens since the last advance
         self._window = torch.zeros_like(self._fresh)
-        self._weight = 0  # of all steps in the window, in the window's unit
+        self._weight = 0  # of all steps in the window
 
     def add(self, layer: int, counts: torch.Tensor) -> None:
         """Count a micro-batch: integers [num_experts] of one layer. No synchronisation, no communication."""
@@ -48,7 +49,7 @@ class LoadWindow:
     def advance(self) -> None:
         """End a step: what was added since the last call joins the window, what was there fades."""
         self._window.mul_(self._decay).bitwise_right_shift_(16).add_(self._fresh, alpha=_TOKEN)
-        self._weight = (self._weight * self._decay >> 16) + _TOKEN
+        self._weight = (self._weight * self._decay >> 16) + _STEP
         self._fresh.zero_()
 
     def reduced(self, *groups: dist.ProcessGroup) -> np.ndarray:
@@ -59,7 +60,7 @@ class LoadWindow:
         total = self._window.clone()
         for group in groups:
             dist.all_reduce(total, group=group)
-        return total.cpu().numpy().astype(np.float64) / max(self._weight, 1)
+        return total.cpu().numpy() / (_TOKEN * max(self._weight / _STEP, 1.0))
 
     def state(self) -> tuple[torch.Tensor, int]:
         """(int64 [layers, experts], weight): what `restore` takes, to continue a run exactly."""

@@ -91,6 +91,8 @@ def names_in_megatrons_checkpoints(ep):
     with balance_slow.identity_homes():
         assert _offsets(job) == before and difference(([], state), ([], job.logical())) is None
         job.optimizer.state_dict()
+    saved = balance_slow.save_wrapper(lambda what: (what, _offsets(job)))("args")  # Megatron-LM's save_checkpoint
+    assert saved == ("args", before)
     assert _offsets(job) == moved and difference(([], state), ([], job.logical())) is None
     megatron_patches.revert()
     return True

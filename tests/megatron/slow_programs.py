@@ -5,6 +5,7 @@ are the same bits in any placement. Gradients are not clipped, because the order
 """
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_patches
+from megatron_patches.balance import check_supported
 from megatron_patches.balance_move import Mover
 from megatron_patches.optimizer_state import OptimizerStates
 from recipes import get_recipe
@@ -243,3 +245,62 @@ def mutants(ep):
         setattr(Mover, attribute, before)
     assert difference(off, train(ep, "slow", plan_with=shuffled(3))) is None
     return missed
+
+
+def schedule(ep):
+    """The planner's own moves: at the interval, layer by layer, the same on all ranks, and only if they pay."""
+    initialize(ep)
+    original = megatron_optimizer.get_megatron_optimizer
+    wanted = {"balance": "slow", "balance_interval": 2, "layer_updates_per_iter": 1}
+    megatron_patches.apply(**wanted)
+    job, moved = Job(ep), []
+    for _ in range(4):
+        loads = job.rehomer.window.reduced(*(getattr(job.rehomer.layers[0].experts, g) for g in ("ep_group", "dp_group")))
+        job.train_step()
+        moved.append([not manager.homes.is_identity for manager in job.rehomer.layers])
+    assert moved[:3] == [[False, False], [True, False], [True, True]], moved
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (job.rehomer.current.tolist(), loads.tolist()))
+    assert all(one == everyone[0] for one in everyone)
+    # Tokens of three steps, both micro-batches, all ranks, two experts each; evaluation does not count.
+    assert loads.sum(axis=1) == pytest.approx([2 * dist.get_world_size() * SEQ * 2] * 2, rel=1e-3)
+    before = job.rehomer.window.state()[0]
+    with torch.no_grad():
+        job._forward(iter([0]), job.net)
+    job.rehomer.window.advance()
+    assert (job.rehomer.window.state()[0] <= before).all()
+    megatron_patches.apply(**wanted, balance_move_cost=1e9)
+    dear = Job(ep)
+    for _ in range(3):
+        dear.train_step()
+    assert dear.rehomer.moved == 0
+    megatron_patches.revert()
+    assert megatron_optimizer.get_megatron_optimizer is original
+    return True
+
+
+def refusals(ep):
+    """What cannot be moved is refused by the name of its flag, and slow balancing without an optimizer says so."""
+    initialize(ep)
+    megatron_patches.apply(balance="slow")
+    with pytest.raises(ValueError, match="--moe-grouped-gemm"):
+        check_supported(SimpleNamespace(moe_grouped_gemm=True), 1, "slow", clones=False)
+    with pytest.raises(ValueError, match="--expert-tensor-parallel-size"):
+        check_supported(SimpleNamespace(), 2, "slow", clones=False)
+    check_supported(SimpleNamespace(gradient_accumulation_fusion=True), 1, "slow", clones=False)
+    job = Job(ep)
+    part = job.optimizer.chained_optimizers[0]
+    for owner, name in ((part.config, "use_precision_aware_optimizer"), (part.config, "optimizer_cpu_offload"),
+                        (part.ddp_config, "overlap_param_gather"), (part.ddp_config, "use_megatron_fsdp")):
+        setattr(owner, name, True)
+        with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
+            OptimizerStates(job.optimizer)
+        setattr(owner, name, False)
+    with pytest.raises(ValueError, match="--optimizer"):
+        OptimizerStates(SimpleNamespace(optimizer=object(), config=part.config))
+    for manager in job.rehomer.layers:
+        manager.record = None
+    with pytest.raises(RuntimeError, match="attach"):
+        job.train_step()
+    megatron_patches.revert()
+    return True

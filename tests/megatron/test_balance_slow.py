@@ -46,5 +46,13 @@ def test_a_rank_killed_in_a_move_ends_the_wait_of_the_others():
     assert "exit code -9" in text and "unchanged: True, " in text and "DeadlineError" in text, text
 
 
+def test_moves_follow_the_interval_and_the_gain():
+    run("schedule", 4, 2)
+
+
+def test_unsupported_combinations_name_their_flag():
+    run("refusals", 2, 2)
+
+
 def test_broken_movers_are_noticed():
     assert run("mutants", 2, 2)[0] == []
