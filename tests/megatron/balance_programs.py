@@ -36,10 +36,10 @@ class Layers:
     homes: the same for every rank, expert of every slot by layer; None leaves experts where Megatron puts them.
     """
 
-    def __init__(self, groups, ep, homes=None, **options):
+    def __init__(self, groups, ep, homes=None):
         local = EXPERTS // ep
         config = make_config("ours", ep, gated_linear_unit=False, activation_func=torch.relu, ffn_hidden_size=16,
-                             moe_ffn_hidden_size=16, bias_activation_fusion=False, gradient_accumulation_fusion=False, **options)
+                             moe_ffn_hidden_size=16, bias_activation_fusion=False, gradient_accumulation_fusion=False)
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         self.pairs = []
         for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""An independent plain implementation of what balanced experts compute: fp64, dense loops, all ranks' tokens in one place.
+"""An independent plain implementation of what balanced experts compute: fp64, dense loops, all ranks' tokens at once.
 
 Nothing here knows of dispatch, slots, clones or homes: y = sum over experts of prob * W2 relu(W1 x), autograd, sums.
 """

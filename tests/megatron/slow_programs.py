@@ -255,7 +255,8 @@ def schedule(ep):
     megatron_patches.apply(**wanted)
     job, moved = Job(ep), []
     for _ in range(4):
-        loads = job.rehomer.window.reduced(*(getattr(job.rehomer.layers[0].experts, g) for g in ("ep_group", "dp_group")))
+        experts = job.rehomer.layers[0].experts
+        loads = job.rehomer.window.reduced(experts.ep_group, experts.dp_group)
         job.train_step()
         moved.append([not manager.homes.is_identity for manager in job.rehomer.layers])
     assert moved[:3] == [[False, False], [True, False], [True, True]], moved

@@ -27,8 +27,11 @@ def test_unsupported_combinations_name_their_flag():
     run("refusals", 2, 2)
 
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
 @pytest.mark.parametrize("num_ranks, pp, options, tolerance", [
-    (2, 1, {"after": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}, 1e-6),
+    (2, 1, {"after": RECOMPUTED}, 1e-6),
     (2, 1, {"dtype": "bf16"}, 2e-2),  # a clone's weight gradient is rounded apart from the home's
     (4, 2, {}, 1e-6),
 ])

@@ -13,8 +13,8 @@ SKEWED = "tiny_cpu_smoke --forced-bias -1.0 --steps 4"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folder of the runs: off, exact, slow; slow continued on two ranks; exact for 2 steps continued without balancing, and off for 2 steps continued
-    (Megatron draws the forced bias anew when a run resumes)."""
+    """Folder of the runs: off, exact, slow; slow continued on two ranks; exact for 2 steps continued without balancing,
+    and off for 2 steps continued (Megatron draws the forced bias anew when a run resumes)."""
     if version("megatron-core").startswith("0.16."):
         pytest.skip("megatron-core 0.16 cannot skew its router")
     folder = tmp_path_factory.mktemp("runs")
