@@ -38,7 +38,7 @@ class Piece:
 
 
 class Mover:
-    """Moves experts of the given layers. Built on all ranks of the grid together, after the first optimizer step.
+    """Moves experts of the given layers. Built on all ranks of the grid together.
 
     layers: managers with experts attached, the same on every rank of the grid. states: OptimizerStates.
     """
@@ -47,13 +47,15 @@ class Mover:
         self.layers, self.states = layers, states
         experts = layers[0].experts
         self.ep, self.edp = experts.ep_group, experts.dp_group
-        mine = {"ranks": [dist.get_global_rank(self.ep, r) for r in range(self.ep.size())], "cuts": self._cuts(),
-                "names": sorted(self._names())}
-        grid = [None] * self.edp.size()
-        dist.all_gather_object(grid, mine, group=self.edp)
-        self.ranks = [one["ranks"] for one in grid]  # [edp rank][ep rank] -> global rank
-        self.cuts = [one["cuts"] for one in grid]  # [edp rank][layer][slot][parameter] -> (start, end)
-        self.names = sorted(set().union(*(one["names"] for one in grid)))
+        ranks = [dist.get_global_rank(self.ep, r) for r in range(self.ep.size())]
+        self.ranks, self.cuts = zip(*self._gather((ranks, self._cuts())), strict=True)
+        # ranks: [edp rank][ep rank] -> global rank. cuts: [edp rank][layer][slot][parameter] -> (start, end)
+        self.names = []  # of state tensors, known when something moves: the first step creates moments
+
+    def _gather(self, mine):
+        everyone = [None] * self.edp.size()
+        dist.all_gather_object(everyone, mine, group=self.edp)
+        return everyone
 
     def _shards(self):
         for layer in self.layers:
@@ -124,6 +126,7 @@ class Mover:
 
     def prepare(self, changes):
         """[(memory in force, what goes there)] of this rank. One message a pair of ranks and dtype."""
+        self.names = sorted(set().union(*self._gather(self._names())))  # a rank may keep nothing of any expert
         me, outgoing, incoming, staged = dist.get_rank(), {}, {}, []
         for piece in (p for layer, new in sorted(changes.items()) for p in self.pieces(layer, new)):
             if me not in (piece.source, piece.target):

@@ -149,6 +149,7 @@ def train(ep, balance="off", steps=STEPS, plan_with=None, **options):
     job = Job(ep, **options)
     if plan_with is not None:
         job.rehomer.plan_with = plan_with
+        job.rehomer.move({0: np.arange(EXPERTS)[::-1]})  # before there are moments
     losses = [job.train_step() for _ in range(steps)]
     state = job.logical()
     megatron_patches.revert()

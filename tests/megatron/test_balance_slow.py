@@ -15,7 +15,7 @@ RECOMPUTED = {"after": {"recompute_granularity": "full", "recompute_method": "un
 
 @pytest.mark.parametrize("num_ranks, ep, variants", [
     (2, 2, [{}, {"distributed": False}]),
-    (4, 4, [BF16]),
+    (4, 4, [{}, BF16]),
     (4, 2, [{}, BF16, {"distributed": False, **BF16}, RECOMPUTED]),  # two ranks cut every expert's optimizer state
 ])
 def test_moving_experts_changes_no_bit(num_ranks, ep, variants):
