@@ -13,7 +13,7 @@ import torch
 
 
 class Homes:
-    """expert_of_slot, slot_of: int tuples of length E, inverse to each other; rank_of: int32 [E]."""
+    """expert_of_slot, slot_of: int tuples of length E, inverse to each other; rank_of: int32 [E]; is_identity."""
 
     def __init__(self, num_experts: int, num_ranks: int) -> None:
         if num_ranks < 1 or num_experts % num_ranks:
@@ -29,11 +29,8 @@ class Homes:
         self.expert_of_slot = experts
         self.slot_of = tuple(int(s) for s in np.argsort(experts))
         self.rank_of = np.array(self.slot_of, dtype=np.int32) // self.per_rank
+        self.is_identity = experts == tuple(range(len(experts)))
         self._columns: dict = {}
-
-    @property
-    def is_identity(self) -> bool:
-        return self.slot_of == tuple(range(len(self.slot_of)))
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """The experts that live on a rank, in the order of its slots."""

@@ -43,11 +43,13 @@ def test_a_gpt_under_ddp_has_the_gradients_of_off(num_ranks, pp, options, tolera
     assert 0 < worst["exact"] < tolerance and 0 < worst["both"] < tolerance, worst
 
 
+@pytest.mark.version_free
 def test_all_modes_agree_with_a_plain_fp64_implementation():
     program = Program("balanced_against_reference", "reference_programs")
     assert max(parity_world.run_world(program, 4, (4,), timeout_s=150)) < 2e-6
 
 
+@pytest.mark.version_free
 def test_a_rank_killed_while_weights_are_pushed_ends_the_wait_of_the_others():
     with pytest.raises(parity_world.WorldError) as failed:
         run("killed_in_a_push", 2, 2)

@@ -35,10 +35,12 @@ def test_megatrons_state_dicts_are_logical_or_refused():
     run("names_in_megatrons_checkpoints", 2, 2, module="checkpoint_programs")
 
 
+@pytest.mark.version_free
 def test_a_move_that_one_rank_cannot_prepare_happens_nowhere():
     run("failed_move", 2, 2, module="checkpoint_programs")
 
 
+@pytest.mark.version_free
 def test_a_rank_killed_in_a_move_ends_the_wait_of_the_others():
     with pytest.raises(parity_world.WorldError) as failed:
         run("killed_in_a_move", 2, 2, module="checkpoint_programs")
@@ -46,6 +48,7 @@ def test_a_rank_killed_in_a_move_ends_the_wait_of_the_others():
     assert "exit code -9" in text and "unchanged: True, " in text and "DeadlineError" in text, text
 
 
+@pytest.mark.version_free
 def test_moves_follow_the_interval_and_the_gain():
     run("schedule", 4, 2)
 
@@ -54,5 +57,6 @@ def test_unsupported_combinations_name_their_flag():
     run("refusals", 2, 2)
 
 
+@pytest.mark.version_free
 def test_broken_movers_are_noticed():
     assert run("mutants", 2, 2)[0] == []
