@@ -1,4 +1,6 @@
-"""Exact balancing in training: after the router, hot experts are cloned into spare slots for one micro-batch.
+"""Balancing in training: homes of experts that may move between steps, and clones of hot experts for one micro-batch.
+
+Slow: columns of the map are put in the order of the homes (`balance_slow` moves them between steps). Exact:
 
     counts of all ranks -> plan -> my tokens to instances -> dispatch over physical slots -> clones of weights pushed
     meanwhile -> experts -> combine;  backward: weights pushed again, clone gradients summed into the home's
@@ -14,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep.balance import MicrobatchPlanner
+from hybrid_ep.balance.homes import Homes
 from megatron_patches import balance_push, settings
 from megatron_patches.dispatcher import HybridEPManager
 
-# attribute of TransformerConfig -> the flag that sets it: what exact balancing does not support, refused when truthy.
+# attribute of TransformerConfig -> the flag that sets it: what balancing does not support, refused when truthy.
 UNSUPPORTED = {
     "moe_grouped_gemm": "--moe-grouped-gemm",
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
@@ -25,7 +28,6 @@ UNSUPPORTED = {
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
-    "gradient_accumulation_fusion": "gradient accumulation fusion (give --no-gradient-accumulation-fusion)",
     "add_bias_linear": "linear biases (give --disable-bias-linear)",
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
@@ -33,30 +35,105 @@ UNSUPPORTED = {
     "cuda_graph_impl": "--cuda-graph-impl",
     "enable_cuda_graph": "--enable-cuda-graph",
 }
+# The same, of clones alone: their gradients go through autograd.
+UNSUPPORTED_BY_CLONES = {
+    "gradient_accumulation_fusion": "gradient accumulation fusion (give --no-gradient-accumulation-fusion)",
+}
 
 
-def check_supported(config, tp_size):
-    """ValueError that names every flag which exact balancing does not work with."""
-    found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None) not in (None, False, "none")]
+def check_supported(config, tp_size, mode, clones=True):
+    """ValueError that names every flag which this mode of balancing does not work with."""
+    refused = UNSUPPORTED | UNSUPPORTED_BY_CLONES if clones else UNSUPPORTED
+    found = [flag for name, flag in refused.items() if getattr(config, name, None) not in (None, False, "none")]
     if tp_size > 1:
         found.append("--expert-tensor-parallel-size above 1")
     if found:
-        raise ValueError(f"--hybrid-ep-balance exact does not work with {', '.join(found)}: drop them, or balance off")
+        raise ValueError(f"--hybrid-ep-balance {mode} does not work with {', '.join(found)}: drop them, or balance off")
 
 
-class ExactManager(HybridEPManager):
-    """HybridEPManager over physical slots: num_local_experts homes, then the spare slots, on every rank.
+class SlowManager(HybridEPManager):
+    """HybridEPManager whose experts have homes: the map it is given is logical, the map it dispatches follows them.
+
+    homes: `Homes` of the layer, the identity until `balance_slow` moves experts; equal on all ranks.
+    record: called with the logical counts int64 [E] of every micro-batch that trains; `balance_slow` sets it.
+    """
+
+    def __init__(self, group, num_local_experts, num_experts, router_topk, config):
+        wanted = settings.current()
+        check_supported(config, num_experts // config.num_moe_experts, wanted.balance, wanted.clones)
+        self.homes = Homes(num_experts, group.size())
+        self.experts = self.record = None
+        spare = wanted.spare_slots if wanted.clones else 0
+        super().__init__(group, num_local_experts + spare, num_experts, router_topk, config)
+
+    def attach(self, experts):
+        """Give the layer's experts to the balancer: it moves them, and their checkpoints name them logically."""
+        if not hasattr(experts, "local_experts"):
+            raise ValueError(
+                f"--hybrid-ep-balance {self.settings.balance} needs SequentialMLP experts, not "
+                f"{type(experts).__name__}: drop --moe-grouped-gemm, or balance off"
+            )
+        self.experts = experts
+        experts.sharded_state_dict = logical_sharded_state_dict(experts, self.homes)
+
+    def dispatch(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
+        """As the base class; rows arrive for the home slots of this rank, in their order."""
+        self._record(self.routing_map)
+        if not self.homes.is_identity:
+            columns = self.homes.columns(0, self.routing_map.device)
+            self.routing_map = torch.empty_like(self.routing_map).index_copy_(1, columns, self.routing_map)
+            self.token_probs = torch.zeros_like(self.token_probs).index_copy(1, columns, self.token_probs)
+        return super().dispatch(hidden_states)
+
+    def _record(self, routing_map):
+        """Count what trains: a recomputed forward counts once, in the pass that has gradients; evaluation never."""
+        if not self.settings.rehomes or not torch.is_grad_enabled():
+            return
+        if self.record is None:
+            raise RuntimeError(
+                f"balance={self.settings.balance} has no optimizer to move state of: build it with "
+                "megatron.core.optimizer.get_megatron_optimizer after apply(), or call "
+                "megatron_patches.balance_slow.attach(optimizer, model_chunks)"
+            )
+        self.record(routing_map.sum(dim=0))
+
+
+def logical_sharded_state_dict(experts, homes):
+    """A replacement for SequentialMLP.sharded_state_dict whose global offsets are logical ids, wherever experts live.
+
+    Megatron numbers an expert ep_rank * num_local_experts + i. For every expert alone it is told of a group of
+    num_experts ranks, of which this is the one with the expert's id.
+    """
+    original = type(experts).sharded_state_dict
+
+    class OneRankAnExpert:
+        def __init__(self, expert):
+            self.rank, self.size = lambda: expert, lambda: len(homes.slot_of)
+
+    def sharded_state_dict(prefix="", sharded_offsets=(), metadata=None):
+        found, mine = {}, homes.experts_of(experts.ep_group.rank())
+        for local, expert in enumerate(mine):
+            one = type("OneExpert", (), {})()
+            one.__dict__.update(experts.__dict__, num_local_experts=1, ep_group=OneRankAnExpert(expert))
+            one.local_experts = [experts.local_experts[local]]
+            part = original(one, prefix, sharded_offsets, metadata)
+            place = f"{prefix}local_experts."
+            found |= {f"{place}{local}{key.removeprefix(place + '0')}": value for key, value in part.items()}
+        return found
+
+    return sharded_state_dict
+
+
+class ExactManager(SlowManager):
+    """SlowManager over physical slots: num_local_experts homes, then the spare slots, on every rank.
 
     plan_with: counts int64 [R, E] -> MicrobatchPlan; tests put forced plans here.
     last_plan: the plan of the latest dispatch, for meters.
     """
 
     def __init__(self, group, num_local_experts, num_experts, router_topk, config):
-        wanted = settings.current()
-        check_supported(config, num_experts // config.num_moe_experts)
-        self.num_homes = num_local_experts
-        super().__init__(group, num_local_experts + wanted.spare_slots, num_experts, router_topk, config)
-        size = group.size()
+        wanted, size = settings.current(), group.size()
+        super().__init__(group, num_local_experts, num_experts, router_topk, config)
         self.planner = MicrobatchPlanner(
             size,
             num_experts,
@@ -68,7 +145,8 @@ class ExactManager(HybridEPManager):
         self.clones = self.last_plan = self.push = None
 
     def attach(self, experts):
-        """Give the layer's experts to the balancer: their forward also runs the clones from now on."""
+        """As the base class; the experts' forward also runs the clones from now on."""
+        super().attach(experts)
         self.clones = balance_push.CloneExperts(self, experts)
         experts.forward = self.clones.forward
 
@@ -76,32 +154,31 @@ class ExactManager(HybridEPManager):
         """As the base class, after planning: rows arrive for homes first, then for the clones on this rank."""
         if self.clones is None:
             raise RuntimeError("exact balancing has no experts to clone: call attach(experts) after building the layer")
+        self._record(self.routing_map)
         counts = self.routing_map.sum(dim=0)
         gathered = [torch.empty_like(counts) for _ in range(self.group.size())]
         dist.all_gather(gathered, counts, group=self.group)
+        self.planner.home = self.homes.rank_of
         self.last_plan = plan = self.plan_with(torch.stack(gathered).cpu().numpy())
         self.push = self.clones.start_push(plan)  # travels while the tokens do
-        self.routing_map, self.token_probs = to_physical(self.routing_map, self.token_probs, plan, self.group.rank())
-        return super().dispatch(hidden_states)
+        self.routing_map, self.token_probs = to_physical(
+            self.routing_map, self.token_probs, plan, self.group.rank(), self.homes
+        )
+        return HybridEPManager.dispatch(self, hidden_states)
 
 
-def to_physical(routing_map, probs, plan, source):
+def to_physical(routing_map, probs, plan, source, homes):
     """Spread this rank's tokens over instances: (map, probs) over logical experts -> over physical slots.
 
-    routing_map bool [T, E], probs [T, E]; columns of the result: for every rank its homes in order of expert id, then
-    its spare slots. Of an expert's tokens, in order, the first stay for its home and the rest go to the clones in slot
-    order, as many as `plan.share_of_source(source)` says. Gradients of probs flow back.
+    routing_map bool [T, E], probs [T, E]; columns of the result: for every rank its home slots, then its spare slots.
+    Of an expert's tokens, in order, the first stay for its home and the rest go to the clones in slot order, as many as
+    `plan.share_of_source(source)` says. Gradients of probs flow back.
     """
     num_ranks, spare = plan.slot_expert.shape
     num_experts = routing_map.shape[1]
     per_rank = num_experts // num_ranks + spare
     device = routing_map.device
-    seen = [0] * num_ranks
-    home = []
-    for rank in plan.home.tolist():
-        home.append(rank * per_rank + seen[rank])
-        seen[rank] += 1
-    column = torch.tensor(home, device=device).expand(routing_map.shape[0], -1).clone()
+    column = homes.columns(spare, device).expand(routing_map.shape[0], -1).clone()
     take = plan.share_of_source(source)
     for expert in sorted(set(plan.slot_expert[take > 0].tolist())):
         tokens = routing_map[:, expert].nonzero().squeeze(1)
@@ -117,13 +194,13 @@ def to_physical(routing_map, probs, plan, source):
 
 
 def layer_init(original):
-    """A replacement for MoELayer.__init__ that hands the experts to an exact manager."""
+    """A replacement for MoELayer.__init__ that hands the experts to a balancing manager."""
 
     @functools.wraps(original)
     def __init__(self, *args, **keywords):
         original(self, *args, **keywords)
         manager = getattr(self.token_dispatcher, "_comm_manager", None)
-        if isinstance(manager, ExactManager):
+        if isinstance(manager, SlowManager):
             manager.attach(self.experts)
 
     return __init__

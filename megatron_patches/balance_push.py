@@ -33,6 +33,22 @@ def release():
     _slots.clear()
 
 
+def wait_for(work, what, rank):
+    """Wait for torch.distributed's handles together; DeadlineError when one does not end in time or a peer is gone."""
+    limit = settings.current().timeout_s or DEFAULT_TIMEOUT_S
+    start = time.monotonic()
+    for one in work:
+        left = max(limit - (time.monotonic() - start), 0.001)
+        try:
+            one.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            raise DeadlineError(
+                f"{what}: rank {rank} waited {waited:.1f} s of {limit:g} s for a peer: {error}",
+                site=what, rank=rank, waited_s=waited,
+            ) from error
+
+
 class Transfer:
     """Messages under way between ranks of a group, waited for with a deadline."""
 
@@ -53,18 +69,7 @@ class Transfer:
 
     def wait(self):
         """DeadlineError when a peer does not answer in time or is gone."""
-        limit = settings.current().timeout_s or DEFAULT_TIMEOUT_S
-        start = time.monotonic()
-        for work in self.work:
-            left = max(limit - (time.monotonic() - start), 0.001)
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                waited = time.monotonic() - start
-                raise DeadlineError(
-                    f"{self.what}: rank {self.group.rank()} waited {waited:.1f} s of {limit:g} s for a peer: {error}",
-                    site=self.what, rank=self.group.rank(), waited_s=waited,
-                ) from error
+        wait_for(self.work, self.what, self.group.rank())
         self.work, self.operations, self.kept = [], [], []
 
 
@@ -75,11 +80,6 @@ class CloneExperts:
     """
 
     def __init__(self, manager, experts):
-        if not hasattr(experts, "local_experts"):
-            raise ValueError(
-                f"--hybrid-ep-balance exact needs SequentialMLP experts, not {type(experts).__name__}: "
-                "drop --moe-grouped-gemm, or balance off"
-            )
         self.manager, self.group = manager, manager.group
         self.run_homes, self.local_experts = experts.forward, experts.local_experts
         self.num_homes, self.num_slots = len(experts.local_experts), manager.settings.spare_slots
@@ -91,7 +91,8 @@ class CloneExperts:
 
     def parameters_of(self, expert):
         """Parameters of a logical expert whose home is here."""
-        return list(self.local_experts[expert - self.group.rank() * self.num_homes].parameters())
+        first = self.group.rank() * self.num_homes
+        return list(self.local_experts[self.manager.homes.slot_of[expert] - first].parameters())
 
     def clones(self, plan):
         """(expert, home, rank, slot) of every clone, in the order that all ranks use."""
@@ -183,10 +184,10 @@ class _Push(torch.autograd.Function):
             for s in range(clones.num_slots)
         ]
         sums = clones.collect_gradients(ctx.plan, flat)
-        first = clones.group.rank() * clones.num_homes
         result = []
-        for local, expert in enumerate(clones.local_experts):
-            parts = clones.views(sums[first + local]) if first + local in sums else [None] * per_slot
+        homes = clones.manager.homes.experts_of(clones.group.rank())
+        for logical, expert in zip(homes, clones.local_experts, strict=True):
+            parts = clones.views(sums[logical]) if logical in sums else [None] * per_slot
             for parameter, part in zip(expert.parameters(), parts, strict=True):
                 if part is not None and getattr(parameter, "main_grad", None) is not None:
                     parameter.main_grad.add_(part)  # fp32; autograd would round to the parameter's dtype

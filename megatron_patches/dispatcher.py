@@ -175,7 +175,9 @@ class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
         self.local_expert_indices = local_expert_indices
         manager = HybridEPManager
         if settings.current().balance != "off":
-            from megatron_patches.balance import ExactManager as manager
+            from megatron_patches import balance
+
+            manager = balance.ExactManager if settings.current().clones else balance.SlowManager
         self._comm_manager = manager(
             group=self.tp_ep_group,
             num_local_experts=num_local_experts,

@@ -68,7 +68,8 @@ def add_arguments(parser):
         "--hybrid-ep-balance",
         choices=settings.BALANCE_MODES,
         default=None,
-        help="Clone hot experts into spare slots, exactly, for every micro-batch.",
+        help="exact: clone hot experts into spare slots for every micro-batch. slow: move experts to other ranks "
+        "between steps. both.",
     )
     group.add_argument(
         "--hybrid-ep-spare-slots", type=int, default=None, metavar="N", help="Slots for clones on every rank."
@@ -80,7 +81,49 @@ def add_arguments(parser):
         metavar="FRACTION",
         help="How far above the mean a rank may end.",
     )
+    group.add_argument(
+        "--hybrid-ep-balance-interval", type=int, default=None, metavar="STEPS", help="Steps between placements (slow)."
+    )
+    group.add_argument(
+        "--hybrid-ep-layer-updates-per-iter", type=int, default=None, metavar="N", help="Layers moved a step (slow)."
+    )
+    group.add_argument(
+        "--hybrid-ep-balance-move-cost",
+        type=float,
+        default=None,
+        metavar="TOKENS",
+        help="What moving an expert costs, in tokens' worth of time (slow).",
+    )
     return parser
+
+
+# Flag of a mode -> the setting it fills.
+_OF_CLONES = {"--hybrid-ep-spare-slots": "spare_slots", "--hybrid-ep-balance-epsilon": "balance_epsilon"}
+_OF_REHOMING = {
+    "--hybrid-ep-balance-interval": "balance_interval",
+    "--hybrid-ep-layer-updates-per-iter": "layer_updates_per_iter",
+    "--hybrid-ep-balance-move-cost": "balance_move_cost",
+}
+
+
+def _balance_settings(args):
+    """dict of the balancer's settings that were given. ValueError for flags of a mode that is not asked for."""
+    mode = getattr(args, "hybrid_ep_balance", None) or "off"
+    chosen = {"balance": mode}
+    for flags, modes in ((_OF_CLONES, ("exact", "both")), (_OF_REHOMING, ("slow", "both"))):
+        given = {flag: value for flag in flags if (value := getattr(args, _attribute(flag), None)) is not None}
+        if given and mode not in modes:
+            raise ValueError(f"{', '.join(given)} needs --hybrid-ep-balance {' or '.join(modes)}, not {mode}")
+        chosen |= {flags[flag]: value for flag, value in given.items()}
+    if mode != "off" and getattr(args, "overlap_param_gather", False):
+        raise ValueError(f"--hybrid-ep-balance {mode} does not work with --overlap-param-gather: drop one of them")
+    if mode in ("slow", "both") and getattr(args, "async_save", False):
+        raise ValueError(f"--hybrid-ep-balance {mode} does not work with --async-save: drop one of them")
+    return chosen
+
+
+def _attribute(flag):
+    return flag.lstrip("-").replace("-", "_")
 
 
 def settings_from_args(args):
@@ -91,12 +134,8 @@ def settings_from_args(args):
         "--hybrid-ep-timeout": args.hybrid_ep_timeout,
         "--hybrid-ep-dispatch-dtype": args.hybrid_ep_dispatch_dtype,
     }
-    balance = {
-        "--hybrid-ep-balance": getattr(args, "hybrid_ep_balance", None),
-        "--hybrid-ep-spare-slots": getattr(args, "hybrid_ep_spare_slots", None),
-        "--hybrid-ep-balance-epsilon": getattr(args, "hybrid_ep_balance_epsilon", None),
-    }
-    given |= balance
+    for flag in ("--hybrid-ep-balance", *_OF_CLONES, *_OF_REHOMING):
+        given[flag] = getattr(args, _attribute(flag), None)
     if not args.hybrid_ep:
         stray = [flag for flag, value in given.items() if value is not None]
         if stray:
@@ -113,19 +152,13 @@ def settings_from_args(args):
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value != needed:
             raise ValueError(f"--hybrid-ep needs {flag} {needed}, not {value}: add it")
-    mode, spare_slots, epsilon = balance.values()
-    if mode in (None, "off") and (spare_slots is not None or epsilon is not None):
-        raise ValueError("--hybrid-ep-spare-slots and --hybrid-ep-balance-epsilon need --hybrid-ep-balance exact")
-    if mode == "exact" and getattr(args, "overlap_param_gather", False):
-        raise ValueError("--hybrid-ep-balance exact does not work with --overlap-param-gather: drop one of them")
-    chosen = {"balance": mode, "spare_slots": spare_slots, "balance_epsilon": epsilon}
     return settings.Settings(
         enabled=True,
         ranks_per_node=args.hybrid_ep_ranks_per_node,
         num_sms=args.hybrid_ep_num_sms,
         timeout_s=args.hybrid_ep_timeout,
         dispatch_dtype=args.hybrid_ep_dispatch_dtype,
-        **{name: value for name, value in chosen.items() if value is not None},
+        **_balance_settings(args),
     )
 
 

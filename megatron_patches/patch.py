@@ -66,7 +66,7 @@ def apply(
     ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class: see `settings.Settings`. With "s1"
         Megatron builds the buffer: only `buffer_class` applies, give the rest in the environment and in
         Megatron's flags.
-    balance, spare_slots, balance_epsilon: the expert balancer, see `settings.Settings`; only with "s3".
+    balance, spare_slots, balance_...: the expert balancer, see `settings.Settings`; only with "s3".
     command_line: add the `--hybrid-ep` flags to Megatron's parser and stay off until they are given.
     Returns the `Status`. Idempotent: again with the same seam only renews the settings.
     Raises ValueError for a bad argument, SeamError for an unknown Megatron-Core (nothing is changed then).
@@ -98,6 +98,8 @@ def apply(
         _seam = seam
     if seam == "s3" and (command_line or wanted.balance != "off"):
         _install_balance()
+    if seam == "s3" and (command_line or wanted.rehomes):
+        _install_rehoming()
     settings.configure(wanted)
     return _status(seams.check(seams.NEEDED["s1"]) if seam == "s1" else {})
 
@@ -167,6 +169,23 @@ def _install_balance():
     layer = importlib.import_module(f"{seams.MOE}.moe_layer").MoELayer
     if not any(sentence == "MoELayer.__init__" for sentence, _ in _undo):
         _set(layer, "__init__", balance.layer_init(layer.__init__))
+
+
+def _install_rehoming():
+    """Let optimizers move experts after their steps, and Megatron-LM's checkpoints find them where they began."""
+    from megatron_patches import balance_slow
+
+    if any(sentence == "megatron.core.optimizer.get_megatron_optimizer" for sentence, _ in _undo):
+        return
+    importlib.import_module("megatron.core.optimizer")
+    for name, wrapper, modules in (
+        ("get_megatron_optimizer", balance_slow.optimizer_wrapper, ("core.optimizer", "training.training")),
+        ("save_checkpoint", balance_slow.save_wrapper, ("training.checkpointing", "training.training")),
+    ):
+        for module in (sys.modules.get(f"megatron.{part}") for part in modules):
+            if module is not None and hasattr(module, name):
+                _set(module, name, wrapper(getattr(module, name)))
+    _undo.append(("models under slow balancing", balance_slow.release))
 
 
 def _install_as_deep_ep(wanted):

@@ -8,7 +8,7 @@ import dataclasses
 
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.quantize.CHOICES, which needs torch
 
-BALANCE_MODES = ("off", "exact")
+BALANCE_MODES = ("off", "exact", "slow", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +20,12 @@ class Settings:
     num_sms: SMs granted to dispatch and to combine (blocks, on the host executor).
     timeout_s: seconds a wait inside hybrid_ep may last before it raises.
     dispatch_dtype: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
-    balance: "off", or "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`).
+    balance: "off"; "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`); "slow"
+        for experts that change ranks between steps (`megatron_patches.balance_slow`); "both".
     spare_slots: slots for clones on every rank. balance_epsilon: how far above the mean a rank may end.
+    balance_interval: optimizer steps from one placement to the next. layer_updates_per_iter: layers that move after
+        one step. balance_move_cost: what moving one expert costs, in tokens' worth of time; an expert moves only if
+        the fullest rank saves more within the interval. 0: every gain counts.
     buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
@@ -34,9 +38,23 @@ class Settings:
     balance: str = "off"
     spare_slots: int = 1
     balance_epsilon: float = 0.01
+    balance_interval: int = 100
+    layer_updates_per_iter: int = 1
+    balance_move_cost: float = 0.0
+
+    @property
+    def clones(self):
+        """Whether hot experts are cloned for a micro-batch."""
+        return self.balance in ("exact", "both")
+
+    @property
+    def rehomes(self):
+        """Whether experts change ranks between steps."""
+        return self.balance in ("slow", "both")
 
     def __post_init__(self):
-        for name, minimum in (("ranks_per_node", 1), ("num_sms", 1), ("spare_slots", 1)):
+        for name, minimum in (("ranks_per_node", 1), ("num_sms", 1), ("spare_slots", 1), ("balance_interval", 1),
+                              ("layer_updates_per_iter", 1)):
             value = getattr(self, name)
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < minimum
@@ -54,6 +72,8 @@ class Settings:
             raise ValueError(f"balance is {self.balance!r}: choose one of {', '.join(BALANCE_MODES)}")
         if not 0 <= self.balance_epsilon <= 1:
             raise ValueError(f"balance_epsilon is {self.balance_epsilon!r}: give a fraction from 0 to 1")
+        if not 0 <= self.balance_move_cost < float("inf"):
+            raise ValueError(f"balance_move_cost is {self.balance_move_cost!r}: give tokens >= 0")
 
 
 DISABLED = Settings(enabled=False)

@@ -1,7 +1,11 @@
 """Checkpoints of a run: one file a rank, loaded with weights_only, complete enough to continue bit for bit.
 
-    checkpoint/step_000200/rank_0.pt ...     parameters, buffers, optimizer shard, scheduler, random states
+    checkpoint/step_000200/rank_0.pt ...     what rank 0 keeps, by logical name; schedule, random states
     checkpoint/latest                        the name of the folder to resume from
+
+Names are logical: an expert is called by its id wherever it lives, an optimizer shard by the elements it covers. So a
+run continues at any expert-parallel size, on any number of ranks, with balancing on or off. On the ranks it was written
+by it continues bit for bit; on another number of ranks the batches differ, and random states start afresh.
 
 A folder appears under its final name only when every rank has written its file, and `latest` is replaced
 atomically: an interruption at any moment leaves the previous checkpoint in force.
@@ -11,7 +15,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-FORMAT = 1
+from megatron_patches.optimizer_state import MAIN, OptimizerStates
+from recipes.model import logical_experts
+
+FORMAT = 2
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LOCAL_EXPERT = re.compile(r"(.*)\.experts\.local_experts\.(\d+)\.(.*)")
 
 
 def latest_step(folder: Path) -> int | None:
@@ -43,14 +54,16 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: Any, schedu
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     dist.barrier()
+    rehomer = getattr(optimizer, "hybrid_ep_rehomer", None)
     state = {
         "format": FORMAT,
         "step": step,
         "num_ranks": dist.get_world_size(),
-        "model": {name: tensor.detach() for name, tensor in _named_tensors(model)},
-        "optimizer": [_inner_state(inner) for inner in _inner_optimizers(optimizer)],
+        "model": {name: tensor.detach() for name, tensor, ours in _named_tensors(model) if ours},
+        "optimizer": _shards(model, OptimizerStates(optimizer)),
         "scheduler": scheduler.state_dict(),
         "random": _random_state(),
+        "balance": rehomer.state() if rehomer is not None else None,
     }
     with open(staging / f"rank_{rank}.pt", "wb") as file:
         torch.save(state, file)
@@ -70,54 +83,114 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: Any, schedu
 
 
 def load(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -> int:
-    """Restores this rank from the checkpoint in force, in place; returns the number of steps done."""
+    """Restores this rank from the checkpoint in force, in place; returns the number of steps done.
+
+    Files are mapped, not read: a rank touches what it needs of them.
+    """
     step = latest_step(folder)
     if step is None:
         raise ValueError(f"{folder}: holds no checkpoint; start a new run")
-    path = folder / f"step_{step:06d}" / f"rank_{dist.get_rank()}.pt"
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["format"] != FORMAT or state["num_ranks"] != dist.get_world_size():
-        raise ValueError(
-            f"{path}: format {state['format']} of {state['num_ranks']} ranks, but this job reads "
-            f"format {FORMAT} with {dist.get_world_size()} ranks; resume with the same layout and version"
-        )
-    tensors = dict(_named_tensors(model))
-    if tensors.keys() != state["model"].keys():
-        odd = sorted(tensors.keys() ^ state["model"].keys())
+    path = folder / f"step_{step:06d}"
+    files = _open_all(path)
+    mine = files[dist.get_rank()] if len(files) == dist.get_world_size() else None
+    rehomer = getattr(optimizer, "hybrid_ep_rehomer", None)
+    if rehomer is not None and mine is not None and mine["balance"] is not None:
+        rehomer.restore(mine["balance"])  # first: names below say who lives where
+    saved = {name: tensor for file in files for name, tensor in file["model"].items()}
+    tensors = {name: tensor for name, tensor, _ in _named_tensors(model)}
+    elsewhere = {name for name in saved if _EXPERT.search(name)}  # experts of other ranks
+    odd = sorted((tensors.keys() - saved.keys()) | (saved.keys() - tensors.keys() - elsewhere))
+    odd = odd or [name for name, tensor in tensors.items() if not _fits(tensor, saved[name])]
+    if odd:
         raise ValueError(f"{path}: not the parameters of this model (e.g. {odd[0]}); resume its own run")
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(state["model"][name])
-        for inner, saved in zip(_inner_optimizers(optimizer), state["optimizer"], strict=True):
-            _restore_inner(inner, saved)
+            if tensor.dtype != saved[name].dtype:  # Megatron widens the router's buffers of a bf16 model as it trains
+                tensor.data = tensor.data.to(saved[name].dtype)
+            tensor.copy_(saved[name])
+        _restore_shards(path, model, OptimizerStates(optimizer), files)
     scheduler.num_steps = 0  # Megatron adds the saved count to what is there
-    scheduler.load_state_dict(state["scheduler"])
-    _restore_random(state["random"])
+    scheduler.load_state_dict(files[0]["scheduler"])
+    if mine is not None:
+        _restore_random(mine["random"])
     return step
 
 
-def _named_tensors(model: torch.nn.Module):
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _open_all(path: Path) -> list[dict[str, Any]]:
+    files = []
+    while not files or len(files) < files[0]["num_ranks"]:
+        name = path / f"rank_{len(files)}.pt"
+        try:
+            state = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+        except FileNotFoundError:
+            raise ValueError(f"{name}: missing; the checkpoint is damaged, start a new run") from None
+        if state["format"] != FORMAT:
+            raise ValueError(f"{name}: format {state['format']}, but this version reads format {FORMAT}; start a new "
+                             "run, or resume with the version that wrote it")
+        files.append(state)
+    return files
 
 
-def _inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers under Megatron's, with this rank's shards: dense parameters, then experts."""
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in chained if part.optimizer is not None]
+def _fits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
+    is_buffer = not isinstance(tensor, torch.nn.Parameter)
+    return tensor.shape == saved.shape and (is_buffer or tensor.dtype == saved.dtype)
 
 
-def _inner_state(inner: torch.optim.Optimizer) -> dict[str, Any]:
-    # The main parameters are views of the model in fp32 and copies of it in bf16: saving them covers both.
-    main = [[parameter.detach() for parameter in group["params"]] for group in inner.param_groups]
-    return {"state": inner.state_dict(), "main": main}
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(logical name, tensor, whether this rank writes it) of every parameter and buffer: one rank writes for all."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "token_dispatcher")}
+    dense_is_ours = dist.get_rank() == 0
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        match = _LOCAL_EXPERT.fullmatch(name)
+        if match is None:
+            yield name, tensor, dense_is_ours
+        else:
+            layer = layers[match[1]]
+            expert = logical_experts(layer)[int(match[2])]
+            yield f"{match[1]}.experts.{expert}.{match[3]}", tensor, layer.experts.dp_group.rank() == 0
 
 
-def _restore_inner(inner: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    inner.load_state_dict(saved["state"])
-    for group, tensors in zip(inner.param_groups, saved["main"], strict=True):
-        for parameter, tensor in zip(group["params"], tensors, strict=True):
-            parameter.copy_(tensor)
+def _shards(model: torch.nn.Module, states: OptimizerStates) -> dict[str, Any]:
+    """What this rank keeps for each parameter. In fp32 the parameters are their own main copies."""
+    found = {}
+    for name, tensor, _ in _named_tensors(model):
+        shard = states.shard(tensor)
+        if shard.end > shard.start:
+            found[name] = {"start": shard.start, "end": shard.end, "tensors": shard.tensors, "scalars": shard.scalars}
+    return found
+
+
+def _restore_shards(path: Path, model: torch.nn.Module, states: OptimizerStates, files: list[dict[str, Any]]) -> None:
+    """Cuts this rank's shards out of those that were saved, however they were cut then."""
+    saved: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        for name, part in file["optimizer"].items():
+            saved.setdefault(name, []).append(part)
+    for name, tensor, _ in _named_tensors(model):
+        shard = states.shard(tensor)
+        if shard.end == shard.start:
+            continue
+        parts = saved.get(name, [])
+        kinds = {kind for part in parts for kind in part["tensors"]}
+        joined = {kind: _cut(path, name, kind, parts, shard.start, shard.end) for kind in kinds}
+        if MAIN in joined:
+            shard.tensors[MAIN].copy_(joined.pop(MAIN))
+        states.set_state(tensor, joined, parts[0]["scalars"] if parts else {})
+
+
+def _cut(path: Path, name: str, kind: str, parts: list[dict[str, Any]], start: int, end: int) -> torch.Tensor:
+    """Elements [start, end) of a parameter's state, out of saved ranges that cover them."""
+    result, missing = None, torch.ones(end - start, dtype=torch.bool)
+    for part in parts:
+        first, last = max(start, part["start"]), min(end, part["end"])
+        if first < last:
+            source = part["tensors"][kind]
+            result = torch.empty(end - start, dtype=source.dtype) if result is None else result
+            result[first - start : last - start] = source[first - part["start"] : last - part["start"]]
+            missing[first - start : last - start] = False
+    if missing.any():
+        raise ValueError(f"{path}: {kind} of {name} lacks elements; the checkpoint is damaged, start a new run")
+    return result
 
 
 def _random_state() -> dict[str, Any]:

@@ -124,9 +124,14 @@ class ParallelConfig:
     dispatch_dtype: str = "bf16"
     """What hybrid_ep's forward dispatch sends: bf16 (rows as they are), fp8 or mxfp8."""
     balance: str = "off"
-    """`exact`: clones of hot experts for every micro-batch, see docs/balancer.md."""
+    """`exact`: clones of hot experts for every micro-batch; `slow`: experts change ranks between steps; `both`. See
+    docs/balancer.md."""
     spare_slots: int = 1
     """Slots for clones on every rank."""
+    balance_interval: int = 20
+    """Steps from one placement of `slow` to the next."""
+    layer_updates_per_iter: int = 1
+    """Layers of `slow` that move after one step."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "parallel", "num_ranks", "expert_parallel_size", "ranks_per_node")
@@ -150,7 +155,7 @@ class ParallelConfig:
             self.dispatch_dtype == "bf16" or self.dispatcher == "hybrid_ep", "parallel.dispatch_dtype",
             self.dispatch_dtype, f"must be bf16 with dispatcher={self.dispatcher}, which quantises nothing",
         )
-        _require_positive(self, "parallel", "spare_slots")
+        _require_positive(self, "parallel", "spare_slots", "balance_interval", "layer_updates_per_iter")
         _require(
             self.balance in BALANCE_MODES, "parallel.balance", self.balance,
             f"choose one of {', '.join(BALANCE_MODES)}",

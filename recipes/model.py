@@ -146,6 +146,17 @@ def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
+def logical_homes(layer: torch.nn.Module) -> list[int]:
+    """The logical expert in every home slot of an MoE layer, over all ranks; re-homing changes it."""
+    homes = getattr(getattr(layer.token_dispatcher, "_comm_manager", None), "homes", None)
+    return list(range(layer.config.num_moe_experts) if homes is None else homes.expert_of_slot)
+
+
+def logical_experts(layer: torch.nn.Module) -> list[int]:
+    """Logical ids of an MoE layer's experts on this rank, in the order of its parameters."""
+    return [logical_homes(layer)[slot] for slot in layer.local_expert_indices]
+
+
 def moe_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The MoE layers of this rank, in order of depth."""
     return [module for module in model.modules() if hasattr(module, "token_dispatcher")]

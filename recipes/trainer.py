@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -25,7 +26,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from recipes import checkpoint
 from recipes.config import RunConfig
 from recipes.dispatch_meter import DispatchMeter, imbalance
-from recipes.model import build_model, moe_layers
+from recipes.model import build_model, logical_homes, moe_layers
 from recipes.text_data import Corpus, build_datasets
 
 Emit = Callable[[str, dict[str, Any]], None]
@@ -124,6 +125,7 @@ class Trainer:
             micro_batch_size=schedule.micro_batch_size,
             decoder_seq_length=self.config.model.seq_length,
         )
+        homes = [logical_homes(layer) for layer in moe_layers(self.model)]  # the step may end with moves
         ok, grad_norm, _ = self.optimizer.step()
         loss = sum(part["loss"].item() for part in losses) / len(losses)
         if not ok or not math.isfinite(loss):
@@ -133,7 +135,7 @@ class Trainer:
             )
         self.scheduler.step(increment=1)
         self.step += 1
-        record, stop = self._gather_metrics(loss)
+        record, stop = self._gather_metrics(loss, homes)
         step_s = time.perf_counter() - start
         record = {
             "step": self.step, "train_loss": record.pop("train_loss"), "grad_norm": float(grad_norm),
@@ -180,7 +182,7 @@ class Trainer:
 
         return output, loss_func
 
-    def _gather_metrics(self, loss: float) -> tuple[dict[str, Any], bool]:
+    def _gather_metrics(self, loss: float, homes: list[list[int]]) -> tuple[dict[str, Any], bool]:
         """One small all-gather a step: loss, times, rows per expert and the wish to stop of every rank."""
         seconds, load = self.meter.take()
         scalars = [loss, seconds["dispatch"], seconds["combine"], float(self.stop_requested())]
@@ -201,7 +203,12 @@ class Trainer:
             "expert_imbalance": imbalance(per_expert).mean().item(),
             "expert_load": per_expert.long().tolist(),
         }
-        if self.config.parallel.balance == "exact":  # of the latest micro-batch; all ranks have the same plans
+        if (rehomer := getattr(self.optimizer, "hybrid_ep_rehomer", None)) is not None:
+            index = torch.tensor(homes).expand(len(per_group), -1, -1)
+            now = imbalance(per_group.gather(2, index).reshape(-1, layers, ep, experts // ep).sum(-1))
+            record |= {"balanced_imbalance": now.mean().item(), "balanced_imbalance_max": now.max().item(),
+                       "moved_experts": rehomer.moved}
+        if self.config.parallel.balance in ("exact", "both"):  # the latest micro-batch; all ranks have the same plans
             plans = [layer.token_dispatcher._comm_manager.last_plan for layer in moe_layers(self.model)]
             record["balanced_imbalance"] = sum(plan.imbalance() for plan in plans) / len(plans)
             record["balanced_imbalance_max"] = max(plan.imbalance() for plan in plans)
@@ -225,7 +232,7 @@ class Trainer:
 
     def _make_optimizer(self):
         wanted = self.config.optimizer
-        return get_megatron_optimizer(
+        return megatron_optimizer.get_megatron_optimizer(  # looked up now: megatron_patches may have wrapped it
             OptimizerConfig(
                 optimizer="adam", lr=wanted.lr, min_lr=wanted.min_lr, weight_decay=wanted.weight_decay,
                 adam_beta1=wanted.adam_beta1, adam_beta2=wanted.adam_beta2, adam_eps=wanted.adam_eps,

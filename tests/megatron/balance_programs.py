@@ -4,6 +4,8 @@ Inputs, weights and gradients are small integers and probabilities are halves, s
 whatever the plan, balancing must give the same bits as no balancing.
 """
 
+import os
+import signal
 import time
 
 import numpy as np
@@ -29,9 +31,12 @@ def integers(shape, seed, low=-1, high=1):
 
 
 class Layers:
-    """LAYERS x (dispatcher, experts), weights drawn by layer and global expert id."""
+    """LAYERS x (dispatcher, experts), weights drawn by layer and logical expert id.
 
-    def __init__(self, groups, ep):
+    homes: the same for every rank, expert of every slot by layer; None leaves experts where Megatron puts them.
+    """
+
+    def __init__(self, groups, ep, homes=None):
         local = EXPERTS // ep
         config = make_config("ours", ep, gated_linear_unit=False, activation_func=torch.relu, ffn_hidden_size=16,
                              moe_ffn_hidden_size=16, bias_activation_fusion=False, gradient_accumulation_fusion=False)
@@ -40,13 +45,29 @@ class Layers:
         for layer in range(LAYERS):
             dispatcher = make_dispatcher("ours", groups, ep)
             experts = SequentialMLP(local, config, parts, pg_collection=groups)
-            for i, expert in enumerate(experts.local_experts):
+            manager, mine = dispatcher._comm_manager, dispatcher.local_expert_indices
+            if hasattr(manager, "attach"):
+                manager.attach(experts)
+                manager.record = lambda counts: None
+                if homes is not None:
+                    manager.homes.assign(homes[layer])
+                mine = manager.homes.experts_of(groups.ep.rank())
+            for logical, expert in zip(mine, experts.local_experts, strict=True):
                 for n, parameter in enumerate(expert.parameters()):
-                    seed = 1000 * layer + 10 * (groups.ep.rank() * local + i) + n
-                    parameter.data.copy_(integers(parameter.shape, seed))
-            if hasattr(dispatcher._comm_manager, "attach"):
-                dispatcher._comm_manager.attach(experts)
+                    parameter.data.copy_(self.draw(parameter.shape, 1000 * layer + 10 * logical + n))
             self.pairs.append((dispatcher, experts))
+
+    draw = staticmethod(integers)
+
+    def everywhere(self, read):
+        """For every layer and parameter of an expert: `read(parameter)` of all ranks' experts, by logical id."""
+        for dispatcher, experts in self.pairs:
+            homes = getattr(dispatcher._comm_manager, "homes", None)
+            for mine in zip(*(expert.parameters() for expert in experts.local_experts), strict=True):
+                mine = torch.stack([read(parameter).detach() for parameter in mine])
+                gathered = [torch.empty_like(mine) for _ in range(dispatcher._comm_manager.group.size())]
+                dist.all_gather(gathered, mine, group=dispatcher._comm_manager.group)
+                yield torch.cat(gathered)[list(homes.slot_of) if homes else slice(None)]
 
     def parameters(self):
         return [p for _, experts in self.pairs for p in experts.parameters()]
@@ -73,14 +94,13 @@ def batch(step, rank):
     return integers((num_tokens, 1, HIDDEN), 31 * step + rank), maps, probs
 
 
-def random_plan(seed, options):
+def random_plan(seed, manager):
     """Forced plans: any expert anywhere, any number of its tokens, none included. Equal on all ranks."""
-    rng = np.random.default_rng(seed)
+    rng, options = np.random.default_rng(seed), manager.planner.options
 
     def plan(counts):
         counts = np.ascontiguousarray(counts, dtype=np.int64)
-        num_ranks = len(counts)
-        home = np.repeat(np.arange(num_ranks, dtype=np.int32), counts.shape[1] // num_ranks)
+        num_ranks, home = len(counts), manager.homes.rank_of
         slot_expert = np.full((num_ranks, options.spare_slots), -1, np.int32)
         slot_tokens = np.zeros(slot_expert.shape, np.int64)
         left = counts.sum(axis=0)
@@ -97,11 +117,12 @@ def random_plan(seed, options):
     return plan
 
 
-def empty_plan(options):
+def empty_plan(manager):
+    options = manager.planner.options
+
     def plan(counts):
-        num_ranks = len(counts)
-        none = np.full((num_ranks, options.spare_slots), -1, np.int32)
-        home = np.repeat(np.arange(num_ranks, dtype=np.int32), counts.shape[1] // num_ranks)
+        none = np.full((len(counts), options.spare_slots), -1, np.int32)
+        home = manager.homes.rank_of
         return MicrobatchPlan(none, np.zeros(none.shape, np.int64), np.ascontiguousarray(counts), home, options)
 
     return plan
@@ -119,15 +140,15 @@ def like_ddp(parameters, log):
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def train(groups, ep, forced=None, main_grad=False, recompute=False):
-    """Everything that a few steps compute on this rank, as a list of tensors, and the plans' copies."""
-    layers, seen, copies = Layers(groups, ep), [], 0
+def train(groups, ep, forced=None, main_grad=False, recompute=False, homes=None):
+    """Everything that a few steps compute, parameters by logical expert, as a list of tensors; the plans' copies."""
+    layers, seen, copies = Layers(groups, ep, homes), [], 0
     log = []
     if main_grad:
         like_ddp(layers.parameters(), log)
     for dispatcher, _ in layers.pairs:
         if forced is not None:
-            dispatcher._comm_manager.plan_with = forced(dispatcher._comm_manager.planner.options)
+            dispatcher._comm_manager.plan_with = forced(dispatcher._comm_manager)
     for step in range(STEPS):
         for micro in range(MICROBATCHES):
             hidden, maps, probs = batch(MICROBATCHES * step + micro, groups.ep.rank())
@@ -142,12 +163,12 @@ def train(groups, ep, forced=None, main_grad=False, recompute=False):
             for dispatcher, _ in layers.pairs:
                 plan = getattr(dispatcher._comm_manager, "last_plan", None)
                 copies += plan.num_copies if plan is not None else 0
+        seen += layers.everywhere(lambda parameter: parameter.main_grad if main_grad else parameter.grad)
         for parameter in layers.parameters():
             gradient = parameter.main_grad if main_grad else parameter.grad
-            seen.append(gradient.clone())
             parameter.data -= gradient.sign()
             gradient.zero_()
-            seen.append(parameter.detach().clone())
+        seen += layers.everywhere(lambda parameter: parameter)
     return seen, copies
 
 
@@ -167,12 +188,17 @@ def bit_equality(ep, spare_slots):
     planned, copies = train(groups, ep)
     assert copies > 0 and equal(planned, off)
     for seed in range(3):
-        forced, copies = train(groups, ep, lambda options, seed=seed: random_plan(seed, options), seed % 2 == 1)
+        forced, copies = train(groups, ep, lambda manager, seed=seed: random_plan(seed, manager), seed % 2 == 1)
         assert copies > 0 and equal(forced, off), seed
-    again, _ = train(groups, ep, lambda options: random_plan(2, options))
+    again, _ = train(groups, ep, lambda manager: random_plan(2, manager))
     assert equal(again, forced), "a replay of the same plans differs"
     recomputed, _ = train(groups, ep, recompute=True)
     assert equal(recomputed, off), "recomputation"
+    megatron_patches.apply(ranks_per_node=ep // 2, balance="both", spare_slots=spare_slots)
+    homes = np.random.default_rng(ep).permuted(np.tile(np.arange(EXPERTS), (LAYERS, 1)), axis=1)
+    for forced in (None, empty_plan, lambda manager: random_plan(5, manager)):
+        both, _ = train(groups, ep, forced, main_grad=forced is None, homes=homes)
+        assert equal(both, off), "clones of experts that live elsewhere"
     megatron_patches.revert()
     return True
 
@@ -206,13 +232,13 @@ def mutants(ep):
     ):
         before = owner.__dict__[attribute]
         setattr(owner, attribute, broken)
-        seen, _ = train(groups, ep, lambda options: random_plan(1, options))
+        seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
         setattr(owner, attribute, before)
         differs = torch.tensor([0.0 if equal(seen, off) else 1.0])
         dist.all_reduce(differs)  # a mutant may show on one rank only
         if not differs.item():
             missed.append(name)
-    seen, _ = train(groups, ep, lambda options: random_plan(1, options))
+    seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
     assert equal(seen, off) and push is balance_push._Push
     megatron_patches.revert()
     return missed
@@ -225,7 +251,7 @@ def main_grad_is_complete_before_ddp(ep):
     layers, log = Layers(groups, ep), []
     like_ddp(layers.parameters(), log)
     for dispatcher, _ in layers.pairs:
-        dispatcher._comm_manager.plan_with = random_plan(4, dispatcher._comm_manager.planner.options)
+        dispatcher._comm_manager.plan_with = random_plan(4, dispatcher._comm_manager)
     hidden, maps, probs = batch(3, groups.ep.rank())
     layers.forward(hidden.requires_grad_(), maps, probs).sum().backward()
     assert sorted(i for i, _ in log) == sorted(id(p) for p in layers.parameters()), "a parameter not ready once"
@@ -266,8 +292,7 @@ def silent_peer(ep):
     layers = Layers(groups, ep)
     dispatcher, _ = layers.pairs[0]
     manager = dispatcher._comm_manager
-    options = manager.planner.options
-    plan = empty_plan(options)(np.ones((ep, EXPERTS), np.int64))
+    plan = empty_plan(manager)(np.ones((ep, EXPERTS), np.int64))
     plan.slot_expert[0, 0] = EXPERTS - 1  # pushed by the last rank to rank 0
     if groups.ep.rank() == 0:
         start = time.monotonic()
@@ -276,3 +301,23 @@ def silent_peer(ep):
         assert time.monotonic() - start < 20
     dist.barrier()
     return True
+
+
+def killed_in_a_push(ep):
+    """The last rank dispatches its tokens, then dies before its weights are out; the others wait for them."""
+    groups = initialize(ep)
+    megatron_patches.apply(balance="exact", spare_slots=1, timeout_s=4.0)
+    layers = Layers(groups, ep)
+    for dispatcher, _ in layers.pairs:
+        options = dispatcher._comm_manager.planner.options
+        slots, tokens = np.full((ep, 1), EXPERTS - 1, np.int32), np.ones((ep, 1), np.int64)
+        slots[ep - 1], tokens[ep - 1] = 0, 1
+        dispatcher._comm_manager.plan_with = lambda counts, s=slots, t=tokens, o=options: MicrobatchPlan(
+            s, t, np.ascontiguousarray(counts), np.repeat(np.arange(ep, dtype=np.int32), EXPERTS // ep), o)
+    if groups.ep.rank() == ep - 1:
+        balance_push.Transfer.start = lambda self: self
+        balance_push.Transfer.wait = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    hidden, maps, probs = batch(3, groups.ep.rank())
+    maps[:, 0, 0] = maps[:, 0, -1] = True  # the clones have a token
+    layers.forward(hidden.requires_grad_(), maps, probs)
+    raise AssertionError("nobody noticed")

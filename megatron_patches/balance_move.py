@@ -1,0 +1,159 @@
+"""Experts change slots: weights, fp32 copies and moments travel together, and all ranks change or none does.
+
+    prepare   every rank receives what its slots will hold into staging memory, nothing in force is touched
+    vote      all ranks of the grid (expert parallel x expert data parallel) say whether they have everything
+    commit    copies inside each rank, and the new homes; no communication, nothing left that can fail
+
+Buffers, shapes and the cut of the distributed optimizer stay: an expert that moves to another slot meets another cut,
+so each element goes from the rank that keeps it for the old slot to the rank that keeps it for the new one.
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep.errors import DeadlineError
+from megatron_patches import balance_push
+
+WEIGHT = "weight"  # the model's own parameter, whole on every rank of the expert data parallel group
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Elements [first, last) of one tensor of an expert, on the way from a slot of `source` to one of `target`.
+
+    source, target: global ranks. slot_from, slot_to: local home slots there. layer, parameter: indices.
+    """
+
+    source: int
+    target: int
+    layer: int
+    parameter: int
+    name: str
+    slot_from: int
+    slot_to: int
+    first: int
+    last: int
+
+
+class Mover:
+    """Moves experts of the given layers. Built on all ranks of the grid together.
+
+    layers: managers with experts attached, the same on every rank of the grid. states: OptimizerStates.
+    """
+
+    def __init__(self, layers, states):
+        self.layers, self.states = layers, states
+        experts = layers[0].experts
+        self.ep, self.edp = experts.ep_group, experts.dp_group
+        ranks = [dist.get_global_rank(self.ep, r) for r in range(self.ep.size())]
+        self.ranks, self.cuts = zip(*self._gather((ranks, self._cuts())), strict=True)
+        # ranks: [edp rank][ep rank] -> global rank. cuts: [edp rank][layer][slot][parameter] -> (start, end)
+        self.names = []  # of state tensors, known when something moves: the first step creates moments
+
+    def _gather(self, mine):
+        everyone = [None] * self.edp.size()
+        dist.all_gather_object(everyone, mine, group=self.edp)
+        return everyone
+
+    def _shards(self):
+        for layer in self.layers:
+            yield [[self.states.shard(p) for p in expert.parameters()] for expert in layer.experts.local_experts]
+
+    def _cuts(self):
+        """Element ranges this rank keeps: the same on every expert parallel rank, whose buffers are laid out alike."""
+        return [[[(s.start, s.end) for s in slot] for slot in layer] for layer in self._shards()]
+
+    def _names(self):
+        return {name for layer in self._shards() for slot in layer for shard in slot for name in shard.tensors}
+
+    def pieces(self, layer, new):
+        """All pieces of a change of one layer's homes to `new`, in the order that every rank uses."""
+        homes = self.layers[layer].homes
+        for to, expert in enumerate(new):
+            old = homes.slot_of[expert]
+            if old == to:
+                continue
+            (r_from, i), (r_to, j) = divmod(old, homes.per_rank), divmod(to, homes.per_rank)
+            for n, size in enumerate(self._sizes(layer)):
+                for d in range(self.edp.size()):
+                    ends = (self.ranks[d][r_from], self.ranks[d][r_to])
+                    yield Piece(*ends, layer, n, WEIGHT, i, j, 0, size)
+                    yield from self._state_pieces(layer, n, d, (r_from, i), (r_to, j))
+
+    def _sizes(self, layer):
+        return [p.numel() for p in self.layers[layer].experts.local_experts[0].parameters()]
+
+    def _state_pieces(self, layer, n, d_to, origin, goal):
+        """What edp rank `d_to` of the goal keeps, from whoever keeps it for the origin: its own peer where it can."""
+        (r_from, i), (r_to, j) = origin, goal
+        start, end = self.cuts[d_to][layer][j][n]
+        own = self.cuts[d_to][layer][i][n]
+        sources = [d_to] if own[0] <= start and end <= own[1] else range(self.edp.size())
+        for d in sources:
+            first, last = (max(start, self.cuts[d][layer][i][n][0]), min(end, self.cuts[d][layer][i][n][1]))
+            if first < last:
+                for name in self.names:
+                    yield Piece(self.ranks[d][r_from], self.ranks[d_to][r_to], layer, n, name, i, j, first, last)
+
+    def _view(self, piece, slot):
+        """This rank's memory of a piece, in the slot it leaves or enters."""
+        parameter = list(self.layers[piece.layer].experts.local_experts[slot].parameters())[piece.parameter]
+        if piece.name == WEIGHT:
+            return parameter.detach().view(-1)[piece.first : piece.last]
+        shard = self.states.shard(parameter)
+        return shard.tensors[piece.name][piece.first - shard.start : piece.last - shard.start]
+
+    def move(self, changes):
+        """changes: dict layer -> expert_of_slot, equal on all ranks. Collective over the grid.
+
+        Moves all layers of `changes` or none. DeadlineError when a rank does not answer in time, RuntimeError when one
+        could not prepare; the model, the optimizer and the homes of a rank that raises are as they were.
+        """
+        try:
+            staged, failure = self.prepare(changes), None
+        except DeadlineError:
+            raise  # a rank is gone: asking everyone would only wait for it again
+        except Exception as error:
+            staged, failure = [], error
+        if not self._all_agree(failure is None):
+            raise RuntimeError(f"no expert was moved: {failure or 'another rank could not prepare'}") from failure
+        for view, received in staged:
+            view.copy_(received)
+        for layer, new in changes.items():
+            self.layers[layer].homes.assign(new)
+
+    def prepare(self, changes):
+        """[(memory in force, what goes there)] of this rank. One message a pair of ranks and dtype."""
+        self.names = sorted(set().union(*self._gather(self._names())))  # a rank may keep nothing of any expert
+        me, outgoing, incoming, staged = dist.get_rank(), {}, {}, []
+        for piece in (p for layer, new in sorted(changes.items()) for p in self.pieces(layer, new)):
+            if me not in (piece.source, piece.target):
+                continue
+            source = self._view(piece, piece.slot_from) if piece.source == me else None
+            target = self._view(piece, piece.slot_to) if piece.target == me else None
+            if piece.source == piece.target:
+                staged.append((target, source.clone()))
+            elif target is None:
+                outgoing.setdefault((piece.target, source.dtype), []).append(source)
+            else:
+                incoming.setdefault((piece.source, target.dtype), []).append(target)
+        transfer = balance_push.Transfer(dist.group.WORLD, "move of experts")
+        for rank, dtype in sorted({*outgoing, *incoming}, key=str):  # any order will do if both ends agree on dtypes
+            if (rank, dtype) in outgoing:
+                transfer.send(torch.cat(outgoing[rank, dtype]), rank)
+            if (rank, dtype) in incoming:
+                views = incoming[rank, dtype]
+                flat = torch.empty(sum(v.numel() for v in views), dtype=dtype, device=views[0].device)
+                transfer.receive(flat, rank)
+                staged += zip(views, flat.split([v.numel() for v in views]), strict=True)
+        transfer.start().wait()
+        return staged
+
+    def _all_agree(self, ready):
+        vote = torch.tensor([int(ready)], device=next(self.layers[0].experts.parameters()).device)
+        for group in (self.ep, self.edp):  # the minimum over rows, then over columns: over the grid
+            work = dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group, async_op=True)
+            balance_push.wait_for([work], "vote on moved experts", dist.get_rank())
+        return bool(vote.item())

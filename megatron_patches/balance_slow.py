@@ -1,0 +1,187 @@
+"""Slow balancing: between optimizer steps, experts move to ranks that have been idler, a few layers a step.
+
+    router's counts -> LoadWindow -> every `balance_interval` steps: plan_placement(current=homes) -> after this step
+    and the next ones `layer_updates_per_iter` layers move (`balance_move`): weight, fp32 copy, both moments
+
+A step boundary is the one moment when no gradient is half summed and no forward is under way. Everything is decided
+from counts summed over all ranks in integers, so that every rank plans the same.
+"""
+
+import contextlib
+import functools
+
+import numpy as np
+
+from hybrid_ep.balance import plan_placement
+from hybrid_ep.balance.window import LoadWindow
+from megatron_patches import settings
+from megatron_patches.balance import SlowManager
+from megatron_patches.balance_move import Mover
+from megatron_patches.optimizer_state import OptimizerStates
+
+TARGET = 0.02  # a layer within this of the mean stays as it is
+DECAY = 0.9
+
+# Megatron's own state dicts go by slot, in either direction: right while every expert is where it began.
+_BY_SLOT = ("state_dict", "load_state_dict", "sharded_state_dict", "save_parameter_state", "load_parameter_state")
+
+
+class Rehomer:
+    """Counts the loads of one model's MoE layers on this rank and moves its experts after optimizer steps.
+
+    plan_with: (load float64 [L, E], current int64 [L, E]) -> expert of every slot [L, E]; tests force plans here.
+    moved: slots that changed so far. layers: the managers, in the order of the model.
+    """
+
+    def __init__(self, optimizer, model_chunks):
+        self.settings = settings.current()
+        modules = [m for chunk in model_chunks for m in chunk.modules()]
+        managers = [getattr(getattr(m, "token_dispatcher", None), "_comm_manager", None) for m in modules]
+        self.layers = [manager for manager in managers if isinstance(manager, SlowManager)]
+        self.states, self.mover = OptimizerStates(optimizer), None
+        self.plan_with, self.steps, self.moved, self.pending = self._plan, 0, 0, []
+        if self.layers:
+            self.window = LoadWindow(len(self.layers), len(self.layers[0].homes.slot_of), DECAY)
+        for index, manager in enumerate(self.layers):
+            manager.record = functools.partial(self.window.add, index)
+
+    @property
+    def current(self):
+        """int64 [L, E]: the expert in every home slot."""
+        return np.array([manager.homes.expert_of_slot for manager in self.layers], dtype=np.int64)
+
+    def after_step(self):
+        """Tell it that an optimizer step has been made. Collective over the expert ranks of the stage."""
+        if not self.layers:
+            return
+        self.steps += 1
+        self.window.advance()
+        if self.steps % self.settings.balance_interval == 0 and not self.pending:  # or the last layers never move
+            experts = self.layers[0].experts
+            current = self.current
+            new = np.asarray(self.plan_with(self.window.reduced(experts.ep_group, experts.dp_group), current))
+            self.pending = [(layer, new[layer]) for layer in range(len(new)) if (new[layer] != current[layer]).any()]
+        count = self.settings.layer_updates_per_iter
+        now, self.pending = self.pending[:count], self.pending[count:]
+        self.move(dict(now))
+
+    def _plan(self, load, current):
+        num_experts = current.shape[1]
+        plan = plan_placement(load, num_experts, self.layers[0].homes.num_ranks, current=current, target=TARGET,
+                              move_cost=self.settings.balance_move_cost,
+                              horizon=self.settings.balance_interval if self.settings.balance_move_cost else 0)
+        return plan.phy2log
+
+    def move(self, changes):
+        """Put {layer: expert of every slot} in force, all layers or none. Collective; errors as `Mover.move`."""
+        if not changes:
+            return
+        if self.mover is None:
+            self.mover = Mover(self.layers, self.states)
+        before = self.current
+        self.mover.move(changes)
+        self.moved += int((self.current != before).sum())
+
+    def state(self):
+        """What `restore` takes to continue exactly: homes, moves under way, steps, this rank's window."""
+        pending = [(layer, [int(expert) for expert in new]) for layer, new in self.pending]
+        window = self.window.state() if self.layers else None
+        return {"homes": self.current.tolist(), "pending": pending, "steps": self.steps, "window": window,
+                "num_ranks": [manager.homes.num_ranks for manager in self.layers]}
+
+    def restore(self, state):
+        """Take up a `state` before the weights are loaded; does nothing where the layers are spread otherwise."""
+        if state["num_ranks"] != [manager.homes.num_ranks for manager in self.layers] or not self.layers:
+            return
+        for manager, homes in zip(self.layers, state["homes"], strict=True):
+            manager.homes.assign(homes)
+        self.pending, self.steps = list(state["pending"]), state["steps"]
+        self.window.restore(state["window"])
+
+    @contextlib.contextmanager
+    def identity_homes(self):
+        """Every expert where it began while the block runs, then back: for state dicts that go by slot. Collective."""
+        away = {i: np.array(m.homes.expert_of_slot) for i, m in enumerate(self.layers) if not m.homes.is_identity}
+        self.move({layer: np.arange(len(new)) for layer, new in away.items()})
+        yield
+        self.move(away)
+
+
+_rehomers = []  # of this process, for identity_homes()
+
+
+@contextlib.contextmanager
+def identity_homes():
+    """`Rehomer.identity_homes` of every model of this process."""
+    with contextlib.ExitStack() as stack:
+        for rehomer in _rehomers:
+            stack.enter_context(rehomer.identity_homes())
+        yield
+
+
+def attach(optimizer, model_chunks):
+    """Move experts of `model_chunks` after every successful `optimizer.step()`; returns the `Rehomer`.
+
+    optimizer: Megatron's, over all of model_chunks. Done by `get_megatron_optimizer` itself once `apply()` asked for
+    slow or both. ValueError for an optimizer whose state cannot be moved.
+    """
+    found = getattr(optimizer, "hybrid_ep_rehomer", None)
+    if found is not None:
+        return found
+    rehomer, step = Rehomer(optimizer, model_chunks), optimizer.step
+
+    @functools.wraps(step)
+    def step_and_move(*args, **keywords):
+        result = step(*args, **keywords)
+        if result[0]:  # an overflow skipped the step: nothing is counted, the next one is a step later
+            rehomer.after_step()
+        return result
+
+    optimizer.step, optimizer.hybrid_ep_rehomer = step_and_move, rehomer
+    for name in _BY_SLOT:
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, _only_at_identity(getattr(optimizer, name), rehomer))
+    _rehomers.append(rehomer)
+    return rehomer
+
+
+def release():
+    """Forget the models of this process."""
+    _rehomers.clear()
+
+
+def _only_at_identity(method, rehomer):
+    @functools.wraps(method)
+    def guarded(*args, **keywords):
+        if not all(manager.homes.is_identity for manager in rehomer.layers):
+            raise ValueError(
+                f"optimizer.{method.__name__}() goes by slot, and --hybrid-ep-balance {rehomer.settings.balance} has "
+                "moved experts: call it inside `with megatron_patches.balance_slow.identity_homes():`"
+            )
+        return method(*args, **keywords)
+
+    return guarded
+
+
+def optimizer_wrapper(original):
+    """A replacement for get_megatron_optimizer that attaches what it builds."""
+
+    @functools.wraps(original)
+    def get_megatron_optimizer(config, model_chunks, *args, **keywords):
+        optimizer = original(config, model_chunks, *args, **keywords)
+        if settings.current().enabled and settings.current().rehomes:
+            attach(optimizer, model_chunks)
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def save_wrapper(original):
+    """A replacement for Megatron-LM's save_checkpoint: experts go home for it, so files of any format are logical."""
+
+    @functools.wraps(original)
+    def save_checkpoint(*args, **keywords):
+        with identity_homes():
+            return original(*args, **keywords)
+
+    return save_checkpoint

@@ -1,0 +1,149 @@
+"""What the ranks of the checkpoint tests do: save while experts are away from home, load in other layouts, go on."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from slow_programs import Job, difference, initialize, shuffled, train
+
+import megatron_patches
+from hybrid_ep.errors import DeadlineError
+from megatron_patches import balance_slow
+from megatron_patches.balance_move import Mover
+from recipes import checkpoint
+
+
+class NoSchedule:
+    """A scheduler without a say."""
+
+    num_steps = 0
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def continued(folder, ep, balance="off", steps=2, **options):
+    """Load the checkpoint in another layout: (losses of the next steps, state as loaded, state at the end)."""
+    parallel_state.destroy_model_parallel()
+    initialize(ep)
+    wanted = {"balance_interval": 1, "layer_updates_per_iter": 2} if balance == "slow" else {}
+    megatron_patches.apply(balance=balance, timeout_s=60.0, **wanted)
+    job = Job(ep, **options)
+    job.step = checkpoint.load(folder, job.model, job.optimizer, NoSchedule())
+    if balance == "slow":
+        job.rehomer.plan_with = shuffled(2)
+    loaded = job.logical()
+    losses = [job.train_step() for _ in range(steps)]
+    state = job.logical()
+    megatron_patches.revert()
+    return losses, loaded, state
+
+
+def save_and_load(folder, options):
+    """Trained with moves at EP4, loaded at EP2 and EP1 without balancing, at EP4 with clones, at EP4 with moves."""
+    folder = Path(folder)
+    initialize(4)
+    _, state, job = train(4, "slow", plan_with=shuffled(1), **options)
+    assert not any(manager.homes.is_identity for manager in job.rehomer.layers)
+    checkpoint.save(folder, job.step, job.model, job.optimizer, NoSchedule())
+    megatron_patches.apply(balance="slow", balance_interval=1, layer_updates_per_iter=2)
+    job.rehomer.plan_with = shuffled(2)
+    expected = [job.train_step() for _ in range(2)], job.logical()
+    megatron_patches.revert()
+    for ep, balance in ((2, "off"), (1, "off"), (4, "exact")):
+        losses, loaded, _ = continued(folder, ep, balance, **options)
+        assert difference(([], state), ([], loaded)) is None, (ep, balance, difference(([], state), ([], loaded)))
+        precise = 2e-2 if options.get("dtype") == "bf16" else 1e-5
+        assert losses[0] == expected[0][0] or balance == "exact", "the first losses have the same bits"
+        for mine, reference in zip(losses, expected[0], strict=True):
+            assert mine == pytest.approx(reference, rel=precise), (ep, balance)
+    losses, _, state = continued(folder, 4, "slow", **options)
+    assert difference((losses, state), expected) is None, "resumed with its homes, it is the same run"
+    return True
+
+
+def names_in_megatrons_checkpoints(ep):
+    """Sharded state dicts of moved experts carry logical offsets; optimizers refuse until experts are home."""
+    initialize(ep)
+    megatron_patches.apply(balance="slow", balance_interval=1, layer_updates_per_iter=2)
+    job = Job(ep)
+    job.rehomer.plan_with = shuffled(5)
+    before = _offsets(job)
+    job.train_step()
+    moved = _offsets(job)
+    assert {k: v[0] for k, v in before.items()} != {k: v[0] for k, v in moved.items()}
+    for key, (expert, _) in moved.items():
+        layer, local = int(key.split(".")[2]), int(key.split("local_experts.")[1].split(".")[0])
+        homes = job.rehomer.layers[layer].homes
+        assert expert == homes.experts_of(dist.get_rank() % ep)[local], key
+    assert [v[1] for v in before.values()] == [v[1] for v in moved.values()]
+    with pytest.raises(ValueError, match="identity_homes"):
+        job.optimizer.state_dict()
+    state = job.logical()
+    with balance_slow.identity_homes():
+        assert _offsets(job) == before and difference(([], state), ([], job.logical())) is None
+        job.optimizer.state_dict()
+    saved = balance_slow.save_wrapper(lambda what: (what, _offsets(job)))("args")  # Megatron-LM's save_checkpoint
+    assert saved == ("args", before)
+    assert _offsets(job) == moved and difference(([], state), ([], job.logical())) is None
+    megatron_patches.revert()
+    return True
+
+
+def _offsets(job):
+    """{key of the state dict: (expert in the global tensor, global shape)} of this rank's experts."""
+    found = job.model.sharded_state_dict()
+    return {key: (value.global_offset[-3], value.global_shape) for key, value in found.items()
+            if ".local_experts." in key and isinstance(value, ShardedTensor)}
+
+
+def _moving_job(ep, timeout_s):
+    initialize(ep)
+    megatron_patches.apply(balance="slow", balance_interval=1000, timeout_s=timeout_s)
+    job = Job(ep)
+    job.train_step()
+    return job, dict(enumerate(shuffled(7)(None, job.rehomer.current)))
+
+
+def failed_move(ep):
+    """One rank cannot prepare: all raise, nothing has changed anywhere, and the next move succeeds."""
+    job, changes = _moving_job(ep, 30.0)
+    state, homes, prepare = job.logical(), job.rehomer.current, Mover.prepare
+
+    def out_of_memory(self, wanted):
+        prepare(self, wanted)
+        raise MemoryError("no staging memory")
+
+    Mover.prepare = out_of_memory if dist.get_rank() == ep - 1 else prepare
+    with pytest.raises(RuntimeError, match="no expert was moved"):
+        job.rehomer.move(changes)
+    assert (job.rehomer.current == homes).all() and difference(([], state), ([], job.logical())) is None
+    Mover.prepare = prepare
+    job.rehomer.move(changes)
+    assert (job.rehomer.current != homes).any() and difference(([], state), ([], job.logical())) is None
+    megatron_patches.revert()
+    return True
+
+
+def killed_in_a_move(ep):
+    """The last rank dies when all are about to move experts; the others report what they waited for, unchanged."""
+    job, changes = _moving_job(ep, 3.0)
+    before = [p.detach().clone() for p in job.model.parameters()]
+    job.rehomer.move({})
+    dist.barrier()
+    if dist.get_rank() == ep - 1:
+        Mover.prepare = lambda self, wanted: os.kill(os.getpid(), signal.SIGKILL)
+    homes = job.rehomer.current
+    try:
+        job.rehomer.move(changes)
+    except DeadlineError as error:
+        same = all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
+        raise AssertionError(f"unchanged: {same and (job.rehomer.current == homes).all()}, {error.site}") from error

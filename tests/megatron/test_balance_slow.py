@@ -1,0 +1,62 @@
+"""Experts that move between steps train the same model: weights, moments, losses bit for bit, on gloo ranks."""
+
+import parity_world
+import pytest
+from test_dispatcher import Program
+
+
+def run(name, num_ranks, *arguments, module="slow_programs"):
+    return parity_world.run_world(Program(name, module), num_ranks, arguments, timeout_s=150)
+
+
+BF16 = {"dtype": "bf16"}
+RECOMPUTED = {"after": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
+
+
+@pytest.mark.parametrize("num_ranks, ep, variants", [
+    (2, 2, [{}, {"distributed": False}]),
+    (4, 4, [{}, BF16]),
+    (4, 2, [{}, BF16, {"distributed": False, **BF16}, RECOMPUTED]),  # two ranks cut every expert's optimizer state
+])
+def test_moving_experts_changes_no_bit(num_ranks, ep, variants):
+    run("bit_equality", num_ranks, ep, variants)
+
+
+def test_pipeline_parallel():
+    run("bit_equality", 4, 2, [{}], 2)
+
+
+@pytest.mark.parametrize("options", [{}, BF16])
+def test_checkpoints_load_in_any_layout(tmp_path, options):
+    run("save_and_load", 4, str(tmp_path), options, module="checkpoint_programs")
+
+
+def test_megatrons_state_dicts_are_logical_or_refused():
+    run("names_in_megatrons_checkpoints", 2, 2, module="checkpoint_programs")
+
+
+@pytest.mark.version_free
+def test_a_move_that_one_rank_cannot_prepare_happens_nowhere():
+    run("failed_move", 2, 2, module="checkpoint_programs")
+
+
+@pytest.mark.version_free
+def test_a_rank_killed_in_a_move_ends_the_wait_of_the_others():
+    with pytest.raises(parity_world.WorldError) as failed:
+        run("killed_in_a_move", 2, 2, module="checkpoint_programs")
+    text = str(failed.value)
+    assert "exit code -9" in text and "unchanged: True, " in text and "DeadlineError" in text, text
+
+
+@pytest.mark.version_free
+def test_moves_follow_the_interval_and_the_gain():
+    run("schedule", 4, 2)
+
+
+def test_unsupported_combinations_name_their_flag():
+    run("refusals", 2, 2)
+
+
+@pytest.mark.version_free
+def test_broken_movers_are_noticed():
+    assert run("mutants", 2, 2)[0] == []
