@@ -18,6 +18,7 @@ class Settings:
     enabled: build our dispatcher where Megatron asks for flex/hybridep (False: Megatron's own, untouched).
     ranks_per_node: ranks of one NVLink domain; must divide the EP group.
     num_sms: SMs granted to dispatch and to combine (blocks, on the host executor).
+    tuning: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     timeout_s: seconds a wait inside hybrid_ep may last before it raises.
     dispatch_dtype: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
     balance: "off", or "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`).
@@ -34,6 +35,7 @@ class Settings:
     balance: str = "off"
     spare_slots: int = 1
     balance_epsilon: float = 0.01
+    tuning: str | None = None
 
     def __post_init__(self):
         for name, minimum in (("ranks_per_node", 1), ("num_sms", 1), ("spare_slots", 1)):
