@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": Command("hybrid_ep.cli.bench.command", "time dispatch and combine, check every value"),
     "doctor": Command("hybrid_ep.cli.doctor", "is this machine fit: versions, limits, a loopback exchange"),
     "simulate": Command("hybrid_ep.cli.simulate.command", "predict dispatch and combine on a cluster that is not here"),
+    "tune": Command("hybrid_ep.cli.tune.command", "find the blocks and chunks that are best, write them for buffers"),
 }
 
 

@@ -139,12 +139,12 @@ def _count_wrong_unordered(implementation: Implementation, done: Dispatched, exp
     got, want = (torch.cat([t.cpu().view(torch.uint8) for t in parts if t is not None], 1)
                  for parts in ((done.rows, done.scales), (expected.rows, expected.scales)))
     same = got.shape == want.shape and torch.equal(_sorted(got), _sorted(want))
-    rows = done.rows.cpu().to(expected.expert_rows.dtype) if expected.scales is None else expected.expert_rows
-    if expected.scales is not None:  # the sums of rows in another order cannot be told apart
-        return 0 if same else max(1, want.numel())
-    factor = expected.factors[:1].to(rows.dtype) if expected.factors.numel() else 1
-    combined = implementation.combine(done, (rows * factor).to(done.rows.device))
-    return (0 if same else max(1, want.numel())) + _mismatches(combined, expected.combined)
+    wrong = 0 if same else max(1, expected.rows.numel())
+    if expected.scales is not None:  # what the rows were before they were quantised cannot be told in another order
+        return wrong
+    factor = expected.factors[:1].to(done.rows) if expected.factors.numel() else 1
+    combined = implementation.combine(done, done.rows * factor)
+    return wrong + _mismatches(combined, expected.combined)
 
 
 def _sorted(rows: torch.Tensor) -> torch.Tensor:

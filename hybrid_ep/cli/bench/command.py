@@ -7,7 +7,6 @@ prints one sentence.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import sys
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
                 "--ranks and --ranks-per-node, or --backend sim")  # fmt: skip
     presets.apply_to_ranks(args)
     if launch.is_rank():
-        return _run_rank(args)
+        return _be_rank(args)
     ranks = flags.DEFAULT_RANKS if args.ranks is None else args.ranks
     config = make_config(args, num_ranks=ranks)
     _refuse_unavailable_base(config, _choose(args)[0])
@@ -74,29 +73,33 @@ def _choose(args: argparse.Namespace) -> list[type]:
     return choose(args.impl, args.peers, args.peer)
 
 
+def _be_rank(args: argparse.Namespace) -> int:
+    from hybrid_ep.cli.bench.graphs import CaptureError
+
+    try:
+        return _run_rank(args)
+    except CaptureError as error:
+        print(f"hybrid-ep bench: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
 def _run_rank(args: argparse.Namespace) -> int:
     import torch
-    import torch.distributed as dist
 
-    from hybrid_ep.cli.bench import environment, graphs, report, session
+    from hybrid_ep.cli.bench import environment, report, session
+    from hybrid_ep.cli.bench.world import dist, joined
 
     launch.explain_on_deadline()
     heap_mode = heap.prepare(args.heap)
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = _device(args.backend)
-    deadline = datetime.timedelta(seconds=args.timeout)
-    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=deadline)
-    try:
-        group = dist.group.WORLD
-        control = group if device.type == "cpu" else dist.new_group(backend="gloo", timeout=deadline)
-        world = session.World(group, control, device)
-        config = make_config(args, num_ranks=group.size())
+    with joined(args.backend, args.timeout) as world:
+        config = make_config(args, num_ranks=world.size)
         kinds = _choose(args)
         _refuse_unavailable_base(config, kinds[0])
         wires = {kind.name: kind.wire for kind in kinds}
-        show = print if group.rank() == 0 else _discard
-        described = environment.describe() | {"heap": heap_mode, "device": environment.device_name(device)}
+        show = print if world.rank == 0 else _discard
+        described = environment.describe() | {"heap": heap_mode, "device": environment.device_name(world.device)}
         for line in report.header_lines(config, described, list(wires)):
             show(line, flush=True)
         results, rows = [], []
@@ -107,33 +110,17 @@ def _run_rank(args: argparse.Namespace) -> int:
                 case_rows = report.build_rows(config, result, wires)
                 rows += case_rows
                 _show_case(report, config, result, case_rows, args.per_iteration, show)
-        peak = session.reduce_max(environment.peak_rss_bytes(), control)
+        peak = world.reduce(environment.peak_rss_bytes(), dist.ReduceOp.MAX)
         for line in report.footer_lines(config, results, rows, peak if args.memory else None):
             show(line, flush=True)
-        if args.json and group.rank() == 0:
+        if args.json and world.rank == 0:
             extra = {"peak_rss_bytes": peak, "argv": sys.argv[1:]}
             document = report.to_json(config, described, results, wires, **extra)
             Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
-        if args.plot and group.rank() == 0:
+        if args.plot and world.rank == 0:
             for path in _plotting().draw([plot_point(row) for row in rows], Path(args.plot), _title(config, described)):
                 show(f"# drawn: {path}", flush=True)
         return EXIT_WRONG if any(result.failed for result in results) else EXIT_OK
-    except graphs.CaptureError as error:
-        print(f"hybrid-ep bench: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    finally:
-        dist.destroy_process_group()
-
-
-def _device(backend: str):
-    """Of this rank: the CPU, or GPU LOCAL_RANK (ranks beyond the number of GPUs share them)."""
-    import torch
-
-    if backend == "host":
-        return torch.device("cpu")
-    device = torch.device("cuda", launch.local_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def plot_point(row):

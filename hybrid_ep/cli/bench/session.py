@@ -9,7 +9,6 @@ an implementation can tell, the time inside its kernels stands beside them.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,9 +21,9 @@ from hybrid_ep.cli.bench.implementations import Case, Implementation, Setting, T
 from hybrid_ep.cli.bench.ledger import STAGES, Ledger, build_ledger
 from hybrid_ep.cli.bench.memcpy import Memcpy
 from hybrid_ep.cli.bench.routing import Routing, generate, token_counts
+from hybrid_ep.cli.bench.world import Samples, World
 
 MEMCPY = "memcpy"
-Samples = dict[tuple[str, str], list[float]]  # (op, implementation) -> seconds, one an iteration
 
 
 @dataclass
@@ -54,27 +53,11 @@ class CaseResult:
         return any(self.wrong.values()) or self.num_miscounted > 0
 
 
-class World:
-    """The ranks of a run. group: moves the data (NCCL for CUDA tensors); control: gloo, for barriers and facts."""
-
-    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.control, self.device = group, control, device
-
-    def meet(self) -> None:
-        """A barrier, after the work of this rank's device."""
-        self.finish()
-        dist.barrier(group=self.control)
-
-    def finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
 def run_case(
     config: Config, world: World, kinds: list[type[Implementation]], tokens: int, num_sms: int
 ) -> CaseResult:
     """Measure one point of the sweep; collective."""
-    control, rank = world.control, world.control.rank()
+    control, rank = world.control, world.rank
     counts = token_counts(config.ragged, tokens, config.num_ranks, config.seed)
     routings = generate(config.routing, counts, config.num_experts, config.topk, config.seed)
     ledger = build_ledger(
@@ -89,24 +72,24 @@ def run_case(
     setup: Samples = {}
     try:
         for kind in chosen:
-            built.append(_timed(setup, ("setup", kind.name), lambda kind=kind: kind(case), world))
+            built.append(world.timed(setup, ("setup", kind.name), lambda kind=kind: kind(case)))
         wrong = dict.fromkeys((kind.name for kind in chosen), 0)
         _check(built, config, expected, wrong, world)
-        counted = {each.name: rows for each in built if (rows := _count_rows(each, ledger, control))}
+        counted = {each.name: rows for each in built if (rows := _count_rows(each, ledger, world))}
         samples, kernel = _time(built, config, world)
         _check(built, config, expected, wrong, world)
-        buffer_bytes = {each.name: reduce_max(each.buffer_bytes(), control) for each in built}
+        buffer_bytes = {each.name: world.reduce(each.buffer_bytes(), dist.ReduceOp.MAX) for each in built}
     finally:
         for each in built:
             each.close()
-    setup_s = {name: max(of_rank[0] for of_rank in by_rank) for (_, name), by_rank in _gather(setup, control).items()}
-    return CaseResult(tokens, num_sms, counts, ledger, _gather(samples, control), wrong, buffer_bytes, skipped, counted,
-                      _gather(kernel, control), setup_s)
+    setup_s = {name: max(of_rank[0] for of_rank in by_rank) for (_, name), by_rank in world.gather(setup).items()}
+    return CaseResult(tokens, num_sms, counts, ledger, world.gather(samples), wrong, buffer_bytes, skipped, counted,
+                      world.gather(kernel), setup_s)
 
 
 def _build_case(config: Config, world: World, routing: Routing, max_tokens: int, num_sms: int) -> Case:
     routing_map, probs = routing.to_map(config.num_experts)
-    rank = world.control.rank()
+    rank = world.rank
     rows = checks.make_rows(rank, routing.num_tokens, config.hidden, config.dtype, config.topk, config.seed)
     x, scales = checks.payload(rows, config.dtype)
     return Case(
@@ -158,11 +141,11 @@ def _check(
         found = checks.count_wrong(each, expected)
         if config.chain:
             found += checks.count_unchained(each, world.meet)
-        wrong[each.name] += _reduce(found, dist.ReduceOp.SUM, world.control)
+        wrong[each.name] += world.reduce(found)
 
 
 def _count_rows(
-    each: Implementation, ledger: Ledger, group: dist.ProcessGroup
+    each: Implementation, ledger: Ledger, world: World
 ) -> dict[str, tuple[int, int]] | None:
     """One dispatch and one combine under the implementation's own counters; None if it has none."""
     before = each.link_rows()
@@ -170,7 +153,7 @@ def _count_rows(
         return None
     _pair(each)
     after = each.link_rows()
-    grown = {link: _reduce(after[link] - before[link], dist.ReduceOp.SUM, group) for link in before}
+    grown = {link: world.reduce(after[link] - before[link]) for link in before}
     expected = ledger.link_rows(each.wire)
     return {link: (grown[link], 2 * expected[link]) for link in before}
 
@@ -190,7 +173,7 @@ def _time(built: list[Implementation], config: Config, world: World) -> tuple[Sa
             first = iteration % len(turns) if turns else 0
             for turn in turns[first:] + turns[:first]:
                 turn.run(*kept)
-            _timed(kept[0], ("copy", MEMCPY), memcpy.run, world)
+            world.timed(kept[0], ("copy", MEMCPY), memcpy.run)
     finally:
         if collecting:
             gc.enable()
@@ -229,7 +212,7 @@ class _Turn:
     def _time(self, op: str, call: Callable, parts: int = 1, keep: bool = True):
         samples, kernel = self._kept if keep else ({}, {})
         before = self.each.kernel_seconds()
-        result = _timed(samples, (op, self.each.name), call, self.world, parts)
+        result = self.world.timed(samples, (op, self.each.name), call, parts)
         if before is not None and not self.captured:
             kernel.setdefault((op, self.each.name), []).append((self.each.kernel_seconds() - before) / parts)
         return result
@@ -262,29 +245,3 @@ def _chain(each: Implementation, pairs: int) -> None:
             each.feed(_pair(each))
     finally:
         each.case = first
-
-
-def _timed(kept: Samples, key: tuple[str, str], call: Callable, world: World, parts: int = 1):
-    world.meet()
-    start = time.perf_counter()
-    result = call()
-    world.finish()
-    kept.setdefault(key, []).append((time.perf_counter() - start) / parts)
-    return result
-
-
-def _gather(samples: Samples, group: dist.ProcessGroup) -> dict[tuple[str, str], list[list[float]]]:
-    everyone: list[Samples] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everyone, samples, group=group)
-    return {key: [of_rank[key] for of_rank in everyone] for key in samples}
-
-
-def reduce_max(value: int, group: dist.ProcessGroup) -> int:
-    """The largest `value` over the ranks; collective."""
-    return _reduce(value, dist.ReduceOp.MAX, group)
-
-
-def _reduce(value: int, how: dist.ReduceOp, group: dist.ProcessGroup) -> int:
-    total = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(total, how, group=group)
-    return int(total)
