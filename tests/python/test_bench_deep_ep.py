@@ -1,4 +1,4 @@
-"""DeepEP's buffers as bench peers: called as their interfaces say, and left out, with the reason, where they cannot run.
+"""DeepEP's buffers as bench peers: called as their interfaces say; left out, with the reason, where they cannot run.
 
 A module that records its calls stands in for DeepEP, which needs GPUs."""
 
