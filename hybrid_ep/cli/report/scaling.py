@@ -65,6 +65,8 @@ def draw(tables: dict[str, list[Row]], path: Path, title: str) -> list[str]:
     from hybrid_ep.cli.plotting import pyplot
 
     plt = pyplot()
+    from matplotlib import ticker
+
     figure, panel = plt.subplots(figsize=(3.4, 2.7), layout="constrained")
     for (mode, rows), (colour, mark) in zip(tables.items(), (("#1b4f8a", "o"), ("#c0392b", "s")), strict=True):
         panel.plot([r.gpus for r in rows], [r.tokens_per_s for r in rows], color=colour, marker=mark, markersize=3.5,
@@ -78,6 +80,8 @@ def draw(tables: dict[str, list[Row]], path: Path, title: str) -> list[str]:
     shown = sizes[::-(-len(sizes) // 7)]
     panel.set_xticks(shown, [f"{n:,}" for n in shown], fontsize=7.5)
     panel.minorticks_off()
+    panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
     panel.set(xlabel="GPUs", ylabel="tokens/s")
     panel.legend(fontsize=7.5)
     panel.set_title(title, fontsize=6.2, loc="left", color="#444444")
