@@ -45,8 +45,8 @@ class HybridEPBuffer:
       every rank fits). `overflow`: what a blocking call does with more rows than capacity_factor or
       num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
     * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors().
-    * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING): blocks where num_sms_* say nothing, and chunks.
-      ValueError when it has no entry for this device and shape.
+    * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
+      chunks. ValueError when it has no entry for this device and shape.
 
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
     DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""

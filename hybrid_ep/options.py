@@ -101,7 +101,7 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
     if executor not in _core.executors():
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())}")
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
-    table = None if tuning_file is None else tuning.load(tuning_file, tuning.device_name(device))
+    table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
     return Options(
         hidden_dim, validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),

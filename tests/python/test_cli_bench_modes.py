@@ -252,6 +252,11 @@ def test_a_preset_on_the_host_is_its_shape(launcher):
         8, 8, (4096,), 8192, 16, (8,))
 
 
+def test_a_preset_in_a_world_of_another_size_is_refused(one_rank, capsys):
+    assert main(["bench", "--preset", "hybrid-ep-blog-h100-8"]) == EXIT_USAGE
+    assert "is a world of 8 ranks, and the launcher started 1" in capsys.readouterr().err
+
+
 # -- plots --------------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,8 @@ def test_a_buffer_takes_its_settings_from_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRID_EP_TUNING", path)
     c = make(world, num_sms_combine_api=4)[0].config
     assert (c.num_of_blocks_dispatch_api, c.num_of_blocks_combine_api, c.chunk("combine")) == (3, 4, 17)
+    c = make(world, tuning="")[0].config
+    assert (c.num_of_blocks_dispatch_api, c.chunk("combine")) == (1, DEFAULT_CHUNK_TOKENS)
 
 
 @pytest.mark.parametrize("other", [

@@ -94,6 +94,8 @@ def _run_rank(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     with joined(args.backend, args.timeout) as world:
+        require(args.preset is None or world.size == args.ranks, f"--preset {args.preset}: is a world of {args.ranks} "
+                f"ranks, and the launcher started {world.size}")
         config = make_config(args, num_ranks=world.size)
         kinds = _choose(args)
         _refuse_unavailable_base(config, kinds[0])

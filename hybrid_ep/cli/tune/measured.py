@@ -32,7 +32,7 @@ class Tuner:
         self.device = device_name(world.device)
         self.buffer = HybridEPBuffer(
             world.group, key.hidden, largest, key.num_experts // key.num_ranks, executor=executor,
-            num_of_hybrid_ep_ranks_per_nvlink_domain=key.num_local_ranks)
+            num_of_hybrid_ep_ranks_per_nvlink_domain=key.num_local_ranks, tuning="")  # an older file decides nothing
         c = self.buffer.config
         self.default = Setting(c.num_of_blocks_dispatch_api, DEFAULT_CHUNK_TOKENS)
 
