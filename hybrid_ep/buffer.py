@@ -45,6 +45,8 @@ class HybridEPBuffer:
       every rank fits). `overflow`: what a blocking call does with more rows than capacity_factor or
       num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
     * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors().
+    * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
+      chunks. ValueError when it has no entry for this device and shape.
 
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
     DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
@@ -54,7 +56,7 @@ class HybridEPBuffer:
                  num_blocks_permute=None, num_blocks_unpermute=None, load_cached_kernels=False,
                  use_shared_buffer=True, enable_custom_allgather=False,
                  num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None, *, capacity_factor=None,
-                 overflow="raise", timeout_s=None, executor=None):
+                 overflow="raise", timeout_s=None, executor=None, tuning=None):
         self._session: Session | None = None
         if use_mnnvl is not None:
             _deprecated("use_mnnvl", "has no effect")
@@ -63,7 +65,8 @@ class HybridEPBuffer:
             hidden_dim=hidden_dim, max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
             num_local_experts=num_local_experts, use_fp8=use_fp8, num_sms_dispatch_api=num_sms_dispatch_api,
             num_sms_combine_api=num_sms_combine_api, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
-            capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor)
+            capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor,
+            tuning_file=tuning)
         for name, value in (("num_sms_preprocessing_api", num_sms_preprocessing_api),
                             ("num_blocks_permute", num_blocks_permute), ("num_blocks_unpermute",
                                                                          num_blocks_unpermute)):
@@ -81,7 +84,9 @@ class HybridEPBuffer:
             num_of_experts_per_rank=o.num_local_experts, num_of_ranks_per_node=topology.num_local_ranks,
             num_of_nodes=topology.num_nodes, use_fp8=o.use_fp8,
             num_of_blocks_dispatch_api=o.num_blocks_dispatch,
-            num_of_blocks_combine_api=o.num_blocks_combine)
+            num_of_blocks_combine_api=o.num_blocks_combine,
+            num_of_tokens_per_chunk_dispatch_api=o.chunks["dispatch"],
+            num_of_tokens_per_chunk_combine_api=o.chunks["combine"])
         self.configurer = SimpleNamespace(buffer_config=self.config)
         self._session = Session(meet, topology, o)
 
@@ -223,7 +228,8 @@ class HybridEPBuffer:
         if use_fp8 is not None:
             config.use_fp8 = validation.flag("use_fp8", use_fp8)
         config.set(**kwargs)
-        for name in ("num_of_blocks_dispatch_api", "num_of_blocks_combine_api"):
+        for name in ("num_of_blocks_dispatch_api", "num_of_blocks_combine_api", "num_of_tokens_per_chunk_dispatch_api",
+                     "num_of_tokens_per_chunk_combine_api"):
             validation.integer(name, getattr(config, name), 1)
         self.config = self.configurer.buffer_config = config
         return copy.copy(config)
@@ -344,7 +350,7 @@ class HybridEPBuffer:
             weights=-1 if isinstance(weights, str) else address(weights), out_x=address(out_x),
             out_scale=address(out_scale), out_weights=address(out_weights), row_bytes=row_bytes(x),
             scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
-            num_blocks=self.config.num_of_blocks_dispatch_api)
+            num_blocks=self.config.num_of_blocks_dispatch_api, chunk_tokens=session.chunks["dispatch"])
         return out_x, out_weights, None if scale is None else unpad_rows(out_scale, scale)
 
     def _gather(self, session: Session, plan: Plan, hidden, weights, *, permuted, weighted, fp32_partials):
@@ -358,7 +364,8 @@ class HybridEPBuffer:
             plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],
             weights=address(w),
             out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
-            fp32_partials=fp32_partials, num_blocks=self.config.num_of_blocks_combine_api)
+            fp32_partials=fp32_partials, num_blocks=self.config.num_of_blocks_combine_api,
+            chunk_tokens=session.chunks["combine"])
         if returned is None:
             return out, None
         returned, probs = returned.cpu(), torch.empty(plan.num_tokens, plan.num_experts)

@@ -1,12 +1,14 @@
 """The template configuration: what a buffer is laid out for, under deep_ep's field names.
 
 Fields that tune deep_ep's kernels are accepted and kept, so that callers who set them run unchanged; those
-with an effect here are the capacities and the block counts."""
+with an effect here are the capacities, the block counts and the chunks of dispatch and combine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+DEFAULT_CHUNK_TOKENS = 32  # of a rail message; csrc/layout/buffer.h
 
 
 @dataclass
@@ -43,6 +45,10 @@ class HybridEpConfigInstance:
     device_side_sync_dispatch_api: bool = True
     device_side_sync_combine_api: bool = True
     plan: Any = field(default=None, repr=False, compare=False)
+
+    def chunk(self, op: str) -> int:
+        """Tokens of a rail message in dispatch or combine."""
+        return getattr(self, f"num_of_tokens_per_chunk_{op}_api") or DEFAULT_CHUNK_TOKENS
 
     def set(self, **overrides: Any) -> None:
         """Sets fields by name; ValueError for an unknown one."""

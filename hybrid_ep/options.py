@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hybrid_ep import _core, devices, env, topology, validation
+from hybrid_ep import _core, devices, env, topology, tuning, validation
 from hybrid_ep.bootstrap import Rendezvous, agree
+from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
 
 OVERFLOW_POLICIES = ("raise", "drop")
 _FIRST_TOPK = 8  # room for this many experts a token before the first growth
@@ -18,14 +19,15 @@ _FIRST_TOPK = 8  # room for this many experts a token before the first growth
 
 @dataclass
 class Options:
-    """What a buffer is made for. max_tokens: the largest over the ranks once agreed."""
+    """What a buffer is made for. max_tokens: the largest over the ranks once agreed. num_blocks_*: None where nobody
+    said, until agree() has asked the tuning file, if there is one. chunks: tokens of a rail message."""
 
     hidden_dim: int
     max_tokens: int
     num_local_experts: int
     use_fp8: bool
-    num_blocks_dispatch: int
-    num_blocks_combine: int
+    num_blocks_dispatch: int | None
+    num_blocks_combine: int | None
     ranks_per_node: int | None
     ranks_per_node_origin: str
     capacity_factor: float | None
@@ -33,6 +35,8 @@ class Options:
     timeout_s: float
     executor: str
     device: torch.device
+    tuning: tuning.Table | None
+    chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("dispatch", "combine"), DEFAULT_CHUNK_TOKENS))
 
     def agree(self, meet: Rendezvous) -> topology.Topology:
         """Collective: ValueError on every rank when the ranks differ; takes the largest max_tokens."""
@@ -43,12 +47,24 @@ class Options:
                 "num_sms_dispatch_api": self.num_blocks_dispatch,
                 "num_sms_combine_api": self.num_blocks_combine,
                 "capacity_factor": self.capacity_factor, "overflow": self.overflow,
-                "executor": self.executor},
+                "executor": self.executor, "tuning": self.tuning and self.tuning.identity},
             "host": socket.gethostname(), "max_tokens": self.max_tokens})
         agree([f["must_agree"] for f in facts], "HybridEPBuffer")
         self.max_tokens = max(f["max_tokens"] for f in facts)
-        return topology.resolve(meet.view.rank, [f["host"] for f in facts], self.ranks_per_node,
-                                self.ranks_per_node_origin)
+        found = topology.resolve(meet.view.rank, [f["host"] for f in facts], self.ranks_per_node,
+                                 self.ranks_per_node_origin)
+        self._settle(found)
+        return found
+
+    def _settle(self, where: topology.Topology) -> None:
+        """Blocks and chunks: the caller's, else the tuning file's, else the default."""
+        tuned = None if self.tuning is None else self.tuning.find(
+            tuning.Key(where.num_ranks, where.num_local_ranks, self.hidden_dim,
+                       self.num_local_experts * where.num_ranks), self.max_tokens)
+        if tuned is not None:
+            self.chunks = {"dispatch": tuned.chunk_dispatch, "combine": tuned.chunk_combine}
+        self.num_blocks_dispatch = self.num_blocks_dispatch or (tuned.num_sms_dispatch if tuned else 1)
+        self.num_blocks_combine = self.num_blocks_combine or (tuned.num_sms_combine if tuned else 1)
 
     def first_shape(self, num_ranks: int) -> dict[str, int]:
         """What to lay the memory out for before any call is known."""
@@ -56,7 +72,7 @@ class Options:
         return {"num_experts": num_experts, "max_tokens": tokens, "max_topk": min(_FIRST_TOPK, num_experts),
                 "row_bytes": 2 * self.hidden_dim, "scale_bytes": 0,
                 "recv_rows": recv_capacity(self.capacity_factor, tokens, num_ranks),
-                "partial_row_bytes": 2 * self.hidden_dim}
+                "partial_row_bytes": 2 * self.hidden_dim, "chunk_tokens": max(self.chunks.values())}
 
 
 def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:
@@ -68,7 +84,7 @@ def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int
 
 def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts: Any, use_fp8: Any,
           num_sms_dispatch_api: Any, num_sms_combine_api: Any, ranks_per_node: Any, capacity_factor: Any,
-          overflow: Any, timeout_s: Any, executor: Any) -> Options:
+          overflow: Any, timeout_s: Any, executor: Any, tuning_file: Any = None) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
     hidden_dim = validation.integer("hidden_dim", hidden_dim, 1)
     if hidden_dim * 2 % validation.ROW_ALIGNMENT:
@@ -84,6 +100,8 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
     device = devices.current() if isinstance(executor, str) and devices.is_cuda(executor) else torch.device("cpu")
     if executor not in _core.executors():
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())}")
+    tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
+    table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
     return Options(
         hidden_dim, validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
@@ -91,14 +109,14 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         _blocks("num_sms_dispatch_api", num_sms_dispatch_api), _blocks("num_sms_combine_api",
                                                                        num_sms_combine_api),
         ranks_per_node, origin, None if capacity_factor is None else float(capacity_factor), overflow,
-        float(timeout_s), executor, device)
+        float(timeout_s), executor, device, table)
 
 
 def _positive(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
 
 
-def _blocks(name: str, value: Any) -> int:
+def _blocks(name: str, value: Any) -> int | None:
     if value is None:
-        return env.get("HYBRID_EP_NUM_BLOCKS") or 1
+        return env.get("HYBRID_EP_NUM_BLOCKS")
     return validation.integer(name, value, 1, "it is the number of blocks (SMs) of the operation")

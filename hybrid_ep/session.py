@@ -30,7 +30,7 @@ from hybrid_ep.topology import Topology
 from hybrid_ep.validation import DTYPES
 
 _SHAPE_FIELDS = ("num_experts", "max_tokens", "max_topk", "row_bytes", "scale_bytes", "recv_rows",
-                 "partial_row_bytes")
+                 "partial_row_bytes", "chunk_tokens")
 _VERBS = ("dispatch", "dispatch_with_permute", "dispatch_with_permute(non_blocking=True)")
 
 
@@ -71,7 +71,8 @@ class Call:
             "pad_empty_experts": int(self.pad_empty_experts),
             "weights": int(routing.weights is not None), "verb": int(self.permute) + int(self.non_blocking),
             "budget": 0 if self.budget is None else 1 + self.budget,
-            "want_tokens": template.max_num_of_tokens_per_rank, "want_hidden": template.hidden_dim}
+            "want_tokens": template.max_num_of_tokens_per_rank, "want_hidden": template.hidden_dim,
+            "chunk_dispatch": template.chunk("dispatch"), "chunk_combine": template.chunk("combine")}
 
 
 _MUST_AGREE = {
@@ -79,7 +80,8 @@ _MUST_AGREE = {
     "scale_dtype": lambda v: "no scaling_factor" if v == 0 else str(DTYPES[v - 1]), "num_experts": str,
     "pad_multiple": str,
     "pad_empty_experts": lambda v: str(bool(v)),
-    "weights": lambda v: "given" if v else "none", "verb": lambda v: _VERBS[v]}
+    "weights": lambda v: "given" if v else "none", "verb": lambda v: _VERBS[v],
+    "chunk_dispatch": str, "chunk_combine": str}
 
 
 class Session:
@@ -95,6 +97,7 @@ class Session:
         self.engine: Any = None
         self._segments = self._choose_segments()
         self.shape: Any = None
+        self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
         self._open(options.first_shape(topology.num_ranks))
 
     # ---- life
@@ -192,9 +195,11 @@ class Session:
             exchange = self._exchange(routing, header)
         headers = exchange.headers
         max_tokens = max(max(h["num_tokens"] for h in headers), 1)
+        self.chunks = {op: headers[0][f"chunk_{op}"] for op in self.chunks}
         self.fit(max_tokens=max(max_tokens, max(h["want_tokens"] for h in headers)), max_topk=exchange.topk,
                  row_bytes=max(row_bytes(call.hidden), 2 * max(h["want_hidden"] for h in headers)),
-                 scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale))
+                 scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
+                 chunk_tokens=max(self.chunks.values()))
         budgets = [h["budget"] - 1 for h in headers]
         must_fit = self.options.overflow == "raise" and not call.non_blocking
         capacity = self.shape.recv_rows

@@ -7,6 +7,8 @@ next call.
 
 import sys
 
+from hybrid_ep import env
+
 _buffers = {}
 
 
@@ -15,7 +17,7 @@ def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=
 
     group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens: rows
     of this call; the buffer grows by itself when a later call brings more. wanted: the layer's `Settings`.
-    num_sms: Megatron's wish; that of `wanted` wins."""
+    num_sms: Megatron's wish; that of `wanted` and a tuning file win."""
     key = (group, hidden, dtype, num_local_experts, wanted)
     if key not in _buffers:
         _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted)
@@ -31,10 +33,13 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted):
             f"ranks_per_node (--hybrid-ep-ranks-per-node) is {wanted.ranks_per_node}, which does not "
             f"divide the {group.size()} ranks of the expert parallel group: give a divisor"
         )
-    sms = wanted.num_sms if wanted.num_sms is not None else num_sms
+    tuning = wanted.tuning if wanted.tuning is not None else env.get("HYBRID_EP_TUNING")
+    # Megatron's own number has a default and so is not a wish: a tuning file knows better.
+    sms = wanted.num_sms if wanted.num_sms is not None or tuning is not None else num_sms
     options = {
         "num_sms_dispatch_api": sms,
         "num_sms_combine_api": sms,
+        "tuning": tuning,
         "timeout_s": wanted.timeout_s,
         "num_of_hybrid_ep_ranks_per_nvlink_domain": wanted.ranks_per_node,
     }

@@ -51,6 +51,12 @@ def add_arguments(parser):
         help="SMs for dispatch and for combine; wins over Megatron's own setting.",
     )
     group.add_argument(
+        "--hybrid-ep-tuning",
+        default=None,
+        metavar="FILE",
+        help="What `hybrid-ep tune` wrote: SMs and chunks for this device and shape. Given SMs win over the file's.",
+    )
+    group.add_argument(
         "--hybrid-ep-timeout",
         type=float,
         default=None,
@@ -131,6 +137,7 @@ def settings_from_args(args):
     given = {
         "--hybrid-ep-ranks-per-node": args.hybrid_ep_ranks_per_node,
         "--hybrid-ep-num-sms": args.hybrid_ep_num_sms,
+        "--hybrid-ep-tuning": args.hybrid_ep_tuning,
         "--hybrid-ep-timeout": args.hybrid_ep_timeout,
         "--hybrid-ep-dispatch-dtype": args.hybrid_ep_dispatch_dtype,
     }
@@ -156,6 +163,7 @@ def settings_from_args(args):
         enabled=True,
         ranks_per_node=args.hybrid_ep_ranks_per_node,
         num_sms=args.hybrid_ep_num_sms,
+        tuning=args.hybrid_ep_tuning,
         timeout_s=args.hybrid_ep_timeout,
         dispatch_dtype=args.hybrid_ep_dispatch_dtype,
         **_balance_settings(args),

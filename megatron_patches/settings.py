@@ -18,6 +18,7 @@ class Settings:
     enabled: build our dispatcher where Megatron asks for flex/hybridep (False: Megatron's own, untouched).
     ranks_per_node: ranks of one NVLink domain; must divide the EP group.
     num_sms: SMs granted to dispatch and to combine (blocks, on the host executor).
+    tuning: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     timeout_s: seconds a wait inside hybrid_ep may last before it raises.
     dispatch_dtype: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
     balance: "off"; "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`); "slow"
@@ -41,6 +42,7 @@ class Settings:
     balance_interval: int = 100
     layer_updates_per_iter: int = 1
     balance_move_cost: float = 0.0
+    tuning: str | None = None
 
     @property
     def clones(self):

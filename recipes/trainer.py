@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -185,7 +186,7 @@ class Trainer:
     def _gather_metrics(self, loss: float, homes: list[list[int]]) -> tuple[dict[str, Any], bool]:
         """One small all-gather a step: loss, times, rows per expert and the wish to stop of every rank."""
         seconds, load = self.meter.take()
-        scalars = [loss, seconds["dispatch"], seconds["combine"], float(self.stop_requested())]
+        scalars = [loss, seconds["dispatch"], seconds["combine"], float(self.stop_requested()), peak_memory_bytes()]
         mine = torch.cat([torch.tensor(scalars, dtype=torch.float64), load.double().flatten()])
         gathered = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(gathered, mine)
@@ -194,14 +195,14 @@ class Trainer:
         ep = self.config.parallel.expert_parallel_size
         layers, experts = load.shape
         # An EP group is a run of ep consecutive ranks; inside it rows are summed over the senders.
-        per_group = everyone[:, 4:].reshape(-1, ep, layers, experts).sum(1)
+        per_group = everyone[:, 5:].reshape(-1, ep, layers, experts).sum(1)
         per_rank = imbalance(per_group.reshape(-1, layers, ep, experts // ep).sum(-1))
         per_expert = per_group.sum(0)
         record = {
             "train_loss": loss, "dispatch_s": dispatch_s, "combine_s": combine_s,
             "rank_imbalance": per_rank.mean().item(), "rank_imbalance_max": per_rank.max().item(),
             "expert_imbalance": imbalance(per_expert).mean().item(),
-            "expert_load": per_expert.long().tolist(),
+            "expert_load": per_expert.long().tolist(), "memory_bytes": int(everyone[:, 4].max()),
         }
         if (rehomer := getattr(self.optimizer, "hybrid_ep_rehomer", None)) is not None:
             index = torch.tensor(homes).expand(len(per_group), -1, -1)
@@ -254,3 +255,10 @@ class Trainer:
         # The rate of step 0 is 0; training starts with the rate of step 1.
         scheduler.step(increment=1)
         return scheduler
+
+
+def peak_memory_bytes() -> int:
+    """The most that this process has held so far: device memory of torch on a GPU, resident memory on a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hybrid_ep.cli.simulate.sweep import pyplot
+from hybrid_ep.cli.plotting import pyplot
 from hybrid_ep.sim import clusters, dwdp, events, model, models, peers, published, step_time
 from hybrid_ep.sim.implementations import PUBLISHED
 from hybrid_ep.sim.shape import Shape

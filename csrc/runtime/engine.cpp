@@ -225,12 +225,18 @@ void Engine::require_world(const Plan& plan) const {
     throw std::invalid_argument("handle: was made by another rank or group");
 }
 
-void Engine::advance_rails(const Plan& plan, bool dispatch) {
+uint32_t Engine::chunk_of(uint32_t asked) const {
+  if (asked > shape_.chunk_tokens)
+    throw std::invalid_argument("chunk_tokens: is " + std::to_string(asked) + "; a ring slot holds " +
+                                std::to_string(shape_.chunk_tokens) + ", give at most that");
+  return asked ? asked : shape_.chunk_tokens;
+}
+
+void Engine::advance_rails(const Plan& plan, bool dispatch, uint32_t chunk) {
   const PlanView v = const_cast<Plan&>(plan).view();
   for (int n = 0; n < world_.num_nodes; ++n) {
     if (n == world_.node()) continue;
-    const uint64_t out = div_up(v.node_count[n], shape_.chunk_tokens),
-                   in = div_up(v.rail_count[n], shape_.chunk_tokens);
+    const uint64_t out = div_up(v.node_count[n], chunk), in = div_up(v.rail_count[n], chunk);
     rail_sent_[n] += dispatch ? out : in;
     rail_received_[n] += dispatch ? in : out;
   }
@@ -239,6 +245,7 @@ void Engine::advance_rails(const Plan& plan, bool dispatch) {
 void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_world(plan);
   require_sizes(c.row_bytes, c.scale_bytes, c.num_blocks);
+  const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   DispatchParams p{};
   p.world = world_;
@@ -252,7 +259,7 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   p.plan = plan.view();
   p.plan.zero_ranges = zero_ranges.data();
   p.plan.num_zero_ranges = uint32_t(zero_ranges.size() / 2);
-  p.rail = {{shape_.rail_slots, shape_.chunk_tokens, layout_.slot_bytes}, peers.data(), uint32_t(peers.size())};
+  p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, peers.data(), uint32_t(peers.size())};
   p.gate = open_gate();
   p.peers = {node_recv_.data()};
   p.x = c.x, p.scales = c.scale_bytes ? c.scales : nullptr, p.weights = c.weights;
@@ -268,7 +275,7 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   settings.num_blocks = c.num_blocks;
   settings.plan_copy = &plan.copy();
   call.run([&] { executor_->dispatch(p, settings); });
-  advance_rails(plan, true);
+  advance_rails(plan, true, chunk);
   plan.freeze();
 }
 
@@ -276,6 +283,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   require_world(plan);
   if (!plan.complete()) throw std::invalid_argument("handle: its dispatch has not run");
   require_sizes(uint64_t(c.hidden) * dtype_bytes(c.dtype), 0, c.num_blocks);
+  const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   CombineParams p{};
   p.world = world_;
@@ -286,7 +294,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   const std::vector<RailPeer> peers = rail_peers();
   p.plan = plan.view();
   p.record_bytes = plan.record_bytes(), p.pairs_at = plan.pairs_at();
-  p.rail = {{shape_.rail_slots, shape_.chunk_tokens, layout_.slot_bytes}, peers.data(), uint32_t(peers.size())};
+  p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, peers.data(), uint32_t(peers.size())};
   p.gate = open_gate();
   p.peers = {node_recv_.data()};
   p.hidden = c.hidden;
@@ -306,7 +314,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
     executor_->unpermute(p, settings);
     executor_->combine(p, settings);
   });
-  advance_rails(plan, false);
+  advance_rails(plan, false, chunk);
 }
 
 }  // namespace hep

@@ -33,6 +33,7 @@ struct DispatchCall {
   uint64_t out_rows = 0;
   bool permute = false;
   int num_blocks = 1;
+  uint32_t chunk_tokens = 0;  // of a rail message, the same on all ranks; 0: what the ring slots hold, the most
 };
 
 struct CombineCall {
@@ -44,6 +45,7 @@ struct CombineCall {
   uint32_t hidden = 0;
   bool permuted = false, multiply = false, fp32_partials = false;
   int num_blocks = 1;
+  uint32_t chunk_tokens = 0;  // as in DispatchCall
 };
 
 // Makes a rank's executor from its rail peers' segments (by node) and a seed of its own.
@@ -86,7 +88,8 @@ class Engine {
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
   void require_world(const Plan& plan) const;
   static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes, int num_blocks);
-  void advance_rails(const Plan& plan, bool dispatch);
+  uint32_t chunk_of(uint32_t asked) const;
+  void advance_rails(const Plan& plan, bool dispatch, uint32_t chunk);
 
   World world_;
   BufferShape shape_;

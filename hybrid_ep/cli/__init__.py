@@ -32,7 +32,9 @@ COMMANDS = {
     "balance": Command("hybrid_ep.cli.balance", "expert loads: report imbalance, plan placements"),
     "bench": Command("hybrid_ep.cli.bench.command", "time dispatch and combine, check every value"),
     "doctor": Command("hybrid_ep.cli.doctor.command", "is this machine fit: versions, limits, a loopback exchange"),
+    "report": Command("hybrid_ep.cli.report.command", "strong and weak scaling from runs or from the simulator"),
     "simulate": Command("hybrid_ep.cli.simulate.command", "predict dispatch and combine on a cluster that is not here"),
+    "tune": Command("hybrid_ep.cli.tune.command", "find the blocks and chunks that are best, write them for buffers"),
 }
 
 

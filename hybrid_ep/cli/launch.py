@@ -29,6 +29,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def local_rank() -> int:
+    """Of a rank: its index on this host; 0 where the launcher does not say."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def explain_on_deadline() -> None:
     """In a rank: when the launcher's deadline passes, write the tracebacks of all threads to stderr."""
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)

@@ -29,6 +29,8 @@ class MegatronAllToAll(Implementation):
 
     @classmethod
     def unavailable(cls, setting: Setting) -> str | None:
+        if setting.quantised:
+            return f"it sends rows as they are, not {setting.dtype}"
         if not setting.permute:
             return "its output is always expert-major; drop --no-permute"
         if not importlib.util.find_spec("megatron") or not importlib.util.find_spec("megatron.core"):
@@ -49,7 +51,7 @@ class MegatronAllToAll(Implementation):
         with torch.no_grad():
             return self._combine(rows)
 
-    def train(self) -> None:
+    def step(self) -> None:
         """Forward and backward by Megatron's own autograd."""
         hidden = self.case.x.detach().requires_grad_()
         probs = self.case.probs.detach().requires_grad_()

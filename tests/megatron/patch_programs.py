@@ -203,11 +203,13 @@ def parsed_flags():
         "7.5",
         "--hybrid-ep-dispatch-dtype",
         "mxfp8",
+        "--hybrid-ep-tuning",
+        "t.json",
     ]
     args = module.parse_args(provider, argv=FLEX + full + ["--own", "3"])
     assert (args.own, args.hybrid_ep, args.hybrid_ep_ranks_per_node) == (3, True, 4)
     assert (args.hybrid_ep_num_sms, args.hybrid_ep_timeout) == (24, 7.5)
-    assert settings.current() == settings.Settings(True, 4, 24, 7.5, "mxfp8")
+    assert settings.current() == settings.Settings(True, 4, 24, 7.5, "mxfp8", tuning="t.json")
     args = module.parse_args(provider, ignore_unknown_args=True, argv=["--unknown"])
     assert not args.hybrid_ep and settings.current() == settings.DISABLED
     errors = []
@@ -216,6 +218,7 @@ def parsed_flags():
         FLEX[:2] + ["--hybrid-ep"],
         ["--hybrid-ep-timeout", "5"],
         ["--hybrid-ep-dispatch-dtype", "fp8"],
+        ["--hybrid-ep-tuning", "t.json"],
         FLEX + ["--hybrid-ep", "--hybrid-ep-dispatch-dtype", "fp4"],
         FLEX + ["--hybrid-ep", "--hybrid-ep-num-sms", "0"],
         FLEX + ["--hybrid-ep", "--yaml-cfg", "x"],

@@ -69,10 +69,11 @@ def test_cpu_pieces_refuse_a_machine_with_a_gpu():
 
 def test_flags_reach_args_and_settings_and_refuse_being_ignored():
     errors = run("parsed_flags")
-    assert len(errors) == 7
+    assert len(errors) == 8
     expected = (
         "--moe-token-dispatcher-type flex",
         "--moe-flex-dispatcher-backend hybridep",
+        "add --hybrid-ep",
         "add --hybrid-ep",
         "add --hybrid-ep",
         "--hybrid-ep-dispatch-dtype: invalid choice: 'fp4'",

@@ -117,6 +117,7 @@ def test_metrics_are_complete_and_plausible(runs):
         assert 0 <= line["rank_imbalance"] <= line["rank_imbalance_max"] <= 3
         # 4 ranks x 64 tokens x top-4 rows in each of 2 layers, every one of them counted once
         assert [sum(layer) for layer in line["expert_load"]] == [4 * 64 * 4] * 2
+        assert 1 << 26 < line["memory_bytes"] < 1 << 40
         assert all(math.isfinite(line[name]) for name in ("train_loss", "grad_norm", "lr"))
 
 

@@ -7,16 +7,21 @@ wrong row or a doubled row cannot have the right sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from hybrid_ep import quantize
 from hybrid_ep.cli import UsageError
-from hybrid_ep.cli.bench.implementations import Case, Implementation
+from hybrid_ep.cli.bench.implementations import Case, Dispatched, Implementation
 from hybrid_ep.cli.bench.ledger import hit_ranks
 from hybrid_ep.cli.bench.routing import Routing
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Of dispatched rows. fp8 and mxfp8 (hybrid_ep.quantize) travel as bytes with scales; combine then sums bf16.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+          **dict.fromkeys(quantize.FORMATS, torch.float8_e4m3fn)}
+SUM_DTYPES = {name: torch.bfloat16 if name in quantize.FORMATS else dtype for name, dtype in DTYPES.items()}
 _EXACT_INTEGERS = {"bf16": 1 << 8, "fp16": 1 << 11, "fp32": 1 << 24}  # all integers up to here are exact
 _FACTORS = (1.0, 2.0, -1.0, -2.0, 2.0, -2.0, 1.0)  # by expert; 7 is coprime with usual experts per rank
 _MAX_AMPLITUDE = 100  # values fit int8, the generator's dtype
@@ -24,29 +29,44 @@ _MAX_AMPLITUDE = 100  # values fit int8, the generator's dtype
 
 def amplitude(dtype: str, topk: int) -> int:
     """Largest |value| of an input for which every partial sum of `topk` doubled rows stays exact."""
-    limit = _EXACT_INTEGERS[dtype] // (2 * topk)
+    limit = _EXACT_INTEGERS.get(dtype, _EXACT_INTEGERS["bf16"]) // (2 * topk)
     if limit < 1:
         raise UsageError(f"--topk {topk}: sums of so many rows are not exact in {dtype}; use --dtype fp32")
     return min(limit, _MAX_AMPLITUDE)
 
 
 def make_rows(rank: int, num_tokens: int, hidden: int, dtype: str, topk: int, seed: int) -> torch.Tensor:
-    """The input [num_tokens, hidden] of a rank: integers in [-amplitude, amplitude]."""
+    """The input [num_tokens, hidden] of a rank, in the sum's dtype: integers in [-amplitude, amplitude]."""
     limit = amplitude(dtype, topk)
     generator = torch.Generator().manual_seed(seed * 7_919 + rank)
     values = torch.randint(-limit, limit + 1, (num_tokens, hidden), generator=generator, dtype=torch.int8)
-    return values.to(DTYPES[dtype])
+    return values.to(SUM_DTYPES[dtype])
+
+
+def payload(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What dispatch sends for rows x [T, H]: (x, None), or quantised (e4m3 [T, H], scales [T, H / block])."""
+    fmt = quantize.FORMATS.get(dtype)
+    return (x, None) if fmt is None else quantize.quantize(x, fmt)
+
+
+def row_bytes(dtype: str, hidden: int) -> tuple[int, int]:
+    """(bytes of a dispatched row with its scales, bytes of a summed row)."""
+    summed, fmt = hidden * SUM_DTYPES[dtype].itemsize, quantize.FORMATS.get(dtype)
+    return (summed if fmt is None else hidden + hidden // fmt.block * fmt.scale_dtype.itemsize), summed
 
 
 @dataclass(frozen=True)
 class Expected:
     """What one rank must see.
 
-    rows/weights: dispatch's output (implementations.Dispatched). factors [rows]: what the rank
-    multiplies its rows by before combine. combined [num_tokens, hidden]: the sum that comes back.
+    rows, scales, weights: dispatch's output (implementations.Dispatched). expert_rows: the rows before they were
+    quantised. factors [rows]: what the rank multiplies them by before combine. combined [num_tokens, hidden]: the sum
+    that comes back.
     """
 
     rows: torch.Tensor
+    scales: torch.Tensor | None
+    expert_rows: torch.Tensor
     weights: torch.Tensor | None
     factors: torch.Tensor
     combined: torch.Tensor
@@ -72,11 +92,16 @@ def expect(case: Case, routings: list[Routing], dtype: str, seed: int) -> Expect
     ordered_weights = [w[group] for group in range(num_groups) for w in weights]
     all_factors = _factors(case.num_experts if case.permute else case.num_ranks)
     mine = all_factors[first : first + num_groups] if case.permute else all_factors[case.rank : case.rank + 1]
+    expert_rows = torch.cat(ordered)
+    sent, scales = payload(expert_rows, dtype)  # row by row, so that it does not matter who quantises
+    x = make_rows(case.rank, routings[case.rank].num_tokens, case.hidden, dtype, case.topk, seed)
     return Expected(
-        rows=torch.cat(ordered),
+        rows=sent,
+        scales=scales,
+        expert_rows=expert_rows,
         weights=torch.cat(ordered_weights) if case.permute else None,
         factors=mine.repeat_interleave(torch.stack(counts).sum(0)),
-        combined=_combined(case, routings[case.rank], all_factors),
+        combined=_combined(case, x, routings[case.rank], all_factors),
     )
 
 
@@ -84,12 +109,12 @@ def _factors(count: int) -> torch.Tensor:
     return torch.tensor(_FACTORS).repeat(count // len(_FACTORS) + 1)[:count]
 
 
-def _combined(case: Case, routing: Routing, factors: torch.Tensor) -> torch.Tensor:
+def _combined(case: Case, x: torch.Tensor, routing: Routing, factors: torch.Tensor) -> torch.Tensor:
     if case.permute:
         total = factors[routing.topk_idx].sum(1, keepdim=True)
     else:
         total = (hit_ranks(routing, case.num_experts, case.num_ranks) * factors).sum(1, keepdim=True)
-    return (case.x.float() * total).to(case.x.dtype)
+    return (x.float() * total).to(x.dtype)
 
 
 def count_wrong(implementation: Implementation, expected: Expected) -> int:
@@ -98,16 +123,58 @@ def count_wrong(implementation: Implementation, expected: Expected) -> int:
     A tensor of the wrong shape or dtype counts as wrong in every element.
     """
     done = implementation.dispatch()
+    if not implementation.ordered:
+        return _count_wrong_unordered(implementation, done, expected)
     wrong = _mismatches(done.rows, expected.rows)
-    if expected.weights is not None:
-        wrong += _mismatches(done.weights, expected.weights)
+    for got, want in ((done.weights, expected.weights), (done.scales, expected.scales)):
+        wrong += 0 if want is None else _mismatches(got, want)
     # Combine starts from the right rows even if dispatch was wrong, so that each is judged alone.
-    scaled = expected.rows * expected.factors.to(expected.rows.dtype).unsqueeze(1)
-    combined = implementation.combine(done, scaled)
+    scaled = expected.expert_rows * expected.factors.to(expected.expert_rows.dtype).unsqueeze(1)
+    combined = implementation.combine(done, scaled.to(done.rows.device))
     return wrong + _mismatches(combined, expected.combined)
+
+
+def _count_wrong_unordered(implementation: Implementation, done: Dispatched, expected: Expected) -> int:
+    """Rows compared as a multiset; all rows of a rank have one factor, so their order does not matter to combine."""
+    got, want = (torch.cat([t.cpu().view(torch.uint8) for t in parts if t is not None], 1)
+                 for parts in ((done.rows, done.scales), (expected.rows, expected.scales)))
+    same = got.shape == want.shape and torch.equal(_sorted(got), _sorted(want))
+    wrong = 0 if same else max(1, expected.rows.numel())
+    if expected.scales is not None:  # what the rows were before they were quantised cannot be told in another order
+        return wrong
+    factor = expected.factors[:1].to(done.rows) if expected.factors.numel() else 1
+    combined = implementation.combine(done, done.rows * factor)
+    return wrong + _mismatches(combined, expected.combined)
+
+
+def _sorted(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes in lexicographic order."""
+    order = sorted(range(len(rows)), key=lambda i: bytes(rows[i].numpy()))
+    return rows[torch.tensor(order, dtype=torch.int64)]
+
+
+def count_unchained(implementation: Implementation, meet: Callable[[], None]) -> int:
+    """Elements in which two pairs back to back, one's sums the next one's tokens, differ from the same two with
+    `meet()`, a barrier, between all operations: what a missing wait between operations would change. Collective."""
+    results = []
+    for between in (lambda: None, meet):
+        first = implementation.case
+        try:
+            for _ in range(2):
+                between()
+                done = implementation.dispatch()
+                between()
+                x = implementation.combine(done, implementation.expert_output(done))
+                implementation.feed(x)
+        finally:
+            implementation.case = first
+        results.append(x)
+        meet()
+    return _mismatches(*results)
 
 
 def _mismatches(got: torch.Tensor | None, want: torch.Tensor) -> int:
     if got is None or got.shape != want.shape or got.dtype != want.dtype:
         return max(1, want.numel())
+    got, want = (t.cpu() if t.element_size() > 1 else t.cpu().view(torch.uint8) for t in (got, want))
     return int((got != want).sum())

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from hybrid_ep.tuning import cpu_model, device_name
+
+__all__ = ["describe", "device_name", "peak_rss_bytes"]
+
 
 def describe() -> dict[str, Any]:
     """Versions, machine, commit and time, as plain data."""
@@ -23,7 +27,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cpu_model": _cpu_model(),
+        "cpu_model": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": list(os.getloadavg()),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -57,11 +61,3 @@ def _commit() -> str:
         return "unknown"
     return described.stdout.strip()
 
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()

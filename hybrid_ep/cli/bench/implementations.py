@@ -7,19 +7,17 @@ subclasses; `--peer FILE.py` or `--peer package.module` adds it to the run.
 from __future__ import annotations
 
 import abc
-import importlib
-import importlib.util
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.cli import UsageError
+from hybrid_ep import quantize
 
 LINKS = ("rail", "node", "self")
-PLUGIN_FOLDER = Path("scripts") / "bench_peers"
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,12 @@ class Case:
     num_sms: int  # 0: the implementation's default
     permute: bool
     route_as: str  # "map": dense routing_map and probs; "topk": topk_idx and topk_weights
+    executor: str  # "host" or "cuda"; where the tensors are
+    dtype: str  # of dispatched rows: one of checks.DTYPES
     timeout_s: float
-    x: torch.Tensor  # [num_tokens, hidden]
+    x: torch.Tensor  # [num_tokens, hidden]; of a quantised dtype its e4m3 bytes
+    scales: torch.Tensor | None  # [num_tokens, hidden / block] of a quantised dtype
+    sum_dtype: torch.dtype  # of the rows that combine takes
     topk_idx: torch.Tensor  # int64 [num_tokens, topk]
     topk_weights: torch.Tensor  # fp32 [num_tokens, topk]
     routing_map: torch.Tensor  # bool [num_tokens, num_experts]
@@ -61,10 +63,16 @@ class Setting:
     topk: int
     row_bytes: int
     permute: bool
+    dtype: str = "bf16"
+    executor: str = "host"
+
+    @property
+    def quantised(self) -> bool:
+        return self.dtype in quantize.FORMATS
 
 
 class Dispatched(NamedTuple):
-    """What dispatch gave: `rows` and `weights` in the layout below, `state` for combine's private use.
+    """What dispatch gave: `rows`, `weights`, `scales` in the layout below, `state` for combine's private use.
 
     permute: rows [permuted_rows, hidden] expert-major, within an expert by (source rank, token);
     weights fp32 [permuted_rows]. No permute: rows [recv_rows, hidden] by (source rank, token);
@@ -74,6 +82,14 @@ class Dispatched(NamedTuple):
     rows: torch.Tensor
     weights: torch.Tensor | None
     state: Any
+    scales: torch.Tensor | None = None
+
+
+class Timed(NamedTuple):
+    """A stage to time: `run`, less `less` where the stage exists only fused into something larger."""
+
+    run: Callable[[], Any]
+    less: Callable[[], Any] | None = None
 
 
 class Implementation(abc.ABC):
@@ -81,9 +97,11 @@ class Implementation(abc.ABC):
 
     name: ClassVar[str]
     wire: ClassVar[str | None]  # one of ledger.WIRES: the rows it puts on the wire; None: not accounted
+    ordered: ClassVar[bool] = True  # False: rows without permute come in an order of its own
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self._expert_rows: torch.Tensor | None = None
 
     @classmethod
     def unavailable(cls, setting: Setting) -> str | None:
@@ -99,8 +117,41 @@ class Implementation(abc.ABC):
         """Sum `rows` (the layout of `dispatched.rows`) back to their tokens -> [num_tokens, hidden]."""
 
     @abc.abstractmethod
-    def train(self) -> None:
+    def step(self) -> None:
         """The pair forward, then backward: gradients of the hidden states and of the weights."""
+
+    def expert_output(self, dispatched: Dispatched) -> torch.Tensor:
+        """What the experts, the identity, hand to combine. Of quantised rows zeros of the sum's dtype, made once: an
+        expert would write them, and dequantising is its first step."""
+        if self.case.scales is None:
+            return dispatched.rows
+        if self._expert_rows is None or self._expert_rows.shape != dispatched.rows.shape:
+            self._expert_rows = torch.zeros(dispatched.rows.shape, dtype=self.case.sum_dtype,
+                                            device=dispatched.rows.device)
+        return self._expert_rows
+
+    def feed(self, x: torch.Tensor) -> None:
+        """Makes `x` [num_tokens, hidden], a combine's result, the tokens of the next dispatch."""
+        fmt, scales = quantize.FORMATS.get(self.case.dtype), None
+        if fmt is not None:
+            x, scales = quantize.quantize(x, fmt)
+        self.case = dataclasses.replace(self.case, x=x, scales=scales)
+
+    def stage(self, op: str) -> Timed | None:
+        """What to time for route, permute or unpermute alone; None: it cannot be told apart. Collective."""
+        return None
+
+    def captured(self, op: str) -> Callable[[], Any] | None:
+        """dispatch, combine or pair with the routing of an earlier dispatch and no wait for the host, fit for a CUDA
+        graph; None: not offered. Collective."""
+        return None
+
+    def start_kernel_clock(self) -> None:
+        """From here on kernel_seconds() counts."""
+
+    def kernel_seconds(self) -> float | None:
+        """Seconds inside this rank's kernels since start_kernel_clock(); None where nothing counts."""
+        return None
 
     def buffer_bytes(self) -> int:
         """Bytes that the implementation keeps allocated on this rank between calls."""
@@ -130,25 +181,55 @@ class BufferImplementation(Implementation):
             self._routing = {"routing_map": case.routing_map, "probs": case.probs}
 
     def dispatch(self) -> Dispatched:
-        if self.case.permute:
-            rows, weights, _, _, handle = self.buffer.dispatch_with_permute(
-                hidden=self.case.x, num_of_experts=self.case.num_experts, **self._routing
-            )
+        return self._dispatch(self.case.permute)
+
+    def _dispatch(self, permute: bool) -> Dispatched:
+        case = self.case
+        rest = {"hidden": case.x, "scaling_factor": case.scales, "num_of_experts": case.num_experts, **self._routing}
+        if permute:
+            rows, weights, scales, _, handle = self.buffer.dispatch_with_permute(**rest)
         else:
-            rows, weights, _, handle = self.buffer.dispatch(
-                hidden=self.case.x, num_of_experts=self.case.num_experts, **self._routing
-            )
-        return Dispatched(rows, weights, handle)
+            rows, weights, scales, handle = self.buffer.dispatch(**rest)
+        return Dispatched(rows, weights, handle, scales)
+
+    def _again(self, done: Dispatched, permute: bool) -> Callable[[], Any]:
+        """The dispatch of `done` with its handle: no routing, no counts."""
+        rest = {"hidden": self.case.x, "scaling_factor": self.case.scales, "handle": done.state}
+        if permute:
+            return lambda: self.buffer.dispatch_with_permute(**rest, num_permuted_tokens=done.rows.shape[0])
+        return lambda: self.buffer.dispatch(**rest, num_dispatched_tokens=done.rows.shape[0])
 
     def combine(self, dispatched: Dispatched, rows: torch.Tensor) -> torch.Tensor:
-        if self.case.permute:
+        return self._combine(dispatched, rows, self.case.permute)
+
+    def _combine(self, dispatched: Dispatched, rows: torch.Tensor, permute: bool) -> torch.Tensor:
+        if permute:
             return self.buffer.combine_with_unpermute(hidden=rows, handle=dispatched.state)[0]
         return self.buffer.combine(hidden=rows, handle=dispatched.state)[0]
 
-    def train(self) -> None:
+    def stage(self, op: str) -> Timed | None:
+        """Permute and unpermute are part of the same kernels: with them, less without them, handles given."""
+        if op not in ("permute", "unpermute"):
+            return None
+        both = {permute: self._dispatch(permute) for permute in (True, False)}
+        if op == "permute":
+            return Timed(self._again(both[True], True), self._again(both[False], False))
+        rows = {permute: torch.zeros(done.rows.shape, dtype=self.case.sum_dtype, device=done.rows.device)
+                for permute, done in both.items()}
+        return Timed(lambda: self._combine(both[True], rows[True], True),
+                     lambda: self._combine(both[False], rows[False], False))
+
+    def captured(self, op: str) -> Callable[[], Any] | None:
+        done = self.dispatch()
+        dispatch, rows = self._again(done, self.case.permute), self.expert_output(done)
+        calls = {"dispatch": dispatch, "combine": lambda: self.combine(done, rows),
+                 "pair": lambda: (dispatch(), self.combine(done, rows))}
+        return calls.get(op)
+
+    def step(self) -> None:
         """Dispatch and combine are each other's backward: four calls, the last two with the cached handle."""
         done = self.dispatch()
-        gradient = self.combine(done, done.rows)
+        gradient = self.combine(done, self.expert_output(done))
         if self.case.permute:
             backward = self.buffer.dispatch_with_permute(
                 hidden=gradient, handle=done.state, num_permuted_tokens=done.rows.shape[0]
@@ -157,194 +238,3 @@ class BufferImplementation(Implementation):
         else:
             backward = self.buffer.dispatch(hidden=gradient, handle=done.state)
             self.buffer.combine(hidden=backward[0], probs=done.weights, handle=done.state)
-
-
-class HybridEp(BufferImplementation):
-    """This library: HybridEPBuffer on the host executor."""
-
-    name = "hybrid_ep"
-    wire = "hierarchical"
-
-    @classmethod
-    def unavailable(cls, setting: Setting) -> str | None:
-        return _import_problem("hybrid_ep.buffer", "build the library: pip install .")
-
-    def make_buffer(self) -> Any:
-        from hybrid_ep.buffer import HybridEPBuffer
-
-        sms = self.case.num_sms or None
-        return HybridEPBuffer(
-            self.case.group,
-            self.case.hidden,
-            max(self.case.max_tokens, 1),
-            self.case.num_local_experts,
-            num_sms_dispatch_api=sms,
-            num_sms_combine_api=sms,
-            num_of_hybrid_ep_ranks_per_nvlink_domain=self.case.num_local_ranks,
-        )
-
-    def buffer_bytes(self) -> int:
-        return self.buffer.memory_report().total_bytes
-
-    def link_rows(self) -> dict[str, int] | None:
-        counters = self.buffer.traffic()
-        return {link: counters[f"{link}_rows"] for link in LINKS}
-
-    def close(self) -> None:
-        self.buffer.destroy()
-
-
-class Reference(BufferImplementation):
-    """hybrid_ep.reference: the same face on plain torch.distributed, written to be obvious."""
-
-    name = "reference"
-    wire = None  # every rank gathers everything
-    max_gathered_bytes: ClassVar[int] = 1 << 30
-
-    @classmethod
-    def unavailable(cls, setting: Setting) -> str | None:
-        # Combine pickles every rank's rows to every rank: bytes grow with the square of the number of ranks.
-        gathered = setting.num_ranks**2 * setting.max_tokens * setting.topk * setting.row_bytes
-        if gathered > cls.max_gathered_bytes:
-            return (
-                f"it would gather {gathered >> 20} MiB over all ranks "
-                f"(limit {cls.max_gathered_bytes >> 20} MiB); use fewer tokens"
-            )
-        return _import_problem("hybrid_ep.reference", "reinstall hybrid_ep")
-
-    def make_buffer(self) -> Any:
-        from hybrid_ep.reference import ReferenceBuffer
-
-        return ReferenceBuffer(
-            self.case.group,
-            self.case.hidden,
-            max(self.case.max_tokens, 1),
-            self.case.num_local_experts,
-            num_of_hybrid_ep_ranks_per_nvlink_domain=self.case.num_local_ranks,
-        )
-
-
-class TorchAllToAll(Implementation):
-    """What one writes with torch alone: index_select, all_to_all_single, index_select, and the inverse.
-
-    With permute a row travels once per expert copy and is sorted by local expert on arrival; without,
-    once per destination rank. The number of rows is exchanged by an all_to_all_single of its own.
-    """
-
-    name = "torch-alltoall"
-    wire = "per-expert"
-
-    def dispatch(self) -> Dispatched:
-        plan = self._plan()
-        rows, weights = self._send(plan, self.case.x, plan.pair_weights)
-        return Dispatched(rows, weights, plan)
-
-    def combine(self, dispatched: Dispatched, rows: torch.Tensor) -> torch.Tensor:
-        return self._send_back(dispatched.state, rows)[0]
-
-    def train(self) -> None:
-        plan = self._plan()
-        rows, weights = self._send(plan, self.case.x, plan.pair_weights)
-        gradient, _ = self._send_back(plan, rows)
-        rows, _ = self._send(plan, gradient, None)
-        self._send_back(plan, rows, weights)
-
-    def _plan(self) -> _AllToAllPlan:
-        """Send order: by destination (expert with permute, rank without), then token."""
-        case = self.case
-        if case.permute:
-            destinations = case.routing_map.t()
-            probs = case.probs.t()
-        else:
-            destinations = case.routing_map.view(-1, case.num_ranks, case.num_local_experts).any(2).t()
-            probs = None
-        pairs = destinations.nonzero()
-        send_counts = destinations.sum(1).view(case.num_ranks, -1).contiguous()
-        recv_counts = torch.empty_like(send_counts)
-        dist.all_to_all_single(recv_counts, send_counts, group=case.group)
-        return _AllToAllPlan(
-            tokens=pairs[:, 1],
-            pair_weights=None if probs is None else probs[destinations],
-            send_splits=send_counts.sum(1).tolist(),
-            recv_splits=recv_counts.sum(1).tolist(),
-            expert_order=_expert_major(recv_counts) if case.permute else None,
-        )
-
-    def _send(
-        self, plan: _AllToAllPlan, x: torch.Tensor, weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = self._exchange(x.index_select(0, plan.tokens), plan.recv_splits, plan.send_splits)
-        if weights is not None:
-            weights = self._exchange(weights, plan.recv_splits, plan.send_splits)
-        if plan.expert_order is not None:
-            rows = rows.index_select(0, plan.expert_order)
-            weights = None if weights is None else weights.index_select(0, plan.expert_order)
-        return rows, weights
-
-    def _send_back(
-        self, plan: _AllToAllPlan, rows: torch.Tensor, weights: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if plan.expert_order is not None:
-            rows = torch.empty_like(rows).index_copy_(0, plan.expert_order, rows)
-            if weights is not None:
-                weights = torch.empty_like(weights).index_copy_(0, plan.expert_order, weights)
-        rows = self._exchange(rows, plan.send_splits, plan.recv_splits)
-        if weights is not None:
-            weights = self._exchange(weights, plan.send_splits, plan.recv_splits)
-        return torch.zeros_like(self.case.x).index_add_(0, plan.tokens, rows), weights
-
-    def _exchange(self, rows: torch.Tensor, recv_splits: list[int], send_splits: list[int]) -> torch.Tensor:
-        received = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows, recv_splits, send_splits, group=self.case.group)
-        return received
-
-
-class _AllToAllPlan(NamedTuple):
-    tokens: torch.Tensor  # int64 [pairs]: the token of every row sent
-    pair_weights: torch.Tensor | None  # fp32 [pairs]
-    send_splits: list[int]
-    recv_splits: list[int]
-    expert_order: torch.Tensor | None  # int64 [received]: arrival index of every expert-major row
-
-
-def _expert_major(recv_counts: torch.Tensor) -> torch.Tensor:
-    """recv_counts [source rank, local expert], the order of arrival -> indices ordered by expert first."""
-    experts = torch.arange(recv_counts.shape[1]).repeat(recv_counts.shape[0])
-    return torch.sort(experts.repeat_interleave(recv_counts.flatten()), stable=True).indices
-
-
-def _import_problem(module: str, remedy: str) -> str | None:
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        return f"{error}; {remedy}"
-    return None
-
-
-BUILT_IN: tuple[type[Implementation], ...] = (HybridEp, Reference, TorchAllToAll)
-
-
-def load_plugin(spec: str) -> list[type[Implementation]]:
-    """The `PEERS` of a plug-in given as FILE.py or as a module name; UsageError if it is not one."""
-    try:
-        if spec.endswith(".py"):
-            location = importlib.util.spec_from_file_location(f"hybrid_ep_bench_peer_{Path(spec).stem}", spec)
-            module = importlib.util.module_from_spec(location)
-            location.loader.exec_module(module)
-        else:
-            module = importlib.import_module(spec)
-    except (ImportError, FileNotFoundError) as error:
-        raise UsageError(f"--peer {spec}: cannot be loaded ({error}); give FILE.py or a module") from error
-    peers = getattr(module, "PEERS", None)
-    if not isinstance(peers, list) or not all(issubclass(peer, Implementation) for peer in peers):
-        raise UsageError(f"--peer {spec}: needs a list PEERS of Implementation subclasses")
-    return peers
-
-
-def find_plugins() -> list[str]:
-    """Plug-in files of the source tree: scripts/bench_peers/*.py next to the package, else under the
-    current folder."""
-    for root in (Path(__file__).resolve().parents[3], Path.cwd()):
-        if (root / PLUGIN_FOLDER).is_dir():
-            return sorted(str(path) for path in (root / PLUGIN_FOLDER).glob("[a-z]*.py"))
-    return []

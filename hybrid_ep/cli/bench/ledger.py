@@ -1,7 +1,7 @@
 """The bytes of a case in closed form: what must be delivered, and what each way of delivering it moves.
 
-Payload only (hidden x element size a row); weights, scales and counts are left out. All numbers are
-per rank and for one dispatch; combine moves the same rows the other way.
+Payload and quantisation scales; weights, counts and padding are left out. All numbers are per rank and for one
+dispatch; combine moves the same rows the other way, in the width of the sum's dtype.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from hybrid_ep.cli.bench.routing import Routing
 # per-expert   - once per (token, expert), straight from source to destination.
 WIRES = ("hierarchical", "per-rank", "per-expert")
 
+# How often an operation moves rows as they are dispatched, and as they are summed. What is under STAGES never leaves
+# a rank.
+_MOVES = {"route": (0, 0), "dispatch": (1, 0), "permute": (1, 0), "unpermute": (0, 1), "combine": (0, 1),
+          "pair": (1, 1), "chain": (1, 1), "step": (1, 3)}  # a step's backward is not quantised
+STAGES = ("route", "permute", "unpermute")
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -33,7 +39,8 @@ class Traffic:
 class Ledger:
     """Rows and bytes of one case, index = rank."""
 
-    row_bytes: int
+    row_bytes: int  # of a dispatched row, its scales included
+    sum_row_bytes: int  # of a row that combine moves
     num_nodes: int
     token_rows: tuple[int, ...]  # tokens that the rank holds before dispatch
     recv_rows: tuple[int, ...]  # distinct tokens that the rank receives, its own included
@@ -70,7 +77,18 @@ class Ledger:
         each input row read once, each output row written once."""
         outputs = self.permuted_rows if permute else self.recv_rows
         one_way = (sum(self.token_rows) + sum(outputs)) * self.row_bytes
-        return one_way * _directions(op)
+        return round(one_way * self.directions(op))
+
+    def directions(self, op: str) -> float:
+        """Bytes that `op` moves over those of one dispatch."""
+        dispatched, summed = _MOVES[op]
+        return dispatched + summed * self.sum_row_bytes / self.row_bytes
+
+    @property
+    def imbalance(self) -> float:
+        """(max - mean) / mean of (token, expert) pairs over ranks."""
+        mean = sum(self.permuted_rows) / len(self.permuted_rows)
+        return max(self.permuted_rows) / mean - 1 if mean else 0.0
 
     def staged_bytes(self, op: str, permute: bool) -> int:
         """Memory traffic (all ranks) of the hierarchical data path if no row stays in a cache: rail rows
@@ -79,11 +97,7 @@ class Ledger:
         rows = 2 * sum(self.rail_pairs) + 2 * sum(self.recv_rows)
         if permute:
             rows += sum(self.recv_rows) + sum(self.permuted_rows)
-        return rows * self.row_bytes * _directions(op)
-
-
-def _directions(op: str) -> int:
-    return {"dispatch": 1, "combine": 1, "pair": 2, "train": 4}[op]
+        return round(rows * self.row_bytes * self.directions(op))
 
 
 def hit_ranks(routing: Routing, num_experts: int, num_ranks: int) -> torch.Tensor:
@@ -99,8 +113,11 @@ def expected_groups(num_groups: int, num_experts: int, topk: int) -> float:
     return num_groups * (1 - comb(outside, topk) / comb(num_experts, topk))
 
 
-def build_ledger(routings: list[Routing], num_experts: int, num_local_ranks: int, row_bytes: int) -> Ledger:
-    """Count every row of a case. Rank r is local rank r % L of node r // L, L = `num_local_ranks`."""
+def build_ledger(
+    routings: list[Routing], num_experts: int, num_local_ranks: int, row_bytes: int, sum_row_bytes: int | None = None
+) -> Ledger:
+    """Count every row of a case. Rank r is local rank r % L of node r // L, L = `num_local_ranks`. sum_row_bytes:
+    default row_bytes."""
     num_ranks = len(routings)
     num_nodes = num_ranks // num_local_ranks
     num_local_experts = num_experts // num_ranks
@@ -117,6 +134,7 @@ def build_ledger(routings: list[Routing], num_experts: int, num_local_ranks: int
     rail_pairs = node_pairs.sum(1) - node_pairs[ranks, own_node]
     return Ledger(
         row_bytes=row_bytes,
+        sum_row_bytes=row_bytes if sum_row_bytes is None else sum_row_bytes,
         num_nodes=num_nodes,
         token_rows=tuple(routing.num_tokens for routing in routings),
         recv_rows=tuple(deliveries.sum(0).tolist()),

@@ -12,16 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_ep.cli.bench.ledger import expected_groups
+from hybrid_ep.cli.bench.config import Config
+from hybrid_ep.cli.bench.ledger import STAGES, expected_groups
 from hybrid_ep.cli.bench.memcpy import DEFAULT_BYTES
-from hybrid_ep.cli.bench.session import MEMCPY, CaseResult, Config
+from hybrid_ep.cli.bench.session import MEMCPY, CaseResult
 
-SCHEMA = "hybrid_ep.bench/1"
+SCHEMA = "hybrid_ep.bench/2"
 REDUCTIONS = ("rank 0", "AVG", "MIN", "MAX")
 _COLUMNS = (
-    ("tokens", 8, "(/rank)"), ("sms", 5, ""), ("op", 9, ""), ("impl", 19, ""), ("size", 12, "(B)"),
+    ("tokens", 8, "(/rank)"), ("sms", 5, ""), ("op", 10, ""), ("impl", 19, ""), ("size", 12, "(B)"),
     ("time", 10, "(us)"), ("t_min", 10, "(us)"), ("t_p10", 10, "(us)"), ("t_p90", 10, "(us)"),
-    ("t_p99", 10, "(us)"), ("algbw", 7, "(GB/s)"), ("busbw", 7, "(GB/s)"), ("rail", 7, "(GB/s)"),
+    ("t_p99", 10, "(us)"), ("kernel", 10, "(us)"), ("algbw", 7, "(GB/s)"), ("busbw", 7, "(GB/s)"),
+    ("rail", 7, "(GB/s)"),
     ("node", 7, "(GB/s)"), ("logical", 8, "(GB/s)"), ("vs_first", 9, "(x)"), ("#wrong", 7, ""),
 )  # fmt: skip
 
@@ -40,11 +42,12 @@ class Row:
     p10_us: float
     p90_us: float
     p99_us: float
-    algbw: float
+    kernel_us: float | None  # the same median of the time inside kernels
+    algbw: float | None
     busbw: float | None
     rail_gbps: float | None
     node_gbps: float | None
-    logical_gbps: float
+    logical_gbps: float | None
     slowdown: float | None  # time / time of the first implementation
     slowdown_p10: float | None  # the same ratio inside each iteration, 10th percentile
     slowdown_p90: float | None
@@ -70,9 +73,11 @@ def build_rows(config: Config, result: CaseResult, wires: dict[str, str | None])
     """The table's rows of one case, ops in order, implementations in the order they were given."""
     names = [name for name in wires if name in result.wrong]
     rows = []
-    for op in config.ops:
-        first = reduce_ranks(result.samples[op, names[0]], config.reduction) if names else []
-        for name in names:
+    for op in config.timed_ops:
+        timed = [name for name in names if (op, name) in result.samples]
+        base = timed and timed[0] == names[0]
+        first = reduce_ranks(result.samples[op, names[0]], config.reduction) if base else []
+        for name in timed:
             times = reduce_ranks(result.samples[op, name], config.reduction)
             rows.append(_row(config, result, op, name, wires[name], times, first))
     return rows
@@ -88,33 +93,37 @@ def _row(
     first: list[float],
 ) -> Row:
     ledger = result.ledger
-    directions = {"dispatch": 1, "combine": 1, "pair": 2, "train": 4}[op]
+    directions = ledger.directions(op)
     median = statistics.median(times)
-    ratios = [time / base for time, base in zip(times, first, strict=True)]
+    # a stage that exists only as a difference may come out at nothing or less: it has no ratio then
+    ratios = [time / base for time, base in zip(times, first, strict=True)] if first and min(first) > 0 else []
 
-    def rate(per_rank: list[int]) -> float:
-        return max(per_rank) * directions / median / 1e9
+    def rate(per_rank: list[int]) -> float | None:
+        return max(per_rank) * directions / median / 1e9 if directions and median > 0 else None
 
-    traffic = ledger.traffic[wire] if wire else None
+    # stages move nothing over links
+    traffic = ledger.traffic[wire] if wire and op not in STAGES else None
+    kernel = result.kernel.get((op, name))
     return Row(
         tokens=result.tokens,
         num_sms=result.num_sms,
         op=op,
         implementation=name,
-        size_bytes=max(ledger.size_bytes) * directions,
+        size_bytes=round(max(ledger.size_bytes) * directions),
         time_us=median * 1e6,
         min_us=min(times) * 1e6,
         p10_us=quantile(times, 0.10) * 1e6,
         p90_us=quantile(times, 0.90) * 1e6,
         p99_us=quantile(times, 0.99) * 1e6,
+        kernel_us=statistics.median(reduce_ranks(kernel, config.reduction)) * 1e6 if kernel else None,
         algbw=rate(ledger.size_bytes),
-        busbw=rate(ledger.bottleneck_bytes(wire)) if wire else None,
+        busbw=rate(ledger.bottleneck_bytes(wire)) if traffic else None,
         rail_gbps=rate(list(traffic.rail)) if traffic else None,
         node_gbps=rate(list(traffic.node)) if traffic else None,
         logical_gbps=rate(ledger.logical_bytes),
-        slowdown=median / statistics.median(first),
-        slowdown_p10=quantile(ratios, 0.10),
-        slowdown_p90=quantile(ratios, 0.90),
+        slowdown=median / statistics.median(first) if ratios else None,
+        slowdown_p10=quantile(ratios, 0.10) if ratios else None,
+        slowdown_p90=quantile(ratios, 0.90) if ratios else None,
         wrong=result.wrong[name],
     )
 
@@ -123,8 +132,6 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str]) 
     """The # lines before the table: what was measured, how, on what, and what the columns mean."""
     nodes = config.num_ranks // config.num_local_ranks
     local = config.num_local_ranks
-    arguments = {"zipf": f":{config.routing.exponent:g}", "file": f":{config.routing.path}"}
-    routing = config.routing.kind + arguments.get(config.routing.kind, "")
     spread = ", ".join(
         f"{label} {expected_groups(count, config.num_experts, config.topk):.3f}"
         for label, count in (("ranks", config.num_ranks), ("nodes", nodes))
@@ -132,22 +139,28 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str]) 
     bottleneck = "rail (between nodes)" if nodes > 1 else "node (between ranks of the node)"
     yield (
         f"# hybrid-ep bench {environment['version']}  EP {config.num_ranks} ({nodes} nodes x {local} ranks)  "
-        f"hidden {config.hidden}  topk {config.topk}/{config.num_experts}  {config.dtype}/{config.dtype}  routing "
-        f"{routing}  ragged {config.ragged}  {'permute' if config.permute else 'no permute'}  seed {config.seed}"
+        f"hidden {config.hidden}  topk {config.topk}/{config.num_experts}  {config.dtype}/{_sum_name(config)}  "
+        f"routing {config.routing}  ragged {config.ragged}  "
+        f"{'permute' if config.permute else 'no permute'}  seed {config.seed}"
     )
     yield (
-        f"# machine: {environment['cpu_model']}, {environment['cores']} cores  torch {environment['torch']}  "
+        f"# backend {config.backend}  machine: {environment['cpu_model']}, {environment['cores']} cores  "
+        f"torch {environment['torch']}  "
         f"gloo, {environment['threads']} torch thread(s) a rank  commit {environment['commit']}  "
         f"{environment['date']}  load {environment['load_average'][0]:.1f}  heap {environment['heap']}"
     )
     yield (
         f"# time: API time (call to return, routing metadata and host work included), routing given as "
         f"{config.route_as}; {REDUCTIONS[config.reduction]} over ranks, then median of {config.iterations} "
-        f"iterations ({config.warmup} warm-up), implementations interleaved"
+        f"iterations ({config.warmup} warm-up), implementations interleaved{_modes(config)}"
+    )
+    yield (
+        "# kernel: the part of time inside the implementation's launches, where it can be told.  "
+        "permute, unpermute: of fused kernels the call with less the call without"
     )
     yield (
         "# size: deduplicated payload that a rank receives, its own tokens included (largest rank; pair = "
-        "both ways); no weights, counts, padding"
+        "both ways); quantisation scales in; no weights, counts, padding"
     )
     yield (
         "# algbw = size / time.  busbw = bytes across the bottleneck link / time; the link is the "
@@ -168,17 +181,26 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str]) 
     yield "#" + units[1:]
 
 
+def _sum_name(config: Config) -> str:
+    return "bf16" if config.row_bytes != config.sum_row_bytes else config.dtype
+
+
+def _modes(config: Config) -> str:
+    chain = f"; chain: {config.chain} pairs with no barrier between, time of one" if config.chain else ""
+    return chain + ("; dispatch, combine and pair replayed from CUDA graphs" if config.cuda_graph else "")
+
+
 def row_line(row: Row) -> str:
     """One line of the table."""
 
-    def bandwidth(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f}"
+    def number(value: float | None, digits: int = 2) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
 
     cells = (
         row.tokens, row.num_sms or "auto", row.op, row.implementation, row.size_bytes,
-        *(f"{value:.1f}" for value in (row.time_us, row.min_us, row.p10_us, row.p90_us, row.p99_us)),
-        *map(bandwidth, (row.algbw, row.busbw, row.rail_gbps, row.node_gbps, row.logical_gbps)),
-        f"{row.slowdown:.2f}", row.wrong,
+        *(number(value, 1) for value in (row.time_us, row.min_us, row.p10_us, row.p90_us, row.p99_us, row.kernel_us)),
+        *map(number, (row.algbw, row.busbw, row.rail_gbps, row.node_gbps, row.logical_gbps)),
+        number(row.slowdown), row.wrong,
     )  # fmt: skip
     return "".join(f"{cell:>{width}}" for cell, (_, width, _) in zip(cells, _COLUMNS, strict=True))
 
@@ -187,7 +209,7 @@ def iteration_lines(config: Config, result: CaseResult) -> Iterator[str]:
     """-I: the samples of every row, in microseconds, in the order they were taken."""
     for (op, name), samples in result.samples.items():
         times = [seconds * 1e6 for seconds in reduce_ranks(samples, config.reduction)]
-        spread = statistics.pstdev(times) / statistics.fmean(times) * 100
+        spread = statistics.pstdev(times) / abs(statistics.fmean(times) or 1.0) * 100
         listed = " ".join(f"{value:.0f}" for value in times)
         yield f"# iterations {result.tokens} {op} {name}: cv {spread:.1f} %  us: {listed}"
 
@@ -207,7 +229,7 @@ def limits(config: Config, result: CaseResult, rows: list[Row]) -> list[dict[str
     traffic_rate = 2 * memcpy_rate(config, result)["median"] * 1e9
     found = []
     for row in rows:
-        if row.implementation != rows[0].implementation:
+        if row.implementation != rows[0].implementation or row.op in STAGES:
             continue
         floor_us = result.ledger.floor_bytes(row.op, config.permute) / traffic_rate * 1e6
         staged_us = result.ledger.staged_bytes(row.op, config.permute) / traffic_rate * 1e6
@@ -228,6 +250,7 @@ def limit_lines(config: Config, result: CaseResult, rows: list[Row]) -> Iterator
     """After a case: what was left out, the machine's memcpy rate, the share of it that was reached."""
     for name, reason in result.skipped.items():
         yield f"# {name} skipped at {result.tokens} tokens: {reason}"
+    yield f"# imbalance ratio over ranks at {result.tokens} tokens: {result.ledger.imbalance:.3f}"
     rate = memcpy_rate(config, result)
     yield (
         f"# memcpy limit: {rate['median']:.2f} GB/s copied by {config.num_ranks} processes at once "
@@ -260,6 +283,12 @@ def footer_lines(
             largest[name] = max(largest.get(name, 0), num_bytes)
     listed = ", ".join(f"{name} {num_bytes:,}" for name, num_bytes in largest.items())
     yield f"# Buffer bytes per rank : {listed or '-'}"
+    slowest: dict[str, float] = {}
+    for result in results:
+        for name, seconds in result.setup_s.items():
+            slowest[name] = max(slowest.get(name, 0.0), seconds)
+    listed = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in slowest.items())
+    yield f"# Set-up time (ms, slowest rank) : {listed or '-'}"
     base = rows[0].implementation if rows else ""
     busbw = [row.busbw for row in rows if row.busbw is not None and row.implementation == base]
     if busbw:
@@ -289,12 +318,18 @@ def to_json(
                 "memcpy_gbps": memcpy_rate(config, result),
                 "limits": limits(config, result, rows),
                 "buffer_bytes": result.buffer_bytes,
+                "setup_s": result.setup_s,
+                "imbalance": result.ledger.imbalance,
                 "wrong": result.wrong,
                 "counted_rows": result.counted_rows,
                 "skipped": result.skipped,
                 "samples_s": [
                     {"op": op, "implementation": name, "by_rank": samples}
                     for (op, name), samples in result.samples.items()
+                ],
+                "kernel_samples_s": [
+                    {"op": op, "implementation": name, "by_rank": samples}
+                    for (op, name), samples in result.kernel.items()
                 ],
             }
         )

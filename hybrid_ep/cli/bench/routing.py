@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from hybrid_ep.cli import UsageError
 
 RAGGED = ("none", "random", "zero-last")
+_SEARCH_TOKENS, _SEARCH_STEPS, _MOST_FAVOUR = 4096, 24, 30.0  # of the favour that gives an --imbalance
 _SEED_STRIDE = 1_000_003  # keeps the streams of (seed, rank) and (seed + 1, rank) apart
 
 
@@ -37,11 +39,17 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """A parsed --routing: kind in uniform, zipf, one-hot, file; `exponent` for zipf, `path` for file."""
+    """A parsed --routing: kind in uniform, zipf, one-hot, file, imbalance; `exponent` for zipf, `path` for file,
+    `ratio` for imbalance."""
 
     kind: str
     exponent: float = 0.0
     path: str = ""
+    ratio: float = 0.0
+
+    def __str__(self) -> str:
+        argument = {"zipf": f":{self.exponent:g}", "file": f":{self.path}", "imbalance": f" {self.ratio:g}"}
+        return self.kind + argument.get(self.kind, "")
 
 
 def parse_routing(text: str) -> RoutingSpec:
@@ -64,6 +72,21 @@ def parse_routing(text: str) -> RoutingSpec:
     raise UsageError(f"--routing {text!r}: use uniform, zipf:A, one-hot or file:PATH")
 
 
+def with_imbalance(
+    spec: RoutingSpec, ratio: float | None, num_experts: int, topk: int, num_ranks: int
+) -> RoutingSpec:
+    """`spec`, or routing with one hot rank when --imbalance is given; UsageError where no routing has that ratio."""
+    if ratio is None:
+        return spec
+    if spec.kind != "uniform":
+        raise UsageError(f"--imbalance {ratio:g}: --routing {spec} says otherwise; give one of them")
+    most = min(topk, num_experts // num_ranks) / topk * num_ranks - 1
+    if not 0 <= ratio <= most:
+        raise UsageError(f"--imbalance {ratio:g}: the ratio (max - mean) / mean over {num_ranks} ranks lies in 0 .. "
+                         f"{most:g} with topk {topk} of {num_experts} experts")
+    return RoutingSpec("imbalance", ratio=float(ratio))
+
+
 def token_counts(ragged: str, num_tokens: int, num_ranks: int, seed: int) -> list[int]:
     """Tokens of each rank. random: uniform in [0, num_tokens], rank 0 full; zero-last: the last has none."""
     if ragged == "none":
@@ -81,25 +104,46 @@ def generate(spec: RoutingSpec, counts: list[int], num_experts: int, topk: int, 
 
     uniform: every set of experts equally likely. zipf: expert i drawn with probability ~ (i + 1)^-A,
     without replacement. one-hot: every token to experts 0 .. topk - 1, the worst imbalance there is.
-    file: a tensor saved by torch.save, int64 [ranks, tokens, topk], the first `counts[r]` tokens used.
+    file: int64 [ranks, tokens, topk], saved by torch.save or as .npy, the first `counts[r]` tokens used.
+    imbalance: rank 0's experts are likelier than the others, all alike, so that the ratio comes out.
     """
     if not 1 <= topk <= num_experts:
         raise UsageError(f"--topk {topk}: must be in 1 .. {num_experts} (--experts)")
     if spec.kind == "file":
         choices = _from_file(spec.path, counts, num_experts, topk)
     else:
+        favour = _favour(spec, len(counts), num_experts, topk, seed)
         choices = [
-            _draw(spec, count, num_experts, topk, _generator(seed, rank)) for rank, count in enumerate(counts)
+            _draw(spec, count, num_experts, topk, _generator(seed, rank), favour) for rank, count in enumerate(counts)
         ]
     return [Routing(chosen, _weights(chosen)) for chosen in choices]
+
+
+def draw(spec: RoutingSpec, num_ranks: int, tokens: int, num_experts: int, topk: int, seed: int) -> np.ndarray:
+    """The choices of `generate` as int64 [ranks, tokens, topk], the same tokens on every rank."""
+    return np.stack([r.topk_idx.numpy() for r in generate(spec, [tokens] * num_ranks, num_experts, topk, seed)])
 
 
 def _generator(seed: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * _SEED_STRIDE + rank)
 
 
+def _favour(spec: RoutingSpec, num_ranks: int, num_experts: int, topk: int, seed: int) -> torch.Tensor:
+    """Log-weights [num_experts] that experts get beside their noise: 0, or rank 0's as the asked ratio needs."""
+    extra = torch.zeros(num_experts)
+    if spec.kind != "imbalance":
+        return extra
+    hot, low, high = num_experts // num_ranks, 0.0, _MOST_FAVOUR
+    wanted = (1 + spec.ratio) / num_ranks * topk * _SEARCH_TOKENS  # pairs of rank 0's experts
+    for _ in range(_SEARCH_STEPS):  # the number of pairs grows with the favour: the noise is the same every time
+        extra[:hot] = (low + high) / 2
+        drawn = _draw(spec, _SEARCH_TOKENS, num_experts, topk, _generator(seed, num_ranks), extra)
+        low, high = (low, (low + high) / 2) if int((drawn < hot).sum()) > wanted else ((low + high) / 2, high)
+    return extra
+
+
 def _draw(
-    spec: RoutingSpec, num_tokens: int, num_experts: int, topk: int, generator: torch.Generator
+    spec: RoutingSpec, num_tokens: int, num_experts: int, topk: int, generator: torch.Generator, favour: torch.Tensor
 ) -> torch.Tensor:
     if spec.kind == "one-hot":
         return torch.arange(topk).repeat(num_tokens, 1)
@@ -108,11 +152,13 @@ def _draw(
         # Gumbel keys: the top k of log p + Gumbel noise are k draws without replacement from p.
         log_popularity = -spec.exponent * torch.log(torch.arange(1, num_experts + 1, dtype=torch.float32))
         noise = log_popularity - torch.log(-torch.log(noise))
+    if spec.kind == "imbalance":
+        noise = favour - torch.log(-torch.log(noise))
     return noise.topk(topk, dim=1).indices
 
 
 def _from_file(path: str, counts: list[int], num_experts: int, topk: int) -> list[torch.Tensor]:
-    table = torch.load(path, weights_only=True)
+    table = torch.from_numpy(np.load(path)) if path.endswith(".npy") else torch.load(path, weights_only=True)
     wanted = f"int64 [ranks >= {len(counts)}, tokens >= {max(counts)}, topk = {topk}]"
     is_tensor = torch.is_tensor(table) and table.dtype == torch.int64 and table.dim() == 3
     fits = is_tensor and table.shape[0] >= len(counts) and table.shape[1] >= max(counts)

@@ -2,57 +2,28 @@
 
 Inside every iteration the implementations take turns, and the one that starts rotates, so noise of the
 machine and the state of caches and allocator hit all alike. Times are API times: from the call to its
-return on each rank after a barrier, routing metadata and host work included.
+return on each rank after a barrier (on a GPU to the end of its work), routing metadata and host work included. Where
+an implementation can tell, the time inside its kernels stands beside them.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.cli.bench import checks
-from hybrid_ep.cli.bench.implementations import Case, Implementation, Setting
-from hybrid_ep.cli.bench.ledger import Ledger, build_ledger
+from hybrid_ep.cli.bench import checks, graphs
+from hybrid_ep.cli.bench.config import Config
+from hybrid_ep.cli.bench.implementations import Case, Implementation, Setting, Timed
+from hybrid_ep.cli.bench.ledger import STAGES, Ledger, build_ledger
 from hybrid_ep.cli.bench.memcpy import Memcpy
-from hybrid_ep.cli.bench.routing import Routing, RoutingSpec, generate, token_counts
+from hybrid_ep.cli.bench.routing import Routing, generate, token_counts
+from hybrid_ep.cli.bench.world import Samples, World
 
-OPS = ("dispatch", "combine", "pair", "train")
 MEMCPY = "memcpy"
-Samples = dict[tuple[str, str], list[float]]  # (op, implementation) -> seconds, one an iteration
-
-
-@dataclass(frozen=True)
-class Config:
-    """What one run measures; the flags after validation. Plain data, so it goes into the JSON as it is."""
-
-    tokens: tuple[int, ...]
-    num_sms: tuple[int, ...]
-    ops: tuple[str, ...]
-    hidden: int
-    topk: int
-    num_experts: int
-    dtype: str
-    routing: RoutingSpec
-    ragged: str
-    permute: bool
-    route_as: str
-    num_ranks: int
-    num_local_ranks: int
-    warmup: int
-    iterations: int
-    check: bool
-    seed: int
-    reduction: int
-    timeout_s: float
-
-    @property
-    def row_bytes(self) -> int:
-        return self.hidden * checks.DTYPES[self.dtype].itemsize
 
 
 @dataclass
@@ -69,6 +40,8 @@ class CaseResult:
     skipped: dict[str, str]  # implementation -> reason
     # implementation that counts -> link -> (rows counted, closed form) of one dispatch and one combine
     counted_rows: dict[str, dict[str, tuple[int, int]]]
+    kernel: dict[tuple[str, str], list[list[float]]] = field(default_factory=dict)  # like samples, inside kernels
+    setup_s: dict[str, float] = field(default_factory=dict)  # implementation -> construction, slowest rank
 
     @property
     def num_miscounted(self) -> int:
@@ -81,41 +54,47 @@ class CaseResult:
 
 
 def run_case(
-    config: Config, group: dist.ProcessGroup, kinds: list[type[Implementation]], tokens: int, num_sms: int
+    config: Config, world: World, kinds: list[type[Implementation]], tokens: int, num_sms: int
 ) -> CaseResult:
     """Measure one point of the sweep; collective."""
-    rank = group.rank()
+    control, rank = world.control, world.rank
     counts = token_counts(config.ragged, tokens, config.num_ranks, config.seed)
     routings = generate(config.routing, counts, config.num_experts, config.topk, config.seed)
-    ledger = build_ledger(routings, config.num_experts, config.num_local_ranks, config.row_bytes)
-    case = _build_case(config, group, routings[rank], max(counts), num_sms)
-    setting = Setting(config.num_ranks, max(counts), config.topk, config.row_bytes, config.permute)
-    chosen, skipped = _available(kinds, setting, group)
+    ledger = build_ledger(
+        routings, config.num_experts, config.num_local_ranks, config.row_bytes, config.sum_row_bytes
+    )
+    case = _build_case(config, world, routings[rank], max(counts), num_sms)
+    setting = Setting(config.num_ranks, max(counts), config.topk, config.row_bytes, config.permute, config.dtype,
+                      config.backend)  # fmt: skip
+    chosen, skipped = _available(kinds, setting, control)
     expected = checks.expect(case, routings, config.dtype, config.seed) if config.check else None
     built: list[Implementation] = []
+    setup: Samples = {}
     try:
         for kind in chosen:
-            built.append(kind(case))
+            built.append(world.timed(setup, ("setup", kind.name), lambda kind=kind: kind(case)))
         wrong = dict.fromkeys((kind.name for kind in chosen), 0)
-        _check(built, expected, wrong, group)
-        counted = {each.name: rows for each in built if (rows := _count_rows(each, ledger, group))}
-        samples = _time(built, config, group)
-        _check(built, expected, wrong, group)
-        buffer_bytes = {each.name: reduce_max(each.buffer_bytes(), group) for each in built}
+        _check(built, config, expected, wrong, world)
+        counted = {each.name: rows for each in built if (rows := _count_rows(each, ledger, world))}
+        samples, kernel = _time(built, config, world)
+        _check(built, config, expected, wrong, world)
+        buffer_bytes = {each.name: world.reduce(each.buffer_bytes(), dist.ReduceOp.MAX) for each in built}
     finally:
         for each in built:
             each.close()
-    gathered = _gather(samples, group)
-    return CaseResult(tokens, num_sms, counts, ledger, gathered, wrong, buffer_bytes, skipped, counted)
+    setup_s = {name: max(of_rank[0] for of_rank in by_rank) for (_, name), by_rank in world.gather(setup).items()}
+    return CaseResult(tokens, num_sms, counts, ledger, world.gather(samples), wrong, buffer_bytes, skipped, counted,
+                      world.gather(kernel), setup_s)
 
 
-def _build_case(
-    config: Config, group: dist.ProcessGroup, routing: Routing, max_tokens: int, num_sms: int
-) -> Case:
+def _build_case(config: Config, world: World, routing: Routing, max_tokens: int, num_sms: int) -> Case:
     routing_map, probs = routing.to_map(config.num_experts)
+    rank = world.rank
+    rows = checks.make_rows(rank, routing.num_tokens, config.hidden, config.dtype, config.topk, config.seed)
+    x, scales = checks.payload(rows, config.dtype)
     return Case(
-        group=group,
-        rank=group.rank(),
+        group=world.group,
+        rank=rank,
         num_ranks=config.num_ranks,
         num_local_ranks=config.num_local_ranks,
         num_experts=config.num_experts,
@@ -124,14 +103,16 @@ def _build_case(
         num_sms=num_sms,
         permute=config.permute,
         route_as=config.route_as,
+        executor=config.backend,
+        dtype=config.dtype,
         timeout_s=config.timeout_s,
-        x=checks.make_rows(
-            group.rank(), routing.num_tokens, config.hidden, config.dtype, config.topk, config.seed
-        ),
-        topk_idx=routing.topk_idx,
-        topk_weights=routing.topk_weights,
-        routing_map=routing_map,
-        probs=probs,
+        x=x.to(world.device),
+        scales=None if scales is None else scales.to(world.device),
+        sum_dtype=checks.SUM_DTYPES[config.dtype],
+        topk_idx=routing.topk_idx.to(world.device),
+        topk_weights=routing.topk_weights.to(world.device),
+        routing_map=routing_map.to(world.device),
+        probs=probs.to(world.device),
     )
 
 
@@ -152,19 +133,19 @@ def _available(
 
 
 def _check(
-    built: list[Implementation],
-    expected: checks.Expected | None,
-    wrong: dict[str, int],
-    group: dist.ProcessGroup,
+    built: list[Implementation], config: Config, expected: checks.Expected | None, wrong: dict[str, int], world: World
 ) -> None:
     if expected is None:
         return
     for each in built:
-        wrong[each.name] += _reduce(checks.count_wrong(each, expected), dist.ReduceOp.SUM, group)
+        found = checks.count_wrong(each, expected)
+        if config.chain:
+            found += checks.count_unchained(each, world.meet)
+        wrong[each.name] += world.reduce(found)
 
 
 def _count_rows(
-    each: Implementation, ledger: Ledger, group: dist.ProcessGroup
+    each: Implementation, ledger: Ledger, world: World
 ) -> dict[str, tuple[int, int]] | None:
     """One dispatch and one combine under the implementation's own counters; None if it has none."""
     before = each.link_rows()
@@ -172,69 +153,95 @@ def _count_rows(
         return None
     _pair(each)
     after = each.link_rows()
-    grown = {link: _reduce(after[link] - before[link], dist.ReduceOp.SUM, group) for link in before}
+    grown = {link: world.reduce(after[link] - before[link]) for link in before}
     expected = ledger.link_rows(each.wire)
     return {link: (grown[link], 2 * expected[link]) for link in before}
 
 
-def _time(built: list[Implementation], config: Config, group: dist.ProcessGroup) -> Samples:
+def _time(built: list[Implementation], config: Config, world: World) -> tuple[Samples, Samples]:
+    """(API times, kernel times) of this rank."""
     memcpy = Memcpy()
+    turns = [_Turn(each, config, world) for each in built]
     samples: Samples = {}
+    kernel: Samples = {}
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         for iteration in range(-config.warmup, config.iterations):
-            kept = samples if iteration >= 0 else {}
-            first = iteration % len(built) if built else 0
-            for each in built[first:] + built[:first]:
-                _time_turn(each, config.ops, kept, group)
-            _timed(kept, ("copy", MEMCPY), memcpy.run, group)
+            kept = (samples, kernel) if iteration >= 0 else ({}, {})
+            first = iteration % len(turns) if turns else 0
+            for turn in turns[first:] + turns[:first]:
+                turn.run(*kept)
+            world.timed(kept[0], ("copy", MEMCPY), memcpy.run)
     finally:
         if collecting:
             gc.enable()
-    return samples
+    return samples, kernel
 
 
-def _time_turn(each: Implementation, ops: tuple[str, ...], kept: Samples, group: dist.ProcessGroup) -> None:
-    """One turn of one implementation: every requested op once. Results die before the next op starts."""
-    if "dispatch" in ops or "combine" in ops:
-        dispatch_samples = kept if "dispatch" in ops else {}
-        done = _timed(dispatch_samples, ("dispatch", each.name), each.dispatch, group)
-        if "combine" in ops:
-            _timed(kept, ("combine", each.name), lambda: each.combine(done, done.rows), group)
-        del done
-    if "pair" in ops:
-        _timed(kept, ("pair", each.name), lambda: _pair(each), group)
-    if "train" in ops:
-        _timed(kept, ("train", each.name), each.train, group)
+class _Turn:
+    """One implementation's turn of an iteration: every requested op once. Results die before the next op starts."""
+
+    def __init__(self, each: Implementation, config: Config, world: World) -> None:
+        self.each, self.ops, self.chain, self.world = each, config.ops, config.chain, world
+        self.stages: dict[str, Timed] = {
+            op: stage for op in config.ops if op in STAGES and (stage := each.stage(op)) is not None}
+        self.captured: dict[str, Callable] = graphs.capture(each, config.ops) if config.cuda_graph else {}
+        each.start_kernel_clock()
+
+    def run(self, samples: Samples, kernel: Samples) -> None:
+        each, self._kept = self.each, (samples, kernel)
+        for op, stage in self.stages.items():
+            self._stage(op, stage)
+        if ("dispatch" in self.ops or "combine" in self.ops) and not self.captured:
+            done = self._time("dispatch", each.dispatch, keep="dispatch" in self.ops)
+            rows = each.expert_output(done)
+            if "combine" in self.ops:
+                self._time("combine", lambda: each.combine(done, rows))
+            del done, rows
+        for op, replay in self.captured.items():
+            self._time(op, replay)
+        if "pair" in self.ops and not self.captured:
+            self._time("pair", lambda: _pair(each))
+        if "step" in self.ops:
+            self._time("step", each.step)
+        if self.chain:
+            self._time("chain", lambda: _chain(each, self.chain), parts=self.chain)
+
+    def _time(self, op: str, call: Callable, parts: int = 1, keep: bool = True):
+        samples, kernel = self._kept if keep else ({}, {})
+        before = self.each.kernel_seconds()
+        result = self.world.timed(samples, (op, self.each.name), call, parts)
+        if before is not None and not self.captured:
+            kernel.setdefault((op, self.each.name), []).append((self.each.kernel_seconds() - before) / parts)
+        return result
+
+    def _stage(self, op: str, stage: Timed) -> None:
+        if stage.less is None:
+            self._time(op, stage.run)
+            return
+        kept, parts = self._kept, []
+        for call in (stage.run, stage.less):
+            self._kept = ({}, {})
+            self._time(op, call)
+            parts.append([one.get((op, self.each.name), [None])[0] for one in self._kept])
+        self._kept = kept
+        for one, full, without in zip(kept, *parts, strict=True):
+            if full is not None:
+                one.setdefault((op, self.each.name), []).append(full - without)
 
 
 def _pair(each: Implementation) -> torch.Tensor:
     done = each.dispatch()
-    return each.combine(done, done.rows)
+    return each.combine(done, each.expert_output(done))
 
 
-def _timed(kept: Samples, key: tuple[str, str], call: Callable, group: dist.ProcessGroup):
-    dist.barrier(group=group)
-    start = time.perf_counter()
-    result = call()
-    kept.setdefault(key, []).append(time.perf_counter() - start)
-    return result
-
-
-def _gather(samples: Samples, group: dist.ProcessGroup) -> dict[tuple[str, str], list[list[float]]]:
-    everyone: list[Samples] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everyone, samples, group=group)
-    return {key: [of_rank[key] for of_rank in everyone] for key in samples}
-
-
-def reduce_max(value: int, group: dist.ProcessGroup) -> int:
-    """The largest `value` over the ranks; collective."""
-    return _reduce(value, dist.ReduceOp.MAX, group)
-
-
-def _reduce(value: int, how: dist.ReduceOp, group: dist.ProcessGroup) -> int:
-    total = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(total, how, group=group)
-    return int(total)
+def _chain(each: Implementation, pairs: int) -> None:
+    """Pairs with no barrier between them; what one combine returns is what the next dispatch sends."""
+    first = each.case
+    try:
+        for _ in range(pairs):
+            each.feed(_pair(each))
+    finally:
+        each.case = first

@@ -18,19 +18,13 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
     """Prints the report; returns every number of it. ValueError when the engine asked for is not there."""
     tuned = request.tuned()
     request = request.settled(tuned)
-    engine, why = _engine(request)
-    found = {op: as_dict(_predict(request, op)) for op in model.OPS}
+    found, engine, why = numbers(request)
     spans = []
-    if engine == "events":
-        got = events.measure(request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
-                             dtype=request.dtype, choices=request.choices)
-        _take_events(found, got, request)
-        why = _sampling(got, request)
-        if trace_path:
-            shown = events.timeline(request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
-                                    dtype=request.dtype, choices=request.choices)
-            spans = list(shown.spans)
-            print(f"# the trace is of {shown.simulated_tokens} tokens a rank")
+    if engine == "events" and trace_path:
+        shown = events.timeline(request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
+                                dtype=request.dtype, choices=request.choices)
+        spans = list(shown.spans)
+        print(f"# the trace is of {shown.simulated_tokens} tokens a rank")
     elif trace_path:
         shift = 0.0
         for op in model.OPS:
@@ -38,8 +32,8 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
             spans += [s._replace(start=s.start + shift) for s in trace.of_timeline(line, op)]
             shift += line.end
     _print_header(request, engine, why)
-    for op, numbers in found.items():
-        _print_operation(op, numbers, request.num_sms)
+    for op, got in found.items():
+        _print_operation(op, got, request.num_sms)
     print(f"suggested: --num-sms {tuned.num_sms} --chunk {tuned.chunk} (pair {tuned.exchange_us:.0f} us by the model; "
           "the fewest SMs within 5 % of the fastest)")
     if trace_path:
@@ -49,6 +43,19 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
             "chunk": request.chunk, "imbalance": request.traffic.imbalance,
             "suggested": {"num_sms": tuned.num_sms, "chunk": tuned.chunk, "pair_us": tuned.exchange_us},
             "operations": found}
+
+
+def numbers(request: Request) -> tuple[dict[str, dict[str, Any]], str, str]:
+    """({operation: every number}, the engine that answered, what it simulated or why not the other one). request:
+    settled. ValueError when the engine asked for is not there."""
+    engine, why = _engine(request)
+    found = {op: as_dict(_predict(request, op)) for op in model.OPS}
+    if engine == "events":
+        got = events.measure(request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
+                             dtype=request.dtype, choices=request.choices)
+        _take_events(found, got, request)
+        why = _sampling(got, request)
+    return found, engine, why
 
 
 def _engine(request: Request) -> tuple[str, str]:

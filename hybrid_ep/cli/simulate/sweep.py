@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.cli.plotting import pyplot
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.sim import model, routing
 from hybrid_ep.sim.shape import Shape
@@ -26,21 +27,6 @@ def run(request: Request, folder: str) -> dict[str, Any]:
     draw(plt, request, tables, Path(folder))
     print(f"# drawn: {Path(folder) / 'sweep.png'} and sweep.svg")
     return {"engine": "model", "cluster": request.cluster.name, "sweeps": tables}
-
-
-def pyplot():
-    """matplotlib.pyplot for files. ValueError names the extra that brings it."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'hybrid_ep[bench]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-                         "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "savefig.dpi": 200,
-                         "figure.facecolor": "white", "legend.frameon": False, "svg.fonttype": "none"})
-    return plt
 
 
 def _point(request: Request, name: str, value: int, shape: Shape, num_sms: int, chunk: int) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Kernel time: what a buffer's engine spends in the launches themselves, apart from the Python around them.
+
+Stands in for the engine and passes everything on. On the host a launch runs inside the call, so the clock is the
+call's; on a GPU two events stand around the launch on its stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LAUNCHES = ("exchange", "dispatch", "combine")
+
+
+class EngineClock:
+    """An engine whose launches are timed."""
+
+    def __init__(self, engine: Any, on_gpu: bool) -> None:
+        self._engine, self._on_gpu = engine, on_gpu
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    def seconds(self) -> float:
+        """In launches so far; waits for those under way."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._seconds += sum(a.elapsed_time(b) for a, b in self._events) / 1e3
+            self._events.clear()
+        return self._seconds
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._engine, name)
+        return self._timed(attribute) if name in _LAUNCHES else attribute
+
+    def _timed(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._on_gpu:
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                result = launch(*args, **kwargs)
+                stop.record()
+                self._events.append((start, stop))
+                return result
+            start = time.perf_counter()
+            result = launch(*args, **kwargs)
+            self._seconds += time.perf_counter() - start
+            return result
+
+        return run

@@ -1,0 +1,57 @@
+"""Which implementations a run measures: those that come along, DeepEP's, and plug-ins from files and modules."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from hybrid_ep.cli import UsageError
+from hybrid_ep.cli.bench.built_in import BUILT_IN
+from hybrid_ep.cli.bench.deep_ep import ADAPTERS
+from hybrid_ep.cli.bench.implementations import Implementation
+
+PLUGIN_FOLDER = Path("scripts") / "bench_peers"
+
+
+def choose(impl: tuple[str, ...] | None, peers: bool, specs: list[str]) -> list[type[Implementation]]:
+    """The implementations that --impl, --peers and --peer name, base first. UsageError for an unknown name."""
+    known = {kind.name: kind for kind in (*BUILT_IN, *ADAPTERS)}
+    explicit = [kind for spec in specs for kind in load_plugin(spec)]
+    found = [kind for spec in find_plugins() for kind in load_plugin(spec)] if peers or impl else []
+    for kind in [*found, *explicit]:
+        known[kind.name] = kind
+    if impl:
+        unknown = [name for name in impl if name not in known]
+        if unknown:
+            raise UsageError(f"--impl {','.join(unknown)}: not known; known are {', '.join(known)}")
+        return [known[name] for name in dict.fromkeys([*impl, *(kind.name for kind in explicit)])]
+    if peers:
+        return list(known.values())
+    return [known["hybrid_ep"], *explicit]
+
+
+def load_plugin(spec: str) -> list[type[Implementation]]:
+    """The `PEERS` of a plug-in given as FILE.py or as a module name; UsageError if it is not one."""
+    try:
+        if spec.endswith(".py"):
+            location = importlib.util.spec_from_file_location(f"hybrid_ep_bench_peer_{Path(spec).stem}", spec)
+            module = importlib.util.module_from_spec(location)
+            location.loader.exec_module(module)
+        else:
+            module = importlib.import_module(spec)
+    except (ImportError, FileNotFoundError) as error:
+        raise UsageError(f"--peer {spec}: cannot be loaded ({error}); give FILE.py or a module") from error
+    peers = getattr(module, "PEERS", None)
+    if not isinstance(peers, list) or not all(issubclass(peer, Implementation) for peer in peers):
+        raise UsageError(f"--peer {spec}: needs a list PEERS of Implementation subclasses")
+    return peers
+
+
+def find_plugins() -> list[str]:
+    """Plug-in files of the source tree: scripts/bench_peers/*.py next to the package, else under the
+    current folder."""
+    for root in (Path(__file__).resolve().parents[3], Path.cwd()):
+        if (root / PLUGIN_FOLDER).is_dir():
+            return sorted(str(path) for path in (root / PLUGIN_FOLDER).glob("[a-z]*.py"))
+    return []

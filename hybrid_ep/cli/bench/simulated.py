@@ -1,0 +1,259 @@
+"""--backend sim: the table of the bench from the model of `hybrid-ep simulate`, for a cluster that is not here.
+
+Every number is a prediction and marked as one. The times are those that `hybrid-ep simulate` prints for the same
+exchange: both ask `simulate.report.numbers`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep.cli import EXIT_OK, UsageError
+from hybrid_ep.cli.bench import presets, routing
+from hybrid_ep.cli.bench.config import require, token_sweep
+from hybrid_ep.cli.bench.plots import Point, draw, pyplot
+from hybrid_ep.cli.bench.presets import Condition
+from hybrid_ep.cli.simulate import report
+from hybrid_ep.cli.simulate.request import Request
+from hybrid_ep.sim import clusters, model, published
+from hybrid_ep.sim import routing as sim_routing
+from hybrid_ep.sim.implementations import HYBRID_EP, PUBLISHED, Implementation
+from hybrid_ep.sim.shape import DTYPES, Shape
+
+SCHEMA = "hybrid_ep.bench-simulated/1"
+CHUNK = 32  # rows of a rail message; a buffer's default
+_MARK = "# SIMULATED: predictions of hybrid_ep's performance model, not measurements (docs/performance_model.md)"
+_RATES = ("algbw", "busbw", "rail", "node", "logical")
+_HEADER = (f"#{'tokens':>7}{'sms':>5}{'op':>10}{'dtype':>7}{'time':>10}{'kernel':>10}"
+           f"{''.join(f'{name:>8}' for name in _RATES)}  binds")
+_SUMS_OF = {"pair": ("dispatch", "combine"), "step": ("dispatch", "combine", "dispatch in bf16", "combine")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prediction: microseconds of the call and inside its kernels, GB/s over the call's time as the bench defines
+    them, the share of the link that the kernel alone reaches."""
+
+    tokens: int
+    num_sms: int
+    op: str
+    dtype: str
+    time_us: float
+    kernel_us: float
+    algbw: float | None
+    busbw: float | None
+    rail_gbps: float | None
+    node_gbps: float | None
+    logical_gbps: float | None
+    link_gbps: float
+    kernel_share: float | None
+    binds: str
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, or that of every condition of a preset; exit code 0. UsageError for what cannot be
+    simulated."""
+    _refuse(args)
+    try:
+        if args.plot:
+            pyplot()
+        documents = [_run(*world) for world in _worlds(args)]
+    except ValueError as error:
+        raise error if isinstance(error, UsageError) else UsageError(str(error)) from None
+    if args.json:
+        document = {"schema": SCHEMA, "simulated": True, "worlds": documents}
+        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+        print(f"# written: {args.json}")
+    return EXIT_OK
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    for flag, given, why in (
+        ("--peers", args.peers or args.impl or args.peer, "peers do not run in the simulator; "
+         "docs/performance_model.md compares their models"),
+        ("--ranks", args.ranks is not None, "give --nodes and --ranks-per-node"),
+        ("--ragged", args.ragged != "none", "the model has the same tokens on every rank"),
+        ("--chain", args.chain, "the model has no skew that a chain would absorb"),
+        ("--cuda-graph", args.cuda_graph, "nothing is launched; use --backend cuda"),
+        ("-M", args.memory, "nothing is allocated; use --backend host"),
+        ("-I", args.per_iteration, "a prediction has no iterations"),
+        ("--op route", "route" in args.op, "the model leaves the exchange of counts out; use --backend host or cuda"),
+        ("--no-permute", not args.permute and args.engine != "model", "only --engine model has it"),
+        ("--op permute", {"permute", "unpermute"} & set(args.op) and (args.engine != "model" or not args.permute),
+         "needs --engine model and no --no-permute"),
+    ):
+        require(not given, f"{flag} with --backend sim: {why}")
+    require(args.dtype in DTYPES, f"--dtype {args.dtype} with --backend sim: use one of {', '.join(DTYPES)}")
+    require(all(sms >= 0 for sms in args.num_sms), "--num-sms: must be 0 (as suggested) or positive")
+
+
+def _worlds(args: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, Condition | None, Path | None]]:
+    """(flags, condition of the preset, folder of the plots) of every world to predict."""
+    folder = Path(args.plot) if args.plot else None
+    if args.preset is None:
+        given = {"cluster": args.cluster or "h100_8x400g", "nodes": 1 if args.nodes is None else args.nodes}
+        yield argparse.Namespace(**(vars(args) | given)), None, folder
+        return
+    presets.refuse_shape_flags(args)
+    for c in presets.conditions(args.preset):
+        sms = args.num_sms if args.num_sms != (0,) else (c.num_sms // 2, c.num_sms, 2 * c.num_sms)
+        shape = {name: getattr(c, name) for name in ("cluster", "nodes", "ranks_per_node", "hidden", "topk", "experts",
+                                                     "dtype")}
+        yield (argparse.Namespace(**(vars(args) | shape | {"tokens": (c.tokens,), "num_sms": sms})), c,
+               folder / c.name if folder else None)
+
+
+def _run(args: argparse.Namespace, condition: Condition | None, folder: Path | None) -> dict[str, Any]:
+    rows: list[Row] = []
+    for tokens in token_sweep(args):
+        for num_sms in args.num_sms:
+            request = _request(args, tokens, num_sms)
+            if not rows:
+                _print_header(args, request, condition)
+            for op in args.op:
+                rows.append(_row(request, op, args.permute))
+                print(_line(rows[-1]), flush=True)
+    document: dict[str, Any] = {"cluster": args.cluster, "nodes": args.nodes, "routing": request.routing_text,
+                                "shape": asdict(request.shape), "engine": args.engine,
+                                "rows": [asdict(row) for row in rows]}
+    if condition is not None:
+        document |= {"preset": condition.name, "claim": condition.claim, "published": _print_published(condition, rows)}
+    if folder is not None:
+        s = request.shape
+        title = (f"EP {s.ranks} ({s.nodes} x {s.ranks_per_node}), hidden {s.hidden}, top-{s.topk} of {s.experts}, "
+                 f"{request.dtype}; {args.cluster}, simulated")
+        points = [Point(r.tokens, r.num_sms, r.op, "hybrid_ep", r.time_us, None, None, r.busbw, r.link_gbps)
+                  for r in rows]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for said in draw(points, folder, title):
+            print(f"# drawn: {said}")
+    return document
+
+
+def _request(args: argparse.Namespace, tokens: int, num_sms: int) -> Request:
+    """What `hybrid-ep simulate` would be asked with the same flags, SMs settled."""
+    spec = routing.parse_routing(args.routing)
+    drawn = spec.kind == "one-hot" or args.imbalance is not None
+    flags = argparse.Namespace(**{name: getattr(args, name) for name in (
+        "nodes", "ranks_per_node", "hidden", "topk", "experts", "dtype", "seed", "engine")},
+        tokens=tokens, num_sms=num_sms, chunk=CHUNK, load=None, routing="uniform" if drawn else args.routing)
+    cluster = clusters.get(args.cluster)
+    request = Request.from_flags(flags, cluster)
+    if drawn:  # routing that only the bench has: drawn by it, counted by the simulator
+        s = request.shape
+        spec = routing.with_imbalance(spec, args.imbalance, s.experts, s.topk, s.ranks)
+        choices = routing.draw(spec, s.ranks, tokens, s.experts, s.topk, args.seed)
+        request = replace(request, choices=choices, traffic=sim_routing.count(choices, s), routing_text=str(spec))
+    return request.settled(request.tuned()) if not num_sms else request
+
+
+def _row(request: Request, op: str, permute: bool) -> Row:
+    """One prediction; pair and step are sums, permute and unpermute what they add to the call."""
+    parts = {name: _part(request, name, permute) for name in _SUMS_OF.get(op, (op,))}
+    each = [parts[name] for name in _SUMS_OF.get(op, (op,))]
+    time_us, kernel_us = sum(p["api_us"] for p in each), sum(p["kernel_us"] for p in each)
+    moved = {key: sum(p.get(key, 0.0) for p in each) for key in ("nvlink", "rail", "logical", "payload")}
+    link = "rail" if request.shape.nodes > 1 else "nvlink"
+    cluster = request.cluster
+    rate = cluster.nic.rate if link == "rail" else cluster.gpu.nvlink_rate
+    stage = op in ("permute", "unpermute")
+
+    def over(num_bytes: float, us: float) -> float | None:
+        return None if stage or us <= 0 else num_bytes / us / 1e3
+
+    share = over(moved[link], kernel_us)
+    return Row(request.shape.tokens, request.num_sms, op, request.dtype, time_us, kernel_us,
+               over(moved["payload"], time_us), over(moved[link], time_us), over(moved["rail"], time_us),
+               over(moved["nvlink"], time_us), over(moved["logical"], time_us), rate, share and share / rate,
+               max(each, key=lambda p: p["api_us"])["binds"])
+
+
+def _part(request: Request, name: str, permute: bool) -> dict[str, Any]:
+    """Times in microseconds and bytes of dispatch, combine, permute or unpermute."""
+    if name in ("permute", "unpermute"):
+        op = "dispatch" if name == "permute" else "combine"
+        fused, alone = (_by_model(request, op, replace(HYBRID_EP, fused_permute=f)) for f in (True, False))
+        return {key: fused[key] - alone[key] for key in ("api_us", "kernel_us")} | {"binds": fused["binds"]}
+    if name.endswith("in bf16"):
+        request, name = replace(request, dtype="bf16"), "dispatch"
+    if not permute:
+        return _by_model(request, name, replace(HYBRID_EP, fused_permute=False))
+    return _with_bytes(report.numbers(request)[0][name], request, name)
+
+
+def _by_model(request: Request, op: str, impl: Implementation) -> dict[str, Any]:
+    got = model.predict(op, request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk, impl=impl,
+                        dtype=request.dtype if op == "dispatch" else "bf16", traffic=request.traffic)
+    return _with_bytes(report.as_dict(got), request, op)
+
+
+def _with_bytes(found: dict[str, Any], request: Request, op: str) -> dict[str, Any]:
+    """The bytes behind the bandwidths, which are over the kernel's time."""
+    us, link = found["kernel_us"] * 1e3, "rail" if request.shape.nodes > 1 else "nvlink"
+    payload = request.traffic.received * request.shape.row_bytes(request.dtype if op == "dispatch" else "bf16")
+    return found | {key: found["physical_gb_per_s"][key] * us for key in ("nvlink", "rail")} | {
+        "logical": found["logical_gb_per_s"][link] * us, "payload": payload}
+
+
+def _print_header(args: argparse.Namespace, request: Request, condition: Condition | None) -> None:
+    s, c = request.shape, request.cluster
+    print(_MARK)
+    if condition is not None:
+        print(f"# preset {condition.name}; published claim: {condition.claim}")
+    print(f"# cluster {c.name}: {c.summary}; EP {s.ranks} ({s.nodes} x {s.ranks_per_node})  hidden {s.hidden}  topk "
+          f"{s.topk}/{s.experts}  {request.dtype}/bf16  routing {request.routing_text}  chunk {request.chunk}  engine "
+          f"{args.engine}  {'permute' if args.permute else 'no permute'}")
+    print(f"# imbalance ratio over ranks: {request.traffic.imbalance:.3f}; columns as of a measurement: us and GB/s, "
+          "time is the call's, bandwidths are over it")
+    print(_HEADER)
+
+
+def _line(row: Row) -> str:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2f}"
+
+    cells = "".join(f"{number(v):>8}" for v in (row.algbw, row.busbw, row.rail_gbps, row.node_gbps, row.logical_gbps))
+    return (f"{row.tokens:>8}{row.num_sms:>5}{row.op:>10}{row.dtype:>7}{row.time_us:>10.1f}{row.kernel_us:>10.1f}"
+            f"{cells}  {row.binds}")
+
+
+def _print_published(c: Condition, rows: list[Row]) -> list[dict[str, Any]]:
+    """The claim against the predictions, then every published number of this world beside the models' answers."""
+    cluster = clusters.get(c.cluster)
+    said = []
+    print(f"# the claim, {c.claim}: share of the {c.link}'s rate that the kernel reaches, predicted for hybrid_ep, "
+          "whose kernels permute too, and for the published ones, which do not")
+    for row in rows:
+        if row.op in model.OPS and row.kernel_share is not None:
+            theirs = model.predict(row.op, _shape(c), cluster, num_sms=row.num_sms, chunk=64, impl=PUBLISHED)
+            rate = theirs.physical[c.link] / row.link_gbps
+            said.append({"kind": "claim", "op": row.op, "num_sms": row.num_sms, "hybrid_ep_share": row.kernel_share,
+                         "published_kernels_share": rate})
+            print(f"#   {row.num_sms:>3} SMs  {row.op:<9} hybrid_ep {row.kernel_share:>5.0%}   published kernels "
+                  f"{rate:>5.0%}{'   <- claimed' if row.num_sms == c.num_sms else ''}")
+    found = [a for a in published.answers() if a.row.own_kernels and (a.row.gpu, a.row.ranks, a.row.dtype) == (
+        c.gpu, c.ranks, c.dtype)]
+    if not found:
+        print(f"# no published table has {c.ranks} x {c.gpu}: the claim stands alone")
+        return said
+    r = found[0].row
+    print(f"# published tables of the same GPUs at hidden {r.hidden}, {r.experts // r.ranks} experts a rank, GB/s "
+          f"{r.basis}: published, predicted for those kernels, predicted for hybrid_ep")
+    for a in found:
+        mine = model.predict(a.row.op, a.row.shape, cluster, num_sms=a.row.num_sms)
+        us = mine.api_us if a.row.scope == "api" else mine.kernel_us
+        ours = mine.logical[c.link] * mine.kernel_us / us
+        said.append({"kind": "table", "op": a.row.op, "num_sms": a.row.num_sms, "scope": a.row.scope,
+                     "published_gbps": a.row.gb_per_s, "published_kernels_gbps": a.gb_per_s, "residual": a.residual,
+                     "hybrid_ep_gbps": ours, "source": a.row.source})
+        print(f"#   {a.row.num_sms:>3} SMs  {a.row.op:<9} {a.row.scope:<7} published {a.row.gb_per_s:>7.1f}   "
+              f"predicted {a.gb_per_s:>7.1f} ({a.residual:+.1%})   hybrid_ep {ours:>7.1f}")
+    return said
+
+
+def _shape(c: Condition) -> Shape:
+    return Shape(c.ranks, c.ranks_per_node, c.tokens, c.hidden, c.topk, c.experts)

@@ -1,0 +1,71 @@
+"""The ranks of a measurement: the process groups, the device, barriers around a clock, facts of all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep.cli import launch
+
+Samples = dict[tuple[str, str], list[float]]  # (op, implementation) -> seconds, one an iteration
+
+
+class World:
+    """This rank's view. group: moves the data (NCCL for CUDA tensors); control: gloo, for barriers and facts."""
+
+    def __init__(self, group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.control, self.device = group, control, device
+        self.rank, self.size = control.rank(), control.size()
+
+    def meet(self) -> None:
+        """A barrier, after the work of this rank's device."""
+        self.finish()
+        dist.barrier(group=self.control)
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, kept: Samples, key: tuple[str, str], call: Callable[[], Any], parts: int = 1) -> Any:
+        """call(), from a barrier to the end of its work; the seconds of one of its `parts` go into kept[key]."""
+        self.meet()
+        start = time.perf_counter()
+        result = call()
+        self.finish()
+        kept.setdefault(key, []).append((time.perf_counter() - start) / parts)
+        return result
+
+    def gather(self, samples: Samples) -> dict[tuple[str, str], list[list[float]]]:
+        """The samples of every rank: key -> [rank][iteration]; collective."""
+        everyone: list[Samples] = [{} for _ in range(self.size)]
+        dist.all_gather_object(everyone, samples, group=self.control)
+        return {key: [of_rank[key] for of_rank in everyone] for key in samples}
+
+    def reduce(self, value: int, how: dist.ReduceOp = dist.ReduceOp.SUM) -> int:
+        """The sum (or what `how` says) of `value` over the ranks; collective."""
+        total = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(total, how, group=self.control)
+        return int(total)
+
+
+@contextlib.contextmanager
+def joined(backend: str, timeout_s: float) -> Iterator[World]:
+    """This process as a rank of the group that its launcher describes. cuda: on GPU LOCAL_RANK; ranks beyond the
+    number of GPUs share them."""
+    device = torch.device("cpu")
+    if backend == "cuda":
+        device = torch.device("cuda", launch.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    on_cpu, deadline = device.type == "cpu", datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", timeout=deadline)
+    try:
+        group = dist.group.WORLD
+        yield World(group, group if on_cpu else dist.new_group(backend="gloo", timeout=deadline), device)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""`hybrid-ep report`: tables made of what runs left behind, or of predictions."""

@@ -1,0 +1,101 @@
+"""`hybrid-ep report scaling`: flags and their validation. Measured and predicted tables are marked as such."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid_ep.cli import EXIT_OK, UsageError
+from hybrid_ep.cli.bench.flags import int_list
+from hybrid_ep.cli.report import runs, scaling
+from hybrid_ep.sim import clusters, models
+from hybrid_ep.sim.step_time import DISPATCHERS, Job
+
+# Between nodes, as torchtitan's published rows have it: docs/performance_model.md.
+_CV_SLOW = 0.034
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="report", required=True, metavar="REPORT")
+    add = kinds.add_parser("scaling", help="strong and weak scaling: nodes, GPUs, tokens/s, memory",
+                           formatter_class=argparse.ArgumentDefaultsHelpFormatter).add_argument
+    add("runs", nargs="*", metavar="RUN", help="folders runs/NAME of finished jobs, one of each size")
+    add("--skip", type=int, default=5, help="first steps of a run that do not count")
+    add("--simulate", metavar="MODEL", choices=tuple(models.MODELS), help="predict the jobs of this model instead")
+    add("--cluster", choices=tuple(clusters.CLUSTERS), default="h100_8x400g", help="of --simulate")
+    add("--gpus", type=int_list, default="64,128,256,512", help="of --simulate: a list of job sizes")
+    add("--ep", type=int, default=8, help="of --simulate: expert parallel size")
+    add("--pp", type=int, default=1, help="of --simulate: pipeline stages")
+    add("--tokens", type=int, default=4096, help="of --simulate: of a rank and micro-batch")
+    add("--micro-batches", type=int, default=32, help="of --simulate: of the smallest job's step")
+    add("--dispatcher", choices=DISPATCHERS, default="hybrid_ep", help="of --simulate")
+    add("--num-sms", type=int, default=24, help="of --simulate: SMs of each operation")
+    add("--cv-slow", type=float, default=_CV_SLOW, help="of --simulate: variation of speed between nodes")
+    add("--mode", choices=(*scaling.MODES, "both"), default="both", help="which table")
+    add("--json", metavar="FILE", help="write every number")
+    add("--plot", metavar="FILE", help="draw tokens/s over GPUs: FILE.png and FILE.svg")
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Prints the tables; exit code 0. UsageError for bad flags and folders."""
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path and not Path(path).resolve().parent.is_dir():
+            raise UsageError(f"{flag} {path}: no such folder; create it first")
+    if bool(args.runs) == bool(args.simulate):
+        raise UsageError("scaling: give run folders, runs/NAME .., or --simulate MODEL; one of the two")
+    if args.skip < 0:
+        raise UsageError(f"--skip {args.skip}: must be at least 0")
+    modes = scaling.MODES if args.mode == "both" else (args.mode,)
+    try:
+        tables, source = _predicted(args, modes) if args.simulate else _measured(args, modes)
+        _show(tables)
+        if args.plot:
+            for path in scaling.draw(tables, Path(args.plot), source):
+                print(f"# drawn: {path}")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if args.json:
+        rows = [row for mode, found in tables.items() for row in scaling.as_json(mode, found)]
+        document = {"schema": "hybrid_ep.scaling/1", "simulated": bool(args.simulate), "source": source, "rows": rows}
+        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+        print(f"# written: {args.json}")
+    return EXIT_OK
+
+
+def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str]:
+    rows, device = runs.read(args.runs, args.skip)
+    found, neither = scaling.split(rows)
+    print(f"# MEASURED: {len(rows)} runs on {device}; median of the steps after the first {args.skip}; memory: peak of "
+          "the process with most")
+    if device == "cpu":
+        print("# ranks of CPU processes stand where GPUs would: they share one machine, so this is no claim about GPUs")
+    for row in neither:
+        print(f"# {row.name} keeps neither the tokens of a GPU nor those of the job of the smallest run: left out")
+    return {mode: found[mode] for mode in modes}, f"measured, {device}"
+
+
+def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str]:
+    if not all(n >= 1 for n in args.gpus):
+        raise UsageError(f"--gpus {','.join(map(str, args.gpus))}: every one must be at least 1")
+    for flag in ("pp", "tokens", "micro_batches", "num_sms"):
+        if getattr(args, flag) < 1:
+            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
+    job = Job(models.get(args.simulate), clusters.get(args.cluster), min(args.gpus), args.ep, pp=args.pp,
+              tokens=args.tokens, micro_batches=args.micro_batches, dispatcher=args.dispatcher, num_sms=args.num_sms,
+              cv_slow=args.cv_slow)
+    tables = {mode: scaling.predict(job, args.gpus, mode) for mode in modes}
+    print("# SIMULATED: predictions of hybrid_ep's step model, not measurements (docs/performance_model.md)")
+    print(f"# {args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {args.ep}  PP {args.pp}  {args.tokens} "
+          f"tokens a micro-batch  {args.dispatcher}  {args.num_sms} SMs; memory: weights, gradients, optimizer alone")
+    return tables, f"{args.simulate}, EP{args.ep} PP{args.pp}, {args.dispatcher}\n{job.cluster.name}, simulated"
+
+
+def _show(tables: dict[str, list[scaling.Row]]) -> None:
+    for mode, rows in tables.items():
+        for line in scaling.lines(mode, rows):
+            print(line)
+        if len(rows) == 1:
+            print(f"# one job alone: {mode} scaling needs another size with the same tokens "
+                  f"{'of each GPU' if mode == 'weak' else 'of the job'}")

@@ -1,0 +1,123 @@
+"""Strong and weak scaling as rows: nodes, GPUs, tokens/s, memory, and how much of the smallest job's rate is left.
+
+Weak: every GPU keeps its tokens a step. Strong: the whole job keeps them. The smallest job begins both tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+MODES = ("weak", "strong")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One job. tokens: of a step, all GPUs. memory_bytes: of the GPU with most, None where nobody said."""
+
+    name: str
+    nodes: int
+    gpus: int
+    tokens: float
+    step_s: float
+    memory_bytes: float | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_s
+
+    @property
+    def per_gpu(self) -> float:
+        return self.tokens_per_s / self.gpus
+
+
+def split(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], list[Row]]:
+    """({mode: its rows by GPUs ascending, the smallest first}, rows that are neither). Repeated sizes are kept."""
+    base = min(rows, key=lambda r: r.gpus)
+    ordered = sorted(rows, key=lambda r: r.gpus)
+    found = {"weak": [r for r in ordered if abs(r.tokens / r.gpus - base.tokens / base.gpus) < 0.5],
+             "strong": [r for r in ordered if abs(r.tokens - base.tokens) < 0.5]}
+    return found, [r for r in ordered if not any(r in chosen for chosen in found.values())]
+
+
+def lines(mode: str, rows: Sequence[Row]) -> Iterator[str]:
+    """The table of one mode, its first row the base."""
+    base = rows[0]
+    yield (f"#{mode:>6}{'nodes':>7}{'GPUs':>7}{'tokens/step':>14}{'step s':>9}{'tokens/s':>13}{'per GPU':>11}"
+           f"{'speedup':>9}{'efficiency':>12}{'memory GB':>11}  job")
+    for r in rows:
+        memory = "-" if r.memory_bytes is None else f"{r.memory_bytes / 1e9:.2f}"
+        yield (f"{mode:>7}{r.nodes:>7}{r.gpus:>7}{r.tokens:>14,.0f}{r.step_s:>9.3f}{r.tokens_per_s:>13,.0f}"
+               f"{r.per_gpu:>11,.1f}{r.tokens_per_s / base.tokens_per_s:>9.2f}{r.per_gpu / base.per_gpu:>12.1%}"
+               f"{memory:>11}  {r.name}")
+
+
+def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [{"mode": mode, "job": r.name, "nodes": r.nodes, "gpus": r.gpus, "tokens_per_step": r.tokens,
+             "step_s": r.step_s, "tokens_per_s": r.tokens_per_s, "tokens_per_s_per_gpu": r.per_gpu,
+             "speedup": r.tokens_per_s / rows[0].tokens_per_s, "efficiency": r.per_gpu / rows[0].per_gpu,
+             "memory_bytes": r.memory_bytes} for r in rows]
+
+
+def draw(tables: dict[str, list[Row]], path: Path, title: str) -> list[str]:
+    """tokens/s over GPUs with the ideal line; path.png and path.svg. ValueError when matplotlib is missing."""
+    from hybrid_ep.cli.plotting import pyplot
+
+    plt = pyplot()
+    from matplotlib import ticker
+
+    figure, panel = plt.subplots(figsize=(3.4, 2.7), layout="constrained")
+    for (mode, rows), (colour, mark) in zip(tables.items(), (("#1b4f8a", "o"), ("#c0392b", "s")), strict=True):
+        panel.plot([r.gpus for r in rows], [r.tokens_per_s for r in rows], color=colour, marker=mark, markersize=3.5,
+                   linewidth=1.3, label=f"{mode} scaling")
+    sizes = sorted({r.gpus for rows in tables.values() for r in rows})
+    base = next(iter(tables.values()))[0]
+    panel.plot(sizes, [base.per_gpu * n for n in sizes], color="#888888", linewidth=0.9, linestyle=(0, (6, 3)),
+               label="ideal")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    shown = sizes[::-(-len(sizes) // 7)]
+    panel.set_xticks(shown, [f"{n:,}" for n in shown], fontsize=7.5)
+    panel.minorticks_off()
+    panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    panel.set(xlabel="GPUs", ylabel="tokens/s")
+    panel.legend(fontsize=7.5)
+    panel.set_title(title, fontsize=6.2, loc="left", color="#444444")
+    made = [path.with_suffix(f".{suffix}") for suffix in ("png", "svg")]
+    for file in made:
+        figure.savefig(file, **({"metadata": {"Date": None}} if file.suffix == ".svg" else {"dpi": 300}))
+    plt.close(figure)
+    return [str(file) for file in made]
+
+
+def strong_micro_batches(gpus: Iterable[int], micro_batches: int) -> dict[int, int]:
+    """Micro-batches of every job that keeps the smallest one's tokens. ValueError where they are no whole number."""
+    sizes = sorted(gpus)
+    found = {}
+    for n in sizes:
+        if micro_batches * sizes[0] % n:
+            raise ValueError(f"micro_batches={micro_batches} of {sizes[0]} GPUs cannot be dealt to {n} GPUs for strong "
+                             f"scaling; give a multiple of {n // sizes[0]}, or --mode weak")
+        found[n] = micro_batches * sizes[0] // n
+    return found
+
+
+def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
+    """A row of every number of GPUs by the step model. job: a sim.step_time.Job of any of them. Memory: weights,
+    gradients and optimizer, without activations and buffers. ValueError names argument, value and remedy."""
+    from hybrid_ep.sim.recommend import state_gb
+    from hybrid_ep.sim.step_time import step
+
+    batches = strong_micro_batches(gpus, job.micro_batches) if mode == "strong" else dict.fromkeys(gpus,
+                                                                                                   job.micro_batches)
+    rows = []
+    for n in sorted(gpus):
+        at = replace(job, gpus=n, micro_batches=batches[n])
+        seconds = step(at).seconds
+        tokens = at.tokens * at.micro_batches * n / at.pp
+        nodes = -(-n // job.cluster.ranks_per_node)
+        rows.append(Row(f"{job.model.name} EP{job.ep} PP{job.pp}", nodes, n, tokens, seconds,
+                        1e9 * state_gb(job.model, n, job.ep, job.pp)))
+    return rows

@@ -1,0 +1,164 @@
+"""`hybrid-ep tune`: flags and their validation; the launcher, a rank, or a prediction."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid_ep import tuning
+from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch
+from hybrid_ep.cli.bench.config import BACKENDS, make_config
+from hybrid_ep.cli.bench.flags import DTYPES, int_list
+from hybrid_ep.cli.tune import report
+from hybrid_ep.sim import clusters
+from hybrid_ep.sim.shape import DTYPES as SIM_DTYPES
+from hybrid_ep.sim.shape import Shape
+
+_HOST_SMS, _GPU_SMS = (1, 2, 4, 8), (2, 4, 8, 12, 16, 24, 32, 48, 64)
+_CHUNKS = (8, 16, 32, 64, 128)
+_RANKS = 4
+_DEFAULTS = {"host": {"tokens": (1024,), "hidden": 2048, "experts": 64},
+             "cuda": {"tokens": (4096,), "hidden": 7168, "experts": 256},
+             "sim": {"tokens": (4096,), "hidden": 7168, "experts": 256}}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("where")
+    where.add_argument("--backend", choices=BACKENDS, default="host", help="host tunes blocks, sim a cluster elsewhere")
+    where.add_argument("--ranks", type=int, help=f"host, cuda: processes to launch, {_RANKS} if not given")
+    where.add_argument("--ranks-per-node", type=int, help="ranks of one NVLink domain, all if not given")
+    where.add_argument("--cluster", choices=tuple(clusters.CLUSTERS), help="sim: GPUs and links, h100_8x400g if not "
+                       "given")
+    where.add_argument("--nodes", type=int, help="sim: NVLink domains of the EP group, 1 if not given")
+    what = parser.add_argument_group("what for")
+    what.add_argument("--tokens", type=int_list, help="of each rank, a list; 4096 if not given, of host 1024")
+    what.add_argument("--hidden", type=int, help="elements of a row; 7168 if not given, of host 2048")
+    what.add_argument("--topk", type=int, default=8, help="experts of a token")
+    what.add_argument("--experts", type=int, help="of the whole group; 256 if not given, of host 64")
+    what.add_argument("--dtype", choices=DTYPES, default="bf16", help="of dispatched rows")
+    what.add_argument("--seed", type=int, default=1, help="of rows and routing")
+    how = parser.add_argument_group("how")
+    how.add_argument("--num-sms", type=int_list, help=f"to try: {_list(_GPU_SMS)} if not given, of host "
+                     f"{_list(_HOST_SMS)}")  # fmt: skip
+    how.add_argument("--chunks", type=int_list, default=_list(_CHUNKS), help="tokens of a rail message to try")
+    how.add_argument("-w", "--warmup", type=int, default=2, help="iterations before timing")
+    how.add_argument("-n", "--iterations", type=int, default=15, help="timed iterations")
+    how.add_argument("-T", "--timeout", type=float, default=600.0, help="seconds for the whole run")
+    how.add_argument("-o", "--out", metavar="FILE", help="write the settings, or add them to a file that is there")
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Returns 0, 1 (a setting changed a result), 2 (bad usage) or 3 (failure, deadline)."""
+    if args.out and not Path(args.out).resolve().parent.is_dir():
+        raise UsageError(f"-o {args.out}: no such folder; create it first")
+    if args.out and Path(args.out).exists():
+        report.write_check(args.out)
+    for name, value in _DEFAULTS[args.backend].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.num_sms = args.num_sms or (_HOST_SMS if args.backend == "host" else _GPU_SMS)
+    for flag, values in (("--tokens", args.tokens), ("--num-sms", args.num_sms), ("--chunks", args.chunks)):
+        if not all(v >= 1 for v in values):
+            raise UsageError(f"{flag} {_list(values)}: must be at least 1, every one")
+    if args.backend == "sim":
+        return _predict(args)
+    for name in ("cluster", "nodes"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} {getattr(args, name)}: only --backend sim takes it; give --ranks and "
+                             "--ranks-per-node, or --backend sim")
+    if launch.is_rank():
+        return _run_rank(args)
+    ranks = _RANKS if args.ranks is None else args.ranks
+    _checked(args, ranks)
+    if args.backend == "cuda":
+        from hybrid_ep import devices
+
+        try:
+            devices.current()
+        except ValueError as error:
+            raise UsageError(f"--backend cuda: {error}; use --backend host or sim") from None
+    return launch.run_ranks(argv, ranks, args.timeout, max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _checked(args: argparse.Namespace, ranks: int) -> tuning.Key:
+    """The bench's rules for the same flags."""
+    rest = {"op": (), "routing": "uniform", "imbalance": None, "ragged": "none", "permute": True, "route_as": "topk",
+            "chain": 0, "cuda_graph": False, "check": 1, "average": 3}
+    found = make_config(argparse.Namespace(**(vars(args) | rest)), ranks)
+    return tuning.Key(found.num_ranks, found.num_local_ranks, found.hidden, found.num_experts)
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from hybrid_ep.cli.tune import predicted
+
+    if args.ranks is not None:
+        raise UsageError(f"--ranks {args.ranks}: --backend sim takes --nodes and --ranks-per-node")
+    if args.dtype not in SIM_DTYPES:
+        raise UsageError(f"--dtype {args.dtype} with --backend sim: use one of {', '.join(SIM_DTYPES)}")
+    cluster = clusters.get(args.cluster or "h100_8x400g")
+    try:
+        local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
+        nodes = 1 if args.nodes is None else args.nodes
+        grids = [predicted.grid(Shape(nodes * local, local, tokens, args.hidden, args.topk, args.experts), cluster,
+                                args.dtype, args.num_sms, args.chunks) for tokens in args.tokens]
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    title = (f"{cluster.name}: {cluster.summary}  EP {nodes * local} ({nodes} x {local})  hidden {args.hidden}  topk "
+             f"{args.topk}/{args.experts}  {args.dtype}")
+    for line in report.header_lines(title, simulated=True):
+        print(line)
+    for grid in grids:
+        for line in report.grid_lines(grid):
+            print(line)
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    _finish(args, grids, {"source": "simulated", "cluster": cluster.name, "date": date})
+    return EXIT_OK
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    from hybrid_ep.cli.bench import environment
+    from hybrid_ep.cli.bench.world import joined
+    from hybrid_ep.cli.tune.measured import Tuner
+
+    launch.explain_on_deadline()
+    with joined(args.backend, args.timeout) as world:
+        key = _checked(args, world.size)
+        described = {"source": args.backend, **environment.describe()}
+        tuner = Tuner(world, key, args.topk, args.dtype, max(args.tokens), args.backend)
+        nodes = key.num_ranks // key.num_local_ranks
+        title = (f"{tuner.device}  EP {key.num_ranks} ({nodes} x {key.num_local_ranks})  hidden {key.hidden}  topk "
+                 f"{args.topk}/{key.num_experts}  {args.dtype}  load {described['load_average'][0]:.1f}")
+        show = print if world.rank == 0 else (lambda *_, **__: None)
+        for line in report.header_lines(title, simulated=False):
+            show(line, flush=True)
+        grids, wrong = [], 0
+        try:
+            for tokens in args.tokens:
+                grid, differ = tuner.grid(tokens, args.num_sms, args.chunks, args.warmup, args.iterations, args.seed)
+                grids.append(grid)
+                wrong += differ
+                for line in report.grid_lines(grid):
+                    show(line, flush=True)
+        finally:
+            tuner.close()
+        show(f"# Elements that a setting changed : {wrong} {'FAILED' if wrong else 'OK'}", flush=True)
+        if wrong:
+            return EXIT_WRONG
+        if world.rank == 0:
+            _finish(args, grids, described)
+        return EXIT_OK
+
+
+def _finish(args: argparse.Namespace, grids: list, environment: dict) -> None:
+    if args.out:
+        print(f"# written: {args.out}, {report.write(args.out, grids, environment)} entries; use it with "
+              f"HYBRID_EP_TUNING={args.out} or --hybrid-ep-tuning {args.out}", flush=True)
+    else:
+        print("# not written anywhere: -o FILE", flush=True)

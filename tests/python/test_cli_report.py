@@ -1,0 +1,117 @@
+"""`hybrid-ep report scaling`: tables from run folders and from the step model, marked which, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
+from hybrid_ep.cli.report.scaling import Row, split
+from hybrid_ep.sim import clusters, models
+from hybrid_ep.sim.step_time import Job, step
+
+yaml = pytest.importorskip("yaml")
+
+
+def run_folder(root, name, ranks, local, tokens_a_step, step_s, memory=None, **changes):
+    """A folder as recipes leave it: ten steps, the first two slow."""
+    folder = root / name
+    folder.mkdir()
+    config = {"parallel": {"num_ranks": ranks, "ranks_per_node": local}, "runtime": {"device": "cpu"},
+              "model": {"hidden_size": 8, **changes}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [{"step": 0, "held_out_loss": 5.5}]
+    for i in range(1, 11):
+        seconds = 9.0 if i < 3 else step_s
+        lines.append({"step": i, "step_s": seconds, "tokens_per_s": tokens_a_step / seconds})
+        if memory:
+            lines[-1]["memory_bytes"] = memory + i
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 11, "st')  # a crash cut the last line short
+    return str(folder)
+
+
+def rows_of(out):
+    return [line.split() for line in out.splitlines() if not line.startswith("#")]
+
+
+def test_tables_from_runs(tmp_path, capsys):
+    runs = [run_folder(tmp_path, "b4", 4, 2, 400, 1.25, memory=5 * 10**9), run_folder(tmp_path, "a2", 2, 2, 200, 1.0),
+            run_folder(tmp_path, "c4", 4, 2, 200, 0.625), run_folder(tmp_path, "odd", 8, 2, 77, 1.0)]
+    out = tmp_path / "s.json"
+    assert main(["report", "scaling", *runs, "--skip", "2", "--json", str(out)]) == EXIT_OK
+    printed = capsys.readouterr().out
+    for words in ("# MEASURED: 4 runs on cpu", "no claim about GPUs", "# odd keeps neither"):
+        assert words in printed
+    found = {(r["mode"], r["job"]): r for r in json.loads(out.read_text())["rows"]}
+    assert set(found) == {("weak", "a2"), ("weak", "b4"), ("strong", "a2"), ("strong", "c4")}
+    weak, strong = found["weak", "b4"], found["strong", "c4"]
+    assert (weak["nodes"], weak["gpus"], weak["tokens_per_s"]) == (2, 4, 320.0)
+    assert weak["efficiency"] == pytest.approx(0.8) and weak["speedup"] == pytest.approx(1.6)
+    assert weak["memory_bytes"] == 5 * 10**9 + 10 and found["weak", "a2"]["memory_bytes"] is None
+    assert strong["efficiency"] == pytest.approx(0.8) and strong["speedup"] == pytest.approx(1.6)
+    assert [r[0] for r in rows_of(printed)] == ["weak", "weak", "strong", "strong"] and "5.00" in printed
+
+
+def test_one_run_alone_is_said(tmp_path, capsys):
+    assert main(["report", "scaling", run_folder(tmp_path, "a", 2, 2, 200, 1.0)]) == EXIT_OK
+    assert capsys.readouterr().out.count("# one job alone") == 2
+
+
+def test_repeated_sizes_stay_and_a_base_begins_both_tables():
+    rows = [Row("x", 1, 4, 400, 1.0, None), Row("y", 1, 2, 200, 1.0, None), Row("z", 1, 4, 400, 1.1, None)]
+    found, neither = split(rows)
+    assert [r.name for r in found["weak"]] == ["y", "x", "z"] and not neither
+    assert [r.name for r in found["strong"]] == ["y"]
+
+
+def test_tables_from_the_simulator_are_the_step_model_s(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "s.json"
+    run = ["report", "scaling", "--simulate", "qwen3_30b_a3b", "--cluster", "b200_8x400g", "--gpus", "16,8,64",
+           "--json", str(out), "--plot", str(tmp_path / "p")]  # fmt: skip
+    assert main(run) == EXIT_OK
+    printed = capsys.readouterr().out
+    assert "# SIMULATED" in printed and (tmp_path / "p.png").exists()
+    assert "simulated" in (tmp_path / "p.svg").read_text()
+    document = json.loads(out.read_text())
+    assert document["simulated"] is True
+    by = {(r["mode"], r["gpus"]): r for r in document["rows"]}
+    for mode, gpus, batches in (("weak", 64, 32), ("strong", 64, 4), ("strong", 8, 32)):
+        model, cluster = models.get("qwen3_30b_a3b"), clusters.get("b200_8x400g")
+        job = Job(model, cluster, gpus, 8, micro_batches=batches, cv_slow=0.034)
+        assert by[mode, gpus]["step_s"] == step(job).seconds
+        assert by[mode, gpus]["tokens_per_step"] == 4096 * batches * gpus
+        assert by[mode, gpus]["tokens_per_s_per_gpu"] == pytest.approx(step(job).tokens_per_s_per_gpu, rel=1e-9)
+    assert by["strong", 64]["efficiency"] < by["weak", 64]["efficiency"] < 1
+    assert by["weak", 8]["memory_bytes"] > by["weak", 64]["memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([], "give run folders"), (["x", "--simulate", "deepseek_v3"], "one of the two"), (["/nowhere"], "no run folder"),
+    (["x", "--skip", "-1"], "--skip -1"), (["x", "--json", "/nowhere/x"], "no such folder"),
+    (["--simulate", "qwen3_30b_a3b", "--gpus", "0"], "--gpus 0"),
+    (["--simulate", "qwen3_30b_a3b", "--gpus", "12"], "gpus=12"),
+    (["--simulate", "qwen3_30b_a3b", "--ep", "7"], "ep=7"),
+    (["--simulate", "qwen3_30b_a3b", "--micro-batches", "0"], "--micro-batches 0"),
+    (["--simulate", "qwen3_30b_a3b", "--gpus", "8,1024", "--micro-batches", "32"], "give a multiple of 128")])
+def test_bad_input_costs_one_sentence(flags, words, capsys):
+    assert main(["report", "scaling", *flags]) == EXIT_USAGE
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("hybrid-ep report: ") and "\n" not in said and words in said
+
+
+def test_runs_that_cannot_be_compared_are_named(tmp_path, capsys):
+    one = run_folder(tmp_path, "a", 2, 2, 200, 1.0)
+    other = run_folder(tmp_path, "b", 4, 2, 200, 1.0, hidden_size=16)
+    assert main(["report", "scaling", one, other]) == EXIT_USAGE
+    assert "model.hidden_size is 16" in capsys.readouterr().err
+    assert main(["report", "scaling", one, "--skip", "9"]) == EXIT_USAGE
+    assert "has 1 steps after the 9" in capsys.readouterr().err
+    (tmp_path / "b" / "config.yaml").write_text("- 1\n")
+    assert main(["report", "scaling", other]) == EXIT_USAGE
+    assert "its config.yaml is none of a run" in capsys.readouterr().err
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    assert main(["report", "scaling", one]) == EXIT_USAGE
+    assert "no metrics.jsonl" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""`hybrid-ep tune`: fronts and choices by hand, a measured and a predicted grid, the file that a buffer loads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hybrid_ep import tuning
+from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, launch, main
+from hybrid_ep.cli.tune import predicted
+from hybrid_ep.cli.tune.grid import Grid, Point, Setting
+from hybrid_ep.sim import clusters, model, recommend
+from hybrid_ep.sim.shape import Shape
+from hybrid_ep.testing import VirtualWorld
+from hybrid_ep.tuning import Key, Settings
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were launched"))
+
+
+def grid_of(times: dict[tuple[int, int], float]) -> Grid:
+    points = [Point(op, sms, chunk, us) for op in ("dispatch", "combine") for (sms, chunk), us in times.items()]
+    return Grid("x", Key(4, 2, 64, 8), 128, 2, "bf16", tuple(points), Setting(1, 32))
+
+
+def test_front_and_choice_by_hand():
+    grid = grid_of({(1, 32): 100.0, (1, 64): 90.0, (2, 32): 95.0, (4, 8): 51.5, (4, 32): 51.0, (4, 64): 53.0,
+                    (8, 32): 50.0, (8, 8): 49.5, (16, 32): 49.5})
+    # 2 SMs are slower than 1 with the better chunk; 16 are as fast as 8, with more SMs
+    assert [(p.num_sms, p.chunk) for p in grid.front("dispatch")] == [(1, 64), (4, 32), (8, 8)]
+    # 4 SMs are within 5 % of 49.5; of their chunks 8 and 32 are within 2 % of 51.0, and 64 is not
+    assert grid.settings == Settings(4, 4, 32, 32)
+    assert grid.at("combine", Setting(1, 32)).time_us == 100.0
+    assert grid_of({(1, 32): 10.0}).settings == Settings(1, 1, 32, 32)
+    entry = grid.entry()
+    assert entry["settings"]["num_sms_dispatch"] == 4 and entry["operations"]["dispatch"]["default"]["time_us"] == 100.0
+    assert entry["operations"]["combine"]["analytic"] is None and len(entry["points"]) == 18
+
+
+def test_a_cluster_that_is_not_there(launcher, tmp_path, capsys):
+    out = tmp_path / "t.json"
+    run = ["tune", "--backend", "sim", "--nodes", "2", "--tokens", "256,1024", "--num-sms", "4,16,48", "--chunks",
+           "16,64", "-o", str(out)]  # fmt: skip
+    assert main(run) == EXIT_OK
+    printed = capsys.readouterr().out
+    assert "# SIMULATED" in printed and "default" in printed and "analytic" in printed and "*" in printed
+    document = json.loads(out.read_text())
+    assert [e["shape"]["tokens"] for e in document["entries"]] == [256, 1024]
+    entry, shape, cluster = document["entries"][1], Shape(16, 8, 1024, 7168, 8, 256), clusters.get("h100_8x400g")
+    assert entry["device"] == "H100" and entry["made"]["source"] == "simulated"
+    for point in entry["points"]:
+        want = model.predict(point["op"], shape, cluster, num_sms=point["num_sms"], chunk=point["chunk"])
+        assert point["time_us"] == want.api_us and point["p10_us"] is None
+    advice = recommend.tune(shape, cluster)
+    analytic = entry["operations"]["combine"]["analytic"]
+    assert (analytic["num_sms"], analytic["chunk"]) == (advice.num_sms, advice.chunk)
+    assert entry["operations"]["combine"]["default"]["num_sms"] == 1
+    # a machine of that cluster finds it, by its driver's name; 300 tokens are nearer to 256
+    table = tuning.load(out, "NVIDIA H100 80GB HBM3")
+    key = Key(16, 8, 7168, 256)
+    assert table.find(key, 1000) == Settings(**entry["settings"])
+    assert table.find(key, 300) == Settings(**document["entries"][0]["settings"])
+    with pytest.raises(ValueError, match="has no entry"):
+        tuning.load(out, "NVIDIA B200").find(key, 1024)
+    # the same shape again replaces its entry, another one is added
+    assert main([*run[:-4], "--chunks", "64", "-o", str(out)]) == EXIT_OK
+    assert main([*run[:5], "--tokens", "4096", "--num-sms", "8", "--chunks", "32", "-o", str(out)]) == EXIT_OK
+    document = json.loads(out.read_text())
+    assert [e["shape"]["tokens"] for e in document["entries"]] == [256, 1024, 4096]
+    suggested = recommend.tune(shape.with_(tokens=256), cluster).chunk
+    assert {p["chunk"] for p in document["entries"][0]["points"]} == {64, 32, suggested}
+
+
+def test_gpus_are_known_by_their_drivers_names():
+    assert predicted.cluster_of("NVIDIA H100 80GB HBM3").name.startswith("h100")
+    assert predicted.cluster_of("NVIDIA GB200").name.startswith("gb200")
+    assert predicted.cluster_of("AMD EPYC") is None
+
+
+def test_a_measured_file_is_what_a_buffer_on_this_machine_loads(tmp_path, monkeypatch, capfd):
+    """Two ranks as two nodes, so that chunks cross a rail; then a virtual world of the same shape with the file."""
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "t.json"
+    run = ["tune", "--ranks", "2", "--ranks-per-node", "1", "--tokens", "48", "--hidden", "128", "--experts", "4",
+           "--topk", "2", "--dtype", "fp8", "--num-sms", "2,3", "--chunks", "4,64", "-n", "2", "-w", "1", "-T", "200",
+           "-o", str(out)]  # fmt: skip
+    assert main(run) == EXIT_OK
+    printed = capfd.readouterr().out
+    assert "# Elements that a setting changed : 0 OK" in printed
+    (entry,) = json.loads(out.read_text())["entries"]
+    points = {(p["op"], p["num_sms"], p["chunk"]) for p in entry["points"]}
+    grid = {(2, 4), (2, 64), (3, 4), (3, 64), (1, 32)}  # what was asked for and the default
+    assert points == {(op, *point) for op in ("dispatch", "combine") for point in grid}
+    assert all(p["p10_us"] <= p["time_us"] <= p["p90_us"] for p in entry["points"])
+    assert entry["device"] == tuning.cpu_model() and entry["operations"]["dispatch"]["analytic"] is None
+    world = VirtualWorld(2, 1)
+    config = world.buffers(128, 48, 2, timeout_s=20, tuning=str(out))[0].config
+    assert (config.num_of_blocks_dispatch_api, config.num_of_blocks_combine_api, config.chunk("dispatch"),
+            config.chunk("combine")) == tuple(entry["settings"].values())
+    with pytest.raises(ValueError, match="has no entry for"):
+        world.buffers(256, 48, 2, timeout_s=20, tuning=str(out))
+
+
+def test_a_setting_that_changes_a_result_is_an_error_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    from hybrid_ep import HybridEPBuffer
+
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    combine = HybridEPBuffer.combine_with_unpermute
+
+    def wrong(self, **call):
+        out, probs = combine(self, **call)
+        return (out + 1 if self.config.num_of_blocks_combine_api == 3 else out), probs
+
+    monkeypatch.setattr(HybridEPBuffer, "combine_with_unpermute", wrong)
+    out = tmp_path / "t.json"
+    run = ["tune", "--tokens", "8", "--hidden", "64", "--experts", "4", "--topk", "2", "--num-sms", "3",
+           "--chunks", "8", "-n", "1", "-o", str(out)]  # fmt: skip
+    assert main(run) == EXIT_WRONG
+    assert "FAILED" in capsys.readouterr().out and not out.exists()
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--num-sms", "0"], "--num-sms 0: must be at least 1"), (["--chunks", "8,0"], "--chunks 8,0"),
+    (["--tokens", "0"], "--tokens 0"), (["-n", "0"], "-n 0"), (["--topk", "99"], "--topk 99"),
+    (["--experts", "63"], "--experts 63"), (["-o", "/nowhere/t.json"], "no such folder"),
+    (["--ranks-per-node", "3"], "--ranks-per-node 3"), (["--nodes", "2"], "only --backend sim"),
+    (["--backend", "sim", "--ranks", "2"], "--nodes"), (["--backend", "sim", "--dtype", "fp16"], "--dtype fp16"),
+    (["--backend", "sim", "--num-sms", "999"], "num_sms=999"), (["--dtype", "nvfp4"], "only the simulator")])
+def test_bad_flags_cost_one_sentence(launcher, flags, words, capsys):
+    assert main(["tune", *flags]) == EXIT_USAGE
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("hybrid-ep tune: ") and "\n" not in said and words in said
+
+
+def test_a_file_that_is_something_else_is_left_alone(launcher, tmp_path, capsys):
+    other = tmp_path / "notes.json"
+    other.write_text('{"mine": 1}')
+    assert main(["tune", "--backend", "sim", "-o", str(other)]) == EXIT_USAGE
+    assert "give another name" in capsys.readouterr().err and json.loads(other.read_text()) == {"mine": 1}
+
+
+def test_the_device_s_own_name_is_the_key():
+    assert tuning.device_name(torch.device("cpu")) == tuning.cpu_model()
