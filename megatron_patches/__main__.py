@@ -16,6 +16,7 @@ USAGE = """usage: python -m megatron_patches [--seam s1|s3] SCRIPT ARGS...
 SCRIPT is a Megatron-LM script, e.g. pretrain_gpt.py; ARGS are its flags, and with seam s3 (the default) also
   --hybrid-ep --hybrid-ep-ranks-per-node N --hybrid-ep-num-sms N --hybrid-ep-timeout SECONDS
   --hybrid-ep-dispatch-dtype {bf16,fp8,mxfp8}
+  --hybrid-ep-load-stats PATH --hybrid-ep-load-stats-range FIRST-LAST   (also without --hybrid-ep)
 Seam s1 serves hybrid_ep to Megatron as the package deep_ep and adds no flags."""
 
 

@@ -22,6 +22,8 @@ class Settings:
     dispatch_dtype: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
     balance: "off", or "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`).
     spare_slots: slots for clones on every rank. balance_epsilon: how far above the mean a rank may end.
+    load_stats: where to write tokens per layer and expert, of iterations load_stats_range (first, last), both included;
+        works without `enabled` too (`megatron_patches.load_stats`).
     buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
@@ -34,6 +36,8 @@ class Settings:
     balance: str = "off"
     spare_slots: int = 1
     balance_epsilon: float = 0.01
+    load_stats: str | None = None
+    load_stats_range: tuple[int, int] | None = None
 
     def __post_init__(self):
         for name, minimum in (("ranks_per_node", 1), ("num_sms", 1), ("spare_slots", 1)):
@@ -54,6 +58,10 @@ class Settings:
             raise ValueError(f"balance is {self.balance!r}: choose one of {', '.join(BALANCE_MODES)}")
         if not 0 <= self.balance_epsilon <= 1:
             raise ValueError(f"balance_epsilon is {self.balance_epsilon!r}: give a fraction from 0 to 1")
+        if (self.load_stats is None) != (self.load_stats_range is None):
+            raise ValueError(
+                f"load_stats is {self.load_stats!r} and load_stats_range {self.load_stats_range!r}: give both or none"
+            )
 
 
 DISABLED = Settings(enabled=False)
