@@ -3,8 +3,8 @@
     python scripts/bench_balance.py [--layers 10] [--seed 0] [--json FILE]
 
 Three tables. Exact: one micro-batch at a time against no balancing and EPLB planned from earlier batches. Placement:
-loads known beforehand, against EPLB (scripts/balance_peers/eplb.py). Drift: how many slots change. Times are the best
-of several calls in this process, so compare them with one another only.
+loads known beforehand, against EPLB (scripts/balance_peers/eplb.py). Drift: how many slots change. Times are processor
+time of this thread, the median of many calls and for placements the best of several.
 """
 
 from __future__ import annotations
@@ -36,13 +36,22 @@ PLACEMENT_CASES = [("global 32", 288, 1, 1, 32), ("global 36", 288, 1, 1, 36), (
 
 
 def best_of(call, repeats):
-    """Seconds of the fastest of `repeats` calls."""
+    """Seconds of processor time of the fastest of `repeats` calls."""
+    return min(_times(call, repeats))
+
+
+def median_of(call, repeats):
+    """Seconds of processor time of the middle one of `repeats` calls."""
+    return float(np.median(_times(call, repeats)))
+
+
+def _times(call, repeats):
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time_ns()
         call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        times.append((time.thread_time_ns() - start) / 1e9)
+    return times
 
 
 def exact_rows(rng, num_layers, tokens):
@@ -67,7 +76,7 @@ def exact_rows(rng, num_layers, tokens):
                 "copies": np.mean([p.num_copies for p in plans]),
                 "copies_bound": np.mean([bounds.copies(p.tokens_of_ranks(False), p.target) for p in plans]),
                 "eps0": np.mean([p.imbalance() for p in exact]), "eps0_copies": np.mean([p.num_copies for p in exact]),
-                "plan_us": best_of(lambda planner=planner, now=now: planner.plan(now[0]), 100) * 1e6,
+                "plan_us": np.median([median_of(lambda planner=planner, c=c: planner.plan(c), 200) for c in now]) * 1e6,
             }
 
 

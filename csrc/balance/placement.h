@@ -34,8 +34,15 @@ class Placer {
     int slots = 1, slot = -1, other = -1, expert = -1;  // a replica of `expert` into slot, or slot <-> other
   };
 
+  struct State {
+    std::vector<int32_t> slots, count;
+    std::vector<int64_t> load;
+    std::vector<unsigned char> has;
+  };
+
   void spread(const std::vector<int>& experts, int first_rank, int num_ranks);
-  void replicate(const std::vector<int>& experts, int num_slots, int max_replicas);
+  void clear(int first_rank, int num_ranks);
+  void replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap);
   void pack(const std::vector<int>& experts, int first_rank, int num_ranks);
   void make_room(int expert, int first_rank, int num_ranks);
   void refine(int first_rank, int num_ranks);
