@@ -1,7 +1,7 @@
 // A fresh placement: replicas where a replica's share is largest (optimal for the fullest slot), the largest share
-// first to the emptiest rank that lacks the expert, then swaps with the fullest rank until none helps. Where ranks do not
-// come out level, hot experts got more replicas than ranks that lack them can take: again with no more than shares below
-// a cap need, and the slots left to small experts, which fit anywhere.
+// first to the emptiest rank that lacks the expert, then swaps with the fullest rank until none helps. Where ranks do
+// not come out level, hot experts got more replicas than ranks without them can take: again with only those that bring
+// shares below a cap, and the slots left over for small experts, which fit anywhere.
 #include "balance/placement.h"
 
 #include <algorithm>

@@ -74,7 +74,8 @@ class Placement:
             self.count[e] = 1
         phases = [lambda e: True]
         if cap:
-            phases = [lambda e: self.share(e) > cap, lambda e: self.count[e] == 1 and self.share(e) <= cap // 2, *phases]
+            above, small = lambda e: self.share(e) > cap, lambda e: self.count[e] == 1 and self.share(e) <= cap // 2
+            phases = [above, small, *phases]
         for _ in range(len(ranks) * self.per_rank - len(experts)):
             growing = []
             while not growing:
