@@ -5,6 +5,7 @@
 #include "balance/placement.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -17,7 +18,8 @@ void require(bool ok, const char* name, int64_t value, const char* remedy) {
   if (!ok) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + " " + remedy);
 }
 
-constexpr int64_t kLevel = 2'500;  // a 2,500th above the mean is level
+constexpr int64_t kLevel = 2'500;  // a 2,500th above the mean is level: no more swaps
+constexpr int64_t kGood = 1'250;   // a 1,250th is good enough: no other numbers of replicas
 
 }  // namespace
 
@@ -37,7 +39,8 @@ void PlacementShape::validate() const {
 }
 
 Placer::Placer(const PlacementShape& shape) : shape_(shape), per_rank_(shape.num_slots / shape.num_ranks) {
-  weight_.resize(shape.num_experts), count_.resize(shape.num_experts), where_.resize(shape.num_experts);
+  weight_.resize(shape.num_experts), share_.resize(shape.num_experts), count_.resize(shape.num_experts),
+      where_.resize(shape.num_experts);
   load_.resize(shape.num_ranks), used_.resize(shape.num_ranks), slots_.resize(shape.num_slots),
       size_.resize(shape.num_slots);
   has_.resize(size_t(shape.num_ranks) * shape.num_experts);
@@ -59,7 +62,7 @@ void Placer::swap(int slot, int other) {
 }
 
 void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap) {
-  for (int e : experts) count_[e] = 1;
+  for (int e : experts) set_count(e, 1);
   // Which experts may grow: all; with a cap those above it, then second replicas of small ones, then all.
   enum { kAll, kAbove, kSmall } phase = cap ? kAbove : kAll;
   for (int n = num_slots - int(experts.size()); n > 0;) {
@@ -76,7 +79,7 @@ void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_r
       phase = phase == kAbove ? kSmall : kAll;
       continue;
     }
-    ++count_[best], --n;
+    set_count(best, count_[best] + 1), --n;
   }
 }
 
@@ -188,25 +191,34 @@ void Placer::refine(int first_rank, int num_ranks) {
   }
 }
 
-void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ranks) {
+int64_t Placer::mean_of(const std::vector<int>& experts, int num_ranks) const {
   int64_t sum = 0;
   for (int e : experts) sum += weight_[e];
-  const int64_t mean = (sum << kShareBits) / num_ranks;
+  return (sum << kShareBits) / num_ranks;
+}
+
+// pace: mean of the fullest node, at least. A node below it need not be level.
+void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ranks, int64_t pace) {
+  int64_t sum = 0, hottest = 0;
+  for (int e : experts) sum += weight_[e], hottest = std::max(hottest, weight_[e]);
+  const int64_t mean = mean_of(experts, num_ranks);
   const auto fullest = [&] { return *std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks); };
   int64_t lowest = std::numeric_limits<int64_t>::max();
   State best;
-  for (const int percent : {0, 75, 90, 98}) {  // of the mean rank; 0: no cap
+  // Caps in per cent of the mean rank, 0 for none. The order is for speed: what mostly levels comes first.
+  const bool hot = 3 * hottest > sum || hottest << kShareBits > 6 * mean;
+  for (const int percent : hot ? std::array{75, 90, 0, 98} : std::array{0, 75, 90, 98}) {
     clear(first_rank, num_ranks);
     replicate(experts, num_ranks * per_rank_, num_ranks, mean / 100 * percent);
     pack(experts, first_rank, num_ranks);
     refine(first_rank, num_ranks);
     const int64_t now = fullest();
     if (now >= lowest) continue;
-    if (now <= mean + mean / kLevel) return;
+    if (now <= pace + pace / kGood) return;
     lowest = now;
-    best = {slots_, count_, load_, has_};
+    best = {slots_, count_, share_, load_, has_};
   }
-  slots_ = best.slots, count_ = best.count, load_ = best.load, has_ = best.has;
+  slots_ = best.slots, count_ = best.count, share_ = best.share, load_ = best.load, has_ = best.has;
 }
 
 void Placer::clear(int first_rank, int num_ranks) {
@@ -245,11 +257,13 @@ void Placer::fresh(const int64_t* load, int32_t* phy2log) {
   if (shape_.num_groups) {
     const int ranks = shape_.num_ranks / shape_.num_nodes;
     const auto nodes = groups_to_nodes();
-    for (int n = 0; n < shape_.num_nodes; ++n) spread(nodes[n], n * ranks, ranks);
+    int64_t pace = 0;
+    for (const auto& experts : nodes) pace = std::max(pace, mean_of(experts, ranks));
+    for (int n = 0; n < shape_.num_nodes; ++n) spread(nodes[n], n * ranks, ranks, pace);
   } else {
     std::vector<int> all(shape_.num_experts);
     std::iota(all.begin(), all.end(), 0);
-    spread(all, 0, shape_.num_ranks);
+    spread(all, 0, shape_.num_ranks, mean_of(all, shape_.num_ranks));
   }
   std::copy(slots_.begin(), slots_.end(), phy2log);
 }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 SHARE_BITS = 16
 PPM = 1_000_000
-LEVEL = 2_500  # a 2,500th above the mean is level
+LEVEL = 2_500  # a 2,500th above the mean is level: no more swaps
+GOOD = 1_250  # a 1,250th is good enough: no other numbers of replicas
 
 
 class Placement:
@@ -33,11 +34,14 @@ class Placement:
 
     def fresh(self):
         if not self.num_groups:
-            self._spread(range(len(self.weight)), range(self.num_ranks))
+            everything = range(len(self.weight))
+            self._spread(everything, range(self.num_ranks), self._mean(everything, self.num_ranks))
             return self.phy2log()
         ranks = self.num_ranks // self.num_nodes
-        for node, experts in enumerate(self._groups_to_nodes()):
-            self._spread(experts, range(node * ranks, (node + 1) * ranks))
+        nodes = self._groups_to_nodes()
+        pace = max(self._mean(experts, ranks) for experts in nodes)
+        for node, experts in enumerate(nodes):
+            self._spread(experts, range(node * ranks, (node + 1) * ranks), pace)
         return self.phy2log()
 
     def _groups_to_nodes(self):
@@ -50,11 +54,17 @@ class Placement:
             min(open_nodes, key=lambda n: sum(weight[x] for x in n)).append(g)
         return [sorted(e for g in node for e in range(g * size, (g + 1) * size)) for node in nodes]
 
-    def _spread(self, experts, ranks):
-        """Greedy numbers of replicas; where ranks are not level then, the best of three more with a cap on shares."""
-        mean = (sum(self.weight[e] for e in experts) << SHARE_BITS) // len(ranks)
+    def _mean(self, experts, num_ranks):
+        return (sum(self.weight[e] for e in experts) << SHARE_BITS) // num_ranks
+
+    def _spread(self, experts, ranks, pace):
+        """Greedy numbers of replicas; where the node ends above the mean of the fullest one then, the best of three
+        more with a cap on shares."""
+        mean = self._mean(experts, len(ranks))
         lowest, best = None, None
-        for percent in (0, 75, 90, 98):
+        hottest = max(self.weight[e] for e in experts)
+        hot = 3 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
+        for percent in (75, 90, 0, 98) if hot else (0, 75, 90, 98):
             for r in ranks:
                 self.ranks[r] = []
             self._replicate(experts, ranks, mean // 100 * percent)
@@ -63,7 +73,7 @@ class Placement:
             now = max(self.load(r) for r in ranks)
             if lowest is None or now < lowest:
                 lowest, best = now, (list(self.count), [list(mine) for mine in self.ranks])
-            if now <= mean + mean // LEVEL:
+            if now <= pace + pace // GOOD:
                 break
         self.count, self.ranks = best
 
