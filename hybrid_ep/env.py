@@ -52,6 +52,11 @@ TABLE = {v.name: v for v in (
              "File of `hybrid-ep tune`: blocks (where num_sms_* say nothing) and chunks, by device and shape."),
     Variable("HYBRID_EP_RESULT_CACHE_MIB", _count, "number of MiB, 0 or more", 512,
              "Idle host memory that a buffer keeps for its next large results; 0: none."),
+    Variable("EXPERT_STATISTIC_ITER_RANGE", str, "range of iterations, 100-200", None,
+             "TensorRT-LLM's name: megatron_patches counts tokens per layer and expert in these iterations, the last "
+             "not included. The flags --hybrid-ep-load-stats and --hybrid-ep-load-stats-range win."),
+    Variable("EXPERT_STATISTIC_PATH", str, "path", "expert_statistic",
+             "TensorRT-LLM's name for where they are written: a folder, or a name that ends in .jsonl."),
     Variable("HYBRID_EP_SEED", int, "integer", 0,
              "Seed of the checking executors' choices of order."),
 )}

@@ -17,6 +17,7 @@ SCRIPT is a Megatron-LM script, e.g. pretrain_gpt.py; ARGS are its flags, and wi
   --hybrid-ep --hybrid-ep-ranks-per-node N --hybrid-ep-num-sms N --hybrid-ep-tuning FILE
   --hybrid-ep-timeout SECONDS
   --hybrid-ep-dispatch-dtype {bf16,fp8,mxfp8}
+  --hybrid-ep-load-stats PATH --hybrid-ep-load-stats-range FIRST-LAST   (also without --hybrid-ep)
 Seam s1 serves hybrid_ep to Megatron as the package deep_ep and adds no flags."""
 
 

@@ -8,7 +8,7 @@ parsed values stay in `args` and go into `settings`, where the dispatcher reads 
 import functools
 import importlib
 
-from megatron_patches import seams, settings
+from megatron_patches import load_stats, seams, settings
 
 MODULE = "megatron.training.arguments"
 
@@ -100,6 +100,7 @@ def add_arguments(parser):
         metavar="TOKENS",
         help="What moving an expert costs, in tokens' worth of time (slow).",
     )
+    load_stats.add_arguments(group)
     return parser
 
 
@@ -147,7 +148,7 @@ def settings_from_args(args):
         stray = [flag for flag, value in given.items() if value is not None]
         if stray:
             raise ValueError(f"{', '.join(stray)} without --hybrid-ep does nothing: add --hybrid-ep")
-        return settings.DISABLED
+        return settings.Settings(enabled=False, **load_stats.from_args(args))
     if getattr(args, "yaml_cfg", None) is not None:
         raise ValueError(
             "--hybrid-ep does not work with --yaml-cfg, which replaces all flags: give flags instead"
@@ -167,6 +168,7 @@ def settings_from_args(args):
         timeout_s=args.hybrid_ep_timeout,
         dispatch_dtype=args.hybrid_ep_dispatch_dtype,
         **_balance_settings(args),
+        **load_stats.from_args(args),
     )
 
 

@@ -66,7 +66,8 @@ def apply(
     ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class: see `settings.Settings`. With "s1"
         Megatron builds the buffer: only `buffer_class` applies, give the rest in the environment and in
         Megatron's flags.
-    balance, spare_slots, balance_...: the expert balancer, see `settings.Settings`; only with "s3".
+    balance, spare_slots, balance_..., load_stats, load_stats_range: the expert balancer and its statistics, see
+        `settings.Settings`; only with "s3".
     command_line: add the `--hybrid-ep` flags to Megatron's parser and stay off until they are given.
     Returns the `Status`. Idempotent: again with the same seam only renews the settings.
     Raises ValueError for a bad argument, SeamError for an unknown Megatron-Core (nothing is changed then).
@@ -101,6 +102,8 @@ def apply(
     if seam == "s3" and (command_line or wanted.rehomes):
         _install_rehoming()
     settings.configure(wanted)
+    if seam == "s3":
+        _install_load_stats(command_line)
     return _status(seams.check(seams.NEEDED["s1"]) if seam == "s1" else {})
 
 
@@ -186,6 +189,23 @@ def _install_rehoming():
             if module is not None and hasattr(module, name):
                 _set(module, name, wrapper(getattr(module, name)))
     _undo.append(("models under slow balancing", balance_slow.release))
+
+
+def _install_load_stats(command_line):
+    """Let routers be counted, where flags may still ask for it or settings or environment do."""
+    from megatron_patches import load_stats
+
+    installed = any(sentence == load_stats.SENTENCE for sentence, _ in _undo)
+    if installed or not (command_line or load_stats.wanted()):
+        return
+    _undo.append((load_stats.SENTENCE, load_stats.release))
+    schedules = importlib.import_module(load_stats.SCHEDULES)
+    for name in load_stats.NAMES:
+        _set(schedules, name, load_stats.schedule(getattr(schedules, name)))
+    layer = importlib.import_module(f"{seams.MOE}.moe_layer").MoELayer
+    before = layer.__init__  # no _set: the balancer knows its own change of this method by its sentence
+    _undo.append(("routers of new MoE layers", lambda: setattr(layer, "__init__", before)))
+    layer.__init__ = load_stats.layer_init(before)
 
 
 def _install_as_deep_ep(wanted):

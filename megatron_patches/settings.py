@@ -27,6 +27,8 @@ class Settings:
     balance_interval: optimizer steps from one placement to the next. layer_updates_per_iter: layers that move after
         one step. balance_move_cost: what moving one expert costs, in tokens' worth of time; an expert moves only if
         the fullest rank saves more within the interval. 0: every gain counts.
+    load_stats: where to write tokens per layer and expert, of iterations load_stats_range (first, last), both included;
+        works without `enabled` too (`megatron_patches.load_stats`).
     buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
@@ -43,6 +45,8 @@ class Settings:
     layer_updates_per_iter: int = 1
     balance_move_cost: float = 0.0
     tuning: str | None = None
+    load_stats: str | None = None
+    load_stats_range: tuple[int, int] | None = None
 
     @property
     def clones(self):
@@ -76,6 +80,10 @@ class Settings:
             raise ValueError(f"balance_epsilon is {self.balance_epsilon!r}: give a fraction from 0 to 1")
         if not 0 <= self.balance_move_cost < float("inf"):
             raise ValueError(f"balance_move_cost is {self.balance_move_cost!r}: give tokens >= 0")
+        if (self.load_stats is None) != (self.load_stats_range is None):
+            raise ValueError(
+                f"load_stats is {self.load_stats!r} and load_stats_range {self.load_stats_range!r}: give both or none"
+            )
 
 
 DISABLED = Settings(enabled=False)

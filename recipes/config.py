@@ -263,6 +263,8 @@ class LoggingConfig:
     """A checkpoint is also written at the end and when the run is stopped."""
     wandb: bool = True
     """Log to Weights & Biases too, if the package is installed."""
+    tensorboard: bool = True
+    """Write event files too, if TensorBoard is installed."""
     wandb_project: str = "hybrid_ep"
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Two pictures of a run, drawn from metrics.jsonl: loss.png and expert_load.png."""
+"""Three pictures of a run, drawn from metrics.jsonl: loss.png, expert_load.png and rank_load.png."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from recipes import metrics
 
 _INK, _GRID = "#222222", "#dddddd"
 _TRAIN, _HELD_OUT, _ENTROPY = "#9bb8d3", "#1b4f8a", "#c0392b"
@@ -24,7 +26,8 @@ def draw_all(folder: Path, records: list[dict[str, Any]], entropy: float, num_ra
         return "No plots: no step was finished."
     draw_loss(folder / "loss.png", records, entropy)
     draw_expert_load(folder / "expert_load.png", steps, num_ranks)
-    return f"Plots: {folder / 'loss.png'} and {folder / 'expert_load.png'}"
+    draw_rank_load(folder / "rank_load.png", steps, num_ranks)
+    return f"Plots: {folder / 'loss.png'}, {folder / 'expert_load.png'} and {folder / 'rank_load.png'}"
 
 
 def _style():
@@ -95,6 +98,39 @@ def draw_expert_load(path: Path, steps: list[dict[str, Any]], num_ranks: int) ->
     bar.ax.set_yticklabels(["0", "0.5", "1", "1.5", "≥ 2"])
     bar.set_label("rows of an expert / fair share")
     figure.suptitle(f"Expert load: {num_experts} experts a layer, {per_rank} on each rank", fontsize=11)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw_rank_load(path: Path, steps: list[dict[str, Any]], num_ranks: int) -> None:
+    """A row a layer. Left: fullest rank over fair share, step by step, before and after balancing. Right: the same of
+    every rank, mean over the run with the range from the 5th to the 95th percentile."""
+    plt = _style()
+    loads = [("as routed", _TRAIN, np.array([metrics.rank_load(r, num_ranks) for r in steps]))]
+    if all("balanced_rank_load" in record for record in steps):
+        after = np.array([record["balanced_rank_load"] for record in steps], dtype=np.float64)
+        loads.append(("balanced", _HELD_OUT, after))
+    number, num_layers = [record["step"] for record in steps], loads[0][2].shape[1]
+    figure, grid = plt.subplots(num_layers, 2, figsize=(10, 1.7 * num_layers + 1.1), sharex="col", squeeze=False,
+                                width_ratios=[2, 1], layout="constrained")
+    for layer, (left, right) in enumerate(grid):
+        for n, (name, colour, load) in enumerate(loads):
+            share = load[:, layer] / np.maximum(load[:, layer].mean(axis=1, keepdims=True), 1e-9)
+            left.plot(number, share.max(axis=1), color=colour, linewidth=1.2, label=name, marker=".", markersize=3)
+            place = np.arange(num_ranks) + (n - (len(loads) - 1) / 2) * 0.4
+            mean, (low, high) = share.mean(axis=0), np.quantile(share, [0.05, 0.95], axis=0)
+            error = np.maximum([mean - low, high - mean], 0)
+            right.bar(place, mean, 0.8 / len(loads), yerr=error, color=colour, error_kw={"linewidth": 0.7})
+        for axes in (left, right):
+            axes.axhline(1, color=_ENTROPY, linestyle=(0, (5, 3)), linewidth=0.9)
+            axes.set_ylim(0, None)
+        left.set_title(f"layer {layer + 1}", fontsize=10, loc="left")
+        right.set_xticks(range(num_ranks))
+    grid[-1][0].set_xlabel("step")
+    grid[-1][1].set_xlabel("rank")
+    grid[0][0].legend(frameon=False, fontsize=9, ncols=2, loc="lower right")
+    figure.supylabel("tokens / fair share", fontsize=10)
+    figure.suptitle("Load of ranks: the fullest over time (left), each over the run (right)", fontsize=11)
     figure.savefig(path)
     plt.close(figure)
 

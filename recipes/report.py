@@ -1,4 +1,5 @@
-"""What the user sees of a run: a progress bar on a terminal, plain lines elsewhere, wandb where installed."""
+"""What the user sees of a run: a progress bar on a terminal, plain lines elsewhere; Weights & Biases and TensorBoard
+where installed, both on this machine alone unless told otherwise."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from recipes import metrics
 from recipes.config import RunConfig
 from recipes.run_folder import RunFolder
 from recipes.text_data import Corpus
@@ -19,6 +21,7 @@ class Reporter:
         self._config, self._folder, self._entropy = config, folder, corpus.unigram_entropy
         self._bar: _Bar | None = None
         self._wandb: Any = None
+        self._tensorboard: Any = None
         self._first_step = 0
         self._started = time.monotonic()
         self.held_out_loss: float | None = None
@@ -40,6 +43,9 @@ class Reporter:
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
 
     def _on_start(self, fields: dict[str, Any]) -> None:
         self._started, self._first_step = time.monotonic(), fields["step"]
@@ -53,6 +59,7 @@ class Reporter:
         )
         # Only now: wandb starts threads and processes, and ranks must be forked before that.
         self._wandb = self._start_wandb()
+        self._tensorboard = self._start_tensorboard()
         if _is_terminal():
             self._bar = _Bar.create(self._config.schedule.train_steps, self.step)
 
@@ -63,9 +70,8 @@ class Reporter:
     def _on_step(self, record: dict[str, Any]) -> None:
         self._folder.append_metrics(record)
         self.step = record["step"]
-        if self._wandb is not None:
-            scalars = {name: value for name, value in record.items() if name != "expert_load"}
-            self._wandb.log(scalars, step=record["step"])
+        if self._wandb is not None or self._tensorboard is not None:
+            self._log(record["step"], metrics.flatten(record, self._config.parallel.expert_parallel_size))
         if self._bar is not None:
             self._bar.update(record["step"], _summary(record))
         elif record["step"] % self._config.logging.line_every == 0:
@@ -73,6 +79,13 @@ class Reporter:
                       f"{self._time_left(record['step'])}")
         if "held_out_loss" in record:
             self._show_held_out(record)
+
+    def _log(self, step: int, scalars: dict[str, float]) -> None:
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=step)
+        if self._tensorboard is not None:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
 
     def _on_end(self, fields: dict[str, Any]) -> None:
         self.outcome = fields["outcome"]
@@ -109,6 +122,17 @@ class Reporter:
             return None
         self._say(f"wandb: logging {mode} to {self._folder.path / 'wandb'}")
         return run
+
+    def _start_tensorboard(self) -> Any:
+        """A writer of event files in the run folder; None where TensorBoard is not installed."""
+        if not self._config.logging.tensorboard:
+            return None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return None
+        self._say(f"TensorBoard: logging to {self._folder.path / 'tensorboard'}")
+        return SummaryWriter(self._folder.path / "tensorboard", purge_step=self.step + 1)
 
     def _say(self, text: str) -> None:
         if self._bar is not None:

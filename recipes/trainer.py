@@ -214,6 +214,7 @@ class Trainer:
             record["balanced_imbalance"] = sum(plan.imbalance() for plan in plans) / len(plans)
             record["balanced_imbalance_max"] = max(plan.imbalance() for plan in plans)
             record["clones"] = sum(plan.num_copies for plan in plans) / len(plans)
+            record["balanced_rank_load"] = [plan.tokens_of_ranks().tolist() for plan in plans]
         return record, bool(everyone[:, 3].any())
 
     def _count_parameters(self) -> int:

@@ -1,16 +1,18 @@
 """Planners side by side: imbalance left, lower bound, clones or changed slots, time. Writes nothing unless asked.
 
-    python scripts/bench_balance.py [--layers 10] [--seed 0] [--json FILE]
+    python scripts/bench_balance.py [--layers 10] [--seed 0] [--json FILE] [--published eplb.py]
 
 Three tables. Exact: one micro-batch at a time against no balancing and EPLB planned from earlier batches. Placement:
-loads known beforehand, against EPLB (scripts/balance_peers/eplb.py). Drift: how many slots change. Times are the best
-of several calls in this process, so compare them with one another only.
+loads known beforehand, against EPLB (scripts/balance_peers/eplb.py). Drift: how many slots change. Times are processor
+time of this thread, the median of many calls and for placements the best of several. Our EPLB packs lists of numbers
+and is several times faster than the published program, which --published times as well, from a copy of yours.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -36,13 +38,22 @@ PLACEMENT_CASES = [("global 32", 288, 1, 1, 32), ("global 36", 288, 1, 1, 36), (
 
 
 def best_of(call, repeats):
-    """Seconds of the fastest of `repeats` calls."""
+    """Seconds of processor time of the fastest of `repeats` calls."""
+    return min(_times(call, repeats))
+
+
+def median_of(call, repeats):
+    """Seconds of processor time of the middle one of `repeats` calls."""
+    return float(np.median(_times(call, repeats)))
+
+
+def _times(call, repeats):
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time_ns()
         call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        times.append((time.thread_time_ns() - start) / 1e9)
+    return times
 
 
 def exact_rows(rng, num_layers, tokens):
@@ -67,11 +78,11 @@ def exact_rows(rng, num_layers, tokens):
                 "copies": np.mean([p.num_copies for p in plans]),
                 "copies_bound": np.mean([bounds.copies(p.tokens_of_ranks(False), p.target) for p in plans]),
                 "eps0": np.mean([p.imbalance() for p in exact]), "eps0_copies": np.mean([p.num_copies for p in exact]),
-                "plan_us": best_of(lambda planner=planner, now=now: planner.plan(now[0]), 100) * 1e6,
+                "plan_us": np.median([median_of(lambda planner=planner, c=c: planner.plan(c), 200) for c in now]) * 1e6,
             }
 
 
-def placement_rows(rng, num_layers):
+def placement_rows(rng, num_layers, published=None):
     """Loads known beforehand; `split` is what the best split of our placement could reach."""
     for name, slots, groups, nodes, ranks in PLACEMENT_CASES:
         for kind, value in PLACEMENT_LOADS:
@@ -84,11 +95,16 @@ def placement_rows(rng, num_layers):
             ours_s = best_of(lambda a=(load, slots, ranks, nodes), g=hier: balance.plan_placement(*a, num_groups=g), 5)
             their_s = best_of(lambda a=(weight, slots, groups, nodes, ranks): eplb.place(*a), 2)
             twins = sum(len(m) - len(set(m)) for layer in theirs for m in layer.reshape(ranks, -1))
-            yield {
+            row = {
                 "case": name, "load": f"{kind} {value}", "eplb": np.mean(other), "ours": plan.imbalance().mean(),
                 "ours_max": plan.imbalance().max(), "split": plan.split_bound().mean(), "eplb_same_rank": twins,
                 "eplb_ms": their_s * 1e3, "ours_ms": ours_s * 1e3, "speedup": their_s / ours_s,
             }
+            if published:
+                call = published["rebalance_experts"]
+                published_s = best_of(lambda a=(weight, slots, groups, nodes, ranks), call=call: call(*a), 1)
+                row |= {"published_ms": published_s * 1e3, "published_speedup": published_s / ours_s}
+            yield row
 
 
 def drift_rows(rng, num_layers):
@@ -124,13 +140,15 @@ def main(argv=None):
     parser.add_argument("--tokens", type=int, default=32768, help="(token, expert) pairs of a rank and micro-batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--published", type=Path, help="DeepSeek's eplb.py, to be timed beside ours")
     args = parser.parse_args(argv)
+    published = runpy.run_path(str(args.published)) if args.published else None
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)
     title = "Exact, one micro-batch: (max - mean) / mean over ranks"
     tables = {
         "exact": show(title, exact_rows(rng, args.layers, args.tokens)),
-        "placement": show("Placement, loads known", placement_rows(rng, args.layers)),
+        "placement": show("Placement, loads known", placement_rows(rng, args.layers, published)),
         "drift": show("Drift of log-popularity: changed slots of 288", drift_rows(rng, args.layers)),
     }
     if args.json:

@@ -18,7 +18,7 @@ void Placer::adopt(const int32_t* phy2log) {
     if (e < 0 || e >= shape_.num_experts) throw std::invalid_argument("current: names an expert that does not exist");
     if (holds(rank_of(i), e)) throw std::invalid_argument("current: has two replicas of an expert on one rank");
     has_[size_t(rank_of(i)) * shape_.num_experts + e] = 1;
-    ++count_[e];
+    set_count(e, count_[e] + 1);
     where_[e].push_back(rank_of(i));
   }
   if (std::find(count_.begin(), count_.end(), 0) != count_.end())
@@ -95,7 +95,7 @@ void Placer::apply(const Move& m) {
   has_[size_t(rank) * shape_.num_experts + old] = 0;
   has_[size_t(rank) * shape_.num_experts + m.expert] = 1;
   slots_[m.slot] = m.expert;
-  --count_[old], ++count_[m.expert];
+  set_count(old, count_[old] - 1), set_count(m.expert, count_[m.expert] + 1);
   for (int e : {old, m.expert})
     for (int r : where_[e]) load_[r] += share(e);
 }

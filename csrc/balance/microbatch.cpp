@@ -3,7 +3,8 @@
 // rank for good. Best fit: move no more than the excess, to the tightest place that holds it. Alias wins where single
 // experts are large, best fit where a rank has many small ones. Both spend the large experts of the fullest rank first;
 // about one load in a hundred then lacks a large one at the end, and the third rule, the largest expert of any
-// overloaded rank, levels it.
+// overloaded rank, levels it. Where even that misses, mostly because no plan exists (hybrid_ep/balance/bounds.py), it
+// levels to more than the target, as little as bisection finds.
 #include "balance/microbatch.h"
 
 #include <algorithm>
@@ -19,6 +20,7 @@ namespace {
 constexpr int64_t kMillion = 1'000'000;
 constexpr int kRankBits = 12;
 constexpr int64_t kRankMask = (1 << kRankBits) - 1;
+constexpr int kAimRounds = 8;
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 // Loads share a word with a rank number, and are multiplied by parts per million.
 constexpr int64_t kMaxTokens = int64_t(1) << 40;
@@ -34,21 +36,23 @@ void require(bool ok, const char* name, int64_t value, const char* remedy) {
   if (!ok) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + " " + remedy);
 }
 
-// Four running extrema: the comparisons of a single one would wait for each other (64 ranks: ~20 ns against ~60).
-template <class Better>
-int64_t extremum(const int64_t* key, int n, int64_t worst, Better better) {
-  int64_t a = worst, b = worst, c = worst, d = worst;
+// The largest of key[i] ^ flip among those of at most `limit`, -1 without one. Sixteen running maxima, which are four
+// 256-bit registers: the comparisons of a single one would wait for each other.
+HEP_WIDE int64_t largest_below(const int64_t* HEP_RESTRICT key, int n, int64_t limit, int64_t flip) {
+  constexpr int kLanes = 16;
+  int64_t best[kLanes];
+  std::fill(best, best + kLanes, -1);
   int i = 0;
-  for (; i + 4 <= n; i += 4) {
-    a = better(key[i], a) ? key[i] : a;
-    b = better(key[i + 1], b) ? key[i + 1] : b;
-    c = better(key[i + 2], c) ? key[i + 2] : c;
-    d = better(key[i + 3], d) ? key[i + 3] : d;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) {
+      const int64_t k = key[i + j] <= limit ? key[i + j] ^ flip : -1;
+      best[j] = k > best[j] ? k : best[j];
+    }
+  for (; i < n; ++i) {
+    const int64_t k = key[i] <= limit ? key[i] ^ flip : -1;
+    best[0] = k > best[0] ? k : best[0];
   }
-  for (; i < n; ++i) a = better(key[i], a) ? key[i] : a;
-  a = better(b, a) ? b : a;
-  c = better(d, c) ? d : c;
-  return better(c, a) ? c : a;
+  return *std::max_element(best, best + kLanes);
 }
 
 // total (+)= up to four rows; returns the union of their bits. Four at a time, because the sums are memory-bound.
@@ -70,10 +74,12 @@ HEP_WIDE int64_t add_rows(const int64_t* HEP_RESTRICT rows, int num_rows, int E,
 }
 
 int64_t largest(const int64_t* key, int n) {
-  return extremum(key, n, -1, [](int64_t x, int64_t y) { return x > y; });
+  return largest_below(key, n, kNever, 0);
 }
+
+// The smallest of non-negative keys: the largest of their complements, which are negative, lifted above -1.
 int64_t smallest(const int64_t* key, int n) {
-  return extremum(key, n, kNever, [](int64_t x, int64_t y) { return x < y; });
+  return kNever - largest_below(key, n, kNever, kNever);
 }
 
 }  // namespace
@@ -178,12 +184,8 @@ int MicrobatchPlanner::smallest_cover(const Draft& d, int donor, int64_t want) c
   const int end = base + (shape_.within_node ? ranks_per_node_ : shape_.num_ranks);
   // room >= want, said of the load: whole tiles of room cover `want` when they cover it rounded up.
   const int64_t limit = d.aim - cost(want);
-  int64_t best = -1;
-  for (int r = base; r < end; ++r) {
-    const bool fits = d.receiver_key[r] != kNever && d.load[r] <= limit;
-    const int64_t key = fits ? (d.load[r] << kRankBits) | (kRankMask - r) : -1;
-    best = key > best ? key : best;
-  }
+  const int64_t keys = limit < 0 ? -1 : (limit << kRankBits) | kRankMask;  // below it: keys of at most that load
+  const int64_t best = largest_below(&d.receiver_key[base], end - base, keys, kRankMask);
   return best >= 0 ? int(kRankMask - (best & kRankMask)) : least_loaded(d, donor);
 }
 
@@ -240,12 +242,20 @@ void MicrobatchPlanner::construct(Draft& d, Rule rule, int64_t aim) const {
   d.max_cost = *std::max_element(d.load.begin(), d.load.end());
 }
 
-// Levelling to less than is allowed gives other constructions: five aims, from the target down to epsilon 0.
+// Levelling to less than is allowed gives other constructions: five aims, from the target down to epsilon 0. After
+// them more than is allowed, between the target and the best so far.
 void MicrobatchPlanner::retry(Draft& d) {
   const int64_t slack = target_ - exact_;
   construct(d, Rule::kLargest, target_);
   for (int part = 3; part >= 0 && slack && d.max_cost > target_; --part) {
     construct(spare_, Rule::kLargest, exact_ + slack * part / 4);
+    if (spare_.max_cost < d.max_cost) std::swap(d, spare_);
+  }
+  int64_t low = target_;  // where levelling failed; it needs some slack, so it succeeds above some aim
+  for (int round = 0; round < kAimRounds && d.max_cost > low + 1; ++round) {
+    const int64_t aim = low + (d.max_cost - low) / 2;
+    construct(spare_, Rule::kLargest, aim);
+    if (spare_.max_cost > aim) low = aim;
     if (spare_.max_cost < d.max_cost) std::swap(d, spare_);
   }
 }

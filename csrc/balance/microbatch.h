@@ -50,7 +50,7 @@ class MicrobatchPlanner {
     std::vector<int64_t> load, donor_key, receiver_key, left;
     std::vector<int32_t> used, pushed;
     std::vector<Clone> clones;
-    int64_t aim = 0, max_cost = 0;  // where ranks are levelled to, at most the target; what came of it
+    int64_t aim = 0, max_cost = 0;  // where ranks are levelled to; what came of it
   };
   enum class Rule : uint8_t { kAlias, kBestFit, kLargest };
 

@@ -1,8 +1,12 @@
 // A fresh placement: replicas where a replica's share is largest (optimal for the fullest slot), the largest share
-// first to the emptiest rank that lacks the expert, then swaps with the fullest rank until none helps.
+// first to the emptiest rank that lacks the expert, then swaps with the fullest rank until none helps. Where ranks do
+// not come out level, hot experts got more replicas than ranks without them can take: again with only those that bring
+// shares below a cap, and the slots left over for small experts, which fit anywhere.
 #include "balance/placement.h"
 
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -13,6 +17,9 @@ namespace {
 void require(bool ok, const char* name, int64_t value, const char* remedy) {
   if (!ok) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + " " + remedy);
 }
+
+constexpr int64_t kLevel = 2'500;  // a 2,500th above the mean is level: no more swaps
+constexpr int64_t kGood = 1'250;   // a 1,250th is good enough: no other numbers of replicas
 
 }  // namespace
 
@@ -32,7 +39,8 @@ void PlacementShape::validate() const {
 }
 
 Placer::Placer(const PlacementShape& shape) : shape_(shape), per_rank_(shape.num_slots / shape.num_ranks) {
-  weight_.resize(shape.num_experts), count_.resize(shape.num_experts), where_.resize(shape.num_experts);
+  weight_.resize(shape.num_experts), share_.resize(shape.num_experts), count_.resize(shape.num_experts),
+      where_.resize(shape.num_experts);
   load_.resize(shape.num_ranks), used_.resize(shape.num_ranks), slots_.resize(shape.num_slots),
       size_.resize(shape.num_slots);
   has_.resize(size_t(shape.num_ranks) * shape.num_experts);
@@ -53,17 +61,25 @@ void Placer::swap(int slot, int other) {
   put(b, other, x);
 }
 
-void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_replicas) {
-  for (int e : experts) count_[e] = 1;
-  for (int n = num_slots - int(experts.size()); n > 0; --n) {
+void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap) {
+  for (int e : experts) set_count(e, 1);
+  // Which experts may grow: all; with a cap those above it, then second replicas of small ones, then all.
+  enum { kAll, kAbove, kSmall } phase = cap ? kAbove : kAll;
+  for (int n = num_slots - int(experts.size()); n > 0;) {
     int best = -1;
     int64_t top = -1;
     for (int e : experts) {
       if (count_[e] == max_replicas) continue;
+      if (phase == kAbove && share(e) <= cap) continue;
+      if (phase == kSmall && (count_[e] > 1 || share(e) > cap / 2)) continue;
       const int64_t s = share(e);
       if (s > top || (s == top && count_[e] < count_[best])) best = e, top = s;
     }
-    ++count_[best];
+    if (best < 0) {
+      phase = phase == kAbove ? kSmall : kAll;
+      continue;
+    }
+    set_count(best, count_[best] + 1), --n;
   }
 }
 
@@ -164,7 +180,7 @@ void Placer::index_ranks() {
 // The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end.
 void Placer::refine(int first_rank, int num_ranks) {
   const int64_t sum = std::accumulate(&load_[first_rank], &load_[first_rank] + num_ranks, int64_t(0));
-  const int64_t mean = sum / num_ranks, good = mean + mean / 2'500;
+  const int64_t mean = sum / num_ranks, good = mean + mean / kLevel;
   for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) size_[i] = share(slots_[i]);
   for (int round = 0; round < 4 * num_ranks; ++round) {
     const int hot = int(std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks) - load_.data());
@@ -175,10 +191,44 @@ void Placer::refine(int first_rank, int num_ranks) {
   }
 }
 
-void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ranks) {
-  replicate(experts, num_ranks * per_rank_, num_ranks);
-  pack(experts, first_rank, num_ranks);
-  refine(first_rank, num_ranks);
+int64_t Placer::mean_of(const std::vector<int>& experts, int num_ranks) const {
+  int64_t sum = 0;
+  for (int e : experts) sum += weight_[e];
+  return (sum << kShareBits) / num_ranks;
+}
+
+// pace: mean of the fullest node, at least. A node below it need not be level.
+void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ranks, int64_t pace) {
+  int64_t sum = 0, hottest = 0;
+  for (int e : experts) sum += weight_[e], hottest = std::max(hottest, weight_[e]);
+  const int64_t mean = mean_of(experts, num_ranks);
+  const auto fullest = [&] { return *std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks); };
+  int64_t lowest = std::numeric_limits<int64_t>::max();
+  State best;
+  // Caps in per cent of the mean rank, 0 for none. The order is for speed: what mostly levels comes first.
+  const bool hot = 3 * hottest > sum || hottest << kShareBits > 6 * mean;
+  for (const int percent : hot ? std::array{75, 90, 0, 98} : std::array{0, 75, 90, 98}) {
+    clear(first_rank, num_ranks);
+    replicate(experts, num_ranks * per_rank_, num_ranks, mean / 100 * percent);
+    pack(experts, first_rank, num_ranks);
+    refine(first_rank, num_ranks);
+    const int64_t now = fullest();
+    if (now >= lowest) continue;
+    if (now <= pace + pace / kGood) return;
+    lowest = now;
+    best = {slots_, count_, share_, load_, has_};
+  }
+  slots_ = best.slots, count_ = best.count, share_ = best.share, load_ = best.load, has_ = best.has;
+}
+
+void Placer::clear(int first_rank, int num_ranks) {
+  const auto fill = [&](auto& values, int each, int value) {
+    std::fill_n(values.begin() + size_t(first_rank) * each, size_t(num_ranks) * each, value);
+  };
+  fill(has_, shape_.num_experts, 0);
+  fill(load_, 1, 0);
+  fill(used_, 1, 0);
+  fill(slots_, per_rank_, -1);
 }
 
 // Groups to nodes: as many on each, the heaviest first to the lightest node with room.
@@ -203,18 +253,17 @@ std::vector<std::vector<int>> Placer::groups_to_nodes() const {
 
 void Placer::fresh(const int64_t* load, int32_t* phy2log) {
   std::copy(load, load + shape_.num_experts, weight_.begin());
-  std::fill(has_.begin(), has_.end(), 0);
-  std::fill(load_.begin(), load_.end(), 0);
-  std::fill(used_.begin(), used_.end(), 0);
   std::fill(slots_.begin(), slots_.end(), -1);
   if (shape_.num_groups) {
     const int ranks = shape_.num_ranks / shape_.num_nodes;
     const auto nodes = groups_to_nodes();
-    for (int n = 0; n < shape_.num_nodes; ++n) spread(nodes[n], n * ranks, ranks);
+    int64_t pace = 0;
+    for (const auto& experts : nodes) pace = std::max(pace, mean_of(experts, ranks));
+    for (int n = 0; n < shape_.num_nodes; ++n) spread(nodes[n], n * ranks, ranks, pace);
   } else {
     std::vector<int> all(shape_.num_experts);
     std::iota(all.begin(), all.end(), 0);
-    spread(all, 0, shape_.num_ranks);
+    spread(all, 0, shape_.num_ranks, mean_of(all, shape_.num_ranks));
   }
   std::copy(slots_.begin(), slots_.end(), phy2log);
 }

@@ -34,8 +34,16 @@ class Placer {
     int slots = 1, slot = -1, other = -1, expert = -1;  // a replica of `expert` into slot, or slot <-> other
   };
 
-  void spread(const std::vector<int>& experts, int first_rank, int num_ranks);
-  void replicate(const std::vector<int>& experts, int num_slots, int max_replicas);
+  struct State {
+    std::vector<int32_t> slots, count;
+    std::vector<int64_t> share, load;
+    std::vector<unsigned char> has;
+  };
+
+  void spread(const std::vector<int>& experts, int first_rank, int num_ranks, int64_t pace);
+  int64_t mean_of(const std::vector<int>& experts, int num_ranks) const;
+  void clear(int first_rank, int num_ranks);
+  void replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap);
   void pack(const std::vector<int>& experts, int first_rank, int num_ranks);
   void make_room(int expert, int first_rank, int num_ranks);
   void refine(int first_rank, int num_ranks);
@@ -48,7 +56,8 @@ class Placer {
   void swap(int slot, int other);
   void adopt(const int32_t* phy2log);
   bool may_host(int slot, int expert) const;
-  int64_t share(int expert) const { return share_of(expert, count_[expert]); }
+  int64_t share(int expert) const { return share_[expert]; }
+  void set_count(int expert, int count) { count_[expert] = count, share_[expert] = share_of(expert, count); }
   int64_t share_of(int expert, int count) const { return (weight_[expert] << kShareBits) / count; }
   int64_t excess(int64_t load) const { return load > limit_ ? load - limit_ : 0; }
   int rank_of(int slot) const { return slot / per_rank_; }
@@ -62,7 +71,7 @@ class Placer {
   PlacementShape shape_;
   int per_rank_;
   int64_t limit_ = 0;
-  std::vector<int64_t> weight_, load_, size_;  // size_: share of the expert in each slot, for swaps
+  std::vector<int64_t> weight_, share_, load_, size_;  // size_: share of the expert in each slot, for swaps
   std::vector<int32_t> count_, slots_, used_;
   std::vector<unsigned char> has_;              // [ranks, experts]
   std::vector<std::vector<int32_t>> where_;     // ranks of each expert, ascending; for replica moves

@@ -113,11 +113,16 @@ class MicrobatchPlan:
         return imbalance_ratio(self.tokens_of_ranks(balanced))
 
     def bound(self) -> float:
-        """Imbalance no plan under these options can beat: whole tokens, and domains when confined to nodes."""
-        load = self.tokens_of_ranks(balanced=False)
+        """Imbalance no plan under these options can beat: whole tokens, the tokens that spare slots can hold, and
+        domains when confined to nodes."""
         num_nodes = self.options.num_nodes if self.options.within_node else 1
-        mean = load.sum() / len(load)
-        return bounds.confined(load, num_nodes) / mean - 1 if mean else 0.0
+        total, ranks = self.counts.sum(axis=0), len(self.counts) // num_nodes
+        mean, most = total.sum() / len(self.counts), 0
+        for node in range(num_nodes):
+            mine = self.home // ranks == node
+            best = bounds.clones_fit(total[mine], self.home[mine] - node * ranks, ranks, self.options.spare_slots)
+            most = max(most, best)
+        return most / mean - 1 if mean else 0.0
 
     def share_of_source(self, source: int) -> np.ndarray:
         """int64 [R, S]: how many of `source`'s tokens go to the clone in each slot; the rest go home.
@@ -140,6 +145,11 @@ def imbalance_ratio(load: np.ndarray) -> float:
     return float(np.max(load)) / mean - 1 if mean > 0 else 0.0
 
 
+def _address(array: np.ndarray) -> int:
+    """As array.ctypes.data, which takes 1.5 us of a plan's 20."""
+    return array.__array_interface__["data"][0]
+
+
 class MicrobatchPlanner:
     """A planner for micro-batches of one shape; keeps its scratch memory. Not for two threads at once."""
 
@@ -150,6 +160,7 @@ class MicrobatchPlanner:
         self._dims = (num_ranks, num_experts)
         given = default_home(num_experts, num_ranks) if home is None else home
         self.home = np.ascontiguousarray(given, dtype=np.int32)
+        self._home_address = _address(self.home)
         if self.home.shape != (num_experts,):
             raise ValueError(f"home has shape {self.home.shape}: give the rank of each of the {num_experts} experts")
 
@@ -162,7 +173,7 @@ class MicrobatchPlanner:
         counts = counts.astype(np.int64, copy=False)
         slots = (self._dims[0], self.options.spare_slots)
         expert, tokens = np.empty(slots, np.int32), np.empty(slots, np.int64)
-        target = self._core.plan(counts.ctypes.data, self.home.ctypes.data, expert.ctypes.data, tokens.ctypes.data)[3]
+        target = self._core.plan(_address(counts), self._home_address, _address(expert), _address(tokens))[3]
         return MicrobatchPlan(expert, tokens, counts, self.home, self.options, target, self._shape)
 
 

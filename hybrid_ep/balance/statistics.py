@@ -8,12 +8,15 @@
     tensorrt    a folder with meta_info.json and rank*.safetensors, keys "{iteration}_{layer}" -> counts [E],
                 summed over ranks, as TensorRT-LLM writes under EXPERT_STATISTIC_PATH
 
-`load` recognises the format. Counts are (token, expert) pairs over the whole expert-parallel group.
+`load` recognises the format. A run that ended before its range leaves one file a rank; those are summed too.
+Counts are (token, expert) pairs over the whole expert-parallel group, or over all groups of a job that has several.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +84,10 @@ def from_records(records: Iterable[tuple[int, int, np.ndarray]], source: str = "
 def load(path: str | Path, num_experts: int | None = None) -> LoadStatistics:
     """Read any of these formats. num_experts: needed for a Megatron trace whose last experts got no token."""
     path = Path(path)
+    if not path.exists() and parts_folder(path).is_dir():
+        path = parts_folder(path)
     if path.is_dir():
-        return _load_tensorrt(path)
+        return _load_parts(path) if any(path.glob("rank*of*.jsonl")) else _load_tensorrt(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file or folder")
     return from_records(_jsonl_records(path, num_experts), str(path))
@@ -122,11 +127,43 @@ def save_jsonl(path: str | Path, statistics: LoadStatistics) -> None:
                 file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
-def _safetensors():
+def parts_folder(path: str | Path) -> Path:
+    """Where the ranks of a run that ended inside the range left their parts of `path`, one JSONL file each."""
+    return Path(f"{path}.parts")
+
+
+def _load_parts(folder: Path) -> LoadStatistics:
+    files = sorted(folder.glob("rank*of*.jsonl"))
+    sizes = {int(re.fullmatch(r"rank\d+of(\d+)\.jsonl", f.name)[1]) for f in files}
+    _require_all_ranks(folder, len(files), max(sizes))
+    return from_records(_common({f.name: list(_jsonl_records(f, None)) for f in files}, folder), str(folder))
+
+
+def _require_all_ranks(folder: Path, found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ValueError(f"{folder}: {found} files of {wanted} ranks, the rest was lost with its rank: their counts "
+                         "are missing everywhere. One rank's file can be read alone, by its name")
+
+
+def _common(records: dict[str, list], folder: Path) -> Iterable[tuple[int, int, np.ndarray]]:
+    """Records of the iterations that every file has: where ranks ended apart, the last ones lack some counts."""
+    kept = [{record[0] for record in part} for part in records.values() if part]
+    if not kept:
+        return []
+    everywhere, somewhere = set.intersection(*kept), set.union(*kept)
+    if somewhere - everywhere:
+        warnings.warn(f"{folder}: iterations {sorted(somewhere - everywhere)} are not in the files of all ranks and "
+                      "are left out", stacklevel=4)
+    return [record for part in records.values() for record in part if record[0] in everywhere]
+
+
+def safetensors_library():
+    """safetensors.numpy; ValueError with the remedy where it is not installed."""
     try:
         import safetensors.numpy
     except ImportError:
-        raise ValueError("TensorRT-LLM statistics need the package safetensors: pip install safetensors") from None
+        raise ValueError("TensorRT-LLM statistics need the package safetensors: pip install safetensors, or give a "
+                         "path that ends in .jsonl") from None
     return safetensors.numpy
 
 
@@ -134,29 +171,36 @@ def _load_tensorrt(folder: Path) -> LoadStatistics:
     files = sorted(folder.glob("rank*.safetensors"))
     if not files or not (folder / "meta_info.json").is_file():
         raise ValueError(f"{folder}: no meta_info.json and rank*.safetensors, as TensorRT-LLM writes them")
-    library = _safetensors()
+    library = safetensors_library()
+    meta = json.loads((folder / "meta_info.json").read_text())
+    _require_all_ranks(folder, len(files), meta.get("num_rank_files", len(files)))
 
-    def records():
-        for file in files:
-            for key, counts in library.load_file(file).items():
-                iteration, _, layer = key.partition("_")
-                if not iteration.isdecimal() or not layer.isdecimal():
-                    raise ValueError(f"{file}: key {key!r} is not ITERATION_LAYER")
-                yield int(iteration), int(layer), counts
+    def records(file):
+        for key, counts in library.load_file(file).items():
+            iteration, _, layer = key.partition("_")
+            if not iteration.isdecimal() or not layer.isdecimal():
+                raise ValueError(f"{file}: key {key!r} is not ITERATION_LAYER")
+            yield int(iteration), int(layer), counts
 
-    statistics = from_records(records(), str(folder))
-    said = json.loads((folder / "meta_info.json").read_text()).get("num_experts")
+    statistics = from_records(_common({f.name: list(records(f)) for f in files}, folder), str(folder))
+    said = meta.get("num_experts")
     if said is not None and said != statistics.counts.shape[2]:
         raise ValueError(f"{folder}: meta_info.json says {said} experts, the counts have {statistics.counts.shape[2]}")
     return statistics
 
 
-def save_tensorrt(folder: str | Path, statistics: LoadStatistics, topk: int, rank: int = 0) -> None:
-    """Write TensorRT-LLM's folder, with all counts under one rank. topk goes into meta_info.json."""
+def save_tensorrt(folder: str | Path, statistics: LoadStatistics, topk: int, rank: int = 0,
+                  files: int | None = None) -> None:
+    """Write TensorRT-LLM's folder: `rank`'s file of `files` in all (None: unknown). topk goes into meta_info.json."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {"num_experts": statistics.counts.shape[2], "num_experts_per_token": topk}
-    (folder / "meta_info.json").write_text(json.dumps(meta))
+    if statistics.layers:  # a rank without routers knows nothing of the model
+        meta = {"num_experts": statistics.counts.shape[2], "num_experts_per_token": topk}
+        if files is not None:  # our own key: readers can tell when a rank's file was lost
+            meta["num_rank_files"] = files
+        staging = folder / f".meta_info.{rank}"
+        staging.write_text(json.dumps(meta))
+        staging.replace(folder / "meta_info.json")
     tensors = {f"{iteration}_{layer}": np.ascontiguousarray(statistics.counts[i, n])
                for i, iteration in enumerate(statistics.iterations) for n, layer in enumerate(statistics.layers)}
-    _safetensors().save_file(tensors, folder / f"rank{rank}.safetensors")
+    safetensors_library().save_file(tensors, folder / f"rank{rank}.safetensors")

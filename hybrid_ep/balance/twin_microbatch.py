@@ -33,8 +33,8 @@ def plan(counts, home, options):
 
 
 def _retry(total, home, num_ranks, options):
-    """The third rule at five aims, from the target down to epsilon 0: the first that reaches the target, or
-    the best."""
+    """The third rule at five aims, from the target down to epsilon 0: the first that reaches the target. Where none
+    does, the best of these and of eight aims above the target, by bisection."""
     best = None
     for part in (4, 3, 2, 1, 0):
         draft = _Draft(total, home, num_ranks, options)
@@ -46,6 +46,17 @@ def _retry(total, home, num_ranks, options):
             best = draft
         if max(best.load) <= best.target:
             break
+    low = best.target
+    for _ in range(8):
+        if max(best.load) <= low + 1:
+            break
+        draft = _Draft(total, home, num_ranks, options)
+        draft.aim = low + (max(best.load) - low) // 2
+        draft.construct("largest")
+        if max(draft.load) > draft.aim:
+            low = draft.aim
+        if max(draft.load) < max(best.load):
+            best = draft
     return best
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 SHARE_BITS = 16
 PPM = 1_000_000
+LEVEL = 2_500  # a 2,500th above the mean is level: no more swaps
+GOOD = 1_250  # a 1,250th is good enough: no other numbers of replicas
 
 
 class Placement:
@@ -32,11 +34,14 @@ class Placement:
 
     def fresh(self):
         if not self.num_groups:
-            self._spread(range(len(self.weight)), range(self.num_ranks))
+            everything = range(len(self.weight))
+            self._spread(everything, range(self.num_ranks), self._mean(everything, self.num_ranks))
             return self.phy2log()
         ranks = self.num_ranks // self.num_nodes
-        for node, experts in enumerate(self._groups_to_nodes()):
-            self._spread(experts, range(node * ranks, (node + 1) * ranks))
+        nodes = self._groups_to_nodes()
+        pace = max(self._mean(experts, ranks) for experts in nodes)
+        for node, experts in enumerate(nodes):
+            self._spread(experts, range(node * ranks, (node + 1) * ranks), pace)
         return self.phy2log()
 
     def _groups_to_nodes(self):
@@ -49,12 +54,47 @@ class Placement:
             min(open_nodes, key=lambda n: sum(weight[x] for x in n)).append(g)
         return [sorted(e for g in node for e in range(g * size, (g + 1) * size)) for node in nodes]
 
-    def _spread(self, experts, ranks):
+    def _mean(self, experts, num_ranks):
+        return (sum(self.weight[e] for e in experts) << SHARE_BITS) // num_ranks
+
+    def _spread(self, experts, ranks, pace):
+        """Greedy numbers of replicas; where the node ends above the mean of the fullest one then, the best of three
+        more with a cap on shares."""
+        mean = self._mean(experts, len(ranks))
+        lowest, best = None, None
+        hottest = max(self.weight[e] for e in experts)
+        hot = 3 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
+        for percent in (75, 90, 0, 98) if hot else (0, 75, 90, 98):
+            for r in ranks:
+                self.ranks[r] = []
+            self._replicate(experts, ranks, mean // 100 * percent)
+            self._pack(experts, ranks)
+            self._refine(ranks)
+            now = max(self.load(r) for r in ranks)
+            if lowest is None or now < lowest:
+                lowest, best = now, (list(self.count), [list(mine) for mine in self.ranks])
+            if now <= pace + pace // GOOD:
+                break
+        self.count, self.ranks = best
+
+    def _replicate(self, experts, ranks, cap):
+        """One more replica for the largest share. With a cap only for those above it, then second ones of small
+        experts, which fit anywhere."""
         for e in experts:
             self.count[e] = 1
+        phases = [lambda e: True]
+        if cap:
+            above, small = lambda e: self.share(e) > cap, lambda e: self.count[e] == 1 and self.share(e) <= cap // 2
+            phases = [above, small, *phases]
         for _ in range(len(ranks) * self.per_rank - len(experts)):
-            growing = [e for e in experts if self.count[e] < len(ranks)]
+            growing = []
+            while not growing:
+                growing = [e for e in experts if self.count[e] < len(ranks) and phases[0](e)]
+                if not growing:
+                    phases.pop(0)
             self.count[min(growing, key=lambda e: (-self.share(e), self.count[e], e))] += 1
+
+    def _pack(self, experts, ranks):
         for e in sorted(experts, key=lambda e: (-self.share(e), e)):
             for _ in range(self.count[e]):
                 lacking = [r for r in ranks if len(self.ranks[r]) < self.per_rank and e not in self.ranks[r]]
@@ -62,7 +102,6 @@ class Placement:
                     self.ranks[min(lacking, key=lambda r: (self.load(r), r))].append(e)
                 else:
                     self._make_room(e, ranks)
-        self._refine(ranks)
 
     def _make_room(self, expert, ranks):
         """A full rank that lacks the expert hands one of its own to a rank with a free slot."""
@@ -76,7 +115,7 @@ class Placement:
     def _refine(self, ranks):
         """The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end."""
         mean = sum(self.load(r) for r in ranks) // len(ranks)
-        good = mean + mean // 2_500
+        good = mean + mean // LEVEL
         for _ in range(4 * len(ranks)):
             load = {r: self.load(r) for r in ranks}
             hot = min(ranks, key=lambda r: (-load[r], r))

@@ -136,6 +136,15 @@ def test_exact_with_epsilon_zero():
     assert sum(level) >= 15
 
 
+def test_where_no_plan_reaches_the_target_the_best_one_is_found():
+    """Rank 0 is empty and no expert is large: one slot holds 10 of the 60 it lacks, the rest stays with three ranks."""
+    counts = np.zeros((4, 32), np.int64)
+    counts[1, 8:] = 10
+    p = balance.plan_microbatch(counts)
+    assert p.tokens_of_ranks().max() == 77 == 60 * (1 + p.bound())
+    assert balance.plan_microbatch(counts, spare_slots=6).tokens_of_ranks().max() == 60
+
+
 def test_one_expert_takes_all():
     counts = np.zeros((8, 16), np.int64)
     counts[:, 5] = 1000

@@ -65,33 +65,27 @@ def test_core_and_twin_agree(case):
 
 @pytest.mark.parametrize("groups, nodes, ranks", [(8, 4, 32), (1, 1, 32), (1, 1, 36), (8, 8, 64)])
 def test_never_worse_than_eplb(groups, nodes, ranks):
-    """Oracle loads, every distribution of the grid, layer by layer, global and hierarchical.
-
-    Layers in which EPLB puts two replicas of an expert on one rank are outside the comparison layer by layer:
-    that is an uneven split, which this planner's rule forbids; it may gain a few per cent on a node of 8 ranks.
-    """
+    """Oracle loads, every distribution of the grid, layer by layer, global and hierarchical, although EPLB may put two
+    replicas of an expert on one rank. The tolerance is where levelling stops, a 1,250th of the mean."""
     lower = []
     slots = 320 if ranks == 64 else 288
     rng = np.random.default_rng(3)
     for kind, value in GRID:
-        load = np.rint(loads.popularity(rng, 4, 256, kind, value) * 1e6).astype(np.int64)
+        load = np.rint(loads.popularity(rng, 6, 256, kind, value) * 1e6).astype(np.int64)
         theirs = eplb.place(torch.from_numpy(load).float(), slots, groups, nodes, ranks).numpy()
         phy2log, log2phy, logcnt = balance.rebalance_experts(torch.from_numpy(load), slots, groups, nodes, ranks)
         assert_legal(phy2log.numpy(), 256, ranks)
         ours = rank_loads(load, phy2log.numpy(), ranks).max(axis=1)
         other = rank_loads(load, theirs, ranks).max(axis=1)
-        legal = np.array([all(len(set(mine)) == len(mine) for mine in layer.reshape(ranks, -1)) for layer in theirs])
-        rounding = 1 + 1e-5  # of shares to whole 1/65536 tokens
-        assert (ours <= other * rounding)[legal | (groups == 1)].all(), (kind, value)
-        assert (ours <= other * 1.08).all(), (kind, value)
+        assert (ours <= other * (1 + 1 / 1_250)).all(), (kind, value)
         lower.append(ours.mean() / other.mean())
         assert (ours >= bounds.mean(load[0], ranks) - 1).all()
         # EPLB's shapes and meanings.
-        assert phy2log.shape == (4, slots) and logcnt.sum(1).eq(slots).all()
-        assert log2phy.shape == (4, 256, int(logcnt.max())) and log2phy.ge(0).sum(-1).eq(logcnt).all()
+        assert phy2log.shape == (6, slots) and logcnt.sum(1).eq(slots).all()
+        assert log2phy.shape == (6, 256, int(logcnt.max())) and log2phy.ge(0).sum(-1).eq(logcnt).all()
         back = torch.where(log2phy >= 0, phy2log.gather(1, log2phy.clamp_min(0).flatten(1)).view_as(log2phy), -1)
         assert torch.where(back >= 0, back == torch.arange(256)[None, :, None], True).all()
-    assert np.mean(lower) < 1
+    assert np.mean(lower) < 0.999
 
 
 def test_groups_stay_on_their_node():

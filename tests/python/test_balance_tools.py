@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from hybrid_ep.balance import loads, plan_file, report, statistics
+from hybrid_ep.balance import collector, loads, plan_file, report, statistics
 from hybrid_ep.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,60 @@ def test_metrics_of_a_run_are_read(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     read = statistics.load(tmp_path / "metrics.jsonl")
     assert read.counts.tolist() == [[[1, 2], [3, 0]]] and read.iterations == (1,) and read.layers == (0, 1)
+
+
+def collected(path, first, last, run, said):
+    """A collector that has seen iterations `run`: in iteration i, i tokens for expert 0 and one for expert 1."""
+    c = collector.LoadCollector(path, first, last, topk=1, say=said.append)
+    for i in run:
+        c.begin(i)
+        routing_map = torch.zeros(i + 1, 3, dtype=torch.bool)
+        routing_map[:i, 0] = routing_map[i, 1] = True
+        c.add(4, routing_map[:i // 2])
+        c.add(4, routing_map[i // 2:])
+        c.end()
+    return c
+
+
+def test_collector_keeps_to_its_range(tmp_path):
+    said, path = [], tmp_path / "s.jsonl"
+    collected(path, 3, 5, [1, 2, 3, 4, 4, 5, 6], said).close("the run ended")  # 4 was repeated: counted once
+    read = statistics.load(path)
+    assert read.iterations == (3, 4, 5) and read.layers == (4,)
+    assert read.counts[:, 0].tolist() == [[3, 1, 0], [4, 1, 0], [5, 1, 0]]
+    assert len(said) == 1 and "iterations 3-5 (1 layers, 3 experts, 1 ranks)" in said[0]
+    # Iterations that pass over the last one end the range too; the earlier file is kept.
+    collected(path, 3, 5, [4, 7], said)
+    assert statistics.load(path).iterations == (4,) and "is of an earlier run" in said[1]
+    assert statistics.load(tmp_path / "s.jsonl.1").iterations == (3, 4, 5)
+
+
+def test_collector_that_ends_early_and_parts_that_differ(tmp_path):
+    said, path = [], tmp_path / "s.jsonl"
+    c = collected(path, 3, 5, [3, 4], said)
+    c.begin(5)  # never completed
+    c.add(4, torch.ones(9, 3, dtype=torch.bool))
+    c.close("SIGTERM")
+    c.close("again")
+    assert said == [f"SIGTERM: expert loads of iterations 3-4 of 3-5, rank 0 of 1, are in "
+                    f"{tmp_path}/s.jsonl.parts/rank0of1.jsonl; read {path}"]
+    part = statistics.parts_folder(path) / "rank0of1.jsonl"
+    assert statistics.load(path).counts.tolist() == [[[3, 1, 0]], [[4, 1, 0]]]
+    lines = part.read_text().splitlines()
+    part.unlink()
+    (part.parent / "rank0of2.jsonl").write_text("\n".join(lines))
+    (part.parent / "rank1of2.jsonl").write_text(lines[0])  # this rank had not completed iteration 4
+    with pytest.warns(UserWarning, match=r"iterations \[4\] are not in the files of all ranks"):
+        assert statistics.load(path).counts.tolist() == [[[6, 2, 0]]]
+    idle = collected(path, 3, 5, [1, 2], said)
+    idle.close("the run ended")
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("first, last", [(5, 3), (-1, 3), (0, 10_000)])
+def test_collector_refuses_ranges(tmp_path, first, last):
+    with pytest.raises(ValueError, match=f"iterations {first}-{last}"):
+        collector.LoadCollector(tmp_path / "s.jsonl", first, last, topk=1)
 
 
 @pytest.mark.parametrize("text, message", [

@@ -3,11 +3,12 @@
 import builtins
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from recipes import get_recipe, plots, report
+from recipes import get_recipe, metrics, plots, report
 from recipes.run_folder import RunFolder
 
 ENTROPY = 3.0
@@ -23,7 +24,7 @@ def step(number, load=None, **more):
 @pytest.fixture
 def reporter(tmp_path):
     config = get_recipe("tiny_cpu_smoke").derive(
-        logging={"runs_dir": str(tmp_path), "line_every": 2, "wandb": True}
+        logging={"runs_dir": str(tmp_path), "line_every": 2, "wandb": True, "tensorboard": True}
     )
     corpus = types.SimpleNamespace(unigram_entropy=ENTROPY)
     return report.Reporter(config, RunFolder.create(config, "run"), corpus)
@@ -94,6 +95,51 @@ def test_wandb_logs_scalars_when_installed(reporter, monkeypatch, capsys):
     assert "wandb: logging offline" in capsys.readouterr().out
 
 
+def test_tensorboard_gets_the_names_of_the_table(reporter, monkeypatch, without, capsys):
+    written = {}
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            written["folder"], written["purged from"] = folder, purge_step
+
+        def add_scalar(self, name, value, step):
+            written[name, step] = value
+
+        def close(self):
+            written["closed"] = True
+
+    without("wandb")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    run_events(reporter)
+    assert written["folder"] == reporter._folder.path / "tensorboard" and written["purged from"] == 1
+    assert written["closed"] and written["train_loss", 2] == 2.0 and written["held_out_loss", 4] == 1.5
+    assert written["expert_load_ratio/layer_1", 3] == pytest.approx(3 / 1.5)
+    known = {*metrics.SCALARS, *(name.removesuffix("N") + "1" for name in metrics.BY_LAYER)}
+    assert {key[0] for key in written if isinstance(key, tuple)} <= known
+    assert "TensorBoard: logging to" in capsys.readouterr().out
+
+
+def test_without_tensorboard_nothing_is_missing(reporter, without, capsys):
+    without("wandb", "tensorboard")
+    run_events(reporter)
+    assert "TensorBoard" not in capsys.readouterr().out and reporter.outcome == "done"
+
+
+def test_ratios_by_layer_before_and_after_balancing():
+    record = step(1, [[4, 2, 1, 1], [0, 0, 0, 0]], balanced_rank_load=[[5, 3], [0, 0]])
+    assert metrics.rank_load(record, 2).tolist() == [[6, 2], [0, 0]]
+    flat = metrics.flatten(record, 2)
+    assert flat["rank_load_ratio/layer_1"] == 1.5 and flat["balanced_load_ratio/layer_1"] == 1.25
+    assert flat["expert_load_ratio/layer_1"] == 2.0 and flat["rank_load_ratio/layer_2"] == 1.0
+    assert not set(flat) & {*metrics.LISTS, "step"}
+
+
+def test_the_page_of_metrics_is_the_table():
+    page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+    assert metrics.table() in page.read_text(), "renew it: python -m recipes.metrics"
+    assert set(step(1)) <= {"step", *metrics.SCALARS, *metrics.LISTS}
+
+
 def test_a_broken_wandb_does_not_end_the_run(reporter, monkeypatch, capsys):
     def init(**_):
         raise RuntimeError("no disk")
@@ -114,7 +160,8 @@ def test_plots_of_one_step_and_of_none(tmp_path):
     pytest.importorskip("matplotlib")
     assert "no step was finished" in plots.draw_all(tmp_path, [{"step": 0, "held_out_loss": 5.0}], ENTROPY, 2)
     plots.draw_all(tmp_path, [step(1)], ENTROPY, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "expert_load.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "expert_load.png", "rank_load.png"}
+    plots.draw_all(tmp_path, [step(n, balanced_rank_load=[[5, 3]]) for n in (1, 2)], ENTROPY, 2)
 
 
 def test_binning_keeps_every_row():

@@ -1,0 +1,162 @@
+"""`--hybrid-ep-load-stats`: what Megatron's routers decided in a range of iterations, as files for the offline tools.
+
+A forward hook on every router counts its map, whatever dispatcher moves the tokens; Megatron's schedules say where an
+iteration begins and ends, so that any script is served. `hybrid_ep.balance.collector` keeps the counts on the device,
+sums them over the job with the last iteration, and writes what there is when the run ends before that.
+"""
+
+import atexit
+import functools
+import os
+import signal
+import sys
+import threading
+import weakref
+
+import torch
+
+from hybrid_ep import env
+from hybrid_ep.balance.collector import LoadCollector
+from hybrid_ep.balance.statistics import parse_range
+from megatron_patches import settings
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+NAMES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+SENTENCE = "iterations and routers are counted"
+_collector = None
+_iteration = 0
+
+
+def add_arguments(group):
+    """The two flags, in our group of Megatron's parser."""
+    group.add_argument(
+        "--hybrid-ep-load-stats",
+        default=None,
+        metavar="PATH",
+        help="Write tokens per layer and expert here: .jsonl, or a folder in TensorRT-LLM's format. Works with every "
+        "dispatcher, also without --hybrid-ep.",
+    )
+    group.add_argument(
+        "--hybrid-ep-load-stats-range",
+        default=None,
+        metavar="FIRST-LAST",
+        help="Iterations to count, both included.",
+    )
+
+
+def from_args(args):
+    """Fields of `Settings` from parsed arguments. ValueError when one flag lacks the other."""
+    path, text = args.hybrid_ep_load_stats, args.hybrid_ep_load_stats_range
+    if (path is None) != (text is None):
+        have, lack = ("", "-range 100-200") if text is None else ("-range", " PATH")
+        raise ValueError(f"--hybrid-ep-load-stats{have} needs --hybrid-ep-load-stats{lack}: add it")
+    return {} if path is None else {"load_stats": path, "load_stats_range": parse_range(text)}
+
+
+def wanted():
+    """(path, first, last) of the settings, else of TensorRT-LLM's variables, else None."""
+    now = settings.current()
+    if now.load_stats is not None:
+        return now.load_stats, *now.load_stats_range
+    text = env.get("EXPERT_STATISTIC_ITER_RANGE")
+    if text is None:
+        return None
+    first, stop = parse_range(text)
+    if stop <= first:
+        raise ValueError(f"EXPERT_STATISTIC_ITER_RANGE={text}: holds no iteration, the second number is not included")
+    return env.get("EXPERT_STATISTIC_PATH"), first, stop - 1
+
+
+def layer_init(original):
+    """A replacement for MoELayer.__init__ that counts what the layer's router decides, where that is asked for."""
+
+    @functools.wraps(original)
+    def __init__(self, *args, **keywords):
+        original(self, *args, **keywords)
+        asked = wanted()
+        if asked is not None:
+            _count(self, asked)
+
+    return __init__
+
+
+def schedule(original):
+    """A replacement for one of Megatron's schedules: a call that trains is an iteration."""
+
+    @functools.wraps(original)
+    def forward_backward(*args, **keywords):
+        global _iteration
+        if _collector is None or keywords.get("forward_only", False):
+            return original(*args, **keywords)
+        _iteration = _iteration_of_script() or _iteration + 1
+        _collector.begin(_iteration)
+        try:
+            result = original(*args, **keywords)
+        except BaseException as error:
+            _collector.close(f"{type(error).__name__} in iteration {_iteration}")
+            raise
+        _collector.end()
+        return result
+
+    return forward_backward
+
+
+def release():
+    """Forget the collector, after writing what it has."""
+    global _collector, _iteration
+    if _collector is not None:
+        _collector.close("hybrid_ep was taken out")
+        atexit.unregister(_collector.close)
+    _collector, _iteration = None, 0
+
+
+def _count(layer, asked):
+    """Hook the layer's router. Counted in training and where gradients are recorded: once, also with recomputation."""
+    global _collector
+    config = layer.config
+    graphs = getattr(config, "cuda_graph_impl", "none") not in (None, "none")
+    if graphs or getattr(config, "enable_cuda_graph", False):
+        flag = "--cuda-graph-impl" if graphs else "--enable-cuda-graph"
+        raise ValueError(f"--hybrid-ep-load-stats does not work with {flag}: a replayed graph runs no hook; drop one")
+    if _collector is None:
+        _collector = LoadCollector(*asked, topk=config.moe_router_topk)
+        atexit.register(_collector.close, "the run ended")
+        _on_sigterm()
+    collector, owner = _collector, weakref.ref(layer)  # no cycle, and nothing in the layer that pickles
+
+    def hook(router, _inputs, output):
+        if collector.counting and router.training and torch.is_grad_enabled():
+            collector.add(_number(owner()), output[1])
+
+    layer.router.register_forward_hook(hook)
+
+
+def _number(layer):
+    """Megatron's layer number, from 1; layers that predict further tokens come after the others."""
+    number = layer.layer_number or 0
+    return number + layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else number
+
+
+def _iteration_of_script():
+    """The number that Megatron's training loop prints for the iteration under way; None in other loops."""
+    module = sys.modules.get("megatron.training.global_vars")
+    done = getattr(getattr(module, "_GLOBAL_ARGS", None), "curr_iteration", None)
+    return None if done is None else done + 1
+
+
+def _on_sigterm():
+    """A launcher ends the others with SIGTERM when a rank fails: write first. A handler of the script's own stays."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+
+    def handler(number, _frame):
+        if _collector is not None:
+            _collector.close("SIGTERM")
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, handler)

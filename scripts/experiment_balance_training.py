@@ -1,0 +1,140 @@
+"""Exact balancing in training, on this machine: tiny_cpu with Megatron's skewed router, with and without.
+
+Runs `recipes.pretrain` as users do, off and exact in turns, and compares losses, tokens by rank and step times. Where
+ranks share cores their work adds up whatever its distribution: only ranks with a core each can gain.
+
+    python scripts/experiment_balance_training.py -o docs/results/balance-training      (writes .json and .png)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+MODES = ("off", "exact")
+
+
+def train(ranks, mode, args, folder):
+    """One run; its steps as recipes write them, with the load average of the machine just before."""
+    name, load = f"{ranks}-{mode}-{len(list(folder.iterdir()))}", os.getloadavg()[0]
+    command = [sys.executable, "-m", "recipes.pretrain", "tiny_cpu", "--ranks", str(ranks), "--steps", str(args.steps),
+               "--forced-bias", str(args.forced_bias), "--balance", mode, "--name", name, "--runs-dir", str(folder)]
+    environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=args.timeout,
+                          check=False)
+    if done.returncode not in (0, 3):  # 3: a run this short has not learned
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return load, [r for r in records if "train_loss" in r]
+
+
+def compare(ranks, args, folder):
+    """Off and exact in turns, `--repeats` times: one row with everything the page shows."""
+    times, loads, kept = {m: [] for m in MODES}, [], {}
+    for _ in range(args.repeats):
+        for mode in MODES:
+            load, steps = train(ranks, mode, args, folder)
+            loads.append(load)
+            times[mode] += [s["step_s"] for s in steps[args.warmup:]]
+            kept.setdefault(mode, steps)
+    off, exact = kept["off"], kept["exact"]
+
+    def difference(name):
+        return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in zip(off, exact, strict=True))
+
+    routed = np.array([s["expert_load"] for s in exact], dtype=np.float64)
+    routed = routed.reshape(*routed.shape[:2], ranks, -1).sum(axis=3)
+    balanced = np.array([s["balanced_rank_load"] for s in exact], dtype=np.float64)
+    fullest = {"off": routed.max(axis=2).sum(axis=1), "exact": balanced.max(axis=2).sum(axis=1)}
+    return {
+        "ranks": ranks, "step_s": {m: float(np.median(t)) for m, t in times.items()},
+        "step_ratio": float(np.median(times["exact"]) / np.median(times["off"])),
+        "fullest_rank_ratio": float((fullest["exact"] / fullest["off"]).mean()),
+        "loss_difference": difference("train_loss"), "grad_norm_difference": difference("grad_norm"),
+        "imbalance": {"off": float(np.mean([s["rank_imbalance"] for s in exact])),
+                      "exact": float(np.mean([s["balanced_imbalance"] for s in exact])),
+                      "exact_worst": float(max(s["balanced_imbalance_max"] for s in exact))},
+        "clones": float(np.mean([s["clones"] for s in exact])),
+        "tokens_by_rank": {"off": routed.mean(axis=(0, 1)).tolist(), "exact": balanced.mean(axis=(0, 1)).tolist()},
+        "loss": {m: [s["train_loss"] for s in kept[m]] for m in MODES}, "step_times": times, "load_average": loads,
+    }
+
+
+def draw(path, rows):
+    """A row of three panels a number of ranks: losses, tokens by rank, step times."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {"off": "#9bb8d3", "exact": "#1b4f8a"}
+    figure, grid = plt.subplots(len(rows), 3, figsize=(12, 2.6 * len(rows)), squeeze=False, layout="constrained")
+    for row, (loss, tokens, seconds) in zip(rows, grid, strict=True):
+        for n, mode in enumerate(MODES):
+            style = {"linewidth": 4} if mode == "off" else {"linewidth": 1.2}
+            loss.plot(range(1, len(row["loss"][mode]) + 1), row["loss"][mode], color=colours[mode], label=mode, **style)
+            share = np.array(row["tokens_by_rank"][mode])
+            tokens.bar(np.arange(len(share)) + 0.4 * n - 0.2, share / share.mean(), 0.4, color=colours[mode])
+        boxes = seconds.boxplot([row["step_times"][m] for m in MODES], tick_labels=MODES, widths=0.5, patch_artist=True,
+                                showfliers=False, medianprops={"color": "#c0392b"})
+        for box, mode in zip(boxes["boxes"], MODES, strict=True):
+            box.set_facecolor(colours[mode])
+        loss.set(xlabel="step", ylabel="train loss")
+        loss.set_title(f"{row['ranks']} ranks: relative difference at most {row['loss_difference']:.0e}", fontsize=10)
+        tokens.axhline(1, color="#c0392b", linestyle="--", linewidth=0.9)
+        tokens.set_xticks(range(row["ranks"]))
+        tokens.set(xlabel="rank", ylabel="tokens / fair share")
+        tokens.set_title(f"imbalance {row['imbalance']['off']:.2f} to {row['imbalance']['exact']:.3f}", fontsize=10)
+        seconds.set(ylabel="step (s)", ylim=(0, None))
+        seconds.set_title(f"median ratio {row['step_ratio']:.2f}", fontsize=10)
+        for axes in (loss, tokens, seconds):
+            axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def table(rows):
+    """Markdown of the rows."""
+    lines = ["| ranks | imbalance by rank, off | exact | worst layer | tokens of the fullest rank, exact / off | "
+             "largest difference of loss, gradient norm | step, off | exact | exact / off |", "|" + "---:|" * 9]
+    for r in rows:
+        i = r["imbalance"]
+        lines.append(f"| {r['ranks']} | {i['off']:.3f} | {i['exact']:.4f} | {i['exact_worst']:.3f} | "
+                     f"{r['fullest_rank_ratio']:.2f} | {r['loss_difference']:.0e}, {r['grad_norm_difference']:.0e} | "
+                     f"{r['step_s']['off']:.2f} s | {r['step_s']['exact']:.2f} s | {r['step_ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=2, help="steps whose times do not count")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--forced-bias", type=float, default=-1.0)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run")
+    parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.json and STEM.png")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [compare(ranks, args, Path(folder)) for ranks in args.ranks]
+    print(table(rows))
+    if args.output:
+        machine = {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
+        config = {k: v for k, v in vars(args).items() if k != "output"}
+        page = json.dumps({"machine": machine, "config": config, "rows": rows}, indent=1)
+        Path(args.output + ".json").write_text(page + "\n")
+        draw(args.output + ".png", rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Load statistics of Megatron's routers: the files hold exactly what was routed, whatever way the run ends."""
+
+import argparse
+import signal
+
+import parity_world
+import pytest
+from test_dispatcher import Program
+
+from hybrid_ep.balance import statistics
+from hybrid_ep.cli import main
+
+
+def run(name, num_ranks, *arguments):
+    return parity_world.run_world(Program(name, "load_stats_programs"), num_ranks, arguments, timeout_s=120)
+
+
+def assert_holds(path, counts, iterations):
+    """The file at `path` is `counts`, {iteration: {layer: [E]}}, of these iterations."""
+    read = statistics.load(path)
+    assert read.iterations == tuple(iterations) and read.layers == (1, 2)
+    for i, number in enumerate(iterations):
+        for n, layer in enumerate(read.layers):
+            assert read.counts[i, n].tolist() == counts[number][layer], (number, layer)
+    assert read.counts.sum() > 0
+
+
+@pytest.mark.parametrize("num_ranks, name, balance, recompute", [
+    (2, "loads.jsonl", "exact", False), (2, "folder", "off", True),
+])
+def test_files_hold_what_the_routers_decided(tmp_path, capsys, num_ranks, name, balance, recompute):
+    """Iterations 2 to 4 of 6, gradients accumulated over micro-batches, evaluations between: and the report says it."""
+    if name == "folder":
+        pytest.importorskip("safetensors")
+    path = tmp_path / "new" / name
+    counts = run("collect_and_revert", num_ranks, str(path), (2, 4), balance, recompute)[0]
+    assert_holds(path, counts, (2, 3, 4))
+    assert main(["balance", "report", str(path), "--ep-size", "2", "--per-expert"]) == 0
+    said = capsys.readouterr().out
+    assert "3 iterations, 2 layers, 8 experts" in said
+    for layer in (1, 2):
+        total = [sum(column) for column in zip(*(counts[i][layer] for i in (2, 3, 4)), strict=True)]
+        assert f"layer {layer}: {total}" in said
+
+
+def test_a_run_that_fails_inside_the_range_leaves_what_it_had(tmp_path):
+    path = tmp_path / "loads.jsonl"
+    counts = run("collect", 2, str(path), (2, 5), "off", False, 4)[0]
+    assert not path.exists()
+    assert_holds(path, counts, (2, 3))
+    lost = next(statistics.parts_folder(path).iterdir())
+    lost.unlink()
+    with pytest.raises(ValueError, match="1 files of 2 ranks"):
+        statistics.load(path)
+
+
+def test_a_run_that_ends_inside_the_range_leaves_what_it_had(tmp_path):
+    """No flag, TensorRT-LLM's variables: 3-9 holds iterations 3 to 8, of which the script runs 3 to 6."""
+    counts = run("until_exit", 1, str(tmp_path / "s.jsonl"))[0]
+    assert_holds(tmp_path / "s.jsonl", counts, (3, 4, 5, 6))
+
+
+def test_sigterm_writes_first(tmp_path):
+    with pytest.raises(parity_world.WorldError, match=f"exit code -{int(signal.SIGTERM)} "):
+        run("until_sigterm", 1, str(tmp_path / "s.jsonl"))
+    assert statistics.load(tmp_path / "s.jsonl").iterations == (3, 4, 5, 6)
+
+
+def parse(*argv):
+    from megatron_patches import flags
+
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    parser.set_defaults(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
+    return flags.settings_from_args(parser.parse_args(argv))
+
+
+def test_flags_reach_the_settings():
+    asked = ["--hybrid-ep-load-stats", "p.jsonl", "--hybrid-ep-load-stats-range", "100-200"]
+    for more, enabled in (([], False), (["--hybrid-ep"], True)):
+        wanted = parse(*asked, *more)
+        assert (wanted.enabled, wanted.load_stats, wanted.load_stats_range) == (enabled, "p.jsonl", (100, 200))
+
+
+@pytest.mark.parametrize("argv, flag", [
+    (["--hybrid-ep-load-stats", "p"], "needs --hybrid-ep-load-stats-range 100-200"),
+    (["--hybrid-ep-load-stats-range", "1-2"], "needs --hybrid-ep-load-stats PATH"),
+    (["--hybrid-ep-load-stats", "p", "--hybrid-ep-load-stats-range", "2-1"], "FIRST-LAST"),
+])
+def test_flags_that_make_no_sense_are_named(argv, flag):
+    with pytest.raises(ValueError, match=flag):
+        parse(*argv)
