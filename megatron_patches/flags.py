@@ -8,7 +8,7 @@ parsed values stay in `args` and go into `settings`, where the dispatcher reads 
 import functools
 import importlib
 
-from megatron_patches import seams, settings
+from megatron_patches import patch, seams, settings
 
 MODULE = "megatron.training.arguments"
 
@@ -80,7 +80,43 @@ def add_arguments(parser):
         metavar="FRACTION",
         help="How far above the mean a rank may end.",
     )
+    _add_compute_arguments(group)
     return parser
+
+
+# flag -> field of Settings, for what happens around the exchange
+COMPUTE = {
+    "--hybrid-ep-grouped-gemm": "grouped_gemm",
+    "--hybrid-ep-router-guard": "router_guard",
+    "--hybrid-ep-router-max-tie-fraction": "router_max_tie_fraction",
+    "--hybrid-ep-router-max-load-ratio": "router_max_load_ratio",
+    "--hybrid-ep-router-tie-break": "router_tie_break",
+}
+
+
+def _add_compute_arguments(group):
+    switch = {"action": "store_const", "const": True, "default": None}
+    number = {"type": float, "default": None}
+    group.add_argument("--hybrid-ep-grouped-gemm", **switch,
+                       help="Run the routed experts as grouped GEMMs, exact for experts without tokens; needs no "
+                       "Transformer Engine. Checkpoints stay Megatron's.")
+    group.add_argument("--hybrid-ep-router-guard", choices=settings.GUARD_MODES, default=None,
+                       help="Watch routers: gates before the first step, ties and load at every logged step.")
+    group.add_argument("--hybrid-ep-router-max-tie-fraction", metavar="FRACTION", **number,
+                       help="Tokens that may tie exactly at the top-k boundary (default 0.5).")
+    group.add_argument("--hybrid-ep-router-max-load-ratio", metavar="RATIO", **number,
+                       help="Largest load of an expert over the mean (default: any).")
+    group.add_argument("--hybrid-ep-router-tie-break", **switch,
+                       help="Decide exact ties by a hash of token and expert; probabilities stay as they are.")
+
+
+def _compute_from_args(args):
+    """{flag: value} of what was given around the exchange; ValueError for thresholds that nothing would read."""
+    given = {flag: getattr(args, "hybrid_ep_" + field, None) for flag, field in COMPUTE.items()}
+    limits = [flag for flag, value in given.items() if "-max-" in flag and value is not None]
+    if limits and given["--hybrid-ep-router-guard"] in (None, "off"):
+        raise ValueError(f"{', '.join(limits)} without --hybrid-ep-router-guard warn or stop does nothing: add it")
+    return given
 
 
 def settings_from_args(args):
@@ -96,7 +132,8 @@ def settings_from_args(args):
         "--hybrid-ep-spare-slots": getattr(args, "hybrid_ep_spare_slots", None),
         "--hybrid-ep-balance-epsilon": getattr(args, "hybrid_ep_balance_epsilon", None),
     }
-    given |= balance
+    compute = _compute_from_args(args)
+    given |= balance | compute
     if not args.hybrid_ep:
         stray = [flag for flag, value in given.items() if value is not None]
         if stray:
@@ -119,6 +156,7 @@ def settings_from_args(args):
     if mode == "exact" and getattr(args, "overlap_param_gather", False):
         raise ValueError("--hybrid-ep-balance exact does not work with --overlap-param-gather: drop one of them")
     chosen = {"balance": mode, "spare_slots": spare_slots, "balance_epsilon": epsilon}
+    chosen |= {COMPUTE[flag]: value for flag, value in compute.items()}
     return settings.Settings(
         enabled=True,
         ranks_per_node=args.hybrid_ep_ranks_per_node,
@@ -144,6 +182,7 @@ def wrapper():
                 settings.configure(settings_from_args(namespace))
             except ValueError as error:
                 parser.error(str(error))
+            patch.install_compute(settings.current())
             return namespace, rest
 
         parser.parse_known_args = parse_and_configure

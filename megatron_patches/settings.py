@@ -9,6 +9,7 @@ import dataclasses
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.quantize.CHOICES, which needs torch
 
 BALANCE_MODES = ("off", "exact")
+GUARD_MODES = ("off", "warn", "stop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Settings:
     dispatch_dtype: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
     balance: "off", or "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`).
     spare_slots: slots for clones on every rank. balance_epsilon: how far above the mean a rank may end.
+    grouped_gemm: experts as grouped GEMMs without Transformer Engine (`megatron_patches.experts`).
+    router_guard: "off", "warn" or "stop" (`megatron_patches.router_training`), with its thresholds: the largest
+        fraction of tokens that tie at the top-k boundary, the largest load of an expert over the mean (None: any).
+    router_tie_break: ties at the top-k boundary go by a hash of token and expert.
     buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
@@ -34,6 +39,11 @@ class Settings:
     balance: str = "off"
     spare_slots: int = 1
     balance_epsilon: float = 0.01
+    grouped_gemm: bool = False
+    router_guard: str = "off"
+    router_max_tie_fraction: float = 0.5
+    router_max_load_ratio: float | None = None
+    router_tie_break: bool = False
 
     def __post_init__(self):
         for name, minimum in (("ranks_per_node", 1), ("num_sms", 1), ("spare_slots", 1)):
@@ -54,6 +64,23 @@ class Settings:
             raise ValueError(f"balance is {self.balance!r}: choose one of {', '.join(BALANCE_MODES)}")
         if not 0 <= self.balance_epsilon <= 1:
             raise ValueError(f"balance_epsilon is {self.balance_epsilon!r}: give a fraction from 0 to 1")
+        self._check_compute()
+
+    def _check_compute(self):
+        if self.grouped_gemm and self.balance != "off":
+            raise ValueError(f"grouped_gemm does not work with balance {self.balance!r}, which clones single experts: "
+                             "drop one of them")
+        if self.router_guard not in GUARD_MODES:
+            raise ValueError(f"router_guard is {self.router_guard!r}: choose one of {', '.join(GUARD_MODES)}")
+        if not 0 <= self.router_max_tie_fraction <= 1:
+            raise ValueError(f"router_max_tie_fraction is {self.router_max_tie_fraction!r}: give a fraction 0 to 1")
+        if self.router_max_load_ratio is not None and not self.router_max_load_ratio >= 1:
+            raise ValueError(f"router_max_load_ratio is {self.router_max_load_ratio!r}: give 1 (perfect balance) or more")
+
+    @property
+    def guards_routers(self):
+        """Whether anything is asked of `megatron_patches.router_training`."""
+        return self.router_guard != "off" or self.router_tie_break
 
 
 DISABLED = Settings(enabled=False)
