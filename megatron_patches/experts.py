@@ -80,12 +80,12 @@ class GroupedExperts(MegatronModule):
     """
 
     def __init__(self, num_local_experts, config, submodules=None, pg_collection=None, name=None):
-        self_kind = check_supported(config)
+        kind = check_supported(config)
         if config.moe_ffn_hidden_size != config.ffn_hidden_size:  # MLP reads the dense width for its second matrix
             config = copy.deepcopy(config)
             config.ffn_hidden_size = config.moe_ffn_hidden_size
         super().__init__(config=config)
-        self.kind, self.num_local_experts = self_kind, num_local_experts
+        self.kind, self.num_local_experts = kind, num_local_experts
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         expert = None
         for local in range(num_local_experts):
