@@ -54,7 +54,7 @@ MATRICES = {"weight1": "linear_fc1", "weight2": "linear_fc2"}  # our parameter -
 def check_supported(config):
     """The kind of weighted activation; ValueError that names every option these experts do not work with."""
     found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None)]
-    modules = set(getattr(config, "recompute_modules", None) or ()) | set(getattr(config, "offload_modules", None) or ())
+    modules = {*(getattr(config, "recompute_modules", None) or ()), *(getattr(config, "offload_modules", None) or ())}
     found += [f"{name} among --recompute-modules or --offload-modules" for name in ("moe_act", "expert_fc1")
               if name in modules]
     if getattr(config, "transformer_impl", None) == "inference_optimized":

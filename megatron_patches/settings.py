@@ -75,7 +75,7 @@ class Settings:
         if not 0 <= self.router_max_tie_fraction <= 1:
             raise ValueError(f"router_max_tie_fraction is {self.router_max_tie_fraction!r}: give a fraction 0 to 1")
         if self.router_max_load_ratio is not None and not self.router_max_load_ratio >= 1:
-            raise ValueError(f"router_max_load_ratio is {self.router_max_load_ratio!r}: give 1 (perfect balance) or more")
+            raise ValueError(f"router_max_load_ratio is {self.router_max_load_ratio!r}: give 1 (balance) or more")
 
     @property
     def guards_routers(self):

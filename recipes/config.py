@@ -127,6 +127,8 @@ class ParallelConfig:
     """`exact`: clones of hot experts for every micro-batch, see docs/balancer.md."""
     spare_slots: int = 1
     """Slots for clones on every rank."""
+    grouped_gemm: bool = False
+    """Experts as grouped GEMMs (megatron_patches.experts) in place of one MLP after the other."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "parallel", "num_ranks", "expert_parallel_size", "ranks_per_node")
@@ -158,6 +160,10 @@ class ParallelConfig:
         _require(
             self.balance == "off" or self.dispatcher == "hybrid_ep", "parallel.balance", self.balance,
             f"needs the dispatcher hybrid_ep, not {self.dispatcher}",
+        )
+        _require(
+            not self.grouped_gemm or (self.dispatcher == "hybrid_ep" and self.balance == "off"),
+            "parallel.grouped_gemm", self.grouped_gemm, "needs the dispatcher hybrid_ep and balance=off",
         )
 
 

@@ -98,6 +98,7 @@ def prepare_process(config: RunConfig) -> None:
             ranks_per_node=config.parallel.ranks_per_node, timeout_s=config.runtime.timeout_s,
             dispatch_dtype=config.parallel.dispatch_dtype,
             balance=config.parallel.balance, spare_slots=config.parallel.spare_slots,
+            grouped_gemm=config.parallel.grouped_gemm,
         )
 
 

@@ -296,7 +296,8 @@ def full(expert, number):
 
 def weights_of_global_experts(module):
     """What every_weight(module) must hold: global experts of this rank, this rank's part of F."""
-    first, parts, part = module.ep_group.rank() * module.num_local_experts, module.tp_group.size(), module.tp_group.rank()
+    first = module.ep_group.rank() * module.num_local_experts
+    parts, part = module.tp_group.size(), module.tp_group.rank()
     out = []
     for expert in range(first, first + module.num_local_experts):
         gate, up = full(expert, 0).chunk(2)
