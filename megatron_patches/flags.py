@@ -8,7 +8,7 @@ parsed values stay in `args` and go into `settings`, where the dispatcher reads 
 import functools
 import importlib
 
-from megatron_patches import load_stats, seams, settings
+from megatron_patches import load_stats, patch, seams, settings
 
 MODULE = "megatron.training.arguments"
 
@@ -101,6 +101,7 @@ def add_arguments(parser):
         help="What moving an expert costs, in tokens' worth of time (slow).",
     )
     load_stats.add_arguments(group)
+    _add_compute_arguments(group)
     return parser
 
 
@@ -133,6 +134,41 @@ def _attribute(flag):
     return flag.lstrip("-").replace("-", "_")
 
 
+# flag -> field of Settings, for what happens around the exchange
+COMPUTE = {
+    "--hybrid-ep-grouped-gemm": "grouped_gemm",
+    "--hybrid-ep-router-guard": "router_guard",
+    "--hybrid-ep-router-max-tie-fraction": "router_max_tie_fraction",
+    "--hybrid-ep-router-max-load-ratio": "router_max_load_ratio",
+    "--hybrid-ep-router-tie-break": "router_tie_break",
+}
+
+
+def _add_compute_arguments(group):
+    switch = {"action": "store_const", "const": True, "default": None}
+    number = {"type": float, "default": None}
+    group.add_argument("--hybrid-ep-grouped-gemm", **switch,
+                       help="Run the routed experts as grouped GEMMs, exact for experts without tokens; needs no "
+                       "Transformer Engine. Checkpoints stay Megatron's.")
+    group.add_argument("--hybrid-ep-router-guard", choices=settings.GUARD_MODES, default=None,
+                       help="Watch routers: gates before the first step, ties and load at every logged step.")
+    group.add_argument("--hybrid-ep-router-max-tie-fraction", metavar="FRACTION", **number,
+                       help="Tokens that may tie exactly at the top-k boundary (default 0.5).")
+    group.add_argument("--hybrid-ep-router-max-load-ratio", metavar="RATIO", **number,
+                       help="Largest load of an expert over the mean (default: any).")
+    group.add_argument("--hybrid-ep-router-tie-break", **switch,
+                       help="Decide exact ties by a hash of token and expert; probabilities stay as they are.")
+
+
+def _compute_from_args(args):
+    """{flag: value} of what was given around the exchange; ValueError for thresholds that nothing would read."""
+    given = {flag: getattr(args, "hybrid_ep_" + field, None) for flag, field in COMPUTE.items()}
+    limits = [flag for flag, value in given.items() if "-max-" in flag and value is not None]
+    if limits and given["--hybrid-ep-router-guard"] in (None, "off"):
+        raise ValueError(f"{', '.join(limits)} without --hybrid-ep-router-guard warn or stop does nothing: add it")
+    return given
+
+
 def settings_from_args(args):
     """`Settings` from parsed Megatron arguments. Raises ValueError when they would leave hybrid_ep unused."""
     given = {
@@ -144,6 +180,8 @@ def settings_from_args(args):
     }
     for flag in ("--hybrid-ep-balance", *_OF_CLONES, *_OF_REHOMING):
         given[flag] = getattr(args, _attribute(flag), None)
+    compute = _compute_from_args(args)
+    given |= compute
     if not args.hybrid_ep:
         stray = [flag for flag, value in given.items() if value is not None]
         if stray:
@@ -168,6 +206,7 @@ def settings_from_args(args):
         timeout_s=args.hybrid_ep_timeout,
         dispatch_dtype=args.hybrid_ep_dispatch_dtype,
         **_balance_settings(args),
+        **{COMPUTE[flag]: value for flag, value in compute.items() if value is not None},
         **load_stats.from_args(args),
     )
 
@@ -187,6 +226,7 @@ def wrapper():
                 settings.configure(settings_from_args(namespace))
             except ValueError as error:
                 parser.error(str(error))
+            patch.install_compute(settings.current())
             return namespace, rest
 
         parser.parse_known_args = parse_and_configure

@@ -6,6 +6,7 @@ serves as the package `deep_ep`, and Megatron's own HybridEP manager calls hybri
 """
 
 import dataclasses
+import functools
 import importlib
 import sys
 
@@ -58,7 +59,7 @@ def apply(
     dispatch_dtype=None,
     buffer_class=None,
     command_line=False,
-    **balance,
+    **options,
 ):
     """Make Megatron-Core dispatch its tokens through hybrid_ep. Affects the MoE layers built from now on.
 
@@ -66,21 +67,21 @@ def apply(
     ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class: see `settings.Settings`. With "s1"
         Megatron builds the buffer: only `buffer_class` applies, give the rest in the environment and in
         Megatron's flags.
-    balance, spare_slots, balance_..., load_stats, load_stats_range: the expert balancer and its statistics, see
-        `settings.Settings`; only with "s3".
+    options: the other fields of `settings.Settings` (expert balancer, load statistics, tuning, grouped GEMM, router
+        guards); only with "s3".
     command_line: add the `--hybrid-ep` flags to Megatron's parser and stay off until they are given.
     Returns the `Status`. Idempotent: again with the same seam only renews the settings.
     Raises ValueError for a bad argument, SeamError for an unknown Megatron-Core (nothing is changed then).
     """
     global _seam
-    if seam not in seams.NEEDED:
+    if seam not in ("s3", "s1"):
         raise ValueError(f"seam is {seam!r}: give 's3' (token dispatcher) or 's1' (as deep_ep)")
     if _seam not in (None, seam):
         raise ValueError(f"seam is {seam!r}, but {_seam!r} is in force: call megatron_patches.revert() first")
     wanted = settings.Settings(
-        not command_line, ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class, **balance
+        not command_line, ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class, **options
     )
-    if seam == "s1" and (balance or command_line or ranks_per_node or num_sms or timeout_s or dispatch_dtype):
+    if seam == "s1" and (options or command_line or ranks_per_node or num_sms or timeout_s or dispatch_dtype):
         raise ValueError(
             "seam 's1' takes only buffer_class: Megatron builds the buffer itself, so set "
             "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN, HYBRID_EP_TIMEOUT_S and Megatron's num_sms flag"
@@ -93,6 +94,7 @@ def apply(
                 from megatron_patches import flags
 
                 _set(flags.arguments_module(), "add_megatron_arguments", flags.wrapper())
+            install_compute(wanted)
         except BaseException:
             revert()
             raise
@@ -101,6 +103,7 @@ def apply(
         _install_balance()
     if seam == "s3" and (command_line or wanted.rehomes):
         _install_rehoming()
+    install_compute(wanted)  # what an earlier call did not ask for
     settings.configure(wanted)
     if seam == "s3":
         _install_load_stats(command_line)
@@ -121,7 +124,7 @@ def revert():
 def status():
     """`Status` of this process. Imports Megatron-Core to check the seams; changes nothing, raises nothing."""
     if _seam == "s3":  # the replaced name is ours now: what it stood for was checked when it was replaced
-        return _status(seams.check(("version", "base_class", "manager_face", "backend_name", "fused_a2a")))
+        return _status(seams.check([name for name in seams.CHECKS if name != "moe_layer"]))
     return _status(seams.check())
 
 
@@ -206,6 +209,25 @@ def _install_load_stats(command_line):
     before = layer.__init__  # no _set: the balancer knows its own change of this method by its sentence
     _undo.append(("routers of new MoE layers", lambda: setattr(layer, "__init__", before)))
     layer.__init__ = load_stats.layer_init(before)
+
+
+def install_compute(wanted):
+    """What `wanted` asks for around the exchange: experts and router guards. Idempotent; SeamError, nothing changed.
+
+    Called by apply(), and once flags are parsed; Megatron stays its own where nothing is asked."""
+    for name, asked in (("experts", wanted.grouped_gemm), ("router_training", wanted.guards_routers)):
+        if not asked or any(sentence.startswith(f"{name}: ") for sentence, _ in _undo):
+            continue
+        seams.require(name)
+        module = importlib.import_module(f"megatron_patches.{name}")
+        module.install(functools.partial(_replace, name))
+
+
+def _replace(what, owner, name, value):
+    """_set under the name of the part that asked for it."""
+    _set(owner, name, value)
+    sentence, restore = _undo.pop()
+    _undo.append((f"{what}: {sentence}", restore))
 
 
 def _install_as_deep_ep(wanted):

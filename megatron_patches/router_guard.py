@@ -28,20 +28,22 @@ def attach(model):
     if not routers:
         raise ValueError(f"model has no TopKRouter to guard in {len(chunks)} chunks: pass the model with MoE layers")
     for name, router in routers.items():
-        if not hasattr(router, "_hybrid_ep_gate_checked"):
-            router.register_forward_pre_hook(_checker(name))
-            router.register_load_state_dict_post_hook(_forget)
-        router._hybrid_ep_gate_checked = False
+        attach_one(router, lambda gate, name=name: check_gates({name: gate.weight}))
     return tuple(routers)
 
 
-def _checker(name):
-    def check(router, _inputs):
-        if not router._hybrid_ep_gate_checked:
-            check_gates({name: router.weight})
-            router._hybrid_ep_gate_checked = True
+def attach_one(router, check):
+    """Run check(router) at the first forward of a router and at the first after loading; the first check stays."""
+    if not hasattr(router, "_hybrid_ep_gate_checked"):
 
-    return check
+        def once(module, _inputs):
+            if not module._hybrid_ep_gate_checked and not module.config.moe_router_force_load_balancing:
+                check(module)
+                module._hybrid_ep_gate_checked = True
+
+        router.register_forward_pre_hook(once)
+        router.register_load_state_dict_post_hook(_forget)
+    router._hybrid_ep_gate_checked = False
 
 
 def _forget(router, _keys):

@@ -147,6 +147,56 @@ def _check_fused_a2a():
         return f"{', '.join(absent)} moved"
 
 
+def _check_experts():
+    """What experts.py stands on: how MoELayer is given its experts, how MLP builds and describes one."""
+    layer = importlib.import_module(f"{MOE}.moe_layer")
+    mlp = importlib.import_module("megatron.core.transformer.mlp")
+    if _parameters(layer.MoELayer.__init__)[:3] != ("self", "config", "submodules"):
+        return f"MoELayer.__init__ takes {_parameters(layer.MoELayer.__init__)}, not config and submodules first"
+    if "experts" not in getattr(layer.MoESubmodules, "__dataclass_fields__", {}):
+        return "MoESubmodules has no field experts"
+    source = inspect.getsource(layer.MoELayer.__init__)
+    if "self.submodules.experts" not in source or "pg_collection=pg_collection" not in source:
+        return "MoELayer.__init__ no longer builds submodules.experts with pg_collection"
+    missing = {"config", "submodules", "is_expert", "ffn_hidden_size", "tp_group"} - set(_parameters(mlp.MLP.__init__))
+    if missing:
+        return f"MLP.__init__ lacks {', '.join(sorted(missing))}"
+    if _parameters(mlp.MLP.sharded_state_dict) != ("self", "prefix", "sharded_offsets", "metadata"):
+        return f"MLP.sharded_state_dict takes {_parameters(mlp.MLP.sharded_state_dict)}"
+    mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
+    want = {"key", "data", "build_fn", "merge_fn", "replica_id"}
+    if missing := want - set(mapping.ShardedTensorFactory.__dataclass_fields__):
+        return f"ShardedTensorFactory lacks {', '.join(sorted(missing))}"
+
+
+def metrics_reduction():
+    """(owner, name) of the function that reduces Megatron's auxiliary losses over ranks, whichever release it is."""
+    try:
+        logging = importlib.import_module(f"{MOE}.moe_logging")  # from 0.18 on
+    except ModuleNotFoundError:
+        return importlib.import_module(f"{MOE}.moe_utils"), "reduce_aux_losses_tracker_across_ranks"
+    return logging.MoEMetricsTracker, "_sync_metrics"
+
+
+def _check_router():
+    """What router_training.py stands on: the object that top-k asks, and the reduction that statistics ride on."""
+    router = importlib.import_module(f"{MOE}.router").TopKRouter
+    replay = importlib.import_module(f"{MOE}.router_replay").RouterReplay
+    utils = importlib.import_module(f"{MOE}.moe_utils")
+    want = ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk")
+    if _parameters(replay.get_replay_topk) != want:
+        return f"RouterReplay.get_replay_topk takes {_parameters(replay.get_replay_topk)}, not {want}"
+    if "router_replay.get_replay_topk(" not in inspect.getsource(utils.topk_routing_with_score_function):
+        return "top-k routing no longer asks router_replay.get_replay_topk"
+    if "self.router_replay" not in inspect.getsource(router.__init__):
+        return "TopKRouter has no attribute router_replay"
+    owner, name = metrics_reduction()
+    if not callable(getattr(owner, name, None)):
+        return f"{owner.__name__}.{name} moved: statistics have no reduction to ride on"
+    if "all_reduce" not in inspect.getsource(getattr(owner, name)):
+        return f"{owner.__name__}.{name} reduces nothing"
+
+
 CHECKS = {
     "version": _check_version,
     "moe_layer": _check_moe_layer,
@@ -154,10 +204,14 @@ CHECKS = {
     "manager_face": _check_manager_face,
     "backend_name": _check_backend_name,
     "fused_a2a": _check_fused_a2a,
+    "experts": _check_experts,
+    "router": _check_router,
 }
 NEEDED = {
     "s3": ("version", "moe_layer", "base_class", "manager_face", "backend_name"),
     "s1": ("version", "fused_a2a"),
+    "experts": ("version", "experts"),
+    "router_training": ("version", "router"),
 }
 
 
@@ -173,7 +227,7 @@ def check(names=tuple(CHECKS)):
 
 
 def require(seam):
-    """Raise SeamError unless all that `seam` ("s3" or "s1") stands on is where we know it."""
+    """Raise SeamError unless all that `seam`, a key of NEEDED, stands on is where we know it."""
     findings = check(NEEDED[seam])
     broken = [f"{name}: {text}" for name, text in findings.items() if text != "ok"]
     if broken:

@@ -9,6 +9,7 @@ import dataclasses
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.quantize.CHOICES, which needs torch
 
 BALANCE_MODES = ("off", "exact", "slow", "both")
+GUARD_MODES = ("off", "warn", "stop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Settings:
         the fullest rank saves more within the interval. 0: every gain counts.
     load_stats: where to write tokens per layer and expert, of iterations load_stats_range (first, last), both included;
         works without `enabled` too (`megatron_patches.load_stats`).
+    grouped_gemm: experts as grouped GEMMs without Transformer Engine (`megatron_patches.experts`).
+    router_guard: "off", "warn" or "stop" (`megatron_patches.router_training`), with its thresholds: the largest
+        fraction of tokens that tie at the top-k boundary, the largest load of an expert over the mean (None: any).
+    router_tie_break: ties at the top-k boundary go by a hash of token and expert.
     buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
@@ -47,6 +52,11 @@ class Settings:
     tuning: str | None = None
     load_stats: str | None = None
     load_stats_range: tuple[int, int] | None = None
+    grouped_gemm: bool = False
+    router_guard: str = "off"
+    router_max_tie_fraction: float = 0.5
+    router_max_load_ratio: float | None = None
+    router_tie_break: bool = False
 
     @property
     def clones(self):
@@ -84,6 +94,23 @@ class Settings:
             raise ValueError(
                 f"load_stats is {self.load_stats!r} and load_stats_range {self.load_stats_range!r}: give both or none"
             )
+        self._check_compute()
+
+    def _check_compute(self):
+        if self.grouped_gemm and self.balance != "off":
+            raise ValueError(f"grouped_gemm does not work with balance {self.balance!r}, which clones single experts: "
+                             "drop one of them")
+        if self.router_guard not in GUARD_MODES:
+            raise ValueError(f"router_guard is {self.router_guard!r}: choose one of {', '.join(GUARD_MODES)}")
+        if not 0 <= self.router_max_tie_fraction <= 1:
+            raise ValueError(f"router_max_tie_fraction is {self.router_max_tie_fraction!r}: give a fraction 0 to 1")
+        if self.router_max_load_ratio is not None and not self.router_max_load_ratio >= 1:
+            raise ValueError(f"router_max_load_ratio is {self.router_max_load_ratio!r}: give 1 (balance) or more")
+
+    @property
+    def guards_routers(self):
+        """Whether anything is asked of `megatron_patches.router_training`."""
+        return self.router_guard != "off" or self.router_tie_break
 
 
 DISABLED = Settings(enabled=False)

@@ -132,6 +132,8 @@ class ParallelConfig:
     """Steps from one placement of `slow` to the next."""
     layer_updates_per_iter: int = 1
     """Layers of `slow` that move after one step."""
+    grouped_gemm: bool = False
+    """Experts as grouped GEMMs (megatron_patches.experts) in place of one MLP after the other."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "parallel", "num_ranks", "expert_parallel_size", "ranks_per_node")
@@ -163,6 +165,10 @@ class ParallelConfig:
         _require(
             self.balance == "off" or self.dispatcher == "hybrid_ep", "parallel.balance", self.balance,
             f"needs the dispatcher hybrid_ep, not {self.dispatcher}",
+        )
+        _require(
+            not self.grouped_gemm or (self.dispatcher == "hybrid_ep" and self.balance == "off"),
+            "parallel.grouped_gemm", self.grouped_gemm, "needs the dispatcher hybrid_ep and balance=off",
         )
 
 

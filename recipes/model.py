@@ -134,9 +134,7 @@ def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:
     def global_name(name: str) -> str:
         return _LOCAL_EXPERT.sub(lambda match: f".experts.{first_expert + int(match[1])}.", name)
 
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            continue
+    for name, parameter in _matrices(model):
         digest = hashlib.sha256(f"{config.seed} {global_name(name)}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         std = config.model.init_std
@@ -155,6 +153,19 @@ def logical_homes(layer: torch.nn.Module) -> list[int]:
 def logical_experts(layer: torch.nn.Module) -> list[int]:
     """Logical ids of an MoE layer's experts on this rank, in the order of its parameters."""
     return [logical_homes(layer)[slot] for slot in layer.local_expert_indices]
+
+
+def _matrices(model: torch.nn.Module):
+    """(name, tensor) of every matrix; experts that are stacked in one parameter go by SequentialMLP's names."""
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not hasattr(owner, "expert_weights"):
+            if parameter.dim() >= 2:
+                yield name, parameter
+        elif parameter is owner.weight1:
+            for expert in range(owner.num_local_experts):
+                for own, weight in owner.expert_weights(expert).items():
+                    yield f"{name.rpartition('.')[0]}.local_experts.{expert}.{own}", weight
 
 
 def moe_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

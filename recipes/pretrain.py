@@ -101,6 +101,7 @@ def prepare_process(config: RunConfig) -> None:
             balance=config.parallel.balance, spare_slots=config.parallel.spare_slots,
             balance_interval=config.parallel.balance_interval,
             layer_updates_per_iter=config.parallel.layer_updates_per_iter,
+            grouped_gemm=config.parallel.grouped_gemm,
         )
 
 

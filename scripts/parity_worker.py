@@ -14,6 +14,8 @@ import types
 import warnings
 import zlib
 
+import parity_field_notes
+
 VOCABULARY, SEQUENCE, MICRO_BATCH = 128, 32, 2
 LAYERS, HIDDEN, EXPERTS, TOPK = 2, 64, 8, 2
 
@@ -23,7 +25,8 @@ class Variant:
     """Training options on top of the plain model.
 
     config: TransformerConfig overrides. dtype: of parameters and activations. microbatches: in a step.
-    starved: this many experts, the last ones, never get a token. tolerance, norm_tolerance: largest relative
+    starved: this many experts, the last ones, never get a token; opening: they get none at first, until their bias,
+    which starts at -opening, has been raised. tolerance, norm_tolerance: largest relative
     difference of loss and of gradient norm. overlap: 1F1B expert-parallel overlap schedule. same_ep: compare
     with alltoall at the same EP size only. since: first megatron-core minor release that can run it.
     """
@@ -32,6 +35,7 @@ class Variant:
     dtype: str = "float32"
     microbatches: int = 2
     starved: int = 0
+    opening: float = 0.0
     tolerance: float = 2e-6
     norm_tolerance: float = 2e-6
     overlap: bool = False
@@ -40,6 +44,12 @@ class Variant:
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 2 * HIDDEN}
+# Sigmoid scores with a bias that Megatron raises by 0.1 a step for experts below the mean: closed, then open.
+OPENING = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.1,
+}
 VARIANTS = {
     "plain": Variant(),
     "bf16": Variant(dtype="bfloat16", tolerance=2e-4, norm_tolerance=5e-3, same_ep=True),
@@ -51,6 +61,12 @@ VARIANTS = {
     "pad_to_capacity": Variant(
         {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
     ),
+    "notes_fp32": Variant(),
+    "notes_bf16": Variant(dtype="bfloat16"),
+    "notes_forced_fp32": Variant({"moe_router_force_load_balancing": True}),
+    "notes_forced_bf16": Variant({"moe_router_force_load_balancing": True}, dtype="bfloat16"),
+    "notes_opening_fp32": Variant(OPENING, starved=3, opening=0.7),
+    "notes_opening_bf16": Variant(OPENING, dtype="bfloat16", starved=3, opening=0.7),
     "starved": Variant(
         {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, starved=2
     ),
@@ -61,7 +77,8 @@ VARIANTS = {
 class Case:
     """One training run. dispatcher: allgather, alltoall, s3 or s1 (ours through that seam). overlap: None
     follows the variant. sabotage: a bug put into our dispatcher on purpose. reference: hybrid_ep.reference
-    for its engine."""
+    for its engine. seed: of weights and data. grouped: our experts in place of SequentialMLP. broken: one of
+    parity_field_notes.BREAKS put into them."""
 
     variant: str
     dispatcher: str
@@ -70,6 +87,9 @@ class Case:
     overlap: bool | None = None
     sabotage: str = ""
     reference: bool = False
+    seed: int = 0
+    grouped: bool = False
+    broken: str = ""
 
 
 def build_config(case, torch):
@@ -138,7 +158,7 @@ def build_model(case, config, torch):
         model = model.bfloat16()
 
     def seed(parameter, *names):
-        generator = torch.Generator().manual_seed(zlib.crc32("/".join(map(str, names)).encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32("/".join(map(str, names)).encode()) + case.seed)
         with torch.no_grad():
             parameter.copy_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.dtype))
 
@@ -146,13 +166,15 @@ def build_model(case, config, torch):
         if parameter.dim() > 1 and ".experts." not in name:
             seed(parameter, name)
     for number, layer in enumerate(model.decoder.layers):
-        for expert_id, expert in zip(
-            layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True
-        ):
-            for name, parameter in expert.named_parameters():
+        experts = layer.mlp.experts
+        for local, expert_id in enumerate(layer.mlp.local_expert_indices):
+            grouped = hasattr(experts, "expert_weights")
+            matrices = (experts.expert_weights(local) if grouped
+                        else dict(experts.local_experts[local].named_parameters()))
+            for name, parameter in matrices.items():
                 seed(parameter, "layer", number, "expert", expert_id, name)
         if variant.starved:
-            layer.mlp.router.expert_bias[-variant.starved :] = -1e4
+            layer.mlp.router.expert_bias[-variant.starved :] = -variant.opening or -1e4
     return model
 
 
@@ -203,9 +225,9 @@ def train(case, torch):
         0,
         VOCABULARY,
         (case.steps, variant.microbatches, MICRO_BATCH, SEQUENCE + 1),
-        generator=torch.Generator().manual_seed(1000 + rank),
+        generator=torch.Generator().manual_seed(1000 + rank + 1000 * case.seed),
     )
-    record = {"loss": [], "grad_norm": []}
+    record, empty = {"loss": [], "grad_norm": [], "empty": []}, count_empty_experts(model)
     for step in range(case.steps):
         wrapped.zero_grad_buffer()
         adam.zero_grad()
@@ -223,7 +245,22 @@ def train(case, torch):
         torch.distributed.all_reduce(loss)
         record["loss"].append(loss.item() / world)
         record["grad_norm"].append(float(grad_norm))
+        closed = torch.tensor(float(empty.pop("groups", 0)))
+        torch.distributed.all_reduce(closed)
+        record["empty"].append(int(closed))
     return record
+
+
+def count_empty_experts(model):
+    """A dict whose "groups" counts the groups without a token that experts of this rank were called with."""
+    seen = {}
+
+    def look(_experts, arguments):
+        seen["groups"] = seen.get("groups", 0) + int((arguments[1] == 0).sum())
+
+    for layer in model.decoder.layers:
+        layer.mlp.experts.register_forward_pre_hook(look)
+    return seen
 
 
 @contextlib.contextmanager
@@ -232,14 +269,14 @@ def patched(case):
     import megatron_patches
 
     if case.dispatcher in ("s3", "s1"):
-        options = {}
+        options = {"grouped_gemm": True} if case.grouped else {}
         if case.reference:
             from hybrid_ep.reference import ReferenceBuffer
 
             options["buffer_class"] = ReferenceBuffer
         megatron_patches.apply(case.dispatcher, **options)
     try:
-        with sabotaged(case.sabotage):
+        with sabotaged(case.sabotage), parity_field_notes.built(case):
             yield
     finally:
         megatron_patches.revert()
@@ -306,6 +343,8 @@ def run_cases(cases):
             )
             model_parallel_cuda_manual_seed(1234)
         torch.manual_seed(1234)
+        if VARIANTS[case.variant].config.get("moe_router_force_load_balancing"):
+            model_parallel_cuda_manual_seed(1234)  # the random logits of a run are those of the run before
         start = time.monotonic()
         with patched(case):
             record = train(case, torch)

@@ -1,7 +1,9 @@
 """Weighted activations: act(gate) * up * prob, the router's probability applied before the second matrix.
 
     h = 2F columns [gate | up]:   swiglu  silu(gate) * up * prob      geglu  gelu(gate) * up * prob
-    h = F columns:                silu, gelu (tanh form), relu, relu2: act(h) * prob
+    h = F columns:                silu, gelu, relu, relu2: act(h) * prob
+
+gelu and geglu are the tanh form; gelu_erf and geglu_erf the exact one, which torch and Megatron call gelu.
 
 Applied here and not after the second matrix, prob needs no saved output of that matrix for its gradient, and
 combine's backward is a plain gather. Everything between reading h and writing the result is fp32 and is rounded
@@ -15,21 +17,22 @@ import math
 
 import torch
 
-GATED = {"swiglu": "silu", "geglu": "gelu"}
-PLAIN = ("silu", "gelu", "relu", "relu2")
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_erf": "gelu_erf"}
+PLAIN = ("silu", "gelu", "gelu_erf", "relu", "relu2")
 KINDS = (*GATED, *PLAIN)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _BLOCK_ELEMENTS = 1 << 16  # fp32 temporaries of 256 KiB, inside a core's second-level cache
+_NORMAL = 1 / math.sqrt(2 * math.pi)
 _GELU_A, _GELU_B = 2 * math.sqrt(2 / math.pi), 0.044715  # (1 + tanh u) / 2 = sigmoid(2u), which does not cancel
 
 
 def weighted_activation(h: torch.Tensor, prob: torch.Tensor | None, kind: str = "swiglu") -> torch.Tensor:
     """[N, F] in h's dtype. Differentiable in h and prob.
 
-    h [N, 2F] for "swiglu" and "geglu" (the gate's columns first), [N, F] for "silu", "gelu", "relu", "relu2"; bf16,
-    fp16, fp32 or (on CPUs) fp64. prob fp32 [N] or [N, 1], or None for no weight. A prob of exactly 0 gives zeros and
-    a zero gradient in h, also where the activation is infinite or NaN: padding and tail rows are harmless then, and
-    get dprob = 0 only where h is finite. Raises ValueError."""
+    h [N, 2F] for the gated kinds "swiglu", "geglu", "geglu_erf" (the gate's columns first), [N, F] for "silu", "gelu",
+    "gelu_erf", "relu", "relu2"; bf16, fp16, fp32 or (on CPUs) fp64. prob fp32 [N] or [N, 1], or None for no weight.
+    A prob of exactly 0 gives zeros and a zero gradient in h, also where the activation is infinite or NaN: padding and
+    tail rows are harmless then, and get dprob = 0 only where h is finite. Raises ValueError."""
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; give one of {', '.join(KINDS)}")
     if h.dim() != 2 or h.dtype not in FLOATS or (kind in GATED and h.shape[1] % 2):
@@ -127,6 +130,8 @@ def _act(x, kind):
         return x * torch.sigmoid(x)
     if kind == "gelu":
         return x * torch.sigmoid(_GELU_A * (x + _GELU_B * x * x * x))
+    if kind == "gelu_erf":
+        return x * torch.special.ndtr(x)
     positive = x.clamp(min=0)
     return positive * positive if kind == "relu2" else positive
 
@@ -138,4 +143,6 @@ def _slope(x, kind):
     if kind == "gelu":
         s = torch.sigmoid(_GELU_A * (x + _GELU_B * x * x * x))
         return s + x * s * (1 - s) * _GELU_A * (1 + 3 * _GELU_B * x * x)
+    if kind == "gelu_erf":
+        return torch.special.ndtr(x) + x * torch.exp(-0.5 * x * x) * _NORMAL
     return 2 * x.clamp(min=0) if kind == "relu2" else (x > 0).to(x.dtype)

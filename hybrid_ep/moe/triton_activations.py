@@ -13,8 +13,8 @@ import triton.language as tl
 
 from hybrid_ep.moe.triton_rounding import round_to
 
-_KIND = {"swiglu": 0, "geglu": 1, "silu": 0, "gelu": 1, "relu": 2, "relu2": 3}
-_GATED = ("swiglu", "geglu")
+_KIND = {"swiglu": 0, "geglu": 1, "geglu_erf": 4, "silu": 0, "gelu": 1, "gelu_erf": 4, "relu": 2, "relu2": 3}
+_GATED = ("swiglu", "geglu", "geglu_erf")
 _BLOCK = 1024
 
 
@@ -26,6 +26,9 @@ def _act_and_slope(x, KIND: tl.constexpr):
     if KIND == 1:
         s = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
         return x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    if KIND == 4:
+        normal = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+        return x * normal, normal + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     positive = tl.where(x > 0, x, x * 0.0)  # NaN stays NaN
     if KIND == 2:
         return positive, tl.where(x > 0, 1.0, 0.0)

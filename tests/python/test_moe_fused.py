@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hybrid_ep.moe import activations, inverse_map, unpermute, weighted_activation, weighted_swiglu
 
 F = torch.nn.functional
-PLAIN = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu,
+PLAIN = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh"), "gelu_erf": F.gelu, "relu": F.relu,
          "relu2": lambda x: F.relu(x).square()}
 
 

@@ -1,0 +1,270 @@
+"""Megatron's routed experts as two grouped GEMMs, without Transformer Engine: `--hybrid-ep-grouped-gemm`.
+
+One parameter a matrix, all local experts stacked, [E, out, in] as torch.nn.Linear stores them, so that nothing is
+copied on the way into the grouped GEMM:
+
+    rows [P, H] -> grouped_mm(weight1) -> weighted activation with the probabilities -> grouped_mm(weight2) -> [P, H]
+
+Everything else is Megatron's. It builds each expert (ColumnParallelLinear and RowParallelLinear inside MLP), whose
+initial weights, shapes under expert tensor parallelism and attributes we take over, and it says how an expert lies in
+a distributed checkpoint. So checkpoints are those of SequentialMLP and TEGroupedMLP, to the name and to the shape.
+"""
+
+import copy
+import dataclasses
+import functools
+import importlib
+
+import torch
+from megatron.core.activations import fast_gelu, squared_relu
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from hybrid_ep.moe import grouped_mm, weighted_activation
+from megatron_patches import seams, settings
+
+# activation function of the configuration -> (plain, gated) kind of weighted_activation
+KINDS = {
+    torch.nn.functional.silu: ("silu", "swiglu"),
+    torch.nn.functional.gelu: ("gelu_erf", "geglu_erf"),
+    fast_gelu: ("gelu", "geglu"),
+    torch.nn.functional.relu: ("relu", None),
+    squared_relu: ("relu2", None),
+}
+# attribute of TransformerConfig -> the flag that sets it: what these experts do not do, refused when truthy.
+UNSUPPORTED = {
+    "add_bias_linear": "linear biases (give --disable-bias-linear)",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
+    "use_te_activation_func": "--use-te-activation-func",
+    "use_kitchen": "--use-kitchen",
+    "activation_func_clamp_value": "--activation-func-clamp-value",
+    "glu_linear_offset": "--glu-linear-offset",
+    "moe_mlp_glu_interleave_size": "--moe-mlp-glu-interleave-size",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "overlap_dispatch_backward_with_experts_wgrad": "--overlap-dispatch-backward-with-experts-wgrad",
+}
+MATRICES = {"weight1": "linear_fc1", "weight2": "linear_fc2"}  # our parameter -> Megatron's module
+
+
+def check_supported(config):
+    """The kind of weighted activation; ValueError that names every option these experts do not work with."""
+    found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None)]
+    modules = {*(getattr(config, "recompute_modules", None) or ()), *(getattr(config, "offload_modules", None) or ())}
+    found += [f"{name} among --recompute-modules or --offload-modules" for name in ("moe_act", "expert_fc1")
+              if name in modules]
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        found.append("--transformer-impl inference_optimized")
+    kind = KINDS.get(config.activation_func, (None, None))[bool(config.gated_linear_unit)]
+    if kind is None:
+        name = getattr(config.activation_func, "__name__", config.activation_func)
+        found.append(f"the activation {name}{' with a gate' if config.gated_linear_unit else ''}")
+    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+        found.append("--moe-apply-probs-on-input with a top-k above 1")
+    if found:
+        raise ValueError(f"--hybrid-ep-grouped-gemm does not work with {', '.join(found)}: drop them, or the flag")
+    return kind
+
+
+class GroupedExperts(MegatronModule):
+    """The local experts of an MoE layer, E of them; takes the place of SequentialMLP and TEGroupedMLP.
+
+    weight1 [E, F1, H] (F1 = F, or 2F with a gate: gate first) and weight2 [E, H, F], of this rank's part of F under
+    expert tensor parallelism. `state_dict()` has SequentialMLP's names; loading takes its names, TEGroupedMLP's and
+    ours. `sharded_state_dict()` has the keys, shapes and offsets both of them have. ValueError for a configuration
+    that is not supported.
+    """
+
+    def __init__(self, num_local_experts, config, submodules=None, pg_collection=None, name=None):
+        kind = check_supported(config)
+        if config.moe_ffn_hidden_size != config.ffn_hidden_size:  # MLP reads the dense width for its second matrix
+            config = copy.deepcopy(config)
+            config.ffn_hidden_size = config.moe_ffn_hidden_size
+        super().__init__(config=config)
+        self.kind, self.num_local_experts = kind, num_local_experts
+        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        expert = None
+        for local in range(num_local_experts):
+            expert = MLP(
+                config,
+                submodules or MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                ffn_hidden_size=config.moe_ffn_hidden_size,
+                is_expert=True,
+                tp_group=pg_collection.expt_tp,
+            )
+            for own, linear in MATRICES.items():
+                weight = getattr(expert, linear).weight
+                if local == 0:
+                    self.register_parameter(own, _stacked_like(weight, num_local_experts))
+                with torch.no_grad():
+                    getattr(self, own)[local].copy_(weight)
+        for linear in MATRICES.values():
+            getattr(expert, linear).weight.data = torch.empty(0)
+        # Megatron's description of one expert, asked when a checkpoint is made. In a tuple: not a submodule of ours.
+        self._described_by = (expert,)
+
+    def expert_weights(self, local):
+        """{"linear_fc1.weight": [F1, H], "linear_fc2.weight": [H, F]}: one expert's matrices, views of ours."""
+        return {f"{linear}.weight": getattr(self, own)[local] for own, linear in MATRICES.items()}
+
+    def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
+        """([P, H], None): expert outputs times their probabilities; rows behind the last expert's come out as zeros.
+
+        permuted_local_hidden_states [P, H] by expert; tokens_per_expert int [E] on the host or on the device, with a
+        sum of at most P; permuted_probs [P]. With counts on the device nothing waits for it."""
+        rows, probs = permuted_local_hidden_states, permuted_probs.float()
+        if self.config.moe_apply_probs_on_input:
+            rows, probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
+        ends, tail = self.group_ends(tokens_per_expert, rows)
+        h = grouped_mm(rows, self.weight1.transpose(1, 2), ends, tail=tail)
+        h = weighted_activation(h, probs, self.kind)
+        return grouped_mm(h, self.weight2.transpose(1, 2), ends, tail=tail), None
+
+    @staticmethod
+    def group_ends(tokens_per_expert, rows):
+        """(int32 [E] on the rows' device: where each expert's rows end, whether rows may lie behind the last)."""
+        ends = tokens_per_expert.cumsum(0)
+        tail = ends.device.type != "cpu" or int(ends[-1]) != rows.shape[0]
+        return ends.to(device=rows.device, dtype=torch.int32, non_blocking=True), tail
+
+    def backward_dw(self):
+        """Nothing is left to do: weight gradients are made in the backward pass."""
+
+    # ---- checkpoints
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        for local in range(self.num_local_experts):
+            for name, weight in self.expert_weights(local).items():
+                key = f"{prefix}local_experts.{local}.{name}"
+                destination[key] = weight if keep_vars else weight.detach()
+                destination[key.removesuffix("weight") + "_extra_state"] = None  # Megatron's linears have one too
+
+    def _load_from_state_dict(self, state_dict, prefix, _metadata, strict, missing, unexpected, errors):
+        """Takes SequentialMLP's names, TEGroupedMLP's, and what sharded_state_dict returns."""
+        known = set()
+        for own, linear in MATRICES.items():
+            parameter = getattr(self, own)
+            layouts = (
+                [f"{prefix}{own}"],
+                [f"{prefix}local_experts.{i}.{linear}.weight" for i in range(self.num_local_experts)],
+                [f"{prefix}{linear}.weight{i}" for i in range(self.num_local_experts)],
+            )
+            known.update(key for keys in layouts for key in keys)
+            keys = next((keys for keys in layouts if keys[0] in state_dict), layouts[1])
+            absent = [key for key in keys if key not in state_dict]
+            missing.extend(absent)
+            for place, key in zip([parameter] if len(keys) == 1 and keys[0] == f"{prefix}{own}" else parameter, keys,
+                                  strict=True):
+                if key in absent:
+                    continue
+                if state_dict[key].shape != place.shape:
+                    errors.append(f"size mismatch for {key}: {tuple(state_dict[key].shape)} in the checkpoint, "
+                                  f"{tuple(place.shape)} in the experts")
+                    continue
+                with torch.no_grad():
+                    place.copy_(state_dict[key])
+        if strict:
+            unexpected.extend(key for key in state_dict
+                              if key.startswith(prefix) and key not in known and "_extra_state" not in key)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """What SequentialMLP returns, a stacked parameter a matrix in place of an entry an expert.
+
+        Each is a factory of the very ShardedTensors that SequentialMLP makes, so a checkpoint (and the distributed
+        optimizer's states in it) is the same to the byte layout, and loads at another EP or ETP size."""
+        singles = bool((metadata or {}).get("singleton_local_shards", False))
+        first, total = self.ep_group.rank() * self.num_local_experts, self.ep_group.size() * self.num_local_experts
+        per_matrix, others = {own: [] for own in MATRICES}, {}
+        for local in range(self.num_local_experts):
+            offsets = sharded_offsets if singles else (*sharded_offsets, (len(sharded_offsets), first + local, total))
+            inside = f"{prefix}local_experts.{local}."
+            target = f"{prefix}experts.{first + local}." if singles else f"{prefix}experts."
+            for key, entry in self._describe(local, inside, offsets, metadata).items():
+                entry.key = target + entry.key.removeprefix(inside)
+                entry.replica_id = (*entry.replica_id[:2], self.dp_group.rank())
+                own = next((o for o, linear in MATRICES.items() if key == f"{inside}{linear}.weight"), None)
+                if own is None:
+                    others[key] = entry
+                else:
+                    per_matrix[own].append(entry)
+        stacked = {f"{prefix}{own}": _factory(getattr(self, own), entries) for own, entries in per_matrix.items()}
+        return stacked | others
+
+    def _describe(self, local, prefix, offsets, metadata):
+        """Megatron's sharded_state_dict of one expert, over views of our parameters."""
+        (expert,) = self._described_by
+        for name, weight in self.expert_weights(local).items():
+            getattr(expert, name.split(".")[0]).weight.data = weight.detach()
+        try:
+            return expert.sharded_state_dict(prefix, offsets, metadata)
+        finally:
+            for linear in MATRICES.values():
+                getattr(expert, linear).weight.data = torch.empty(0)
+
+
+def _stacked_like(weight, num_experts):
+    """An empty parameter [num_experts, *weight.shape] with what Megatron noted on the weight of one expert."""
+    stacked = torch.nn.Parameter(weight.new_empty(num_experts, *weight.shape), requires_grad=weight.requires_grad)
+    for name in ("allreduce", "tensor_model_parallel", "partition_stride"):
+        if hasattr(weight, name):
+            setattr(stacked, name, getattr(weight, name))
+    if getattr(weight, "partition_dim", -1) >= 0:
+        stacked.partition_dim = weight.partition_dim + 1
+    elif hasattr(weight, "partition_dim"):
+        stacked.partition_dim = weight.partition_dim
+    return stacked
+
+
+def _factory(parameter, entries):
+    """One ShardedTensorFactory over [E, ...] from Megatron's entries (tensors or factories) of the E experts."""
+    own_key = entries[0].key
+
+    def build(key, stacked, replica_id, flattened_range):
+        before = key.removesuffix(own_key)  # the optimizer puts its states' names there
+        parts = []
+        for entry, data in zip(entries, stacked.unbind(0), strict=True):
+            changes = {"key": before + entry.key, "data": data, "replica_id": replica_id}
+            if isinstance(entry, ShardedTensor):
+                changes["dtype"] = data.dtype
+            part = dataclasses.replace(entry, **changes)
+            parts.append(part.build() if isinstance(part, ShardedTensorFactory) else part)
+        return parts
+
+    def merge(parts):
+        return torch.stack([
+            entry.merge_fn(part) if isinstance(entry, ShardedTensorFactory) else part
+            for entry, part in zip(entries, parts, strict=True)
+        ])
+
+    return ShardedTensorFactory(own_key, parameter, build, merge, entries[0].replica_id)
+
+
+def grouped_experts_spec(submodules=None):
+    """What the `experts` field of MoESubmodules takes: a ModuleSpec on megatron-core 0.16, a builder from 0.17 on.
+
+    submodules: MLPSubmodules that build one expert, Megatron's own parallel linears when None."""
+    if seams.core_version() < (0, 17):
+        return ModuleSpec(module=GroupedExperts, submodules=submodules)
+    return functools.partial(GroupedExperts, submodules=submodules)
+
+
+def layer_init(original):
+    """A replacement for MoELayer.__init__ that builds our experts when the settings ask for them."""
+
+    @functools.wraps(original)
+    def __init__(self, config, submodules=None, *args, **keywords):
+        if settings.current().grouped_gemm and submodules is not None:
+            submodules = dataclasses.replace(submodules, experts=grouped_experts_spec())
+        original(self, config, submodules, *args, **keywords)
+
+    return __init__
+
+
+def install(replace):
+    """Put layer_init in place through `replace(owner, name, value)`, which remembers how to undo it."""
+    layer = importlib.import_module(f"{seams.MOE}.moe_layer").MoELayer
+    replace(layer, "__init__", layer_init(layer.__init__))

@@ -1,0 +1,211 @@
+"""Router guards inside training: gates before the first step, ties and load at every logged step, ties broken.
+
+    gate        checked at the first forward, and after loading (router_guard.py)
+    top-k       an object in TopKRouter.router_replay's place sees the scores that selection is made of: it counts
+                exact ties at the boundary and choices per expert on the device, and breaks ties when asked to
+    reduction   the counts of all layers ride behind the values of one of Megatron's auxiliary losses, which are
+                reduced anyway: not one collective more. Then a guard a layer judges, the same way on every rank
+
+Without an auxiliary loss there is nothing to ride on, and each rank judges its own tokens. Counts are of training's
+forward passes only, recomputation not counted twice.
+"""
+
+import functools
+import importlib
+import logging
+
+import torch
+
+from hybrid_ep.moe import RouterGuard, check_gates, routing_statistics, tie_break
+from megatron_patches import router_guard, seams, settings
+
+log = logging.getLogger("hybrid_ep.moe")
+_watched = {}  # global layer number -> TopK; a rank's routers, replaced when a model is built anew
+_guards = {}  # global layer number -> RouterGuard
+
+
+class TopK:
+    """What `topk_routing_with_score_function` asks for the top-k of its selection scores, bias and groups included.
+
+    Has the one method of Megatron's RouterReplay that the router calls. Probabilities are gathered from the scores as
+    they were, so tie-breaking changes who is chosen among equals and nothing else."""
+
+    def __init__(self, router, wanted):
+        self.router, self.wanted = router, wanted
+        self.layer_number, self.counted = None, None
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        """(values, indices), each [T, topk], of scores [T, num_experts]."""
+        if self.wanted.router_guard != "off" and self.router.training and torch.is_grad_enabled():
+            self._count(scores, topk)
+        if not self.wanted.router_tie_break:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        shifted = tie_break(scores, _first_token(self.router, scores.shape[0]))
+        indices = default_compute_topk(shifted, topk, num_groups, group_topk)[1]
+        return scores.gather(1, indices), indices
+
+    def _count(self, scores, topk):
+        if self.router.layer_number is None:
+            return
+        _watched[self.router.layer_number] = self
+        with torch.no_grad():
+            here = routing_statistics(scores, topk)
+        self.counted = here if self.counted is None else self.counted + here
+
+
+def _first_token(router, num_tokens):
+    """Index of this rank's first token among all tokens of the micro-batch; tensor parallel replicas agree on it."""
+    group = router.tp_dp_cp_group if hasattr(router, "tp_dp_cp_group") else None
+    if group is None:
+        return 0
+    rank = group.rank()
+    replicas = 1 if router.config.sequence_parallel or router.tp_group is None else router.tp_group.size()
+    return rank // replicas * num_tokens
+
+
+def router_init(original):
+    """A replacement for TopKRouter.__init__ that puts guards on the routers the settings ask for."""
+
+    @functools.wraps(original)
+    def __init__(self, *args, **keywords):
+        original(self, *args, **keywords)
+        wanted = settings.current()
+        if not wanted.guards_routers:
+            return
+        _check_supported(self)
+        self.router_replay = TopK(self, wanted)
+        if wanted.router_guard != "off" and not wanted.router_tie_break:
+            router_guard.attach_one(self, _gate_checker(wanted.router_guard))
+
+    return __init__
+
+
+def _gate_checker(mode):
+    def check(router):
+        name = f"layer {router.layer_number}"
+        if mode == "stop":
+            check_gates({name: router.weight})
+            return
+        try:
+            check_gates({name: router.weight})
+        except ValueError as error:
+            log.warning("%s", error)
+
+    return check
+
+
+def _check_supported(router):
+    config = router.config
+    found = [flag for flag, on in (
+        ("--moe-router-fusion", config.moe_router_fusion),
+        ("--moe-enable-routing-replay", router.router_replay is not None),
+        ("--moe-router-load-balancing-type sinkhorn", router.routing_type == "sinkhorn"),
+        ("--moe-router-load-balancing-type quantile_balancing", router.routing_type == "quantile_balancing"),
+    ) if on]
+    if found:
+        raise ValueError(f"router_guard and router_tie_break do not work with {', '.join(found)}, which choose experts "
+                         "elsewhere: drop them, or --hybrid-ep-router-guard and --hybrid-ep-router-tie-break")
+
+
+# ---- the reduction
+
+def reduction(original, values_of):
+    """A replacement for Megatron's reduction of auxiliary losses that carries the routers' counts along.
+
+    values_of(arguments) -> (names, get, set): the names that are reduced, and access to a name's values."""
+
+    @functools.wraps(original)
+    def reduce(*args, **keywords):
+        if settings.current().router_guard == "off":
+            return original(*args, **keywords)
+        names, get, put = values_of(*args, **keywords)
+        if not names:
+            _say_local()
+            original(*args, **keywords)
+            judge({number: topk.counted for number, topk in _watched.items() if topk.counted is not None})
+            return None
+        carrier = min(names)  # the same on every rank, whatever the order of recording
+        values = get(carrier)
+        num_layers, width = values.numel(), 3 + _num_experts()
+        table = values.new_zeros(num_layers, width, dtype=torch.float32)
+        for number, topk in _watched.items():
+            if topk.counted is not None:
+                table[number - 1] = topk.counted
+        put(carrier, torch.cat([values.float(), table.flatten()]))
+        result = original(*args, **keywords)
+        reduced = get(carrier)
+        put(carrier, reduced[:num_layers].to(values.dtype).clone())
+        rows = reduced[num_layers:].view(num_layers, width)
+        seen = (rows[:, 0] > 0).nonzero().flatten().tolist()
+        judge({number + 1: rows[number] for number in seen})
+        return result
+
+    return reduce
+
+
+def judge(tables):
+    """{layer number: {"tie_fraction", "load_ratio"}} of {layer number: statistics}; warns or raises RouterError.
+
+    Megatron averages over data parallel ranks where it does not sum; ties and load are ratios and do not notice."""
+    wanted = settings.current()
+    seen = {}
+    for number, table in sorted(tables.items()):
+        if number not in _guards:
+            _guards[number] = RouterGuard(wanted.router_max_tie_fraction, wanted.router_max_load_ratio,
+                                          action=wanted.router_guard)
+        guard = _guards[number]
+        if wanted.router_tie_break:
+            guard.max_tie_fraction = None  # ties are taken care of
+        seen[number] = guard.step(table, f"layer {number}")
+    for topk in _watched.values():
+        topk.counted = None
+    return seen
+
+
+def forget():
+    """Forget all routers and their history; a new model starts anew."""
+    _watched.clear()
+    _guards.clear()
+
+
+@functools.cache
+def _say_local():
+    log.warning("no auxiliary loss is tracked, so that nothing is reduced that router statistics could ride on: each "
+                "rank judges the tokens it routed itself")
+
+
+def _num_experts():
+    """Columns of the table; a pipeline rank without a router asks Megatron's arguments."""
+    for topk in _watched.values():
+        return topk.router.config.num_moe_experts
+    try:
+        return importlib.import_module("megatron.training.global_vars").get_args().num_experts
+    except (ImportError, AssertionError) as error:
+        raise RuntimeError("router_guard: this rank has routed nothing and Megatron's arguments are not there to tell "
+                           "the number of experts: call it after a training step") from error
+
+
+def _old_tracker(track_names=None, pg_collection=None):
+    tracker = importlib.import_module(f"{seams.MOE}.moe_utils").get_moe_layer_wise_logging_tracker()
+    names = list(tracker) if track_names is None else list(track_names)
+
+    def put(name, values):
+        tracker[name]["values"] = values
+
+    return names, lambda name: tracker[name]["values"], put
+
+
+def _new_tracker(tracker, metric_names, pg_collection=None):
+    def put(name, values):
+        tracker.metrics[name].values = values
+
+    return [n for n in metric_names if n in tracker.metrics], lambda name: tracker.metrics[name].values, put
+
+
+def install(replace):
+    """Put router_init and the reduction in place through `replace(owner, name, value)`, which can undo it."""
+    router = importlib.import_module(f"{seams.MOE}.router").TopKRouter
+    replace(router, "__init__", router_init(router.__init__))
+    owner, name = seams.metrics_reduction()
+    replace(owner, name, reduction(getattr(owner, name), _new_tracker if name == "_sync_metrics" else _old_tracker))
+    forget()

@@ -1,0 +1,137 @@
+"""What a rank does in the tests of the router guards: real MoE layers, a few steps, Megatron's own log of metrics."""
+
+import torch
+from experts_programs import HIDDEN, config, configured
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+import megatron_patches
+from hybrid_ep.moe import RouterError
+from megatron_patches import router_training
+
+OPTIONS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2, "add_bias_linear": False}
+
+
+def layer(of_config):
+    """One MoE layer, number 1, whose gate is drawn anew."""
+    spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False).submodules.mlp
+    made = MoELayer(of_config, **(getattr(spec, "keywords", None) or {"submodules": spec.submodules}))
+    made.set_layer_number(1)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        made.router.weight.copy_(torch.randn(made.router.weight.shape))
+    return made
+
+
+def tokens(seed):
+    torch.manual_seed(100 * torch.distributed.get_rank() + seed)
+    return torch.randn(16, 2, HIDDEN)
+
+
+def logged(iteration):
+    """Megatron's end of a step: (its loss, how many collectives it took)."""
+    honest, count, losses = torch.distributed.all_reduce, [0], {}
+
+    def counted(*args, **keywords):
+        count[0] += 1
+        return honest(*args, **keywords)
+
+    torch.distributed.all_reduce = counted
+    try:
+        moe_utils.track_moe_metrics(1.0, iteration, None, total_loss_dict=losses, force_initialize=True,
+                                    track_names=["load_balancing_loss"], num_layers=2)
+    finally:
+        torch.distributed.all_reduce = honest
+    return float(losses["load_balancing_loss"]), count[0]
+
+
+def message(function, *args):
+    try:
+        function(*args)
+    except (RouterError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def in_training():
+    """Gate before the first step, statistics on the reduction, a stop after three bad steps."""
+    said = {}
+    of_config = configured(2, **OPTIONS)
+    for mode in ("off", "stop"):
+        megatron_patches.apply(router_guard=mode)
+        made = layer(of_config)
+        seen = {}
+        honest = router_training.judge
+        router_training.judge = lambda tables, honest=honest, seen=seen: seen.update(honest(tables))
+        made(tokens(0))[0].sum().backward()
+        made(tokens(1))[0].sum().backward()
+        router_training.judge = honest if mode == "off" else router_training.judge
+        suffix = "off" if mode == "off" else "on"
+        said[f"loss_{suffix}"], said[f"collectives_{suffix}"] = logged(1)
+        router_training.judge = honest
+        if mode == "off":
+            megatron_patches.revert()
+    said["statistics"] = seen[1]
+    with torch.no_grad():
+        loads = sum(made.router(tokens(s))[1].sum(0).double() for s in (0, 1))
+    torch.distributed.all_reduce(loads)
+    said["load_of_all_ranks"] = float(loads.max() / loads.mean())
+    with torch.no_grad():
+        made.router.weight.zero_()  # after the first forward: only the statistics can see it
+    for step in range(3):
+        made(tokens(step))[0].sum().backward()
+        said["stopped"] = message(logged, step)
+        assert bool(said["stopped"]) == (step == 2)
+    fresh = layer(of_config)
+    with torch.no_grad():
+        fresh.router.weight.zero_()
+    said["gate"] = message(fresh, tokens(0))
+    megatron_patches.revert()
+    return said
+
+
+def ratio(routing_map):
+    load = routing_map.sum(0).double()
+    torch.distributed.all_reduce(load)
+    return float(load.max() / load.mean())
+
+
+def tie_broken():
+    """A router of zeros with and without the tie-break; a router that is none loses nothing."""
+    said, maps, probabilities = {}, {}, {}
+    of_config = configured(2, **OPTIONS)
+    for on in (False, True):
+        megatron_patches.apply(router_tie_break=on)
+        made = layer(of_config)
+        probabilities[on], maps[on] = (t.detach() for t in made.router(tokens(0)))
+        with torch.no_grad():
+            made.router.weight.zero_()
+        probs, routing_map = made.router(tokens(0))
+        said["first_ratio" if on else "without"] = ratio(routing_map)
+        if not on:
+            megatron_patches.revert()
+    assert ((probs == 0.5) == routing_map).all(), "the hash is in no probability"
+    said["changed"] = int((maps[True] != maps[False]).sum())
+    said["probabilities"] = torch.equal(probabilities[True], probabilities[False])
+    optimizer = torch.optim.Adam(made.parameters(), lr=3e-3)
+    target = tokens(7)
+    for step in range(25):
+        optimizer.zero_grad()
+        loss = (made(tokens(0))[0] - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        if step == 0:
+            said["first_loss"] = loss.item()
+    said["last_loss"] = loss.item()
+    assert made.router.weight.abs().sum() > 0
+    megatron_patches.revert()
+    return said
+
+
+def refused():
+    """Guards on a router that does not ask the top-k we stand in for."""
+    configured(1)
+    megatron_patches.apply(router_guard="warn")
+    of_config = config(1, moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0, moe_router_topk=1)
+    return message(layer, of_config)
