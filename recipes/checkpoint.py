@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: Any, schedu
         "format": FORMAT,
         "step": step,
         "num_ranks": dist.get_world_size(),
-        "model": {name: tensor.detach() for name, tensor, ours in _named_tensors(model) if ours},
+        "model": {entry.name: entry.tensor.detach() for entry in _entries(model) if entry.is_ours},
         "optimizer": _shards(model, OptimizerStates(optimizer)),
         "scheduler": scheduler.state_dict(),
         "random": _random_state(),
@@ -97,10 +97,12 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -
     if rehomer is not None and mine is not None and mine["balance"] is not None:
         rehomer.restore(mine["balance"])  # first: names below say who lives where
     saved = {name: tensor for file in files for name, tensor in file["model"].items()}
-    tensors = {name: tensor for name, tensor, _ in _named_tensors(model)}
+    tensors = {entry.name: entry.tensor for entry in _entries(model)}
+    parameters = {entry.name for entry in _entries(model) if entry.owner is not None}
     elsewhere = {name for name in saved if _EXPERT.search(name)}  # experts of other ranks
     odd = sorted((tensors.keys() - saved.keys()) | (saved.keys() - tensors.keys() - elsewhere))
-    odd = odd or [name for name, tensor in tensors.items() if not _fits(tensor, saved[name])]
+    odd = odd or [name for name, tensor in tensors.items() if tensor.shape != saved[name].shape
+                  or (name in parameters and tensor.dtype != saved[name].dtype)]
     if odd:
         raise ValueError(f"{path}: not the parameters of this model (e.g. {odd[0]}); resume its own run")
     with torch.no_grad():
@@ -131,32 +133,55 @@ def _open_all(path: Path) -> list[dict[str, Any]]:
     return files
 
 
-def _fits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
-    is_buffer = not isinstance(tensor, torch.nn.Parameter)
-    return tensor.shape == saved.shape and (is_buffer or tensor.dtype == saved.dtype)
+class _Entry(NamedTuple):
+    """A parameter or buffer by its logical name. An expert's matrix may be a part of a parameter that stacks several:
+    its elements are those of `owner` from `offset` on. owner: None for a buffer. is_ours: this rank writes it."""
+
+    name: str
+    tensor: torch.Tensor
+    is_ours: bool
+    owner: torch.nn.Parameter | None
+    offset: int = 0
 
 
-def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(logical name, tensor, whether this rank writes it) of every parameter and buffer: one rank writes for all."""
+def _entries(model: torch.nn.Module) -> Iterator[_Entry]:
+    """Every parameter and buffer of this rank; one rank writes for all that hold the same."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "token_dispatcher")}
+    stacked = {id(p) for layer in layers.values() if hasattr(layer.experts, "expert_weights")
+               for p in layer.experts.parameters()}
     dense_is_ours = dist.get_rank() == 0
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, parameter in model.named_parameters():
         match = _LOCAL_EXPERT.fullmatch(name)
-        if match is None:
-            yield name, tensor, dense_is_ours
-        else:
+        if match is not None:
             layer = layers[match[1]]
             expert = logical_experts(layer)[int(match[2])]
-            yield f"{match[1]}.experts.{expert}.{match[3]}", tensor, layer.experts.dp_group.rank() == 0
+            logical = f"{match[1]}.experts.{expert}.{match[3]}"
+            yield _Entry(logical, parameter, layer.experts.dp_group.rank() == 0, parameter)
+        elif id(parameter) not in stacked:
+            yield _Entry(name, parameter, dense_is_ours, parameter)
+    for name, buffer in model.named_buffers():
+        yield _Entry(name, buffer, dense_is_ours, None)
+    for name, layer in layers.items():
+        for local, expert in enumerate(logical_experts(layer) if hasattr(layer.experts, "expert_weights") else ()):
+            for own, view in layer.experts.expert_weights(local).items():
+                owner = next(p for p in layer.experts.parameters()
+                             if p.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+                             and 0 <= view.storage_offset() - p.storage_offset() < p.numel())
+                yield _Entry(f"{name}.experts.{expert}.{own}", view, layer.experts.dp_group.rank() == 0, owner,
+                             view.storage_offset() - owner.storage_offset())
 
 
 def _shards(model: torch.nn.Module, states: OptimizerStates) -> dict[str, Any]:
     """What this rank keeps for each parameter. In fp32 the parameters are their own main copies."""
     found = {}
-    for name, tensor, _ in _named_tensors(model):
-        shard = states.shard(tensor)
-        if shard.end > shard.start:
-            found[name] = {"start": shard.start, "end": shard.end, "tensors": shard.tensors, "scalars": shard.scalars}
+    for name, tensor, _, owner, offset in _entries(model):
+        if owner is None:
+            continue
+        shard = states.shard(owner)
+        first, last = max(shard.start, offset), min(shard.end, offset + tensor.numel())
+        if last > first:
+            tensors = {kind: value[first - shard.start : last - shard.start] for kind, value in shard.tensors.items()}
+            found[name] = {"start": first - offset, "end": last - offset, "tensors": tensors, "scalars": shard.scalars}
     return found
 
 
@@ -166,16 +191,27 @@ def _restore_shards(path: Path, model: torch.nn.Module, states: OptimizerStates,
     for file in files:
         for name, part in file["optimizer"].items():
             saved.setdefault(name, []).append(part)
-    for name, tensor, _ in _named_tensors(model):
-        shard = states.shard(tensor)
+    by_owner: dict[int, list[_Entry]] = {}
+    for entry in _entries(model):
+        if entry.owner is not None:
+            by_owner.setdefault(id(entry.owner), []).append(entry)
+    for entries in by_owner.values():
+        owner = entries[0].owner
+        shard = states.shard(owner)
         if shard.end == shard.start:
             continue
-        parts = saved.get(name, [])
-        kinds = {kind for part in parts for kind in part["tensors"]}
-        joined = {kind: _cut(path, name, kind, parts, shard.start, shard.end) for kind in kinds}
+        pieces: dict[str, list[torch.Tensor]] = {}
+        scalars: dict[str, Any] = {}
+        for name, tensor, _, _, offset in sorted(entries, key=lambda entry: entry.offset):
+            first, last = max(shard.start, offset), min(shard.end, offset + tensor.numel())
+            parts = saved.get(name, []) if last > first else []
+            for kind in sorted({kind for part in parts for kind in part["tensors"]}):
+                pieces.setdefault(kind, []).append(_cut(path, name, kind, parts, first - offset, last - offset))
+            scalars = parts[0]["scalars"] if parts else scalars
+        joined = {kind: torch.cat(of_kind) for kind, of_kind in pieces.items()}
         if MAIN in joined:
             shard.tensors[MAIN].copy_(joined.pop(MAIN))
-        states.set_state(tensor, joined, parts[0]["scalars"] if parts else {})
+        states.set_state(owner, joined, scalars)
 
 
 def _cut(path: Path, name: str, kind: str, parts: list[dict[str, Any]], start: int, end: int) -> torch.Tensor:

@@ -36,6 +36,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--balance", choices=BALANCE_MODES, help="level the experts' load over ranks")
     parser.add_argument("--spare-slots", type=int, metavar="N", help="slots for clones on every rank")
     parser.add_argument("--balance-interval", type=int, metavar="N", help="steps between placements of slow")
+    parser.add_argument("--grouped-gemm", action="store_true", default=None,
+                        help="experts as grouped GEMMs, exact for experts without tokens")
     parser.add_argument("--forced-bias", type=float, metavar="STD", help="skew the router on purpose")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the job, all in one expert-parallel group")
     parser.add_argument("--runs-dir", help="where run folders live (default: the recipe's, runs)")
@@ -65,7 +67,8 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         config = config.derive(parallel={"dispatch_dtype": args.dispatch_dtype})
     if args.ranks is not None:
         config = config.derive(parallel={"num_ranks": args.ranks, "expert_parallel_size": args.ranks})
-    chosen = {"balance": args.balance, "spare_slots": args.spare_slots, "balance_interval": args.balance_interval}
+    chosen = {"balance": args.balance, "spare_slots": args.spare_slots, "balance_interval": args.balance_interval,
+              "grouped_gemm": args.grouped_gemm}
     if any(value is not None for value in chosen.values()):
         config = config.derive(parallel={name: value for name, value in chosen.items() if value is not None})
     if args.forced_bias is not None:

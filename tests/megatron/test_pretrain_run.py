@@ -37,6 +37,9 @@ def have_core() -> bool:
     return find_spec("hybrid_ep") is not None and find_spec("hybrid_ep._core") is not None
 
 
+needs_core = pytest.mark.skipif(not have_core(), reason="the compiled core is not built")
+
+
 def children_of(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(word) for task in tasks for word in (task / "children").read_text().split()]
@@ -78,6 +81,9 @@ def runs(tmp_path_factory):
     ]
     if have_core():
         lines.append("hybrid_ep:tiny_cpu_smoke --dispatcher hybrid_ep --name hybrid_ep")
+        grouped = "tiny_cpu_smoke --dispatcher hybrid_ep --grouped-gemm"
+        lines += [f"stacked:{grouped} --name stacked", f"stacked_first:{grouped} --name stacked_halves --stop-after 3",
+                  "stacked_second:--resume stacked_halves"]
     before = shared_memory()
     job = launch(runs_dir, *lines)
     try:
@@ -130,6 +136,14 @@ def test_resuming_gives_the_same_run_bit_for_bit(runs):
     assert len({line["train_loss"] for line in halves[1:]}) == len(halves) - 1, "nothing moved"
 
 
+@needs_core
+def test_experts_that_are_stacked_resume_bit_for_bit(runs):
+    runs_dir, outputs, codes = runs
+    assert codes["stacked_first"] == 0, outputs["stacked_first"]
+    assert codes["stacked"] == codes["stacked_second"] == 3, outputs["stacked_second"]
+    assert results(runs_dir / "stacked_halves") == results(runs_dir / "stacked")
+
+
 def test_a_finished_run_is_not_resumed_but_can_be_extended(runs):
     runs_dir, outputs, codes = runs
     assert codes["again"] == 2 and "has finished its 6 steps" in outputs["again"]
@@ -137,7 +151,6 @@ def test_a_finished_run_is_not_resumed_but_can_be_extended(runs):
     assert [line["step"] for line in metrics(runs_dir / "halves")] == list(range(8))
 
 
-needs_core = pytest.mark.skipif(not have_core(), reason="the compiled core is not built")
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", pytest.param("hybrid_ep", marks=needs_core)])
