@@ -64,7 +64,7 @@ def draw(path, rows):
     axes.axvline(rows[0]["noise_floor"], color="#c0392b", linestyle="--", linewidth=1,
                  label=f"sampling noise of a fair static placement, {rows[0]['noise_floor']:.3f}")
     axes.set(xscale="log", xlim=(0.003, 4), xlabel="(max - mean) / mean of tokens over ranks")
-    axes.legend(frameon=False, loc="lower right", fontsize=8)
+    figure.legend(frameon=False, loc="outside upper center", fontsize=8)
     figure.savefig(path, dpi=130)
 
 

@@ -128,7 +128,8 @@ def main(argv=None):
         rows = [compare(ranks, args, Path(folder)) for ranks in args.ranks]
     print(table(rows))
     if args.output:
-        machine = {"cores": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
+        system = f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}"
+        machine = {"cores": os.cpu_count(), "system": system, "python": platform.python_version()}
         config = {k: v for k, v in vars(args).items() if k != "output"}
         page = json.dumps({"machine": machine, "config": config, "rows": rows}, indent=1)
         Path(args.output + ".json").write_text(page + "\n")

@@ -206,8 +206,8 @@ void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ran
   int64_t lowest = std::numeric_limits<int64_t>::max();
   State best;
   // Caps in per cent of the mean rank, 0 for none. The order is for speed: what mostly levels comes first.
-  const bool hot = 3 * hottest > sum || hottest << kShareBits > 6 * mean;
-  for (const int percent : hot ? std::array{75, 90, 0, 98} : std::array{0, 75, 90, 98}) {
+  const bool hot = 4 * hottest > sum || hottest << kShareBits > 6 * mean;
+  for (const int percent : hot ? std::array{75, 90, 0} : std::array{0, 75, 90}) {
     clear(first_rank, num_ranks);
     replicate(experts, num_ranks * per_rank_, num_ranks, mean / 100 * percent);
     pack(experts, first_rank, num_ranks);

@@ -151,18 +151,28 @@ def _address(array: np.ndarray) -> int:
 
 
 class MicrobatchPlanner:
-    """A planner for micro-batches of one shape; keeps its scratch memory. Not for two threads at once."""
+    """A planner for micro-batches of one shape; keeps its scratch memory. Not for two threads at once.
+
+    home int32 [num_experts]: the rank of each expert; may be replaced between two plans.
+    """
 
     def __init__(self, num_ranks: int, num_experts: int, home: Any = None, **options: Any) -> None:
         self.options = MicrobatchOptions(**options)
         self._shape = self.options.shape(num_ranks, num_experts)
         self._core = _core.MicrobatchPlanner(self._shape)
         self._dims = (num_ranks, num_experts)
-        given = default_home(num_experts, num_ranks) if home is None else home
-        self.home = np.ascontiguousarray(given, dtype=np.int32)
-        self._home_address = _address(self.home)
-        if self.home.shape != (num_experts,):
-            raise ValueError(f"home has shape {self.home.shape}: give the rank of each of the {num_experts} experts")
+        self.home = default_home(num_experts, num_ranks) if home is None else home
+
+    @property
+    def home(self) -> np.ndarray:
+        return self._home
+
+    @home.setter
+    def home(self, given: Any) -> None:
+        home = np.ascontiguousarray(given, dtype=np.int32)
+        if home.shape != self._dims[1:]:
+            raise ValueError(f"home has shape {home.shape}: give the rank of each of the {self._dims[1]} experts")
+        self._home, self._home_address = home, _address(home)
 
     def plan(self, counts: Any) -> MicrobatchPlan:
         """counts: integers [R, E], numpy or CPU tensor. Returns the plan; raises ValueError for a bad count."""

@@ -58,13 +58,13 @@ class Placement:
         return (sum(self.weight[e] for e in experts) << SHARE_BITS) // num_ranks
 
     def _spread(self, experts, ranks, pace):
-        """Greedy numbers of replicas; where the node ends above the mean of the fullest one then, the best of three
+        """Greedy numbers of replicas; where the node ends above the mean of the fullest one then, the best of two
         more with a cap on shares."""
         mean = self._mean(experts, len(ranks))
         lowest, best = None, None
         hottest = max(self.weight[e] for e in experts)
-        hot = 3 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
-        for percent in (75, 90, 0, 98) if hot else (0, 75, 90, 98):
+        hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
+        for percent in (75, 90, 0) if hot else (0, 75, 90):
             for r in ranks:
                 self.ranks[r] = []
             self._replicate(experts, ranks, mean // 100 * percent)

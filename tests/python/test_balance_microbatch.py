@@ -172,6 +172,18 @@ def test_plan_is_pure():
         assert (a.slot_expert == b.slot_expert).all() and (a.slot_tokens == b.slot_tokens).all()
 
 
+def test_homes_may_change_between_plans():
+    rng = np.random.default_rng(3)
+    planner = balance.MicrobatchPlanner(8, 32)
+    for _ in range(3):
+        counts, home = loads.counts(rng, loads.popularity(rng, 1, 32, "zipf", 1.0)[0], 8, 500), rng.integers(0, 8, 32)
+        planner.home = home
+        a, b = planner.plan(counts), balance.plan_microbatch(counts, home)
+        assert (a.slot_expert == b.slot_expert).all() and (a.home == home).all() and not a.is_empty
+    with pytest.raises(ValueError, match="home"):
+        planner.home = home[1:]
+
+
 @pytest.mark.parametrize("change, message", [
     ({"epsilon": -0.1}, "epsilon"), ({"num_nodes": 3}, "num_nodes"), ({"spare_slots": -1}, "spare_slots"),
     ({"min_chunk": 0}, "min_chunk"), ({"tile": 0}, "tile"), ({"fan_out": 0}, "fan_out"),
