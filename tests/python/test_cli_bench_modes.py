@@ -3,19 +3,23 @@ plots, and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
+from bench_case import one_rank_case
 
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, build_parser, launch, main
-from hybrid_ep.cli.bench import built_in, checks, config, plots, presets, routing, simulated
+from hybrid_ep.cli.bench import built_in, checks, config, graphs, plots, presets, routing, simulated
 from hybrid_ep.cli.bench.ledger import build_ledger
 from hybrid_ep.cli.bench.plots import Point
 from hybrid_ep.sim import clusters, model
 from hybrid_ep.sim.shape import Shape
+from hybrid_ep.testing import VirtualWorld
 
 SMALL = ["--tokens", "16", "--hidden", "64", "--topk", "2", "--experts", "8", "-n", "2", "-w", "1"]
 
@@ -186,6 +190,59 @@ def test_the_cuda_backend_without_a_gpu_says_so(launcher, command, capsys):
     assert main([command, "--backend", "cuda"]) == EXIT_USAGE
     said = capsys.readouterr().err
     assert "--backend cuda: executor='cuda'" in said and "use --backend host or sim" in said
+
+
+class FakeCuda:
+    """torch.cuda's graph calls, which record what is captured instead of capturing it."""
+
+    def __init__(self, monkeypatch, fails: bool = False):
+        self.captured, self.fails = [], fails
+        stream = types.SimpleNamespace(wait_stream=lambda _: None)
+        for name, value in {"Stream": lambda: stream, "current_stream": lambda: stream,
+                            "stream": lambda _: contextlib.nullcontext(), "graph": self.graph,
+                            "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: "replayed")}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextlib.contextmanager
+    def graph(self, _):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captured.append("begin")
+        yield
+        self.captured.append("end")
+
+
+def test_graphs_capture_what_is_offered_and_name_what_cannot_be(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+
+    def captured(op):
+        return None if op == "pair" else lambda: cuda.captured.append(op)
+
+    each = types.SimpleNamespace(name="hybrid_ep", captured=captured)
+    replays = graphs.capture(each, ("route", "dispatch", "combine", "pair", "step"))
+    assert set(replays) == {"dispatch", "combine"} and replays["dispatch"]() == "replayed"
+    assert cuda.captured == [*["dispatch"] * 3, "begin", "dispatch", "end", *["combine"] * 3, "begin", "combine", "end"]
+    FakeCuda(monkeypatch, fails=True)
+    with pytest.raises(graphs.CaptureError, match="--cuda-graph: hybrid_ep combine cannot be captured"):
+        graphs.capture(each, ("combine",))
+
+
+@pytest.mark.parametrize("permute", [False, True])
+def test_what_a_graph_would_replay_is_the_exchange_with_a_given_handle(permute, monkeypatch):
+    world = VirtualWorld(1, 1)
+    case = one_rank_case(group=world.groups[0], executor="host", permute=permute)
+    each = built_in.HybridEp(case)
+    try:
+        for op in ("dispatch", "combine", "pair"):
+            call = each.captured(op)
+            with monkeypatch.context() as patch:
+                patch.setattr(each.buffer._session, "route", lambda *_: pytest.fail("routed again"))
+                result = call()
+        copies = 2 if permute else 1  # both experts are this rank's
+        assert torch.equal(result[1], copies * case.x) and result[0][0].shape[0] == 3 * copies
+        assert each.captured("step") is None
+    finally:
+        each.close()
 
 
 # -- simulated ----------------------------------------------------------------------------------------------
