@@ -145,7 +145,7 @@ def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:
 
 
 def _matrices(model: torch.nn.Module):
-    """(name, tensor) of every matrix; those of experts that are stacked in one parameter go by SequentialMLP's names."""
+    """(name, tensor) of every matrix; those of stacked experts go by SequentialMLP's names."""
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if not hasattr(owner, "expert_weights"):

@@ -31,8 +31,8 @@ def weighted_activation(h: torch.Tensor, prob: torch.Tensor | None, kind: str = 
 
     h [N, 2F] for the gated kinds "swiglu", "geglu", "geglu_erf" (the gate's columns first), [N, F] for "silu", "gelu",
     "gelu_erf", "relu", "relu2"; bf16, fp16, fp32 or (on CPUs) fp64. prob fp32 [N] or [N, 1], or None for no weight.
-    A prob of exactly 0 gives zeros and a zero gradient in h, also where the activation is infinite or NaN: padding and tail rows are harmless then, and
-    get dprob = 0 only where h is finite. Raises ValueError."""
+    A prob of exactly 0 gives zeros and a zero gradient in h, also where the activation is infinite or NaN: padding and
+    tail rows are harmless then, and get dprob = 0 only where h is finite. Raises ValueError."""
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; give one of {', '.join(KINDS)}")
     if h.dim() != 2 or h.dtype not in FLOATS or (kind in GATED and h.shape[1] % 2):
