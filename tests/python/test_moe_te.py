@@ -7,9 +7,12 @@ its public signature takes them, that empty experts come out exact, and that tai
 from __future__ import annotations
 
 import importlib.machinery
+import json
+import runpy
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +88,11 @@ def test_refusals_say_why(fake):
     shape = (4, 16, 24)
     assert "needs a GPU" in TransformerEngineBackend.refusal(torch.device("cpu"), torch.bfloat16, shape)
     assert TransformerEngineBackend.refusal(torch.device("cuda"), torch.int8, shape).startswith("dtype torch.int8")
+
+
+def test_the_bench_of_operators_runs_without_a_gpu(tmp_path, capsys):
+    program = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "gpu_bench_moe.py"))
+    assert program["main"](["--device", "cpu", "--smoke", "--json", str(tmp_path / "o.json")]) == 0
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert {r["operator"]: r["bytes"] for r in rows}["weighted SwiGLU, forward"] == 6 * 128 * 32 + 4 * 128
+    assert capsys.readouterr().out.count("\n| ") == len(rows) + 1
