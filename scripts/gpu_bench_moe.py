@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Times of hybrid_ep.moe's operators beside eager torch (and Transformer Engine's, when installed), with their bytes.
 
-    python scripts/gpu_bench_moe.py                      on a GPU: T=8192, k=8, H=7168, F=2048, as in docs/moe_compute.md
+    python scripts/gpu_bench_moe.py                      on a GPU, shapes as in docs/moe_compute.md
     python scripts/gpu_bench_moe.py --device cpu --smoke    small shapes, to see that it runs; its times mean nothing
 
 Prints Markdown: operator, bytes by the formulas of docs/moe_compute.md, median time, bytes over time, and the share of
