@@ -156,7 +156,7 @@ def logical_experts(layer: torch.nn.Module) -> list[int]:
 
 
 def _matrices(model: torch.nn.Module):
-    """(name, tensor) of every matrix; experts that are stacked in one parameter go by SequentialMLP's names."""
+    """(name, tensor) of every matrix; those of stacked experts go by SequentialMLP's names."""
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         if not hasattr(owner, "expert_weights"):

@@ -8,13 +8,15 @@
 Four gloo ranks on a CPU. Loss and gradient norm of every step are compared with the first run of the variant
 (alltoall at the smallest EP; in bf16 at the same EP). Exit 0 when all agree, 1 when a relative difference
 exceeds the variant's tolerance (2e-6 in fp32), 2 when a run did not finish. `--sabotage BUG` plants a bug
-in our dispatcher: it must exit 1.
+in our dispatcher: it must exit 1. `--field-notes` is another table: see parity_field_notes.py; with `--break NAME`
+it must exit 1 too, with `--break all` it exits 0 when each fault is noticed.
 """
 
 import argparse
 import json
 import sys
 
+import parity_field_notes
 import parity_world
 from parity_worker import SABOTAGE, VARIANTS, Case, run_cases
 
@@ -36,12 +38,19 @@ def arguments(argv):
     chosen.add_argument("--variant", nargs="+", choices=sorted(VARIANTS), default=None)
     chosen.add_argument("--all", action="store_true", help="every variant")
     chosen.add_argument("--quick", action="store_true", help="CI subset: EP 1 and 4, no allgather")
+    chosen.add_argument("--field-notes", action="store_true", help="the table of the field notes: --seeds, --break")
+    parser.add_argument("--seeds", type=int, default=2, help="with --field-notes: runs of every row")
+    parser.add_argument("--break", choices=[*parity_field_notes.BREAKS, "all"], default=None, dest="broken",
+                        help="with --field-notes: plant this fault into our experts (all: each in turn)")
+    parser.add_argument("--markdown", metavar="FILE", help="with --field-notes: write the tables there")
     parser.add_argument("--sabotage", choices=SABOTAGE, default="", help="put this bug into our dispatcher")
     parser.add_argument("--reference", action="store_true", help="hybrid_ep.reference in place of the engine")
     parser.add_argument("--per-step", action="store_true", help="print every step of every run")
     parser.add_argument("--json", metavar="FILE", help="write all records there")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for all runs together")
     options = parser.parse_args(argv)
+    if (options.broken or options.markdown) and not options.field_notes:
+        parser.error("--break and --markdown belong to --field-notes")
     if options.sabotage and options.seam != "s3":
         parser.error("--sabotage sits in our dispatcher: it needs --seam s3")
     return options
@@ -144,6 +153,8 @@ def megatron_minor():
 def main(argv=None):
     """Run, print, and return the exit code."""
     options = arguments(argv)
+    if options.field_notes:
+        return parity_field_notes.report(options, NUM_RANKS)
     cases, left_out = plan(options, megatron_minor())
     try:
         outcome = parity_world.run_world(run_cases, NUM_RANKS, (cases,), timeout_s=options.timeout)[0]

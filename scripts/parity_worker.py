@@ -168,9 +168,10 @@ def build_model(case, config, torch):
     for number, layer in enumerate(model.decoder.layers):
         experts = layer.mlp.experts
         for local, expert_id in enumerate(layer.mlp.local_expert_indices):
-            grouped = hasattr(experts, "expert_weights")
-            matrices = (experts.expert_weights(local) if grouped
-                        else dict(experts.local_experts[local].named_parameters()))
+            if hasattr(experts, "expert_weights"):
+                matrices = experts.expert_weights(local)
+            else:
+                matrices = dict(experts.local_experts[local].named_parameters())
             for name, parameter in matrices.items():
                 seed(parameter, "layer", number, "expert", expert_id, name)
         if variant.starved:
@@ -179,7 +180,7 @@ def build_model(case, config, torch):
 
 
 def train(case, torch):
-    """Run one case. Returns {"loss": [...], "grad_norm": [...]}."""
+    """Run one case. Returns {"loss", "grad_norm", "empty" expert groups, "expert_output" norm}, a list each."""
     from megatron.core import distributed, optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -227,7 +228,7 @@ def train(case, torch):
         (case.steps, variant.microbatches, MICRO_BATCH, SEQUENCE + 1),
         generator=torch.Generator().manual_seed(1000 + rank + 1000 * case.seed),
     )
-    record, empty = {"loss": [], "grad_norm": [], "empty": []}, count_empty_experts(model)
+    record, seen = {"loss": [], "grad_norm": [], "empty": [], "expert_output": []}, watch_experts(model)
     for step in range(case.steps):
         wrapped.zero_grad_buffer()
         adam.zero_grad()
@@ -245,21 +246,23 @@ def train(case, torch):
         torch.distributed.all_reduce(loss)
         record["loss"].append(loss.item() / world)
         record["grad_norm"].append(float(grad_norm))
-        closed = torch.tensor(float(empty.pop("groups", 0)))
-        torch.distributed.all_reduce(closed)
-        record["empty"].append(int(closed))
+        facts = torch.tensor([seen.pop("empty", 0.0), seen.pop("squares", 0.0)], dtype=torch.float64)
+        torch.distributed.all_reduce(facts)
+        record["empty"].append(int(facts[0]))
+        record["expert_output"].append(float(facts[1].sqrt()))
     return record
 
 
-def count_empty_experts(model):
-    """A dict whose "groups" counts the groups without a token that experts of this rank were called with."""
+def watch_experts(model):
+    """A dict that sums over this rank's experts: groups without a token ("empty"), squares of outputs ("squares")."""
     seen = {}
 
-    def look(_experts, arguments):
-        seen["groups"] = seen.get("groups", 0) + int((arguments[1] == 0).sum())
+    def look(_experts, arguments, results):
+        seen["empty"] = seen.get("empty", 0.0) + float((arguments[1] == 0).sum())
+        seen["squares"] = seen.get("squares", 0.0) + float(results[0].detach().double().square().sum())
 
     for layer in model.decoder.layers:
-        layer.mlp.experts.register_forward_pre_hook(look)
+        layer.mlp.experts.register_forward_hook(look)
     return seen
 
 

@@ -53,26 +53,36 @@ def check_rounding():
     print(f"rounding: {x.numel()} patterns exact; the interpreter's own cast differs on {wrong}")
 
 
+def assert_close(got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float):
+    """torch.testing's own takes three seconds to import."""
+    got, want = got.double(), want.double()
+    assert got.shape == want.shape and bool(((got - want).abs() <= atol + rtol * want.abs()).all()), (got, want)
+
+
 def check_activations():
+    """Every kind in fp32 with a weight over two tiles; what is the same code for all kinds (no weight, bf16's loads and
+    stores) with a gated and a plain one. The interpreter pays for every launch and operation, not for its width."""
     torch.manual_seed(0)
-    for kind, dtype, f, weighted in itertools.product(activations.KINDS, (torch.float32, torch.bfloat16), (40, 1030),
-                                                      (True, False)):
-        h = (torch.randn(5, f * (2 if kind in activations.GATED else 1)) * 3).to(dtype)
-        prob, grad = torch.rand(5), torch.randn(5, f).to(dtype)
+    cases = [(kind, torch.float32, 1030, True) for kind in activations.KINDS]
+    cases += [(kind, torch.float32, 40, False) for kind in ("swiglu", "relu2")]
+    cases += [(kind, torch.bfloat16, 1030, True) for kind in ("swiglu", "relu2")]
+    for kind, dtype, f, weighted in cases:
+        h = (torch.randn(3, f * (2 if kind in activations.GATED else 1)) * 3).to(dtype)
+        prob, grad = torch.rand(3), torch.randn(3, f).to(dtype)
         prob[1], h[2, 0] = 0, -0.0
         h[1, 0] = float("inf")
         prob = prob if weighted else None
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-5}
-        rows = [0, 2, 3, 4]
+        rows = [0, 2]
         got = triton_activations.forward(h, prob, kind)
         want = activations._forward(h, prob, kind)
-        torch.testing.assert_close(got[rows], want[rows], **tolerance)
+        assert_close(got[rows], want[rows], **tolerance)
         (dh, dprob), (want_dh, want_dprob) = (run(h, prob, grad, kind, weighted) for run in (
             triton_activations.backward, activations._backward))
-        torch.testing.assert_close(dh[rows], want_dh[rows], **tolerance)
+        assert_close(dh[rows], want_dh[rows], **tolerance)
         if weighted:
             assert (got[1] == 0).all() and (dh[1] == 0).all()
-            torch.testing.assert_close(dprob[rows], want_dprob[rows], rtol=1e-4, atol=1e-4)
+            assert_close(dprob[rows], want_dprob[rows], rtol=1e-4, atol=1e-4)
 
 
 def check_unpermute():
