@@ -290,7 +290,7 @@ class HybridEPBuffer:
             validation.hidden_rows("hidden", x, plan.num_tokens)
             return plan, self._weights_in_plan_order(plan, topk_idx, topk_weights, probs)
         routing = self._routing(x, topk_idx, topk_weights, num_of_experts, probs, routing_map,
-                                look=not (non_blocking and self._session.sync_free))
+                                look=not self._session.without_host(non_blocking))
         call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
                     self.config.num_of_blocks_dispatch_api, pad_empty_experts)
         plan = self._session.route(routing, call, self.config)

@@ -199,15 +199,19 @@ class Session:
         self.engine.reset_traffic()
 
     # ---- routing
+    def without_host(self, non_blocking: bool) -> bool:
+        """Whether a routed call leaves the host out. ValueError where it must and cannot."""
+        if self.capturing and not (non_blocking and self.sync_free):
+            raise ValueError("non_blocking=False waits for the counts and cannot be captured in a CUDA graph; give "
+                             "non_blocking=True and num_permuted_tokens")
+        return non_blocking and self.sync_free
+
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
         header = call.header(routing, template)
         if call.non_blocking and self.sync_free:
             core, facts = placed.route(self, routing, call, header, list(_MUST_AGREE))
             return self._plan(core, routing, call, self.shape.max_tokens, facts)
-        if self.capturing:
-            raise ValueError("non_blocking=False waits for the counts and cannot be captured in a CUDA graph; give "
-                             "non_blocking=True and num_permuted_tokens")
         exchange = self._exchange(routing, header)
         _check_headers(exchange.headers)
         if routing.num_experts != self.shape.num_experts:  # the same on all ranks, now that the headers agree

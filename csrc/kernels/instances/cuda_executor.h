@@ -60,7 +60,12 @@ class Device {
   }
   static bool capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream, &status), "capture status");
+    const cudaError_t said = cudaStreamIsCapturing(stream, &status);
+    if (said == cudaErrorStreamCaptureImplicit) {  // the legacy stream, while another captures: it never does itself
+      (void)cudaGetLastError();
+      return false;
+    }
+    check(said, "capture status");
     return status != cudaStreamCaptureStatusNone;
   }
   CudaControl* control(const LaunchSettings& s) {
