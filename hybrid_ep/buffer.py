@@ -69,8 +69,8 @@ class HybridEPBuffer:
             capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor,
             tuning_file=tuning)
         for name, value in (("num_sms_preprocessing_api", num_sms_preprocessing_api),
-                            ("num_blocks_permute", num_blocks_permute), ("num_blocks_unpermute",
-                                                                         num_blocks_unpermute)):
+                            ("num_blocks_permute", num_blocks_permute),
+                            ("num_blocks_unpermute", num_blocks_unpermute)):
             if value is not None:
                 validation.integer(name, value, 1)
         meet = Rendezvous(view, o.timeout_s)
@@ -278,8 +278,7 @@ class HybridEPBuffer:
             yield session
 
     def _plan_or_route(self, length, verb, handle, hidden, scale, topk_idx, topk_weights, num_of_experts,
-                       probs,
-                       routing_map, *, permute, use_fp8=None, non_blocking=False, pad_multiple=1,
+                       probs, routing_map, *, permute, use_fp8=None, non_blocking=False, pad_multiple=1,
                        budget=None, pad_empty_experts=False):
         """(plan, weights in plan order | None | "routed": those that the routing brought)."""
         x = validation.hidden_rows("hidden", hidden)
@@ -381,8 +380,7 @@ class HybridEPBuffer:
         returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, device=x.device)
         session.engine.combine(
             plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],
-            weights=address(w),
-            out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
+            weights=address(w), out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
             fp32_partials=fp32_partials, num_blocks=_blocks(num_sms, self.config.num_of_blocks_combine_api),
             chunk_tokens=session.chunks["combine"])
         if returned is None:
