@@ -37,7 +37,8 @@ class HybridEPBuffer:
     * `group`: torch.distributed process group whose ranks are numbered node by node.
     * `hidden_dim`, `max_num_of_tokens_per_rank`, `num_local_experts`: what to make room for at first; larger calls
       grow the memory, on all ranks together.
-    * `num_sms_dispatch_api`, `num_sms_combine_api`: blocks of an operation. The other `num_*` arguments,
+    * `num_sms_dispatch_api`, `num_sms_combine_api`: blocks of an operation, unless its num_sms says otherwise
+      (default: HYBRID_EP_NUM_BLOCKS, else what fills the links; print(buffer.sm_plan)). The other `num_*` arguments,
       `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are accepted for
       compatibility and have no effect.
     * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else the ranks of one host).
@@ -68,13 +69,14 @@ class HybridEPBuffer:
             capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor,
             tuning_file=tuning)
         for name, value in (("num_sms_preprocessing_api", num_sms_preprocessing_api),
-                            ("num_blocks_permute", num_blocks_permute), ("num_blocks_unpermute",
-                                                                         num_blocks_unpermute)):
+                            ("num_blocks_permute", num_blocks_permute),
+                            ("num_blocks_unpermute", num_blocks_unpermute)):
             if value is not None:
                 validation.integer(name, value, 1)
         meet = Rendezvous(view, o.timeout_s)
         topology = o.agree(meet)
         self._topology, self._timeout_s = topology, o.timeout_s
+        self.sm_plan = o.choose_blocks(topology, hasattr(group, "segments"))  # str() explains the choice; or None
         self.group, self.rank, self.group_size = group, view.rank, view.size
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = topology.num_local_ranks
         self.local_rank, self.node_rank = topology.local_rank, topology.node
@@ -94,7 +96,7 @@ class HybridEPBuffer:
     def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
                  probs=None,
                  routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
-                 handle=None):
+                 handle=None, *, num_sms=None):
         """Sends each token once to every rank that holds one of its experts.
 
         hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
@@ -110,10 +112,10 @@ class HybridEPBuffer:
             plan, given = self._plan_or_route(
                 7, "dispatch", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs,
                 routing_map, permute=False)
-            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, None)
+            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, None, num_sms)
         return rows, weights, scales, handle if handle is not None else dispatch_handle(plan, self.config)
 
-    def combine(self, hidden, probs=None, handle=None, *, fp32_partials=False):
+    def combine(self, hidden, probs=None, handle=None, *, fp32_partials=False, num_sms=None):
         """The sum of what the ranks return for each token of the handle's dispatch: ([T, H], probs or None).
 
         hidden [M, H] bf16, fp16 or fp32, in the order of dispatch's rows. Sums are fp32 in a fixed order (a
@@ -127,14 +129,14 @@ class HybridEPBuffer:
             w = None if probs is None else validation.weights("probs", probs, (x.shape[0],
                                                                                plan.num_node_experts))
             return self._gather(session, plan, x, w, permuted=False, weighted=False,
-                                fp32_partials=fp32_partials)
+                                fp32_partials=fp32_partials, num_sms=num_sms)
 
     def dispatch_with_permute(self, *, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None,
                               num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
                               scaling_factor=None,
                               num_permuted_tokens=None, pad_multiple=None, handle=None, non_blocking=False,
                               fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None,
-                              pad_empty_experts=False):
+                              pad_empty_experts=False, num_sms=None):
         """dispatch, with the rows laid out by local expert, each expert's group padded to pad_multiple with
         zero rows.
 
@@ -175,13 +177,13 @@ class HybridEPBuffer:
                 raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
                                  "the handle; give at least as many, or None")
             rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given,
-                                               plan.num_permuted_rows if budget is None else budget)
+                                               plan.num_permuted_rows if budget is None else budget, num_sms)
         return (rows, weights, scales, plan.padded_tokens_per_expert.clone(),
                 handle if handle is not None else permute_handle(plan, self.config))
 
     def combine_with_unpermute(self, *, hidden, probs=None, handle=None, pad_multiple=None,
                                fuse_unpermute_combine=False, num_dispatched_tokens=None, weighted=False,
-                               fp32_partials=False):
+                               fp32_partials=False, num_sms=None):
         """combine for rows laid out by dispatch_with_permute: ([T, H], probs fp32 [T, E] or None).
 
         hidden [P, H] bf16, fp16 or fp32; rows beyond the handle's are ignored, as are padding rows. A rank's
@@ -201,7 +203,7 @@ class HybridEPBuffer:
                                  f"{'some' if plan.has_weights else 'none'}, and probs is "
                                  f"{validation.describe(probs)}; give weights to dispatch_with_permute and none here")
             return self._gather(session, plan, x, w, permuted=True, weighted=weighted,
-                                fp32_partials=fp32_partials)
+                                fp32_partials=fp32_partials, num_sms=num_sms)
 
     # ---- configuration, reports, life
     def update_template_config(self, hidden_dim=None, num_of_tokens_per_rank=None, num_local_experts=None,
@@ -276,8 +278,7 @@ class HybridEPBuffer:
             yield session
 
     def _plan_or_route(self, length, verb, handle, hidden, scale, topk_idx, topk_weights, num_of_experts,
-                       probs,
-                       routing_map, *, permute, use_fp8=None, non_blocking=False, pad_multiple=1,
+                       probs, routing_map, *, permute, use_fp8=None, non_blocking=False, pad_multiple=1,
                        budget=None, pad_empty_experts=False):
         """(plan, weights in plan order | None | "routed": those that the routing brought)."""
         x = validation.hidden_rows("hidden", hidden)
@@ -287,19 +288,20 @@ class HybridEPBuffer:
             plan = validation.handle(handle, length, verb, self._topology)
             validation.hidden_rows("hidden", x, plan.num_tokens)
             return plan, self._weights_in_plan_order(plan, topk_idx, topk_weights, probs)
-        routing = self._routing(x, topk_idx, topk_weights, num_of_experts, probs, routing_map)
+        routing = self._routing(x, topk_idx, topk_weights, num_of_experts, probs, routing_map,
+                                look=not self._session.without_host(non_blocking))
         call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
                     self.config.num_of_blocks_dispatch_api, pad_empty_experts)
         plan = self._session.route(routing, call, self.config)
         return plan, "routed" if plan.has_weights else None
 
-    def _routing(self, x, topk_idx, topk_weights, num_of_experts, probs, routing_map) -> Routing:
+    def _routing(self, x, topk_idx, topk_weights, num_of_experts, probs, routing_map, look=True) -> Routing:
         if num_of_experts is not None:
             num_of_experts = validation.experts_of_group("num_of_experts", num_of_experts, self.group_size)
         rows = x.shape[0]
         if topk_idx is not None:
             num_experts = num_of_experts or self.config.num_of_experts_per_rank * self.group_size
-            idx = validation.topk(topk_idx, rows, num_experts)
+            idx = validation.topk(topk_idx, rows, num_experts, look)
             if topk_weights is not None:
                 topk_weights = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
             return Routing(num_experts, idx, None, topk_weights)
@@ -314,6 +316,8 @@ class HybridEPBuffer:
 
     @staticmethod
     def _weights_in_plan_order(plan: Plan, topk_idx, topk_weights, probs):
+        if plan.facts is not None:
+            return HybridEPBuffer._weights_on_device(plan, topk_idx, topk_weights, probs)
         ordered = torch.empty(plan.num_tokens, plan.weight_stride)
         if topk_idx is not None and topk_weights is not None:
             where = topk_idx.device
@@ -328,7 +332,18 @@ class HybridEPBuffer:
             return None
         return ordered.to(where)
 
-    def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted):
+    @staticmethod
+    def _weights_on_device(plan: Plan, topk_idx, topk_weights, probs):
+        if topk_idx is not None and topk_weights is not None:
+            idx = validation.topk(topk_idx, plan.num_tokens, plan.num_experts, look=False)
+            given = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
+            return plan.facts.from_topk(idx, given.detach(), plan.num_experts, plan.weight_stride)
+        if probs is None:
+            return None
+        given = validation.weights("probs", probs, (plan.num_tokens, plan.num_experts))
+        return plan.facts.from_dense(given.detach(), plan.weight_stride)
+
+    def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted, num_sms=None):
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
         x = aligned(hidden)
         padded_scale = None if scale is None else pad_rows(scale)
@@ -336,7 +351,8 @@ class HybridEPBuffer:
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
         rows = plan.num_recv_rows if num_permuted is None else num_permuted
         # Rows dropped by capacity_factor leave holes among the permuted rows, which nobody writes.
-        holes = num_permuted is not None and plan.core.has_holes
+        may = plan.facts is not None and session.options.capacity_factor is not None
+        holes = num_permuted is not None and (may or plan.core.has_holes)
         make = session.results.zeros if holes else session.results.empty
         out_x = make(rows, row_bytes(x)).view(x.dtype)
         out_scale = None if scale is None else make(rows, scale_bytes)
@@ -350,10 +366,12 @@ class HybridEPBuffer:
             weights=-1 if isinstance(weights, str) else address(weights), out_x=address(out_x),
             out_scale=address(out_scale), out_weights=address(out_weights), row_bytes=row_bytes(x),
             scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
-            num_blocks=self.config.num_of_blocks_dispatch_api, chunk_tokens=session.chunks["dispatch"])
+            num_blocks=_blocks(num_sms, self.config.num_of_blocks_dispatch_api),
+            chunk_tokens=session.chunks["dispatch"])
         return out_x, out_weights, None if scale is None else unpad_rows(out_scale, scale)
 
-    def _gather(self, session: Session, plan: Plan, hidden, weights, *, permuted, weighted, fp32_partials):
+    def _gather(self, session: Session, plan: Plan, hidden, weights, *, permuted, weighted, fp32_partials,
+                num_sms=None):
         validation.flag("fp32_partials", fp32_partials)
         x, w = aligned(hidden), None if weights is None else aligned(weights)
         bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
@@ -362,15 +380,20 @@ class HybridEPBuffer:
         returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, device=x.device)
         session.engine.combine(
             plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],
-            weights=address(w),
-            out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
-            fp32_partials=fp32_partials, num_blocks=self.config.num_of_blocks_combine_api,
+            weights=address(w), out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
+            fp32_partials=fp32_partials, num_blocks=_blocks(num_sms, self.config.num_of_blocks_combine_api),
             chunk_tokens=session.chunks["combine"])
         if returned is None:
             return out, None
+        if plan.facts is not None:
+            return out, plan.facts.to_dense(returned, plan.num_experts)
         returned, probs = returned.cpu(), torch.empty(plan.num_tokens, plan.num_experts)
         plan.core.weights_to_dense(address(returned), address(probs))
         return out, probs.to(x.device)
+
+
+def _blocks(num_sms: Any, default: int) -> int:
+    return default if num_sms is None else validation.integer("num_sms", num_sms, 1)
 
 
 def _deprecated(name: str, what: str) -> None:

@@ -63,6 +63,11 @@ def current() -> torch.device:
     return device
 
 
+def name_and_capability(device: torch.device) -> tuple[str, tuple[int, int]]:
+    facts = load()["devices"][device.index]
+    return facts["name"], tuple(facts["capability"])
+
+
 def enter(device: torch.device) -> int:
     """Makes the device current for the library in this thread; the address of torch's current stream on it."""
     _core.cuda.set_device(device.index)

@@ -47,7 +47,7 @@ TABLE = {v.name: v for v in (
     Variable("HYBRID_EP_EXECUTOR", str, "name of an executor", "host",
              "Which machine runs the pipeline; hybrid_ep._core.executors() lists them."),
     Variable("HYBRID_EP_NUM_BLOCKS", _positive_int, "positive integer", None,
-             "Blocks of an operation where the constructor's num_sms_* arguments say nothing. Default: 1."),
+             "Blocks of an operation where num_sms_* say nothing. Default: from link rates on GPUs (sm_plan), else 1."),
     Variable("HYBRID_EP_TUNING", str, "path of a file", None,
              "File of `hybrid-ep tune`: blocks (where num_sms_* say nothing) and chunks, by device and shape."),
     Variable("HYBRID_EP_RESULT_CACHE_MIB", _count, "number of MiB, 0 or more", 512,

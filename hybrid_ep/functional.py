@@ -33,9 +33,9 @@ def dispatch_with_permute(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_w
     """Differentiable HybridEPBuffer.dispatch_with_permute: (rows [P, H], weights [P] or None, scales,
     padded_tokens_per_expert, handle).
 
-    dispatch_dtype: "fp8" or "mxfp8" sends hidden quantised (hybrid_ep.quantize) and returns the rows dequantised, in
-    hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and travel
-    unquantised. ValueError with a scaling_factor, for hidden is quantised already then."""
+    dispatch_dtype: "fp8", "mxfp8" or "nvfp4" sends hidden quantised (hybrid_ep.quantize) and returns the rows
+    dequantised, in hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and
+    travel unquantised. ValueError with a scaling_factor, for hidden is quantised already then."""
     fmt = quantize.format_of(dispatch_dtype, hidden.shape[1])
     if fmt and scaling_factor is not None:
         raise ValueError(f"dispatch_dtype={dispatch_dtype!r} quantises hidden, but scaling_factor says that it is "

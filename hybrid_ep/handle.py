@@ -18,7 +18,10 @@ my token goes to that other node (ascending);  num_dispatched_tokens_tensor int3
 local_expert_routing_map bool [M, Er];  dense_to_expert_map int32 [M, Er]: permuted row, -1: none or dropped
 dense_chunk_layout int32 [num_ranks]: receive row where each source rank's rows end (a source is one chunk)
 tokens_per_expert int32 [Er]: kept rows, without padding;  overflow_flag int32 [1]: 1 when pairs were dropped
-here """
+here
+
+Of a sync-free dispatch (non_blocking=True on a GPU) the maps are None, since their sizes are not known; the other
+tensors lie on the device, and num_dispatched_tokens_tensor is right once the dispatch has run."""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 
 from hybrid_ep.config import HybridEpConfigInstance
+from hybrid_ep.placed import Facts
 from hybrid_ep.tensors import address
 
 
@@ -55,6 +59,7 @@ class Plan:
     has_weights: bool
     tokens_per_expert: torch.Tensor  # int32 [num_local_experts]
     padded_tokens_per_expert: torch.Tensor  # int64 [num_local_experts]
+    facts: Facts | None = field(default=None, repr=False)  # of a plan that the host never reads; see placed.py
 
     @property
     def num_nodes(self) -> int:
@@ -96,6 +101,9 @@ def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
 
 
 def permute_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
+    if plan.facts is not None:
+        return (None, None, None, plan.facts.recv_rows, None, None, None, plan.tokens_per_expert, plan.num_tokens,
+                _config_with(plan, template), plan.facts.overflow)
     dense_to_expert = torch.empty(plan.num_recv_rows, plan.num_local_experts, dtype=torch.int32)
     plan.core.fill_dense_to_expert_map(address(dense_to_expert))
     ends = torch.tensor(plan.core.recv_rows_per_source, dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import _core, devices, env, topology, tuning, validation
+from hybrid_ep import _core, devices, env, sm_plan, topology, tuning, validation
 from hybrid_ep.bootstrap import Rendezvous, agree
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
 
@@ -26,7 +26,7 @@ class Options:
     max_tokens: int
     num_local_experts: int
     use_fp8: bool
-    num_blocks_dispatch: int | None
+    num_blocks_dispatch: int | None  # None: as the links need, once the topology is known
     num_blocks_combine: int | None
     ranks_per_node: int | None
     ranks_per_node_origin: str
@@ -57,14 +57,27 @@ class Options:
         return found
 
     def _settle(self, where: topology.Topology) -> None:
-        """Blocks and chunks: the caller's, else the tuning file's, else the default."""
+        """Blocks and chunks: the caller's, else the tuning file's; else choose_blocks and the default."""
         tuned = None if self.tuning is None else self.tuning.find(
             tuning.Key(where.num_ranks, where.num_local_ranks, self.hidden_dim,
                        self.num_local_experts * where.num_ranks), self.max_tokens)
         if tuned is not None:
             self.chunks = {"dispatch": tuned.chunk_dispatch, "combine": tuned.chunk_combine}
-        self.num_blocks_dispatch = self.num_blocks_dispatch or (tuned.num_sms_dispatch if tuned else 1)
-        self.num_blocks_combine = self.num_blocks_combine or (tuned.num_sms_combine if tuned else 1)
+        self.num_blocks_dispatch = self.num_blocks_dispatch or (tuned.num_sms_dispatch if tuned else None)
+        self.num_blocks_combine = self.num_blocks_combine or (tuned.num_sms_combine if tuned else None)
+
+    def choose_blocks(self, where: topology.Topology, virtual: bool) -> sm_plan.SmPlan | None:
+        """Fills in the block counts that nobody gave. On GPUs with ranks of their own: by sm_plan, which is returned;
+        else 1, for virtual ranks share one device, whose SMs must hold all their blocks at once."""
+        plan = None
+        if devices.is_cuda(self.executor) and not virtual:
+            name, capability = devices.name_and_capability(self.device)
+            plan = sm_plan.plan(sm_plan.cluster_of(name, capability), where.num_nodes, where.num_local_ranks,
+                                self.num_local_experts * where.num_ranks, 2 * self.hidden_dim)
+        default = plan.num_sms if plan else 1
+        self.num_blocks_dispatch = self.num_blocks_dispatch or default
+        self.num_blocks_combine = self.num_blocks_combine or default
+        return plan
 
     def first_shape(self, num_ranks: int) -> dict[str, int]:
         """What to lay the memory out for before any call is known."""

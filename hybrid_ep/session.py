@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import _core, devices, env
+from hybrid_ep import _core, devices, env, placed
 from hybrid_ep.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import (
@@ -93,6 +93,10 @@ class Session:
         self.why_closed: str | None = None
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
+        self._past_launches = 0
+        # non_blocking=True without the host: see placed.py. The host's executors can do it too.
+        self.sync_free = devices.is_cuda(options.executor)
+        self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
         self._segments = self._choose_segments()
@@ -123,6 +127,8 @@ class Session:
         """CUDA: operations go where torch's would go in this thread."""
         if self.options.device.type == "cuda":
             stream = devices.enter(self.options.device)
+            self.capturing = torch.cuda.is_current_stream_capturing()
+            self.captured |= self.capturing
             if self.engine is not None:
                 self.engine.set_stream(stream)
 
@@ -141,8 +147,13 @@ class Session:
         wanted["num_experts"] = needs.get("num_experts", now["num_experts"])
         capacity = recv_capacity(self.options.capacity_factor, wanted["max_tokens"], self.topology.num_ranks)
         wanted["recv_rows"] = max(wanted["recv_rows"], capacity)
-        if wanted != now:
-            self._open(wanted)
+        if wanted == now:
+            return
+        if self.captured:
+            grown = ", ".join(f"{n} from {now[n]} to {wanted[n]}" for n in now if now[n] != wanted[n])
+            raise ValueError(f"this buffer would have to grow ({grown}), but a CUDA graph holds addresses of its "
+                             "memory; run a call of this size before the capture, or make another buffer for it")
+        self._open(wanted)
 
     def _choose_segments(self):
         """What makes and maps this group's registered memory. Collective on a GPU: the ranks agree on a kind."""
@@ -162,7 +173,7 @@ class Session:
                                   num_local_ranks=self.topology.num_local_ranks,
                                   **wanted)
         if self.engine is not None:
-            self._past_traffic = self.traffic()
+            self._past_traffic, self._past_launches = self.traffic(), self.num_launches()
             self.engine = None
         o = self.options
         try:
@@ -180,14 +191,27 @@ class Session:
         now = self.engine.traffic()
         return {name: value + self._past_traffic.get(name, 0) for name, value in now.items()}
 
+    def num_launches(self) -> int:
+        return self._past_launches + self.engine.num_launches
+
     def reset_traffic(self) -> None:
         self._past_traffic = {}
         self.engine.reset_traffic()
 
     # ---- routing
+    def without_host(self, non_blocking: bool) -> bool:
+        """Whether a routed call leaves the host out. ValueError where it must and cannot."""
+        if self.capturing and not (non_blocking and self.sync_free):
+            raise ValueError("non_blocking=False waits for the counts and cannot be captured in a CUDA graph; give "
+                             "non_blocking=True and num_permuted_tokens")
+        return non_blocking and self.sync_free
+
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
         header = call.header(routing, template)
+        if call.non_blocking and self.sync_free:
+            core, facts = placed.route(self, routing, call, header, list(_MUST_AGREE))
+            return self._plan(core, routing, call, self.shape.max_tokens, facts)
         exchange = self._exchange(routing, header)
         _check_headers(exchange.headers)
         if routing.num_experts != self.shape.num_experts:  # the same on all ranks, now that the headers agree
@@ -236,7 +260,7 @@ class Session:
             raise CapacityError(f"num_permuted_tokens={said}; raise it, give None, or drop rows with "
                                 "non_blocking=True or overflow='drop'", core.num_dropped_per_rank, budgets)
 
-    def _plan(self, core, routing: Routing, call: Call, max_tokens: int) -> Plan:
+    def _plan(self, core, routing: Routing, call: Call, max_tokens: int, facts=None) -> Plan:
         return Plan(
             core=core, rank=self.topology.rank, num_ranks=self.topology.num_ranks,
             num_local_ranks=self.topology.num_local_ranks, num_experts=routing.num_experts,
@@ -245,8 +269,10 @@ class Session:
             max_recv_rows=core.max_recv_rows,
             num_permuted_rows=core.num_permuted_rows, num_dropped=core.num_dropped, overflow=core.overflow,
             has_weights=routing.weights is not None,
-            tokens_per_expert=torch.tensor(core.tokens_per_expert, dtype=torch.int32),
-            padded_tokens_per_expert=torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64))
+            tokens_per_expert=torch.tensor(core.tokens_per_expert, dtype=torch.int32) if facts is None else
+            facts.tokens_per_expert.int(),
+            padded_tokens_per_expert=torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64) if facts is None
+            else facts.padded_tokens_per_expert, facts=facts)
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""

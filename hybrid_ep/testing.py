@@ -97,6 +97,12 @@ class VirtualWorld:
             raise errors[0]
         return results
 
+    def poison(self, buffers: list[Any]) -> None:
+        """0xFF into everything registered that holds data, not flags: a row that nobody wrote shows. While no
+        operation is in flight."""
+        for buffer in buffers:
+            buffer._session.engine.poison()
+
     def buffers(self, hidden_dim: int, max_tokens: int, num_local_experts: int, **options: Any) -> list[Any]:
         """A HybridEPBuffer of every rank."""
         from hybrid_ep.buffer import HybridEPBuffer

@@ -110,8 +110,8 @@ def weights(name: str, w: Any, shape: tuple[int, ...], at_least: bool = False) -
     return w
 
 
-def topk(idx: Any, rows: int, num_experts: int) -> torch.Tensor:
-    """int64 [rows, topk]; -1 drops a choice."""
+def topk(idx: Any, rows: int, num_experts: int, look: bool = True) -> torch.Tensor:
+    """int64 [rows, topk]; -1 drops a choice. look: read the numbers, which on a GPU waits for them."""
     idx = tensor("topk_idx", idx, 2, "integers [num_tokens, topk]")
     if idx.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         raise ValueError(f"topk_idx has dtype {idx.dtype}; give int64 expert numbers")
@@ -119,7 +119,7 @@ def topk(idx: Any, rows: int, num_experts: int) -> torch.Tensor:
         raise ValueError(f"topk_idx has {idx.shape[0]} rows but hidden has {rows}; give one row for each token")
     if idx.shape[1] < 1:
         raise ValueError(f"topk_idx has shape {tuple(idx.shape)}; give at least one choice a token (-1 drops it)")
-    if idx.numel():
+    if look and idx.numel():
         low, high = (int(v) for v in idx.aminmax())
         if low < -1 or high >= num_experts:
             raise ValueError(f"topk_idx holds {low if low < -1 else high}; experts are 0..{num_experts - 1}, -1 "

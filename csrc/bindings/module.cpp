@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "arch/host/errors.h"
 #include "bindings/balance.h"
 #include "bindings/convert.h"
@@ -65,12 +67,48 @@ Exchange exchange(Engine& engine, uint64_t routing, const std::string& kind, uin
   return x;
 }
 
+// The plan of a routed dispatch that the host does not wait for.
+std::shared_ptr<Plan> place(Engine& engine, uint64_t routing, const std::string& kind, uint64_t weights,
+                            int64_t num_tokens, int64_t topk_in, int64_t topk, const py::dict& header,
+                            const std::vector<std::string>& must_agree, uint64_t memory, int64_t pad_multiple,
+                            bool pad_empty, int64_t budget) {
+  RoutingInput in;
+  (kind == "topk" ? in.topk_idx = pointer<const int64_t>(routing) : nullptr);
+  (kind == "map" ? in.routing_map = pointer<const unsigned char>(routing) : nullptr);
+  in.weights = pointer<const float>(weights);
+  in.num_tokens = narrow("num_tokens", num_tokens), in.topk = narrow("topk_in", topk_in);
+  PlaceCall c;
+  c.topk = narrow("topk", topk), c.pad_multiple = narrow("pad_multiple", pad_multiple), c.pad_empty = pad_empty;
+  c.budget = narrow("budget", budget), c.memory = pointer<unsigned char>(memory);
+  c.must_agree = 1u << kHeaderTopk;
+  for (const auto& [key, value] : header) {
+    const std::string name = key.cast<std::string>();
+    const uint32_t word = kHeaderFirstFree + uint32_t(in.header.size());
+    if (name == "budget") c.budget_word = word;
+    if (std::find(must_agree.begin(), must_agree.end(), name) != must_agree.end()) c.must_agree |= 1u << word;
+    in.header.push_back(narrow(name.c_str(), value.cast<int64_t>()));
+  }
+  if (!c.budget_word) throw std::invalid_argument("header: a word named 'budget' must be in it");
+  py::gil_scoped_release release;
+  return engine.place(in, c);
+}
+
+// Arrays of a placed plan that a caller may look at, as offsets in its memory; "total" is its size.
+std::map<std::string, uint64_t> plan_memory(const Engine& engine, int64_t num_tokens, int64_t topk) {
+  const PlanMemory m = engine.plan_memory(narrow("num_tokens", num_tokens), narrow("topk", topk));
+  return {{"total", m.total},
+          {"numbers", m.numbers},
+          {"pair_expert", m.pair_expert},
+          {"tokens_per_expert", m.tokens_per_expert},
+          {"padded_tokens_per_expert", m.padded_tokens_per_expert}};
+}
+
 void dispatch(Engine& engine, Plan& plan, uint64_t x, uint64_t scale, int64_t weights, uint64_t out_x,
               uint64_t out_scale, uint64_t out_weights, int64_t row_bytes, int64_t scale_bytes, bool permute,
               int64_t out_rows, int num_blocks, int64_t chunk_tokens) {
   DispatchCall c;
   c.x = pointer<const unsigned char>(x), c.scales = pointer<const unsigned char>(scale);
-  c.weights = weights == -1 ? plan.weights().data() : pointer<const float>(uint64_t(weights));
+  c.weights = weights == -1 ? plan.weights() : pointer<const float>(uint64_t(weights));
   // A rank without tokens has no weights to point at; that weights travel is a fact of the call all the same.
   static constexpr float kNoWeights[4] = {};
   if (weights == -1 && !c.weights) c.weights = kNoWeights;
@@ -193,6 +231,7 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("num_permuted_rows", &Plan::num_permuted_rows)
       .def_property_readonly("tokens_per_expert", &Plan::tokens_per_expert)
       .def_property_readonly("padded_tokens_per_expert", &Plan::padded_tokens_per_expert)
+      .def_property_readonly("on_device", &Plan::on_device)
       .def_property_readonly("overflow", &Plan::overflow)
       .def_property_readonly("has_holes", &Plan::has_holes)
       .def_property_readonly("num_dropped", &Plan::num_dropped)
@@ -228,6 +267,12 @@ void bind_engine(py::module_& m) {
            py::arg("executor") = "host", py::arg("seed") = 0)
       .def("exchange", &exchange, py::kw_only(), py::arg("routing"), py::arg("kind"), py::arg("weights") = 0,
            py::arg("num_tokens"), py::arg("topk") = 0, py::arg("header") = py::dict())
+      .def("place", &place, py::kw_only(), py::arg("routing"), py::arg("kind"), py::arg("weights") = 0,
+           py::arg("num_tokens"), py::arg("topk_in") = 0, py::arg("topk"), py::arg("header"), py::arg("must_agree"),
+           py::arg("memory"), py::arg("pad_multiple") = 1, py::arg("pad_empty") = false, py::arg("budget"),
+           "A plan that lies in `memory`, whose counts the host never learns.")
+      .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), "Offsets in the memory of such a plan.")
+      .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
       .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = 0,
            py::arg("weights") = 0, py::arg("out_x"), py::arg("out_scale") = 0, py::arg("out_weights") = 0,
            py::arg("row_bytes"), py::arg("scale_bytes") = 0, py::arg("permute"), py::arg("out_rows") = 0,
@@ -236,6 +281,7 @@ void bind_engine(py::module_& m) {
            py::arg("weights") = 0, py::arg("out_x"), py::arg("out_weights") = 0, py::arg("permuted"),
            py::arg("multiply") = false, py::arg("fp32_partials") = false, py::arg("num_blocks") = 1,
            py::arg("chunk_tokens") = 0)
+      .def("poison", &Engine::poison, "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)
       .def("reset_traffic", &Engine::reset_traffic)
       .def(

@@ -15,6 +15,7 @@ enum class Site : uint16_t {
   kRailSlotFree,    // a credit: the rail peer consumed the slot's previous chunk
   kRailChunk,       // a chunk of tokens from a rail peer
   kRailAny,         // any chunk from any rail peer
+  kHeaders,         // never comes: another rank means a different call, and no host saw it
   kQuiet,           // completion of this rank's own puts
   kBlockSync,       // the other lanes of this block
   kTestSite,        // used by conformance tests only
@@ -31,6 +32,7 @@ inline const char* site_name(Site s) {
     case Site::kRailSlotFree: return "rail_slot_free";
     case Site::kRailChunk: return "rail_chunk";
     case Site::kRailAny: return "rail_any";
+    case Site::kHeaders: return "headers_differ";
     case Site::kQuiet: return "quiet";
     case Site::kBlockSync: return "block_sync";
     case Site::kTestSite: return "test_site";

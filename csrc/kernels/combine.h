@@ -1,6 +1,7 @@
 // Kernels of combine. unpermute: this rank's experts' outputs -> partials in its receive rows. combine: node
 // sums for the rail peers and the final sum for this rank, side by side. Two launches.
 #pragma once
+#include "roles/leave.h"
 #include "roles/pull.h"
 #include "roles/reduce.h"
 #include "roles/unpermute.h"
@@ -49,7 +50,8 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   }
   a.block_sync();
   if (warp == 0) {
-    if (elected) NodeSumRole<A, Net>(a, net, p, node_sum).run(smem);
+    if (!elected) return;
+    NodeSumRole<A, Net>(a, net, p, node_sum).run(smem);
   } else if (warp == 1) {
     if (!elected) return;
     FinalSumRole<A, Net>(a, net, p, final_sum).run();
@@ -58,11 +60,15 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
     ReduceRole<A, Net, kWarps> role(a, net, p, node_sum, smem, p.out_stage_at[0], 1, 2, p.partial_dtype,
                                     p.partial_dtype);
     role.run("node_sum_reduce", parties);
-    if (role.leader && kMutant != 46) net.quiet(a);
+    if (!role.leader) return;
+    if (kMutant != 46) net.quiet(a);
   } else {
-    ReduceRole<A, Net, kWarps>(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps, p.partial_dtype, p.dtype)
-        .run("final_sum_reduce", parties);
+    ReduceRole<A, Net, kWarps> role(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps, p.partial_dtype,
+                                    p.dtype);
+    role.run("final_sum_reduce", parties);
+    if (!role.leader) return;
   }
+  leave_operation(a, p, p.plan.rail_count, p.plan.node_count, uint64_t(a.num_blocks()) * 4);
 }
 
 template <Arch A>

@@ -3,6 +3,7 @@
 #pragma once
 #include "roles/deliver.h"
 #include "roles/g2s.h"
+#include "roles/leave.h"
 #include "roles/n2n.h"
 #include "roles/s2g.h"
 
@@ -26,14 +27,16 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
   if (warp == 6) return ZeroRowsRole<A>::run(a, p);
   if (!elected) return;  // the copy roles are one lane each: bulk copies need no more
   switch (warp) {
-    case 0: return N2NRole<A, Net>(a, net, p, rail, smem).run();
-    case 1: return DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps);
+    case 0: N2NRole<A, Net>(a, net, p, rail, smem).run(); break;
+    case 1: DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps); break;
     case 2:
     case 3:
-      return DispatchS2GRole<A, Net>(a, net, p, scatter, warp - 2, kScatterWarps).run(a.num_blocks() * kScatterWarps);
-    case 4: return DeliverG2SRole<A>::run(a, p, deliver);
+      DispatchS2GRole<A, Net>(a, net, p, scatter, warp - 2, kScatterWarps).run(a.num_blocks() * kScatterWarps);
+      break;
+    case 4: DeliverG2SRole<A>::run(a, p, deliver); break;
     case 5: return DeliverS2GRole<A>(a, p, deliver).run();
   }
+  leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(a.num_blocks()) * (3 + kScatterWarps));
 }
 
 // Fills in how shared memory is cut. `budget` is what one block may use; returns the bytes it will use.

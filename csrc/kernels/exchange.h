@@ -1,6 +1,8 @@
 // Kernel: route this rank's tokens and all-gather the count vectors. One block.
 #pragma once
+#include "layout/headers.h"
 #include "roles/exchange.h"
+#include "roles/place.h"
 #include "roles/route.h"
 
 namespace hep {
@@ -9,18 +11,53 @@ namespace hep {
 template <Arch A>
 inline constexpr int kExchangeWarps = A::kLanes < 32 ? 1 : 16;
 
+// Ranks that mean different calls would overrun each other's rows. Where the host does not see the headers, the lane
+// that does never goes on: its deadline says who differs, in which word (the obituary's chunk), and both values.
+template <Arch A>
+HEP_DEVICE void require_agreement(A& a, const ExchangeParams& p, const CountsView& counts) {
+  for (uint32_t i = uint32_t(a.lane()); i < counts.layout.num_ranks * uint32_t(kCountHeaderWords); i += A::kLanes) {
+    const int rank = int(i) / kCountHeaderWords, word = int(i) % kCountHeaderWords;
+    const uint32_t said = counts.header(rank, word);
+    const bool fits = word != kHeaderNumTokens || said <= p.max_tokens;
+    while (!fits || ((p.must_agree >> word & 1) && said != p.header[word]))
+      a.poll_idle({Site::kHeaders, rank, word}, word == kHeaderNumTokens ? p.max_tokens : p.header[word], said);
+  }
+}
+
+// The whole plan, without the host.
+template <Arch A>
+HEP_DEVICE void place_tokens(A& a, const ExchangeParams& p) {
+  a.set_role("place");
+  PlaceParams place = p.place;
+  place.counts = p.counts + p.parity_bytes();
+  require_agreement(a, p, CountsView{p.layout, place.counts});
+  if (a.warp_idx() == 0 && a.elect_one())
+    for (int n = 0; n < p.world.num_nodes; ++n) {
+      place.records[n] = place.record_base + uint64_t(n) * p.num_tokens * place.record_bytes;
+      place.node_token_table[n] = p.node_tokens + uint64_t(n) * p.num_tokens;
+      place.rail_record_table[n] = place.rail_record_base + uint64_t(n) * place.rail_record_stride;
+    }
+  PlaceRole<A>(a, place).run();
+}
+
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p) {
   a.set_role("route");
   RouteRole<A>(a, p).run();
-  if (a.warp_idx() != 0) return;
+  const bool place = p.place.numbers != nullptr;
   a.set_role("exchange");
-  if (a.elect_one()) ExchangeRole<A, Net>::send(a, net, p);
-  ExchangeRole<A, Net>::forward(a, net, p);
-  if (a.elect_one()) {
-    ExchangeRole<A, Net>::wait_all(a, p);
-    net.quiet(a);
+  if (a.warp_idx() == 0) {
+    if (a.elect_one()) ExchangeRole<A, Net>::send(a, net, p);
+    ExchangeRole<A, Net>::forward(a, net, p);
   }
+  if (a.warp_idx() == 0 || place) {  // whoever reads the vectors has waited for them
+    if (a.elect_one()) ExchangeRole<A, Net>::wait_all(a, p);
+    a.warp_sync();
+  }
+  if (place) place_tokens<A>(a, p);
+  if (a.warp_idx() == 0 && a.elect_one()) net.quiet(a);
+  a.block_sync();
+  if (a.warp_idx() == 0 && a.elect_one()) ++p.progress->exchanges;
 }
 
 }  // namespace hep

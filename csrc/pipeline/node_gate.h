@@ -13,30 +13,31 @@ namespace hep {
 struct NodeGate {
   static constexpr uint64_t kStride = BufferLayout::kFlagStride / 8;
   World world;
-  uint64_t epoch;
+  const uint64_t* finished;      // operations of this rank before this one
   uint64_t *ready_in, *done_in;  // [L] cache lines in this rank's segment, entry l written by local rank l
   uint64_t* const* peer_ready;   // [L] address of OUR entry in local rank l's ready flags
   uint64_t* const* peer_done;
 
+  HEP_DEVICE uint64_t epoch() const { return kMutant == 31 ? 1 : *finished + 1; }
   template <class A>
   HEP_DEVICE void announce_ready(A& a) const {
-    for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_ready[l], epoch);
+    for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_ready[l], epoch());
   }
   template <class A>
   HEP_DEVICE void wait_all_ready(A& a) const {
     if (kMutant == 8) return;
     for (int l = 0; l < world.num_local_ranks; ++l)
-      a.wait_ge_sys(ready_in + l * kStride, epoch, {Site::kPeerReady, world.rank_of(world.node(), l), -1});
+      a.wait_ge_sys(ready_in + l * kStride, epoch(), {Site::kPeerReady, world.rank_of(world.node(), l), -1});
   }
   template <class A>
   HEP_DEVICE void announce_done(A& a) const {
-    for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_done[l], epoch);
+    for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_done[l], epoch());
   }
   template <class A>
   HEP_DEVICE void wait_all_done(A& a) const {
     if (kMutant == 9) return;
     for (int l = 0; l < world.num_local_ranks; ++l)
-      a.wait_ge_sys(done_in + l * kStride, epoch, {Site::kPeerDone, world.rank_of(world.node(), l), -1});
+      a.wait_ge_sys(done_in + l * kStride, epoch(), {Site::kPeerDone, world.rank_of(world.node(), l), -1});
   }
 };
 

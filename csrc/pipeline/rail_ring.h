@@ -19,7 +19,7 @@ struct RailPeer {
   uint64_t* free_flags;                    // [S] cache lines, written by the peer: credits for our chunks
   uint64_t* consumed;                      // [S] rank-private: stages consumed of the slot's chunk
   uint64_t peer_recv_slots, peer_full_flags, peer_free_flags;  // offsets in the peer's segment
-  uint64_t send_base, recv_base;                               // chunks sent and received before this kernel
+  uint64_t *sent, *received;                                   // rank-private: chunks before this kernel
 };
 
 struct RailGeometry {
@@ -31,14 +31,14 @@ inline constexpr uint64_t kFlagWords = BufferLayout::kFlagStride / 8;
 
 struct RailSender {
   HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    const uint64_t base = kMutant == 35 ? 0 : p.send_base;
+    const uint64_t base = kMutant == 35 ? 0 : *p.sent;
     return p.send_slots + ((base + chunk) % g.num_slots) * g.slot_bytes;
   }
   // Is there a credit for this kernel's `chunk`-th chunk to the peer? Then its slot may be filled: the slot's
   // previous chunk is consumed, which also means that the put from our side of the slot is complete.
   template <class A, class Net>
   HEP_DEVICE static bool test(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    const uint64_t q = p.send_base + chunk;
+    const uint64_t q = *p.sent + chunk;
     uint64_t credit = q + 1 > g.num_slots ? q + 1 - g.num_slots : 0;
     if (kMutant == 4 && credit > 0) --credit;
     return credit == 0 || net.test_signal(a, p.free_flags + ((q + (kMutant == 42)) % g.num_slots) * kFlagWords, credit);
@@ -47,7 +47,7 @@ struct RailSender {
   template <class A, class Net>
   HEP_DEVICE static void commit(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk,
                                 uint64_t bytes) {
-    uint64_t q = p.send_base + chunk, slot = q % g.num_slots;
+    uint64_t q = *p.sent + chunk, slot = q % g.num_slots;
     uint64_t data = p.peer_recv_slots + slot * g.slot_bytes,
              flag = p.peer_full_flags + slot * BufferLayout::kFlagStride;
     if (kMutant == 5) {  // flag before data: a put, then a signal that does not order it
@@ -61,17 +61,17 @@ struct RailSender {
 
 struct RailReceiver {
   HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    const uint64_t base = kMutant == 23 ? 0 : p.recv_base;
+    const uint64_t base = kMutant == 23 ? 0 : *p.received;
     return p.recv_slots + ((base + chunk) % g.num_slots) * g.slot_bytes;
   }
   template <class A, class Net>
   HEP_DEVICE static bool test(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    uint64_t q = p.recv_base + chunk;
+    uint64_t q = *p.received + chunk;
     return net.test_signal(a, p.full_flags + (q % g.num_slots) * kFlagWords, q + 1);
   }
   template <class A, class Net>
   HEP_DEVICE static void wait(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    uint64_t q = p.recv_base + chunk;
+    uint64_t q = *p.received + chunk;
     if (kMutant != 6)
       net.wait_signal(a, p.full_flags + (q % g.num_slots) * kFlagWords, q + 1,
                       {Site::kRailChunk, p.rank, int64_t(chunk)});
@@ -81,7 +81,7 @@ struct RailReceiver {
   template <class A, class Net>
   HEP_DEVICE static void consume(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk,
                                  uint64_t total) {
-    uint64_t q = p.recv_base + chunk, slot = q % g.num_slots;
+    uint64_t q = *p.received + chunk, slot = q % g.num_slots;
     uint64_t last = kMutant == 7 ? 1 : kMutant == 39 && total > 1 ? total - 1 : total;
     if (a.add_acq_rel_rank(p.consumed + slot, 1) + 1 != last) return;
     if (kMutant != 21) p.consumed[slot] = 0;

@@ -15,7 +15,7 @@ struct DeliverG2SRole {
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes);
     const unsigned char* recv = p.peers.recv[p.world.local_rank()];
     TokenHead head{};
-    for (uint32_t i = a.block_idx(); i < p.plan.recv_rows; i += a.num_blocks()) {
+    for (uint32_t i = a.block_idx(); i < p.plan.numbers->recv_rows; i += a.num_blocks()) {
       head.index = i;
       const auto src = TokenSource::contiguous(p.message, recv + uint64_t(i) * p.message.token_bytes());
       for (head.tile = 0; head.tile < tiles; ++head.tile) load_tile(a, to, p.message, p.tile_bytes, src, head);
@@ -101,8 +101,10 @@ struct ZeroRowsRole {
   HEP_DEVICE static void run(A& a, const DispatchParams& p) {
     a.set_role("zero_rows");
     if (!p.permute || kMutant == 27) return;
-    for (uint32_t r = 0; r < p.plan.num_zero_ranges; ++r) {
-      const uint64_t begin = p.plan.zero_ranges[2 * r], end = p.plan.zero_ranges[2 * r + 1];
+    for (uint32_t r = 0; r <= p.plan.num_local_experts; ++r) {
+      const bool tail = r == p.plan.num_local_experts;  // behind the last group, up to the result's end
+      const uint64_t begin = tail ? p.plan.numbers->permuted_rows : p.plan.zero_ranges[2 * r];
+      const uint64_t end = tail ? p.out_rows : p.plan.zero_ranges[2 * r + 1];
       for (uint64_t row = begin + a.block_idx(); row < end; row += a.num_blocks()) {
         zero(a, p.out_x + row * p.message.row_bytes, p.message.row_bytes);
         if (p.message.scale_bytes) zero(a, p.out_scales + row * p.message.scale_bytes, p.message.scale_bytes);

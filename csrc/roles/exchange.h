@@ -14,11 +14,11 @@ struct ExchangeRole {
   // By one lane; this rank's vector is complete.
   HEP_DEVICE static void send(A& a, Net& net, const ExchangeParams& p) {
     const uint64_t bytes = p.layout.vector_bytes();
-    const unsigned char* mine = p.counts + p.world.rank * bytes;
-    const uint64_t offset = p.counts_offset + p.world.rank * bytes;
+    const uint64_t at = p.parity_bytes() + p.world.rank * bytes, offset = p.counts_offset + at;
+    const unsigned char* mine = p.counts + at;
     for (int i = 1; i < p.world.num_nodes; ++i) {
       const int node = (p.world.node() + i) % p.world.num_nodes;
-      net.put_signal(a, node, offset, mine, bytes, p.rail_flag_offset, p.sequence);
+      net.put_signal(a, node, offset, mine, bytes, p.rail_flag_offset, p.sequence());
       p.traffic->count_bytes += bytes;
     }
   }
@@ -27,30 +27,30 @@ struct ExchangeRole {
     for (int i = 0; i < p.world.num_nodes; ++i) {
       const int node = (p.world.node() + i) % p.world.num_nodes, source = p.world.rail_peer(node);
       if (i > 0 && kMutant != 28)
-        net.wait_signal(a, p.rail_flags + node * kStride, p.sequence, {Site::kCountsFromRail, source, -1});
+        net.wait_signal(a, p.rail_flags + node * kStride, p.sequence(), {Site::kCountsFromRail, source, -1});
       for (int l = 0; l < p.world.num_local_ranks; ++l) copy_vector(a, p, source, l);
     }
   }
   HEP_DEVICE static void wait_all(A& a, const ExchangeParams& p) {
     for (int r = 0; r < p.world.num_ranks(); ++r) {
       const int via = p.world.rank_of(p.world.node(), r % p.world.num_local_ranks);
-      a.wait_ge_sys(p.node_flags + r * kStride, p.sequence - (kMutant == 44), {Site::kCountsFromNode, via, r});
+      a.wait_ge_sys(p.node_flags + r * kStride, p.sequence() - (kMutant == 44), {Site::kCountsFromNode, via, r});
     }
   }
 
  private:
   HEP_DEVICE static void copy_vector(A& a, const ExchangeParams& p, int source, int local) {
     const uint64_t bytes = p.layout.vector_bytes();
-    if (kMutant == 38) a.st_release_sys(p.peer_node_flags[local] + source * kStride, p.sequence);
+    if (kMutant == 38) a.st_release_sys(p.peer_node_flags[local] + source * kStride, p.sequence());
     if (local != p.world.local_rank()) {
-      const auto* src = reinterpret_cast<const Vec16*>(p.counts + source * bytes);
-      auto* dst = reinterpret_cast<Vec16*>(p.peer_counts[local] + source * bytes);
+      const auto* src = reinterpret_cast<const Vec16*>(p.counts + p.parity_bytes() + source * bytes);
+      auto* dst = reinterpret_cast<Vec16*>(p.peer_counts[local] + p.parity_bytes() + source * bytes);
       for (uint64_t i = a.lane(); i < bytes / sizeof(Vec16); i += A::kLanes) a.st_global(dst + i, a.ld_global(src + i));
     }
     a.warp_sync();
     if (a.elect_one()) {
       if (local != p.world.local_rank()) p.traffic->count_bytes += bytes;
-      a.st_release_sys(p.peer_node_flags[local] + source * kStride, p.sequence);
+      a.st_release_sys(p.peer_node_flags[local] + source * kStride, p.sequence());
     }
   }
 };

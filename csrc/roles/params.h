@@ -3,11 +3,11 @@
 #include <cstdint>
 
 #include "common/numeric.h"
-#include "layout/counts.h"
 #include "layout/message.h"
 #include "layout/smem.h"
 #include "pipeline/node_gate.h"
 #include "pipeline/rail_ring.h"
+#include "roles/place_params.h"
 
 namespace hep {
 
@@ -27,19 +27,18 @@ struct NodePeers {
 // The part of a plan that kernels read (and, on the first dispatch, complete).
 struct PlanView {
   uint32_t num_tokens, topk, weight_stride;
+  const PlanNumbers* numbers;
   const uint32_t* const* node_tokens;   // [N] -> [count] token index, ascending
   const unsigned char* const* records;  // [N] -> [count][record_bytes], finished records
   const uint32_t* node_count;           // [N] tokens of ours that node n needs
   const int32_t* node_pos;              // [T][N] position in node_tokens[n], -1 = not needed there
   const uint32_t* rail_count;           // [N] tokens that the rail peer on node n has for this node
   unsigned char* const* rail_records;   // [N] -> [rail_count][record_bytes], filled by the first dispatch
-  uint32_t recv_rows;                   // M
   uint32_t first_expert, num_local_experts;
   unsigned char* row_records;   // [M][record_bytes], filled by the first dispatch
   float* row_weights;           // [M][weight_stride], likewise; zeros when no weights travelled
-  const uint32_t* zero_ranges;  // [num_zero_ranges][2] permuted rows without a token
-  uint32_t num_zero_ranges;
-  bool fresh;  // the first dispatch of this plan: facts are to be written
+  const uint32_t* zero_ranges;  // [local experts][2] permuted rows of the expert's group without a token
+  bool fresh;                   // the first dispatch of this plan: facts are to be written
 };
 
 struct RailSide {
@@ -51,10 +50,18 @@ struct RailSide {
   HEP_DEVICE const RailPeer& peer_behind(int node, uint32_t i) const { return peers[(uint32_t(node) + i) % num_peers]; }
 };
 
+// What a rank has finished, in its kernels' memory: kernels read it when they start and the last to leave moves it on,
+// so that a launch needs no number from the host and may be replayed.
+struct RankProgress {
+  uint64_t exchanges, operations;
+  uint64_t leaving;  // lanes that have left the kernel in progress
+};
+
 struct ExchangeParams {
   World world;
   CountsLayout layout;
-  uint64_t sequence;  // of exchanges, from 1
+  RankProgress* progress;
+  uint32_t header[kCountHeaderWords];  // what this rank says of its call
   // Routing: exactly one of topk_idx [T, topk_in] (-1 = dropped) and routing_map [T, E].
   const int64_t* topk_idx;
   const unsigned char* routing_map;
@@ -62,15 +69,19 @@ struct ExchangeParams {
   uint32_t num_tokens, topk_in, topk;
   uint32_t weight_stride;
   // Outputs, rank-private.
-  int32_t* pair_expert;          // [T][topk] ascending, -1 padded
-  float* pair_weight;            // [T][weight_stride]
-  uint32_t* pair_pos;            // [T][topk] position among this rank's pairs for the expert
-  uint32_t* row_pos;             // [T][topk] at the first pair of each rank: position among our tokens for it
-  int32_t* node_pos;             // [T][N]
-  uint32_t* const* node_tokens;  // [N] -> [T]
-  uint32_t* columns;             // [warps][R + N + E] workspace
-  // Registered memory.
-  unsigned char* counts;              // this rank's vectors of this parity: [R]
+  int32_t* pair_expert;   // [T][topk] ascending, -1 padded
+  float* pair_weight;     // [T][weight_stride]
+  uint32_t* pair_pos;     // [T][topk] position among this rank's pairs for the expert
+  uint32_t* row_pos;      // [T][topk] at the first pair of each rank: position among our tokens for it
+  int32_t* node_pos;      // [T][N]
+  uint32_t* node_tokens;  // [N][T]
+  uint64_t* excess;       // choices of experts that do not exist, tokens of more than topk; null = the host has looked
+  uint32_t* columns;      // [warps][R + N + E] workspace
+  PlaceParams place;
+  uint32_t must_agree;  // words of the header that all ranks must give alike, one bit a word
+  uint32_t max_tokens;  // that a rank may have, when placed in the kernel
+  // Registered memory. Two parities of the vectors, [2][R]; see roles/exchange.h.
+  unsigned char* counts;
   unsigned char* const* peer_counts;  // [L] the same of the ranks of the node
   uint64_t counts_offset;             // of the vectors in every segment
   uint64_t* rail_flags;               // [N] cache lines, written by rail peers
@@ -78,6 +89,11 @@ struct ExchangeParams {
   uint64_t* const* peer_node_flags;   // [L] start of local rank l's node_flags
   uint64_t rail_flag_offset;          // of OUR entry in a rail peer's rail_flags
   TrafficCounters* traffic;
+
+  HEP_DEVICE uint64_t sequence() const { return progress->exchanges + 1; }
+  HEP_DEVICE uint64_t parity_bytes() const {
+    return (kMutant == 24 ? 0 : sequence() & 1) * layout.num_ranks * layout.vector_bytes();
+  }
 };
 
 struct DispatchParams {
@@ -94,6 +110,7 @@ struct DispatchParams {
   uint32_t out_rows;
   bool permute;
   uint32_t first_node_expert, num_node_experts;
+  RankProgress* progress;
   uint64_t* exit_counter;  // rank-private, zero between kernels
   TrafficCounters* traffic;
   // Shared memory.
@@ -120,6 +137,7 @@ struct CombineParams {
   unsigned char* recv;   // this rank's receive rows: the partials
   unsigned char* out_x;  // [T][hidden]
   float* out_weights;    // [T][weight_stride], null = none
+  RankProgress* progress;
   uint64_t* exit_counter;
   TrafficCounters* traffic;
   uint32_t tile_elems;

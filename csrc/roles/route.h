@@ -20,6 +20,10 @@ struct RouteRole {
   HEP_DEVICE uint32_t num_columns() const { return p.layout.num_ranks + p.layout.num_nodes + p.layout.num_experts; }
 
   HEP_DEVICE void run() {
+    if (p.excess) {
+      if (me == 0) *p.excess = 0;
+      a.block_sync();
+    }
     for (uint32_t t = me; t < p.num_tokens; t += width) p.topk_idx ? compact_topk(t) : compact_map(t);
     for (uint64_t i = me; i < uint64_t(a.num_warps()) * num_columns(); i += width) p.columns[i] = 0;
     a.block_sync();
@@ -51,6 +55,10 @@ struct RouteRole {
     uint32_t n = 0;
     for (uint32_t k = 0; k < p.topk_in; ++k) {
       int64_t e = p.topk_idx[uint64_t(t) * p.topk_in + k];
+      if (e >= int64_t(p.layout.num_experts)) {  // only where the host could not look beforehand
+        a.add_acq_rel_rank(p.excess, 1);
+        continue;
+      }
       if (e >= 0) n = insert(experts, weights, n, int32_t(e), p.weights ? p.weights[uint64_t(t) * p.topk_in + k] : 0.f);
     }
     pad(experts, weights, n);
@@ -63,6 +71,10 @@ struct RouteRole {
     for (uint32_t e = 0; e < p.layout.num_experts; ++e) {
       while (e + 8 <= p.layout.num_experts && std::bit_cast<uint64_t>(load8(row + e)) == 0) e += 8;
       if (e < p.layout.num_experts && row[e]) {
+        if (n == p.topk) {  // only where the host could not count beforehand
+          a.add_acq_rel_rank(p.excess, 1);
+          break;
+        }
         experts[n] = int32_t(e);
         weights[n++] = p.weights ? p.weights[uint64_t(t) * p.layout.num_experts + e] : 0.f;
       }
@@ -111,7 +123,7 @@ struct RouteRole {
           const uint32_t pos = node_column[node]++;
           if (assign) {
             p.node_pos[uint64_t(t) * p.layout.num_nodes + node] = int32_t(pos);
-            p.node_tokens[node][pos] = t;
+            p.node_tokens[uint64_t(node) * p.num_tokens + pos] = t;
           }
         }
       }
@@ -120,7 +132,8 @@ struct RouteRole {
   }
   // Exclusive scan of every column over the warps; the totals are this rank's count vector.
   HEP_DEVICE void scan_columns() {
-    auto* vector = reinterpret_cast<uint32_t*>(p.counts + p.world.rank * p.layout.vector_bytes());
+    auto* vector = reinterpret_cast<uint32_t*>(p.counts + p.parity_bytes() + p.world.rank * p.layout.vector_bytes());
+    for (uint32_t w = me; w < uint32_t(kCountHeaderWords); w += width) a.st_global(vector + w, p.header[w]);
     for (uint32_t c = me; c < num_columns(); c += width) {
       uint32_t sum = 0;
       for (int w = 0; w < a.num_warps(); ++w) {

@@ -20,7 +20,7 @@ struct UnpermuteRole {
 
   HEP_DEVICE void run() {
     a.set_role("unpermute_g2s");
-    for (uint32_t i = a.block_idx(); i < p.plan.recv_rows; i += a.num_blocks()) {
+    for (uint32_t i = a.block_idx(); i < p.plan.numbers->recv_rows; i += a.num_blocks()) {
       unsigned char* dst = p.recv + uint64_t(i + (kMutant == 45)) * p.partial.row_bytes();
       auto rows = [&](auto&& add) {
         if (!p.permuted) return add(SumRow{p.x + uint64_t(i) * feed.payload_row_bytes()});
@@ -47,7 +47,8 @@ struct PackWeightsRole {
   HEP_DEVICE static void run(A& a, const CombineParams& p) {
     a.set_role("pack_weights");
     if (!p.partial.weight_bytes) return;
-    for (uint32_t i = a.block_idx() * A::kLanes + a.lane(); i < p.plan.recv_rows; i += a.num_blocks() * A::kLanes) {
+    for (uint32_t i = a.block_idx() * A::kLanes + a.lane(); i < p.plan.numbers->recv_rows;
+         i += a.num_blocks() * A::kLanes) {
       auto* slots = reinterpret_cast<float*>(p.recv + uint64_t(i) * p.partial.row_bytes() + p.partial.weights_at());
       for (uint32_t k = 0; k < p.partial.weight_bytes / 4; ++k) a.st_global(slots + k, 0.f);
       const auto* rec = reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(i) * p.record_bytes);

@@ -76,21 +76,18 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   settings_.timeout_s = timeout_s;
   settings_.seed = seed;
   for (int n = 0; n < world_.num_nodes; ++n) rail_segments_.push_back(segments_[world_.rail_peer(n)]->data());
-  for (int l = 0; l < world_.num_local_ranks; ++l) {
-    const int r = world_.rank_of(world_.node(), l);
-    node_recv_.push_back(segments_[r]->data() + layout_.recv);
-    peer_ready_.push_back(flag(r, layout_.ready_flag(world_.local_rank())));
-    peer_done_.push_back(flag(r, layout_.done_flag(world_.local_rank())));
-  }
-  rail_sent_.assign(world_.num_nodes, 0);
-  rail_received_.assign(world_.num_nodes, 0);
   executor_ = executor(rail_segments_.data(), seed + uint64_t(rank));
-  const uint64_t counters = align_up(sizeof(TrafficCounters), 64), exit = 64;
-  state_ = executor_->allocate(counters + exit + uint64_t(world_.num_nodes) * shape.rail_slots * 8);
+  const uint64_t nodes = uint64_t(world_.num_nodes), rails = align_up(8 * nodes, 64);
+  const uint64_t counters = align_up(sizeof(TrafficCounters), 64), line = 64;
+  state_ = executor_->allocate(counters + 2 * line + 2 * rails + nodes * shape.rail_slots * 8);
   auto* at = static_cast<unsigned char*>(state_.get());
   traffic_ = reinterpret_cast<TrafficCounters*>(at);
-  exit_counter_ = reinterpret_cast<uint64_t*>(at + counters);
-  consumed_ = reinterpret_cast<uint64_t*>(at + counters + exit);
+  progress_ = reinterpret_cast<RankProgress*>(at += counters);
+  exit_counter_ = reinterpret_cast<uint64_t*>(at += line);
+  rail_sent_ = reinterpret_cast<uint64_t*>(at += line);
+  rail_received_ = reinterpret_cast<uint64_t*>(at += rails);
+  consumed_ = reinterpret_cast<uint64_t*>(at += rails);
+  make_tables();
 }
 
 Engine::~Engine() {
@@ -109,16 +106,31 @@ void Engine::reset_traffic() {
 }
 
 void Engine::start_counters_at(uint64_t base) {
-  epoch_ = exchanges_ = base;
-  std::fill(rail_sent_.begin(), rail_sent_.end(), base);
-  std::fill(rail_received_.begin(), rail_received_.end(), base);
+  const RankProgress progress{base, base, 0};
+  executor_->write(progress_, &progress, sizeof progress);
+  const std::vector<uint64_t> chunks(size_t(world_.num_nodes), base);
+  executor_->write(rail_sent_, chunks.data(), 8 * chunks.size());
+  executor_->write(rail_received_, chunks.data(), 8 * chunks.size());
   for (uint64_t at = layout_.ready; at < layout_.counts_at; at += BufferLayout::kFlagStride)
     executor_->write(flag(world_.rank, at), &base, sizeof base);
 }
 
-std::vector<RailPeer> Engine::rail_peers() const {
-  std::vector<RailPeer> peers;
+void Engine::poison() {
+  const std::vector<unsigned char> bad(1 << 20, 0xFF);
+  for (uint64_t at = layout_.rail_send; at < layout_.recv + layout_.recv_bytes; at += bad.size())
+    executor_->write(own() + at, bad.data(), std::min<uint64_t>(bad.size(), layout_.recv + layout_.recv_bytes - at));
+}
+
+void Engine::make_tables() {
   const int me = world_.node();
+  for (int l = 0; l < world_.num_local_ranks; ++l) {
+    const int r = world_.rank_of(me, l);
+    tables_.recv.push_back(segments_[r]->data() + layout_.recv);
+    tables_.peer_ready.push_back(flag(r, layout_.ready_flag(world_.local_rank())));
+    tables_.peer_done.push_back(flag(r, layout_.done_flag(world_.local_rank())));
+    tables_.peer_counts.push_back(segments_[r]->data() + layout_.counts_at);
+    tables_.peer_node_flags.push_back(flag(r, layout_.counts_node));
+  }
   for (int n = 0; n < world_.num_nodes; ++n) {
     if (n == me) continue;
     RailPeer p{};
@@ -131,21 +143,23 @@ std::vector<RailPeer> Engine::rail_peers() const {
     p.peer_recv_slots = layout_.rail_recv_slot(n, me, 0);
     p.peer_full_flags = layout_.rail_full_flag(n, me, 0);
     p.peer_free_flags = layout_.rail_free_flag(n, me, 0);
-    p.send_base = rail_sent_[n], p.recv_base = rail_received_[n];
-    peers.push_back(p);
+    p.sent = rail_sent_ + n, p.received = rail_received_ + n;
+    tables_.peers.push_back(p);
   }
-  return peers;
+  view_ = executor_->adopt(tables_, settings_);
 }
 
-NodeGate Engine::open_gate() {
-  NodeGate g;
-  g.world = world_;
-  g.epoch = kMutant == 31 ? 1 : ++epoch_;
-  g.ready_in = flag(world_.rank, layout_.ready);
-  g.done_in = flag(world_.rank, layout_.done);
-  g.peer_ready = peer_ready_.data();
-  g.peer_done = peer_done_.data();
-  return g;
+// What every dispatch and combine of this buffer has in common.
+template <class Params>
+void Engine::bind(Params& p, uint32_t chunk) const {
+  p.world = world_;
+  p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, view_.peers, uint32_t(tables_.peers.size())};
+  p.gate = {world_,           &progress_->operations, flag(world_.rank, layout_.ready), flag(world_.rank, layout_.done),
+            view_.peer_ready, view_.peer_done};
+  p.peers = {view_.recv};
+  p.progress = progress_;
+  p.exit_counter = exit_counter_;
+  p.traffic = traffic_;
 }
 
 // The checks read the routing on the host, wherever it lies.
@@ -163,45 +177,90 @@ ExchangeParams Engine::prepare(const RoutingInput& in, Routing& r) {
   return p;
 }
 
+ExchangeParams Engine::exchange_params(ExchangeParams p, const RoutingInput& in, uint32_t topk) const {
+  p.progress = progress_;
+  p.counts_offset = layout_.counts_at;
+  p.counts = own() + p.counts_offset;
+  p.peer_counts = view_.peer_counts;
+  p.rail_flags = flag(world_.rank, layout_.counts_rail);
+  p.node_flags = flag(world_.rank, layout_.counts_node);
+  p.peer_node_flags = view_.peer_node_flags;
+  p.rail_flag_offset = layout_.counts_rail_flag(world_.node());
+  p.traffic = traffic_;
+  p.header[kHeaderNumTokens] = in.num_tokens;
+  p.header[kHeaderTopk] = topk;
+  std::copy(in.header.begin(), in.header.end(), p.header + kHeaderFirstFree);
+  return p;
+}
+
 std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   Call call(*this);
   auto r = std::make_shared<Routing>();
-  ExchangeParams p = prepare(in, *r);  // refuses bad indices before anything is sent
+  const ExchangeParams routed = prepare(in, *r);  // refuses bad indices before anything is sent
+  ExchangeParams p = exchange_params(routed, in, r->topk);
   std::vector<uint32_t> columns(uint64_t(kExchangeWorkspaceWarps) *
                                 (world_.num_ranks() + world_.num_nodes + shape_.num_experts));
-  std::vector<uint32_t*> node_tokens;
-  for (auto& tokens : r->node_tokens) node_tokens.push_back(tokens.data());
-  const uint64_t sequence = exchanges_ + 1, parity = kMutant == 24 ? 0 : sequence & 1;
-  std::vector<unsigned char*> peer_counts;
-  std::vector<uint64_t*> peer_node_flags;
-  for (int l = 0; l < world_.num_local_ranks; ++l) {
-    const int peer = world_.rank_of(world_.node(), l);
-    peer_counts.push_back(segments_[peer]->data() + layout_.counts_vector(int(parity), 0));
-    peer_node_flags.push_back(flag(peer, layout_.counts_node));
-  }
-  p.sequence = sequence;
-  p.node_tokens = node_tokens.data();
   p.columns = columns.data();
-  p.counts_offset = layout_.counts_vector(int(parity), 0);
-  p.counts = own() + p.counts_offset;
-  p.peer_counts = peer_counts.data();
-  p.rail_flags = flag(world_.rank, layout_.counts_rail);
-  p.node_flags = flag(world_.rank, layout_.counts_node);
-  p.peer_node_flags = peer_node_flags.data();
-  p.rail_flag_offset = layout_.counts_rail_flag(world_.node());
-  p.traffic = traffic_;
-  uint32_t header[kCountHeaderWords] = {};
-  header[kHeaderNumTokens] = in.num_tokens;
-  header[kHeaderTopk] = r->topk;
-  std::copy(in.header.begin(), in.header.end(), header + kHeaderFirstFree);
-  executor_->write(p.counts + world_.rank * layout_.counts.vector_bytes(), header, sizeof header);
   call.run([&] { executor_->exchange(p, settings_); });
-  exchanges_ = sequence;
+  RankProgress now{};
+  executor_->read(&now, progress_, sizeof now);
   r->counts.resize(world_.num_ranks() * layout_.counts.vector_bytes());
-  executor_->read(r->counts.data(), p.counts, r->counts.size());
-  const CountsView counts = r->view();
-  for (int n = 0; n < world_.num_nodes; ++n) r->node_tokens[n].resize(counts.node_tokens(world_.rank, n));
+  const uint64_t parity = kMutant == 24 ? 0 : now.exchanges & 1;
+  executor_->read(r->counts.data(), p.counts + parity * r->counts.size(), r->counts.size());
   return r;
+}
+
+PlanMemory Engine::plan_memory(uint32_t num_tokens, uint32_t topk) const {
+  return PlanMemory::make(world_, layout_.counts, num_tokens, shape_.max_tokens, topk, shape_.recv_rows,
+                          kExchangeWorkspaceWarps);
+}
+
+std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) {
+  if (!c.memory || reinterpret_cast<uint64_t>(c.memory) % 128)
+    throw std::invalid_argument("memory: give plan_memory() bytes, aligned to 128");
+  if (in.header.size() > size_t(kCountHeaderWords - kHeaderFirstFree) || c.budget_word >= kCountHeaderWords)
+    throw std::invalid_argument("header: at most " + std::to_string(kCountHeaderWords - kHeaderFirstFree) + " words");
+  if (c.pad_multiple < 1 || c.topk < 1) throw std::invalid_argument("pad_multiple and topk: must be at least 1");
+  if (in.num_tokens > shape_.max_tokens || c.topk > shape_.max_topk)
+    throw std::logic_error("place: more tokens or experts per token than this buffer was laid out for");
+  Call call(*this);
+  const PlanMemory m = plan_memory(in.num_tokens, c.topk);
+  const auto at = [&]<class T>(T*& pointer, uint64_t offset) { pointer = reinterpret_cast<T*>(c.memory + offset); };
+  ExchangeParams p{};
+  p.world = world_, p.layout = layout_.counts;
+  p.topk_idx = in.topk_idx, p.routing_map = in.routing_map, p.weights = in.weights;
+  p.num_tokens = in.num_tokens, p.topk_in = in.topk, p.topk = c.topk, p.weight_stride = m.weight_stride;
+  at(p.pair_expert, m.pair_expert), at(p.pair_weight, m.pair_weight), at(p.pair_pos, m.pair_pos);
+  at(p.row_pos, m.row_pos), at(p.node_pos, m.node_pos), at(p.node_tokens, m.node_tokens);
+  at(p.columns, m.columns), at(p.excess, m.excess);
+  p.must_agree = c.must_agree, p.max_tokens = uint32_t(shape_.max_tokens);
+  PlaceParams& q = p.place;
+  q.world = world_, q.counts_layout = layout_.counts, q.num_tokens = in.num_tokens, q.topk = c.topk;
+  q.record_bytes = m.message.record_bytes, q.pairs_at = m.message.pairs_at(), q.max_dsts = m.message.max_dsts;
+  q.pad_multiple = c.pad_multiple, q.pad_empty = c.pad_empty, q.budget_word = c.budget_word;
+  q.recv_capacity = shape_.recv_rows, q.excess = p.excess;
+  q.pair_expert = p.pair_expert, q.pair_pos = p.pair_pos, q.row_pos = p.row_pos, q.node_tokens = p.node_tokens;
+  at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
+  at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
+  at(q.zero_ranges, m.zero_ranges), at(q.dropped_per_rank, m.dropped);
+  at(q.row_base, m.row_base), at(q.rank_rows, m.rank_rows);
+  at(q.pair_base, m.pair_base), at(q.expert_pairs, m.expert_pairs);
+  at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.rail_record_table, m.rail_record_table);
+  at(q.record_base, m.records), at(q.rail_record_base, m.rail_records), q.rail_record_stride = m.rail_record_stride;
+  p = exchange_params(p, in, c.topk);
+  call.run([&] { executor_->exchange(p, settings_); });
+
+  DevicePlan d{world_,           shape_.num_experts, m.message.record_bytes, m.message.pairs_at(),
+               shape_.recv_rows, c.budget,           p.pair_weight,          {}};
+  PlanView& v = d.view;
+  v.num_tokens = in.num_tokens, v.topk = c.topk, v.weight_stride = m.weight_stride;
+  v.numbers = q.numbers, v.node_tokens = q.node_token_table, v.node_pos = p.node_pos;
+  v.records = const_cast<const unsigned char* const*>(q.records);
+  v.node_count = q.node_count, v.rail_count = q.rail_count, v.rail_records = q.rail_record_table;
+  v.num_local_experts = shape_.num_experts / uint32_t(world_.num_ranks());
+  v.first_expert = uint32_t(world_.rank) * v.num_local_experts;
+  at(v.row_records, m.row_records), at(v.row_weights, m.row_weights), v.zero_ranges = q.zero_ranges;
+  return std::make_shared<Plan>(d);
 }
 
 void Engine::require_row(uint64_t row_bytes, uint64_t rows, const char* what) const {
@@ -232,16 +291,6 @@ uint32_t Engine::chunk_of(uint32_t asked) const {
   return asked ? asked : shape_.chunk_tokens;
 }
 
-void Engine::advance_rails(const Plan& plan, bool dispatch, uint32_t chunk) {
-  const PlanView v = const_cast<Plan&>(plan).view();
-  for (int n = 0; n < world_.num_nodes; ++n) {
-    if (n == world_.node()) continue;
-    const uint64_t out = div_up(v.node_count[n], chunk), in = div_up(v.rail_count[n], chunk);
-    rail_sent_[n] += dispatch ? out : in;
-    rail_received_[n] += dispatch ? in : out;
-  }
-}
-
 void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_world(plan);
   require_sizes(c.row_bytes, c.scale_bytes, c.num_blocks);
@@ -253,29 +302,20 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_row(p.message.token_bytes(), plan.max_recv_rows(), "dispatch");
   if (c.permute && c.out_rows < plan.num_permuted_rows())
     throw std::logic_error("dispatch: out_rows is smaller than the plan's rows");
-  const std::vector<uint32_t> zero_ranges = plan.zero_ranges(c.out_rows);
   Call call(*this);
-  const std::vector<RailPeer> peers = rail_peers();
+  bind(p, chunk);
   p.plan = plan.view();
-  p.plan.zero_ranges = zero_ranges.data();
-  p.plan.num_zero_ranges = uint32_t(zero_ranges.size() / 2);
-  p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, peers.data(), uint32_t(peers.size())};
-  p.gate = open_gate();
-  p.peers = {node_recv_.data()};
   p.x = c.x, p.scales = c.scale_bytes ? c.scales : nullptr, p.weights = c.weights;
   p.out_x = c.out_x, p.out_scales = c.out_scales, p.out_weights = c.weights ? c.out_weights : nullptr;
   p.out_rows = uint32_t(c.out_rows);
   p.permute = c.permute;
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
-  p.exit_counter = exit_counter_;
-  p.traffic = traffic_;
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
-  settings.plan_copy = &plan.copy();
+  settings.plan_copy = plan.on_device() ? nullptr : &plan.copy();
   call.run([&] { executor_->dispatch(p, settings); });
-  advance_rails(plan, true, chunk);
   plan.freeze();
 }
 
@@ -291,30 +331,24 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
   require_row(p.partial.row_bytes(), plan.max_recv_rows(), "combine");
   Call call(*this);
-  const std::vector<RailPeer> peers = rail_peers();
+  bind(p, chunk);
   p.plan = plan.view();
   p.record_bytes = plan.record_bytes(), p.pairs_at = plan.pairs_at();
-  p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, peers.data(), uint32_t(peers.size())};
-  p.gate = open_gate();
-  p.peers = {node_recv_.data()};
   p.hidden = c.hidden;
   p.x = c.x, p.x_weights = c.weights;
   p.permuted = c.permuted, p.multiply = c.multiply;
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
   p.recv = own() + layout_.recv;
   p.out_x = c.out_x, p.out_weights = c.weights ? c.out_weights : nullptr;
-  p.exit_counter = exit_counter_;
-  p.traffic = traffic_;
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
-  settings.plan_copy = &plan.copy();
+  settings.plan_copy = plan.on_device() ? nullptr : &plan.copy();
   call.run([&] {
     executor_->unpermute(p, settings);
     executor_->combine(p, settings);
   });
-  advance_rails(plan, false, chunk);
 }
 
 }  // namespace hep

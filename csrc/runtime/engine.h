@@ -11,6 +11,7 @@
 
 #include "kernels/instances/executor.h"
 #include "layout/buffer.h"
+#include "layout/plan_memory.h"
 #include "runtime/plan.h"
 #include "runtime/segment.h"
 
@@ -22,6 +23,17 @@ struct RoutingInput {
   const float* weights = nullptr;              // shaped like the routing, may be null
   uint32_t num_tokens = 0, topk = 0;
   std::vector<uint32_t> header;  // caller's words, at most kCountHeaderWords - kHeaderFirstFree
+};
+
+// A routed dispatch whose counts the host never learns; see Engine::place.
+struct PlaceCall {
+  uint32_t topk = 1;  // pairs of a token at most, the same on all ranks
+  uint32_t pad_multiple = 1;
+  bool pad_empty = false;
+  uint64_t budget = 0;              // permuted rows of this rank
+  uint32_t budget_word = 0;         // of the header, which holds 1 + budget
+  uint32_t must_agree = 0;          // words of the header that ranks must give alike, one bit a word
+  unsigned char* memory = nullptr;  // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
 };
 
 struct DispatchCall {
@@ -68,10 +80,18 @@ class Engine {
   // Before the first operation, by every rank: as if `base` exchanges, operations and chunks had gone before. For
   // tests of what long-lived counters do.
   void start_counters_at(uint64_t base);
+  // For tests, between operations: 0xFF into every byte of this rank's rings and receive rows.
+  void poison();
   void set_interrupt_check(std::function<bool()> check) { settings_.interrupted = std::move(check); }
 
   // Collective. Afterwards every rank holds every rank's header and counts.
   std::shared_ptr<Routing> exchange(const RoutingInput& in);
+  // Where things lie in the memory of a plan that the host never reads.
+  PlanMemory plan_memory(uint32_t num_tokens, uint32_t topk) const;
+  // Collective. Exchange and placement in one launch that the host does not wait for; `in` must satisfy the limits of
+  // the buffer. What the host would have refused comes as a deadline of the site headers_differ, or as overflow.
+  std::shared_ptr<Plan> place(const RoutingInput& in, const PlaceCall& call);
+  uint64_t num_launches() const { return executor_->num_launches(); }
   // Collective. Fills the plan's facts when it is fresh.
   void dispatch(Plan& plan, const DispatchCall& call);
   void combine(Plan& plan, const CombineCall& call);
@@ -83,28 +103,30 @@ class Engine {
     return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset);
   }
   ExchangeParams prepare(const RoutingInput& in, Routing& r);
-  std::vector<RailPeer> rail_peers() const;
-  NodeGate open_gate();
+  void make_tables();
+  ExchangeParams exchange_params(ExchangeParams p, const RoutingInput& in, uint32_t topk) const;
+  template <class Params>
+  void bind(Params& p, uint32_t chunk) const;
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
   void require_world(const Plan& plan) const;
   static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes, int num_blocks);
   uint32_t chunk_of(uint32_t asked) const;
-  void advance_rails(const Plan& plan, bool dispatch, uint32_t chunk);
 
   World world_;
   BufferShape shape_;
   BufferLayout layout_;
   std::vector<std::shared_ptr<Segment>> segments_;
   LaunchSettings settings_;
-  std::vector<unsigned char*> rail_segments_, node_recv_;
-  std::vector<uint64_t*> peer_ready_, peer_done_;
+  std::vector<unsigned char*> rail_segments_;
+  RankTables tables_;
   std::unique_ptr<Executor> executor_;
-  std::shared_ptr<void> state_;                      // of the kernels, in their memory
-  TrafficCounters* traffic_;                         // in state_
-  uint64_t* exit_counter_;                           // in state_
-  uint64_t* consumed_;                               // in state_, [N][rail_slots]
-  std::vector<uint64_t> rail_sent_, rail_received_;  // chunks over the life of the buffer, [N]
-  uint64_t epoch_ = 0, exchanges_ = 0;
+  std::shared_ptr<void> state_;  // of the kernels, in their memory
+  TrafficCounters* traffic_;     // all of these in state_
+  RankProgress* progress_;
+  uint64_t* exit_counter_;
+  uint64_t *rail_sent_, *rail_received_;  // chunks over the life of the buffer, [N]
+  uint64_t* consumed_;                    // [N][rail_slots]
+  TableView view_;                        // of tables_
   std::atomic<bool> busy_{false};
   std::string failure_;
 };

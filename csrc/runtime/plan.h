@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "roles/params.h"
@@ -19,8 +20,8 @@ struct Routing {
   std::vector<float> pair_weight;
   std::vector<uint32_t> pair_pos, row_pos;
   std::vector<int32_t> node_pos;
-  std::vector<std::vector<uint32_t>> node_tokens;  // [N][count]
-  std::vector<unsigned char> counts;               // all ranks' vectors
+  std::vector<uint32_t> node_tokens;  // [N][num_tokens], of which view().node_tokens count
+  std::vector<unsigned char> counts;  // all ranks' vectors
 
   CountsView view() const { return {counts_layout, counts.data()}; }
 };
@@ -30,41 +31,46 @@ struct PlacementOptions {
   std::vector<int64_t> budgets;  // [R] permuted rows that rank r has room for, -1 = as many as it takes
   uint64_t recv_capacity = 0;    // receive rows that every rank has
   bool pad_empty = false;        // an expert without pairs gets pad_multiple zero rows too
+};
 
-  // Permuted rows of an expert with this many pairs.
-  int64_t group_rows(int64_t pairs) const {
-    return int64_t(align_up(uint64_t(pad_empty && pairs == 0 ? 1 : pairs), pad_multiple));
-  }
+// A plan that was placed by the exchange kernel: only kernels know its counts, the host knows its limits.
+struct DevicePlan {
+  World world;
+  uint32_t num_experts, record_bytes, pairs_at;
+  uint64_t recv_capacity, budget;  // receive rows and permuted rows at most
+  const float* weights;            // [T][weight_stride], in the kernels' memory
+  PlanView view;                   // fresh is the plan's own
 };
 
 class Plan {
  public:
   Plan(std::shared_ptr<const Routing> routing, const PlacementOptions& options);
+  // Its memory is the caller's. Counts that only kernels know have their limits' values here.
+  explicit Plan(const DevicePlan& plan);
 
-  const World& world() const { return routing_->world; }
-  uint32_t num_experts() const { return routing_->counts_layout.num_experts; }
-  uint32_t num_local_experts() const { return num_experts() / routing_->counts_layout.num_ranks; }
-  uint32_t num_tokens() const { return routing_->num_tokens; }
+  bool on_device() const { return on_device_; }
+  const World& world() const { return world_; }
+  uint32_t num_experts() const { return num_experts_; }
+  uint32_t num_local_experts() const { return num_experts_ / uint32_t(world_.num_ranks()); }
+  uint32_t num_tokens() const { return num_tokens_; }
   uint32_t topk() const { return topk_; }  // of all ranks: sizes records and weights
   uint32_t weight_stride() const { return weight_stride_; }
   uint32_t record_bytes() const { return record_bytes_; }
   uint32_t pairs_at() const { return pairs_at_; }
-  uint32_t num_recv_rows() const { return recv_rows_; }
-  uint32_t max_recv_rows() const { return max_recv_rows_; }
+  uint32_t num_recv_rows() const { return numbers_.recv_rows; }
+  uint32_t max_recv_rows() const { return numbers_.max_recv_rows; }
   uint32_t num_rail_tokens(int node) const;            // tokens of the rank of this rail on `node` (its whole batch)
   std::vector<uint32_t> recv_rows_per_source() const;  // [R], after the capacity cut
   std::vector<uint64_t> num_dropped_per_rank() const { return dropped_per_rank_; }  // pairs lost to budgets
-  uint64_t num_permuted_rows() const { return permuted_rows_; }
+  uint64_t num_permuted_rows() const { return numbers_.permuted_rows; }
   const std::vector<int64_t>& tokens_per_expert() const { return tokens_per_expert_; }
   const std::vector<int64_t>& padded_tokens_per_expert() const { return padded_; }
-  bool overflow() const { return overflow_; }
-  bool has_holes() const { return has_holes_; }
+  bool overflow() const { return numbers_.overflow; }
+  bool has_holes() const { return numbers_.has_holes; }
   uint64_t num_dropped() const { return dropped_per_rank_[size_t(world().rank)]; }
   bool complete() const { return complete_; }
-  const std::vector<float>& weights() const { return weights_; }
+  const float* weights() const { return on_device_ ? device_weights_ : weights_.data(); }
 
-  // Permuted rows without a token when the output has out_rows rows.
-  std::vector<uint32_t> zero_ranges(uint64_t out_rows) const;
   PlanView view();
   void freeze() { complete_ = true; }
   std::shared_ptr<void>& copy() { return copy_; }  // an executor's own copy, freed with the plan
@@ -84,17 +90,22 @@ class Plan {
   void fill_permuted_rows(int32_t* out) const;        // [M, local experts] permuted row, -1 = none
 
  private:
+  // What only the host's plans have.
+  const Routing& routing() const {
+    if (!routing_) throw std::logic_error("this plan lies on the device; the host has no view of it");
+    return *routing_;
+  }
   void place(const PlacementOptions& o);
-  void count_experts(const PlacementOptions& o);
-  void count_dropped(const PlacementOptions& o);
-  void finish_records(const PlacementOptions& o, const std::vector<uint32_t>& row_base,
-                      const std::vector<int64_t>& pair_base);
 
-  std::shared_ptr<const Routing> routing_;
+  std::shared_ptr<const Routing> routing_;  // null on device
+  World world_;
+  uint32_t num_experts_ = 0, num_tokens_ = 0;
+  bool on_device_ = false;
+  PlanView device_view_{};
+  const float* device_weights_ = nullptr;
+  PlanNumbers numbers_{};
   uint32_t topk_ = 1, weight_stride_ = 4, record_bytes_ = 0, pairs_at_ = 0;
-  uint32_t recv_rows_ = 0, max_recv_rows_ = 0;
-  uint64_t permuted_rows_ = 0;
-  bool overflow_ = false, has_holes_ = false, complete_ = false;
+  bool complete_ = false;
   std::vector<int64_t> tokens_per_expert_, padded_;
   std::vector<uint64_t> dropped_per_rank_;
   std::vector<float> weights_;  // [T, weight_stride], as routed
@@ -104,7 +115,7 @@ class Plan {
   std::vector<float> row_weights_;
   std::vector<uint32_t> zero_ranges_;
   std::vector<const uint32_t*> node_token_ptrs_;
-  std::vector<const unsigned char*> record_ptrs_;
+  std::vector<unsigned char*> record_ptrs_;
   std::vector<unsigned char*> rail_record_ptrs_;
   std::shared_ptr<void> copy_;
 };

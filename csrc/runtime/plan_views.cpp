@@ -9,20 +9,20 @@
 namespace hep {
 
 void Plan::weights_from_dense(const float* probs, float* out) const {
-  const uint32_t k_in = routing_->topk;
+  const uint32_t k_in = routing().topk;
   for (uint32_t t = 0; t < num_tokens(); ++t)
     for (uint32_t k = 0; k < weight_stride_; ++k) {
-      const int32_t e = k < k_in ? routing_->pair_expert[uint64_t(t) * k_in + k] : -1;
+      const int32_t e = k < k_in ? routing().pair_expert[uint64_t(t) * k_in + k] : -1;
       out[uint64_t(t) * weight_stride_ + k] = e < 0 ? 0.f : probs[uint64_t(t) * num_experts() + e];
     }
 }
 
 void Plan::weights_to_dense(const float* weights, float* out) const {
-  const uint32_t k_in = routing_->topk;
+  const uint32_t k_in = routing().topk;
   std::memset(out, 0, sizeof(float) * uint64_t(num_tokens()) * num_experts());
   for (uint32_t t = 0; t < num_tokens(); ++t)
     for (uint32_t k = 0; k < k_in; ++k)
-      if (const int32_t e = routing_->pair_expert[uint64_t(t) * k_in + k]; e >= 0)
+      if (const int32_t e = routing().pair_expert[uint64_t(t) * k_in + k]; e >= 0)
         out[uint64_t(t) * num_experts() + e] = weights[uint64_t(t) * weight_stride_ + k];
 }
 
@@ -40,29 +40,29 @@ uint32_t find_pair(const int32_t* experts, uint32_t n, int64_t e) {
 }  // namespace
 
 void Plan::weights_from_topk(const int64_t* idx, uint32_t k_idx, const float* in, float* out) const {
-  const uint32_t k_in = routing_->topk;
+  const uint32_t k_in = routing().topk;
   std::memset(out, 0, sizeof(float) * uint64_t(num_tokens()) * weight_stride_);
   for (uint32_t t = 0; t < num_tokens(); ++t)
     for (uint32_t i = 0; i < k_idx; ++i)
       if (const int64_t e = idx[uint64_t(t) * k_idx + i]; e >= 0)
-        out[uint64_t(t) * weight_stride_ + find_pair(&routing_->pair_expert[uint64_t(t) * k_in], k_in, e)] +=
+        out[uint64_t(t) * weight_stride_ + find_pair(&routing().pair_expert[uint64_t(t) * k_in], k_in, e)] +=
             in[uint64_t(t) * k_idx + i];
 }
 
 void Plan::weights_to_topk(const int64_t* idx, uint32_t k_idx, const float* weights, float* out) const {
-  const uint32_t k_in = routing_->topk;
+  const uint32_t k_in = routing().topk;
   for (uint32_t t = 0; t < num_tokens(); ++t)
     for (uint32_t i = 0; i < k_idx; ++i) {
       const int64_t e = idx[uint64_t(t) * k_idx + i];
       out[uint64_t(t) * k_idx + i] =
           e < 0
               ? 0.f
-              : weights[uint64_t(t) * weight_stride_ + find_pair(&routing_->pair_expert[uint64_t(t) * k_in], k_in, e)];
+              : weights[uint64_t(t) * weight_stride_ + find_pair(&routing().pair_expert[uint64_t(t) * k_in], k_in, e)];
     }
 }
 
 uint32_t Plan::num_rail_tokens(int node) const {
-  return routing_->view().header(world().rail_peer(node), kHeaderNumTokens);
+  return routing().view().header(world().rail_peer(node), kHeaderNumTokens);
 }
 
 uint32_t Plan::num_rail_rows() const {
@@ -73,9 +73,9 @@ uint32_t Plan::num_rail_rows() const {
 
 std::vector<uint32_t> Plan::recv_rows_per_source() const {
   std::vector<uint32_t> rows;
-  uint32_t left = recv_rows_;
+  uint32_t left = num_recv_rows();
   for (int s = 0; s < world().num_ranks(); ++s) {
-    rows.push_back(std::min(left, routing_->view().rows(s, world().rank)));
+    rows.push_back(std::min(left, routing().view().rows(s, world().rank)));
     left -= rows.back();
   }
   return rows;
@@ -125,15 +125,15 @@ void Plan::fill_node_to_rail(unsigned char* out) const {
   for (uint32_t t = 0; t < num_tokens(); ++t)
     for (int n = 0, column = 0; n < w.num_nodes; ++n) {
       if (n == w.node()) continue;
-      out[uint64_t(t) * (w.num_nodes - 1) + column++] = routing_->node_pos[uint64_t(t) * w.num_nodes + n] >= 0;
+      out[uint64_t(t) * (w.num_nodes - 1) + column++] = routing().node_pos[uint64_t(t) * w.num_nodes + n] >= 0;
     }
 }
 
 void Plan::fill_local_routing(unsigned char* out) const {
   const uint32_t experts = num_local_experts(), first = world().rank * experts;
-  std::memset(out, 0, uint64_t(recv_rows_) * experts);
+  std::memset(out, 0, uint64_t(num_recv_rows()) * experts);
   for_each_record(
-      row_records_.data(), recv_rows_, record_bytes_, [&](uint32_t row, const RecordHeader& h, const DstEntry*) {
+      row_records_.data(), num_recv_rows(), record_bytes_, [&](uint32_t row, const RecordHeader& h, const DstEntry*) {
         const auto* pairs = reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(&h) + pairs_at_);
         for (uint32_t k = 0; k < h.num_pairs; ++k)
           if (const uint32_t e = uint32_t(pairs[k].expert) - first; e < experts) out[uint64_t(row) * experts + e] = 1;
@@ -142,9 +142,9 @@ void Plan::fill_local_routing(unsigned char* out) const {
 
 void Plan::fill_permuted_rows(int32_t* out) const {
   const uint32_t experts = num_local_experts(), first = world().rank * experts;
-  std::fill_n(out, uint64_t(recv_rows_) * experts, -1);
+  std::fill_n(out, uint64_t(num_recv_rows()) * experts, -1);
   for_each_record(
-      row_records_.data(), recv_rows_, record_bytes_, [&](uint32_t row, const RecordHeader& h, const DstEntry*) {
+      row_records_.data(), num_recv_rows(), record_bytes_, [&](uint32_t row, const RecordHeader& h, const DstEntry*) {
         const auto* pairs = reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(&h) + pairs_at_);
         for (uint32_t k = 0; k < h.num_pairs; ++k)
           if (const uint32_t e = uint32_t(pairs[k].expert) - first; e < experts)

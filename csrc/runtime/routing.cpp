@@ -56,7 +56,7 @@ ExchangeParams prepare_routing(const RoutingInput& in, const World& world, const
   r.pair_pos.resize(cells);
   r.row_pos.resize(cells);
   r.node_pos.resize(uint64_t(in.num_tokens) * world.num_nodes);
-  r.node_tokens.assign(world.num_nodes, std::vector<uint32_t>(in.num_tokens));
+  r.node_tokens.resize(uint64_t(in.num_tokens) * world.num_nodes);
   ExchangeParams p{};
   p.world = world;
   p.layout = layout;
@@ -69,7 +69,7 @@ ExchangeParams prepare_routing(const RoutingInput& in, const World& world, const
   p.pair_weight = r.pair_weight.data();
   p.pair_pos = r.pair_pos.data();
   p.row_pos = r.row_pos.data();
-  p.node_pos = r.node_pos.data();
+  p.node_pos = r.node_pos.data(), p.node_tokens = r.node_tokens.data();
   return p;
 }
 

@@ -170,7 +170,7 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
     c.x = phantom.take(uint64_t(tokens) * row_bytes_), c.out_x = phantom.take(rows * row_bytes_);
     c.scales = phantom.take(uint64_t(tokens) * s_.scale_bytes), c.out_scales = phantom.take(rows * s_.scale_bytes);
     static constexpr float kNoWeights[4] = {};
-    if (s_.weights) c.weights = tokens ? p.weights().data() : kNoWeights;
+    if (s_.weights) c.weights = tokens ? p.weights() : kNoWeights;
     c.out_weights = reinterpret_cast<float*>(phantom.take(rows * columns * 4));
     return engine_.dispatch(p, c);
   }

@@ -107,8 +107,8 @@ class RingWorld {
             layout_.rail_recv_slot(o, m, 0),
             layout_.rail_full_flag(o, m, 0),
             layout_.rail_free_flag(o, m, 0),
-            base_[me][other],
-            base_[other][me]};
+            &base_[me][other],
+            &base_[other][me]};
   }
   // A word of a token tells where it comes from.
   Vec16 word(uint32_t from, uint32_t to, uint32_t token, uint32_t i) const {

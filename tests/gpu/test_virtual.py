@@ -19,6 +19,7 @@ def check_world(ex: Example, executor: str, want=None, **options) -> None:
     key = (ex.num_nodes, ex.num_local_ranks, executor, tuple(options.items()))
     if key not in _worlds:
         _worlds[key] = GpuWorld(ex.num_nodes, ex.num_local_ranks, ex.num_local_experts, executor, **options)
+    _worlds[key].world.poison(_worlds[key].raw)
     _worlds[key].run(lambda rank, buffer: check(buffer, rank, ex, want))
 
 

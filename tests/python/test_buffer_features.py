@@ -34,13 +34,14 @@ def test_signatures_are_those_of_deep_ep():
         "num_of_hybrid_ep_ranks_per_nvlink_domain", "use_mnnvl"]
     assert names(HybridEPBuffer.dispatch) == [
         "hidden", "scaling_factor", "topk_idx", "topk_weights", "num_of_experts", "probs", "routing_map",
-        "num_dispatched_tokens_tensor", "num_dispatched_tokens", "handle"]
+        "num_dispatched_tokens_tensor", "num_dispatched_tokens", "handle", "num_sms"]
     assert names(HybridEPBuffer.combine)[:3] == ["hidden", "probs", "handle"]
     assert names(HybridEPBuffer.dispatch_with_permute) == [
         "hidden", "topk_idx", "topk_weights", "num_of_experts_per_rank", "num_of_experts", "use_fp8",
         "routing_map",
         "probs", "scaling_factor", "num_permuted_tokens", "pad_multiple", "handle", "non_blocking",
-        "fuse_permute_dispatch", "num_dispatched_tokens", "use_host_meta", "pad_empty_experts"]
+        "fuse_permute_dispatch", "num_dispatched_tokens", "use_host_meta", "pad_empty_experts",
+        "num_sms"]
     assert names(HybridEPBuffer.combine_with_unpermute)[:6] == [
         "hidden", "probs", "handle", "pad_multiple", "fuse_unpermute_combine", "num_dispatched_tokens"]
     assert names(HybridEPBuffer.update_template_config) == [

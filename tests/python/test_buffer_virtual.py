@@ -15,7 +15,7 @@ _worlds: dict = {}
 
 
 def buffers_of(shape, num_local_experts: int, executor: str, **options):
-    """The buffers of a virtual world, kept: later examples also find the traces of earlier ones in them."""
+    """The buffers of a virtual world, kept: later examples find the flags and counters of earlier ones."""
     key = (shape, executor, tuple(options.items()))
     if key not in _worlds:
         world = VirtualWorld(*shape)
@@ -27,6 +27,7 @@ def buffers_of(shape, num_local_experts: int, executor: str, **options):
 def check_world(ex: Example, executor: str = "host", want=None, **options) -> None:
     want = want or expected(ex)
     world, buffers = buffers_of((ex.num_nodes, ex.num_local_ranks), ex.num_local_experts, executor, **options)
+    world.poison(buffers)
     world.run(lambda rank, _: check(buffers[rank], rank, ex, want))
 
 

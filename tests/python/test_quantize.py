@@ -60,13 +60,13 @@ def test_what_is_not_finite_is_not_hidden(fmt, bad):
 
 
 @pytest.mark.parametrize("name, hidden, words", [("fp4", 128, "one of bf16, fp8, mxfp8"), ("fp8", 192, "blocks of 128"),
-                                                 ("mxfp8", 48, "blocks of 32")])
+                                                 ("mxfp8", 48, "blocks of 32"), ("nvfp4", 48, "multiple of 32")])
 def test_bad_formats_are_refused(name, hidden, words):
     with pytest.raises(ValueError, match=words):
         quantize.format_of(name, hidden)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp8"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp8", "nvfp4"])
 def test_a_quantised_dispatch_delivers_rounded_rows_and_whole_gradients(name):
     world, experts, tokens, hidden = VirtualWorld(2, 2), 2, 9, 256
     buffers = world.buffers(hidden, tokens, experts, timeout_s=60)
@@ -92,6 +92,36 @@ def test_a_quantised_dispatch_delivers_rounded_rows_and_whole_gradients(name):
         assert torch.equal(r["rows"], r["plain"]) == (fmt is None), f"rank {rank}: is anything quantised?"
         assert r["scales"] is None
         assert torch.equal(r["grad"], 3 * r["grad_out"])  # three experts a token; small integers add exactly
+
+
+def test_nvfp4_by_hand():
+    row = torch.tensor([6.0, -6.0, 0.5, -0.5, 1.5, 3.0, 4.0, 2.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.0])
+    ties = torch.tensor([6.0, -6.0, 0.5, -0.5, 1.5, 3.0, 4.0, 2.0, 0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0])
+    x = torch.stack([torch.cat([row, row * 2]), torch.cat([row, row * 2]) * 2.0**-100, torch.zeros(32)])
+    payload, scales = quantize.quantize(x, quantize.NVFP4)
+    assert payload.shape == (3, 16) and scales.shape == (3, 6) and payload.dtype == scales.dtype == torch.uint8
+    assert payload[0, 0] == 7 | 15 << 4 and not payload[2].any() and not scales[2].any()
+    want = torch.cat([ties, ties * 2])
+    assert torch.equal(there_and_back(x, quantize.NVFP4), torch.stack([want, want * 2.0**-100, torch.zeros(32)]))
+
+
+@given(seed=st.integers(0, 1 << 20), low=st.integers(-60, 40))
+def test_nvfp4_error_is_within_half_a_step(seed, low):
+    """e2m1 has steps of at most 2 in 6; the block's scale is itself rounded by at most 2^-4, and saturates what it
+    rounds down."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, 64, generator=g) * 2.0**low
+    largest = x.unflatten(1, (-1, 16)).abs().amax(2, keepdim=True).expand(-1, -1, 16).flatten(1)
+    error = (there_and_back(x, quantize.NVFP4) - x).abs()
+    assert bool((error <= largest * (1 / 6 * 1.0626 + 1e-6)).all())
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_nvfp4_hides_nothing_that_is_not_finite(bad):
+    x = torch.ones(1, 64)
+    x[0, 3] = bad
+    back = there_and_back(x, quantize.NVFP4)
+    assert bool(back[0, :16].isnan().all()) and torch.equal(back[0, 16:], x[0, 16:])
 
 
 def test_scales_of_the_caller_and_quantising_exclude_each_other():

@@ -1,6 +1,7 @@
-// The kernels on a GPU. The engine's parameters point to the host's tables; here they are translated to device copies
-// and launched on the caller's stream. An exchange and a plan's first dispatch wait for their results, nothing else
-// does; a deadline that expires in a launch nobody waits for is reported by the next call.
+// The kernels on a GPU, launched on the caller's stream. The exchange of a host's plan and that plan's first dispatch
+// wait for their results, nothing else does; a plan that the exchange kernel places needs no upload and no wait, and
+// its operations can be captured in a graph. A deadline that expires in a launch nobody waits for is reported by the
+// next call.
 //
 // Forward progress: blocks of one launch wait for one another and for other ranks' launches, so all must be resident.
 // A launch of more blocks than the device has SMs is refused; beside kernels that hold SMs for long (a collective that
@@ -49,9 +50,23 @@ class Device {
 
   void use(cudaStream_t stream) {
     if (stream == stream_) return;
-    check(cudaEventRecord(switched_, stream_), "event");
-    check(cudaStreamWaitEvent(stream, switched_, 0), "event");
+    // A capture may not depend on work outside it; whoever captures has drained the device before (torch.cuda.graph
+    // does).
+    if (capturing(stream) == capturing(stream_)) {
+      check(cudaEventRecord(switched_, stream_), "event");
+      check(cudaStreamWaitEvent(stream, switched_, 0), "event");
+    }
     stream_ = stream;
+  }
+  static bool capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const cudaError_t said = cudaStreamIsCapturing(stream, &status);
+    if (said == cudaErrorStreamCaptureImplicit) {  // the legacy stream, while another captures: it never does itself
+      (void)cudaGetLastError();
+      return false;
+    }
+    check(said, "capture status");
+    return status != cudaStreamCaptureStatusNone;
   }
   CudaControl* control(const LaunchSettings& s) {
     if (s.timeout_s != timeout_s_) {
@@ -116,6 +131,18 @@ class CudaExecutor final : public Executor {
     }
   }
 
+  // One upload for the life of the buffer. With the deadline's: a launch then needs none, and can be captured.
+  TableView adopt(const RankTables& t, const LaunchSettings& s) override {
+    const auto add = [&](const auto& v) { return tables_.add(v.data(), v.size() * sizeof v[0]); };
+    const uint64_t peers = add(t.peers), ready = add(t.peer_ready), done = add(t.peer_done),
+                   node_flags = add(t.peer_node_flags), recv = add(t.recv), counts = add(t.peer_counts);
+    rail_table_ = tables_.add(rail_segments_, 8ull * s.world.num_nodes);
+    tables_.upload(device_.stream());
+    (void)device_.control(s);
+    return {tables_.at<const RailPeer>(peers),      tables_.at<uint64_t* const>(ready),
+            tables_.at<uint64_t* const>(done),      tables_.at<uint64_t* const>(node_flags),
+            tables_.at<unsigned char* const>(recv), tables_.at<unsigned char* const>(counts)};
+  }
   bool shares_memory() const override { return false; }
   std::shared_ptr<void> allocate(uint64_t bytes) override {
     auto block = std::make_shared<Block>(bytes, device_.stream());
@@ -140,27 +167,13 @@ class CudaExecutor final : public Executor {
   void combine(CombineParams& host, const LaunchSettings& s) override;
 
  private:
-  // The tables that dispatch and combine have alike, as offsets in the call's image.
-  struct Tables {
-    uint64_t peers, ready, done, recv, zero_ranges, rail_segments;
-  };
-  template <class P>
-  Tables add_tables(Image& image, const P& p) const {
-    const uint64_t locals = uint64_t(p.world.num_local_ranks);
-    return {image.add(p.rail.peers, p.rail.num_peers * sizeof(RailPeer)),
-            image.add(p.gate.peer_ready, 8 * locals),
-            image.add(p.gate.peer_done, 8 * locals),
-            image.add(p.peers.recv, 8 * locals),
-            image.add(p.plan.zero_ranges, 8ull * p.plan.num_zero_ranges),
-            image.add(rail_segments_, 8ull * p.world.num_nodes)};
-  }
-  template <class P>
-  static void point_to(P& p, const Image& image, const Tables& t) {
-    p.rail.peers = image.at<const RailPeer>(t.peers);
-    p.gate.peer_ready = image.at<uint64_t* const>(t.ready);
-    p.gate.peer_done = image.at<uint64_t* const>(t.done);
-    p.peers.recv = image.at<unsigned char* const>(t.recv);
-    p.plan.zero_ranges = image.at<const uint32_t>(t.zero_ranges);
+  // The plan where kernels can read it; `copy` is the host plan's, null for a plan that is there already.
+  PlanView plan_view(const PlanView& plan, const World& w, uint32_t record_bytes, const LaunchSettings& s,
+                     PlanCopy** copy = nullptr) {
+    if (!s.plan_copy) return plan;
+    PlanCopy& c = plan_copy(plan, w, record_bytes, s);
+    if (copy) *copy = &c;
+    return c.view(plan, device_.stream());
   }
   PlanCopy& plan_copy(const PlanView& plan, const World& w, uint32_t record_bytes, const LaunchSettings& s) {
     auto& slot = *s.plan_copy;
@@ -176,7 +189,7 @@ class CudaExecutor final : public Executor {
   }
   template <class P>
   void launch(void (*entry)(P, Net, CudaControl*), P& p, const LaunchSettings& s, int blocks, int threads,
-              uint64_t shared, unsigned char* const* segments) {
+              uint64_t shared) {
     if (blocks > device_.num_sms())
       throw std::invalid_argument("num_blocks: is " + std::to_string(blocks) + " but the device has " +
                                   std::to_string(device_.num_sms()) + " SMs, and blocks wait for one another");
@@ -184,8 +197,9 @@ class CudaExecutor final : public Executor {
       throw std::invalid_argument("a token needs " + std::to_string(shared) +
                                   " bytes of shared memory and a block has " + std::to_string(budget_) +
                                   "; use fewer experts per token or smaller scales");
-    Net rail = net(segments);
+    Net rail = net(tables_.at<unsigned char* const>(rail_table_));
     CudaControl* control = device_.control(s);
+    ++launches_;
     void* args[] = {&p, &rail, &control};
     check(cudaLaunchKernel(reinterpret_cast<const void*>(entry), dim3(unsigned(blocks)), dim3(unsigned(threads)), args,
                            shared, device_.stream()),
@@ -196,6 +210,8 @@ class CudaExecutor final : public Executor {
   unsigned char* const* rail_segments_;
   uint64_t seed_;
   Device device_;
+  Image tables_;
+  uint64_t rail_table_ = 0;
   int budget_ = 0;
 };
 

@@ -19,12 +19,14 @@ class PlanCopy {
     const uint64_t node_count = image_.add(host.node_count, 4ull * nodes);
     const uint64_t rail_count = image_.add(host.rail_count, 4ull * nodes);
     const uint64_t node_pos = image_.add(host.node_pos, 4ull * nodes * host.num_tokens);
+    const uint64_t numbers = image_.add(host.numbers, sizeof(PlanNumbers));
+    const uint64_t zero_ranges = image_.add(host.zero_ranges, 8ull * host.num_local_experts);
     const uint64_t token_table = image_.add_table(tokens), record_table = image_.add_table(records);
     const uint64_t rail_table = image_.add(rail_records);  // filled in below, when the facts have their places
     for (uint32_t n = 0; n < nodes; ++n)
       rail_records[n] = learn(host.rail_records[n], uint64_t(host.rail_count[n]) * record_bytes);
-    const uint64_t row_records = learn(host.row_records, uint64_t(host.recv_rows) * record_bytes);
-    const uint64_t row_weights = learn(host.row_weights, 4ull * host.recv_rows * host.weight_stride);
+    const uint64_t row_records = learn(host.row_records, uint64_t(host.numbers->recv_rows) * record_bytes);
+    const uint64_t row_weights = learn(host.row_weights, 4ull * host.numbers->recv_rows * host.weight_stride);
     image_.set_table(rail_table, rail_records);
     image_.upload(stream);
     if (!host.fresh)  // learned on another device or by another buffer
@@ -35,17 +37,19 @@ class PlanCopy {
     device_.rail_records = image_.at<unsigned char* const>(rail_table);
     device_.node_count = image_.at<const uint32_t>(node_count);
     device_.rail_count = image_.at<const uint32_t>(rail_count);
+    device_.numbers = image_.at<const PlanNumbers>(numbers);
+    device_.zero_ranges = image_.at<const uint32_t>(zero_ranges);
     device_.node_pos = image_.at<const int32_t>(node_pos);
     device_.row_records = image_.at<unsigned char>(row_records);
     device_.row_weights = image_.at<float>(row_weights);
   }
 
   int ordinal() const { return ordinal_; }
-  // The call's own view: what changes from call to call is the caller's.
+  // The call's own view: whether it is the first is the caller's.
   PlanView view(const PlanView& call, cudaStream_t stream) {
     image_.used_on(stream);
     PlanView v = device_;
-    v.zero_ranges = call.zero_ranges, v.num_zero_ranges = call.num_zero_ranges, v.fresh = call.fresh;
+    v.fresh = call.fresh;
     return v;
   }
   // Asynchronous; the host's arrays are the plan's, which outlives the wait that follows.

@@ -17,14 +17,33 @@ struct LaunchSettings {
   double timeout_s = 100;
   uint64_t seed = 0;
   std::function<bool()> interrupted;           // true = stop (Ctrl-C)
-  std::shared_ptr<void>* plan_copy = nullptr;  // the plan's place for what an executor keeps of it
+  std::shared_ptr<void>* plan_copy = nullptr;  // the plan's place for what an executor keeps of it; null: the plan
+                                               // lies in the kernels' memory already
+};
+
+// What a rank's launches have in common for the life of its buffer.
+struct RankTables {
+  std::vector<RailPeer> peers;                                    // other nodes, ascending
+  std::vector<uint64_t*> peer_ready, peer_done, peer_node_flags;  // [L]
+  std::vector<unsigned char*> recv, peer_counts;                  // [L]
+};
+// The same where kernels can read them.
+struct TableView {
+  const RailPeer* peers;
+  uint64_t *const *peer_ready, *const *peer_done, *const *peer_node_flags;
+  unsigned char *const *recv, *const *peer_counts;
 };
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own.
-// Parameters point to the host's tables; an executor whose kernels cannot read those translates them.
+// A host's plan and routing are the host's arrays; an executor whose kernels cannot read those translates them.
 class Executor {
  public:
   virtual ~Executor() = default;
+  // Once, before the first launch; the tables outlive the executor.
+  virtual TableView adopt(const RankTables& t, const LaunchSettings&) {
+    return {t.peers.data(),           t.peer_ready.data(), t.peer_done.data(),
+            t.peer_node_flags.data(), t.recv.data(),       t.peer_counts.data()};
+  }
   virtual void exchange(const ExchangeParams& p, const LaunchSettings& s) = 0;
   virtual void dispatch(DispatchParams& p, const LaunchSettings& s) = 0;
   virtual void unpermute(CombineParams& p, const LaunchSettings& s) = 0;
@@ -39,8 +58,9 @@ class Executor {
   }
   virtual void write(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void read(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
-  virtual void drain() noexcept {}   // waits for all launches so far
-  virtual void set_stream(void*) {}  // where the next launches go, in order with those before
+  virtual void drain() noexcept {}                     // waits for all launches so far
+  virtual void set_stream(void*) {}                    // where the next launches go, in order with those before
+  uint64_t num_launches() const { return launches_; }  // of kernels, since it was made
   // Of an asynchronous launch whose wait expired; then nothing more is launched.
   virtual std::optional<Obituary> obituary() { return std::nullopt; }
 
@@ -49,6 +69,9 @@ class Executor {
   static std::unique_ptr<Executor> make(const std::string& name, unsigned char* const* rail_segments, uint64_t seed);
   static std::vector<std::string> names();
   static void add(const std::string& name, Maker maker);  // one that was loaded at run time
+
+ protected:
+  uint64_t launches_ = 0;
 };
 
 }  // namespace hep

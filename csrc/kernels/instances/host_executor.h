@@ -56,7 +56,6 @@ class HostExecutor final : public Executor {
   }
 
   Net net_;
-  uint64_t launches_ = 0;
 };
 
 }  // namespace hep

@@ -14,6 +14,7 @@ using Use = sim::Region::Use;
 template <class Body>
 void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t smem, uint32_t row_bytes,
                          uint32_t fact_bytes, Body body) {
+  ++launches_;
   sim::Launch l;
   l.kernel = kernel, l.num_blocks = blocks, l.num_warps = warps, l.smem_bytes = smem;
   l.row_bytes = row_bytes, l.fact_bytes = fact_bytes;
@@ -47,7 +48,7 @@ void SimExecutor::exchange(const ExchangeParams& p, const LaunchSettings&) {
 
 void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   plan_dispatch_smem<SimArch>(p, smem_budget_);
-  const uint64_t tokens = p.plan.num_tokens, rows = p.plan.recv_rows, out_rows = p.permute ? p.out_rows : rows;
+  const uint64_t tokens = p.plan.num_tokens, rows = p.plan.numbers->recv_rows, out_rows = p.permute ? p.out_rows : rows;
   const Use facts = p.plan.fresh ? Use::kFacts : Use::kInput;
   add("x", p.x, tokens * p.message.row_bytes, Use::kInput, true);
   add("scales", p.scales, tokens * p.message.scale_bytes, Use::kInput, true);

@@ -1,0 +1,21 @@
+// The end of an operation: the last lane to leave moves the rank's progress on. Every lane that reads the progress (the
+// epoch of the gate, the chunk numbers of the rails) counts as leaving only when it will not read it again.
+#pragma once
+#include "roles/params.h"
+
+namespace hep {
+
+// sent, received: tokens by node of this operation. parties: calls in the whole grid.
+template <class A, class P>
+HEP_DEVICE void leave_operation(A& a, const P& p, const uint32_t* sent, const uint32_t* received, uint64_t parties) {
+  if (!last_of(a, &p.progress->leaving, parties)) return;
+  const uint64_t chunk = p.rail.geometry.chunk_tokens;
+  for (uint32_t i = 0; i < p.rail.num_peers; ++i) {
+    const RailPeer& peer = p.rail.peers[i];
+    *peer.sent += div_up(sent[peer.node], chunk);
+    *peer.received += div_up(received[peer.node], chunk);
+  }
+  ++p.progress->operations;
+}
+
+}  // namespace hep

@@ -1,0 +1,49 @@
+// What placement is told and what it finds, see roles/place.h.
+#pragma once
+#include <cstdint>
+
+#include "layout/counts.h"
+#include "layout/message.h"
+
+namespace hep {
+
+// What placement finds for this rank, where kernels read it: the host need not know.
+struct alignas(16) PlanNumbers {
+  uint32_t recv_rows, max_recv_rows;  // receive rows of this rank, and of the rank that has most
+  uint32_t permuted_rows;             // with padding, within the budget
+  int32_t overflow;                   // something that was meant for this rank was dropped
+  uint32_t has_holes;                 // because it has too few receive rows
+  uint32_t unused[3];
+};
+
+// Placement of one rank's tokens, see roles/place.h. [R], [E], [N]: entries per rank, expert, node of the group.
+struct PlaceParams {
+  World world;
+  CountsLayout counts_layout;
+  const unsigned char* counts;  // all ranks' vectors
+  uint32_t num_tokens, topk;    // of this rank's arrays
+  uint32_t record_bytes, pairs_at, max_dsts;
+  uint32_t pad_multiple;
+  bool pad_empty;
+  uint32_t budget_word;    // of the header: 1 + permuted rows that a rank has room for, 0 = as many as it takes
+  const int64_t* budgets;  // [R] instead of the header's, -1 = as many as it takes; may be null
+  uint64_t recv_capacity;  // receive rows that every rank has
+  const uint64_t* excess;  // choices that were dropped for want of room or of such an expert; may be null
+  const int32_t* pair_expert;
+  const uint32_t *pair_pos, *row_pos, *node_tokens;  // as in ExchangeParams
+  // Results; null numbers = nothing is to be placed.
+  PlanNumbers* numbers;
+  uint32_t *node_count, *rail_count;                          // [N]
+  int64_t *tokens_per_expert, *padded_tokens_per_expert;      // [local experts]
+  uint32_t* zero_ranges;                                      // [local experts][2]
+  uint64_t* dropped_per_rank;                                 // [R] pairs lost to budgets
+  uint32_t *row_base, *rank_rows, *pair_base, *expert_pairs;  // [R], [R], [E], [E] workspace
+  unsigned char** records;                                    // [N]
+  // A plan whose memory the host has never seen: tables to be filled before use, from a base and a stride.
+  const uint32_t** node_token_table;
+  unsigned char** rail_record_table;
+  unsigned char *record_base, *rail_record_base;
+  uint64_t rail_record_stride;
+};
+
+}  // namespace hep

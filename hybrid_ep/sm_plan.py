@@ -1,0 +1,65 @@
+"""How many SMs an operation needs to fill its links: computed from rates, not searched.
+
+A token's row leaves an SM once for each rank that needs it, which takes t_row; meanwhile the links need t_link for the
+token, the slower of NVLink and rail. So the SMs of a balanced operation are
+
+    num_sms = ceil(D_r * t_row / t_link),   t_row  = row_bytes / store_rate + copy_ns
+                                            t_link = row_bytes * max(D_r (1 - 1/L) / nvlink, D_n (1 - 1/N) / rail)
+
+with D_r and D_n the ranks and nodes that a token needs (uniform routing; hybrid_ep.sim.routing.distinct), L ranks a
+node, N nodes. The rates are those of hybrid_ep.sim.clusters, where each says where it comes from; none of them has been
+measured with these kernels yet. Combine moves the same rows the other way and gets the same number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybrid_ep.sim import clusters, routing
+
+ASSUMED_TOPK = 8  # the constructor is not told
+
+
+@dataclass(frozen=True)
+class SmPlan:
+    """num_sms, and what it follows from. Times are of one token, in microseconds."""
+
+    num_sms: int
+    cluster: str
+    ranks_per_token: float
+    nodes_per_token: float
+    row_us: float
+    nvlink_us: float
+    rail_us: float
+
+    def __str__(self) -> str:
+        binds = "NVLink" if self.nvlink_us >= self.rail_us else "the rail"
+        return (f"{self.num_sms} SMs ({self.cluster}): a token is {self.ranks_per_token:.2f} rows of "
+                f"{self.row_us:.3f} us on an SM, {self.nvlink_us:.3f} us of NVLink and {self.rail_us:.3f} us of the "
+                f"rail; {binds} binds")
+
+
+def cluster_of(gpu_name: str, capability: tuple[int, int]) -> clusters.Cluster:
+    """The rates of a GPU, by its name or, of an unknown one, by its generation."""
+    known = {"H800": "h800_8x400g", "H200": "h200_8x400g", "H100": "h100_8x400g", "GB200": "gb200_nvl72",
+             "B300": "b300_8x800g", "B200": "b200_8x400g"}
+    for part, name in known.items():
+        if part in gpu_name:
+            return clusters.get(name)
+    return clusters.get("h100_8x400g" if capability[0] < 10 else "b200_8x400g")
+
+
+def plan(cluster: clusters.Cluster, num_nodes: int, num_local_ranks: int, num_experts: int, row_bytes: int,
+         topk: int = ASSUMED_TOPK) -> SmPlan:
+    """For `topk` (at most num_experts) of num_experts experts, rows of row_bytes bytes."""
+    ranks, topk = num_nodes * num_local_ranks, min(topk, num_experts)
+    per_token = routing.distinct(ranks, num_experts, topk)
+    nodes_per_token = routing.distinct(num_nodes, num_experts, topk)
+    kilobytes = row_bytes / 1e3  # GB/s are kB/us
+    row = kilobytes / cluster.gpu.store_gb_per_s + cluster.gpu.copy_ns.value / 1e3
+    nvlink = kilobytes * per_token * (1 - 1 / num_local_ranks) / cluster.gpu.nvlink_rate
+    rail = kilobytes * nodes_per_token * (1 - 1 / num_nodes) / cluster.nic.rate
+    most = int(cluster.gpu.num_sms.value) // 4  # a rank alone has no link to fill; the experts need the others
+    link = max(nvlink, rail)
+    sms = most if link == 0 else min(most, max(1, math.ceil(per_token * row / link - 1e-9)))
+    return SmPlan(sms, cluster.name, per_token, nodes_per_token, row, nvlink, rail)

@@ -1,0 +1,68 @@
+"""SM counts from link rates, against figures computed by hand; num_sms of a call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from examples import Example, check_permuted, expected, make_inputs, same
+
+from hybrid_ep import sm_plan
+from hybrid_ep.sim import clusters
+from hybrid_ep.testing import VirtualWorld
+
+H100 = clusters.get("h100_8x400g")
+
+
+def test_one_node_by_hand():
+    plan = sm_plan.plan(H100, 1, 8, 256, 14336)
+    # 8 ranks, 8 of 256 experts: 8 (1 - C(224, 8) / C(256, 8)) = 5.295 ranks a token
+    assert plan.ranks_per_token == pytest.approx(5.295, abs=1e-3) and plan.nodes_per_token == 1
+    row = 14.336 / (32 * 1.83) + 0.05109
+    assert plan.row_us == pytest.approx(row) and plan.rail_us == 0
+    assert plan.num_sms == math.ceil(8 / 7 * row * 380 / 14.336) == 9
+
+
+def test_a_rail_needs_the_fewer_sms_the_more_nodes_there_are():
+    sms = [sm_plan.plan(H100, nodes, 8, 256, 14336).num_sms for nodes in (2, 4, 8)]
+    assert sms == [7, 3, 2]
+    twice = replace(H100, nic=replace(H100.nic, gb_per_s=H100.nic.gb_per_s._replace(value=100)))
+    assert sm_plan.plan(twice, 4, 8, 256, 14336).num_sms == 6  # a rail twice as fast
+
+
+def test_limits():
+    assert sm_plan.plan(H100, 1, 1, 4, 1024).num_sms == 132 // 4  # no link at all
+    assert 1 <= sm_plan.plan(H100, 64, 1, 64, 16).num_sms <= 33
+    assert "SMs (h100_8x400g)" in str(sm_plan.plan(H100, 2, 8, 256, 14336))
+
+
+@pytest.mark.parametrize("name, capability, cluster", [
+    ("NVIDIA H200", (9, 0), "h200_8x400g"), ("NVIDIA GB200", (10, 0), "gb200_nvl72"),
+    ("NVIDIA B200", (10, 0), "b200_8x400g"), ("NVIDIA GH", (9, 0), "h100_8x400g"), ("other", (10, 0), "b200_8x400g")])
+def test_rates_of_a_gpu(name, capability, cluster):
+    assert sm_plan.cluster_of(name, capability).name == cluster
+
+
+def test_any_number_of_sms_on_one_buffer_and_handle():
+    ex = Example(2, 1, 2, (70, 41), 2, 48, pad_multiple=4, seed=8)
+    world, want = VirtualWorld(2, 1), expected(ex)
+    buffers = world.buffers(48, 70, 2)
+    assert buffers[0].sm_plan is None and buffers[0].config.num_of_blocks_dispatch_api == 1
+
+    def work(rank, _):
+        mine, handle = make_inputs(ex, rank), None
+        for num_sms in (1, 7, 2, 33, 3):
+            rows, _, _, _, handle = buffers[rank].dispatch_with_permute(
+                hidden=mine.hidden, num_of_experts=4, pad_multiple=4, num_sms=num_sms,
+                **({"handle": handle} if handle else mine.routing()))
+            same("rows", rows, want.permuted[rank][0])
+            out, _ = buffers[rank].combine_with_unpermute(hidden=want.returned[rank], handle=handle,
+                                                          num_sms=num_sms + 1)
+            same("combined", out, want.combined[rank][0])
+        check_permuted(same, buffers[rank], rank, ex, want)
+
+    world.run(work)
+    with pytest.raises(ValueError, match="num_sms=0"):
+        world.run(lambda rank, _: buffers[rank].dispatch(make_inputs(ex, rank).hidden, num_sms=0,
+                                                         num_of_experts=4, **make_inputs(ex, rank).routing()))
