@@ -56,11 +56,11 @@ def test_a_failing_rank_fails_the_world():
 def test_field_notes_notice_a_fault_and_nothing_else():
     """One honest row and each fault, where it shows; the whole table is scripts/parity.py --field-notes."""
     variant = "notes_opening_fp32"
-    cases = [Case(variant, "alltoall", 4, 3), Case(variant, "s3", 4, 3, grouped=True)]
+    cases = [Case(variant, "alltoall", 4, 6), Case(variant, "s3", 4, 6, grouped=True)]
     faults = [fault for fault in parity_field_notes.BREAKS if fault != "rounding"]
-    cases += [Case(variant, "s3", 4, 3, grouped=True, broken=fault) for fault in faults]
-    cases += [Case("notes_forced_bf16", "alltoall", 4, 3), Case("notes_forced_bf16", "s3", 4, 3, grouped=True)]
-    cases += [Case("notes_forced_bf16", "s3", 4, 3, grouped=True, broken="rounding")]
+    cases += [Case(variant, "s3", 4, 6, grouped=True, broken=fault) for fault in faults]
+    cases += [Case("notes_forced_bf16", "alltoall", 4, 6), Case("notes_forced_bf16", "s3", 4, 6, grouped=True)]
+    cases += [Case("notes_forced_bf16", "s3", 4, 6, grouped=True, broken="rounding")]
     outcome = parity_world.run_world(run_cases, parity.NUM_RANKS, (cases,), timeout_s=280)[0]
     assert outcome["records"][1]["empty"][0] >= 6, "experts must start empty"
     for case, _, found, ok in parity_field_notes.compared(cases, outcome["records"]):
