@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slurm", action="store_true", help="submit an sbatch script")
     where.add_argument("--local", action="store_true", help="torchrun on this machine (the default)")
+    parser.add_argument("--no-preflight", action="store_true", help="start the ranks without hybrid-ep doctor first")
     parser.add_argument("--max-starts", type=int, default=3, metavar="N",
                         help="starts of a requeued job from one checkpoint before it gives up (default 3)")
     for name in ("partition", "account", "time", "container"):
@@ -149,7 +150,8 @@ def preflight() -> list[str]:
 def _job(args: argparse.Namespace, name: str, nodes: int, tasks: int, command: list[str], gpus: int = 0,
          environment: Mapping[str, str] | None = None) -> sbatch.Job:
     folder = str(Path(args.runs_dir, name).resolve())
-    return sbatch.Job(name, folder, str(Path.cwd()), nodes, tasks, command, preflight(), gpus, args.partition,
+    return sbatch.Job(name, folder, str(Path.cwd()), nodes, tasks, command,
+                      [] if args.no_preflight else preflight(), gpus, args.partition,
                       args.account, args.time, args.container, environment or {}, args.max_starts)
 
 

@@ -14,7 +14,7 @@ _ATOM = re.compile(r"[A-Za-z0-9_.,:@%/+\[\]=-]+")
 @dataclass(frozen=True)
 class Job:
     """command: what every rank runs, unquoted words. folder: absolute, seen by all nodes. gpus_per_node: 0 asks for
-    none. preflight: what every node must pass first. container: an image for srun's pyxis plugin, or empty.
+    none. preflight: what every node must pass first, or nothing. container: an image for srun's pyxis plugin, or empty.
     environment: variables of every rank. starts: how often in a row the job may start from one and the same checkpoint.
     """
 
@@ -102,9 +102,7 @@ def _body(job: Job) -> list[str]:
         "  exit 1",
         "fi",
         "",
-        "# Pre-flight on every node: better one line now than a hang in an hour.",
-        f"{once} {shlex.join(job.preflight)}",
-        "",
+        *_preflight(job, once),
         "# One process a rank. Slurm's variables in torch's names; exec, so that SIGTERM reaches the rank itself.",
         "# A rank that fails ends all the others at once.",
         "status=0",
@@ -121,6 +119,13 @@ def _body(job: Job) -> list[str]:
         "fi",
         'exit "$status"',
     ]
+
+
+def _preflight(job: Job, once: str) -> list[str]:
+    if not job.preflight:
+        return []
+    return ["# Pre-flight on every node: better one line now than a hang in an hour.",
+            f"{once} {shlex.join(job.preflight)}", ""]
 
 
 def _lines(words: list[str]) -> str:

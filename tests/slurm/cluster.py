@@ -118,15 +118,19 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """The node is lost: its daemon and every rank on it die at once, and Slurm is told."""
         self._signal(f"slurmd-{node}.pid", signal.SIGKILL)
+        self._kill_ranks(f"SLURMD_NODENAME={node}")
+        self.do("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def _kill_ranks(self, *having: str) -> None:
+        """Every process of a job of this cluster whose environment holds all these words too."""
+        wanted = {word.encode() for word in (f"SLURM_CONF={self.folder}/slurm.conf", *having)}
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 variables = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
+                if wanted <= set(variables) and any(v.startswith(b"SLURM_PROCID=") for v in variables):
+                    os.kill(int(process.name), signal.SIGKILL)
+            except (OSError, ProcessLookupError):  # gone meanwhile
                 continue
-            mine = f"SLURM_CONF={self.folder}/slurm.conf".encode() in variables
-            if mine and f"SLURMD_NODENAME={node}".encode() in variables and b"SLURM_PROCID" in b" ".join(variables):
-                os.kill(int(process.name), signal.SIGKILL)
-        self.do("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def job(self, number: int) -> dict[str, str]:
         """Fields of `scontrol show job`."""
@@ -141,11 +145,12 @@ class Cluster:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Cancels what runs and ends the daemons."""
+        """Cancels what runs, ends the daemons and what they have left."""
         subprocess.run(["scancel", "--user=root"], env=self.environment, timeout=30, check=False, capture_output=True)
         time.sleep(1)
         for name in (*(f"slurmd-{node}.pid" for node in NODES), "slurmctld.pid", "munge.pid"):
             self._signal(name, signal.SIGTERM)
+        self._kill_ranks()  # a job that was too slow to end with its daemon
 
     def _signal(self, pid_file: str, number: int) -> None:
         path = self.folder / pid_file
