@@ -100,7 +100,7 @@ class Cluster:
             self.do("slurmctld", "-c")
             for node in NODES:
                 self.start_node(node)
-            self.wait(lambda: self.do("sinfo", "-h", "-t", "idle", "-o", "%D") == "4", 20, "four idle nodes")
+            self.wait(self.all_idle, 20, "four idle nodes")
         except BaseException:
             self.stop()
             raise
@@ -111,6 +111,10 @@ class Cluster:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
         return done.stdout.strip()
+
+    def all_idle(self) -> bool:
+        """No node is down, allocated, or still completing a job."""
+        return self.do("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(NODES))
 
     def start_node(self, node: str) -> None:
         self.do("slurmd", "-N", node)

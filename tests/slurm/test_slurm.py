@@ -13,7 +13,6 @@ from cluster import Cluster, why_not
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 150
-REQUEUED_SECONDS = 400  # Slurm may hold a requeued job back for two minutes
 
 pytestmark = pytest.mark.slurm
 
@@ -51,6 +50,20 @@ def finish(slurm, number: int, runs: Path, name: str, seconds: int = SECONDS) ->
     return slurm.job(number)["JobState"], log.read_text()
 
 
+def until(slurm, number: int, runs: Path, name: str, ready, what: str) -> None:
+    """Waits while the job runs; AssertionError with its log when it ends, or time does, before ready()."""
+    def there() -> bool:
+        state = slurm.job(number)["JobState"]
+        assert state in ("PENDING", "CONFIGURING", "RUNNING"), f"{state} and no {what}"
+        return ready()
+
+    try:
+        slurm.wait(there, SECONDS, what)
+    except AssertionError as error:
+        log = runs / name / "logs" / f"{number}.log"
+        raise AssertionError(f"{error}\n{log.read_text() if log.exists() else 'no log'}") from None
+
+
 def losses(runs: Path, name: str) -> dict[int, float]:
     lines = (runs / name / "metrics.jsonl").read_text().splitlines()
     return {r["step"]: r["train_loss"] for r in map(json.loads, lines) if "train_loss" in r}
@@ -65,7 +78,7 @@ def test_four_nodes_train_and_a_lost_node_resumes_with_the_same_losses(slurm, tm
     """The node is lost some steps after a checkpoint, so that the job makes those steps twice."""
     steps = ("--set", "schedule.train_steps=150", "--set", "logging.checkpoint_every=50")
     number = submit(slurm, tmp_path, "hit", "--nodes", "4", "--no-preflight", *steps)
-    slurm.wait(lambda: last_step(tmp_path, "hit") >= 53, SECONDS, "steps after a checkpoint")
+    until(slurm, number, tmp_path, "hit", lambda: last_step(tmp_path, "hit") >= 53, "steps after a checkpoint")
     slurm.kill_node("n3")
     slurm.start_node("n3")
     # Pending, not merely marked for it: the requeue itself sets the start time that is changed next.
@@ -73,9 +86,11 @@ def test_four_nodes_train_and_a_lost_node_resumes_with_the_same_losses(slurm, tm
     saved = int((tmp_path / "hit" / "checkpoint" / "latest").read_text().strip().removeprefix("step_"))
     first = {step: loss for step, loss in losses(tmp_path, "hit").items() if step > saved}
     assert len(first) >= 2, "the node was lost right after a checkpoint: nothing is made twice"
-    # Slurm holds a requeued job back for two minutes; nobody needs to wait for that here.
+    # Slurm holds a requeued job back for two minutes, because late news of its first start on a node would end the
+    # second. Here that is over once all nodes are idle.
+    slurm.wait(slurm.all_idle, 60, "four idle nodes")
     slurm.do("scontrol", "update", f"jobid={number}", "starttime=now")
-    state, log = finish(slurm, number, tmp_path, "hit", REQUEUED_SECONDS)
+    state, log = finish(slurm, number, tmp_path, "hit")
     assert state == "COMPLETED", log
     assert "restart 1" in log and f"resuming after step {saved}" in log
     again = losses(tmp_path, "hit")
@@ -86,8 +101,7 @@ def test_four_nodes_train_and_a_lost_node_resumes_with_the_same_losses(slurm, tm
 def test_two_tasks_a_node_and_sigterm_leaves_a_checkpoint(slurm, tmp_path):
     long = ("--set", "schedule.train_steps=5000", "--set", "logging.checkpoint_every=5000")
     number = submit(slurm, tmp_path, "pair", "--nodes", "4", "--tasks-per-node", "2", "--no-preflight", *long)
-    metrics = tmp_path / "pair" / "metrics.jsonl"
-    slurm.wait(lambda: metrics.exists() and metrics.read_text().count("train_loss") > 2, SECONDS, "steps")
+    until(slurm, number, tmp_path, "pair", lambda: last_step(tmp_path, "pair") > 2, "steps")
     slurm.do("scancel", "--signal=TERM", str(number))
     _, log = finish(slurm, number, tmp_path, "pair")
     step = int(re.search(r"stopped after step (\d+)", log)[1])
