@@ -47,7 +47,7 @@ test-python: setup  ## tests/python
 test-megatron: setup  ## tests/megatron with the installed megatron-core
 	@$(PYTHON) scripts/run_tests.py --only megatron
 
-test-slurm: setup  ## tests/slurm on a Slurm of four nodes on this machine; not part of make test
+test-slurm: setup  ## tests/slurm on a Slurm of four nodes on this machine (root; installs it through apt)
 	@$(PYTHON) scripts/run_tests.py --only slurm
 
 test-matrix: setup  ## tests/megatron with megatron-core 0.16, 0.17, 0.18 and 0.19 [ARGS="--versions 0.16,0.19"]

@@ -290,7 +290,7 @@ def slurm(runner):
     return runner.pytest("tests/slurm") if has_tests("tests/slurm") else Result("skipped", note="no tests")
 
 
-# name: (function, minutes at most, part of --quick; None: only by name, for it is long on two cores)
+# name: (function, minutes at most, part of --quick)
 STAGES = {
     "lint": (lint, 2, True),
     "layers": (layers, 2, True),
@@ -302,7 +302,7 @@ STAGES = {
     "python": (python, 15, True),
     "megatron": (megatron, 15, True),
     "megatron-oldest": (megatron_oldest, 15, False),
-    "slurm": (slurm, 15, None),
+    "slurm": (slurm, 10, False),
     "docs": (docs, 3, False),
 }
 
@@ -366,7 +366,7 @@ def main():
     names = [name.strip() for name in args.only.split(",") if name.strip()]
     if unknown := [name for name in names if name not in STAGES]:
         parser.error(f"--only: no stage is called {unknown[0]!r}; there are {', '.join(STAGES)}")
-    names = names or [name for name, (_, _, quick) in STAGES.items() if quick or (quick is False and not args.quick)]
+    names = names or [name for name, (_, _, quick) in STAGES.items() if quick or not args.quick]
     # Stages run in sessions of their own: an end from outside must pass through the code that ends them.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

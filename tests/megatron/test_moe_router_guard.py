@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 from types import SimpleNamespace
 import torch
@@ -51,6 +53,7 @@ print("guarded")
 """
 
 
+@pytest.mark.version_free
 def test_a_gate_of_zeros_is_caught_before_the_first_step_and_after_loading():
     root = Path(__file__).parents[2]
     environment = os.environ | {
