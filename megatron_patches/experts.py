@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from hybrid_ep.moe import grouped_mm, weighted_activation
 from megatron_patches import seams, settings
@@ -176,6 +177,7 @@ class GroupedExperts(MegatronModule):
 
         Each is a factory of the very ShardedTensors that SequentialMLP makes, so a checkpoint (and the distributed
         optimizer's states in it) is the same to the byte layout, and loads at another EP or ETP size."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)  # as SequentialMLP does: a caller may give none
         singles = bool((metadata or {}).get("singleton_local_shards", False))
         first, total = self.ep_group.rank() * self.num_local_experts, self.ep_group.size() * self.num_local_experts
         per_matrix, others = {own: [] for own in MATRICES}, {}

@@ -163,6 +163,8 @@ def _check_experts():
         return f"MLP.__init__ lacks {', '.join(sorted(missing))}"
     if _parameters(mlp.MLP.sharded_state_dict) != ("self", "prefix", "sharded_offsets", "metadata"):
         return f"MLP.sharded_state_dict takes {_parameters(mlp.MLP.sharded_state_dict)}"
+    if not hasattr(importlib.import_module("megatron.core.transformer.utils"), "ensure_metadata_has_dp_cp_group"):
+        return "transformer.utils has no ensure_metadata_has_dp_cp_group"
     mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
     want = {"key", "data", "build_fn", "merge_fn", "replica_id"}
     if missing := want - set(mapping.ShardedTensorFactory.__dataclass_fields__):

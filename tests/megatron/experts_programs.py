@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import multiprocessing
 import queue
 import types
 
@@ -280,6 +281,7 @@ def save(folder, module):
     # Megatron's writer collects results through a process of its own, which takes seconds to start and which daemons
     # may not have; and it logs its memory with psutil, which Megatron does not depend on.
     filesystem_async._results_queue = queue.Queue()
+    multiprocessing.current_process()._config["daemon"] = False  # 0.16 forks its writers, too
     if importlib.util.find_spec("psutil") is None:
         idle = types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(rss=0))
         filesystem_async.psutil = types.SimpleNamespace(Process=lambda *_: idle)
