@@ -38,9 +38,10 @@ class HybridEPBuffer:
     * `hidden_dim`, `max_num_of_tokens_per_rank`, `num_local_experts`: what to make room for at first; larger calls
       grow the memory, on all ranks together.
     * `num_sms_dispatch_api`, `num_sms_combine_api`: blocks of an operation, unless its num_sms says otherwise
-      (default: HYBRID_EP_NUM_BLOCKS, else what fills the links; print(buffer.sm_plan)). The other `num_*` arguments,
-      `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are accepted for
-      compatibility and have no effect.
+      (default: HYBRID_EP_NUM_BLOCKS, else what fills the links; print(buffer.sm_plan)). `num_blocks_permute`,
+      `num_blocks_unpermute`: of a launch of its own for the rows' way out of and into receive rows (default: inside the
+      dispatch launch; as combine). `num_sms_preprocessing_api`, `load_cached_kernels`, `use_shared_buffer`,
+      `enable_custom_allgather` and `use_mnnvl` are accepted for compatibility and have no effect.
     * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else the ranks of one host).
     * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
       every rank fits). `overflow`: what a blocking call does with more rows than capacity_factor or
@@ -65,14 +66,12 @@ class HybridEPBuffer:
         o = options.parse(
             hidden_dim=hidden_dim, max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
             num_local_experts=num_local_experts, use_fp8=use_fp8, num_sms_dispatch_api=num_sms_dispatch_api,
-            num_sms_combine_api=num_sms_combine_api, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
+            num_sms_combine_api=num_sms_combine_api, num_blocks_permute=num_blocks_permute,
+            num_blocks_unpermute=num_blocks_unpermute, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
             capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor,
             tuning_file=tuning)
-        for name, value in (("num_sms_preprocessing_api", num_sms_preprocessing_api),
-                            ("num_blocks_permute", num_blocks_permute),
-                            ("num_blocks_unpermute", num_blocks_unpermute)):
-            if value is not None:
-                validation.integer(name, value, 1)
+        if num_sms_preprocessing_api is not None:
+            validation.integer("num_sms_preprocessing_api", num_sms_preprocessing_api, 1)
         meet = Rendezvous(view, o.timeout_s)
         topology = o.agree(meet)
         self._topology, self._timeout_s = topology, o.timeout_s
@@ -84,9 +83,9 @@ class HybridEPBuffer:
         self.config = HybridEpConfigInstance(
             hidden_dim=o.hidden_dim, max_num_of_tokens_per_rank=o.max_tokens,
             num_of_experts_per_rank=o.num_local_experts, num_of_ranks_per_node=topology.num_local_ranks,
-            num_of_nodes=topology.num_nodes, use_fp8=o.use_fp8,
-            num_of_blocks_dispatch_api=o.num_blocks_dispatch,
-            num_of_blocks_combine_api=o.num_blocks_combine,
+            num_of_nodes=topology.num_nodes, use_fp8=o.use_fp8, num_of_blocks_dispatch_api=o.num_blocks_dispatch,
+            num_of_blocks_combine_api=o.num_blocks_combine, num_of_blocks_permute=o.num_blocks_permute,
+            num_of_blocks_unpermute=o.num_blocks_unpermute,
             num_of_tokens_per_chunk_dispatch_api=o.chunks["dispatch"],
             num_of_tokens_per_chunk_combine_api=o.chunks["combine"])
         self.configurer = SimpleNamespace(buffer_config=self.config)
@@ -230,9 +229,8 @@ class HybridEPBuffer:
         if use_fp8 is not None:
             config.use_fp8 = validation.flag("use_fp8", use_fp8)
         config.set(**kwargs)
-        for name in ("num_of_blocks_dispatch_api", "num_of_blocks_combine_api", "num_of_tokens_per_chunk_dispatch_api",
-                     "num_of_tokens_per_chunk_combine_api"):
-            validation.integer(name, getattr(config, name), 1)
+        for name, value in config.tuned().items():
+            validation.integer(name, value, 1)
         self.config = self.configurer.buffer_config = config
         return copy.copy(config)
 
@@ -367,6 +365,7 @@ class HybridEPBuffer:
             out_scale=address(out_scale), out_weights=address(out_weights), row_bytes=row_bytes(x),
             scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
             num_blocks=_blocks(num_sms, self.config.num_of_blocks_dispatch_api),
+            deliver_blocks=self.config.num_of_blocks_permute or 0,
             chunk_tokens=session.chunks["dispatch"])
         return out_x, out_weights, None if scale is None else unpad_rows(out_scale, scale)
 
@@ -382,6 +381,7 @@ class HybridEPBuffer:
             plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],
             weights=address(w), out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
             fp32_partials=fp32_partials, num_blocks=_blocks(num_sms, self.config.num_of_blocks_combine_api),
+            unpermute_blocks=self.config.num_of_blocks_unpermute or 0,
             chunk_tokens=session.chunks["combine"])
         if returned is None:
             return out, None

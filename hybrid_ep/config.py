@@ -1,7 +1,8 @@
 """The template configuration: what a buffer is laid out for, under deep_ep's field names.
 
 Fields that tune deep_ep's kernels are accepted and kept, so that callers who set them run unchanged; those
-with an effect here are the capacities, the block counts and the chunks of dispatch and combine."""
+with an effect here are the capacities, the block counts but those of preprocessing, and the chunks of dispatch and
+combine."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class HybridEpConfigInstance:
     num_of_blocks_dispatch_api: int = 1
     num_of_blocks_combine_api: int = 1
     num_of_blocks_preprocessing_api: int = 1
-    num_of_blocks_permute: int = 1
-    num_of_blocks_unpermute: int = 1
+    num_of_blocks_permute: int | None = None  # None: permute runs inside the dispatch launch
+    num_of_blocks_unpermute: int | None = None  # None: as many as combine
     num_of_threads_per_block_preprocessing_api: int | None = None
     num_of_tokens_per_chunk_preprocessing_api: int | None = None
     num_of_tokens_per_chunk_dispatch_api: int | None = None
@@ -49,6 +50,14 @@ class HybridEpConfigInstance:
     def chunk(self, op: str) -> int:
         """Tokens of a rail message in dispatch or combine."""
         return getattr(self, f"num_of_tokens_per_chunk_{op}_api") or DEFAULT_CHUNK_TOKENS
+
+    def tuned(self) -> dict[str, int]:
+        """Blocks and chunks as they are set; those that may be None only where they are not."""
+        ops = ("dispatch", "combine")
+        values = {f"num_of_{what}_{op}_api": getattr(self, f"num_of_{what}_{op}_api")
+                  for what in ("blocks", "tokens_per_chunk") for op in ops}
+        own = {f"num_of_blocks_{op}": getattr(self, f"num_of_blocks_{op}") for op in ("permute", "unpermute")}
+        return values | {name: value for name, value in own.items() if value is not None}
 
     def set(self, **overrides: Any) -> None:
         """Sets fields by name; ValueError for an unknown one."""

@@ -28,6 +28,8 @@ class Options:
     use_fp8: bool
     num_blocks_dispatch: int | None  # None: as the links need, once the topology is known
     num_blocks_combine: int | None
+    num_blocks_permute: int | None  # None: inside the dispatch launch
+    num_blocks_unpermute: int | None  # None: as combine
     ranks_per_node: int | None
     ranks_per_node_origin: str
     capacity_factor: float | None
@@ -46,6 +48,7 @@ class Options:
                 "num_of_hybrid_ep_ranks_per_nvlink_domain": self.ranks_per_node,
                 "num_sms_dispatch_api": self.num_blocks_dispatch,
                 "num_sms_combine_api": self.num_blocks_combine,
+                "num_blocks_permute": self.num_blocks_permute, "num_blocks_unpermute": self.num_blocks_unpermute,
                 "capacity_factor": self.capacity_factor, "overflow": self.overflow,
                 "executor": self.executor, "tuning": self.tuning and self.tuning.identity},
             "host": socket.gethostname(), "max_tokens": self.max_tokens})
@@ -96,7 +99,8 @@ def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int
 
 
 def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts: Any, use_fp8: Any,
-          num_sms_dispatch_api: Any, num_sms_combine_api: Any, ranks_per_node: Any, capacity_factor: Any,
+          num_sms_dispatch_api: Any, num_sms_combine_api: Any, num_blocks_permute: Any, num_blocks_unpermute: Any,
+          ranks_per_node: Any, capacity_factor: Any,
           overflow: Any, timeout_s: Any, executor: Any, tuning_file: Any = None) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
     hidden_dim = validation.integer("hidden_dim", hidden_dim, 1)
@@ -119,8 +123,9 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
     return Options(
         hidden_dim, validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
         validation.integer("num_local_experts", num_local_experts, 1), validation.flag("use_fp8", use_fp8),
-        _blocks("num_sms_dispatch_api", num_sms_dispatch_api), _blocks("num_sms_combine_api",
-                                                                       num_sms_combine_api),
+        _blocks("num_sms_dispatch_api", num_sms_dispatch_api, env.get("HYBRID_EP_NUM_BLOCKS")),
+        _blocks("num_sms_combine_api", num_sms_combine_api, env.get("HYBRID_EP_NUM_BLOCKS")),
+        _blocks("num_blocks_permute", num_blocks_permute), _blocks("num_blocks_unpermute", num_blocks_unpermute),
         ranks_per_node, origin, None if capacity_factor is None else float(capacity_factor), overflow,
         float(timeout_s), executor, device, table)
 
@@ -129,7 +134,7 @@ def _positive(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
 
 
-def _blocks(name: str, value: Any) -> int | None:
+def _blocks(name: str, value: Any, default: int | None = None) -> int | None:
     if value is None:
-        return env.get("HYBRID_EP_NUM_BLOCKS")
+        return default
     return validation.integer(name, value, 1, "it is the number of blocks (SMs) of the operation")

@@ -12,19 +12,20 @@ from hybrid_ep import env
 _buffers = {}
 
 
-def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=None):
+def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=None, local_pass=None):
     """The shared buffer for this shape, created if new.
 
     group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens: rows
     of this call; the buffer grows by itself when a later call brings more. wanted: the layer's `Settings`.
-    num_sms: Megatron's wish; that of `wanted` and a tuning file win."""
+    num_sms: Megatron's wish; that of `wanted` and a tuning file win. local_pass: its num_blocks_permute and
+    num_blocks_unpermute."""
     key = (group, hidden, dtype, num_local_experts, wanted)
     if key not in _buffers:
-        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted)
+        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, local_pass, wanted)
     return _buffers[key]
 
 
-def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted):
+def _create(group, hidden, num_tokens, num_local_experts, num_sms, local_pass, wanted):
     buffer_class = wanted.buffer_class
     if buffer_class is None:
         from hybrid_ep import HybridEPBuffer as buffer_class
@@ -42,6 +43,7 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted):
         "tuning": tuning,
         "timeout_s": wanted.timeout_s,
         "num_of_hybrid_ep_ranks_per_nvlink_domain": wanted.ranks_per_node,
+        **(local_pass or {}),
     }
     return buffer_class(
         group=group,

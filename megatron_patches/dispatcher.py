@@ -101,6 +101,7 @@ class HybridEPManager:
             num_tokens=num_tokens,
             num_local_experts=self.num_local_experts,
             num_sms=_num_sms(self.config),
+            local_pass=_local_pass(self.config),
             wanted=self.settings,
         )
         num_rows, rows_per_expert = self._static_rows(num_tokens)
@@ -203,6 +204,15 @@ def _num_sms(config):
         return None
     value = getattr(config, "moe_flex_dispatcher_num_sms", None)
     return value if value is not None else getattr(config, "moe_hybridep_num_sms", None)
+
+
+def _local_pass(config):
+    """Megatron's blocks of permute and unpermute (since 0.17), where somebody asked for them."""
+    wished = {
+        name: getattr(config, f"moe_hybridep_{name}", None)
+        for name in ("num_blocks_permute", "num_blocks_unpermute")
+    }
+    return {name: blocks for name, blocks in wished.items() if blocks is not None}
 
 
 def _pad_multiple(config):

@@ -43,6 +43,7 @@ class Budget:
 BUDGETS = {
     "exchange": Budget(80, 6100, ("ELECT", *ACQUIRES)),
     "dispatch": Budget(128, 6500, (*COPIES, *ACQUIRES)),
+    "deliver": Budget(80, 2200, (*COPIES, *ACQUIRES)),
     "unpermute": Budget(128, 4500, (*COPIES, "LDS.128", "STS.128")),
     "combine": Budget(128, 9500, (*COPIES, *ACQUIRES, "LDS.128", "STS.128")),
 }

@@ -3,7 +3,8 @@
     python scripts/gpu_bench.py [--executor cuda|host] [--quick] [--wide] [--out FILE]
 
 Cases: one active rank of 8 (the others have no tokens; bytes delivered per second and SM, over SM counts and dtypes),
-8 active ranks; with --wide one active rank of 72, which are more streams than a device has hardware queues and
+8 active ranks, both also with a local pass (deliver, unpermute) in launches of its own (column `own`: its blocks);
+with --wide one active rank of 72, which are more streams than a device has hardware queues and
 may therefore end in a deadline. All calls use a cached handle. A time is that of rank 0 between two events
 around the call on its stream, median of the repetitions; `host_us` is the host's time in the call. Delivered bytes are
 the payload and scale bytes of the rows that rank 0's tokens became, each destination rank counted once. On one device
@@ -15,7 +16,7 @@ import statistics
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ class Case:
     topk: int
     dtype: str  # "bf16" or "fp8" (bytes with a float32 scale for every 128)
     num_sms: int
+    permute_sms: int | None = None  # of the local pass in launches of its own
 
 
 def cases(quick: bool, wide: bool) -> list[Case]:
@@ -47,6 +49,7 @@ def cases(quick: bool, wide: bool) -> list[Case]:
     found = [Case("one_of_8", 8, 1, tokens, hidden, 256, 8, dtype, sms)
              for dtype in ("bf16", "fp8") for sms in ((2,) if quick else (4, 8, 16))]
     found.append(Case("8_of_8", 8, 8, tokens, hidden, 256, 8, "bf16", 2 if quick else 16))
+    found += [replace(case, permute_sms=4 if quick else 64) for case in found if case.dtype == "bf16"]
     if wide:  # 71 blocks beside the active rank's: one SM each
         found += [Case("one_of_72", 72, 1, 1024, hidden, 288, 8, dtype, 8) for dtype in ("bf16", "fp8")]
     if not quick:
@@ -94,7 +97,8 @@ def rank_program(case: Case, rank: int, buffer, meet: threading.Barrier, on_gpu:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     # A rank without tokens still receives: it takes one SM, the active rank those of the case.
     sms = case.num_sms if rank < case.active else 1
-    buffer.update_template_config(num_of_blocks_dispatch_api=sms, num_of_blocks_combine_api=sms)
+    buffer.update_template_config(num_of_blocks_dispatch_api=sms, num_of_blocks_combine_api=sms,
+                                  num_of_blocks_permute=case.permute_sms, num_of_blocks_unpermute=case.permute_sms)
     mine = inputs(case, rank, device)
     rows, _, _, _, handle = buffer.dispatch_with_permute(num_of_experts=case.num_experts, **mine)
     again = {"hidden": mine["hidden"], "scaling_factor": mine["scaling_factor"], "handle": handle,
@@ -160,17 +164,18 @@ def main():
     parser.add_argument("--out", type=Path, help="raw JSON")
     args = parser.parse_args()
     rows = []
-    print(f"{'case':<10} {'dtype':<5} {'SMs':>4} {'dispatch us':>12} {'GB/s/SM':>8} {'host us':>8} {'combine us':>11} "
-          f"{'GB/s/SM':>8} {'host us':>8}")
+    print(f"{'case':<10} {'dtype':<5} {'SMs':>4} {'own':>4} {'dispatch us':>12} {'GB/s/SM':>8} {'host us':>8} "
+          f"{'combine us':>11} {'GB/s/SM':>8} {'host us':>8}")
     for case in cases(args.quick, args.wide):
+        title = f"{case.name:<10} {case.dtype:<5} {case.num_sms:>4} {case.permute_sms or '-':>4}"
         try:
             row = run_case(case, args.executor, args.repeats)
         except Exception as error:  # a case that fails is a result; the others still count
             row = {**asdict(case), "error": f"{type(error).__name__}: {error}"}
-            print(f"{case.name:<10} {case.dtype:<5} {case.num_sms:>4} {row['error'][:100]}", flush=True)
+            print(f"{title} {row['error'][:100]}", flush=True)
         else:
             d, c = row["dispatch"], row["combine"]
-            print(f"{case.name:<10} {case.dtype:<5} {case.num_sms:>4} {d['median_us']:>12.1f} "
+            print(f"{title} {d['median_us']:>12.1f} "
                   f"{d['gb_per_s_per_sm']:>8.1f} {d['host_us']:>8.1f} {c['median_us']:>11.1f} "
                   f"{c['gb_per_s_per_sm']:>8.1f} {c['host_us']:>8.1f}", flush=True)
         rows.append(row)

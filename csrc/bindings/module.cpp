@@ -105,7 +105,7 @@ std::map<std::string, uint64_t> plan_memory(const Engine& engine, int64_t num_to
 
 void dispatch(Engine& engine, Plan& plan, uint64_t x, uint64_t scale, int64_t weights, uint64_t out_x,
               uint64_t out_scale, uint64_t out_weights, int64_t row_bytes, int64_t scale_bytes, bool permute,
-              int64_t out_rows, int num_blocks, int64_t chunk_tokens) {
+              int64_t out_rows, int num_blocks, int deliver_blocks, int64_t chunk_tokens) {
   DispatchCall c;
   c.x = pointer<const unsigned char>(x), c.scales = pointer<const unsigned char>(scale);
   c.weights = weights == -1 ? plan.weights() : pointer<const float>(uint64_t(weights));
@@ -115,7 +115,8 @@ void dispatch(Engine& engine, Plan& plan, uint64_t x, uint64_t scale, int64_t we
   c.out_x = pointer<unsigned char>(out_x), c.out_scales = pointer<unsigned char>(out_scale),
   c.out_weights = pointer<float>(out_weights);
   c.row_bytes = narrow("row_bytes", row_bytes), c.scale_bytes = narrow("scale_bytes", scale_bytes);
-  c.permute = permute, c.out_rows = narrow("out_rows", out_rows), c.num_blocks = num_blocks;
+  c.permute = permute, c.out_rows = narrow("out_rows", out_rows);
+  c.num_blocks = num_blocks, c.deliver_blocks = deliver_blocks;
   c.chunk_tokens = narrow("chunk_tokens", chunk_tokens);
   py::gil_scoped_release release;
   engine.dispatch(plan, c);
@@ -123,12 +124,13 @@ void dispatch(Engine& engine, Plan& plan, uint64_t x, uint64_t scale, int64_t we
 
 void combine(Engine& engine, Plan& plan, uint64_t x, const std::string& dtype, int64_t hidden, uint64_t weights,
              uint64_t out_x, uint64_t out_weights, bool permuted, bool multiply, bool fp32_partials, int num_blocks,
-             int64_t chunk_tokens) {
+             int unpermute_blocks, int64_t chunk_tokens) {
   CombineCall c;
   c.x = pointer<const unsigned char>(x), c.weights = pointer<const float>(weights);
   c.out_x = pointer<unsigned char>(out_x), c.out_weights = pointer<float>(out_weights);
   c.dtype = parse_dtype(dtype), c.hidden = narrow("hidden", hidden);
-  c.permuted = permuted, c.multiply = multiply, c.fp32_partials = fp32_partials, c.num_blocks = num_blocks;
+  c.permuted = permuted, c.multiply = multiply, c.fp32_partials = fp32_partials;
+  c.num_blocks = num_blocks, c.unpermute_blocks = unpermute_blocks;
   c.chunk_tokens = narrow("chunk_tokens", chunk_tokens);
   py::gil_scoped_release release;
   engine.combine(plan, c);
@@ -276,11 +278,11 @@ void bind_engine(py::module_& m) {
       .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = 0,
            py::arg("weights") = 0, py::arg("out_x"), py::arg("out_scale") = 0, py::arg("out_weights") = 0,
            py::arg("row_bytes"), py::arg("scale_bytes") = 0, py::arg("permute"), py::arg("out_rows") = 0,
-           py::arg("num_blocks") = 1, py::arg("chunk_tokens") = 0)
+           py::arg("num_blocks") = 1, py::arg("deliver_blocks") = 0, py::arg("chunk_tokens") = 0)
       .def("combine", &combine, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("dtype"), py::arg("hidden"),
            py::arg("weights") = 0, py::arg("out_x"), py::arg("out_weights") = 0, py::arg("permuted"),
            py::arg("multiply") = false, py::arg("fp32_partials") = false, py::arg("num_blocks") = 1,
-           py::arg("chunk_tokens") = 0)
+           py::arg("unpermute_blocks") = 0, py::arg("chunk_tokens") = 0)
       .def("poison", &Engine::poison, "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)
       .def("reset_traffic", &Engine::reset_traffic)

@@ -1,4 +1,5 @@
-// Kernel: dispatch. Warps: N2N | G2S | S2G x 2 | deliver G2S | deliver S2G | zero rows. Entry and exit barriers
+// Kernel: dispatch. Warps: N2N | G2S | S2G x 2 | deliver G2S | deliver S2G | zero rows; the last two, and the work of
+// the one before, are the deliver kernel's when it is launched apart. Entry and exit barriers
 // of the node are inside (NodeGate); nodes are coupled by ring credits only.
 #pragma once
 #include "roles/deliver.h"
@@ -24,6 +25,7 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
     deliver.init(a, 1);
   }
   a.block_sync();
+  if (p.deliver_apart && warp >= 5) return;
   if (warp == 6) return ZeroRowsRole<A>::run(a, p);
   if (!elected) return;  // the copy roles are one lane each: bulk copies need no more
   switch (warp) {
@@ -33,7 +35,11 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
     case 3:
       DispatchS2GRole<A, Net>(a, net, p, scatter, warp - 2, kScatterWarps).run(a.num_blocks() * kScatterWarps);
       break;
-    case 4: DeliverG2SRole<A>::run(a, p, deliver); break;
+    case 4:
+      a.set_role("deliver_g2s");
+      p.gate.wait_all_done(a, p.gate.epoch());
+      if (!p.deliver_apart) DeliverG2SRole<A>::run(a, p, deliver);
+      break;
     case 5: return DeliverS2GRole<A>(a, p, deliver).run();
   }
   leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(a.num_blocks()) * (3 + kScatterWarps));
@@ -44,21 +50,20 @@ template <Arch A>
 uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   using Fifo = StageFifo<A, TokenHead>;
   p.tile_bytes = p.message.row_bytes < kMaxTileBytes ? p.message.row_bytes : kMaxTileBytes;
-  const uint64_t stage =
-      align_up(p.message.payload_at() + p.tile_bytes, 128) + sizeof(TokenHead) + 2 * sizeof(typename A::Mbarrier);
+  const uint64_t stage = token_stage_bytes<A>(p);
   const uint64_t cursors = align_up(4ull * (p.rail.num_peers + 1), 128);
   p.arrival_cursors_at = 0, p.credit_cursors_at = cursors;
-  // Without rail peers N2N stages nothing, and its share is the scatter FIFO's.
+  // Without rail peers N2N stages nothing, and its share is the scatter FIFO's. So is that of deliver when it is apart.
   const uint64_t stage_bytes = p.message.payload_at() + p.tile_bytes;
   const uint64_t room = budget > 1024 ? budget - 1024 : 0, quarter = room / 4;  // the rest is alignment
-  const bool rail = p.rail.num_peers != 0;
+  const bool rail = p.rail.num_peers != 0, here = !p.deliver_apart;
   const uint32_t n2n = rail ? stages_that_fit(quarter, stage, 3, 4) : 3;
-  const uint32_t deliver = stages_that_fit(quarter, stage, 2, 6);
+  const uint32_t deliver = here ? stages_that_fit(quarter, stage, 2, 6) : 2;
   const uint32_t scatter =
-      stages_that_fit(room - (rail ? 2 : 1) * quarter, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
+      stages_that_fit(room - (rail + here) * quarter, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
   p.scatter = Fifo::layout(2 * cursors, scatter, stage_bytes);
   p.rail_stage = Fifo::layout(p.scatter.end, n2n, rail ? stage_bytes : 16);
-  p.deliver = Fifo::layout(p.rail_stage.end, deliver, stage_bytes);
+  p.deliver = Fifo::layout(p.rail_stage.end, deliver, here ? stage_bytes : 16);
   return p.smem_bytes = p.deliver.end;
 }
 

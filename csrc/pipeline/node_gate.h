@@ -19,6 +19,8 @@ struct NodeGate {
   uint64_t* const* peer_done;
 
   HEP_DEVICE uint64_t epoch() const { return kMutant == 31 ? 1 : *finished + 1; }
+  // Of the operation that this rank has just left.
+  HEP_DEVICE uint64_t last_epoch() const { return kMutant == 31 ? 1 : *finished; }
   template <class A>
   HEP_DEVICE void announce_ready(A& a) const {
     for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_ready[l], epoch());
@@ -34,10 +36,10 @@ struct NodeGate {
     for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_done[l], epoch());
   }
   template <class A>
-  HEP_DEVICE void wait_all_done(A& a) const {
+  HEP_DEVICE void wait_all_done(A& a, uint64_t of) const {
     if (kMutant == 9) return;
     for (int l = 0; l < world.num_local_ranks; ++l)
-      a.wait_ge_sys(done_in + l * kStride, epoch(), {Site::kPeerDone, world.rank_of(world.node(), l), -1});
+      a.wait_ge_sys(done_in + l * kStride, of, {Site::kPeerDone, world.rank_of(world.node(), l), -1});
   }
 };
 

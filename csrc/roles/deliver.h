@@ -1,6 +1,6 @@
 // Deliver: receive rows to the caller's tensors, either as they are (ascending source rank, token) or permuted
-// expert-major. Runs in the dispatch kernel behind the node's done flags. On a plan's first dispatch it also
-// keeps each row's record and weights, which the way back needs.
+// expert-major. Runs behind the node's done flags, in the dispatch kernel or in one of its own. On a plan's first
+// dispatch it also keeps each row's record and weights, which the way back needs.
 #pragma once
 #include "roles/token_loader.h"
 
@@ -9,9 +9,7 @@ namespace hep {
 template <Arch A>
 struct DeliverG2SRole {
   HEP_DEVICE static void run(A& a, const DispatchParams& p, const StageFifo<A, TokenHead>& fifo) {
-    a.set_role("deliver_g2s");
     StageProducer<A, TokenHead> to(fifo);
-    p.gate.wait_all_done(a);
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes);
     const unsigned char* recv = p.peers.recv[p.world.local_rank()];
     TokenHead head{};

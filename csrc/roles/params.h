@@ -108,7 +108,7 @@ struct DispatchParams {
   unsigned char *out_x, *out_scales;
   float* out_weights;  // permuted: [out_rows]; else [M][experts of this node]
   uint32_t out_rows;
-  bool permute;
+  bool permute, deliver_apart;  // apart: the deliver roles are the next kernel's
   uint32_t first_node_expert, num_node_experts;
   RankProgress* progress;
   uint64_t* exit_counter;  // rank-private, zero between kernels

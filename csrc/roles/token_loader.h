@@ -26,6 +26,12 @@ struct TokenSource {
   }
 };
 
+// Bytes of a stage that holds a tile, with its head and barriers.
+template <Arch A>
+uint64_t token_stage_bytes(const DispatchParams& p) {
+  return align_up(p.message.payload_at() + p.tile_bytes, 128) + sizeof(TokenHead) + 2 * sizeof(typename A::Mbarrier);
+}
+
 struct TileShape {
   uint32_t begin, bytes;  // of the payload
 };

@@ -278,6 +278,11 @@ void Engine::require_sizes(uint64_t row_bytes, uint64_t scale_bytes, int num_blo
   if (num_blocks < 1) throw std::invalid_argument("num_blocks: is " + std::to_string(num_blocks) + "; give at least 1");
 }
 
+void Engine::require_apart(const char* name, int blocks) {
+  if (blocks < 0)
+    throw std::invalid_argument(std::string(name) + ": is " + std::to_string(blocks) + "; give 0 or a positive number");
+}
+
 void Engine::require_world(const Plan& plan) const {
   const World& w = plan.world();
   if (w.num_nodes != world_.num_nodes || w.num_local_ranks != world_.num_local_ranks || w.rank != world_.rank)
@@ -294,6 +299,7 @@ uint32_t Engine::chunk_of(uint32_t asked) const {
 void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_world(plan);
   require_sizes(c.row_bytes, c.scale_bytes, c.num_blocks);
+  require_apart("deliver_blocks", c.deliver_blocks);
   const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   DispatchParams p{};
@@ -308,12 +314,12 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   p.x = c.x, p.scales = c.scale_bytes ? c.scales : nullptr, p.weights = c.weights;
   p.out_x = c.out_x, p.out_scales = c.out_scales, p.out_weights = c.weights ? c.out_weights : nullptr;
   p.out_rows = uint32_t(c.out_rows);
-  p.permute = c.permute;
+  p.permute = c.permute, p.deliver_apart = c.deliver_blocks > 0;
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
   LaunchSettings settings = settings_;
-  settings.num_blocks = c.num_blocks;
+  settings.num_blocks = c.num_blocks, settings.deliver_blocks = c.deliver_blocks;
   settings.plan_copy = plan.on_device() ? nullptr : &plan.copy();
   call.run([&] { executor_->dispatch(p, settings); });
   plan.freeze();
@@ -323,6 +329,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   require_world(plan);
   if (!plan.complete()) throw std::invalid_argument("handle: its dispatch has not run");
   require_sizes(uint64_t(c.hidden) * dtype_bytes(c.dtype), 0, c.num_blocks);
+  require_apart("unpermute_blocks", c.unpermute_blocks);
   const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   CombineParams p{};
@@ -343,10 +350,11 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));
   LaunchSettings settings = settings_;
-  settings.num_blocks = c.num_blocks;
   settings.plan_copy = plan.on_device() ? nullptr : &plan.copy();
   call.run([&] {
+    settings.num_blocks = c.unpermute_blocks ? c.unpermute_blocks : c.num_blocks;
     executor_->unpermute(p, settings);
+    settings.num_blocks = c.num_blocks;
     executor_->combine(p, settings);
   });
 }

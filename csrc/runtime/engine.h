@@ -45,6 +45,7 @@ struct DispatchCall {
   uint64_t out_rows = 0;
   bool permute = false;
   int num_blocks = 1;
+  int deliver_blocks = 0;     // as in LaunchSettings
   uint32_t chunk_tokens = 0;  // of a rail message, the same on all ranks; 0: what the ring slots hold, the most
 };
 
@@ -57,6 +58,7 @@ struct CombineCall {
   uint32_t hidden = 0;
   bool permuted = false, multiply = false, fp32_partials = false;
   int num_blocks = 1;
+  int unpermute_blocks = 0;   // of the unpermute launch; 0: num_blocks
   uint32_t chunk_tokens = 0;  // as in DispatchCall
 };
 
@@ -110,6 +112,7 @@ class Engine {
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
   void require_world(const Plan& plan) const;
   static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes, int num_blocks);
+  static void require_apart(const char* name, int blocks);
   uint32_t chunk_of(uint32_t asked) const;
 
   World world_;

@@ -81,6 +81,7 @@ void WorldSpec::validate() const {
   need(chunk_tokens >= 1, "chunk_tokens", chunk_tokens, "give at least 1");
   need(rail_slots >= 1, "rail_slots", rail_slots, "give at least 1");
   need(num_blocks >= 1 && num_blocks <= 256, "num_blocks", num_blocks, "give 1 to 256");
+  need(permute_blocks <= 256, "permute_blocks", permute_blocks, "give 0 (none of their own) to 256");
   need(plans >= 1, "plans", plans, "give at least 1");
   need(rounds >= 1, "rounds", rounds, "give at least 1");
   need(counter_base < uint64_t(1) << 62, "counter_base", counter_base, "give less than 2^62");
@@ -202,6 +203,7 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   if (big_world) s.plans = 1, s.rounds = of({1, 1, 2}), s.num_blocks = of({1, 1, 2});
   s.exchange_first = r.one_in(2);
   s.counter_base = of({0, 0, 0, 1}) ? (uint64_t(1) << 32) - 1 - r.below(6) : 0;
+  s.permute_blocks = uint32_t(std::max(0, int(host::Rng(mix(seed, 100)).below(6)) - 2));  // 1 to 3 in half the worlds
   s.seed = seed, s.data_seed = seed;
   s.strategy = strategy >= 0 ? uint32_t(strategy) : of({0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7});
   return s;

@@ -196,6 +196,7 @@ class RankRun {
     c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
     c.row_bytes = op.row_bytes, c.scale_bytes = op.scale_bytes, c.out_rows = out_rows;
     c.permute = op.permute, c.num_blocks = op.num_blocks[size_t(rank_)];
+    c.deliver_blocks = op.permute_blocks[size_t(rank_)];
     engine_.dispatch(*plan_, c);
     expect(out_x.edge_is_intact() && out_scales.edge_is_intact() && out_weights.edge_is_intact(),
            "wrote behind an output");
@@ -260,6 +261,7 @@ class RankRun {
     c.out_x = out_x.data(), c.out_weights = out_weights.floats();
     c.dtype = op.dtype, c.hidden = op.hidden, c.permuted = op.permute, c.multiply = op.multiply;
     c.fp32_partials = op.fp32_partials, c.num_blocks = op.num_blocks[size_t(rank_)];
+    c.unpermute_blocks = op.permute_blocks[size_t(rank_)];
     engine_.combine(*plan_, c);
     expect(out_x.edge_is_intact() && out_weights.edge_is_intact(), "wrote behind an output");
     for (uint32_t t = 0; t < num_tokens; ++t) {

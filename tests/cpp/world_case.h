@@ -56,6 +56,7 @@ struct OpCase {
   uint32_t hidden = 8;                       // combine
   uint32_t extra_rows = 0;                   // of the permuted output, behind the plan's
   std::vector<int> num_blocks;               // [R]
+  std::vector<int> permute_blocks;           // [R], of launches of their own; 0: inside the others
   uint64_t salt = 0;                         // tells the data of operations apart
 };
 

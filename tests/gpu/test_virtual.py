@@ -47,6 +47,8 @@ def test_examples_with_a_static_budget(executor):
 def test_results_do_not_depend_on_the_number_of_blocks(num_blocks):
     ex = Example(2, 2, 3, (95, 0, 700, 31), 3, 64, scale_columns=1, pad_multiple=8, seed=9)
     check_world(ex, "cuda", num_sms_dispatch_api=num_blocks, num_sms_combine_api=num_blocks)
+    check_world(ex, "cuda", num_sms_dispatch_api=2, num_sms_combine_api=2, num_blocks_permute=num_blocks,
+                num_blocks_unpermute=num_blocks)
 
 
 @pytest.mark.parametrize("hidden", [7168, 8192, 16384 + 16])

@@ -321,6 +321,12 @@ def shared_buffers(ep):
     assert len(buffers.live()) == 2 and len(megatron_patches.apply(timeout_s=60.0).buffers) == 2
     megatron_patches.release_buffers()
     assert not buffers.live()
+    if hasattr(TransformerConfig, "moe_hybridep_num_blocks_permute"):  # Megatron's wish, since 0.17
+        apart = make_dispatcher("ours", groups, ep, moe_hybridep_num_blocks_permute=3)
+        again = six_steps(apart, *a)
+        assert all(torch.equal(again[name], alone[0][name]) for name in ("out", "hidden_grad", "prob_grad"))
+        assert buffers.live()[0].config.tuned()["num_of_blocks_permute"] == 3
+        assert "num_of_blocks_unpermute" not in buffers.live()[0].config.tuned()
     return True
 
 

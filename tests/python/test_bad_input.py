@@ -124,6 +124,8 @@ BAD_CALLS = {
     "an unknown template field": (lambda b, **c: b.update_template_config(speed=9), {}, ["speed=9", "known"]),
     "a template with an odd hidden": (lambda b, **c: b.update_template_config(hidden_dim=12), {},
                                       ["hidden_dim=12"]),
+    "a template without blocks of permute": (lambda b, **c: b.update_template_config(num_of_blocks_permute=0), {},
+                                             ["num_of_blocks_permute=0"]),
     "a template without blocks": (lambda b, **c: b.update_template_config(num_of_blocks_dispatch_api=0), {},
                                   ["num_of_blocks_dispatch_api=0"]),
 }
@@ -136,6 +138,8 @@ BAD_CONSTRUCTORS = {
     "use_fp8": ({"use_fp8": "no"}, ["use_fp8='no'"]),
     "num_sms_dispatch_api": ({"num_sms_dispatch_api": 0}, ["num_sms_dispatch_api=0", "blocks"]),
     "num_sms_combine_api": ({"num_sms_combine_api": True}, ["num_sms_combine_api=True"]),
+    "num_blocks_permute": ({"num_blocks_permute": 0}, ["num_blocks_permute=0", "blocks"]),
+    "num_blocks_unpermute": ({"num_blocks_unpermute": "all"}, ["num_blocks_unpermute='all'"]),
     "num_sms_preprocessing_api": ({"num_sms_preprocessing_api": -1}, ["num_sms_preprocessing_api=-1"]),
     "ranks per node": ({"num_of_hybrid_ep_ranks_per_nvlink_domain": 2},
                        ["num_of_hybrid_ep_ranks_per_nvlink_domain=2", "divide", "1 ranks"]),

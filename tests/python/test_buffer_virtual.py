@@ -76,6 +76,8 @@ def test_results_do_not_depend_on_the_number_of_blocks(shape, num_blocks):
     ex = Example(*shape, 3, tuple(30 * r + 5 for r in range(num_ranks)), 3, 64, scale_columns=1,
                  pad_multiple=8, seed=9)
     check_world(ex, num_sms_dispatch_api=num_blocks, num_sms_combine_api=num_blocks)
+    check_world(ex, num_sms_dispatch_api=2, num_sms_combine_api=2, num_blocks_permute=num_blocks,
+                num_blocks_unpermute=num_blocks)
 
 
 def test_more_tokens_than_the_rail_ring_holds():

@@ -57,8 +57,9 @@ def test_examples(shape, executor, rounds):
 
 def test_blocks_do_not_change_results():
     ex = Example(2, 2, 3, (70, 0, 93, 5), 3, 48, pad_multiple=8, budget=160, seed=3)
-    for blocks in (1, 5):
-        world, buffers = buffers_of((2, 2), 3, num_sms_dispatch_api=blocks, num_sms_combine_api=blocks)
+    for blocks, own in ((1, None), (5, None), (2, 4)):
+        world, buffers = buffers_of((2, 2), 3, num_sms_dispatch_api=blocks, num_sms_combine_api=blocks,
+                                    num_blocks_permute=own, num_blocks_unpermute=own)
         world.run(lambda rank, _, b=buffers: check(b[rank], rank, ex, expected(ex)))
 
 
@@ -77,9 +78,11 @@ def one(buffer, rank: int, ex: Example, **more):
                                         **{"pad_multiple": ex.pad_multiple or None, **mine.routing(), **more})
 
 
-def test_launches_of_every_verb():
+@pytest.mark.parametrize("own", [None, 3])
+def test_launches_of_every_verb(own):
+    """Permute with blocks of its own is one launch more of dispatch; unpermute always is one of combine's two."""
     ex = Example(2, 2, 2, (9, 5, 0, 7), 2, budget=64, seed=4)
-    world, buffers = buffers_of((2, 2), 2, kept=False, tokens=9)
+    world, buffers = buffers_of((2, 2), 2, kept=False, tokens=9, num_blocks_permute=own, num_blocks_unpermute=own)
 
     def work(rank, _):
         buffer, counts = buffers[rank], []
@@ -99,7 +102,7 @@ def test_launches_of_every_verb():
         counted(lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle))
         return counts
 
-    assert world.run(work) == [[2, 2, 1, 2, 2]] * 4
+    assert world.run(work) == [[2, 2, 1, 2, 2] if own is None else [3, 2, 2, 3, 2]] * 4
 
 
 def test_what_cannot_be_placed_is_dropped_and_flagged():

@@ -122,7 +122,8 @@ class CudaExecutor final : public Executor {
   CudaExecutor(unsigned char* const* rail_segments, uint64_t seed) : rail_segments_(rail_segments), seed_(seed) {
     const void* entries[] = {
         reinterpret_cast<const void*>(exchange_entry<Net>), reinterpret_cast<const void*>(dispatch_entry<Net>),
-        reinterpret_cast<const void*>(unpermute_entry<Net>), reinterpret_cast<const void*>(combine_entry<Net>)};
+        reinterpret_cast<const void*>(deliver_entry<Net>), reinterpret_cast<const void*>(unpermute_entry<Net>),
+        reinterpret_cast<const void*>(combine_entry<Net>)};
     for (const void* entry : entries) {  // also loads the kernel now: later that could wait for a running one
       cudaFuncAttributes a{};
       check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");

@@ -1,4 +1,4 @@
-// The four launches of CudaExecutor. What a host's plan needs of the device is brought there and back here.
+// The launches of CudaExecutor. What a host's plan needs of the device is brought there and back here.
 #pragma once
 #include "kernels/instances/cuda_executor.h"
 
@@ -49,6 +49,10 @@ void CudaExecutor<Net>::dispatch(DispatchParams& host, const LaunchSettings& s) 
     p.weights = image.at<const float>(at);
   }
   launch<DispatchParams>(dispatch_entry<Net>, p, s, s.num_blocks, kThreads<kDispatchWarps>, p.smem_bytes);
+  if (p.deliver_apart) {
+    plan_deliver_smem<CudaArch>(p, uint64_t(budget_));
+    launch<DispatchParams>(deliver_entry<Net>, p, s, s.deliver_blocks, kThreads<kDeliverWarps>, p.smem_bytes);
+  }
   if (!copy || !host.plan.fresh) return;
   device_.wait(s.interrupted);
   copy->bring_back(device_.stream());

@@ -10,6 +10,8 @@ template __global__ void exchange_entry<NvshmemDevice>(const __grid_constant__ E
                                                        CudaControl*);
 template __global__ void dispatch_entry<NvshmemDevice>(const __grid_constant__ DispatchParams, NvshmemDevice,
                                                        CudaControl*);
+template __global__ void deliver_entry<NvshmemDevice>(const __grid_constant__ DispatchParams, NvshmemDevice,
+                                                      CudaControl*);
 template __global__ void unpermute_entry<NvshmemDevice>(const __grid_constant__ CombineParams, NvshmemDevice,
                                                         CudaControl*);
 template __global__ void combine_entry<NvshmemDevice>(const __grid_constant__ CombineParams, NvshmemDevice,
