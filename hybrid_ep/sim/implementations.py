@@ -5,7 +5,8 @@ on a link, how many stages load ahead, and what the call does beside its kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from hybrid_ep.sim.shape import Shape, element_bytes
 
@@ -13,7 +14,8 @@ from hybrid_ep.sim.shape import Shape, element_bytes
 @dataclass(frozen=True)
 class Implementation:
     """stage_rail: an SM copies each rail row into a send ring (else the NIC reads a staged copy of the input).
-    fused_permute: deliver or unpermute runs in the same launches. per_row_messages: work requests a rail row costs
+    local_pass: what the same launches do between received rows and the caller's tensors: "permute", "copy" (as they
+    came) or "none". per_row_messages: work requests a rail row costs
     (0: one a chunk). pull_stages: rows in flight of one summing role, (one node, several). scan_ns: looking up one
     possible destination of one token. prologue_passes: times the input is copied before the kernel, several nodes.
     epilogue_passes: times the received rows are copied after it. launches, barriers: of the API call."""
@@ -21,7 +23,7 @@ class Implementation:
     name: str
     summary: str
     stage_rail: bool
-    fused_permute: bool
+    local_pass: Literal["permute", "copy", "none"]
     per_row_messages: int
     pull_stages: tuple[int, int]
     pulling_roles: tuple[int, int]
@@ -64,7 +66,7 @@ HYBRID_EP = Implementation(
     name="hybrid_ep",
     summary="this library: permute fused, one message a chunk, rail rows through a ring",
     stage_rail=True,
-    fused_permute=True,
+    local_pass="permute",
     per_row_messages=0,
     # combine.h: at most 24 stages of one tile of the payload's width; two summing roles share the memory of an SM
     pull_stages=(24, 23),
@@ -80,7 +82,7 @@ PUBLISHED = Implementation(
     name="published_hybrid_ep",
     summary="NVIDIA's Hybrid-EP as its README measured it: no permute in the kernel, copies before and after",
     stage_rail=False,
-    fused_permute=False,
+    local_pass="none",
     per_row_messages=3,
     pull_stages=(5, 4),
     pulling_roles=(2, 2),
@@ -91,6 +93,8 @@ PUBLISHED = Implementation(
     rail_slots=0,
     metadata="probs",
 )
+# Its calls without permute: received rows still pass once more through the SMs, to and from the caller's tensors.
+UNPERMUTED = replace(HYBRID_EP, name="hybrid_ep without permute", local_pass="copy")
 IMPLEMENTATIONS = {i.name: i for i in (HYBRID_EP, PUBLISHED)}
 
 

@@ -46,10 +46,12 @@ class Prediction:
 
 
 def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str = "bf16", chunk: int = 32,
-            traffic: Traffic | None = None, impl: Implementation = HYBRID_EP) -> Prediction:
+            traffic: Traffic | None = None, impl: Implementation = HYBRID_EP,
+            permute_sms: int | None = None) -> Prediction:
     """One `op` ("dispatch" or "combine") by every rank at once.
 
     num_sms: blocks granted to it. chunk: rows a rail message. traffic: of the busiest rank, default uniform.
+    permute_sms: blocks of the local pass, launched apart; None: those of the operation, in dispatch inside its launch.
     ValueError names argument, value and remedy."""
     if op not in OPS:
         raise ValueError(f"op={op!r}: use dispatch or combine")
@@ -58,6 +60,8 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
     most = int(cluster.gpu.num_sms.value)
     if not 1 <= num_sms <= most:
         raise ValueError(f"num_sms={num_sms} must be in 1 .. {most}, the SMs of a {cluster.gpu.name}")
+    if permute_sms is not None and not 1 <= permute_sms <= most:
+        raise ValueError(f"permute_sms={permute_sms} must be in 1 .. {most}, the SMs of a {cluster.gpu.name}, or None")
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 row")
     if shape.ranks_per_node > cluster.ranks_per_node:
@@ -65,28 +69,30 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
                          f"{cluster.ranks_per_node}")
     traffic = uniform(shape) if traffic is None else traffic
     cost = RowCosts.of(cluster, shape, impl, op, dtype)
-    work = _Work(shape, traffic, cost, impl, num_sms, chunk, cluster)
+    work = _Work(shape, traffic, cost, impl, num_sms, chunk, cluster, permute_sms or num_sms)
     line = work.dispatch() if op == "dispatch" else work.combine()
     barriers = impl.barriers * cluster.gpu.barrier_us.value
     skew = cluster.gpu.skew_us.value if shape.nodes > 1 else 0.0
-    own_barriers = barriers if impl.fused_permute else 0.0  # ours are inside the kernel
+    own_barriers = barriers if impl.local_pass != "none" else 0.0  # ours are inside the kernel
     kernel = line.end + skew + own_barriers
     copies = _copies_bytes(shape, traffic, impl, op, dtype)
-    api = line.end + skew + barriers + impl.launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies)
+    launches = impl.launches + (op == "dispatch" and permute_sms is not None)
+    api = line.end + skew + barriers + launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies)
     hbm = _kernel_hbm_bytes(shape, traffic, impl, op, cost)
     roles = max(line.busy_of(f"role {name}") for name in ("n2n", "unpermute", "node_sum", "reduce", "final_sum"))
     bounds = {"SM": line.busy_of("engine"), "SM roles": roles, "NVLink": line.busy_of("nvlink"),
               "NIC": line.busy_of("nic"), "HBM": hbm_us(cluster, hbm)}
     kernel, api = max(kernel, bounds["HBM"]), max(api, bounds["HBM"])
     return Prediction(op, dtype, num_sms, chunk, kernel, api, bounds, *_bandwidths(shape, traffic, dtype, kernel),
-                      _role_shares(line, num_sms, kernel), hbm, line)
+                      _role_shares(line, work, kernel), hbm, line)
 
 
 class _Work:
     """The chains of one rank's operation."""
 
     def __init__(self, shape: Shape, traffic: Traffic, cost: RowCosts, impl: Implementation, num_sms: int, chunk: int,
-                 cluster: Cluster) -> None:
+                 cluster: Cluster, permute_sms: int) -> None:
+        self.cluster, self.permute_sms = cluster, permute_sms
         self.shape, self.t, self.cost, self.impl, self.num_sms = shape, traffic, cost, impl, num_sms
         self.nvlink_latency = cluster.gpu.nvlink_latency_us.value
         self.nic_latency, self.post = cluster.nic.latency_us.value, cluster.nic.post_us.value
@@ -113,14 +119,14 @@ class _Work:
         for chunk in range(self.own_chunks, self.rail_chunks):
             chains += [self._rail_dispatch(chunk, peer) for peer in range(self.peers)]
         line = flow.run(chains)
-        if self.impl.fused_permute:
-            line.extend(flow.run(self._per_block("deliver", self.t.received, self.t.pairs)), self.nvlink_latency)
+        if delivered := _rows_outside(self.t, self.impl):
+            line.extend(self._local_pass("deliver", self.t.received, delivered), self.nvlink_latency)
         return line
 
     def combine(self) -> Timeline:
         line = Timeline()
-        if self.impl.fused_permute:
-            line.extend(flow.run(self._per_block("unpermute", self.t.pairs, self.t.received, self.cost.pull_own)), 0.0)
+        if outside := _rows_outside(self.t, self.impl):
+            line.extend(self._local_pass("unpermute", outside, self.t.received, self.cost.pull_own), 0.0)
         chains, rows, slots = [], self.local_tokens / self.own_chunks, self.impl.rail_slots
         for chunk in range(self.rail_chunks):
             # its slot is free when the own chunk with the last row of the chunk before it in the slot is summed
@@ -174,12 +180,19 @@ class _Work:
                 Hop(("engine", block), role, engine, True, self.nvlink_latency),
                 Hop(("nvlink", 0), "rows", pulled * self.crossing * self.cost.nvlink)]
 
-    def _per_block(self, role: str, loads: float, stores: float, pull: float = 0.0) -> list[Chain]:
-        """Rows dealt evenly over blocks. pull: what a summing role waits for each of its loads."""
-        work = (loads * self.cost.load + stores * self.cost.store) / self.num_sms
-        waits = loads * pull / self.num_sms
-        return [Chain(role, [Hop((f"role {role}", block), role, waits, True), Hop(("engine", block), role, work)])
-                for block in range(self.num_sms)]
+    def _local_pass(self, role: str, loads: float, stores: float, pull: float = 0.0) -> Timeline:
+        """Rows dealt evenly over blocks, no faster than memory. pull: what a summing role waits for a load."""
+        work = (loads * self.cost.load + stores * self.cost.store) / self.permute_sms
+        waits = loads * pull / self.permute_sms
+        line = flow.run([Chain(role, [Hop((f"role {role}", block), role, waits, True),
+                                      Hop(("engine", block), role, work)]) for block in range(self.permute_sms)])
+        line.end = max(line.end, hbm_us(self.cluster, (loads + stores) * self.cost.link_bytes))
+        return line
+
+
+def _rows_outside(t: Traffic, impl: Implementation) -> float:
+    """Rows of the caller's tensor on the experts' side that the kernels write in dispatch and read in combine."""
+    return {"permute": t.pairs, "copy": t.received, "none": 0.0}[impl.local_pass]
 
 
 def _copies_bytes(shape: Shape, t: Traffic, impl: Implementation, op: str, dtype: str) -> float:
@@ -194,8 +207,8 @@ def _kernel_hbm_bytes(shape: Shape, t: Traffic, impl: Implementation, op: str, c
     ring = 2.0 if impl.stage_rail and op == "dispatch" else 0.0
     rail = max(t.rail_out, t.rail_in)
     inside = shape.tokens + rail * (3 + ring) + t.received
-    permuted = (t.received + t.pairs) if impl.fused_permute else 0.0
-    return (inside + permuted) * cost.link_bytes
+    outside = _rows_outside(t, impl)
+    return (inside + (t.received + outside if outside else 0.0)) * cost.link_bytes
 
 
 def _bandwidths(shape: Shape, t: Traffic, dtype: str, time_us: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -205,10 +218,11 @@ def _bandwidths(shape: Shape, t: Traffic, dtype: str, time_us: float) -> tuple[d
     return physical, {"nvlink": t.received * scale, "rail": nodes * scale}
 
 
-def _role_shares(line: Timeline, num_sms: int, time_us: float) -> dict[str, float]:
-    """Mean share of the granted SMs' copy engines that each role keeps busy."""
+def _role_shares(line: Timeline, work: _Work, time_us: float) -> dict[str, float]:
+    """Mean share of the copy engines of the SMs granted to it that each role keeps busy."""
     shares: dict[str, float] = {}
     for span in line.spans:
         if span.server[0] == "engine":
-            shares[span.role] = shares.get(span.role, 0.0) + span.work / (num_sms * time_us)
+            sms = work.permute_sms if span.role in ("deliver", "unpermute") else work.num_sms
+            shares[span.role] = shares.get(span.role, 0.0) + span.work / (sms * time_us)
     return shares

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep.sim import clusters, flow, model, routing
+from hybrid_ep.sim.costs import RowCosts
 from hybrid_ep.sim.flow import Chain, Hop
-from hybrid_ep.sim.implementations import HYBRID_EP, PUBLISHED
+from hybrid_ep.sim.implementations import HYBRID_EP, PUBLISHED, UNPERMUTED
 from hybrid_ep.sim.shape import Shape
 
 H100 = clusters.get("h100_8x400g")
@@ -181,6 +182,28 @@ def test_more_work_never_takes_less_time(shape, op):
     assert model.predict(op, shape.with_(hidden=shape.hidden * 2), H100, num_sms=8).kernel_us > base
     # how chunks fall on blocks may cost an SM count a little of its gain, never a tenth
     assert model.predict(op, shape, H100, num_sms=16).kernel_us < base * 1.1
+
+
+def test_the_local_pass_by_its_rows():
+    """Copy engines of a node with few SMs: rows of the scatter, and of the way to the caller's tensors by its kind."""
+    shape = Shape(8, 8, 4096, 7168, 8, 256)
+    t, cost = routing.uniform(shape), RowCosts.of(H100, shape, HYBRID_EP, "dispatch", "bf16")
+    scatter = t.copies * cost.store + shape.tokens * cost.load
+
+    def busy(impl, **options):
+        return model.predict("dispatch", shape, H100, num_sms=4, impl=impl, **options)
+
+    for impl, rows_out in ((HYBRID_EP, t.pairs), (UNPERMUTED, t.received)):
+        local = t.received * cost.load + rows_out * cost.store
+        assert busy(impl).bounds["SM"] == pytest.approx((scatter + local) / 4, rel=1e-6)
+        apart = busy(impl, permute_sms=100)
+        assert apart.bounds["SM"] == pytest.approx(scatter / 4 + local / 100, rel=1e-6)
+        # a hundred SMs could move more than memory gives
+        least = scatter / 4 + (t.received + rows_out) * cost.link_bytes / (H100.gpu.hbm_rate * 1e3)
+        assert least * 0.999 < apart.kernel_us < busy(impl).kernel_us
+        assert apart.api_us - apart.kernel_us > busy(impl).api_us - busy(impl).kernel_us  # a launch more
+    with pytest.raises(ValueError, match="permute_sms=0"):
+        busy(HYBRID_EP, permute_sms=0)
 
 
 def test_faster_hardware_is_faster_where_it_binds():

@@ -21,7 +21,7 @@ from hybrid_ep.cli.simulate import report
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.sim import clusters, model, published
 from hybrid_ep.sim import routing as sim_routing
-from hybrid_ep.sim.implementations import HYBRID_EP, PUBLISHED, Implementation
+from hybrid_ep.sim.implementations import HYBRID_EP, PUBLISHED, UNPERMUTED, Implementation
 from hybrid_ep.sim.shape import DTYPES, Shape
 
 SCHEMA = "hybrid_ep.bench-simulated/1"
@@ -176,12 +176,12 @@ def _part(request: Request, name: str, permute: bool) -> dict[str, Any]:
     """Times in microseconds and bytes of dispatch, combine, permute or unpermute."""
     if name in ("permute", "unpermute"):
         op = "dispatch" if name == "permute" else "combine"
-        fused, alone = (_by_model(request, op, replace(HYBRID_EP, fused_permute=f)) for f in (True, False))
+        fused, alone = (_by_model(request, op, impl) for impl in (HYBRID_EP, UNPERMUTED))
         return {key: fused[key] - alone[key] for key in ("api_us", "kernel_us")} | {"binds": fused["binds"]}
     if name.endswith("in bf16"):
         request, name = replace(request, dtype="bf16"), "dispatch"
     if not permute:
-        return _by_model(request, name, replace(HYBRID_EP, fused_permute=False))
+        return _by_model(request, name, UNPERMUTED)
     return _with_bytes(report.numbers(request)[0][name], request, name)
 
 
@@ -225,16 +225,22 @@ def _print_published(c: Condition, rows: list[Row]) -> list[dict[str, Any]]:
     """The claim against the predictions, then every published number of this world beside the models' answers."""
     cluster = clusters.get(c.cluster)
     said = []
-    print(f"# the claim, {c.claim}: share of the {c.link}'s rate that the kernel reaches, predicted for hybrid_ep, "
-          "whose kernels permute too, and for the published ones, which do not")
+    print(f"# the claim, {c.claim}: share of the {c.link}'s rate that the kernels reach, predicted for hybrid_ep as "
+          "it is, with num_blocks_permute and num_blocks_unpermute for all SMs, and without permute; and for the "
+          "published kernels, which leave the way between received rows and tensors out")
     for row in rows:
         if row.op in model.OPS and row.kernel_share is not None:
-            theirs = model.predict(row.op, _shape(c), cluster, num_sms=row.num_sms, chunk=64, impl=PUBLISHED)
-            rate = theirs.physical[c.link] / row.link_gbps
-            said.append({"kind": "claim", "op": row.op, "num_sms": row.num_sms, "hybrid_ep_share": row.kernel_share,
-                         "published_kernels_share": rate})
-            print(f"#   {row.num_sms:>3} SMs  {row.op:<9} hybrid_ep {row.kernel_share:>5.0%}   published kernels "
-                  f"{rate:>5.0%}{'   <- claimed' if row.num_sms == c.num_sms else ''}")
+            shares = {"hybrid_ep": row.kernel_share}
+            every = int(cluster.gpu.num_sms.value)
+            for name, impl, chunk, apart in (("permute on all SMs", HYBRID_EP, CHUNK, every),
+                                             ("no permute", UNPERMUTED, CHUNK, None),
+                                             ("published kernels", PUBLISHED, 64, None)):
+                got = model.predict(row.op, _shape(c), cluster, num_sms=row.num_sms, chunk=chunk, impl=impl,
+                                    permute_sms=apart)
+                shares[name] = got.physical[c.link] / row.link_gbps
+            said.append({"kind": "claim", "op": row.op, "num_sms": row.num_sms, "shares": shares})
+            print(f"#   {row.num_sms:>3} SMs  {row.op:<9} " + "   ".join(f"{n} {s:>4.0%}" for n, s in shares.items())
+                  + ("   <- claimed" if row.num_sms == c.num_sms else ""))
     found = [a for a in published.answers() if a.row.own_kernels and (a.row.gpu, a.row.ranks, a.row.dtype) == (
         c.gpu, c.ranks, c.dtype)]
     if not found:
