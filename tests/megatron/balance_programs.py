@@ -4,6 +4,7 @@ Inputs, weights and gradients are small integers and probabilities are halves, s
 whatever the plan, balancing must give the same bits as no balancing.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -190,6 +191,23 @@ def equal(a, b):
     return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@contextlib.contextmanager
+def transfers():
+    """Bytes that each transfer of clone gradients brought to this rank."""
+    received, start = [0], balance_push.Transfer.start
+
+    def counted(self):
+        if self.what == "clone gradients":
+            received.append(sum(op.tensor.nbytes for op in self.operations if op.op is dist.irecv))
+        return start(self)
+
+    balance_push.Transfer.start = counted
+    try:
+        yield received
+    finally:
+        balance_push.Transfer.start = start
+
+
 def bit_equality(ep, spare_slots, grouped):
     """Off against: empty plan, the planner's, random plans; with autograd's gradients and with main_grad.
 
@@ -206,11 +224,16 @@ def bit_equality(ep, spare_slots, grouped):
     megatron_patches.apply(**common, balance="exact", spare_slots=spare_slots, balance_epsilon=0.0)
     empty, copies = train(groups, ep, empty_plan)
     assert equal(empty, off) and copies == 0
-    planned, copies = train(groups, ep)
+    with transfers() as received:
+        planned, copies = train(groups, ep)
     assert copies > 0 and equal(planned, off)
     for seed in range(3):
-        forced, copies = train(groups, ep, lambda manager, seed=seed: random_plan(seed, manager), seed % 2 == 1)
+        with transfers() as more:
+            forced, copies = train(groups, ep, lambda manager, seed=seed: random_plan(seed, manager), seed % 2 == 1)
         assert copies > 0 and equal(forced, off), seed
+        received += more
+    expert_bytes = 2 * HIDDEN * 16 * 4
+    assert max(received) <= spare_slots * expert_bytes, "a home holds more clone gradients at once than it has slots"
     again, _ = train(groups, ep, lambda manager: random_plan(2, manager))
     assert equal(again, forced), "a replay of the same plans differs"
     recomputed, _ = train(groups, ep, recompute=True)
