@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from hybrid_ep.balance import MicrobatchPlanner
 from hybrid_ep.balance.homes import Homes
-from megatron_patches import balance_push, settings
+from megatron_patches import balance_experts, balance_push, settings
 from megatron_patches.dispatcher import HybridEPManager
 
 # attribute of TransformerConfig -> the flag that sets it: what balancing does not support, refused when truthy.
 UNSUPPORTED = {
-    "moe_grouped_gemm": "--moe-grouped-gemm",
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
     "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
@@ -35,15 +34,21 @@ UNSUPPORTED = {
     "cuda_graph_impl": "--cuda-graph-impl",
     "enable_cuda_graph": "--enable-cuda-graph",
 }
-# The same, of clones alone: their gradients go through autograd.
+# The same, of Transformer Engine's grouped experts; where ours take their place the flag has no effect.
+UNSUPPORTED_EXPERTS = {"moe_grouped_gemm": "--moe-grouped-gemm without --hybrid-ep-grouped-gemm"}
+# The same, of clones of single MLPs: their gradients go through autograd, which our grouped experts do anyway.
 UNSUPPORTED_BY_CLONES = {
     "gradient_accumulation_fusion": "gradient accumulation fusion (give --no-gradient-accumulation-fusion)",
 }
 
 
-def check_supported(config, tp_size, mode, clones=True):
-    """ValueError that names every flag which this mode of balancing does not work with."""
-    refused = UNSUPPORTED | UNSUPPORTED_BY_CLONES if clones else UNSUPPORTED
+def check_supported(config, tp_size, mode, clones=True, grouped=False):
+    """ValueError that names every flag which this mode of balancing does not work with.
+
+    clones: hot experts are cloned. grouped: experts are those of --hybrid-ep-grouped-gemm."""
+    refused = dict(UNSUPPORTED)
+    if not grouped:
+        refused |= UNSUPPORTED_EXPERTS | (UNSUPPORTED_BY_CLONES if clones else {})
     found = [flag for name, flag in refused.items() if getattr(config, name, None) not in (None, False, "none")]
     if tp_size > 1:
         found.append("--expert-tensor-parallel-size above 1")
@@ -60,21 +65,18 @@ class SlowManager(HybridEPManager):
 
     def __init__(self, group, num_local_experts, num_experts, router_topk, config):
         wanted = settings.current()
-        check_supported(config, num_experts // config.num_moe_experts, wanted.balance, wanted.clones)
+        tp_size = num_experts // config.num_moe_experts
+        check_supported(config, tp_size, wanted.balance, wanted.clones, wanted.grouped_gemm)
         self.homes = Homes(num_experts, group.size())
-        self.experts = self.record = None
+        self.experts = self.weights = self.record = None
         spare = wanted.spare_slots if wanted.clones else 0
         super().__init__(group, num_local_experts + spare, num_experts, router_topk, config)
 
     def attach(self, experts):
         """Give the layer's experts to the balancer: it moves them, and their checkpoints name them logically."""
-        if not hasattr(experts, "local_experts"):
-            raise ValueError(
-                f"--hybrid-ep-balance {self.settings.balance} needs SequentialMLP experts, not "
-                f"{type(experts).__name__}: drop --moe-grouped-gemm, or balance off"
-            )
+        self.weights = balance_experts.weights_of(experts, self.settings.balance)
         self.experts = experts
-        experts.sharded_state_dict = logical_sharded_state_dict(experts, self.homes)
+        self.weights.name_logically(self.homes)
 
     def dispatch(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
         """As the base class; rows arrive for the home slots of this rank, in their order."""
@@ -96,32 +98,6 @@ class SlowManager(HybridEPManager):
                 "megatron_patches.balance_slow.attach(optimizer, model_chunks)"
             )
         self.record(routing_map.sum(dim=0))
-
-
-def logical_sharded_state_dict(experts, homes):
-    """A replacement for SequentialMLP.sharded_state_dict whose global offsets are logical ids, wherever experts live.
-
-    Megatron numbers an expert ep_rank * num_local_experts + i. For every expert alone it is told of a group of
-    num_experts ranks, of which this is the one with the expert's id.
-    """
-    original = type(experts).sharded_state_dict
-
-    class OneRankAnExpert:
-        def __init__(self, expert):
-            self.rank, self.size = lambda: expert, lambda: len(homes.slot_of)
-
-    def sharded_state_dict(prefix="", sharded_offsets=(), metadata=None):
-        found, mine = {}, homes.experts_of(experts.ep_group.rank())
-        for local, expert in enumerate(mine):
-            one = type("OneExpert", (), {})()
-            one.__dict__.update(experts.__dict__, num_local_experts=1, ep_group=OneRankAnExpert(expert))
-            one.local_experts = [experts.local_experts[local]]
-            part = original(one, prefix, sharded_offsets, metadata)
-            place = f"{prefix}local_experts."
-            found |= {f"{place}{local}{key.removeprefix(place + '0')}": value for key, value in part.items()}
-        return found
-
-    return sharded_state_dict
 
 
 class ExactManager(SlowManager):
@@ -147,7 +123,7 @@ class ExactManager(SlowManager):
     def attach(self, experts):
         """As the base class; the experts' forward also runs the clones from now on."""
         super().attach(experts)
-        self.clones = balance_push.CloneExperts(self, experts)
+        self.clones = balance_push.CloneExperts(self)
         experts.forward = self.clones.forward
 
     def dispatch(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):

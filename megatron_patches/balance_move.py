@@ -23,13 +23,13 @@ WEIGHT = "weight"  # the model's own parameter, whole on every rank of the exper
 class Piece:
     """Elements [first, last) of one tensor of an expert, on the way from a slot of `source` to one of `target`.
 
-    source, target: global ranks. slot_from, slot_to: local home slots there. layer, parameter: indices.
+    source, target: global ranks. slot_from, slot_to: local home slots there. layer, matrix: indices.
     """
 
     source: int
     target: int
     layer: int
-    parameter: int
+    matrix: int
     name: str
     slot_from: int
     slot_to: int
@@ -49,7 +49,7 @@ class Mover:
         self.ep, self.edp = experts.ep_group, experts.dp_group
         ranks = [dist.get_global_rank(self.ep, r) for r in range(self.ep.size())]
         self.ranks, self.cuts = zip(*self._gather((ranks, self._cuts())), strict=True)
-        # ranks: [edp rank][ep rank] -> global rank. cuts: [edp rank][layer][slot][parameter] -> (start, end)
+        # ranks: [edp rank][ep rank] -> global rank. cuts: [edp rank][layer][slot][matrix] -> (start, end)
         self.names = []  # of state tensors, known when something moves: the first step creates moments
 
     def _gather(self, mine):
@@ -57,9 +57,16 @@ class Mover:
         dist.all_gather_object(everyone, mine, group=self.edp)
         return everyone
 
+    def _shard(self, layer, slot, n):
+        """What this rank's optimizer keeps of matrix n of the expert in a home slot."""
+        weights = self.layers[layer].weights
+        owner, offset = weights.place(slot, n)
+        return self.states.shard(owner).part(offset, weights.sizes[n])
+
     def _shards(self):
-        for layer in self.layers:
-            yield [[self.states.shard(p) for p in expert.parameters()] for expert in layer.experts.local_experts]
+        for i, layer in enumerate(self.layers):
+            matrices = range(len(layer.weights.sizes))
+            yield [[self._shard(i, slot, n) for n in matrices] for slot in range(layer.weights.num_homes)]
 
     def _cuts(self):
         """Element ranges this rank keeps: the same on every expert parallel rank, whose buffers are laid out alike."""
@@ -76,14 +83,11 @@ class Mover:
             if old == to:
                 continue
             (r_from, i), (r_to, j) = divmod(old, homes.per_rank), divmod(to, homes.per_rank)
-            for n, size in enumerate(self._sizes(layer)):
+            for n, size in enumerate(self.layers[layer].weights.sizes):
                 for d in range(self.edp.size()):
                     ends = (self.ranks[d][r_from], self.ranks[d][r_to])
                     yield Piece(*ends, layer, n, WEIGHT, i, j, 0, size)
                     yield from self._state_pieces(layer, n, d, (r_from, i), (r_to, j))
-
-    def _sizes(self, layer):
-        return [p.numel() for p in self.layers[layer].experts.local_experts[0].parameters()]
 
     def _state_pieces(self, layer, n, d_to, origin, goal):
         """What edp rank `d_to` of the goal keeps, from whoever keeps it for the origin: its own peer where it can."""
@@ -99,10 +103,9 @@ class Mover:
 
     def _view(self, piece, slot):
         """This rank's memory of a piece, in the slot it leaves or enters."""
-        parameter = list(self.layers[piece.layer].experts.local_experts[slot].parameters())[piece.parameter]
         if piece.name == WEIGHT:
-            return parameter.detach().view(-1)[piece.first : piece.last]
-        shard = self.states.shard(parameter)
+            return self.layers[piece.layer].weights.weight(slot, piece.matrix).view(-1)[piece.first : piece.last]
+        shard = self._shard(piece.layer, slot, piece.matrix)
         return shard.tensors[piece.name][piece.first - shard.start : piece.last - shard.start]
 
     def move(self, changes):

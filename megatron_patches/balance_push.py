@@ -18,13 +18,13 @@ from megatron_patches import settings
 
 DEFAULT_TIMEOUT_S = 100.0
 
-_slots = {}  # (group, spare slots, elements, dtype, device) -> Tensor [spare slots, elements], for all layers
+_slots = {}  # (group, spare slots, elements, dtype, device) -> Tensor [spare slots * elements], for all layers
 
 
 def _shared_slots(group, num_slots, num_elements, like):
     key = (group, num_slots, num_elements, like.dtype, like.device)
     if key not in _slots:
-        _slots[key] = torch.zeros(num_slots, num_elements, dtype=like.dtype, device=like.device)
+        _slots[key] = torch.zeros(num_slots * num_elements, dtype=like.dtype, device=like.device)
     return _slots[key]
 
 
@@ -74,25 +74,22 @@ class Transfer:
 
 
 class CloneExperts:
-    """The experts of one layer and the clones that this rank runs for others.
+    """Runs a layer's experts with the clones that this rank holds for others.
 
-    experts: Megatron's SequentialMLP; all its experts have the same parameters in the same order.
+    stacks: a tensor [slots, *shape] for every matrix of an expert, views of the slots that all layers share.
     """
 
-    def __init__(self, manager, experts):
-        self.manager, self.group = manager, manager.group
-        self.run_homes, self.local_experts = experts.forward, experts.local_experts
-        self.num_homes, self.num_slots = len(experts.local_experts), manager.settings.spare_slots
-        self.names = [name for name, _ in self.local_experts[0].named_parameters()]
-        shapes = [p.shape for p in self.local_experts[0].parameters()]
-        self.shapes, self.sizes = shapes, [shape.numel() for shape in shapes]
-        like = next(self.local_experts[0].parameters())
-        self.slots = _shared_slots(self.group, self.num_slots, sum(self.sizes), like)
+    def __init__(self, manager):
+        self.manager, self.group, self.weights = manager, manager.group, manager.weights
+        self.num_slots = manager.settings.spare_slots
+        sizes = [self.num_slots * size for size in self.weights.sizes]
+        self.slots = _shared_slots(self.group, self.num_slots, sum(self.weights.sizes), self.weights.owners[0])
+        shapes = [(self.num_slots, *shape) for shape in self.weights.shapes]
+        self.stacks = [part.view(shape) for part, shape in zip(self.slots.split(sizes), shapes, strict=True)]
 
-    def parameters_of(self, expert):
-        """Parameters of a logical expert whose home is here."""
-        first = self.group.rank() * self.num_homes
-        return list(self.local_experts[self.manager.homes.slot_of[expert] - first].parameters())
+    def home_slot(self, expert):
+        """Local home slot of a logical expert that lives here."""
+        return self.manager.homes.slot_of[expert] - self.group.rank() * self.weights.num_homes
 
     def clones(self, plan):
         """(expert, home, rank, slot) of every clone, in the order that all ranks use."""
@@ -105,53 +102,48 @@ class CloneExperts:
         """Send my experts' weights to their clones and receive those of my slots. Returns what to wait for."""
         transfer, me = Transfer(self.group, "weight push"), self.group.rank()
         for expert, home, rank, slot in self.clones(plan):
-            if home == me:  # read now: an optimizer may have re-pointed the data since the last time
-                transfer.send(torch.cat([p.detach().reshape(-1) for p in self.parameters_of(expert)]), rank)
-            if rank == me:
-                transfer.receive(self.slots[slot], home)
+            for n, stack in enumerate(self.stacks):
+                if home == me:
+                    transfer.send(self.weights.weight(self.home_slot(expert), n), rank)
+                if rank == me:
+                    transfer.receive(stack[slot], home)
         return transfer.start()
 
-    def collect_gradients(self, plan, gradients):
-        """Sum clone gradients (fp32 [slots, elements] on this rank) at their homes: dict expert -> fp32 [elements]."""
-        transfer, me = Transfer(self.group, "clone gradients"), self.group.rank()
-        arrived = []
-        for expert, home, rank, slot in self.clones(plan):
-            if rank == me:
-                transfer.send(gradients[slot], home)
-            if home == me:
-                arrived.append((expert, torch.empty_like(self.slots[0], dtype=torch.float32)))
-                transfer.receive(arrived[-1][1], rank)
-        transfer.start().wait()
-        sums = {}
-        for expert, gradient in arrived:
-            sums[expert] = sums[expert] + gradient if expert in sums else gradient
-        return sums
+    def collect_gradients(self, plan, gradients, add):
+        """Bring clone gradients home: `add(expert, n, gradient)` for each that arrives, in the order of the plan.
 
-    def views(self, flat):
-        """One slot's elements as the expert's parameters."""
-        return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
+        gradients: fp32 [slots, *shape] on this rank, for every matrix n. In rounds that all ranks know from the plan,
+        so that no home holds more of them at once than it has slots, however many clones its experts have.
+        """
+        rounds, received, me = {}, {}, self.group.rank()
+        for clone in self.clones(plan):
+            home = clone[1]
+            rounds.setdefault(received.get(home, 0) // self.num_slots, []).append(clone)
+            received[home] = received.get(home, 0) + 1
+        for _, clones in sorted(rounds.items()):
+            transfer, arrived = Transfer(self.group, "clone gradients"), []
+            for expert, home, rank, slot in clones:
+                for n, gradient in enumerate(gradients):
+                    if rank == me:
+                        transfer.send(gradient[slot], home)
+                    if home == me:
+                        arrived.append((expert, n, torch.empty_like(gradient[slot])))
+                        transfer.receive(arrived[-1][2], rank)
+            transfer.start().wait()
+            for one in arrived:
+                add(*one)
 
     def forward(self, rows, tokens_per_expert, probs):
-        """The experts' forward: homes through Megatron's, then each slot with its clone's weights."""
-        plan, push = self.manager.last_plan, self.manager.push
-        counts = tokens_per_expert.tolist()
-        homes = sum(counts[: self.num_homes])
-        output, bias = self.run_homes(rows[:homes], tokens_per_expert[: self.num_homes], probs[:homes])
-        if not self.num_slots or plan.is_empty:
-            return output, bias
-        push.wait()
-        parameters = [p for expert in self.local_experts for p in expert.parameters()]
-        weights = _Push.apply(self, plan, *parameters)
-        outputs, first = [output], homes
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            for slot in range(self.num_slots):
-                last = first + counts[self.num_homes + slot]
-                mine = weights[slot * len(self.names) : (slot + 1) * len(self.names)]
-                replaced = dict(zip(self.names, mine, strict=True))
-                call = (rows[first:last], probs[first:last])
-                outputs.append(torch.func.functional_call(self.local_experts[0], replaced, call)[0])
-                first = last
-        return _Refill.apply(self, plan, torch.cat(outputs)), bias
+        """The experts' forward: homes with their own weights, then each slot with its clone's."""
+        plan = self.manager.last_plan
+        if plan.is_empty:
+            homes = int(tokens_per_expert[: self.weights.num_homes].sum())
+            return self.weights.forward(rows[:homes], tokens_per_expert[: self.weights.num_homes], probs[:homes])
+        self.manager.push.wait()
+        stacks = _Push.apply(self, plan, *self.weights.owners)
+        in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots)
+        return _Refill.apply(self, plan, output), bias
 
     def _pack(self, tensor):
         """A tensor that lives in the slots is kept as its place there: other layers will use the memory."""
@@ -167,32 +159,37 @@ class CloneExperts:
 
 
 class _Push(torch.autograd.Function):
-    """Home parameters -> weights in the slots. Backward: clone gradients to their homes."""
+    """Home parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their homes."""
 
     @staticmethod
-    def forward(ctx, clones, plan, *parameters):
+    def forward(ctx, clones, plan, *owners):
         ctx.clones, ctx.plan = clones, plan
         # .data: the slots are refilled under the graph on purpose, _unpack knows.
-        return tuple(view for slot in range(clones.num_slots) for view in clones.views(clones.slots.data[slot]))
+        return tuple(stack.data for stack in clones.stacks)
 
     @staticmethod
     def backward(ctx, *gradients):
-        clones = ctx.clones
-        per_slot = len(clones.names)
-        flat = [
-            torch.cat([g.float().reshape(-1) for g in gradients[s * per_slot : (s + 1) * per_slot]])
-            for s in range(clones.num_slots)
-        ]
-        sums = clones.collect_gradients(ctx.plan, flat)
+        clones, weights = ctx.clones, ctx.clones.weights
+        sums = {}  # parameter -> fp32 sum, where there is no main_grad in fp32 to add to
+
+        def add(expert, n, gradient):
+            slot = clones.home_slot(expert)
+            owner, _ = weights.place(slot, n)
+            total = getattr(owner, "main_grad", None)
+            if total is None or total.dtype != torch.float32:
+                if owner not in sums:
+                    sums[owner] = torch.zeros_like(owner, dtype=torch.float32)
+                total = sums[owner]
+            weights.part(total, slot, n).add_(gradient)  # autograd would round to the parameter's dtype
+
+        clones.collect_gradients(ctx.plan, [g.float().contiguous() for g in gradients], add)
         result = []
-        homes = clones.manager.homes.experts_of(clones.group.rank())
-        for logical, expert in zip(homes, clones.local_experts, strict=True):
-            parts = clones.views(sums[logical]) if logical in sums else [None] * per_slot
-            for parameter, part in zip(expert.parameters(), parts, strict=True):
-                if part is not None and getattr(parameter, "main_grad", None) is not None:
-                    parameter.main_grad.add_(part)  # fp32; autograd would round to the parameter's dtype
-                    part = None
-                result.append(part if part is None else part.to(parameter.dtype))
+        for owner in weights.owners:
+            total = sums.get(owner)
+            if total is not None and getattr(owner, "main_grad", None) is not None:
+                owner.main_grad.add_(total)
+                total = None
+            result.append(total if total is None else total.to(owner.dtype))
         return None, None, *result
 
 

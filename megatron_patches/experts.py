@@ -112,18 +112,31 @@ class GroupedExperts(MegatronModule):
         """{"linear_fc1.weight": [F1, H], "linear_fc2.weight": [H, F]}: one expert's matrices, views of ours."""
         return {f"{linear}.weight": getattr(self, own)[local] for own, linear in MATRICES.items()}
 
-    def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
+    def expert_ids(self):
+        """The logical experts on this rank, in the order of the stacks; re-homing replaces this."""
+        first = self.ep_group.rank() * self.num_local_experts
+        return range(first, first + self.num_local_experts)
+
+    def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs, clones=None):
         """([P, H], None): expert outputs times their probabilities; rows behind the last expert's come out as zeros.
 
         permuted_local_hidden_states [P, H] by expert; tokens_per_expert int [E] on the host or on the device, with a
-        sum of at most P; permuted_probs [P]. With counts on the device nothing waits for it."""
+        sum of at most P; permuted_probs [P]. With counts on the device nothing waits for it, clones apart.
+
+        clones: (weights like weight1 [S, F1, H], like weight2 [S, H, F]) of S further experts, which live elsewhere
+        and whose rows follow; tokens_per_expert is [E + S] then."""
         rows, probs = permuted_local_hidden_states, permuted_probs.float()
         if self.config.moe_apply_probs_on_input:
             rows, probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
         ends, tail = self.group_ends(tokens_per_expert, rows)
-        h = grouped_mm(rows, self.weight1.transpose(1, 2), ends, tail=tail)
+        stacks = [(own.transpose(1, 2),) for own in (self.weight1, self.weight2)]
+        first_rows = (0,)
+        if clones is not None:
+            stacks = [(*own, more.transpose(1, 2)) for own, more in zip(stacks, clones, strict=True)]
+            first_rows = (0, int(tokens_per_expert[: self.num_local_experts].sum()))
+        h = grouped_mm(rows, stacks[0], ends, tail=tail, first_rows=first_rows)
         h = weighted_activation(h, probs, self.kind)
-        return grouped_mm(h, self.weight2.transpose(1, 2), ends, tail=tail), None
+        return grouped_mm(h, stacks[1], ends, tail=tail, first_rows=first_rows), None
 
     @staticmethod
     def group_ends(tokens_per_expert, rows):
@@ -179,12 +192,12 @@ class GroupedExperts(MegatronModule):
         optimizer's states in it) is the same to the byte layout, and loads at another EP or ETP size."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)  # as SequentialMLP does: a caller may give none
         singles = bool((metadata or {}).get("singleton_local_shards", False))
-        first, total = self.ep_group.rank() * self.num_local_experts, self.ep_group.size() * self.num_local_experts
+        ids, total = self.expert_ids(), self.ep_group.size() * self.num_local_experts
         per_matrix, others = {own: [] for own in MATRICES}, {}
-        for local in range(self.num_local_experts):
-            offsets = sharded_offsets if singles else (*sharded_offsets, (len(sharded_offsets), first + local, total))
+        for local, expert in enumerate(ids):
+            offsets = sharded_offsets if singles else (*sharded_offsets, (len(sharded_offsets), expert, total))
             inside = f"{prefix}local_experts.{local}."
-            target = f"{prefix}experts.{first + local}." if singles else f"{prefix}experts."
+            target = f"{prefix}experts.{expert}." if singles else f"{prefix}experts."
             for key, entry in self._describe(local, inside, offsets, metadata).items():
                 entry.key = target + entry.key.removeprefix(inside)
                 entry.replica_id = (*entry.replica_id[:2], self.dp_group.rank())

@@ -27,6 +27,14 @@ class Shard:
     tensors: dict = dataclasses.field(default_factory=dict)
     scalars: dict = dataclasses.field(default_factory=dict)
 
+    def part(self, first, size):
+        """What is kept of elements [first, first + size), counted from the first of them; an empty Shard if nothing."""
+        start, end = max(self.start, first), min(self.end, first + size)
+        if start >= end:
+            return Shard()
+        tensors = {name: value[start - self.start : end - self.start] for name, value in self.tensors.items()}
+        return Shard(start - first, end - first, tensors, self.scalars)
+
 
 class OptimizerStates:
     """Looks shards up in Megatron's optimizer, chained or not.

@@ -97,9 +97,6 @@ class Settings:
         self._check_compute()
 
     def _check_compute(self):
-        if self.grouped_gemm and self.balance != "off":
-            raise ValueError(f"grouped_gemm does not work with balance {self.balance!r}, which clones single experts: "
-                             "drop one of them")
         if self.router_guard not in GUARD_MODES:
             raise ValueError(f"router_guard is {self.router_guard!r}: choose one of {', '.join(GUARD_MODES)}")
         if not 0 <= self.router_max_tie_fraction <= 1:

@@ -59,7 +59,7 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: Any, schedu
         "format": FORMAT,
         "step": step,
         "num_ranks": dist.get_world_size(),
-        "model": {entry.name: entry.tensor.detach() for entry in _entries(model) if entry.is_ours},
+        "model": {entry.name: entry.tensor.detach() for entry in entries(model) if entry.is_ours},
         "optimizer": _shards(model, OptimizerStates(optimizer)),
         "scheduler": scheduler.state_dict(),
         "random": _random_state(),
@@ -97,8 +97,8 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -
     if rehomer is not None and mine is not None and mine["balance"] is not None:
         rehomer.restore(mine["balance"])  # first: names below say who lives where
     saved = {name: tensor for file in files for name, tensor in file["model"].items()}
-    tensors = {entry.name: entry.tensor for entry in _entries(model)}
-    parameters = {entry.name for entry in _entries(model) if entry.owner is not None}
+    tensors = {entry.name: entry.tensor for entry in entries(model)}
+    parameters = {entry.name for entry in entries(model) if entry.owner is not None}
     elsewhere = {name for name in saved if _EXPERT.search(name)}  # experts of other ranks
     odd = sorted((tensors.keys() - saved.keys()) | (saved.keys() - tensors.keys() - elsewhere))
     odd = odd or [name for name, tensor in tensors.items() if tensor.shape != saved[name].shape
@@ -133,7 +133,7 @@ def _open_all(path: Path) -> list[dict[str, Any]]:
     return files
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A parameter or buffer by its logical name. An expert's matrix may be a part of a parameter that stacks several:
     its elements are those of `owner` from `offset` on. owner: None for a buffer. is_ours: this rank writes it."""
 
@@ -144,7 +144,7 @@ class _Entry(NamedTuple):
     offset: int = 0
 
 
-def _entries(model: torch.nn.Module) -> Iterator[_Entry]:
+def entries(model: torch.nn.Module) -> Iterator[Entry]:
     """Every parameter and buffer of this rank; one rank writes for all that hold the same."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "token_dispatcher")}
     stacked = {id(p) for layer in layers.values() if hasattr(layer.experts, "expert_weights")
@@ -156,32 +156,30 @@ def _entries(model: torch.nn.Module) -> Iterator[_Entry]:
             layer = layers[match[1]]
             expert = logical_experts(layer)[int(match[2])]
             logical = f"{match[1]}.experts.{expert}.{match[3]}"
-            yield _Entry(logical, parameter, layer.experts.dp_group.rank() == 0, parameter)
+            yield Entry(logical, parameter, layer.experts.dp_group.rank() == 0, parameter)
         elif id(parameter) not in stacked:
-            yield _Entry(name, parameter, dense_is_ours, parameter)
+            yield Entry(name, parameter, dense_is_ours, parameter)
     for name, buffer in model.named_buffers():
-        yield _Entry(name, buffer, dense_is_ours, None)
+        yield Entry(name, buffer, dense_is_ours, None)
     for name, layer in layers.items():
         for local, expert in enumerate(logical_experts(layer) if hasattr(layer.experts, "expert_weights") else ()):
             for own, view in layer.experts.expert_weights(local).items():
                 owner = next(p for p in layer.experts.parameters()
                              if p.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
                              and 0 <= view.storage_offset() - p.storage_offset() < p.numel())
-                yield _Entry(f"{name}.experts.{expert}.{own}", view, layer.experts.dp_group.rank() == 0, owner,
+                yield Entry(f"{name}.experts.{expert}.{own}", view, layer.experts.dp_group.rank() == 0, owner,
                              view.storage_offset() - owner.storage_offset())
 
 
 def _shards(model: torch.nn.Module, states: OptimizerStates) -> dict[str, Any]:
     """What this rank keeps for each parameter. In fp32 the parameters are their own main copies."""
     found = {}
-    for name, tensor, _, owner, offset in _entries(model):
+    for name, tensor, _, owner, offset in entries(model):
         if owner is None:
             continue
-        shard = states.shard(owner)
-        first, last = max(shard.start, offset), min(shard.end, offset + tensor.numel())
-        if last > first:
-            tensors = {kind: value[first - shard.start : last - shard.start] for kind, value in shard.tensors.items()}
-            found[name] = {"start": first - offset, "end": last - offset, "tensors": tensors, "scalars": shard.scalars}
+        part = states.shard(owner).part(offset, tensor.numel())
+        if part.end > part.start:
+            found[name] = {"start": part.start, "end": part.end, "tensors": part.tensors, "scalars": part.scalars}
     return found
 
 
@@ -191,18 +189,18 @@ def _restore_shards(path: Path, model: torch.nn.Module, states: OptimizerStates,
     for file in files:
         for name, part in file["optimizer"].items():
             saved.setdefault(name, []).append(part)
-    by_owner: dict[int, list[_Entry]] = {}
-    for entry in _entries(model):
+    by_owner: dict[int, list[Entry]] = {}
+    for entry in entries(model):
         if entry.owner is not None:
             by_owner.setdefault(id(entry.owner), []).append(entry)
-    for entries in by_owner.values():
-        owner = entries[0].owner
+    for of_owner in by_owner.values():
+        owner = of_owner[0].owner
         shard = states.shard(owner)
         if shard.end == shard.start:
             continue
         pieces: dict[str, list[torch.Tensor]] = {}
         scalars: dict[str, Any] = {}
-        for name, tensor, _, _, offset in sorted(entries, key=lambda entry: entry.offset):
+        for name, tensor, _, _, offset in sorted(of_owner, key=lambda entry: entry.offset):
             first, last = max(shard.start, offset), min(shard.end, offset + tensor.numel())
             parts = saved.get(name, []) if last > first else []
             for kind in sorted({kind for part in parts for kind in part["tensors"]}):

@@ -16,6 +16,7 @@ PRECISIONS = ("bf16", "fp8", "mxfp8")
 RECOMPUTE = ("none", "selective", "full")
 SHARDING = ("distributed_optimizer", "megatron_fsdp")
 DISPATCHERS = ("hybrid_ep", "alltoall")
+BALANCE = ("off", "exact", "slow", "both")
 APEX = ("auto", "yes", "no")
 
 
@@ -77,6 +78,13 @@ class ClusterRun:
     sharding: str = "distributed_optimizer"
     balancer: str = "aux_loss"
     """aux_loss: the architecture's own loss or bias; force: tokens spread by chance, for benchmarks alone."""
+    balance: str = "off"
+    """The expert balancer: exact clones hot experts for every micro-batch, slow moves experts between steps; both. With
+    it, experts are those of --hybrid-ep-grouped-gemm in place of Transformer Engine's (docs/balancer.md)."""
+    spare_slots: int = 1
+    """Slots for clones on every rank, of exact and both."""
+    balance_interval: int = 100
+    """Steps from one placement to the next, of slow and both."""
     apex: str = "auto"
     """Fused kernels of apex: yes, no, or auto: when importable where the arguments are made."""
     memory_reserve: float = 0.10
@@ -90,10 +98,11 @@ class ClusterRun:
 
     def __post_init__(self) -> None:
         for name in ("num_hosts", "tensor", "pipeline", "expert", "virtual_pipeline", "seq_length", "micro_batch_size",
-                     "global_batch_size", "train_steps", "num_sms", "save_interval"):
+                     "global_batch_size", "train_steps", "num_sms", "save_interval", "spare_slots", "balance_interval"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
         for name, known in (("dispatcher", DISPATCHERS), ("precision", PRECISIONS), ("recompute", RECOMPUTE),
-                            ("sharding", SHARDING), ("balancer", ("aux_loss", "force")), ("apex", APEX)):
+                            ("sharding", SHARDING), ("balancer", ("aux_loss", "force")), ("apex", APEX),
+                            ("balance", BALANCE)):
             _require(getattr(self, name) in known, name, getattr(self, name), f"use one of {', '.join(known)}")
         _require(0 <= self.memory_reserve < 1, "memory_reserve", self.memory_reserve, "must lie in [0, 1)")
         _require(self.lr > 0, "lr", self.lr, "must be greater than 0")
@@ -120,7 +129,20 @@ class ClusterRun:
                  "cannot be combined with recompute=full; use selective")
         _require(not (self.data_path and not self.tokenizer), "tokenizer", self.tokenizer,
                  "data_path needs the tokenizer that made it")
+        self._check_balance()
         self.stages()
+
+    def _check_balance(self) -> None:
+        """What the balancer and its grouped experts do not work with, all of it in one message."""
+        wanted = {"dispatcher": "hybrid_ep", "precision": "bf16", "overlap": False,
+                  "sharding": "distributed_optimizer"}
+        changes = [f"{name}={value}" for name, value in wanted.items() if getattr(self, name) != value]
+        _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {', '.join(changes)}")
+
+    @property
+    def clones(self) -> int:
+        """Spare slots on every rank; 0 where no expert is cloned."""
+        return self.spare_slots if self.balance in ("exact", "both") else 0
 
     @property
     def num_gpus(self) -> int:

@@ -167,8 +167,8 @@ class ParallelConfig:
             f"needs the dispatcher hybrid_ep, not {self.dispatcher}",
         )
         _require(
-            not self.grouped_gemm or (self.dispatcher == "hybrid_ep" and self.balance == "off"),
-            "parallel.grouped_gemm", self.grouped_gemm, "needs the dispatcher hybrid_ep and balance=off",
+            not self.grouped_gemm or self.dispatcher == "hybrid_ep", "parallel.grouped_gemm", self.grouped_gemm,
+            f"needs the dispatcher hybrid_ep, not {self.dispatcher}",
         )
 
 

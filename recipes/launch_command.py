@@ -113,7 +113,8 @@ def describe(run: ClusterRun) -> str:
         f"({model.source})",
         f"{run.num_hosts} hosts x {run.hardware.gpus_per_host} {run.hardware.gpu}: TP {run.tensor}, PP {run.pipeline} "
         f"x {run.virtual_pipeline}, EP {run.expert} in domains of {run.domain}, DP {run.data}; {run.precision}, "
-        f"recompute {run.recompute}, {run.num_microbatches} micro-batches",
+        f"recompute {run.recompute}, {run.num_microbatches} micro-batches, balance {run.balance}"
+        + (f" with {run.clones} spare slots a rank ({memory.clone_bytes(run):,} bytes)" if run.clones else ""),
         f"fullest GPU (pipeline rank {need.stage}), {memory.budget_bytes(run) / 1e9:.1f} GB to use; hybrid_ep "
         f"registers {need.buffers:,} bytes:", str(need), predict(run),
     ])

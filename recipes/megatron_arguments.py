@@ -79,9 +79,10 @@ def _moe(run: ClusterRun) -> Arguments:
     forced = run.balancer == "force"
     out = _flags(
         num_experts=m.num_experts, moe_ffn_hidden_size=m.moe_ffn_hidden_size, moe_router_topk=m.topk,
-        moe_router_score_function=m.score_function, moe_router_dtype="fp32", moe_grouped_gemm=True,
+        moe_router_score_function=m.score_function, moe_router_dtype="fp32",
         moe_router_load_balancing_type=m.aux_loss, moe_aux_loss_coeff=m.aux_loss_coeff,
     )
+    out += _flags(moe_grouped_gemm=True) if run.balance == "off" else _balance(run)
     if m.num_dense_layers:
         moe = m.num_layers - m.num_dense_layers
         out += _flags(moe_layer_freq=f"([0]*{m.num_dense_layers}+[1]*{moe})")
@@ -105,6 +106,14 @@ def _moe(run: ClusterRun) -> Arguments:
     return out
 
 
+def _balance(run: ClusterRun) -> Arguments:
+    """The expert balancer, over our grouped experts: Transformer Engine's have no place for clones."""
+    out = _flags(hybrid_ep_grouped_gemm=True, hybrid_ep_balance=run.balance)
+    if run.clones:
+        out += _flags(hybrid_ep_spare_slots=run.clones)
+    return out + (_flags(hybrid_ep_balance_interval=run.balance_interval) if run.balance in ("slow", "both") else [])
+
+
 def _parallel(run: ClusterRun) -> Arguments:
     out = _flags(tensor_model_parallel_size=run.tensor, pipeline_model_parallel_size=run.pipeline,
                  expert_model_parallel_size=run.expert, expert_tensor_parallel_size=1)
@@ -120,7 +129,9 @@ def _parallel(run: ClusterRun) -> Arguments:
     if run.sharding == "megatron_fsdp":
         return out + _flags(use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params",
                             use_distributed_optimizer=True, no_gradient_accumulation_fusion=True)
-    out += _flags(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+    out += _flags(use_distributed_optimizer=True, overlap_grad_reduce=True)
+    if run.balance == "off":  # weights are pushed and moved before the forward would have waited for them
+        out += _flags(overlap_param_gather=True)
     return out + ([] if has_apex(run) else _flags(no_gradient_accumulation_fusion=True))
 
 
@@ -133,7 +144,8 @@ def _precision(run: ClusterRun) -> Arguments:
     if run.recompute == "full":
         out += _flags(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif run.recompute == "selective":
-        modules = [*_SELECTIVE, *(["mla_up_proj"] if run.architecture.mla else [])]
+        selective = [name for name in _SELECTIVE if run.balance == "off" or name != "moe_act"]
+        modules = [*selective, *(["mla_up_proj"] if run.architecture.mla else [])]
         out += _flags(recompute_granularity="selective", recompute_modules=modules)
     return out
 

@@ -1,4 +1,4 @@
-"""Memory of one GPU in a `ClusterRun`: weights, gradients, optimizer, activations, and hybrid_ep's buffers.
+"""Memory of one GPU in a `ClusterRun`: weights, gradients, optimizer, activations, clones, hybrid_ep's buffers.
 
 The registered buffers are exact to the byte, from the compiled layout itself. Weights, gradients and optimizer state
 are counted parameters times Megatron's bytes a parameter. Activations are an estimate in bf16 with experts evenly
@@ -26,11 +26,12 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    clones: int
     buffers: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+        return self.weights + self.gradients + self.optimizer + self.activations + self.clones + self.buffers
 
     def __str__(self) -> str:
         names = [f.name for f in fields(self) if f.name not in ("stage", "parameters")] + ["total"]
@@ -53,7 +54,8 @@ def check_fits(run: ClusterRun) -> Memory:
     memory, budget = per_gpu(run), budget_bytes(run)
     if memory.total > budget:
         parts = ", ".join(f"{name} {getattr(memory, name) / 1e9:.1f}"
-                          for name in ("weights", "gradients", "optimizer", "activations", "buffers"))
+                          for name in ("weights", "gradients", "optimizer", "activations", "clones", "buffers")
+                          if getattr(memory, name) or name != "clones")
         raise ValueError(
             f"{run.recipe} on {run.num_gpus} x {run.hardware.gpu}: a GPU of pipeline rank {memory.stage} needs "
             f"{memory.total / 1e9:.1f} GB ({parts}), {(memory.total - budget) / 1e9:.1f} GB over the "
@@ -75,10 +77,12 @@ def registered_bytes(run: ClusterRun) -> int:
 
     model, tokens = run.architecture, run.tokens_per_rank
     row_bytes = _BF16 * model.hidden_size
+    # Every rank's spare slots are columns of the map, as its home slots are.
     # A buffer opens for eight experts a token and grows when a call brings more.
     shape = _core.BufferShape(
-        num_nodes=run.expert // run.domain, num_local_ranks=run.domain, num_experts=model.num_experts,
-        max_tokens=tokens, max_topk=min(max(8, model.topk), model.num_experts), row_bytes=row_bytes, scale_bytes=0,
+        num_nodes=run.expert // run.domain, num_local_ranks=run.domain,
+        num_experts=model.num_experts + run.expert * run.clones, max_tokens=tokens,
+        max_topk=min(max(8, model.topk), model.num_experts), row_bytes=row_bytes, scale_bytes=0,
         recv_rows=recv_capacity(None, tokens, run.expert), partial_row_bytes=row_bytes,
     )
     return shape.total_bytes
@@ -96,7 +100,17 @@ def _of_stage(run: ClusterRun, rank: int, buffers: int) -> Memory:
     else:
         weights, gradients = (dense + experts) * weight_bytes, (dense + experts) * _FP32
     optimizer = _OPTIMIZER_BYTES * (-(-dense // run.data) + -(-experts // run.expert_data))
-    return Memory(rank, dense + experts, weights, gradients, optimizer, _activations(run, rank), buffers)
+    clones = clone_bytes(run) if experts else 0
+    return Memory(rank, dense + experts, weights, gradients, optimizer, _activations(run, rank), clones, buffers)
+
+
+def clone_bytes(run: ClusterRun) -> int:
+    """Bytes that exact balancing takes on each rank, to the byte, for all layers together.
+
+    A spare slot holds one expert in bf16. In the backward of a layer there are also the clones' gradients, as the GEMM
+    makes them and in fp32 to be sent, and at a home as many that arrive at once, in fp32.
+    """
+    return run.clones * run.architecture.expert_params * (_BF16 + _BF16 + _FP32 + _FP32)
 
 
 def _parameters(run: ClusterRun, rank: int) -> tuple[int, int]:
@@ -177,7 +191,8 @@ def bytes_per_token(run: ClusterRun, recompute: str) -> int:
     expert_in, gate_up, activated = m.hidden_size, 2 * m.moe_ffn_hidden_size, m.moe_ffn_hidden_size
     shared = 3 * m.shared_ffn_hidden_size
     if recompute == "selective":  # layernorm, moe_act, and mla_up_proj where there is one
-        norms, activated, projected = 0, 0, 0 if m.mla else projected
+        norms, projected = 0, 0 if m.mla else projected
+        activated = 0 if run.balance == "off" else activated  # the balancer's grouped experts keep it
     elements = inputs + norms + attention_out + latents + projected + shared
     elements += m.topk * (expert_in + gate_up + activated)
     return _BF16 * elements + 2 * _FP32 * m.num_experts

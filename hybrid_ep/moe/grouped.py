@@ -10,6 +10,7 @@ would multiply its neighbour's rows.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -20,8 +21,8 @@ log = logging.getLogger("hybrid_ep.moe")
 _said: set[tuple] = set()
 
 
-def grouped_mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, *, backend: str = "auto",
-               tail: bool = True) -> torch.Tensor:
+def grouped_mm(x: torch.Tensor, w: torch.Tensor | Sequence[torch.Tensor], offsets: torch.Tensor, *,
+               backend: str = "auto", tail: bool = True, first_rows: Sequence[int] = (0,)) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
     x [N, K] and w [E, K, F] of one dtype (bf16, fp16, fp32), any strides; a weight stored as [E, F, K] goes in as
@@ -30,34 +31,60 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, *, backe
     takes the shape and the probe finds it usable, else the loop, said once in the log. tail: False promises that
     offsets[-1] is N, and saves clearing.
 
+    w may be several stacks [E_i, K, F] of weights that live in different memory, their experts one after the other:
+    E is then the sum of E_i, and first_rows says, on the host, at which row the experts of each stack begin. No
+    weight is copied; the outputs of all stacks but the first are.
+
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "torch" nothing waits for the device (the first
     call per device and dtype, which probes, does). Raises ValueError for a wrong argument; on a CPU offsets are
     checked too."""
-    _check(x, w, offsets, tail)
-    chosen, remedy = _choose(backend, x, w)
-    return _GroupedMM.apply(x, w, offsets.to(torch.int32), chosen, remedy, tail)
+    stacks = (w,) if isinstance(w, torch.Tensor) else tuple(w)
+    _check(x, stacks, offsets, tail, first_rows)
+    machines = tuple(_choose(backend, x, stack) for stack in stacks)
+    return _GroupedMM.apply(x, offsets.to(torch.int32), (*first_rows, x.shape[0]), machines, tail, *stacks)
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, offsets, backend, remedy, tail):
-        ctx.save_for_backward(x, w, offsets)
-        ctx.facts = backend, remedy, tail
-        return _rows_times_weights(x, w, offsets, *ctx.facts)
+    def forward(ctx, x, offsets, bounds, machines, tail, *stacks):
+        ctx.save_for_backward(x, offsets, *stacks)
+        ctx.facts = bounds, machines, tail
+        return _rows_times_stacks(x, stacks, offsets, *ctx.facts)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, w, offsets = ctx.saved_tensors
-        backend, remedy, tail = ctx.facts
+        x, offsets, *stacks = ctx.saved_tensors
+        bounds, machines, tail = ctx.facts
         grad = grad.contiguous()  # of a sum it is one number seen [N, F] times, which GEMMs do not take
-        dx = dw = None
+        dx = None
         if ctx.needs_input_grad[0]:
-            dx = _rows_times_weights(grad, w.transpose(1, 2), offsets, backend, remedy, tail)
-        if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(x, grad, offsets, backend, remedy)
-        return dx, dw, None, None, None, None
+            dx = _rows_times_stacks(grad, [w.transpose(1, 2) for w in stacks], offsets, *ctx.facts)
+        dw, wanted = [], ctx.needs_input_grad[5:]
+        for i, (first, last, ends) in enumerate(_parts(stacks, offsets, bounds)):
+            dw.append(_weight_gradient(x[first:last], grad[first:last], ends, *machines[i]) if wanted[i] else None)
+        return dx, None, None, None, None, *dw
+
+
+def _parts(stacks, offsets, bounds):
+    """(first row, last row, ends of its groups counted from the first row) of every stack."""
+    ends = offsets.split([stack.shape[0] for stack in stacks])
+    for first, last, own in zip(bounds, bounds[1:], ends, strict=False):
+        yield first, last, own - first if first else own
+
+
+def _rows_times_stacks(x, stacks, offsets, bounds, machines, tail):
+    """The first stack's product goes over all rows and leaves those of the others to them: nothing is joined."""
+    if len(stacks) == 1:
+        return _rows_times_weights(x, stacks[0], offsets, *machines[0], tail)
+    out = None
+    for (first, last, ends), w, machine in zip(_parts(stacks, offsets, bounds), stacks, machines, strict=True):
+        if out is None:
+            out = _rows_times_weights(x, w, ends, *machine, tail=False) if last else x.new_empty(len(x), w.shape[2])
+        elif last > first:
+            out[first:last] = _rows_times_weights(x[first:last], w, ends, *machine, tail=False)
+    return padding.zero_tail_(out, offsets) if tail else out
 
 
 def _rows_times_weights(x, w, offsets, backend, remedy, tail):
@@ -108,19 +135,31 @@ def _say_once(name, candidate, reasons, x, w):
                     candidate, "; ".join(reasons))
 
 
-def _check(x, w, offsets, tail):
-    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} must be [N, K] and [E, K, F]; a weight stored "
-                         "[E, F, K] goes in as w.transpose(1, 2)")
-    if x.dtype not in FLOATS or w.dtype != x.dtype:
-        raise ValueError(f"x is {x.dtype} and w is {w.dtype}; both must be one of {', '.join(map(str, FLOATS))}")
-    if offsets.dtype not in (torch.int32, torch.int64) or offsets.shape != w.shape[:1] or w.shape[0] == 0:
+def _check(x, stacks, offsets, tail, first_rows):
+    num_groups = 0
+    for w in stacks:
+        if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or w.shape[2] != stacks[0].shape[2]:
+            raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} must be [N, K] and [E, K, F]; a weight stored "
+                             "[E, F, K] goes in as w.transpose(1, 2)")
+        if x.dtype not in FLOATS or w.dtype != x.dtype:
+            raise ValueError(f"x is {x.dtype} and w is {w.dtype}; both must be one of {', '.join(map(str, FLOATS))}")
+        if not x.device == w.device == offsets.device:
+            raise ValueError(f"x is on {x.device}, w on {w.device}, offsets on {offsets.device}; move them to one "
+                             "device")
+        num_groups += w.shape[0]
+    if offsets.dtype not in (torch.int32, torch.int64) or offsets.shape != (num_groups,) or num_groups == 0:
         raise ValueError(f"offsets {offsets.dtype} {tuple(offsets.shape)} must be int32 or int64 [E] with the "
-                         f"E={w.shape[0]} >= 1 experts of w; it holds the row at which each group ends")
-    if not x.device == w.device == offsets.device:
-        raise ValueError(f"x is on {x.device}, w on {w.device}, offsets on {offsets.device}; move them to one device")
+                         f"E={num_groups} >= 1 experts of w; it holds the row at which each group ends")
+    bounds = [*first_rows, x.shape[0]]
+    if len(first_rows) != len(stacks) or bounds[0] != 0 or bounds != sorted(bounds):
+        raise ValueError(f"first_rows={tuple(first_rows)} must hold the first row of each of the {len(stacks)} stacks "
+                         f"of w: 0, then ascending to at most the {x.shape[0]} rows of x")
     if offsets.device.type == "cpu":
         ends = [0, *offsets.tolist(), x.shape[0]]
         if any(a > b for a, b in zip(ends, ends[1:], strict=False)) or (not tail and ends[-2] != x.shape[0]):
             raise ValueError(f"offsets={ends[1:-1]} must ascend from 0 to {'at most ' if tail else ''}the "
                              f"{x.shape[0]} rows of x{'' if tail else ' (tail=False says that none lie behind)'}")
+        own, at = offsets.split([w.shape[0] for w in stacks]), list(bounds[1:])
+        if any(int(ends[-1]) != end for ends, end in zip(own[:-1], at, strict=False)):
+            raise ValueError(f"first_rows={tuple(first_rows)} must be where offsets={offsets.tolist()} end the groups "
+                             "of the stack before")

@@ -1,9 +1,10 @@
-"""What the ranks of the balancer tests do: Megatron's SequentialMLP experts behind our dispatcher, in whole numbers.
+"""What the ranks of the balancer tests do: Megatron's SequentialMLP or our GroupedExperts, in whole numbers.
 
 Inputs, weights and gradients are small integers and probabilities are halves, so every fp32 sum is exact in any order:
 whatever the plan, balancing must give the same bits as no balancing.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -20,7 +21,8 @@ from rank_programs import EXPERTS, HIDDEN, TOPK, initialize, make_config, make_d
 import megatron_patches
 from hybrid_ep.balance.microbatch import MicrobatchPlan
 from hybrid_ep.errors import DeadlineError
-from megatron_patches import balance_push
+from megatron_patches import balance_experts, balance_push, settings
+from megatron_patches.experts import GroupedExperts
 
 LAYERS, STEPS, MICROBATCHES = 2, 3, 2
 
@@ -31,20 +33,22 @@ def integers(shape, seed, low=-1, high=1):
 
 
 class Layers:
-    """LAYERS x (dispatcher, experts), weights drawn by layer and logical expert id.
+    """LAYERS x (dispatcher, experts), weights drawn by layer and logical expert id; experts as the settings say.
 
     homes: the same for every rank, expert of every slot by layer; None leaves experts where Megatron puts them.
     """
 
     def __init__(self, groups, ep, homes=None):
         local = EXPERTS // ep
-        config = make_config("ours", ep, gated_linear_unit=False, activation_func=torch.relu, ffn_hidden_size=16,
-                             moe_ffn_hidden_size=16, bias_activation_fusion=False, gradient_accumulation_fusion=False)
+        module = GroupedExperts if settings.current().grouped_gemm else SequentialMLP
+        config = make_config("ours", ep, gated_linear_unit=False, activation_func=torch.nn.functional.relu,
+                             ffn_hidden_size=16, moe_ffn_hidden_size=16, bias_activation_fusion=False,
+                             gradient_accumulation_fusion=False)
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         self.pairs = []
         for layer in range(LAYERS):
             dispatcher = make_dispatcher("ours", groups, ep)
-            experts = SequentialMLP(local, config, parts, pg_collection=groups)
+            experts = module(local, config, parts, pg_collection=groups)
             manager, mine = dispatcher._comm_manager, dispatcher.local_expert_indices
             if hasattr(manager, "attach"):
                 manager.attach(experts)
@@ -52,19 +56,23 @@ class Layers:
                 if homes is not None:
                     manager.homes.assign(homes[layer])
                 mine = manager.homes.experts_of(groups.ep.rank())
-            for logical, expert in zip(mine, experts.local_experts, strict=True):
-                for n, parameter in enumerate(expert.parameters()):
-                    parameter.data.copy_(self.draw(parameter.shape, 1000 * layer + 10 * logical + n))
+            for logical, matrices in zip(mine, matrices_of(experts), strict=True):
+                for n, matrix in enumerate(matrices):
+                    matrix.data.copy_(self.draw(matrix.shape, 1000 * layer + 10 * logical + n))
             self.pairs.append((dispatcher, experts))
 
     draw = staticmethod(integers)
 
     def everywhere(self, read):
-        """For every layer and parameter of an expert: `read(parameter)` of all ranks' experts, by logical id."""
+        """For every layer and matrix of an expert: `read(parameter)` of all ranks' experts, by logical id."""
         for dispatcher, experts in self.pairs:
             homes = getattr(dispatcher._comm_manager, "homes", None)
-            for mine in zip(*(expert.parameters() for expert in experts.local_experts), strict=True):
-                mine = torch.stack([read(parameter).detach() for parameter in mine])
+            if isinstance(experts, GroupedExperts):
+                stacks = [read(parameter).detach() for parameter in experts.parameters()]
+            else:
+                stacks = [torch.stack([read(parameter).detach() for parameter in mine])
+                          for mine in zip(*(expert.parameters() for expert in experts.local_experts), strict=True)]
+            for mine in stacks:
                 gathered = [torch.empty_like(mine) for _ in range(dispatcher._comm_manager.group.size())]
                 dist.all_gather(gathered, mine, group=dispatcher._comm_manager.group)
                 yield torch.cat(gathered)[list(homes.slot_of) if homes else slice(None)]
@@ -82,6 +90,13 @@ class Layers:
             # Small again, so that sums stay exact through layers and steps; the gradient is cut to match.
             hidden = hidden + (out - out.detach()) + out.detach().sign()
         return hidden
+
+
+def matrices_of(experts):
+    """For every expert of a module on this rank, its matrices."""
+    if isinstance(experts, GroupedExperts):
+        return [list(experts.expert_weights(slot).values()) for slot in range(experts.num_local_experts)]
+    return [list(expert.parameters()) for expert in experts.local_experts]
 
 
 def batch(step, rank):
@@ -176,25 +191,54 @@ def equal(a, b):
     return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def bit_equality(ep, spare_slots):
-    """Off against: empty plan, the planner's, random plans; with autograd's gradients and with main_grad."""
+@contextlib.contextmanager
+def transfers():
+    """Bytes that each transfer of clone gradients brought to this rank."""
+    received, start = [0], balance_push.Transfer.start
+
+    def counted(self):
+        if self.what == "clone gradients":
+            received.append(sum(op.tensor.nbytes for op in self.operations if op.op is dist.irecv))
+        return start(self)
+
+    balance_push.Transfer.start = counted
+    try:
+        yield received
+    finally:
+        balance_push.Transfer.start = start
+
+
+def bit_equality(ep, spare_slots, grouped):
+    """Off against: empty plan, the planner's, random plans; with autograd's gradients and with main_grad.
+
+    grouped: stacked experts throughout, and off is also that of single ones.
+    """
     groups = initialize(ep)
+    common = {"ranks_per_node": ep // 2, "grouped_gemm": grouped}
     megatron_patches.apply(ranks_per_node=ep // 2)
     off, _ = train(groups, ep)
     assert all(torch.equal(4 * x, (4 * x).round()) for x in off) and len({float(x.sum()) for x in off}) > 9
-    megatron_patches.apply(ranks_per_node=ep // 2, balance="exact", spare_slots=spare_slots, balance_epsilon=0.0)
+    if grouped:
+        megatron_patches.apply(**common)
+        assert equal(train(groups, ep)[0], off)
+    megatron_patches.apply(**common, balance="exact", spare_slots=spare_slots, balance_epsilon=0.0)
     empty, copies = train(groups, ep, empty_plan)
     assert equal(empty, off) and copies == 0
-    planned, copies = train(groups, ep)
+    with transfers() as received:
+        planned, copies = train(groups, ep)
     assert copies > 0 and equal(planned, off)
     for seed in range(3):
-        forced, copies = train(groups, ep, lambda manager, seed=seed: random_plan(seed, manager), seed % 2 == 1)
+        with transfers() as more:
+            forced, copies = train(groups, ep, lambda manager, seed=seed: random_plan(seed, manager), seed % 2 == 1)
         assert copies > 0 and equal(forced, off), seed
+        received += more
+    expert_bytes = 2 * HIDDEN * 16 * 4
+    assert max(received) <= spare_slots * expert_bytes, "a home holds more clone gradients at once than it has slots"
     again, _ = train(groups, ep, lambda manager: random_plan(2, manager))
     assert equal(again, forced), "a replay of the same plans differs"
     recomputed, _ = train(groups, ep, recompute=True)
     assert equal(recomputed, off), "recomputation"
-    megatron_patches.apply(ranks_per_node=ep // 2, balance="both", spare_slots=spare_slots)
+    megatron_patches.apply(**common, balance="both", spare_slots=spare_slots)
     homes = np.random.default_rng(ep).permuted(np.tile(np.arange(EXPERTS), (LAYERS, 1)), axis=1)
     for forced in (None, empty_plan, lambda manager: random_plan(5, manager)):
         both, _ = train(groups, ep, forced, main_grad=forced is None, homes=homes)
@@ -203,32 +247,39 @@ def bit_equality(ep, spare_slots):
     return True
 
 
-def mutants(ep):
+def mutants(ep, grouped):
     """Broken balancers that the comparison must notice; returns those it missed."""
     groups = initialize(ep)
     megatron_patches.apply()
     off, _ = train(groups, ep)
-    megatron_patches.apply(balance="exact", spare_slots=2)
+    megatron_patches.apply(balance="exact", spare_slots=2, grouped_gemm=grouped)
     push, refill, clones = balance_push._Push, balance_push._Refill, balance_push.CloneExperts
-    collect = clones.collect_gradients
+    collect, weights = clones.collect_gradients, balance_experts.ExpertWeights
+    part = weights.part
 
-    def doubled(self, plan, gradients):
-        return {e: 2 * g for e, g in collect(self, plan, gradients).items()}
+    def scaled(factor):
+        return lambda self, plan, gradients, add: collect(self, plan, [factor * g for g in gradients], add)
 
-    def averaged(self, plan, gradients):
-        return {e: g / 2 for e, g in collect(self, plan, gradients).items()}
+    def wrong_slot(self, plan, gradients, add):
+        return collect(self, plan, [g.flip(0) for g in gradients], add)
+
+    def first_round(self, plan, gradients, add):
+        seen = set()
+        return collect(self, plan, gradients, lambda e, n, g: (e, n) in seen or (seen.add((e, n)), add(e, n, g)))
+
+    def wrong_expert(self, like_owner, slot, n):
+        return part(self, like_owner, (slot + 1) % self.num_homes, n)
 
     def no_refill(ctx, gradient):
         return None, None, gradient
 
-    def wrong_slot(self, plan, gradients):
-        return collect(self, plan, gradients[::-1])
-
     missed = []
     for name, owner, attribute, broken in (
-        ("doubled", clones, "collect_gradients", doubled), ("averaged", clones, "collect_gradients", averaged),
+        ("doubled", clones, "collect_gradients", scaled(2)), ("averaged", clones, "collect_gradients", scaled(0.5)),
         ("wrong slot", clones, "collect_gradients", wrong_slot),
+        ("one clone of several", clones, "collect_gradients", first_round),
         ("no refill", refill, "backward", staticmethod(no_refill)),
+        *([("wrong expert", weights, "part", wrong_expert)] if grouped else []),
     ):
         before = owner.__dict__[attribute]
         setattr(owner, attribute, broken)
@@ -247,7 +298,13 @@ def mutants(ep):
 def main_grad_is_complete_before_ddp(ep):
     """When DDP's hook runs, the clones' gradients are in main_grad already, once."""
     groups = initialize(ep)
-    megatron_patches.apply(balance="exact", spare_slots=2)
+    for grouped in (False, True):
+        complete_before_ddp(groups, ep, grouped)
+    return True
+
+
+def complete_before_ddp(groups, ep, grouped):
+    megatron_patches.apply(balance="exact", spare_slots=2, grouped_gemm=grouped)
     layers, log = Layers(groups, ep), []
     like_ddp(layers.parameters(), log)
     for dispatcher, _ in layers.pairs:
@@ -259,7 +316,6 @@ def main_grad_is_complete_before_ddp(ep):
     dist.all_reduce(from_clones)
     assert from_clones.item() > 0
     megatron_patches.revert()
-    return True
 
 
 def refusals(ep):
@@ -276,8 +332,12 @@ def refusals(ep):
         with pytest.raises(ValueError, match=flag):
             make_dispatcher("ours", groups, ep, **{"gradient_accumulation_fusion": False, **options})
     dispatcher = make_dispatcher("ours", groups, ep, gradient_accumulation_fusion=False)
-    with pytest.raises(ValueError, match="SequentialMLP"):
+    with pytest.raises(ValueError, match="SequentialMLP.* --hybrid-ep-grouped-gemm, not Linear"):
         dispatcher._comm_manager.attach(torch.nn.Linear(2, 2))
+    megatron_patches.apply(balance="exact", grouped_gemm=True)  # the flag of Megatron's grouped experts, ours in place
+    make_dispatcher("ours", groups, ep, after={"moe_grouped_gemm": True, "gradient_accumulation_fusion": True})
+    with pytest.raises(ValueError, match="delay-wgrad"):
+        make_dispatcher("ours", groups, ep, after={"delay_wgrad_compute": True})
     for bad in ({"balance": "magic"}, {"spare_slots": 0}, {"balance_epsilon": 2.0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             megatron_patches.apply(**bad)

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from slow_programs import EXPERTS, Job, initialize
 
 import megatron_patches
 from hybrid_ep.balance.statistics import parts_folder
 from megatron_patches import load_stats
 from recipes import get_recipe
+from recipes.model import build_model, moe_layers
 
 MICROBATCHES, ITERATIONS, LENGTH = 2, 6, 8
 
 
 def _model(ep, balance, recompute):
     """(model, its MoE layers)"""
-    from recipes.model import build_model, moe_layers
-
     config = get_recipe("tiny_cpu_smoke").derive(
         parallel={"num_ranks": ep, "expert_parallel_size": ep, "ranks_per_node": 1, "balance": balance},
         model={"num_layers": 2, "seq_length": LENGTH, "num_experts": 8},
@@ -105,6 +105,31 @@ def collect_and_revert(*arguments):
     megatron_patches.revert()
     assert before == ([getattr(schedules, name) for name in load_stats.NAMES], MoELayer.__init__)
     assert load_stats._collector is None
+    return counts
+
+
+def collect_in_a_pipeline(complete, early):
+    """Two stages of two MoE layers each, EP2, four iterations; ranges 2-3 into `complete` and 2-9 into `early`.
+
+    Counts of all ranks for both, [iteration][layer][expert]; layers are numbered here without asking Megatron.
+    """
+    initialize(2, pp=2)
+    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
+    for path, last in ((complete, 3), (early, 9)):
+        megatron_patches.apply(load_stats=path, load_stats_range=(2, last), timeout_s=60.0)
+        job, seen = Job(2, num_layers=4), torch.zeros(4, 4, EXPERTS, dtype=torch.int64)
+        for local, layer in enumerate(moe_layers(job.model)):
+
+            def hook(_router, _inputs, output, job=job, seen=seen, number=2 * stage + local):
+                seen[job.step, number] += output[1].long().sum(0)
+
+            layer.router.register_forward_hook(hook)
+        assert len(moe_layers(job.model)) == 2
+        for _ in range(4):
+            job.train_step(microbatches=3)
+        megatron_patches.revert()
+        dist.all_reduce(seen)
+        counts.append(seen.tolist())
     return counts
 
 

@@ -4,7 +4,6 @@ Two experts a token: whichever ranks they live on, their outputs are two terms o
 are the same bits in any placement. Gradients are not clipped, because the order of a norm's sum is not fixed.
 """
 
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,8 +24,8 @@ import megatron_patches
 from megatron_patches.balance import check_supported
 from megatron_patches.balance_move import Mover
 from megatron_patches.optimizer_state import OptimizerStates
-from recipes import get_recipe
-from recipes.model import logical_experts, moe_layers, set_weights_by_name, transformer_config
+from recipes import checkpoint, get_recipe
+from recipes.model import moe_layers, set_weights_by_name, transformer_config
 
 EXPERTS, SEQ, STEPS = 8, 16, 3
 
@@ -104,13 +103,14 @@ class Job:
         """
         states, found = OptimizerStates(self.optimizer), {}
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        for name, parameter in self.model.named_parameters():
-            logical = f"{stage} {self.logical_name(name)}"
-            found[logical, "weight"] = {0: parameter.detach().clone().flatten()}
-            shard = states.shard(parameter)
+        for name, tensor, _, owner, offset in checkpoint.entries(self.model):
+            if owner is None:
+                continue
+            found[f"{stage} {name}", "weight"] = {0: tensor.detach().clone().flatten()}
+            shard = states.shard(owner).part(offset, tensor.numel())
             assert self.step == 0 or shard.end == 0 or {"exp_avg", "exp_avg_sq"} <= set(shard.tensors)
-            for kind, tensor in shard.tensors.items():
-                found[logical, kind] = {shard.start: tensor.clone()}
+            for kind, part in shard.tensors.items():
+                found[f"{stage} {name}", kind] = {shard.start: part.clone()}
         for name, buffer in self.model.named_buffers():
             if "expert_bias" in name:
                 found[f"{stage} {name}", "bias"] = {0: buffer.clone()}
@@ -124,12 +124,6 @@ class Job:
                     assert torch.equal(before, part), f"replicas of {key} differ"
         return {key: torch.cat([part for _, part in sorted(parts.items())]) for key, parts in merged.items()}
 
-    def logical_name(self, name):
-        match = re.match(r"(decoder\.layers\.(\d+)\.mlp\.experts\.)local_experts\.(\d+)(.*)", name)
-        if not match:
-            return name
-        return f"{match[1]}{logical_experts(moe_layers(self.model)[int(match[2])])[int(match[3])]}{match[4]}"
-
 
 def initialize(ep, pp=1):
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
@@ -142,10 +136,10 @@ def shuffled(seed):
     return lambda load, current: np.stack([rng.permutation(EXPERTS) for _ in current])
 
 
-def train(ep, balance="off", steps=STEPS, plan_with=None, **options):
+def train(ep, balance="off", steps=STEPS, plan_with=None, grouped=False, **options):
     """(losses, logical state, job) after a few steps with experts moved after each of them."""
     wanted = {"balance_interval": 1, "layer_updates_per_iter": 2} if balance in ("slow", "both") else {}
-    megatron_patches.apply(balance=balance, timeout_s=60.0, **wanted)
+    megatron_patches.apply(balance=balance, timeout_s=60.0, grouped_gemm=grouped, **wanted)
     job = Job(ep, **options)
     if plan_with is not None:
         job.rehomer.plan_with = plan_with
@@ -184,12 +178,14 @@ def gradients_of(found):
     """A look for `Job`: the reduced fp32 gradients of a step before the optimizer sees them, by logical name."""
     def look(job):
         if job.step == 0:
-            found.update({job.logical_name(n): p.main_grad.double().clone() for n, p in job.model.named_parameters()})
+            for name, tensor, _, owner, offset in checkpoint.entries(job.model):
+                if owner is not None:
+                    found[name] = owner.main_grad.view(-1)[offset : offset + tensor.numel()].double()
 
     return look
 
 
-def clones_give_the_gradients_of_off(ep, pp, tolerance, options):
+def clones_give_the_gradients_of_off(ep, pp, tolerance, options, grouped=False):
     """Exact and both modes in a GPT with Megatron's DDP, two micro-batches of which the first does not synchronise.
 
     Sums have another order than without balancing, so gradients agree within `tolerance` of their norm.
@@ -199,7 +195,7 @@ def clones_give_the_gradients_of_off(ep, pp, tolerance, options):
     losses = {}
     for mode in found:
         wanted = {"balance_interval": 1, "layer_updates_per_iter": 2} if mode == "both" else {}
-        megatron_patches.apply(balance=mode, timeout_s=60.0, **wanted)
+        megatron_patches.apply(balance=mode, timeout_s=60.0, grouped_gemm=grouped, **wanted)
         job = Job(ep, distributed=False, topk=4, **options)
         if mode == "both":
             job.rehomer.move(dict(enumerate(shuffled(9)(None, job.rehomer.current))))
@@ -220,10 +216,11 @@ def clones_give_the_gradients_of_off(ep, pp, tolerance, options):
                       everyone["off"].items()) for mode in ("exact", "both")}
 
 
-def mutants(ep):
+def mutants(ep, grouped=False):
     """Broken movers that the comparison must notice; returns those it missed."""
     initialize(ep)
-    off, missed = train(ep), []
+    common = {"grouped": grouped}
+    off, missed = train(ep, **common), []
     prepare, pieces = Mover.prepare, Mover.pieces
 
     def without(*names):
@@ -232,7 +229,7 @@ def mutants(ep):
     def lost(self, changes):
         return [(view, torch.zeros_like(received)) for view, received in prepare(self, changes)]
 
-    in_bf16 = {"dtype": "bf16"}
+    in_bf16 = {"dtype": "bf16", **common}
     off_bf16 = train(ep, **in_bf16)
     for name, attribute, broken in (("no moments", "pieces", without("exp_avg", "exp_avg_sq")),
                                     ("no second moment", "pieces", without("exp_avg_sq")),
@@ -240,11 +237,11 @@ def mutants(ep):
                                     ("no fp32 copies", "pieces", without("main"))):
         before = getattr(Mover, attribute)
         setattr(Mover, attribute, broken)
-        reference, options = (off_bf16, in_bf16) if name == "no fp32 copies" else (off, {})
+        reference, options = (off_bf16, in_bf16) if name == "no fp32 copies" else (off, common)
         if difference(reference, train(ep, "slow", plan_with=shuffled(3), **options)) is None:
             missed.append(name)
         setattr(Mover, attribute, before)
-    assert difference(off, train(ep, "slow", plan_with=shuffled(3))) is None
+    assert difference(off, train(ep, "slow", plan_with=shuffled(3), **common)) is None
     return missed
 
 

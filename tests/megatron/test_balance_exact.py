@@ -9,14 +9,15 @@ def run(name, num_ranks, *arguments):
     return parity_world.run_world(Program(name, "balance_programs"), num_ranks, arguments, timeout_s=150)
 
 
-@pytest.mark.parametrize("ep, spare_slots", [(4, 2), (2, 1)])
-def test_any_plan_gives_the_bits_of_off(ep, spare_slots):
-    run("bit_equality", ep, ep, spare_slots)
+@pytest.mark.parametrize("ep, spare_slots, grouped", [(4, 2, False), (2, 1, False), (4, 2, True)])
+def test_any_plan_gives_the_bits_of_off(ep, spare_slots, grouped):
+    run("bit_equality", ep, ep, spare_slots, grouped)
 
 
 @pytest.mark.version_free
-def test_broken_balancers_are_noticed():
-    assert run("mutants", 4, 4)[0] == []
+@pytest.mark.parametrize("grouped", [False, True])
+def test_broken_balancers_are_noticed(grouped):
+    assert run("mutants", 4, 4, grouped)[0] == []
 
 
 def test_clone_gradients_are_there_before_ddp_counts_a_parameter():
@@ -30,14 +31,16 @@ def test_unsupported_combinations_name_their_flag():
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.mark.parametrize("num_ranks, pp, options, tolerance", [
-    (2, 1, {"after": RECOMPUTED}, 1e-6),
-    (2, 1, {"dtype": "bf16"}, 2e-2),  # a clone's weight gradient is rounded apart from the home's
-    (4, 2, {}, 1e-6),
+@pytest.mark.parametrize("num_ranks, pp, options, tolerance, grouped", [
+    (2, 1, {"after": RECOMPUTED}, 1e-6, False),
+    (2, 1, {"dtype": "bf16"}, 2e-2, False),  # a clone's weight gradient is rounded apart from the home's
+    (2, 1, {"dtype": "bf16", "after": RECOMPUTED}, 2e-2, True),
+    (4, 2, {}, 1e-6, False),
+    (4, 2, {}, 1e-6, True),
 ])
-def test_a_gpt_under_ddp_has_the_gradients_of_off(num_ranks, pp, options, tolerance):
+def test_a_gpt_under_ddp_has_the_gradients_of_off(num_ranks, pp, options, tolerance, grouped):
     """Three micro-batches, of which two do not synchronise; recomputed, in bf16, in a 1F1B pipeline of two stages."""
-    arguments = 2, pp, tolerance, options
+    arguments = 2, pp, tolerance, options, grouped
     programs = Program("clones_give_the_gradients_of_off", "slow_programs")
     worst = parity_world.run_world(programs, num_ranks, arguments, timeout_s=150)[0]
     assert 0 < worst["exact"] < tolerance and 0 < worst["both"] < tolerance, worst

@@ -10,6 +10,7 @@ def run(name, num_ranks, *arguments, module="slow_programs"):
 
 
 BF16 = {"dtype": "bf16"}
+STACKED = {"grouped": True}
 RECOMPUTED = {"after": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 
 
@@ -17,16 +18,17 @@ RECOMPUTED = {"after": {"recompute_granularity": "full", "recompute_method": "un
     (2, 2, [{}, {"distributed": False}]),
     (4, 4, [{}, BF16]),
     (4, 2, [{}, BF16, {"distributed": False, **BF16}, RECOMPUTED]),  # two ranks cut every expert's optimizer state
+    (4, 2, [{**BF16, **STACKED}, {**RECOMPUTED, **STACKED}, {"distributed": False, **STACKED}]),
 ])
 def test_moving_experts_changes_no_bit(num_ranks, ep, variants):
     run("bit_equality", num_ranks, ep, variants)
 
 
 def test_pipeline_parallel():
-    run("bit_equality", 4, 2, [{}], 2)
+    run("bit_equality", 4, 2, [{}, STACKED], 2)
 
 
-@pytest.mark.parametrize("options", [{}, BF16])
+@pytest.mark.parametrize("options", [{}, BF16, STACKED])
 def test_checkpoints_load_in_any_layout(tmp_path, options):
     run("save_and_load", 4, str(tmp_path), options, module="checkpoint_programs")
 
@@ -58,5 +60,6 @@ def test_unsupported_combinations_name_their_flag():
 
 
 @pytest.mark.version_free
-def test_broken_movers_are_noticed():
-    assert run("mutants", 2, 2)[0] == []
+@pytest.mark.parametrize("grouped", [False, True])
+def test_broken_movers_are_noticed(grouped):
+    assert run("mutants", 2, 2, grouped)[0] == []

@@ -13,8 +13,9 @@ SKEWED = "tiny_cpu_smoke --forced-bias -1.0 --steps 4"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folder of the runs: off, exact, slow; slow continued on two ranks; exact for 2 steps continued without balancing,
-    and off for 2 steps continued (Megatron draws the forced bias anew when a run resumes)."""
+    """Folder of the runs: off, exact, slow; slow continued on two ranks with both, its single experts stacked; exact
+    over stacked experts for 2 steps continued without balancing, and off for 2 steps continued (Megatron draws the
+    forced bias anew when a run resumes)."""
     if version("megatron-core").startswith("0.16."):
         pytest.skip("megatron-core 0.16 cannot skew its router")
     folder = tmp_path_factory.mktemp("runs")
@@ -23,8 +24,8 @@ def runs(tmp_path_factory):
         f"off:{SKEWED} --name off",
         f"exact:{SKEWED} --balance exact --name exact",
         f"slow:{SKEWED} --balance slow --balance-interval 1 --name slow",
-        "fewer:--resume slow --steps 5 --ranks 2 --balance both",
-        f"first:{SKEWED} --balance exact --spare-slots 2 --name mixed --stop-after 2",
+        "fewer:--resume slow --steps 5 --ranks 2 --balance both --grouped-gemm",
+        f"first:{SKEWED} --balance exact --spare-slots 2 --grouped-gemm --name mixed --stop-after 2",
         "second:--resume mixed --balance off",
         f"third:{SKEWED} --name halves --stop-after 2",
         "fourth:--resume halves",

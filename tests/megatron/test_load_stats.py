@@ -15,10 +15,10 @@ def run(name, num_ranks, *arguments):
     return parity_world.run_world(Program(name, "load_stats_programs"), num_ranks, arguments, timeout_s=120)
 
 
-def assert_holds(path, counts, iterations):
+def assert_holds(path, counts, iterations, layers=(1, 2)):
     """The file at `path` is `counts`, {iteration: {layer: [E]}}, of these iterations."""
     read = statistics.load(path)
-    assert read.iterations == tuple(iterations) and read.layers == (1, 2)
+    assert read.iterations == tuple(iterations) and read.layers == layers
     for i, number in enumerate(iterations):
         for n, layer in enumerate(read.layers):
             assert read.counts[i, n].tolist() == counts[number][layer], (number, layer)
@@ -41,6 +41,16 @@ def test_files_hold_what_the_routers_decided(tmp_path, capsys, num_ranks, name, 
     for layer in (1, 2):
         total = [sum(column) for column in zip(*(counts[i][layer] for i in (2, 3, 4)), strict=True)]
         assert f"layer {layer}: {total}" in said
+
+
+def test_a_pipelines_stages_make_one_file(tmp_path):
+    """PP2 x EP2: layers carry their number in the whole model, in the summed file and in the parts of a run that ends
+    inside the range."""
+    paths = tmp_path / "loads.jsonl", tmp_path / "early.jsonl"
+    for path, counts, last in zip(paths, run("collect_in_a_pipeline", 4, *map(str, paths))[0], (3, 4), strict=True):
+        numbered = {i: dict(enumerate(layers, 1)) for i, layers in enumerate(counts, 1)}
+        assert_holds(path, numbered, range(2, last + 1), (1, 2, 3, 4))
+        assert len({str(numbered[2][layer]) for layer in (1, 2, 3, 4)}) == 4, "or another order of layers would do"
 
 
 def test_a_run_that_fails_inside_the_range_leaves_what_it_had(tmp_path):

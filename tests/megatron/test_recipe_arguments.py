@@ -16,9 +16,11 @@ import os, sys, types
 from recipes import CLUSTER_RECIPES
 from recipes.cluster import HARDWARE
 from recipes.megatron_arguments import environment, megatron_arguments
-from megatron_patches import cpu, flags
+from megatron_patches import cpu, flags, settings
 cpu.install()
 import torch
+from megatron_patches.balance import check_supported as check_balance
+from megatron_patches.experts import check_supported as check_experts
 from megatron.training import arguments
 arguments.add_megatron_arguments = flags.wrapper()
 arguments.is_te_min_version = lambda *_, **__: True
@@ -35,11 +37,21 @@ def check(label, run, *more):
     assert (args.num_experts, args.expert_model_parallel_size) == (run.architecture.num_experts, run.expert)
     assert args.hybrid_ep_ranks_per_node == run.domain
     print("ACCEPTED", label, flush=True)
+    return args
 
 for name, make in CLUSTER_RECIPES.items():
     for hardware in HARDWARE:
         check(name + " " + hardware, make(hardware))
 small = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g")
+for mode in ("exact", "slow", "both"):
+    balanced = small.derive(balance=mode, precision="bf16", overlap=False)
+    args = check(mode, balanced)
+    now = settings.current()
+    assert (now.balance, now.grouped_gemm, now.spare_slots) == (mode, True, 1), now
+    config = types.SimpleNamespace(**{**vars(args), "activation_func": torch.nn.functional.silu,
+                                      "gated_linear_unit": True})
+    check_balance(config, 1, mode, now.clones, now.grouped_gemm)
+    check_experts(config)
 check("fsdp", small.derive(sharding="megatron_fsdp"))
 try:
     check("unknown", small, "--no-such-flag")
@@ -53,5 +65,5 @@ def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], env=environment, text=True,
                           capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    assert done.stdout.count("ACCEPTED") == 13
+    assert done.stdout.count("ACCEPTED") == 16
     assert "REFUSED 2" in done.stdout and "--no-such-flag" in done.stderr

@@ -83,6 +83,37 @@ def test_exact_for_any_counts(counts, tail):
     check(run(x, w, grad, offsets_of(counts).long()), expected(x, w, grad, counts), torch.float32, counts)
 
 
+@pytest.mark.parametrize("backend", ["torch", "loop"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_stacks_give_the_bits_of_one(backend, dtype):
+    """Weights in two or three tensors, each part without rows in turn, rows behind the last: as if they were joined."""
+    cases = [*COUNTS, (0, 0, 0, 9), (9, 0, 0, 0)]
+    for counts, tail, cuts in itertools.product(cases, (0, 5), ([3], [1, 2], [2])):
+        if not sum(counts) + tail:
+            continue
+        x, w, grad = problem(counts, tail, dtype, transposed=True)
+        offsets = offsets_of(counts)
+        want = run(x, w, grad, offsets, backend=backend, tail=tail > 0)
+        parts = [part.clone().requires_grad_() for part in w.tensor_split(cuts)]
+        x.requires_grad_()
+        first_rows = [sum(counts[:cut]) for cut in (0, *cuts)]
+        out = grouped_mm(x, parts, offsets, backend=backend, tail=tail > 0, first_rows=first_rows)
+        out.backward(grad)
+        got = out.detach(), x.grad, torch.cat([part.grad for part in parts])
+        check(got, expected(x.detach(), w, grad, counts), dtype, counts)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (counts, tail, cuts)
+
+
+@pytest.mark.parametrize("first_rows, said", [
+    ((0,), "each of the 2 stacks"), ((1, 4), "0, then ascending"), ((0, 9), "at most the 8 rows"),
+    ((0, 3), "must be where"),
+])
+def test_first_rows_that_do_not_fit_are_named(first_rows, said):
+    with pytest.raises(ValueError, match=said):
+        grouped_mm(torch.randn(8, K), torch.randn(3, K, F).tensor_split([2]), torch.tensor([2, 4, 8]),
+                   first_rows=first_rows)
+
+
 @pytest.mark.parametrize("backend", ["torch", "loop", "auto"])
 def test_no_rows_at_all_and_a_gradient_that_is_one_number(backend):
     x, w = torch.randn(0, K, requires_grad=True), torch.randn(3, K, F, requires_grad=True)

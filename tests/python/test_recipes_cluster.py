@@ -50,6 +50,38 @@ def test_what_does_not_fit_is_refused_with_the_number_that_is_over():
         memory.check_fits(run)
 
 
+BALANCED = {"precision": "bf16", "overlap": False, "balance": "exact"}
+
+
+def test_the_balancers_memory_is_counted_and_refused_with_the_number():
+    plain = CLUSTER_RECIPES["qwen3_30b_a3b"]("b200_8").derive(precision="bf16", overlap=False)
+    run = plain.derive(balance="exact", spare_slots=2)
+    expert = 3 * 2048 * 768
+    assert memory.clone_bytes(run) == 2 * expert * 12 and f"({2 * expert * 12:,} bytes)" in describe(run)
+    with_clones, without = memory.per_gpu(run), memory.per_gpu(plain)
+    assert with_clones.clones == 2 * expert * 12 and without.clones == 0
+    assert memory.registered_bytes(run) > memory.registered_bytes(plain), "spare slots are columns of the map"
+    assert with_clones.activations > without.activations, "activations of our grouped experts are kept"
+    assert memory.per_gpu(plain.derive(balance="slow")).clones == 0
+    least = next(n for n in range(100, 4000, 100)
+                 if memory.per_gpu(run.derive(spare_slots=n)).total > memory.budget_bytes(run))
+    over = memory.per_gpu(run.derive(spare_slots=least)).total - memory.budget_bytes(run)
+    clones = memory.clone_bytes(run.derive(spare_slots=least))
+    with pytest.raises(ValueError, match=rf"clones {clones / 1e9:.1f}, .* {over / 1e9:.1f} GB over the 162.0 GB"):
+        describe(run.derive(spare_slots=least))
+
+
+@pytest.mark.parametrize("name, hardware", VARIANTS)
+def test_every_variant_takes_the_balancer(name, hardware):
+    run = CLUSTER_RECIPES[name](hardware).derive(**BALANCED)
+    flags = megatron_arguments.megatron_arguments(run)
+    assert flags[flags.index("--hybrid-ep-balance") + 1] == "exact" and "--hybrid-ep-grouped-gemm" in flags
+    assert flags[flags.index("--hybrid-ep-spare-slots") + 1] == "1" and "--hybrid-ep-balance-interval" not in flags
+    assert not {"--moe-grouped-gemm", "--overlap-param-gather", "moe_act", "--fp8-format"} & set(flags)
+    slow = megatron_arguments.megatron_arguments(run.derive(balance="slow", balance_interval=7))
+    assert slow[slow.index("--hybrid-ep-balance-interval") + 1] == "7" and "--hybrid-ep-spare-slots" not in slow
+
+
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_registered_bytes_are_those_of_a_real_buffer(ranks_per_node):
     run = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(expert=4, seq_length=64, ranks_per_node=ranks_per_node)
@@ -63,6 +95,11 @@ BAD = [
     ({"expert": 7}, "expert=7"), ({"num_hosts": 3}, "expert=16"), ({"global_batch_size": 5}, "global_batch_size=5"),
     ({"precision": "mxfp8"}, "precision='mxfp8'"), ({"pipeline_layout": "Et|L"}, "pipeline_layout='Et|L'"),
     ({"expert": "8"}, "must be of type int"), ({"experts": 8}, "experts=8: unknown"),
+    ({"balance": "exact", "precision": "fp8", "sharding": "megatron_fsdp", "pipeline": 1},
+     "balance='exact': needs precision=bf16, sharding=distributed_optimizer"),
+    ({"balance": "magic"}, "balance='magic'"), ({"spare_slots": 0}, "spare_slots=0"),
+    ({"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
+     "needs dispatcher=hybrid_ep, overlap=False"),
     ({"recompute": "some"}, "recompute='some'"), ({"data_path": "x"}, "tokenizer=''"), ({"pipeline": 0}, "pipeline=0"),
 ]
 
