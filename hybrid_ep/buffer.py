@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
                       f"install .' in the source tree ({error})") from error
-from hybrid_ep import options
+from hybrid_ep import options, plan_weights, streams
 from hybrid_ep.bootstrap import GroupView, Rendezvous
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
@@ -47,6 +47,10 @@ class HybridEPBuffer:
       every rank fits). `overflow`: what a blocking call does with more rows than capacity_factor or
       num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
     * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors().
+    * `comm_stream`: where calls run, in order with the caller's stream on both ends: a torch.cuda.Stream, "own" (one is
+      made), or None, the current stream. Every verb also takes `async_finish` (True: the result has one element more, a
+      streams.EventOverlap; without waiting for it the result is not to be used on another stream) and `previous_event`
+      (an EventOverlap: start after it, not after the whole current stream). ValueError where they make no sense.
     * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
       chunks. ValueError when it has no entry for this device and shape.
 
@@ -58,8 +62,9 @@ class HybridEPBuffer:
                  num_blocks_permute=None, num_blocks_unpermute=None, load_cached_kernels=False,
                  use_shared_buffer=True, enable_custom_allgather=False,
                  num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None, *, capacity_factor=None,
-                 overflow="raise", timeout_s=None, executor=None, tuning=None):
+                 overflow="raise", timeout_s=None, executor=None, tuning=None, comm_stream=None):
         self._session: Session | None = None
+        self._own_stream: Any = None
         if use_mnnvl is not None:
             _deprecated("use_mnnvl", "has no effect")
         view = GroupView.of(group)
@@ -72,6 +77,7 @@ class HybridEPBuffer:
             tuning_file=tuning)
         if num_sms_preprocessing_api is not None:
             validation.integer("num_sms_preprocessing_api", num_sms_preprocessing_api, 1)
+        self.comm_stream = streams.chosen(comm_stream, o.device)
         meet = Rendezvous(view, o.timeout_s)
         topology = o.agree(meet)
         self._topology, self._timeout_s = topology, o.timeout_s
@@ -92,6 +98,7 @@ class HybridEPBuffer:
         self._session = Session(meet, topology, o)
 
     # ---- the four verbs
+    @streams.on_comm_stream
     def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
                  probs=None,
                  routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
@@ -114,6 +121,7 @@ class HybridEPBuffer:
             rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, None, num_sms)
         return rows, weights, scales, handle if handle is not None else dispatch_handle(plan, self.config)
 
+    @streams.on_comm_stream
     def combine(self, hidden, probs=None, handle=None, *, fp32_partials=False, num_sms=None):
         """The sum of what the ranks return for each token of the handle's dispatch: ([T, H], probs or None).
 
@@ -130,6 +138,7 @@ class HybridEPBuffer:
             return self._gather(session, plan, x, w, permuted=False, weighted=False,
                                 fp32_partials=fp32_partials, num_sms=num_sms)
 
+    @streams.on_comm_stream
     def dispatch_with_permute(self, *, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None,
                               num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
                               scaling_factor=None,
@@ -180,6 +189,7 @@ class HybridEPBuffer:
         return (rows, weights, scales, plan.padded_tokens_per_expert.clone(),
                 handle if handle is not None else permute_handle(plan, self.config))
 
+    @streams.on_comm_stream
     def combine_with_unpermute(self, *, hidden, probs=None, handle=None, pad_multiple=None,
                                fuse_unpermute_combine=False, num_dispatched_tokens=None, weighted=False,
                                fp32_partials=False, num_sms=None):
@@ -264,6 +274,16 @@ class HybridEPBuffer:
         except Exception:
             pass
 
+    def stream_of_calls(self) -> torch.cuda.Stream | None:
+        """The stream of calls that leave the current one: comm_stream, or the buffer's own. None on a CPU."""
+        device = self._open_session().options.device
+        if device.type != "cuda":
+            return None
+        if isinstance(self.comm_stream, torch.Stream):
+            return self.comm_stream
+        self._own_stream = self._own_stream or torch.cuda.Stream(device)
+        return self._own_stream
+
     # ---- how they work
     def _open_session(self) -> Session:
         if self._session is None or self._session.why_closed:
@@ -285,9 +305,9 @@ class HybridEPBuffer:
         if handle is not None:
             plan = validation.handle(handle, length, verb, self._topology)
             validation.hidden_rows("hidden", x, plan.num_tokens)
-            return plan, self._weights_in_plan_order(plan, topk_idx, topk_weights, probs)
+            return plan, plan_weights.in_plan_order(plan, topk_idx, topk_weights, probs)
         routing = self._routing(x, topk_idx, topk_weights, num_of_experts, probs, routing_map,
-                                look=not self._session.without_host(non_blocking))
+                                look=not self._session.routes_unseen(non_blocking))
         call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
                     self.config.num_of_blocks_dispatch_api, pad_empty_experts)
         plan = self._session.route(routing, call, self.config)
@@ -312,35 +332,6 @@ class HybridEPBuffer:
             probs = validation.weights("probs", probs, tuple(route.shape))
         return Routing(route.shape[1], None, route, probs)
 
-    @staticmethod
-    def _weights_in_plan_order(plan: Plan, topk_idx, topk_weights, probs):
-        if plan.facts is not None:
-            return HybridEPBuffer._weights_on_device(plan, topk_idx, topk_weights, probs)
-        ordered = torch.empty(plan.num_tokens, plan.weight_stride)
-        if topk_idx is not None and topk_weights is not None:
-            where = topk_idx.device
-            idx = aligned(validation.topk(topk_idx, plan.num_tokens, plan.num_experts)).cpu()
-            given = aligned(validation.weights("topk_weights", topk_weights, tuple(idx.shape))).cpu()
-            plan.core.weights_from_topk(address(idx), idx.shape[1], address(given), address(ordered))
-        elif probs is not None:
-            where = probs.device
-            given = aligned(validation.weights("probs", probs, (plan.num_tokens, plan.num_experts))).cpu()
-            plan.core.weights_from_dense(address(given), address(ordered))
-        else:
-            return None
-        return ordered.to(where)
-
-    @staticmethod
-    def _weights_on_device(plan: Plan, topk_idx, topk_weights, probs):
-        if topk_idx is not None and topk_weights is not None:
-            idx = validation.topk(topk_idx, plan.num_tokens, plan.num_experts, look=False)
-            given = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
-            return plan.facts.from_topk(idx, given.detach(), plan.num_experts, plan.weight_stride)
-        if probs is None:
-            return None
-        given = validation.weights("probs", probs, (plan.num_tokens, plan.num_experts))
-        return plan.facts.from_dense(given.detach(), plan.weight_stride)
-
     def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted, num_sms=None):
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
         x = aligned(hidden)
@@ -349,7 +340,7 @@ class HybridEPBuffer:
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
         rows = plan.num_recv_rows if num_permuted is None else num_permuted
         # Rows dropped by capacity_factor leave holes among the permuted rows, which nobody writes.
-        may = plan.facts is not None and session.options.capacity_factor is not None
+        may = plan.counts_unknown and session.options.capacity_factor is not None
         holes = num_permuted is not None and (may or plan.core.has_holes)
         make = session.results.zeros if holes else session.results.empty
         out_x = make(rows, row_bytes(x)).view(x.dtype)
@@ -383,13 +374,7 @@ class HybridEPBuffer:
             fp32_partials=fp32_partials, num_blocks=_blocks(num_sms, self.config.num_of_blocks_combine_api),
             unpermute_blocks=self.config.num_of_blocks_unpermute or 0,
             chunk_tokens=session.chunks["combine"])
-        if returned is None:
-            return out, None
-        if plan.facts is not None:
-            return out, plan.facts.to_dense(returned, plan.num_experts)
-        returned, probs = returned.cpu(), torch.empty(plan.num_tokens, plan.num_experts)
-        plan.core.weights_to_dense(address(returned), address(probs))
-        return out, probs.to(x.device)
+        return out, None if returned is None else plan_weights.to_dense(plan, returned)
 
 
 def _blocks(num_sms: Any, default: int) -> int:

@@ -20,8 +20,8 @@ dense_chunk_layout int32 [num_ranks]: receive row where each source rank's rows 
 tokens_per_expert int32 [Er]: kept rows, without padding;  overflow_flag int32 [1]: 1 when pairs were dropped
 here
 
-Of a sync-free dispatch (non_blocking=True on a GPU) the maps are None, since their sizes are not known; the other
-tensors lie on the device, and num_dispatched_tokens_tensor is right once the dispatch has run."""
+On a GPU all of these lie on the device, and are right once the dispatch has run. Of a sync-free dispatch
+(non_blocking=True there) the maps are None, since their sizes are not known."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from hybrid_ep import device_maps
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.placed import Facts
 from hybrid_ep.tensors import address
@@ -62,6 +63,11 @@ class Plan:
     facts: Facts | None = field(default=None, repr=False)  # of a plan that the host never reads; see placed.py
 
     @property
+    def counts_unknown(self) -> bool:
+        """The num_* of rows are limits, and tokens_per_expert is not for the host."""
+        return self.facts is not None and self.facts.learned is None
+
+    @property
     def num_nodes(self) -> int:
         return self.num_ranks // self.num_local_ranks
 
@@ -77,6 +83,8 @@ class Plan:
 def _common(plan: Plan) -> tuple:
     """The first five elements. After the plan's first dispatch, which brings the facts of the received
     rows."""
+    if plan.facts is not None:
+        return (*device_maps.rail_maps(plan), plan.facts.recv_rows, device_maps.expert_maps(plan)[0])
     rail_rows = sum(plan.core.num_rail_tokens(node) for node in range(plan.num_nodes))
     sparse_to_dense = torch.empty(rail_rows, plan.num_local_ranks, dtype=torch.int32)
     plan.core.fill_sparse_to_dense(address(sparse_to_dense))
@@ -101,9 +109,12 @@ def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
 
 
 def permute_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
-    if plan.facts is not None:
+    if plan.counts_unknown:
         return (None, None, None, plan.facts.recv_rows, None, None, None, plan.tokens_per_expert, plan.num_tokens,
                 _config_with(plan, template), plan.facts.overflow)
+    if plan.facts is not None:
+        return (*device_maps.rail_maps(plan), plan.facts.recv_rows, *device_maps.expert_maps(plan),
+                plan.tokens_per_expert, plan.num_tokens, _config_with(plan, template), plan.facts.overflow)
     dense_to_expert = torch.empty(plan.num_recv_rows, plan.num_local_experts, dtype=torch.int32)
     plan.core.fill_dense_to_expert_map(address(dense_to_expert))
     ends = torch.tensor(plan.core.recv_rows_per_source, dtype=torch.int32).cumsum(0, dtype=torch.int32)

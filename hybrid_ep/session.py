@@ -94,8 +94,9 @@ class Session:
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
         self._past_launches = 0
-        # non_blocking=True without the host: see placed.py. The host's executors can do it too.
-        self.sync_free = devices.is_cuda(options.executor)
+        # Whether the exchange kernel places rows, as on a GPU it must; see placed.py. The host's executors can too.
+        self.kernel_places = devices.is_cuda(options.executor)
+        self.map_width = 0  # pairs of a token in the widest routing map so far, of all ranks
         self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
@@ -199,45 +200,64 @@ class Session:
         self.engine.reset_traffic()
 
     # ---- routing
-    def without_host(self, non_blocking: bool) -> bool:
-        """Whether a routed call leaves the host out. ValueError where it must and cannot."""
-        if self.capturing and not (non_blocking and self.sync_free):
+    def routes_unseen(self, non_blocking: bool) -> bool:
+        """Whether a routed call's numbers are for kernels only. ValueError where the call would wait and must not."""
+        if self.capturing and not (non_blocking and self.kernel_places):
             raise ValueError("non_blocking=False waits for the counts and cannot be captured in a CUDA graph; give "
                              "non_blocking=True and num_permuted_tokens")
-        return non_blocking and self.sync_free
+        return self.kernel_places
 
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
         header = call.header(routing, template)
-        if call.non_blocking and self.sync_free:
+        if call.non_blocking and self.kernel_places:
             core, facts = placed.route(self, routing, call, header, list(_MUST_AGREE))
             return self._plan(core, routing, call, self.shape.max_tokens, facts)
+        if self.kernel_places:
+            core, facts, headers = placed.route_and_count(self, routing, call, header, list(_MUST_AGREE))
+            return self._plan(core, routing, call, max(1, *(h["num_tokens"] for h in headers)), facts)
         exchange = self._exchange(routing, header)
-        _check_headers(exchange.headers)
+        self.check_headers(exchange.headers)
         if routing.num_experts != self.shape.num_experts:  # the same on all ranks, now that the headers agree
             self.fit(num_experts=routing.num_experts)
             exchange = self._exchange(routing, header)
         headers = exchange.headers
-        max_tokens = max(max(h["num_tokens"] for h in headers), 1)
+        self.fit_call(headers, exchange.topk, call)
+        self._check_rows(exchange.recv_rows, call)
+        budgets = [h["budget"] - 1 for h in headers]
+        core = exchange.place(pad_multiple=call.pad_multiple, budgets=budgets, recv_capacity=self.shape.recv_rows,
+                              pad_empty=call.pad_empty_experts)
+        self._check_budgets(core.num_dropped_per_rank, budgets, call)
+        return self._plan(core, routing, call, max(1, *(h["num_tokens"] for h in headers)))
+
+    @staticmethod
+    def check_headers(headers: list[dict[str, int]]) -> None:
+        """ValueError, the same on all ranks, when they mean different calls."""
+        agree([{name: say(h[name]) for name, say in _MUST_AGREE.items()} for h in headers], "dispatch")
+
+    def fit_call(self, headers: list[dict[str, int]], topk: int, call: Call) -> None:
+        """Room for a routed call, of which all ranks know all headers."""
         self.chunks = {op: headers[0][f"chunk_{op}"] for op in self.chunks}
-        self.fit(max_tokens=max(max_tokens, max(h["want_tokens"] for h in headers)), max_topk=exchange.topk,
+        self.fit(max_tokens=max(1, *(max(h["num_tokens"], h["want_tokens"]) for h in headers)), max_topk=topk,
                  row_bytes=max(row_bytes(call.hidden), 2 * max(h["want_hidden"] for h in headers)),
                  scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
                  chunk_tokens=max(self.chunks.values()))
-        budgets = [h["budget"] - 1 for h in headers]
-        must_fit = self.options.overflow == "raise" and not call.non_blocking
+
+    def check_capacity(self, placed, call: Call, headers: list[dict[str, int]]) -> None:
+        """CapacityError, on all ranks, where rows were dropped and must not be."""
+        self._check_rows(placed.recv_rows, call)
+        self._check_budgets(placed.num_dropped_per_rank, [h["budget"] - 1 for h in headers], call)
+
+    def _check_rows(self, recv_rows: list[int], call: Call) -> None:
         capacity = self.shape.recv_rows
-        if must_fit and max(exchange.recv_rows) > capacity:
+        if self._must_fit(call) and max(recv_rows) > capacity:
             raise CapacityError(
-                f"the ranks receive {list(exchange.recv_rows)} rows but "
-                f"capacity_factor={self.options.capacity_factor} admits "
+                f"the ranks receive {list(recv_rows)} rows but capacity_factor={self.options.capacity_factor} admits "
                 f"{capacity}; raise capacity_factor, or drop rows with overflow='drop'",
-                exchange.recv_rows, [capacity] * len(headers))
-        core = exchange.place(pad_multiple=call.pad_multiple, budgets=budgets, recv_capacity=capacity,
-                              pad_empty=call.pad_empty_experts)
-        if must_fit and any(b >= 0 for b in budgets):
-            self._check_budgets(core, budgets)
-        return self._plan(core, routing, call, max_tokens)
+                recv_rows, [capacity] * len(recv_rows))
+
+    def _must_fit(self, call: Call) -> bool:
+        return self.options.overflow == "raise" and not call.non_blocking
 
     def _exchange(self, routing: Routing, header: dict[str, int]):
         """With another number of experts than the engine's, a rank sends its header alone."""
@@ -252,13 +272,12 @@ class Session:
             else 0,
             header=header)
 
-    def _check_budgets(self, core, budgets) -> None:
-        late = [rank for rank, dropped in enumerate(core.num_dropped_per_rank) if dropped]
-        if late:
-            said = ", ".join(f"{budgets[r]} on rank {r} ({core.num_dropped_per_rank[r]} rows too few)"
-                             for r in late)
+    def _check_budgets(self, dropped: list[int], budgets: list[int], call: Call) -> None:
+        late = [rank for rank, rows in enumerate(dropped) if rows and budgets[rank] >= 0]
+        if late and self._must_fit(call):
+            said = ", ".join(f"{budgets[r]} on rank {r} ({dropped[r]} rows too few)" for r in late)
             raise CapacityError(f"num_permuted_tokens={said}; raise it, give None, or drop rows with "
-                                "non_blocking=True or overflow='drop'", core.num_dropped_per_rank, budgets)
+                                "non_blocking=True or overflow='drop'", dropped, budgets)
 
     def _plan(self, core, routing: Routing, call: Call, max_tokens: int, facts=None) -> Plan:
         return Plan(
@@ -271,14 +290,11 @@ class Session:
             has_weights=routing.weights is not None,
             tokens_per_expert=torch.tensor(core.tokens_per_expert, dtype=torch.int32) if facts is None else
             facts.tokens_per_expert.int(),
-            padded_tokens_per_expert=torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64) if facts is None
-            else facts.padded_tokens_per_expert, facts=facts)
+            # On the host wherever it knows them, as the caller of a blocking call expects.
+            padded_tokens_per_expert=facts.padded_tokens_per_expert if facts is not None and facts.learned is None else
+            torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64), facts=facts)
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""
         self.fit(num_experts=plan.num_experts, max_tokens=plan.max_tokens, max_topk=plan.topk,
                  recv_rows=plan.max_recv_rows, **needs)
-
-
-def _check_headers(headers: list[dict[str, int]]) -> None:
-    agree([{name: say(h[name]) for name, say in _MUST_AGREE.items()} for h in headers], "dispatch")

@@ -35,9 +35,9 @@ LAYERS = {
     "kernels": ("common", "layout", "pipeline", "roles", *CONTRACTS),
     "kernels/instances": ("common", "layout", "pipeline", "roles", "kernels", "arch", "arch/*", "transport",
                           "transport/*"),
-    # errors.h: what a launch throws; bindings turn it into Python's exceptions.
+    # errors.h: what a launch throws; bindings turn it into Python's exceptions. idle.h: how a host thread polls.
     "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS,
-                "arch/host/errors.h"),
+                "arch/host/errors.h", "arch/host/idle.h"),
     # Worlds of simulated ranks: above everything that a rank is made of.
     "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
     "balance": ("common",),  # planners: integers in, integers out

@@ -67,11 +67,34 @@ Exchange exchange(Engine& engine, uint64_t routing, const std::string& kind, uin
   return x;
 }
 
-// The plan of a routed dispatch that the host does not wait for.
-std::shared_ptr<Plan> place(Engine& engine, uint64_t routing, const std::string& kind, uint64_t weights,
-                            int64_t num_tokens, int64_t topk_in, int64_t topk, const py::dict& header,
-                            const std::vector<std::string>& must_agree, uint64_t memory, int64_t pad_multiple,
-                            bool pad_empty, int64_t budget) {
+// A routed dispatch that the exchange kernel places. The host waits for the counts, or, without `count`, for nothing.
+struct Placed {
+  std::shared_ptr<Plan> complete;  // without `count`
+  std::shared_ptr<Placement> placement;
+  std::vector<std::string> names;
+
+  bool placed() const { return placement->counts.placed; }
+  const PlacedCounts& counts() const {
+    if (!placed()) throw std::logic_error("the ranks' calls do not fit: there are headers, and nothing else");
+    return placement->counts;
+  }
+  std::vector<std::map<std::string, uint32_t>> headers() const {
+    const PlacedCounts& c = placement->counts;
+    std::vector<std::map<std::string, uint32_t>> all;
+    for (int r = 0; r < int(c.headers.size()) / kCountHeaderWords; ++r) {
+      const uint32_t topk = c.header(r, kHeaderTopk);
+      all.push_back(
+          {{"num_tokens", c.header(r, kHeaderNumTokens)}, {"topk", topk & kMostTopk}, {"excess", topk >> 16}});
+      for (size_t i = 0; i < names.size(); ++i) all.back()[names[i]] = c.header(r, kHeaderFirstFree + int(i));
+    }
+    return all;
+  }
+};
+
+Placed place(Engine& engine, uint64_t routing, const std::string& kind, uint64_t weights, int64_t num_tokens,
+             int64_t topk_in, int64_t topk, const py::dict& header, const std::vector<std::string>& must_agree,
+             uint64_t memory, int64_t pad_multiple, bool pad_empty, int64_t budget, bool count) {
+  Placed result;
   RoutingInput in;
   (kind == "topk" ? in.topk_idx = pointer<const int64_t>(routing) : nullptr);
   (kind == "map" ? in.routing_map = pointer<const unsigned char>(routing) : nullptr);
@@ -87,18 +110,29 @@ std::shared_ptr<Plan> place(Engine& engine, uint64_t routing, const std::string&
     if (name == "budget") c.budget_word = word;
     if (std::find(must_agree.begin(), must_agree.end(), name) != must_agree.end()) c.must_agree |= 1u << word;
     in.header.push_back(narrow(name.c_str(), value.cast<int64_t>()));
+    result.names.push_back(name);
   }
   if (!c.budget_word) throw std::invalid_argument("header: a word named 'budget' must be in it");
   py::gil_scoped_release release;
-  return engine.place(in, c);
+  if (count)
+    result.placement = engine.place_and_count(in, c);
+  else
+    result.complete = engine.place(in, c);
+  return result;
 }
 
 // Arrays of a placed plan that a caller may look at, as offsets in its memory; "total" is its size.
-std::map<std::string, uint64_t> plan_memory(const Engine& engine, int64_t num_tokens, int64_t topk) {
-  const PlanMemory m = engine.plan_memory(narrow("num_tokens", num_tokens), narrow("topk", topk));
+std::map<std::string, uint64_t> plan_memory(const Engine& engine, int64_t num_tokens, int64_t topk, bool worst_case) {
+  const PlanMemory m = engine.plan_memory(narrow("num_tokens", num_tokens), narrow("topk", topk), worst_case);
   return {{"total", m.total},
           {"numbers", m.numbers},
           {"pair_expert", m.pair_expert},
+          {"node_pos", m.node_pos},
+          {"records", m.records},
+          {"record_bytes", m.message.record_bytes},
+          {"dsts_at", MessageLayout::dsts_at()},
+          {"max_dsts", m.message.max_dsts},
+          {"pairs_at", m.message.pairs_at()},
           {"tokens_per_expert", m.tokens_per_expert},
           {"padded_tokens_per_expert", m.padded_tokens_per_expert}};
 }
@@ -224,6 +258,24 @@ void bind_plan(py::module_& m) {
           },
           py::kw_only(), py::arg("pad_multiple") = 1, py::arg("budgets"), py::arg("recv_capacity"),
           py::arg("pad_empty") = false);
+  py::class_<Placed>(m, "Placed", "A routing that the exchange kernel was asked to place.")
+      .def_readonly("complete", &Placed::complete, "The plan, when nobody waited for counts.")
+      .def_property_readonly("placed", &Placed::placed)
+      .def_property_readonly("headers", &Placed::headers)
+      .def_property_readonly("recv_rows", [](const Placed& p) { return p.counts().rank_rows; })
+      .def_property_readonly("num_dropped_per_rank", [](const Placed& p) { return p.counts().dropped; })
+      .def_property_readonly("from_nodes", [](const Placed& p) { return p.counts().from_nodes; })
+      .def_property_readonly("learned",
+                             [](const Placed& p) {
+                               const PlanMemory& m = p.placement->learned;
+                               return std::map<std::string, uint64_t>{{"total", m.total},
+                                                                      {"rail_records", m.rail_records},
+                                                                      {"rail_record_stride", m.rail_record_stride},
+                                                                      {"row_records", m.row_records}};
+                             })
+      .def(
+          "plan", [](const Placed& p, uint64_t memory) { return p.placement->plan(pointer<unsigned char>(memory)); },
+          py::arg("memory"), "The plan, with learned['total'] bytes, 128-byte aligned, for what its dispatch learns.");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "One routing decision, ready for dispatch and combine.")
       .def_property_readonly("num_tokens", &Plan::num_tokens)
       .def_property_readonly("topk", &Plan::topk)
@@ -272,8 +324,10 @@ void bind_engine(py::module_& m) {
       .def("place", &place, py::kw_only(), py::arg("routing"), py::arg("kind"), py::arg("weights") = 0,
            py::arg("num_tokens"), py::arg("topk_in") = 0, py::arg("topk"), py::arg("header"), py::arg("must_agree"),
            py::arg("memory"), py::arg("pad_multiple") = 1, py::arg("pad_empty") = false, py::arg("budget"),
-           "A plan that lies in `memory`, whose counts the host never learns.")
-      .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), "Offsets in the memory of such a plan.")
+           py::arg("count"),
+           "A plan that lies in `memory`; count: wait for its counts, else the host never learns them.")
+      .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
+           "Offsets in the memory of such a plan; worst_case: with room for what its dispatch learns.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
       .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = 0,
            py::arg("weights") = 0, py::arg("out_x"), py::arg("out_scale") = 0, py::arg("out_weights") = 0,

@@ -18,6 +18,7 @@ enum class Site : uint16_t {
   kHeaders,         // never comes: another rank means a different call, and no host saw it
   kQuiet,           // completion of this rank's own puts
   kBlockSync,       // the other lanes of this block
+  kMail,            // on the host: the counts of an exchange that was launched
   kTestSite,        // used by conformance tests only
 };
 
@@ -35,6 +36,7 @@ inline const char* site_name(Site s) {
     case Site::kHeaders: return "headers_differ";
     case Site::kQuiet: return "quiet";
     case Site::kBlockSync: return "block_sync";
+    case Site::kMail: return "counts_to_host";
     case Site::kTestSite: return "test_site";
   }
   return "unknown";

@@ -3,6 +3,7 @@
 #include "layout/headers.h"
 #include "roles/exchange.h"
 #include "roles/place.h"
+#include "roles/post.h"
 #include "roles/route.h"
 
 namespace hep {
@@ -24,20 +25,48 @@ HEP_DEVICE void require_agreement(A& a, const ExchangeParams& p, const CountsVie
   }
 }
 
-// The whole plan, without the host.
+// Where the host does see them, it decides; whether rows can be placed is the same on all ranks, for it depends on the
+// headers alone. By all lanes of the block; p.misfits is zero before.
+template <Arch A>
+HEP_DEVICE bool calls_fit(A& a, const ExchangeParams& p, const CountsView& counts) {
+  const uint32_t me = uint32_t(a.warp_idx() * A::kLanes + a.lane()), width = uint32_t(a.num_warps() * A::kLanes);
+  for (uint32_t i = me; i < counts.layout.num_ranks * uint32_t(kCountHeaderWords); i += width) {
+    const int rank = int(i) / kCountHeaderWords, word = int(i) % kCountHeaderWords;
+    const uint32_t said = counts.header(rank, word);
+    if (word == kHeaderNumTokens ? said > p.max_tokens : (p.must_agree >> word & 1) && said != p.header[word])
+      a.add_acq_rel_rank(p.misfits, 1);
+  }
+  a.block_sync();
+  return *p.misfits == 0;
+}
+
+// The whole plan, without the host, or ahead of it: the mail goes out when the counts are known, and while the host
+// makes tensors of that size, records are finished.
 template <Arch A>
 HEP_DEVICE void place_tokens(A& a, const ExchangeParams& p) {
   a.set_role("place");
   PlaceParams place = p.place;
   place.counts = p.counts + p.parity_bytes();
-  require_agreement(a, p, CountsView{p.layout, place.counts});
+  const CountsView counts{p.layout, place.counts};
+  if (!p.mail) {
+    require_agreement(a, p, counts);
+  } else if (kMutant != 50 && !calls_fit(a, p, counts)) {
+    if (a.warp_idx() == 0) PostRole<A>(a, p, place).run(false);
+    return;
+  }
   if (a.warp_idx() == 0 && a.elect_one())
     for (int n = 0; n < p.world.num_nodes; ++n) {
       place.records[n] = place.record_base + uint64_t(n) * p.num_tokens * place.record_bytes;
       place.node_token_table[n] = p.node_tokens + uint64_t(n) * p.num_tokens;
-      place.rail_record_table[n] = place.rail_record_base + uint64_t(n) * place.rail_record_stride;
     }
-  PlaceRole<A>(a, place).run();
+  PlaceRole<A> role(a, place);
+  if (p.mail && a.warp_idx() == 0 && kMutant == 51) PostRole<A>(a, p, place).run(true);
+  role.count_rows();
+  if (p.mail && a.warp_idx() == 0 && kMutant != 51) {
+    a.warp_sync();  // with the lane that concluded
+    PostRole<A>(a, p, place).run(true);
+  }
+  role.finish_records();
 }
 
 template <Arch A, Transport<A> Net>

@@ -14,7 +14,9 @@ struct OneLane {
 
 inline void place_here(const PlaceParams& p) {
   OneLane here;
-  PlaceRole<OneLane>(here, p).run();
+  PlaceRole<OneLane> role(here, p);
+  role.count_rows();
+  role.finish_records();
 }
 
 }  // namespace hep

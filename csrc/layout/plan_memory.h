@@ -1,5 +1,6 @@
-// The memory of a plan that the host never reads: where each of its arrays lies in one block, sized for the worst case,
-// since nobody knows the counts when it is made.
+// The memory of a plan that the host never reads: where each of its arrays lies. Most are known in size before the
+// counts are, and share a block. What arriving tokens tell ("learned") comes last: of the worst-case size in the same
+// block where nobody waits for the counts, else in a block of its own, of the right one.
 #pragma once
 #include "layout/counts.h"
 #include "layout/message.h"
@@ -12,23 +13,23 @@ struct PlanMemory {
   MessageLayout message;  // of records; no payload
   uint32_t weight_stride = 0;
   uint64_t numbers = 0;  // PlanNumbers
-  uint64_t excess = 0;   // uint64
+  uint64_t excess = 0;   // uint64 and, behind it, misfits
   uint64_t pair_expert = 0, pair_weight = 0, pair_pos = 0, row_pos = 0, node_pos = 0, node_tokens = 0, columns = 0;
   uint64_t node_count = 0, rail_count = 0, tokens_per_expert = 0, padded_tokens_per_expert = 0, zero_ranges = 0;
   uint64_t dropped = 0, row_base = 0, rank_rows = 0, pair_base = 0, expert_pairs = 0;
-  uint64_t record_table = 0, token_table = 0, rail_record_table = 0;
-  uint64_t records = 0, rail_records = 0, rail_record_stride = 0, row_records = 0, row_weights = 0;
+  uint64_t record_table = 0, token_table = 0;
+  uint64_t records = 0;
+  uint64_t rail_records = 0, rail_record_stride = 0, row_records = 0, row_weights = 0;
   uint64_t total = 0;
 
-  // tokens: of this rank; max_tokens: of any; warps: of the exchange kernel.
-  static PlanMemory make(const World& w, const CountsLayout& c, uint64_t tokens, uint64_t max_tokens, uint32_t topk,
-                         uint64_t recv_rows, uint32_t warps) {
+  // tokens: of this rank; warps: of the exchange kernel. Without what is learned.
+  static PlanMemory make(const World& w, const CountsLayout& c, uint64_t tokens, uint32_t topk, uint32_t warps) {
     PlanMemory m;
     m.message = MessageLayout::make(w, topk, true, 0, 0);
     m.weight_stride = m.message.weight_bytes / 4;
     const uint64_t N = c.num_nodes, R = c.num_ranks, E = c.num_experts, Er = E / R, record = m.message.record_bytes;
     m.numbers = m.add(kNumbersBytes);
-    m.excess = m.add(8);
+    m.excess = m.add(16);
     m.tokens_per_expert = m.add(8 * Er), m.padded_tokens_per_expert = m.add(8 * Er);
     m.pair_expert = m.add(4 * tokens * topk), m.pair_weight = m.add(4 * tokens * m.weight_stride);
     m.pair_pos = m.add(4 * tokens * topk), m.row_pos = m.add(4 * tokens * topk);
@@ -37,12 +38,15 @@ struct PlanMemory {
     m.node_count = m.add(4 * N), m.rail_count = m.add(4 * N), m.zero_ranges = m.add(8 * Er);
     m.dropped = m.add(8 * R), m.row_base = m.add(4 * R), m.rank_rows = m.add(4 * R);
     m.pair_base = m.add(4 * E), m.expert_pairs = m.add(4 * E);
-    m.record_table = m.add(8 * N), m.token_table = m.add(8 * N), m.rail_record_table = m.add(8 * N);
+    m.record_table = m.add(8 * N), m.token_table = m.add(8 * N);
     m.records = m.add(N * tokens * record);
-    m.rail_record_stride = max_tokens * record;
-    m.rail_records = m.add(N > 1 ? N * m.rail_record_stride : 0);
-    m.row_records = m.add(recv_rows * record), m.row_weights = m.add(recv_rows * 4 * m.weight_stride);
     return m;
+  }
+  // From the current end on, or, with begin = 0, in a block of their own. rail_tokens: of any rail peer at most.
+  void add_learned(uint32_t num_nodes, uint64_t rail_tokens, uint64_t recv_rows) {
+    rail_record_stride = rail_tokens * message.record_bytes;
+    rail_records = add(num_nodes > 1 ? num_nodes * rail_record_stride : 0);
+    row_records = add(recv_rows * message.record_bytes), row_weights = add(recv_rows * 4 * weight_stride);
   }
 
  private:

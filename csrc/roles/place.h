@@ -20,12 +20,15 @@ struct PlaceRole {
         width(uint32_t(arch.num_warps() * A::kLanes)),
         me(uint32_t(arch.warp_idx() * A::kLanes + arch.lane())) {}
 
-  HEP_DEVICE void run() {
+  // All but the records: where every group of rows begins, and how many there are.
+  HEP_DEVICE void count_rows() {
     count();
     a.block_sync();
     for (uint32_t r = me; r < counts.layout.num_ranks; r += width) place_experts(r);
     a.block_sync();
     if (me == 0) conclude();
+  }
+  HEP_DEVICE void finish_records() {
     for (int n = 0; n < p.world.num_nodes; ++n) {
       const uint32_t tokens = counts.node_tokens(p.world.rank, n);
       for (uint32_t j = me; j < tokens; j += width) finish_record(n, j);

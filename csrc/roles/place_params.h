@@ -41,9 +41,7 @@ struct PlaceParams {
   unsigned char** records;                                    // [N]
   // A plan whose memory the host has never seen: tables to be filled before use, from a base and a stride.
   const uint32_t** node_token_table;
-  unsigned char** rail_record_table;
-  unsigned char *record_base, *rail_record_base;
-  uint64_t rail_record_stride;
+  unsigned char* record_base;
 };
 
 }  // namespace hep

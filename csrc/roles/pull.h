@@ -63,7 +63,7 @@ struct NodeSumRole {
     const uint32_t n = chunk_size(p.plan.rail_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
     unsigned char* slot = RailSender::slot(p.rail.geometry, peer, chunk);
     for (uint32_t i = 0; i < n; ++i) {
-      const unsigned char* record = p.plan.rail_records[peer.node] + uint64_t(begin + i) * p.record_bytes;
+      const unsigned char* record = p.plan.rail_record(peer.node, begin + i, p.record_bytes);
       partials.count(record);
       const uint32_t end = i + 1 == n ? SumHead::kChunkEnd : 0u;
       const SumHead send{0, 0, end, 0.f, uint32_t(&peer - p.rail.peers) + 1, chunk, n};

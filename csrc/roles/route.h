@@ -3,6 +3,7 @@
 #pragma once
 #include <bit>
 
+#include "layout/headers.h"
 #include "roles/params.h"
 
 namespace hep {
@@ -21,7 +22,7 @@ struct RouteRole {
 
   HEP_DEVICE void run() {
     if (p.excess) {
-      if (me == 0) *p.excess = 0;
+      if (me == 0) *p.excess = 0, *p.misfits = 0;
       a.block_sync();
     }
     for (uint32_t t = me; t < p.num_tokens; t += width) p.topk_idx ? compact_topk(t) : compact_map(t);
@@ -55,7 +56,7 @@ struct RouteRole {
     uint32_t n = 0;
     for (uint32_t k = 0; k < p.topk_in; ++k) {
       int64_t e = p.topk_idx[uint64_t(t) * p.topk_in + k];
-      if (e >= int64_t(p.layout.num_experts)) {  // only where the host could not look beforehand
+      if (e < -1 || e >= int64_t(p.layout.num_experts)) {  // only where the host could not look beforehand
         a.add_acq_rel_rank(p.excess, 1);
         continue;
       }
@@ -85,9 +86,7 @@ struct RouteRole {
     unsigned char b[8];
   };
   HEP_DEVICE static Bytes8 load8(const unsigned char* p) {  // rows of the map have no alignment
-    Bytes8 v;
-    for (int i = 0; i < 8; ++i) v.b[i] = p[i];
-    return v;
+    return {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
   }
   HEP_DEVICE void pad(int32_t* experts, float* weights, uint32_t n) {
     for (uint32_t k = n; k < p.topk; ++k) experts[k] = -1;
@@ -133,7 +132,8 @@ struct RouteRole {
   // Exclusive scan of every column over the warps; the totals are this rank's count vector.
   HEP_DEVICE void scan_columns() {
     auto* vector = reinterpret_cast<uint32_t*>(p.counts + p.parity_bytes() + p.world.rank * p.layout.vector_bytes());
-    for (uint32_t w = me; w < uint32_t(kCountHeaderWords); w += width) a.st_global(vector + w, p.header[w]);
+    for (uint32_t w = me; w < uint32_t(kCountHeaderWords); w += width)
+      a.st_global(vector + w, p.header[w] | (p.mail && w == uint32_t(kHeaderTopk) ? header_excess(*p.excess) : 0));
     for (uint32_t c = me; c < num_columns(); c += width) {
       uint32_t sum = 0;
       for (int w = 0; w < a.num_warps(); ++w) {

@@ -55,8 +55,7 @@ struct DispatchS2GRole {
       const RailPeer& peer = p.rail.peers[head.peer - 1];
       RailReceiver::consume(a, net, p.rail.geometry, peer, head.chunk, head.chunk_stages);
       if (p.plan.fresh && head.tile == 0 && kMutant != 33)  // combine will need the token's destinations
-        a.bulk_s2g(p.plan.rail_records[peer.node] + uint64_t(head.index) * p.message.record_bytes, stage,
-                   p.message.record_bytes);
+        a.bulk_s2g(p.plan.rail_record(peer.node, head.index, p.message.record_bytes), stage, p.message.record_bytes);
     }
     const RecordHeader rec = std::bit_cast<RecordHeader>(a.ld_shared(reinterpret_cast<const Vec16*>(stage)));
     const auto* dsts = reinterpret_cast<const uint64_t*>(stage + MessageLayout::dsts_at());

@@ -5,52 +5,12 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "arch/host/errors.h"
 #include "layout/headers.h"
+#include "runtime/engine_call.h"
 #include "runtime/host_pages.h"
 #include "runtime/routing.h"
 
 namespace hep {
-
-class Engine::Call {
- public:
-  explicit Call(Engine& e) : e_(e) {
-    if (!e.failure_.empty())
-      throw std::runtime_error("this buffer failed earlier and cannot be used any more: " + e.failure_);
-    if (e.busy_.exchange(true))
-      throw std::runtime_error(
-          "this buffer is in use by another thread; give every concurrent operation a buffer of its own");
-    try {
-      require_alive();
-    } catch (...) {
-      e.busy_ = false;
-      throw;
-    }
-  }
-  ~Call() { e_.busy_ = false; }
-  // From here on a failure leaves the ranks out of step: the buffer is lost.
-  template <class F>
-  void run(F&& kernel) {
-    try {
-      kernel();
-    } catch (const std::exception& ex) {
-      e_.failure_ = ex.what();
-      throw;
-    }
-    require_alive();
-  }
-
- private:
-  // A kernel that ran beside the host may have ended with an obituary, in this call or in an earlier one.
-  void require_alive() {
-    if (const auto died = e_.executor_->obituary()) {
-      const host::DeadlineError error(*died);
-      e_.failure_ = error.what();
-      throw error;
-    }
-  }
-  Engine& e_;
-};
 
 Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments, double timeout_s,
                const std::string& executor, uint64_t seed)
@@ -87,6 +47,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   rail_sent_ = reinterpret_cast<uint64_t*>(at += line);
   rail_received_ = reinterpret_cast<uint64_t*>(at += rails);
   consumed_ = reinterpret_cast<uint64_t*>(at += rails);
+  mail_ = executor_->allocate_mail(CountMail::make(layout_.counts).bytes());
   make_tables();
 }
 
@@ -162,21 +123,6 @@ void Engine::bind(Params& p, uint32_t chunk) const {
   p.traffic = traffic_;
 }
 
-// The checks read the routing on the host, wherever it lies.
-ExchangeParams Engine::prepare(const RoutingInput& in, Routing& r) {
-  if (executor_->shares_memory()) return prepare_routing(in, world_, layout_.counts, r);
-  std::vector<int64_t> idx(in.topk_idx ? uint64_t(in.num_tokens) * in.topk : 0);
-  std::vector<unsigned char> map(in.topk_idx ? 0 : uint64_t(in.num_tokens) * layout_.counts.num_experts);
-  if (!idx.empty()) executor_->read(idx.data(), in.topk_idx, idx.size() * sizeof idx[0]);
-  if (!map.empty()) executor_->read(map.data(), in.routing_map, map.size());
-  RoutingInput here = in;
-  if (in.topk_idx) here.topk_idx = idx.data();
-  here.routing_map = in.topk_idx ? nullptr : map.data();
-  ExchangeParams p = prepare_routing(here, world_, layout_.counts, r);
-  p.topk_idx = in.topk_idx, p.routing_map = in.routing_map;
-  return p;
-}
-
 ExchangeParams Engine::exchange_params(ExchangeParams p, const RoutingInput& in, uint32_t topk) const {
   p.progress = progress_;
   p.counts_offset = layout_.counts_at;
@@ -196,7 +142,10 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const RoutingInput& in,
 std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   Call call(*this);
   auto r = std::make_shared<Routing>();
-  const ExchangeParams routed = prepare(in, *r);  // refuses bad indices before anything is sent
+  if (!executor_->shares_memory())
+    throw std::logic_error("exchange: this executor's kernels place rows themselves; see Engine::place");
+  // Refuses bad indices before anything is sent.
+  const ExchangeParams routed = prepare_routing(in, world_, layout_.counts, *r);
   ExchangeParams p = exchange_params(routed, in, r->topk);
   std::vector<uint32_t> columns(uint64_t(kExchangeWorkspaceWarps) *
                                 (world_.num_ranks() + world_.num_nodes + shape_.num_experts));
@@ -208,59 +157,6 @@ std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   const uint64_t parity = kMutant == 24 ? 0 : now.exchanges & 1;
   executor_->read(r->counts.data(), p.counts + parity * r->counts.size(), r->counts.size());
   return r;
-}
-
-PlanMemory Engine::plan_memory(uint32_t num_tokens, uint32_t topk) const {
-  return PlanMemory::make(world_, layout_.counts, num_tokens, shape_.max_tokens, topk, shape_.recv_rows,
-                          kExchangeWorkspaceWarps);
-}
-
-std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) {
-  if (!c.memory || reinterpret_cast<uint64_t>(c.memory) % 128)
-    throw std::invalid_argument("memory: give plan_memory() bytes, aligned to 128");
-  if (in.header.size() > size_t(kCountHeaderWords - kHeaderFirstFree) || c.budget_word >= kCountHeaderWords)
-    throw std::invalid_argument("header: at most " + std::to_string(kCountHeaderWords - kHeaderFirstFree) + " words");
-  if (c.pad_multiple < 1 || c.topk < 1) throw std::invalid_argument("pad_multiple and topk: must be at least 1");
-  if (in.num_tokens > shape_.max_tokens || c.topk > shape_.max_topk)
-    throw std::logic_error("place: more tokens or experts per token than this buffer was laid out for");
-  Call call(*this);
-  const PlanMemory m = plan_memory(in.num_tokens, c.topk);
-  const auto at = [&]<class T>(T*& pointer, uint64_t offset) { pointer = reinterpret_cast<T*>(c.memory + offset); };
-  ExchangeParams p{};
-  p.world = world_, p.layout = layout_.counts;
-  p.topk_idx = in.topk_idx, p.routing_map = in.routing_map, p.weights = in.weights;
-  p.num_tokens = in.num_tokens, p.topk_in = in.topk, p.topk = c.topk, p.weight_stride = m.weight_stride;
-  at(p.pair_expert, m.pair_expert), at(p.pair_weight, m.pair_weight), at(p.pair_pos, m.pair_pos);
-  at(p.row_pos, m.row_pos), at(p.node_pos, m.node_pos), at(p.node_tokens, m.node_tokens);
-  at(p.columns, m.columns), at(p.excess, m.excess);
-  p.must_agree = c.must_agree, p.max_tokens = uint32_t(shape_.max_tokens);
-  PlaceParams& q = p.place;
-  q.world = world_, q.counts_layout = layout_.counts, q.num_tokens = in.num_tokens, q.topk = c.topk;
-  q.record_bytes = m.message.record_bytes, q.pairs_at = m.message.pairs_at(), q.max_dsts = m.message.max_dsts;
-  q.pad_multiple = c.pad_multiple, q.pad_empty = c.pad_empty, q.budget_word = c.budget_word;
-  q.recv_capacity = shape_.recv_rows, q.excess = p.excess;
-  q.pair_expert = p.pair_expert, q.pair_pos = p.pair_pos, q.row_pos = p.row_pos, q.node_tokens = p.node_tokens;
-  at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
-  at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
-  at(q.zero_ranges, m.zero_ranges), at(q.dropped_per_rank, m.dropped);
-  at(q.row_base, m.row_base), at(q.rank_rows, m.rank_rows);
-  at(q.pair_base, m.pair_base), at(q.expert_pairs, m.expert_pairs);
-  at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.rail_record_table, m.rail_record_table);
-  at(q.record_base, m.records), at(q.rail_record_base, m.rail_records), q.rail_record_stride = m.rail_record_stride;
-  p = exchange_params(p, in, c.topk);
-  call.run([&] { executor_->exchange(p, settings_); });
-
-  DevicePlan d{world_,           shape_.num_experts, m.message.record_bytes, m.message.pairs_at(),
-               shape_.recv_rows, c.budget,           p.pair_weight,          {}};
-  PlanView& v = d.view;
-  v.num_tokens = in.num_tokens, v.topk = c.topk, v.weight_stride = m.weight_stride;
-  v.numbers = q.numbers, v.node_tokens = q.node_token_table, v.node_pos = p.node_pos;
-  v.records = const_cast<const unsigned char* const*>(q.records);
-  v.node_count = q.node_count, v.rail_count = q.rail_count, v.rail_records = q.rail_record_table;
-  v.num_local_experts = shape_.num_experts / uint32_t(world_.num_ranks());
-  v.first_expert = uint32_t(world_.rank) * v.num_local_experts;
-  at(v.row_records, m.row_records), at(v.row_weights, m.row_weights), v.zero_ranges = q.zero_ranges;
-  return std::make_shared<Plan>(d);
 }
 
 void Engine::require_row(uint64_t row_bytes, uint64_t rows, const char* what) const {
@@ -320,7 +216,6 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
     prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks, settings.deliver_blocks = c.deliver_blocks;
-  settings.plan_copy = plan.on_device() ? nullptr : &plan.copy();
   call.run([&] { executor_->dispatch(p, settings); });
   plan.freeze();
 }
@@ -350,7 +245,6 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));
   LaunchSettings settings = settings_;
-  settings.plan_copy = plan.on_device() ? nullptr : &plan.copy();
   call.run([&] {
     settings.num_blocks = c.unpermute_blocks ? c.unpermute_blocks : c.num_blocks;
     executor_->unpermute(p, settings);

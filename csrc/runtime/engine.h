@@ -25,15 +25,25 @@ struct RoutingInput {
   std::vector<uint32_t> header;  // caller's words, at most kCountHeaderWords - kHeaderFirstFree
 };
 
-// A routed dispatch whose counts the host never learns; see Engine::place.
+// A routed dispatch that the exchange kernel places; see Engine::place.
 struct PlaceCall {
   uint32_t topk = 1;  // pairs of a token at most, the same on all ranks
   uint32_t pad_multiple = 1;
   bool pad_empty = false;
-  uint64_t budget = 0;              // permuted rows of this rank
+  uint64_t budget = 0;              // permuted rows of this rank, where the host learns no counts
   uint32_t budget_word = 0;         // of the header, which holds 1 + budget
   uint32_t must_agree = 0;          // words of the header that ranks must give alike, one bit a word
   unsigned char* memory = nullptr;  // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
+};
+
+// A placed routing between its counts, which the host has, and its plan, which needs memory of their size.
+struct Placement {
+  PlacedCounts counts;
+  DevicePlan device;
+  PlanMemory learned;  // as if it began at 0
+
+  // memory: learned.total bytes as for PlaceCall::memory. Only where counts.placed.
+  std::shared_ptr<Plan> plan(unsigned char* memory);
 };
 
 struct DispatchCall {
@@ -88,11 +98,15 @@ class Engine {
 
   // Collective. Afterwards every rank holds every rank's header and counts.
   std::shared_ptr<Routing> exchange(const RoutingInput& in);
-  // Where things lie in the memory of a plan that the host never reads.
-  PlanMemory plan_memory(uint32_t num_tokens, uint32_t topk) const;
+  // Where things lie in the memory of a placed plan; worst_case: with room for whatever its dispatch learns.
+  PlanMemory plan_memory(uint32_t num_tokens, uint32_t topk, bool worst_case) const;
   // Collective. Exchange and placement in one launch that the host does not wait for; `in` must satisfy the limits of
   // the buffer. What the host would have refused comes as a deadline of the site headers_differ, or as overflow.
   std::shared_ptr<Plan> place(const RoutingInput& in, const PlaceCall& call);
+  // The same for a host that waits for the counts, and for nothing else that is on the stream.
+  // Rows are placed when the ranks' calls fit together and this buffer; else the headers say on every rank what does
+  // not, and the buffer is as usable as before.
+  std::shared_ptr<Placement> place_and_count(const RoutingInput& in, const PlaceCall& call);
   uint64_t num_launches() const { return executor_->num_launches(); }
   // Collective. Fills the plan's facts when it is fresh.
   void dispatch(Plan& plan, const DispatchCall& call);
@@ -104,7 +118,9 @@ class Engine {
   uint64_t* flag(int rank, uint64_t offset) const {
     return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset);
   }
-  ExchangeParams prepare(const RoutingInput& in, Routing& r);
+  DevicePlan launch_place(const RoutingInput& in, const PlaceCall& c, bool count);
+  void await_mail();
+  PlacedCounts read_mail() const;
   void make_tables();
   ExchangeParams exchange_params(ExchangeParams p, const RoutingInput& in, uint32_t topk) const;
   template <class Params>
@@ -123,6 +139,8 @@ class Engine {
   std::vector<unsigned char*> rail_segments_;
   RankTables tables_;
   std::unique_ptr<Executor> executor_;
+  std::shared_ptr<void> mail_;   // from this rank's kernels to this process
+  uint64_t mail_ticket_ = 0;     // of the last exchange that posts
   std::shared_ptr<void> state_;  // of the kernels, in their memory
   TrafficCounters* traffic_;     // all of these in state_
   RankProgress* progress_;

@@ -20,7 +20,7 @@ Plan::Plan(std::shared_ptr<const Routing> routing, const PlacementOptions& optio
   place(options);
 }
 
-Plan::Plan(const DevicePlan& d)
+Plan::Plan(const DevicePlan& d, const PlacedCounts* counts)
     : world_(d.world),
       num_experts_(d.num_experts),
       num_tokens_(d.view.num_tokens),
@@ -34,6 +34,13 @@ Plan::Plan(const DevicePlan& d)
       dropped_per_rank_(size_t(d.world.num_ranks())) {
   numbers_.recv_rows = numbers_.max_recv_rows = uint32_t(d.recv_capacity);
   numbers_.permuted_rows = uint32_t(d.budget);
+  if (!counts) return;
+  numbers_ = counts->numbers;
+  dropped_per_rank_.assign(counts->dropped.begin(), counts->dropped.end());
+  tokens_per_expert_ = counts->tokens_per_expert, padded_ = counts->padded_tokens_per_expert;
+  source_rows_ = counts->source_rows;
+  for (int n = 0; n < world_.num_nodes; ++n)
+    rail_tokens_.push_back(counts->header(world_.rail_peer(n), kHeaderNumTokens));
 }
 
 void Plan::place(const PlacementOptions& o) {
@@ -42,7 +49,7 @@ void Plan::place(const PlacementOptions& o) {
   for (uint32_t r = 0; r < ranks; ++r) topk_ = std::max(topk_, counts.header(int(r), kHeaderTopk));
   const MessageLayout m = MessageLayout::make(world_, topk_, true, 0, 0);
   weight_stride_ = m.weight_bytes / 4, record_bytes_ = m.record_bytes, pairs_at_ = m.pairs_at();
-  records_.resize(nodes), rail_records_.resize(nodes);
+  records_.resize(nodes);
   for (uint32_t n = 0; n < nodes; ++n) {
     records_[n].resize(uint64_t(counts.node_tokens(world_.rank, int(n))) * record_bytes_);
     record_ptrs_.push_back(records_[n].data());
@@ -68,7 +75,11 @@ void Plan::place(const PlacementOptions& o) {
   p.records = record_ptrs_.data();
   place_here(p);
 
-  for (uint32_t n = 0; n < nodes; ++n) rail_records_[n].resize(uint64_t(rail_count_[n]) * record_bytes_);
+  for (int n = 0; n < world_.num_nodes; ++n)
+    rail_tokens_.push_back(counts.header(world_.rail_peer(n), kHeaderNumTokens));
+  for (int s = 0; s < world_.num_ranks(); ++s) source_rows_.push_back(counts.rows(s, world_.rank));
+  rail_record_stride_ = uint64_t(*std::max_element(rail_count_.begin(), rail_count_.end())) * record_bytes_;
+  rail_records_.resize(nodes * rail_record_stride_);
   row_records_.resize(uint64_t(num_recv_rows()) * record_bytes_);
   row_weights_.resize(uint64_t(num_recv_rows()) * weight_stride_);
   weights_.assign(uint64_t(num_tokens_) * weight_stride_, 0.f);
@@ -84,11 +95,10 @@ PlanView Plan::view() {
     return v;
   }
   const int nodes = world().num_nodes;
-  node_token_ptrs_.resize(nodes), record_ptrs_.resize(nodes), rail_record_ptrs_.resize(nodes);
+  node_token_ptrs_.resize(nodes), record_ptrs_.resize(nodes);
   for (int n = 0; n < nodes; ++n) {
     node_token_ptrs_[n] = routing_->node_tokens.data() + uint64_t(n) * num_tokens_;
     record_ptrs_[n] = records_[n].data();
-    rail_record_ptrs_[n] = rail_records_[n].data();
   }
   PlanView v{};
   v.num_tokens = num_tokens(), v.topk = topk_, v.weight_stride = weight_stride_;
@@ -98,7 +108,7 @@ PlanView Plan::view() {
   v.node_count = node_count_.data();
   v.node_pos = routing_->node_pos.data();
   v.rail_count = rail_count_.data();
-  v.rail_records = rail_record_ptrs_.data();
+  v.rail_records = rail_records_.data(), v.rail_record_stride = rail_record_stride_;
   v.first_expert = uint32_t(world().rank) * num_local_experts();
   v.num_local_experts = num_local_experts();
   v.row_records = row_records_.data();

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "layout/count_mail.h"
 #include "roles/params.h"
 
 namespace hep {
@@ -33,7 +34,8 @@ struct PlacementOptions {
   bool pad_empty = false;        // an expert without pairs gets pad_multiple zero rows too
 };
 
-// A plan that was placed by the exchange kernel: only kernels know its counts, the host knows its limits.
+// A plan that was placed by the exchange kernel, in the kernels' memory. The host knows its limits, and its counts
+// where they came by mail.
 struct DevicePlan {
   World world;
   uint32_t num_experts, record_bytes, pairs_at;
@@ -42,11 +44,26 @@ struct DevicePlan {
   PlanView view;                   // fresh is the plan's own
 };
 
+// A mail that was read; see layout/count_mail.h.
+struct PlacedCounts {
+  bool placed = false;
+  std::vector<uint32_t> headers;  // [R][kCountHeaderWords]
+  // The rest only when placed.
+  PlanNumbers numbers{};
+  std::vector<uint32_t> rank_rows;    // [R] receive rows of every rank, before the capacity cut
+  std::vector<uint32_t> source_rows;  // [R] of ours from every rank, likewise
+  std::vector<uint32_t> dropped;      // [R] pairs lost to budgets
+  std::vector<uint32_t> from_nodes;   // [N] tokens for this node that the rank of this rail on each node has
+  std::vector<int64_t> tokens_per_expert, padded_tokens_per_expert;  // [local experts]
+
+  uint32_t header(int rank, int word) const { return headers[size_t(rank) * kCountHeaderWords + size_t(word)]; }
+};
+
 class Plan {
  public:
   Plan(std::shared_ptr<const Routing> routing, const PlacementOptions& options);
-  // Its memory is the caller's. Counts that only kernels know have their limits' values here.
-  explicit Plan(const DevicePlan& plan);
+  // Its memory is the caller's. Where counts is null, only kernels know them, and they have their limits' values here.
+  explicit Plan(const DevicePlan& plan, const PlacedCounts* counts = nullptr);
 
   bool on_device() const { return on_device_; }
   const World& world() const { return world_; }
@@ -59,9 +76,10 @@ class Plan {
   uint32_t pairs_at() const { return pairs_at_; }
   uint32_t num_recv_rows() const { return numbers_.recv_rows; }
   uint32_t max_recv_rows() const { return numbers_.max_recv_rows; }
-  uint32_t num_rail_tokens(int node) const;            // tokens of the rank of this rail on `node` (its whole batch)
-  std::vector<uint32_t> recv_rows_per_source() const;  // [R], after the capacity cut
-  std::vector<uint64_t> num_dropped_per_rank() const { return dropped_per_rank_; }  // pairs lost to budgets
+  uint32_t num_rail_tokens(int node) const { return rail_tokens_.at(size_t(node)); }  // of the rank of this rail on
+                                                                                      // `node` (its whole batch)
+  std::vector<uint32_t> recv_rows_per_source() const;                                 // [R], after the capacity cut
+  std::vector<uint64_t> num_dropped_per_rank() const { return dropped_per_rank_; }    // pairs lost to budgets
   uint64_t num_permuted_rows() const { return numbers_.permuted_rows; }
   const std::vector<int64_t>& tokens_per_expert() const { return tokens_per_expert_; }
   const std::vector<int64_t>& padded_tokens_per_expert() const { return padded_; }
@@ -73,7 +91,6 @@ class Plan {
 
   PlanView view();
   void freeze() { complete_ = true; }
-  std::shared_ptr<void>& copy() { return copy_; }  // an executor's own copy, freed with the plan
 
   // Conversions between plan order [T, weight_stride] and the caller's layouts, all fp32.
   void weights_from_dense(const float* probs, float* out) const;  // [T, E]
@@ -110,14 +127,14 @@ class Plan {
   std::vector<uint64_t> dropped_per_rank_;
   std::vector<float> weights_;  // [T, weight_stride], as routed
   std::vector<uint32_t> node_count_, rail_count_;
-  std::vector<std::vector<unsigned char>> records_, rail_records_;
-  std::vector<unsigned char> row_records_;
+  std::vector<uint32_t> rail_tokens_, source_rows_;  // [N], [R]
+  std::vector<std::vector<unsigned char>> records_;
+  std::vector<unsigned char> rail_records_, row_records_;
+  uint64_t rail_record_stride_ = 0;
   std::vector<float> row_weights_;
   std::vector<uint32_t> zero_ranges_;
   std::vector<const uint32_t*> node_token_ptrs_;
   std::vector<unsigned char*> record_ptrs_;
-  std::vector<unsigned char*> rail_record_ptrs_;
-  std::shared_ptr<void> copy_;
 };
 
 }  // namespace hep

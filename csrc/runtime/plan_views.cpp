@@ -3,7 +3,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "layout/headers.h"
 #include "runtime/plan.h"
 
 namespace hep {
@@ -61,10 +60,6 @@ void Plan::weights_to_topk(const int64_t* idx, uint32_t k_idx, const float* weig
     }
 }
 
-uint32_t Plan::num_rail_tokens(int node) const {
-  return routing().view().header(world().rail_peer(node), kHeaderNumTokens);
-}
-
 uint32_t Plan::num_rail_rows() const {
   uint32_t rows = 0;
   for (int n = 0; n < world().num_nodes; ++n) rows += num_rail_tokens(n);
@@ -74,8 +69,8 @@ uint32_t Plan::num_rail_rows() const {
 std::vector<uint32_t> Plan::recv_rows_per_source() const {
   std::vector<uint32_t> rows;
   uint32_t left = num_recv_rows();
-  for (int s = 0; s < world().num_ranks(); ++s) {
-    rows.push_back(std::min(left, routing().view().rows(s, world().rank)));
+  for (const uint32_t sent : source_rows_) {
+    rows.push_back(std::min(left, sent));
     left -= rows.back();
   }
   return rows;
@@ -97,9 +92,9 @@ void Plan::fill_sparse_to_dense(int32_t* out) const {
   std::fill_n(out, uint64_t(num_rail_rows()) * w.num_local_ranks, -1);
   uint64_t first = 0;
   for (int n = 0; n < w.num_nodes; ++n) {
-    const auto& records = n == w.node() ? records_[n] : rail_records_[n];
+    const unsigned char* records = n == w.node() ? records_[n].data() : rail_records_.data() + n * rail_record_stride_;
     const uint32_t count = n == w.node() ? node_count_[n] : rail_count_[n];
-    for_each_record(records.data(), count, record_bytes_, [&](uint32_t, const RecordHeader& h, const DstEntry* dsts) {
+    for_each_record(records, count, record_bytes_, [&](uint32_t, const RecordHeader& h, const DstEntry* dsts) {
       for (uint32_t i = 0; i < h.num_dsts; ++i)
         out[(first + h.source_token) * w.num_local_ranks + dsts[i].local_rank] = int32_t(dsts[i].row);
     });
@@ -112,9 +107,9 @@ void Plan::fill_rail_to_node(unsigned char* out) const {
   std::memset(out, 0, num_rail_rows());
   uint64_t first = 0;
   for (int n = 0; n < w.num_nodes; ++n) {
-    const auto& records = n == w.node() ? records_[n] : rail_records_[n];
+    const unsigned char* records = n == w.node() ? records_[n].data() : rail_records_.data() + n * rail_record_stride_;
     const uint32_t count = n == w.node() ? node_count_[n] : rail_count_[n];
-    for_each_record(records.data(), count, record_bytes_,
+    for_each_record(records, count, record_bytes_,
                     [&](uint32_t, const RecordHeader& h, const DstEntry*) { out[first + h.source_token] = 1; });
     first += num_rail_tokens(n);
   }

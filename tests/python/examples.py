@@ -215,10 +215,10 @@ def check_permuted(same, buffer, rank: int, ex: Example, want: Expected) -> None
     same("padded_tokens_per_expert", padded, plan.padded_tokens_per_expert)
     same("number of receive rows", handle[3].cpu(), torch.tensor([plan.num_recv_rows], dtype=torch.int32))
     if handle[4] is not None:  # a sync-free handle has no maps
-        same("local_expert_routing_map", handle[4], plan.local_route)
-        same("dense_chunk_layout", handle[5], torch.tensor(
+        same("local_expert_routing_map", handle[4].cpu(), plan.local_route)
+        same("dense_chunk_layout", handle[5].cpu(), torch.tensor(
             [int((plan.source <= r).sum()) for r in range(ex.world.num_ranks)], dtype=torch.int32))
-        same("dense_to_expert_map", handle[6], plan.dense_to_expert)
+        same("dense_to_expert_map", handle[6].cpu(), plan.dense_to_expert)
     same("tokens_per_expert", handle[7].cpu(), plan.tokens_per_expert)
     same("overflow_flag", handle[-1].cpu(), torch.tensor([int(plan.overflow)], dtype=torch.int32))
     partials = {"fp32_partials": ex.fp32_partials}
@@ -246,7 +246,7 @@ def check_dense(same, buffer, rank: int, ex: Example, want: Expected) -> None:
     same("rows", rows, want.dispatched[rank][0])
     same("weights", weights, want.dispatched[rank][1])
     same("scales", scales, want.dispatched[rank][2])
-    same("number of rows", handle[3], torch.tensor([want.dispatched[rank][0].shape[0]], dtype=torch.int32))
+    same("number of rows", handle[3].cpu(), torch.tensor([want.dispatched[rank][0].shape[0]], dtype=torch.int32))
     out, probs = buffer.combine(want.returned_dense[rank], want.returned_dense_probs[rank], handle,
                                 fp32_partials=ex.fp32_partials)
     same("combined dense rows", out, want.combined_dense[rank][0])

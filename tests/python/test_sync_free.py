@@ -36,7 +36,7 @@ def buffers_of(shape, num_local_experts: int, executor: str = "host", kept: bool
         world = VirtualWorld(*shape)
         buffers = world.buffers(16, tokens, num_local_experts, executor=executor, timeout_s=60, **options)
         for buffer in buffers:
-            buffer._session.sync_free = True
+            buffer._session.kernel_places = True
         if not kept:
             return world, buffers
         _worlds[key] = world, buffers
@@ -131,7 +131,7 @@ def test_ranks_that_differ_find_each_other_at_the_deadline():
     world = VirtualWorld(1, 2)
     buffers = world.buffers(16, 4, 2, timeout_s=0.5)
     for buffer in buffers:
-        buffer._session.sync_free = True
+        buffer._session.kernel_places = True
     errors = world.run(lambda rank, _: one(buffers[rank], rank, ex, pad_multiple=1 + rank), return_errors=True)
     assert all(isinstance(e, DeadlineError) and e.site == "headers_differ" for e in errors), errors
     assert [(e.peer, e.expected, e.seen) for e in errors] == [(1, 1, 2), (0, 2, 1)]

@@ -1,7 +1,6 @@
-// The kernels on a GPU, launched on the caller's stream. The exchange of a host's plan and that plan's first dispatch
-// wait for their results, nothing else does; a plan that the exchange kernel places needs no upload and no wait, and
-// its operations can be captured in a graph. A deadline that expires in a launch nobody waits for is reported by the
-// next call.
+// The kernels on a GPU, launched on the caller's stream. No launch is waited for: plans are placed by the exchange
+// kernel and lie on the device, and a host that wants the counts polls the mail that the kernel posts to pinned memory,
+// while the stream runs on. A deadline that expires in a launch is reported by that poll or by the next call.
 //
 // Forward progress: blocks of one launch wait for one another and for other ranks' launches, so all must be resident.
 // A launch of more blocks than the device has SMs is refused; beside kernels that hold SMs for long (a collective that
@@ -11,9 +10,8 @@
 #include <chrono>
 #include <thread>
 
-#include "arch/host/errors.h"
 #include "kernels/instances/cuda_kernels.h"
-#include "kernels/instances/cuda_plan.h"
+#include "kernels/instances/cuda_memory.h"
 #include "kernels/instances/executor.h"
 
 namespace hep::cuda {
@@ -79,19 +77,24 @@ class Device {
     world_ = s.world;
     return control_;
   }
-  // Until all launches so far have ended. Every one of them ends, by itself or by its deadline.
-  void wait(const std::function<bool()>& interrupted) {
-    for (int rounds = 0;; ++rounds) {
-      const cudaError_t status = cudaStreamQuery(stream_);
-      if (status != cudaErrorNotReady) return check(status, "a kernel of this buffer or one before it");
-      if (interrupted && rounds % 1024 == 1023 && interrupted()) {
-        const uint32_t raised = 1;
-        check(cudaMemcpyAsync(&control_->abort, &raised, sizeof raised, cudaMemcpyHostToDevice, side_), "abort");
-        check(cudaStreamSynchronize(stream_), "a kernel of this buffer or one before it");
-        throw host::Interrupted();
-      }
+  // Whether all launches so far have ended. Throws when one of them failed.
+  bool idle() const {
+    const cudaError_t status = cudaStreamQuery(stream_);
+    if (status == cudaErrorNotReady) return false;
+    check(status, "a kernel of this buffer or one before it");
+    return true;
+  }
+  // Until they have. Every one of them ends, by itself or by its deadline.
+  void wait() const {
+    for (int rounds = 0; !idle(); ++rounds)
       if (rounds > 2000) std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
+  }
+  // All lanes leave in their next wait. What is before them on the stream is not ours, and may never end: a second of
+  // patience, no more.
+  void abort() {
+    static constexpr uint32_t kRaised = 1;
+    check(cudaMemcpyAsync(&control_->abort, &kRaised, sizeof kRaised, cudaMemcpyHostToDevice, side_), "abort");
+    for (int ms = 0; ms < 1000 && !idle(); ++ms) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   std::optional<Obituary> obituary() const {
     const volatile DeviceObituary& d = *obituary_;
@@ -126,9 +129,9 @@ class CudaExecutor final : public Executor {
         reinterpret_cast<const void*>(combine_entry<Net>)};
     for (const void* entry : entries) {  // also loads the kernel now: later that could wait for a running one
       cudaFuncAttributes a{};
-      check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
+      cuda::check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
       budget_ = device_.max_shared() - int(a.sharedSizeBytes);
-      check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, budget_), "shared memory");
+      cuda::check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, budget_), "shared memory");
     }
   }
 
@@ -147,41 +150,57 @@ class CudaExecutor final : public Executor {
   bool shares_memory() const override { return false; }
   std::shared_ptr<void> allocate(uint64_t bytes) override {
     auto block = std::make_shared<Block>(bytes, device_.stream());
-    check(cudaMemsetAsync(block->data, 0, bytes, device_.stream()), "memset");
+    cuda::check(cudaMemsetAsync(block->data, 0, bytes, device_.stream()), "memset");
     return {block, block->data};
   }
   void write(void* to, const void* from, uint64_t bytes) override {
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, device_.stream()), "upload");
+    cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, device_.stream()), "upload");
   }
   void read(void* to, const void* from, uint64_t bytes) override {
-    device_.wait({});
-    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, device_.stream()), "download");
-    device_.wait({});
+    device_.wait();
+    cuda::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, device_.stream()), "download");
+    device_.wait();
+  }
+  // Pinned, and under unified addressing at the same address for the device. Made with the buffer: pinning may wait for
+  // the device.
+  std::shared_ptr<void> allocate_mail(uint64_t bytes) override {
+    void* mail = nullptr;
+    cuda::check(cudaHostAlloc(&mail, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "mapped memory");
+    std::memset(mail, 0, bytes);
+    return {mail, [](void* m) { (void)cudaFreeHost(m); }};
   }
   void drain() noexcept override { (void)cudaStreamSynchronize(device_.stream()); }
   void set_stream(void* stream) override { device_.use(static_cast<cudaStream_t>(stream)); }
   std::optional<Obituary> obituary() override { return device_.obituary(); }
+  void check() override { (void)device_.idle(); }
+  void abort() noexcept override {
+    try {
+      device_.abort();
+    } catch (const std::exception&) {  // the device is lost, which is worse and will be said
+    }
+  }
 
-  void exchange(const ExchangeParams& host, const LaunchSettings& s) override;
-  void dispatch(DispatchParams& host, const LaunchSettings& s) override;
-  void unpermute(CombineParams& host, const LaunchSettings& s) override;
-  void combine(CombineParams& host, const LaunchSettings& s) override;
+  void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
+    ExchangeParams p = params;
+    launch<ExchangeParams>(exchange_entry<Net>, p, s, 1, kThreads<kExchangeWarps<CudaArch>>, 0);
+  }
+  void dispatch(DispatchParams& p, const LaunchSettings& s) override {
+    plan_dispatch_smem<CudaArch>(p, uint64_t(budget_));
+    launch<DispatchParams>(dispatch_entry<Net>, p, s, s.num_blocks, kThreads<kDispatchWarps>, p.smem_bytes);
+    if (!p.deliver_apart) return;
+    plan_deliver_smem<CudaArch>(p, uint64_t(budget_));
+    launch<DispatchParams>(deliver_entry<Net>, p, s, s.deliver_blocks, kThreads<kDeliverWarps>, p.smem_bytes);
+  }
+  void unpermute(CombineParams& p, const LaunchSettings& s) override {
+    plan_combine_smem<CudaArch>(p, uint64_t(budget_));
+    launch<CombineParams>(unpermute_entry<Net>, p, s, s.num_blocks, kThreads<kUnpermuteWarps<CudaArch>>, p.smem_bytes);
+  }
+  void combine(CombineParams& p, const LaunchSettings& s) override {
+    plan_combine_smem<CudaArch>(p, uint64_t(budget_));
+    launch<CombineParams>(combine_entry<Net>, p, s, s.num_blocks, kThreads<kCombineWarps<CudaArch>>, p.smem_bytes);
+  }
 
  private:
-  // The plan where kernels can read it; `copy` is the host plan's, null for a plan that is there already.
-  PlanView plan_view(const PlanView& plan, const World& w, uint32_t record_bytes, const LaunchSettings& s,
-                     PlanCopy** copy = nullptr) {
-    if (!s.plan_copy) return plan;
-    PlanCopy& c = plan_copy(plan, w, record_bytes, s);
-    if (copy) *copy = &c;
-    return c.view(plan, device_.stream());
-  }
-  PlanCopy& plan_copy(const PlanView& plan, const World& w, uint32_t record_bytes, const LaunchSettings& s) {
-    auto& slot = *s.plan_copy;
-    if (!slot || static_cast<PlanCopy*>(slot.get())->ordinal() != device_.ordinal())
-      slot = std::make_shared<PlanCopy>(plan, w, record_bytes, device_.stream());
-    return *static_cast<PlanCopy*>(slot.get());
-  }
   Net net(unsigned char* const* segments) const {
     if constexpr (std::is_constructible_v<Net, unsigned char* const*, uint64_t>)
       return Net(segments, seed_);
@@ -202,11 +221,10 @@ class CudaExecutor final : public Executor {
     CudaControl* control = device_.control(s);
     ++launches_;
     void* args[] = {&p, &rail, &control};
-    check(cudaLaunchKernel(reinterpret_cast<const void*>(entry), dim3(unsigned(blocks)), dim3(unsigned(threads)), args,
-                           shared, device_.stream()),
-          "launch");
+    cuda::check(cudaLaunchKernel(reinterpret_cast<const void*>(entry), dim3(unsigned(blocks)), dim3(unsigned(threads)),
+                                 args, shared, device_.stream()),
+                "launch");
   }
-  void sum(void (*entry)(CombineParams, Net, CudaControl*), CombineParams& host, const LaunchSettings& s, int threads);
 
   unsigned char* const* rail_segments_;
   uint64_t seed_;
@@ -217,5 +235,3 @@ class CudaExecutor final : public Executor {
 };
 
 }  // namespace hep::cuda
-
-#include "kernels/instances/cuda_launches.h"

@@ -89,17 +89,7 @@ class StreamPool {
   }
 };
 
-inline bool on_device(const void* p) {
-  cudaPointerAttributes a{};
-  if (cudaPointerGetAttributes(&a, p) != cudaSuccess) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
-}
-
-// Arrays of the host side by side. Offsets are known at once, addresses when the block is there; tables of pointers
-// into the image are therefore added as offsets, to be turned into addresses by upload.
+// Arrays of the host side by side, in one upload. Offsets are known at once, addresses when the block is there.
 class Image {
  public:
   uint64_t add(const void* data, uint64_t bytes) {
@@ -108,52 +98,19 @@ class Image {
     if (bytes) std::memcpy(&bytes_[at], data, bytes);
     return at;
   }
-  // Bytes that are zero on the device; after the last add.
-  uint64_t reserve(uint64_t bytes) {
-    const uint64_t at = align_up(bytes_.size() + zeros_, 128);
-    zeros_ = at + bytes - bytes_.size();
-    return at;
-  }
-  template <class T>
-  uint64_t add(const std::vector<T>& v) {
-    return add(v.data(), v.size() * sizeof(T));
-  }
-  uint64_t add_table(const std::vector<uint64_t>& offsets) {
-    tables_.push_back({add(offsets), offsets.size()});
-    return tables_.back().at;
-  }
-  // A table whose place was taken by add, for offsets that are known later.
-  void set_table(uint64_t at, const std::vector<uint64_t>& offsets) {
-    if (!offsets.empty()) std::memcpy(&bytes_[at], offsets.data(), 8 * offsets.size());
-    tables_.push_back({at, offsets.size()});
-  }
   void upload(cudaStream_t stream) {
-    block_ = std::make_shared<Block>(bytes_.size() + zeros_, stream);
-    for (const Table& t : tables_)
-      for (uint64_t i = 0; i < t.entries; ++i) {
-        uint64_t entry;
-        std::memcpy(&entry, &bytes_[t.at + 8 * i], 8);
-        entry += reinterpret_cast<uint64_t>(block_->data);
-        std::memcpy(&bytes_[t.at + 8 * i], &entry, 8);
-      }
+    block_ = std::make_shared<Block>(bytes_.size(), stream);
     // From pageable memory: copied out of bytes_ before the call returns.
     check(cudaMemcpyAsync(block_->data, bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice, stream), "upload");
-    if (zeros_) check(cudaMemsetAsync(at<void>(bytes_.size()), 0, zeros_, stream), "memset");
     std::vector<unsigned char>().swap(bytes_);
   }
   template <class T>
   T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(static_cast<unsigned char*>(block_->data) + offset);
   }
-  void used_on(cudaStream_t stream) { block_->stream = stream; }
 
  private:
-  struct Table {
-    uint64_t at, entries;
-  };
   std::vector<unsigned char> bytes_;
-  uint64_t zeros_ = 0;
-  std::vector<Table> tables_;
   std::shared_ptr<Block> block_;
 };
 

@@ -17,9 +17,7 @@ struct LaunchSettings {
   int deliver_blocks = 0;  // of dispatch's deliver roles in a launch of their own; 0: they run inside the dispatch
   double timeout_s = 100;
   uint64_t seed = 0;
-  std::function<bool()> interrupted;           // true = stop (Ctrl-C)
-  std::shared_ptr<void>* plan_copy = nullptr;  // the plan's place for what an executor keeps of it; null: the plan
-                                               // lies in the kernels' memory already
+  std::function<bool()> interrupted;  // true = stop (Ctrl-C)
 };
 
 // What a rank's launches have in common for the life of its buffer.
@@ -36,7 +34,7 @@ struct TableView {
 };
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own.
-// A host's plan and routing are the host's arrays; an executor whose kernels cannot read those translates them.
+// All that parameters point at lies in the kernels' memory.
 class Executor {
  public:
   virtual ~Executor() = default;
@@ -57,6 +55,8 @@ class Executor {
     const std::shared_ptr<unsigned char[]> block(new unsigned char[bytes]());
     return {block, block.get()};
   }
+  // Memory that the kernels write and this process reads while they run; starts as zeros.
+  virtual std::shared_ptr<void> allocate_mail(uint64_t bytes) { return allocate(bytes); }
   virtual void write(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void read(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void drain() noexcept {}                     // waits for all launches so far
@@ -64,6 +64,8 @@ class Executor {
   uint64_t num_launches() const { return launches_; }  // of kernels, since it was made
   // Of an asynchronous launch whose wait expired; then nothing more is launched.
   virtual std::optional<Obituary> obituary() { return std::nullopt; }
+  virtual void check() {}           // throws when a launch ended otherwise than it should
+  virtual void abort() noexcept {}  // ends the launches in progress: the buffer is lost
 
   using Maker = std::function<std::unique_ptr<Executor>(unsigned char* const* rail_segments, uint64_t seed)>;
   // rail_segments[node]: this rank's rail peers' segments as mapped here; outlives the executor.

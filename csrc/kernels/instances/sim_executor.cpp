@@ -59,7 +59,8 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   add("out_weights", p.out_weights, out_rows * (p.permute ? 1 : p.num_node_experts) * 4, Use::kOutput, true);
   for (int n = 0; n < p.world.num_nodes; ++n) {
     add("records", p.plan.records[n], uint64_t(p.plan.node_count[n]) * p.message.record_bytes, Use::kInput, false);
-    add("rail_records", p.plan.rail_records[n], uint64_t(p.plan.rail_count[n]) * p.message.record_bytes, facts, false);
+    add("rail_records", p.plan.rail_record(n, 0, p.message.record_bytes),
+        uint64_t(p.plan.rail_count[n]) * p.message.record_bytes, facts, false);
   }
   add("row_records", p.plan.row_records, rows * p.message.record_bytes, facts, false);
   add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, facts, true);

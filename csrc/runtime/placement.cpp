@@ -1,0 +1,165 @@
+// Placed plans: the exchange kernel places every row, and the host learns the counts by mail, or nothing at all.
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "arch/host/idle.h"
+#include "layout/headers.h"
+#include "runtime/engine_call.h"
+#include "runtime/routing.h"
+
+namespace hep {
+namespace {
+
+// A lane that waits for a rank knows which; the host knows only that its mail does not come. It waits longer than the
+// lanes do, so that theirs is the obituary. What is queued before the exchange on the stream is part of its wait too.
+constexpr double kHostPatience = 1.25;
+
+void require_placeable(const RoutingInput& in, const PlaceCall& c) {
+  if (!c.memory || reinterpret_cast<uint64_t>(c.memory) % 128)
+    throw std::invalid_argument("memory: give plan_memory() bytes, aligned to 128");
+  if (in.header.size() > size_t(kCountHeaderWords - kHeaderFirstFree) || c.budget_word >= kCountHeaderWords)
+    throw std::invalid_argument("header: at most " + std::to_string(kCountHeaderWords - kHeaderFirstFree) + " words");
+  if (c.pad_multiple < 1 || c.topk < 1 || c.topk > kMostTopk)
+    throw std::invalid_argument("pad_multiple and topk: must be at least 1, topk at most " + std::to_string(kMostTopk));
+}
+
+// The part of a plan that its first dispatch fills in.
+void attach_learned(PlanView& v, const PlanMemory& m, unsigned char* memory) {
+  if (!memory || reinterpret_cast<uint64_t>(memory) % 128)
+    throw std::invalid_argument("memory: give learned_bytes bytes, aligned to 128");
+  v.rail_records = memory + m.rail_records, v.rail_record_stride = m.rail_record_stride;
+  v.row_records = memory + m.row_records, v.row_weights = reinterpret_cast<float*>(memory + m.row_weights);
+}
+
+}  // namespace
+
+PlanMemory Engine::plan_memory(uint32_t num_tokens, uint32_t topk, bool worst_case) const {
+  PlanMemory m = PlanMemory::make(world_, layout_.counts, num_tokens, topk, kExchangeWorkspaceWarps);
+  if (worst_case) m.add_learned(layout_.counts.num_nodes, shape_.max_tokens, shape_.recv_rows);
+  return m;
+}
+
+// Everything the exchange kernel is told; launches it.
+DevicePlan Engine::launch_place(const RoutingInput& in, const PlaceCall& c, bool count) {
+  const PlanMemory m = plan_memory(in.num_tokens, c.topk, !count);
+  const auto at = [&]<class T>(T*& pointer, uint64_t offset) { pointer = reinterpret_cast<T*>(c.memory + offset); };
+  ExchangeParams p{};
+  p.world = world_, p.layout = layout_.counts;
+  p.topk_idx = in.topk_idx, p.routing_map = in.routing_map, p.weights = in.weights;
+  p.num_tokens = in.num_tokens, p.topk_in = in.topk, p.topk = c.topk, p.weight_stride = m.weight_stride;
+  at(p.pair_expert, m.pair_expert), at(p.pair_weight, m.pair_weight), at(p.pair_pos, m.pair_pos);
+  at(p.row_pos, m.row_pos), at(p.node_pos, m.node_pos), at(p.node_tokens, m.node_tokens);
+  at(p.columns, m.columns), at(p.excess, m.excess);
+  p.misfits = p.excess + 1;
+  p.must_agree = c.must_agree, p.max_tokens = uint32_t(shape_.max_tokens);
+  PlaceParams& q = p.place;
+  q.world = world_, q.counts_layout = layout_.counts, q.num_tokens = in.num_tokens, q.topk = c.topk;
+  q.record_bytes = m.message.record_bytes, q.pairs_at = m.message.pairs_at(), q.max_dsts = m.message.max_dsts;
+  q.pad_multiple = c.pad_multiple, q.pad_empty = c.pad_empty, q.budget_word = c.budget_word;
+  q.recv_capacity = shape_.recv_rows, q.excess = p.excess;
+  q.pair_expert = p.pair_expert, q.pair_pos = p.pair_pos, q.row_pos = p.row_pos, q.node_tokens = p.node_tokens;
+  at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
+  at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
+  at(q.zero_ranges, m.zero_ranges), at(q.dropped_per_rank, m.dropped);
+  at(q.row_base, m.row_base), at(q.rank_rows, m.rank_rows);
+  at(q.pair_base, m.pair_base), at(q.expert_pairs, m.expert_pairs);
+  at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.record_base, m.records);
+  p = exchange_params(p, in, c.topk);
+  if (count) p.mail = static_cast<unsigned char*>(mail_.get()), p.mail_ticket = ++mail_ticket_;
+  executor_->exchange(p, settings_);
+
+  DevicePlan d{world_,           shape_.num_experts, m.message.record_bytes, m.message.pairs_at(),
+               shape_.recv_rows, c.budget,           p.pair_weight,          {}};
+  PlanView& v = d.view;
+  v.num_tokens = in.num_tokens, v.topk = c.topk, v.weight_stride = m.weight_stride;
+  v.numbers = q.numbers, v.node_tokens = q.node_token_table, v.node_pos = p.node_pos;
+  v.records = const_cast<const unsigned char* const*>(q.records);
+  v.node_count = q.node_count, v.rail_count = q.rail_count;
+  v.num_local_experts = shape_.num_experts / uint32_t(world_.num_ranks());
+  v.first_expert = uint32_t(world_.rank) * v.num_local_experts;
+  v.zero_ranges = q.zero_ranges;
+  if (!count) attach_learned(v, m, c.memory);
+  return d;
+}
+
+std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) {
+  require_placeable(in, c);
+  if (in.num_tokens > shape_.max_tokens || c.topk > shape_.max_topk)
+    throw std::logic_error("place: more tokens or experts per token than this buffer was laid out for");
+  Call call(*this);
+  DevicePlan plan;
+  call.run([&] { plan = launch_place(in, c, false); });
+  return std::make_shared<Plan>(plan);
+}
+
+std::shared_ptr<Placement> Engine::place_and_count(const RoutingInput& in, const PlaceCall& c) {
+  require_placeable(in, c);
+  Call call(*this);
+  auto placement = std::make_shared<Placement>();
+  call.run([&] {
+    placement->device = launch_place(in, c, true);
+    await_mail();
+  });
+  placement->counts = read_mail();
+  const PlacedCounts& counts = placement->counts;
+  if (!counts.placed) return placement;
+  PlanMemory& learned = placement->learned;
+  learned.message = MessageLayout::make(world_, c.topk, true, 0, 0);
+  learned.weight_stride = placement->device.view.weight_stride;
+  uint32_t rail_tokens = 0;
+  for (int n = 0; n < world_.num_nodes; ++n)
+    if (n != world_.node()) rail_tokens = std::max(rail_tokens, counts.from_nodes[size_t(n)]);
+  learned.add_learned(layout_.counts.num_nodes, rail_tokens, counts.numbers.recv_rows);
+  return placement;
+}
+
+std::shared_ptr<Plan> Placement::plan(unsigned char* memory) {
+  if (!counts.placed) throw std::logic_error("plan: no rows were placed");
+  attach_learned(device.view, learned, memory);
+  return std::make_shared<Plan>(device, &counts);
+}
+
+// As every wait: with a deadline, and noticing that the kernel died or the user lost patience.
+void Engine::await_mail() {
+  const std::atomic_ref<uint64_t> ticket(*CountMail::ticket(static_cast<unsigned char*>(mail_.get())));
+  const int64_t since = host::now_ns();
+  host::Idle idle;
+  for (uint32_t round = 0; ticket.load(std::memory_order_acquire) < mail_ticket_; ++round) {
+    if (!idle.round()) continue;
+    if (const auto died = executor_->obituary()) throw host::DeadlineError(*died);
+    executor_->check();
+    // Asking takes Python's lock, which other ranks of this process may want.
+    const bool stop = round % 64 == 0 && settings_.interrupted && settings_.interrupted();
+    const double waited_s = double(host::now_ns() - since) * 1e-9;
+    if (!stop && waited_s < settings_.timeout_s * kHostPatience) continue;
+    executor_->abort();
+    if (stop) throw host::Interrupted();
+    Obituary o;
+    o.site = Site::kMail, o.rank = world_.rank, o.node = world_.node(), o.role = "host";
+    o.expected = mail_ticket_, o.seen = ticket.load(std::memory_order_acquire), o.waited_s = waited_s;
+    throw host::DeadlineError(o);
+  }
+}
+
+PlacedCounts Engine::read_mail() const {
+  const CountMail m = CountMail::make(layout_.counts);
+  const uint32_t* words = CountMail::word(static_cast<unsigned char*>(mail_.get()));
+  const auto take = [&]<class T>(std::vector<T>& to, uint32_t at, uint32_t count) {
+    to.assign(words + at, words + at + count);
+  };
+  PlacedCounts c;
+  c.placed = words[CountMail::kPlaced] != 0;
+  take(c.headers, m.headers_at(), m.num_ranks * kCountHeaderWords);
+  if (!c.placed) return c;
+  c.numbers.recv_rows = words[CountMail::kRecvRows], c.numbers.max_recv_rows = words[CountMail::kMaxRecvRows];
+  c.numbers.permuted_rows = words[CountMail::kPermutedRows], c.numbers.overflow = int32_t(words[CountMail::kOverflow]);
+  c.numbers.has_holes = words[CountMail::kHasHoles];
+  take(c.rank_rows, m.rank_rows_at(), m.num_ranks), take(c.source_rows, m.source_rows_at(), m.num_ranks);
+  take(c.dropped, m.dropped_at(), m.num_ranks), take(c.from_nodes, m.from_nodes_at(), m.num_nodes);
+  take(c.tokens_per_expert, m.tokens_per_expert_at(), m.num_local_experts);
+  take(c.padded_tokens_per_expert, m.padded_at(), m.num_local_experts);
+  return c;
+}
+
+}  // namespace hep

@@ -1,0 +1,307 @@
+// The host learns counts from a kernel that runs beside it: an executor with a stream, as a GPU has, whose launches end
+// after the call that made them has returned.
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <numeric>
+#include <thread>
+
+#include "arch/host/errors.h"
+#include "check.h"
+#include "kernels/instances/host_executor.h"
+#include "layout/headers.h"
+#include "runtime/engine.h"
+#include "thread_executor.h"
+#include "transport/shm/shm_transport.h"
+
+HEP_TEST_MAIN
+
+namespace hep::test {
+namespace {
+
+// Runs the launches of another executor on a thread of its own, one after another.
+class StreamedExecutor final : public Executor {
+ public:
+  explicit StreamedExecutor(std::unique_ptr<Executor> machine)
+      : machine_(std::move(machine)), worker_([this] { work(); }) {}
+  ~StreamedExecutor() override {
+    {
+      std::lock_guard lock(mutex_);
+      closing_ = true;
+    }
+    changed_.notify_all();
+    worker_.join();
+  }
+  void exchange(const ExchangeParams& p, const LaunchSettings& s) override {
+    push([this, p, s] { machine_->exchange(p, s); });
+  }
+  void dispatch(DispatchParams& p, const LaunchSettings& s) override {
+    push([this, p, s]() mutable { machine_->dispatch(p, s); });
+  }
+  void unpermute(CombineParams& p, const LaunchSettings& s) override {
+    push([this, p, s]() mutable { machine_->unpermute(p, s); });
+  }
+  void combine(CombineParams& p, const LaunchSettings& s) override {
+    push([this, p, s]() mutable { machine_->combine(p, s); });
+  }
+  void drain() noexcept override {
+    std::unique_lock lock(mutex_);
+    ++drains;
+    changed_.wait(lock, [&] { return !busy_ && stream_.empty(); });
+  }
+  void read(void* to, const void* from, uint64_t bytes) override { drain(), std::memcpy(to, from, bytes); }
+  std::optional<Obituary> obituary() override {
+    std::lock_guard lock(mutex_);
+    return died_;
+  }
+  void abort() noexcept override { aborted = true; }
+
+  // Other work of the caller's on the same stream.
+  void push(std::function<void()> job) {
+    {
+      std::lock_guard lock(mutex_);
+      stream_.push_back(std::move(job));
+    }
+    changed_.notify_all();
+  }
+  int drains = 0;
+  std::atomic<bool> aborted{false};
+
+ private:
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return closing_ || !stream_.empty(); });
+      if (stream_.empty()) return;
+      const auto job = std::move(stream_.front());
+      stream_.pop_front();
+      busy_ = true;
+      lock.unlock();
+      std::optional<Obituary> died;
+      try {
+        if (!aborted) job();
+      } catch (const host::DeadlineError& e) {
+        died = e.obituary();
+      }
+      lock.lock();
+      if (died) died_ = died;
+      busy_ = false;
+      changed_.notify_all();
+    }
+  }
+  std::unique_ptr<Executor> machine_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> stream_;
+  std::optional<Obituary> died_;
+  bool busy_ = false, closing_ = false;
+  std::thread worker_;
+};
+
+constexpr uint32_t kExperts = 2, kTokens = 6, kTopk = 2, kRow = 32;
+
+// Ranks 0 and 1 of one node, each with an engine on a stream. Expert 0 is rank 0's, expert 1 rank 1's.
+struct Pair {
+  explicit Pair(double timeout_s) {
+    shape.num_local_ranks = 2, shape.num_experts = kExperts, shape.max_tokens = kTokens, shape.max_topk = kTopk;
+    shape.recv_rows = 2 * kTokens, shape.row_bytes = shape.partial_row_bytes = kRow;
+    std::vector<std::shared_ptr<Segment>> segments;
+    for (int r = 0; r < 2; ++r) segments.push_back(Segment::private_memory(BufferLayout(shape).total));
+    for (int r = 0; r < 2; ++r) {
+      const auto maker = [&](unsigned char* const* rail, uint64_t) -> std::unique_ptr<Executor> {
+        // ThreadSanitizer does not follow fibers.
+        auto machine = std::make_unique<HostExecutor<host::PlainThreads<1>, ShmTransport>>(rail);
+        auto streamed = std::make_unique<StreamedExecutor>(std::move(machine));
+        streams[r] = streamed.get();
+        return streamed;
+      };
+      engines[r] = std::make_unique<Engine>(r, shape, segments, timeout_s, maker, 1);
+    }
+  }
+  BufferShape shape;
+  StreamedExecutor* streams[2] = {};
+  std::unique_ptr<Engine> engines[2];
+};
+
+struct Memory {
+  explicit Memory(uint64_t bytes) : bytes_(bytes + 128, 0xFF) {}
+  unsigned char* data() { return bytes_.data() + (128 - reinterpret_cast<uint64_t>(bytes_.data()) % 128) % 128; }
+
+ private:
+  std::vector<unsigned char> bytes_;
+};
+
+// One rank's call: `tokens` tokens, the j-th of which chooses expert 0, and every other one expert 1 too.
+struct Routed {
+  explicit Routed(Engine& e, uint32_t tokens, uint32_t word = 7) : memory(e.plan_memory(tokens, kTopk, false).total) {
+    for (uint32_t t = 0; t < tokens; ++t) idx.push_back(0), idx.push_back(t % 2 ? 1 : -1);
+    in.topk_idx = idx.data(), in.num_tokens = tokens, in.topk = kTopk, in.header = {0, word};
+    call.topk = kTopk, call.budget_word = kHeaderFirstFree, call.memory = memory.data();
+    call.must_agree = 1u << kHeaderTopk | 1u << (kHeaderFirstFree + 1);
+  }
+  std::vector<int64_t> idx;
+  Memory memory;
+  RoutingInput in;
+  PlaceCall call;
+};
+
+// Both ranks' calls at once; what rank 0's returned.
+template <class F>
+void both(F&& rank_body) {
+  std::exception_ptr errors[2];
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < 2; ++r)
+    ranks.emplace_back([&, r] {
+      try {
+        rank_body(r);
+      } catch (...) {
+        errors[r] = std::current_exception();
+      }
+    });
+  for (auto& rank : ranks) rank.join();
+  for (auto& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
+void counts_and_rows_are_right(Pair& pair, uint32_t tokens0, uint32_t tokens1) {
+  const uint32_t tokens[2] = {tokens0, tokens1}, total = tokens0 + tokens1;
+  const uint32_t odd[2] = {tokens0 / 2, tokens1 / 2};
+  both([&](int r) {
+    Engine& engine = *pair.engines[r];
+    Routed routed(engine, tokens[r]);
+    const int drains = pair.streams[r]->drains;
+    const auto placement = engine.place_and_count(routed.in, routed.call);
+    const PlacedCounts& c = placement->counts;
+    CHECK(c.placed);
+    const uint32_t rows[2] = {total, odd[0] + odd[1]};
+    CHECK_EQ(c.numbers.recv_rows, rows[r]);
+    CHECK_EQ(c.numbers.max_recv_rows, total);
+    CHECK_EQ(c.numbers.permuted_rows, rows[r]);
+    CHECK_EQ(c.numbers.overflow, 0);
+    for (int s = 0; s < 2; ++s) {
+      CHECK_EQ(c.rank_rows[size_t(s)], rows[s]);
+      CHECK_EQ(c.source_rows[size_t(s)], r ? odd[s] : tokens[s]);
+      CHECK_EQ(c.header(s, kHeaderNumTokens), tokens[s]);
+      CHECK_EQ(c.header(s, kHeaderTopk), kTopk);
+      CHECK_EQ(c.dropped[size_t(s)], 0u);
+    }
+    CHECK_EQ(c.from_nodes[0], tokens[r]);
+    CHECK_EQ(c.tokens_per_expert[0], int64_t(rows[r]));
+    Memory learned(placement->learned.total);
+    const auto plan = placement->plan(learned.data());
+    std::vector<unsigned char> x(uint64_t(tokens[r]) * kRow), out(uint64_t(rows[r]) * kRow + 1);
+    for (uint64_t i = 0; i < x.size(); ++i) x[i] = uint8_t(100 * r + i / kRow);
+    DispatchCall d;
+    d.x = x.data(), d.out_x = out.data(), d.row_bytes = kRow, d.out_rows = rows[r], d.permute = true;
+    engine.dispatch(*plan, d);
+    CHECK_EQ(pair.streams[r]->drains, drains);  // nobody has waited for the stream
+    pair.streams[r]->drain();
+    for (uint32_t row = 0, s = 0, t = 0; row < rows[r]; ++row, t += r ? 2 : 1) {
+      if (row == 0) t = r ? 1 : 0;
+      if (t >= tokens[s]) ++s, t = r ? 1 : 0;
+      CHECK_EQ(int(out[uint64_t(row) * kRow]), int(100 * s + t));
+    }
+  });
+}
+
+}  // namespace
+
+TEST(counts_come_by_mail_and_nobody_waits_for_the_stream) {
+  Pair pair(20);
+  for (uint32_t i = 0; i < 20; ++i) counts_and_rows_are_right(pair, i % 7, (3 * i) % 7);
+}
+
+TEST(calls_that_do_not_fit_are_learned_by_all_and_harm_nothing) {
+  Pair pair(20);
+  const auto refused = [&](uint32_t tokens1, uint32_t word1, int64_t expert1) {
+    both([&](int r) {
+      Routed routed(*pair.engines[r], r ? tokens1 : 3, r ? word1 : 7);
+      if (r) routed.idx[0] = expert1;
+      const auto placement = pair.engines[r]->place_and_count(routed.in, routed.call);
+      CHECK(!placement->counts.placed);
+      CHECK_EQ(placement->counts.header(1, kHeaderNumTokens), tokens1);
+      CHECK_EQ(placement->counts.header(1, kHeaderFirstFree + 1), word1);
+      CHECK_EQ(placement->counts.header(1, kHeaderTopk) >> 16, expert1 ? 1u : 0u);
+      CHECK_THROWS(std::logic_error, placement->plan(nullptr));
+    });
+    counts_and_rows_are_right(pair, 5, 2);
+  };
+  refused(3, 8, 0);            // another word
+  refused(kTokens + 1, 7, 0);  // more tokens than the buffer is laid out for
+  refused(3, 7, kExperts);     // an expert that does not exist
+  refused(3, 7, -2);
+}
+
+TEST(a_kernel_that_dies_is_reported_by_the_host_that_waits) {
+  Pair pair(0.3);
+  Routed routed(*pair.engines[0], 3);
+  try {
+    pair.engines[0]->place_and_count(routed.in, routed.call);
+    check::fail(__FILE__, __LINE__, "nobody played rank 1");
+  } catch (const host::DeadlineError& e) {  // the lane's, which knows for whom it waited
+    CHECK(e.obituary().site == Site::kCountsFromNode);
+    CHECK_EQ(e.obituary().peer, 1);
+  }
+  CHECK_THROWS(std::runtime_error, pair.engines[0]->place_and_count(routed.in, routed.call));
+}
+
+TEST(a_kernel_that_never_starts_has_an_obituary_too) {
+  Pair pair(0.2);
+  Routed routed(*pair.engines[0], 3);
+  StreamedExecutor& stream = *pair.streams[0];
+  stream.push([&] {  // work of the caller's that does not end
+    while (!stream.aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  try {
+    pair.engines[0]->place_and_count(routed.in, routed.call);
+    check::fail(__FILE__, __LINE__, "there is no mail");
+  } catch (const host::DeadlineError& e) {
+    CHECK(e.obituary().site == Site::kMail);
+    CHECK_EQ(e.obituary().expected, 1u);
+    CHECK_EQ(e.obituary().seen, 0u);
+    CHECK(e.obituary().waited_s >= 0.25);
+  }
+  CHECK(stream.aborted.load());
+}
+
+TEST(the_user_may_lose_patience) {
+  Pair pair(20);
+  Routed routed(*pair.engines[0], 3);
+  std::atomic<bool> stop{false};
+  pair.engines[0]->set_interrupt_check([&] { return stop.load(); });
+  pair.streams[0]->push([&] {
+    stop = true;
+    while (!pair.streams[0]->aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  CHECK_THROWS(host::Interrupted, pair.engines[0]->place_and_count(routed.in, routed.call));
+}
+
+#if defined(HEP_MUTANTS)
+TEST(mutants_are_noticed) {
+  const auto caught = [](int mutant, auto&& test) {
+    kMutant = mutant;
+    bool wrong = false;
+    try {
+      test();
+    } catch (const std::exception& e) {
+      wrong = true;
+      std::printf("mutant %d: %.100s\n", mutant, e.what());
+    }
+    kMutant = 0;
+    CHECK(wrong);
+  };
+  caught(51, [] {  // the mail is sent before the counts are known
+    Pair pair(20);
+    counts_and_rows_are_right(pair, 4, 3);
+  });
+  caught(50, [] {  // nobody looks whether the calls fit
+    Pair pair(20);
+    both([&](int r) {
+      Routed routed(*pair.engines[r], 3, r ? 8 : 7);
+      CHECK(!pair.engines[r]->place_and_count(routed.in, routed.call)->counts.placed);
+    });
+  });
+}
+#endif
+
+}  // namespace hep::test
