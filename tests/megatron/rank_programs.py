@@ -330,6 +330,29 @@ def shared_buffers(ep):
     return True
 
 
+def two_in_flight(ep):
+    """Two layers of one buffer: both dispatch before either combines, and their backwards interleave as well."""
+    groups = initialize(ep)
+    megatron_patches.apply(timeout_s=60.0)
+    layers = [make_dispatcher("ours", groups, ep) for _ in range(2)]
+    batches = [route(16, dist.get_rank()), route(24, 50 + dist.get_rank())]
+    alone = [six_steps(layer, *batch) for layer, batch in zip(layers, batches, strict=True)]
+    hidden, sent, outs = [], [], []
+    for layer, (x, routing_map, probs) in zip(layers, batches, strict=True):
+        hidden.append(x.clone().requires_grad_())
+        x, p = layer.dispatch_preprocess(hidden[-1], routing_map, probs)
+        sent.append(layer.dispatch_postprocess(*layer.token_dispatch(x, p)))
+    for layer, part in zip(layers, sent, strict=True):
+        outs.append(layer.combine_postprocess(layer.token_combine(run_experts(layer, *part))))
+    for out, want in zip(outs, alone, strict=True):
+        assert torch.equal(out, want["out"])
+    sum((out * torch.linspace(0.5, 1.5, out.numel()).view_as(out)).sum() for out in outs).backward()
+    for x, want in zip(hidden, alone, strict=True):
+        assert torch.equal(x.grad, want["hidden_grad"])
+    assert len(buffers.live()) == 1
+    return True
+
+
 def built_by_moe_layer(ep):
     """The class MoELayer looks up, the refusals, and Megatron's own manager when hybrid_ep is off."""
     groups = initialize(ep)

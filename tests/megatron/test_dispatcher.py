@@ -55,6 +55,10 @@ def test_layers_share_buffers_and_handles_outlive_them():
     run("shared_buffers", 2, 2)
 
 
+def test_dispatches_of_layers_that_share_a_buffer_may_overlap():
+    run("two_in_flight", 2, 2)
+
+
 def test_refusals_instead_of_another_dispatcher():
     not_installed, wrong_backend, indivisible = run("built_by_moe_layer", 2, 2)[0]
     assert (

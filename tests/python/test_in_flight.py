@@ -1,0 +1,135 @@
+"""Overlapped micro-batches: several dispatches before their combines, on one buffer and on two, bit for bit what one
+after the other gives."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from examples import Example, expected, make_inputs, same
+
+from hybrid_ep import HybridEPBuffer
+from hybrid_ep.testing import VirtualWorld
+
+SHAPE = (2, 2)
+A = Example(*SHAPE, 3, (30, 0, 17, 9), 3, 64, pad_multiple=4, seed=11)
+B = Example(*SHAPE, 3, (5, 21, 40, 1), 2, 64, pad_multiple=8, seed=12)
+
+
+def send(buffer, rank: int, ex: Example):
+    mine = make_inputs(ex, rank)
+    return buffer.dispatch_with_permute(hidden=mine.hidden, num_of_experts=ex.world.num_experts,
+                                        pad_multiple=ex.pad_multiple, **mine.routing())
+
+
+def gather(buffer, sent):
+    return buffer.combine_with_unpermute(hidden=sent[0] * 2, probs=sent[1], handle=sent[-1])
+
+
+def outcome(sent, back) -> list:
+    return [*sent[:2], sent[3], *back]
+
+
+def alone(buffers, world, ex: Example) -> list:
+    def work(rank, _):
+        sent = send(buffers[rank], rank, ex)
+        return outcome(sent, gather(buffers[rank], sent))
+
+    return world.run(work)
+
+
+def buffers_of(world, kernel_places: bool = False):
+    buffers = world.buffers(64, 40, 3, timeout_s=60)
+    for buffer in buffers:
+        buffer._session.kernel_places = kernel_places
+    return buffers
+
+
+def compare(results, *wanted) -> None:
+    for rank, got in enumerate(results):
+        for which, (g, w) in enumerate(zip(got, [want[rank] for want in wanted], strict=True)):
+            for i, (x, y) in enumerate(zip(g, w, strict=True)):
+                same(f"micro-batch {which}, rank {rank}, element {i}", x, y)
+
+
+@pytest.mark.parametrize("kernel_places", [False, True])
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_two_dispatches_before_their_combines(num_buffers, kernel_places):
+    world = VirtualWorld(*SHAPE)
+    first = buffers_of(world, kernel_places)
+    second = first if num_buffers == 1 else buffers_of(world, kernel_places)
+    wanted = alone(first, world, A), alone(second, world, B)
+
+    def work(rank, _):
+        a, b = send(first[rank], rank, A), send(second[rank], rank, B)
+        world_poison(rank)  # whatever a combine needs of its dispatch is in the handle, not in the buffer
+        return outcome(a, gather(first[rank], a)), outcome(b, gather(second[rank], b))
+
+    def world_poison(rank):
+        meet.wait(60)
+        for buffers in {id(first): first, id(second): second}.values():
+            buffers[rank]._session.engine.poison()
+        meet.wait(60)
+
+    meet = threading.Barrier(world.size)
+    compare(world.run(work), *wanted)
+
+
+def test_two_buffers_at_the_same_time():
+    """A thread for each buffer on every rank: their operations really overlap, and do not meet."""
+    world = VirtualWorld(*SHAPE)
+    first, second = buffers_of(world), buffers_of(world)
+    wanted = alone(first, world, A), alone(second, world, B)
+
+    def many(buffer, rank, ex):
+        for _ in range(8):
+            sent = send(buffer, rank, ex)
+            result = outcome(sent, gather(buffer, sent))
+        return result
+
+    def work(rank, _):
+        results = {}
+        thread = threading.Thread(target=lambda: results.update(a=many(first[rank], rank, A)))
+        thread.start()
+        results["b"] = many(second[rank], rank, B)
+        thread.join()
+        return results["a"], results["b"]
+
+    compare(world.run(work), *wanted)
+
+
+def test_two_buffers_take_twice_the_memory_of_one():
+    world = VirtualWorld(*SHAPE)
+    reports = [b.memory_report().total_bytes for buffers in (buffers_of(world), buffers_of(world)) for b in buffers]
+    assert len(set(reports)) == 1 and len(reports) == 2 * world.size
+
+
+def _in_processes(ctx, overlapped: bool):
+    group = ctx.group(4)
+    options = dict(timeout_s=50, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+    with HybridEPBuffer(group, 64, 40, 3, **options) as first, HybridEPBuffer(group, 64, 40, 3, **options) as second:
+        a = send(first, ctx.rank, A)
+        if not overlapped:
+            a = outcome(a, gather(first, a))
+        b = send(second, ctx.rank, B)
+        if overlapped:
+            a = outcome(a, gather(first, a))
+        return a, outcome(b, gather(second, b))
+
+
+def test_two_buffers_of_real_processes(world):
+    overlapped, sequential = (world.run(_in_processes, o, ranks=range(4)) for o in (True, False))
+    compare(overlapped, [r[0] for r in sequential], [r[1] for r in sequential])
+    for rank in range(4):
+        same("rows", overlapped[rank][0][0], expected(A).permuted[rank][0])
+
+
+def test_the_comparison_notices():
+    world = VirtualWorld(*SHAPE)
+    buffers = buffers_of(world)
+    wanted = alone(buffers, world, A)
+    with pytest.raises(AssertionError, match="micro-batch 0, rank 0, element 0"):
+        compare([[[r[0] + 1, *r[1:]]] for r in wanted], wanted)
+    swapped = [[alone_b] for alone_b in alone(buffers, world, B)]
+    with pytest.raises((AssertionError, RuntimeError)):
+        compare(swapped, wanted)
