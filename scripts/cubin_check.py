@@ -41,7 +41,7 @@ class Budget:
 
 
 BUDGETS = {
-    "exchange": Budget(80, 6100, ("ELECT", *ACQUIRES)),
+    "exchange": Budget(80, 6600, ("ELECT", *ACQUIRES)),
     "dispatch": Budget(128, 6500, (*COPIES, *ACQUIRES)),
     "deliver": Budget(80, 2200, (*COPIES, *ACQUIRES)),
     "unpermute": Budget(128, 4500, (*COPIES, "LDS.128", "STS.128")),
