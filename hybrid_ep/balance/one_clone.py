@@ -36,7 +36,7 @@ class _State:
 class OneCloneSearch:
     """load, home: tokens and home rank of each expert [E]."""
 
-    def __init__(self, load: Sequence[int], home: Sequence[int], num_ranks: int, max_nodes: int = 1000) -> None:
+    def __init__(self, load: Sequence[int], home: Sequence[int], num_ranks: int, max_nodes: int = 4000) -> None:
         self.load, self.home, self.num_ranks = [int(x) for x in load], [int(r) for r in home], num_ranks
         self.max_nodes, self.slack, self.nodes = max_nodes, 0, 0
         self.at_home = [0] * num_ranks
