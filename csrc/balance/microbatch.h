@@ -43,6 +43,8 @@ class MicrobatchPlanner {
   // there or -1. slot_tokens[R, S]: tokens that this clone takes; the home takes the rest.
   MicrobatchResult plan(const int64_t* counts, const int32_t* home, int32_t* slot_expert, int64_t* slot_tokens);
 
+  const MicrobatchShape& shape() const { return shape_; }
+
  private:
   struct Clone {
     int32_t expert, rank, slot;

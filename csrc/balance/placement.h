@@ -34,19 +34,28 @@ class Placer {
     int slots = 1, slot = -1, other = -1, expert = -1;  // a replica of `expert` into slot, or slot <-> other
   };
 
+  // Loads of the fullest rank: where levelling stops, where no other numbers of replicas are tried, and EPLB's.
+  struct Marks {
+    int64_t good = 0, enough = 0, eplb = 0;
+  };
+
   struct State {
     std::vector<int32_t> slots, count;
     std::vector<int64_t> share, load;
     std::vector<unsigned char> has;
   };
 
-  void spread(const std::vector<int>& experts, int first_rank, int num_ranks, int64_t pace);
+  void spread(const std::vector<int>& experts, int first_rank, int num_ranks, bool twins, const Marks& m);
+  void restore(const State& s);
   int64_t mean_of(const std::vector<int>& experts, int num_ranks) const;
   void clear(int first_rank, int num_ranks);
   void replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap);
-  void pack(const std::vector<int>& experts, int first_rank, int num_ranks);
+  bool pack(const std::vector<int>& experts, int first_rank, int num_ranks, bool twice);
+  bool greedy(const std::vector<int>& experts, int first_rank, int num_ranks);
+  bool part_twins(int first_rank, int num_ranks);
+  int64_t fullest(int first_rank, int num_ranks) const;
   void make_room(int expert, int first_rank, int num_ranks);
-  void refine(int first_rank, int num_ranks);
+  void refine(int first_rank, int num_ranks, int64_t good);
   bool swap_down(int hot, int first_rank, int num_ranks, int64_t below, int64_t good);
   bool replica_down(int hot, int first_rank, int num_ranks);
   int64_t fullest_with(int slot, int expert) const;
@@ -72,7 +81,7 @@ class Placer {
   int per_rank_;
   int64_t limit_ = 0;
   std::vector<int64_t> weight_, share_, load_, size_;  // size_: share of the expert in each slot, for swaps
-  std::vector<int32_t> count_, slots_, used_;
+  std::vector<int32_t> count_, slots_, used_, heap_;
   std::vector<unsigned char> has_;              // [ranks, experts]
   std::vector<std::vector<int32_t>> where_;     // ranks of each expert, ascending; for replica moves
   std::vector<std::pair<int64_t, int>> order_;  // (share, expert), largest first

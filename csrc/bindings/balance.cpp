@@ -1,6 +1,7 @@
 // Arrays come as addresses of contiguous memory; hybrid_ep/balance checks shapes and types before they get here.
 #include "bindings/balance.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include "balance/microbatch.h"
@@ -42,10 +43,32 @@ MicrobatchShape make_shape(int num_ranks, int num_experts, int spare_slots, int 
   return s;
 }
 
-py::tuple plan(MicrobatchPlanner& planner, uint64_t counts, uint64_t home, uint64_t slot_expert, uint64_t slot_tokens) {
-  const auto r = planner.plan(pointer<const int64_t>(counts), pointer<const int32_t>(home),
-                              pointer<int32_t>(slot_expert), pointer<int64_t>(slot_tokens));
-  return py::make_tuple(r.num_copies, r.max_cost_before, r.max_cost, r.target);
+using Counts = py::array_t<int64_t, py::array::c_style>;
+using Ranks = py::array_t<int32_t, py::array::c_style>;
+
+// One micro-batch [R, E] or one of each of L layers [L, R, E]: (slot_expert, slot_tokens, target of each layer).
+// Arrays, not addresses: asking numpy for an address from Python costs 2 us, a sixth of a plan.
+py::tuple plan(MicrobatchPlanner& planner, const Counts& counts, const Ranks& home) {
+  const MicrobatchShape& s = planner.shape();
+  const bool layers = counts.ndim() == 3;
+  const py::ssize_t num_layers = layers ? counts.shape(0) : 1;
+  if (counts.ndim() < 2 || counts.size() != num_layers * s.num_ranks * s.num_experts || home.size() != s.num_experts)
+    throw std::invalid_argument("counts: must be [ranks, experts] or [layers, ranks, experts], home [experts]");
+  std::vector<py::ssize_t> dims{s.num_ranks, s.spare_slots};
+  if (layers) dims.insert(dims.begin(), num_layers);
+  Ranks expert(dims);
+  Counts tokens(dims);
+  const int64_t* from = counts.data();
+  int32_t* to_expert = expert.mutable_data();
+  int64_t* to_tokens = tokens.mutable_data();
+  const int slots = s.num_ranks * s.spare_slots;
+  if (!layers) return py::make_tuple(expert, tokens, planner.plan(from, home.data(), to_expert, to_tokens).target);
+  py::list targets;
+  for (py::ssize_t l = 0; l < num_layers; ++l) {
+    targets.append(planner.plan(from, home.data(), to_expert, to_tokens).target);
+    from += int64_t(s.num_ranks) * s.num_experts, to_expert += slots, to_tokens += slots;
+  }
+  return py::make_tuple(expert, tokens, targets);
 }
 
 }  // namespace
@@ -58,7 +81,8 @@ void bind_balance(py::module_& m) {
            py::arg("strategy"));
   py::class_<MicrobatchPlanner>(m, "MicrobatchPlanner", "Clones and quotas of one micro-batch.")
       .def(py::init<const MicrobatchShape&>())
-      .def("plan", &plan, "(copies, largest cost before, after, target)");
+      .def("plan", &plan, py::arg("counts").noconvert(), py::arg("home").noconvert(),
+           "counts int64 [R, E] or [L, R, E], home int32 [E]: (slot_expert, slot_tokens, target or targets).");
   m.def("share_of_source", [](const MicrobatchShape& shape, uint64_t counts, uint64_t home, uint64_t slot_expert,
                               uint64_t slot_tokens, int source, uint64_t take) {
     balance::share_of_source(shape, pointer<const int64_t>(counts), pointer<const int32_t>(home),

@@ -9,6 +9,7 @@ SHARE_BITS = 16
 PPM = 1_000_000
 LEVEL = 2_500  # a 2,500th above the mean is level: no more swaps
 GOOD = 1_250  # a 1,250th is good enough: no other numbers of replicas
+SHAKES, KICKS = 400, 3  # where EPLB's greedy is lower still
 
 
 class Placement:
@@ -33,16 +34,27 @@ class Placement:
     # ---- a fresh placement
 
     def fresh(self):
-        if not self.num_groups:
-            everything = range(len(self.weight))
-            self._spread(everything, range(self.num_ranks), self._mean(everything, self.num_ranks))
-            return self.phy2log()
-        ranks = self.num_ranks // self.num_nodes
-        nodes = self._groups_to_nodes()
-        pace = max(self._mean(experts, ranks) for experts in nodes)
-        for node, experts in enumerate(nodes):
-            self._spread(experts, range(node * ranks, (node + 1) * ranks), pace)
+        nodes = self._groups_to_nodes() if self.num_groups else [list(range(len(self.weight)))]
+        size = self.num_ranks // len(nodes)
+        ranks = [range(n * size, (n + 1) * size) for n in range(len(nodes))]
+        twins = [self._greedy(*node) for node in zip(nodes, ranks, strict=True)]
+        # The heaviest node first: it sets the pace, the others need be no better.
+        order = sorted(range(len(nodes)), key=lambda n: -self._mean(nodes[n], size))
+        pace, eplb = self._mean(nodes[order[0]], size), max(map(self._fullest, ranks))
+        marks = [min(eplb, pace + pace // LEVEL), min(eplb, pace + pace // GOOD), eplb]
+        for n in order:
+            self._spread(nodes[n], ranks[n], twins[n], *marks)
+            marks = [max(mark, self._fullest(ranks[n])) for mark in marks]
         return self.phy2log()
+
+    def _fullest(self, ranks):
+        return max(self.load(r) for r in ranks)
+
+    def _greedy(self, experts, ranks):
+        """EPLB's: returns whether a rank holds an expert twice."""
+        self._replicate(experts, ranks, 0, len(ranks) * self.per_rank)
+        self._pack(experts, ranks, twice=True)
+        return any(len(set(self.ranks[r])) < len(self.ranks[r]) for r in ranks)
 
     def _groups_to_nodes(self):
         """As many groups on each node, the heaviest first to the lightest node with room."""
@@ -57,27 +69,79 @@ class Placement:
     def _mean(self, experts, num_ranks):
         return (sum(self.weight[e] for e in experts) << SHARE_BITS) // num_ranks
 
-    def _spread(self, experts, ranks, pace):
-        """Greedy numbers of replicas; where the node ends above the mean of the fullest one then, the best of two
-        more with a cap on shares."""
+    def _spread(self, experts, ranks, twins, good, enough, eplb):
+        """From the greedy placement, which stands: the first that comes down to `enough`, or the lowest of it, of other
+        numbers of replicas with a cap on shares and, while above EPLB's mark, of more caps and of shaken ones."""
         mean = self._mean(experts, len(ranks))
-        lowest, best = None, None
+        self.lowest, self.best = None, None
+        if (not twins or self._part_twins(ranks)) and self._settled(ranks, good, enough):
+            return
         hottest = max(self.weight[e] for e in experts)
         hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
-        for percent in (75, 90, 0) if hot else (0, 75, 90):
-            for r in ranks:
-                self.ranks[r] = []
-            self._replicate(experts, ranks, mean // 100 * percent)
-            self._pack(experts, ranks)
-            self._refine(ranks)
-            now = max(self.load(r) for r in ranks)
-            if lowest is None or now < lowest:
-                lowest, best = now, (list(self.count), [list(mine) for mine in self.ranks])
-            if now <= pace + pace // GOOD:
+        for i, percent in enumerate([75, 90, 0] * hot + [0, 75, 90] * (not hot) + [100, 60, 82, 50]):
+            if i >= 3 and self.lowest <= eplb:
                 break
-        self.count, self.ranks = best
+            if percent or twins:  # else the greedy placement again
+                self._replicate(experts, ranks, mean // 100 * percent, len(ranks))
+                self._pack(experts, ranks)
+                if self._settled(ranks, good, enough):
+                    return
+        self._restore()
+        draw = 1
 
-    def _replicate(self, experts, ranks, cap):
+        def any_slot():
+            nonlocal draw
+            draw = (draw * 1_664_525 + 1_013_904_223) % 2**32
+            rank, slot = divmod((draw >> 8) % (len(ranks) * self.per_rank), self.per_rank)
+            return ranks[rank], slot
+
+        for _ in range(SHAKES):
+            if self.lowest <= eplb:
+                break
+            for kick in range(KICKS):
+                (a, i), (b, j) = any_slot(), any_slot()
+                x, y = self.ranks[a][i], self.ranks[b][j]
+                if y in self.ranks[a]:
+                    continue
+                if kick == 0 and self.count[x] > 1:
+                    self._apply((a, i, y))
+                elif x not in self.ranks[b]:
+                    self._apply((a, i, b, j))
+            if self._settled(ranks, good, enough):
+                return
+            self._restore()
+
+    def _settled(self, ranks, good, enough):
+        """Refines; whether that is enough. Remembers the lowest."""
+        self._refine(ranks, good)
+        now = self._fullest(ranks)
+        if now > enough and (self.lowest is None or now < self.lowest):
+            self.lowest, self.best = now, (list(self.count), [list(mine) for mine in self.ranks])
+        return now <= enough
+
+    def _restore(self):
+        self.count, self.ranks = list(self.best[0]), [list(mine) for mine in self.best[1]]
+
+    def _part_twins(self, ranks):
+        """Every second replica on a rank changes places with the expert that leaves the lowest pair; False if one finds
+        none."""
+        for a in ranks:
+            for i, x in enumerate(self.ranks[a]):
+                if x not in self.ranks[a][:i]:
+                    continue
+                best = None
+                for b in ranks:
+                    for j, y in enumerate(self.ranks[b]):
+                        d = self.share(x) - self.share(y)
+                        pair = max(self.load(a) - d, self.load(b) + d)
+                        if x not in self.ranks[b] and y not in self.ranks[a] and (best is None or pair < best[0]):
+                            best = pair, (a, i, b, j)
+                if best is None:
+                    return False
+                self._apply(best[1])
+        return True
+
+    def _replicate(self, experts, ranks, cap, max_replicas):
         """One more replica for the largest share. With a cap only for those above it, then second ones of small
         experts, which fit anywhere."""
         for e in experts:
@@ -89,17 +153,20 @@ class Placement:
         for _ in range(len(ranks) * self.per_rank - len(experts)):
             growing = []
             while not growing:
-                growing = [e for e in experts if self.count[e] < len(ranks) and phases[0](e)]
+                growing = [e for e in experts if self.count[e] < max_replicas and phases[0](e)]
                 if not growing:
                     phases.pop(0)
             self.count[min(growing, key=lambda e: (-self.share(e), self.count[e], e))] += 1
 
-    def _pack(self, experts, ranks):
+    def _pack(self, experts, ranks, twice=False):
+        """The largest share first to the emptiest rank with a free slot; twice: even if it holds the expert already."""
+        for r in ranks:
+            self.ranks[r] = []
         for e in sorted(experts, key=lambda e: (-self.share(e), e)):
             for _ in range(self.count[e]):
-                lacking = [r for r in ranks if len(self.ranks[r]) < self.per_rank and e not in self.ranks[r]]
-                if lacking:
-                    self.ranks[min(lacking, key=lambda r: (self.load(r), r))].append(e)
+                free = [r for r in ranks if len(self.ranks[r]) < self.per_rank and (twice or e not in self.ranks[r])]
+                if free:
+                    self.ranks[min(free, key=lambda r: (self.load(r), r))].append(e)
                 else:
                     self._make_room(e, ranks)
 
@@ -112,10 +179,10 @@ class Placement:
         self.ranks[taker].append(moved)
         giver[giver.index(moved)] = expert
 
-    def _refine(self, ranks):
-        """The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end."""
+    def _refine(self, ranks, good):
+        """The fullest rank gives until it is down at `good` or nothing helps: swaps first, a different set of replicas
+        where swaps end."""
         mean = sum(self.load(r) for r in ranks) // len(ranks)
-        good = mean + mean // LEVEL
         for _ in range(4 * len(ranks)):
             load = {r: self.load(r) for r in ranks}
             hot = min(ranks, key=lambda r: (-load[r], r))

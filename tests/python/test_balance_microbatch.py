@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 from random import Random
 
 import numpy as np
@@ -177,6 +178,22 @@ def test_plan_is_pure():
         assert (a.slot_expert == b.slot_expert).all() and (a.slot_tokens == b.slot_tokens).all()
 
 
+def test_layers_in_one_call_are_planned_like_one_by_one():
+    rng = np.random.default_rng(4)
+    counts = np.stack([loads.counts(rng, s, 8, 2048) for s in loads.popularity(rng, 3, 32, "lognormal", 1.0)])
+    planner = balance.MicrobatchPlanner(8, 32, spare_slots=2)
+    for given_counts in (counts, counts.astype(np.int32), np.asfortranarray(counts)):
+        plans = planner.plan_layers(given_counts)
+        assert len(plans) == 3
+        for many, c in zip(plans, counts, strict=True):
+            one = planner.plan(c)
+            assert (many.slot_expert == one.slot_expert).all() and (many.slot_tokens == one.slot_tokens).all()
+            assert (many.counts == c).all() and many.target == one.target and many.num_copies > 0
+            assert set(vars(many)) == {f.name for f in fields(balance.MicrobatchPlan)}
+    with pytest.raises(ValueError, match="layers, ranks, experts"):
+        planner.plan_layers(counts[:, :4])
+
+
 def test_homes_may_change_between_plans():
     rng = np.random.default_rng(3)
     planner = balance.MicrobatchPlanner(8, 32)
@@ -193,7 +210,8 @@ def test_homes_may_change_between_plans():
     ({"epsilon": -0.1}, "epsilon"), ({"num_nodes": 3}, "num_nodes"), ({"spare_slots": -1}, "spare_slots"),
     ({"min_chunk": 0}, "min_chunk"), ({"tile": 0}, "tile"), ({"fan_out": 0}, "fan_out"),
     ({"strategy": "magic"}, "strategy"), ({"home": [9] * 8}, "home"), ({"home": [0]}, "home"),
-    ({"search_nodes": -1}, "search_nodes"), ({"instance_cost": -1}, "instance_cost"), ({"skip_below": -1}, "skip_below"),
+    ({"search_nodes": -1}, "search_nodes"), ({"instance_cost": -1}, "instance_cost"),
+    ({"skip_below": -1}, "skip_below"),
 ])
 def test_bad_options_are_named(change, message):
     with pytest.raises(ValueError, match=message):
@@ -236,7 +254,7 @@ def test_fixed_placement_is_halls_bound(seed):
     assert bounds.fixed_placement(load, phy2log, num_ranks) == worst
 
 
-@pytest.mark.parametrize("seed, epsilon", [(59, 0.0), (340, 0.0), (993, 0.0), (1843, 0.01), (4403, 0.01), (8859, 0.01)])
+@pytest.mark.parametrize("seed, epsilon", [(59, 0.0), (340, 0.0), (993, 0.0), (1843, 0.01), (4403, 0.01)])
 def test_the_search_finds_plans_that_the_constructions_miss(seed, epsilon):
     """Loads of eight ranks and 64 experts; of 24,000 like these constructions miss 1,397, and 56 of them are found."""
     random = Random(seed)

@@ -66,26 +66,71 @@ def test_core_and_twin_agree(case):
 @pytest.mark.parametrize("groups, nodes, ranks", [(8, 4, 32), (1, 1, 32), (1, 1, 36), (8, 8, 64)])
 def test_never_worse_than_eplb(groups, nodes, ranks):
     """Oracle loads, every distribution of the grid, layer by layer, global and hierarchical, although EPLB may put two
-    replicas of an expert on one rank. The tolerance is where levelling stops, a 1,250th of the mean."""
+    replicas of an expert on one rank. No tolerance but what doubles round off."""
     lower = []
     slots = 320 if ranks == 64 else 288
     rng = np.random.default_rng(3)
     for kind, value in GRID:
-        load = np.rint(loads.popularity(rng, 6, 256, kind, value) * 1e6).astype(np.int64)
+        load = np.rint(loads.popularity(rng, 16, 256, kind, value) * 1e6).astype(np.int64)
         theirs = eplb.place(torch.from_numpy(load).float(), slots, groups, nodes, ranks).numpy()
         phy2log, log2phy, logcnt = balance.rebalance_experts(torch.from_numpy(load), slots, groups, nodes, ranks)
         assert_legal(phy2log.numpy(), 256, ranks)
         ours = rank_loads(load, phy2log.numpy(), ranks).max(axis=1)
         other = rank_loads(load, theirs, ranks).max(axis=1)
-        assert (ours <= other * (1 + 1 / 1_250)).all(), (kind, value)
+        assert (ours <= other * (1 + 1e-12)).all(), (kind, value, (ours / other).max())
         lower.append(ours.mean() / other.mean())
         assert (ours >= bounds.mean(load[0], ranks) - 1).all()
         # EPLB's shapes and meanings.
-        assert phy2log.shape == (6, slots) and logcnt.sum(1).eq(slots).all()
-        assert log2phy.shape == (6, 256, int(logcnt.max())) and log2phy.ge(0).sum(-1).eq(logcnt).all()
+        assert phy2log.shape == (16, slots) and logcnt.sum(1).eq(slots).all()
+        assert log2phy.shape == (16, 256, int(logcnt.max())) and log2phy.ge(0).sum(-1).eq(logcnt).all()
         back = torch.where(log2phy >= 0, phy2log.gather(1, log2phy.clamp_min(0).flatten(1)).view_as(log2phy), -1)
         assert torch.where(back >= 0, back == torch.arange(256)[None, :, None], True).all()
     assert np.mean(lower) < 0.999
+
+
+@settings(max_examples=100)
+@given(layers())
+def test_never_worse_than_eplb_where_no_rank_holds_an_expert_twice(case):
+    """Any small shape, in whole numbers. EPLB's own greedy is our first candidate, so this holds by construction."""
+    load, slots, ranks, nodes, groups, _ = case
+    load = load * 720720  # divides by all numbers of replicas up to 16
+    twin = twin_placement.Placement(load.tolist(), slots, ranks, nodes, groups)
+    nodes_of = twin._groups_to_nodes() if groups else [list(range(len(load)))]
+    each = ranks // len(nodes_of)
+    twins = [twin._greedy(node, range(n * each, (n + 1) * each)) for n, node in enumerate(nodes_of)]
+    if slots % ranks or any(twins) or max(twin.count) > 16:
+        return
+    mark = max(twin.load(r) for r in range(ranks)) >> twin_placement.SHARE_BITS
+    p = balance.plan_placement(load[None], slots, ranks, nodes, num_groups=groups)
+    assert p.tokens_of_ranks().max() <= mark
+
+
+def test_with_twins_eplb_may_reach_what_no_legal_placement_does():
+    """Loads 10, 6 and 4 on two ranks of two slots: EPLB's A+A, B+C is level. One A a rank leaves 11 at best."""
+    load = np.array([[10, 6, 4]])
+    theirs = eplb.place(torch.from_numpy(load).float(), 4, 1, 1, 2).numpy()
+    assert rank_loads(load, theirs, 2).max() == 10 and len(set(theirs[0][:2])) + len(set(theirs[0][2:])) == 3
+    assert balance.plan_placement(load, 4, 2).tokens_of_ranks().max() == 11
+
+
+# A node of eight ranks with five slots each where constructions and single steps end 0.1 to 4.8 % above EPLB's greedy.
+STEEP = [
+    [16355, 14629, 10904, 9072, 8446, 6182, 5875, 5452, 4771, 4673, 4259, 4188, 3752, 3728, 3657, 3569, 3487,
+     3011, 2836, 2826, 2795, 2716, 2671, 2531, 2445, 2431, 2405, 2367, 2313, 2274, 2148, 2143],
+    [32711, 14629, 8446, 6295, 5972, 5783, 5694, 5529, 4931, 4771, 4580, 4451, 3829, 3680, 3429, 3410, 3024,
+     2974, 2914, 2836, 2735, 2452, 2361, 2313, 2307, 2302, 2268, 2236, 2181, 2143, 2125, 2044],
+    [122430, 91507, 6682, 5470, 4038, 3682, 3618, 3185, 2517, 2111, 1576, 1296, 1245, 1040, 997, 580, 573,
+     527, 524, 518, 448, 366, 360, 327, 291, 237, 237, 195, 119, 96, 82, 65],
+]
+
+
+@pytest.mark.parametrize("load", STEEP, ids=["flat", "one", "two"])
+def test_more_is_tried_where_eplb_is_lower(load):
+    given_load = np.array([load])
+    theirs = eplb.place(torch.from_numpy(given_load).float(), 40, 1, 1, 8).numpy()
+    p = balance.plan_placement(given_load, 40, 8)
+    assert p.tokens_of_ranks().max() <= rank_loads(given_load, theirs, 8).max()
+    assert p.phy2log[0].tolist() == twin_placement.Placement(load, 40, 8).fresh()
 
 
 def test_groups_stay_on_their_node():
