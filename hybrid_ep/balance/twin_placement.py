@@ -229,19 +229,71 @@ class Placement:
 
     def improve(self, current, target_ppm, max_moves):
         self.ranks = [list(current[r * self.per_rank:(r + 1) * self.per_rank]) for r in range(self.num_ranks)]
+        self.first = [list(mine) for mine in self.ranks]
         self.count = [sum(e in experts for experts in self.ranks) for e in range(len(self.weight))]
         mean = (sum(self.weight) << SHARE_BITS) // self.num_ranks
         self.limit = mean + mean // PPM * target_ppm
-        while max_moves > 0:
+        spent, before = self._lower(max_moves), None
+        while not self._excess() and spent != before:
+            before, spent = spent, self._reconsider(spent)
+        return self._settled_slots()
+
+    def _fetched(self, rank, out, new):
+        """Experts fetched more when `new` takes the place of `out` on a rank: -1 to 1."""
+        return (out in self.first[rank]) - (new in self.first[rank])
+
+    def _lower(self, left):
+        """Greedy steps until all ranks are at the limit, nothing helps or no more than `left` may be fetched. The most
+        gain per expert fetched first; any gain for none beats all. Returns what was fetched."""
+        spent = 0
+        while True:
             best = (0, 1, None)
-            for gain, slots, move in self._moves(max_moves):
-                if gain * best[1] > best[0] * slots:
-                    best = (gain, slots, move)
+            for gain, fetched, move in self._moves(left - spent):
+                if gain <= 0 or (fetched > 0 >= best[1]):
+                    continue
+                if fetched <= 0 < best[1] or (gain > best[0] if fetched <= 0 else gain * best[1] > best[0] * fetched):
+                    best = (gain, fetched, move)
             if best[2] is None:
-                break
+                return spent
             self._apply(best[2])
-            max_moves -= best[1]
-        return self.phy2log()
+            spent += best[1]
+
+    def _reconsider(self, spent):
+        """Every fetched expert goes back once; where the steps that this needs then fetch less in all, it stays so."""
+        for a in range(self.num_ranks):
+            for i in range(self.per_rank):
+                if self.ranks[a][i] in self.first[a] or (back := self._way_back(a, i)) is None:
+                    continue
+                before = list(self.count), [list(mine) for mine in self.ranks]
+                self._apply(back[2])
+                then = spent + back[1] + self._lower(-1 - back[1])
+                if then < spent and not self._excess():
+                    spent = then
+                else:
+                    self.count, self.ranks = before
+        return spent
+
+    def _way_back(self, a, i):
+        """(gain, fetched, move): an expert that the rank had returns, and the gain above the limit is least bad."""
+        x, ways = self.ranks[a][i], []
+        for y in self.first[a]:
+            if not self._may_host(a, y):
+                continue
+            if self.count[x] > 1:
+                ways.append((self._gain((a, i, y)), -1, (a, i, y)))
+            for b in range(self.num_ranks):
+                if y in self.ranks[b] and self._may_host(b, x):
+                    move = (a, i, b, self.ranks[b].index(y))
+                    ways.append((self._gain(move), self._fetched(a, x, y) + self._fetched(b, y, x), move))
+        return max((w for w in ways if w[1] < 0), key=lambda w: w[0], default=None)  # the first of equal ones
+
+    def _settled_slots(self):
+        """What a rank had at first stays in its slots; the rest fills the others in order."""
+        phy2log = []
+        for old, now in zip(self.first, self.ranks, strict=True):
+            fresh = iter([e for e in now if e not in old])
+            phy2log += [e if e in now else next(fresh) for e in old]
+        return phy2log
 
     def _may_host(self, rank, expert):
         if expert in self.ranks[rank]:
@@ -274,20 +326,22 @@ class Placement:
         self.count[expert] += 1
         return rank, slot, old
 
-    def _moves(self, max_slots):
-        """(gain, changed slots, move) of every legal move that can help, in the order that breaks ties."""
+    def _moves(self, left):
+        """(gain, fetched, move) of every move that can help and fetches no more than `left`, in the order that breaks
+        ties."""
         over = [r for r in range(self.num_ranks) if self.load(r) > self.limit]
         hot = [e for e in range(len(self.weight)) if any(e in self.ranks[r] for r in over)]
         places = [(r, i) for r in range(self.num_ranks) for i in range(self.per_rank)]
         for r, i in places:
             if self.count[self.ranks[r][i]] > 1:
                 for e in hot:
-                    if self._may_host(r, e):
-                        yield self._gain((r, i, e)), 1, (r, i, e)
-        if max_slots < 2:
-            return
+                    fetched = self._fetched(r, self.ranks[r][i], e)
+                    if fetched <= left and self._may_host(r, e):
+                        yield self._gain((r, i, e)), fetched, (r, i, e)
         for a, i in places:
             for b, j in places:
-                if a in over and a != b and self._may_host(a, self.ranks[b][j]) \
-                        and self._may_host(b, self.ranks[a][i]):
-                    yield self._gain((a, i, b, j)), 2, (a, i, b, j)
+                x, y = self.ranks[a][i], self.ranks[b][j]
+                if a in over and a != b and self._may_host(a, y) and self._may_host(b, x):
+                    fetched = self._fetched(a, x, y) + self._fetched(b, y, x)
+                    if fetched <= left:
+                        yield self._gain((a, i, b, j)), fetched, (a, i, b, j)
