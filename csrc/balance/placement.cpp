@@ -285,13 +285,18 @@ void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ran
     if (now < lowest) lowest = now, best = {slots_, count_, share_, load_, has_};
     return false;
   };
-  if ((!twins || part_twins(first_rank, num_ranks)) && settled()) return;
+  const bool hot = 4 * hottest > sum || hottest << kShareBits > 6 * mean;
+  const bool later = hot && twins;  // seldom level: first what mostly is
+  if (!later && (!twins || part_twins(first_rank, num_ranks)) && settled()) return;
   // Caps in per cent of the mean rank, 0 for none. The order is for speed: what mostly levels comes first. The last
   // ones are for EPLB's mark alone.
-  const bool hot = 4 * hottest > sum || hottest << kShareBits > 6 * mean;
   const auto caps = hot ? std::array{75, 90, 0, 100, 60, 82, 50} : std::array{0, 75, 90, 100, 60, 82, 50};
   for (size_t i = 0; i < caps.size() && (i < kUsualCaps || lowest > m.eplb); ++i) {
     const int percent = caps[i];
+    if (later && i == kUsualCaps) {
+      greedy(experts, first_rank, num_ranks);
+      if (part_twins(first_rank, num_ranks) && settled()) return;
+    }
     if (!percent && !twins) continue;  // the greedy placement again
     clear(first_rank, num_ranks);
     replicate(experts, num_ranks * per_rank_, num_ranks, mean / 100 * percent);

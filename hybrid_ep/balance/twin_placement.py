@@ -74,13 +74,18 @@ class Placement:
         numbers of replicas with a cap on shares and, while above EPLB's mark, of more caps and of shaken ones."""
         mean = self._mean(experts, len(ranks))
         self.lowest, self.best = None, None
-        if (not twins or self._part_twins(ranks)) and self._settled(ranks, good, enough):
-            return
         hottest = max(self.weight[e] for e in experts)
         hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
+        later = hot and twins  # seldom level: first what mostly is
+        if not later and (not twins or self._part_twins(ranks)) and self._settled(ranks, good, enough):
+            return
         for i, percent in enumerate([75, 90, 0] * hot + [0, 75, 90] * (not hot) + [100, 60, 82, 50]):
             if i >= 3 and self.lowest <= eplb:
                 break
+            if later and i == 3:
+                self._greedy(experts, ranks)
+                if self._part_twins(ranks) and self._settled(ranks, good, enough):
+                    return
             if percent or twins:  # else the greedy placement again
                 self._replicate(experts, ranks, mean // 100 * percent, len(ranks))
                 self._pack(experts, ranks)
