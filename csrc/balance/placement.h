@@ -24,8 +24,8 @@ class Placer {
   // load[E] >= 0 with a sum below 2^40. phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
   void fresh(const int64_t* load, int32_t* phy2log);
 
-  // Changes a legal placement by single replicas and pair swaps, the most gain an expert fetched first, until no rank is
-  // more than target_ppm above the mean, max_moves slots have changed, or nothing helps; then takes steps back.
+  // Changes a legal placement by single replicas and pair swaps, the most gain for each expert fetched first, until no
+  // rank is more than target_ppm above the mean, max_moves slots have changed, or nothing helps; then reconsiders.
   void improve(const int64_t* load, int64_t target_ppm, int64_t max_moves, int32_t* phy2log);
 
  private:
