@@ -222,8 +222,9 @@ def report(options, num_ranks):
     honest = sum(not ok for case, *_, ok in rows if not case.broken)
     noticed = {fault: [c.variant.removeprefix("notes_") for c, *_, ok in rows if c.broken == fault and not ok]
                for fault in dict.fromkeys(case.broken for case in cases if case.broken)}
-    print(f"# megatron-core {outcome['megatron_core']}, torch {outcome['torch']}, {num_ranks} gloo ranks, "
-          f"{options.steps} steps\n{text}")
+    setting = (f"megatron-core {outcome['megatron_core']}, torch {outcome['torch']}, {num_ranks} gloo ranks, "
+               f"{options.steps} steps")
+    print(f"# {setting}\n{text}")
     for fault, where in noticed.items():
         print(f"# {fault} ({BREAKS[fault]}): {'moves ' + ', '.join(where) if where else 'NOT NOTICED'}")
     print(f"# {honest} honest rows beyond their tolerances")
@@ -235,7 +236,7 @@ def report(options, num_ranks):
             file.write("\n")
     if options.markdown:
         with open(options.markdown, "w", encoding="utf-8") as file:
-            file.write(text + "\n\n" + "".join(
+            file.write(f"# Parity of the field notes\n\n{setting}\n\n{text}\n\n" + "".join(
                 f"* `{fault}`: {BREAKS[fault]}. Beyond tolerance in {', '.join(where) or 'no row'}.\n"
                 for fault, where in noticed.items()))
     if options.broken in BREAKS:
