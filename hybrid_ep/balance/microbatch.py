@@ -221,7 +221,7 @@ def plan_microbatch(counts: Any, home: Any = None, spare_slots: int = 1, num_nod
     instance_cost, tile: an expert with n > 0 tokens costs instance_cost + n rounded up to tiles, in tokens; costs
         are levelled, and clones take whole tiles where they do not take a whole expert.
     fan_out: most clones that one rank pushes.
-    search_nodes: work of the search that follows where constructions miss the target with one spare slot (three of a
+    search_nodes: work of the search that follows where constructions miss the target with one spare slot (five of a
         hundred thousand layers at 8 experts a rank), about a microsecond each; 0 for no search. Not with `within_node`,
         `fan_out`, `min_chunk`, `instance_cost` and `tile`.
     strategy: "best" of the two constructions, or one: "alias", "best_fit".
