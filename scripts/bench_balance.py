@@ -2,10 +2,12 @@
 
     python scripts/bench_balance.py [--layers 10] [--seed 0] [--json FILE] [--published eplb.py]
 
-Three tables. Exact: one micro-batch at a time against no balancing and EPLB planned from earlier batches. Placement:
-loads known beforehand, against EPLB (scripts/balance_peers/eplb.py). Drift: how many slots change. Times are processor
-time of this thread, the median of many calls and for placements the best of several. Our EPLB packs lists of numbers
-and is several times faster than the published program, which --published times as well, from a copy of yours.
+Four tables. Exact: one micro-batch at a time against no balancing and EPLB planned from earlier batches. One slot: with
+--census N, how many of N layers a case end above 1 %, and of how many that is proved. Placement: loads known
+beforehand, against EPLB (scripts/balance_peers/eplb.py). Drift: how many slots change. Times are processor time of this
+thread: medians of calls of the planner through Python, of its core alone and of ten layers in one call, taken in turn;
+for placements the best of several, taken in turn with EPLB's. Our EPLB packs lists of numbers and is several times
+faster than the published program, which --published times as well, from a copy of yours, on --published-layers.
 """
 
 from __future__ import annotations
@@ -37,23 +39,23 @@ PLACEMENT_LOADS = [("zipf", 0.5), ("zipf", 0.8), ("zipf", 1.0), ("zipf", 1.2), (
 PLACEMENT_CASES = [("global 32", 288, 1, 1, 32), ("global 36", 288, 1, 1, 36), ("hierarchical 32/4", 288, 8, 4, 32)]
 
 
-def best_of(call, repeats):
-    """Seconds of processor time of the fastest of `repeats` calls."""
-    return min(_times(call, repeats))
-
-
-def median_of(call, repeats):
-    """Seconds of processor time of the middle one of `repeats` calls."""
-    return float(np.median(_times(call, repeats)))
-
-
-def _times(call, repeats):
-    times = []
+def timed(calls, repeats, of=np.median):
+    """Seconds of processor time of each call, called in turn: what slows the machine slows them alike."""
+    times = [[] for _ in calls]
     for _ in range(repeats):
-        start = time.thread_time_ns()
-        call()
-        times.append((time.thread_time_ns() - start) / 1e9)
-    return times
+        for call, mine in zip(calls, times, strict=True):
+            start = time.thread_time_ns()
+            call()
+            mine.append((time.thread_time_ns() - start) / 1e9)
+    return [float(of(mine)) for mine in times]
+
+
+def planner_times(planner, now):
+    """Microseconds a layer: through plan(), the core without it, all layers in one call."""
+    together = np.stack(now)
+    one = [timed([lambda c=c: planner.plan(c), lambda c=c: planner._core.plan(c, planner.home)], 100) for c in now]
+    return {"plan_us": np.median([a for a, _ in one]) * 1e6, "core_us": np.median([b for _, b in one]) * 1e6,
+            "layers_us": timed([lambda: planner.plan_layers(together)], 50)[0] / len(now) * 1e6}
 
 
 def exact_rows(rng, num_layers, tokens):
@@ -78,11 +80,39 @@ def exact_rows(rng, num_layers, tokens):
                 "copies": np.mean([p.num_copies for p in plans]),
                 "copies_bound": np.mean([bounds.copies(p.tokens_of_ranks(False), p.target) for p in plans]),
                 "eps0": np.mean([p.imbalance() for p in exact]), "eps0_copies": np.mean([p.num_copies for p in exact]),
-                "plan_us": np.median([median_of(lambda planner=planner, c=c: planner.plan(c), 200) for c in now]) * 1e6,
-            }
+            } | planner_times(planner, now)
 
 
-def placement_rows(rng, num_layers, published=None):
+def census_rows(rng, num_layers, tokens):
+    """One spare slot, 256 experts: layers that end above 1 %, those of them where a search proves that no plan does,
+    and the layers that a search of the planner saved. Counts come from one rank, which no plan depends on."""
+    for ranks in (32, 64):
+        planner = balance.MicrobatchPlanner(ranks, 256)
+        without = balance.MicrobatchPlanner(ranks, 256, search_nodes=0)
+        counts, row = np.zeros((ranks, 256), np.int64), dict.fromkeys(("above", "proved", "found by search"), 0)
+        worst, gap, slowest = 0.0, 0.0, 0.0
+        cases = [(sigma, delta) for sigma in (0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5) for delta in (0.2, 0.3, 0.5)]
+        for sigma, delta in cases:
+            share = loads.drift(rng, loads.popularity(rng, num_layers // len(cases), 256, "lognormal", sigma), delta)
+            for counts[0] in rng.multinomial(tokens * ranks, share):
+                p = without.plan(counts)
+                if p.tokens_of_ranks().max() <= p.target:
+                    continue
+                start = time.thread_time_ns()
+                p = planner.plan(counts)
+                slowest = max(slowest, (time.thread_time_ns() - start) / 1e3)
+                if p.tokens_of_ranks().max() <= p.target:
+                    row["found by search"] += 1
+                    continue
+                row["above"] += 1
+                left, bound = p.imbalance(), p.bound()
+                row["proved"] += round((1 + bound) * counts.sum() / ranks) > p.target
+                worst, gap = max(worst, left), max(gap, left - bound)
+        yield {"case": f"EP{ranks} E256 +1", "layers": num_layers // len(cases) * len(cases), **row, "worst": worst,
+               "most above bound": gap, "slowest_us": slowest}
+
+
+def placement_rows(rng, num_layers, published=None, published_layers=10):
     """Loads known beforehand; `split` is what the best split of our placement could reach."""
     for name, slots, groups, nodes, ranks in PLACEMENT_CASES:
         for kind, value in PLACEMENT_LOADS:
@@ -92,19 +122,33 @@ def placement_rows(rng, num_layers, published=None):
             hier = groups if groups > 1 else 0
             plan = balance.plan_placement(load, slots, ranks, nodes, num_groups=hier)
             other = [balance.imbalance_ratio(row) for row in rank_loads(load, theirs, ranks)]
-            ours_s = best_of(lambda a=(load, slots, ranks, nodes), g=hier: balance.plan_placement(*a, num_groups=g), 5)
-            their_s = best_of(lambda a=(weight, slots, groups, nodes, ranks): eplb.place(*a), 2)
+            shape = (slots, groups, nodes, ranks)
+            ours_s, their_s = timed([
+                lambda a=(load, slots, ranks, nodes), g=hier: balance.plan_placement(*a, num_groups=g),
+                lambda w=weight, shape=shape: eplb.place(w, *shape)], 5, min)
+            fullest = [rank_loads(load, placed, ranks).max(axis=1) for placed in (plan.phy2log, theirs)]
+            behind = int((fullest[0] > fullest[1] * (1 + 1e-12)).sum())
             twins = sum(len(m) - len(set(m)) for layer in theirs for m in layer.reshape(ranks, -1))
             row = {
                 "case": name, "load": f"{kind} {value}", "eplb": np.mean(other), "ours": plan.imbalance().mean(),
-                "ours_max": plan.imbalance().max(), "split": plan.split_bound().mean(), "eplb_same_rank": twins,
+                "ours_max": plan.imbalance().max(), "split": plan.split_bound().mean(), "behind": behind,
+                "eplb_same_rank": twins,
                 "eplb_ms": their_s * 1e3, "ours_ms": ours_s * 1e3, "speedup": their_s / ours_s,
             }
             if published:
-                call = published["rebalance_experts"]
-                published_s = best_of(lambda a=(weight, slots, groups, nodes, ranks), call=call: call(*a), 1)
-                row |= {"published_ms": published_s * 1e3, "published_speedup": published_s / ours_s}
+                many = np.concatenate([load] * -(-published_layers // num_layers))[:published_layers]
+                row |= published_times(published["rebalance_experts"], many, shape)
             yield row
+
+
+def published_times(call, load, shape):
+    """EPLB's call on the published program and on ours, in turn, on the same loads."""
+    weight = torch.from_numpy(load).float()
+    ours = lambda: balance.rebalance_experts(weight, *shape)  # noqa: E731
+    theirs, *ours = timed([lambda: call(weight, *shape), ours, ours, ours], 3, min)
+    ours = min(ours)
+    return {"layers": len(load), "published_ms": theirs * 1e3, "call_ms": ours * 1e3,
+            "published_speedup": theirs / ours}
 
 
 def drift_rows(rng, num_layers):
@@ -116,11 +160,16 @@ def drift_rows(rng, num_layers):
             later = loads.drift(rng, share, delta)
             fresh = balance.plan_placement(later, 288, 32)
             step = balance.plan_placement(later, 288, 32, current=first.phy2log)
-            yield {
+            row = {
                 "load": f"{kind} {value}", "drift": delta, "stale": first.imbalance(later).mean(),
                 "fresh_moved": (fresh.phy2log != first.phy2log).sum(axis=1).mean(), "moved": step.moved.mean(),
-                "moved_max": int(step.moved.max()), "left": step.imbalance().mean(), "left_max": step.imbalance().max(),
+                "moved_max": int(step.moved.max()), "above_24": int((step.moved > 24).sum()),
+                "left": step.imbalance().mean(), "left_max": step.imbalance().max(),
             }
+            for percent in (3, 4):  # the trade: fewer slots for less balance
+                p = balance.plan_placement(later, 288, 32, current=first.phy2log, target=percent / 100)
+                row |= {f"moved_at_{percent}": p.moved.mean(), f"moved_max_at_{percent}": int(p.moved.max())}
+            yield row
 
 
 def show(title, rows):
@@ -140,6 +189,8 @@ def main(argv=None):
     parser.add_argument("--tokens", type=int, default=32768, help="(token, expert) pairs of a rank and micro-batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--census", type=int, default=24_000, help="layers of each case of the table of one slot")
+    parser.add_argument("--published-layers", type=int, default=58, help="layers that --published times")
     parser.add_argument("--published", type=Path, help="DeepSeek's eplb.py, to be timed beside ours")
     args = parser.parse_args(argv)
     published = runpy.run_path(str(args.published)) if args.published else None
@@ -148,8 +199,10 @@ def main(argv=None):
     title = "Exact, one micro-batch: (max - mean) / mean over ranks"
     tables = {
         "exact": show(title, exact_rows(rng, args.layers, args.tokens)),
-        "placement": show("Placement, loads known", placement_rows(rng, args.layers, published)),
-        "drift": show("Drift of log-popularity: changed slots of 288", drift_rows(rng, args.layers)),
+        "census": show("One spare slot: layers above 1 %", census_rows(rng, args.census, args.tokens)),
+        "placement": show("Placement, loads known",
+                          placement_rows(rng, args.layers, published, args.published_layers)),
+        "drift": show("Drift of log-popularity: changed slots of 288", drift_rows(rng, 2 * args.layers)),
     }
     if args.json:
         args.json.write_text(json.dumps(tables, indent=1) + "\n")

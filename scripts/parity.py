@@ -5,8 +5,8 @@
     python scripts/parity.py --all     every variant: bf16, recompute, shared experts, overlap, capacity...
     python scripts/parity.py --quick   the subset CI runs
 
-Four gloo ranks on a CPU. Loss and gradient norm of every step are compared with the first run of the variant
-(alltoall at the smallest EP; in bf16 at the same EP). Exit 0 when all agree, 1 when a relative difference
+Four gloo ranks on a CPU, eight for EP 8. Loss and gradient norm of every step are compared with the first run of a
+variant (alltoall at the smallest EP; in bf16 at the same EP). Exit 0 when all agree, 1 when a relative difference
 exceeds the variant's tolerance (2e-6 in fp32), 2 when a run did not finish. `--sabotage BUG` plants a bug
 in our dispatcher: it must exit 1. `--field-notes` is another table: see parity_field_notes.py; with `--break NAME`
 it must exit 1 too, with `--break all` it exits 0 when each fault is noticed.
@@ -30,7 +30,8 @@ def arguments(argv):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ep", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4], help="EP sizes")
+    parser.add_argument("--ep", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4, 8],
+                        help="EP sizes; 8 makes it eight ranks")
     parser.add_argument(
         "--seam", choices=["s3", "s1", "both"], default="s3", help="how hybrid_ep gets into Megatron"
     )
@@ -153,17 +154,18 @@ def megatron_minor():
 def main(argv=None):
     """Run, print, and return the exit code."""
     options = arguments(argv)
+    num_ranks = max(NUM_RANKS, *options.ep)
     if options.field_notes:
-        return parity_field_notes.report(options, NUM_RANKS)
+        return parity_field_notes.report(options, num_ranks)
     cases, left_out = plan(options, megatron_minor())
     try:
-        outcome = parity_world.run_world(run_cases, NUM_RANKS, (cases,), timeout_s=options.timeout)[0]
+        outcome = parity_world.run_world(run_cases, num_ranks, (cases,), timeout_s=options.timeout)[0]
     except parity_world.WorldError as error:
         print(f"parity: no result\n{error}", file=sys.stderr)
         return 2
     rows = compare(cases, outcome["records"])
     print(
-        f"# megatron-core {outcome['megatron_core']}, torch {outcome['torch']}, {NUM_RANKS} gloo ranks, "
+        f"# megatron-core {outcome['megatron_core']}, torch {outcome['torch']}, {num_ranks} gloo ranks, "
         f"{options.steps} steps, relative differences against the first row of each variant"
     )
     print_table(rows, options.per_step)

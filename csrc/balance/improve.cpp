@@ -1,5 +1,6 @@
 // A placement changed as little as possible: each step takes the replica or the pair swap that removes most of what
-// stands above the limit per slot it changes. A changed slot is an expert's weights on the wire.
+// stands above the limit per expert that a rank has to fetch for it. A rank keeps what it had at first, so that a step
+// over a slot changed before costs less or nothing. At the end steps are taken back that later ones made superfluous.
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
@@ -24,6 +25,13 @@ void Placer::adopt(const int32_t* phy2log) {
   if (std::find(count_.begin(), count_.end(), 0) != count_.end())
     throw std::invalid_argument("current: lacks an expert: give every expert a slot");
   for (int i = 0; i < shape_.num_slots; ++i) put(rank_of(i), i, phy2log[i]);
+  had_ = has_, first_slots_ = slots_;
+}
+
+// Experts fetched more when `in` takes the place of `out` on a rank: -1 to 1.
+int Placer::fetched(int rank, int out, int in) const {
+  const auto had = [&](int e) { return int(had_[size_t(rank) * shape_.num_experts + e]); };
+  return had(out) - had(in);
 }
 
 // Whether a slot's rank may take the expert: it lacks it and, with groups, the expert lives on that node.
@@ -51,10 +59,15 @@ int64_t Placer::gain_of_swap(int slot, int other) const {
   return excess(load_[a]) - excess(load_[a] - d) + excess(load_[b]) - excess(load_[b] + d);
 }
 
-Placer::Move Placer::best_move(int64_t max_slots) const {
+// below: only moves that fetch less than this. Per expert fetched the most gain; more than none for none beats all.
+Placer::Move Placer::best_move(int64_t below) const {
   Move best;
-  const auto offer = [&](int64_t gain, int slots, int slot, int other, int expert) {
-    if (gain * best.slots > best.gain * slots) best = {gain, slots, slot, other, expert};
+  best.fetched = 1;
+  const auto offer = [&](int64_t gain, int fetched, int slot, int other, int expert) {
+    if (gain <= 0 || fetched >= below) return;
+    const bool free = fetched <= 0, was_free = best.fetched <= 0;
+    const bool better = free != was_free ? free : free ? gain > best.gain : gain * best.fetched > best.gain * fetched;
+    if (better) best = {gain, fetched, slot, other, expert};
   };
   std::vector<int> hot;  // experts on ranks above the limit: only their replicas help
   for (int e = 0; e < shape_.num_experts; ++e)
@@ -66,15 +79,65 @@ Placer::Move Placer::best_move(int64_t max_slots) const {
   for (int i = 0; i < shape_.num_slots; ++i)
     if (count_[slots_[i]] > 1)
       for (int e : hot)
-        if (may_host(i, e)) offer(gain_of_replica(i, e), 1, i, -1, e);
-  if (max_slots < 2) return best;
+        if (may_host(i, e)) offer(gain_of_replica(i, e), fetched(rank_of(i), slots_[i], e), i, -1, e);
   for (int i = 0; i < shape_.num_slots; ++i) {
-    if (load_[rank_of(i)] <= limit_) continue;
-    for (int j = 0; j < shape_.num_slots; ++j)
-      if (rank_of(i) != rank_of(j) && may_host(i, slots_[j]) && may_host(j, slots_[i]))
-        offer(gain_of_swap(i, j), 2, i, j, -1);
+    const int a = rank_of(i);
+    if (load_[a] <= limit_) continue;
+    for (int j = 0; j < shape_.num_slots; ++j) {
+      const int b = rank_of(j), x = slots_[i], y = slots_[j];
+      if (a != b && may_host(i, y) && may_host(j, x))
+        offer(gain_of_swap(i, j), fetched(a, x, y) + fetched(b, y, x), i, j, -1);
+    }
   }
   return best;
+}
+
+// The best way back for the expert fetched to a slot: an expert that the rank had returns, and what is gained (or lost)
+// above the limit is least bad.
+Placer::Move Placer::way_back(int slot) const {
+  const int a = rank_of(slot), x = slots_[slot];
+  Move best;
+  const auto offer = [&](int64_t gain, int fetched, int other, int expert) {
+    if (fetched < 0 && (best.slot < 0 || gain > best.gain)) best = {gain, fetched, slot, other, expert};
+  };
+  for (int k = a * per_rank_; k < (a + 1) * per_rank_; ++k) {
+    const int y = first_slots_[k];
+    if (!may_host(slot, y)) continue;
+    if (count_[x] > 1) offer(gain_of_replica(slot, y), -1, -1, y);
+    for (int b : where_[y]) {
+      const int j = int(std::find(&slots_[b * per_rank_], &slots_[b * per_rank_] + per_rank_, y) - slots_.data());
+      if (may_host(j, x)) offer(gain_of_swap(slot, j), fetched(a, x, y) + fetched(b, y, x), j, -1);
+    }
+  }
+  return best;
+}
+
+// Greedy steps until all ranks are at the limit, nothing helps or no more than `left` may be fetched; what was.
+int64_t Placer::lower(int64_t left) {
+  int64_t spent = 0;
+  for (;;) {
+    const Move move = best_move(left - spent + 1);
+    if (move.slot < 0) return spent;
+    apply(move);
+    spent += move.fetched;
+  }
+}
+
+// Every fetched expert goes back once; where the steps that this needs then fetch less in all, it stays so.
+int64_t Placer::reconsider(int64_t spent) {
+  for (int slot = 0; slot < shape_.num_slots; ++slot) {
+    if (had_[size_t(rank_of(slot)) * shape_.num_experts + slots_[slot]]) continue;
+    const Move back = way_back(slot);
+    if (back.slot < 0) continue;
+    const State before{slots_, count_, share_, load_, has_};
+    apply(back);
+    const int64_t now = spent + back.fetched, then = now + lower(spent - 1 - now);
+    if (then < spent && *std::max_element(load_.begin(), load_.end()) <= limit_)
+      spent = then;
+    else
+      restore(before), index_ranks();
+  }
+  return spent;
 }
 
 void Placer::apply(const Move& m) {
@@ -106,13 +169,26 @@ void Placer::improve(const int64_t* load, int64_t target_ppm, int64_t max_moves,
   const int64_t mean = (std::accumulate(weight_.begin(), weight_.end(), int64_t(0)) << kShareBits) / shape_.num_ranks;
   // Two factors, so that a load of 2^56 times a million does not overflow.
   limit_ = mean + mean / 1'000'000 * target_ppm;
-  for (int64_t left = max_moves; left > 0;) {
-    const Move move = best_move(left);
-    if (move.slot < 0) break;
-    apply(move);
-    left -= move.slots;
+  int64_t spent = lower(max_moves);
+  if (*std::max_element(load_.begin(), load_.end()) <= limit_)
+    for (int64_t before = spent + 1; spent < before;) before = spent, spent = reconsider(spent);
+  settle(phy2log);
+}
+
+// What a rank had at first stays in its slots; the rest fills the others in order.
+void Placer::settle(int32_t* phy2log) const {
+  for (int begin = 0; begin < shape_.num_slots; begin += per_rank_) {
+    const auto old = first_slots_.begin() + begin, now = slots_.begin() + begin;
+    auto fresh = now;
+    for (int i = 0; i < per_rank_; ++i) {
+      if (std::find(now, now + per_rank_, old[i]) != now + per_rank_) {
+        phy2log[begin + i] = old[i];
+        continue;
+      }
+      while (std::find(old, old + per_rank_, *fresh) != old + per_rank_) ++fresh;
+      phy2log[begin + i] = *fresh++;
+    }
   }
-  std::copy(slots_.begin(), slots_.end(), phy2log);
 }
 
 }  // namespace hep::balance

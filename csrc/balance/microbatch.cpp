@@ -4,7 +4,7 @@
 // experts are large, best fit where a rank has many small ones. Both spend the large experts of the fullest rank first;
 // about one load in a hundred then lacks a large one at the end, and the third rule, the largest expert of any
 // overloaded rank, levels it. Where even that misses, mostly because no plan exists (hybrid_ep/balance/bounds.py), it
-// levels to more than the target, as little as bisection finds.
+// levels to more than the target, as little as bisection finds, and search.cpp has the last word.
 #include "balance/microbatch.h"
 
 #include <algorithm>
@@ -95,6 +95,7 @@ void MicrobatchShape::validate() const {
   require(instance_cost >= 0 && instance_cost <= kMaxTokens / num_experts, "instance_cost", instance_cost,
           "must be 0 or a number of tokens");
   require(tile >= 1 && tile <= kMaxTokens / num_experts, "tile", tile, "must be at least 1 token");
+  require(search_nodes >= 0, "search_nodes", search_nodes, "must be 0 (no search) or a number of nodes");
   require(fan_out >= 0, "fan_out", fan_out, "must be 0 (no limit) or the most clones a rank pushes");
 }
 
@@ -108,7 +109,7 @@ MicrobatchPlanner::MicrobatchPlanner(const MicrobatchShape& shape) : shape_(shap
   for (Draft* d : {&alias_, &best_fit_, &retry_, &spare_}) {
     d->load.resize(R), d->donor_key.resize(R), d->receiver_key.resize(R);
     d->used.resize(R), d->pushed.resize(R), d->left.resize(E);
-    d->clones.reserve(max_copies_);
+    d->clones.reserve(std::max(max_copies_, R));
   }
 }
 
@@ -280,6 +281,8 @@ MicrobatchResult MicrobatchPlanner::plan(const int64_t* counts, const int32_t* h
   if (shape_.strategy != Strategy::kBestFit) construct(alias_, Rule::kAlias, target_), offer(alias_);
   if (shape_.strategy != Strategy::kAlias) construct(best_fit_, Rule::kBestFit, target_), offer(best_fit_);
   if (shape_.strategy == Strategy::kBest && best->max_cost > target_) retry(retry_), offer(retry_);
+  if (shape_.strategy == Strategy::kBest && best->max_cost > target_ && searchable())
+    search(spare_, home), offer(spare_);
   if (best->max_cost >= result.max_cost_before) return result;
   result.max_cost = best->max_cost;
   result.num_copies = int(best->clones.size());

@@ -4,7 +4,9 @@
 //
 // Inputs and outputs have shapes known before the counts are: a device kernel can take this interface as it is.
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace hep::balance {
@@ -21,6 +23,7 @@ struct MicrobatchShape {
   int64_t instance_cost = 0;        // fixed cost of an expert with tokens, in tokens
   int64_t tile = 1;                 // tokens to which the expert's GEMM is padded
   int64_t fan_out = 0;              // most clones one rank pushes; 0: no limit
+  int search_nodes = 1000;          // most work of the search where constructions miss the target; 0: no search
   Strategy strategy = Strategy::kBest;
 
   void validate() const;  // std::invalid_argument
@@ -40,6 +43,8 @@ class MicrobatchPlanner {
   // there or -1. slot_tokens[R, S]: tokens that this clone takes; the home takes the rest.
   MicrobatchResult plan(const int64_t* counts, const int32_t* home, int32_t* slot_expert, int64_t* slot_tokens);
 
+  const MicrobatchShape& shape() const { return shape_; }
+
  private:
   struct Clone {
     int32_t expert, rank, slot;
@@ -53,6 +58,14 @@ class MicrobatchPlanner {
     int64_t aim = 0, max_cost = 0;  // where ranks are levelled to; what came of it
   };
   enum class Rule : uint8_t { kAlias, kBestFit, kLargest };
+  // A search under way; search.cpp has the words.
+  struct Search {
+    std::vector<int64_t> deficit, left, moved;       // by rank; by expert; tokens of each rank's clone
+    std::vector<int32_t> clone;                      // expert on each rank, -1 for none yet
+    std::vector<std::pair<int32_t, int64_t>> flows;  // (rank, tokens) in order, to be taken back
+    int64_t slack = 0;
+    int nodes = 0;
+  };
 
   void read(const int64_t* counts, const int32_t* home);
   int64_t cost(int64_t tokens) const;
@@ -60,6 +73,11 @@ class MicrobatchPlanner {
   bool step(Draft& d, int donor, Rule rule) const;
   int next_donor(const Draft& d, Rule rule) const;
   void retry(Draft& d);
+  bool searchable() const;
+  void search(Draft& d, const int32_t* home);
+  bool descend(Search& s, const int32_t* home) const;
+  void flow(Search& s, const int32_t* home, int rank) const;
+  void take_back(Search& s, const int32_t* home, size_t mark) const;
   int hottest(const Draft& d, int donor) const;
   int smallest_cover(const Draft& d, int donor, int64_t want) const;
   int least_loaded(const Draft& d, int donor) const;
@@ -72,6 +90,7 @@ class MicrobatchPlanner {
   std::vector<int64_t> total_, load_;
   std::vector<int32_t> first_, by_home_;  // experts of rank r: by_home_[first_[r] .. first_[r + 1])
   Draft alias_, best_fit_, retry_, spare_;
+  Search search_;
 };
 
 // How one source's tokens spread over the clones: local first, then inside the node, then by rank.

@@ -1,11 +1,14 @@
 // A fresh placement: replicas where a replica's share is largest (optimal for the fullest slot), the largest share
-// first to the emptiest rank that lacks the expert, then swaps with the fullest rank until none helps. Where ranks do
-// not come out level, hot experts got more replicas than ranks without them can take: again with only those that bring
-// shares below a cap, and the slots left over for small experts, which fit anywhere.
+// first to the emptiest rank that lacks the expert, then swaps with the fullest rank until none helps. Where ranks
+// do not come out level, hot experts got more replicas than ranks without them can take: again with only those that
+// bring shares below a cap, and the slots left over for small experts, which fit anywhere. The mark to reach is
+// what the plain greedy of EPLB reaches, which may put two replicas of an expert on one rank; where nothing else
+// does, its placement is taken with the second replicas exchanged.
 #include "balance/placement.h"
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -19,7 +22,9 @@ void require(bool ok, const char* name, int64_t value, const char* remedy) {
 }
 
 constexpr int64_t kLevel = 2'500;  // a 2,500th above the mean is level: no more swaps
-constexpr int64_t kGood = 1'250;   // a 1,250th is good enough: no other numbers of replicas
+constexpr size_t kUsualCaps = 3;
+constexpr int kShakes = 400, kKicks = 3;
+constexpr int64_t kGood = 1'250;  // a 1,250th is good enough: no other numbers of replicas
 
 }  // namespace
 
@@ -61,25 +66,35 @@ void Placer::swap(int slot, int other) {
   put(b, other, x);
 }
 
+// One more replica for the largest share; of equal ones the expert with fewer, then the lower number. With a cap those
+// above it grow first, then second replicas of small ones, then all.
 void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap) {
   for (int e : experts) set_count(e, 1);
-  // Which experts may grow: all; with a cap those above it, then second replicas of small ones, then all.
   enum { kAll, kAbove, kSmall } phase = cap ? kAbove : kAll;
+  const auto may_grow = [&](int e) {
+    return count_[e] < max_replicas && (phase == kAll || (phase == kAbove && share(e) > cap) ||
+                                        (phase == kSmall && count_[e] == 1 && share(e) <= cap / 2));
+  };
+  const auto after = [&](int a, int b) {
+    return share(a) != share(b) ? share(a) < share(b) : count_[a] != count_[b] ? count_[a] > count_[b] : a > b;
+  };
+  heap_.clear();
   for (int n = num_slots - int(experts.size()); n > 0;) {
-    int best = -1;
-    int64_t top = -1;
-    for (int e : experts) {
-      if (count_[e] == max_replicas) continue;
-      if (phase == kAbove && share(e) <= cap) continue;
-      if (phase == kSmall && (count_[e] > 1 || share(e) > cap / 2)) continue;
-      const int64_t s = share(e);
-      if (s > top || (s == top && count_[e] < count_[best])) best = e, top = s;
+    if (heap_.empty()) {
+      std::copy_if(experts.begin(), experts.end(), std::back_inserter(heap_), may_grow);
+      std::make_heap(heap_.begin(), heap_.end(), after);
+      if (heap_.empty()) {
+        phase = phase == kAbove ? kSmall : kAll;
+        continue;
+      }
     }
-    if (best < 0) {
-      phase = phase == kAbove ? kSmall : kAll;
-      continue;
-    }
-    set_count(best, count_[best] + 1), --n;
+    std::pop_heap(heap_.begin(), heap_.end(), after);
+    const int e = heap_.back();
+    set_count(e, count_[e] + 1), --n;
+    if (may_grow(e))
+      std::push_heap(heap_.begin(), heap_.end(), after);
+    else
+      heap_.pop_back();
   }
 }
 
@@ -101,20 +116,40 @@ void Placer::make_room(int expert, int first_rank, int num_ranks) {
   put(full, give, expert);
 }
 
-void Placer::pack(const std::vector<int>& experts, int first_rank, int num_ranks) {
+// The largest share first to the emptiest rank with a free slot; `twice`: even if it holds the expert already. Returns
+// whether one does.
+bool Placer::pack(const std::vector<int>& experts, int first_rank, int num_ranks, bool twice) {
   order_.clear();
   for (int e : experts) order_.emplace_back(-share(e), e);
   std::sort(order_.begin(), order_.end());
+  const auto after = [&](int a, int b) { return load_[a] != load_[b] ? load_[a] > load_[b] : a > b; };
+  heap_.resize(num_ranks);
+  std::iota(heap_.begin(), heap_.end(), first_rank);
+  bool twins = false;
   for (const auto& [_, e] : order_)
     for (int copy = 0; copy < count_[e]; ++copy) {
-      int best = -1;
-      for (int r = first_rank; r < first_rank + num_ranks; ++r)
-        if (used_[r] < per_rank_ && !holds(r, e) && (best < 0 || load_[r] < load_[best])) best = r;
-      if (best < 0)
+      auto end = heap_.end();  // behind it the ranks that hold the expert, emptier ones last
+      while (end != heap_.begin() && !twice && holds(heap_.front(), e)) std::pop_heap(heap_.begin(), end--, after);
+      if (end == heap_.begin()) {
         make_room(e, first_rank, num_ranks);
-      else
-        put(best, best * per_rank_ + used_[best]++, e);
+        heap_.clear();
+        for (int r = first_rank; r < first_rank + num_ranks; ++r)
+          if (used_[r] < per_rank_) heap_.push_back(r);
+        std::make_heap(heap_.begin(), heap_.end(), after);
+        continue;
+      }
+      std::pop_heap(heap_.begin(), end, after);
+      const int rank = *--end;
+      twins |= holds(rank, e);
+      put(rank, rank * per_rank_ + used_[rank]++, e);
+      if (used_[rank] == per_rank_) {
+        *end = heap_.back();
+        heap_.pop_back();
+        if (end == heap_.end()) continue;
+      }
+      while (end != heap_.end()) std::push_heap(heap_.begin(), ++end, after);
     }
+  return twins;
 }
 
 // The swap of the fullest rank with one of a load under `below` that leaves the lowest pair, or the first good enough.
@@ -177,10 +212,11 @@ void Placer::index_ranks() {
     if (slots_[i] >= 0) where_[slots_[i]].push_back(rank_of(i));
 }
 
-// The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end.
-void Placer::refine(int first_rank, int num_ranks) {
+// The fullest rank gives until it is down at `good` or nothing helps: swaps first, a different set of replicas where
+// swaps end.
+void Placer::refine(int first_rank, int num_ranks, int64_t good) {
   const int64_t sum = std::accumulate(&load_[first_rank], &load_[first_rank] + num_ranks, int64_t(0));
-  const int64_t mean = sum / num_ranks, good = mean + mean / kLevel;
+  const int64_t mean = sum / num_ranks;
   for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) size_[i] = share(slots_[i]);
   for (int round = 0; round < 4 * num_ranks; ++round) {
     const int hot = int(std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks) - load_.data());
@@ -191,34 +227,106 @@ void Placer::refine(int first_rank, int num_ranks) {
   }
 }
 
+int64_t Placer::fullest(int first_rank, int num_ranks) const {
+  return *std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks);
+}
+
+// EPLB's greedy: returns whether a rank holds an expert twice.
+bool Placer::greedy(const std::vector<int>& experts, int first_rank, int num_ranks) {
+  clear(first_rank, num_ranks);
+  replicate(experts, num_ranks * per_rank_, std::numeric_limits<int>::max(), 0);
+  return pack(experts, first_rank, num_ranks, true);
+}
+
+// Every second replica on a rank changes places with the expert that leaves the lowest pair; false if one finds none.
+bool Placer::part_twins(int first_rank, int num_ranks) {
+  const int begin = first_rank * per_rank_, end = begin + num_ranks * per_rank_;
+  for (int i = begin; i < end; ++i) {
+    const int rank = rank_of(i), twin = slots_[i];
+    if (std::find(&slots_[rank * per_rank_], &slots_[i], twin) == &slots_[i]) continue;
+    int best = -1;
+    int64_t lowest = std::numeric_limits<int64_t>::max();
+    for (int j = begin; j < end; ++j) {
+      if (holds(rank_of(j), twin) || holds(rank, slots_[j])) continue;
+      const int64_t d = share(twin) - share(slots_[j]);
+      const int64_t pair = std::max(load_[rank] - d, load_[rank_of(j)] + d);
+      if (pair < lowest) lowest = pair, best = j;
+    }
+    if (best < 0) return false;
+    const int other = rank_of(best), taken = slots_[best];
+    swap(i, best);
+    const auto has = [&](int r, int e) {
+      const auto mine = slots_.begin() + r * per_rank_;
+      has_[size_t(r) * shape_.num_experts + e] = std::find(mine, mine + per_rank_, e) != mine + per_rank_;
+    };
+    has(rank, twin), has(other, taken);  // one that was there twice still is
+  }
+  return true;
+}
+
 int64_t Placer::mean_of(const std::vector<int>& experts, int num_ranks) const {
   int64_t sum = 0;
   for (int e : experts) sum += weight_[e];
   return (sum << kShareBits) / num_ranks;
 }
 
-// pace: mean of the fullest node, at least. A node below it need not be level.
-void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ranks, int64_t pace) {
+// From the greedy placement, which stands: down to `good` if that can be done without much trouble, else the lowest
+// found.
+void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ranks, bool twins, const Marks& m) {
   int64_t sum = 0, hottest = 0;
   for (int e : experts) sum += weight_[e], hottest = std::max(hottest, weight_[e]);
   const int64_t mean = mean_of(experts, num_ranks);
-  const auto fullest = [&] { return *std::max_element(&load_[first_rank], &load_[first_rank] + num_ranks); };
   int64_t lowest = std::numeric_limits<int64_t>::max();
   State best;
-  // Caps in per cent of the mean rank, 0 for none. The order is for speed: what mostly levels comes first.
+  const auto settled = [&] {
+    refine(first_rank, num_ranks, m.good);
+    const int64_t now = fullest(first_rank, num_ranks);
+    if (now <= m.enough) return true;
+    if (now < lowest) lowest = now, best = {slots_, count_, share_, load_, has_};
+    return false;
+  };
   const bool hot = 4 * hottest > sum || hottest << kShareBits > 6 * mean;
-  for (const int percent : hot ? std::array{75, 90, 0} : std::array{0, 75, 90}) {
+  const bool later = hot && twins;  // seldom level: first what mostly is
+  if (!later && (!twins || part_twins(first_rank, num_ranks)) && settled()) return;
+  // Caps in per cent of the mean rank, 0 for none. The order is for speed: what mostly levels comes first. The last
+  // ones are for EPLB's mark alone.
+  const auto caps = hot ? std::array{75, 90, 0, 100, 60, 82, 50} : std::array{0, 75, 90, 100, 60, 82, 50};
+  for (size_t i = 0; i < caps.size() && (i < kUsualCaps || lowest > m.eplb); ++i) {
+    const int percent = caps[i];
+    if (later && i == kUsualCaps) {
+      greedy(experts, first_rank, num_ranks);
+      if (part_twins(first_rank, num_ranks) && settled()) return;
+    }
+    if (!percent && !twins) continue;  // the greedy placement again
     clear(first_rank, num_ranks);
     replicate(experts, num_ranks * per_rank_, num_ranks, mean / 100 * percent);
-    pack(experts, first_rank, num_ranks);
-    refine(first_rank, num_ranks);
-    const int64_t now = fullest();
-    if (now >= lowest) continue;
-    if (now <= pace + pace / kGood) return;
-    lowest = now;
-    best = {slots_, count_, share_, load_, has_};
+    pack(experts, first_rank, num_ranks, false);
+    if (settled()) return;
   }
-  slots_ = best.slots, count_ = best.count, share_ = best.share, load_ = best.load, has_ = best.has;
+  restore(best);
+  // One layer in a thousand, with few slots a rank: a few swaps by a fixed rule, and down again.
+  uint32_t draw = 1;
+  const int begin = first_rank * per_rank_, num_slots = num_ranks * per_rank_;
+  const auto any_slot = [&] {
+    draw = draw * 1'664'525u + 1'013'904'223u;
+    return begin + int((draw >> 8) % uint32_t(num_slots));
+  };
+  for (int round = 0; round < kShakes && lowest > m.eplb; ++round) {
+    for (int kick = 0; kick < kKicks; ++kick) {
+      const int i = any_slot(), j = any_slot();
+      if (holds(rank_of(i), slots_[j])) continue;
+      if (kick == 0 && count_[slots_[i]] > 1)
+        index_ranks(), apply({0, 1, i, -1, slots_[j]});
+      else if (!holds(rank_of(j), slots_[i]))
+        swap(i, j);
+    }
+    if (settled()) return;
+    restore(best);
+  }
+}
+
+void Placer::restore(const State& s) {
+  slots_ = s.slots, count_ = s.count, share_ = s.share, load_ = s.load, has_ = s.has;
 }
 
 void Placer::clear(int first_rank, int num_ranks) {
@@ -254,16 +362,26 @@ std::vector<std::vector<int>> Placer::groups_to_nodes() const {
 void Placer::fresh(const int64_t* load, int32_t* phy2log) {
   std::copy(load, load + shape_.num_experts, weight_.begin());
   std::fill(slots_.begin(), slots_.end(), -1);
-  if (shape_.num_groups) {
-    const int ranks = shape_.num_ranks / shape_.num_nodes;
-    const auto nodes = groups_to_nodes();
-    int64_t pace = 0;
-    for (const auto& experts : nodes) pace = std::max(pace, mean_of(experts, ranks));
-    for (int n = 0; n < shape_.num_nodes; ++n) spread(nodes[n], n * ranks, ranks, pace);
-  } else {
-    std::vector<int> all(shape_.num_experts);
-    std::iota(all.begin(), all.end(), 0);
-    spread(all, 0, shape_.num_ranks, mean_of(all, shape_.num_ranks));
+  std::vector<std::vector<int>> nodes(1, std::vector<int>(shape_.num_experts));
+  if (shape_.num_groups)
+    nodes = groups_to_nodes();
+  else
+    std::iota(nodes[0].begin(), nodes[0].end(), 0);
+  const int ranks = shape_.num_ranks / int(nodes.size());
+  std::vector<std::pair<int64_t, int>> order;  // the heaviest node first: it sets the pace, the others need no better
+  std::vector<bool> twins(nodes.size());
+  Marks m;
+  for (int n = 0; n < int(nodes.size()); ++n) {
+    order.emplace_back(-mean_of(nodes[n], ranks), n);
+    twins[n] = greedy(nodes[n], n * ranks, ranks);
+    m.eplb = std::max(m.eplb, fullest(n * ranks, ranks));
+  }
+  std::sort(order.begin(), order.end());
+  const int64_t pace = -order[0].first;
+  m.good = std::min(m.eplb, pace + pace / kLevel), m.enough = std::min(m.eplb, pace + pace / kGood);
+  for (const auto& [_, n] : order) {
+    spread(nodes[n], n * ranks, ranks, twins[n], m);
+    for (int64_t* mark : {&m.good, &m.enough, &m.eplb}) *mark = std::max(*mark, fullest(n * ranks, ranks));
   }
   std::copy(slots_.begin(), slots_.end(), phy2log);
 }

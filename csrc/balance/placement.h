@@ -24,14 +24,19 @@ class Placer {
   // load[E] >= 0 with a sum below 2^40. phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
   void fresh(const int64_t* load, int32_t* phy2log);
 
-  // Changes a legal placement by single replicas and pair swaps, the most gain a changed slot first, until no rank is
-  // more than target_ppm above the mean, max_moves slots have changed, or nothing helps.
+  // Changes a legal placement by single replicas and pair swaps, the most gain for each expert fetched first, until no
+  // rank is more than target_ppm above the mean, max_moves slots have changed, or nothing helps; then reconsiders.
   void improve(const int64_t* load, int64_t target_ppm, int64_t max_moves, int32_t* phy2log);
 
  private:
   struct Move {
     int64_t gain = 0;
-    int slots = 1, slot = -1, other = -1, expert = -1;  // a replica of `expert` into slot, or slot <-> other
+    int fetched = 1, slot = -1, other = -1, expert = -1;  // a replica of `expert` into slot, or slot <-> other
+  };
+
+  // Loads of the fullest rank: where levelling stops, where no other numbers of replicas are tried, and EPLB's.
+  struct Marks {
+    int64_t good = 0, enough = 0, eplb = 0;
   };
 
   struct State {
@@ -40,13 +45,17 @@ class Placer {
     std::vector<unsigned char> has;
   };
 
-  void spread(const std::vector<int>& experts, int first_rank, int num_ranks, int64_t pace);
+  void spread(const std::vector<int>& experts, int first_rank, int num_ranks, bool twins, const Marks& m);
+  void restore(const State& s);
   int64_t mean_of(const std::vector<int>& experts, int num_ranks) const;
   void clear(int first_rank, int num_ranks);
   void replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap);
-  void pack(const std::vector<int>& experts, int first_rank, int num_ranks);
+  bool pack(const std::vector<int>& experts, int first_rank, int num_ranks, bool twice);
+  bool greedy(const std::vector<int>& experts, int first_rank, int num_ranks);
+  bool part_twins(int first_rank, int num_ranks);
+  int64_t fullest(int first_rank, int num_ranks) const;
   void make_room(int expert, int first_rank, int num_ranks);
-  void refine(int first_rank, int num_ranks);
+  void refine(int first_rank, int num_ranks, int64_t good);
   bool swap_down(int hot, int first_rank, int num_ranks, int64_t below, int64_t good);
   bool replica_down(int hot, int first_rank, int num_ranks);
   int64_t fullest_with(int slot, int expert) const;
@@ -63,7 +72,12 @@ class Placer {
   int rank_of(int slot) const { return slot / per_rank_; }
   int64_t gain_of_replica(int slot, int expert) const;
   int64_t gain_of_swap(int slot, int other) const;
-  Move best_move(int64_t max_slots) const;
+  Move best_move(int64_t below) const;
+  int fetched(int rank, int out, int in) const;
+  Move way_back(int slot) const;
+  int64_t lower(int64_t left);
+  int64_t reconsider(int64_t spent);
+  void settle(int32_t* phy2log) const;
   void apply(const Move& move);
   bool holds(int rank, int expert) const { return has_[std::size_t(rank) * shape_.num_experts + expert]; }
 
@@ -72,8 +86,8 @@ class Placer {
   int per_rank_;
   int64_t limit_ = 0;
   std::vector<int64_t> weight_, share_, load_, size_;  // size_: share of the expert in each slot, for swaps
-  std::vector<int32_t> count_, slots_, used_;
-  std::vector<unsigned char> has_;              // [ranks, experts]
+  std::vector<int32_t> count_, slots_, used_, heap_, first_slots_;
+  std::vector<unsigned char> had_, has_;        // [ranks, experts]
   std::vector<std::vector<int32_t>> where_;     // ranks of each expert, ascending; for replica moves
   std::vector<std::pair<int64_t, int>> order_;  // (share, expert), largest first
 };

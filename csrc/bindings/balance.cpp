@@ -1,6 +1,7 @@
 // Arrays come as addresses of contiguous memory; hybrid_ep/balance checks shapes and types before they get here.
 #include "bindings/balance.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include "balance/microbatch.h"
@@ -24,17 +25,50 @@ balance::Strategy parse_strategy(const std::string& name) {
 
 MicrobatchShape make_shape(int num_ranks, int num_experts, int spare_slots, int num_nodes, bool within_node,
                            int64_t epsilon_ppm, int64_t skip_below_ppm, int64_t min_chunk, int64_t instance_cost,
-                           int64_t tile, int64_t fan_out, const std::string& strategy) {
-  MicrobatchShape s{num_ranks,      num_experts, spare_slots,   num_nodes, within_node, epsilon_ppm,
-                    skip_below_ppm, min_chunk,   instance_cost, tile,      fan_out,     parse_strategy(strategy)};
+                           int64_t tile, int64_t fan_out, int search_nodes, const std::string& strategy) {
+  MicrobatchShape s{num_ranks,
+                    num_experts,
+                    spare_slots,
+                    num_nodes,
+                    within_node,
+                    epsilon_ppm,
+                    skip_below_ppm,
+                    min_chunk,
+                    instance_cost,
+                    tile,
+                    fan_out,
+                    search_nodes,
+                    parse_strategy(strategy)};
   s.validate();
   return s;
 }
 
-py::tuple plan(MicrobatchPlanner& planner, uint64_t counts, uint64_t home, uint64_t slot_expert, uint64_t slot_tokens) {
-  const auto r = planner.plan(pointer<const int64_t>(counts), pointer<const int32_t>(home),
-                              pointer<int32_t>(slot_expert), pointer<int64_t>(slot_tokens));
-  return py::make_tuple(r.num_copies, r.max_cost_before, r.max_cost, r.target);
+using Counts = py::array_t<int64_t, py::array::c_style>;
+using Ranks = py::array_t<int32_t, py::array::c_style>;
+
+// One micro-batch [R, E] or one of each of L layers [L, R, E]: (slot_expert, slot_tokens, target of each layer).
+// Arrays, not addresses: asking numpy for an address from Python costs 2 us, a sixth of a plan.
+py::tuple plan(MicrobatchPlanner& planner, const Counts& counts, const Ranks& home) {
+  const MicrobatchShape& s = planner.shape();
+  const bool layers = counts.ndim() == 3;
+  const py::ssize_t num_layers = layers ? counts.shape(0) : 1;
+  if (counts.ndim() < 2 || counts.size() != num_layers * s.num_ranks * s.num_experts || home.size() != s.num_experts)
+    throw std::invalid_argument("counts: must be [ranks, experts] or [layers, ranks, experts], home [experts]");
+  std::vector<py::ssize_t> dims{s.num_ranks, s.spare_slots};
+  if (layers) dims.insert(dims.begin(), num_layers);
+  Ranks expert(dims);
+  Counts tokens(dims);
+  const int64_t* from = counts.data();
+  int32_t* to_expert = expert.mutable_data();
+  int64_t* to_tokens = tokens.mutable_data();
+  const int slots = s.num_ranks * s.spare_slots;
+  if (!layers) return py::make_tuple(expert, tokens, planner.plan(from, home.data(), to_expert, to_tokens).target);
+  py::list targets;
+  for (py::ssize_t l = 0; l < num_layers; ++l) {
+    targets.append(planner.plan(from, home.data(), to_expert, to_tokens).target);
+    from += int64_t(s.num_ranks) * s.num_experts, to_expert += slots, to_tokens += slots;
+  }
+  return py::make_tuple(expert, tokens, targets);
 }
 
 }  // namespace
@@ -43,10 +77,12 @@ void bind_balance(py::module_& m) {
   py::class_<MicrobatchShape>(m, "MicrobatchShape", "What does not change between micro-batches; balance/microbatch.h.")
       .def(py::init(&make_shape), py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("spare_slots"),
            py::arg("num_nodes"), py::arg("within_node"), py::arg("epsilon_ppm"), py::arg("skip_below_ppm"),
-           py::arg("min_chunk"), py::arg("instance_cost"), py::arg("tile"), py::arg("fan_out"), py::arg("strategy"));
+           py::arg("min_chunk"), py::arg("instance_cost"), py::arg("tile"), py::arg("fan_out"), py::arg("search_nodes"),
+           py::arg("strategy"));
   py::class_<MicrobatchPlanner>(m, "MicrobatchPlanner", "Clones and quotas of one micro-batch.")
       .def(py::init<const MicrobatchShape&>())
-      .def("plan", &plan, "(copies, largest cost before, after, target)");
+      .def("plan", &plan, py::arg("counts").noconvert(), py::arg("home").noconvert(),
+           "counts int64 [R, E] or [L, R, E], home int32 [E]: (slot_expert, slot_tokens, target or targets).");
   m.def("share_of_source", [](const MicrobatchShape& shape, uint64_t counts, uint64_t home, uint64_t slot_expert,
                               uint64_t slot_tokens, int source, uint64_t take) {
     balance::share_of_source(shape, pointer<const int64_t>(counts), pointer<const int32_t>(home),

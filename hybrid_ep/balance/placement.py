@@ -64,15 +64,18 @@ class PlacementPlan:
 
 
 def _counts(phy2log: np.ndarray, num_experts: int) -> np.ndarray:
-    return np.stack([np.bincount(row, minlength=num_experts) for row in phy2log])
+    num_layers = len(phy2log)
+    offset = np.arange(num_layers)[:, None] * num_experts
+    return np.bincount((phy2log + offset).ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
 def _slots_of_experts(phy2log: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    # Numbers of two bytes have a stable sort in linear time.
+    order = np.argsort(phy2log.astype(np.uint16) if counts.shape[1] <= 1 << 16 else phy2log, axis=1, kind="stable")
+    layer = np.arange(len(phy2log))[:, None]
+    experts, first = phy2log[layer, order], np.cumsum(counts, axis=1) - counts
     table = np.full((*counts.shape, int(counts.max())), -1, np.int64)
-    for layer, row in enumerate(phy2log):
-        order = np.argsort(row, kind="stable")
-        experts = row[order]
-        table[layer, experts, np.arange(len(row)) - np.searchsorted(experts, experts)] = order
+    table[layer, experts, np.arange(phy2log.shape[1]) - first[layer, experts]] = order
     return table
 
 
@@ -163,5 +166,6 @@ def rebalance_experts(weight: Any, num_replicas: int, num_groups: int, num_nodes
     load = weight.detach().cpu().numpy() if torch.is_tensor(weight) else np.asarray(weight)
     plan = plan_placement(load, num_replicas, num_gpus, num_nodes if hierarchical else 1,
                           num_groups=num_groups if hierarchical else 0)
-    return tuple(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64))
-                 for x in (plan.phy2log, plan.log2phy, plan.logcnt))
+    logcnt = plan.logcnt
+    log2phy = _slots_of_experts(plan.phy2log, logcnt)
+    return tuple(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)) for x in (plan.phy2log, log2phy, logcnt))

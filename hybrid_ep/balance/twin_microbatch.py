@@ -23,6 +23,11 @@ def plan(counts, home, options):
             drafts[-1].construct(name)
     if options.strategy == "best" and all(max(d.load) > d.target for d in drafts):
         drafts.append(_retry(total, home, num_ranks, options))
+        o = options
+        if o.search_nodes and max(drafts[-1].load) > drafts[-1].target and (
+                o.spare_slots == o.tile == o.min_chunk == 1 and not (o.instance_cost or o.fan_out or o.within_node)):
+            drafts.append(_Draft(total, home, num_ranks, options))
+            drafts[-1].search()
     # Below the target all is equal, and fewer clones are better; min keeps the first of equals.
     best = min(drafts, key=lambda d: (max(max(d.load), d.target), len(d.clones)))
     if max(best.load) >= max(start.load):
@@ -137,6 +142,57 @@ class _Draft:
         self.load[donor] -= self.cost(self.left[expert]) - self.cost(self.left[expert] - piece)
         self.left[expert] -= piece
         return True
+
+    # ---- where all constructions miss; csrc/balance/search.cpp has the words
+
+    def search(self):
+        """Clones that bring every rank to the target, if the nodes suffice to find them; else no clones."""
+        self.deficit, self.slack = [self.aim - x for x in self.load], self.aim * self.num_ranks - sum(self.load)
+        self.clone, self.moved, self.nodes = [-1] * self.num_ranks, [0] * self.num_ranks, 0
+        if self.descend():
+            clones = [(e, rank, 0, self.moved[rank]) for rank, e in enumerate(self.clone) if self.moved[rank]]
+            if len(clones) <= self.max_clones:
+                self.clones, self.load = clones, [self.aim - d for d in self.deficit]
+
+    def descend(self):
+        self.nodes += 1
+        if self.nodes > self.o.search_nodes:
+            return False
+        if min(self.deficit) >= 0:
+            return True
+        state = list(zip(self.deficit, self.clone, strict=True))
+        stuck = sum(d for d, e in state if d > 0 and e >= 0)
+        waiting = [(-d, r) for r, (d, e) in enumerate(state) if d > 0 and e < 0]
+        if not waiting or stuck > self.slack:
+            return False
+        rank, ways = min(waiting)[1], []
+        for e, left in enumerate(self.left):
+            flows, there = min(left, self.deficit[rank]), self.deficit[self.home[e]]
+            sticks = self.deficit[rank] - flows
+            if flows and self.home[e] != rank and stuck + sticks <= self.slack:
+                ways.append((2 * sticks + max(0, there + flows) - max(0, there), -left, e))
+        before = list(self.deficit), list(self.left), list(self.moved)
+        for *_, e in sorted(ways)[:2]:
+            self.clone[rank] = e
+            self.flow(rank)
+            if self.descend():
+                return True
+            self.deficit, self.left, self.moved = map(list, before)
+        self.clone[rank] = -1
+        return False
+
+    def flow(self, rank):
+        """Deficit moves along clones until it cancels overload, waits at a rank without a clone, or sticks."""
+        for _ in range(self.num_ranks):
+            if self.clone[rank] < 0 or self.deficit[rank] <= 0:
+                return
+            e = self.clone[rank]
+            tokens = min(self.deficit[rank], self.left[e])
+            self.left[e] -= tokens
+            self.moved[rank] += tokens
+            self.deficit[rank] -= tokens
+            rank = self.home[e]
+            self.deficit[rank] += tokens
 
 
 def share_of_source(counts, home, slot_expert, slot_tokens, num_nodes, source):

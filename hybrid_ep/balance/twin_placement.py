@@ -9,6 +9,7 @@ SHARE_BITS = 16
 PPM = 1_000_000
 LEVEL = 2_500  # a 2,500th above the mean is level: no more swaps
 GOOD = 1_250  # a 1,250th is good enough: no other numbers of replicas
+SHAKES, KICKS = 400, 3  # where EPLB's greedy is lower still
 
 
 class Placement:
@@ -33,16 +34,27 @@ class Placement:
     # ---- a fresh placement
 
     def fresh(self):
-        if not self.num_groups:
-            everything = range(len(self.weight))
-            self._spread(everything, range(self.num_ranks), self._mean(everything, self.num_ranks))
-            return self.phy2log()
-        ranks = self.num_ranks // self.num_nodes
-        nodes = self._groups_to_nodes()
-        pace = max(self._mean(experts, ranks) for experts in nodes)
-        for node, experts in enumerate(nodes):
-            self._spread(experts, range(node * ranks, (node + 1) * ranks), pace)
+        nodes = self._groups_to_nodes() if self.num_groups else [list(range(len(self.weight)))]
+        size = self.num_ranks // len(nodes)
+        ranks = [range(n * size, (n + 1) * size) for n in range(len(nodes))]
+        twins = [self._greedy(*node) for node in zip(nodes, ranks, strict=True)]
+        # The heaviest node first: it sets the pace, the others need be no better.
+        order = sorted(range(len(nodes)), key=lambda n: -self._mean(nodes[n], size))
+        pace, eplb = self._mean(nodes[order[0]], size), max(map(self._fullest, ranks))
+        marks = [min(eplb, pace + pace // LEVEL), min(eplb, pace + pace // GOOD), eplb]
+        for n in order:
+            self._spread(nodes[n], ranks[n], twins[n], *marks)
+            marks = [max(mark, self._fullest(ranks[n])) for mark in marks]
         return self.phy2log()
+
+    def _fullest(self, ranks):
+        return max(self.load(r) for r in ranks)
+
+    def _greedy(self, experts, ranks):
+        """EPLB's: returns whether a rank holds an expert twice."""
+        self._replicate(experts, ranks, 0, len(ranks) * self.per_rank)
+        self._pack(experts, ranks, twice=True)
+        return any(len(set(self.ranks[r])) < len(self.ranks[r]) for r in ranks)
 
     def _groups_to_nodes(self):
         """As many groups on each node, the heaviest first to the lightest node with room."""
@@ -57,27 +69,84 @@ class Placement:
     def _mean(self, experts, num_ranks):
         return (sum(self.weight[e] for e in experts) << SHARE_BITS) // num_ranks
 
-    def _spread(self, experts, ranks, pace):
-        """Greedy numbers of replicas; where the node ends above the mean of the fullest one then, the best of two
-        more with a cap on shares."""
+    def _spread(self, experts, ranks, twins, good, enough, eplb):
+        """From the greedy placement, which stands: the first that comes down to `enough`, or the lowest of it, of other
+        numbers of replicas with a cap on shares and, while above EPLB's mark, of more caps and of shaken ones."""
         mean = self._mean(experts, len(ranks))
-        lowest, best = None, None
+        self.lowest, self.best = None, None
         hottest = max(self.weight[e] for e in experts)
         hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
-        for percent in (75, 90, 0) if hot else (0, 75, 90):
-            for r in ranks:
-                self.ranks[r] = []
-            self._replicate(experts, ranks, mean // 100 * percent)
-            self._pack(experts, ranks)
-            self._refine(ranks)
-            now = max(self.load(r) for r in ranks)
-            if lowest is None or now < lowest:
-                lowest, best = now, (list(self.count), [list(mine) for mine in self.ranks])
-            if now <= pace + pace // GOOD:
+        later = hot and twins  # seldom level: first what mostly is
+        if not later and (not twins or self._part_twins(ranks)) and self._settled(ranks, good, enough):
+            return
+        for i, percent in enumerate([75, 90, 0] * hot + [0, 75, 90] * (not hot) + [100, 60, 82, 50]):
+            if i >= 3 and self.lowest <= eplb:
                 break
-        self.count, self.ranks = best
+            if later and i == 3:
+                self._greedy(experts, ranks)
+                if self._part_twins(ranks) and self._settled(ranks, good, enough):
+                    return
+            if percent or twins:  # else the greedy placement again
+                self._replicate(experts, ranks, mean // 100 * percent, len(ranks))
+                self._pack(experts, ranks)
+                if self._settled(ranks, good, enough):
+                    return
+        self._restore()
+        draw = 1
 
-    def _replicate(self, experts, ranks, cap):
+        def any_slot():
+            nonlocal draw
+            draw = (draw * 1_664_525 + 1_013_904_223) % 2**32
+            rank, slot = divmod((draw >> 8) % (len(ranks) * self.per_rank), self.per_rank)
+            return ranks[rank], slot
+
+        for _ in range(SHAKES):
+            if self.lowest <= eplb:
+                break
+            for kick in range(KICKS):
+                (a, i), (b, j) = any_slot(), any_slot()
+                x, y = self.ranks[a][i], self.ranks[b][j]
+                if y in self.ranks[a]:
+                    continue
+                if kick == 0 and self.count[x] > 1:
+                    self._apply((a, i, y))
+                elif x not in self.ranks[b]:
+                    self._apply((a, i, b, j))
+            if self._settled(ranks, good, enough):
+                return
+            self._restore()
+
+    def _settled(self, ranks, good, enough):
+        """Refines; whether that is enough. Remembers the lowest."""
+        self._refine(ranks, good)
+        now = self._fullest(ranks)
+        if now > enough and (self.lowest is None or now < self.lowest):
+            self.lowest, self.best = now, (list(self.count), [list(mine) for mine in self.ranks])
+        return now <= enough
+
+    def _restore(self):
+        self.count, self.ranks = list(self.best[0]), [list(mine) for mine in self.best[1]]
+
+    def _part_twins(self, ranks):
+        """Every second replica on a rank changes places with the expert that leaves the lowest pair; False if one finds
+        none."""
+        for a in ranks:
+            for i, x in enumerate(self.ranks[a]):
+                if x not in self.ranks[a][:i]:
+                    continue
+                best = None
+                for b in ranks:
+                    for j, y in enumerate(self.ranks[b]):
+                        d = self.share(x) - self.share(y)
+                        pair = max(self.load(a) - d, self.load(b) + d)
+                        if x not in self.ranks[b] and y not in self.ranks[a] and (best is None or pair < best[0]):
+                            best = pair, (a, i, b, j)
+                if best is None:
+                    return False
+                self._apply(best[1])
+        return True
+
+    def _replicate(self, experts, ranks, cap, max_replicas):
         """One more replica for the largest share. With a cap only for those above it, then second ones of small
         experts, which fit anywhere."""
         for e in experts:
@@ -89,17 +158,20 @@ class Placement:
         for _ in range(len(ranks) * self.per_rank - len(experts)):
             growing = []
             while not growing:
-                growing = [e for e in experts if self.count[e] < len(ranks) and phases[0](e)]
+                growing = [e for e in experts if self.count[e] < max_replicas and phases[0](e)]
                 if not growing:
                     phases.pop(0)
             self.count[min(growing, key=lambda e: (-self.share(e), self.count[e], e))] += 1
 
-    def _pack(self, experts, ranks):
+    def _pack(self, experts, ranks, twice=False):
+        """The largest share first to the emptiest rank with a free slot; twice: even if it holds the expert already."""
+        for r in ranks:
+            self.ranks[r] = []
         for e in sorted(experts, key=lambda e: (-self.share(e), e)):
             for _ in range(self.count[e]):
-                lacking = [r for r in ranks if len(self.ranks[r]) < self.per_rank and e not in self.ranks[r]]
-                if lacking:
-                    self.ranks[min(lacking, key=lambda r: (self.load(r), r))].append(e)
+                free = [r for r in ranks if len(self.ranks[r]) < self.per_rank and (twice or e not in self.ranks[r])]
+                if free:
+                    self.ranks[min(free, key=lambda r: (self.load(r), r))].append(e)
                 else:
                     self._make_room(e, ranks)
 
@@ -112,10 +184,10 @@ class Placement:
         self.ranks[taker].append(moved)
         giver[giver.index(moved)] = expert
 
-    def _refine(self, ranks):
-        """The fullest rank gives until nothing helps: swaps first, a different set of replicas where swaps end."""
+    def _refine(self, ranks, good):
+        """The fullest rank gives until it is down at `good` or nothing helps: swaps first, a different set of replicas
+        where swaps end."""
         mean = sum(self.load(r) for r in ranks) // len(ranks)
-        good = mean + mean // LEVEL
         for _ in range(4 * len(ranks)):
             load = {r: self.load(r) for r in ranks}
             hot = min(ranks, key=lambda r: (-load[r], r))
@@ -162,19 +234,71 @@ class Placement:
 
     def improve(self, current, target_ppm, max_moves):
         self.ranks = [list(current[r * self.per_rank:(r + 1) * self.per_rank]) for r in range(self.num_ranks)]
+        self.first = [list(mine) for mine in self.ranks]
         self.count = [sum(e in experts for experts in self.ranks) for e in range(len(self.weight))]
         mean = (sum(self.weight) << SHARE_BITS) // self.num_ranks
         self.limit = mean + mean // PPM * target_ppm
-        while max_moves > 0:
+        spent, before = self._lower(max_moves), None
+        while not self._excess() and spent != before:
+            before, spent = spent, self._reconsider(spent)
+        return self._settled_slots()
+
+    def _fetched(self, rank, out, new):
+        """Experts fetched more when `new` takes the place of `out` on a rank: -1 to 1."""
+        return (out in self.first[rank]) - (new in self.first[rank])
+
+    def _lower(self, left):
+        """Greedy steps until all ranks are at the limit, nothing helps or no more than `left` may be fetched. The most
+        gain per expert fetched first; any gain for none beats all. Returns what was fetched."""
+        spent = 0
+        while True:
             best = (0, 1, None)
-            for gain, slots, move in self._moves(max_moves):
-                if gain * best[1] > best[0] * slots:
-                    best = (gain, slots, move)
+            for gain, fetched, move in self._moves(left - spent):
+                if gain <= 0 or (fetched > 0 >= best[1]):
+                    continue
+                if fetched <= 0 < best[1] or (gain > best[0] if fetched <= 0 else gain * best[1] > best[0] * fetched):
+                    best = (gain, fetched, move)
             if best[2] is None:
-                break
+                return spent
             self._apply(best[2])
-            max_moves -= best[1]
-        return self.phy2log()
+            spent += best[1]
+
+    def _reconsider(self, spent):
+        """Every fetched expert goes back once; where the steps that this needs then fetch less in all, it stays so."""
+        for a in range(self.num_ranks):
+            for i in range(self.per_rank):
+                if self.ranks[a][i] in self.first[a] or (back := self._way_back(a, i)) is None:
+                    continue
+                before = list(self.count), [list(mine) for mine in self.ranks]
+                self._apply(back[2])
+                then = spent + back[1] + self._lower(-1 - back[1])
+                if then < spent and not self._excess():
+                    spent = then
+                else:
+                    self.count, self.ranks = before
+        return spent
+
+    def _way_back(self, a, i):
+        """(gain, fetched, move): an expert that the rank had returns, and the gain above the limit is least bad."""
+        x, ways = self.ranks[a][i], []
+        for y in self.first[a]:
+            if not self._may_host(a, y):
+                continue
+            if self.count[x] > 1:
+                ways.append((self._gain((a, i, y)), -1, (a, i, y)))
+            for b in range(self.num_ranks):
+                if y in self.ranks[b] and self._may_host(b, x):
+                    move = (a, i, b, self.ranks[b].index(y))
+                    ways.append((self._gain(move), self._fetched(a, x, y) + self._fetched(b, y, x), move))
+        return max((w for w in ways if w[1] < 0), key=lambda w: w[0], default=None)  # the first of equal ones
+
+    def _settled_slots(self):
+        """What a rank had at first stays in its slots; the rest fills the others in order."""
+        phy2log = []
+        for old, now in zip(self.first, self.ranks, strict=True):
+            fresh = iter([e for e in now if e not in old])
+            phy2log += [e if e in now else next(fresh) for e in old]
+        return phy2log
 
     def _may_host(self, rank, expert):
         if expert in self.ranks[rank]:
@@ -207,20 +331,22 @@ class Placement:
         self.count[expert] += 1
         return rank, slot, old
 
-    def _moves(self, max_slots):
-        """(gain, changed slots, move) of every legal move that can help, in the order that breaks ties."""
+    def _moves(self, left):
+        """(gain, fetched, move) of every move that can help and fetches no more than `left`, in the order that breaks
+        ties."""
         over = [r for r in range(self.num_ranks) if self.load(r) > self.limit]
         hot = [e for e in range(len(self.weight)) if any(e in self.ranks[r] for r in over)]
         places = [(r, i) for r in range(self.num_ranks) for i in range(self.per_rank)]
         for r, i in places:
             if self.count[self.ranks[r][i]] > 1:
                 for e in hot:
-                    if self._may_host(r, e):
-                        yield self._gain((r, i, e)), 1, (r, i, e)
-        if max_slots < 2:
-            return
+                    fetched = self._fetched(r, self.ranks[r][i], e)
+                    if fetched <= left and self._may_host(r, e):
+                        yield self._gain((r, i, e)), fetched, (r, i, e)
         for a, i in places:
             for b, j in places:
-                if a in over and a != b and self._may_host(a, self.ranks[b][j]) \
-                        and self._may_host(b, self.ranks[a][i]):
-                    yield self._gain((a, i, b, j)), 2, (a, i, b, j)
+                x, y = self.ranks[a][i], self.ranks[b][j]
+                if a in over and a != b and self._may_host(a, y) and self._may_host(b, x):
+                    fetched = self._fetched(a, x, y) + self._fetched(b, y, x)
+                    if fetched <= left:
+                        yield self._gain((a, i, b, j)), fetched, (a, i, b, j)

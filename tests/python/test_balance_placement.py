@@ -55,37 +55,83 @@ def test_core_and_twin_agree(case):
     p = balance.plan_placement(load[None], slots, ranks, nodes, num_groups=groups)
     assert p.phy2log[0].tolist() == twin.fresh()
     assert_legal(p.phy2log, len(load), ranks)
+    most = int(rng.choice([0, 3, 6, 40]))
     moved = np.rint(load * np.exp(rng.normal(0, 0.5, len(load)))).astype(np.int64)
-    again = balance.plan_placement(moved[None], slots, ranks, nodes, p.phy2log, num_groups=groups, max_moves=6)
+    again = balance.plan_placement(moved[None], slots, ranks, nodes, p.phy2log, num_groups=groups, max_moves=most)
     twin = twin_placement.Placement(moved.tolist(), slots, ranks, nodes, groups)
-    assert again.phy2log[0].tolist() == twin.improve(p.phy2log[0].tolist(), 20_000, 6)
+    assert again.phy2log[0].tolist() == twin.improve(p.phy2log[0].tolist(), 20_000, most)
     assert_legal(again.phy2log, len(load), ranks)
-    assert again.moved[0] <= 6
+    assert again.moved[0] <= most
 
 
 @pytest.mark.parametrize("groups, nodes, ranks", [(8, 4, 32), (1, 1, 32), (1, 1, 36), (8, 8, 64)])
 def test_never_worse_than_eplb(groups, nodes, ranks):
     """Oracle loads, every distribution of the grid, layer by layer, global and hierarchical, although EPLB may put two
-    replicas of an expert on one rank. The tolerance is where levelling stops, a 1,250th of the mean."""
+    replicas of an expert on one rank. No tolerance but what doubles round off."""
     lower = []
-    slots = 320 if ranks == 64 else 288
+    slots, num_layers = (320, 16) if ranks == 64 else (288, 6)
     rng = np.random.default_rng(3)
     for kind, value in GRID:
-        load = np.rint(loads.popularity(rng, 6, 256, kind, value) * 1e6).astype(np.int64)
+        load = np.rint(loads.popularity(rng, num_layers, 256, kind, value) * 1e6).astype(np.int64)
         theirs = eplb.place(torch.from_numpy(load).float(), slots, groups, nodes, ranks).numpy()
         phy2log, log2phy, logcnt = balance.rebalance_experts(torch.from_numpy(load), slots, groups, nodes, ranks)
         assert_legal(phy2log.numpy(), 256, ranks)
         ours = rank_loads(load, phy2log.numpy(), ranks).max(axis=1)
         other = rank_loads(load, theirs, ranks).max(axis=1)
-        assert (ours <= other * (1 + 1 / 1_250)).all(), (kind, value)
+        assert (ours <= other * (1 + 1e-12)).all(), (kind, value, (ours / other).max())
         lower.append(ours.mean() / other.mean())
         assert (ours >= bounds.mean(load[0], ranks) - 1).all()
         # EPLB's shapes and meanings.
-        assert phy2log.shape == (6, slots) and logcnt.sum(1).eq(slots).all()
-        assert log2phy.shape == (6, 256, int(logcnt.max())) and log2phy.ge(0).sum(-1).eq(logcnt).all()
+        assert phy2log.shape == (num_layers, slots) and logcnt.sum(1).eq(slots).all()
+        assert log2phy.shape == (num_layers, 256, int(logcnt.max())) and log2phy.ge(0).sum(-1).eq(logcnt).all()
         back = torch.where(log2phy >= 0, phy2log.gather(1, log2phy.clamp_min(0).flatten(1)).view_as(log2phy), -1)
         assert torch.where(back >= 0, back == torch.arange(256)[None, :, None], True).all()
     assert np.mean(lower) < 0.999
+
+
+@settings(max_examples=100)
+@given(layers())
+def test_never_worse_than_eplb_where_no_rank_holds_an_expert_twice(case):
+    """Any small shape, in whole numbers. EPLB's own greedy is our first candidate, so this holds by construction."""
+    load, slots, ranks, nodes, groups, _ = case
+    load = load * 720720  # divides by all numbers of replicas up to 16
+    twin = twin_placement.Placement(load.tolist(), slots, ranks, nodes, groups)
+    nodes_of = twin._groups_to_nodes() if groups else [list(range(len(load)))]
+    each = ranks // len(nodes_of)
+    twins = [twin._greedy(node, range(n * each, (n + 1) * each)) for n, node in enumerate(nodes_of)]
+    if slots % ranks or any(twins) or max(twin.count) > 16:
+        return
+    mark = max(twin.load(r) for r in range(ranks)) >> twin_placement.SHARE_BITS
+    p = balance.plan_placement(load[None], slots, ranks, nodes, num_groups=groups)
+    assert p.tokens_of_ranks().max() <= mark
+
+
+def test_with_twins_eplb_may_reach_what_no_legal_placement_does():
+    """Loads 10, 6 and 4 on two ranks of two slots: EPLB's A+A, B+C is level. One A a rank leaves 11 at best."""
+    load = np.array([[10, 6, 4]])
+    theirs = eplb.place(torch.from_numpy(load).float(), 4, 1, 1, 2).numpy()
+    assert rank_loads(load, theirs, 2).max() == 10 and len(set(theirs[0][:2])) + len(set(theirs[0][2:])) == 3
+    assert balance.plan_placement(load, 4, 2).tokens_of_ranks().max() == 11
+
+
+# A node of eight ranks with five slots each where constructions and single steps end 0.1 to 4.8 % above EPLB's greedy.
+STEEP = [
+    [16355, 14629, 10904, 9072, 8446, 6182, 5875, 5452, 4771, 4673, 4259, 4188, 3752, 3728, 3657, 3569, 3487,
+     3011, 2836, 2826, 2795, 2716, 2671, 2531, 2445, 2431, 2405, 2367, 2313, 2274, 2148, 2143],
+    [32711, 14629, 8446, 6295, 5972, 5783, 5694, 5529, 4931, 4771, 4580, 4451, 3829, 3680, 3429, 3410, 3024,
+     2974, 2914, 2836, 2735, 2452, 2361, 2313, 2307, 2302, 2268, 2236, 2181, 2143, 2125, 2044],
+    [122430, 91507, 6682, 5470, 4038, 3682, 3618, 3185, 2517, 2111, 1576, 1296, 1245, 1040, 997, 580, 573,
+     527, 524, 518, 448, 366, 360, 327, 291, 237, 237, 195, 119, 96, 82, 65],
+]
+
+
+@pytest.mark.parametrize("load", STEEP, ids=["flat", "one", "two"])
+def test_more_is_tried_where_eplb_is_lower(load):
+    given_load = np.array([load])
+    theirs = eplb.place(torch.from_numpy(given_load).float(), 40, 1, 1, 8).numpy()
+    p = balance.plan_placement(given_load, 40, 8)
+    assert p.tokens_of_ranks().max() <= rank_loads(given_load, theirs, 8).max()
+    assert p.phy2log[0].tolist() == twin_placement.Placement(load, 40, 8).fresh()
 
 
 def test_groups_stay_on_their_node():
@@ -100,10 +146,12 @@ def test_groups_stay_on_their_node():
             assert sum(map(len, groups)) == 8 and set.union(*groups) == set(range(8))
 
 
-def test_incremental_moves_few_slots():
-    """Drift of 0.15: a fresh plan changes nearly every slot, the incremental one 24 of 288 at most, on average."""
+@pytest.mark.parametrize("kind, value", GRID)
+def test_incremental_moves_few_slots(kind, value):
+    """Drift of 0.15: a fresh plan changes nearly every slot, the incremental one at most 24 of 288, on average of the
+    layers of every distribution, and ends as level as asked for."""
     rng = np.random.default_rng(5)
-    share = loads.popularity(rng, 12, 256, "lognormal", 1.0)
+    share = loads.popularity(rng, 8, 256, kind, value)
     first = balance.plan_placement(share, 288, 32)
     later = loads.drift(rng, share, 0.15)
     fresh = balance.plan_placement(later, 288, 32)
@@ -112,6 +160,28 @@ def test_incremental_moves_few_slots():
     assert p.moved.mean() <= 24 and p.imbalance().max() <= 0.0201
     assert (first.imbalance(later) > 0.05).all()
     assert_legal(p.phy2log, 256, 32)
+
+
+def test_core_and_twin_reconsider_alike():
+    """Loads where expert by expert goes back and other steps fetch less."""
+    rng = np.random.default_rng(9)
+    share = loads.popularity(rng, 12, 24, "zipf", 1.0)
+    first = balance.plan_placement(share, 32, 4)
+    later = np.rint(loads.drift(rng, share, 0.4) * 1e5).astype(np.int64)
+    p = balance.plan_placement(later, 32, 4, current=first.phy2log)
+    for load, before, after in zip(later, first.phy2log, p.phy2log, strict=True):
+        assert twin_placement.Placement(load.tolist(), 32, 4).improve(before.tolist(), 20_000, 99) == after.tolist()
+
+
+def test_a_rank_keeps_what_it_had_in_its_slots():
+    """Changed slots are experts to fetch: no rank gets an expert it had, in another slot."""
+    rng = np.random.default_rng(8)
+    share = loads.popularity(rng, 6, 64, "zipf", 1.2)
+    first = balance.plan_placement(share, 72, 8)
+    p = balance.plan_placement(loads.drift(rng, share, 0.4), 72, 8, current=first.phy2log)
+    assert p.moved.min() > 0
+    for old, new in zip(first.phy2log.reshape(-1, 9), p.phy2log.reshape(-1, 9), strict=True):
+        assert not set(new[new != old]) & set(old)
 
 
 def test_hysteresis_weighs_gain_against_transfers():
