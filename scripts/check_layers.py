@@ -37,7 +37,7 @@ LAYERS = {
                           "transport/*"),
     # errors.h: what a launch throws; bindings turn it into Python's exceptions.
     "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS,
-                "arch/host/errors.h"),
+                "arch/host/errors.h", "transport/nvshmem/nvshmem_host.h"),  # a table of host functions
     # Worlds of simulated ranks: above everything that a rank is made of.
     "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
     "balance": ("common",),  # planners: integers in, integers out
