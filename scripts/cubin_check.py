@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,13 +52,8 @@ BUDGETS = {
     "combine": Budget(128, 9500, (*COPIES, *ACQUIRES, "LDS.128", "STS.128")),
 }
 # NVSHMEM's own code is not counted. 136 registers of 288 threads still leave a block its SM.
-CALLS = {"stack": 384, "forbidden": ("LDL", "BPT.TRAP")}
-NVSHMEM_BUDGETS = {
-    "exchange": Budget(80, 6100, BUDGETS["exchange"].expected, **CALLS),
-    "dispatch": Budget(128, 6500, BUDGETS["dispatch"].expected, **CALLS),
-    "unpermute": Budget(128, 3600, BUDGETS["unpermute"].expected, **CALLS),
-    "combine": Budget(136, 9700, BUDGETS["combine"].expected, **CALLS),
-}
+NVSHMEM_BUDGETS = {name: replace(budget, registers=136 if name == "combine" else budget.registers, stack=384,
+                                 forbidden=("LDL", "BPT.TRAP")) for name, budget in BUDGETS.items()}
 
 
 @dataclass
