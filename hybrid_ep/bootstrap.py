@@ -72,12 +72,12 @@ class Rendezvous:
         base = dist.PrefixStore(f"hybrid_ep/{view.name}", view.store)
         self._store = dist.PrefixStore(str(base.add(f"buffers/{view.rank}", 1)), base)
 
-    def exchange(self, topic: str, value: Any) -> list[Any]:
+    def exchange(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
         """Publishes this rank's value (anything JSON can say) and returns everybody's, by rank."""
         self._store.set(f"{topic}/{self.view.rank}", json.dumps(value))
-        return self._wait(topic)
+        return self._wait(topic, timeout_s or self.timeout_s)
 
-    def _wait(self, topic: str) -> list[Any]:
+    def _wait(self, topic: str, timeout_s: float) -> list[Any]:
         started, pause = time.monotonic(), 0.0005
         missing = list(range(self.view.size))
         while True:
@@ -89,7 +89,7 @@ class Rendezvous:
                 raise BootstrapError(f"rank {self.view.rank} lost the store of group {self.view.name!r} while it "
                                      f"waited for {topic!r}: {error}") from error
             waited = time.monotonic() - started
-            if waited > self.timeout_s:
+            if waited > timeout_s:
                 raise BootstrapError(
                     f"rank {self.view.rank} of group {self.view.name!r} waited {waited:.1f} s for {topic!r} of ranks "
                     f"{missing}; every rank of the group must make the same calls in the same order (deadline: "

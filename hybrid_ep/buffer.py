@@ -256,10 +256,10 @@ class HybridEPBuffer:
         self._open_session().reset_traffic()
 
     def destroy(self) -> None:
-        """Gives the registered memory back; local, may be called twice. Handles stay valid for other
-        buffers."""
+        """Gives the registered memory back; may be called twice. Handles stay valid for other buffers. Local, but
+        collective where the rail is NVSHMEM, whose memory all ranks give back together."""
         if self._session is not None:
-            self._session.close()
+            self._session.close(together=True)
 
     def __enter__(self) -> HybridEPBuffer:
         self._open_session()
@@ -270,7 +270,7 @@ class HybridEPBuffer:
 
     def __del__(self) -> None:
         try:  # also runs on a half-built object, and at interpreter shutdown when module globals are gone
-            self.destroy()
+            self._session.close()
         except Exception:
             pass
 

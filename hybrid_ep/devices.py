@@ -6,7 +6,7 @@ may be no device: then ValueError says which of the two, and everything else wor
 Memory is shared between processes in one of three ways, best first: "fabric" handles, which also work between the
 hosts of one NVLink domain, "file" descriptors, and CUDA "ipc". A way counts as working when a small allocation of it
 has really been made, shared and, where the API lets a process map its own, mapped; the ranks then take the best that
-works on all of them."""
+works on all of them and reaches all their peers. Where nodes share no such path, NVSHMEM is started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ import functools
 import os
 import socket
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybrid_ep import _core
+from hybrid_ep import _core, nvshmem
+from hybrid_ep.bootstrap import Rendezvous
+from hybrid_ep.topology import Topology
 
 LIBRARY = Path(__file__).with_name("libhybrid_ep_cuda.so")
 KINDS = ("fabric", "file", "ipc")
@@ -90,13 +94,69 @@ def working_kinds() -> list[str]:
     return kinds
 
 
-def choose_kind(kinds_by_rank: list[list[str]]) -> str:
-    """The best kind that works on every rank. RuntimeError, the same on all, when there is none."""
+@dataclass(frozen=True)
+class Paths:
+    """How ranks reach one another's memory. kind: that of the node's mappings; None: NVSHMEM makes them. mapped_rail:
+    the same mappings reach the other nodes, too."""
+
+    kind: str | None
+    mapped_rail: bool
+
+
+def find_paths(meet: Rendezvous, topology: Topology, offer: Callable[[], dict[str, Any]],
+               can_map: Callable[[str], bool]) -> Paths:
+    """Collective; the same on every rank. offer(): {"kinds": working kinds, "fabric": hex handle of some memory, or
+    ""}; can_map(handle): whether this process maps it. Only a handle that was really mapped counts: a driver that
+    offers fabric handles says nothing of whether two hosts share a domain."""
+    facts = meet.exchange("memory", {"machine": _machine(), **offer()})
+    mine = facts[meet.view.rank]["machine"]
+    mapped = [r for r, f in enumerate(facts) if f["machine"] == mine or (f["fabric"] and can_map(f["fabric"]))]
+    reach = meet.exchange("memory/mapped", {"near": [r for r, f in enumerate(facts) if f["machine"] == mine],
+                                            "fabric": mapped})
+    return choose_paths([f["kinds"] for f in facts], reach, topology)
+
+
+def choose_paths(kinds_by_rank: list[list[str]], reach: list[dict[str, list[int]]], topology: Topology) -> Paths:
+    """The best kind that works on every rank and maps all its peers; if none reaches the other nodes, NVSHMEM is to.
+    reach: by rank, whom fabric handles reach, and who is near (on the same machine, which "file" and "ipc" need).
+    RuntimeError, the same on all ranks, when ranks of one node cannot map one another."""
+    def reaches(kind: str, whom: Callable[[int, int], bool]) -> bool:
+        return all(kind in kinds_by_rank[r] and whom(r, p) <= (p in reach[r]["fabric" if kind == "fabric" else "near"])
+                   for r in range(topology.num_ranks) for p in range(topology.num_ranks))
+
+    local = topology.num_local_ranks
     for kind in KINDS:
-        if all(kind in kinds for kinds in kinds_by_rank):
-            return kind
+        if reaches(kind, lambda r, p: r // local == p // local or r % local == p % local):
+            return Paths(kind, True)
+    if topology.num_nodes > 1:
+        return Paths(None, False)
     raise RuntimeError("no kind of shared device memory works on all ranks: " + "; ".join(
         f"rank {rank}: {', '.join(kinds) or 'none'}" for rank, kinds in enumerate(kinds_by_rank)))
+
+
+def _machine() -> str:
+    """This boot of this kernel: what file descriptors and IPC handles cannot leave."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def segments(meet: Rendezvous, topology: Topology, executor: str, device: torch.device) -> tuple[Any, str]:
+    """What makes and maps this group's registered memory on the current GPU, and the executor that goes with it."""
+    if executor != nvshmem.EXECUTOR:
+        kinds, probe = working_kinds(), None
+        if "fabric" in kinds:
+            probe = _core.cuda.DeviceMemory.create("fabric", _PROBE_BYTES)  # lives until all have tried to map it
+        paths = find_paths(meet, topology, lambda: {
+            "kinds": kinds, "fabric": probe.share()[0].hex() if probe else ""}, _maps_fabric)
+        if paths.mapped_rail:
+            return DeviceSegments(meet.view.store, paths.kind), executor
+    return nvshmem.NvshmemSegments(nvshmem.heap(), meet, topology, device.index), nvshmem.EXECUTOR
+
+
+def _maps_fabric(handle: str) -> bool:
+    with contextlib.suppress(RuntimeError):
+        _core.cuda.DeviceMemory.attach("fabric", _PROBE_BYTES, bytes.fromhex(handle), -1)
+        return True
+    return False
 
 
 class DeviceSegments:

@@ -34,12 +34,21 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize(payload: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The inverse: products in fp32, rounded once."""
-    blocks = scales[:, :-_TOKEN_BYTES].contiguous().view(torch.float8_e4m3fn).float()
-    token = scales[:, -_TOKEN_BYTES:].contiguous().view(torch.float32)
+    blocks, token = block_scales(scales).float(), token_scales(scales)[:, None]
     codes = torch.stack([payload & 15, payload >> 4], 2).flatten(1)
     values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), device=payload.device)[codes.long()]
     factor = blocks * torch.where(token > 0, token, torch.ones_like(token))
     return (values.unflatten(1, (-1, BLOCK)) * factor[..., None]).flatten(1).to(dtype)
+
+
+def block_scales(scales: torch.Tensor) -> torch.Tensor:
+    """float8_e4m3fn [T, H / 16]: what a GEMM of fp4 multiplies blocks by; scale_tiles.swizzle orders them for it."""
+    return scales[:, :-_TOKEN_BYTES].contiguous().view(torch.float8_e4m3fn)
+
+
+def token_scales(scales: torch.Tensor) -> torch.Tensor:
+    """fp32 [T]: what remains to be multiplied onto the rows of the GEMM's result. 0 for a token of zeros."""
+    return scales[:, -_TOKEN_BYTES:].contiguous().view(torch.float32)[:, 0]
 
 
 def _codes(x: torch.Tensor) -> torch.Tensor:

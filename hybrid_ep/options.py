@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import _core, devices, env, sm_plan, topology, tuning, validation
+from hybrid_ep import _core, devices, env, nvshmem, sm_plan, topology, tuning, validation
 from hybrid_ep.bootstrap import Rendezvous, agree
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
 
@@ -115,6 +115,11 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
     executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
     device = devices.current() if isinstance(executor, str) and devices.is_cuda(executor) else torch.device("cpu")
+    if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
+        try:
+            nvshmem.load()
+        except RuntimeError as error:
+            raise ValueError(f"executor={executor!r} cannot be used here: {error}") from error
     if executor not in _core.executors():
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())}")
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file

@@ -100,7 +100,7 @@ class Session:
         self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
-        self._segments = self._choose_segments()
+        self._segments, self._executor = self._choose_segments()
         self.shape: Any = None
         self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
         self._open(options.first_shape(topology.num_ranks))
@@ -133,11 +133,15 @@ class Session:
             if self.engine is not None:
                 self.engine.set_stream(stream)
 
-    def close(self, why: str = "this buffer was destroyed; make a new HybridEPBuffer") -> None:
-        """Gives the registered memory back. Local; peers keep what they mapped."""
-        self.why_closed = self.why_closed or why
+    def close(self, why: str = "this buffer was destroyed; make a new HybridEPBuffer", together: bool = False) -> None:
+        """Gives the registered memory back. Local; peers keep what they mapped. Memory that only all ranks can give
+        back (NVSHMEM's heap) goes at once when all do it together, else when they next meet."""
+        if first := self.why_closed is None:
+            self.why_closed = why
         self.engine = None
         self.results = ResultPool(0)
+        if first and hasattr(self._segments, "close"):
+            self._segments.close(together)
 
     # ---- memory
     def fit(self, **needs: int) -> None:
@@ -156,16 +160,15 @@ class Session:
                              "memory; run a call of this size before the capture, or make another buffer for it")
         self._open(wanted)
 
-    def _choose_segments(self):
-        """What makes and maps this group's registered memory. Collective on a GPU: the ranks agree on a kind."""
-        own = self.meet.view.segments
+    def _choose_segments(self) -> tuple[Any, str]:
+        """What makes and maps this group's registered memory, and the executor for it. Collective on a GPU."""
+        own, executor = self.meet.view.segments, self.options.executor
         if self.options.device.type != "cuda":
-            return own
+            return own, executor
         devices.enter(self.options.device)
         if hasattr(own, "on_device"):  # ranks inside one process
-            return own.on_device()
-        kind = devices.choose_kind(self.meet.exchange("memory", devices.working_kinds()))
-        return devices.DeviceSegments(self.meet.view.store, kind)
+            return own.on_device(), executor
+        return devices.segments(self.meet, self.topology, executor, self.options.device)
 
     def _open(self, wanted: dict[str, int]) -> None:
         generation, self._generation = self._generation, self._generation + 1
@@ -180,7 +183,7 @@ class Session:
         try:
             self.engine = open_segments(
                 self.meet, self._segments, generation, shape.total_bytes,
-                lambda segments: _core.Engine(self.topology.rank, shape, segments, o.timeout_s, o.executor,
+                lambda segments: _core.Engine(self.topology.rank, shape, segments, o.timeout_s, self._executor,
                                               env.get("HYBRID_EP_SEED")))
         except BaseException as error:
             self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")

@@ -31,6 +31,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", metavar="NAME", help="continue the run NAME from its checkpoint")
     parser.add_argument("--steps", type=int, metavar="N", help="train for N steps in all")
     parser.add_argument("--stop-after", type=int, metavar="N", help="pause after step N, schedule unchanged")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the weights and the order of the text")
     parser.add_argument("--dispatcher", choices=DISPATCHERS, help="who moves the tokens")
     parser.add_argument("--dispatch-dtype", choices=DISPATCH_DTYPES, help="what the forward dispatch sends")
     parser.add_argument("--balance", choices=BALANCE_MODES, help="level the experts' load over ranks")
@@ -61,6 +62,8 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         config = get_recipe(args.recipe)
     if args.runs_dir:
         config = config.derive(logging={"runs_dir": args.runs_dir})
+    if args.seed is not None:
+        config = config.derive(seed=args.seed)
     if args.dispatcher:
         config = config.derive(parallel={"dispatcher": args.dispatcher})
     if args.dispatch_dtype:

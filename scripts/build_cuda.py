@@ -7,8 +7,8 @@ this order. The library holds no torch and no Python: one build serves every ver
 static CUDA runtime, so that it loads on a machine without a driver and then says that there is no device. Objects are
 reused while their sources and command are unchanged. Read from the environment: CUDA_HOME, CXX, MAX_JOBS.
 
---nvshmem also compiles and device-links the kernels whose rail is a NIC, with the headers and library of the pip
-package nvidia-nvshmem-cu13; nothing loads them yet."""
+--nvshmem builds libhybrid_ep_nvshmem.so as well, the kernels whose rail is a NIC, with the headers and libraries of the
+pip package nvidia-nvshmem-cu13 (or cu12). It is loaded only where nodes have no mapped path between them."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda"
 LIBRARY = "libhybrid_ep_cuda.so"
 ARCHITECTURES = ("90a", "100a")
-NVSHMEM_SOURCE = Path("csrc/kernels/instances/nvshmem_kernels.cu")
+NVSHMEM_LIBRARY = "libhybrid_ep_nvshmem.so"
 LEAST_NVCC = (12, 8)  # the first that knows sm_100a
 
 # -fmad=false: a product and a sum round twice, as on the host; results are compared bit for bit. 128: a loop that a
@@ -67,9 +67,22 @@ def find_nvcc():
     return None, "no nvcc in CUDA_HOME, on PATH or among this Python's packages"
 
 
+def all_sources():
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu"))
+
+
+def nvshmem_sources():
+    """Those of the NVSHMEM library, relative to the root."""
+    return [s for s in all_sources() if Path(s).name.startswith("nvshmem_")]
+
+
 def sources():
-    """All CUDA sources, relative to the root."""
-    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu") if p.name != NVSHMEM_SOURCE.name)
+    """Those of the CUDA library."""
+    return [s for s in all_sources() if s not in nvshmem_sources()]
+
+
+def targets():
+    return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
 
 
 def base_command(nvcc):
@@ -101,53 +114,58 @@ def compile_one(job):
     return None
 
 
-def build(nvcc, out):
-    """Compiles what changed and links; the path of the library. Exits with the compiler's words on failure."""
+def objects(nvcc, chosen, *options):
+    """Compiles those of the sources that changed; all objects. Exits with the compiler's words on failure."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
     jobs = []
-    for source in sources():
+    for source in chosen:
         obj = BUILD / (source.replace("/", "__") + ".o")
         deps = ["-MMD", "-MF", str(obj.with_suffix(".d"))]
-        jobs.append((obj, [*base_command(nvcc), *targets, *deps, "-c", source, "-o", str(obj)]))
+        jobs.append((obj, [*base_command(nvcc), *options, *targets(), *deps, "-c", source, "-o", str(obj)]))
     limit = os.environ.get("MAX_JOBS", "")
     workers = int(limit) if limit.isdecimal() and int(limit) else len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(min(workers, len(jobs))) as pool:
         errors = [error for error in pool.map(compile_one, jobs) if error]
     if errors:
         sys.exit("hybrid_ep: the CUDA library does not compile:\n\n" + "\n".join(errors))
-    library = Path(out) / LIBRARY
+    return [str(obj) for obj, _ in jobs]
+
+
+def link(nvcc, library, *arguments):
+    """Links into `library`. Exits with the linker's words on failure."""
     scratch = library.with_name(library.name + ".new")
     home = Path(nvcc).resolve().parent.parent
     folders = [f"-L{home / name}" for name in ("lib64", "lib") if (home / name).is_dir()]
-    command = [str(nvcc), "-shared", "-cudart=static", *folders, *[str(obj) for obj, _ in jobs], "-o", str(scratch)]
+    command = [str(nvcc), "-shared", "-cudart=static", *folders, *arguments, "-o", str(scratch)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:
-        sys.exit("hybrid_ep: the CUDA library does not link:\n\n" + result.stderr + result.stdout)
+        sys.exit(f"hybrid_ep: {library.name} does not link:\n\n" + result.stderr + result.stdout)
     os.replace(scratch, library)  # a running process keeps the file it has mapped
     return library
 
 
-def build_nvshmem(nvcc):
-    """Compiles the kernels over NVSHMEM and links their device code; the object. Exits with the reason on failure."""
+def build(nvcc, out):
+    """The path of the CUDA library."""
+    return link(nvcc, Path(out) / LIBRARY, *objects(nvcc, sources()))
+
+
+def nvshmem_home():
+    """NVSHMEM's package among this Python's, or None."""
     homes = [Path(sysconfig.get_path(name)) / "nvidia" / "nvshmem" for name in ("purelib", "platlib")]
-    home = next((h for h in homes if (h / "include" / "nvshmem.h").is_file()), None)
+    return next((h for h in homes if (h / "include" / "nvshmem.h").is_file()), None)
+
+
+def build_nvshmem(nvcc, out):
+    """The path of the NVSHMEM library: the kernels whose rail is a NIC, and the host's half. Its device code is linked
+    with libnvshmem_device.a, which also brings the host functions that hand NVSHMEM's device state over; they stay
+    hidden, for another library of the process may bring its own. libnvshmem_host.so.3 is found at run time by whoever
+    loads this library."""
+    home = nvshmem_home()
     if not home:
         sys.exit("hybrid_ep: no NVSHMEM among this Python's packages; pip install nvidia-nvshmem-cu13")
-    BUILD.mkdir(parents=True, exist_ok=True)
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
-    obj, linked = BUILD / "nvshmem_kernels.o", BUILD / "nvshmem_linked.o"
-    deps = ["-MMD", "-MF", str(obj.with_suffix(".d"))]
-    words = compile_one((obj, [*base_command(nvcc), "-isystem", str(home / "include"), "-rdc=true", *targets, *deps,
-                               "-c", str(NVSHMEM_SOURCE), "-o", str(obj)]))
-    if not words:
-        link = subprocess.run([str(nvcc), "-dlink", *targets, "-Xcompiler=-fPIC", str(obj), f"-L{home / 'lib'}",
-                               "-lnvshmem_device", "-o", str(linked)], cwd=ROOT, capture_output=True, text=True,
-                              check=False)
-        words = link.stderr + link.stdout if link.returncode else None
-    if words:
-        sys.exit("hybrid_ep: the NVSHMEM kernels do not build:\n\n" + words)
-    return linked
+    found = objects(nvcc, nvshmem_sources(), "-isystem", str(home / "include"), "-rdc=true")
+    return link(nvcc, Path(out) / NVSHMEM_LIBRARY, *targets(), "-Xcompiler=-fPIC", *found, f"-L{home / 'lib'}",
+                "-lnvshmem_device", "-l:libnvshmem_host.so.3", "-Xlinker=--exclude-libs,ALL", "-Xlinker=-Bsymbolic")
 
 
 def main():
@@ -160,10 +178,11 @@ def main():
     if not nvcc:
         sys.exit(f"hybrid_ep: no CUDA library: {why}")
     print(f"nvcc: {nvcc} {'.'.join(map(str, nvcc_version(nvcc)))}")
-    if not args.find:
-        print(build(nvcc, args.out))
+    if args.find:
+        return
+    print(build(nvcc, args.out))
     if args.nvshmem:
-        print(build_nvshmem(nvcc))
+        print(build_nvshmem(nvcc, args.out))
 
 
 if __name__ == "__main__":

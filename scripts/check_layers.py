@@ -37,7 +37,8 @@ LAYERS = {
                           "transport/*"),
     # errors.h: what a launch throws; bindings turn it into Python's exceptions. idle.h: how a host thread polls.
     "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS,
-                "arch/host/errors.h", "arch/host/idle.h"),
+                # nvshmem_host.h: a table of host functions.
+                "arch/host/errors.h", "arch/host/idle.h", "transport/nvshmem/nvshmem_host.h"),
     # Worlds of simulated ranks: above everything that a rank is made of.
     "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
     "balance": ("common",),  # planners: integers in, integers out
@@ -62,6 +63,7 @@ ENVIRONMENT_EXCEPTIONS = {
     "hybrid_ep/cli/doctor/pairs.py": "a rank learns from its launcher's variables who it is",
     "hybrid_ep/cli/doctor/machine.py": "CUDA_HOME is the toolkit's variable, not ours",
     "scripts/gpu_check.py": "hands its environment on with CUDA's settings added",
+    "scripts/gpu_peer.py": "hands its environment on with a peer's folder and caches added",
     "scripts/cubin_check.py": "finds CUDA's tools; reads CUDA_HOME, PATH",
     "scripts/test_matrix.py": "hands HYBRID_EP_TORCH_INDEX on to setup_env",
     "hybrid_ep/cli/launch.py": "reads RANK and WORLD_SIZE, torch's names for what a launcher sets",

@@ -1,10 +1,15 @@
 """What one GPU can show, in one command of under 9 minutes: build, inspection, tests, sanitizers, benchmarks.
 
     python scripts/gpu_check.py [--out FOLDER] [--minutes 8.5] [--skip build,sanitizer,...]
+    python scripts/gpu_check.py --peer deep_ep-hybrid=FOLDER [--peer deep_ep-v2=FOLDER ...]     times peers instead
 
 Needs torch with CUDA, a C++20 compiler and nvcc (or a library that was built before); pytest and hypothesis for the
 tests. What is missing is said and skipped. Prints one line a step and a summary, writes FOLDER/gpu_check.json and the
-output of every step beside it, and exits with 1 if a step failed."""
+output of every step beside it, and exits with 1 if a step failed.
+
+With --peer it builds, then times hybrid_ep and every peer named, each in processes of its own with build folders of
+its own, on the same tokens and routing (scripts/gpu_peer.py), and prints the ratios of the same run. FOLDER holds the
+peer's package deep_ep. One that cannot be imported or cannot take part is skipped, with its reason."""
 
 import argparse
 import json
@@ -51,8 +56,8 @@ class Steps:
     def __init__(self, out, seconds, skip):
         self.out, self.end, self.skip, self.results = out, time.monotonic() + seconds, skip, {}
 
-    def run(self, name, command, limit_s, needs=None, env=None):
-        """needs: why the step cannot run, if so."""
+    def run(self, name, command, limit_s, needs=None, env=None, skipped=None):
+        """Whether it ran and passed. needs: why the step cannot run, if so; skipped(): why it did not, afterwards."""
         left = self.end - time.monotonic()
         if name in self.skip:
             needs = "left out with --skip"
@@ -69,9 +74,10 @@ class Steps:
             except subprocess.TimeoutExpired:
                 status = "out of time"
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        self._say(name, "passed" if status == 0 else f"FAILED ({status})", time.monotonic() - began,
-                  lines[-1][:120] if lines else "")
-        return status == 0
+        reason = skipped and status == 0 and skipped()
+        self._say(name, "skipped" if reason else "passed" if status == 0 else f"FAILED ({status})",
+                  time.monotonic() - began, reason or (lines[-1][:120] if lines else ""))
+        return status == 0 and not reason
 
     def _say(self, name, result, seconds, note):
         self.results[name] = {"result": result, "seconds": round(seconds, 1), "note": note}
@@ -85,13 +91,18 @@ def missing(*modules):
     return f"{', '.join(absent)} not installed" if absent else None
 
 
-def run_steps(steps):
+def build(steps):
     python = sys.executable
     steps.run("core", [python, "setup.py", "build_ext", "--inplace"], 240, missing("pybind11", "setuptools"),
               {**environment_of(), "HYBRID_EP_CUDA": "0"})
     find = subprocess.run([python, "scripts/build_cuda.py", "--find"], cwd=ROOT, capture_output=True, text=True,
                           check=False)
     steps.run("cuda", [python, "scripts/build_cuda.py"], 240, find.stderr.strip() or None)
+
+
+def run_steps(steps):
+    python = sys.executable
+    build(steps)
     tools = subprocess.run([python, "-c", "import sys; sys.path.insert(0, 'scripts'); import cubin_check; "
                             "sys.exit(not cubin_check.find_tools())"], cwd=ROOT, check=False).returncode
     steps.run("cubins", [python, "scripts/cubin_check.py"], 60, "no cuobjdump and nvdisasm" if tools else None)
@@ -107,11 +118,50 @@ def run_steps(steps):
     steps.run("bench", [python, "scripts/gpu_bench.py", "--out", steps.out / "gpu_bench.json"], 150)
 
 
+def time_peers(steps, peers, *options):
+    """Ours, then the peers; {name: what gpu_peer.py wrote}. options: of gpu_peer.py."""
+    found = {}
+    for name, folder in {"hybrid_ep": None, **peers}.items():
+        out = steps.out / f"peer-{name}.json"
+        out.unlink(missing_ok=True)
+        command = [sys.executable, "scripts/gpu_peer.py", name, "--out", out, *options]
+        said = lambda out=out: json.loads(out.read_text()).get("skipped")  # noqa: E731
+        if steps.run(name, [*command, *(["--path", folder] if folder else [])], 200, skipped=said):
+            found[name] = json.loads(out.read_text())
+    return found
+
+
+def peer_table(found):
+    """Lines: by shape, microseconds of the API and of kernels, and ours over the peer's of the same shape."""
+    ours = {(r["dtype"], r["num_sms"]): r for r in found.get("hybrid_ep", {}).get("rows", ())}
+    yield f"{'who':<16} {'dtype':<5} {'SMs':>4} {'verb':<9} {'API us':>10} {'kernels us':>11} {'API ours/peer':>14}"
+    for name, said in found.items():
+        for row in said["rows"]:
+            key = row["dtype"], row["num_sms"]
+            if why := row.get("skipped") or row.get("error"):
+                yield f"{name:<16} {key[0]:<5} {key[1]:>4} {why}"
+                continue
+            for verb in ("dispatch", "combine"):
+                times, base = row[verb], ours.get(key, {}).get(verb)
+                kernels = "-" if times["kernel_us"] is None else f"{times['kernel_us']:.1f}"
+                ratio = "" if name == "hybrid_ep" or not base else f"{base['api_us'] / times['api_us']:.3f}"
+                yield f"{name:<16} {key[0]:<5} {key[1]:>4} {verb:<9} {times['api_us']:>10.1f} {kernels:>11} {ratio:>14}"
+
+
+def peer_of(text):
+    name, _, folder = text.partition("=")
+    if not name.startswith("deep_ep-") or not Path(folder).is_dir() or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r}: give deep_ep-hybrid=FOLDER, deep_ep-v1=... or deep_ep-v2=...")
+    return name, Path(folder).resolve()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check")
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--skip", default="", help="steps, separated by commas")
+    parser.add_argument("--peer", action="append", type=peer_of, default=[], metavar="NAME=FOLDER",
+                        help="time this peer, and ours, instead of the checks")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     facts = machine()
@@ -119,7 +169,11 @@ def main():
         sys.exit("gpu_check: torch sees no CUDA device here; scripts/run_tests.py --only cuda checks what needs none")
     print(json.dumps(facts), flush=True)
     steps = Steps(args.out, 60 * args.minutes, set(filter(None, args.skip.split(","))))
-    run_steps(steps)
+    if args.peer:
+        build(steps)
+        print("\n".join(peer_table(time_peers(steps, dict(args.peer)))))
+    else:
+        run_steps(steps)
     (args.out / "gpu_check.json").write_text(json.dumps({"machine": facts, "steps": steps.results}, indent=1) + "\n")
     failed = [name for name, step in steps.results.items() if step["result"].startswith("FAILED")]
     print(f"gpu_check: {'FAILED: ' + ', '.join(failed) if failed else 'passed'}; {args.out}")

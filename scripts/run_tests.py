@@ -281,6 +281,9 @@ def cuda(runner):
     status, said = runner.run([sys.executable, "scripts/cubin_check.py"])
     if status:
         return Result("FAILED", note=said.removeprefix("cubin_check: "))
+    for mutant in ([], ["--mutant"]):  # the second must find what it planted
+        if runner.run([sys.executable, "scripts/twin_check.py", *mutant])[0]:
+            return Result("FAILED", note=" ".join(["twin_check", *mutant]))
     result = runner.pytest("tests/gpu")
     result.note = f"{said.removeprefix('cubin_check: ')}; {result.note}"
     return result

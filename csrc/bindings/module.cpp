@@ -9,6 +9,7 @@
 #include "bindings/balance.h"
 #include "bindings/convert.h"
 #include "bindings/cuda.h"
+#include "bindings/nvshmem.h"
 #include "bindings/sim.h"
 #include "layout/headers.h"
 #include "runtime/engine.h"
@@ -355,6 +356,7 @@ PYBIND11_MODULE(_core, m) {
   hep::bind_plan(m);
   hep::bind_engine(m);
   hep::bind_cuda(m);
+  hep::bind_nvshmem(m);
   hep::bind_sim(m);
   hep::bind_balance(m);
   m.def("executors", &hep::Executor::names, "Names of the executors in this build.");

@@ -20,19 +20,19 @@ def symbol(kernel: str, rail: str) -> str:
     return f"_ZN3hep{len(kernel) + 6}{kernel}_entryINS_{len(rail)}{rail}EEEvNS_14DispatchParamsET_PNS_11CudaControlE"
 
 
-def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1):
+def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1, rail="mapped"):
     """The two texts of a library in which every kernel consists of these opcodes."""
     resources, sass = [], []
     for arch in cubin_check.ARCHITECTURES:
         resources.append(f"arch = {arch}")
         sass.append(f"\tcode for {arch}\narch = {arch}")
-        for rail in cubin_check.RAILS:
+        for rail_type in cubin_check.RAILS[rail]:
             for kernel, budget in cubin_check.BUDGETS.items():
-                if (kernel, rail, arch) == leave_out:
+                if (kernel, rail_type, arch) == leave_out:
                     continue
-                resources.append(f" Function {symbol(kernel, rail)}:\n  REG:{min(registers, budget.registers + 1)} "
-                                 f"STACK:{stack} SHARED:1152 LOCAL:{local} CONSTANT[0]:1016")
-                sass.append(f"\t\tFunction : {symbol(kernel, rail)}")
+                resources.append(f" Function {symbol(kernel, rail_type)}:\n  REG:{min(registers, budget.registers + 1)}"
+                                 f" STACK:{stack} SHARED:1152 LOCAL:{local} CONSTANT[0]:1016")
+                sass.append(f"\t\tFunction : {symbol(kernel, rail_type)}")
                 sass += [f"        /*{16 * i:04x}*/                   @!UP0 {name} R1, R2 ;   /* 0x00007 */"
                          for i, name in enumerate(opcodes * repeat)]
     return "\n".join(resources), "\n".join(sass)
@@ -63,6 +63,16 @@ def test_good_code_passes():
 def test_what_is_wrong_is_named(changes, words):
     said = complaints(**changes)
     assert any(words in line for line in said), said
+
+
+def test_kernels_that_call_nvshmem_may_have_its_stack_and_nothing_more():
+    def said(**changes):
+        return cubin_check.check(*library(rail="nvshmem", **changes), cubin_check.RAILS["nvshmem"])[1]
+
+    assert said(registers=70, stack=352, opcodes=(*ALL, "STL.64")) == []
+    assert any("400 bytes of stack" in line for line in said(stack=400))
+    assert any("uses LDL" in line for line in said(opcodes=(*ALL, "LDL")))
+    assert any("exchange<NvshmemDevice> sm_90a: 81 registers" in line for line in said(registers=200))
 
 
 def test_kernels_that_need_no_acquire_may_lack_its_fence():

@@ -9,15 +9,54 @@ import pytest
 import torch
 
 from hybrid_ep import devices
+from hybrid_ep.bootstrap import GroupView, Rendezvous
 from hybrid_ep.testing import VirtualWorld
+from hybrid_ep.topology import Topology
 
 
-def test_the_best_kind_that_works_everywhere():
-    assert devices.choose_kind([["fabric", "file", "ipc"], ["fabric", "file"]]) == "fabric"
-    assert devices.choose_kind([["file", "ipc"], ["fabric", "file"]]) == "file"
-    assert devices.choose_kind([["ipc"]]) == "ipc"
+def _near(*machines: int):
+    """Whom ranks on these machines reach, by handle kind, where no fabric joins machines."""
+    same = [[p for p, m in enumerate(machines) if m == mine] for mine in machines]
+    return [{"near": ranks, "fabric": ranks} for ranks in same]
+
+
+def _joined(size: int, *machines: int):
+    return [{**f, "fabric": list(range(size))} for f in _near(*machines)]
+
+
+ALL = ["fabric", "file", "ipc"]
+
+
+@pytest.mark.parametrize("kinds, reach, local, expected", [
+    ([ALL, ALL], _near(0, 0), 2, ("fabric", True)),
+    ([["file", "ipc"], ALL], _near(0, 0), 2, ("file", True)),
+    ([["ipc"], ["ipc"]], _near(0, 0), 1, ("ipc", True)),  # two nodes on one machine
+    ([ALL] * 4, _near(0, 0, 1, 1), 2, (None, False)),  # a NIC between the machines
+    ([ALL] * 4, _joined(4, 0, 0, 1, 1), 2, ("fabric", True)),  # an NVLink domain of both
+    ([ALL] * 4, _joined(4, 0, 0, 1, 1), 4, ("fabric", True)),  # one node that spans hosts
+    ([["file"]] * 4, _joined(4, 0, 0, 1, 1), 2, (None, False)),  # the fabric that no one can make handles of
+])
+def test_the_best_path_that_every_rank_has_to_all_its_peers(kinds, reach, local, expected):
+    paths = devices.choose_paths(kinds, reach, Topology(0, len(kinds), local))
+    assert (paths.kind, paths.mapped_rail) == expected
+
+
+def test_a_node_whose_ranks_cannot_map_one_another_is_an_error():
     with pytest.raises(RuntimeError, match=r"rank 0: fabric; rank 1: none"):
-        devices.choose_kind([["fabric"], []])
+        devices.choose_paths([["fabric"], []], _near(0, 0), Topology(0, 2, 2))
+
+
+def test_only_a_fabric_handle_that_was_mapped_counts(monkeypatch):
+    monkeypatch.setattr(devices, "_machine", lambda: threading.current_thread().name)  # every rank has its own
+    world = VirtualWorld(2, 1)
+
+    def find(rank, group, mappable):
+        return devices.find_paths(
+            Rendezvous(GroupView.of(group), 30), Topology(rank, 2, 1),
+            lambda: {"kinds": ALL, "fabric": f"of {rank}"}, lambda handle: mappable and handle == f"of {1 - rank}")
+
+    assert world.run(lambda rank, group: find(rank, group, True)) == [devices.Paths("fabric", True)] * 2
+    assert world.run(lambda rank, group: find(rank, group, False)) == [devices.Paths(None, False)] * 2
 
 
 def test_a_file_descriptor_reaches_every_peer_and_the_server_ends():

@@ -201,9 +201,11 @@ class CudaExecutor final : public Executor {
   }
 
  private:
-  Net net(unsigned char* const* segments) const {
+  Net net(unsigned char* const* segments, const World& world) const {
     if constexpr (std::is_constructible_v<Net, unsigned char* const*, uint64_t>)
       return Net(segments, seed_);
+    else if constexpr (std::is_constructible_v<Net, unsigned char* const*, const World&>)
+      return Net(segments, world);
     else
       return Net(segments);
   }
@@ -217,7 +219,7 @@ class CudaExecutor final : public Executor {
       throw std::invalid_argument("a token needs " + std::to_string(shared) +
                                   " bytes of shared memory and a block has " + std::to_string(budget_) +
                                   "; use fewer experts per token or smaller scales");
-    Net rail = net(tables_.at<unsigned char* const>(rail_table_));
+    Net rail = net(tables_.at<unsigned char* const>(rail_table_), s.world);
     CudaControl* control = device_.control(s);
     ++launches_;
     void* args[] = {&p, &rail, &control};

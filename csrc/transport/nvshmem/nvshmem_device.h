@@ -10,7 +10,8 @@
 //   signal       promises no order of puts; the fence makes it a release of this lane's own accesses, which the
 //                counter of a consumed slot needs.
 //   test, wait   an acquire at system scope of a word that the NIC wrote; the data it covers was written by the same
-//                NIC through the same PCIe path before it. The acquire's proxy fence orders the bulk loads.
+//                NIC through the same PCIe path before it, and the device keeps the order of such writes (checked when
+//                NVSHMEM starts, runtime/nvshmem_entry.cu). The acquire's proxy fence orders the bulk loads.
 //   quiet        nvshmem_quiet: all of this PE's operations are complete at their targets. It is the one wait without
 //                this project's deadline; a broken link ends it by the queue pair's own retry limit.
 #pragma once
