@@ -126,7 +126,7 @@ def collect_in_a_pipeline(complete, early):
             layer.router.register_forward_hook(hook)
         assert len(moe_layers(job.model)) == 2
         for _ in range(4):
-            job.train_step(microbatches=3)
+            job.train_step()
         megatron_patches.revert()
         dist.all_reduce(seen)
         counts.append(seen.tolist())

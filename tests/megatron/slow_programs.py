@@ -231,10 +231,10 @@ def mutants(ep, grouped=False):
 
     in_bf16 = {"dtype": "bf16", **common}
     off_bf16 = train(ep, **in_bf16)
-    for name, attribute, broken in (("no moments", "pieces", without("exp_avg", "exp_avg_sq")),
-                                    ("no second moment", "pieces", without("exp_avg_sq")),
-                                    ("no weights", "pieces", without("weight")), ("no data", "prepare", lost),
-                                    ("no fp32 copies", "pieces", without("main"))):
+    broken_movers = [("no moments", "pieces", without("exp_avg", "exp_avg_sq")),
+                     ("no second moment", "pieces", without("exp_avg_sq")), ("no data", "prepare", lost),
+                     ("no weights", "pieces", without("weight")), ("no fp32 copies", "pieces", without("main"))]
+    for name, attribute, broken in broken_movers[3 if grouped else 0 :]:
         before = getattr(Mover, attribute)
         setattr(Mover, attribute, broken)
         reference, options = (off_bf16, in_bf16) if name == "no fp32 copies" else (off, common)
