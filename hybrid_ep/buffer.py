@@ -265,8 +265,8 @@ class HybridEPBuffer:
         self._open_session()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.destroy()
+    def __exit__(self, error_type: Any, *_: Any) -> None:
+        self._session.close(together=error_type is None)  # after an error others may not come
 
     def __del__(self) -> None:
         try:  # also runs on a half-built object, and at interpreter shutdown when module globals are gone

@@ -62,6 +62,9 @@ def table(document: dict) -> str:
     spread = max(base.values()) - min(base.values())
     said = (f"The unquantised runs of the {len(base)} seeds differ by {spread:.4f}." if len(base) > 1 else
             "There is one seed, so nothing says how much a seed matters.")
+    if len(base) > 1 and largest > spread:
+        said += (" A dtype differs by more than that; whether by chance (a small change of the first steps shifts when "
+                 "a short run leaves its plateau) or as a cost, only more seeds and longer runs can tell.")
     lines += ["", f"{said} The largest difference of a dtype is {largest:.4f}. So few steps of a small model can show "
               "a dtype that breaks training; they cannot show that one costs nothing in a long run.", ""]
     return "\n".join(lines)
