@@ -4,8 +4,12 @@ import dataclasses
 import os
 import shlex
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybrid_ep.testing import VirtualWorld
 from recipes import CLUSTER_RECIPES, megatron_arguments, memory, sbatch
@@ -117,15 +121,38 @@ def test_hybrid_ep_sees_the_nvlink_domain():
 
 
 NASTY = "a b'; touch /tmp/x; $(false) \"`"
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\n\0"), max_size=12) | st.just(NASTY)
 
 
-def test_every_word_survives_the_shell(tmp_path):
-    job = sbatch.Job("j", str(tmp_path), str(tmp_path), 1, 1, ["echo", "--say", NASTY], ["true", NASTY])
-    text = sbatch.script(job)
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    command = text.split("' rank ")[1].split(" || status")[0]
-    said = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], text=True, capture_output=True, check=True)
-    assert said.stdout.splitlines() == ["echo", "--say", NASTY]
+@settings(max_examples=25, deadline=None)
+@given(command=st.lists(WORDS, min_size=1, max_size=4), preflight=st.lists(WORDS, max_size=3), container=WORDS,
+       value=WORDS, workdir=st.text(st.characters(codec="utf-8", exclude_characters="\n\0/."), max_size=12))
+def test_every_word_survives_the_shell(command, preflight, container, value, workdir):
+    """The whole script, run with an srun that notes where it is, a variable of the environment and its words."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "logs").mkdir()
+        (Path(folder) / "w" / workdir).mkdir(parents=True)
+        job = sbatch.Job("j", folder, f"{folder}/w/{workdir}", 1, 1, command, preflight, container=container,
+                         environment={"SAID": value})
+        note = "printf '%s\\0' \"$PWD\" \"$SAID\" \"$#\" \"$@\" >> \"$NOTE\""
+        for name, text in (("scontrol", "echo n1 NodeAddr=10.0.0.1"), ("srun", note)):
+            (Path(folder) / name).write_text(f"#!/bin/bash\n{text}\n")
+            (Path(folder) / name).chmod(0o755)
+        env = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1",
+               "NOTE": f"{folder}/note", "LC_ALL": "C.UTF-8"}
+        subprocess.run(["bash", "-c", sbatch.script(job)], env=env, check=True, capture_output=True)
+        said = (Path(folder) / "note").read_bytes().decode().split("\0")[:-1]
+    calls = []
+    while said:
+        calls.append(said[: 3 + int(said[2])])
+        said = said[len(calls[-1]):]
+    image = ["--container-image", container] if container else []
+    assert all(call[0] == f"{folder}/w/{workdir}".rstrip("/") and call[1] == value for call in calls)
+    ranks = calls[-1][3:]
+    assert ranks[: 2 + len(image)] == ["--kill-on-bad-exit=1", "--label", *image] and ranks[-len(command):] == command
+    assert ranks[-len(command) - 1] == "rank" and len(calls) == 1 + bool(preflight)
+    if preflight:
+        assert calls[0][3:] == ["--ntasks-per-node=1", "--ntasks=1", *image, *preflight]
 
 
 @pytest.fixture
