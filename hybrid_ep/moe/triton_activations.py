@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybrid_ep.moe.triton_rounding import round_to
+from hybrid_ep.moe.triton_rounding import LAUNCH, round_to
 
 _KIND = {"swiglu": 0, "geglu": 1, "geglu_erf": 4, "silu": 0, "gelu": 1, "gelu_erf": 4, "relu": 2, "relu2": 3}
 _GATED = ("swiglu", "geglu", "geglu_erf")
@@ -93,7 +93,7 @@ def forward(h: torch.Tensor, prob: torch.Tensor | None, kind: str) -> torch.Tens
     if out.numel():
         _forward_kernel[(h.shape[0], triton.cdiv(f, _BLOCK))](
             h, h if prob is None else prob, out, f, KIND=_KIND[kind], GATED=gated, WEIGHTED=prob is not None,
-            BLOCK=_BLOCK)
+            BLOCK=_BLOCK, **LAUNCH)
     return out
 
 
@@ -106,5 +106,5 @@ def backward(h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kin
     if grad.numel():
         _backward_kernel[(h.shape[0],)](
             h, h if prob is None else prob, grad, dh, h if dprob is None else dprob, f, KIND=_KIND[kind], GATED=gated,
-            WEIGHTED=prob is not None, DPROB=want_dprob, BLOCK=_BLOCK)
+            WEIGHTED=prob is not None, DPROB=want_dprob, BLOCK=_BLOCK, **LAUNCH)
     return dh, dprob

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybrid_ep.moe.triton_rounding import round_to
+from hybrid_ep.moe.triton_rounding import LAUNCH, round_to
 
 _BLOCK = 1024
 
@@ -38,5 +38,5 @@ def gather_sum(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor 
     if out.numel():
         _gather_sum_kernel[(num_tokens, triton.cdiv(hidden, _BLOCK))](
             rows, inverse, rows if weights is None else weights, out, inverse.shape[1], hidden,
-            WEIGHTED=weights is not None, BLOCK=_BLOCK)
+            WEIGHTED=weights is not None, BLOCK=_BLOCK, **LAUNCH)
     return out
