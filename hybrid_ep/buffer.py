@@ -32,7 +32,8 @@ from hybrid_ep.session import Call, Routing, Session
 
 class HybridEPBuffer:
     """Registered memory of one group and the operations on it. Collective: every rank of the group constructs
-    it and makes the same calls in the same order. Not re-entrant; two operations in flight need two buffers.
+    it and makes the same calls in the same order. Not re-entrant: operations that run at the same time need a
+    buffer each; dispatches that wait for their combines may be many on one.
 
     * `group`: torch.distributed process group whose ranks are numbered node by node.
     * `hidden_dim`, `max_num_of_tokens_per_rank`, `num_local_experts`: what to make room for at first; larger calls

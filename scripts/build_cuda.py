@@ -1,14 +1,15 @@
 """Builds the CUDA library, hybrid_ep/libhybrid_ep_cuda.so, ahead of time for sm_90a and sm_100a.
 
-    python scripts/build_cuda.py [--out FOLDER] [--find] [--nvshmem]
+    python scripts/build_cuda.py [--out FOLDER] [--find] [--nvshmem | --no-nvshmem]
 
 nvcc (12.8 or newer) comes from CUDA_HOME, PATH or the pip toolkit (pip install 'cuda-toolkit[nvcc,cudart,cccl]'), in
 this order. The library holds no torch and no Python: one build serves every version of both. It is linked with the
 static CUDA runtime, so that it loads on a machine without a driver and then says that there is no device. Objects are
 reused while their sources and command are unchanged. Read from the environment: CUDA_HOME, CXX, MAX_JOBS.
 
---nvshmem builds libhybrid_ep_nvshmem.so as well, the kernels whose rail is a NIC, with the headers and libraries of the
-pip package nvidia-nvshmem-cu13 (or cu12). It is loaded only where nodes have no mapped path between them."""
+Where the pip package nvidia-nvshmem-cu13 (or cu12) is, which torch's CUDA builds bring, libhybrid_ep_nvshmem.so is
+built as well, the kernels whose rail is a NIC; --nvshmem makes a missing package an error. It is loaded only where
+nodes have no mapped path between them."""
 
 import argparse
 import os
@@ -172,7 +173,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=ROOT / "hybrid_ep", help="folder of the library")
     parser.add_argument("--find", action="store_true", help="only say which nvcc would build it")
-    parser.add_argument("--nvshmem", action="store_true", help="also the kernels over NVSHMEM")
+    parser.add_argument("--nvshmem", action=argparse.BooleanOptionalAction,
+                        help="also the library whose rail is a NIC; default: where NVSHMEM's package is")
     args = parser.parse_args()
     nvcc, why = find_nvcc()
     if not nvcc:
@@ -181,7 +183,7 @@ def main():
     if args.find:
         return
     print(build(nvcc, args.out))
-    if args.nvshmem:
+    if nvshmem_home() if args.nvshmem is None else args.nvshmem:
         print(build_nvshmem(nvcc, args.out))
 
 
