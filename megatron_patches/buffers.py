@@ -21,11 +21,11 @@ def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=
     num_blocks_unpermute."""
     key = (group, hidden, dtype, num_local_experts, wanted)
     if key not in _buffers:
-        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, local_pass, wanted)
+        _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local_pass)
     return _buffers[key]
 
 
-def _create(group, hidden, num_tokens, num_local_experts, num_sms, local_pass, wanted):
+def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local_pass=None):
     buffer_class = wanted.buffer_class
     if buffer_class is None:
         from hybrid_ep import HybridEPBuffer as buffer_class
