@@ -130,8 +130,10 @@ class Preparation:
 
 
 def test_environment():
-    """The tests' environment: one compute thread a process, for the ranks share the cores."""
+    """The tests' environment: one compute thread a process, for the ranks share the cores; and bytecode is kept,
+    whatever the caller's shell says, for the stages start hundreds of interpreters that import torch and Megatron."""
     environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         environment.setdefault(name, "1")
     environment["PYTHONUNBUFFERED"] = "1"

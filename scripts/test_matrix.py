@@ -85,15 +85,15 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", default=",".join(VERSIONS), help="of megatron-core [%(default)s]")
     parser.add_argument("--python", default="", choices=("", *setup_env.VERSIONS), help="this Python only")
-    parser.add_argument("--everyday", action="store_true", help="the seams and sizes of make test, not every one, "
-                        "and only what may differ from version to version")
+    parser.add_argument("--everyday", action="store_true", help="the steps of make test, and only what may differ "
+                        "from version to version")
     parser.add_argument("--prepare", action="store_true", help="make the Pythons' environments, test nothing")
     parser.add_argument("pytest_arguments", nargs="*", help="handed to pytest, after --")
     args = parser.parse_args()
     if args.everyday:
         args.pytest_arguments = ["-m", "not version_free", *args.pytest_arguments]
     else:
-        os.environ["HYBRID_EP_TEST_MATRIX"] = "1"  # the tests run every seam and size
+        os.environ["HYBRID_EP_TEST_MATRIX"] = "1"  # tests of parity train longer
     versions = [version.strip() for version in args.versions.split(",")]
     if unknown := [version for version in versions if version not in VERSIONS]:
         parser.error(f"--versions: {unknown[0]!r} is not supported; there are {', '.join(VERSIONS)}")
