@@ -6,11 +6,13 @@
 #define HEP_HOST_DEVICE __host__ __device__ __forceinline__
 #define HEP_RESTRICT __restrict__
 #define HEP_UNROLL _Pragma("unroll")
+#define HEP_NO_UNROLL _Pragma("unroll 1")
 #else
 #define HEP_DEVICE inline
 #define HEP_HOST_DEVICE inline __attribute__((always_inline))
 #define HEP_RESTRICT __restrict__
 #define HEP_UNROLL
+#define HEP_NO_UNROLL
 #endif
 
 // Mutants: `if (kMutant == n)` marks an injected bug that a test must catch. In the product kMutant is the

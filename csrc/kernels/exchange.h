@@ -69,10 +69,18 @@ HEP_DEVICE void place_tokens(A& a, const ExchangeParams& p) {
   role.finish_records();
 }
 
+// Counters of their own for as many warps as `budget` bytes of shared memory hold, at least one; returns the bytes.
+template <Arch A>
+inline uint64_t plan_exchange_smem(ExchangeParams& p, uint64_t budget) {
+  const uint64_t bytes = 4ull * RouteRole<A>::num_columns(p.layout), fit = budget / bytes;
+  p.walkers = fit < 1 ? 1 : fit < uint64_t(kExchangeWarps<A>) ? uint32_t(fit) : uint32_t(kExchangeWarps<A>);
+  return p.walkers * bytes;
+}
+
 template <Arch A, Transport<A> Net>
-HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p) {
+HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::byte* smem) {
   a.set_role("route");
-  RouteRole<A>(a, p).run();
+  RouteRole<A>(a, p, smem).run();
   const bool place = p.place.numbers != nullptr;
   a.set_role("exchange");
   if (a.warp_idx() == 0) {

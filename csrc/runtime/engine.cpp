@@ -147,9 +147,6 @@ std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   // Refuses bad indices before anything is sent.
   const ExchangeParams routed = prepare_routing(in, world_, layout_.counts, *r);
   ExchangeParams p = exchange_params(routed, in, r->topk);
-  std::vector<uint32_t> columns(uint64_t(kExchangeWorkspaceWarps) *
-                                (world_.num_ranks() + world_.num_nodes + shape_.num_experts));
-  p.columns = columns.data();
   call.run([&] { executor_->exchange(p, settings_); });
   RankProgress now{};
   executor_->read(&now, progress_, sizeof now);

@@ -35,7 +35,7 @@ void attach_learned(PlanView& v, const PlanMemory& m, unsigned char* memory) {
 }  // namespace
 
 PlanMemory Engine::plan_memory(uint32_t num_tokens, uint32_t topk, bool worst_case) const {
-  PlanMemory m = PlanMemory::make(world_, layout_.counts, num_tokens, topk, kExchangeWorkspaceWarps);
+  PlanMemory m = PlanMemory::make(world_, layout_.counts, num_tokens, topk);
   if (worst_case) m.add_learned(layout_.counts.num_nodes, shape_.max_tokens, shape_.recv_rows);
   return m;
 }
@@ -50,7 +50,7 @@ DevicePlan Engine::launch_place(const RoutingInput& in, const PlaceCall& c, bool
   p.num_tokens = in.num_tokens, p.topk_in = in.topk, p.topk = c.topk, p.weight_stride = m.weight_stride;
   at(p.pair_expert, m.pair_expert), at(p.pair_weight, m.pair_weight), at(p.pair_pos, m.pair_pos);
   at(p.row_pos, m.row_pos), at(p.node_pos, m.node_pos), at(p.node_tokens, m.node_tokens);
-  at(p.columns, m.columns), at(p.excess, m.excess);
+  at(p.excess, m.excess);
   p.misfits = p.excess + 1;
   p.must_agree = c.must_agree, p.max_tokens = uint32_t(shape_.max_tokens);
   PlaceParams& q = p.place;

@@ -4,8 +4,6 @@
 
 namespace hep {
 
-inline constexpr int kExchangeWorkspaceWarps = 16;  // at least the warps of the exchange kernel
-
 // Throws std::invalid_argument naming token and expert when an index lies outside [-1, E).
 ExchangeParams prepare_routing(const RoutingInput& in, const World& world, const CountsLayout& layout, Routing& out);
 

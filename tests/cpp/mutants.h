@@ -42,6 +42,7 @@ inline constexpr Mutant kMutants[] = {
     {31, "all operations have the same epoch"},
     {32, "a block serves the next chunk instead of its own next one"},
     {33, "records of rail tokens are not kept for the way back"},
+    {52, "a lane counts a token's pair before others have counted the token before"},
 };
 
 }  // namespace hep::test

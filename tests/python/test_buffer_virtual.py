@@ -69,6 +69,14 @@ def test_large_worlds(shape):
         check_world(Example(*shape, 2, tokens, 6, 32, seed=seed, skew=skew, pad_multiple=4))
 
 
+@pytest.mark.parametrize("executor", ["host", "host_checked_lanes32"])
+@pytest.mark.parametrize("num_local_experts, topk", [(200, 6), (4000, 3), (30, 40)])
+def test_routing_of_more_experts_than_a_warp_has_lanes(executor, num_local_experts, topk):
+    """16 warps count pairs in 24 KiB of shared memory here: of 400 experts 15 of them can, of 8000 one. A token's 40
+    pairs are two for some lanes."""
+    check_world(Example(1, 2, num_local_experts, (70, 13), topk, 16, seed=8), executor)
+
+
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 8])
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)])
 def test_results_do_not_depend_on_the_number_of_blocks(shape, num_blocks):

@@ -182,7 +182,13 @@ class CudaExecutor final : public Executor {
 
   void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
     ExchangeParams p = params;
-    launch<ExchangeParams>(exchange_entry<Net>, p, s, 1, kThreads<kExchangeWarps<CudaArch>>, 0);
+    const uint64_t shared = plan_exchange_smem<CudaArch>(p, uint64_t(budget_));
+    if (shared > uint64_t(budget_))
+      throw std::invalid_argument("num_experts: counting the rows for " + std::to_string(p.layout.num_experts) +
+                                  " experts on " + std::to_string(p.layout.num_ranks) + " ranks needs " +
+                                  std::to_string(shared) + " bytes of shared memory and a block has " +
+                                  std::to_string(budget_) + "; use fewer experts");
+    launch<ExchangeParams>(exchange_entry<Net>, p, s, 1, kThreads<kExchangeWarps<CudaArch>>, shared);
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
     plan_dispatch_smem<CudaArch>(p, uint64_t(budget_));

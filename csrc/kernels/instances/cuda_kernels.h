@@ -23,7 +23,7 @@ template <class Net>
 __global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
     exchange_entry(const __grid_constant__ ExchangeParams p, Net net, CudaControl* control) {
   CudaArch a(control);
-  exchange_kernel<CudaArch, Net>(a, net, p);
+  exchange_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
 }
 
 template <class Net>

@@ -20,8 +20,10 @@ class HostExecutor final : public Executor {
   template <class... Args>
   explicit HostExecutor(Args&&... args) : net_(std::forward<Args>(args)...) {}
 
-  void exchange(const ExchangeParams& p, const LaunchSettings& s) override {
-    launch(s, 1, kExchangeWarps<A>, 0, [&](A& a, std::byte*) { exchange_kernel<A, Net>(a, net_, p); });
+  void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
+    ExchangeParams p = params;
+    const uint64_t smem = plan_exchange_smem<A>(p, kSmemBudget);
+    launch(s, 1, kExchangeWarps<A>, smem, [&](A& a, std::byte* at) { exchange_kernel<A, Net>(a, net_, p, at); });
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
     plan_dispatch_smem<A>(p, kSmemBudget);

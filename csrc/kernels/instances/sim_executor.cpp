@@ -39,11 +39,13 @@ void SimExecutor::end_operation() {
   m_.rank(rank_).first_row.clear();
 }
 
-void SimExecutor::exchange(const ExchangeParams& p, const LaunchSettings&) {
+void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings&) {
+  ExchangeParams p = params;
+  const uint64_t smem_bytes = plan_exchange_smem<SimArch>(p, smem_budget_);
   const sim::Ps routing = p.num_tokens * m_.config().costs.route_token_ps;
-  launch("exchange", 1, kExchangeWarps<SimArch>, 0, 0, 0, [&](SimArch& a, SimTransport& net, std::byte*) {
+  launch("exchange", 1, kExchangeWarps<SimArch>, smem_bytes, 0, 0, [&](SimArch& a, SimTransport& net, std::byte* smem) {
     if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
-    exchange_kernel<SimArch, SimTransport>(a, net, p);
+    exchange_kernel<SimArch, SimTransport>(a, net, p, smem);
   });
 }
 
