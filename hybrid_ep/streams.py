@@ -1,5 +1,7 @@
 """Calls on a communication stream of their own, and the events that order them with the caller's.
 
+For example::
+
     rows, *_, handle, event = buffer.dispatch_with_permute(..., async_finish=True)
     independent_work()               # on the caller's stream, beside the dispatch
     event.current_stream_wait()      # from here on the caller's stream may use the results

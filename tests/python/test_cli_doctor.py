@@ -61,10 +61,12 @@ def test_little_shared_memory(monkeypatch, capsys, free, status):
     assert ("--shm-size" in found[0].remedy) == (status != OK)
 
 
-@pytest.mark.parametrize("version, status", [(None, WARN), ("0.15.3", WARN), ("0.19.2", OK),
-                                             ("0.20.0rc1", WARN)])
-def test_megatron_versions(monkeypatch, capsys, version, status):
+@pytest.mark.parametrize("version, python, status", [
+    (None, 12, WARN), ("0.15.3", 12, WARN), ("0.19.2", 12, OK), ("0.19.2", 11, WARN), ("0.16.1", 11, OK),
+    ("0.20.0rc1", 12, WARN)])
+def test_megatron_versions(monkeypatch, capsys, version, python, status):
     monkeypatch.setattr(software, "_version", lambda _: version)
+    monkeypatch.setattr(software, "sys", types.SimpleNamespace(version_info=(3, python, 0)))
     assert [f.status for f in one(monkeypatch, "megatron", software.megatron)[1]] == [status]
 
 
