@@ -1,10 +1,8 @@
-// Routing of this rank's own tokens: compact (expert, weight) pairs, counts, and every pair's position among
+// Routing of this rank's own tokens: lists of (expert, weight) pairs, counts, and every pair's position among
 // the pairs of this source. A lane owns a token where tokens are independent, a column where they are not.
 #pragma once
-#include <bit>
-
 #include "layout/headers.h"
-#include "roles/params.h"
+#include "roles/pair_lists.h"
 
 namespace hep {
 
@@ -32,7 +30,8 @@ struct RouteRole {
       if (me == 0) *p.excess = 0, *p.misfits = 0;
       a.block_sync();
     }
-    for (uint32_t t = me; t < p.num_tokens; t += width) p.topk_idx ? compact_topk(t) : compact_map(t);
+    const PairLists<A> lists{a, p};
+    for (uint32_t t = me; t < p.num_tokens; t += width) lists.make(t);
     for (uint64_t i = me; i < uint64_t(p.num_tokens) * p.layout.num_nodes; i += width) p.node_pos[i] = -1;
     for (uint32_t i = me; i < p.walkers * num_columns(p.layout); i += width) a.st_shared(counters + i, 0);
     a.block_sync();
@@ -48,62 +47,6 @@ struct RouteRole {
   }
 
  private:
-  // Inserts an expert into the token's ascending list. An expert that is named twice becomes one pair with
-  // the sum of the weights: w1 f(x) + w2 f(x) = (w1 + w2) f(x).
-  HEP_DEVICE uint32_t insert(int32_t* experts, float* weights, uint32_t n, int32_t e, float w) {
-    uint32_t at = n;
-    while (at > 0 && experts[at - 1] > e) --at;
-    if (at > 0 && experts[at - 1] == e) {
-      weights[at - 1] += w;
-      return n;
-    }
-    for (uint32_t i = n; i > at; --i) experts[i] = experts[i - 1], weights[i] = weights[i - 1];
-    experts[at] = e, weights[at] = w;
-    return n + 1;
-  }
-  HEP_DEVICE void compact_topk(uint32_t t) {
-    int32_t* experts = p.pair_expert + uint64_t(t) * p.topk;
-    float* weights = p.pair_weight + uint64_t(t) * p.weight_stride;
-    uint32_t n = 0;
-    for (uint32_t k = 0; k < p.topk_in; ++k) {
-      int64_t e = p.topk_idx[uint64_t(t) * p.topk_in + k];
-      if (e < -1 || e >= int64_t(p.layout.num_experts)) {  // only where the host could not look beforehand
-        a.add_acq_rel_rank(p.excess, 1);
-        continue;
-      }
-      if (e >= 0) n = insert(experts, weights, n, int32_t(e), p.weights ? p.weights[uint64_t(t) * p.topk_in + k] : 0.f);
-    }
-    pad(experts, weights, n);
-  }
-  HEP_DEVICE void compact_map(uint32_t t) {
-    int32_t* experts = p.pair_expert + uint64_t(t) * p.topk;
-    float* weights = p.pair_weight + uint64_t(t) * p.weight_stride;
-    const unsigned char* row = p.routing_map + uint64_t(t) * p.layout.num_experts;
-    uint32_t n = 0;
-    for (uint32_t e = 0; e < p.layout.num_experts; ++e) {
-      while (e + 8 <= p.layout.num_experts && std::bit_cast<uint64_t>(load8(row + e)) == 0) e += 8;
-      if (e < p.layout.num_experts && row[e]) {
-        if (n == p.topk) {  // only where the host could not count beforehand
-          a.add_acq_rel_rank(p.excess, 1);
-          break;
-        }
-        experts[n] = int32_t(e);
-        weights[n++] = p.weights ? p.weights[uint64_t(t) * p.layout.num_experts + e] : 0.f;
-      }
-    }
-    pad(experts, weights, n);
-  }
-  struct Bytes8 {
-    unsigned char b[8];
-  };
-  HEP_DEVICE static Bytes8 load8(const unsigned char* p) {  // rows of the map have no alignment
-    return {{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}};
-  }
-  HEP_DEVICE void pad(int32_t* experts, float* weights, uint32_t n) {
-    for (uint32_t k = n; k < p.topk; ++k) experts[k] = -1;
-    for (uint32_t k = n; k < p.weight_stride; ++k) weights[k] = 0.f;
-  }
-
   // A pair as the counters see it: its expert, and its rank and node where it is its token's first there; else -1.
   struct Seen {
     uint32_t t = 0, k = 0;
