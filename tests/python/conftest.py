@@ -48,3 +48,15 @@ def _worlds():
 def world(_worlds) -> ProcessWorld:
     """Six real processes on gloo; groups of the first 1, 2, 3, 4 and 6 of them."""
     return _worlds.six()
+
+
+@pytest.fixture
+def poisoned_plans(monkeypatch):
+    """The memory of every plan starts as 0xFF."""
+    real = torch.empty
+
+    def empty(*args, **kwargs):
+        made = real(*args, **kwargs)
+        return made.fill_(0xFF) if made.dtype == torch.uint8 else made
+
+    monkeypatch.setattr(torch, "empty", empty)

@@ -16,18 +16,7 @@ from hybrid_ep.testing import VirtualWorld
 WORLDS = [((1, 1), "host", 8), ((1, 3), "host", 10), ((2, 2), "host", 14), ((3, 2), "host", 8), ((4, 1), "host", 6),
           ((2, 2), "host_checked", 3), ((2, 1), "host_checked_lanes32", 3)]  # shape, executor, examples
 _worlds: dict = {}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch):
-    """The memory of every plan starts as 0xFF."""
-    real = torch.empty
-
-    def empty(*args, **kwargs):
-        made = real(*args, **kwargs)
-        return made.fill_(0xFF) if made.dtype == torch.uint8 else made
-
-    monkeypatch.setattr(torch, "empty", empty)
+pytestmark = pytest.mark.usefixtures("poisoned_plans")
 
 
 def buffers_of(shape, num_local_experts: int, executor: str = "host", tokens: int = 1, kernel_places: bool = True,
