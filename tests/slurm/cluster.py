@@ -1,8 +1,11 @@
 """A Slurm cluster of four nodes on this machine: munged, slurmctld and four slurmd, all in one folder.
 
 No systemd, no configuration outside the folder, ports of its own; every daemon is ended by its pid.
+A requeued job starts again once the credential of its first start has expired (cred_expire; Slurm's default is two
+minutes): until then a daemon that is told late to end the first start would refuse the second.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -22,7 +25,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={dir}/munge.socket
+AuthInfo=socket={dir}/munge.socket,cred_expire=15
+SchedulerParameters=sched_interval=2
 StateSaveLocation={dir}/state
 SlurmdSpoolDir={dir}/spool-%n
 SlurmctldPidFile={dir}/slurmctld.pid
@@ -120,26 +124,41 @@ class Cluster:
         self.do("slurmd", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """The node is lost: its daemon and every rank on it die at once, and Slurm is told."""
+        """The node is lost: its daemon, every rank on it and what minds them die at once, and Slurm is told."""
         self._signal(f"slurmd-{node}.pid", signal.SIGKILL)
-        self._kill_ranks(f"SLURMD_NODENAME={node}")
+        ranks = self._ranks(f"SLURMD_NODENAME={node}")
+        parents = {int(_status(rank, "PPid") or 0) for rank in ranks}
+        minders = [process for process in parents if _status(process, "Name") == "slurmstepd"]
+        for process in (*minders, *ranks):
+            _kill(process)
         self.do("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
-    def _kill_ranks(self, *having: str) -> None:
+    def _ranks(self, *having: str) -> list[int]:
         """Every process of a job of this cluster whose environment holds all these words too."""
         wanted = {word.encode() for word in (f"SLURM_CONF={self.folder}/slurm.conf", *having)}
+        found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 variables = (process / "environ").read_bytes().split(b"\0")
-                if wanted <= set(variables) and any(v.startswith(b"SLURM_PROCID=") for v in variables):
-                    os.kill(int(process.name), signal.SIGKILL)
-            except (OSError, ProcessLookupError):  # gone meanwhile
+            except OSError:  # gone meanwhile
                 continue
+            if wanted <= set(variables) and any(v.startswith(b"SLURM_PROCID=") for v in variables):
+                found.append(int(process.name))
+        return found
 
     def job(self, number: int) -> dict[str, str]:
         """Fields of `scontrol show job`."""
         text = self.do("scontrol", "show", "job", "-o", str(number))
         return dict(field.partition("=")[::2] for field in text.split() if "=" in field)
+
+    def report(self, number: int) -> str:
+        """A job, the nodes and the last words of the daemons, for the message of a test that failed."""
+        parts = [self.do("scontrol", "show", "job", "-o", str(number)), self.do("sinfo", "-N")]
+        for name, most in (("slurmctld", 15), *((f"slurmd-{node}", 3) for node in NODES)):
+            log = self.folder / f"{name}.log"
+            words = [line for line in log.read_text().splitlines() if "mpi" not in line.lower()] if log.exists() else []
+            parts += [f"== {log.name}", *words[-most:]]
+        return "\n".join(parts)
 
     def wait(self, ready, seconds: float, what: str) -> None:
         """Until ready() is true; AssertionError after `seconds`."""
@@ -154,12 +173,24 @@ class Cluster:
         time.sleep(1)
         for name in (*(f"slurmd-{node}.pid" for node in NODES), "slurmctld.pid", "munge.pid"):
             self._signal(name, signal.SIGTERM)
-        self._kill_ranks()  # a job that was too slow to end with its daemon
+        for rank in self._ranks():  # of a job that was too slow to end with its daemon
+            _kill(rank)
 
     def _signal(self, pid_file: str, number: int) -> None:
         path = self.folder / pid_file
         if path.is_file() and (text := path.read_text().strip()):
-            try:
-                os.kill(int(text), number)
-            except ProcessLookupError:
-                pass
+            _kill(int(text), number)
+
+
+def _kill(process: int, number: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _status(process: int, field: str) -> str:
+    """A field of /proc/PID/status; empty once the process is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return line.partition(":")[2].strip()
+    return ""
