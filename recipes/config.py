@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from megatron_patches.settings import BALANCE_MODES, DISPATCH_DTYPES
+from recipes import safe_yaml
 
 DISPATCHERS = ("hybrid_ep", "alltoall", "allgather")
 DTYPES = ("fp32", "bf16")
@@ -380,10 +381,4 @@ def dump_yaml(config: RunConfig) -> str:
 
 def load_yaml(text: str) -> RunConfig:
     """Inverse of `dump_yaml`; ValueError says which field is wrong."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"config: not valid YAML ({error}); restore the file") from error
-    return RunConfig.from_dict(values)
+    return RunConfig.from_dict(safe_yaml.load(text, "config"))

@@ -1,5 +1,6 @@
 """`hybrid-ep launch RECIPE`: resolves a recipe, says what it needs, and runs it here or through Slurm.
 
+What starts the run is a script in its folder, job.sh or job.sbatch: to be read, edited and, with --resume, run again.
 A subcommand of hybrid-ep by its entry point in the group hybrid_ep.commands; `python -m recipes.launch_command` is
 the same where nothing is installed.
 """
@@ -7,73 +8,102 @@ the same where nothing is installed.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.cli import COMMANDS, UsageError
-from recipes import CLUSTER_RECIPES, RECIPES, get_recipe, sbatch
+from hybrid_ep.cli import UsageError
+from recipes import CLUSTER_RECIPES, RECIPES, cluster_summary, get_recipe, safe_yaml, sbatch
 from recipes.cluster import HARDWARE, ClusterRun
 from recipes.config import RunConfig
-from recipes.run_folder import RunFolder
+from recipes.run_folder import RunFolder, new_folder
 
 SUMMARY = "train a recipe here or on Slurm"
+STARTS = 3  # of a requeued job from one checkpoint
+_SLURM_FLAGS = ("no_preflight", "max_starts", "partition", "account", "time", "container")
+_OF_A_NEW_RUN = ("recipe", "nodes", "tasks_per_node", "hardware", "set", "name", "dry_run", "no_submit", *_SLURM_FLAGS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the subcommand."""
-    parser.add_argument("recipe", help=f"one of {', '.join([*CLUSTER_RECIPES, *RECIPES])}")
+    parser.add_argument("recipe", nargs="?", help=f"one of {', '.join([*CLUSTER_RECIPES, *RECIPES])}")
     parser.add_argument("--nodes", type=int, help="hosts (default: the recipe's; 1 for a CPU recipe)")
     parser.add_argument("--tasks-per-node", type=int, help="ranks a host, CPU recipes only")
-    parser.add_argument("--hardware", choices=HARDWARE, default="h100_8x400g", help="which variant of a GPU recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+    parser.add_argument("--hardware", choices=HARDWARE,
+                        help=f"which variant of a GPU recipe (default {next(iter(HARDWARE))})")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE",
                         help="change a field: expert=32; section.field=value in a CPU recipe")
     parser.add_argument("--name", help="name of the run folder (default: recipe and time)")
     parser.add_argument("--runs-dir", default="runs", help="where run folders live")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run and leave nothing behind")
+    parser.add_argument("--resume", metavar="NAME", help="run the script of an earlier run's folder again")
+    parser.add_argument("--dry-run", action="store_true", help="print the script that would run, leave nothing behind")
+    parser.add_argument("--no-submit", action="store_true", help="write the run folder with its script, start nothing")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slurm", action="store_true", help="submit an sbatch script")
     where.add_argument("--local", action="store_true", help="torchrun on this machine (the default)")
-    parser.add_argument("--no-preflight", action="store_true", help="start the ranks without hybrid-ep doctor first")
-    parser.add_argument("--max-starts", type=int, default=3, metavar="N",
-                        help="starts of a requeued job from one checkpoint before it gives up (default 3)")
+    slurm = parser.add_argument_group("with --slurm")
+    slurm.add_argument("--no-preflight", action="store_true", help="start the ranks without hybrid-ep doctor first")
+    slurm.add_argument("--max-starts", type=int, metavar="N",
+                       help=f"starts of a requeued job from one checkpoint before it gives up (default {STARTS})")
     for name in ("partition", "account", "time", "container"):
-        parser.add_argument(f"--{name}", default="", help=f"Slurm's {name}" + (" image" * (name == "container")))
+        slurm.add_argument(f"--{name}", help=f"Slurm's {name}" + (" image" * (name == "container")))
 
 
 def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     """Exit code: that of torchrun or sbatch; 0 for a dry run. UsageError for what the user can mend."""
     try:
-        changes = parse_changes(args.set)
+        _check_flags(args)
+        if args.resume is not None:
+            return _resume(args)
         name = args.name or f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if args.recipe in CLUSTER_RECIPES:
-            return _launch_cluster(args, name, changes)
-        return _launch_small(args, name, changes)
+        plan = _plan_cluster if args.recipe in CLUSTER_RECIPES else _plan_small
+        return _start(plan(args, name, parse_changes(args.set or [])), args, name)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    except ModuleNotFoundError as error:
+        if error.name != "yaml":
+            raise
+        raise UsageError("recipes need pyyaml: pip install 'hybrid_ep[train]'") from error
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """ValueError for a flag that the call would ignore."""
+    def given(*names: str) -> str:
+        return " ".join("--" + name.replace("_", "-") for name in names if getattr(args, name) not in (None, False))
+
+    if args.resume is not None:
+        if flags := given(*_OF_A_NEW_RUN, "slurm", "local").replace("--recipe", "RECIPE"):
+            raise ValueError(f"resume={args.resume!r} with {flags}: a run goes on as it began; leave them out")
+        return
+    if args.recipe is None:
+        raise ValueError("recipe is missing: name one, or give --resume NAME; --help lists them")
+    if not args.slurm and (flags := given(*_SLURM_FLAGS)):
+        raise ValueError(f"{flags}: for jobs of Slurm; add --slurm")
+    if args.nodes is not None and args.nodes < 1:
+        raise ValueError(f"nodes={args.nodes}: must be 1 or more")
+    if args.recipe in CLUSTER_RECIPES:
+        if args.tasks_per_node is not None:
+            raise ValueError(f"tasks_per_node={args.tasks_per_node}: one process a GPU; leave it out")
+    elif args.hardware is not None:
+        raise ValueError(f"hardware={args.hardware!r}: {args.recipe} runs on CPUs; leave it out")
+    elif args.tasks_per_node is not None and args.tasks_per_node < 1:
+        raise ValueError(f"tasks_per_node={args.tasks_per_node}: must be 1 or more")
 
 
 def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
     """{key: value} of KEY=VALUE words; values are YAML scalars read with the safe loader."""
-    import yaml
-
     changes: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not (key and equals):
             raise ValueError(f"--set {pair!r}: write KEY=VALUE")
-        try:
-            changes[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"--set {pair!r}: the value is no YAML scalar ({error}); quote it") from error
-        if changes[key] is None:
-            changes[key] = ""
+        value = safe_yaml.load(text, f"--set {pair!r}")
+        changes[key] = "" if value is None else value
     return changes
 
 
@@ -96,122 +126,109 @@ def resolve_small(args: argparse.Namespace, changes: dict[str, Any]) -> tuple[Ru
 
 def resolve_cluster(args: argparse.Namespace, changes: dict[str, Any]) -> ClusterRun:
     """A GPU recipe with its changes, checked to fit."""
-    if args.tasks_per_node:
-        raise ValueError(f"tasks_per_node={args.tasks_per_node}: one process a GPU; leave it out")
     if args.nodes is not None:
         changes = {"num_hosts": args.nodes, **changes}
-    return CLUSTER_RECIPES[args.recipe](args.hardware).derive(**changes)
+    return CLUSTER_RECIPES[args.recipe](args.hardware or next(iter(HARDWARE))).derive(**changes)
 
 
-def describe(run: ClusterRun) -> str:
-    """Parameters, layout, memory and predicted step time. ValueError where it does not fit."""
-    from recipes import memory
+@dataclass(frozen=True)
+class _Plan:
+    """A run that could start. config: what a CPU recipe's ranks read from the folder. nodes: hosts it takes."""
 
-    model, need = run.architecture, memory.check_fits(run)
-    return "\n".join([
-        f"{run.recipe}: {model.total_params / 1e9:.2f} B parameters, {model.active_params / 1e9:.2f} B active "
-        f"({model.source})",
-        f"{run.num_hosts} hosts x {run.hardware.gpus_per_host} {run.hardware.gpu}: TP {run.tensor}, PP {run.pipeline} "
-        f"x {run.virtual_pipeline}, EP {run.expert} in domains of {run.domain}, DP {run.data}; {run.precision}, "
-        f"recompute {run.recompute}, {run.num_microbatches} micro-batches, balance {run.balance}"
-        + (f" with {run.clones} spare slots a rank ({memory.clone_bytes(run):,} bytes)" if run.clones else ""),
-        f"fullest GPU (pipeline rank {need.stage}), {memory.budget_bytes(run) / 1e9:.1f} GB to use; hybrid_ep "
-        f"registers {need.buffers:,} bytes:", str(need), predict(run),
-    ])
+    script: str
+    nodes: int
+    config: RunConfig | None = None
 
 
-def predict(run: ClusterRun) -> str:
-    """Step time by the performance model, with the assumption it rests on; says so where the model cannot tell."""
-    if importlib.util.find_spec("hybrid_ep.sim.step_time") is None:
-        return "step time: no prediction, this build has no performance model"
-    from hybrid_ep.sim import clusters, models, step_time
-
-    cluster = "b200_8x400g" if run.hardware.name == "b200_8" else run.hardware.name
-    if run.tensor > 1:
-        return f"step time: no prediction, the performance model has no tensor parallelism (tensor={run.tensor})"
-    try:
-        job = step_time.Job(
-            models.get(run.architecture.name), clusters.get(cluster), run.num_gpus, run.expert, run.pipeline,
-            run.virtual_pipeline, run.tokens_per_rank, run.seq_length, run.num_microbatches, dtype=run.precision,
-            dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher, num_sms=run.num_sms)
-        step = step_time.step(job)
-    except ValueError as error:
-        return f"step time: no prediction ({error})"
-    return (f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
-            f"{job.efficiency:.0%} of peak in compute, no recompute, no load imbalance)")
-
-
-def preflight() -> list[str]:
-    """What every node must pass: the doctor where this build has one, else the import of the compiled core."""
-    if "doctor" in COMMANDS:
-        return [sys.executable, "-m", "hybrid_ep.cli", "doctor"]
-    return [sys.executable, "-m", "hybrid_ep.env"]
-
-
-def _job(args: argparse.Namespace, name: str, nodes: int, tasks: int, command: list[str], gpus: int = 0,
-         environment: Mapping[str, str] | None = None) -> sbatch.Job:
-    folder = str(Path(args.runs_dir, name).resolve())
-    return sbatch.Job(name, folder, str(Path.cwd()), nodes, tasks, command,
-                      [] if args.no_preflight else preflight(), gpus, args.partition,
-                      args.account, args.time, args.container, environment or {}, args.max_starts)
-
-
-def _launch_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> int:
+def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> _Plan:
     config, nodes, tasks = resolve_small(args, changes)
-    folder = str(Path(args.runs_dir, name).resolve())
-    module = ["-m", "recipes.rank", folder]
+    module = ["-m", "recipes.rank", _folder(args, name)]
     if args.slurm:
-        text = sbatch.script(_job(args, name, nodes, tasks, [sys.executable, *module]))
-    elif nodes > 1:
-        raise ValueError(f"nodes={nodes}: this machine is one; add --slurm")
+        script = sbatch.script(_job(args, name, nodes, tasks, [sys.executable, *module]))
     else:
-        command = _torchrun(tasks, module)
-        text = shlex.join(command)
-    if args.dry_run:
-        print(text)
-        return 0
-    RunFolder.create(config, name)
-    return _submit(folder, text) if args.slurm else subprocess.run(command, check=False).returncode
+        script = sbatch.local_script(str(Path.cwd()), _torchrun(tasks, module))
+    return _Plan(script, nodes, config)
 
 
-def _launch_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> int:
+def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> _Plan:
     from recipes.megatron_arguments import environment, megatron_arguments
 
     run = resolve_cluster(args, changes)
-    print("\n".join("# " + line for line in describe(run).splitlines()), flush=True)
-    folder = str(Path(args.runs_dir, name).resolve())
+    # What is not the script goes to stderr: a dry run's output may be saved as one.
+    print(cluster_summary.describe(run), file=sys.stderr, flush=True)
+    folder = _folder(args, name)
     arguments = megatron_arguments(run, f"{folder}/checkpoint", f"{folder}/tensorboard")
     module = ["-m", "megatron_patches", f"{run.megatron_path}/pretrain_gpt.py", *arguments]
     gpus, variables = run.hardware.gpus_per_host, environment(run)
     if args.slurm:
-        text = sbatch.script(_job(args, name, run.num_hosts, gpus, [sys.executable, *module], gpus, variables))
-    elif run.num_hosts > 1 and not args.dry_run:
-        raise ValueError(f"nodes={run.num_hosts}: this machine is one; add --slurm")
+        script = sbatch.script(_job(args, name, run.num_hosts, gpus, [sys.executable, *module], gpus, variables))
     else:
-        assignments = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
-        text = " ".join([*assignments, shlex.join(_torchrun(gpus, module))])
-    if args.dry_run:
-        print(text)
-        return 0
-    Path(folder).mkdir(parents=True)
-    if args.slurm:
-        return _submit(folder, text)
-    return subprocess.run(_torchrun(gpus, module), env={**os.environ, **variables}, check=False).returncode
+        script = sbatch.local_script(str(Path.cwd()), _torchrun(gpus, module), variables)
+    return _Plan(script, run.num_hosts)
+
+
+def _folder(args: argparse.Namespace, name: str) -> str:
+    return str(RunFolder.path_of(args.runs_dir, name).resolve())
+
+
+def preflight(gpus: int) -> list[str]:
+    """What every node must pass."""
+    return [sys.executable, "-m", "hybrid_ep.cli", "doctor", *(["--require-gpu"] if gpus else [])]
+
+
+def _job(args: argparse.Namespace, name: str, nodes: int, tasks: int, command: list[str], gpus: int = 0,
+         environment: Mapping[str, str] | None = None) -> sbatch.Job:
+    return sbatch.Job(name, _folder(args, name), str(Path.cwd()), nodes, tasks, command,
+                      [] if args.no_preflight else preflight(gpus), gpus, args.partition or "", args.account or "",
+                      args.time or "", args.container or "", environment or {},
+                      STARTS if args.max_starts is None else args.max_starts)
 
 
 def _torchrun(ranks: int, module: list[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *module]
 
 
-def _submit(folder: str, text: str) -> int:
-    Path(folder, "logs").mkdir()
-    path = Path(folder, "job.sbatch")
-    path.write_text(text)
-    print(f"{path}: submitting; logs in {folder}/logs", flush=True)
+def _start(plan: _Plan, args: argparse.Namespace, name: str) -> int:
+    if plan.nodes > 1 and not args.slurm:
+        raise ValueError(f"nodes={plan.nodes}: this machine is one; add --slurm")
+    if args.dry_run:
+        print(plan.script, end="")
+        return 0
+    if plan.config is not None:
+        path = RunFolder.create(plan.config, name).path
+    else:
+        path = new_folder(Path(args.runs_dir), name)
+    script = path / ("job.sbatch" if args.slurm else "job.sh")
+    script.write_text(plan.script)
+    (path / "logs").mkdir()
+    if args.no_submit:
+        print(f"{script}: written; start it with: {_program(script)} {shlex.quote(str(script))}")
+        return 0
+    return _run_script(script)
+
+
+def _program(script: Path) -> str:
+    return "sbatch" if script.name == "job.sbatch" else "bash"
+
+
+def _resume(args: argparse.Namespace) -> int:
+    path = RunFolder.path_of(args.runs_dir, args.resume)
+    for script in (path / "job.sbatch", path / "job.sh"):
+        if script.is_file():
+            return _run_script(script)
+    raise ValueError(f"resume={args.resume!r}: no job.sbatch or job.sh in {path}; name a run that launch has started")
+
+
+def _run_script(script: Path) -> int:
+    """Exit code of sbatch, or of the run itself."""
+    program = _program(script)
+    print(f"{script}: " + (f"submitting; logs in {script.parent / 'logs'}" if program == "sbatch" else "starting"),
+          flush=True)
     try:
-        return subprocess.run(["sbatch", str(path)], check=False).returncode
-    except FileNotFoundError:
-        raise ValueError(f"slurm: sbatch is not on PATH; the script is {path}, submit it where Slurm is") from None
+        return subprocess.run([program, str(script)], check=False).returncode
+    except FileNotFoundError as error:
+        message = f"{error.filename} is not on PATH; the script is {script}, start it where there is one"
+        raise ValueError(message) from None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -45,6 +46,19 @@ def meet(rank: int, num_ranks: int, timeout_s: float):
     )
 
 
+def check_one_machine(store: Any, key: str, rank: int) -> None:
+    """ValueError on a rank that shares no memory and no loopback with rank 0, as ranks on CPUs must."""
+    # The boot says it: Slurm and containers give one machine several names.
+    boot, name = Path("/proc/sys/kernel/random/boot_id"), socket.gethostname()
+    machine = boot.read_text().strip() if boot.exists() else name
+    if rank == 0:
+        store.set(key, f"{machine} {name}")
+    first, first_name = store.get(key).decode().split()
+    if machine != first:
+        raise ValueError(f"nodes: rank {rank} is on {name}, rank 0 on {first_name}: ranks on CPUs meet in shared "
+                         "memory; ask for one machine, or for a GPU recipe")
+
+
 def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
     """Trains; the exit code. Every rank of the job must call this."""
     config = folder.read_config()
@@ -60,6 +74,7 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
     # A restarted job gets a new store at the same port, so the key must belong to this start alone.
     store = meet(rank, num_ranks, config.runtime.timeout_s)
     decided = f"{_DECIDED}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    check_one_machine(store, f"{decided}/machine", rank)
     with folder.lock() if rank == 0 else nullcontext():
         if rank == 0:
             corpus = text_data.build_corpus(config.data)  # first, alone: it fills the cache for the others

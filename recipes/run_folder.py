@@ -30,27 +30,25 @@ class RunFolder:
     def create(config: RunConfig, name: str | None) -> RunFolder:
         """A new folder with its config.yaml. Without a name: recipe and time, numbered if that exists."""
         root = Path(config.logging.runs_dir)
-        root.mkdir(parents=True, exist_ok=True)
         if name is not None:
-            _check_name(name)
-            try:
-                (root / name).mkdir()
-            except FileExistsError:
-                raise ValueError(
-                    f"name={name!r}: {root / name} exists; choose another name, or continue it with --resume"
-                ) from None
-            path = root / name
+            path = new_folder(root, name)
         else:
+            root.mkdir(parents=True, exist_ok=True)
             path = _new_numbered(root / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
         folder = RunFolder(path)
         folder.write_config(config)
         return folder
 
     @staticmethod
+    def path_of(runs_dir: str, name: str) -> Path:
+        """Where the run of that name lies, whether it exists or not; ValueError for what is no name."""
+        _check_name(name)
+        return Path(runs_dir, name)
+
+    @staticmethod
     def open(runs_dir: str, name: str) -> RunFolder:
         """The folder of an earlier run; ValueError lists those that can be resumed."""
-        _check_name(name)
-        folder = RunFolder(Path(runs_dir, name))
+        folder = RunFolder(RunFolder.path_of(runs_dir, name))
         if not (folder.path / "config.yaml").is_file():
             known = sorted(path.parent.name for path in Path(runs_dir).glob("*/config.yaml"))
             known = ", ".join(known) or "none"
@@ -96,6 +94,18 @@ class RunFolder:
         staging = self.path / ".metrics.jsonl"
         staging.write_text("".join(kept))
         staging.replace(self.metrics_path)
+
+
+def new_folder(root: Path, name: str) -> Path:
+    """Makes root/name; ValueError where it exists, or where the name is none."""
+    _check_name(name)
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        (root / name).mkdir()
+    except FileExistsError:
+        message = f"name={name!r}: {root / name} exists; choose another name, or continue it with --resume"
+        raise ValueError(message) from None
+    return root / name
 
 
 def _check_name(name: str) -> None:

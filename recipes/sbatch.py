@@ -6,9 +6,13 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ATOM = re.compile(r"[A-Za-z0-9_.,:@%/+\[\]=-]+")
+
+
+_PREFLIGHT_S = 900
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,13 @@ def script(job: Job) -> str:
     return "\n".join([*_header(job), "", *_body(job)]) + "\n"
 
 
+def local_script(workdir: str, command: list[str], environment: Mapping[str, str] | None = None) -> str:
+    """The script of a run on this machine."""
+    variables = [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
+    return "\n".join(["#!/bin/bash", "set -euo pipefail", f"cd {shlex.quote(workdir)}", *variables,
+                      "exec " + _lines(command)]) + "\n"
+
+
 def _header(job: Job) -> list[str]:
     log = f"{job.folder}/logs/%j.log"
     options = {
@@ -69,12 +80,13 @@ def _header(job: Job) -> list[str]:
         "#SBATCH --open-mode=append   # a requeued job goes on in the same log",
         "#SBATCH --requeue            # a lost node restarts the job, which resumes from its last checkpoint",
         "#SBATCH --signal=TERM@180    # three minutes before the time limit: finish the step, write a checkpoint",
+        f"# Slurm makes no folders: {shlex.quote(str(PurePath(log).parent))} must be there before sbatch.",
     ]
 
 
 def _body(job: Job) -> list[str]:
     container = ["--container-image", job.container] if job.container else []
-    once = shlex.join(["srun", "--ntasks-per-node=1", f"--ntasks={job.nodes}", *container])
+    once = ["srun", "--ntasks-per-node=1", f"--ntasks={job.nodes}"]
     ranks = shlex.join(["srun", "--kill-on-bad-exit=1", "--label", *container])
     return [
         "set -euo pipefail",
@@ -102,7 +114,7 @@ def _body(job: Job) -> list[str]:
         "  exit 1",
         "fi",
         "",
-        *_preflight(job, once),
+        *_preflight(job, [*once, *container]),
         "# One process a rank. Slurm's variables in torch's names; exec, so that SIGTERM reaches the rank itself.",
         "# A rank that fails ends all the others at once.",
         "status=0",
@@ -113,7 +125,8 @@ def _body(job: Job) -> list[str]:
         "' rank " + _lines(job.command) + " || status=$?",
         "",
         "# Ranks notice a lost node long before Slurm does. Where a node no longer answers, start again elsewhere.",
-        f'if [ "$status" -ne 0 ] && ! timeout 60 {once} true; then',
+        "# Asked without the container, which may take longer to come than a node to answer.",
+        f'if [ "$status" -ne 0 ] && ! timeout 60 {shlex.join(once)} true; then',
         '  echo "a node of $SLURM_JOB_NODELIST no longer answers: requeueing"',
         '  scontrol requeue "$SLURM_JOB_ID"',
         "fi",
@@ -121,11 +134,17 @@ def _body(job: Job) -> list[str]:
     ]
 
 
-def _preflight(job: Job, once: str) -> list[str]:
+def _preflight(job: Job, once: list[str]) -> list[str]:
     if not job.preflight:
         return []
-    return ["# Pre-flight on every node: better one line now than a hang in an hour.",
-            f"{once} {shlex.join(job.preflight)}", ""]
+    return [
+        "# Pre-flight on every node: better one line now than a hang in an hour. There is time for an image to come.",
+        f"timeout --kill-after=30 {_PREFLIGHT_S} {shlex.join([*once, *job.preflight])} || {{",
+        f'  echo "pre-flight: a node failed or took over {_PREFLIGHT_S} s; see above"',
+        "  exit 1",
+        "}",
+        "",
+    ]
 
 
 def _lines(words: list[str]) -> str:

@@ -1,11 +1,12 @@
 """What one GPU can show, in one command of under 9 minutes: build, inspection, tests, sanitizers, benchmarks.
 
-    python scripts/gpu_check.py [--out FOLDER] [--minutes 8.5] [--skip build,sanitizer,...]
+    python scripts/gpu_check.py [--out FOLDER] [--minutes 8.5] [--skip tests,racecheck,...] [--wheels FOLDER]
     python scripts/gpu_check.py --peer deep_ep-hybrid=FOLDER [--peer deep_ep-v2=FOLDER ...]     times peers instead
 
 Needs torch with CUDA, a C++20 compiler and nvcc (or a library that was built before); pytest and hypothesis for the
-tests. What is missing is said and skipped. Prints one line a step and a summary, writes FOLDER/gpu_check.json and the
-output of every step beside it, and exits with 1 if a step failed.
+tests. On a machine without a network --wheels installs what is missing from a folder of wheels. What is missing then is
+said and skipped. Prints one line a step and a summary, writes FOLDER/gpu_check.json and the output of every step beside
+it, and exits with 1 if a step failed.
 
 With --peer it builds, then times hybrid_ep and every peer named, each in processes of its own with build folders of
 its own, on the same tokens and routing (scripts/gpu_peer.py), and prints the ratios of the same run. FOLDER holds the
@@ -24,7 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # A rank alone and two virtual ranks, smallest shapes: every role runs, the sanitizer's slowness stays bearable.
-SANITIZED = "test_examples and (shape0 or shape1) and not loopback"
+SANITIZED = "test_examples and ([shape0- or [shape1-) and not loopback"
+WHEELS = ("pybind11", "setuptools", "pytest", "hypothesis", "pytest-timeout")
 
 
 def environment_of():
@@ -91,31 +93,41 @@ def missing(*modules):
     return f"{', '.join(absent)} not installed" if absent else None
 
 
-def build(steps):
+def build(steps, wheels=None):
     python = sys.executable
+    if wheels:
+        steps.run("wheels", [python, "-m", "pip", "install", "--no-index", "--find-links", wheels, *WHEELS], 120)
     steps.run("core", [python, "setup.py", "build_ext", "--inplace"], 240, missing("pybind11", "setuptools"),
               {**environment_of(), "HYBRID_EP_CUDA": "0"})
     find = subprocess.run([python, "scripts/build_cuda.py", "--find"], cwd=ROOT, capture_output=True, text=True,
                           check=False)
-    steps.run("cuda", [python, "scripts/build_cuda.py"], 240, find.stderr.strip() or None)
+    # Kernels over NVSHMEM take as long again to compile, and one GPU has nobody to reach with them.
+    steps.run("cuda", [python, "scripts/build_cuda.py", "--no-nvshmem"], 240, find.stderr.strip() or None)
 
 
-def run_steps(steps):
+def find_sanitizer():
+    """compute-sanitizer of PATH, else of the toolkit."""
+    home = environment_of().get("CUDA_HOME", "/usr/local/cuda")
+    places = [os.environ.get("PATH", ""), f"{home}/bin", f"{home}/compute-sanitizer"]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+
+
+def run_steps(steps, wheels):
     python = sys.executable
-    build(steps)
+    build(steps, wheels)
     tools = subprocess.run([python, "-c", "import sys; sys.path.insert(0, 'scripts'); import cubin_check; "
                             "sys.exit(not cubin_check.find_tools())"], cwd=ROOT, check=False).returncode
     steps.run("cubins", [python, "scripts/cubin_check.py"], 60, "no cuobjdump and nvdisasm" if tools else None)
     no_tests = missing("pytest", "hypothesis", "pytest_timeout")
     pytest = ["-m", "pytest", "tests/gpu", "-m", "gpu", "--timeout=120", "--maxfail=5", "-q"]
     steps.run("tests", [python, *pytest], 240, no_tests)
-    sanitizer = shutil.which("compute-sanitizer")
+    steps.run("bench", [python, "scripts/gpu_bench.py", "--out", steps.out / "gpu_bench.json"], 150)
+    sanitizer = find_sanitizer()
     few = {**environment_of(), "HYBRID_EP_TEST_EXAMPLES": "2"}
     for tool in ("memcheck", "racecheck"):
         command = [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--launch-timeout=60", python, *pytest]
         steps.run(tool, [*command, "-k", SANITIZED], 90,
-                  no_tests or (None if sanitizer else "no compute-sanitizer on PATH"), few)
-    steps.run("bench", [python, "scripts/gpu_bench.py", "--out", steps.out / "gpu_bench.json"], 150)
+                  no_tests or (None if sanitizer else "no compute-sanitizer on PATH or in CUDA_HOME"), few)
 
 
 def time_peers(steps, peers, *options):
@@ -160,6 +172,7 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check")
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--skip", default="", help="steps, separated by commas")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help=f"wheels of {', '.join(WHEELS)} to install")
     parser.add_argument("--peer", action="append", type=peer_of, default=[], metavar="NAME=FOLDER",
                         help="time this peer, and ours, instead of the checks")
     args = parser.parse_args()
@@ -170,13 +183,15 @@ def main():
     print(json.dumps(facts), flush=True)
     steps = Steps(args.out, 60 * args.minutes, set(filter(None, args.skip.split(","))))
     if args.peer:
-        build(steps)
+        build(steps, args.wheels)
         print("\n".join(peer_table(time_peers(steps, dict(args.peer)))))
     else:
-        run_steps(steps)
+        run_steps(steps, args.wheels)
     (args.out / "gpu_check.json").write_text(json.dumps({"machine": facts, "steps": steps.results}, indent=1) + "\n")
     failed = [name for name, step in steps.results.items() if step["result"].startswith("FAILED")]
-    print(f"gpu_check: {'FAILED: ' + ', '.join(failed) if failed else 'passed'}; {args.out}")
+    skipped = [name for name, step in steps.results.items() if step["result"] == "skipped"]
+    verdict = "FAILED: " + ", ".join(failed) if failed else "passed"
+    print(f"gpu_check: {verdict}{'; did not run: ' + ', '.join(skipped) if skipped else ''}; {args.out}")
     sys.exit(1 if failed else 0)
 
 

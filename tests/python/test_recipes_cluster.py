@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hybrid_ep.testing import VirtualWorld
 from recipes import CLUSTER_RECIPES, megatron_arguments, memory, sbatch
 from recipes.cluster import HARDWARE
-from recipes.launch_command import describe, main, parse_changes
+from recipes.cluster_summary import describe
 
 VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
 # The tensors of the published checkpoints, summed; DeepSeek-V3 without its multi-token-prediction layer.
@@ -209,30 +209,3 @@ def test_slurm_lines_take_no_tricks(field):
     values = dict(name="j", folder="/r", workdir="/", nodes=1, tasks_per_node=1, command=["x"], preflight=["y"])
     with pytest.raises(ValueError, match=field):
         sbatch.Job(**{**values, field: "x\n#SBATCH --uid=0"})
-
-
-def test_dry_run_prints_a_script_and_leaves_nothing(tmp_path, capsys):
-    arguments = ["qwen3_30b_a3b", "--nodes", "16", "--slurm", "--dry-run", "--runs-dir", str(tmp_path)]
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
-    for line in ("#SBATCH --nodes=16", "#SBATCH --requeue", "srun --kill-on-bad-exit=1", "MASTER_ADDR"):
-        assert line in text
-    assert "--exit-signal-handler" in shlex.split(text.split("' rank ")[1].split(" || status")[0])
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("arguments, message", [
-    (["nothing"], "recipe='nothing'"), (["qwen3_30b_a3b", "--set", "expert"], "KEY=VALUE"),
-    (["qwen3_30b_a3b", "--set", "expert=[1"], "YAML"), (["mixtral_8x7b", "--nodes", "3"], "expert=8"),
-    (["qwen3_30b_a3b_proxy", "--nodes", "4"], "add --slurm"), (["qwen3_30b_a3b"], "add --slurm"),
-])
-def test_bad_launches_exit_2_and_leave_nothing(arguments, message, tmp_path, capsys):
-    assert main([*arguments, "--runs-dir", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_changes_are_read_with_the_safe_loader():
-    assert parse_changes(["a.b=1", "c=x y", "d="]) == {"a.b": 1, "c": "x y", "d": ""}
-    with pytest.raises(ValueError, match="KEY|scalar"):
-        parse_changes(["a=!!python/object/apply:os.getcwd []"])

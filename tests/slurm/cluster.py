@@ -133,6 +133,11 @@ class Cluster:
             _kill(process)
         self.do("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
+    def kill_rank(self, rank: int) -> None:
+        """One rank dies, its node lives on."""
+        for process in self._ranks(f"SLURM_PROCID={rank}"):
+            _kill(process)
+
     def _ranks(self, *having: str) -> list[int]:
         """Every process of a job of this cluster whose environment holds all these words too."""
         wanted = {word.encode() for word in (f"SLURM_CONF={self.folder}/slurm.conf", *having)}

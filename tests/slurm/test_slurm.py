@@ -118,6 +118,16 @@ def test_two_tasks_a_node_and_sigterm_leaves_a_checkpoint(slurm, tmp_path):
     assert sorted(os.listdir(folder)) == [f"rank_{rank}.pt" for rank in range(8)]
 
 
+def test_a_rank_that_dies_ends_the_job_at_once(slurm, tmp_path):
+    """In the time that Slurm gives the others to go, long before any wait of theirs would end."""
+    long = ("--set", "schedule.train_steps=5000", "--set", "logging.checkpoint_every=5000")
+    number = submit(slurm, tmp_path, "dead", "--nodes", "2", "--no-preflight", *long)
+    until(slurm, number, tmp_path, "dead", lambda: last_step(tmp_path, "dead") > 2, "steps")
+    slurm.kill_rank(1)
+    state, log = finish(slurm, number, tmp_path, "dead", seconds=30)
+    assert state == "FAILED" and re.search(r"task 1: Killed", log)
+
+
 def test_a_failing_rank_ends_the_job_with_its_obituary(slurm, tmp_path):
     bad = tmp_path / "bad"
     number = submit(slurm, tmp_path, "bad", "--nodes", "2", "--set", "data.source=/nowhere/at/all")
