@@ -1,4 +1,5 @@
-"""Sphinx builds the site from docs/*.md and the docstrings: `make docs`. Warnings are errors."""
+"""Sphinx builds the site from docs/*.md and the docstrings: `make docs`. Warnings are errors, among them links to
+pages, headings and files that are not there."""
 
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ nitpicky = False
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]
 
+default_role = "literal"  # of `name` in a docstring
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": False}
@@ -39,5 +41,11 @@ def write_environment_table(app):
     (folder / "environment.md").write_text(env.table() + "\n")
 
 
+def skip_fields_of_tuples(app, what, name, obj, skip, options):
+    """A NamedTuple says in its own docstring what its fields are; Python's "Alias for field number 0" adds nothing."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
 def setup(app):
     app.connect("builder-inited", write_environment_table)
+    app.connect("autodoc-skip-member", skip_fields_of_tuples)

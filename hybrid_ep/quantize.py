@@ -1,10 +1,12 @@
 """Payloads of few bits for dispatch: blocks of a row share a scale, and the scales travel with the token.
 
-| format | elements | scale | block | bytes a value |
-|---|---|---|---|---|
-| fp8 | e4m3 | fp32, amax / 448 | 128 | 1.031 |
-| mxfp8 | e4m3 | e8m0, the power of two at or above amax / 448 | 32 | 1.031 |
-| nvfp4 | e2m1 | e4m3, and fp32 a token; see nvfp4.py | 16 | 0.5625 |
+======  ========  =============================================  =====  =============
+format  elements  scale                                          block  bytes a value
+======  ========  =============================================  =====  =============
+fp8     e4m3      fp32, amax / 448                                 128  1.031
+mxfp8   e4m3      e8m0, the power of two at or above amax / 448     32  1.031
+nvfp4   e2m1      e4m3, and fp32 a token; see nvfp4.py              16  0.5625
+======  ========  =============================================  =====  =============
 
 mxfp8 is the OCP microscaling format (MX v1.0); its scale rounds up, so that nothing saturates. A block of zeros has
 scale 0 (fp8) or 2^-127 (mxfp8) and comes back as zeros, as do padding rows, whose bytes are all zero."""
@@ -23,6 +25,8 @@ _E8M0_BIAS = 127
 
 @dataclass(frozen=True)
 class Format:
+    """A payload of few bits: elements that share a scale, and the scales' dtype."""
+
     name: str
     block: int  # elements that share a scale
     scale_dtype: torch.dtype

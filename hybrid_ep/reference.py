@@ -73,6 +73,8 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class WorldPlan:
+    """Everybody's RankPlan, and the routes it was made from."""
+
     world: World
     routes: list  # bool [T_r, num_experts] of every rank
     ranks: list  # RankPlan of every rank
@@ -189,9 +191,11 @@ def combine_world(plan: WorldPlan, rows, weights=None, permuted: bool = True, we
     returned.
 
     The order of summation, all in fp32; a sum of nothing is +0:
-      1. partial of a rank: its experts of the token ascending (times their weight if weighted) -> rounded to
-      dtype 2. node sum: partials of the node's ranks ascending -> rounded to dtype, except on the token's own
-      node 3. result: own node first, then the other nodes ascending -> rounded to dtype
+
+    1. partial of a rank: its experts of the token ascending (times their weight if weighted) -> rounded to dtype
+    2. node sum: partials of the node's ranks ascending -> rounded to dtype, except on the token's own node
+    3. result: own node first, then the other nodes ascending -> rounded to dtype
+
     fp32_partials leaves out the roundings of steps 1 and 2. weighted needs permuted weights. probs: the
     adjoint of dispatch's weights, i.e. every routed (token, expert) gets the sum over the node's ranks
     ascending of the weights that came back for it."""

@@ -1,7 +1,7 @@
 """Quantisation scales in the order that block-scaled GEMMs of Blackwell read them: tiles of 128 rows x 4 scales.
 
 A dispatch leaves a row's scales side by side, [P, S]. cuBLAS and CUTLASS (Sm1xxBlockScaledConfig) want them in tiles of
-512 bytes, of which the scale of row r and block c in a tile lies at
+512 bytes, of which the scale of row r and block c in a tile lies at::
 
     (r % 32) * 16 + (r // 32) * 4 + c          r in 0..127, c in 0..3
 

@@ -1,5 +1,7 @@
 """A whole group in one process: every rank is a thread, through the same public API as real processes.
 
+For example::
+
     world = VirtualWorld(num_nodes=2, num_local_ranks=2)
     outputs = world.run(lambda rank, group: train(HybridEPBuffer(group, ..., timeout_s=30)))
 """

@@ -1,8 +1,8 @@
 """The expert balancer: planners, their lower bounds, load statistics and the offline tools on them.
 
-    plan_microbatch    exact replication after the router, one micro-batch and layer at a time
-    plan_placement     where experts and replicas live until the next placement
-    rebalance_experts  EPLB's call on plan_placement
+* `plan_microbatch`: exact replication after the router, one micro-batch and layer at a time
+* `plan_placement`: where experts and replicas live until the next placement
+* `rebalance_experts`: EPLB's call on plan_placement
 
 docs/balancer.md is the guide. Nothing here imports Megatron; `megatron_patches.balance` puts it to work there.
 """

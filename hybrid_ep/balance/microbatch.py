@@ -77,10 +77,10 @@ class MicrobatchOptions:
 class MicrobatchPlan:
     """Where clones go and what each takes.
 
-    slot_expert int32 [R, S]: logical expert cloned to spare slot S of rank R, -1 for an empty slot.
-    slot_tokens int64 [R, S]: tokens of the group that this clone computes; its home computes the rest.
-    counts int64 [R, E], home int32 [E]: what was planned for.
-    target: cost in tokens that the planner aimed at, per rank.
+    * `slot_expert` int32 [R, S]: logical expert cloned to spare slot S of rank R, -1 for an empty slot.
+    * `slot_tokens` int64 [R, S]: tokens of the group that this clone computes; its home computes the rest.
+    * `counts` int64 [R, E], `home` int32 [E]: what was planned for.
+    * `target`: cost in tokens that the planner aimed at, per rank.
     """
 
     slot_expert: np.ndarray
@@ -212,19 +212,19 @@ def plan_microbatch(counts: Any, home: Any = None, spare_slots: int = 1, num_nod
                     **options: Any) -> MicrobatchPlan:
     """Clones and quotas that level one micro-batch of one layer. Pure: equal input, equal plan, on any rank.
 
-    counts: integers [R, E], tokens of source rank r routed to logical expert e (known to all ranks).
-    home: rank of each expert [E]; default contiguous. spare_slots: slots for clones on every rank.
-    num_nodes: NVLink domains, ranks in consecutive blocks; sources prefer clones of their own.
-    within_node: clones only on ranks of the home's domain.
-    epsilon: how far above the mean a rank may end, as a fraction. 0 levels to the token, with at most R - 1 clones.
-    min_chunk: tokens, the least worth a clone. skip_below: imbalance under which the plan is empty.
-    instance_cost, tile: an expert with n > 0 tokens costs instance_cost + n rounded up to tiles, in tokens; costs
-        are levelled, and clones take whole tiles where they do not take a whole expert.
-    fan_out: most clones that one rank pushes.
-    search_nodes: work of the search that follows where constructions miss the target with one spare slot (five of a
-        hundred thousand layers at 8 experts a rank), about a microsecond each; 0 for no search. Not with `within_node`,
-        `fan_out`, `min_chunk`, `instance_cost` and `tile`.
-    strategy: "best" of the two constructions, or one: "alias", "best_fit".
+    * `counts`: integers [R, E], tokens of source rank r routed to logical expert e (known to all ranks).
+    * `home`: rank of each expert [E]; default contiguous. `spare_slots`: slots for clones on every rank.
+    * `num_nodes`: NVLink domains, ranks in consecutive blocks; sources prefer clones of their own.
+      `within_node`: clones only on ranks of the home's domain.
+    * `epsilon`: how far above the mean a rank may end, as a fraction. 0 levels to the token, with at most R - 1 clones.
+    * `min_chunk`: tokens, the least worth a clone. `skip_below`: imbalance under which the plan is empty.
+    * `instance_cost`, `tile`: an expert with n > 0 tokens costs instance_cost + n rounded up to tiles, in tokens; costs
+      are levelled, and clones take whole tiles where they do not take a whole expert.
+    * `fan_out`: most clones that one rank pushes.
+    * `search_nodes`: work of the search that follows where constructions miss the target with one spare slot (five of
+      a hundred thousand layers at 8 experts a rank), about a microsecond each; 0 for no search. Not with `within_node`,
+      `fan_out`, `min_chunk`, `instance_cost` and `tile`.
+    * `strategy`: "best" of the two constructions, or one: "alias", "best_fit".
     """
     shape = np.shape(counts)
     if len(shape) != 2:

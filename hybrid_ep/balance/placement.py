@@ -25,11 +25,12 @@ _MAX_SUM = (1 << 40) - 1
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """phy2log int64 [L, slots]: the expert of every slot, slots / ranks consecutive ones a rank.
+    """Where experts and replicas live, layer by layer.
 
-    load int64 [L, E]: what was planned for (fractional loads scaled to integers).
-    moved int64 [L]: slots that differ from `current`; all of them for a fresh plan.
-    kept bool [L]: hysteresis left the layer as it was, although a better placement exists.
+    * `phy2log` int64 [L, slots]: the expert of every slot, slots / ranks consecutive ones a rank.
+    * `load` int64 [L, E]: what was planned for (fractional loads scaled to integers).
+    * `moved` int64 [L]: slots that differ from `current`; all of them for a fresh plan.
+    * `kept` bool [L]: hysteresis left the layer as it was, although a better placement exists.
     """
 
     phy2log: np.ndarray
@@ -111,14 +112,14 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
                    horizon: int = 0) -> PlacementPlan:
     """Experts and replicas for `num_slots` slots on `num_ranks` ranks, layer by layer. Pure and deterministic.
 
-    load: [L, E] tokens per layer and expert (counts, averages or a decayed window).
-    num_groups: 0 for experts anywhere; else consecutive groups of experts each stay on one of `num_nodes` nodes.
-    current: placement in force [L, slots]; then only single replicas and pair swaps change it, the most gain a
-        changed slot first, until every rank is within `target` of the mean or `max_moves` slots of the layer
-        have changed. The result may hold a replica anywhere a slot was free of that expert.
-    move_cost, horizon: hysteresis. A layer changes only if (fullest rank before - after) * horizon exceeds
-        changed slots * move_cost: both in units of load, horizon in micro-batches until the next placement.
-        horizon 0 switches it off.
+    * `load`: [L, E] tokens per layer and expert (counts, averages or a decayed window).
+    * `num_groups`: 0 for experts anywhere; else consecutive groups of experts each stay on one of `num_nodes` nodes.
+    * `current`: placement in force [L, slots]; then only single replicas and pair swaps change it, the most gain a
+      changed slot first, until every rank is within `target` of the mean or `max_moves` slots of the layer
+      have changed. The result may hold a replica anywhere a slot was free of that expert.
+    * `move_cost`, `horizon`: hysteresis. A layer changes only if (fullest rank before - after) * horizon exceeds
+      changed slots * move_cost: both in units of load, horizon in micro-batches until the next placement.
+      horizon 0 switches it off.
 
     No rank ever holds two replicas of an expert. ValueError: shapes that do not divide, more slots than one of
     each expert a rank, a bad `current`.

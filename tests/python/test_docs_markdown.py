@@ -1,0 +1,70 @@
+"""What Sphinx does not see in the pages: rows that fell out of their table, links of pages outside the site, and tables
+and counts that another file has too."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+
+import pytest
+from docs_pages import PAGES, ROOT, code_and_prose
+
+RULE = re.compile(r"\|(\s*:?-+:?\s*\|)+")
+LINK = re.compile(r"\]\(([^)#\s]+)")
+
+
+def stray_rows(text: str) -> list[int]:
+    """Numbers of lines that begin with | and are no rows: no header and rule above them, or another number of cells."""
+    _, prose = code_and_prose(text)
+    numbered = [(number, line.strip()) for number, line in enumerate(prose, 1)]
+    stray = []
+    for is_table, group in groupby(numbered, lambda pair: pair[1].startswith("|")):
+        rows = list(group)
+        if not is_table:
+            continue
+        columns = [len(re.findall(r"(?<!\\)\|", line)) for _, line in rows]
+        ruled = len(rows) > 1 and RULE.fullmatch(rows[1][1])
+        stray += [number for (number, _), n in zip(rows, columns, strict=True) if not ruled or n != columns[0]]
+    return stray
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_stand_in_tables(page):
+    assert stray_rows(page.read_text()) == []
+
+
+def test_stray_rows_are_found():
+    table = "| a | b |\n|---|--:|\n| 1 | `x \\| y` |\n"
+    assert stray_rows(table) == []
+    assert stray_rows(table + "\n| 2 | 3 |\n") == [5]
+    assert stray_rows(table + "| 2 | 3 | 4 |\n") == [4]
+    assert stray_rows(f"```\n{table}\n| 2 |\n```\n") == []
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "csrc").rglob("*.md")], ids=lambda page: page.name)
+def test_links_outside_the_site(page):
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_extras():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: {re.match(r"[\w-]+", one)[0] for one in wanted}
+              for name, wanted in project["optional-dependencies"].items()}
+    page = (ROOT / "docs" / "install.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.M)
+    assert {name: set(brings.split(", ")) for name, brings in rows} == extras
+
+
+def test_mutants():
+    """The simulator's page lists all that one lane can show, and counts as the README does."""
+    cpp = ROOT / "tests" / "cpp"
+    headers = (cpp / "mutants.h").read_text() + (cpp / "sim_mutants.h").read_text()
+    all_of_them = set(re.findall(r"^ +\{(\d+), \"", headers, re.M))
+    hidden = set(re.search(r"kNeedMoreLanes\[\] = \{([\d, ]+)\}", headers)[1].split(", "))
+    page, readme = (ROOT / "docs" / "simulator.md").read_text(), (ROOT / "README.md").read_text()
+    listed = re.findall(r"^\| (\d+) \|", page.partition("seeds-to-catch: begin")[2], re.M)
+    assert set(listed) == all_of_them - hidden and len(hidden) == 4
+    assert f"{len(listed)} of {len(all_of_them)}" in page
+    assert f"{len(listed)} of the {len(all_of_them)}" in readme
