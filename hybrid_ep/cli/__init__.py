@@ -1,6 +1,7 @@
 """The `hybrid-ep` command: one program, one subcommand per module, each loaded only when it is called.
 
-A subcommand is a module with `add_arguments(parser)` and `run(args, argv) -> int` (the exit code).
+A subcommand is a module with `add_arguments(parser)` and `run(args, argv) -> int` (the exit code); one of another
+package also has SUMMARY, a string literal.
 Exit codes of every subcommand: 0 fine, 1 a wrong result, 2 bad usage or bad input, 3 a failure or a
 deadline that passed.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE, EXIT_FAILED = 0, 1, 2, 3
@@ -22,10 +25,10 @@ class UsageError(ValueError):
 
 
 class Command(NamedTuple):
-    """Where a subcommand lives and what it is for, known without importing it."""
+    """Where a subcommand lives and what it is for, known without importing it. summary "": see declared_summary()."""
 
     module: str
-    summary: str
+    summary: str = ""
 
 
 COMMANDS = {
@@ -41,7 +44,31 @@ COMMANDS = {
 def commands() -> dict[str, Command]:
     """COMMANDS and those of other packages: entry points of the group hybrid_ep.commands, not imported."""
     others = importlib.metadata.entry_points(group="hybrid_ep.commands")
-    return {**{e.name: Command(e.value, f"from {e.value}") for e in others}, **COMMANDS}
+    return {**{e.name: Command(e.value) for e in others}, **COMMANDS}
+
+
+def declared_summary(module: str) -> str:
+    """A module's SUMMARY, read from its file: to import it for a line of --help can cost seconds (torch). What it
+    lacks is said in its place."""
+    import ast
+
+    package, *inner = module.split(".")
+    spec = importlib.util.find_spec(package)  # of a top-level name: nothing is imported
+    if spec is None:
+        return f"{module}: not installed"
+    if inner:
+        places = [Path(folder, *inner) for folder in spec.submodule_search_locations or ()]
+        files = [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py")]
+    else:
+        files = [Path(spec.origin or "")]
+    source = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
+    if source is None:
+        return f"{module}: not installed"
+    for node in ast.parse(source).body:
+        names = [getattr(target, "id", "") for target in node.targets] if isinstance(node, ast.Assign) else []
+        if "SUMMARY" in names and isinstance(node.value, ast.Constant):
+            return str(node.value.value)
+    return f"{module}: has no SUMMARY"
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -49,10 +76,12 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hybrid-ep", description="Expert-parallel dispatch and combine.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands().items():
+        shown = only in (None, name)  # else nobody sees its summary
+        summary = command.summary or (declared_summary(command.module) if shown else "")
         subparser = subparsers.add_parser(
             name,
-            help=command.summary,
-            description=command.summary,
+            help=summary,
+            description=summary,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         if name == only:

@@ -7,7 +7,9 @@ import shutil
 import types
 
 import pytest
+import torch
 
+from hybrid_ep import devices
 from hybrid_ep.cli import main
 from hybrid_ep.cli.doctor import command, machine, selftest, software
 from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN
@@ -23,7 +25,8 @@ def test_this_machine_is_fit(findings):
     assert [f for f in findings if f.status == FAIL and f.check != "shared memory"] == []
     assert all(f.remedy or f.status == OK for f in findings)
     text = "\n".join(map(str, findings))
-    assert "every sum exact" in text and "loop, bfloat16" in text and "torch, bfloat16" in text
+    assert "executor host on cpu: every sum exact" in text
+    assert "loop, bfloat16" in text and "torch, bfloat16" in text
 
 
 def one(monkeypatch, name, check):
@@ -67,12 +70,136 @@ def test_little_shared_memory(monkeypatch, capsys, free, status):
 def test_megatron_versions(monkeypatch, capsys, version, python, status):
     monkeypatch.setattr(software, "_version", lambda _: version)
     monkeypatch.setattr(software, "sys", types.SimpleNamespace(version_info=(3, python, 0)))
-    assert [f.status for f in one(monkeypatch, "megatron", software.megatron)[1]] == [status]
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cpu")
+    (found,) = one(monkeypatch, "megatron", software.megatron)[1]
+    assert found.status == status and ("tested together" in found.text) == (status == OK)
+    assert version is None or (software.NOT_TESTED in found.text) == (status == WARN)
+
+
+def test_megatron_with_a_torch_that_it_was_not_tested_with(monkeypatch, capsys):
+    monkeypatch.setattr(software, "_version", lambda _: "0.19.2")
+    monkeypatch.setattr(software, "sys", types.SimpleNamespace(version_info=(3, 12, 0)))
+    monkeypatch.setattr(torch, "__version__", "2.11.0a0+nv26.1")
+    (found,) = one(monkeypatch, "megatron", software.megatron)[1]
+    assert found.status == OK and "not tested with this release (tested: torch 2.15)" in found.text
+
+
+@pytest.mark.parametrize("version, status, tested", [
+    ("2.8.1", FAIL, None), ("2.9.0+cu128", OK, False), ("2.12.0", OK, False), ("2.15.0", OK, True),
+    ("2.16.0.dev1", WARN, False)])
+def test_torch_versions(monkeypatch, capsys, version, status, tested):
+    monkeypatch.setattr(torch, "__version__", version)
+    (found,) = one(monkeypatch, "torch", software.torch)[1]
+    assert found.status == status
+    assert tested is None or (software.NOT_TESTED in found.text) != tested
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_was_never_tested_is_called_so(monkeypatch, capsys, gpu):
+    """A warning where there is a GPU to use it, a note where there is none."""
+    there = {"transformer-engine": "2.9.0", "triton": "3.9.0", "nvidia-nvshmem-cu12": "3.3.20"}
+    monkeypatch.setattr(software, "_version", there.get)
+    monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: name if name == "apex" else None)
+    monkeypatch.setattr(software, "nccl_version", lambda: "2.30.7")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    found = {f.text.partition(":")[0]: f for f in one(monkeypatch, "optional", software.optional)[1]}
+    assert found["Triton 3.9.0"].status == OK and software.NOT_TESTED not in found["Triton 3.9.0"].text
+    for name in ("Transformer Engine 2.9.0", "apex of unknown version", "NVSHMEM 3.3.20", "NCCL 2.30.7"):
+        assert software.NOT_TESTED in found[name].text
+        assert found[name].status == (WARN if gpu else OK) and bool(found[name].remedy) == gpu
+    assert "(tested: 3.4 and 3.7)" in found["NVSHMEM 3.3.20"].text
+
+
+def test_what_is_missing_is_named_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(software, "_version", lambda _: None)
+    monkeypatch.setattr(software.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    (found,) = one(monkeypatch, "optional", software.optional)[1]
+    assert found.status == OK and found.text == "not installed: Transformer Engine, apex, Triton, NVSHMEM, NCCL"
+
+
+def test_nccl_is_shown_where_torch_has_it():
+    if not torch.distributed.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    version = software.nccl_version()
+    assert [int(part) for part in version.split(".")[:3]] == list(torch.cuda.nccl.version()[:3])
+    assert any(f"NCCL {version}" in text for _, text, *_ in software.optional())
+
+
+def gpu_checks(monkeypatch):
+    monkeypatch.setattr(command, "CHECKS", {name: command.CHECKS[name] for name in command.OF_A_GPU_NODE})
+
+
+@pytest.mark.parametrize("torch_has_cuda, words", [(True, "CUDA_VISIBLE_DEVICES"), (False, "a build without CUDA")])
+def test_no_gpu_is_a_failure_where_one_is_required(monkeypatch, capsys, torch_has_cuda, words):
+    gpu_checks(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.2" if torch_has_cuda else None)
+    monkeypatch.setattr(devices, "load", lambda: {"devices": [], "why_none": "no driver"})
+    assert main(["doctor"]) == 0
+    assert "WARN gpu            torch sees no GPU" in capsys.readouterr().out
+    assert main(["doctor", "--require-gpu"]) == 1
+    said = capsys.readouterr().out
+    assert "FAIL gpu            torch sees no GPU" in said and words in said and said.count("FAIL") == 1
+
+
+@pytest.mark.parametrize("gpu, plain", [(False, OK), (True, WARN)])
+def test_a_cuda_library_that_is_not_there(monkeypatch, capsys, tmp_path, gpu, plain):
+    monkeypatch.setattr(command, "CHECKS", {"cuda library": machine.cuda_library})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(devices, "LIBRARY", tmp_path / "libhybrid_ep_cuda.so")
+    devices.load.cache_clear()
+    (found,) = command.examine()
+    assert found.status == plain and "libhybrid_ep_cuda.so is not there" in found.text
+    (found,) = command.examine(require_gpu=True)
+    assert found.status == FAIL and "make cuda" in found.remedy
+    assert main(["doctor"]) == 0 and main(["doctor", "--require-gpu"]) == 1
+
+
+def test_a_gpu_without_kernels_of_ours(monkeypatch, capsys):
+    monkeypatch.setattr(command, "CHECKS", {"gpu": machine.gpu})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda _: types.SimpleNamespace(name="A100", total_memory=80 << 30))
+    assert [f.status for f in command.examine()] == [WARN]
+    assert [f.status for f in command.examine(require_gpu=True)] == [FAIL]
+
+
+def test_a_required_gpu_and_pairs_are_two_calls(capsys):
+    assert main(["doctor", "--require-gpu", "--multi"]) == 2
+    assert "--require-gpu with --multi" in capsys.readouterr().err
+
+
+def test_the_gpu_s_loopback_runs_where_a_gpu_can_be_used_and_else_says_why_not(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(selftest.gpu_loopback()) == [(OK, "skipped: torch sees no GPU")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def none():
+        raise ValueError("executor='cuda' cannot be used here: no library")
+
+    monkeypatch.setattr(devices, "current", none)
+    ((status, text, remedy),) = selftest.gpu_loopback()
+    assert status == WARN and text.startswith("skipped: executor='cuda' cannot") and "cuda library" in remedy
+    monkeypatch.setattr(devices, "current", lambda: torch.device("cuda", 0))
+    asked = []
+    monkeypatch.setattr(selftest, "exchange", lambda *a: asked.append(a) or iter([(OK, "fine")]))
+    assert list(selftest.gpu_loopback()) == [(OK, "fine")]
+    assert asked == [(1, 1, torch.device("cuda", 0), "cuda")]
+
+
+def test_the_exchange_of_the_gpu_s_loopback_is_right_on_the_host(monkeypatch, capsys):
+    """All but the device: a single rank. And the environment's executor and tuning file are not the loopback's."""
+    monkeypatch.setenv("HYBRID_EP_EXECUTOR", "cuda")
+    monkeypatch.setenv("HYBRID_EP_TUNING", "/nowhere/t.json")
+    ((status, text),) = selftest.exchange(1, 1, torch.device("cpu"), "host")
+    assert status == OK and "by one rank" in text and "every sum exact" in text
+    assert [status for status, *_ in selftest.loopback()] == [OK]
 
 
 def test_wrong_sums_and_a_gemm_that_no_backend_does_are_failures(monkeypatch, capsys):
-    import torch
-
     from hybrid_ep.moe import probing
 
     monkeypatch.setattr(probing, "examine",

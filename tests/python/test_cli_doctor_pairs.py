@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from itertools import combinations
 from pathlib import Path
 
@@ -58,10 +59,8 @@ def test_a_silent_rank_is_not_blamed_twice():
 
 def job(fault, victim, *flags, num_ranks=3):
     """(exit code, JSON report) of rank 0, the only one that speaks, of a job in which one rank has a fault."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    environment = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(free_port()),
                    "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(WORKER), str(num_ranks), fault, str(victim), "--json", "--mib", "0.25", *flags]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=150, check=False)
@@ -84,6 +83,60 @@ def test_a_rank_that_dies_or_never_comes_is_named(fault, text):
     (failure,) = [f["text"] for f in report["findings"] if f["status"] == FAIL]
     assert failure.startswith(text.format(socket.gethostname()))
     assert fault == "absent" or [p["ranks"] for p in report["pairs"] if "error" not in p] == [[0, 2]]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def rank_alone(monkeypatch, capsys, rank, port, *flags):
+    """(exit code, findings) of one rank of two whose store is at a port of this machine."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    code = main(["doctor", "--multi", "--json", "--timeout", "1", *flags])
+    return code, json.loads(capsys.readouterr().out)["findings"]
+
+
+def test_a_store_that_nobody_serves_is_a_line_with_a_remedy(monkeypatch, capsys):
+    port = free_port()
+    code, (found,) = rank_alone(monkeypatch, capsys, 1, port)
+    assert code == 1 and (found["check"], found["status"]) == ("rendezvous", FAIL)
+    assert found["text"].startswith(f"rank 1 ({socket.gethostname()}), store at 127.0.0.1:{port}: no connection within")
+    assert f"nc -vz 127.0.0.1 {port}" in found["remedy"]
+
+
+def test_a_port_that_accepts_and_says_nothing_is_given_up(monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        code, (found,) = rank_alone(monkeypatch, capfd, 1, mute.getsockname()[1])
+    for thread in threading.enumerate():  # the one that was given up ends with the server
+        if thread.name == "connect":
+            thread.join(10)
+    assert code == 1 and found["status"] == FAIL and "no answer of a store within 1 s" in found["text"]
+
+
+def test_a_port_that_is_taken_is_said_by_the_rank_that_would_serve_it(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, (found,) = rank_alone(monkeypatch, capsys, 0, taken.getsockname()[1])
+    assert code == 1 and found["status"] == FAIL and "this rank serves the store" in found["remedy"]
+
+
+def test_a_silent_rank_0_is_said_by_those_who_wait_for_it(monkeypatch, capsys):
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # served, and nobody calls the roll
+    code, (found,) = rank_alone(monkeypatch, capsys, 1, store.port, "--timeout", "0.3")
+    assert code == 1 and "rank 0 is silent at 'roll'" in found["text"] and found["remedy"]
+
+
+@pytest.mark.parametrize("port", ["", "http", "0", "70000"])
+def test_a_master_port_that_is_none_exits_2(monkeypatch, capsys, port):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--multi"]) == 2
+    assert f"MASTER_PORT={port!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags, message", [([], "torchrun or srun"), (["--timeout", "0"], "--timeout 0"),

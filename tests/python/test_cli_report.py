@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
-from hybrid_ep.cli.report.scaling import Row, split
+from hybrid_ep.cli.report.scaling import MODES, Row, split
 from hybrid_ep.sim import clusters, models
 from hybrid_ep.sim.step_time import Job, step
 
@@ -86,6 +86,20 @@ def test_tables_from_the_simulator_are_the_step_model_s(tmp_path, capsys):
         assert by[mode, gpus]["tokens_per_s_per_gpu"] == pytest.approx(step(job).tokens_per_s_per_gpu, rel=1e-9)
     assert by["strong", 64]["efficiency"] < by["weak", 64]["efficiency"] < 1
     assert by["weak", 8]["memory_bytes"] > by["weak", 64]["memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("mode", ["weak", "strong", "both"])
+@pytest.mark.parametrize("simulated", [True, False])
+def test_every_mode_is_drawn_with_its_own_lines_alone(tmp_path, capsys, mode, simulated):
+    pytest.importorskip("matplotlib")
+    jobs = ["--simulate", "qwen3_30b_a3b", "--cluster", "b200_8x400g", "--gpus", "8,16"] if simulated else [
+        run_folder(tmp_path, "a2", 2, 2, 200, 1.0), run_folder(tmp_path, "b4", 4, 2, 400, 1.0)]
+    drawn = tmp_path / "picture"
+    assert main(["report", "scaling", *jobs, "--mode", mode, "--plot", str(drawn)]) == EXIT_OK
+    assert capsys.readouterr().out.count("# drawn: ") == 2 and drawn.with_suffix(".png").stat().st_size > 0
+    svg = drawn.with_suffix(".svg").read_text()
+    for other in MODES:
+        assert (f"{other} scaling" in svg) == (mode in (other, "both"))
 
 
 @pytest.mark.parametrize("flags, words", [

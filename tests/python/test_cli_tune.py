@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from hybrid_ep import tuning
+from hybrid_ep import devices, options, topology, tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, launch, main
 from hybrid_ep.cli.tune import predicted
 from hybrid_ep.cli.tune.grid import Grid, Point, Setting
@@ -59,7 +59,7 @@ def test_a_cluster_that_is_not_there(launcher, tmp_path, capsys):
     advice = recommend.tune(shape, cluster)
     analytic = entry["operations"]["combine"]["analytic"]
     assert (analytic["num_sms"], analytic["chunk"]) == (advice.num_sms, advice.chunk)
-    assert entry["operations"]["combine"]["default"]["num_sms"] == 1
+    assert entry["operations"]["combine"]["default"]["num_sms"] == predicted.default(shape, cluster).num_sms
     # a machine of that cluster finds it, by its driver's name; 300 tokens are nearer to 256
     table = tuning.load(out, "NVIDIA H100 80GB HBM3")
     key = Key(16, 8, 7168, 256)
@@ -74,6 +74,26 @@ def test_a_cluster_that_is_not_there(launcher, tmp_path, capsys):
     assert [e["shape"]["tokens"] for e in document["entries"]] == [256, 1024, 4096]
     suggested = recommend.tune(shape.with_(tokens=256), cluster).chunk
     assert {p["chunk"] for p in document["entries"][0]["points"]} == {64, 32, suggested}
+
+
+@pytest.mark.parametrize("name, cluster, shape", [
+    ("NVIDIA H100 80GB HBM3", "h100_8x400g", Shape(32, 8, 4096, 7168, 8, 256)),
+    ("NVIDIA H100 80GB HBM3", "h100_8x400g", Shape(8, 8, 4096, 7168, 4, 256)),
+    ("NVIDIA B300", "b300_8x800g", Shape(16, 8, 512, 2048, 2, 64)),
+    ("NVIDIA GB200", "gb200_nvl36", Shape(36, 36, 4096, 8192, 8, 72))])
+def test_a_predicted_default_is_what_a_buffer_on_such_gpus_takes(monkeypatch, name, cluster, shape):
+    monkeypatch.delenv("HYBRID_EP_NUM_BLOCKS", raising=False)
+    o = options.parse(
+        hidden_dim=shape.hidden, max_num_of_tokens_per_rank=shape.tokens, num_local_experts=shape.local_experts,
+        use_fp8=False, num_sms_dispatch_api=None, num_sms_combine_api=None, num_blocks_permute=None,
+        num_blocks_unpermute=None, ranks_per_node=shape.ranks_per_node, capacity_factor=None, overflow="raise",
+        timeout_s=1, executor="host", tuning_file="")
+    o.executor = "cuda"
+    monkeypatch.setattr(devices, "name_and_capability", lambda _: (name, (9, 0) if "H100" in name else (10, 0)))
+    where = topology.resolve(0, ["a"] * shape.ranks, shape.ranks_per_node, "")
+    assert o.choose_blocks(where, virtual=False) is not None
+    took = [Setting(o.num_blocks_dispatch, o.chunks["dispatch"]), Setting(o.num_blocks_combine, o.chunks["combine"])]
+    assert took == 2 * [predicted.default(shape, clusters.get(cluster))] and took[0].num_sms > 1
 
 
 def test_gpus_are_known_by_their_drivers_names():

@@ -2,7 +2,8 @@
 
 A check is a function that returns or yields findings; an exception in one is a FAIL of that check and no other. Nothing
 is changed: versions, the GPUs, NICs and their driver, memory limits, the grouped GEMM's behaviour and a small dispatch
-and combine between ranks inside this process. With --multi, under torchrun or srun, every pair of ranks is timed
+and combine inside this process, on the host and on the GPU. With --require-gpu a machine that cannot train on GPUs
+fails; without it, that is a warning. With --multi, under torchrun or srun, every pair of ranks is timed
 instead (`pairs`). Exit code 0, or 1 when a line says FAIL.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 
@@ -19,16 +21,21 @@ from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Finding
 
 CHECKS = {
     "python": software.python, "environment": software.environment, "torch": software.torch, "core": software.core,
-    "megatron": software.megatron, "optional": software.optional, "gpu": machine.gpu, "nvlink": machine.nvlink,
-    "device memory": machine.device_memory, "driver": fabric.check_driver, "nvcc": machine.nvcc,
+    "megatron": software.megatron, "optional": software.optional, "gpu": machine.gpu,
+    "cuda library": machine.cuda_library, "nvlink": machine.nvlink, "device memory": machine.device_memory,
+    "driver": fabric.check_driver, "nvcc": machine.nvcc,
     "nic": fabric.check_nics, "gpu and nic": fabric.check_pairs, "gpudirect": fabric.check_gpudirect,
     "shared memory": machine.shared_memory, "locked memory": machine.locked_memory,
     "grouped gemm": selftest.grouped_gemm, "loopback": selftest.loopback,
+    "gpu loopback": selftest.gpu_loopback,
 }
+OF_A_GPU_NODE = ("gpu", "cuda library")  # checks that take required=True: what they miss is a FAIL
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON, one object")
+    parser.add_argument("--require-gpu", action="store_true",
+                        help="for nodes that train on GPUs: no GPU, or no CUDA library of ours, is a FAIL")
     parser.add_argument("--multi", action="store_true",
                         help="under torchrun or srun: time every pair of ranks and name the slow and the silent")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
@@ -38,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.multi:
+        if args.require_gpu:
+            raise UsageError("--require-gpu with --multi: pairs exchange host memory; run doctor --require-gpu by "
+                             "itself, on every node")
         from hybrid_ep.cli.doctor import pairs
 
         try:
@@ -48,7 +58,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             return EXIT_OK
         findings, more = report
     else:
-        findings, more = examine(), {}
+        findings, more = examine(args.require_gpu), {}
     show(findings, args.json, more)
     return EXIT_WRONG if any(f.status == FAIL for f in findings) else EXIT_OK
 
@@ -63,10 +73,12 @@ def show(findings: Sequence[Finding], as_json: bool, more: dict) -> None:
             print(finding)
 
 
-def examine() -> list[Finding]:
+def examine(require_gpu: bool = False) -> list[Finding]:
     """All findings, in the order of CHECKS."""
     findings = []
     for name, check in CHECKS.items():
+        if require_gpu and name in OF_A_GPU_NODE:
+            check = functools.partial(check, required=True)
         try:
             findings += [Finding(name, *found) for found in check()]
         except Exception as error:

@@ -15,11 +15,19 @@ SHM_FAIL_BYTES, SHM_WARN_BYTES = 64 << 20, 1 << 30  # what containers get by def
 _NVIDIA_SMI_S = 20
 
 
-def gpu() -> Found:
+def gpu(required: bool = False) -> Found:
     import torch
 
+    missing = FAIL if required else WARN
     if not torch.cuda.is_available():
-        yield WARN, "torch sees no GPU", "nothing to do on a machine without one: the host executor trains on CPUs"
+        if not required:
+            remedy = "nothing to do on a machine without one: the host executor trains on CPUs"
+        elif torch.version.cuda is None:
+            remedy = f"torch {torch.__version__} is a build without CUDA: install one that has it"
+        else:
+            remedy = ("nvidia-smi must list the GPUs: load the driver, pass them into the container (--gpus all), ask "
+                      "Slurm for them (--gpus-per-node), and leave CUDA_VISIBLE_DEVICES unset or right")
+        yield missing, "torch sees no GPU", remedy
         return
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
@@ -28,9 +36,31 @@ def gpu() -> Found:
         if (major, minor) in ((9, 0), (10, 0)):
             yield OK, text
         else:
-            yield WARN, text, "the CUDA executor has kernels for compute capability 9.0 and 10.0 alone"
-    if torch.distributed.is_nccl_available():
-        yield OK, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+            yield missing, text, ("the CUDA executor has kernels for compute capability 9.0 and 10.0 alone; hide this "
+                                  "one (CUDA_VISIBLE_DEVICES), or train on CPUs")
+
+
+def cuda_library(required: bool = False) -> Found:
+    """Ours: whether it is there, loads, and serves the current GPU. Without a GPU nothing needs it, unless required."""
+    import torch
+
+    from hybrid_ep import devices
+
+    have_gpu = torch.cuda.is_available()
+    try:
+        if have_gpu:
+            devices.current()
+        else:
+            devices.load()
+    except (RuntimeError, ValueError) as error:
+        if not (required or have_gpu):
+            yield OK, f"{error}; nothing needs it without a GPU"
+            return
+        remedy = ("the message says what is in its way; the driver must be as new as the library's CUDA (nvidia-smi)"
+                  if devices.LIBRARY.is_file() else "make cuda, or reinstall on a machine with nvcc")
+        yield (FAIL if required else WARN), str(error), f"{remedy}; CPU training works without"
+    else:
+        yield OK, f"{devices.LIBRARY.name} loads"
 
 
 def nvlink() -> Found:
@@ -85,8 +115,8 @@ def device_memory() -> Found:
         return
     try:
         devices.current()
-    except ValueError as error:
-        yield WARN, str(error), "reinstall on a machine with nvcc (make cuda); CPU training works without"
+    except ValueError:
+        yield OK, "not tried: the line 'cuda library' says why"
         return
     kinds = devices.working_kinds()
     text = f"kinds of device memory that can be shared: {', '.join(kinds) or 'none'}"

@@ -11,9 +11,11 @@ import json
 import os
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Finding
 
@@ -21,10 +23,12 @@ SMALL_REPEATS, LARGE_REPEATS = 20, 3
 SLOW_BANDWIDTH, SLOW_LATENCY = 0.5, 4.0  # against a good pair of the same kind
 KINDS = ("same host", "between hosts")
 _PREFIX = "hybrid_ep/doctor"
+_TORCH_FIRST_S = 2.0  # torch's message says more, and comes up to a second after its deadline
 
 
 def examine(timeout_s: float, num_bytes: int) -> tuple[list[Finding], dict] | None:
-    """(findings, {"pairs": ...}) on rank 0, None on the others. Every rank of the job must call it.
+    """(findings, {"pairs": ...}) on rank 0 and on a rank that cannot reach it, None on the others. Every rank of the
+    job must call it.
 
     timeout_s: how long a rank may stay silent before it is given up. ValueError where no launcher says who this is.
     """
@@ -33,11 +37,15 @@ def examine(timeout_s: float, num_bytes: int) -> tuple[list[Finding], dict] | No
     if num_bytes < 1:
         raise ValueError(f"--mib {num_bytes / 2**20:g}: give a size greater than 0")
     rank, num_ranks = whoami(os.environ)
-    meeting = Meeting(connect(os.environ, rank, num_ranks, timeout_s), rank, num_ranks, timeout_s)
-    hosts, missing = meeting.roll_call()
+    address, port, serves = where(os.environ, rank)
+    try:
+        meeting = Meeting(connect(address, port, serves, num_ranks, timeout_s), rank, num_ranks, timeout_s)
+        hosts, missing = meeting.roll_call()
+        results, silent = ([], []) if missing else meeting.all_rounds(num_bytes)
+    except RuntimeError as error:  # the store's, or gloo's when it finds no interface
+        return [lost(error, rank, address, port, serves)], {"pairs": []}
     if missing:
         return ([absent(missing, timeout_s)], {"pairs": []}) if rank == 0 else None
-    results, silent = meeting.all_rounds(num_bytes)
     if rank:
         return None
     return judge(results, hosts, silent, num_bytes), {"pairs": results, "hosts": hosts}
@@ -51,16 +59,54 @@ def whoami(environ: Mapping[str, str]) -> tuple[int, int]:
     raise ValueError("--multi: neither RANK nor SLURM_PROCID is set; start it through torchrun or srun")
 
 
-def connect(environ: Mapping[str, str], rank: int, num_ranks: int, timeout_s: float):
-    """The store at MASTER_ADDR:MASTER_PORT, served by rank 0 unless torchrun serves it."""
-    from torch.distributed import TCPStore
-
+def where(environ: Mapping[str, str], rank: int) -> tuple[str, int, bool]:
+    """(MASTER_ADDR, MASTER_PORT, whether this rank serves the store there: rank 0 does unless torchrun does)."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in environ:
             raise ValueError(f"--multi: {name} is not set; it says where rank 0 serves the rendezvous")
-    serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), num_ranks, is_master=serves,
-                    timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    port = environ["MASTER_PORT"]
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"--multi: MASTER_PORT={port!r} must be a port, 1 to 65535, the same on all ranks")
+    return environ["MASTER_ADDR"], int(port), rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def connect(address: str, port: int, serves: bool, num_ranks: int, timeout_s: float):
+    """The store, of which this rank is the server or a client. RuntimeError when it is not there in time."""
+    from torch.distributed import TCPStore
+
+    if not serves:
+        _reach(address, port, timeout_s)
+    outcome: dict[str, Any] = {}
+
+    def body() -> None:
+        try:
+            outcome["store"] = TCPStore(address, port, num_ranks, is_master=serves,
+                                        timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        except Exception as error:  # raised again below
+            outcome["error"] = error
+
+    # torch's own deadline does not hold once something has accepted the connection; hence a thread that is given up.
+    thread = threading.Thread(target=body, name="connect", daemon=True)
+    thread.start()
+    thread.join(timeout_s + _TORCH_FIRST_S)
+    if thread.is_alive():
+        raise RuntimeError(f"no answer of a store within {timeout_s:g} s")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["store"]
+
+
+def _reach(address: str, port: int, timeout_s: float) -> None:
+    """Until something accepts connections there: rank 0 may come later. RuntimeError says why nothing did in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no connection within {timeout_s:g} s: {error}") from error
+        time.sleep(0.1)
 
 
 def rounds(num_ranks: int) -> list[list[tuple[int, int]]]:
@@ -113,6 +159,8 @@ class Meeting:
             hosts = [] if missing else [self.store.get(f"host/{r}").decode() for r in range(self.num_ranks)]
             self.store.set("roll", json.dumps([hosts, missing]))
         hosts, missing = json.loads(self._told("roll"))
+        if missing:
+            self._part(missing)
         return hosts, missing
 
     def all_rounds(self, num_bytes: int) -> tuple[list[dict], list[int]]:
@@ -137,10 +185,14 @@ class Meeting:
                 silent += gone
                 self.store.set(f"{number}/silent", json.dumps(silent))
             silent = json.loads(self._told(f"{number}/silent"))
-        self.store.set(f"bye/{self.rank}", "")
-        if self.rank == 0:  # it may serve the store: the others must have read their last word
-            self._not_there([f"bye/{r}" for r in range(self.num_ranks) if r not in silent])
+        self._part(silent)
         return results, silent
+
+    def _part(self, gone: Sequence[int]) -> None:
+        """Rank 0 may serve the store: it leaves when the others, but those who are gone, have read their last word."""
+        self.store.set(f"bye/{self.rank}", "")
+        if self.rank == 0:
+            self._not_there([f"bye/{r}" for r in range(self.num_ranks) if r not in gone])
 
     def _with_partner(self, group, pair: tuple[int, int], num_bytes: int) -> dict:
         low, high = pair
@@ -168,6 +220,18 @@ class Meeting:
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: rank 0 is silent at {key!r} ({error})") from error
         return self.store.get(key)
+
+
+def lost(error: RuntimeError, rank: int, address: str, port: int, serves: bool) -> Finding:
+    """The line of a rank that has no way to the others, or had one and lost it: nobody else can say it."""
+    reason = (str(error).strip() or "no message").splitlines()[0]
+    text = f"rank {rank} ({socket.gethostname()}), store at {address}:{port}: {reason}"
+    if serves:
+        return Finding("rendezvous", FAIL, text, "this rank serves the store: MASTER_ADDR must be an address of this "
+                                                 "host and MASTER_PORT a free port (ss -ltnp)")
+    return Finding("rendezvous", FAIL, text, f"is rank 0 running, and does its port answer from here (nc -vz {address} "
+                                             f"{port})? All ranks need the same MASTER_ADDR and MASTER_PORT, and no "
+                                             "firewall between them; GLOO_SOCKET_IFNAME names the interface")
 
 
 def absent(missing: Sequence[int], timeout_s: float) -> Finding:

@@ -1,8 +1,10 @@
-"""Two things done for real: grouped GEMMs with empty experts, and a dispatch and combine inside this process."""
+"""Done for real: grouped GEMMs with empty experts, and a dispatch and combine inside this process, on the host between
+four ranks and on the GPU by one."""
 
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Found
 
@@ -32,29 +34,57 @@ def grouped_gemm() -> Found:
 
 
 def loopback() -> Found:
+    """On the host, whatever HYBRID_EP_EXECUTOR says: its tensors are the host's."""
+    import torch
+
+    yield from exchange(2, 2, torch.device("cpu"), "host")
+
+
+def gpu_loopback() -> Found:
+    """On the current GPU, by a single rank: several on one device would need a hardware queue each."""
+    import torch
+
+    from hybrid_ep import devices
+
+    if not torch.cuda.is_available():
+        yield OK, "skipped: torch sees no GPU"
+        return
+    try:
+        device = devices.current()
+    except ValueError as error:
+        yield WARN, f"skipped: {error}", "the line 'cuda library' has the remedy"
+        return
+    yield from exchange(1, 1, device, "cuda")
+
+
+def exchange(num_nodes: int, num_local_ranks: int, device: Any, executor: str) -> Found:
     """Integers, so that every sum is exact: each token must come back as often as it was sent."""
     import torch
 
     from hybrid_ep import HybridEPBuffer
     from hybrid_ep.testing import VirtualWorld
 
-    ranks, experts, tokens, hidden, topk = 4, 8, 64, 256, 3
-    world = VirtualWorld(2, 2)
+    experts, tokens, hidden, topk = 8, 64, 256, 3
+    world = VirtualWorld(num_nodes, num_local_ranks)
+    ranks = world.size
 
     def body(rank, group):
         g = torch.Generator().manual_seed(rank)
-        x = torch.randint(-8, 9, (tokens + rank, hidden), generator=g).bfloat16()
-        idx = torch.rand(tokens + rank, experts, generator=g).argsort(1)[:, :topk]
+        x = torch.randint(-8, 9, (tokens + rank, hidden), generator=g).bfloat16().to(device)
+        idx = torch.rand(tokens + rank, experts, generator=g).argsort(1)[:, :topk].to(device)
+        # tuning: a file of the environment is for other shapes
         with HybridEPBuffer(group, hidden, tokens + ranks, experts // ranks, timeout_s=LOOPBACK_TIMEOUT_S,
-                            num_of_hybrid_ep_ranks_per_nvlink_domain=2) as buffer:
+                            num_of_hybrid_ep_ranks_per_nvlink_domain=num_local_ranks, executor=executor,
+                            tuning="") as buffer:
             rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=experts,
                                                                  pad_multiple=8, pad_empty_experts=True)
             out, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle)
-        return torch.equal(out, x * topk)
+            return torch.equal(out, x * topk)
 
     wrong = [rank for rank, right in enumerate(world.run(body)) if not right]
-    text = f"dispatch and combine between {ranks} ranks (2 nodes x 2) in this process"
+    who = "by one rank" if ranks == 1 else f"between {ranks} ranks ({num_nodes} nodes x {num_local_ranks})"
+    text = f"dispatch and combine {who} in this process, executor {executor} on {device}"
     if wrong:
-        yield FAIL, f"{text}: wrong sums on ranks {wrong}", "rebuild the core (pip install --force-reinstall .)"
+        yield FAIL, f"{text}: wrong sums on ranks {wrong}", "rebuild (pip install --force-reinstall .)"
     else:
         yield OK, f"{text}: every sum exact"

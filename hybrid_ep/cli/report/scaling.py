@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("weak", "strong")
+_STYLE = {"weak": ("#1b4f8a", "o"), "strong": ("#c0392b", "s")}  # a mode looks the same, alone or beside the other
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def draw(tables: dict[str, list[Row]], path: Path, title: str) -> list[str]:
     from matplotlib import ticker
 
     figure, panel = plt.subplots(figsize=(3.4, 2.7), layout="constrained")
-    for (mode, rows), (colour, mark) in zip(tables.items(), (("#1b4f8a", "o"), ("#c0392b", "s")), strict=True):
+    for mode, rows in tables.items():
+        colour, mark = _STYLE[mode]
         panel.plot([r.gpus for r in rows], [r.tokens_per_s for r in rows], color=colour, marker=mark, markersize=3.5,
                    linewidth=1.3, label=f"{mode} scaling")
     sizes = sorted({r.gpus for rows in tables.values() for r in rows})

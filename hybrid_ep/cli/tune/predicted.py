@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid_ep import sm_plan
 from hybrid_ep.cli.tune.grid import OPS, Grid, Point, Setting
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
 from hybrid_ep.sim import clusters, model, recommend, routing
@@ -14,6 +15,13 @@ def suggestion(shape: Shape, cluster: Cluster, dtype: str) -> Setting:
     """The model's own advice, without a sweep: what `hybrid-ep simulate` prints as suggested."""
     found = recommend.tune(shape, cluster, dtype)
     return Setting(found.num_sms, found.chunk)
+
+
+def default(shape: Shape, cluster: Cluster) -> Setting:
+    """What a buffer of that cluster's GPUs takes without a file: as options.Options.choose_blocks, which is not told
+    topk and dtype either."""
+    plan = sm_plan.plan(cluster, shape.nodes, shape.ranks_per_node, shape.experts, 2 * shape.hidden)
+    return Setting(plan.num_sms, DEFAULT_CHUNK_TOKENS)
 
 
 def cluster_of(device: str) -> Cluster | None:
@@ -29,8 +37,8 @@ def gpu_word(cluster: Cluster) -> str:
 
 def grid(shape: Shape, cluster: Cluster, dtype: str, num_sms: tuple[int, ...], chunks: tuple[int, ...]) -> Grid:
     """Predictions of every combination. ValueError names what the model refuses."""
-    default, analytic = Setting(1, DEFAULT_CHUNK_TOKENS), suggestion(shape, cluster, dtype)
-    settings = {Setting(s, c) for s in num_sms for c in chunks} | {default, analytic}
+    untuned, analytic = default(shape, cluster), suggestion(shape, cluster, dtype)
+    settings = {Setting(s, c) for s in num_sms for c in chunks} | {untuned, analytic}
     traffic = routing.uniform(shape)
     points = tuple(
         Point(op, s.num_sms, s.chunk,
@@ -38,4 +46,4 @@ def grid(shape: Shape, cluster: Cluster, dtype: str, num_sms: tuple[int, ...], c
                             dtype=dtype if op == "dispatch" else "bf16").api_us)
         for op in OPS for s in sorted(settings, key=lambda s: (s.num_sms, s.chunk)))
     key = Key(shape.ranks, shape.ranks_per_node, shape.hidden, shape.experts)
-    return Grid(gpu_word(cluster), key, shape.tokens, shape.topk, dtype, points, default, analytic)
+    return Grid(gpu_word(cluster), key, shape.tokens, shape.topk, dtype, points, untuned, analytic)
