@@ -87,6 +87,7 @@ class GroupedExperts(MegatronModule):
             config.ffn_hidden_size = config.moe_ffn_hidden_size
         super().__init__(config=config)
         self.kind, self.num_local_experts = kind, num_local_experts
+        self.backend = settings.current().grouped_gemm_backend
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         expert = None
         for local in range(num_local_experts):
@@ -134,9 +135,10 @@ class GroupedExperts(MegatronModule):
         if clones is not None:
             stacks = [(*own, more.transpose(1, 2)) for own, more in zip(stacks, clones, strict=True)]
             first_rows = (0, int(tokens_per_expert[: self.num_local_experts].sum()))
-        h = grouped_mm(rows, stacks[0], ends, tail=tail, first_rows=first_rows)
+        how = {"backend": self.backend, "tail": tail, "first_rows": first_rows}
+        h = grouped_mm(rows, stacks[0], ends, **how)
         h = weighted_activation(h, probs, self.kind)
-        return grouped_mm(h, stacks[1], ends, tail=tail, first_rows=first_rows), None
+        return grouped_mm(h, stacks[1], ends, **how), None
 
     @staticmethod
     def group_ends(tokens_per_expert, rows):

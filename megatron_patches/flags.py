@@ -137,6 +137,7 @@ def _attribute(flag):
 # flag -> field of Settings, for what happens around the exchange
 COMPUTE = {
     "--hybrid-ep-grouped-gemm": "grouped_gemm",
+    "--hybrid-ep-grouped-gemm-backend": "grouped_gemm_backend",
     "--hybrid-ep-router-guard": "router_guard",
     "--hybrid-ep-router-max-tie-fraction": "router_max_tie_fraction",
     "--hybrid-ep-router-max-load-ratio": "router_max_load_ratio",
@@ -150,6 +151,10 @@ def _add_compute_arguments(group):
     group.add_argument("--hybrid-ep-grouped-gemm", **switch,
                        help="Run the routed experts as grouped GEMMs, exact for experts without tokens; needs no "
                        "Transformer Engine. Checkpoints stay Megatron's.")
+    group.add_argument("--hybrid-ep-grouped-gemm-backend", choices=settings.GEMM_BACKENDS, default=None,
+                       help="Who multiplies in these experts: torch's grouped GEMM, Transformer Engine's GroupedLinear "
+                       "(its counts wait for the device), a loop, or the first usable of torch and loop (auto, the "
+                       "default).")
     group.add_argument("--hybrid-ep-router-guard", choices=settings.GUARD_MODES, default=None,
                        help="Watch routers: gates before the first step, ties and load at every logged step.")
     group.add_argument("--hybrid-ep-router-max-tie-fraction", metavar="FRACTION", **number,
@@ -157,15 +162,18 @@ def _add_compute_arguments(group):
     group.add_argument("--hybrid-ep-router-max-load-ratio", metavar="RATIO", **number,
                        help="Largest load of an expert over the mean (default: any).")
     group.add_argument("--hybrid-ep-router-tie-break", **switch,
-                       help="Decide exact ties by a hash of token and expert; probabilities stay as they are.")
+                       help="Decide exact ties, and nothing else, by a hash of token and expert; probabilities stay as "
+                       "they are.")
 
 
 def _compute_from_args(args):
-    """{flag: value} of what was given around the exchange; ValueError for thresholds that nothing would read."""
+    """{flag: value} of what was given around the exchange; ValueError for values that nothing would read."""
     given = {flag: getattr(args, "hybrid_ep_" + field, None) for flag, field in COMPUTE.items()}
     limits = [flag for flag, value in given.items() if "-max-" in flag and value is not None]
     if limits and given["--hybrid-ep-router-guard"] in (None, "off"):
         raise ValueError(f"{', '.join(limits)} without --hybrid-ep-router-guard warn or stop does nothing: add it")
+    if given["--hybrid-ep-grouped-gemm-backend"] and not given["--hybrid-ep-grouped-gemm"]:
+        raise ValueError("--hybrid-ep-grouped-gemm-backend without --hybrid-ep-grouped-gemm does nothing: add it")
     return given
 
 

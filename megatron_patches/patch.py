@@ -21,9 +21,9 @@ _seam = None
 class Status:
     """What `status()` reports.
 
-    seam: "s3", "s1" or None. megatron_core: version, or None when it is not importable. seams: check ->
-    "ok" or what changed. patched: sentences, one a change in force. settings: values in force. buffers: one
-    line a live buffer.
+    * `seam`: "s3", "s1" or None. `megatron_core`: version, or None when it is not importable.
+    * `seams`: check -> "ok" or what changed. `patched`: sentences, one a change in force.
+    * `settings`: values in force. `buffers`: one line a live buffer.
     """
 
     seam: str | None
@@ -63,13 +63,14 @@ def apply(
 ):
     """Make Megatron-Core dispatch its tokens through hybrid_ep. Affects the MoE layers built from now on.
 
-    seam: "s3" our token dispatcher, or "s1" hybrid_ep served as `deep_ep` to Megatron's own manager.
-    ranks_per_node, num_sms, timeout_s, dispatch_dtype, buffer_class: see `settings.Settings`. With "s1"
-        Megatron builds the buffer: only `buffer_class` applies, give the rest in the environment and in
-        Megatron's flags.
-    options: the other fields of `settings.Settings` (expert balancer, load statistics, tuning, grouped GEMM, router
-        guards); only with "s3".
-    command_line: add the `--hybrid-ep` flags to Megatron's parser and stay off until they are given.
+    * `seam`: "s3" our token dispatcher, or "s1" hybrid_ep served as `deep_ep` to Megatron's own manager.
+    * `ranks_per_node`, `num_sms`, `timeout_s`, `dispatch_dtype`, `buffer_class`: see `settings.Settings`. With "s1"
+      Megatron builds the buffer: only `buffer_class` applies, give the rest in the environment and in
+      Megatron's flags.
+    * `options`: the other fields of `settings.Settings` (expert balancer, load statistics, tuning, grouped GEMM, router
+      guards); only with "s3".
+    * `command_line`: add the `--hybrid-ep` flags to Megatron's parser and stay off until they are given.
+
     Returns the `Status`. Idempotent: again with the same seam only renews the settings.
     Raises ValueError for a bad argument, SeamError for an unknown Megatron-Core (nothing is changed then).
     """

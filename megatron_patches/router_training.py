@@ -2,7 +2,7 @@
 
     gate        checked at the first forward, and after loading (router_guard.py)
     top-k       an object in TopKRouter.router_replay's place sees the scores that selection is made of: it counts
-                exact ties at the boundary and choices per expert on the device, and breaks ties when asked to
+                exact ties at the boundary and choices per expert on the device, and decides exact ties when asked to
     reduction   the counts of all layers ride behind the values of one of Megatron's auxiliary losses, which are
                 reduced anyway: not one collective more. Then a guard a layer judges, the same way on every rank
 
@@ -27,8 +27,8 @@ _guards = {}  # global layer number -> RouterGuard
 class TopK:
     """What `topk_routing_with_score_function` asks for the top-k of its selection scores, bias and groups included.
 
-    Has the one method of Megatron's RouterReplay that the router calls. Probabilities are gathered from the scores as
-    they were, so tie-breaking changes who is chosen among equals and nothing else."""
+    Has the one method of Megatron's RouterReplay that the router calls. Probabilities are gathered from the scores,
+    so the tie-break changes who is chosen among equals and nothing else."""
 
     def __init__(self, router, wanted):
         self.router, self.wanted = router, wanted
@@ -36,21 +36,36 @@ class TopK:
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """(values, indices), each [T, topk], of scores [T, num_experts]."""
+        if self.wanted.router_tie_break:
+            first_token = _first_token(self.router, scores.shape[0])
+            indices = untied_topk(scores.detach(), topk, num_groups, group_topk, first_token)
+            values = scores.gather(1, indices)
+        else:
+            values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.wanted.router_guard != "off" and self.router.training and torch.is_grad_enabled():
-            self._count(scores, topk)
-        if not self.wanted.router_tie_break:
-            return default_compute_topk(scores, topk, num_groups, group_topk)
-        shifted = tie_break(scores, _first_token(self.router, scores.shape[0]))
-        indices = default_compute_topk(shifted, topk, num_groups, group_topk)[1]
-        return scores.gather(1, indices), indices
+            self._count(scores, topk, indices)
+        return values, indices
 
-    def _count(self, scores, topk):
+    def _count(self, scores, topk, indices):
         if self.router.layer_number is None:
             return
         _watched[self.router.layer_number] = self
         with torch.no_grad():
-            here = routing_statistics(scores, topk)
+            here = routing_statistics(scores, topk, indices)
         self.counted = here if self.counted is None else self.counted + here
+
+
+def untied_topk(scores, topk, num_groups, group_topk, first_token):
+    """int64 [T, topk]: what Megatron's top-k chooses, limited to groups or not, exact ties decided by tie_break."""
+    places = tie_break(scores, first_token)
+    if group_topk:
+        # group_limited_topk's own comparison, by sums of scores: places say nothing about sums.
+        grouped = scores.view(scores.shape[0], num_groups, -1)
+        sums = grouped.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
+        # Hashes of tokens that nobody has: with those of the experts, the first group would favour some of its own.
+        left_out = tie_break(sums, first_token - (1 << 31)) < num_groups - group_topk
+        places = places.view_as(grouped).masked_fill(left_out.unsqueeze(-1), -1).view_as(scores)
+    return places.topk(topk, dim=1).indices
 
 
 def _first_token(router, num_tokens):
@@ -74,21 +89,21 @@ def router_init(original):
             return
         _check_supported(self)
         self.router_replay = TopK(self, wanted)
-        if wanted.router_guard != "off" and not wanted.router_tie_break:
-            router_guard.attach_one(self, _gate_checker(wanted.router_guard))
+        if wanted.router_guard != "off":
+            # With the tie-break gates may be equal, for training to part them; NaN and Inf stay what they are.
+            router_guard.attach_one(self, _gate_checker(wanted.router_guard, not wanted.router_tie_break))
 
     return __init__
 
 
-def _gate_checker(mode):
+def _gate_checker(mode, distinct):
     def check(router):
         name = f"layer {router.layer_number}"
-        if mode == "stop":
-            check_gates({name: router.weight})
-            return
         try:
-            check_gates({name: router.weight})
+            check_gates({name: router.weight}, distinct=distinct)
         except ValueError as error:
+            if mode == "stop":
+                raise
             log.warning("%s", error)
 
     return check

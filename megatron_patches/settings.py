@@ -9,6 +9,7 @@ import dataclasses
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.quantize.CHOICES, which needs torch
 
 BALANCE_MODES = ("off", "exact", "slow", "both")
+GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
 
 
@@ -16,25 +17,27 @@ GUARD_MODES = ("off", "warn", "stop")
 class Settings:
     """Immutable settings; `None` leaves the choice to Megatron's configuration, then to hybrid_ep's default.
 
-    enabled: build our dispatcher where Megatron asks for flex/hybridep (False: Megatron's own, untouched).
-    ranks_per_node: ranks of one NVLink domain; must divide the EP group.
-    num_sms: SMs granted to dispatch and to combine (blocks, on the host executor).
-    tuning: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
-    timeout_s: seconds a wait inside hybrid_ep may last before it raises.
-    dispatch_dtype: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
-    balance: "off"; "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`); "slow"
-        for experts that change ranks between steps (`megatron_patches.balance_slow`); "both".
-    spare_slots: slots for clones on every rank. balance_epsilon: how far above the mean a rank may end.
-    balance_interval: optimizer steps from one placement to the next. layer_updates_per_iter: layers that move after
-        one step. balance_move_cost: what moving one expert costs, in tokens' worth of time; an expert moves only if
-        the fullest rank saves more within the interval. 0: every gain counts.
-    load_stats: where to write tokens per layer and expert, of iterations load_stats_range (first, last), both included;
-        works without `enabled` too (`megatron_patches.load_stats`).
-    grouped_gemm: experts as grouped GEMMs without Transformer Engine (`megatron_patches.experts`).
-    router_guard: "off", "warn" or "stop" (`megatron_patches.router_training`), with its thresholds: the largest
-        fraction of tokens that tie at the top-k boundary, the largest load of an expert over the mean (None: any).
-    router_tie_break: ties at the top-k boundary go by a hash of token and expert.
-    buffer_class: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
+    * `enabled`: build our dispatcher where Megatron asks for flex/hybridep (False: Megatron's own, untouched).
+    * `ranks_per_node`: ranks of one NVLink domain; must divide the EP group.
+    * `num_sms`: SMs granted to dispatch and to combine (blocks, on the host executor).
+    * `tuning`: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
+    * `timeout_s`: seconds a wait inside hybrid_ep may last before it raises.
+    * `dispatch_dtype`: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
+    * `balance`: "off"; "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`);
+      "slow" for experts that change ranks between steps (`megatron_patches.balance_slow`); "both".
+    * `spare_slots`: slots for clones on every rank. `balance_epsilon`: how far above the mean a rank may end.
+    * `balance_interval`: optimizer steps from one placement to the next. `layer_updates_per_iter`: layers that move
+      after one step. `balance_move_cost`: what moving one expert costs, in tokens' worth of time; an expert moves only
+      if the fullest rank saves more within the interval. 0: every gain counts.
+    * `load_stats`: where to write tokens per layer and expert, of iterations `load_stats_range` (first, last), both
+      included; works without `enabled` too (`megatron_patches.load_stats`).
+    * `grouped_gemm`: experts as grouped GEMMs without Transformer Engine (`megatron_patches.experts`).
+    * `grouped_gemm_backend`: who multiplies in them, one of GEMM_BACKENDS, as in `hybrid_ep.moe.grouped_mm`.
+    * `router_guard`: "off", "warn" or "stop" (`megatron_patches.router_training`), with its thresholds
+      `router_max_tie_fraction`, the largest fraction of tokens that tie at the top-k boundary, and
+      `router_max_load_ratio`, the largest load of an expert over the mean (None: any).
+    * `router_tie_break`: among scores that are exactly equal, a hash of token and expert chooses.
+    * `buffer_class`: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
     enabled: bool = True
@@ -53,6 +56,7 @@ class Settings:
     load_stats: str | None = None
     load_stats_range: tuple[int, int] | None = None
     grouped_gemm: bool = False
+    grouped_gemm_backend: str = "auto"
     router_guard: str = "off"
     router_max_tie_fraction: float = 0.5
     router_max_load_ratio: float | None = None
@@ -97,12 +101,27 @@ class Settings:
         self._check_compute()
 
     def _check_compute(self):
+        self._check_gemm_backend()
         if self.router_guard not in GUARD_MODES:
             raise ValueError(f"router_guard is {self.router_guard!r}: choose one of {', '.join(GUARD_MODES)}")
         if not 0 <= self.router_max_tie_fraction <= 1:
             raise ValueError(f"router_max_tie_fraction is {self.router_max_tie_fraction!r}: give a fraction 0 to 1")
         if self.router_max_load_ratio is not None and not self.router_max_load_ratio >= 1:
             raise ValueError(f"router_max_load_ratio is {self.router_max_load_ratio!r}: give 1 (balance) or more")
+
+    def _check_gemm_backend(self):
+        name = self.grouped_gemm_backend
+        given = f"grouped_gemm_backend (--hybrid-ep-grouped-gemm-backend) is {name!r}"
+        if name not in GEMM_BACKENDS:
+            raise ValueError(f"{given}: choose one of {', '.join(GEMM_BACKENDS)}")
+        if name == "auto":
+            return
+        if not self.grouped_gemm:
+            raise ValueError(f"{given} without grouped_gemm (--hybrid-ep-grouped-gemm) and does nothing: add it")
+        from hybrid_ep.moe.backends import BACKENDS
+
+        if why := BACKENDS[name].absence():
+            raise ValueError(f"{given}, but {why}: install it, or choose auto")
 
     @property
     def guards_routers(self):

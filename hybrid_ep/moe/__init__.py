@@ -1,5 +1,7 @@
 """Exact MoE compute around the exchange: grouped GEMM, weighted activations, unpermute, router guards.
 
+For example::
+
     from hybrid_ep.moe import grouped_mm, weighted_swiglu, unpermute, check_gates
 
 Needs torch alone: neither the compiled core nor Megatron. Submodules load on demand. docs/moe_compute.md is the

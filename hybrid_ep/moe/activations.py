@@ -8,7 +8,8 @@ gelu and geglu are the tanh form; gelu_erf and geglu_erf the exact one, which to
 Applied here and not after the second matrix, prob needs no saved output of that matrix for its gradient, and
 combine's backward is a plain gather. Everything between reading h and writing the result is fp32 and is rounded
 once, to nearest even. The backward recomputes the activation from h and sums dprob in the same pass. On GPUs one
-Triton kernel each way; on CPUs torch over blocks of rows that stay in the cache.
+Triton kernel each way; on CPUs torch over blocks of rows that stay in the cache. An h of fp64 stays fp64 throughout,
+by torch on GPUs too: for checks, not for speed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def weighted_activation(h: torch.Tensor, prob: torch.Tensor | None, kind: str = 
     """[N, F] in h's dtype. Differentiable in h and prob.
 
     h [N, 2F] for the gated kinds "swiglu", "geglu", "geglu_erf" (the gate's columns first), [N, F] for "silu", "gelu",
-    "gelu_erf", "relu", "relu2"; bf16, fp16, fp32 or (on CPUs) fp64. prob fp32 [N] or [N, 1], or None for no weight.
+    "gelu_erf", "relu", "relu2"; bf16, fp16, fp32 or fp64. prob fp32 or fp64 [N] or [N, 1], or None for no weight.
     A prob of exactly 0 gives zeros and a zero gradient in h, also where the activation is infinite or NaN: padding and
     tail rows are harmless then, and get dprob = 0 only where h is finite. Raises ValueError."""
     if kind not in KINDS:
@@ -40,8 +41,8 @@ def weighted_activation(h: torch.Tensor, prob: torch.Tensor | None, kind: str = 
                          f"for kind={kind!r}")
     if prob is not None:
         if prob.dtype not in (torch.float32, torch.float64) or prob.shape not in ((h.shape[0],), (h.shape[0], 1)):
-            raise ValueError(f"prob {prob.dtype} {tuple(prob.shape)} must be fp32 [N] or [N, 1] with the "
-                             f"{h.shape[0]} rows of h")
+            raise ValueError(f"prob {prob.dtype} {tuple(prob.shape)} must be fp32 or fp64 [N] or [N, 1] "
+                             f"with the {h.shape[0]} rows of h")
         if prob.device != h.device:
             raise ValueError(f"h is on {h.device}, prob on {prob.device}; move them to one device")
     return _WeightedActivation.apply(h, prob, kind)
@@ -59,16 +60,21 @@ class _WeightedActivation(torch.autograd.Function):
         ctx.save_for_backward(h, prob)
         ctx.kind = kind
         flat = None if prob is None else prob.reshape(-1).contiguous()
-        return (_kernels().forward if h.device.type == "cuda" else _forward)(h, flat, kind)
+        return (_kernels().forward if _fused(h, flat) else _forward)(h, flat, kind)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         h, prob = ctx.saved_tensors
         flat = None if prob is None else prob.reshape(-1).contiguous()
-        run = _kernels().backward if h.device.type == "cuda" else _backward
+        run = _kernels().backward if _fused(h, flat) else _backward
         dh, dprob = run(h, flat, grad.contiguous(), ctx.kind, prob is not None and ctx.needs_input_grad[1])
         return dh, None if dprob is None else dprob.view(prob.shape), None
+
+
+def _fused(h, prob) -> bool:
+    """Whether the Triton kernels may do it. They compute in fp32, which would cut fp64 of either down in silence."""
+    return h.device.type == "cuda" and torch.float64 not in (h.dtype, None if prob is None else prob.dtype)
 
 
 def _kernels():

@@ -3,6 +3,9 @@
     mm(x, w, offsets)      x [N, K], w [E, K, F], offsets int32 [E] -> [N, F]: rows of group e times w[e]
     wgrad(x, g, offsets)   x [N, K], g [N, F], offsets int32 [E]    -> [E, K, F]: x_e.T @ g_e
 
+    absence()                           None, or why it is not installed
+    refusal(device, dtype, (E, K, F))   None, or why it cannot run there
+
 What they leave undefined (rows from offsets[-1] on, weight gradients of groups without rows) is `grouped`'s business,
 with what `probing` found out about them.
 """
@@ -24,8 +27,11 @@ class LoopBackend:
     name = "loop"
 
     @staticmethod
+    def absence() -> str | None:
+        return None
+
+    @staticmethod
     def refusal(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
-        """None, or why [E, K, F] = shape in dtype on device cannot run here."""
         if dtype not in FLOATS:
             return f"dtype {dtype} is not one of {', '.join(map(str, FLOATS))}"
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -54,9 +60,13 @@ class TorchBackend:
     name = "torch"
 
     @staticmethod
-    def refusal(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
-        if _torch_grouped_mm() is None:
-            return f"torch {torch.__version__} has no grouped_mm; install torch >= 2.9"
+    def absence() -> str | None:
+        return None if _torch_grouped_mm() else f"torch {torch.__version__} has no grouped_mm; install torch >= 2.9"
+
+    @classmethod
+    def refusal(cls, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+        if why := cls.absence():
+            return why
         if dtype not in FLOATS:
             return f"dtype {dtype} is not one of {', '.join(map(str, FLOATS))}"
         if device.type == "cuda":
@@ -86,9 +96,13 @@ class TransformerEngineBackend:
     name = "te"
 
     @staticmethod
-    def refusal(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
-        if importlib.util.find_spec("transformer_engine") is None:
-            return "Transformer Engine is not installed"
+    def absence() -> str | None:
+        return None if importlib.util.find_spec("transformer_engine") else "Transformer Engine is not installed"
+
+    @classmethod
+    def refusal(cls, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+        if why := cls.absence():
+            return why
         if device.type != "cuda":
             return "Transformer Engine needs a GPU"
         return LoopBackend.refusal(device, dtype, shape)

@@ -37,13 +37,16 @@ def unpermute(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor |
     """[T, H] in rows' dtype: the fp32 sum, over the columns of inverse in order, of weight times row.
 
     rows [P, H]; inverse int64 [T, K], -1 for no row, every row named at most once; weights fp32 [P] (one per row) or
-    None. A token without rows gets zeros. Differentiable in rows and weights; gradients of rows that no token names
-    are zeros. Raises ValueError."""
+    None; all on one device, any strides. A token without rows gets zeros. Differentiable in rows and weights;
+    gradients of rows that no token names are zeros. Raises ValueError."""
     if rows.dim() != 2 or inverse.dim() != 2 or inverse.dtype != torch.int64:
         raise ValueError(f"rows {tuple(rows.shape)} and inverse {inverse.dtype} {tuple(inverse.shape)} must be [P, H] "
                          "and int64 [T, K]; inverse_map makes one")
     if weights is not None and (weights.shape != rows.shape[:1] or weights.dtype != torch.float32):
         raise ValueError(f"weights {weights.dtype} {tuple(weights.shape)} must be float32 [{rows.shape[0]}], one a row")
+    for name, tensor in (("inverse", inverse), ("weights", weights)):
+        if tensor is not None and tensor.device != rows.device:
+            raise ValueError(f"{name} is on {tensor.device} and rows on {rows.device}; move {name} to {rows.device}")
     return _Unpermute.apply(rows, inverse, weights)
 
 
@@ -56,7 +59,7 @@ class _Unpermute(torch.autograd.Function):
         if rows.device.type == "cuda":
             from hybrid_ep.moe import triton_unpermute
 
-            return triton_unpermute.gather_sum(rows.contiguous(), inverse.contiguous(), weights)
+            return triton_unpermute.gather_sum(rows, inverse, weights)
         out = rows.new_empty(inverse.shape[0], rows.shape[1])
         for at in _blocks(*out.shape):
             total = torch.zeros(out[at].shape)

@@ -4,7 +4,7 @@ A gate whose rows are all equal (zeros above all: memory that was never initiali
 over nothing) gives every expert the same score. Then top-k is a tie that sorting decides, the same for every token:
 all go to the same experts, on the same ranks, whose memory overflows, and a bias for balance only moves all of them
 together. `check_gates` finds it before the first step, `routing_statistics` while training,
-`tie_break` makes the choice deterministic and spread without touching probabilities.
+`tie_break` decides exact ties by a hash, deterministic and spread, and touches nothing else.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class RouterError(ValueError):
     """A gate that cannot route, or routing that collapsed while training."""
 
 
-def check_gates(gates: Mapping[str, torch.Tensor]) -> None:
+def check_gates(gates: Mapping[str, torch.Tensor], *, distinct: bool = True) -> None:
     """Raises RouterError unless every gate can tell experts apart. Call it after initialisation and after loading.
 
     gates: name -> weight [num_experts, hidden]. Every weight must be finite, not all equal, and have no two equal
-    rows (two experts with one row tie on every token). A gate of one expert may be anything finite. One result per
-    gate is read on the host, in one transfer per device."""
+    rows (two experts with one row tie on every token). A gate of one expert may be anything finite. distinct: False
+    asks for finite weights alone, for routers whose ties `tie_break` decides. One result per gate is read on the host,
+    in one transfer per device."""
     verdicts: dict[torch.device, list] = {}
     for name, weight in gates.items():
         if weight.dim() != 2:
@@ -45,6 +46,8 @@ def check_gates(gates: Mapping[str, torch.Tensor]) -> None:
                                                     strict=True):
             if not finite:
                 problems.append(f"{name} holds values that are not finite")
+            elif not distinct:
+                continue
             elif flat:
                 problems.append(f"{name} has all weights equal (zeros are the usual case): {_EFFECT}")
             elif twins:
@@ -67,18 +70,22 @@ def _facts(weight: torch.Tensor) -> torch.Tensor:
     return torch.stack([finite.double(), flat.double(), twins])
 
 
-def routing_statistics(scores: torch.Tensor, topk: int) -> torch.Tensor:
+def routing_statistics(scores: torch.Tensor, topk: int, chosen: torch.Tensor | None = None) -> torch.Tensor:
     """fp32 [3 + num_experts], summable over ranks: tokens, tokens whose k-th and next score tie exactly, tokens that
     chose nothing finite, then choices per expert. Stays on the device; append it to a reduction that exists anyway
     (Megatron reduces its auxiliary losses), and give the sum to RouterGuard.
 
-    scores [T, num_experts], what top-k is taken of. Raises ValueError when topk is not in 1..num_experts."""
+    scores [T, num_experts], what top-k is taken of. chosen: int64 [T, topk], the experts that tokens went to, where
+    more than the scores decided (tie_break, groups of experts); None: the scores' top-k. Raises ValueError when topk is
+    not in 1..num_experts or chosen has another shape."""
     num_tokens, num_experts = scores.shape
     if not 1 <= topk <= num_experts:
         raise ValueError(f"topk={topk!r} must be 1 to the {num_experts} columns of scores")
+    if chosen is not None and chosen.shape != (num_tokens, topk):
+        raise ValueError(f"chosen {tuple(chosen.shape)} must be [{num_tokens}, {topk}], topk experts for each token")
     scores = scores.detach()
     best = scores.topk(min(topk + 1, num_experts), dim=1)
-    chosen = best.indices[:, :topk].flatten()
+    chosen = (best.indices[:, :topk] if chosen is None else chosen).flatten()
     load = torch.zeros(num_experts, device=scores.device).index_add_(
         0, chosen, torch.ones(chosen.numel(), device=scores.device))
     tie = torch.zeros((), device=scores.device)
@@ -92,10 +99,11 @@ def routing_statistics(scores: torch.Tensor, topk: int) -> torch.Tensor:
 class RouterGuard:
     """Judges summed routing statistics, step by step.
 
-    max_tie_fraction: of tokens with an exact tie at the top-k boundary. fp32 scores tie practically never, bf16
-        scores in some percent of tokens. max_load_ratio: busiest expert's choices over the mean; num_experts / topk
-        is the most there is. patience: steps in a row above a threshold before the guard acts. action: "warn" (once
-        per streak) or "stop" (RouterError). None switches a threshold off."""
+    * `max_tie_fraction`: of tokens with an exact tie at the top-k boundary. fp32 scores tie practically never, bf16
+      scores in some percent of tokens. `max_load_ratio`: busiest expert's choices over the mean; num_experts / topk
+      is the most there is. None switches a threshold off.
+    * `patience`: steps in a row above a threshold before the guard acts. `action`: "warn" (once per streak) or "stop"
+      (RouterError)."""
 
     max_tie_fraction: float | None = 0.5
     max_load_ratio: float | None = None
@@ -138,17 +146,28 @@ class RouterGuard:
         return seen
 
 
-def tie_break(scores: torch.Tensor, first_token: int | torch.Tensor = 0, scale: float = 1e-6) -> torch.Tensor:
-    """fp32 scores plus `scale` times a hash in [0, 1) of (global token, expert): for the selection only.
+def tie_break(scores: torch.Tensor, first_token: int | torch.Tensor = 0) -> torch.Tensor:
+    """int64 [T, num_experts]: the place of every score among its token's, 0 for the smallest; no two are equal.
 
-    scores [T, num_experts]; first_token: global index of row 0, so that replicas of a token (tensor and expert
-    parallel ranks, recomputation) agree. Take top-k's indices of the result and probabilities of the scores: the
-    addition is far below what tells two fp32 scores apart, and carries no gradient. Deterministic, no generator."""
+    scores [T, num_experts], floating. Unequal scores keep their order, however close they are and whatever their
+    size: no score is changed. Equal scores (0 and -0 too) are ordered by a hash of (global token, expert). Take top-k's
+    indices of the result and probabilities of the scores: the chosen set differs from the scores' own only where the
+    k-th and the next score are equal. NaN counts as the largest, as in torch.topk, and as equal to NaN.
+
+    first_token: global index of row 0, so that replicas of a token (tensor and expert parallel ranks, recomputation)
+    agree. Deterministic, no generator, no gradient, no host synchronisation: two sorts of every row. ValueError for
+    scores of another kind."""
+    if scores.dim() != 2 or not scores.is_floating_point():
+        raise ValueError(f"scores {scores.dtype} {tuple(scores.shape)} must be floating [T, num_experts]; give what "
+                         "top-k is taken of, in its own dtype")
     num_tokens, num_experts = scores.shape
     token = torch.arange(num_tokens, device=scores.device, dtype=torch.int64)[:, None] + first_token
     expert = torch.arange(num_experts, device=scores.device, dtype=torch.int64)[None, :]
-    mixed = _mix((token * 0x9E3779B1 + expert * 0x85EBCA77 + 1) & 0xFFFFFFFF)
-    return scores.detach().float() + mixed.float() * (scale / 2.0**32)
+    # For one token a bijection of 32-bit values (odd factors): no two experts have one hash, so no tie is left.
+    by_hash = _mix((token * 0x9E3779B1 + expert * 0x85EBCA77 + 1) & 0xFFFFFFFF).argsort(dim=1)
+    # A stable sort of what lies in the order of the hash; + 0.0 makes -0 a 0, which sorts by bits may tell apart.
+    order = by_hash.gather(1, (scores.detach() + 0.0).gather(1, by_hash).sort(dim=1, stable=True).indices)
+    return torch.empty_like(order).scatter_(1, order, expert.expand_as(order))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,10 @@ def _gather_sum_kernel(rows_ptr, inverse_ptr, weights_ptr, out_ptr, topk, hidden
 
 
 def gather_sum(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """rows [P, H], inverse int64 [T, K], weights fp32 [P] or None, all contiguous -> [T, H]."""
+    """rows [P, H], inverse int64 [T, K], weights fp32 [P] or None -> [T, H]."""
+    # The kernel computes addresses from shapes alone.
+    rows, inverse = rows.contiguous(), inverse.contiguous()
+    weights = None if weights is None else weights.contiguous()
     num_tokens, hidden = inverse.shape[0], rows.shape[1]
     out = rows.new_empty(num_tokens, hidden)
     if out.numel():

@@ -20,8 +20,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
+from te_experts_stand_in import te_experts
 
 import megatron_patches
+from hybrid_ep.moe import backends as moe_backends
 from megatron_patches import experts, seams
 
 F = torch.nn.functional
@@ -207,28 +209,18 @@ def layouts():
     return said
 
 
-def te_sharded(module, of_config, prefix):
-    """What TEGroupedMLP.sharded_state_dict returns for the weights of a SequentialMLP: its names inside the dict, the
-    keys, shapes and offsets in the checkpoint (Transformer Engine itself is not needed to say them)."""
-    entries = module.sharded_state_dict(prefix, metadata=None)
-    renamed = {}
-    for key, entry in entries.items():
-        if key.endswith("weight"):
-            local, linear = key.removeprefix(prefix + "local_experts.").split(".")[:2]
-            renamed[f"{prefix}{linear}.weight{local}"] = entry
-    return renamed
-
-
 def sharded_entries_equal():
-    """Built factories of both classes: the same set of (key, shape, offset, data), layer axis and singletons too."""
+    """Built factories of all three classes: the same (key, shape, offset, data), layer axis and singletons too."""
     for ep, etp, gated in ((4, 1, True), (2, 2, True), (2, 2, False), (1, 1, True)):
         theirs, ours = both(configured(ep, etp, gated_linear_unit=gated))
         ours.load_state_dict(theirs.state_dict())
+        te = te_experts(theirs)
         for metadata in (None, {"singleton_local_shards": True}):
             for offsets in ((), ((0, 1, 2),)):
-                a, b = (described(m.sharded_state_dict("mlp.", offsets, dict(metadata) if metadata else None))
-                        for m in (theirs, ours))
+                a, b, c = (described(m.sharded_state_dict("mlp.", offsets, dict(metadata) if metadata else None))
+                           for m in (theirs, ours, te))
                 assert a and a == b, (ep, etp, gated, metadata, offsets, set(a) ^ set(b))
+                assert b == c, (ep, etp, gated, metadata, offsets, set(b) ^ set(c))
     return True
 
 
@@ -251,6 +243,23 @@ def described(entries):
 
     walk(entries)
     return found
+
+
+def backends():
+    """{setting: backends whose product ran} of the experts built under it."""
+    seen, calls = {}, []
+    of_config, honest = configured(1), {name: backend.mm for name, backend in moe_backends.BACKENDS.items()}
+    for name, backend in moe_backends.BACKENDS.items():
+        backend.mm = staticmethod(lambda *args, name=name: calls.append(name) or honest[name](*args))
+    for asked in ("auto", "torch", "loop"):
+        megatron_patches.apply(grouped_gemm=True, grouped_gemm_backend=asked)
+        _, ours = both(of_config)
+        megatron_patches.revert()
+        for _ in ("probes, which call several", "multiplies"):
+            calls.clear()
+            ours(torch.randn(9, HIDDEN), torch.tensor([0, 4, 0, 3, 0, 0, 2, 0]), torch.rand(9))
+        seen[asked] = sorted(set(calls))
+    return seen
 
 
 def several(names):

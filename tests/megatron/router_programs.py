@@ -129,6 +129,47 @@ def tie_broken():
     return said
 
 
+def finite_with_the_tie_break():
+    """Both asked for: zeros may train, what is not finite may not, at the first forward and after loading."""
+    of_config = configured(1, **OPTIONS)
+    megatron_patches.apply(router_guard="stop", router_tie_break=True)
+    router = layer(of_config).router
+    with torch.no_grad():
+        router.weight.zero_()
+    said = [message(router, tokens(0))]
+    for value in (float("nan"), float("inf")):
+        bad = {**router.state_dict(), "weight": router.weight.detach().clone()}
+        bad["weight"][3, 5] = value
+        router.load_state_dict(bad)
+        said.append(message(router, tokens(0)))
+    megatron_patches.revert()
+    return said
+
+
+def groups_of_experts():
+    """Group-limited top-k with the tie-break: Megatron's own where nothing ties, spread over groups and experts where
+    all do, and counted as it was chosen. Returns the busiest expert's load over the mean, for zeros."""
+    groups = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 2}
+    of_config = configured(1, **OPTIONS, **groups, moe_router_score_function="sigmoid")
+    torch.manual_seed(9)
+    for scores in (torch.rand(256, 8), 1e3 * torch.randn(256, 8), torch.randn(256, 8).double()):
+        for group_topk in (1, 2):
+            theirs = moe_utils.group_limited_topk(scores, 2, 256, 8, 4, group_topk)[1]
+            assert torch.equal(router_training.untied_topk(scores, 2, 4, group_topk, 0), theirs)
+        assert torch.equal(router_training.untied_topk(scores, 2, None, None, 0), scores.topk(2).indices)
+    zeros = router_training.untied_topk(torch.zeros(4096, 8), 2, 4, 2, 0)
+    assert (zeros[:, 0] != zeros[:, 1]).all()
+    loads = zeros.flatten().bincount(minlength=8)
+    megatron_patches.apply(router_guard="stop", router_tie_break=True)
+    router = layer(of_config).router
+    with torch.no_grad():
+        router.weight.zero_()
+    routing_map = router(tokens(0))[1]
+    assert torch.equal(router.router_replay.counted[3:].long(), routing_map.sum(0)), "the load is what was chosen"
+    megatron_patches.revert()
+    return float(loads.max() / loads.double().mean())
+
+
 def refused():
     """Guards on a router that does not ask the top-k we stand in for."""
     configured(1)

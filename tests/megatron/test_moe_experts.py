@@ -24,6 +24,11 @@ def test_one_rank_at_a_time():
     assert "Unexpected" in extra and "local_experts.9.linear_fc1.weight" in extra
 
 
+def test_the_backend_that_was_asked_for_multiplies():
+    calls = run("backends", 1)
+    assert calls == {"auto": ["torch"], "torch": ["torch"], "loop": ["loop"]}
+
+
 def test_refusals_and_moved_seams_are_said():
     refused, moved = run("several", 1, ("refusals", "moved"))
     for text, flag in zip(refused, ("--disable-bias-linear", "quick_gelu with a gate", "squared_relu with a gate",
@@ -33,7 +38,8 @@ def test_refusals_and_moved_seams_are_said():
 
 
 def test_whole_layers_and_sharded_entries_on_four_ranks(tmp_path):
-    """Expert tensor parallelism folded by the dispatcher; entries of a checkpoint equal to SequentialMLP's."""
+    """Expert tensor parallelism folded by the dispatcher; entries of a checkpoint equal to SequentialMLP's and to what
+    Megatron's own code for TEGroupedMLP makes of the same weights."""
     assert run("layers", 4, 2, 2, "hybrid_ep")
     assert run("sharded_entries_equal", 4)
 
@@ -58,6 +64,15 @@ def test_a_router_of_zeros_trains_with_the_tie_break():
     assert said["first_ratio"] < 1.6 and said["without"] == 4.0, "8 experts, top-2: all at two of them"
     assert said["changed"] == 0, "no choice among scores that differ"
     assert said["probabilities"] and said["last_loss"] < 0.8 * said["first_loss"]
+
+
+def test_with_the_tie_break_gates_must_still_be_finite():
+    zeros, nan, inf = run("finite_with_the_tie_break", 1, module="router_programs")
+    assert zeros == "" and all("layer 1 holds values that are not finite" in said for said in (nan, inf))
+
+
+def test_the_tie_break_among_groups_of_experts():
+    assert run("groups_of_experts", 1, module="router_programs") < 1.2
 
 
 def test_router_guards_refuse_what_chooses_elsewhere():

@@ -95,6 +95,9 @@ def check_unpermute():
         weights = torch.rand(8) if weighted else None
         got = triton_unpermute.gather_sum(rows, inverse, weights)
         assert torch.equal(got, combining.unpermute(rows, inverse, weights))  # the same sum in the same order
+        strided = None if weights is None else torch.stack([weights, -weights], 1)[:, 0]
+        assert torch.equal(got, triton_unpermute.gather_sum(rows.t().contiguous().t(), inverse.t().contiguous().t(),
+                                                            strided)), "any strides"
         assert (got[3] == 0).all()
 
 

@@ -6,6 +6,7 @@ import os
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,28 @@ def test_rows_of_probability_zero_are_harmless():
     assert weighted_swiglu(torch.zeros(0, 8), torch.zeros(0)).shape == (0, 4)
 
 
+def test_strided_rows_and_probabilities_are_read_where_they_lie():
+    torch.manual_seed(4)
+    h, prob = torch.randn(20, 6).double().t(), torch.rand(12).double()[::2]
+    grad = torch.randn(10, 6).double().t()
+    results = []
+    for a, b in ((h, prob), (h.contiguous(), prob.contiguous())):
+        a, b = a.requires_grad_(), b.requires_grad_()
+        out = weighted_swiglu(a, b)
+        results.append((out, *torch.autograd.grad(out, (a, b), grad)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_fp64_stays_out_of_the_kernels_that_compute_in_fp32():
+    """On a GPU, too, fp64 goes through the torch code that the tests here run on a CPU."""
+    on_gpu = {d: types.SimpleNamespace(device=torch.device("cuda"), dtype=d) for d in activations.FLOATS}
+    single, double = on_gpu[torch.float32], on_gpu[torch.float64]
+    for h in on_gpu.values():
+        assert activations._fused(h, single) == activations._fused(h, None) == (h is not double)
+        assert not activations._fused(h, double)
+    assert not activations._fused(torch.zeros(1), None)
+
+
 @pytest.mark.parametrize("arguments, said", [
     ((torch.zeros(2, 4), None, "swish"), "kind='swish'"),
     ((torch.zeros(2, 3), None, "swiglu"), "2F"),
@@ -165,7 +188,26 @@ def test_unpermute_sums_in_fp32_in_the_maps_order_and_ignores_padding():
     assert unpermute(big, torch.tensor([[0, 2, 1]])).item() == 1.0
 
 
+def test_unpermute_reads_strided_inputs_where_they_lie():
+    torch.manual_seed(5)
+    inverse = inverse_map(torch.tensor([1, 0, -1, 1, 3, 0]), 4, 2)
+    rows, grad = torch.randn(5, 6).t(), torch.randn(5, 4).t()
+    for weights in (torch.rand(12)[::2], torch.rand(1).expand(6), torch.rand(6, 3)[:, 1]):
+        results = []
+        for a, at, b in ((rows, inverse.t().contiguous().t(), weights),
+                         (rows.contiguous(), inverse, weights.contiguous())):
+            a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+            out = unpermute(a, at, b)
+            results.append((out, *torch.autograd.grad(out, (a, b), grad)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_bad_unpermute_input_is_named():
+    rows, inverse, weights = torch.zeros(2, 2), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2)
+    with pytest.raises(ValueError, match="weights is on meta and rows on cpu; move weights to cpu"):
+        unpermute(rows, inverse, weights.to("meta"))
+    with pytest.raises(ValueError, match="inverse is on meta and rows on cpu; move inverse to cpu"):
+        unpermute(rows, inverse.to("meta"), weights)
     with pytest.raises(ValueError, match="topk=1 must be larger"):
         inverse_map(torch.tensor([0, 0]), 1, 1)
     with pytest.raises(ValueError, match="num_tokens=1"):

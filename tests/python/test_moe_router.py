@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybrid_ep.moe import RouterError, RouterGuard, check_gates, routing_statistics, tie_break
 
@@ -41,6 +43,13 @@ def test_gates_that_are_no_gates():
         check_gates({"r": torch.zeros(4)})
 
 
+def test_with_ties_taken_care_of_gates_must_be_finite_and_no_more():
+    check_gates({"zeros": torch.zeros(4, 8), "twins": gate()[:1].expand(4, HIDDEN)}, distinct=False)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(RouterError, match="layer 3 holds values that are not finite"):
+            check_gates({"layer 3": torch.full((4, 8), value)}, distinct=False)
+
+
 def test_statistics_add_up_over_ranks_and_count_ties():
     torch.manual_seed(1)
     parts = [torch.randn(16, EXPERTS), torch.zeros(10, EXPERTS), torch.full((2, EXPERTS), float("nan"))]
@@ -54,6 +63,13 @@ def test_statistics_add_up_over_ranks_and_count_ties():
     assert routing_statistics(torch.zeros(3, 4), 4)[1] == 0  # all chosen: no boundary to tie at
     with pytest.raises(ValueError, match="topk=9"):
         routing_statistics(torch.zeros(3, 4), 9)
+
+
+def test_statistics_count_the_choices_they_are_given():
+    chosen = torch.tensor([[3, 1], [3, 0]])
+    assert routing_statistics(torch.zeros(2, 4), 2, chosen).tolist() == [2, 2, 0, 1, 1, 0, 2]
+    with pytest.raises(ValueError, match=r"chosen \(2, 2\) must be \[2, 3\]"):
+        routing_statistics(torch.zeros(2, 4), 3, chosen)
 
 
 def test_guard_acts_after_its_patience_and_forgets_on_a_good_step(caplog):
@@ -80,16 +96,65 @@ def ratios(scores):
     return float(load.max() / load.mean()), float(ranks.max() / ranks.mean())
 
 
-def test_tie_break_spreads_ties_and_changes_nothing_else():
-    zeros = torch.zeros(4096, EXPERTS)
-    assert ratios(zeros)[0] == EXPERTS / TOPK
-    expert, rank = ratios(tie_break(zeros))
+@pytest.mark.parametrize("value", [0.0, 1 / 256, 1e3, -1e3, float("inf")])
+def test_tie_break_spreads_ties_of_any_size(value):
+    ties = torch.full((4096, EXPERTS), value)
+    assert ratios(ties)[0] == EXPERTS / TOPK
+    expert, rank = ratios(tie_break(ties))
     assert expert < 1.25 and rank < 1.1
-    scores = torch.randn(4096, EXPERTS, generator=torch.Generator().manual_seed(2))
-    same = tie_break(scores).topk(TOPK).indices.sort(1).values == scores.topk(TOPK).indices.sort(1).values
-    assert (~same).any(1).float().mean() < 1e-3
-    shift = tie_break(zeros)
-    assert 0 <= float(shift.min()) and float(shift.max()) < 1e-6 and shift.unique().numel() > 1000
+
+
+def test_tie_break_lets_equals_share_the_last_place_evenly():
+    scores = torch.zeros(8192, 16)
+    scores[:, 5], scores[:, [2, 11]] = 2.0, 1.0
+    chosen = tie_break(scores).topk(2).indices
+    assert (chosen[:, 0] == 5).all() and set(chosen[:, 1].tolist()) == {2, 11}
+    assert 0.47 < (chosen[:, 1] == 2).float().mean() < 0.53
+
+
+def neighbours(shape, generator):
+    """Softmax scores as close as fp32 has them, around 1/256."""
+    steps = torch.randint(0, 6, shape, generator=generator, dtype=torch.int32)
+    return (torch.full(shape, 1 / 256).view(torch.int32) + steps).view(torch.float32)
+
+
+KINDS = {
+    "logits": lambda shape, g: torch.randn(shape, generator=g),
+    "logits of 1e3": lambda shape, g: torch.randn(shape, generator=g) * 1e3,
+    "flat softmax": lambda shape, g: (torch.randn(shape, generator=g) * 1e-6).softmax(1),
+    "neighbours": neighbours,
+    "few values": lambda shape, g: torch.randint(-2, 3, shape, generator=g).float() / 16,
+    "specials": lambda shape, g: torch.tensor([0.0, -0.0, 1.0, float("inf"), -float("inf")])[
+        torch.randint(0, 5, shape, generator=g)],
+}
+
+
+@given(st.sampled_from(sorted(KINDS)), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+       st.integers(0, 9), st.sampled_from([2, 8, 64, 256]), st.integers(0, 2**31), st.data())
+def test_tie_break_never_changes_a_choice_among_unequal_scores(kind, dtype, num_tokens, num_experts, seed, data):
+    scores = KINDS[kind]((num_tokens, num_experts), torch.Generator().manual_seed(seed)).to(dtype)
+    if dtype == torch.float64 and kind == "logits":
+        scores = 1 + scores * 2.0**-40  # what fp32 could not tell apart
+    topk = data.draw(st.integers(1, num_experts))
+    places = tie_break(scores, seed)
+    assert torch.equal(places.sort(1).values, torch.arange(num_experts).expand(num_tokens, -1)), "no two are equal"
+    assert torch.equal(scores.gather(1, places.argsort(1)), scores.sort(1).values), "unequal scores keep their order"
+    chosen, best = places.topk(topk).indices, scores.topk(topk)
+    assert torch.equal(scores.gather(1, chosen), best.values), "the best values, whoever has them"
+    ordered = scores.sort(1, descending=True).values
+    decided = ordered[:, topk - 1] > ordered[:, topk] if topk < num_experts else torch.ones(num_tokens).bool()
+    assert torch.equal(chosen.sort(1).values[decided], best.indices.sort(1).values[decided])
+    assert torch.equal(places, tie_break(scores.clone(), seed)), "deterministic"
+
+
+def test_tie_break_takes_scores_and_its_order_is_for_good():
+    for wrong in (torch.zeros(4), torch.zeros(2, 4, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"must be floating \[T, num_experts\]"):
+            tie_break(wrong)
+    # Checkpoints resume and replicas agree across releases: these numbers must not change.
+    assert tie_break(torch.zeros(2, 8), 7).tolist() == [[2, 0, 3, 6, 4, 1, 7, 5], [4, 2, 6, 3, 0, 7, 5, 1]]
+    nan = torch.tensor([[1.0, float("nan"), 2.0]])
+    assert tie_break(nan).tolist() == [[0, 2, 1]]
 
 
 def test_tie_break_depends_on_the_global_token_alone():
