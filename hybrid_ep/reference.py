@@ -166,7 +166,7 @@ def dispatch_world(plan: WorldPlan, hidden, weights=None, scales=None, permute: 
         num_rows = mine.num_permuted_rows if out_rows is None or out_rows[rank] is None else out_rows[rank]
         row, expert = (mine.dense_to_expert >= 0).nonzero(as_tuple=True)
         slot = mine.dense_to_expert[row, expert].long()
-        results.append((_place(x[row], slot, num_rows),
+        results.append((_place(_indexable(x)[row].view(x.dtype), slot, num_rows),
                         None if w is None else _place(w[:, world.experts_of_rank(rank)][row, expert], slot,
                                                       num_rows),
                         None if scale is None else _place(scale[row], slot, num_rows)))
@@ -180,9 +180,13 @@ def _receive(mine: RankPlan, tensors):
 
 def _place(values, slot, num_rows: int):
     out = torch.zeros((num_rows,) + tuple(values.shape[1:]), dtype=torch.float32).to(values.dtype)
-    bytes_of = (lambda t: t.view(torch.uint8)) if _is_fp8(values) else (lambda t: t)
-    bytes_of(out)[slot] = bytes_of(values)
+    _indexable(out)[slot] = _indexable(values)
     return out
+
+
+def _indexable(tensor):
+    """The same memory as bytes where torch 2.9 cannot index it on a CPU."""
+    return tensor.view(torch.uint8) if _is_fp8(tensor) else tensor
 
 
 def combine_world(plan: WorldPlan, rows, weights=None, permuted: bool = True, weighted: bool = False,

@@ -1,14 +1,18 @@
 """How many SMs an operation needs to fill its links: computed from rates, not searched.
 
-A token's row leaves an SM once for each rank that needs it, which takes t_row; meanwhile the links need t_link for the
-token, the slower of NVLink and rail. So the SMs of a balanced operation are
+An SM loads and stores rows one after another, t_load and t_store each; a token keeps the SMs of its rank busy for t_sm
+and the links for t_link, the slower of NVLink and rail. So the SMs of a balanced operation are
 
-    num_sms = ceil(D_r * t_row / t_link),   t_row  = row_bytes / store_rate + copy_ns
-                                            t_link = row_bytes * max(D_r (1 - 1/L) / nvlink, D_n (1 - 1/N) / rail)
+    num_sms = ceil(t_sm / t_link)
+    t_sm    = t_load * (D_n / N + 2 A + D_r) + t_store * (D_r + A + k)
+    t_link  = row_bytes * max(D_r (1 - 1/L) / nvlink, A / rail),    A = D_n (1 - 1/N)
 
-with D_r and D_n the ranks and nodes that a token needs (uniform routing; hybrid_ep.sim.routing.distinct), L ranks a
-node, N nodes. The rates are those of hybrid_ep.sim.clusters, where each says where it comes from; none of them has been
-measured with these kernels yet. Combine moves the same rows the other way and gets the same number."""
+with D_r and D_n the ranks and nodes that a token needs (uniform routing; hybrid_ep.sim.routing.distinct), k its
+experts, L ranks a node, N nodes; ranks receive as much as they send. Loads: the token itself where its own node needs
+it, the A rows for the rail into the send ring and the A that come over it, D_r received rows on their way to the experts.
+Stores: D_r rows to ranks, A into the ring, k to the experts. Combine goes the same ways back, with fewer stores, and
+gets the same number. t_load and t_store are row_bytes / rate + copy_ns; the rates are those of hybrid_ep.sim.clusters,
+where each says where it comes from; none of them has been measured with these kernels yet."""
 
 from __future__ import annotations
 
@@ -28,15 +32,15 @@ class SmPlan:
     cluster: str
     ranks_per_token: float
     nodes_per_token: float
-    row_us: float
+    sm_us: float
     nvlink_us: float
     rail_us: float
 
     def __str__(self) -> str:
         binds = "NVLink" if self.nvlink_us >= self.rail_us else "the rail"
-        return (f"{self.num_sms} SMs ({self.cluster}): a token is {self.ranks_per_token:.2f} rows of "
-                f"{self.row_us:.3f} us on an SM, {self.nvlink_us:.3f} us of NVLink and {self.rail_us:.3f} us of the "
-                f"rail; {binds} binds")
+        return (f"{self.num_sms} SMs ({self.cluster}): a token goes to {self.ranks_per_token:.2f} ranks "
+                f"and is {self.sm_us:.3f} us of an SM, {self.nvlink_us:.3f} us of NVLink and {self.rail_us:.3f} us of "
+                f"the rail; {binds} binds")
 
 
 def cluster_of(gpu_name: str, capability: tuple[int, int]) -> clusters.Cluster:
@@ -56,10 +60,14 @@ def plan(cluster: clusters.Cluster, num_nodes: int, num_local_ranks: int, num_ex
     per_token = routing.distinct(ranks, num_experts, topk)
     nodes_per_token = routing.distinct(num_nodes, num_experts, topk)
     kilobytes = row_bytes / 1e3  # GB/s are kB/us
-    row = kilobytes / cluster.gpu.store_gb_per_s + cluster.gpu.copy_ns.value / 1e3
+    load, store = (kilobytes / rate + cluster.gpu.copy_ns.value / 1e3
+                   for rate in (cluster.gpu.load_gb_per_s, cluster.gpu.store_gb_per_s))
+    over_rail = nodes_per_token * (1 - 1 / num_nodes)
     nvlink = kilobytes * per_token * (1 - 1 / num_local_ranks) / cluster.gpu.nvlink_rate
-    rail = kilobytes * nodes_per_token * (1 - 1 / num_nodes) / cluster.nic.rate
+    rail = kilobytes * over_rail / cluster.nic.rate
+    sm = (load * (nodes_per_token / num_nodes + 2 * over_rail + per_token)
+          + store * (per_token + over_rail + topk))
     most = int(cluster.gpu.num_sms.value) // 4  # a rank alone has no link to fill; the experts need the others
     link = max(nvlink, rail)
-    sms = most if link == 0 else min(most, max(1, math.ceil(per_token * row / link - 1e-9)))
-    return SmPlan(sms, cluster.name, per_token, nodes_per_token, row, nvlink, rail)
+    sms = most if link == 0 else min(most, max(1, math.ceil(sm / link - 1e-9)))
+    return SmPlan(sms, cluster.name, per_token, nodes_per_token, sm, nvlink, rail)

@@ -9,7 +9,8 @@ import pytest
 from examples import Example, check_permuted, expected, make_inputs, same
 
 from hybrid_ep import sm_plan
-from hybrid_ep.sim import clusters
+from hybrid_ep.sim import clusters, model
+from hybrid_ep.sim.shape import Shape
 from hybrid_ep.testing import VirtualWorld
 
 H100 = clusters.get("h100_8x400g")
@@ -19,16 +20,29 @@ def test_one_node_by_hand():
     plan = sm_plan.plan(H100, 1, 8, 256, 14336)
     # 8 ranks, 8 of 256 experts: 8 (1 - C(224, 8) / C(256, 8)) = 5.295 ranks a token
     assert plan.ranks_per_token == pytest.approx(5.295, abs=1e-3) and plan.nodes_per_token == 1
-    row = 14.336 / (32 * 1.83) + 0.05109
-    assert plan.row_us == pytest.approx(row) and plan.rail_us == 0
-    assert plan.num_sms == math.ceil(8 / 7 * row * 380 / 14.336) == 9
+    load, store = (14.336 / rate + 0.05109 for rate in (H100.gpu.load_gb_per_s, 32 * 1.83))
+    # in: the token and what was received; out: to ranks, to 8 experts
+    assert plan.sm_us == pytest.approx(load * (1 + 5.295) + store * (5.295 + 8), rel=1e-3) and plan.rail_us == 0
+    assert plan.num_sms == math.ceil(plan.sm_us / (14.336 * 5.295 * 7 / 8 / 380)) == 29
 
 
 def test_a_rail_needs_the_fewer_sms_the_more_nodes_there_are():
     sms = [sm_plan.plan(H100, nodes, 8, 256, 14336).num_sms for nodes in (2, 4, 8)]
-    assert sms == [7, 3, 2]
+    assert sms == [21, 10, 7]
     twice = replace(H100, nic=replace(H100.nic, gb_per_s=H100.nic.gb_per_s._replace(value=100)))
-    assert sm_plan.plan(twice, 4, 8, 256, 14336).num_sms == 6  # a rail twice as fast
+    assert sm_plan.plan(twice, 4, 8, 256, 14336).num_sms == 19  # a rail twice as fast
+
+
+@pytest.mark.parametrize("name, nodes, local", [
+    ("h100_8x400g", 1, 4), ("h100_8x400g", 1, 8), ("h100_8x400g", 2, 8), ("h100_8x400g", 8, 8), ("b200_8x400g", 4, 8),
+    ("b300_8x800g", 4, 8), ("gb200_nvl72", 1, 64), ("gb200_nvl72", 2, 32)])
+def test_the_model_finds_little_to_gain_with_more(name, nodes, local):
+    """Against half of the GPU: waits and pipelines that fill and drain, which rates know nothing of."""
+    cluster, shape = clusters.get(name), Shape(nodes * local, local, 4096, 7168, 8, 256)
+    num_sms = sm_plan.plan(cluster, nodes, local, 256, 14336).num_sms
+    for op in model.OPS:
+        at = {sms: model.predict(op, shape, cluster, num_sms=sms, chunk=64).kernel_us for sms in (num_sms, 24, 48, 64)}
+        assert at[num_sms] <= 1.35 * min(at.values()), op
 
 
 def test_limits():

@@ -132,6 +132,6 @@ def test_a_failing_rank_ends_the_job_with_its_obituary(slurm, tmp_path):
     bad = tmp_path / "bad"
     number = submit(slurm, tmp_path, "bad", "--nodes", "2", "--set", "data.source=/nowhere/at/all")
     state, log = finish(slurm, number, tmp_path, "bad")
-    assert log.count("every sum exact") == 2, "each node is examined first"
+    assert len(re.findall(r"2 nodes x 2.*every sum exact", log)) == 2, "each node is examined first"
     assert state == "FAILED" and "failed: ValueError" in log and "/nowhere/at/all" in log
     assert not (bad / "checkpoint").exists()
