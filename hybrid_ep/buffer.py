@@ -116,10 +116,11 @@ class HybridEPBuffer:
         if num_dispatched_tokens_tensor is not None:
             _deprecated("num_dispatched_tokens_tensor", "is ignored")
         with self._busy() as session:
+            blocks = session.blocks("dispatch", num_sms, self.config)
             plan, given = self._plan_or_route(
                 7, "dispatch", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs,
                 routing_map, permute=False)
-            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, None, num_sms)
+            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, None, blocks)
         return rows, weights, scales, handle if handle is not None else dispatch_handle(plan, self.config)
 
     @streams.on_comm_stream
@@ -177,6 +178,7 @@ class HybridEPBuffer:
                                  f"the group's {self.group_size} ranks; give only one of them")
             num_of_experts = per_rank * self.group_size
         with self._busy() as session:
+            blocks = session.blocks("dispatch", num_sms, self.config)
             plan, given = self._plan_or_route(
                 11, "dispatch_with_permute", handle, hidden, scaling_factor, topk_idx, topk_weights,
                 num_of_experts,
@@ -186,7 +188,7 @@ class HybridEPBuffer:
                 raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
                                  "the handle; give at least as many, or None")
             rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given,
-                                               plan.num_permuted_rows if budget is None else budget, num_sms)
+                                               plan.num_permuted_rows if budget is None else budget, blocks)
         return (rows, weights, scales, plan.padded_tokens_per_expert.clone(),
                 handle if handle is not None else permute_handle(plan, self.config))
 
@@ -333,7 +335,7 @@ class HybridEPBuffer:
             probs = validation.weights("probs", probs, tuple(route.shape))
         return Routing(route.shape[1], None, route, probs)
 
-    def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted, num_sms=None):
+    def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted, blocks: tuple[int, int]):
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
         x = aligned(hidden)
         padded_scale = None if scale is None else pad_rows(scale)
@@ -356,14 +358,14 @@ class HybridEPBuffer:
             weights=-1 if isinstance(weights, str) else address(weights), out_x=address(out_x),
             out_scale=address(out_scale), out_weights=address(out_weights), row_bytes=row_bytes(x),
             scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
-            num_blocks=_blocks(num_sms, self.config.num_of_blocks_dispatch_api),
-            deliver_blocks=self.config.num_of_blocks_permute or 0,
+            num_blocks=blocks[0], deliver_blocks=blocks[1],
             chunk_tokens=session.chunks["dispatch"])
         return out_x, out_weights, None if scale is None else unpad_rows(out_scale, scale)
 
     def _gather(self, session: Session, plan: Plan, hidden, weights, *, permuted, weighted, fp32_partials,
                 num_sms=None):
         validation.flag("fp32_partials", fp32_partials)
+        blocks, unpermute_blocks = session.blocks("combine", num_sms, self.config)
         x, w = aligned(hidden), None if weights is None else aligned(weights)
         bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
         session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
@@ -372,14 +374,9 @@ class HybridEPBuffer:
         session.engine.combine(
             plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],
             weights=address(w), out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
-            fp32_partials=fp32_partials, num_blocks=_blocks(num_sms, self.config.num_of_blocks_combine_api),
-            unpermute_blocks=self.config.num_of_blocks_unpermute or 0,
+            fp32_partials=fp32_partials, num_blocks=blocks, unpermute_blocks=unpermute_blocks,
             chunk_tokens=session.chunks["combine"])
         return out, None if returned is None else plan_weights.to_dense(plan, returned)
-
-
-def _blocks(num_sms: Any, default: int) -> int:
-    return default if num_sms is None else validation.integer("num_sms", num_sms, 1)
 
 
 def _deprecated(name: str, what: str) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,8 +199,16 @@ def _address(name: str) -> str:
     return "\0" + name.strip("/")  # abstract: no file, gone with its socket
 
 
+def _same_user(peer: socket.socket) -> bool:
+    """Whether the process at the other end runs as this one's user. Abstract sockets have no permissions: anybody in
+    this network namespace may connect, or take the address first."""
+    ucred = struct.Struct("iII")  # pid, uid, gid
+    return ucred.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, ucred.size))[1] == os.geteuid()
+
+
 def _serve(name: str, fd: int) -> socket.socket:
-    """A listening socket that hands `fd` to whoever of this user connects, until it is closed; then fd is closed."""
+    """A listening socket that hands `fd` to every process of this user that connects, until it is closed; then fd is
+    closed. Others are hung up on."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     server.bind(_address(name))
     server.listen(64)
@@ -209,7 +218,8 @@ def _serve(name: str, fd: int) -> socket.socket:
             while True:
                 peer, _ = server.accept()
                 with peer, contextlib.suppress(OSError):
-                    socket.send_fds(peer, [b"x"], [fd])
+                    if _same_user(peer):
+                        socket.send_fds(peer, [b"x"], [fd])
         except OSError:  # closed
             pass
         finally:
@@ -223,7 +233,10 @@ def _receive(name: str) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_CONNECT_S)
         peer.connect(_address(name))
+        if not _same_user(peer):
+            raise RuntimeError(f"the memory {name} is offered by a process of another user; run all ranks of a machine "
+                               "as one user")
         _, fds, _, _ = socket.recv_fds(peer, 1, 1)
     if not fds:
-        raise RuntimeError(f"the owner of {name} sent no file descriptor")
+        raise RuntimeError(f"the owner of {name} sent no file descriptor; it does so only to processes of its user")
     return fds[0]

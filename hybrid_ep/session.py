@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import _core, devices, env, placed
+from hybrid_ep import _core, devices, env, placed, validation
 from hybrid_ep.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import (
@@ -296,6 +296,21 @@ class Session:
             # On the host wherever it knows them, as the caller of a blocking call expects.
             padded_tokens_per_expert=facts.padded_tokens_per_expert if facts is not None and facts.learned is None else
             torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64), facts=facts)
+
+    def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int]:
+        """Blocks of an operation, and of its local pass where that is a launch of its own, else 0.
+
+        ValueError before anything is launched where there cannot be so many: after a dispatch's routing the other ranks
+        would go on without this one."""
+        local = {"dispatch": "permute", "combine": "unpermute"}[operation]
+        blocks = getattr(template, f"num_of_blocks_{operation}_api")
+        if num_sms is not None:
+            blocks = validation.integer("num_sms", num_sms, 1)
+        apart = getattr(template, f"num_of_blocks_{local}") or 0
+        self.engine.require_blocks("num_sms" if num_sms is not None else "num_blocks", blocks)
+        if apart:
+            self.engine.require_blocks(f"num_blocks_{local}", apart)
+        return blocks, apart
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""

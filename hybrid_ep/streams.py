@@ -12,6 +12,7 @@ CPU there are no streams: a call has ended when it returns, and its event has pa
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -68,13 +69,16 @@ def chosen(comm_stream: Any, device: torch.device) -> Any:
 
 def on_comm_stream(verb: Callable) -> Callable:
     """A buffer's verb, with two keywords more, async_finish and previous_event; see the class."""
+    names = [p.name for p in inspect.signature(verb).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+
     @functools.wraps(verb)
     def call(buffer, *args: Any, async_finish: bool = False, previous_event: EventOverlap | None = None,
              **kwargs: Any) -> tuple:
         validation.flag("async_finish", async_finish)
         _check_event(previous_event, async_finish, buffer.comm_stream)
         if not async_finish and buffer.comm_stream is None:
-            for tensor in _tensors(kwargs.get("handle")):  # which a call on another stream may have made
+            handle = {**dict(zip(names, args, strict=False)), **kwargs}.get("handle")
+            for tensor in _tensors(handle):  # which a call on another stream may have made
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             return verb(buffer, *args, **kwargs)
         stream = buffer.stream_of_calls()

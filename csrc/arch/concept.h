@@ -58,6 +58,14 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.warp_sync() };
   { a.group_sync(int{}, int{}) };
   { a.block_sync() };
+  // As warp_sync and block_sync, and whether every lane came. A lane whose wait did not return has left; without
+  // asking, those that meet behind that wait take it for granted that it was over. All that meet get the same answer.
+  // group_sync needs no asking: a warp that is not whole never arrives there.
+  { a.warp_whole() } -> std::same_as<bool>;
+  { a.block_whole() } -> std::same_as<bool>;
+  // Whether this rank was given up: a wait of its expired, or the host stopped it. Waits that are not over look for
+  // themselves; a kernel asks when it starts (roles/enter.h). Lanes may differ in what they see.
+  { a.given_up() } -> std::same_as<bool>;
 
   // Transaction barriers. A phase completes when `arrivals` arrivals AND all expected bytes are in.
   // mbar_wait(bar, parity) returns once the phase with that parity has completed (a fresh barrier is in

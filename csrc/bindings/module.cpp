@@ -329,6 +329,8 @@ void bind_engine(py::module_& m) {
            "A plan that lies in `memory`; count: wait for its counts, else the host never learns them.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
            "Offsets in the memory of such a plan; worst_case: with room for what its dispatch learns.")
+      .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
+           "ValueError unless a launch may have so many blocks.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
       .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = 0,
            py::arg("weights") = 0, py::arg("out_x"), py::arg("out_scale") = 0, py::arg("out_weights") = 0,

@@ -1,6 +1,7 @@
 // Kernels of combine. unpermute: this rank's experts' outputs -> partials in its receive rows. combine: node
 // sums for the rail peers and the final sum for this rank, side by side. Two launches.
 #pragma once
+#include "roles/enter.h"
 #include "roles/leave.h"
 #include "roles/pull.h"
 #include "roles/reduce.h"
@@ -25,7 +26,7 @@ HEP_DEVICE void unpermute_kernel(A& a, Net& net, const CombineParams& p, std::by
   const int warp = a.warp_idx();
   const bool elected = a.elect_one();
   if (warp == 0 && elected) fifo.init(a, kReduceWarps<A>);
-  a.block_sync();
+  if (!enter_kernel(a)) return;
   if (warp == 0) {
     if (elected) UnpermuteRole<A>(a, p, fifo).run();
   } else if (warp == 1) {
@@ -44,13 +45,13 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   const int warp = a.warp_idx(), parties = a.num_blocks() * 2;
   const bool elected = a.elect_one();
   if (warp == 0 && elected) {
-    if (a.block_idx() == 0) p.gate.announce_ready(a);
     node_sum.init(a, kWarps);
     final_sum.init(a, kWarps);
   }
-  a.block_sync();
+  if (!enter_kernel(a)) return;
   if (warp == 0) {
     if (!elected) return;
+    if (a.block_idx() == 0) p.gate.announce_ready(a);
     NodeSumRole<A, Net>(a, net, p, node_sum).run(smem);
   } else if (warp == 1) {
     if (!elected) return;

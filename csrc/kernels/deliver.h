@@ -3,6 +3,7 @@
 // given. Warps: deliver G2S | deliver S2G | zero rows.
 #pragma once
 #include "roles/deliver.h"
+#include "roles/enter.h"
 
 namespace hep {
 
@@ -14,7 +15,7 @@ HEP_DEVICE void deliver_kernel(A& a, const DispatchParams& p, std::byte* smem) {
   const int warp = a.warp_idx();
   const bool elected = a.elect_one();
   if (warp == 0 && elected) fifo.init(a, 1);
-  a.block_sync();
+  if (!enter_kernel(a)) return;
   if (warp == 2) return ZeroRowsRole<A>::run(a, p);
   if (!elected) return;
   if (warp == 1) return DeliverS2GRole<A>(a, p, fifo).run();
@@ -29,8 +30,8 @@ template <Arch A>
 uint64_t plan_deliver_smem(DispatchParams& p, uint64_t budget) {
   const uint64_t room = budget > 1024 ? budget - 1024 : 0;
   p.tile_bytes = p.message.row_bytes < kMaxTileBytes ? p.message.row_bytes : kMaxTileBytes;
-  p.deliver = StageFifo<A, TokenHead>::layout(0, stages_that_fit(room, token_stage_bytes<A>(p), 2, 12),
-                                              p.message.payload_at() + p.tile_bytes);
+  const uint32_t stages = stages_that_fit(room, token_stage_bytes<A>(p), 2, kMostStages);
+  p.deliver = StageFifo<A, TokenHead>::layout(0, stages, p.message.payload_at() + p.tile_bytes);
   return p.smem_bytes = p.deliver.end;
 }
 

@@ -3,6 +3,7 @@
 // of the node are inside (NodeGate); nodes are coupled by ring credits only.
 #pragma once
 #include "roles/deliver.h"
+#include "roles/enter.h"
 #include "roles/g2s.h"
 #include "roles/leave.h"
 #include "roles/n2n.h"
@@ -19,12 +20,12 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
   const int warp = a.warp_idx();
   const bool elected = a.elect_one();
   if (warp == 0 && elected) {
-    if (a.block_idx() == 0) p.gate.announce_ready(a);
     scatter.init(a, 1);
     rail.init(a, 1);
     deliver.init(a, 1);
   }
-  a.block_sync();
+  if (!enter_kernel(a)) return;
+  if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a);
   if (p.deliver_apart && warp >= 5) return;
   if (warp == 6) return ZeroRowsRole<A>::run(a, p);
   if (!elected) return;  // the copy roles are one lane each: bulk copies need no more
@@ -57,10 +58,11 @@ uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   const uint64_t stage_bytes = p.message.payload_at() + p.tile_bytes;
   const uint64_t room = budget > 1024 ? budget - 1024 : 0, quarter = room / 4;  // the rest is alignment
   const bool rail = p.rail.num_peers != 0, here = !p.deliver_apart;
-  const uint32_t n2n = rail ? stages_that_fit(quarter, stage, 3, 4) : 3;
-  const uint32_t deliver = here ? stages_that_fit(quarter, stage, 2, 6) : 2;
+  const uint32_t n2n = rail ? stages_that_fit(quarter, stage, 3, kMostSideStages) : 3;
+  const uint32_t deliver = here ? stages_that_fit(quarter, stage, 2, kMostSideStages) : 2;
+  const uint64_t left = room - (rail + here) * quarter;
   const uint32_t scatter =
-      stages_that_fit(room - (rail + here) * quarter, stage, 2 * kScatterWarps, 12) / kScatterWarps * kScatterWarps;
+      stages_that_fit(left, stage, 2 * kScatterWarps, kMostStages) / kScatterWarps * kScatterWarps;
   p.scatter = Fifo::layout(2 * cursors, scatter, stage_bytes);
   p.rail_stage = Fifo::layout(p.scatter.end, n2n, rail ? stage_bytes : 16);
   p.deliver = Fifo::layout(p.rail_stage.end, deliver, here ? stage_bytes : 16);

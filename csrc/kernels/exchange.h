@@ -1,6 +1,7 @@
 // Kernel: route this rank's tokens and all-gather the count vectors. One block.
 #pragma once
 #include "layout/headers.h"
+#include "roles/enter.h"
 #include "roles/exchange.h"
 #include "roles/place.h"
 #include "roles/post.h"
@@ -13,9 +14,10 @@ template <Arch A>
 inline constexpr int kExchangeWarps = A::kLanes < 32 ? 1 : 16;
 
 // Ranks that mean different calls would overrun each other's rows. Where the host does not see the headers, the lane
-// that does never goes on: its deadline says who differs, in which word (the obituary's chunk), and both values.
+// that does never goes on: its deadline says who differs, in which word (the obituary's chunk), and both values. By all
+// lanes of the block; false: one of them has left, so all must.
 template <Arch A>
-HEP_DEVICE void require_agreement(A& a, const ExchangeParams& p, const CountsView& counts) {
+HEP_DEVICE bool require_agreement(A& a, const ExchangeParams& p, const CountsView& counts) {
   for (uint32_t i = uint32_t(a.lane()); i < counts.layout.num_ranks * uint32_t(kCountHeaderWords); i += A::kLanes) {
     const int rank = int(i) / kCountHeaderWords, word = int(i) % kCountHeaderWords;
     const uint32_t said = counts.header(rank, word);
@@ -23,6 +25,7 @@ HEP_DEVICE void require_agreement(A& a, const ExchangeParams& p, const CountsVie
     while (!fits || ((p.must_agree >> word & 1) && said != p.header[word]))
       a.poll_idle({Site::kHeaders, rank, word}, word == kHeaderNumTokens ? p.max_tokens : p.header[word], said);
   }
+  return a.block_whole();
 }
 
 // Where the host does see them, it decides; whether rows can be placed is the same on all ranks, for it depends on the
@@ -41,18 +44,18 @@ HEP_DEVICE bool calls_fit(A& a, const ExchangeParams& p, const CountsView& count
 }
 
 // The whole plan, without the host, or ahead of it: the mail goes out when the counts are known, and while the host
-// makes tensors of that size, records are finished.
+// makes tensors of that size, records are finished. False as above.
 template <Arch A>
-HEP_DEVICE void place_tokens(A& a, const ExchangeParams& p) {
+HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p) {
   a.set_role("place");
   PlaceParams place = p.place;
   place.counts = p.counts + p.parity_bytes();
   const CountsView counts{p.layout, place.counts};
   if (!p.mail) {
-    require_agreement(a, p, counts);
+    if (!require_agreement(a, p, counts)) return false;
   } else if (kMutant != 50 && !calls_fit(a, p, counts)) {
     if (a.warp_idx() == 0) PostRole<A>(a, p, place).run(false);
-    return;
+    return true;
   }
   if (a.warp_idx() == 0 && a.elect_one())
     for (int n = 0; n < p.world.num_nodes; ++n) {
@@ -67,6 +70,7 @@ HEP_DEVICE void place_tokens(A& a, const ExchangeParams& p) {
     PostRole<A>(a, p, place).run(true);
   }
   role.finish_records();
+  return true;
 }
 
 // Counters of their own for as many warps as `budget` bytes of shared memory hold, at least one; returns the bytes.
@@ -79,19 +83,19 @@ inline uint64_t plan_exchange_smem(ExchangeParams& p, uint64_t budget) {
 
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::byte* smem) {
+  if (!enter_kernel(a)) return;
   a.set_role("route");
   RouteRole<A>(a, p, smem).run();
   const bool place = p.place.numbers != nullptr;
   a.set_role("exchange");
   if (a.warp_idx() == 0) {
     if (a.elect_one()) ExchangeRole<A, Net>::send(a, net, p);
-    ExchangeRole<A, Net>::forward(a, net, p);
+    if (!ExchangeRole<A, Net>::forward(a, net, p)) return;
   }
-  if (a.warp_idx() == 0 || place) {  // whoever reads the vectors has waited for them
-    if (a.elect_one()) ExchangeRole<A, Net>::wait_all(a, p);
-    a.warp_sync();
-  }
-  if (place) place_tokens<A>(a, p);
+  // Whoever reads the vectors has waited for them, or its warp's elected lane has.
+  if ((a.warp_idx() == 0 || place) && a.elect_one()) ExchangeRole<A, Net>::wait_all(a, p);
+  if (!a.block_whole()) return;  // a lane left in its wait: the counts are not complete
+  if (place && !place_tokens<A>(a, p)) return;
   if (a.warp_idx() == 0 && a.elect_one()) net.quiet(a);
   a.block_sync();
   if (a.warp_idx() == 0 && a.elect_one()) ++p.progress->exchanges;

@@ -27,6 +27,10 @@ struct FifoLayout {
 
 inline constexpr uint32_t kMaxTileBytes = 16 * 1024;  // payload bytes of one stage; longer rows take several
 
+// Stages of one FIFO at most: enough that rows of 7 KiB (fp8) fill a block's memory, as rows of 14 KiB (bf16) do, and
+// few enough that a launch of small rows is not all setting up of barriers. A FIFO beside others holds fewer.
+inline constexpr uint32_t kMostStages = 32, kMostSideStages = 8;
+
 // Stages that fit a budget, within [least, most].
 HEP_HOST_DEVICE constexpr uint32_t stages_that_fit(uint64_t budget, uint64_t stage_bytes, uint32_t least,
                                                    uint32_t most) {

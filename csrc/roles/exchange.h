@@ -22,14 +22,19 @@ struct ExchangeRole {
       p.traffic->count_bytes += bytes;
     }
   }
-  // By all lanes of one warp: vectors of this rail go to the node as they come.
-  HEP_DEVICE static void forward(A& a, Net& net, const ExchangeParams& p) {
+  // By all lanes of one warp: vectors of this rail go to the node as they come. False: a lane has left in its wait, and
+  // the warp must, for a vector that only some lanes copied would be announced as whole.
+  HEP_DEVICE static bool forward(A& a, Net& net, const ExchangeParams& p) {
     for (int i = 0; i < p.world.num_nodes; ++i) {
       const int node = (p.world.node() + i) % p.world.num_nodes, source = p.world.rail_peer(node);
-      if (i > 0 && kMutant != 28)
-        net.wait_signal(a, p.rail_flags + node * kStride, p.sequence(), {Site::kCountsFromRail, source, -1});
+      if (i > 0) {
+        if (kMutant != 28)
+          net.wait_signal(a, p.rail_flags + node * kStride, p.sequence(), {Site::kCountsFromRail, source, -1});
+        if (!a.warp_whole()) return false;
+      }
       for (int l = 0; l < p.world.num_local_ranks; ++l) copy_vector(a, p, source, l);
     }
+    return true;
   }
   HEP_DEVICE static void wait_all(A& a, const ExchangeParams& p) {
     for (int r = 0; r < p.world.num_ranks(); ++r) {

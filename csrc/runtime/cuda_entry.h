@@ -11,7 +11,7 @@ namespace hep::cuda {
 
 inline constexpr uint64_t kAbi =
     1000003ull * (1000003ull * (1000003ull * sizeof(ExchangeParams) + sizeof(DispatchParams)) + sizeof(CombineParams)) +
-    sizeof(LaunchSettings);
+    sizeof(LaunchSettings) + 1000003ull * 1000003ull * kExecutorVersion;
 
 struct DeviceFacts {
   std::string name;

@@ -142,7 +142,6 @@ class MappedMemory final : public DeviceMemory {
     prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE, prop.location.id = device_;
     prop.requestedHandleTypes = type();
-    prop.allocFlags.gpuDirectRDMACapable = 1;
     return prop;
   }
   void open(size_t bytes) {

@@ -147,6 +147,7 @@ std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   // Refuses bad indices before anything is sent.
   const ExchangeParams routed = prepare_routing(in, world_, layout_.counts, *r);
   ExchangeParams p = exchange_params(routed, in, r->topk);
+  executor_->require_shared_memory(p);
   call.run([&] { executor_->exchange(p, settings_); });
   RankProgress now{};
   executor_->read(&now, progress_, sizeof now);
@@ -163,17 +164,19 @@ void Engine::require_row(uint64_t row_bytes, uint64_t rows, const char* what) co
 }
 
 // What would leave the ranks out of step if a kernel found it.
-void Engine::require_sizes(uint64_t row_bytes, uint64_t scale_bytes, int num_blocks) {
+void Engine::require_sizes(uint64_t row_bytes, uint64_t scale_bytes) {
   if (row_bytes == 0 || row_bytes % 16 || scale_bytes % 16)
     throw std::invalid_argument("x: a row has " + std::to_string(row_bytes) + " bytes and " +
                                 std::to_string(scale_bytes) +
                                 " of scales; both must be multiples of 16, the row not empty");
-  if (num_blocks < 1) throw std::invalid_argument("num_blocks: is " + std::to_string(num_blocks) + "; give at least 1");
 }
 
-void Engine::require_apart(const char* name, int blocks) {
-  if (blocks < 0)
-    throw std::invalid_argument(std::string(name) + ": is " + std::to_string(blocks) + "; give 0 or a positive number");
+void Engine::require_blocks(const char* name, int64_t blocks) const {
+  const std::string is = std::string(name) + ": is " + std::to_string(blocks);
+  if (blocks < 1) throw std::invalid_argument(is + "; give at least 1");
+  if (const int most = executor_->most_blocks(); blocks > most)
+    throw std::invalid_argument(is + " but the device has " + std::to_string(most) +
+                                " SMs, and blocks wait for one another; give at most that");
 }
 
 void Engine::require_world(const Plan& plan) const {
@@ -191,8 +194,9 @@ uint32_t Engine::chunk_of(uint32_t asked) const {
 
 void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_world(plan);
-  require_sizes(c.row_bytes, c.scale_bytes, c.num_blocks);
-  require_apart("deliver_blocks", c.deliver_blocks);
+  require_sizes(c.row_bytes, c.scale_bytes);
+  require_blocks("num_blocks", c.num_blocks);
+  if (c.deliver_blocks) require_blocks("deliver_blocks", c.deliver_blocks);
   const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   DispatchParams p{};
@@ -209,6 +213,7 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   p.out_rows = uint32_t(c.out_rows);
   p.permute = c.permute, p.deliver_apart = c.deliver_blocks > 0;
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
+  executor_->require_shared_memory(p);
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
   LaunchSettings settings = settings_;
@@ -220,8 +225,9 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
 void Engine::combine(Plan& plan, const CombineCall& c) {
   require_world(plan);
   if (!plan.complete()) throw std::invalid_argument("handle: its dispatch has not run");
-  require_sizes(uint64_t(c.hidden) * dtype_bytes(c.dtype), 0, c.num_blocks);
-  require_apart("unpermute_blocks", c.unpermute_blocks);
+  require_sizes(uint64_t(c.hidden) * dtype_bytes(c.dtype), 0);
+  require_blocks("num_blocks", c.num_blocks);
+  if (c.unpermute_blocks) require_blocks("unpermute_blocks", c.unpermute_blocks);
   const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   CombineParams p{};
@@ -239,6 +245,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
   p.recv = own() + layout_.recv;
   p.out_x = c.out_x, p.out_weights = c.weights ? c.out_weights : nullptr;
+  executor_->require_shared_memory(p);
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));
   LaunchSettings settings = settings_;

@@ -92,6 +92,9 @@ class Engine {
   // Before the first operation, by every rank: as if `base` exchanges, operations and chunks had gone before. For
   // tests of what long-lived counters do.
   void start_counters_at(uint64_t base);
+  // std::invalid_argument unless a launch may have so many blocks; `name` is the argument's. Operations ask for
+  // themselves before they launch anything; a caller asks before the exchange that others would follow by a dispatch.
+  void require_blocks(const char* name, int64_t blocks) const;
   // For tests, between operations: 0xFF into every byte of this rank's rings and receive rows.
   void poison();
   void set_interrupt_check(std::function<bool()> check) { settings_.interrupted = std::move(check); }
@@ -118,7 +121,7 @@ class Engine {
   uint64_t* flag(int rank, uint64_t offset) const {
     return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset);
   }
-  DevicePlan launch_place(const RoutingInput& in, const PlaceCall& c, bool count);
+  DevicePlan launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count);
   void await_mail();
   PlacedCounts read_mail() const;
   void make_tables();
@@ -127,8 +130,7 @@ class Engine {
   void bind(Params& p, uint32_t chunk) const;
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
   void require_world(const Plan& plan) const;
-  static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes, int num_blocks);
-  static void require_apart(const char* name, int blocks);
+  static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes);
   uint32_t chunk_of(uint32_t asked) const;
 
   World world_;

@@ -41,7 +41,7 @@ PlanMemory Engine::plan_memory(uint32_t num_tokens, uint32_t topk, bool worst_ca
 }
 
 // Everything the exchange kernel is told; launches it.
-DevicePlan Engine::launch_place(const RoutingInput& in, const PlaceCall& c, bool count) {
+DevicePlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count) {
   const PlanMemory m = plan_memory(in.num_tokens, c.topk, !count);
   const auto at = [&]<class T>(T*& pointer, uint64_t offset) { pointer = reinterpret_cast<T*>(c.memory + offset); };
   ExchangeParams p{};
@@ -66,8 +66,9 @@ DevicePlan Engine::launch_place(const RoutingInput& in, const PlaceCall& c, bool
   at(q.pair_base, m.pair_base), at(q.expert_pairs, m.expert_pairs);
   at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.record_base, m.records);
   p = exchange_params(p, in, c.topk);
+  executor_->require_shared_memory(p);
   if (count) p.mail = static_cast<unsigned char*>(mail_.get()), p.mail_ticket = ++mail_ticket_;
-  executor_->exchange(p, settings_);
+  call.run([&] { executor_->exchange(p, settings_); });
 
   DevicePlan d{world_,           shape_.num_experts, m.message.record_bytes, m.message.pairs_at(),
                shape_.recv_rows, c.budget,           p.pair_weight,          {}};
@@ -88,19 +89,15 @@ std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) 
   if (in.num_tokens > shape_.max_tokens || c.topk > shape_.max_topk)
     throw std::logic_error("place: more tokens or experts per token than this buffer was laid out for");
   Call call(*this);
-  DevicePlan plan;
-  call.run([&] { plan = launch_place(in, c, false); });
-  return std::make_shared<Plan>(plan);
+  return std::make_shared<Plan>(launch_place(call, in, c, false));
 }
 
 std::shared_ptr<Placement> Engine::place_and_count(const RoutingInput& in, const PlaceCall& c) {
   require_placeable(in, c);
   Call call(*this);
   auto placement = std::make_shared<Placement>();
-  call.run([&] {
-    placement->device = launch_place(in, c, true);
-    await_mail();
-  });
+  placement->device = launch_place(call, in, c, true);
+  call.run([&] { await_mail(); });
   placement->counts = read_mail();
   const PlacedCounts& counts = placement->counts;
   if (!counts.placed) return placement;

@@ -105,6 +105,23 @@ void obituary_prefers_the_wait_for_a_peer() {
 }
 ON_ALL(obituary_prefers_the_wait_for_a_peer);
 
+// A launch of a rank that was given up: every lane is told. Meetings that others come to are whole.
+template <class A>
+void lanes_are_told_that_their_rank_was_given_up() {
+  LaunchConfig config = grid(2, 3);
+  for (const bool given_up : {false, true}) {
+    config.given_up = given_up;
+    std::atomic<int> told = 0, whole = 0;
+    launch<A>(config, [&](A& a, std::byte*) {
+      told += a.given_up();
+      whole += a.warp_whole() && a.block_whole();
+    });
+    CHECK_EQ(told.load(), given_up ? 6 * A::kLanes : 0);
+    CHECK_EQ(whole.load(), 6 * A::kLanes);
+  }
+}
+ON_ALL(lanes_are_told_that_their_rank_was_given_up);
+
 struct Boom : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,11 +1,15 @@
 // Layouts: regions that never overlap, offsets that every rank computes alike, sections where bulk copies can
 // reach them.
 #include <algorithm>
+#include <array>
 #include <set>
 #include <string>
 #include <utility>
 
+#include "arch/host/host_arch.h"
 #include "check.h"
+#include "kernels/deliver.h"
+#include "kernels/dispatch.h"
 #include "layout/buffer.h"
 #include "layout/message.h"
 #include "layout/smem.h"
@@ -174,6 +178,32 @@ TEST(stages_fit_the_budget_unless_too_few_would) {
   CHECK_EQ(stages_that_fit(1000, 100, 2, 20), 10u);
   CHECK_EQ(stages_that_fit(1000, 100, 2, 6), 6u);
   CHECK_EQ(stages_that_fit(1000, 900, 2, 6), 2u);
+}
+
+// Rows of half the bytes must not mean half the bytes in flight: fp8 with its scales against bf16, in what a block of
+// an H100 may use.
+TEST(small_rows_get_the_stages_that_their_size_leaves_room_for) {
+  using A = host::PlainFibers;
+  constexpr uint64_t kBudget = 232448;
+  const auto stages = [&](uint32_t num_nodes, bool apart, uint32_t row_bytes, uint32_t scale_bytes) {
+    DispatchParams p{};
+    p.world = {int32_t(num_nodes), 8, 0};
+    p.message = MessageLayout::make(p.world, 8, true, scale_bytes, row_bytes);
+    p.rail.num_peers = num_nodes - 1, p.deliver_apart = apart;
+    CHECK(plan_dispatch_smem<A>(p, kBudget) <= kBudget);
+    uint32_t deliver = p.deliver.num_stages;
+    if (apart) {
+      CHECK(plan_deliver_smem<A>(p, kBudget) <= kBudget);
+      deliver = p.deliver.num_stages;
+    }
+    return std::array{p.scatter.num_stages, num_nodes > 1 ? p.rail_stage.num_stages : 0, deliver};
+  };
+  for (const uint32_t nodes : {1u, 4u})
+    for (const bool apart : {false, true}) {
+      const auto bf16 = stages(nodes, apart, 2 * 7168, 0), fp8 = stages(nodes, apart, 7168, 4 * 7168 / 128);
+      for (size_t fifo = 0; fifo < 3; ++fifo) CHECK(fp8[fifo] * 10 >= bf16[fifo] * 18);
+      CHECK(stages(nodes, apart, 16, 0)[0] == kMostStages && fp8[0] < kMostStages);
+    }
 }
 
 TEST(bad_shapes_are_refused) {

@@ -33,17 +33,25 @@ class StreamedExecutor final : public Executor {
     worker_.join();
   }
   void exchange(const ExchangeParams& p, const LaunchSettings& s) override {
+    ++launches_;
     push([this, p, s] { machine_->exchange(p, s); });
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
+    ++launches_;
     push([this, p, s]() mutable { machine_->dispatch(p, s); });
   }
   void unpermute(CombineParams& p, const LaunchSettings& s) override {
+    ++launches_;
     push([this, p, s]() mutable { machine_->unpermute(p, s); });
   }
   void combine(CombineParams& p, const LaunchSettings& s) override {
+    ++launches_;
     push([this, p, s]() mutable { machine_->combine(p, s); });
   }
+  int most_blocks() const override { return blocks; }
+  void require_shared_memory(const ExchangeParams&) const override { require_shared_memory(); }
+  void require_shared_memory(const DispatchParams&) const override { require_shared_memory(); }
+  void require_shared_memory(const CombineParams&) const override { require_shared_memory(); }
   void drain() noexcept override {
     std::unique_lock lock(mutex_);
     ++drains;
@@ -54,7 +62,7 @@ class StreamedExecutor final : public Executor {
     std::lock_guard lock(mutex_);
     return died_;
   }
-  void abort() noexcept override { aborted = true; }
+  void abort() noexcept override { aborted = true, machine_->abort(); }
 
   // Other work of the caller's on the same stream.
   void push(std::function<void()> job) {
@@ -66,8 +74,13 @@ class StreamedExecutor final : public Executor {
   }
   int drains = 0;
   std::atomic<bool> aborted{false};
+  int blocks = 1000;          // that a launch may have
+  bool shared_memory = true;  // whether there is enough of it
 
  private:
+  void require_shared_memory() const {
+    if (!shared_memory) throw std::invalid_argument("too little shared memory");
+  }
   void work() {
     std::unique_lock lock(mutex_);
     for (;;) {
@@ -79,9 +92,10 @@ class StreamedExecutor final : public Executor {
       lock.unlock();
       std::optional<Obituary> died;
       try {
-        if (!aborted) job();
+        job();
       } catch (const host::DeadlineError& e) {
         died = e.obituary();
+        abort();
       }
       lock.lock();
       if (died) died_ = died;
@@ -105,7 +119,6 @@ struct Pair {
   explicit Pair(double timeout_s) {
     shape.num_local_ranks = 2, shape.num_experts = kExperts, shape.max_tokens = kTokens, shape.max_topk = kTopk;
     shape.recv_rows = 2 * kTokens, shape.row_bytes = shape.partial_row_bytes = kRow;
-    std::vector<std::shared_ptr<Segment>> segments;
     for (int r = 0; r < 2; ++r) segments.push_back(Segment::private_memory(BufferLayout(shape).total));
     for (int r = 0; r < 2; ++r) {
       const auto maker = [&](unsigned char* const* rail, uint64_t) -> std::unique_ptr<Executor> {
@@ -118,7 +131,10 @@ struct Pair {
       engines[r] = std::make_unique<Engine>(r, shape, segments, timeout_s, maker, 1);
     }
   }
+  // The word of rank 1's segment in which rank 0 says of its operations: ready, or done.
+  uint64_t said_by_0(uint64_t flag) const { return *reinterpret_cast<uint64_t*>(segments[1]->data() + flag); }
   BufferShape shape;
+  std::vector<std::shared_ptr<Segment>> segments;
   StreamedExecutor* streams[2] = {};
   std::unique_ptr<Engine> engines[2];
 };
@@ -276,6 +292,112 @@ TEST(the_user_may_lose_patience) {
   CHECK_THROWS(host::Interrupted, pair.engines[0]->place_and_count(routed.in, routed.call));
 }
 
+namespace {
+
+// A dispatch and its combine of a rank whose tokens are ones, with all the memory they use.
+struct Step {
+  Step(Engine& e, uint32_t tokens) : engine(e), routed(e, tokens), x(uint64_t(tokens) * kRow / 2, kOne) {}
+  void route() {
+    const auto placement = engine.place_and_count(routed.in, routed.call);
+    learned = std::make_unique<Memory>(placement->learned.total);
+    plan = placement->plan(learned->data());
+    rows.assign(plan->num_permuted_rows() * kRow / 2 + 1, kUntouched), sums.assign(x.size(), kUntouched);
+  }
+  void dispatch(int num_blocks = 1, int deliver_blocks = 0) {
+    DispatchCall d;
+    d.x = bytes(x), d.out_x = bytes(rows), d.row_bytes = kRow, d.out_rows = plan->num_permuted_rows(), d.permute = true;
+    d.num_blocks = num_blocks, d.deliver_blocks = deliver_blocks;
+    engine.dispatch(*plan, d);
+  }
+  void combine(int num_blocks = 1, int unpermute_blocks = 0) {
+    CombineCall c;
+    c.x = bytes(rows), c.out_x = bytes(sums), c.hidden = kRow / 2, c.permuted = true;
+    c.num_blocks = num_blocks, c.unpermute_blocks = unpermute_blocks;
+    engine.combine(*plan, c);
+  }
+  static constexpr uint16_t kOne = 0x3f80, kTwo = 0x4000, kUntouched = 0xEEEE;  // bf16
+  Engine& engine;
+  Routed routed;
+  std::vector<uint16_t> x, rows, sums;
+  std::unique_ptr<Memory> learned;
+  std::shared_ptr<Plan> plan;
+
+ private:
+  static unsigned char* bytes(std::vector<uint16_t>& v) { return reinterpret_cast<unsigned char*>(v.data()); }
+};
+
+// Rank 0 is given up before its exchange, its dispatch or its combine. It must not say a word in that operation, which
+// rank 1 has to give up for want of one.
+void given_up_before(int operation) {
+  constexpr uint32_t kMine = 3;
+  Pair pair(1);
+  std::unique_ptr<Step> steps[2];
+  for (int r = 0; r < 2; ++r) steps[r] = std::make_unique<Step>(*pair.engines[r], kMine);
+  const auto run = [&](int r, int which) {
+    if (which == 0) steps[r]->route();
+    if (which == 1) steps[r]->dispatch(2, 1);
+    if (which == 2) steps[r]->combine(2);
+  };
+  for (int before = 0; before < operation; ++before) {
+    both([&](int r) { run(r, before), pair.streams[r]->drain(); });
+  }
+  pair.streams[0]->abort();
+  both([&](int r) {
+    if (operation == 0) {
+      CHECK_THROWS(host::DeadlineError, run(r, 0));
+    } else {
+      run(r, operation), pair.streams[r]->drain();
+    }
+  });
+  CHECK(pair.streams[1]->obituary().has_value());
+  CHECK(!pair.streams[0]->obituary().has_value());
+  const BufferLayout layout(pair.shape);
+  const uint64_t ended = operation > 1 ? 1 : 0;
+  CHECK_EQ(pair.said_by_0(layout.ready_flag(0)), ended);
+  CHECK_EQ(pair.said_by_0(layout.done_flag(0)), ended);
+  CHECK_EQ(*reinterpret_cast<uint64_t*>(pair.segments[1]->data() + layout.counts_node), operation > 0 ? 1u : 0u);
+  if (operation == 1) CHECK_EQ(steps[0]->rows[0], Step::kUntouched);
+  if (operation == 2) CHECK_EQ(steps[0]->sums[0], Step::kUntouched);
+}
+
+}  // namespace
+
+TEST(what_the_machine_cannot_launch_is_refused_before_anything_and_harms_nothing) {
+  Pair pair(20);
+  constexpr uint32_t kMine = 4;
+  both([&](int r) {
+    StreamedExecutor& stream = *pair.streams[r];
+    Step step(*pair.engines[r], kMine);
+    stream.blocks = 3;
+    const auto refused = [&](auto&& call, bool shared_memory) {
+      const uint64_t before = step.engine.num_launches();
+      stream.shared_memory = shared_memory;
+      CHECK_THROWS(std::invalid_argument, call());
+      CHECK_EQ(step.engine.num_launches(), before);
+      stream.shared_memory = true;
+    };
+    for (int round = 0; round < 2; ++round) {
+      refused([&] { step.route(); }, false);
+      step.route();
+      refused([&] { step.dispatch(4); }, true);
+      refused([&] { step.dispatch(1, 4); }, true);
+      refused([&] { step.dispatch(1, -1); }, true);
+      refused([&] { step.dispatch(); }, false);
+      step.dispatch(3, 3);
+      refused([&] { step.combine(4); }, true);
+      refused([&] { step.combine(1, 4); }, true);
+      refused([&] { step.combine(); }, false);
+      step.combine(3, 2);
+      stream.drain();
+      for (uint32_t t = 0; t < kMine; ++t) CHECK_EQ(step.sums[t * kRow / 2], t % 2 ? Step::kTwo : Step::kOne);
+    }
+  });
+}
+
+TEST(a_rank_that_was_given_up_takes_no_part) {
+  for (int operation = 0; operation < 3; ++operation) given_up_before(operation);
+}
+
 #if defined(HEP_MUTANTS)
 TEST(mutants_are_noticed) {
   const auto caught = [](int mutant, auto&& test) {
@@ -294,6 +416,8 @@ TEST(mutants_are_noticed) {
     Pair pair(20);
     counts_and_rows_are_right(pair, 4, 3);
   });
+  for (int operation = 0; operation < 3; ++operation)  // a kernel starts although its rank was given up
+    caught(53, [=] { given_up_before(operation); });
   caught(50, [] {  // nobody looks whether the calls fit
     Pair pair(20);
     both([&](int r) {

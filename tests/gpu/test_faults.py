@@ -32,6 +32,31 @@ def test_a_missing_rank_is_named_and_the_context_survives(shape, site):
     assert sum(results) == 2 * 5 * 64
 
 
+def test_calls_queued_behind_one_that_dies_take_no_part():
+    world = GpuWorld(1, 2, 2, timeout_s=1.5, skew=0)
+    world.run(lambda rank, buffer: routed(buffer, 4))  # makes room
+    x = torch.ones(5, 64, dtype=torch.bfloat16, device="cuda")
+    idx = (torch.arange(5) % 4)[:, None].cuda()
+
+    def lonely(rank, _):
+        if rank == 1:
+            return
+        started = time.monotonic()
+        for _ in range(4):  # the first one's exchange waits for rank 1; the others are on the stream before it dies
+            rows, *_, handle = world.raw[0].dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=4,
+                                                                  num_permuted_tokens=16, non_blocking=True)
+            world.raw[0].combine_with_unpermute(hidden=rows, handle=handle)
+        torch.cuda.synchronize()
+        assert time.monotonic() - started < 2.5, "more than one of them has waited"
+        with pytest.raises(DeadlineError) as error:
+            routed(world.buffers[0], 4)
+        assert (error.value.site, error.value.peer) == ("counts_from_node", 1)
+
+    world.run(lonely)
+    assert torch.ones(1000, device="cuda").sum().item() == 1000  # no sticky error, though no plan was ever made
+    world.close()
+
+
 def test_a_combine_nobody_waits_for_is_reported_by_the_next_call():
     world = GpuWorld(1, 2, 1, timeout_s=1.5, skew=0)
     handles = world.run(lambda rank, buffer: routed(buffer, 2))

@@ -70,9 +70,40 @@ def test_the_comparison_notices(wrong):
     check_world(ex, "cuda")
 
 
-def test_more_blocks_than_sms_are_refused():
+def test_what_the_device_cannot_launch_is_refused_and_the_buffer_works_on():
+    too_many = torch.cuda.get_device_properties(0).multi_processor_count + 1
+    ex = Example(1, 2, 2, (40, 21), 2, 64, pad_multiple=8, seed=12)
+    world, want = GpuWorld(1, 2, 2, skew=0), expected(ex)
+
+    def work(rank, buffer):
+        mine, session = want.inputs[rank], world.raw[rank]._session
+        call = {"hidden": mine.hidden, "num_of_experts": ex.world.num_experts, **mine.routing()}
+        before = session.num_launches()
+        for bad in ({"num_sms": too_many}, {"num_sms": 0}):
+            with pytest.raises(ValueError, match="num_sms"):
+                buffer.dispatch_with_permute(**call, **bad)
+            with pytest.raises(ValueError, match="num_sms"):
+                buffer.dispatch(**call, **bad)
+        assert session.num_launches() == before, "the other ranks would have met an exchange without its dispatch"
+        with pytest.raises(ValueError, match="bytes of shared memory"):  # four stages of 120 KB
+            buffer.dispatch(**call, scaling_factor=torch.ones(len(mine.hidden), 30_000))
+        check(buffer, rank, ex, want)
+        rows, *_, handle = buffer.dispatch_with_permute(**call)
+        before = session.num_launches()
+        with pytest.raises(ValueError, match="num_sms"):
+            buffer.combine_with_unpermute(hidden=rows, handle=handle, num_sms=too_many)
+        assert session.num_launches() == before
+        check(buffer, rank, ex, want)
+
+    world.run(work)
+    world.close()
+
+
+@pytest.mark.parametrize("name", ["num_sms_dispatch_api", "num_blocks_permute"])
+def test_a_buffer_of_more_blocks_than_sms_says_so_at_every_call(name):
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    world = GpuWorld(1, 1, 1, num_sms_dispatch_api=sms + 1)
-    with pytest.raises(ValueError, match="num_blocks"):
-        world.run(lambda rank, buffer: buffer.dispatch(torch.zeros(1, 16, dtype=torch.bfloat16),
-                                                       topk_idx=torch.zeros(1, 1).long(), num_of_experts=1))
+    world = GpuWorld(1, 1, 1, **{name: sms + 1})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="num_blocks"):
+            world.run(lambda rank, buffer: buffer.dispatch(torch.zeros(1, 16, dtype=torch.bfloat16),
+                                                           topk_idx=torch.zeros(1, 1).long(), num_of_experts=1))

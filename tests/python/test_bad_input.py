@@ -163,6 +163,50 @@ def test_bad_calls(buffer, what):
     assert out[:, 0].tolist() == [2, 2, 1, 2]
 
 
+class FewBlocks:
+    """An engine as a GPU's is: a launch may not have more blocks than there are SMs."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def require_blocks(self, name, blocks):
+        if blocks > 3:
+            raise ValueError(f"{name}: is {blocks}; 3 is the most")
+        self._engine.require_blocks(name, blocks)
+
+
+@pytest.mark.parametrize("kernel_places", [False, True])
+@pytest.mark.parametrize("num_sms", [0, 4, 1 << 40])
+def test_blocks_are_refused_before_the_ranks_exchange_anything(num_sms, kernel_places):
+    world = VirtualWorld(1, 2)
+    buffers = world.buffers(H, 8, E // 2, timeout_s=20)
+
+    def work(rank, _):
+        buffer, session = buffers[rank], buffers[rank]._session
+        session.kernel_places = kernel_places
+        permute(buffer)  # makes room
+        session.engine = FewBlocks(session.engine)
+        rows, weights, _, _, handle = permute(buffer)
+        dense, _, _, dense_handle = buffer.dispatch(X, topk_idx=IDX)
+        before = session.num_launches()
+        if rank == 0:  # alone: the other rank would wait for it, had it begun
+            for call in (lambda: permute(buffer, num_sms=num_sms),
+                         lambda: permute(buffer, topk_idx=None, topk_weights=None, handle=handle, num_sms=num_sms),
+                         lambda: buffer.dispatch(X, topk_idx=IDX, num_sms=num_sms),
+                         lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle, num_sms=num_sms),
+                         lambda: buffer.combine(dense, handle=dense_handle, num_sms=num_sms)):
+                with pytest.raises(ValueError, match="num_sms"):
+                    call()
+            assert session.num_launches() == before
+        out, _ = unpermute(buffer, probs=None)
+        assert out[:, 0].tolist() == [2, 2, 1, 2]
+
+    world.run(work)
+
+
 @pytest.mark.parametrize("what", sorted(BAD_CONSTRUCTORS))
 def test_bad_constructors(what):
     changes, words = BAD_CONSTRUCTORS[what]

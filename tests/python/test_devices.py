@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import threading
 
 import pytest
@@ -79,6 +81,37 @@ def test_a_file_descriptor_reaches_every_peer_and_the_server_ends():
     os.close(reader)
     with pytest.raises(OSError):
         devices._receive(name)
+
+
+def test_a_file_descriptor_goes_to_no_other_user(monkeypatch):
+    reader, writer = os.pipe()
+    name = f"/hybrid_ep.test.users.{os.getpid()}"
+    server, own_check = devices._serve(name, writer), devices._same_user
+    asked = []
+
+    def refuse_clients(peer):  # the server's end of a connection is the one that has the server's address
+        asked.append(peer.getsockname() == devices._address(name).encode())
+        return not asked[-1]
+
+    with monkeypatch.context() as other:
+        other.setattr(devices, "_same_user", refuse_clients)
+        with pytest.raises(RuntimeError, match="sent no file descriptor; .* of its user"):
+            devices._receive(name)
+        assert sorted(asked) == [False, True]
+        other.setattr(devices, "_same_user", lambda peer: False)
+        with pytest.raises(RuntimeError, match="of another user"):
+            devices._receive(name)
+    os.close(devices._receive(name))  # and the server has survived both
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert own_check(ours)
+        monkeypatch.setattr(devices.os, "geteuid", lambda: os.getuid() + 1)
+        assert not own_check(ours)
+        pid, _, _ = struct.unpack("iII", ours.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        assert pid == os.getpid()
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    os.close(reader)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -125,6 +125,23 @@ def test_a_previous_event_replaces_the_wait_for_the_caller(monkeypatch):
     assert log.lines[0] == "kernel on comm"
 
 
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_handle_of_another_stream_is_kept_for_this_one(monkeypatch, positional):
+    log = Log(monkeypatch)
+    plan, other = log.tensor("plan"), log.tensor("rows")
+    monkeypatch.setattr(streams, "_tensors", lambda value: [] if value is None else value)
+
+    @streams.on_comm_stream
+    def verb(_, hidden, probs=None, handle=None, *, num_sms=None):
+        log.lines.append(f"kernel on {log.current.name}")
+
+    buffer = SimpleNamespace(comm_stream=None)
+    verb(buffer, [other], None, [plan], num_sms=1) if positional else verb(buffer, [other], handle=[plan])
+    assert log.lines == ["plan used on caller", "kernel on caller"]
+    verb(buffer, [other])
+    assert log.lines[2:] == ["kernel on caller"]
+
+
 def test_a_stream_does_not_wait_for_itself(monkeypatch):
     log = Log(monkeypatch)
     with pytest.raises(ValueError, match="current stream is the buffer's comm_stream"):

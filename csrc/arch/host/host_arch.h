@@ -50,6 +50,10 @@ class HostArch {
     Model::step(*me_);
     meet(me_->block->block_arrived, uint64_t(num_warps()) * kLanes, std::memory_order_acq_rel);
   }
+  // A lane that fails ends all the others in their next meeting: whoever comes back from one was not missed.
+  bool warp_whole() { return warp_sync(), true; }
+  bool block_whole() { return block_sync(), true; }
+  bool given_up() const { return me_->block->config->given_up; }
 
   void mbar_init(Mbarrier& bar, uint32_t arrivals, bool guards_refill) {
     Model::mbar_init(*me_, bar, arrivals, guards_refill);

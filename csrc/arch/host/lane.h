@@ -19,6 +19,7 @@ struct LaunchConfig {
   int num_local_ranks = 1;      // peer_node = peer / num_local_ranks
   double timeout_s = 100;       // deadline of every single wait
   uint64_t seed = 0;            // checked model: chooses the interleaving
+  bool given_up = false;        // the rank, before this launch
   // Called once per scheduler round; true = it did something. Return true while anything is still to come:
   // the scheduler sleeps when nothing moves. Thread executor: called by the launching thread.
   std::function<bool()> progress;

@@ -30,6 +30,9 @@ class SimArch {
     if (warps > 1) m_->meet(here(at), me_->block->group_arrived[id & 15], uint64_t(warps));
   }
   void block_sync(Where at = Where::current()) { m_->meet(here(at), me_->block->arrived, uint64_t(num_warps())); }
+  bool warp_whole() { return true; }  // a lane that fails ends its kernel
+  bool block_whole(Where at = Where::current()) { return block_sync(at), true; }
+  bool given_up() const { return false; }  // a rank that fails ends its world
 
   void mbar_init(Mbarrier& bar, uint32_t arrivals, bool guards_refill, Where at = Where::current()) {
     m_->init_barrier(here(at), bar, arrivals, guards_refill);

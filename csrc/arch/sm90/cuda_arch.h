@@ -8,8 +8,10 @@
 // * bulk_wait<0> is cp.async.bulk.wait_group (without .read): the writes are complete, and completion of a bulk copy is
 //   followed by an implicit generic-async proxy fence. They are then writes that this lane has observed, and its next
 //   release, being cumulative, carries them. No further fence is needed between the two.
-// * No wait is the hardware's alone: all of them poll, meetings of warps too (group_sync is an mbarrier and not
-//   bar.sync), so that a lane that leaves after a deadline leaves nobody waiting for it.
+// * A lane that leaves after a deadline leaves nobody waiting for it. Waits for something to happen poll, meetings of
+//   a reduce group too (group_sync is an mbarrier and not bar.sync). Meetings of a warp and of a block are the
+//   hardware's, which counts lanes that have exited as come: where lanes meet behind a wait they ask whether all did
+//   (warp_whole, block_whole), and a warp that is not whole does not arrive for its group.
 #pragma once
 #include <bit>
 #include <type_traits>
@@ -44,11 +46,21 @@ class CudaArch {
   HEP_DEVICE bool elect_one() { return ptx::elect_sync(); }
   HEP_DEVICE void warp_sync() { __syncwarp(); }
   HEP_DEVICE void block_sync() { __syncthreads(); }
+  HEP_DEVICE bool warp_whole() {
+    const bool whole = ptx::lanes_here() == ~0u;
+    __syncwarp();  // a vote orders no memory
+    return whole;
+  }
+  HEP_DEVICE bool block_whole() { return __syncthreads_count(1) == int(blockDim.x); }
+  HEP_DEVICE bool given_up() const { return ptx::ld_relaxed_gpu(&control_->abort) != 0; }
   // One arrival a warp, behind a __syncwarp: the lanes' accesses are ordered before it, and the arrival (release, cta)
   // pairs with everybody's wait (acquire, cta). A warp arrives for phase k + 1 only after all its lanes saw phase k, so
-  // no lane is lapped.
+  // no lane is lapped. Without one of its lanes a warp's part of the tile is missing: it leaves, and the others follow.
   HEP_DEVICE void group_sync(int id, int /*num_warps: kGroupWarps*/) {
-    __syncwarp();
+    if (!warp_whole()) {
+      death::leave();
+      __builtin_unreachable();
+    }
     if (lane() == 0) ptx::mbarrier_arrive(group_bars() + id);
     wait_phase(group_bars() + id, (group_phases_ >> id) & 1, {Site::kBlockSync, -1, id});
     group_phases_ ^= 1u << id;

@@ -18,6 +18,15 @@ HEP_DEVICE bool elect_sync() {
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected) : : "memory");
   return elected != 0;
 }
+// The lanes of the warp that are still here, one bit each: a lane that has exited has no vote.
+HEP_DEVICE uint32_t lanes_here() {
+  uint32_t lanes;
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; vote.sync.ballot.b32 %0, p, 0xffffffff; }"
+               : "=r"(lanes)
+               :
+               : "memory");
+  return lanes;
+}
 HEP_DEVICE uint64_t globaltimer() {  // nanoseconds; steps of up to a microsecond
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");

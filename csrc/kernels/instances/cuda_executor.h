@@ -2,8 +2,8 @@
 // kernel and lie on the device, and a host that wants the counts polls the mail that the kernel posts to pinned memory,
 // while the stream runs on. A deadline that expires in a launch is reported by that poll or by the next call.
 //
-// Forward progress: blocks of one launch wait for one another and for other ranks' launches, so all must be resident.
-// A launch of more blocks than the device has SMs is refused; beside kernels that hold SMs for long (a collective that
+// Forward progress: blocks of one launch wait for one another and for other ranks' launches, so all must be resident:
+// a launch has at most as many blocks as the device has SMs; beside kernels that hold SMs for long (a collective that
 // waits for another GPU), grant the two together no more SMs than there are. Virtual ranks on one device need a stream
 // each and as many hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) as there are streams.
 #pragma once
@@ -23,21 +23,17 @@ class Device {
     check(cudaGetDevice(&ordinal_), "current device");
     check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, ordinal_), "number of SMs");
     check(cudaDeviceGetAttribute(&max_shared_, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal_), "shared memory");
-    check(cudaHostAlloc(reinterpret_cast<void**>(&obituary_), sizeof *obituary_, cudaHostAllocMapped), "mapped memory");
-    std::memset(static_cast<void*>(obituary_), 0, sizeof *obituary_);
-    check(cudaMalloc(reinterpret_cast<void**>(&control_), sizeof *control_), "device memory");
-    own_ = stream_ = StreamPool::take();
-    side_ = StreamPool::take();
-    check(cudaEventCreateWithFlags(&switched_, cudaEventDisableTiming), "event");
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, sizeof(DeviceObituary), cudaHostAllocMapped), "mapped memory");
+    obituary_.reset(static_cast<DeviceObituary*>(memory));
+    std::memset(memory, 0, sizeof(DeviceObituary));
+    check(cudaMalloc(&memory, sizeof(CudaControl)), "device memory");
+    control_.reset(static_cast<CudaControl*>(memory));
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event");
+    switched_.reset(event);
   }
-  ~Device() {
-    (void)cudaStreamSynchronize(stream_);
-    (void)cudaEventDestroy(switched_);
-    (void)cudaFree(control_);
-    (void)cudaFreeHost(obituary_);
-    StreamPool::give_back(own_);
-    StreamPool::give_back(side_);
-  }
+  ~Device() { (void)cudaStreamSynchronize(stream_); }
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
@@ -51,8 +47,8 @@ class Device {
     // A capture may not depend on work outside it; whoever captures has drained the device before (torch.cuda.graph
     // does).
     if (capturing(stream) == capturing(stream_)) {
-      check(cudaEventRecord(switched_, stream_), "event");
-      check(cudaStreamWaitEvent(stream, switched_, 0), "event");
+      check(cudaEventRecord(switched_.get(), stream_), "event");
+      check(cudaStreamWaitEvent(stream, switched_.get(), 0), "event");
     }
     stream_ = stream;
   }
@@ -69,13 +65,13 @@ class Device {
   CudaControl* control(const LaunchSettings& s) {
     if (s.timeout_s != timeout_s_) {
       DeviceObituary* seen_by_device = nullptr;
-      check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&seen_by_device), obituary_, 0), "mapped memory");
+      check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&seen_by_device), obituary_.get(), 0), "mapped memory");
       const CudaControl c{uint64_t(s.timeout_s * 1e9), seen_by_device, 0};
-      check(cudaMemcpyAsync(control_, &c, sizeof c, cudaMemcpyHostToDevice, stream_), "upload");
+      check(cudaMemcpyAsync(control_.get(), &c, sizeof c, cudaMemcpyHostToDevice, stream_), "upload");
       timeout_s_ = s.timeout_s;
     }
     world_ = s.world;
-    return control_;
+    return control_.get();
   }
   // Whether all launches so far have ended. Throws when one of them failed.
   bool idle() const {
@@ -89,11 +85,11 @@ class Device {
     for (int rounds = 0; !idle(); ++rounds)
       if (rounds > 2000) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  // All lanes leave in their next wait. What is before them on the stream is not ours, and may never end: a second of
-  // patience, no more.
+  // All lanes leave in their next wait, and those of launches to come at once. What is before them on the stream is not
+  // ours, and may never end: a second of patience, no more.
   void abort() {
     static constexpr uint32_t kRaised = 1;
-    check(cudaMemcpyAsync(&control_->abort, &kRaised, sizeof kRaised, cudaMemcpyHostToDevice, side_), "abort");
+    check(cudaMemcpyAsync(&control_->abort, &kRaised, sizeof kRaised, cudaMemcpyHostToDevice, side_.stream), "abort");
     for (int ms = 0; ms < 1000 && !idle(); ++ms) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   std::optional<Obituary> obituary() const {
@@ -113,10 +109,11 @@ class Device {
   int ordinal_ = 0, num_sms_ = 0, max_shared_ = 0;
   double timeout_s_ = -1;
   World world_;
-  cudaStream_t own_ = nullptr, stream_ = nullptr, side_ = nullptr;
-  cudaEvent_t switched_ = nullptr;
-  DeviceObituary* obituary_ = nullptr;
-  CudaControl* control_ = nullptr;
+  LentStream own_, side_;
+  cudaStream_t stream_ = own_.stream;
+  std::unique_ptr<CUevent_st, Freed<cudaEventDestroy>> switched_;
+  std::unique_ptr<DeviceObituary, Freed<cudaFreeHost>> obituary_;  // mapped
+  std::unique_ptr<CudaControl, Freed<cudaFree>> control_;          // the device's
 };
 
 template <class Net>
@@ -180,7 +177,8 @@ class CudaExecutor final : public Executor {
     }
   }
 
-  void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
+  int most_blocks() const override { return device_.num_sms(); }
+  void require_shared_memory(const ExchangeParams& params) const override {
     ExchangeParams p = params;
     const uint64_t shared = plan_exchange_smem<CudaArch>(p, uint64_t(budget_));
     if (shared > uint64_t(budget_))
@@ -188,6 +186,20 @@ class CudaExecutor final : public Executor {
                                   " experts on " + std::to_string(p.layout.num_ranks) + " ranks needs " +
                                   std::to_string(shared) + " bytes of shared memory and a block has " +
                                   std::to_string(budget_) + "; use fewer experts");
+  }
+  void require_shared_memory(const DispatchParams& params) const override {
+    DispatchParams p = params;
+    require_budget(plan_dispatch_smem<CudaArch>(p, uint64_t(budget_)));
+    if (p.deliver_apart) require_budget(plan_deliver_smem<CudaArch>(p, uint64_t(budget_)));
+  }
+  void require_shared_memory(const CombineParams& params) const override {
+    CombineParams p = params;
+    require_budget(plan_combine_smem<CudaArch>(p, uint64_t(budget_)));
+  }
+
+  void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
+    ExchangeParams p = params;
+    const uint64_t shared = plan_exchange_smem<CudaArch>(p, uint64_t(budget_));
     launch<ExchangeParams>(exchange_entry<Net>, p, s, 1, kThreads<kExchangeWarps<CudaArch>>, shared);
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
@@ -215,16 +227,15 @@ class CudaExecutor final : public Executor {
     else
       return Net(segments);
   }
-  template <class P>
-  void launch(void (*entry)(P, Net, CudaControl*), P& p, const LaunchSettings& s, int blocks, int threads,
-              uint64_t shared) {
-    if (blocks > device_.num_sms())
-      throw std::invalid_argument("num_blocks: is " + std::to_string(blocks) + " but the device has " +
-                                  std::to_string(device_.num_sms()) + " SMs, and blocks wait for one another");
+  void require_budget(uint64_t shared) const {
     if (shared > uint64_t(budget_))
       throw std::invalid_argument("a token needs " + std::to_string(shared) +
                                   " bytes of shared memory and a block has " + std::to_string(budget_) +
                                   "; use fewer experts per token or smaller scales");
+  }
+  template <class P>
+  void launch(void (*entry)(P, Net, CudaControl*), P& p, const LaunchSettings& s, int blocks, int threads,
+              uint64_t shared) {
     Net rail = net(tables_.at<unsigned char* const>(rail_table_), s.world);
     CudaControl* control = device_.control(s);
     ++launches_;

@@ -57,35 +57,48 @@ struct Block {
   cudaStream_t stream;
 };
 
-// Streams of this process are lent and never destroyed: memory may be freed on one whose user is gone.
-class StreamPool {
- public:
-  static cudaStream_t take() {
+// A stream of the current device. Streams are lent and never destroyed: memory may be freed on one whose user is gone.
+struct LentStream {
+  LentStream() {
+    check(cudaGetDevice(&device), "current device");
     {
       std::lock_guard lock(mutex());
-      if (!idle().empty()) {
-        const cudaStream_t s = idle().back();
-        idle().pop_back();
-        return s;
+      auto& free = idle()[device];
+      if (!free.empty()) {
+        stream = free.back();
+        free.pop_back();
+        return;
       }
     }
-    cudaStream_t s = nullptr;
-    check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "stream");
-    return s;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   }
-  static void give_back(cudaStream_t s) {
+  ~LentStream() {
     std::lock_guard lock(mutex());
-    idle().push_back(s);
+    idle()[device].push_back(stream);
   }
+  LentStream(const LentStream&) = delete;
+  LentStream& operator=(const LentStream&) = delete;
+
+  int device = 0;
+  cudaStream_t stream = nullptr;
 
  private:
   static std::mutex& mutex() {
     static std::mutex m;
     return m;
   }
-  static std::vector<cudaStream_t>& idle() {
-    static std::vector<cudaStream_t> streams;
-    return streams;
+  static std::map<int, std::vector<cudaStream_t>>& idle() {
+    static std::map<int, std::vector<cudaStream_t>> by_device;
+    return by_device;
+  }
+};
+
+// For what CUDA gives and takes back; freed, too, when the constructor of its holder throws.
+template <auto kFree>
+struct Freed {
+  template <class T>
+  void operator()(T* p) const {
+    (void)kFree(p);
   }
 };
 

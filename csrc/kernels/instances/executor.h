@@ -2,6 +2,7 @@
 #pragma once
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -33,7 +34,10 @@ struct TableView {
   unsigned char *const *recv, *const *peer_counts;
 };
 
-// Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own.
+// Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
+// table counts it here, so that a library of another build is refused.
+inline constexpr uint64_t kExecutorVersion = 2;
+
 // All that parameters point at lies in the kernels' memory.
 class Executor {
  public:
@@ -47,6 +51,14 @@ class Executor {
   virtual void dispatch(DispatchParams& p, const LaunchSettings& s) = 0;
   virtual void unpermute(CombineParams& p, const LaunchSettings& s) = 0;
   virtual void combine(CombineParams& p, const LaunchSettings& s) = 0;
+
+  // What this machine can launch, asked before anything of an operation is launched: a refusal leaves the ranks in step
+  // and the buffer usable. All blocks of a launch are resident together, since they wait for one another.
+  virtual int most_blocks() const { return std::numeric_limits<int>::max(); }
+  // std::invalid_argument when a block has too little shared memory for them.
+  virtual void require_shared_memory(const ExchangeParams&) const {}
+  virtual void require_shared_memory(const DispatchParams&) const {}
+  virtual void require_shared_memory(const CombineParams&) const {}
 
   // Memory of the machine that the kernels run on. Segments and the caller's tensors lie there, and so does what
   // kernels keep between launches (allocate: zeroed). write and read are ordered with the launches.
@@ -65,7 +77,8 @@ class Executor {
   // Of an asynchronous launch whose wait expired; then nothing more is launched.
   virtual std::optional<Obituary> obituary() { return std::nullopt; }
   virtual void check() {}           // throws when a launch ended otherwise than it should
-  virtual void abort() noexcept {}  // ends the launches in progress: the buffer is lost
+  // Ends the launches in progress, and those to come take no part in anything: the buffer is lost.
+  virtual void abort() noexcept {}
 
   using Maker = std::function<std::unique_ptr<Executor>(unsigned char* const* rail_segments, uint64_t seed)>;
   // rail_segments[node]: this rank's rail peers' segments as mapped here; outlives the executor.

@@ -1,5 +1,7 @@
 // The kernels on a host Arch: launches of fibers or threads in this process.
 #pragma once
+#include <atomic>
+
 #include "arch/host/launch.h"
 #include "arch/host/tile_math.h"
 #include "kernels/combine.h"
@@ -19,6 +21,8 @@ class HostExecutor final : public Executor {
 
   template <class... Args>
   explicit HostExecutor(Args&&... args) : net_(std::forward<Args>(args)...) {}
+
+  void abort() noexcept override { given_up_ = true; }
 
   void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
     ExchangeParams p = params;
@@ -57,12 +61,14 @@ class HostExecutor final : public Executor {
     c.num_local_ranks = s.world.num_local_ranks;
     c.timeout_s = s.timeout_s;
     c.seed = s.seed + ++launches_;
+    c.given_up = given_up_;
     c.progress = [this] { return net_.progress(); };
     c.interrupted = s.interrupted;
     host::launch<A>(c, body);
   }
 
   Net net_;
+  std::atomic<bool> given_up_{false};
 };
 
 }  // namespace hep

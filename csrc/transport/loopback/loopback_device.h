@@ -1,6 +1,8 @@
-// A rail between virtual ranks of one device that is as unhelpful as one lane can make it: bytes land in a scattered
-// order, puts and signals are late by pseudo-random times, a plain put and a plain signal are not ordered. For tests;
-// what works here does not lean on a rail that is quick and tidy.
+// A rail between virtual ranks of one device that is as unhelpful as one lane can make it while it copies itself:
+// bytes land in a scattered order, puts and signals come late by pseudo-random times. What it cannot do is break an
+// order that the contract leaves open: a plain put is this lane's own stores, so its later signal carries them. Roles
+// use put_signal and signal alone, so nothing is lost by it; the host's LoopbackTransport does hold plain puts back.
+// For tests; what works here does not lean on a rail that is quick and tidy.
 #pragma once
 #include "arch/concept.h"
 #include "transport/concept.h"
