@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from dataclasses import dataclass
 
 from recipes.architecture import Architecture
@@ -95,6 +96,8 @@ class ClusterRun:
     tokenizer: str = ""
     """Name or folder of a Hugging Face tokenizer; needed with data_path."""
     save_interval: int = 100
+    megatron_args: str = ""
+    """More flags for pretrain_gpt.py, written as in a shell; they come last and win."""
 
     def __post_init__(self) -> None:
         for name in ("num_hosts", "tensor", "pipeline", "expert", "virtual_pipeline", "seq_length", "micro_batch_size",
@@ -130,6 +133,7 @@ class ClusterRun:
         _require(not (self.data_path and not self.tokenizer), "tokenizer", self.tokenizer,
                  "data_path needs the tokenizer that made it")
         self._check_balance()
+        self.more_flags()
         self.stages()
 
     def _check_balance(self) -> None:
@@ -138,6 +142,16 @@ class ClusterRun:
                   "sharding": "distributed_optimizer"}
         changes = [f"{name}={value}" for name, value in wanted.items() if getattr(self, name) != value]
         _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {', '.join(changes)}")
+
+    def more_flags(self) -> list[str]:
+        """The words of megatron_args."""
+        try:
+            words = shlex.split(self.megatron_args)
+        except ValueError as error:
+            raise ValueError(f"megatron_args={self.megatron_args!r}: {error}; quote it as for a shell") from error
+        _require(not words or words[0].startswith("--"), "megatron_args", self.megatron_args,
+                 "must begin with a flag, --name")
+        return words
 
     @property
     def clones(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+from hybrid_ep.sim import clusters, models, step_time
 from recipes import memory
 from recipes.cluster import ClusterRun
+
+_OVERLAP = 0.9  # of the exchange, behind the compute of another micro-batch: assumed, as for gradients
 
 
 def describe(run: ClusterRun) -> str:
@@ -24,21 +25,23 @@ def describe(run: ClusterRun) -> str:
 
 
 def predict(run: ClusterRun) -> str:
-    """Step time by the performance model, with the assumption it rests on; says so where the model cannot tell."""
-    if importlib.util.find_spec("hybrid_ep.sim.step_time") is None:
-        return "step time: no prediction, this build has no performance model"
-    from hybrid_ep.sim import clusters, models, step_time
-
-    cluster = "b200_8x400g" if run.hardware.name == "b200_8" else run.hardware.name
-    if run.tensor > 1:
-        return f"step time: no prediction, the performance model has no tensor parallelism (tensor={run.tensor})"
+    """Step time by the performance model, with the assumptions it rests on; says so where the model cannot tell."""
     try:
-        job = step_time.Job(
-            models.get(run.architecture.name), clusters.get(cluster), run.num_gpus, run.expert, run.pipeline,
-            run.virtual_pipeline, run.tokens_per_rank, run.seq_length, run.num_microbatches, dtype=run.precision,
-            dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher, num_sms=run.num_sms)
+        job = _job(run)
         step = step_time.step(job)
     except ValueError as error:
         return f"step time: no prediction ({error})"
+    hidden = f"{job.overlap:.0%} of the exchange hidden" if run.overlap else "no exchange hidden"
+    again = "" if run.recompute == "none" else (
+        "all layers computed twice, " if run.recompute == "full" else "selective recompute counted as free, ")
     return (f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
-            f"{job.efficiency:.0%} of peak in compute, no recompute, no load imbalance)")
+            f"{job.efficiency:.0%} of peak in compute, {again}{hidden}, no load imbalance)")
+
+
+def _job(run: ClusterRun) -> step_time.Job:
+    cluster = "b200_8x400g" if run.hardware.name == "b200_8" else run.hardware.name
+    return step_time.Job(
+        models.get(run.architecture.name), clusters.get(cluster), run.num_gpus, run.expert, run.pipeline,
+        run.virtual_pipeline, run.tokens_per_rank, run.seq_length, run.num_microbatches, dtype=run.precision,
+        dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher, num_sms=run.num_sms, tensor=run.tensor,
+        recompute="full" if run.recompute == "full" else "none", overlap=_OVERLAP if run.overlap else 0.0)

@@ -17,7 +17,7 @@ _SELECTIVE = ["layernorm", "moe_act"]
 def megatron_arguments(run: ClusterRun, checkpoint_dir: str = "checkpoint", log_dir: str = "tensorboard") -> Arguments:
     """All flags, ready for a shell once quoted. Paths are used as they are."""
     return [*_model(run), *_attention(run), *_moe(run), *_parallel(run), *_precision(run), *_training(run),
-            *_data(run), *_running(run, checkpoint_dir, log_dir)]
+            *_data(run), *_running(run, checkpoint_dir, log_dir), *run.more_flags()]
 
 
 def environment(run: ClusterRun) -> dict[str, str]:

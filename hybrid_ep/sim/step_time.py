@@ -1,11 +1,12 @@
 """A training step at scale, in a page of arithmetic on top of the exchange model.
 
-    micro-batch of a stage = compute (1 + cv_fast g(EP)) + exposed exchange + fixed cost of its calls
+    micro-batch of a stage = compute (1 + cv_fast g(EP)) + exposed exchange + fixed cost of its calls + tensor parallel
     step = micro-batches x that x (1 + bubble) x (1 + cv_slow g(nodes)) + exposed gradient exchange
 
 g(n) is the expected maximum of n standard normals: within an EP group every layer waits for its slowest rank
 (cv_fast, fresh in every layer), the whole job waits for its slowest node (cv_slow, persistent). Load imbalance is an
-input: it multiplies the experts' compute and the exchange."""
+input: it multiplies the experts' compute and the exchange. Recompute of all layers makes the forward twice, its
+exchange too."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from hybrid_ep.sim.shape import Shape
 
 CSV = Path(__file__).parent / "data" / "published_end_to_end.csv"
 DISPATCHERS = ("hybrid_ep", "published_hybrid_ep", "node_dedup", "a2a", "deepep_v1")
+RECOMPUTE = ("none", "full")
 # CollectiveX: an fp8 dispatch costs 27 to 65 us more than a bf16 one, whatever its size, to quantise.
 QUANTISE_US = 46.0
 # DeepEP V1, 24 SMs, bf16: logical GB/s published in Hybrid-EP's README; GB200 at EP24, B200 at EP8.
@@ -34,9 +36,10 @@ _DEEPEP_V1_GB_PER_S = {("gb200_nvl72", "dispatch"): 450.0, ("gb200_nvl72", "comb
 
 @dataclass(frozen=True)
 class Job:
-    """gpus = EP x PP x replicas. tokens: of a rank and micro-batch. efficiency: of the compute, of the GPU's peak.
-    overlap, grad_overlap: share of exchange and of gradient traffic hidden behind compute. fixed_us: of each call,
-    beyond the exchange model. ValueError names argument, value and remedy."""
+    """gpus = EP x PP x replicas. tokens: of a rank and micro-batch; with tensor parallelism its part of the sequence
+    (sequence parallel), experts whole on their rank. efficiency: of the compute, of the GPU's peak. overlap,
+    grad_overlap: share of exchange and of gradient traffic hidden behind compute. fixed_us: of each call, beyond the
+    exchange model. ValueError names argument, value and remedy."""
 
     model: MoeModel
     cluster: Cluster
@@ -58,14 +61,20 @@ class Job:
     cv_fast: float = 0.0
     cv_slow: float = 0.0
     fixed_us: float = 0.0
+    tensor: int = 1
+    recompute: str = "none"
 
     def __post_init__(self) -> None:
         if self.ep < 1 or self.model.experts % self.ep:
             raise ValueError(f"ep={self.ep} must divide the {self.model.experts} experts of {self.model.name}")
         if self.gpus < 1 or self.gpus % (self.ep * self.pp):
             raise ValueError(f"gpus={self.gpus} must be a positive multiple of ep x pp = {self.ep * self.pp}")
-        if self.dispatcher not in DISPATCHERS:
-            raise ValueError(f"dispatcher={self.dispatcher!r}: use one of {', '.join(DISPATCHERS)}")
+        if self.tensor < 1 or self.gpus % (self.tensor * self.pp):
+            raise ValueError(f"tensor={self.tensor}: tensor x pp = {self.tensor * self.pp} must divide "
+                             f"gpus={self.gpus}")
+        for name, known in (("dispatcher", DISPATCHERS), ("recompute", RECOMPUTE)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
         for name in ("overlap", "grad_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be in 0 .. 1")
@@ -138,12 +147,13 @@ def _exchange(shape: Shape, cluster_name: str, dispatcher: str, num_sms: int, di
 
 def compute_us(job: Job) -> float:
     """Forward and backward of a micro-batch on a stage. The experts take the longer of their FLOPs and their memory:
-    weights read twice and fp32 gradients accumulated, 12 bytes a parameter of this rank."""
-    m = job.model
-    rate = job.peak_tflops * 1e6 * job.efficiency
+    weights read twice (with recompute three times) and fp32 gradients accumulated, 12 (14) bytes a parameter of this
+    rank."""
+    m, again = job.model, job.recompute == "full"
+    rate = job.peak_tflops * 1e6 * job.efficiency / (4 / 3 if again else 1)
     expert_flops = 6 * m.expert_params * m.topk * m.moe_layers * job.tokens / job.pp
     other = job.tokens * m.train_flops_per_token(job.sequence) / job.pp - expert_flops
-    memory = hbm_us(job.cluster, 12 * m.routed_params / (job.ep * job.pp))
+    memory = hbm_us(job.cluster, (14 if again else 12) * m.routed_params / (job.ep * job.pp))
     return (other / rate + max(expert_flops * (1 + job.imbalance) / rate, memory)) * _largest_stage(job)
 
 
@@ -152,16 +162,25 @@ def _largest_stage(job: Job) -> float:
     return -(-job.model.num_layers // job.pp) * job.pp / job.model.num_layers
 
 
+def tensor_us(job: Job) -> float:
+    """All-gathers and reduce-scatters of a micro-batch on a stage, over NVLink and not overlapped: one of each around
+    attention, and around the MLP of a layer without experts, in the forward and, mirrored, in the backward. Each moves
+    the other tensor ranks' tokens, bf16."""
+    m, passes = job.model, 3 if job.recompute == "full" else 2
+    blocks = (2 * m.num_layers - m.moe_layers) / job.pp * _largest_stage(job)
+    return 2 * passes * blocks * (job.tensor - 1) * job.tokens * m.hidden * 2 / (job.cluster.gpu.nvlink_rate * 1e3)
+
+
 def step(job: Job) -> Step:
     """One optimizer step of the job."""
-    m, us = job.model, 1e6
+    m, us, passes = job.model, 1e6, 3 if job.recompute == "full" else 2
     compute = compute_us(job)
     straggle = compute * job.cv_fast * expected_max(job.ep)
     layers = m.moe_layers / job.pp * _largest_stage(job)
     one_way = exchange_us(job) * (1 + job.imbalance)
-    exchange = 2 * layers * one_way * (1 - job.overlap)  # forward, and each is the other's backward
-    fixed = 4 * layers * job.fixed_us
-    micro_batch = compute + straggle + exchange + fixed
+    exchange = passes * layers * one_way * (1 - job.overlap)  # forward, and each is the other's backward
+    fixed, tensor = 2 * passes * layers * job.fixed_us, tensor_us(job)
+    micro_batch = compute + straggle + exchange + fixed + tensor
     bubble = (job.pp - 1) / (job.virtual_pp * job.micro_batches)
     nodes = max(1, job.gpus // min(8, job.gpus))
     slow = job.cv_slow * expected_max(nodes)
@@ -169,7 +188,8 @@ def step(job: Job) -> Step:
     gradients = _gradient_us(job) * (1 - job.grad_overlap)
     total = busy * (1 + slow) + gradients
     parts = {"compute": compute * job.micro_batches, "exchange": exchange * job.micro_batches,
-             "fixed": fixed * job.micro_batches, "waiting in the EP group": straggle * job.micro_batches,
+             "fixed": fixed * job.micro_batches, "tensor parallel": tensor * job.micro_batches,
+             "waiting in the EP group": straggle * job.micro_batches,
              "bubble": micro_batch * job.micro_batches * bubble, "slowest node": busy * slow, "gradients": gradients}
     rate = job.tokens * job.micro_batches / (total / us) / job.pp
     return Step(total / us, rate, rate * m.train_flops_per_token(job.sequence) / 1e12, one_way,
@@ -179,10 +199,10 @@ def step(job: Job) -> Step:
 def _gradient_us(job: Job) -> float:
     """Gradients reduce-scattered in fp32 and weights gathered in bf16 over the replicas, by the slower link."""
     m = job.model
-    dense = (m.total * 1e9 - m.routed_params) / job.pp
+    dense = (m.total * 1e9 - m.routed_params) / (job.pp * job.tensor)
     experts = m.routed_params / (job.ep * job.pp)
     rate = job.cluster.nic.rate if job.gpus > job.cluster.ranks_per_node else job.cluster.gpu.nvlink_rate
-    over = (dense, job.gpus // job.pp), (experts, job.gpus // (job.ep * job.pp))
+    over = (dense, job.gpus // (job.pp * job.tensor)), (experts, job.gpus // (job.ep * job.pp))
     return sum(6 * params * (1 - 1 / n) for params, n in over) / (rate * 1e3)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shlex
 import subprocess
 import tempfile
@@ -33,7 +34,8 @@ def test_parameters_are_the_published_ones(name):
 def test_every_variant_fits_and_describes_itself(name, hardware):
     run = CLUSTER_RECIPES[name](hardware)
     text = describe(run)
-    assert f"{memory.registered_bytes(run):,} bytes" in text and "step time" in text
+    assert f"{memory.registered_bytes(run):,} bytes" in text
+    assert re.search(r"step time: \d+\.\d\d s, \d+ TFLOP/s a GPU", text)
     layers = "".join("".join(chunks) for chunks in run.stages())
     assert layers.count("t") == run.architecture.num_layers
 
@@ -113,6 +115,14 @@ def test_impossible_layouts_are_refused(changes, message):
     with pytest.raises(ValueError) as refusal:
         CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(**changes)
     assert message in str(refusal.value)
+
+
+def test_more_flags_come_last():
+    run = CLUSTER_RECIPES["mixtral_8x7b"]("h100_8x400g").derive(megatron_args="--lr 1e-5 --wandb-project 'a b'")
+    assert megatron_arguments.megatron_arguments(run)[-4:] == ["--lr", "1e-5", "--wandb-project", "a b"]
+    for bad in ("lr 1", "--lr 'x"):
+        with pytest.raises(ValueError, match="megatron_args="):
+            run.derive(megatron_args=bad)
 
 
 def test_hybrid_ep_sees_the_nvlink_domain():

@@ -44,14 +44,16 @@ def test_dedup_saves_less_when_every_expert_is_on_another_node():
 
 
 def test_a_step_adds_up():
-    job = Job(QWEN, H100, 64, 8, pp=2, micro_batches=8, cv_fast=0.02, cv_slow=0.02, fixed_us=10.0, imbalance=0.2)
+    job = Job(QWEN, H100, 64, 8, pp=2, micro_batches=8, cv_fast=0.02, cv_slow=0.02, fixed_us=10.0, imbalance=0.2,
+              tensor=2, recompute="full")
     got = step_time.step(job)
     assert sum(got.shares.values()) == pytest.approx(1.0)
     assert got.tokens_per_s_per_gpu == pytest.approx(4096 * 8 / got.seconds / 2)
 
 
 @pytest.mark.parametrize("change", [{"cv_fast": 0.05}, {"cv_slow": 0.05}, {"fixed_us": 100.0}, {"imbalance": 0.5},
-                                    {"efficiency": 0.3}, {"grad_overlap": 0.0}, {"micro_batches": 8}])
+                                    {"efficiency": 0.3}, {"grad_overlap": 0.0}, {"micro_batches": 8},
+                                    {"recompute": "full"}, {"tensor": 2}, {"tensor": 4, "recompute": "full"}])
 def test_what_makes_a_step_slower(change):
     base = Job(QWEN, H100, 64, 8, pp=2, micro_batches=32)
     worse = step_time.step(Job(**{**vars(base), **change}))
@@ -63,7 +65,18 @@ def test_scaling_decays_slowly_from_8_to_16384_gpus():
     assert rates == sorted(rates, reverse=True) and rates[-1] > 0.7 * rates[0]
 
 
-@pytest.mark.parametrize("change, word", [({"ep": 7}, "ep=7"), ({"gpus": 12}, "gpus=12"), ({"overlap": 2}, "overlap=2"),
+def test_recompute_and_tensor_parallelism_by_hand():
+    """A quarter of the work is the forward; tensor ranks gather and scatter twice a layer, forward and backward."""
+    base = Job(QWEN, H100, 64, 8, pp=2, imbalance=0.0)
+    again, apart = Job(**{**vars(base), "recompute": "full"}), Job(**{**vars(base), "tensor": 4})
+    assert step_time.compute_us(again) == pytest.approx(4 / 3 * step_time.compute_us(base))
+    a_gather = 3 * 4096 * QWEN.hidden * 2 / (H100.gpu.nvlink_rate * 1e3)
+    assert step_time.tensor_us(base) == 0
+    assert step_time.tensor_us(apart) == pytest.approx(4 * QWEN.num_layers / 2 * a_gather)
+
+
+@pytest.mark.parametrize("change, word", [({"tensor": 3}, "tensor=3"), ({"recompute": "some"}, "recompute='some'"),
+                                          ({"ep": 7}, "ep=7"), ({"gpus": 12}, "gpus=12"), ({"overlap": 2}, "overlap=2"),
                                           ({"dispatcher": "x"}, "dispatcher='x'"), ({"efficiency": 0}, "efficiency=0")])
 def test_bad_jobs(change, word):
     with pytest.raises(ValueError, match=word):
