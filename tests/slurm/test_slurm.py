@@ -124,7 +124,7 @@ def test_a_rank_that_dies_ends_the_job_at_once(slurm, tmp_path):
     number = submit(slurm, tmp_path, "dead", "--nodes", "2", "--no-preflight", *long)
     until(slurm, number, tmp_path, "dead", lambda: last_step(tmp_path, "dead") > 2, "steps")
     slurm.kill_rank(1)
-    state, log = finish(slurm, number, tmp_path, "dead", seconds=30)
+    state, log = finish(slurm, number, tmp_path, "dead", seconds=60)
     assert state == "FAILED" and re.search(r"task 1: Killed", log)
 
 
