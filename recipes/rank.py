@@ -85,7 +85,8 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
         if rank:
             corpus = text_data.build_corpus(config.data)
         if step >= config.schedule.train_steps:
-            print(f"{folder.path}: its {step} steps are done", flush=True)
+            if rank == 0:
+                print(f"{folder.path}: its {step} steps are done", flush=True)
             return 0
         if rank == 0:
             how = f"resuming after step {step}" if step else "starting"
