@@ -126,12 +126,16 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """The node is lost: its daemon, every rank on it and what minds them die at once, and Slurm is told."""
         self._signal(f"slurmd-{node}.pid", signal.SIGKILL)
-        ranks = self._ranks(f"SLURMD_NODENAME={node}")
+        self._end_ranks(f"SLURMD_NODENAME={node}")
+        self.do("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def _end_ranks(self, *having: str) -> None:
+        """Those ranks and the step daemons that mind them."""
+        ranks = self._ranks(*having)
         parents = {int(_status(rank, "PPid") or 0) for rank in ranks}
         minders = [process for process in parents if _status(process, "Name") == "slurmstepd"]
         for process in (*minders, *ranks):
             _kill(process)
-        self.do("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def kill_rank(self, rank: int) -> None:
         """One rank dies, its node lives on."""
@@ -178,8 +182,7 @@ class Cluster:
         time.sleep(1)
         for name in (*(f"slurmd-{node}.pid" for node in NODES), "slurmctld.pid", "munge.pid"):
             self._signal(name, signal.SIGTERM)
-        for rank in self._ranks():  # of a job that was too slow to end with its daemon
-            _kill(rank)
+        self._end_ranks()  # of a job that was too slow to end with its daemons
 
     def _signal(self, pid_file: str, number: int) -> None:
         path = self.folder / pid_file
