@@ -109,7 +109,7 @@ def find_paths(meet: Rendezvous, topology: Topology, offer: Callable[[], dict[st
     """Collective; the same on every rank. offer(): {"kinds": working kinds, "fabric": hex handle of some memory, or
     ""}; can_map(handle): whether this process maps it. Only a handle that was really mapped counts: a driver that
     offers fabric handles says nothing of whether two hosts share a domain."""
-    facts = meet.exchange("memory", {"machine": _machine(), **offer()})
+    facts = meet.exchange("memory", {"machine": machine(), **offer()})
     mine = facts[meet.view.rank]["machine"]
     mapped = [r for r, f in enumerate(facts) if f["machine"] == mine or (f["fabric"] and can_map(f["fabric"]))]
     reach = meet.exchange("memory/mapped", {"near": [r for r, f in enumerate(facts) if f["machine"] == mine],
@@ -135,9 +135,11 @@ def choose_paths(kinds_by_rank: list[list[str]], reach: list[dict[str, list[int]
         f"rank {rank}: {', '.join(kinds) or 'none'}" for rank, kinds in enumerate(kinds_by_rank)))
 
 
-def _machine() -> str:
-    """This boot of this kernel: what file descriptors and IPC handles cannot leave."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def machine() -> str:
+    """This boot of this kernel: what shared memory, file descriptors and IPC handles cannot leave. Host names will not
+    do: containers and Slurm give one machine several. Where the kernel does not say it, the host name all the same."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def segments(meet: Rendezvous, topology: Topology, executor: str, device: torch.device) -> tuple[Any, str]:

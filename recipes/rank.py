@@ -48,9 +48,9 @@ def meet(rank: int, num_ranks: int, timeout_s: float):
 
 def check_one_machine(store: Any, key: str, rank: int) -> None:
     """ValueError on a rank that shares no memory and no loopback with rank 0, as ranks on CPUs must."""
-    # The boot says it: Slurm and containers give one machine several names.
-    boot, name = Path("/proc/sys/kernel/random/boot_id"), socket.gethostname()
-    machine = boot.read_text().strip() if boot.exists() else name
+    from hybrid_ep import devices
+
+    machine, name = devices.machine(), socket.gethostname()
     if rank == 0:
         store.set(key, f"{machine} {name}")
     first, first_name = store.get(key).decode().split()

@@ -49,7 +49,7 @@ def test_a_node_whose_ranks_cannot_map_one_another_is_an_error():
 
 
 def test_only_a_fabric_handle_that_was_mapped_counts(monkeypatch):
-    monkeypatch.setattr(devices, "_machine", lambda: threading.current_thread().name)  # every rank has its own
+    monkeypatch.setattr(devices, "machine", lambda: threading.current_thread().name)  # every rank has its own
     world = VirtualWorld(2, 1)
 
     def find(rank, group, mappable):

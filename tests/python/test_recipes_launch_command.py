@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from recipes import CLUSTER_RECIPES, rank, safe_yaml
+from recipes import CLUSTER_RECIPES, rank, safe_yaml, sbatch
 from recipes.launch_command import main, parse_changes
 from recipes.run_folder import RunFolder
 
@@ -92,6 +92,21 @@ def test_without_yaml_the_remedy_is_named(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     assert main([SMALL, "--set", "a.b=1"]) == 2
     assert "pip install 'hybrid_ep[train]'" in capsys.readouterr().err
+
+
+def test_a_pre_flight_that_hangs_ends_the_job(tmp_path, programs, monkeypatch):
+    """And a node is asked whether it lives without waiting for the container's image."""
+    monkeypatch.setattr(sbatch, "_PREFLIGHT_S", 1)
+    for name, text in (("scontrol", "echo n1 NodeAddr=10.0.0.1"), ("srun", "exec sleep 60")):
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "logs").mkdir()
+    text = sbatch.script(sbatch.Job("j", str(tmp_path), "/", 1, 1, ["x"], ["doctor"], container="image"))
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    done = subprocess.run(["bash", "-c", text], env=env, text=True, capture_output=True, timeout=30, check=False)
+    assert done.returncode == 1 and "pre-flight: a node failed or took over 1 s" in done.stdout
+    asked = [line.split() for line in text.splitlines() if "timeout " in line]
+    assert [("image" in words, "doctor" in words) for words in asked] == [(True, True), (False, False)]
 
 
 class Store(dict):
