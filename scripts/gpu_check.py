@@ -167,6 +167,14 @@ def peer_of(text):
     return name, Path(folder).resolve()
 
 
+def verdict(results):
+    """(what the last line says, exit status); a step that did not run is no failure and no silence."""
+    failed = [name for name, step in results.items() if step["result"].startswith("FAILED")]
+    skipped = [name for name, step in results.items() if step["result"] == "skipped"]
+    said = f"FAILED: {', '.join(failed)}" if failed else "passed"
+    return said + (f"; did not run: {', '.join(skipped)}" if skipped else ""), int(bool(failed))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check")
@@ -188,11 +196,9 @@ def main():
     else:
         run_steps(steps, args.wheels)
     (args.out / "gpu_check.json").write_text(json.dumps({"machine": facts, "steps": steps.results}, indent=1) + "\n")
-    failed = [name for name, step in steps.results.items() if step["result"].startswith("FAILED")]
-    skipped = [name for name, step in steps.results.items() if step["result"] == "skipped"]
-    verdict = "FAILED: " + ", ".join(failed) if failed else "passed"
-    print(f"gpu_check: {verdict}{'; did not run: ' + ', '.join(skipped) if skipped else ''}; {args.out}")
-    sys.exit(1 if failed else 0)
+    said, status = verdict(steps.results)
+    print(f"gpu_check: {said}; {args.out}")
+    sys.exit(status)
 
 
 if __name__ == "__main__":
