@@ -354,4 +354,4 @@ def run_cases(cases):
         records.append({**record, "seconds": time.monotonic() - start})
     if ep is not None:
         parallel_state.destroy_model_parallel()
-    return {"megatron_core": megatron.core.__version__, "torch": torch.__version__, "records": records}
+    return {"megatron_core": megatron.core.__version__.partition("+")[0], "torch": torch.__version__, "records": records}
