@@ -1,6 +1,6 @@
 """Builds the CUDA library, hybrid_ep/libhybrid_ep_cuda.so, ahead of time for sm_90a and sm_100a.
 
-    python scripts/build_cuda.py [--out FOLDER] [--find] [--nvshmem | --no-nvshmem]
+    python scripts/build_cuda.py [--out FOLDER] [--find] [--nvshmem [ARCH] | --no-nvshmem] [--nvshmem-home FOLDER]
 
 nvcc (12.8 or newer) comes from CUDA_HOME, PATH or the pip toolkit (pip install 'cuda-toolkit[nvcc,cudart,cccl]'), in
 this order. The library holds no torch and no Python: one build serves every version of both. It is linked with the
@@ -8,8 +8,10 @@ static CUDA runtime, so that it loads on a machine without a driver and then say
 reused while their sources and command are unchanged. Read from the environment: CUDA_HOME, CXX, MAX_JOBS.
 
 Where the pip package nvidia-nvshmem-cu13 (or cu12) is, which torch's CUDA builds bring, libhybrid_ep_nvshmem.so is
-built as well, the kernels whose rail is a NIC; --nvshmem makes a missing package an error. It is loaded only where
-nodes have no mapped path between them."""
+built as well, the kernels whose rail is a NIC; --nvshmem makes a missing package an error, and --nvshmem-home names
+NVSHMEM's folder where it is not among this Python's packages. The library is loaded only where nodes have no mapped
+path between them. Built with --nvshmem ARCH it has that architecture alone and lies in
+build/cuda/ARCH, to be inspected (cubin_check.py) and never in the place of a whole one."""
 
 import argparse
 import os
@@ -20,12 +22,13 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda"
 LIBRARY = "libhybrid_ep_cuda.so"
-ARCHITECTURES = ("90a", "100a")
+ARCHITECTURES = ("sm_90a", "sm_100a")
 NVSHMEM_LIBRARY = "libhybrid_ep_nvshmem.so"
 LEAST_NVCC = (12, 8)  # the first that knows sm_100a
 
@@ -33,6 +36,25 @@ LEAST_NVCC = (12, 8)  # the first that knows sm_100a
 # mutant alone would enter is not reachable.
 FLAGS = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-diag-suppress=128", "-lineinfo",
          "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-unknown-pragmas", "-Icsrc"]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library, and what it is made from."""
+
+    path: Path
+    sources: tuple[str, ...]
+    architectures: tuple[str, ...] = ARCHITECTURES
+    compile_options: tuple[str, ...] = ()
+    link_options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    source: str
+    obj: Path
+    architectures: tuple[str, ...]
+    command: tuple[str, ...]
 
 
 def pip_toolkits():
@@ -82,8 +104,13 @@ def sources():
     return [s for s in all_sources() if s not in nvshmem_sources()]
 
 
-def targets():
-    return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+def targets(architectures=ARCHITECTURES):
+    return [f"-gencode=arch={a.replace('sm', 'compute')},code={a}" for a in architectures]
+
+
+def folder_of(architectures):
+    """Where objects for these architectures lie, and a library that has not all of them."""
+    return BUILD if architectures == ARCHITECTURES else BUILD / "-".join(architectures)
 
 
 def base_command(nvcc):
@@ -102,79 +129,110 @@ def is_current(obj, command):
 
 def compile_one(job):
     """The compiler's words when it failed, else None."""
-    obj, command = job
-    if is_current(obj, command):
+    if is_current(job.obj, job.command):
         return None
-    print(f"compiling {command[-3]} for sm_{', sm_'.join(ARCHITECTURES)}", flush=True)
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(f"compiling {job.source} for {', '.join(job.architectures)}", flush=True)
+    result = subprocess.run(job.command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:
         return result.stderr + result.stdout
     if result.stderr.strip():
         print(result.stderr.strip(), flush=True)
-    obj.with_suffix(".cmd").write_text(shlex.join(command))
+    job.obj.with_suffix(".cmd").write_text(shlex.join(job.command))
     return None
 
 
-def objects(nvcc, chosen, *options):
-    """Compiles those of the sources that changed; all objects. Exits with the compiler's words on failure."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    jobs = []
-    for source in chosen:
-        obj = BUILD / (source.replace("/", "__") + ".o")
+def jobs_of(nvcc, library):
+    folder = folder_of(library.architectures)
+    for source in library.sources:
+        obj = folder / (source.replace("/", "__") + ".o")
         deps = ["-MMD", "-MF", str(obj.with_suffix(".d"))]
-        jobs.append((obj, [*base_command(nvcc), *options, *targets(), *deps, "-c", source, "-o", str(obj)]))
+        yield Job(source, obj, library.architectures, (
+            *base_command(nvcc), *library.compile_options, *targets(library.architectures), *deps,
+            "-c", source, "-o", str(obj)))
+
+
+def compile_all(nvcc, libraries):
+    """Compiles what changed of all libraries; the objects of each. One pool, so that no core idles while another is
+    busy with the longest file of a library. Exits with the compiler's words on failure."""
+    jobs = [list(jobs_of(nvcc, library)) for library in libraries]
+    # In the order of names the kernels come first, which take longest.
+    queue = sorted((job for of_one in jobs for job in of_one), key=lambda job: job.source)
+    for job in queue:
+        job.obj.parent.mkdir(parents=True, exist_ok=True)
     limit = os.environ.get("MAX_JOBS", "")
     workers = int(limit) if limit.isdecimal() and int(limit) else len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(min(workers, len(jobs))) as pool:
-        errors = [error for error in pool.map(compile_one, jobs) if error]
+    with ThreadPoolExecutor(min(workers, len(queue))) as pool:
+        errors = [error for error in pool.map(compile_one, queue) if error]
     if errors:
         sys.exit("hybrid_ep: the CUDA library does not compile:\n\n" + "\n".join(errors))
-    return [str(obj) for obj, _ in jobs]
+    return [[str(job.obj) for job in of_one] for of_one in jobs]
 
 
-def link(nvcc, library, *arguments):
-    """Links into `library`. Exits with the linker's words on failure."""
-    scratch = library.with_name(library.name + ".new")
+def link(nvcc, library, objects):
+    """Links a library; its path. Exits with the linker's words on failure."""
+    scratch = library.path.with_name(library.path.name + ".new")
     home = Path(nvcc).resolve().parent.parent
     folders = [f"-L{home / name}" for name in ("lib64", "lib") if (home / name).is_dir()]
-    command = [str(nvcc), "-shared", "-cudart=static", *folders, *arguments, "-o", str(scratch)]
+    command = [str(nvcc), "-shared", "-cudart=static", *folders, *objects, *library.link_options, "-o", str(scratch)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:
-        sys.exit(f"hybrid_ep: {library.name} does not link:\n\n" + result.stderr + result.stdout)
-    os.replace(scratch, library)  # a running process keeps the file it has mapped
-    return library
+        sys.exit(f"hybrid_ep: {library.path.name} does not link:\n\n" + result.stderr + result.stdout)
+    os.replace(scratch, library.path)  # a running process keeps the file it has mapped
+    return library.path
 
 
-def build(nvcc, out):
-    """The path of the CUDA library."""
-    return link(nvcc, Path(out) / LIBRARY, *objects(nvcc, sources()))
+def has_nvshmem(home):
+    return (Path(home) / "include" / "nvshmem.h").is_file()
+
+
+def nvshmem_package(nvcc):
+    """The pip package that carries NVSHMEM for this nvcc's CUDA."""
+    return f"nvidia-nvshmem-cu{nvcc_version(nvcc)[0]}"
 
 
 def nvshmem_home():
     """NVSHMEM's package among this Python's, or None."""
     homes = [Path(sysconfig.get_path(name)) / "nvidia" / "nvshmem" for name in ("purelib", "platlib")]
-    return next((h for h in homes if (h / "include" / "nvshmem.h").is_file()), None)
+    return next((home for home in homes if has_nvshmem(home)), None)
 
 
-def build_nvshmem(nvcc, out):
-    """The path of the NVSHMEM library: the kernels whose rail is a NIC, and the host's half. Its device code is linked
-    with libnvshmem_device.a, which also brings the host functions that hand NVSHMEM's device state over; they stay
-    hidden, for another library of the process may bring its own. libnvshmem_host.so.3 is found at run time by whoever
-    loads this library."""
-    home = nvshmem_home()
-    if not home:
-        sys.exit("hybrid_ep: no NVSHMEM among this Python's packages; pip install nvidia-nvshmem-cu13")
-    found = objects(nvcc, nvshmem_sources(), "-isystem", str(home / "include"), "-rdc=true")
-    return link(nvcc, Path(out) / NVSHMEM_LIBRARY, *targets(), "-Xcompiler=-fPIC", *found, f"-L{home / 'lib'}",
-                "-lnvshmem_device", "-l:libnvshmem_host.so.3", "-Xlinker=--exclude-libs,ALL", "-Xlinker=-Bsymbolic")
+def nvshmem_library(home, out, architectures):
+    """The kernels whose rail is a NIC, and the host's half. Its device code is linked with libnvshmem_device.a, which
+    also brings the host functions that hand NVSHMEM's device state over; they stay hidden, for another library of the
+    process may bring its own. libnvshmem_host.so.3 is found at run time by whoever loads this library."""
+    folder = Path(out) if architectures == ARCHITECTURES else folder_of(architectures)
+    return Library(
+        folder / NVSHMEM_LIBRARY, tuple(nvshmem_sources()), architectures,
+        ("-isystem", str(home / "include"), "-rdc=true"),
+        (*targets(architectures), "-Xcompiler=-fPIC", f"-L{home / 'lib'}", "-lnvshmem_device",
+         "-l:libnvshmem_host.so.3", "-Xlinker=--exclude-libs,ALL", "-Xlinker=-Bsymbolic"))
+
+
+def chosen_nvshmem(nvcc, args):
+    """The NVSHMEM library as the command line wants it, or None. Exits where it is wanted and cannot be built."""
+    if args.nvshmem == "no":
+        return None
+    home = Path(args.nvshmem_home).absolute() if args.nvshmem_home else nvshmem_home()
+    if not home and not args.nvshmem:
+        print(f"no {NVSHMEM_LIBRARY}: this Python has no {nvshmem_package(nvcc)}")
+        return None
+    if not home or not has_nvshmem(home):
+        where = f"in {home}" if home else "among this Python's packages"
+        sys.exit(f"hybrid_ep: no NVSHMEM {where}; pip install {nvshmem_package(nvcc)}")
+    print(f"NVSHMEM: {home}")
+    return nvshmem_library(home, args.out, (args.nvshmem,) if args.nvshmem in ARCHITECTURES else ARCHITECTURES)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=ROOT / "hybrid_ep", help="folder of the library")
     parser.add_argument("--find", action="store_true", help="only say which nvcc would build it")
-    parser.add_argument("--nvshmem", action=argparse.BooleanOptionalAction,
-                        help="also the library whose rail is a NIC; default: where NVSHMEM's package is")
+    rail = parser.add_mutually_exclusive_group()
+    rail.add_argument("--nvshmem", nargs="?", const="all", choices=("all", *ARCHITECTURES), metavar="ARCH",
+                      help="also the library whose rail is a NIC (default: where NVSHMEM's package is); with ARCH, "
+                      f"one of {', '.join(ARCHITECTURES)}, for that one alone, into build/cuda/ARCH")
+    rail.add_argument("--no-nvshmem", dest="nvshmem", action="store_const", const="no", help="not that library")
+    parser.add_argument("--nvshmem-home", metavar="FOLDER", help="NVSHMEM's folder, with include and lib in it")
     args = parser.parse_args()
     nvcc, why = find_nvcc()
     if not nvcc:
@@ -182,9 +240,11 @@ def main():
     print(f"nvcc: {nvcc} {'.'.join(map(str, nvcc_version(nvcc)))}")
     if args.find:
         return
-    print(build(nvcc, args.out))
-    if nvshmem_home() if args.nvshmem is None else args.nvshmem:
-        print(build_nvshmem(nvcc, args.out))
+    libraries = [Library(Path(args.out) / LIBRARY, tuple(sources()))]
+    if nvshmem := chosen_nvshmem(nvcc, args):
+        libraries.append(nvshmem)
+    for library, objects in zip(libraries, compile_all(nvcc, libraries), strict=True):
+        print(link(nvcc, library, objects))
 
 
 if __name__ == "__main__":

@@ -48,15 +48,17 @@ class Runner:
         self.deadline = time.monotonic()
 
     def prepared(self):
-        """Waits for what was begun ahead of this stage, if anything was; shows its output. Whether it went well."""
+        """(exit status, last line printed) of what was begun ahead of this stage, if anything was, when it has ended;
+        shows its output."""
         if self.preparation is None:
-            return True
+            return 0, ""
         try:
             status = self.preparation.process.wait(max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise StageTimeout from None
-        print(self.preparation.log.read_text(errors="replace"), end="", flush=True)
-        return status == 0
+        text = self.preparation.log.read_text(errors="replace")
+        print(text, end="", flush=True)
+        return status, last_line(text.splitlines())
 
     def run(self, command, quiet=False):
         """(exit status, last line printed). Output is shown as it comes, with `quiet` only on failure."""
@@ -85,7 +87,7 @@ class Runner:
             reader.join(KILL_AFTER_S)
         if quiet and status:
             print("".join(lines), end="", flush=True)
-        return status, next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return status, last_line(lines)
 
     def pytest(self, folder, marker=""):
         report = BUILD / f"{folder.replace('/', '-')}.xml"
@@ -138,6 +140,10 @@ def test_environment():
         environment.setdefault(name, "1")
     environment["PYTHONUNBUFFERED"] = "1"
     return environment
+
+
+def last_line(lines):
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def signal_group(process, number):
@@ -243,8 +249,9 @@ def megatron_oldest(runner):
         test_matrix.choose_python(OLDEST_MEGATRON, "")
     except setup_env.SetupError as error:
         return Result("skipped", note=str(error))
-    if not runner.prepared():
-        return Result("FAILED", note="its environment cannot be made")
+    status, last = runner.prepared()
+    if status:
+        return Result("FAILED", note=f"its environment cannot be made: {last.removeprefix('test_matrix: ')}")
     status, last = runner.run(oldest("--everyday"))
     return Result("FAILED" if status else "passed", note=last)
 
@@ -255,40 +262,38 @@ def docs(runner):
     return Result("FAILED" if runner.run(command)[0] else "passed")
 
 
-CUDA_TOOLKIT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"
-
-
-def cuda_home(runner):
-    """(CUDA_HOME for the build, None), or (None, why there is none); may install the pip toolkit."""
-    find = [sys.executable, "scripts/build_cuda.py", "--find"]
-    if runner.run(find, quiet=True)[0] == 0:
-        return os.environ.get("CUDA_HOME", ""), None
-    folder = BUILD.parent / "cuda-toolkit"
-    uv = shutil.which("uv")
-    pip = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
-    if not any(folder.glob("nvidia/cu*/bin/nvcc")) and runner.run([*pip, "-q", "--target", folder, CUDA_TOOLKIT])[0]:
-        return None, f"no nvcc, and {CUDA_TOOLKIT} cannot be installed here"
-    return str(max(folder.glob("nvidia/cu*"))), None
-
-
 def cuda(runner):
-    """Compiles the CUDA library for both architectures, inspects its code, runs tests/gpu, which skip without a GPU."""
-    home, why_not = cuda_home(runner)
-    if home is None:
+    """Compiles the CUDA library for both architectures and the kernels over NVSHMEM for one (they are the same roles
+    again, and take as long), inspects the code of both, runs tests/gpu, which skip without a GPU."""
+    import build_cuda
+    import cuda_packages
+
+    home, why_not = cuda_packages.find_toolkit(runner.run)
+    if why_not:
         return Result("skipped", note=why_not)
     if home:
-        os.environ["CUDA_HOME"] = home
-    # Without NVSHMEM's library: its kernels are the same roles once more, and take as long as all of these to compile.
-    if runner.run([sys.executable, "scripts/build_cuda.py", "--no-nvshmem"])[0]:
+        os.environ["CUDA_HOME"] = str(home)
+    nvshmem, no_nvshmem = cuda_packages.find_nvshmem(runner.run, build_cuda.find_nvcc()[0])
+    arch = build_cuda.ARCHITECTURES[0]
+    rail = ["--nvshmem", arch, "--nvshmem-home", nvshmem] if nvshmem else ["--no-nvshmem"]
+    if runner.run([sys.executable, "scripts/build_cuda.py", *rail])[0]:
         return Result("FAILED", note="does not build")
-    status, said = runner.run([sys.executable, "scripts/cubin_check.py"])
-    if status:
-        return Result("FAILED", note=said.removeprefix("cubin_check: "))
+    inspections = {"": []}
+    if nvshmem:
+        library = build_cuda.folder_of((arch,)) / build_cuda.NVSHMEM_LIBRARY
+        inspections["over NVSHMEM "] = [library, "--rail", "nvshmem", "--arch", arch]
+    notes = []
+    for what, arguments in inspections.items():
+        status, said = runner.run([sys.executable, "scripts/cubin_check.py", *arguments])
+        notes.append(what + said.removeprefix("cubin_check: "))
+        if status:
+            return Result("FAILED", note=notes[-1])
     for mutant in ([], ["--mutant"]):  # the second must find what it planted
         if runner.run([sys.executable, "scripts/twin_check.py", *mutant])[0]:
             return Result("FAILED", note=" ".join(["twin_check", *mutant]))
     result = runner.pytest("tests/gpu")
-    result.note = f"{said.removeprefix('cubin_check: ')}; {result.note}"
+    notes += [] if nvshmem else [f"kernels over NVSHMEM not compiled: {no_nvshmem}"]
+    result.note = "; ".join([*notes, result.note])
     return result
 
 

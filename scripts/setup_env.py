@@ -1,7 +1,8 @@
 """Makes everything that the Makefile's commands need on a bare machine: a virtual environment in .venv, the
 dependencies, the compiled core. Does nothing when nothing changed.
 
-Steps, each remembered by a hash of what it was made from, so that a second call starts at once:
+Steps, each remembered by a hash of what it was made from, so that a second call starts at once. Where dependencies are
+to be installed, the disk is looked at before the first:
   1. choose a Python (3.10 to 3.13, newest first; from 3.12 on the newer megatron-core releases exist);
   2. create the environment: venv, else uv, else virtualenv;
   3. build the core, before the long downloads: a missing compiler is reported in seconds;
@@ -195,6 +196,14 @@ class Environment:
     def has_core(self):
         return any((ROOT / "hybrid_ep").glob(f"_core.cpython-{self.stamp['version'].replace('.', '')}-*.so"))
 
+    def check_disk(self, torch_index):
+        """SetupError where the dependencies would not fit."""
+        there = next(f for f in (self.folder, *self.folder.parents) if f.exists())
+        free_gb = shutil.disk_usage(str(there)).free / 1e9
+        if free_gb < NEEDED_DISK_GB and not torch_index:
+            raise SetupError(f"needs {NEEDED_DISK_GB} GB of disk for torch and its CUDA libraries, {self.folder} has "
+                             f"{free_gb:.1f} GB; free some, or set HYBRID_EP_TORCH_INDEX to an index of CPU wheels.")
+
     def create(self, facts, wanted):
         say(f"creating {self.folder} with Python {facts['full']} ({facts['path']})")
         if self.folder.exists():
@@ -232,10 +241,6 @@ class Environment:
 
     def install_dependencies(self, extras, torch_index):
         start = time.monotonic()
-        free_gb = shutil.disk_usage(str(self.folder)).free / 1e9
-        if free_gb < NEEDED_DISK_GB and not torch_index:
-            raise SetupError(f"needs {NEEDED_DISK_GB} GB of disk for torch and its CUDA libraries, {self.folder} has "
-                             f"{free_gb:.1f} GB; free some, or set HYBRID_EP_TORCH_INDEX to an index of CPU wheels.")
         say("installing torch, megatron-core and the rest; the first time this downloads about 3 GB")
         if torch_index:
             self.install(["torch>=2.9"], ["--index-url", torch_index])
@@ -275,9 +280,12 @@ def ensure(folder=ROOT / ".venv", wanted="", extras=DEFAULT_EXTRAS, torch_index=
                          "container or WSL 2.")
     with locked():
         env = Environment(folder)
-        if not env.is_usable(wanted):
-            env.create(choose_python(wanted), wanted)
         dependencies, core = dependency_hash(extras, torch_index), core_hash()
+        usable = env.is_usable(wanted)
+        if not usable or env.stamp.get("dependencies") != dependencies:
+            env.check_disk(torch_index)
+        if not usable:
+            env.create(choose_python(wanted), wanted)
         if env.stamp.get("build_requirements") != list(BUILD_REQUIREMENTS):
             env.install(list(BUILD_REQUIREMENTS))
             env.note(build_requirements=list(BUILD_REQUIREMENTS))

@@ -75,6 +75,12 @@ def test_kernels_that_call_nvshmem_may_have_its_stack_and_nothing_more():
     assert any("dispatch<NvshmemDevice> sm_90a: 129 registers" in line for line in said(registers=200))
 
 
+def test_a_library_for_one_architecture_needs_no_other():
+    texts = library(registers=70, leave_out=("dispatch", "P2PDevice", "sm_100a"))
+    assert cubin_check.check(*texts)[1] == ["dispatch<P2PDevice> sm_100a: is not in the library"]
+    assert cubin_check.check(*texts, architectures=("sm_90a",))[1] == []
+
+
 def test_kernels_that_need_no_acquire_may_lack_its_fence():
     said = complaints(opcodes=tuple(o for o in ALL if "ASYNC.G" not in o), registers=70)
     assert {line.split("<")[0] for line in said} == {"exchange", "dispatch", "deliver", "combine"}
