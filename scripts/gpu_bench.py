@@ -3,12 +3,17 @@
     python scripts/gpu_bench.py [--executor cuda|host] [--quick] [--wide] [--out FILE]
 
 Cases: one active rank of 8 (the others have no tokens; bytes delivered per second and SM, over SM counts and dtypes),
-8 active ranks, both also with a local pass (deliver, unpermute) in launches of its own (column `own`: its blocks);
-with --wide one active rank of 32. More ranks than a device has hardware queues (32) cannot wait for each other on it.
-All calls use a cached handle. A time is that of rank 0 between two events
-around the call on its stream, median of the repetitions; `host_us` is the host's time in the call. Delivered bytes are
-the payload and scale bytes of the rows that rank 0's tokens became, each destination rank counted once. On one device
-every virtual link is HBM: the numbers say what an SM can move, nothing about NVLink."""
+8 active ranks, both also with a local pass (deliver, unpermute) in launches of its own (column `own`: its blocks); one
+rank of 72 whose peers are memory (scripts/lone_rank.py), since more ranks than a device has hardware queues (32)
+cannot wait for each other on it; `seed`, 8 active ranks of hidden 8192 with two experts each, and `seed_one`, one
+active rank of the same 8, over SMs; with --wide one active rank of 32.
+All calls use a cached handle. A time is that of rank 0 between two events around the call on its stream, median of the
+repetitions. Launches are made while an event holds all ranks' streams back, so that the host has no part in the time;
+`late` counts calls (of all ranks) whose launch came after that event. `host_us` is the host's time in the call, of as
+many threads at once as there are ranks (scripts/gpu_bench_stages.py has one rank's), of a rank among memory that of the
+compiled core alone. Delivered bytes are the payload and scale bytes of the rows that rank 0's tokens
+became, each destination rank counted once. On one device every virtual link is HBM: the numbers say what an SM can
+move, nothing about NVLink."""
 
 import argparse
 import json
@@ -20,12 +25,16 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-# Before torch starts CUDA: ranks wait for each other, so that streams which share a hardware queue may hang.
+# Before torch starts CUDA: ranks wait for each other, so that streams which share a hardware queue may hang, and so may
+# the loading of a kernel.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 import torch  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+from lone_rank import LoneRank  # noqa: E402
 
 from hybrid_ep import _core  # noqa: E402  (the checkout first, installed or not)
 from hybrid_ep.devices import is_cuda  # noqa: E402
@@ -46,6 +55,7 @@ class Case:
     dtype: str  # "bf16" or "fp8" (bytes with a float32 scale for every 128)
     num_sms: int
     permute_sms: int | None = None  # of the local pass in launches of its own
+    lone: bool = False  # the other ranks are memory
 
 
 def cases(quick: bool, wide: bool) -> list[Case]:
@@ -54,10 +64,13 @@ def cases(quick: bool, wide: bool) -> list[Case]:
              for dtype in ("bf16", "fp8") for sms in ((2,) if quick else (4, 8, 16))]
     found.append(Case("8_of_8", 8, 8, tokens, hidden, 256, 8, "bf16", 2 if quick else 16))
     found += [replace(case, permute_sms=4 if quick else 64) for case in found if case.dtype == "bf16"]
+    found += [Case("one_of_72", 72, 1, tokens, hidden, 288, 8, "fp8", sms, lone=True)
+              for sms in ((2,) if quick else (4, 8, 16))]
     if wide:  # 31 blocks beside the active rank's: one SM each
         found += [Case("one_of_32", 32, 1, 1024, hidden, 256, 8, dtype, 8) for dtype in ("bf16", "fp8")]
     if not quick:
-        found += [Case("seed", 8, 8, tokens, 8192, 16, 8, "bf16", sms) for sms in (1, 2, 4, 8, 12, 16)]
+        found += [Case("seed", 8, 8, tokens, 8192, 16, 8, "bf16", sms) for sms in (1, 2, 4, 8, 16)]
+        found += [Case("seed_one", 8, 1, tokens, 8192, 16, 8, "bf16", sms) for sms in (1, 2, 4, 8, 16, 24, 32)]
     return found
 
 
@@ -82,6 +95,29 @@ class Clock:
         return [1e3 * a.elapsed_time(b) for a, b in self.pairs] if self.on_gpu else list(self.host)
 
 
+class Gate:
+    """An event that holds the ranks' streams back while the host launches. One rank shuts it before the ranks meet, and
+    each passes it afterwards. Nothing on its own stream waits for a rank, so it opens."""
+
+    def __init__(self, num_ranks: int, on_gpu: bool):
+        self.cycles = 1_000_000 * max(4, num_ranks)  # half a millisecond a rank
+        self.stream = torch.cuda.Stream() if on_gpu else None
+        self.event = None
+
+    def shut(self) -> None:
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(self.cycles)
+                self.event = self.stream.record_event()
+
+    def join(self) -> None:
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+    def is_open(self) -> bool:
+        return self.event is not None and self.event.query()
+
+
 def inputs(case: Case, rank: int, device) -> dict:
     g = torch.Generator().manual_seed(7 * rank + 1)
     tokens = case.tokens if rank < case.active else 0
@@ -96,8 +132,37 @@ def inputs(case: Case, rank: int, device) -> dict:
             "topk_weights": torch.rand(tokens, case.topk, generator=g).to(device)}
 
 
-def rank_program(case: Case, rank: int, buffer, meet: threading.Barrier, on_gpu: bool, repeats: int) -> dict:
+def timed_verbs(verbs: dict, traffic, reset, meet, gate: Gate, shuts: bool, repeats: int) -> dict:
+    """{verb: its times, and the rows that one call moved}. meet(): a barrier of all ranks; shuts: whether this one has
+    the gate."""
+    on_gpu, result = gate.stream is not None, {}
+    reset()
+    for name, verb in verbs.items():
+        clock, late = Clock(on_gpu), 0
+        for i in range(repeats + 3):
+            if shuts:
+                gate.shut()
+            meet()
+            gate.join()
+            if i >= 3:
+                clock.start()
+            verb()
+            if i >= 3:
+                clock.stop()
+                late += gate.is_open()
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()
+            meet()  # nobody is behind when the gate shuts again
+        sent = traffic()
+        reset()
+        result[name] = {"times_us": clock.times(), "host_us": statistics.median(clock.host), "late": late,
+                        "rows": (sent["node_rows"] + sent["self_rows"]) // (repeats + 3)}
+    return result
+
+
+def rank_program(case: Case, rank: int, buffer, meet: threading.Barrier, gate: Gate, repeats: int) -> dict:
     """One rank of a case: a routed dispatch, then repetitions of a cached dispatch and of a combine."""
+    on_gpu = gate.stream is not None
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     # A rank without tokens still receives: it takes one SM, the active rank those of the case.
     sms = case.num_sms if rank < case.active else 1
@@ -110,43 +175,51 @@ def rank_program(case: Case, rank: int, buffer, meet: threading.Barrier, on_gpu:
     back = torch.randn(rows.shape[0], case.hidden, device=device).bfloat16()
     verbs = {"dispatch": lambda: buffer.dispatch_with_permute(**again),
              "combine": lambda: buffer.combine_with_unpermute(hidden=back, handle=handle)}
-    buffer.reset_traffic()
-    result = {}
-    for name, verb in verbs.items():
-        clock = Clock(on_gpu)
-        for i in range(repeats + 3):
-            meet.wait(SECONDS_PER_TRY)
-            if i >= 3:
-                clock.start()
-            verb()
-            if i >= 3:
-                clock.stop()
-            if on_gpu:
-                torch.cuda.current_stream().synchronize()
-        sent = buffer.traffic()
-        buffer.reset_traffic()
-        result[name] = {"times_us": clock.times(), "host_us": statistics.median(clock.host),
-                        "rows": (sent["node_rows"] + sent["self_rows"]) // (repeats + 3)}
-    return result
+    return timed_verbs(verbs, buffer.traffic, buffer.reset_traffic, lambda: meet.wait(SECONDS_PER_TRY), gate, rank == 0,
+                       repeats)
 
 
-def run_case(case: Case, executor: str, repeats: int) -> dict:
+def run_lone(case: Case, executor: str, repeats: int) -> list[dict]:
+    """The one rank of a case whose peers are memory."""
+    scale_bytes = case.hidden // 128 * 4 if case.dtype == "fp8" else 0
+    rank = LoneRank(1, case.num_ranks, case.num_experts, case.tokens, case.topk, hidden=case.hidden,
+                    scale_bytes=-(-scale_bytes // 16) * 16, executor=executor)
+    mine = inputs(case, 0, rank.device)
+    plan = rank.route(mine["topk_idx"], mine["topk_weights"])
+    scales = mine["scaling_factor"]
+    if scale_bytes % 16:  # 16 bytes at a time, as the buffer pads them
+        scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+    rows, *_ = rank.dispatch(plan, mine["hidden"], scales, case.num_sms)
+    back = torch.randn(rows.shape[0], case.hidden, device=rank.device).bfloat16()
+    verbs = {"dispatch": lambda: rank.dispatch(plan, mine["hidden"], scales, case.num_sms),
+             "combine": lambda: rank.combine(plan, back, case.num_sms)}
+    return [timed_verbs(verbs, rank.engine.traffic, rank.engine.reset_traffic, lambda: None,
+                        Gate(1, is_cuda(executor)), True, repeats)]
+
+
+def run_world(case: Case, executor: str, repeats: int) -> list[dict]:
+    """All ranks of a case, each a thread with a stream."""
     on_gpu = is_cuda(executor)
     world = VirtualWorld(1, case.num_ranks)
     buffers = world.buffers(case.hidden, max(case.tokens, 1), case.num_experts // case.num_ranks, executor=executor,
                             timeout_s=SECONDS_PER_TRY)
     meet = threading.Barrier(case.num_ranks)
     streams = [torch.cuda.Stream() if on_gpu else None for _ in range(case.num_ranks)]
+    gate = Gate(case.num_ranks, on_gpu)
 
     def body(rank, _):
         with torch.cuda.stream(streams[rank]):
-            return rank_program(case, rank, buffers[rank], meet, on_gpu, repeats)
+            return rank_program(case, rank, buffers[rank], meet, gate, repeats)
 
     try:
-        results = world.run(body)
+        return world.run(body)
     finally:
         for buffer in buffers:
             buffer.destroy()
+
+
+def run_case(case: Case, executor: str, repeats: int) -> dict:
+    results = (run_lone if case.lone else run_world)(case, executor, repeats)
     row = asdict(case)
     token_bytes = {"dispatch": case.hidden * (2 if case.dtype == "bf16" else 1) +
                    (0 if case.dtype == "bf16" else case.hidden // 128 * 4), "combine": case.hidden * 2}
@@ -154,6 +227,7 @@ def run_case(case: Case, executor: str, repeats: int) -> dict:
         microseconds = statistics.median(facts["times_us"])
         delivered = facts["rows"] * token_bytes[verb]
         row[verb] = {**facts, "median_us": microseconds, "delivered_bytes": delivered,
+                     "late": sum(result[verb]["late"] for result in results),
                      "gb_per_s": delivered / microseconds / 1e3,
                      "gb_per_s_per_sm": delivered / microseconds / 1e3 / case.num_sms}
     return row
@@ -179,14 +253,15 @@ def main():
             print(f"{title} {row['error'][:100]}", flush=True)
         else:
             d, c = row["dispatch"], row["combine"]
+            late = d["late"] + c["late"]
             print(f"{title} {d['median_us']:>12.1f} "
                   f"{d['gb_per_s_per_sm']:>8.1f} {d['host_us']:>8.1f} {c['median_us']:>11.1f} "
-                  f"{c['gb_per_s_per_sm']:>8.1f} {c['host_us']:>8.1f}", flush=True)
+                  f"{c['gb_per_s_per_sm']:>8.1f} {c['host_us']:>8.1f}{f'  {late} late' if late else ''}", flush=True)
         rows.append(row)
-    if args.out:
-        device = torch.cuda.get_device_name() if is_cuda(args.executor) else "host"
-        args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "executors": _core.executors(),
-                                        "rows": rows}, indent=1) + "\n")
+        if args.out:  # now: who is cut off leaves what there is
+            device = torch.cuda.get_device_name() if is_cuda(args.executor) else "host"
+            args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows,
+                                            "executors": _core.executors()}, indent=1) + "\n")
     sys.exit(1 if any("error" in row for row in rows) else 0)
 
 

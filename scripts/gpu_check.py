@@ -1,12 +1,13 @@
-"""What one GPU can show, in one command of under 9 minutes: build, inspection, tests, sanitizers, benchmarks.
+"""What one GPU can show, in one command of under 9 minutes: build, inspection, tests, benchmarks, sanitizers.
 
     python scripts/gpu_check.py [--out FOLDER] [--minutes 8.5] [--skip tests,racecheck,...] [--wheels FOLDER]
     python scripts/gpu_check.py --peer deep_ep-hybrid=FOLDER [--peer deep_ep-v2=FOLDER ...]     times peers instead
 
 Needs torch with CUDA, a C++20 compiler and nvcc (or a library that was built before); pytest and hypothesis for the
 tests. On a machine without a network --wheels installs what is missing from a folder of wheels. What is missing then is
-said and skipped. Prints one line a step and a summary, writes FOLDER/gpu_check.json and the output of every step beside
-it, and exits with 1 if a step failed.
+said and skipped, and so are the last steps when --minutes are over, which cut off a step under way: what is known best
+elsewhere comes last. Prints one line a step and a summary, writes FOLDER/gpu_check.json and the output of every step
+beside it, and exits with 1 if a step failed.
 
 With --peer it builds, then times hybrid_ep and every peer named, each in processes of its own with build folders of
 its own, on the same tokens and routing (scripts/gpu_peer.py), and prints the ratios of the same run. FOLDER holds the
@@ -20,12 +21,15 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # A rank alone and two virtual ranks, smallest shapes: every role runs, the sanitizer's slowness stays bearable.
 SANITIZED = "test_examples and ([shape0- or [shape1-) and not loopback"
+# Tests in steps of their own: worlds of processes, which take turns on the device, and what is slow to start.
+PROCESSES, EXPANDABLE = ("tests/gpu/test_processes.py", "tests/gpu/test_nvshmem.py"), "tests/gpu/test_expandable.py"
 WHEELS = ("pybind11", "setuptools", "pytest", "hypothesis", "pytest-timeout")
 
 
@@ -77,6 +81,8 @@ class Steps:
                 status = "out of time"
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         reason = skipped and status == 0 and skipped()
+        if status == "out of time" and left < limit_s:  # not by its own fault
+            reason = "cut off, no time left"
         self._say(name, "skipped" if reason else "passed" if status == 0 else f"FAILED ({status})",
                   time.monotonic() - began, reason or (lines[-1][:120] if lines else ""))
         return status == 0 and not reason
@@ -97,12 +103,20 @@ def build(steps, wheels=None):
     python = sys.executable
     if wheels:
         steps.run("wheels", [python, "-m", "pip", "install", "--no-index", "--find-links", wheels, *WHEELS], 120)
-    steps.run("core", [python, "setup.py", "build_ext", "--inplace"], 240, missing("pybind11", "setuptools"),
-              {**environment_of(), "HYBRID_EP_CUDA": "0"})
-    find = subprocess.run([python, "scripts/build_cuda.py", "--find"], cwd=ROOT, capture_output=True, text=True,
+    # Of which the kernels over NVSHMEM, where its package is, take as long again: several processes use them here.
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(steps.run, "core", [python, "setup.py", "build_ext", "--inplace"], 240,
+                            missing("pybind11", "setuptools"), {**environment_of(), "HYBRID_EP_CUDA": "0"}),
+                pool.submit(steps.run, "cuda", [python, "scripts/build_cuda.py"], 240, no_compiler())]
+        for one in both:
+            one.result()
+
+
+def no_compiler():
+    """Why no CUDA library can be built here, or None."""
+    find = subprocess.run([sys.executable, "scripts/build_cuda.py", "--find"], cwd=ROOT, capture_output=True, text=True,
                           check=False)
-    # Kernels over NVSHMEM take as long again to compile, and one GPU has nobody to reach with them.
-    steps.run("cuda", [python, "scripts/build_cuda.py", "--no-nvshmem"], 240, find.stderr.strip() or None)
+    return find.stderr.strip() or None
 
 
 def find_sanitizer():
@@ -119,15 +133,20 @@ def run_steps(steps, wheels):
                             "sys.exit(not cubin_check.find_tools())"], cwd=ROOT, check=False).returncode
     steps.run("cubins", [python, "scripts/cubin_check.py"], 60, "no cuobjdump and nvdisasm" if tools else None)
     no_tests = missing("pytest", "hypothesis", "pytest_timeout")
-    pytest = ["-m", "pytest", "tests/gpu", "-m", "gpu", "--timeout=120", "--maxfail=5", "-q"]
-    steps.run("tests", [python, *pytest], 240, no_tests)
-    steps.run("bench", [python, "scripts/gpu_bench.py", "--out", steps.out / "gpu_bench.json"], 150)
+    pytest = ["-m", "pytest", "-m", "gpu", "--timeout=120", "--maxfail=5", "-q"]
+    apart = [f"--ignore={path}" for path in (*PROCESSES, EXPANDABLE)]
+    steps.run("tests", [python, *pytest, "tests/gpu", *apart], 200, no_tests)
+    for name, script in (("bench", "gpu_bench"), ("stages", "gpu_bench_stages")):
+        steps.run(name, [python, f"scripts/{script}.py", "--out", steps.out / f"{script}.json"], 120)
+    steps.run("processes", [python, *pytest, *PROCESSES], 180, no_tests)
     sanitizer = find_sanitizer()
     few = {**environment_of(), "HYBRID_EP_TEST_EXAMPLES": "2"}
     for tool in ("memcheck", "racecheck"):
         command = [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--launch-timeout=60", python, *pytest]
-        steps.run(tool, [*command, "-k", SANITIZED], 90,
+        steps.run(tool, [*command, "tests/gpu", "-k", SANITIZED], 90,
                   no_tests or (None if sanitizer else "no compute-sanitizer on PATH or in CUDA_HOME"), few)
+    steps.run("expandable", [python, *pytest, "--timeout=170", EXPANDABLE], 180, no_tests)
+    steps.run("moe", [python, "scripts/gpu_bench_moe.py", "--json", steps.out / "gpu_bench_moe.json"], 60)
 
 
 def time_peers(steps, peers, *options):

@@ -41,8 +41,8 @@ def case_of(shape, rank, group, executor, permute):
                 topk_weights=weights, routing_map=routing, probs=probs)
 
 
-def kernel_us(call, on_gpu, repeats):
-    """Median GPU time of the kernels of one call; None without a GPU."""
+def kernel_us(call, on_gpu, repeats, named=""):
+    """Median GPU time of the kernels of one call, of those with this in their name; None without a GPU."""
     if not on_gpu:
         return None
     found = []
@@ -50,7 +50,7 @@ def kernel_us(call, on_gpu, repeats):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
             torch.cuda.synchronize()
-        found.append(sum(e.self_device_time_total for e in profile.key_averages()))
+        found.append(sum(e.self_device_time_total for e in profile.key_averages() if named in e.key))
     return statistics.median(found)
 
 

@@ -1,14 +1,17 @@
 """GPU tests: everything here is marked gpu, and skips with a reason where there is no GPU that the library serves.
 
 Virtual ranks share one device: each has a stream of its own, and there must be a hardware queue for each, or a rank's
-kernel would wait in line behind one that waits for it. The variable is read when CUDA starts, hence set here."""
+kernel would wait in line behind one that waits for it. Nor may a kernel be loaded while others wait for its launch.
+Both variables are read when CUDA starts, hence set here."""
 
 from __future__ import annotations
 
 import os
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
+import gc
 import sys
 from pathlib import Path
 
@@ -42,6 +45,21 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if why:
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cheap_collections():
+    """Later ones look at what tests made, not at all modules."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_freed_later():
+    """Freeing device memory waits for all kernels: a world that only an old traceback holds must not go while ranks of
+    the next one wait for each other."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,18 @@
-"""Virtual worlds on one GPU behind the host tests' eyes: a buffer that takes and returns CPU tensors and works on the
-device in between, on a stream of its own, entering every call at a random time."""
+"""Virtual worlds on one GPU behind the host tests' eyes: buffers that take and return CPU tensors and work on the
+device in between, each on a stream of its own, entering every call at a random time."""
 
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import torch
 
+from hybrid_ep.devices import is_cuda
 from hybrid_ep.testing import VirtualWorld
+
+VERBS = ("dispatch", "combine", "dispatch_with_permute", "combine_with_unpermute")
 
 
 def to_device(value: Any, device) -> Any:
@@ -22,15 +26,25 @@ def to_host(value: Any) -> Any:
 
 
 class OnDevice:
-    """A HybridEPBuffer of a GPU, called with CPU tensors. skew: cycles by which a call starts late, at most."""
+    """A HybridEPBuffer of a GPU, whose verbs are called with CPU tensors. skew: cycles by which a call starts late, at
+    most. A verb returns when its stream is idle: nothing may wait inside CUDA while another rank's kernel waits for
+    what this thread launches next."""
 
     def __init__(self, buffer, stream: torch.cuda.Stream, seed: int, skew: int):
         self._buffer, self._stream, self._skew = buffer, stream, skew
         self._random = random.Random(seed)
 
     def __getattr__(self, name: str):
-        method = getattr(self._buffer, name)
+        value = getattr(self._buffer, name)
+        return self._verb(value) if name in VERBS else value
 
+    def __enter__(self) -> OnDevice:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._buffer.destroy()
+
+    def _verb(self, method):
         def call(*args, handle=None, **kwargs):
             device = self._stream.device
             with torch.cuda.stream(self._stream):
@@ -41,9 +55,26 @@ class OnDevice:
                 if handle is not None:
                     kwargs["handle"] = handle  # as it is: its tensors say where they lie
                 result = method(*args, **kwargs)
+                while not self._stream.query():
+                    time.sleep(20e-6)
                 return tuple(v if isinstance(v, tuple) else to_host(v) for v in result)
 
         return call
+
+
+class DeviceWorld(VirtualWorld):
+    """A VirtualWorld on the current device. Who names an executor of the host gets buffers of the host, as they are."""
+
+    made: list = []  # by all worlds: the fixture that puts this class in VirtualWorld's place ends them
+    skew = 200_000
+
+    def buffers(self, hidden_dim: int, max_tokens: int, num_local_experts: int, executor: str = "cuda",
+                **options: Any) -> list[Any]:
+        raw = super().buffers(hidden_dim, max_tokens, num_local_experts, executor=executor, **options)
+        if not is_cuda(executor):
+            return raw
+        self.made += raw
+        return [OnDevice(b, torch.cuda.Stream(), rank, self.skew) for rank, b in enumerate(raw)]
 
 
 class GpuWorld:

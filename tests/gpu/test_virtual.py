@@ -3,9 +3,11 @@ is): the host's property tests, with start skew, over a tidy rail and over one t
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
-from examples import WRONG, Example, check, examples, expected
+from examples import WRONG, Example, check, examples, expected, make_inputs
 from gpu_world import GpuWorld
 from hypothesis import given, settings
 
@@ -33,14 +35,27 @@ def test_examples(shape, executor):
     run()
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2)])
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_examples_with_a_static_budget(executor):
+def test_examples_with_a_static_budget(shape, executor):
     @settings(max_examples=8)
-    @given(ex=examples(2, 2, budget=True))
+    @given(ex=examples(*shape, budget=True))
     def run(ex):
         check_world(ex, executor)
 
     run()
+
+
+@pytest.mark.parametrize("shape", [(8, 2), (1, 16), (16, 1)])
+def test_large_worlds(shape):
+    tokens = tuple((7 * r) % 5 for r in range(16))
+    for seed, skew in ((1, "uniform"), (2, "one_rank")):
+        check_world(Example(*shape, 2, tokens, 6, 32, seed=seed, skew=skew, pad_multiple=4), "cuda")
+
+
+@pytest.mark.parametrize("num_local_experts, topk", [(200, 6), (4000, 3), (30, 40)])
+def test_routing_of_more_experts_than_a_warp_has_lanes(num_local_experts, topk):
+    check_world(Example(1, 2, num_local_experts, (70, 13), topk, 16, seed=8), "cuda")
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 8, 16])
@@ -60,6 +75,32 @@ def test_rows_of_training_size_and_rows_of_several_tiles(hidden):
 def test_more_tokens_than_the_rail_ring_holds():
     check_world(Example(2, 2, 2, (700, 1, 0, 611), 2, 16, seed=4, pad_multiple=16), "cuda_loopback")
     check_world(Example(3, 1, 2, (700, 1, 611), 4, 16, "fp32", seed=5), "cuda_loopback")
+
+
+def test_a_hundred_worlds_leave_nothing():
+    """Each of which has grown and moved tokens. A segment has more than 2 MiB then."""
+    ex = Example(1, 2, 2, (512, 512), 2, 1024, seed=7)
+    mine = [make_inputs(ex, rank) for rank in range(2)]
+
+    def work(rank, buffer):
+        rows, *_, handle = buffer.dispatch_with_permute(hidden=mine[rank].hidden, num_of_experts=4,
+                                                        **mine[rank].routing())
+        buffer.combine_with_unpermute(hidden=rows, handle=handle)
+
+    def bytes_after(rounds: int) -> int:
+        for _ in range(rounds):
+            world = GpuWorld(1, 2, 2, skew=0)
+            world.run(work)
+            world.close()
+        del world
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    before = bytes_after(5)
+    assert bytes_after(100) - before < 64 << 20
 
 
 @pytest.mark.parametrize("wrong", sorted(WRONG))

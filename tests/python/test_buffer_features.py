@@ -57,7 +57,7 @@ def test_handles_outlive_later_calls_growth_and_the_buffer():
     want = expected(EX)
     bigger = Example(2, 2, 3, (60, 9, 50, 3), 6, 64, "fp32", seed=6)
 
-    def work(rank, group):
+    def work(rank, _):
         mine = want.inputs[rank]
         *_, handle = buffers[rank].dispatch_with_permute(hidden=mine.hidden, **mine.routing())
         check(buffers[rank], rank, bigger)  # grows tokens, experts, topk, row bytes
@@ -66,12 +66,17 @@ def test_handles_outlive_later_calls_growth_and_the_buffer():
                 hidden=want.returned[rank], probs=want.returned_probs[rank], handle=handle)
             assert torch.equal(out, want.combined[rank][0]) and torch.equal(probs, want.combined[rank][1])
         buffers[rank].destroy()
-        other = HybridEPBuffer(group, 16, 1, 2, timeout_s=30, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
-        out, _ = other.combine_with_unpermute(hidden=want.returned[rank], handle=[*handle])
-        assert torch.equal(out, want.combined[rank][0])
+        return handle
 
     expected(bigger)
-    world.run(work)
+    handles = world.run(work)
+    others = world.buffers(16, 1, 2, timeout_s=30)
+
+    def elsewhere(rank, _):
+        out, _ = others[rank].combine_with_unpermute(hidden=want.returned[rank], handle=[*handles[rank]])
+        assert torch.equal(out, want.combined[rank][0])
+
+    world.run(elsewhere)
 
 
 def test_handle_maps_say_where_the_rows_are():
@@ -82,7 +87,7 @@ def test_handle_maps_say_where_the_rows_are():
     def work(rank, _):
         mine, node = want.inputs[rank], rank // 2
         *_, handle = buffers[rank].dispatch(mine.hidden, None, num_of_experts=8, **mine.routing())
-        slots, needed, remote = handle[:3]
+        slots, needed, remote = (t.cpu() for t in handle[:3])
         first = 0
         for source in (s for s in range(4) if s % 2 == rank % 2):
             for t in range(EX.tokens[source]):

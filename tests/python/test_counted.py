@@ -19,10 +19,9 @@ _worlds: dict = {}
 pytestmark = pytest.mark.usefixtures("poisoned_plans")
 
 
-def buffers_of(shape, num_local_experts: int, executor: str = "host", tokens: int = 1, kernel_places: bool = True,
-               **options):
+def buffers_of(shape, num_local_experts: int, tokens: int = 1, kernel_places: bool = True, **options):
     world = VirtualWorld(*shape)
-    buffers = world.buffers(16, tokens, num_local_experts, executor=executor, timeout_s=60, **options)
+    buffers = world.buffers(16, tokens, num_local_experts, timeout_s=60, **options)
     for buffer in buffers:
         buffer._session.kernel_places = kernel_places
     return world, buffers
@@ -32,7 +31,7 @@ def kept(shape, num_local_experts: int, executor: str):
     """Later examples find the flags, the mail and the counters of earlier ones."""
     key = (shape, executor)
     if key not in _worlds:
-        _worlds[key] = buffers_of(shape, num_local_experts, executor)
+        _worlds[key] = buffers_of(shape, num_local_experts, executor=executor)
     return _worlds[key]
 
 
@@ -51,24 +50,29 @@ def test_examples(shape, executor, rounds):
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)])
 def test_everything_a_call_returns_is_what_the_host_would_have_placed(shape):
     """Also the handles' maps over the rail, of which the reference says nothing, and the bytes that crossed links."""
+    same_everywhere(everything(shape, kernel_places=True), everything(shape, kernel_places=False))
+
+
+def everything(shape, **options) -> list:
+    """By rank: the elements of two calls' results and of their handles, and the traffic."""
     ranks = shape[0] * shape[1]
     ex = Example(*shape, 3, tuple((7 * r + 5) % 23 for r in range(ranks)), 3, 48, scale_columns=1, pad_multiple=4,
                  seed=8)
+    world, buffers = buffers_of(shape, 3, **options)
 
-    def everything(kernel_places: bool):
-        world, buffers = buffers_of(shape, 3, kernel_places=kernel_places)
+    def work(rank, _):
+        mine, buffer = make_inputs(ex, rank), buffers[rank]
+        common = dict(num_of_experts=ex.world.num_experts, **mine.routing())
+        dense = buffer.dispatch(mine.hidden, mine.scale, **common)
+        permuted = buffer.dispatch_with_permute(hidden=mine.hidden, pad_multiple=4, **common)
+        found = [*dense[:3], *permuted[:4], *dense[3][:6], *permuted[4][:9], permuted[4][-1]]
+        return [x.cpu() if isinstance(x, torch.Tensor) else x for x in found], buffer.traffic()
 
-        def work(rank, _):
-            mine, buffer = make_inputs(ex, rank), buffers[rank]
-            common = dict(num_of_experts=ex.world.num_experts, **mine.routing())
-            dense = buffer.dispatch(mine.hidden, mine.scale, **common)
-            permuted = buffer.dispatch_with_permute(hidden=mine.hidden, pad_multiple=4, **common)
-            return [*dense[:3], *permuted[:4], *dense[3][:6], *permuted[4][:9], permuted[4][-1]], buffer.traffic()
+    return world.run(work)
 
-        return world.run(work)
 
-    pairs = zip(everything(True), everything(False), strict=True)
-    for rank, ((got, bytes_now), (want, bytes_then)) in enumerate(pairs):
+def same_everywhere(now: list, then: list) -> None:
+    for rank, ((got, bytes_now), (want, bytes_then)) in enumerate(zip(now, then, strict=True)):
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             if isinstance(w, torch.Tensor):
                 same(f"element {i} of rank {rank}", g, w)
@@ -140,17 +144,23 @@ def test_bad_calls_are_refused_on_every_rank_and_harm_nothing():
 
 
 def test_capacity_is_the_same_error_and_the_same_drop():
+    same_capacity({"kernel_places": True}, {"kernel_places": False})
+
+
+def same_capacity(here: dict, there: dict) -> None:
+    """Of buffers with these options."""
     ex = Example(1, 2, 2, (8, 8), 2, skew="one_rank", seed=1)
     mine = [make_inputs(ex, rank) for rank in range(2)]
 
-    def run(kernel_places, overflow):
-        world, buffers = buffers_of((1, 2), 2, tokens=8, capacity_factor=1.0, overflow=overflow,
-                                    kernel_places=kernel_places)
+    def run(options, overflow):
+        world, buffers = buffers_of((1, 2), 2, tokens=8, capacity_factor=1.0, overflow=overflow, **options)
         return world.run(lambda rank, _: buffers[rank].dispatch_with_permute(
             hidden=mine[rank].hidden, num_of_experts=4, **mine[rank].routing()), return_errors=True)
 
-    assert [str(e) for e in run(True, "raise")] == [str(e) for e in run(False, "raise")]
-    for got, want in zip(run(True, "drop"), run(False, "drop"), strict=True):
+    errors = run(here, "raise"), run(there, "raise")
+    assert [str(e) for e in errors[0]] == [str(e) for e in errors[1]]
+    assert all(isinstance(e, CapacityError) for e in errors[0]), errors[0]
+    for got, want in zip(run(here, "drop"), run(there, "drop"), strict=True):
         for i in (0, 1, 3):
             same(f"result {i}", got[i], want[i])
         assert int(got[-1][-1]) == int(want[-1][-1])

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -16,6 +18,23 @@ def test_the_sanitizer_runs_the_two_smallest_worlds_alone():
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
     found = [line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line]
     assert found == ["test_examples[shape0-cuda]", "test_examples[shape1-cuda]"], done.stdout + done.stderr
+
+
+def test_a_step_cut_off_by_the_clock_did_not_run_and_one_over_its_own_limit_failed(tmp_path, capsys):
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    short, long = gpu_check.Steps(tmp_path, 5.5, set()), gpu_check.Steps(tmp_path, 60, set())
+    assert not short.run("last", sleeps, 60) and not long.run("slow", sleeps, 1)
+    assert (short.results["last"]["result"], short.results["last"]["note"]) == ("skipped", "cut off, no time left")
+    assert long.results["slow"]["result"] == "FAILED (out of time)"
+
+
+def test_both_builds_are_reported(tmp_path, capsys):
+    steps = gpu_check.Steps(tmp_path, 60, {"core", "cuda"})
+    gpu_check.build(steps)
+    assert {step["note"] for step in steps.results.values()} == {"left out with --skip"} and len(steps.results) == 2
+    steps.run = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        gpu_check.build(steps)
 
 
 def test_what_did_not_run_is_said(tmp_path, capsys):

@@ -1,0 +1,141 @@
+"""One rank of a world whose other ranks are memory: what a rank of 64 or 72 does, on a device that cannot hold them.
+
+Every rank has its segment, and this one's kernels run as in a whole world. The others' flags stand as if they had
+always been ahead, so nobody is waited for, and their count vectors say what `peers` is:
+"silent": they have no tokens. Dispatch writes this rank's rows into their segments, combine reads rows back from there;
+          what it reads nobody has computed.
+"alike":  everybody's routing is this rank's. For route alone: a dispatch would wait for no row, and find none.
+Nothing is missing from this rank's part but the wait for others."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hybrid_ep import _core, devices  # noqa: E402  (the checkout first, installed or not)
+from hybrid_ep.placed import Facts  # noqa: E402
+from hybrid_ep.tensors import address, aligned, row_bytes  # noqa: E402
+from hybrid_ep.testing import PrivateSegments  # noqa: E402
+from hybrid_ep.traffic import exchange  # noqa: E402
+from hybrid_ep.validation import SUMMABLE  # noqa: E402
+
+AHEAD = 1 << 62  # of every exchange, operation and chunk
+HEADER_WORDS = 16
+
+
+def bytes_at(where: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes]: memory that somebody else owns."""
+    if device.type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(where), dtype=torch.uint8)
+
+    class Raw:
+        __cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (where, False), "version": 2}
+
+    return torch.as_tensor(Raw(), device=device)
+
+
+class LoneRank:
+    """Rank 0 of num_nodes x num_local_ranks, with `tokens` tokens of `topk` choices at most."""
+
+    def __init__(self, num_nodes: int, num_local_ranks: int, num_experts: int, tokens: int, topk: int, *,
+                 hidden: int = 8, scale_bytes: int = 0, peers: str = "silent", executor: str = "cuda"):
+        self.num_nodes, self.num_local_ranks, self.num_experts = num_nodes, num_local_ranks, num_experts
+        self.num_ranks, self.tokens, self.topk, self.peers = num_nodes * num_local_ranks, tokens, topk, peers
+        self.device = devices.current() if devices.is_cuda(executor) else torch.device("cpu")
+        self.shape = _core.BufferShape(
+            num_nodes=num_nodes, num_local_ranks=num_local_ranks, num_experts=num_experts, max_tokens=tokens,
+            max_topk=topk, row_bytes=2 * hidden, scale_bytes=scale_bytes, partial_row_bytes=2 * hidden,
+            recv_rows=tokens * (self.num_ranks if peers == "alike" else 1))
+        made = PrivateSegments()
+        if self.device.type == "cuda":
+            devices.enter(self.device)
+            made = made.on_device()
+        self.segments = [made.create(str(r), self.shape.total_bytes) for r in range(self.num_ranks)]
+        self.engine = _core.Engine(0, self.shape, self.segments, 20.0, executor)
+        self.regions = {name: (at, size) for name, at, size in self.shape.regions()}
+        self._enter()
+        for name in ("ready_flags", "done_flags", "counts_rail_flags", "counts_node_flags", "rail_full_flags",
+                     "rail_free_flags"):
+            own = name.startswith("rail")  # rings have no entry of this rank's own
+            self._region(name).view(torch.int64).view(-1, 8)[0 if own else 1:, 0] = AHEAD
+        self._told = False
+
+    def _enter(self) -> None:
+        if self.device.type == "cuda":
+            self.engine.set_stream(devices.enter(self.device))
+
+    def _region(self, name: str) -> torch.Tensor:
+        at, size = self.regions[name]
+        return bytes_at(self.segments[0].address + at, size, self.device) if size else torch.empty(0).view(torch.uint8)
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of one rank's counts."""
+        return self.regions["counts"][1] // (2 * self.num_ranks)
+
+    def counts_of_others(self) -> None:
+        """Writes them, once this rank's own are there: of any exchange, in the parity that it had."""
+        vectors = self._region("counts").view(torch.int32).view(2, self.num_ranks, -1)
+        mine = vectors[:, 0].clone()
+        mine = mine[mine[:, 1].argmax()]  # the word topk, which only the parity in use has
+        if self.peers == "silent":
+            mine = mine.clone()
+            mine[0] = 0
+            mine[HEADER_WORDS:] = 0
+        vectors[:, 1:] = mine
+
+    def route(self, idx: torch.Tensor, weights: torch.Tensor):
+        """The plan of topk_idx [tokens, topk] with weights fp32; waits for its counts, as a blocking dispatch does."""
+        self._enter()
+        idx, weights = aligned(idx), aligned(weights)
+        if not self._told:
+            self._place(idx, weights)  # the others' headers are empty: nothing is placed, but our counts are written
+            self.counts_of_others()
+            self._told = True
+        placed, facts = self._place(idx, weights)
+        assert placed.placed, placed.headers
+        learned = torch.empty(placed.learned["total"] + 128, dtype=torch.uint8, device=self.device)
+        learned = learned[-learned.data_ptr() % 128:]
+        return placed.plan(learned.data_ptr()), (facts, learned)
+
+    def _place(self, idx: torch.Tensor, weights: torch.Tensor):
+        facts = Facts.of(self.engine, len(idx), self.topk, self.num_experts // self.num_ranks, self.device,
+                         worst_case=False)
+        header = {"num_experts": self.num_experts, "budget": 0}
+        return self.engine.place(
+            routing=address(idx), kind="topk", weights=address(weights), num_tokens=len(idx), topk_in=idx.shape[1],
+            topk=self.topk, header=header, must_agree=["num_experts"], memory=address(facts.memory), budget=0,
+            count=True), facts
+
+    def dispatch(self, plan, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int, permute_sms: int = 0):
+        """Permuted rows of this rank; plan: of route. scales: rows of a multiple of 16 bytes."""
+        self._enter()
+        core, _ = plan
+        rows = core.num_permuted_rows
+        out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=self.device)
+        out_scales = None if scales is None else torch.empty(rows, scales.shape[1], device=self.device)
+        out_weights = torch.empty(rows, device=self.device)
+        self.engine.dispatch(
+            core, x=address(x), scale=address(scales), weights=-1, out_x=address(out), out_scale=address(out_scales),
+            out_weights=address(out_weights), row_bytes=row_bytes(x), permute=True, out_rows=rows, num_blocks=num_sms,
+            scale_bytes=0 if scales is None else row_bytes(scales), deliver_blocks=permute_sms)
+        return out, out_weights, out_scales
+
+    def combine(self, plan, rows: torch.Tensor, num_sms: int):
+        """Sums of this rank's tokens; plan: of route, dispatched. rows: as many as dispatch returned."""
+        self._enter()
+        core, _ = plan
+        out = torch.empty(core.num_tokens, rows.shape[1], dtype=rows.dtype, device=self.device)
+        self.engine.combine(core, x=address(rows), dtype=SUMMABLE[rows.dtype], hidden=rows.shape[1],
+                            out_x=address(out), permuted=True, num_blocks=num_sms)
+        return out
+
+    def exchanged(self) -> dict[str, int]:
+        """Bytes of one exchange of counts: what this rank sends, what it receives; and what all-gathered routing maps
+        of one byte for a token and expert would bring it."""
+        others = self.num_ranks - 1
+        return {"sent": exchange(self.num_nodes, self.num_local_ranks, self.num_experts)["count_bytes"],
+                "received": others * self.vector_bytes, "received_as_maps": others * self.tokens * self.num_experts}
