@@ -13,6 +13,7 @@
 // Ordering is in the operation's name; there is no free-standing fence:
 //   ld_acquire_sys / st_release_sys / add_release_sys  system scope, between ranks that map each other
 //   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
+//   take_rank, count_rank                              the same scope, and they order nothing
 //   mbar_arrive (release) / mbar_wait (acquire)        between lanes of one block (cta scope)
 //   bulk_wait<0>() orders the completed stores before later releases BY THE SAME LANE; bulk groups belong
 //   to the lane that committed them, so the lane that commits is the lane that waits.
@@ -99,8 +100,12 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.ld_acquire_sys(flag) } -> std::same_as<uint64_t>;
   { a.st_release_sys(mut_flag, uint64_t{}) };
   { a.add_release_sys(mut_flag, uint64_t{}) };
-  { a.add_acq_rel_rank(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;  // returns the old value
-  { a.wait_ge_sys(flag, uint64_t{}, info) };                               // acquires
+  { a.wait_ge_sys(flag, uint64_t{}, info) };  // acquires
+
+  // Counters of one rank. What returns the old value costs the lane a round trip to memory; count_rank does not.
+  { a.add_acq_rel_rank(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;
+  { a.take_rank(mut_flag) } -> std::same_as<uint64_t>;  // adds 1: tickets for work that is visible already
+  { a.count_rank(mut_flag, uint64_t{}) };               // sums that only the host reads
 
   // A role that polls several flags by hand calls this once per fruitless round, with what it waits for;
   // `since_progress` is the role's own token: reset it with poll_reset whenever something was found.

@@ -47,6 +47,7 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   if (warp == 0 && elected) {
     node_sum.init(a, kWarps);
     final_sum.init(a, kWarps);
+    RailTally<A, Net>::clear(a, reinterpret_cast<Vec16*>(smem + p.rail_tally_at), p.rail.num_peers);
   }
   if (!enter_kernel(a)) return;
   if (warp == 0) {
@@ -86,12 +87,15 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
                  weights = 4ull * (floats < p.tile_elems ? floats : p.tile_elems);
   const uint64_t stage_bytes = tile > weights ? tile : weights;
   const uint64_t stage = align_up(stage_bytes, 128) + sizeof(SumHead) + 2 * sizeof(typename A::Mbarrier);
-  const uint64_t out = 4 * align_up(4ull * kSumTileElems, 128), left = budget > out + 1024 ? budget - out - 1024 : 0;
+  p.credit_cursors_at = 0;
+  p.rail_tally_at = align_up(4ull * p.rail.num_peers, 128);
+  const uint64_t fifos_at = p.rail_tally_at + align_up(sizeof(Vec16) * p.rail.num_peers, 128);
+  const uint64_t out = 4 * align_up(4ull * kSumTileElems, 128), aside = fifos_at + out + 1024;  // the last: alignment
+  const uint64_t left = budget > aside ? budget - aside : 0;
   // Without rail peers nothing is summed for them: the final sum has all the stages.
   const bool rail = p.rail.num_peers != 0;
   const uint32_t stages = stages_that_fit(rail ? left / 2 : left, stage, 2, 24);
-  p.node_sum = Fifo::layout(align_up(4ull * (p.rail.num_peers + 1), 128), rail ? stages : 2, rail ? stage_bytes : 16);
-  p.credit_cursors_at = 0;
+  p.node_sum = Fifo::layout(fifos_at, rail ? stages : 2, rail ? stage_bytes : 16);
   p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_bytes);
   p.out_stage_at[0] = p.final_sum.end;
   p.out_stage_at[1] = p.out_stage_at[0] + 2 * 4ull * kSumTileElems;

@@ -1,6 +1,7 @@
-// Several streams of chunks served by one lane, each as soon as it can move: a stream that has to wait (for an
-// arrival or for a credit) never holds up another. That is not only faster. Were a sender to wait for one
-// peer's credit while another peer starves, three nodes could wait for each other in a ring.
+// Several streams of chunks, dealt to blocks as they come for them, and served by one lane a block as they can move.
+// A stream that has to wait (for an arrival or for a credit) never holds up another. That is not only faster. Were a
+// sender to wait for one peer's credit while another peer starves, three nodes could wait for each other in a ring.
+// A block that shares its SM or was late takes fewer chunks, and nobody waits for its share.
 #pragma once
 #include <cstdint>
 
@@ -9,10 +10,24 @@
 
 namespace hep {
 
+// Chunks that this rank's blocks have taken in the operation in progress, beyond the first of each block: one word a
+// stream, zero between operations.
+struct ChunksTaken {
+  uint64_t *to_rail, *to_node;  // [N] each: chunks for rail peers; arrived chunks and this rank's own tokens
+};
+
+// Whoever is through with a chunk takes the lowest that is free; the first of each block is its own number. Taken
+// before it is ready: chunks become ready in any order, so there must be somebody to look at each of them.
+template <Arch A>
+HEP_DEVICE uint32_t next_chunk(A& a, uint64_t* taken) {
+  return uint32_t(a.num_blocks()) + uint32_t(a.take_rank(taken));
+}
+
 template <Arch A>
 struct ChunkSweep {
   A& a;
-  uint32_t* cursors;  // shared memory, one word a stream: the stream's next chunk of this block
+  uint64_t* taken;    // [num_streams], see ChunksTaken
+  uint32_t* cursors;  // [num_streams], shared memory: the chunk of each stream that this block has taken and not served
   uint32_t num_streams;
 
   // count(s): tokens of stream s. ready(s, chunk): may it be served now? serve(s, chunk): does it.
@@ -34,7 +49,7 @@ struct ChunkSweep {
           while (!ready(s, chunk)) a.poll_idle(waiting, uint64_t(chunk) + 1, chunk);  // in order, come what may
         }
         serve(s, chunk);
-        a.st_shared(cursors + s, chunk + (kMutant == 32 ? 1 : a.num_blocks()));
+        a.st_shared(cursors + s, kMutant == 32 ? chunk + 1 : next_chunk(a, taken + s));
         progress = true;
       }
       if (progress)

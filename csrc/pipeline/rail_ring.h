@@ -76,14 +76,16 @@ struct RailReceiver {
       net.wait_signal(a, p.full_flags + (q % g.num_slots) * kFlagWords, q + 1,
                       {Site::kRailChunk, p.rank, int64_t(chunk)});
   }
-  // One of the chunk's `total` stages is out of the slot. Whoever takes the last returns the credit; the
-  // counter goes back to zero before that, so the next chunk finds it clean.
+  // `n` of the chunk's `total` stages are out of the slot. Whoever takes the last returns the credit; the
+  // counter goes back to zero before that, so the next chunk finds it clean. The lane waits for the counter's old
+  // value, longer than for a tile: callers count for themselves and come here as rarely as they may.
   template <class A, class Net>
-  HEP_DEVICE static void consume(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk,
+  HEP_DEVICE static void consume(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk, uint64_t n,
                                  uint64_t total) {
-    uint64_t q = *p.received + chunk, slot = q % g.num_slots;
-    uint64_t last = kMutant == 7 ? 1 : kMutant == 39 && total > 1 ? total - 1 : total;
-    if (a.add_acq_rel_rank(p.consumed + slot, 1) + 1 != last) return;
+    const uint64_t q = *p.received + chunk, slot = q % g.num_slots;
+    const uint64_t before = a.add_acq_rel_rank(p.consumed + slot, n);
+    const uint64_t last = kMutant == 7 ? 1 : kMutant == 39 && total > 1 ? total - 1 : total;
+    if (before >= last || before + n < last) return;
     if (kMutant != 21) p.consumed[slot] = 0;
     if (kMutant != 20) net.signal(a, p.node, p.peer_free_flags + slot * BufferLayout::kFlagStride, q + 1);
   }

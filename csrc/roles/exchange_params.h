@@ -4,7 +4,7 @@
 
 namespace hep {
 
-// Bytes and rows that left a role, per link. Summed over blocks with add_acq_rel_rank.
+// Bytes and rows that left a role, per link. Summed over blocks with count_rank.
 struct TrafficCounters {
   uint64_t rail_rows, rail_bytes;  // puts to rail peers
   uint64_t node_rows, node_bytes;  // copies to or from other ranks of the node

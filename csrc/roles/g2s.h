@@ -20,7 +20,8 @@ struct DispatchG2SRole {
         net(n),
         p(params),
         to(fifo),
-        sweep{arch, reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at), params.rail.num_peers + 1} {}
+        sweep{arch, params.taken.to_node, reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at),
+              params.rail.num_peers + 1} {}
 
   HEP_DEVICE void run(int num_consumers) {
     a.set_role("g2s");
@@ -55,7 +56,8 @@ struct DispatchG2SRole {
                                   ? own_token(p, p.world.node(), begin + i)
                                   : TokenSource::contiguous(p.message, slot + uint64_t(i) * p.message.token_bytes());
       head.index = begin + i;
-      for (head.tile = 0; head.tile < tiles; ++head.tile) load_tile(a, to, p.message, p.tile_bytes, src, head);
+      for (head.tile = 0; head.tile < tiles; ++head.tile, ++head.stage)
+        load_tile(a, to, p.message, p.tile_bytes, src, head);
     }
   }
 };

@@ -23,7 +23,8 @@ struct N2NRole {
         p(params),
         in(fifo),
         out(fifo, 0, 1),
-        sweep{arch, reinterpret_cast<uint32_t*>(smem + params.credit_cursors_at), params.rail.num_peers} {}
+        sweep{arch, params.taken.to_rail, reinterpret_cast<uint32_t*>(smem + params.credit_cursors_at),
+              params.rail.num_peers} {}
 
   HEP_DEVICE void run() {
     a.set_role("n2n");
@@ -33,8 +34,8 @@ struct N2NRole {
         [&](uint32_t s, uint32_t chunk) { send_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
     if (kMutant != 34) net.quiet(a);
     if (rows) {
-      a.add_acq_rel_rank(&p.traffic->rail_rows, rows);
-      a.add_acq_rel_rank(&p.traffic->rail_bytes, rows * p.message.token_bytes());
+      a.count_rank(&p.traffic->rail_rows, rows);
+      a.count_rank(&p.traffic->rail_bytes, rows * p.message.token_bytes());
     }
   }
 

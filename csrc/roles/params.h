@@ -5,6 +5,7 @@
 #include "common/numeric.h"
 #include "layout/message.h"
 #include "layout/smem.h"
+#include "pipeline/chunk_sweep.h"
 #include "pipeline/node_gate.h"
 #include "pipeline/rail_ring.h"
 #include "roles/exchange_params.h"
@@ -53,6 +54,7 @@ struct DispatchParams {
   PlanView plan;
   RailSide rail;
   NodeGate gate;
+  ChunksTaken taken;
   NodePeers peers;
   const unsigned char *x, *scales;  // [T][row_bytes], [T][scale_bytes]
   const float* weights;             // [T][weight_stride] in plan order, null = none
@@ -66,7 +68,7 @@ struct DispatchParams {
   TrafficCounters* traffic;
   // Shared memory.
   uint32_t tile_bytes;
-  uint64_t arrival_cursors_at, credit_cursors_at;  // [N] words each, see ChunkSweep
+  uint64_t arrival_cursors_at, credit_cursors_at;  // [num_peers + 1], [num_peers] words, see ChunkSweep
   FifoLayout scatter, rail_stage, deliver;
   uint64_t smem_bytes;
 };
@@ -78,6 +80,7 @@ struct CombineParams {
   uint32_t record_bytes, pairs_at;  // as in MessageLayout
   RailSide rail;
   NodeGate gate;
+  ChunksTaken taken;
   NodePeers peers;
   DType dtype, partial_dtype;
   uint32_t hidden;
@@ -92,7 +95,8 @@ struct CombineParams {
   uint64_t* exit_counter;
   TrafficCounters* traffic;
   uint32_t tile_elems;
-  uint64_t credit_cursors_at;      // [N] words, see ChunkSweep
+  uint64_t credit_cursors_at;      // [num_peers] words, see ChunkSweep
+  uint64_t rail_tally_at;          // [num_peers], see RailTally
   FifoLayout node_sum, final_sum;  // the unpermute kernel uses final_sum
   uint64_t out_stage_at[2];        // two output tiles for each of the two reductions
   uint64_t smem_bytes;

@@ -26,10 +26,10 @@ struct NodePartials {
       dsts[i].local_rank == uint32_t(p.world.local_rank()) ? ++self_rows : ++node_rows;
   }
   HEP_DEVICE void report() {
-    a.add_acq_rel_rank(&p.traffic->node_rows, node_rows);
-    a.add_acq_rel_rank(&p.traffic->node_bytes, node_rows * p.partial.row_bytes());
-    a.add_acq_rel_rank(&p.traffic->self_rows, self_rows);
-    a.add_acq_rel_rank(&p.traffic->self_bytes, self_rows * p.partial.row_bytes());
+    a.count_rank(&p.traffic->node_rows, node_rows);
+    a.count_rank(&p.traffic->node_bytes, node_rows * p.partial.row_bytes());
+    a.count_rank(&p.traffic->self_rows, self_rows);
+    a.count_rank(&p.traffic->self_bytes, self_rows * p.partial.row_bytes());
   }
 };
 
@@ -49,7 +49,8 @@ struct NodeSumRole {
     a.set_role("node_sum_g2s");
     p.gate.wait_all_ready(a);
     auto peer = [&](uint32_t s) -> const RailPeer& { return p.rail.peer_behind(p.world.node(), s); };
-    ChunkSweep<A>{a, reinterpret_cast<uint32_t*>(smem + p.credit_cursors_at), p.rail.num_peers}.run(
+    auto* cursors = reinterpret_cast<uint32_t*>(smem + p.credit_cursors_at);
+    ChunkSweep<A>{a, p.taken.to_rail, cursors, p.rail.num_peers}.run(
         Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.rail_count[peer(s).node]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { sum_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
@@ -89,15 +90,17 @@ struct FinalSumRole {
     a.set_role("final_sum_g2s");
     p.gate.wait_all_ready(a);
     const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
-    for (uint32_t begin = a.block_idx() * chunk_tokens; begin < p.plan.num_tokens;
-         begin += a.num_blocks() * chunk_tokens)
-      for (uint32_t t = begin; t < begin + chunk_tokens && t < p.plan.num_tokens; ++t) token(t);
+    for (uint32_t chunk = uint32_t(a.block_idx()); uint64_t(chunk) * chunk_tokens < p.plan.num_tokens;
+         chunk = next_chunk(a, p.taken.to_node)) {
+      const uint32_t begin = chunk * chunk_tokens, n = chunk_size(p.plan.num_tokens, chunk, chunk_tokens);
+      for (uint32_t i = 0; i < n; ++i) token(begin + i, i + 1 == n);
+    }
     feed.stop();
     partials.report();
   }
 
  private:
-  HEP_DEVICE void token(uint32_t t) {
+  HEP_DEVICE void token(uint32_t t, bool last_of_chunk) {
     const int32_t* pos = p.plan.node_pos + uint64_t(t) * p.world.num_nodes;
     for (uint32_t i = 0; i < p.rail.num_peers; ++i)
       if (int32_t j = pos[p.rail.peers[i].node]; j >= 0)
@@ -121,7 +124,9 @@ struct FinalSumRole {
     };
     auto* weights =
         p.out_weights ? reinterpret_cast<unsigned char*>(p.out_weights + uint64_t(t) * p.plan.weight_stride) : nullptr;
-    feed.emit_partial(rows, p.out_x + uint64_t(t) * feed.payload_row_bytes(), weights, p.dtype, SumHead{});
+    SumHead end{};
+    if (last_of_chunk) end.flags = SumHead::kSettle;
+    feed.emit_partial(rows, p.out_x + uint64_t(t) * feed.payload_row_bytes(), weights, p.dtype, end);
   }
 };
 

@@ -2,7 +2,7 @@
 // every lane owns fixed octets of the tile, so a sum never crosses lanes and its order is the feed's order.
 #pragma once
 #include "roles/octet.h"
-#include "roles/sum_feed.h"
+#include "roles/rail_tally.h"
 
 namespace hep {
 
@@ -15,6 +15,7 @@ struct ReduceRole {
   Net& net;
   const CombineParams& p;
   StageConsumer<A, SumHead> from;
+  RailTally<A, Net> tally;
   unsigned char* out_tiles;  // shared memory, two tiles of out_tile_bytes
   const int group, me;
   const DType in, out;
@@ -32,6 +33,7 @@ struct ReduceRole {
         net(n),
         p(params),
         from(fifo, 0, 1),
+        tally{arch, n, params.rail, reinterpret_cast<Vec16*>(smem + params.rail_tally_at)},
         out_tiles(reinterpret_cast<unsigned char*>(smem) + out_at),
         group(group_),
         me((arch.warp_idx() - first_warp) * A::kLanes + arch.lane()),
@@ -47,8 +49,6 @@ struct ReduceRole {
     for (;;) {
       const SumHead head = from.wait(a);
       if (head.is(SumHead::kStop)) break;
-      if (leader && head.peer && !head.is(SumHead::kChunkEnd))
-        RailReceiver::consume(a, net, p.rail.geometry, p.rail.peers[head.peer - 1], head.chunk, head.chunk_stages);
       unsigned char* tile = out_tiles + parity * kOutTileBytes;
       if constexpr (kWholeTiles) {
         if (head.is(SumHead::kLast)) await_tile();
@@ -63,6 +63,7 @@ struct ReduceRole {
         parity ^= 1;
         if (leader && head.is(SumHead::kChunkEnd)) send(head);
       }
+      if (leader) tally.take(head);
     }
     from.release_warp(a);
     if (!leader) return;
@@ -141,8 +142,8 @@ struct ReduceRole {
     if (kMutant != 18) a.template bulk_wait<0>();  // the slot is complete before the NIC reads it
     const uint64_t bytes = uint64_t(head.chunk_stages) * p.partial.row_bytes();
     RailSender::commit(a, net, p.rail.geometry, p.rail.peers[head.peer - 1], head.chunk, bytes);
-    a.add_acq_rel_rank(&p.traffic->rail_rows, head.chunk_stages);
-    a.add_acq_rel_rank(&p.traffic->rail_bytes, bytes);
+    a.count_rank(&p.traffic->rail_rows, head.chunk_stages);
+    a.count_rank(&p.traffic->rail_bytes, bytes);
   }
 };
 

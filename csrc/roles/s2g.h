@@ -13,6 +13,7 @@ struct DispatchS2GRole {
   const DispatchParams& p;
   StageConsumer<A, TokenHead> from;
   uint64_t node_rows = 0, self_rows = 0;
+  uint32_t from_slot = 0;  // stages of the chunk in progress that this warp has had
 
   HEP_DEVICE DispatchS2GRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
                              int index, int stride)
@@ -51,9 +52,13 @@ struct DispatchS2GRole {
  private:
   HEP_DEVICE void scatter(const TokenHead& head) {
     const unsigned char* stage = from.data();
-    if (head.peer) {  // the loads have left the ring slot
+    if (head.peer) {
       const RailPeer& peer = p.rail.peers[head.peer - 1];
-      RailReceiver::consume(a, net, p.rail.geometry, peer, head.chunk, head.chunk_stages);
+      ++from_slot;  // its loads have left the slot; a chunk's stages follow each other, the warps taking turns
+      if (head.stage + uint32_t(from.stride) >= head.chunk_stages) {
+        RailReceiver::consume(a, net, p.rail.geometry, peer, head.chunk, from_slot, head.chunk_stages);
+        from_slot = 0;
+      }
       if (p.plan.fresh && head.tile == 0 && kMutant != 33)  // combine will need the token's destinations
         a.bulk_s2g(p.plan.rail_record(peer.node, head.index, p.message.record_bytes), stage, p.message.record_bytes);
     }
@@ -73,10 +78,10 @@ struct DispatchS2GRole {
   }
   HEP_DEVICE void count_traffic() {
     const uint64_t bytes = p.message.token_bytes();
-    a.add_acq_rel_rank(&p.traffic->node_rows, node_rows);
-    a.add_acq_rel_rank(&p.traffic->node_bytes, node_rows * bytes);
-    a.add_acq_rel_rank(&p.traffic->self_rows, self_rows);
-    a.add_acq_rel_rank(&p.traffic->self_bytes, self_rows * bytes);
+    a.count_rank(&p.traffic->node_rows, node_rows);
+    a.count_rank(&p.traffic->node_bytes, node_rows * bytes);
+    a.count_rank(&p.traffic->self_rows, self_rows);
+    a.count_rank(&p.traffic->self_bytes, self_rows * bytes);
   }
 };
 

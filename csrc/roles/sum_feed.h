@@ -7,7 +7,16 @@
 namespace hep {
 
 struct alignas(16) SumHead {
-  enum : uint32_t { kStop = 1, kFirst = 2, kLast = 4, kEmpty = 8, kScaled = 16, kChunkEnd = 32, kWeights = 64 };
+  enum : uint32_t {
+    kStop = 1,
+    kFirst = 2,
+    kLast = 4,
+    kEmpty = 8,
+    kScaled = 16,
+    kWeights = 32,
+    kChunkEnd = 64,  // of a chunk for a rail peer: it may be sent
+    kSettle = 128,   // of a chunk of own tokens: what was taken from the rings is told
+  };
   uint64_t dst;  // address of the output tile
   uint32_t elems, flags;
   float scale;
@@ -53,7 +62,7 @@ struct SumFeed {
   }
 
   // rows(add): calls add(SumRow) for every row of the sum, in order; asked once per tile, so it must repeat itself.
-  // src_at: where the summed section starts in a row. send: rides on the last stage, if it has flags; by value, which
+  // src_at: where the summed section starts in a row. send: its flags ride on the last stage; by value, which
   // keeps it in registers.
   template <class Rows>
   HEP_DEVICE void emit(Rows&& rows, unsigned char* dst, uint32_t src_at, uint32_t elems, DType in, DType out,
@@ -97,8 +106,10 @@ struct SumFeed {
  private:
   HEP_DEVICE static void finish(SumHead& head, uint32_t flags, bool last, const SumHead& send) {
     head.flags = flags;
-    if (!last || !send.flags) return;
-    head.flags |= send.flags, head.peer = send.peer, head.chunk = send.chunk, head.chunk_stages = send.chunk_stages;
+    if (!last) return;
+    head.flags |= send.flags;
+    if (!send.is(SumHead::kChunkEnd)) return;
+    head.peer = send.peer, head.chunk = send.chunk, head.chunk_stages = send.chunk_stages;
   }
 };
 

@@ -12,8 +12,8 @@ struct alignas(16) TokenHead {
   uint32_t peer;   // 0: this rank's own token; i + 1: from rail peer i
   uint32_t index;  // token position in its list, or receive row
   uint32_t chunk;  // of the rail peer, for the credit
-  uint32_t chunk_stages;
-  uint32_t unused[2];
+  uint32_t chunk_stages, stage;  // of them, from 0
+  uint32_t unused;
 };
 
 // Where the sections of one token lie. `weights` and `scales` are null when they do not travel.

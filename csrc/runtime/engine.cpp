@@ -39,13 +39,15 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   executor_ = executor(rail_segments_.data(), seed + uint64_t(rank));
   const uint64_t nodes = uint64_t(world_.num_nodes), rails = align_up(8 * nodes, 64);
   const uint64_t counters = align_up(sizeof(TrafficCounters), 64), line = 64;
-  state_ = executor_->allocate(counters + 2 * line + 2 * rails + nodes * shape.rail_slots * 8);
+  state_ = executor_->allocate(counters + 2 * line + 4 * rails + nodes * shape.rail_slots * 8);
   auto* at = static_cast<unsigned char*>(state_.get());
   traffic_ = reinterpret_cast<TrafficCounters*>(at);
   progress_ = reinterpret_cast<RankProgress*>(at += counters);
   exit_counter_ = reinterpret_cast<uint64_t*>(at += line);
   rail_sent_ = reinterpret_cast<uint64_t*>(at += line);
   rail_received_ = reinterpret_cast<uint64_t*>(at += rails);
+  taken_.to_rail = reinterpret_cast<uint64_t*>(at += rails);
+  taken_.to_node = reinterpret_cast<uint64_t*>(at += rails);
   consumed_ = reinterpret_cast<uint64_t*>(at += rails);
   mail_ = executor_->allocate_mail(CountMail::make(layout_.counts).bytes());
   make_tables();
@@ -117,6 +119,7 @@ void Engine::bind(Params& p, uint32_t chunk) const {
   p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, view_.peers, uint32_t(tables_.peers.size())};
   p.gate = {world_,           &progress_->operations, flag(world_.rank, layout_.ready), flag(world_.rank, layout_.done),
             view_.peer_ready, view_.peer_done};
+  p.taken = taken_;
   p.peers = {view_.recv};
   p.progress = progress_;
   p.exit_counter = exit_counter_;

@@ -147,6 +147,7 @@ class Engine {
   TrafficCounters* traffic_;     // all of these in state_
   RankProgress* progress_;
   uint64_t* exit_counter_;
+  ChunksTaken taken_;
   uint64_t *rail_sent_, *rail_received_;  // chunks over the life of the buffer, [N]
   uint64_t* consumed_;                    // [N][rail_slots]
   TableView view_;                        // of tables_

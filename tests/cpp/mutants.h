@@ -40,9 +40,12 @@ inline constexpr Mutant kMutants[] = {
     {29, "the credit of a chunk of sums does not wait for the weights' tiles"},
     {30, "every role announces done, not the last one"},
     {31, "all operations have the same epoch"},
-    {32, "a block serves the next chunk instead of its own next one"},
+    {32, "a block serves the chunk behind its last, whoever has taken it"},
     {33, "records of rail tokens are not kept for the way back"},
     {52, "a lane counts a token's pair before others have counted the token before"},
+    {54, "the counters of taken chunks are not reset"},
+    {55, "rail rows of a sum that were counted are never told"},
+    {56, "with a ring of one slot, rail rows of a sum are not told at once"},
 };
 
 }  // namespace hep::test

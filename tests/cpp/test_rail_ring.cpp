@@ -53,6 +53,7 @@ class RingWorld {
     std::vector<RankProgram<A>> programs(nodes_);
     std::vector<std::vector<RailPeer>> peers(nodes_);
     std::vector<uint64_t> received(nodes_, 0);
+    std::vector<std::vector<uint64_t>> taken(nodes_, std::vector<uint64_t>(nodes_, 0));
     for (uint32_t n = 0; n < nodes_; ++n) {
       for (uint32_t to = 0; to < nodes_; ++to)
         if (to != n) peers[n].push_back(peer(n, to));
@@ -64,7 +65,7 @@ class RingWorld {
         if (!a.elect_one()) return;
         Net& net = *net_[n];
         if (a.warp_idx() == 0) {
-          send(a, net, n, peers[n], tokens[n], smem);
+          send(a, net, n, peers[n], tokens[n], taken[n].data(), smem);
           net.quiet(a);
         } else {
           receive(a, net, n, peers[n], tokens, &received[n]);
@@ -116,8 +117,8 @@ class RingWorld {
   }
 
   void send(A& a, Net& net, uint32_t me, const std::vector<RailPeer>& peers, const std::vector<uint32_t>& tokens,
-            std::byte* smem) {
-    ChunkSweep<A>{a, reinterpret_cast<uint32_t*>(smem), uint32_t(peers.size())}.run(
+            uint64_t* taken, std::byte* smem) {
+    ChunkSweep<A>{a, taken, reinterpret_cast<uint32_t*>(smem), uint32_t(peers.size())}.run(
         Site::kRailSlotFree, geometry_.chunk_tokens, [&](uint32_t s) { return tokens[size_t(peers[s].node)]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, geometry_, peers[s], chunk); },
         [&](uint32_t s, uint32_t chunk) {
@@ -146,8 +147,9 @@ class RingWorld {
           const Vec16 want = word(from, me, first + w / (kRowBytes / 16), w % (kRowBytes / 16));
           CHECK(std::equal(got.w, got.w + 4, want.w));
         }
-        a.add_acq_rel_rank(received, n);
-        RailReceiver::consume(a, net, geometry_, p, chunk, kReceivers);
+        a.count_rank(received, n);
+        const uint32_t mine = uint32_t(a.warp_idx());  // of shares of unequal size, told at once
+        RailReceiver::consume(a, net, geometry_, p, chunk, mine, kReceivers * (kReceivers + 1) / 2);
       }
     }
   }

@@ -107,6 +107,14 @@ class HostArch {
     touch(flag);
     return std::atomic_ref(*flag).fetch_add(value, std::memory_order_acq_rel);
   }
+  uint64_t take_rank(uint64_t* word) {
+    touch(word);
+    return std::atomic_ref(*word).fetch_add(1, std::memory_order_relaxed);
+  }
+  void count_rank(uint64_t* word, uint64_t value) {
+    touch(word);
+    std::atomic_ref(*word).fetch_add(value, std::memory_order_relaxed);
+  }
   void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info) {
     touch(flag);
     Exec::wait(*me_, {flag, value}, info);

@@ -14,7 +14,7 @@ struct CostModel {
   Ps shared_ps = 0;       // one 16-byte access to shared memory by a copy role (heads, records)
   Ps barrier_ps = 0;      // an mbarrier operation; also a meeting of warps
   Ps wake_ps = 0;         // an mbarrier's phase ends -> its waiter runs
-  Ps poll_ps = 0;         // one look at a flag in global memory
+  Ps poll_ps = 0;         // one look at a flag in global memory, or a counter's old value
   Ps flag_ps = 0;         // a flag store until it is visible inside the node, without the link's latency
   Ps route_token_ps = 0;  // routing one token (exchange kernel)
   // TMA engine of an SM.

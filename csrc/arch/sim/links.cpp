@@ -124,10 +124,12 @@ void Machine::set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add) {
 }
 
 uint64_t Machine::add_rank(Lane& me, uint64_t* word, uint64_t value) {
-  if (timed())
+  if (timed()) {
+    spend(me, config_.costs.poll_ps);
     clockwork_->sync(me);
-  else
+  } else {
     step(me);
+  }
   const uint64_t old = *word;
   *word = old + value;
   return old;

@@ -1,0 +1,40 @@
+// Credits of the final sum. Rows of one rail chunk come to several blocks, and between rows of other peers' chunks; the
+// leader of a reduce group counts them here and tells the chunk's counter now and then, not stage by stage.
+#pragma once
+#include "roles/sum_feed.h"
+
+namespace hep {
+
+template <Arch A, Transport<A> Net>
+struct RailTally {
+  A& a;
+  Net& net;
+  const RailSide& rail;
+  Vec16* tallies;  // shared memory, one a peer: chunk, stages of it that are out of the slot and not told, of how many
+
+  // By one lane before the block meets.
+  HEP_DEVICE static void clear(A& a, Vec16* tallies, uint32_t num_peers) {
+    for (uint32_t i = 0; i < num_peers; ++i) a.st_shared(tallies + i, Vec16{});
+  }
+  // The leader is through with a stage. What is counted for a peer is told when a later chunk of it comes, and at the
+  // end of the block's chunk of tokens. With a ring of one slot at once: there the later chunk cannot come before
+  // (docs/design.md, flow control). Told in one place, for a transport's verb may be long code.
+  HEP_DEVICE void take(const SumHead& head) {
+    const bool row = head.peer && !head.is(SumHead::kChunkEnd), all = head.is(SumHead::kSettle);
+    const bool at_once = rail.geometry.num_slots == 1 && kMutant != 56;
+    const uint32_t mine = head.peer - 1, end = all ? rail.num_peers : row ? head.peer : 0;
+    for (uint32_t i = all ? 0 : mine; i < end;) {
+      Vec16 t = a.ld_shared(tallies + i);
+      const bool is_mine = row && i == mine, later = is_mine && t.w[1] && t.w[0] != head.chunk;
+      if (is_mine && !later) t = {{head.chunk, t.w[1] + 1, head.chunk_stages, 0}};
+      if (t.w[1] && (later || all || at_once)) {
+        if (kMutant != 55) RailReceiver::consume(a, net, rail.geometry, rail.peers[i], t.w[0], t.w[1], t.w[2]);
+        t.w[1] = 0;
+      }
+      a.st_shared(tallies + i, t);
+      if (!later) ++i;
+    }
+  }
+};
+
+}  // namespace hep
