@@ -354,4 +354,5 @@ def run_cases(cases):
         records.append({**record, "seconds": time.monotonic() - start})
     if ep is not None:
         parallel_state.destroy_model_parallel()
-    return {"megatron_core": megatron.core.__version__.partition("+")[0], "torch": torch.__version__, "records": records}
+    version = megatron.core.__version__.partition("+")[0]  # without the commit of whatever repository this is
+    return {"megatron_core": version, "torch": torch.__version__, "records": records}
