@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-DEFAULT_CHUNK_TOKENS = 32  # of a rail message; csrc/layout/buffer.h
+DEFAULT_CHUNK_TOKENS = 16  # of a rail message; csrc/layout/buffer.h
 
 
 @dataclass

@@ -60,7 +60,7 @@ def claims_table():
         for sms in counts:
             shares = []
             for op in model.OPS:
-                got = model.predict(op, Shape(ranks, local, 4096, 8192, 8, 2 * ranks), c, num_sms=sms, chunk=64,
+                got = model.predict(op, Shape(ranks, local, 4096, 8192, 8, 2 * ranks), c, num_sms=sms,
                                     impl=PUBLISHED)
                 shares.append(got.physical[link] / (c.gpu.nvlink_rate if link == "nvlink" else c.nic.rate))
             rows.append((claim, sms, f"{shares[0]:.0%}", f"{shares[1]:.0%}"))

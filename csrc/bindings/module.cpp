@@ -215,7 +215,7 @@ void bind_memory(py::module_& m) {
       .def(py::init(&make_shape), py::kw_only(), py::arg("num_nodes"), py::arg("num_local_ranks"),
            py::arg("num_experts"), py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16,
            py::arg("scale_bytes") = 0, py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16,
-           py::arg("chunk_tokens") = 32, py::arg("rail_slots") = 8)
+           py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = S{}.rail_slots)
       .def_readonly("num_nodes", &S::num_nodes)
       .def_readonly("num_local_ranks", &S::num_local_ranks)
       .def_readonly("num_experts", &S::num_experts)

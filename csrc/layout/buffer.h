@@ -19,8 +19,8 @@ struct BufferShape {
   uint32_t scale_bytes = 0;         // quantisation scales of a token
   uint32_t partial_row_bytes = 16;  // payload of a combine partial
   uint64_t recv_rows = 1;           // rows of the receive region
-  uint32_t chunk_tokens = 32;       // tokens moved per rail flow-control step
-  uint32_t rail_slots = 8;          // chunks in flight per rail peer and direction
+  uint32_t chunk_tokens = 16;       // tokens moved per rail flow-control step
+  uint32_t rail_slots = 16;         // chunks in flight per rail peer and direction
 
   void validate() const {
     auto need = [](bool ok, const char* what) {

@@ -9,9 +9,9 @@ namespace hep {
 struct alignas(16) TokenHead {
   uint32_t stop;
   uint32_t tile;
-  uint32_t peer;   // 0: this rank's own token; i + 1: from rail peer i
-  uint32_t index;  // token position in its list, or receive row
-  uint32_t chunk;  // of the rail peer, for the credit
+  uint32_t peer;                 // 0: this rank's own token; i + 1: from rail peer i
+  uint32_t index;                // token position in its list, or receive row
+  uint32_t chunk;                // of the rail peer, for the credit
   uint32_t chunk_stages, stage;  // of them, from 0
   uint32_t unused;
 };

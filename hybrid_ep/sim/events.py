@@ -55,7 +55,7 @@ def rows(shape: Shape) -> int:
     return shape.tokens * min(shape.topk, shape.ranks) * shape.ranks * (2 if shape.nodes > 1 else 1)
 
 
-def measure(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = 32, dtype: str = "bf16",
+def measure(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = HYBRID_EP.chunk, dtype: str = "bf16",
             choices: np.ndarray | None = None, row_budget: int = ROW_BUDGET) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
     ValueError for what the simulator refuses; RuntimeError when its kernels failed, which no routing may cause."""
@@ -83,7 +83,7 @@ def measure(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = 32, dt
                   extend(small.role_us, full.role_us))
 
 
-def timeline(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = 32, dtype: str = "bf16",
+def timeline(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = HYBRID_EP.chunk, dtype: str = "bf16",
              choices: np.ndarray | None = None) -> Events:
     """The same with every use of every link, of as many tokens as a trace can show (`simulated_tokens`)."""
     if why := missing():

@@ -31,6 +31,7 @@ class Implementation:
     epilogue_passes: int
     launches: int
     barriers: int
+    chunk: int  # rows of a rail message where nobody chose
     rail_slots: int  # chunks in flight per rail peer; 0: a place for every token
     metadata: str  # what travels with a row: "record" (ours) or "probs" (weights of all experts of the node)
 
@@ -75,7 +76,8 @@ HYBRID_EP = Implementation(
     epilogue_passes=0,
     launches=2,
     barriers=2,
-    rail_slots=8,  # csrc/layout/buffer.h
+    chunk=16,  # this and the next: csrc/layout/buffer.h
+    rail_slots=16,
     metadata="record",
 )
 PUBLISHED = Implementation(
@@ -90,6 +92,7 @@ PUBLISHED = Implementation(
     epilogue_passes=1,
     launches=4,
     barriers=2,
+    chunk=64,  # its default
     rail_slots=0,
     metadata="probs",
 )

@@ -45,12 +45,12 @@ class Prediction:
         return max(self.bounds, key=self.bounds.get)
 
 
-def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str = "bf16", chunk: int = 32,
+def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str = "bf16", chunk: int | None = None,
             traffic: Traffic | None = None, impl: Implementation = HYBRID_EP,
             permute_sms: int | None = None) -> Prediction:
     """One `op` ("dispatch" or "combine") by every rank at once.
 
-    num_sms: blocks granted to it. chunk: rows a rail message. traffic: of the busiest rank, default uniform.
+    num_sms: blocks granted to it. chunk: rows a rail message, default the implementation's. traffic: of the busiest rank, default uniform.
     permute_sms: blocks of the local pass, launched apart; None: those of the operation, in dispatch inside its launch.
     ValueError names argument, value and remedy."""
     if op not in OPS:
@@ -62,6 +62,7 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
         raise ValueError(f"num_sms={num_sms} must be in 1 .. {most}, the SMs of a {cluster.gpu.name}")
     if permute_sms is not None and not 1 <= permute_sms <= most:
         raise ValueError(f"permute_sms={permute_sms} must be in 1 .. {most}, the SMs of a {cluster.gpu.name}, or None")
+    chunk = impl.chunk if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 row")
     if shape.ranks_per_node > cluster.ranks_per_node:

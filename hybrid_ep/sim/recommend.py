@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from hybrid_ep.sim import clusters, dwdp, model, routing
 from hybrid_ep.sim.clusters import Cluster
+from hybrid_ep.sim.implementations import HYBRID_EP
 from hybrid_ep.sim.models import MoeModel
 from hybrid_ep.sim.routing import Traffic
 from hybrid_ep.sim.shape import Shape
@@ -55,7 +56,7 @@ def tune(shape: Shape, cluster: Cluster, dispatch_dtype: str = "bf16", traffic: 
     """SMs and chunk for this exchange. A single node has no rail, hence the default chunk."""
     traffic = traffic or routing.uniform(shape)
     sms = _tune_sms(shape, cluster.name, dispatch_dtype, traffic)
-    sizes = _CHUNKS if shape.nodes > 1 else (32,)
+    sizes = _CHUNKS if shape.nodes > 1 else (HYBRID_EP.chunk,)
     by_chunk = {c: _exchange(shape, cluster.name, dispatch_dtype, traffic, sms, c) for c in sizes}
     # the largest that will do is kindest to the NIC: fewest messages and flags
     chunk = max(c for c, us in by_chunk.items() if us <= _CHUNK_WITHIN * min(by_chunk.values()))

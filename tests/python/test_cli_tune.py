@@ -12,6 +12,7 @@ from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, launch, main
 from hybrid_ep.cli.tune import predicted
 from hybrid_ep.cli.tune.grid import Grid, Point, Setting
 from hybrid_ep.sim import clusters, model, recommend
+from hybrid_ep.sim.implementations import HYBRID_EP
 from hybrid_ep.sim.shape import Shape
 from hybrid_ep.testing import VirtualWorld
 from hybrid_ep.tuning import Key, Settings
@@ -73,7 +74,7 @@ def test_a_cluster_that_is_not_there(launcher, tmp_path, capsys):
     document = json.loads(out.read_text())
     assert [e["shape"]["tokens"] for e in document["entries"]] == [256, 1024, 4096]
     suggested = recommend.tune(shape.with_(tokens=256), cluster).chunk
-    assert {p["chunk"] for p in document["entries"][0]["points"]} == {64, 32, suggested}
+    assert {p["chunk"] for p in document["entries"][0]["points"]} == {64, HYBRID_EP.chunk, suggested}
 
 
 @pytest.mark.parametrize("name, cluster, shape", [
@@ -114,7 +115,7 @@ def test_a_measured_file_is_what_a_buffer_on_this_machine_loads(tmp_path, monkey
     assert "# Elements that a setting changed : 0 OK" in printed
     (entry,) = json.loads(out.read_text())["entries"]
     points = {(p["op"], p["num_sms"], p["chunk"]) for p in entry["points"]}
-    grid = {(2, 4), (2, 64), (3, 4), (3, 64), (1, 32)}  # what was asked for and the default
+    grid = {(2, 4), (2, 64), (3, 4), (3, 64), (1, 16)}  # what was asked for and the default
     assert points == {(op, *point) for op in ("dispatch", "combine") for point in grid}
     assert all(p["p10_us"] <= p["time_us"] <= p["p90_us"] for p in entry["points"])
     assert entry["device"] == tuning.cpu_model() and entry["operations"]["dispatch"]["analytic"] is None

@@ -47,7 +47,7 @@ def test_every_row_is_answered():
 def test_the_blogs_three_claims():
     def share(cluster, ranks, local, num_sms, link):
         c = clusters.get(cluster)
-        got = model.predict("dispatch", Shape(ranks, local, 4096, 8192, 8, 2 * ranks), c, num_sms=num_sms, chunk=64,
+        got = model.predict("dispatch", Shape(ranks, local, 4096, 8192, 8, 2 * ranks), c, num_sms=num_sms,
                             impl=PUBLISHED)
         return got.physical[link] / (c.gpu.nvlink_rate if link == "nvlink" else c.nic.rate)
 

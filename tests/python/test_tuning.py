@@ -9,6 +9,7 @@ import torch
 
 from hybrid_ep import _core, tuning
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
+from hybrid_ep.sim.implementations import HYBRID_EP
 from hybrid_ep.testing import VirtualWorld
 from hybrid_ep.tuning import Entry, Key, Settings
 
@@ -46,9 +47,11 @@ def exchange(world, buffers, configure=lambda rank, buffer: None):
     return world.run(work)
 
 
-def test_the_default_chunk_is_the_layout_s():
-    assert _core.BufferShape(num_nodes=1, num_local_ranks=1, num_experts=1, max_tokens=1, max_topk=1, row_bytes=16,
-                             scale_bytes=0, recv_rows=1, partial_row_bytes=16).chunk_tokens == DEFAULT_CHUNK_TOKENS
+def test_the_default_ring_is_the_layout_s():
+    shape = _core.BufferShape(num_nodes=1, num_local_ranks=1, num_experts=1, max_tokens=1, max_topk=1, row_bytes=16,
+                              scale_bytes=0, recv_rows=1, partial_row_bytes=16)
+    assert shape.chunk_tokens == DEFAULT_CHUNK_TOKENS == HYBRID_EP.chunk
+    assert shape.rail_slots == HYBRID_EP.rail_slots
 
 
 def test_any_chunks_give_the_same_bits_in_one_buffer():
@@ -83,7 +86,7 @@ def test_a_chunk_beyond_the_ring_s_slots_is_refused_by_the_engine():
     routing = {"topk_idx": torch.zeros(1, 1, dtype=torch.int64), "num_of_experts": EXPERTS}
     _, _, _, handle = buffer.dispatch(hidden=torch.zeros(1, HIDDEN).bfloat16(), **routing)  # a routed call settles it
     buffer._session.chunks["combine"] = DEFAULT_CHUNK_TOKENS + 1
-    with pytest.raises(ValueError, match="chunk_tokens: is 33; a ring slot holds 32"):
+    with pytest.raises(ValueError, match="chunk_tokens: is 17; a ring slot holds 16"):
         buffer.combine(hidden=torch.zeros(1, HIDDEN).bfloat16(), handle=handle)
 
 

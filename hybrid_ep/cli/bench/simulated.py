@@ -25,7 +25,6 @@ from hybrid_ep.sim.implementations import HYBRID_EP, PUBLISHED, UNPERMUTED, Impl
 from hybrid_ep.sim.shape import DTYPES, Shape
 
 SCHEMA = "hybrid_ep.bench-simulated/1"
-CHUNK = 32  # rows of a rail message; a buffer's default
 _MARK = "# SIMULATED: predictions of hybrid_ep's performance model, not measurements (docs/performance_model.md)"
 _RATES = ("algbw", "busbw", "rail", "node", "logical")
 _HEADER = (f"#{'tokens':>7}{'sms':>5}{'op':>10}{'dtype':>7}{'time':>10}{'kernel':>10}"
@@ -140,7 +139,7 @@ def _request(args: argparse.Namespace, tokens: int, num_sms: int) -> Request:
     drawn = spec.kind == "one-hot" or args.imbalance is not None
     flags = argparse.Namespace(**{name: getattr(args, name) for name in (
         "nodes", "ranks_per_node", "hidden", "topk", "experts", "dtype", "seed", "engine")},
-        tokens=tokens, num_sms=num_sms, chunk=CHUNK, load=None, routing="uniform" if drawn else args.routing)
+        tokens=tokens, num_sms=num_sms, chunk=HYBRID_EP.chunk, load=None, routing="uniform" if drawn else args.routing)
     cluster = clusters.get(args.cluster)
     request = Request.from_flags(flags, cluster)
     if drawn:  # routing that only the bench has: drawn by it, counted by the simulator
@@ -232,11 +231,9 @@ def _print_published(c: Condition, rows: list[Row]) -> list[dict[str, Any]]:
         if row.op in model.OPS and row.kernel_share is not None:
             shares = {"hybrid_ep": row.kernel_share}
             every = int(cluster.gpu.num_sms.value)
-            for name, impl, chunk, apart in (("permute on all SMs", HYBRID_EP, CHUNK, every),
-                                             ("no permute", UNPERMUTED, CHUNK, None),
-                                             ("published kernels", PUBLISHED, 64, None)):
-                got = model.predict(row.op, _shape(c), cluster, num_sms=row.num_sms, chunk=chunk, impl=impl,
-                                    permute_sms=apart)
+            for name, impl, apart in (("permute on all SMs", HYBRID_EP, every), ("no permute", UNPERMUTED, None),
+                                      ("published kernels", PUBLISHED, None)):
+                got = model.predict(row.op, _shape(c), cluster, num_sms=row.num_sms, impl=impl, permute_sms=apart)
                 shares[name] = got.physical[c.link] / row.link_gbps
             said.append({"kind": "claim", "op": row.op, "num_sms": row.num_sms, "shares": shares})
             print(f"#   {row.num_sms:>3} SMs  {row.op:<9} " + "   ".join(f"{n} {s:>4.0%}" for n, s in shares.items())
