@@ -50,7 +50,8 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
             permute_sms: int | None = None) -> Prediction:
     """One `op` ("dispatch" or "combine") by every rank at once.
 
-    num_sms: blocks granted to it. chunk: rows a rail message, default the implementation's. traffic: of the busiest rank, default uniform.
+    num_sms: blocks granted to it. chunk: rows a rail message, default the implementation's. traffic: of the busiest
+    rank, default uniform.
     permute_sms: blocks of the local pass, launched apart; None: those of the operation, in dispatch inside its launch.
     ValueError names argument, value and remedy."""
     if op not in OPS:
