@@ -65,8 +65,8 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
     if (!role.leader) return;
     if (kMutant != 46) net.quiet(a);
   } else {
-    ReduceRole<A, Net, kWarps> role(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps, p.partial_dtype,
-                                    p.dtype);
+    ReduceRole<A, Net, kWarps, true> role(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps, p.partial_dtype,
+                                          p.dtype);
     role.run("final_sum_reduce", parties);
     if (!role.leader) return;
   }

@@ -61,12 +61,14 @@ uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   const uint32_t n2n = rail ? stages_that_fit(quarter, stage, 3, kMostSideStages) : 3;
   const uint32_t deliver = here ? stages_that_fit(quarter, stage, 2, kMostSideStages) : 2;
   const uint64_t left = room - (rail + here) * quarter;
-  const uint32_t scatter =
-      stages_that_fit(left, stage, 2 * kScatterWarps, kMostStages) / kScatterWarps * kScatterWarps;
-  p.scatter = Fifo::layout(2 * cursors, scatter, stage_bytes);
-  p.rail_stage = Fifo::layout(p.scatter.end, n2n, rail ? stage_bytes : 16);
-  p.deliver = Fifo::layout(p.rail_stage.end, deliver, here ? stage_bytes : 16);
-  return p.smem_bytes = p.deliver.end;
+  constexpr uint32_t kLeast = 2 * kScatterWarps;
+  uint32_t scatter = stages_that_fit(left, stage, kLeast, kMostStages) / kScatterWarps * kScatterWarps;
+  for (;; scatter -= kScatterWarps) {  // cursors of many peers and empty FIFOs may take more than was set aside
+    p.scatter = Fifo::layout(2 * cursors, scatter, stage_bytes);
+    p.rail_stage = Fifo::layout(p.scatter.end, n2n, rail ? stage_bytes : 16);
+    p.deliver = Fifo::layout(p.rail_stage.end, deliver, here ? stage_bytes : 16);
+    if (p.deliver.end <= budget || scatter == kLeast) return p.smem_bytes = p.deliver.end;
+  }
 }
 
 }  // namespace hep

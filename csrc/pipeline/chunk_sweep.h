@@ -1,7 +1,7 @@
 // Several streams of chunks, dealt to blocks as they come for them, and served by one lane a block as they can move.
 // A stream that has to wait (for an arrival or for a credit) never holds up another. That is not only faster. Were a
 // sender to wait for one peer's credit while another peer starves, three nodes could wait for each other in a ring.
-// A block that shares its SM or was late takes fewer chunks, and nobody waits for its share.
+// A block that shares its SM or was late takes fewer chunks; of its share others wait for the first alone.
 #pragma once
 #include <cstdint>
 
@@ -16,8 +16,9 @@ struct ChunksTaken {
   uint64_t *to_rail, *to_node;  // [N] each: chunks for rail peers; arrived chunks and this rank's own tokens
 };
 
-// Whoever is through with a chunk takes the lowest that is free; the first of each block is its own number. Taken
-// before it is ready: chunks become ready in any order, so there must be somebody to look at each of them.
+// Whoever is through with a chunk takes the lowest that is free; the first of each block is its own number. So the
+// lowest that is not served always has an owner. Taken before it is ready: chunks become ready in any order, and a
+// block that took ready ones alone would look at the lowest for as long as that is late.
 template <Arch A>
 HEP_DEVICE uint32_t next_chunk(A& a, uint64_t* taken) {
   return uint32_t(a.num_blocks()) + uint32_t(a.take_rank(taken));

@@ -90,6 +90,7 @@ struct FinalSumRole {
     a.set_role("final_sum_g2s");
     p.gate.wait_all_ready(a);
     const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
+    // Chunks of tokens no longer than the rails': RailTally's credits come in time because of it.
     for (uint32_t chunk = uint32_t(a.block_idx()); uint64_t(chunk) * chunk_tokens < p.plan.num_tokens;
          chunk = next_chunk(a, p.taken.to_node)) {
       const uint32_t begin = chunk * chunk_tokens, n = chunk_size(p.plan.num_tokens, chunk, chunk_tokens);

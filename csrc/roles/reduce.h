@@ -8,8 +8,8 @@ namespace hep {
 
 inline constexpr uint32_t kSumTileElems = 2048;
 
-// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier.
-template <Arch A, Transport<A> Net, int kWarps>
+// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier. kRailRows: rings give rows.
+template <Arch A, Transport<A> Net, int kWarps, bool kRailRows = false>
 struct ReduceRole {
   A& a;
   Net& net;
@@ -63,7 +63,7 @@ struct ReduceRole {
         parity ^= 1;
         if (leader && head.is(SumHead::kChunkEnd)) send(head);
       }
-      if (leader) tally.take(head);
+      if (kRailRows && leader) tally.take(head);
     }
     from.release_warp(a);
     if (!leader) return;

@@ -155,6 +155,15 @@ void RankProgram::exchange(uint32_t plan) {
          " permuted rows");
 }
 
+// Blocks, and the chunk that all ranks must agree upon; salt: the same on all of them.
+template <class Call>
+void RankProgram::set_launch(Call& c, uint64_t salt) const {
+  c.num_blocks = int(s_.num_blocks);
+  if (!s_.unlike) return;
+  c.num_blocks = 1 + int(mix(salt, uint64_t(rank_)) % (2 * s_.num_blocks));
+  c.chunk_tokens = 1 + uint32_t(salt % s_.chunk_tokens);
+}
+
 void RankProgram::dispatch(uint32_t plan, uint32_t round) {
   what_ = "dispatch";
   Plan& p = *plans_[plan];
@@ -164,7 +173,8 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
   const uint64_t columns = s_.permute ? 1 : s_.experts_per_rank * s_.num_local_ranks;
   DispatchCall c;
   c.row_bytes = row_bytes_, c.scale_bytes = s_.scale_bytes, c.out_rows = rows;
-  c.permute = s_.permute, c.num_blocks = int(s_.num_blocks), c.deliver_blocks = int(s_.permute_blocks);
+  c.permute = s_.permute, c.deliver_blocks = int(s_.permute_blocks);
+  set_launch(c, salt);
   if (timed_) {
     PhantomMemory phantom((tokens + rows) * (uint64_t(row_bytes_) + s_.scale_bytes) + rows * columns * 4 + 4096);
     c.x = phantom.take(uint64_t(tokens) * row_bytes_), c.out_x = phantom.take(rows * row_bytes_);
@@ -230,7 +240,8 @@ void RankProgram::combine(uint32_t plan, uint32_t round) {
   const uint64_t row_bytes = uint64_t(s_.hidden) * dtype_bytes(dtype_);
   CombineCall c;
   c.dtype = dtype_, c.hidden = s_.hidden, c.permuted = s_.permute, c.multiply = s_.multiply;
-  c.fp32_partials = s_.fp32_partials, c.num_blocks = int(s_.num_blocks), c.unpermute_blocks = int(s_.permute_blocks);
+  c.fp32_partials = s_.fp32_partials, c.unpermute_blocks = int(s_.permute_blocks);
+  set_launch(c, salt);
   executor_.combine_rows = rows;
   if (timed_) {  // combine of a forward pass: no weights travel back
     PhantomMemory phantom((tokens + rows) * row_bytes + 4096);

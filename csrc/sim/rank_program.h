@@ -34,6 +34,8 @@ class RankProgram {
   void exchange(uint32_t plan);
   void dispatch(uint32_t plan, uint32_t round);
   void combine(uint32_t plan, uint32_t round);
+  template <class Call>
+  void set_launch(Call& c, uint64_t salt) const;
   void check_dispatch(const Oracle& o, uint64_t salt, const unsigned char* x, const unsigned char* scales,
                       const float* weights, uint64_t rows) const;
   void check_combine(const Oracle& o, uint64_t salt, const unsigned char* x, const float* weights,

@@ -201,7 +201,7 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.smem_bytes = of({0, 8 * 1024, 24 * 1024, 96 * 1024});
   s.plans = of({1, 2, 3}), s.rounds = of({1, 1, 2, 3});
   if (big_world) s.plans = 1, s.rounds = of({1, 1, 2}), s.num_blocks = of({1, 1, 2});
-  s.exchange_first = r.one_in(2);
+  s.exchange_first = r.one_in(2), s.unlike = r.one_in(2);
   s.counter_base = of({0, 0, 0, 1}) ? (uint64_t(1) << 32) - 1 - r.below(6) : 0;
   s.permute_blocks = uint32_t(std::max(0, int(host::Rng(mix(seed, 100)).below(6)) - 2));  // 1 to 3 in half the worlds
   s.seed = seed, s.data_seed = seed;

@@ -32,6 +32,7 @@ struct WorldSpec {
   uint32_t plans = 1, rounds = 1;  // rounds: dispatch and combine of every plan
   uint32_t exchange_first = 0;     // all plans up front, one exchange right after the other
   uint32_t combine = 1;            // 0: dispatch alone
+  uint32_t unlike = 0;             // 1: calls differ in their chunks (chunk_tokens at most), and ranks in their blocks
   uint64_t counter_base = 0;       // every counter starts here, as if so many operations had gone before
   // Choices.
   uint64_t seed = 0, data_seed = 0;  // of the interleaving; of routing and data
@@ -53,7 +54,7 @@ struct WorldSpec {
     f("chunk_tokens", s.chunk_tokens), f("rail_slots", s.rail_slots), f("num_blocks", s.num_blocks);
     f("permute_blocks", s.permute_blocks);
     f("smem_bytes", s.smem_bytes), f("plans", s.plans), f("rounds", s.rounds);
-    f("exchange_first", s.exchange_first), f("combine", s.combine);
+    f("exchange_first", s.exchange_first), f("combine", s.combine), f("unlike", s.unlike);
     f("counter_base", s.counter_base), f("seed", s.seed), f("data_seed", s.data_seed), f("strategy", s.strategy);
     f("fault", s.fault), f("fault_rank", s.fault_rank), f("fault_node", s.fault_node), f("fault_at", s.fault_at);
   }

@@ -8,6 +8,7 @@
 
 #include "arch/host/host_arch.h"
 #include "check.h"
+#include "kernels/combine.h"
 #include "kernels/deliver.h"
 #include "kernels/dispatch.h"
 #include "layout/buffer.h"
@@ -178,6 +179,29 @@ TEST(stages_fit_the_budget_unless_too_few_would) {
   CHECK_EQ(stages_that_fit(1000, 100, 2, 20), 10u);
   CHECK_EQ(stages_that_fit(1000, 100, 2, 6), 6u);
   CHECK_EQ(stages_that_fit(1000, 900, 2, 6), 2u);
+}
+
+// What a block of an H100 may use is kept to the byte, for rows of any width, one node and more peers than anybody has.
+TEST(plans_of_shared_memory_keep_the_budget) {
+  using A = host::PlainFibers;
+  constexpr uint64_t kBudget = 232448;
+  for (const uint32_t nodes : {1u, 2u, 16u, 72u, 256u})
+    for (const bool weights : {false, true})
+      for (uint32_t row_bytes = 16; row_bytes <= 40 * 1024; row_bytes += 16 * (row_bytes < 1024 ? 1 : 13))
+        for (const bool apart : {false, true}) {
+          DispatchParams d{};
+          d.world = {int32_t(nodes), nodes > 16 ? 1 : 8, 0};
+          d.message = MessageLayout::make(d.world, nodes > 16 ? 1 : 8, weights, apart ? 256 : 0, row_bytes);
+          d.rail.num_peers = nodes - 1, d.deliver_apart = apart;
+          CHECK(plan_dispatch_smem<A>(d, kBudget) <= kBudget);
+          CHECK(d.scatter.num_stages >= 4 && d.scatter.num_stages % 2 == 0);
+          CombineParams c{};
+          c.world = d.world, c.rail.num_peers = nodes - 1, c.hidden = row_bytes / 2;
+          c.dtype = DType::kBf16, c.partial_dtype = apart ? DType::kFp32 : DType::kBf16;
+          c.partial.weight_bytes = weights ? 32 : 0;
+          CHECK(plan_combine_smem<A>(c, kBudget) <= kBudget);
+          CHECK(c.rail_tally_at % 16 == 0 && c.node_sum.data_at >= c.rail_tally_at + 16ull * c.rail.num_peers);
+        }
 }
 
 // Rows of half the bytes must not mean half the bytes in flight: fp8 with its scales against bf16, in what a block of
