@@ -179,6 +179,32 @@ void add_test(const std::string& name, uint32_t operations) {
                             }});
 }
 
+// Block 0 is through with its first chunk only when all others are served: by block 1, or nobody.
+template <class A>
+void add_dealing_test(const std::string& name) {
+  check::tests().push_back({"a slow block takes fewer chunks on " + name, [] {
+                              static constexpr uint32_t kChunks = 10;
+                              uint64_t taken = 0, served = 0;
+                              std::vector<RankProgram<A>> programs(1);
+                              LaunchConfig& c = programs[0].config;
+                              c.num_blocks = 2, c.num_warps = 1, c.smem_bytes = 256, c.timeout_s = 20, c.seed = 1;
+                              programs[0].body = [&](A& a, std::byte* smem) {
+                                if (!a.elect_one()) return;
+                                ChunkSweep<A>{a, &taken, reinterpret_cast<uint32_t*>(smem), 1}.run(
+                                    Site::kTestSite, 1, [](uint32_t) { return kChunks; },
+                                    [](uint32_t, uint32_t) { return true; },
+                                    [&](uint32_t, uint32_t chunk) {
+                                      if (chunk == 0) a.wait_ge_sys(&served, kChunks - 1, {Site::kTestSite});
+                                      a.add_release_sys(&served, 1);
+                                    },
+                                    [](uint32_t) { return 0; });
+                              };
+                              launch_world<A>(std::span<const RankProgram<A>>(programs));
+                              CHECK_EQ(served, kChunks);
+                              CHECK_EQ(taken, kChunks);  // one ticket for each chunk that was served
+                            }});
+}
+
 const bool registered = [] {
 #if !defined(__SANITIZE_THREAD__)  // which does not follow fibers
   add_test<PlainFibers, ShmTransport>("fibers, shm", 6);
@@ -188,6 +214,11 @@ const bool registered = [] {
 #endif
   add_test<PlainThreads<1>, ShmTransport>("threads, shm", 3);
   add_test<PlainThreads<1>, LoopbackTransport>("threads, loopback", 3);
+#if !defined(__SANITIZE_THREAD__)
+  add_dealing_test<PlainFibers>("fibers");
+  add_dealing_test<CheckedFibers<4>>("checked fibers of 4 lanes");
+#endif
+  add_dealing_test<PlainThreads<1>>("threads");
   return true;
 }();
 

@@ -91,6 +91,30 @@ def test_every_cost_is_felt(cost, slower):
     assert slow.operation_us("dispatch", "combine") > 1.05 * base.operation_us("dispatch", "combine")
 
 
+def test_credits_are_told_once_a_chunk():
+    """Where polls and atomics are all that costs, a role's time is the number of its own. What they would be row by row
+    shows with a ring of one slot, where the final sum must tell each at once."""
+    sizes = []  # rows of every stream of one rank to one other node, in chunks
+    for rank, flat in enumerate(routing()):
+        nodes = [{e // EXPERTS // LOCAL for e in flat[t * TOPK:(t + 1) * TOPK]} for t in range(TOKENS)]
+        for node in set(range(NODES)) - {rank // LOCAL}:
+            rows = sum(node in of_token for of_token in nodes)
+            sizes += [min(8, rows - begin) for begin in range(0, rows, 8)]
+
+    def atomics(role, slots):
+        spec = spec_of(**{**SHAPE, "rail_slots": slots, "num_blocks": 1, "weights": 0})
+        world = measure(spec, {"poll_ps": 1_000_000}, topk_idx=routing())
+        assert world.failure is None
+        return sum(r.busy_us for r in world.roles if r.name == role)
+
+    ranks = NODES * LOCAL
+    # Each of the two scatter warps looks at LOCAL gates, and counts itself out twice; so does a reduce group.
+    assert atomics("s2g", 2) == sum(min(2, n) for n in sizes) + ranks * 2 * (LOCAL + 2)
+    assert atomics("final_sum_reduce", 1) == sum(sizes) + 2 * ranks
+    spans_at_most = 2 * -(-TOKENS // 8) * (NODES - 1) * ranks  # two rail chunks of a peer in a chunk of tokens
+    assert len(sizes) <= atomics("final_sum_reduce", 2) - 2 * ranks <= spans_at_most < sum(sizes) / 2
+
+
 def test_a_trace_holds_every_use_of_every_link():
     spec = spec_of(**SHAPE)
     world = measure(spec, COSTS, trace=True, topk_idx=routing())
