@@ -14,6 +14,7 @@ path between them. Built with --nvshmem ARCH it has that architecture alone and 
 build/cuda/ARCH, to be inspected (cubin_check.py) and never in the place of a whole one."""
 
 import argparse
+import importlib.metadata
 import os
 import re
 import shlex
@@ -152,8 +153,8 @@ def jobs_of(nvcc, library):
 
 
 def compile_all(nvcc, libraries):
-    """Compiles what changed of all libraries; the objects of each. One pool, so that no core idles while another is
-    busy with the longest file of a library. Exits with the compiler's words on failure."""
+    """Compiles what changed of all libraries; of each (its objects, the compiler's words on what failed). One pool, so
+    that no core idles while another is busy with the longest file of a library."""
     jobs = [list(jobs_of(nvcc, library)) for library in libraries]
     # In the order of names the kernels come first, which take longest.
     queue = sorted((job for of_one in jobs for job in of_one), key=lambda job: job.source)
@@ -162,10 +163,8 @@ def compile_all(nvcc, libraries):
     limit = os.environ.get("MAX_JOBS", "")
     workers = int(limit) if limit.isdecimal() and int(limit) else len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(min(workers, len(queue))) as pool:
-        errors = [error for error in pool.map(compile_one, queue) if error]
-    if errors:
-        sys.exit("hybrid_ep: the CUDA library does not compile:\n\n" + "\n".join(errors))
-    return [[str(job.obj) for job in of_one] for of_one in jobs]
+        words = dict(zip(queue, pool.map(compile_one, queue), strict=True))
+    return [([str(job.obj) for job in of_one], [words[job] for job in of_one if words[job]]) for of_one in jobs]
 
 
 def link(nvcc, library, objects):
@@ -190,10 +189,14 @@ def nvshmem_package(nvcc):
     return f"nvidia-nvshmem-cu{nvcc_version(nvcc)[0]}"
 
 
-def nvshmem_home():
-    """NVSHMEM's package among this Python's, or None."""
-    homes = [Path(sysconfig.get_path(name)) / "nvidia" / "nvshmem" for name in ("purelib", "platlib")]
-    return next((home for home in homes if has_nvshmem(home)), None)
+def nvshmem_home(nvcc):
+    """The folder of NVSHMEM's package for this nvcc's CUDA (torch's may be another one) among this Python's, or None."""
+    package = nvshmem_package(nvcc)
+    for folder in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")):
+        home = Path(folder) / "nvidia" / "nvshmem"
+        if has_nvshmem(home) and any(importlib.metadata.distributions(name=package, path=[folder])):
+            return home
+    return None
 
 
 def nvshmem_library(home, out, architectures):
@@ -212,7 +215,7 @@ def chosen_nvshmem(nvcc, args):
     """The NVSHMEM library as the command line wants it, or None. Exits where it is wanted and cannot be built."""
     if args.nvshmem == "no":
         return None
-    home = Path(args.nvshmem_home).absolute() if args.nvshmem_home else nvshmem_home()
+    home = Path(args.nvshmem_home).absolute() if args.nvshmem_home else nvshmem_home(nvcc)
     if not home and not args.nvshmem:
         print(f"no {NVSHMEM_LIBRARY}: this Python has no {nvshmem_package(nvcc)}")
         return None
@@ -234,6 +237,8 @@ def main():
     rail.add_argument("--no-nvshmem", dest="nvshmem", action="store_const", const="no", help="not that library")
     parser.add_argument("--nvshmem-home", metavar="FOLDER", help="NVSHMEM's folder, with include and lib in it")
     args = parser.parse_args()
+    if args.nvshmem == "no" and args.nvshmem_home:
+        parser.error("--nvshmem-home says where NVSHMEM is, --no-nvshmem that it is not wanted; leave one out")
     nvcc, why = find_nvcc()
     if not nvcc:
         sys.exit(f"hybrid_ep: no CUDA library: {why}")
@@ -243,8 +248,14 @@ def main():
     libraries = [Library(Path(args.out) / LIBRARY, tuple(sources()))]
     if nvshmem := chosen_nvshmem(nvcc, args):
         libraries.append(nvshmem)
-    for library, objects in zip(libraries, compile_all(nvcc, libraries), strict=True):
-        print(link(nvcc, library, objects))
+    failed = []  # a library that does not compile keeps no other from its users
+    for library, (objects, errors) in zip(libraries, compile_all(nvcc, libraries), strict=True):
+        if errors:
+            failed.append(f"{library.path.name} does not compile:\n\n" + "\n".join(errors))
+        else:
+            print(link(nvcc, library, objects))
+    if failed:
+        sys.exit("hybrid_ep: " + "\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """nvcc and NVSHMEM for the stage `cuda`: where build_cuda.py finds them, else out of pip into build/cuda-toolkit, which
 no environment knows of, so that no user's dependencies grow."""
 
-import contextlib
-import importlib.metadata
 import shutil
 import sys
 from pathlib import Path
@@ -30,17 +28,10 @@ def find_toolkit(run):
     return max(FOLDER.glob("nvidia/cu*")), None
 
 
-def is_installed(package):
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(package))
-    return False
-
-
 def find_nvshmem(run, nvcc):
-    """(NVSHMEM's folder, or None; why there is none, or None): of nvcc's CUDA, which need not be torch's."""
+    """(NVSHMEM's folder, or None; why there is none, or None)."""
     package = build_cuda.nvshmem_package(nvcc)
-    home = build_cuda.nvshmem_home()
-    if home and is_installed(package):
+    if home := build_cuda.nvshmem_home(nvcc):
         return home, None
     # A folder of its own: pip leaves out what falls into a folder (nvidia/) that its target already has. And without
     # what it depends on, which is in the toolkit.

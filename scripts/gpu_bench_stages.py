@@ -123,9 +123,11 @@ def host_calls(executor: str, repeats: int):
              "host non_blocking dispatch": lambda: buffer.dispatch_with_permute(
                  hidden=x, **routing, num_permuted_tokens=len(rows), non_blocking=True),
              "host combine": lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle)}
-    for name, call in calls.items():
-        yield {"stage": name, **timed(call, "", on_gpu, repeats)}
-    buffer.destroy()
+    try:
+        for name, call in calls.items():
+            yield {"stage": name, **timed(call, "", on_gpu, repeats)}
+    finally:
+        buffer.destroy()
 
 
 def stages(executor: str, quick: bool, repeats: int, copy: float):

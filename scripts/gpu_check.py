@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,12 @@ def machine():
     return facts
 
 
+def shows_failure(line):
+    """Whether a line of a step that did not end says that something failed: pytest's progress, a sanitizer's count."""
+    return bool(re.fullmatch(r"[.sxX]*[FE][.sxXFE]*( +\[ *\d+%\])?", line.strip())
+                or re.search(r"ERROR SUMMARY: [1-9]|: [1-9]\d* hazards? displayed|Race reported", line))
+
+
 class Steps:
     """Runs the steps one after another within the time that is left."""
 
@@ -81,11 +88,11 @@ class Steps:
                 status = "out of time"
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         reason = skipped and status == 0 and skipped()
-        if status == "out of time" and left < limit_s:  # not by its own fault
-            reason = "cut off, no time left"
-        self._say(name, "skipped" if reason else "passed" if status == 0 else f"FAILED ({status})",
-                  time.monotonic() - began, reason or (lines[-1][:120] if lines else ""))
-        return status == 0 and not reason
+        result = "skipped" if reason else "passed" if status == 0 else f"FAILED ({status})"
+        if status == "out of time" and left < limit_s and not any(map(shows_failure, lines)):
+            result, reason = "cut off", "no time left; nothing had failed until then"
+        self._say(name, result, time.monotonic() - began, reason or (lines[-1][:120] if lines else ""))
+        return result == "passed"
 
     def _say(self, name, result, seconds, note):
         self.results[name] = {"result": result, "seconds": round(seconds, 1), "note": note}
@@ -189,9 +196,11 @@ def peer_of(text):
 def verdict(results):
     """(what the last line says, exit status); a step that did not run is no failure and no silence."""
     failed = [name for name, step in results.items() if step["result"].startswith("FAILED")]
-    skipped = [name for name, step in results.items() if step["result"] == "skipped"]
     said = f"FAILED: {', '.join(failed)}" if failed else "passed"
-    return said + (f"; did not run: {', '.join(skipped)}" if skipped else ""), int(bool(failed))
+    for result, words in (("cut off", "cut off by the clock"), ("skipped", "did not run")):
+        if names := [name for name, step in results.items() if step["result"] == result]:
+            said += f"; {words}: {', '.join(names)}"
+    return said, int(bool(failed))
 
 
 def main():

@@ -273,7 +273,10 @@ def cuda(runner):
         return Result("skipped", note=why_not)
     if home:
         os.environ["CUDA_HOME"] = str(home)
-    nvshmem, no_nvshmem = cuda_packages.find_nvshmem(runner.run, build_cuda.find_nvcc()[0])
+    nvcc, why_not = build_cuda.find_nvcc()
+    if not nvcc:  # what was installed does not run here
+        return Result("skipped", note=why_not)
+    nvshmem, no_nvshmem = cuda_packages.find_nvshmem(runner.run, nvcc)
     arch = build_cuda.ARCHITECTURES[0]
     rail = ["--nvshmem", arch, "--nvshmem-home", nvshmem] if nvshmem else ["--no-nvshmem"]
     if runner.run([sys.executable, "scripts/build_cuda.py", *rail])[0]:

@@ -15,6 +15,7 @@ NVCC = """#!/bin/sh
 [ "$1" = --version ] && echo "Cuda compilation tools, release VERSION, V0" && exit
 echo "$*" >> LOG
 while [ $# -gt 0 ]; do
+  [ "$1" = -rdc=true ] && [ -e BROKEN ] && echo "nvshmem.h: no good" >&2 && exit 1
   [ "$1" = -o ] && touch "$2"
   [ "$1" = -MF ] && echo "x.o: README.md" > "$2"
   shift
@@ -35,14 +36,16 @@ def machine(tmp_path, monkeypatch):
         def build(self, *options: str) -> list[str]:
             """The commands that nvcc was given."""
             nvcc = home / "bin" / "nvcc"
-            nvcc.write_text(NVCC.replace("VERSION", self.version).replace("LOG", str(log)))
+            text = NVCC.replace("VERSION", self.version).replace("LOG", str(log))
+            nvcc.write_text(text.replace("BROKEN", str(tmp_path / "broken")))
             nvcc.chmod(0o755)
             log.write_text("")
             monkeypatch.setattr(sys, "argv", ["build_cuda", "--out", str(tmp_path / "out"), *options])
             build_cuda.main()
             return log.read_text().splitlines()
 
-        def install(self) -> Path:
+        def install(self, cuda: int = 13) -> Path:
+            (tmp_path / "packages" / f"nvidia_nvshmem_cu{cuda}-3.4.5.dist-info").mkdir(parents=True, exist_ok=True)
             nvshmem = tmp_path / "packages" / "nvidia" / "nvshmem"
             (nvshmem / "include").mkdir(parents=True, exist_ok=True)
             (nvshmem / "include" / "nvshmem.h").touch()
@@ -75,6 +78,20 @@ def test_nvshmem_is_built_for_all_gpus_where_its_package_is(machine, tmp_path, c
                if "-c " in command or "-lnvshmem_device" in command)
     assert libraries(tmp_path) == {"out/libhybrid_ep_cuda.so", "out/libhybrid_ep_nvshmem.so"}
     assert not over_nvshmem(machine.build("--no-nvshmem"))
+
+
+def test_another_cudas_nvshmem_is_left_alone(machine, capsys):
+    machine.install(cuda=12)
+    assert not over_nvshmem(machine.build())
+    assert "this Python has no nvidia-nvshmem-cu13" in capsys.readouterr().out
+
+
+def test_a_library_that_does_not_compile_keeps_no_other_from_its_users(machine, tmp_path):
+    machine.install()
+    (tmp_path / "broken").touch()
+    with pytest.raises(SystemExit, match="libhybrid_ep_nvshmem.so does not compile:(.|\n)*nvshmem.h: no good"):
+        machine.build()
+    assert libraries(tmp_path) == {"out/libhybrid_ep_cuda.so"}
 
 
 def test_nvshmem_for_one_gpu_never_takes_the_place_of_a_whole_library(machine, tmp_path):

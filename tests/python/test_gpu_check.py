@@ -24,8 +24,23 @@ def test_a_step_cut_off_by_the_clock_did_not_run_and_one_over_its_own_limit_fail
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
     short, long = gpu_check.Steps(tmp_path, 5.5, set()), gpu_check.Steps(tmp_path, 60, set())
     assert not short.run("last", sleeps, 60) and not long.run("slow", sleeps, 1)
-    assert (short.results["last"]["result"], short.results["last"]["note"]) == ("skipped", "cut off, no time left")
+    assert short.results["last"]["result"] == "cut off"
+    assert gpu_check.verdict(short.results) == ("passed; cut off by the clock: last", 0)
     assert long.results["slow"]["result"] == "FAILED (out of time)"
+
+
+@pytest.mark.parametrize("line", ["..s.F.", "E.. [ 12%]", "========= ERROR SUMMARY: 3 errors",
+                                  "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"])
+def test_the_clock_hides_no_failure(line, tmp_path, capsys):
+    steps = gpu_check.Steps(tmp_path, 5.2, set())
+    says = f"import time; print({line!r}, flush=True); time.sleep(60)"
+    assert not steps.run("last", [sys.executable, "-c", says], 60)
+    assert steps.results["last"]["result"] == "FAILED (out of time)" and gpu_check.verdict(steps.results)[1] == 1
+
+
+def test_what_is_no_failure():
+    for line in ("..s..", "passed", "ERROR SUMMARY: 0 errors", "RACECHECK SUMMARY: 0 hazards displayed", "[ 12%]", ""):
+        assert not gpu_check.shows_failure(line)
 
 
 def test_both_builds_are_reported(tmp_path, capsys):
