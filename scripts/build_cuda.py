@@ -190,7 +190,7 @@ def nvshmem_package(nvcc):
 
 
 def nvshmem_home(nvcc):
-    """The folder of NVSHMEM's package for this nvcc's CUDA (torch's may be another one) among this Python's, or None."""
+    """The folder of NVSHMEM's package for this nvcc's CUDA, which need not be torch's, among this Python's, or None."""
     package = nvshmem_package(nvcc)
     for folder in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")):
         home = Path(folder) / "nvidia" / "nvshmem"

@@ -23,7 +23,7 @@ from hybrid_ep.traffic import exchange  # noqa: E402
 from hybrid_ep.validation import SUMMABLE  # noqa: E402
 
 AHEAD = 1 << 62  # of every exchange, operation and chunk
-HEADER_WORDS = 16
+WORDS = _core.BufferShape.count_words
 
 
 def bytes_at(where: int, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -60,7 +60,7 @@ class LoneRank:
         for name in ("ready_flags", "done_flags", "counts_rail_flags", "counts_node_flags", "rail_full_flags",
                      "rail_free_flags"):
             own = name.startswith("rail")  # rings have no entry of this rank's own
-            self._region(name).view(torch.int64).view(-1, 8)[0 if own else 1:, 0] = AHEAD
+            self._region(name).view(torch.int64).view(-1, self.shape.flag_stride // 8)[0 if own else 1:, 0] = AHEAD
         self._told = False
 
     def _enter(self) -> None:
@@ -80,11 +80,11 @@ class LoneRank:
         """Writes them, once this rank's own are there: of any exchange, in the parity that it had."""
         vectors = self._region("counts").view(torch.int32).view(2, self.num_ranks, -1)
         mine = vectors[:, 0].clone()
-        mine = mine[mine[:, 1].argmax()]  # the word topk, which only the parity in use has
+        mine = mine[mine[:, WORDS["topk"]].argmax()]  # the word topk, which only the parity in use has
         if self.peers == "silent":
             mine = mine.clone()
-            mine[0] = 0
-            mine[HEADER_WORDS:] = 0
+            mine[WORDS["num_tokens"]] = 0
+            mine[WORDS["header"]:] = 0
         vectors[:, 1:] = mine
 
     def route(self, idx: torch.Tensor, weights: torch.Tensor):

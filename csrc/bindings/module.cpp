@@ -235,7 +235,15 @@ void bind_memory(py::module_& m) {
             for (const Region& r : BufferLayout(s).regions) rows.emplace_back(r.name, r.offset, r.bytes);
             return rows;
           },
-          "(name, offset, bytes) of every region of a rank's segment, in order.");
+          "(name, offset, bytes) of every region of a rank's segment, in order.")
+      .def_property_readonly_static("flag_stride", [](const py::object&) { return BufferLayout::kFlagStride; })
+      .def_property_readonly_static(
+          "count_words",
+          [](const py::object&) {
+            return std::map<std::string, int>{
+                {"num_tokens", kHeaderNumTokens}, {"topk", kHeaderTopk}, {"header", kCountHeaderWords}};
+          },
+          "Of a count vector: where the header has its first words, and how long it is, in 32-bit words.");
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", "Memory that peers can map.")
       .def_static("create", &Segment::create, py::arg("name"), py::arg("num_bytes"))
       .def_static("attach", &Segment::attach, py::arg("name"), py::arg("num_bytes"))

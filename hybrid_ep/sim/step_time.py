@@ -165,7 +165,7 @@ def _largest_stage(job: Job) -> float:
 def tensor_us(job: Job) -> float:
     """All-gathers and reduce-scatters of a micro-batch on a stage, over NVLink and not overlapped: one of each around
     attention, and around the MLP of a layer without experts, in the forward and, mirrored, in the backward. Each moves
-    the other tensor ranks' tokens, bf16."""
+    the other tensor ranks' tokens, bf16. Those around shared experts are left out."""
     m, passes = job.model, 3 if job.recompute == "full" else 2
     blocks = (2 * m.num_layers - m.moe_layers) / job.pp * _largest_stage(job)
     return 2 * passes * blocks * (job.tensor - 1) * job.tokens * m.hidden * 2 / (job.cluster.gpu.nvlink_rate * 1e3)
