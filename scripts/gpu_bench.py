@@ -36,8 +36,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from lone_rank import LoneRank  # noqa: E402
 
-from hybrid_ep import _core  # noqa: E402  (the checkout first, installed or not)
-from hybrid_ep.devices import is_cuda  # noqa: E402
+from hybrid_ep import _core, devices  # noqa: E402  (the checkout first, installed or not)
+from hybrid_ep.tensors import pad_rows, row_bytes  # noqa: E402
 from hybrid_ep.testing import VirtualWorld  # noqa: E402
 
 SECONDS_PER_TRY = 20.0
@@ -181,25 +181,23 @@ def rank_program(case: Case, rank: int, buffer, meet: threading.Barrier, gate: G
 
 def run_lone(case: Case, executor: str, repeats: int) -> list[dict]:
     """The one rank of a case whose peers are memory."""
-    scale_bytes = case.hidden // 128 * 4 if case.dtype == "fp8" else 0
-    rank = LoneRank(1, case.num_ranks, case.num_experts, case.tokens, case.topk, hidden=case.hidden,
-                    scale_bytes=-(-scale_bytes // 16) * 16, executor=executor)
-    mine = inputs(case, 0, rank.device)
-    plan = rank.route(mine["topk_idx"], mine["topk_weights"])
+    mine = inputs(case, 0, devices.current() if devices.is_cuda(executor) else torch.device("cpu"))
     scales = mine["scaling_factor"]
-    if scale_bytes % 16:  # 16 bytes at a time, as the buffer pads them
-        scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+    scales = None if scales is None else pad_rows(scales)  # as the buffer pads them
+    rank = LoneRank(1, case.num_ranks, case.num_experts, case.tokens, case.topk, hidden=case.hidden,
+                    scale_bytes=0 if scales is None else row_bytes(scales), executor=executor)
+    plan = rank.route(mine["topk_idx"], mine["topk_weights"])
     rows, *_ = rank.dispatch(plan, mine["hidden"], scales, case.num_sms)
     back = torch.randn(rows.shape[0], case.hidden, device=rank.device).bfloat16()
     verbs = {"dispatch": lambda: rank.dispatch(plan, mine["hidden"], scales, case.num_sms),
              "combine": lambda: rank.combine(plan, back, case.num_sms)}
     return [timed_verbs(verbs, rank.engine.traffic, rank.engine.reset_traffic, lambda: None,
-                        Gate(1, is_cuda(executor)), True, repeats)]
+                        Gate(1, devices.is_cuda(executor)), True, repeats)]
 
 
 def run_world(case: Case, executor: str, repeats: int) -> list[dict]:
     """All ranks of a case, each a thread with a stream."""
-    on_gpu = is_cuda(executor)
+    on_gpu = devices.is_cuda(executor)
     world = VirtualWorld(1, case.num_ranks)
     buffers = world.buffers(case.hidden, max(case.tokens, 1), case.num_experts // case.num_ranks, executor=executor,
                             timeout_s=SECONDS_PER_TRY)
@@ -259,7 +257,7 @@ def main():
                   f"{c['gb_per_s_per_sm']:>8.1f} {c['host_us']:>8.1f}{f'  {late} late' if late else ''}", flush=True)
         rows.append(row)
         if args.out:  # now: who is cut off leaves what there is
-            device = torch.cuda.get_device_name() if is_cuda(args.executor) else "host"
+            device = torch.cuda.get_device_name() if devices.is_cuda(args.executor) else "host"
             args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows,
                                             "executors": _core.executors()}, indent=1) + "\n")
     sys.exit(1 if any("error" in row for row in rows) else 0)
