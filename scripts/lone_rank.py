@@ -116,7 +116,7 @@ class LoneRank:
         core, _ = plan
         rows = core.num_permuted_rows
         out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=self.device)
-        out_scales = None if scales is None else torch.empty(rows, scales.shape[1], dtype=scales.dtype, device=self.device)
+        out_scales = None if scales is None else scales.new_empty(rows, scales.shape[1])
         out_weights = torch.empty(rows, device=self.device)
         self.engine.dispatch(
             core, x=address(x), scale=address(scales), weights=-1, out_x=address(out), out_scale=address(out_scales),
