@@ -103,7 +103,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.st_release_sys(mut_flag, uint64_t{}) };
   { a.add_release_sys(mut_flag, uint64_t{}) };
   { a.wait_ge_sys(flag, uint64_t{}, info) };  // acquires
-  // Of n flags, each given by a function of its number 0..n-1. A system fence takes a microsecond: many flags share one.
+  // Of n flags, each given by a function of its number 0..n-1. A system fence takes a microsecond: flags share one.
   // Flags are set in ascending order, but seen in any; the wait names the lowest that is missing.
   { a.st_release_sys_each(int{}, mut_flags, uint64_t{}) };
   { a.wait_ge_sys_each(int{}, flags, uint64_t{}, infos) };
