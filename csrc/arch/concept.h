@@ -12,6 +12,7 @@
 //
 // Ordering is in the operation's name; there is no free-standing fence:
 //   ld_acquire_sys / st_release_sys / add_release_sys  system scope, between ranks that map each other
+//   st_release_sys_each / wait_ge_sys_each             the same for a group of flags, with one fence for all of it
 //   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
 //   take_rank, count_rank                              the same scope, and they order nothing
 //   mbar_arrive (release) / mbar_wait (acquire)        between lanes of one block (cta scope)
@@ -37,7 +38,8 @@ struct alignas(16) Vec16 {
 
 template <class A>
 concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* src, const uint64_t* flag,
-                        uint64_t* mut_flag, const Vec16* vsrc, Vec16* vdst, WaitInfo info) {
+                        uint64_t* mut_flag, const Vec16* vsrc, Vec16* vdst, WaitInfo info,
+                        const uint64_t* (*flags)(int), uint64_t* (*mut_flags)(int), WaitInfo (*infos)(int)) {
   typename A::Mbarrier;  // lives in shared memory
   { A::kLanes } -> std::convertible_to<int>;
 
@@ -101,6 +103,10 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.st_release_sys(mut_flag, uint64_t{}) };
   { a.add_release_sys(mut_flag, uint64_t{}) };
   { a.wait_ge_sys(flag, uint64_t{}, info) };  // acquires
+  // Of n flags, each given by a function of its number 0..n-1. A system fence takes a microsecond: flags share one.
+  // Flags are set in ascending order, but seen in any; the wait names the lowest that is missing.
+  { a.st_release_sys_each(int{}, mut_flags, uint64_t{}) };
+  { a.wait_ge_sys_each(int{}, flags, uint64_t{}, infos) };
 
   // Counters of one rank. What returns the old value costs the lane a round trip to memory; count_rank does not.
   { a.add_acq_rel_rank(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;

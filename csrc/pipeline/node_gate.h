@@ -23,23 +23,33 @@ struct NodeGate {
   HEP_DEVICE uint64_t last_epoch() const { return kMutant == 31 ? 1 : *finished; }
   template <class A>
   HEP_DEVICE void announce_ready(A& a) const {
-    for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_ready[l], epoch());
+    announce(a, peer_ready);
   }
   template <class A>
   HEP_DEVICE void wait_all_ready(A& a) const {
     if (kMutant == 8) return;
-    for (int l = 0; l < world.num_local_ranks; ++l)
-      a.wait_ge_sys(ready_in + l * kStride, epoch(), {Site::kPeerReady, world.rank_of(world.node(), l), -1});
+    wait_all(a, ready_in, epoch(), Site::kPeerReady);
   }
   template <class A>
   HEP_DEVICE void announce_done(A& a) const {
-    for (int l = 0; l < world.num_local_ranks; ++l) a.st_release_sys(peer_done[l], epoch());
+    announce(a, peer_done);
   }
   template <class A>
   HEP_DEVICE void wait_all_done(A& a, uint64_t of) const {
     if (kMutant == 9) return;
-    for (int l = 0; l < world.num_local_ranks; ++l)
-      a.wait_ge_sys(done_in + l * kStride, of, {Site::kPeerDone, world.rank_of(world.node(), l), -1});
+    wait_all(a, done_in, of, Site::kPeerDone);
+  }
+
+ private:
+  template <class A>
+  HEP_DEVICE void announce(A& a, uint64_t* const* flags) const {
+    a.st_release_sys_each(world.num_local_ranks, [=](int l) { return flags[l]; }, epoch());
+  }
+  template <class A>
+  HEP_DEVICE void wait_all(A& a, const uint64_t* flags, uint64_t value, Site site) const {
+    a.wait_ge_sys_each(
+        world.num_local_ranks, [=](int l) { return flags + l * kStride; }, value,
+        [=, this](int l) { return WaitInfo{site, world.rank_of(world.node(), l), -1}; });
   }
 };
 

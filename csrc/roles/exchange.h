@@ -32,31 +32,38 @@ struct ExchangeRole {
           net.wait_signal(a, p.rail_flags + node * kStride, p.sequence(), {Site::kCountsFromRail, source, -1});
         if (!a.warp_whole()) return false;
       }
-      for (int l = 0; l < p.world.num_local_ranks; ++l) copy_vector(a, p, source, l);
+      hand_on(a, p, source);
     }
     return true;
   }
   HEP_DEVICE static void wait_all(A& a, const ExchangeParams& p) {
-    for (int r = 0; r < p.world.num_ranks(); ++r) {
-      const int via = p.world.rank_of(p.world.node(), r % p.world.num_local_ranks);
-      a.wait_ge_sys(p.node_flags + r * kStride, p.sequence() - (kMutant == 44), {Site::kCountsFromNode, via, r});
-    }
+    a.wait_ge_sys_each(
+        p.world.num_ranks(), [&](int r) { return p.node_flags + r * kStride; }, p.sequence() - (kMutant == 44),
+        [&](int r) {
+          return WaitInfo{Site::kCountsFromNode, p.world.rank_of(p.world.node(), r % p.world.num_local_ranks), r};
+        });
   }
 
  private:
-  HEP_DEVICE static void copy_vector(A& a, const ExchangeParams& p, int source, int local) {
-    const uint64_t bytes = p.layout.vector_bytes();
-    if (kMutant == 38) a.st_release_sys(p.peer_node_flags[local] + source * kStride, p.sequence());
-    if (local != p.world.local_rank()) {
-      const auto* src = reinterpret_cast<const Vec16*>(p.counts + p.parity_bytes() + source * bytes);
-      auto* dst = reinterpret_cast<Vec16*>(p.peer_counts[local] + p.parity_bytes() + source * bytes);
-      for (uint64_t i = a.lane(); i < bytes / sizeof(Vec16); i += A::kLanes) a.st_global(dst + i, a.ld_global(src + i));
+  // One rank's vector to every rank of the node, then the flags that say so.
+  HEP_DEVICE static void hand_on(A& a, const ExchangeParams& p, int source) {
+    const uint64_t bytes = p.layout.vector_bytes(), at = p.parity_bytes() + source * bytes;
+    const int locals = p.world.num_local_ranks;
+    const auto* src = reinterpret_cast<const Vec16*>(p.counts + at);
+    if (kMutant == 38 && a.elect_one()) announce(a, p, source);
+    for (uint64_t i = a.lane(); i < bytes / sizeof(Vec16); i += A::kLanes) {
+      const Vec16 words = a.ld_global(src + i);
+      for (int l = 0; l < locals; ++l)
+        if (l != p.world.local_rank()) a.st_global(reinterpret_cast<Vec16*>(p.peer_counts[l] + at) + i, words);
     }
     a.warp_sync();
-    if (a.elect_one()) {
-      if (local != p.world.local_rank()) p.traffic->count_bytes += bytes;
-      a.st_release_sys(p.peer_node_flags[local] + source * kStride, p.sequence());
-    }
+    if (!a.elect_one()) return;
+    p.traffic->count_bytes += bytes * uint64_t(locals - 1);
+    announce(a, p, source);
+  }
+  HEP_DEVICE static void announce(A& a, const ExchangeParams& p, int source) {
+    a.st_release_sys_each(
+        p.world.num_local_ranks, [&](int l) { return p.peer_node_flags[l] + source * kStride; }, p.sequence());
   }
 };
 

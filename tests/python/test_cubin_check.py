@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "cubin_check.py"
+sys.path.insert(0, str(_SCRIPT.parent))  # its neighbours
 _spec = importlib.util.spec_from_file_location("cubin_check", _SCRIPT)
 cubin_check = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cubin_check)
@@ -84,3 +86,29 @@ def test_a_library_for_one_architecture_needs_no_other():
 def test_kernels_that_need_no_acquire_may_lack_its_fence():
     said = complaints(opcodes=tuple(o for o in ALL if "ASYNC.G" not in o), registers=70)
     assert {line.split("<")[0] for line in said} == {"exchange", "dispatch", "deliver", "combine"}
+
+
+def looping(*body: str) -> str:
+    """The SASS of a loop with that body, then one fence behind it."""
+    lines = ["MOV R1, R2", *body, "@P0 BRA 0x10", "MEMBAR.ALL.SYS", "EXIT"]
+    return "\n".join(f"        /*{16 * i:04x}*/    {line} ;    /* 0x00007 */" for i, line in enumerate(lines))
+
+
+def kernel_with(text: str):
+    key = ("exchange", "P2PDevice", "sm_90a")
+    kernels = {key: cubin_check.Kernel(*key)}
+    cubin_check.count_instructions(f"arch = sm_90a\n\t\tFunction : {symbol(key[0], key[1])}\n{text}", kernels)
+    return kernels[key]
+
+
+def test_a_system_fence_in_a_loop_over_peers_is_named():
+    fenced = kernel_with(looping("LDG.E R2, [R4]", "@!P1 MEMBAR.ALL.SYS", "ST.E.STRONG.SYS [R4], R2"))
+    assert fenced.system_fences == 2  # the second is behind the loop
+    assert fenced.fences_in_short_loops == (("@!P1 MEMBAR.ALL.SYS", 4),)
+    assert any("MEMBAR.ALL.SYS in a loop of 4 instructions" in said for said in cubin_check.problems(fenced))
+
+
+@pytest.mark.parametrize("body", [("MEMBAR.ALL.GPU",), ("MEMBAR.SC.CTA", "LDG.E R2, [R4]"),
+                                  ("MEMBAR.ALL.SYS", *["IADD3 R1, R1, R1, RZ"] * 64)])
+def test_narrower_fences_and_long_loops_pass(body):
+    assert kernel_with(looping(*body)).fences_in_short_loops == ()

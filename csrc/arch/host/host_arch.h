@@ -119,6 +119,14 @@ class HostArch {
     touch(flag);
     Exec::wait(*me_, {flag, value}, info);
   }
+  template <class Flag>
+  void st_release_sys_each(int n, const Flag& flag, uint64_t value) {
+    for (int i = 0; i < n; ++i) st_release_sys(flag(i), value);
+  }
+  template <class Flag, class Info>
+  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
+    for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i));
+  }
 
   void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen) {
     Exec::poll_idle(*me_, info, expected, seen);

@@ -104,6 +104,14 @@ class SimArch {
   void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info, Where at = Where::current()) {
     m_->wait_word(here(at), flag, value, info);
   }
+  template <class Flag>
+  void st_release_sys_each(int n, const Flag& flag, uint64_t value, Where at = Where::current()) {
+    for (int i = 0; i < n; ++i) st_release_sys(flag(i), value, at);
+  }
+  template <class Flag, class Info>
+  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
+    for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i), at);
+  }
   void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen, Where at = Where::current()) {
     m_->poll(here(at), info, expected, seen);
   }

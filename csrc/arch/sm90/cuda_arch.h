@@ -148,6 +148,30 @@ class CudaArch {
     }
     ptx::fence_proxy_async_global();
   }
+  // Cumulative, as each release would be: fence and relaxed stores are a release pattern for every one of the flags.
+  template <class Flag>
+  HEP_DEVICE void st_release_sys_each(int n, const Flag& flag, uint64_t value) {
+    ptx::fence_acq_rel_sys();
+    for (int i = 0; i < n; ++i) ptx::st_relaxed_sys(flag(i), value);
+  }
+  // kAtOnce loads are in flight together. What all of them saw is acquired by the fence behind.
+  template <class Flag, class Info>
+  HEP_DEVICE void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
+    constexpr int kAtOnce = 8;
+    uint64_t since = 0;
+    for (int first = 0; first < n;) {
+      uint64_t seen[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) seen[i] = ptx::ld_relaxed_sys(flag(first + i < n ? first + i : n - 1));
+      int come = 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) come += come == i && seen[i] >= value;
+      if (come == 0) look_up(since, info(first), value, seen[0]);
+      first += come;
+    }
+    ptx::fence_acq_rel_sys();
+    ptx::fence_proxy_async_global();
+  }
 
   HEP_DEVICE void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen) {
     look_up(idle_since_, info, expected, seen);
