@@ -166,7 +166,7 @@ void Placer::apply(const Move& m) {
 void Placer::improve(const int64_t* load, int64_t target_ppm, int64_t max_moves, int32_t* phy2log) {
   std::copy(load, load + shape_.num_experts, weight_.begin());
   adopt(phy2log);
-  const int64_t mean = (std::accumulate(weight_.begin(), weight_.end(), int64_t(0)) << kShareBits) / shape_.num_ranks;
+  const int64_t mean = std::accumulate(weight_.begin(), weight_.end(), int64_t(0)) / shape_.num_ranks;
   // Two factors, so that a load of 2^56 times a million does not overflow.
   limit_ = mean + mean / 1'000'000 * target_ppm;
   int64_t spent = lower(max_moves);

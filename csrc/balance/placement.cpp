@@ -267,7 +267,7 @@ bool Placer::part_twins(int first_rank, int num_ranks) {
 int64_t Placer::mean_of(const std::vector<int>& experts, int num_ranks) const {
   int64_t sum = 0;
   for (int e : experts) sum += weight_[e];
-  return (sum << kShareBits) / num_ranks;
+  return sum / num_ranks;
 }
 
 // From the greedy placement, which stands: down to `good` if that can be done without much trouble, else the lowest
@@ -285,7 +285,7 @@ void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ran
     if (now < lowest) lowest = now, best = {slots_, count_, share_, load_, has_};
     return false;
   };
-  const bool hot = 4 * hottest > sum || hottest << kShareBits > 6 * mean;
+  const bool hot = 4 * hottest > sum || hottest > 6 * mean;
   const bool later = hot && twins;  // seldom level: first what mostly is
   if (!later && (!twins || part_twins(first_rank, num_ranks)) && settled()) return;
   // Caps in per cent of the mean rank, 0 for none. The order is for speed: what mostly levels comes first. The last
@@ -357,6 +357,22 @@ std::vector<std::vector<int>> Placer::groups_to_nodes() const {
   }
   for (auto& list : experts) std::sort(list.begin(), list.end());
   return experts;
+}
+
+int Placer::compare(const int64_t* load, const int32_t* a, const int32_t* b) const {
+  const auto fullest_of = [&](const int32_t* placed) {
+    std::vector<int64_t> count(shape_.num_experts);
+    for (int i = 0; i < shape_.num_slots; ++i) ++count[placed[i]];
+    int64_t most = 0;
+    for (int i = 0; i < shape_.num_slots; i += per_rank_) {
+      int64_t sum = 0;
+      for (int k = i; k < i + per_rank_; ++k) sum += load[placed[k]] / count[placed[k]];
+      most = std::max(most, sum);
+    }
+    return most;
+  };
+  const int64_t difference = fullest_of(a) - fullest_of(b), rounding = 2 * per_rank_;
+  return difference < -rounding ? -1 : difference > rounding ? 1 : 0;
 }
 
 void Placer::fresh(const int64_t* load, int32_t* phy2log) {

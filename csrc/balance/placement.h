@@ -16,13 +16,20 @@ struct PlacementShape {
   void validate() const;  // std::invalid_argument
 };
 
+// EPLB's placement of one layer. load[E]; group_load: sums of its groups, [1] without groups.
+void eplb(const PlacementShape& shape, const float* load, const float* group_load, int32_t* phy2log);
+
 // One layer at a time; scratch is kept between layers.
 class Placer {
  public:
   explicit Placer(const PlacementShape& shape);
 
-  // load[E] >= 0 with a sum below 2^40. phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
+  // load[E] >= 0 with a sum of at most 2^56, fixed point as the caller scales it. phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
   void fresh(const int64_t* load, int32_t* phy2log);
+
+  // Compares two placements by their fullest rank: below 0 if a's is lower, above 0 if b's is, 0 if they are as good as
+  // equal: closer than what rounding of shares can do.
+  int compare(const int64_t* load, const int32_t* a, const int32_t* b) const;
 
   // Changes a legal placement by single replicas and pair swaps, the most gain for each expert fetched first, until no
   // rank is more than target_ppm above the mean, max_moves slots have changed, or nothing helps; then reconsiders.
@@ -67,7 +74,7 @@ class Placer {
   bool may_host(int slot, int expert) const;
   int64_t share(int expert) const { return share_[expert]; }
   void set_count(int expert, int count) { count_[expert] = count, share_[expert] = share_of(expert, count); }
-  int64_t share_of(int expert, int count) const { return (weight_[expert] << kShareBits) / count; }
+  int64_t share_of(int expert, int count) const { return weight_[expert] / count; }
   int64_t excess(int64_t load) const { return load > limit_ ? load - limit_ : 0; }
   int rank_of(int slot) const { return slot / per_rank_; }
   int64_t gain_of_replica(int slot, int expert) const;
@@ -81,7 +88,6 @@ class Placer {
   void apply(const Move& move);
   bool holds(int rank, int expert) const { return has_[std::size_t(rank) * shape_.num_experts + expert]; }
 
-  static constexpr int kShareBits = 16;  // an even share of a load, to 1/65536 token
   PlacementShape shape_;
   int per_rank_;
   int64_t limit_ = 0;

@@ -4,6 +4,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "balance/microbatch.h"
 #include "balance/placement.h"
 #include "bindings/convert.h"
@@ -90,19 +92,32 @@ void bind_balance(py::module_& m) {
                              pointer<int64_t>(take));
   });
   m.def(
+      "check_placement",
+      [](int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks) {
+        balance::PlacementShape{num_experts, num_slots, num_groups, num_nodes, num_ranks}.validate();
+      },
+      py::kw_only(), py::arg("num_experts"), py::arg("num_slots"), py::arg("num_groups"), py::arg("num_nodes"),
+      py::arg("num_ranks"));
+  m.def(
       "place_layers",
-      [](uint64_t load, int num_layers, int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks,
-         uint64_t phy2log) {
+      [](uint64_t load, uint64_t single, uint64_t group, int num_layers, int num_experts, int num_slots, int num_groups,
+         int num_nodes, int num_ranks, uint64_t phy2log, uint64_t eplb, uint64_t lower) {
         const balance::PlacementShape s{num_experts, num_slots, num_groups, num_nodes, num_ranks};
         s.validate();
         py::gil_scoped_release release;
         balance::Placer placer(s);
-        for (int l = 0; l < num_layers; ++l)
-          placer.fresh(pointer<const int64_t>(load) + int64_t(l) * num_experts,
-                       pointer<int32_t>(phy2log) + int64_t(l) * num_slots);
+        for (int64_t l = 0; l < num_layers; ++l) {
+          const auto weight = pointer<const int64_t>(load) + l * num_experts;
+          const auto ours = pointer<int32_t>(phy2log) + l * num_slots, theirs = pointer<int32_t>(eplb) + l * num_slots;
+          placer.fresh(weight, ours);
+          balance::eplb(s, pointer<const float>(single) + l * num_experts,
+                        pointer<const float>(group) + l * std::max(num_groups, 1), theirs);
+          pointer<int32_t>(lower)[l] = placer.compare(weight, ours, theirs);
+        }
       },
-      py::kw_only(), py::arg("load"), py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"),
-      py::arg("num_groups"), py::arg("num_nodes"), py::arg("num_ranks"), py::arg("phy2log"));
+      py::kw_only(), py::arg("load"), py::arg("single"), py::arg("group"), py::arg("num_layers"),
+      py::arg("num_experts"), py::arg("num_slots"), py::arg("num_groups"), py::arg("num_nodes"), py::arg("num_ranks"),
+      py::arg("phy2log"), py::arg("eplb"), py::arg("lower"));
   m.def(
       "improve_layers",
       [](uint64_t load, int num_layers, int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks,

@@ -5,25 +5,30 @@ One layer a call. Not fast and not used in training; tests require both to agree
 
 from __future__ import annotations
 
-SHARE_BITS = 16
 PPM = 1_000_000
 LEVEL = 2_500  # a 2,500th above the mean is level: no more swaps
 GOOD = 1_250  # a 1,250th is good enough: no other numbers of replicas
 SHAKES, KICKS = 400, 3  # where EPLB's greedy is lower still
 
 
+def fixed_point(load):
+    """Any numbers >= 0 as integers: the largest becomes a multiple of 720720 so large that the sum is at most 2^56."""
+    unit, top = 720_720 << (56 - (720_720 * len(load) - 1).bit_length()), max(load)
+    return [round(x / top * unit) if top else 0 for x in load]
+
+
 class Placement:
-    """Slots of `num_ranks` ranks, the experts in them, and what they weigh. Shares are in 1/65536 token."""
+    """Slots of `num_ranks` ranks, the experts in them, and what they weigh. Shares are rounded down."""
 
     def __init__(self, load, num_slots, num_ranks, num_nodes=1, num_groups=0):
-        self.weight, self.num_ranks, self.num_nodes, self.num_groups = list(load), num_ranks, num_nodes, num_groups
+        self.weight, self.num_ranks, self.num_nodes, self.num_groups = fixed_point(load), num_ranks, num_nodes, num_groups
         self.per_rank = num_slots // num_ranks
         self.count = [0] * len(load)
         self.ranks = [[] for _ in range(num_ranks)]  # experts of each rank, in slot order
 
     def share(self, expert, count=None):
         """An even share of the expert's load over its replicas (or `count` of them)."""
-        return (self.weight[expert] << SHARE_BITS) // (count or self.count[expert])
+        return self.weight[expert] // (count or self.count[expert])
 
     def load(self, rank):
         return sum(self.share(e) for e in self.ranks[rank])
@@ -67,7 +72,7 @@ class Placement:
         return [sorted(e for g in node for e in range(g * size, (g + 1) * size)) for node in nodes]
 
     def _mean(self, experts, num_ranks):
-        return (sum(self.weight[e] for e in experts) << SHARE_BITS) // num_ranks
+        return sum(self.weight[e] for e in experts) // num_ranks
 
     def _spread(self, experts, ranks, twins, good, enough, eplb):
         """From the greedy placement, which stands: the first that comes down to `enough`, or the lowest of it, of other
@@ -75,7 +80,7 @@ class Placement:
         mean = self._mean(experts, len(ranks))
         self.lowest, self.best = None, None
         hottest = max(self.weight[e] for e in experts)
-        hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
+        hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest > 6 * mean
         later = hot and twins  # seldom level: first what mostly is
         if not later and (not twins or self._part_twins(ranks)) and self._settled(ranks, good, enough):
             return
@@ -236,7 +241,7 @@ class Placement:
         self.ranks = [list(current[r * self.per_rank:(r + 1) * self.per_rank]) for r in range(self.num_ranks)]
         self.first = [list(mine) for mine in self.ranks]
         self.count = [sum(e in experts for experts in self.ranks) for e in range(len(self.weight))]
-        mean = (sum(self.weight) << SHARE_BITS) // self.num_ranks
+        mean = sum(self.weight) // self.num_ranks
         self.limit = mean + mean // PPM * target_ppm
         spent, before = self._lower(max_moves), None
         while not self._excess() and spent != before:
