@@ -121,18 +121,19 @@ void bind_balance(py::module_& m) {
   m.def(
       "improve_layers",
       [](uint64_t load, int num_layers, int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks,
-         int64_t target_ppm, int64_t max_moves, uint64_t phy2log) {
+         int64_t target_ppm, int64_t max_moves, uint64_t fresh, uint64_t phy2log) {
         const balance::PlacementShape s{num_experts, num_slots, num_groups, num_nodes, num_ranks};
         s.validate();
         py::gil_scoped_release release;
         balance::Placer placer(s);
         for (int l = 0; l < num_layers; ++l)
-          placer.improve(pointer<const int64_t>(load) + int64_t(l) * num_experts, target_ppm, max_moves,
+          placer.improve(pointer<const int64_t>(load) + int64_t(l) * num_experts,
+                         pointer<const int32_t>(fresh) + int64_t(l) * num_slots, target_ppm, max_moves,
                          pointer<int32_t>(phy2log) + int64_t(l) * num_slots);
       },
       py::kw_only(), py::arg("load"), py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"),
       py::arg("num_groups"), py::arg("num_nodes"), py::arg("num_ranks"), py::arg("target_ppm"), py::arg("max_moves"),
-      py::arg("phy2log"));
+      py::arg("fresh"), py::arg("phy2log"));
 }
 
 }  // namespace hep

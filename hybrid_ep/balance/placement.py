@@ -21,6 +21,8 @@ from hybrid_ep import _core
 from hybrid_ep.balance import bounds, fixed_point
 from hybrid_ep.balance.microbatch import PPM, imbalance_ratio
 
+NEAR_FRESH = 0.01  # of the mean above a fresh plan: where a placement that keeps what it can may end
+_ROUNDED = 1e-9  # of a mean, what shares in integers round off
 _BOUND_BITS = 40  # of a layer's sum where a flow is searched for by bisection
 
 
@@ -32,6 +34,7 @@ class PlacementPlan:
     * `load` float64 [L, E]: what was planned for, in the caller's unit.
     * `moved` int64 [L]: slots that differ from `current`; all of them for a fresh plan.
     * `kept` bool [L]: hysteresis left the layer as it was, although a better placement exists.
+    * `fresh` float64 [L]: imbalance that a fresh plan leaves, whatever it moves; what this one is measured against.
     """
 
     phy2log: np.ndarray
@@ -39,6 +42,8 @@ class PlacementPlan:
     num_ranks: int
     moved: np.ndarray
     kept: np.ndarray
+    fresh: np.ndarray
+    target: float = 0.0
 
     @property
     def logcnt(self) -> np.ndarray:
@@ -56,8 +61,16 @@ class PlacementPlan:
 
     def imbalance(self, load: Any = None) -> np.ndarray:
         """float64 [L]: (max - mean) / mean over ranks. ValueError: a load that is negative or not finite."""
-        scaled = fixed_point.normalised(self.load if load is None else fixed_point.checked(load))
-        return np.array([imbalance_ratio(row) for row in rank_loads(scaled, self.phy2log, self.num_ranks)])
+        return _imbalance(self.load if load is None else fixed_point.checked(load), self.phy2log, self.num_ranks)
+
+    @property
+    def stopped(self) -> tuple[str, ...]:
+        """Why each layer ended where it did: "target"; "near_fresh", above the target and within 1 % of the mean of
+        what a fresh plan leaves; "kept" by hysteresis; "max_moves", where as many slots do not get there."""
+        done = self.imbalance()
+        return tuple("target" if now <= self.target + _ROUNDED else
+                     "near_fresh" if now <= fresh + NEAR_FRESH + _ROUNDED else "kept" if kept else "max_moves"
+                     for now, fresh, kept in zip(done, self.fresh, self.kept, strict=True))
 
     def split_bound(self) -> np.ndarray:
         """float64 [L]: imbalance of this placement under the best possible split of every expert."""
@@ -65,6 +78,10 @@ class PlacementPlan:
         best = [bounds.fixed_placement(w, p, self.num_ranks) for w, p in zip(scaled, self.phy2log, strict=True)]
         mean = scaled.sum(axis=1) / self.num_ranks
         return np.divide(best, mean, out=np.ones(len(best)), where=mean > 0) - 1
+
+
+def _imbalance(load: np.ndarray, phy2log: np.ndarray, num_ranks: int) -> np.ndarray:
+    return np.array([imbalance_ratio(row) for row in rank_loads(fixed_point.normalised(load), phy2log, num_ranks)])
 
 
 def _counts(phy2log: np.ndarray, num_experts: int) -> np.ndarray:
@@ -143,9 +160,11 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
 
     * `load`: [L, E] tokens per layer and expert (counts, averages or a decayed window).
     * `num_groups`: 0 for experts anywhere; else consecutive groups of experts each stay on one of `num_nodes` nodes.
-    * `current`: placement in force [L, slots]; then only single replicas and pair swaps change it, the most gain a
-      changed slot first, until every rank is within `target` of the mean or `max_moves` slots of the layer
-      have changed. The result may hold a replica anywhere a slot was free of that expert.
+    * `current`: placement in force [L, slots]. Then few slots change, by single replicas and pair swaps, the most gain
+      a changed slot first, until every rank is within `target` of the mean or, where that takes more than a fresh plan
+      can do, within 1 % of the mean of a fresh plan's fullest rank. Where such steps stick, the way back from a fresh
+      plan is taken, at the price of many slots. `max_moves` limits the changed slots of a layer; `plan.stopped` says
+      which of these ended it, `placement_front` what other prices buy.
     * `move_cost`, `horizon`: hysteresis. A layer changes only if (fullest rank before - after) * horizon exceeds
       changed slots * move_cost: both in units of load, horizon in micro-batches until the next placement.
       horizon 0 switches it off.
@@ -159,7 +178,9 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
     unchanged = np.zeros(num_layers, bool)
     if current is None:
         _core.check_placement(num_experts=num_experts, **shape)
-        return PlacementPlan(_fresh(array, shape), array, num_ranks, np.full(num_layers, num_slots), unchanged)
+        fresh = _fresh(array, shape)
+        left = _imbalance(array, fresh, num_ranks)
+        return PlacementPlan(fresh, array, num_ranks, np.full(num_layers, num_slots), unchanged, left)
     before = np.asarray(current)
     if before.shape != (num_layers, num_slots) or before.dtype.kind not in "iu":
         raise ValueError(f"current is {before.dtype} {before.shape}: give integers {(num_layers, num_slots)}, "
@@ -168,18 +189,22 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
         raise ValueError(f"target is {target!r}: give a fraction from 0 to 1")
     if max_moves is not None and max_moves < 0:
         raise ValueError(f"max_moves is {max_moves!r}: give a number of slots, or None for no limit")
-    placed = np.ascontiguousarray(before, dtype=np.int32).copy()
+    _core.check_placement(num_experts=num_experts, **shape)
+    fresh = _fresh(array, shape)
+    placed, start = np.ascontiguousarray(before, dtype=np.int32).copy(), fresh.astype(np.int32)
     limit = num_slots * num_ranks if max_moves is None else max_moves
     scaled = fixed_point.integers(array)
     _core.improve_layers(load=scaled.ctypes.data, phy2log=placed.ctypes.data, target_ppm=round(target * PPM),
-                         max_moves=limit, num_layers=num_layers, num_experts=num_experts, **shape)
+                         max_moves=limit, fresh=start.ctypes.data, num_layers=num_layers, num_experts=num_experts,
+                         **shape)
     moved = (placed != before).sum(axis=1)
     if horizon > 0:
         gain = (rank_loads(array, before, num_ranks).max(axis=1) - rank_loads(array, placed, num_ranks).max(axis=1))
         unchanged = (moved > 0) & (gain * horizon <= moved * move_cost)
         placed[unchanged] = before[unchanged]
         moved[unchanged] = 0
-    return PlacementPlan(placed.astype(np.int64), array, num_ranks, moved, unchanged)
+    return PlacementPlan(placed.astype(np.int64), array, num_ranks, moved, unchanged,
+                         _imbalance(array, fresh, num_ranks), target)
 
 
 def rebalance_experts(weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> tuple:
