@@ -128,15 +128,11 @@ def _candidates(load: np.ndarray, shape: dict, sums=None) -> tuple[np.ndarray, .
     integers. sums: what sums float32 [L, groups, experts of each] over the last axis, in EPLB's order of adding."""
     num_layers, num_experts = load.shape
     single = fixed_point.singles(load)
-    grouped = single.reshape(num_layers, max(shape["num_groups"], 1), -1)
+    groups = shape["num_groups"] if shape["num_groups"] > 0 and num_experts % shape["num_groups"] == 0 else 1
+    grouped = single.reshape(num_layers, groups, -1)  # any other number of groups is refused by the core
     group_load = np.ascontiguousarray(sums(grouped) if sums else grouped.sum(axis=2))
-    scaled = fixed_point.integers(load)
-    ours, theirs = (np.zeros((num_layers, shape["num_slots"]), np.int32) for _ in range(2))
-    which = np.zeros(num_layers, np.int32)
-    _core.place_layers(load=scaled.ctypes.data, single=single.ctypes.data, group=group_load.ctypes.data,
-                       phy2log=ours.ctypes.data, eplb=theirs.ctypes.data, lower=which.ctypes.data,
-                       num_layers=num_layers, num_experts=num_experts, **shape)
-    return ours, theirs, which
+    return _core.place_layers(load=fixed_point.integers(load), single=single, group=group_load, num_layers=num_layers,
+                              num_experts=num_experts, **shape)
 
 
 def _fresh(load: np.ndarray, shape: dict, sums=None, twins: bool = False) -> np.ndarray:
@@ -177,7 +173,6 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
     shape = dict(num_slots=num_slots, num_groups=num_groups, num_nodes=num_nodes, num_ranks=num_ranks)
     unchanged = np.zeros(num_layers, bool)
     if current is None:
-        _core.check_placement(num_experts=num_experts, **shape)
         fresh = _fresh(array, shape)
         left = _imbalance(array, fresh, num_ranks)
         return PlacementPlan(fresh, array, num_ranks, np.full(num_layers, num_slots), unchanged, left)
@@ -189,14 +184,11 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
         raise ValueError(f"target is {target!r}: give a fraction from 0 to 1")
     if max_moves is not None and max_moves < 0:
         raise ValueError(f"max_moves is {max_moves!r}: give a number of slots, or None for no limit")
-    _core.check_placement(num_experts=num_experts, **shape)
     fresh = _fresh(array, shape)
-    placed, start = np.ascontiguousarray(before, dtype=np.int32).copy(), fresh.astype(np.int32)
     limit = num_slots * num_ranks if max_moves is None else max_moves
-    scaled = fixed_point.integers(array)
-    _core.improve_layers(load=scaled.ctypes.data, phy2log=placed.ctypes.data, target_ppm=round(target * PPM),
-                         max_moves=limit, fresh=start.ctypes.data, num_layers=num_layers, num_experts=num_experts,
-                         **shape)
+    placed = _core.improve_layers(load=fixed_point.integers(array), current=np.ascontiguousarray(before, np.int32),
+                                  fresh=fresh.astype(np.int32), target_ppm=round(target * PPM), max_moves=limit,
+                                  num_layers=num_layers, num_experts=num_experts, **shape)
     moved = (placed != before).sum(axis=1)
     if horizon > 0:
         gain = (rank_loads(array, before, num_ranks).max(axis=1) - rank_loads(array, placed, num_ranks).max(axis=1))
@@ -223,7 +215,6 @@ def rebalance_experts(weight: Any, num_replicas: int, num_groups: int, num_nodes
     groups, nodes = (num_groups, num_nodes) if hierarchical else (0, 1)
     load = fixed_point.checked(torch.as_tensor(weight).detach().cpu().double().numpy())
     shape = dict(num_slots=num_replicas, num_groups=groups, num_nodes=nodes, num_ranks=num_gpus)
-    _core.check_placement(num_experts=load.shape[1], **shape)
     phy2log = _fresh(load, shape, lambda grouped: torch.from_numpy(grouped).sum(-1).numpy(), twins=True)
     logcnt = _counts(phy2log, load.shape[1])
     log2phy = _slots_of_experts(phy2log, logcnt)
