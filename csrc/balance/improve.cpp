@@ -2,12 +2,22 @@
 // stands above the limit per expert that a rank has to fetch for it. A rank keeps what it had at first, so that a step
 // over a slot changed before costs less or nothing. At the end steps are taken back that later ones made superfluous.
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <stdexcept>
 
 #include "balance/placement.h"
 
 namespace hep::balance {
+namespace {
+
+constexpr int64_t kSteps = 1'000'000;  // moves weighed, some milliseconds in all
+constexpr size_t kFullest = 4;  // ranks that give first
+constexpr int64_t kPolishSteps = 300'000;
+constexpr int64_t kPolish[] = {10, 50, 400};  // limits: a 10th, a 50th and a 400th above what no placement beats
+constexpr int64_t kNearFreshPpm = 10'000;
+
+}  // namespace
 
 void Placer::adopt(const int32_t* phy2log) {
   std::fill(has_.begin(), has_.end(), 0);
@@ -25,7 +35,43 @@ void Placer::adopt(const int32_t* phy2log) {
   if (std::find(count_.begin(), count_.end(), 0) != count_.end())
     throw std::invalid_argument("current: lacks an expert: give every expert a slot");
   for (int i = 0; i < shape_.num_slots; ++i) put(rank_of(i), i, phy2log[i]);
-  had_ = has_, first_slots_ = slots_;
+}
+
+// The ranks of `fresh` under the names that keep most of what ranks have: nodes of groups first, then ranks inside.
+// Each time the pair that shares most, of equal ones the first.
+std::vector<int32_t> Placer::renamed(const int32_t* fresh) const {
+  const int nodes = shape_.num_groups ? shape_.num_nodes : 1, each = shape_.num_ranks / nodes;
+  const auto shared = [&](int from, int to, int size) {
+    int n = 0;
+    for (int i = from * size * per_rank_; i < (from + 1) * size * per_rank_; ++i)
+      for (int r = to * size; r < (to + 1) * size; ++r) n += had_[size_t(r) * shape_.num_experts + fresh[i]];
+    return n;
+  };
+  const auto match = [&](int first_from, int first_to, int n, int size) {
+    std::vector<int> name(n, -1);
+    std::vector<std::array<int, 3>> pairs;
+    for (int i = 0; i < n; ++i)
+      for (int k = 0; k < n; ++k) pairs.push_back({-shared(first_from + i, first_to + k, size), i, k});
+    std::sort(pairs.begin(), pairs.end());
+    std::vector<bool> taken(n);
+    for (const auto& [_, i, k] : pairs)
+      if (name[i] < 0 && !taken[k]) name[i] = k, taken[k] = true;
+    return name;
+  };
+  std::vector<int32_t> slots(shape_.num_slots);
+  const std::vector<int> node = match(0, 0, nodes, each);
+  for (int n = 0; n < nodes; ++n) {
+    const std::vector<int> rank = match(n * each, node[n] * each, each, 1);
+    for (int r = 0; r < each; ++r)
+      std::copy_n(fresh + (n * each + r) * per_rank_, per_rank_, &slots[(node[n] * each + rank[r]) * per_rank_]);
+  }
+  return slots;
+}
+
+int64_t Placer::fetched_in_all() const {
+  int64_t n = 0;
+  for (int i = 0; i < shape_.num_slots; ++i) n += !had_[size_t(rank_of(i)) * shape_.num_experts + slots_[i]];
+  return n;
 }
 
 // Experts fetched more when `in` takes the place of `out` on a rank: -1 to 1.
@@ -59,30 +105,40 @@ int64_t Placer::gain_of_swap(int slot, int other) const {
   return excess(load_[a]) - excess(load_[a] - d) + excess(load_[b]) - excess(load_[b] + d);
 }
 
+// Away from the fullest ranks; from all above the limit where those cannot give.
+Placer::Move Placer::best_move(int64_t below) {
+  std::vector<int> above;
+  for (int r = 0; r < shape_.num_ranks; ++r)
+    if (load_[r] > limit_) above.push_back(r);
+  std::stable_sort(above.begin(), above.end(), [&](int a, int b) { return load_[a] > load_[b]; });
+  const std::vector<int> fullest(above.begin(), above.begin() + std::min(above.size(), kFullest));
+  const Move best = best_move_from(fullest, below);
+  return best.slot < 0 && above.size() > kFullest ? best_move_from(above, below) : best;
+}
+
 // below: only moves that fetch less than this. Per expert fetched the most gain; more than none for none beats all.
-Placer::Move Placer::best_move(int64_t below) const {
+Placer::Move Placer::best_move_from(const std::vector<int>& givers, int64_t below) {
   Move best;
   best.fetched = 1;
   const auto offer = [&](int64_t gain, int fetched, int slot, int other, int expert) {
+    ++steps_;
     if (gain <= 0 || fetched >= below) return;
     const bool free = fetched <= 0, was_free = best.fetched <= 0;
     const bool better = free != was_free ? free : free ? gain > best.gain : gain * best.fetched > best.gain * fetched;
     if (better) best = {gain, fetched, slot, other, expert};
   };
-  std::vector<int> hot;  // experts on ranks above the limit: only their replicas help
+  std::vector<unsigned char> gives(shape_.num_ranks);
+  for (int r : givers) gives[r] = 1;
+  std::vector<int> hot;  // experts of the givers: only their replicas help
   for (int e = 0; e < shape_.num_experts; ++e)
-    for (int r : where_[e])
-      if (load_[r] > limit_) {
-        hot.push_back(e);
-        break;
-      }
+    if (std::any_of(where_[e].begin(), where_[e].end(), [&](int r) { return gives[r]; })) hot.push_back(e);
   for (int i = 0; i < shape_.num_slots; ++i)
     if (count_[slots_[i]] > 1)
       for (int e : hot)
         if (may_host(i, e)) offer(gain_of_replica(i, e), fetched(rank_of(i), slots_[i], e), i, -1, e);
   for (int i = 0; i < shape_.num_slots; ++i) {
     const int a = rank_of(i);
-    if (load_[a] <= limit_) continue;
+    if (!gives[a]) continue;
     for (int j = 0; j < shape_.num_slots; ++j) {
       const int b = rank_of(j), x = slots_[i], y = slots_[j];
       if (a != b && may_host(i, y) && may_host(j, x))
@@ -94,10 +150,11 @@ Placer::Move Placer::best_move(int64_t below) const {
 
 // The best way back for the expert fetched to a slot: an expert that the rank had returns, and what is gained (or lost)
 // above the limit is least bad.
-Placer::Move Placer::way_back(int slot) const {
+Placer::Move Placer::way_back(int slot) {
   const int a = rank_of(slot), x = slots_[slot];
   Move best;
   const auto offer = [&](int64_t gain, int fetched, int other, int expert) {
+    ++steps_;
     if (fetched < 0 && (best.slot < 0 || gain > best.gain)) best = {gain, fetched, slot, other, expert};
   };
   for (int k = a * per_rank_; k < (a + 1) * per_rank_; ++k) {
@@ -112,10 +169,12 @@ Placer::Move Placer::way_back(int slot) const {
   return best;
 }
 
-// Greedy steps until all ranks are at the limit, nothing helps or no more than `left` may be fetched; what was.
+// Greedy steps until all ranks are at the limit, nothing helps, the budget is spent or no more than `left` may be
+// fetched; what was.
 int64_t Placer::lower(int64_t left) {
   int64_t spent = 0;
   for (;;) {
+    if (steps_ > budget_) return spent;
     const Move move = best_move(left - spent + 1);
     if (move.slot < 0) return spent;
     apply(move);
@@ -125,7 +184,7 @@ int64_t Placer::lower(int64_t left) {
 
 // Every fetched expert goes back once; where the steps that this needs then fetch less in all, it stays so.
 int64_t Placer::reconsider(int64_t spent) {
-  for (int slot = 0; slot < shape_.num_slots; ++slot) {
+  for (int slot = 0; slot < shape_.num_slots && steps_ <= budget_; ++slot) {
     if (had_[size_t(rank_of(slot)) * shape_.num_experts + slots_[slot]]) continue;
     const Move back = way_back(slot);
     if (back.slot < 0) continue;
@@ -163,15 +222,56 @@ void Placer::apply(const Move& m) {
     for (int r : where_[e]) load_[r] += share(e);
 }
 
-void Placer::improve(const int64_t* load, int64_t target_ppm, int64_t max_moves, int32_t* phy2log) {
+// A fresh placement that ends far above what none beats: the steps of an improvement, where any slot may change, towards
+// several limits, and levelled again.
+void Placer::polish(const Marks& m, int num_nodes) {
+  const int ranks = shape_.num_ranks / num_nodes;
+  State best{slots_, count_, share_, load_, has_};
+  had_.assign(has_.size(), 0);
+  for (int64_t part : kPolish) {
+    int64_t lowest = *std::max_element(load_.begin(), load_.end());
+    if (lowest <= m.far) return;
+    index_ranks();
+    limit_ = m.floor + m.floor / part, steps_ = 0, budget_ = kPolishSteps;
+    lower(0);
+    for (int n = 0; n < num_nodes; ++n) refine(n * ranks, ranks, m.good);
+    if (*std::max_element(load_.begin(), load_.end()) < lowest)
+      best = {slots_, count_, share_, load_, has_};
+    else
+      restore(best);
+  }
+}
+
+// Steps from the current placement, or where these stick, steps back from a fresh one under the names that fit best.
+void Placer::improve(const int64_t* load, const int32_t* fresh, int64_t target_ppm, int64_t max_moves,
+                     int32_t* phy2log) {
   std::copy(load, load + shape_.num_experts, weight_.begin());
+  const auto top = [&] { return *std::max_element(load_.begin(), load_.end()); };
+  adopt(fresh);
+  const int64_t reachable = top();
   adopt(phy2log);
-  const int64_t mean = (std::accumulate(weight_.begin(), weight_.end(), int64_t(0)) << kShareBits) / shape_.num_ranks;
+  had_ = has_, first_slots_ = slots_;
+  const int64_t mean = std::accumulate(weight_.begin(), weight_.end(), int64_t(0)) / shape_.num_ranks, before = top();
   // Two factors, so that a load of 2^56 times a million does not overflow.
-  limit_ = mean + mean / 1'000'000 * target_ppm;
-  int64_t spent = lower(max_moves);
-  if (*std::max_element(load_.begin(), load_.end()) <= limit_)
-    for (int64_t before = spent + 1; spent < before;) before = spent, spent = reconsider(spent);
+  limit_ = std::max(mean + mean / 1'000'000 * target_ppm, reachable + mean / 1'000'000 * kNearFreshPpm);
+  if (before <= limit_) return;
+  const auto take_back = [&](int64_t spent) {
+    for (int64_t last = spent + 1; spent < last;) last = spent, spent = reconsider(spent);
+    return spent;
+  };
+  steps_ = 0, budget_ = kSteps;
+  const int64_t spent = lower(max_moves);
+  if (top() <= limit_) {
+    take_back(spent);
+  } else {
+    const State stuck{slots_, count_, share_, load_, has_};
+    adopt(renamed(fresh).data());
+    steps_ = 0;
+    if (take_back(fetched_in_all()) > max_moves) {
+      restore(stuck);
+      if (top() >= before) return;
+    }
+  }
   settle(phy2log);
 }
 

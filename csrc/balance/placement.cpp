@@ -24,6 +24,7 @@ void require(bool ok, const char* name, int64_t value, const char* remedy) {
 constexpr int64_t kLevel = 2'500;  // a 2,500th above the mean is level: no more swaps
 constexpr size_t kUsualCaps = 3;
 constexpr int kShakes = 400, kKicks = 3;
+constexpr int64_t kFar = 100;  // a hundredth above what no placement beats is worth more work
 constexpr int64_t kGood = 1'250;  // a 1,250th is good enough: no other numbers of replicas
 
 }  // namespace
@@ -267,7 +268,7 @@ bool Placer::part_twins(int first_rank, int num_ranks) {
 int64_t Placer::mean_of(const std::vector<int>& experts, int num_ranks) const {
   int64_t sum = 0;
   for (int e : experts) sum += weight_[e];
-  return (sum << kShareBits) / num_ranks;
+  return sum / num_ranks;
 }
 
 // From the greedy placement, which stands: down to `good` if that can be done without much trouble, else the lowest
@@ -285,14 +286,16 @@ void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ran
     if (now < lowest) lowest = now, best = {slots_, count_, share_, load_, has_};
     return false;
   };
-  const bool hot = 4 * hottest > sum || hottest << kShareBits > 6 * mean;
+  const bool hot = 4 * hottest > sum || hottest > 6 * mean;
   const bool later = hot && twins;  // seldom level: first what mostly is
   if (!later && (!twins || part_twins(first_rank, num_ranks)) && settled()) return;
   // Caps in per cent of the mean rank, 0 for none. The order is for speed: what mostly levels comes first. The last
-  // ones are for EPLB's mark alone.
-  const auto caps = hot ? std::array{75, 90, 0, 100, 60, 82, 50} : std::array{0, 75, 90, 100, 60, 82, 50};
-  for (size_t i = 0; i < caps.size() && (i < kUsualCaps || lowest > m.eplb); ++i) {
+  // ones are for EPLB's mark alone, and those above the mean for a few experts that fill many ranks.
+  const auto caps = hot ? std::array{75, 90, 0, 100, 60, 82, 50, 105, 110, 120, 135}
+                        : std::array{0, 75, 90, 100, 60, 82, 50, 105, 110, 120, 135};
+  for (size_t i = 0; i < caps.size(); ++i) {
     const int percent = caps[i];
+    if (i >= kUsualCaps && lowest <= (percent > 100 ? m.far : m.eplb)) continue;
     if (later && i == kUsualCaps) {
       greedy(experts, first_rank, num_ranks);
       if (part_twins(first_rank, num_ranks) && settled()) return;
@@ -359,6 +362,22 @@ std::vector<std::vector<int>> Placer::groups_to_nodes() const {
   return experts;
 }
 
+int Placer::compare(const int64_t* load, const int32_t* a, const int32_t* b) const {
+  const auto fullest_of = [&](const int32_t* placed) {
+    std::vector<int64_t> count(shape_.num_experts);
+    for (int i = 0; i < shape_.num_slots; ++i) ++count[placed[i]];
+    int64_t most = 0;
+    for (int i = 0; i < shape_.num_slots; i += per_rank_) {
+      int64_t sum = 0;
+      for (int k = i; k < i + per_rank_; ++k) sum += load[placed[k]] / count[placed[k]];
+      most = std::max(most, sum);
+    }
+    return most;
+  };
+  const int64_t difference = fullest_of(a) - fullest_of(b), rounding = 2 * per_rank_;
+  return difference < -rounding ? -1 : difference > rounding ? 1 : 0;
+}
+
 void Placer::fresh(const int64_t* load, int32_t* phy2log) {
   std::copy(load, load + shape_.num_experts, weight_.begin());
   std::fill(slots_.begin(), slots_.end(), -1);
@@ -375,14 +394,18 @@ void Placer::fresh(const int64_t* load, int32_t* phy2log) {
     order.emplace_back(-mean_of(nodes[n], ranks), n);
     twins[n] = greedy(nodes[n], n * ranks, ranks);
     m.eplb = std::max(m.eplb, fullest(n * ranks, ranks));
+    m.floor = std::max(m.floor, mean_of(nodes[n], ranks));
+    for (int e : nodes[n]) m.floor = std::max(m.floor, share(e));  // no even split has a lower fullest slot
   }
   std::sort(order.begin(), order.end());
   const int64_t pace = -order[0].first;
+  m.far = m.floor + m.floor / kFar;
   m.good = std::min(m.eplb, pace + pace / kLevel), m.enough = std::min(m.eplb, pace + pace / kGood);
   for (const auto& [_, n] : order) {
     spread(nodes[n], n * ranks, ranks, twins[n], m);
     for (int64_t* mark : {&m.good, &m.enough, &m.eplb}) *mark = std::max(*mark, fullest(n * ranks, ranks));
   }
+  polish(m, int(nodes.size()));
   std::copy(slots_.begin(), slots_.end(), phy2log);
 }
 

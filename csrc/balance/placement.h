@@ -16,17 +16,24 @@ struct PlacementShape {
   void validate() const;  // std::invalid_argument
 };
 
+// EPLB's placement of one layer. load[E]; group_load: sums of its groups, [1] without groups.
+void eplb(const PlacementShape& shape, const float* load, const float* group_load, int32_t* phy2log);
+
 // One layer at a time; scratch is kept between layers.
 class Placer {
  public:
   explicit Placer(const PlacementShape& shape);
 
-  // load[E] >= 0 with a sum below 2^40. phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
+  // load[E] >= 0 with a sum of at most 2^56, fixed point as the caller scales it. phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
   void fresh(const int64_t* load, int32_t* phy2log);
 
-  // Changes a legal placement by single replicas and pair swaps, the most gain for each expert fetched first, until no
-  // rank is more than target_ppm above the mean, max_moves slots have changed, or nothing helps; then reconsiders.
-  void improve(const int64_t* load, int64_t target_ppm, int64_t max_moves, int32_t* phy2log);
+  // Compares two placements by their fullest rank: below 0 if a's is lower, above 0 if b's is, 0 if they are as good as
+  // equal: closer than what rounding of shares can do.
+  int compare(const int64_t* load, const int32_t* a, const int32_t* b) const;
+
+  // Changes a legal placement by few slots until no rank is more than target_ppm above the mean, or 1 % of the mean
+  // above the fullest rank of `fresh`, a legal placement too; or as far as max_moves changed slots go.
+  void improve(const int64_t* load, const int32_t* fresh, int64_t target_ppm, int64_t max_moves, int32_t* phy2log);
 
  private:
   struct Move {
@@ -34,9 +41,10 @@ class Placer {
     int fetched = 1, slot = -1, other = -1, expert = -1;  // a replica of `expert` into slot, or slot <-> other
   };
 
-  // Loads of the fullest rank: where levelling stops, where no other numbers of replicas are tried, and EPLB's.
+  // Loads of the fullest rank: where levelling stops, where no other numbers of replicas are tried, EPLB's, what no
+  // placement beats, and where that is far.
   struct Marks {
-    int64_t good = 0, enough = 0, eplb = 0;
+    int64_t good = 0, enough = 0, eplb = 0, floor = 0, far = 0;
   };
 
   struct State {
@@ -67,24 +75,28 @@ class Placer {
   bool may_host(int slot, int expert) const;
   int64_t share(int expert) const { return share_[expert]; }
   void set_count(int expert, int count) { count_[expert] = count, share_[expert] = share_of(expert, count); }
-  int64_t share_of(int expert, int count) const { return (weight_[expert] << kShareBits) / count; }
+  int64_t share_of(int expert, int count) const { return weight_[expert] / count; }
   int64_t excess(int64_t load) const { return load > limit_ ? load - limit_ : 0; }
   int rank_of(int slot) const { return slot / per_rank_; }
   int64_t gain_of_replica(int slot, int expert) const;
   int64_t gain_of_swap(int slot, int other) const;
-  Move best_move(int64_t below) const;
+  Move best_move(int64_t below);
+  Move best_move_from(const std::vector<int>& givers, int64_t below);
   int fetched(int rank, int out, int in) const;
-  Move way_back(int slot) const;
+  Move way_back(int slot);
   int64_t lower(int64_t left);
+  void polish(const Marks& m, int num_nodes);
   int64_t reconsider(int64_t spent);
+  std::vector<int32_t> renamed(const int32_t* fresh) const;
+  int64_t fetched_in_all() const;
   void settle(int32_t* phy2log) const;
   void apply(const Move& move);
   bool holds(int rank, int expert) const { return has_[std::size_t(rank) * shape_.num_experts + expert]; }
 
-  static constexpr int kShareBits = 16;  // an even share of a load, to 1/65536 token
   PlacementShape shape_;
   int per_rank_;
   int64_t limit_ = 0;
+  int64_t steps_ = 0, budget_ = 0;  // moves weighed, and at most
   std::vector<int64_t> weight_, share_, load_, size_;  // size_: share of the expert in each slot, for swaps
   std::vector<int32_t> count_, slots_, used_, heap_, first_slots_;
   std::vector<unsigned char> had_, has_;        // [ranks, experts]

@@ -5,6 +5,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "balance/microbatch.h"
 #include "balance/placement.h"
 
@@ -48,8 +50,8 @@ template <class T>
 const T* numbers(const char* name, const py::array& a, py::ssize_t size) {
   if (!py::isinstance<py::array_t<T, py::array::c_style>>(a))
     throw std::invalid_argument(std::string(name) + ": is " + std::string(py::str(a.dtype())) +
-                                " or not contiguous; give a C-contiguous array of int" +
-                                std::to_string(8 * sizeof(T)));
+                                " or not contiguous; give a C-contiguous array of " +
+                                std::string(py::str(py::dtype::of<T>())));
   if (a.size() != size)
     throw std::invalid_argument(std::string(name) + ": has " + std::to_string(a.size()) + " numbers; give " +
                                 std::to_string(size));
@@ -104,37 +106,46 @@ Counts share_of_source(const MicrobatchShape& s, const py::array& counts, const 
   return take;
 }
 
-// [layers, experts] loads -> [layers, slots]; each(placer, load, slots) plans a layer.
-template <class Each>
-Ranks plan_layers(const py::array& load, const balance::PlacementShape& s, Ranks slots, Each each) {
-  const py::ssize_t num_layers = slots.shape(0);
-  const int64_t* from = numbers<int64_t>("load", load, num_layers * s.num_experts);
-  int32_t* to = slots.mutable_data();
+// load int64 [L, E], single float32 [L, E], group float32 [L, groups]: (ours, EPLB's, how they compare).
+py::tuple place_layers(const py::array& load, const py::array& single, const py::array& group, int num_layers,
+                       int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks) {
+  const balance::PlacementShape s{num_experts, num_slots, num_groups, num_nodes, num_ranks};
+  s.validate();
+  const py::ssize_t groups = std::max(num_groups, 1), L = num_layers;
+  const int64_t* from = numbers<int64_t>("load", load, L * num_experts);
+  const float* floats = numbers<float>("single", single, L * num_experts);
+  const float* sums = numbers<float>("group", group, L * groups);
+  Ranks ours({L, py::ssize_t(num_slots)}), theirs({L, py::ssize_t(num_slots)}), which(L);
+  int32_t *mine = ours.mutable_data(), *other = theirs.mutable_data(), *compared = which.mutable_data();
+  {
+    py::gil_scoped_release release;
+    balance::Placer placer(s);
+    for (py::ssize_t l = 0; l < L; ++l) {
+      placer.fresh(from + l * num_experts, mine + l * num_slots);
+      balance::eplb(s, floats + l * num_experts, sums + l * groups, other + l * num_slots);
+      compared[l] = placer.compare(from + l * num_experts, mine + l * num_slots, other + l * num_slots);
+    }
+  }
+  return py::make_tuple(ours, theirs, which);
+}
+
+Ranks improve_layers(const py::array& load, const py::array& current, const py::array& fresh, int num_layers,
+                     int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks, int64_t target_ppm,
+                     int64_t max_moves) {
+  const balance::PlacementShape s{num_experts, num_slots, num_groups, num_nodes, num_ranks};
+  s.validate();
+  const py::ssize_t L = num_layers, slots = num_slots;
+  const int64_t* from = numbers<int64_t>("load", load, L * num_experts);
+  const int32_t* start = numbers<int32_t>("fresh", fresh, L * slots);
+  const int32_t* given = numbers<int32_t>("current", current, L * slots);
+  Ranks placed({L, slots});
+  int32_t* to = placed.mutable_data();
+  std::copy_n(given, L * slots, to);
   py::gil_scoped_release release;
   balance::Placer placer(s);
-  for (py::ssize_t l = 0; l < num_layers; ++l) each(placer, from + l * s.num_experts, to + l * s.num_slots);
-  return slots;
-}
-
-Ranks place_layers(const py::array& load, int num_layers, int num_experts, int num_slots, int num_groups, int num_nodes,
-                   int num_ranks) {
-  const balance::PlacementShape s{num_experts, num_slots, num_groups, num_nodes, num_ranks};
-  s.validate();
-  Ranks slots(std::vector<py::ssize_t>{num_layers, num_slots});
-  std::fill_n(slots.mutable_data(), slots.size(), 0);
-  return plan_layers(load, s, std::move(slots),
-                     [](auto& placer, const int64_t* from, int32_t* to) { placer.fresh(from, to); });
-}
-
-Ranks improve_layers(const py::array& load, const py::array& current, int num_layers, int num_experts, int num_slots,
-                     int num_groups, int num_nodes, int num_ranks, int64_t target_ppm, int64_t max_moves) {
-  const balance::PlacementShape s{num_experts, num_slots, num_groups, num_nodes, num_ranks};
-  s.validate();
-  Ranks slots(std::vector<py::ssize_t>{num_layers, num_slots});
-  std::copy_n(numbers<int32_t>("current", current, slots.size()), slots.size(), slots.mutable_data());
-  return plan_layers(load, s, std::move(slots), [=](auto& placer, const int64_t* from, int32_t* to) {
-    placer.improve(from, target_ppm, max_moves, to);
-  });
+  for (py::ssize_t l = 0; l < L; ++l)
+    placer.improve(from + l * num_experts, start + l * slots, target_ppm, max_moves, to + l * slots);
+  return placed;
 }
 
 }  // namespace
@@ -151,13 +162,15 @@ void bind_balance(py::module_& m) {
            "counts int64 [R, E] or [L, R, E], home int32 [E]: (slot_expert, slot_tokens, target or targets).");
   m.def("share_of_source", &share_of_source, py::arg("shape"), py::arg("counts"), py::arg("home"),
         py::arg("slot_expert"), py::arg("slot_tokens"), py::arg("source"));
-  m.def("place_layers", &place_layers, py::kw_only(), py::arg("load"), py::arg("num_layers"), py::arg("num_experts"),
-        py::arg("num_slots"), py::arg("num_groups"), py::arg("num_nodes"), py::arg("num_ranks"),
-        "load int64 [L, E]: the expert of every slot, int32 [L, slots].");
-  m.def("improve_layers", &improve_layers, py::kw_only(), py::arg("load"), py::arg("current"), py::arg("num_layers"),
-        py::arg("num_experts"), py::arg("num_slots"), py::arg("num_groups"), py::arg("num_nodes"),
-        py::arg("num_ranks"), py::arg("target_ppm"), py::arg("max_moves"),
-        "The same from a placement in force, int32 [L, slots].");
+  m.def("place_layers", &place_layers, py::kw_only(), py::arg("load"), py::arg("single"), py::arg("group"),
+        py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"), py::arg("num_groups"),
+        py::arg("num_nodes"), py::arg("num_ranks"),
+        "load int64 [L, E]; single and group the same in float32, by expert and by group of experts: (our placement, "
+        "EPLB's, int32 [L, slots] each, and by layer: below 0 where ours is lower, above 0 where EPLB's is).");
+  m.def("improve_layers", &improve_layers, py::kw_only(), py::arg("load"), py::arg("current"), py::arg("fresh"),
+        py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"), py::arg("num_groups"),
+        py::arg("num_nodes"), py::arg("num_ranks"), py::arg("target_ppm"), py::arg("max_moves"),
+        "From a placement in force, int32 [L, slots], measured against a fresh one.");
 }
 
 }  // namespace hep

@@ -10,17 +10,20 @@ Loads split evenly over replicas here; exact quotas are the micro-batch planner'
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from hybrid_ep import _core
-from hybrid_ep.balance import bounds
+from hybrid_ep.balance import bounds, fixed_point
 from hybrid_ep.balance.microbatch import PPM, imbalance_ratio
 
-# Loads become integers with this sum at most: a share in 1/65536 token still fits 64 bits.
-_MAX_SUM = (1 << 40) - 1
+NEAR_FRESH = 0.01  # of the mean above a fresh plan: where a placement that keeps what it can may end
+_ROUNDED = 1e-9  # of a mean, what shares in integers round off
+_BOUND_BITS = 40  # of a layer's sum where a flow is searched for by bisection
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,10 @@ class PlacementPlan:
     """Where experts and replicas live, layer by layer.
 
     * `phy2log` int64 [L, slots]: the expert of every slot, slots / ranks consecutive ones a rank.
-    * `load` int64 [L, E]: what was planned for (fractional loads scaled to integers).
+    * `load` float64 [L, E]: what was planned for, in the caller's unit.
     * `moved` int64 [L]: slots that differ from `current`; all of them for a fresh plan.
     * `kept` bool [L]: hysteresis left the layer as it was, although a better placement exists.
+    * `fresh` float64 [L]: imbalance that a fresh plan leaves, whatever it moves; what this one is measured against.
     """
 
     phy2log: np.ndarray
@@ -38,6 +42,8 @@ class PlacementPlan:
     num_ranks: int
     moved: np.ndarray
     kept: np.ndarray
+    fresh: np.ndarray
+    target: float = 0.0
 
     @property
     def logcnt(self) -> np.ndarray:
@@ -54,14 +60,28 @@ class PlacementPlan:
         return rank_loads(self.load if load is None else load, self.phy2log, self.num_ranks)
 
     def imbalance(self, load: Any = None) -> np.ndarray:
-        """float64 [L]: (max - mean) / mean over ranks."""
-        return np.array([imbalance_ratio(row) for row in self.tokens_of_ranks(load)])
+        """float64 [L]: (max - mean) / mean over ranks. ValueError: a load that is negative or not finite."""
+        return _imbalance(self.load if load is None else fixed_point.checked(load), self.phy2log, self.num_ranks)
+
+    @property
+    def stopped(self) -> tuple[str, ...]:
+        """Why each layer ended where it did: "target"; "near_fresh", above the target and within 1 % of the mean of
+        what a fresh plan leaves; "kept" by hysteresis; "max_moves", where as many slots do not get there."""
+        done = self.imbalance()
+        return tuple("target" if now <= self.target + _ROUNDED else
+                     "near_fresh" if now <= fresh + NEAR_FRESH + _ROUNDED else "kept" if kept else "max_moves"
+                     for now, fresh, kept in zip(done, self.fresh, self.kept, strict=True))
 
     def split_bound(self) -> np.ndarray:
         """float64 [L]: imbalance of this placement under the best possible split of every expert."""
-        best = [bounds.fixed_placement(w, p, self.num_ranks) for w, p in zip(self.load, self.phy2log, strict=True)]
-        mean = self.load.sum(axis=1) / self.num_ranks
+        scaled = fixed_point.integers(self.load, _BOUND_BITS)
+        best = [bounds.fixed_placement(w, p, self.num_ranks) for w, p in zip(scaled, self.phy2log, strict=True)]
+        mean = scaled.sum(axis=1) / self.num_ranks
         return np.divide(best, mean, out=np.ones(len(best)), where=mean > 0) - 1
+
+
+def _imbalance(load: np.ndarray, phy2log: np.ndarray, num_ranks: int) -> np.ndarray:
+    return np.array([imbalance_ratio(row) for row in rank_loads(fixed_point.normalised(load), phy2log, num_ranks)])
 
 
 def _counts(phy2log: np.ndarray, num_experts: int) -> np.ndarray:
@@ -93,18 +113,40 @@ def rank_loads(load: Any, phy2log: Any, num_ranks: int) -> np.ndarray:
     return slots.reshape(len(slots), num_ranks, -1).sum(axis=2)
 
 
-def _integer_load(load: Any) -> np.ndarray:
-    """int64 [L, E], C-contiguous; fractions are scaled up so that rounding does not matter."""
-    array = np.asarray(load)
-    if array.ndim != 2 or array.dtype.kind not in "iuf" or 0 in array.shape:
-        raise ValueError(f"load is {array.dtype} {array.shape}: give numbers [layers, experts]")
-    if not np.isfinite(array).all() or (array < 0).any():
-        raise ValueError("load holds a negative or non-finite number: give counts or averages of counts")
-    total = float(array.sum(axis=1, dtype=np.float64).max())
-    if array.dtype.kind == "f" or total > _MAX_SUM:
-        scale = min(_MAX_SUM / 2 / total, 65536.0) if total else 1.0
-        array = np.rint(array.astype(np.float64) * scale)
-    return np.ascontiguousarray(array, dtype=np.int64)
+def _fullest(load: np.ndarray, phy2log: np.ndarray, num_ranks: int) -> Fraction:
+    """The fullest rank of one layer, exactly: load [E] of doubles, each split evenly."""
+    ranks = phy2log.reshape(num_ranks, -1)
+    count = np.bincount(phy2log, minlength=len(load))
+    double = (load / np.maximum(count, 1))[ranks].sum(axis=1)
+    close = ranks[double >= double.max() * (1 - 1e-9)]
+    alike = {tuple(sorted((float(load[e]), int(count[e])) for e in mine)) for mine in close}  # few, in flat loads
+    return max(sum(Fraction(w) / c * n for (w, c), n in Counter(mine).items()) for mine in alike)
+
+
+def _candidates(load: np.ndarray, shape: dict, sums=None) -> tuple[np.ndarray, ...]:
+    """(ours, EPLB's, which): placements int32 [L, slots]; which < 0: ours is lower, > 0: EPLB's is, 0: too close for
+    integers. sums: what sums float32 [L, groups, experts of each] over the last axis, in EPLB's order of adding."""
+    num_layers, num_experts = load.shape
+    single = fixed_point.singles(load)
+    groups = shape["num_groups"] if shape["num_groups"] > 0 and num_experts % shape["num_groups"] == 0 else 1
+    grouped = single.reshape(num_layers, groups, -1)  # any other number of groups is refused by the core
+    group_load = np.ascontiguousarray(sums(grouped) if sums else grouped.sum(axis=2))
+    return _core.place_layers(load=fixed_point.integers(load), single=single, group=group_load, num_layers=num_layers,
+                              num_experts=num_experts, **shape)
+
+
+def _fresh(load: np.ndarray, shape: dict, sums=None, twins: bool = False) -> np.ndarray:
+    """int64 [L, slots]: a fresh placement of each layer, or EPLB's where its fullest rank is lower, exactly.
+    twins: then even if that holds two replicas of an expert on one rank."""
+    ours, theirs, which = _candidates(load, shape, sums)
+    num_ranks = shape["num_ranks"]
+    for layer in np.flatnonzero(which >= 0):
+        mine, other = ours[layer], theirs[layer]
+        if not twins and any(len(set(m)) < len(m) for m in other.reshape(num_ranks, -1).tolist()):
+            continue
+        if which[layer] > 0 or _fullest(load[layer], other, num_ranks) < _fullest(load[layer], mine, num_ranks):
+            ours[layer] = other
+    return ours.astype(np.int64)
 
 
 def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1, current: Any = None, *,
@@ -114,9 +156,11 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
 
     * `load`: [L, E] tokens per layer and expert (counts, averages or a decayed window).
     * `num_groups`: 0 for experts anywhere; else consecutive groups of experts each stay on one of `num_nodes` nodes.
-    * `current`: placement in force [L, slots]; then only single replicas and pair swaps change it, the most gain a
-      changed slot first, until every rank is within `target` of the mean or `max_moves` slots of the layer
-      have changed. The result may hold a replica anywhere a slot was free of that expert.
+    * `current`: placement in force [L, slots]. Then few slots change, by single replicas and pair swaps, the most gain
+      a changed slot first, until every rank is within `target` of the mean or, where that takes more than a fresh plan
+      can do, within 1 % of the mean of a fresh plan's fullest rank. Where such steps stick, the way back from a fresh
+      plan is taken, at the price of many slots. `max_moves` limits the changed slots of a layer; `plan.stopped` says
+      which of these ended it, `placement_front` what other prices buy.
     * `move_cost`, `horizon`: hysteresis. A layer changes only if (fullest rank before - after) * horizon exceeds
       changed slots * move_cost: both in units of load, horizon in micro-batches until the next placement.
       horizon 0 switches it off.
@@ -124,14 +168,14 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
     No rank ever holds two replicas of an expert. ValueError: shapes that do not divide, more slots than one of
     each expert a rank, a bad `current`.
     """
-    array = _integer_load(load)
+    array = fixed_point.checked(load)
     num_layers, num_experts = array.shape
-    shape = dict(num_layers=num_layers, num_experts=num_experts, num_slots=num_slots, num_groups=num_groups,
-                 num_nodes=num_nodes, num_ranks=num_ranks)
+    shape = dict(num_slots=num_slots, num_groups=num_groups, num_nodes=num_nodes, num_ranks=num_ranks)
     unchanged = np.zeros(num_layers, bool)
     if current is None:
-        placed = _core.place_layers(load=array, **shape)
-        return PlacementPlan(placed.astype(np.int64), array, num_ranks, np.full(num_layers, num_slots), unchanged)
+        fresh = _fresh(array, shape)
+        left = _imbalance(array, fresh, num_ranks)
+        return PlacementPlan(fresh, array, num_ranks, np.full(num_layers, num_slots), unchanged, left)
     before = np.asarray(current)
     if before.shape != (num_layers, num_slots) or before.dtype.kind not in "iu":
         raise ValueError(f"current is {before.dtype} {before.shape}: give integers {(num_layers, num_slots)}, "
@@ -140,17 +184,19 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
         raise ValueError(f"target is {target!r}: give a fraction from 0 to 1")
     if max_moves is not None and max_moves < 0:
         raise ValueError(f"max_moves is {max_moves!r}: give a number of slots, or None for no limit")
+    fresh = _fresh(array, shape)
     limit = num_slots * num_ranks if max_moves is None else max_moves
-    placed = _core.improve_layers(load=array, current=np.ascontiguousarray(before, dtype=np.int32),
-                                  target_ppm=round(target * PPM), max_moves=limit, **shape)
+    placed = _core.improve_layers(load=fixed_point.integers(array), current=np.ascontiguousarray(before, np.int32),
+                                  fresh=fresh.astype(np.int32), target_ppm=round(target * PPM), max_moves=limit,
+                                  num_layers=num_layers, num_experts=num_experts, **shape)
     moved = (placed != before).sum(axis=1)
     if horizon > 0:
-        given = np.asarray(load, dtype=np.float64)  # gain in the caller's unit
-        gain = (rank_loads(given, before, num_ranks).max(axis=1) - rank_loads(given, placed, num_ranks).max(axis=1))
+        gain = (rank_loads(array, before, num_ranks).max(axis=1) - rank_loads(array, placed, num_ranks).max(axis=1))
         unchanged = (moved > 0) & (gain * horizon <= moved * move_cost)
         placed[unchanged] = before[unchanged]
         moved[unchanged] = 0
-    return PlacementPlan(placed.astype(np.int64), array, num_ranks, moved, unchanged)
+    return PlacementPlan(placed.astype(np.int64), array, num_ranks, moved, unchanged,
+                         _imbalance(array, fresh, num_ranks), target)
 
 
 def rebalance_experts(weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> tuple:
@@ -158,13 +204,18 @@ def rebalance_experts(weight: Any, num_replicas: int, num_groups: int, num_nodes
 
     Hierarchical when num_groups is a multiple of num_nodes, global otherwise, as EPLB decides. Returns int64
     tensors phy2log [L, num_replicas], log2phy [L, E, max replicas] padded with -1, logcnt [L, E].
+
+    No layer's fullest rank is above that of EPLB in its float32 arithmetic (equal loads in order; loads of 1e-35 to
+    1e35 or 0, which float32 can divide), compared exactly on the loads given: where EPLB's placement is lower, it is
+    returned. Only there may a rank hold two replicas of an expert. ValueError as `plan_placement`.
     """
     import torch
 
     hierarchical = num_groups > 0 and num_groups % num_nodes == 0
-    load = weight.detach().cpu().numpy() if torch.is_tensor(weight) else np.asarray(weight)
-    plan = plan_placement(load, num_replicas, num_gpus, num_nodes if hierarchical else 1,
-                          num_groups=num_groups if hierarchical else 0)
-    logcnt = plan.logcnt
-    log2phy = _slots_of_experts(plan.phy2log, logcnt)
-    return tuple(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)) for x in (plan.phy2log, log2phy, logcnt))
+    groups, nodes = (num_groups, num_nodes) if hierarchical else (0, 1)
+    load = fixed_point.checked(torch.as_tensor(weight).detach().cpu().double().numpy())
+    shape = dict(num_slots=num_replicas, num_groups=groups, num_nodes=nodes, num_ranks=num_gpus)
+    phy2log = _fresh(load, shape, lambda grouped: torch.from_numpy(grouped).sum(-1).numpy(), twins=True)
+    logcnt = _counts(phy2log, load.shape[1])
+    log2phy = _slots_of_experts(phy2log, logcnt)
+    return tuple(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)) for x in (phy2log, log2phy, logcnt))

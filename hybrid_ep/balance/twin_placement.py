@@ -1,29 +1,39 @@
-"""The placement planner in plain Python: what csrc/balance/placement.cpp and improve.cpp compute, to be read.
+"""The placement planner in plain Python: what csrc/balance/placement.cpp computes, to be read; twin_improve.py has the
+rest.
 
 One layer a call. Not fast and not used in training; tests require both to agree on every slot.
 """
 
 from __future__ import annotations
 
-SHARE_BITS = 16
-PPM = 1_000_000
+from hybrid_ep.balance.twin_improve import Steps
+
 LEVEL = 2_500  # a 2,500th above the mean is level: no more swaps
 GOOD = 1_250  # a 1,250th is good enough: no other numbers of replicas
+FAR = 100  # a hundredth above what no placement beats is worth more work
+POLISH, POLISH_STEPS = (10, 50, 400), 300_000
 SHAKES, KICKS = 400, 3  # where EPLB's greedy is lower still
 
 
-class Placement:
-    """Slots of `num_ranks` ranks, the experts in them, and what they weigh. Shares are in 1/65536 token."""
+def fixed_point(load):
+    """Any numbers >= 0 as integers: the largest becomes a multiple of 720720 so large that the sum is at most 2^56."""
+    unit, top = 720_720 << (56 - (720_720 * len(load) - 1).bit_length()), max(load)
+    return [round(x / top * unit) if top else 0 for x in load]
+
+
+class Placement(Steps):
+    """Slots of `num_ranks` ranks, the experts in them, and what they weigh. Shares are rounded down."""
 
     def __init__(self, load, num_slots, num_ranks, num_nodes=1, num_groups=0):
-        self.weight, self.num_ranks, self.num_nodes, self.num_groups = list(load), num_ranks, num_nodes, num_groups
+        self.weight, self.num_ranks = fixed_point(load), num_ranks
+        self.num_nodes, self.num_groups = num_nodes, num_groups
         self.per_rank = num_slots // num_ranks
         self.count = [0] * len(load)
         self.ranks = [[] for _ in range(num_ranks)]  # experts of each rank, in slot order
 
     def share(self, expert, count=None):
         """An even share of the expert's load over its replicas (or `count` of them)."""
-        return (self.weight[expert] << SHARE_BITS) // (count or self.count[expert])
+        return self.weight[expert] // (count or self.count[expert])
 
     def load(self, rank):
         return sum(self.share(e) for e in self.ranks[rank])
@@ -41,11 +51,29 @@ class Placement:
         # The heaviest node first: it sets the pace, the others need be no better.
         order = sorted(range(len(nodes)), key=lambda n: -self._mean(nodes[n], size))
         pace, eplb = self._mean(nodes[order[0]], size), max(map(self._fullest, ranks))
+        floor = max(pace, *map(self.share, range(len(self.weight))))  # no even split has a lower fullest slot
+        far = floor + floor // FAR
         marks = [min(eplb, pace + pace // LEVEL), min(eplb, pace + pace // GOOD), eplb]
         for n in order:
-            self._spread(nodes[n], ranks[n], twins[n], *marks)
+            self._spread(nodes[n], ranks[n], twins[n], *marks, far)
             marks = [max(mark, self._fullest(ranks[n])) for mark in marks]
+        self._polish(floor, far, marks[0], ranks)
         return self.phy2log()
+
+    def _polish(self, floor, far, good, nodes):
+        """Where that ends far above what no placement beats: the steps of an improvement, where any slot may change,
+        towards several limits, and levelled again."""
+        self.first = [[] for _ in self.ranks]
+        for part in POLISH:
+            lowest, before = self._fullest(range(self.num_ranks)), (list(self.count), [list(m) for m in self.ranks])
+            if lowest <= far:
+                return
+            self.limit, self.steps, self.budget = floor + floor // part, 0, POLISH_STEPS
+            self._lower(0)
+            for ranks in nodes:
+                self._refine(ranks, good)
+            if self._fullest(range(self.num_ranks)) >= lowest:
+                self.count, self.ranks = before
 
     def _fullest(self, ranks):
         return max(self.load(r) for r in ranks)
@@ -67,21 +95,22 @@ class Placement:
         return [sorted(e for g in node for e in range(g * size, (g + 1) * size)) for node in nodes]
 
     def _mean(self, experts, num_ranks):
-        return (sum(self.weight[e] for e in experts) << SHARE_BITS) // num_ranks
+        return sum(self.weight[e] for e in experts) // num_ranks
 
-    def _spread(self, experts, ranks, twins, good, enough, eplb):
+    def _spread(self, experts, ranks, twins, good, enough, eplb, far):
         """From the greedy placement, which stands: the first that comes down to `enough`, or the lowest of it, of other
         numbers of replicas with a cap on shares and, while above EPLB's mark, of more caps and of shaken ones."""
         mean = self._mean(experts, len(ranks))
         self.lowest, self.best = None, None
         hottest = max(self.weight[e] for e in experts)
-        hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest << SHARE_BITS > 6 * mean
+        hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest > 6 * mean
         later = hot and twins  # seldom level: first what mostly is
         if not later and (not twins or self._part_twins(ranks)) and self._settled(ranks, good, enough):
             return
-        for i, percent in enumerate([75, 90, 0] * hot + [0, 75, 90] * (not hot) + [100, 60, 82, 50]):
-            if i >= 3 and self.lowest <= eplb:
-                break
+        usual = [75, 90, 0] if hot else [0, 75, 90]
+        for i, percent in enumerate([*usual, 100, 60, 82, 50, 105, 110, 120, 135]):
+            if i >= 3 and self.lowest <= (far if percent > 100 else eplb):
+                continue
             if later and i == 3:
                 self._greedy(experts, ranks)
                 if self._part_twins(ranks) and self._settled(ranks, good, enough):
@@ -229,124 +258,3 @@ class Placement:
                     if most < lowest:
                         lowest, best = most, (r, i, expert)
         return best
-
-    # ---- a placement changed as little as possible
-
-    def improve(self, current, target_ppm, max_moves):
-        self.ranks = [list(current[r * self.per_rank:(r + 1) * self.per_rank]) for r in range(self.num_ranks)]
-        self.first = [list(mine) for mine in self.ranks]
-        self.count = [sum(e in experts for experts in self.ranks) for e in range(len(self.weight))]
-        mean = (sum(self.weight) << SHARE_BITS) // self.num_ranks
-        self.limit = mean + mean // PPM * target_ppm
-        spent, before = self._lower(max_moves), None
-        while not self._excess() and spent != before:
-            before, spent = spent, self._reconsider(spent)
-        return self._settled_slots()
-
-    def _fetched(self, rank, out, new):
-        """Experts fetched more when `new` takes the place of `out` on a rank: -1 to 1."""
-        return (out in self.first[rank]) - (new in self.first[rank])
-
-    def _lower(self, left):
-        """Greedy steps until all ranks are at the limit, nothing helps or no more than `left` may be fetched. The most
-        gain per expert fetched first; any gain for none beats all. Returns what was fetched."""
-        spent = 0
-        while True:
-            best = (0, 1, None)
-            for gain, fetched, move in self._moves(left - spent):
-                if gain <= 0 or (fetched > 0 >= best[1]):
-                    continue
-                if fetched <= 0 < best[1] or (gain > best[0] if fetched <= 0 else gain * best[1] > best[0] * fetched):
-                    best = (gain, fetched, move)
-            if best[2] is None:
-                return spent
-            self._apply(best[2])
-            spent += best[1]
-
-    def _reconsider(self, spent):
-        """Every fetched expert goes back once; where the steps that this needs then fetch less in all, it stays so."""
-        for a in range(self.num_ranks):
-            for i in range(self.per_rank):
-                if self.ranks[a][i] in self.first[a] or (back := self._way_back(a, i)) is None:
-                    continue
-                before = list(self.count), [list(mine) for mine in self.ranks]
-                self._apply(back[2])
-                then = spent + back[1] + self._lower(-1 - back[1])
-                if then < spent and not self._excess():
-                    spent = then
-                else:
-                    self.count, self.ranks = before
-        return spent
-
-    def _way_back(self, a, i):
-        """(gain, fetched, move): an expert that the rank had returns, and the gain above the limit is least bad."""
-        x, ways = self.ranks[a][i], []
-        for y in self.first[a]:
-            if not self._may_host(a, y):
-                continue
-            if self.count[x] > 1:
-                ways.append((self._gain((a, i, y)), -1, (a, i, y)))
-            for b in range(self.num_ranks):
-                if y in self.ranks[b] and self._may_host(b, x):
-                    move = (a, i, b, self.ranks[b].index(y))
-                    ways.append((self._gain(move), self._fetched(a, x, y) + self._fetched(b, y, x), move))
-        return max((w for w in ways if w[1] < 0), key=lambda w: w[0], default=None)  # the first of equal ones
-
-    def _settled_slots(self):
-        """What a rank had at first stays in its slots; the rest fills the others in order."""
-        phy2log = []
-        for old, now in zip(self.first, self.ranks, strict=True):
-            fresh = iter([e for e in now if e not in old])
-            phy2log += [e if e in now else next(fresh) for e in old]
-        return phy2log
-
-    def _may_host(self, rank, expert):
-        if expert in self.ranks[rank]:
-            return False
-        node = self.num_ranks // self.num_nodes
-        home = next(r for r in range(self.num_ranks) if expert in self.ranks[r])
-        return not self.num_groups or home // node == rank // node
-
-    def _excess(self):
-        return sum(max(0, self.load(r) - self.limit) for r in range(self.num_ranks))
-
-    def _gain(self, move):
-        """What the move removes from above the limit; the move is made and taken back."""
-        before = self._excess()
-        back = self._apply(move)
-        gain = before - self._excess()
-        self._apply(back)
-        return gain
-
-    def _apply(self, move):
-        """move: (rank, slot, expert) for a replica, (rank, slot, rank, slot) for a swap. Returns its inverse."""
-        if len(move) == 4:
-            a, i, b, j = move
-            self.ranks[a][i], self.ranks[b][j] = self.ranks[b][j], self.ranks[a][i]
-            return move
-        rank, slot, expert = move
-        old = self.ranks[rank][slot]
-        self.ranks[rank][slot] = expert
-        self.count[old] -= 1
-        self.count[expert] += 1
-        return rank, slot, old
-
-    def _moves(self, left):
-        """(gain, fetched, move) of every move that can help and fetches no more than `left`, in the order that breaks
-        ties."""
-        over = [r for r in range(self.num_ranks) if self.load(r) > self.limit]
-        hot = [e for e in range(len(self.weight)) if any(e in self.ranks[r] for r in over)]
-        places = [(r, i) for r in range(self.num_ranks) for i in range(self.per_rank)]
-        for r, i in places:
-            if self.count[self.ranks[r][i]] > 1:
-                for e in hot:
-                    fetched = self._fetched(r, self.ranks[r][i], e)
-                    if fetched <= left and self._may_host(r, e):
-                        yield self._gain((r, i, e)), fetched, (r, i, e)
-        for a, i in places:
-            for b, j in places:
-                x, y = self.ranks[a][i], self.ranks[b][j]
-                if a in over and a != b and self._may_host(a, y) and self._may_host(b, x):
-                    fetched = self._fetched(a, x, y) + self._fetched(b, y, x)
-                    if fetched <= left:
-                        yield self._gain((a, i, b, j)), fetched, (a, i, b, j)

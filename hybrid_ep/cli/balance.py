@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from hybrid_ep.cli import EXIT_OK, UsageError
 
@@ -40,6 +41,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-groups", type=int, default=0, help="groups of experts that stay on one node")
     parser.add_argument("--current", metavar="YAML", help="placement in force: change as few slots as possible")
     parser.add_argument("--target", type=float, default=0.02, help="with --current: imbalance to reach")
+    parser.add_argument("--max-moves", type=int, help="with --current: most slots of a layer that change")
+    parser.add_argument("--front", action="store_true", help="with --current: also list changed slots against "
+                        "imbalance, layer by layer")
     parser.add_argument("--layer-updates-per-iter", type=int, default=0, help="written to the file; 0: static")
     parser.add_argument("-o", "--output", required=True, metavar="YAML")
 
@@ -91,18 +95,30 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    from hybrid_ep.balance import bounds, plan_file, plan_placement
+    from hybrid_ep.balance import bounds, placement_front, plan_file, plan_placement
 
     loaded = _load(args)
     current = _placement(args.current, loaded.layers) if args.current else None
+    if current is None and (args.front or args.max_moves is not None):
+        raise ValueError("--front and --max-moves need --current, the placement in force")
     if args.layer_updates_per_iter < 0:
         raise ValueError(f"--layer-updates-per-iter is {args.layer_updates_per_iter}: give 0 or more")
     load = loaded.total()
     plan = plan_placement(load, args.num_slots, args.ep_size, args.num_nodes, current, num_groups=args.num_groups,
-                          target=args.target)
+                          target=args.target, max_moves=args.max_moves)
     plan_file.save(args.output, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
     slots = max(bounds.slots(w, args.num_slots) * args.num_slots / max(w.sum(), 1) - 1 for w in load)
     print(f"{args.output}: {len(load)} layers, {args.num_slots} slots on {args.ep_size} ranks; imbalance by rank on "
           f"these loads {plan.imbalance().mean():.4f} (max {plan.imbalance().max():.4f}, bound 0); by slot at least "
           f"{slots:.3f} in the worst layer; slots changed: {int(plan.moved.sum())}")
+    if current is not None:
+        reasons = ", ".join(f"{name} {n}" for name, n in sorted(Counter(plan.stopped).items()))
+        print(f"layers by why they ended: {reasons}; a fresh plan leaves {plan.fresh.mean():.4f} "
+              f"(max {plan.fresh.max():.4f})")
+    if args.front:
+        front = placement_front(load, args.num_slots, args.ep_size, args.num_nodes, current,
+                                num_groups=args.num_groups)
+        for layer, points in zip(loaded.layers, front, strict=True):
+            print(f"layer {layer}, slots changed: imbalance  " +
+                  "  ".join(f"{p.moved}: {p.imbalance:.4f}" for p in points))
     return EXIT_OK

@@ -9,6 +9,7 @@ Vectorised over layers where the description is; the packing is a Python loop, a
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -19,12 +20,12 @@ def pack(weight: torch.Tensor, num_packs: int) -> tuple[torch.Tensor, torch.Tens
     if room == 1:
         pack_of = torch.arange(num_items).expand(num_rows, -1).clone()
         return pack_of, torch.zeros_like(pack_of)
-    order = weight.float().sort(-1, descending=True).indices.tolist()
-    values = weight.tolist()
+    order = weight.sort(stable=True, dim=-1, descending=True).indices.tolist()
+    values = weight.numpy()
     pack_of = torch.empty((num_rows, num_items), dtype=torch.int64)
     position = torch.empty_like(pack_of)
     for row in range(num_rows):
-        load, used = [0.0] * num_packs, [0] * num_packs
+        load, used = [np.float32(0)] * num_packs, [0] * num_packs
         for item in order[row]:
             best = min((p for p in range(num_packs) if used[p] < room), key=load.__getitem__)
             pack_of[row, item], position[row, item] = best, used[best]
@@ -47,7 +48,8 @@ def replicate(weight: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch
 
 
 def place(weight: torch.Tensor, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> torch.Tensor:
-    """weight float [L, E] -> phy2log int64 [L, num_slots], consecutive slots a rank."""
+    """weight [L, E] -> phy2log int64 [L, num_slots], consecutive slots a rank. In float32, as published."""
+    weight = weight.float()
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     num_layers, num_experts = weight.shape
