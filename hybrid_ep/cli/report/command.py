@@ -19,8 +19,7 @@ _CV_SLOW = 0.034
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="report", required=True, metavar="REPORT")
-    add = kinds.add_parser("scaling", help="strong and weak scaling: nodes, GPUs, tokens/s, memory",
-                           formatter_class=argparse.ArgumentDefaultsHelpFormatter).add_argument
+    add = kinds.add_parser("scaling", help="strong and weak scaling: nodes, GPUs, tokens/s, memory").add_argument
     add("runs", nargs="*", metavar="RUN", help="folders runs/NAME of finished jobs, one of each size")
     add("--skip", type=int, default=5, help="first steps of a run that do not count")
     add("--simulate", metavar="MODEL", choices=tuple(models.MODELS), help="predict the jobs of this model instead")
