@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from hybrid_ep.cli import EXIT_OK, UsageError
+from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.sim import clusters, models
@@ -19,7 +17,8 @@ _CV_SLOW = 0.034
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="report", required=True, metavar="REPORT")
-    add = kinds.add_parser("scaling", help="strong and weak scaling: nodes, GPUs, tokens/s, memory").add_argument
+    scaling_parser = kinds.add_parser("scaling", help="strong and weak scaling: nodes, GPUs, tokens/s, memory")
+    add = scaling_parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="folders runs/NAME of finished jobs, one of each size")
     add("--skip", type=int, default=5, help="first steps of a run that do not count")
     add("--simulate", metavar="MODEL", choices=tuple(models.MODELS), help="predict the jobs of this model instead")
@@ -33,33 +32,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-sms", type=int, default=24, help="of --simulate: SMs of each operation")
     add("--cv-slow", type=float, default=_CV_SLOW, help="of --simulate: variation of speed between nodes")
     add("--mode", choices=(*scaling.MODES, "both"), default="both", help="which table")
-    add("--json", metavar="FILE", help="write every number")
-    add("--plot", metavar="FILE", help="draw tokens/s over GPUs: FILE.png and FILE.svg")
+    outputs.add_json(scaling_parser)
+    outputs.add_plot(scaling_parser, "tokens/s over GPUs")
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints the tables; exit code 0. UsageError for bad flags and folders."""
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path and not Path(path).resolve().parent.is_dir():
-            raise UsageError(f"{flag} {path}: no such folder; create it first")
+    outputs.check(args, picture_files=True)
     if bool(args.runs) == bool(args.simulate):
         raise UsageError("scaling: give run folders, runs/NAME .., or --simulate MODEL; one of the two")
     if args.skip < 0:
         raise UsageError(f"--skip {args.skip}: must be at least 0")
     modes = scaling.MODES if args.mode == "both" else (args.mode,)
     try:
-        tables, source = _predicted(args, modes) if args.simulate else _measured(args, modes)
-        _show(tables)
-        if args.plot:
-            for path in scaling.draw(tables, Path(args.plot), source):
-                print(f"# drawn: {path}")
+        with outputs.for_people(args.json):
+            tables, source = _predicted(args, modes) if args.simulate else _measured(args, modes)
+            _show(tables)
+            if args.plot:
+                outputs.say_written(scaling.draw(tables, outputs.picture(args.plot, "scaling"), source))
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if args.json:
-        rows = [row for mode, found in tables.items() for row in scaling.as_json(mode, found)]
-        document = {"schema": "hybrid_ep.scaling/1", "simulated": bool(args.simulate), "source": source, "rows": rows}
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
-        print(f"# written: {args.json}")
+    rows = [row for mode, found in tables.items() for row in scaling.as_json(mode, found)]
+    outputs.write_json(args.json, {"schema": "hybrid_ep.scaling/1", "simulated": bool(args.simulate), "source": source,
+                                   "rows": rows})
     return EXIT_OK
 
 
