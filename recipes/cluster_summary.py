@@ -39,9 +39,8 @@ def predict(run: ClusterRun) -> str:
 
 
 def _job(run: ClusterRun) -> step_time.Job:
-    cluster = "b200_8x400g" if run.hardware.name == "b200_8" else run.hardware.name
     return step_time.Job(
-        models.get(run.architecture.name), clusters.get(cluster), run.num_gpus, run.expert, run.pipeline,
+        models.get(run.architecture.name), clusters.get(run.hardware.name), run.num_gpus, run.expert, run.pipeline,
         run.virtual_pipeline, run.tokens_per_rank, run.seq_length, run.num_microbatches, dtype=run.precision,
         dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher, num_sms=run.num_sms, tensor=run.tensor,
         recompute="full" if run.recompute == "full" else "none", overlap=_OVERLAP if run.overlap else 0.0)
