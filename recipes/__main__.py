@@ -1,14 +1,19 @@
 """`python -m recipes` lists the recipes: name and first line of what each says of itself."""
 
-from recipes import RECIPES
+from recipes import CLUSTER_RECIPES, RECIPES
 
 
-def list_recipes() -> str:
-    """One line a recipe."""
-    width = max(map(len, RECIPES))
-    firsts = {name: (make.__doc__ or "").splitlines()[0] for name, make in RECIPES.items()}
-    return "\n".join(f"{name:<{width}}  {first}" for name, first in firsts.items())
+def list_recipes(cluster: bool = False) -> str:
+    """One line a recipe that trains on this machine; with `cluster` those of GPU clusters too, first."""
+    shown = {**(CLUSTER_RECIPES if cluster else {}), **RECIPES}
+    width = max(map(len, shown))
+    return "\n".join(f"{name:<{width}}  {'GPUs' if name in CLUSTER_RECIPES else 'CPU '}  {_first_line(make)}" if cluster
+                     else f"{name:<{width}}  {_first_line(make)}" for name, make in shown.items())
+
+
+def _first_line(make) -> str:
+    return (make.__doc__ or "").splitlines()[0]
 
 
 if __name__ == "__main__":
-    print(list_recipes())
+    print(list_recipes(cluster=True))

@@ -32,17 +32,33 @@ class Hardware:
     gpus_per_host: int
     ranks_per_nvlink_domain: int
     source: str
+    variant: str = ""
+    """Whose layouts the recipes take here; empty: its own."""
+
+    @property
+    def layouts(self) -> str:
+        return self.variant or self.name
+
+    @property
+    def hopper(self) -> bool:
+        return self.layouts == "h100_8x400g"
 
 
+# Names are those of hybrid_ep.sim.clusters, which knows their links.
 HARDWARE = {
     h.name: h
     for h in (
         Hardware("h100_8x400g", "H100 SXM 80 GB", 80 * 10**9, 8, 8, "NVIDIA H100 and DGX H100 data sheets"),
-        Hardware("b200_8", "B200 180 GB", 180 * 10**9, 8, 8, "NVIDIA DGX B200 data sheet: 1,440 GB in 8 GPUs"),
+        Hardware("h200_8x400g", "H200 SXM 141 GB", 141 * 10**9, 8, 8, "NVIDIA H200 data sheet", "h100_8x400g"),
+        Hardware("h800_8x400g", "H800 SXM 80 GB", 80 * 10**9, 8, 8, "as H100, with slower NVLink", "h100_8x400g"),
+        Hardware("b200_8x400g", "B200 180 GB", 180 * 10**9, 8, 8, "NVIDIA DGX B200 data sheet: 1,440 GB in 8 GPUs"),
+        Hardware("b300_8x800g", "B300 288 GB", 287 * 10**9, 8, 8, "NVIDIA DGX B300 data sheet: 2.3 TB in 8 GPUs",
+                 "b200_8x400g"),
         Hardware("gb200_nvl72", "GB200 186 GB", 186 * 10**9, 4, 72,
                  "NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs, 4 GPUs a compute tray"),
     )
 }
+OLD_NAMES = {"b200_8": "b200_8x400g"}
 # Megatron's pipeline letters: embedding, transformer layer, multi-token prediction, loss.
 _STAGE = re.compile(r"E?t*m?L?")
 
@@ -124,8 +140,8 @@ class ClusterRun:
                  f"gives {self.num_microbatches} micro-batches; {self.pipeline} stages need at least as many")
         _require(self.ranks_per_node == 0 or self.expert % self.ranks_per_node == 0, "ranks_per_node",
                  self.ranks_per_node, f"must divide expert={self.expert}")
-        _require(self.hardware.name != "h100_8x400g" or self.precision != "mxfp8", "precision", self.precision,
-                 "H100 has no mxfp8 tensor cores; use fp8")
+        _require(not self.hardware.hopper or self.precision != "mxfp8", "precision", self.precision,
+                 "Hopper has no mxfp8 tensor cores; use fp8")
         _require(self.sharding != "megatron_fsdp" or self.pipeline == 1, "sharding", self.sharding,
                  f"Megatron-FSDP shards in place of a pipeline; set pipeline=1, not {self.pipeline}")
         _require(not self.overlap or self.recompute != "full", "overlap", self.overlap,
@@ -235,7 +251,8 @@ class ClusterRun:
 
 
 def get_hardware(name: str) -> Hardware:
-    """ValueError lists what there is."""
+    """ValueError lists what there is. Names of earlier releases are understood."""
+    name = OLD_NAMES.get(name, name)
     _require(name in HARDWARE, "hardware", name, f"use one of {', '.join(HARDWARE)}")
     return HARDWARE[name]
 

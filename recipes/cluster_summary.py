@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from hybrid_ep.sim import clusters, models, step_time
+from dataclasses import dataclass, replace
+
+from hybrid_ep.cli.simulate.job import command_of
+from hybrid_ep.sim import clusters, models, recommend, step_time
 from recipes import memory
 from recipes.cluster import ClusterRun
 
 _OVERLAP = 0.9  # of the exchange, behind the compute of another micro-batch: assumed, as for gradients
+_CLOSE = 0.01  # two steps nearer than this are the same to a model with residuals of several per cent
 
 
 def describe(run: ClusterRun) -> str:
@@ -25,23 +29,80 @@ def describe(run: ClusterRun) -> str:
 
 
 def predict(run: ClusterRun) -> str:
-    """Step time by the performance model, with the assumptions it rests on; says so where the model cannot tell."""
+    """Step time by the performance model, with the assumptions it rests on, beside what the other dispatchers would
+    take; says so where the model cannot tell."""
     try:
-        job = _job(run)
+        job = job_of(run)
         step = step_time.step(job)
     except ValueError as error:
         return f"step time: no prediction ({error})"
     hidden = f"{job.overlap:.0%} of the exchange hidden" if run.overlap else "no exchange hidden"
     again = "" if run.recompute == "none" else (
         "all layers computed twice, " if run.recompute == "full" else "selective recompute counted as free, ")
-    return (f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
-            f"{job.efficiency:.0%} of peak in compute, {again}{hidden}, no load imbalance)")
+    return "\n".join([
+        f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
+        f"{job.efficiency:.0%} of peak in compute, {again}{hidden}, no load imbalance, nodes that differ by "
+        f"{job.cv_slow:.1%})", *_side_by_side(run, job), f"the same by another verb: {command_of(job)}"])
 
 
-def _job(run: ClusterRun) -> step_time.Job:
-    cluster = "b200_8x400g" if run.hardware.name == "b200_8" else run.hardware.name
+@dataclass(frozen=True)
+class Candidate:
+    """A way to move the tokens and what the model says of it. change: what --set would choose it; "" for the run's own,
+    None for what recipes cannot start. exchange_us: dispatch and combine of one layer."""
+
+    name: str
+    num_sms: int
+    change: str | None
+    seconds: float
+    exchange_us: float
+
+
+def candidates(run: ClusterRun, job: step_time.Job) -> list[Candidate]:
+    """Those that are modelled on this hardware, the run's own first: hybrid_ep with its SMs and with those that the
+    model would take, Megatron's alltoall, and DeepEP V1 where its rate inside one NVLink domain is published."""
+    mine = "" if run.dispatcher == "hybrid_ep" else "dispatcher=hybrid_ep"
+    tuned = recommend.tune(job.shape, job.cluster, job.dispatch_dtype).num_sms if job.ep > 1 else job.num_sms
+    more = " ".join(filter(None, [mine, f"num_sms={tuned}"]))
+    wanted = [("hybrid_ep", "hybrid_ep", job.num_sms, mine),
+              ("alltoall", "a2a", 0, "" if run.dispatcher == "alltoall" else "dispatcher=alltoall")]
+    if tuned != job.num_sms:
+        wanted.append(("hybrid_ep", "hybrid_ep", tuned, more))
+    if job.shape.nodes == 1 and job.ep > 1:
+        wanted.append(("deepep_v1", "deepep_v1", 24, None))
+    found = []
+    for name, dispatcher, num_sms, change in sorted(wanted, key=lambda w: w[3] != ""):
+        try:
+            step = step_time.step(replace(job, dispatcher=dispatcher, num_sms=num_sms or job.num_sms))
+        except ValueError:  # the model has no rate of it on this hardware
+            continue
+        found.append(Candidate(name, num_sms, change, step.seconds, step.exchange_us))
+    return found
+
+
+def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
+    """The table of the candidates, and a warning where another dispatcher is faster than the run's own."""
+    found = candidates(run, job)
+    lines = [f"  {'tokens by':<10}{'SMs':>5}{'step s':>9}{'exchange us':>13}"]
+    for c in found:
+        what = "as it is" if c.change == "" else "recipes do not start it" if c.change is None else "--set " + \
+            " --set ".join(c.change.split())
+        lines.append(f"  {c.name:<10}{c.num_sms or '-':>5}{c.seconds:>9.2f}{c.exchange_us:>13.0f}  {what}")
+    own = found[0]
+    rival = min((c for c in found if c.name != own.name), key=lambda c: c.seconds, default=own)
+    if rival.seconds < (1 - _CLOSE) * own.seconds:
+        best = min((c for c in found if c.change is not None), key=lambda c: c.seconds)
+        remedy = "no --set makes it faster" if best is own else "--set " + " --set ".join(best.change.split()) + (
+            f" is predicted to take {best.seconds:.2f} s")
+        lines.append(f"WARNING: {rival.name} is predicted faster than {own.name} as it is here, {rival.seconds:.2f} s "
+                     f"against {own.seconds:.2f} s; {remedy}")
+    return lines
+
+
+def job_of(run: ClusterRun) -> step_time.Job:
+    """What the step model is asked. ValueError where it does not know model or cluster."""
     return step_time.Job(
-        models.get(run.architecture.name), clusters.get(cluster), run.num_gpus, run.expert, run.pipeline,
+        models.get(run.architecture.name), clusters.get(run.hardware.name), run.num_gpus, run.expert, run.pipeline,
         run.virtual_pipeline, run.tokens_per_rank, run.seq_length, run.num_microbatches, dtype=run.precision,
         dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher, num_sms=run.num_sms, tensor=run.tensor,
-        recompute="full" if run.recompute == "full" else "none", overlap=_OVERLAP if run.overlap else 0.0)
+        recompute="full" if run.recompute == "full" else "none", overlap=_OVERLAP if run.overlap else 0.0,
+        cv_slow=step_time.CV_SLOW)

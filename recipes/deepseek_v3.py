@@ -22,7 +22,7 @@ _CHUNKS_32 = "Et*3|(tt|)*29m|L"
 _VARIANTS = {
     "h100_8x400g": dict(num_hosts=128, tensor=2, pipeline=8, virtual_pipeline=4, expert=64, precision="fp8",
                         pipeline_layout=_CHUNKS_32, recompute="full", global_batch_size=8192),
-    "b200_8": dict(num_hosts=32, tensor=1, pipeline=8, virtual_pipeline=2, expert=32, precision="mxfp8",
+    "b200_8x400g": dict(num_hosts=32, tensor=1, pipeline=8, virtual_pipeline=2, expert=32, precision="mxfp8",
                    pipeline_layout=_CHUNKS_16, recompute="full", global_batch_size=2048),
     "gb200_nvl72": dict(num_hosts=64, tensor=1, pipeline=4, virtual_pipeline=4, expert=64, precision="mxfp8",
                         pipeline_layout=_CHUNKS_16, recompute="full", num_sms=32, global_batch_size=2048),
@@ -32,7 +32,7 @@ _VARIANTS = {
 def deepseek_v3(hardware: str = "h100_8x400g") -> ClusterRun:
     """DeepSeek-V3 on 1,024 H100, 256 B200 or 256 GB200."""
     machine = get_hardware(hardware)
-    return ClusterRun("deepseek_v3", ARCHITECTURE, machine, lr=2.2e-4, **_VARIANTS[hardware])
+    return ClusterRun("deepseek_v3", ARCHITECTURE, machine, lr=2.2e-4, **_VARIANTS[machine.layouts])
 
 
 def deepseek_v3_proxy() -> RunConfig:

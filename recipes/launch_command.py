@@ -12,30 +12,42 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybrid_ep.cli import UsageError
-from recipes import CLUSTER_RECIPES, RECIPES, cluster_summary, get_recipe, safe_yaml, sbatch
-from recipes.cluster import HARDWARE, ClusterRun
+from hybrid_ep.cli.parser import Parser, warn_renamed
+from recipes import (
+    CLUSTER_RECIPES,
+    RECIPES,
+    cluster_summary,
+    get_recipe,
+    launch_checks,
+    launch_slurm,
+    safe_yaml,
+    sbatch,
+)
+from recipes.__main__ import list_recipes
+from recipes.cluster import HARDWARE, OLD_NAMES, ClusterRun
 from recipes.config import RunConfig
 from recipes.run_folder import RunFolder, new_folder
 
 SUMMARY = "train a recipe here or on Slurm"
-STARTS = 3  # of a requeued job from one checkpoint
-_SLURM_FLAGS = ("no_preflight", "max_starts", "partition", "account", "time", "container")
-_OF_A_NEW_RUN = ("recipe", "nodes", "tasks_per_node", "hardware", "set", "name", "dry_run", "no_submit", *_SLURM_FLAGS)
+_OF_A_NEW_RUN = ("recipe", "nodes", "tasks_per_node", "cluster", "hardware", "set", "name", "dry_run", "no_submit",
+                 *launch_slurm.FLAGS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the subcommand."""
     parser.add_argument("recipe", nargs="?", help=f"one of {', '.join([*CLUSTER_RECIPES, *RECIPES])}")
+    parser.add_argument("--list", action="store_true", help="list the recipes and leave")
     parser.add_argument("--nodes", type=int, help="hosts (default: the recipe's; 1 for a CPU recipe)")
     parser.add_argument("--tasks-per-node", type=int, help="ranks a host, CPU recipes only")
-    parser.add_argument("--hardware", choices=HARDWARE,
-                        help=f"which variant of a GPU recipe (default {next(iter(HARDWARE))})")
+    parser.add_argument("--cluster", choices=[*HARDWARE, *OLD_NAMES], metavar="NAME", help="GPUs of a GPU recipe: "
+                        f"{', '.join(HARDWARE)} (default {next(iter(HARDWARE))})")
+    parser.add_argument("--hardware", choices=[*HARDWARE, *OLD_NAMES], help=argparse.SUPPRESS)
     parser.add_argument("--set", action="append", metavar="KEY=VALUE",
                         help="change a field: expert=32; section.field=value in a CPU recipe")
     parser.add_argument("--name", help="name of the run folder (default: recipe and time)")
@@ -46,17 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--slurm", action="store_true", help="submit an sbatch script")
     where.add_argument("--local", action="store_true", help="torchrun on this machine (the default)")
-    slurm = parser.add_argument_group("with --slurm")
-    slurm.add_argument("--no-preflight", action="store_true", help="start the ranks without hybrid-ep doctor first")
-    slurm.add_argument("--max-starts", type=int, metavar="N",
-                       help=f"starts of a requeued job from one checkpoint before it gives up (default {STARTS})")
-    for name in ("partition", "account", "time", "container"):
-        slurm.add_argument(f"--{name}", help=f"Slurm's {name}" + (" image" * (name == "container")))
+    launch_slurm.add_arguments(parser)
 
 
 def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
     """Exit code: that of torchrun or sbatch; 0 for a dry run. UsageError for what the user can mend."""
+    if args.list:
+        print(list_recipes(cluster=True))
+        return 0
     try:
+        _new_spellings(args)
         _check_flags(args)
         if args.resume is not None:
             return _resume(args)
@@ -71,6 +82,18 @@ def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
         raise UsageError("recipes need pyyaml: pip install 'hybrid_ep[train]'") from error
 
 
+def _new_spellings(args: argparse.Namespace) -> None:
+    """Old names of flags and hardware, each with a warning."""
+    if args.hardware is not None:
+        warn_renamed("--hardware", "--cluster")
+        if args.cluster is not None:
+            raise ValueError(f"--hardware {args.hardware}: the old name of --cluster {args.cluster}; give one")
+        args.cluster, args.hardware = args.hardware, None
+    if args.cluster in OLD_NAMES:
+        warn_renamed(f"--cluster {args.cluster}", f"--cluster {OLD_NAMES[args.cluster]}")
+        args.cluster = OLD_NAMES[args.cluster]
+
+
 def _check_flags(args: argparse.Namespace) -> None:
     """ValueError for a flag that the call would ignore."""
     def given(*names: str) -> str:
@@ -81,16 +104,18 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise ValueError(f"resume={args.resume!r} with {flags}: a run goes on as it began; leave them out")
         return
     if args.recipe is None:
-        raise ValueError("recipe is missing: name one, or give --resume NAME; --help lists them")
-    if not args.slurm and (flags := given(*_SLURM_FLAGS)):
+        raise ValueError("recipe is missing: name one, or give --resume NAME; --list shows them")
+    if args.recipe not in (*CLUSTER_RECIPES, *RECIPES):
+        raise ValueError(f"recipe={args.recipe!r}: unknown; choose one of {', '.join([*CLUSTER_RECIPES, *RECIPES])}")
+    if not args.slurm and (flags := given(*launch_slurm.FLAGS)):
         raise ValueError(f"{flags}: for jobs of Slurm; add --slurm")
     if args.nodes is not None and args.nodes < 1:
         raise ValueError(f"nodes={args.nodes}: must be 1 or more")
     if args.recipe in CLUSTER_RECIPES:
         if args.tasks_per_node is not None:
             raise ValueError(f"tasks_per_node={args.tasks_per_node}: one process a GPU; leave it out")
-    elif args.hardware is not None:
-        raise ValueError(f"hardware={args.hardware!r}: {args.recipe} runs on CPUs; leave it out")
+    elif args.cluster is not None:
+        raise ValueError(f"cluster={args.cluster!r}: {args.recipe} runs on CPUs; leave it out")
     elif args.tasks_per_node is not None and args.tasks_per_node < 1:
         raise ValueError(f"tasks_per_node={args.tasks_per_node}: must be 1 or more")
 
@@ -128,7 +153,7 @@ def resolve_cluster(args: argparse.Namespace, changes: dict[str, Any]) -> Cluste
     """A GPU recipe with its changes, checked to fit."""
     if args.nodes is not None:
         changes = {"num_hosts": args.nodes, **changes}
-    return CLUSTER_RECIPES[args.recipe](args.hardware or next(iter(HARDWARE))).derive(**changes)
+    return CLUSTER_RECIPES[args.recipe](args.cluster or next(iter(HARDWARE))).derive(**changes)
 
 
 @dataclass(frozen=True)
@@ -144,7 +169,8 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
     config, nodes, tasks = resolve_small(args, changes)
     module = ["-m", "recipes.rank", _folder(args, name)]
     if args.slurm:
-        script = sbatch.script(_job(args, name, nodes, tasks, [sys.executable, *module]))
+        script = sbatch.script(launch_slurm.make_job(args, name, _folder(args, name), nodes, tasks,
+                                                     [launch_slurm.python(args), *module]))
     else:
         script = sbatch.local_script(str(Path.cwd()), _torchrun(tasks, module))
     return _Plan(script, nodes, config)
@@ -153,15 +179,21 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
 def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> _Plan:
     from recipes.megatron_arguments import environment, megatron_arguments
 
+    folder = _folder(args, name)  # first: a name that is none is said before all else
     run = resolve_cluster(args, changes)
     # What is not the script goes to stderr: a dry run's output may be saved as one.
-    print(cluster_summary.describe(run), file=sys.stderr, flush=True)
-    folder = _folder(args, name)
+    print(cluster_summary.describe(run), launch_checks.data(run), sep="\n", file=sys.stderr, flush=True)
+    if args.dry_run or args.no_submit:
+        for line in launch_checks.missing(run, args.container or ""):
+            print(f"missing here: {line}", file=sys.stderr)
+    elif args.slurm or run.num_hosts == 1:  # other jobs are refused further on, for they need --slurm
+        launch_checks.require(run, args.container or "")
     arguments = megatron_arguments(run, f"{folder}/checkpoint", f"{folder}/tensorboard")
     module = ["-m", "megatron_patches", f"{run.megatron_path}/pretrain_gpt.py", *arguments]
     gpus, variables = run.hardware.gpus_per_host, environment(run)
     if args.slurm:
-        script = sbatch.script(_job(args, name, run.num_hosts, gpus, [sys.executable, *module], gpus, variables))
+        script = sbatch.script(launch_slurm.make_job(args, name, folder, run.num_hosts, gpus,
+                                                     [launch_slurm.python(args), *module], run, variables))
     else:
         script = sbatch.local_script(str(Path.cwd()), _torchrun(gpus, module), variables)
     return _Plan(script, run.num_hosts)
@@ -169,19 +201,6 @@ def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
 
 def _folder(args: argparse.Namespace, name: str) -> str:
     return str(RunFolder.path_of(args.runs_dir, name).resolve())
-
-
-def preflight(gpus: int) -> list[str]:
-    """What every node must pass."""
-    return [sys.executable, "-m", "hybrid_ep.cli", "doctor", *(["--require-gpu"] if gpus else [])]
-
-
-def _job(args: argparse.Namespace, name: str, nodes: int, tasks: int, command: list[str], gpus: int = 0,
-         environment: Mapping[str, str] | None = None) -> sbatch.Job:
-    return sbatch.Job(name, _folder(args, name), str(Path.cwd()), nodes, tasks, command,
-                      [] if args.no_preflight else preflight(gpus), gpus, args.partition or "", args.account or "",
-                      args.time or "", args.container or "", environment or {},
-                      STARTS if args.max_starts is None else args.max_starts)
 
 
 def _torchrun(ranks: int, module: list[str]) -> list[str]:
@@ -200,7 +219,8 @@ def _start(plan: _Plan, args: argparse.Namespace, name: str) -> int:
         path = new_folder(Path(args.runs_dir), name)
     script = path / ("job.sbatch" if args.slurm else "job.sh")
     script.write_text(plan.script)
-    (path / "logs").mkdir()
+    if args.slurm:
+        (path / "logs").mkdir()
     if args.no_submit:
         print(f"{script}: written; start it with: {_program(script)} {shlex.quote(str(script))}")
         return 0
@@ -233,7 +253,7 @@ def _run_script(script: Path) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """The subcommand without hybrid-ep."""
-    parser = argparse.ArgumentParser(prog="hybrid-ep launch", description=SUMMARY)
+    parser = Parser(prog="hybrid-ep launch", description=SUMMARY)
     add_arguments(parser)
     try:
         return run(parser.parse_args(argv), argv)

@@ -27,7 +27,7 @@ def environment(run: ClusterRun) -> dict[str, str]:
     before the GEMMs they hide behind; more than 1 where expert communication overlaps, which needs streams that do
     not queue behind one another. Blackwell needs neither; Megatron-FSDP refuses 1.
     """
-    if run.hardware.name != "h100_8x400g" or run.sharding == "megatron_fsdp":
+    if not run.hardware.hopper or run.sharding == "megatron_fsdp":
         return {}
     if run.overlap:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}

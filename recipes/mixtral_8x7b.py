@@ -16,7 +16,7 @@ ARCHITECTURE = Architecture(
 )
 _VARIANTS = {
     "h100_8x400g": dict(num_hosts=8, tensor=1, pipeline=4, virtual_pipeline=8, expert=8, global_batch_size=256),
-    "b200_8": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256),
+    "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256),
     "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256),
 }
 
@@ -24,7 +24,7 @@ _VARIANTS = {
 def mixtral_8x7b(hardware: str = "h100_8x400g") -> ClusterRun:
     """Mixtral 8x7B on 64 H100, 16 B200 or 16 GB200."""
     machine = get_hardware(hardware)
-    return ClusterRun("mixtral_8x7b", ARCHITECTURE, machine, **_VARIANTS[hardware])
+    return ClusterRun("mixtral_8x7b", ARCHITECTURE, machine, **_VARIANTS[machine.layouts])
 
 
 def mixtral_8x7b_proxy() -> RunConfig:

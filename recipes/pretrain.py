@@ -17,6 +17,7 @@ from recipes import RECIPES, get_recipe
 from recipes.__main__ import list_recipes
 from recipes.config import BALANCE_MODES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
 from recipes.run_folder import RunFolder
+from recipes.verdict import verdict
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NOT_LEARNED = 1, 2, 3
 _DEPENDENCIES = ("yaml", "numpy", "torch", "megatron", "megatron.core", "triton")
@@ -160,16 +161,12 @@ def _resumable_step(step: int | None, config: RunConfig, folder: RunFolder) -> i
 
 
 def _verdict(reporter, entropy: float, folder: RunFolder, stopped_by: int | None) -> int:
+    """Says it; the exit code."""
+    sentence, failed = verdict(reporter.outcome, reporter.step, reporter.held_out_loss, entropy, folder.name)
+    print(sentence)
     if reporter.outcome != "done":
-        print(f"Stopped after step {reporter.step}. Continue with: make pretrain RESUME={folder.name}")
         return 128 + stopped_by if stopped_by else 0
-    loss = reporter.held_out_loss
-    if loss < entropy:
-        print(f"LEARNED: held-out loss {loss:.4f} nats/byte is {loss / entropy:.0%} of the unigram entropy "
-              f"{entropy:.4f}: the model uses context.")
-        return 0
-    print(f"NOT LEARNED: held-out loss {loss:.4f} nats/byte is not below the unigram entropy {entropy:.4f}.")
-    return EXIT_NOT_LEARNED
+    return EXIT_NOT_LEARNED if failed else 0
 
 
 def main(argv: Sequence[str]) -> int:

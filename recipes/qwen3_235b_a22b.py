@@ -16,7 +16,7 @@ ARCHITECTURE = Architecture(
 )
 _VARIANTS = {
     "h100_8x400g": dict(num_hosts=32, tensor=2, pipeline=8, virtual_pipeline=4, expert=32, overlap=True),
-    "b200_8": dict(num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8"),
+    "b200_8x400g": dict(num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8"),
     "gb200_nvl72": dict(num_hosts=32, tensor=1, pipeline=2, virtual_pipeline=1, expert=64, precision="mxfp8",
                         num_sms=32),
 }
@@ -25,7 +25,7 @@ _VARIANTS = {
 def qwen3_235b_a22b(hardware: str = "h100_8x400g") -> ClusterRun:
     """Qwen3-235B-A22B on 256 H100, 128 B200 or 128 GB200."""
     machine = get_hardware(hardware)
-    return ClusterRun("qwen3_235b_a22b", ARCHITECTURE, machine, **_VARIANTS[hardware])
+    return ClusterRun("qwen3_235b_a22b", ARCHITECTURE, machine, **_VARIANTS[machine.layouts])
 
 
 def qwen3_235b_a22b_proxy() -> RunConfig:

@@ -15,8 +15,8 @@ ARCHITECTURE = Architecture(
     qk_layernorm=True, rotary_base=1_000_000, max_positions=40960,
 )
 _VARIANTS = {
-    "h100_8x400g": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512, recompute="full"),
-    "b200_8": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=512, precision="mxfp8"),
+    "h100_8x400g": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512),
+    "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=512, precision="mxfp8"),
     "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512, precision="mxfp8"),
 }
 
@@ -24,7 +24,7 @@ _VARIANTS = {
 def qwen3_30b_a3b(hardware: str = "h100_8x400g") -> ClusterRun:
     """Qwen3-30B-A3B on 32 H100, 16 B200 or 16 GB200."""
     machine = get_hardware(hardware)
-    return ClusterRun("qwen3_30b_a3b", ARCHITECTURE, machine, **_VARIANTS[hardware])
+    return ClusterRun("qwen3_30b_a3b", ARCHITECTURE, machine, **_VARIANTS[machine.layouts])
 
 
 def qwen3_30b_a3b_proxy() -> RunConfig:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.run_folder import RunFolder
+from recipes.verdict import verdict
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 128 + signal.SIGTERM
 _DECIDED = "recipes/start"
@@ -68,7 +69,7 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
     from recipes.pretrain import prepare_process
 
     prepare_process(config)
-    from recipes import checkpoint, text_data, trainer
+    from recipes import checkpoint, plots, text_data, trainer
     from recipes.report import Reporter
 
     # A restarted job gets a new store at the same port, so the key must belong to this start alone.
@@ -107,6 +108,11 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
                 reporter.close()
     if rank == 0:
         print(f"{folder.path}: {outcome} after step {job.step}", flush=True)
+        if outcome == "done":
+            print(plots.draw_all(folder.path, folder.read_metrics(), corpus.unigram_entropy,
+                                 config.parallel.expert_parallel_size))
+            sentence, _ = verdict(outcome, job.step, reporter.held_out_loss, corpus.unigram_entropy, folder.name)
+            print(sentence, flush=True)
     return 0 if outcome == "done" else EXIT_STOPPED
 
 

@@ -30,6 +30,7 @@ class RunFolder:
     def create(config: RunConfig, name: str | None) -> RunFolder:
         """A new folder with its config.yaml. Without a name: recipe and time, numbered if that exists."""
         root = Path(config.logging.runs_dir)
+        configs.dump_yaml(config)  # what cannot be written, for want of PyYAML say, must leave no empty folder
         if name is not None:
             path = new_folder(root, name)
         else:

@@ -10,9 +10,9 @@ from pathlib import PurePath
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ATOM = re.compile(r"[A-Za-z0-9_.,:@%/+\[\]=-]+")
-
-
+_OPTION = re.compile(rf"(--)?[a-z][a-z0-9-]*(={_ATOM.pattern})?")
 _PREFLIGHT_S = 900
+SIGNAL_S = 180  # from SIGTERM to the time limit: to finish a step and write a checkpoint
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class Job:
     """command: what every rank runs, unquoted words. folder: absolute, seen by all nodes. gpus_per_node: 0 asks for
     none. preflight: what every node must pass first, or nothing. container: an image for srun's pyxis plugin, or empty.
     environment: variables of every rank. starts: how often in a row the job may start from one and the same checkpoint.
+    segment: hosts that must share a block of the topology, 0: any. cpus_per_task: of a rank, 0: where hosts are
+    exclusive an equal share, else as Slurm has it. modules: loaded first. sbatch: more options, KEY=VALUE or KEY.
+    mounts: FROM:TO,.. of the container. signal_s: seconds before the time limit at which ranks get SIGTERM.
     """
 
     name: str
@@ -36,9 +39,15 @@ class Job:
     container: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     starts: int = 3
+    segment: int = 0
+    cpus_per_task: int = 0
+    modules: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+    mounts: str = ""
+    signal_s: int = SIGNAL_S
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "tasks_per_node", "starts"):
+        for name in ("nodes", "tasks_per_node", "starts", "signal_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         # Slurm reads #SBATCH lines itself, and a line break would start a line of its own.
@@ -46,10 +55,17 @@ class Job:
             value = getattr(self, name)
             if value and not _ATOM.fullmatch(value):
                 raise ValueError(f"{name}={value!r}: goes into an #SBATCH line; use letters, digits and _.,:@/+-=")
+        for option in self.sbatch:
+            if not _OPTION.fullmatch(option):
+                raise ValueError(f"sbatch={option!r}: goes into an #SBATCH line; write KEY=VALUE or KEY, no blanks")
+        for module in self.modules:
+            if not _ATOM.fullmatch(module):
+                raise ValueError(f"module={module!r}: use letters, digits and _.,:@/+-=")
         for name in self.environment:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"environment={name!r}: is no name of a variable; use letters, digits and _")
-        for word in (*self.command, *self.preflight, self.workdir, self.container, *self.environment.values()):
+        for word in (*self.command, *self.preflight, self.workdir, self.container, self.mounts,
+                     *self.environment.values()):
             if "\n" in word or "\0" in word:
                 raise ValueError(f"command={word!r}: holds a line break; take it out")
 
@@ -70,25 +86,31 @@ def _header(job: Job) -> list[str]:
     log = f"{job.folder}/logs/%j.log"
     options = {
         "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.tasks_per_node, "output": log,
-        "partition": job.partition, "account": job.account, "time": job.time,
+        "partition": job.partition, "account": job.account, "time": job.time, "segment": job.segment,
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
     if job.gpus_per_node:
-        lines += [f"#SBATCH --gpus-per-node={job.gpus_per_node}", "#SBATCH --exclusive"]
+        lines += [f"#SBATCH --gpus-per-node={job.gpus_per_node}", "#SBATCH --exclusive",
+                  "#SBATCH --mem=0              # all of a host's memory; some clusters give little by default"]
+    lines += [f"#SBATCH --{option.removeprefix('--')}" for option in job.sbatch]
     return [
-        "#!/bin/bash", *lines,
+        "#!/bin/bash -l" if job.modules else "#!/bin/bash", *lines,
         "#SBATCH --open-mode=append   # a requeued job goes on in the same log",
         "#SBATCH --requeue            # a lost node restarts the job, which resumes from its last checkpoint",
-        "#SBATCH --signal=TERM@180    # three minutes before the time limit: finish the step, write a checkpoint",
+        f"#SBATCH --signal=TERM@{job.signal_s}    # so long before the time limit: finish the step, write a checkpoint",
         f"# Slurm makes no folders: {shlex.quote(str(PurePath(log).parent))} must be there before sbatch.",
     ]
 
 
 def _body(job: Job) -> list[str]:
-    container = ["--container-image", job.container] if job.container else []
+    container = ["--container-image", job.container, "--container-workdir", job.workdir] if job.container else []
+    container += ["--container-mounts", job.mounts] if job.container and job.mounts else []
     once = ["srun", "--ntasks-per-node=1", f"--ntasks={job.nodes}"]
-    ranks = shlex.join(["srun", "--kill-on-bad-exit=1", "--label", *container])
+    ranks = shlex.join(["srun", "--kill-on-bad-exit=1", "--label", *_cpus(job), *container, *_node_logs(job)])
+    ranks = ranks.replace(_SHARE, '"$cpus"')
     return [
+        # Before set -u: the scripts behind module read variables that are not set.
+        *([f"module load {shlex.join(job.modules)} || exit 1"] if job.modules else []),
         "set -euo pipefail",
         f"cd {shlex.quote(job.workdir)}",
         "",
@@ -115,6 +137,7 @@ def _body(job: Job) -> list[str]:
         "fi",
         "",
         *_preflight(job, [*once, *container]),
+        *_share_of_cpus(job),
         "# One process a rank. Slurm's variables in torch's names; exec, so that SIGTERM reaches the rank itself.",
         "# A rank that fails ends all the others at once.",
         "status=0",
@@ -134,12 +157,35 @@ def _body(job: Job) -> list[str]:
     ]
 
 
+_SHARE = "@cpus@"  # stands for the shell's word while the others are quoted
+
+
+def _cpus(job: Job) -> list[str]:
+    """Of srun: it does not take --cpus-per-task from sbatch, and on an exclusive host gives a rank one core."""
+    if job.cpus_per_task or job.gpus_per_node:
+        return ["--cpus-per-task", str(job.cpus_per_task or _SHARE)]
+    return []
+
+
+def _share_of_cpus(job: Job) -> list[str]:
+    if job.cpus_per_task or not job.gpus_per_node:
+        return []
+    return ["# An equal share of the host's cores for each rank: srun alone would give it one.",
+            f"cpus=$((SLURM_CPUS_ON_NODE / {job.tasks_per_node}))", ""]
+
+
+def _node_logs(job: Job) -> list[str]:
+    """A thousand ranks in one file are read by nobody: a GPU job has a log a node, lines labelled with the rank."""
+    return ["--output", f"{job.folder}/logs/%j-%N.log", "--open-mode=append"] if job.gpus_per_node else []
+
+
 def _preflight(job: Job, once: list[str]) -> list[str]:
     if not job.preflight:
         return []
     return [
         "# Pre-flight on every node: better one line now than a hang in an hour. There is time for an image to come.",
-        f"timeout --kill-after=30 {_PREFLIGHT_S} {shlex.join([*once, *job.preflight])} || {{",
+        "# The label is the host's number; the doctor's lines have its name.",
+        f"timeout --kill-after=30 {_PREFLIGHT_S} {shlex.join([once[0], '--label', *once[1:], *job.preflight])} || {{",
         f'  echo "pre-flight: a node failed or took over {_PREFLIGHT_S} s; see above"',
         "  exit 1",
         "}",

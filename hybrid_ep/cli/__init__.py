@@ -2,8 +2,8 @@
 
 A subcommand is a module with `add_arguments(parser)` and `run(args, argv) -> int` (the exit code); one of another
 package also has SUMMARY, a string literal.
-Exit codes of every subcommand: 0 fine, 1 a wrong result, 2 bad usage or bad input, 3 a failure or a
-deadline that passed.
+Exit codes of every subcommand: 0 fine, 1 a wrong result, 2 bad usage or bad input, 3 a failure or a deadline that
+passed; and as shells have it 130 after Ctrl-C, 141 when the reader of a pipe has gone (`hybrid-ep doctor | head -1`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hybrid_ep import __version__
+from hybrid_ep.cli.parser import Parser
+
 EXIT_OK, EXIT_WRONG, EXIT_USAGE, EXIT_FAILED = 0, 1, 2, 3
+EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
 
 
 class UsageError(ValueError):
@@ -73,17 +78,13 @@ def declared_summary(module: str) -> str:
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser with the flags of subcommand `only` (the others appear by name and summary alone)."""
-    parser = argparse.ArgumentParser(prog="hybrid-ep", description="Expert-parallel dispatch and combine.")
+    parser = Parser(prog="hybrid-ep", description="Expert-parallel dispatch and combine.")
+    parser.add_argument("--version", action="version", version=f"hybrid-ep {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands().items():
         shown = only in (None, name)  # else nobody sees its summary
         summary = command.summary or (declared_summary(command.module) if shown else "")
-        subparser = subparsers.add_parser(
-            name,
-            help=summary,
-            description=summary,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == only:
             importlib.import_module(command.module).add_arguments(subparser)
     return parser
@@ -91,7 +92,20 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hybrid-ep ARGV` and return its exit code; the console script's entry point."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # a closed pipe is noticed here, not when the interpreter ends
+        return code
+    except KeyboardInterrupt:
+        print("hybrid-ep: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere; the interpreter flushes stdout once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
+
+
+def _run(argv: list[str]) -> int:
     chosen = argv[0] if argv and argv[0] in commands() else None
     args = build_parser(only=chosen).parse_args(argv)
     try:

@@ -13,8 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="balance_command", required=True, metavar="report|plan")
     for name, function, text in (("report", add_report_arguments, "imbalance by layer, as a table and a plot"),
                                  ("plan", add_plan_arguments, "a placement with replicas, as YAML")):
-        function(commands.add_parser(name, help=text, description=text,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter))
+        function(commands.add_parser(name, help=text, description=text))
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

@@ -83,7 +83,9 @@ def _rank_environment(rank: int, num_ranks: int, port: int, threads: int) -> dic
 
 
 def _die_with_parent() -> None:
-    """In the child, before exec: a launcher that is killed takes its ranks with it."""
+    """In the child, before exec: a launcher that is killed takes its ranks with it. A terminal sends Ctrl-C to every
+    process of the job; the launcher alone answers and ends the ranks, or each would print a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from hybrid_ep.sim import clusters, dwdp, model, routing
 from hybrid_ep.sim.clusters import Cluster
@@ -95,9 +96,9 @@ def candidates(m: MoeModel, cluster: Cluster, gpus: int) -> Iterator[tuple[int, 
 
 
 def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, top: int = 5,
-              overlap: float = 0.0) -> list[Plan]:
+              overlap: float = 0.0, **of_the_job: Any) -> list[Plan]:
     """The best plans, fastest first. overlap: share of what moves, tokens or weights, that hides behind compute.
-    ValueError when no plan fits the memory."""
+    of_the_job: fields of every plan's Job: dtype, recompute, cv_slow. ValueError when no plan fits the memory."""
     if gpus < 1:
         raise ValueError(f"gpus={gpus} must be at least 1")
     room = cluster.gpu.hbm_gb.value * _MEMORY_SHARE
@@ -107,7 +108,8 @@ def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, t
         smallest = min(sizes.values(), default=float("inf"))
         raise ValueError(f"gpus={gpus}: no EP x PP of {m.name} fits; a rank needs {smallest:.0f} GB or more of state "
                          f"and has {room:.0f} GB ({_MEMORY_SHARE:.0%} of {cluster.gpu.hbm_gb.value:.0f}); take more")
-    plans = [plan for (ep, pp), gb in fitting.items() for plan in _plans(m, cluster, gpus, tokens, ep, pp, gb, overlap)]
+    plans = [plan for (ep, pp), gb in fitting.items()
+             for plan in _plans(job_of(m, cluster, gpus, ep, pp, tokens=tokens, overlap=overlap, **of_the_job), gb)]
     plans.sort(key=lambda p: p.step_seconds)
     kept: list[Plan] = []
     for plan in plans:  # a runner-up differs in something that matters
@@ -128,11 +130,14 @@ def _with_chunk(p: Plan, m: MoeModel, cluster: Cluster, tokens: int) -> Plan:
     return replace(p, chunk=tune(shape, cluster, p.dispatch_dtype).chunk)
 
 
-def _plans(m: MoeModel, cluster: Cluster, gpus: int, tokens: int, ep: int, pp: int, gb: float,
-           overlap: float) -> Iterator[Plan]:
+def job_of(m: MoeModel, cluster: Cluster, gpus: int, ep: int, pp: int, **more: Any) -> Job:
+    """The job that a plan is judged by: the same global batch for all, virtual stages where there are layers."""
     virtual_pp = max(1, min(4, m.num_layers // (2 * pp)))
-    base = Job(m, cluster, gpus, ep, pp=pp, virtual_pp=virtual_pp, tokens=tokens, overlap=overlap,
-               micro_batches=_BATCHES * pp)
+    return Job(m, cluster, gpus, ep, pp=pp, virtual_pp=virtual_pp, micro_batches=_BATCHES * pp, **more)
+
+
+def _plans(base: Job, gb: float) -> Iterator[Plan]:
+    m, cluster, ep, pp, overlap = base.model, base.cluster, base.ep, base.pp, base.overlap
     if ep == 1:
         yield _plan(base, 0, 0, "nothing", 0.0, gb)
         return

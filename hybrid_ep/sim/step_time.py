@@ -27,6 +27,8 @@ from hybrid_ep.sim.shape import Shape
 CSV = Path(__file__).parent / "data" / "published_end_to_end.csv"
 DISPATCHERS = ("hybrid_ep", "published_hybrid_ep", "node_dedup", "a2a", "deepep_v1")
 RECOMPUTE = ("none", "full")
+# Variation of speed between nodes that torchtitan's published rows have: docs/performance_model.md.
+CV_SLOW = 0.034
 # CollectiveX: an fp8 dispatch costs 27 to 65 us more than a bf16 one, whatever its size, to quantise.
 QUANTISE_US = 46.0
 # DeepEP V1, 24 SMs, bf16: logical GB/s published in Hybrid-EP's README; GB200 at EP24, B200 at EP8.

@@ -163,6 +163,7 @@ def test_row_bytes_of_every_dtype():
     (["--preset", "hybrid-ep-blog-h100-8", "--hidden", "64"], "--hidden 64 says another"),
     (["--impl", "deep_ep-v1"], "deep_ep-v1 cannot run here: deep_ep is not importable"),
     (["--plot", "/nowhere/x"], "--plot /nowhere/x: no such folder"),
+    (["--plot", __file__], "is a file; name a folder"), (["--json", "/"], "--json /: is a folder"),
     (["--backend", "sim", "--ranks", "4"], "--ranks with --backend sim"),
     (["--backend", "sim", "--peers"], "--peers with --backend sim"),
     (["--backend", "sim", "--ragged", "random"], "--ragged with --backend sim"),
@@ -327,7 +328,7 @@ def test_plots_are_drawn_where_there_is_something_to_draw(launcher, tmp_path, ca
     assert "SMs of an operation" in svg and "simulated" in svg and "dispatch" in svg
     points = [Point(64, 0, op, name, 1.0, 0.9, 1.1, 2.0) for op in simulated.model.OPS for name in "abc"]
     said = plots.draw(points, tmp_path / "q", "a title")
-    assert [s.startswith("no ") for s in said] == [True, True] and not list((tmp_path / "q").iterdir())
+    assert [s.startswith("# not drawn: ") for s in said] == [True, True] and not list((tmp_path / "q").iterdir())
     made = plots.draw([*points, *(Point(99, 2, p.op, p.implementation, 2.0, 1, 3, 1.0) for p in points)],
                       tmp_path / "q", "many lines; beside them a legend")  # fmt: skip
     assert any(s.endswith("time.png") for s in made)

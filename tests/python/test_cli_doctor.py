@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from hybrid_ep import devices
 from hybrid_ep.cli import main
-from hybrid_ep.cli.doctor import command, machine, selftest, software
-from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN
+from hybrid_ep.cli.doctor import command, finding, machine, selftest, software
+from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Finding
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def findings():
 def test_this_machine_is_fit(findings):
     assert {f.check for f in findings} == set(command.CHECKS)
     assert [f for f in findings if f.status == FAIL and f.check != "shared memory"] == []
-    assert all(f.remedy or f.status == OK for f in findings)
+    assert all(bool(f.remedy) == (f.status in (WARN, FAIL)) for f in findings)
     text = "\n".join(map(str, findings))
     assert "executor host on cpu: every sum exact" in text
     assert "loop, bfloat16" in text and "torch, bfloat16" in text
@@ -43,14 +45,20 @@ def test_a_check_that_breaks_fails_alone_and_sets_the_exit_code(monkeypatch, cap
     monkeypatch.setattr(command, "CHECKS", {"odd": broken, "python": software.python})
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "FAIL odd" in out and "OSError: no such device" in out and "OK   python" in out
+    host = Finding("", OK, "").host
+    assert f"FAIL {host}  odd" in out and "OSError: no such device" in out and f"OK   {host}  python" in out
+    assert out.splitlines()[-1] == f"# {host}: 1 OK, 0 WARN, 1 FAIL, 0 SKIP"
+    assert all(host in line for line in out.splitlines())  # in a job's log, whose line is it?
 
 
-def test_json_has_the_same_findings(monkeypatch, capsys):
+@pytest.mark.parametrize("flags", [["--json", "-"], ["--json"]])  # the second as it was before: with a warning
+def test_json_has_the_same_findings(monkeypatch, capsys, flags):
     monkeypatch.setattr(command, "CHECKS", {"python": software.python, "environment": software.environment})
     monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "soon")
-    assert main(["doctor", "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
+    assert main(["doctor", *flags]) == 1
+    printed = capsys.readouterr()
+    assert "FAIL" in printed.err and ("write --json -" in printed.err) == (flags == ["--json"])
+    said = json.loads(printed.out)
     assert said["counts"][FAIL] == 1
     wrong = [f for f in said["findings"] if f["status"] == FAIL]
     assert "HYBRID_EP_TIMEOUT_S='soon'" in wrong[0]["text"] and "unset HYBRID_EP_TIMEOUT_S" in wrong[0]["remedy"]
@@ -115,7 +123,10 @@ def test_what_is_missing_is_named_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(software.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     (found,) = one(monkeypatch, "optional", software.optional)[1]
-    assert found.status == OK and found.text == "not installed: Transformer Engine, apex, Triton, NVSHMEM, NCCL"
+    assert found.status == SKIP and found.text == "not installed: Transformer Engine, apex, Triton, NVSHMEM, NCCL"
+    first, rest = command.examine(require_gpu=True)  # the GPU recipes run Megatron's layers with Transformer Engine
+    assert first.status == FAIL and first.text.startswith("Transformer Engine") and "pip install" in first.remedy
+    assert rest.text == "not installed: apex, Triton, NVSHMEM, NCCL"
 
 
 def test_nccl_is_shown_where_torch_has_it():
@@ -127,7 +138,7 @@ def test_nccl_is_shown_where_torch_has_it():
 
 
 def gpu_checks(monkeypatch):
-    monkeypatch.setattr(command, "CHECKS", {name: command.CHECKS[name] for name in command.OF_A_GPU_NODE})
+    monkeypatch.setattr(command, "CHECKS", {name: command.CHECKS[name] for name in ("gpu", "cuda library")})
 
 
 @pytest.mark.parametrize("torch_has_cuda, words", [(True, "CUDA_VISIBLE_DEVICES"), (False, "a build without CUDA")])
@@ -137,13 +148,14 @@ def test_no_gpu_is_a_failure_where_one_is_required(monkeypatch, capsys, torch_ha
     monkeypatch.setattr(torch.version, "cuda", "13.2" if torch_has_cuda else None)
     monkeypatch.setattr(devices, "load", lambda: {"devices": [], "why_none": "no driver"})
     assert main(["doctor"]) == 0
-    assert "WARN gpu            torch sees no GPU" in capsys.readouterr().out
+    assert re.search(r"WARN \S+  gpu            torch sees no GPU", capsys.readouterr().out)
     assert main(["doctor", "--require-gpu"]) == 1
     said = capsys.readouterr().out
-    assert "FAIL gpu            torch sees no GPU" in said and words in said and said.count("FAIL") == 1
+    assert re.search(r"FAIL \S+  gpu            torch sees no GPU", said) and words in said
+    assert said.splitlines()[-1].endswith("1 OK, 0 WARN, 1 FAIL, 0 SKIP")
 
 
-@pytest.mark.parametrize("gpu, plain", [(False, OK), (True, WARN)])
+@pytest.mark.parametrize("gpu, plain", [(False, SKIP), (True, WARN)])
 def test_a_cuda_library_that_is_not_there(monkeypatch, capsys, tmp_path, gpu, plain):
     monkeypatch.setattr(command, "CHECKS", {"cuda library": machine.cuda_library})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -152,7 +164,7 @@ def test_a_cuda_library_that_is_not_there(monkeypatch, capsys, tmp_path, gpu, pl
     (found,) = command.examine()
     assert found.status == plain and "libhybrid_ep_cuda.so is not there" in found.text
     (found,) = command.examine(require_gpu=True)
-    assert found.status == FAIL and "make cuda" in found.remedy
+    assert found.status == FAIL and "scripts/build_cuda.py" in found.remedy
     assert main(["doctor"]) == 0 and main(["doctor", "--require-gpu"]) == 1
 
 
@@ -174,7 +186,7 @@ def test_a_required_gpu_and_pairs_are_two_calls(capsys):
 
 def test_the_gpu_s_loopback_runs_where_a_gpu_can_be_used_and_else_says_why_not(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert list(selftest.gpu_loopback()) == [(OK, "skipped: torch sees no GPU")]
+    assert list(selftest.gpu_loopback()) == [(SKIP, "torch sees no GPU")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def none():
@@ -208,3 +220,11 @@ def test_wrong_sums_and_a_gemm_that_no_backend_does_are_failures(monkeypatch, ca
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     code, found = one(monkeypatch, "loopback", selftest.loopback)
     assert code == 1 and "wrong sums on ranks [0, 1, 2, 3]" in found[0].text
+
+
+def test_the_remedy_of_a_missing_library_is_a_command_that_exists_here(monkeypatch, tmp_path):
+    """In a checkout the script is there; of an installed wheel the remedy says so and names the folder to build for."""
+    assert Path(finding.build_remedy().split()[1]).is_file()
+    monkeypatch.setattr(finding, "__file__", str(tmp_path / "hybrid_ep" / "cli" / "doctor" / "finding.py"))
+    said = finding.build_remedy("--nvshmem")
+    assert "installed package" in said and f"--nvshmem --out {tmp_path / 'hybrid_ep'}" in said

@@ -62,7 +62,7 @@ def job(fault, victim, *flags, num_ranks=3):
     environment = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": str(free_port()),
                    "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(WORKER), str(num_ranks), fault, str(victim), "--json", "--mib", "0.25", *flags]
+    command = [sys.executable, str(WORKER), str(num_ranks), fault, str(victim), "--json", "-", "--mib", "0.25", *flags]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=150, check=False)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -96,7 +96,7 @@ def rank_alone(monkeypatch, capsys, rank, port, *flags):
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    code = main(["doctor", "--multi", "--json", "--timeout", "1", *flags])
+    code = main(["doctor", "--multi", "--json", "-", "--timeout", "1", *flags])
     return code, json.loads(capsys.readouterr().out)["findings"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -53,3 +54,48 @@ def test_the_launcher_of_this_tree_says_what_it_does_and_help_loads_no_torch():
     from recipes.launch_command import SUMMARY
 
     assert said.stdout.strip() == f"{SUMMARY} False False"
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["bench", "extra"], "hybrid-ep bench: unrecognized arguments: extra"),
+    (["bench", "--op", "nope"], "hybrid-ep bench: argument --op: 'nope'"),
+    (["report", "scaling", "--nope"], "hybrid-ep report scaling: unrecognized arguments: --nope"),
+    (["nosuch"], "hybrid-ep: argument COMMAND: invalid choice: 'nosuch'"),
+    ([], "hybrid-ep: the following arguments are required: COMMAND"),
+])  # fmt: skip
+def test_a_wrong_command_line_is_one_line_of_the_command_that_was_meant(argv, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    error = capsys.readouterr().err
+    assert stopped.value.code == cli.EXIT_USAGE
+    assert error.startswith(said) and error.count("\n") == 1 and "--help" in error
+
+
+def test_version_and_defaults_are_said_once(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"hybrid-ep {cli.__version__}\n"
+    help_of_bench = " ".join(cli.build_parser("bench")._subparsers._group_actions[0].choices["bench"].format_help()
+                             .split())
+    assert "(default: None)" not in help_of_bench and "(default: [])" not in help_of_bench
+    assert "torch threads a rank (default: cores / ranks) -" not in help_of_bench  # no second default follows
+    assert "0 = auto (default: 0)" in help_of_bench
+
+
+def test_ctrl_c_ends_with_one_line_and_130(monkeypatch, capsys):
+    def interrupted(args, argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybrid_ep.cli.simulate.command.run", interrupted)
+    assert cli.main(["simulate"]) == cli.EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "hybrid-ep: interrupted\n"
+
+
+def test_a_reader_that_has_gone_ends_it_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    job = subprocess.Popen([sys.executable, "-m", "hybrid_ep.cli", "simulate", "--sources"], cwd=ROOT, text=True,
+                           stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    _, error = job.communicate(timeout=60)
+    assert (job.returncode, error) == (cli.EXIT_PIPE_CLOSED, "")

@@ -73,8 +73,8 @@ def test_tables_from_the_simulator_are_the_step_model_s(tmp_path, capsys):
            "--json", str(out), "--plot", str(tmp_path / "p")]  # fmt: skip
     assert main(run) == EXIT_OK
     printed = capsys.readouterr().out
-    assert "# SIMULATED" in printed and (tmp_path / "p.png").exists()
-    assert "simulated" in (tmp_path / "p.svg").read_text()
+    assert "# SIMULATED" in printed and (tmp_path / "p" / "scaling.png").exists()
+    assert "simulated" in (tmp_path / "p" / "scaling.svg").read_text()
     document = json.loads(out.read_text())
     assert document["simulated"] is True
     by = {(r["mode"], r["gpus"]): r for r in document["rows"]}
@@ -94,9 +94,9 @@ def test_every_mode_is_drawn_with_its_own_lines_alone(tmp_path, capsys, mode, si
     pytest.importorskip("matplotlib")
     jobs = ["--simulate", "qwen3_30b_a3b", "--cluster", "b200_8x400g", "--gpus", "8,16"] if simulated else [
         run_folder(tmp_path, "a2", 2, 2, 200, 1.0), run_folder(tmp_path, "b4", 4, 2, 400, 1.0)]
-    drawn = tmp_path / "picture"
-    assert main(["report", "scaling", *jobs, "--mode", mode, "--plot", str(drawn)]) == EXIT_OK
-    assert capsys.readouterr().out.count("# drawn: ") == 2 and drawn.with_suffix(".png").stat().st_size > 0
+    drawn = tmp_path / "pictures" / "scaling"
+    assert main(["report", "scaling", *jobs, "--mode", mode, "--plot", str(drawn.parent)]) == EXIT_OK
+    assert capsys.readouterr().out.count("# written: ") == 2 and drawn.with_suffix(".png").stat().st_size > 0
     svg = drawn.with_suffix(".svg").read_text()
     for other in MODES:
         assert (f"{other} scaling" in svg) == (mode in (other, "both"))

@@ -60,7 +60,7 @@ BALANCED = {"precision": "bf16", "overlap": False, "balance": "exact"}
 
 
 def test_the_balancers_memory_is_counted_and_refused_with_the_number():
-    plain = CLUSTER_RECIPES["qwen3_30b_a3b"]("b200_8").derive(precision="bf16", overlap=False)
+    plain = CLUSTER_RECIPES["qwen3_30b_a3b"]("b200_8x400g").derive(precision="bf16", overlap=False)
     run = plain.derive(balance="exact", spare_slots=2)
     expert = 3 * 2048 * 768
     assert memory.clone_bytes(run) == 2 * expert * 12 and f"({2 * expert * 12:,} bytes)" in describe(run)
@@ -156,13 +156,13 @@ def test_every_word_survives_the_shell(command, preflight, container, value, wor
     while said:
         calls.append(said[: 3 + int(said[2])])
         said = said[len(calls[-1]):]
-    image = ["--container-image", container] if container else []
+    image = ["--container-image", container, "--container-workdir", job.workdir] if container else []
     assert all(call[0] == f"{folder}/w/{workdir}".rstrip("/") and call[1] == value for call in calls)
     ranks = calls[-1][3:]
     assert ranks[: 2 + len(image)] == ["--kill-on-bad-exit=1", "--label", *image] and ranks[-len(command):] == command
     assert ranks[-len(command) - 1] == "rank" and len(calls) == 1 + bool(preflight)
     if preflight:
-        assert calls[0][3:] == ["--ntasks-per-node=1", "--ntasks=1", *image, *preflight]
+        assert calls[0][3:] == ["--label", "--ntasks-per-node=1", "--ntasks=1", *image, *preflight]
 
 
 @pytest.fixture

@@ -3,10 +3,11 @@
 import os
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from recipes import CLUSTER_RECIPES, rank, safe_yaml, sbatch
+from recipes import CLUSTER_RECIPES, RECIPES, rank, safe_yaml, sbatch
 from recipes.launch_command import main, parse_changes
 from recipes.run_folder import RunFolder
 
@@ -62,13 +63,24 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["nothing"], "recipe='nothing'"), ([], "recipe is missing"),
+    (["nothing"], "choose one of deepseek_v3, qwen3_235b_a22b"), ([], "--list shows them"),
+    (["mixtral_8x7b", "--slurm"], "Megatron-LM/pretrain_gpt.py is not there: git clone"),
+    (["mixtral_8x7b", "--slurm"], "Transformer Engine is not installed"),
+    (["mixtral_8x7b", "--slurm", "--container", "i", "--set", "data_path=/no/d", "--set", "tokenizer=t"],
+     "/no/d.bin is not there"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--segment", "3"], "segment=3"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--cpus-per-task", "0"], "cpus_per_task=0"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--env", "A"], "--env 'A': write NAME=VALUE"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--sbatch", "qos=a b"], "sbatch='qos=a b'"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--module", "a;b"], "module='a;b'"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--container-mounts", "/a:/a"], "add --container IMAGE"),
+    (["mixtral_8x7b", "--hardware", "b200_8", "--cluster", "b200_8x400g"], "the old name of --cluster"),
     (["qwen3_30b_a3b", "--set", "expert"], "KEY=VALUE"), (["qwen3_30b_a3b", "--set", "expert=[1"], "YAML"),
     (["mixtral_8x7b", "--nodes", "3"], "expert=8"), ([SMALL, "--nodes", "4"], "add --slurm"),
     (["qwen3_30b_a3b"], "add --slurm"), (["qwen3_30b_a3b", "--dry-run"], "add --slurm"),
     ([SMALL, "--nodes", "0"], "nodes=0"), ([SMALL, "--tasks-per-node", "0"], "tasks_per_node=0"),
     (["qwen3_30b_a3b", "--slurm", "--tasks-per-node", "2"], "tasks_per_node=2"),
-    ([SMALL, "--hardware", "b200_8"], "hardware='b200_8'"), ([SMALL, "--partition", "gpu"], "--partition"),
+    ([SMALL, "--cluster", "b200_8x400g"], "cluster='b200_8x400g'"), ([SMALL, "--partition", "gpu"], "--partition"),
     ([SMALL, "--no-preflight", "--max-starts", "1"], "--no-preflight --max-starts"),
     ([SMALL, "--slurm", "--max-starts", "0"], "starts=0"), (["--resume", "gone"], "resume='gone'"),
     (["--resume", "../x"], "name='../x'"), ([SMALL, "--resume", "x", "--set", "a=1"], "RECIPE --set"),
@@ -80,6 +92,83 @@ def test_bad_launches_exit_2_and_leave_nothing(arguments, message, tmp_path, cap
     assert not list(tmp_path.iterdir())
 
 
+def test_every_recipe_is_listed_with_where_it_runs(capsys):
+    assert main(["--list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {words[0]: words[1] for words in lines} == {**dict.fromkeys(CLUSTER_RECIPES, "GPUs"),
+                                                       **dict.fromkeys(RECIPES, "CPU")}
+
+
+def test_old_names_of_hardware_work_with_a_warning(tmp_path, capsys):
+    said = {}
+    for flags in (["--hardware", "b200_8"], ["--cluster", "b200_8x400g"]):
+        assert main(["mixtral_8x7b", *flags, "--slurm", "--dry-run", "--name", "n", "--runs-dir", str(tmp_path)]) == 0
+        said[flags[0]] = capsys.readouterr()
+    assert said["--hardware"].out == said["--cluster"].out
+    assert "write --cluster from now on" in said["--hardware"].err
+    assert "write --cluster b200_8x400g from now on" in said["--hardware"].err
+    assert "warning" not in said["--cluster"].err
+
+
+def test_mock_data_and_what_is_missing_here_are_said_before_anything_starts(tmp_path, capsys):
+    where = ["--slurm", "--dry-run", "--runs-dir", str(tmp_path)]
+    assert main(["mixtral_8x7b", *where]) == 0
+    said = capsys.readouterr().err
+    assert "DATA: MOCK, random tokens, 500 steps" in said
+    assert said.count("missing here: ") == 2 and "pretrain_gpt.py is not there" in said
+    assert main(["mixtral_8x7b", *where, "--set", "data_path=/no/d", "--set", "tokenizer=t"]) == 0
+    said = capsys.readouterr().err
+    assert "MOCK" not in said and "data: /no/d, tokenizer t" in said and "/no/d.idx is not there" in said
+
+
+def sbatch_lines(capsys, tmp_path, *arguments):
+    assert main([*arguments, "--slurm", "--dry-run", "--name", "n", "--runs-dir", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    ranks = next(line for line in text.splitlines() if line.startswith("srun --kill-on-bad-exit=1"))
+    return text.splitlines(), shlex.split(ranks.partition("bash -c")[0])
+
+
+def test_a_rack_wide_domain_asks_slurm_for_hosts_of_one_rack(tmp_path, capsys):
+    rack = ["deepseek_v3", "--cluster", "gb200_nvl72"]  # EP 64 on trays of 4
+    assert "#SBATCH --segment=16" in sbatch_lines(capsys, tmp_path, *rack)[0]
+    assert "#SBATCH --segment=32" in sbatch_lines(capsys, tmp_path, *rack, "--segment", "32")[0]
+    for none in ([*rack, "--segment", "0"], ["deepseek_v3", "--cluster", "b200_8x400g"], [SMALL]):
+        assert not any("segment" in line for line in sbatch_lines(capsys, tmp_path, *none)[0])
+
+
+def test_ranks_of_a_gpu_job_get_memory_cores_and_a_log_a_node(tmp_path, capsys):
+    lines, ranks = sbatch_lines(capsys, tmp_path, "mixtral_8x7b")
+    assert any(line.startswith("#SBATCH --mem=0") for line in lines)
+    assert "cpus=$((SLURM_CPUS_ON_NODE / 8))" in lines and ranks[ranks.index("--cpus-per-task") + 1] == "$cpus"
+    assert ranks[ranks.index("--output") + 1] == f"{tmp_path}/n/logs/%j-%N.log" and "--label" in ranks
+    assert any("srun --label" in line and "--require-gpu" in line for line in lines)
+    lines, ranks = sbatch_lines(capsys, tmp_path, "mixtral_8x7b", "--cpus-per-task", "12")
+    assert ranks[ranks.index("--cpus-per-task") + 1] == "12" and not any("SLURM_CPUS_ON_NODE" in x for x in lines)
+    lines, ranks = sbatch_lines(capsys, tmp_path, SMALL)  # CPU ranks share hosts with other jobs
+    assert ranks == ["srun", "--kill-on-bad-exit=1", "--label"] and not any("--mem=0" in line for line in lines)
+
+
+def test_a_site_s_own_lines_variables_and_modules(tmp_path, capsys):
+    lines, _ = sbatch_lines(capsys, tmp_path, SMALL, "--sbatch", "qos=high", "--sbatch", "exclude=n[1-3]", "--env",
+                            "A=x y", "--module", "cuda/13", "--module", "gcc", "--signal-before", "600")
+    assert {"#SBATCH --qos=high", "#SBATCH --exclude=n[1-3]", "export A='x y'"} < set(lines)
+    assert lines[0] == "#!/bin/bash -l"
+    assert lines.index("module load cuda/13 gcc || exit 1") < lines.index("set -euo pipefail")
+    assert any(line.startswith("#SBATCH --signal=TERM@600 ") for line in lines)
+
+
+def test_a_container_has_its_own_python_and_sees_the_run(tmp_path, capsys):
+    lines, ranks = sbatch_lines(capsys, tmp_path, SMALL, "--container", "img", "--container-mounts", "/data:/data")
+    mounts = ranks[ranks.index("--container-mounts") + 1].split(",")
+    assert mounts == [f"{os.getcwd()}:{os.getcwd()}", f"{tmp_path}:{tmp_path}", "/data:/data"]
+    assert ranks[ranks.index("--container-workdir") + 1] == os.getcwd()
+    text = "\n".join(lines)
+    assert "' rank python3 -m recipes.rank" in text and "python3 -m hybrid_ep.cli doctor" in text
+    own = sbatch_lines(capsys, tmp_path, SMALL, "--container", "img", "--container-python", "/opt/py")[0]
+    assert any("' rank /opt/py -m recipes.rank" in line for line in own)
+
+
 def test_changes_are_read_with_the_safe_loader():
     read = parse_changes(["a.b=1", "c=x y", "d=", "lr=3e-4", "e=1E+2", "f=1e5x", "g=-.5e3"])
     assert read == {"a.b": 1, "c": "x y", "d": "", "lr": 3e-4, "e": 100.0, "f": "1e5x", "g": -500.0}
@@ -88,10 +177,14 @@ def test_changes_are_read_with_the_safe_loader():
     assert safe_yaml.load("x: [1e-3, 2]", "file") == {"x": [1e-3, 2]}
 
 
-def test_without_yaml_the_remedy_is_named(monkeypatch, capsys):
+def test_without_yaml_the_remedy_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     assert main([SMALL, "--set", "a.b=1"]) == 2
     assert "pip install 'hybrid_ep[train]'" in capsys.readouterr().err
+    assert main([SMALL, "--name", "n", "--runs-dir", str(tmp_path)]) == 2
+    assert not (tmp_path / "n").exists(), "nothing started, so no name is taken"
+    extras = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert "pyyaml" in extras.partition("\ntrain = [")[2].partition("]")[0], "the remedy brings what it promises"
 
 
 def test_a_pre_flight_that_hangs_ends_the_job(tmp_path, programs, monkeypatch):

@@ -7,13 +7,13 @@ prints one sentence.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_WRONG, UsageError, launch
+from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_WRONG, UsageError, launch, outputs
 from hybrid_ep.cli.bench import flags, heap, presets
 from hybrid_ep.cli.bench.config import Config, make_config, require
 
@@ -22,9 +22,7 @@ add_arguments = flags.add_arguments
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Predict, launch the ranks, or be one. Returns 0, 1 (a wrong value), 2 (bad usage) or 3 (failure, deadline)."""
-    for flag, path in (("-J", args.json), ("--plot", args.plot)):
-        if path and not Path(path).resolve().parent.is_dir():
-            raise UsageError(f"{flag} {path}: no such folder; create it first")
+    outputs.check(args)
     if args.backend == "sim":
         from hybrid_ep.cli.bench import simulated
 
@@ -38,8 +36,6 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     ranks = flags.DEFAULT_RANKS if args.ranks is None else args.ranks
     config = make_config(args, num_ranks=ranks)
     _refuse_unavailable_base(config, _choose(args)[0])
-    if args.plot:
-        _plotting()
     _require_device(config)
     threads = args.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
     return launch.run_ranks(argv, ranks, args.timeout, threads)
@@ -54,16 +50,6 @@ def _require_device(config: Config) -> None:
             devices.current()
         except ValueError as error:
             raise UsageError(f"--backend cuda: {error}; use --backend host or sim") from None
-
-
-def _plotting():
-    from hybrid_ep.cli.bench import plots
-
-    try:
-        plots.pyplot()
-    except ValueError as error:
-        raise UsageError(f"--plot: {error}") from None
-    return plots
 
 
 def _choose(args: argparse.Namespace) -> list[type]:
@@ -100,7 +86,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         kinds = _choose(args)
         _refuse_unavailable_base(config, kinds[0])
         wires = {kind.name: kind.wire for kind in kinds}
-        show = print if world.rank == 0 else _discard
+        show = _shower(world.rank, args.json)
         described = environment.describe() | {"heap": heap_mode, "device": environment.device_name(world.device)}
         for line in report.header_lines(config, described, list(wires)):
             show(line, flush=True)
@@ -115,13 +101,14 @@ def _run_rank(args: argparse.Namespace) -> int:
         peak = world.reduce(environment.peak_rss_bytes(), dist.ReduceOp.MAX)
         for line in report.footer_lines(config, results, rows, peak if args.memory else None):
             show(line, flush=True)
+        if args.plot and world.rank == 0:
+            from hybrid_ep.cli.bench import plots
+
+            for line in plots.draw([plot_point(row) for row in rows], Path(args.plot), _title(config, described)):
+                show(line, flush=True)
         if args.json and world.rank == 0:
             extra = {"peak_rss_bytes": peak, "argv": sys.argv[1:]}
-            document = report.to_json(config, described, results, wires, **extra)
-            Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
-        if args.plot and world.rank == 0:
-            for path in _plotting().draw([plot_point(row) for row in rows], Path(args.plot), _title(config, described)):
-                show(f"# drawn: {path}", flush=True)
+            outputs.write_json(args.json, report.to_json(config, described, results, wires, **extra))
         return EXIT_WRONG if any(result.failed for result in results) else EXIT_OK
 
 
@@ -158,5 +145,8 @@ def _refuse_unavailable_base(config: Config, base: type) -> None:
     require(reason is None, f"{base.name} cannot run here: {reason}")
 
 
-def _discard(*_: object, **__: object) -> None:
-    """print for the ranks that do not print."""
+def _shower(rank: int, to_json: str | None) -> Callable[..., None]:
+    """print of rank 0, on stderr where the JSON has stdout; the other ranks print nothing."""
+    if rank:
+        return lambda *_, **__: None
+    return functools.partial(print, file=sys.stderr) if to_json == outputs.STDOUT else print

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hybrid_ep.cli import outputs
 from hybrid_ep.cli.bench import heap, routing
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES
@@ -78,9 +79,9 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-I", "--per-iteration", action="store_true", help="print every sample")
-    group.add_argument("-J", "--json", metavar="FILE", help="write everything, raw samples included")
+    outputs.add_json(group, "-J")
     group.add_argument("-M", "--memory", action="store_true", help="report peak resident memory")
-    group.add_argument("--plot", metavar="FOLDER", help="draw bandwidth over SMs and time over tokens into this folder")
+    outputs.add_plot(group, "bandwidth over SMs and time over tokens")
 
 
 def _add_simulator_flags(group: argparse._ArgumentGroup) -> None:

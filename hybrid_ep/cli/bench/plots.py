@@ -36,7 +36,7 @@ class Point:
 
 def draw(points: list[Point], folder: Path, title: str) -> list[str]:
     """Writes bandwidth.{png,svg} when several SM counts were swept, time.{png,svg} when several sizes were; returns
-    what was written, or why it was not. ValueError when matplotlib is missing."""
+    lines that say what was written, or why it was not. ValueError when matplotlib is missing."""
     plt = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     said = []
@@ -45,12 +45,12 @@ def draw(points: list[Point], folder: Path, title: str) -> list[str]:
     if len({p.num_sms for p in over_sms}) > 1:
         said += _bandwidth(plt, over_sms, folder, f"{title}; {largest:,} tokens a rank")
     else:
-        said.append("no bandwidth over SMs, which needs two values of --num-sms")
+        said.append("# not drawn: bandwidth over SMs, which needs two values of --num-sms")
     best = _one_per_size(points)
     if len({p.tokens for p in best}) > 1:
         said += _time(plt, best, folder, title)
     else:
-        said.append("no time over tokens, which needs two sizes")
+        said.append("# not drawn: time over tokens, which needs two sizes")
     return said
 
 
@@ -135,4 +135,4 @@ def _save(plt, figure, panel, stem: Path, title: str) -> list[str]:
     for path in paths:
         figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 300}))
     plt.close(figure)
-    return [str(path) for path in paths]
+    return [f"# written: {path}" for path in paths]

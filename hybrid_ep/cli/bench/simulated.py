@@ -6,16 +6,15 @@ exchange: both ask `simulate.report.numbers`."""
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.cli import EXIT_OK, UsageError
+from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.bench import presets, routing
 from hybrid_ep.cli.bench.config import require, token_sweep
-from hybrid_ep.cli.bench.plots import Point, draw, pyplot
+from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.bench.presets import Condition
 from hybrid_ep.cli.simulate import report
 from hybrid_ep.cli.simulate.request import Request
@@ -58,15 +57,11 @@ def run(args: argparse.Namespace) -> int:
     simulated."""
     _refuse(args)
     try:
-        if args.plot:
-            pyplot()
-        documents = [_run(*world) for world in _worlds(args)]
+        with outputs.for_people(args.json):
+            documents = [_run(*world) for world in _worlds(args)]
     except ValueError as error:
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from None
-    if args.json:
-        document = {"schema": SCHEMA, "simulated": True, "worlds": documents}
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
-        print(f"# written: {args.json}")
+    outputs.write_json(args.json, {"schema": SCHEMA, "simulated": True, "worlds": documents})
     return EXIT_OK
 
 
@@ -128,8 +123,8 @@ def _run(args: argparse.Namespace, condition: Condition | None, folder: Path | N
         points = [Point(r.tokens, r.num_sms, r.op, "hybrid_ep", r.time_us, None, None, r.busbw, r.link_gbps)
                   for r in rows]
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for said in draw(points, folder, title):
-            print(f"# drawn: {said}")
+        for line in draw(points, folder, title):
+            print(line)
     return document
 
 

@@ -1,4 +1,4 @@
-"""`hybrid-ep doctor`: is this machine fit to train on? One line a check, OK, WARN or FAIL, each with its remedy.
+"""`hybrid-ep doctor`: is this machine fit to train on? One line a check, OK, WARN, FAIL or SKIP, with its remedy.
 
 A check is a function that returns or yields findings; an exception in one is a FAIL of that check and no other. Nothing
 is changed: versions, the GPUs, NICs and their driver, memory limits, the grouped GEMM's behaviour and a small dispatch
@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
 
-from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError
+from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, outputs
 from hybrid_ep.cli.doctor import fabric, machine, selftest, software
-from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Finding
+from hybrid_ep.cli.doctor.finding import FAIL, STATES, Finding
+from hybrid_ep.cli.parser import warn_renamed
 
 CHECKS = {
     "python": software.python, "environment": software.environment, "torch": software.torch, "core": software.core,
@@ -29,13 +29,18 @@ CHECKS = {
     "grouped gemm": selftest.grouped_gemm, "loopback": selftest.loopback,
     "gpu loopback": selftest.gpu_loopback,
 }
-OF_A_GPU_NODE = ("gpu", "cuda library")  # checks that take required=True: what they miss is a FAIL
+# Checks that take required=True: what they miss is a FAIL.
+OF_A_GPU_NODE = ("gpu", "cuda library", "megatron", "optional")
+
+
+_BARE_JSON = "--json without a file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON, one object")
-    parser.add_argument("--require-gpu", action="store_true",
-                        help="for nodes that train on GPUs: no GPU, or no CUDA library of ours, is a FAIL")
+    parser.add_argument("--json", metavar="FILE", nargs="?", const=_BARE_JSON,
+                        help="write the findings into FILE; - is stdout, and the text then goes to stderr")
+    parser.add_argument("--require-gpu", action="store_true", help="for nodes that train recipes on GPUs: no GPU, no "
+                        "CUDA library of ours, no Megatron-Core or no Transformer Engine is a FAIL")
     parser.add_argument("--multi", action="store_true",
                         help="under torchrun or srun: time every pair of ranks and name the slow and the silent")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
@@ -44,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    if args.json == _BARE_JSON:
+        args.json = outputs.STDOUT
+        warn_renamed("doctor --json", "--json - (for stdout) or --json FILE")
+    outputs.check(args)
     if args.multi:
         if args.require_gpu:
             raise UsageError("--require-gpu with --multi: pairs exchange host memory; run doctor --require-gpu by "
@@ -63,14 +72,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return EXIT_WRONG if any(f.status == FAIL for f in findings) else EXIT_OK
 
 
-def show(findings: Sequence[Finding], as_json: bool, more: dict) -> None:
-    """Prints the report; `more` goes into the JSON object beside the findings."""
-    if as_json:
-        counts = {status: sum(f.status == status for f in findings) for status in (OK, WARN, FAIL)}
-        print(json.dumps({"findings": [dataclasses.asdict(f) for f in findings], "counts": counts, **more}, indent=2))
-    else:
+def show(findings: Sequence[Finding], to_json: str | None, more: dict) -> None:
+    """Prints the report with its count; `more` goes into the JSON object beside the findings."""
+    counts = {status: sum(f.status == status for f in findings) for status in STATES}
+    with outputs.for_people(to_json):
         for finding in findings:
             print(finding)
+        print(f"# {findings[0].host}: " + ", ".join(f"{number} {status}" for status, number in counts.items()))
+    outputs.write_json(to_json, {"findings": [dataclasses.asdict(f) for f in findings], "counts": counts, **more})
 
 
 def examine(require_gpu: bool = False) -> list[Finding]:

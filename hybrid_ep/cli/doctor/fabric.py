@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Found
+from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found
 
 ROOT = Path("/")
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
@@ -84,7 +84,7 @@ def distance(a: tuple[str, ...], numa_a: int, b: tuple[str, ...], numa_b: int) -
 def check_nics(root: Path = ROOT) -> Found:
     found = nics(root)
     if not found:
-        status = WARN if gpus(root) else OK
+        status = WARN if gpus(root) else SKIP
         remedy = "needed across nodes: install the NIC's driver (rdma-core, MLNX_OFED or DOCA); in containers pass " \
                  "/dev/infiniband through" if status == WARN else ""
         yield status, "no RDMA NIC (/sys/class/infiniband is empty)", remedy
@@ -103,7 +103,7 @@ def check_pairs(root: Path = ROOT) -> Found:
     cards = [nic for nic in nics(root) if any(state == "ACTIVE" for _, state, _, _ in nic.ports)]
     devices = gpus(root)
     if not cards or not devices:
-        yield OK, f"{len(devices)} GPUs and {len(cards)} active NICs: nothing to pair"
+        yield SKIP, f"{len(devices)} GPUs and {len(cards)} active NICs: nothing to pair"
         return
     taken: dict[str, list[int]] = {}
     for index, (address, path, numa) in enumerate(devices):
@@ -126,7 +126,7 @@ def check_gpudirect(root: Path = ROOT, release: str = "") -> Found:
     """Whether a NIC may read and write GPU memory: by nvidia_peermem, or by dma-buf."""
     version = _text(root / "proc/driver/nvidia/version")
     if not version:
-        yield OK, "no NVIDIA driver: nothing to let a NIC at"
+        yield SKIP, "no NVIDIA driver: nothing to let a NIC at"
         return
     kernel = tuple(int(n) for n in re.findall(r"\d+", release or platform.release())[:2])
     if (root / "sys/module/nvidia_peermem").is_dir():
@@ -144,7 +144,7 @@ def check_driver(root: Path = ROOT) -> Found:
     """Settings of the driver that GPU-initiated RDMA (IBGDA) needs."""
     version = _text(root / "proc/driver/nvidia/version")
     if not version:
-        yield OK, "no NVIDIA driver"
+        yield SKIP, "no NVIDIA driver"
         return
     number = re.search(r"(?:Module|x86_64|aarch64)\s+(\d+\.\d+[.\d]*)", version)
     text = f"NVIDIA driver {number[1] if number else 'of an unknown version'}"

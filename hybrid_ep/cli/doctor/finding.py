@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
+SKIP = "SKIP"  # there is nothing here to look at, which is right on this machine
+STATES = (OK, WARN, FAIL, SKIP)
 
 Found = Iterator[tuple[Any, ...]]  # what a check yields: (status, text) or (status, text, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """check: its name; status: OK, WARN or FAIL; text: what was found; remedy: what to do, empty when OK."""
+    """check: its name; status: one of STATES; text: what was found; remedy: what to do, empty when OK or SKIP; host:
+    who says it, for in the log of a job the lines of many doctors are mixed."""
 
     check: str
     status: str
     text: str
     remedy: str = ""
+    host: str = dataclasses.field(default_factory=lambda: socket.gethostname().partition(".")[0])
 
     def __str__(self) -> str:
-        return f"{self.status:<5}{self.check:<15}{self.text}" + (f"\n{'':20}-> {self.remedy}" if self.remedy else "")
+        line = f"{self.status:<5}{self.host}  {self.check:<15}{self.text}"
+        return line + (f"\n{'':5}{self.host}  {'':15}-> {self.remedy}" if self.remedy else "")
+
+
+def build_remedy(*flags: str) -> str:
+    """How the CUDA library is built, from here: a source tree has the script, an installed wheel has not."""
+    script = Path(__file__).resolve().parents[3] / "scripts" / "build_cuda.py"
+    if script.is_file():
+        return " ".join([f"python {script}", *flags]) + (" (make cuda does it and fetches nvcc)" if not flags else "")
+    return (f"this is an installed package: in a checkout of its sources run python scripts/build_cuda.py "
+            f"{' '.join([*flags, '--out', str(Path(__file__).resolve().parents[2])])}")

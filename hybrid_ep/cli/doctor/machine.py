@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Found
+from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, build_remedy
 
 SHM = "/dev/shm"
 SHM_FAIL_BYTES, SHM_WARN_BYTES = 64 << 20, 1 << 30  # what containers get by default; what small training needs
@@ -54,10 +54,10 @@ def cuda_library(required: bool = False) -> Found:
             devices.load()
     except (RuntimeError, ValueError) as error:
         if not (required or have_gpu):
-            yield OK, f"{error}; nothing needs it without a GPU"
+            yield SKIP, f"{error}; nothing needs it without a GPU"
             return
         remedy = ("the message says what is in its way; the driver must be as new as the library's CUDA (nvidia-smi)"
-                  if devices.LIBRARY.is_file() else "make cuda, or reinstall on a machine with nvcc")
+                  if devices.LIBRARY.is_file() else build_remedy())
         yield (FAIL if required else WARN), str(error), f"{remedy}; CPU training works without"
     else:
         yield OK, f"{devices.LIBRARY.name} loads"
@@ -69,7 +69,7 @@ def nvlink() -> Found:
 
     count = torch.cuda.device_count()
     if count < 2:
-        yield OK, f"{count} GPUs: nothing to link"
+        yield SKIP, f"{count} GPUs: nothing to link"
         return
     apart = [(a, b) for a in range(count) for b in range(count)
              if a != b and not torch.cuda.can_device_access_peer(a, b)]
@@ -111,12 +111,12 @@ def device_memory() -> Found:
     from hybrid_ep import devices
 
     if not torch.cuda.is_available():
-        yield OK, "no GPU: registered buffers live in host memory"
+        yield SKIP, "no GPU: registered buffers live in host memory"
         return
     try:
         devices.current()
     except ValueError:
-        yield OK, "not tried: the line 'cuda library' says why"
+        yield SKIP, "not tried: the line 'cuda library' says why"
         return
     kinds = devices.working_kinds()
     text = f"kinds of device memory that can be shared: {', '.join(kinds) or 'none'}"
@@ -141,9 +141,9 @@ def nvcc() -> Found:
     if found:
         yield OK, f"{found} (needed to build only)"
     elif torch.cuda.is_available():
-        yield WARN, "no nvcc in CUDA_HOME or on PATH", "make cuda fetches one through pip; needed to build only"
+        yield WARN, "no nvcc in CUDA_HOME or on PATH", f"needed to build only: {build_remedy()}"
     else:
-        yield OK, "no nvcc, and no GPU to build for"
+        yield SKIP, "no nvcc, and no GPU to build for"
 
 
 def locked_memory() -> Found:

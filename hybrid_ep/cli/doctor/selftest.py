@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Found
+from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found
 
 LOOPBACK_TIMEOUT_S = 20.0
 
@@ -47,7 +47,7 @@ def gpu_loopback() -> Found:
     from hybrid_ep import devices
 
     if not torch.cuda.is_available():
-        yield OK, "skipped: torch sees no GPU"
+        yield SKIP, "torch sees no GPU"
         return
     try:
         device = devices.current()

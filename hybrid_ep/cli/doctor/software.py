@@ -12,7 +12,7 @@ import platform
 import sys
 from typing import NamedTuple
 
-from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Found
+from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, build_remedy
 
 MEGATRON_TESTED = ((0, 16), (0, 19))  # as megatron_patches/seams.py, which this package must not import
 TORCH_OLDEST, TORCH_TESTED = (2, 9), ((2, 15),)
@@ -87,12 +87,13 @@ def _list(releases: tuple[tuple[int, int], ...]) -> str:
     return " and ".join(f"{major}.{minor}" for major, minor in releases)
 
 
-def megatron() -> Found:
+def megatron(required: bool = False) -> Found:
     import torch
 
     version = _version("megatron-core")
     if version is None:
-        yield WARN, "megatron-core is not installed", "pip install 'hybrid_ep[megatron]' to train with Megatron"
+        yield (FAIL if required else WARN), "megatron-core is not installed", (
+            "pip install 'hybrid_ep[megatron]' to train with Megatron")
         return
     release, python = _release(version), sys.version_info[:2]
     text = f"megatron-core {version} on Python {python[0]}.{python[1]} with torch {torch.__version__}"
@@ -122,27 +123,32 @@ class Part(NamedTuple):
     remedy: str
 
 
+_TE = "transformer_engine"
 PARTS = (
-    Part("Transformer Engine", ("transformer-engine",), "transformer_engine", (), "",
+    Part("Transformer Engine", ("transformer-engine",), _TE, (), "",
          "our calls met a stand-in of it only; the line 'grouped gemm' tries them on this machine"),
     Part("apex", ("apex",), "apex", (), "", "recipes leave it out with --set apex=no"),
     Part("Triton", ("triton", "pytorch-triton"), "triton", ((3, 9),), "kernels compiled and interpreted, run on no GPU",
          "train a few steps with --hybrid-ep-grouped-gemm and without, and compare the losses"),
     Part("NVSHMEM", ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"), "", ((3, 4), (3, 7)),
          "kernels compiled and linked, run on no NIC",
-         "used between nodes only; after installing one of those: python scripts/build_cuda.py --nvshmem"),
+         f"used between nodes only; after installing one of those: {build_remedy('--nvshmem')}"),
 )
 NCCL = Part("NCCL", (), "", (), "", "torch's own collectives use it, dispatch and combine do not")
 
 
-def optional() -> Found:
-    """Nothing here is required; what is missing is named, so that nobody looks for it in a log."""
+def optional(required: bool = False) -> Found:
+    """Nothing here is required to import hybrid_ep; what is missing is named, so that nobody looks for it in a log.
+    required: of a node that runs the GPU recipes, whose layers are Transformer Engine's."""
     missing = []
     for part in PARTS:
         version = next(filter(None, map(_version, part.packages)), None)
         if version is None and part.module and importlib.util.find_spec(part.module) is not None:
             version = "of unknown version"
-        if version is None:
+        if version is None and required and part.module == _TE:
+            yield FAIL, f"{part.name} is not installed, and the GPU recipes run Megatron's layers with it", (
+                "pip install --no-build-isolation 'transformer-engine[pytorch]', or a container that has it")
+        elif version is None:
             missing.append(part.name)
         else:
             yield _judged(part, version)
@@ -151,7 +157,7 @@ def optional() -> Found:
     else:
         yield _judged(NCCL, version)
     if missing:
-        yield OK, f"not installed: {', '.join(missing)}"
+        yield SKIP, f"not installed: {', '.join(missing)}"
 
 
 def _judged(part: Part, version: str) -> tuple[str, ...]:

@@ -3,64 +3,49 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from hybrid_ep.cli import EXIT_OK, UsageError
+from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
+from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.sim import clusters, models
-from hybrid_ep.sim.step_time import DISPATCHERS, Job
-
-# Between nodes, as torchtitan's published rows have it: docs/performance_model.md.
-_CV_SLOW = 0.034
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="report", required=True, metavar="REPORT")
-    add = kinds.add_parser("scaling", help="strong and weak scaling: nodes, GPUs, tokens/s, memory",
-                           formatter_class=argparse.ArgumentDefaultsHelpFormatter).add_argument
+    scaling_parser = kinds.add_parser("scaling", help="strong and weak scaling: nodes, GPUs, tokens/s, memory")
+    add = scaling_parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="folders runs/NAME of finished jobs, one of each size")
     add("--skip", type=int, default=5, help="first steps of a run that do not count")
     add("--simulate", metavar="MODEL", choices=tuple(models.MODELS), help="predict the jobs of this model instead")
     add("--cluster", choices=tuple(clusters.CLUSTERS), default="h100_8x400g", help="of --simulate")
     add("--gpus", type=int_list, default="64,128,256,512", help="of --simulate: a list of job sizes")
-    add("--ep", type=int, default=8, help="of --simulate: expert parallel size")
-    add("--pp", type=int, default=1, help="of --simulate: pipeline stages")
-    add("--tokens", type=int, default=4096, help="of --simulate: of a rank and micro-batch")
-    add("--micro-batches", type=int, default=32, help="of --simulate: of the smallest job's step")
-    add("--dispatcher", choices=DISPATCHERS, default="hybrid_ep", help="of --simulate")
-    add("--num-sms", type=int, default=24, help="of --simulate: SMs of each operation")
-    add("--cv-slow", type=float, default=_CV_SLOW, help="of --simulate: variation of speed between nodes")
+    job_flags.add_flags(add)
     add("--mode", choices=(*scaling.MODES, "both"), default="both", help="which table")
-    add("--json", metavar="FILE", help="write every number")
-    add("--plot", metavar="FILE", help="draw tokens/s over GPUs: FILE.png and FILE.svg")
+    outputs.add_json(scaling_parser)
+    outputs.add_plot(scaling_parser, "tokens/s over GPUs")
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Prints the tables; exit code 0. UsageError for bad flags and folders."""
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path and not Path(path).resolve().parent.is_dir():
-            raise UsageError(f"{flag} {path}: no such folder; create it first")
+    outputs.check(args, picture_files=True)
     if bool(args.runs) == bool(args.simulate):
         raise UsageError("scaling: give run folders, runs/NAME .., or --simulate MODEL; one of the two")
     if args.skip < 0:
         raise UsageError(f"--skip {args.skip}: must be at least 0")
     modes = scaling.MODES if args.mode == "both" else (args.mode,)
     try:
-        tables, source = _predicted(args, modes) if args.simulate else _measured(args, modes)
-        _show(tables)
-        if args.plot:
-            for path in scaling.draw(tables, Path(args.plot), source):
-                print(f"# drawn: {path}")
+        with outputs.for_people(args.json):
+            tables, source = _predicted(args, modes) if args.simulate else _measured(args, modes)
+            _show(tables)
+            if args.plot:
+                outputs.say_written(scaling.draw(tables, outputs.picture(args.plot, "scaling"), source))
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if args.json:
-        rows = [row for mode, found in tables.items() for row in scaling.as_json(mode, found)]
-        document = {"schema": "hybrid_ep.scaling/1", "simulated": bool(args.simulate), "source": source, "rows": rows}
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
-        print(f"# written: {args.json}")
+    rows = [row for mode, found in tables.items() for row in scaling.as_json(mode, found)]
+    outputs.write_json(args.json, {"schema": "hybrid_ep.scaling/1", "simulated": bool(args.simulate), "source": source,
+                                   "rows": rows})
     return EXIT_OK
 
 
@@ -79,17 +64,15 @@ def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str,
 def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str]:
     if not all(n >= 1 for n in args.gpus):
         raise UsageError(f"--gpus {','.join(map(str, args.gpus))}: every one must be at least 1")
-    for flag in ("pp", "tokens", "micro_batches", "num_sms"):
-        if getattr(args, flag) < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
-    job = Job(models.get(args.simulate), clusters.get(args.cluster), min(args.gpus), args.ep, pp=args.pp,
-              tokens=args.tokens, micro_batches=args.micro_batches, dispatcher=args.dispatcher, num_sms=args.num_sms,
-              cv_slow=args.cv_slow)
+    job = job_flags.from_flags(args, args.simulate, min(args.gpus))
     tables = {mode: scaling.predict(job, args.gpus, mode) for mode in modes}
     print("# SIMULATED: predictions of hybrid_ep's step model, not measurements (docs/performance_model.md)")
-    print(f"# {args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {args.ep}  PP {args.pp}  {args.tokens} "
-          f"tokens a micro-batch  {args.dispatcher}  {args.num_sms} SMs; memory: weights, gradients, optimizer alone")
-    return tables, f"{args.simulate}, EP{args.ep} PP{args.pp}, {args.dispatcher}\n{job.cluster.name}, simulated"
+    print(f"# {args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {job.ep}  PP {job.pp} x "
+          f"{job.virtual_pp}  TP {job.tensor}  {job.tokens} tokens a micro-batch  {job.dtype}, recompute "
+          f"{job.recompute}  {job.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} SMs, {job.overlap:.0%} "
+          "hidden; memory: weights, gradients, optimizer alone")
+    return tables, (f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {job.dispatcher}\n{job.cluster.name}, "
+                    "simulated")
 
 
 def _show(tables: dict[str, list[scaling.Row]]) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybrid_ep.cli import EXIT_OK, UsageError
+from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.simulate import advise, report, sweep
+from hybrid_ep.cli.simulate.job import PRECISIONS
 from hybrid_ep.cli.simulate.request import ENGINES, Request
 from hybrid_ep.sim import clusters, models
 from hybrid_ep.sim.implementations import HYBRID_EP
 from hybrid_ep.sim.shape import DTYPES
+from hybrid_ep.sim.step_time import CV_SLOW, RECOMPUTE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
                      "model: the queueing model; auto: events where they take seconds")  # fmt: skip
     out = parser.add_argument_group("what comes out")
-    out.add_argument("--json", metavar="FILE", help="write every number")
+    outputs.add_json(out)
     out.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")
     out.add_argument("--sweep", metavar="FOLDER", help="plot time over SMs, chunk and EP size into this folder")
     out.add_argument("--sources", action="store_true", help="print every number of the cluster with its source")
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     advice.add_argument("--recommend", metavar="MODEL", choices=tuple(models.MODELS),
                         help=f"how to lay out a model: {', '.join(models.MODELS)}")  # fmt: skip
     advice.add_argument("--gpus", type=int, help="of the whole job, for --recommend")
+    advice.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the GEMMs")
+    advice.add_argument("--recompute", choices=RECOMPUTE, default="none", help="of the layers")
+    advice.add_argument("--cv-slow", type=float, default=CV_SLOW, help="variation of speed between nodes")
     advice.add_argument("--overlap", type=float, default=0.0, help="share of what moves that hides behind compute")
 
 
@@ -58,18 +62,20 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     cluster = clusters.get(args.cluster)
-    for flag, path in (("--json", args.json), ("--trace", args.trace)):
-        if path and not Path(path).resolve().parent.is_dir():
-            raise UsageError(f"{flag} {path}: no such folder; create it first")
+    outputs.check(args)
+    if args.trace and not Path(args.trace).resolve().parent.is_dir():
+        raise UsageError(f"--trace {args.trace}: no such folder; create it first")
+    if args.sweep and Path(args.sweep).exists() and not Path(args.sweep).is_dir():
+        raise UsageError(f"--sweep {args.sweep}: is a file; name a folder, which is made if it is not there")
     if args.sources:
         report.print_sources(cluster)
         return EXIT_OK
-    if args.recommend:
-        document = advise.run(args.recommend, cluster, args.gpus, args.tokens, args.overlap)
-    else:
-        request = Request.from_flags(args, cluster)
-        document = sweep.run(request, args.sweep) if args.sweep else report.run(request, args.trace)
-    if args.json:
-        Path(args.json).write_text(json.dumps(document, indent=1))
-        print(f"# written: {args.json}")
+    with outputs.for_people(args.json):
+        if args.recommend:
+            document = advise.run(args.recommend, cluster, args.gpus, args.tokens, args.overlap,
+                                  args.precision, args.recompute, args.cv_slow)
+        else:
+            request = Request.from_flags(args, cluster)
+            document = sweep.run(request, args.sweep) if args.sweep else report.run(request, args.trace)
+    outputs.write_json(args.json, document)
     return EXIT_OK

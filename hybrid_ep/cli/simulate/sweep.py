@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.cli.outputs import say_written
 from hybrid_ep.cli.plotting import pyplot
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.sim import model, routing
@@ -25,7 +26,7 @@ def run(request: Request, folder: str) -> dict[str, Any]:
         for p in points:
             print(f"{p[name]:10d} {p['dispatch_us']:11.1f} {p['combine_us']:11.1f}  {p['binds']}")
     draw(plt, request, tables, Path(folder))
-    print(f"# drawn: {Path(folder) / 'sweep.png'} and sweep.svg")
+    say_written(Path(folder) / f"sweep.{suffix}" for suffix in ("png", "svg"))
     return {"engine": "model", "cluster": request.cluster.name, "sweeps": tables}
 
 

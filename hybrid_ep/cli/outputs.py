@@ -1,0 +1,92 @@
+"""What every command writes beside its text, and under which flags: `--json FILE` and `--plot FOLDER`.
+
+Both are checked before any work is done, and what was written is said in one form: `# written: PATH`. With `--json -`
+the document goes to stdout and the text for people to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hybrid_ep.cli import UsageError
+from hybrid_ep.cli.parser import warn_renamed
+
+STDOUT = "-"
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_json(parser: Any, *short: str) -> None:
+    """The flag --json, which every command has. short: other names of it."""
+    parser.add_argument(*short, "--json", metavar="FILE", help="write every number into FILE; - is stdout, and the "
+                        "text then goes to stderr")
+
+
+def add_plot(parser: Any, what: str) -> None:
+    """The flag --plot. what: the pictures, e.g. "tokens/s over GPUs"."""
+    parser.add_argument("--plot", metavar="FOLDER", help=f"draw {what} into FOLDER, as png and svg")
+
+
+def check(args: argparse.Namespace, picture_files: bool = False) -> None:
+    """UsageError where --json or --plot (if the command has them) name what cannot be written or drawn. picture_files:
+    of a command whose --plot still takes FILE.png too."""
+    to_json, to_plot = getattr(args, "json", None), getattr(args, "plot", None)
+    if to_json and to_json != STDOUT:
+        _check_parent("--json", to_json)
+        if Path(to_json).is_dir():
+            raise UsageError(f"--json {to_json}: is a folder; name a file in it")
+    if to_plot:
+        _check_parent("--plot", to_plot)
+        allowed = picture_files and Path(to_plot).suffix in _PICTURES
+        if Path(to_plot).exists() and not Path(to_plot).is_dir() and not allowed:
+            raise UsageError(f"--plot {to_plot}: is a file; name a folder, which is made if it is not there")
+        from hybrid_ep.cli.plotting import pyplot
+
+        try:
+            pyplot()
+        except ValueError as error:
+            raise UsageError(f"--plot: {error}") from None
+
+
+def _check_parent(flag: str, path: str) -> None:
+    if not Path(path).resolve().parent.is_dir():
+        raise UsageError(f"{flag} {path}: no such folder; create it first")
+
+
+def picture(folder: str, name: str) -> Path:
+    """Where picture `name` of --plot goes, without suffix; the folder is made. FILE.png, which some commands took
+    before all had folders, is FILE with a warning."""
+    if Path(folder).suffix in _PICTURES:
+        warn_renamed(f"--plot {folder}", f"--plot FOLDER (the picture is FOLDER/{name}.png)")
+        return Path(folder).with_suffix("")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder) / name
+
+
+@contextlib.contextmanager
+def for_people(to_json: str | None) -> Iterator[None]:
+    """Inside, print() goes to stderr if the document has stdout."""
+    with contextlib.redirect_stdout(sys.stderr) if to_json == STDOUT else contextlib.nullcontext():
+        yield
+
+
+def write_json(path: str | None, document: Any) -> None:
+    """Writes the document where --json says; nothing without the flag. Call it outside of for_people."""
+    if path is None:
+        return
+    text = json.dumps(document, indent=1) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)
+        say_written([path])
+
+
+def say_written(paths: Iterable[str | Path], show=print) -> None:
+    """One line a file."""
+    for path in paths:
+        show(f"# written: {path}", flush=True)

@@ -1,0 +1,43 @@
+"""The argument parser of every `hybrid-ep` command: one-line errors of the command that was meant, no idle defaults.
+
+argparse itself prints up to 25 lines of usage before its sentence, reports a subcommand's unknown flag with the
+parent's usage, and writes "(default: None)" beside flags whose help already says what happens without them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends "(default: X)" only where there is an X and the help does not name a default by itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        idle = action.default is None or action.default is False or action.default in ((), [])
+        if idle or "default" in (action.help or "") or not action.option_strings:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with exit code 2 and one line on stderr when a command line is wrong; subparsers are of this class too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **options})
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse has it, but what is unknown is the error of the parser that met it, not of its parent."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Says on stderr that an old spelling still works and what to write from now on."""
+    print(f"hybrid-ep: warning: {old} still works, write {new} from now on", file=sys.stderr)

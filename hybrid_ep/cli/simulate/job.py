@@ -1,0 +1,64 @@
+"""One training job, asked about in one way: its flags, the sim.step_time.Job they make, the command that asks again.
+
+`hybrid-ep launch`, `simulate --recommend` and `report scaling --simulate` all answer with the step model about such a
+Job; `command_of` prints the line that gives the same answer, so that nobody has to guess which inputs differed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hybrid_ep.cli import UsageError
+from hybrid_ep.sim import clusters, models
+from hybrid_ep.sim.shape import DTYPES
+from hybrid_ep.sim.step_time import CV_SLOW, DISPATCHERS, RECOMPUTE, Job
+
+PRECISIONS = ("bf16", "fp8", "mxfp8")
+# flag: (field of Job, type, default, help)
+_FLAGS: dict[str, tuple[str, Any, Any, str]] = {
+    "--ep": ("ep", int, 8, "expert parallel size"),
+    "--pp": ("pp", int, 1, "pipeline stages"),
+    "--virtual-pp": ("virtual_pp", int, 1, "model chunks of a stage, interleaved"),
+    "--tensor": ("tensor", int, 1, "tensor parallel size, with sequence parallelism"),
+    "--tokens": ("tokens", int, 4096, "of a rank and micro-batch"),
+    "--sequence": ("sequence", int, 4096, "tokens of a sequence, for the FLOPs of attention"),
+    "--micro-batches": ("micro_batches", int, 32, "of the smallest job's step"),
+    "--num-sms": ("num_sms", int, 24, "SMs of each operation"),
+    "--overlap": ("overlap", float, 0.0, "share of the exchange hidden behind compute"),
+    "--cv-slow": ("cv_slow", float, CV_SLOW, "variation of speed between nodes"),
+}
+_CHOICES = {
+    "--precision": ("dtype", PRECISIONS, "bf16", "of the GEMMs: their share of the GPU's peak"),
+    "--recompute": ("recompute", RECOMPUTE, "none", "full: every layer's forward and its exchange twice; selective is "
+                    "none here"),
+    "--dispatch-dtype": ("dispatch_dtype", DTYPES, "bf16", "of rows dispatched in the forward"),
+    "--dispatcher": ("dispatcher", DISPATCHERS, "hybrid_ep", "who moves the tokens"),
+}
+
+
+def add_flags(add: Any) -> None:
+    """Adds every flag of a job but model, cluster and GPUs. add: a parser's add_argument."""
+    for flag, (_, kind, default, what) in _FLAGS.items():
+        add(flag, type=kind, default=default, help=f"of --simulate: {what}")
+    for flag, (_, choices, default, what) in _CHOICES.items():
+        add(flag, choices=choices, default=default, help=f"of --simulate: {what}")
+
+
+def from_flags(args: argparse.Namespace, model: str, gpus: int) -> Job:
+    """UsageError or ValueError names flag or argument, value and remedy."""
+    given = {}
+    for flag, (field, kind, *_) in {**_FLAGS, **_CHOICES}.items():
+        value = given[field] = getattr(args, flag[2:].replace("-", "_"))
+        if kind is int and value < 1:
+            raise UsageError(f"{flag} {value}: must be at least 1")
+    return Job(models.get(model), clusters.get(args.cluster), gpus, **given)
+
+
+def command_of(job: Job) -> str:
+    """The command whose first row is this job's step; flags at their defaults are left out."""
+    words = [f"hybrid-ep report scaling --simulate {job.model.name} --cluster {job.cluster.name} --gpus {job.gpus}"]
+    for flag, (field, _, default, _) in {**_FLAGS, **_CHOICES}.items():
+        if getattr(job, field) != default:
+            value = getattr(job, field)
+            words.append(f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}")
+    return " ".join([*words, "--mode weak"])

@@ -1,0 +1,93 @@
+"""The flags of `hybrid-ep launch --slurm` and the sbatch.Job that they make."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from recipes import sbatch
+from recipes.cluster import ClusterRun
+
+STARTS = 3  # of a requeued job from one checkpoint
+# Flags that mean something to Slurm alone, as attributes.
+FLAGS = ("no_preflight", "max_starts", "partition", "account", "time", "container", "container_mounts",
+         "container_python", "segment", "cpus_per_task", "env", "module", "sbatch", "signal_before")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The group "with --slurm"."""
+    slurm = parser.add_argument_group("with --slurm")
+    slurm.add_argument("--no-preflight", action="store_true", help="start the ranks without hybrid-ep doctor first")
+    slurm.add_argument("--max-starts", type=int, metavar="N",
+                       help=f"starts of a requeued job from one checkpoint before it gives up (default {STARTS})")
+    for name in ("partition", "account", "time"):
+        slurm.add_argument(f"--{name}", help=f"Slurm's {name}")
+    slurm.add_argument("--segment", type=int, metavar="HOSTS", help="hosts that must share one NVLink domain; default: "
+                       "those of an expert-parallel group's domain where it spans hosts; 0 leaves it to Slurm")
+    slurm.add_argument("--cpus-per-task", type=int, metavar="N",
+                       help="cores of a rank; default: of a GPU recipe an equal share of the host")
+    slurm.add_argument("--env", action="append", metavar="NAME=VALUE", help="export a variable; may be repeated")
+    slurm.add_argument("--module", action="append", metavar="NAME", help="module load NAME first; may be repeated")
+    slurm.add_argument("--sbatch", action="append", metavar="KEY=VALUE",
+                       help="one more #SBATCH line, as qos=high or exclude=n[1-3]; may be repeated")
+    slurm.add_argument("--signal-before", type=int, metavar="SECONDS",
+                       help=f"before the time limit: finish the step, write a checkpoint (default {sbatch.SIGNAL_S})")
+    slurm.add_argument("--container", metavar="IMAGE", help="run in this image (srun --container-image, pyxis)")
+    slurm.add_argument("--container-mounts", metavar="FROM:TO[,..]",
+                       help="beside this folder and that of the runs, which are mounted at their own paths")
+    slurm.add_argument("--container-python", metavar="PATH", help="the image's Python (default python3)")
+
+
+def python(args: argparse.Namespace) -> str:
+    """What ranks run: this Python, or that of the image."""
+    return (args.container_python or "python3") if args.container else sys.executable
+
+
+def make_job(args: argparse.Namespace, name: str, folder: str, nodes: int, tasks: int, command: list[str],
+             run: ClusterRun | None = None, environment: Mapping[str, str] | None = None) -> sbatch.Job:
+    """ValueError names what Slurm's lines cannot hold. run: of a GPU recipe; None asks for no GPU."""
+    if args.container is None and (args.container_mounts or args.container_python):
+        raise ValueError("container_mounts, container_python: say something of a container; add --container IMAGE")
+    gpus = run.hardware.gpus_per_host if run else 0
+    doctor = [python(args), "-m", "hybrid_ep.cli", "doctor", *(["--require-gpu"] if run else [])]
+    workdir = str(Path.cwd())
+    mounts = [f"{path}:{path}" for path in dict.fromkeys((workdir, str(Path(folder).parent)))]
+    return sbatch.Job(
+        name, folder, workdir, nodes, tasks, command, [] if args.no_preflight else doctor, gpus, args.partition or "",
+        args.account or "", args.time or "", args.container or "", {**(environment or {}), **_variables(args.env)},
+        STARTS if args.max_starts is None else args.max_starts,
+        segment=_segment(args, run, nodes), cpus_per_task=_cpus(args), modules=tuple(args.module or ()),
+        sbatch=tuple(args.sbatch or ()), mounts=",".join([*mounts, *filter(None, [args.container_mounts])]),
+        signal_s=sbatch.SIGNAL_S if args.signal_before is None else args.signal_before)
+
+
+def _variables(pairs: list[str] | None) -> dict[str, str]:
+    found = {}
+    for pair in pairs or ():
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--env {pair!r}: write NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _cpus(args: argparse.Namespace) -> int:
+    if args.cpus_per_task is None:
+        return 0
+    if args.cpus_per_task < 1:
+        raise ValueError(f"cpus_per_task={args.cpus_per_task}: must be 1 or more")
+    return args.cpus_per_task
+
+
+def _segment(args: argparse.Namespace, run: ClusterRun | None, nodes: int) -> int:
+    """Hosts that must lie in one NVLink domain: nothing but Slurm's block topology makes compute trays share a rack."""
+    wanted = args.segment
+    if wanted is None:
+        per_host = run.hardware.gpus_per_host if run else 0
+        spans = bool(run) and run.hardware.ranks_per_nvlink_domain > per_host
+        wanted = -(-run.domain // per_host) if run and spans else 0
+    if wanted < 0 or (wanted and nodes % wanted):
+        raise ValueError(f"segment={wanted}: must be 0 or divide the job's {nodes} hosts")
+    return wanted if wanted > 1 else 0

@@ -1,0 +1,14 @@
+"""What a run came to, in one sentence: did the model learn from context, or where is the run to be taken up again."""
+
+from __future__ import annotations
+
+
+def verdict(outcome: str | None, step: int, held_out_loss: float | None, entropy: float, name: str) -> tuple[str, bool]:
+    """(sentence, whether the run is through and did not learn). entropy: of single bytes, in nats, as the loss."""
+    if outcome != "done" or held_out_loss is None:
+        return f"Stopped after step {step}. Continue with: make pretrain RESUME={name}", False
+    if held_out_loss < entropy:
+        return (f"LEARNED: held-out loss {held_out_loss:.4f} nats/byte is {held_out_loss / entropy:.0%} of the unigram "
+                f"entropy {entropy:.4f}: the model uses context."), False
+    return (f"NOT LEARNED: held-out loss {held_out_loss:.4f} nats/byte is not below the unigram entropy "
+            f"{entropy:.4f}."), True
