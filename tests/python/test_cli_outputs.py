@@ -46,3 +46,26 @@ def test_a_picture_s_file_still_works_where_it_did_with_a_warning(tmp_path, caps
     outputs.check(argparse.Namespace(plot=str(tmp_path / "old.png")), picture_files=True)
     with pytest.raises(UsageError, match="is a file"):
         outputs.check(argparse.Namespace(plot=str(tmp_path / "old.png")))
+
+
+def test_the_bench_s_table_fits_120_columns_unless_it_is_wide():
+    from hybrid_ep.cli.bench import report
+
+    row = report.Row(65536, 24, "unpermute", "megatron-alltoall", 1 << 35, *[1234567.8] * 6, *[1234.56] * 5, 1.0, 0.9,
+                     1.1, 1234567)  # fmt: skip
+    narrow, wide = (report.row_line(row, choice) for choice in (False, True))
+    assert len(narrow) == len(report._titles(False)) <= 120 < len(wide) == len(report._titles(True))
+    for kept in ("time", "t_p90", "busbw", "vs_first", "#wrong"):
+        assert kept in report._titles(False)
+    long = "# " + "word " * 60
+    assert all(len(line) <= 120 and line.startswith("#") for line in report.fitted(long, False).splitlines())
+    assert report.fitted(long, True) == long
+
+
+def test_peers_come_with_the_packages_and_not_from_a_folder_of_the_sources(monkeypatch, tmp_path):
+    """As from a wheel: another folder is the current one, and the module is found by its name."""
+    from hybrid_ep.cli.bench import plugins
+
+    monkeypatch.chdir(tmp_path)
+    assert "recipes.bench_peer_megatron" in plugins.find_plugins()
+    assert [peer.name for peer in plugins.load_plugin("recipes.bench_peer_megatron")] == ["megatron-alltoall"]

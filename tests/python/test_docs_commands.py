@@ -18,6 +18,7 @@ import pytest
 from docs_pages import PAGES, ROOT, code_and_prose
 
 from hybrid_ep import cli
+from hybrid_ep.cli.parser import Parser
 
 INLINE = re.compile(r"`(hybrid-ep\s(?:[^`\n]|\n(?!\n))+)`")
 SEPARATOR = re.compile(r"[|;&]+|\d?[<>].*")
@@ -79,7 +80,8 @@ def _parse(words: tuple[str, ...], whole: bool) -> str | None:
     parser = cli.build_parser(only=words[0] if words else None)
     _prepare(parser, whole)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(argparse.ArgumentParser, "error", _refuse)
+        for kind in (argparse.ArgumentParser, Parser):  # Parser has an error() of its own
+            patch.setattr(kind, "error", _refuse)
         for name in ("_get_value", "_check_value"):
             patch.setattr(argparse.ArgumentParser, name, _with_placeholders(name))
         try:

@@ -7,11 +7,11 @@ prints one sentence.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_WRONG, UsageError, launch, outputs
 from hybrid_ep.cli.bench import flags, heap, presets
@@ -86,9 +86,9 @@ def _run_rank(args: argparse.Namespace) -> int:
         kinds = _choose(args)
         _refuse_unavailable_base(config, kinds[0])
         wires = {kind.name: kind.wire for kind in kinds}
-        show = _shower(world.rank, args.json)
+        show = _shower(world.rank, args.json, args.wide)
         described = environment.describe() | {"heap": heap_mode, "device": environment.device_name(world.device)}
-        for line in report.header_lines(config, described, list(wires)):
+        for line in report.header_lines(config, described, list(wires), args.wide):
             show(line, flush=True)
         results, rows = [], []
         for tokens in config.tokens:
@@ -97,7 +97,7 @@ def _run_rank(args: argparse.Namespace) -> int:
                 results.append(result)
                 case_rows = report.build_rows(config, result, wires)
                 rows += case_rows
-                _show_case(report, config, result, case_rows, args.per_iteration, show)
+                _show_case(report, config, result, case_rows, args, show)
         peak = world.reduce(environment.peak_rss_bytes(), dist.ReduceOp.MAX)
         for line in report.footer_lines(config, results, rows, peak if args.memory else None):
             show(line, flush=True)
@@ -125,10 +125,10 @@ def _title(config: Config, described: dict) -> str:
             f"{config.num_experts}, {config.dtype}; {described['device']}, measured {described['date'][:10]}")
 
 
-def _show_case(report, config, result, rows, per_iteration: bool, show) -> None:
+def _show_case(report, config, result, rows, args: argparse.Namespace, show) -> None:
     for row in rows:
-        show(report.row_line(row), flush=True)
-    if per_iteration:
+        show(report.row_line(row, args.wide), flush=True)
+    if args.per_iteration:
         for line in report.iteration_lines(config, result):
             show(line, flush=True)
     for line in report.limit_lines(config, result, rows):
@@ -145,8 +145,13 @@ def _refuse_unavailable_base(config: Config, base: type) -> None:
     require(reason is None, f"{base.name} cannot run here: {reason}")
 
 
-def _shower(rank: int, to_json: str | None) -> Callable[..., None]:
-    """print of rank 0, on stderr where the JSON has stdout; the other ranks print nothing."""
+def _shower(rank: int, to_json: str | None, wide: bool) -> Callable[..., None]:
+    """print of rank 0, fitted to the columns, on stderr where the JSON has stdout; other ranks print nothing."""
     if rank:
         return lambda *_, **__: None
-    return functools.partial(print, file=sys.stderr) if to_json == outputs.STDOUT else print
+    from hybrid_ep.cli.bench.report import fitted
+
+    def show(line: str, **options: Any) -> None:
+        print(fitted(line, wide), file=sys.stderr if to_json == outputs.STDOUT else sys.stdout, **options)
+
+    return show

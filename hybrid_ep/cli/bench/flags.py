@@ -79,6 +79,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-I", "--per-iteration", action="store_true", help="print every sample")
+    group.add_argument("--wide", action="store_true", help="all columns; without, those that 120 hold")
     outputs.add_json(group, "-J")
     group.add_argument("-M", "--memory", action="store_true", help="report peak resident memory")
     outputs.add_plot(group, "bandwidth over SMs and time over tokens")

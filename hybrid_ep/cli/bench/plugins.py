@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hybrid_ep.cli.bench.built_in import BUILT_IN
 from hybrid_ep.cli.bench.deep_ep import ADAPTERS
 from hybrid_ep.cli.bench.implementations import Implementation
 
-PLUGIN_FOLDER = Path("scripts") / "bench_peers"
+_OWN = ("recipes.bench_peer_megatron",)  # not imported before somebody asks for peers
 
 
 def choose(impl: tuple[str, ...] | None, peers: bool, specs: list[str]) -> list[type[Implementation]]:
@@ -49,9 +50,8 @@ def load_plugin(spec: str) -> list[type[Implementation]]:
 
 
 def find_plugins() -> list[str]:
-    """Plug-in files of the source tree: scripts/bench_peers/*.py next to the package, else under the
-    current folder."""
-    for root in (Path(__file__).resolve().parents[3], Path.cwd()):
-        if (root / PLUGIN_FOLDER).is_dir():
-            return sorted(str(path) for path in (root / PLUGIN_FOLDER).glob("[a-z]*.py"))
-    return []
+    """Modules that installed packages declare as peers: entry points of the group hybrid_ep.bench_peers. In a source
+    tree, where nothing may be installed, the project's own by name."""
+    declared = [entry.value for entry in importlib.metadata.entry_points(group="hybrid_ep.bench_peers")]
+    here = [module for module in _OWN if importlib.util.find_spec(module.partition(".")[0]) is not None]
+    return list(dict.fromkeys([*declared, *here]))

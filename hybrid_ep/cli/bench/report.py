@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from hybrid_ep.cli.bench.ledger import STAGES, expected_groups
 from hybrid_ep.cli.bench.memcpy import DEFAULT_BYTES
 from hybrid_ep.cli.bench.session import MEMCPY, CaseResult
 
+_NARROW = 120
+# Left out without --wide: what the others and the JSON imply.
+_ONLY_WIDE = {"size", "t_min", "t_p99", "algbw", "rail", "node"}
 SCHEMA = "hybrid_ep.bench/2"
 REDUCTIONS = ("rank 0", "AVG", "MIN", "MAX")
 _COLUMNS = (
@@ -128,7 +132,24 @@ def _row(
     )
 
 
-def header_lines(config: Config, environment: dict[str, Any], names: list[str]) -> Iterator[str]:
+def fitted(line: str, wide: bool) -> str:
+    """A # line broken at 120 columns unless wide; lines of the table as they are."""
+    if wide or not line.startswith("# ") or len(line) <= _NARROW or line == _titles(False):
+        return line
+    return "\n".join(textwrap.wrap(line, _NARROW, subsequent_indent="#   ", break_long_words=False,
+                                   break_on_hyphens=False))
+
+
+def _columns(wide: bool) -> list[tuple[int, str, int, str]]:
+    """(place in _COLUMNS, title, width, unit) of those that are shown."""
+    return [(i, *column) for i, column in enumerate(_COLUMNS) if wide or column[0] not in _ONLY_WIDE]
+
+
+def _titles(wide: bool) -> str:
+    return "#" + "".join(f"{title:>{width}}" for _, title, width, _ in _columns(wide))[1:]
+
+
+def header_lines(config: Config, environment: dict[str, Any], names: list[str], wide: bool = True) -> Iterator[str]:
     """The # lines before the table: what was measured, how, on what, and what the columns mean."""
     nodes = config.num_ranks // config.num_local_ranks
     local = config.num_local_ranks
@@ -138,7 +159,8 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str]) 
     )
     bottleneck = "rail (between nodes)" if nodes > 1 else "node (between ranks of the node)"
     yield (
-        f"# hybrid-ep bench {environment['version']}  EP {config.num_ranks} ({nodes} nodes x {local} ranks)  "
+        f"# hybrid-ep bench {environment['version']}  EP {config.num_ranks} ({_count(nodes, 'node')} x "
+        f"{_count(local, 'rank')})  "
         f"hidden {config.hidden}  topk {config.topk}/{config.num_experts}  {config.dtype}/{_sum_name(config)}  "
         f"routing {config.routing}  ragged {config.ragged}  "
         f"{'permute' if config.permute else 'no permute'}  seed {config.seed}"
@@ -158,6 +180,7 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str]) 
         "# kernel: the part of time inside the implementation's launches, where it can be told.  "
         "permute, unpermute: of fused kernels the call with less the call without"
     )
+    yield f"# columns: {'all' if wide else 'without ' + ', '.join(sorted(_ONLY_WIDE)) + ', which --wide adds'}"
     yield (
         "# size: deduplicated payload that a rank receives, its own tokens included (largest rank; pair = "
         "both ways); quantisation scales in; no weights, counts, padding"
@@ -175,10 +198,12 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str]) 
         "received, own tokens included.  vs_first: time / time of " + (names[0] if names else "-")
     )
     yield f"# expected distinct destinations of a token under uniform routing: {spread}"
-    titles = "".join(f"{title:>{width}}" for title, width, _ in _COLUMNS)
-    units = "".join(f"{unit:>{width}}" for _, width, unit in _COLUMNS)
-    yield "#" + titles[1:]
-    yield "#" + units[1:]
+    yield _titles(wide)
+    yield "#" + "".join(f"{unit:>{width}}" for _, _, width, unit in _columns(wide))[1:]
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def _sum_name(config: Config) -> str:
@@ -190,7 +215,7 @@ def _modes(config: Config) -> str:
     return chain + ("; dispatch, combine and pair replayed from CUDA graphs" if config.cuda_graph else "")
 
 
-def row_line(row: Row) -> str:
+def row_line(row: Row, wide: bool = True) -> str:
     """One line of the table."""
 
     def number(value: float | None, digits: int = 2) -> str:
@@ -202,7 +227,7 @@ def row_line(row: Row) -> str:
         *map(number, (row.algbw, row.busbw, row.rail_gbps, row.node_gbps, row.logical_gbps)),
         number(row.slowdown), row.wrong,
     )  # fmt: skip
-    return "".join(f"{cell:>{width}}" for cell, (_, width, _) in zip(cells, _COLUMNS, strict=True))
+    return "".join(f"{cells[i]:>{width}}" for i, _, width, _ in _columns(wide))
 
 
 def iteration_lines(config: Config, result: CaseResult) -> Iterator[str]:

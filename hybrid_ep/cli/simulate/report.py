@@ -19,12 +19,12 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
     tuned = request.tuned()
     request = request.settled(tuned)
     found, engine, why = numbers(request)
-    spans = []
+    spans, covers = [], f"the model: one rank for all, {request.shape.tokens} tokens"
     if engine == "events" and trace_path:
         shown = events.timeline(request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
                                 dtype=request.dtype, choices=request.choices)
         spans = list(shown.spans)
-        print(f"# the trace is of {shown.simulated_tokens} tokens a rank")
+        covers = f"{shown.simulated_tokens} of {request.shape.tokens} tokens a rank, all ranks"
     elif trace_path:
         shift = 0.0
         for op in model.OPS:
@@ -37,7 +37,8 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
     print(f"suggested: --num-sms {tuned.num_sms} --chunk {tuned.chunk} (pair {tuned.exchange_us:.0f} us by the model; "
           "the fewest SMs within 5 % of the fastest)")
     if trace_path:
-        print(f"# trace: {trace.write(trace_path, spans)} spans in {trace_path}; open it in ui.perfetto.dev")
+        count = trace.write(trace_path, spans, covers)
+        print(f"# written: {trace_path}: {count} spans, of {covers}; open it in ui.perfetto.dev")
     return {"engine": engine, "cluster": request.cluster.name, "shape": vars(request.shape),
             "dtype": request.dtype, "routing": request.routing_text, "num_sms": request.num_sms,
             "chunk": request.chunk, "imbalance": request.traffic.imbalance,

@@ -2,7 +2,8 @@
 
 Needs megatron-core; on a machine without a GPU it runs on gloo through megatron_patches.cpu. The dispatcher
 is Megatron's own class, unmodified, driven with the same routing map and probabilities as everybody else.
-`hybrid-ep bench --peers` finds this file; it is not part of hybrid_ep, which never imports Megatron.
+`hybrid-ep bench --peers` finds it by the entry point group hybrid_ep.bench_peers; it is no part of hybrid_ep, which
+never imports Megatron.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from hybrid_ep.cli.bench.implementations import Case, Dispatched, Implementation, Setting
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
+_REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class MegatronAllToAll(Implementation):
