@@ -288,7 +288,7 @@ class ReferenceBuffer:
         mine, everyone = io.BytesIO(), [None] * self.group_size
         torch.save(obj, mine)
         dist.all_gather_object(everyone, mine.getvalue(), group=self.group)
-        return [torch.load(io.BytesIO(b)) for b in everyone]
+        return [torch.load(io.BytesIO(b), map_location="cpu") for b in everyone]
 
     def _route(self, topk_idx, topk_weights, num_experts, routing_map, probs, pad_multiple, budget, drop,
                pad_empty_experts=False):

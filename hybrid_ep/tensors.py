@@ -27,6 +27,8 @@ def _remedy(x: torch.Tensor) -> str:
         return "give this rank's part of it: .to_local()"
     if hasattr(x, "wait"):
         return "wait for the collective that makes it: .wait()"
+    if x.is_meta:
+        return "give a tensor that holds values, not a meta tensor"
     if type(x) in (torch.Tensor, torch.nn.Parameter) and not x._is_zerotensor():
         return "its storage was freed: give it before that, or a copy, .clone()"
     return "give a plain tensor: .to_local() of a DTensor, .wait() of an asynchronous result, .clone() of an implied 0"
