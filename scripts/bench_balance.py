@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from balance_peers import eplb
+from balance_peers import conditions, eplb
 
 from hybrid_ep import balance
 from hybrid_ep.balance import bounds, loads
@@ -105,7 +105,7 @@ def census_rows(rng, num_layers, tokens):
                     row["found by search"] += 1
                     continue
                 row["above"] += 1
-                left, bound = p.imbalance(), p.bound()
+                left, bound = p.imbalance(), p.bound(search=True)
                 row["proved"] += round((1 + bound) * counts.sum() / ranks) > p.target
                 worst, gap = max(worst, left), max(gap, left - bound)
         yield {"case": f"EP{ranks} E256 +1", "layers": num_layers // len(cases) * len(cases), **row, "worst": worst,
@@ -192,10 +192,18 @@ def main(argv=None):
     parser.add_argument("--census", type=int, default=24_000, help="layers of each case of the table of one slot")
     parser.add_argument("--published-layers", type=int, default=58, help="layers that --published times")
     parser.add_argument("--published", type=Path, help="DeepSeek's eplb.py, to be timed beside ours")
+    parser.add_argument("--conditions", action="store_true", help="only the tables of other conditions: scale of loads, "
+                        "steep loads, placements that change, experts hot together")
     args = parser.parse_args(argv)
     published = runpy.run_path(str(args.published)) if args.published else None
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)
+    if args.conditions:
+        return write(args.json, {
+            "scale": show("Scale of the loads", conditions.scale_rows(rng)),
+            "fresh": show("Fresh placements", conditions.fresh_rows(rng, args.layers)),
+            "incremental": show("Placements that change", conditions.incremental_rows(rng, args.layers)),
+            "together": show("Experts hot together", conditions.together_rows(rng, 10 * args.layers, args.tokens))})
     title = "Exact, one micro-batch: (max - mean) / mean over ranks"
     tables = {
         "exact": show(title, exact_rows(rng, args.layers, args.tokens)),
@@ -204,8 +212,13 @@ def main(argv=None):
                           placement_rows(rng, args.layers, published, args.published_layers)),
         "drift": show("Drift of log-popularity: changed slots of 288", drift_rows(rng, 2 * args.layers)),
     }
-    if args.json:
-        args.json.write_text(json.dumps(tables, indent=1) + "\n")
+    return write(args.json, tables)
+
+
+def write(path, tables):
+    """The raw rows, where asked for."""
+    if path:
+        path.write_text(json.dumps(tables, indent=1) + "\n")
     return 0
 
 

@@ -34,6 +34,22 @@ struct MicrobatchResult {
   int64_t max_cost_before = 0, max_cost = 0, target = 0;
 };
 
+// What no plan of one micro-batch beats, by the size of clones alone.
+class ClonesFit {
+ public:
+  // load[E]: tokens of each expert, home[E]: its rank.
+  ClonesFit(int num_ranks, int spare_slots, const int64_t* load, int num_experts, const int32_t* home);
+
+  bool allows(int64_t limit);  // false: no plan leaves every rank at `limit` tokens or below
+  int64_t least();             // the least limit that it allows
+
+ private:
+  int spare_slots_;
+  int64_t sum_ = 0;
+  std::vector<int64_t> rank_load_, rest_;            // ascending; scratch
+  std::vector<std::pair<int, int64_t>> by_place_;    // experts: place of the home in that order, tokens
+};
+
 // Scratch is kept between calls; one planner a thread.
 class MicrobatchPlanner {
  public:

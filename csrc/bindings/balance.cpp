@@ -106,6 +106,16 @@ Counts share_of_source(const MicrobatchShape& s, const py::array& counts, const 
   return take;
 }
 
+int64_t clones_fit(const py::array& load, const py::array& home, int num_ranks, int spare_slots) {
+  const int64_t* tokens = numbers<int64_t>("load", load, load.size());
+  const int32_t* homes = numbers<int32_t>("home", home, load.size());
+  for (py::ssize_t e = 0; e < load.size(); ++e)
+    if (homes[e] < 0 || homes[e] >= num_ranks || tokens[e] < 0)
+      throw std::invalid_argument("load, home: expert " + std::to_string(e) + " has " + std::to_string(tokens[e]) +
+                                  " tokens on rank " + std::to_string(homes[e]));
+  return balance::ClonesFit(num_ranks, spare_slots, tokens, int(load.size()), homes).least();
+}
+
 // load int64 [L, E], single float32 [L, E], group float32 [L, groups]: (ours, EPLB's, how they compare).
 py::tuple place_layers(const py::array& load, const py::array& single, const py::array& group, int num_layers,
                        int num_experts, int num_slots, int num_groups, int num_nodes, int num_ranks) {
@@ -162,6 +172,8 @@ void bind_balance(py::module_& m) {
            "counts int64 [R, E] or [L, R, E], home int32 [E]: (slot_expert, slot_tokens, target or targets).");
   m.def("share_of_source", &share_of_source, py::arg("shape"), py::arg("counts"), py::arg("home"),
         py::arg("slot_expert"), py::arg("slot_tokens"), py::arg("source"));
+  m.def("clones_fit", &clones_fit, py::arg("load"), py::arg("home"), py::arg("num_ranks"), py::arg("spare_slots"),
+        "load int64 [E], home int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit.");
   m.def("place_layers", &place_layers, py::kw_only(), py::arg("load"), py::arg("single"), py::arg("group"),
         py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"), py::arg("num_groups"),
         py::arg("num_nodes"), py::arg("num_ranks"),

@@ -28,31 +28,33 @@ def clones_fit(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_s
     clones of other ranks' experts, each no more than the expert's tokens and no more than the emptiest rank has room
     for; what is left over has R - k ranks to go to. The least T that allows that for every k.
     """
+    rank_load = np.bincount(np.asarray(home), weights=np.asarray(load, np.int64), minlength=num_ranks)
+    low, high = mean(rank_load, num_ranks), int(rank_load.max(initial=0))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if allows(load, home, num_ranks, spare_slots, middle) else (middle + 1, high)
+    return low
+
+
+def allows(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_slots: int, limit: int) -> bool:
+    """Whether `clones_fit` allows a plan that leaves every rank at `limit` tokens or below."""
     w, where = np.asarray(load, dtype=np.int64), np.asarray(home)
     rank_load = np.bincount(where, weights=w, minlength=num_ranks).astype(np.int64)
     order = np.argsort(rank_load, kind="stable")
     below = np.cumsum(rank_load[order])
     place = np.empty(num_ranks, np.int64)
     place[order] = np.arange(num_ranks)
-
-    def allows(limit: int) -> bool:
-        room = limit - int(rank_load[order[0]])
-        for k in range(1, num_ranks):
-            if rank_load[order[k - 1]] >= limit:
-                break
-            others = w[place[where] >= k]
-            whole, clones = int((others // room).sum()), k * spare_slots
-            rest = np.sort(others % room)[::-1][:max(clones - whole, 0)]
-            filled = min(whole, clones) * room + int(rest.sum())
-            if int(below[-1]) - (num_ranks - k) * limit > int(below[k - 1]) + filled:
-                return False
-        return True
-
-    low, high = mean(rank_load, num_ranks), int(rank_load.max(initial=0))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if allows(middle) else (middle + 1, high)
-    return low
+    room = limit - int(rank_load[order[0]])
+    for k in range(1, num_ranks):
+        if rank_load[order[k - 1]] >= limit:
+            break
+        others = w[place[where] >= k]
+        whole, clones = int((others // room).sum()), k * spare_slots
+        rest = np.sort(others % room)[::-1][:max(clones - whole, 0)]
+        filled = min(whole, clones) * room + int(rest.sum())
+        if int(below[-1]) - (num_ranks - k) * limit > int(below[k - 1]) + filled:
+            return False
+    return True
 
 
 def slots(load: Sequence[int], num_slots: int) -> int:

@@ -30,6 +30,16 @@ def drift(rng: np.random.Generator, share: np.ndarray, delta: float) -> np.ndarr
     return moved / moved.sum(axis=-1, keepdims=True)
 
 
+def correlated(rng: np.random.Generator, num_layers: int, num_experts: int, num_blocks: int, across: float,
+               within: float) -> np.ndarray:
+    """float64 [L, E], rows sum to 1: experts of a block are hot together. Log-popularity N(0, across) of each of
+    `num_blocks` consecutive blocks plus N(0, within) of each expert. As many blocks as ranks: a rank's own experts;
+    fewer: groups of experts, as group-limited routing makes them."""
+    block = np.repeat(rng.normal(0.0, across, (num_layers, num_blocks)), num_experts // num_blocks, axis=1)
+    weight = np.exp(block + rng.normal(0.0, within, (num_layers, num_experts)))
+    return weight / weight.sum(axis=1, keepdims=True)
+
+
 def counts(rng: np.random.Generator, share: np.ndarray, num_ranks: int, tokens_per_rank: int) -> np.ndarray:
     """int64 [R, E]: `tokens_per_rank` (token, expert) pairs of every rank drawn from `share` [E]."""
     return rng.multinomial(tokens_per_rank, share, size=num_ranks).astype(np.int64)

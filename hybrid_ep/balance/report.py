@@ -18,7 +18,7 @@ from hybrid_ep.balance.statistics import LoadStatistics
 @dataclass(frozen=True)
 class LayerReport:
     """One layer. mean, std: tokens by rank (population std over ranks, averaged over iterations). by_rank, by_slot:
-    imbalance ratio, averaged over iterations. exact: by rank with clones in spare slots, or None."""
+    imbalance ratio, averaged over iterations. exact: by rank with clones in spare slots, or None; bound: what no plan with those slots beats."""
 
     layer: int
     mean: float
@@ -27,6 +27,7 @@ class LayerReport:
     slot_std: float
     by_slot: float
     exact: float | None = None
+    bound: float | None = None
 
 
 def _ratio(load: np.ndarray) -> float:
@@ -57,18 +58,20 @@ def report(statistics: LoadStatistics, num_ranks: int, phy2log: np.ndarray | Non
         slots, ranks = slot_loads(counts, repeated), rank_loads(counts, repeated, num_ranks)
         rows.append(LayerReport(layer, float(ranks.mean()), float(ranks.std(axis=1).mean()), _ratio(ranks),
                                 float(slots.std(axis=1).mean()), _ratio(slots),
-                                _exact(counts, num_ranks, spare_slots) if spare_slots else None))
+                                *(_exact(counts, num_ranks, spare_slots) if spare_slots else (None, None))))
     return rows
 
 
-def _exact(counts: np.ndarray, num_ranks: int, spare_slots: int) -> float:
+def _exact(counts: np.ndarray, num_ranks: int, spare_slots: int) -> tuple[float, float]:
     planner = MicrobatchPlanner(num_ranks, counts.shape[1], spare_slots=spare_slots)
     sources = np.zeros((num_ranks, counts.shape[1]), np.int64)
-    left = []
+    left, bound = [], []
     for total in counts:
         sources[0] = total  # who routed the tokens changes neither clones nor quotas
-        left.append(planner.plan(sources).imbalance())
-    return float(np.mean(left))
+        plan = planner.plan(sources)
+        left.append(plan.imbalance())
+        bound.append(max(plan.bound(), 0.0))
+    return float(np.mean(left)), float(np.mean(bound))
 
 
 def noise_floor(statistics: LoadStatistics, num_ranks: int, draws: int = 200) -> float:
@@ -84,20 +87,20 @@ def average(rows: list[LayerReport]) -> LayerReport:
     def of(name):
         return float(np.mean([getattr(r, name) for r in rows]))
 
-    exact = None if rows[0].exact is None else of("exact")
-    return LayerReport(-1, of("mean"), of("std"), of("by_rank"), of("slot_std"), of("by_slot"), exact)
+    exact, bound = (None, None) if rows[0].exact is None else (of("exact"), of("bound"))
+    return LayerReport(-1, of("mean"), of("std"), of("by_rank"), of("slot_std"), of("by_slot"), exact, bound)
 
 
 def table(rows: list[LayerReport]) -> str:
     """Markdown, with the average as the last row."""
     exact = rows[0].exact is not None
     head = "| layer | tokens a rank | std | imbalance by rank | std by slot | by slot |"
-    lines = [head + (" exact |" if exact else "")]
-    lines.append("|---:" * (7 if exact else 6) + "|")
+    lines = [head + (" exact | no plan below |" if exact else "")]
+    lines.append("|---:" * (8 if exact else 6) + "|")
     for row in [*rows, average(rows)]:
         name = "average" if row.layer < 0 else str(row.layer)
         lines.append(f"| {name} | {row.mean:.1f} | {row.std:.1f} | {row.by_rank:.3f} | {row.slot_std:.1f} | "
-                     f"{row.by_slot:.3f} |" + (f" {row.exact:.3f} |" if exact else ""))
+                     f"{row.by_slot:.3f} |" + (f" {row.exact:.3f} | {row.bound:.3f} |" if exact else ""))
     return "\n".join(lines)
 
 

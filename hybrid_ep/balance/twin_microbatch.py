@@ -5,6 +5,8 @@ Not fast and not used in training. Tests require both to agree on every slot and
 
 from __future__ import annotations
 
+from hybrid_ep.balance import bounds
+
 PPM = 1_000_000
 
 
@@ -27,7 +29,9 @@ def plan(counts, home, options):
         if o.search_nodes and max(drafts[-1].load) > drafts[-1].target and (
                 o.spare_slots == o.tile == o.min_chunk == 1 and not (o.instance_cost or o.fan_out or o.within_node)):
             drafts.append(_Draft(total, home, num_ranks, options))
-            drafts[-1].search()
+            # Nothing to look for where the size of clones alone forbids it.
+            if bounds.allows(total, home, num_ranks, 1, drafts[-1].target):
+                drafts[-1].search()
     # Below the target all is equal, and fewer clones are better; min keeps the first of equals.
     best = min(drafts, key=lambda d: (max(max(d.load), d.target), len(d.clones)))
     if max(best.load) >= max(start.load):
