@@ -277,6 +277,15 @@ class HybridEPBuffer:
         except Exception:
             pass
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A buffer has no copies: copy.copy, copy.deepcopy and pickle (torch.save, arguments of spawned processes) end
+        here."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it is registered memory that all ranks of a group made "
+            "together. Give the copy the same buffer by reference (buffers that modules share belong in a registry or a "
+            "global, not in the module: 'def __deepcopy__' or an attribute set afterwards), or construct a new one on all "
+            "ranks")
+
     def stream_of_calls(self) -> torch.cuda.Stream | None:
         """The stream of calls that leave the current one: comm_stream, or the buffer's own. None on a CPU."""
         device = self._open_session().options.device
@@ -289,6 +298,8 @@ class HybridEPBuffer:
 
     # ---- how they work
     def _open_session(self) -> Session:
+        if self._session is not None:
+            self._session.require_own_process()
         if self._session is None or self._session.why_closed:
             raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never set up")
         return self._session
