@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from examples import Example, Inputs, make_inputs, same
 
@@ -160,9 +161,9 @@ def unpermuted(p: Problem, form: Form, gradients: bool) -> Results:
 
 
 def plans(p: Problem) -> Results:
-    """As numbers: arrays and tensors alike."""
+    """The arrays of both planners."""
     small = balance.plan_microbatch(p.load, spare_slots=1)
     slow = balance.plan_placement(p.load.sum(0)[None], NUM_EXPERTS + NUM_RANKS, NUM_RANKS)
     for name, plan in {"microbatch": small, "placement": slow}.items():
-        yield from ((f"{name} {key}", value.tolist()) for key, value in sorted(vars(plan).items())
-                    if hasattr(value, "tolist"))
+        yield from ((f"{name} {key}", torch.from_numpy(value.copy())) for key, value in sorted(vars(plan).items())
+                    if isinstance(value, np.ndarray))
