@@ -119,7 +119,8 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         try:
             nvshmem.load()
         except RuntimeError as error:
-            raise ValueError(f"executor={executor!r} cannot be used here: {error}") from error
+            raise ValueError(f"executor={executor!r} (of the argument, else of HYBRID_EP_EXECUTOR) cannot be used here: "
+                             f"{error}") from error
     if executor not in _core.executors():
         raise ValueError(f"executor={executor!r} (of the argument, else of HYBRID_EP_EXECUTOR) must be one of "
                          f"{list(_core.executors())}")

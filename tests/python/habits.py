@@ -199,7 +199,7 @@ HABITS = {
     "inference_mode": Habit(torch.inference_mode, gradients=False),
     "no_grad": Habit(torch.no_grad, gradients=False),
     "set_grad_enabled": Habit(lambda: torch.set_grad_enabled(False), gradients=False),
-    "deterministic algorithms": Habit(lambda: setting(torch.use_deterministic_algorithms, False, True)),
+    "deterministic algorithms": Habit(lambda: setting(torch.set_deterministic_debug_mode, "default", "error")),
     "autocast bfloat16": Habit(lambda: torch.autocast("cpu", torch.bfloat16)),
     "anomaly detection": Habit(lambda: torch.autograd.set_detect_anomaly(True)),
     "flop counter": Habit(lambda: FlopCounterMode(display=False)),
