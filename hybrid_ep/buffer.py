@@ -55,6 +55,9 @@ class HybridEPBuffer:
     * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
       chunks. ValueError when it has no entry for this device and shape.
 
+    Belongs to the process that made it: a forked child (a data loader's worker) may only drop it. Cannot be copied or
+    pickled (TypeError); share it by reference.
+
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
     DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
 
@@ -107,8 +110,8 @@ class HybridEPBuffer:
         """Sends each token once to every rank that holds one of its experts.
 
         hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
-        along. Routing: topk_idx int64 [T, K] (-1 drops a choice; the weights of an expert named twice are added)
-        with topk_weights fp32 [T, K] or None, or routing_map bool [T, E] with probs fp32 [T, E] or None, or the
+        along. Routing: topk_idx [T, K], any signed integers (-1 drops a choice; the weights of an expert named twice are added)
+        with topk_weights fp32 [T, K] or None, or routing_map [T, E], bool or uint8 (not 0: chosen), with probs fp32 [T, E] or None, or the
         handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give new weights). Returns
         (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle); weights are 0
         where the token did not choose the expert. num_dispatched_tokens* are ignored. Raises ValueError,

@@ -119,11 +119,11 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         try:
             nvshmem.load()
         except RuntimeError as error:
-            raise ValueError(f"executor={executor!r} (of the argument, else of HYBRID_EP_EXECUTOR) cannot be used here: "
-                             f"{error}") from error
+            raise ValueError(f"executor={executor!r} cannot be used here: {error} (executor= or HYBRID_EP_EXECUTOR asks "
+                             "for it)") from error
     if executor not in _core.executors():
-        raise ValueError(f"executor={executor!r} (of the argument, else of HYBRID_EP_EXECUTOR) must be one of "
-                         f"{list(_core.executors())}")
+        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} (executor= or HYBRID_EP_EXECUTOR "
+                         "asks for it)")
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)

@@ -299,7 +299,7 @@ NONSENSE = {
     "HYBRID_EP_RANKS_PER_NODE": ["0", "-1", "two", "1e3", "99999999999999999999"],
     "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": ["0", "NaN"],
     "HYBRID_EP_TIMEOUT_S": ["0", "-1", "nan", "inf", "1e300", "soon"],
-    "HYBRID_EP_EXECUTOR": ["abacus", "cuda,host"],
+    "HYBRID_EP_EXECUTOR": ["abacus", "host,cuda", "cuda"],
     "HYBRID_EP_NUM_BLOCKS": ["0", "100000", "4.5"],
     "HYBRID_EP_TUNING": ["/nonexistent/tuning.json", "/dev/null", "/"],
     "HYBRID_EP_RESULT_CACHE_MIB": ["-1", "99999999999999999999", "1 GiB"],
