@@ -110,9 +110,10 @@ class HybridEPBuffer:
         """Sends each token once to every rank that holds one of its experts.
 
         hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
-        along. Routing: topk_idx [T, K], any signed integers (-1 drops a choice; the weights of an expert named twice are added)
-        with topk_weights fp32 [T, K] or None, or routing_map [T, E], bool or uint8 (not 0: chosen), with probs fp32 [T, E] or None, or the
-        handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give new weights). Returns
+        along. Routing: topk_idx [T, K], signed integers (-1 drops a choice; the weights of an expert named twice are
+        added) with topk_weights fp32 [T, K] or None, or routing_map [T, E], bool or uint8 (not 0: chosen), with probs
+        fp32 [T, E] or None, or the handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give
+        new weights). Returns
         (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle); weights are 0
         where the token did not choose the expert. num_dispatched_tokens* are ignored. Raises ValueError,
         CapacityError, DeadlineError."""
@@ -281,10 +282,9 @@ class HybridEPBuffer:
         """A buffer has no copies: copy.copy, copy.deepcopy and pickle (torch.save, arguments of spawned processes) end
         here."""
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled: it is registered memory that all ranks of a group made "
-            "together. Give the copy the same buffer by reference (buffers that modules share belong in a registry or a "
-            "global, not in the module: 'def __deepcopy__' or an attribute set afterwards), or construct a new one on all "
-            "ranks")
+            f"a {type(self).__name__} cannot be copied or pickled: it is registered memory that all ranks of a group "
+            "made together. Use it by reference (keep it in a global or a registry, not in the module that is copied or "
+            "saved), or construct a new one on all ranks")
 
     def stream_of_calls(self) -> torch.cuda.Stream | None:
         """The stream of calls that leave the current one: comm_stream, or the buffer's own. None on a CPU."""

@@ -76,8 +76,8 @@ def get(name: str) -> Any:
     try:
         return variable.parse(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r:.80} is not a valid {variable.type_name}; unset it or mend "
-                         f"it: {variable.meaning}") from None
+        raise ValueError(f"environment variable {name}={text!r:.80} is not a valid {variable.type_name}; unset or "
+                         f"mend it: {variable.meaning}") from None
 
 
 def check() -> None:

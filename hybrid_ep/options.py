@@ -112,18 +112,19 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the worst case")
     timeout_s = env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s
     if not _positive(timeout_s) or timeout_s > env.MOST_SECONDS:
-        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds, at most {env.MOST_SECONDS:.0e}")
+        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds, at most "
+                         f"{env.MOST_SECONDS:.0e}")
     executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
     device = devices.current() if isinstance(executor, str) and devices.is_cuda(executor) else torch.device("cpu")
     if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
         try:
             nvshmem.load()
         except RuntimeError as error:
-            raise ValueError(f"executor={executor!r} cannot be used here: {error} (executor= or HYBRID_EP_EXECUTOR asks "
-                             "for it)") from error
+            raise ValueError(f"executor={executor!r} cannot be used here: {error} (executor= or HYBRID_EP_EXECUTOR "
+                             "asks for it)") from error
     if executor not in _core.executors():
-        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} (executor= or HYBRID_EP_EXECUTOR "
-                         "asks for it)")
+        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} (executor= or "
+                         "HYBRID_EP_EXECUTOR asks for it)")
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)

@@ -136,7 +136,7 @@ class Session:
     # ---- life
     @contextlib.contextmanager
     def guard(self):
-        """Around every operation: in the process that made the buffer, one thread at a time, nothing after a failure."""
+        """Around every operation: in the process that made the buffer, one thread at a time, none after a failure."""
         self.require_own_process()
         if not self._lock.acquire(blocking=False):
             raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread its own "
@@ -156,10 +156,10 @@ class Session:
             self._lock.release()
 
     def require_own_process(self) -> None:
-        """BufferFailedError in a forked child: the registered memory and its flags are the parent's, who is using them."""
+        """BufferFailedError in a forked child: the registered memory and its flags are in use by the parent."""
         if os.getpid() != self._pid:
             raise BufferFailedError(
-                f"this buffer belongs to process {self._pid}, from which this process {os.getpid()} was forked; a child "
+                f"this buffer belongs to process {self._pid}, from which process {os.getpid()} was forked; a child "
                 "may only drop it: make the calls in the parent, or start the child with 'spawn' or 'forkserver' and "
                 "make a HybridEPBuffer of a process group of its own there")
 

@@ -130,7 +130,8 @@ def weights(name: str, w: Any, shape: tuple[int, ...], at_least: bool = False) -
 
 
 def topk(idx: Any, rows: int, num_experts: int, look: bool = True) -> torch.Tensor:
-    """int64 [rows, topk], from any signed integers; -1 drops a choice. look: read the numbers, which on a GPU waits for them."""
+    """int64 [rows, topk], from any signed integers; -1 drops a choice. look: read the numbers, for which a GPU must be
+    waited for."""
     idx = tensor("topk_idx", idx, 2, "integers [num_tokens, topk]")
     if idx.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         raise ValueError(f"topk_idx has dtype {idx.dtype}; give int64 expert numbers")
@@ -149,7 +150,8 @@ def topk(idx: Any, rows: int, num_experts: int, look: bool = True) -> torch.Tens
 def routing_map(route: Any, rows: int, num_experts: int | None, num_ranks: int) -> torch.Tensor:
     route = tensor("routing_map", route, 2, "bool [num_tokens, num_experts]")
     if route.dtype not in (torch.bool, torch.uint8):
-        raise ValueError(f"routing_map has dtype {route.dtype}; give bool (or uint8, 0: not chosen): routing_map.bool()")
+        raise ValueError(f"routing_map has dtype {route.dtype}; give bool (or uint8, 0: not chosen): "
+                         "routing_map.bool()")
     if route.shape[0] != rows:
         raise ValueError(f"routing_map has {route.shape[0]} rows but hidden has {rows}; give one row for each token")
     if num_experts is not None and route.shape[1] != num_experts:

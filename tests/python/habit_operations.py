@@ -52,8 +52,8 @@ def problem(rank: int) -> Problem:
 
 
 def run(group, p: Problem, form: Form, gradients: bool = True, reference: bool = True) -> dict[str, Any]:
-    """Every result by name. Collective: a group of four ranks, 2 x 2. gradients: autograd can run. reference: so can the
-    reference buffer, which is made of torch's collectives."""
+    """Every result by name. Collective: a group of four ranks, 2 x 2. gradients: autograd can run. reference: so
+    can the reference buffer, which is made of torch's collectives."""
     found: dict[str, Any] = {}
     with HybridEPBuffer(group, 16, 1, 2, timeout_s=50, num_of_hybrid_ep_ranks_per_nvlink_domain=2) as buffer:
         for part in (dense, permuted, scaled, static):

@@ -100,7 +100,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def loads_data(ctx) -> None:
-    multiprocessing.current_process()._config["daemon"] = False  # which a rank of these tests is, and may have no workers
+    multiprocessing.current_process()._config["daemon"] = False  # as which a rank of these tests may have no workers
     with make(ctx.group(2)) as buffer:
         for _ in range(2):  # workers come and go, SIGCHLD and all, with the buffer in use
             loader = torch.utils.data.DataLoader(Rows(buffer), batch_size=4, num_workers=1,
