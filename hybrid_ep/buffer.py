@@ -283,8 +283,8 @@ class HybridEPBuffer:
         here."""
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: it is registered memory that all ranks of a group "
-            "made together. Use it by reference (keep it in a global or a registry, not in the module that is copied or "
-            "saved), or construct a new one on all ranks")
+            "made together. Use it by reference (keep it in a global or a registry, not in the module that is copied "
+            "or saved), or construct a new one on all ranks")
 
     def stream_of_calls(self) -> torch.cuda.Stream | None:
         """The stream of calls that leave the current one: comm_stream, or the buffer's own. None on a CPU."""
