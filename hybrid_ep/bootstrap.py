@@ -70,24 +70,45 @@ class Rendezvous:
         # The n-th buffer that this rank makes on this group meets the n-th of every other rank. The count
         # lives in the store, so it starts anew with a new store.
         base = dist.PrefixStore(f"hybrid_ep/{view.name}", view.store)
-        self._store = dist.PrefixStore(str(base.add(f"buffers/{view.rank}", 1)), base)
+        with self._needs_store("buffers"):
+            self._store = dist.PrefixStore(str(base.add(f"buffers/{view.rank}", 1)), base)
+
+    @contextlib.contextmanager
+    def _needs_store(self, topic: str):
+        """BootstrapError where the store's server is gone."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise BootstrapError(
+                f"rank {self.view.rank} lost the store of group {self.view.name!r} in {topic!r}: {error}; the process "
+                "that hosts it (usually rank 0) must live as long as buffers are made or grow") from error
 
     def exchange(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """Publishes this rank's value (anything JSON can say) and returns everybody's, by rank."""
-        self._store.set(f"{topic}/{self.view.rank}", json.dumps(value))
-        return self._wait(topic, timeout_s or self.timeout_s)
+        """Publishes this rank's value (anything JSON can say) and returns everybody's, by rank.
+
+        A topic is for one exchange: its keys are gone afterwards, so that a store that lives as long as a job does not
+        grow with every buffer. BootstrapError when ranks are missing or the store is gone."""
+        with self._needs_store(topic):
+            self._store.set(f"{topic}/{self.view.rank}", json.dumps(value))
+            values = self._wait(topic, timeout_s or self.timeout_s)
+        # The exchange has succeeded: a server that ends now, or that cannot delete, is no reason to fail it.
+        with contextlib.suppress(dist.DistError, NotImplementedError):
+            self._forget(topic)
+        return values
+
+    def _forget(self, topic: str) -> None:
+        """Whoever is the last to have read a topic removes it."""
+        if self._store.add(f"{topic}/read", 1) == self.view.size:
+            for key in (*range(self.view.size), "read"):
+                self._store.delete_key(f"{topic}/{key}")
 
     def _wait(self, topic: str, timeout_s: float) -> list[Any]:
         started, pause = time.monotonic(), 0.0005
         missing = list(range(self.view.size))
         while True:
-            try:
-                missing = [r for r in missing if not self._store.check([f"{topic}/{r}"])]
-                if not missing:
-                    return [json.loads(self._store.get(f"{topic}/{r}")) for r in range(self.view.size)]
-            except RuntimeError as error:  # the store's server is gone
-                raise BootstrapError(f"rank {self.view.rank} lost the store of group {self.view.name!r} while it "
-                                     f"waited for {topic!r}: {error}") from error
+            missing = [r for r in missing if not self._store.check([f"{topic}/{r}"])]
+            if not missing:
+                return [json.loads(self._store.get(f"{topic}/{r}")) for r in range(self.view.size)]
             waited = time.monotonic() - started
             if waited > timeout_s:
                 raise BootstrapError(

@@ -55,6 +55,9 @@ class HybridEPBuffer:
     * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
       chunks. ValueError when it has no entry for this device and shape.
 
+    Belongs to the process that made it: a forked child (a data loader's worker) may only drop it. Cannot be copied or
+    pickled (TypeError); share it by reference.
+
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
     DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
 
@@ -107,9 +110,10 @@ class HybridEPBuffer:
         """Sends each token once to every rank that holds one of its experts.
 
         hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
-        along. Routing: topk_idx int64 [T, K] (-1 drops a choice; the weights of an expert named twice are added)
-        with topk_weights fp32 [T, K] or None, or routing_map bool [T, E] with probs fp32 [T, E] or None, or the
-        handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give new weights). Returns
+        along. Routing: topk_idx [T, K], signed integers (-1 drops a choice; the weights of an expert named twice are
+        added) with topk_weights fp32 [T, K] or None, or routing_map [T, E], bool or uint8 (not 0: chosen), with probs
+        fp32 [T, E] or None, or the handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give
+        new weights). Returns
         (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle); weights are 0
         where the token did not choose the expert. num_dispatched_tokens* are ignored. Raises ValueError,
         CapacityError, DeadlineError."""
@@ -274,6 +278,14 @@ class HybridEPBuffer:
         except Exception:
             pass
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A buffer has no copies: copy.copy, copy.deepcopy and pickle (torch.save, arguments of spawned processes) end
+        here."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it is registered memory that all ranks of a group "
+            "made together. Use it by reference (keep it in a global or a registry, not in the module that is copied "
+            "or saved), or construct a new one on all ranks")
+
     def stream_of_calls(self) -> torch.cuda.Stream | None:
         """The stream of calls that leave the current one: comm_stream, or the buffer's own. None on a CPU."""
         device = self._open_session().options.device
@@ -286,6 +298,8 @@ class HybridEPBuffer:
 
     # ---- how they work
     def _open_session(self) -> Session:
+        if self._session is not None:
+            self._session.require_own_process()
         if self._session is None or self._session.why_closed:
             raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never set up")
         return self._session

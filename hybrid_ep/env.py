@@ -19,45 +19,50 @@ class Variable:
     meaning: str
 
 
-def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not least <= (value := int(text)) <= most:
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (value := float(text)) <= MOST_SECONDS:
         raise ValueError
     return value
 
 
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError
-    return value
-
-
-def _positive_float(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise ValueError
-    return value
+# Ranges are wide enough for every machine there is, and narrow enough that a slip of a digit is refused by name instead
+# of ending in an allocation that fails.
+MOST_BLOCKS = 1024  # of an operation: several times the SMs of any GPU, and what a host still starts at once
+MOST_SECONDS = 1e9  # of a deadline: 30 years, which still fit the nanoseconds that kernels count in
+_MOST_RANKS, _MOST_MIB, _MOST_SEED = 1 << 20, 1 << 24, (1 << 63) - 1
 
 
 TABLE = {v.name: v for v in (
-    Variable("HYBRID_EP_RANKS_PER_NODE", _positive_int, "positive integer", None,
+    Variable("HYBRID_EP_RANKS_PER_NODE", _integer(1, _MOST_RANKS), f"integer from 1 to {_MOST_RANKS}", None,
              "Ranks of one NVLink domain. Default: the ranks of one host."),
-    Variable("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", _positive_int, "positive integer", None,
+    Variable("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", _integer(1, _MOST_RANKS),
+             f"integer from 1 to {_MOST_RANKS}", None,
              "deep_ep's name for HYBRID_EP_RANKS_PER_NODE, which wins when both are set."),
-    Variable("HYBRID_EP_TIMEOUT_S", _positive_float, "positive number of seconds", 100.0,
+    Variable("HYBRID_EP_TIMEOUT_S", _seconds, f"number of seconds above 0, at most {MOST_SECONDS:.0e}", 100.0,
              "Deadline of every wait for another rank."),
     Variable("HYBRID_EP_EXECUTOR", str, "name of an executor", "host",
              "Which machine runs the pipeline; hybrid_ep._core.executors() lists them."),
-    Variable("HYBRID_EP_NUM_BLOCKS", _positive_int, "positive integer", None,
+    Variable("HYBRID_EP_NUM_BLOCKS", _integer(1, MOST_BLOCKS), f"integer from 1 to {MOST_BLOCKS}", None,
              "Blocks of an operation where num_sms_* say nothing. Default: from link rates on GPUs (sm_plan), else 1."),
     Variable("HYBRID_EP_TUNING", str, "path of a file", None,
              "File of `hybrid-ep tune`: blocks (where num_sms_* say nothing) and chunks, by device and shape."),
-    Variable("HYBRID_EP_RESULT_CACHE_MIB", _count, "number of MiB, 0 or more", 512,
+    Variable("HYBRID_EP_RESULT_CACHE_MIB", _integer(0, _MOST_MIB), f"number of MiB from 0 to {_MOST_MIB}", 512,
              "Idle host memory that a buffer keeps for its next large results; 0: none."),
     Variable("EXPERT_STATISTIC_ITER_RANGE", str, "range of iterations, 100-200", None,
              "TensorRT-LLM's name: megatron_patches counts tokens per layer and expert in these iterations, the last "
              "not included. The flags --hybrid-ep-load-stats and --hybrid-ep-load-stats-range win."),
     Variable("EXPERT_STATISTIC_PATH", str, "path", "expert_statistic",
              "TensorRT-LLM's name for where they are written: a folder, or a name that ends in .jsonl."),
-    Variable("HYBRID_EP_SEED", int, "integer", 0,
+    Variable("HYBRID_EP_SEED", _integer(0, _MOST_SEED), f"integer from 0 to {_MOST_SEED}", 0,
              "Seed of the checking executors' choices of order."),
 )}
 
@@ -71,8 +76,15 @@ def get(name: str) -> Any:
     try:
         return variable.parse(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r} is not a {variable.type_name}; {variable.meaning}") \
-            from None
+        raise ValueError(f"environment variable {name}={text!r:.80} is not a valid {variable.type_name}; unset or "
+                         f"mend it: {variable.meaning}") from None
+
+
+def check() -> None:
+    """ValueError for the first malformed variable, whether it is needed later or not: a rank that finds one in the
+    middle of a collective set-up would let the others wait."""
+    for name in TABLE:
+        get(name)
 
 
 def table() -> str:

@@ -47,7 +47,8 @@ class CapacityError(HybridEPError, ValueError):
 
 
 class BufferFailedError(HybridEPError):
-    """The buffer was destroyed, or an earlier operation on it failed; make a new one."""
+    """The buffer was destroyed, an earlier operation on it failed (the message repeats why), or it belongs to the
+    process from which this one was forked; make a new one."""
 
 
 class ReentrantCallError(HybridEPError):

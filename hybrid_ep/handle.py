@@ -63,6 +63,13 @@ class Plan:
     padded_tokens_per_expert: torch.Tensor  # int64 [num_local_experts]
     facts: Facts | None = field(default=None, repr=False)  # of a plan that the host never reads; see placed.py
 
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self  # immutable, so that a copied handle works as well as the original
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a handle cannot be pickled: its plan describes memory of a buffer of this process. Save the "
+                        "routing (topk_idx or routing_map) instead, and dispatch again where it is loaded")
+
     @property
     def counts_unknown(self) -> bool:
         """The num_* of rows are limits, and tokens_per_expert is not for the host."""

@@ -104,23 +104,27 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
           ranks_per_node: Any, capacity_factor: Any,
           overflow: Any, timeout_s: Any, executor: Any, tuning_file: Any = None) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
+    env.check()
     hidden_dim = validation.hidden_dim(hidden_dim)
     if overflow not in OVERFLOW_POLICIES:
         raise ValueError(f"overflow={overflow!r} must be one of {OVERFLOW_POLICIES}")
     if capacity_factor is not None and not _positive(capacity_factor):
         raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the worst case")
     timeout_s = env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s
-    if not _positive(timeout_s):
-        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
+    if not _positive(timeout_s) or timeout_s > env.MOST_SECONDS:
+        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds, at most "
+                         f"{env.MOST_SECONDS:.0e}")
     executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
     device = devices.current() if isinstance(executor, str) and devices.is_cuda(executor) else torch.device("cpu")
     if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
         try:
             nvshmem.load()
         except RuntimeError as error:
-            raise ValueError(f"executor={executor!r} cannot be used here: {error}") from error
+            raise ValueError(f"executor={executor!r} cannot be used here: {error} (executor= or HYBRID_EP_EXECUTOR "
+                             "asks for it)") from error
     if executor not in _core.executors():
-        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())}")
+        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} (executor= or "
+                         "HYBRID_EP_EXECUTOR asks for it)")
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
@@ -141,4 +145,4 @@ def _positive(x: Any) -> bool:
 def _blocks(name: str, value: Any, default: int | None = None) -> int | None:
     if value is None:
         return default
-    return validation.integer(name, value, 1, "it is the number of blocks (SMs) of the operation")
+    return validation.integer(name, value, 1, "it is the number of blocks (SMs) of the operation", env.MOST_BLOCKS)

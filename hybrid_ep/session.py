@@ -6,6 +6,8 @@ growth is the same decision everywhere; only growth talks to the store."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -94,12 +96,28 @@ _MUST_AGREE = {
     "chunk_dispatch": str, "chunk_combine": str}
 
 
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted while waiting for other ranks"
+    if isinstance(error, (DeadlineError, BootstrapError)):
+        return str(error)
+    return f"{type(error).__name__}: {error} (raised in the middle of an operation, which the other ranks go on with)"
+
+
+def _raised_here(error: BaseException) -> bool:
+    """By hybrid_ep or its compiled core, which has no frames of its own; not by a signal handler that ran meanwhile."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_globals.get("__name__", "").split(".")[0] == "hybrid_ep"
+
+
 class Session:
     """Not thread-safe, and says so: enter guard() around every operation."""
 
     def __init__(self, meet: Rendezvous, topology: Topology, options: Options):
         self.topology, self.meet, self.options = topology, meet, options
-        self._lock = threading.Lock()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self.why_closed: str | None = None
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
@@ -118,7 +136,8 @@ class Session:
     # ---- life
     @contextlib.contextmanager
     def guard(self):
-        """Around every operation: one thread at a time, nothing after a failure."""
+        """Around every operation: in the process that made the buffer, one thread at a time, none after a failure."""
+        self.require_own_process()
         if not self._lock.acquire(blocking=False):
             raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread its own "
                                      "HybridEPBuffer, or take turns")
@@ -126,13 +145,38 @@ class Session:
             if self.why_closed is not None:
                 raise BufferFailedError(self.why_closed)
             self._enter_device()
-            yield self
-        except (DeadlineError, BootstrapError, KeyboardInterrupt) as error:  # the ranks are out of step now
-            why = str(error) or "interrupted while waiting for other ranks"
-            self.close(f"this buffer failed earlier: {why}; make a new HybridEPBuffer")
-            raise
+            began = self._progress()
+            try:
+                yield self
+            except BaseException as error:
+                if self._is_out_of_step(error, began):
+                    self.close(f"this buffer failed earlier: {_reason(error)}; make a new HybridEPBuffer")
+                raise
         finally:
             self._lock.release()
+
+    def require_own_process(self) -> None:
+        """BufferFailedError in a forked child: the registered memory and its flags are in use by the parent."""
+        if os.getpid() != self._pid:
+            raise BufferFailedError(
+                f"this buffer belongs to process {self._pid}, from which process {os.getpid()} was forked; a child "
+                "may only drop it: make the calls in the parent, or start the child with 'spawn' or 'forkserver' and "
+                "make a HybridEPBuffer of a process group of its own there")
+
+    def _progress(self) -> tuple[int, int]:
+        """Changes as soon as anything is sent to other ranks."""
+        return self._generation, -1 if self.engine is None else self.num_launches()
+
+    def _is_out_of_step(self, error: BaseException, began: tuple[int, int]) -> bool:
+        """Whether this rank leaves in the middle of an operation, in which the others now wait for it.
+
+        Arguments are refused before anything is sent, or by all ranks alike. Whatever else ends a call that has sent
+        something came from outside: Ctrl-C, memory that ran out, an exception of a signal handler of any type."""
+        if isinstance(error, (DeadlineError, BootstrapError)):
+            return True
+        if self._progress() == began:
+            return False
+        return not (isinstance(error, ValueError) and _raised_here(error))
 
     def _enter_device(self) -> None:
         """CUDA: operations go where torch's would go in this thread."""
@@ -145,7 +189,14 @@ class Session:
 
     def close(self, why: str = "this buffer was destroyed; make a new HybridEPBuffer", together: bool = False) -> None:
         """Gives the registered memory back. Local; peers keep what they mapped. Memory that only all ranks can give
-        back (NVSHMEM's heap) goes at once when all do it together, else when they next meet."""
+        back (NVSHMEM's heap) goes at once when all do it together, else when they next meet. In a forked child: nothing
+        is given back, for nothing of it is the child's."""
+        if os.getpid() != self._pid:
+            self.why_closed = self.why_closed or why
+            if self.engine is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.engine))  # a destructor would call into the device
+                self.engine = None
+            return
         if first := self.why_closed is None:
             self.why_closed = why
         self.engine = None
@@ -309,7 +360,7 @@ class Session:
         local = {"dispatch": "permute", "combine": "unpermute"}[operation]
         blocks = getattr(template, f"num_of_blocks_{operation}_api")
         if num_sms is not None:
-            blocks = validation.integer("num_sms", num_sms, 1)
+            blocks = validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
         apart = getattr(template, f"num_of_blocks_{local}") or 0
         self.engine.require_blocks("num_sms" if num_sms is not None else "num_blocks", blocks)
         if apart:

@@ -91,7 +91,7 @@ def load(path: Any, device: str) -> Table:
         raise ValueError(f"tuning={path!r} must be the path of a file that 'hybrid-ep tune' wrote") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"tuning={str(path)!r} cannot be read ({error}); give a file that 'hybrid-ep tune' "
-                         "wrote") from None
+                         "wrote, in the argument or in HYBRID_EP_TUNING, or neither") from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise ValueError(f"tuning={str(path)!r} is {found!r}, not {SCHEMA!r}; write it again with 'hybrid-ep tune'")

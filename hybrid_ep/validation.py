@@ -34,14 +34,15 @@ def on(device: torch.device):
         _device.reset(token)
 
 
-def integer(name: str, value: Any, least: int, remedy: str = "") -> int:
+def integer(name: str, value: Any, least: int, remedy: str = "", most: int | None = None) -> int:
     """value as int; accepts whatever is an integer, 0-d integer tensors too."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}{'; ' + remedy if remedy else ''}")
+    if number is None or number < least or (most is not None and number > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r} must be an integer {limits}{'; ' + remedy if remedy else ''}")
     return number
 
 
@@ -129,7 +130,8 @@ def weights(name: str, w: Any, shape: tuple[int, ...], at_least: bool = False) -
 
 
 def topk(idx: Any, rows: int, num_experts: int, look: bool = True) -> torch.Tensor:
-    """int64 [rows, topk]; -1 drops a choice. look: read the numbers, which on a GPU waits for them."""
+    """int64 [rows, topk], from any signed integers; -1 drops a choice. look: read the numbers, for which a GPU must be
+    waited for."""
     idx = tensor("topk_idx", idx, 2, "integers [num_tokens, topk]")
     if idx.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
         raise ValueError(f"topk_idx has dtype {idx.dtype}; give int64 expert numbers")
@@ -147,15 +149,16 @@ def topk(idx: Any, rows: int, num_experts: int, look: bool = True) -> torch.Tens
 
 def routing_map(route: Any, rows: int, num_experts: int | None, num_ranks: int) -> torch.Tensor:
     route = tensor("routing_map", route, 2, "bool [num_tokens, num_experts]")
-    if route.dtype != torch.bool:
-        raise ValueError(f"routing_map has dtype {route.dtype}; give bool: routing_map.bool()")
+    if route.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"routing_map has dtype {route.dtype}; give bool (or uint8, 0: not chosen): "
+                         "routing_map.bool()")
     if route.shape[0] != rows:
         raise ValueError(f"routing_map has {route.shape[0]} rows but hidden has {rows}; give one row for each token")
     if num_experts is not None and route.shape[1] != num_experts:
         raise ValueError(f"routing_map has {route.shape[1]} columns but the number of experts is {num_experts}; give "
                          "one column for each expert of the group")
     experts_of_group("routing_map's number of columns", route.shape[1], num_ranks)
-    return route
+    return route.bool()
 
 
 def experts_of_group(name: str, num_experts: Any, num_ranks: int) -> int:

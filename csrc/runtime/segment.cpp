@@ -35,6 +35,9 @@ unsigned char* map(int fd, size_t bytes, const std::string& name) {
   const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
   if (p == MAP_FAILED) fail("cannot map", name);
+  // A forked child (a data loader's worker) neither keeps the memory after its parent has given it back, nor can it
+  // write into it. Where the kernel refuses, the child inherits it, as anything else.
+  if (fd >= 0) ::madvise(p, bytes, MADV_DONTFORK);
   return static_cast<unsigned char*>(p);
 }
 
@@ -91,7 +94,11 @@ std::shared_ptr<Segment> Segment::adopt(unsigned char* data, size_t bytes, std::
   return s;
 }
 
+Segment::Segment(std::string name, unsigned char* data, size_t bytes, bool owner)
+    : name_(std::move(name)), data_(data), bytes_(bytes), pid_(::getpid()), linked_(owner) {}
+
 Segment::~Segment() {
+  if (::getpid() != pid_) return;  // a forked child, in which something else may lie at this address by now
   unlink();
   if (!owner_) ::munmap(data_, bytes_);
 }

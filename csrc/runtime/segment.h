@@ -25,11 +25,11 @@ class Segment {
   const std::string& name() const { return name_; }
 
  private:
-  Segment(std::string name, unsigned char* data, size_t bytes, bool owner)
-      : name_(std::move(name)), data_(data), bytes_(bytes), linked_(owner) {}
+  Segment(std::string name, unsigned char* data, size_t bytes, bool owner);
   std::string name_;
   unsigned char* data_;
   size_t bytes_;
+  int pid_;  // of the process that mapped it
   bool linked_;
   std::shared_ptr<void> owner_;
 };

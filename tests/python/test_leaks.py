@@ -1,4 +1,5 @@
-"""A hundred buffers made and destroyed leave nothing: no name in /dev/shm, no descriptor, no mapping, no memory."""
+"""Two hundred buffers made and destroyed leave nothing: no name in /dev/shm, no descriptor, no mapping, no memory, no
+thread, no key in the store."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_ep import HybridEPBuffer, bootstrap
 
-ROUNDS, FIRST = 100, 10  # before the count begins, caches have filled
+ROUNDS, FIRST = 200, 10  # before the count begins, caches have filled
 _kept: list = []
 
 
@@ -20,7 +22,14 @@ def _held() -> dict[str, int]:
         mappings = [line for line in maps if "hybrid_ep" in line or "/dev/shm" in line]
     with open("/proc/self/statm") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"fds": len(os.listdir("/proc/self/fd")), "mappings": len(mappings), "resident": resident}
+    return {"fds": len(os.listdir("/proc/self/fd")), "mappings": len(mappings), "resident": resident,
+            "threads": len(os.listdir("/proc/self/task"))}
+
+
+def _keys(group) -> int:
+    """Of the store, once all ranks have come here."""
+    dist.barrier(group)
+    return group.get_group_store().num_keys()
 
 
 def _rounds(ctx, rounds: int, leak: str | None):
@@ -31,9 +40,9 @@ def _rounds(ctx, rounds: int, leak: str | None):
         patch.setattr(bootstrap.PosixSegments, "create", lambda name, n: names.append(name) or create(name, n))
         for i in range(rounds + FIRST):
             if i == FIRST:
-                before = _held()
+                before = _held() | {"keys": _keys(ctx.group(2))}
             _one(ctx, leak if i >= FIRST else None)
-    after = _held()
+    after = _held() | {"keys": _keys(ctx.group(2))}
     for kept in _kept:
         os.close(kept) if leak == "descriptors" else kept.destroy()
     _kept.clear()
@@ -55,13 +64,13 @@ def _one(ctx, leak: str | None) -> None:
 
 def _check(answers, rounds: int) -> None:
     for left, names in answers:
-        assert left["fds"] <= 0 and left["mappings"] <= 0, left
-        assert left["resident"] < 8 << 20, left  # the segments of a hundred have 50 MiB
+        assert left["fds"] <= 0 and left["mappings"] <= 0 and left["threads"] <= 0 and left["keys"] <= 0, left
+        assert left["resident"] < 8 << 20, left  # the segments of two hundred have 100 MiB
         assert len(names) == len(set(names)) == rounds + FIRST
         assert not {name.strip("/") for name in names} & set(os.listdir("/dev/shm"))
 
 
-def test_a_hundred_buffers_leave_nothing(world):
+def test_two_hundred_buffers_leave_nothing(world):
     _check(world.run(_rounds, ROUNDS, None, ranks=range(2)), ROUNDS)
 
 
