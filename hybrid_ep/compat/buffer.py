@@ -116,7 +116,7 @@ class Buffer:
         in_rank = _marks(idx.clamp(min=0) // (num_experts // self.group_size), kept, self.group_size)
         per_node = None
         if (nodes := self._hybrid.num_of_nodes) > 1:
-            per_node = in_rank.view(len(idx), nodes, -1).any(2).sum(0, dtype=torch.int32)
+            per_node = in_rank.view(len(idx), nodes, self.group_size // nodes).any(2).sum(0, dtype=torch.int32)
         return (in_rank.sum(0, dtype=torch.int32), per_node, per_expert, in_rank,
                 EventOverlap(EventHandle() if async_finish else None))
 
@@ -140,15 +140,16 @@ class Buffer:
         without topk_idx and for NVFP4 triples."""
         self._flags(async_finish, allocate_on_comm_stream)
         if num_worst_tokens:
-            raise NotImplementedError(f"num_worst_tokens={num_worst_tokens} promises a dispatch without host waits; use "
-                                      "HybridEPBuffer.dispatch_with_permute(non_blocking=True, num_permuted_tokens=...)")
+            raise NotImplementedError(f"num_worst_tokens={num_worst_tokens} promises a dispatch without host waits; "
+                                      "use HybridEPBuffer.dispatch_with_permute(non_blocking=True, "
+                                      "num_permuted_tokens=...)")
         alignment = validation.integer("expert_alignment", expert_alignment, 1)
         x, scales = _halves(x)
         wait_for(previous_event)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
-                raise ValueError("handle and topk_idx or topk_weights are given; a handle stands for its routing: leave "
-                                 "the others out")
+                raise ValueError("handle and topk_idx or topk_weights are given; a handle stands for its routing: "
+                                 "leave the others out")
             (recv, _, scales, _), done = self._call("dispatch", config, async_finish, hidden=x, scaling_factor=scales,
                                                     handle=self._kept(handle)[0])
             return recv if scales is None else (recv, scales), None, None, None, None, done
@@ -212,8 +213,8 @@ class Buffer:
     # ---- what is not there
     def _low_latency(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("deep_ep.Buffer's low-latency calls are not served; use "
-                                  "HybridEPBuffer.dispatch_with_permute(non_blocking=True, num_permuted_tokens=...) and "
-                                  "combine_with_unpermute, which make no host wait")
+                                  "HybridEPBuffer.dispatch_with_permute(non_blocking=True, num_permuted_tokens=...) "
+                                  "and combine_with_unpermute, which make no host wait")
 
     low_latency_dispatch = low_latency_combine = clean_low_latency_buffer = _low_latency
     get_next_low_latency_combine_buffer = low_latency_update_mask_buffer = low_latency_query_mask_buffer = _low_latency
@@ -250,8 +251,8 @@ class Buffer:
             twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
             if twice.any():
                 row = int(twice.any(1).nonzero()[0])
-                raise ValueError(f"topk_idx names an expert twice in row {row}: {idx[row].tolist()}; name each once, -1 "
-                                 "drops a choice")
+                raise ValueError(f"topk_idx names an expert twice in row {row}: {idx[row].tolist()}; name each once, "
+                                 "-1 drops a choice")
         return idx
 
     def _same_layout(self, idx: torch.Tensor, num_experts: int, in_rank: Any, per_expert: Any) -> None:

@@ -31,8 +31,8 @@ class Runtime:
         return self._owner.local_rank if global_ else 0
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"runtime.{name} is of deep_ep's compiled half, which is not there; use the methods of the "
-                             "buffer itself")
+        raise AttributeError(f"runtime.{name} is of deep_ep's compiled half, which is not there; use the methods of "
+                             "the buffer itself")
 
 
 class HybridEPBuffer(buffer.HybridEPBuffer):
