@@ -64,3 +64,40 @@ def integers(seed: int, rows: int, hidden: int, dtype=torch.bfloat16) -> torch.T
     """Small integers: their sums are exact in bf16."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-4, 5, (rows, hidden), generator=generator).to(dtype)
+
+
+# A layer whose answer is known: expert e multiplies its rows by e + 1.
+
+def layer_inputs(seed: int, tokens: int, num_experts: int, topk: int, hidden: int):
+    """(x fp32 of small integers, topk_idx without drops, topk_weights): every sum below is exact in fp32."""
+    idx, weights = routing(seed, tokens, num_experts, topk, dropped=0.0)
+    return integers(seed + 1000, tokens, hidden, torch.float32).requires_grad_(), idx, weights.requires_grad_()
+
+
+def check_layer(layer, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> None:
+    """layer(x, idx, weights) -> [T, H], forward and backward, against the closed form."""
+    grad = integers(7 + len(x), len(x), x.shape[1], torch.float32)
+    out = layer(x, idx, weights)
+    out.backward(grad)
+    scale = (weights * (idx + 1)).detach().sum(1, keepdim=True)
+    assert torch.equal(out.detach(), x.detach() * scale), "forward"
+    assert torch.equal(x.grad, grad * scale), "gradient of hidden"
+    want = (idx + 1) * (x.detach() * grad).sum(1, keepdim=True)
+    assert torch.equal(weights.grad, want), "gradient of the weights"
+
+
+def experts_of_choices(rows, recv_idx, recv_weights, first: int):
+    """The local experts over rows that carry choices: [M, H] with recv_topk_idx and recv_topk_weights [M, K]."""
+    return rows * (recv_weights * (recv_idx + 1 + first).masked_fill(recv_idx < 0, 0)).sum(1, keepdim=True)
+
+
+def experts_of_groups(rows, counts, first: int):
+    """The local experts over rows grouped by expert, counts[e] of each; rows behind the groups stay as they are."""
+    scale = torch.repeat_interleave(torch.arange(len(counts)) + 1 + first, counts.long().cpu())
+    return rows * torch.cat([scale, scale.new_zeros(len(rows) - len(scale))])[:, None]
+
+
+def dense(idx, weights, num_experts: int):
+    """Differentiable (routing_map, probs) of choices."""
+    probs = torch.zeros(len(idx), num_experts).scatter(1, idx, weights)
+    return torch.zeros(len(idx), num_experts, dtype=torch.bool).scatter(1, idx, True), probs
