@@ -8,7 +8,6 @@ import importlib.util
 import sys
 
 import pytest
-import torch
 from callers import check_layer, dense, experts_of_groups, layer_inputs
 
 from hybrid_ep import compat
