@@ -20,10 +20,14 @@ _LAZY = {
     "CapacityError": ("hybrid_ep.errors", "CapacityError"),
 }
 
+_SUBMODULES = ("compat", "functional", "reference")  # documented as attributes of the package
+
 __all__ = [*_LAZY, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"hybrid_ep.{name}")  # which sets the attribute
     if name not in _LAZY:
         raise AttributeError(f"module 'hybrid_ep' has no attribute {name!r}")
     module, attribute = _LAZY[name]
@@ -33,4 +37,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted({*globals(), *_LAZY, *_SUBMODULES})

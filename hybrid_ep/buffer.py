@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from hybrid_ep import memory, validation
+from hybrid_ep import memory, routing_maps, validation
 from hybrid_ep.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
 
 try:
@@ -24,7 +23,7 @@ except ImportError as error:
                       f"install .' in the source tree ({error})") from error
 from hybrid_ep import options, plan_weights, streams
 from hybrid_ep.bootstrap import GroupView, Rendezvous
-from hybrid_ep.config import HybridEpConfigInstance
+from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.handle import Plan, dispatch_handle, permute_handle
 from hybrid_ep.session import Call, Routing, Session
@@ -98,7 +97,7 @@ class HybridEPBuffer:
             num_of_blocks_unpermute=o.num_blocks_unpermute,
             num_of_tokens_per_chunk_dispatch_api=o.chunks["dispatch"],
             num_of_tokens_per_chunk_combine_api=o.chunks["combine"])
-        self.configurer = SimpleNamespace(buffer_config=self.config)
+        self.configurer = Configurer(self.config)
         self._session = Session(meet, topology, o)
 
     # ---- the four verbs
@@ -106,17 +105,19 @@ class HybridEPBuffer:
     def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
                  probs=None,
                  routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
-                 handle=None, *, num_sms=None):
+                 handle=None, num_of_tokens_per_rank=None, *, num_sms=None):
         """Sends each token once to every rank that holds one of its experts.
 
         hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
         along. Routing: topk_idx [T, K], signed integers (-1 drops a choice; the weights of an expert named twice are
-        added) with topk_weights fp32 [T, K] or None, or routing_map [T, E], bool or uint8 (not 0: chosen), with probs
-        fp32 [T, E] or None, or the handle of an earlier dispatch (then probs, or topk_idx with topk_weights, may give
-        new weights). Returns
+        added) with topk_weights fp32 [T, K] or probs fp32 [T, E] or neither; or routing_map [T, E], bool or uint8
+        (not 0: chosen), with probs or None, which goes before topk_idx if both are given; or the handle of an earlier
+        dispatch (then probs, or topk_idx with topk_weights, may give new weights). Returns
         (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle); weights are 0
-        where the token did not choose the expert. num_dispatched_tokens* are ignored. Raises ValueError,
+        where the token did not choose the expert. num_dispatched_tokens* are ignored. num_of_tokens_per_rank, where
+        deep_ep needs an upper limit of T that is equal on all ranks, is checked and not needed. Raises ValueError,
         CapacityError, DeadlineError."""
+        validation.token_slots(num_of_tokens_per_rank, hidden)
         if num_dispatched_tokens_tensor is not None:
             _deprecated("num_dispatched_tokens_tensor", "is ignored")
         with self._busy() as session:
@@ -148,7 +149,8 @@ class HybridEPBuffer:
     def dispatch_with_permute(self, *, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None,
                               num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
                               scaling_factor=None,
-                              num_permuted_tokens=None, pad_multiple=None, handle=None, non_blocking=False,
+                              num_permuted_tokens=None, pad_multiple=None, num_of_tokens_per_rank=None,
+                              handle=None, non_blocking=False,
                               fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None,
                               pad_empty_experts=False, num_sms=None):
         """dispatch, with the rows laid out by local expert, each expert's group padded to pad_multiple with
@@ -160,8 +162,9 @@ class HybridEPBuffer:
         pad_empty_experts: an expert that nobody chose gets pad_multiple zero rows too (they count against a
         budget), so that no grouped GEMM sees an empty group. With a handle both paddings are the handle's.
         Returns (rows [P, H], weights fp32 [P] or None, scales [P, S] or None, padded_tokens_per_expert int64
-        [num_local_experts], handle); handle[-1] is the overflow flag, int32 [1].
+        [num_local_experts], handle); handle[10] is the overflow flag, int32 [1].
         Raises ValueError, CapacityError (blocking with overflow="raise"), DeadlineError."""
+        validation.token_slots(num_of_tokens_per_rank, hidden)
         if num_dispatched_tokens is not None:
             _deprecated("num_dispatched_tokens", "is ignored")
         if use_host_meta is not None:
@@ -331,16 +334,22 @@ class HybridEPBuffer:
         if num_of_experts is not None:
             num_of_experts = validation.experts_of_group("num_of_experts", num_of_experts, self.group_size)
         rows = x.shape[0]
-        if topk_idx is not None:
+        if topk_idx is not None and routing_map is None:
             num_experts = num_of_experts or self.config.num_of_experts_per_rank * self.group_size
             idx = validation.topk(topk_idx, rows, num_experts, look)
+            if probs is not None:
+                if topk_weights is not None:
+                    raise ValueError("topk_weights and probs are both given; give the weights in one of them")
+                probs = validation.weights("probs", probs, (rows, num_experts))
+                return Routing(num_experts, None, routing_maps.from_topk(idx, None, num_experts)[0], probs)
             if topk_weights is not None:
                 topk_weights = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
             return Routing(num_experts, idx, None, topk_weights)
         if routing_map is None:
             raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where tokens go")
         if topk_weights is not None:
-            raise ValueError("topk_weights is given without topk_idx; a routing_map takes its weights as probs [T, E]")
+            raise ValueError("topk_weights is given, but topk_idx does not count beside a routing_map, which takes "
+                             "its weights as probs [T, E]")
         route = validation.routing_map(routing_map, rows, num_of_experts, self.group_size)
         if probs is not None:
             probs = validation.weights("probs", probs, tuple(route.shape))

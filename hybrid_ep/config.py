@@ -6,10 +6,22 @@ combine."""
 
 from __future__ import annotations
 
+import copy
+import enum
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 DEFAULT_CHUNK_TOKENS = 16  # of a rail message; csrc/layout/buffer.h
+
+
+class TokenDataType(enum.Enum):
+    """Bytes of an element of hidden, as deep_ep names them."""
+
+    UINT16 = 2
+    UINT8 = 1
+
+
+UINT8, UINT16 = TokenDataType.UINT8, TokenDataType.UINT16
 
 
 @dataclass
@@ -47,6 +59,23 @@ class HybridEpConfigInstance:
     device_side_sync_combine_api: bool = True
     plan: Any = field(default=None, repr=False, compare=False)
 
+    @property
+    def token_data_type(self) -> TokenDataType:
+        """use_fp8 under deep_ep's name."""
+        return UINT8 if self.use_fp8 else UINT16
+
+    @token_data_type.setter
+    def token_data_type(self, value: TokenDataType) -> None:
+        if not isinstance(value, TokenDataType):
+            raise ValueError(f"token_data_type={value!r} must be UINT8 or UINT16; or set use_fp8")
+        self.use_fp8 = value is UINT8
+
+    def is_valid(self, fuse_permute_dispatch: bool = False) -> bool:
+        """Whether a dispatch can make room for it; deep_ep's callers ask before they use one."""
+        counts = (self.hidden_dim, self.num_of_experts_per_rank, self.num_of_ranks_per_node, self.num_of_nodes,
+                  *self.tuned().values())
+        return all(isinstance(n, int) and n >= 1 for n in counts) and self.max_num_of_tokens_per_rank >= 0
+
     def chunk(self, op: str) -> int:
         """Tokens of a rail message in dispatch or combine."""
         return getattr(self, f"num_of_tokens_per_chunk_{op}_api") or DEFAULT_CHUNK_TOKENS
@@ -61,8 +90,22 @@ class HybridEpConfigInstance:
 
     def set(self, **overrides: Any) -> None:
         """Sets fields by name; ValueError for an unknown one."""
-        known = {f.name for f in fields(self)} - {"plan"}
+        known = {f.name for f in fields(self)} - {"plan"} | {"token_data_type"}
         for name, value in overrides.items():
             if name not in known:
                 raise ValueError(f"{name}={value!r} is not a field of HybridEpConfigInstance; known: {sorted(known)}")
             setattr(self, name, value)
+
+
+class Configurer:
+    """Where deep_ep's callers find the template: buffer_config, and copies of it."""
+
+    def __init__(self, buffer_config: HybridEpConfigInstance):
+        self.buffer_config = buffer_config
+
+    def get_default_config(self, fuse_permute_dispatch: bool = False) -> HybridEpConfigInstance:
+        """A copy of the template, to be changed freely; update_template_config sets fields."""
+        return copy.copy(self.buffer_config)
+
+    def adjust_template(self, config: HybridEpConfigInstance, fuse_permute_dispatch: bool = False) -> None:
+        """Nothing to do: stages in shared memory are chosen at compile time."""

@@ -20,6 +20,10 @@ dense_chunk_layout int32 [num_ranks]: receive row where each source rank's rows 
 tokens_per_expert int32 [Er]: kept rows, without padding;  overflow_flag int32 [1]: 1 when pairs were dropped
 here
 
+Read elements by position from the front: deep_ep's handles have had one element more since September 2026 (8 and 12,
+num_of_valid_tokens; num_of_tokens_per_rank is that here), in 12 first behind the overflow flag and then before it.
+Ours keep 7 and 11, in which the flag is both element 10 and the last, so that readers of either kind are right.
+
 On a GPU all of these lie on the device, and are right once the dispatch has run. Of a sync-free dispatch
 (non_blocking=True there) the maps are None, since their sizes are not known."""
 
@@ -36,6 +40,8 @@ from hybrid_ep import device_maps
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.placed import Facts
 from hybrid_ep.tensors import view
+
+OVERFLOW_FLAG = 10  # its element in dispatch_with_permute's handle
 
 
 @dataclass(frozen=True)

@@ -383,4 +383,4 @@ def _plan_of(handle, length: int):
     """(WorldPlan, the permuted weights that the dispatch returned)."""
     if not isinstance(handle, tuple) or len(handle) != length:
         raise ValueError(f"handle must be the {length}-tuple that the matching dispatch returned")
-    return handle[-1] if length == 7 else handle[-2]
+    return handle[6 if length == 7 else 9]

@@ -168,6 +168,13 @@ def experts_of_group(name: str, num_experts: Any, num_ranks: int) -> int:
     return num_experts
 
 
+def token_slots(slots: Any, hidden: Any) -> None:
+    """num_of_tokens_per_rank, as deep_ep's callers give it for ranks with unequal numbers of tokens."""
+    if slots is not None and integer("num_of_tokens_per_rank", slots, 0) < len(hidden):
+        raise ValueError(f"num_of_tokens_per_rank={int(slots)} is less than the {len(hidden)} rows of hidden; give "
+                         "the largest number of tokens of any rank, or None")
+
+
 def scales(scale: Any, hidden: torch.Tensor) -> torch.Tensor:
     scale = tensor("scaling_factor", scale, 2, "[num_tokens, scales of a token]")
     if scale.shape[0] != hidden.shape[0]:
@@ -190,7 +197,7 @@ def handle(value: Any, length: int, verb: str, topology) -> Any:
         raise ValueError(f"handle is {describe(value)}; give the handle tuple that {verb}() returned")
     if len(value) != length:
         raise ValueError(f"handle has {len(value)} elements; give the {length}-tuple that {verb}() returned")
-    plan = getattr(value[-1] if length == 7 else value[-2], "plan", None)
+    plan = getattr(value[6 if length == 7 else 9], "plan", None)
     if plan is None:
         raise ValueError(f"handle's config element carries no plan; give the handle that {verb}() returned, unchanged")
     if (plan.rank, plan.num_ranks, plan.num_local_ranks) != (

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
 from hybrid_ep import functional
+from hybrid_ep.handle import OVERFLOW_FLAG
 from megatron_patches import buffers, settings
 
 
@@ -118,7 +119,7 @@ class HybridEPManager:
         )
         self.buffer = buffer
         if self.moe_expert_rank_capacity_factor is not None:
-            self.over_budget |= (self.handle[-1] != 0).to(self.over_budget.device)
+            self.over_budget |= (self.handle[OVERFLOW_FLAG] != 0).to(self.over_budget.device)
         self.tokens_per_expert = counts.to(torch.int64)
         if rows_per_expert is not None:
             self._use_promised_rows(rows_per_expert)

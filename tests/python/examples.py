@@ -220,7 +220,7 @@ def check_permuted(same, buffer, rank: int, ex: Example, want: Expected) -> None
             [int((plan.source <= r).sum()) for r in range(ex.world.num_ranks)], dtype=torch.int32))
         same("dense_to_expert_map", handle[6].cpu(), plan.dense_to_expert)
     same("tokens_per_expert", handle[7].cpu(), plan.tokens_per_expert)
-    same("overflow_flag", handle[-1].cpu(), torch.tensor([int(plan.overflow)], dtype=torch.int32))
+    same("overflow_flag", handle[10].cpu(), torch.tensor([int(plan.overflow)], dtype=torch.int32))
     partials = {"fp32_partials": ex.fp32_partials}
     out, probs = buffer.combine_with_unpermute(hidden=want.returned[rank], probs=want.returned_probs[rank],
                                                handle=handle, **partials)

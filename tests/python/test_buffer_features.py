@@ -12,6 +12,7 @@ from examples import Example, check, expected, make_inputs
 
 from hybrid_ep import CapacityError, HybridEPBuffer, reference
 from hybrid_ep.errors import BufferFailedError, ReentrantCallError
+from hybrid_ep.handle import OVERFLOW_FLAG
 from hybrid_ep.testing import VirtualWorld
 
 EX = Example(2, 2, 2, (6, 9, 12, 3), 3, seed=5, exact=True)
@@ -34,12 +35,13 @@ def test_signatures_are_those_of_deep_ep():
         "num_of_hybrid_ep_ranks_per_nvlink_domain", "use_mnnvl"]
     assert names(HybridEPBuffer.dispatch) == [
         "hidden", "scaling_factor", "topk_idx", "topk_weights", "num_of_experts", "probs", "routing_map",
-        "num_dispatched_tokens_tensor", "num_dispatched_tokens", "handle", "num_sms"]
+        "num_dispatched_tokens_tensor", "num_dispatched_tokens", "handle", "num_of_tokens_per_rank", "num_sms"]
     assert names(HybridEPBuffer.combine)[:3] == ["hidden", "probs", "handle"]
     assert names(HybridEPBuffer.dispatch_with_permute) == [
         "hidden", "topk_idx", "topk_weights", "num_of_experts_per_rank", "num_of_experts", "use_fp8",
         "routing_map",
-        "probs", "scaling_factor", "num_permuted_tokens", "pad_multiple", "handle", "non_blocking",
+        "probs", "scaling_factor", "num_permuted_tokens", "pad_multiple", "num_of_tokens_per_rank", "handle",
+        "non_blocking",
         "fuse_permute_dispatch", "num_dispatched_tokens", "use_host_meta", "pad_empty_experts",
         "num_sms"]
     assert names(HybridEPBuffer.combine_with_unpermute)[:6] == [
@@ -150,7 +152,7 @@ def test_extra_rows_are_zero_and_ignored():
         rows, weights, _, _, handle = buffers[rank].dispatch_with_permute(
             hidden=mine.hidden, num_permuted_tokens=torch.tensor(n + 40), **mine.routing())
         assert rows.shape[0] == n + 40 and not rows[n:].any() and not weights[n:].any()
-        assert torch.equal(rows[:n], want.permuted[rank][0]) and int(handle[-1]) == 0
+        assert torch.equal(rows[:n], want.permuted[rank][0]) and int(handle[OVERFLOW_FLAG]) == 0
         padding = torch.full((40, EX.hidden), float("nan"), dtype=torch.bfloat16)
         out, _ = buffers[rank].combine_with_unpermute(hidden=torch.cat([want.returned[rank], padding]),
                                                       handle=handle)

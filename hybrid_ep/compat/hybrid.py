@@ -1,0 +1,55 @@
+"""HybridEPBuffer with the members that deep_ep's has and ours does not need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybrid_ep import buffer, routing_maps
+
+
+class Runtime:
+    """The facts that callers ask of deep_ep's compiled object, of a buffer that is alive."""
+
+    def __init__(self, owner: buffer.HybridEPBuffer):
+        self._owner = owner
+
+    def is_available(self) -> bool:
+        return self._owner._session is not None and not self._owner._session.why_closed
+
+    def get_num_rdma_ranks(self) -> int:
+        """Nodes."""
+        return self._owner.num_of_nodes
+
+    def get_rdma_rank(self) -> int:
+        """This rank's node."""
+        return self._owner.node_rank
+
+    def get_root_rdma_rank(self, global_: bool) -> int:
+        """The rank of this rank's rail on the first node: in the group (True), or among the nodes."""
+        return self._owner.local_rank if global_ else 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"runtime.{name} is of deep_ep's compiled half, which is not there; use the methods of "
+                             "the buffer itself")
+
+
+class HybridEPBuffer(buffer.HybridEPBuffer):
+    """hybrid_ep.HybridEPBuffer; empty_jit_cache and runtime are there for callers of deep_ep's."""
+
+    @property
+    def runtime(self) -> Runtime:
+        return Runtime(self)
+
+    def empty_jit_cache(self) -> None:
+        """Nothing to do: no kernel is compiled at run time."""
+
+
+def indices_to_map(topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int,
+                   num_of_experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(routing_map bool [T, E], probs fp32 [T, E] or None) of topk_idx [T, K], -1 dropped, and topk_weights [T, K] or
+    None, on their device."""
+    if topk_idx.shape[0] != num_of_tokens:
+        raise ValueError(f"num_of_tokens={num_of_tokens} but topk_idx has {topk_idx.shape[0]} rows; they must agree")
+    return routing_maps.from_topk(topk_idx, topk_weights, num_of_experts)
