@@ -376,6 +376,6 @@ def test_habits_a_process_is_born_with():
     """No assertions and no docstrings, Python's development mode, warnings as errors, memory that malloc spoils."""
     from habit_program import digest
 
-    said = program("-OO", "-X", "dev", "-X", "utf8=0", "-W", "error::UserWarning", MALLOC_PERTURB_="165", MALLOC_CHECK_="3",
-                   TMPDIR="/nonexistent", LC_ALL="C", PYTHONHASHSEED="1", OMP_NUM_THREADS="3")
+    said = program("-OO", "-X", "dev", "-X", "utf8=0", "-W", "error::UserWarning", MALLOC_PERTURB_="165",
+                   MALLOC_CHECK_="3", TMPDIR="/nonexistent", LC_ALL="C", PYTHONHASHSEED="1", OMP_NUM_THREADS="3")
     assert said.split() == [digest(), "atexit", "last"]
