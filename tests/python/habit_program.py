@@ -32,13 +32,13 @@ def use(buffer) -> None:
 
 
 class Owner:
-    """Uses its buffer when it is collected, as late as that may be."""
+    """Destroys its buffer when it is collected, as late as that may be."""
 
     def __init__(self, buffer):
         self.buffer, self.itself = buffer, self
 
     def __del__(self):
-        use(self.buffer)
+        self.buffer.destroy()
         print("last", flush=True)
 
 

@@ -365,22 +365,17 @@ PROGRAM = HERE / "habit_program.py"
 
 
 def program(*flags: str, **variables: str) -> str:
-    """Its last line of output; nothing on stderr, in the middle or when the interpreter ends."""
+    """What it prints; nothing on stderr, in the middle or when the interpreter ends."""
     done = subprocess.run([sys.executable, *flags, str(PROGRAM)], capture_output=True, text=True, timeout=240,
                           env={**os.environ, **variables})
     assert done.returncode == 0 and not done.stderr, f"{done.returncode}: {done.stderr[-3000:]}"
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def usual_digest():
+def test_habits_a_process_is_born_with():
+    """No assertions and no docstrings, Python's development mode, warnings as errors, memory that malloc spoils."""
     from habit_program import digest
 
-    return digest()
-
-
-@pytest.mark.parametrize("flags, variables", [
-    (("-OO", "-W", "error::UserWarning"), {"MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3", "TMPDIR": "/nonexistent"}),
-    (("-X", "dev", "-X", "utf8=0"), {"LC_ALL": "C", "PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "3"})])
-def test_habits_a_process_is_born_with(usual_digest, flags, variables):
-    assert program(*flags, **variables).split() == [usual_digest, "atexit", "last"]
+    said = program("-OO", "-X", "dev", "-X", "utf8=0", "-W", "error::UserWarning", MALLOC_PERTURB_="165",
+                   MALLOC_CHECK_="3", TMPDIR="/nonexistent", LC_ALL="C", PYTHONHASHSEED="1", OMP_NUM_THREADS="3")
+    assert said.split() == [digest(), "atexit", "last"]
