@@ -122,10 +122,10 @@ class HybridEPBuffer:
             _deprecated("num_dispatched_tokens_tensor", "is ignored")
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
-            plan, given = self._plan_or_route(
+            plan, given, routed = self._plan_or_route(
                 7, "dispatch", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs,
                 routing_map, permute=False)
-            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, None, blocks)
+            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, routed, None, blocks)
         return rows, weights, scales, handle if handle is not None else dispatch_handle(plan, self.config)
 
     @streams.on_comm_stream
@@ -186,7 +186,7 @@ class HybridEPBuffer:
             num_of_experts = per_rank * self.group_size
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
-            plan, given = self._plan_or_route(
+            plan, given, routed = self._plan_or_route(
                 11, "dispatch_with_permute", handle, hidden, scaling_factor, topk_idx, topk_weights,
                 num_of_experts,
                 probs, routing_map, permute=True, use_fp8=use_fp8, non_blocking=non_blocking,
@@ -194,7 +194,7 @@ class HybridEPBuffer:
             if budget is not None and budget < plan.num_permuted_rows:
                 raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
                                  "the handle; give at least as many, or None")
-            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given,
+            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, routed,
                                                plan.num_permuted_rows if budget is None else budget, blocks)
         return (rows, weights, scales, plan.padded_tokens_per_expert.clone(),
                 handle if handle is not None else permute_handle(plan, self.config))
@@ -315,20 +315,20 @@ class HybridEPBuffer:
     def _plan_or_route(self, length, verb, handle, hidden, scale, topk_idx, topk_weights, num_of_experts,
                        probs, routing_map, *, permute, use_fp8=None, non_blocking=False, pad_multiple=1,
                        budget=None, pad_empty_experts=False):
-        """(plan, weights in plan order | None | "routed": those that the routing brought)."""
+        """(plan, new weights in plan order or None, whether weights are those that the routing brought)."""
         x = validation.hidden_rows("hidden", hidden)
         scale = None if scale is None else validation.scales(scale, x)
         validation.fp8_agrees(use_fp8, x)
         if handle is not None:
             plan = validation.handle(handle, length, verb, self._topology)
             validation.hidden_rows("hidden", x, plan.num_tokens)
-            return plan, plan_weights.in_plan_order(plan, topk_idx, topk_weights, probs)
+            return plan, plan_weights.in_plan_order(plan, topk_idx, topk_weights, probs), False
         routing = self._routing(x, topk_idx, topk_weights, num_of_experts, probs, routing_map,
                                 look=not self._session.routes_unseen(non_blocking))
         call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
                     self.config.num_of_blocks_dispatch_api, pad_empty_experts)
         plan = self._session.route(routing, call, self.config)
-        return plan, "routed" if plan.has_weights else None
+        return plan, None, plan.has_weights
 
     def _routing(self, x, topk_idx, topk_weights, num_of_experts, probs, routing_map, look=True) -> Routing:
         if num_of_experts is not None:
@@ -355,9 +355,10 @@ class HybridEPBuffer:
             probs = validation.weights("probs", probs, tuple(route.shape))
         return Routing(route.shape[1], None, route, probs)
 
-    def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted, blocks: tuple[int, int]):
+    def _send(self, session: Session, plan: Plan, hidden, scale, weights, routed: bool, num_permuted,
+              blocks: tuple[int, int]):
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
-        x, routed = aligned(hidden), isinstance(weights, str)
+        x = aligned(hidden)
         padded_scale = None if scale is None else pad_rows(scale)
         scale_bytes = 0 if scale is None else padded_row_bytes(scale)
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
@@ -369,13 +370,13 @@ class HybridEPBuffer:
         out_x = make(rows, row_bytes(x)).view(x.dtype)
         out_scale = None if scale is None else make(rows, scale_bytes)
         out_weights = None
-        if weights is not None:
+        if routed or weights is not None:
             width = plan.num_node_experts if num_permuted is None else 1
             out_weights = make(rows, 4 * width).view(torch.float32)
             out_weights = out_weights if num_permuted is None else out_weights.view(rows)
         session.engine.dispatch(
             plan.core, x=view("hidden", x), scale=view("scaling_factor", padded_scale),
-            weights=None if routed else view("weights", weights), routed_weights=routed, out_x=view("out_x", out_x),
+            weights=view("weights", weights), routed_weights=routed, out_x=view("out_x", out_x),
             out_scale=view("out_scale", out_scale), out_weights=view("out_weights", out_weights),
             row_bytes=row_bytes(x),
             scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,

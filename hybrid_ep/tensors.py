@@ -37,7 +37,10 @@ def _remedy(x: torch.Tensor) -> str:
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """x without its autograd history, contiguous, aligned and with its conjugation and sign carried out; a copy only
     where needed."""
-    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    x = x.detach()
+    if x.is_neg() or x.is_conj():
+        x = x.resolve_conj().resolve_neg()
+    x = x.contiguous()
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
 
@@ -47,11 +50,11 @@ def view(name: str, x: torch.Tensor | None) -> _core.TensorView | None:
     if x is None:
         return None
     require_memory(name, x)
-    num_bytes = x.nbytes
+    num_bytes, device = x.nbytes, "cpu" if x.is_cpu else x.device.type  # asking for the device is what costs
     if not x.is_contiguous() or num_bytes > x.untyped_storage().nbytes() - x.storage_offset() * x.element_size():
         raise ValueError(f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
                          "storage; give .contiguous(), and no storage that was made smaller")
-    return _core.TensorView(x.data_ptr(), num_bytes, _ELEMENTS.get(x.dtype, 0), x.device.type, x)
+    return _core.TensorView(x.data_ptr(), num_bytes, _ELEMENTS.get(x.dtype, 0), device, x)
 
 
 def row_bytes(x: torch.Tensor) -> int:
