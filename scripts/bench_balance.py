@@ -192,8 +192,8 @@ def main(argv=None):
     parser.add_argument("--census", type=int, default=24_000, help="layers of each case of the table of one slot")
     parser.add_argument("--published-layers", type=int, default=58, help="layers that --published times")
     parser.add_argument("--published", type=Path, help="DeepSeek's eplb.py, to be timed beside ours")
-    parser.add_argument("--conditions", action="store_true", help="only the tables of other conditions: scale of loads, "
-                        "steep loads, placements that change, experts hot together")
+    parser.add_argument("--conditions", action="store_true", help="only the tables of other conditions: scale of "
+                        "loads, steep loads, placements that change, experts hot together")
     args = parser.parse_args(argv)
     published = runpy.run_path(str(args.published)) if args.published else None
     torch.set_num_threads(1)

@@ -222,8 +222,8 @@ void Placer::apply(const Move& m) {
     for (int r : where_[e]) load_[r] += share(e);
 }
 
-// A fresh placement that ends far above what none beats: the steps of an improvement, where any slot may change, towards
-// several limits, and levelled again.
+// A fresh placement that ends far above what none beats: the steps of an improvement, where any slot may change,
+// towards several limits, and levelled again.
 void Placer::polish(const Marks& m, int num_nodes) {
   const int ranks = shape_.num_ranks / num_nodes;
   State best{slots_, count_, share_, load_, has_};

@@ -46,8 +46,8 @@ class ClonesFit {
  private:
   int spare_slots_;
   int64_t sum_ = 0;
-  std::vector<int64_t> rank_load_, rest_;            // ascending; scratch
-  std::vector<std::pair<int, int64_t>> by_place_;    // experts: place of the home in that order, tokens
+  std::vector<int64_t> rank_load_, rest_;          // ascending; scratch
+  std::vector<std::pair<int, int64_t>> by_place_;  // experts: place of the home in that order, tokens
 };
 
 // Scratch is kept between calls; one planner a thread.

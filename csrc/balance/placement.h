@@ -24,7 +24,8 @@ class Placer {
  public:
   explicit Placer(const PlacementShape& shape);
 
-  // load[E] >= 0 with a sum of at most 2^56, fixed point as the caller scales it. phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
+  // load[E] >= 0 with a sum of at most 2^56, fixed point as the caller scales it.
+  // phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
   void fresh(const int64_t* load, int32_t* phy2log);
 
   // Compares two placements by their fullest rank: below 0 if a's is lower, above 0 if b's is, 0 if they are as good as

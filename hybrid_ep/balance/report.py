@@ -18,7 +18,8 @@ from hybrid_ep.balance.statistics import LoadStatistics
 @dataclass(frozen=True)
 class LayerReport:
     """One layer. mean, std: tokens by rank (population std over ranks, averaged over iterations). by_rank, by_slot:
-    imbalance ratio, averaged over iterations. exact: by rank with clones in spare slots, or None; bound: what no plan with those slots beats."""
+    imbalance ratio, averaged over iterations. exact: by rank with clones in spare slots, or None; bound: what no plan
+    with those slots beats."""
 
     layer: int
     mean: float

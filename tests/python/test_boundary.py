@@ -178,15 +178,16 @@ def arrays_of_planners():
     made = plan_microbatch(counts)
     shape, load = made.options.shape(2, 8), counts[:1].copy()
     planner = _core.MicrobatchPlanner(shape)
-    layers = dict(num_layers=1, num_experts=8, num_slots=10, num_groups=0, num_nodes=1, num_ranks=2)
+    layers = dict(num_layers=1, num_experts=8, num_slots=10, num_groups=2, num_nodes=1, num_ranks=2)
     current = np.ascontiguousarray(plan_placement(load, 10, 2).phy2log, dtype=np.int32)
     return {
         "plan": (planner.plan, {"counts": counts, "home": made.home}),
         "share_of_source": (lambda **a: _core.share_of_source(shape=shape, source=0, **a), {
             "counts": counts, "home": made.home, "slot_expert": made.slot_expert, "slot_tokens": made.slot_tokens}),
-        "place_layers": (lambda **a: _core.place_layers(**a, **layers), {"load": load}),
+        "place_layers": (lambda **a: _core.place_layers(**a, **layers), {
+            "load": load, "single": load.astype(np.float32), "group": load[:, :2].astype(np.float32)}),
         "improve_layers": (lambda **a: _core.improve_layers(**a, **layers, target_ppm=0, max_moves=4),
-                           {"load": load, "current": current})}
+                           {"load": load, "current": current, "fresh": current})}
 
 
 @pytest.mark.parametrize("name", ["plan", "share_of_source", "place_layers", "improve_layers"])
@@ -197,7 +198,8 @@ def test_planners_hold_their_arrays_to_size_and_type(name):
         flat = np.ascontiguousarray(array).reshape(-1)
         wide = np.repeat(array, 2, axis=-1)[..., ::2]
         assert not wide.flags.c_contiguous
-        for bad in (flat[:-1].reshape(1, -1), array.astype(np.float32), array.astype(np.int16), wide):
+        other = np.float64 if array.dtype == np.float32 else np.float32
+        for bad in (flat[:-1].reshape(1, -1), array.astype(other), array.astype(np.int16), wide):
             with pytest.raises(ValueError, match=rf"^{argument}: "):
                 call(**arrays | {argument: bad})
     call(**arrays)
