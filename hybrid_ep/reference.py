@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import topology
+from hybrid_ep.names import Named
 
 _NOTHING = -0.0  # the neutral element of IEEE addition: x + -0.0 is x for every x, -0.0 too
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32}
@@ -263,7 +264,7 @@ def _is_fp8(x: torch.Tensor) -> bool:
     return x.is_floating_point() and x.element_size() == 1
 
 
-class ReferenceBuffer:
+class ReferenceBuffer(Named):
     """hybrid_ep.HybridEPBuffer by gathering everything everywhere; same arguments, same results, no limits.
 
     Handles are tuples of the same lengths with the plan and the dispatched weights in the config element; of

@@ -5,11 +5,13 @@ that these tests need, their download of data replaced by nothing, and the dispa
 
 import copy
 import os
+import re
 import sys
 import time
 import types
 
 ROUTES = ("ours", "deep_ep", "theirs")
+SAME_EVERYWHERE = re.compile(r"world.?size.*not divisible|requires? .*world size")  # all ranks fail alike, and go on
 
 
 class Reporter:
@@ -34,7 +36,8 @@ class Reporter:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             text = crash.message if crash else str(report.longrepr)[-2000:]
-            self.session.shouldstop = "a test failed on this rank"
+            if not SAME_EVERYWHERE.search(text):
+                self.session.shouldstop = "a test failed on this rank"
         elif report.skipped:
             text = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr)
         if report.when == "call" or report.outcome != "passed":
@@ -77,12 +80,25 @@ def _more_of_cuda(torch, world_size):
     cuda.empty_cache = cuda.memory.empty_cache = cuda.reset_peak_memory_stats = lambda *_: None
     cuda.memory_allocated = cuda.max_memory_allocated = lambda *_: 0
     cuda.get_device_capability = lambda *_: (8, 0)
-    initialize = torch.distributed.init_process_group
+    _groups_of_gloo(torch.distributed)
+
+
+def _groups_of_gloo(dist):
+    """nccl becomes gloo, and groups of the same ranks one group: Megatron makes dozens in every test and destroys none,
+    and each of gloo's has threads that poll."""
+    initialize, new_group, made = dist.init_process_group, dist.new_group, {}
 
     def init_process_group(backend=None, *args, **keywords):
+        made.clear()
         return initialize("gloo", *args, **keywords)
 
-    torch.distributed.init_process_group = init_process_group
+    def shared_group(ranks=None, *_args, **_keywords):
+        key = tuple(ranks if ranks is not None else range(dist.get_world_size()))
+        if key not in made:
+            made[key] = new_group(list(key), backend="gloo")
+        return made[key]
+
+    dist.init_process_group, dist.new_group = init_process_group, shared_group
 
 
 def _routed(route):
