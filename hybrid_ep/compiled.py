@@ -1,8 +1,10 @@
 """The operators of hybrid_ep.functional for torch.compile: opaque to it, one node of the graph each.
 
 Two custom ops, torch.ops.hybrid_ep.dispatch and .combine, each the other's backward. The graph holds the buffer's name
-and the handle's tensor (names.py). Shapes that routing decides are unbacked symbols; num_permuted_tokens makes them
-known. The ops are ordered: no pass reorders, merges or drops one, because other ranks wait for it.
+and the handle's tensor (names.py). The ops are ordered: no pass reorders, merges or drops one, because other ranks wait
+for it. Where routing alone decides how many rows come, that number is an unbacked symbol, and the op is .dispatch_unsized
+instead: inductor cannot define a symbol in an ordered op (torch 2.15), so there data alone orders it. Programs whose
+dispatches do not depend on each other give num_permuted_tokens, or compile with another backend.
 
 Imported while a function is traced and never before, for it imports torch's compiler, which takes seconds."""
 
@@ -38,7 +40,8 @@ def dispatch(buffer: Any, permute: bool, hidden: torch.Tensor, **given: Any) -> 
         budget = budget.item()
     per_rank = num_experts // ranks
     scale = given["scaling_factor"]
-    rows, weights, scales, counts, overflow, token = torch.ops.hybrid_ep.dispatch(
+    op = torch.ops.hybrid_ep.dispatch_unsized if budget is None else torch.ops.hybrid_ep.dispatch
+    rows, weights, scales, counts, overflow, token = op(
         hidden, topk_idx, topk_weights, routing_map, probs, scale, None if handle is None else handle.token,
         buffer.compile_name, permute, num_experts, budget, budget, given.get("pad_multiple"),
         given.get("non_blocking", False), given.get("pad_empty_experts", False), given.get("dispatch_dtype"),
@@ -76,13 +79,12 @@ def _experts_per_rank(buffer: Any) -> int:
 
 # ---- the ops
 
-@torch.library.custom_op("hybrid_ep::dispatch", mutates_args=())
-def _dispatch(hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
-              routing_map: torch.Tensor | None, probs: torch.Tensor | None, scaling_factor: torch.Tensor | None,
-              handle: torch.Tensor | None, buffer: str, permute: bool, num_experts: int, budget: int | None,
-              num_rows: int | None, pad_multiple: int | None, non_blocking: bool, pad_empty_experts: bool,
-              dispatch_dtype: str | None, local_experts: int, node_experts: int) -> tuple[
-                  torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _run_dispatch(hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
+                  routing_map: torch.Tensor | None, probs: torch.Tensor | None, scaling_factor: torch.Tensor | None,
+                  handle: torch.Tensor | None, buffer: str, permute: bool, num_experts: int, budget: int | None,
+                  num_rows: int | None, pad_multiple: int | None, non_blocking: bool, pad_empty_experts: bool,
+                  dispatch_dtype: str | None, local_experts: int, node_experts: int) -> tuple[
+                      torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(rows, weights, scales, padded tokens per expert, overflow, handle's tensor), empty where there is none.
 
     num_rows, local_experts, node_experts: for the shapes alone."""
@@ -121,9 +123,8 @@ def _or_none(x: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype) -> 
     return _none(like, dtype) if x is None else x
 
 
-@_dispatch.register_fake
-def _(hidden, topk_idx, topk_weights, routing_map, probs, scaling_factor, handle, buffer, permute, num_experts, budget,
-      num_rows, pad_multiple, non_blocking, pad_empty_experts, dispatch_dtype, local_experts, node_experts):
+def _fake_dispatch(hidden, topk_idx, topk_weights, routing_map, probs, scaling_factor, handle, buffer, permute,
+                   num_experts, budget, num_rows, pad_multiple, non_blocking, pad_empty_experts, dispatch_dtype, local_experts, node_experts):
     num_rows = torch.library.get_ctx().new_dynamic_size() if num_rows is None else num_rows
     weights = _none(hidden, torch.float32)
     if topk_weights is not None or probs is not None:
@@ -197,16 +198,20 @@ def _combine_backward(ctx, grad_tokens, grad_probs):
     return grad_hidden, None if grad_probs is None else grad_weights, *nothing[2:]
 
 
-_dispatch.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
 _combine.register_autograd(_combine_backward, setup_context=_keep_combine)
 
 
-def _in_order() -> None:
-    """Other ranks wait for every call, in the program's order."""
+def _register_dispatches() -> None:
     from torch._higher_order_ops import effects
+    from torch.fx.node import has_side_effect
 
+    for name in ("dispatch", "dispatch_unsized"):
+        op = torch.library.custom_op(f"hybrid_ep::{name}", _run_dispatch, mutates_args=())
+        op.register_fake(_fake_dispatch)
+        op.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
+        has_side_effect(getattr(torch.ops.hybrid_ep, name).default)
     for op in (torch.ops.hybrid_ep.dispatch.default, torch.ops.hybrid_ep.combine.default):
         effects._register_effectful_op(op, effects._EffectType.ORDERED)
 
 
-_in_order()
+_register_dispatches()
