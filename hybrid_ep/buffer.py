@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hybrid_ep import memory, validation
-from hybrid_ep.tensors import address, aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows
+from hybrid_ep.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
 
 try:
     from hybrid_ep import _core  # noqa: F401  (said once, clearly, before anything else needs it)
@@ -229,10 +229,7 @@ class HybridEPBuffer(Named):
         self._open_session()
         config = copy.copy(self.config)
         if hidden_dim is not None:
-            if validation.integer("hidden_dim", hidden_dim, 1) % 8:
-                raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a multiple of "
-                                 "16 bytes")
-            config.hidden_dim = max(config.hidden_dim, int(hidden_dim))
+            config.hidden_dim = max(config.hidden_dim, validation.hidden_dim(hidden_dim))
         if num_of_tokens_per_rank is not None:
             config.max_num_of_tokens_per_rank = max(config.max_num_of_tokens_per_rank, validation.integer(
                 "num_of_tokens_per_rank", num_of_tokens_per_rank, 0))
@@ -338,7 +335,7 @@ class HybridEPBuffer(Named):
 
     def _send(self, session: Session, plan: Plan, hidden, scale, weights, num_permuted, blocks: tuple[int, int]):
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
-        x = aligned(hidden)
+        x, routed = aligned(hidden), isinstance(weights, str)
         padded_scale = None if scale is None else pad_rows(scale)
         scale_bytes = 0 if scale is None else padded_row_bytes(scale)
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
@@ -355,9 +352,10 @@ class HybridEPBuffer(Named):
             out_weights = make(rows, 4 * width).view(torch.float32)
             out_weights = out_weights if num_permuted is None else out_weights.view(rows)
         session.engine.dispatch(
-            plan.core, x=address(x), scale=address(padded_scale),
-            weights=-1 if isinstance(weights, str) else address(weights), out_x=address(out_x),
-            out_scale=address(out_scale), out_weights=address(out_weights), row_bytes=row_bytes(x),
+            plan.core, x=view("hidden", x), scale=view("scaling_factor", padded_scale),
+            weights=None if routed else view("weights", weights), routed_weights=routed, out_x=view("out_x", out_x),
+            out_scale=view("out_scale", out_scale), out_weights=view("out_weights", out_weights),
+            row_bytes=row_bytes(x),
             scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
             num_blocks=blocks[0], deliver_blocks=blocks[1],
             chunk_tokens=session.chunks["dispatch"])
@@ -371,10 +369,11 @@ class HybridEPBuffer(Named):
         bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
         session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
         out = session.results.empty(plan.num_tokens, row_bytes(x)).view(x.dtype)
-        returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, device=x.device)
+        returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32,
+                                                      device=x.device)
         session.engine.combine(
-            plan.core, x=address(x), dtype=validation.SUMMABLE[x.dtype], hidden=x.shape[1],
-            weights=address(w), out_x=address(out), out_weights=address(returned), permuted=permuted, multiply=weighted,
+            plan.core, x=view("hidden", x), hidden=x.shape[1], weights=view("probs", w), out_x=view("out_x", out),
+            out_weights=view("out_weights", returned), permuted=permuted, multiply=weighted,
             fp32_partials=fp32_partials, num_blocks=blocks, unpermute_blocks=unpermute_blocks,
             chunk_tokens=session.chunks["combine"])
         return out, None if returned is None else plan_weights.to_dense(plan, returned)

@@ -46,7 +46,8 @@ def rail_maps(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     locals_, max_dsts = plan.num_local_ranks, plan.facts.layout["max_dsts"]
     dsts = records[:, _DSTS:_DSTS + 2 * max_dsts].view(-1, max_dsts, 2) if len(records) else records.new_empty(
         0, max_dsts, 2)
-    valid = torch.arange(max_dsts, device=records.device) < (records[:, _COUNTS:_COUNTS + 1] & 0xFFFF)
+    slots = torch.arange(max_dsts, dtype=torch.int64, device=records.device)
+    valid = slots < (records[:, _COUNTS:_COUNTS + 1] & 0xFFFF)
     where = torch.where(valid, number[:, None] * locals_ + dsts[..., 0], rows * locals_)  # the last takes the rest
     sparse_to_dense = records.new_full((rows * locals_ + 1,), -1).scatter_(0, where.flatten(), dsts[..., 1].flatten())
     needed = torch.zeros(rows, dtype=torch.bool, device=records.device).index_fill_(0, number, True)
@@ -65,7 +66,7 @@ def expert_maps(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                        plan.facts.layout["record_bytes"])
     at = plan.facts.layout["pairs_at"] // 4
     pairs = records[:, at:at + 2 * plan.topk].reshape(len(records), plan.topk, 2)
-    valid = torch.arange(plan.topk, device=records.device) < (records[:, _COUNTS:_COUNTS + 1] >> 16)
+    valid = torch.arange(plan.topk, device=records.device, dtype=torch.int64) < (records[:, _COUNTS:_COUNTS + 1] >> 16)
     local = pairs[..., 0] - plan.rank * experts
     where = torch.where(valid & (local >= 0) & (local < experts), local, experts).long()  # column `experts`: not ours
     routed = torch.zeros(len(records), experts + 1, dtype=torch.bool, device=records.device).scatter_(1, where, True)

@@ -26,6 +26,7 @@ On a GPU all of these lie on the device, and are right once the dispatch has run
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch
 from hybrid_ep import device_maps
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.placed import Facts
-from hybrid_ep.tensors import address
+from hybrid_ep.tensors import view
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,23 @@ def _common(plan: Plan) -> tuple:
     rows."""
     if plan.facts is not None:
         return (*device_maps.rail_maps(plan), plan.facts.recv_rows, device_maps.expert_maps(plan)[0])
-    rail_rows = sum(plan.core.num_rail_tokens(node) for node in range(plan.num_nodes))
-    sparse_to_dense = torch.empty(rail_rows, plan.num_local_ranks, dtype=torch.int32)
-    plan.core.fill_sparse_to_dense(address(sparse_to_dense))
-    rail_to_node = torch.empty(rail_rows, dtype=torch.bool)
-    plan.core.fill_rail_to_node(address(rail_to_node))
-    node_to_rail = torch.empty(plan.num_tokens, plan.num_nodes - 1, dtype=torch.bool)
-    plan.core.fill_node_to_rail(address(node_to_rail))
-    local_route = torch.empty(plan.num_recv_rows, plan.num_local_experts, dtype=torch.bool)
-    plan.core.fill_local_expert_routing_map(address(local_route))
-    return (sparse_to_dense, rail_to_node, node_to_rail,
-            torch.tensor([plan.num_recv_rows], dtype=torch.int32), local_route)
+    core, num_rail_rows = plan.core, sum(plan.core.num_rail_tokens(node) for node in range(plan.num_nodes))
+    return (_filled(core.fill_sparse_to_dense, torch.int32, num_rail_rows, plan.num_local_ranks),
+            _filled(core.fill_rail_to_node, torch.bool, num_rail_rows),
+            _filled(core.fill_node_to_rail, torch.bool, plan.num_tokens, plan.num_nodes - 1),
+            _numbers([plan.num_recv_rows]),
+            _filled(core.fill_local_expert_routing_map, torch.bool, plan.num_recv_rows, plan.num_local_experts))
+
+
+def _filled(fill: Callable[[Any], None], dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """A map that the compiled plan fills, on the host."""
+    out = torch.empty(shape, dtype=dtype, device="cpu")
+    fill(view("out", out))
+    return out
+
+
+def _numbers(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
 
 
 def _config_with(plan: Plan, template: HybridEpConfigInstance) -> HybridEpConfigInstance:
@@ -115,8 +122,8 @@ def permute_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
     if plan.facts is not None:
         return (*device_maps.rail_maps(plan), plan.facts.recv_rows, *device_maps.expert_maps(plan),
                 plan.tokens_per_expert, plan.num_tokens, _config_with(plan, template), plan.facts.overflow)
-    dense_to_expert = torch.empty(plan.num_recv_rows, plan.num_local_experts, dtype=torch.int32)
-    plan.core.fill_dense_to_expert_map(address(dense_to_expert))
-    ends = torch.tensor(plan.core.recv_rows_per_source, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    dense_to_expert = _filled(plan.core.fill_dense_to_expert_map, torch.int32, plan.num_recv_rows,
+                              plan.num_local_experts)
+    ends = _numbers(plan.core.recv_rows_per_source).cumsum(0, dtype=torch.int32)
     return (*_common(plan), ends, dense_to_expert, plan.tokens_per_expert, plan.num_tokens,
-            _config_with(plan, template), torch.tensor([int(plan.overflow)], dtype=torch.int32))
+            _config_with(plan, template), _numbers([int(plan.overflow)]))

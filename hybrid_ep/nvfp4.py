@@ -36,7 +36,7 @@ def dequantize(payload: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
     """The inverse: products in fp32, rounded once."""
     blocks, token = block_scales(scales).float(), token_scales(scales)[:, None]
     codes = torch.stack([payload & 15, payload >> 4], 2).flatten(1)
-    values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), device=payload.device)[codes.long()]
+    values = torch.tensor((*_VALUES, *(-v for v in _VALUES)), device=payload.device, dtype=torch.float32)[codes.long()]
     factor = blocks * torch.where(token > 0, token, torch.ones_like(token))
     return (values.unflatten(1, (-1, BLOCK)) * factor[..., None]).flatten(1).to(dtype)
 
@@ -53,6 +53,7 @@ def token_scales(scales: torch.Tensor) -> torch.Tensor:
 
 def _codes(x: torch.Tensor) -> torch.Tensor:
     """e2m1 bits of x, saturating. Between two neighbours the even code wins a tie."""
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(_VALUES, _VALUES[1:], strict=False)], device=x.device)
+    middles = torch.tensor([(a + b) / 2 for a, b in zip(_VALUES, _VALUES[1:], strict=False)], dtype=torch.float32,
+                           device=x.device)
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))  # their upper neighbour is even
     return torch.bucketize(x.abs(), middles).to(torch.uint8) | (x.signbit() & (x != 0)).to(torch.uint8) << 3

@@ -85,10 +85,11 @@ class Options:
     def first_shape(self, num_ranks: int) -> dict[str, int]:
         """What to lay the memory out for before any call is known."""
         num_experts, tokens = self.num_local_experts * num_ranks, max(self.max_tokens, 1)
+        row_bytes = validation.least_row_bytes(self.hidden_dim)
         return {"num_experts": num_experts, "max_tokens": tokens, "max_topk": min(_FIRST_TOPK, num_experts),
-                "row_bytes": 2 * self.hidden_dim, "scale_bytes": 0,
+                "row_bytes": row_bytes, "scale_bytes": 0,
                 "recv_rows": recv_capacity(self.capacity_factor, tokens, num_ranks),
-                "partial_row_bytes": 2 * self.hidden_dim, "chunk_tokens": max(self.chunks.values())}
+                "partial_row_bytes": row_bytes, "chunk_tokens": max(self.chunks.values())}
 
 
 def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:
@@ -103,9 +104,7 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
           ranks_per_node: Any, capacity_factor: Any,
           overflow: Any, timeout_s: Any, executor: Any, tuning_file: Any = None) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
-    hidden_dim = validation.integer("hidden_dim", hidden_dim, 1)
-    if hidden_dim * 2 % validation.ROW_ALIGNMENT:
-        raise ValueError(f"hidden_dim={hidden_dim} must be a multiple of 8, so that a row is a multiple of 16 bytes")
+    hidden_dim = validation.hidden_dim(hidden_dim)
     if overflow not in OVERFLOW_POLICIES:
         raise ValueError(f"overflow={overflow!r} must be one of {OVERFLOW_POLICIES}")
     if capacity_factor is not None and not _positive(capacity_factor):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_ep.tensors import address, aligned, padded_row_bytes, row_bytes
+from hybrid_ep.tensors import padded_row_bytes, row_bytes, view
 
 if TYPE_CHECKING:
     from hybrid_ep.session import Call, Routing, Session
@@ -53,14 +53,14 @@ class Facts:
         at = engine.plan_memory(num_tokens, topk, worst_case)
         memory = _block(at["total"], device)
 
-        def view(name: str, dtype: torch.dtype, *shape: int, skip: int = 0) -> torch.Tensor:
+        def array(name: str, dtype: torch.dtype, *shape: int, skip: int = 0) -> torch.Tensor:
             begin = at[name] + skip * dtype.itemsize
             return memory[begin:begin + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
 
-        return Facts(memory, view("numbers", torch.int32, 1), view("numbers", torch.int32, 1, skip=3),
-                     view("pair_expert", torch.int32, num_tokens, topk),
-                     view("tokens_per_expert", torch.int64, num_local_experts),
-                     view("padded_tokens_per_expert", torch.int64, num_local_experts), at)
+        return Facts(memory, array("numbers", torch.int32, 1), array("numbers", torch.int32, 1, skip=3),
+                     array("pair_expert", torch.int32, num_tokens, topk),
+                     array("tokens_per_expert", torch.int64, num_local_experts),
+                     array("padded_tokens_per_expert", torch.int64, num_local_experts), at)
 
     def from_dense(self, probs: torch.Tensor, stride: int) -> torch.Tensor:
         """fp32 [num_tokens, num_experts] -> plan order [num_tokens, stride]."""
@@ -132,7 +132,7 @@ def route_and_count(session: Session, routing: Routing, call: Call, header: dict
     session.check_capacity(placed, call, headers)
     learned = placed.learned
     memory = _block(learned["total"], session.options.device)
-    return placed.plan(address(memory)), dataclasses.replace(
+    return placed.plan(view("memory", memory)), dataclasses.replace(
         facts, learned=Learned(memory, learned, placed.from_nodes)), headers
 
 
@@ -163,17 +163,13 @@ def _launch(session: Session, routing: Routing, call: Call, header: dict[str, in
     tokens = routing.num_tokens if fits else 0
     facts = Facts.of(session.engine, tokens, topk, session.shape.num_experts // session.topology.num_ranks,
                      session.options.device, worst_case=not count)
-    is_topk = routing.topk_idx is not None
-    table = aligned(routing.topk_idx if is_topk else routing.routing_map)
-    weights = None if routing.weights is None else aligned(routing.weights)
     placed = session.engine.place(
-        routing=address(table), kind="topk" if is_topk else "map", weights=address(weights), num_tokens=tokens,
-        topk_in=table.shape[1] if is_topk else 0, topk=topk, header=header, must_agree=must_agree,
-        memory=address(facts.memory), pad_multiple=call.pad_multiple, pad_empty=call.pad_empty_experts,
+        **routing.views(), num_tokens=tokens, topk_in=routing.topk_in, topk=topk, header=header, must_agree=must_agree,
+        memory=view("memory", facts.memory), pad_multiple=call.pad_multiple, pad_empty=call.pad_empty_experts,
         budget=call.budget or 0, count=count)
     return placed, facts
 
 
 def _block(num_bytes: int, device: torch.device) -> torch.Tensor:
     memory = torch.empty(num_bytes + 2 * _ALIGNMENT, dtype=torch.uint8, device=device)
-    return memory[-memory.data_ptr() % _ALIGNMENT:][:num_bytes + 1]  # not empty: that would have no address
+    return memory[-memory.data_ptr() % _ALIGNMENT:][:num_bytes]

@@ -90,9 +90,9 @@ def densify(world: World, topk_idx=None, topk_weights=None, routing_map=None, pr
     if topk_idx is None:
         return routing_map.bool(), None if probs is None else torch.where(routing_map.bool(), probs.float(),
                                                                           0.0)
-    rows = torch.arange(topk_idx.shape[0])
-    route = torch.zeros(topk_idx.shape[0], world.num_experts, dtype=torch.bool)
-    weights = torch.zeros(topk_idx.shape[0], world.num_experts)
+    rows = torch.arange(topk_idx.shape[0], dtype=torch.int64, device="cpu")
+    route = torch.zeros(topk_idx.shape[0], world.num_experts, dtype=torch.bool, device="cpu")
+    weights = torch.zeros(topk_idx.shape[0], world.num_experts, dtype=torch.float32, device="cpu")
     for k in range(topk_idx.shape[1]):
         chosen = topk_idx[:, k] >= 0
         route[rows[chosen], topk_idx[chosen, k]] = True
@@ -126,7 +126,7 @@ def _plan_rank(world, rank, routes, pad, budget, recv_capacity, pad_empty) -> Ra
         local.append(mine[rows])
     source, token, local = torch.cat(source), torch.cat(token), torch.cat(local)
     num_rows = source.numel()
-    dense_to_expert = torch.full(local.shape, -1, dtype=torch.int32)
+    dense_to_expert = torch.full(local.shape, -1, dtype=torch.int32, device="cpu")
     kept, padded, start = [], [], 0
     for e in range(world.num_local_experts):
         rows = local[:, e].nonzero().flatten()
@@ -134,7 +134,7 @@ def _plan_rank(world, rank, routes, pad, budget, recv_capacity, pad_empty) -> Ra
         if budget >= 0:
             size = min(size, max(0, budget - start))
         rows = rows[:size]
-        dense_to_expert[rows, e] = torch.arange(start, start + rows.numel(), dtype=torch.int32)
+        dense_to_expert[rows, e] = torch.arange(start, start + rows.numel(), dtype=torch.int32, device="cpu")
         kept.append(rows.numel())
         padded.append(size)
         start += size
@@ -142,8 +142,8 @@ def _plan_rank(world, rank, routes, pad, budget, recv_capacity, pad_empty) -> Ra
     source, token, local, dense_to_expert = (x[:recv_capacity] for x in (source, token, local,
                                                                          dense_to_expert))
     overflow = dropped > 0 or source.numel() < num_rows
-    return RankPlan(source, token, local, dense_to_expert, torch.tensor(kept, dtype=torch.int32),
-                    torch.tensor(padded, dtype=torch.int64), overflow, dropped)
+    return RankPlan(source, token, local, dense_to_expert, torch.tensor(kept, dtype=torch.int32, device="cpu"),
+                    torch.tensor(padded, dtype=torch.int64, device="cpu"), overflow, dropped)
 
 
 def dispatch_world(plan: WorldPlan, hidden, weights=None, scales=None, permute: bool = True,
@@ -182,7 +182,7 @@ def _receive(mine: RankPlan, tensors):
 
 
 def _place(values, slot, num_rows: int):
-    out = torch.zeros((num_rows,) + tuple(values.shape[1:]), dtype=torch.float32).to(values.dtype)
+    out = torch.zeros((num_rows,) + tuple(values.shape[1:]), dtype=torch.float32, device="cpu").to(values.dtype)
     _indexable(out)[slot] = _indexable(values)
     return out
 
@@ -219,7 +219,7 @@ def combine_world(plan: WorldPlan, rows, weights=None, permuted: bool = True, we
 def _rank_partial(mine: RankPlan, x, weight, permuted: bool, round_to):
     if not permuted:
         return x.float()
-    partial = torch.full((mine.num_recv_rows, x.shape[1]), _NOTHING)
+    partial = torch.full((mine.num_recv_rows, x.shape[1]), _NOTHING, dtype=torch.float32, device="cpu")
     for e in range(mine.dense_to_expert.shape[1]):
         row = (mine.dense_to_expert[:, e] >= 0).nonzero().flatten()
         slot = mine.dense_to_expert[row, e].long()
@@ -233,7 +233,8 @@ def _returned_weights(plan: WorldPlan, rank: int, w, permuted: bool):
     if not permuted:
         return w.float()
     world, mine = plan.world, plan.ranks[rank]
-    out = torch.zeros(mine.num_recv_rows, world.num_local_ranks * world.num_local_experts)
+    out = torch.zeros(mine.num_recv_rows, world.num_local_ranks * world.num_local_experts, dtype=torch.float32,
+                      device="cpu")
     row, expert = (mine.dense_to_expert >= 0).nonzero(as_tuple=True)
     first = rank % world.num_local_ranks * world.num_local_experts
     out[row, first + expert] = w[mine.dense_to_expert[row, expert].long()].float()
@@ -243,9 +244,9 @@ def _returned_weights(plan: WorldPlan, rank: int, w, permuted: bool):
 def _combine_rank(plan: WorldPlan, s: int, partials, returned, dtype, fp32_partials: bool):
     world, num_tokens = plan.world, plan.routes[s].shape[0]
     own = s // world.num_local_ranks
-    total = torch.full((num_tokens, partials[0].shape[1]), _NOTHING)
-    reached = torch.zeros(num_tokens, dtype=torch.bool)
-    probs = None if returned is None else torch.zeros(num_tokens, world.num_experts)
+    total = torch.full((num_tokens, partials[0].shape[1]), _NOTHING, dtype=torch.float32, device="cpu")
+    reached = torch.zeros(num_tokens, dtype=torch.bool, device="cpu")
+    probs = None if returned is None else torch.zeros(num_tokens, world.num_experts, dtype=torch.float32, device="cpu")
     for node in [own] + [n for n in range(world.num_nodes) if n != own]:
         node_sum = torch.full_like(total, _NOTHING)
         for rank in world.ranks_of_node(node):
@@ -289,7 +290,7 @@ class ReferenceBuffer(Named):
         mine, everyone = io.BytesIO(), [None] * self.group_size
         torch.save(obj, mine)
         dist.all_gather_object(everyone, mine.getvalue(), group=self.group)
-        return [torch.load(io.BytesIO(b)) for b in everyone]
+        return [torch.load(io.BytesIO(b), map_location="cpu") for b in everyone]
 
     def _route(self, topk_idx, topk_weights, num_experts, routing_map, probs, pad_multiple, budget, drop,
                pad_empty_experts=False):
@@ -324,7 +325,7 @@ class ReferenceBuffer(Named):
         rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, False, None)
         mine = plan.ranks[self.rank]
         return rows, out_probs, scales, (
-            None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32), mine.local_route,
+            None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32, device="cpu"), mine.local_route,
             hidden.shape[0], (plan, None)) if handle is None else handle
 
     def dispatch_with_permute(self, *, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None,
@@ -347,11 +348,11 @@ class ReferenceBuffer(Named):
         rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, True, out_rows)
         if handle is None:
             ends = [int((mine.source <= s).sum()) for s in range(self.group_size)]
-            handle = (None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32),
+            handle = (None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32, device="cpu"),
                       mine.local_route,
-                      torch.tensor(ends, dtype=torch.int32), mine.dense_to_expert, mine.tokens_per_expert,
+                      torch.tensor(ends, dtype=torch.int32, device="cpu"), mine.dense_to_expert, mine.tokens_per_expert,
                       hidden.shape[0], (plan, out_probs),
-                      torch.tensor([int(mine.overflow)], dtype=torch.int32))
+                      torch.tensor([int(mine.overflow)], dtype=torch.int32, device="cpu"))
         return rows, out_probs, scales, mine.padded_tokens_per_expert.clone(), handle
 
     def _exchange(self, plan, hidden, weights, scales, permute, out_rows):

@@ -24,7 +24,7 @@ class _Block:
     __slots__ = ("storage",)
 
     def __init__(self, num_bytes: int):
-        self.storage = torch.UntypedStorage(num_bytes)
+        self.storage = torch.UntypedStorage(num_bytes, device="cpu")
 
     @property
     def references(self) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class ResultPool:
         if num_bytes < _SMALLEST or not self.idle_limit:
             return torch.empty(rows, row_bytes, dtype=torch.uint8, device=self.device)
         block = self._take(size_class(num_bytes))
-        return torch.empty(0, dtype=torch.uint8).set_(block.storage, 0, (rows, row_bytes))
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.storage, 0, (rows, row_bytes))
 
     def zeros(self, rows: int, row_bytes: int) -> torch.Tensor:
         """As empty(), filled with zeros."""

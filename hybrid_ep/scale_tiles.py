@@ -64,5 +64,5 @@ def _pad_groups(scales: torch.Tensor, rows_per_expert: torch.Tensor) -> torch.Te
     begins = rows.cumsum(0) - rows
     shift = (ROWS * starts[:-1] - begins).repeat_interleave(rows)
     out = scales.new_zeros(ROWS * int(starts[-1]), scales.shape[1])
-    out[torch.arange(total, device=scales.device) + shift] = scales[:total]
+    out[torch.arange(total, device=scales.device, dtype=torch.int64) + shift] = scales[:total]
     return out

@@ -25,7 +25,7 @@ from hybrid_ep.errors import (
 from hybrid_ep.handle import Plan
 from hybrid_ep.options import Options, recv_capacity
 from hybrid_ep.results import ResultPool
-from hybrid_ep.tensors import address, aligned, padded_row_bytes, row_bytes
+from hybrid_ep.tensors import aligned, padded_row_bytes, row_bytes, view
 from hybrid_ep.topology import Topology
 from hybrid_ep.validation import DTYPES
 
@@ -47,6 +47,16 @@ class Routing:
     @property
     def num_tokens(self) -> int:
         return (self.routing_map if self.topk_idx is None else self.topk_idx).shape[0]
+
+    @property
+    def topk_in(self) -> int:
+        """Columns of topk_idx, 0 with a map."""
+        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
+
+    def views(self) -> dict[str, Any]:
+        """The tensors as the core's arguments."""
+        given = {"topk_idx": self.topk_idx, "routing_map": self.routing_map, "weights": self.weights}
+        return {name: view(name, None if x is None else aligned(x)) for name, x in given.items()}
 
 
 @dataclass(frozen=True)
@@ -242,7 +252,8 @@ class Session:
         """Room for a routed call, of which all ranks know all headers."""
         self.chunks = {op: headers[0][f"chunk_{op}"] for op in self.chunks}
         self.fit(max_tokens=max(1, *(max(h["num_tokens"], h["want_tokens"]) for h in headers)), max_topk=topk,
-                 row_bytes=max(row_bytes(call.hidden), 2 * max(h["want_hidden"] for h in headers)),
+                 row_bytes=max(row_bytes(call.hidden),
+                               validation.least_row_bytes(max(h["want_hidden"] for h in headers))),
                  scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
                  chunk_tokens=max(self.chunks.values()))
 
@@ -265,15 +276,8 @@ class Session:
     def _exchange(self, routing: Routing, header: dict[str, int]):
         """With another number of experts than the engine's, a rank sends its header alone."""
         fits = routing.num_experts == self.shape.num_experts
-        table = routing.routing_map if routing.topk_idx is None else routing.topk_idx
-        table = aligned(table)
-        weights = None if routing.weights is None else aligned(routing.weights)
-        return self.engine.exchange(
-            routing=address(table), kind="map" if routing.topk_idx is None else "topk",
-            weights=address(weights),
-            num_tokens=routing.num_tokens if fits else 0, topk=table.shape[1] if routing.topk_idx is not None
-            else 0,
-            header=header)
+        return self.engine.exchange(**routing.views(), num_tokens=routing.num_tokens if fits else 0,
+                                    topk=routing.topk_in, header=header)
 
     def _check_budgets(self, dropped: list[int], budgets: list[int], call: Call) -> None:
         late = [rank for rank, rows in enumerate(dropped) if rows and budgets[rank] >= 0]
@@ -291,11 +295,11 @@ class Session:
             max_recv_rows=core.max_recv_rows,
             num_permuted_rows=core.num_permuted_rows, num_dropped=core.num_dropped, overflow=core.overflow,
             has_weights=routing.weights is not None,
-            tokens_per_expert=torch.tensor(core.tokens_per_expert, dtype=torch.int32) if facts is None else
-            facts.tokens_per_expert.int(),
+            tokens_per_expert=facts.tokens_per_expert.int() if facts is not None else
+            torch.tensor(core.tokens_per_expert, dtype=torch.int32, device="cpu"),
             # On the host wherever it knows them, as the caller of a blocking call expects.
             padded_tokens_per_expert=facts.padded_tokens_per_expert if facts is not None and facts.learned is None else
-            torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64), facts=facts)
+            torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64, device="cpu"), facts=facts)
 
     def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int]:
         """Blocks of an operation, and of its local pass where that is a launch of its own, else 0.

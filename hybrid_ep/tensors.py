@@ -1,22 +1,57 @@
-"""Tensors as the compiled core wants them: contiguous, 16-byte aligned, named by address."""
+"""Tensors as the compiled core wants them: contiguous, 16-byte aligned, with their sizes stated."""
 
 from __future__ import annotations
 
 import torch
 
+from hybrid_ep import _core
+
 _ALIGNMENT = 16
-_NOWHERE = torch.zeros(64, dtype=torch.uint8)  # an address for tensors without elements, which have none
+_ELEMENTS = {getattr(torch, name): code for name, code in _core.TensorView.elements.items() if hasattr(torch, name)}
+
+
+def require_memory(name: str, x: torch.Tensor) -> None:
+    """ValueError for a tensor whose elements lie in no memory of its own: a wrapper around other tensors, a result
+    that is still on its way, a freed storage, an implied zero."""
+    try:
+        address = x.data_ptr()
+    except RuntimeError:  # traced, batched and fake tensors
+        address = 0
+    if address == 0 and x.numel() > 0:
+        raise ValueError(f"{name} is a {type(x).__name__} of {x.numel()} elements without memory of its own; "
+                         f"{_remedy(x)}")
+
+
+def _remedy(x: torch.Tensor) -> str:
+    if hasattr(x, "to_local"):
+        return "give this rank's part of it: .to_local()"
+    if hasattr(x, "wait"):
+        return "wait for the collective that makes it: .wait()"
+    if x.is_meta:
+        return "give a tensor that holds values, not a meta tensor"
+    if type(x) in (torch.Tensor, torch.nn.Parameter) and not x._is_zerotensor():
+        return "its storage was freed: give it before that, or a copy, .clone()"
+    return "give a plain tensor: .to_local() of a DTensor, .wait() of an asynchronous result, .clone() of an implied 0"
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x without its autograd history, contiguous and aligned; a copy only where needed."""
-    x = x.detach().contiguous()
+    """x without its autograd history, contiguous, aligned and with its conjugation and sign carried out; a copy only
+    where needed."""
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
 
-def address(x: torch.Tensor | None) -> int:
-    """0 for None; never 0 for a tensor."""
-    return 0 if x is None else x.data_ptr() or _NOWHERE.data_ptr()
+def view(name: str, x: torch.Tensor | None) -> _core.TensorView | None:
+    """x as it crosses into the core: address, bytes, element type, device. None for None; ValueError, naming it, for
+    a tensor whose bytes are not all in one piece of memory."""
+    if x is None:
+        return None
+    require_memory(name, x)
+    num_bytes = x.nbytes
+    if not x.is_contiguous() or num_bytes > x.untyped_storage().nbytes() - x.storage_offset() * x.element_size():
+        raise ValueError(f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
+                         "storage; give .contiguous(), and no storage that was made smaller")
+    return _core.TensorView(x.data_ptr(), num_bytes, _ELEMENTS.get(x.dtype, 0), x.device.type, x)
 
 
 def row_bytes(x: torch.Tensor) -> int:

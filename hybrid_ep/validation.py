@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hybrid_ep import tensors
+
 DTYPES = tuple(getattr(torch, name) for name in (
     "bfloat16", "float16", "float32", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
     "int16",
@@ -43,6 +45,21 @@ def integer(name: str, value: Any, least: int, remedy: str = "") -> int:
     return number
 
 
+def hidden_dim(value: Any) -> int:
+    """Elements of a row, of which the dtype is not known yet: an even number, for rows are multiples of 16 bytes and
+    elements have 8 at most."""
+    number = integer("hidden_dim", value, 1)
+    if number % 2:
+        raise ValueError(f"hidden_dim={number} must be even, and a multiple of 8 for bfloat16 and float16, of 4 for "
+                         f"float32: a row is a multiple of {ROW_ALIGNMENT} bytes")
+    return number
+
+
+def least_row_bytes(hidden_dim: int) -> int:
+    """Registered bytes of a row of 2-byte elements, of which rows of wider ones make the buffer grow."""
+    return -(-2 * hidden_dim // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False")
@@ -71,6 +88,7 @@ def tensor(name: str, x: Any, dims: int, remedy: str) -> torch.Tensor:
         raise ValueError(f"{name} has layout {x.layout}; give a dense tensor")
     if x.dim() != dims:
         raise ValueError(f"{name} is {describe(x)}; it must have {dims} dimensions: {remedy}")
+    tensors.require_memory(name, x)
     return x
 
 

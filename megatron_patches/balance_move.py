@@ -155,7 +155,7 @@ class Mover:
         return staged
 
     def _all_agree(self, ready):
-        vote = torch.tensor([int(ready)], device=next(self.layers[0].experts.parameters()).device)
+        vote = torch.tensor([int(ready)], device=next(self.layers[0].experts.parameters()).device, dtype=torch.int64)
         for group in (self.ep, self.edp):  # the minimum over rows, then over columns: over the grid
             work = dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group, async_op=True)
             balance_push.wait_for([work], "vote on moved experts", dist.get_rank())

@@ -105,7 +105,7 @@ class GroupedExperts(MegatronModule):
                 with torch.no_grad():
                     getattr(self, own)[local].copy_(weight)
         for linear in MATRICES.values():
-            getattr(expert, linear).weight.data = torch.empty(0)
+            getattr(expert, linear).weight.data = torch.empty(0, dtype=torch.float32, device="cpu")
         # Megatron's description of one expert, asked when a checkpoint is made. In a tuple: not a submodule of ours.
         self._described_by = (expert,)
 
@@ -220,7 +220,7 @@ class GroupedExperts(MegatronModule):
             return expert.sharded_state_dict(prefix, offsets, metadata)
         finally:
             for linear in MATRICES.values():
-                getattr(expert, linear).weight.data = torch.empty(0)
+                getattr(expert, linear).weight.data = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _stacked_like(weight, num_experts):

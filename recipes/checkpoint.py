@@ -214,12 +214,12 @@ def _restore_shards(path: Path, model: torch.nn.Module, states: OptimizerStates,
 
 def _cut(path: Path, name: str, kind: str, parts: list[dict[str, Any]], start: int, end: int) -> torch.Tensor:
     """Elements [start, end) of a parameter's state, out of saved ranges that cover them."""
-    result, missing = None, torch.ones(end - start, dtype=torch.bool)
+    result, missing = None, torch.ones(end - start, dtype=torch.bool, device="cpu")
     for part in parts:
         first, last = max(start, part["start"]), min(end, part["end"])
         if first < last:
             source = part["tensors"][kind]
-            result = torch.empty(end - start, dtype=source.dtype) if result is None else result
+            result = torch.empty(end - start, dtype=source.dtype, device="cpu") if result is None else result
             result[first - start : last - start] = source[first - part["start"] : last - part["start"]]
             missing[first - start : last - start] = False
     if missing.any():

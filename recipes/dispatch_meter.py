@@ -41,7 +41,7 @@ class DispatchMeter:
     def __init__(self, layers: list[torch.nn.Module], num_experts: int) -> None:
         self._seconds = {"dispatch": 0.0, "combine": 0.0}
         self._backward_start = {"dispatch": 0.0, "combine": 0.0}
-        self._load = torch.zeros(len(layers), num_experts, dtype=torch.int64)
+        self._load = torch.zeros(len(layers), num_experts, dtype=torch.int64, device="cpu")
         for index, layer in enumerate(layers):
             self._attach(index, layer)
 

@@ -141,7 +141,7 @@ def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:
         if name.endswith(("linear_fc2.weight", "linear_proj.weight")):  # these write to the residual stream
             std /= math.sqrt(2 * config.model.num_layers)
         with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
 
 
 def logical_homes(layer: torch.nn.Module) -> list[int]:

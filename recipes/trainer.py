@@ -84,8 +84,9 @@ class Trainer:
             self.step = checkpoint.load(checkpoint_dir, self.model, self.optimizer, self.scheduler)
             self.saved_step = self.step
         seq = config.model.seq_length
-        self.positions = torch.arange(seq).expand(config.schedule.micro_batch_size, seq)
-        self.mask = torch.ones(1, 1, seq, seq, dtype=torch.bool).triu(1)  # True = may not be seen
+        positions = torch.arange(seq, dtype=torch.int64, device="cpu")
+        self.positions = positions.expand(config.schedule.micro_batch_size, seq)
+        self.mask = torch.ones(1, 1, seq, seq, dtype=torch.bool, device="cpu").triu(1)  # True = may not be seen
 
     def train(self, stop_after: int | None = None) -> str:
         """Runs to the end (returns "done"), to step `stop_after` ("paused") or to a request ("stopped")."""
@@ -150,7 +151,7 @@ class Trainer:
         """Mean loss over the held-out sequences, nats a token; the same number on every rank."""
         schedule = self.config.schedule
         self.net.eval()
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64, device="cpu")
         per_round = self.num_ranks * schedule.micro_batch_size
         for first in range(self.rank * schedule.micro_batch_size, schedule.eval_sequences, per_round):
             tokens, labels = self._batch(self.held_out_data, first)
@@ -187,7 +188,7 @@ class Trainer:
         """One small all-gather a step: loss, times, rows per expert and the wish to stop of every rank."""
         seconds, load = self.meter.take()
         scalars = [loss, seconds["dispatch"], seconds["combine"], float(self.stop_requested()), peak_memory_bytes()]
-        mine = torch.cat([torch.tensor(scalars, dtype=torch.float64), load.double().flatten()])
+        mine = torch.cat([torch.tensor(scalars, dtype=torch.float64, device="cpu"), load.double().flatten()])
         gathered = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(gathered, mine)
         everyone = torch.stack(gathered)
@@ -205,7 +206,7 @@ class Trainer:
             "expert_load": per_expert.long().tolist(), "memory_bytes": int(everyone[:, 4].max()),
         }
         if (rehomer := getattr(self.optimizer, "hybrid_ep_rehomer", None)) is not None:
-            index = torch.tensor(homes).expand(len(per_group), -1, -1)
+            index = torch.tensor(homes, dtype=torch.int64, device="cpu").expand(len(per_group), -1, -1)
             now = imbalance(per_group.gather(2, index).reshape(-1, layers, ep, experts // ep).sum(-1))
             record |= {"balanced_imbalance": now.mean().item(), "balanced_imbalance_max": now.max().item(),
                        "moved_experts": rehomer.moved}

@@ -1,5 +1,5 @@
 """The house rules that a machine can check: who may include or import whom, where assembly and the
-environment may appear, how large files and functions may be, what the top level holds.
+environment may appear, how large files and functions may be, what the top level holds, what tensors name.
 
 Prints one line a violation, `file:line: rule: what is wrong`, and exits with 1 if there is any.
     python scripts/check_layers.py [--root FOLDER]
@@ -73,6 +73,12 @@ ENVIRONMENT_EXCEPTIONS = {
 # Variables of the set-up and of the tests, read where hybrid_ep is not there yet.
 OUTSIDE_VARIABLES = {"HYBRID_EP_CUDA", "HYBRID_EP_PYTHON", "HYBRID_EP_TORCH_INDEX", "HYBRID_EP_TEST_EXAMPLES",
                      "HYBRID_EP_TEST_MATRIX"}
+
+# Tensors that these packages make name their dtype and device.
+MAKERS_OF_TENSORS = ("hybrid_ep/", "megatron_patches/", "recipes/")
+TENSOR_MAKERS = {f"torch.{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange",
+                                              "scalar_tensor", "eye", "linspace", "rand", "randn", "randint",
+                                              "randperm")}
 
 MAX_COLUMNS = 120
 # First match wins: (files, lines).
@@ -317,6 +323,19 @@ def check_environment(path, tree):
             yield Violation(path, node.lineno, "environment", f"{name}: only {ENVIRONMENT_MODULE} reads it")
 
 
+def check_tensors(path, tree):
+    """torch.set_default_dtype or a torch.device context of the caller decides what a call leaves open; new_* and *_like
+    take both from a tensor, as_tensor from an array."""
+    for node in ast.walk(tree):
+        if not path.startswith(MAKERS_OF_TENSORS) or not isinstance(node, ast.Call):
+            continue
+        called, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+        literal = node.args and isinstance(node.args[0], (ast.Constant, ast.List, ast.Tuple, ast.ListComp))
+        if called in TENSOR_MAKERS or called == "torch.as_tensor" and literal:
+            for word in {"dtype", "device"} - given if None not in given else ():  # **options may hold them
+                yield Violation(path, node.lineno, "tensors", f"{called} without {word}=; name it")
+
+
 def check_python(path, text):
     try:
         tree = ast.parse(text, path)
@@ -325,6 +344,7 @@ def check_python(path, text):
         return
     yield from check_imports(path, tree)
     yield from check_environment(path, tree)
+    yield from check_tensors(path, tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = node.end_lineno - node.lineno + 1

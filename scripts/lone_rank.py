@@ -17,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hybrid_ep import _core, devices  # noqa: E402  (the checkout first, installed or not)
 from hybrid_ep.placed import Facts  # noqa: E402
-from hybrid_ep.tensors import address, aligned, row_bytes  # noqa: E402
+from hybrid_ep.tensors import aligned, row_bytes, view  # noqa: E402
 from hybrid_ep.testing import PrivateSegments  # noqa: E402
 from hybrid_ep.traffic import exchange  # noqa: E402
-from hybrid_ep.validation import SUMMABLE  # noqa: E402
 
 AHEAD = 1 << 62  # of every exchange, operation and chunk
 WORDS = _core.BufferShape.count_words
@@ -99,15 +98,15 @@ class LoneRank:
         assert placed.placed, placed.headers
         learned = torch.empty(placed.learned["total"] + 128, dtype=torch.uint8, device=self.device)
         learned = learned[-learned.data_ptr() % 128:]
-        return placed.plan(learned.data_ptr()), (facts, learned)
+        return placed.plan(view("learned", learned)), facts
 
     def _place(self, idx: torch.Tensor, weights: torch.Tensor):
         facts = Facts.of(self.engine, len(idx), self.topk, self.num_experts // self.num_ranks, self.device,
                          worst_case=False)
         header = {"num_experts": self.num_experts, "budget": 0}
         return self.engine.place(
-            routing=address(idx), kind="topk", weights=address(weights), num_tokens=len(idx), topk_in=idx.shape[1],
-            topk=self.topk, header=header, must_agree=["num_experts"], memory=address(facts.memory), budget=0,
+            topk_idx=view("idx", idx), weights=view("weights", weights), num_tokens=len(idx), topk_in=idx.shape[1],
+            topk=self.topk, header=header, must_agree=["num_experts"], memory=view("memory", facts.memory), budget=0,
             count=True), facts
 
     def dispatch(self, plan, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int, permute_sms: int = 0):
@@ -119,8 +118,9 @@ class LoneRank:
         out_scales = None if scales is None else scales.new_empty(rows, scales.shape[1])
         out_weights = torch.empty(rows, device=self.device)
         self.engine.dispatch(
-            core, x=address(x), scale=address(scales), weights=-1, out_x=address(out), out_scale=address(out_scales),
-            out_weights=address(out_weights), row_bytes=row_bytes(x), permute=True, out_rows=rows, num_blocks=num_sms,
+            core, x=view("x", x), scale=view("scales", scales), routed_weights=True, out_x=view("out", out),
+            out_scale=view("out_scales", out_scales), out_weights=view("out_weights", out_weights),
+            row_bytes=row_bytes(x), permute=True, out_rows=rows, num_blocks=num_sms,
             scale_bytes=0 if scales is None else row_bytes(scales), deliver_blocks=permute_sms)
         return out, out_weights, out_scales
 
@@ -129,8 +129,8 @@ class LoneRank:
         self._enter()
         core, _ = plan
         out = torch.empty(core.num_tokens, rows.shape[1], dtype=rows.dtype, device=self.device)
-        self.engine.combine(core, x=address(rows), dtype=SUMMABLE[rows.dtype], hidden=rows.shape[1],
-                            out_x=address(out), permuted=True, num_blocks=num_sms)
+        self.engine.combine(core, x=view("rows", rows), hidden=rows.shape[1], out_x=view("out", out), permuted=True,
+                            num_blocks=num_sms)
         return out
 
     def exchanged(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-// Between Python's numbers and the engine's: addresses, widths, names, and the one exception with attributes.
+// Between Python's numbers and the engine's: widths, and the one exception with attributes.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -7,27 +7,14 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/numeric.h"
 #include "common/obituary.h"
 
 namespace hep {
-
-template <class T>
-T* pointer(uint64_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 inline uint32_t narrow(const char* name, int64_t value) {
   if (value < 0 || value > int64_t(std::numeric_limits<uint32_t>::max()))
     throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + " is outside 0..2^32-1");
   return uint32_t(value);
-}
-
-inline DType parse_dtype(const std::string& name) {
-  if (name == "bf16") return DType::kBf16;
-  if (name == "fp16") return DType::kFp16;
-  if (name == "fp32") return DType::kFp32;
-  throw std::invalid_argument("dtype: '" + name + "' must be 'bf16', 'fp16' or 'fp32'");
 }
 
 // Sets hybrid_ep.errors.DeadlineError with the obituary as attributes.

@@ -1,5 +1,5 @@
-// hybrid_ep._core: the engine for Python. Tensors come as addresses, so this module knows no torch and one build
-// serves every torch version. Every call that can wait releases the GIL.
+// hybrid_ep._core: the engine for Python. Tensors come as views (tensor_view.h), so this module knows no torch and one
+// build serves every torch version. Every call that can wait releases the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,54 +10,42 @@
 #include "bindings/convert.h"
 #include "bindings/cuda.h"
 #include "bindings/nvshmem.h"
+#include "bindings/plan.h"
 #include "bindings/sim.h"
-#include "layout/headers.h"
-#include "runtime/engine.h"
+#include "bindings/tensor_view.h"
+#include "runtime/extents.h"
 
 namespace py = pybind11;
 
 namespace hep {
 namespace {
 
-// A finished exchange: headers by name, counts, and the way to a plan.
-struct Exchange {
-  std::shared_ptr<Routing> routing;
-  std::vector<std::string> names;
+using View = TensorView;
 
-  std::vector<std::map<std::string, uint32_t>> headers() const {
-    std::vector<std::map<std::string, uint32_t>> all;
-    for (int r = 0; r < routing->world.num_ranks(); ++r) {
-      std::map<std::string, uint32_t> h{{"num_tokens", routing->view().header(r, kHeaderNumTokens)},
-                                        {"topk", routing->view().header(r, kHeaderTopk)}};
-      for (size_t i = 0; i < names.size(); ++i) h[names[i]] = routing->view().header(r, kHeaderFirstFree + int(i));
-      all.push_back(std::move(h));
-    }
-    return all;
-  }
-  std::vector<uint64_t> recv_rows() const {
-    std::vector<uint64_t> rows;
-    for (int d = 0; d < routing->world.num_ranks(); ++d) {
-      rows.push_back(0);
-      for (int s = 0; s < routing->world.num_ranks(); ++s) rows.back() += routing->view().rows(s, d);
-    }
-    return rows;
-  }
-  uint32_t topk() const {
-    uint32_t k = 1;
-    for (int r = 0; r < routing->world.num_ranks(); ++r) k = std::max(k, routing->view().header(r, kHeaderTopk));
-    return k;
-  }
-};
+Device device_of(const Engine& engine) {
+  return engine.on_host() ? Device::kCpu : Device::kCuda;
+}
 
-Exchange exchange(Engine& engine, uint64_t routing, const std::string& kind, uint64_t weights, int64_t num_tokens,
-                  int64_t topk, const py::dict& header) {
+// The caller's routing: exactly one of topk_idx and routing_map.
+RoutingInput routing_input(const Engine& engine, const View* topk_idx, const View* routing_map, const View* weights,
+                           uint32_t num_tokens, uint32_t topk) {
+  if (!topk_idx == !routing_map) throw std::invalid_argument("topk_idx, routing_map: give one of them");
   RoutingInput in;
-  if (kind != "topk" && kind != "map") throw std::invalid_argument("kind: '" + kind + "' must be 'topk' or 'map'");
-  (kind == "topk" ? in.topk_idx = pointer<const int64_t>(routing) : nullptr);
-  (kind == "map" ? in.routing_map = pointer<const unsigned char>(routing) : nullptr);
-  in.weights = pointer<const float>(weights);
-  in.num_tokens = narrow("num_tokens", num_tokens);
-  in.topk = narrow("topk", topk);
+  in.num_tokens = num_tokens, in.topk = topk;
+  const RoutingExtents e = extents_of(in, engine.layout().counts.num_experts);
+  const Device device = device_of(engine);
+  in.topk_idx = optional_array<const int64_t>(topk_idx, {"topk_idx", e.topk_idx, device});
+  in.routing_map = reinterpret_cast<const unsigned char*>(
+      optional_array<const bool>(routing_map, {"routing_map", e.routing_map, device}));
+  const uint64_t weight_bytes = topk_idx ? e.weights_of_topk : e.weights_of_map;
+  in.weights = optional_array<const float>(weights, {"weights", weight_bytes, device});
+  return in;
+}
+
+Exchange exchange(Engine& engine, const View* topk_idx, const View* routing_map, const View* weights,
+                  int64_t num_tokens, int64_t topk, const py::dict& header) {
+  RoutingInput in =
+      routing_input(engine, topk_idx, routing_map, weights, narrow("num_tokens", num_tokens), narrow("topk", topk));
   Exchange x;
   for (const auto& [name, value] : header) {
     x.names.push_back(name.cast<std::string>());
@@ -68,42 +56,18 @@ Exchange exchange(Engine& engine, uint64_t routing, const std::string& kind, uin
   return x;
 }
 
-// A routed dispatch that the exchange kernel places. The host waits for the counts, or, without `count`, for nothing.
-struct Placed {
-  std::shared_ptr<Plan> complete;  // without `count`
-  std::shared_ptr<Placement> placement;
-  std::vector<std::string> names;
-
-  bool placed() const { return placement->counts.placed; }
-  const PlacedCounts& counts() const {
-    if (!placed()) throw std::logic_error("the ranks' calls do not fit: there are headers, and nothing else");
-    return placement->counts;
-  }
-  std::vector<std::map<std::string, uint32_t>> headers() const {
-    const PlacedCounts& c = placement->counts;
-    std::vector<std::map<std::string, uint32_t>> all;
-    for (int r = 0; r < int(c.headers.size()) / kCountHeaderWords; ++r) {
-      const uint32_t topk = c.header(r, kHeaderTopk);
-      all.push_back(
-          {{"num_tokens", c.header(r, kHeaderNumTokens)}, {"topk", topk & kMostTopk}, {"excess", topk >> 16}});
-      for (size_t i = 0; i < names.size(); ++i) all.back()[names[i]] = c.header(r, kHeaderFirstFree + int(i));
-    }
-    return all;
-  }
-};
-
-Placed place(Engine& engine, uint64_t routing, const std::string& kind, uint64_t weights, int64_t num_tokens,
+Placed place(Engine& engine, const View* topk_idx, const View* routing_map, const View* weights, int64_t num_tokens,
              int64_t topk_in, int64_t topk, const py::dict& header, const std::vector<std::string>& must_agree,
-             uint64_t memory, int64_t pad_multiple, bool pad_empty, int64_t budget, bool count) {
+             const View* memory, int64_t pad_multiple, bool pad_empty, int64_t budget, bool count) {
   Placed result;
-  RoutingInput in;
-  (kind == "topk" ? in.topk_idx = pointer<const int64_t>(routing) : nullptr);
-  (kind == "map" ? in.routing_map = pointer<const unsigned char>(routing) : nullptr);
-  in.weights = pointer<const float>(weights);
-  in.num_tokens = narrow("num_tokens", num_tokens), in.topk = narrow("topk_in", topk_in);
+  result.device = device_of(engine);
+  RoutingInput in = routing_input(engine, topk_idx, routing_map, weights, narrow("num_tokens", num_tokens),
+                                  narrow("topk_in", topk_in));
   PlaceCall c;
   c.topk = narrow("topk", topk), c.pad_multiple = narrow("pad_multiple", pad_multiple), c.pad_empty = pad_empty;
-  c.budget = narrow("budget", budget), c.memory = pointer<unsigned char>(memory);
+  c.budget = narrow("budget", budget);
+  const PlanMemory needed = engine.plan_memory(in.num_tokens, c.topk, !count);
+  c.memory = require(memory, {"memory", needed.total, result.device, 128}, Element::kUint8);
   c.must_agree = 1u << kHeaderTopk;
   for (const auto& [key, value] : header) {
     const std::string name = key.cast<std::string>();
@@ -138,35 +102,49 @@ std::map<std::string, uint64_t> plan_memory(const Engine& engine, int64_t num_to
           {"padded_tokens_per_expert", m.padded_tokens_per_expert}};
 }
 
-void dispatch(Engine& engine, Plan& plan, uint64_t x, uint64_t scale, int64_t weights, uint64_t out_x,
-              uint64_t out_scale, uint64_t out_weights, int64_t row_bytes, int64_t scale_bytes, bool permute,
-              int64_t out_rows, int num_blocks, int deliver_blocks, int64_t chunk_tokens) {
+constexpr uint64_t kRowAlignment = 16;
+
+void dispatch(Engine& engine, Plan& plan, const View* x, const View* scale, const View* weights, bool routed_weights,
+              const View* out_x, const View* out_scale, const View* out_weights, int64_t row_bytes, int64_t scale_bytes,
+              bool permute, int64_t out_rows, int num_blocks, int deliver_blocks, int64_t chunk_tokens) {
+  if (weights && routed_weights) throw std::invalid_argument("weights: give none with routed_weights=True");
   DispatchCall c;
-  c.x = pointer<const unsigned char>(x), c.scales = pointer<const unsigned char>(scale);
-  c.weights = weights == -1 ? plan.weights() : pointer<const float>(uint64_t(weights));
-  // A rank without tokens has no weights to point at; that weights travel is a fact of the call all the same.
-  static constexpr float kNoWeights[4] = {};
-  if (weights == -1 && !c.weights) c.weights = kNoWeights;
-  c.out_x = pointer<unsigned char>(out_x), c.out_scales = pointer<unsigned char>(out_scale),
-  c.out_weights = pointer<float>(out_weights);
   c.row_bytes = narrow("row_bytes", row_bytes), c.scale_bytes = narrow("scale_bytes", scale_bytes);
   c.permute = permute, c.out_rows = narrow("out_rows", out_rows);
   c.num_blocks = num_blocks, c.deliver_blocks = deliver_blocks;
   c.chunk_tokens = narrow("chunk_tokens", chunk_tokens);
+  const DispatchExtents e = extents_of(plan, c);
+  const Device device = device_of(engine);
+  c.x = require(x, {"x", e.x, device, kRowAlignment});
+  c.out_x = require(out_x, {"out_x", e.out_x, device, kRowAlignment}, x->element);
+  if (c.scale_bytes) {
+    c.scales = require(scale, {"scale", e.scale, device, kRowAlignment});
+    c.out_scales = require(out_scale, {"out_scale", e.out_scale, device, kRowAlignment}, scale->element);
+  }
+  c.weights = optional_array<const float>(weights, {"weights", e.weights, device, kRowAlignment});
+  // A rank without tokens has no weights to point at; that weights travel is a fact of the call all the same.
+  static constexpr float kNoWeights[4] = {};
+  if (routed_weights) c.weights = plan.weights() ? plan.weights() : kNoWeights;
+  if (c.weights) c.out_weights = require_array<float>(out_weights, {"out_weights", e.out_weights, device});
   py::gil_scoped_release release;
   engine.dispatch(plan, c);
 }
 
-void combine(Engine& engine, Plan& plan, uint64_t x, const std::string& dtype, int64_t hidden, uint64_t weights,
-             uint64_t out_x, uint64_t out_weights, bool permuted, bool multiply, bool fp32_partials, int num_blocks,
+void combine(Engine& engine, Plan& plan, const View* x, int64_t hidden, const View* weights, const View* out_x,
+             const View* out_weights, bool permuted, bool multiply, bool fp32_partials, int num_blocks,
              int unpermute_blocks, int64_t chunk_tokens) {
   CombineCall c;
-  c.x = pointer<const unsigned char>(x), c.weights = pointer<const float>(weights);
-  c.out_x = pointer<unsigned char>(out_x), c.out_weights = pointer<float>(out_weights);
-  c.dtype = parse_dtype(dtype), c.hidden = narrow("hidden", hidden);
+  c.dtype = summable("x", x), c.hidden = narrow("hidden", hidden);
   c.permuted = permuted, c.multiply = multiply, c.fp32_partials = fp32_partials;
   c.num_blocks = num_blocks, c.unpermute_blocks = unpermute_blocks;
   c.chunk_tokens = narrow("chunk_tokens", chunk_tokens);
+  const CombineExtents e = extents_of(plan, c);
+  const Device device = device_of(engine);
+  c.x = require(x, {"x", e.x, device, kRowAlignment});
+  c.out_x = require(out_x, {"out_x", e.out_x, device, kRowAlignment}, x->element);
+  c.weights = optional_array<const float>(weights, {"weights", e.weights, device});
+  if (c.weights)
+    c.out_weights = require_array<float>(out_weights, {"out_weights", e.out_weights, device, kRowAlignment});
   py::gil_scoped_release release;
   engine.combine(plan, c);
 }
@@ -253,107 +231,39 @@ void bind_memory(py::module_& m) {
       .def_property_readonly("address", [](const Segment& s) { return reinterpret_cast<uint64_t>(s.data()); });
 }
 
-void bind_plan(py::module_& m) {
-  py::class_<Exchange>(m, "Exchange", "All ranks' headers and counts.")
-      .def_property_readonly("headers", &Exchange::headers)
-      .def_property_readonly("recv_rows", &Exchange::recv_rows)
-      .def_property_readonly("topk", &Exchange::topk)
-      .def(
-          "place",
-          [](const Exchange& x, uint32_t pad_multiple, std::vector<int64_t> budgets, uint64_t recv_capacity,
-             bool pad_empty) {
-            return std::make_shared<Plan>(x.routing,
-                                          PlacementOptions{pad_multiple, std::move(budgets), recv_capacity, pad_empty});
-          },
-          py::kw_only(), py::arg("pad_multiple") = 1, py::arg("budgets"), py::arg("recv_capacity"),
-          py::arg("pad_empty") = false);
-  py::class_<Placed>(m, "Placed", "A routing that the exchange kernel was asked to place.")
-      .def_readonly("complete", &Placed::complete, "The plan, when nobody waited for counts.")
-      .def_property_readonly("placed", &Placed::placed)
-      .def_property_readonly("headers", &Placed::headers)
-      .def_property_readonly("recv_rows", [](const Placed& p) { return p.counts().rank_rows; })
-      .def_property_readonly("num_dropped_per_rank", [](const Placed& p) { return p.counts().dropped; })
-      .def_property_readonly("from_nodes", [](const Placed& p) { return p.counts().from_nodes; })
-      .def_property_readonly("learned",
-                             [](const Placed& p) {
-                               const PlanMemory& m = p.placement->learned;
-                               return std::map<std::string, uint64_t>{{"total", m.total},
-                                                                      {"rail_records", m.rail_records},
-                                                                      {"rail_record_stride", m.rail_record_stride},
-                                                                      {"row_records", m.row_records}};
-                             })
-      .def(
-          "plan", [](const Placed& p, uint64_t memory) { return p.placement->plan(pointer<unsigned char>(memory)); },
-          py::arg("memory"), "The plan, with learned['total'] bytes, 128-byte aligned, for what its dispatch learns.");
-  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "One routing decision, ready for dispatch and combine.")
-      .def_property_readonly("num_tokens", &Plan::num_tokens)
-      .def_property_readonly("topk", &Plan::topk)
-      .def_property_readonly("weight_stride", &Plan::weight_stride)
-      .def_property_readonly("num_recv_rows", &Plan::num_recv_rows)
-      .def_property_readonly("max_recv_rows", &Plan::max_recv_rows)
-      .def_property_readonly("num_permuted_rows", &Plan::num_permuted_rows)
-      .def_property_readonly("tokens_per_expert", &Plan::tokens_per_expert)
-      .def_property_readonly("padded_tokens_per_expert", &Plan::padded_tokens_per_expert)
-      .def_property_readonly("on_device", &Plan::on_device)
-      .def_property_readonly("overflow", &Plan::overflow)
-      .def_property_readonly("has_holes", &Plan::has_holes)
-      .def_property_readonly("num_dropped", &Plan::num_dropped)
-      .def_property_readonly("num_dropped_per_rank", &Plan::num_dropped_per_rank)
-      .def_property_readonly("recv_rows_per_source", &Plan::recv_rows_per_source)
-      .def("num_rail_tokens", &Plan::num_rail_tokens, py::arg("node"))
-      .def("weights_from_dense",
-           [](const Plan& p, uint64_t in, uint64_t out) {
-             p.weights_from_dense(pointer<const float>(in), pointer<float>(out));
-           })
-      .def("weights_to_dense", [](const Plan& p, uint64_t in,
-                                  uint64_t out) { p.weights_to_dense(pointer<const float>(in), pointer<float>(out)); })
-      .def("weights_from_topk",
-           [](const Plan& p, uint64_t idx, uint32_t k, uint64_t in, uint64_t out) {
-             p.weights_from_topk(pointer<const int64_t>(idx), k, pointer<const float>(in), pointer<float>(out));
-           })
-      .def("weights_to_topk",
-           [](const Plan& p, uint64_t idx, uint32_t k, uint64_t in, uint64_t out) {
-             p.weights_to_topk(pointer<const int64_t>(idx), k, pointer<const float>(in), pointer<float>(out));
-           })
-      .def("fill_sparse_to_dense", [](const Plan& p, uint64_t out) { p.fill_sparse_to_dense(pointer<int32_t>(out)); })
-      .def("fill_rail_to_node", [](const Plan& p, uint64_t out) { p.fill_rail_to_node(pointer<unsigned char>(out)); })
-      .def("fill_node_to_rail", [](const Plan& p, uint64_t out) { p.fill_node_to_rail(pointer<unsigned char>(out)); })
-      .def("fill_local_expert_routing_map",
-           [](const Plan& p, uint64_t out) { p.fill_local_routing(pointer<unsigned char>(out)); })
-      .def("fill_dense_to_expert_map",
-           [](const Plan& p, uint64_t out) { p.fill_permuted_rows(pointer<int32_t>(out)); });
-}
-
 void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine", "One rank's registered buffer and the operations on it; see runtime/engine.h.")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
            py::arg("executor") = "host", py::arg("seed") = 0)
-      .def("exchange", &exchange, py::kw_only(), py::arg("routing"), py::arg("kind"), py::arg("weights") = 0,
-           py::arg("num_tokens"), py::arg("topk") = 0, py::arg("header") = py::dict())
-      .def("place", &place, py::kw_only(), py::arg("routing"), py::arg("kind"), py::arg("weights") = 0,
-           py::arg("num_tokens"), py::arg("topk_in") = 0, py::arg("topk"), py::arg("header"), py::arg("must_agree"),
-           py::arg("memory"), py::arg("pad_multiple") = 1, py::arg("pad_empty") = false, py::arg("budget"),
-           py::arg("count"),
+      .def("exchange", &exchange, py::kw_only(), py::arg("topk_idx") = py::none(),
+           py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("num_tokens"),
+           py::arg("topk") = 0, py::arg("header") = py::dict())
+      .def("place", &place, py::kw_only(), py::arg("topk_idx") = py::none(), py::arg("routing_map") = py::none(),
+           py::arg("weights") = py::none(), py::arg("num_tokens"), py::arg("topk_in") = 0, py::arg("topk"),
+           py::arg("header"), py::arg("must_agree"), py::arg("memory"), py::arg("pad_multiple") = 1,
+           py::arg("pad_empty") = false, py::arg("budget"), py::arg("count"), py::keep_alive<0, 10>(),
            "A plan that lies in `memory`; count: wait for its counts, else the host never learns them.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
            "Offsets in the memory of such a plan; worst_case: with room for what its dispatch learns.")
       .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
            "ValueError unless a launch may have so many blocks.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
-      .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = 0,
-           py::arg("weights") = 0, py::arg("out_x"), py::arg("out_scale") = 0, py::arg("out_weights") = 0,
-           py::arg("row_bytes"), py::arg("scale_bytes") = 0, py::arg("permute"), py::arg("out_rows") = 0,
-           py::arg("num_blocks") = 1, py::arg("deliver_blocks") = 0, py::arg("chunk_tokens") = 0)
-      .def("combine", &combine, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("dtype"), py::arg("hidden"),
-           py::arg("weights") = 0, py::arg("out_x"), py::arg("out_weights") = 0, py::arg("permuted"),
+      .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = py::none(),
+           py::arg("weights") = py::none(), py::arg("routed_weights") = false, py::arg("out_x"),
+           py::arg("out_scale") = py::none(), py::arg("out_weights") = py::none(), py::arg("row_bytes"),
+           py::arg("scale_bytes") = 0, py::arg("permute"), py::arg("out_rows") = 0, py::arg("num_blocks") = 1,
+           py::arg("deliver_blocks") = 0, py::arg("chunk_tokens") = 0,
+           "weights: in plan order; routed_weights: those that the plan's routing brought.")
+      .def("combine", &combine, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("hidden"),
+           py::arg("weights") = py::none(), py::arg("out_x"), py::arg("out_weights") = py::none(), py::arg("permuted"),
            py::arg("multiply") = false, py::arg("fp32_partials") = false, py::arg("num_blocks") = 1,
            py::arg("unpermute_blocks") = 0, py::arg("chunk_tokens") = 0)
       .def("poison", &Engine::poison, "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)
       .def("reset_traffic", &Engine::reset_traffic)
       .def(
-          "set_stream", [](Engine& e, uint64_t stream) { e.set_stream(pointer<void>(stream)); }, py::arg("stream"),
-          "CUDA: the stream of the next operations, in order with those before.");
+          "set_stream", [](Engine& e, uint64_t stream) { e.set_stream(reinterpret_cast<void*>(stream)); },
+          py::arg("stream"), "CUDA: the stream of the next operations, in order with those before.");
 }
 
 }  // namespace
@@ -362,6 +272,7 @@ void bind_engine(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "hybrid_ep's C++ core: expert-parallel dispatch and combine.";
   hep::bind_errors();
+  hep::bind_tensor_view(m);
   hep::bind_memory(m);
   hep::bind_plan(m);
   hep::bind_engine(m);

@@ -85,6 +85,7 @@ class Engine {
   ~Engine();
 
   const BufferLayout& layout() const { return layout_; }
+  bool on_host() const { return executor_->shares_memory(); }  // where the caller's tensors must lie
   TrafficCounters traffic() const;
   void reset_traffic();
   // CUDA: where the next operations are launched.

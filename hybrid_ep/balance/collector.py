@@ -157,7 +157,7 @@ class LoadCollector:
         mine = {layer: now[layer] for now in self._done.values() for layer in now}
         facts = [max(mine, default=-1), max((c.numel() for c in mine.values()), default=0), iterations[0],
                  -iterations[0], len(iterations), -len(iterations)]
-        agreed = torch.tensor(facts, device=device)
+        agreed = torch.tensor(facts, device=device, dtype=torch.int64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         last_layer, experts, first, same_first, number, same_number = agreed.tolist()
         if first != -same_first or number != -same_number:

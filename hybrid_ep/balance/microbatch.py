@@ -142,11 +142,8 @@ class MicrobatchPlan:
         """
         if not 0 <= source < len(self.counts):
             raise ValueError(f"source is {source}: give a rank from 0 to {len(self.counts) - 1}")
-        take = np.empty_like(self.slot_tokens)
         shape = self._shape or self.options.shape(*self.counts.shape)
-        _core.share_of_source(shape, self.counts.ctypes.data, self.home.ctypes.data, self.slot_expert.ctypes.data,
-                              self.slot_tokens.ctypes.data, source, take.ctypes.data)
-        return take
+        return _core.share_of_source(shape, self.counts, self.home, self.slot_expert, self.slot_tokens, source)
 
 
 def imbalance_ratio(load: np.ndarray) -> float:

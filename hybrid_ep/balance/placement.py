@@ -130,8 +130,7 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
                  num_nodes=num_nodes, num_ranks=num_ranks)
     unchanged = np.zeros(num_layers, bool)
     if current is None:
-        placed = np.zeros((num_layers, num_slots), np.int32)
-        _core.place_layers(load=array.ctypes.data, phy2log=placed.ctypes.data, **shape)
+        placed = _core.place_layers(load=array, **shape)
         return PlacementPlan(placed.astype(np.int64), array, num_ranks, np.full(num_layers, num_slots), unchanged)
     before = np.asarray(current)
     if before.shape != (num_layers, num_slots) or before.dtype.kind not in "iu":
@@ -141,10 +140,9 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
         raise ValueError(f"target is {target!r}: give a fraction from 0 to 1")
     if max_moves is not None and max_moves < 0:
         raise ValueError(f"max_moves is {max_moves!r}: give a number of slots, or None for no limit")
-    placed = np.ascontiguousarray(before, dtype=np.int32).copy()
     limit = num_slots * num_ranks if max_moves is None else max_moves
-    _core.improve_layers(load=array.ctypes.data, phy2log=placed.ctypes.data, target_ppm=round(target * PPM),
-                         max_moves=limit, **shape)
+    placed = _core.improve_layers(load=array, current=np.ascontiguousarray(before, dtype=np.int32),
+                                  target_ppm=round(target * PPM), max_moves=limit, **shape)
     moved = (placed != before).sum(axis=1)
     if horizon > 0:
         given = np.asarray(load, dtype=np.float64)  # gain in the caller's unit

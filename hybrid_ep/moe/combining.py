@@ -20,7 +20,7 @@ def inverse_map(token_of_row: torch.Tensor, num_tokens: int, topk: int) -> torch
     num_rows = token_of_row.numel()
     order = torch.sort(token_of_row, stable=True)  # rows of a token stay ascending, padding comes first
     first = torch.searchsorted(order.values, order.values)  # where this row's token begins
-    position = torch.arange(num_rows, device=token_of_row.device) - first
+    position = torch.arange(num_rows, device=token_of_row.device, dtype=torch.int64) - first
     real = order.values >= 0
     if token_of_row.device.type == "cpu" and num_rows:
         if int(order.values[-1]) >= num_tokens or (bool(real.any()) and int(position[real].max()) >= topk):
@@ -62,7 +62,7 @@ class _Unpermute(torch.autograd.Function):
             return triton_unpermute.gather_sum(rows, inverse, weights)
         out = rows.new_empty(inverse.shape[0], rows.shape[1])
         for at in _blocks(*out.shape):
-            total = torch.zeros(out[at].shape)
+            total = torch.zeros(out[at].shape, dtype=torch.float32, device=rows.device)
             for k in range(inverse.shape[1]):
                 row = inverse[at, k]
                 term = rows[row.clamp(min=0)].float()
@@ -77,7 +77,7 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx, grad):
         rows, inverse, weights = ctx.saved_tensors
         token = torch.full((rows.shape[0] + 1,), -1, dtype=torch.int64, device=rows.device)
-        tokens = torch.arange(inverse.shape[0], device=rows.device)[:, None].expand_as(inverse)
+        tokens = torch.arange(inverse.shape[0], device=rows.device, dtype=torch.int64)[:, None].expand_as(inverse)
         # All -1 entries write to the place behind the last row, which nobody reads.
         named = torch.where(inverse < 0, rows.shape[0], inverse)
         token = token.scatter_(0, named.reshape(-1), tokens.reshape(-1))[:-1]

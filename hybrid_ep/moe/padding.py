@@ -42,7 +42,7 @@ def padded_layout(offsets: torch.Tensor, num_rows: int, multiple: int, *, empty_
     if empty_only:
         wanted = torch.where(counts == 0, wanted, counts)
     padded_ends = wanted.cumsum(0)
-    row = torch.arange(num_rows, device=offsets.device)
+    row = torch.arange(num_rows, device=offsets.device, dtype=torch.int64)
     group = torch.searchsorted(ends, row, right=True)  # E for a row of the tail
     shift = torch.cat([(padded_ends - wanted) - (ends - counts), (padded_ends - ends)[-1:]])
     return padded_ends.to(torch.int32), row + shift[group]
@@ -73,7 +73,7 @@ def zero_tail_(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     elif (kernels := _kernels(rows)) is not None:
         kernels.zero_tail(rows, offsets)
     else:
-        row = torch.arange(rows.shape[0], device=rows.device)
+        row = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int64)
         rows.masked_fill_((row >= offsets[-1])[:, None], 0)
     return rows
 

@@ -106,12 +106,12 @@ def _judge(backend, counts, device, dtype, *, padded: bool):
         x, at, row_of = padding.pad_groups(x, offsets, PAD_ROWS, empty_only=True)
         g = padding.pad_groups(g, offsets, PAD_ROWS, empty_only=True).rows
     else:
-        at, row_of = offsets, torch.arange(x.shape[0], device=device)
+        at, row_of = offsets, torch.arange(x.shape[0], device=device, dtype=torch.int64)
     with _poisoned_memory(device, (x.shape[0] * _F, x.shape[0] * _K, w.numel()), dtype):
         out = backend.mm(x, w, at)[row_of]
         dx = backend.mm(g, w.transpose(1, 2), at)[row_of]
         dw = backend.wgrad(x, g, at)
-    full = torch.tensor(counts, device=device) > 0
+    full = torch.tensor(counts, device=device, dtype=torch.int64) > 0
     tail = bool((out[real.stop:] != 0).any())
     if not (_close(out[real], want[0]) and _close(dx[real], want[1]) and _close(dw[full], want[2][full])):
         return "wrong", tail
@@ -120,7 +120,7 @@ def _judge(backend, counts, device, dtype, *, padded: bool):
 
 def _problem(counts, device, dtype):
     generator = torch.Generator().manual_seed(1)
-    x, g, w = (torch.randn(*shape, generator=generator).to(dtype).to(device)
+    x, g, w = (torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
                for shape in ((_ROWS + _TAIL, _K), (_ROWS + _TAIL, _F), (len(counts), _K, _F)))
     x[sum(counts):] = g[sum(counts):] = float("nan")  # nothing of the tail may reach a result
     offsets = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=device)

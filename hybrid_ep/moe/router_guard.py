@@ -86,9 +86,9 @@ def routing_statistics(scores: torch.Tensor, topk: int, chosen: torch.Tensor | N
     scores = scores.detach()
     best = scores.topk(min(topk + 1, num_experts), dim=1)
     chosen = (best.indices[:, :topk] if chosen is None else chosen).flatten()
-    load = torch.zeros(num_experts, device=scores.device).index_add_(
-        0, chosen, torch.ones(chosen.numel(), device=scores.device))
-    tie = torch.zeros((), device=scores.device)
+    load = torch.zeros(num_experts, device=scores.device, dtype=torch.float32).index_add_(
+        0, chosen, torch.ones(chosen.numel(), device=scores.device, dtype=torch.float32))
+    tie = torch.zeros((), device=scores.device, dtype=torch.float32)
     if topk < num_experts:
         tie = (best.values[:, topk - 1] == best.values[:, topk]).sum().float()
     lost = (~scores.isfinite().any(dim=1)).sum().float()

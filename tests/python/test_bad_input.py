@@ -122,8 +122,8 @@ BAD_CALLS = {
     "fp32_partials is no flag": (unpermute, {"fp32_partials": "yes"}, ["fp32_partials='yes'",
                                                                        "True or False"]),
     "an unknown template field": (lambda b, **c: b.update_template_config(speed=9), {}, ["speed=9", "known"]),
-    "a template with an odd hidden": (lambda b, **c: b.update_template_config(hidden_dim=12), {},
-                                      ["hidden_dim=12"]),
+    "a template with an odd hidden": (lambda b, **c: b.update_template_config(hidden_dim=13), {},
+                                      ["hidden_dim=13"]),
     "a template without blocks of permute": (lambda b, **c: b.update_template_config(num_of_blocks_permute=0), {},
                                              ["num_of_blocks_permute=0"]),
     "a template without blocks": (lambda b, **c: b.update_template_config(num_of_blocks_dispatch_api=0), {},
@@ -131,7 +131,7 @@ BAD_CALLS = {
 }
 BAD_CONSTRUCTORS = {
     "group": ({"group": None}, ["group=None", "init_process_group"]),
-    "hidden_dim": ({"hidden_dim": 12}, ["hidden_dim=12", "multiple of 8"]),
+    "hidden_dim": ({"hidden_dim": 13}, ["hidden_dim=13", "must be even"]),
     "hidden_dim type": ({"hidden_dim": 16.0}, ["hidden_dim=16.0", "integer"]),
     "max_num_of_tokens_per_rank": ({"max_num_of_tokens_per_rank": -1}, ["max_num_of_tokens_per_rank=-1"]),
     "num_local_experts": ({"num_local_experts": 0}, ["num_local_experts=0", "at least 1"]),

@@ -101,6 +101,10 @@ BROKEN = [
     ("recipes/a.py", 'import os\nx = "A" in os.environ\n', 2, "environment"),
     ("scripts/a.py", 'import os\nx = os.getenv("A")\n', 2, "environment"),
     ("megatron_patches/a.py", "from os import environ\n", 1, "environment"),
+    # Tensors whose dtype or device a caller's defaults would decide.
+    ("hybrid_ep/a.py", 'import torch\nx = torch.empty(2, device="cpu")\n', 2, "tensors"),
+    ("megatron_patches/a.py", "import torch\nx = torch.arange(2, dtype=torch.int64)\n", 2, "tensors"),
+    ("recipes/a.py", 'import torch\nx = torch.as_tensor([1.0], device="cpu")\n', 2, "tensors"),
     ("hybrid_ep/a.py", 'NAME = "HYBRID_EP_UNKNOWN"\n', 1, "variables"),
     ("docs/a.md", "one\nSet `HYBRID_EP_UNKNOWN`.\n", 2, "variables"),
     # Imports.
@@ -141,6 +145,9 @@ KEPT = [
     ("recipes/a.py", 'import os\nos.environ["A"] = "1"\nos.environ.setdefault("B", "2")\n'),
     ("recipes/a.py", "import os\nx = dict(os.environ)\n"),
     ("recipes/a.py", 'import os\nfrom megatron_patches import apply\nx = {**os.environ, "A": "1"}\n'),
+    ("hybrid_ep/a.py", 'import torch\nx = torch.empty(2, dtype=torch.int8, device="cpu")\ny = torch.zeros_like(x)\n'),
+    ("hybrid_ep/a.py", "import torch\nf = lambda x, **o: (x.new_empty(2), torch.as_tensor(x), torch.ones(2, **o))\n"),
+    ("scripts/a.py", "import torch\nx = torch.ones(2)\n"),
     ("hybrid_ep/a.py", "def f():\n" + lines(79, "    pass")),
     ("tests/python/test_a.py", 'import os\nx = os.environ["HYBRID_EP_ANY"]\n'),
     ("docs/a.md", "Mount it below ${ROOT}" + "/" + "work/data.\n"),

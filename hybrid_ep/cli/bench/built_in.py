@@ -208,7 +208,8 @@ class _AllToAllPlan(NamedTuple):
 
 def _expert_major(recv_counts: torch.Tensor) -> torch.Tensor:
     """recv_counts [source rank, local expert], the order of arrival -> indices ordered by expert first."""
-    experts = torch.arange(recv_counts.shape[1], device=recv_counts.device).repeat(recv_counts.shape[0])
+    num_sources, num_experts = recv_counts.shape
+    experts = torch.arange(num_experts, dtype=torch.int64, device=recv_counts.device).repeat(num_sources)
     return torch.sort(experts.repeat_interleave(recv_counts.flatten()), stable=True).indices
 
 

@@ -39,7 +39,7 @@ def make_rows(rank: int, num_tokens: int, hidden: int, dtype: str, topk: int, se
     """The input [num_tokens, hidden] of a rank, in the sum's dtype: integers in [-amplitude, amplitude]."""
     limit = amplitude(dtype, topk)
     generator = torch.Generator().manual_seed(seed * 7_919 + rank)
-    values = torch.randint(-limit, limit + 1, (num_tokens, hidden), generator=generator, dtype=torch.int8)
+    values = torch.randint(-limit, limit + 1, (num_tokens, hidden), generator=generator, dtype=torch.int8, device="cpu")
     return values.to(SUM_DTYPES[dtype])
 
 
@@ -106,7 +106,7 @@ def expect(case: Case, routings: list[Routing], dtype: str, seed: int) -> Expect
 
 
 def _factors(count: int) -> torch.Tensor:
-    return torch.tensor(_FACTORS).repeat(count // len(_FACTORS) + 1)[:count]
+    return torch.tensor(_FACTORS, dtype=torch.float32, device="cpu").repeat(count // len(_FACTORS) + 1)[:count]
 
 
 def _combined(case: Case, x: torch.Tensor, routing: Routing, factors: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ def _count_wrong_unordered(implementation: Implementation, done: Dispatched, exp
 def _sorted(rows: torch.Tensor) -> torch.Tensor:
     """Rows of bytes in lexicographic order."""
     order = sorted(range(len(rows)), key=lambda i: bytes(rows[i].numpy()))
-    return rows[torch.tensor(order, dtype=torch.int64)]
+    return rows[torch.tensor(order, dtype=torch.int64, device="cpu")]
 
 
 def count_unchained(implementation: Implementation, meet: Callable[[], None]) -> int:

@@ -103,7 +103,7 @@ class Ledger:
 def hit_ranks(routing: Routing, num_experts: int, num_ranks: int) -> torch.Tensor:
     """bool [num_tokens, num_ranks]: the token has at least one expert on the rank."""
     ranks = routing.topk_idx // (num_experts // num_ranks)
-    return torch.zeros(routing.num_tokens, num_ranks, dtype=torch.bool).scatter_(1, ranks, True)
+    return torch.zeros(routing.num_tokens, num_ranks, dtype=torch.bool, device="cpu").scatter_(1, ranks, True)
 
 
 def expected_groups(num_groups: int, num_experts: int, topk: int) -> float:
@@ -121,15 +121,15 @@ def build_ledger(
     num_ranks = len(routings)
     num_nodes = num_ranks // num_local_ranks
     num_local_experts = num_experts // num_ranks
-    pairs = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)  # [source, destination] (token, expert)
-    deliveries = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)  # [source, destination] (token, rank)
-    node_pairs = torch.zeros(num_ranks, num_nodes, dtype=torch.int64)  # [source, node] (token, node)
+    pairs = torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device="cpu")  # [source, destination] (token, expert)
+    deliveries = torch.zeros_like(pairs)  # [source, destination] (token, rank)
+    node_pairs = torch.zeros(num_ranks, num_nodes, dtype=torch.int64, device="cpu")  # [source, node] (token, node)
     for source, routing in enumerate(routings):
         hits = hit_ranks(routing, num_experts, num_ranks)
         deliveries[source] = hits.sum(0)
         node_pairs[source] = hits.view(-1, num_nodes, num_local_ranks).any(2).sum(0)
         pairs[source] = torch.bincount((routing.topk_idx // num_local_experts).flatten(), minlength=num_ranks)
-    ranks = torch.arange(num_ranks)
+    ranks = torch.arange(num_ranks, dtype=torch.int64, device="cpu")
     own_node = ranks // num_local_ranks
     rail_pairs = node_pairs.sum(1) - node_pairs[ranks, own_node]
     return Ledger(
@@ -151,7 +151,7 @@ def build_ledger(
 
 def _direct(rows: torch.Tensor, num_local_ranks: int, row_bytes: int) -> Traffic:
     """Every row goes from its source straight to its destination; `rows` is [source, destination]."""
-    nodes = torch.arange(rows.shape[0]) // num_local_ranks
+    nodes = torch.arange(rows.shape[0], dtype=torch.int64, device="cpu") // num_local_ranks
     same_node = nodes.unsqueeze(1) == nodes.unsqueeze(0)
     itself = rows.diagonal()
     rail = (rows * ~same_node).sum(1)

@@ -17,8 +17,8 @@ class Memcpy:
 
     def __init__(self, num_bytes: int = DEFAULT_BYTES) -> None:
         self.num_bytes = num_bytes
-        self._source = torch.ones(num_bytes, dtype=torch.uint8)
-        self._target = torch.zeros(num_bytes, dtype=torch.uint8)  # written here: no page fault is timed
+        self._source = torch.ones(num_bytes, dtype=torch.uint8, device="cpu")
+        self._target = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")  # written here: no page fault is timed
 
     def run(self) -> None:
         ctypes.memmove(self._target.data_ptr(), self._source.data_ptr(), self.num_bytes)

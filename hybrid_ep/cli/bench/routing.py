@@ -32,8 +32,8 @@ class Routing:
     def to_map(self, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Dense form: routing_map bool [num_tokens, num_experts], probs fp32 of the same shape."""
         shape = (self.num_tokens, num_experts)
-        routing_map = torch.zeros(shape, dtype=torch.bool).scatter_(1, self.topk_idx, True)
-        probs = torch.zeros(shape, dtype=torch.float32).scatter_(1, self.topk_idx, self.topk_weights)
+        routing_map = torch.zeros(shape, dtype=torch.bool, device="cpu").scatter_(1, self.topk_idx, True)
+        probs = torch.zeros(shape, dtype=torch.float32, device="cpu").scatter_(1, self.topk_idx, self.topk_weights)
         return routing_map, probs
 
 
@@ -94,7 +94,8 @@ def token_counts(ragged: str, num_tokens: int, num_ranks: int, seed: int) -> lis
     if ragged == "zero-last":
         return [num_tokens] * (num_ranks - 1) + [0]
     if ragged == "random":
-        draws = torch.randint(0, num_tokens + 1, (num_ranks,), generator=_generator(seed, 0))
+        draws = torch.randint(0, num_tokens + 1, (num_ranks,), generator=_generator(seed, 0), dtype=torch.int64,
+                              device="cpu")
         return [num_tokens, *draws[1:].tolist()]
     raise UsageError(f"--ragged {ragged!r}: use one of {', '.join(RAGGED)}")
 
@@ -130,7 +131,7 @@ def _generator(seed: int, rank: int) -> torch.Generator:
 
 def _favour(spec: RoutingSpec, num_ranks: int, num_experts: int, topk: int, seed: int) -> torch.Tensor:
     """Log-weights [num_experts] that experts get beside their noise: 0, or rank 0's as the asked ratio needs."""
-    extra = torch.zeros(num_experts)
+    extra = torch.zeros(num_experts, dtype=torch.float32, device="cpu")
     if spec.kind != "imbalance":
         return extra
     hot, low, high = num_experts // num_ranks, 0.0, _MOST_FAVOUR
@@ -146,11 +147,12 @@ def _draw(
     spec: RoutingSpec, num_tokens: int, num_experts: int, topk: int, generator: torch.Generator, favour: torch.Tensor
 ) -> torch.Tensor:
     if spec.kind == "one-hot":
-        return torch.arange(topk).repeat(num_tokens, 1)
-    noise = torch.rand(num_tokens, num_experts, generator=generator).clamp_(1e-9, 1 - 1e-7)
+        return torch.arange(topk, dtype=torch.int64, device="cpu").repeat(num_tokens, 1)
+    noise = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float32, device="cpu")
+    noise.clamp_(1e-9, 1 - 1e-7)
     if spec.kind == "zipf":
         # Gumbel keys: the top k of log p + Gumbel noise are k draws without replacement from p.
-        log_popularity = -spec.exponent * torch.log(torch.arange(1, num_experts + 1, dtype=torch.float32))
+        log_popularity = -spec.exponent * torch.log(torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu"))
         noise = log_popularity - torch.log(-torch.log(noise))
     if spec.kind == "imbalance":
         noise = favour - torch.log(-torch.log(noise))
@@ -179,5 +181,5 @@ def _from_file(path: str, counts: list[int], num_experts: int, topk: int) -> lis
 
 def _weights(topk_idx: torch.Tensor) -> torch.Tensor:
     """Weights in eighths, 1/8 .. 8/8: exact in every dtype and different from neighbour to neighbour."""
-    tokens = torch.arange(topk_idx.shape[0]).unsqueeze(1)
+    tokens = torch.arange(topk_idx.shape[0], dtype=torch.int64, device="cpu").unsqueeze(1)
     return ((topk_idx * 3 + tokens * 5) % 8 + 1).to(torch.float32) / 8

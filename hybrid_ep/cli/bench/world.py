@@ -49,7 +49,7 @@ class World:
 
     def reduce(self, value: int, how: dist.ReduceOp = dist.ReduceOp.SUM) -> int:
         """The sum (or what `how` says) of `value` over the ranks; collective."""
-        total = torch.tensor([value], dtype=torch.int64)
+        total = torch.tensor([value], dtype=torch.int64, device="cpu")
         dist.all_reduce(total, how, group=self.control)
         return int(total)
 

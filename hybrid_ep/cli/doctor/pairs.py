@@ -134,7 +134,7 @@ def exchange(group, peer: int, first: bool, num_bytes: int, timeout: timedelta) 
         one_way(buffer, not first)
         return time.perf_counter() - began
 
-    small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    small, large = (torch.zeros(n, dtype=torch.uint8, device="cpu") for n in (8, num_bytes))
     there_and_back(small)  # connects
     latency = statistics.median(there_and_back(small) for _ in range(SMALL_REPEATS)) / 2
     seconds = statistics.median(there_and_back(large) for _ in range(LARGE_REPEATS)) / 2

@@ -70,8 +70,10 @@ def exchange(num_nodes: int, num_local_ranks: int, device: Any, executor: str) -
 
     def body(rank, group):
         g = torch.Generator().manual_seed(rank)
-        x = torch.randint(-8, 9, (tokens + rank, hidden), generator=g).bfloat16().to(device)
-        idx = torch.rand(tokens + rank, experts, generator=g).argsort(1)[:, :topk].to(device)
+        x = torch.randint(-8, 9, (tokens + rank, hidden), generator=g, dtype=torch.int64, device="cpu")
+        x = x.bfloat16().to(device)
+        idx = torch.rand(tokens + rank, experts, generator=g, dtype=torch.float32, device="cpu").argsort(1)
+        idx = idx[:, :topk].to(device)
         # tuning: a file of the environment is for other shapes
         with HybridEPBuffer(group, hidden, tokens + ranks, experts // ranks, timeout_s=LOOPBACK_TIMEOUT_S,
                             num_of_hybrid_ep_ranks_per_nvlink_domain=num_local_ranks, executor=executor,

@@ -1,0 +1,82 @@
+// A tensor on its way into the core: where its bytes lie, how many there are, what they hold and on which kind of
+// device. hybrid_ep/tensors.py makes one from a torch tensor; nothing else crosses the boundary as memory. The core
+// states for every argument what it needs, and a view that has less is a ValueError that names the argument.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/numeric.h"
+
+namespace hep {
+
+// Element types that the core tells apart; anything else is payload.
+enum class Element : uint8_t {
+  kOther,
+  kBool,
+  kUint8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kFp16,
+  kBf16,
+  kFp32,
+  kFp64,
+  kE4m3,
+  kE5m2,
+  kE8m0,
+  kCount
+};
+const char* element_name(Element e);
+
+enum class Device : uint8_t { kCpu, kCuda };
+
+template <class T>
+inline constexpr Element kElementOf = Element::kUint8;
+template <>
+inline constexpr Element kElementOf<bool> = Element::kBool;
+template <>
+inline constexpr Element kElementOf<int32_t> = Element::kInt32;
+template <>
+inline constexpr Element kElementOf<int64_t> = Element::kInt64;
+template <>
+inline constexpr Element kElementOf<float> = Element::kFp32;
+
+struct TensorView {
+  uint64_t address = 0, bytes = 0;
+  Element element = Element::kOther;
+  Device device = Device::kCpu;
+  pybind11::object keep_alive;  // the tensor; lives and dies under the GIL
+};
+
+// What a call needs of one argument.
+struct Need {
+  const char* name;
+  uint64_t bytes;
+  Device device = Device::kCpu;
+  uint64_t alignment = 1;
+};
+
+// The view's address after it met the need; ValueError otherwise, and for no view. A view of no bytes has an address
+// too, of memory that nobody may touch, since kernels take null for "not given".
+unsigned char* require(const TensorView* view, const Need& need);
+// The same, of this element type.
+unsigned char* require(const TensorView* view, const Need& need, Element element);
+
+template <class T>
+T* require_array(const TensorView* view, const Need& need) {
+  return reinterpret_cast<T*>(require(view, need, kElementOf<std::remove_const_t<T>>));
+}
+// The same, null for no view.
+template <class T>
+T* optional_array(const TensorView* view, const Need& need) {
+  return view ? require_array<T>(view, need) : nullptr;
+}
+
+DType summable(const char* name, const TensorView* view);  // what combine adds; ValueError for anything else
+
+void bind_tensor_view(pybind11::module_& m);
+
+}  // namespace hep

@@ -1,0 +1,216 @@
+"""Nothing that crosses into the core can make it touch memory that was not given: for every tensor of every binding,
+one byte too few, another element type or another kind of device is a ValueError that names it, and nothing was sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from boundary import EXPERTS, HIDDEN, TOKENS, all_verbs, changed, given, views, watched_run
+from hypothesis import given as examples
+from hypothesis import strategies as st
+
+from hybrid_ep import _core
+from hybrid_ep.balance import plan_microbatch, plan_placement
+from hybrid_ep.tensors import view
+from hybrid_ep.testing import VirtualWorld
+
+CODES = _core.TensorView.elements
+PAYLOAD = {"x", "scale"}  # of any element type; what comes out must have the same
+SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+def damaged(name: str, v: _core.TensorView):
+    """(what is wrong, the view that has it)."""
+    if v.num_bytes:
+        yield "a byte less", changed(v, num_bytes=v.num_bytes - 1)
+        yield "no bytes", changed(v, num_bytes=0)
+    yield "another device", changed(v, device="cuda" if v.device == "cpu" else "cpu")
+    if name not in PAYLOAD:
+        yield "another type", changed(v, element=CODES["int16"])
+
+
+class Refuses:
+    """Before every call of the core, the same call with each of its tensors spoilt in turn."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def __call__(self, verb, call, arguments):
+        for name, v in views(arguments).items():
+            self.seen.add((verb, name))
+            for what, bad in damaged(name, v):
+                try:
+                    call(**arguments | {name: bad})
+                except ValueError as error:
+                    assert str(error).startswith(f"{name}: "), error
+                else:
+                    pytest.fail(f"{verb} took {name} with {what}")
+        return arguments
+
+
+def same(got, want):
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.device == b.device and a.shape == b.shape
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("place", [False, True], ids=["host places", "kernel places"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_tensor_of_every_verb_is_held_to_its_size(shape, place):
+    looks = Refuses()
+    got = watched_run(*shape, looks, lambda b, mine: all_verbs(b, mine, place))
+    for mine, plain in zip(got, watched_run(*shape, lambda *a: a[2], lambda b, m: all_verbs(b, m, place)), strict=True):
+        same(mine, plain)
+    route = "place" if place else "exchange"
+    assert looks.seen >= {(route, "topk_idx"), (route, "routing_map"), (route, "weights"), ("combine", "x"),
+                          ("combine", "weights"), ("combine", "out_x"), ("combine", "out_weights")}
+    assert looks.seen >= {("dispatch", n) for n in ("x", "scale", "weights", "out_x", "out_scale", "out_weights")}
+    assert ("place", "memory") in looks.seen or not place
+
+
+@examples(tokens=st.integers(0, 9), topk=st.integers(1, EXPERTS), hidden=st.sampled_from([8, 16, 40]),
+          dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), shape=st.sampled_from(SHAPES),
+          place=st.booleans())
+def test_any_call_states_its_sizes_to_the_byte(tokens, topk, hidden, dtype, shape, place):
+    watched_run(*shape, Refuses(), lambda b, mine: all_verbs(b, mine, place), tokens=tokens, topk=topk, hidden=hidden,
+                dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """A compiled plan of two nodes that its dispatch completed, seen from rank 0; its world stays open."""
+    world = VirtualWorld(2, 1)
+    buffers = world.buffers(HIDDEN, TOKENS, EXPERTS // 2, timeout_s=60)
+    mine = [given(rank) for rank in range(2)]
+    handles = world.run(lambda rank, _: buffers[rank].dispatch(
+        mine[rank].hidden, topk_idx=mine[rank].idx, topk_weights=mine[rank].weights)[3])
+    yield handles[0][6].plan
+    for buffer in buffers:
+        buffer.destroy()
+
+
+def of_plan(plan):
+    """name: (method, its tensors by argument, in order)."""
+    core, mine = plan.core, given(0)
+    ordered = torch.zeros(TOKENS, core.weight_stride, dtype=torch.float32)
+    rail = sum(core.num_rail_tokens(n) for n in range(2))
+    local = plan.num_local_experts
+    idx, dense = mine.idx, torch.zeros(TOKENS, EXPERTS, dtype=torch.float32)
+    maps = {"fill_sparse_to_dense": (rail, torch.int32), "fill_rail_to_node": (rail, torch.bool),
+            "fill_node_to_rail": (TOKENS, torch.bool),
+            "fill_local_expert_routing_map": (plan.num_recv_rows * local, torch.bool),
+            "fill_dense_to_expert_map": (plan.num_recv_rows * local, torch.int32)}
+    return {
+        "weights_from_dense": {"probs": dense, "out": ordered},
+        "weights_to_dense": {"weights": ordered, "out": dense},
+        "weights_from_topk": {"topk_idx": idx, "topk_weights": mine.weights, "out": ordered},
+        "weights_to_topk": {"topk_idx": idx, "weights": ordered, "out": mine.weights.clone()},
+        **{name: {"out": torch.empty(count, dtype=dtype)} for name, (count, dtype) in maps.items()}}
+
+
+def test_plans_hold_the_tensors_of_every_method_to_their_size(plan):
+    methods = {name for name in dir(plan.core) if name.startswith(("fill_", "weights_"))}
+    assert methods == set(of_plan(plan)), "a method that this test does not know"
+    for method, tensors in of_plan(plan).items():
+        call, good = getattr(plan.core, method), {name: view(name, x) for name, x in tensors.items()}
+        rest = {"topk": tensors["topk_idx"].shape[1]} if "topk_idx" in tensors else {}
+        call(**good, **rest)
+        for name, v in good.items():
+            for _, bad in damaged(name, v):
+                with pytest.raises(ValueError, match=rf"^{name}: "):
+                    call(**good | {name: bad}, **rest)
+            with pytest.raises(ValueError, match=rf"^{name}: "):
+                call(**good | {name: None}, **rest)
+
+
+def test_memory_of_a_placed_plan_is_held_to_its_size():
+    """What the first dispatch learns goes where Placed.plan is told."""
+    placed = []
+
+    def keep(verb, call, arguments):
+        if verb == "place":
+            placed.append(call(**arguments))
+        return arguments
+
+    watched_run(1, 1, keep, lambda b, mine: all_verbs(b, mine, True))
+    made = next(p for p in placed if p.complete is None)
+    total = made.learned["total"]
+    whole = torch.empty(total + 256, dtype=torch.uint8)
+    block = whole[-whole.data_ptr() % 128:][:total]
+    for _, bad in damaged("memory", view("memory", block)):
+        with pytest.raises(ValueError, match="^memory: "):
+            made.plan(bad)
+    with pytest.raises(ValueError, match="^memory: .*128"):
+        made.plan(view("memory", whole[-whole.data_ptr() % 128 + 16:][:total]))
+    assert made.plan(view("memory", block)).num_tokens == TOKENS
+
+
+def test_a_view_of_nothing_has_no_bytes():
+    with pytest.raises(ValueError, match="address: is null, with 4 bytes"):
+        _core.TensorView(0, 4, 0, "cpu")
+    assert _core.TensorView(0, 0, 0, "cpu").num_bytes == 0
+    with pytest.raises(ValueError, match="device: memory of a 'meta'"):
+        _core.TensorView(64, 4, 0, "meta")
+    for code in (-1, 99):
+        with pytest.raises(ValueError, match="element"):
+            _core.TensorView(64, 4, code, "cpu")
+
+
+def test_a_view_keeps_its_tensor_alive():
+    x = torch.arange(4, dtype=torch.float32)
+    v, expected = view("x", x), x.tolist()
+    assert v.tensor is x
+    del x
+    assert v.tensor.tolist() == expected
+
+
+# ---- the planners of the balancer: numpy arrays
+
+def arrays_of_planners():
+    """name: (call, its arrays by argument)."""
+    counts = np.arange(2 * 8, dtype=np.int64).reshape(2, 8)
+    made = plan_microbatch(counts)
+    shape, load = made.options.shape(2, 8), counts[:1].copy()
+    planner = _core.MicrobatchPlanner(shape)
+    layers = dict(num_layers=1, num_experts=8, num_slots=10, num_groups=0, num_nodes=1, num_ranks=2)
+    current = np.ascontiguousarray(plan_placement(load, 10, 2).phy2log, dtype=np.int32)
+    return {
+        "plan": (planner.plan, {"counts": counts, "home": made.home}),
+        "share_of_source": (lambda **a: _core.share_of_source(shape=shape, source=0, **a), {
+            "counts": counts, "home": made.home, "slot_expert": made.slot_expert, "slot_tokens": made.slot_tokens}),
+        "place_layers": (lambda **a: _core.place_layers(**a, **layers), {"load": load}),
+        "improve_layers": (lambda **a: _core.improve_layers(**a, **layers, target_ppm=0, max_moves=4),
+                           {"load": load, "current": current})}
+
+
+@pytest.mark.parametrize("name", ["plan", "share_of_source", "place_layers", "improve_layers"])
+def test_planners_hold_their_arrays_to_size_and_type(name):
+    call, arrays = arrays_of_planners()[name]
+    call(**arrays)
+    for argument, array in arrays.items():
+        flat = np.ascontiguousarray(array).reshape(-1)
+        wide = np.repeat(array, 2, axis=-1)[..., ::2]
+        assert not wide.flags.c_contiguous
+        for bad in (flat[:-1].reshape(1, -1), array.astype(np.float32), array.astype(np.int16), wide):
+            with pytest.raises(ValueError, match=rf"^{argument}: "):
+                call(**arrays | {argument: bad})
+    call(**arrays)
+
+
+def test_planners_refuse_ranks_and_experts_that_do_not_exist():
+    call, arrays = arrays_of_planners()["share_of_source"]
+    with pytest.raises(ValueError, match="^home: "):
+        call(**arrays | {"home": np.full_like(arrays["home"], 2)})
+    with pytest.raises(ValueError, match="^slot_expert: "):
+        call(**arrays | {"slot_expert": np.full_like(arrays["slot_expert"], 8)})
+
+
+def test_the_simulator_holds_its_routing_to_size():
+    spec = {"num_nodes": 1, "num_local_ranks": 2, "num_experts": 4, "tokens": 2, "topk": 2}
+    known = _core.sim_defaults()
+    spec = {name: value for name, value in spec.items() if name in known}
+    for bad in ([[0, 1]], [[0, 1, 2], [0]], [[99] * 4, [99] * 4]):
+        with pytest.raises(ValueError, match="topk_idx"):
+            _core.simulate(spec, topk_idx=bad)
