@@ -2,9 +2,9 @@
 
 Two custom ops, torch.ops.hybrid_ep.dispatch and .combine, each the other's backward. The graph holds the buffer's name
 and the handle's tensor (names.py). The ops are ordered: no pass reorders, merges or drops one, because other ranks wait
-for it. Where routing alone decides how many rows come, that number is an unbacked symbol, and the op is .dispatch_unsized
-instead: inductor cannot define a symbol in an ordered op (torch 2.15), so there data alone orders it. Programs whose
-dispatches do not depend on each other give num_permuted_tokens, or compile with another backend.
+for it. Where routing alone decides how many rows come, that number is an unbacked symbol, and the op is
+.dispatch_unsized instead: inductor cannot define a symbol in an ordered op (torch 2.15), so data alone orders it there.
+Programs whose dispatches do not depend on each other give num_permuted_tokens, or compile with another backend.
 
 Imported while a function is traced and never before, for it imports torch's compiler, which takes seconds."""
 
@@ -17,13 +17,13 @@ import torch
 from hybrid_ep import functional, names
 from hybrid_ep.names import Handle
 
-
 # ---- what functional calls while it is traced
 
 def dispatch(buffer: Any, permute: bool, hidden: torch.Tensor, **given: Any) -> tuple:
     """As functional's, with a Handle. A buffer's own handle, made by eager code, breaks the graph here."""
     handle: Handle | None = given["handle"]
-    topk_idx, topk_weights, routing_map, probs = (given[n] for n in ("topk_idx", "topk_weights", "routing_map", "probs"))
+    topk_idx, topk_weights = given["topk_idx"], given["topk_weights"]
+    routing_map, probs = given["routing_map"], given["probs"]
     if handle is not None and not isinstance(handle, Handle):
         return _eager(getattr(functional, "dispatch_with_permute" if permute else "dispatch"), buffer, hidden, **given)
     ranks, num_experts = buffer.group_size, given["num_of_experts"]
@@ -124,7 +124,8 @@ def _or_none(x: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _fake_dispatch(hidden, topk_idx, topk_weights, routing_map, probs, scaling_factor, handle, buffer, permute,
-                   num_experts, budget, num_rows, pad_multiple, non_blocking, pad_empty_experts, dispatch_dtype, local_experts, node_experts):
+                   num_experts, budget, num_rows, pad_multiple, non_blocking, pad_empty_experts, dispatch_dtype,
+                   local_experts, node_experts):
     num_rows = torch.library.get_ctx().new_dynamic_size() if num_rows is None else num_rows
     weights = _none(hidden, torch.float32)
     if topk_weights is not None or probs is not None:

@@ -50,7 +50,8 @@ def requested_ranks_per_node(argument: int | None) -> tuple[int | None, str]:
     return None, "the ranks of one host"
 
 
-def local_ranks(world_ranks: Sequence[int], ranks_per_node: int, origin: str, hosts: Sequence[str] | None = None) -> int:
+def local_ranks(world_ranks: Sequence[int], ranks_per_node: int, origin: str,
+                hosts: Sequence[str] | None = None) -> int:
     """How many ranks of a group share a node, where a node has `ranks_per_node` ranks of the whole job.
 
     world_ranks: the job's rank of every rank of the group, in the group's order. hosts: their host names, where they
@@ -59,8 +60,8 @@ def local_ranks(world_ranks: Sequence[int], ranks_per_node: int, origin: str, ho
     nodes = [rank // ranks_per_node for rank in world_ranks]
     sizes = _blocks(nodes)
     if sizes is None:
-        raise ValueError(f"{origin}={ranks_per_node} puts the group's ranks {list(world_ranks)} on nodes {nodes}, which "
-                         f"is not the same number of neighbouring ranks on every node; {_REMEDY}")
+        raise ValueError(f"{origin}={ranks_per_node} puts the group's ranks {list(world_ranks)} on nodes {nodes}, "
+                         f"which is not the same number of neighbouring ranks on every node; {_REMEDY}")
     if hosts is not None:
         _check_numbering(nodes, hosts, f"{origin}={ranks_per_node}")
     return sizes
@@ -95,6 +96,6 @@ def _check_numbering(nodes: Sequence[int], hosts: Sequence[str], declared: str) 
     nodes_of = {host: {n for n, h in pairs if h == host} for _, host in pairs}
     for node, host in sorted(pairs):
         if len(hosts_of[node]) > 1 and len(nodes_of[host]) > 1:
-            raise ValueError(f"{declared}: node {node} has ranks of hosts {sorted(hosts_of[node])}, and host {host!r} has "
-                             f"ranks of nodes {sorted(nodes_of[host])}; let the launcher number ranks host by host "
+            raise ValueError(f"{declared}: node {node} has ranks of hosts {sorted(hosts_of[node])}, and host {host!r} "
+                             f"has ranks of nodes {sorted(nodes_of[host])}; let the launcher number ranks host by host "
                              "(Slurm: --distribution=block), or leave the number out: a host is a node then")

@@ -1,4 +1,4 @@
-"""One rank of `megatron_unit_tests.py`: Megatron-LM's own tests under pytest, with hybrid_ep where their dispatchers are.
+"""One rank of `megatron_unit_tests.py`: Megatron-LM's tests under pytest, hybrid_ep in their dispatchers' place.
 
 Nothing of Megatron-LM is changed on disk. In this process: the CPU pieces of `megatron_patches.cpu` and the few more
 that these tests need, their download of data replaced by nothing, and the dispatcher classes that MoELayer looks up."""
@@ -17,8 +17,13 @@ SAME_EVERYWHERE = re.compile(r"world.?size.*not divisible|requires? .*world size
 class Reporter:
     """Tells the parent what each test did; stops this rank after a failure, for the others may wait for it."""
 
-    def __init__(self, send):
-        self.send, self.started, self.session = send, 0.0, None
+    def __init__(self, send, num_ranks):
+        self.send, self.num_ranks, self.started, self.session = send, num_ranks, 0.0, None
+
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            if hasattr(item, "callspec"):
+                smaller(item.callspec.params, self.num_ranks)
 
     def pytest_collection_finish(self, session):
         import torch
@@ -48,6 +53,15 @@ class Reporter:
     def pytest_collectreport(self, report):
         if report.failed:
             self.send(("not collected", report.nodeid, str(report.longrepr)[-2000:]))
+
+
+def smaller(params, num_ranks):
+    """Halve the parallel sizes that a test is called with until they fit the world: their CI has 8 ranks."""
+    tensor = "moe_tp_size" if params.get("moe_tp_size") else "tp_size"
+    while params.get(tensor, 1) * params.get("ep_size", 1) > num_ranks:
+        largest = max((tensor, "ep_size"), key=lambda name: params.get(name, 1))
+        params[largest] //= 2
+    params.update({"tp_size": min(params["tp_size"], num_ranks)} if "tp_size" in params else {})
 
 
 def prepare(checkout, world_size, route):
@@ -86,7 +100,7 @@ def _more_of_cuda(torch, world_size):
 def _groups_of_gloo(dist):
     """nccl becomes gloo, and groups of the same ranks one group: Megatron makes dozens in every test and destroys none,
     and each of gloo's has threads that poll."""
-    initialize, new_group, made = dist.init_process_group, dist.new_group, {}
+    initialize, new_group, destroy, made = dist.init_process_group, dist.new_group, dist.destroy_process_group, {}
 
     def init_process_group(backend=None, *args, **keywords):
         made.clear()
@@ -98,7 +112,12 @@ def _groups_of_gloo(dist):
             made[key] = new_group(list(key), backend="gloo")
         return made[key]
 
-    dist.init_process_group, dist.new_group = init_process_group, shared_group
+    def destroy_all(group=None):
+        if group is None:  # a single group may serve somebody else
+            made.clear()
+            destroy()
+
+    dist.init_process_group, dist.new_group, dist.destroy_process_group = init_process_group, shared_group, destroy_all
 
 
 def _routed(route):
@@ -144,4 +163,4 @@ def run(checkout, rank, world_size, port, nodes, collect_only, send):
 
     options = ["--collect-only"] if collect_only else []
     pytest.main(["-p", "no:cacheprovider", "-p", "no:randomly", "--capture=fd", "-q", "--no-header", "--tb=short",
-                 "-o", "addopts=", "--rootdir", str(checkout), *options, *nodes], plugins=[Reporter(send)])
+                 "-o", "addopts=", "--rootdir", str(checkout), *options, *nodes], plugins=[Reporter(send, world_size)])

@@ -2,9 +2,10 @@
 
     python scripts/megatron_unit_tests.py PATH_OF_A_MEGATRON_LM_CHECKOUT [--route ours|deep_ep|theirs] [--out FILE]
 
-Fetches nothing and holds nothing of theirs: give a checkout of the tag that the results name. A world of gloo ranks runs
-the tests in order; after a failure it is replaced, since ranks that failed apart wait for each other. A test passes when
-it passes on every rank.
+Fetches nothing and holds nothing of theirs: give a checkout of the tag that the results name. Their tests are written
+for 8 ranks; with fewer, the parallel sizes that they are called with are halved until they fit, and ids keep theirs.
+A world of gloo ranks runs the tests in order; after a failure it is replaced, since ranks that failed apart wait for
+each other. A test passes when it passes on every rank.
 
 * ours: allgather, alltoall and flex cases all get `megatron_patches`' dispatcher; deep_ep: Megatron's own HybridEP
   manager over hybrid_ep served as the package deep_ep; theirs: nothing of ours, the control.
@@ -89,8 +90,8 @@ def run(checkout, num_ranks, tests, pattern):
 
 
 def say(node, outcome, text, seconds):
-    print(f"{outcome:8s} {seconds:6.1f} s  {node.removeprefix(MOE + '/')}  {text.splitlines()[0][:150] if text else ''}",
-          flush=True)
+    first = text.splitlines()[0][:150] if text else ""
+    print(f"{outcome:8s} {seconds:6.1f} s  {node.removeprefix(MOE + '/')}  {first}", flush=True)
 
 
 class World:
@@ -123,7 +124,7 @@ class World:
     def results(self, say):
         """{test id: (outcome, text, seconds)} up to the first failure, which is the last of them."""
         said, results, running, wait = collections.defaultdict(list), {}, None, SILENCE_S
-        for kind, node, *rest in self._news(lambda: wait):
+        for kind, node, *rest in self._news(lambda: wait):  # noqa: B023  (read when it is called)
             if kind == "start":
                 running = running or node
             elif kind in ("passed", "failed", "skipped", "not collected"):
@@ -183,8 +184,7 @@ def _merged(said):
 def _rank(checkout, rank, num_ranks, port, nodes, collect_only, pipe):
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    if not os.environ.get("MEGATRON_UNIT_TESTS_STDERR"):
-        os.dup2(null, 2)
+    os.dup2(null, 2)
     try:
         megatron_unit_rank.run(checkout, rank, num_ranks, port, nodes, collect_only, pipe.send)
     finally:

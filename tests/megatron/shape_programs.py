@@ -43,7 +43,7 @@ def refused_dtype():
 
 
 def width(hidden, dtype):
-    """Rows of `hidden` values against no dispatch; returns how many warnings of the cost there were, over two layers."""
+    """Rows of `hidden` values against no dispatch; returns how many warnings of the cost two layers gave."""
     rank_programs.HIDDEN, dtype = hidden, getattr(torch, dtype)
     groups = initialize(2)
     megatron_patches.apply()
