@@ -37,13 +37,15 @@ class PosixSegments:
 
 @dataclass(frozen=True)
 class GroupView:
-    """What hybrid_ep needs of a process group. segments: how its ranks share memory."""
+    """What hybrid_ep needs of a process group. segments: how its ranks share memory. world_rank: this rank's number in
+    the whole job, which is its number in the group where there is no job around it."""
 
     rank: int
     size: int
     name: str
     store: Any
     segments: Any
+    world_rank: int
 
     @classmethod
     def of(cls, group) -> GroupView:
@@ -54,9 +56,10 @@ class GroupView:
                 store = group.get_group_store()
             else:  # older PyTorch
                 store = dist.distributed_c10d._world.pg_map[group][1]
-            return cls(group.rank(), group.size(), group.group_name, store, PosixSegments)
+            world_rank = dist.get_rank() if dist.is_initialized() else group.rank()
+            return cls(group.rank(), group.size(), group.group_name, store, PosixSegments, world_rank)
         if all(hasattr(group, a) for a in ("rank", "size", "group_name", "store", "segments")):
-            return cls(group.rank(), group.size(), group.group_name, group.store, group.segments)
+            return cls(group.rank(), group.size(), group.group_name, group.store, group.segments, group.rank())
         raise ValueError(f"group={group!r} is not a torch.distributed process group that this rank belongs to; call "
                          "init_process_group and give torch.distributed.group.WORLD or a new_group() with this rank")
 

@@ -26,10 +26,11 @@ from hybrid_ep.bootstrap import GroupView, Rendezvous
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.handle import Plan, dispatch_handle, permute_handle
+from hybrid_ep.names import Named
 from hybrid_ep.session import Call, Routing, Session
 
 
-class HybridEPBuffer:
+class HybridEPBuffer(Named):
     """Registered memory of one group and the operations on it. Collective: every rank of the group constructs
     it and makes the same calls in the same order. Not re-entrant: operations that run at the same time need a
     buffer each; dispatches that wait for their combines may be many on one.

@@ -5,6 +5,9 @@ differentiable. Works under activation checkpointing of both kinds: a forward th
 handle and its backward uses that one. Every rank must run the same operators, and their backwards, in the
 same order.
 
+Inside torch.compile each is one node of the graph and no graph break, with the same results (compiled.py); its handle
+is then opaque, a names.Handle, which these operators take in compiled and in eager code alike.
+
 buffer: a HybridEPBuffer or a ReferenceBuffer."""
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import quantize
+from hybrid_ep import names, quantize
 
 
 def dispatch(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_weights=None, num_of_experts=None,
@@ -21,8 +24,9 @@ def dispatch(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_weights=None, 
              probs=None, scaling_factor=None, handle=None) -> tuple:
     """Differentiable HybridEPBuffer.dispatch: (rows [M, H], weights [M, experts of this node] or None,
     scales, handle)."""
-    rest = {"num_of_experts": num_of_experts, "scaling_factor": scaling_factor, "handle": handle}
-    return _Dispatch.apply(buffer, False, rest, hidden, topk_idx, topk_weights, routing_map, probs)
+    given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "routing_map": routing_map, "probs": probs,
+             "num_of_experts": num_of_experts, "scaling_factor": scaling_factor, "handle": handle}
+    return _dispatch(buffer, False, hidden, given)
 
 
 def dispatch_with_permute(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_weights=None,
@@ -36,46 +40,67 @@ def dispatch_with_permute(buffer, hidden: torch.Tensor, *, topk_idx=None, topk_w
     dispatch_dtype: "fp8", "mxfp8" or "nvfp4" sends hidden quantised (hybrid_ep.quantize) and returns the rows
     dequantised, in hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and
     travel unquantised. ValueError with a scaling_factor, for hidden is quantised already then."""
-    fmt = quantize.format_of(dispatch_dtype, hidden.shape[1])
-    if fmt and scaling_factor is not None:
+    if quantize.format_of(dispatch_dtype, hidden.shape[1]) and scaling_factor is not None:
         raise ValueError(f"dispatch_dtype={dispatch_dtype!r} quantises hidden, but scaling_factor says that it is "
                          "quantised already; give one of them")
-    rest = {"num_of_experts": num_of_experts, "num_of_experts_per_rank": num_of_experts_per_rank,
-            "scaling_factor": scaling_factor, "num_permuted_tokens": num_permuted_tokens,
-            "pad_multiple": pad_multiple, "pad_empty_experts": pad_empty_experts,
-            "non_blocking": non_blocking, "handle": handle, "fmt": fmt}
-    return _Dispatch.apply(buffer, True, rest, hidden, topk_idx, topk_weights, routing_map, probs)
+    given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "routing_map": routing_map, "probs": probs,
+             "num_of_experts": num_of_experts, "num_of_experts_per_rank": num_of_experts_per_rank,
+             "scaling_factor": scaling_factor, "num_permuted_tokens": num_permuted_tokens,
+             "pad_multiple": pad_multiple, "pad_empty_experts": pad_empty_experts,
+             "non_blocking": non_blocking, "handle": handle, "dispatch_dtype": dispatch_dtype}
+    return _dispatch(buffer, True, hidden, given)
 
 
 def combine(buffer, hidden: torch.Tensor, handle, probs=None, *, fp32_partials=False) -> tuple:
     """Differentiable HybridEPBuffer.combine: (tokens [T, H], probs [T, E] or None)."""
-    return _Combine.apply(buffer, False, handle, fp32_partials, hidden, probs)
+    return _combine(buffer, False, hidden, handle, probs, fp32_partials)
 
 
 def combine_with_unpermute(buffer, hidden: torch.Tensor, handle, probs=None, *, fp32_partials=False) -> tuple:
     """Differentiable HybridEPBuffer.combine_with_unpermute: (tokens [T, H], probs [T, E] or None)."""
-    return _Combine.apply(buffer, True, handle, fp32_partials, hidden, probs)
+    return _combine(buffer, True, hidden, handle, probs, fp32_partials)
 
 
-def _run_dispatch(buffer, permute: bool, **arguments: Any) -> tuple:
-    return (buffer.dispatch_with_permute if permute else buffer.dispatch)(**arguments)
+def _dispatch(buffer, permute: bool, hidden: torch.Tensor, given: dict[str, Any]) -> tuple:
+    if torch.compiler.is_compiling():
+        from hybrid_ep import compiled
+
+        return compiled.dispatch(buffer, permute, hidden, **given)
+    rest = given | {"handle": names.eager_handle(given["handle"])}
+    routing = [rest.pop(name) for name in ("topk_idx", "topk_weights", "routing_map", "probs")]
+    return _Dispatch.apply(buffer, permute, rest, hidden, *routing)
 
 
-def _run_combine(buffer, permute: bool, **arguments: Any) -> tuple:
+def _combine(buffer, permute: bool, hidden: torch.Tensor, handle, probs, fp32_partials: bool) -> tuple:
+    if torch.compiler.is_compiling():
+        from hybrid_ep import compiled
+
+        return compiled.combine(buffer, permute, hidden, handle, probs, fp32_partials)
+    return _Combine.apply(buffer, permute, names.eager_handle(handle), fp32_partials, hidden, probs)
+
+
+def run_dispatch(buffer, permute: bool, rest: dict[str, Any], hidden, topk_idx, topk_weights, routing_map,
+                 probs) -> tuple:
+    """The buffer's verb, and quantisation around it where rest["dispatch_dtype"] asks for one. No gradients."""
+    rest = dict(rest)
+    fmt, payload = quantize.format_of(rest.pop("dispatch_dtype", None), hidden.shape[1]), hidden
+    if fmt:
+        payload, rest["scaling_factor"] = quantize.quantize(hidden, fmt)
+    verb = buffer.dispatch_with_permute if permute else buffer.dispatch
+    out = verb(hidden=payload, topk_idx=topk_idx, topk_weights=topk_weights, routing_map=routing_map, probs=probs,
+               **rest)
+    return (quantize.dequantize(out[0], out[2], fmt, hidden.dtype), out[1], None, *out[3:]) if fmt else out
+
+
+def run_combine(buffer, permute: bool, **arguments: Any) -> tuple:
+    """The buffer's verb. No gradients."""
     return (buffer.combine_with_unpermute if permute else buffer.combine)(**arguments)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffer, permute, rest, hidden, topk_idx, topk_weights, routing_map, probs):
-        rest = dict(rest)
-        fmt, payload = rest.pop("fmt", None), hidden
-        if fmt:
-            payload, rest["scaling_factor"] = quantize.quantize(hidden, fmt)
-        out = _run_dispatch(buffer, permute, hidden=payload, topk_idx=topk_idx, topk_weights=topk_weights,
-                            routing_map=routing_map, probs=probs, **rest)
-        if fmt:
-            out = (quantize.dequantize(out[0], out[2], fmt, hidden.dtype), out[1], None, *out[3:])
+        out = run_dispatch(buffer, permute, rest, hidden, topk_idx, topk_weights, routing_map, probs)
         ctx.buffer, ctx.permute, ctx.handle = buffer, permute, out[-1]
         ctx.weights_are_topk = topk_weights is not None
         ctx.save_for_backward(topk_idx)
@@ -93,7 +118,7 @@ class _Dispatch(torch.autograd.Function):
         (empty, shape), (topk_idx,) = ctx.like, ctx.saved_tensors
         if grad_rows is None:  # only the weights were used: the sum still moves whole rows
             grad_rows = empty.new_zeros(shape)
-        grad_hidden, grad_dense = _run_combine(ctx.buffer, ctx.permute, hidden=grad_rows, probs=grad_weights,
+        grad_hidden, grad_dense = run_combine(ctx.buffer, ctx.permute, hidden=grad_rows, probs=grad_weights,
                                                handle=ctx.handle)
         if grad_dense is None or not ctx.weights_are_topk:
             return *nothing[:3], grad_hidden, None, None, None, grad_dense
@@ -104,7 +129,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffer, permute, handle, fp32_partials, hidden, probs):
-        out = _run_combine(buffer, permute, hidden=hidden, probs=probs, handle=handle,
+        out = run_combine(buffer, permute, hidden=hidden, probs=probs, handle=handle,
                            fp32_partials=fp32_partials)
         ctx.buffer, ctx.permute, ctx.handle = buffer, permute, handle
         ctx.num_rows = hidden.shape[0]
@@ -120,7 +145,6 @@ class _Combine(torch.autograd.Function):
         if grad_tokens is None:
             grad_tokens = ctx.like[0].new_zeros(ctx.like[1])
         rest = {"num_permuted_tokens": ctx.num_rows} if ctx.permute else {}
-        grad_hidden, grad_weights, *_ = _run_dispatch(ctx.buffer, ctx.permute, hidden=grad_tokens,
-                                                      probs=grad_probs,
-                                                      handle=ctx.handle, **rest)
+        verb = ctx.buffer.dispatch_with_permute if ctx.permute else ctx.buffer.dispatch
+        grad_hidden, grad_weights, *_ = verb(hidden=grad_tokens, probs=grad_probs, handle=ctx.handle, **rest)
         return None, None, None, None, grad_hidden, grad_weights

@@ -51,11 +51,11 @@ class Options:
                 "num_blocks_permute": self.num_blocks_permute, "num_blocks_unpermute": self.num_blocks_unpermute,
                 "capacity_factor": self.capacity_factor, "overflow": self.overflow,
                 "executor": self.executor, "tuning": self.tuning and self.tuning.identity},
-            "host": socket.gethostname(), "max_tokens": self.max_tokens})
+            "host": socket.gethostname(), "world_rank": meet.view.world_rank, "max_tokens": self.max_tokens})
         agree([f["must_agree"] for f in facts], "HybridEPBuffer")
         self.max_tokens = max(f["max_tokens"] for f in facts)
         found = topology.resolve(meet.view.rank, [f["host"] for f in facts], self.ranks_per_node,
-                                 self.ranks_per_node_origin)
+                                 self.ranks_per_node_origin, [f["world_rank"] for f in facts])
         self._settle(found)
         return found
 

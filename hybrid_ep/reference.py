@@ -18,6 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_ep import topology
+from hybrid_ep.names import Named
+
 _NOTHING = -0.0  # the neutral element of IEEE addition: x + -0.0 is x for every x, -0.0 too
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32}
 
@@ -262,7 +265,7 @@ def _is_fp8(x: torch.Tensor) -> bool:
     return x.is_floating_point() and x.element_size() == 1
 
 
-class ReferenceBuffer:
+class ReferenceBuffer(Named):
     """hybrid_ep.HybridEPBuffer by gathering everything everywhere; same arguments, same results, no limits.
 
     Handles are tuples of the same lengths with the plan and the dispatched weights in the config element; of
@@ -274,10 +277,9 @@ class ReferenceBuffer:
                  use_shared_buffer=True, enable_custom_allgather=False,
                  num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None, *, overflow="raise", **_):
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
-        ranks_per_node = num_of_hybrid_ep_ranks_per_nvlink_domain or self.group_size
-        if self.group_size % ranks_per_node:
-            raise ValueError(f"num_of_hybrid_ep_ranks_per_nvlink_domain={ranks_per_node} must divide the group's "
-                             f"{self.group_size} ranks")
+        declared = num_of_hybrid_ep_ranks_per_nvlink_domain
+        ranks_per_node = self.group_size if declared is None else topology.local_ranks(
+            dist.get_process_group_ranks(group), declared, "num_of_hybrid_ep_ranks_per_nvlink_domain")
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = ranks_per_node
         self.num_of_nodes = self.group_size // ranks_per_node
         self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)

@@ -4,6 +4,7 @@ The script sees itself as `__main__`, its own directory first on sys.path, and M
 flags. Under torchrun: `torchrun --nproc-per-node 8 -m megatron_patches pretrain_gpt.py --hybrid-ep ...`.
 """
 
+import argparse
 import os
 import runpy
 import sys
@@ -13,12 +14,17 @@ import megatron_patches
 USAGE = """usage: python -m megatron_patches [--seam s1|s3] SCRIPT ARGS...
        python -m megatron_patches --status
 
-SCRIPT is a Megatron-LM script, e.g. pretrain_gpt.py; ARGS are its flags, and with seam s3 (the default) also
-  --hybrid-ep --hybrid-ep-ranks-per-node N --hybrid-ep-num-sms N --hybrid-ep-tuning FILE
-  --hybrid-ep-timeout SECONDS
-  --hybrid-ep-dispatch-dtype {bf16,fp8,mxfp8}
-  --hybrid-ep-load-stats PATH --hybrid-ep-load-stats-range FIRST-LAST   (also without --hybrid-ep)
-Seam s1 serves hybrid_ep to Megatron as the package deep_ep and adds no flags."""
+SCRIPT is a Megatron-LM script, e.g. pretrain_gpt.py; ARGS are its flags, and with seam s3 (the default) those below.
+Seam s1 serves hybrid_ep to Megatron as the package deep_ep and adds no flags.
+Megatron-LM's training loop needs a GPU; docs/megatron.md says how to try all this on a CPU."""
+
+
+def usage():
+    """USAGE, and every flag that seam s3 adds to Megatron's parser."""
+    from megatron_patches import flags
+
+    parser = argparse.ArgumentParser(prog="megatron_patches", usage=argparse.SUPPRESS, add_help=False)
+    return f"{USAGE}\n\n{flags.add_arguments(parser).format_help().strip()}"
 
 
 def main(argv):
@@ -30,8 +36,11 @@ def main(argv):
     if argv[:1] == ["--seam"] and len(argv) > 1:
         seam, argv = argv[1], argv[2:]
     if not argv or argv[0].startswith("-") or seam not in ("s1", "s3"):
+        if argv[:1] in (["-h"], ["--help"]):
+            print(usage())
+            return 0
         print(USAGE, file=sys.stderr)
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+        return 2
     script = argv[0]
     if not os.path.isfile(script):
         print(f"megatron_patches: no such script: {script}", file=sys.stderr)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hybrid_ep.balance import MicrobatchPlanner
 from hybrid_ep.balance.homes import Homes
-from megatron_patches import balance_experts, balance_push, settings
+from megatron_patches import balance_experts, balance_push, buffers, settings
 from megatron_patches.dispatcher import HybridEPManager
 
 # attribute of TransformerConfig -> the flag that sets it: what balancing does not support, refused when truthy.
@@ -114,7 +114,7 @@ class ExactManager(SlowManager):
             size,
             num_experts,
             spare_slots=wanted.spare_slots,
-            num_nodes=size // (wanted.ranks_per_node or size),
+            num_nodes=buffers.num_nodes(group, wanted),
             epsilon=wanted.balance_epsilon,
         )
         self.plan_with = self.planner.plan

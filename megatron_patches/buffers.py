@@ -7,7 +7,9 @@ next call.
 
 import sys
 
-from hybrid_ep import env
+import torch.distributed as dist
+
+from hybrid_ep import env, topology
 
 _buffers = {}
 
@@ -29,11 +31,6 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local
     buffer_class = wanted.buffer_class
     if buffer_class is None:
         from hybrid_ep import HybridEPBuffer as buffer_class
-    if wanted.ranks_per_node is not None and group.size() % wanted.ranks_per_node:
-        raise ValueError(
-            f"ranks_per_node (--hybrid-ep-ranks-per-node) is {wanted.ranks_per_node}, which does not "
-            f"divide the {group.size()} ranks of the expert parallel group: give a divisor"
-        )
     tuning = wanted.tuning if wanted.tuning is not None else env.get("HYBRID_EP_TUNING")
     # Megatron's own number has a default and so is not a wish: a tuning file knows better.
     sms = wanted.num_sms if wanted.num_sms is not None or tuning is not None else num_sms
@@ -47,11 +44,24 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local
     }
     return buffer_class(
         group=group,
-        hidden_dim=hidden,
+        hidden_dim=hidden + -hidden % 8,  # room to begin with, which a buffer counts in rows of 2-byte values
         max_num_of_tokens_per_rank=max(num_tokens, 1),
         num_local_experts=num_local_experts,
         **{name: value for name, value in options.items() if value is not None},
     )
+
+
+def num_nodes(group, wanted):
+    """Nodes that the group's ranks lie on where a number of ranks per node is declared, by `wanted` or in the
+    environment; 1 where none is. Local, so that layers can ask when they are built.
+
+    ValueError when the group straddles nodes unevenly."""
+    declared, origin = wanted.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
+    if declared is None:
+        declared, origin = topology.requested_ranks_per_node(None)
+    if declared is None:
+        return 1
+    return group.size() // topology.local_ranks(dist.get_process_group_ranks(group), declared, origin)
 
 
 def release():

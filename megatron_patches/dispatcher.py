@@ -15,8 +15,9 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
-from hybrid_ep import functional
+from hybrid_ep import functional, quantize
 from hybrid_ep.handle import OVERFLOW_FLAG
+from hybrid_ep.validation import ROW_ALIGNMENT
 from megatron_patches import buffers, settings
 
 
@@ -34,7 +35,7 @@ class HybridEPManager:
     """
 
     def __init__(self, group, num_local_experts, num_experts, router_topk, config):
-        self.group = group
+        self.group, self.hidden = group, None
         self.num_local_experts = num_local_experts
         self.num_experts = num_experts
         self.router_topk = router_topk
@@ -45,6 +46,8 @@ class HybridEPManager:
             raise ValueError(
                 "moe_pad_expert_input_to_capacity is set without moe_expert_capacity_factor: give one"
             )
+        _check_at_start(config, self.settings)
+        buffers.num_nodes(group, self.settings)  # ValueError for a group that straddles nodes unevenly
         self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
         self.over_budget = torch.zeros(1, dtype=torch.bool, device=_device())
         self.pad_multiple = _pad_multiple(config)
@@ -94,10 +97,11 @@ class HybridEPManager:
         if self.token_probs.dtype != torch.float32:
             _warn_probs_dtype(self.token_probs.dtype)
             self.token_probs = self.token_probs.float()
-        num_tokens, hidden = hidden_states.shape
+        num_tokens, self.hidden = hidden_states.shape
+        hidden_states = _whole_units(hidden_states)
         buffer = buffers.get(
             self.group,
-            hidden=hidden,
+            hidden=hidden_states.shape[1],
             dtype=hidden_states.dtype,
             num_tokens=num_tokens,
             num_local_experts=self.num_local_experts,
@@ -123,7 +127,7 @@ class HybridEPManager:
         self.tokens_per_expert = counts.to(torch.int64)
         if rows_per_expert is not None:
             self._use_promised_rows(rows_per_expert)
-        return rows
+        return _trimmed(rows, self.hidden)
 
     def _use_promised_rows(self, rows):
         """Drop and pad: the counts are a host constant, so that no one waits for the device to learn them."""
@@ -150,9 +154,9 @@ class HybridEPManager:
 
     def combine(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
         """Bring expert outputs home and sum them, unweighted: [P, H] -> [T, H]. Collective over the group."""
-        output, _ = functional.combine_with_unpermute(self.buffer, hidden_states, self.handle)
+        output, _ = functional.combine_with_unpermute(self.buffer, _whole_units(hidden_states), self.handle)
         self.handle = self.buffer = None
-        return output
+        return _trimmed(output, self.hidden)
 
 
 class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
@@ -231,14 +235,42 @@ def _pad_multiple(config):
     return multiple or None
 
 
+def _check_at_start(config, wanted):
+    """ValueError, when the layer is built, for what its first forward would refuse."""
+    hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
+    quantize.format_of(wanted.dispatch_dtype, hidden)
+    step = ROW_ALIGNMENT // config.params_dtype.itemsize
+    if hidden % step:
+        _warn_once(
+            f"rows of {hidden} {config.params_dtype} values are no multiple of {ROW_ALIGNMENT} bytes: hybrid_ep pads "
+            f"them to {hidden + -hidden % step} values, which costs a copy in every dispatch and combine; a hidden "
+            f"size that is a multiple of {step} needs none"
+        )
+
+
+def _whole_units(rows):
+    """Rows [T, H], padded with zeros to a multiple of 16 bytes where they are none. Gradients of the padding drop out.
+
+    Zeros stay zeros through dispatch and combine, which move and add columns one by one."""
+    missing = -rows.shape[1] % (ROW_ALIGNMENT // rows.element_size())
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+
+
+def _trimmed(rows, hidden):
+    """The first `hidden` columns; rows themselves where they have no more, since schedules free what is no view."""
+    return rows if rows.shape[1] == hidden else rows[:, :hidden].contiguous()
+
+
 _warned = set()
 
 
+def _warn_once(text):
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=4)
+
+
 def _warn_probs_dtype(dtype):
-    if dtype not in _warned:
-        _warned.add(dtype)
-        warnings.warn(
-            f"router probabilities are {dtype} and are converted to float32 in every dispatch: "
-            "set --moe-router-dtype fp32",
-            stacklevel=3,
-        )
+    _warn_once(
+        f"router probabilities are {dtype} and are converted to float32 in every dispatch: set --moe-router-dtype fp32"
+    )

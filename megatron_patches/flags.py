@@ -41,7 +41,7 @@ def add_arguments(parser):
         type=int,
         default=None,
         metavar="N",
-        help="Ranks of one NVLink domain; must divide the expert parallel group.",
+        help="Ranks of the job in one NVLink domain; may exceed the expert parallel group.",
     )
     group.add_argument(
         "--hybrid-ep-num-sms",

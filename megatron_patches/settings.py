@@ -18,7 +18,8 @@ class Settings:
     """Immutable settings; `None` leaves the choice to Megatron's configuration, then to hybrid_ep's default.
 
     * `enabled`: build our dispatcher where Megatron asks for flex/hybridep (False: Megatron's own, untouched).
-    * `ranks_per_node`: ranks of one NVLink domain; must divide the EP group.
+    * `ranks_per_node`: ranks of the whole job in one NVLink domain (`hybrid_ep.topology`); an EP group inside a domain
+      is one node, one that straddles domains unevenly is refused when its first layer is built.
     * `num_sms`: SMs granted to dispatch and to combine (blocks, on the host executor).
     * `tuning`: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     * `timeout_s`: seconds a wait inside hybrid_ep may last before it raises.

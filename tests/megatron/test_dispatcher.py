@@ -21,6 +21,10 @@ def run(name, num_ranks, *arguments):
     return parity_world.run_world(Program(name), num_ranks, arguments, timeout_s=120)
 
 
+def run_shapes(name, num_ranks, *arguments):
+    return parity_world.run_world(Program(name, "shape_programs"), num_ranks, arguments, timeout_s=120)
+
+
 @pytest.mark.parametrize("ep, ranks_per_node", [(1, 1), (2, 1), (4, 2)])
 def test_six_steps_equal_alltoall(ep, ranks_per_node):
     run("contract", ep, ep, 1, ranks_per_node)
@@ -60,9 +64,25 @@ def test_dispatches_of_layers_that_share_a_buffer_may_overlap():
 
 
 def test_refusals_instead_of_another_dispatcher():
-    not_installed, wrong_backend, indivisible = run("built_by_moe_layer", 2, 2)[0]
+    not_installed, wrong_backend, uneven = run("built_by_moe_layer", 4, 4)[0]
     assert (
         "HybridEP is not installed" in not_installed
     )  # off: Megatron's own manager, which has no deep_ep here
     assert "moe_flex_dispatcher_backend is 'deepep'" in wrong_backend
-    assert "ranks_per_node" in indivisible and "divisor" in indivisible
+    assert "--hybrid-ep-ranks-per-node)=3" in uneven and "nodes [0, 0, 0, 1]" in uneven
+
+
+@pytest.mark.parametrize("declared", ["flag", "environment"])
+def test_groups_inside_a_node_are_one_node(declared):
+    """A node of 8 ranks and expert parallel groups of 2 and 4; nodes of 2 ranks and groups of 4."""
+    run_shapes("nodes", 4, declared)
+
+
+def test_a_dispatch_dtype_that_does_not_fit_is_refused_when_the_layer_is_built():
+    assert all("blocks of 128" in message for message in run_shapes("refused_dtype", 1))
+
+
+@pytest.mark.parametrize("hidden, dtype", [(12, "float32"), (4, "bfloat16"), (12, "bfloat16"), (3, "float32")])
+def test_rows_of_any_width(hidden, dtype):
+    warned = run_shapes("width", 2, hidden, dtype)
+    assert warned == [0 if hidden * (4 if dtype == "float32" else 2) % 16 == 0 else 1] * 2

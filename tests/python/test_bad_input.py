@@ -141,8 +141,6 @@ BAD_CONSTRUCTORS = {
     "num_blocks_permute": ({"num_blocks_permute": 0}, ["num_blocks_permute=0", "blocks"]),
     "num_blocks_unpermute": ({"num_blocks_unpermute": "all"}, ["num_blocks_unpermute='all'"]),
     "num_sms_preprocessing_api": ({"num_sms_preprocessing_api": -1}, ["num_sms_preprocessing_api=-1"]),
-    "ranks per node": ({"num_of_hybrid_ep_ranks_per_nvlink_domain": 2},
-                       ["num_of_hybrid_ep_ranks_per_nvlink_domain=2", "divide", "1 ranks"]),
     "ranks per node type": ({"num_of_hybrid_ep_ranks_per_nvlink_domain": "all"},
                             ["num_of_hybrid_ep_ranks_per_nvlink_domain='all'", "HYBRID_EP_RANKS_PER_NODE"]),
     "capacity_factor": ({"capacity_factor": 0}, ["capacity_factor=0", "positive"]),
