@@ -21,7 +21,7 @@
 #include <string_view>
 #include <vector>
 
-namespace hep::ptx {
+namespace hep::ptxm {
 
 // ---- Programs
 struct LoadError : std::runtime_error {
@@ -189,4 +189,4 @@ class Machine {
   std::unique_ptr<class MachineImpl> impl_;
 };
 
-}  // namespace hep::ptx
+}  // namespace hep::ptxm
