@@ -43,6 +43,7 @@ struct Kernel {
   uint32_t min_blocks = 0;        // .minnctapersm, 0: not said
   uint32_t static_shared = 0;     // bytes, where dynamic shared memory begins
   std::shared_ptr<const Program> program;
+  uint32_t index = 0;  // in its module
 };
 
 // A variable of .global or .const space; its memory is the module's and is mapped when a kernel of it is started.
@@ -111,6 +112,7 @@ struct Report {
   std::string kind;  // fault, race, proxy, scope, mbarrier, bulk, barrier, convergence, uninitialised, exit, deadlock
   std::string what;
   std::string launch;  // its name
+  bool located = false;  // block and thread are known
   uint32_t block = 0, thread = 0;
   std::string instruction;  // as PTX names it
   uint32_t ptx_line = 0;
@@ -185,7 +187,6 @@ class Machine {
   void reseed(uint64_t seed);
 
  private:
-  friend class MachineImpl;
   std::unique_ptr<class MachineImpl> impl_;
 };
 
