@@ -22,7 +22,6 @@ struct BulkCopy {
   u64 phase = 0;              // of the mbarrier at the issue
   u32 group = 0;
   std::vector<u8> data;
-  CopyClocks clocks;
 };
 
 class Random {  // splitmix64

@@ -143,7 +143,6 @@ void MachineImpl::end_block_if_over(Block& b) {
   s.shared -= l.kernel->static_shared + l.dynamic_shared + d.model.shared_reserved, --s.blocks;
   for (Warp& w : b.warps) make_unready(w);
   blocks.erase(b.serial);
-  if (races) races->end(b);
   if (--r.live_blocks == 0) {
     r.done = true, --running;
     ended.push_back(r.id);
