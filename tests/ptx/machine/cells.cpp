@@ -116,6 +116,7 @@ void Races::shared(const Who& w, u32 at, u32 n, bool write, const Ins& i) {
 
 // At its issue, which is when its thread's knowledge counts.
 void Races::issue(const Who& w, BulkCopy& k, const Ins& i) {
+  publish(w);  // its own generic accesses are another's to the proxy
   LaneClocks& l = lane(w);
   WarpClocks& warp = w.warp.clocks;
   if (k.load) {

@@ -22,7 +22,7 @@ class Memory {
 
  private:
   struct Near {  // the range of the last access
-    u64 begin = 1, end = 0;
+    u64 begin = ~0ull, end = ~0ull;  // none
   };
   bool look_up(u64 at, u32 n, bool write);
   const Range* find(u64 at) const;  // that contains it, or null
