@@ -31,13 +31,53 @@ void store_whole(u8* p, u32 bytes, u64 v) {
     default: __atomic_store_n(reinterpret_cast<u64*>(p), v, __ATOMIC_RELEASE);
   }
 }
-void take(Context& c, const Ins& i, u32 lane, const u8* p) {
+void take_one(Context& c, const Ins& i, u32 lane, const u8* p) {
   if (i.count == 1) return i.o[0] == kNone ? void() : c.set(i.o[0], i.reg_bytes, lane, load_whole(p, i.bytes, i.sign));
   for (u32 k = 0; k < i.count; ++k)
     if (i.o[k] != kNone) c.set(i.o[k], i.reg_bytes, lane, load_bytes(p + k * i.bytes, i.bytes, i.sign));
 }
-void put(Context& c, const Ins& i, u32 lane, u8* p) {
+void put_one(Context& c, const Ins& i, u32 lane, u8* p) {
   for (u32 k = 0; k < i.count; ++k) store_whole(p + k * i.bytes, i.bytes, c.value(i.o[k], i.reg_bytes, lane));
+}
+
+// The forms that most accesses have: N words, as wide in the registers as in memory.
+template <class T, u32 N, class P>
+void take_words(Context& c, const Ins& i, u32 mask, P&& place) {
+  T* d[N];
+  for (u32 k = 0; k < N; ++k) d[k] = c.row<T>(i.o[k]);
+  for (; mask; mask &= mask - 1) {
+    const u32 lane = u32(std::countr_zero(mask));
+    const T* p = reinterpret_cast<const T*>(place(lane));
+    for (u32 k = 0; k < N; ++k) d[k][lane] = N == 1 ? __atomic_load_n(p, __ATOMIC_ACQUIRE) : p[k];
+  }
+}
+template <class T, u32 N, class P>
+void put_words(Context& c, const Ins& i, u32 mask, P&& place) {
+  const T* d[N];
+  for (u32 k = 0; k < N; ++k) d[k] = c.row<T>(i.o[k]);
+  for (; mask; mask &= mask - 1) {
+    const u32 lane = u32(std::countr_zero(mask));
+    T* p = reinterpret_cast<T*>(place(lane));
+    for (u32 k = 0; k < N; ++k) __atomic_store_n(p + k, d[k][lane], __ATOMIC_RELEASE);
+  }
+}
+template <class P>
+void take(Context& c, const Ins& i, u32 mask, P&& place) {
+  switch (i.form) {
+    case Form::kWord: return take_words<u32, 1>(c, i, mask, place);
+    case Form::kLong: return take_words<u64, 1>(c, i, mask, place);
+    case Form::kFourWords: return take_words<u32, 4>(c, i, mask, place);
+    default: each_lane(mask, [&](u32 lane) { take_one(c, i, lane, place(lane)); });
+  }
+}
+template <class P>
+void put(Context& c, const Ins& i, u32 mask, P&& place) {
+  switch (i.form) {
+    case Form::kWord: return put_words<u32, 1>(c, i, mask, place);
+    case Form::kLong: return put_words<u64, 1>(c, i, mask, place);
+    case Form::kFourWords: return put_words<u32, 4>(c, i, mask, place);
+    default: each_lane(mask, [&](u32 lane) { put_one(c, i, lane, place(lane)); });
+  }
 }
 std::string size_of(const Ins& i) { return std::to_string(i.count * i.bytes) + " bytes"; }
 
@@ -65,72 +105,85 @@ Flow bad_shared(Context& c, const Ins& i, u32 lane, u32 at, const char* verb) {
   return c.machine->fault(c, i, lane, std::string(verb) + " of " + size_of(i) + " at shared " + hex(at) + "; the block has " + hex(kSharedBase) + " to " +
                           hex(kSharedBase + c.warp->block->shared.bytes.size()));
 }
-bool shared_ok(const Context& c, u32 at, u32 n) {
-  return at >= kSharedBase && u64(at) + n <= kSharedBase + c.warp->block->shared.bytes.size() && at % n == 0;
+// The first lane whose access is misaligned or in no range; kLanes: none.
+u32 first_bad(Context& c, const u64* base, const Ins& i, u32 mask, bool write) {
+  const u32 n = i.count * i.bytes;
+  for (; mask; mask &= mask - 1) {
+    const u32 lane = u32(std::countr_zero(mask));
+    const u64 at = base[lane] + u64(i.offset);
+    if (at & (n - 1) || !c.machine->memory.holds(at, n, write)) [[unlikely]] return lane;
+  }
+  return kLanes;
+}
+u32 first_bad_shared(Context& c, const u32* base, const Ins& i, u32 mask) {
+  const u32 n = i.count * i.bytes;
+  const u64 end = kSharedBase + c.warp->block->shared.bytes.size();
+  for (; mask; mask &= mask - 1) {
+    const u32 lane = u32(std::countr_zero(mask)), at = base[lane] + u32(i.offset);
+    if (at & (n - 1) || at < kSharedBase || u64(at) + n > end) [[unlikely]] return lane;
+  }
+  return kLanes;
 }
 void check_mbar(Context& c, const Ins& i, u32 lane, u32 off, u32 n) {
   const SharedMemory& s = c.warp->block->shared;
-  for (u32 a = off >> 3; a <= (off + n - 1) >> 3; ++a)
-    if (s.mbars[a]) return c.machine->report("mbarrier", Who{*c.warp, lane}, &i, "an access to the memory of a live mbarrier");
+  if (s.mbars[off >> 3] || s.mbars[(off + n - 1) >> 3]) [[unlikely]]
+    c.machine->report("mbarrier", Who{*c.warp, lane}, &i, "an access to the memory of a live mbarrier");
+}
+template <class F>
+void each(u32 mask, F&& f) {
+  for (; mask; mask &= mask - 1) f(u32(std::countr_zero(mask)));
 }
 
 }  // namespace
 
 Flow load_global(Context& c, const Ins& i, u32 mask) {
-  const u64* base = c.row<u64>(i.o[4]);
-  const u32 n = i.count * i.bytes;
-  MachineImpl& m = *c.machine;
-  for (u32 rest = mask; rest; rest &= rest - 1) {
-    const u32 lane = u32(std::countr_zero(rest));
-    const u64 at = base[lane] + u64(i.offset);
-    if (at % n || !m.memory.holds(at, n, false)) [[unlikely]] return bad_global(c, i, lane, at, "load");
-    take(c, i, lane, reinterpret_cast<const u8*>(at));
-    if (m.races) m.races->global({*c.warp, lane}, at, n, false, i);
-  }
+  const u64 offset = u64(i.offset);
+  u64 base[kLanes];  // the result may be the address's register
+  std::memcpy(base, c.row<u64>(i.o[4]), sizeof base);
+  if (const u32 lane = first_bad(c, base, i, mask, false); lane < kLanes) return bad_global(c, i, lane, base[lane] + offset, "load");
+  take(c, i, mask, [&](u32 lane) { return reinterpret_cast<const u8*>(base[lane] + offset); });
+  if (Races* races = c.machine->races.get())
+    each(mask, [&](u32 lane) { races->global({*c.warp, lane}, base[lane] + offset, i.count * i.bytes, false, i); });
   return i.strong ? poll(c, i, mask) : Flow::kGo;
 }
 Flow store_global(Context& c, const Ins& i, u32 mask) {
-  const u64* base = c.row<u64>(i.o[4]);
-  const u32 n = i.count * i.bytes;
-  MachineImpl& m = *c.machine;
-  for (u32 rest = mask; rest; rest &= rest - 1) {
-    const u32 lane = u32(std::countr_zero(rest));
-    const u64 at = base[lane] + u64(i.offset);
-    if (at % n || !m.memory.holds(at, n, true)) [[unlikely]] return bad_global(c, i, lane, at, "store");
-    if (m.races) m.races->global({*c.warp, lane}, at, n, true, i);
-    put(c, i, lane, reinterpret_cast<u8*>(at));
-  }
+  const u64 offset = u64(i.offset), *base = c.row<u64>(i.o[4]);
+  if (const u32 lane = first_bad(c, base, i, mask, true); lane < kLanes) return bad_global(c, i, lane, base[lane] + offset, "store");
+  if (Races* races = c.machine->races.get())
+    each(mask, [&](u32 lane) { races->global({*c.warp, lane}, base[lane] + offset, i.count * i.bytes, true, i); });
+  put(c, i, mask, [&](u32 lane) { return reinterpret_cast<u8*>(base[lane] + offset); });
   return i.strong ? Flow::kYield : Flow::kGo;
 }
 Flow load_shared(Context& c, const Ins& i, u32 mask) {
-  const u32* base = c.row<u32>(i.o[4]);
-  const u32 n = i.count * i.bytes;
-  MachineImpl& m = *c.machine;
   SharedMemory& s = c.warp->block->shared;
-  for (u32 rest = mask; rest; rest &= rest - 1) {
-    const u32 lane = u32(std::countr_zero(rest)), at = u32(base[lane] + u64(i.offset)), off = at - kSharedBase;
-    if (!shared_ok(c, at, n)) [[unlikely]] return bad_shared(c, i, lane, at, "load");
+  const u32 n = i.count * i.bytes, offset = u32(i.offset) - kSharedBase;
+  u32 base[kLanes];
+  std::memcpy(base, c.row<u32>(i.o[4]), sizeof base);
+  if (const u32 lane = first_bad_shared(c, base, i, mask); lane < kLanes)
+    return bad_shared(c, i, lane, base[lane] + u32(i.offset), "load");
+  const u32 used = i.used_bytes & ((1u << n) - 1);
+  each(mask, [&](u32 lane) {
+    const u32 off = base[lane] + offset;
     check_mbar(c, i, lane, off, n);
-    if (const u32 missing = i.used_bytes & ((1u << n) - 1) & ~s.written_bits(off, n)) [[unlikely]]
-      m.report("uninitialised", {*c.warp, lane}, &i, "byte " + std::to_string(std::countr_zero(missing)) + " of a load at shared " + hex(at) + " was never written");
-    take(c, i, lane, &s.bytes[off]);
-    if (m.races) m.races->shared({*c.warp, lane}, off, n, false, i);
-  }
+    if (const u32 missing = used & ~s.written_bits(off, n)) [[unlikely]]
+      c.machine->report("uninitialised", {*c.warp, lane}, &i, "byte " + std::to_string(std::countr_zero(missing)) + " of a load at shared " + hex(off + kSharedBase) + " was never written");
+    if (c.machine->races) c.machine->races->shared({*c.warp, lane}, off, n, false, i);
+  });
+  take(c, i, mask, [&](u32 lane) { return &s.bytes[base[lane] + offset]; });
   return Flow::kGo;
 }
 Flow store_shared(Context& c, const Ins& i, u32 mask) {
-  const u32* base = c.row<u32>(i.o[4]);
-  const u32 n = i.count * i.bytes;
-  MachineImpl& m = *c.machine;
   SharedMemory& s = c.warp->block->shared;
-  for (u32 rest = mask; rest; rest &= rest - 1) {
-    const u32 lane = u32(std::countr_zero(rest)), at = u32(base[lane] + u64(i.offset)), off = at - kSharedBase;
-    if (!shared_ok(c, at, n)) [[unlikely]] return bad_shared(c, i, lane, at, "store");
+  const u32 n = i.count * i.bytes, offset = u32(i.offset) - kSharedBase, *base = c.row<u32>(i.o[4]);
+  if (const u32 lane = first_bad_shared(c, base, i, mask); lane < kLanes)
+    return bad_shared(c, i, lane, base[lane] + u32(i.offset), "store");
+  each(mask, [&](u32 lane) {
+    const u32 off = base[lane] + offset;
     check_mbar(c, i, lane, off, n);
-    if (m.races) m.races->shared({*c.warp, lane}, off, n, true, i);
-    put(c, i, lane, &s.bytes[off]);
-    s.set_initialised(off, n);
-  }
+    if (c.machine->races) c.machine->races->shared({*c.warp, lane}, off, n, true, i);
+    s.write_bits(off, n);
+  });
+  put(c, i, mask, [&](u32 lane) { return &s.bytes[base[lane] + offset]; });
   return Flow::kGo;
 }
 Flow load_param(Context& c, const Ins& i, u32 mask) {
@@ -142,18 +195,18 @@ Flow load_param(Context& c, const Ins& i, u32 mask) {
     const u64 at = base[lane] + u64(i.offset);
     if (at > params.size() || n > params.size() - at || at % n) [[unlikely]]
       return c.machine->fault(c, i, lane, "load of " + size_of(i) + " at parameter byte " + std::to_string(s64(at)) + " of " + std::to_string(params.size()));
-    take(c, i, lane, &params[at]);
+    take_one(c, i, lane, &params[at]);
   }
   return Flow::kGo;
 }
 Flow load_argument(Context& c, const Ins& i, u32 mask) {
   const u32 frame = c.warp->block->run->program->frame_bytes;
-  each_lane(mask, [&](u32 lane) { take(c, i, lane, c.warp->frame + lane * frame + i.offset); });
+  each_lane(mask, [&](u32 lane) { take_one(c, i, lane, c.warp->frame + lane * frame + i.offset); });
   return Flow::kGo;
 }
 Flow store_argument(Context& c, const Ins& i, u32 mask) {
   const u32 frame = c.warp->block->run->program->frame_bytes;
-  each_lane(mask, [&](u32 lane) { put(c, i, lane, c.warp->frame + lane * frame + i.offset); });
+  each_lane(mask, [&](u32 lane) { put_one(c, i, lane, c.warp->frame + lane * frame + i.offset); });
   return Flow::kGo;
 }
 

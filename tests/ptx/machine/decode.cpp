@@ -145,6 +145,9 @@ class Decoder {
     if (value.parts.size() != (i_.count > 1 ? i_.count : 0u)) bad("its vector");
     for (u32 k = 0; k < i_.count; ++k) element(int(k), i_.count > 1 ? value.parts[k] : value, load);
     if (!i_.reg_bytes) i_.reg_bytes = i_.bytes < 2 ? 2 : i_.bytes;
+    const bool whole = i_.reg_bytes == i_.bytes && std::none_of(i_.o, i_.o + i_.count, [](u32 o) { return o == kNone; });
+    if (whole && i_.bytes == 4 && i_.count != 2) i_.form = i_.count == 4 ? Form::kFourWords : Form::kWord;
+    if (whole && i_.bytes == 8 && i_.count == 1) i_.form = Form::kLong;
     if (s_.has("param")) {
       if (!load || place.param) {  // of a function: a fixed place in the lane's frame
         i_.run = load ? load_argument : store_argument, i_.offset = place.offset + (load ? s64(place.parts[0].value) : 0);

@@ -38,6 +38,7 @@ enum class Flow : u8 {
 using Handler = Flow (*)(Context&, const Ins&, u32 mask);
 
 enum class Scope : u8 { kNone, kCta, kGpu, kSys };
+enum class Form : u8 { kOther, kWord, kLong, kFourWords };  // of a load or store whose registers are as wide as memory
 enum class Kind : u8 {
   kPlain,
   kBranch,      // changes the fragment's pc; executed by the run loop
@@ -52,6 +53,7 @@ struct Ins {
   s64 offset = 0;     // of an address; or a small immediate, as each handler says
   bool guard_not = false;
   Kind kind = Kind::kPlain;
+  Form form = Form::kOther;
   u8 defs = 0;       // bit k: o[k] is written
   u8 count = 1;      // elements of a vector
   u8 bytes = 0;      // of an element in memory

@@ -79,6 +79,10 @@ struct SharedMemory {
   u32 written_bits(u32 at, u32 n) const {
     return (u32(written[at >> 3] | written[(at >> 3) + 1] << 8) >> (at & 7)) & ((1u << n) - 1);
   }
+  void write_bits(u32 at, u32 n) {
+    const u32 bits = ((1u << n) - 1) << (at & 7);
+    written[at >> 3] |= u8(bits), written[(at >> 3) + 1] |= u8(bits >> 8);
+  }
   void set_initialised(u32 at, u32 n) {
     for (; n && at & 7; ++at, --n) written[at >> 3] |= u8(1 << (at & 7));
     for (; n >= 8; at += 8, n -= 8) written[at >> 3] = 255;
