@@ -9,9 +9,21 @@ namespace {
 u64 load_bytes(const u8* p, u32 bytes, bool sign) {
   switch (bytes) {
     case 1: return sign ? u64(s64(s8(*p))) : *p;
-    case 2: { u16 v; std::memcpy(&v, p, 2); return sign ? u64(s64(s16(v))) : v; }
-    case 4: { u32 v; std::memcpy(&v, p, 4); return sign ? u64(s64(s32(v))) : v; }
-    default: { u64 v; std::memcpy(&v, p, 8); return v; }
+    case 2: {
+      u16 v;
+      std::memcpy(&v, p, 2);
+      return sign ? u64(s64(s16(v))) : v;
+    }
+    case 4: {
+      u32 v;
+      std::memcpy(&v, p, 4);
+      return sign ? u64(s64(s32(v))) : v;
+    }
+    default: {
+      u64 v;
+      std::memcpy(&v, p, 8);
+      return v;
+    }
   }
 }
 // What other threads of the process may read or write at the same time is taken in one piece.
@@ -79,7 +91,9 @@ void put(Context& c, const Ins& i, u32 mask, P&& place) {
     default: each_lane(mask, [&](u32 lane) { put_one(c, i, lane, place(lane)); });
   }
 }
-std::string size_of(const Ins& i) { return std::to_string(i.count * i.bytes) + " bytes"; }
+std::string size_of(const Ins& i) {
+  return std::to_string(i.count * i.bytes) + " bytes";
+}
 
 // A poll that sees what it saw before lets time pass.
 Flow poll(Context& c, const Ins& i, u32 mask) {
@@ -95,15 +109,24 @@ Flow poll(Context& c, const Ins& i, u32 mask) {
 
 Flow bad_global(Context& c, const Ins& i, u32 lane, u64 at, const char* verb) {
   const u32 n = i.count * i.bytes;
-  if (at % n) return c.machine->fault(c, i, lane, std::string(verb) + " of " + size_of(i) + " at " + hex(at) + ", which is misaligned");
-  if (at < (1u << 24)) return c.machine->fault(c, i, lane, std::string(verb) + " of global memory at " + hex(at) + ", which looks like an address of shared memory or null");
-  return c.machine->fault(c, i, lane, std::string(verb) + " of " + size_of(i) + " at global " + c.machine->memory.describe(at));
+  if (at % n)
+    return c.machine->fault(c, i, lane,
+                            std::string(verb) + " of " + size_of(i) + " at " + hex(at) + ", which is misaligned");
+  if (at < (1u << 24))
+    return c.machine->fault(c, i, lane,
+                            std::string(verb) + " of global memory at " + hex(at) +
+                                ", which looks like an address of shared memory or null");
+  return c.machine->fault(c, i, lane,
+                          std::string(verb) + " of " + size_of(i) + " at global " + c.machine->memory.describe(at));
 }
 Flow bad_shared(Context& c, const Ins& i, u32 lane, u32 at, const char* verb) {
   const u32 n = i.count * i.bytes;
-  if (at % n) return c.machine->fault(c, i, lane, std::string(verb) + " of " + size_of(i) + " at shared " + hex(at) + ", which is misaligned");
-  return c.machine->fault(c, i, lane, std::string(verb) + " of " + size_of(i) + " at shared " + hex(at) + "; the block has " + hex(kSharedBase) + " to " +
-                          hex(kSharedBase + c.warp->block->shared.bytes.size()));
+  if (at % n)
+    return c.machine->fault(
+        c, i, lane, std::string(verb) + " of " + size_of(i) + " at shared " + hex(at) + ", which is misaligned");
+  return c.machine->fault(c, i, lane,
+                          std::string(verb) + " of " + size_of(i) + " at shared " + hex(at) + "; the block has " +
+                              hex(kSharedBase) + " to " + hex(kSharedBase + c.warp->block->shared.bytes.size()));
 }
 // The first lane whose access is misaligned or in no range; kLanes: none.
 u32 first_bad(Context& c, const u64* base, const Ins& i, u32 mask, bool write) {
@@ -111,7 +134,8 @@ u32 first_bad(Context& c, const u64* base, const Ins& i, u32 mask, bool write) {
   for (; mask; mask &= mask - 1) {
     const u32 lane = u32(std::countr_zero(mask));
     const u64 at = base[lane] + u64(i.offset);
-    if (at & (n - 1) || !c.machine->memory.holds(at, n, write)) [[unlikely]] return lane;
+    if (at & (n - 1) || !c.machine->memory.holds(at, n, write)) [[unlikely]]
+      return lane;
   }
   return kLanes;
 }
@@ -120,7 +144,8 @@ u32 first_bad_shared(Context& c, const u32* base, const Ins& i, u32 mask) {
   const u64 end = kSharedBase + c.warp->block->shared.bytes.size();
   for (; mask; mask &= mask - 1) {
     const u32 lane = u32(std::countr_zero(mask)), at = base[lane] + u32(i.offset);
-    if (at & (n - 1) || at < kSharedBase || u64(at) + n > end) [[unlikely]] return lane;
+    if (at & (n - 1) || at < kSharedBase || u64(at) + n > end) [[unlikely]]
+      return lane;
   }
   return kLanes;
 }
@@ -140,7 +165,8 @@ Flow load_global(Context& c, const Ins& i, u32 mask) {
   const u64 offset = u64(i.offset);
   u64 base[kLanes];  // the result may be the address's register
   std::memcpy(base, c.row<u64>(i.o[4]), sizeof base);
-  if (const u32 lane = first_bad(c, base, i, mask, false); lane < kLanes) return bad_global(c, i, lane, base[lane] + offset, "load");
+  if (const u32 lane = first_bad(c, base, i, mask, false); lane < kLanes)
+    return bad_global(c, i, lane, base[lane] + offset, "load");
   take(c, i, mask, [&](u32 lane) { return reinterpret_cast<const u8*>(base[lane] + offset); });
   if (Races* races = c.machine->races.get())
     each(mask, [&](u32 lane) { races->global({*c.warp, lane}, base[lane] + offset, i.count * i.bytes, false, i); });
@@ -148,7 +174,8 @@ Flow load_global(Context& c, const Ins& i, u32 mask) {
 }
 Flow store_global(Context& c, const Ins& i, u32 mask) {
   const u64 offset = u64(i.offset), *base = c.row<u64>(i.o[4]);
-  if (const u32 lane = first_bad(c, base, i, mask, true); lane < kLanes) return bad_global(c, i, lane, base[lane] + offset, "store");
+  if (const u32 lane = first_bad(c, base, i, mask, true); lane < kLanes)
+    return bad_global(c, i, lane, base[lane] + offset, "store");
   if (Races* races = c.machine->races.get())
     each(mask, [&](u32 lane) { races->global({*c.warp, lane}, base[lane] + offset, i.count * i.bytes, true, i); });
   put(c, i, mask, [&](u32 lane) { return reinterpret_cast<u8*>(base[lane] + offset); });
@@ -166,7 +193,9 @@ Flow load_shared(Context& c, const Ins& i, u32 mask) {
     const u32 off = base[lane] + offset;
     check_mbar(c, i, lane, off, n);
     if (const u32 missing = used & ~s.written_bits(off, n)) [[unlikely]]
-      c.machine->report("uninitialised", {*c.warp, lane}, &i, "byte " + std::to_string(std::countr_zero(missing)) + " of a load at shared " + hex(off + kSharedBase) + " was never written");
+      c.machine->report("uninitialised", {*c.warp, lane}, &i,
+                        "byte " + std::to_string(std::countr_zero(missing)) + " of a load at shared " +
+                            hex(off + kSharedBase) + " was never written");
     if (c.machine->races) c.machine->races->shared({*c.warp, lane}, off, n, false, i);
   });
   take(c, i, mask, [&](u32 lane) { return &s.bytes[base[lane] + offset]; });
@@ -194,7 +223,9 @@ Flow load_param(Context& c, const Ins& i, u32 mask) {
     const u32 lane = u32(std::countr_zero(rest));
     const u64 at = base[lane] + u64(i.offset);
     if (at > params.size() || n > params.size() - at || at % n) [[unlikely]]
-      return c.machine->fault(c, i, lane, "load of " + size_of(i) + " at parameter byte " + std::to_string(s64(at)) + " of " + std::to_string(params.size()));
+      return c.machine->fault(c, i, lane,
+                              "load of " + size_of(i) + " at parameter byte " + std::to_string(s64(at)) + " of " +
+                                  std::to_string(params.size()));
     take_one(c, i, lane, &params[at]);
   }
   return Flow::kGo;
@@ -244,13 +275,15 @@ Flow atomic_cas(Context& c, const Ins& i, u32 mask) {
       return old;
     }
     u32 old = u32(expected);
-    __atomic_compare_exchange_n(reinterpret_cast<u32*>(at), &old, u32(wanted), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    __atomic_compare_exchange_n(reinterpret_cast<u32*>(at), &old, u32(wanted), false, __ATOMIC_SEQ_CST,
+                                __ATOMIC_SEQ_CST);
     return old;
   });
 }
 Flow do_fence(Context& c, const Ins& i, u32 mask) {
   if (c.machine->races)
-    for (u32 rest = mask; rest; rest &= rest - 1) c.machine->races->fence({*c.warp, u32(std::countr_zero(rest))}, i.scope);
+    for (u32 rest = mask; rest; rest &= rest - 1)
+      c.machine->races->fence({*c.warp, u32(std::countr_zero(rest))}, i.scope);
   return Flow::kYield;
 }
 

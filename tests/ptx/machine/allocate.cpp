@@ -11,10 +11,16 @@ namespace hep::ptxm {
 namespace {
 
 using Bits = std::vector<u64>;
-bool has(const Bits& b, u32 k) { return b[k >> 6] >> (k & 63) & 1; }
-void add(Bits& b, u32 k) { b[k >> 6] |= 1ull << (k & 63); }
+bool has(const Bits& b, u32 k) {
+  return b[k >> 6] >> (k & 63) & 1;
+}
+void add(Bits& b, u32 k) {
+  b[k >> 6] |= 1ull << (k & 63);
+}
 
-bool leaves(const Ins& i) { return i.guard == kNone && (std::string_view(i.name) == "ret" || std::string_view(i.name) == "exit"); }
+bool leaves(const Ins& i) {
+  return i.guard == kNone && (std::string_view(i.name) == "ret" || std::string_view(i.name) == "exit");
+}
 
 class Allocator {
  public:
@@ -125,8 +131,10 @@ class Allocator {
       });
       std::vector<u32>& mine = free[draft_.registers[i.reg]];
       const u32 bytes = draft_.registers[i.reg] == kPredicate ? 8 : draft_.registers[i.reg] * kLanes;
-      if (mine.empty()) rows_[i.reg] = end, end += bytes;
-      else rows_[i.reg] = mine.back(), mine.pop_back();
+      if (mine.empty())
+        rows_[i.reg] = end, end += bytes;
+      else
+        rows_[i.reg] = mine.back(), mine.pop_back();
       active.push_back(i);
     }
     return (end - first + 63) / 64 * 64;
@@ -142,6 +150,8 @@ class Allocator {
 
 }  // namespace
 
-u32 allocate_rows(Draft& draft, u32 first) { return Allocator(draft).run(first); }
+u32 allocate_rows(Draft& draft, u32 first) {
+  return Allocator(draft).run(first);
+}
 
 }  // namespace hep::ptxm

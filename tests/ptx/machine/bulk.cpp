@@ -10,9 +10,11 @@ namespace {
 std::string check(Context& c, const BulkCopy& k, u32 shared_address) {
   const SharedMemory& s = c.warp->block->shared;
   if (k.bytes % 16) return "a bulk copy of " + std::to_string(k.bytes) + " bytes, which is no multiple of 16";
-  if (k.global % 16 || shared_address % 16) return "a bulk copy whose ends are not aligned to 16: global " + hex(k.global) + ", shared " + hex(shared_address);
+  if (k.global % 16 || shared_address % 16)
+    return "a bulk copy whose ends are not aligned to 16: global " + hex(k.global) + ", shared " + hex(shared_address);
   if (shared_address < kSharedBase || u64(k.shared) + k.bytes > s.bytes.size())
-    return "a bulk copy of " + std::to_string(k.bytes) + " bytes at shared " + hex(shared_address) + ", outside the block's " + std::to_string(s.bytes.size());
+    return "a bulk copy of " + std::to_string(k.bytes) + " bytes at shared " + hex(shared_address) +
+           ", outside the block's " + std::to_string(s.bytes.size());
   if (k.bytes && !c.machine->memory.holds(k.global, k.bytes, !k.load))
     return "a bulk copy of " + std::to_string(k.bytes) + " bytes at global " + c.machine->memory.describe(k.global);
   return {};
@@ -38,7 +40,9 @@ Flow bulk_copy(Context& c, const Ins& i, u32 mask, bool load) {
     } else {
       for (u32 a = k.shared; a < k.shared + k.bytes; a += 16)
         if (s.written_bits(a, 16) != 0xffff) {
-          m.report("uninitialised", {w, lane}, &i, "a bulk store reads byte " + std::to_string(a - k.shared) + " of " + std::to_string(k.bytes) + " at shared " + hex(address) + ", which was never written");
+          m.report("uninitialised", {w, lane}, &i,
+                   "a bulk store reads byte " + std::to_string(a - k.shared) + " of " + std::to_string(k.bytes) +
+                       " at shared " + hex(address) + ", which was never written");
           break;
         }
       if (!w.copies) w.copies = std::make_unique<LaneCopies[]>(kLanes);
@@ -79,8 +83,10 @@ void MachineImpl::issue(Context& c, BulkCopy k) {
   if (races) races->issue({*c.warp, k.lane}, k, *k.ins);
   ++c.warp->block->copies_in_flight;
   u32 slot = u32(copies.size());
-  if (free_copies.empty()) copies.emplace_back();
-  else slot = free_copies.back(), free_copies.pop_back();
+  if (free_copies.empty())
+    copies.emplace_back();
+  else
+    slot = free_copies.back(), free_copies.pop_back();
   copies[slot] = std::move(k);
   const u64 most = options.copy_delay_ns;  // mostly soon, sometimes very late
   events.push({now() + random.below(random.below(4) ? most / 8 + 1 : most + 1), nullptr, 0, slot});
@@ -95,7 +101,7 @@ void MachineImpl::step_copy(u32 slot) {
   Warp& w = *k.warp;
   Block& b = *w.block;
   u8 *shared = &b.shared.bytes[k.shared], *global = reinterpret_cast<u8*>(k.global);
-  const auto group = [&](u32 BulkGroup::*left) {
+  const auto group = [&](u32 BulkGroup::* left) {
     LaneCopies& l = w.copies[k.lane];
     if (l.open.number == k.group) --(l.open.*left);
     for (BulkGroup& g : l.committed)
@@ -112,9 +118,13 @@ void MachineImpl::step_copy(u32 slot) {
     if (k.load) {
       b.shared.set_initialised(k.shared, k.bytes);
       Mbar& m = b.mbars[k.mbar];
-      if (m.phase != k.phase) report("mbarrier", {w, k.lane}, k.ins, "the bytes of this bulk load arrive in a later phase of the mbarrier at shared " + hex(m.at) + " than it was issued in");
+      if (m.phase != k.phase)
+        report("mbarrier", {w, k.lane}, k.ins,
+               "the bytes of this bulk load arrive in a later phase of the mbarrier at shared " + hex(m.at) +
+                   " than it was issued in");
       m.bytes -= k.bytes;
-      if (m.bytes < -((1 << 20) - 1)) report("mbarrier", {w, k.lane}, k.ins, "the tx-count of the mbarrier at shared " + hex(m.at) + " underflows");
+      if (m.bytes < -((1 << 20) - 1))
+        report("mbarrier", {w, k.lane}, k.ins, "the tx-count of the mbarrier at shared " + hex(m.at) + " underflows");
       end_phase_if_complete(b, m);
     } else {
       group(&BulkGroup::unwritten);
@@ -136,8 +146,12 @@ void MachineImpl::wake_waiter(Warp& w, u32 lane) {
     }
 }
 
-Flow bulk_load(Context& c, const Ins& i, u32 mask) { return bulk_copy(c, i, mask, true); }
-Flow bulk_store(Context& c, const Ins& i, u32 mask) { return bulk_copy(c, i, mask, false); }
+Flow bulk_load(Context& c, const Ins& i, u32 mask) {
+  return bulk_copy(c, i, mask, true);
+}
+Flow bulk_store(Context& c, const Ins& i, u32 mask) {
+  return bulk_copy(c, i, mask, false);
+}
 Flow bulk_commit(Context& c, const Ins&, u32 mask) {
   Warp& w = *c.warp;
   if (!w.copies) w.copies = std::make_unique<LaneCopies[]>(kLanes);
@@ -158,7 +172,8 @@ Flow bulk_wait(Context& c, const Ins& i, u32 mask) {
 }
 Flow proxy_fence(Context& c, const Ins& i, u32 mask) {
   if (c.machine->races)
-    for (u32 rest = mask; rest; rest &= rest - 1) c.machine->races->proxy_fence({*c.warp, u32(std::countr_zero(rest))}, u32(i.offset));
+    for (u32 rest = mask; rest; rest &= rest - 1)
+      c.machine->races->proxy_fence({*c.warp, u32(std::countr_zero(rest))}, u32(i.offset));
   return Flow::kGo;
 }
 

@@ -11,7 +11,9 @@ u8 bytes_of(u64 cell, u64 begin, u64 end) {  // of four, those in [begin, end)
   const u64 from = std::max(cell, begin) - cell, to = std::min(cell + 4, end) - cell;
   return u8(((1u << to) - 1) & ~((1u << from) - 1));
 }
-std::string line_of(const Ins* i) { return i ? std::string(i->name) + " of PTX line " + std::to_string(i->line) : "another"; }
+std::string line_of(const Ins* i) {
+  return i ? std::string(i->name) + " of PTX line " + std::to_string(i->line) : "another";
+}
 
 }  // namespace
 
@@ -26,24 +28,31 @@ Cell& Races::global_cell(u64 at) {
 
 void Races::check_write(const Cell& c, bool write, const Access& a, u64 at) {
   if (c.writer == a.component && !a.proxy) return;
-  if (a.strong != Scope::kNone && c.strong != Scope::kNone && includes(a.strong, c.writer, a.component) && includes(c.strong, c.writer, a.component)) return;
+  if (a.strong != Scope::kNone && c.strong != Scope::kNone && includes(a.strong, c.writer, a.component) &&
+      includes(c.strong, c.writer, a.component))
+    return;
   const auto where = [&] {
-    return std::string(write ? "a write" : "a read") + (a.proxy ? " by a bulk copy" : "") + " of " + (a.shared ? "shared " : "global ") +
-           (a.shared ? hex(at) : machine_.memory.describe(at));
+    return std::string(write ? "a write" : "a read") + (a.proxy ? " by a bulk copy" : "") + " of " +
+           (a.shared ? "shared " : "global ") + (a.shared ? hex(at) : machine_.memory.describe(at));
   };
   const auto other = [&] { return (c.write_async ? "the bulk copy " : "the write ") + line_of(c.write); };
   if (a.known.at(c.writer) < c.write_tick) {
     const bool narrow = a.strong != Scope::kNone && c.strong != Scope::kNone;
-    machine_.report(narrow ? "scope" : "race", a.who, &a.ins, where() + (narrow ? " and " : " is not ordered behind ") + other() + (narrow ? " are strong in scopes that do not hold both" : ""));
+    machine_.report(narrow ? "scope" : "race", a.who, &a.ins,
+                    where() + (narrow ? " and " : " is not ordered behind ") + other() +
+                        (narrow ? " are strong in scopes that do not hold both" : ""));
   } else if (a.proxy && !c.write_async && a.proxy->at(c.writer) < c.write_tick) {
-    machine_.report("proxy", a.who, &a.ins, where() + " goes through the async proxy; no fence.proxy.async stands between it and " + other());
+    machine_.report("proxy", a.who, &a.ins,
+                    where() + " goes through the async proxy; no fence.proxy.async stands between it and " + other());
   }
 }
 void Races::check_reads(const Cell& c, const Access& a, u64 at) {
   const auto one = [&](u32 component, u32 tick) {
     if ((component == a.component && !a.proxy) || a.known.at(component) >= tick) return;
-    machine_.report("race", a.who, &a.ins, std::string("a write") + (a.proxy ? " by a bulk copy" : "") + " of " + (a.shared ? "shared " + hex(at) : "global " + machine_.memory.describe(at)) +
-                    " is not ordered behind " + (c.read_async ? "the bulk copy " : "the read ") + line_of(c.read));
+    machine_.report("race", a.who, &a.ins,
+                    std::string("a write") + (a.proxy ? " by a bulk copy" : "") + " of " +
+                        (a.shared ? "shared " + hex(at) : "global " + machine_.memory.describe(at)) +
+                        " is not ordered behind " + (c.read_async ? "the bulk copy " : "the read ") + line_of(c.read));
   };
   if (c.reader == kNone)
     for (const Reader& r : readers_[c.read_tick]) one(r.component, r.tick);
@@ -123,15 +132,20 @@ void Races::issue(const Who& w, BulkCopy& k, const Ins& i) {
     const Mbar& m = w.block().mbars[k.mbar];
     const Cell& c = w.block().cells.cells[(m.at - kSharedBase) >> 2];
     if (l.known.shared.at(c.writer) < c.write_tick)
-      machine_.report("proxy", w, &i, "the init of the mbarrier at shared " + hex(m.at) + " is not fenced for the async proxy");
+      machine_.report("proxy", w, &i,
+                      "the init of the mbarrier at shared " + hex(m.at) + " is not fenced for the async proxy");
     const u32 component = m.clocks.component, tick = u32(k.phase + 1);
     touch_global(false, {w, i, component, tick, l.known.hb, &l.known.global, Scope::kNone, false}, k.global, k.bytes);
     touch_shared(true, {w, i, component, tick, l.known.hb, &l.known.shared, Scope::kNone, true}, k.shared, k.bytes);
     return;
   }
   if (warp.reads == kNone) warp.reads = new_group(w.block()), warp.writes = new_group(w.block());
-  touch_shared(false, {w, i, warp.reads * kLanes + w.lane, k.group + 1, l.known.hb, &l.known.shared, Scope::kNone, true}, k.shared, k.bytes);
-  touch_global(true, {w, i, warp.writes * kLanes + w.lane, k.group + 1, l.known.hb, &l.known.global, Scope::kNone, false}, k.global, k.bytes);
+  touch_shared(false,
+               {w, i, warp.reads * kLanes + w.lane, k.group + 1, l.known.hb, &l.known.shared, Scope::kNone, true},
+               k.shared, k.bytes);
+  touch_global(true,
+               {w, i, warp.writes * kLanes + w.lane, k.group + 1, l.known.hb, &l.known.global, Scope::kNone, false},
+               k.global, k.bytes);
 }
 
 void Races::forget(u64 base, u64 bytes) {

@@ -4,7 +4,8 @@ namespace hep::ptxm {
 
 void Clock::raise(u32 component, u32 tick) {
   if (at(component) >= tick) return;
-  if (!table_) table_ = Ref<Table>(new Table);
+  if (!table_)
+    table_ = Ref<Table>(new Table);
   else if (!table_.alone()) {
     Table* copy = new Table;
     copy->groups = table_->groups;
@@ -42,10 +43,12 @@ void Clock::join(const Clock& other) {
       continue;
     }
     bool less = false, more = false;
-    for (u32 l = 0; l < kLanes; ++l) less |= a->ticks[l] < b->ticks[l], more |= a->ticks[l] > b->ticks[l];
+    for (u32 l = 0; l < kLanes; ++l) less |= a->ticks[l]<b->ticks[l], more |= a->ticks[l]> b->ticks[l];
     mine_only &= !less, theirs_only &= !more;
-    if (!less) joined[k] = a;
-    else if (!more) joined[k] = b;
+    if (!less)
+      joined[k] = a;
+    else if (!more)
+      joined[k] = b;
     else {
       Group* g = new Group;
       for (u32 l = 0; l < kLanes; ++l) g->ticks[l] = std::max(a->ticks[l], b->ticks[l]);

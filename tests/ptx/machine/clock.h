@@ -17,10 +17,14 @@ class Ref {
  public:
   Ref() = default;
   explicit Ref(T* p) : p_(p) { ++p_->refs; }
-  Ref(const Ref& o) : p_(o.p_) { if (p_) ++p_->refs; }
+  Ref(const Ref& o) : p_(o.p_) {
+    if (p_) ++p_->refs;
+  }
   Ref(Ref&& o) noexcept : p_(std::exchange(o.p_, nullptr)) {}
   Ref& operator=(Ref o) noexcept { return std::swap(p_, o.p_), *this; }
-  ~Ref() { if (p_ && --p_->refs == 0) delete p_; }
+  ~Ref() {
+    if (p_ && --p_->refs == 0) delete p_;
+  }
   T* operator->() const { return p_; }
   T* get() const { return p_; }
   explicit operator bool() const { return p_; }
@@ -58,7 +62,9 @@ class Clock {
 struct Clocks {
   Clock hb, shared, global;
   void join(const Clocks& o) { hb.join(o.hb), shared.join(o.shared), global.join(o.global); }
-  void raise(u32 component, u32 tick) { hb.raise(component, tick), shared.raise(component, tick), global.raise(component, tick); }
+  void raise(u32 component, u32 tick) {
+    hb.raise(component, tick), shared.raise(component, tick), global.raise(component, tick);
+  }
 };
 
 }  // namespace hep::ptxm

@@ -14,7 +14,8 @@ class Decoder {
   Decoder(const Statement& s, Ins ins, Draft& draft) : s_(s), i_(ins), draft_(draft) {}
 
   void run() {
-    if (!(moves() || arithmetic() || converts() || memory() || atomics() || control() || mbarriers() || bulk())) unknown();
+    if (!(moves() || arithmetic() || converts() || memory() || atomics() || control() || mbarriers() || bulk()))
+      unknown();
     draft_.code.push_back(i_);
   }
 
@@ -28,7 +29,8 @@ class Decoder {
     return s_.operands[k];
   }
   void count_operands(size_t n) const {
-    if (s_.operands.size() != n) bad(std::to_string(s_.operands.size()) + " operands, " + std::to_string(n) + " expected");
+    if (s_.operands.size() != n)
+      bad(std::to_string(s_.operands.size()) + " operands, " + std::to_string(n) + " expected");
   }
 
   // ---- One operand
@@ -42,7 +44,8 @@ class Decoder {
   }
   void read(int k, const Operand& o, u8 bytes) { i_.o[k] = source(o, bytes); }
   void write(int k, const Operand& o, u8 bytes) {
-    if (o.type != Operand::kRegister || o.bytes != bytes) bad("result " + std::string(o.text) + " is no register of its width");
+    if (o.type != Operand::kRegister || o.bytes != bytes)
+      bad("result " + std::string(o.text) + " is no register of its width");
     i_.o[k] = o.reg, i_.defs |= u8(1u << k);
   }
   void address(int k, const Operand& o, u8 bytes) {
@@ -69,16 +72,18 @@ class Decoder {
     packs ? write(0, d, whole) : read(0, a, whole);
     for (u32 k = 0; k < i_.count; ++k) {
       const Operand& p = parts.parts[k];
-      if (packs) read(int(k + 1), p, part);
-      else if (p.type != Operand::kSink) write(int(k + 1), p, part);
+      if (packs)
+        read(int(k + 1), p, part);
+      else if (p.type != Operand::kSink)
+        write(int(k + 1), p, part);
     }
     return true;
   }
   void special() {
     static constexpr std::pair<std::string_view, Special> kSpecials[] = {
-        {"%tid.x", kThread}, {"%ntid.x", kBlockSize}, {"%ctaid.x", kBlockIndex}, {"%nctaid.x", kGridSize},
-        {"%globaltimer", kTimer}, {"%laneid", kLaneIndex}, {"%tid.y", kZero}, {"%tid.z", kZero},
-        {"%ctaid.y", kZero}, {"%ctaid.z", kZero}, {"%ntid.y", kOne}, {"%ntid.z", kOne}};
+        {"%tid.x", kThread},      {"%ntid.x", kBlockSize}, {"%ctaid.x", kBlockIndex}, {"%nctaid.x", kGridSize},
+        {"%globaltimer", kTimer}, {"%laneid", kLaneIndex}, {"%tid.y", kZero},         {"%tid.z", kZero},
+        {"%ctaid.y", kZero},      {"%ctaid.z", kZero},     {"%ntid.y", kOne},         {"%ntid.z", kOne}};
     for (auto& [name, which] : kSpecials)
       if (at(1).text == name) {
         i_.run = do_special, i_.offset = which, i_.bytes = type_bytes(s_.words.back());
@@ -134,7 +139,8 @@ class Decoder {
   bool memory() {
     const bool load = s_.words[0] == "ld";
     if (!load && s_.words[0] != "st") return false;
-    check_words({"global", "shared", "param", "cg", "relaxed", "acquire", "release", "volatile", "gpu", "sys", "cta", "v2", "v4"});
+    check_words({"global", "shared", "param", "cg", "relaxed", "acquire", "release", "volatile", "gpu", "sys", "cta",
+                 "v2", "v4"});
     count_operands(2);
     semantics();
     const Operand &place = at(load ? 1 : 0), &value = at(load ? 0 : 1);
@@ -145,12 +151,14 @@ class Decoder {
     if (value.parts.size() != (i_.count > 1 ? i_.count : 0u)) bad("its vector");
     for (u32 k = 0; k < i_.count; ++k) element(int(k), i_.count > 1 ? value.parts[k] : value, load);
     if (!i_.reg_bytes) i_.reg_bytes = i_.bytes < 2 ? 2 : i_.bytes;
-    const bool whole = i_.reg_bytes == i_.bytes && std::none_of(i_.o, i_.o + i_.count, [](u32 o) { return o == kNone; });
+    const bool whole =
+        i_.reg_bytes == i_.bytes && std::none_of(i_.o, i_.o + i_.count, [](u32 o) { return o == kNone; });
     if (whole && i_.bytes == 4 && i_.count != 2) i_.form = i_.count == 4 ? Form::kFourWords : Form::kWord;
     if (whole && i_.bytes == 8 && i_.count == 1) i_.form = Form::kLong;
     if (s_.has("param")) {
       if (!load || place.param) {  // of a function: a fixed place in the lane's frame
-        i_.run = load ? load_argument : store_argument, i_.offset = place.offset + (load ? s64(place.parts[0].value) : 0);
+        i_.run = load ? load_argument : store_argument,
+        i_.offset = place.offset + (load ? s64(place.parts[0].value) : 0);
         return true;
       }
       i_.run = load_param, address(4, place, 8);
@@ -170,7 +178,8 @@ class Decoder {
           if (p.type == Operand::kRegister && p.bytes != i_.reg_bytes) bad("a vector of numbers and wider registers");
       return;
     }
-    if (o.type != Operand::kRegister || o.bytes < i_.bytes || o.bytes == kPredicate) bad("register " + std::string(o.text));
+    if (o.type != Operand::kRegister || o.bytes < i_.bytes || o.bytes == kPredicate)
+      bad("register " + std::string(o.text));
     if (i_.reg_bytes && i_.reg_bytes != o.bytes) bad("registers of different widths");
     i_.reg_bytes = o.bytes;
     load ? write(k, o, o.bytes) : read(k, o, o.bytes);
@@ -230,12 +239,14 @@ class Decoder {
   // ---- mbarriers and bulk copies
   bool mbarriers() {
     if (is("mbarrier.init.shared::cta.b64")) return i_.run = mbar_init, address(4, at(0), 4), read(1, at(1), 4), true;
-    if (is("mbarrier.arrive.release.cta.shared::cta.b64") || is("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64")) {
+    if (is("mbarrier.arrive.release.cta.shared::cta.b64") ||
+        is("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64")) {
       i_.run = mbar_arrive, address(4, at(1), 4);  // the state that it returns is not kept: nobody of ours reads it
       if (s_.has("expect_tx")) read(1, at(2), 4);
       return true;
     }
-    if (is("mbarrier.try_wait.parity.acquire.cta.shared::cta.b64") || is("mbarrier.test_wait.parity.acquire.cta.shared::cta.b64")) {
+    if (is("mbarrier.try_wait.parity.acquire.cta.shared::cta.b64") ||
+        is("mbarrier.test_wait.parity.acquire.cta.shared::cta.b64")) {
       count_operands(3);
       i_.run = mbar_wait, i_.sign = s_.words[1] == "try_wait";
       return write(0, at(0), kPredicate), address(4, at(1), 4), read(1, at(2), 4), true;
@@ -268,6 +279,8 @@ class Decoder {
 
 }  // namespace
 
-void decode(const Statement& s, Ins ins, Draft& draft) { Decoder(s, ins, draft).run(); }
+void decode(const Statement& s, Ins ins, Draft& draft) {
+  Decoder(s, ins, draft).run();
+}
 
 }  // namespace hep::ptxm

@@ -102,13 +102,13 @@ class MachineImpl {
   Random random;
   Memory memory;
   std::vector<Device> devices;
-  std::deque<std::unique_ptr<Run>> runs;        // started and not forgotten, oldest first
+  std::deque<std::unique_ptr<Run>> runs;  // started and not forgotten, oldest first
   std::vector<LaunchId> ended;
   std::vector<Warp*> ready;
   std::priority_queue<Event> events;
-  std::vector<BulkCopy> copies;                 // by slot
+  std::vector<BulkCopy> copies;  // by slot
   std::vector<u32> free_copies;
-  std::unordered_map<u32, Block*> blocks;       // by serial
+  std::unordered_map<u32, Block*> blocks;  // by serial
   std::unordered_map<const Program*, std::vector<Counts>> counts;
   std::unordered_map<const Program*, std::shared_ptr<const Program>> programs;
   std::vector<Report> reports;

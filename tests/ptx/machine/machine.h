@@ -39,9 +39,9 @@ struct Kernel {
   std::string name;  // as the PTX has it, mangled
   std::vector<Param> params;
   uint32_t param_bytes = 0;
-  uint32_t max_threads = 1024;    // .maxntid
-  uint32_t min_blocks = 0;        // .minnctapersm, 0: not said
-  uint32_t static_shared = 0;     // bytes, where dynamic shared memory begins
+  uint32_t max_threads = 1024;  // .maxntid
+  uint32_t min_blocks = 0;      // .minnctapersm, 0: not said
+  uint32_t static_shared = 0;   // bytes, where dynamic shared memory begins
   std::shared_ptr<const Program> program;
   uint32_t index = 0;  // in its module
 };
@@ -58,8 +58,8 @@ struct Module {
   uint32_t target = 0;  // 90 for sm_90a, 100 for sm_100a
   std::vector<Kernel> kernels;
   std::vector<Variable> variables;
-  std::shared_ptr<void> storage;              // of the variables
-  std::vector<std::string> files;             // by number, of .loc
+  std::shared_ptr<void> storage;                      // of the variables
+  std::vector<std::string> files;                     // by number, of .loc
   const Kernel* find(std::string_view kernel) const;  // null: there is none
 };
 
@@ -91,7 +91,7 @@ struct Range {
   uint64_t bytes = 0;  // exact: one byte further is a fault
   std::string name;    // for reports: "segment of rank 1", "x of dispatch"
   Space space = Space::kDevice;
-  int device = 0;      // whose memory it is
+  int device = 0;  // whose memory it is
 };
 
 // ---- Launches
@@ -111,7 +111,7 @@ struct Launch {
 struct Report {
   std::string kind;  // fault, race, proxy, scope, mbarrier, bulk, barrier, convergence, uninitialised, exit, deadlock
   std::string what;
-  std::string launch;  // its name
+  std::string launch;    // its name
   bool located = false;  // block and thread are known
   uint32_t block = 0, thread = 0;
   std::string instruction;  // as PTX names it
@@ -123,11 +123,11 @@ struct Report {
 // ---- The machine
 struct Options {
   uint64_t seed = 0;
-  bool races = false;               // happens-before: slower
-  uint32_t burst = 256;             // instructions of a warp at once, at most
-  uint64_t copy_delay_ns = 3000;    // that a bulk copy may take, at most
-  uint32_t split_percent = 2;       // how often lanes that run together are parted for a while
-  bool outsiders = false;           // other processes write mapped memory too: time does not run ahead of the clock
+  bool races = false;             // happens-before: slower
+  uint32_t burst = 256;           // instructions of a warp at once, at most
+  uint64_t copy_delay_ns = 3000;  // that a bulk copy may take, at most
+  uint32_t split_percent = 2;     // how often lanes that run together are parted for a while
+  bool outsiders = false;         // other processes write mapped memory too: time does not run ahead of the clock
 };
 
 enum class Progress {

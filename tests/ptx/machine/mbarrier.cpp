@@ -35,11 +35,13 @@ void MachineImpl::end_phase_if_complete(Block& b, Mbar& m) {
 Flow mbar_init(Context& c, const Ins& i, u32 mask) {
   Block& b = *c.warp->block;
   for (u32 rest = mask; rest; rest &= rest - 1) {
-    const u32 lane = u32(std::countr_zero(rest)), at = u32(c.row<u32>(i.o[4])[lane] + u64(i.offset)), off = at - kSharedBase;
+    const u32 lane = u32(std::countr_zero(rest)), at = u32(c.row<u32>(i.o[4])[lane] + u64(i.offset)),
+              off = at - kSharedBase;
     const s64 count = c.row<u32>(i.o[1])[lane];
     if (at % 8 || at < kSharedBase || off + 8 > b.shared.bytes.size())
       return c.machine->fault(c, i, lane, "mbarrier.init at shared " + hex(at) + ", which is misaligned or outside");
-    if (count < 1 || count > kMostArrivals) return c.machine->fault(c, i, lane, "mbarrier.init for " + std::to_string(count) + " arrivals");
+    if (count < 1 || count > kMostArrivals)
+      return c.machine->fault(c, i, lane, "mbarrier.init for " + std::to_string(count) + " arrivals");
     u16& number = b.shared.mbars[off >> 3];
     if (number) c.machine->report("mbarrier", {*c.warp, lane}, &i, "init of a live mbarrier at shared " + hex(at));
     if (!number) b.mbars.emplace_back(), number = u16(b.mbars.size());
@@ -58,10 +60,15 @@ Flow mbar_arrive(Context& c, const Ins& i, u32 mask) {
     if (!m) return Flow::kStop;
     if (i.o[1] != kNone) {
       m->bytes += c.row<u32>(i.o[1])[lane];
-      if (m->bytes > kMostBytes) return c.machine->fault(c, i, lane, "the tx-count of the mbarrier at shared " + hex(at) + " overflows: " + std::to_string(m->bytes));
+      if (m->bytes > kMostBytes)
+        return c.machine->fault(
+            c, i, lane,
+            "the tx-count of the mbarrier at shared " + hex(at) + " overflows: " + std::to_string(m->bytes));
     }
     if (m->pending <= 0)
-      return c.machine->fault(c, i, lane, "more arrivals than the mbarrier at shared " + hex(at) + " expects (" + std::to_string(m->expected) + "); its tx-count is " + std::to_string(m->bytes));
+      return c.machine->fault(c, i, lane,
+                              "more arrivals than the mbarrier at shared " + hex(at) + " expects (" +
+                                  std::to_string(m->expected) + "); its tx-count is " + std::to_string(m->bytes));
     --m->pending;
     if (c.machine->races) c.machine->races->arrive({*c.warp, lane}, *m);
     c.machine->end_phase_if_complete(*c.warp->block, *m);

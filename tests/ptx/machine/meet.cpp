@@ -38,7 +38,8 @@ Flow do_special(Context& c, const Ins& i, u32 mask) {
 }
 Flow do_nanosleep(Context& c, const Ins& i, u32 mask) {
   const u32 ns = c.row<u32>(i.o[1])[std::countr_zero(mask)];
-  if (ns > 1'000'000) return c.machine->fault(c, i, u32(std::countr_zero(mask)), "nanosleep of more than a millisecond");
+  if (ns > 1'000'000)
+    return c.machine->fault(c, i, u32(std::countr_zero(mask)), "nanosleep of more than a millisecond");
   c.machine->sleep(*c.warp, *c.fragment, c.machine->now() + c.machine->random.below(2 * u64(ns) + 1));
   return Flow::kStop;
 }
@@ -56,9 +57,11 @@ Flow warp_meeting(Context& c, const Ins& i, u32 mask) {
       return c.machine->fault(c, i, lane, "lanes that run together name different members");
   }
   for (const Fragment& o : w.parts)
-    if (&o != &f && o.state == Fragment::kMeeting && (o.members & mask) && (o.at->offset != i.offset || (i.offset != kWarpSync && o.at != &i)))
-      c.machine->report("convergence", {w, first}, &i, std::string("lanes of one warp wait at different warp-wide instructions: the other is ") +
-                        o.at->name + " of PTX line " + std::to_string(o.at->line));
+    if (&o != &f && o.state == Fragment::kMeeting && (o.members & mask) &&
+        (o.at->offset != i.offset || (i.offset != kWarpSync && o.at != &i)))
+      c.machine->report("convergence", {w, first}, &i,
+                        std::string("lanes of one warp wait at different warp-wide instructions: the other is ") +
+                            o.at->name + " of PTX line " + std::to_string(o.at->line));
   f.state = Fragment::kMeeting, f.at = &i, f.members = members[first];
   c.machine->check_warp(w);
   return f.state == Fragment::kRun ? Flow::kGo : Flow::kStop;
@@ -72,7 +75,8 @@ void MachineImpl::check_warp(Warp& w) {
     const Ins& i = *first.at;
     // Those that name the same members at the same instruction; two bar.warp.sync are one.
     const auto meets = [&](const Fragment& f) {
-      return f.state == Fragment::kMeeting && f.members == first.members && (f.at == &i || (i.offset == kWarpSync && f.at->offset == kWarpSync));
+      return f.state == Fragment::kMeeting && f.members == first.members &&
+             (f.at == &i || (i.offset == kWarpSync && f.at->offset == kWarpSync));
     };
     u32 here = 0, ballot = 0;
     for (const Fragment& f : w.parts)
@@ -86,7 +90,8 @@ void MachineImpl::check_warp(Warp& w) {
     const u32 members = first.members;
     const Ins* at = &i;
     for (Fragment& f : w.parts)
-      if (f.state == Fragment::kMeeting && f.members == members && (f.at == at || (at->offset == kWarpSync && f.at->offset == kWarpSync))) {
+      if (f.state == Fragment::kMeeting && f.members == members &&
+          (f.at == at || (at->offset == kWarpSync && f.at->offset == kWarpSync))) {
         if (at->offset == kBallot) each_lane(f.mask, [&](u32 lane) { c.row<u32>(at->o[0])[lane] = ballot; });
         if (at->offset == kElect) {
           u32& p = c.predicate(at->o[0]);
@@ -109,7 +114,9 @@ Flow block_barrier(Context& c, const Ins& i, u32 mask) {
     c.machine->report("barrier", {w, lane}, &i, "bar.sync meets bar.red at barrier " + std::to_string(id));
   for (const Fragment& o : w.parts)
     if (&o != &f && o.state == Fragment::kBarrier && o.at != &i)
-      c.machine->report("barrier", {w, lane}, &i, "lanes of one warp wait at different barriers: the other is at PTX line " + std::to_string(o.at->line));
+      c.machine->report(
+          "barrier", {w, lane}, &i,
+          "lanes of one warp wait at different barriers: the other is at PTX line " + std::to_string(o.at->line));
   bar.kind = &i, bar.arrived += u32(std::popcount(mask));
   if (i.o[2] != kNone) bar.predicates += u32(std::popcount(c.predicate(i.o[2]) & mask));
   f.state = Fragment::kBarrier, f.at = &i, f.barrier = id;
@@ -137,7 +144,8 @@ void MachineImpl::exit_lanes(Context& c, u32 mask) {
   Block& b = *w.block;
   for (u32 rest = mask; rest; rest &= rest - 1) {
     const u32 lane = u32(std::countr_zero(rest));
-    if (w.copies && w.copies[lane].open.unwritten) report("exit", {w, lane}, nullptr, "a thread ends with bulk stores that it has not committed");
+    if (w.copies && w.copies[lane].open.unwritten)
+      report("exit", {w, lane}, nullptr, "a thread ends with bulk stores that it has not committed");
     if (races) races->exit({w, lane});
   }
   w.live &= ~mask, c.fragment->mask &= ~mask;

@@ -4,7 +4,9 @@
 
 namespace hep::ptxm {
 namespace {
-u64 base_of(const Range& r) { return reinterpret_cast<u64>(r.base); }
+u64 base_of(const Range& r) {
+  return reinterpret_cast<u64>(r.base);
+}
 }  // namespace
 
 void Memory::map(const Range& r) {
@@ -55,12 +57,16 @@ bool Memory::mapped(u64 at, u64 n) const {
   return r && at + n <= base_of(*r) + r->bytes;
 }
 std::string Memory::describe(u64 at) const {
-  if (const Range* r = find(at)) return hex(at) + " (byte " + std::to_string(at - base_of(*r)) + " of " + std::to_string(r->bytes) + " of " + r->name + ")";
+  if (const Range* r = find(at))
+    return hex(at) + " (byte " + std::to_string(at - base_of(*r)) + " of " + std::to_string(r->bytes) + " of " +
+           r->name + ")";
   auto it = ranges_.upper_bound(at);
   if (it != ranges_.begin()) {
     const Range& before = std::prev(it)->second;
     const u64 gap = at - (base_of(before) + before.bytes);
-    if (gap < 65536) return hex(at) + " (" + std::to_string(gap) + " bytes behind the " + std::to_string(before.bytes) + " of " + before.name + ")";
+    if (gap < 65536)
+      return hex(at) + " (" + std::to_string(gap) + " bytes behind the " + std::to_string(before.bytes) + " of " +
+             before.name + ")";
   }
   return hex(at) + " (no memory of a device)";
 }

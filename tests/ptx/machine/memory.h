@@ -21,7 +21,7 @@ class Memory {
   std::string describe(u64 at) const;  // where it lies, for a report
 
  private:
-  struct Near {  // the range of the last access
+  struct Near {                      // the range of the last access
     u64 begin = ~0ull, end = ~0ull;  // none
   };
   bool look_up(u64 at, u32 n, bool write);

@@ -84,7 +84,7 @@ struct Program {
   std::vector<Ins> code;  // of all functions; a pc is an index
   std::vector<Function> functions;
   std::vector<EntryCode> entries;  // by Kernel::index
-  std::vector<u64> constants;  // rows, aligned to eight bytes
+  std::vector<u64> constants;      // rows, aligned to eight bytes
   std::vector<std::string> files;
   std::vector<Variable> variables;
   u32 frame_bytes = 0;  // of a lane's arguments to functions

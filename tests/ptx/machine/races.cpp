@@ -21,8 +21,12 @@ u32 Races::new_group(const Block& b) {
   owners_.push_back({b.serial, b.run->launch.device});
   return u32(owners_.size() - 1);
 }
-LaneClocks& Races::lane(const Who& w) { return w.warp.clocks.lanes[w.lane]; }
-u32 Races::component(const Who& w) const { return w.warp.clocks.group * kLanes + w.lane; }
+LaneClocks& Races::lane(const Who& w) {
+  return w.warp.clocks.lanes[w.lane];
+}
+u32 Races::component(const Who& w) const {
+  return w.warp.clocks.group * kLanes + w.lane;
+}
 const Clocks& Races::publish(const Who& w) {
   LaneClocks& l = lane(w);
   l.known.hb.raise(component(w), l.own++);
@@ -30,7 +34,8 @@ const Clocks& Races::publish(const Who& w) {
 }
 bool Races::includes(Scope scope, u32 a, u32 b) const {
   const Owner &x = owners_[a / kLanes], &y = owners_[b / kLanes];
-  return scope == Scope::kSys || (scope == Scope::kGpu && x.device == y.device) || (scope == Scope::kCta && x.block == y.block);
+  return scope == Scope::kSys || (scope == Scope::kGpu && x.device == y.device) ||
+         (scope == Scope::kCta && x.block == y.block);
 }
 bool Races::synchronises(const Sync& s, u32 by, Scope scope) const {
   return includes(s.scope, s.component, by) && includes(scope, s.component, by);
@@ -49,10 +54,13 @@ void Races::start(Block& b) {
     for (u32 l = 0; l < kLanes; ++l) w.clocks.lanes[l].known = first;
   }
 }
-void Races::exit(const Who& w) { w.block().run->clocks.end.join(publish(w).hb); }
+void Races::exit(const Who& w) {
+  w.block().run->clocks.end.join(publish(w).hb);
+}
 Order Races::order_of(const Run& r) {
   Knowledge k{r.clocks.end, generation_};
-  if (const auto& before = r.launch.after.known; before && before->generation == generation_) k.clock.join(before->clock);
+  if (const auto& before = r.launch.after.known; before && before->generation == generation_)
+    k.clock.join(before->clock);
   return {std::make_shared<const Knowledge>(std::move(k))};
 }
 void Races::quiesce() {
@@ -94,14 +102,19 @@ void Races::init(const Who& w, Mbar& m, const Ins& i) {
 void Races::use(const Who& w, Mbar& m, const Ins& i) {
   const Cell& c = w.block().cells.cells[(m.at - kSharedBase) >> 2];
   if (c.writer != component(w) && lane(w).known.hb.at(c.writer) < c.write_tick)
-    machine_.report("race", w, &i, "the mbarrier at shared " + hex(m.at) + " is used before its init is known to this thread");
+    machine_.report("race", w, &i,
+                    "the mbarrier at shared " + hex(m.at) + " is used before its init is known to this thread");
 }
-void Races::arrive(const Who& w, Mbar& m) { m.clocks.now.join(publish(w)); }
+void Races::arrive(const Who& w, Mbar& m) {
+  m.clocks.now.join(publish(w));
+}
 void Races::complete(Mbar& m) {
   m.clocks.now.raise(m.clocks.component, u32(m.phase));
   m.clocks.done = std::move(m.clocks.now), m.clocks.now = {};
 }
-void Races::observe(const Who& w, Mbar& m) { lane(w).known.join(m.clocks.done); }
+void Races::observe(const Who& w, Mbar& m) {
+  lane(w).known.join(m.clocks.done);
+}
 
 // ---- Words that carry a release
 void Races::saw(const Who& w, u64 at, const Ins& i) {
@@ -123,8 +136,10 @@ void Races::published(const Who& w, u64 at, const Ins& i, bool rmw) {
   }
   Sync& s = syncs_[at];
   if (!rmw) s = {};
-  if (i.release) s.clocks.join(publish(w));
-  else s.clocks.join(l.fenced);
+  if (i.release)
+    s.clocks.join(publish(w));
+  else
+    s.clocks.join(l.fenced);
   s.scope = i.release ? i.scope : std::min(i.scope, l.fence), s.component = component(w);
 }
 void Races::fence(const Who& w, Scope scope) {

@@ -50,7 +50,7 @@ struct Cell {
   u32 reader = 0, read_tick = 0;   // reader kNone: read_tick is a number of a list
   u8 write_bytes = 0, read_bytes = 0;
   bool write_async = false, read_async = false, sync = false;
-  Scope strong = Scope::kNone;     // of the write
+  Scope strong = Scope::kNone;  // of the write
 };
 struct BlockCells {
   std::vector<Cell> cells;

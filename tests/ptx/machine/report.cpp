@@ -33,7 +33,8 @@ std::string Report::text() const {
 
 void MachineImpl::report(const char* kind, const Who& who, const Ins* i, const std::string& what) {
   const Run& run = *who.block().run;
-  const std::string key = std::string(kind) + "/" + run.launch.kernel->name + "/" + (i ? std::to_string(i->line) : what);
+  const std::string key =
+      std::string(kind) + "/" + run.launch.kernel->name + "/" + (i ? std::to_string(i->line) : what);
   if (reported[key]++) return;
   Report r;
   r.kind = kind, r.what = what, r.launch = run.launch.name, r.located = true;
@@ -60,7 +61,8 @@ void MachineImpl::report_deadlock() {
   for (const auto& r : runs) {
     if (r->done) continue;
     if (r->next_block < r->launch.grid)
-      all += "\n  " + r->launch.name + ": blocks " + std::to_string(r->next_block) + " to " + std::to_string(r->launch.grid - 1) + " have no SM to run on";
+      all += "\n  " + r->launch.name + ": blocks " + std::to_string(r->next_block) + " to " +
+             std::to_string(r->launch.grid - 1) + " have no SM to run on";
     for (const auto& b : r->blocks)
       for (const Warp& w : b->warps)
         for (const Fragment& f : w.parts) {
@@ -69,9 +71,12 @@ void MachineImpl::report_deadlock() {
             continue;
           }
           const Ins& i = f.at ? *f.at : r->program->code[f.pc];
-          all += "\n  " + r->launch.name + " block " + std::to_string(b->index) + " warp " + std::to_string(w.index) + " lanes " + hex(f.mask) +
-                 " wait in " + i.name + " at PTX line " + std::to_string(i.line) + ", " + place_of(*r->program, i);
-          if (f.state == Fragment::kBarrier) all += ": barrier " + std::to_string(f.barrier) + ", " + std::to_string(b->barriers[f.barrier].arrived) + " of " + std::to_string(b->live) + " threads are there";
+          all += "\n  " + r->launch.name + " block " + std::to_string(b->index) + " warp " + std::to_string(w.index) +
+                 " lanes " + hex(f.mask) + " wait in " + i.name + " at PTX line " + std::to_string(i.line) + ", " +
+                 place_of(*r->program, i);
+          if (f.state == Fragment::kBarrier)
+            all += ": barrier " + std::to_string(f.barrier) + ", " + std::to_string(b->barriers[f.barrier].arrived) +
+                   " of " + std::to_string(b->live) + " threads are there";
           if (f.state == Fragment::kMeeting) all += ": members " + hex(f.members) + ", of the warp live " + hex(w.live);
           if (f.state == Fragment::kBulk) all += ": bulk stores are pending";
         }

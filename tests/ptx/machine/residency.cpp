@@ -6,8 +6,12 @@
 
 namespace hep::ptxm {
 
-DeviceModel DeviceModel::h100() { return {"H100", 132, 1024, 2048, 32, 65536, 233472, 232448, 1024}; }
-DeviceModel DeviceModel::b200() { return {"B200", 148, 1024, 2048, 32, 65536, 233472, 232448, 1024}; }
+DeviceModel DeviceModel::h100() {
+  return {"H100", 132, 1024, 2048, 32, 65536, 233472, 232448, 1024};
+}
+DeviceModel DeviceModel::b200() {
+  return {"B200", 148, 1024, 2048, 32, 65536, 233472, 232448, 1024};
+}
 
 namespace {
 u32 registers_of(const Kernel& k, const DeviceModel& d, u32 registers) {
@@ -16,7 +20,9 @@ u32 registers_of(const Kernel& k, const DeviceModel& d, u32 registers) {
   const u32 threads = (k.max_threads + 31) / 32 * 32 * std::max(1u, k.min_blocks);
   return std::min(255u, d.registers_per_sm / threads) / 8 * 8;
 }
-u32 threads_of(u32 block) { return (block + 31) / 32 * 32; }
+u32 threads_of(u32 block) {
+  return (block + 31) / 32 * 32;
+}
 }  // namespace
 
 std::string MachineImpl::refusal(const Launch& l) const {
@@ -24,21 +30,30 @@ std::string MachineImpl::refusal(const Launch& l) const {
   if (l.device < 0 || size_t(l.device) >= devices.size()) return "no device " + std::to_string(l.device);
   const Kernel& k = *l.kernel;
   const DeviceModel& d = devices[size_t(l.device)].model;
-  const auto more = [](const char* what, u64 n, u64 most) { return std::string(what) + ": " + std::to_string(n) + ", at most " + std::to_string(most); };
+  const auto more = [](const char* what, u64 n, u64 most) {
+    return std::string(what) + ": " + std::to_string(n) + ", at most " + std::to_string(most);
+  };
   if (!l.grid || !l.block) return "an empty grid or block";
   if (l.block > k.max_threads) return more("threads of a block, by the kernel's bound", l.block, k.max_threads);
   if (l.block > d.threads_per_block) return more("threads of a block", l.block, d.threads_per_block);
-  if (u64 n = u64(k.static_shared) + l.dynamic_shared; n > d.shared_per_block) return more("bytes of shared memory", n, d.shared_per_block);
-  if (u64 n = u64(registers_of(k, d, l.registers)) * threads_of(l.block); n > d.registers_per_sm) return more("registers of a block", n, d.registers_per_sm);
-  if (l.params.size() != k.param_bytes) return "parameters of " + std::to_string(l.params.size()) + " bytes, the kernel has " + std::to_string(k.param_bytes);
+  if (u64 n = u64(k.static_shared) + l.dynamic_shared; n > d.shared_per_block)
+    return more("bytes of shared memory", n, d.shared_per_block);
+  if (u64 n = u64(registers_of(k, d, l.registers)) * threads_of(l.block); n > d.registers_per_sm)
+    return more("registers of a block", n, d.registers_per_sm);
+  if (l.params.size() != k.param_bytes)
+    return "parameters of " + std::to_string(l.params.size()) + " bytes, the kernel has " +
+           std::to_string(k.param_bytes);
   if (k.program->code.empty()) return "a kernel without code";
   return {};
 }
 u32 MachineImpl::blocks_per_sm(const Kernel& k, int device, u32 block, u32 dynamic, u32 registers) const {
   const DeviceModel& d = devices.at(size_t(device)).model;
   const u32 shared = k.static_shared + dynamic + d.shared_reserved, threads = threads_of(block);
-  if (!block || block > d.threads_per_block || shared > d.shared_per_sm || shared - d.shared_reserved > d.shared_per_block) return 0;
-  return std::min({d.blocks_per_sm, d.threads_per_sm / threads, d.shared_per_sm / shared, d.registers_per_sm / std::max(1u, registers_of(k, d, registers) * threads)});
+  if (!block || block > d.threads_per_block || shared > d.shared_per_sm ||
+      shared - d.shared_reserved > d.shared_per_block)
+    return 0;
+  return std::min({d.blocks_per_sm, d.threads_per_sm / threads, d.shared_per_sm / shared,
+                   d.registers_per_sm / std::max(1u, registers_of(k, d, registers) * threads)});
 }
 
 LaunchId MachineImpl::start(Launch l) {
@@ -47,7 +62,8 @@ LaunchId MachineImpl::start(Launch l) {
   r->id = next_id++, r->launch = std::move(l), r->program = r->launch.kernel->program.get();
   if (r->launch.name.empty()) r->launch.name = r->launch.kernel->name;
   if (programs.try_emplace(r->program, r->launch.kernel->program).second)
-    for (const Variable& v : r->program->variables) memory.map({.base = v.base, .bytes = v.bytes, .name = v.name, .device = r->launch.device});
+    for (const Variable& v : r->program->variables)
+      memory.map({.base = v.base, .bytes = v.bytes, .name = v.name, .device = r->launch.device});
   counts[r->program].resize(r->program->code.size());
   r->live_blocks = r->launch.grid;
   if (races) races->start(*r);
@@ -127,13 +143,18 @@ void MachineImpl::end_block_if_over(Block& b) {
   if (b.copies_in_flight && !b.run->failed) {
     for (const BulkCopy& k : copies) {
       if (!k.warp || k.dropped || k.warp->block != &b) continue;
-      if (k.load || !k.read) report("exit", {*k.warp, k.lane}, k.ins, "the block ends while this bulk copy still uses its shared memory");
-      else if (!k.load) report("exit", {*k.warp, k.lane}, k.ins, "the block ends while this bulk store is not known to be complete");
+      if (k.load || !k.read)
+        report("exit", {*k.warp, k.lane}, k.ins, "the block ends while this bulk copy still uses its shared memory");
+      else if (!k.load)
+        report("exit", {*k.warp, k.lane}, k.ins, "the block ends while this bulk store is not known to be complete");
     }
     return;  // its memory lives until they are done
   }
   for (const Mbar& m : b.mbars)
-    if (m.live && m.bytes && !b.run->failed) report("exit", {b.warps[0], 0}, nullptr, "the block ends with a tx-count of " + std::to_string(m.bytes) + " on the mbarrier at shared " + hex(m.at));
+    if (m.live && m.bytes && !b.run->failed)
+      report(
+          "exit", {b.warps[0], 0}, nullptr,
+          "the block ends with a tx-count of " + std::to_string(m.bytes) + " on the mbarrier at shared " + hex(m.at));
   b.ended = true;
   Run& r = *b.run;
   const Launch& l = r.launch;

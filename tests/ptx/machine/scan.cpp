@@ -5,7 +5,9 @@
 namespace hep::ptxm {
 namespace {
 
-bool in_word(char c) { return std::isalnum(u8(c)) || c == '_' || c == '$' || c == '%' || c == '.'; }
+bool in_word(char c) {
+  return std::isalnum(u8(c)) || c == '_' || c == '$' || c == '%' || c == '.';
+}
 
 class Scanner {
  public:
@@ -50,7 +52,8 @@ class Scanner {
       at_ = at_ == text_.npos ? text_.size() : at_ + 1;
     } else if (in_word(at(at_)) || (at(at_) == '-' && std::isdigit(u8(at(at_ + 1))))) {
       ++at_;
-      while (in_word(at(at_)) || (at(at_) == ':' && at(at_ + 1) == ':') || (at(at_) == ':' && at(at_ - 1) == ':')) ++at_;
+      while (in_word(at(at_)) || (at(at_) == ':' && at(at_ + 1) == ':') || (at(at_) == ':' && at(at_ - 1) == ':'))
+        ++at_;
     } else {
       ++at_;
     }
@@ -70,6 +73,8 @@ class Scanner {
 
 }  // namespace
 
-std::vector<Token> scan(std::string_view text) { return Scanner(text).run(); }
+std::vector<Token> scan(std::string_view text) {
+  return Scanner(text).run();
+}
 
 }  // namespace hep::ptxm

@@ -85,7 +85,7 @@ u32 MachineImpl::run_fragment(Warp& w, u32 index, u32 burst) {
         if (&o != f && o.state == Fragment::kRun && o.pc > f->pc) place = std::min(place, o.pc);
     return place;
   };
-  u32 stop = stop_place(), n = 0;
+  u32 stop = stop_place(), n = 0, lanes = u32(std::popcount(f->mask));
   while (n < burst) {
     const Ins& i = code[f->pc];
     u32 mask = f->mask;
@@ -93,8 +93,7 @@ u32 MachineImpl::run_fragment(Warp& w, u32 index, u32 burst) {
       const u32 p = c.predicate(i.guard);
       mask &= i.guard_not ? ~p : p;
     }
-    ++n, ++count[f->pc].warps, count[f->pc].threads += u32(std::popcount(f->mask));
-    thread_steps += u32(std::popcount(f->mask));
+    ++n, ++count[f->pc].warps, count[f->pc].threads += lanes, thread_steps += lanes;
     if (i.kind == Kind::kPlain) [[likely]] {
       ++f->pc;
       if (mask) {
@@ -110,8 +109,10 @@ u32 MachineImpl::run_fragment(Warp& w, u32 index, u32 burst) {
         other.mask = mask, other.pc = i.target, f->mask &= ~mask;
         w.parts.push_back(other);  // reserved: no more parts than lanes
       }
-      if (mask == f->mask) f->pc = i.target;
-      else ++f->pc;
+      if (mask == f->mask)
+        f->pc = i.target;
+      else
+        ++f->pc, lanes = u32(std::popcount(f->mask));
       stop = stop_place();
     } else {
       ++f->pc;
@@ -122,7 +123,7 @@ u32 MachineImpl::run_fragment(Warp& w, u32 index, u32 burst) {
         w.parts.push_back(other);
       }
       if (i.run(c, i, mask) != Flow::kGo) break;
-      stop = stop_place();
+      stop = stop_place(), lanes = u32(std::popcount(f->mask));
     }
     if (f->pc == stop) break;
   }

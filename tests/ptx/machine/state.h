@@ -48,12 +48,12 @@ struct LaneCopies {
 struct Warp {
   Block* block = nullptr;
   u32 index = 0;
-  u32 live = 0;                  // lanes that have not exited
+  u32 live = 0;  // lanes that have not exited
   std::vector<Fragment> parts;
   u8* rows = nullptr;
-  u8* frame = nullptr;           // arguments of functions, frame_bytes a lane
-  s32 ready_at = -1;             // its place in the list of those that can run
-  u32 apart = 0;                 // turns in which nothing is joined
+  u8* frame = nullptr;  // arguments of functions, frame_bytes a lane
+  s32 ready_at = -1;    // its place in the list of those that can run
+  u32 apart = 0;        // turns in which nothing is joined
   std::unique_ptr<LaneCopies[]> copies;
   WarpClocks clocks;
 };

@@ -35,8 +35,8 @@ struct Shape {
   uint32_t grid = 1, block = 32, dynamic = 0;
   bool races = false;
   uint64_t seed = 1;
-  uint32_t kernels = 1;       // started at once, on the same memory
-  uint32_t devices = 1;       // kernel n is on device n % devices
+  uint32_t kernels = 1;  // started at once, on the same memory
+  uint32_t devices = 1;  // kernel n is on device n % devices
   uint32_t split_percent = 20;
 };
 Outcome run(const std::string& text, const Shape& shape = {});
@@ -45,11 +45,11 @@ Outcome run_seeds(const std::string& text, Shape shape, uint32_t seeds = 20);
 
 }  // namespace hep::ptxm::test
 
-#define HEP_CASE(name)                                              \
-  static void case_##name();                                        \
-  static ::hep::ptxm::test::Add add_##name(#name, case_##name);     \
+#define HEP_CASE(name)                                          \
+  static void case_##name();                                    \
+  static ::hep::ptxm::test::Add add_##name(#name, case_##name); \
   static void case_##name()
-#define HEP_EXPECT(what, shown)                                     \
-  do {                                                              \
+#define HEP_EXPECT(what, shown)                                                                        \
+  do {                                                                                                 \
     if (!(what)) ::hep::ptxm::test::fail(__FILE__, __LINE__, std::string(#what) + "\n    " + (shown)); \
   } while (0)
