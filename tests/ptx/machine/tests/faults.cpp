@@ -26,8 +26,9 @@ std::string wait(const char* parity) {
 }
 
 HEP_CASE(bounds_and_alignment) {
-  expect_none("ld.global.u64 %rd2, [%rd1+504];");
-  expect_report("fault", "0 bytes behind the 512 of words", "ld.global.u64 %rd2, [%rd1+512];");
+  expect_none("ld.global.u64 %rd2, [%rd1+496];");
+  expect_report("fault", "0 bytes behind the 504 of words", "ld.global.u64 %rd2, [%rd1+504];");
+  expect_report("fault", "byte 496 of 504 of words", "ld.global.v4.u32 {%r3, %r4, %r5, %r6}, [%rd1+496];");
   expect_report("fault", "misaligned", "ld.global.u64 %rd2, [%rd1+4];");
   expect_report("fault", "misaligned", "ld.global.v4.u32 {%r3, %r4, %r5, %r6}, [%rd1+8];");
   expect_report("fault", "no memory", "st.global.u64 [%rd1+100000000], %rd1;");
@@ -54,8 +55,8 @@ HEP_CASE(bulk_copies) {
   expect_report("fault", "no multiple of 16", kFill + kStore + "[%rd1], [%r23], 8;");
   expect_report("fault", "not aligned to 16", kFill + "add.s64 %rd2, %rd1, 8; " + kStore + "[%rd2], [%r23], 16;");
   expect_report("fault", "outside the block's", kFill + "add.s32 %r23, %r22, 1024; " + kStore + "[%rd1], [%r23], 16;");
-  expect_report("fault", "behind the 512 of words",
-                kFill + "add.s64 %rd2, %rd1, 512; " + kStore + "[%rd2], [%r23], 16;");
+  expect_report("fault", "a bulk copy of 16 bytes at global 0x",
+                kFill + "add.s64 %rd2, %rd1, 496; " + kStore + "[%rd2], [%r23], 16;");
   expect_report("exit", "not committed", kFill + kStore + "[%rd1], [%r23], 16;");
   expect_report("fault", "no mbarrier was initialised", kFill + kLoad + "[%r23], [%rd1], 16, [%r22];");
   expect_none(kInit +
