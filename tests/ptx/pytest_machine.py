@@ -7,9 +7,17 @@ import torch_cuda
 from ptx_machine import Choices
 
 # What the machine cannot run, and why; the page says the same.
+SLOW_CLOCK = "deadlines: virtual time passes with instructions, many times slower than the clock"
 LEFT_OUT = {
     "test_expandable.py": "PyTorch's own allocator",
     "test_nvshmem.py": "NVSHMEM",
+    "test_bad_calls": "sparse tensors of a device",
+    "test_ranks_that_differ": SLOW_CLOCK,
+    "test_faults.py": SLOW_CLOCK,
+    "test_a_blocking_call_synchronises_nothing": "torch's synchronisation debugging",
+    "test_sync_free_calls_do_not_wait_for_the_device": "torch's synchronisation debugging",
+    "test_a_replay_with_other_routing": "graphs that hold torch's operations",
+    "test_a_blocking_dispatch_cannot_be_captured": "torch.cuda.graph",
 }
 
 
