@@ -30,30 +30,22 @@ void Clock::join(const Clock& other) {
   }
   const auto &mine = table_->groups, &theirs = other.table_->groups;
   const size_t n = std::max(mine.size(), theirs.size());
-  bool mine_only = theirs.size() <= mine.size(), theirs_only = mine.size() <= theirs.size();
-  std::vector<Ref<Group>> joined(n);
-  for (size_t k = 0; k < n; ++k) {
-    const Ref<Group> a = k < mine.size() ? mine[k] : Ref<Group>(), b = k < theirs.size() ? theirs[k] : Ref<Group>();
-    if (a == b || !b) {
-      joined[k] = a, theirs_only &= a == b;
-      continue;
-    }
-    if (!a) {
-      joined[k] = b, mine_only = false;
-      continue;
-    }
-    bool less = false, more = false;
-    for (u32 l = 0; l < kLanes; ++l) less |= a->ticks[l]<b->ticks[l], more |= a->ticks[l]> b->ticks[l];
-    mine_only &= !less, theirs_only &= !more;
-    if (!less)
-      joined[k] = a;
-    else if (!more)
-      joined[k] = b;
-    else {
-      Group* g = new Group;
-      for (u32 l = 0; l < kLanes; ++l) g->ticks[l] = std::max(a->ticks[l], b->ticks[l]);
-      joined[k] = Ref<Group>(g);
-    }
+  const auto ticks = [](const std::vector<Ref<Group>>& groups, size_t k) {
+    return k < groups.size() ? groups[k].get() : nullptr;
+  };
+  const auto below = [](const Group* a, const Group* b) {  // in any component
+    if (a == b || !b) return false;
+    if (!a) return true;
+    bool less = false;
+    for (u32 l = 0; l < kLanes; ++l) less |= a->ticks[l] < b->ticks[l];
+    return less;
+  };
+  // Most joins bring nothing, or are with somebody who knows all of it: no table is made for them.
+  bool mine_only = true, theirs_only = true;
+  for (size_t k = 0; k < n && (mine_only || theirs_only); ++k) {
+    const Group *a = ticks(mine, k), *b = ticks(theirs, k);
+    if (mine_only) mine_only = !below(a, b);
+    if (theirs_only) theirs_only = !below(b, a);
   }
   if (mine_only) return;
   if (theirs_only) {
@@ -61,7 +53,19 @@ void Clock::join(const Clock& other) {
     return;
   }
   Table* t = new Table;
-  t->groups = std::move(joined);
+  t->groups.resize(n);
+  for (size_t k = 0; k < n; ++k) {
+    const Group *a = ticks(mine, k), *b = ticks(theirs, k);
+    if (!below(a, b)) {
+      if (a) t->groups[k] = mine[k];
+    } else if (!below(b, a)) {
+      t->groups[k] = theirs[k];
+    } else {
+      Group* g = new Group;
+      for (u32 l = 0; l < kLanes; ++l) g->ticks[l] = std::max(a->ticks[l], b->ticks[l]);
+      t->groups[k] = Ref<Group>(g);
+    }
+  }
   table_ = Ref<Table>(t);
 }
 
