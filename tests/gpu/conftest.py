@@ -39,7 +39,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--ptx-machine"):
+    if config.getoption("--ptx-machine", default=False):  # unknown where pytest began elsewhere
         import pytest_machine
 
         config.pluginmanager.register(pytest_machine.Plugin(config), "ptx machine")
