@@ -59,6 +59,13 @@ HEP_CASE(loops_of_lanes_diverge_and_meet) {
   for (size_t k = 0; k < 32; ++k) HEP_EXPECT(o.out[k] == 3 * k, o.all());
   HEP_EXPECT(o.reports.empty(), o.all());
 }
+HEP_CASE(a_register_lives_through_a_loop) {
+  expect_lane3("loop",
+               "mov.b64 %rd2, 0; mov.b64 %rd4, 5; mov.u32 %r3, 0;\nL: add.s64 %rd2, %rd2, %rd4; cvt.u64.u32 %rd5, %r3; "
+               "add.s64 %rd6, %rd5, 100; add.s64 %rd2, %rd2, %rd6; sub.s64 %rd2, %rd2, %rd6; add.s32 %r3, %r3, 1; "
+               "setp.lt.u32 %p1, %r3, 4; @%p1 bra L;",
+               20);
+}
 HEP_CASE(registers_of_a_scope_shadow) {
   const Outcome o =
       run(store_rd2("mov.b64 %rd2, 7; { .reg .b64 %rd2; mov.b64 %rd2, 8; } { .reg .pred p; setp.eq.u32 p, 0, 0; @p "

@@ -53,6 +53,10 @@ HEP_CASE(releases_and_acquires) {
   wrong("a fence of the block", "race",
         hand_over("membar.cta;" + release("relaxed.gpu"), acquire("relaxed.gpu") + "membar.gl;", kBlocks), blocks);
 }
+HEP_CASE(threads_that_knew_the_same) {  // a barrier gives all one clock, which one thread's release must not change
+  wrong("a relaxed load behind a barrier", "race",
+        "bar.sync 0;\n" + hand_over(release("release.cta"), acquire("relaxed.cta"), kLanesOfOne), {.block = 2});
+}
 HEP_CASE(devices) {
   const std::string who =
       "ld.global.u64 %rd6, [%rd1+16]; atom.relaxed.sys.global.add.u64 %rd6, [%rd1+24], 1; setp.eq.s64 %p1, %rd6, 0; "
