@@ -31,8 +31,8 @@ class PrivateSegments:
     def on_device(self) -> PrivateSegments:
         """The same for memory of the current GPU."""
         with self._lock:
-            self._on_device = self._on_device or PrivateSegments(
-                lambda n: _core.cuda.DeviceMemory.create("none", n).segment())
+            if self._on_device is None:  # not `or`: one without segments is false
+                self._on_device = PrivateSegments(lambda n: _core.cuda.DeviceMemory.create("none", n).segment())
             return self._on_device
 
     def create(self, name: str, num_bytes: int):

@@ -1,6 +1,7 @@
 """Builds the CUDA library, hybrid_ep/libhybrid_ep_cuda.so, ahead of time for sm_90a and sm_100a.
 
     python scripts/build_cuda.py [--out FOLDER] [--find] [--nvshmem [ARCH] | --no-nvshmem] [--nvshmem-home FOLDER]
+    python scripts/build_cuda.py --interpreted [--arch sm_90a]
 
 nvcc (12.8 or newer) comes from CUDA_HOME, PATH or the pip toolkit (pip install 'cuda-toolkit[nvcc,cudart,cccl]'), in
 this order. The library holds no torch and no Python: one build serves every version of both. It is linked with the
@@ -11,7 +12,11 @@ Where the pip package nvidia-nvshmem-cu13 (or cu12) is, which torch's CUDA build
 built as well, the kernels whose rail is a NIC; --nvshmem makes a missing package an error, and --nvshmem-home names
 NVSHMEM's folder where it is not among this Python's packages. The library is loaded only where nodes have no mapped
 path between them. Built with --nvshmem ARCH it has that architecture alone and lies in
-build/cuda/ARCH, to be inspected (cubin_check.py) and never in the place of a whole one."""
+build/cuda/ARCH, to be inspected (cubin_check.py) and never in the place of a whole one.
+
+--interpreted builds something else, for tests without a GPU: build/cuda/interpreted/libhybrid_ep_cuda.so, from the same
+sources and flags, with their PTX in place of machine code and the PTX machine of tests/ptx in place of the CUDA runtime
+(docs/ptx_machine.md)."""
 
 import argparse
 import importlib.metadata
@@ -31,6 +36,10 @@ BUILD = ROOT / "build" / "cuda"
 LIBRARY = "libhybrid_ep_cuda.so"
 ARCHITECTURES = ("sm_90a", "sm_100a")
 NVSHMEM_LIBRARY = "libhybrid_ep_nvshmem.so"
+MACHINE = "tests/ptx"
+# The machine's own code: hot loops, compiled for any x86-64 or aarch64.
+MACHINE_FLAGS = ["-std=c++20", "-O2", "-g1", "-DNDEBUG", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden",
+                 "-fno-semantic-interposition"]
 LEAST_NVCC = (12, 8)  # the first that knows sm_100a
 
 # -fmad=false: a product and a sum round twice, as on the host; results are compared bit for bit. 128: a loop that a
@@ -152,10 +161,46 @@ def jobs_of(nvcc, library):
             "-c", source, "-o", str(obj)))
 
 
+def machine_jobs(nvcc):
+    """Those of the PTX machine, by the host's compiler."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    include = Path(nvcc).resolve().parent.parent / "include"
+    for path in sorted((ROOT / MACHINE / "machine").glob("*.cpp")) + sorted((ROOT / MACHINE / "runtime").glob("*.cpp")):
+        source = str(path.relative_to(ROOT))
+        obj = BUILD / "interpreted" / (source.replace("/", "__") + ".o")
+        yield Job(source, obj, ("this machine",), (
+            *compiler, *MACHINE_FLAGS, "-isystem", str(include), "-MMD", "-MF", str(obj.with_suffix(".d")),
+            "-c", source, "-o", str(obj)))
+
+
+def build_interpreted(nvcc, architectures):
+    """Builds the library that runs on the PTX machine; its path. Exits with the compiler's words on failure."""
+    virtual = tuple(a.replace("sm", "compute") for a in architectures)
+    out = BUILD / "interpreted" / LIBRARY
+    library = Library(out, tuple(sources()), virtual, ("-no-compress",))
+    (machine, bad), (objects, worse) = compile_jobs([list(machine_jobs(nvcc)), list(jobs_of(nvcc, library))])
+    if bad or worse:
+        sys.exit(f"hybrid_ep: {library.path.name} for the PTX machine does not compile:\n\n" + "\n".join(bad + worse))
+    # The machine before the kernels, which announce themselves to it when the library is loaded.
+    exports = out.with_name("exports.map")
+    exports.write_text("{ global: hep_cuda_entry; cuda*; ptxm_*; local: *; };\n")
+    scratch = out.with_name(out.name + ".new")
+    command = [*(shlex.split(os.environ.get("CXX", "")) or ["g++"]), "-shared", "-o", str(scratch), *machine, *objects,
+               "-Wl,-Bsymbolic", "-Wl,-z,defs", f"-Wl,--version-script={exports}", "-lpthread"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"hybrid_ep: {out.name} for the PTX machine does not link:\n\n" + result.stderr + result.stdout)
+    os.replace(scratch, out)
+    return out
+
+
 def compile_all(nvcc, libraries):
-    """Compiles what changed of all libraries; of each (its objects, the compiler's words on what failed). One pool, so
-    that no core idles while another is busy with the longest file of a library."""
-    jobs = [list(jobs_of(nvcc, library)) for library in libraries]
+    """Compiles what changed of all libraries; of each (its objects, the compiler's words on what failed)."""
+    return compile_jobs([list(jobs_of(nvcc, library)) for library in libraries])
+
+
+def compile_jobs(jobs):
+    """As compile_all, of lists of jobs. One pool, so that no core idles while another is busy with the longest file."""
     # In the order of names the kernels come first, which take longest.
     queue = sorted((job for of_one in jobs for job in of_one), key=lambda job: job.source)
     for job in queue:
@@ -229,6 +274,9 @@ def chosen_nvshmem(nvcc, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=ROOT / "hybrid_ep", help="folder of the library")
+    parser.add_argument("--interpreted", action="store_true",
+                        help="the library that runs on the PTX machine of tests/ptx")
+    parser.add_argument("--arch", choices=ARCHITECTURES, help="of --interpreted: PTX for this one alone [both]")
     parser.add_argument("--find", action="store_true", help="only say which nvcc would build it")
     rail = parser.add_mutually_exclusive_group()
     rail.add_argument("--nvshmem", nargs="?", const="all", choices=("all", *ARCHITECTURES), metavar="ARCH",
@@ -244,6 +292,9 @@ def main():
         sys.exit(f"hybrid_ep: no CUDA library: {why}")
     print(f"nvcc: {nvcc} {'.'.join(map(str, nvcc_version(nvcc)))}")
     if args.find:
+        return
+    if args.interpreted:
+        print(build_interpreted(nvcc, (args.arch,) if args.arch else ARCHITECTURES))
         return
     libraries = [Library(Path(args.out) / LIBRARY, tuple(sources()))]
     if nvshmem := chosen_nvshmem(nvcc, args):

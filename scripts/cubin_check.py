@@ -1,16 +1,19 @@
 """Inspects the machine code of the CUDA library, no GPU needed: every kernel for every architecture is there, within
 its budget of registers and instructions, without stack, spills or local memory, and built from the instructions that
 its design rests on (bulk copies, mbarriers, proxy fences, elected lanes); no short loop, as over peers, has a fence of
-system scope in it.
+system scope in it. And no host function of ours calls exit: where a template calls a device function on the host, nvcc
+compiles that call, without a word, into exit(1).
 
     python scripts/cubin_check.py [LIBRARY] [--rail nvshmem] [--arch sm_90a] [--json FILE]
+    python scripts/cubin_check.py --planted
 
 --rail nvshmem inspects the NVSHMEM library instead, whose kernels call NVSHMEM's functions: these have a stack of their
 own, so arguments of calls may be stored there, and nothing else changes. --arch: the library has that architecture
-alone.
+alone. --planted compiles tests/cuda/host_stub.cu, whose host half makes such a call, and exits with 0 only if the
+check finds it.
 
 Prints a table and what is wrong; exits with 1 if anything is. Needs cuobjdump and nvdisasm: from CUDA_HOME, PATH or
-the triton package (pip install triton), which carries both."""
+the triton package (pip install triton), which carries both; and objdump, which came with the linker."""
 
 import argparse
 import json
@@ -20,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -180,13 +184,60 @@ def check(resources, sass, rails=RAILS["mapped"], architectures=ARCHITECTURES):
     return list(kernels.values()), complaints
 
 
+def host_exits(disassembly):
+    """Our host functions, by their symbols, that call exit, from the text of objdump -d. Others may: what NVSHMEM's
+    static half or the CUDA runtime does is not ours."""
+    function, found = "", set()
+    for line in disassembly.splitlines():
+        if match := re.match(r"[0-9a-f]+ <(.+)>:$", line):
+            function = match[1]
+        elif re.search(r"<exit(@\w+)?>", line) and re.search(r"3hep[A-Z0-9]|^hep_", function):
+            found.add(function)
+    return sorted(found)
+
+
+def disassemble(library):
+    objdump = shutil.which("objdump")
+    if not objdump:
+        sys.exit("cubin_check: needs objdump; binutils carries it, beside the linker")
+    return subprocess.run([objdump, "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True,
+                          check=True).stdout
+
+
+def check_host(library):
+    return [f"{function}: a host function calls exit; does it call one that is __device__ alone?"
+            for function in host_exits(disassemble(library))]
+
+
+def check_planted():
+    """Exits with 0 if the check finds the call that tests/cuda/host_stub.cu makes."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import build_cuda
+
+    nvcc, why = build_cuda.find_nvcc()
+    if not nvcc:
+        sys.exit(f"cubin_check: {why}")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "host_stub.so"
+        command = [*build_cuda.base_command(nvcc), "-gencode=arch=compute_90a,code=compute_90a", "-shared",
+                   "-cudart=none", "tests/cuda/host_stub.cu", "-o", str(out)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        complaints = check_host(out)
+    print("\n".join(complaints))
+    print(f"cubin_check: {len(complaints)} complaints" + (", as there must be" if complaints else ""))
+    sys.exit(not complaints)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("binary", nargs="?", type=Path)
     parser.add_argument("--rail", choices=RAILS, default="mapped")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="the only one that the library has [all]")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--planted", action="store_true", help="only show that the check of host functions can fail")
     args = parser.parse_args()
+    if args.planted:
+        check_planted()
     binary = args.binary or ROOT / "hybrid_ep" / LIBRARIES[args.rail]
     tools = find_tools()
     if not tools:
@@ -195,6 +246,7 @@ def main():
         sys.exit(f"cubin_check: {binary} is not there; scripts/build_cuda.py builds it")
     kernels, complaints = check(run(tools, binary, "--dump-resource-usage"), run(tools, binary, "-sass"),
                                 RAILS[args.rail], (args.arch,) if args.arch else ARCHITECTURES)
+    complaints += check_host(binary)
     print(f"{'kernel':<36} {'registers':>9} {'stack':>6} {'local':>6} {'instructions':>12} {'bulk copies':>11} "
           f"{'system fences':>13}")
     for k in sorted(kernels, key=lambda k: (k.rail, k.arch, k.name)):

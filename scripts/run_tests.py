@@ -291,9 +291,10 @@ def cuda(runner):
         notes.append(what + said.removeprefix("cubin_check: "))
         if status:
             return Result("FAILED", note=notes[-1])
-    for mutant in ([], ["--mutant"]):  # the second must find what it planted
-        if runner.run([sys.executable, "scripts/twin_check.py", *mutant])[0]:
-            return Result("FAILED", note=" ".join(["twin_check", *mutant]))
+    # With --planted and --mutant they must find what was planted.
+    for check in (["cubin_check.py", "--planted"], ["twin_check.py"], ["twin_check.py", "--mutant"]):
+        if runner.run([sys.executable, f"scripts/{check[0]}", *check[1:]])[0]:
+            return Result("FAILED", note=" ".join(check))
     result = runner.pytest("tests/gpu")
     notes += [] if nvshmem else [f"kernels over NVSHMEM not compiled: {no_nvshmem}"]
     result.note = "; ".join([*notes, result.note])

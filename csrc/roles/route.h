@@ -23,7 +23,10 @@ struct RouteRole {
         width(arch.num_warps() * A::kLanes),
         me(arch.warp_idx() * A::kLanes + arch.lane()) {}
 
-  HEP_DEVICE static uint32_t num_columns(const CountsLayout& c) { return c.num_ranks + c.num_nodes + c.num_experts; }
+  // The host asks too, before a launch.
+  HEP_HOST_DEVICE static uint32_t num_columns(const CountsLayout& c) {
+    return c.num_ranks + c.num_nodes + c.num_experts;
+  }
 
   HEP_DEVICE void run() {
     if (p.excess) {

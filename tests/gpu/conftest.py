@@ -1,4 +1,5 @@
 """GPU tests: everything here is marked gpu, and skips with a reason where there is no GPU that the library serves.
+With --ptx-machine they run without one, on an interpreter of the library's PTX (docs/ptx_machine.md).
 
 Virtual ranks share one device: each has a stream of its own, and there must be a hardware queue for each, or a rank's
 kernel would wait in line behind one that waits for it. Nor may a kernel be loaded while others wait for its launch.
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ptx"))
 
 import pytest
 import torch
@@ -26,6 +28,21 @@ from hybrid_ep import devices
 settings.register_profile("gpu", deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
                           max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")))
 settings.load_profile("gpu")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("PTX machine")
+    group.addoption("--ptx-machine", action="store_true", help="run on the PTX machine, without a GPU")
+    group.addoption("--ptx-seed", type=int, default=0, help="of the order in which its streams and warps take turns")
+    group.addoption("--ptx-races", action="store_true", help="it judges happens-before, too: 5 to 30 times slower")
+    group.addoption("--ptx-target", type=int, choices=(90, 100), default=90, help="whose PTX: sm_90a or sm_100a")
+
+
+def pytest_configure(config):
+    if config.getoption("--ptx-machine", default=False):  # unknown where pytest began elsewhere
+        import pytest_machine
+
+        config.pluginmanager.register(pytest_machine.Plugin(config), "ptx machine")
 
 
 def _why_not() -> str | None:

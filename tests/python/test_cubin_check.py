@@ -112,3 +112,25 @@ def test_a_system_fence_in_a_loop_over_peers_is_named():
                                   ("MEMBAR.ALL.SYS", *["IADD3 R1, R1, R1, RZ"] * 64)])
 def test_narrower_fences_and_long_loops_pass(body):
     assert kernel_with(looping(*body)).fences_in_short_loops == ()
+
+
+DISASSEMBLY = """
+0000000000001000 <_ZN3hep4cuda12CudaExecutorINS_9P2PDeviceEE8exchangeERKNS_14ExchangeParamsE>:
+    1000:\tmov    $0x1,%edi
+    1005:\tcall   1f0 <exit@plt>
+
+0000000000002000 <_ZN3hep4cuda5otherEv>:
+    2000:\tcall   300 <exit_group_of_ours>
+
+0000000000003000 <nvshmemi_get_p2p_attrs>:
+    3000:\tcall   1f0 <exit@plt>
+
+0000000000004000 <hep_cuda_entry>:
+    4000:\tjmp    1f0 <exit@plt>
+"""
+
+
+def test_a_host_function_of_ours_that_calls_exit_is_named_and_those_of_others_are_not():
+    assert cubin_check.host_exits(DISASSEMBLY) == [
+        "_ZN3hep4cuda12CudaExecutorINS_9P2PDeviceEE8exchangeERKNS_14ExchangeParamsE", "hep_cuda_entry"]
+    assert cubin_check.host_exits(DISASSEMBLY.replace("<exit@plt>", "<abort@plt>")) == []

@@ -65,7 +65,7 @@ def test_cuda_compiles_and_inspects_the_kernels_over_nvshmem(machine):
     result = run_tests.cuda(runner)
     assert runner.those_of("build_cuda") == ["--nvshmem sm_90a --nvshmem-home /packages/nvshmem"]
     library = build_cuda.BUILD / "sm_90a" / build_cuda.NVSHMEM_LIBRARY
-    assert runner.those_of("cubin_check") == ["", f"{library} --rail nvshmem --arch sm_90a"]
+    assert runner.those_of("cubin_check") == ["", f"{library} --rail nvshmem --arch sm_90a", "--planted"]
     assert not any("pip" in command for command in runner.commands)
     assert result.note == "5 kernels, 0 complaints; over NVSHMEM 5 kernels, 0 complaints; 61 skipped"
 
@@ -83,7 +83,7 @@ def test_nvshmem_that_cannot_be_had_is_said_and_is_no_failure(machine):
     runner = StandInRunner("pip install")
     result = run_tests.cuda(runner)
     assert runner.those_of("build_cuda") == ["--no-nvshmem"]
-    assert len(runner.those_of("cubin_check")) == 1
+    assert runner.those_of("cubin_check") == ["", "--planted"]
     assert result.status == "passed"
     assert result.note == ("5 kernels, 0 complaints; kernels over NVSHMEM not compiled: nvidia-nvshmem-cu13>=3.4,<3.8 "
                            "cannot be installed here; 61 skipped")
@@ -92,7 +92,8 @@ def test_nvshmem_that_cannot_be_had_is_said_and_is_no_failure(machine):
 @pytest.mark.parametrize("failing, note", [
     ("build_cuda", "does not build"),
     ("--rail nvshmem", "over NVSHMEM 5 kernels, 0 complaints"),
-    ("twin_check", "twin_check"),
+    ("--planted", "cubin_check.py --planted"),
+    ("twin_check", "twin_check.py"),
 ])
 def test_what_fails_of_cuda_is_named(machine, failing, note):
     result = run_tests.cuda(StandInRunner(failing))

@@ -1,0 +1,199 @@
+"""Tensors of the PTX machine. A CPU tensor whose storage the stand-in allocated says that it lies on cuda:0, and
+torch's operations on such tensors are ordered as on a GPU: after what the current stream holds. Every storage is a
+block of its own, exact to the byte, stream-ordered from a pool as torch's allocator has it; a kernel that touches a
+tensor after its free in stream order meets memory that is gone.
+
+Operations themselves run on the CPU, and each waits for its stream first. What needs torch's own CUDA kernels (their
+timing, their own synchronisation) cannot be shown here."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+class Memory:
+    """Storages from the stand-in's pool."""
+
+    def __init__(self, library):
+        self.library = library
+        self.begin, self.end = library.span()
+        props = (ctypes.c_int32 * 22)(1, 0, 1, 0)  # pinned, no handles, on device 0
+        self.pool = library.made("cudaMemPoolCreate", props)
+        self.users: dict[int, set[int]] = {}  # storage's address: other streams that use it
+        self.of_graphs: list = []
+
+    def holds(self, x: torch.Tensor) -> bool:
+        return x.layout == torch.strided and self.begin <= _storage(x) < self.end
+
+    def bytes(self, num_bytes: int, stream: int) -> torch.Tensor:
+        """uint8 [num_bytes], uninitialised."""
+        size = max(num_bytes, 1)
+        at = self.library.made("cudaMallocFromPoolAsync", size, self.pool, stream)
+        block = (ctypes.c_uint8 * size).from_address(at)
+        weakref.finalize(block, self._free, at, stream).atexit = False
+        return torch.frombuffer(block, dtype=torch.uint8)[:num_bytes]
+
+    def empty(self, shape, dtype: torch.dtype, stream: int, strides=None) -> torch.Tensor:
+        shape = tuple(shape)
+        count = 1
+        for n in shape:
+            count *= n
+        flat = self.bytes(count * dtype.itemsize, stream).view(dtype)
+        return flat.view(shape) if strides is None or not count else flat.as_strided(shape, strides)
+
+    def _free(self, at: int, stream: int) -> None:
+        for user in self.users.pop(at, ()):
+            event = self.library.made("cudaEventCreateWithFlags", 2)
+            self.library.status("cudaEventRecord", event, user)
+            self.library.status("cudaStreamWaitEvent", stream, event, 0)
+            self.library.status("cudaEventDestroy", event)
+        self.library.status("cudaFreeAsync", at, stream)
+
+    def record_stream(self, x: torch.Tensor, stream: int) -> None:
+        if self.holds(x):
+            self.users.setdefault(x.untyped_storage().data_ptr(), set()).add(stream)
+
+
+def _storage(x: torch.Tensor) -> int:
+    """The address of its storage; 0 for tensors without one."""
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # wrappers, meta and freed tensors
+        return 0
+
+
+def _is_cuda(device) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+class OnMachine(TorchDispatchMode):
+    """Below autograd: waits for the current stream, runs the operation on the CPU, and moves what it made to where its
+    operands lie. Operands that lie apart are refused, as a GPU's would be."""
+
+    MAY_MIX = ("aten._to_copy", "aten.copy_", "aten.index", "aten._index_put", "aten.index_put", "aten.set_")
+
+    def __init__(self, memory: Memory, stream):
+        super().__init__()
+        self.memory, self.stream = memory, stream  # stream(): the current one's handle
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # else every operation enters through torch.compile's guard, and imports it
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = str(func)
+        wanted = kwargs.get("device")
+        if wanted is not None:
+            kwargs["device"] = CPU
+        operands = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        mine = [x for x in operands if self.memory.holds(x)]
+        if mine:
+            self.memory.library.call("cudaStreamSynchronize", self.stream())
+            apart = [x for x in operands if x.dim() and not self.memory.holds(x)]
+            if apart and not name.startswith(self.MAY_MIX):
+                raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+        out = func(*args, **kwargs)
+        to_machine = _is_cuda(wanted) if wanted is not None else bool(mine)
+        if name.startswith("aten._local_scalar_dense"):
+            return out
+        known = {_storage(x) for x in operands} - {0}  # an empty tensor of the host has no address
+
+        def place(y):
+            if not isinstance(y, torch.Tensor) or y.layout != torch.strided or _storage(y) in known:
+                return y
+            if to_machine == self.memory.holds(y):
+                return y
+            if to_machine:
+                moved = self.memory.empty(y.shape, y.dtype, self.stream(), y.stride() if _dense(y) else None)
+            else:
+                moved = torch.empty_like(y)
+            return moved.copy_(y)
+
+        return tree_map(place, out)
+
+
+def _dense(y: torch.Tensor) -> bool:
+    return y.numel() == 0 or y.untyped_storage().nbytes() == y.numel() * y.element_size()
+
+
+class Move(torch.autograd.Function):
+    """A copy on another device, whose gradient comes back."""
+
+    @staticmethod
+    def forward(ctx, x, source, device):
+        ctx.source = source
+        return torch.ops.aten._to_copy.default(x.detach(), device=device)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.aten._to_copy.default(gradient, device=ctx.source), None, None
+
+
+def _target(args, memory):
+    """(device or None, the other arguments) of Tensor.to."""
+    device, rest = None, []
+    for a in args:
+        if isinstance(a, (str, torch.device)):
+            device = a
+        elif isinstance(a, torch.Tensor):
+            device = a.device
+            rest.append(a.dtype)
+        else:
+            rest.append(a)
+    return device, rest
+
+
+def patch_tensors(memory: Memory, stream) -> None:
+    """What Python code asks tensors about their device, and how it moves them."""
+    plain = torch.Tensor
+    to, tolist, numpy = plain.to, plain.tolist, plain.numpy
+
+    def moved(x, device):
+        device = CUDA if _is_cuda(device) else CPU
+        return x if x.device == device else Move.apply(x, x.device, device)
+
+    def new_to(x, *args, **kwargs):
+        device, rest = _target(args, memory)
+        device = kwargs.pop("device", device)
+        kwargs.pop("non_blocking", None)
+        y = to(x, *rest, **kwargs) if rest or kwargs else x
+        return y if device is None else moved(y, device)
+
+    def new_tolist(x):
+        if memory.holds(x):
+            memory.library.call("cudaStreamSynchronize", stream())
+        return tolist(x)
+
+    def new_numpy(x, *args, **kwargs):
+        if memory.holds(x):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        return numpy(x, *args, **kwargs)
+
+    plain.device = property(lambda x: CUDA if memory.holds(x) else CPU)
+    plain.is_cuda = property(lambda x: memory.holds(x))
+    plain.is_cpu = property(lambda x: not memory.holds(x))
+    plain.to, plain.tolist, plain.numpy = new_to, new_tolist, new_numpy
+    plain.cuda = lambda x, *args, **kwargs: moved(x, CUDA)
+    plain.cpu = lambda x, *args, **kwargs: moved(x, CPU)
+    plain.pin_memory = lambda x, *args: x
+    plain.record_stream = lambda x, user: memory.record_stream(x, user.cuda_stream)
+
+
+def in_every_thread(memory: Memory, stream) -> None:
+    """Threads that start from here on run under the mode."""
+    run = threading.Thread.run
+
+    def with_modes(self):
+        with OnMachine(memory, stream):
+            run(self)
+
+    threading.Thread.run = with_modes

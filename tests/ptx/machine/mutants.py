@@ -1,0 +1,91 @@
+"""Breaks of the PTX machine's own rules: each must fail the machine's tests. python tests/ptx/machine/mutants.py
+
+A checker that checks nothing finds nothing; these show that its tests would notice. Every break is one edit of a
+source, which is compiled and linked with the other objects. Prints one line a mutant, exits with 1 if one survives."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import build
+
+HERE = Path(__file__).resolve().parent
+# (what, file, old text, new text)
+MUTANTS = [
+    ("bounds are not looked at", "memory.cpp", "if (!r || at + n > base_of(*r) + r->bytes ||", "if (!r ||"),
+    ("alignment of global accesses is not looked at", "access.cpp",
+     "if (at & (n - 1) || !c.machine->memory", "if (!c.machine->memory"),
+    ("unwritten shared memory is not noticed", "access.cpp", "used & ~s.written_bits(off, n)",
+     "used & ~s.written_bits(off, n) & 0"),
+    ("every byte of a vector counts as used", "access.cpp", "const u32 used = i.used_bytes &", "const u32 used ="),
+    ("a bulk copy may have any size", "bulk.cpp", "if (k.bytes % 16)", "if (k.bytes % 1)"),
+    ("a bulk copy's source need not be written", "bulk.cpp", "!= 0xffff", "== 0x12345"),
+    ("arrivals are not counted", "mbarrier.cpp", "if (m->pending <= 0)", "if (m->pending <= -9)"),
+    ("the tx-count has no bound", "mbarrier.cpp", "if (m->bytes > kMostBytes)", "if (m->bytes < -kMostBytes)"),
+    ("a phase ends without its bytes", "mbarrier.cpp", "m.pending != 0 || m.bytes != 0", "m.pending != 0"),
+    ("lanes that have left are waited for", "meet.cpp", "first.members & w.live) != (first.members & w.live)",
+     "first.members) != first.members"),
+    ("a barrier opens one thread early", "meet.cpp", "bar.arrived < b.live", "bar.arrived + 1 < b.live"),
+    ("an SM has room for any number of blocks", "residency.cpp",
+     "s.shared + need.shared > d.model.shared_per_sm ||", ""),
+    ("a relaxed load acquires", "races.cpp", "l.pending.join(it->second.clocks)", "l.known.join(it->second.clocks)"),
+    ("scopes are not looked at", "races.cpp", "return includes(s.scope, s.component, by) && includes(",
+     "return true || includes("),
+    ("a release's scope is not looked at", "races.cpp", "return includes(s.scope, s.component, by) && ", "return "),
+    ("devices share a scope", "races.cpp", "x.device == y.device", "x.device >= 0"),
+    ("a chain of atomics is cut", "races.cpp", "if (!rmw) syncs_.erase(at);", "syncs_.erase(at);"),
+    ("a relaxed store releases", "races.cpp", "if (!i.release && !by_fence) {", "if (false) {"),
+    ("a vote orders memory", "meet.cpp", "if (races && i.offset == kWarpSync)", "if (races)"),
+    ("what a thread does behind a release counts as before", "races.cpp", "l.own++);\n  return l.known;",
+     "l.own + 1);\n  return l.known;"),
+    ("a bulk copy forgets its thread's own accesses", "cells.cpp", "  publish(w);", "  // publish(w);"),
+    ("reads of bulk stores are not noted", "cells.cpp", "touch_shared(false,", "if (false) touch_shared(false,"),
+    ("the async proxy sees everything", "cells.cpp", "a.proxy->at(c.writer) < c.write_tick", "false"),
+    ("a fence of shared memory covers global memory", "races.cpp", "if (spaces & 2)", "if (spaces)"),
+    ("an init needs no fence", "cells.cpp", "if (l.known.shared.at(c.writer) < c.write_tick)", "if (false)"),
+    ("a wait for reads is one for writes", "races.cpp", "if (!read) lane(w)", "lane(w)"),
+    ("pending groups are done", "bulk.cpp", "const s64 n = s64(l.committed.size()) - i.offset;",
+     "const s64 n = s64(l.committed.size());"),
+    ("a write is not compared with reads", "cells.cpp", "if (c.read_bytes & bytes) check_reads",
+     "if (false) check_reads"),
+    ("a joined clock loses what one side knew", "clock.cpp", "std::max(a->ticks[l], b->ticks[l])", "b->ticks[l]"),
+    ("clocks share what they must not", "clock.cpp", "else if (!table_.alone())", "else if (false)"),
+    ("a register's row is free too early", "allocate.cpp", "if (a.to >= i.from) return false;",
+     "if (a.to >= i.from + 2) return false;"),
+    ("loops do not keep registers alive", "allocate.cpp", "for (bool changed = true; changed;) {",
+     "for (bool changed = false; changed;) {"),
+]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="?", default="", help="of the mutants to try")
+    words = parser.parse_args().words
+    objects = build.objects()
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for what, name, old, new in MUTANTS:
+            if words not in what:
+                continue
+            text = (HERE / name).read_text()
+            if text.count(old) != 1:
+                sys.exit(f"{name} has {text.count(old)} times: {old}")
+            source, program = Path(folder) / name, Path(folder) / "tests"
+            source.write_text(text.replace(old, new))
+            obj = build.compile_one(source, Path(folder) / "mutant.o", include=HERE)
+            build.link([obj, *(o for o in objects if build.stem(o) != source.stem)], program)
+            try:
+                caught = subprocess.run([program], capture_output=True, timeout=60, check=False).returncode != 0
+            except subprocess.TimeoutExpired:
+                caught = True
+            survivors += not caught
+            print("caught  " if caught else "SURVIVES", what, flush=True)
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()

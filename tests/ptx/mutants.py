@@ -1,0 +1,201 @@
+"""Mutants of what only a GPU runs: edits of the PTX that nvcc emitted, and calls of the runtime that are left out. Each
+runs on the PTX machine in a process of its own, forked so that torch is imported once, and must be noticed: by a wrong
+result, by a report of the machine, by an error of CUDA's or by a deadline. The unedited library must pass.
+
+    python tests/ptx/mutants.py [--only NAME] [--table] [--seed N]
+
+--table prints what docs/ptx_machine.md holds. Needs scripts/build_cuda.py --interpreted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in ("", "tests/ptx", "tests/gpu", "tests/python"):
+    sys.path.insert(0, str(ROOT / folder))
+
+SHARED, GLOBAL = r"fence\.proxy\.async\.shared::cta;", r"fence\.proxy\.async\.global;"
+NOTHING = "// left out"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """kernels: in which entry points; pattern, replacement: of one line's text; drop: a call of the runtime that does
+    nothing; survives: why the machine cannot see it, where it cannot."""
+
+    name: str
+    kernels: str
+    pattern: str = ""
+    replacement: str = NOTHING
+    survives: str = ""
+    drop: str = ""
+
+
+def off(kernel: str, what: str, pattern: str, replacement: str = NOTHING, survives: str = "") -> Mutant:
+    return Mutant(f"{kernel}: {what}", kernel, pattern, replacement, survives)
+
+
+def expect(kernel: str, by: int) -> Mutant:
+    return off(kernel, f"expects {by:+d} bytes", r"(mbarrier\.arrive\.expect_tx\S+\s+\S+\s+\[\S+\], )(%r\d+);",
+               rf"{{ .reg .b32 more; add.s32 more, \2, {by}; \1more; }}")
+
+
+MUTANTS = (
+    *(off(k, "no shared-memory proxy fence", SHARED) for k in ("dispatch", "deliver", "unpermute", "combine")),
+    *(off(k, "no global proxy fence after an acquire", GLOBAL) for k in ("dispatch", "combine")),
+    *(off(k, "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;")
+      for k in ("dispatch", "deliver", "unpermute", "combine")),
+    *(off(k, "waits until its bulk stores are read only", r"cp\.async\.bulk\.wait_group 0;",
+          "cp.async.bulk.wait_group.read 0;") for k in ("dispatch", "combine")),
+    off("dispatch", "fills a stage that a bulk store still reads", r"cp\.async\.bulk\.wait_group\.read \d+;",
+        survives="a block of these worlds has fewer rows than stages"),
+    *(off(k, "fills a stage that a bulk store still reads", r"cp\.async\.bulk\.wait_group\.read \d+;")
+      for k in ("unpermute", "combine")),
+    *(expect(k, by) for k, by in (("dispatch", 16), ("dispatch", -16), ("unpermute", 16), ("combine", 16))),
+    off("dispatch", "bulk loads of 8 bytes more", r"(cp\.async\.bulk\.shared\S+ \[\S+\], \[\S+\], )(%r\d+)(, \[\S+\];)",
+        r"{ .reg .b32 more; add.u32 more, \2, 8; \1more\3 }"),
+    off("dispatch", "bulk stores of 16 bytes more", r"(cp\.async\.bulk\.global\S+ \[\S+\], \[\S+\], )(%r\d+);",
+        r"{ .reg .b32 more; add.u32 more, \2, 16; \1more; }"),
+    off("combine", "bulk stores from 8 bytes further", r"(cp\.async\.bulk\.global\S+ \[\S+\], )\[(%r\d+)\]",
+        r"\1[\2+8]"),
+    *(off(k, "releases its flags to its block only", r"st\.release\.sys\.", "st.release.cta.")
+      for k in ("exchange", "dispatch", "combine")),
+    *(off(k, "stores its flags without a release", r"st\.release\.sys\.", "st.relaxed.sys.")
+      for k in ("exchange", "dispatch", "combine")),
+    *(off(k, "acquires flags from its block only", r"ld\.acquire\.sys\.", "ld.acquire.cta.")
+      for k in ("dispatch", "combine")),
+    *(off(k, "reads flags without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys.")
+      for k in ("exchange", "combine")),
+    off("dispatch", "blocks meet without order", r"atom\.acq_rel\.gpu\.", "atom.relaxed.gpu."),
+    *(off(k, "mbarriers expect one arrival more", r"(mbarrier\.init\S+ \[\S+\], )(%?\w+);",
+          r"{ .reg .b32 more; mov.b32 more, \2; add.u32 more, more, 1; \1more; }") for k in ("dispatch", "combine")),
+    off("exchange", "warps do not meet", r"bar\.warp\.sync -1;"),
+    off("exchange", "the block does not meet", r"bar\.sync 0;"),
+    off("dispatch", "bulk stores are not committed", r"cp\.async\.bulk\.commit_group;"),
+    off("dispatch", "reads a parameter 8 bytes further", r"(ld\.param\.u64 \S+, \[\w+_param_0\+)(\d+)\]",
+        lambda m: f"{m[1]}{int(m[2]) + 8 if int(m[2]) % 16 == 0 else m[2]}]"),
+    Mutant("host: memory is not zeroed", "", drop="cudaMemsetAsync"),
+    Mutant("host: no uploads", "", drop="cudaMemcpyAsync"),
+    Mutant("host: a changed stream does not wait for the last one", "", drop="cudaStreamWaitEvent"),
+    Mutant("host: a launch gets 128 bytes of shared memory too few", "", drop="shared memory"),
+)
+
+
+def edited(text: str, mutant: Mutant) -> tuple[str, int]:
+    """The text with the pattern replaced in the mutant's kernels, and how often."""
+    out, count, inside = [], 0, False
+    for line in text.split("\n"):
+        if ".entry" in line:
+            inside = f"{mutant.kernels}_entry" in line
+        if inside and mutant.pattern:
+            line, n = re.subn(mutant.pattern, mutant.replacement, line)
+            count += n
+        out.append(line)
+    return "\n".join(out), count
+
+
+def run(mutant: Mutant | None, seed: int, races: bool) -> str:
+    """How it was noticed, "" if it was not. In a process of its own."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            said = _body(mutant, seed, races)
+        except BaseException as error:  # what noticed it
+            said = f"{type(error).__name__}: {error}".replace("\n", " ")
+        os.write(write, said[:2000].encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return said or (f"the process ended with status {status}" if status else "")
+
+
+def _body(mutant, seed, races):
+    import torch_cuda
+    from ptx_machine import Choices
+
+    library = torch_cuda.install(Choices(seed=seed, races=races))
+    if mutant and mutant.pattern:
+        count = 0
+        for i, text in enumerate(library.texts()):
+            text, n = edited(text, mutant)
+            count += n
+            if n:
+                library.edit(i, text)
+        if not count:
+            os._exit(3)  # the PTX has changed: the mutant must change, too
+    if mutant and mutant.drop:
+        library.drop(mutant.drop)
+    with library.modes():
+        _work()
+    return "; ".join(library.reports()[:3])
+
+
+def _work():
+    from examples import Example, check, expected
+    from gpu_world import GpuWorld
+
+    for executor, ex in (
+            ("cuda", Example(1, 2, 2, (9, 5), 2, 64, scale_columns=1, pad_multiple=4, seed=3)),
+            ("cuda_loopback", Example(2, 2, 2, (7, 0, 11, 5), 2, 64, pad_multiple=4, seed=6))):
+        world = GpuWorld(ex.num_nodes, ex.num_local_ranks, ex.num_local_experts, executor, skew=0, timeout_s=10,
+                         num_sms_dispatch_api=2, num_sms_combine_api=2)
+        want = expected(ex)
+        world.world.poison(world.raw)
+        world.run(lambda rank, buffer, ex=ex, want=want: check(buffer, rank, ex, want))
+        world.close()
+
+
+def how(said: str) -> str:
+    """The kind of evidence, for the table."""
+    kind = re.match(r"(?:\[)?([A-Za-z_]+)", said)
+    return kind[1] if kind else said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="mutants whose names contain this")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--table", action="store_true", help="print the table of docs/ptx_machine.md")
+    args = parser.parse_args()
+    import gpu_world  # noqa: F401  all imports before the forks
+    import torch  # noqa: F401
+
+    import hybrid_ep  # noqa: F401
+
+    bad, rows = [], []
+    for races in (False, True):
+        if said := run(None, args.seed, races):
+            bad.append(f"the unedited library: {said}")
+    for mutant in MUTANTS:
+        if args.only not in mutant.name:
+            continue
+        started = time.monotonic()
+        plain, races = run(mutant, args.seed, False), ""
+        if not plain:
+            races = run(mutant, args.seed, True)
+        caught = plain or races
+        rows.append(f"| {mutant.name} | {'values' if plain else 'order' if races else 'not seen'} | "
+                    f"{(how(caught) if caught else mutant.survives)} |")
+        print(f"{mutant.name}: {(plain or races or 'SURVIVES')[:150]} [{time.monotonic() - started:.1f} s]", flush=True)
+        if bool(caught) == bool(mutant.survives):
+            bad.append(f"{mutant.name}: {'is caught after all' if caught else 'survives'}")
+    if args.table:
+        print("\n".join(["| mutant | seen by | as |", "|---|---|---|", *rows]))
+    print("\n".join(bad))
+    print(f"mutants: {len(rows)}, {len(bad)} complaints")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

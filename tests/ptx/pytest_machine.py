@@ -1,0 +1,49 @@
+"""pytest tests/gpu --ptx-machine: every test runs on the PTX machine, and fails when the machine reports anything."""
+
+from __future__ import annotations
+
+import pytest
+import torch_cuda
+from ptx_machine import Choices
+
+# What the machine cannot run, and why; the page says the same.
+SLOW_CLOCK = "deadlines: virtual time passes with instructions, many times slower than the clock"
+LEFT_OUT = {
+    "test_expandable.py": "PyTorch's own allocator",
+    "test_nvshmem.py": "NVSHMEM",
+    "test_bad_calls": "sparse tensors of a device",
+    "test_ranks_that_differ": SLOW_CLOCK,
+    "test_faults.py": SLOW_CLOCK,
+    "test_a_blocking_call_synchronises_nothing": "torch's synchronisation debugging",
+    "test_sync_free_calls_do_not_wait_for_the_device": "torch's synchronisation debugging",
+    "test_a_replay_with_other_routing": "graphs that hold torch's operations",
+    "test_a_blocking_dispatch_cannot_be_captured": "torch.cuda.graph",
+}
+
+
+class Plugin:
+    def __init__(self, config):
+        self.library = torch_cuda.install(Choices(
+            seed=config.getoption("--ptx-seed"), races=config.getoption("--ptx-races"),
+            target=config.getoption("--ptx-target")))
+
+    def pytest_collection_modifyitems(self, items):
+        for item in items:
+            for name, why in LEFT_OUT.items():
+                if name in item.nodeid:
+                    item.add_marker(pytest.mark.skip(reason=f"not on the PTX machine: {why}"))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        with self.library.modes():
+            result = yield
+        if reports := self.library.reports():
+            self.library.forget_reports()
+            pytest.fail("the PTX machine reports:\n" + "\n".join(reports[:10]), pytrace=False)
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter):
+        counts = self.library.counts()
+        terminalreporter.write_line(
+            f"PTX machine: seed {self.library.choices.seed}, {counts['launches']} launches, "
+            f"{counts['thread_instructions'] / 1e6:.0f} M thread instructions; no GPU took part")

@@ -1,0 +1,138 @@
+"""torch.cuda on the PTX machine: its streams, events and devices are the stand-in's. install() puts them in torch's
+place, for a process of tests; then hybrid_ep's CUDA executors run with torch's CPU build and no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import types
+
+import device_tensors
+import torch
+from ptx_machine import Choices, Library
+
+_state = threading.local()
+library: Library | None = None
+
+
+def raw(stream) -> int:
+    return stream.cuda_stream
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
+        self._event = library.made("cudaEventCreateWithFlags", 0 if enable_timing else 2)
+
+    def record(self, stream: Stream | None = None) -> None:
+        library.call("cudaEventRecord", self._event, raw(stream or current_stream()))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        library.call("cudaStreamWaitEvent", raw(stream or current_stream()), self._event, 0)
+
+    def query(self) -> bool:
+        return library.ready("cudaEventQuery", self._event)
+
+    def synchronize(self) -> None:
+        library.call("cudaEventSynchronize", self._event)
+
+    def __del__(self):
+        library.status("cudaEventDestroy", self._event)
+
+
+class Stream:
+    """Of the machine's first device. Kept for ever, as torch keeps its own."""
+
+    device = device_tensors.CUDA
+
+    def __init__(self, device=None, priority: int = 0, handle: int | None = None):
+        self.cuda_stream = library.made("cudaStreamCreateWithFlags", 1) if handle is None else handle
+
+    def query(self) -> bool:
+        return library.ready("cudaStreamQuery", self.cuda_stream)
+
+    def synchronize(self) -> None:
+        library.call("cudaStreamSynchronize", self.cuda_stream)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
+
+
+def current_stream(device=None) -> Stream:
+    """Each thread has a default stream of its own: virtual ranks that shared one would wait for each other for ever."""
+    if getattr(_state, "stream", None) is None:
+        _state.stream = Stream()
+    return _state.stream
+
+
+@contextlib.contextmanager
+def stream(chosen: Stream | None):
+    before = current_stream()
+    _state.stream = chosen or before
+    try:
+        yield
+    finally:
+        _state.stream = before
+
+
+def is_current_stream_capturing() -> bool:
+    status = ctypes.c_int()
+    library.call("cudaStreamIsCapturing", raw(current_stream()), ctypes.byref(status))
+    return status.value != 0
+
+
+def mem_get_info(device=None) -> tuple[int, int]:
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    library.call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
+def _properties(device=None):
+    sms = 148 if library.choices.target == 100 else 132
+    return types.SimpleNamespace(name="PTX machine (a CPU)", multi_processor_count=sms,
+                                 major=library.choices.target // 10, minor=0)
+
+
+def install(choices: Choices) -> Library:
+    """Once a process, before hybrid_ep makes a buffer."""
+    global library
+    from hybrid_ep import devices
+
+    library = Library(choices)
+    devices.LIBRARY = library.path
+    cuda = torch.cuda
+    cuda.Stream, cuda.Event, torch.Stream, torch.Event = Stream, Event, Stream, Event
+    cuda.stream, cuda.current_stream = stream, current_stream
+    cuda.is_available, cuda.device_count, cuda.current_device = lambda: True, lambda: 1, lambda: 0
+    # Each a function of its own: torch.compile keeps a table of torch's functions and will have no two names for one.
+    cuda.set_device, cuda._lazy_init, cuda.empty_cache = lambda *_: None, lambda: None, lambda: None
+    cuda.is_current_stream_capturing, cuda.mem_get_info = is_current_stream_capturing, mem_get_info
+    cuda.synchronize = lambda device=None: library.call("cudaDeviceSynchronize")
+    cuda.get_device_properties = _properties
+    cuda.get_device_capability = lambda device=None: (library.choices.target // 10, 0)
+    cuda.get_device_name = lambda device=None: _properties().name
+    cuda._sleep = lambda cycles: None  # which stream goes first is the seed's choice
+    cuda.set_sync_debug_mode = lambda mode: None
+    memory = device_tensors.Memory(library)
+    handle = lambda: raw(current_stream())  # noqa: E731
+    device_tensors.patch_tensors(memory, handle)
+    # torch's own also tells its compiler, whose import takes longer than most tests.
+    torch.use_deterministic_algorithms = lambda mode, warn_only=False: torch._C._set_deterministic_algorithms(
+        mode, warn_only=warn_only)
+    device_tensors.in_every_thread(memory, handle)
+    library.modes = lambda: device_tensors.OnMachine(memory, handle)
+    return library
