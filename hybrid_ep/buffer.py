@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import memory, routing_maps, validation
+from hybrid_ep import memory, validation
 from hybrid_ep.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
 
 try:
@@ -27,7 +27,8 @@ from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.handle import Plan, dispatch_handle, permute_handle
 from hybrid_ep.names import Named
-from hybrid_ep.session import Call, Routing, Session
+from hybrid_ep.routing import routing_of_call
+from hybrid_ep.session import Call, Session
 
 
 class HybridEPBuffer(Named):
@@ -324,37 +325,12 @@ class HybridEPBuffer(Named):
             plan = validation.handle(handle, length, verb, self._topology)
             validation.hidden_rows("hidden", x, plan.num_tokens)
             return plan, plan_weights.in_plan_order(plan, topk_idx, topk_weights, probs), False
-        routing = self._routing(x, topk_idx, topk_weights, num_of_experts, probs, routing_map,
-                                look=not self._session.routes_unseen(non_blocking))
+        routing = routing_of_call(x, topk_idx, topk_weights, num_of_experts, probs, routing_map, config=self.config,
+                                  num_ranks=self.group_size, look=not self._session.routes_unseen(non_blocking))
         call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
                     self.config.num_of_blocks_dispatch_api, pad_empty_experts)
         plan = self._session.route(routing, call, self.config)
         return plan, None, plan.has_weights
-
-    def _routing(self, x, topk_idx, topk_weights, num_of_experts, probs, routing_map, look=True) -> Routing:
-        if num_of_experts is not None:
-            num_of_experts = validation.experts_of_group("num_of_experts", num_of_experts, self.group_size)
-        rows = x.shape[0]
-        if topk_idx is not None and routing_map is None:
-            num_experts = num_of_experts or self.config.num_of_experts_per_rank * self.group_size
-            idx = validation.topk(topk_idx, rows, num_experts, look)
-            if probs is not None:
-                if topk_weights is not None:
-                    raise ValueError("topk_weights and probs are both given; give the weights in one of them")
-                probs = validation.weights("probs", probs, (rows, num_experts))
-                return Routing(num_experts, None, routing_maps.from_topk(idx, None, num_experts)[0], probs)
-            if topk_weights is not None:
-                topk_weights = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
-            return Routing(num_experts, idx, None, topk_weights)
-        if routing_map is None:
-            raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where tokens go")
-        if topk_weights is not None:
-            raise ValueError("topk_weights is given, but topk_idx does not count beside a routing_map, which takes "
-                             "its weights as probs [T, E]")
-        route = validation.routing_map(routing_map, rows, num_of_experts, self.group_size)
-        if probs is not None:
-            probs = validation.weights("probs", probs, tuple(route.shape))
-        return Routing(route.shape[1], None, route, probs)
 
     def _send(self, session: Session, plan: Plan, hidden, scale, weights, routed: bool, num_permuted,
               blocks: tuple[int, int]):

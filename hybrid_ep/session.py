@@ -27,38 +27,14 @@ from hybrid_ep.errors import (
 from hybrid_ep.handle import Plan
 from hybrid_ep.options import Options, recv_capacity
 from hybrid_ep.results import ResultPool
-from hybrid_ep.tensors import aligned, padded_row_bytes, row_bytes, view
+from hybrid_ep.routing import Routing
+from hybrid_ep.tensors import padded_row_bytes, row_bytes
 from hybrid_ep.topology import Topology
 from hybrid_ep.validation import DTYPES
 
 _SHAPE_FIELDS = ("num_experts", "max_tokens", "max_topk", "row_bytes", "scale_bytes", "recv_rows",
                  "partial_row_bytes", "chunk_tokens")
 _VERBS = ("dispatch", "dispatch_with_permute", "dispatch_with_permute(non_blocking=True)")
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Where this rank's tokens go: topk_idx int64 [T, K] or routing_map bool [T, E], with weights fp32 or
-    None."""
-
-    num_experts: int
-    topk_idx: torch.Tensor | None
-    routing_map: torch.Tensor | None
-    weights: torch.Tensor | None
-
-    @property
-    def num_tokens(self) -> int:
-        return (self.routing_map if self.topk_idx is None else self.topk_idx).shape[0]
-
-    @property
-    def topk_in(self) -> int:
-        """Columns of topk_idx, 0 with a map."""
-        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
-
-    def views(self) -> dict[str, Any]:
-        """The tensors as the core's arguments."""
-        given = {"topk_idx": self.topk_idx, "routing_map": self.routing_map, "weights": self.weights}
-        return {name: view(name, None if x is None else aligned(x)) for name, x in given.items()}
 
 
 @dataclass(frozen=True)
