@@ -60,3 +60,12 @@ def poisoned_plans(monkeypatch):
         return made.fill_(0xFF) if made.dtype == torch.uint8 else made
 
     monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.fixture(autouse=True)
+def _torch_defaults_stay():
+    """A test that leaves another default dtype behind fails itself, not those after it."""
+    yield
+    left = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert left == torch.float32, f"the test left {left} as torch's default dtype"
