@@ -374,7 +374,8 @@ int Placer::compare(const int64_t* load, const int32_t* a, const int32_t* b) con
     }
     return most;
   };
-  const int64_t difference = fullest_of(a) - fullest_of(b), rounding = 2 * per_rank_;
+  // A slot's share is off by up to 1/2 from the load's rounding and 1 from the division's, in either placement.
+  const int64_t difference = fullest_of(a) - fullest_of(b), rounding = 3 * per_rank_;
   return difference < -rounding ? -1 : difference > rounding ? 1 : 0;
 }
 
