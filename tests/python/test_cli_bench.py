@@ -206,7 +206,7 @@ def test_token_sweep_and_lists():
         ["--experts", "63"], ["--topk", "65"], ["--topk", "0"], ["--hidden", "12"], ["--hidden", "0"],
         ["--ranks-per-node", "3"], ["--ranks", "0"], ["-b", "0"], ["-b", "9", "-e", "8"], ["-f", "1"],
         ["-n", "0"], ["-w", "-1"], ["-T", "0"], ["--tokens", "-1"], ["--num-sms", "-1"], ["--routing", "x"],
-        ["--impl", "nobody"], ["--peer", "/nowhere.py"], ["--peer", "json"], ["-J", "/nowhere/out.json"],
+        ["--impl", "nobody"], ["--peer", "/nowhere.py"], ["--peer", "json"], ["--json", "/nowhere/out.json"],
     ],
 )  # fmt: skip
 def test_bad_flags_cost_one_sentence_and_exit_2(flags, capsys, monkeypatch):

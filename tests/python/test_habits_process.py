@@ -186,8 +186,8 @@ def test_habits_copies_of_a_handle():
 # ---- groups
 def odd_groups(ctx) -> None:
     """On all six: a group that begins at rank 1 and has a gap, and one that overlaps it; calls interleaved."""
-    groups = [dist.new_group([1, 2, 4, 5]), dist.new_group([0, 1, 2, 3])]
-    buffers = [make(g, num_of_hybrid_ep_ranks_per_nvlink_domain=2) for g in groups
+    groups = [dist.new_group([1, 2, 4, 5]), dist.new_group([0, 1, 3, 4])]
+    buffers = [make(g, num_of_hybrid_ep_ranks_per_nvlink_domain=3) for g in groups  # of the six: two of each node
                if g is not dist.GroupMember.NON_GROUP_MEMBER]
     for _ in range(2):
         for buffer in buffers:
