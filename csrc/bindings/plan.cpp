@@ -78,11 +78,11 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("from_nodes", [](const Placed& p) { return p.counts().from_nodes; })
       .def_property_readonly("learned",
                              [](const Placed& p) {
-                               const PlanMemory& m = p.placement->learned;
-                               return std::map<std::string, uint64_t>{{"total", m.total},
-                                                                      {"rail_records", m.rail_records},
-                                                                      {"rail_record_stride", m.rail_record_stride},
-                                                                      {"row_records", m.row_records}};
+                               const PlanMemory& to = p.placement->learned;
+                               return std::map<std::string, uint64_t>{{"total", to.total},
+                                                                      {"rail_records", to.rail_records},
+                                                                      {"rail_record_stride", to.rail_record_stride},
+                                                                      {"row_records", to.row_records}};
                              })
       .def("plan", &plan_in, py::arg("memory"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
            "The plan, with learned['total'] bytes, 128-byte aligned, for what its dispatch learns.");
