@@ -39,7 +39,7 @@ lint: setup  ## ruff and the layer rules
 	@$(PYTHON) scripts/run_tests.py --only lint,layers
 
 test-cpp: setup  ## C++ tests: plain, mutants, ThreadSanitizer, AddressSanitizer
-	@$(PYTHON) scripts/run_tests.py --only cpp,cpp-mutants,cpp-tsan,cpp-asan
+	@$(PYTHON) scripts/run_tests.py --only cpp,cpp-mutants,cpp-tsan,cpp-asan,python-asan
 
 test-python: setup  ## tests/python
 	@$(PYTHON) scripts/run_tests.py --only python

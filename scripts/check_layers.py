@@ -58,6 +58,7 @@ ENVIRONMENT_MODULE = "hybrid_ep/env.py"
 ENVIRONMENT_EXCEPTIONS = {
     "setup.py": "builds before the package exists; reads CXX, CXXFLAGS, LDFLAGS, MAX_JOBS",
     "scripts/setup_env.py": "runs before the package exists",
+    "scripts/python_asan.py": "hands its environment on with the sanitizer's settings added; reads CXX, PYTHONPATH",
     "scripts/run_tests.py": "sets and reads CUDA_HOME for the tools it starts",
     "scripts/build_cuda.py": "builds; reads CUDA_HOME, CXX, MAX_JOBS",
     "hybrid_ep/cli/doctor/pairs.py": "a rank learns from its launcher's variables who it is",

@@ -213,16 +213,12 @@ def cpp(runner):
     return runner.ctest("cpp", "", ["-LE", "mutant"])
 
 
-def cpp_mutants(runner):
-    return runner.ctest("cpp-mutants", "", ["-L", "mutant"])
-
-
-def cpp_tsan(runner):
-    return runner.ctest("cpp-tsan", "thread", ["-LE", "mutant"])
-
-
-def cpp_asan(runner):
-    return runner.ctest("cpp-asan", "address", ["-LE", "mutant"])
+def python_asan(runner):
+    """tests/python on a core with AddressSanitizer; shares the objects of cpp-asan."""
+    report = BUILD / "python-asan.xml"
+    report.unlink(missing_ok=True)
+    status, last = runner.run([sys.executable, "scripts/python_asan.py", "--junitxml", report])
+    return result_of(status, report, last)
 
 
 def python(runner):
@@ -310,9 +306,10 @@ STAGES = {
     "lint": (lint, 2, True),
     "layers": (layers, 2, True),
     "cpp": (cpp, 10, True),
-    "cpp-mutants": (cpp_mutants, 10, False),
-    "cpp-tsan": (cpp_tsan, 15, False),
-    "cpp-asan": (cpp_asan, 15, False),
+    "cpp-mutants": (lambda runner: runner.ctest("cpp-mutants", "", ["-L", "mutant"]), 10, False),
+    "cpp-tsan": (lambda runner: runner.ctest("cpp-tsan", "thread", ["-LE", "mutant"]), 15, False),
+    "cpp-asan": (lambda runner: runner.ctest("cpp-asan", "address", ["-LE", "mutant"]), 15, False),
+    "python-asan": (python_asan, 15, False),
     "cuda": (cuda, 15, False),
     "python": (python, 30, True),
     "megatron": (megatron, 20, True),

@@ -1,0 +1,98 @@
+"""Runs tests of tests/python on a core that is built with AddressSanitizer and UndefinedBehaviorSanitizer, then some on
+the ordinary core with memory that malloc fills with rubbish.
+
+    python scripts/python_asan.py [--junitxml FILE] [pytest's options and tests, from the root, instead of those below]
+
+The build is that of tests/cpp (its objects are used again) and ends in build/tests/cpp-address; the module lies beside
+links to the package's other files in build/tests/python-asan, so that the ordinary build stays as it is."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "tests" / "cpp-address"
+PACKAGE = ROOT / "build" / "tests" / "python-asan"
+TESTS = ROOT / "tests" / "python"
+
+# Every binding and both ways to a plan, in few calls: seconds, not minutes.
+SANITIZED = ["test_asan.py", "test_boundary.py", "test_boundary_pages.py", "test_bad_input.py", "test_sync_free.py"]
+PERTURBED = ["test_boundary_tensors.py", "test_results.py"]
+FILLED_WITH = "165"
+
+
+def build():
+    """The module; exits with what the compiler said where it does not build."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import pybind11
+    import run_tests
+
+    includes = f"{sysconfig.get_path('include')};{pybind11.get_include()}"
+    for command in (
+        [run_tests.tool("cmake"), "-S", ROOT / "tests" / "cpp", "-B", BUILD, "-G", "Ninja",
+         f"-DCMAKE_MAKE_PROGRAM={run_tests.tool('ninja')}", "-DHEP_SANITIZE=address",
+         f"-DHEP_PYTHON_INCLUDES={includes}"],
+        [run_tests.tool("cmake"), "--build", BUILD, "--target", "core_module"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{done.stdout}{done.stderr}python_asan: the sanitized core does not build")
+    return BUILD / "_core.so"
+
+
+def lay_out(module):
+    """A package of links to everything but the ordinary module."""
+    shutil.rmtree(PACKAGE, ignore_errors=True)
+    package = PACKAGE / "hybrid_ep"
+    package.mkdir(parents=True)
+    for path in (ROOT / "hybrid_ep").iterdir():
+        if not path.name.startswith("_core.") and path.name != "__pycache__":
+            (package / path.name).symlink_to(path)
+    (package / "_core.so").symlink_to(module)
+
+
+def runtime(name):
+    """The compiler's shared library."""
+    compiler = os.environ.get("CXX", "c++").split()
+    found = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = found.stdout.strip()
+    if not os.path.isabs(path):
+        sys.exit(f"python_asan: {compiler[0]} has no {name}; install its sanitizer runtime, or set CXX=g++")
+    return path
+
+
+def pytest(names, environment, options):
+    command = [sys.executable, "-m", "pytest", "-q", *options, *names]
+    return subprocess.run(command, cwd=PACKAGE, env={**os.environ, **environment}, check=False).returncode
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--junitxml", default="", help="JUnit report of the sanitized tests")
+    args, chosen = parser.parse_known_args()
+    lay_out(build())
+    report = [f"--junitxml={Path(args.junitxml).resolve()}"] if args.junitxml else []
+    sanitized = {
+        "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        # libstdc++ first in the process too: without it ASan cannot see what the core throws.
+        "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",
+        # Python and torch leave what the process frees by ending; a page edge is a test's own to watch.
+        "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:detect_stack_use_after_return=0",
+        "HYBRID_EP_TEST_EXAMPLES": "4",
+    }
+    # pytest runs elsewhere than its caller.
+    chosen = [str(ROOT / word) if (ROOT / word.split("::")[0]).exists() else word for word in chosen]
+    status = pytest(chosen or [TESTS / name for name in SANITIZED], sanitized, report)
+    if not chosen:
+        rubbish = {"MALLOC_PERTURB_": FILLED_WITH, "PYTHONPATH": str(ROOT), "HYBRID_EP_TEST_EXAMPLES": "4"}
+        status = pytest([TESTS / name for name in PERTURBED], rubbish, []) or status
+    print(f"python_asan: {'FAILED' if status else 'passed'}")
+    sys.exit(1 if status else 0)
+
+
+if __name__ == "__main__":
+    main()
