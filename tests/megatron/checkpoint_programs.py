@@ -145,6 +145,8 @@ def megatrons_own(folder, dispatcher, sharding):
             outcomes[ep] = different or "same"
         except CheckpointException as error:  # torch's, by rank; no subclass of Exception
             outcomes[ep] = str(error)
+    for writer in multiprocessing.active_children():  # Megatron leaves it running
+        writer.terminate()
     return outcomes
 
 
