@@ -9,6 +9,7 @@ each other. A test passes when it passes on every rank.
 
 * ours: allgather, alltoall and flex cases all get `megatron_patches`' dispatcher; deep_ep: Megatron's own HybridEP
   manager over hybrid_ep served as the package deep_ep; theirs: nothing of ours, the control.
+* --limit-s S: stop after the first test that ends later than that; results then say that they are not complete.
 * --expect FILE: exit code 1 unless every test that passes in FILE passes again."""
 
 import argparse
@@ -54,6 +55,7 @@ def main(argv=None):
     parser.add_argument("--ranks", type=int, default=4, help="Megatron's CI has 8 (default 4)")
     parser.add_argument("--out", type=Path, help="write results as JSON")
     parser.add_argument("--expect", type=Path, help="results of an earlier run, to be reached again")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no test after so many seconds")
     parser.add_argument("-k", default=None, metavar="REGEX", help="only tests whose id matches")
     parser.add_argument("tests", nargs="*", help=f"files or test ids (default: {len(FILES)} files of {MOE})")
     args = parser.parse_intermixed_args(argv)
@@ -61,12 +63,11 @@ def main(argv=None):
     tests = args.tests or [file for file in FILES if (checkout / file).exists()]
     if not tests or not (checkout / MOE).is_dir():
         parser.error(f"{checkout} has no {MOE}: give the root of a Megatron-LM checkout")
-    os.nice(19)
     os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1", HYBRID_EP_TIMEOUT_S="60",
                       TORCHINDUCTOR_COMPILE_THREADS="1")
     megatron_unit_rank.prepare(checkout, args.ranks, args.route)
-    results = run(checkout, args.ranks, tests, args.k)
-    report = summary(checkout, args, results)
+    results, not_run = run(checkout, args.ranks, tests, args.k, time.monotonic() + args.limit_s)
+    report = summary(checkout, args, results, not_run)
     print(table(report))
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -75,18 +76,18 @@ def main(argv=None):
 
 # ---- worlds
 
-def run(checkout, num_ranks, tests, pattern):
-    """{test id: (outcome, text, seconds)} of all tests, worlds replaced as they fail."""
+def run(checkout, num_ranks, tests, pattern, until=float("inf")):
+    """{test id: (outcome, text, seconds)} and ids that had no time; worlds are replaced as tests fail."""
     found, results = World(checkout, 1, tests, collect_only=True).collect(), {}
     todo = [node for node in found if found[node] is None and (pattern is None or re.search(pattern, node))]
     results |= {node: ("failed", text, 0.0) for node, text in found.items() if text is not None}
-    while todo:
-        done = World(checkout, num_ranks, todo).results(say)
+    while todo and time.monotonic() < until:
+        done = World(checkout, num_ranks, todo).results(say, until)
         if not done:
             raise SystemExit(f"a world of {num_ranks} ranks ended before {todo[0]}")
         results |= done
         todo = [node for node in todo if node not in results]
-    return results
+    return results, todo
 
 
 def say(node, outcome, text, seconds):
@@ -121,10 +122,12 @@ class World:
         self.end()
         return found
 
-    def results(self, say):
+    def results(self, say, until):
         """{test id: (outcome, text, seconds)} up to the first failure, which is the last of them."""
         said, results, running, wait = collections.defaultdict(list), {}, None, SILENCE_S
         for kind, node, *rest in self._news(lambda: wait):  # noqa: B023  (read when it is called)
+            if kind == "start" and running is None and results and time.monotonic() > until:
+                break
             if kind == "start":
                 running = running or node
             elif kind in ("passed", "failed", "skipped", "not collected"):
@@ -199,7 +202,7 @@ def reason(text):
     return next((why for pattern, why in REASONS if re.search(pattern, text)), "unexplained")
 
 
-def summary(checkout, args, results):
+def summary(checkout, args, results, not_run):
     import torch
 
     commit = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -209,7 +212,7 @@ def summary(checkout, args, results):
     version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", package, re.M))
     return {"megatron_core": version, "commit": commit.stdout.strip() if own else None, "torch": torch.__version__,
             "python": sys.version.split()[0], "ranks": args.ranks, "route": args.route,
-            "date": time.strftime("%Y-%m-%d"),
+            "date": time.strftime("%Y-%m-%d"), "complete": not not_run, "not_run": len(not_run),
             "tests": {node.removeprefix(MOE + "/"): {
                 "outcome": outcome, "seconds": round(seconds, 1),
                 **({"text": text[:300]} if outcome != "passed" and text else {}),
@@ -218,7 +221,7 @@ def summary(checkout, args, results):
 
 
 def table(report):
-    """Files by outcomes, as Markdown, then failures by reason."""
+    """Files by outcomes, as Markdown, then failures by reason and what had no time."""
     files, reasons = collections.defaultdict(collections.Counter), collections.Counter()
     for node, test in report["tests"].items():
         files[node.split("::")[0]][test["outcome"]] += 1
@@ -227,6 +230,7 @@ def table(report):
     lines = ["| file | passed | failed | skipped |", "|---|---|---|---|"]
     lines += [f"| {file} | {n['passed']} | {n['failed']} | {n['skipped']} |" for file, n in files.items()]
     lines += [""] + [f"{number} failed: {why}" for why, number in reasons.most_common()]
+    lines += [f"{report['not_run']} not run: the limit of time"] if report["not_run"] else []
     return "\n".join(lines)
 
 

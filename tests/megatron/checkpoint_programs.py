@@ -1,5 +1,6 @@
 """What the ranks of the checkpoint tests do: save while experts are away from home, load in other layouts, go on."""
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from slow_programs import Job, difference, initialize, shuffled, train
+from torch.distributed.checkpoint.api import CheckpointException
 
 import megatron_patches
 from hybrid_ep.errors import DeadlineError
@@ -119,6 +121,48 @@ def _offsets(job):
             found[int(key.split(".")[2]), local] = part.global_offset[-3], part.global_shape
     assert len(found) == sum(len(mine) for mine in (m.homes.experts_of(0) for m in job.rehomer.layers))
     return found
+
+
+def megatrons_own(folder, dispatcher, sharding):
+    """Megatron's own checkpoint of the distributed optimizer, saved at EP2: {EP: what loading it there ends in}.
+
+    With its alltoall, without any patch of ours, and with our dispatcher.
+    """
+    if dispatcher == "flex":
+        megatron_patches.apply(timeout_s=60.0)
+    multiprocessing.current_process().daemon = False  # Megatron's writer starts a process of its own
+    options, outcomes = {"after": {"moe_token_dispatcher_type": dispatcher}}, {}
+    initialize(2)
+    saved = Job(2, **options)
+    saved.train_step()
+    dist_checkpointing.save(_sharded(saved, sharding), folder)
+    state = saved.logical()
+    for ep in (2, 1):
+        parallel_state.destroy_model_parallel()
+        initialize(ep)
+        try:
+            different = difference(([], _load(folder, Job(ep, **options), sharding)), ([], state))
+            outcomes[ep] = different or "same"
+        except CheckpointException as error:  # torch's, by rank; no subclass of Exception
+            outcomes[ep] = str(error)
+    for writer in multiprocessing.active_children():  # Megatron leaves it running
+        writer.terminate()
+    return outcomes
+
+
+def _sharded(job, sharding, is_loading=False):
+    model = job.model.sharded_state_dict()
+    options = {"metadata": {"distrib_optim_sharding_type": sharding}, "is_loading": is_loading}
+    return {"model": model, "optimizer": job.optimizer.sharded_state_dict(dict(model), **options)}
+
+
+def _load(folder, job, sharding):
+    job.train_step()  # without Transformer Engine or Apex, Megatron's optimizer describes only state that exists
+    state = dist_checkpointing.load(_sharded(job, sharding, is_loading=True), folder)
+    job.model.load_state_dict(state["model"])
+    with torch.no_grad():  # fp32 parameters are their own main parameters
+        job.optimizer.load_state_dict(state["optimizer"])
+    return job.logical()
 
 
 def _moving_job(ep, timeout_s):

@@ -39,6 +39,14 @@ def test_megatrons_state_dicts_are_logical_or_refused():
 
 
 @pytest.mark.version_free
+@pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])  # the first is Megatron without any patch: the control
+def test_megatrons_default_optimizer_checkpoint_stays_at_its_expert_parallel_size(tmp_path, dispatcher):
+    pytest.importorskip("psutil", reason="Megatron's writer of checkpoints needs it")
+    outcomes, *_ = run("megatrons_own", 2, str(tmp_path), dispatcher, "dp_reshardable", module="checkpoint_programs")
+    assert outcomes[2] == "same" and "from model not in state dict: ['chained_0." in outcomes[1], outcomes
+
+
+@pytest.mark.version_free
 def test_a_move_that_one_rank_cannot_prepare_happens_nowhere():
     run("failed_move", 2, 2, module="checkpoint_programs")
 

@@ -148,8 +148,13 @@ def test_only_one_output_used():
 
 
 def gradients_in_processes(ctx):
+    # torch's checkpoint imports the compiler in its first call: seconds of CPU time in which the other ranks wait in a
+    # dispatch. On a busy machine that was longer than the deadline, so all ranks have it before anybody waits.
+    import torch._dynamo
+
     from hybrid_ep import HybridEPBuffer
 
+    torch.distributed.barrier(ctx.group(4))
     with HybridEPBuffer(ctx.group(4), H, 16, EXPERTS_PER_RANK, timeout_s=50,
                         num_of_hybrid_ep_ranks_per_nvlink_domain=2) as buffer:
         x, idx, weights, grad = routing(ctx.rank, 8)
