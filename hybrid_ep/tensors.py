@@ -51,7 +51,8 @@ def view(name: str, x: torch.Tensor | None) -> _core.TensorView | None:
         return None
     require_memory(name, x)
     num_bytes, device = x.nbytes, "cpu" if x.is_cpu else x.device.type  # asking for the device is what costs
-    if not x.is_contiguous() or num_bytes > x.untyped_storage().nbytes() - x.storage_offset() * x.element_size():
+    behind = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()  # below 0 for some empty slices
+    if not x.is_contiguous() or num_bytes > max(behind, 0):
         raise ValueError(f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
                          "storage; give .contiguous(), and no storage that was made smaller")
     return _core.TensorView(x.data_ptr(), num_bytes, _ELEMENTS.get(x.dtype, 0), device, x)

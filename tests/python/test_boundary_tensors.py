@@ -228,3 +228,9 @@ def test_a_row_of_any_multiple_of_16_bytes(hidden, dtype):
 def test_an_odd_hidden_dim_is_refused_by_the_constructor():
     with pytest.raises(ValueError, match="hidden_dim=7 must be even"):
         HybridEPBuffer(VirtualWorld(1, 1).groups[0], 7, 8, EXPERTS)
+
+
+@pytest.mark.parametrize("x", [torch.ones(0, 8)[5:], torch.ones(4, 8)[4:],
+                               torch.ones(0, 8).as_strided((0, 8), (8, 1), 16)])
+def test_an_empty_tensor_fills_no_memory_wherever_it_begins(x):
+    assert view("x", aligned(x)).num_bytes == 0
