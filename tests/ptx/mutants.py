@@ -15,6 +15,7 @@ import re
 import select
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,11 +140,10 @@ def run(mutant: Mutant | None, seed: int, races: bool) -> str:
         os.close(read)
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            said = _body(mutant, seed, races)
+            said = _body(mutant, seed, races, write)
         except BaseException as error:  # what noticed it
             said = f"{type(error).__name__}: {error}".replace("\n", " ")
-        os.write(write, said[:2000].encode())
-        os._exit(0)
+        _end(write, said)
     os.close(write)
     with os.fdopen(read) as pipe:
         in_time = select.select([pipe], [], [], LIMIT_S[races])[0]
@@ -156,7 +156,19 @@ def run(mutant: Mutant | None, seed: int, races: bool) -> str:
     return said or (f"the process ended by signal {os.WTERMSIG(status)}" if status else "")
 
 
-def _body(mutant, seed, races):
+def _end(write: int, said: str) -> None:
+    os.write(write, said[:2000].encode())
+    os._exit(0)
+
+
+def _watch(library, write: int) -> None:
+    """Ends the process at the first report: what comes after it takes long and says no more."""
+    while not (reports := library.reports()):
+        time.sleep(0.2)
+    _end(write, "; ".join(reports[:3]))
+
+
+def _body(mutant, seed, races, write):
     import torch_cuda
     from ptx_machine import Choices
 
@@ -172,6 +184,7 @@ def _body(mutant, seed, races):
             return STALE
     if mutant and mutant.drop:
         library.drop(mutant.drop)
+    threading.Thread(target=_watch, args=(library, write), daemon=True).start()
     with library.modes():
         _work()
     return "; ".join(library.reports()[:3])

@@ -7,18 +7,18 @@ import torch_cuda
 from ptx_machine import Choices
 
 # What the machine cannot run, and why; the page says the same.
-SLOW_CLOCK = "deadlines: virtual time passes with instructions, many times slower than the clock"
 LEFT_OUT = {
     "test_expandable.py": "PyTorch's own allocator",
     "test_nvshmem.py": "NVSHMEM",
-    "test_bad_calls": "sparse tensors of a device",
-    "test_ranks_that_differ": SLOW_CLOCK,
-    "test_faults.py": SLOW_CLOCK,
     "test_a_blocking_call_synchronises_nothing": "torch's synchronisation debugging",
     "test_sync_free_calls_do_not_wait_for_the_device": "torch's synchronisation debugging",
     "test_a_replay_with_other_routing": "graphs that hold torch's operations",
     "test_a_blocking_dispatch_cannot_be_captured": "torch.cuda.graph",
 }
+
+# Of CI: these files without these tests, which take longer than all others together.
+EVERYDAY = ("test_host_tests.py", "test_streams.py", "test_faults.py")
+BY_HAND = ("test_pad_empty_gradients", "test_gradients", "test_gradcheck")
 
 
 class Plugin:
@@ -27,7 +27,11 @@ class Plugin:
             seed=config.getoption("--ptx-seed"), races=config.getoption("--ptx-races"),
             target=config.getoption("--ptx-target")))
 
-    def pytest_collection_modifyitems(self, items):
+    def pytest_collection_modifyitems(self, config, items):
+        if config.getoption("--ptx-everyday"):
+            mine = [i for i in items if i.path.name in EVERYDAY and not i.name.startswith(BY_HAND)]
+            config.hook.pytest_deselected(items=[i for i in items if i not in mine])
+            items[:] = mine
         for item in items:
             for name, why in LEFT_OUT.items():
                 if name in item.nodeid:
