@@ -89,12 +89,12 @@ class Runner:
             print("".join(lines), end="", flush=True)
         return status, last_line(lines)
 
-    def pytest(self, folder, marker=""):
+    def pytest(self, folder, marker="", more=()):
         report = BUILD / f"{folder.replace('/', '-')}.xml"
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
         color = "yes" if sys.stdout.isatty() else "no"
-        command = [sys.executable, "-m", "pytest", folder, f"--junitxml={report}", f"--color={color}"]
+        command = [sys.executable, "-m", "pytest", folder, f"--junitxml={report}", f"--color={color}", *more]
         status, last = self.run([*command, *(["-m", marker] if marker else [])])
         return result_of(status, report, re.sub(r"\x1b\[[0-9;]*m", "", last).strip("= "))
 
@@ -262,19 +262,27 @@ def docs(runner):
     return Result("FAILED" if runner.run(command)[0] else "passed")
 
 
+def find_nvcc(runner):
+    """(nvcc, None), installed if it can be, or (None, why not)."""
+    import build_cuda
+    import cuda_packages
+
+    home, why_not = cuda_packages.find_toolkit(runner.run)
+    if why_not:
+        return None, why_not
+    if home:
+        os.environ["CUDA_HOME"] = str(home)
+    return build_cuda.find_nvcc()  # none where what was installed does not run here
+
+
 def cuda(runner):
     """Compiles the CUDA library for both architectures and the kernels over NVSHMEM for one (they are the same roles
     again, and take as long), inspects the code of both, runs tests/gpu, which skip without a GPU."""
     import build_cuda
     import cuda_packages
 
-    home, why_not = cuda_packages.find_toolkit(runner.run)
-    if why_not:
-        return Result("skipped", note=why_not)
-    if home:
-        os.environ["CUDA_HOME"] = str(home)
-    nvcc, why_not = build_cuda.find_nvcc()
-    if not nvcc:  # what was installed does not run here
+    nvcc, why_not = find_nvcc(runner)
+    if not nvcc:
         return Result("skipped", note=why_not)
     nvshmem, no_nvshmem = cuda_packages.find_nvshmem(runner.run, nvcc)
     arch = build_cuda.ARCHITECTURES[0]
@@ -301,6 +309,21 @@ def cuda(runner):
     return result
 
 
+def ptx(runner):
+    """The CUDA library's PTX, executed on the CPU by an interpreter (docs/ptx_machine.md): the interpreter's own tests,
+    tests of tests/gpu, and planted bugs, which must be noticed."""
+    nvcc, why_not = find_nvcc(runner)
+    if not nvcc:
+        return Result("skipped", note=why_not)
+    if runner.run([sys.executable, "scripts/build_cuda.py", "--interpreted", "--arch", "sm_90a"])[0]:
+        return Result("FAILED", note="does not build")
+    results = [runner.pytest("tests/ptx"), runner.pytest("tests/gpu", "", ["--ptx-machine", "--ptx-everyday"])]
+    status, note = runner.run([sys.executable, "tests/ptx/mutants.py", "--everyday"])
+    status = status or any(result.status == "FAILED" for result in results)
+    counts = tuple(map(sum, zip(*(result.counts for result in results), strict=True)))
+    return Result("FAILED" if status else "passed", counts, note)
+
+
 def slurm(runner):
     return runner.pytest("tests/slurm") if has_tests("tests/slurm") else Result("skipped", note="no tests")
 
@@ -314,6 +337,7 @@ STAGES = {
     "cpp-tsan": (cpp_tsan, 10, False),
     "cpp-asan": (cpp_asan, 10, False),
     "cuda": (cuda, 10, False),
+    "ptx": (ptx, 8, False),
     "python": (python, 15, True),
     "megatron": (megatron, 15, True),
     "megatron-oldest": (megatron_oldest, 15, False),

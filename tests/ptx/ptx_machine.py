@@ -26,7 +26,7 @@ class Choices:
     target: int = 90  # or 100: whose PTX
     num_devices: int = 1
     outsiders: bool = True  # host threads launch while kernels run: virtual time keeps to the clock
-    slower: int = 4  # globaltimer runs at least at the clock's speed divided by this
+    slower: int = 1  # with outsiders globaltimer runs at least at the speed of the clock divided by this
 
 
 class _Choices(ctypes.Structure):
