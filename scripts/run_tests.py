@@ -337,7 +337,7 @@ STAGES = {
     "cpp-tsan": (cpp_tsan, 10, False),
     "cpp-asan": (cpp_asan, 10, False),
     "cuda": (cuda, 10, False),
-    "ptx": (ptx, 8, False),
+    "ptx": (ptx, 10, False),
     "python": (python, 15, True),
     "megatron": (megatron, 15, True),
     "megatron-oldest": (megatron_oldest, 15, False),
