@@ -14,7 +14,7 @@ BALANCE ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs cuda simulate-soak clean
+.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs cuda ptx-soak simulate-soak clean
 
 help:  ## print this list
 	@echo "make COMMAND [VARIABLE=value ...]"
@@ -61,6 +61,9 @@ bench: setup  ## time dispatch and combine [ARGS="--peers"]
 
 cuda: setup  ## the CUDA library for sm_90a and sm_100a, with nvcc from pip, inspected
 	@$(PYTHON) scripts/run_tests.py --only cuda
+
+ptx-soak: setup  ## the CUDA library's PTX on the interpreter, by seed; needs nvcc, no GPU [ARGS="--seeds 10 --everyday"]
+	@$(PYTHON) tests/ptx/soak.py $(ARGS)
 
 simulate-soak: setup  ## 100,000 simulated worlds by seed [ARGS="--seeds 1000"]
 	@$(PYTHON) -m hybrid_ep.sim.soak --seeds 100000 --jobs $$(nproc) $(ARGS)

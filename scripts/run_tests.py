@@ -15,24 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-import xml.etree.ElementTree
-from dataclasses import dataclass
 from pathlib import Path
+
+from stage_result import Result, result_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "tests"
 CPP_SOURCES = ROOT / "tests" / "cpp"
 KILL_AFTER_S = 20
-
-
-@dataclass
-class Result:
-    """What a stage did; `counts` is (passed, failed, skipped), None where the stage has no tests to count."""
-
-    status: str  # "passed", "FAILED" or "skipped"
-    counts: tuple[int, int, int] | None = None
-    note: str = ""
-    seconds: float = 0.0
 
 
 class StageTimeout(Exception):
@@ -89,12 +79,12 @@ class Runner:
             print("".join(lines), end="", flush=True)
         return status, last_line(lines)
 
-    def pytest(self, folder, marker=""):
+    def pytest(self, folder, marker="", more=()):
         report = BUILD / f"{folder.replace('/', '-')}.xml"
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
         color = "yes" if sys.stdout.isatty() else "no"
-        command = [sys.executable, "-m", "pytest", folder, f"--junitxml={report}", f"--color={color}"]
+        command = [sys.executable, "-m", "pytest", folder, f"--junitxml={report}", f"--color={color}", *more]
         status, last = self.run([*command, *(["-m", marker] if marker else [])])
         return result_of(status, report, re.sub(r"\x1b\[[0-9;]*m", "", last).strip("= "))
 
@@ -173,27 +163,6 @@ def tool(name):
     return found
 
 
-def result_of(status, report, note):
-    """A Result from an exit status and a JUnit report."""
-    counts = (0, 0, 0)
-    if report.is_file():
-        root = xml.etree.ElementTree.parse(report).getroot()
-        counts = tuple(map(sum, zip(*map(counts_of, root.iter("testcase")), strict=True))) or counts
-    return Result("FAILED" if status else "passed", counts, note)
-
-
-def counts_of(case):
-    """(passed, failed, skipped) of a JUnit case; a C++ program that says how many it ran counts so."""
-    if case.find("skipped") is not None:
-        return 0, 0, 1
-    said = re.findall(r"^(\d+) passed, (\d+) failed", case.findtext("system-out") or "", re.M)
-    failed = any(case.find(tag) is not None for tag in ("failure", "error"))
-    if said:
-        passed, bad = map(int, said[-1])
-        return passed, max(bad, int(failed)), 0
-    return int(not failed), int(failed), 0
-
-
 def has_tests(folder):
     return any((ROOT / folder).rglob("test_*.py"))
 
@@ -258,19 +227,27 @@ def docs(runner):
     return Result("FAILED" if runner.run(command)[0] else "passed")
 
 
+def find_nvcc(runner):
+    """(nvcc, None), installed if it can be, or (None, why not)."""
+    import build_cuda
+    import cuda_packages
+
+    home, why_not = cuda_packages.find_toolkit(runner.run)
+    if why_not:
+        return None, why_not
+    if home:
+        os.environ["CUDA_HOME"] = str(home)
+    return build_cuda.find_nvcc()  # none where what was installed does not run here
+
+
 def cuda(runner):
     """Compiles the CUDA library for both architectures and the kernels over NVSHMEM for one (they are the same roles
     again, and take as long), inspects the code of both, runs tests/gpu, which skip without a GPU."""
     import build_cuda
     import cuda_packages
 
-    home, why_not = cuda_packages.find_toolkit(runner.run)
-    if why_not:
-        return Result("skipped", note=why_not)
-    if home:
-        os.environ["CUDA_HOME"] = str(home)
-    nvcc, why_not = build_cuda.find_nvcc()
-    if not nvcc:  # what was installed does not run here
+    nvcc, why_not = find_nvcc(runner)
+    if not nvcc:
         return Result("skipped", note=why_not)
     nvshmem, no_nvshmem = cuda_packages.find_nvshmem(runner.run, nvcc)
     arch = build_cuda.ARCHITECTURES[0]
@@ -297,6 +274,21 @@ def cuda(runner):
     return result
 
 
+def ptx(runner):
+    """The CUDA library's PTX, executed on the CPU by an interpreter (docs/ptx_machine.md): the interpreter's own tests,
+    tests of tests/gpu, and planted bugs, which must be noticed."""
+    nvcc, why_not = find_nvcc(runner)
+    if not nvcc:
+        return Result("skipped", note=why_not)
+    if runner.run([sys.executable, "scripts/build_cuda.py", "--interpreted", "--arch", "sm_90a"])[0]:
+        return Result("FAILED", note="does not build")
+    results = [runner.pytest("tests/ptx"), runner.pytest("tests/gpu", "", ["--ptx-machine", "--ptx-everyday"])]
+    status, note = runner.run([sys.executable, "tests/ptx/mutants.py", "--everyday"])
+    status = status or any(result.status == "FAILED" for result in results)
+    counts = tuple(map(sum, zip(*(result.counts for result in results), strict=True)))
+    return Result("FAILED" if status else "passed", counts, note)
+
+
 def slurm(runner):
     return runner.pytest("tests/slurm") if has_tests("tests/slurm") else Result("skipped", note="no tests")
 
@@ -311,6 +303,7 @@ STAGES = {
     "cpp-asan": (lambda runner: runner.ctest("cpp-asan", "address", ["-LE", "mutant"]), 15, False),
     "python-asan": (python_asan, 15, False),
     "cuda": (cuda, 15, False),
+    "ptx": (ptx, 15, False),
     "python": (python, 30, True),
     "megatron": (megatron, 20, True),
     "megatron-oldest": (megatron_oldest, 20, False),

@@ -35,6 +35,7 @@ def pytest_addoption(parser):
     group.addoption("--ptx-machine", action="store_true", help="run on the PTX machine, without a GPU")
     group.addoption("--ptx-seed", type=int, default=0, help="of the order in which its streams and warps take turns")
     group.addoption("--ptx-races", action="store_true", help="it judges happens-before, too: 5 to 30 times slower")
+    group.addoption("--ptx-everyday", action="store_true", help="only the tests that CI runs there")
     group.addoption("--ptx-target", type=int, choices=(90, 100), default=90, help="whose PTX: sm_90a or sm_100a")
 
 

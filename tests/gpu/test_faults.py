@@ -59,12 +59,18 @@ def test_calls_queued_behind_one_that_dies_take_no_part():
 
 def test_a_combine_nobody_waits_for_is_reported_by_the_next_call():
     world = GpuWorld(1, 2, 1, timeout_s=1.5, skew=0)
-    handles = world.run(lambda rank, buffer: routed(buffer, 2))
+
+    def both(rank, buffer):
+        rows, *_, handle = routed(buffer, 2)
+        buffer.combine_with_unpermute(hidden=rows, handle=handle)  # makes room, which needs both ranks
+        return rows, handle
+
+    handles = world.run(both)
 
     def lonely(rank, buffer):
         if rank == 1:
             return None
-        rows, *_, handle = handles[0]
+        rows, handle = handles[0]
         buffer._buffer.combine_with_unpermute(hidden=rows.cuda(), handle=handle)
         torch.cuda.synchronize()
         return routed(buffer, 2)

@@ -26,12 +26,13 @@ class Choices:
     target: int = 90  # or 100: whose PTX
     num_devices: int = 1
     outsiders: bool = True  # host threads launch while kernels run: virtual time keeps to the clock
+    slower: int = 1  # with outsiders globaltimer runs at least at the speed of the clock divided by this
 
 
 class _Choices(ctypes.Structure):
     _fields_ = [("seed", ctypes.c_uint64), ("copy_delay_ns", ctypes.c_uint64),
                 *((name, ctypes.c_uint32) for name in ("races", "burst", "split_percent", "outsiders", "target",
-                                                       "num_devices"))]
+                                                       "num_devices", "slower"))]
 
 
 class CudaError(RuntimeError):

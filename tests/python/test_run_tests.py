@@ -40,7 +40,8 @@ class StandInRunner:
         status = int(any(word in self.commands[-1] for word in self.failing))
         return status, "cubin_check: 5 kernels, 0 complaints" if "cubin_check" in self.commands[-1] else ""
 
-    def pytest(self, folder, marker=""):
+    def pytest(self, folder, marker="", more=()):
+        self.commands.append(" ".join(["pytest", folder, *more]))
         return run_tests.Result("passed", (0, 0, 61), "61 skipped")
 
     def those_of(self, script):
@@ -100,8 +101,19 @@ def test_what_fails_of_cuda_is_named(machine, failing, note):
     assert (result.status, result.note) == ("FAILED", note)
 
 
-def test_without_any_nvcc_cuda_is_skipped_and_says_why(machine):
+def test_ptx_is_interpreted_with_planted_bugs(machine):
+    runner = StandInRunner()
+    result = run_tests.ptx(runner)
+    assert runner.commands == ["scripts/build_cuda.py --interpreted --arch sm_90a", "pytest tests/ptx",
+                               "pytest tests/gpu --ptx-machine --ptx-everyday", "tests/ptx/mutants.py --everyday"]
+    assert (result.status, result.counts) == ("passed", (0, 0, 122))
+    assert run_tests.ptx(StandInRunner("mutants.py")).status == "FAILED"
+    assert run_tests.ptx(StandInRunner("--interpreted")).note == "does not build"
+
+
+@pytest.mark.parametrize("stage", [run_tests.cuda, run_tests.ptx])
+def test_without_any_nvcc_a_stage_is_skipped_and_says_why(machine, stage):
     machine.setattr(build_cuda, "find_nvcc", lambda: (None, "none"))
-    result = run_tests.cuda(StandInRunner("pip install"))
+    result = stage(StandInRunner("pip install"))
     assert result.status == "skipped"
     assert result.note == "no nvcc, and cuda-toolkit[nvcc,cudart,cccl]==13.0.* cannot be installed here"

@@ -61,6 +61,7 @@ class MachineImpl {
   void wake(Warp& w, Fragment& f);
   void sleep(Warp& w, Fragment& f, u64 until, u32 mbar = 0);
   u64 now() const { return kStart + warp_steps / 4 + jumped; }
+  u64 timer() const;  // what a kernel reads
 
   // ---- Launches and SMs (residency.cpp)
   std::string refusal(const Launch& l) const;

@@ -128,6 +128,7 @@ struct Options {
   uint64_t copy_delay_ns = 3000;  // that a bulk copy may take, at most
   uint32_t split_percent = 2;     // how often lanes that run together are parted for a while
   bool outsiders = false;         // other processes write mapped memory too: time does not run ahead of the clock
+  uint32_t slower = 1;            // with outsiders, globaltimer goes at least as fast as the clock divided by this
 };
 
 enum class Progress {

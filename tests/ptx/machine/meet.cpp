@@ -26,7 +26,7 @@ Flow do_special(Context& c, const Ins& i, u32 mask) {
     case kBlockSize: v = b.run->launch.block; break;
     case kBlockIndex: v = b.index; break;
     case kGridSize: v = b.run->launch.grid; break;
-    case kTimer: v = c.machine->now(); break;
+    case kTimer: v = c.machine->timer(); break;
     case kOne: v = 1; break;
     default: break;
   }

@@ -123,8 +123,10 @@ void Races::saw(const Who& w, u64 at, const Ins& i) {
   LaneClocks& l = lane(w);
   if (i.acquire) {
     if (synchronises(it->second, component(w), i.scope)) l.known.join(it->second.clocks);
-  } else if (includes(it->second.scope, it->second.component, component(w))) {
-    l.pending.join(it->second.clocks);  // a fence makes it an acquire
+  } else if (synchronises(it->second, component(w), i.scope)) {
+    Scope least = Scope::kCta;
+    while (!includes(least, it->second.component, component(w))) least = Scope(u8(least) + 1);
+    l.pending[u8(least)].join(it->second.clocks);  // a fence of this scope makes it an acquire
   }
 }
 void Races::published(const Who& w, u64 at, const Ins& i, bool rmw) {
@@ -144,7 +146,7 @@ void Races::published(const Who& w, u64 at, const Ins& i, bool rmw) {
 }
 void Races::fence(const Who& w, Scope scope) {
   LaneClocks& l = lane(w);
-  l.known.join(l.pending), l.pending = {};
+  for (u8 s = 1; s <= u8(scope); ++s) l.known.join(l.pending[s]), l.pending[s] = {};
   l.fenced = publish(w), l.fence = scope;
 }
 void Races::proxy_fence(const Who& w, u32 spaces) {

@@ -27,8 +27,9 @@ struct BulkCopy;
 
 struct LaneClocks {
   Clocks known;
-  u32 own = 1;             // the thread's tick; others know it when it is published
-  Clocks fenced, pending;  // known at the last fence; what relaxed loads saw since
+  u32 own = 1;        // the thread's tick; others know it when it is published
+  Clocks fenced;      // known at the last fence
+  Clocks pending[4];  // what relaxed loads saw, by the narrowest scope that holds both threads: what a fence must have
   Scope fence = Scope::kNone;
 };
 struct WarpClocks {

@@ -19,6 +19,13 @@ MachineImpl::MachineImpl(const Options& o) : options(o), random(o.seed), wall_st
   if (o.races) races = std::make_unique<Races>(*this);
 }
 
+// Deadlines must pass where others wait for them by the clock, though an instruction takes longer here than there.
+// Copies and sleeps go by now(), so that the seed alone says what comes before what.
+u64 MachineImpl::timer() const {
+  if (!options.outsiders) return now();
+  return std::max(now(), kStart + (wall_ns() - wall_start) / std::max(options.slower, 1u));
+}
+
 void MachineImpl::make_ready(Warp& w) {
   if (w.ready_at >= 0) return;
   w.ready_at = s32(ready.size());

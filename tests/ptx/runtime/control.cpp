@@ -13,14 +13,15 @@ using Lock = std::unique_lock<FairMutex>;
 
 struct Choices {
   uint64_t seed, copy_delay_ns;
-  uint32_t races, burst, split_percent, outsiders, target, num_devices;
+  uint32_t races, burst, split_percent, outsiders, target, num_devices, slower;
 };
 
 // Before the first call that needs a device.
 HEP_PTXR_API void ptxm_choose(const Choices* c) {
   Settings& s = Devices::settings;
   s.machine = {.seed = c->seed, .races = c->races != 0, .burst = c->burst, .copy_delay_ns = c->copy_delay_ns,
-               .split_percent = c->split_percent, .outsiders = c->outsiders != 0};
+               .split_percent = c->split_percent, .outsiders = c->outsiders != 0,
+               .slower = c->slower};
   s.target = c->target, s.num_devices = int(c->num_devices);
 }
 

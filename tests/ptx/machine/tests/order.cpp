@@ -53,6 +53,23 @@ HEP_CASE(releases_and_acquires) {
   wrong("a fence of the block", "race",
         hand_over("membar.cta;" + release("relaxed.gpu"), acquire("relaxed.gpu") + "membar.gl;", kBlocks), blocks);
 }
+// The patterns of ISA chapter 8.8: fence and relaxed store release, relaxed load and fence acquire.
+HEP_CASE(fences_of_the_system) {
+  const Shape blocks{.grid = 2, .block = 1};
+  const std::string fence = "fence.acq_rel.sys;\n", store = release("relaxed.sys"), load = acquire("relaxed.sys");
+  right("both sides", hand_over(fence + store, load + fence, kBlocks), blocks);
+  right("fence and acquire", hand_over(fence + store, acquire("acquire.sys"), kBlocks), blocks);
+  right("release and fence", hand_over(release("release.sys"), load + fence, kBlocks), blocks);
+  right("one fence for two flags", hand_over(fence + "st.relaxed.sys.global.u64 [%rd1+16], %rd9;" + store, load + fence,
+                                             kBlocks), blocks);
+  wrong("no fence before the store", "race", hand_over(store, load + fence, kBlocks), blocks);
+  wrong("the fence behind the store", "race", hand_over(store + fence, load + fence, kBlocks), blocks);
+  wrong("no fence behind the load", "race", hand_over(fence + store, load, kBlocks), blocks);
+  wrong("the fence before the load", "race", hand_over(fence + store, fence + load, kBlocks), blocks);
+  wrong("a fence of the block behind the load", "race", hand_over(fence + store, load + "fence.acq_rel.cta;", kBlocks),
+        blocks);
+  wrong("a load of the block", "race", hand_over(fence + store, acquire("relaxed.cta") + fence, kBlocks), blocks);
+}
 HEP_CASE(threads_that_knew_the_same) {  // a barrier gives all one clock, which one thread's release must not change
   wrong("a relaxed load behind a barrier", "race",
         "bar.sync 0;\n" + hand_over(release("release.cta"), acquire("relaxed.cta"), kLanesOfOne), {.block = 2});
