@@ -58,7 +58,7 @@ BUDGETS = {
     "dispatch": Budget(128, 6500, (*COPIES, *ACQUIRES)),
     "deliver": Budget(80, 2200, (*COPIES, *ACQUIRES)),
     "unpermute": Budget(128, 4500, (*COPIES, "LDS.128", "STS.128")),
-    "combine": Budget(128, 9500, (*COPIES, *ACQUIRES, "LDS.128", "STS.128")),
+    "combine": Budget(128, 10000, (*COPIES, *ACQUIRES, "LDS.128", "STS.128")),
 }
 # A fence of system scope takes about a microsecond: one a group of flags (Arch::st_release_sys_each), not one a flag. A
 # loop over peers has 13 to 42 instructions with a fence each; the shortest loop that may have one, over chunks, has 96.
