@@ -65,9 +65,10 @@ def runtime(name):
     return path
 
 
-def pytest(names, environment, options):
+def pytest(names, environment, options, package):
+    """The exit status; `package`: the folder whose hybrid_ep is tested, which -m puts in front of PYTHONPATH."""
     command = [sys.executable, "-m", "pytest", "-q", *options, *names]
-    return subprocess.run(command, cwd=PACKAGE, env={**os.environ, **environment}, check=False).returncode
+    return subprocess.run(command, cwd=package, env={**os.environ, **environment}, check=False).returncode
 
 
 def main():
@@ -86,10 +87,10 @@ def main():
     }
     # pytest runs elsewhere than its caller.
     chosen = [str(ROOT / word) if (ROOT / word.split("::")[0]).exists() else word for word in chosen]
-    status = pytest(chosen or [TESTS / name for name in SANITIZED], sanitized, report)
+    status = pytest(chosen or [TESTS / name for name in SANITIZED], sanitized, report, PACKAGE)
     if not chosen:
         rubbish = {"MALLOC_PERTURB_": FILLED_WITH, "PYTHONPATH": str(ROOT), "HYBRID_EP_TEST_EXAMPLES": "4"}
-        status = pytest([TESTS / name for name in PERTURBED], rubbish, []) or status
+        status = pytest([TESTS / name for name in PERTURBED], rubbish, [], ROOT) or status
     print(f"python_asan: {'FAILED' if status else 'passed'}")
     sys.exit(1 if status else 0)
 
