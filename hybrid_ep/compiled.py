@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.library import custom_op, get_ctx
 
 from hybrid_ep import functional, names
 from hybrid_ep.names import Handle
@@ -102,7 +103,7 @@ def _run_dispatch(hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weig
             counts[0] if counts else _none(hidden, torch.int64, "cpu"), overflow, names.as_tensor(made))
 
 
-@torch.library.custom_op("hybrid_ep::combine", mutates_args=())
+@custom_op("hybrid_ep::combine", mutates_args=())
 def _combine(hidden: torch.Tensor, probs: torch.Tensor | None, handle: torch.Tensor, buffer: str, permute: bool,
              fp32_partials: bool, num_tokens: int, num_experts: int, local_experts: int,
              node_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +127,7 @@ def _or_none(x: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype) -> 
 def _fake_dispatch(hidden, topk_idx, topk_weights, routing_map, probs, scaling_factor, handle, buffer, permute,
                    num_experts, budget, num_rows, pad_multiple, non_blocking, pad_empty_experts, dispatch_dtype,
                    local_experts, node_experts):
-    num_rows = torch.library.get_ctx().new_dynamic_size() if num_rows is None else num_rows
+    num_rows = get_ctx().new_dynamic_size() if num_rows is None else num_rows
     weights = _none(hidden, torch.float32)
     if topk_weights is not None or probs is not None:
         shape = (num_rows,) if permute else (num_rows, node_experts)
@@ -207,7 +208,7 @@ def _register_dispatches() -> None:
     from torch.fx.node import has_side_effect
 
     for name in ("dispatch", "dispatch_unsized"):
-        op = torch.library.custom_op(f"hybrid_ep::{name}", _run_dispatch, mutates_args=())
+        op = custom_op(f"hybrid_ep::{name}", _run_dispatch, mutates_args=())
         op.register_fake(_fake_dispatch)
         op.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
         has_side_effect(getattr(torch.ops.hybrid_ep, name).default)

@@ -22,11 +22,11 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 class Memory:
     """Storages from the stand-in's pool."""
 
-    def __init__(self, library):
-        self.library = library
-        self.begin, self.end = library.span()
+    def __init__(self, runtime):
+        self.runtime = runtime
+        self.begin, self.end = runtime.span()
         props = (ctypes.c_int32 * 22)(1, 0, 1, 0)  # pinned, no handles, on device 0
-        self.pool = library.made("cudaMemPoolCreate", props)
+        self.pool = runtime.made("cudaMemPoolCreate", props)
         self.users: dict[int, set[int]] = {}  # storage's address: other streams that use it
         self.of_graphs: list = []
 
@@ -36,7 +36,7 @@ class Memory:
     def bytes(self, num_bytes: int, stream: int) -> torch.Tensor:
         """uint8 [num_bytes], uninitialised."""
         size = max(num_bytes, 1)
-        at = self.library.made("cudaMallocFromPoolAsync", size, self.pool, stream)
+        at = self.runtime.made("cudaMallocFromPoolAsync", size, self.pool, stream)
         block = (ctypes.c_uint8 * size).from_address(at)
         weakref.finalize(block, self._free, at, stream).atexit = False
         return torch.frombuffer(block, dtype=torch.uint8)[:num_bytes]
@@ -51,11 +51,11 @@ class Memory:
 
     def _free(self, at: int, stream: int) -> None:
         for user in self.users.pop(at, ()):
-            event = self.library.made("cudaEventCreateWithFlags", 2)
-            self.library.status("cudaEventRecord", event, user)
-            self.library.status("cudaStreamWaitEvent", stream, event, 0)
-            self.library.status("cudaEventDestroy", event)
-        self.library.status("cudaFreeAsync", at, stream)
+            event = self.runtime.made("cudaEventCreateWithFlags", 2)
+            self.runtime.status("cudaEventRecord", event, user)
+            self.runtime.status("cudaStreamWaitEvent", stream, event, 0)
+            self.runtime.status("cudaEventDestroy", event)
+        self.runtime.status("cudaFreeAsync", at, stream)
 
     def record_stream(self, x: torch.Tensor, stream: int) -> None:
         if self.holds(x):
@@ -97,7 +97,7 @@ class OnMachine(TorchDispatchMode):
         operands = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         mine = [x for x in operands if self.memory.holds(x)]
         if mine:
-            self.memory.library.call("cudaStreamSynchronize", self.stream())
+            self.memory.runtime.call("cudaStreamSynchronize", self.stream())
             apart = [x for x in operands if x.dim() and not self.memory.holds(x)]
             if apart and not name.startswith(self.MAY_MIX):
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
@@ -170,7 +170,7 @@ def patch_tensors(memory: Memory, stream) -> None:
 
     def new_tolist(x):
         if memory.holds(x):
-            memory.library.call("cudaStreamSynchronize", stream())
+            memory.runtime.call("cudaStreamSynchronize", stream())
         return tolist(x)
 
     def new_numpy(x, *args, **kwargs):

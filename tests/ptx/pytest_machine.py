@@ -24,7 +24,7 @@ EVERYDAY = ("test_host_tests.py", "test_streams.py", "test_faults.py")  # the fi
 
 class Plugin:
     def __init__(self, config):
-        self.library = torch_cuda.install(Choices(
+        self.cuda = torch_cuda.install(Choices(
             seed=config.getoption("--ptx-seed"), races=config.getoption("--ptx-races"),
             target=config.getoption("--ptx-target")))
 
@@ -42,15 +42,15 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
-        with self.library.modes():
+        with self.cuda.modes():
             result = yield
-        if reports := self.library.reports():
-            self.library.forget_reports()
+        if reports := self.cuda.reports():
+            self.cuda.forget_reports()
             pytest.fail("the PTX machine reports:\n" + "\n".join(reports[:10]), pytrace=False)
         return result
 
     def pytest_terminal_summary(self, terminalreporter):
-        counts = self.library.counts()
+        counts = self.cuda.counts()
         terminalreporter.write_line(
-            f"PTX machine: seed {self.library.choices.seed}, {counts['launches']} launches, "
+            f"PTX machine: seed {self.cuda.choices.seed}, {counts['launches']} launches, "
             f"{counts['thread_instructions'] / 1e6:.0f} M thread instructions; no GPU took part")
