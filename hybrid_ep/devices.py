@@ -54,8 +54,7 @@ def current() -> torch.device:
     try:
         facts = load()
     except RuntimeError as error:
-        raise ValueError(f"executor='cuda' cannot be used here: {error} (executor= or HYBRID_EP_EXECUTOR asks for "
-                         "it)") from error
+        raise ValueError(f"executor='cuda' cannot be used here: {error}") from error
     if not facts["devices"]:
         raise ValueError(f"executor='cuda' needs a GPU and finds none: {facts['why_none']}")
     if not torch.cuda.is_available():

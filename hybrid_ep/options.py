@@ -15,6 +15,7 @@ from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
 
 OVERFLOW_POLICIES = ("raise", "drop")
 _FIRST_TOPK = 8  # room for this many experts a token before the first growth
+_ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it)"
 
 
 @dataclass
@@ -115,16 +116,14 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds, at most "
                          f"{env.MOST_SECONDS:.0e}")
     executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
-    device = devices.current() if isinstance(executor, str) and devices.is_cuda(executor) else torch.device("cpu")
+    device = _device(executor)
     if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
         try:
             nvshmem.load()
         except RuntimeError as error:
-            raise ValueError(f"executor={executor!r} cannot be used here: {error} (executor= or HYBRID_EP_EXECUTOR "
-                             "asks for it)") from error
+            raise ValueError(f"executor={executor!r} cannot be used here: {error} {_ASKED}") from error
     if executor not in _core.executors():
-        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} (executor= or "
-                         "HYBRID_EP_EXECUTOR asks for it)")
+        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
@@ -136,6 +135,16 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         _blocks("num_blocks_permute", num_blocks_permute), _blocks("num_blocks_unpermute", num_blocks_unpermute),
         ranks_per_node, origin, None if capacity_factor is None else float(capacity_factor), overflow,
         float(timeout_s), executor, device, table)
+
+
+def _device(executor: Any) -> torch.device:
+    """Where the tensors of this executor lie."""
+    if not isinstance(executor, str) or not devices.is_cuda(executor):
+        return torch.device("cpu")
+    try:
+        return devices.current()
+    except ValueError as error:
+        raise ValueError(f"{error} {_ASKED}") from error
 
 
 def _positive(x: Any) -> bool:

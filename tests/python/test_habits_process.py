@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from world import ProcessWorld, error_of
 
-from hybrid_ep import HybridEPBuffer, env, functional
+from hybrid_ep import HybridEPBuffer, devices, env, functional
 from hybrid_ep.bootstrap import PosixSegments
 from hybrid_ep.errors import BootstrapError, BufferFailedError
 from hybrid_ep.testing import VirtualWorld
@@ -299,7 +299,7 @@ NONSENSE = {
     "HYBRID_EP_RANKS_PER_NODE": ["0", "-1", "two", "1e3", "99999999999999999999"],
     "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": ["0", "NaN"],
     "HYBRID_EP_TIMEOUT_S": ["0", "-1", "nan", "inf", "1e300", "soon"],
-    "HYBRID_EP_EXECUTOR": ["abacus", "host,cuda", "cuda"],
+    "HYBRID_EP_EXECUTOR": ["abacus", "host,cuda"],
     "HYBRID_EP_NUM_BLOCKS": ["0", "100000", "4.5"],
     "HYBRID_EP_TUNING": ["/nonexistent/tuning.json", "/dev/null", "/"],
     "HYBRID_EP_RESULT_CACHE_MIB": ["-1", "99999999999999999999", "1 GiB"],
@@ -319,6 +319,24 @@ def test_habits_nonsense_in_the_environment(monkeypatch, name, value):
         world.run(lambda rank, group: HybridEPBuffer(group, H, 8, E, timeout_s=5))
     assert name in str(error.value) and value in str(error.value), error.value
     monkeypatch.delenv(name)
+    world.run(lambda rank, group: round_trip(make(group)))
+
+
+@pytest.mark.parametrize("library", [None, {"devices": [], "why_none": "the driver is too old"}])
+def test_habits_an_executor_in_the_environment_that_this_machine_lacks(monkeypatch, library):
+    """The remedy names the variable whether the library is missing or finds no device."""
+
+    def load():
+        if library is None:
+            raise RuntimeError("the library was not built")
+        return library
+
+    monkeypatch.setattr(devices, "load", load)
+    monkeypatch.setenv("HYBRID_EP_EXECUTOR", "cuda")
+    world = VirtualWorld(1, 1)
+    with pytest.raises(ValueError, match="(not built|too old).*HYBRID_EP_EXECUTOR asks for it"):
+        world.run(lambda rank, group: HybridEPBuffer(group, H, 8, E, timeout_s=5))
+    monkeypatch.delenv("HYBRID_EP_EXECUTOR")
     world.run(lambda rank, group: round_trip(make(group)))
 
 
