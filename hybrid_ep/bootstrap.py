@@ -90,14 +90,27 @@ class Rendezvous:
         """Publishes this rank's value (anything JSON can say) and returns everybody's, by rank.
 
         A topic is for one exchange: its keys are gone afterwards, so that a store that lives as long as a job does not
-        grow with every buffer. BootstrapError when ranks are missing or the store is gone."""
+        grow with every buffer. BootstrapError when ranks are missing or the store is gone; ValueError when a rank
+        refused to come."""
         with self._needs_store(topic):
-            self._store.set(f"{topic}/{self.view.rank}", json.dumps(value))
-            values = self._wait(topic, timeout_s or self.timeout_s)
+            self._store.set(f"{topic}/{self.view.rank}", json.dumps({"value": value}))
+            said = self._wait(topic, timeout_s or self.timeout_s)
         # The exchange has succeeded: a server that ends now, or that cannot delete, is no reason to fail it.
         with contextlib.suppress(dist.DistError, NotImplementedError):
             self._forget(topic)
-        return values
+        refused = {rank: s["refused"] for rank, s in enumerate(said) if "refused" in s}
+        if refused:
+            rank, why = next(iter(refused.items()))
+            raise ValueError(f"rank{'s' if len(refused) > 1 else ''} {', '.join(map(str, refused))} of group "
+                             f"{self.view.name!r} refused the arguments; rank {rank} says: {why}")
+        return [s["value"] for s in said]
+
+    def refuse(self, topic: str, error: Exception) -> None:
+        """In place of exchange, on a rank that cannot come: the other ranks raise this error at once, in place of
+        waiting for their deadlines. Does not wait."""
+        with contextlib.suppress(dist.DistError, NotImplementedError):
+            self._store.set(f"{topic}/{self.view.rank}", json.dumps({"refused": str(error)}))
+            self._forget(topic)
 
     def _forget(self, topic: str) -> None:
         """Whoever is the last to have read a topic removes it."""

@@ -24,7 +24,7 @@ except ImportError as error:
 from hybrid_ep import options, plan_weights, streams
 from hybrid_ep.bootstrap import GroupView, Rendezvous
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
-from hybrid_ep.errors import BufferFailedError
+from hybrid_ep.errors import BootstrapError, BufferFailedError
 from hybrid_ep.handle import Plan, dispatch_handle, permute_handle
 from hybrid_ep.names import Named
 from hybrid_ep.routing import routing_of_call
@@ -73,16 +73,21 @@ class HybridEPBuffer(Named):
         if use_mnnvl is not None:
             _deprecated("use_mnnvl", "has no effect")
         view = GroupView.of(group)
-        o = options.parse(
-            hidden_dim=hidden_dim, max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
-            num_local_experts=num_local_experts, use_fp8=use_fp8, num_sms_dispatch_api=num_sms_dispatch_api,
-            num_sms_combine_api=num_sms_combine_api, num_blocks_permute=num_blocks_permute,
-            num_blocks_unpermute=num_blocks_unpermute, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
-            capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor,
-            tuning_file=tuning)
-        if num_sms_preprocessing_api is not None:
-            validation.integer("num_sms_preprocessing_api", num_sms_preprocessing_api, 1)
-        self.comm_stream = streams.chosen(comm_stream, o.device)
+        try:
+            o = options.parse(
+                hidden_dim=hidden_dim, max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+                num_local_experts=num_local_experts, use_fp8=use_fp8, num_sms_dispatch_api=num_sms_dispatch_api,
+                num_sms_combine_api=num_sms_combine_api, num_blocks_permute=num_blocks_permute,
+                num_blocks_unpermute=num_blocks_unpermute, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
+                capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor,
+                tuning_file=tuning)
+            if num_sms_preprocessing_api is not None:
+                validation.integer("num_sms_preprocessing_api", num_sms_preprocessing_api, 1)
+            self.comm_stream = streams.chosen(comm_stream, o.device)
+        except ValueError as error:
+            with contextlib.suppress(BootstrapError):  # the argument is what the caller must hear of
+                Rendezvous(view, 0.0).refuse(options.TOPIC, error)
+            raise
         meet = Rendezvous(view, o.timeout_s)
         topology = o.agree(meet)
         self._topology, self._timeout_s = topology, o.timeout_s

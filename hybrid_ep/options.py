@@ -14,6 +14,7 @@ from hybrid_ep.bootstrap import Rendezvous, agree
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
 
 OVERFLOW_POLICIES = ("raise", "drop")
+TOPIC = "buffer"  # of the exchange in which ranks compare their options
 _FIRST_TOPK = 8  # room for this many experts a token before the first growth
 _ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it)"
 
@@ -43,7 +44,7 @@ class Options:
 
     def agree(self, meet: Rendezvous) -> topology.Topology:
         """Collective: ValueError on every rank when the ranks differ; takes the largest max_tokens."""
-        facts = meet.exchange("buffer", {
+        facts = meet.exchange(TOPIC, {
             "must_agree": {
                 "hidden_dim": self.hidden_dim, "num_local_experts": self.num_local_experts,
                 "num_of_hybrid_ep_ranks_per_nvlink_domain": self.ranks_per_node,

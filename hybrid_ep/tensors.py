@@ -37,10 +37,12 @@ def _remedy(x: torch.Tensor) -> str:
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """x without its autograd history, contiguous, aligned and with its conjugation and sign carried out; a copy only
     where needed."""
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     if x.is_neg() or x.is_conj():
         x = x.resolve_conj().resolve_neg()
-    x = x.contiguous()
+    if not x.is_contiguous():
+        x = x.contiguous()
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
 

@@ -5,13 +5,16 @@ there together, because dispatch itself is collective. Layers take turns on a bu
 next call.
 """
 
+import socket
 import sys
 
 import torch.distributed as dist
 
 from hybrid_ep import env, topology
+from hybrid_ep.bootstrap import GroupView, Rendezvous
 
 _buffers = {}
+_hosts = {}  # host names of the ranks of a group
 
 
 def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=None, local_pass=None):
@@ -52,20 +55,27 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local
 
 
 def num_nodes(group, wanted):
-    """Nodes that the group's ranks lie on where a number of ranks per node is declared, by `wanted` or in the
-    environment; 1 where none is. Local, so that layers can ask when they are built.
+    """Nodes that the group's ranks lie on: by the declared number of ranks per node, of `wanted` or of the
+    environment, else hosts are nodes.
 
-    ValueError when the group straddles nodes unevenly."""
+    Layers ask when they are built, so that a job that cannot run ends there. Where nothing is declared, the first layer
+    of a group asks the other ranks for their hosts: collective, through the group's store. ValueError when the group
+    straddles nodes unevenly, BootstrapError when ranks are missing."""
     declared, origin = wanted.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
     if declared is None:
         declared, origin = topology.requested_ranks_per_node(None)
-    if declared is None:
-        return 1
-    return group.size() // topology.local_ranks(dist.get_process_group_ranks(group), declared, origin)
+    world_ranks = dist.get_process_group_ranks(group)
+    if declared is not None:
+        return group.size() // topology.local_ranks(world_ranks, declared, origin)
+    if group not in _hosts:
+        timeout_s = wanted.timeout_s or env.get("HYBRID_EP_TIMEOUT_S")
+        _hosts[group] = Rendezvous(GroupView.of(group), timeout_s).exchange("hosts", socket.gethostname())
+    return topology.resolve(group.rank(), _hosts[group], None, origin, world_ranks).num_nodes
 
 
 def release():
     """Forget all buffers and free those that offer to be freed; the balancer's shared slots go with them."""
+    _hosts.clear()
     push = sys.modules.get("megatron_patches.balance_push")
     if push is not None:
         push.release()

@@ -5,6 +5,9 @@ rank. The expert e of tensor parallel rank r is the matrix W[e, r], so a row tha
 changes the sum.
 """
 
+import socket
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -370,6 +373,12 @@ def built_by_moe_layer(ep):
     messages.append(str(raised.value))
     megatron_patches.apply(ranks_per_node=3)
     with pytest.raises(ValueError) as raised:  # when the layer is built, before any token moves
+        make_dispatcher("ours", groups, ep)
+    messages.append(str(raised.value))
+    megatron_patches.apply()
+    buffers.release()  # and what it knows of hosts
+    host = "a" if dist.get_rank() < 3 else "b"
+    with mock.patch.object(socket, "gethostname", return_value=host), pytest.raises(ValueError) as raised:
         make_dispatcher("ours", groups, ep)
     messages.append(str(raised.value))
     megatron_patches.revert()

@@ -378,6 +378,33 @@ def test_habits_ranks_whose_environments_must_agree(world, name, values, said):
     assert said in first["message"] and "must be the same on every rank" in first["message"]
 
 
+def nonsense_here(ctx, name: str, value: str, which: list[int]) -> list:
+    """Two attempts of which the first fails on some ranks, on one group; then buffers of that group still meet."""
+    group = ctx.group(2)
+    errors = []
+    for _ in range(2):
+        if ctx.rank in which:
+            os.environ[name] = value
+        try:
+            HybridEPBuffer(group, H, 8, 2, timeout_s=200)
+        except ValueError as error:
+            errors.append(str(error))
+        finally:
+            os.environ.pop(name, None)
+    with HybridEPBuffer(group, H, 8, 2) as buffer:
+        round_trip(buffer)
+    return errors
+
+
+@pytest.mark.parametrize("which", [[0], [1], [0, 1]])
+def test_habits_nonsense_on_some_ranks(world, which):
+    """Nobody waits for the ranks that refused, who say why, and later buffers of the same group meet as before."""
+    answers = world.run(nonsense_here, "HYBRID_EP_NUM_BLOCKS", "4.5", which, ranks=range(2))
+    for rank, errors in enumerate(answers):
+        assert len(errors) == 2 and all("HYBRID_EP_NUM_BLOCKS='4.5'" in e for e in errors)
+        assert all(("refused the arguments" in e) == (rank not in which) for e in errors)
+
+
 # ---- what a process is born with
 PROGRAM = HERE / "habit_program.py"
 
