@@ -41,6 +41,7 @@ GRACE_S = 3.0  # for the other ranks, once one has failed
 # What a failure's text says -> whose it is. First match wins.
 REASONS = (
     (r"[Tt]ransformer[ _]?[Ee]ngine|\bTE\b|TENorm|fused_permute|te_\w+ is|NoneType.*TE", "needs Transformer Engine"),
+    (r"'NoneType' object is not callable", "needs Transformer Engine"),  # its layer specs hold None without it
     (r"not supported by torch LayerNorm|[Aa]pex", "needs Apex or Transformer Engine (sequence-parallel LayerNorm)"),
     (r"CUDA|cuda|Triton|triton|nvcc|no NVIDIA", "needs CUDA"),
     (r"world.?size|not divisible by", "needs another number of ranks"),

@@ -3,7 +3,8 @@
     with HABITS["default dtype bfloat16"].around():
         results = operations.run(..., form=HABITS[...].form)
 
-What a process can only be born with (interpreter flags, an environment) is in test_habits_process.py."""
+What a process can only be born with (interpreter flags, an environment) is in test_habits_process.py;
+variables of the environment are in test_habits_environment.py."""
 
 from __future__ import annotations
 
