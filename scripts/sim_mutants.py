@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "simulator.md"
 BEGIN, END = "<!-- seeds-to-catch: begin -->", "<!-- seeds-to-catch: end -->"
-HEADER = ["| mutant | the bug | mixed | random | pct | caught as |", "|---:|---|---:|---:|---:|---|"]
+HEADER = ["| mutant | the bug | mixed | random | pct | caught as |", "|---|---|---:|---:|---:|---|"]
 
 
 def main():

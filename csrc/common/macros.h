@@ -14,14 +14,3 @@
 #define HEP_UNROLL
 #define HEP_NO_UNROLL
 #endif
-
-// Mutants: `if (kMutant == n)` marks an injected bug that a test must catch. In the product kMutant is the
-// constant 0 and the branches fold away; test builds (HEP_MUTANTS) can set it at run time, so that one binary
-// holds every mutant.
-namespace hep {
-#if defined(HEP_MUTANTS)
-inline int kMutant = 0;
-#else
-inline constexpr int kMutant = 0;
-#endif
-}  // namespace hep

@@ -1,6 +1,7 @@
 // Kernels of combine. unpermute: this rank's experts' outputs -> partials in its receive rows. combine: node
 // sums for the rail peers and the final sum for this rank, side by side. Two launches.
 #pragma once
+#include "common/bugs.h"
 #include "roles/enter.h"
 #include "roles/leave.h"
 #include "roles/pull.h"
@@ -63,7 +64,7 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
                                     p.partial_dtype);
     role.run("node_sum_reduce", parties);
     if (!role.leader) return;
-    if (kMutant != 46) net.quiet(a);
+    if (!injected(Bug::kCombineWithoutQuiet)) net.quiet(a);
   } else {
     ReduceRole<A, Net, kWarps, true> role(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps, p.partial_dtype,
                                           p.dtype);

@@ -1,5 +1,6 @@
 // Kernel: route this rank's tokens and all-gather the count vectors. One block.
 #pragma once
+#include "common/bugs.h"
 #include "layout/headers.h"
 #include "roles/enter.h"
 #include "roles/exchange.h"
@@ -53,7 +54,7 @@ HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p) {
   const CountsView counts{p.layout, place.counts};
   if (!p.mail) {
     if (!require_agreement(a, p, counts)) return false;
-  } else if (kMutant != 50 && !calls_fit(a, p, counts)) {
+  } else if (!injected(Bug::kCallsUnchecked) && !calls_fit(a, p, counts)) {
     if (a.warp_idx() == 0) PostRole<A>(a, p, place).run(false);
     return true;
   }
@@ -63,9 +64,9 @@ HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p) {
       place.node_token_table[n] = p.node_tokens + uint64_t(n) * p.num_tokens;
     }
   PlaceRole<A> role(a, place);
-  if (p.mail && a.warp_idx() == 0 && kMutant == 51) PostRole<A>(a, p, place).run(true);
+  if (p.mail && a.warp_idx() == 0 && injected(Bug::kMailBeforeCounts)) PostRole<A>(a, p, place).run(true);
   role.count_rows();
-  if (p.mail && a.warp_idx() == 0 && kMutant != 51) {
+  if (p.mail && a.warp_idx() == 0 && !injected(Bug::kMailBeforeCounts)) {
     a.warp_sync();  // with the lane that concluded
     PostRole<A>(a, p, place).run(true);
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "arch/concept.h"
+#include "common/bugs.h"
 #include "common/macros.h"
 
 namespace hep {
@@ -46,11 +47,11 @@ struct ChunkSweep {
         more = true;
         if (!ready(s, chunk)) {
           waiting.peer = rank_of(s), waiting.chunk = chunk;
-          if (kMutant != 19) continue;
+          if (!injected(Bug::kStreamsInOrder)) continue;
           while (!ready(s, chunk)) a.poll_idle(waiting, uint64_t(chunk) + 1, chunk);  // in order, come what may
         }
         serve(s, chunk);
-        a.st_shared(cursors + s, kMutant == 32 ? chunk + 1 : next_chunk(a, taken + s));
+        a.st_shared(cursors + s, injected(Bug::kChunkBehindLast) ? chunk + 1 : next_chunk(a, taken + s));
         progress = true;
       }
       if (progress)

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "arch/concept.h"
+#include "common/bugs.h"
 #include "common/world.h"
 #include "layout/buffer.h"
 
@@ -18,16 +19,16 @@ struct NodeGate {
   uint64_t* const* peer_ready;   // [L] address of OUR entry in local rank l's ready flags
   uint64_t* const* peer_done;
 
-  HEP_DEVICE uint64_t epoch() const { return kMutant == 31 ? 1 : *finished + 1; }
+  HEP_DEVICE uint64_t epoch() const { return injected(Bug::kOneEpoch) ? 1 : *finished + 1; }
   // Of the operation that this rank has just left.
-  HEP_DEVICE uint64_t last_epoch() const { return kMutant == 31 ? 1 : *finished; }
+  HEP_DEVICE uint64_t last_epoch() const { return injected(Bug::kOneEpoch) ? 1 : *finished; }
   template <class A>
   HEP_DEVICE void announce_ready(A& a) const {
     announce(a, peer_ready);
   }
   template <class A>
   HEP_DEVICE void wait_all_ready(A& a) const {
-    if (kMutant == 8) return;
+    if (injected(Bug::kEnterUnawaited)) return;
     wait_all(a, ready_in, epoch(), Site::kPeerReady);
   }
   template <class A>
@@ -36,7 +37,7 @@ struct NodeGate {
   }
   template <class A>
   HEP_DEVICE void wait_all_done(A& a, uint64_t of) const {
-    if (kMutant == 9) return;
+    if (injected(Bug::kDoneUnawaited)) return;
     wait_all(a, done_in, of, Site::kPeerDone);
   }
 
@@ -58,7 +59,7 @@ struct NodeGate {
 template <class A>
 HEP_DEVICE bool last_of(A& a, uint64_t* counter, uint64_t parties) {
   if (a.add_acq_rel_rank(counter, 1) + 1 != parties) return false;
-  if (kMutant != 22) *counter = 0;
+  if (!injected(Bug::kFinishedNotReset)) *counter = 0;
   return true;
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "arch/concept.h"
+#include "common/bugs.h"
 #include "layout/buffer.h"
 #include "transport/concept.h"
 
@@ -31,7 +32,7 @@ inline constexpr uint64_t kFlagWords = BufferLayout::kFlagStride / 8;
 
 struct RailSender {
   HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    const uint64_t base = kMutant == 35 ? 0 : *p.sent;
+    const uint64_t base = injected(Bug::kSendSlotsFromOperationStart) ? 0 : *p.sent;
     return p.send_slots + ((base + chunk) % g.num_slots) * g.slot_bytes;
   }
   // Is there a credit for this kernel's `chunk`-th chunk to the peer? Then its slot may be filled: the slot's
@@ -40,8 +41,10 @@ struct RailSender {
   HEP_DEVICE static bool test(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
     const uint64_t q = *p.sent + chunk;
     uint64_t credit = q + 1 > g.num_slots ? q + 1 - g.num_slots : 0;
-    if (kMutant == 4 && credit > 0) --credit;
-    return credit == 0 || net.test_signal(a, p.free_flags + ((q + (kMutant == 42)) % g.num_slots) * kFlagWords, credit);
+    if (injected(Bug::kCreditOneChunkOld) && credit > 0) --credit;
+    return credit == 0 ||
+           net.test_signal(a, p.free_flags + ((q + injected(Bug::kCreditOfAnotherSlot)) % g.num_slots) * kFlagWords,
+                           credit);
   }
   // Sends the filled slot. The caller's stores into it are complete (bulk_wait<0> by the same lane).
   template <class A, class Net>
@@ -50,18 +53,19 @@ struct RailSender {
     uint64_t q = *p.sent + chunk, slot = q % g.num_slots;
     uint64_t data = p.peer_recv_slots + slot * g.slot_bytes,
              flag = p.peer_full_flags + slot * BufferLayout::kFlagStride;
-    if (kMutant == 5) {  // flag before data: a put, then a signal that does not order it
+    if (injected(Bug::kSignalWithoutOrder)) {  // flag before data: a put, then a signal that does not order it
       net.put(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes);
       net.signal(a, p.node, flag, q + 1);
     } else {
-      net.put_signal(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes, flag, q + (kMutant != 43));
+      net.put_signal(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes, flag,
+                     q + (!injected(Bug::kSignalOneLow)));
     }
   }
 };
 
 struct RailReceiver {
   HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
-    const uint64_t base = kMutant == 23 ? 0 : *p.received;
+    const uint64_t base = injected(Bug::kRecvSlotsFromOperationStart) ? 0 : *p.received;
     return p.recv_slots + ((base + chunk) % g.num_slots) * g.slot_bytes;
   }
   template <class A, class Net>
@@ -72,7 +76,7 @@ struct RailReceiver {
   template <class A, class Net>
   HEP_DEVICE static void wait(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
     uint64_t q = *p.received + chunk;
-    if (kMutant != 6)
+    if (!injected(Bug::kRailChunkUnawaited))
       net.wait_signal(a, p.full_flags + (q % g.num_slots) * kFlagWords, q + 1,
                       {Site::kRailChunk, p.rank, int64_t(chunk)});
   }
@@ -84,10 +88,12 @@ struct RailReceiver {
                                  uint64_t total) {
     const uint64_t q = *p.received + chunk, slot = q % g.num_slots;
     const uint64_t before = a.add_acq_rel_rank(p.consumed + slot, n);
-    const uint64_t last = kMutant == 7 ? 1 : kMutant == 39 && total > 1 ? total - 1 : total;
+    const uint64_t last = injected(Bug::kCreditAtFirstStage)                 ? 1
+                          : injected(Bug::kCreditOneStageEarly) && total > 1 ? total - 1
+                                                                             : total;
     if (before >= last || before + n < last) return;
-    if (kMutant != 21) p.consumed[slot] = 0;
-    if (kMutant != 20) net.signal(a, p.node, p.peer_free_flags + slot * BufferLayout::kFlagStride, q + 1);
+    if (!injected(Bug::kConsumedNotReset)) p.consumed[slot] = 0;
+    if (!injected(Bug::kNoCredits)) net.signal(a, p.node, p.peer_free_flags + slot * BufferLayout::kFlagStride, q + 1);
   }
 };
 

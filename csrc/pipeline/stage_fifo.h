@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "arch/concept.h"
+#include "common/bugs.h"
 #include "layout/smem.h"
 
 namespace hep {
@@ -69,8 +70,9 @@ struct StageProducer {
 
   // Waits until the stage may be refilled.
   HEP_DEVICE unsigned char* acquire(A& a) {
-    const uint32_t phase = kMutant == 37 ? at.phase : at.phase ^ 1;
-    if (kMutant != 1) a.mbar_wait(fifo.empty[at.stage], phase, {Site::kStageEmpty, -1, int64_t(at.stage)});
+    const uint32_t phase = injected(Bug::kWrongStagePhase) ? at.phase : at.phase ^ 1;
+    if (!injected(Bug::kRefillBeforeConsumed))
+      a.mbar_wait(fifo.empty[at.stage], phase, {Site::kStageEmpty, -1, int64_t(at.stage)});
     return fifo.data + uint64_t(at.stage) * fifo.stage_bytes;
   }
   // Publishes the head and the number of bytes that the loads after it will bring.
@@ -112,7 +114,8 @@ struct StageConsumer {
   }
   // Waits for the stage's loads; returns its head.
   HEP_DEVICE Head wait(A& a) {
-    if (kMutant != 2) a.mbar_wait(fifo.full[at.stage], at.phase, {Site::kStageFull, -1, int64_t(at.stage)});
+    if (!injected(Bug::kReadBeforeLoaded))
+      a.mbar_wait(fifo.full[at.stage], at.phase, {Site::kStageFull, -1, int64_t(at.stage)});
     const auto* src = reinterpret_cast<const Vec16*>(&fifo.heads[at.stage]);
     HeadWords<Head> words;
     for (size_t i = 0; i < sizeof(Head) / 16; ++i) words.v[i] = a.ld_shared(src + i);
@@ -124,14 +127,14 @@ struct StageConsumer {
   // because the next writer is the async proxy. release: this consumer is one lane; release_warp: all lanes
   // of a warp read the stage, one of them arrives for all.
   HEP_DEVICE void release(A& a) {
-    if (kMutant != 3) a.publish_shared();
+    if (!injected(Bug::kStageBackUnpublished)) a.publish_shared();
     a.mbar_arrive(fifo.empty[oldest.stage]);
     oldest.advance(stride, fifo.num_stages);
   }
   HEP_DEVICE void release_warp(A& a) {
-    if (kMutant != 3) a.publish_shared();
-    if (kMutant != 10) a.warp_sync();
-    if (kMutant == 10 ? a.lane() == 0 : a.elect_one()) a.mbar_arrive(fifo.empty[oldest.stage]);
+    if (!injected(Bug::kStageBackUnpublished)) a.publish_shared();
+    if (!injected(Bug::kStageBackByOneLane)) a.warp_sync();
+    if (injected(Bug::kStageBackByOneLane) ? a.lane() == 0 : a.elect_one()) a.mbar_arrive(fifo.empty[oldest.stage]);
     oldest.advance(stride, fifo.num_stages);
   }
 };

@@ -2,6 +2,7 @@
 // expert-major. Runs behind the node's done flags, in the dispatch kernel or in one of its own. On a plan's first
 // dispatch it also keeps each row's record and weights, which the way back needs.
 #pragma once
+#include "common/bugs.h"
 #include "roles/token_loader.h"
 
 namespace hep {
@@ -41,7 +42,7 @@ struct DeliverS2GRole {
       p.permute ? permute(head) : copy(head);
       a.bulk_commit();
       from.advance();
-      if (kMutant != 40) a.template bulk_wait_read<0>();
+      if (!injected(Bug::kDeliverStageBackEarly)) a.template bulk_wait_read<0>();
       from.release(a);
     }
     from.release(a);
@@ -98,7 +99,7 @@ template <Arch A>
 struct ZeroRowsRole {
   HEP_DEVICE static void run(A& a, const DispatchParams& p) {
     a.set_role("zero_rows");
-    if (!p.permute || kMutant == 27) return;
+    if (!p.permute || injected(Bug::kPaddingNotCleared)) return;
     for (uint32_t r = 0; r <= p.plan.num_local_experts; ++r) {
       const bool tail = r == p.plan.num_local_experts;  // behind the last group, up to the result's end
       const uint64_t begin = tail ? p.plan.numbers->permuted_rows : p.plan.zero_ranges[2 * r];

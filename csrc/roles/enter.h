@@ -3,6 +3,7 @@
 // takes part as a whole or not at all.
 #pragma once
 #include "arch/concept.h"
+#include "common/bugs.h"
 
 namespace hep {
 
@@ -10,7 +11,7 @@ namespace hep {
 // return at once.
 template <Arch A>
 HEP_DEVICE bool enter_kernel(A& a) {
-  if (kMutant != 53 && a.given_up()) return false;
+  if (!injected(Bug::kGivenUpRankStarts) && a.given_up()) return false;
   return a.block_whole();
 }
 

@@ -3,6 +3,7 @@
 // exchange ahead of any other, because finishing exchange k needs everybody's vector k, which a rank sends
 // only after it has finished with the vectors of k - 1.
 #pragma once
+#include "common/bugs.h"
 #include "roles/params.h"
 
 namespace hep {
@@ -28,7 +29,7 @@ struct ExchangeRole {
     for (int i = 0; i < p.world.num_nodes; ++i) {
       const int node = (p.world.node() + i) % p.world.num_nodes, source = p.world.rail_peer(node);
       if (i > 0) {
-        if (kMutant != 28)
+        if (!injected(Bug::kCountsForwardedEarly))
           net.wait_signal(a, p.rail_flags + node * kStride, p.sequence(), {Site::kCountsFromRail, source, -1});
         if (!a.warp_whole()) return false;
       }
@@ -38,7 +39,8 @@ struct ExchangeRole {
   }
   HEP_DEVICE static void wait_all(A& a, const ExchangeParams& p) {
     a.wait_ge_sys_each(
-        p.world.num_ranks(), [&](int r) { return p.node_flags + r * kStride; }, p.sequence() - (kMutant == 44),
+        p.world.num_ranks(), [&](int r) { return p.node_flags + r * kStride; },
+        p.sequence() - injected(Bug::kCountsOneExchangeOld),
         [&](int r) {
           return WaitInfo{Site::kCountsFromNode, p.world.rank_of(p.world.node(), r % p.world.num_local_ranks), r};
         });
@@ -50,7 +52,7 @@ struct ExchangeRole {
     const uint64_t bytes = p.layout.vector_bytes(), at = p.parity_bytes() + source * bytes;
     const int locals = p.world.num_local_ranks;
     const auto* src = reinterpret_cast<const Vec16*>(p.counts + at);
-    if (kMutant == 38 && a.elect_one()) announce(a, p, source);
+    if (injected(Bug::kFlagBeforeCounts) && a.elect_one()) announce(a, p, source);
     for (uint64_t i = a.lane(); i < bytes / sizeof(Vec16); i += A::kLanes) {
       const Vec16 words = a.ld_global(src + i);
       for (int l = 0; l < locals; ++l)

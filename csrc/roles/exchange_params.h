@@ -1,5 +1,6 @@
 // What the exchange kernel is told, and the counters that every kernel of a rank shares.
 #pragma once
+#include "common/bugs.h"
 #include "roles/place_params.h"
 
 namespace hep {
@@ -57,7 +58,7 @@ struct ExchangeParams {
 
   HEP_DEVICE uint64_t sequence() const { return progress->exchanges + 1; }
   HEP_DEVICE uint64_t parity_bytes() const {
-    return (kMutant == 24 ? 0 : sequence() & 1) * layout.num_ranks * layout.vector_bytes();
+    return (injected(Bug::kCountVectorsShared) ? 0 : sequence() & 1) * layout.num_ranks * layout.vector_bytes();
   }
 };
 

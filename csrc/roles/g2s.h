@@ -1,6 +1,7 @@
 // G2S of dispatch: own tokens for this node and tokens that arrived over the rail, into the scatter FIFO.
 // Sources are served as they come; a late node delays only its own tokens.
 #pragma once
+#include "common/bugs.h"
 #include "pipeline/chunk_sweep.h"
 #include "roles/token_loader.h"
 
@@ -40,7 +41,8 @@ struct DispatchG2SRole {
     return is_own(s) ? p.plan.node_count[p.world.node()] : p.plan.rail_count[p.rail.peers[s].node];
   }
   HEP_DEVICE bool arrived(uint32_t s, uint32_t chunk) {
-    return is_own(s) || kMutant == 6 || RailReceiver::test(a, net, p.rail.geometry, p.rail.peers[s], chunk);
+    return is_own(s) || injected(Bug::kRailChunkUnawaited) ||
+           RailReceiver::test(a, net, p.rail.geometry, p.rail.peers[s], chunk);
   }
   HEP_DEVICE void serve(uint32_t s, uint32_t chunk) {
     const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;

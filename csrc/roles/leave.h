@@ -1,6 +1,7 @@
 // The end of an operation: the last lane to leave moves the rank's progress on. Every lane that reads the progress (the
 // epoch of the gate, the chunk numbers of the rails) or takes chunks counts as leaving only when it is through with it.
 #pragma once
+#include "common/bugs.h"
 #include "roles/params.h"
 
 namespace hep {
@@ -15,7 +16,8 @@ HEP_DEVICE void leave_operation(A& a, const P& p, const uint32_t* sent, const ui
     *peer.sent += div_up(sent[peer.node], chunk);
     *peer.received += div_up(received[peer.node], chunk);
   }
-  for (int n = 0; n < p.world.num_nodes && kMutant != 54; ++n) p.taken.to_rail[n] = p.taken.to_node[n] = 0;
+  for (int n = 0; n < p.world.num_nodes && !injected(Bug::kTakenNotReset); ++n)
+    p.taken.to_rail[n] = p.taken.to_node[n] = 0;
   ++p.progress->operations;
 }
 

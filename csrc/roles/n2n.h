@@ -1,6 +1,7 @@
 // N2N: this rank's tokens to its rail peers, chunk by chunk: gathered into a slot of the send ring, then one
 // put with a signal. One lane is both ends of its small stage FIFO, loads running ahead of stores.
 #pragma once
+#include "common/bugs.h"
 #include "pipeline/chunk_sweep.h"
 #include "roles/token_loader.h"
 
@@ -32,7 +33,7 @@ struct N2NRole {
         Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.node_count[peer(s).node]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { send_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
-    if (kMutant != 34) net.quiet(a);
+    if (!injected(Bug::kDispatchWithoutQuiet)) net.quiet(a);
     if (rows) {
       a.count_rank(&p.traffic->rail_rows, rows);
       a.count_rank(&p.traffic->rail_bytes, rows * p.message.token_bytes());
@@ -58,7 +59,8 @@ struct N2NRole {
     }
     a.template bulk_wait_read<0>();
     out.release(a);
-    if (kMutant != 12) a.template bulk_wait<0>();  // the slot is complete before the NIC reads it
+    if (!injected(Bug::kPutBeforeSlotStored))
+      a.template bulk_wait<0>();  // the slot is complete before the NIC reads it
     RailSender::commit(a, net, p.rail.geometry, peer, chunk, uint64_t(n) * p.message.token_bytes());
     rows += n;
   }
@@ -73,7 +75,7 @@ struct N2NRole {
     a.bulk_commit();
     out.advance();
     if (!first) {
-      if (kMutant != 41) a.template bulk_wait_read<1>();
+      if (!injected(Bug::kN2nStageBackEarly)) a.template bulk_wait_read<1>();
       out.release(a);
     }
   }

@@ -1,6 +1,7 @@
 // Credits of the final sum. Rows of one rail chunk come to several blocks, and between rows of other peers' chunks; the
 // leader of a reduce group counts them here and tells the chunk's counter now and then, not stage by stage.
 #pragma once
+#include "common/bugs.h"
 #include "roles/sum_feed.h"
 
 namespace hep {
@@ -28,14 +29,15 @@ struct RailTally {
   // come before (docs/design.md, flow control). Told in one place, for a transport's verb may be long code.
   HEP_DEVICE void take(const SumHead& head) {
     const bool row = head.peer != 0, all = head.is(SumHead::kSettle);
-    const bool at_once = rail.geometry.num_slots == 1 && kMutant != 56;
+    const bool at_once = rail.geometry.num_slots == 1 && !injected(Bug::kOneSlotNotAtOnce);
     const uint32_t mine = head.peer - 1, end = all ? rail.num_peers : head.peer;
     for (uint32_t i = all || !row ? 0 : mine; i < end;) {
       Tally t = std::bit_cast<Tally>(a.ld_shared(tallies + i));
       const bool is_mine = row && i == mine, later = is_mine && t.untold && t.chunk != head.chunk;
       if (is_mine && !later) t = {head.chunk, t.untold + 1, head.chunk_stages, 0};
       if (t.untold && (later || all || at_once || t.untold == t.stages)) {
-        if (kMutant != 55) RailReceiver::consume(a, net, rail.geometry, rail.peers[i], t.chunk, t.untold, t.stages);
+        if (!injected(Bug::kCountedNeverCredited))
+          RailReceiver::consume(a, net, rail.geometry, rail.peers[i], t.chunk, t.untold, t.stages);
         t.untold = 0;
       }
       a.st_shared(tallies + i, std::bit_cast<Vec16>(t));

@@ -1,6 +1,7 @@
 // Reduce: adds staged rows in FP32 in the order they come, rounds once, and stores the tile. A group of warps;
 // every lane owns fixed octets of the tile, so a sum never crosses lanes and its order is the feed's order.
 #pragma once
+#include "common/bugs.h"
 #include "roles/octet.h"
 #include "roles/rail_tally.h"
 
@@ -67,7 +68,7 @@ struct ReduceRole {
     }
     from.release_warp(a);
     if (!leader) return;
-    if (kMutant != 47) a.template bulk_wait<0>();
+    if (!injected(Bug::kResultsBeforeStores)) a.template bulk_wait<0>();
     if (parties && last_of(a, p.exit_counter, uint64_t(parties))) p.gate.announce_done(a);
   }
 
@@ -106,7 +107,7 @@ struct ReduceRole {
 
   // The tile's previous store has been read out: only its leader can know.
   HEP_DEVICE void await_tile() {
-    if (leader && kMutant != 15) a.template bulk_wait_read<1>();
+    if (leader && !injected(Bug::kTileOverwrittenWhileStoring)) a.template bulk_wait_read<1>();
     a.group_sync(group, kWarps);
   }
   HEP_DEVICE void store(const SumHead& head, unsigned char* tile) {
@@ -114,8 +115,8 @@ struct ReduceRole {
       await_tile();
       write(head, tile);
     }
-    if (kMutant != 16) a.publish_shared();
-    if (kMutant != 17) a.group_sync(group, kWarps);
+    if (!injected(Bug::kTileUnpublished)) a.publish_shared();
+    if (!injected(Bug::kTileBeforeAllWarps)) a.group_sync(group, kWarps);
     if (leader) {
       a.bulk_s2g(reinterpret_cast<unsigned char*>(head.dst), tile, head.elems * dtype_bytes(head.type(out)));
       a.bulk_commit();
@@ -139,7 +140,7 @@ struct ReduceRole {
     }
   }
   HEP_DEVICE void send(const SumHead& head) {
-    if (kMutant != 18) a.template bulk_wait<0>();  // the slot is complete before the NIC reads it
+    if (!injected(Bug::kSumPutBeforeStored)) a.template bulk_wait<0>();  // the slot is complete before the NIC reads it
     const uint64_t bytes = uint64_t(head.chunk_stages) * p.partial.row_bytes();
     RailSender::commit(a, net, p.rail.geometry, p.rail.peers[head.peer - 1], head.chunk, bytes);
     a.count_rank(&p.traffic->rail_rows, head.chunk_stages);

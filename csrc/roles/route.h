@@ -1,6 +1,7 @@
 // Routing of this rank's own tokens: lists of (expert, weight) pairs, counts, and every pair's position among
 // the pairs of this source. A lane owns a token where tokens are independent, a column where they are not.
 #pragma once
+#include "common/bugs.h"
 #include "layout/headers.h"
 #include "roles/pair_lists.h"
 
@@ -111,7 +112,7 @@ struct RouteRole {
       HEP_UNROLL
       for (uint32_t i = 0; i < kAhead; ++i) {
         count(seen[i], assign);
-        if (kMutant != 52) a.warp_sync();
+        if (!injected(Bug::kPairsCountedUnordered)) a.warp_sync();
       }
     }
   }

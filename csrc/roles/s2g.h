@@ -1,6 +1,7 @@
 // S2G of dispatch: every staged token goes to the receive row of each destination rank of the node. Addresses
 // come from the token's record; there is no table to look up and no scan over ranks.
 #pragma once
+#include "common/bugs.h"
 #include "roles/token_loader.h"
 
 namespace hep {
@@ -32,8 +33,8 @@ struct DispatchS2GRole {
       from.advance();
       if (++held > in_flight) {
         if (in_flight) {
-          if (kMutant != 36) a.template bulk_wait_read<kInFlight>();
-        } else if (kMutant != 13) {
+          if (!injected(Bug::kHeldStageBackWhileStoring)) a.template bulk_wait_read<kInFlight>();
+        } else if (!injected(Bug::kStageBackWhileStoring)) {
           a.template bulk_wait_read<0>();
         }
         from.release(a);
@@ -43,9 +44,9 @@ struct DispatchS2GRole {
     a.template bulk_wait_read<0>();
     for (; held > 0; --held) from.release(a);
     from.release(a);  // the stop stage
-    if (kMutant != 14) a.template bulk_wait<0>();
+    if (!injected(Bug::kDoneBeforeStores)) a.template bulk_wait<0>();
     count_traffic();
-    if (last_of(a, p.exit_counter, uint64_t(parties)) || kMutant == 30) p.gate.announce_done(a);
+    if (last_of(a, p.exit_counter, uint64_t(parties)) || injected(Bug::kEveryRoleDone)) p.gate.announce_done(a);
     a.template bulk_wait<0>();
   }
 
@@ -59,7 +60,8 @@ struct DispatchS2GRole {
         RailReceiver::consume(a, net, p.rail.geometry, peer, head.chunk, from_slot, head.chunk_stages);
         from_slot = 0;
       }
-      if (p.plan.fresh && head.tile == 0 && kMutant != 33)  // combine will need the token's destinations
+      if (p.plan.fresh && head.tile == 0 &&
+          !injected(Bug::kRecordsNotKept))  // combine will need the token's destinations
         a.bulk_s2g(p.plan.rail_record(peer.node, head.index, p.message.record_bytes), stage, p.message.record_bytes);
     }
     const RecordHeader rec = std::bit_cast<RecordHeader>(a.ld_shared(reinterpret_cast<const Vec16*>(stage)));

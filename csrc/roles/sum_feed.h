@@ -1,6 +1,7 @@
 // The loading half of a gather-sum: for every output row, the rows to be added in their fixed order, tile by tile,
 // into stages; the reduce role adds what comes. Unpermute, node sum and final sum are programs over this.
 #pragma once
+#include "common/bugs.h"
 #include "pipeline/stage_fifo.h"
 #include "roles/params.h"
 
@@ -47,7 +48,8 @@ struct SumFeed {
   HEP_DEVICE uint64_t payload_row_bytes() const { return uint64_t(p.hidden) * dtype_bytes(p.dtype); }
   // Stages that one partial row takes.
   HEP_DEVICE uint32_t partial_tiles() const {
-    const uint64_t weight_tiles = kMutant == 29 ? 0 : div_up(p.partial.weight_bytes / 4, p.tile_elems);
+    const uint64_t weight_tiles =
+        injected(Bug::kCreditBeforeWeights) ? 0 : div_up(p.partial.weight_bytes / 4, p.tile_elems);
     return uint32_t(div_up(p.hidden, p.tile_elems) + weight_tiles);
   }
 

@@ -1,6 +1,7 @@
 // Fills stages with tiles of one token's message. Stage layout: the message's own, cut to one tile of payload;
 // tile 0 carries every section, later tiles the record (for the addresses in it) and their part of the payload.
 #pragma once
+#include "common/bugs.h"
 #include "pipeline/stage_fifo.h"
 #include "roles/params.h"
 
@@ -49,13 +50,13 @@ HEP_DEVICE void load_tile(A& a, StageProducer<A, TokenHead>& to, const MessageLa
   const TileShape t = tile_shape(m, tile_bytes, head.tile);
   to.acquire(a);
   const uint32_t sections = head.tile == 0 ? m.payload_at() : m.record_bytes;
-  to.commit(a, head, (kMutant == 11 ? m.record_bytes : sections) + t.bytes);
+  to.commit(a, head, (injected(Bug::kFewerBytesAnnounced) ? m.record_bytes : sections) + t.bytes);
   to.load(a, 0, src.record, m.record_bytes);
   if (head.tile == 0) {
     if (src.weights) to.load(a, m.weights_at(), src.weights, m.weight_bytes);
     if (src.scales) to.load(a, m.scales_at(), src.scales, m.scale_bytes);
   }
-  to.load(a, m.payload_at(), src.payload + (kMutant == 25 ? 0 : t.begin), t.bytes);
+  to.load(a, m.payload_at(), src.payload + (injected(Bug::kTilesFromRowStart) ? 0 : t.begin), t.bytes);
   to.advance();
 }
 

@@ -1,6 +1,7 @@
 // Unpermute: this rank's experts' outputs -> one partial per receive row, in its own receive rows. The weights (or
 // their gradients) of the row's pairs go into the partial's last section.
 #pragma once
+#include "common/bugs.h"
 #include "roles/sum_feed.h"
 
 namespace hep {
@@ -21,7 +22,7 @@ struct UnpermuteRole {
   HEP_DEVICE void run() {
     a.set_role("unpermute_g2s");
     for (uint32_t i = a.block_idx(); i < p.plan.numbers->recv_rows; i += a.num_blocks()) {
-      unsigned char* dst = p.recv + uint64_t(i + (kMutant == 45)) * p.partial.row_bytes();
+      unsigned char* dst = p.recv + uint64_t(i + injected(Bug::kPartialsOneRowOff)) * p.partial.row_bytes();
       auto rows = [&](auto&& add) {
         if (!p.permuted) return add(SumRow{p.x + uint64_t(i) * feed.payload_row_bytes()});
         const auto* rec = reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(i) * p.record_bytes);
@@ -58,7 +59,7 @@ struct PackWeightsRole {
           const uint64_t column = uint32_t(pairs[k].expert) - p.first_node_expert;
           a.st_global(slots + rec->first_pair + k, p.x_weights[uint64_t(i) * p.num_node_experts + column]);
         } else if (uint32_t(pairs[k].expert) - p.plan.first_expert < p.plan.num_local_experts && pairs[k].row >= 0) {
-          const uint32_t slot = (kMutant == 26 ? 0 : rec->first_pair) + k;
+          const uint32_t slot = (injected(Bug::kWeightsInFirstPairs) ? 0 : rec->first_pair) + k;
           a.st_global(slots + slot, p.x_weights[pairs[k].row]);
         }
       }

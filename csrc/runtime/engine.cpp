@@ -1,5 +1,6 @@
 // Parameters of launches, and the bookkeeping that must agree on all ranks: epochs, exchange numbers, chunks.
 #include "runtime/engine.h"
+#include "common/bugs.h"
 
 #include <algorithm>
 #include <cstring>
@@ -155,7 +156,7 @@ std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
   RankProgress now{};
   executor_->read(&now, progress_, sizeof now);
   r->counts.resize(world_.num_ranks() * layout_.counts.vector_bytes());
-  const uint64_t parity = kMutant == 24 ? 0 : now.exchanges & 1;
+  const uint64_t parity = injected(Bug::kCountVectorsShared) ? 0 : now.exchanges & 1;
   executor_->read(r->counts.data(), p.counts + parity * r->counts.size(), r->counts.size());
   return r;
 }

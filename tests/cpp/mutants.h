@@ -1,51 +1,85 @@
-// The mutants: bugs of one line each, marked `kMutant ==` in csrc, that the tests must catch. What each one is.
+// Which mutants whose tests must catch.
 #pragma once
+#include "common/bugs.h"
 
 namespace hep::test {
 
-struct Mutant {
-  int number;
-  const char* bug;
+#define HEP_BUG_NAME(name, sentence) #name,
+inline constexpr const char* kBugNames[] = {"kNone", HEP_BUGS(HEP_BUG_NAME)};
+#undef HEP_BUG_NAME
+#define HEP_BUG_SENTENCE(name, sentence) sentence,
+inline constexpr const char* kBugSentences[] = {"none", HEP_BUGS(HEP_BUG_SENTENCE)};
+#undef HEP_BUG_SENTENCE
+
+constexpr const char* name_of(Bug bug) {
+  return kBugNames[int(bug)];
+}
+constexpr const char* sentence_of(Bug bug) {
+  return kBugSentences[int(bug)];
+}
+
+// Worlds of the host's executors, and simulated ones.
+inline constexpr Bug kWorldBugs[] = {
+    Bug::kRefillBeforeConsumed,
+    Bug::kReadBeforeLoaded,
+    Bug::kStageBackUnpublished,
+    Bug::kCreditOneChunkOld,
+    Bug::kSignalWithoutOrder,
+    Bug::kRailChunkUnawaited,
+    Bug::kCreditAtFirstStage,
+    Bug::kEnterUnawaited,
+    Bug::kDoneUnawaited,
+    Bug::kStageBackByOneLane,
+    Bug::kFewerBytesAnnounced,
+    Bug::kPutBeforeSlotStored,
+    Bug::kStageBackWhileStoring,
+    Bug::kDoneBeforeStores,
+    Bug::kTileOverwrittenWhileStoring,
+    Bug::kTileUnpublished,
+    Bug::kTileBeforeAllWarps,
+    Bug::kSumPutBeforeStored,
+    Bug::kStreamsInOrder,
+    Bug::kNoCredits,
+    Bug::kConsumedNotReset,
+    Bug::kFinishedNotReset,
+    Bug::kRecvSlotsFromOperationStart,
+    Bug::kCountVectorsShared,
+    Bug::kTilesFromRowStart,
+    Bug::kWeightsInFirstPairs,
+    Bug::kPaddingNotCleared,
+    Bug::kCountsForwardedEarly,
+    Bug::kCreditBeforeWeights,
+    Bug::kEveryRoleDone,
+    Bug::kOneEpoch,
+    Bug::kChunkBehindLast,
+    Bug::kRecordsNotKept,
+    Bug::kPairsCountedUnordered,
+    Bug::kTakenNotReset,
+    Bug::kCountedNeverCredited,
+    Bug::kOneSlotNotAtOnce,
 };
 
-inline constexpr Mutant kMutants[] = {
-    {1, "the producer refills a stage without waiting for its consumers"},
-    {2, "a consumer reads a stage without waiting for its loads"},
-    {3, "a stage is given back with generic accesses unpublished"},
-    {4, "the credit that is waited for is one chunk too old"},
-    {5, "a chunk's signal does not order its bytes"},
-    {6, "a rail chunk is read without waiting for its signal"},
-    {7, "the credit returns with the first stage of a chunk instead of the last"},
-    {8, "nobody waits for the node's ranks to enter the operation"},
-    {9, "nobody waits for the node's ranks to be done with the receive rows"},
-    {10, "one lane gives a stage back before its warp has met"},
-    {11, "a stage announces fewer bytes than it loads"},
-    {12, "a send slot is put on the rail before its stores are complete"},
-    {13, "with few stages, a stage is given back while stores still read it"},
-    {14, "done is announced before the stores to the peers are complete"},
-    {15, "an output tile is overwritten while its store still reads it"},
-    {16, "an output tile is stored unpublished"},
-    {17, "an output tile is stored before all warps have written it"},
-    {18, "a node sum is put on the rail before its stores are complete"},
-    {19, "streams are served in order, so that one that waits starves the others"},
-    {20, "credits are never returned"},
-    {21, "the counter of consumed stages is not reset"},
-    {22, "the counter of finished roles is not reset"},
-    {23, "arrived chunks are looked for in slots counted from the operation's start"},
-    {24, "count vectors of successive exchanges share their memory"},
-    {25, "every tile of a row is loaded from the row's start"},
-    {26, "weights on their way back land in the slots of the token's first pairs"},
-    {27, "padding rows are not cleared"},
-    {28, "count vectors of the rail are forwarded before they came"},
-    {29, "the credit of a chunk of sums does not wait for the weights' tiles"},
-    {30, "every role announces done, not the last one"},
-    {31, "all operations have the same epoch"},
-    {32, "a block serves the chunk behind its last, whoever has taken it"},
-    {33, "records of rail tokens are not kept for the way back"},
-    {52, "a lane counts a token's pair before others have counted the token before"},
-    {54, "the counters of taken chunks are not reset"},
-    {55, "rail rows of a sum that were counted are never told"},
-    {56, "with a ring of one slot, rail rows of a sum are not told at once"},
+// Simulated worlds alone.
+inline constexpr Bug kSimBugs[] = {
+    Bug::kDispatchWithoutQuiet,      Bug::kSendSlotsFromOperationStart,
+    Bug::kHeldStageBackWhileStoring, Bug::kWrongStagePhase,
+    Bug::kFlagBeforeCounts,          Bug::kCreditOneStageEarly,
+    Bug::kDeliverStageBackEarly,     Bug::kN2nStageBackEarly,
+    Bug::kCreditOfAnotherSlot,       Bug::kSignalOneLow,
+    Bug::kCountsOneExchangeOld,      Bug::kPartialsOneRowOff,
+    Bug::kCombineWithoutQuiet,       Bug::kResultsBeforeStores,
 };
+
+// Of kWorldBugs, not for simulated worlds: kStageBackByOneLane, kTileBeforeAllWarps and kPairsCountedUnordered are races
+// between lanes or warps of one group, and a simulated group has one lane. kTileUnpublished: that lane writes the output
+// tile before it gives the last row's stage back, which publishes both.
+inline constexpr Bug kNeedMoreLanes[] = {
+    Bug::kStageBackByOneLane,
+    Bug::kTileUnpublished,
+    Bug::kTileBeforeAllWarps,
+    Bug::kPairsCountedUnordered,
+};
+
+// kCallsUnchecked, kMailBeforeCounts and kGivenUpRankStarts: test_mail.cpp.
 
 }  // namespace hep::test

@@ -10,6 +10,7 @@
 #include "check.h"
 #include "kernels/instances/host_executor.h"
 #include "layout/headers.h"
+#include "mutants.h"
 #include "runtime/engine.h"
 #include "thread_executor.h"
 #include "transport/shm/shm_transport.h"
@@ -400,25 +401,25 @@ TEST(a_rank_that_was_given_up_takes_no_part) {
 
 #if defined(HEP_MUTANTS)
 TEST(mutants_are_noticed) {
-  const auto caught = [](int mutant, auto&& test) {
-    kMutant = mutant;
+  const auto caught = [](Bug bug, auto&& test) {
+    injected_bug = bug;
     bool wrong = false;
     try {
       test();
     } catch (const std::exception& e) {
       wrong = true;
-      std::printf("mutant %d: %.100s\n", mutant, e.what());
+      std::printf("%s: %.100s\n", name_of(bug), e.what());
     }
-    kMutant = 0;
+    injected_bug = Bug::kNone;
     CHECK(wrong);
   };
-  caught(51, [] {  // the mail is sent before the counts are known
+  caught(Bug::kMailBeforeCounts, [] {
     Pair pair(20);
     counts_and_rows_are_right(pair, 4, 3);
   });
-  for (int operation = 0; operation < 3; ++operation)  // a kernel starts although its rank was given up
-    caught(53, [=] { given_up_before(operation); });
-  caught(50, [] {  // nobody looks whether the calls fit
+  for (int operation = 0; operation < 3; ++operation)
+    caught(Bug::kGivenUpRankStarts, [=] { given_up_before(operation); });
+  caught(Bug::kCallsUnchecked, [] {
     Pair pair(20);
     both([&](int r) {
       Routed routed(*pair.engines[r], 3, r ? 8 : 7);

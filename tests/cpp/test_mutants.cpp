@@ -10,7 +10,6 @@
 #include <cstdlib>
 
 #include "check.h"
-#include "common/macros.h"
 #include "world.h"
 
 #if !defined(HEP_MUTANTS)
@@ -43,23 +42,23 @@ struct Report {
   char what[400] = "";
 };
 
-Outcome run_with(int mutant, WorldCase w, double timeout_s) {
-  kMutant = mutant;
+Outcome run_with(Bug bug, WorldCase w, double timeout_s) {
+  injected_bug = bug;
   w.timeout_s = timeout_s;
   return run_world(w);
 }
 
 // A deadline counts only when it passes again with more time, and the unchanged code meets it: a busy machine is no
 // bug.
-Outcome run_until_caught(int mutant, Report& report) {
+Outcome run_until_caught(Bug bug, Report& report) {
   double timeout_s = kShortDeadline;
   for (int i = 0; i < kAttempts; ++i) {
     report.attempts = i + 1;
     for (;;) {
-      Outcome outcome = run_with(mutant, attempt(i), timeout_s);
-      if (outcome.kind == Outcome::kDeadline) outcome = run_with(mutant, attempt(i), 4 * timeout_s);
+      Outcome outcome = run_with(bug, attempt(i), timeout_s);
+      if (outcome.kind == Outcome::kDeadline) outcome = run_with(bug, attempt(i), 4 * timeout_s);
       if (outcome.kind == Outcome::kRight) break;
-      if (outcome.kind != Outcome::kDeadline || run_with(0, attempt(i), 4 * timeout_s).kind == Outcome::kRight)
+      if (outcome.kind != Outcome::kDeadline || run_with(Bug::kNone, attempt(i), 4 * timeout_s).kind == Outcome::kRight)
         return outcome;
       timeout_s *= 2;
     }
@@ -87,22 +86,22 @@ Report& shared_report() {
   return *new (p) Report;
 }
 
-void check_mutant(const Mutant& m) {
+void check_mutant(Bug bug) {
   Report& report = shared_report();
   const auto start = std::chrono::steady_clock::now();
   const int status = in_child([&] {
-    const Outcome outcome = run_until_caught(m.number, report);
+    const Outcome outcome = run_until_caught(bug, report);
     report.kind = outcome.kind;
     std::snprintf(report.what, sizeof report.what, "%s", outcome.what.c_str());
   });
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   static constexpr const char* kHow[] = {"SURVIVED", "wrong result", "deadline", "rule", "error"};
   const bool crashed = !WIFEXITED(status) || WEXITSTATUS(status) != 0;
-  std::printf("mutant %2d %-12s after %2d worlds, %4.1f s: %s\n", m.number, crashed ? "crash" : kHow[report.kind],
-              report.attempts, seconds, m.bug);
+  std::printf("%-30s %-12s after %2d worlds, %4.1f s: %s\n", name_of(bug), crashed ? "crash" : kHow[report.kind],
+              report.attempts, seconds, sentence_of(bug));
   if (!crashed && report.kind != Outcome::kRight) std::printf("          %.150s\n", report.what);
   if (!crashed && report.kind == Outcome::kRight)
-    throw check::Failure("survived " + std::to_string(report.attempts) + " worlds: " + m.bug);
+    throw check::Failure("survived " + std::to_string(report.attempts) + " worlds: " + sentence_of(bug));
   ::munmap(&report, sizeof report);
 }
 
@@ -110,8 +109,8 @@ const bool registered = [] {
   check::tests().push_back({"unchanged_code_passes", [] {
                               for (int i = 0; i < kAttempts; ++i) check_world(attempt(i));
                             }});
-  for (const Mutant& m : kMutants)
-    check::tests().push_back({"mutant_" + std::to_string(m.number), [m] { check_mutant(m); }});
+  for (const Bug bug : kWorldBugs)
+    check::tests().push_back({std::string("mutant_") + name_of(bug), [bug] { check_mutant(bug); }});
   return true;
 }();
 

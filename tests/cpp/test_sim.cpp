@@ -3,7 +3,7 @@
 #include <string>
 
 #include "check.h"
-#include "common/macros.h"
+#include "common/bugs.h"
 #include "sim/world_spec.h"
 
 HEP_TEST_MAIN
@@ -60,17 +60,17 @@ bool contains(const std::string& text, const char* part) {
 }
 
 // A failing run of some seed, by mutant.
-WorldResult run_mutant(int mutant) {
-  kMutant = mutant;
+WorldResult run_mutant(Bug bug) {
+  injected_bug = bug;
   WorldResult r;
   for (uint64_t seed = 1; seed <= 500 && r.failure.kind.empty(); ++seed)
     r = sim::run_world(sim::random_world(seed, -1), {});
-  kMutant = 0;
+  injected_bug = Bug::kNone;
   return r;
 }
 
 TEST(broken_rule_is_reported_at_the_line_of_the_role) {
-  const WorldResult r = run_mutant(12);
+  const WorldResult r = run_mutant(Bug::kPutBeforeSlotStored);
   CHECK_EQ(r.failure.kind, std::string("rule"));
   CHECK_EQ(r.failure.rule, std::string("read_races_write"));
   for (const char* part : {"put reads bytes [", "rail_send_ring", "rank ", "block ", "role n2n", "rail_ring.h:"})
@@ -78,14 +78,14 @@ TEST(broken_rule_is_reported_at_the_line_of_the_role) {
 }
 
 TEST(deadlock_is_reported_with_who_waits_for_whom) {
-  const WorldResult r = run_mutant(20);
+  const WorldResult r = run_mutant(Bug::kNoCredits);
   CHECK_EQ(r.failure.kind, std::string("deadlock"));
   for (const char* part : {"waits at rail_slot_free for rank", "expects", "chunk_sweep.h:"})
     CHECK(contains(r.failure.what, part));
 }
 
 TEST(ring_of_ranks_is_named) {
-  CHECK(contains(run_mutant(19).failure.what, "ring of ranks: "));
+  CHECK(contains(run_mutant(Bug::kStreamsInOrder).failure.what, "ring of ranks: "));
 }
 #endif
 

@@ -9,9 +9,8 @@
 #include <cstring>
 
 #include "check.h"
-#include "common/macros.h"
+#include "mutants.h"
 #include "sim/world_spec.h"
-#include "sim_mutants.h"
 
 #if !defined(HEP_MUTANTS)
 #error build this program and the code under test with HEP_MUTANTS
@@ -39,12 +38,12 @@ Report& shared_report() {
 }
 
 // Runs worlds 1, 2, ... until one fails. In a child: a mutant may crash, which counts as caught.
-void hunt(int mutant, int strategy, Report& report) {
+void hunt(Bug bug, int strategy, Report& report) {
   std::fflush(stdout);
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(120);
-    kMutant = mutant;
+    injected_bug = bug;
     for (int seed = 1; seed <= kMostSeeds && !report.caught; ++seed) {
       report.seeds = seed;
       const sim::WorldResult r = sim::run_world(sim::random_world(uint64_t(seed), strategy), {});
@@ -61,19 +60,19 @@ void hunt(int mutant, int strategy, Report& report) {
   std::snprintf(report.how, sizeof report.how, "crash");
 }
 
-void check_mutant(const Mutant& m) {
-  std::string row = "| " + std::to_string(m.number) + " | " + m.bug;
+void check_mutant(Bug bug) {
+  std::string row = std::string("| ") + name_of(bug) + " | " + sentence_of(bug);
   std::string how;
   for (const int strategy : kStrategies) {
     Report& report = shared_report();
-    hunt(m.number, strategy, report);
+    hunt(bug, strategy, report);
     const bool caught = report.caught;
     row += " | " + (caught ? std::to_string(report.seeds) : std::string("> ") + std::to_string(kMostSeeds));
     if (how.empty()) how = report.how;
     ::munmap(&report, sizeof report);
     if (!caught && strategy == -1) {
       std::printf("%s | SURVIVED |\n", row.c_str());
-      throw check::Failure("survived " + std::to_string(kMostSeeds) + " worlds: " + m.bug);
+      throw check::Failure("survived " + std::to_string(kMostSeeds) + " worlds: " + sentence_of(bug));
     }
   }
   std::printf("%s | %s |\n", row.c_str(), how.c_str());
@@ -87,12 +86,12 @@ const bool registered = [] {
                                   throw check::Failure("seed " + std::to_string(seed) + ": " + r.failure.what);
                               }
                             }});
-  const auto add = [](const Mutant& m) {
-    if (std::find(std::begin(kNeedMoreLanes), std::end(kNeedMoreLanes), m.number) != std::end(kNeedMoreLanes)) return;
-    check::tests().push_back({"mutant_" + std::to_string(m.number), [m] { check_mutant(m); }});
+  const auto add = [](Bug bug) {
+    if (std::find(std::begin(kNeedMoreLanes), std::end(kNeedMoreLanes), bug) != std::end(kNeedMoreLanes)) return;
+    check::tests().push_back({std::string("mutant_") + name_of(bug), [bug] { check_mutant(bug); }});
   };
-  for (const Mutant& m : kMutants) add(m);
-  for (const Mutant& m : kSimMutants) add(m);
+  for (const Bug bug : kWorldBugs) add(bug);
+  for (const Bug bug : kSimBugs) add(bug);
   return true;
 }();
 

@@ -59,12 +59,11 @@ def test_extras():
 
 def test_mutants():
     """The simulator's page lists all that one lane can show, and counts as the README does."""
-    cpp = ROOT / "tests" / "cpp"
-    headers = (cpp / "mutants.h").read_text() + (cpp / "sim_mutants.h").read_text()
-    all_of_them = set(re.findall(r"^ +\{(\d+), \"", headers, re.M))
-    hidden = set(re.search(r"kNeedMoreLanes\[\] = \{([\d, ]+)\}", headers)[1].split(", "))
+    lists = dict(re.findall(r"(\w+)\[\] = \{([^}]+)\}", (ROOT / "tests" / "cpp" / "mutants.h").read_text()))
+    all_of_them = set(re.findall(r"Bug::(\w+)", lists["kWorldBugs"] + lists["kSimBugs"]))
+    hidden = set(re.findall(r"Bug::(\w+)", lists["kNeedMoreLanes"]))
     page, readme = (ROOT / "docs" / "simulator.md").read_text(), (ROOT / "README.md").read_text()
-    listed = re.findall(r"^\| (\d+) \|", page.partition("seeds-to-catch: begin")[2], re.M)
+    listed = re.findall(r"^\| (k\w+) \|", page.partition("seeds-to-catch: begin")[2], re.M)
     assert set(listed) == all_of_them - hidden and len(hidden) == 4
     assert f"{len(listed)} of {len(all_of_them)}" in page
     assert f"{len(listed)} of the {len(all_of_them)}" in readme

@@ -1,0 +1,83 @@
+// Mutants: bugs of one line each, planted in the roles where a test must catch them. `injected(Bug::kName)` marks the
+// place. In the product nothing is injected and the branches fold away; test builds (HEP_MUTANTS) choose one at run
+// time, so that one program holds every mutant. A mutant without a test that fails is a test that is missing.
+#pragma once
+#include <cstdint>
+
+#include "common/macros.h"
+
+// clang-format off
+#define HEP_BUGS(BUG) \
+  BUG(kRefillBeforeConsumed, "the producer refills a stage without waiting for its consumers") \
+  BUG(kReadBeforeLoaded, "a consumer reads a stage without waiting for its loads") \
+  BUG(kStageBackUnpublished, "a stage is given back with generic accesses unpublished") \
+  BUG(kCreditOneChunkOld, "the credit that is waited for is one chunk too old") \
+  BUG(kSignalWithoutOrder, "a chunk's signal does not order its bytes") \
+  BUG(kRailChunkUnawaited, "a rail chunk is read without waiting for its signal") \
+  BUG(kCreditAtFirstStage, "the credit returns with the first stage of a chunk instead of the last") \
+  BUG(kEnterUnawaited, "nobody waits for the node's ranks to enter the operation") \
+  BUG(kDoneUnawaited, "nobody waits for the node's ranks to be done with the receive rows") \
+  BUG(kStageBackByOneLane, "one lane gives a stage back before its warp has met") \
+  BUG(kFewerBytesAnnounced, "a stage announces fewer bytes than it loads") \
+  BUG(kPutBeforeSlotStored, "a send slot is put on the rail before its stores are complete") \
+  BUG(kStageBackWhileStoring, "with few stages, a stage is given back while stores still read it") \
+  BUG(kDoneBeforeStores, "done is announced before the stores to the peers are complete") \
+  BUG(kTileOverwrittenWhileStoring, "an output tile is overwritten while its store still reads it") \
+  BUG(kTileUnpublished, "an output tile is stored unpublished") \
+  BUG(kTileBeforeAllWarps, "an output tile is stored before all warps have written it") \
+  BUG(kSumPutBeforeStored, "a node sum is put on the rail before its stores are complete") \
+  BUG(kStreamsInOrder, "streams are served in order, so that one that waits starves the others") \
+  BUG(kNoCredits, "credits are never returned") \
+  BUG(kConsumedNotReset, "the counter of consumed stages is not reset") \
+  BUG(kFinishedNotReset, "the counter of finished roles is not reset") \
+  BUG(kRecvSlotsFromOperationStart, "arrived chunks are looked for in slots counted from the operation's start") \
+  BUG(kCountVectorsShared, "count vectors of successive exchanges share their memory") \
+  BUG(kTilesFromRowStart, "every tile of a row is loaded from the row's start") \
+  BUG(kWeightsInFirstPairs, "weights on their way back land in the slots of the token's first pairs") \
+  BUG(kPaddingNotCleared, "padding rows are not cleared") \
+  BUG(kCountsForwardedEarly, "count vectors of the rail are forwarded before they came") \
+  BUG(kCreditBeforeWeights, "the credit of a chunk of sums does not wait for the weights' tiles") \
+  BUG(kEveryRoleDone, "every role announces done, not the last one") \
+  BUG(kOneEpoch, "all operations have the same epoch") \
+  BUG(kChunkBehindLast, "a block serves the chunk behind its last, whoever has taken it") \
+  BUG(kRecordsNotKept, "records of rail tokens are not kept for the way back") \
+  BUG(kDispatchWithoutQuiet, "dispatch returns without quiet: its puts may still be in flight") \
+  BUG(kSendSlotsFromOperationStart, "send slots are counted from the operation's start") \
+  BUG(kHeldStageBackWhileStoring, "a held stage is given back while stores still read it") \
+  BUG(kWrongStagePhase, "the producer waits for the wrong phase of a stage") \
+  BUG(kFlagBeforeCounts, "the flag of a count vector is set before the vector is copied") \
+  BUG(kCreditOneStageEarly, "the credit returns one stage early") \
+  BUG(kDeliverStageBackEarly, "deliver gives a stage back while stores still read it") \
+  BUG(kN2nStageBackEarly, "N2N gives a stage back while stores still read it") \
+  BUG(kCreditOfAnotherSlot, "the credit of another slot is waited for") \
+  BUG(kSignalOneLow, "a chunk's signal is one too low") \
+  BUG(kCountsOneExchangeOld, "counts of the exchange before are taken for this one's") \
+  BUG(kPartialsOneRowOff, "partials are written one row off") \
+  BUG(kCombineWithoutQuiet, "combine returns without quiet: its puts may still be in flight") \
+  BUG(kResultsBeforeStores, "combine's results are announced before their stores are complete") \
+  BUG(kCallsUnchecked, "nobody looks whether the calls of the ranks fit together") \
+  BUG(kMailBeforeCounts, "the host is told the counts before they are known") \
+  BUG(kPairsCountedUnordered, "a lane counts a token's pair before others have counted the token before") \
+  BUG(kGivenUpRankStarts, "a kernel starts although its rank was given up") \
+  BUG(kTakenNotReset, "the counters of taken chunks are not reset") \
+  BUG(kCountedNeverCredited, "rail rows of a sum that were counted are never credited") \
+  BUG(kOneSlotNotAtOnce, "with a ring of one slot, rail rows of a sum are not credited at once")
+// clang-format on
+
+namespace hep {
+
+#define HEP_BUG_NAME(name, sentence) name,
+enum class Bug : uint8_t { kNone, HEP_BUGS(HEP_BUG_NAME) kCount };
+#undef HEP_BUG_NAME
+
+#if defined(HEP_MUTANTS)
+inline Bug injected_bug = Bug::kNone;
+#else
+inline constexpr Bug injected_bug = Bug::kNone;
+#endif
+
+HEP_HOST_DEVICE bool injected(Bug bug) {
+  return injected_bug == bug;
+}
+
+}  // namespace hep
