@@ -70,8 +70,8 @@ inline constexpr Bug kSimBugs[] = {
     Bug::kCombineWithoutQuiet,       Bug::kResultsBeforeStores,
 };
 
-// Of kWorldBugs, not for simulated worlds. Three are races between lanes or warps of one group, and a simulated group has
-// one lane. kTileUnpublished: that lane writes the output tile before it gives the last row's stage back, which
+// Of kWorldBugs, not for simulated worlds. Three are races between lanes or warps of one group, and a simulated group
+// has one lane. kTileUnpublished: that lane writes the output tile before it gives the last row's stage back, which
 // publishes both.
 inline constexpr Bug kNeedMoreLanes[] = {
     Bug::kStageBackByOneLane,
