@@ -47,6 +47,11 @@ class GroupView:
     segments: Any
     world_rank: int
 
+    @property
+    def virtual(self) -> bool:
+        """Whether its ranks are threads of one process, on one device."""
+        return hasattr(self.segments, "on_device")
+
     @classmethod
     def of(cls, group) -> GroupView:
         """From a torch ProcessGroup, or from any object with rank(), size(), group_name, store and

@@ -44,7 +44,8 @@ class HybridEPBuffer(Named):
       `num_blocks_unpermute`: of a launch of its own for the rows' way out of and into receive rows (default: inside the
       dispatch launch; as combine). `num_sms_preprocessing_api`, `load_cached_kernels`, `use_shared_buffer`,
       `enable_custom_allgather` and `use_mnnvl` are accepted for compatibility and have no effect.
-    * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else the ranks of one host).
+    * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else those of its NVLink
+      domain, or of one host).
     * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
       every rank fits). `overflow`: what a blocking call does with more rows than capacity_factor or
       num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.

@@ -96,6 +96,55 @@ def working_kinds() -> list[str]:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Whose memory a rank's handles reach, by rank. kinds: what works there; near: the ranks on its machine, which
+    "file" and "ipc" need; fabric: the ranks whose fabric handles it really mapped, and those near."""
+
+    kinds: list[list[str]]
+    near: list[list[int]]
+    fabric: list[list[int]]
+
+    def domains(self) -> list[int]:
+        """The NVLink domain of every rank, as the first rank of it.
+
+        Ranks that all mapped one another through fabric handles are one domain, however many hosts they lie on (an
+        NVL72 is 18); where fabric handles do not join them into such groups, the ranks of a machine are one."""
+        works = ["fabric" in kinds for kinds in self.kinds]
+        mutual = [{p for p in self.fabric[r] if r in self.fabric[p] and works[p]} if works[r] else set(self.near[r])
+                  for r in range(len(self.kinds))]
+        if any(mutual[p] != mutual[r] for r in range(len(mutual)) for p in mutual[r]):
+            mutual = [set(near) for near in self.near]
+        return [min(group) for group in mutual]
+
+
+def find_reach(meet: Rendezvous, offer: Callable[[], dict[str, Any]], can_map: Callable[[str], bool]) -> Reach:
+    """Collective; the same on every rank. offer(): {"kinds": working kinds, "fabric": hex handle of some memory, or
+    ""}; can_map(handle): whether this process maps it. Only a handle that was really mapped counts: a driver that
+    offers fabric handles says nothing of whether two hosts share a domain."""
+    facts = meet.exchange("memory", {"machine": machine(), **offer()})
+    mine = facts[meet.view.rank]["machine"]
+    near = [r for r, f in enumerate(facts) if f["machine"] == mine]
+    mapped = [r for r, f in enumerate(facts) if r in near or (f["fabric"] and can_map(f["fabric"]))]
+    said = meet.exchange("memory/mapped", {"near": near, "fabric": mapped})
+    return Reach([f["kinds"] for f in facts], [s["near"] for s in said], [s["fabric"] for s in said])
+
+
+def is_probed(executor: str) -> bool:
+    """Whether ranks of this executor find out whom their memory reaches; not where NVSHMEM was asked for by name."""
+    return is_cuda(executor) and executor != nvshmem.EXECUTOR
+
+
+def probe(meet: Rendezvous, device: torch.device) -> Reach:
+    """find_reach with memory of this device."""
+    enter(device)
+    kinds, memory = working_kinds(), None
+    if "fabric" in kinds:
+        memory = _core.cuda.DeviceMemory.create("fabric", _PROBE_BYTES)  # lives until all have tried to map it
+    return find_reach(meet, lambda: {"kinds": kinds, "fabric": memory.share()[0].hex() if memory else ""},
+                      _maps_fabric)
+
+
+@dataclass(frozen=True)
 class Paths:
     """How ranks reach one another's memory. kind: that of the node's mappings; None: NVSHMEM makes them. mapped_rail:
     the same mappings reach the other nodes, too."""
@@ -104,25 +153,12 @@ class Paths:
     mapped_rail: bool
 
 
-def find_paths(meet: Rendezvous, topology: Topology, offer: Callable[[], dict[str, Any]],
-               can_map: Callable[[str], bool]) -> Paths:
-    """Collective; the same on every rank. offer(): {"kinds": working kinds, "fabric": hex handle of some memory, or
-    ""}; can_map(handle): whether this process maps it. Only a handle that was really mapped counts: a driver that
-    offers fabric handles says nothing of whether two hosts share a domain."""
-    facts = meet.exchange("memory", {"machine": machine(), **offer()})
-    mine = facts[meet.view.rank]["machine"]
-    mapped = [r for r, f in enumerate(facts) if f["machine"] == mine or (f["fabric"] and can_map(f["fabric"]))]
-    reach = meet.exchange("memory/mapped", {"near": [r for r, f in enumerate(facts) if f["machine"] == mine],
-                                            "fabric": mapped})
-    return choose_paths([f["kinds"] for f in facts], reach, topology)
-
-
-def choose_paths(kinds_by_rank: list[list[str]], reach: list[dict[str, list[int]]], topology: Topology) -> Paths:
+def choose_paths(reach: Reach, topology: Topology) -> Paths:
     """The best kind that works on every rank and maps all its peers; if none reaches the other nodes, NVSHMEM is to.
-    reach: by rank, whom fabric handles reach, and who is near (on the same machine, which "file" and "ipc" need).
     RuntimeError, the same on all ranks, when ranks of one node cannot map one another."""
     def reaches(kind: str, whom: Callable[[int, int], bool]) -> bool:
-        return all(kind in kinds_by_rank[r] and whom(r, p) <= (p in reach[r]["fabric" if kind == "fabric" else "near"])
+        mapped = reach.fabric if kind == "fabric" else reach.near
+        return all(kind in reach.kinds[r] and whom(r, p) <= (p in mapped[r])
                    for r in range(topology.num_ranks) for p in range(topology.num_ranks))
 
     local = topology.num_local_ranks
@@ -132,7 +168,7 @@ def choose_paths(kinds_by_rank: list[list[str]], reach: list[dict[str, list[int]
     if topology.num_nodes > 1:
         return Paths(None, False)
     raise RuntimeError("no kind of shared device memory works on all ranks: " + "; ".join(
-        f"rank {rank}: {', '.join(kinds) or 'none'}" for rank, kinds in enumerate(kinds_by_rank)))
+        f"rank {rank}: {', '.join(kinds) or 'none'}" for rank, kinds in enumerate(reach.kinds)))
 
 
 def machine() -> str:
@@ -142,14 +178,12 @@ def machine() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-def segments(meet: Rendezvous, topology: Topology, executor: str, device: torch.device) -> tuple[Any, str]:
-    """What makes and maps this group's registered memory on the current GPU, and the executor that goes with it."""
-    if executor != nvshmem.EXECUTOR:
-        kinds, probe = working_kinds(), None
-        if "fabric" in kinds:
-            probe = _core.cuda.DeviceMemory.create("fabric", _PROBE_BYTES)  # lives until all have tried to map it
-        paths = find_paths(meet, topology, lambda: {
-            "kinds": kinds, "fabric": probe.share()[0].hex() if probe else ""}, _maps_fabric)
+def segments(meet: Rendezvous, topology: Topology, executor: str, device: torch.device,
+             reach: Reach | None) -> tuple[Any, str]:
+    """What makes and maps this group's registered memory on the current GPU, and the executor that goes with it. reach:
+    None where NVSHMEM was asked for by name."""
+    if reach is not None:
+        paths = choose_paths(reach, topology)
         if paths.mapped_rail:
             return DeviceSegments(meet.view.store, paths.kind), executor
     return nvshmem.NvshmemSegments(nvshmem.heap(), meet, topology, device.index), nvshmem.EXECUTOR

@@ -43,7 +43,7 @@ _MOST_RANKS, _MOST_MIB, _MOST_SEED = 1 << 20, 1 << 24, (1 << 63) - 1
 
 TABLE = {v.name: v for v in (
     Variable("HYBRID_EP_RANKS_PER_NODE", _integer(1, _MOST_RANKS), f"integer from 1 to {_MOST_RANKS}", None,
-             "Ranks of one NVLink domain. Default: the ranks of one host."),
+             "Ranks of one NVLink domain. Default: what the GPUs find out; elsewhere the ranks of one host."),
     Variable("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", _integer(1, _MOST_RANKS),
              f"integer from 1 to {_MOST_RANKS}", None,
              "deep_ep's name for HYBRID_EP_RANKS_PER_NODE, which wins when both are set."),

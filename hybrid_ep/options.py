@@ -40,6 +40,7 @@ class Options:
     executor: str
     device: torch.device
     tuning: tuning.Table | None
+    reach: devices.Reach | None = None  # on GPUs with ranks of their own: found in agree()
     chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("dispatch", "combine"), DEFAULT_CHUNK_TOKENS))
 
     def agree(self, meet: Rendezvous) -> topology.Topology:
@@ -56,8 +57,14 @@ class Options:
             "host": socket.gethostname(), "world_rank": meet.view.world_rank, "max_tokens": self.max_tokens})
         agree([f["must_agree"] for f in facts], "HybridEPBuffer")
         self.max_tokens = max(f["max_tokens"] for f in facts)
-        found = topology.resolve(meet.view.rank, [f["host"] for f in facts], self.ranks_per_node,
-                                 self.ranks_per_node_origin, [f["world_rank"] for f in facts])
+        hosts, domains = [f["host"] for f in facts], None
+        if devices.is_probed(self.executor) and not meet.view.virtual:
+            self.reach = devices.probe(meet, self.device)
+            domains = self.reach.domains()
+        found = topology.resolve(meet.view.rank, hosts, self.ranks_per_node, self.ranks_per_node_origin,
+                                 [f["world_rank"] for f in facts], domains)
+        if domains is not None and meet.view.rank == 0:
+            topology.warn_of_cut_domains(found, domains, self.ranks_per_node_origin)
         self._settle(found)
         return found
 

@@ -205,7 +205,7 @@ class Session:
         devices.enter(self.options.device)
         if hasattr(own, "on_device"):  # ranks inside one process
             return own.on_device(), executor
-        return devices.segments(self.meet, self.topology, executor, self.options.device)
+        return devices.segments(self.meet, self.topology, executor, self.options.device, self.options.reach)
 
     def _open(self, wanted: dict[str, int]) -> None:
         generation, self._generation = self._generation, self._generation + 1

@@ -1,13 +1,14 @@
 """Which rank lives on which node: num_nodes x num_local_ranks, numbered node by node.
 
-A node is one NVLink domain. Where nobody says how many ranks it has, a host is a node. A declared number speaks of
-the machine, not of a group: ranks n * N to n * N + N - 1 of the whole job are node n, as launchers number them. A
-group may then be any choice of ranks (every second one under tensor parallelism, say): its ranks of one node are
-neighbours in it, and every node that it touches holds the same number of them. A group inside one node is one node,
-whatever the number."""
+A node is one NVLink domain. Where nobody says how many ranks it has, GPUs that really mapped one another's memory are
+one, however many hosts they lie on; elsewhere a host is a node. A declared number speaks of the machine, not of a
+group: ranks n * N to n * N + N - 1 of the whole job are node n, as launchers number them. A group may then be any choice
+of ranks (every second one under tensor parallelism, say): its ranks of one node are neighbours in it, and every node
+that it touches holds the same number of them. A group inside one node is one node, whatever the number."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -68,18 +69,31 @@ def local_ranks(world_ranks: Sequence[int], ranks_per_node: int, origin: str,
 
 
 def resolve(rank: int, hosts: Sequence[str], ranks_per_node: int | None, origin: str,
-            world_ranks: Sequence[int] | None = None) -> Topology:
-    """The topology that all ranks see. hosts: host name of every rank; ranks_per_node: None means that a host
-    is a node. world_ranks: the job's rank of every rank (None: the group is the job). ValueError when the ranks of a
-    node are not neighbours or the nodes have different numbers of ranks."""
+            world_ranks: Sequence[int] | None = None, domains: Sequence[int] | None = None) -> Topology:
+    """The topology that all ranks see. hosts: host name of every rank; ranks_per_node: None means that an NVLink domain
+    is a node, or a host, where domains are not known. domains: of every rank the first rank of its NVLink domain.
+    world_ranks: the job's rank of every rank (None: the group is the job). ValueError when the ranks of a node are not
+    neighbours or the nodes have different numbers of ranks."""
     world_ranks = range(len(hosts)) if world_ranks is None else world_ranks
     if ranks_per_node is not None:
         return Topology(rank, len(hosts), local_ranks(world_ranks, ranks_per_node, origin, hosts))
-    size = _blocks(hosts)
+    size = _blocks(hosts if domains is None else domains)
+    if size is None and domains is not None:
+        raise ValueError(f"the group's ranks lie in NVLink domains that begin with ranks {list(domains)}, which is not "
+                         f"the same number of neighbouring ranks in every domain; {_REMEDY}")
     if size is None:
         raise ValueError(f"the group's ranks lie on hosts {list(hosts)}, which is not the same number of neighbouring "
                          f"ranks on every host; {_REMEDY}")
     return Topology(rank, len(hosts), size)
+
+
+def warn_of_cut_domains(found: Topology, domains: Sequence[int], origin: str) -> None:
+    """A declared number may be smaller than the domain: right, but ranks of one NVLink domain then meet over the rail,
+    which one warp a block serves, and not over NVLink's pipelines."""
+    largest = max(domains.count(first) for first in set(domains))
+    if largest > found.num_local_ranks:
+        warnings.warn(f"{origin}={found.num_local_ranks} cuts an NVLink domain of {largest} ranks into nodes; leave "
+                      f"the number out, or give {largest}, to reach them all over NVLink", stacklevel=2)
 
 
 def _blocks(places: Sequence) -> int | None:

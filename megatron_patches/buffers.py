@@ -10,11 +10,11 @@ import sys
 
 import torch.distributed as dist
 
-from hybrid_ep import env, topology
+from hybrid_ep import devices, env, topology
 from hybrid_ep.bootstrap import GroupView, Rendezvous
 
 _buffers = {}
-_hosts = {}  # host names of the ranks of a group
+_places = {}  # host names of the ranks of a group and, on GPUs, their NVLink domains
 
 
 def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=None, local_pass=None):
@@ -56,10 +56,10 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local
 
 def num_nodes(group, wanted):
     """Nodes that the group's ranks lie on: by the declared number of ranks per node, of `wanted` or of the
-    environment, else hosts are nodes.
+    environment, else NVLink domains on GPUs and hosts elsewhere.
 
-    Layers ask when they are built, so that a job that cannot run ends there. Where nothing is declared, the first layer
-    of a group asks the other ranks for their hosts: collective, through the group's store. ValueError when the group
+    Layers ask when they are built, so that a job that cannot run ends there. Where nothing is declared, the ranks of a
+    group find it out together at its first layer: collective, through the group's store. ValueError when the group
     straddles nodes unevenly, BootstrapError when ranks are missing."""
     declared, origin = wanted.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
     if declared is None:
@@ -67,15 +67,19 @@ def num_nodes(group, wanted):
     world_ranks = dist.get_process_group_ranks(group)
     if declared is not None:
         return group.size() // topology.local_ranks(world_ranks, declared, origin)
-    if group not in _hosts:
-        timeout_s = wanted.timeout_s or env.get("HYBRID_EP_TIMEOUT_S")
-        _hosts[group] = Rendezvous(GroupView.of(group), timeout_s).exchange("hosts", socket.gethostname())
-    return topology.resolve(group.rank(), _hosts[group], None, origin, world_ranks).num_nodes
+    if group not in _places:
+        meet = Rendezvous(GroupView.of(group), wanted.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
+        hosts, domains = meet.exchange("hosts", socket.gethostname()), None
+        if devices.is_probed(env.get("HYBRID_EP_EXECUTOR")):
+            domains = devices.probe(meet, devices.current()).domains()
+        _places[group] = hosts, domains
+    hosts, domains = _places[group]
+    return topology.resolve(group.rank(), hosts, None, origin, world_ranks, domains).num_nodes
 
 
 def release():
     """Forget all buffers and free those that offer to be freed; the balancer's shared slots go with them."""
-    _hosts.clear()
+    _places.clear()
     push = sys.modules.get("megatron_patches.balance_push")
     if push is not None:
         push.release()

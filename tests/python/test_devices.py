@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import struct
@@ -10,42 +11,44 @@ import threading
 import pytest
 import torch
 
-from hybrid_ep import devices
-from hybrid_ep.bootstrap import GroupView, Rendezvous
+from hybrid_ep import _core, devices, options
+from hybrid_ep.bootstrap import GroupView, PosixSegments, Rendezvous
 from hybrid_ep.testing import VirtualWorld
-from hybrid_ep.topology import Topology
-
-
-def _near(*machines: int):
-    """Whom ranks on these machines reach, by handle kind, where no fabric joins machines."""
-    same = [[p for p, m in enumerate(machines) if m == mine] for mine in machines]
-    return [{"near": ranks, "fabric": ranks} for ranks in same]
-
-
-def _joined(size: int, *machines: int):
-    return [{**f, "fabric": list(range(size))} for f in _near(*machines)]
-
+from hybrid_ep.topology import Topology, resolve
 
 ALL = ["fabric", "file", "ipc"]
 
 
-@pytest.mark.parametrize("kinds, reach, local, expected", [
-    ([ALL, ALL], _near(0, 0), 2, ("fabric", True)),
-    ([["file", "ipc"], ALL], _near(0, 0), 2, ("file", True)),
-    ([["ipc"], ["ipc"]], _near(0, 0), 1, ("ipc", True)),  # two nodes on one machine
-    ([ALL] * 4, _near(0, 0, 1, 1), 2, (None, False)),  # a NIC between the machines
-    ([ALL] * 4, _joined(4, 0, 0, 1, 1), 2, ("fabric", True)),  # an NVLink domain of both
-    ([ALL] * 4, _joined(4, 0, 0, 1, 1), 4, ("fabric", True)),  # one node that spans hosts
-    ([["file"]] * 4, _joined(4, 0, 0, 1, 1), 2, (None, False)),  # the fabric that no one can make handles of
+def _near(kinds: list[list[str]], *machines: int) -> devices.Reach:
+    """Whom ranks on these machines reach where no fabric joins machines."""
+    same = [[p for p, m in enumerate(machines) if m == mine] for mine in machines]
+    return devices.Reach(kinds, same, same)
+
+
+def _joined(kinds: list[list[str]], *machines: int, racks: list[int] | None = None) -> devices.Reach:
+    """The same, where the fabric joins the machines of a rack."""
+    racks = racks or [0] * len(machines)
+    return dataclasses.replace(_near(kinds, *machines), fabric=[
+        [p for p, r in enumerate(racks) if r == mine] for mine in racks])
+
+
+@pytest.mark.parametrize("reach, local, expected", [
+    (_near([ALL, ALL], 0, 0), 2, ("fabric", True)),
+    (_near([["file", "ipc"], ALL], 0, 0), 2, ("file", True)),
+    (_near([["ipc"], ["ipc"]], 0, 0), 1, ("ipc", True)),  # two nodes on one machine
+    (_near([ALL] * 4, 0, 0, 1, 1), 2, (None, False)),  # a NIC between the machines
+    (_joined([ALL] * 4, 0, 0, 1, 1), 2, ("fabric", True)),  # an NVLink domain of both
+    (_joined([ALL] * 4, 0, 0, 1, 1), 4, ("fabric", True)),  # one node that spans hosts
+    (_joined([["file"]] * 4, 0, 0, 1, 1), 2, (None, False)),  # the fabric that no one can make handles of
 ])
-def test_the_best_path_that_every_rank_has_to_all_its_peers(kinds, reach, local, expected):
-    paths = devices.choose_paths(kinds, reach, Topology(0, len(kinds), local))
+def test_the_best_path_that_every_rank_has_to_all_its_peers(reach, local, expected):
+    paths = devices.choose_paths(reach, Topology(0, len(reach.kinds), local))
     assert (paths.kind, paths.mapped_rail) == expected
 
 
 def test_a_node_whose_ranks_cannot_map_one_another_is_an_error():
     with pytest.raises(RuntimeError, match=r"rank 0: fabric; rank 1: none"):
-        devices.choose_paths([["fabric"], []], _near(0, 0), Topology(0, 2, 2))
+        devices.choose_paths(_near([["fabric"], []], 0, 0), Topology(0, 2, 2))
 
 
 def test_only_a_fabric_handle_that_was_mapped_counts(monkeypatch):
@@ -53,12 +56,67 @@ def test_only_a_fabric_handle_that_was_mapped_counts(monkeypatch):
     world = VirtualWorld(2, 1)
 
     def find(rank, group, mappable):
-        return devices.find_paths(
-            Rendezvous(GroupView.of(group), 30), Topology(rank, 2, 1),
-            lambda: {"kinds": ALL, "fabric": f"of {rank}"}, lambda handle: mappable and handle == f"of {1 - rank}")
+        reach = devices.find_reach(Rendezvous(GroupView.of(group), 30), lambda: {"kinds": ALL, "fabric": f"of {rank}"},
+                                   lambda handle: mappable and handle == f"of {1 - rank}")
+        return devices.choose_paths(reach, Topology(rank, 2, 1))
 
     assert world.run(lambda rank, group: find(rank, group, True)) == [devices.Paths("fabric", True)] * 2
     assert world.run(lambda rank, group: find(rank, group, False)) == [devices.Paths(None, False)] * 2
+
+
+def _nvl72(*, fabric: bool = True) -> devices.Reach:
+    """Two racks of 18 trays of 4 GPUs."""
+    trays, racks = [r // 4 for r in range(144)], [r // 72 for r in range(144)]
+    kinds = [ALL if fabric else ["file", "ipc"]] * 144
+    return _joined(kinds, *trays, racks=racks) if fabric else _near(kinds, *trays)
+
+
+def test_a_rack_is_one_node_however_many_hosts_it_has():
+    domains = _nvl72().domains()
+    assert domains == [0] * 72 + [72] * 72
+    found = resolve(100, [f"tray{r // 4}" for r in range(144)], None, "", domains=domains)
+    assert (found.num_nodes, found.num_local_ranks, found.node, found.local_rank) == (2, 72, 1, 28)
+    assert devices.choose_paths(_nvl72(), found) == devices.Paths(None, False)  # NVLink in the rack, a NIC between
+    assert _nvl72(fabric=False).domains() == [4 * (r // 4) for r in range(144)]
+
+
+def test_ranks_that_do_not_all_map_one_another_are_no_domain():
+    """One rank whose handles the others of its rack cannot map: hosts are the nodes, on all ranks alike."""
+    reach = _nvl72()
+    reach.fabric[5:6] = [reach.near[5]]
+    assert reach.domains() == [4 * (r // 4) for r in range(144)]
+    kinds = list(_nvl72().kinds)
+    kinds[7] = ["file"]
+    assert dataclasses.replace(_nvl72(), kinds=kinds).domains() == [4 * (r // 4) for r in range(144)]
+
+
+def test_uneven_domains_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"NVLink domains that begin with ranks \[0, 0, 0, 3\]"):
+        resolve(0, ["a"] * 4, None, "", domains=[0, 0, 0, 3])
+
+
+def test_ranks_find_their_domain_and_a_number_that_cuts_it_is_warned_of(monkeypatch):
+    """Eight ranks on four hosts whose handles all map, through the options of a buffer."""
+    world, host = VirtualWorld(8, 1), threading.local()
+    monkeypatch.setattr(devices, "current", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr(_core, "executors", lambda: ["cuda"])
+    monkeypatch.setattr(devices, "machine", lambda: host.name)
+    monkeypatch.setattr(devices, "probe", lambda meet, device: devices.find_reach(
+        meet, lambda: {"kinds": ALL, "fabric": "one"}, lambda handle: handle == "one"))
+    monkeypatch.setattr(options.socket, "gethostname", lambda: host.name)
+
+    def agree(rank, group, ranks_per_node):
+        host.name = f"tray{rank // 2}"
+        view = dataclasses.replace(GroupView.of(group), segments=PosixSegments)
+        o = options.parse(hidden_dim=64, max_num_of_tokens_per_rank=8, num_local_experts=1, use_fp8=False,
+                          num_sms_dispatch_api=None, num_sms_combine_api=None, num_blocks_permute=None,
+                          num_blocks_unpermute=None, ranks_per_node=ranks_per_node, capacity_factor=None,
+                          overflow="raise", timeout_s=30, executor="cuda", tuning_file="")
+        return o.agree(Rendezvous(view, 30)).num_local_ranks
+
+    assert world.run(lambda rank, group: agree(rank, group, None)) == [8] * 8
+    with pytest.warns(UserWarning, match="ranks_per_nvlink_domain=2 cuts an NVLink domain of 8 ranks"):
+        assert world.run(lambda rank, group: agree(rank, group, 2)) == [2] * 8
 
 
 def test_a_file_descriptor_reaches_every_peer_and_the_server_ends():
