@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -98,10 +99,12 @@ def working_kinds() -> list[str]:
 @dataclass(frozen=True)
 class Reach:
     """Whose memory a rank's handles reach, by rank. kinds: what works there; near: the ranks on its machine, which
-    "file" and "ipc" need; fabric: the ranks whose fabric handles it really mapped, and those near."""
+    "ipc" needs; file: those of them whose file descriptor it really received; fabric: the ranks whose fabric handles it
+    really mapped, and those near."""
 
     kinds: list[list[str]]
     near: list[list[int]]
+    file: list[list[int]]
     fabric: list[list[int]]
 
     def domains(self) -> list[int]:
@@ -117,16 +120,19 @@ class Reach:
         return [min(group) for group in mutual]
 
 
-def find_reach(meet: Rendezvous, offer: Callable[[], dict[str, Any]], can_map: Callable[[str], bool]) -> Reach:
-    """Collective; the same on every rank. offer(): {"kinds": working kinds, "fabric": hex handle of some memory, or
-    ""}; can_map(handle): whether this process maps it. Only a handle that was really mapped counts: a driver that
-    offers fabric handles says nothing of whether two hosts share a domain."""
-    facts = meet.exchange("memory", {"machine": machine(), **offer()})
-    mine = facts[meet.view.rank]["machine"]
-    near = [r for r, f in enumerate(facts) if f["machine"] == mine]
-    mapped = [r for r, f in enumerate(facts) if r in near or (f["fabric"] and can_map(f["fabric"]))]
-    said = meet.exchange("memory/mapped", {"near": near, "fabric": mapped})
-    return Reach([f["kinds"] for f in facts], [s["near"] for s in said], [s["fabric"] for s in said])
+def find_reach(meet: Rendezvous, offer: dict[str, Any], maps_fabric: Callable[[str], bool],
+               maps_file: Callable[[str], bool]) -> Reach:
+    """Collective; the same on every rank. offer: {"kinds": working kinds, "fabric": hex handle of some memory, or "",
+    "file": name under which its descriptor is served, or ""}; maps_fabric(handle), maps_file(name): whether this
+    process gets at that memory. Only what was really mapped counts: a driver that offers fabric handles says nothing of
+    whether two hosts share a domain, and containers of one machine may not see one another's sockets."""
+    facts = meet.exchange("memory", {"machine": machine(), **offer})
+    me = meet.view.rank
+    near = [r for r, f in enumerate(facts) if f["machine"] == facts[me]["machine"]]
+    file = [r for r in near if r == me or (facts[r]["file"] and maps_file(facts[r]["file"]))]
+    fabric = [r for r, f in enumerate(facts) if r in near or (f["fabric"] and maps_fabric(f["fabric"]))]
+    said = meet.exchange("memory/mapped", {"near": near, "file": file, "fabric": fabric})
+    return Reach([f["kinds"] for f in facts], *([s[name] for s in said] for name in ("near", "file", "fabric")))
 
 
 def is_probed(executor: str) -> bool:
@@ -137,11 +143,16 @@ def is_probed(executor: str) -> bool:
 def probe(meet: Rendezvous, device: torch.device) -> Reach:
     """find_reach with memory of this device."""
     enter(device)
-    kinds, memory = working_kinds(), None
-    if "fabric" in kinds:
-        memory = _core.cuda.DeviceMemory.create("fabric", _PROBE_BYTES)  # lives until all have tried to map it
-    return find_reach(meet, lambda: {"kinds": kinds, "fabric": memory.share()[0].hex() if memory else ""},
-                      _maps_fabric)
+    kinds, name, server = working_kinds(), "", None
+    held = {kind: _core.cuda.DeviceMemory.create(kind, _PROBE_BYTES) for kind in kinds if kind != "ipc"}
+    try:
+        if "file" in held:
+            name = f"hybrid_ep.probe.{os.getpid()}.{secrets.token_hex(8)}"
+            server = _serve(name, held["file"].share()[1])
+        fabric = held["fabric"].share()[0].hex() if "fabric" in held else ""
+        return find_reach(meet, {"kinds": kinds, "fabric": fabric, "file": name}, _maps_fabric, _maps_file)
+    finally:  # all have tried to map it, or this rank gives up
+        _hang_up(server)
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,7 @@ def choose_paths(reach: Reach, topology: Topology) -> Paths:
     """The best kind that works on every rank and maps all its peers; if none reaches the other nodes, NVSHMEM is to.
     RuntimeError, the same on all ranks, when ranks of one node cannot map one another."""
     def reaches(kind: str, whom: Callable[[int, int], bool]) -> bool:
-        mapped = reach.fabric if kind == "fabric" else reach.near
+        mapped = {"fabric": reach.fabric, "file": reach.file, "ipc": reach.near}[kind]
         return all(kind in reach.kinds[r] and whom(r, p) <= (p in mapped[r])
                    for r in range(topology.num_ranks) for p in range(topology.num_ranks))
 
@@ -196,6 +207,18 @@ def _maps_fabric(handle: str) -> bool:
     return False
 
 
+def _maps_file(name: str) -> bool:
+    fd = -1
+    try:
+        fd = _receive(name)
+        _core.cuda.DeviceMemory.attach("file", _PROBE_BYTES, b"", fd)
+    except (RuntimeError, OSError):
+        return False
+    finally:
+        _close(fd)  # the mapping keeps the memory
+    return True
+
+
 class DeviceSegments:
     """Segments of real processes in device memory. Handles travel through the group's store, file descriptors through
     an abstract Unix socket that the owner serves until unlink()."""
@@ -221,9 +244,7 @@ class DeviceSegments:
             _close(fd)  # the mapping keeps the memory
 
     def unlink(self, name: str) -> None:
-        if (server := self._servers.pop(name, None)) is not None:
-            server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
-            server.close()
+        _hang_up(self._servers.pop(name, None))
 
 
 def _close(fd: int) -> None:
@@ -263,6 +284,12 @@ def _serve(name: str, fd: int) -> socket.socket:
 
     threading.Thread(target=run, name=f"serve {name}", daemon=True).start()
     return server
+
+
+def _hang_up(server: socket.socket | None) -> None:
+    if server is not None:
+        server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+        server.close()
 
 
 def _receive(name: str) -> int:

@@ -2,9 +2,9 @@
 
 A node is one NVLink domain. Where nobody says how many ranks it has, GPUs that really mapped one another's memory are
 one, however many hosts they lie on; elsewhere a host is a node. A declared number speaks of the machine, not of a
-group: ranks n * N to n * N + N - 1 of the whole job are node n, as launchers number them. A group may then be any choice
-of ranks (every second one under tensor parallelism, say): its ranks of one node are neighbours in it, and every node
-that it touches holds the same number of them. A group inside one node is one node, whatever the number."""
+group: ranks n * N to n * N + N - 1 of the whole job are node n, as launchers number them. A group may then be any
+choice of ranks (every second one under tensor parallelism, say): its ranks of one node are neighbours in it, and every
+node that it touches holds the same number of them. A group inside one node is one node, whatever the number."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -22,7 +24,7 @@ ALL = ["fabric", "file", "ipc"]
 def _near(kinds: list[list[str]], *machines: int) -> devices.Reach:
     """Whom ranks on these machines reach where no fabric joins machines."""
     same = [[p for p, m in enumerate(machines) if m == mine] for mine in machines]
-    return devices.Reach(kinds, same, same)
+    return devices.Reach(kinds, same, same, same)
 
 
 def _joined(kinds: list[list[str]], *machines: int, racks: list[int] | None = None) -> devices.Reach:
@@ -56,8 +58,9 @@ def test_only_a_fabric_handle_that_was_mapped_counts(monkeypatch):
     world = VirtualWorld(2, 1)
 
     def find(rank, group, mappable):
-        reach = devices.find_reach(Rendezvous(GroupView.of(group), 30), lambda: {"kinds": ALL, "fabric": f"of {rank}"},
-                                   lambda handle: mappable and handle == f"of {1 - rank}")
+        reach = devices.find_reach(
+            Rendezvous(GroupView.of(group), 30), {"kinds": ALL, "fabric": f"of {rank}", "file": ""},
+            lambda handle: mappable and handle == f"of {1 - rank}", lambda name: False)
         return devices.choose_paths(reach, Topology(rank, 2, 1))
 
     assert world.run(lambda rank, group: find(rank, group, True)) == [devices.Paths("fabric", True)] * 2
@@ -102,7 +105,7 @@ def test_ranks_find_their_domain_and_a_number_that_cuts_it_is_warned_of(monkeypa
     monkeypatch.setattr(_core, "executors", lambda: ["cuda"])
     monkeypatch.setattr(devices, "machine", lambda: host.name)
     monkeypatch.setattr(devices, "probe", lambda meet, device: devices.find_reach(
-        meet, lambda: {"kinds": ALL, "fabric": "one"}, lambda handle: handle == "one"))
+        meet, {"kinds": ALL, "fabric": "one", "file": ""}, lambda handle: handle == "one", lambda name: False))
     monkeypatch.setattr(options.socket, "gethostname", lambda: host.name)
 
     def agree(rank, group, ranks_per_node):
@@ -117,6 +120,42 @@ def test_ranks_find_their_domain_and_a_number_that_cuts_it_is_warned_of(monkeypa
     assert world.run(lambda rank, group: agree(rank, group, None)) == [8] * 8
     with pytest.warns(UserWarning, match="ranks_per_nvlink_domain=2 cuts an NVLink domain of 8 ranks"):
         assert world.run(lambda rank, group: agree(rank, group, 2)) == [2] * 8
+
+
+NAMESPACES = """
+import os, sys, torch.distributed as dist
+from hybrid_ep import devices
+from hybrid_ep.bootstrap import GroupView, Rendezvous
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+name = f"hybrid_ep.test.{os.getpid()}"
+server = devices._serve(name, os.memfd_create("probe"))
+def maps(name):
+    try:
+        os.close(devices._receive(name))
+    except OSError:
+        return False
+    return True
+meet = Rendezvous(GroupView(rank, 2, "pair", store, None, rank), 60)
+reach = devices.find_reach(meet, {"kinds": ["file", "ipc"], "fabric": "", "file": name}, lambda handle: False, maps)
+print(reach.near, reach.file)
+devices._hang_up(server)
+"""
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_file_descriptors_that_cannot_be_handed_over_are_no_path(tmp_path, apart):
+    """Two ranks of one machine, the second in the same network namespace or in one of its own, as containers are."""
+    unshare = ["unshare", "--net"] if apart else []
+    if apart and subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make network namespaces")
+    ranks = [subprocess.Popen([*prefix, sys.executable, "-c", NAMESPACES, str(rank), str(tmp_path / "store")],
+                              text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+             for rank, prefix in enumerate(([], unshare))]
+    for rank in ranks:
+        said, errors = rank.communicate(timeout=120)
+        assert said.strip() == ("[[0, 1], [0, 1]] [[0], [1]]" if apart else "[[0, 1], [0, 1]] [[0, 1], [0, 1]]"), errors
+    reach = devices.Reach([["file", "ipc"]] * 2, [[0, 1]] * 2, [[0], [1]] if apart else [[0, 1]] * 2, [[0, 1]] * 2)
+    assert devices.choose_paths(reach, Topology(0, 2, 2)).kind == ("ipc" if apart else "file")
 
 
 def test_a_file_descriptor_reaches_every_peer_and_the_server_ends():
