@@ -5,16 +5,26 @@ there together, because dispatch itself is collective. Layers take turns on a bu
 next call.
 """
 
-import sys
+from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING
+
+import torch
 import torch.distributed as dist
 
 from hybrid_ep import env, topology
 
-_buffers = {}
+if TYPE_CHECKING:
+    from hybrid_ep import HybridEPBuffer
+    from megatron_patches.settings import Settings
+
+_Key = tuple[dist.ProcessGroup, int, torch.dtype, int, "Settings"]
+_buffers: dict[_Key, HybridEPBuffer] = {}  # (group, hidden, dtype, experts per rank, settings) -> buffer
 
 
-def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=None, local_pass=None):
+def get(group: dist.ProcessGroup, *, hidden: int, dtype: torch.dtype, num_local_experts: int, num_tokens: int,
+        wanted: Settings, num_sms: int | None = None, local_pass: dict[str, int] | None = None) -> HybridEPBuffer:
     """The shared buffer for this shape, created if new.
 
     group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens: rows
@@ -27,19 +37,23 @@ def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=
     return _buffers[key]
 
 
-def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local_pass=None):
-    buffer_class = wanted.buffer_class
+def _create(group: dist.ProcessGroup, hidden: int, num_tokens: int, num_local_experts: int, num_sms: int | None,
+            wanted: Settings, local_pass: dict[str, int] | None = None) -> HybridEPBuffer:
+    asked = wanted.exchange
+    buffer_class = asked.buffer_class
     if buffer_class is None:
-        from hybrid_ep import HybridEPBuffer as buffer_class
-    tuning = wanted.tuning if wanted.tuning is not None else env.get("HYBRID_EP_TUNING")
+        from hybrid_ep import HybridEPBuffer
+
+        buffer_class = HybridEPBuffer
+    tuning = asked.tuning if asked.tuning is not None else env.get("HYBRID_EP_TUNING")
     # Megatron's own number has a default and so is not a wish: a tuning file knows better.
-    sms = wanted.num_sms if wanted.num_sms is not None or tuning is not None else num_sms
+    sms = asked.num_sms if asked.num_sms is not None or tuning is not None else num_sms
     options = {
         "num_sms_dispatch_api": sms,
         "num_sms_combine_api": sms,
         "tuning": tuning,
-        "timeout_s": wanted.timeout_s,
-        "num_of_hybrid_ep_ranks_per_nvlink_domain": wanted.ranks_per_node,
+        "timeout_s": asked.timeout_s,
+        "num_of_hybrid_ep_ranks_per_nvlink_domain": asked.ranks_per_node,
         **(local_pass or {}),
     }
     return buffer_class(
@@ -51,12 +65,12 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local
     )
 
 
-def num_nodes(group, wanted):
+def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:
     """Nodes that the group's ranks lie on where a number of ranks per node is declared, by `wanted` or in the
     environment; 1 where none is. Local, so that layers can ask when they are built.
 
     ValueError when the group straddles nodes unevenly."""
-    declared, origin = wanted.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
+    declared, origin = wanted.exchange.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
     if declared is None:
         declared, origin = topology.requested_ranks_per_node(None)
     if declared is None:
@@ -64,7 +78,7 @@ def num_nodes(group, wanted):
     return group.size() // topology.local_ranks(dist.get_process_group_ranks(group), declared, origin)
 
 
-def release():
+def release() -> None:
     """Forget all buffers and free those that offer to be freed; the balancer's shared slots go with them."""
     push = sys.modules.get("megatron_patches.balance_push")
     if push is not None:
@@ -76,12 +90,12 @@ def release():
             destroy()
 
 
-def live():
+def live() -> tuple[HybridEPBuffer, ...]:
     """The buffers in use, oldest first."""
     return tuple(_buffers.values())
 
 
-def describe():
+def describe() -> tuple[str, ...]:
     """One line a buffer."""
     return tuple(
         f"{type(buffer).__name__}: {group.size()} ranks, hidden {hidden}, {dtype}, {experts} experts a rank"
