@@ -251,7 +251,7 @@ def _stacked_like(weight: torch.nn.Parameter, num_experts: int) -> torch.nn.Para
             setattr(stacked, name, getattr(weight, name))
     if hasattr(weight, "partition_dim"):
         dim = weight.partition_dim
-        setattr(stacked, "partition_dim", dim + 1 if dim >= 0 else dim)  # noqa: B010 - Megatron's attribute, not torch's
+        setattr(stacked, "partition_dim", dim + 1 if dim >= 0 else dim)  # noqa: B010 - Megatron's attribute
     return stacked
 
 
