@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.library import custom_op, get_ctx
 
-from hybrid_ep import functional, names
+from hybrid_ep import eager, names
 from hybrid_ep.names import Handle
 
 # ---- what functional calls while it is traced
@@ -26,7 +26,7 @@ def dispatch(buffer: Any, permute: bool, hidden: torch.Tensor, **given: Any) -> 
     topk_idx, topk_weights = given["topk_idx"], given["topk_weights"]
     routing_map, probs = given["routing_map"], given["probs"]
     if handle is not None and not isinstance(handle, Handle):
-        return _eager(getattr(functional, "dispatch_with_permute" if permute else "dispatch"), buffer, hidden, **given)
+        return _broken_dispatch(buffer, permute, hidden, given)
     ranks, num_experts = buffer.group_size, given["num_of_experts"]
     if handle is not None:
         num_experts = handle.num_experts
@@ -57,17 +57,15 @@ def combine(buffer: Any, permute: bool, hidden: torch.Tensor, handle: tuple[Any,
             fp32_partials: bool) -> tuple[Any, ...]:
     """As functional's, with a Handle; as in dispatch."""
     if not isinstance(handle, Handle):
-        verb = functional.combine_with_unpermute if permute else functional.combine
-        return _eager(verb, buffer, hidden, handle, probs, fp32_partials=fp32_partials)
+        return _broken_combine(buffer, permute, hidden, handle, probs, fp32_partials)
     tokens, dense = torch.ops.hybrid_ep.combine(
         hidden, probs, handle.token, buffer.compile_name, permute, fp32_partials, handle.num_tokens, handle.num_experts,
         *_widths(buffer, handle))
     return tokens, None if probs is None else dense
 
 
-@torch.compiler.disable
-def _eager(function: Any, *args: Any, **keywords: Any) -> tuple:
-    return function(*args, **keywords)
+_broken_dispatch = torch.compiler.disable(eager.dispatch)  # these break the graph
+_broken_combine = torch.compiler.disable(eager.combine)
 
 
 def _widths(buffer: Any, handle: Handle) -> tuple[int, int]:
@@ -97,7 +95,7 @@ def _run_dispatch(hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weig
         rest |= {"num_permuted_tokens": budget, "pad_multiple": pad_multiple, "non_blocking": non_blocking,
                  "pad_empty_experts": pad_empty_experts,
                  "dispatch_dtype": dispatch_dtype}
-    rows, weights, scales, *counts, made = functional.run_dispatch(
+    rows, weights, scales, *counts, made = eager.run_dispatch(
         names.named(buffer), permute, rest, hidden, topk_idx, topk_weights, routing_map, probs)
     overflow = made[_OVERFLOW].clone() if permute else _none(hidden, torch.int32).new_zeros(1)
     return (rows, _or_none(weights, hidden, torch.float32), _or_none(scales, hidden, hidden.dtype),
@@ -109,7 +107,7 @@ def _combine(hidden: torch.Tensor, probs: torch.Tensor | None, handle: torch.Ten
              fp32_partials: bool, num_tokens: int, num_experts: int, local_experts: int,
              node_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens [T, H], probs [T, E] or empty). The integers are for the shapes alone."""
-    tokens, dense = functional.run_combine(names.named(buffer), permute, hidden=hidden, probs=probs,
+    tokens, dense = eager.run_combine(names.named(buffer), permute, hidden=hidden, probs=probs,
                                            handle=names.from_tensor(handle), fp32_partials=fp32_partials)
     return tokens, _or_none(dense, hidden, torch.float32)
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from hybrid_ep.balance.statistics import parse_range
-from megatron_patches import parts, seams, settings
+from megatron_patches import seams, settings
 
 MODULE = "megatron.training.arguments"
 _BY_NAME = {option.name: option for option in settings.OPTIONS}
@@ -117,8 +117,12 @@ def settings_from_args(args: argparse.Namespace) -> settings.Settings:
     return settings.Settings.of(**given, **load_stats)
 
 
-def wrapper() -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-    """A replacement for `add_megatron_arguments`: Megatron's flags and ours, in force once parsed."""
+def wrapper(
+    in_force: Callable[[settings.Settings], None],
+) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+    """A replacement for `add_megatron_arguments`: Megatron's flags and ours, in force once parsed.
+
+    in_force: called with the settings then, to put in place what they ask for."""
     original = arguments_module().add_megatron_arguments
 
     @functools.wraps(original)
@@ -132,7 +136,7 @@ def wrapper() -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
                 settings.configure(settings_from_args(namespace))
             except ValueError as error:
                 parser.error(str(error))
-            parts.install_compute(settings.current())
+            in_force(settings.current())
             return namespace, rest
 
         setattr(parser, "parse_known_args", parse_and_configure)  # noqa: B010 - an instance attribute over a method

@@ -53,7 +53,7 @@ def install_flags() -> None:
     """Megatron's parser knows the --hybrid-ep flags."""
     from megatron_patches import flags
 
-    PATCHES.replace("flags", flags.arguments_module(), "add_megatron_arguments", flags.wrapper())
+    PATCHES.replace("flags", flags.arguments_module(), "add_megatron_arguments", flags.wrapper(install_compute))
 
 
 def install_balance() -> None:
