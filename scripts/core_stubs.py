@@ -40,7 +40,7 @@ WORDS = (
     (r"hybrid_ep\._core\.(?:cuda\.)?(?=\w)", ""),
     (r"hep::(?:\w+::)*(?=\w)", ""),
     (r"(?:collections\.abc|typing)\.Sequence", "Sequence"),
-    (r"numpy\.typing\.NDArray", "NDArray"),
+    (r"numpy\.typing\.NDArray|numpy\.ndarray(?=\[)", "NDArray"),
     (r"(?<=: )numpy\.ndarray(?=[,)])", "NDArray[Any]"),
     (r"typing\.Any|\bobject\b", "Any"),
     (r"(?:typing\.)?Optional\[(\w+(?:\[[^\[\]]*\])?)\]", r"\1 | None"),
