@@ -35,8 +35,8 @@ pretrain: setup  ## pretrain a small MoE GPT on this machine [NAME= RESUME= STEP
 test: setup  ## every check and test, stage by stage [ARGS="--quick", ARGS="--only python,cpp"]
 	@$(PYTHON) scripts/run_tests.py $(ARGS)
 
-lint: setup  ## ruff and the layer rules
-	@$(PYTHON) scripts/run_tests.py --only lint,layers
+lint: setup  ## ruff, the layer rules and mypy
+	@$(PYTHON) scripts/run_tests.py --only lint,layers,types
 
 test-cpp: setup  ## C++ tests: plain, mutants, ThreadSanitizer, AddressSanitizer
 	@$(PYTHON) scripts/run_tests.py --only cpp,cpp-mutants,cpp-tsan,cpp-asan,python-asan

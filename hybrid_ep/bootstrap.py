@@ -12,14 +12,17 @@ import json
 import secrets
 import time
 from _posixshmem import shm_unlink  # what multiprocessing.shared_memory is made of
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from hybrid_ep import _core
 from hybrid_ep.errors import BootstrapError
+from hybrid_ep.signatures import GroupLike, Segments
+
+_E = TypeVar("_E")
 
 
 class PosixSegments:
@@ -43,8 +46,8 @@ class GroupView:
     rank: int
     size: int
     name: str
-    store: Any
-    segments: Any
+    store: dist.Store
+    segments: Segments
     world_rank: int
 
     @property
@@ -53,7 +56,7 @@ class GroupView:
         return hasattr(self.segments, "on_device")
 
     @classmethod
-    def of(cls, group) -> GroupView:
+    def of(cls, group: dist.ProcessGroup | GroupLike) -> GroupView:
         """From a torch ProcessGroup, or from any object with rank(), size(), group_name, store and
         segments."""
         if isinstance(group, dist.ProcessGroup):
@@ -62,7 +65,7 @@ class GroupView:
             else:  # older PyTorch
                 store = dist.distributed_c10d._world.pg_map[group][1]
             world_rank = dist.get_rank() if dist.is_initialized() else group.rank()
-            return cls(group.rank(), group.size(), group.group_name, store, PosixSegments, world_rank)
+            return cls(group.rank(), group.size(), group.group_name, store, PosixSegments(), world_rank)
         if all(hasattr(group, a) for a in ("rank", "size", "group_name", "store", "segments")):
             return cls(group.rank(), group.size(), group.group_name, group.store, group.segments, group.rank())
         raise ValueError(f"group={group!r} is not a torch.distributed process group that this rank belongs to; call "
@@ -82,7 +85,7 @@ class Rendezvous:
             self._store = dist.PrefixStore(str(base.add(f"buffers/{view.rank}", 1)), base)
 
     @contextlib.contextmanager
-    def _needs_store(self, topic: str):
+    def _needs_store(self, topic: str) -> Iterator[None]:
         """BootstrapError where the store's server is gone."""
         try:
             yield
@@ -152,8 +155,8 @@ def agree(facts_by_rank: list[dict[str, Any]], what: str) -> None:
             raise ValueError(f"{what}: {name} must be the same on every rank, but is {said}")
 
 
-def open_segments(meet: Rendezvous, segments, generation: int, num_bytes: int,
-                  make_engine: Callable[[list], Any]) -> Any:
+def open_segments(meet: Rendezvous, segments: Segments, generation: int, num_bytes: int,
+                  make_engine: Callable[[list[_core.Segment]], _E]) -> _E:
     """Creates this rank's segment, attaches everybody's, makes the engine over them and removes the names.
 
     Collective. Either every rank returns its engine or every rank raises; no name is left behind in either
@@ -161,13 +164,15 @@ def open_segments(meet: Rendezvous, segments, generation: int, num_bytes: int,
     rank = meet.view.rank
     token = meet.exchange(f"{generation}/token", secrets.token_hex(8) if rank == 0 else None)[0]
     names = [f"/hybrid_ep.{token}.{generation}.{r}" for r in range(meet.view.size)]
-    error = own = None
+    error: Exception | None = None
+    own: _core.Segment | None = None
     try:
         try:
             own = segments.create(names[rank], num_bytes)
         except Exception as e:  # said to all ranks below
             error = e
         _all_well(meet, f"{generation}/created", error, num_bytes)
+        assert own is not None  # or the call before had raised
         try:
             attached = [own if r == rank else segments.attach(n, num_bytes) for r, n in enumerate(names)]
             engine = make_engine(attached)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from hybrid_ep import memory, validation
 from hybrid_ep.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
@@ -29,6 +32,7 @@ from hybrid_ep.handle import Plan, dispatch_handle, permute_handle
 from hybrid_ep.names import Named
 from hybrid_ep.routing import routing_of_call
 from hybrid_ep.session import Call, Session
+from hybrid_ep.signatures import Combined, Dispatched, GroupLike, Handle, Permuted, Received
 
 
 class HybridEPBuffer(Named):
@@ -63,12 +67,15 @@ class HybridEPBuffer(Named):
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
     DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
 
-    def __init__(self, group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8=False,
-                 num_sms_dispatch_api=None, num_sms_combine_api=None, num_sms_preprocessing_api=None,
-                 num_blocks_permute=None, num_blocks_unpermute=None, load_cached_kernels=False,
-                 use_shared_buffer=True, enable_custom_allgather=False,
-                 num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None, *, capacity_factor=None,
-                 overflow="raise", timeout_s=None, executor=None, tuning=None, comm_stream=None):
+    def __init__(self, group: dist.ProcessGroup | GroupLike, hidden_dim: int, max_num_of_tokens_per_rank: int,
+                 num_local_experts: int, use_fp8: bool = False, num_sms_dispatch_api: int | None = None,
+                 num_sms_combine_api: int | None = None, num_sms_preprocessing_api: int | None = None,
+                 num_blocks_permute: int | None = None, num_blocks_unpermute: int | None = None,
+                 load_cached_kernels: bool = False, use_shared_buffer: bool = True,
+                 enable_custom_allgather: bool = False, num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+                 use_mnnvl: bool | None = None, *, capacity_factor: float | None = None, overflow: str = "raise",
+                 timeout_s: float | None = None, executor: str | None = None, tuning: str | None = None,
+                 comm_stream: torch.cuda.Stream | str | None = None) -> None:
         self._session: Session | None = None
         self._own_stream: Any = None
         if use_mnnvl is not None:
@@ -100,8 +107,8 @@ class HybridEPBuffer(Named):
         self.config = HybridEpConfigInstance(
             hidden_dim=o.hidden_dim, max_num_of_tokens_per_rank=o.max_tokens,
             num_of_experts_per_rank=o.num_local_experts, num_of_ranks_per_node=topology.num_local_ranks,
-            num_of_nodes=topology.num_nodes, use_fp8=o.use_fp8, num_of_blocks_dispatch_api=o.num_blocks_dispatch,
-            num_of_blocks_combine_api=o.num_blocks_combine, num_of_blocks_permute=o.num_blocks_permute,
+            num_of_nodes=topology.num_nodes, use_fp8=o.use_fp8, num_of_blocks_dispatch_api=o.blocks[0],
+            num_of_blocks_combine_api=o.blocks[1], num_of_blocks_permute=o.num_blocks_permute,
             num_of_blocks_unpermute=o.num_blocks_unpermute,
             num_of_tokens_per_chunk_dispatch_api=o.chunks["dispatch"],
             num_of_tokens_per_chunk_combine_api=o.chunks["combine"])
@@ -110,10 +117,11 @@ class HybridEPBuffer(Named):
 
     # ---- the four verbs
     @streams.on_comm_stream
-    def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
-                 probs=None,
-                 routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
-                 handle=None, num_of_tokens_per_rank=None, *, num_sms=None):
+    def dispatch(self, hidden: Tensor, scaling_factor: Tensor | None = None, topk_idx: Tensor | None = None,
+                 topk_weights: Tensor | None = None, num_of_experts: int | None = None, probs: Tensor | None = None,
+                 routing_map: Tensor | None = None, num_dispatched_tokens_tensor: Tensor | None = None,
+                 num_dispatched_tokens: int | None = None, handle: Handle | None = None,
+                 num_of_tokens_per_rank: int | None = None, *, num_sms: int | None = None) -> Dispatched:
         """Sends each token once to every rank that holds one of its experts.
 
         hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
@@ -137,7 +145,8 @@ class HybridEPBuffer(Named):
         return rows, weights, scales, handle if handle is not None else dispatch_handle(plan, self.config)
 
     @streams.on_comm_stream
-    def combine(self, hidden, probs=None, handle=None, *, fp32_partials=False, num_sms=None):
+    def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None, *,
+                fp32_partials: bool = False, num_sms: int | None = None) -> Combined:
         """The sum of what the ranks return for each token of the handle's dispatch: ([T, H], probs or None).
 
         hidden [M, H] bf16, fp16 or fp32, in the order of dispatch's rows. Sums are fp32 in a fixed order (a
@@ -148,19 +157,22 @@ class HybridEPBuffer(Named):
         with self._busy() as session:
             plan = validation.handle(handle, 7, "dispatch", self._topology)
             x = validation.summable_rows("hidden", hidden, plan.num_recv_rows, at_least=False)
-            w = None if probs is None else validation.weights("probs", probs, (x.shape[0],
-                                                                               plan.num_node_experts))
+            shape = x.shape[0], plan.num_node_experts
+            w = None if probs is None else validation.weights("probs", probs, shape)
             return self._gather(session, plan, x, w, permuted=False, weighted=False,
                                 fp32_partials=fp32_partials, num_sms=num_sms)
 
     @streams.on_comm_stream
-    def dispatch_with_permute(self, *, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None,
-                              num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
-                              scaling_factor=None,
-                              num_permuted_tokens=None, pad_multiple=None, num_of_tokens_per_rank=None,
-                              handle=None, non_blocking=False,
-                              fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None,
-                              pad_empty_experts=False, num_sms=None):
+    def dispatch_with_permute(self, *, hidden: Tensor, topk_idx: Tensor | None = None,
+                              topk_weights: Tensor | None = None, num_of_experts_per_rank: int | None = None,
+                              num_of_experts: int | None = None, use_fp8: bool | None = None,
+                              routing_map: Tensor | None = None, probs: Tensor | None = None,
+                              scaling_factor: Tensor | None = None, num_permuted_tokens: int | Tensor | None = None,
+                              pad_multiple: int | None = None, num_of_tokens_per_rank: int | None = None,
+                              handle: Handle | None = None, non_blocking: bool = False,
+                              fuse_permute_dispatch: bool = False, num_dispatched_tokens: int | None = None,
+                              use_host_meta: bool | None = None, pad_empty_experts: bool = False,
+                              num_sms: int | None = None) -> Permuted:
         """dispatch, with the rows laid out by local expert, each expert's group padded to pad_multiple with
         zero rows.
 
@@ -195,8 +207,7 @@ class HybridEPBuffer(Named):
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
             plan, given, routed = self._plan_or_route(
-                11, "dispatch_with_permute", handle, hidden, scaling_factor, topk_idx, topk_weights,
-                num_of_experts,
+                11, "dispatch_with_permute", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts,
                 probs, routing_map, permute=True, use_fp8=use_fp8, non_blocking=non_blocking,
                 pad_multiple=pad, budget=budget, pad_empty_experts=pad_empty_experts)
             if budget is not None and budget < plan.num_permuted_rows:
@@ -208,9 +219,10 @@ class HybridEPBuffer(Named):
                 handle if handle is not None else permute_handle(plan, self.config))
 
     @streams.on_comm_stream
-    def combine_with_unpermute(self, *, hidden, probs=None, handle=None, pad_multiple=None,
-                               fuse_unpermute_combine=False, num_dispatched_tokens=None, weighted=False,
-                               fp32_partials=False, num_sms=None):
+    def combine_with_unpermute(self, *, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None,
+                               pad_multiple: int | None = None, fuse_unpermute_combine: bool = False,
+                               num_dispatched_tokens: int | None = None, weighted: bool = False,
+                               fp32_partials: bool = False, num_sms: int | None = None) -> Combined:
         """combine for rows laid out by dispatch_with_permute: ([T, H], probs fp32 [T, E] or None).
 
         hidden [P, H] bf16, fp16 or fp32; rows beyond the handle's are ignored, as are padding rows. A rank's
@@ -233,8 +245,10 @@ class HybridEPBuffer(Named):
                                 fp32_partials=fp32_partials, num_sms=num_sms)
 
     # ---- configuration, reports, life
-    def update_template_config(self, hidden_dim=None, num_of_tokens_per_rank=None, num_local_experts=None,
-                               pad_multiple=None, use_fp8=None, fuse_permute_dispatch=False, **kwargs):
+    def update_template_config(self, hidden_dim: int | None = None, num_of_tokens_per_rank: int | None = None,
+                               num_local_experts: int | None = None, pad_multiple: int | None = None,
+                               use_fp8: bool | None = None, fuse_permute_dispatch: bool = False,
+                               **kwargs: Any) -> HybridEpConfigInstance:
         """Raises the capacities that the next routed dispatch makes room for and sets template fields by
         name.
 
@@ -281,11 +295,13 @@ class HybridEPBuffer(Named):
         return self
 
     def __exit__(self, error_type: Any, *_: Any) -> None:
-        self._session.close(together=error_type is None)  # after an error others may not come
+        if self._session is not None:
+            self._session.close(together=error_type is None)  # after an error others may not come
 
     def __del__(self) -> None:
         try:  # also runs on a half-built object, and at interpreter shutdown when module globals are gone
-            self._session.close()
+            if self._session is not None:
+                self._session.close()
         except Exception:
             pass
 
@@ -302,7 +318,7 @@ class HybridEPBuffer(Named):
         device = self._open_session().options.device
         if device.type != "cuda":
             return None
-        if isinstance(self.comm_stream, torch.Stream):
+        if isinstance(self.comm_stream, torch.cuda.Stream):
             return self.comm_stream
         self._own_stream = self._own_stream or torch.cuda.Stream(device)
         return self._own_stream
@@ -316,13 +332,15 @@ class HybridEPBuffer(Named):
         return self._session
 
     @contextlib.contextmanager
-    def _busy(self):
+    def _busy(self) -> Iterator[Session]:
         with self._open_session().guard() as session, validation.on(session.options.device):
             yield session
 
-    def _plan_or_route(self, length, verb, handle, hidden, scale, topk_idx, topk_weights, num_of_experts,
-                       probs, routing_map, *, permute, use_fp8=None, non_blocking=False, pad_multiple=1,
-                       budget=None, pad_empty_experts=False):
+    def _plan_or_route(self, length: int, verb: str, handle: Handle | None, hidden: Tensor, scale: Tensor | None,
+                       topk_idx: Tensor | None, topk_weights: Tensor | None, num_of_experts: int | None,
+                       probs: Tensor | None, routing_map: Tensor | None, *, permute: bool, use_fp8: bool | None = None,
+                       non_blocking: bool = False, pad_multiple: int = 1, budget: int | None = None,
+                       pad_empty_experts: bool = False) -> tuple[Plan, Tensor | None, bool]:
         """(plan, new weights in plan order or None, whether weights are those that the routing brought)."""
         x = validation.hidden_rows("hidden", hidden)
         scale = None if scale is None else validation.scales(scale, x)
@@ -331,15 +349,16 @@ class HybridEPBuffer(Named):
             plan = validation.handle(handle, length, verb, self._topology)
             validation.hidden_rows("hidden", x, plan.num_tokens)
             return plan, plan_weights.in_plan_order(plan, topk_idx, topk_weights, probs), False
+        session = self._open_session()
         routing = routing_of_call(x, topk_idx, topk_weights, num_of_experts, probs, routing_map, config=self.config,
-                                  num_ranks=self.group_size, look=not self._session.routes_unseen(non_blocking))
+                                  num_ranks=self.group_size, look=not session.routes_unseen(non_blocking))
         call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
                     self.config.num_of_blocks_dispatch_api, pad_empty_experts)
-        plan = self._session.route(routing, call, self.config)
+        plan = session.route(routing, call, self.config)
         return plan, None, plan.has_weights
 
-    def _send(self, session: Session, plan: Plan, hidden, scale, weights, routed: bool, num_permuted,
-              blocks: tuple[int, int]):
+    def _send(self, session: Session, plan: Plan, hidden: Tensor, scale: Tensor | None, weights: Tensor | None,
+              routed: bool, num_permuted: int | None, blocks: tuple[int, int]) -> Received:
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
         x = aligned(hidden)
         padded_scale = None if scale is None else pad_rows(scale)
@@ -361,14 +380,12 @@ class HybridEPBuffer(Named):
             plan.core, x=view("hidden", x), scale=view("scaling_factor", padded_scale),
             weights=view("weights", weights), routed_weights=routed, out_x=view("out_x", out_x),
             out_scale=view("out_scale", out_scale), out_weights=view("out_weights", out_weights),
-            row_bytes=row_bytes(x),
-            scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
-            num_blocks=blocks[0], deliver_blocks=blocks[1],
-            chunk_tokens=session.chunks["dispatch"])
-        return out_x, out_weights, None if scale is None else unpad_rows(out_scale, scale)
+            row_bytes=row_bytes(x), scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
+            num_blocks=blocks[0], deliver_blocks=blocks[1], chunk_tokens=session.chunks["dispatch"])
+        return out_x, out_weights, None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
 
-    def _gather(self, session: Session, plan: Plan, hidden, weights, *, permuted, weighted, fp32_partials,
-                num_sms=None):
+    def _gather(self, session: Session, plan: Plan, hidden: Tensor, weights: Tensor | None, *, permuted: bool,
+                weighted: bool, fp32_partials: bool, num_sms: int | None = None) -> Combined:
         validation.flag("fp32_partials", fp32_partials)
         blocks, unpermute_blocks = session.blocks("combine", num_sms, self.config)
         x, w = aligned(hidden), None if weights is None else aligned(weights)

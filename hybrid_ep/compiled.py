@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch.library import custom_op, get_ctx
 
-from hybrid_ep import functional, names
+from hybrid_ep import eager, names
 from hybrid_ep.names import Handle
 
 # ---- what functional calls while it is traced
 
-def dispatch(buffer: Any, permute: bool, hidden: torch.Tensor, **given: Any) -> tuple:
+def dispatch(buffer: Any, permute: bool, hidden: torch.Tensor, **given: Any) -> tuple[Any, ...]:
     """As functional's, with a Handle. A buffer's own handle, made by eager code, breaks the graph here."""
     handle: Handle | None = given["handle"]
     topk_idx, topk_weights = given["topk_idx"], given["topk_weights"]
     routing_map, probs = given["routing_map"], given["probs"]
     if handle is not None and not isinstance(handle, Handle):
-        return _eager(getattr(functional, "dispatch_with_permute" if permute else "dispatch"), buffer, hidden, **given)
+        return _broken_dispatch(buffer, permute, hidden, given)
     ranks, num_experts = buffer.group_size, given["num_of_experts"]
     if handle is not None:
         num_experts = handle.num_experts
@@ -53,20 +53,19 @@ def dispatch(buffer: Any, permute: bool, hidden: torch.Tensor, **given: Any) -> 
     return (rows, weights, scales, counts, made) if permute else (rows, weights, scales, made)
 
 
-def combine(buffer: Any, permute: bool, hidden: torch.Tensor, handle: Handle, probs, fp32_partials: bool) -> tuple:
+def combine(buffer: Any, permute: bool, hidden: torch.Tensor, handle: tuple[Any, ...], probs: torch.Tensor | None,
+            fp32_partials: bool) -> tuple[Any, ...]:
     """As functional's, with a Handle; as in dispatch."""
     if not isinstance(handle, Handle):
-        verb = functional.combine_with_unpermute if permute else functional.combine
-        return _eager(verb, buffer, hidden, handle, probs, fp32_partials=fp32_partials)
+        return _broken_combine(buffer, permute, hidden, handle, probs, fp32_partials)
     tokens, dense = torch.ops.hybrid_ep.combine(
         hidden, probs, handle.token, buffer.compile_name, permute, fp32_partials, handle.num_tokens, handle.num_experts,
         *_widths(buffer, handle))
     return tokens, None if probs is None else dense
 
 
-@torch.compiler.disable
-def _eager(function: Any, *args: Any, **keywords: Any) -> tuple:
-    return function(*args, **keywords)
+_broken_dispatch = torch.compiler.disable(eager.dispatch)  # these break the graph
+_broken_combine = torch.compiler.disable(eager.combine)
 
 
 def _widths(buffer: Any, handle: Handle) -> tuple[int, int]:
@@ -96,7 +95,7 @@ def _run_dispatch(hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weig
         rest |= {"num_permuted_tokens": budget, "pad_multiple": pad_multiple, "non_blocking": non_blocking,
                  "pad_empty_experts": pad_empty_experts,
                  "dispatch_dtype": dispatch_dtype}
-    rows, weights, scales, *counts, made = functional.run_dispatch(
+    rows, weights, scales, *counts, made = eager.run_dispatch(
         names.named(buffer), permute, rest, hidden, topk_idx, topk_weights, routing_map, probs)
     overflow = made[_OVERFLOW].clone() if permute else _none(hidden, torch.int32).new_zeros(1)
     return (rows, _or_none(weights, hidden, torch.float32), _or_none(scales, hidden, hidden.dtype),
@@ -108,7 +107,7 @@ def _combine(hidden: torch.Tensor, probs: torch.Tensor | None, handle: torch.Ten
              fp32_partials: bool, num_tokens: int, num_experts: int, local_experts: int,
              node_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens [T, H], probs [T, E] or empty). The integers are for the shapes alone."""
-    tokens, dense = functional.run_combine(names.named(buffer), permute, hidden=hidden, probs=probs,
+    tokens, dense = eager.run_combine(names.named(buffer), permute, hidden=hidden, probs=probs,
                                            handle=names.from_tensor(handle), fp32_partials=fp32_partials)
     return tokens, _or_none(dense, hidden, torch.float32)
 
@@ -124,9 +123,12 @@ def _or_none(x: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype) -> 
     return _none(like, dtype) if x is None else x
 
 
-def _fake_dispatch(hidden, topk_idx, topk_weights, routing_map, probs, scaling_factor, handle, buffer, permute,
-                   num_experts, budget, num_rows, pad_multiple, non_blocking, pad_empty_experts, dispatch_dtype,
-                   local_experts, node_experts):
+def _fake_dispatch(hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
+                   routing_map: torch.Tensor | None, probs: torch.Tensor | None, scaling_factor: torch.Tensor | None,
+                   handle: torch.Tensor | None, buffer: str, permute: bool, num_experts: int, budget: int | None,
+                   num_rows: int | torch.SymInt | None, pad_multiple: int | None, non_blocking: bool,
+                   pad_empty_experts: bool, dispatch_dtype: str | None, local_experts: int,
+                   node_experts: int) -> tuple[torch.Tensor, ...]:
     num_rows = get_ctx().new_dynamic_size() if num_rows is None else num_rows
     weights = _none(hidden, torch.float32)
     if topk_weights is not None or probs is not None:
@@ -143,7 +145,9 @@ def _fake_dispatch(hidden, topk_idx, topk_weights, routing_map, probs, scaling_f
 
 
 @_combine.register_fake
-def _(hidden, probs, handle, buffer, permute, fp32_partials, num_tokens, num_experts, local_experts, node_experts):
+def _(hidden: torch.Tensor, probs: torch.Tensor | None, handle: torch.Tensor, buffer: str, permute: bool,
+      fp32_partials: bool, num_tokens: int, num_experts: int, local_experts: int,
+      node_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     dense = _none(hidden, torch.float32) if probs is None else torch.empty(
         num_tokens, num_experts, dtype=torch.float32, device=hidden.device)
     return hidden.new_empty(num_tokens, hidden.shape[1]), dense
@@ -151,7 +155,7 @@ def _(hidden, probs, handle, buffer, permute, fp32_partials, num_tokens, num_exp
 
 # ---- gradients
 
-def _keep_dispatch(ctx, inputs, output):
+def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     (hidden, topk_idx, topk_weights, _, _, _, _, ctx.buffer, ctx.permute, ctx.num_experts, *_, ctx.local_experts,
      ctx.node_experts) = inputs
     ctx.weights_are_topk, ctx.num_tokens, ctx.rows = topk_weights is not None, hidden.shape[0], output[0].shape
@@ -161,13 +165,15 @@ def _keep_dispatch(ctx, inputs, output):
     ctx.save_for_backward(topk_idx, output[5])
 
 
-def _dispatch_backward(ctx, grad_rows, grad_weights, *_):
+def _dispatch_backward(ctx: Any, grad_rows: torch.Tensor | None, grad_weights: torch.Tensor | None,
+                       *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     nothing = (None,) * 18
-    if grad_rows is None and grad_weights is None:
+    grad = grad_weights if grad_rows is None else grad_rows
+    if grad is None:
         return nothing
     topk_idx, token = ctx.saved_tensors
     if grad_rows is None:  # only the weights were used: the sum still moves whole rows
-        grad_rows = torch.zeros(ctx.rows, dtype=ctx.dtype, device=grad_weights.device)
+        grad_rows = torch.zeros(ctx.rows, dtype=ctx.dtype, device=grad.device)
     grad_hidden, grad_dense = torch.ops.hybrid_ep.combine(
         grad_rows.contiguous(), grad_weights, token, ctx.buffer, ctx.permute, False, ctx.num_tokens, ctx.num_experts,
         ctx.local_experts, ctx.node_experts)
@@ -179,19 +185,21 @@ def _dispatch_backward(ctx, grad_rows, grad_weights, *_):
     return grad_hidden, None, grad_topk, *nothing[3:]
 
 
-def _keep_combine(ctx, inputs, output):
+def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     hidden, _, handle, ctx.buffer, ctx.permute, _, _, ctx.num_experts, ctx.local_experts, ctx.node_experts = inputs
     ctx.num_rows, ctx.tokens, ctx.dtype = hidden.shape[0], output[0].shape, hidden.dtype
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(handle)
 
 
-def _combine_backward(ctx, grad_tokens, grad_probs):
+def _combine_backward(ctx: Any, grad_tokens: torch.Tensor | None,
+                      grad_probs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     nothing = (None,) * 10
-    if grad_tokens is None and grad_probs is None:
+    grad = grad_probs if grad_tokens is None else grad_tokens
+    if grad is None:
         return nothing
     if grad_tokens is None:
-        grad_tokens = torch.zeros(ctx.tokens, dtype=ctx.dtype, device=grad_probs.device)
+        grad_tokens = torch.zeros(ctx.tokens, dtype=ctx.dtype, device=grad.device)
     (token,) = ctx.saved_tensors
     grad_hidden, grad_weights, *_ = torch.ops.hybrid_ep.dispatch(
         grad_tokens.contiguous(), None, None, None, grad_probs, None, token, ctx.buffer, ctx.permute, ctx.num_experts,
@@ -212,8 +220,8 @@ def _register_dispatches() -> None:
         op.register_fake(_fake_dispatch)
         op.register_autograd(_dispatch_backward, setup_context=_keep_dispatch)
         has_side_effect(getattr(torch.ops.hybrid_ep, name).default)
-    for op in (torch.ops.hybrid_ep.dispatch.default, torch.ops.hybrid_ep.combine.default):
-        effects._register_effectful_op(op, effects._EffectType.ORDERED)
+    for overload in (torch.ops.hybrid_ep.dispatch.default, torch.ops.hybrid_ep.combine.default):
+        effects._register_effectful_op(overload, effects._EffectType.ORDERED)
 
 
 _register_dispatches()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybrid_ep import _core, nvshmem
 from hybrid_ep.bootstrap import Rendezvous
@@ -195,7 +196,7 @@ def segments(meet: Rendezvous, topology: Topology, executor: str, device: torch.
     None where NVSHMEM was asked for by name."""
     if reach is not None:
         paths = choose_paths(reach, topology)
-        if paths.mapped_rail:
+        if paths.mapped_rail and paths.kind is not None:
             return DeviceSegments(meet.view.store, paths.kind), executor
     return nvshmem.NvshmemSegments(nvshmem.heap(), meet, topology, device.index), nvshmem.EXECUTOR
 
@@ -223,11 +224,11 @@ class DeviceSegments:
     """Segments of real processes in device memory. Handles travel through the group's store, file descriptors through
     an abstract Unix socket that the owner serves until unlink()."""
 
-    def __init__(self, store, kind: str):
+    def __init__(self, store: dist.Store, kind: str) -> None:
         self._store, self.kind = store, kind
         self._servers: dict[str, socket.socket] = {}
 
-    def create(self, name: str, num_bytes: int):
+    def create(self, name: str, num_bytes: int) -> _core.Segment:
         memory = _core.cuda.DeviceMemory.create(self.kind, num_bytes)
         handle, fd = memory.share()
         if fd >= 0:
@@ -235,7 +236,7 @@ class DeviceSegments:
         self._store.set(f"segments{name}", handle.hex() or "-")
         return memory.segment()
 
-    def attach(self, name: str, num_bytes: int):
+    def attach(self, name: str, num_bytes: int) -> _core.Segment:
         said = self._store.get(f"segments{name}").decode()
         handle, fd = (b"", _receive(name)) if self.kind == "file" else (bytes.fromhex(said), -1)
         try:

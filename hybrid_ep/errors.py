@@ -3,6 +3,9 @@ these."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class HybridEPError(RuntimeError):
     """Base of all errors of the library that are not about an argument."""
@@ -21,7 +24,7 @@ class DeadlineError(HybridEPError):
     expected = seen = 0
     waited_s = 0.0
 
-    def __init__(self, message: str = "", **facts):
+    def __init__(self, message: str = "", **facts: Any) -> None:
         super().__init__(message)
         for name, value in facts.items():
             setattr(self, name, value)
@@ -32,7 +35,7 @@ class BootstrapError(HybridEPError):
 
     missing: the ranks that did not answer in time."""
 
-    def __init__(self, message: str, missing=()):
+    def __init__(self, message: str, missing: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
 
@@ -41,7 +44,7 @@ class CapacityError(HybridEPError, ValueError):
     """More rows than a buffer or a call admits, with overflow="raise". Raised on every rank alike; the buffer
     remains usable. rows: what each rank needs; capacity: what each rank has (-1: any number)."""
 
-    def __init__(self, message: str, rows=(), capacity=()):
+    def __init__(self, message: str, rows: Iterable[int] = (), capacity: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.rows, self.capacity = tuple(rows), tuple(capacity)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid_ep import _core
+
 
 @dataclass(frozen=True)
 class MemoryReport:
@@ -21,7 +23,7 @@ class MemoryReport:
         return "\n".join(f"{name:<24}{num_bytes:>20,}" for name, num_bytes in rows)
 
 
-def report(shape, num_ranks: int) -> MemoryReport:
+def report(shape: _core.BufferShape, num_ranks: int) -> MemoryReport:
     """From the layout itself: shape.regions() and shape.total_bytes of the compiled core."""
     regions: dict[str, int] = {}
     for name, _, num_bytes in shape.regions():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,12 +16,15 @@ _numbers = itertools.count()
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
+_Self = TypeVar("_Self", bound="Named")
+
+
 class Named:
     """Gives every object of a class a compile_name, under which `named` finds it while it lives."""
 
     compile_name: str
 
-    def __new__(cls, *_args: Any, **_keywords: Any):
+    def __new__(cls: type[_Self], *_args: Any, **_keywords: Any) -> _Self:
         self = super().__new__(cls)
         self.compile_name = f"{cls.__name__} {next(_numbers)}"
         _named[self.compile_name] = self

@@ -66,7 +66,8 @@ class Heap:
     without meeting the others leaves its block behind; the next meeting frees what everybody has left."""
 
     def __init__(self, library: Callable[[], Any]) -> None:
-        self._library, self._world = library, None
+        self._library = library
+        self._world: _core.NvshmemWorld | None = None
         self.identity = ""  # the unique id of the running world, "" when it is not running
         self.failure = ""  # why NVSHMEM cannot be used any more in this process
         self._blocks: dict[int, int] = {}  # number: address
@@ -88,7 +89,7 @@ class Heap:
         said = meet.exchange(f"{topic}/id", self._unique_id() if meet.view.rank == 0 else None)[0]
         if "error" in said:
             raise BootstrapError(f"rank 0 has no unique id for NVSHMEM: {said['error']}", (0,))
-        self._together(meet, f"{topic}/started", "starting NVSHMEM", lambda: self._world.start(
+        self._together(meet, f"{topic}/started", "starting NVSHMEM", lambda: self._running.start(
             bytes.fromhex(said["id"]), meet.view.rank, meet.view.size, device))
         self.identity, self._next = said["id"], 0
 
@@ -99,7 +100,7 @@ class Heap:
         largest = max(f["bytes"] for f in facts)
         self._free_common(meet, topic, facts)
         address = self._together(meet, f"{topic}/allocated", f"nvshmem_malloc of {largest} bytes",
-                                 lambda: self._world.allocate(largest))
+                                 lambda: self._running.allocate(largest))
         number, self._next = self._next, self._next + 1
         self._blocks[number] = address
         return number, address
@@ -114,14 +115,14 @@ class Heap:
         memory back to the device."""
         self._free_common(meet, topic, self._meet(meet, f"{topic}/left", 0))
         if not self._blocks and self.identity:
-            self._together(meet, f"{topic}/stopped", "nvshmem_finalize", self._world.stop)
+            self._together(meet, f"{topic}/stopped", "nvshmem_finalize", self._running.stop)
             self.identity = ""
 
     def peer(self, address: int, num_bytes: int, rank: int) -> Any:
-        return self._world.peer(address, num_bytes, rank)
+        return self._running.peer(address, num_bytes, rank)
 
     def own(self, address: int, num_bytes: int) -> Any:
-        return self._world.own(address, num_bytes)
+        return self._running.own(address, num_bytes)
 
     # ---- meetings
     def _load(self) -> str:
@@ -132,9 +133,16 @@ class Heap:
                 return str(error)
         return self.failure
 
+    @property
+    def _running(self) -> _core.NvshmemWorld:
+        """The world that _load() has loaded. RuntimeError before it."""
+        if self._world is None:
+            raise RuntimeError("NVSHMEM is not loaded in this process: start() comes first")
+        return self._world
+
     def _unique_id(self) -> dict[str, str]:
         try:
-            return {"id": self._world.unique_id().hex()}
+            return {"id": self._running.unique_id().hex()}
         except RuntimeError as error:
             return {"error": str(error)}
 
@@ -147,7 +155,7 @@ class Heap:
     def _free_common(self, meet: Rendezvous, topic: str, facts: list[dict[str, Any]]) -> None:
         for number in sorted(set.intersection(*(set(f["left"]) for f in facts))):
             self._together(meet, f"{topic}/freed/{number}", "nvshmem_free",
-                           functools.partial(self._world.free, self._blocks[number]))
+                           functools.partial(self._running.free, self._blocks[number]))
             del self._blocks[number]
             self._left.discard(number)
 

@@ -91,6 +91,13 @@ class Options:
         self.num_blocks_combine = self.num_blocks_combine or default
         return plan
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(dispatch, combine), once choose_blocks has filled in what nobody gave."""
+        if self.num_blocks_dispatch is None or self.num_blocks_combine is None:
+            raise RuntimeError("the numbers of blocks are not settled yet: agree() and choose_blocks() come first")
+        return self.num_blocks_dispatch, self.num_blocks_combine
+
     def first_shape(self, num_ranks: int) -> dict[str, int]:
         """What to lay the memory out for before any call is known."""
         num_experts, tokens = self.num_local_experts * num_ranks, max(self.max_tokens, 1)

@@ -13,14 +13,18 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybrid_ep import topology
 from hybrid_ep.names import Named
+from hybrid_ep.signatures import Combined, Dispatched, Handle, Permuted, Received
 
+_T = TypeVar("_T")
+Tensors = Sequence[Tensor]  # one of every rank
 _NOTHING = -0.0  # the neutral element of IEEE addition: x + -0.0 is x for every x, -0.0 too
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32}
 
@@ -56,12 +60,12 @@ class World:
 class RankPlan:
     """Where the rows of one receiving rank come from and go to (M receive rows, P permuted rows)."""
 
-    source: torch.Tensor  # int64 [M] source rank, ascending
-    token: torch.Tensor  # int64 [M] token index on the source, ascending within a source
-    local_route: torch.Tensor  # bool [M, num_local_experts]: chosen experts, before the budget
-    dense_to_expert: torch.Tensor  # int32 [M, num_local_experts]: permuted row or -1
-    tokens_per_expert: torch.Tensor  # int32 [num_local_experts] kept rows
-    padded_tokens_per_expert: torch.Tensor  # int64 [num_local_experts]
+    source: Tensor  # int64 [M] source rank, ascending
+    token: Tensor  # int64 [M] token index on the source, ascending within a source
+    local_route: Tensor  # bool [M, num_local_experts]: chosen experts, before the budget
+    dense_to_expert: Tensor  # int32 [M, num_local_experts]: permuted row or -1
+    tokens_per_expert: Tensor  # int32 [num_local_experts] kept rows
+    padded_tokens_per_expert: Tensor  # int64 [num_local_experts]
     overflow: bool
     num_dropped: int  # (token, expert) pairs cut off by the budget
 
@@ -79,17 +83,20 @@ class WorldPlan:
     """Everybody's RankPlan, and the routes it was made from."""
 
     world: World
-    routes: list  # bool [T_r, num_experts] of every rank
-    ranks: list  # RankPlan of every rank
+    routes: list[torch.Tensor]  # bool [T_r, num_experts] of every rank
+    ranks: list[RankPlan]
     pad_multiple: int
 
 
-def densify(world: World, topk_idx=None, topk_weights=None, routing_map=None, probs=None):
+def densify(world: World, topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
+            routing_map: Tensor | None = None, probs: Tensor | None = None) -> Combined:
     """(route bool [T, E], weights fp32 [T, E] or None). -1 drops a choice; the weights of duplicated experts
     are added in fp32 in the order of the columns. Weights count only where the token is routed."""
     if topk_idx is None:
-        return routing_map.bool(), None if probs is None else torch.where(routing_map.bool(), probs.float(),
-                                                                          0.0)
+        if routing_map is None:
+            raise ValueError("topk_idx and routing_map are both None; give one of them")
+        chosen_by = routing_map.bool()
+        return chosen_by, None if probs is None else torch.where(chosen_by, probs.float(), 0.0)
     rows = torch.arange(topk_idx.shape[0], dtype=torch.int64, device="cpu")
     route = torch.zeros(topk_idx.shape[0], world.num_experts, dtype=torch.bool, device="cpu")
     weights = torch.zeros(topk_idx.shape[0], world.num_experts, dtype=torch.float32, device="cpu")
@@ -116,15 +123,14 @@ def plan_world(world: World, routes: Sequence[torch.Tensor], pad_multiple: int =
     return WorldPlan(world, list(routes), plans, pad_multiple or 1)
 
 
-def _plan_rank(world, rank, routes, pad, budget, recv_capacity, pad_empty) -> RankPlan:
-    source, token, local = [], [], []
+def _plan_rank(world: World, rank: int, routes: Sequence[torch.Tensor], pad: int, budget: int,
+               recv_capacity: int | None, pad_empty: bool) -> RankPlan:
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for s, route in enumerate(routes):
         mine = route[:, world.experts_of_rank(rank)]
         rows = mine.any(dim=1).nonzero().flatten()
-        source.append(torch.full_like(rows, s))
-        token.append(rows)
-        local.append(mine[rows])
-    source, token, local = torch.cat(source), torch.cat(token), torch.cat(local)
+        parts.append((torch.full_like(rows, s), rows, mine[rows]))
+    source, token, local = (torch.cat(part) for part in zip(*parts, strict=True))
     num_rows = source.numel()
     dense_to_expert = torch.full(local.shape, -1, dtype=torch.int32, device="cpu")
     kept, padded, start = [], [], 0
@@ -139,15 +145,14 @@ def _plan_rank(world, rank, routes, pad, budget, recv_capacity, pad_empty) -> Ra
         padded.append(size)
         start += size
     dropped = int(local.sum()) - sum(kept)
-    source, token, local, dense_to_expert = (x[:recv_capacity] for x in (source, token, local,
-                                                                         dense_to_expert))
+    source, token, local, dense_to_expert = (x[:recv_capacity] for x in (source, token, local, dense_to_expert))
     overflow = dropped > 0 or source.numel() < num_rows
     return RankPlan(source, token, local, dense_to_expert, torch.tensor(kept, dtype=torch.int32, device="cpu"),
                     torch.tensor(padded, dtype=torch.int64, device="cpu"), overflow, dropped)
 
 
-def dispatch_world(plan: WorldPlan, hidden, weights=None, scales=None, permute: bool = True,
-                   out_rows=None) -> list:
+def dispatch_world(plan: WorldPlan, hidden: Tensors, weights: Tensors | None = None, scales: Tensors | None = None,
+                   permute: bool = True, out_rows: Sequence[int | None] | None = None) -> list[Received]:
     """[(rows, weights or None, scales or None)] of every rank.
 
     hidden[r] [T_r, H], weights[r] fp32 dense [T_r, E], scales[r] [T_r, S]. Without permute: M rows and the
@@ -166,34 +171,34 @@ def dispatch_world(plan: WorldPlan, hidden, weights=None, scales=None, permute: 
                 w = w[:, world.experts_of_node(rank // world.num_local_ranks)].contiguous()
             results.append((x, w, scale))
             continue
-        num_rows = mine.num_permuted_rows if out_rows is None or out_rows[rank] is None else out_rows[rank]
+        asked = None if out_rows is None else out_rows[rank]
+        num_rows = mine.num_permuted_rows if asked is None else asked
         row, expert = (mine.dense_to_expert >= 0).nonzero(as_tuple=True)
         slot = mine.dense_to_expert[row, expert].long()
         results.append((_place(_indexable(x)[row].view(x.dtype), slot, num_rows),
-                        None if w is None else _place(w[:, world.experts_of_rank(rank)][row, expert], slot,
-                                                      num_rows),
+                        None if w is None else _place(w[:, world.experts_of_rank(rank)][row, expert], slot, num_rows),
                         None if scale is None else _place(scale[row], slot, num_rows)))
     return results
 
 
-def _receive(mine: RankPlan, tensors):
+def _receive(mine: RankPlan, tensors: Tensors) -> Tensor:
     """The rows of a rank's plan taken from every source's tensor."""
     return torch.cat([x.index_select(0, mine.token[mine.source == s]) for s, x in enumerate(tensors)])
 
 
-def _place(values, slot, num_rows: int):
+def _place(values: Tensor, slot: Tensor, num_rows: int) -> Tensor:
     out = torch.zeros((num_rows,) + tuple(values.shape[1:]), dtype=torch.float32, device="cpu").to(values.dtype)
     _indexable(out)[slot] = _indexable(values)
     return out
 
 
-def _indexable(tensor):
+def _indexable(tensor: Tensor) -> Tensor:
     """The same memory as bytes where torch 2.9 cannot index it on a CPU."""
     return tensor.view(torch.uint8) if _is_fp8(tensor) else tensor
 
 
-def combine_world(plan: WorldPlan, rows, weights=None, permuted: bool = True, weighted: bool = False,
-                  fp32_partials: bool = False) -> list:
+def combine_world(plan: WorldPlan, rows: Tensors, weights: Sequence[Tensor | None] | None = None, permuted: bool = True,
+                  weighted: bool = False, fp32_partials: bool = False) -> list[Combined]:
     """[(tokens [T_r, H], probs [T_r, E] or None)] of every rank: the sum of what its tokens' experts
     returned.
 
@@ -211,12 +216,12 @@ def combine_world(plan: WorldPlan, rows, weights=None, permuted: bool = True, we
     for mine, x, w in zip(plan.ranks, rows, weights or [None] * len(rows), strict=True):
         partials.append(_rank_partial(mine, x, w if weighted else None, permuted, round_to))
     returned = None if weights is None or weighted else [
-        _returned_weights(plan, rank, w, permuted) for rank, w in enumerate(weights)]
-    return [_combine_rank(plan, s, partials, returned, dtype, fp32_partials)
-            for s in range(plan.world.num_ranks)]
+        _returned_weights(plan, rank, w, permuted) for rank, w in enumerate(weights) if w is not None]
+    return [_combine_rank(plan, s, partials, returned, dtype, fp32_partials) for s in range(plan.world.num_ranks)]
 
 
-def _rank_partial(mine: RankPlan, x, weight, permuted: bool, round_to):
+def _rank_partial(mine: RankPlan, x: Tensor, weight: Tensor | None, permuted: bool,
+                  round_to: torch.dtype | None) -> Tensor:
     if not permuted:
         return x.float()
     partial = torch.full((mine.num_recv_rows, x.shape[1]), _NOTHING, dtype=torch.float32, device="cpu")
@@ -228,7 +233,7 @@ def _rank_partial(mine: RankPlan, x, weight, permuted: bool, round_to):
     return partial if round_to is None else partial.to(round_to).float()
 
 
-def _returned_weights(plan: WorldPlan, rank: int, w, permuted: bool):
+def _returned_weights(plan: WorldPlan, rank: int, w: Tensor, permuted: bool) -> Tensor:
     """fp32 [M, num_local_ranks * num_local_experts]: what this rank says about each expert of its node."""
     if not permuted:
         return w.float()
@@ -241,7 +246,8 @@ def _returned_weights(plan: WorldPlan, rank: int, w, permuted: bool):
     return out
 
 
-def _combine_rank(plan: WorldPlan, s: int, partials, returned, dtype, fp32_partials: bool):
+def _combine_rank(plan: WorldPlan, s: int, partials: Tensors, returned: Tensors | None, dtype: torch.dtype,
+                  fp32_partials: bool) -> Combined:
     world, num_tokens = plan.world, plan.routes[s].shape[0]
     own = s // world.num_local_ranks
     total = torch.full((num_tokens, partials[0].shape[1]), _NOTHING, dtype=torch.float32, device="cpu")
@@ -254,14 +260,14 @@ def _combine_rank(plan: WorldPlan, s: int, partials, returned, dtype, fp32_parti
             token = plan.ranks[rank].token[from_s]
             node_sum[token] += partials[rank][from_s]
             reached[token] = True
-            if probs is not None:
+            if probs is not None and returned is not None:
                 probs[token, world.experts_of_node(node)] += returned[rank][from_s]
         total += node_sum if node == own or fp32_partials else node_sum.to(dtype).float()
     total[~reached] = 0.0
     return total.to(dtype), None if probs is None else torch.where(plan.routes[s], probs, 0.0)
 
 
-def _is_fp8(x: torch.Tensor) -> bool:
+def _is_fp8(x: Tensor) -> bool:
     return x.is_floating_point() and x.element_size() == 1
 
 
@@ -271,11 +277,13 @@ class ReferenceBuffer(Named):
     Handles are tuples of the same lengths with the plan and the dispatched weights in the config element; of
     the documented tensors they hold those that one rank's plan says. Every call is collective."""
 
-    def __init__(self, group, hidden_dim, max_num_of_tokens_per_rank, num_local_experts, use_fp8=False,
-                 num_sms_dispatch_api=None, num_sms_combine_api=None, num_sms_preprocessing_api=None,
-                 num_blocks_permute=None, num_blocks_unpermute=None, load_cached_kernels=False,
-                 use_shared_buffer=True, enable_custom_allgather=False,
-                 num_of_hybrid_ep_ranks_per_nvlink_domain=None, use_mnnvl=None, *, overflow="raise", **_):
+    def __init__(self, group: dist.ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int,
+                 num_local_experts: int, use_fp8: bool = False, num_sms_dispatch_api: int | None = None,
+                 num_sms_combine_api: int | None = None, num_sms_preprocessing_api: int | None = None,
+                 num_blocks_permute: int | None = None, num_blocks_unpermute: int | None = None,
+                 load_cached_kernels: bool = False, use_shared_buffer: bool = True,
+                 enable_custom_allgather: bool = False, num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+                 use_mnnvl: bool | None = None, *, overflow: str = "raise", **_: object) -> None:
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         declared = num_of_hybrid_ep_ranks_per_nvlink_domain
         ranks_per_node = self.group_size if declared is None else topology.local_ranks(
@@ -285,23 +293,24 @@ class ReferenceBuffer(Named):
         self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
         self.num_local_experts, self.overflow = num_local_experts, overflow
 
-    def _gather(self, obj) -> list:
+    def _gather(self, obj: _T) -> list[_T]:
         """Everybody's obj, by rank. As torch.save's bytes, which hold every dtype."""
-        mine, everyone = io.BytesIO(), [None] * self.group_size
+        mine = io.BytesIO()
         torch.save(obj, mine)
+        everyone = [b""] * self.group_size
         dist.all_gather_object(everyone, mine.getvalue(), group=self.group)
         return [torch.load(io.BytesIO(b), map_location="cpu") for b in everyone]
 
-    def _route(self, topk_idx, topk_weights, num_experts, routing_map, probs, pad_multiple, budget, drop,
-               pad_empty_experts=False):
+    def _route(self, topk_idx: Tensor | None, topk_weights: Tensor | None, num_experts: int | None,
+               routing_map: Tensor | None, probs: Tensor | None, pad_multiple: int | None, budget: int, drop: bool,
+               pad_empty_experts: bool = False) -> tuple[WorldPlan, Tensor | None]:
         if topk_idx is None and routing_map is None:
             raise ValueError("give topk_idx (with num_of_experts), routing_map or handle")
-        if topk_idx is None:
+        if topk_idx is None and routing_map is not None:
             num_experts = routing_map.shape[1]
         elif num_experts is None:
             num_experts = self.num_local_experts * self.group_size
-        world = World(self.num_of_nodes, self.num_of_hybrid_ep_ranks_per_nvlink_domain,
-                      num_experts // self.group_size)
+        world = World(self.num_of_nodes, self.num_of_hybrid_ep_ranks_per_nvlink_domain, num_experts // self.group_size)
         if topk_idx is not None:
             probs = None
         route, weights = densify(world, topk_idx, topk_weights, routing_map, probs)
@@ -313,13 +322,12 @@ class ReferenceBuffer(Named):
             raise ValueError(f"num_permuted_tokens is too small on ranks {late}; raise it, or drop (non_blocking)")
         return plan, weights
 
-    def dispatch(self, hidden, scaling_factor=None, topk_idx=None, topk_weights=None, num_of_experts=None,
-                 probs=None,
-                 routing_map=None, num_dispatched_tokens_tensor=None, num_dispatched_tokens=None,
-                 handle=None):
+    def dispatch(self, hidden: Tensor, scaling_factor: Tensor | None = None, topk_idx: Tensor | None = None,
+                 topk_weights: Tensor | None = None, num_of_experts: int | None = None, probs: Tensor | None = None,
+                 routing_map: Tensor | None = None, num_dispatched_tokens_tensor: Tensor | None = None,
+                 num_dispatched_tokens: int | None = None, handle: Handle | None = None) -> Dispatched:
         if handle is None:
-            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, 1, -1,
-                                        True)
+            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, 1, -1, True)
         else:
             (plan, _), weights = _plan_of(handle, 7), probs
         rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, False, None)
@@ -328,20 +336,21 @@ class ReferenceBuffer(Named):
             None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32, device="cpu"), mine.local_route,
             hidden.shape[0], (plan, None)) if handle is None else handle
 
-    def dispatch_with_permute(self, *, hidden, topk_idx=None, topk_weights=None, num_of_experts_per_rank=None,
-                              num_of_experts=None, use_fp8=None, routing_map=None, probs=None,
-                              scaling_factor=None,
-                              num_permuted_tokens=None, pad_multiple=None, handle=None, non_blocking=False,
-                              fuse_permute_dispatch=False, num_dispatched_tokens=None, use_host_meta=None,
-                              pad_empty_experts=False):
+    def dispatch_with_permute(self, *, hidden: Tensor, topk_idx: Tensor | None = None,
+                              topk_weights: Tensor | None = None, num_of_experts_per_rank: int | None = None,
+                              num_of_experts: int | None = None, use_fp8: bool | None = None,
+                              routing_map: Tensor | None = None, probs: Tensor | None = None,
+                              scaling_factor: Tensor | None = None, num_permuted_tokens: int | Tensor | None = None,
+                              pad_multiple: int | None = None, handle: Handle | None = None, non_blocking: bool = False,
+                              fuse_permute_dispatch: bool = False, num_dispatched_tokens: int | None = None,
+                              use_host_meta: bool | None = None, pad_empty_experts: bool = False) -> Permuted:
         out_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
         if handle is None:
             if num_of_experts is None and num_of_experts_per_rank is not None:
                 num_of_experts = num_of_experts_per_rank * self.group_size
-            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs,
-                                        pad_multiple,
-                                        -1 if out_rows is None else out_rows, non_blocking
-                                        or self.overflow == "drop", pad_empty_experts)
+            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, pad_multiple,
+                                        -1 if out_rows is None else out_rows,
+                                        non_blocking or self.overflow == "drop", pad_empty_experts)
         else:
             (plan, _), weights = _plan_of(handle, 11), probs
         mine = plan.ranks[self.rank]
@@ -349,39 +358,41 @@ class ReferenceBuffer(Named):
         if handle is None:
             ends = [int((mine.source <= s).sum()) for s in range(self.group_size)]
             handle = (None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32, device="cpu"),
-                      mine.local_route,
-                      torch.tensor(ends, dtype=torch.int32, device="cpu"), mine.dense_to_expert, mine.tokens_per_expert,
-                      hidden.shape[0], (plan, out_probs),
+                      mine.local_route, torch.tensor(ends, dtype=torch.int32, device="cpu"), mine.dense_to_expert,
+                      mine.tokens_per_expert, hidden.shape[0], (plan, out_probs),
                       torch.tensor([int(mine.overflow)], dtype=torch.int32, device="cpu"))
         return rows, out_probs, scales, mine.padded_tokens_per_expert.clone(), handle
 
-    def _exchange(self, plan, hidden, weights, scales, permute, out_rows):
+    def _exchange(self, plan: WorldPlan, hidden: Tensor, weights: Tensor | None, scales: Tensor | None, permute: bool,
+                  out_rows: int | None) -> Received:
         everyone = self._gather((hidden.detach(), weights, scales, out_rows))
         columns: list[Any] = [list(c) for c in zip(*everyone, strict=True)]
         return dispatch_world(plan, columns[0], columns[1] if weights is not None else None,
                               columns[2] if scales is not None else None, permute, columns[3])[self.rank]
 
-    def combine(self, hidden, probs=None, handle=None, *, fp32_partials=False):
+    def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None, *,
+                fp32_partials: bool = False) -> Combined:
         return self._combine(_plan_of(handle, 7)[0], hidden, probs, False, False, fp32_partials)
 
-    def combine_with_unpermute(self, *, hidden, probs=None, handle=None, pad_multiple=None,
-                               fuse_unpermute_combine=False, num_dispatched_tokens=None, weighted=False,
-                               fp32_partials=False):
+    def combine_with_unpermute(self, *, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None,
+                               pad_multiple: int | None = None, fuse_unpermute_combine: bool = False,
+                               num_dispatched_tokens: int | None = None, weighted: bool = False,
+                               fp32_partials: bool = False) -> Combined:
         plan, dispatched = _plan_of(handle, 11)
         if weighted and probs is not None:
             raise ValueError("weighted=True multiplies by the dispatched weights; leave probs out")
         return self._combine(plan, hidden, dispatched if weighted else probs, True, weighted, fp32_partials)
 
-    def _combine(self, plan, hidden, probs, permuted, weighted, fp32_partials):
+    def _combine(self, plan: WorldPlan, hidden: Tensor, probs: Tensor | None, permuted: bool, weighted: bool,
+                 fp32_partials: bool) -> Combined:
         if hidden.dtype not in _FLOATS:
             raise ValueError(f"hidden has dtype {hidden.dtype}; combine sums bfloat16, float16 or float32")
         everyone = self._gather((hidden.detach(), probs))
         weights = None if probs is None else [p for _, p in everyone]
-        return combine_world(plan, [h for h, _ in everyone], weights, permuted, weighted,
-                             fp32_partials)[self.rank]
+        return combine_world(plan, [h for h, _ in everyone], weights, permuted, weighted, fp32_partials)[self.rank]
 
 
-def _plan_of(handle, length: int):
+def _plan_of(handle: Handle | None, length: int) -> tuple[WorldPlan, Tensor | None]:
     """(WorldPlan, the permuted weights that the dispatch returned)."""
     if not isinstance(handle, tuple) or len(handle) != length:
         raise ValueError(f"handle must be the {length}-tuple that the matching dispatch returned")

@@ -61,7 +61,7 @@ class ResultPool:
         if num_bytes < _SMALLEST or not self.idle_limit:
             return torch.empty(rows, row_bytes, dtype=torch.uint8, device=self.device)
         block = self._take(size_class(num_bytes))
-        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.storage, 0, (rows, row_bytes))
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.storage, 0, (rows, row_bytes), (row_bytes, 1))
 
     def zeros(self, rows: int, row_bytes: int) -> torch.Tensor:
         """As empty(), filled with zeros."""

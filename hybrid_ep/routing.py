@@ -24,7 +24,9 @@ class Routing:
 
     @property
     def num_tokens(self) -> int:
-        return (self.routing_map if self.topk_idx is None else self.topk_idx).shape[0]
+        given = self.routing_map if self.topk_idx is None else self.topk_idx
+        assert given is not None  # one of them is
+        return given.shape[0]
 
     @property
     def topk_in(self) -> int:
@@ -37,7 +39,8 @@ class Routing:
         return {name: view(name, None if x is None else aligned(x)) for name, x in given.items()}
 
 
-def routing_of_call(x: torch.Tensor, topk_idx, topk_weights, num_of_experts, probs, routing_map, *,
+def routing_of_call(x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
+                    num_of_experts: int | None, probs: torch.Tensor | None, routing_map: torch.Tensor | None, *,
                     config: HybridEpConfigInstance, num_ranks: int, look: bool = True) -> Routing:
     """What the routing arguments of a dispatch of x [T, H] mean, checked; see HybridEPBuffer.dispatch.
 

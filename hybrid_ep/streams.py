@@ -72,7 +72,7 @@ def on_comm_stream(verb: Callable) -> Callable:
     names = [p.name for p in inspect.signature(verb).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
     @functools.wraps(verb)
-    def call(buffer, *args: Any, async_finish: bool = False, previous_event: EventOverlap | None = None,
+    def call(buffer: Any, *args: Any, async_finish: bool = False, previous_event: EventOverlap | None = None,
              **kwargs: Any) -> tuple:
         validation.flag("async_finish", async_finish)
         _check_event(previous_event, async_finish, buffer.comm_stream)

@@ -23,10 +23,11 @@ _names = itertools.count()
 class PrivateSegments:
     """Segments that the threads of one process find by name, with no operating-system object behind them."""
 
-    def __init__(self, make: Callable[[int], Any] = _core.Segment.private) -> None:
+    def __init__(self, make: Callable[[int], _core.Segment] = _core.Segment.private) -> None:
         self._lock = threading.Lock()
-        self._by_name: dict[str, Any] = {}
-        self._make, self._on_device = make, None
+        self._by_name: dict[str, _core.Segment] = {}
+        self._make = make
+        self._on_device: PrivateSegments | None = None
 
     def on_device(self) -> PrivateSegments:
         """The same for memory of the current GPU."""
@@ -35,13 +36,13 @@ class PrivateSegments:
                 self._on_device = PrivateSegments(lambda n: _core.cuda.DeviceMemory.create("none", n).segment())
             return self._on_device
 
-    def create(self, name: str, num_bytes: int):
+    def create(self, name: str, num_bytes: int) -> _core.Segment:
         segment = self._make(num_bytes)
         with self._lock:
             self._by_name[name] = segment
         return segment
 
-    def attach(self, name: str, num_bytes: int):
+    def attach(self, name: str, num_bytes: int) -> _core.Segment:
         with self._lock:
             return self._by_name[name]
 
@@ -56,7 +57,7 @@ class PrivateSegments:
 class VirtualGroup:
     """What a process group is to hybrid_ep, for one thread."""
 
-    def __init__(self, rank: int, size: int, name: str, store, segments: PrivateSegments):
+    def __init__(self, rank: int, size: int, name: str, store: dist.Store, segments: PrivateSegments) -> None:
         self._rank, self._size = rank, size
         self.group_name, self.store, self.segments = name, store, segments
 

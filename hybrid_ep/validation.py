@@ -6,11 +6,15 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import operator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_ep import tensors
+
+if TYPE_CHECKING:
+    from hybrid_ep.topology import Topology
 
 DTYPES = tuple(getattr(torch, name) for name in (
     "bfloat16", "float16", "float32", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
@@ -25,7 +29,7 @@ _device: contextvars.ContextVar[torch.device | None] = contextvars.ContextVar("d
 
 
 @contextlib.contextmanager
-def on(device: torch.device):
+def on(device: torch.device) -> Iterator[None]:
     """Around a call: its tensors must lie on this device."""
     token = _device.set(device)
     try:
@@ -191,7 +195,7 @@ def fp8_agrees(use_fp8: Any, hidden: torch.Tensor) -> None:
         raise ValueError(f"use_fp8=True but hidden has dtype {hidden.dtype}; give 1-byte elements or use_fp8=False")
 
 
-def handle(value: Any, length: int, verb: str, topology) -> Any:
+def handle(value: Any, length: int, verb: str, topology: Topology) -> Any:
     """The plan inside a handle of `length` elements that `verb` returned for this group."""
     if not isinstance(value, (tuple, list)):
         raise ValueError(f"handle is {describe(value)}; give the handle tuple that {verb}() returned")

@@ -7,13 +7,15 @@ runs any Megatron-LM script with the `--hybrid-ep` flags added. `docs/megatron.m
 Importing this package imports neither Megatron nor torch: order of imports stays the caller's choice.
 """
 
+from __future__ import annotations
+
 from megatron_patches.patch import Status, apply, revert, status
 from megatron_patches.seams import SeamError
 
 __all__ = ["SeamError", "Status", "apply", "release_buffers", "revert", "status"]
 
 
-def release_buffers():
+def release_buffers() -> None:
     """Free every shared buffer; the next dispatch makes a new one, so all ranks of a group must do the same.
 
     Call it before `parallel_state.destroy_model_parallel()`: buffers belong to process groups.

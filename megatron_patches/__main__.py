@@ -4,6 +4,8 @@ The script sees itself as `__main__`, its own directory first on sys.path, and M
 flags. Under torchrun: `torchrun --nproc-per-node 8 -m megatron_patches pretrain_gpt.py --hybrid-ep ...`.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import runpy
@@ -19,7 +21,7 @@ Seam s1 serves hybrid_ep to Megatron as the package deep_ep and adds no flags.
 Megatron-LM's training loop needs a GPU; docs/megatron.md says how to try all this on a CPU."""
 
 
-def usage():
+def usage() -> str:
     """USAGE, and every flag that seam s3 adds to Megatron's parser."""
     from megatron_patches import flags
 
@@ -27,7 +29,7 @@ def usage():
     return f"{USAGE}\n\n{flags.add_arguments(parser).format_help().strip()}"
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     """Apply the patch, then run the script. Returns only after it has ended; 2 for a usage error."""
     seam = "s3"
     if argv[:1] == ["--status"]:

@@ -10,7 +10,10 @@ all of them, and clones are no parameters. The spare slots are shared by all lay
 for the backward: saved tensors name their place in the slots, which the backward refills before it reads them.
 """
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,19 @@ import torch.distributed as dist
 from hybrid_ep.balance import MicrobatchPlanner
 from hybrid_ep.balance.homes import Homes
 from megatron_patches import balance_experts, balance_push, buffers, settings
-from megatron_patches.dispatcher import HybridEPManager
+from megatron_patches.manager import HybridEPManager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from hybrid_ep.balance import MicrobatchPlan
+    from megatron_patches.balance_experts import SequentialWeights, StackedWeights
+    from megatron_patches.experts import GroupedExperts
 
 # attribute of TransformerConfig -> the flag that sets it: what balancing does not support, refused when truthy.
 UNSUPPORTED = {
@@ -42,7 +57,8 @@ UNSUPPORTED_BY_CLONES = {
 }
 
 
-def check_supported(config, tp_size, mode, clones=True, grouped=False):
+def check_supported(config: TransformerConfig, tp_size: int, mode: str, clones: bool = True,
+                    grouped: bool = False) -> None:
     """ValueError that names every flag which this mode of balancing does not work with.
 
     clones: hot experts are cloned. grouped: experts are those of --hybrid-ep-grouped-gemm."""
@@ -63,37 +79,56 @@ class SlowManager(HybridEPManager):
     record: called with the logical counts int64 [E] of every micro-batch that trains; `balance_slow` sets it.
     """
 
-    def __init__(self, group, num_local_experts, num_experts, router_topk, config):
+    def __init__(self, group: dist.ProcessGroup, num_local_experts: int, num_experts: int, router_topk: int,
+                 config: TransformerConfig) -> None:
         wanted = settings.current()
         tp_size = num_experts // config.num_moe_experts
-        check_supported(config, tp_size, wanted.balance, wanted.clones, wanted.grouped_gemm)
+        check_supported(config, tp_size, wanted.balance.mode, wanted.balance.clones, wanted.experts.grouped)
         self.homes = Homes(num_experts, group.size())
-        self.experts = self.weights = self.record = None
-        spare = wanted.spare_slots if wanted.clones else 0
+        self._experts: SequentialMLP | GroupedExperts | None = None
+        self._weights: SequentialWeights | StackedWeights | None = None
+        self.record: Callable[[torch.Tensor], None] | None = None
+        spare = wanted.balance.spare_slots if wanted.balance.clones else 0
         super().__init__(group, num_local_experts + spare, num_experts, router_topk, config)
 
-    def attach(self, experts):
-        """Give the layer's experts to the balancer: it moves them, and their checkpoints name them logically."""
-        self.weights = balance_experts.weights_of(experts, self.settings.balance)
-        self.experts = experts
-        self.weights.name_logically(self.homes)
+    @property
+    def experts(self) -> SequentialMLP | GroupedExperts:
+        """The layer's experts module. RuntimeError before attach()."""
+        if self._experts is None:
+            raise RuntimeError("the balancer has no experts: call attach(experts) after building the layer")
+        return self._experts
 
-    def dispatch(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
+    @property
+    def weights(self) -> SequentialWeights | StackedWeights:
+        """What balancing sees of them. RuntimeError before attach()."""
+        if self._weights is None:
+            raise RuntimeError("the balancer has no experts: call attach(experts) after building the layer")
+        return self._weights
+
+    def attach(self, experts: SequentialMLP | GroupedExperts) -> None:
+        """Give the layer's experts to the balancer: it moves them, and their checkpoints name them logically."""
+        self._weights = balance_experts.weights_of(experts, self.settings.balance.mode)
+        self._experts = experts
+        self._weights.name_logically(self.homes)
+
+    def dispatch(self, hidden_states: torch.Tensor, async_finish: bool = True,
+                 allocate_on_comm_stream: bool = True) -> torch.Tensor:
         """As the base class; rows arrive for the home slots of this rank, in their order."""
-        self._record(self.routing_map)
+        routing_map, probs = self.routed()
+        self._record(routing_map)
         if not self.homes.is_identity:
-            columns = self.homes.columns(0, self.routing_map.device)
-            self.routing_map = torch.empty_like(self.routing_map).index_copy_(1, columns, self.routing_map)
-            self.token_probs = torch.zeros_like(self.token_probs).index_copy(1, columns, self.token_probs)
+            columns = self.homes.columns(0, routing_map.device)
+            self.routing_map = torch.empty_like(routing_map).index_copy_(1, columns, routing_map)
+            self.token_probs = torch.zeros_like(probs).index_copy(1, columns, probs)
         return super().dispatch(hidden_states)
 
-    def _record(self, routing_map):
+    def _record(self, routing_map: torch.Tensor) -> None:
         """Count what trains: a recomputed forward counts once, in the pass that has gradients; evaluation never."""
-        if not self.settings.rehomes or not torch.is_grad_enabled():
+        if not self.settings.balance.rehomes or not torch.is_grad_enabled():
             return
         if self.record is None:
             raise RuntimeError(
-                f"balance={self.settings.balance} has no optimizer to move state of: build it with "
+                f"balance={self.settings.balance.mode} has no optimizer to move state of: build it with "
                 "megatron.core.optimizer.get_megatron_optimizer after apply(), or call "
                 "megatron_patches.balance_slow.attach(optimizer, model_chunks)"
             )
@@ -107,43 +142,47 @@ class ExactManager(SlowManager):
     last_plan: the plan of the latest dispatch, for meters.
     """
 
-    def __init__(self, group, num_local_experts, num_experts, router_topk, config):
+    def __init__(self, group: dist.ProcessGroup, num_local_experts: int, num_experts: int, router_topk: int,
+                 config: TransformerConfig) -> None:
         wanted, size = settings.current(), group.size()
         super().__init__(group, num_local_experts, num_experts, router_topk, config)
         self.planner = MicrobatchPlanner(
             size,
             num_experts,
-            spare_slots=wanted.spare_slots,
+            spare_slots=wanted.balance.spare_slots,
             num_nodes=buffers.num_nodes(group, wanted),
-            epsilon=wanted.balance_epsilon,
+            epsilon=wanted.balance.epsilon,
         )
-        self.plan_with = self.planner.plan
-        self.clones = self.last_plan = self.push = None
+        self.plan_with: Callable[[np.ndarray], MicrobatchPlan] = self.planner.plan
+        self.clones: balance_push.CloneExperts | None = None
+        self.last_plan: MicrobatchPlan | None = None
+        self.push: balance_push.Transfer | None = None
 
-    def attach(self, experts):
+    def attach(self, experts: SequentialMLP | GroupedExperts) -> None:
         """As the base class; the experts' forward also runs the clones from now on."""
         super().attach(experts)
         self.clones = balance_push.CloneExperts(self)
-        experts.forward = self.clones.forward
+        setattr(experts, "forward", self.clones.forward)  # noqa: B010 - an instance attribute over a method
 
-    def dispatch(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
+    def dispatch(self, hidden_states: torch.Tensor, async_finish: bool = True,
+                 allocate_on_comm_stream: bool = True) -> torch.Tensor:
         """As the base class, after planning: rows arrive for homes first, then for the clones on this rank."""
         if self.clones is None:
             raise RuntimeError("exact balancing has no experts to clone: call attach(experts) after building the layer")
-        self._record(self.routing_map)
-        counts = self.routing_map.sum(dim=0)
+        routing_map, probs = self.routed()
+        self._record(routing_map)
+        counts = routing_map.sum(dim=0)
         gathered = [torch.empty_like(counts) for _ in range(self.group.size())]
         dist.all_gather(gathered, counts, group=self.group)
         self.planner.home = self.homes.rank_of
         self.last_plan = plan = self.plan_with(torch.stack(gathered).cpu().numpy())
         self.push = self.clones.start_push(plan)  # travels while the tokens do
-        self.routing_map, self.token_probs = to_physical(
-            self.routing_map, self.token_probs, plan, self.group.rank(), self.homes
-        )
+        self.routing_map, self.token_probs = to_physical(routing_map, probs, plan, self.group.rank(), self.homes)
         return HybridEPManager.dispatch(self, hidden_states)
 
 
-def to_physical(routing_map, probs, plan, source, homes):
+def to_physical(routing_map: torch.Tensor, probs: torch.Tensor, plan: MicrobatchPlan, source: int,
+                homes: Homes) -> tuple[torch.Tensor, torch.Tensor]:
     """Spread this rank's tokens over instances: (map, probs) over logical experts -> over physical slots.
 
     routing_map bool [T, E], probs [T, E]; columns of the result: for every rank its home slots, then its spare slots.
@@ -169,11 +208,11 @@ def to_physical(routing_map, probs, plan, source, homes):
     return physical_map, torch.zeros(shape, dtype=probs.dtype, device=device).scatter(1, column, probs)
 
 
-def layer_init(original):
+def layer_init(original: Callable[..., None]) -> Callable[..., None]:
     """A replacement for MoELayer.__init__ that hands the experts to a balancing manager."""
 
     @functools.wraps(original)
-    def __init__(self, *args, **keywords):
+    def __init__(self: MoELayer, *args: Any, **keywords: Any) -> None:
         original(self, *args, **keywords)
         manager = getattr(self.token_dispatcher, "_comm_manager", None)
         if isinstance(manager, SlowManager):

@@ -5,9 +5,20 @@ Two modules, one view. Megatron's SequentialMLP has a parameter for every matrix
 a run of elements of some parameter; pushing, summing gradients and moving experts need to know no more.
 """
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from hybrid_ep.balance.homes import Homes
+    from megatron_patches.experts import GroupedExperts
 
 
 class ExpertWeights:
@@ -16,21 +27,21 @@ class ExpertWeights:
     num_homes: home slots. shapes, sizes: of the matrices of one expert. owners: all parameters.
     """
 
-    def __init__(self, experts, num_homes, shapes):
+    def __init__(self, experts: torch.nn.Module, num_homes: int, shapes: Sequence[torch.Size]) -> None:
         self.experts, self.num_homes = experts, num_homes
         self.forward = experts.forward  # before clones take its place
         self.shapes, self.sizes = shapes, [shape.numel() for shape in shapes]
         self.owners = list(experts.parameters())
 
-    def place(self, slot, n):
+    def place(self, slot: int, n: int) -> tuple[torch.nn.Parameter, int]:
         """(parameter, offset): matrix n of the expert in a home slot is its elements from `offset` on."""
         raise NotImplementedError
 
-    def weight(self, slot, n):
+    def weight(self, slot: int, n: int) -> torch.Tensor:
         """That matrix, as it is in force now: optimizers re-point parameters."""
         return self.part(self.place(slot, n)[0].detach(), slot, n)
 
-    def part(self, like_owner, slot, n):
+    def part(self, like_owner: torch.Tensor, slot: int, n: int) -> torch.Tensor:
         """The elements of matrix n in a tensor of its parameter's shape (a gradient, say), as a view [*shapes[n]]."""
         first = self.place(slot, n)[1]
         return like_owner.view(-1)[first : first + self.sizes[n]].view(self.shapes[n])
@@ -39,16 +50,19 @@ class ExpertWeights:
 class SequentialWeights(ExpertWeights):
     """Of SequentialMLP: one MLP after the other, clones as functional calls of the first."""
 
-    def __init__(self, experts):
+    def __init__(self, experts: SequentialMLP) -> None:
         local = experts.local_experts
         super().__init__(experts, len(local), [p.shape for p in local[0].parameters()])
+        self.local_experts = local
         self.names = [name for name, _ in local[0].named_parameters()]
         self.parameters = [list(expert.parameters()) for expert in local]
 
-    def place(self, slot, n):
+    def place(self, slot: int, n: int) -> tuple[torch.nn.Parameter, int]:
         return self.parameters[slot][n], 0
 
-    def run(self, rows, tokens_per_expert, probs, stacks, in_slots):
+    def run(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor,
+            stacks: Sequence[torch.Tensor],
+            in_slots: AbstractContextManager[object]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(outputs of homes and clones [P, H], bias). stacks: weights of the clones, [slots, *shape] a matrix.
 
         in_slots: context in which operators that read `stacks` run."""
@@ -60,35 +74,40 @@ class SequentialWeights(ExpertWeights):
             for *mine, count in zip(*(stack.unbind(0) for stack in stacks), counts[self.num_homes :], strict=True):
                 call = (rows[first : first + count], probs[first : first + count])
                 replaced = dict(zip(self.names, mine, strict=True))
-                outputs.append(torch.func.functional_call(self.experts.local_experts[0], replaced, call)[0])
+                outputs.append(torch.func.functional_call(self.local_experts[0], replaced, call)[0])
                 first += count
         return torch.cat(outputs), bias
 
-    def name_logically(self, homes):
+    def name_logically(self, homes: Homes) -> None:
         """Checkpoints call experts by their ids, wherever they live."""
-        self.experts.sharded_state_dict = _logical_sharded_state_dict(self.experts, homes)
+        logical = _logical_sharded_state_dict(self.experts, homes)
+        setattr(self.experts, "sharded_state_dict", logical)  # noqa: B010 - an instance attribute over a method
 
 
 class StackedWeights(ExpertWeights):
     """Of GroupedExperts: grouped GEMMs over two stacks, the parameter and the slots. No weight is copied."""
 
-    def __init__(self, experts):
+    def __init__(self, experts: GroupedExperts) -> None:
         super().__init__(experts, experts.num_local_experts, [p.shape[1:] for p in experts.parameters()])
+        self.grouped = experts
 
-    def place(self, slot, n):
+    def place(self, slot: int, n: int) -> tuple[torch.nn.Parameter, int]:
         return self.owners[n], slot * self.sizes[n]
 
-    def run(self, rows, tokens_per_expert, probs, stacks, in_slots):
+    def run(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor,
+            stacks: Sequence[torch.Tensor],
+            in_slots: AbstractContextManager[object]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As SequentialWeights.run."""
         with in_slots:
             return self.forward(rows, tokens_per_expert, probs, clones=stacks)
 
-    def name_logically(self, homes):
+    def name_logically(self, homes: Homes) -> None:
         """Checkpoints call experts by their ids, wherever they live."""
-        self.experts.expert_ids = functools.partial(homes.experts_of, self.experts.ep_group.rank())
+        mine = functools.partial(homes.experts_of, self.grouped.ep_group.rank())
+        setattr(self.grouped, "expert_ids", mine)  # noqa: B010 - an instance attribute over a method
 
 
-def weights_of(experts, mode):
+def weights_of(experts: SequentialMLP | GroupedExperts, mode: str) -> SequentialWeights | StackedWeights:
     """The view of an experts module. ValueError for one that balancing does not know."""
     if hasattr(experts, "expert_weights"):
         return StackedWeights(experts)
@@ -100,7 +119,7 @@ def weights_of(experts, mode):
     )
 
 
-def _logical_sharded_state_dict(experts, homes):
+def _logical_sharded_state_dict(experts: SequentialMLP, homes: Homes) -> Callable[..., dict[str, Any]]:
     """A replacement for SequentialMLP.sharded_state_dict whose global offsets are logical ids, wherever experts live.
 
     Megatron numbers an expert ep_rank * num_local_experts + i. For every expert alone it is told of a group of
@@ -109,11 +128,13 @@ def _logical_sharded_state_dict(experts, homes):
     original = type(experts).sharded_state_dict
 
     class OneRankAnExpert:
-        def __init__(self, expert):
+        def __init__(self, expert: int) -> None:
             self.rank, self.size = lambda: expert, lambda: len(homes.slot_of)
 
-    def sharded_state_dict(prefix="", sharded_offsets=(), metadata=None):
-        found, mine = {}, homes.experts_of(experts.ep_group.rank())
+    def sharded_state_dict(prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+                           metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        mine = homes.experts_of(experts.ep_group.rank())
         for local, expert in enumerate(mine):
             one = type("OneExpert", (), {})()
             one.__dict__.update(experts.__dict__, num_local_experts=1, ep_group=OneRankAnExpert(expert))

@@ -8,14 +8,26 @@ Buffers, shapes and the cut of the distributed optimizer stay: an expert that mo
 so each element goes from the rank that keeps it for the old slot to the rank that keeps it for the new one.
 """
 
-import dataclasses
+from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hybrid_ep.errors import DeadlineError
 from megatron_patches import balance_push
 
+if TYPE_CHECKING:
+    from megatron_patches.balance import SlowManager
+    from megatron_patches.optimizer_state import OptimizerStates, Shard
+
+_T = TypeVar("_T")
+Placement = Sequence[int] | np.ndarray  # the expert of every home slot, int [E]
 WEIGHT = "weight"  # the model's own parameter, whole on every rank of the expert data parallel group
 
 
@@ -43,39 +55,39 @@ class Mover:
     layers: managers with experts attached, the same on every rank of the grid. states: OptimizerStates.
     """
 
-    def __init__(self, layers, states):
+    def __init__(self, layers: Sequence[SlowManager], states: OptimizerStates) -> None:
         self.layers, self.states = layers, states
         experts = layers[0].experts
         self.ep, self.edp = experts.ep_group, experts.dp_group
         ranks = [dist.get_global_rank(self.ep, r) for r in range(self.ep.size())]
         self.ranks, self.cuts = zip(*self._gather((ranks, self._cuts())), strict=True)
         # ranks: [edp rank][ep rank] -> global rank. cuts: [edp rank][layer][slot][matrix] -> (start, end)
-        self.names = []  # of state tensors, known when something moves: the first step creates moments
+        self.names: list[str] = []  # of state tensors, known when something moves: the first step creates moments
 
-    def _gather(self, mine):
-        everyone = [None] * self.edp.size()
+    def _gather(self, mine: _T) -> list[_T]:
+        everyone = [mine] * self.edp.size()
         dist.all_gather_object(everyone, mine, group=self.edp)
         return everyone
 
-    def _shard(self, layer, slot, n):
+    def _shard(self, layer: int, slot: int, n: int) -> Shard:
         """What this rank's optimizer keeps of matrix n of the expert in a home slot."""
         weights = self.layers[layer].weights
         owner, offset = weights.place(slot, n)
         return self.states.shard(owner).part(offset, weights.sizes[n])
 
-    def _shards(self):
+    def _shards(self) -> Iterator[list[list[Shard]]]:
         for i, layer in enumerate(self.layers):
             matrices = range(len(layer.weights.sizes))
             yield [[self._shard(i, slot, n) for n in matrices] for slot in range(layer.weights.num_homes)]
 
-    def _cuts(self):
+    def _cuts(self) -> list[list[list[tuple[int, int]]]]:
         """Element ranges this rank keeps: the same on every expert parallel rank, whose buffers are laid out alike."""
         return [[[(s.start, s.end) for s in slot] for slot in layer] for layer in self._shards()]
 
-    def _names(self):
+    def _names(self) -> set[str]:
         return {name for layer in self._shards() for slot in layer for shard in slot for name in shard.tensors}
 
-    def pieces(self, layer, new):
+    def pieces(self, layer: int, new: Placement) -> Iterator[Piece]:
         """All pieces of a change of one layer's homes to `new`, in the order that every rank uses."""
         homes = self.layers[layer].homes
         for to, expert in enumerate(new):
@@ -89,7 +101,8 @@ class Mover:
                     yield Piece(*ends, layer, n, WEIGHT, i, j, 0, size)
                     yield from self._state_pieces(layer, n, d, (r_from, i), (r_to, j))
 
-    def _state_pieces(self, layer, n, d_to, origin, goal):
+    def _state_pieces(self, layer: int, n: int, d_to: int, origin: tuple[int, int],
+                      goal: tuple[int, int]) -> Iterator[Piece]:
         """What edp rank `d_to` of the goal keeps, from whoever keeps it for the origin: its own peer where it can."""
         (r_from, i), (r_to, j) = origin, goal
         start, end = self.cuts[d_to][layer][j][n]
@@ -101,14 +114,14 @@ class Mover:
                 for name in self.names:
                     yield Piece(self.ranks[d][r_from], self.ranks[d_to][r_to], layer, n, name, i, j, first, last)
 
-    def _view(self, piece, slot):
+    def _view(self, piece: Piece, slot: int) -> torch.Tensor:
         """This rank's memory of a piece, in the slot it leaves or enters."""
         if piece.name == WEIGHT:
             return self.layers[piece.layer].weights.weight(slot, piece.matrix).view(-1)[piece.first : piece.last]
         shard = self._shard(piece.layer, slot, piece.matrix)
         return shard.tensors[piece.name][piece.first - shard.start : piece.last - shard.start]
 
-    def move(self, changes):
+    def move(self, changes: Mapping[int, Placement]) -> None:
         """changes: dict layer -> expert_of_slot, equal on all ranks. Collective over the grid.
 
         Moves all layers of `changes` or none. DeadlineError when a rank does not answer in time, RuntimeError when one
@@ -127,22 +140,24 @@ class Mover:
         for layer, new in changes.items():
             self.layers[layer].homes.assign(new)
 
-    def prepare(self, changes):
+    def prepare(self, changes: Mapping[int, Placement]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """[(memory in force, what goes there)] of this rank. One message a pair of ranks and dtype."""
         self.names = sorted(set().union(*self._gather(self._names())))  # a rank may keep nothing of any expert
-        me, outgoing, incoming, staged = dist.get_rank(), {}, {}, []
+        outgoing: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        incoming: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        me, staged = dist.get_rank(), []
         for piece in (p for layer, new in sorted(changes.items()) for p in self.pieces(layer, new)):
             if me not in (piece.source, piece.target):
                 continue
-            source = self._view(piece, piece.slot_from) if piece.source == me else None
-            target = self._view(piece, piece.slot_to) if piece.target == me else None
             if piece.source == piece.target:
-                staged.append((target, source.clone()))
-            elif target is None:
+                staged.append((self._view(piece, piece.slot_to), self._view(piece, piece.slot_from).clone()))
+            elif piece.source == me:
+                source = self._view(piece, piece.slot_from)
                 outgoing.setdefault((piece.target, source.dtype), []).append(source)
             else:
+                target = self._view(piece, piece.slot_to)
                 incoming.setdefault((piece.source, target.dtype), []).append(target)
-        transfer = balance_push.Transfer(dist.group.WORLD, "move of experts")
+        transfer = balance_push.Transfer(distributed_c10d._get_default_group(), "move of experts")
         for rank, dtype in sorted({*outgoing, *incoming}, key=str):  # any order will do if both ends agree on dtypes
             if (rank, dtype) in outgoing:
                 transfer.send(torch.cat(outgoing[rank, dtype]), rank)
@@ -154,7 +169,7 @@ class Mover:
         transfer.start().wait()
         return staged
 
-    def _all_agree(self, ready):
+    def _all_agree(self, ready: bool) -> bool:
         vote = torch.tensor([int(ready)], device=next(self.layers[0].experts.parameters()).device, dtype=torch.int64)
         for group in (self.ep, self.edp):  # the minimum over rows, then over columns: over the grid
             work = dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group, async_op=True)

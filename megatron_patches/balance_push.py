@@ -7,8 +7,12 @@ before DDP counts the parameter as ready and reduces its bucket. Nothing is aver
 also under no-sync accumulation.
 """
 
+from __future__ import annotations
+
 import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,26 +20,35 @@ import torch.distributed as dist
 from hybrid_ep.errors import DeadlineError
 from megatron_patches import settings
 
+if TYPE_CHECKING:
+    from hybrid_ep.balance import MicrobatchPlan
+    from megatron_patches.balance import ExactManager
+
 DEFAULT_TIMEOUT_S = 100.0
 
-_slots = {}  # (group, spare slots, elements, dtype, device) -> Tensor [spare slots * elements], for all layers
+Clone = tuple[int, int, int, int]  # (expert, home rank, rank, slot)
+_Place = tuple[int, torch.Size, tuple[int, ...]]  # (storage offset, size, stride)
+
+_SlotsKey = tuple[dist.ProcessGroup, int, int, torch.dtype, torch.device]
+# (group, spare slots, elements, dtype, device) -> Tensor [spare slots * elements], for all layers
+_slots: dict[_SlotsKey, torch.Tensor] = {}
 
 
-def _shared_slots(group, num_slots, num_elements, like):
+def _shared_slots(group: dist.ProcessGroup, num_slots: int, num_elements: int, like: torch.Tensor) -> torch.Tensor:
     key = (group, num_slots, num_elements, like.dtype, like.device)
     if key not in _slots:
         _slots[key] = torch.zeros(num_slots * num_elements, dtype=like.dtype, device=like.device)
     return _slots[key]
 
 
-def release():
+def release() -> None:
     """Forget the shared slots; layers that live on keep theirs."""
     _slots.clear()
 
 
-def wait_for(work, what, rank):
+def wait_for(work: Iterable[dist.Work], what: str, rank: int) -> None:
     """Wait for torch.distributed's handles together; DeadlineError when one does not end in time or a peer is gone."""
-    limit = settings.current().timeout_s or DEFAULT_TIMEOUT_S
+    limit = settings.current().exchange.timeout_s or DEFAULT_TIMEOUT_S
     start = time.monotonic()
     for one in work:
         left = max(limit - (time.monotonic() - start), 0.001)
@@ -52,22 +65,25 @@ def wait_for(work, what, rank):
 class Transfer:
     """Messages under way between ranks of a group, waited for with a deadline."""
 
-    def __init__(self, group, what):
-        self.group, self.what, self.operations, self.work, self.kept = group, what, [], [], []
+    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
+        self.group, self.what = group, what
+        self.operations: list[dist.P2POp] = []
+        self.work: list[dist.Work] = []
+        self.kept: list[torch.Tensor] = []
 
-    def send(self, tensor, rank):
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
         self.kept.append(tensor)  # alive until it has arrived
         self.operations.append(dist.P2POp(dist.isend, tensor, dist.get_global_rank(self.group, rank), self.group))
 
-    def receive(self, tensor, rank):
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
         self.operations.append(dist.P2POp(dist.irecv, tensor, dist.get_global_rank(self.group, rank), self.group))
 
-    def start(self):
+    def start(self) -> Transfer:
         if self.operations:
             self.work = dist.batch_isend_irecv(self.operations)
         return self
 
-    def wait(self):
+    def wait(self) -> None:
         """DeadlineError when a peer does not answer in time or is gone."""
         wait_for(self.work, self.what, self.group.rank())
         self.work, self.operations, self.kept = [], [], []
@@ -79,26 +95,26 @@ class CloneExperts:
     stacks: a tensor [slots, *shape] for every matrix of an expert, views of the slots that all layers share.
     """
 
-    def __init__(self, manager):
+    def __init__(self, manager: ExactManager) -> None:
         self.manager, self.group, self.weights = manager, manager.group, manager.weights
-        self.num_slots = manager.settings.spare_slots
+        self.num_slots = manager.settings.balance.spare_slots
         sizes = [self.num_slots * size for size in self.weights.sizes]
         self.slots = _shared_slots(self.group, self.num_slots, sum(self.weights.sizes), self.weights.owners[0])
         shapes = [(self.num_slots, *shape) for shape in self.weights.shapes]
         self.stacks = [part.view(shape) for part, shape in zip(self.slots.split(sizes), shapes, strict=True)]
 
-    def home_slot(self, expert):
+    def home_slot(self, expert: int) -> int:
         """Local home slot of a logical expert that lives here."""
         return self.manager.homes.slot_of[expert] - self.group.rank() * self.weights.num_homes
 
-    def clones(self, plan):
+    def clones(self, plan: MicrobatchPlan) -> Iterator[Clone]:
         """(expert, home, rank, slot) of every clone, in the order that all ranks use."""
         for rank, row in enumerate(plan.slot_expert.tolist()):
             for slot, expert in enumerate(row):
                 if expert >= 0:
                     yield expert, int(plan.home[expert]), rank, slot
 
-    def start_push(self, plan):
+    def start_push(self, plan: MicrobatchPlan) -> Transfer:
         """Send my experts' weights to their clones and receive those of my slots. Returns what to wait for."""
         transfer, me = Transfer(self.group, "weight push"), self.group.rank()
         for expert, home, rank, slot in self.clones(plan):
@@ -109,13 +125,16 @@ class CloneExperts:
                     transfer.receive(stack[slot], home)
         return transfer.start()
 
-    def collect_gradients(self, plan, gradients, add):
+    def collect_gradients(self, plan: MicrobatchPlan, gradients: list[torch.Tensor],
+                          add: Callable[[int, int, torch.Tensor], None]) -> None:
         """Bring clone gradients home: `add(expert, n, gradient)` for each that arrives, in the order of the plan.
 
         gradients: fp32 [slots, *shape] on this rank, for every matrix n. In rounds that all ranks know from the plan,
         so that no home holds more of them at once than it has slots, however many clones its experts have.
         """
-        rounds, received, me = {}, {}, self.group.rank()
+        rounds: dict[int, list[Clone]] = {}
+        received: dict[int, int] = {}
+        me = self.group.rank()
         for clone in self.clones(plan):
             home = clone[1]
             rounds.setdefault(received.get(home, 0) // self.num_slots, []).append(clone)
@@ -133,26 +152,29 @@ class CloneExperts:
             for one in arrived:
                 add(*one)
 
-    def forward(self, rows, tokens_per_expert, probs):
+    def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor,
+                probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The experts' forward: homes with their own weights, then each slot with its clone's."""
-        plan = self.manager.last_plan
+        plan, push = self.manager.last_plan, self.manager.push
+        if plan is None or push is None:
+            raise RuntimeError("the experts of a balanced layer ran before its dispatch: call the dispatcher first")
         if plan.is_empty:
             homes = int(tokens_per_expert[: self.weights.num_homes].sum())
             return self.weights.forward(rows[:homes], tokens_per_expert[: self.weights.num_homes], probs[:homes])
-        self.manager.push.wait()
+        push.wait()
         stacks = _Push.apply(self, plan, *self.weights.owners)
         in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots)
         return _Refill.apply(self, plan, output), bias
 
-    def _pack(self, tensor):
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
         """A tensor that lives in the slots is kept as its place there: other layers will use the memory."""
         if tensor.untyped_storage().data_ptr() != self.slots.untyped_storage().data_ptr():
             return tensor
-        return tensor.storage_offset(), tensor.size(), tensor.stride()
+        return int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
-    def _unpack(self, packed):
-        if torch.is_tensor(packed):
+    def _unpack(self, packed: torch.Tensor | _Place) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
             return packed
         offset, size, stride = packed
         return torch.as_strided(self.slots.data, size, stride, offset)
@@ -162,17 +184,19 @@ class _Push(torch.autograd.Function):
     """Home parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their homes."""
 
     @staticmethod
-    def forward(ctx, clones, plan, *owners):
+    def forward(ctx: Any, clones: CloneExperts, plan: MicrobatchPlan,
+                *owners: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
         ctx.clones, ctx.plan = clones, plan
         # .data: the slots are refilled under the graph on purpose, _unpack knows.
         return tuple(stack.data for stack in clones.stacks)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         clones, weights = ctx.clones, ctx.clones.weights
-        sums = {}  # parameter -> fp32 sum, where there is no main_grad in fp32 to add to
+        # parameter -> fp32 sum, where there is no main_grad in fp32 to add to
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-        def add(expert, n, gradient):
+        def add(expert: int, n: int, gradient: torch.Tensor) -> None:
             slot = clones.home_slot(expert)
             owner, _ = weights.place(slot, n)
             total = getattr(owner, "main_grad", None)
@@ -197,11 +221,11 @@ class _Refill(torch.autograd.Function):
     """The identity. Backward: the slots get this plan's weights again, before the experts' backward reads them."""
 
     @staticmethod
-    def forward(ctx, clones, plan, output):
+    def forward(ctx: Any, clones: CloneExperts, plan: MicrobatchPlan, output: torch.Tensor) -> torch.Tensor:
         ctx.clones, ctx.plan = clones, plan
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
         ctx.clones.start_push(ctx.plan).wait()
         return None, None, gradient

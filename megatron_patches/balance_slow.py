@@ -7,8 +7,12 @@ A step boundary is the one moment when no gradient is half summed and no forward
 from counts summed over all ranks in integers, so that every rank plans the same.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,8 +20,12 @@ from hybrid_ep.balance import plan_placement
 from hybrid_ep.balance.window import LoadWindow
 from megatron_patches import settings
 from megatron_patches.balance import SlowManager
-from megatron_patches.balance_move import Mover
+from megatron_patches.balance_move import Mover, Placement
 from megatron_patches.optimizer_state import OptimizerStates
+
+if TYPE_CHECKING:
+    import torch
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 TARGET = 0.02  # a layer within this of the mean stays as it is
 DECAY = 0.9
@@ -33,30 +41,33 @@ class Rehomer:
     moved: slots that changed so far. layers: the managers, in the order of the model.
     """
 
-    def __init__(self, optimizer, model_chunks):
-        self.settings = settings.current()
+    def __init__(self, optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]) -> None:
+        self.settings = settings.current().balance
         modules = [m for chunk in model_chunks for m in chunk.modules()]
         managers = [getattr(getattr(m, "token_dispatcher", None), "_comm_manager", None) for m in modules]
-        self.layers = [manager for manager in managers if isinstance(manager, SlowManager)]
-        self.states, self.mover = OptimizerStates(optimizer), None
-        self.plan_with, self.steps, self.moved, self.pending = self._plan, 0, 0, []
+        self.layers: list[SlowManager] = [manager for manager in managers if isinstance(manager, SlowManager)]
+        self.states = OptimizerStates(optimizer)
+        self.mover: Mover | None = None
+        self.plan_with: Callable[[np.ndarray, np.ndarray], np.ndarray] = self._plan
+        self.steps, self.moved = 0, 0
+        self.pending: list[tuple[int, Placement]] = []
         if self.layers:
             self.window = LoadWindow(len(self.layers), len(self.layers[0].homes.slot_of), DECAY)
         for index, manager in enumerate(self.layers):
             manager.record = functools.partial(self.window.add, index)
 
     @property
-    def current(self):
+    def current(self) -> np.ndarray:
         """int64 [L, E]: the expert in every home slot."""
         return np.array([manager.homes.expert_of_slot for manager in self.layers], dtype=np.int64)
 
-    def after_step(self):
+    def after_step(self) -> None:
         """Tell it that an optimizer step has been made. Collective over the expert ranks of the stage."""
         if not self.layers:
             return
         self.steps += 1
         self.window.advance()
-        if self.steps % self.settings.balance_interval == 0 and not self.pending:  # or the last layers never move
+        if self.steps % self.settings.interval == 0 and not self.pending:  # or the last layers never move
             experts = self.layers[0].experts
             current = self.current
             new = np.asarray(self.plan_with(self.window.reduced(experts.ep_group, experts.dp_group), current))
@@ -65,14 +76,14 @@ class Rehomer:
         now, self.pending = self.pending[:count], self.pending[count:]
         self.move(dict(now))
 
-    def _plan(self, load, current):
+    def _plan(self, load: np.ndarray, current: np.ndarray) -> np.ndarray:
         num_experts = current.shape[1]
         plan = plan_placement(load, num_experts, self.layers[0].homes.num_ranks, current=current, target=TARGET,
-                              move_cost=self.settings.balance_move_cost,
-                              horizon=self.settings.balance_interval if self.settings.balance_move_cost else 0)
+                              move_cost=self.settings.move_cost,
+                              horizon=self.settings.interval if self.settings.move_cost else 0)
         return plan.phy2log
 
-    def move(self, changes):
+    def move(self, changes: Mapping[int, Placement]) -> None:
         """Put {layer: expert of every slot} in force, all layers or none. Collective; errors as `Mover.move`."""
         if not changes:
             return
@@ -82,14 +93,14 @@ class Rehomer:
         self.mover.move(changes)
         self.moved += int((self.current != before).sum())
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         """What `restore` takes to continue exactly: homes, moves under way, steps, this rank's window."""
         pending = [(layer, [int(expert) for expert in new]) for layer, new in self.pending]
         window = self.window.state() if self.layers else None
         return {"homes": self.current.tolist(), "pending": pending, "steps": self.steps, "window": window,
                 "num_ranks": [manager.homes.num_ranks for manager in self.layers]}
 
-    def restore(self, state):
+    def restore(self, state: dict[str, Any]) -> None:
         """Take up a `state` before the weights are loaded; does nothing where the layers are spread otherwise."""
         if state["num_ranks"] != [manager.homes.num_ranks for manager in self.layers] or not self.layers:
             return
@@ -99,7 +110,7 @@ class Rehomer:
         self.window.restore(state["window"])
 
     @contextlib.contextmanager
-    def identity_homes(self):
+    def identity_homes(self) -> Iterator[None]:
         """Every expert where it began while the block runs, then back: for state dicts that go by slot. Collective."""
         away = {i: np.array(m.homes.expert_of_slot) for i, m in enumerate(self.layers) if not m.homes.is_identity}
         self.move({layer: np.arange(len(new)) for layer, new in away.items()})
@@ -107,11 +118,11 @@ class Rehomer:
         self.move(away)
 
 
-_rehomers = []  # of this process, for identity_homes()
+_rehomers: list[Rehomer] = []  # of this process, for identity_homes()
 
 
 @contextlib.contextmanager
-def identity_homes():
+def identity_homes() -> Iterator[None]:
     """`Rehomer.identity_homes` of every model of this process."""
     with contextlib.ExitStack() as stack:
         for rehomer in _rehomers:
@@ -119,7 +130,7 @@ def identity_homes():
         yield
 
 
-def attach(optimizer, model_chunks):
+def attach(optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]) -> Rehomer:
     """Move experts of `model_chunks` after every successful `optimizer.step()`; returns the `Rehomer`.
 
     optimizer: Megatron's, over all of model_chunks. Done by `get_megatron_optimizer` itself once `apply()` asked for
@@ -131,7 +142,7 @@ def attach(optimizer, model_chunks):
     rehomer, step = Rehomer(optimizer, model_chunks), optimizer.step
 
     @functools.wraps(step)
-    def step_and_move(*args, **keywords):
+    def step_and_move(*args: Any, **keywords: Any) -> Any:
         result = step(*args, **keywords)
         if result[0]:  # an overflow skipped the step: nothing is counted, the next one is a step later
             rehomer.after_step()
@@ -145,17 +156,17 @@ def attach(optimizer, model_chunks):
     return rehomer
 
 
-def release():
+def release() -> None:
     """Forget the models of this process."""
     _rehomers.clear()
 
 
-def _only_at_identity(method, rehomer):
+def _only_at_identity(method: Callable[..., Any], rehomer: Rehomer) -> Callable[..., Any]:
     @functools.wraps(method)
-    def guarded(*args, **keywords):
+    def guarded(*args: Any, **keywords: Any) -> Any:
         if not all(manager.homes.is_identity for manager in rehomer.layers):
             raise ValueError(
-                f"optimizer.{method.__name__}() goes by slot, and --hybrid-ep-balance {rehomer.settings.balance} has "
+                f"optimizer.{method.__name__}() goes by slot, and --hybrid-ep-balance {rehomer.settings.mode} has "
                 "moved experts: call it inside `with megatron_patches.balance_slow.identity_homes():`"
             )
         return method(*args, **keywords)
@@ -163,24 +174,25 @@ def _only_at_identity(method, rehomer):
     return guarded
 
 
-def optimizer_wrapper(original):
+def optimizer_wrapper(original: Callable[..., MegatronOptimizer]) -> Callable[..., MegatronOptimizer]:
     """A replacement for get_megatron_optimizer that attaches what it builds."""
 
     @functools.wraps(original)
-    def get_megatron_optimizer(config, model_chunks, *args, **keywords):
+    def get_megatron_optimizer(config: object, model_chunks: Sequence[torch.nn.Module], *args: Any,
+                               **keywords: Any) -> MegatronOptimizer:
         optimizer = original(config, model_chunks, *args, **keywords)
-        if settings.current().enabled and settings.current().rehomes:
+        if settings.current().enabled and settings.current().balance.rehomes:
             attach(optimizer, model_chunks)
         return optimizer
 
     return get_megatron_optimizer
 
 
-def save_wrapper(original):
+def save_wrapper(original: Callable[..., None]) -> Callable[..., None]:
     """A replacement for Megatron-LM's save_checkpoint: experts go home for it, so files of any format are logical."""
 
     @functools.wraps(original)
-    def save_checkpoint(*args, **keywords):
+    def save_checkpoint(*args: Any, **keywords: Any) -> None:
         with identity_homes():
             return original(*args, **keywords)
 

@@ -5,19 +5,30 @@ there together, because dispatch itself is collective. Layers take turns on a bu
 next call.
 """
 
+from __future__ import annotations
+
 import socket
 import sys
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from hybrid_ep import devices, env, topology
 from hybrid_ep.bootstrap import GroupView, Rendezvous
 
-_buffers = {}
-_places = {}  # host names of the ranks of a group and, on GPUs, their NVLink domains
+if TYPE_CHECKING:
+    from hybrid_ep import HybridEPBuffer
+    from megatron_patches.settings import Settings
+
+_Key = tuple[dist.ProcessGroup, int, torch.dtype, int, "Settings"]
+_buffers: dict[_Key, HybridEPBuffer] = {}  # (group, hidden, dtype, experts per rank, settings) -> buffer
+# Host names of the ranks of a group and, on GPUs, the first rank of each one's NVLink domain.
+_places: dict[dist.ProcessGroup, tuple[list[str], list[int] | None]] = {}
 
 
-def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=None, local_pass=None):
+def get(group: dist.ProcessGroup, *, hidden: int, dtype: torch.dtype, num_local_experts: int, num_tokens: int,
+        wanted: Settings, num_sms: int | None = None, local_pass: dict[str, int] | None = None) -> HybridEPBuffer:
     """The shared buffer for this shape, created if new.
 
     group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens: rows
@@ -30,19 +41,23 @@ def get(group, *, hidden, dtype, num_local_experts, num_tokens, wanted, num_sms=
     return _buffers[key]
 
 
-def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local_pass=None):
-    buffer_class = wanted.buffer_class
+def _create(group: dist.ProcessGroup, hidden: int, num_tokens: int, num_local_experts: int, num_sms: int | None,
+            wanted: Settings, local_pass: dict[str, int] | None = None) -> HybridEPBuffer:
+    asked = wanted.exchange
+    buffer_class = asked.buffer_class
     if buffer_class is None:
-        from hybrid_ep import HybridEPBuffer as buffer_class
-    tuning = wanted.tuning if wanted.tuning is not None else env.get("HYBRID_EP_TUNING")
+        from hybrid_ep import HybridEPBuffer
+
+        buffer_class = HybridEPBuffer
+    tuning = asked.tuning if asked.tuning is not None else env.get("HYBRID_EP_TUNING")
     # Megatron's own number has a default and so is not a wish: a tuning file knows better.
-    sms = wanted.num_sms if wanted.num_sms is not None or tuning is not None else num_sms
+    sms = asked.num_sms if asked.num_sms is not None or tuning is not None else num_sms
     options = {
         "num_sms_dispatch_api": sms,
         "num_sms_combine_api": sms,
         "tuning": tuning,
-        "timeout_s": wanted.timeout_s,
-        "num_of_hybrid_ep_ranks_per_nvlink_domain": wanted.ranks_per_node,
+        "timeout_s": asked.timeout_s,
+        "num_of_hybrid_ep_ranks_per_nvlink_domain": asked.ranks_per_node,
         **(local_pass or {}),
     }
     return buffer_class(
@@ -54,21 +69,21 @@ def _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local
     )
 
 
-def num_nodes(group, wanted):
+def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:
     """Nodes that the group's ranks lie on: by the declared number of ranks per node, of `wanted` or of the
     environment, else NVLink domains on GPUs and hosts elsewhere.
 
     Layers ask when they are built, so that a job that cannot run ends there. Where nothing is declared, the ranks of a
     group find it out together at its first layer: collective, through the group's store. ValueError when the group
     straddles nodes unevenly, BootstrapError when ranks are missing."""
-    declared, origin = wanted.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
+    declared, origin = wanted.exchange.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
     if declared is None:
         declared, origin = topology.requested_ranks_per_node(None)
     world_ranks = dist.get_process_group_ranks(group)
     if declared is not None:
         return group.size() // topology.local_ranks(world_ranks, declared, origin)
     if group not in _places:
-        meet = Rendezvous(GroupView.of(group), wanted.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
+        meet = Rendezvous(GroupView.of(group), wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
         hosts, domains = meet.exchange("hosts", socket.gethostname()), None
         if devices.is_probed(env.get("HYBRID_EP_EXECUTOR")):
             domains = devices.probe(meet, devices.current()).domains()
@@ -77,7 +92,7 @@ def num_nodes(group, wanted):
     return topology.resolve(group.rank(), hosts, None, origin, world_ranks, domains).num_nodes
 
 
-def release():
+def release() -> None:
     """Forget all buffers and free those that offer to be freed; the balancer's shared slots go with them."""
     _places.clear()
     push = sys.modules.get("megatron_patches.balance_push")
@@ -90,12 +105,12 @@ def release():
             destroy()
 
 
-def live():
+def live() -> tuple[HybridEPBuffer, ...]:
     """The buffers in use, oldest first."""
     return tuple(_buffers.values())
 
 
-def describe():
+def describe() -> tuple[str, ...]:
     """One line a buffer."""
     return tuple(
         f"{type(buffer).__name__}: {group.size()} ranks, hidden {hidden}, {dtype}, {experts} experts a rank"

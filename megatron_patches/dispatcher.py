@@ -1,162 +1,21 @@
-"""The token dispatcher MoELayer builds, and the manager behind it, on hybrid_ep's autograd operators.
+"""The token dispatcher MoELayer builds, with our manager behind it (`manager`).
 
-The class keeps the six steps of Megatron's flex dispatcher (its map already covers tensor x expert parallel
-ranks) and swaps the manager. The manager is duck-typed: Megatron's abstract base gains methods between
-releases, and what counts is the set of attributes that the dispatcher, the 1F1B schedule, CUDA graphs and
-the paged stash touch.
-
-    setup_metadata -> dispatch -> get_permuted... -> (experts) -> get_restored... -> combine
-    token_probs       handle      dispatched_probs                                   handle dropped
+The class keeps the six steps of Megatron's flex dispatcher (its map already covers tensor x expert parallel ranks) and
+swaps the manager.
 """
 
-import warnings
+from __future__ import annotations
 
-import torch
-from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
+from typing import TYPE_CHECKING
+
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
-from hybrid_ep import functional, quantize
-from hybrid_ep.handle import OVERFLOW_FLAG
-from hybrid_ep.validation import ROW_ALIGNMENT
-from megatron_patches import buffers, settings
+from megatron_patches import settings
+from megatron_patches.manager import HybridEPManager
 
-
-class HybridEPManager:
-    """Dispatch and combine of one MoE layer. Holds the tensors of the forward pass that is under way.
-
-    group: tensor x expert parallel ranks, R of them. num_experts: columns of the map, R * num_local_experts.
-    router_topk: pairs a token can have in that map (tensor parallel size x the router's top-k).
-    Attributes Megatron reads or overwrites between the steps:
-      token_probs fp32 [T, num_experts]: read at dispatch, so the 1F1B schedule may put a detached copy here.
-      routing_map bool [T, num_experts].
-      dispatched_probs fp32 [P]: returned with the permuted rows, may be replaced by a detached copy too.
-      over_budget bool [1]: set when the rank capacity budget dropped tokens, until Megatron resets it.
-      moe_expert_rank_capacity_factor: may be set to None to rerun a step without a budget.
-    """
-
-    def __init__(self, group, num_local_experts, num_experts, router_topk, config):
-        self.group, self.hidden = group, None
-        self.num_local_experts = num_local_experts
-        self.num_experts = num_experts
-        self.router_topk = router_topk
-        self.config = config
-        self.settings = settings.current()
-        self.drop_and_pad = config.moe_pad_expert_input_to_capacity
-        if self.drop_and_pad and config.moe_expert_capacity_factor is None:
-            raise ValueError(
-                "moe_pad_expert_input_to_capacity is set without moe_expert_capacity_factor: give one"
-            )
-        _check_at_start(config, self.settings)
-        buffers.num_nodes(group, self.settings)  # ValueError for a group that straddles nodes unevenly
-        self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
-        self.over_budget = torch.zeros(1, dtype=torch.bool, device=_device())
-        self.pad_multiple = _pad_multiple(config)
-        self.reset_transient_forward_state()
-
-    def reset_transient_forward_state(self):
-        """Forget the forward pass under way; what accumulates over a step (over_budget) stays."""
-        self.token_probs = self.routing_map = self.dispatched_probs = None
-        self.tokens_per_expert = self.handle = self.buffer = None
-
-    def setup_metadata(self, routing_map, probs):
-        """Take the map and probabilities of T tokens, [T, num_experts] or [T, R, num_local_experts] each.
-
-        No communication and no look at values: Megatron compiles this step and captures it in CUDA graphs.
-        """
-        num_tokens = routing_map.shape[0]
-        self.routing_map = routing_map.reshape(num_tokens, self.num_experts)
-        self.token_probs = probs.reshape(num_tokens, self.num_experts)
-
-    def _static_rows(self, num_tokens):
-        """(P, rows per local expert) known without looking at the map, each None where only the map tells.
-
-        Computed here and not in setup_metadata, whose Python does not run when a CUDA graph replays that
-        step.
-        """
-        if self.drop_and_pad:  # each expert takes `capacity` rows of every rank; all ranks bring the same T
-            num_experts = self.num_experts * self.config.moe_router_topk // self.router_topk
-            capacity = get_capacity(
-                num_tokens * self.config.moe_router_topk, num_experts, self.config.moe_expert_capacity_factor
-            )
-            rows = (
-                min(capacity, num_tokens) * self.group.size()
-            )  # a router has no more rows to give than tokens
-            rows += -rows % (self.pad_multiple or 1)
-            return rows * self.num_local_experts, rows
-        if self.moe_expert_rank_capacity_factor is not None:
-            budget = int(num_tokens * self.router_topk * self.moe_expert_rank_capacity_factor)
-            return budget + -budget % max(get_align_size_for_quantization(self.config), 1), None
-        return None, None
-
-    def dispatch(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
-        """Send rows to their experts: [T, H] -> [P, H] grouped by local expert, groups padded with zeros.
-
-        Collective over the group; T may differ between ranks and be 0. The two stream arguments belong to
-        another backend and have no effect here, as in Megatron's own HybridEP manager.
-        """
-        if self.token_probs.dtype != torch.float32:
-            _warn_probs_dtype(self.token_probs.dtype)
-            self.token_probs = self.token_probs.float()
-        num_tokens, self.hidden = hidden_states.shape
-        hidden_states = _whole_units(hidden_states)
-        buffer = buffers.get(
-            self.group,
-            hidden=hidden_states.shape[1],
-            dtype=hidden_states.dtype,
-            num_tokens=num_tokens,
-            num_local_experts=self.num_local_experts,
-            num_sms=_num_sms(self.config),
-            local_pass=_local_pass(self.config),
-            wanted=self.settings,
-        )
-        num_rows, rows_per_expert = self._static_rows(num_tokens)
-        rows, self.dispatched_probs, _, counts, self.handle = functional.dispatch_with_permute(
-            buffer,
-            hidden_states,
-            routing_map=self.routing_map,
-            probs=self.token_probs,
-            num_of_experts_per_rank=self.num_local_experts,
-            pad_multiple=self.pad_multiple,
-            num_permuted_tokens=num_rows,
-            non_blocking=num_rows is not None,
-            dispatch_dtype=self.settings.dispatch_dtype,
-        )
-        self.buffer = buffer
-        if self.moe_expert_rank_capacity_factor is not None:
-            self.over_budget |= (self.handle[OVERFLOW_FLAG] != 0).to(self.over_budget.device)
-        self.tokens_per_expert = counts.to(torch.int64)
-        if rows_per_expert is not None:
-            self._use_promised_rows(rows_per_expert)
-        return _trimmed(rows, self.hidden)
-
-    def _use_promised_rows(self, rows):
-        """Drop and pad: the counts are a host constant, so that no one waits for the device to learn them."""
-        promised = torch.full((self.num_local_experts,), rows, dtype=torch.int64, device="cpu")
-        counted = self.tokens_per_expert
-        if counted.device.type == "cpu" and not torch.equal(counted, promised):
-            raise ValueError(
-                f"moe_pad_expert_input_to_capacity promises {rows} rows for each local expert, the map "
-                f"gave {counted.tolist()}: it needs the same number of tokens on every rank"
-            )
-        self.tokens_per_expert = promised
-
-    def get_permuted_hidden_states_by_experts(self, hidden_states):
-        """([P, H], fp32 [P]): the rows are expert-major already."""
-        return hidden_states, self.dispatched_probs
-
-    def get_number_of_tokens_per_expert(self):
-        """int64 [num_local_experts], padding included; sums to P unless a budget left slack at the end."""
-        return self.tokens_per_expert
-
-    def get_restored_hidden_states_by_experts(self, hidden_states):
-        """[P, H] unchanged: combine undoes the permutation."""
-        return hidden_states
-
-    def combine(self, hidden_states, async_finish=True, allocate_on_comm_stream=True):
-        """Bring expert outputs home and sum them, unweighted: [P, H] -> [T, H]. Collective over the group."""
-        output, _ = functional.combine_with_unpermute(self.buffer, _whole_units(hidden_states), self.handle)
-        self.handle = self.buffer = None
-        return _trimmed(output, self.hidden)
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
@@ -165,7 +24,8 @@ class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
     Enabled settings with another backend than hybridep raise ValueError: that layer would not use hybrid_ep.
     """
 
-    def __init__(self, num_local_experts, local_expert_indices, config, pg_collection=None):
+    def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: TransformerConfig,
+                 pg_collection: ProcessGroupCollection | None = None) -> None:
         if not settings.current().enabled:
             super().__init__(
                 num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection
@@ -179,12 +39,7 @@ class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
         MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        manager = HybridEPManager
-        if settings.current().balance != "off":
-            from megatron_patches import balance
-
-            manager = balance.ExactManager if settings.current().clones else balance.SlowManager
-        self._comm_manager = manager(
+        self._comm_manager = _manager_class()(
             group=self.tp_ep_group,
             num_local_experts=num_local_experts,
             num_experts=self.tp_size * config.num_moe_experts,
@@ -195,82 +50,11 @@ class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
 
 
-def _device():
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+def _manager_class() -> type[HybridEPManager]:
+    """The manager that the settings ask for; the balancer's modules are loaded only if one of them is."""
+    wanted = settings.current().balance
+    if wanted.mode == "off":
+        return HybridEPManager
+    from megatron_patches import balance
 
-
-def _num_sms(config):
-    """Megatron's SM count: one flag since 0.19, the hybridep one before (0.16: 16 unasked). None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    value = getattr(config, "moe_flex_dispatcher_num_sms", None)
-    return value if value is not None else getattr(config, "moe_hybridep_num_sms", None)
-
-
-def _local_pass(config):
-    """Megatron's blocks of permute and unpermute (since 0.17), where somebody asked for them."""
-    wished = {
-        name: getattr(config, f"moe_hybridep_{name}", None)
-        for name in ("num_blocks_permute", "num_blocks_unpermute")
-    }
-    return {name: blocks for name, blocks in wished.items() if blocks is not None}
-
-
-def _pad_multiple(config):
-    """Rows to which an expert's group is padded, or None. Megatron leaves it to the dispatcher since 0.18.
-
-    Without fp8, fp4 or the grouped kernels of Transformer Engine nothing asks for it (0.16 and 0.17 answer
-    16 then).
-    """
-    asked = (
-        config.fp8
-        or getattr(config, "fp4", None)
-        or getattr(config, "use_transformer_engine_op_fuser", False)
-    )
-    multiple = get_align_size_for_quantization(config) if asked else 0
-    return multiple or None
-
-
-def _check_at_start(config, wanted):
-    """ValueError, when the layer is built, for what its first forward would refuse."""
-    hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
-    quantize.format_of(wanted.dispatch_dtype, hidden)
-    step = ROW_ALIGNMENT // config.params_dtype.itemsize
-    if hidden % step:
-        _warn_once(
-            f"rows of {hidden} {config.params_dtype} values are no multiple of {ROW_ALIGNMENT} bytes: hybrid_ep pads "
-            f"them to {hidden + -hidden % step} values, which costs a copy in every dispatch and combine; a hidden "
-            f"size that is a multiple of {step} needs none"
-        )
-
-
-def _whole_units(rows):
-    """Rows [T, H], padded with zeros to a multiple of 16 bytes where they are none. Gradients of the padding drop out.
-
-    Zeros stay zeros through dispatch and combine, which move and add columns one by one."""
-    missing = -rows.shape[1] % (ROW_ALIGNMENT // rows.element_size())
-    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
-
-
-def _trimmed(rows, hidden):
-    """The first `hidden` columns; rows themselves where they have no more, since schedules free what is no view."""
-    return rows if rows.shape[1] == hidden else rows[:, :hidden].contiguous()
-
-
-_warned = set()
-
-
-def _warn_once(text):
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=4)
-
-
-def _warn_probs_dtype(dtype):
-    _warn_once(
-        f"router probabilities are {dtype} and are converted to float32 in every dispatch: set --moe-router-dtype fp32"
-    )
+    return balance.ExactManager if wanted.clones else balance.SlowManager

@@ -10,10 +10,14 @@ initial weights, shapes under expert tensor parallelism and attributes we take o
 a distributed checkpoint. So checkpoints are those of SequentialMLP and TEGroupedMLP, to the name and to the shape.
 """
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.activations import fast_gelu, squared_relu
@@ -26,6 +30,13 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from hybrid_ep.moe import grouped_mm, weighted_activation
 from megatron_patches import seams, settings
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_patches.patch_set import Replace
 
 # activation function of the configuration -> (plain, gated) kind of weighted_activation
 KINDS = {
@@ -52,7 +63,7 @@ UNSUPPORTED = {
 MATRICES = {"weight1": "linear_fc1", "weight2": "linear_fc2"}  # our parameter -> Megatron's module
 
 
-def check_supported(config):
+def check_supported(config: TransformerConfig) -> str:
     """The kind of weighted activation; ValueError that names every option these experts do not work with."""
     found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None)]
     modules = {*(getattr(config, "recompute_modules", None) or ()), *(getattr(config, "offload_modules", None) or ())}
@@ -68,6 +79,7 @@ def check_supported(config):
         found.append("--moe-apply-probs-on-input with a top-k above 1")
     if found:
         raise ValueError(f"--hybrid-ep-grouped-gemm does not work with {', '.join(found)}: drop them, or the flag")
+    assert kind is not None  # or it were in `found`
     return kind
 
 
@@ -80,16 +92,17 @@ class GroupedExperts(MegatronModule):
     that is not supported.
     """
 
-    def __init__(self, num_local_experts, config, submodules=None, pg_collection=None, name=None):
+    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules | None = None,
+                 pg_collection: ProcessGroupCollection = None, name: str | None = None) -> None:
         kind = check_supported(config)
         if config.moe_ffn_hidden_size != config.ffn_hidden_size:  # MLP reads the dense width for its second matrix
             config = copy.deepcopy(config)
             config.ffn_hidden_size = config.moe_ffn_hidden_size
         super().__init__(config=config)
         self.kind, self.num_local_experts = kind, num_local_experts
-        self.backend = settings.current().grouped_gemm_backend
+        self.backend = settings.current().experts.backend
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
-        expert = None
+        expert: MLP
         for local in range(num_local_experts):
             expert = MLP(
                 config,
@@ -109,16 +122,18 @@ class GroupedExperts(MegatronModule):
         # Megatron's description of one expert, asked when a checkpoint is made. In a tuple: not a submodule of ours.
         self._described_by = (expert,)
 
-    def expert_weights(self, local):
+    def expert_weights(self, local: int) -> dict[str, torch.Tensor]:
         """{"linear_fc1.weight": [F1, H], "linear_fc2.weight": [H, F]}: one expert's matrices, views of ours."""
         return {f"{linear}.weight": getattr(self, own)[local] for own, linear in MATRICES.items()}
 
-    def expert_ids(self):
+    def expert_ids(self) -> Sequence[int]:
         """The logical experts on this rank, in the order of the stacks; re-homing replaces this."""
         first = self.ep_group.rank() * self.num_local_experts
         return range(first, first + self.num_local_experts)
 
-    def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs, clones=None):
+    def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor,
+                permuted_probs: torch.Tensor,
+                clones: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, None]:
         """([P, H], None): expert outputs times their probabilities; rows behind the last expert's come out as zeros.
 
         permuted_local_hidden_states [P, H] by expert; tokens_per_expert int [E] on the host or on the device, with a
@@ -127,41 +142,43 @@ class GroupedExperts(MegatronModule):
         clones: (weights like weight1 [S, F1, H], like weight2 [S, H, F]) of S further experts, which live elsewhere
         and whose rows follow; tokens_per_expert is [E + S] then."""
         rows, probs = permuted_local_hidden_states, permuted_probs.float()
+        weights: torch.Tensor | None = probs
         if self.config.moe_apply_probs_on_input:
-            rows, probs = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
+            rows, weights = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
         ends, tail = self.group_ends(tokens_per_expert, rows)
-        stacks = [(own.transpose(1, 2),) for own in (self.weight1, self.weight2)]
-        first_rows = (0,)
+        stacks: list[tuple[torch.Tensor, ...]] = [(own.transpose(1, 2),) for own in (self.weight1, self.weight2)]
+        first_rows: tuple[int, ...] = (0,)
         if clones is not None:
             stacks = [(*own, more.transpose(1, 2)) for own, more in zip(stacks, clones, strict=True)]
             first_rows = (0, int(tokens_per_expert[: self.num_local_experts].sum()))
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows}
         h = grouped_mm(rows, stacks[0], ends, **how)
-        h = weighted_activation(h, probs, self.kind)
+        h = weighted_activation(h, weights, self.kind)
         return grouped_mm(h, stacks[1], ends, **how), None
 
     @staticmethod
-    def group_ends(tokens_per_expert, rows):
+    def group_ends(tokens_per_expert: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """(int32 [E] on the rows' device: where each expert's rows end, whether rows may lie behind the last)."""
         ends = tokens_per_expert.cumsum(0)
         tail = ends.device.type != "cpu" or int(ends[-1]) != rows.shape[0]
         return ends.to(device=rows.device, dtype=torch.int32, non_blocking=True), tail
 
-    def backward_dw(self):
+    def backward_dw(self) -> None:
         """Nothing is left to do: weight gradients are made in the backward pass."""
 
     # ---- checkpoints
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for local in range(self.num_local_experts):
             for name, weight in self.expert_weights(local).items():
                 key = f"{prefix}local_experts.{local}.{name}"
                 destination[key] = weight if keep_vars else weight.detach()
                 destination[key.removesuffix("weight") + "_extra_state"] = None  # Megatron's linears have one too
 
-    def _load_from_state_dict(self, state_dict, prefix, _metadata, strict, missing, unexpected, errors):
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any], strict: bool,
+                              missing: list[str], unexpected: list[str], errors: list[str]) -> None:
         """Takes SequentialMLP's names, TEGroupedMLP's, and what sharded_state_dict returns."""
-        known = set()
+        known: set[str] = set()
         for own, linear in MATRICES.items():
             parameter = getattr(self, own)
             layouts = (
@@ -187,7 +204,8 @@ class GroupedExperts(MegatronModule):
             unexpected.extend(key for key in state_dict
                               if key.startswith(prefix) and key not in known and "_extra_state" not in key)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+                           metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """What SequentialMLP returns, a stacked parameter a matrix in place of an entry an expert.
 
         Each is a factory of the very ShardedTensors that SequentialMLP makes, so a checkpoint (and the distributed
@@ -195,7 +213,8 @@ class GroupedExperts(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)  # as SequentialMLP does: a caller may give none
         singles = bool((metadata or {}).get("singleton_local_shards", False))
         ids, total = self.expert_ids(), self.ep_group.size() * self.num_local_experts
-        per_matrix, others = {own: [] for own in MATRICES}, {}
+        per_matrix: dict[str, list[ShardedTensor | ShardedTensorFactory]] = {own: [] for own in MATRICES}
+        others: dict[str, Any] = {}
         for local, expert in enumerate(ids):
             offsets = sharded_offsets if singles else (*sharded_offsets, (len(sharded_offsets), expert, total))
             inside = f"{prefix}local_experts.{local}."
@@ -211,7 +230,8 @@ class GroupedExperts(MegatronModule):
         stacked = {f"{prefix}{own}": _factory(getattr(self, own), entries) for own, entries in per_matrix.items()}
         return stacked | others
 
-    def _describe(self, local, prefix, offsets, metadata):
+    def _describe(self, local: int, prefix: str, offsets: tuple[tuple[int, int, int], ...],
+                  metadata: dict[str, Any] | None) -> dict[str, Any]:
         """Megatron's sharded_state_dict of one expert, over views of our parameters."""
         (expert,) = self._described_by
         for name, weight in self.expert_weights(local).items():
@@ -223,24 +243,24 @@ class GroupedExperts(MegatronModule):
                 getattr(expert, linear).weight.data = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-def _stacked_like(weight, num_experts):
+def _stacked_like(weight: torch.nn.Parameter, num_experts: int) -> torch.nn.Parameter:
     """An empty parameter [num_experts, *weight.shape] with what Megatron noted on the weight of one expert."""
     stacked = torch.nn.Parameter(weight.new_empty(num_experts, *weight.shape), requires_grad=weight.requires_grad)
     for name in ("allreduce", "tensor_model_parallel", "partition_stride"):
         if hasattr(weight, name):
             setattr(stacked, name, getattr(weight, name))
-    if getattr(weight, "partition_dim", -1) >= 0:
-        stacked.partition_dim = weight.partition_dim + 1
-    elif hasattr(weight, "partition_dim"):
-        stacked.partition_dim = weight.partition_dim
+    if hasattr(weight, "partition_dim"):
+        dim = weight.partition_dim
+        setattr(stacked, "partition_dim", dim + 1 if dim >= 0 else dim)  # noqa: B010 - Megatron's attribute
     return stacked
 
 
-def _factory(parameter, entries):
+def _factory(parameter: torch.nn.Parameter,
+             entries: Sequence[ShardedTensor | ShardedTensorFactory]) -> ShardedTensorFactory:
     """One ShardedTensorFactory over [E, ...] from Megatron's entries (tensors or factories) of the E experts."""
     own_key = entries[0].key
 
-    def build(key, stacked, replica_id, flattened_range):
+    def build(key: str, stacked: torch.Tensor, replica_id: tuple[int, ...], flattened_range: slice | None) -> list[Any]:
         before = key.removesuffix(own_key)  # the optimizer puts its states' names there
         parts = []
         for entry, data in zip(entries, stacked.unbind(0), strict=True):
@@ -251,7 +271,7 @@ def _factory(parameter, entries):
             parts.append(part.build() if isinstance(part, ShardedTensorFactory) else part)
         return parts
 
-    def merge(parts):
+    def merge(parts: list[Any]) -> torch.Tensor:
         return torch.stack([
             entry.merge_fn(part) if isinstance(entry, ShardedTensorFactory) else part
             for entry, part in zip(entries, parts, strict=True)
@@ -260,7 +280,7 @@ def _factory(parameter, entries):
     return ShardedTensorFactory(own_key, parameter, build, merge, entries[0].replica_id)
 
 
-def grouped_experts_spec(submodules=None):
+def grouped_experts_spec(submodules: MLPSubmodules | None = None) -> ModuleSpec | Callable[..., GroupedExperts]:
     """What the `experts` field of MoESubmodules takes: a ModuleSpec on megatron-core 0.16, a builder from 0.17 on.
 
     submodules: MLPSubmodules that build one expert, Megatron's own parallel linears when None."""
@@ -269,19 +289,20 @@ def grouped_experts_spec(submodules=None):
     return functools.partial(GroupedExperts, submodules=submodules)
 
 
-def layer_init(original):
+def layer_init(original: Callable[..., None]) -> Callable[..., None]:
     """A replacement for MoELayer.__init__ that builds our experts when the settings ask for them."""
 
     @functools.wraps(original)
-    def __init__(self, config, submodules=None, *args, **keywords):
-        if settings.current().grouped_gemm and submodules is not None:
+    def __init__(self: MoELayer, config: TransformerConfig, submodules: MoESubmodules | None = None, *args: Any,
+                 **keywords: Any) -> None:
+        if settings.current().experts.grouped and submodules is not None:
             submodules = dataclasses.replace(submodules, experts=grouped_experts_spec())
         original(self, config, submodules, *args, **keywords)
 
     return __init__
 
 
-def install(replace):
+def install(replace: Replace) -> None:
     """Put layer_init in place through `replace(owner, name, value)`, which remembers how to undo it."""
     layer = importlib.import_module(f"{seams.MOE}.moe_layer").MoELayer
     replace(layer, "__init__", layer_init(layer.__init__))

@@ -5,6 +5,8 @@ iteration begins and ends, so that any script is served. `hybrid_ep.balance.coll
 sums them over the job with the last iteration, and writes what there is when the run ends before that.
 """
 
+from __future__ import annotations
+
 import atexit
 import functools
 import os
@@ -12,6 +14,9 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,48 +25,24 @@ from hybrid_ep.balance.collector import LoadCollector
 from hybrid_ep.balance.statistics import parse_range
 from megatron_patches import settings
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 NAMES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
-SENTENCE = "iterations and routers are counted"
-_collector = None
+_collector: LoadCollector | None = None
 _iteration = 0
 
 
-def add_arguments(group):
-    """The two flags, in our group of Megatron's parser."""
-    group.add_argument(
-        "--hybrid-ep-load-stats",
-        default=None,
-        metavar="PATH",
-        help="Write tokens per layer and expert here: .jsonl, or a folder in TensorRT-LLM's format. Works with every "
-        "dispatcher, also without --hybrid-ep.",
-    )
-    group.add_argument(
-        "--hybrid-ep-load-stats-range",
-        default=None,
-        metavar="FIRST-LAST",
-        help="Iterations to count, both included.",
-    )
-
-
-def from_args(args):
-    """Fields of `Settings` from parsed arguments. ValueError when one flag lacks the other."""
-    path, text = args.hybrid_ep_load_stats, args.hybrid_ep_load_stats_range
-    if (path is None) != (text is None):
-        have, lack = ("", "-range 100-200") if text is None else ("-range", " PATH")
-        raise ValueError(f"--hybrid-ep-load-stats{have} needs --hybrid-ep-load-stats{lack}: add it")
-    return {} if path is None else {"load_stats": path, "load_stats_range": parse_range(text)}
-
-
-def wanted():
+def wanted() -> tuple[str, int, int] | None:
     """(path, first, last) of the settings, else of TensorRT-LLM's variables, else None."""
-    now = settings.current()
-    if now.load_stats is not None:
-        return now.load_stats, *now.load_stats_range
+    asked = settings.current().load_stats
+    if asked.path is not None and asked.iterations is not None:
+        return asked.path, *asked.iterations
     text = env.get("EXPERT_STATISTIC_ITER_RANGE")
     if text is None:
         return None
@@ -71,11 +52,11 @@ def wanted():
     return env.get("EXPERT_STATISTIC_PATH"), first, stop - 1
 
 
-def layer_init(original):
+def layer_init(original: Callable[..., None]) -> Callable[..., None]:
     """A replacement for MoELayer.__init__ that counts what the layer's router decides, where that is asked for."""
 
     @functools.wraps(original)
-    def __init__(self, *args, **keywords):
+    def __init__(self: MoELayer, *args: Any, **keywords: Any) -> None:
         original(self, *args, **keywords)
         asked = wanted()
         if asked is not None:
@@ -84,11 +65,11 @@ def layer_init(original):
     return __init__
 
 
-def schedule(original):
+def schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement for one of Megatron's schedules: a call that trains is an iteration."""
 
     @functools.wraps(original)
-    def forward_backward(*args, **keywords):
+    def forward_backward(*args: Any, **keywords: Any) -> Any:
         global _iteration
         if _collector is None or keywords.get("forward_only", False):
             return original(*args, **keywords)
@@ -105,7 +86,7 @@ def schedule(original):
     return forward_backward
 
 
-def release():
+def release() -> None:
     """Forget the collector, after writing what it has."""
     global _collector, _iteration
     if _collector is not None:
@@ -114,7 +95,7 @@ def release():
     _collector, _iteration = None, 0
 
 
-def _count(layer, asked):
+def _count(layer: MoELayer, asked: tuple[str, int, int]) -> None:
     """Hook the layer's router. Counted in training and where gradients are recorded: once, also with recomputation."""
     global _collector
     config = layer.config
@@ -128,32 +109,32 @@ def _count(layer, asked):
         _on_sigterm()
     collector, owner = _collector, weakref.ref(layer)  # no cycle, and nothing in the layer that pickles
 
-    def hook(router, _inputs, output):
+    def hook(router: torch.nn.Module, _inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
         if collector.counting and router.training and torch.is_grad_enabled():
             collector.add(_number(owner()), output[1])
 
     layer.router.register_forward_hook(hook)
 
 
-def _number(layer):
+def _number(layer: MoELayer) -> int:
     """Megatron's layer number, from 1; layers that predict further tokens come after the others."""
     number = layer.layer_number or 0
     return number + layer.config.num_layers if getattr(layer, "is_mtp_layer", False) else number
 
 
-def _iteration_of_script():
+def _iteration_of_script() -> int | None:
     """The number that Megatron's training loop prints for the iteration under way; None in other loops."""
     module = sys.modules.get("megatron.training.global_vars")
     done = getattr(getattr(module, "_GLOBAL_ARGS", None), "curr_iteration", None)
     return None if done is None else done + 1
 
 
-def _on_sigterm():
+def _on_sigterm() -> None:
     """A launcher ends the others with SIGTERM when a rank fails: write first. A handler of the script's own stays."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return
 
-    def handler(number, _frame):
+    def handler(number: int, _frame: FrameType | None) -> None:
         if _collector is not None:
             _collector.close("SIGTERM")
         signal.signal(number, signal.SIG_DFL)

@@ -7,11 +7,20 @@ One view of three layouts: the distributed optimizer (a contiguous range of each
 bounds), the mixed-precision one (all of it, with an fp32 copy) and the fp32 one (all of it, the parameter itself).
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
 MAIN = "main"  # the fp32 copy that the optimizer updates, where it is not the parameter's own memory
+FindMain = Callable[[], tuple[int, int, torch.Tensor]]  # () -> (start, end, main parameter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +33,10 @@ class Shard:
 
     start: int = 0
     end: int = 0
-    tensors: dict = dataclasses.field(default_factory=dict)
-    scalars: dict = dataclasses.field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def part(self, first, size):
+    def part(self, first: int, size: int) -> Shard:
         """What is kept of elements [first, first + size), counted from the first of them; an empty Shard if nothing."""
         start, end = max(self.start, first), min(self.end, first + size)
         if start >= end:
@@ -43,20 +52,20 @@ class OptimizerStates:
     CPU offload, FSDP, layer-wise ones, more than one optimizer instance.
     """
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
         self.parts = [p for p in getattr(optimizer, "chained_optimizers", [optimizer]) if p.optimizer is not None]
-        self._find = {}  # parameter -> function of no argument -> (start, end, main)
+        self._find: dict[torch.nn.Parameter, tuple[torch.optim.Optimizer, FindMain]] = {}
         for part in self.parts:
             _check(part)
             for parameter, find in _entries(part):
                 self._find[parameter] = (part.optimizer, find)
 
     @property
-    def inner(self):
+    def inner(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers, dense parameters before experts."""
         return [part.optimizer for part in self.parts]
 
-    def shard(self, parameter):
+    def shard(self, parameter: torch.nn.Parameter) -> Shard:
         """`Shard` of a model parameter; an empty one if this rank keeps nothing of it."""
         if parameter not in self._find:
             return Shard()
@@ -69,7 +78,8 @@ class OptimizerStates:
             tensors[MAIN] = main.detach().view(-1)
         return Shard(start, end, tensors, {k: v for k, v in state.items() if k not in same})
 
-    def set_state(self, parameter, tensors, scalars):
+    def set_state(self, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor],
+                  scalars: dict[str, Any]) -> None:
         """Create the state that a fresh optimizer lacks: flat tensors and scalars, as `shard` gives them, less MAIN."""
         inner, find = self._find[parameter]
         main = find()[2]
@@ -78,7 +88,7 @@ class OptimizerStates:
             inner.state[main][name] = value.clone().view(main.shape)
 
 
-def _check(part):
+def _check(part: MegatronOptimizer) -> None:
     config, name = part.config, type(part).__name__
     for flag in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(config, flag, False):
@@ -93,7 +103,7 @@ def _check(part):
         raise ValueError(f"--optimizer: expert balancing cannot move the state of {name}; use adam or sgd")
 
 
-def _entries(part):
+def _entries(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, FindMain]]:
     """(model parameter, () -> (start, end, main parameter)) of one Megatron optimizer."""
     if hasattr(part, "model_param_group_index_map"):
         for parameter, (group, order) in part.model_param_group_index_map.items():
@@ -105,11 +115,15 @@ def _entries(part):
                  for pair in zip(models, mains, strict=True)]
         pairs += [(p, p) for group in part.fp32_from_fp32_groups for p in group]
     for parameter, main in pairs:
-        yield parameter, lambda main=main: (0, main.numel(), main)
+        yield parameter, functools.partial(_whole, main)
 
 
-def _range_of(part, parameter, group, order):
-    def find():
+def _whole(main: torch.Tensor) -> tuple[int, int, torch.Tensor]:
+    return 0, main.numel(), main
+
+
+def _range_of(part: MegatronOptimizer, parameter: torch.nn.Parameter, group: int, order: int) -> FindMain:
+    def find() -> tuple[int, int, torch.Tensor]:
         elements = part._get_model_param_range_map(parameter)["param"]
         return elements.start, elements.end, part.optimizer.param_groups[group]["params"][order]
 

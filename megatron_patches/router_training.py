@@ -10,18 +10,31 @@ Without an auxiliary loss there is nothing to ride on, and each rank judges its 
 forward passes only, recomputation not counted twice.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_ep.moe import RouterGuard, check_gates, routing_statistics, tie_break
 from megatron_patches import router_guard, seams, settings
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_patches.patch_set import Replace
+    from megatron_patches.settings import Router
+
 log = logging.getLogger("hybrid_ep.moe")
-_watched = {}  # global layer number -> TopK; a rank's routers, replaced when a model is built anew
-_guards = {}  # global layer number -> RouterGuard
+_ComputeTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+# (names that are reduced, a name's values, set them)
+_Access = tuple[list[str], Callable[[str], torch.Tensor], Callable[[str, torch.Tensor], None]]
+_watched: dict[int, TopK] = {}  # global layer number -> TopK; a rank's routers, replaced when a model is built anew
+_guards: dict[int, RouterGuard] = {}  # global layer number -> RouterGuard
 
 
 class TopK:
@@ -30,23 +43,28 @@ class TopK:
     Has the one method of Megatron's RouterReplay that the router calls. Probabilities are gathered from the scores,
     so the tie-break changes who is chosen among equals and nothing else."""
 
-    def __init__(self, router, wanted):
+    def __init__(self, router: TopKRouter, wanted: Router) -> None:
         self.router, self.wanted = router, wanted
-        self.layer_number, self.counted = None, None
+        self.layer_number: int | None = None  # as RouterReplay's; Megatron sets it
+        self.counted: torch.Tensor | None = None
 
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+    def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: int | None = None,
+                        group_topk: int | None = None,
+                        default_compute_topk: _ComputeTopk | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, indices), each [T, topk], of scores [T, num_experts]."""
-        if self.wanted.router_tie_break:
+        if self.wanted.tie_break:
             first_token = _first_token(self.router, scores.shape[0])
             indices = untied_topk(scores.detach(), topk, num_groups, group_topk, first_token)
             values = scores.gather(1, indices)
         else:
+            if default_compute_topk is None:
+                raise ValueError("default_compute_topk is None: give the function that chooses without a tie-break")
             values, indices = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self.wanted.router_guard != "off" and self.router.training and torch.is_grad_enabled():
+        if self.wanted.guard != "off" and self.router.training and torch.is_grad_enabled():
             self._count(scores, topk, indices)
         return values, indices
 
-    def _count(self, scores, topk, indices):
+    def _count(self, scores: torch.Tensor, topk: int, indices: torch.Tensor) -> None:
         if self.router.layer_number is None:
             return
         _watched[self.router.layer_number] = self
@@ -55,10 +73,13 @@ class TopK:
         self.counted = here if self.counted is None else self.counted + here
 
 
-def untied_topk(scores, topk, num_groups, group_topk, first_token):
+def untied_topk(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None,
+                first_token: int) -> torch.Tensor:
     """int64 [T, topk]: what Megatron's top-k chooses, limited to groups or not, exact ties decided by tie_break."""
     places = tie_break(scores, first_token)
     if group_topk:
+        if num_groups is None:
+            raise ValueError(f"num_groups is None with group_topk={group_topk}: give the number of groups of experts")
         # group_limited_topk's own comparison, by sums of scores: places say nothing about sums.
         grouped = scores.view(scores.shape[0], num_groups, -1)
         sums = grouped.topk(topk // group_topk, dim=-1).values.sum(dim=-1)
@@ -68,7 +89,7 @@ def untied_topk(scores, topk, num_groups, group_topk, first_token):
     return places.topk(topk, dim=1).indices
 
 
-def _first_token(router, num_tokens):
+def _first_token(router: TopKRouter, num_tokens: int) -> int:
     """Index of this rank's first token among all tokens of the micro-batch; tensor parallel replicas agree on it."""
     group = router.tp_dp_cp_group if hasattr(router, "tp_dp_cp_group") else None
     if group is None:
@@ -78,26 +99,26 @@ def _first_token(router, num_tokens):
     return rank // replicas * num_tokens
 
 
-def router_init(original):
+def router_init(original: Callable[..., None]) -> Callable[..., None]:
     """A replacement for TopKRouter.__init__ that puts guards on the routers the settings ask for."""
 
     @functools.wraps(original)
-    def __init__(self, *args, **keywords):
+    def __init__(self: TopKRouter, *args: Any, **keywords: Any) -> None:
         original(self, *args, **keywords)
-        wanted = settings.current()
-        if not wanted.guards_routers:
+        wanted = settings.current().router
+        if not wanted.watches:
             return
         _check_supported(self)
         self.router_replay = TopK(self, wanted)
-        if wanted.router_guard != "off":
+        if wanted.guard != "off":
             # With the tie-break gates may be equal, for training to part them; NaN and Inf stay what they are.
-            router_guard.attach_one(self, _gate_checker(wanted.router_guard, not wanted.router_tie_break))
+            router_guard.attach_one(self, _gate_checker(wanted.guard, not wanted.tie_break))
 
     return __init__
 
 
-def _gate_checker(mode, distinct):
-    def check(router):
+def _gate_checker(mode: str, distinct: bool) -> Callable[[TopKRouter], None]:
+    def check(router: TopKRouter) -> None:
         name = f"layer {router.layer_number}"
         try:
             check_gates({name: router.weight}, distinct=distinct)
@@ -109,7 +130,7 @@ def _gate_checker(mode, distinct):
     return check
 
 
-def _check_supported(router):
+def _check_supported(router: TopKRouter) -> None:
     config = router.config
     found = [flag for flag, on in (
         ("--moe-router-fusion", config.moe_router_fusion),
@@ -124,14 +145,14 @@ def _check_supported(router):
 
 # ---- the reduction
 
-def reduction(original, values_of):
+def reduction(original: Callable[..., Any], values_of: Callable[..., _Access]) -> Callable[..., Any]:
     """A replacement for Megatron's reduction of auxiliary losses that carries the routers' counts along.
 
     values_of(arguments) -> (names, get, set): the names that are reduced, and access to a name's values."""
 
     @functools.wraps(original)
-    def reduce(*args, **keywords):
-        if settings.current().router_guard == "off":
+    def reduce(*args: Any, **keywords: Any) -> Any:
+        if settings.current().router.guard == "off":
             return original(*args, **keywords)
         names, get, put = values_of(*args, **keywords)
         if not names:
@@ -158,18 +179,18 @@ def reduction(original, values_of):
     return reduce
 
 
-def judge(tables):
+def judge(tables: Mapping[int, torch.Tensor]) -> dict[int, dict[str, float]]:
     """{layer number: {"tie_fraction", "load_ratio"}} of {layer number: statistics}; warns or raises RouterError.
 
     Megatron averages over data parallel ranks where it does not sum; ties and load are ratios and do not notice."""
-    wanted = settings.current()
+    wanted = settings.current().router
     seen = {}
     for number, table in sorted(tables.items()):
         if number not in _guards:
-            _guards[number] = RouterGuard(wanted.router_max_tie_fraction, wanted.router_max_load_ratio,
-                                          action=wanted.router_guard)
+            _guards[number] = RouterGuard(wanted.max_tie_fraction, wanted.max_load_ratio,
+                                          action=wanted.guard)
         guard = _guards[number]
-        if wanted.router_tie_break:
+        if wanted.tie_break:
             guard.max_tie_fraction = None  # ties are taken care of
         seen[number] = guard.step(table, f"layer {number}")
     for topk in _watched.values():
@@ -177,19 +198,19 @@ def judge(tables):
     return seen
 
 
-def forget():
+def forget() -> None:
     """Forget all routers and their history; a new model starts anew."""
     _watched.clear()
     _guards.clear()
 
 
 @functools.cache
-def _say_local():
+def _say_local() -> None:
     log.warning("no auxiliary loss is tracked, so that nothing is reduced that router statistics could ride on: each "
                 "rank judges the tokens it routed itself")
 
 
-def _num_experts():
+def _num_experts() -> int:
     """Columns of the table; a pipeline rank without a router asks Megatron's arguments."""
     for topk in _watched.values():
         return topk.router.config.num_moe_experts
@@ -200,24 +221,24 @@ def _num_experts():
                            "the number of experts: call it after a training step") from error
 
 
-def _old_tracker(track_names=None, pg_collection=None):
+def _old_tracker(track_names: str | list[str] | None = None, pg_collection: object = None) -> _Access:
     tracker = importlib.import_module(f"{seams.MOE}.moe_utils").get_moe_layer_wise_logging_tracker()
     names = list(tracker) if track_names is None else list(track_names)
 
-    def put(name, values):
+    def put(name: str, values: torch.Tensor) -> None:
         tracker[name]["values"] = values
 
     return names, lambda name: tracker[name]["values"], put
 
 
-def _new_tracker(tracker, metric_names, pg_collection=None):
-    def put(name, values):
+def _new_tracker(tracker: Any, metric_names: Sequence[str], pg_collection: object = None) -> _Access:
+    def put(name: str, values: torch.Tensor) -> None:
         tracker.metrics[name].values = values
 
     return [n for n in metric_names if n in tracker.metrics], lambda name: tracker.metrics[name].values, put
 
 
-def install(replace):
+def install(replace: Replace) -> None:
     """Put router_init and the reduction in place through `replace(owner, name, value)`, which can undo it."""
     router = importlib.import_module(f"{seams.MOE}.router").TopKRouter
     replace(router, "__init__", router_init(router.__init__))

@@ -5,14 +5,19 @@ that moves one is refused with the sentence that says which. `check()` returns t
 raises.
 """
 
+from __future__ import annotations
+
 import importlib
 import inspect
 import re
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
 
 SUPPORTED = ((0, 16), (0, 19))  # first and last minor release this package was tested with
 MOE = "megatron.core.transformer.moe"
 
-# What Megatron may ask of our manager; dispatcher.HybridEPManager has them all, a test compares.
+# What Megatron may ask of our manager; manager.HybridEPManager has them all, a test compares.
 MANAGER_FACE = frozenset(
     {
         "setup_metadata",
@@ -54,7 +59,7 @@ class SeamError(RuntimeError):
     """Megatron-Core is missing, of an unknown version, or a place we patch has changed."""
 
 
-def core_version():
+def core_version() -> tuple[int, int, int]:
     """(major, minor, patch) of the megatron-core that would be imported. Raises SeamError without one."""
     try:
         info = importlib.import_module("megatron.core.package_info")
@@ -66,11 +71,11 @@ def core_version():
     return int(info.MAJOR), int(info.MINOR), int(info.PATCH)
 
 
-def _parameters(function):
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-def _check_version():
+def _check_version() -> str | None:
     version = core_version()
     low, high = SUPPORTED
     if not low <= version[:2] <= high:
@@ -79,9 +84,10 @@ def _check_version():
             f"megatron-core {text} is outside {low[0]}.{low[1]} - {high[0]}.{high[1]}, "
             "the releases known here; install one of those, or a newer megatron_patches"
         )
+    return None
 
 
-def _check_moe_layer():
+def _check_moe_layer() -> str | None:
     layer = importlib.import_module(f"{MOE}.moe_layer")
     cls = getattr(layer, "MoEFlexTokenDispatcher", None)
     if not inspect.isclass(cls):
@@ -91,9 +97,10 @@ def _check_moe_layer():
         return f"MoEFlexTokenDispatcher.__init__ takes {_parameters(cls.__init__)}, not {want}"
     if "MoEFlexTokenDispatcher(" not in inspect.getsource(layer.MoELayer.__init__):
         return "MoELayer.__init__ no longer builds MoEFlexTokenDispatcher by that name"
+    return None
 
 
-def _check_base_class():
+def _check_base_class() -> str | None:
     tokens = importlib.import_module(f"{MOE}.token_dispatcher")
     base, flex = tokens.MoETokenDispatcher, tokens.MoEFlexTokenDispatcher
     if _parameters(base.__init__) != ("self", "config", "pg_collection"):
@@ -103,9 +110,10 @@ def _check_base_class():
     missing += [name for name in DISPATCHER_METHODS if not callable(getattr(flex, name, None))]
     if missing:
         return f"the flex token dispatcher lacks {', '.join(missing)}"
+    return None
 
 
-def _check_manager_face():
+def _check_manager_face() -> str | None:
     """Every attribute Megatron reads from a manager must be one ours has."""
     tokens = importlib.import_module(f"{MOE}.token_dispatcher")
     source = inspect.getsource(tokens.MoEFlexTokenDispatcher)
@@ -118,9 +126,10 @@ def _check_manager_face():
     unknown = set(re.findall(r"_comm_manager\.(\w+)", source)) - MANAGER_FACE - OPTIONAL_FACE
     if unknown:
         return f"Megatron asks new things of a communication manager: {', '.join(sorted(unknown))}"
+    return None
 
 
-def _check_backend_name():
+def _check_backend_name() -> str | None:
     """1F1B overlap keeps or frees tensors by the backend's name; under another, backward reads freed ones."""
     config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
     if "hybridep" not in str(config.__annotations__.get("moe_flex_dispatcher_backend", "")):
@@ -128,9 +137,10 @@ def _check_backend_name():
     calls = importlib.import_module("megatron.core.models.gpt.fine_grained_callables")
     if '"hybridep"' not in inspect.getsource(calls):
         return "the 1F1B overlap schedule (fine_grained_callables) no longer knows the backend 'hybridep'"
+    return None
 
 
-def _check_fused_a2a():
+def _check_fused_a2a() -> str | None:
     fused = importlib.import_module(f"{MOE}.fused_a2a")
     tokens = importlib.import_module(f"{MOE}.token_dispatcher")
     absent = [
@@ -145,9 +155,10 @@ def _check_fused_a2a():
     ]
     if absent:
         return f"{', '.join(absent)} moved"
+    return None
 
 
-def _check_experts():
+def _check_experts() -> str | None:
     """What experts.py stands on: how MoELayer is given its experts, how MLP builds and describes one."""
     layer = importlib.import_module(f"{MOE}.moe_layer")
     mlp = importlib.import_module("megatron.core.transformer.mlp")
@@ -169,9 +180,10 @@ def _check_experts():
     want = {"key", "data", "build_fn", "merge_fn", "replica_id"}
     if missing := want - set(mapping.ShardedTensorFactory.__dataclass_fields__):
         return f"ShardedTensorFactory lacks {', '.join(sorted(missing))}"
+    return None
 
 
-def metrics_reduction():
+def metrics_reduction() -> tuple[ModuleType | type, str]:
     """(owner, name) of the function that reduces Megatron's auxiliary losses over ranks, whichever release it is."""
     try:
         logging = importlib.import_module(f"{MOE}.moe_logging")  # from 0.18 on
@@ -180,7 +192,7 @@ def metrics_reduction():
     return logging.MoEMetricsTracker, "_sync_metrics"
 
 
-def _check_router():
+def _check_router() -> str | None:
     """What router_training.py stands on: the object that top-k asks, and the reduction that statistics ride on."""
     router = importlib.import_module(f"{MOE}.router").TopKRouter
     replay = importlib.import_module(f"{MOE}.router_replay").RouterReplay
@@ -197,6 +209,7 @@ def _check_router():
         return f"{owner.__name__}.{name} moved: statistics have no reduction to ride on"
     if "all_reduce" not in inspect.getsource(getattr(owner, name)):
         return f"{owner.__name__}.{name} reduces nothing"
+    return None
 
 
 CHECKS = {
@@ -217,7 +230,7 @@ NEEDED = {
 }
 
 
-def check(names=tuple(CHECKS)):
+def check(names: Iterable[str] = tuple(CHECKS)) -> dict[str, str]:
     """dict seam -> "ok" or the sentence that says what changed. A check that breaks is a finding too."""
     findings = {}
     for name in names:
@@ -228,7 +241,7 @@ def check(names=tuple(CHECKS)):
     return findings
 
 
-def require(seam):
+def require(seam: str) -> dict[str, str]:
     """Raise SeamError unless all that `seam`, a key of NEEDED, stands on is where we know it."""
     findings = check(NEEDED[seam])
     broken = [f"{name}: {text}" for name, text in findings.items() if text != "ok"]

@@ -1,145 +1,294 @@
 """The switch and its values: what `apply()` or the command line asked of hybrid_ep, one copy a process.
 
-Python callers set them through `apply(...)`; `python -m megatron_patches` sets them when Megatron parses
-`--hybrid-ep`.
+Each field is written once: its name for `apply(...)` and its `--hybrid-ep` flag with the help text stand in the field
+itself (`option`), and `flags` makes the parser's group of them. Python callers set them through `apply(...)`;
+`python -m megatron_patches` sets them when Megatron parses `--hybrid-ep`.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.quantize.CHOICES, which needs torch
 
 BALANCE_MODES = ("off", "exact", "slow", "both")
+CLONING, REHOMING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
 GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Immutable settings; `None` leaves the choice to Megatron's configuration, then to hybrid_ep's default.
+class Option:
+    """How a setting is called: by Python as a keyword of `apply`, on the command line by a flag.
 
-    * `enabled`: build our dispatcher where Megatron asks for flex/hybridep (False: Megatron's own, untouched).
+    flag: None where only Python can give it. argparse: what `add_argument` takes besides. modes: those of --hybrid-ep-
+    balance that read the flag, None for a flag that does not depend on them.
+    """
+
+    name: str
+    flag: str | None
+    argparse: dict[str, Any]
+    modes: tuple[str, ...] | None = None
+
+    @property
+    def attribute(self) -> str:
+        """The flag's name in a parsed namespace."""
+        return (self.flag or "").lstrip("-").replace("-", "_")
+
+
+def option(name: str, default: Any, help: str, *, flag: str = "", modes: tuple[str, ...] | None = None,
+           **argparse: Any) -> Any:
+    """A dataclass field that carries its `Option`. The flag is made of the name where none is given.
+
+    Every flag is absent (None) by default, so that a value which nothing would read can be refused."""
+    flag = flag or "--hybrid-ep-" + name.replace("_", "-")
+    made = Option(name, flag, {"default": None, "help": help, **argparse}, modes)
+    return dataclasses.field(default=default, metadata={"option": made})
+
+
+_SWITCH: dict[str, Any] = {"action": "store_const", "const": True}
+
+
+def _check_integers(**given: int | None) -> None:
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}: give an integer >= 1, or None for the default")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Dispatch and combine. `None` leaves the choice to Megatron's configuration, then to hybrid_ep's default.
+
     * `ranks_per_node`: ranks of the whole job in one NVLink domain (`hybrid_ep.topology`); an EP group inside a domain
       is one node, one that straddles domains unevenly is refused when its first layer is built.
     * `num_sms`: SMs granted to dispatch and to combine (blocks, on the host executor).
     * `tuning`: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     * `timeout_s`: seconds a wait inside hybrid_ep may last before it raises.
     * `dispatch_dtype`: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
-    * `balance`: "off"; "exact" for clones of hot experts, micro-batch by micro-batch (`megatron_patches.balance`);
-      "slow" for experts that change ranks between steps (`megatron_patches.balance_slow`); "both".
-    * `spare_slots`: slots for clones on every rank. `balance_epsilon`: how far above the mean a rank may end.
-    * `balance_interval`: optimizer steps from one placement to the next. `layer_updates_per_iter`: layers that move
-      after one step. `balance_move_cost`: what moving one expert costs, in tokens' worth of time; an expert moves only
-      if the fullest rank saves more within the interval. 0: every gain counts.
-    * `load_stats`: where to write tokens per layer and expert, of iterations `load_stats_range` (first, last), both
-      included; works without `enabled` too (`megatron_patches.load_stats`).
-    * `grouped_gemm`: experts as grouped GEMMs without Transformer Engine (`megatron_patches.experts`).
-    * `grouped_gemm_backend`: who multiplies in them, one of GEMM_BACKENDS, as in `hybrid_ep.moe.grouped_mm`.
-    * `router_guard`: "off", "warn" or "stop" (`megatron_patches.router_training`), with its thresholds
-      `router_max_tie_fraction`, the largest fraction of tokens that tie at the top-k boundary, and
-      `router_max_load_ratio`, the largest load of an expert over the mean (None: any).
-    * `router_tie_break`: among scores that are exactly equal, a hash of token and expert chooses.
     * `buffer_class`: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
-    enabled: bool = True
-    ranks_per_node: int | None = None
-    num_sms: int | None = None
-    timeout_s: float | None = None
-    dispatch_dtype: str | None = None
-    buffer_class: type | None = None
-    balance: str = "off"
-    spare_slots: int = 1
-    balance_epsilon: float = 0.01
-    balance_interval: int = 100
-    layer_updates_per_iter: int = 1
-    balance_move_cost: float = 0.0
-    tuning: str | None = None
-    load_stats: str | None = None
-    load_stats_range: tuple[int, int] | None = None
-    grouped_gemm: bool = False
-    grouped_gemm_backend: str = "auto"
-    router_guard: str = "off"
-    router_max_tie_fraction: float = 0.5
-    router_max_load_ratio: float | None = None
-    router_tie_break: bool = False
+    ranks_per_node: int | None = option(
+        "ranks_per_node", None, type=int, metavar="N",
+        help="Ranks of the job in one NVLink domain; may exceed the expert parallel group.")
+    num_sms: int | None = option(
+        "num_sms", None, type=int, metavar="N",
+        help="SMs for dispatch and for combine; wins over Megatron's own setting.")
+    tuning: str | None = option(
+        "tuning", None, metavar="FILE",
+        help="What `hybrid-ep tune` wrote: SMs and chunks for this device and shape. Given SMs win over the file's.")
+    timeout_s: float | None = option(
+        "timeout_s", None, flag="--hybrid-ep-timeout", type=float, metavar="SECONDS",
+        help="Longest wait inside dispatch or combine before it raises.")
+    dispatch_dtype: str | None = option(
+        "dispatch_dtype", None, choices=DISPATCH_DTYPES,
+        help="What the forward dispatch sends: rows as they are (bf16, the default), or e4m3 with a scale for every "
+        "128 values (fp8) or 32 values (mxfp8). Experts get rows of their own dtype; gradients are not quantised.")
+    buffer_class: type | None = dataclasses.field(
+        default=None, metadata={"option": Option("buffer_class", None, {})})
 
-    @property
-    def clones(self):
-        """Whether hot experts are cloned for a micro-batch."""
-        return self.balance in ("exact", "both")
-
-    @property
-    def rehomes(self):
-        """Whether experts change ranks between steps."""
-        return self.balance in ("slow", "both")
-
-    def __post_init__(self):
-        for name, minimum in (("ranks_per_node", 1), ("num_sms", 1), ("spare_slots", 1), ("balance_interval", 1),
-                              ("layer_updates_per_iter", 1)):
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < minimum
-            ):
-                raise ValueError(
-                    f"{name} is {value!r}: give an integer >= {minimum}, or None for the default"
-                )
+    def __post_init__(self) -> None:
+        _check_integers(ranks_per_node=self.ranks_per_node, num_sms=self.num_sms)
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {self.timeout_s!r}: give seconds > 0, or None for the default")
         if self.dispatch_dtype not in (None, *DISPATCH_DTYPES):
             raise ValueError(
-                f"dispatch_dtype is {self.dispatch_dtype!r}: give one of {', '.join(DISPATCH_DTYPES)}, or None"
-            )
-        if self.balance not in BALANCE_MODES:
-            raise ValueError(f"balance is {self.balance!r}: choose one of {', '.join(BALANCE_MODES)}")
-        if not 0 <= self.balance_epsilon <= 1:
-            raise ValueError(f"balance_epsilon is {self.balance_epsilon!r}: give a fraction from 0 to 1")
-        if not 0 <= self.balance_move_cost < float("inf"):
-            raise ValueError(f"balance_move_cost is {self.balance_move_cost!r}: give tokens >= 0")
-        if (self.load_stats is None) != (self.load_stats_range is None):
+                f"dispatch_dtype is {self.dispatch_dtype!r}: give one of {', '.join(DISPATCH_DTYPES)}, or None")
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """The expert balancer; the keywords of `apply` are in brackets.
+
+    * `mode` (balance): "off"; "exact" for clones of hot experts, micro-batch by micro-batch
+      (`megatron_patches.balance`); "slow" for experts that change ranks between steps
+      (`megatron_patches.balance_slow`); "both".
+    * `spare_slots` (spare_slots): slots for clones on every rank. `epsilon` (balance_epsilon): how far above the mean
+      a rank may end.
+    * `interval` (balance_interval): optimizer steps from one placement to the next. `layer_updates_per_iter`: layers
+      that move after one step. `move_cost` (balance_move_cost): what moving one expert costs, in tokens' worth of
+      time; an expert moves only if the fullest rank saves more within the interval. 0: every gain counts.
+    """
+
+    mode: str = option(
+        "balance", "off", choices=BALANCE_MODES,
+        help="exact: clone hot experts into spare slots for every micro-batch. slow: move experts to other ranks "
+        "between steps. both.")
+    spare_slots: int = option(
+        "spare_slots", 1, modes=CLONING, type=int, metavar="N", help="Slots for clones on every rank.")
+    epsilon: float = option(
+        "balance_epsilon", 0.01, modes=CLONING, type=float, metavar="FRACTION",
+        help="How far above the mean a rank may end.")
+    interval: int = option(
+        "balance_interval", 100, modes=REHOMING, type=int, metavar="STEPS", help="Steps between placements (slow).")
+    layer_updates_per_iter: int = option(
+        "layer_updates_per_iter", 1, modes=REHOMING, type=int, metavar="N", help="Layers moved a step (slow).")
+    move_cost: float = option(
+        "balance_move_cost", 0.0, modes=REHOMING, type=float, metavar="TOKENS",
+        help="What moving an expert costs, in tokens' worth of time (slow).")
+
+    @property
+    def clones(self) -> bool:
+        """Whether hot experts are cloned for a micro-batch."""
+        return self.mode in CLONING
+
+    @property
+    def rehomes(self) -> bool:
+        """Whether experts change ranks between steps."""
+        return self.mode in REHOMING
+
+    def __post_init__(self) -> None:
+        _check_integers(spare_slots=self.spare_slots, balance_interval=self.interval,
+                        layer_updates_per_iter=self.layer_updates_per_iter)
+        if self.mode not in BALANCE_MODES:
+            raise ValueError(f"balance is {self.mode!r}: choose one of {', '.join(BALANCE_MODES)}")
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"balance_epsilon is {self.epsilon!r}: give a fraction from 0 to 1")
+        if not 0 <= self.move_cost < float("inf"):
+            raise ValueError(f"balance_move_cost is {self.move_cost!r}: give tokens >= 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadStats:
+    """Where to write tokens per layer and expert (load_stats), of iterations first to last (load_stats_range), both
+    included; works with hybrid_ep off too (`megatron_patches.load_stats`)."""
+
+    path: str | None = option(
+        "load_stats", None, metavar="PATH",
+        help="Write tokens per layer and expert here: .jsonl, or a folder in TensorRT-LLM's format. Works with every "
+        "dispatcher, also without --hybrid-ep.")
+    iterations: tuple[int, int] | None = option(
+        "load_stats_range", None, metavar="FIRST-LAST", help="Iterations to count, both included.")
+
+    def __post_init__(self) -> None:
+        if (self.path is None) != (self.iterations is None):
             raise ValueError(
-                f"load_stats is {self.load_stats!r} and load_stats_range {self.load_stats_range!r}: give both or none"
-            )
-        self._check_compute()
+                f"load_stats is {self.path!r} and load_stats_range {self.iterations!r}: give both or none")
 
-    def _check_compute(self):
-        self._check_gemm_backend()
-        if self.router_guard not in GUARD_MODES:
-            raise ValueError(f"router_guard is {self.router_guard!r}: choose one of {', '.join(GUARD_MODES)}")
-        if not 0 <= self.router_max_tie_fraction <= 1:
-            raise ValueError(f"router_max_tie_fraction is {self.router_max_tie_fraction!r}: give a fraction 0 to 1")
-        if self.router_max_load_ratio is not None and not self.router_max_load_ratio >= 1:
-            raise ValueError(f"router_max_load_ratio is {self.router_max_load_ratio!r}: give 1 (balance) or more")
 
-    def _check_gemm_backend(self):
-        name = self.grouped_gemm_backend
-        given = f"grouped_gemm_backend (--hybrid-ep-grouped-gemm-backend) is {name!r}"
-        if name not in GEMM_BACKENDS:
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The routed experts' arithmetic (`megatron_patches.experts`).
+
+    * `grouped` (grouped_gemm): experts as grouped GEMMs without Transformer Engine.
+    * `backend` (grouped_gemm_backend): who multiplies in them, one of GEMM_BACKENDS, as in `hybrid_ep.moe.grouped_mm`.
+    """
+
+    grouped: bool = option(
+        "grouped_gemm", False, **_SWITCH,
+        help="Run the routed experts as grouped GEMMs, exact for experts without tokens; needs no Transformer Engine. "
+        "Checkpoints stay Megatron's.")
+    backend: str = option(
+        "grouped_gemm_backend", "auto", choices=GEMM_BACKENDS,
+        help="Who multiplies in these experts: torch's grouped GEMM, Transformer Engine's GroupedLinear (its counts "
+        "wait for the device), a loop, or the first usable of torch and loop (auto, the default).")
+
+    def __post_init__(self) -> None:
+        given = f"grouped_gemm_backend (--hybrid-ep-grouped-gemm-backend) is {self.backend!r}"
+        if self.backend not in GEMM_BACKENDS:
             raise ValueError(f"{given}: choose one of {', '.join(GEMM_BACKENDS)}")
-        if name == "auto":
+        if self.backend == "auto":
             return
-        if not self.grouped_gemm:
+        if not self.grouped:
             raise ValueError(f"{given} without grouped_gemm (--hybrid-ep-grouped-gemm) and does nothing: add it")
         from hybrid_ep.moe.backends import BACKENDS
 
-        if why := BACKENDS[name].absence():
+        if why := BACKENDS[self.backend].absence():
             raise ValueError(f"{given}, but {why}: install it, or choose auto")
 
-    @property
-    def guards_routers(self):
-        """Whether anything is asked of `megatron_patches.router_training`."""
-        return self.router_guard != "off" or self.router_tie_break
 
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """Watching routers (`megatron_patches.router_training`); each keyword of `apply` begins with router_.
+
+    * `guard`: "off", "warn" or "stop", with its thresholds `max_tie_fraction`, the largest fraction of tokens that tie
+      at the top-k boundary, and `max_load_ratio`, the largest load of an expert over the mean (None: any).
+    * `tie_break`: among scores that are exactly equal, a hash of token and expert chooses.
+    """
+
+    guard: str = option(
+        "router_guard", "off", choices=GUARD_MODES,
+        help="Watch routers: gates before the first step, ties and load at every logged step.")
+    max_tie_fraction: float = option(
+        "router_max_tie_fraction", 0.5, type=float, metavar="FRACTION",
+        help="Tokens that may tie exactly at the top-k boundary (default 0.5).")
+    max_load_ratio: float | None = option(
+        "router_max_load_ratio", None, type=float, metavar="RATIO",
+        help="Largest load of an expert over the mean (default: any).")
+    tie_break: bool = option(
+        "router_tie_break", False, **_SWITCH,
+        help="Decide exact ties, and nothing else, by a hash of token and expert; probabilities stay as they are.")
+
+    @property
+    def watches(self) -> bool:
+        """Whether anything is asked of `megatron_patches.router_training`."""
+        return self.guard != "off" or self.tie_break
+
+    def __post_init__(self) -> None:
+        if self.guard not in GUARD_MODES:
+            raise ValueError(f"router_guard is {self.guard!r}: choose one of {', '.join(GUARD_MODES)}")
+        if not 0 <= self.max_tie_fraction <= 1:
+            raise ValueError(f"router_max_tie_fraction is {self.max_tie_fraction!r}: give a fraction 0 to 1")
+        if self.max_load_ratio is not None and not self.max_load_ratio >= 1:
+            raise ValueError(f"router_max_load_ratio is {self.max_load_ratio!r}: give 1 (balance) or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Immutable settings, a part for each thing that can be asked.
+
+    `enabled`: build our dispatcher where Megatron asks for flex/hybridep (False: Megatron's own, untouched).
+    """
+
+    enabled: bool = True
+    exchange: Exchange = Exchange()
+    balance: Balance = Balance()
+    load_stats: LoadStats = LoadStats()
+    experts: Experts = Experts()
+    router: Router = Router()
+
+    @classmethod
+    def of(cls, enabled: bool = True, **given: Any) -> Settings:
+        """Settings of `apply`'s keywords. ValueError for a bad value, TypeError for a keyword nobody knows."""
+        parts: dict[str, Any] = {}
+        unknown = set(given)
+        for part, kind in PARTS.items():
+            fields = {field: made.name for field, made in _options_of(kind) if made.name in given}
+            unknown -= set(fields.values())
+            parts[part] = kind(**{field: given[name] for field, name in fields.items()})
+        if unknown:
+            raise TypeError(f"unknown settings {', '.join(sorted(unknown))}: give some of "
+                            f"{', '.join(made.name for made in OPTIONS)}")
+        return cls(enabled, **parts)
+
+    def flat(self) -> dict[str, Any]:
+        """Every value under its keyword of `apply`, and `enabled`."""
+        values = {made.name: getattr(getattr(self, part), field)
+                  for part, kind in PARTS.items() for field, made in _options_of(kind)}
+        return {"enabled": self.enabled, **values}
+
+
+def _options_of(kind: type[Any]) -> Iterator[tuple[str, Option]]:
+    """(field, option) of one part of the settings."""
+    return ((field.name, field.metadata["option"]) for field in dataclasses.fields(kind))
+
+
+PARTS: dict[str, type[Any]] = {
+    "exchange": Exchange, "balance": Balance, "load_stats": LoadStats, "experts": Experts, "router": Router}
+OPTIONS: tuple[Option, ...] = tuple(made for kind in PARTS.values() for _, made in _options_of(kind))
 
 DISABLED = Settings(enabled=False)
 _current = DISABLED
 
 
-def current():
+def current() -> Settings:
     """The settings in force."""
     return _current
 
 
-def configure(settings):
+def configure(settings: Settings) -> Settings:
     """Put `settings` in force and return those they replace."""
     global _current
     previous, _current = _current, settings

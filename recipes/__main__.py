@@ -1,5 +1,7 @@
 """`python -m recipes` lists the recipes: name and first line of what each says of itself."""
 
+from __future__ import annotations
+
 from recipes import CLUSTER_RECIPES, RECIPES
 
 
@@ -11,7 +13,7 @@ def list_recipes(cluster: bool = False) -> str:
                      else f"{name:<{width}}  {_first_line(make)}" for name, make in shown.items())
 
 
-def _first_line(make) -> str:
+def _first_line(make: object) -> str:
     return (make.__doc__ or "").splitlines()[0]
 
 

@@ -12,12 +12,17 @@ import contextlib
 import importlib.util
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from hybrid_ep.cli.bench.implementations import Case, Dispatched, Implementation, Setting
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 _REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -58,6 +63,7 @@ class MegatronAllToAll(Implementation):
         probs = self.case.probs.detach().requires_grad_()
         done = self._dispatch(hidden, probs)
         output = self._combine(done.rows)
+        assert done.weights is not None  # this dispatcher moves them with the rows
         torch.autograd.backward([output, done.weights], [output.detach(), done.weights.detach()])
 
     def _dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> Dispatched:
@@ -72,7 +78,7 @@ class MegatronAllToAll(Implementation):
         return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(rows)))
 
 
-def _make_dispatcher(case: Case):
+def _make_dispatcher(case: Case) -> MoEAlltoAllTokenDispatcher:
     """Megatron's dispatcher on the case's group; collective (it creates one group per rank)."""
     with _no_compiler():
         if not torch.cuda.is_available():
@@ -99,15 +105,16 @@ def _make_dispatcher(case: Case):
 
 
 @contextlib.contextmanager
-def _no_compiler():
+def _no_compiler() -> Iterator[None]:
     """Megatron decorates functions with torch.compile as it is imported, which loads the whole compiler. The
     alltoall path calls none of them, so while Megatron is imported the decorator does nothing."""
     original = torch.compile
-    torch.compile = lambda function=None, **_: function if function is not None else (lambda inner: inner)
+    idle = lambda function=None, **_: function if function is not None else (lambda inner: inner)  # noqa: E731
+    setattr(torch, "compile", idle)  # noqa: B010 - of another type than what it replaces
     try:
         yield
     finally:
-        torch.compile = original
+        setattr(torch, "compile", original)  # noqa: B010
 
 
 def _install_cpu_support() -> None:

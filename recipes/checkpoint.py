@@ -119,7 +119,7 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -
 
 
 def _open_all(path: Path) -> list[dict[str, Any]]:
-    files = []
+    files: list[dict[str, Any]] = []
     while not files or len(files) < files[0]["num_ranks"]:
         name = path / f"rank_{len(files)}.pt"
         try:
@@ -195,6 +195,7 @@ def _restore_shards(path: Path, model: torch.nn.Module, states: OptimizerStates,
             by_owner.setdefault(id(entry.owner), []).append(entry)
     for of_owner in by_owner.values():
         owner = of_owner[0].owner
+        assert owner is not None  # entries without one were left out above
         shard = states.shard(owner)
         if shard.end == shard.start:
             continue
@@ -214,7 +215,8 @@ def _restore_shards(path: Path, model: torch.nn.Module, states: OptimizerStates,
 
 def _cut(path: Path, name: str, kind: str, parts: list[dict[str, Any]], start: int, end: int) -> torch.Tensor:
     """Elements [start, end) of a parameter's state, out of saved ranges that cover them."""
-    result, missing = None, torch.ones(end - start, dtype=torch.bool, device="cpu")
+    result: torch.Tensor | None = None
+    missing = torch.ones(end - start, dtype=torch.bool, device="cpu")
     for part in parts:
         first, last = max(start, part["start"]), min(end, part["end"])
         if first < last:
@@ -222,7 +224,7 @@ def _cut(path: Path, name: str, kind: str, parts: list[dict[str, Any]], start: i
             result = torch.empty(end - start, dtype=source.dtype, device="cpu") if result is None else result
             result[first - start : last - start] = source[first - part["start"] : last - part["start"]]
             missing[first - start : last - start] = False
-    if missing.any():
+    if result is None or missing.any():
         raise ValueError(f"{path}: {kind} of {name} lacks elements; the checkpoint is damaged, start a new run")
     return result
 

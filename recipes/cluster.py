@@ -10,6 +10,7 @@ import dataclasses
 import re
 import shlex
 from dataclasses import dataclass
+from typing import Any
 
 from recipes.architecture import Architecture
 
@@ -238,7 +239,7 @@ class ClusterRun:
         """Whether embedding and loss count as a layer each in an equal split."""
         return self.architecture.num_layers % (self.pipeline * self.virtual_pipeline) != 0
 
-    def derive(self, **changes: object) -> ClusterRun:
+    def derive(self, **changes: Any) -> ClusterRun:
         """A checked copy; ValueError on an unknown name or a value of the wrong type."""
         fixed = {"recipe", "architecture", "hardware"}
         known = {f.name: type(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in fixed}

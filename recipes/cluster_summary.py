@@ -63,7 +63,8 @@ def candidates(run: ClusterRun, job: step_time.Job) -> list[Candidate]:
     mine = "" if run.dispatcher == "hybrid_ep" else "dispatcher=hybrid_ep"
     tuned = recommend.tune(job.shape, job.cluster, job.dispatch_dtype).num_sms if job.ep > 1 else job.num_sms
     more = " ".join(filter(None, [mine, f"num_sms={tuned}"]))
-    wanted = [("hybrid_ep", "hybrid_ep", job.num_sms, mine),
+    wanted: list[tuple[str, str, int, str | None]] = [
+        ("hybrid_ep", "hybrid_ep", job.num_sms, mine),
               ("alltoall", "a2a", 0, "" if run.dispatcher == "alltoall" else "dispatcher=alltoall")]
     if tuned != job.num_sms:
         wanted.append(("hybrid_ep", "hybrid_ep", tuned, more))
@@ -90,8 +91,8 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
     own = found[0]
     rival = min((c for c in found if c.name != own.name), key=lambda c: c.seconds, default=own)
     if rival.seconds < (1 - _CLOSE) * own.seconds:
-        best = min((c for c in found if c.change is not None), key=lambda c: c.seconds)
-        remedy = "no --set makes it faster" if best is own else "--set " + " --set ".join(best.change.split()) + (
+        best, change = min(((c, c.change) for c in found if c.change is not None), key=lambda c: c[0].seconds)
+        remedy = "no --set makes it faster" if best is own else "--set " + " --set ".join(change.split()) + (
             f" is predicted to take {best.seconds:.2f} s")
         lines.append(f"WARNING: {rival.name} is predicted faster than {own.name} as it is here, {rival.seconds:.2f} s "
                      f"against {own.seconds:.2f} s; {remedy}")

@@ -330,7 +330,7 @@ class RunConfig:
         replaced = {}
         for name, value in changes.items():
             current = getattr(self, name)
-            if dataclasses.is_dataclass(current) and isinstance(value, dict):
+            if dataclasses.is_dataclass(current) and not isinstance(current, type) and isinstance(value, dict):
                 value = _from_dict(type(current), {**dataclasses.asdict(current), **value}, name)
             replaced[name] = value
         return dataclasses.replace(self, **replaced)
@@ -356,7 +356,7 @@ def _from_dict(cls: type, values: Any, path: str) -> Any:
     made = {}
     for name, value in values.items():
         wanted = hints[name]
-        if dataclasses.is_dataclass(wanted):
+        if isinstance(wanted, type) and dataclasses.is_dataclass(wanted):
             made[name] = _from_dict(wanted, value, f"{path}.{name}")
             continue
         if wanted is float and isinstance(value, int) and not isinstance(value, bool):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from recipes.architecture import Architecture
 from recipes.cluster import ClusterRun, get_hardware
 from recipes.config import RunConfig
@@ -19,7 +21,7 @@ ARCHITECTURE = Architecture(
 # Sixteen and thirty-two chunks: three dense layers lead, MTP and loss end.
 _CHUNKS_16 = "Et*3|(tttt|)*14ttmL"
 _CHUNKS_32 = "Et*3|(tt|)*29m|L"
-_VARIANTS = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=128, tensor=2, pipeline=8, virtual_pipeline=4, expert=64, precision="fp8",
                         pipeline_layout=_CHUNKS_32, recompute="full", global_batch_size=8192),
     "b200_8x400g": dict(num_hosts=32, tensor=1, pipeline=8, virtual_pipeline=2, expert=32, precision="mxfp8",

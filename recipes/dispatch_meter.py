@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
 _DISPATCH = ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess")
 _COMBINE = ("combine_preprocess", "token_combine", "combine_postprocess")
@@ -21,13 +24,13 @@ class _Mark(torch.autograd.Function):
     """Identity on a tuple of tensors that calls back when all their gradients have arrived."""
 
     @staticmethod
-    def forward(ctx, on_backward: Callable[[], None], *tensors: torch.Tensor):
+    def forward(ctx: Any, on_backward: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.on_backward = on_backward
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor | None):
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.on_backward()
         return (None, *grads)
 
@@ -38,7 +41,7 @@ class DispatchMeter:
     Counts only while the layer trains. Rows are (token, expert) pairs, the unit of an expert's work.
     """
 
-    def __init__(self, layers: list[torch.nn.Module], num_experts: int) -> None:
+    def __init__(self, layers: list[MoELayer], num_experts: int) -> None:
         self._seconds = {"dispatch": 0.0, "combine": 0.0}
         self._backward_start = {"dispatch": 0.0, "combine": 0.0}
         self._load = torch.zeros(len(layers), num_experts, dtype=torch.int64, device="cpu")
@@ -52,7 +55,7 @@ class DispatchMeter:
         self._load.zero_()
         return taken
 
-    def _attach(self, index: int, layer: torch.nn.Module) -> None:
+    def _attach(self, index: int, layer: MoELayer) -> None:
         dispatcher = layer.token_dispatcher
         for phase, names in (("dispatch", _DISPATCH), ("combine", _COMBINE)):
             first, _, last = names
@@ -61,21 +64,23 @@ class DispatchMeter:
                 setattr(dispatcher, name, wrapped)
         preprocess = dispatcher.dispatch_preprocess
 
-        def counted(hidden, routing_map, probs, *args: Any, **kwargs: Any):
+        def counted(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, *args: Any,
+                    **kwargs: Any) -> Any:
             if layer.training:
                 self._load[index] += routing_map.reshape(-1, self._load.size(1)).sum(0)
             return preprocess(hidden, routing_map, probs, *args, **kwargs)
 
         dispatcher.dispatch_preprocess = counted
 
-    def _timed(self, method, layer, phase: str, is_first: bool, is_last: bool):
+    def _timed(self, method: Callable[..., Any], layer: MoELayer, phase: str, is_first: bool,
+               is_last: bool) -> Callable[..., Any]:
         def leave_backward() -> None:
             self._seconds[phase] += time.perf_counter() - self._backward_start[phase]
 
         def enter_backward() -> None:
             self._backward_start[phase] = time.perf_counter()
 
-        def call(*args: Any, **kwargs: Any):
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not layer.training:
                 return method(*args, **kwargs)
             if is_first:

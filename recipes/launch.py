@@ -20,8 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
-from typing import Any
+from multiprocessing.context import ForkProcess
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+OnEvent = Callable[[int, str, dict[str, Any]], None]  # (rank, kind, fields)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
@@ -47,16 +52,15 @@ class RankContext:
         self._listener, self._pipe = listener, pipe
         self._stop = False
 
-    def store(self, timeout_s: float):
+    def store(self, timeout_s: float) -> dist.TCPStore:
         """The job's rendezvous on loopback, served by rank 0 on a port that nobody else can take."""
         import torch.distributed as dist
 
         host, port = self._listener.getsockname()
         serving = self.rank == 0
-        fd = {"master_listen_fd": self._listener.detach()} if serving else {}
         return dist.TCPStore(
             host, port, self.num_ranks, is_master=serving, timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False, **fd,
+            wait_for_workers=False, master_listen_fd=self._listener.detach() if serving else None,
         )
 
     def emit(self, kind: str, fields: dict[str, Any]) -> None:
@@ -75,7 +79,7 @@ class RankContext:
 @dataclass
 class _Rank:
     index: int
-    process: multiprocessing.Process
+    process: ForkProcess
     pipe: connection.Connection
     open: bool = True
 
@@ -83,7 +87,7 @@ class _Rank:
 def run_ranks(
     num_ranks: int,
     main: Callable[[RankContext], None],
-    on_event: Callable[[int, str, dict[str, Any]], None],
+    on_event: OnEvent,
     stop_grace_s: float = 60.0,
 ) -> signal.Signals | None:
     """Runs `main` on every rank until all have ended; returns the signal that stopped the job, or None.
@@ -111,7 +115,7 @@ def run_ranks(
     return job.signal
 
 
-def _fork_rank(index: int, num_ranks: int, listener: socket.socket, main) -> _Rank:
+def _fork_rank(index: int, num_ranks: int, listener: socket.socket, main: Callable[[RankContext], None]) -> _Rank:
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     arguments = (RankContext(index, num_ranks, listener, writer), main, os.getpid(), reader)
@@ -123,7 +127,8 @@ def _fork_rank(index: int, num_ranks: int, listener: socket.socket, main) -> _Ra
     return _Rank(index, process, reader)
 
 
-def _rank_main(context: RankContext, main, launcher_pid: int, reader: connection.Connection) -> None:
+def _rank_main(context: RankContext, main: Callable[[RankContext], None], launcher_pid: int,
+               reader: connection.Connection) -> None:
     reader.close()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it died before the request above took effect
@@ -148,7 +153,7 @@ def _rank_main(context: RankContext, main, launcher_pid: int, reader: connection
 class _Job:
     """The launcher's view of its ranks."""
 
-    def __init__(self, on_event, stop_grace_s: float) -> None:
+    def __init__(self, on_event: OnEvent, stop_grace_s: float) -> None:
         self.ranks: list[_Rank] = []
         self.signal: signal.Signals | None = None
         self._on_event, self._stop_grace_s = on_event, stop_grace_s
@@ -169,7 +174,7 @@ class _Job:
                 while (left := settled - time.monotonic()) > 0 and any(rank.open for rank in self.ranks):
                     self._relay(left)
                 break
-            if self._num_signals > forwarded:
+            if self.signal is not None and self._num_signals > forwarded:
                 forwarded = self._num_signals
                 if forwarded > 1:
                     message = "ended at once by a second signal; no checkpoint was written"
@@ -200,14 +205,14 @@ class _Job:
 
     def _relay(self, timeout_s: float) -> None:
         """Waits for events or the end of a rank, and passes on one event a rank."""
-        open_ranks = {rank.pipe: rank for rank in self.ranks if rank.open}
+        open_ranks = [rank for rank in self.ranks if rank.open]
         sentinels = [rank.process.sentinel for rank in self.ranks if rank.process.exitcode is None]
-        ready = connection.wait([*open_ranks, *sentinels], timeout_s)
-        for pipe in ready:
-            if (rank := open_ranks.get(pipe)) is None:
+        ready = connection.wait([*(rank.pipe for rank in open_ranks), *sentinels], timeout_s)
+        for rank in open_ranks:
+            if rank.pipe not in ready:
                 continue
             try:
-                kind, fields = pipe.recv()
+                kind, fields = rank.pipe.recv()
             except (EOFError, OSError):
                 rank.open = False
                 continue

@@ -85,9 +85,9 @@ def _segment(args: argparse.Namespace, run: ClusterRun | None, nodes: int) -> in
     """Hosts that must lie in one NVLink domain: nothing but Slurm's block topology makes compute trays share a rack."""
     wanted = args.segment
     if wanted is None:
-        per_host = run.hardware.gpus_per_host if run else 0
-        spans = bool(run) and run.hardware.ranks_per_nvlink_domain > per_host
-        wanted = -(-run.domain // per_host) if run and spans else 0
+        wanted = 0
+        if run and run.hardware.ranks_per_nvlink_domain > run.hardware.gpus_per_host:
+            wanted = -(-run.domain // run.hardware.gpus_per_host)
     if wanted < 0 or (wanted and nodes % wanted):
         raise ValueError(f"segment={wanted}: must be 0 or divide the job's {nodes} hosts")
     return wanted if wanted > 1 else 0

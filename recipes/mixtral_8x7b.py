@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from recipes.architecture import Architecture
 from recipes.cluster import ClusterRun, get_hardware
 from recipes.config import RunConfig
@@ -14,7 +16,7 @@ ARCHITECTURE = Architecture(
     num_experts=8, topk=2, vocab_size=32000, num_attention_heads=32, num_query_groups=8, head_dim=128,
     rotary_base=1_000_000, max_positions=32768, norm_epsilon=1e-5, aux_loss_coeff=2e-2,
 )
-_VARIANTS = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=8, tensor=1, pipeline=4, virtual_pipeline=8, expert=8, global_batch_size=256),
     "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256),
     "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256),

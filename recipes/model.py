@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import math
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -20,6 +21,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipes.config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 # What a dispatcher is called in TransformerConfig. hybrid_ep plugs in under Megatron's own name for it.
 _MEGATRON_DISPATCHER = {
@@ -81,7 +87,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
 
 def _block_options(config: RunConfig) -> dict[str, Any]:
     """Attention and router options that a plain model leaves to Megatron."""
-    model, options = config.model, {}
+    options: dict[str, Any] = {}
+    model = config.model
     if model.num_query_groups:
         options["num_query_groups"] = model.num_query_groups
     if model.num_dense_layers:
@@ -117,7 +124,7 @@ def build_model(config: RunConfig) -> GPTModel:
     return model
 
 
-def _layer_spec(config: RunConfig, megatron_config: TransformerConfig):
+def _layer_spec(config: RunConfig, megatron_config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
     """The spec of every layer: one for all, or layer by layer where the first ones have no experts."""
     if config.model.num_dense_layers:
         return get_gpt_decoder_block_spec(megatron_config, use_transformer_engine=False)
@@ -144,21 +151,21 @@ def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
 
 
-def logical_homes(layer: torch.nn.Module) -> list[int]:
+def logical_homes(layer: MoELayer) -> list[int]:
     """The logical expert in every home slot of an MoE layer, over all ranks; re-homing changes it."""
     homes = getattr(getattr(layer.token_dispatcher, "_comm_manager", None), "homes", None)
     return list(range(layer.config.num_moe_experts) if homes is None else homes.expert_of_slot)
 
 
-def logical_experts(layer: torch.nn.Module) -> list[int]:
+def logical_experts(layer: MoELayer) -> list[int]:
     """Logical ids of an MoE layer's experts on this rank, in the order of its parameters."""
     return [logical_homes(layer)[slot] for slot in layer.local_expert_indices]
 
 
-def _matrices(model: torch.nn.Module):
+def _matrices(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every matrix; those of stacked experts go by SequentialMLP's names."""
     for name, parameter in model.named_parameters():
-        owner = model.get_submodule(name.rpartition(".")[0])
+        owner: Any = model.get_submodule(name.rpartition(".")[0])  # GroupedExperts, or anything with parameters
         if not hasattr(owner, "expert_weights"):
             if parameter.dim() >= 2:
                 yield name, parameter
@@ -168,6 +175,6 @@ def _matrices(model: torch.nn.Module):
                     yield f"{name.rpartition('.')[0]}.local_experts.{expert}.{own}", weight
 
 
-def moe_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     """The MoE layers of this rank, in order of depth."""
     return [module for module in model.modules() if hasattr(module, "token_dispatcher")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def draw_all(folder: Path, records: list[dict[str, Any]], entropy: float, num_ra
     return f"Plots: {folder / 'loss.png'}, {folder / 'expert_load.png'} and {folder / 'rank_load.png'}"
 
 
-def _style():
+def _style() -> ModuleType:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({

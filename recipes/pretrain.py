@@ -12,12 +12,16 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from recipes import RECIPES, get_recipe
 from recipes.__main__ import list_recipes
 from recipes.config import BALANCE_MODES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
 from recipes.run_folder import RunFolder
 from recipes.verdict import verdict
+
+if TYPE_CHECKING:
+    from recipes.report import Reporter
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NOT_LEARNED = 1, 2, 3
 _DEPENDENCIES = ("yaml", "numpy", "torch", "megatron", "megatron.core", "triton")
@@ -160,7 +164,7 @@ def _resumable_step(step: int | None, config: RunConfig, folder: RunFolder) -> i
     return step
 
 
-def _verdict(reporter, entropy: float, folder: RunFolder, stopped_by: int | None) -> int:
+def _verdict(reporter: Reporter, entropy: float, folder: RunFolder, stopped_by: int | None) -> int:
     """Says it; the exit code."""
     sentence, failed = verdict(reporter.outcome, reporter.step, reporter.held_out_loss, entropy, folder.name)
     print(sentence)

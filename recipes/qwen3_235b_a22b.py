@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from recipes.architecture import Architecture
 from recipes.cluster import ClusterRun, get_hardware
 from recipes.config import RunConfig
@@ -14,7 +16,7 @@ ARCHITECTURE = Architecture(
     num_experts=128, topk=8, vocab_size=151936, num_attention_heads=64, num_query_groups=4, head_dim=128,
     qk_layernorm=True, rotary_base=1_000_000, max_positions=40960,
 )
-_VARIANTS = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=32, tensor=2, pipeline=8, virtual_pipeline=4, expert=32, overlap=True),
     "b200_8x400g": dict(num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8"),
     "gb200_nvl72": dict(num_hosts=32, tensor=1, pipeline=2, virtual_pipeline=1, expert=64, precision="mxfp8",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from recipes.architecture import Architecture
 from recipes.cluster import ClusterRun, get_hardware
 from recipes.config import RunConfig
@@ -14,7 +16,7 @@ ARCHITECTURE = Architecture(
     num_experts=128, topk=8, vocab_size=151936, num_attention_heads=32, num_query_groups=4, head_dim=128,
     qk_layernorm=True, rotary_base=1_000_000, max_positions=40960,
 )
-_VARIANTS = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512),
     "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=512, precision="mxfp8"),
     "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512, precision="mxfp8"),

@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.run_folder import RunFolder
 from recipes.verdict import verdict
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 1, 2, 128 + signal.SIGTERM
 _DECIDED = "recipes/start"
@@ -33,7 +36,7 @@ def whoami() -> tuple[int, int]:
     raise ValueError("RANK is not set: start this through torchrun or srun, or use hybrid-ep launch")
 
 
-def meet(rank: int, num_ranks: int, timeout_s: float):
+def meet(rank: int, num_ranks: int, timeout_s: float) -> dist.TCPStore:
     """The store at MASTER_ADDR:MASTER_PORT, served by rank 0, or by torchrun where that says so."""
     import torch.distributed as dist
 
@@ -106,7 +109,7 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
         finally:
             if reporter is not None:
                 reporter.close()
-    if rank == 0:
+    if reporter is not None:
         print(f"{folder.path}: {outcome} after step {job.step}", flush=True)
         if outcome == "done":
             print(plots.draw_all(folder.path, folder.read_metrics(), corpus.unigram_entropy,

@@ -52,8 +52,8 @@ class RunFolder:
         folder = RunFolder(RunFolder.path_of(runs_dir, name))
         if not (folder.path / "config.yaml").is_file():
             known = sorted(path.parent.name for path in Path(runs_dir).glob("*/config.yaml"))
-            known = ", ".join(known) or "none"
-            raise ValueError(f"resume={name!r}: no such run in {runs_dir}; choose one of: {known}")
+            names = ", ".join(known) or "none"
+            raise ValueError(f"resume={name!r}: no such run in {runs_dir}; choose one of: {names}")
         return folder
 
     def write_config(self, config: RunConfig) -> None:

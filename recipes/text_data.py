@@ -15,11 +15,15 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from recipes.config import DataConfig, RunConfig
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import GPTDataset
 
 END_OF_DOCUMENT = 0
 _FORMAT = 1  # part of the cache key: raise it when the layout of a cache entry changes
@@ -108,7 +112,9 @@ def _write_entry(folder: Path, splits: dict[str, list[bytes]], sizes: dict[str, 
     try:
         for name, texts in splits.items():
             _write_indexed(staging / name, texts)
-        counts = sum(np.bincount(np.frombuffer(text, np.uint8), minlength=256) for text in splits["held_out"])
+        counts = np.zeros(256, dtype=np.int64)
+        for text in splits["held_out"]:
+            counts += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
         counts[END_OF_DOCUMENT] = len(splits["held_out"])
         facts = {
             "key": key,
@@ -147,7 +153,7 @@ class ByteTokenizer:
     unique_identifiers = {"class": "recipes.text_data.ByteTokenizer", "vocab_size": "256"}
 
 
-def build_datasets(config: RunConfig, corpus: Corpus):
+def build_datasets(config: RunConfig, corpus: Corpus) -> tuple[GPTDataset, GPTDataset]:
     """(train, held_out) GPTDatasets; sample -> dict with `tokens` and `labels`, int64 [seq_length].
 
     Collective when torch.distributed is initialised: rank 0 writes the shuffle index, the others read it.

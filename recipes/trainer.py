@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ from recipes.config import RunConfig
 from recipes.dispatch_meter import DispatchMeter, imbalance
 from recipes.model import build_model, logical_homes, moe_layers
 from recipes.text_data import Corpus, build_datasets
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 Emit = Callable[[str, dict[str, Any]], None]
 
@@ -57,6 +61,10 @@ def leave_process_groups(config: RunConfig) -> None:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+# Of one micro-batch: the loss to differentiate, and what the schedule reports.
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Trainer:
@@ -166,11 +174,11 @@ class Trainer:
             checkpoint.save(self.checkpoint_dir, self.step, self.model, self.optimizer, self.scheduler)
             self.saved_step = self.step
 
-    def _batch(self, dataset, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, dataset: GPTDataset, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         samples = [dataset[first + i] for i in range(self.config.schedule.micro_batch_size)]
         return torch.stack([s["tokens"] for s in samples]), torch.stack([s["labels"] for s in samples])
 
-    def _forward_step(self, micro_batches, model):
+    def _forward_step(self, micro_batches: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         schedule = self.config.schedule
         # The data position is a function of the step, so a checkpoint need not hold it.
         batch = self.step * schedule.num_microbatches + next(micro_batches)
@@ -178,7 +186,7 @@ class Trainer:
         tokens, labels = self._batch(self.train_data, first)
         output = model(tokens, self.positions, self.mask, labels=labels)
 
-        def loss_func(per_token: torch.Tensor):
+        def loss_func(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = per_token.float().mean()
             return loss, {"loss": loss.detach()}
 
@@ -233,7 +241,7 @@ class Trainer:
         megatron_config.finalize_model_grads_func = finalize_model_grads
         return DistributedDataParallel(megatron_config, ddp_config, self.model)
 
-    def _make_optimizer(self):
+    def _make_optimizer(self) -> MegatronOptimizer:
         wanted = self.config.optimizer
         return megatron_optimizer.get_megatron_optimizer(  # looked up now: megatron_patches may have wrapped it
             OptimizerConfig(

@@ -2,7 +2,7 @@
 environment may appear, how large files and functions may be, what the top level holds, what tensors name.
 
 Prints one line a violation, `file:line: rule: what is wrong`, and exits with 1 if there is any.
-    python scripts/check_layers.py [--root FOLDER]
+    python scripts/check_layers.py [--root FOLDER] [--graph FILE.svg]      --graph: draw who imports whom, too
 
 The tables below are the rules; the functions only apply them. See docs/design.md on the layers."""
 
@@ -14,6 +14,9 @@ import sys
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+
+import cpp_functions
+import import_graph
 
 # What a folder of csrc may include: other layers, and single headers where only a contract may be seen.
 # A layer is the longest name here that prefixes a file's path; every layer may include itself. A pattern's
@@ -51,6 +54,8 @@ PYBIND_LAYER = "csrc/bindings/"
 
 # hybrid_ep is below everything else in Python.
 ABOVE_HYBRID_EP = ("megatron", "megatron_patches", "recipes", "scripts", "tests")
+# Imports that may close a cycle, (importing module, imported module): reason. import_graph.py says what counts as one.
+CYCLES_ALLOWED: dict[tuple[str, str], str] = {}
 
 # One module reads environment variables; the exceptions, and why each is one. Setting a variable for a
 # library and handing the whole environment to a child are no reading. Tests may do as they like.
@@ -93,8 +98,8 @@ MAX_FUNCTION_LINES = 80
 
 TOP_LEVEL = {
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "setup.py",
-    "pyproject.toml", ".ci", ".clang-format", ".gitignore", "hybrid_ep", "megatron_patches", "csrc",
-    "recipes", "scripts", "tests", "docs",
+    "pyproject.toml", ".ci", ".clang-format", ".gitignore", ".pre-commit-config.yaml", "hybrid_ep",
+    "megatron_patches", "csrc", "recipes", "scripts", "tests", "docs",
 }
 
 CPP_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
@@ -154,14 +159,6 @@ def check_variables(path, text, known):
 
 
 # ---- C++
-
-def blank_out(source):
-    """The C++ source with comments and literals blanked; line breaks and columns stay."""
-    comments, raw_strings = r"//[^\n]*|/\*.*?\*/", r'R"(\w*)\(.*?\)\1"'
-    literals = r""""(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'"""
-    pattern = re.compile(f"{comments}|{raw_strings}|{literals}", re.S)
-    return pattern.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), source)
-
 
 def layer_of(inside):
     """The layer of a path inside csrc, e.g. arch/host/fiber.h -> arch/host; None outside every layer."""
@@ -224,53 +221,14 @@ def check_cpp_words(path, code):
             yield Violation(path, line, "assembly", f"only in {' and '.join(ASSEMBLY_ALLOWED)}")
 
 
-def is_function_head(head):
-    """Whether the text before an opening brace, outside any function, begins a function."""
-    head = re.sub(r"\[\[.*?\]\]|\balignas\s*\([^()]*\)|^\s*#[^\n]*$", " ", head, flags=re.S | re.M)
-    while (shorter := re.sub(r"<[^<>]*>", " ", head)) != head:
-        head = shorter
-    if re.search(r"\b(concept|namespace|enum)\b", head) or "(" not in head:
-        return False
-    return not re.search(r"\b(class|struct|union)\b", head.split("(")[0])
-
-
-def check_cpp_functions(path, code):
-    """Lines of each function, by counting braces: approximate, and good enough for a cap."""
-    start, opened, depth, first_line = 0, None, 0, 0
-    for match in re.finditer(r"[{};]", code):
-        symbol, position = match.group(), match.start()
-        if opened is not None:
-            depth += {"{": 1, "}": -1, ";": 0}[symbol]
-            if depth == 0:
-                last_line = code.count("\n", 0, position) + 1
-                if last_line - first_line >= MAX_FUNCTION_LINES and not is_initializer(code, position):
-                    yield Violation(path, first_line, "function size",
-                                    f"{last_line - first_line + 1} lines, at most {MAX_FUNCTION_LINES}")
-                if not is_initializer(code, position):
-                    start = position + 1
-                opened = None
-        elif symbol == "{":
-            head = code[start:position]
-            if is_function_head(head):
-                begin = start + len(head) - len(head.lstrip())
-                opened, depth, first_line = position, 1, code.count("\n", 0, begin) + 1
-            else:
-                start = position + 1
-        else:
-            start = position + 1
-
-
-def is_initializer(code, end):
-    """Whether the brace that closes at `end` ends a member initializer (`: a{1}, b{2} { ... }`)."""
-    return re.match(r"\s*[,{]", code[end + 1:end + 200]) is not None
-
-
 def check_cpp(root, path, text):
-    code = blank_out(text)
+    code = cpp_functions.blank_out(text)
     if path.startswith("csrc/"):
         yield from check_includes(root, path, text)
         yield from check_cpp_words(path, code)
-    yield from check_cpp_functions(path, code)
+    for line, length in cpp_functions.functions(code):
+        if length > MAX_FUNCTION_LINES:
+            yield Violation(path, line, "function size", f"{length} lines, at most {MAX_FUNCTION_LINES}")
 
 
 # ---- Python
@@ -294,6 +252,18 @@ def check_imports(path, tree):
     for line, module in imported_modules(tree):
         if module.split(".")[0] in ABOVE_HYBRID_EP:
             yield Violation(path, line, "layers", f"hybrid_ep may not import {module}")
+
+
+def check_cycles(root, files):
+    """No module imports another that imports it, however far around."""
+    modules = import_graph.modules_of(files)
+    found = import_graph.edges(modules, root)
+    closing = {(edge.source, edge.target) for group in import_graph.cycles(found) for edge in group}
+    for pair in sorted(set(CYCLES_ALLOWED) - closing):
+        yield Violation("scripts/check_layers.py", 1, "cycles", f"{pair} closes none any more; take it out")
+    kept = [edge for edge in found if (edge.source, edge.target) not in CYCLES_ALLOWED]
+    for edge in (edge for group in import_graph.cycles(kept) for edge in group):
+        yield Violation(modules[edge.source], edge.line, "cycles", f"{edge.target} imports {edge.source} in its turn")
 
 
 def uses_that_read_nothing(node):
@@ -362,7 +332,7 @@ def check(root):
     files = project_files(root)
     table = root / ENVIRONMENT_MODULE
     known = OUTSIDE_VARIABLES | set(VARIABLE.findall(table.read_text()) if table.is_file() else ())
-    found = list(check_top_level(files))
+    found = [*check_top_level(files), *check_cycles(root, files)]
     for path in files:
         if Path(path).suffix not in TEXT_SUFFIXES:
             continue
@@ -385,7 +355,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", default=Path(__file__).resolve().parent.parent, help="folder to check")
-    violations, num_files = check(parser.parse_args().root)
+    parser.add_argument("--graph", type=Path, metavar="FILE.svg", help="write the import graph there")
+    args = parser.parse_args()
+    violations, num_files = check(args.root)
+    if args.graph:
+        modules = import_graph.modules_of(project_files(Path(args.root).resolve()))
+        args.graph.write_text(import_graph.svg(modules, import_graph.edges(modules, args.root)))
     for violation in violations:
         print(violation)
     print(f"check_layers: {num_files} files, {len(violations)} violations")

@@ -8,7 +8,7 @@
 Four gloo ranks on a CPU, eight for EP 8. Loss and gradient norm of every step are compared with the first run of a
 variant (alltoall at the smallest EP; in bf16 at the same EP). Exit 0 when all agree, 1 when a relative difference
 exceeds the variant's tolerance (2e-6 in fp32), 2 when a run did not finish. `--sabotage BUG` plants a bug
-in our dispatcher: it must exit 1. `--field-notes` is another table: see parity_field_notes.py; with `--break NAME`
+in our dispatcher: it must exit 1. `--field-notes` is another table: see parity_field_table.py; with `--break NAME`
 it must exit 1 too, with `--break all` it exits 0 when each fault is noticed.
 """
 
@@ -17,6 +17,7 @@ import json
 import sys
 
 import parity_field_notes
+import parity_field_table
 import parity_world
 from parity_worker import SABOTAGE, VARIANTS, Case, run_cases
 
@@ -156,7 +157,7 @@ def main(argv=None):
     options = arguments(argv)
     num_ranks = max(NUM_RANKS, *options.ep)
     if options.field_notes:
-        return parity_field_notes.report(options, num_ranks)
+        return parity_field_table.report(options, num_ranks)
     cases, left_out = plan(options, megatron_minor())
     try:
         outcome = parity_world.run_world(run_cases, num_ranks, (cases,), timeout_s=options.timeout)[0]

@@ -1,14 +1,11 @@
-"""The parity table of `python scripts/parity.py --field-notes`, and what must move it.
+"""Faults of the field notes, planted into our experts of a worker process: what the table of parity_field_table.py must
+notice, and nothing in the library knows of.
 
-Megatron's alltoall with SequentialMLP against hybrid_ep with grouped experts, which get their rows in a static buffer:
-places behind the last row name row 0 again, as a gather with unused places does, so that whatever is left there in a
-gradient lands on a real token. fp32 and bf16; router as it is, force-load-balanced, or trained from scratch with three
-of eight experts closed at first. `--break NAME` plants one fault of the field notes into our experts of the worker
-process; nothing in the library knows of it.
+Our experts get their rows in a static buffer: places behind the last row name row 0 again, as a gather with unused
+places does, so that whatever is left there in a gradient lands on a real token.
 """
 
 import contextlib
-import json
 
 # the fault -> what it is; every one was found in somebody's training run or is the tempting wrong remedy for one
 BREAKS = {
@@ -17,16 +14,6 @@ BREAKS = {
     "count_clamp": "counts raised to 8 without adding rows: experts multiply their neighbour's rows",
     "rounding": "fp32 cut off to bf16 in place of rounded to nearest even (Triton's interpreter does that)",
     "prob_position": "the probability applied to the expert's input, before the nonlinearity",
-}
-CASES = ("notes_fp32", "notes_bf16", "notes_forced_fp32", "notes_forced_bf16", "notes_opening_fp32",
-         "notes_opening_bf16")
-NUMBERS = ("loss", "grad_norm", "expert_output")
-# Largest relative difference over the steps, of each of NUMBERS. In bf16 the two dispatchers round at other places, and
-# where the router learns that moves tokens to other experts; with forced routing it does not.
-TOLERANCES = {
-    "fp32": (2e-6, 2e-6, 2e-6),
-    "forced bf16": (2e-4, 5e-3, 1e-3),
-    "bf16": (1e-3, 3e-2, 3e-2),
 }
 SLACK_ROWS = 16
 STALE = 3.0  # what memory held
@@ -155,90 +142,3 @@ def _prob_position():
 
 
 # ---- the table
-
-def tolerances(variant):
-    """(loss, gradient norm, expert output) of a variant."""
-    return TOLERANCES["fp32" if variant.endswith("fp32") else "forced bf16" if "forced" in variant else "bf16"]
-
-
-def plan(sizes, seeds, steps, broken):
-    """The cases, neighbours sharing an EP size. broken: "" for none, "all", or one of BREAKS; faults at seed 0 only, of
-    the largest EP size that leaves a rank two experts: an expert without neighbours cannot take from them."""
-    from parity_worker import EXPERTS, Case
-
-    faults = [] if not broken else list(BREAKS) if broken == "all" else [broken]
-    cases, faulty_ep = [], max((ep for ep in sizes if EXPERTS // ep > 1), default=sizes[-1])
-    for ep in sizes:
-        for seed in range(seeds):
-            for name in CASES:
-                cases.append(Case(name, "alltoall", ep, steps, seed=seed))
-                cases.append(Case(name, "s3", ep, steps, seed=seed, grouped=True))
-                if ep == faulty_ep and seed == 0:
-                    cases += [Case(name, "s3", ep, steps, seed=seed, grouped=True, broken=fault) for fault in faults]
-    return cases
-
-
-def compared(cases, records):
-    """[(case, record, differences, all within tolerance)]; fp32 against alltoall at the smallest EP size. bf16 against
-    alltoall at the same, whose sums are rounded in the same places; forced routing too, because Megatron draws it from
-    a generator seeded by the expert-parallel rank, so that each EP size routes differently."""
-    baselines, rows = {}, []
-    for case, record in zip(cases, records, strict=True):
-        at = case.ep if case.variant.endswith("bf16") or "forced" in case.variant else None
-        base = baselines.setdefault((case.variant, case.seed, at), record)
-        found = [max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in zip(record[k], base[k], strict=True))
-                 for k in NUMBERS]
-        limits = tolerances(case.variant)
-        rows.append((case, record, found, all(d <= limit for d, limit in zip(found, limits, strict=True))))
-    return rows
-
-
-def tables(rows):
-    """Markdown: a row a run, then a row a fault and variant."""
-    head = ("variant", "build", "EP", "seed", "loss first, last", "norm first, last", "empty groups", "d loss",
-            "d norm", "d output", "within")
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for case, record, found, ok in rows:
-        name = "alltoall, SequentialMLP" if not case.grouped else "hybrid_ep, grouped" + (
-            f", **{case.broken}**" if case.broken else "")
-        loss, norm, empty = record["loss"], record["grad_norm"], record["empty"]
-        lines.append(
-            f"| {case.variant.removeprefix('notes_')} | {name} | {case.ep} | {case.seed} "
-            f"| {loss[0]:.6f}, {loss[-1]:.6f} | {norm[0]:.5f}, {norm[-1]:.5f} | {empty[0]} to {empty[-1]} | "
-            + " | ".join(f"{d:.1e}" for d in found) + f" | {'yes' if ok else '**no**'} |")
-    return "\n".join(lines)
-
-
-def report(options, num_ranks):
-    """Run, print, write, and return the exit code: 0 when every honest row is within its tolerances and, with
-    `--break all`, every fault puts a row beyond them; with one fault, 1 when it does."""
-    import parity_world
-    from parity_worker import run_cases
-
-    cases = plan(sorted(set(options.ep)), options.seeds, options.steps, options.broken or "")
-    outcome = parity_world.run_world(run_cases, num_ranks, (cases,), timeout_s=options.timeout)[0]
-    rows = compared(cases, outcome["records"])
-    text = tables(rows)
-    honest = sum(not ok for case, *_, ok in rows if not case.broken)
-    noticed = {fault: [c.variant.removeprefix("notes_") for c, *_, ok in rows if c.broken == fault and not ok]
-               for fault in dict.fromkeys(case.broken for case in cases if case.broken)}
-    setting = (f"megatron-core {outcome['megatron_core']}, torch {outcome['torch']}, {num_ranks} gloo ranks, "
-               f"{options.steps} steps")
-    print(f"# {setting}\n{text}")
-    for fault, where in noticed.items():
-        print(f"# {fault} ({BREAKS[fault]}): {'moves ' + ', '.join(where) if where else 'NOT NOTICED'}")
-    print(f"# {honest} honest rows beyond their tolerances")
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"megatron_core": outcome["megatron_core"], "torch": outcome["torch"], "steps": options.steps,
-                       "tolerances": TOLERANCES, "noticed": noticed,
-                       "rows": [{"case": vars(c), **r, "differences": d, "ok": ok} for c, r, d, ok in rows]}, file)
-            file.write("\n")
-    if options.markdown:
-        with open(options.markdown, "w", encoding="utf-8") as file:
-            file.write(f"# Parity of the field notes\n\n{setting}\n\n{text}\n\n" + "".join(
-                f"* `{fault}`: {BREAKS[fault]}. Beyond tolerance in {', '.join(where) or 'no row'}.\n"
-                for fault, where in noticed.items()))
-    if options.broken in BREAKS:
-        return 1 if honest or noticed[options.broken] else 0
-    return 1 if honest or not all(noticed.values()) else 0

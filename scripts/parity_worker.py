@@ -296,9 +296,9 @@ def sabotaged(kind):
         return
     import torch
 
-    from megatron_patches import dispatcher
+    from megatron_patches import manager
 
-    honest = dispatcher.functional
+    honest = manager.functional
 
     def dispatch_with_permute(buffer, hidden, **keywords):
         rows, probs, scale, counts, handle = honest.dispatch_with_permute(buffer, hidden, **keywords)
@@ -314,13 +314,13 @@ def sabotaged(kind):
             rows = rows.detach() + 0.999 * (rows - rows.detach())
         return rows, probs, scale, counts, handle
 
-    dispatcher.functional = types.SimpleNamespace(
+    manager.functional = types.SimpleNamespace(
         dispatch_with_permute=dispatch_with_permute, combine_with_unpermute=honest.combine_with_unpermute
     )
     try:
         yield
     finally:
-        dispatcher.functional = honest
+        manager.functional = honest
 
 
 def run_cases(cases):

@@ -29,14 +29,14 @@ def build():
     """The module; exits with what the compiler said where it does not build."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import pybind11
-    import run_tests
+    import stage_runner
 
     includes = f"{sysconfig.get_path('include')};{pybind11.get_include()}"
     for command in (
-        [run_tests.tool("cmake"), "-S", ROOT / "tests" / "cpp", "-B", BUILD, "-G", "Ninja",
-         f"-DCMAKE_MAKE_PROGRAM={run_tests.tool('ninja')}", "-DHEP_SANITIZE=address",
+        [stage_runner.tool("cmake"), "-S", ROOT / "tests" / "cpp", "-B", BUILD, "-G", "Ninja",
+         f"-DCMAKE_MAKE_PROGRAM={stage_runner.tool('ninja')}", "-DHEP_SANITIZE=address",
          f"-DHEP_PYTHON_INCLUDES={includes}"],
-        [run_tests.tool("cmake"), "--build", BUILD, "--target", "core_module"],
+        [stage_runner.tool("cmake"), "--build", BUILD, "--target", "core_module"],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -8,159 +8,12 @@ Runs in the Python of the environment that scripts/setup_env.py made (`make test
 
 import argparse
 import os
-import re
-import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
 from stage_result import Result, result_of
-
-ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "tests"
-CPP_SOURCES = ROOT / "tests" / "cpp"
-KILL_AFTER_S = 20
-
-
-class StageTimeout(Exception):
-    """A stage's time is over; its processes are gone."""
-
-
-class Runner:
-    """Runs the commands of a stage within the stage's deadline."""
-
-    def __init__(self, quick, preparation=None):
-        self.quick = quick
-        self.preparation = preparation
-        self.deadline = time.monotonic()
-
-    def prepared(self):
-        """(exit status, last line printed) of what was begun ahead of this stage, if anything was, when it has ended;
-        shows its output."""
-        if self.preparation is None:
-            return 0, ""
-        try:
-            status = self.preparation.process.wait(max(1.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise StageTimeout from None
-        text = self.preparation.log.read_text(errors="replace")
-        print(text, end="", flush=True)
-        return status, last_line(text.splitlines())
-
-    def run(self, command, quiet=False):
-        """(exit status, last line printed). Output is shown as it comes, with `quiet` only on failure."""
-        print("+ " + " ".join(map(str, command)), flush=True)
-        # A session of its own: whatever a test leaves behind ends with the stage.
-        process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=test_environment(),
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   text=True, errors="replace", start_new_session=True)
-        lines = []
-
-        def read():
-            for line in process.stdout:
-                lines.append(line)
-                if not quiet:
-                    print(line, end="", flush=True)
-
-        # A thread reads, so that a stray grandchild that keeps the pipe open cannot hold up the stage.
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        try:
-            status = process.wait(max(1.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise StageTimeout from None
-        finally:
-            end_group(process)
-            reader.join(KILL_AFTER_S)
-        if quiet and status:
-            print("".join(lines), end="", flush=True)
-        return status, last_line(lines)
-
-    def pytest(self, folder, marker="", more=()):
-        report = BUILD / f"{folder.replace('/', '-')}.xml"
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.unlink(missing_ok=True)
-        color = "yes" if sys.stdout.isatty() else "no"
-        command = [sys.executable, "-m", "pytest", folder, f"--junitxml={report}", f"--color={color}", *more]
-        status, last = self.run([*command, *(["-m", marker] if marker else [])])
-        return result_of(status, report, re.sub(r"\x1b\[[0-9;]*m", "", last).strip("= "))
-
-    def ctest(self, name, sanitizer, selection):
-        """Configures, builds and runs the C++ tests of one build folder."""
-        cmake, ctest = tool("cmake"), tool("ctest")
-        folder = BUILD / f"cpp-{sanitizer or 'plain'}"
-        configure = [cmake, "-S", CPP_SOURCES, "-B", folder, "-G", "Ninja",
-                     f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DHEP_SANITIZE={sanitizer}"]
-        for command in (configure, [cmake, "--build", folder]):
-            if self.run(command, quiet=True)[0]:
-                return Result("FAILED", note="does not build")
-        report = BUILD / f"{name}.xml"
-        report.unlink(missing_ok=True)
-        # Two at once: one program waits for deadlines most of its time, another computes.
-        status, last = self.run([ctest, "--test-dir", folder, "--output-on-failure", "--no-tests=error", "--parallel",
-                                 "2", "--timeout", "300", "--output-junit", report, *selection])
-        return result_of(status, report, last if status else "")
-
-
-class Preparation:
-    """A command that runs beside other stages, its output in a file."""
-
-    def __init__(self, name, command):
-        self.log = BUILD / f"{name}-preparation.log"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "w") as output:
-            print("+ " + " ".join(map(str, command)), file=output, flush=True)
-            self.process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=test_environment(),
-                                            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                                            start_new_session=True)
-
-    def end(self):
-        end_group(self.process)
-
-
-def test_environment():
-    """The tests' environment: one compute thread a process, for the ranks share the cores; and bytecode is kept,
-    whatever the caller's shell says, for the stages start hundreds of interpreters that import torch and Megatron."""
-    environment = dict(os.environ)
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        environment.setdefault(name, "1")
-    environment["PYTHONUNBUFFERED"] = "1"
-    return environment
-
-
-def last_line(lines):
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def signal_group(process, number):
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
-
-
-def end_group(process):
-    """Ends what is left of a command and all it started: an interrupt for a clean end, then kill."""
-    if process.poll() is None:
-        signal_group(process, signal.SIGINT)
-        try:
-            process.wait(KILL_AFTER_S)
-        except subprocess.TimeoutExpired:
-            pass
-    signal_group(process, signal.SIGKILL)
-
-
-def tool(name):
-    """A program of this environment, else of PATH."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if not found:
-        sys.exit(f"run_tests: needs {name}; call make build, which installs it")
-    return found
+from stage_runner import BUILD, ROOT, Preparation, Runner, StageTimeout
 
 
 def has_tests(folder):
@@ -176,6 +29,14 @@ def lint(runner):
 def layers(runner):
     status, last = runner.run([sys.executable, "scripts/check_layers.py"])
     return Result("FAILED" if status else "passed", note=last.removeprefix("check_layers: "))
+
+
+def types(runner):
+    """mypy over the packages, and the types of the compiled core against the core that is built."""
+    if runner.run([sys.executable, "-m", "mypy"])[0]:
+        return Result("FAILED", note="mypy")
+    stale = runner.run([sys.executable, "scripts/core_stubs.py", "--check"])[0]
+    return Result("FAILED" if stale else "passed", note="hybrid_ep/_core.pyi is stale" if stale else "")
 
 
 def cpp(runner):
@@ -208,7 +69,7 @@ def oldest(*arguments):
 def megatron_oldest(runner):
     """What may differ with the oldest megatron-core that is supported, in an environment of its own."""
     import setup_env
-    import test_matrix  # imports this module for its Runner
+    import test_matrix
 
     try:
         test_matrix.choose_python(OLDEST_MEGATRON, "")
@@ -297,6 +158,7 @@ def slurm(runner):
 STAGES = {
     "lint": (lint, 2, True),
     "layers": (layers, 2, True),
+    "types": (types, 5, True),
     "cpp": (cpp, 10, True),
     "cpp-mutants": (lambda runner: runner.ctest("cpp-mutants", "", ["-L", "mutant"]), 10, False),
     "cpp-tsan": (lambda runner: runner.ctest("cpp-tsan", "thread", ["-LE", "mutant"]), 15, False),

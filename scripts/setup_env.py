@@ -153,7 +153,7 @@ def dependency_hash(extras, torch_index):
     lines, keep = [], True
     for line in (ROOT / "pyproject.toml").read_text().splitlines():
         if line.startswith("["):
-            keep = not line.startswith(("[tool.ruff", "[tool.pytest"))
+            keep = not line.startswith(("[tool.ruff", "[tool.pytest", "[tool.mypy", "[[tool.mypy"))
         if keep and not line.startswith("#"):
             lines.append(line)
     return digest(["\n".join(lines), extras, torch_index, ROOT])

@@ -12,7 +12,7 @@ import sys
 import time
 
 import setup_env
-from run_tests import Runner, StageTimeout
+from stage_runner import Runner, StageTimeout
 
 ROOT = setup_env.ROOT
 # megatron-core: Pythons to try in this order. Releases before 0.17 are what Python 3.10 and 3.11 get.

@@ -2,6 +2,7 @@
 #include "bindings/cuda.h"
 
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include "runtime/cuda_entry.h"
 #include "runtime/segment.h"
@@ -26,7 +27,7 @@ cuda::Share parse_kind(const std::string& kind) {
   throw std::invalid_argument("kind: '" + kind + "' must be 'none', 'fabric', 'file' or 'ipc'");
 }
 
-py::dict load(const std::string& path) {
+py::typing::Dict<py::str, py::object> load(const std::string& path) {
   entry = &cuda::load(path);
   std::string why;
   py::list devices;
@@ -66,17 +67,18 @@ void bind_cuda(py::module_& module) {
           "Zeroed memory of the current device. kind: 'none' (this process), 'fabric', 'file' or 'ipc'.")
       .def_static(
           "attach",
-          [](const std::string& kind, size_t n, const std::string& bytes, int fd) {
+          [](const std::string& kind, size_t n, const py::bytes& handle, int fd) {
             const cuda::Share share = parse_kind(kind);
+            const cuda::ShareHandle from{std::string(handle), fd};
             py::gil_scoped_release release;
-            return loaded().attach(share, n, {bytes, fd});
+            return loaded().attach(share, n, from);
           },
           py::arg("kind"), py::arg("num_bytes"), py::arg("handle") = py::bytes(), py::arg("fd") = -1)
       .def(
           "share",
           [](const cuda::DeviceMemory& memory) {
             const cuda::ShareHandle h = memory.share();
-            return py::make_tuple(py::bytes(h.bytes), h.fd);
+            return py::typing::Tuple<py::bytes, int>(py::make_tuple(py::bytes(h.bytes), h.fd));
           },
           "(handle bytes, file descriptor or -1) by which a peer attaches.")
       .def("segment", &segment_of, "The same memory as a Segment of an Engine.");

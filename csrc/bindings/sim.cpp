@@ -3,6 +3,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include "sim/world_spec.h"
 
@@ -13,6 +14,9 @@ namespace {
 
 using sim::CostModel;
 using sim::WorldSpec;
+using Spec = py::typing::Dict<py::str, int>;
+using SoakResult = py::typing::Tuple<uint64_t, uint64_t, py::typing::Optional<py::int_>>;
+using Result = py::typing::Dict<py::str, py::object>;
 
 template <class F>
 void each_cost(CostModel& c, F&& f) {
@@ -49,14 +53,14 @@ void fill(const py::dict& from, const char* what, Each&& each) {
   }
 }
 
-WorldSpec spec_of(const py::dict& d) {
+WorldSpec spec_of(const Spec& d) {
   WorldSpec spec;
   fill(d, "spec", [&](auto&& f) { WorldSpec::each_field(spec, f); });
   return spec;
 }
 
-py::dict dict_of(const WorldSpec& spec) {
-  py::dict d;
+Spec dict_of(const WorldSpec& spec) {
+  Spec d;
   WorldSpec::each_field(spec, [&](const char* name, const auto& value) { d[name] = value; });
   return d;
 }
@@ -65,7 +69,7 @@ py::object text_or_none(const char* text) {
   return text && *text ? py::object(py::str(text)) : py::object(py::none());
 }
 
-py::dict dict_of(const sim::WorldResult& r) {
+Result dict_of(const sim::WorldResult& r) {
   py::dict d;
   d["failure"] = py::none();
   if (!r.failure.kind.empty()) {
@@ -96,8 +100,8 @@ py::dict dict_of(const sim::WorldResult& r) {
   return d;
 }
 
-py::dict simulate(const py::dict& spec, const py::object& costs, const std::vector<std::vector<int64_t>>& topk_idx,
-                  double timeout_s, bool log, bool trace) {
+Result simulate(const Spec& spec, const py::typing::Optional<Spec>& costs,
+                const std::vector<std::vector<int64_t>>& topk_idx, double timeout_s, bool log, bool trace) {
   const WorldSpec world = spec_of(spec);
   sim::RunOptions options;
   options.log = log, options.trace = trace, options.timeout_s = timeout_s, options.topk_idx = topk_idx;
@@ -114,7 +118,7 @@ py::dict simulate(const py::dict& spec, const py::object& costs, const std::vect
 }
 
 // Seeds first .. first + count - 1 until one fails: (seeds run, scheduler steps, failing seed or None).
-py::tuple soak(uint64_t first, uint64_t count, int strategy) {
+SoakResult soak(uint64_t first, uint64_t count, int strategy) {
   uint64_t run = 0, steps = 0;
   bool failed = false;
   {

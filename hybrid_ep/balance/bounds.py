@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def mean(load: Sequence[int], num_ranks: int) -> int:
+def mean(load: Sequence[int] | np.ndarray, num_ranks: int) -> int:
     """No plan beats a perfectly even split, in whole tokens: ceil(sum / R)."""
     return -(-int(np.sum(load)) // num_ranks)
 
@@ -29,7 +29,7 @@ def clones_fit(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_s
     for; what is left over has R - k ranks to go to. The least T that allows that for every k.
     """
     rank_load = np.bincount(np.asarray(home), weights=np.asarray(load, np.int64), minlength=num_ranks)
-    low, high = mean(rank_load, num_ranks), int(rank_load.max(initial=0))
+    low, high = mean(rank_load, num_ranks), int(np.max(rank_load, initial=0))
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if allows(load, home, num_ranks, spare_slots, middle) else (middle + 1, high)
@@ -65,7 +65,7 @@ def slots(load: Sequence[int], num_slots: int) -> int:
     w = np.asarray(load, dtype=np.int64)
     if num_slots < len(w):
         raise ValueError(f"num_slots is {num_slots}: {len(w)} experts need at least as many slots")
-    low, high = 1, max(int(w.max(initial=0)), 1)
+    low, high = 1, int(np.max(w, initial=1))
     while low < high:
         middle = (low + high) // 2
         if int(np.maximum(1, -(-w // middle)).sum()) <= num_slots:

@@ -79,7 +79,7 @@ class LoadCollector:
 
     def end(self) -> None:
         """The iteration is complete. Collective over the job's ranks when it is the last of the range."""
-        if self._now is None:
+        if self._now is None or self._iteration is None:
             return
         self._done[self._iteration], self._now = self._now, None
         if self._iteration == self.last:

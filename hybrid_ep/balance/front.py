@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_ep.balance import fixed_point
-from hybrid_ep.balance.placement import plan_placement
+from hybrid_ep.balance.placement import PlacementPlan, plan_placement
 
 TARGETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 MOVES = (4, 8, 16, 32, 64, 128)
@@ -35,7 +35,7 @@ def placement_front(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 
         raise ValueError("current is None: a front leads away from a placement, give the one in force")
     layers = fixed_point.checked(load)
 
-    def plan(**options):
+    def plan(**options: Any) -> PlacementPlan:
         return plan_placement(layers, num_slots, num_ranks, num_nodes, current, num_groups=num_groups, **options)
 
     plans = [plan(max_moves=0), *(plan(target=t) for t in TARGETS), *(plan(target=0.0, max_moves=m) for m in MOVES)]

@@ -6,7 +6,7 @@ slots and never change; which expert fills a slot does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class Homes:
         self.num_ranks, self.per_rank = num_ranks, num_experts // num_ranks
         self.assign(range(num_experts))
 
-    def assign(self, expert_of_slot: Sequence[int]) -> None:
+    def assign(self, expert_of_slot: Iterable[int]) -> None:
         """Put a new permutation in force. ValueError unless every expert has exactly one slot."""
         experts = tuple(int(e) for e in expert_of_slot)
         if sorted(experts) != list(range(self.per_rank * self.num_ranks)):

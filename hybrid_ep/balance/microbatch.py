@@ -132,7 +132,7 @@ class MicrobatchPlan:
                 if here > max(best, allowed):
                     best = OneCloneSearch(load, home, ranks).least(max(best, allowed), here)
             most = max(most, best)
-        return most / mean - 1 if mean else 0.0
+        return float(most / mean) - 1 if mean else 0.0
 
     def share_of_source(self, source: int) -> np.ndarray:
         """int64 [R, S]: how many of `source`'s tokens go to the clone in each slot; the rest go home.
@@ -179,7 +179,8 @@ class MicrobatchPlanner:
     def plan(self, counts: Any) -> MicrobatchPlan:
         """counts: integers [R, E], numpy or CPU tensor. Returns the plan; raises ValueError for a bad count."""
         counts = self._checked(counts, self._dims)
-        return self._made(*self._core.plan(counts, self._home), counts)
+        expert, tokens, target = self._core.plan(counts, self._home)
+        return self._made(expert, tokens, target, counts)
 
     def plan_layers(self, counts: Any) -> list[MicrobatchPlan]:
         """A plan for each of counts' layers, integers [L, R, E], in one call. ValueError for a bad count."""
@@ -226,5 +227,6 @@ def plan_microbatch(counts: Any, home: Any = None, spare_slots: int = 1, num_nod
     shape = np.shape(counts)
     if len(shape) != 2:
         raise ValueError(f"counts has shape {tuple(shape)}: give [ranks, experts]")
-    planner = MicrobatchPlanner(*shape, home=home, spare_slots=spare_slots, num_nodes=num_nodes, **options)
+    num_ranks, num_experts = shape
+    planner = MicrobatchPlanner(num_ranks, num_experts, home, spare_slots=spare_slots, num_nodes=num_nodes, **options)
     return planner.plan(counts)

@@ -11,6 +11,7 @@ Loads split evenly over replicas here; exact quotas are the micro-batch planner'
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -23,6 +24,7 @@ from hybrid_ep.balance.microbatch import PPM, imbalance_ratio
 
 NEAR_FRESH = 0.01  # of the mean above a fresh plan: where a placement that keeps what it can may end
 _ROUNDED = 1e-9  # of a mean, what shares in integers round off
+_Sum = Callable[[np.ndarray], np.ndarray]  # float32 [L, groups, experts of each] -> sums over the last axis
 _BOUND_BITS = 40  # of a layer's sum where a flow is searched for by bisection
 
 
@@ -120,10 +122,10 @@ def _fullest(load: np.ndarray, phy2log: np.ndarray, num_ranks: int) -> Fraction:
     double = (load / np.maximum(count, 1))[ranks].sum(axis=1)
     close = ranks[double >= double.max() * (1 - 1e-9)]
     alike = {tuple(sorted((float(load[e]), int(count[e])) for e in mine)) for mine in close}  # few, in flat loads
-    return max(sum(Fraction(w) / c * n for (w, c), n in Counter(mine).items()) for mine in alike)
+    return max(sum((Fraction(w) / c * n for (w, c), n in Counter(mine).items()), Fraction()) for mine in alike)
 
 
-def _candidates(load: np.ndarray, shape: dict, sums=None) -> tuple[np.ndarray, ...]:
+def _candidates(load: np.ndarray, shape: dict[str, int], sums: _Sum | None = None) -> tuple[np.ndarray, ...]:
     """(ours, EPLB's, which): placements int32 [L, slots]; which < 0: ours is lower, > 0: EPLB's is, 0: too close for
     integers. sums: what sums float32 [L, groups, experts of each] over the last axis, in EPLB's order of adding."""
     num_layers, num_experts = load.shape
@@ -135,7 +137,7 @@ def _candidates(load: np.ndarray, shape: dict, sums=None) -> tuple[np.ndarray, .
                               num_experts=num_experts, **shape)
 
 
-def _fresh(load: np.ndarray, shape: dict, sums=None, twins: bool = False) -> np.ndarray:
+def _fresh(load: np.ndarray, shape: dict[str, int], sums: _Sum | None = None, twins: bool = False) -> np.ndarray:
     """int64 [L, slots]: a fresh placement of each layer, or EPLB's where its fullest rank is lower, exactly.
     twins: then even if that holds two replicas of an expert on one rank."""
     ours, theirs, which = _candidates(load, shape, sums)

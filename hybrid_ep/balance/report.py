@@ -85,7 +85,7 @@ def noise_floor(statistics: LoadStatistics, num_ranks: int, draws: int = 200) ->
 
 def average(rows: list[LayerReport]) -> LayerReport:
     """The mean over layers, as layer -1."""
-    def of(name):
+    def of(name: str) -> float:
         return float(np.mean([getattr(r, name) for r in rows]))
 
     exact, bound = (None, None) if rows[0].exact is None else (of("exact"), of("bound"))

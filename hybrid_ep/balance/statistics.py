@@ -17,9 +17,10 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def load(path: str | Path, num_experts: int | None = None) -> LoadStatistics:
     return from_records(_jsonl_records(path, num_experts), str(path))
 
 
-def _jsonl_records(path: Path, num_experts: int | None):
+def _jsonl_records(path: Path, num_experts: int | None) -> Iterator[tuple[int, int, np.ndarray]]:
     traced = []  # Megatron: the number of experts is known after the last line
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
@@ -102,12 +103,12 @@ def _jsonl_records(path: Path, num_experts: int | None):
             record = json.loads(line)
             if "step" in record and "top_indices" not in record:
                 for layer, counts in enumerate(record.get("expert_load", ())):
-                    yield record["step"], layer, counts
+                    yield record["step"], layer, np.asarray(counts)
             elif "top_indices" in record:
                 chosen = np.asarray(record["top_indices"], dtype=np.int64).ravel()
                 traced.append((record["step"], record["layer"], np.bincount(chosen[chosen >= 0])))
             else:
-                yield record["iteration"], record["layer"], record["counts"]
+                yield record["iteration"], record["layer"], np.asarray(record["counts"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}:{number}: neither counts nor a routing trace ({type(error).__name__}: {error})") \
                 from None
@@ -134,7 +135,10 @@ def parts_folder(path: str | Path) -> Path:
 
 def _load_parts(folder: Path) -> LoadStatistics:
     files = sorted(folder.glob("rank*of*.jsonl"))
-    sizes = {int(re.fullmatch(r"rank\d+of(\d+)\.jsonl", f.name)[1]) for f in files}
+    names = {f.name: re.fullmatch(r"rank\d+of(\d+)\.jsonl", f.name) for f in files}
+    if strange := [name for name, match in names.items() if match is None]:
+        raise ValueError(f"{folder}: {strange[0]} is no part of a run, which are called rank3of8.jsonl; take it away")
+    sizes = {int(match[1]) for match in names.values() if match}
     _require_all_ranks(folder, len(files), max(sizes))
     return from_records(_common({f.name: list(_jsonl_records(f, None)) for f in files}, folder), str(folder))
 
@@ -157,7 +161,7 @@ def _common(records: dict[str, list], folder: Path) -> Iterable[tuple[int, int, 
     return [record for part in records.values() for record in part if record[0] in everywhere]
 
 
-def safetensors_library():
+def safetensors_library() -> ModuleType:
     """safetensors.numpy; ValueError with the remedy where it is not installed."""
     try:
         import safetensors.numpy
@@ -175,7 +179,7 @@ def _load_tensorrt(folder: Path) -> LoadStatistics:
     meta = json.loads((folder / "meta_info.json").read_text())
     _require_all_ranks(folder, len(files), meta.get("num_rank_files", len(files)))
 
-    def records(file):
+    def records(file: Path) -> Iterator[tuple[int, int, np.ndarray]]:
         for key, counts in library.load_file(file).items():
             iteration, _, layer = key.partition("_")
             if not iteration.isdecimal() or not layer.isdecimal():

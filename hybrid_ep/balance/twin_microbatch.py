@@ -5,12 +5,19 @@ Not fast and not used in training. Tests require both to agree on every slot and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from hybrid_ep.balance import bounds
+
+if TYPE_CHECKING:
+    from hybrid_ep.balance.microbatch import MicrobatchOptions
 
 PPM = 1_000_000
 
 
-def plan(counts, home, options):
+def plan(counts: Sequence[Sequence[int]], home: Sequence[int],
+         options: MicrobatchOptions) -> tuple[list[list[int]], list[list[int]]]:
     """(slot_expert, slot_tokens): lists [R][S] for counts [R][E], home [E] and `MicrobatchOptions`."""
     num_ranks, spare = len(counts), options.spare_slots
     total = [sum(column) for column in zip(*counts, strict=True)]
@@ -41,10 +48,10 @@ def plan(counts, home, options):
     return slots
 
 
-def _retry(total, home, num_ranks, options):
+def _retry(total: Sequence[int], home: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> _Draft:
     """The third rule at five aims, from the target down to epsilon 0: the first that reaches the target. Where none
     does, the best of these and of eight aims above the target, by bisection."""
-    best = None
+    best: _Draft | None = None
     for part in (4, 3, 2, 1, 0):
         draft = _Draft(total, home, num_ranks, options)
         if part < 4 and draft.target == draft.exact:
@@ -55,6 +62,7 @@ def _retry(total, home, num_ranks, options):
             best = draft
         if max(best.load) <= best.target:
             break
+    assert best is not None  # the first part always makes one
     low = best.target
     for _ in range(8):
         if max(best.load) <= low + 1:
@@ -72,12 +80,13 @@ def _retry(total, home, num_ranks, options):
 class _Draft:
     """One construction: what each home still has, what each rank costs, the clones so far."""
 
-    def __init__(self, total, home, num_ranks, options):
+    def __init__(self, total: Sequence[int], home: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> None:
         self.o, self.left, self.home, self.num_ranks = options, list(total), home, num_ranks
         self.per_node = num_ranks // options.num_nodes
         self.experts = [[e for e, h in enumerate(home) if h == r] for r in range(num_ranks)]
         self.load = [sum(self.cost(total[e]) for e in mine) for mine in self.experts]
-        self.used, self.pushed, self.clones = [0] * num_ranks, [0] * num_ranks, []
+        self.used, self.pushed = [0] * num_ranks, [0] * num_ranks
+        self.clones: list[tuple[int, int, int, int]] = []  # (expert, rank, slot, tokens)
         self.max_clones = num_ranks - 1 if options.epsilon_ppm == 0 else num_ranks * options.spare_slots
         # The fullest domain sets the pace: its mean, with the fixed cost of the clones that level it.
         size = self.per_node if options.within_node else num_ranks
@@ -88,25 +97,25 @@ class _Draft:
         self.target += self.target * options.epsilon_ppm // PPM
         self.aim = self.target  # where ranks are levelled to
 
-    def cost(self, tokens):
+    def cost(self, tokens: int) -> int:
         """What an expert with that many tokens costs its rank, in tokens."""
         tile = self.o.tile
         return self.o.instance_cost + -(-tokens // tile) * tile if tokens > 0 else 0
 
-    def room(self, rank):
+    def room(self, rank: int) -> int:
         """Whole tiles of tokens that still fit below the aim, 0 without a free slot."""
         slack = self.aim - self.load[rank] - self.o.instance_cost
         if self.used[rank] == self.o.spare_slots or slack < max(self.o.min_chunk, self.o.tile):
             return 0
         return slack // self.o.tile * self.o.tile
 
-    def receivers(self, donor):
+    def receivers(self, donor: int) -> list[int]:
         """Ranks that can take tokens of `donor`, the emptiest first."""
         node = donor // self.per_node
         ranks = [r for r in range(self.num_ranks) if not self.o.within_node or r // self.per_node == node]
         return sorted((r for r in ranks if self.room(r) > 0), key=lambda r: (self.load[r], r))
 
-    def construct(self, rule):
+    def construct(self, rule: str) -> None:
         """rule: "alias", "best_fit" or "largest"; csrc/balance/microbatch.cpp says what each is good for."""
         donors = set(range(self.num_ranks))
         while len(self.clones) < self.max_clones:
@@ -120,7 +129,7 @@ class _Draft:
             if not self.step(donor, rule):
                 donors.discard(donor)
 
-    def step(self, donor, rule):
+    def step(self, donor: int, rule: str) -> bool:
         """One clone away from `donor`; False when there is none to make."""
         if self.o.fan_out and self.pushed[donor] >= self.o.fan_out:
             return False
@@ -149,7 +158,7 @@ class _Draft:
 
     # ---- where all constructions miss; csrc/balance/search.cpp has the words
 
-    def search(self):
+    def search(self) -> None:
         """Clones that bring every rank to the target, if the nodes suffice to find them; else no clones."""
         self.deficit, self.slack = [self.aim - x for x in self.load], self.aim * self.num_ranks - sum(self.load)
         self.clone, self.moved, self.nodes = [-1] * self.num_ranks, [0] * self.num_ranks, 0
@@ -158,7 +167,7 @@ class _Draft:
             if len(clones) <= self.max_clones:
                 self.clones, self.load = clones, [self.aim - d for d in self.deficit]
 
-    def descend(self):
+    def descend(self) -> bool:
         self.nodes += 1
         if self.nodes > self.o.search_nodes:
             return False
@@ -185,7 +194,7 @@ class _Draft:
         self.clone[rank] = -1
         return False
 
-    def flow(self, rank):
+    def flow(self, rank: int) -> None:
         """Deficit moves along clones until it cancels overload, waits at a rank without a clone, or sticks."""
         for _ in range(self.num_ranks):
             if self.clone[rank] < 0 or self.deficit[rank] <= 0:
@@ -199,11 +208,12 @@ class _Draft:
             self.deficit[rank] += tokens
 
 
-def share_of_source(counts, home, slot_expert, slot_tokens, num_nodes, source):
+def share_of_source(counts: Sequence[Sequence[int]], home: Sequence[int], slot_expert: Sequence[Sequence[int]],
+                    slot_tokens: Sequence[Sequence[int]], num_nodes: int, source: int) -> list[list[int]]:
     """[R][S]: how many of `source`'s tokens go to each clone: local first, then in the node, then by rank."""
     num_ranks, per_node = len(counts), len(counts) // num_nodes
     take = [[0] * len(row) for row in slot_expert]
-    clones = {}
+    clones: dict[int, list[tuple[int, int]]] = {}
     for rank, row in enumerate(slot_expert):
         for slot, expert in enumerate(row):
             if expert >= 0:
@@ -213,7 +223,7 @@ def share_of_source(counts, home, slot_expert, slot_tokens, num_nodes, source):
         room = {place: slot_tokens[place[0]][place[1]] for place in places}
         room[home[expert], -1] = sum(left) - sum(room.values())
 
-        def give(ranks, left=left, room=room):
+        def give(ranks: range, left: list[int] = left, room: dict[tuple[int, int], int] = room) -> None:
             """North-west corner: sources and places in rank order, each takes what it can."""
             for place in sorted(p for p in room if p[0] in ranks):
                 for s in ranks:

@@ -6,7 +6,9 @@ One layer a call. Not fast and not used in training; tests require both to agree
 
 from __future__ import annotations
 
-from hybrid_ep.balance.twin_improve import Steps
+from collections.abc import Callable, Iterable, Sequence
+
+from hybrid_ep.balance.twin_improve import Move, Steps
 
 LEVEL = 2_500  # a 2,500th above the mean is level: no more swaps
 GOOD = 1_250  # a 1,250th is good enough: no other numbers of replicas
@@ -15,7 +17,7 @@ POLISH, POLISH_STEPS = (10, 50, 400), 300_000
 SHAKES, KICKS = 400, 3  # where EPLB's greedy is lower still
 
 
-def fixed_point(load):
+def fixed_point(load: Sequence[float]) -> list[int]:
     """Any numbers >= 0 as integers: the largest becomes a multiple of 720720 so large that the sum is at most 2^56."""
     unit, top = 720_720 << (56 - (720_720 * len(load) - 1).bit_length()), max(load)
     return [round(x / top * unit) if top else 0 for x in load]
@@ -24,26 +26,27 @@ def fixed_point(load):
 class Placement(Steps):
     """Slots of `num_ranks` ranks, the experts in them, and what they weigh. Shares are rounded down."""
 
-    def __init__(self, load, num_slots, num_ranks, num_nodes=1, num_groups=0):
+    def __init__(self, load: Sequence[float], num_slots: int, num_ranks: int, num_nodes: int = 1,
+                 num_groups: int = 0) -> None:
         self.weight, self.num_ranks = fixed_point(load), num_ranks
         self.num_nodes, self.num_groups = num_nodes, num_groups
         self.per_rank = num_slots // num_ranks
         self.count = [0] * len(load)
-        self.ranks = [[] for _ in range(num_ranks)]  # experts of each rank, in slot order
+        self.ranks: list[list[int]] = [[] for _ in range(num_ranks)]  # experts of each rank, in slot order
 
-    def share(self, expert, count=None):
+    def share(self, expert: int, count: int | None = None) -> int:
         """An even share of the expert's load over its replicas (or `count` of them)."""
         return self.weight[expert] // (count or self.count[expert])
 
-    def load(self, rank):
+    def load(self, rank: int) -> int:
         return sum(self.share(e) for e in self.ranks[rank])
 
-    def phy2log(self):
+    def phy2log(self) -> list[int]:
         return [e for experts in self.ranks for e in experts]
 
     # ---- a fresh placement
 
-    def fresh(self):
+    def fresh(self) -> list[int]:
         nodes = self._groups_to_nodes() if self.num_groups else [list(range(len(self.weight)))]
         size = self.num_ranks // len(nodes)
         ranks = [range(n * size, (n + 1) * size) for n in range(len(nodes))]
@@ -55,12 +58,13 @@ class Placement(Steps):
         far = floor + floor // FAR
         marks = [min(eplb, pace + pace // LEVEL), min(eplb, pace + pace // GOOD), eplb]
         for n in order:
-            self._spread(nodes[n], ranks[n], twins[n], *marks, far)
+            good, enough, eplb_mark = marks
+            self._spread(nodes[n], ranks[n], twins[n], good, enough, eplb_mark, far)
             marks = [max(mark, self._fullest(ranks[n])) for mark in marks]
         self._polish(floor, far, marks[0], ranks)
         return self.phy2log()
 
-    def _polish(self, floor, far, good, nodes):
+    def _polish(self, floor: int, far: int, good: int, nodes: Sequence[range]) -> None:
         """Where that ends far above what no placement beats: the steps of an improvement, where any slot may change,
         towards several limits, and levelled again."""
         self.first = [[] for _ in self.ranks]
@@ -75,33 +79,35 @@ class Placement(Steps):
             if self._fullest(range(self.num_ranks)) >= lowest:
                 self.count, self.ranks = before
 
-    def _fullest(self, ranks):
+    def _fullest(self, ranks: Iterable[int]) -> int:
         return max(self.load(r) for r in ranks)
 
-    def _greedy(self, experts, ranks):
+    def _greedy(self, experts: Sequence[int], ranks: Sequence[int]) -> bool:
         """EPLB's: returns whether a rank holds an expert twice."""
         self._replicate(experts, ranks, 0, len(ranks) * self.per_rank)
         self._pack(experts, ranks, twice=True)
         return any(len(set(self.ranks[r])) < len(self.ranks[r]) for r in ranks)
 
-    def _groups_to_nodes(self):
+    def _groups_to_nodes(self) -> list[list[int]]:
         """As many groups on each node, the heaviest first to the lightest node with room."""
         size = len(self.weight) // self.num_groups
         weight = [sum(self.weight[g * size:(g + 1) * size]) for g in range(self.num_groups)]
-        nodes = [[] for _ in range(self.num_nodes)]
+        nodes: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for g in sorted(range(self.num_groups), key=lambda g: (-weight[g], g)):
             open_nodes = [n for n in nodes if len(n) < self.num_groups // self.num_nodes]
             min(open_nodes, key=lambda n: sum(weight[x] for x in n)).append(g)
         return [sorted(e for g in node for e in range(g * size, (g + 1) * size)) for node in nodes]
 
-    def _mean(self, experts, num_ranks):
+    def _mean(self, experts: Iterable[int], num_ranks: int) -> int:
         return sum(self.weight[e] for e in experts) // num_ranks
 
-    def _spread(self, experts, ranks, twins, good, enough, eplb, far):
+    def _spread(self, experts: Sequence[int], ranks: Sequence[int], twins: bool, good: int, enough: int, eplb: int,
+                far: int) -> None:
         """From the greedy placement, which stands: the first that comes down to `enough`, or the lowest of it, of other
         numbers of replicas with a cap on shares and, while above EPLB's mark, of more caps and of shaken ones."""
         mean = self._mean(experts, len(ranks))
-        self.lowest, self.best = None, None
+        self.lowest: int | None = None
+        self.best: tuple[list[int], list[list[int]]] | None = None
         hottest = max(self.weight[e] for e in experts)
         hot = 4 * hottest > sum(self.weight[e] for e in experts) or hottest > 6 * mean
         later = hot and twins  # seldom level: first what mostly is
@@ -109,7 +115,7 @@ class Placement(Steps):
             return
         usual = [75, 90, 0] if hot else [0, 75, 90]
         for i, percent in enumerate([*usual, 100, 60, 82, 50, 105, 110, 120, 135]):
-            if i >= 3 and self.lowest <= (far if percent > 100 else eplb):
+            if i >= 3 and self._lowest() <= (far if percent > 100 else eplb):
                 continue
             if later and i == 3:
                 self._greedy(experts, ranks)
@@ -123,14 +129,14 @@ class Placement(Steps):
         self._restore()
         draw = 1
 
-        def any_slot():
+        def any_slot() -> tuple[int, int]:
             nonlocal draw
             draw = (draw * 1_664_525 + 1_013_904_223) % 2**32
             rank, slot = divmod((draw >> 8) % (len(ranks) * self.per_rank), self.per_rank)
             return ranks[rank], slot
 
         for _ in range(SHAKES):
-            if self.lowest <= eplb:
+            if self._lowest() <= eplb:
                 break
             for kick in range(KICKS):
                 (a, i), (b, j) = any_slot(), any_slot()
@@ -145,7 +151,7 @@ class Placement(Steps):
                 return
             self._restore()
 
-    def _settled(self, ranks, good, enough):
+    def _settled(self, ranks: Sequence[int], good: int, enough: int) -> bool:
         """Refines; whether that is enough. Remembers the lowest."""
         self._refine(ranks, good)
         now = self._fullest(ranks)
@@ -153,17 +159,22 @@ class Placement(Steps):
             self.lowest, self.best = now, (list(self.count), [list(mine) for mine in self.ranks])
         return now <= enough
 
-    def _restore(self):
+    def _lowest(self) -> int:
+        assert self.lowest is not None  # something was refined before
+        return self.lowest
+
+    def _restore(self) -> None:
+        assert self.best is not None
         self.count, self.ranks = list(self.best[0]), [list(mine) for mine in self.best[1]]
 
-    def _part_twins(self, ranks):
+    def _part_twins(self, ranks: Sequence[int]) -> bool:
         """Every second replica on a rank changes places with the expert that leaves the lowest pair; False if one finds
         none."""
         for a in ranks:
             for i, x in enumerate(self.ranks[a]):
                 if x not in self.ranks[a][:i]:
                     continue
-                best = None
+                best: tuple[int, Move] | None = None
                 for b in ranks:
                     for j, y in enumerate(self.ranks[b]):
                         d = self.share(x) - self.share(y)
@@ -175,24 +186,24 @@ class Placement(Steps):
                 self._apply(best[1])
         return True
 
-    def _replicate(self, experts, ranks, cap, max_replicas):
+    def _replicate(self, experts: Sequence[int], ranks: Sequence[int], cap: int, max_replicas: int) -> None:
         """One more replica for the largest share. With a cap only for those above it, then second ones of small
         experts, which fit anywhere."""
         for e in experts:
             self.count[e] = 1
-        phases = [lambda e: True]
+        phases: list[Callable[[int], bool]] = [lambda e: True]
         if cap:
-            above, small = lambda e: self.share(e) > cap, lambda e: self.count[e] == 1 and self.share(e) <= cap // 2
-            phases = [above, small, *phases]
+            phases.insert(0, lambda e: self.share(e) > cap)
+            phases.insert(1, lambda e: self.count[e] == 1 and self.share(e) <= cap // 2)
         for _ in range(len(ranks) * self.per_rank - len(experts)):
-            growing = []
+            growing: list[int] = []
             while not growing:
                 growing = [e for e in experts if self.count[e] < max_replicas and phases[0](e)]
                 if not growing:
                     phases.pop(0)
             self.count[min(growing, key=lambda e: (-self.share(e), self.count[e], e))] += 1
 
-    def _pack(self, experts, ranks, twice=False):
+    def _pack(self, experts: Sequence[int], ranks: Sequence[int], twice: bool = False) -> None:
         """The largest share first to the emptiest rank with a free slot; twice: even if it holds the expert already."""
         for r in ranks:
             self.ranks[r] = []
@@ -204,7 +215,7 @@ class Placement(Steps):
                 else:
                     self._make_room(e, ranks)
 
-    def _make_room(self, expert, ranks):
+    def _make_room(self, expert: int, ranks: Sequence[int]) -> None:
         """A full rank that lacks the expert hands one of its own to a rank with a free slot."""
         taker = min((r for r in ranks if len(self.ranks[r]) < self.per_rank), key=lambda r: (self.load(r), r))
         full = [r for r in ranks if len(self.ranks[r]) == self.per_rank and expert not in self.ranks[r]]
@@ -213,7 +224,7 @@ class Placement(Steps):
         self.ranks[taker].append(moved)
         giver[giver.index(moved)] = expert
 
-    def _refine(self, ranks, good):
+    def _refine(self, ranks: Sequence[int], good: int) -> None:
         """The fullest rank gives until it is down at `good` or nothing helps: swaps first, a different set of replicas
         where swaps end."""
         mean = sum(self.load(r) for r in ranks) // len(ranks)
@@ -228,9 +239,10 @@ class Placement(Steps):
                 return
             self._apply(move)
 
-    def _best_swap(self, hot, load, below, good):
+    def _best_swap(self, hot: int, load: dict[int, int], below: int, good: int) -> Move | None:
         """With a rank of a load below this: the lowest resulting pair, or the first that is good enough."""
-        lowest, best = load[hot], None
+        best: Move | None = None
+        lowest = load[hot]
         for i, x in enumerate(self.ranks[hot]):
             for r in load:
                 if lowest <= good or load[r] >= below or x in self.ranks[r]:
@@ -242,9 +254,9 @@ class Placement(Steps):
                         lowest, best = pair, (hot, i, r, j)
         return best
 
-    def _best_replica(self, hot, ranks, lowest):
+    def _best_replica(self, hot: int, ranks: Sequence[int], lowest: int) -> Move | None:
         """One more replica of an expert of the fullest rank, for one of an expert that keeps another."""
-        best = None
+        best: Move | None = None
         for r in ranks:
             for i in range(self.per_rank):
                 for expert in list(self.ranks[hot]):

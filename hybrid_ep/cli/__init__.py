@@ -70,8 +70,9 @@ def declared_summary(module: str) -> str:
     if source is None:
         return f"{module}: not installed"
     for node in ast.parse(source).body:
-        names = [getattr(target, "id", "") for target in node.targets] if isinstance(node, ast.Assign) else []
-        if "SUMMARY" in names and isinstance(node.value, ast.Constant):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+            continue
+        if "SUMMARY" in [getattr(target, "id", "") for target in node.targets]:
             return str(node.value.value)
     return f"{module}: has no SUMMARY"
 

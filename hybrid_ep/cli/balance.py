@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from hybrid_ep.cli import EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hybrid_ep.balance.statistics import LoadStatistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,14 +61,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(str(error)) from None
 
 
-def _load(args: argparse.Namespace):
+def _load(args: argparse.Namespace) -> LoadStatistics:
     from hybrid_ep.balance import statistics
 
     loaded = statistics.load(args.statistics, args.num_experts)
     return loaded.between(*statistics.parse_range(args.iterations)) if args.iterations else loaded
 
 
-def _placement(path: str, layers: tuple[int, ...]):
+def _placement(path: str, layers: tuple[int, ...]) -> np.ndarray:
     from hybrid_ep.balance import plan_file
 
     phy2log, planned = plan_file.load(path)

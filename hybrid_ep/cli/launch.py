@@ -36,7 +36,8 @@ def local_rank() -> int:
 
 def explain_on_deadline() -> None:
     """In a rank: when the launcher's deadline passes, write the tracebacks of all threads to stderr."""
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    if sys.__stderr__ is not None:  # a process without standard streams has nowhere to write
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
 def run_ranks(

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def write_json(path: str | None, document: Any) -> None:
         say_written([path])
 
 
-def say_written(paths: Iterable[str | Path], show=print) -> None:
+def say_written(paths: Iterable[str | Path], show: Callable[..., None] = print) -> None:
     """One line a file."""
     for path in paths:
         show(f"# written: {path}", flush=True)

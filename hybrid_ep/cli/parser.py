@@ -27,7 +27,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options})
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(  # type: ignore[override]  # argparse overloads it by whether a namespace is given
+            self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse has it, but what is unknown is the error of the parser that met it, not of its parent."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:

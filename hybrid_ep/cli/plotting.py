@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 
-def pyplot():
+
+def pyplot() -> ModuleType:
     """matplotlib.pyplot for files. ValueError names the extra that brings it."""
     try:
         import matplotlib

@@ -15,6 +15,9 @@ by torch on GPUs too: for checks, not for speed.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -55,7 +58,7 @@ def weighted_swiglu(h: torch.Tensor, prob: torch.Tensor | None = None) -> torch.
 
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, prob, kind):
+    def forward(ctx: Any, h: torch.Tensor, prob: torch.Tensor | None, kind: str) -> torch.Tensor:
         h = h.contiguous()
         ctx.save_for_backward(h, prob)
         ctx.kind = kind
@@ -64,7 +67,7 @@ class _WeightedActivation(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         h, prob = ctx.saved_tensors
         flat = None if prob is None else prob.reshape(-1).contiguous()
         run = _kernels().backward if _fused(h, flat) else _backward
@@ -72,18 +75,18 @@ class _WeightedActivation(torch.autograd.Function):
         return dh, None if dprob is None else dprob.view(prob.shape), None
 
 
-def _fused(h, prob) -> bool:
+def _fused(h: torch.Tensor, prob: torch.Tensor | None) -> bool:
     """Whether the Triton kernels may do it. They compute in fp32, which would cut fp64 of either down in silence."""
     return h.device.type == "cuda" and torch.float64 not in (h.dtype, None if prob is None else prob.dtype)
 
 
-def _kernels():
+def _kernels() -> ModuleType:
     from hybrid_ep.moe import triton_activations  # needs Triton, which every GPU build of torch brings
 
     return triton_activations
 
 
-def _blocks(num_rows: int, num_columns: int):
+def _blocks(num_rows: int, num_columns: int) -> Iterator[slice]:
     step = max(1, _BLOCK_ELEMENTS // max(num_columns, 1))
     return (slice(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
 
@@ -92,7 +95,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _forward(h, prob, kind):
+def _forward(h: torch.Tensor, prob: torch.Tensor | None, kind: str) -> torch.Tensor:
     f = h.shape[1] // 2 if kind in GATED else h.shape[1]
     out = h.new_empty(h.shape[0], f)
     for rows in _blocks(*h.shape):
@@ -106,32 +109,33 @@ def _forward(h, prob, kind):
     return out
 
 
-def _backward(h, prob, grad, kind, want_dprob):
+def _backward(h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kind: str,
+              want_dprob: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     gated = kind in GATED
     f = grad.shape[1]
-    dh, dprob = torch.empty_like(h), torch.empty_like(prob) if want_dprob else None
+    dh, dprob = torch.empty_like(h), torch.empty_like(prob) if prob is not None and want_dprob else None
     for rows in _blocks(*h.shape):
         g, gate = _wide(grad[rows]), _wide(h[rows, :f])
         act, slope = _act(gate, GATED.get(kind, kind)), _slope(gate, GATED.get(kind, kind))
         up = _wide(h[rows, f:]) if gated else None
-        if want_dprob:
-            dprob[rows] = (g * (act * up if gated else act)).sum(1)
+        if dprob is not None:
+            dprob[rows] = (g * (act if up is None else act * up)).sum(1)
         scaled = g
         if prob is not None:
             scaled = g * prob[rows, None]
-        dgate = scaled * slope * up if gated else scaled * slope
-        dup = scaled * act if gated else None
+        dgate = scaled * slope if up is None else scaled * slope * up
+        dup = None if up is None else scaled * act
         if prob is not None:
             none = prob[rows, None] == 0
             dgate = dgate.masked_fill_(none, 0)
-            dup = dup.masked_fill_(none, 0) if gated else None
+            dup = None if dup is None else dup.masked_fill_(none, 0)
         dh[rows, :f] = dgate
-        if gated:
+        if dup is not None:
             dh[rows, f:] = dup
     return dh, dprob
 
 
-def _act(x, kind):
+def _act(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "silu":
         return x * torch.sigmoid(x)
     if kind == "gelu":
@@ -142,7 +146,7 @@ def _act(x, kind):
     return positive * positive if kind == "relu2" else positive
 
 
-def _slope(x, kind):
+def _slope(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "silu":
         s = torch.sigmoid(x)
         return s * (1 + x * (1 - s))

@@ -15,10 +15,26 @@ from __future__ import annotations
 import functools
 import importlib.util
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Backend(Protocol):
+    """The four verbs; see the head of the module."""
+
+    name: str
+
+    def absence(self) -> str | None: ...
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None: ...
+
+    def mm(self, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor: ...
+
+    def wgrad(self, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor: ...
 
 
 class LoopBackend:
@@ -31,7 +47,7 @@ class LoopBackend:
         return None
 
     @staticmethod
-    def refusal(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+    def refusal(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
         if dtype not in FLOATS:
             return f"dtype {dtype} is not one of {', '.join(map(str, FLOATS))}"
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -64,7 +80,7 @@ class TorchBackend:
         return None if _torch_grouped_mm() else f"torch {torch.__version__} has no grouped_mm; install torch >= 2.9"
 
     @classmethod
-    def refusal(cls, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+    def refusal(cls, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
         if why := cls.absence():
             return why
         if dtype not in FLOATS:
@@ -82,12 +98,12 @@ class TorchBackend:
 
     @staticmethod
     def mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return _torch_grouped_mm()(x.contiguous(), w, offs=offsets)
+        return _required_grouped_mm()(x.contiguous(), w, offs=offsets)
 
     @staticmethod
     def wgrad(x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         # A transposed view keeps the ragged dimension off the contiguous one, where it would need alignment.
-        return _torch_grouped_mm()(x.contiguous().t(), g.contiguous(), offs=offsets)
+        return _required_grouped_mm()(x.contiguous().t(), g.contiguous(), offs=offsets)
 
 
 class TransformerEngineBackend:
@@ -100,7 +116,7 @@ class TransformerEngineBackend:
         return None if importlib.util.find_spec("transformer_engine") else "Transformer Engine is not installed"
 
     @classmethod
-    def refusal(cls, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+    def refusal(cls, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
         if why := cls.absence():
             return why
         if device.type != "cuda":
@@ -127,7 +143,7 @@ class TransformerEngineBackend:
             return torch.stack(torch.autograd.grad(y, weights, g[:total].contiguous())).transpose(1, 2)
 
     @staticmethod
-    def _apply(x, weights, counts):
+    def _apply(x: torch.Tensor, weights: Sequence[torch.Tensor], counts: list[int]) -> torch.Tensor:
         """weights: E tensors [F, K]."""
         f, k = weights[0].shape
         module = _te_module(len(counts), k, f, x.dtype)
@@ -135,19 +151,26 @@ class TransformerEngineBackend:
         return torch.func.functional_call(module, named, (x, counts))
 
 
-BACKENDS = {b.name: b for b in (TorchBackend, LoopBackend, TransformerEngineBackend)}
+BACKENDS: dict[str, Backend] = {b.name: b for b in (TorchBackend(), LoopBackend(), TransformerEngineBackend())}
 
 
 @functools.cache
-def _torch_grouped_mm():
+def _torch_grouped_mm() -> Callable[..., torch.Tensor] | None:
     """The public name since torch 2.10, before that the operator behind it."""
     return getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def _required_grouped_mm() -> Callable[..., torch.Tensor]:
+    found = _torch_grouped_mm()
+    if found is None:
+        raise RuntimeError(f"torch {torch.__version__} has no grouped_mm; install torch >= 2.9")
+    return found
 
 
 _te_modules = threading.local()  # a module is not to be entered by two threads
 
 
-def _te_module(num_groups: int, k: int, f: int, dtype: torch.dtype):
+def _te_module(num_groups: int, k: int, f: int, dtype: torch.dtype) -> torch.nn.Module:
     from transformer_engine.pytorch import GroupedLinear
 
     cache = _te_modules.__dict__.setdefault("modules", {})
@@ -162,7 +185,7 @@ def _counts(offsets: torch.Tensor) -> list[int]:
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _groups(offsets: torch.Tensor):
+def _groups(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """(e, its rows as a slice) of the groups that have rows."""
     start = 0
     for e, end in enumerate(offsets.tolist()):

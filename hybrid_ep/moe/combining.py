@@ -7,6 +7,9 @@ every addition and comes out differently from run to run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 _BLOCK_ELEMENTS = 1 << 18
@@ -52,7 +55,7 @@ def unpermute(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor |
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, inverse, weights):
+    def forward(ctx: Any, rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(rows, inverse, weights)
         if not rows.shape[0]:
             return rows.new_zeros(inverse.shape[0], rows.shape[1])
@@ -74,7 +77,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, inverse, weights = ctx.saved_tensors
         token = torch.full((rows.shape[0] + 1,), -1, dtype=torch.int64, device=rows.device)
         tokens = torch.arange(inverse.shape[0], device=rows.device, dtype=torch.int64)[:, None].expand_as(inverse)
@@ -95,6 +98,6 @@ class _Unpermute(torch.autograd.Function):
         return drows, None, dweights
 
 
-def _blocks(num_rows: int, num_columns: int):
+def _blocks(num_rows: int, num_columns: int) -> Iterator[slice]:
     step = max(1, _BLOCK_ELEMENTS // max(num_columns, 1))
     return (slice(at, min(at + step, num_rows)) for at in range(0, num_rows, step))

@@ -10,15 +10,17 @@ would multiply its neighbour's rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from hybrid_ep.moe import padding, probing
-from hybrid_ep.moe.backends import BACKENDS, FLOATS
+from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend
 
 log = logging.getLogger("hybrid_ep.moe")
-_said: set[tuple] = set()
+_said: set[tuple[Any, ...]] = set()
+Machine = tuple[Backend, str]  # with the remedy for groups without rows
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor | Sequence[torch.Tensor], offsets: torch.Tensor, *,
@@ -47,14 +49,15 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor | Sequence[torch.Tensor], offset
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets, bounds, machines, tail, *stacks):
+    def forward(ctx: Any, x: torch.Tensor, offsets: torch.Tensor, bounds: tuple[int, ...],
+                machines: tuple[Machine, ...], tail: bool, *stacks: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, offsets, *stacks)
         ctx.facts = bounds, machines, tail
         return _rows_times_stacks(x, stacks, offsets, *ctx.facts)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, offsets, *stacks = ctx.saved_tensors
         bounds, machines, tail = ctx.facts
         grad = grad.contiguous()  # of a sum it is one number seen [N, F] times, which GEMMs do not take
@@ -67,27 +70,31 @@ class _GroupedMM(torch.autograd.Function):
         return dx, None, None, None, None, *dw
 
 
-def _parts(stacks, offsets, bounds):
+def _parts(stacks: Sequence[torch.Tensor], offsets: torch.Tensor,
+           bounds: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(first row, last row, ends of its groups counted from the first row) of every stack."""
     ends = offsets.split([stack.shape[0] for stack in stacks])
     for first, last, own in zip(bounds, bounds[1:], ends, strict=False):
         yield first, last, own - first if first else own
 
 
-def _rows_times_stacks(x, stacks, offsets, bounds, machines, tail):
+def _rows_times_stacks(x: torch.Tensor, stacks: Sequence[torch.Tensor], offsets: torch.Tensor, bounds: Sequence[int],
+                       machines: Sequence[Machine], tail: bool) -> torch.Tensor:
     """The first stack's product goes over all rows and leaves those of the others to them: nothing is joined."""
     if len(stacks) == 1:
         return _rows_times_weights(x, stacks[0], offsets, *machines[0], tail)
-    out = None
+    out: torch.Tensor | None = None
     for (first, last, ends), w, machine in zip(_parts(stacks, offsets, bounds), stacks, machines, strict=True):
         if out is None:
             out = _rows_times_weights(x, w, ends, *machine, tail=False) if last else x.new_empty(len(x), w.shape[2])
         elif last > first:
             out[first:last] = _rows_times_weights(x[first:last], w, ends, *machine, tail=False)
+    assert out is not None  # there is at least one stack
     return padding.zero_tail_(out, offsets) if tail else out
 
 
-def _rows_times_weights(x, w, offsets, backend, remedy, tail):
+def _rows_times_weights(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, backend: Backend, remedy: str,
+                        tail: bool) -> torch.Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
         return x.new_zeros(x.shape[0], w.shape[2])
     if remedy == "pad_empty":
@@ -98,7 +105,8 @@ def _rows_times_weights(x, w, offsets, backend, remedy, tail):
     return padding.zero_tail_(out, offsets) if tail else out
 
 
-def _weight_gradient(x, grad, offsets, backend, remedy):
+def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor, backend: Backend,
+                     remedy: str) -> torch.Tensor:
     if x.shape[0] == 0 or x.shape[1] == 0 or grad.shape[1] == 0:
         return x.new_zeros(offsets.numel(), x.shape[1], grad.shape[1])
     if remedy == "pad_empty":
@@ -108,11 +116,11 @@ def _weight_gradient(x, grad, offsets, backend, remedy):
     return padding.zero_empty_groups_(dw, offsets) if remedy == "zero_empty_wgrad" else dw
 
 
-def _choose(name: str, x: torch.Tensor, w: torch.Tensor):
+def _choose(name: str, x: torch.Tensor, w: torch.Tensor) -> Machine:
     """(backend, remedy)."""
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"backend={name!r} is unknown; give 'auto' or one of {', '.join(BACKENDS)}")
-    reasons = []
+    reasons: list[str] = []
     for candidate in ("torch", "loop") if name == "auto" else (name,):
         backend = BACKENDS[candidate]
         why = backend.refusal(x.device, x.dtype, tuple(w.shape))
@@ -127,7 +135,7 @@ def _choose(name: str, x: torch.Tensor, w: torch.Tensor):
                      f"{tuple(w.shape)}: {'; '.join(reasons)}")
 
 
-def _say_once(name, candidate, reasons, x, w):
+def _say_once(name: str, candidate: str, reasons: list[str], x: torch.Tensor, w: torch.Tensor) -> None:
     key = (name, candidate, x.device, x.dtype, tuple(w.shape))
     if reasons and key not in _said:
         _said.add(key)
@@ -135,7 +143,8 @@ def _say_once(name, candidate, reasons, x, w):
                     candidate, "; ".join(reasons))
 
 
-def _check(x, stacks, offsets, tail, first_rows):
+def _check(x: torch.Tensor, stacks: Sequence[torch.Tensor], offsets: torch.Tensor, tail: bool,
+           first_rows: Sequence[int]) -> None:
     num_groups = 0
     for w in stacks:
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or w.shape[2] != stacks[0].shape[2]:

@@ -7,6 +7,7 @@ not depend on the counts, so nothing synchronises with the host and all of it ca
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,8 @@ class PaddedGroups(NamedTuple):
     row_of: torch.Tensor
 
 
-def padded_layout(offsets: torch.Tensor, num_rows: int, multiple: int, *, empty_only: bool = False):
+def padded_layout(offsets: torch.Tensor, num_rows: int, multiple: int, *,
+                  empty_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(offsets int32 [E], row_of int64 [num_rows]) of groups padded as pad_groups does, without moving a row."""
     ends = offsets.long()
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -89,7 +91,7 @@ def zero_empty_groups_(per_group: torch.Tensor, offsets: torch.Tensor) -> torch.
     return per_group.masked_fill_(empty.view(-1, *[1] * (per_group.dim() - 1)), 0)
 
 
-def _kernels(x: torch.Tensor):
+def _kernels(x: torch.Tensor) -> ModuleType | None:
     """Triton's early-exit kernels where there is a GPU and Triton; they touch only what must become zero."""
     if x.device.type != "cuda" or not x.is_contiguous():
         return None

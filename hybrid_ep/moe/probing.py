@@ -17,13 +17,16 @@ import contextlib
 import itertools
 import logging
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hybrid_ep.moe import padding
-from hybrid_ep.moe.backends import BACKENDS, LoopBackend
+from hybrid_ep.moe.backends import BACKENDS, Backend, LoopBackend
 
+deterministic: Any = torch.utils.deterministic  # its stub lacks the switch that torch adds at run time
 REMEDIES = ("none", "zero_empty_wgrad", "pad_empty", "unusable")
 COUNTS = {"start": (0, 0, 24, 8), "middle": (16, 0, 0, 16), "end": (8, 24, 0, 0), "everywhere": (0, 0, 0, 0)}
 PAD_ROWS = 16  # a multiple of every 16-bit format's alignment
@@ -71,7 +74,7 @@ def probe(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backe
         return _known[key]
 
 
-def examine(backend, device: torch.device, dtype: torch.dtype) -> Probe:
+def examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> Probe:
     """Runs the products and judges them; no cache, no log. backend: a class with backends' verbs."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     facts = backend.name, where, str(dtype).removeprefix("torch.")
@@ -96,7 +99,8 @@ def examine(backend, device: torch.device, dtype: torch.dtype) -> Probe:
     return Probe(*facts, remedy, found, tail)
 
 
-def _judge(backend, counts, device, dtype, *, padded: bool):
+def _judge(backend: Backend, counts: Sequence[int], device: torch.device, dtype: torch.dtype, *,
+           padded: bool) -> tuple[str, bool]:
     """("right" | "empty": only gradients of empty groups differ | "wrong", tail rows came out as not zero)."""
     x, g, w, offsets = _problem(counts, device, dtype)
     real = slice(0, sum(counts))
@@ -118,7 +122,8 @@ def _judge(backend, counts, device, dtype, *, padded: bool):
     return ("right" if bool((dw[~full] == 0).all()) else "empty"), tail
 
 
-def _problem(counts, device, dtype):
+def _problem(counts: Sequence[int], device: torch.device,
+             dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, g, w = (torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
                for shape in ((_ROWS + _TAIL, _K), (_ROWS + _TAIL, _F), (len(counts), _K, _F)))
@@ -135,18 +140,18 @@ def _close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _poisoned_memory(device, sizes, dtype):
+def _poisoned_memory(device: torch.device, sizes: Sequence[int], dtype: torch.dtype) -> Iterator[None]:
     """Fresh tensors are NaN inside: torch fills them in its deterministic mode, and the caching allocator of a GPU
     hands out again what was just filled and freed."""
     # The debug mode is the same switch as use_deterministic_algorithms, which imports the compiler: 9 s of CPU.
-    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    before = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
     if device.type == "cuda":
         blocks = [torch.full((size,), float("nan"), dtype=dtype, device=device) for size in sizes for _ in range(4)]
         del blocks
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        deterministic.fill_uninitialized_memory = before[1]

@@ -111,7 +111,7 @@ class RouterGuard:
     action: str = "stop"
     _streak: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.action not in ("warn", "stop"):
             raise ValueError(f"action={self.action!r} must be 'warn' or 'stop'")
         if self.patience < 1:

@@ -97,12 +97,13 @@ def forward(h: torch.Tensor, prob: torch.Tensor | None, kind: str) -> torch.Tens
     return out
 
 
-def backward(h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kind: str, want_dprob: bool):
+def backward(h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kind: str,
+             want_dprob: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(dh like h, dprob fp32 [N] or None)."""
     gated = kind in _GATED
     f = grad.shape[1]
     dh = torch.empty_like(h)
-    dprob = torch.zeros_like(prob) if want_dprob else None
+    dprob = torch.zeros_like(prob) if prob is not None and want_dprob else None
     if grad.numel():
         _backward_kernel[(h.shape[0],)](
             h, h if prob is None else prob, grad, dh, h if dprob is None else dprob, f, KIND=_KIND[kind], GATED=gated,

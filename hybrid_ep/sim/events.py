@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from hybrid_ep.sim.costs import event_costs
 from hybrid_ep.sim.implementations import HYBRID_EP
 from hybrid_ep.sim.shape import Shape
 from hybrid_ep.sim.trace import TrackSpan
+
+if TYPE_CHECKING:
+    from hybrid_ep.sim.world import World
 
 # Rows delivered: in a world of some ten seconds of one core, in the largest of some minutes, in one that is traced.
 QUICK_ROWS, ROW_BUDGET, _TRACE_ROWS = 300_000, 1_000_000, 12_000
@@ -125,7 +128,7 @@ def _events(shape: Shape, cluster: Cluster, num_sms: int, chunk: int, dtype: str
         tuple(_spans(got)) if trace else ())
 
 
-def _spans(got) -> list[TrackSpan]:
+def _spans(got: World) -> list[TrackSpan]:
     """Tracks: of each rank its kernels, its blocks' roles by link, its ports."""
     spans = [TrackSpan(f"rank {k.rank}", "kernels", k.name, k.start_us, k.time_us, {}) for k in got.kernels]
     ranks = max(k.rank for k in got.kernels) + 1

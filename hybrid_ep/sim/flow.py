@@ -10,7 +10,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Hop(NamedTuple):
@@ -73,7 +73,7 @@ class _Server:
         self.served: dict[str, float] = defaultdict(float)
         self.queues: dict[str, list] = defaultdict(list)
 
-    def pop(self):
+    def pop(self) -> tuple[Any, ...]:
         role = min((r for r, q in self.queues.items() if q), key=lambda r: (self.served[r], self.queues[r][0][:2]))
         return heapq.heappop(self.queues[role])
 
@@ -84,7 +84,9 @@ class _Server:
 
 def run(chains: Sequence[Chain]) -> Timeline:
     """Serve all chains, all ready at 0 or when their gate opens. ValueError when a gate never opens."""
-    line, servers, events = Timeline(), defaultdict(_Server), []
+    line = Timeline()
+    servers: dict[Any, _Server] = defaultdict(_Server)
+    events: list[tuple[float, int, str, Any]] = []
     order = 0
     missing: dict[tuple, int] = defaultdict(int)
     opened: dict[tuple, float] = {}

@@ -42,7 +42,7 @@ class Prediction:
     @property
     def binds(self) -> str:
         """The resource with the longest busy time."""
-        return max(self.bounds, key=self.bounds.get)
+        return max(self.bounds, key=self.bounds.__getitem__)
 
 
 def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str = "bf16", chunk: int | None = None,

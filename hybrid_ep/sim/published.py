@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from hybrid_ep.sim import clusters, model, routing
 from hybrid_ep.sim.clusters import FITTED_FROM, Cluster, Quantity
@@ -69,12 +70,17 @@ class Answer:
         return self.gb_per_s / self.row.gb_per_s - 1
 
 
+def _row(record: dict[str, str]) -> Row:
+    fields: dict[str, Any] = {
+        k: int(v) if k in _INTEGERS else float(v) if k == "gb_per_s" else v for k, v in record.items()}
+    return Row(**fields)
+
+
 @lru_cache
 def rows() -> tuple[Row, ...]:
     """Every row of the table, in its order."""
     with CSV.open(newline="") as file:
-        return tuple(Row(**{k: int(v) if k in _INTEGERS else float(v) if k == "gb_per_s" else v
-                            for k, v in record.items()}) for record in csv.DictReader(file))
+        return tuple(_row(record) for record in csv.DictReader(file))
 
 
 def answer(row: Row, cluster: Cluster | None = None) -> Answer:

@@ -120,10 +120,11 @@ def count(choices: np.ndarray, shape: Shape) -> Traffic:
     tokens = max(1, choices.shape[1])
     remote = float(rail_out.sum()) / (ranks * tokens)  # other nodes a token goes to
     local_nodes = float(sum(any_local)) / (ranks * tokens)
+    out, into, copied, crossing, coming, most, paired = (float(np.max(rows)) for rows in (
+        rail_out, rail_in, copies, copies - own, received - own, received, pairs))
     result = Traffic(
-        rail_out.max(), rail_in.max(), copies.max(), (copies - own).max(), (received - own).max(), received.max(),
-        pairs.max(), remote + local_nodes, float(received.sum()) / (ranks * tokens),
-        float(pairs.max() / max(pairs.mean(), 1e-9) - 1))
+        out, into, copied, crossing, coming, most, paired, remote + local_nodes,
+        float(received.sum()) / (ranks * tokens), float(np.max(pairs)) / max(float(np.mean(pairs)), 1e-9) - 1)
     return result.scaled(shape.tokens / tokens)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybrid_ep import _core
 
@@ -111,7 +112,7 @@ class World:
         return {name: dict(by_rank) for name, by_rank in table.items()}
 
 
-def spec_of(**settings) -> dict[str, int]:
+def spec_of(**settings: int | str) -> dict[str, int]:
     """A complete spec from keyword settings; strategy, fault, dtype and routing may be given by name.
     ValueError for an unknown name; see `csrc/sim/world_spec.h` for the fields."""
     spec = _core.sim_defaults()
@@ -127,7 +128,7 @@ def spec_of(**settings) -> dict[str, int]:
     return spec
 
 
-def _run(spec, **options) -> World:
+def _run(spec: Mapping[str, int], **options: Any) -> World:
     raw = _core.simulate(dict(spec), **options)
     us = PS_PER_US
     return World(

@@ -40,7 +40,7 @@ class Layers:
 
     def __init__(self, groups, ep, homes=None):
         local = EXPERTS // ep
-        module = GroupedExperts if settings.current().grouped_gemm else SequentialMLP
+        module = GroupedExperts if settings.current().experts.grouped else SequentialMLP
         config = make_config("ours", ep, gated_linear_unit=False, activation_func=torch.nn.functional.relu,
                              ffn_hidden_size=16, moe_ffn_hidden_size=16, bias_activation_fusion=False,
                              gradient_accumulation_fusion=False)

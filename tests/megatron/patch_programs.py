@@ -11,7 +11,7 @@ import types
 import pytest
 
 import megatron_patches
-from megatron_patches import cpu, flags, patch, seams, settings
+from megatron_patches import cpu, flags, parts, seams, settings
 
 ARGUMENTS = "megatron.training.arguments"
 
@@ -138,11 +138,11 @@ def failed_install_is_undone():
     """A failure in the middle of apply leaves nothing behind."""
     before = snapshot()
 
-    def break_off(_wanted):
-        patch._set(modules()[0], "MoEFlexTokenDispatcher", object)
+    def break_off():
+        parts.PATCHES.replace("dispatcher", modules()[0], "MoEFlexTokenDispatcher", object)
         raise OSError("no space")
 
-    with replaced(patch, "_install_dispatcher", break_off):
+    with replaced(parts, "install_dispatcher", break_off):
         assert message(OSError, megatron_patches.apply) == "no space"
     assert snapshot() == before and not megatron_patches.status().applied
     return True
@@ -209,7 +209,8 @@ def parsed_flags():
     args = module.parse_args(provider, argv=FLEX + full + ["--own", "3"])
     assert (args.own, args.hybrid_ep, args.hybrid_ep_ranks_per_node) == (3, True, 4)
     assert (args.hybrid_ep_num_sms, args.hybrid_ep_timeout) == (24, 7.5)
-    assert settings.current() == settings.Settings(True, 4, 24, 7.5, "mxfp8", tuning="t.json")
+    assert settings.current() == settings.Settings.of(
+        ranks_per_node=4, num_sms=24, timeout_s=7.5, dispatch_dtype="mxfp8", tuning="t.json")
     args = module.parse_args(provider, ignore_unknown_args=True, argv=["--unknown"])
     assert not args.hybrid_ep and settings.current() == settings.DISABLED
     errors = []

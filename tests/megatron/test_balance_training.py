@@ -75,15 +75,15 @@ def parse(*argv):
 
 
 def test_flags_reach_the_settings():
-    assert parse("--hybrid-ep").balance == "off"
+    assert parse("--hybrid-ep").balance.mode == "off"
     wanted = parse("--hybrid-ep", "--hybrid-ep-balance", "exact", "--hybrid-ep-spare-slots", "2",
-                   "--hybrid-ep-balance-epsilon", "0.05")
-    assert (wanted.balance, wanted.spare_slots, wanted.balance_epsilon) == ("exact", 2, 0.05)
+                   "--hybrid-ep-balance-epsilon", "0.05").balance
+    assert (wanted.mode, wanted.spare_slots, wanted.epsilon) == ("exact", 2, 0.05)
     wanted = parse("--hybrid-ep", "--hybrid-ep-balance", "slow", "--hybrid-ep-balance-interval", "7",
-                   "--hybrid-ep-layer-updates-per-iter", "3", "--hybrid-ep-balance-move-cost", "1e4")
-    assert (wanted.balance_interval, wanted.layer_updates_per_iter, wanted.balance_move_cost) == (7, 3, 1e4)
+                   "--hybrid-ep-layer-updates-per-iter", "3", "--hybrid-ep-balance-move-cost", "1e4").balance
+    assert (wanted.interval, wanted.layer_updates_per_iter, wanted.move_cost) == (7, 3, 1e4)
     assert wanted.rehomes and not wanted.clones
-    assert parse("--hybrid-ep", "--hybrid-ep-balance", "both", "--hybrid-ep-spare-slots", "3").spare_slots == 3
+    assert parse("--hybrid-ep", "--hybrid-ep-balance", "both", "--hybrid-ep-spare-slots", "3").balance.spare_slots == 3
 
 
 @pytest.mark.parametrize("argv, flag", [

@@ -35,8 +35,8 @@ def test_the_table_in_the_docs_has_every_flag_and_no_other():
 
 @pytest.mark.version_free
 def test_the_backend_of_the_grouped_gemm_is_a_setting():
-    assert parsed("--hybrid-ep-grouped-gemm").grouped_gemm_backend == "auto"
-    assert parsed("--hybrid-ep-grouped-gemm", "--hybrid-ep-grouped-gemm-backend", "loop").grouped_gemm_backend == "loop"
+    assert parsed("--hybrid-ep-grouped-gemm").experts.backend == "auto"
+    assert parsed("--hybrid-ep-grouped-gemm", "--hybrid-ep-grouped-gemm-backend", "loop").experts.backend == "loop"
     from hybrid_ep.moe.backends import BACKENDS
 
     assert settings.GEMM_BACKENDS[0] == "auto" and set(settings.GEMM_BACKENDS[1:]) == set(BACKENDS)
@@ -62,4 +62,4 @@ def test_a_flag_that_cannot_work_is_refused_by_name(argv, said):
 ])
 def test_the_same_from_python(wrong, said):
     with pytest.raises(ValueError, match=said):
-        settings.Settings(**wrong)
+        settings.Settings.of(**wrong)

@@ -5,6 +5,7 @@ import os
 
 import parity
 import parity_field_notes
+import parity_field_table
 import parity_world
 import pytest
 from parity_worker import SABOTAGE, VARIANTS, Case, run_cases
@@ -66,5 +67,5 @@ def test_field_notes_notice_a_fault_and_nothing_else():
     cases += [Case("notes_forced_bf16", "s3", 4, 6, grouped=True, broken="rounding")]
     outcome = parity_world.run_world(run_cases, parity.NUM_RANKS, (cases,), timeout_s=280)[0]
     assert outcome["records"][1]["empty"][0] >= 6, "experts must start empty"
-    for case, _, found, ok in parity_field_notes.compared(cases, outcome["records"]):
+    for case, _, found, ok in parity_field_table.compared(cases, outcome["records"]):
         assert ok != bool(case.broken), (case.variant, case.broken, found)

@@ -127,5 +127,5 @@ def test_launcher_runs_a_script_that_parses_like_pretrain_gpt():
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["main"] and facts["own_flag"] == 5
     assert facts["args"] == [True, 1, 2, 30.0]
-    assert facts["manager"] == "megatron_patches.dispatcher.HybridEPManager"
+    assert facts["manager"] == "megatron_patches.manager.HybridEPManager"
     assert facts["buffers"] == 1 and facts["same"], "tokens must have come back through our buffer"

@@ -50,10 +50,10 @@ for mode in ("exact", "slow", "both"):
     balanced = small.derive(balance=mode, precision="bf16", overlap=False)
     args = check(mode, balanced)
     now = settings.current()
-    assert (now.balance, now.grouped_gemm, now.spare_slots) == (mode, True, 1), now
+    assert (now.balance.mode, now.experts.grouped, now.balance.spare_slots) == (mode, True, 1), now
     config = types.SimpleNamespace(**{**vars(args), "activation_func": torch.nn.functional.silu,
                                       "gated_linear_unit": True})
-    check_balance(config, 1, mode, now.clones, now.grouped_gemm)
+    check_balance(config, 1, mode, now.balance.clones, now.experts.grouped)
     check_experts(config)
 check("fsdp", small.derive(sharding="megatron_fsdp"))
 try:

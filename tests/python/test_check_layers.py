@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "check_layers.py"
 
+sys.path.insert(0, str(SCRIPT.parent))  # where its import_graph is
 _spec = importlib.util.spec_from_file_location("check_layers", SCRIPT)
 check_layers = importlib.util.module_from_spec(_spec)
 sys.modules["check_layers"] = check_layers  # dataclasses look their module up
@@ -153,6 +155,17 @@ KEPT = [
     ("docs/a.md", "Mount it below ${ROOT}" + "/" + "work/data.\n"),
 ]  # fmt: skip
 
+# (files, violations): an import counts wherever it runs, also around three modules and through a function.
+CYCLES = [
+    ({"a": "from hybrid_ep import b\n", "b": "import hybrid_ep.a\n"}, ["a", "b"]),
+    ({"a": "from hybrid_ep import b\n", "b": "def f():\n    from hybrid_ep.a import x\n"}, ["a", "b"]),
+    ({"a": "import hybrid_ep.b\n", "b": "import hybrid_ep.c\n", "c": "import hybrid_ep.a\n"}, ["a", "b", "c"]),
+    ({"a": "from hybrid_ep import b\n",
+      "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hybrid_ep import a\n"}, []),
+    ({"a": "from hybrid_ep import b, c\n", "b": "from hybrid_ep import c\n", "c": "import os\n"}, []),
+    ({"a": "import hybrid_ep\nfrom hybrid_ep import env\n"}, []),
+]
+
 BROKEN_IDS = [f"{number}-{rule}-{path}" for number, (path, _, _, rule) in enumerate(BROKEN)]
 KEPT_IDS = [f"{number}-{path}" for number, (path, _) in enumerate(KEPT)]
 
@@ -166,6 +179,34 @@ def test_rule_can_fail(tmp_path, path, text, line, rule):
 @pytest.mark.parametrize(("path", "text"), KEPT, ids=KEPT_IDS)
 def test_rule_lets_good_code_pass(tmp_path, path, text):
     assert violations(make_tree(tmp_path, {path: text})) == []
+
+
+@pytest.mark.parametrize(("modules", "named"), CYCLES)
+def test_cycles_of_imports(tmp_path, modules, named):
+    tree = make_tree(tmp_path, {f"hybrid_ep/{name}.py": text for name, text in modules.items()})
+    assert [(path, rule) for path, _, rule in violations(tree)] == [(f"hybrid_ep/{n}.py", "cycles") for n in named]
+
+
+def test_an_allowed_cycle_passes_and_must_exist(tmp_path, monkeypatch):
+    pair = ("hybrid_ep.a", "hybrid_ep.b")
+    monkeypatch.setattr(check_layers, "CYCLES_ALLOWED", {pair: "until it is mended"})
+    modules = {"hybrid_ep/a.py": "from hybrid_ep import b\n", "hybrid_ep/b.py": "import hybrid_ep.a\n"}
+    tree = make_tree(tmp_path, modules)
+    assert violations(tree) == []
+    (tree / "hybrid_ep" / "b.py").write_text("import os\n")
+    assert [rule for *_, rule in violations(tree)] == ["cycles"]
+
+
+def test_the_picture_has_every_package_and_top_module(tmp_path):
+    picture = tmp_path / "graph.svg"
+    run_script("--graph", picture)
+    labels = {element.text for element in xml.etree.ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")}
+    remedy = "run python scripts/check_layers.py --graph docs/imports.svg"
+    assert picture.read_text() == (ROOT / "docs" / "imports.svg").read_text(), remedy
+    top = {path.stem for path in (ROOT / "hybrid_ep").glob("*.py")} - {"__init__"}
+    assert top <= labels
+    for package in ("balance", "cli", "moe", "sim", "recipes", "megatron_patches"):
+        assert any(label.startswith(f"{package}/ (") for label in labels)
 
 
 def test_git_ignored_files_are_not_read(tmp_path):

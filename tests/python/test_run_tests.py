@@ -13,13 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import build_cuda
 import cuda_packages
 import run_tests
+import stage_runner
 import test_matrix
 
 REASON = "needs 9 GB of disk, there are 5.0 GB; free some"
 
 
 def test_why_the_oldest_megatron_has_no_environment_is_in_the_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_tests, "BUILD", tmp_path)
+    monkeypatch.setattr(stage_runner, "BUILD", tmp_path)
     monkeypatch.setattr(test_matrix, "choose_python", lambda version, wanted: "3.11")
     program = f"import sys; print('installing'); sys.exit('test_matrix: {REASON}')"
     runner = run_tests.Runner(False, run_tests.Preparation("megatron-oldest", [sys.executable, "-c", program]))

@@ -163,7 +163,7 @@ def test_megatron_s_default_number_of_sms_does_not_hide_the_file(monkeypatch, wa
     if environment:
         monkeypatch.setenv("HYBRID_EP_TUNING", environment)
     given = {}
-    wanted = settings.Settings(buffer_class=lambda **options: given.update(options), **wanted)
+    wanted = settings.Settings.of(buffer_class=lambda **options: given.update(options), **wanted)
     buffers._create(None, HIDDEN, TOKENS, 2, megatron, wanted)
     assert given.get("num_sms_dispatch_api") == given.get("num_sms_combine_api") == sms
-    assert given.get("tuning") == (wanted.tuning or environment)
+    assert given.get("tuning") == (wanted.exchange.tuning or environment)

@@ -11,11 +11,18 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_WRONG, UsageError, launch, outputs
 from hybrid_ep.cli.bench import flags, heap, presets
 from hybrid_ep.cli.bench.config import Config, make_config, require
+
+if TYPE_CHECKING:
+    from hybrid_ep.cli.bench.implementations import Implementation
+    from hybrid_ep.cli.bench.plots import Point
+    from hybrid_ep.cli.bench.report import Row
+    from hybrid_ep.cli.bench.session import CaseResult
 
 add_arguments = flags.add_arguments
 
@@ -52,7 +59,7 @@ def _require_device(config: Config) -> None:
             raise UsageError(f"--backend cuda: {error}; use --backend host or sim") from None
 
 
-def _choose(args: argparse.Namespace) -> list[type]:
+def _choose(args: argparse.Namespace) -> list[type[Implementation]]:
     """The implementations that the flags name, base first."""
     from hybrid_ep.cli.bench.plugins import choose
 
@@ -112,7 +119,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         return EXIT_WRONG if any(result.failed for result in results) else EXIT_OK
 
 
-def plot_point(row):
+def plot_point(row: Row) -> Point:
     """A row of the table as a point of the plots."""
     from hybrid_ep.cli.bench.plots import Point
 
@@ -125,7 +132,8 @@ def _title(config: Config, described: dict) -> str:
             f"{config.num_experts}, {config.dtype}; {described['device']}, measured {described['date'][:10]}")
 
 
-def _show_case(report, config, result, rows, args: argparse.Namespace, show) -> None:
+def _show_case(report: ModuleType, config: Config, result: CaseResult, rows: list[Row], args: argparse.Namespace,
+               show: Callable[..., None]) -> None:
     for row in rows:
         show(report.row_line(row, args.wide), flush=True)
     if args.per_iteration:
@@ -135,7 +143,7 @@ def _show_case(report, config, result, rows, args: argparse.Namespace, show) -> 
         show(line, flush=True)
 
 
-def _refuse_unavailable_base(config: Config, base: type) -> None:
+def _refuse_unavailable_base(config: Config, base: type[Implementation]) -> None:
     """All ratios stand on the base, so a base that cannot run ends the run instead of being skipped."""
     from hybrid_ep.cli.bench.implementations import Setting
 

@@ -37,11 +37,11 @@ class EngineClock:
     def _timed(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._on_gpu:
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                first.record()
                 result = launch(*args, **kwargs)
-                stop.record()
-                self._events.append((start, stop))
+                last.record()
+                self._events.append((first, last))
                 return result
             start = time.perf_counter()
             result = launch(*args, **kwargs)

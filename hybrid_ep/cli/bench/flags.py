@@ -7,7 +7,7 @@ import argparse
 from hybrid_ep.cli import outputs
 from hybrid_ep.cli.bench import heap, routing
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
-from hybrid_ep.cli.bench.presets import NAMES
+from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
 from hybrid_ep.cli.simulate.request import ENGINES
 from hybrid_ep.sim import clusters
 from hybrid_ep.sim.shape import DTYPES as SIM_DTYPES
@@ -15,10 +15,6 @@ from hybrid_ep.sim.shape import DTYPES as SIM_DTYPES
 _DEFAULT_OPS = ("dispatch", "combine", "pair")
 _CHAINED_PAIRS = 8
 DTYPES = tuple(dict.fromkeys(("bf16", "fp16", "fp32", *SIM_DTYPES)))
-# Flags whose values a preset sets, with the values that they have otherwise.
-SHAPE_DEFAULTS = {"min_tokens": 1024, "max_tokens": 4096, "factor": 4, "tokens": None, "hidden": 2048, "topk": 8,
-                  "experts": 64, "dtype": "bf16", "routing": "uniform", "imbalance": None, "ragged": "none",
-                  "ranks": None, "ranks_per_node": None, "cluster": None, "nodes": None}  # fmt: skip
 DEFAULT_RANKS = 4
 
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli.plotting import pyplot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["Point", "draw", "pyplot"]
 
@@ -64,7 +70,7 @@ def _one_per_size(points: list[Point]) -> list[Point]:
     return list(best.values())
 
 
-def _lines(points: list[Point]) -> Iterable[tuple[str, dict, list[Point]]]:
+def _lines(points: list[Point]) -> Iterable[tuple[str, dict[str, Any], list[Point]]]:
     """(label, style, points) of every operation and implementation: colour by operation, dashes by implementation."""
     ops, names = (list(dict.fromkeys(getattr(p, a) for p in points)) for a in ("op", "implementation"))
     for i, op in enumerate(ops):
@@ -77,7 +83,7 @@ def _lines(points: list[Point]) -> Iterable[tuple[str, dict, list[Point]]]:
                 yield (op if len(names) == 1 else f"{op}, {name}"), style, chosen
 
 
-def _bandwidth(plt, points: list[Point], folder: Path, title: str) -> list[str]:
+def _bandwidth(plt: ModuleType, points: list[Point], folder: Path, title: str) -> list[str]:
     figure, panel = plt.subplots(figsize=_SIZE, layout="constrained")
     for label, style, chosen in _lines(points):
         chosen = sorted(chosen, key=lambda p: p.num_sms)
@@ -89,11 +95,11 @@ def _bandwidth(plt, points: list[Point], folder: Path, title: str) -> list[str]:
                        textcoords="offset points", color="#666666")
     _ticks(panel, sorted({p.num_sms for p in points}))
     panel.set(xlabel="SMs of an operation", ylabel="bus bandwidth (GB/s)")
-    panel.set_ylim(0, 1.12 * max([*(p.busbw for p in points), limit or 0]))
+    panel.set_ylim(0, 1.12 * max([*(p.busbw or 0.0 for p in points), limit or 0.0]))
     return _save(plt, figure, panel, folder / "bandwidth", title)
 
 
-def _time(plt, points: list[Point], folder: Path, title: str) -> list[str]:
+def _time(plt: ModuleType, points: list[Point], folder: Path, title: str) -> list[str]:
     from matplotlib import ticker
 
     figure, panel = plt.subplots(figsize=_SIZE, layout="constrained")
@@ -102,9 +108,9 @@ def _time(plt, points: list[Point], folder: Path, title: str) -> list[str]:
         chosen = sorted(chosen, key=lambda p: p.tokens)
         x = [p.tokens for p in chosen]
         panel.plot(x, [p.time_us / 1e3 for p in chosen], label=label, **style)
-        if few and all(p.p10_us is not None and p.p90_us is not None for p in chosen):
-            panel.fill_between(x, [p.p10_us / 1e3 for p in chosen], [p.p90_us / 1e3 for p in chosen], linewidth=0,
-                               color=style["color"], alpha=0.13)
+        band = [(p.p10_us / 1e3, p.p90_us / 1e3) for p in chosen if p.p10_us is not None and p.p90_us is not None]
+        if few and len(band) == len(chosen):
+            panel.fill_between(x, *zip(*band, strict=True), linewidth=0, color=style["color"], alpha=0.13)
     panel.set_yscale("log")
     _ticks(panel, sorted({p.tokens for p in points}))
     panel.set(xlabel="tokens a rank", ylabel="time (ms)")
@@ -114,7 +120,7 @@ def _time(plt, points: list[Point], folder: Path, title: str) -> list[str]:
     return _save(plt, figure, panel, folder / "time", title)
 
 
-def _ticks(panel, values: list[int]) -> None:
+def _ticks(panel: Axes, values: list[int]) -> None:
     """A log axis labelled at the values that were swept, thinned where they would touch."""
     panel.set_xscale("log", base=2)
     step = -(-len(values) // 7)
@@ -122,7 +128,7 @@ def _ticks(panel, values: list[int]) -> None:
     panel.minorticks_off()
 
 
-def _save(plt, figure, panel, stem: Path, title: str) -> list[str]:
+def _save(plt: ModuleType, figure: Figure, panel: Axes, stem: Path, title: str) -> list[str]:
     lines = len(panel.get_legend_handles_labels()[1])
     if lines <= _INSIDE:
         panel.legend(fontsize=7.5, handlelength=2.6)

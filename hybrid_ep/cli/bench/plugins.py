@@ -37,6 +37,8 @@ def load_plugin(spec: str) -> list[type[Implementation]]:
     try:
         if spec.endswith(".py"):
             location = importlib.util.spec_from_file_location(f"hybrid_ep_bench_peer_{Path(spec).stem}", spec)
+            if location is None or location.loader is None:
+                raise ImportError("no loader knows such a file")
             module = importlib.util.module_from_spec(location)
             location.loader.exec_module(module)
         else:

@@ -47,6 +47,10 @@ CONDITIONS = {c.name: c for c in (
 )}  # fmt: skip
 GROUPS = {"hybrid-ep-blog": tuple(CONDITIONS)}
 NAMES = (*GROUPS, *CONDITIONS)
+# Flags whose values a preset sets, with the values that they have otherwise.
+SHAPE_DEFAULTS = {"min_tokens": 1024, "max_tokens": 4096, "factor": 4, "tokens": None, "hidden": 2048, "topk": 8,
+                  "experts": 64, "dtype": "bf16", "routing": "uniform", "imbalance": None, "ragged": "none",
+                  "ranks": None, "ranks_per_node": None, "cluster": None, "nodes": None}  # fmt: skip
 
 
 def conditions(name: str) -> tuple[Condition, ...]:
@@ -56,8 +60,6 @@ def conditions(name: str) -> tuple[Condition, ...]:
 
 def refuse_shape_flags(args: argparse.Namespace) -> None:
     """UsageError when a flag contradicts the preset, which sets the whole shape."""
-    from hybrid_ep.cli.bench.flags import SHAPE_DEFAULTS
-
     given = [name for name, default in SHAPE_DEFAULTS.items() if getattr(args, name) != default]
     if given:
         raise UsageError(f"--preset {args.preset}: sets the shape, and --{given[0].replace('_', '-')} "

@@ -121,7 +121,7 @@ def _row(
         p99_us=quantile(times, 0.99) * 1e6,
         kernel_us=statistics.median(reduce_ranks(kernel, config.reduction)) * 1e6 if kernel else None,
         algbw=rate(ledger.size_bytes),
-        busbw=rate(ledger.bottleneck_bytes(wire)) if traffic else None,
+        busbw=rate(ledger.bottleneck_bytes(wire)) if traffic and wire else None,
         rail_gbps=rate(list(traffic.rail)) if traffic else None,
         node_gbps=rate(list(traffic.node)) if traffic else None,
         logical_gbps=rate(ledger.logical_bytes),

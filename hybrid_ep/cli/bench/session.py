@@ -8,9 +8,11 @@ an implementation can tell, the time inside its kernels stands beside them.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +74,7 @@ def run_case(
     setup: Samples = {}
     try:
         for kind in chosen:
-            built.append(world.timed(setup, ("setup", kind.name), lambda kind=kind: kind(case)))
+            built.append(world.timed(setup, ("setup", kind.name), functools.partial(kind, case)))
         wrong = dict.fromkeys((kind.name for kind in chosen), 0)
         _check(built, config, expected, wrong, world)
         counted = {each.name: rows for each in built if (rows := _count_rows(each, ledger, world))}
@@ -153,6 +155,8 @@ def _count_rows(
         return None
     _pair(each)
     after = each.link_rows()
+    if after is None or each.wire is None:
+        raise RuntimeError(f"{each.name} counts rows for one operation and not for the next, or names no wire")
     grown = {link: world.reduce(after[link] - before[link]) for link in before}
     expected = ledger.link_rows(each.wire)
     return {link: (grown[link], 2 * expected[link]) for link in before}
@@ -209,12 +213,13 @@ class _Turn:
         if self.chain:
             self._time("chain", lambda: _chain(each, self.chain), parts=self.chain)
 
-    def _time(self, op: str, call: Callable, parts: int = 1, keep: bool = True):
+    def _time(self, op: str, call: Callable[[], Any], parts: int = 1, keep: bool = True) -> Any:
         samples, kernel = self._kept if keep else ({}, {})
         before = self.each.kernel_seconds()
         result = self.world.timed(samples, (op, self.each.name), call, parts)
-        if before is not None and not self.captured:
-            kernel.setdefault((op, self.each.name), []).append((self.each.kernel_seconds() - before) / parts)
+        after = self.each.kernel_seconds()
+        if before is not None and after is not None and not self.captured:
+            kernel.setdefault((op, self.each.name), []).append((after - before) / parts)
         return result
 
     def _stage(self, op: str, stage: Timed) -> None:

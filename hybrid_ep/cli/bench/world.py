@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hybrid_ep.cli import launch
 
@@ -47,7 +48,7 @@ class World:
         dist.all_gather_object(everyone, samples, group=self.control)
         return {key: [of_rank[key] for of_rank in everyone] for key in samples}
 
-    def reduce(self, value: int, how: dist.ReduceOp = dist.ReduceOp.SUM) -> int:
+    def reduce(self, value: int, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> int:
         """The sum (or what `how` says) of `value` over the ranks; collective."""
         total = torch.tensor([value], dtype=torch.int64, device="cpu")
         dist.all_reduce(total, how, group=self.control)
@@ -65,7 +66,9 @@ def joined(backend: str, timeout_s: float) -> Iterator[World]:
     on_cpu, deadline = device.type == "cpu", datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", timeout=deadline)
     try:
-        group = dist.group.WORLD
-        yield World(group, group if on_cpu else dist.new_group(backend="gloo", timeout=deadline), device)
+        group = distributed_c10d._get_default_group()
+        control = group if on_cpu else dist.new_group(backend="gloo", timeout=deadline)
+        assert isinstance(control, dist.ProcessGroup)  # new_group without ranks has this rank in it
+        yield World(group, control, device)
     finally:
         dist.destroy_process_group()

@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, outputs
 from hybrid_ep.cli.doctor import fabric, machine, selftest, software
-from hybrid_ep.cli.doctor.finding import FAIL, STATES, Finding
+from hybrid_ep.cli.doctor.finding import FAIL, STATES, Finding, Found
 from hybrid_ep.cli.parser import warn_renamed
 
-CHECKS = {
+CHECKS: dict[str, Callable[..., Found]] = {
     "python": software.python, "environment": software.environment, "torch": software.torch, "core": software.core,
     "megatron": software.megatron, "optional": software.optional, "gpu": machine.gpu,
     "cuda library": machine.cuda_library, "nvlink": machine.nvlink, "device memory": machine.device_memory,

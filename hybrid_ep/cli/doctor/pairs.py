@@ -15,9 +15,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Finding
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 SMALL_REPEATS, LARGE_REPEATS = 20, 3
 SLOW_BANDWIDTH, SLOW_LATENCY = 0.5, 4.0  # against a good pair of the same kind
@@ -70,7 +74,7 @@ def where(environ: Mapping[str, str], rank: int) -> tuple[str, int, bool]:
     return environ["MASTER_ADDR"], int(port), rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def connect(address: str, port: int, serves: bool, num_ranks: int, timeout_s: float):
+def connect(address: str, port: int, serves: bool, num_ranks: int, timeout_s: float) -> dist.TCPStore:
     """The store, of which this rank is the server or a client. RuntimeError when it is not there in time."""
     from torch.distributed import TCPStore
 
@@ -121,14 +125,16 @@ def rounds(num_ranks: int) -> list[list[tuple[int, int]]]:
     return schedule
 
 
-def exchange(group, peer: int, first: bool, num_bytes: int, timeout: timedelta) -> tuple[float, float]:
-    """(latency in us, GB/s one way) with a peer; `first` speaks first. RuntimeError after `timeout` of silence."""
+def exchange(group: Any, peer: int, first: bool, num_bytes: int, timeout: timedelta) -> tuple[float, float]:
+    """(latency in us, GB/s one way) with a peer; `first` speaks first. RuntimeError after `timeout` of silence.
+
+    group: ProcessGroupGloo, whose send and recv torch's stubs leave out."""
     import torch
 
-    def one_way(buffer, sending: bool) -> None:
+    def one_way(buffer: torch.Tensor, sending: bool) -> None:
         (group.send([buffer], peer, 0) if sending else group.recv([buffer], peer, 0)).wait(timeout)
 
-    def there_and_back(buffer) -> float:
+    def there_and_back(buffer: torch.Tensor) -> float:
         began = time.perf_counter()
         one_way(buffer, first)
         one_way(buffer, not first)
@@ -144,7 +150,7 @@ def exchange(group, peer: int, first: bool, num_bytes: int, timeout: timedelta) 
 class Meeting:
     """One rank's side of the examination."""
 
-    def __init__(self, store, rank: int, num_ranks: int, timeout_s: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int, timeout_s: float) -> None:
         from torch.distributed import PrefixStore
 
         self.store = PrefixStore(_PREFIX, store)
@@ -194,7 +200,7 @@ class Meeting:
         if self.rank == 0:
             self._not_there([f"bye/{r}" for r in range(self.num_ranks) if r not in gone])
 
-    def _with_partner(self, group, pair: tuple[int, int], num_bytes: int) -> dict:
+    def _with_partner(self, group: Any, pair: tuple[int, int], num_bytes: int) -> dict:
         low, high = pair
         said = {"ranks": [low, high]}
         try:

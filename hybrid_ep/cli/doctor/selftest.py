@@ -4,9 +4,12 @@ four ranks and on the GPU by one."""
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found
+
+if TYPE_CHECKING:
+    from hybrid_ep.testing import VirtualGroup
 
 LOOPBACK_TIMEOUT_S = 20.0
 
@@ -68,7 +71,7 @@ def exchange(num_nodes: int, num_local_ranks: int, device: Any, executor: str) -
     world = VirtualWorld(num_nodes, num_local_ranks)
     ranks = world.size
 
-    def body(rank, group):
+    def body(rank: int, group: VirtualGroup) -> bool:
         g = torch.Generator().manual_seed(rank)
         x = torch.randint(-8, 9, (tokens + rank, hidden), generator=g, dtype=torch.int64, device="cpu")
         x = x.bfloat16().to(device)

@@ -17,7 +17,7 @@ def run(name: str, cluster: Cluster, gpus: int | None, tokens: int, overlap: flo
     if gpus is None:
         raise ValueError("--recommend needs --gpus N, the GPUs of the whole job")
     model = models.get(name)
-    job = {"dtype": precision, "recompute": recompute, "cv_slow": cv_slow}
+    job: dict[str, Any] = {"dtype": precision, "recompute": recompute, "cv_slow": cv_slow}
     plans = recommend.recommend(model, cluster, gpus, tokens=tokens, overlap=overlap, **job)
     print(f"# {name} on {gpus} x {cluster.gpu.name} ({cluster.name}), {tokens} tokens a rank and micro-batch, "
           f"{precision}, recompute {recompute}, {overlap:.0%} of what moves hidden")

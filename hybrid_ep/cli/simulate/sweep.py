@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hybrid_ep.cli.outputs import say_written
@@ -63,7 +64,7 @@ def _over_ranks(request: Request) -> list[dict[str, Any]]:
     return points
 
 
-def draw(plt, request: Request, tables: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+def draw(plt: ModuleType, request: Request, tables: dict[str, list[dict[str, Any]]], folder: Path) -> None:
     """Three panels with a common time axis."""
     figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.0), sharey=True, layout="constrained")
     titles = {"num_sms": "SMs of an operation", "chunk": "rows of a rail message", "ranks": "EP size"}

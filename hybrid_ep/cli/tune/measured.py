@@ -5,6 +5,7 @@ setting may change nothing but time."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterable
 
@@ -85,8 +86,8 @@ class Tuner:
                     expert_rows = done[0]
                 elif expert_rows is None:
                     expert_rows = torch.ones(done[0].shape, dtype=checks.SUM_DTYPES[self.dtype], device=done[0].device)
-                out = world.timed(kept, ("combine", name), lambda done=done, rows=expert_rows: (
-                    self.buffer.combine_with_unpermute(hidden=rows, handle=done[-1])[0]))
+                combine = functools.partial(self.buffer.combine_with_unpermute, hidden=expert_rows, handle=done[-1])
+                out = world.timed(kept, ("combine", name), combine)[0]
                 if iteration < 0:
                     results = [t.view(torch.uint8).clone() for t in (done[0], out)]
                     first = first or results

@@ -1,0 +1,414 @@
+"""Types of the compiled core. Written by scripts/core_stubs.py: change csrc/bindings, then run it."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy
+from numpy.typing import NDArray
+
+class BufferShape:
+    """What a registered buffer must hold; layout/buffer.h turns it into offsets."""
+
+    count_words: ClassVar[dict[str, int]]
+    flag_stride: ClassVar[int]
+
+    def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
+                 max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
+                 partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int = 16) -> None: ...
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def max_topk(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def num_local_ranks(self) -> int: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def partial_row_bytes(self) -> int: ...
+
+    @property
+    def rail_slots(self) -> int: ...
+
+    @property
+    def recv_rows(self) -> int: ...
+
+    def regions(self) -> list[tuple[str, int, int]]:
+        """(name, offset, bytes) of every region of a rank's segment, in order."""
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def scale_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+
+class Engine:
+    """One rank's registered buffer and the operations on it; see runtime/engine.h."""
+
+    def __init__(self, rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float,
+                 executor: str = 'host', seed: int = 0) -> None: ...
+
+    def combine(self, plan: Plan, *, x: TensorView, hidden: int, weights: TensorView | None = None,
+                out_x: TensorView, out_weights: TensorView | None = None, permuted: bool, multiply: bool = False,
+                fp32_partials: bool = False, num_blocks: int = 1, unpermute_blocks: int = 0,
+                chunk_tokens: int = 0) -> None: ...
+
+    def dispatch(self, plan: Plan, *, x: TensorView, scale: TensorView | None = None,
+                 weights: TensorView | None = None, routed_weights: bool = False, out_x: TensorView,
+                 out_scale: TensorView | None = None, out_weights: TensorView | None = None, row_bytes: int,
+                 scale_bytes: int = 0, permute: bool, out_rows: int = 0, num_blocks: int = 1,
+                 deliver_blocks: int = 0, chunk_tokens: int = 0) -> None:
+        """weights: in plan order; routed_weights: those that the plan's routing brought."""
+
+    def exchange(self, *, topk_idx: TensorView | None = None, routing_map: TensorView | None = None,
+                 weights: TensorView | None = None, num_tokens: int, topk: int = 0,
+                 header: dict[str, Any] = {}) -> Exchange: ...
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels launched by this engine."""
+
+    def place(self, *, topk_idx: TensorView | None = None, routing_map: TensorView | None = None,
+              weights: TensorView | None = None, num_tokens: int, topk_in: int = 0, topk: int,
+              header: dict[str, Any], must_agree: Sequence[str], memory: TensorView, pad_multiple: int = 1,
+              pad_empty: bool = False, budget: int, count: bool) -> Placed:
+        """A plan that lies in `memory`; count: wait for its counts, else the host never learns them."""
+
+    def plan_memory(self, num_tokens: int, topk: int, worst_case: bool) -> dict[str, int]:
+        """Offsets in the memory of such a plan; worst_case: with room for what its dispatch learns."""
+
+    def poison(self) -> None:
+        """For tests, between operations: 0xFF into the rings and receive rows."""
+
+    def require_blocks(self, name: str, blocks: int) -> None:
+        """ValueError unless a launch may have so many blocks."""
+
+    def reset_traffic(self) -> None: ...
+
+    def set_stream(self, stream: int) -> None:
+        """CUDA: the stream of the next operations, in order with those before."""
+
+    def traffic(self) -> dict[str, int]: ...
+
+
+class Exchange:
+    """All ranks' headers and counts."""
+
+    @property
+    def headers(self) -> list[dict[str, int]]: ...
+
+    def place(self, *, pad_multiple: int = 1, budgets: Sequence[int], recv_capacity: int,
+              pad_empty: bool = False) -> Plan: ...
+
+    @property
+    def recv_rows(self) -> list[int]: ...
+
+    @property
+    def topk(self) -> int: ...
+
+
+class MicrobatchPlanner:
+    """Clones and quotas of one micro-batch."""
+
+    def __init__(self, shape: MicrobatchShape) -> None: ...
+
+    def plan(self, counts: NDArray[Any], home: NDArray[Any]) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64],
+             Any]:
+        """counts int64 [R, E] or [L, R, E], home int32 [E]: (slot_expert, slot_tokens, target or targets)."""
+
+
+class MicrobatchShape:
+    """What does not change between micro-batches; balance/microbatch.h."""
+
+    def __init__(self, *, num_ranks: int, num_experts: int, spare_slots: int, num_nodes: int, within_node: bool,
+                 epsilon_ppm: int, skip_below_ppm: int, min_chunk: int, instance_cost: int, tile: int, fan_out: int,
+                 search_nodes: int, strategy: str) -> None: ...
+
+
+class NvshmemWorld:
+    """NVSHMEM in this process; see runtime/nvshmem_world.h."""
+
+    def __init__(self, host_library: str, kernels: str) -> None: ...
+
+    def allocate(self, num_bytes: int) -> int: ...
+
+    @property
+    def built_with(self) -> tuple[int, int, int]: ...
+
+    def free(self, address: int) -> None: ...
+
+    def own(self, address: int, num_bytes: int) -> Segment: ...
+
+    def peer(self, address: int, num_bytes: int, pe: int) -> Segment | None:
+        """PE's twin as a Segment, None where only the NIC reaches it."""
+
+    @property
+    def running(self) -> tuple[int, int, int]: ...
+
+    def start(self, unique_id: bytes, pe: int, num_pes: int, device: int = -1) -> None: ...
+
+    @property
+    def started(self) -> bool: ...
+
+    def stop(self) -> None: ...
+
+    def unique_id(self) -> bytes: ...
+
+
+class Placed:
+    """A routing that the exchange kernel was asked to place."""
+
+    @property
+    def complete(self) -> Plan:
+        """The plan, when nobody waited for counts."""
+
+    @property
+    def from_nodes(self) -> list[int]: ...
+
+    @property
+    def headers(self) -> list[dict[str, int]]: ...
+
+    @property
+    def learned(self) -> dict[str, int]: ...
+
+    @property
+    def num_dropped_per_rank(self) -> list[int]: ...
+
+    @property
+    def placed(self) -> bool: ...
+
+    def plan(self, memory: TensorView) -> Plan:
+        """The plan, with learned['total'] bytes, 128-byte aligned, for what its dispatch learns."""
+
+    @property
+    def recv_rows(self) -> list[int]: ...
+
+
+class Plan:
+    """One routing decision, ready for dispatch and combine."""
+
+    def fill_dense_to_expert_map(self, out: TensorView) -> None: ...
+
+    def fill_local_expert_routing_map(self, out: TensorView) -> None: ...
+
+    def fill_node_to_rail(self, out: TensorView) -> None: ...
+
+    def fill_rail_to_node(self, out: TensorView) -> None: ...
+
+    def fill_sparse_to_dense(self, out: TensorView) -> None: ...
+
+    @property
+    def has_holes(self) -> bool: ...
+
+    @property
+    def max_recv_rows(self) -> int: ...
+
+    @property
+    def num_dropped(self) -> int: ...
+
+    @property
+    def num_dropped_per_rank(self) -> list[int]: ...
+
+    @property
+    def num_permuted_rows(self) -> int: ...
+
+    def num_rail_tokens(self, node: int) -> int: ...
+
+    @property
+    def num_recv_rows(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def on_device(self) -> bool: ...
+
+    @property
+    def overflow(self) -> bool: ...
+
+    @property
+    def padded_tokens_per_expert(self) -> list[int]: ...
+
+    @property
+    def recv_rows_per_source(self) -> list[int]: ...
+
+    @property
+    def tokens_per_expert(self) -> list[int]: ...
+
+    @property
+    def topk(self) -> int: ...
+
+    @property
+    def weight_stride(self) -> int: ...
+
+    def weights_from_dense(self, probs: TensorView, out: TensorView) -> None: ...
+
+    def weights_from_topk(self, topk_idx: TensorView, topk: int, topk_weights: TensorView,
+                          out: TensorView) -> None: ...
+
+    def weights_to_dense(self, weights: TensorView, out: TensorView) -> None: ...
+
+    def weights_to_topk(self, topk_idx: TensorView, topk: int, weights: TensorView, out: TensorView) -> None: ...
+
+
+class Segment:
+    """Memory that peers can map."""
+
+    @property
+    def address(self) -> int: ...
+
+    @staticmethod
+    def attach(name: str, num_bytes: int) -> Segment: ...
+
+    @staticmethod
+    def create(name: str, num_bytes: int) -> Segment: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @staticmethod
+    def private(num_bytes: int) -> Segment: ...
+
+    def unlink(self) -> None: ...
+
+
+class TensorView:
+    """A tensor on its way into the core; hybrid_ep/tensors.py makes them."""
+
+    elements: ClassVar[dict[str, int]]
+
+    def __init__(self, address: int, num_bytes: int, element: int, device: str, tensor: Any = None) -> None:
+        """num_bytes of memory at `address` on a 'cpu' or 'cuda' device; element: a code of `elements`; tensor: what
+        must live as long as the view. ValueError for a null address with bytes."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def element(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def tensor(self) -> Any: ...
+
+
+class cuda:
+    """The CUDA library, loaded at run time. A module; its names are read as those of a class."""
+
+    class DeviceMemory:
+        """Device memory that peers can map."""
+
+        @staticmethod
+        def attach(kind: str, num_bytes: int, handle: bytes = b'', fd: int = -1) -> cuda.DeviceMemory: ...
+
+        @staticmethod
+        def create(kind: str, num_bytes: int) -> cuda.DeviceMemory:
+            """Zeroed memory of the current device. kind: 'none' (this process), 'fabric', 'file' or 'ipc'."""
+
+        def segment(self) -> Segment:
+            """The same memory as a Segment of an Engine."""
+
+        def share(self) -> tuple[bytes, int]:
+            """(handle bytes, file descriptor or -1) by which a peer attaches."""
+
+    @staticmethod
+    def load(path: str) -> dict[str, Any]:
+        """Loads the library and adds its executors; {'devices': [...], 'why_none': str}. RuntimeError when it is
+        not this build's."""
+
+    @staticmethod
+    def set_device(ordinal: int) -> None: ...
+
+
+def clones_fit(load: NDArray[Any], home: NDArray[Any], num_ranks: int, spare_slots: int) -> int:
+    """load int64 [E], home int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit."""
+
+
+def executors() -> list[str]:
+    """Names of the executors in this build."""
+
+
+def improve_layers(*, load: NDArray[Any], current: NDArray[Any], fresh: NDArray[Any], num_layers: int,
+                   num_experts: int, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int,
+                   target_ppm: int, max_moves: int) -> NDArray[numpy.int32]:
+    """From a placement in force, int32 [L, slots], measured against a fresh one."""
+
+
+def place_layers(*, load: NDArray[Any], single: NDArray[Any], group: NDArray[Any], num_layers: int,
+                 num_experts: int, num_slots: int, num_groups: int, num_nodes: int,
+                 num_ranks: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int32]]:
+    """load int64 [L, E]; single and group the same in float32, by expert and by group of experts: (our
+    placement, EPLB's, int32 [L, slots] each, and by layer: below 0 where ours is lower, above 0 where EPLB's
+    is)."""
+
+
+def share_of_source(shape: MicrobatchShape, counts: NDArray[Any], home: NDArray[Any], slot_expert: NDArray[Any],
+                    slot_tokens: NDArray[Any], source: int) -> NDArray[numpy.int64]: ...
+
+
+def sim_cost_fields() -> list[str]:
+    """Names of the costs."""
+
+
+def sim_defaults() -> dict[str, int]:
+    """The fields of a simulated world with their defaults."""
+
+
+def sim_random_world(seed: int, strategy: int = -1) -> dict[str, int]:
+    """The world that a seed of the soak stands for."""
+
+
+def sim_soak(first: int, count: int, strategy: int = -1) -> tuple[int, int, int | None]:
+    """Random worlds first .. first + count - 1 until one fails: (worlds run, steps, failing seed or None)."""
+
+
+def sim_strategies() -> list[str]:
+    """Names of the strategies; spec['strategy'] is an index of this list."""
+
+
+def simulate(spec: dict[str, int], *, costs: dict[str, int] | None = None,
+             topk_idx: Sequence[Sequence[int]] = [], timeout_s: float = 100.0, log: bool = False,
+             trace: bool = False) -> dict[str, Any]:
+    """Runs a whole world of the real kernels in one thread.
+
+    spec: {name: int}, the fields of csrc/sim/world_spec.h (what is missing keeps its default; see
+    sim_defaults()).
+    costs: None explores: the interleaving is drawn from spec['seed'] by spec['strategy'], all bytes are moved
+    and
+        compared with an oracle. A dictionary of csrc/arch/sim/costs.h (times in picoseconds, rates in MB/s, 0 =
+        free)
+        runs on a virtual clock instead: deterministic, payload is not moved, nothing is compared.
+    topk_idx: by rank, a flat list [tokens * topk] of expert numbers, -1 = dropped; empty = drawn from
+    spec['data_seed'].
+
+    Returns a dictionary:
+      failure  None or {kind: deadlock | rule | wrong | error, rule, what}
+      ranks    by rank {error, site, role, peer, waited_s}: the obituary of a rank that waited in vain, else
+      None in them
+      steps    choices of the scheduler; log: lines, if asked for
+      kernels  (kernel, rank, start_ps, end_ps) in order of their ends
+      links    (link, rank, block, busy_ps, bytes, copies); link = tma_read | tma_write (by block), hbm,
+      nvlink_egress,
+               nvlink_ingress, nic_egress, nic_ingress (block -1); bytes are what really crosses it
+      roles    (rank, role, busy_ps, {site: waited_ps}), summed over blocks
+      spans    with trace: (operation, role, rank, block, link, start_ps, end_ps, bytes)
+    Raises ValueError for a spec or cost that makes no sense."""
