@@ -104,14 +104,7 @@ class HybridEPBuffer(Named):
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = topology.num_local_ranks
         self.local_rank, self.node_rank = topology.local_rank, topology.node
         self.num_of_nodes = topology.num_nodes
-        self.config = HybridEpConfigInstance(
-            hidden_dim=o.hidden_dim, max_num_of_tokens_per_rank=o.max_tokens,
-            num_of_experts_per_rank=o.num_local_experts, num_of_ranks_per_node=topology.num_local_ranks,
-            num_of_nodes=topology.num_nodes, use_fp8=o.use_fp8, num_of_blocks_dispatch_api=o.blocks[0],
-            num_of_blocks_combine_api=o.blocks[1], num_of_blocks_permute=o.num_blocks_permute,
-            num_of_blocks_unpermute=o.num_blocks_unpermute,
-            num_of_tokens_per_chunk_dispatch_api=o.chunks["dispatch"],
-            num_of_tokens_per_chunk_combine_api=o.chunks["combine"])
+        self.config = o.template(topology)
         self.configurer = Configurer(self.config)
         self._session = Session(meet, topology, o)
 

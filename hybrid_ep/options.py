@@ -11,7 +11,7 @@ import torch
 
 from hybrid_ep import _core, devices, env, nvshmem, sm_plan, topology, tuning, validation
 from hybrid_ep.bootstrap import Rendezvous, agree
-from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
+from hybrid_ep.config import DEFAULT_CHUNK_TOKENS, HybridEpConfigInstance
 
 OVERFLOW_POLICIES = ("raise", "drop")
 TOPIC = "buffer"  # of the exchange in which ranks compare their options
@@ -97,6 +97,18 @@ class Options:
         if self.num_blocks_dispatch is None or self.num_blocks_combine is None:
             raise RuntimeError("the numbers of blocks are not settled yet: agree() and choose_blocks() come first")
         return self.num_blocks_dispatch, self.num_blocks_combine
+
+    def template(self, where: topology.Topology) -> HybridEpConfigInstance:
+        """What deep_ep's callers read and tune."""
+        dispatch_blocks, combine_blocks = self.blocks
+        return HybridEpConfigInstance(
+            hidden_dim=self.hidden_dim, max_num_of_tokens_per_rank=self.max_tokens,
+            num_of_experts_per_rank=self.num_local_experts, num_of_ranks_per_node=where.num_local_ranks,
+            num_of_nodes=where.num_nodes, use_fp8=self.use_fp8, num_of_blocks_dispatch_api=dispatch_blocks,
+            num_of_blocks_combine_api=combine_blocks, num_of_blocks_permute=self.num_blocks_permute,
+            num_of_blocks_unpermute=self.num_blocks_unpermute,
+            num_of_tokens_per_chunk_dispatch_api=self.chunks["dispatch"],
+            num_of_tokens_per_chunk_combine_api=self.chunks["combine"])
 
     def first_shape(self, num_ranks: int) -> dict[str, int]:
         """What to lay the memory out for before any call is known."""
