@@ -1,0 +1,55 @@
+"""Settings: one field, one keyword, one flag; and the record of what was patched."""
+
+from __future__ import annotations
+
+import argparse
+import types
+
+import pytest
+
+from megatron_patches import flags, settings
+from megatron_patches.patch_set import PatchSet
+
+pytestmark = pytest.mark.version_free
+
+
+def test_every_keyword_reaches_its_field_and_comes_back():
+    given = {"ranks_per_node": 4, "balance": "both", "spare_slots": 2, "balance_interval": 7, "load_stats": "p.jsonl",
+             "load_stats_range": (1, 2), "grouped_gemm": True, "router_guard": "warn", "router_max_load_ratio": 3.0}
+    made = settings.Settings.of(**given)
+    assert (made.exchange.ranks_per_node, made.balance.mode, made.router.guard) == (4, "both", "warn")
+    flat = made.flat()
+    assert {name: flat[name] for name in given} == given and flat["enabled"]
+    assert set(flat) == {"enabled", *(option.name for option in settings.OPTIONS)}
+    assert settings.Settings.of() == settings.Settings() and hash(made) == hash(settings.Settings.of(**given))
+
+
+def test_an_unknown_keyword_is_named_with_those_there_are():
+    with pytest.raises(TypeError, match="unknown settings balanse: give some of ranks_per_node, .*balance"):
+        settings.Settings.of(balanse="exact")
+
+
+def test_every_option_but_the_buffer_class_has_a_flag_of_its_own():
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    parsed = {name: action for action in parser._actions for name in action.option_strings}
+    assert len({option.flag for option in settings.OPTIONS}) == len(settings.OPTIONS)
+    for option in settings.OPTIONS:
+        if option.name == "buffer_class":
+            assert option.flag is None
+        else:
+            assert parsed[option.flag].dest == option.attribute and parsed[option.flag].default is None
+
+
+def test_patches_are_known_by_the_part_that_made_them_and_undone_newest_first():
+    patches, order = PatchSet(), []
+    owner = types.ModuleType("owner")
+    owner.kept = "before"
+    patches.replace("one", owner, "kept", "first")
+    patches.replace("two", owner, "kept", "second")
+    patches.replace("two", owner, "new", 1)
+    patches.record("three", "elsewhere", "thing", lambda: order.append(owner.kept))
+    assert "one" in patches and "two" in patches and "four" not in patches
+    assert patches.describe() == ("one: owner.kept", "two: owner.kept", "two: owner.new", "three: elsewhere.thing")
+    patches.revert()
+    assert order == ["second"] and owner.kept == "before" and not hasattr(owner, "new")
+    assert "one" not in patches and patches.describe() == ()
