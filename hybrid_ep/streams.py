@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hybrid_ep import validation
+from hybrid_ep.lazy_tuple import LazyTuple
 
 OWN = "own"
 
@@ -125,8 +126,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         if value.is_cuda:
             yield value
     elif isinstance(value, (tuple, list)):
-        for item in value:
+        for item in value.given() if isinstance(value, LazyTuple) else value:
             yield from _tensors(item)
-    elif (facts := getattr(getattr(value, "plan", None), "facts", None)) is not None:
-        yield from _tensors((facts.memory, facts.learned.memory if facts.learned else None))
+    elif (plan := getattr(value, "plan", None)) is not None:
+        yield from _tensors(plan.tensors())
 

@@ -1,6 +1,5 @@
-"""The maps of a handle whose plan lies on the device: torch operations on the records that kernels wrote, behind the
-dispatch on the stream, without a wait and without a copy from the host, which may be one. handle.py says what each
-map is."""
+"""The maps of a handle: torch operations on the records that kernels wrote, behind the dispatch on the stream, without
+a wait and without a copy from the host, which may be one. handle.py says what each map is."""
 
 from __future__ import annotations
 
@@ -9,41 +8,49 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from hybrid_ep.handle import Plan
+    from hybrid_ep.plan import BlockingPlan, PlanMemory
 
 # Words of a record: header (destinations | pairs << 16, first pair, source rank, source token), destinations of two
 # words (local rank, row), pairs of two words (expert, permuted row). layout/message.h is the authority.
 _COUNTS, _SOURCE, _TOKEN, _DSTS = 0, 2, 3, 4
 
 
-def _records(memory: torch.Tensor, begin: int, count: int, record_bytes: int) -> torch.Tensor:
+def _records(memory: PlanMemory, begin: int, count: int, record_bytes: int) -> torch.Tensor:
     """int32 [count, words of a record]."""
-    return memory[begin:begin + count * record_bytes].view(torch.int32).view(count, record_bytes // 4)
+    return memory.array(begin, torch.int32, count, record_bytes // 4)
 
 
-def _rail_records(plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+def _enter(plan: BlockingPlan) -> None:
+    """Who reads a map may do so on another stream than the dispatch's: the plan's memory must outlive that."""
+    for block in plan.tensors():
+        if block.is_cuda:
+            block.record_stream(torch.cuda.current_stream(block.device))
+
+
+def _rail_records(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """(records of the tokens that this rail's ranks have for this node, each one's number among all their tokens)."""
-    facts, learned = plan.facts, plan.facts.learned
-    record_bytes, own = facts.layout["record_bytes"], plan.rank // plan.num_local_ranks
+    placed, learned = plan.memory, plan.learned
+    record_bytes, own = placed.at.record_bytes, plan.rank // plan.num_local_ranks
     parts, numbers, first = [], [], 0
-    for node, count in enumerate(learned.from_nodes):
+    for node, count in enumerate(plan.from_nodes):
         if node == own:
-            begin = facts.layout["records"] + node * plan.num_tokens * record_bytes
-            part = _records(facts.memory, begin, count, record_bytes)
+            begin = placed.at.records + node * plan.num_tokens * record_bytes
+            part = _records(placed, begin, count, record_bytes)
         else:
-            begin = learned.layout["rail_records"] + node * learned.layout["rail_record_stride"]
-            part = _records(learned.memory, begin, count, record_bytes)
+            begin = learned.at.rail_records + node * learned.at.rail_record_stride
+            part = _records(learned, begin, count, record_bytes)
         parts.append(part)
         numbers.append(part[:, _TOKEN].long() + first)
         first += plan.core.num_rail_tokens(node)
     return torch.cat(parts), torch.cat(numbers)
 
 
-def rail_maps(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rail_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """sparse_to_dense_map, rdma_to_attn_map, attn_to_rdma_map."""
+    _enter(plan)
     records, number = _rail_records(plan)
     rows = sum(plan.core.num_rail_tokens(node) for node in range(plan.num_nodes))
-    locals_, max_dsts = plan.num_local_ranks, plan.facts.layout["max_dsts"]
+    locals_, max_dsts = plan.num_local_ranks, plan.memory.at.max_dsts
     dsts = records[:, _DSTS:_DSTS + 2 * max_dsts].view(-1, max_dsts, 2) if len(records) else records.new_empty(
         0, max_dsts, 2)
     slots = torch.arange(max_dsts, dtype=torch.int64, device=records.device)
@@ -51,20 +58,18 @@ def rail_maps(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     where = torch.where(valid, number[:, None] * locals_ + dsts[..., 0], rows * locals_)  # the last takes the rest
     sparse_to_dense = records.new_full((rows * locals_ + 1,), -1).scatter_(0, where.flatten(), dsts[..., 1].flatten())
     needed = torch.zeros(rows, dtype=torch.bool, device=records.device).index_fill_(0, number, True)
-    begin, nodes = plan.facts.layout["node_pos"], plan.num_nodes
-    positions = plan.facts.memory[begin:begin + 4 * plan.num_tokens * nodes].view(torch.int32)
+    positions = plan.memory.array(plan.memory.at.node_pos, torch.int32, plan.num_tokens, plan.num_nodes)
     own = plan.rank // plan.num_local_ranks
-    positions = positions.view(plan.num_tokens, nodes)
     others = torch.cat([positions[:, :own], positions[:, own + 1:]], 1) >= 0
     return sparse_to_dense[:-1].view(rows, locals_), needed, others
 
 
-def expert_maps(plan: Plan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def expert_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """local_expert_routing_map, dense_chunk_layout, dense_to_expert_map."""
-    learned, experts = plan.facts.learned, plan.num_local_experts
-    records = _records(learned.memory, learned.layout["row_records"], plan.num_recv_rows,
-                       plan.facts.layout["record_bytes"])
-    at = plan.facts.layout["pairs_at"] // 4
+    _enter(plan)
+    experts = plan.num_local_experts
+    records = _records(plan.learned, plan.learned.at.row_records, plan.num_recv_rows, plan.memory.at.record_bytes)
+    at = plan.memory.at.pairs_at // 4
     pairs = records[:, at:at + 2 * plan.topk].reshape(len(records), plan.topk, 2)
     valid = torch.arange(plan.topk, device=records.device, dtype=torch.int64) < (records[:, _COUNTS:_COUNTS + 1] >> 16)
     local = pairs[..., 0] - plan.rank * experts
