@@ -25,7 +25,7 @@ inline constexpr Mutant kMutants[] = {
     {14, "done is announced before the stores to the peers are complete"},
     {15, "an output tile is overwritten while its store still reads it"},
     {16, "an output tile is stored unpublished"},
-    {17, "an output tile is stored before all warps have written it"},
+    {17, "a slice of an output tile is stored before its warp has written it"},
     {18, "a node sum is put on the rail before its stores are complete"},
     {19, "streams are served in order, so that one that waits starves the others"},
     {20, "credits are never returned"},
@@ -46,6 +46,8 @@ inline constexpr Mutant kMutants[] = {
     {54, "the counters of taken chunks are not reset"},
     {55, "rail rows of a sum that were counted are never told"},
     {56, "with a ring of one slot, rail rows of a sum are not told at once"},
+    {57, "a sum of negative zeros begins with a positive one"},
+    {58, "a node sum is put on the rail before all warps' stores are complete"},
 };
 
 }  // namespace hep::test
