@@ -33,7 +33,7 @@ import sass_loops
 import sass_reduce
 
 ROOT = Path(__file__).resolve().parent.parent
-ARCHITECTURES = ("sm_90a", "sm_100a")
+ARCHITECTURES = ("sm_90a", "sm_100")
 RAILS = {"mapped": ("P2PDevice", "LoopbackDevice"), "nvshmem": ("NvshmemDevice",)}
 LIBRARIES = {"mapped": "libhybrid_ep_cuda.so", "nvshmem": "libhybrid_ep_nvshmem.so"}
 

@@ -114,7 +114,7 @@ def test_loops_over_rows_that_grow_are_named(code, words):
     ({"opcodes": ALL[1:]}, "has no UBLKCP.S.G"),
     ({"opcodes": tuple(o for o in ALL if "ASYNC.G" not in o)}, "combine<P2PDevice> sm_90a: has no FENCE.VIEW.ASYNC.G"),
     ({"repeat": 2000}, "instructions, at most"),
-    ({"leave_out": ("dispatch", "P2PDevice", "sm_100a")}, "dispatch<P2PDevice> sm_100a: is not in the library"),
+    ({"leave_out": ("dispatch", "P2PDevice", "sm_100")}, "dispatch<P2PDevice> sm_100: is not in the library"),
 ])
 def test_what_is_wrong_is_named(changes, words):
     said = complaints(**changes)
@@ -132,8 +132,8 @@ def test_kernels_that_call_nvshmem_may_have_its_stack_and_nothing_more():
 
 
 def test_a_library_for_one_architecture_needs_no_other():
-    texts = library(registers=70, leave_out=("dispatch", "P2PDevice", "sm_100a"))
-    assert cubin_check.check(*texts)[1] == ["dispatch<P2PDevice> sm_100a: is not in the library"]
+    texts = library(registers=70, leave_out=("dispatch", "P2PDevice", "sm_100"))
+    assert cubin_check.check(*texts)[1] == ["dispatch<P2PDevice> sm_100: is not in the library"]
     assert cubin_check.check(*texts, architectures=("sm_90a",))[1] == []
 
 

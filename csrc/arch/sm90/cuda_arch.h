@@ -1,4 +1,4 @@
-// hep::Arch on CUDA, sm_90a and sm_100a: mbarriers, bulk copies and system-scope flags. One object is one lane and
+// hep::Arch on CUDA, sm_90a and sm_100: mbarriers, bulk copies and system-scope flags. One object is one lane and
 // lives in registers.
 //
 // Why the orderings hold (docs/memory_model.md has the table):

@@ -1,5 +1,5 @@
 // The PTX of the CUDA machine, one function an instruction and named after it. All of it exists since sm_90; the same
-// text is assembled for sm_90a and sm_100a. Every statement but the conversions is volatile and clobbers memory: the
+// text is assembled for sm_90a and sm_100. Every statement but the conversions is volatile and clobbers memory: the
 // compiler keeps their order, the hardware's order is what each instruction's own words say.
 #pragma once
 #include <cstdint>
