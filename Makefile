@@ -59,7 +59,7 @@ parity: setup  ## the same training with Megatron's dispatchers and ours, losses
 bench: setup  ## time dispatch and combine [ARGS="--peers"]
 	@$(VENV)/bin/hybrid-ep bench $(ARGS)
 
-cuda: setup  ## the CUDA library for sm_90a and sm_100a, with nvcc from pip, inspected
+cuda: setup  ## the CUDA library for sm_90a and sm_100, with nvcc from pip, inspected
 	@$(PYTHON) scripts/run_tests.py --only cuda
 
 ptx-soak: setup  ## the CUDA library's PTX on the interpreter, by seed; needs nvcc, no GPU [ARGS="--seeds 10 --everyday"]

@@ -65,7 +65,7 @@ def current() -> torch.device:
     found = facts["devices"][device.index]
     if not found["supported"]:
         major, minor = found["capability"]
-        raise ValueError(f"executor='cuda' has kernels for compute capability 9.0 and 10.0; {device} is a "
+        raise ValueError(f"executor='cuda' has kernels for compute capability 9.0 and 10.x; {device} is a "
                          f"{found['name']} of {major}.{minor}")
     return device
 

@@ -1,10 +1,11 @@
 """Inspects the machine code of the CUDA library, no GPU needed: every kernel for every architecture is there, within
 its budget of registers and instructions, without stack, spills or local memory, and built from the instructions that
 its design rests on (bulk copies, mbarriers, proxy fences, elected lanes); no short loop, as over peers, has a fence of
-system scope in it. And no host function of ours calls exit: where a template calls a device function on the host, nvcc
-compiles that call, without a word, into exit(1).
+system scope in it; and the loops that add rows issue no more than their ceilings (sass_reduce.py). And no host function
+of ours calls exit: where a template calls a device function on the host, nvcc compiles that call, without a word, into
+exit(1).
 
-    python scripts/cubin_check.py [LIBRARY] [--rail nvshmem] [--arch sm_90a] [--json FILE]
+    python scripts/cubin_check.py [LIBRARY] [--rail nvshmem] [--arch sm_90a] [--loops] [--json FILE]
     python scripts/cubin_check.py --planted
 
 --rail nvshmem inspects the NVSHMEM library instead, whose kernels call NVSHMEM's functions: these have a stack of their
@@ -29,9 +30,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import sass_loops
+import sass_reduce
 
 ROOT = Path(__file__).resolve().parent.parent
-ARCHITECTURES = ("sm_90a", "sm_100a")
+ARCHITECTURES = ("sm_90a", "sm_100")
 RAILS = {"mapped": ("P2PDevice", "LoopbackDevice"), "nvshmem": ("NvshmemDevice",)}
 LIBRARIES = {"mapped": "libhybrid_ep_cuda.so", "nvshmem": "libhybrid_ep_nvshmem.so"}
 
@@ -80,6 +82,7 @@ class Kernel:
     opcodes: Counter = field(default_factory=Counter)
     system_fences: int = 0
     fences_in_short_loops: tuple = ()
+    row_loops: list = field(default_factory=list)
 
     @property
     def title(self):
@@ -139,6 +142,8 @@ def count_instructions(text, kernels):
         kernels[key].system_fences = sum(bool(re.search(SYSTEM_FENCE, text)) for _, text in instructions)
         kernels[key].fences_in_short_loops = tuple(
             sass_loops.in_short_loops(instructions, SYSTEM_FENCE, SHORT_LOOP))
+        if kernels[key].name in sass_reduce.KERNELS:
+            kernels[key].row_loops = sass_reduce.row_loops(instructions)
 
 
 def opcode_of(line):
@@ -172,6 +177,7 @@ def problems(kernel):
     if kernel.rail not in RAILS["nvshmem"]:  # the library's code has its own loops
         for text, length in kernel.fences_in_short_loops:
             yield f"{text} in a loop of {length} instructions; release a group of flags with one fence"
+    yield from sass_reduce.problems(kernel.name, kernel.row_loops)
 
 
 def check(resources, sass, rails=RAILS["mapped"], architectures=ARCHITECTURES):
@@ -233,6 +239,7 @@ def main():
     parser.add_argument("binary", nargs="?", type=Path)
     parser.add_argument("--rail", choices=RAILS, default="mapped")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="the only one that the library has [all]")
+    parser.add_argument("--loops", action="store_true", help="also print what the loops that add rows issue")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--planted", action="store_true", help="only show that the check of host functions can fail")
     args = parser.parse_args()
@@ -253,6 +260,10 @@ def main():
         copies = sum(n for o, n in k.opcodes.items() if o.startswith("UBLKCP"))
         print(f"{k.title:<36} {k.registers:>9} {k.stack:>6} {k.local:>6} {k.instructions:>12} {copies:>11} "
               f"{k.system_fences:>13}")
+    if args.loops:
+        print(sass_reduce.HEADER)
+        for k in kernels:
+            print("\n".join(sass_reduce.report(k.title, k.row_loops)), end="\n" if k.row_loops else "")
     if args.json:
         args.json.write_text(json.dumps([asdict(k) for k in kernels], indent=1) + "\n")
     print("\n".join(complaints))

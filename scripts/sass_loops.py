@@ -41,3 +41,56 @@ def in_short_loops(instructions, wanted, shorter_than):
             if innermost:
                 found.append((text, innermost[1] - innermost[0] + 1))
     return found
+
+
+def successors(instructions):
+    """For each instruction the indices of those that a warp may issue behind it. A warp whose lanes are together is
+    meant: BRA.DIV, which parts, falls through, and so does a call, whose body is not counted."""
+    index = {address: i for i, (address, _) in enumerate(instructions)}
+    after = []
+    for i, (_, text) in enumerate(instructions):
+        guarded, opcode = re.match(r"(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text).groups()
+        target = BRANCH.search(text) if opcode.startswith("BRA") and opcode != "BRA.DIV" else None
+        ends = opcode.split(".")[0] in ("EXIT", "RET", "BRX") or (target and not re.search(r"\bU?P\d", text))
+        here = [] if ends and not (guarded and opcode != "BRA") else [i + 1]
+        if target and (at := index.get(int(target[1], 16))) is not None:
+            here.append(at)
+        after.append([n for n in here if n < len(instructions)])
+    return after
+
+
+def shortest_walk(after, first, last, past=()):
+    """Indices of the fewest instructions that lead from behind `first` to `last`, past one of each of these sets in
+    their order, or None. first == last: round a loop."""
+    came, queue = {}, [(first, 0)]
+    for at, passed in queue:
+        for n in after[at]:
+            step = (n, passed + (passed < len(past) and n in past[passed]))
+            if step not in came:
+                came[step] = (at, passed)
+                queue.append(step)
+                if step == (last, len(past)):
+                    walk = [step]
+                    while came[walk[-1]] != (first, 0):
+                        walk.append(came[walk[-1]])
+                    return [i for i, _ in reversed(walk)]
+    return None
+
+
+def runs(instructions, wanted, least):
+    """Indices of the first instruction of each run without a branch or a branch's target in it that has at least
+    `least` instructions that match the pattern."""
+    targets = {int(m[1], 16) for _, text in instructions if (m := BRANCH.search(text))}
+    found, hits = [], []
+    for i, (address, text) in enumerate([*instructions, (None, "BRA")]):
+        if address in targets or address is None:
+            if len(hits) >= least:
+                found.append(hits[0])
+            hits = []
+        if re.search(wanted, text):
+            hits.append(i)
+        if re.search(r"\b(BRA|EXIT|RET|BRX)\b(?!\.DIV)", text):
+            if len(hits) >= least:
+                found.append(hits[0])
+            hits = []
+    return found

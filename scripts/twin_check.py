@@ -2,9 +2,9 @@
 
     python scripts/twin_check.py [--mutant] [--json FILE]
 
-Compiles tests/cuda/stage_twin.cu for sm_90a and sm_100a (about two seconds each; no GPU) and counts the instructions of
+Compiles tests/cuda/stage_twin.cu for sm_90a and sm_100 (about two seconds each; no GPU) and counts the instructions of
 its two kernels. Exits with 1 when `templated` has more than TOLERANCE times those of `written` on either: then a loop
-is unrolled in one of the two (sm_100a's back end is quick to), or an address or phase is kept twice. --mutant unrolls
+is unrolled in one of the two (sm_100's back end is quick to), or an address or phase is kept twice. --mutant unrolls
 a loop of the templated kernel; the check must then fail, and the script exits with 0 only if it does. Needs nvcc as
 scripts/build_cuda.py does, cuobjdump as scripts/cubin_check.py does."""
 

@@ -127,6 +127,20 @@ struct TileMath {
   static constexpr bool kOffered = false;
 };
 
+// Optional: conversions of two elements of 16 bits, the first in the lower half of a word, where a machine has
+// instructions for them. They must give the bits of common/numeric.h.
+template <class A>
+struct PairMath {
+  template <class T>
+  HEP_DEVICE static void widen(uint32_t word, float* v) {
+    v[0] = to_float(T{uint16_t(word)}), v[1] = to_float(T{uint16_t(word >> 16)});
+  }
+  template <class T>
+  HEP_DEVICE static uint32_t round(float lower, float upper) {
+    return from_float<T>(lower).bits | uint32_t(from_float<T>(upper).bits) << 16;
+  }
+};
+
 // One row of a sum over tiles of n elements.
 struct TileRow {
   const void* row;  // n elements of `in`; null = zeros, the only row of its sum

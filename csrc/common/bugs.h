@@ -24,7 +24,7 @@
   BUG(kDoneBeforeStores, "done is announced before the stores to the peers are complete") \
   BUG(kTileOverwrittenWhileStoring, "an output tile is overwritten while its store still reads it") \
   BUG(kTileUnpublished, "an output tile is stored unpublished") \
-  BUG(kTileBeforeAllWarps, "an output tile is stored before all warps have written it") \
+  BUG(kSliceBeforeItsWarp, "a slice of an output tile is stored before its warp has written it") \
   BUG(kSumPutBeforeStored, "a node sum is put on the rail before its stores are complete") \
   BUG(kStreamsInOrder, "streams are served in order, so that one that waits starves the others") \
   BUG(kNoCredits, "credits are never returned") \
@@ -61,7 +61,9 @@
   BUG(kGivenUpRankStarts, "a kernel starts although its rank was given up") \
   BUG(kTakenNotReset, "the counters of taken chunks are not reset") \
   BUG(kCountedNeverCredited, "rail rows of a sum that were counted are never credited") \
-  BUG(kOneSlotNotAtOnce, "with a ring of one slot, rail rows of a sum are not credited at once")
+  BUG(kOneSlotNotAtOnce, "with a ring of one slot, rail rows of a sum are not credited at once") \
+  BUG(kSumFromPositiveZero, "a sum of negative zeros begins with a positive one") \
+  BUG(kSumPutBeforeAllWarps, "a node sum is put on the rail before all warps' stores are complete")
 // clang-format on
 
 namespace hep {

@@ -1,4 +1,6 @@
-// Element types of the payload that combine can add, and their one rounding: to nearest, ties to even.
+// Element types of the payload that combine can add, and their one rounding: to nearest, ties to even. A NaN
+// becomes the one that NVIDIA's instructions give, positive and with all bits of the mantissa, on every machine: which
+// NaN a sum of several is differs between processors.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -39,20 +41,19 @@ template <class T>
 HEP_HOST_DEVICE T from_float(float x);
 template <>
 HEP_HOST_DEVICE float from_float<float>(float x) {
-  return x;
+  return x == x ? x : std::bit_cast<float>(0x7fffffffu);
 }
 template <>
 HEP_HOST_DEVICE Bf16 from_float<Bf16>(float x) {
   uint32_t u = std::bit_cast<uint32_t>(x);
   uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  uint32_t quiet_nan = (u >> 16) | 0x40u;
-  return Bf16{uint16_t((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+  return Bf16{uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded)};
 }
 template <>
 HEP_HOST_DEVICE Fp16 from_float<Fp16>(float x) {
   uint32_t u = std::bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000u, mag = u & 0x7fffffffu;
   if (mag >= 0x47800000u)  // 65536 and above, Inf, NaN
-    return Fp16{uint16_t(sign | (mag > 0x7f800000u ? 0x7e00u : 0x7c00u))};
+    return Fp16{uint16_t(mag > 0x7f800000u ? 0x7fffu : sign | 0x7c00u)};
   if (mag < 0x38800000u) {  // below 2^-14: adding 0.5 lets the FPU round to the subnormal grid
     float shifted = std::bit_cast<float>(mag) + 0.5f;
     return Fp16{uint16_t(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u))};

@@ -33,7 +33,8 @@ HEP_DEVICE void unpermute_kernel(A& a, Net& net, const CombineParams& p, std::by
   } else if (warp == 1) {
     PackWeightsRole<A>::run(a, p);
   } else {
-    ReduceRole<A, Net, kReduceWarps<A>>(a, net, p, fifo, smem, p.out_stage_at[1], 1, 2, p.dtype, p.partial_dtype)
+    ReduceRole<A, Net, kReduceWarps<A>, SumOf::kExperts>(a, net, p, fifo, smem, p.out_stage_at[1], 1, 2, p.dtype,
+                                                         p.partial_dtype)
         .run("unpermute_reduce", 0);
   }
 }
@@ -60,18 +61,18 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
     FinalSumRole<A, Net>(a, net, p, final_sum).run();
     p.gate.wait_all_done(a, p.gate.epoch());
   } else if (warp < 2 + kWarps) {
-    ReduceRole<A, Net, kWarps> role(a, net, p, node_sum, smem, p.out_stage_at[0], 1, 2, p.partial_dtype,
-                                    p.partial_dtype);
+    ReduceRole<A, Net, kWarps, SumOf::kNode> role(a, net, p, node_sum, smem, p.out_stage_at[0], 1, 2, p.partial_dtype,
+                                                  p.partial_dtype);
     role.run("node_sum_reduce", parties);
-    if (!role.leader) return;
-    if (!injected(Bug::kCombineWithoutQuiet)) net.quiet(a);
+    if (!role.from.elected) return;
+    if (role.leader && !injected(Bug::kCombineWithoutQuiet)) net.quiet(a);
   } else {
-    ReduceRole<A, Net, kWarps, true> role(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps, p.partial_dtype,
-                                          p.dtype);
+    ReduceRole<A, Net, kWarps, SumOf::kToken> role(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps,
+                                                   p.partial_dtype, p.dtype);
     role.run("final_sum_reduce", parties);
-    if (!role.leader) return;
+    if (!role.from.elected) return;
   }
-  leave_operation(a, p, p.plan.rail_count, p.plan.node_count, uint64_t(a.num_blocks()) * 4);
+  leave_operation(a, p, p.plan.rail_count, p.plan.node_count, uint64_t(a.num_blocks()) * (2 + 2 * kWarps));
 }
 
 template <Arch A>

@@ -100,6 +100,17 @@ struct StageProducer {
   }
 };
 
+// Waits for the stage's loads; returns its head.
+template <Arch A, class Head>
+HEP_DEVICE Head wait_for_stage(A& a, const StageFifo<A, Head>& fifo, const StageCursor& at) {
+  if (!injected(Bug::kReadBeforeLoaded))
+    a.mbar_wait(fifo.full[at.stage], at.phase, {Site::kStageFull, -1, int64_t(at.stage)});
+  const auto* src = reinterpret_cast<const Vec16*>(&fifo.heads[at.stage]);
+  HeadWords<Head> words;
+  for (size_t i = 0; i < sizeof(Head) / 16; ++i) words.v[i] = a.ld_shared(src + i);
+  return std::bit_cast<Head>(words);
+}
+
 // Consumer end of warp `index` of `stride` consumer warps. num_stages is a multiple of stride, else a consumer would
 // meet one stage in the same phase twice.
 template <Arch A, class Head>
@@ -112,30 +123,41 @@ struct StageConsumer {
     at.advance(index, f.num_stages);
     oldest = at;
   }
-  // Waits for the stage's loads; returns its head.
-  HEP_DEVICE Head wait(A& a) {
-    if (!injected(Bug::kReadBeforeLoaded))
-      a.mbar_wait(fifo.full[at.stage], at.phase, {Site::kStageFull, -1, int64_t(at.stage)});
-    const auto* src = reinterpret_cast<const Vec16*>(&fifo.heads[at.stage]);
-    HeadWords<Head> words;
-    for (size_t i = 0; i < sizeof(Head) / 16; ++i) words.v[i] = a.ld_shared(src + i);
-    return std::bit_cast<Head>(words);
-  }
+  HEP_DEVICE Head wait(A& a) { return wait_for_stage(a, fifo, at); }
   HEP_DEVICE unsigned char* data() const { return fifo.data + uint64_t(at.stage) * fifo.stage_bytes; }
   HEP_DEVICE void advance() { at.advance(stride, fifo.num_stages); }
-  // Gives the oldest held stage back. What was read of it through the generic proxy is published first,
-  // because the next writer is the async proxy. release: this consumer is one lane; release_warp: all lanes
-  // of a warp read the stage, one of them arrives for all.
+  // Gives the oldest held stage back, by a consumer that is one lane. What was read of it through the generic proxy is
+  // published first, because the next writer is the async proxy.
   HEP_DEVICE void release(A& a) {
     if (!injected(Bug::kStageBackUnpublished)) a.publish_shared();
     a.mbar_arrive(fifo.empty[oldest.stage]);
     oldest.advance(stride, fifo.num_stages);
   }
-  HEP_DEVICE void release_warp(A& a) {
+};
+
+// Consumer end of a warp whose lanes all read each stage, every one in turn, and which holds one at a time. Its loop is
+// short, with no multiplication and no constant on the way to the next stage's bytes.
+template <Arch A, class Head>
+struct WarpConsumer {
+  StageFifo<A, Head> fifo;
+  StageCursor at;
+  const unsigned char* stage_data;  // of `at`
+  bool elected;                     // the lane that arrives for its warp
+
+  // By all lanes of the warp.
+  HEP_DEVICE WarpConsumer(A& a, const StageFifo<A, Head>& f) : fifo(f), stage_data(f.data), elected(a.elect_one()) {}
+
+  HEP_DEVICE Head wait(A& a) { return wait_for_stage(a, fifo, at); }
+  HEP_DEVICE const unsigned char* data() const { return stage_data; }
+  // Gives the stage back and advances. Published by every lane that has read it, as in StageConsumer::release.
+  HEP_DEVICE void pass(A& a) {
     if (!injected(Bug::kStageBackUnpublished)) a.publish_shared();
     if (!injected(Bug::kStageBackByOneLane)) a.warp_sync();
-    if (injected(Bug::kStageBackByOneLane) ? a.lane() == 0 : a.elect_one()) a.mbar_arrive(fifo.empty[oldest.stage]);
-    oldest.advance(stride, fifo.num_stages);
+    if (elected) a.mbar_arrive(fifo.empty[at.stage]);
+    stage_data += fifo.stage_bytes;
+    if (++at.stage != fifo.num_stages) return;
+    at = {0, at.phase ^ 1};
+    stage_data = fifo.data;
   }
 };
 

@@ -1,5 +1,5 @@
 // Eight elements between shared memory and FP32 registers, in 16-byte accesses. Rows are multiples of 16 bytes, so
-// the last octet of an fp32 row may be half there: `left` says how many elements are.
+// the last octet of an fp32 row may be half there: `left` says how many elements are, kWhole that all of them are.
 #pragma once
 #include <bit>
 
@@ -10,32 +10,44 @@ namespace hep {
 
 inline constexpr int kOctet = 8;
 
+// As it lies in memory. Loads of several octets come first and are widened then, so that they wait together.
 template <class T>
-struct alignas(16) OctetWord {
-  static constexpr int kElems = 16 / sizeof(T);
-  T e[kElems];
+struct Octet {
+  static constexpr int kWords = kOctet * int(sizeof(T)) / 16, kWordElems = kOctet / kWords;
+  Vec16 w[kWords];
+
+  template <bool kWhole, Arch A>
+  HEP_DEVICE void load(A& a, const T* at, int left) {
+    for (int i = 0; i < kWords; ++i)
+      w[i] = kWhole || i * kWordElems < left ? a.ld_shared(reinterpret_cast<const Vec16*>(at) + i) : Vec16{};
+  }
+  template <Arch A>
+  HEP_DEVICE void store(A& a, T* at, int left) const {
+    for (int i = 0; i < kWords; ++i)
+      if (i * kWordElems < left) a.st_shared(reinterpret_cast<Vec16*>(at) + i, w[i]);
+  }
+  template <Arch A>
+  HEP_DEVICE void widen(float* v) const {
+    for (int i = 0; i < kWords; ++i)
+      for (int k = 0; k < 4; ++k) {
+        float* to = v + i * kWordElems + k * kWordElems / 4;
+        if constexpr (sizeof(T) == 4)
+          *to = std::bit_cast<float>(w[i].w[k]);
+        else
+          PairMath<A>::template widen<T>(w[i].w[k], to);
+      }
+  }
+  template <Arch A>
+  HEP_DEVICE void round(const float* v) {
+    for (int i = 0; i < kWords; ++i)
+      for (int k = 0; k < 4; ++k) {
+        const float* from = v + i * kWordElems + k * kWordElems / 4;
+        if constexpr (sizeof(T) == 4)
+          w[i].w[k] = std::bit_cast<uint32_t>(from_float<float>(*from));
+        else
+          w[i].w[k] = PairMath<A>::template round<T>(from[0], from[1]);
+      }
+  }
 };
-
-template <Arch A, class T>
-HEP_DEVICE void load_octet(A& a, const T* at, uint32_t left, float* v) {
-  using Word = OctetWord<T>;
-  const auto* words = reinterpret_cast<const Vec16*>(at);
-  for (int w = 0; w < kOctet / Word::kElems; ++w) {
-    const bool there = uint32_t(w * Word::kElems) < left;
-    const Word word = there ? std::bit_cast<Word>(a.ld_shared(words + w)) : Word{};
-    for (int e = 0; e < Word::kElems; ++e) v[w * Word::kElems + e] = to_float(word.e[e]);
-  }
-}
-
-template <Arch A, class T>
-HEP_DEVICE void store_octet(A& a, T* at, uint32_t left, const float* v) {
-  using Word = OctetWord<T>;
-  auto* words = reinterpret_cast<Vec16*>(at);
-  for (int w = 0; w < kOctet / Word::kElems && uint32_t(w * Word::kElems) < left; ++w) {
-    Word word;
-    for (int e = 0; e < Word::kElems; ++e) word.e[e] = from_float<T>(v[w * Word::kElems + e]);
-    a.st_shared(words + w, std::bit_cast<Vec16>(word));
-  }
-}
 
 }  // namespace hep

@@ -19,7 +19,8 @@ std::vector<DeviceFacts> devices(std::string& why_none) {
     cudaDeviceProp p{};
     check(cudaGetDeviceProperties(&p, i), "device properties");
     // Code for 9.0a and 10.0a runs on exactly these.
-    const bool supported = (p.major == 9 || p.major == 10) && p.minor == 0;
+    // Code for sm_90a runs on 9.0 alone; code for sm_100, on every 10.x (10.3: B300, GB300).
+    const bool supported = (p.major == 9 && p.minor == 0) || p.major == 10;
     all.push_back({p.name, p.major, p.minor, p.multiProcessorCount, supported});
   }
   if (all.empty()) why_none = "no device is visible";

@@ -36,7 +36,7 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kDoneBeforeStores,
     Bug::kTileOverwrittenWhileStoring,
     Bug::kTileUnpublished,
-    Bug::kTileBeforeAllWarps,
+    Bug::kSliceBeforeItsWarp,
     Bug::kSumPutBeforeStored,
     Bug::kStreamsInOrder,
     Bug::kNoCredits,
@@ -57,6 +57,8 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kTakenNotReset,
     Bug::kCountedNeverCredited,
     Bug::kOneSlotNotAtOnce,
+    Bug::kSumFromPositiveZero,
+    Bug::kSumPutBeforeAllWarps,
 };
 
 // Simulated worlds alone.
@@ -70,14 +72,12 @@ inline constexpr Bug kSimBugs[] = {
     Bug::kCombineWithoutQuiet,       Bug::kResultsBeforeStores,
 };
 
-// Of kWorldBugs, not for simulated worlds. Three are races between lanes or warps of one group, and a simulated group
+// Of kWorldBugs, not for simulated worlds. Four are races between lanes or warps of one group, and a simulated group
 // has one lane. kTileUnpublished: that lane writes the output tile before it gives the last row's stage back, which
-// publishes both.
+// publishes both. kSumFromPositiveZero: it adds whole tiles (TileMath), which begin with their first row.
 inline constexpr Bug kNeedMoreLanes[] = {
-    Bug::kStageBackByOneLane,
-    Bug::kTileUnpublished,
-    Bug::kTileBeforeAllWarps,
-    Bug::kPairsCountedUnordered,
+    Bug::kStageBackByOneLane,    Bug::kTileUnpublished,     Bug::kSliceBeforeItsWarp,
+    Bug::kPairsCountedUnordered, Bug::kSumFromPositiveZero, Bug::kSumPutBeforeAllWarps,
 };
 
 // kCallsUnchecked, kMailBeforeCounts and kGivenUpRankStarts: test_mail.cpp.

@@ -103,17 +103,16 @@ void common_consumers(uint32_t stages, uint32_t consumers, uint64_t seed) {
       return;
     }
     Vec16* mine = out[size_t(a.warp_idx()) - 1].data();
-    StageConsumer<A, Head> from(fifo, 0, 1);
+    WarpConsumer<A, Head> from(a, fifo);
     for (;;) {
       const Head head = from.wait(a);
       if (head.stop) break;
       const auto* words = reinterpret_cast<const Vec16*>(from.data());
       for (uint32_t i = uint32_t(a.lane()); i < head.bytes / 16; i += A::kLanes)
         a.st_global(mine + head.at / 16 + i, a.ld_shared(words + i));
-      from.advance();
-      from.release_warp(a);
+      from.pass(a);
     }
-    from.release_warp(a);
+    from.pass(a);
   });
   for (const auto& one : out) CHECK(std::memcmp(one.data(), items.data.data(), items.at.back()) == 0);
 }

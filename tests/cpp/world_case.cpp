@@ -5,6 +5,9 @@
 #include <set>
 #include <sstream>
 
+#include "check.h"
+#include "world.h"
+
 namespace hep::test {
 
 std::string WorldCase::describe() const {
@@ -199,6 +202,11 @@ WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
     w.ops.push_back(op);
   }
   return w;
+}
+
+void check_world(const WorldCase& w) {
+  const Outcome outcome = run_world(w);
+  if (outcome.kind != Outcome::kRight) throw check::Failure(w.describe() + ": " + outcome.what);
 }
 
 }  // namespace hep::test

@@ -36,7 +36,7 @@ def pytest_addoption(parser):
     group.addoption("--ptx-seed", type=int, default=0, help="of the order in which its streams and warps take turns")
     group.addoption("--ptx-races", action="store_true", help="it judges happens-before, too: 5 to 30 times slower")
     group.addoption("--ptx-everyday", action="store_true", help="only the tests that CI runs there")
-    group.addoption("--ptx-target", type=int, choices=(90, 100), default=90, help="whose PTX: sm_90a or sm_100a")
+    group.addoption("--ptx-target", type=int, choices=(90, 100), default=90, help="whose PTX: sm_90a or sm_100")
 
 
 def pytest_configure(config):

@@ -1,4 +1,4 @@
-"""tests/gpu on the PTX machine, seed after seed: plain and with happens-before, sm_90a and sm_100a in turn.
+"""tests/gpu on the PTX machine, seed after seed: plain and with happens-before, sm_90a and sm_100 in turn.
 
     python tests/ptx/soak.py [--seeds 100] [--first 1] [--everyday] [-k NAMES]
 

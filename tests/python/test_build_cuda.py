@@ -101,11 +101,17 @@ def test_nvshmem_for_one_gpu_never_takes_the_place_of_a_whole_library(machine, t
     whole.write_text("whole")
     commands = over_nvshmem(machine.build("--nvshmem", "sm_90a"))
     assert len(commands) == len(build_cuda.nvshmem_sources()) + 1
-    assert all("code=sm_90a" in command and "sm_100a" not in command for command in commands)
+    assert all("code=sm_90a" in command and "sm_100" not in command for command in commands)
     assert whole.read_text() == "whole"
     assert libraries(tmp_path / "build") == {"sm_90a/libhybrid_ep_nvshmem.so"}
     # Nor does it make the next build of the whole one compile again.
     assert all(" -c " not in command for command in machine.build())
+
+
+def test_blackwell_code_runs_on_b300(machine):
+    """Code for sm_100a would be refused by 10.3."""
+    compiled = [command for command in machine.build() if " -c " in command]
+    assert compiled and all("code=sm_100" in command and "sm_100a" not in command for command in compiled)
 
 
 def test_kernels_of_all_libraries_are_compiled_before_the_rest(machine):

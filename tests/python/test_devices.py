@@ -223,3 +223,12 @@ def test_tensors_must_lie_where_the_buffer_runs():
     (buffer,) = world.buffers(16, 1, 1)
     with pytest.raises(ValueError, match="hidden is .* on meta, but this buffer runs on cpu"):
         buffer.dispatch(torch.empty(1, 16, dtype=torch.bfloat16, device="meta"), topk_idx=torch.zeros(1, 1).long())
+
+
+def test_a_gpu_without_kernels_is_named(monkeypatch):
+    old = {"name": "A100", "capability": (8, 0), "num_sms": 108, "supported": False}
+    monkeypatch.setattr(devices, "load", lambda: {"devices": [old], "why_none": ""})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match=r"capability 9\.0 and 10\.x; cuda:0 is a A100 of 8\.0"):
+        devices.current()

@@ -37,7 +37,7 @@ HEP_INLINE void add_elements(const In* HEP_RESTRICT row, Out* HEP_RESTRICT out, 
 HEP_INLINE uint32_t round_upper(float x) {
   const uint32_t u = std::bit_cast<uint32_t>(x);
   const uint32_t nan = -uint32_t(int32_t(u & 0x7fffffffu) > 0x7f800000);
-  return ((u + 0x7fffu + ((u >> 16) & 1u)) & ~nan) | ((u | 0x400000u) & nan);
+  return ((u + 0x7fffu + ((u >> 16) & 1u)) & ~nan) | (0x7fff0000u & nan);
 }
 
 // bf16 to bf16, the common case: two elements are one 32-bit word, so nothing crosses vector lanes. The even elements'

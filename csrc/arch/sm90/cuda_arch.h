@@ -1,4 +1,4 @@
-// hep::Arch on CUDA, sm_90a and sm_100a: mbarriers, bulk copies and system-scope flags. One object is one lane and
+// hep::Arch on CUDA, sm_90a and sm_100: mbarriers, bulk copies and system-scope flags. One object is one lane and
 // lives in registers.
 //
 // Why the orderings hold (docs/memory_model.md has the table):
@@ -215,5 +215,20 @@ class CudaArch {
 };
 
 static_assert(Arch<CudaArch>);
+
+template <>
+struct PairMath<CudaArch> {
+  template <class T>
+  HEP_DEVICE static void widen(uint32_t word, float* v) {
+    if constexpr (std::is_same_v<T, Bf16>)
+      v[0] = std::bit_cast<float>(word << 16), v[1] = std::bit_cast<float>(word & 0xffff0000u);
+    else
+      v[0] = ptx::cvt_f32_f16(uint16_t(word)), v[1] = ptx::cvt_f32_f16(uint16_t(word >> 16));
+  }
+  template <class T>
+  HEP_DEVICE static uint32_t round(float lower, float upper) {
+    return std::is_same_v<T, Bf16> ? ptx::cvt_rn_bf16x2(lower, upper) : ptx::cvt_rn_f16x2(lower, upper);
+  }
+};
 
 }  // namespace hep

@@ -1,6 +1,6 @@
 // The PTX of the CUDA machine, one function an instruction and named after it. All of it exists since sm_90; the same
-// text is assembled for sm_90a and sm_100a. Every statement is volatile and clobbers memory: the compiler keeps their
-// order, the hardware's order is what each instruction's own words say.
+// text is assembled for sm_90a and sm_100. Every statement but the conversions is volatile and clobbers memory: the
+// compiler keeps their order, the hardware's order is what each instruction's own words say.
 #pragma once
 #include <cstdint>
 
@@ -181,6 +181,23 @@ HEP_DEVICE void st_shared_u64(void* p, uint64_t v) {
 }
 HEP_DEVICE void st_shared_u32(void* p, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(p)), "r"(v) : "memory");
+}
+
+// ---- Conversions of pairs, the first in the lower half: to nearest even, NaN to 0x7fff
+HEP_DEVICE uint32_t cvt_rn_bf16x2(float lower, float upper) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(upper), "f"(lower));
+  return word;
+}
+HEP_DEVICE uint32_t cvt_rn_f16x2(float lower, float upper) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(upper), "f"(lower));
+  return word;
+}
+HEP_DEVICE float cvt_f32_f16(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
 }
 
 // A 16-byte load that goes to the L2, past a line that this SM may hold from before.

@@ -182,6 +182,9 @@ struct Ge {
     return a >= b;
   }
 };
+struct Numbers {  // neither is a NaN
+  static bool apply(float a, float b) { return a == a && b == b; }
+};
 // Shifts by the width or more give zeros, or copies of the sign.
 struct Shl {
   template <class T>
@@ -222,6 +225,37 @@ struct Permute {
       d |= byte << (8 * k);
     }
     return d;
+  }
+};
+// To the nearest, ties to even; a NaN to the one that the ISA names.
+struct RoundBf16 {
+  static u32 apply(float a) {
+    const u32 bits = std::bit_cast<u32>(a), below = bits & 0xffff, kept = bits >> 16;
+    if (a != a) return 0x7fff;
+    return kept + (below > 0x8000 || (below == 0x8000 && kept % 2 != 0));
+  }
+};
+struct RoundF16 {
+  static u32 apply(float a) {
+    if (a != a) return 0x7fff;
+    const u32 sign = std::signbit(a) ? 0x8000 : 0;
+    const double size = std::fabs(double(a));
+    if (size >= 65520) return sign | 0x7c00;
+    const int exponent = size < 0x1p-14 ? -14 : std::ilogb(size);  // below, steps have one size
+    const u32 steps = u32(std::nearbyint(std::ldexp(size, 10 - exponent)));
+    return sign + (u32(exponent + 14) << 10) + steps;  // 1024 steps and more carry into the exponent
+  }
+};
+template <class Round>
+struct RoundPair {  // the first source becomes the upper half
+  static u32 apply(float upper, float lower) { return Round::apply(upper) << 16 | Round::apply(lower); }
+};
+struct WidenF16 {
+  static float apply(u16 a) {
+    const u32 exponent = a >> 10 & 31, steps = a & 1023;
+    float size = std::ldexp(float(exponent ? steps + 1024 : steps), (exponent ? int(exponent) : 1) - 25);
+    if (exponent == 31) size = std::bit_cast<float>(steps ? 0x7fffffffu : 0x7f800000u);
+    return steps && exponent == 31 ? size : std::copysign(size, a & 0x8000 ? -1.f : 1.f);
   }
 };
 struct Fma {

@@ -55,7 +55,7 @@ struct Variable {
 
 struct Module {
   std::string name;
-  uint32_t target = 0;  // 90 for sm_90a, 100 for sm_100a
+  uint32_t target = 0;  // 90 for sm_90a, 100 for sm_100
   std::vector<Kernel> kernels;
   std::vector<Variable> variables;
   std::shared_ptr<void> storage;                      // of the variables

@@ -167,6 +167,10 @@ void add_floats(Table& t) {
     t["mul" + type] = {binary<Mul, float, float, float>, "444"};
   }
   t["fma.rn.f32"] = {ternary<Fma, float, float, float, float>, "4444"};
+  t["setp.num.f32"] = {compare<Numbers, float>, "p44"};
+  t["cvt.rn.bf16x2.f32"] = {binary<RoundPair<RoundBf16>, u32, float, float>, "444"};
+  t["cvt.rn.f16x2.f32"] = {binary<RoundPair<RoundF16>, u32, float, float>, "444"};
+  t["cvt.f32.f16"] = {unary<WidenF16, float, u16>, "42"};
   add_moves<u32>(t, ".f32");
   add_comparisons<float>(t, ".f32");
 }

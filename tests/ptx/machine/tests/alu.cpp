@@ -38,6 +38,20 @@ HEP_CASE(arithmetic) {
   expect_lane3("narrow cvt", "mov.b32 %r3, 0x1ff; cvt.u32.u8 %r4, %r3; cvt.u64.u32 %rd2, %r4;", 0xff);
   expect_lane3("float", "mov.f32 %f1, 0f3FC00000; add.rn.f32 %f2, %f1, %f1; mov.b32 %r3, %f2; cvt.u64.u32 %rd2, %r3;",
                0x40400000);
+  const auto round = [](const char* what, const char* type, const char* upper, const char* lower, uint64_t value) {
+    expect_lane3(what,
+                 std::string("mov.f32 %f1, 0f") + upper + "; mov.f32 %f2, 0f" + lower + "; cvt.rn." + type +
+                     "x2.f32 %r3, %f1, %f2; cvt.u64.u32 %rd2, %r3;",
+                 value);
+  };
+  round("bf16: ties to even", "bf16", "3F808000", "3F818000", 0x3f803f82);
+  round("bf16: nearest, -0", "bf16", "3F808001", "80000000", 0x3f818000);
+  round("bf16: NaN, overflow", "bf16", "FFC12345", "7F7FFFFF", 0x7fff7f80);
+  round("f16: ties to even, subnormal", "f16", "3F801000", "33800000", 0x3c000001);
+  round("f16: NaN, overflow", "f16", "FFC12345", "477FF000", 0x7fff7c00);
+  expect_lane3("f16 widened", "mov.b16 %rs1, 0x0001; cvt.f32.f16 %f1, %rs1; mov.b32 %r3, %f1; cvt.u64.u32 %rd2, %r3;",
+               0x33800000);
+  expect_lane3("setp.num", "mov.f32 %f1, 0fFFC12345; setp.num.f32 %p1, %f1, %f1; selp.b64 %rd2, 9, 1, %p1;", 1);
   expect_lane3("min.s64", "mov.b64 %rd4, -5; mov.b64 %rd5, 4; min.s64 %rd2, %rd4, %rd5;", uint64_t(-5));
   expect_lane3("selp", "setp.eq.s32 %p1, %r1, 3; selp.b64 %rd2, 9, 1, %p1;", 9);
   expect_lane3("predicates",

@@ -1,0 +1,73 @@
+// The arithmetic of a reduce warp: its slice of a tile, summed in FP32 registers. Every lane owns fixed octets of the
+// slice, so a sum never crosses lanes.
+#pragma once
+#include "common/bugs.h"
+#include "roles/octet.h"
+
+namespace hep {
+
+inline constexpr uint32_t kSumTileElems = 2048;
+
+template <Arch A, int kWarps>
+struct SliceSum {
+  static constexpr uint32_t kMostElems = kSumTileElems / kWarps;
+  static constexpr int kMaxOctets = int(kMostElems) / kOctet / A::kLanes;
+  static constexpr int kAtOnce = kMaxOctets < 2 ? kMaxOctets : 2;  // octets that are loaded together
+
+  // What a warp has of a tile, in elements: octets, split evenly between the warps, the last of them perhaps half.
+  struct Slice {
+    uint32_t begin, elems;
+
+    HEP_DEVICE bool is_whole() const { return elems == kMostElems; }  // every lane has all its octets
+  };
+
+  const int warp, lane;
+  float sums[kMaxOctets][kOctet];
+
+  HEP_DEVICE SliceSum(int warp_of_group, int lane_) : warp(warp_of_group), lane(lane_) {}
+
+  HEP_DEVICE Slice slice_of(uint32_t elems) const {
+    const uint32_t octets = (elems + kOctet - 1) / kOctet, each = (octets + kWarps - 1) / kWarps * kOctet;
+    const uint32_t begin = uint32_t(warp) * each;
+    return {begin, begin >= elems ? 0 : elems - begin < each ? elems - begin : each};
+  }
+  // -0 changes nothing that it is added to; 0 would make a sum of -0 alone 0.
+  HEP_DEVICE void begin(bool empty) {
+    HEP_UNROLL  // on a GPU the sums live in registers, which have no index
+    for (int i = 0; i < kMaxOctets; ++i)
+      for (float& x : sums[i]) x = empty || injected(Bug::kSumFromPositiveZero) ? 0.f : -0.f;
+  }
+  template <class T, bool kWhole, bool kScaled>
+  HEP_DEVICE void add(A& a, const unsigned char* tile, const Slice& s, float scale) {
+    const T* row = reinterpret_cast<const T*>(tile) + s.begin;
+    HEP_UNROLL
+    for (int first = 0; first < kMaxOctets; first += kAtOnce) {
+      Octet<T> words[kAtOnce];
+      HEP_UNROLL
+      for (int k = 0; k < kAtOnce; ++k)
+        words[k].template load<kWhole>(a, row + octet_at(first + k), int(s.elems) - octet_at(first + k));
+      HEP_UNROLL
+      for (int k = 0; k < kAtOnce; ++k) {
+        float v[kOctet];
+        words[k].template widen<A>(v);
+        HEP_UNROLL
+        for (int e = 0; e < kOctet; ++e) sums[first + k][e] += kScaled ? v[e] * scale : v[e];
+      }
+    }
+  }
+  template <class T>
+  HEP_DEVICE void round_into(A& a, unsigned char* out, const Slice& s) const {
+    HEP_UNROLL
+    for (int i = 0; i < kMaxOctets; ++i) {
+      Octet<T> words;
+      words.template round<A>(sums[i]);
+      words.store(a, reinterpret_cast<T*>(out) + octet_at(i), int(s.elems) - octet_at(i));
+    }
+  }
+
+ private:
+  // Of the i-th octet of this lane: where it begins in the slice.
+  HEP_DEVICE int octet_at(int i) const { return (i * A::kLanes + lane) * kOctet; }
+};
+
+}  // namespace hep
