@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hybrid_ep import _core
+if TYPE_CHECKING:
+    from hybrid_ep import _core
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ T tokens of H columns, M receive rows, P permuted rows, E experts; a None stands
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep import _core
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from hybrid_ep import _core
 
 Handle = tuple[Any, ...]  # what a dispatch returns for its combine, seven or eleven elements; opaque
 Received = tuple[Tensor, Tensor | None, Tensor | None]  # rows, weights, scales

@@ -201,7 +201,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """Watching routers (`megatron_patches.router_training`); each keyword of `apply` begins with router_.
+    """Watching routers (`megatron_patches.router_training`); the keywords of `apply` begin with `router_`.
 
     * `guard`: "off", "warn" or "stop", with its thresholds `max_tie_fraction`, the largest fraction of tokens that tie
       at the top-k boundary, and `max_load_ratio`, the largest load of an expert over the mean (None: any).

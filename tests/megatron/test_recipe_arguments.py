@@ -19,13 +19,13 @@ import os, sys, types
 from recipes import CLUSTER_RECIPES
 from recipes.cluster import HARDWARE
 from recipes.megatron_arguments import environment, megatron_arguments
-from megatron_patches import cpu, flags, settings
+from megatron_patches import cpu, flags, parts, settings
 cpu.install()
 import torch
 from megatron_patches.balance import check_supported as check_balance
 from megatron_patches.experts import check_supported as check_experts
 from megatron.training import arguments
-arguments.add_megatron_arguments = flags.wrapper()
+arguments.add_megatron_arguments = flags.wrapper(parts.install_compute)
 arguments.is_te_min_version = lambda *_, **__: True
 
 def check(label, run, *more):
