@@ -9,8 +9,6 @@
 
 namespace hep::ptxr {
 
-using Lock = std::unique_lock<FairMutex>;
-
 struct Choices {
   uint64_t seed, copy_delay_ns;
   uint32_t races, burst, split_percent, outsiders, target, num_devices, slower;
