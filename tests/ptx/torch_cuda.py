@@ -9,6 +9,7 @@ import threading
 import types
 
 import device_tensors
+import graphs
 import torch
 from ptx_machine import Choices, Library
 
@@ -107,6 +108,19 @@ def _properties(device=None):
                                  major=library.choices.target // 10, minor=0)
 
 
+def _scale_deadlines(speed: int) -> None:
+    """Kernels and the host wait for as many seconds as the test says, times the speed of the machine's clock: a host
+    that is not given the CPU must not run out of patience before the kernels that it waits for."""
+    from hybrid_ep import _core, devices
+
+    engine = _core.Engine
+
+    def scaled(rank, shape, segments, timeout_s, executor, *more):
+        return engine(rank, shape, segments, timeout_s * (speed if devices.is_cuda(executor) else 1), executor, *more)
+
+    _core.Engine = scaled
+
+
 def install(choices: Choices) -> Library:
     """Once a process, before hybrid_ep makes a buffer."""
     global library
@@ -114,6 +128,7 @@ def install(choices: Choices) -> Library:
 
     library = Library(choices)
     devices.LIBRARY = library.path
+    _scale_deadlines(choices.clock_speed)
     cuda = torch.cuda
     cuda.Stream, cuda.Event, torch.Stream, torch.Event = Stream, Event, Stream, Event
     cuda.stream, cuda.current_stream = stream, current_stream
@@ -129,6 +144,7 @@ def install(choices: Choices) -> Library:
     cuda.set_sync_debug_mode = lambda mode: None
     memory = device_tensors.Memory(library)
     handle = lambda: raw(current_stream())  # noqa: E731
+    cuda.CUDAGraph, cuda.graph = graphs.classes(library, memory, current_stream, stream, Stream)
     device_tensors.patch_tensors(memory, handle)
     # torch's own also tells its compiler, whose import takes longer than most tests.
     torch.use_deterministic_algorithms = lambda mode, warn_only=False: torch._C._set_deterministic_algorithms(

@@ -156,7 +156,7 @@ HEP_PTXR_API cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stre
       cudaStream_t branch = exec->branches.at(node.branch);
       for (const size_t i : node.after)
         if (exec->graph.nodes[i].branch != node.branch) op.after.push_back(marks[i]);
-      if (!op.launch && !op.act) {  // an event, by which branches meet
+      if (!op.launch && !op.act && !op.host) {  // an event, by which branches meet
         std::vector<cudaStream_t> from;
         for (const Mark& m : op.after) from.push_back(m.stream);
         op.act = [from, branch] {

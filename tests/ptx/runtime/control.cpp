@@ -11,7 +11,7 @@ namespace hep::ptxr {
 
 struct Choices {
   uint64_t seed, copy_delay_ns;
-  uint32_t races, burst, split_percent, outsiders, target, num_devices, slower;
+  uint32_t races, burst, split_percent, outsiders, target, num_devices, clock_speed;
 };
 
 // Before the first call that needs a device.
@@ -19,7 +19,7 @@ HEP_PTXR_API void ptxm_choose(const Choices* c) {
   Settings& s = Devices::settings;
   s.machine = {.seed = c->seed, .races = c->races != 0, .burst = c->burst, .copy_delay_ns = c->copy_delay_ns,
                .split_percent = c->split_percent, .outsiders = c->outsiders != 0,
-               .slower = c->slower};
+               .clock_speed = c->clock_speed};
   s.target = c->target, s.num_devices = int(c->num_devices);
 }
 

@@ -66,6 +66,15 @@ HEP_PTXR_API cudaError_t cudaDeviceSynchronize() {
   });
 }
 
+HEP_PTXR_API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  return on_device([&](Devices&, Lock&) {
+    if (!function) return cudaErrorInvalidValue;
+    Op op;
+    op.host = [=] { function(data); };
+    return submit(stream, std::move(op));
+  });
+}
+
 HEP_PTXR_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   return on_device([&](Devices&, Lock&) {
     *event = new CUevent_st;
