@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
+import processes
 import pytest
 import torch_cuda
+import world
 from ptx_machine import Choices
 
 # What the machine cannot run, and why; the page says the same.
 LEFT_OUT = {
     "test_expandable.py": "PyTorch's own allocator",
     "test_nvshmem.py": "NVSHMEM",
-    "test_processes.py": "its processes do not start a machine",
     "test_calls_queued_behind_one": "torch's operations wait for their stream, so that no call waits in it",
     "test_a_blocking_call_synchronises_nothing": "torch's synchronisation debugging",
     "test_sync_free_calls_do_not_wait_for_the_device": "torch's synchronisation debugging",
@@ -24,9 +27,11 @@ EVERYDAY = ("test_host_tests.py", "test_streams.py", "test_faults.py")  # the fi
 
 class Plugin:
     def __init__(self, config):
-        self.cuda = torch_cuda.install(Choices(
+        choices = Choices(
             seed=config.getoption("--ptx-seed"), races=config.getoption("--ptx-races"),
-            target=config.getoption("--ptx-target"), clock_speed=CLOCK_SPEED))
+            target=config.getoption("--ptx-target"), clock_speed=CLOCK_SPEED)
+        self.cuda = torch_cuda.install(choices)
+        world._main = functools.partial(processes.main, choices)
 
     def pytest_collection_modifyitems(self, config, items):
         if config.getoption("--ptx-everyday"):

@@ -21,7 +21,8 @@ MachineImpl::MachineImpl(const Options& o) : options(o), random(o.seed) {
 }
 
 // Deadlines must pass where others wait for them, and not because this process got no CPU: the clock is what the
-// machine's thread has run and napped. Copies and sleeps go by now(), so that the seed alone says what comes before what.
+// machine's thread has run and napped. Copies and sleeps go by now(), so that the seed alone says what comes before
+// what.
 u64 MachineImpl::clock() const {
   return kStart + (ns_of(CLOCK_THREAD_CPUTIME_ID) + napped) * options.clock_speed;
 }

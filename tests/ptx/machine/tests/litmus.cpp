@@ -18,7 +18,8 @@ std::string pair(const std::string& writer, const std::string& reader) {
   return kBegin + "@!%p1 bra READER;\n" + writer + "\nbra.uni END;\nREADER:\n" + reader + "\nEND:";
 }
 std::string until(const char* load, const char* flag, const std::string& label) {
-  return label + ": ld." + load + ".global.u64 %rd7, [" + flag + "]; setp.eq.s64 %p3, %rd7, 0; @%p3 bra " + label + ";\n";
+  return label + ": ld." + load + ".global.u64 %rd7, [" + flag + "]; setp.eq.s64 %p3, %rd7, 0; @%p3 bra " + label +
+         ";\n";
 }
 
 Outcome run_all(const std::string& body, uint64_t seen_at, uint64_t wanted, const std::string& what) {
@@ -26,7 +27,8 @@ Outcome run_all(const std::string& body, uint64_t seen_at, uint64_t wanted, cons
   Shape shape{.block = 1, .races = true, .kernels = 2, .devices = 2};
   for (shape.seed = 1; shape.seed <= kSeeds; ++shape.seed) {
     Outcome o = run(kernel(body), shape);
-    if (wanted) HEP_EXPECT(o.out[seen_at] == wanted, what + ", seed " + std::to_string(shape.seed) + "\n    " + o.all());
+    if (wanted)
+      HEP_EXPECT(o.out[seen_at] == wanted, what + ", seed " + std::to_string(shape.seed) + "\n    " + o.all());
     o.reports.insert(o.reports.end(), all.reports.begin(), all.reports.end());
     all = std::move(o);
   }
@@ -41,7 +43,8 @@ void breaks(const std::string& what, const char* kind, const std::string& body) 
   HEP_EXPECT(o.has(kind), what + ": expected a report of " + kind + "\n    " + o.all());
 }
 
-const std::string kWrite = "st.global.u64 [%rd1], %rd8;\n", kRead = "ld.global.u64 %rd5, [%rd1]; st.global.u64 [%rd12], %rd5;\n";
+const std::string kWrite = "st.global.u64 [%rd1], %rd8;\n",
+                  kRead = "ld.global.u64 %rd5, [%rd1]; st.global.u64 [%rd12], %rd5;\n";
 const std::string kRelease = "st.release.sys.global.u64 [%rd10], %rd9;\n";
 const std::string kRelaxed = "st.relaxed.sys.global.u64 [%rd10], %rd9;\n";
 const std::string kFence = "fence.acq_rel.sys;\n", kProxyGlobal = "fence.proxy.async.global;\n";
@@ -50,20 +53,23 @@ const std::string kAcquire = until("acquire.sys", "%rd10", "FLAG");
 
 // Of the thread's own shared memory: sixteen bytes that begin with the value.
 const std::string kFill = "st.shared.v4.u32 [%r24], {%r7, %r8, %r8, %r8};\n";
-const std::string kStore = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r24], 16; cp.async.bulk.commit_group;\n";
+const std::string kStore =
+    "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r24], 16; cp.async.bulk.commit_group;\n";
 const std::string kStored = "cp.async.bulk.wait_group 0;\n", kStoreRead = "cp.async.bulk.wait_group.read 0;\n";
 const std::string kInit = "mbarrier.init.shared::cta.b64 [%r20], 1;\n" + kProxyShared;
 std::string load(const std::string& parity) {
   return "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 %rd2, [%r20], 16;\n"
          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r24], [%rd1], 16, [%r20];\n"
-         "W" + parity + ": mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p8, [%r20], " + parity + "; @!%p8 bra W" +
+         "W" +
+         parity + ": mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p8, [%r20], " + parity + "; @!%p8 bra W" +
          parity + ";\n";
 }
 const std::string kSee = "ld.shared.u64 %rd5, [%r24]; st.global.u64 [%rd12], %rd5;\n";
 
 HEP_CASE(litmus_1_message_passing) {
   keeps("release, acquire", pair(kWrite + kRelease, kAcquire + kRead));
-  keeps("fences around relaxed flags", pair(kWrite + kFence + kRelaxed, until("relaxed.sys", "%rd10", "F") + kFence + kRead));
+  keeps("fences around relaxed flags",
+        pair(kWrite + kFence + kRelaxed, until("relaxed.sys", "%rd10", "F") + kFence + kRead));
   breaks("a relaxed store in place of the release", "race", pair(kWrite + kRelaxed, kAcquire + kRead));
   breaks("the flag before the data", "race", pair(kRelease + kWrite, kAcquire + kRead));
   breaks("a release of the device's scope", "race",
@@ -86,9 +92,11 @@ HEP_CASE(litmus_3_and_4_bulk_loads_behind_a_flag) {
   // The wait for a bulk store is followed by a fence between the proxies, which is on the path and so enough by PTX's
   // text. The contract wants the reader's all the same, and needs it for what was stored generically.
   keeps("bulk stores, no fence of the reader's", pair(bulk, kInit + kAcquire + load("0") + kSee));
-  keeps("generic stores, fence, bulk load", pair(kWrite + kRelease, kInit + kAcquire + kProxyGlobal + load("0") + kSee));
+  keeps("generic stores, fence, bulk load",
+        pair(kWrite + kRelease, kInit + kAcquire + kProxyGlobal + load("0") + kSee));
   breaks("generic stores, no fence", "proxy", pair(kWrite + kRelease, kInit + kAcquire + load("0") + kSee));
-  breaks("a fence before the acquire", "proxy", pair(kWrite + kRelease, kInit + kProxyGlobal + kAcquire + load("0") + kSee));
+  breaks("a fence before the acquire", "proxy",
+         pair(kWrite + kRelease, kInit + kProxyGlobal + kAcquire + load("0") + kSee));
 }
 // Two blocks store; the second to come releases for both (add_acq_rel_rank, then the flag).
 HEP_CASE(litmus_5_the_last_of_a_chain_releases_for_all) {
@@ -96,8 +104,9 @@ HEP_CASE(litmus_5_the_last_of_a_chain_releases_for_all) {
     return kBegin.substr(0, kBegin.find("atom.")) +
            "setp.eq.u32 %p2, %r2, 2; @%p2 bra READER; shl.b32 %r9, %r2, 3; cvt.u64.u32 %rd13, %r9; "
            "add.s64 %rd14, %rd1, %rd13; st.global.u64 [%rd14], %rd8;\n" +
-           std::string("atom.") + add + ".global.add.u64 %rd7, [%rd1+88], 1; setp.eq.s64 %p3, %rd7, 0; @%p3 bra END;\n" +
-           flag + "bra.uni END;\nREADER:\n" + kAcquire +
+           std::string("atom.") + add +
+           ".global.add.u64 %rd7, [%rd1+88], 1; setp.eq.s64 %p3, %rd7, 0; @%p3 bra END;\n" + flag +
+           "bra.uni END;\nREADER:\n" + kAcquire +
            "ld.global.u64 %rd5, [%rd1]; ld.global.u64 %rd4, [%rd1+8]; add.s64 %rd5, %rd5, %rd4; "
            "st.global.u64 [%rd12], %rd5;\nEND:";
   };
@@ -121,16 +130,16 @@ HEP_CASE(litmus_5_the_last_of_a_chain_releases_for_all) {
 // A stage is read and refilled: warp 1 reads, publishes and arrives; warp 0 waits and loads into it again.
 HEP_CASE(litmus_6_and_7_a_stage_is_refilled) {
   const auto program = [](const std::string& publish, const std::string& wait) {
-    return "mov.u32 %r20, sh; add.s32 %r24, %r20, 64; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r1, 32; mov.u32 %r7, 7; "
+    return "mov.u32 %r20, sh; add.s32 %r24, %r20, 64; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r1, 32; mov.u32 %r7, "
+           "7; "
            "mov.u32 %r8, 0; add.s64 %rd12, %rd1, 128;\n"
            "@%p1 mbarrier.init.shared::cta.b64 [%r20], 1; @%p1 mbarrier.init.shared::cta.b64 [%r20+8], 1;\n"
-           "@%p1 st.shared.v4.u32 [%r24], {%r7, %r8, %r8, %r8};\n" + kProxyShared + "bar.sync 0;\n" +
-           "@%p2 bra CONSUMER; @!%p1 bra END;\n" + wait + load("0") + "bra.uni END;\nCONSUMER:\n" +
-           "ld.shared.u64 %rd5, [%r24]; st.global.u64 [%rd12], %rd5;\n" + publish +
+           "@%p1 st.shared.v4.u32 [%r24], {%r7, %r8, %r8, %r8};\n" +
+           kProxyShared + "bar.sync 0;\n" + "@%p2 bra CONSUMER; @!%p1 bra END;\n" + wait + load("0") +
+           "bra.uni END;\nCONSUMER:\n" + "ld.shared.u64 %rd5, [%r24]; st.global.u64 [%rd12], %rd5;\n" + publish +
            "mbarrier.arrive.release.cta.shared::cta.b64 %rd2, [%r20+8];\nEND:";
   };
-  const std::string wait =
-      "E: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p9, [%r20+8], 0; @!%p9 bra E;\n";
+  const std::string wait = "E: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 %p9, [%r20+8], 0; @!%p9 bra E;\n";
   const auto judge = [](const std::string& body) {
     return run_seeds(kernel(body), {.block = 64, .races = true}, kSeeds);
   };
@@ -157,7 +166,8 @@ HEP_CASE(litmus_of_strong_accesses_alone_is_not_judged) {
                     other = "st.relaxed.sys.global.u64 [%rd11], %rd9; ld.relaxed.sys.global.u64 %rd4, [%rd10];";
   Shape shape{.block = 1, .races = true, .kernels = 2, .devices = 2};
   for (shape.seed = 1; shape.seed <= kSeeds; ++shape.seed) {
-    const Outcome o = run(kernel(pair(mine + "st.global.u64 [%rd12], %rd5;", other + "st.global.u64 [%rd12+8], %rd4;")), shape);
+    const Outcome o =
+        run(kernel(pair(mine + "st.global.u64 [%rd12], %rd5;", other + "st.global.u64 [%rd12+8], %rd4;")), shape);
     HEP_EXPECT(o.reports.empty() && o.out[16] + o.out[17] > 0, o.all());
   }
 }
