@@ -85,7 +85,7 @@ class Library:
         return dict(zip(("launches", "thread_instructions", "warp_instructions", "bytes"), four, strict=True))
 
     def write_counts(self, path: Path) -> None:
-        """Instructions by kernel and source line: 'kernel file:line thread-instructions warp-instructions'."""
+        """Instructions by kernel and line of PTX: 'kernel line thread-instructions warp-instructions'."""
         if self._c.ptxm_write_counts(os.fsencode(path)):
             raise OSError(f"{path} cannot be written")
 

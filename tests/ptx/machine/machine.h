@@ -140,8 +140,8 @@ enum class Progress {
   kStuck,  // deadlock, reported; or a fault after which nothing can go on
 };
 
-struct LineCount {
-  std::string kernel, source;  // file:line
+struct LineCount {  // of a line of PTX
+  std::string kernel;
   uint32_t line = 0;
   uint64_t thread_instructions = 0, warp_instructions = 0;
 };
@@ -186,7 +186,7 @@ class Machine {
   uint64_t launches() const;
   const std::vector<Report>& reports() const;
   void clear_reports();
-  std::vector<LineCount> line_counts() const;  // of everything that ended, by kernel and source line
+  std::vector<LineCount> line_counts() const;  // of all that was executed, by kernel and line of PTX
   void reseed(uint64_t seed);
 
  private:

@@ -73,15 +73,15 @@ HEP_PTXR_API void ptxm_counts(uint64_t* four) {
   four[2] = d.machine().warp_instructions(), four[3] = Memory::get().used(0);
 }
 
-// Instructions by kernel and source line, one line of text each, into a file.
+// Instructions by kernel and line of PTX, one line of text each, into a file.
 HEP_PTXR_API int ptxm_write_counts(const char* path) {
   Devices& d = Devices::get();
   Lock lock(d.mutex);
   std::FILE* out = std::fopen(path, "w");
   if (!out) return -1;
   for (const ptxm::LineCount& c : d.machine().line_counts())
-    std::fprintf(out, "%s %s %llu %llu\n", c.kernel.c_str(), c.source.c_str(),
-                 (unsigned long long)c.thread_instructions, (unsigned long long)c.warp_instructions);
+    std::fprintf(out, "%s %u %llu %llu\n", c.kernel.c_str(), c.line, (unsigned long long)c.thread_instructions,
+                 (unsigned long long)c.warp_instructions);
   return std::fclose(out);
 }
 
