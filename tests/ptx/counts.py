@@ -31,9 +31,10 @@ WAIT = re.compile(r"\d(wait_|look_up|poll_|mbar_wait|mbar_test|expire|leave|nano
 
 @dataclass(frozen=True)
 class Line:
-    """Executed instructions of one line of PTX. places: see ptx_lines."""
+    """Executed instructions of one line of PTX. kernel: its short name; entry: as PTX has it; places: see ptx_lines."""
 
     kernel: str
+    entry: str
     number: int
     text: str
     places: tuple
@@ -43,11 +44,33 @@ class Line:
     @property
     def role(self) -> str:
         files = [p.file for p in self.places]
-        return next((f for f in files if f.startswith("roles/")), files[0] if files else "?")
+        return next((f for top in ("roles/", "kernels/") for f in files if f.startswith(top)), "not said by -lineinfo")
 
     @property
     def waits(self) -> bool:
         return any(WAIT.search(p.function) for p in self.places)
+
+
+def per_round(executed_lines: list[Line], texts: list[str], kernel: str, marker: str) -> dict[int, float]:
+    """{how many instructions that match `marker` lie in a loop of the kernel: the warp instructions that one round of
+    it executed, on average}, of innermost loops that ran; that of the most rounds where several have as many."""
+    import ptx_lines
+
+    by_line = {line.number: line for line in executed_lines if line.kernel == kernel}
+    found, rounds, covered = {}, {}, set()
+    for text in texts:
+        for name, of_kernel in ptx_lines.loops(text).items():
+            if short(name) != kernel or not any(line.entry == name for line in by_line.values()):
+                continue
+            for first, last in of_kernel:
+                body = [by_line[n] for n in range(first, last + 1) if n in by_line]
+                marks = [line for line in body if re.search(marker, line.text) and line.number not in covered]
+                covered |= {line.number for line in marks}
+                if not marks or last not in by_line or by_line[last].warps <= rounds.get(len(marks), 0):
+                    continue
+                rounds[len(marks)] = by_line[last].warps
+                found[len(marks)] = sum(line.warps for line in body) / by_line[last].warps
+    return found
 
 
 def short(kernel: str) -> str:
@@ -74,21 +97,24 @@ def lines(library, counted: Counter) -> list[Line]:
     for text in library.texts():
         split = text.split("\n")
         for kernel, places in ptx_lines.places(text).items():
-            out += [Line(short(kernel), n, split[n - 1].strip(), where, counted[kernel, n, 0], counted[kernel, n, 1])
-                    for n, where in places.items() if counted[kernel, n, 1]]
+            for n, where in places.items():
+                threads, warps = counted[kernel, n, 0], counted[kernel, n, 1]
+                if warps:
+                    out.append(Line(short(kernel), kernel, n, split[n - 1].strip(), where, threads, warps))
     return out
 
 
-def run(args: argparse.Namespace) -> tuple[list[Line], dict[str, int]]:
-    """(what was executed, {"tokens", "rows", "payload_kib"})."""
+def run(args: argparse.Namespace) -> tuple[list[Line], dict[str, int], list[str]]:
+    """(what was executed, {"tokens", "rows", "payload_kib"}, the library's PTX)."""
     import torch_cuda
     from examples import Example, expected
     from gpu_world import GpuWorld
     from ptx_machine import Choices
 
-    library = torch_cuda.install(Choices(seed=args.seed, target=args.target))
-    ex = Example(args.nodes, args.ranks, args.experts, (args.tokens,) * (args.nodes * args.ranks), args.topk, args.hidden,
-                 seed=1)
+    # No lanes are parted at random: each part would count as an instruction of its own.
+    library = torch_cuda.install(Choices(seed=args.seed, target=args.target, split_percent=0))
+    ex = Example(args.nodes, args.ranks, args.experts, (args.tokens,) * (args.nodes * args.ranks), args.topk,
+                 args.hidden, seed=1)
     want, before, after, rows = expected(ex), Counter(), Counter(), [0] * ex.world.num_ranks
     with library.modes():
         world = GpuWorld(args.nodes, args.ranks, args.experts, skew=0, num_sms_dispatch_api=2, num_sms_combine_api=2)
@@ -108,8 +134,9 @@ def run(args: argparse.Namespace) -> tuple[list[Line], dict[str, int]]:
     if library.reports():
         sys.exit("\n".join(library.reports()))
     after.subtract(before)
-    return lines(library, after), {"tokens": args.tokens * ex.world.num_ranks, "rows": sum(rows),
-                                   "payload_kib": sum(rows) * args.hidden * 2 / 1024}
+    size = {"tokens": args.tokens * ex.world.num_ranks, "rows": sum(rows),
+            "payload_kib": sum(rows) * args.hidden * 2 / 1024}
+    return lines(library, after), size, library.texts()
 
 
 @dataclass(frozen=True)
@@ -133,9 +160,11 @@ def roles(executed_lines: list[Line], size: dict) -> list[Role]:
         else:
             work[key] += line.warps
             threads[key] += line.threads
-    return [Role(*key, n, round(threads[key] / max(n, 1), 1), *(round(n / max(size[by], 1), 2) for by in
-                                                       ("tokens", "rows", "payload_kib")), waiting[key])
-            for key, n in sorted(work.items(), key=lambda item: (item[0][0], -item[1]))]
+    found = []
+    for key, n in sorted(work.items(), key=lambda item: (item[0][0], -item[1])):
+        per = [round(n / max(size[by], 1), 2) for by in ("tokens", "rows", "payload_kib")]
+        found.append(Role(*key, n, round(threads[key] / n, 1), *per, waiting[key]))
+    return found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -150,12 +179,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
-    executed_lines, size = run(args)
+    executed_lines, size, _ = run(args)
     found = roles(executed_lines, size)
     print(f"{size['tokens']} tokens, {size['rows']} rows, {size['payload_kib']:.0f} KiB; sm_{args.target}a's PTX")
-    print(f"{'kernel':10} {'role':28} {'warp instr.':>11} {'lanes':>5} {'/token':>9} {'/row':>9} {'/KiB':>8} {'waiting':>9}")
+    print(f"{'kernel':10} {'role':32} {'warp instr.':>11} {'lanes':>5} {'/token':>9} {'/row':>9} {'/KiB':>8} "
+          f"{'waiting':>9}")
     for r in found:
-        print(f"{r.kernel:10} {r.role:28} {r.warp_instructions:11} {r.lanes:5} {r.per_token:9} {r.per_row:9} "
+        print(f"{r.kernel:10} {r.role:32} {r.warp_instructions:11} {r.lanes:5} {r.per_token:9} {r.per_row:9} "
               f"{r.per_kib:8} {r.waiting:9}")
     if args.json:
         world = {name: getattr(args, name) for name in ("nodes", "ranks", "tokens", "hidden", "topk", "experts", "seed",

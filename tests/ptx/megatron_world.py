@@ -83,12 +83,13 @@ def buffer_class(on_machine):
 
 
 def losses(on: str, seed: int, steps: int, races: bool = False) -> dict:
-    """Of one rank of a world that parity_world started: a tiny GPT whose two layers have experts. on: "host", the host's
-    executor; "machine", the CUDA library's."""
+    """Of one rank of a world that parity_world started: a tiny GPT whose two layers have experts. on: "host", the
+    host's executor; "machine", the CUDA library's."""
     import os
 
-    import megatron_patches
     import parity_worker
+
+    import megatron_patches
 
     launches = 0
     if on == "machine":

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-LOC = re.compile(r"\s*\.loc\s+(\d+) (\d+) (\d+)(?:, function_name (\$L__info_string\d+), inlined_at (\d+) (\d+) (\d+))?")
+LOC = re.compile(r"\s*\.loc\s+(\d+) (\d+) (\d+)"
+                 r"(?:, function_name (\$L__info_string\d+), inlined_at (\d+) (\d+) (\d+))?")
 FILE = re.compile(r'\s*\.file\s+(\d+) "(.*)"')
 ENTRY = re.compile(r"\s*\.visible \.entry (\w+)\(")
+
+LABEL, BRANCH = re.compile(r"(\$L\w+):"), re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,22 @@ def _strings(text: str) -> dict[str, str]:
     for label, body in re.findall(r"(\$L__info_string\d+):\n((?:\s*\.b8.*\n)+)", text):
         values = [int(n) for n in re.findall(r"\d+", body.replace(".b8", ""))]
         found[label] = bytes(values[:values.index(0)] if 0 in values else values).decode(errors="replace")
+    return found
+
+
+def loops(text: str) -> dict[str, list[tuple[int, int]]]:
+    """{kernel: (first line, line of the branch back) of each loop, shortest first}."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    of_kernel, labels = [], {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if entry := ENTRY.match(line):
+            of_kernel, labels = found.setdefault(entry[1], []), {}
+        elif label := LABEL.match(line):
+            labels[label[1]] = number
+        elif (branch := BRANCH.search(line)) and branch[1] in labels:
+            of_kernel.append((labels[branch[1]], number))
+    for of_kernel in found.values():
+        of_kernel.sort(key=lambda loop: loop[1] - loop[0])
     return found
 
 
