@@ -31,7 +31,7 @@ def command(seed: int, args: argparse.Namespace) -> list[str]:
 
 def run(name: str, of_it: list[str]) -> bool:
     """Whether a pytest passed."""
-    log, started = OUT / f"{name}.log", time.monotonic()
+    log, started = OUT / (name.replace(" ", "_") + ".log"), time.monotonic()
     with open(log, "w") as output:
         try:
             status = subprocess.run(of_it, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S,
