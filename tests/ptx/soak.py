@@ -24,9 +24,10 @@ LIMIT_S = 3600
 
 def command(seed: int, args: argparse.Namespace) -> list[str]:
     """Of one seed; it fixes the mode and the architecture, too."""
-    return [sys.executable, "-m", "pytest", "tests/gpu", "-q", "--ptx-machine", "--ptx-seed", str(seed),
-            "--ptx-target", "100" if seed % 4 >= 2 else "90", *(["--ptx-races"] if seed % 2 else []),
-            *(["--ptx-everyday"] if args.everyday else []), *(["-k", args.names] if args.names else [])]
+    chosen = ["--ptx-seed", str(seed), "--ptx-target", "100" if seed % 4 >= 2 else "90"]
+    return [sys.executable, "-m", "pytest", "tests/gpu", "-q", "--timeout", str(LIMIT_S), "--ptx-machine", *chosen,
+            *(["--ptx-races"] if seed % 2 else []), *(["--ptx-everyday"] if args.everyday else []),
+            *(["-k", args.names] if args.names else [])]
 
 
 def run(name: str, of_it: list[str]) -> bool:
