@@ -75,7 +75,8 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     jobs = {f"seed {seed}": command(seed, args) for seed in range(args.first, args.first + args.seeds)}
     if not args.names:
-        jobs = {"own tests": [sys.executable, "-m", "pytest", "tests/ptx", "-q", "--ptx-slow"], **jobs}
+        own = [sys.executable, "-m", "pytest", "tests/ptx", "-q", "--ptx-slow", "--timeout", str(LIMIT_S)]
+        jobs = {"own tests": own, **jobs}
     ran, failed = 0, []
     for name, of_it in jobs.items():
         if time.monotonic() - begun < 60 * args.minutes:
