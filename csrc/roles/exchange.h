@@ -42,7 +42,9 @@ struct ExchangeRole {
         p.world.num_ranks(), [&](int r) { return p.node_flags + r * kStride; },
         p.sequence() - injected(Bug::kCountsOneExchangeOld),
         [&](int r) {
-          return WaitInfo{Site::kCountsFromNode, p.world.rank_of(p.world.node(), r % p.world.num_local_ranks), r};
+          const int on_rail = p.world.rank_of(p.world.node(), r % p.world.num_local_ranks);  // who hands it on
+          if (on_rail == p.world.rank && r != on_rail) return WaitInfo{Site::kCountsFromRail, r, -1};  // as forward()
+          return WaitInfo{Site::kCountsFromNode, on_rail, r};
         });
   }
 

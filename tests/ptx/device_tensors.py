@@ -12,6 +12,7 @@ import ctypes
 import threading
 import weakref
 
+import graphs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -28,7 +29,7 @@ class Memory:
         props = (ctypes.c_int32 * 22)(1, 0, 1, 0)  # pinned, no handles, on device 0
         self.pool = runtime.made("cudaMemPoolCreate", props)
         self.users: dict[int, set[int]] = {}  # storage's address: other streams that use it
-        self.of_graphs: list = []
+        self.deferred: list[tuple[int, int]] = []  # freed while their stream was being captured
 
     def holds(self, x: torch.Tensor) -> bool:
         return x.layout == torch.strided and self.begin <= _storage(x) < self.end
@@ -50,12 +51,22 @@ class Memory:
         return flat.view(shape) if strides is None or not count else flat.as_strided(shape, strides)
 
     def _free(self, at: int, stream: int) -> None:
+        status = ctypes.c_int()
+        if self.runtime.status("cudaStreamIsCapturing", stream, ctypes.byref(status)) == 0 and status.value:
+            self.deferred.append((at, stream))
+            return
         for user in self.users.pop(at, ()):
             event = self.runtime.made("cudaEventCreateWithFlags", 2)
             self.runtime.status("cudaEventRecord", event, user)
             self.runtime.status("cudaStreamWaitEvent", stream, event, 0)
             self.runtime.status("cudaEventDestroy", event)
         self.runtime.status("cudaFreeAsync", at, stream)
+
+    def free_deferred(self) -> None:
+        """A capture has ended."""
+        waiting, self.deferred = self.deferred, []
+        for at, stream in waiting:
+            self._free(at, stream)
 
     def record_stream(self, x: torch.Tensor, stream: int) -> None:
         if self.holds(x):
@@ -96,14 +107,18 @@ class OnMachine(TorchDispatchMode):
             kwargs["device"] = CPU
         operands = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         mine = [x for x in operands if self.memory.holds(x)]
+        recording = graphs.recording()
+        scalar = name.startswith("aten._local_scalar_dense")
         if mine:
-            self.memory.runtime.call("cudaStreamSynchronize", self.stream())
+            if recording is None or scalar or (wanted is not None and not _is_cuda(wanted)):
+                self.memory.runtime.call("cudaStreamSynchronize", self.stream())  # which a capture forbids
             apart = [x for x in operands if x.dim() and not self.memory.holds(x)]
             if apart and not name.startswith(self.MAY_MIX):
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
-        out = func(*args, **kwargs)
         to_machine = _is_cuda(wanted) if wanted is not None else bool(mine)
-        if name.startswith("aten._local_scalar_dense"):
+        records = recording is not None and to_machine
+        out = recording.once(func, args, kwargs) if records else func(*args, **kwargs)
+        if scalar:
             return out
         known = {_storage(x) for x in operands} - {0}  # an empty tensor of the host has no address
 
@@ -113,12 +128,16 @@ class OnMachine(TorchDispatchMode):
             if to_machine == self.memory.holds(y):
                 return y
             if to_machine:
-                moved = self.memory.empty(y.shape, y.dtype, self.stream(), y.stride() if _dense(y) else None)
+                stream = recording.memory_stream if records else self.stream()
+                moved = self.memory.empty(y.shape, y.dtype, stream, y.stride() if _dense(y) else None)
             else:
                 moved = torch.empty_like(y)
             return moved.copy_(y)
 
-        return tree_map(place, out)
+        placed = tree_map(place, out)
+        if records:
+            recording.again(func, args, kwargs, out, placed)
+        return placed
 
 
 def _dense(y: torch.Tensor) -> bool:

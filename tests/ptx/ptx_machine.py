@@ -25,14 +25,14 @@ class Choices:
     split_percent: int = 2
     target: int = 90  # or 100: whose PTX
     num_devices: int = 1
-    outsiders: bool = True  # host threads launch while kernels run: virtual time keeps to the clock
-    slower: int = 1  # with outsiders globaltimer runs at least at the speed of the clock divided by this
+    outsiders: bool = True  # host threads launch while kernels run: virtual time keeps to the machine's clock
+    clock_speed: int = 1  # how fast that clock is, by the CPU time of the machine's thread
 
 
 class _Choices(ctypes.Structure):
     _fields_ = [("seed", ctypes.c_uint64), ("copy_delay_ns", ctypes.c_uint64),
                 *((name, ctypes.c_uint32) for name in ("races", "burst", "split_percent", "outsiders", "target",
-                                                       "num_devices", "slower"))]
+                                                       "num_devices", "clock_speed"))]
 
 
 class CudaError(RuntimeError):
@@ -85,7 +85,7 @@ class Library:
         return dict(zip(("launches", "thread_instructions", "warp_instructions", "bytes"), four, strict=True))
 
     def write_counts(self, path: Path) -> None:
-        """Instructions by kernel and source line: 'kernel file:line thread-instructions warp-instructions'."""
+        """Instructions by kernel and line of PTX: 'kernel line thread-instructions warp-instructions'."""
         if self._c.ptxm_write_counts(os.fsencode(path)):
             raise OSError(f"{path} cannot be written")
 

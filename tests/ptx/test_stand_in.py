@@ -171,3 +171,81 @@ def test_another_process_maps_the_same_memory():
     subprocess.run([sys.executable, "-c", os.environ["CHILD"], handle.raw.hex()], check=True)
     assert read(p, 5) == b"\\7" * 5
     """, CHILD=BEGIN.format(here=str(HERE)) + CHILD)
+
+
+DRIVER = """
+GRANULE, NOT_PERMITTED, FILE, FABRIC = 2 << 20, 800, 1, 8
+def driver(name, *args):
+    function = ctypes.c_void_p()
+    lib.call("cudaGetDriverEntryPointByVersion", name.encode(), ctypes.byref(function), 13000, 0, None)
+    call = ctypes.CFUNCTYPE(ctypes.c_int)(function.value)
+    return call(*(ctypes.c_uint64(a) if isinstance(a, int) else a for a in args))
+def made(name, *args):
+    out = ctypes.c_uint64()
+    assert driver(name, ctypes.byref(out), *args) == 0
+    return out.value
+def properties(kind): return (ctypes.c_int32 * 8)(1, kind, 1, 0)  # pinned, on device 0
+def access(flags): return (ctypes.c_int32 * 3)(1, 0, flags)
+def mapped(handle):
+    at = made("cuMemAddressReserve", GRANULE, 0, 0, 0)
+    assert driver("cuMemMap", at, GRANULE, 0, handle, 0) == 0
+    return at
+"""
+
+
+def test_virtual_memory_of_the_driver():
+    run(DRIVER.replace("\n", "\n    ") + """
+    assert made("cuMemGetAllocationGranularity", properties(FILE), 0) == GRANULE
+    assert driver("cuMemCreate", ctypes.byref(ctypes.c_uint64()), GRANULE + 1, properties(FILE), 0) == INVALID_VALUE
+    assert driver("cuMemCreate", ctypes.byref(ctypes.c_uint64()), GRANULE, properties(FABRIC), 0) == NOT_PERMITTED
+    handle = made("cuMemCreate", GRANULE, properties(FILE), 0)
+    at = mapped(handle)
+    assert driver("cuMemMap", at, GRANULE, 0, handle, 0) == INVALID_VALUE  # already
+    assert lib.status("cudaMemset", at, 1, 16) == INVALID_VALUE  # nobody may access it yet
+    assert driver("cuMemSetAccess", at, GRANULE, access(1), 1) == INVALID_VALUE  # read-only: not ours
+    assert driver("cuMemSetAccess", at, GRANULE, access(3), 1) == 0
+    lib.call("cudaMemset", at, 5, GRANULE)
+    assert lib.status("cudaMemset", at, 5, GRANULE + 1) == INVALID_VALUE
+
+    fd = ctypes.c_int()
+    assert driver("cuMemExportToShareableHandle", ctypes.byref(fd), handle, FABRIC, 0) == NOT_PERMITTED
+    assert driver("cuMemExportToShareableHandle", ctypes.byref(fd), handle, FILE, 0) == 0
+    other = made("cuMemImportFromShareableHandle", fd.value, FILE)
+    os.close(fd.value)
+    twice = mapped(other)
+    assert driver("cuMemSetAccess", twice, GRANULE, access(3), 1) == 0
+    lib.call("cudaMemset", twice, 6, 8)
+    assert read(at, 9) == b"\\6" * 8 + b"\\5"  # one memory at two addresses
+
+    assert driver("cuMemRelease", handle) == 0
+    assert driver("cuMemRelease", handle) == INVALID_VALUE
+    assert read(at, 1) == b"\\6"  # what is mapped stays
+    assert driver("cuMemAddressFree", at, GRANULE) == INVALID_VALUE  # while it is mapped
+    assert driver("cuMemUnmap", at, GRANULE) == 0
+    assert lib.status("cudaMemset", at, 1, 16) == INVALID_VALUE
+    assert driver("cuMemAddressFree", at, GRANULE) == 0
+    assert read(twice, 1) == b"\\6"
+    """)
+
+
+def test_a_host_function_runs_in_its_place_and_in_every_replay():
+    run("""
+    s, p, graph, replay = stream(), lib.made("cudaMalloc", 4), ctypes.c_uint64(), ctypes.c_uint64()
+    seen = []
+    note = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: seen.append(ctypes.string_at(p, 4)))
+    def work():
+        lib.call("cudaMemsetAsync", p, 1, 4, s)
+        lib.call("cudaLaunchHostFunc", s, note, 0)
+        lib.call("cudaMemsetAsync", p, 2, 4, s)
+    work()
+    lib.call("cudaStreamSynchronize", s)
+    assert seen == [b"\\1" * 4]
+    lib.call("cudaStreamBeginCapture", s, 1)
+    work()
+    lib.call("cudaStreamEndCapture", s, ctypes.byref(graph))
+    lib.call("cudaGraphInstantiateWithFlags", ctypes.byref(replay), graph, 0)
+    for _ in range(3):
+        lib.call("cudaGraphLaunch", replay, s)
+    lib.call("cudaStreamSynchronize", s)
+    assert seen == [b"\\1" * 4] * 4 and read(p, 1) == b"\\2"
+    """)

@@ -9,6 +9,7 @@ import threading
 import types
 
 import device_tensors
+import graphs
 import torch
 from ptx_machine import Choices, Library
 
@@ -107,6 +108,26 @@ def _properties(device=None):
                                  major=library.choices.target // 10, minor=0)
 
 
+RACES_ARE_SLOWER, MEANT_TO_PASS_S = 30, 5.0
+
+
+def _scale_deadlines(choices: Choices) -> None:
+    """Kernels and the host wait for as many seconds as the test says, times the speed of the machine's clock: a host
+    that is not given the CPU must not run out of patience before the kernels that it waits for. With happens-before
+    everything takes longer, and a deadline that no test means to see pass must not."""
+    from hybrid_ep import _core, devices
+
+    engine = _core.Engine
+
+    def scaled(rank, shape, segments, timeout_s, executor, *more):
+        if devices.is_cuda(executor):
+            long = choices.races and timeout_s > MEANT_TO_PASS_S
+            timeout_s *= choices.clock_speed * (RACES_ARE_SLOWER if long else 1)
+        return engine(rank, shape, segments, timeout_s, executor, *more)
+
+    _core.Engine = scaled
+
+
 def install(choices: Choices) -> Library:
     """Once a process, before hybrid_ep makes a buffer."""
     global library
@@ -114,6 +135,7 @@ def install(choices: Choices) -> Library:
 
     library = Library(choices)
     devices.LIBRARY = library.path
+    _scale_deadlines(choices)
     cuda = torch.cuda
     cuda.Stream, cuda.Event, torch.Stream, torch.Event = Stream, Event, Stream, Event
     cuda.stream, cuda.current_stream = stream, current_stream
@@ -129,6 +151,7 @@ def install(choices: Choices) -> Library:
     cuda.set_sync_debug_mode = lambda mode: None
     memory = device_tensors.Memory(library)
     handle = lambda: raw(current_stream())  # noqa: E731
+    cuda.CUDAGraph, cuda.graph = graphs.classes(library, memory, current_stream, stream, Stream)
     device_tensors.patch_tensors(memory, handle)
     # torch's own also tells its compiler, whose import takes longer than most tests.
     torch.use_deterministic_algorithms = lambda mode, warn_only=False: torch._C._set_deterministic_algorithms(

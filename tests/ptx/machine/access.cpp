@@ -73,23 +73,27 @@ void put_words(Context& c, const Ins& i, u32 mask, P&& place) {
     for (u32 k = 0; k < N; ++k) __atomic_store_n(p + k, d[k][lane], __ATOMIC_RELEASE);
   }
 }
-template <class P>
-void take(Context& c, const Ins& i, u32 mask, P&& place) {
+// words<T, N>() for those forms, one(lane) for every lane of any other.
+template <class Words, class One>
+void by_form(const Ins& i, u32 mask, Words&& words, One&& one) {
   switch (i.form) {
-    case Form::kWord: return take_words<u32, 1>(c, i, mask, place);
-    case Form::kLong: return take_words<u64, 1>(c, i, mask, place);
-    case Form::kFourWords: return take_words<u32, 4>(c, i, mask, place);
-    default: each_lane(mask, [&](u32 lane) { take_one(c, i, lane, place(lane)); });
+    case Form::kWord: return words.template operator()<u32, 1>();
+    case Form::kLong: return words.template operator()<u64, 1>();
+    case Form::kFourWords: return words.template operator()<u32, 4>();
+    default: each_lane(mask, one);
   }
 }
 template <class P>
+void take(Context& c, const Ins& i, u32 mask, P&& place) {
+  by_form(
+      i, mask, [&]<class T, u32 N>() { take_words<T, N>(c, i, mask, place); },
+      [&](u32 lane) { take_one(c, i, lane, place(lane)); });
+}
+template <class P>
 void put(Context& c, const Ins& i, u32 mask, P&& place) {
-  switch (i.form) {
-    case Form::kWord: return put_words<u32, 1>(c, i, mask, place);
-    case Form::kLong: return put_words<u64, 1>(c, i, mask, place);
-    case Form::kFourWords: return put_words<u32, 4>(c, i, mask, place);
-    default: each_lane(mask, [&](u32 lane) { put_one(c, i, lane, place(lane)); });
-  }
+  by_form(
+      i, mask, [&]<class T, u32 N>() { put_words<T, N>(c, i, mask, place); },
+      [&](u32 lane) { put_one(c, i, lane, place(lane)); });
 }
 std::string size_of(const Ins& i) {
   return std::to_string(i.count * i.bytes) + " bytes";

@@ -62,6 +62,8 @@ class MachineImpl {
   void sleep(Warp& w, Fragment& f, u64 until, u32 mbar = 0);
   u64 now() const { return kStart + warp_steps / 4 + jumped; }
   u64 timer() const;  // what a kernel reads
+  u64 clock() const;
+  void nap();
 
   // ---- Launches and SMs (residency.cpp)
   std::string refusal(const Launch& l) const;
@@ -116,7 +118,7 @@ class MachineImpl {
   std::unordered_map<std::string, u32> reported;
   std::unique_ptr<Races> races;
   u64 warp_steps = 0, thread_steps = 0, jumped = 0, launches = 0, running = 0;
-  u64 wall_start = 0;
+  u64 napped = 0;
   u32 next_serial = 1;
   LaunchId next_id = 1;
   bool run_failed = false;  // one of the runs met a fault since it was last looked

@@ -127,8 +127,10 @@ struct Options {
   uint32_t burst = 256;           // instructions of a warp at once, at most
   uint64_t copy_delay_ns = 3000;  // that a bulk copy may take, at most
   uint32_t split_percent = 2;     // how often lanes that run together are parted for a while
-  bool outsiders = false;         // other processes write mapped memory too: time does not run ahead of the clock
-  uint32_t slower = 1;            // with outsiders, globaltimer goes at least as fast as the clock divided by this
+  // Others write mapped memory too: time does not run ahead of a clock, the CPU time of the one thread that then calls
+  // run(), and its naps, times clock_speed. globaltimer is not behind it.
+  bool outsiders = false;
+  uint32_t clock_speed = 1;
 };
 
 enum class Progress {
@@ -138,8 +140,8 @@ enum class Progress {
   kStuck,  // deadlock, reported; or a fault after which nothing can go on
 };
 
-struct LineCount {
-  std::string kernel, source;  // file:line
+struct LineCount {  // of a line of PTX
+  std::string kernel;
   uint32_t line = 0;
   uint64_t thread_instructions = 0, warp_instructions = 0;
 };
@@ -184,7 +186,7 @@ class Machine {
   uint64_t launches() const;
   const std::vector<Report>& reports() const;
   void clear_reports();
-  std::vector<LineCount> line_counts() const;  // of everything that ended, by kernel and source line
+  std::vector<LineCount> line_counts() const;  // of all that was executed, by kernel and line of PTX
   void reseed(uint64_t seed);
 
  private:

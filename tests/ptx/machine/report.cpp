@@ -86,14 +86,14 @@ void MachineImpl::report_deadlock() {
 }
 
 std::vector<LineCount> MachineImpl::line_counts() const {
-  std::map<std::pair<std::string, std::string>, LineCount> lines;
+  std::map<std::pair<std::string, u32>, LineCount> lines;
   for (const auto& [program, all] : counts)
     for (const Function& f : program->functions)
       for (u32 pc = f.begin; pc < f.end; ++pc) {
         if (!all[pc].warps) continue;
-        const Ins& i = program->code[pc];
-        LineCount& l = lines[{f.name, place_of(*program, i)}];
-        l.kernel = f.name, l.source = place_of(*program, i), l.line = i.source_line;
+        const u32 line = program->code[pc].line;
+        LineCount& l = lines[{f.name, line}];
+        l.kernel = f.name, l.line = line;
         l.thread_instructions += all[pc].threads, l.warp_instructions += all[pc].warps;
       }
   std::vector<LineCount> out;

@@ -8,22 +8,31 @@
 
 namespace hep::ptxm {
 namespace {
-u64 wall_ns() {
+u64 ns_of(clockid_t clock) {
   timespec t;
-  ::clock_gettime(CLOCK_MONOTONIC, &t);
+  ::clock_gettime(clock, &t);
   return u64(t.tv_sec) * 1'000'000'000 + u64(t.tv_nsec);
 }
+constexpr u64 kNapNs = 50'000, kLongestNapNs = 200'000;
 }  // namespace
 
-MachineImpl::MachineImpl(const Options& o) : options(o), random(o.seed), wall_start(wall_ns()) {
+MachineImpl::MachineImpl(const Options& o) : options(o), random(o.seed) {
   if (o.races) races = std::make_unique<Races>(*this);
 }
 
-// Deadlines must pass where others wait for them by the clock, though an instruction takes longer here than there.
-// Copies and sleeps go by now(), so that the seed alone says what comes before what.
+// Deadlines must pass where others wait for them, and not because this process got no CPU: the clock is what the
+// machine's thread has run and napped. Copies and sleeps go by now(), so that the seed alone says what comes before
+// what.
+u64 MachineImpl::clock() const {
+  return kStart + (ns_of(CLOCK_THREAD_CPUTIME_ID) + napped) * options.clock_speed;
+}
 u64 MachineImpl::timer() const {
-  if (!options.outsiders) return now();
-  return std::max(now(), kStart + (wall_ns() - wall_start) / std::max(options.slower, 1u));
+  return options.outsiders ? std::max(now(), clock()) : now();
+}
+void MachineImpl::nap() {
+  const u64 since = ns_of(CLOCK_MONOTONIC);
+  ::usleep(kNapNs / 1000);
+  napped += std::min(ns_of(CLOCK_MONOTONIC) - since, kLongestNapNs);  // the rest it waited for a core
 }
 
 void MachineImpl::make_ready(Warp& w) {
@@ -164,8 +173,8 @@ Progress MachineImpl::run(u32 quanta) {
     if (ready.empty()) {
       if (events.empty()) return report_deadlock(), Progress::kStuck;
       const u64 next = events.top().when;
-      if (options.outsiders && next > wall_ns() - wall_start + kStart) {
-        ::usleep(50);  // others may do meanwhile what is waited for
+      if (options.outsiders && next > clock()) {
+        nap();  // others may do meanwhile what is waited for
         return Progress::kSome;
       }
       if (next > now()) jumped += next - now();

@@ -13,8 +13,6 @@ struct CUgraphExec_st {
 namespace hep::ptxr {
 namespace {
 
-using Lock = std::unique_lock<FairMutex>;
-
 thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
 // Captures that are open, of all threads.
@@ -99,19 +97,16 @@ HEP_PTXR_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMo
 }
 
 HEP_PTXR_API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  cudaStream_t s = d.resolve(stream);
-  if (!s) return said(cudaErrorInvalidResourceHandle);
-  if (s->capture) return said(cudaErrorIllegalState);
-  if (is_legacy(s)) return said(cudaErrorStreamCaptureUnsupported);
-  auto* capture = new Capture;
-  capture->mode = mode, capture->thread = std::this_thread::get_id(), capture->origin = s;
-  capture->tails[s];
-  s->capture = capture;
-  captures().push_back(capture);
-  return cudaSuccess;
+  return on_stream(stream, [&](Devices&, Lock&, cudaStream_t s) {
+    if (s->capture) return cudaErrorIllegalState;
+    if (is_legacy(s)) return cudaErrorStreamCaptureUnsupported;
+    auto* capture = new Capture;
+    capture->mode = mode, capture->thread = std::this_thread::get_id(), capture->origin = s;
+    capture->tails[s];
+    s->capture = capture;
+    captures().push_back(capture);
+    return cudaSuccess;
+  });
 }
 
 HEP_PTXR_API cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
@@ -146,44 +141,41 @@ HEP_PTXR_API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cu
 
 // Every branch runs on a stream of its own, after what the launching stream holds; that one goes on after all of them.
 HEP_PTXR_API cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  cudaStream_t s = d.resolve(stream);
-  if (!exec || !s) return said(cudaErrorInvalidResourceHandle);
-  if (s->capture) return said(spoil(s->capture, cudaErrorStreamCaptureUnsupported));
-  for (const auto& [captured, branch] : exec->branches) {
-    Op wait;
-    wait.after = {d.tail(s)};
-    cudaStream_t to = branch;
-    wait.act = [s, to] { return to->order.join(s->order), cudaSuccess; };
-    d.enqueue(branch, std::move(wait));
-  }
-  std::vector<Mark> marks;
-  for (const Node& node : exec->graph.nodes) {
-    Op op = node.op;
-    cudaStream_t branch = exec->branches.at(node.branch);
-    for (const size_t i : node.after)
-      if (exec->graph.nodes[i].branch != node.branch) op.after.push_back(marks[i]);
-    if (!op.launch && !op.act) {  // an event, by which branches meet
-      std::vector<cudaStream_t> from;
-      for (const Mark& m : op.after) from.push_back(m.stream);
-      op.act = [from, branch] {
-        for (cudaStream_t f : from) branch->order.join(f->order);
-        return cudaSuccess;
-      };
+  if (!exec) return said(cudaErrorInvalidResourceHandle);
+  return outside_capture(stream, [&](Devices& d, Lock&, cudaStream_t s) {
+    for (const auto& [captured, branch] : exec->branches) {
+      Op wait;
+      wait.after = {d.tail(s)};
+      cudaStream_t to = branch;
+      wait.act = [s, to] { return to->order.join(s->order), cudaSuccess; };
+      d.enqueue(branch, std::move(wait));
     }
-    d.enqueue(branch, std::move(op));
-    marks.push_back(d.tail(branch));
-  }
-  Op end;
-  for (const auto& [captured, branch] : exec->branches) end.after.push_back(d.tail(branch));
-  end.act = [s, exec] {
-    for (const auto& [captured, branch] : exec->branches) s->order.join(branch->order);
+    std::vector<Mark> marks;
+    for (const Node& node : exec->graph.nodes) {
+      Op op = node.op;
+      cudaStream_t branch = exec->branches.at(node.branch);
+      for (const size_t i : node.after)
+        if (exec->graph.nodes[i].branch != node.branch) op.after.push_back(marks[i]);
+      if (!op.launch && !op.act && !op.host) {  // an event, by which branches meet
+        std::vector<cudaStream_t> from;
+        for (const Mark& m : op.after) from.push_back(m.stream);
+        op.act = [from, branch] {
+          for (cudaStream_t f : from) branch->order.join(f->order);
+          return cudaSuccess;
+        };
+      }
+      d.enqueue(branch, std::move(op));
+      marks.push_back(d.tail(branch));
+    }
+    Op end;
+    for (const auto& [captured, branch] : exec->branches) end.after.push_back(d.tail(branch));
+    end.act = [s, exec] {
+      for (const auto& [captured, branch] : exec->branches) s->order.join(branch->order);
+      return cudaSuccess;
+    };
+    d.enqueue(s, std::move(end));
     return cudaSuccess;
-  };
-  d.enqueue(s, std::move(end));
-  return cudaSuccess;
+  });
 }
 
 HEP_PTXR_API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {

@@ -6,6 +6,8 @@
 
 namespace hep::ptxr {
 
+using Lock = std::unique_lock<FairMutex>;
+
 struct Node {
   Op op;
   cudaStream_t branch = nullptr;  // the captured stream
@@ -27,7 +29,28 @@ cudaError_t spoil(Capture* capture, cudaError_t status);
 cudaError_t refuse_while_capturing();
 // Enqueues on a stream, or records where it is being captured. stream: as the API's caller names it.
 cudaError_t submit(cudaStream_t stream, Op op);
-// Graphs with memory nodes are not modelled; a recorded address would be one.
-inline bool recorded_allocation(const void*) { return false; }
+
+// What calls of the runtime begin with: the lock, and a device that is not lost. The status of f, which has the lock.
+template <class F>
+cudaError_t on_device(F&& f) {
+  Devices& d = Devices::get();
+  Lock lock(d.mutex);
+  return said(d.lost != cudaSuccess ? d.lost : f(d, lock));
+}
+// Those that name a stream, which f is given.
+template <class F>
+cudaError_t on_stream(cudaStream_t named, F&& f) {
+  return on_device([&](Devices& d, Lock& lock) {
+    cudaStream_t s = d.resolve(named);
+    return s ? f(d, lock, s) : cudaErrorInvalidResourceHandle;
+  });
+}
+// Those that spoil the stream's capture.
+template <class F>
+cudaError_t outside_capture(cudaStream_t named, F&& f) {
+  return on_stream(named, [&](Devices& d, Lock& lock, cudaStream_t s) {
+    return s->capture ? spoil(s->capture, cudaErrorStreamCaptureUnsupported) : f(d, lock, s);
+  });
+}
 
 }  // namespace hep::ptxr

@@ -9,11 +9,9 @@
 
 namespace hep::ptxr {
 
-using Lock = std::unique_lock<FairMutex>;
-
 struct Choices {
   uint64_t seed, copy_delay_ns;
-  uint32_t races, burst, split_percent, outsiders, target, num_devices, slower;
+  uint32_t races, burst, split_percent, outsiders, target, num_devices, clock_speed;
 };
 
 // Before the first call that needs a device.
@@ -21,7 +19,7 @@ HEP_PTXR_API void ptxm_choose(const Choices* c) {
   Settings& s = Devices::settings;
   s.machine = {.seed = c->seed, .races = c->races != 0, .burst = c->burst, .copy_delay_ns = c->copy_delay_ns,
                .split_percent = c->split_percent, .outsiders = c->outsiders != 0,
-               .slower = c->slower};
+               .clock_speed = c->clock_speed};
   s.target = c->target, s.num_devices = int(c->num_devices);
 }
 
@@ -75,15 +73,15 @@ HEP_PTXR_API void ptxm_counts(uint64_t* four) {
   four[2] = d.machine().warp_instructions(), four[3] = Memory::get().used(0);
 }
 
-// Instructions by kernel and source line, one line of text each, into a file.
+// Instructions by kernel and line of PTX, one line of text each, into a file.
 HEP_PTXR_API int ptxm_write_counts(const char* path) {
   Devices& d = Devices::get();
   Lock lock(d.mutex);
   std::FILE* out = std::fopen(path, "w");
   if (!out) return -1;
   for (const ptxm::LineCount& c : d.machine().line_counts())
-    std::fprintf(out, "%s %s %llu %llu\n", c.kernel.c_str(), c.source.c_str(),
-                 (unsigned long long)c.thread_instructions, (unsigned long long)c.warp_instructions);
+    std::fprintf(out, "%s %u %llu %llu\n", c.kernel.c_str(), c.line, (unsigned long long)c.thread_instructions,
+                 (unsigned long long)c.warp_instructions);
   return std::fclose(out);
 }
 

@@ -125,25 +125,32 @@ void Devices::finish(cudaStream_t stream) {
   ended.notify_all();
 }
 
-bool Devices::begin(cudaStream_t stream) {
+void Devices::begin(std::unique_lock<FairMutex>& lock, cudaStream_t stream) {
   Op& op = stream->ops.front();
   op.begun = true;
+  if (op.host) {
+    const auto host = op.host;
+    lock.unlock();
+    host();
+    lock.lock();
+    if (lost == cudaSuccess) finish(stream);
+    return;
+  }
   if (!op.launch) {
     const cudaError_t status = op.act ? op.act() : cudaSuccess;
     if (status != cudaSuccess)
       lose(status);
     else
       finish(stream);
-    return true;
+    return;
   }
   ptxm::Launch launch = *op.launch;
   launch.after.join(stream->order);
   op.id = machine_->start(std::move(launch));
   running_[op.id] = stream;
-  return true;
 }
 
-bool Devices::turn() {
+bool Devices::turn(std::unique_lock<FairMutex>& lock) {
   std::vector<cudaStream_t> can;
   bool held = false;
   for (cudaStream_t s : streams_) {
@@ -157,7 +164,8 @@ bool Devices::turn() {
     can.push_back(s);
   }
   if (can.empty()) return held;
-  return begin(can[random() % can.size()]);
+  begin(lock, can[random() % can.size()]);
+  return true;
 }
 
 void Devices::take_ended() {
@@ -182,7 +190,7 @@ void Devices::say_reports() {
 void Devices::loop() {
   std::unique_lock lock(mutex);
   for (;;) {
-    const bool some = turn();
+    const bool some = turn(lock);
     if (machine_->running()) {
       const ptxm::Progress progress = machine_->run(kTurns);
       take_ended();

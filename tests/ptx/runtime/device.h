@@ -56,6 +56,7 @@ struct Op {
   std::vector<Mark> after;              // of other streams
   std::optional<ptxm::Launch> launch;   // a kernel
   std::function<cudaError_t()> act;     // anything else: done at once, under the lock
+  std::function<void()> host;           // the caller's function: without the lock
   uint64_t number = 0;
   ptxm::LaunchId id = 0;
   bool begun = false;
@@ -132,8 +133,8 @@ class Devices {
  private:
   Devices();
   void loop();
-  bool turn();   // begins or does what can be; whether anything was
-  bool begin(cudaStream_t stream);
+  bool turn(std::unique_lock<FairMutex>& lock);  // begins or does what can be; whether anything was
+  void begin(std::unique_lock<FairMutex>& lock, cudaStream_t stream);
   bool ready(const Op& op) const;
   void finish(cudaStream_t stream);
   void take_ended();

@@ -16,7 +16,6 @@
 namespace hep::ptxr {
 namespace {
 
-using Lock = std::unique_lock<FairMutex>;
 constexpr size_t kGranularity = 2 << 20;
 
 struct Physical {

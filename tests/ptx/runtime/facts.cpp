@@ -6,8 +6,6 @@
 
 namespace hep::ptxr {
 
-using Lock = std::unique_lock<FairMutex>;
-
 HEP_PTXR_API cudaError_t cudaGetDeviceCount(int* count) {
   *count = Devices::settings.num_devices;
   return cudaSuccess;

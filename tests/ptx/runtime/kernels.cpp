@@ -10,8 +10,6 @@
 namespace hep::ptxr {
 namespace {
 
-using Lock = std::unique_lock<FairMutex>;
-
 std::unordered_map<const void*, HostKernel>& kernels() {
   static auto* all = new std::unordered_map<const void*, HostKernel>;
   return *all;
@@ -103,6 +101,15 @@ cudaError_t launch(const void* entry, dim3 grid, dim3 block, void** args, size_t
   return submit(stream, std::move(op));
 }
 
+// What the calls that name a kernel begin with; f is given it.
+template <class F>
+cudaError_t on_kernel(const void* entry, F&& f) {
+  return on_device([&](Devices& d, Lock&) {
+    HostKernel* k = find_kernel(entry);
+    return k ? f(d, *k) : cudaErrorInvalidDeviceFunction;
+  });
+}
+
 }  // namespace
 
 HEP_PTXR_API void** __cudaRegisterFatBinary(void* wrapper) {
@@ -130,28 +137,22 @@ HEP_PTXR_API cudaError_t cudaLaunchKernel(const void* entry, dim3 grid, dim3 blo
 }
 
 HEP_PTXR_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* entry) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  const HostKernel* k = find_kernel(entry);
-  if (!k) return said(cudaErrorInvalidDeviceFunction);
-  *a = {};
-  a->sharedSizeBytes = k->kernel->static_shared, a->maxThreadsPerBlock = int(k->kernel->max_threads);
-  a->maxDynamicSharedSizeBytes = k->dynamic_limit;
-  return cudaSuccess;
+  return on_kernel(entry, [&](Devices&, const HostKernel& k) {
+    *a = {};
+    a->sharedSizeBytes = k.kernel->static_shared, a->maxThreadsPerBlock = int(k.kernel->max_threads);
+    a->maxDynamicSharedSizeBytes = k.dynamic_limit;
+    return cudaSuccess;
+  });
 }
 
 HEP_PTXR_API cudaError_t cudaFuncSetAttribute(const void* entry, cudaFuncAttribute attribute, int value) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  HostKernel* k = find_kernel(entry);
-  if (!k) return said(cudaErrorInvalidDeviceFunction);
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return said(cudaErrorInvalidValue);
-  if (value < 0 || uint32_t(value) + k->kernel->static_shared > d.model().shared_per_block)
-    return said(cudaErrorInvalidValue);
-  k->dynamic_limit = value;
-  return cudaSuccess;
+  return on_kernel(entry, [&](Devices& d, HostKernel& k) {
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 ||
+        uint32_t(value) + k.kernel->static_shared > d.model().shared_per_block)
+      return cudaErrorInvalidValue;
+    k.dynamic_limit = value;
+    return cudaSuccess;
+  });
 }
 
 }  // namespace hep::ptxr

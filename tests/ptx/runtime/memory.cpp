@@ -120,32 +120,35 @@ bool Memory::pinned(const void* at) const {
 
 namespace {
 
-using Lock = std::unique_lock<FairMutex>;
+// For calls that no stream orders.
+template <class F>
+cudaError_t uncaptured(F&& f) {
+  return on_device([&](Devices& d, Lock& lock) {
+    const cudaError_t status = refuse_while_capturing();
+    return status == cudaSuccess ? f(d, lock) : status;
+  });
+}
 
 cudaError_t make(void** p, size_t bytes, Kind kind, const char* name) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  if (const cudaError_t status = refuse_while_capturing(); status != cudaSuccess) return said(status);
-  if (!p) return said(cudaErrorInvalidValue);
-  *p = nullptr;
-  if (bytes == 0) return cudaSuccess;
-  *p = Memory::get().allocate(kind, bytes, current_device, name);
-  return *p ? cudaSuccess : said(cudaErrorMemoryAllocation);
+  return uncaptured([&](Devices&, Lock&) {
+    if (!p) return cudaErrorInvalidValue;
+    *p = nullptr;
+    if (bytes == 0) return cudaSuccess;
+    *p = Memory::get().allocate(kind, bytes, current_device, name);
+    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+  });
 }
 
 // Freed once the device is idle: the call waits for every kernel.
 cudaError_t free_of_kind(void* p, Kind kind) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  if (const cudaError_t status = refuse_while_capturing(); status != cudaSuccess) return said(status);
-  if (!p) return cudaSuccess;
-  Block* block = Memory::get().find(p);
-  if (!block || block->kind != kind) return said(cudaErrorInvalidValue);
-  const cudaError_t status = d.wait_device(lock, block->device);
-  Memory::get().release(p);
-  return said(status);
+  return uncaptured([&](Devices& d, Lock& lock) {
+    if (!p) return cudaSuccess;
+    const Block* block = Memory::get().find(p);
+    if (!block || block->kind != kind) return cudaErrorInvalidValue;
+    const cudaError_t status = d.wait_device(lock, block->device);
+    Memory::get().release(p);
+    return status;
+  });
 }
 
 cudaError_t fill(void* p, int value, size_t bytes) {
@@ -193,14 +196,13 @@ HEP_PTXR_API cudaError_t cudaHostGetDevicePointer(void** device, void* host, uns
 }
 
 HEP_PTXR_API cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  if (bytes == 0 || d.dropped == "cudaMemsetAsync") return cudaSuccess;
-  if (!Memory::get().of_device(p, bytes) && !recorded_allocation(p)) return said(cudaErrorInvalidValue);
-  Op op;
-  op.act = [=] { return fill(p, value, bytes); };
-  return said(submit(stream, std::move(op)));
+  return on_device([&](Devices& d, Lock&) {
+    if (bytes == 0 || d.dropped == "cudaMemsetAsync") return cudaSuccess;
+    if (!Memory::get().of_device(p, bytes)) return cudaErrorInvalidValue;
+    Op op;
+    op.act = [=] { return fill(p, value, bytes); };
+    return submit(stream, std::move(op));
+  });
 }
 
 HEP_PTXR_API cudaError_t cudaMemset(void* p, int value, size_t bytes) {

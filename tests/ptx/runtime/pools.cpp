@@ -12,8 +12,6 @@ struct CUmemPoolHandle_st {
 namespace hep::ptxr {
 namespace {
 
-using Lock = std::unique_lock<FairMutex>;
-
 std::set<cudaMemPool_t>& pools() {
   static auto* all = new std::set<cudaMemPool_t>;
   return *all;
@@ -45,32 +43,24 @@ HEP_PTXR_API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPool
 
 // The block is usable in stream order, and here at once: nothing that an earlier owner did can reach it.
 HEP_PTXR_API cudaError_t cudaMallocFromPoolAsync(void** p, size_t bytes, cudaMemPool_t pool, cudaStream_t stream) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  cudaStream_t s = d.resolve(stream);
-  if (!s) return said(cudaErrorInvalidResourceHandle);
-  if (!pools().count(pool) || pool->device != s->device) return said(cudaErrorInvalidValue);
-  // Memory nodes of graphs: nothing of this project makes one.
-  if (s->capture) return said(spoil(s->capture, cudaErrorStreamCaptureUnsupported));
-  *p = bytes ? Memory::get().allocate(Kind::kPool, bytes, s->device, "cudaMallocFromPoolAsync") : nullptr;
-  return *p || !bytes ? cudaSuccess : said(cudaErrorMemoryAllocation);
+  // Of a graph it would be a memory node: nothing of this project makes one.
+  return outside_capture(stream, [&](Devices&, Lock&, cudaStream_t s) {
+    if (!pools().count(pool) || pool->device != s->device) return cudaErrorInvalidValue;
+    *p = bytes ? Memory::get().allocate(Kind::kPool, bytes, s->device, "cudaMallocFromPoolAsync") : nullptr;
+    return *p || !bytes ? cudaSuccess : cudaErrorMemoryAllocation;
+  });
 }
 
 HEP_PTXR_API cudaError_t cudaFreeAsync(void* p, cudaStream_t stream) {
-  Devices& d = Devices::get();
-  Lock lock(d.mutex);
-  if (d.lost != cudaSuccess) return said(d.lost);
-  if (!p) return cudaSuccess;
-  cudaStream_t s = d.resolve(stream);
-  if (!s) return said(cudaErrorInvalidResourceHandle);
-  if (s->capture) return said(spoil(s->capture, cudaErrorStreamCaptureUnsupported));
-  Block* block = Memory::get().find(p);
-  if (!block || block->kind != Kind::kPool || block->freed) return said(cudaErrorInvalidValue);
-  block->freed = true;
-  Op op;
-  op.act = [p] { return release_now(p); };
-  return said(submit(s, std::move(op)));
+  return outside_capture(stream, [&](Devices&, Lock&, cudaStream_t s) {
+    if (!p) return cudaSuccess;
+    Block* block = Memory::get().find(p);
+    if (!block || block->kind != Kind::kPool || block->freed) return cudaErrorInvalidValue;
+    block->freed = true;
+    Op op;
+    op.act = [p] { return release_now(p); };
+    return submit(s, std::move(op));
+  });
 }
 
 }  // namespace hep::ptxr

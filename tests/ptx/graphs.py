@@ -1,0 +1,114 @@
+"""torch.cuda.graph on the PTX machine. Kernels, copies and fills are recorded by the stand-in. An operation of torch's,
+which runs on the CPU here, becomes a host function of the graph: it runs again at every replay, in its place, into the
+tensors that the capture made. During the capture it runs once to learn what it makes, and what it wrote is put back."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+_state = threading.local()
+_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def recording() -> Recording | None:
+    """Of this thread."""
+    return getattr(_state, "recording", None)
+
+
+def _written(func, args, kwargs) -> list[torch.Tensor]:
+    """What an operation writes of its arguments."""
+    found = []
+    for i, a in enumerate(func._schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            found += [x for x in tree_leaves(args[i] if i < len(args) else kwargs.get(a.name)) if x is not None]
+    return found
+
+
+class Recording:
+    """What one captured graph needs for as long as it lives. memory_stream: of its tensors, which is not captured."""
+
+    def __init__(self, library, stream: int, memory_stream: int):
+        self.library, self.stream, self.memory_stream = library, stream, memory_stream
+        self.kept: list = []
+        self.errors: list[BaseException] = []
+
+    def once(self, func, args, kwargs):
+        written = _written(func, args, kwargs)
+        before = [x.clone() for x in written]
+        out = func(*args, **kwargs)
+        for x, old in zip(written, before, strict=True):
+            x.copy_(old)
+        return out
+
+    def again(self, func, args, kwargs, out, placed) -> None:
+        """Enqueues the operation. placed: what the caller gets, out with tensors of its own in the place of some."""
+        places = [(i, to) for i, (x, to) in enumerate(zip(tree_leaves(out), tree_leaves(placed), strict=True))
+                  if x is not to]
+        if not places and not func._schema.is_mutable:
+            return  # a view
+
+        def run(_):
+            try:
+                with torch.no_grad():
+                    results = tree_leaves(func(*args, **kwargs))
+                    for i, to in places:
+                        to.copy_(results[i])
+            except BaseException as error:  # nothing can be raised through the machine's thread
+                self.errors.append(error)
+
+        function = _HOST_FUNCTION(run)
+        self.kept += [function, placed]
+        self.library.call("cudaLaunchHostFunc", self.stream, function, 0)
+
+
+def classes(library, memory, current_stream, stream_context, make_stream) -> tuple[type, type]:
+    """(torch.cuda.CUDAGraph, torch.cuda.graph) of the machine."""
+
+    class CUDAGraph:
+        def __init__(self, keep_graph: bool = False):
+            self._recording, self._exec = None, None
+
+        def capture_begin(self, pool=None, capture_error_mode: str = "global") -> None:
+            handle = current_stream().cuda_stream
+            library.call("cudaStreamBeginCapture", handle, _MODES[capture_error_mode])
+            _state.recording = self._recording = Recording(library, handle, make_stream().cuda_stream)
+
+        def capture_end(self) -> None:
+            _state.recording, graph, made = None, ctypes.c_uint64(), ctypes.c_uint64()
+            try:
+                library.call("cudaStreamEndCapture", self._recording.stream, ctypes.byref(graph))
+            finally:
+                memory.free_deferred()
+            library.call("cudaGraphInstantiateWithFlags", ctypes.byref(made), graph, 0)
+            library.call("cudaGraphDestroy", graph)
+            self._exec = made.value
+
+        def replay(self) -> None:
+            if self._recording.errors:
+                raise self._recording.errors[0]
+            library.call("cudaGraphLaunch", self._exec, current_stream().cuda_stream)
+
+    class graph:  # noqa: N801  torch's name
+        def __init__(self, cuda_graph, pool=None, stream=None, capture_error_mode: str = "global"):
+            self._graph, self._mode = cuda_graph, capture_error_mode
+            self._context = stream_context(stream or make_stream())
+
+        def __enter__(self) -> None:
+            library.call("cudaDeviceSynchronize")
+            gc.collect()
+            self._context.__enter__()
+            self._graph.capture_begin(capture_error_mode=self._mode)
+
+        def __exit__(self, *raised) -> None:
+            try:
+                self._graph.capture_end()
+            finally:
+                self._context.__exit__(*raised)
+
+    return CUDAGraph, graph
