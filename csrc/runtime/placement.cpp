@@ -116,17 +116,19 @@ std::shared_ptr<Plan> Placement::plan(unsigned char* memory) {
   return std::make_shared<Plan>(rows, counts);
 }
 
-// As every wait: with a deadline, and noticing that the kernel died or the user lost patience.
+// As every wait: with a deadline, and noticing that the kernel died or the user lost patience. It spins: until the host
+// has the counts, the GPU is idle.
 void Engine::await_mail() {
   const std::atomic_ref<uint64_t> ticket(*CountMail::ticket(static_cast<unsigned char*>(mail_.get())));
   const int64_t since = host::now_ns();
-  host::Idle idle;
-  for (uint32_t round = 0; ticket.load(std::memory_order_acquire) < mail_ticket_; ++round) {
+  host::EagerIdle idle;
+  uint32_t looks = 0;
+  while (ticket.load(std::memory_order_acquire) < mail_ticket_) {
     if (!idle.round()) continue;
     if (const auto died = executor_->obituary()) throw host::DeadlineError(*died);
     executor_->check();
-    // Asking takes Python's lock, which other ranks of this process may want.
-    const bool stop = round % 64 == 0 && settings_.interrupted && settings_.interrupted();
+    // Asking takes Python's lock, which others may hold for milliseconds while the counts come.
+    const bool stop = ++looks % 16 == 0 && settings_.interrupted && settings_.interrupted();
     const double waited_s = double(host::now_ns() - since) * 1e-9;
     if (!stop && waited_s < settings_.timeout_s * kHostPatience) continue;
     executor_->abort();

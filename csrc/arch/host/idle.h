@@ -1,5 +1,5 @@
-// What to do when nothing can run. Ranks are processes that share cores: spin for as long as a peer on
-// another core needs to answer, then offer the core, then sleep in growing steps.
+// What to do when nothing can run. Ranks are processes that share cores (Idle): spin for as long as a peer on another
+// core needs to answer, then offer the core, then sleep in growing steps. A GPU shares none (EagerIdle).
 #pragma once
 #include <sched.h>
 
@@ -48,6 +48,28 @@ class Idle {
   static constexpr int kRoundsPerSleep = 8;
   static constexpr int kMinSleepUs = 20, kMaxSleepUs = 200;
   int rounds_ = 0;
+};
+
+// For one who waits for a device that is idle until he has seen its answer: he spins, and offers the core when he looks
+// after other things.
+class EagerIdle {
+ public:
+  // One fruitless round. Returns true about once a millisecond.
+  bool round() {
+    cpu_relax();
+    if (++rounds_ % kRoundsPerLook) return false;
+    const int64_t now = now_ns();
+    if (now < next_) return false;
+    next_ = now + kPeriodNs;
+    sched_yield();
+    return true;
+  }
+
+ private:
+  static constexpr uint32_t kRoundsPerLook = 32;  // at the clock: a microsecond or so
+  static constexpr int64_t kPeriodNs = 1'000'000;
+  uint32_t rounds_ = 0;
+  int64_t next_ = now_ns() + kPeriodNs;
 };
 
 }  // namespace hep::host
