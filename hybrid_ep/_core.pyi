@@ -74,10 +74,6 @@ class Engine:
                  deliver_blocks: int = 0, chunk_tokens: int = 0) -> None:
         """weights: in plan order; routed_weights: those that the plan's routing brought."""
 
-    def exchange(self, *, topk_idx: TensorView | None = None, routing_map: TensorView | None = None,
-                 weights: TensorView | None = None, num_tokens: int, topk: int = 0,
-                 header: dict[str, Any] = {}) -> Exchange: ...
-
     @property
     def num_launches(self) -> int:
         """Kernels launched by this engine."""
@@ -88,8 +84,8 @@ class Engine:
               pad_empty: bool = False, budget: int, count: bool) -> Placed:
         """A plan that lies in `memory`; count: wait for its counts, else the host never learns them."""
 
-    def plan_memory(self, num_tokens: int, topk: int, worst_case: bool) -> dict[str, int]:
-        """Offsets in the memory of such a plan; worst_case: with room for what its dispatch learns."""
+    def plan_memory(self, num_tokens: int, topk: int, worst_case: bool) -> PlanMemory:
+        """Offsets in the memory of a plan; worst_case: with room for what its dispatch learns."""
 
     def poison(self) -> None:
         """For tests, between operations: 0xFF into the rings and receive rows."""
@@ -103,22 +99,6 @@ class Engine:
         """CUDA: the stream of the next operations, in order with those before."""
 
     def traffic(self) -> dict[str, int]: ...
-
-
-class Exchange:
-    """All ranks' headers and counts."""
-
-    @property
-    def headers(self) -> list[dict[str, int]]: ...
-
-    def place(self, *, pad_multiple: int = 1, budgets: Sequence[int], recv_capacity: int,
-              pad_empty: bool = False) -> Plan: ...
-
-    @property
-    def recv_rows(self) -> list[int]: ...
-
-    @property
-    def topk(self) -> int: ...
 
 
 class MicrobatchPlanner:
@@ -170,7 +150,7 @@ class NvshmemWorld:
 
 
 class Placed:
-    """A routing that the exchange kernel was asked to place."""
+    """A call that the exchange kernel was asked to place."""
 
     @property
     def complete(self) -> Plan:
@@ -183,7 +163,7 @@ class Placed:
     def headers(self) -> list[dict[str, int]]: ...
 
     @property
-    def learned(self) -> dict[str, int]: ...
+    def learned(self) -> PlanMemory: ...
 
     @property
     def num_dropped_per_rank(self) -> list[int]: ...
@@ -192,7 +172,7 @@ class Placed:
     def placed(self) -> bool: ...
 
     def plan(self, memory: TensorView) -> Plan:
-        """The plan, with learned['total'] bytes, 128-byte aligned, for what its dispatch learns."""
+        """The plan, with learned.total bytes, 128-byte aligned, for what its dispatch learns."""
 
     @property
     def recv_rows(self) -> list[int]: ...
@@ -200,16 +180,6 @@ class Placed:
 
 class Plan:
     """One routing decision, ready for dispatch and combine."""
-
-    def fill_dense_to_expert_map(self, out: TensorView) -> None: ...
-
-    def fill_local_expert_routing_map(self, out: TensorView) -> None: ...
-
-    def fill_node_to_rail(self, out: TensorView) -> None: ...
-
-    def fill_rail_to_node(self, out: TensorView) -> None: ...
-
-    def fill_sparse_to_dense(self, out: TensorView) -> None: ...
 
     @property
     def has_holes(self) -> bool: ...
@@ -219,9 +189,6 @@ class Plan:
 
     @property
     def num_dropped(self) -> int: ...
-
-    @property
-    def num_dropped_per_rank(self) -> list[int]: ...
 
     @property
     def num_permuted_rows(self) -> int: ...
@@ -235,16 +202,10 @@ class Plan:
     def num_tokens(self) -> int: ...
 
     @property
-    def on_device(self) -> bool: ...
-
-    @property
     def overflow(self) -> bool: ...
 
     @property
     def padded_tokens_per_expert(self) -> list[int]: ...
-
-    @property
-    def recv_rows_per_source(self) -> list[int]: ...
 
     @property
     def tokens_per_expert(self) -> list[int]: ...
@@ -255,14 +216,58 @@ class Plan:
     @property
     def weight_stride(self) -> int: ...
 
-    def weights_from_dense(self, probs: TensorView, out: TensorView) -> None: ...
+    def weights_from_dense(self, *, pair_expert: TensorView, probs: TensorView, out: TensorView) -> None: ...
 
-    def weights_from_topk(self, topk_idx: TensorView, topk: int, topk_weights: TensorView,
-                          out: TensorView) -> None: ...
+    def weights_from_topk(self, *, pair_expert: TensorView, topk_idx: TensorView, topk: int,
+                          topk_weights: TensorView, out: TensorView) -> None: ...
 
-    def weights_to_dense(self, weights: TensorView, out: TensorView) -> None: ...
+    def weights_to_dense(self, *, pair_expert: TensorView, weights: TensorView, out: TensorView) -> None: ...
 
-    def weights_to_topk(self, topk_idx: TensorView, topk: int, weights: TensorView, out: TensorView) -> None: ...
+
+class PlanMemory:
+    """Where a plan's arrays lie in its memory, in bytes; see layout/plan_memory.h."""
+
+    @property
+    def dsts_at(self) -> int: ...
+
+    @property
+    def max_dsts(self) -> int: ...
+
+    @property
+    def node_pos(self) -> int: ...
+
+    @property
+    def numbers(self) -> int: ...
+
+    @property
+    def padded_tokens_per_expert(self) -> int: ...
+
+    @property
+    def pair_expert(self) -> int: ...
+
+    @property
+    def pairs_at(self) -> int: ...
+
+    @property
+    def rail_record_stride(self) -> int: ...
+
+    @property
+    def rail_records(self) -> int: ...
+
+    @property
+    def record_bytes(self) -> int: ...
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def row_records(self) -> int: ...
+
+    @property
+    def tokens_per_expert(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
 
 
 class Segment:
