@@ -1,8 +1,8 @@
 """The handle tuples that carry a dispatch's plan.
 
-A handle is a tuple with deep_ep's positions; the plan sits in its config element, so a tuple that was taken apart and
-put together again works. All of it is immutable and outlives later calls, later growth and the buffer. Tensors in it
-are made when somebody reads them, for most callers hand a handle on and look at nothing (LazyTuple).
+A handle is a plain tuple with deep_ep's positions; the plan sits in its config element, so a tuple that was
+taken apart and put together again works. All of it is immutable and outlives later calls, later growth and
+the buffer.
 
 dispatch (7):              sparse_to_dense_map, rdma_to_attn_map, attn_to_rdma_map,
 num_dispatched_tokens_tensor,
@@ -33,7 +33,6 @@ import copy
 
 from hybrid_ep import plan_maps
 from hybrid_ep.config import HybridEpConfigInstance
-from hybrid_ep.lazy_tuple import Later, LazyTuple
 from hybrid_ep.plan import BlockingPlan, Plan
 
 OVERFLOW_FLAG = 10  # its element in dispatch_with_permute's handle
@@ -47,16 +46,12 @@ def _config_with(plan: Plan, template: HybridEpConfigInstance) -> HybridEpConfig
 
 def dispatch_handle(plan: BlockingPlan, template: HybridEpConfigInstance) -> tuple:
     """After the plan's first dispatch, which brings the facts of the received rows."""
-    return LazyTuple((
-        *Later.several(3, lambda: plan_maps.rail_maps(plan)), Later(lambda: plan.recv_rows),
-        Later(lambda: plan_maps.expert_maps(plan)[0]), plan.num_tokens, _config_with(plan, template)))
+    *rails, routed, _, _ = plan_maps.of(plan, permuted=False)
+    return (*rails, plan.recv_rows, routed, plan.num_tokens, _config_with(plan, template))
 
 
 def permute_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
     """As dispatch_handle, of either kind of plan."""
-    known = isinstance(plan, BlockingPlan)
-    rails = Later.several(3, lambda: plan_maps.rail_maps(plan)) if known else [None] * 3
-    experts = Later.several(3, lambda: plan_maps.expert_maps(plan)) if known else [None] * 3
-    return LazyTuple((
-        *rails, Later(lambda: plan.recv_rows), *experts, Later(lambda: plan.tokens_per_expert), plan.num_tokens,
-        _config_with(plan, template), Later(lambda: plan.overflow_flag)))
+    maps = plan_maps.of(plan, permuted=True) if isinstance(plan, BlockingPlan) else (None,) * 6
+    return (*maps[:3], plan.recv_rows, *maps[3:], plan.tokens_per_expert, plan.num_tokens, _config_with(plan, template),
+            plan.overflow_flag)

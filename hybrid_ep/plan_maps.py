@@ -1,11 +1,14 @@
-"""The maps of a handle: torch operations on the records that kernels wrote, behind the dispatch on the stream, without
-a wait and without a copy from the host, which may be one. handle.py says what each map is."""
+"""The maps of a handle, from the records that kernels wrote. Where the host can read those, one call of the compiled
+core makes all; on a GPU torch operations do, behind the dispatch on the stream, without a wait and without a copy from
+the host, which may be one. handle.py says what each map is."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+
+from hybrid_ep.tensors import view
 
 if TYPE_CHECKING:
     from hybrid_ep.plan import BlockingPlan, PlanMemory
@@ -15,16 +18,34 @@ if TYPE_CHECKING:
 _COUNTS, _SOURCE, _TOKEN, _DSTS = 0, 2, 3, 4
 
 
+def of(plan: BlockingPlan, permuted: bool) -> tuple[torch.Tensor | None, ...]:
+    """sparse_to_dense_map, rdma_to_attn_map, attn_to_rdma_map, local_expert_routing_map, and, of permuted rows,
+    dense_chunk_layout and dense_to_expert_map, else None."""
+    if plan.host_reads:
+        return _on_host(plan, permuted)
+    experts = _expert_maps(plan) if permuted else (_expert_maps(plan)[0], None, None)
+    return *_rail_maps(plan), *experts
+
+
+def _on_host(plan: BlockingPlan, permuted: bool) -> tuple[torch.Tensor | None, ...]:
+    rail = sum(plan.core.num_rail_tokens(node) for node in range(plan.num_nodes))
+    rows, experts = plan.num_recv_rows, plan.num_local_experts
+
+    def made(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    maps = {"sparse_to_dense": made(torch.int32, rail, plan.num_local_ranks), "rail_to_node": made(torch.bool, rail),
+            "node_to_rail": made(torch.bool, plan.num_tokens, plan.num_nodes - 1),
+            "local_routing": made(torch.bool, rows, experts),
+            "source_ends": made(torch.int32, plan.num_ranks) if permuted else None,
+            "permuted_rows": made(torch.int32, rows, experts) if permuted else None}
+    plan.core.maps(pair_expert=view("pair_expert", plan.pair_expert), **{n: view(n, x) for n, x in maps.items()})
+    return tuple(maps.values())
+
+
 def _records(memory: PlanMemory, begin: int, count: int, record_bytes: int) -> torch.Tensor:
     """int32 [count, words of a record]."""
     return memory.array(begin, torch.int32, count, record_bytes // 4)
-
-
-def _enter(plan: BlockingPlan) -> None:
-    """Who reads a map may do so on another stream than the dispatch's: the plan's memory must outlive that."""
-    for block in plan.tensors():
-        if block.is_cuda:
-            block.record_stream(torch.cuda.current_stream(block.device))
 
 
 def _rail_records(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,9 +66,8 @@ def _rail_records(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(parts), torch.cat(numbers)
 
 
-def rail_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rail_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """sparse_to_dense_map, rdma_to_attn_map, attn_to_rdma_map."""
-    _enter(plan)
     records, number = _rail_records(plan)
     rows = sum(plan.core.num_rail_tokens(node) for node in range(plan.num_nodes))
     locals_, max_dsts = plan.num_local_ranks, plan.memory.at.max_dsts
@@ -64,9 +84,8 @@ def rail_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return sparse_to_dense[:-1].view(rows, locals_), needed, others
 
 
-def expert_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _expert_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """local_expert_routing_map, dense_chunk_layout, dense_to_expert_map."""
-    _enter(plan)
     experts = plan.num_local_experts
     records = _records(plan.learned, plan.learned.at.row_records, plan.num_recv_rows, plan.memory.at.record_bytes)
     at = plan.memory.at.pairs_at // 4

@@ -15,7 +15,7 @@ from hybrid_ep.tensors import aligned, view
 def in_plan_order(plan: Plan, topk_idx, topk_weights, probs) -> torch.Tensor | None:
     """New weights for a handle: topk_weights of topk_idx, or dense probs; None without either. ValueError when they do
     not fit the handle; on a GPU, which nobody waits for, whatever the values are."""
-    on_host = plan.memory.block.is_cpu
+    on_host = plan.host_reads
     if topk_idx is not None and topk_weights is not None:
         idx = aligned(validation.topk(topk_idx, plan.num_tokens, plan.num_experts, look=on_host))
         given = aligned(validation.weights("topk_weights", topk_weights, tuple(idx.shape)))
@@ -37,7 +37,7 @@ def in_plan_order(plan: Plan, topk_idx, topk_weights, probs) -> torch.Tensor | N
 
 def to_dense(plan: Plan, ordered: torch.Tensor) -> torch.Tensor:
     """Plan order -> fp32 [num_tokens, num_experts], 0 where not chosen."""
-    if plan.memory.block.is_cpu:
+    if plan.host_reads:
         dense = torch.empty(plan.num_tokens, plan.num_experts, dtype=torch.float32, device="cpu")
         plan.core.weights_to_dense(pair_expert=_pairs(plan), weights=view("weights", ordered), out=view("probs", dense))
         return dense

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from hybrid_ep import validation
-from hybrid_ep.lazy_tuple import LazyTuple
 
 OWN = "own"
 
@@ -126,7 +125,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         if value.is_cuda:
             yield value
     elif isinstance(value, (tuple, list)):
-        for item in value.given() if isinstance(value, LazyTuple) else value:
+        for item in value:
             yield from _tensors(item)
     elif (plan := getattr(value, "plan", None)) is not None:
         yield from _tensors(plan.tensors())

@@ -5,6 +5,7 @@
 #include "bindings/tensor_view.h"
 #include "layout/plan_memory.h"
 #include "runtime/extents.h"
+#include "runtime/plan_maps.h"
 #include "runtime/plan_weights.h"
 
 namespace py = pybind11;
@@ -44,6 +45,27 @@ void weights_from_topk(const Plan& p, const View* pair_expert, const View* topk_
   const auto* from = require_array<const float>(topk_weights, {"topk_weights", num_bytes(p.num_tokens(), topk, 4)});
   auto* to = require_array<float>(out, {"out", ordered_bytes(p)});
   pairs_of(p, pair_expert).weights_from_topk(idx, topk, from, to);
+}
+
+// pair_expert: one of the plan's arrays, as proof that the host can read them.
+void maps(const Plan& p, const View* pair_expert, const View* sparse_to_dense, const View* rail_to_node,
+          const View* node_to_rail, const View* local_routing, const View* permuted_rows, const View* source_ends) {
+  if (!p.complete()) throw std::invalid_argument("plan: its dispatch has not run");
+  pairs_of(p, pair_expert);
+  const uint64_t rail = num_rail_rows(p), ranks = uint64_t(p.world().num_ranks());
+  const uint64_t cells = num_bytes(p.num_recv_rows(), p.num_local_experts());
+  const auto flags = [](const View* v, const char* name, uint64_t bytes) {
+    return reinterpret_cast<unsigned char*>(require_array<bool>(v, {name, bytes}));
+  };
+  PlanMaps m;
+  m.sparse_to_dense = require_array<int32_t>(
+      sparse_to_dense, {"sparse_to_dense", num_bytes(rail, uint32_t(p.world().num_local_ranks), sizeof(int32_t))});
+  m.rail_to_node = flags(rail_to_node, "rail_to_node", rail);
+  m.node_to_rail = flags(node_to_rail, "node_to_rail", num_bytes(p.num_tokens(), p.world().num_nodes - 1));
+  m.local_routing = flags(local_routing, "local_routing", cells);
+  m.permuted_rows = optional_array<int32_t>(permuted_rows, {"permuted_rows", num_bytes(cells, sizeof(int32_t))});
+  m.source_ends = optional_array<int32_t>(source_ends, {"source_ends", num_bytes(ranks, sizeof(int32_t))});
+  write_maps(p, m);
 }
 
 std::shared_ptr<Plan> plan_in(const Placed& p, const View* memory) {
@@ -100,7 +122,10 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("padded_tokens_per_expert",
                              [](const Plan& p) { return p.counts().padded_tokens_per_expert; })
       .def("num_rail_tokens", &Plan::num_rail_tokens, py::arg("node"))
-      // Conversions of weights where the host can read the plan's pairs.
+      // Where the host can read the plan: the maps of the handles, and conversions of weights.
+      .def("maps", &maps, py::kw_only(), py::arg("pair_expert"), py::arg("sparse_to_dense"), py::arg("rail_to_node"),
+           py::arg("node_to_rail"), py::arg("local_routing"), py::arg("permuted_rows") = py::none(),
+           py::arg("source_ends") = py::none())
       .def("weights_from_dense", &weights_from_dense, py::kw_only(), py::arg("pair_expert"), py::arg("probs"),
            py::arg("out"))
       .def("weights_to_dense", &weights_to_dense, py::kw_only(), py::arg("pair_expert"), py::arg("weights"),

@@ -99,7 +99,13 @@ def of_plan(plan):
     mine, pairs = given(0), plan.pair_expert
     ordered = torch.zeros(TOKENS, plan.weight_stride, dtype=torch.float32)
     dense = torch.zeros(TOKENS, EXPERTS, dtype=torch.float32)
+    rows, local = plan.num_recv_rows, plan.num_local_experts
+    rail = sum(plan.core.num_rail_tokens(n) for n in range(2))
+    flags = {"rail_to_node": rail, "node_to_rail": TOKENS, "local_routing": rows * local}
+    numbers = {"sparse_to_dense": rail, "permuted_rows": rows * local, "source_ends": 2}
     return {
+        "maps": {"pair_expert": pairs, **{n: torch.empty(c, dtype=torch.bool) for n, c in flags.items()},
+                 **{n: torch.empty(c, dtype=torch.int32) for n, c in numbers.items()}},
         "weights_from_dense": {"pair_expert": pairs, "probs": dense, "out": ordered},
         "weights_to_dense": {"pair_expert": pairs, "weights": ordered, "out": dense},
         "weights_from_topk": {"pair_expert": pairs, "topk_idx": mine.idx, "topk_weights": mine.weights,
@@ -107,7 +113,7 @@ def of_plan(plan):
 
 
 def test_plans_hold_the_tensors_of_every_method_to_their_size(plan):
-    methods = {name for name in dir(plan.core) if name.startswith("weights_")}
+    methods = {name for name in dir(plan.core) if name.startswith(("weights_", "maps"))}
     assert methods == set(of_plan(plan)), "a method that this test does not know"
     for method, tensors in of_plan(plan).items():
         call, good = getattr(plan.core, method), {name: view(name, x) for name, x in tensors.items()}
@@ -117,6 +123,9 @@ def test_plans_hold_the_tensors_of_every_method_to_their_size(plan):
             for _, bad in damaged(name, v):
                 with pytest.raises(ValueError, match=rf"^{name}: "):
                     call(**good | {name: bad}, **rest)
+            if name in ("permuted_rows", "source_ends"):  # of permuted rows only
+                call(**good | {name: None}, **rest)
+                continue
             with pytest.raises(ValueError, match=rf"^{name}: "):
                 call(**good | {name: None}, **rest)
 

@@ -17,7 +17,7 @@ from hybrid_ep.testing import VirtualWorld
 WORLDS = [((1, 1), "host", 8), ((1, 3), "host", 10), ((2, 2), "host", 14), ((3, 2), "host", 8), ((4, 1), "host", 6),
           ((2, 2), "host_checked", 3), ((2, 1), "host_checked_lanes32", 3)]  # shape, executor, examples
 _worlds: dict = {}
-pytestmark = pytest.mark.usefixtures("poisoned_plans")
+pytestmark = pytest.mark.usefixtures("poisoned_plans", "unread_plans")
 
 
 def buffers_of(shape, num_local_experts: int, tokens: int = 1, **options):
