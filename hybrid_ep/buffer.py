@@ -25,8 +25,9 @@ from hybrid_ep import options, plan_weights, streams
 from hybrid_ep.bootstrap import GroupView, Rendezvous
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
-from hybrid_ep.handle import Plan, dispatch_handle, permute_handle
+from hybrid_ep.handle import dispatch_handle, permute_handle
 from hybrid_ep.names import Named
+from hybrid_ep.plan import Plan
 from hybrid_ep.routing import routing_of_call
 from hybrid_ep.session import Call, Session
 
@@ -198,7 +199,7 @@ class HybridEPBuffer(Named):
                                  "the handle; give at least as many, or None")
             rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, routed,
                                                plan.num_permuted_rows if budget is None else budget, blocks)
-        return (rows, weights, scales, plan.padded_tokens_per_expert.clone(),
+        return (rows, weights, scales, plan.padded_tokens_per_expert,
                 handle if handle is not None else permute_handle(plan, self.config))
 
     @streams.on_comm_stream
@@ -325,8 +326,9 @@ class HybridEPBuffer(Named):
             plan = validation.handle(handle, length, verb, self._topology)
             validation.hidden_rows("hidden", x, plan.num_tokens)
             return plan, plan_weights.in_plan_order(plan, topk_idx, topk_weights, probs), False
+        self._session.require_capturable(non_blocking)
         routing = routing_of_call(x, topk_idx, topk_weights, num_of_experts, probs, routing_map, config=self.config,
-                                  num_ranks=self.group_size, look=not self._session.routes_unseen(non_blocking))
+                                  num_ranks=self.group_size, look=not self._session.runs_beside)
         call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
                     self.config.num_of_blocks_dispatch_api, pad_empty_experts)
         plan = self._session.route(routing, call, self.config)
@@ -340,10 +342,7 @@ class HybridEPBuffer(Named):
         scale_bytes = 0 if scale is None else padded_row_bytes(scale)
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
         rows = plan.num_recv_rows if num_permuted is None else num_permuted
-        # Rows dropped by capacity_factor leave holes among the permuted rows, which nobody writes.
-        may = plan.counts_unknown and session.options.capacity_factor is not None
-        holes = num_permuted is not None and (may or plan.core.has_holes)
-        make = session.results.zeros if holes else session.results.empty
+        make = session.results.zeros if num_permuted is not None and plan.has_holes else session.results.empty
         out_x = make(rows, row_bytes(x)).view(x.dtype)
         out_scale = None if scale is None else make(rows, scale_bytes)
         out_weights = None

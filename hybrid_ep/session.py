@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import _core, devices, env, placed, validation
+from hybrid_ep import _core, devices, env, placing, validation
 from hybrid_ep.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import (
@@ -24,8 +24,8 @@ from hybrid_ep.errors import (
     DeadlineError,
     ReentrantCallError,
 )
-from hybrid_ep.handle import Plan
 from hybrid_ep.options import Options, recv_capacity
+from hybrid_ep.plan import Plan
 from hybrid_ep.results import ResultPool
 from hybrid_ep.routing import Routing
 from hybrid_ep.tensors import padded_row_bytes, row_bytes
@@ -98,8 +98,9 @@ class Session:
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
         self._past_launches = 0
-        # Whether the exchange kernel places rows, as on a GPU it must; see placed.py. The host's executors can too.
-        self.kernel_places = devices.is_cuda(options.executor)
+        # Whether kernels run beside the host, as on a GPU: then it waits for whatever it looks at, a choice of topk_idx
+        # or a count, and non_blocking=True looks at nothing. The host's executors have ended when a launch returns.
+        self.runs_beside = devices.is_cuda(options.executor)
         self.map_width = 0  # pairs of a token in the widest routing map so far, of all ranks
         self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
@@ -240,35 +241,16 @@ class Session:
         self.engine.reset_traffic()
 
     # ---- routing
-    def routes_unseen(self, non_blocking: bool) -> bool:
-        """Whether a routed call's numbers are for kernels only. ValueError where the call would wait and must not."""
-        if self.capturing and not (non_blocking and self.kernel_places):
+    def require_capturable(self, non_blocking: bool) -> None:
+        """ValueError where a routed call would wait and must not."""
+        if self.capturing and not non_blocking:
             raise ValueError("non_blocking=False waits for the counts and cannot be captured in a CUDA graph; give "
                              "non_blocking=True and num_permuted_tokens")
-        return self.kernel_places
 
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
-        header = call.header(routing, template)
-        if call.non_blocking and self.kernel_places:
-            core, facts = placed.route(self, routing, call, header, list(_MUST_AGREE))
-            return self._plan(core, routing, call, self.shape.max_tokens, facts)
-        if self.kernel_places:
-            core, facts, headers = placed.route_and_count(self, routing, call, header, list(_MUST_AGREE))
-            return self._plan(core, routing, call, max(1, *(h["num_tokens"] for h in headers)), facts)
-        exchange = self._exchange(routing, header)
-        self.check_headers(exchange.headers)
-        if routing.num_experts != self.shape.num_experts:  # the same on all ranks, now that the headers agree
-            self.fit(num_experts=routing.num_experts)
-            exchange = self._exchange(routing, header)
-        headers = exchange.headers
-        self.fit_call(headers, exchange.topk, call)
-        self._check_rows(exchange.recv_rows, call)
-        budgets = [h["budget"] - 1 for h in headers]
-        core = exchange.place(pad_multiple=call.pad_multiple, budgets=budgets, recv_capacity=self.shape.recv_rows,
-                              pad_empty=call.pad_empty_experts)
-        self._check_budgets(core.num_dropped_per_rank, budgets, call)
-        return self._plan(core, routing, call, max(1, *(h["num_tokens"] for h in headers)))
+        make = placing.static_plan if call.non_blocking and self.runs_beside else placing.blocking_plan
+        return make(self, routing, call, call.header(routing, template), list(_MUST_AGREE))
 
     @staticmethod
     def check_headers(headers: list[dict[str, int]]) -> None:
@@ -300,33 +282,12 @@ class Session:
     def _must_fit(self, call: Call) -> bool:
         return self.options.overflow == "raise" and not call.non_blocking
 
-    def _exchange(self, routing: Routing, header: dict[str, int]):
-        """With another number of experts than the engine's, a rank sends its header alone."""
-        fits = routing.num_experts == self.shape.num_experts
-        return self.engine.exchange(**routing.views(), num_tokens=routing.num_tokens if fits else 0,
-                                    topk=routing.topk_in, header=header)
-
     def _check_budgets(self, dropped: list[int], budgets: list[int], call: Call) -> None:
         late = [rank for rank, rows in enumerate(dropped) if rows and budgets[rank] >= 0]
         if late and self._must_fit(call):
             said = ", ".join(f"{budgets[r]} on rank {r} ({dropped[r]} rows too few)" for r in late)
             raise CapacityError(f"num_permuted_tokens={said}; raise it, give None, or drop rows with "
                                 "non_blocking=True or overflow='drop'", dropped, budgets)
-
-    def _plan(self, core, routing: Routing, call: Call, max_tokens: int, facts=None) -> Plan:
-        return Plan(
-            core=core, rank=self.topology.rank, num_ranks=self.topology.num_ranks,
-            num_local_ranks=self.topology.num_local_ranks, num_experts=routing.num_experts,
-            pad_multiple=call.pad_multiple, num_tokens=core.num_tokens, max_tokens=max_tokens, topk=core.topk,
-            weight_stride=core.weight_stride, num_recv_rows=core.num_recv_rows,
-            max_recv_rows=core.max_recv_rows,
-            num_permuted_rows=core.num_permuted_rows, num_dropped=core.num_dropped, overflow=core.overflow,
-            has_weights=routing.weights is not None,
-            tokens_per_expert=facts.tokens_per_expert.int() if facts is not None else
-            torch.tensor(core.tokens_per_expert, dtype=torch.int32, device="cpu"),
-            # On the host wherever it knows them, as the caller of a blocking call expects.
-            padded_tokens_per_expert=facts.padded_tokens_per_expert if facts is not None and facts.learned is None else
-            torch.tensor(core.padded_tokens_per_expert, dtype=torch.int64, device="cpu"), facts=facts)
 
     def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int]:
         """Blocks of an operation, and of its local pass where that is a launch of its own, else 0.

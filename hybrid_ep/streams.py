@@ -127,6 +127,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
-    elif (facts := getattr(getattr(value, "plan", None), "facts", None)) is not None:
-        yield from _tensors((facts.memory, facts.learned.memory if facts.learned else None))
+    elif (plan := getattr(value, "plan", None)) is not None:
+        yield from _tensors(plan.tensors())
 

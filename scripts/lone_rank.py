@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hybrid_ep import _core, devices  # noqa: E402  (the checkout first, installed or not)
-from hybrid_ep.placed import Facts  # noqa: E402
+from hybrid_ep.plan import PlanMemory  # noqa: E402
 from hybrid_ep.tensors import aligned, row_bytes, view  # noqa: E402
 from hybrid_ep.testing import PrivateSegments  # noqa: E402
 from hybrid_ep.traffic import exchange  # noqa: E402
@@ -94,31 +94,27 @@ class LoneRank:
             self._place(idx, weights)  # the others' headers are empty: nothing is placed, but our counts are written
             self.counts_of_others()
             self._told = True
-        placed, facts = self._place(idx, weights)
+        placed = self._place(idx, weights)
         assert placed.placed, placed.headers
-        learned = torch.empty(placed.learned["total"] + 128, dtype=torch.uint8, device=self.device)
-        learned = learned[-learned.data_ptr() % 128:]
-        return placed.plan(view("learned", learned)), facts
+        return placed.plan(view("learned", PlanMemory.of(placed.learned, self.device).block))
 
     def _place(self, idx: torch.Tensor, weights: torch.Tensor):
-        facts = Facts.of(self.engine, len(idx), self.topk, self.num_experts // self.num_ranks, self.device,
-                         worst_case=False)
+        memory = PlanMemory.of(self.engine.plan_memory(len(idx), self.topk, worst_case=False), self.device)
         header = {"num_experts": self.num_experts, "budget": 0}
         return self.engine.place(
             topk_idx=view("idx", idx), weights=view("weights", weights), num_tokens=len(idx), topk_in=idx.shape[1],
-            topk=self.topk, header=header, must_agree=["num_experts"], memory=view("memory", facts.memory), budget=0,
-            count=True), facts
+            topk=self.topk, header=header, must_agree=["num_experts"], memory=view("memory", memory.block), budget=0,
+            count=True)
 
     def dispatch(self, plan, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int, permute_sms: int = 0):
         """Permuted rows of this rank; plan: of route. scales: rows of a multiple of 16 bytes."""
         self._enter()
-        core, _ = plan
-        rows = core.num_permuted_rows
+        rows = plan.num_permuted_rows
         out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=self.device)
         out_scales = None if scales is None else scales.new_empty(rows, scales.shape[1])
         out_weights = torch.empty(rows, device=self.device)
         self.engine.dispatch(
-            core, x=view("x", x), scale=view("scales", scales), routed_weights=True, out_x=view("out", out),
+            plan, x=view("x", x), scale=view("scales", scales), routed_weights=True, out_x=view("out", out),
             out_scale=view("out_scales", out_scales), out_weights=view("out_weights", out_weights),
             row_bytes=row_bytes(x), permute=True, out_rows=rows, num_blocks=num_sms,
             scale_bytes=0 if scales is None else row_bytes(scales), deliver_blocks=permute_sms)
@@ -127,9 +123,8 @@ class LoneRank:
     def combine(self, plan, rows: torch.Tensor, num_sms: int):
         """Sums of this rank's tokens; plan: of route, dispatched. rows: as many as dispatch returned."""
         self._enter()
-        core, _ = plan
-        out = torch.empty(core.num_tokens, rows.shape[1], dtype=rows.dtype, device=self.device)
-        self.engine.combine(core, x=view("rows", rows), hidden=rows.shape[1], out_x=view("out", out), permuted=True,
+        out = torch.empty(plan.num_tokens, rows.shape[1], dtype=rows.dtype, device=self.device)
+        self.engine.combine(plan, x=view("rows", rows), hidden=rows.shape[1], out_x=view("out", out), permuted=True,
                             num_blocks=num_sms)
         return out
 

@@ -42,20 +42,6 @@ RoutingInput routing_input(const Engine& engine, const View* topk_idx, const Vie
   return in;
 }
 
-Exchange exchange(Engine& engine, const View* topk_idx, const View* routing_map, const View* weights,
-                  int64_t num_tokens, int64_t topk, const py::dict& header) {
-  RoutingInput in =
-      routing_input(engine, topk_idx, routing_map, weights, narrow("num_tokens", num_tokens), narrow("topk", topk));
-  Exchange x;
-  for (const auto& [name, value] : header) {
-    x.names.push_back(name.cast<std::string>());
-    in.header.push_back(narrow(x.names.back().c_str(), value.cast<int64_t>()));
-  }
-  py::gil_scoped_release release;
-  x.routing = engine.exchange(in);
-  return x;
-}
-
 Placed place(Engine& engine, const View* topk_idx, const View* routing_map, const View* weights, int64_t num_tokens,
              int64_t topk_in, int64_t topk, const py::dict& header, const std::vector<std::string>& must_agree,
              const View* memory, int64_t pad_multiple, bool pad_empty, int64_t budget, bool count) {
@@ -86,20 +72,8 @@ Placed place(Engine& engine, const View* topk_idx, const View* routing_map, cons
   return result;
 }
 
-// Arrays of a placed plan that a caller may look at, as offsets in its memory; "total" is its size.
-std::map<std::string, uint64_t> plan_memory(const Engine& engine, int64_t num_tokens, int64_t topk, bool worst_case) {
-  const PlanMemory m = engine.plan_memory(narrow("num_tokens", num_tokens), narrow("topk", topk), worst_case);
-  return {{"total", m.total},
-          {"numbers", m.numbers},
-          {"pair_expert", m.pair_expert},
-          {"node_pos", m.node_pos},
-          {"records", m.records},
-          {"record_bytes", m.message.record_bytes},
-          {"dsts_at", MessageLayout::dsts_at()},
-          {"max_dsts", m.message.max_dsts},
-          {"pairs_at", m.message.pairs_at()},
-          {"tokens_per_expert", m.tokens_per_expert},
-          {"padded_tokens_per_expert", m.padded_tokens_per_expert}};
+PlanMemory plan_memory(const Engine& engine, int64_t num_tokens, int64_t topk, bool worst_case) {
+  return engine.plan_memory(narrow("num_tokens", num_tokens), narrow("topk", topk), worst_case);
 }
 
 constexpr uint64_t kRowAlignment = 16;
@@ -235,16 +209,13 @@ void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine", "One rank's registered buffer and the operations on it; see runtime/engine.h.")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
            py::arg("executor") = "host", py::arg("seed") = 0)
-      .def("exchange", &exchange, py::kw_only(), py::arg("topk_idx") = py::none(),
-           py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("num_tokens"),
-           py::arg("topk") = 0, py::arg("header") = py::dict())
       .def("place", &place, py::kw_only(), py::arg("topk_idx") = py::none(), py::arg("routing_map") = py::none(),
            py::arg("weights") = py::none(), py::arg("num_tokens"), py::arg("topk_in") = 0, py::arg("topk"),
            py::arg("header"), py::arg("must_agree"), py::arg("memory"), py::arg("pad_multiple") = 1,
            py::arg("pad_empty") = false, py::arg("budget"), py::arg("count"), py::keep_alive<0, 10>(),
            "A plan that lies in `memory`; count: wait for its counts, else the host never learns them.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
-           "Offsets in the memory of such a plan; worst_case: with room for what its dispatch learns.")
+           "Offsets in the memory of a plan; worst_case: with room for what its dispatch learns.")
       .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
            "ValueError unless a launch may have so many blocks.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")

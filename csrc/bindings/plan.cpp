@@ -3,7 +3,10 @@
 #include <pybind11/stl.h>
 
 #include "bindings/tensor_view.h"
+#include "layout/plan_memory.h"
 #include "runtime/extents.h"
+#include "runtime/plan_maps.h"
+#include "runtime/plan_weights.h"
 
 namespace py = pybind11;
 
@@ -12,38 +15,57 @@ namespace {
 
 using View = TensorView;
 
-void weights_from_dense(const Plan& p, const View* probs, const View* out) {
-  const PlanExtents e = extents_of(p);
-  const auto* from = require_array<const float>(probs, {"probs", e.dense_weights});
-  p.weights_from_dense(from, require_array<float>(out, {"out", e.ordered_weights}));
+PlanPairs pairs_of(const Plan& p, const View* pair_expert) {
+  const uint64_t bytes = num_bytes(p.num_tokens(), p.topk(), sizeof(int32_t));
+  return {require_array<const int32_t>(pair_expert, {"pair_expert", bytes}), p.num_tokens(), p.topk(),
+          p.weight_stride(), p.num_experts()};
+}
+uint64_t ordered_bytes(const Plan& p) {
+  return num_bytes(p.num_tokens(), p.weight_stride(), sizeof(float));
+}
+uint64_t dense_bytes(const Plan& p) {
+  return num_bytes(p.num_tokens(), p.num_experts(), sizeof(float));
 }
 
-void weights_to_dense(const Plan& p, const View* weights, const View* out) {
-  const PlanExtents e = extents_of(p);
-  const auto* from = require_array<const float>(weights, {"weights", e.ordered_weights});
-  p.weights_to_dense(from, require_array<float>(out, {"out", e.dense_weights}));
+void weights_from_dense(const Plan& p, const View* pair_expert, const View* probs, const View* out) {
+  const auto* from = require_array<const float>(probs, {"probs", dense_bytes(p)});
+  auto* to = require_array<float>(out, {"out", ordered_bytes(p)});
+  pairs_of(p, pair_expert).weights_from_dense(from, to);
 }
 
-void weights_from_topk(const Plan& p, const View* topk_idx, uint32_t topk, const View* topk_weights, const View* out) {
+void weights_to_dense(const Plan& p, const View* pair_expert, const View* weights, const View* out) {
+  const auto* from = require_array<const float>(weights, {"weights", ordered_bytes(p)});
+  auto* to = require_array<float>(out, {"out", dense_bytes(p)});
+  pairs_of(p, pair_expert).weights_to_dense(from, to);
+}
+
+void weights_from_topk(const Plan& p, const View* pair_expert, const View* topk_idx, uint32_t topk,
+                       const View* topk_weights, const View* out) {
   const auto* idx = require_array<const int64_t>(topk_idx, {"topk_idx", num_bytes(p.num_tokens(), topk, 8)});
   const auto* from = require_array<const float>(topk_weights, {"topk_weights", num_bytes(p.num_tokens(), topk, 4)});
-  p.weights_from_topk(idx, topk, from, require_array<float>(out, {"out", extents_of(p).ordered_weights}));
+  auto* to = require_array<float>(out, {"out", ordered_bytes(p)});
+  pairs_of(p, pair_expert).weights_from_topk(idx, topk, from, to);
 }
 
-void weights_to_topk(const Plan& p, const View* topk_idx, uint32_t topk, const View* weights, const View* out) {
-  const auto* idx = require_array<const int64_t>(topk_idx, {"topk_idx", num_bytes(p.num_tokens(), topk, 8)});
-  const auto* from = require_array<const float>(weights, {"weights", extents_of(p).ordered_weights});
-  p.weights_to_topk(idx, topk, from, require_array<float>(out, {"out", num_bytes(p.num_tokens(), topk, 4)}));
-}
-
-// The maps of a host's plan, which its first dispatch completes.
-template <class T>
-auto filler(void (Plan::*fill)(T*) const, uint64_t PlanExtents::*extent) {
-  using Written = std::conditional_t<std::is_same_v<T, unsigned char>, bool, T>;
-  return [=](const Plan& p, const View* out) {
-    if (!p.complete()) throw std::invalid_argument("plan: its dispatch has not run");
-    (p.*fill)(reinterpret_cast<T*>(require_array<Written>(out, {"out", extents_of(p).*extent})));
+// pair_expert: one of the plan's arrays, as proof that the host can read them.
+void maps(const Plan& p, const View* pair_expert, const View* sparse_to_dense, const View* rail_to_node,
+          const View* node_to_rail, const View* local_routing, const View* permuted_rows, const View* source_ends) {
+  if (!p.complete()) throw std::invalid_argument("plan: its dispatch has not run");
+  pairs_of(p, pair_expert);
+  const uint64_t rail = num_rail_rows(p), ranks = uint64_t(p.world().num_ranks());
+  const uint64_t cells = num_bytes(p.num_recv_rows(), p.num_local_experts());
+  const auto flags = [](const View* v, const char* name, uint64_t bytes) {
+    return reinterpret_cast<unsigned char*>(require_array<bool>(v, {name, bytes}));
   };
+  PlanMaps m;
+  m.sparse_to_dense = require_array<int32_t>(
+      sparse_to_dense, {"sparse_to_dense", num_bytes(rail, uint32_t(p.world().num_local_ranks), sizeof(int32_t))});
+  m.rail_to_node = flags(rail_to_node, "rail_to_node", rail);
+  m.node_to_rail = flags(node_to_rail, "node_to_rail", num_bytes(p.num_tokens(), p.world().num_nodes - 1));
+  m.local_routing = flags(local_routing, "local_routing", cells);
+  m.permuted_rows = optional_array<int32_t>(permuted_rows, {"permuted_rows", num_bytes(cells, sizeof(int32_t))});
+  m.source_ends = optional_array<int32_t>(source_ends, {"source_ends", num_bytes(ranks, sizeof(int32_t))});
+  write_maps(p, m);
 }
 
 std::shared_ptr<Plan> plan_in(const Placed& p, const View* memory) {
@@ -51,23 +73,30 @@ std::shared_ptr<Plan> plan_in(const Placed& p, const View* memory) {
   return p.placement->plan(require(memory, {"memory", p.placement->learned.total, p.device, 128}, Element::kUint8));
 }
 
+void bind_memory_of_plan(py::module_& m) {
+  using M = PlanMemory;
+  py::class_<M>(m, "PlanMemory", "Where a plan's arrays lie in its memory, in bytes; see layout/plan_memory.h.")
+      .def_readonly("total", &M::total)
+      .def_readonly("numbers", &M::numbers)
+      .def_readonly("pair_expert", &M::pair_expert)
+      .def_readonly("node_pos", &M::node_pos)
+      .def_readonly("tokens_per_expert", &M::tokens_per_expert)
+      .def_readonly("padded_tokens_per_expert", &M::padded_tokens_per_expert)
+      .def_readonly("records", &M::records)
+      .def_readonly("rail_records", &M::rail_records)
+      .def_readonly("rail_record_stride", &M::rail_record_stride)
+      .def_readonly("row_records", &M::row_records)
+      .def_property_readonly("record_bytes", [](const M& p) { return p.message.record_bytes; })
+      .def_property_readonly("dsts_at", [](const M&) { return MessageLayout::dsts_at(); })
+      .def_property_readonly("max_dsts", [](const M& p) { return p.message.max_dsts; })
+      .def_property_readonly("pairs_at", [](const M& p) { return p.message.pairs_at(); });
+}
+
 }  // namespace
 
 void bind_plan(py::module_& m) {
-  py::class_<Exchange>(m, "Exchange", "All ranks' headers and counts.")
-      .def_property_readonly("headers", &Exchange::headers)
-      .def_property_readonly("recv_rows", &Exchange::recv_rows)
-      .def_property_readonly("topk", &Exchange::topk)
-      .def(
-          "place",
-          [](const Exchange& x, uint32_t pad_multiple, std::vector<int64_t> budgets, uint64_t recv_capacity,
-             bool pad_empty) {
-            return std::make_shared<Plan>(x.routing,
-                                          PlacementOptions{pad_multiple, std::move(budgets), recv_capacity, pad_empty});
-          },
-          py::kw_only(), py::arg("pad_multiple") = 1, py::arg("budgets"), py::arg("recv_capacity"),
-          py::arg("pad_empty") = false);
-  py::class_<Placed>(m, "Placed", "A routing that the exchange kernel was asked to place.")
+  bind_memory_of_plan(m);
+  py::class_<Placed>(m, "Placed", "A call that the exchange kernel was asked to place.")
       .def_property_readonly("complete",
                              py::cpp_function([](const Placed& p) { return p.complete; }, py::keep_alive<0, 1>()),
                              "The plan, when nobody waited for counts.")
@@ -76,16 +105,9 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("recv_rows", [](const Placed& p) { return p.counts().rank_rows; })
       .def_property_readonly("num_dropped_per_rank", [](const Placed& p) { return p.counts().dropped; })
       .def_property_readonly("from_nodes", [](const Placed& p) { return p.counts().from_nodes; })
-      .def_property_readonly("learned",
-                             [](const Placed& p) {
-                               const PlanMemory& to = p.placement->learned;
-                               return std::map<std::string, uint64_t>{{"total", to.total},
-                                                                      {"rail_records", to.rail_records},
-                                                                      {"rail_record_stride", to.rail_record_stride},
-                                                                      {"row_records", to.row_records}};
-                             })
+      .def_property_readonly("learned", [](const Placed& p) { return p.placement->learned; })
       .def("plan", &plan_in, py::arg("memory"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
-           "The plan, with learned['total'] bytes, 128-byte aligned, for what its dispatch learns.");
+           "The plan, with learned.total bytes, 128-byte aligned, for what its dispatch learns.");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "One routing decision, ready for dispatch and combine.")
       .def_property_readonly("num_tokens", &Plan::num_tokens)
       .def_property_readonly("topk", &Plan::topk)
@@ -93,27 +115,23 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("num_recv_rows", &Plan::num_recv_rows)
       .def_property_readonly("max_recv_rows", &Plan::max_recv_rows)
       .def_property_readonly("num_permuted_rows", &Plan::num_permuted_rows)
-      .def_property_readonly("tokens_per_expert", &Plan::tokens_per_expert)
-      .def_property_readonly("padded_tokens_per_expert", &Plan::padded_tokens_per_expert)
-      .def_property_readonly("on_device", &Plan::on_device)
       .def_property_readonly("overflow", &Plan::overflow)
       .def_property_readonly("has_holes", &Plan::has_holes)
-      .def_property_readonly("num_dropped", &Plan::num_dropped)
-      .def_property_readonly("num_dropped_per_rank", &Plan::num_dropped_per_rank)
-      .def_property_readonly("recv_rows_per_source", &Plan::recv_rows_per_source)
+      .def_property_readonly("num_dropped", [](const Plan& p) { return p.counts().dropped[size_t(p.world().rank)]; })
+      .def_property_readonly("tokens_per_expert", [](const Plan& p) { return p.counts().tokens_per_expert; })
+      .def_property_readonly("padded_tokens_per_expert",
+                             [](const Plan& p) { return p.counts().padded_tokens_per_expert; })
       .def("num_rail_tokens", &Plan::num_rail_tokens, py::arg("node"))
-      .def("weights_from_dense", &weights_from_dense, py::arg("probs"), py::arg("out"))
-      .def("weights_to_dense", &weights_to_dense, py::arg("weights"), py::arg("out"))
-      .def("weights_from_topk", &weights_from_topk, py::arg("topk_idx"), py::arg("topk"), py::arg("topk_weights"),
+      // Where the host can read the plan: the maps of the handles, and conversions of weights.
+      .def("maps", &maps, py::kw_only(), py::arg("pair_expert"), py::arg("sparse_to_dense"), py::arg("rail_to_node"),
+           py::arg("node_to_rail"), py::arg("local_routing"), py::arg("permuted_rows") = py::none(),
+           py::arg("source_ends") = py::none())
+      .def("weights_from_dense", &weights_from_dense, py::kw_only(), py::arg("pair_expert"), py::arg("probs"),
            py::arg("out"))
-      .def("weights_to_topk", &weights_to_topk, py::arg("topk_idx"), py::arg("topk"), py::arg("weights"),
+      .def("weights_to_dense", &weights_to_dense, py::kw_only(), py::arg("pair_expert"), py::arg("weights"),
            py::arg("out"))
-      .def("fill_sparse_to_dense", filler(&Plan::fill_sparse_to_dense, &PlanExtents::sparse_to_dense), py::arg("out"))
-      .def("fill_rail_to_node", filler(&Plan::fill_rail_to_node, &PlanExtents::rail_to_node), py::arg("out"))
-      .def("fill_node_to_rail", filler(&Plan::fill_node_to_rail, &PlanExtents::node_to_rail), py::arg("out"))
-      .def("fill_local_expert_routing_map", filler(&Plan::fill_local_routing, &PlanExtents::local_routing),
-           py::arg("out"))
-      .def("fill_dense_to_expert_map", filler(&Plan::fill_permuted_rows, &PlanExtents::permuted_rows), py::arg("out"));
+      .def("weights_from_topk", &weights_from_topk, py::kw_only(), py::arg("pair_expert"), py::arg("topk_idx"),
+           py::arg("topk"), py::arg("topk_weights"), py::arg("out"));
 }
 
 }  // namespace hep

@@ -1,4 +1,4 @@
-// Kernel: route this rank's tokens and all-gather the count vectors. One block.
+// Kernel: route this rank's tokens, all-gather the count vectors and place every row. One block.
 #pragma once
 #include "layout/headers.h"
 #include "roles/enter.h"
@@ -86,16 +86,15 @@ HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::by
   if (!enter_kernel(a)) return;
   a.set_role("route");
   RouteRole<A>(a, p, smem).run();
-  const bool place = p.place.numbers != nullptr;
   a.set_role("exchange");
   if (a.warp_idx() == 0) {
     if (a.elect_one()) ExchangeRole<A, Net>::send(a, net, p);
     if (!ExchangeRole<A, Net>::forward(a, net, p)) return;
   }
-  // Whoever reads the vectors has waited for them, or its warp's elected lane has.
-  if ((a.warp_idx() == 0 || place) && a.elect_one()) ExchangeRole<A, Net>::wait_all(a, p);
+  // Whoever reads the vectors has waited for them: its warp's elected lane has.
+  if (a.elect_one()) ExchangeRole<A, Net>::wait_all(a, p);
   if (!a.block_whole()) return;  // a lane left in its wait: the counts are not complete
-  if (place && !place_tokens<A>(a, p)) return;
+  if (!place_tokens<A>(a, p)) return;
   if (a.warp_idx() == 0 && a.elect_one()) net.quiet(a);
   a.block_sync();
   if (a.warp_idx() == 0 && a.elect_one()) ++p.progress->exchanges;

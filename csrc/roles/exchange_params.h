@@ -37,12 +37,12 @@ struct ExchangeParams {
   uint32_t* row_pos;      // [T][topk] at the first pair of each rank: position among our tokens for it
   int32_t* node_pos;      // [T][N]
   uint32_t* node_tokens;  // [N][T]
-  uint64_t* excess;       // choices of experts that do not exist, tokens of more than topk; null = the host has looked
+  uint64_t* excess;       // choices of experts that do not exist, tokens of more than topk
   uint64_t* misfits;      // header words that rule out placement, where the host gets a mail
   uint32_t walkers;       // warps that count; see plan_exchange_smem
   PlaceParams place;
   uint32_t must_agree;  // words of the header that all ranks must give alike, one bit a word
-  uint32_t max_tokens;  // that a rank may have, when placed in the kernel
+  uint32_t max_tokens;  // that a rank may have
   unsigned char* mail;  // layout/count_mail.h; null = the host wants to know nothing
   uint64_t mail_ticket;
   // Registered memory. Two parities of the vectors, [2][R]; see roles/exchange.h.

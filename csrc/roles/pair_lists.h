@@ -33,7 +33,7 @@ struct PairLists {
     uint32_t n = 0;
     for (uint32_t k = 0; k < p.topk_in; ++k) {
       int64_t e = p.topk_idx[uint64_t(t) * p.topk_in + k];
-      if (e < -1 || e >= int64_t(p.layout.num_experts)) {  // only where the host could not look beforehand
+      if (e < -1 || e >= int64_t(p.layout.num_experts)) {  // where nobody looked beforehand
         a.add_acq_rel_rank(p.excess, 1);
         continue;
       }
@@ -49,7 +49,7 @@ struct PairLists {
     for (uint32_t e = 0; e < p.layout.num_experts; ++e) {
       while (e + 8 <= p.layout.num_experts && std::bit_cast<uint64_t>(load8(row + e)) == 0) e += 8;
       if (e < p.layout.num_experts && row[e]) {
-        if (n == p.topk) {  // only where the host could not count beforehand
+        if (n == p.topk) {  // where nobody counted beforehand
           a.add_acq_rel_rank(p.excess, 1);
           break;
         }

@@ -1,6 +1,6 @@
 // Placement: from everybody's counts to finished records. Every rank computes from the same counts, so all agree on
-// every receive row and every permuted row without another message. One text for three callers: a block of a kernel
-// that has just gathered the counts (nothing returns to the host), and, with one lane, the host's blocking dispatch.
+// every receive row and every permuted row without another message. By all lanes of the block that has just gathered
+// the counts; nothing returns to the host.
 #pragma once
 #include "roles/place_params.h"
 
@@ -37,9 +37,7 @@ struct PlaceRole {
 
  private:
   HEP_DEVICE uint32_t experts_per_rank() const { return counts.layout.num_experts / counts.layout.num_ranks; }
-  HEP_DEVICE int64_t budget(uint32_t r) const {
-    return p.budgets ? p.budgets[r] : int64_t(counts.header(int(r), int(p.budget_word))) - 1;
-  }
+  HEP_DEVICE int64_t budget(uint32_t r) const { return int64_t(counts.header(int(r), int(p.budget_word))) - 1; }
   // Permuted rows of an expert with this many pairs.
   HEP_DEVICE int64_t group_rows(int64_t pairs) const {
     return int64_t(align_up(uint64_t(p.pad_empty && pairs == 0 ? 1 : pairs), p.pad_multiple));
@@ -100,7 +98,7 @@ struct PlaceRole {
     n.recv_rows = uint32_t(rows < capacity ? rows : capacity);
     n.max_recv_rows = uint32_t(largest < capacity ? largest : capacity);
     n.has_holes = rows > capacity;
-    n.overflow = n.has_holes || p.dropped_per_rank[p.world.rank] > 0 || (p.excess && *p.excess);
+    n.overflow = n.has_holes || p.dropped_per_rank[p.world.rank] > 0 || *p.excess > 0;
   }
   // The j-th token for node n: its destination ranks and rows, its pairs and permuted rows.
   HEP_DEVICE void finish_record(int n, uint32_t j) {

@@ -26,20 +26,19 @@ struct PlaceParams {
   uint32_t pad_multiple;
   bool pad_empty;
   uint32_t budget_word;    // of the header: 1 + permuted rows that a rank has room for, 0 = as many as it takes
-  const int64_t* budgets;  // [R] instead of the header's, -1 = as many as it takes; may be null
   uint64_t recv_capacity;  // receive rows that every rank has
-  const uint64_t* excess;  // choices that were dropped for want of room or of such an expert; may be null
+  const uint64_t* excess;  // choices that were dropped for want of room or of such an expert
   const int32_t* pair_expert;
   const uint32_t *pair_pos, *row_pos, *node_tokens;  // as in ExchangeParams
-  // Results; null numbers = nothing is to be placed.
+  // Results.
   PlanNumbers* numbers;
   uint32_t *node_count, *rail_count;                          // [N]
   int64_t *tokens_per_expert, *padded_tokens_per_expert;      // [local experts]
   uint32_t* zero_ranges;                                      // [local experts][2]
   uint64_t* dropped_per_rank;                                 // [R] pairs lost to budgets
   uint32_t *row_base, *rank_rows, *pair_base, *expert_pairs;  // [R], [R], [E], [E] workspace
-  unsigned char** records;                                    // [N]
-  // A plan whose memory the host has never seen: tables to be filled before use, from a base and a stride.
+  // [N] tables, to be filled before use: the host does not write where they lie.
+  unsigned char** records;
   const uint32_t** node_token_table;
   unsigned char* record_base;
 };

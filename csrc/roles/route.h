@@ -29,10 +29,8 @@ struct RouteRole {
   }
 
   HEP_DEVICE void run() {
-    if (p.excess) {
-      if (me == 0) *p.excess = 0, *p.misfits = 0;
-      a.block_sync();
-    }
+    if (me == 0) *p.excess = 0, *p.misfits = 0;
+    a.block_sync();
     const PairLists<A> lists{a, p};
     for (uint32_t t = me; t < p.num_tokens; t += width) lists.make(t);
     for (uint64_t i = me; i < uint64_t(p.num_tokens) * p.layout.num_nodes; i += width) p.node_pos[i] = -1;

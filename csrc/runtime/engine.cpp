@@ -8,7 +8,6 @@
 #include "layout/headers.h"
 #include "runtime/engine_call.h"
 #include "runtime/host_pages.h"
-#include "runtime/routing.h"
 
 namespace hep {
 
@@ -140,24 +139,6 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const RoutingInput& in,
   p.header[kHeaderTopk] = topk;
   std::copy(in.header.begin(), in.header.end(), p.header + kHeaderFirstFree);
   return p;
-}
-
-std::shared_ptr<Routing> Engine::exchange(const RoutingInput& in) {
-  Call call(*this);
-  auto r = std::make_shared<Routing>();
-  if (!executor_->shares_memory())
-    throw std::logic_error("exchange: this executor's kernels place rows themselves; see Engine::place");
-  // Refuses bad indices before anything is sent.
-  const ExchangeParams routed = prepare_routing(in, world_, layout_.counts, *r);
-  ExchangeParams p = exchange_params(routed, in, r->topk);
-  executor_->require_shared_memory(p);
-  call.run([&] { executor_->exchange(p, settings_); });
-  RankProgress now{};
-  executor_->read(&now, progress_, sizeof now);
-  r->counts.resize(world_.num_ranks() * layout_.counts.vector_bytes());
-  const uint64_t parity = kMutant == 24 ? 0 : now.exchanges & 1;
-  executor_->read(r->counts.data(), p.counts + parity * r->counts.size(), r->counts.size());
-  return r;
 }
 
 void Engine::require_row(uint64_t row_bytes, uint64_t rows, const char* what) const {

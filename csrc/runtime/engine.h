@@ -25,21 +25,22 @@ struct RoutingInput {
   std::vector<uint32_t> header;  // caller's words, at most kCountHeaderWords - kHeaderFirstFree
 };
 
-// A routed dispatch that the exchange kernel places; see Engine::place.
+// What the exchange kernel is to place; see Engine::place.
 struct PlaceCall {
   uint32_t topk = 1;  // pairs of a token at most, the same on all ranks
   uint32_t pad_multiple = 1;
   bool pad_empty = false;
-  uint64_t budget = 0;              // permuted rows of this rank, where the host learns no counts
-  uint32_t budget_word = 0;         // of the header, which holds 1 + budget
-  uint32_t must_agree = 0;          // words of the header that ranks must give alike, one bit a word
-  unsigned char* memory = nullptr;  // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
+  uint64_t budget = 0;                    // permuted rows of this rank, where the host learns no counts
+  uint32_t budget_word = 0;               // of the header, which holds 1 + budget
+  uint64_t recv_capacity = ~uint64_t(0);  // receive rows to use at most, of those the buffer has; the same on all ranks
+  uint32_t must_agree = 0;                // words of the header that ranks must give alike, one bit a word
+  unsigned char* memory = nullptr;        // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
 };
 
 // A placed routing between its counts, which the host has, and its plan, which needs memory of their size.
 struct Placement {
   PlacedCounts counts;
-  DevicePlan device;
+  PlacedPlan rows;
   PlanMemory learned;  // as if it began at 0
 
   // memory: learned.total bytes as for PlaceCall::memory. Only where counts.placed.
@@ -100,9 +101,7 @@ class Engine {
   void poison();
   void set_interrupt_check(std::function<bool()> check) { settings_.interrupted = std::move(check); }
 
-  // Collective. Afterwards every rank holds every rank's header and counts.
-  std::shared_ptr<Routing> exchange(const RoutingInput& in);
-  // Where things lie in the memory of a placed plan; worst_case: with room for whatever its dispatch learns.
+  // Where things lie in the memory of a plan; worst_case: with room for whatever its dispatch learns.
   PlanMemory plan_memory(uint32_t num_tokens, uint32_t topk, bool worst_case) const;
   // Collective. Exchange and placement in one launch that the host does not wait for; `in` must satisfy the limits of
   // the buffer. What the host would have refused comes as a deadline of the site headers_differ, or as overflow.
@@ -122,7 +121,7 @@ class Engine {
   uint64_t* flag(int rank, uint64_t offset) const {
     return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset);
   }
-  DevicePlan launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count);
+  PlacedPlan launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count);
   void await_mail();
   PlacedCounts read_mail() const;
   void make_tables();

@@ -26,17 +26,4 @@ CombineExtents extents_of(const Plan& plan, const CombineCall& c) {
           num_bytes(tokens, c.hidden, element), num_bytes(tokens, plan.weight_stride(), sizeof(float))};
 }
 
-PlanExtents extents_of(const Plan& plan) {
-  const uint64_t tokens = plan.num_tokens(), rail = plan.on_device() ? 0 : plan.num_rail_rows();
-  const uint64_t rows = plan.num_recv_rows(), experts = plan.num_local_experts();
-  const World& w = plan.world();
-  return {num_bytes(tokens, plan.weight_stride(), sizeof(float)),
-          num_bytes(tokens, plan.num_experts(), sizeof(float)),
-          num_bytes(rail, w.num_local_ranks, sizeof(int32_t)),
-          rail,
-          num_bytes(tokens, w.num_nodes - 1),
-          num_bytes(rows, experts),
-          num_bytes(rows, experts, sizeof(int32_t))};
-}
-
 }  // namespace hep

@@ -30,11 +30,4 @@ struct CombineExtents {
 };
 CombineExtents extents_of(const Plan& plan, const CombineCall& call);
 
-// A plan's weights in plan order, and in the callers' layouts; the maps of the compatible handles.
-struct PlanExtents {
-  uint64_t ordered_weights, dense_weights;
-  uint64_t sparse_to_dense, rail_to_node, node_to_rail, local_routing, permuted_rows;
-};
-PlanExtents extents_of(const Plan& plan);
-
 }  // namespace hep

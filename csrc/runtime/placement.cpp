@@ -1,4 +1,4 @@
-// Placed plans: the exchange kernel places every row, and the host learns the counts by mail, or nothing at all.
+// Routing a call: the exchange kernel places every row, and the host learns the counts by mail, or nothing at all.
 #include <algorithm>
 #include <atomic>
 #include <string>
@@ -6,7 +6,6 @@
 #include "arch/host/idle.h"
 #include "layout/headers.h"
 #include "runtime/engine_call.h"
-#include "runtime/routing.h"
 
 namespace hep {
 namespace {
@@ -41,7 +40,7 @@ PlanMemory Engine::plan_memory(uint32_t num_tokens, uint32_t topk, bool worst_ca
 }
 
 // Everything the exchange kernel is told; launches it.
-DevicePlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count) {
+PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count) {
   const PlanMemory m = plan_memory(in.num_tokens, c.topk, !count);
   const auto at = [&]<class T>(T*& pointer, uint64_t offset) { pointer = reinterpret_cast<T*>(c.memory + offset); };
   ExchangeParams p{};
@@ -57,7 +56,7 @@ DevicePlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   q.world = world_, q.counts_layout = layout_.counts, q.num_tokens = in.num_tokens, q.topk = c.topk;
   q.record_bytes = m.message.record_bytes, q.pairs_at = m.message.pairs_at(), q.max_dsts = m.message.max_dsts;
   q.pad_multiple = c.pad_multiple, q.pad_empty = c.pad_empty, q.budget_word = c.budget_word;
-  q.recv_capacity = shape_.recv_rows, q.excess = p.excess;
+  q.recv_capacity = std::min<uint64_t>(c.recv_capacity, shape_.recv_rows), q.excess = p.excess;
   q.pair_expert = p.pair_expert, q.pair_pos = p.pair_pos, q.row_pos = p.row_pos, q.node_tokens = p.node_tokens;
   at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
   at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
@@ -70,8 +69,8 @@ DevicePlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   if (count) p.mail = static_cast<unsigned char*>(mail_.get()), p.mail_ticket = ++mail_ticket_;
   call.run([&] { executor_->exchange(p, settings_); });
 
-  DevicePlan d{world_,           shape_.num_experts, m.message.record_bytes, m.message.pairs_at(),
-               shape_.recv_rows, c.budget,           p.pair_weight,          {}};
+  PlacedPlan d{world_,          shape_.num_experts, m.message.record_bytes, m.message.pairs_at(),
+               q.recv_capacity, c.budget,           p.pair_weight,          {}};
   PlanView& v = d.view;
   v.num_tokens = in.num_tokens, v.topk = c.topk, v.weight_stride = m.weight_stride;
   v.numbers = q.numbers, v.node_tokens = q.node_token_table, v.node_pos = p.node_pos;
@@ -96,14 +95,14 @@ std::shared_ptr<Placement> Engine::place_and_count(const RoutingInput& in, const
   require_placeable(in, c);
   Call call(*this);
   auto placement = std::make_shared<Placement>();
-  placement->device = launch_place(call, in, c, true);
+  placement->rows = launch_place(call, in, c, true);
   call.run([&] { await_mail(); });
   placement->counts = read_mail();
   const PlacedCounts& counts = placement->counts;
   if (!counts.placed) return placement;
   PlanMemory& learned = placement->learned;
   learned.message = MessageLayout::make(world_, c.topk, true, 0, 0);
-  learned.weight_stride = placement->device.view.weight_stride;
+  learned.weight_stride = placement->rows.view.weight_stride;
   uint32_t rail_tokens = 0;
   for (int n = 0; n < world_.num_nodes; ++n)
     if (n != world_.node()) rail_tokens = std::max(rail_tokens, counts.from_nodes[size_t(n)]);
@@ -113,8 +112,8 @@ std::shared_ptr<Placement> Engine::place_and_count(const RoutingInput& in, const
 
 std::shared_ptr<Plan> Placement::plan(unsigned char* memory) {
   if (!counts.placed) throw std::logic_error("plan: no rows were placed");
-  attach_learned(device.view, learned, memory);
-  return std::make_shared<Plan>(device, &counts);
+  attach_learned(rows.view, learned, memory);
+  return std::make_shared<Plan>(rows, counts);
 }
 
 // As every wait: with a deadline, and noticing that the kernel died or the user lost patience.

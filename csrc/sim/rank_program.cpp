@@ -68,6 +68,10 @@ struct Buffer {
 
 }  // namespace
 
+PlanBlock::PlanBlock(uint64_t bytes, bool poison) : memory_(new unsigned char[bytes + 128]) {
+  if (poison) std::memset(memory_.get(), 0xff, bytes + 128);
+}
+
 PhantomMemory::PhantomMemory(uint64_t bytes) : bytes_(bytes + (1 << 16)) {
   void* p = ::mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
@@ -111,7 +115,7 @@ void RankProgram::run() {
   for (uint32_t plan = 0; s_.exchange_first && plan < s_.plans; ++plan) exchange(plan);
   for (uint32_t round = 0; round < s_.rounds; ++round)
     for (uint32_t plan = 0; plan < s_.plans; ++plan) {
-      if (!plans_[plan]) exchange(plan);
+      if (!plans_[plan].plan) exchange(plan);
       ++operation_;
       dispatch(plan, round);
       if (!s_.combine) continue;
@@ -126,7 +130,7 @@ void RankProgram::exchange(uint32_t plan) {
   const size_t r = size_t(rank_);
   RoutingInput in;
   in.num_tokens = d.num_tokens[r], in.topk = s_.topk;
-  in.header = {plan + 100};
+  in.header = {0, plan + 100};  // no budget
   static constexpr int64_t kNothing = 0;
   std::vector<unsigned char> map;
   std::vector<float> probs;
@@ -141,18 +145,25 @@ void RankProgram::exchange(uint32_t plan) {
   } else {
     in.topk_idx = d.topk_idx[r].empty() ? &kNothing : d.topk_idx[r].data(), in.weights = d.topk_weights[r].data();
   }
-  const std::shared_ptr<Routing> routing = engine_.exchange(in);
+  PlaceCall c;
+  c.topk = std::max(1u, std::min(s_.topk, s_.num_experts())), c.pad_multiple = s_.pad_multiple;
+  c.budget_word = kHeaderFirstFree, c.must_agree = 1u << kHeaderTopk | 1u << (kHeaderFirstFree + 1);
+  Placed& made = plans_[plan];
+  made.memory = PlanBlock(engine_.plan_memory(in.num_tokens, c.topk, false).total, !timed_);
+  c.memory = made.memory.data();
+  const std::shared_ptr<Placement> placement = engine_.place_and_count(in, c);
+  const PlacedCounts& counts = placement->counts;
   for (uint32_t source = 0; source < s_.num_ranks(); ++source) {
-    expect(routing->view().header(int(source), kHeaderNumTokens) == d.num_tokens[source], "tokens of rank ", source);
-    expect(routing->view().header(int(source), kHeaderFirstFree) == plan + 100, "header word of rank ", source);
+    expect(counts.header(int(source), kHeaderNumTokens) == d.num_tokens[source], "tokens of rank ", source);
+    expect(counts.header(int(source), kHeaderFirstFree + 1) == plan + 100, "header word of rank ", source);
   }
-  plans_[plan] = std::make_unique<Plan>(
-      routing, PlacementOptions{s_.pad_multiple, std::vector<int64_t>(s_.num_ranks(), -1), uint64_t(1) << 40});
+  expect(counts.placed, "nothing was placed");
+  made.learned = PlanBlock(placement->learned.total, !timed_);
+  made.plan = placement->plan(made.learned.data());
   if (timed_) return;
   const Oracle& o = oracles_[plan];
-  expect(plans_[plan]->num_recv_rows() == o.received[r].size(), plans_[plan]->num_recv_rows(), " receive rows");
-  expect(plans_[plan]->num_permuted_rows() == o.permuted[r].size(), plans_[plan]->num_permuted_rows(),
-         " permuted rows");
+  expect(made.plan->num_recv_rows() == o.received[r].size(), made.plan->num_recv_rows(), " receive rows");
+  expect(made.plan->num_permuted_rows() == o.permuted[r].size(), made.plan->num_permuted_rows(), " permuted rows");
 }
 
 // Blocks, and the chunk that all ranks must agree upon; salt: the same on all of them.
@@ -166,7 +177,7 @@ void RankProgram::set_launch(Call& c, uint64_t salt) const {
 
 void RankProgram::dispatch(uint32_t plan, uint32_t round) {
   what_ = "dispatch";
-  Plan& p = *plans_[plan];
+  Plan& p = *plans_[plan].plan;
   const uint32_t tokens = p.num_tokens(), stride = p.weight_stride();
   const uint64_t salt = mix(plan, round, s_.data_seed, 1);
   const uint64_t rows = s_.permute ? p.num_permuted_rows() : p.num_recv_rows();
@@ -233,7 +244,7 @@ void RankProgram::check_dispatch(const Oracle& o, uint64_t salt, const unsigned 
 
 void RankProgram::combine(uint32_t plan, uint32_t round) {
   what_ = "combine";
-  Plan& p = *plans_[plan];
+  Plan& p = *plans_[plan].plan;
   const uint64_t salt = mix(plan, round, s_.data_seed, 2);
   const uint64_t rows = s_.permute ? p.num_permuted_rows() : p.num_recv_rows(), tokens = p.num_tokens();
   const uint64_t columns = s_.permute ? 1 : s_.experts_per_rank * s_.num_local_ranks;

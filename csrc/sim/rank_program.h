@@ -23,6 +23,17 @@ class PhantomMemory {
   uint64_t bytes_, used_ = 0;
 };
 
+// What kernels write of a plan, 128-byte aligned. Uninitialised, or full of ones where somebody looks at results.
+class PlanBlock {
+ public:
+  PlanBlock() = default;
+  PlanBlock(uint64_t bytes, bool poison);
+  unsigned char* data() const { return reinterpret_cast<unsigned char*>(align_up(uint64_t(memory_.get()), 128)); }
+
+ private:
+  std::unique_ptr<unsigned char[]> memory_;
+};
+
 class RankProgram {
  public:
   // decisions, oracles: by plan. Timed worlds have no oracles and compare nothing.
@@ -57,7 +68,11 @@ class RankProgram {
   const uint32_t row_bytes_;
   const char* what_ = "";
   uint64_t operation_ = 0;
-  std::vector<std::unique_ptr<Plan>> plans_;
+  struct Placed {
+    PlanBlock memory, learned;
+    std::shared_ptr<Plan> plan;
+  };
+  std::vector<Placed> plans_;
 };
 
 }  // namespace hep::sim

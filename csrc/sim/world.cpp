@@ -10,10 +10,11 @@
 namespace hep::sim {
 namespace {
 
-BufferShape shape_of(const WorldSpec& s, uint64_t recv_rows) {
+BufferShape shape_of(const WorldSpec& s, uint32_t most_tokens, uint64_t recv_rows) {
   BufferShape shape;
   shape.num_nodes = s.num_nodes, shape.num_local_ranks = s.num_local_ranks, shape.num_experts = s.num_experts();
   shape.chunk_tokens = s.chunk_tokens, shape.rail_slots = s.rail_slots;
+  shape.max_tokens = std::max(most_tokens, 1u);
   shape.max_topk = std::max(1u, std::min(s.topk, s.num_experts()));
   const uint32_t elem = dtype_bytes(DType(s.dtype));
   shape.row_bytes = s.row_bytes ? s.row_bytes : s.hidden * elem;
@@ -115,9 +116,11 @@ WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
   std::vector<RoutingDecision> decisions;
   std::vector<Oracle> oracles;
   uint64_t rows = 0;
+  uint32_t tokens = 0;
   for (uint32_t p = 0; p < s.plans; ++p) {
     decisions.push_back(decide(s, p, p == 0 ? options.topk_idx : std::vector<std::vector<int64_t>>{}));
     rows = std::max(rows, most_rows(s, decisions.back()));
+    tokens = std::max(tokens, *std::ranges::max_element(decisions.back().num_tokens));
     if (!options.timed) oracles.emplace_back(s, decisions.back());
   }
   MachineConfig config;
@@ -128,7 +131,7 @@ WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
   config.timeout_ps = Ps(options.timeout_s * 1e12);
   Machine machine(config);
 
-  const BufferShape shape = shape_of(s, rows);
+  const BufferShape shape = shape_of(s, tokens, rows);
   const BufferLayout layout(shape);
   std::vector<std::shared_ptr<Segment>> segments;
   for (uint32_t r = 0; r < s.num_ranks(); ++r) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "layout/headers.h"
 #include "thread_executor.h"
 #include "world.h"
 
@@ -164,12 +165,23 @@ TEST(budgets_and_capacity_drop_what_they_must) {
 // A call that cannot work is refused before anything is sent; the next one works.
 TEST(bad_calls_leave_the_engine_usable) {
   BufferShape shape;
-  shape.num_experts = 2, shape.recv_rows = 4, shape.row_bytes = shape.partial_row_bytes = 64;
+  shape.num_experts = 2, shape.max_tokens = 2, shape.recv_rows = 4, shape.row_bytes = shape.partial_row_bytes = 64;
   auto engine = make_engine(kPlain, 0, shape, {Segment::private_memory(BufferLayout(shape).total)}, 20, 1);
   const int64_t experts[] = {0, 1};
   RoutingInput in;
   in.topk_idx = experts, in.num_tokens = 2, in.topk = 1;
-  Plan plan(engine->exchange(in), {1, {-1}, 4});
+  in.header = {0};  // no budget
+  std::vector<unsigned char> blocks[2];
+  const auto block = [](std::vector<unsigned char>& bytes, uint64_t size) {
+    bytes.assign(size + 128, 0xff);
+    return reinterpret_cast<unsigned char*>(align_up(uint64_t(bytes.data()), 128));
+  };
+  PlaceCall call;
+  call.budget_word = kHeaderFirstFree, call.must_agree = 1u << kHeaderTopk;
+  call.memory = block(blocks[0], engine->plan_memory(2, 1, false).total);
+  const auto placement = engine->place_and_count(in, call);
+  const std::shared_ptr<Plan> placed = placement->plan(block(blocks[1], placement->learned.total));
+  Plan& plan = *placed;
   std::vector<unsigned char> x(256, 1), out(256);
   DispatchCall good;
   good.x = x.data(), good.out_x = out.data(), good.row_bytes = 64, good.out_rows = 2, good.permute = true;
@@ -190,7 +202,9 @@ TEST(bad_calls_leave_the_engine_usable) {
   CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));  // its dispatch has not run
   const int64_t unknown[] = {0, 2};
   in.topk_idx = unknown;
-  CHECK_THROWS(std::invalid_argument, engine->exchange(in));
+  std::vector<unsigned char> other;
+  call.memory = block(other, engine->plan_memory(2, 1, false).total);
+  CHECK(!engine->place_and_count(in, call)->counts.placed);
   engine->dispatch(plan, good);
   CHECK(std::equal(out.begin(), out.begin() + 128, x.begin()));
   sum.hidden = 0;

@@ -12,6 +12,7 @@
 
 #include "arch/host/errors.h"
 #include "check.h"
+#include "layout/headers.h"
 #include "runtime/engine.h"
 #include "thread_executor.h"
 
@@ -45,6 +46,16 @@ class Output {
   Bytes data_;
 };
 
+// Memory of a plan: 128-byte aligned, full of ones.
+class PlanBlock {
+ public:
+  explicit PlanBlock(uint64_t bytes) : bytes_(bytes + 128, 0xff) {}
+  unsigned char* data() { return reinterpret_cast<unsigned char*>(align_up(uint64_t(bytes_.data()), 128)); }
+
+ private:
+  Bytes bytes_;
+};
+
 class RankRun {
  public:
   RankRun(const WorldCase& world, const std::vector<Reference>& references, Engine& engine, int rank)
@@ -61,9 +72,9 @@ class RankRun {
     for (size_t i = 0; w_.exchange_first && i < w_.plans.size(); ++i) exchange(i);
     for (size_t i = 0; i < w_.ops.size(); ++i) {
       const OpCase& op = w_.ops[i];
-      if (!plans_[op.plan]) exchange(op.plan);
+      if (!plans_[op.plan].plan) exchange(op.plan);
       where_ = "rank " + std::to_string(rank_) + ", operation " + std::to_string(i);
-      ref_ = &references_[op.plan], plan_ = plans_[op.plan].get();
+      ref_ = &references_[op.plan], plan_ = plans_[op.plan].plan.get();
       nap();
       const TrafficCounters before = engine_.traffic();
       op.combine ? combine(op) : dispatch(op);
@@ -138,16 +149,24 @@ class RankRun {
       in.routing_map = map.data(), in.weights = probs.data();
     else
       in.topk_idx = c.topk_idx[r].empty() ? &kNothing : c.topk_idx[r].data(), in.weights = c.weights[r].data();
-    in.header = {uint32_t(index) + 100};
+    in.header = {uint32_t(1 + c.budgets[r]), uint32_t(index) + 100};
     nap();
-    const std::shared_ptr<Routing> routing = engine_.exchange(in);
+    PlaceCall call;
+    call.topk = ref.widest(), call.pad_multiple = c.pad_multiple, call.pad_empty = c.pad_empty;
+    call.recv_capacity = c.recv_capacity;
+    call.budget_word = kHeaderFirstFree, call.must_agree = 1u << kHeaderTopk | 1u << (kHeaderFirstFree + 1);
+    Placed& made = plans_[index];
+    made.memory = std::make_unique<PlanBlock>(engine_.plan_memory(in.num_tokens, call.topk, false).total);
+    call.memory = made.memory->data();
+    const std::shared_ptr<Placement> placement = engine_.place_and_count(in, call);
     for (uint32_t s = 0; s < w_.num_ranks(); ++s) {
-      expect(routing->view().header(int(s), 0) == c.num_tokens[s], "tokens of rank ", s);
-      expect(routing->view().header(int(s), 2) == index + 100, "header word of rank ", s);
+      expect(placement->counts.header(int(s), kHeaderNumTokens) == c.num_tokens[s], "tokens of rank ", s);
+      expect(placement->counts.header(int(s), kHeaderFirstFree + 1) == index + 100, "header word of rank ", s);
     }
-    plans_[index] =
-        std::make_unique<Plan>(routing, PlacementOptions{c.pad_multiple, c.budgets, c.recv_capacity, c.pad_empty});
-    check_plan(*plans_[index], ref, c);
+    expect(placement->counts.placed, "nothing was placed");
+    made.learned = std::make_unique<PlanBlock>(placement->learned.total);
+    made.plan = placement->plan(made.learned->data());
+    check_plan(*made.plan, ref, c);
   }
 
   void check_plan(const Plan& plan, const Reference& ref, const RoutingCase& c) const {
@@ -155,14 +174,19 @@ class RankRun {
     expect(plan.topk() == ref.widest(), "topk ", plan.topk(), " instead of ", ref.widest());
     expect(plan.num_recv_rows() == ref.received[r].size(), "receive rows ", plan.num_recv_rows());
     expect(plan.num_permuted_rows() == ref.permuted[r].size(), "permuted rows ", plan.num_permuted_rows());
-    expect(plan.tokens_per_expert() == ref.tokens_per_expert[r], "tokens per expert");
-    expect(plan.padded_tokens_per_expert() == ref.padded_tokens_per_expert[r], "padded tokens per expert");
-    expect(plan.num_dropped_per_rank() == ref.dropped_pairs, "dropped pairs");
+    const PlacedCounts& counts = plan.counts();
+    expect(counts.tokens_per_expert == ref.tokens_per_expert[r], "tokens per expert");
+    expect(counts.padded_tokens_per_expert == ref.padded_tokens_per_expert[r], "padded tokens per expert");
+    expect(std::ranges::equal(counts.dropped, ref.dropped_pairs), "dropped pairs");
+    expect(std::ranges::equal(counts.rank_rows, ref.wanted_rows), "receive rows of all ranks");
     expect(plan.has_holes() == (ref.wanted_rows[r] > c.recv_capacity), "has_holes");
     expect(plan.overflow() == (plan.has_holes() || ref.dropped_pairs[r] > 0), "overflow");
     std::vector<uint32_t> per_source(w_.num_ranks(), 0);
-    for (const Token t : ref.received[r]) ++per_source[size_t(t.rank)];
-    expect(plan.recv_rows_per_source() == per_source, "receive rows per source");
+    for (int s = 0; s < int(w_.num_ranks()); ++s)
+      for (uint32_t t = 0; t < ref.pairs[size_t(s)].size(); ++t)
+        per_source[size_t(s)] += std::ranges::any_of(
+            ref.pairs[size_t(s)][t], [&](const auto& pair) { return ref.rank_of(pair.first) == rank_; });
+    expect(counts.source_rows == per_source, "receive rows per source");
     for (uint32_t t = 0; t < ref.pairs[r].size(); ++t) {
       uint32_t k = 0;
       for (const auto& [expert, weight] : ref.pairs[r][t])
@@ -339,7 +363,11 @@ class RankRun {
   const int rank_;
   const World shape_;
   Random naps_;
-  std::vector<std::unique_ptr<Plan>> plans_;
+  struct Placed {
+    std::unique_ptr<PlanBlock> memory, learned;
+    std::shared_ptr<Plan> plan;
+  };
+  std::vector<Placed> plans_;
   std::vector<uint64_t> fresh_salt_;  // by plan: of its first dispatch
   const Reference* ref_ = nullptr;
   Plan* plan_ = nullptr;
@@ -352,6 +380,7 @@ BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& reference
   s.num_nodes = w.num_nodes, s.num_local_ranks = w.num_local_ranks, s.num_experts = w.num_experts;
   s.chunk_tokens = w.chunk_tokens, s.rail_slots = w.rail_slots;
   for (const Reference& ref : references) {
+    for (const auto& tokens : ref.pairs) s.max_tokens = std::max<uint64_t>(s.max_tokens, tokens.size());
     s.max_topk = std::max(s.max_topk, ref.widest());
     for (const auto& rows : ref.received) s.recv_rows = std::max<uint64_t>(s.recv_rows, rows.size());
   }

@@ -1,6 +1,5 @@
 """A pytest plugin that puts the host in the GPU's place, so that tests of this folder which need no device can be tried
-without one: buffers run on the host's executors, whose exchange kernel places the rows as a GPU's does, and there are
-no streams.
+without one: buffers run on the host's executors as if those ran beside the host, and there are no streams.
 
     PYTHONPATH=.:tests/gpu pytest -p stand_in tests/gpu/test_host_tests.py"""
 
@@ -28,7 +27,7 @@ def buffers(self, *arguments, executor: str = "host", **options):
     made = _buffers(self, *arguments, executor=EXECUTORS.get(executor, executor), **options)
     if executor in EXECUTORS:
         for buffer in made:
-            buffer._session.kernel_places = True
+            buffer._session.runs_beside = True
     return made
 
 

@@ -81,7 +81,7 @@ test_scale_tiles = scale_tiles.test_from_a_dispatch_to_the_gemms_operand
 # Those of which a GPU needs other parameters, or another executor to be compared with.
 @pytest.mark.parametrize("num_buffers", [1, 2])
 def test_dispatches_before_combines(num_buffers):
-    in_flight.test_two_dispatches_before_their_combines(num_buffers, True)
+    in_flight.test_two_dispatches_before_their_combines(num_buffers)
 
 
 @pytest.mark.parametrize("what", ["hidden", "dtype", "pad_multiple", "pad_empty_experts", "num_of_experts", "weights",
@@ -98,11 +98,11 @@ def test_rail_streams(executor, num_blocks):
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)])
 def test_everything_of_a_call(shape):
-    counted.same_everywhere(counted.everything(shape), counted.everything(shape, executor="host", kernel_places=False))
+    counted.same_everywhere(counted.everything(shape), counted.everything(shape, executor="host"))
 
 
 def test_capacity():
-    counted.same_capacity({}, {"executor": "host", "kernel_places": False})
+    counted.same_capacity({}, {"executor": "host"})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

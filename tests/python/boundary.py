@@ -13,7 +13,7 @@ from hybrid_ep import _core
 from hybrid_ep.testing import VirtualWorld
 
 HIDDEN, TOKENS, TOPK, EXPERTS = 32, 7, 3, 8  # experts of the group
-VERBS = ("exchange", "place", "dispatch", "combine")
+VERBS = ("place", "dispatch", "combine")
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ def given(rank: int, tokens: int = TOKENS, hidden: int = HIDDEN, topk: int = TOP
                  torch.randint(1, 9, (tokens, 3), **integers).float(), idx, weights, route, probs)
 
 
-def all_verbs(buffer: Any, mine: Given, place: bool | None = None) -> list[torch.Tensor]:
-    """Every tensor that dispatch and combine return, of calls that use every argument of the core between them. place:
-    whether the exchange kernel places rows (None: as the buffer does it)."""
-    if place is not None:
-        buffer._session.kernel_places = place
+def all_verbs(buffer: Any, mine: Given, beside: bool | None = None) -> list[torch.Tensor]:
+    """Every tensor that dispatch and combine return, of calls that use every argument of the core between them. beside:
+    whether they are made as where kernels run beside the host (None: as they are)."""
+    if beside is not None:
+        buffer._session.runs_beside = beside
     out: list[Any] = []
     rows, weights, scales, handle = buffer.dispatch(mine.hidden, mine.scale, mine.idx, mine.weights)
     out += [rows, weights, scales, *handle[:5]]

@@ -13,6 +13,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from world import ProcessWorld
 
+from hybrid_ep.plan import Plan
+
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
                           max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")))
@@ -60,6 +62,12 @@ def poisoned_plans(monkeypatch):
         return made.fill_(0xFF) if made.dtype == torch.uint8 else made
 
     monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.fixture
+def unread_plans(monkeypatch):
+    """Torch makes maps and weights, as of a plan that lies on a GPU."""
+    monkeypatch.setattr(Plan, "host_reads", False)
 
 
 @pytest.fixture(autouse=True)

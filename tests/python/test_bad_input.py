@@ -176,15 +176,15 @@ class FewBlocks:
         self._engine.require_blocks(name, blocks)
 
 
-@pytest.mark.parametrize("kernel_places", [False, True])
+@pytest.mark.parametrize("runs_beside", [False, True])
 @pytest.mark.parametrize("num_sms", [0, 4, 1 << 40])
-def test_blocks_are_refused_before_the_ranks_exchange_anything(num_sms, kernel_places):
+def test_blocks_are_refused_before_the_ranks_exchange_anything(num_sms, runs_beside):
     world = VirtualWorld(1, 2)
     buffers = world.buffers(H, 8, E // 2, timeout_s=20)
 
     def work(rank, _):
         buffer, session = buffers[rank], buffers[rank]._session
-        session.kernel_places = kernel_places
+        session.runs_beside = runs_beside
         permute(buffer)  # makes room
         session.engine = FewBlocks(session.engine)
         rows, weights, _, _, handle = permute(buffer)

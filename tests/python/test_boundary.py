@@ -60,25 +60,24 @@ def same(got, want):
         assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("place", [False, True], ids=["host places", "kernel places"])
+@pytest.mark.parametrize("beside", [False, True], ids=["host waits", "kernels run beside"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_tensor_of_every_verb_is_held_to_its_size(shape, place):
+def test_every_tensor_of_every_verb_is_held_to_its_size(shape, beside):
     looks = Refuses()
-    got = watched_run(*shape, looks, lambda b, mine: all_verbs(b, mine, place))
-    for mine, plain in zip(got, watched_run(*shape, lambda *a: a[2], lambda b, m: all_verbs(b, m, place)), strict=True):
+    got = watched_run(*shape, looks, lambda b, mine: all_verbs(b, mine, beside))
+    unwatched = watched_run(*shape, lambda *a: a[2], lambda b, mine: all_verbs(b, mine, beside))
+    for mine, plain in zip(got, unwatched, strict=True):
         same(mine, plain)
-    route = "place" if place else "exchange"
-    assert looks.seen >= {(route, "topk_idx"), (route, "routing_map"), (route, "weights"), ("combine", "x"),
-                          ("combine", "weights"), ("combine", "out_x"), ("combine", "out_weights")}
+    assert looks.seen >= {("place", n) for n in ("topk_idx", "routing_map", "weights", "memory")}
+    assert looks.seen >= {("combine", n) for n in ("x", "weights", "out_x", "out_weights")}
     assert looks.seen >= {("dispatch", n) for n in ("x", "scale", "weights", "out_x", "out_scale", "out_weights")}
-    assert ("place", "memory") in looks.seen or not place
 
 
 @examples(tokens=st.integers(0, 9), topk=st.integers(1, EXPERTS), hidden=st.sampled_from([8, 16, 40]),
           dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), shape=st.sampled_from(SHAPES),
-          place=st.booleans())
-def test_any_call_states_its_sizes_to_the_byte(tokens, topk, hidden, dtype, shape, place):
-    watched_run(*shape, Refuses(), lambda b, mine: all_verbs(b, mine, place), tokens=tokens, topk=topk, hidden=hidden,
+          beside=st.booleans())
+def test_any_call_states_its_sizes_to_the_byte(tokens, topk, hidden, dtype, shape, beside):
+    watched_run(*shape, Refuses(), lambda b, mine: all_verbs(b, mine, beside), tokens=tokens, topk=topk, hidden=hidden,
                 dtype=dtype)
 
 
@@ -96,26 +95,25 @@ def plan():
 
 
 def of_plan(plan):
-    """name: (method, its tensors by argument, in order)."""
-    core, mine = plan.core, given(0)
-    ordered = torch.zeros(TOKENS, core.weight_stride, dtype=torch.float32)
-    rail = sum(core.num_rail_tokens(n) for n in range(2))
-    local = plan.num_local_experts
-    idx, dense = mine.idx, torch.zeros(TOKENS, EXPERTS, dtype=torch.float32)
-    maps = {"fill_sparse_to_dense": (rail, torch.int32), "fill_rail_to_node": (rail, torch.bool),
-            "fill_node_to_rail": (TOKENS, torch.bool),
-            "fill_local_expert_routing_map": (plan.num_recv_rows * local, torch.bool),
-            "fill_dense_to_expert_map": (plan.num_recv_rows * local, torch.int32)}
+    """method: its tensors by argument."""
+    mine, pairs = given(0), plan.pair_expert
+    ordered = torch.zeros(TOKENS, plan.weight_stride, dtype=torch.float32)
+    dense = torch.zeros(TOKENS, EXPERTS, dtype=torch.float32)
+    rows, local = plan.num_recv_rows, plan.num_local_experts
+    rail = sum(plan.core.num_rail_tokens(n) for n in range(2))
+    flags = {"rail_to_node": rail, "node_to_rail": TOKENS, "local_routing": rows * local}
+    numbers = {"sparse_to_dense": rail, "permuted_rows": rows * local, "source_ends": 2}
     return {
-        "weights_from_dense": {"probs": dense, "out": ordered},
-        "weights_to_dense": {"weights": ordered, "out": dense},
-        "weights_from_topk": {"topk_idx": idx, "topk_weights": mine.weights, "out": ordered},
-        "weights_to_topk": {"topk_idx": idx, "weights": ordered, "out": mine.weights.clone()},
-        **{name: {"out": torch.empty(count, dtype=dtype)} for name, (count, dtype) in maps.items()}}
+        "maps": {"pair_expert": pairs, **{n: torch.empty(c, dtype=torch.bool) for n, c in flags.items()},
+                 **{n: torch.empty(c, dtype=torch.int32) for n, c in numbers.items()}},
+        "weights_from_dense": {"pair_expert": pairs, "probs": dense, "out": ordered},
+        "weights_to_dense": {"pair_expert": pairs, "weights": ordered, "out": dense},
+        "weights_from_topk": {"pair_expert": pairs, "topk_idx": mine.idx, "topk_weights": mine.weights,
+                              "out": ordered}}
 
 
 def test_plans_hold_the_tensors_of_every_method_to_their_size(plan):
-    methods = {name for name in dir(plan.core) if name.startswith(("fill_", "weights_"))}
+    methods = {name for name in dir(plan.core) if name.startswith(("weights_", "maps"))}
     assert methods == set(of_plan(plan)), "a method that this test does not know"
     for method, tensors in of_plan(plan).items():
         call, good = getattr(plan.core, method), {name: view(name, x) for name, x in tensors.items()}
@@ -125,6 +123,9 @@ def test_plans_hold_the_tensors_of_every_method_to_their_size(plan):
             for _, bad in damaged(name, v):
                 with pytest.raises(ValueError, match=rf"^{name}: "):
                     call(**good | {name: bad}, **rest)
+            if name in ("permuted_rows", "source_ends"):  # of permuted rows only
+                call(**good | {name: None}, **rest)
+                continue
             with pytest.raises(ValueError, match=rf"^{name}: "):
                 call(**good | {name: None}, **rest)
 
@@ -140,7 +141,7 @@ def test_memory_of_a_placed_plan_is_held_to_its_size():
 
     watched_run(1, 1, keep, lambda b, mine: all_verbs(b, mine, True))
     made = next(p for p in placed if p.complete is None)
-    total = made.learned["total"]
+    total = made.learned.total
     whole = torch.empty(total + 256, dtype=torch.uint8)
     block = whole[-whole.data_ptr() % 128:][:total]
     for _, bad in damaged("memory", view("memory", block)):

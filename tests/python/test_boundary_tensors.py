@@ -42,14 +42,14 @@ def plain(verb, call, arguments):
     return arguments
 
 
-@pytest.mark.parametrize("place", [False, True], ids=["host places", "kernel places"])
+@pytest.mark.parametrize("beside", [False, True], ids=["host waits", "kernels run beside"])
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults_of_the_caller_change_no_bit(name, place):
-    want = watched_run(2, 1, plain, lambda b, mine: all_verbs(b, mine, place))
+def test_defaults_of_the_caller_change_no_bit(name, beside):
+    want = watched_run(2, 1, plain, lambda b, mine: all_verbs(b, mine, beside))
 
     def under_default(buffer, mine):
         with DEFAULTS[name]() if name == "meta" else contextlib.nullcontext():  # a device context is of one thread
-            return all_verbs(buffer, mine, place)
+            return all_verbs(buffer, mine, beside)
 
     # A default dtype is of the process: set by two threads, the second would keep the first one's.
     with contextlib.nullcontext() if name == "meta" else DEFAULTS[name]():

@@ -1,5 +1,6 @@
-"""Blocking calls whose rows the exchange kernel places, on the host's executors: what a GPU does. The engine polls the
-mail in which the kernel posts the counts; results are bit for bit the reference's, maps of the handles included."""
+"""Blocking calls on the host's executors as if those ran beside the host: what a GPU does. The engine polls the mail in
+which the kernel posts the counts, nobody has looked at the choices before, and results are bit for bit the reference's,
+maps of the handles included."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from hybrid_ep.testing import VirtualWorld
 WORLDS = [((1, 1), "host", 8), ((1, 3), "host", 10), ((2, 2), "host", 14), ((3, 2), "host", 8), ((4, 1), "host", 6),
           ((2, 2), "host_checked", 3), ((2, 1), "host_checked_lanes32", 3)]  # shape, executor, examples
 _worlds: dict = {}
-pytestmark = pytest.mark.usefixtures("poisoned_plans")
+pytestmark = pytest.mark.usefixtures("poisoned_plans", "unread_plans")
 
 
-def buffers_of(shape, num_local_experts: int, tokens: int = 1, kernel_places: bool = True, **options):
+def buffers_of(shape, num_local_experts: int, tokens: int = 1, **options):
     world = VirtualWorld(*shape)
     buffers = world.buffers(16, tokens, num_local_experts, timeout_s=60, **options)
     for buffer in buffers:
-        buffer._session.kernel_places = kernel_places
+        buffer._session.runs_beside = True
     return world, buffers
 
 
@@ -48,9 +49,9 @@ def test_examples(shape, executor, rounds):
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)])
-def test_everything_a_call_returns_is_what_the_host_would_have_placed(shape):
+def test_everything_a_call_returns_is_the_same_on_lanes_of_a_gpus_width(shape):
     """Also the handles' maps over the rail, of which the reference says nothing, and the bytes that crossed links."""
-    same_everywhere(everything(shape, kernel_places=True), everything(shape, kernel_places=False))
+    same_everywhere(everything(shape, executor="host_checked_lanes32"), everything(shape, executor="host"))
 
 
 def everything(shape, **options) -> list:
@@ -144,7 +145,7 @@ def test_bad_calls_are_refused_on_every_rank_and_harm_nothing():
 
 
 def test_capacity_is_the_same_error_and_the_same_drop():
-    same_capacity({"kernel_places": True}, {"kernel_places": False})
+    same_capacity({"executor": "host_checked_lanes32"}, {"executor": "host"})
 
 
 def same_capacity(here: dict, there: dict) -> None:
@@ -177,8 +178,8 @@ def test_a_plan_takes_memory_for_the_rows_that_came():
         counted = buffers[rank].dispatch_with_permute(**common)[-1][-2].plan
         unseen = buffers[rank].dispatch_with_permute(non_blocking=True, num_permuted_tokens=256, **common)[-1][-2].plan
         record = 16 + 8 + 8  # header, a destination, a pair
-        assert counted.facts.learned.memory.numel() <= counted.num_recv_rows * (record + 16) + 512
-        assert unseen.facts.memory.numel() - counted.facts.memory.numel() == 256 * (record + 16)
+        assert counted.learned.block.numel() <= counted.num_recv_rows * (record + 16) + 512
+        assert unseen.memory.block.numel() - counted.memory.block.numel() == 256 * (record + 16)
 
     world.run(work)
 

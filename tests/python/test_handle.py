@@ -43,9 +43,12 @@ def rail_maps(ex: Example, routes: list[torch.Tensor], rank: int) -> tuple[torch
     return sparse_to_dense, (sparse_to_dense >= 0).any(1), away
 
 
+@pytest.mark.parametrize("maker", ["core", "torch"])
 @pytest.mark.parametrize("routing", ["topk", "map"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_maps_over_rails_are_those_of_the_routing(shape, routing):
+def test_maps_over_rails_are_those_of_the_routing(shape, routing, maker, request):
+    if maker == "torch":  # as on a GPU
+        request.getfixturevalue("unread_plans")
     ex = example(shape, routing=routing)
     routes, world = expected(ex).plan.routes, VirtualWorld(*shape)
     buffers = world.buffers(16, 16, 2, timeout_s=30)

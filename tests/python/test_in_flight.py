@@ -38,12 +38,8 @@ def alone(buffers, world, ex: Example) -> list:
     return world.run(work)
 
 
-def buffers_of(world, kernel_places: bool = False):
-    buffers = world.buffers(64, 40, 3, timeout_s=60)
-    if kernel_places:  # as they do on a GPU in any case
-        for buffer in buffers:
-            buffer._session.kernel_places = True
-    return buffers
+def buffers_of(world):
+    return world.buffers(64, 40, 3, timeout_s=60)
 
 
 def compare(results, *wanted) -> None:
@@ -53,12 +49,11 @@ def compare(results, *wanted) -> None:
                 same(f"micro-batch {which}, rank {rank}, element {i}", x, y)
 
 
-@pytest.mark.parametrize("kernel_places", [False, True])
 @pytest.mark.parametrize("num_buffers", [1, 2])
-def test_two_dispatches_before_their_combines(num_buffers, kernel_places):
+def test_two_dispatches_before_their_combines(num_buffers):
     world = VirtualWorld(*SHAPE)
-    first = buffers_of(world, kernel_places)
-    second = first if num_buffers == 1 else buffers_of(world, kernel_places)
+    first = buffers_of(world)
+    second = first if num_buffers == 1 else buffers_of(world)
     wanted = alone(first, world, A), alone(second, world, B)
 
     def work(rank, _):

@@ -63,17 +63,17 @@ def test_routing_among_peers_alike(shape):
     rank = LoneRank(*shape, num_experts, tokens, 4, peers="alike", executor="host")
     rank.route(idx, weights)
     rank.engine.reset_traffic()
-    core, _ = rank.route(idx, weights)
+    plan = rank.route(idx, weights)
     said = rank.exchanged()
     assert rank.engine.traffic()["count_bytes"] == said["sent"]
     assert said["received"] == (num_ranks - 1) * rank.vector_bytes
     assert said["received_as_maps"] == (num_ranks - 1) * tokens * num_experts
     here = (idx < 2).sum()
-    assert core.num_permuted_rows == num_ranks * here and core.num_recv_rows == num_ranks * (idx < 2).any(1).sum()
+    assert plan.num_permuted_rows == num_ranks * here and plan.num_recv_rows == num_ranks * (idx < 2).any(1).sum()
     if num_ranks > 8:
         return
     world = VirtualWorld(*shape)
     buffers = world.buffers(8, tokens, 2, timeout_s=30)
     padded = world.run(lambda r, _: buffers[r].dispatch_with_permute(
         hidden=torch.zeros(tokens, 8).bfloat16(), topk_idx=idx, topk_weights=weights, num_of_experts=num_experts)[3])
-    assert padded[0].tolist() == list(core.padded_tokens_per_expert)
+    assert padded[0].tolist() == list(plan.padded_tokens_per_expert)

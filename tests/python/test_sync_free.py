@@ -1,4 +1,4 @@
-"""Plans that the exchange kernel places and the host never reads, on the host's executors: what a GPU does with
+"""Plans whose counts the host never reads, on the host's executors as if those ran beside it: what a GPU does with
 non_blocking=True, bit for bit against the reference; and the launches that operations take."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybrid_ep.testing import VirtualWorld
 WORLDS = [((1, 1), "host", 8), ((1, 3), "host", 10), ((2, 2), "host", 12), ((3, 1), "host", 8),
           ((2, 2), "host_checked", 3), ((2, 1), "host_checked_lanes32", 3)]  # shape, executor, examples
 _worlds: dict = {}
-pytestmark = pytest.mark.usefixtures("poisoned_plans")
+pytestmark = pytest.mark.usefixtures("poisoned_plans", "unread_plans")
 
 
 def buffers_of(shape, num_local_experts: int, kept: bool = True, tokens: int = 1, **options):
@@ -25,7 +25,7 @@ def buffers_of(shape, num_local_experts: int, kept: bool = True, tokens: int = 1
         world = VirtualWorld(*shape)
         buffers = world.buffers(16, tokens, num_local_experts, timeout_s=60, **options)
         for buffer in buffers:
-            buffer._session.kernel_places = True
+            buffer._session.runs_beside = True
         if not kept:
             return world, buffers
         _worlds[key] = world, buffers
@@ -120,7 +120,7 @@ def test_ranks_that_differ_find_each_other_at_the_deadline():
     world = VirtualWorld(1, 2)
     buffers = world.buffers(16, 4, 2, timeout_s=0.5)
     for buffer in buffers:
-        buffer._session.kernel_places = True
+        buffer._session.runs_beside = True
 
     def work(rank, _):
         for _ in range(2):  # where calls return before they have run, the second says how the first ended

@@ -52,6 +52,7 @@ struct Region {
     kInput,     // read only
     kFacts,     // written and read by its owner's kernels
     kOutput,    // written by its owner, once per launch
+    kMail,      // written by its owner's kernels, read by the host, which is not simulated
     kCounts,    // count vectors: the host writes into them too, so only operations in flight are watched
     kSendRing,  // registered: filled by its owner, read by the NIC, free again when the put has landed
     kRecvRing,  // registered: filled by the rail peer, free again when its owner returns the credit

@@ -5,6 +5,7 @@
 #include "kernels/deliver.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
+#include "layout/count_mail.h"
 #include "transport/sim/sim_transport.h"
 
 namespace hep {
@@ -42,11 +43,13 @@ void SimExecutor::end_operation() {
 void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings&) {
   ExchangeParams p = params;
   const uint64_t smem_bytes = plan_exchange_smem<SimArch>(p, smem_budget_);
+  if (p.mail) add("mail", p.mail, CountMail::make(p.layout).bytes(), Use::kMail, false);
   const sim::Ps routing = p.num_tokens * m_.config().costs.route_token_ps;
   launch("exchange", 1, kExchangeWarps<SimArch>, smem_bytes, 0, 0, [&](SimArch& a, SimTransport& net, std::byte* smem) {
     if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
     exchange_kernel<SimArch, SimTransport>(a, net, p, smem);
   });
+  m_.memory().drop_rank(rank_);
 }
 
 void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
