@@ -255,7 +255,9 @@ class Session:
     @staticmethod
     def check_headers(headers: list[dict[str, int]]) -> None:
         """ValueError, the same on all ranks, when they mean different calls."""
-        agree([{name: say(h[name]) for name, say in _MUST_AGREE.items()} for h in headers], "dispatch")
+        odd = [name for name in _MUST_AGREE if any(h[name] != headers[0][name] for h in headers)]
+        if odd:  # numbers become words only to say so
+            agree([{name: _MUST_AGREE[name](h[name]) for name in odd} for h in headers], "dispatch")
 
     def fit_call(self, headers: list[dict[str, int]], topk: int, call: Call) -> None:
         """Room for a routed call, of which all ranks know all headers."""
