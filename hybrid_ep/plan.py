@@ -5,6 +5,7 @@ Immutable once its first dispatch has run; outlives later calls, later growth an
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +28,8 @@ class PlanMemory:
 
     def array(self, begin: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """A view: `shape` elements from byte `begin` on."""
-        end = begin + torch.Size(shape).numel() * dtype.itemsize
-        return self.block[begin:end].view(dtype).view(shape)
+        flat = self.block[begin:begin + math.prod(shape) * dtype.itemsize].view(dtype)
+        return flat if len(shape) == 1 else flat.view(shape)
 
 
 @dataclass(frozen=True)
