@@ -184,6 +184,10 @@ class Plan:
     @property
     def has_holes(self) -> bool: ...
 
+    def maps(self, *, pair_expert: TensorView, sparse_to_dense: TensorView, rail_to_node: TensorView,
+             node_to_rail: TensorView, local_routing: TensorView, permuted_rows: TensorView | None = None,
+             source_ends: TensorView | None = None) -> None: ...
+
     @property
     def max_recv_rows(self) -> int: ...
 

@@ -44,7 +44,7 @@ def _config_with(plan: Plan, template: HybridEpConfigInstance) -> HybridEpConfig
     return config
 
 
-def dispatch_handle(plan: BlockingPlan, template: HybridEpConfigInstance) -> tuple:
+def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
     """After the plan's first dispatch, which brings the facts of the received rows."""
     *rails, routed, _, _ = plan_maps.of(plan, permuted=False)
     return (*rails, plan.recv_rows, routed, plan.num_tokens, _config_with(plan, template))

@@ -95,7 +95,9 @@ def _widest(routing: Routing) -> int:
     """Most pairs of a token of this rank. Waits for the device."""
     if routing.topk_idx is not None:
         return max(1, min(routing.topk_idx.shape[1], routing.num_experts))
-    return max(1, int(routing.routing_map.sum(1).max())) if routing.num_tokens else 1
+    if routing.routing_map is None or not routing.num_tokens:
+        return 1
+    return max(1, int(routing.routing_map.sum(1).max()))
 
 
 def _unknown_experts(headers: list[dict[str, int]], num_experts: int) -> str:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from hybrid_ep import validation
+from hybrid_ep import _core, validation
 from hybrid_ep.plan import Plan
 from hybrid_ep.tensors import aligned, view
 
 
-def in_plan_order(plan: Plan, topk_idx, topk_weights, probs) -> torch.Tensor | None:
+def in_plan_order(plan: Plan, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
+                  probs: torch.Tensor | None) -> torch.Tensor | None:
     """New weights for a handle: topk_weights of topk_idx, or dense probs; None without either. ValueError when they do
     not fit the handle; on a GPU, which nobody waits for, whatever the values are."""
     on_host = plan.host_reads
@@ -46,7 +47,7 @@ def to_dense(plan: Plan, ordered: torch.Tensor) -> torch.Tensor:
     return dense.scatter_(1, where, ordered[:, :where.shape[1]])[:, :-1].contiguous()
 
 
-def _pairs(plan: Plan):
+def _pairs(plan: Plan) -> _core.TensorView | None:
     return view("pair_expert", plan.pair_expert)
 
 

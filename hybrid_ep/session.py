@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ class Call:
             "chunk_dispatch": template.chunk("dispatch"), "chunk_combine": template.chunk("combine")}
 
 
-_MUST_AGREE = {
+_MUST_AGREE: dict[str, Callable[[int], str]] = {
     "hidden": str, "dtype": lambda v: str(DTYPES[v]), "scale_width": str,
     "scale_dtype": lambda v: "no scaling_factor" if v == 0 else str(DTYPES[v - 1]), "num_experts": str,
     "pad_multiple": str,
@@ -112,7 +113,7 @@ class Session:
 
     # ---- life
     @contextlib.contextmanager
-    def guard(self):
+    def guard(self) -> Iterator[Session]:
         """Around every operation: in the process that made the buffer, one thread at a time, none after a failure."""
         self.require_own_process()
         if not self._lock.acquire(blocking=False):
@@ -268,7 +269,7 @@ class Session:
                  scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
                  chunk_tokens=max(self.chunks.values()))
 
-    def check_capacity(self, placed, call: Call, headers: list[dict[str, int]]) -> None:
+    def check_capacity(self, placed: Any, call: Call, headers: list[dict[str, int]]) -> None:
         """CapacityError, on all ranks, where rows were dropped and must not be."""
         self._check_rows(placed.recv_rows, call)
         self._check_budgets(placed.num_dropped_per_rank, [h["budget"] - 1 for h in headers], call)
