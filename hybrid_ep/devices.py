@@ -222,19 +222,28 @@ def _maps_file(name: str) -> bool:
 
 class DeviceSegments:
     """Segments of real processes in device memory. Handles travel through the group's store, file descriptors through
-    an abstract Unix socket that the owner serves until unlink()."""
+    an abstract Unix socket that the owner serves until unlink().
+
+    CUDA IPC's memory must not be freed while a peer maps it. So the last segment outlives its engine until this rank
+    makes the next one: the ranks have met between the two (bootstrap.open_segments), each without its old engine. The
+    other kinds' mappings keep the memory themselves."""
 
     def __init__(self, store: dist.Store, kind: str) -> None:
         self._store, self.kind = store, kind
         self._servers: dict[str, socket.socket] = {}
+        self._lent: Any = None  # what peers may still map, of CUDA IPC
 
     def create(self, name: str, num_bytes: int) -> _core.Segment:
+        self._lent = None
         memory = _core.cuda.DeviceMemory.create(self.kind, num_bytes)
         handle, fd = memory.share()
         if fd >= 0:
             self._servers[name] = _serve(name, fd)
         self._store.set(f"segments{name}", handle.hex() or "-")
-        return memory.segment()
+        segment = memory.segment()
+        if self.kind == "ipc":
+            self._lent = segment
+        return segment
 
     def attach(self, name: str, num_bytes: int) -> _core.Segment:
         said = self._store.get(f"segments{name}").decode()
@@ -246,6 +255,9 @@ class DeviceSegments:
 
     def unlink(self, name: str) -> None:
         _hang_up(self._servers.pop(name, None))
+
+    def close(self, together: bool) -> None:
+        self._lent = None
 
 
 def _close(fd: int) -> None:

@@ -46,6 +46,7 @@ def _config_with(plan: Plan, template: HybridEpConfigInstance) -> HybridEpConfig
 
 def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
     """After the plan's first dispatch, which brings the facts of the received rows."""
+    assert isinstance(plan, BlockingPlan)  # dispatch waits for its counts
     *rails, routed, _, _ = plan_maps.of(plan, permuted=False)
     return (*rails, plan.recv_rows, routed, plan.num_tokens, _config_with(plan, template))
 

@@ -9,12 +9,13 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
 
 from hybrid_ep import _core, devices, options
-from hybrid_ep.bootstrap import GroupView, PosixSegments, Rendezvous
+from hybrid_ep.bootstrap import GroupView, PosixSegments, Rendezvous, open_segments
 from hybrid_ep.testing import VirtualWorld
 from hybrid_ep.topology import Topology, resolve
 
@@ -232,3 +233,52 @@ def test_a_gpu_without_kernels_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ValueError, match=r"capability 9\.0 and 10\.x; cuda:0 is a A100 of 8\.0"):
         devices.current()
+
+
+class FakeMemory:
+    """Device memory that notes when it is given back: a rank's own is freed, a peer's is closed."""
+
+    log: list[tuple[str, bytes]]
+
+    def __init__(self, handle: bytes, last_word: str):
+        self.handle, self.last_word = handle, last_word
+
+    @classmethod
+    def create(cls, kind, num_bytes):
+        return cls(os.urandom(4), "freed")
+
+    @classmethod
+    def attach(cls, kind, num_bytes, handle, fd):
+        return cls(handle, "closed")
+
+    def share(self):
+        return self.handle, -1
+
+    def segment(self):
+        return self
+
+    def __del__(self):
+        self.log.append((self.last_word, self.handle))
+
+
+def test_memory_that_grows_is_freed_when_its_peers_have_closed_it(monkeypatch):
+    monkeypatch.setattr(_core.cuda, "DeviceMemory", FakeMemory)
+    FakeMemory.log = log = []
+    world = VirtualWorld(1, 3)
+
+    def grow(rank, group):
+        meet = Rendezvous(GroupView.of(group), timeout_s=30)
+        segments = devices.DeviceSegments(group.store, "ipc")
+        for generation in range(3):
+            time.sleep(0.05 * rank)  # the others let go late
+            engine = None
+            engine = open_segments(meet, segments, generation, 64, list)
+            assert len(engine) == 3
+        meet.exchange("last", None)
+        segments.close(together=True)
+
+    world.run(grow)
+    of_first_two = [handle for what, handle in log if what == "freed"][:6]
+    for handle in of_first_two:
+        assert [what for what, of in log if of == handle] == ["closed", "closed", "freed"]
+    assert sum(what == "freed" for what, _ in log) == 9
