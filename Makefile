@@ -66,7 +66,7 @@ ptx-soak: setup  ## the CUDA library's PTX on the interpreter, by seed; needs nv
 	@$(PYTHON) tests/ptx/soak.py $(ARGS)
 
 simulate-soak: setup  ## 100,000 simulated worlds by seed [ARGS="--seeds 1000"]
-	@$(PYTHON) -m hybrid_ep.sim.soak --seeds 100000 --jobs $$(nproc) $(ARGS)
+	@$(PYTHON) -m hybrid_ep.explorer.soak --seeds 100000 --jobs $$(nproc) $(ARGS)
 
 docs: setup  ## the documentation site, in docs/_build/html
 	@$(PYTHON) scripts/run_tests.py --only docs

@@ -296,7 +296,7 @@ class Segment:
 
 
 class TensorView:
-    """A tensor on its way into the core; hybrid_ep/tensors.py makes them."""
+    """A tensor on its way into the core; hybrid_ep/runtime/tensors.py makes them."""
 
     elements: ClassVar[dict[str, int]]
 

@@ -16,24 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep import memory, validation
-from hybrid_ep.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
+from hybrid_ep import memory
+from hybrid_ep.runtime import validation
+from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
 
 try:
     from hybrid_ep import _core  # noqa: F401  (said once, clearly, before anything else needs it)
 except ImportError as error:
     raise ImportError(f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
                       f"install .' in the source tree ({error})") from error
-from hybrid_ep import options, plan_weights, streams
-from hybrid_ep.bootstrap import GroupView, Rendezvous
+from hybrid_ep import streams
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError
-from hybrid_ep.handle import dispatch_handle, permute_handle
-from hybrid_ep.names import Named
-from hybrid_ep.plan import Plan
-from hybrid_ep.routing import routing_of_call
-from hybrid_ep.session import Call, Session
-from hybrid_ep.signatures import Combined, Dispatched, GroupLike, Handle, Permuted, Received
+from hybrid_ep.runtime import options, plan_weights
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
+from hybrid_ep.runtime.handle import dispatch_handle, permute_handle
+from hybrid_ep.runtime.names import Named
+from hybrid_ep.runtime.plan import Plan
+from hybrid_ep.runtime.routing import routing_of_call
+from hybrid_ep.runtime.session import Call, Session
+from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted, Received
 
 
 class HybridEPBuffer(Named):

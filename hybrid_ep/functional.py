@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_ep import eager, quantize
-from hybrid_ep.signatures import Buffer, Combined, Handle
+from hybrid_ep.payload import quantize
+from hybrid_ep.runtime import eager
+from hybrid_ep.runtime.signatures import Buffer, Combined, Handle
 
 
 def dispatch(buffer: Buffer, hidden: Tensor, *, topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
@@ -41,7 +42,7 @@ def dispatch_with_permute(buffer: Buffer, hidden: Tensor, *, topk_idx: Tensor | 
     """Differentiable HybridEPBuffer.dispatch_with_permute: (rows [P, H], weights [P] or None, scales,
     padded_tokens_per_expert, handle).
 
-    dispatch_dtype: "fp8", "mxfp8" or "nvfp4" sends hidden quantised (hybrid_ep.quantize) and returns the rows
+    dispatch_dtype: "fp8", "mxfp8" or "nvfp4" sends hidden quantised (hybrid_ep.payload.quantize) and returns the rows
     dequantised, in hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and
     travel unquantised. ValueError with a scaling_factor, for hidden is quantised already then."""
     if quantize.format_of(dispatch_dtype, hidden.shape[1]) and scaling_factor is not None:
@@ -69,7 +70,7 @@ def combine_with_unpermute(buffer: Buffer, hidden: Tensor, handle: Handle, probs
 
 def _dispatch(buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, Any]) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
-        from hybrid_ep import compiled
+        from hybrid_ep.runtime import compiled
 
         return compiled.dispatch(buffer, permute, hidden, **given)
     return eager.dispatch(buffer, permute, hidden, given)
@@ -78,7 +79,7 @@ def _dispatch(buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, An
 def _combine(buffer: Buffer, permute: bool, hidden: Tensor, handle: Handle, probs: Tensor | None,
              fp32_partials: bool) -> Combined:
     if torch.compiler.is_compiling():
-        from hybrid_ep import compiled
+        from hybrid_ep.runtime import compiled
 
         return compiled.combine(buffer, permute, hidden, handle, probs, fp32_partials)
     return eager.combine(buffer, permute, hidden, handle, probs, fp32_partials)

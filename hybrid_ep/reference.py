@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep import topology
-from hybrid_ep.names import Named
-from hybrid_ep.signatures import Combined, Dispatched, Handle, Permuted, Received
+from hybrid_ep.runtime import topology
+from hybrid_ep.runtime.names import Named
+from hybrid_ep.runtime.signatures import Combined, Dispatched, Handle, Permuted, Received
 
 _T = TypeVar("_T")
 Tensors = Sequence[Tensor]  # one of every rank

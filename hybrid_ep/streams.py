@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import validation
+from hybrid_ep.runtime import validation
 
 OWN = "own"
 

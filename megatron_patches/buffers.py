@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import devices, env, topology
-from hybrid_ep.bootstrap import GroupView, Rendezvous
+from hybrid_ep import env
+from hybrid_ep.runtime import devices, topology
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 
 if TYPE_CHECKING:
     from hybrid_ep import HybridEPBuffer

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 
-from hybrid_ep import functional, quantize
-from hybrid_ep.handle import OVERFLOW_FLAG
-from hybrid_ep.validation import ROW_ALIGNMENT
+from hybrid_ep import functional
+from hybrid_ep.payload import quantize
+from hybrid_ep.runtime.handle import OVERFLOW_FLAG
+from hybrid_ep.runtime.validation import ROW_ALIGNMENT
 from megatron_patches import buffers, settings
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.quantize.CHOICES, which needs torch
+DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.payload.quantize.CHOICES, which needs torch
 
 BALANCE_MODES = ("off", "exact", "slow", "both")
 CLONING, REHOMING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
@@ -61,8 +61,8 @@ def _check_integers(**given: int | None) -> None:
 class Exchange:
     """Dispatch and combine. `None` leaves the choice to Megatron's configuration, then to hybrid_ep's default.
 
-    * `ranks_per_node`: ranks of the whole job in one NVLink domain (`hybrid_ep.topology`); an EP group inside a domain
-      is one node, one that straddles domains unevenly is refused when its first layer is built.
+    * `ranks_per_node`: ranks of the whole job in one NVLink domain (`hybrid_ep.runtime.topology`); an EP group
+      inside a domain is one node, one that straddles domains unevenly is refused when its first layer is built.
     * `num_sms`: SMs granted to dispatch and to combine (blocks, on the host executor).
     * `tuning`: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     * `timeout_s`: seconds a wait inside hybrid_ep may last before it raises.

@@ -45,7 +45,7 @@ class Hardware:
         return self.layouts == "h100_8x400g"
 
 
-# Names are those of hybrid_ep.sim.clusters, which knows their links.
+# Names are those of hybrid_ep.hardware.clusters, which knows their links.
 HARDWARE = {
     h.name: h
     for h in (

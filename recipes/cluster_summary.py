@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hybrid_ep.cli.simulate.job import command_of
-from hybrid_ep.sim import clusters, models, recommend, step_time
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import models, recommend, step_time
 from recipes import memory
 from recipes.cluster import ClusterRun
 

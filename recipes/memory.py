@@ -73,7 +73,7 @@ def registered_bytes(run: ClusterRun) -> int:
     if run.dispatcher != "hybrid_ep":
         return 0
     from hybrid_ep import _core
-    from hybrid_ep.options import recv_capacity
+    from hybrid_ep.runtime.options import recv_capacity
 
     model, tokens = run.architecture, run.tokens_per_rank
     row_bytes = _BF16 * model.hidden_size

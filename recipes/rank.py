@@ -52,7 +52,7 @@ def meet(rank: int, num_ranks: int, timeout_s: float) -> dist.TCPStore:
 
 def check_one_machine(store: Any, key: str, rank: int) -> None:
     """ValueError on a rank that shares no memory and no loopback with rank 0, as ranks on CPUs must."""
-    from hybrid_ep import devices
+    from hybrid_ep.runtime import devices
 
     machine, name = devices.machine(), socket.gethostname()
     if rank == 0:

@@ -36,8 +36,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 from lone_rank import LoneRank  # noqa: E402
 
-from hybrid_ep import _core, devices  # noqa: E402  (the checkout first, installed or not)
-from hybrid_ep.tensors import pad_rows, row_bytes  # noqa: E402
+from hybrid_ep import _core  # noqa: E402  (the checkout first, installed or not)
+from hybrid_ep.runtime import devices  # noqa: E402  (the checkout first, installed or not)
+from hybrid_ep.runtime.tensors import pad_rows, row_bytes  # noqa: E402
 from hybrid_ep.testing import VirtualWorld  # noqa: E402
 
 SECONDS_PER_TRY = 20.0

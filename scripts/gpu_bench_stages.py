@@ -32,7 +32,7 @@ from gpu_bench_moe import copy_rate  # noqa: E402
 from gpu_peer_rank import kernel_us  # noqa: E402
 from lone_rank import LoneRank  # noqa: E402
 
-from hybrid_ep import devices  # noqa: E402
+from hybrid_ep.runtime import devices  # noqa: E402
 from hybrid_ep.testing import VirtualWorld  # noqa: E402
 
 RANKS, EXPERTS, TOPK = 8, 256, 8  # of the world in which permute's and unpermute's rank lives

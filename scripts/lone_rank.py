@@ -15,9 +15,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hybrid_ep import _core, devices  # noqa: E402  (the checkout first, installed or not)
-from hybrid_ep.plan import PlanMemory  # noqa: E402
-from hybrid_ep.tensors import aligned, row_bytes, view  # noqa: E402
+from hybrid_ep import _core  # noqa: E402  (the checkout first, installed or not)
+from hybrid_ep.runtime import devices  # noqa: E402  (the checkout first, installed or not)
+from hybrid_ep.runtime.plan import PlanMemory  # noqa: E402
+from hybrid_ep.runtime.tensors import aligned, row_bytes, view  # noqa: E402
 from hybrid_ep.testing import PrivateSegments  # noqa: E402
 from hybrid_ep.traffic import exchange  # noqa: E402
 

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 from hybrid_ep.cli.plotting import pyplot
-from hybrid_ep.sim import clusters, dwdp, events, model, models, peers, published, step_time
-from hybrid_ep.sim.implementations import PUBLISHED
-from hybrid_ep.sim.shape import Shape
-from hybrid_ep.sim.step_time import Job
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import dwdp, events, model, models, peers, published, step_time
+from hybrid_ep.perf.implementations import PUBLISHED
+from hybrid_ep.perf.shape import Shape
+from hybrid_ep.perf.step_time import Job
 
 _BLUE, _RED, _GREEN, _GREY = "#1b4f8a", "#c0392b", "#2e7d32", "#888888"
 _PEER_SIZES = [("h100_8x400g", r) for r in (8, 16, 32, 64, 128, 256)] + [("gb200_nvl72", r) for r in (8, 16, 32, 64)]

@@ -1,4 +1,4 @@
-// hybrid_ep._core.NvshmemWorld: NVSHMEM in this process. hybrid_ep/nvshmem.py decides when, and for how long.
+// hybrid_ep._core.NvshmemWorld: NVSHMEM in this process. hybrid_ep/runtime/nvshmem.py decides when, and for how long.
 #include "bindings/nvshmem.h"
 
 #include <pybind11/stl.h>

@@ -73,7 +73,7 @@ DType summable(const char* name, const TensorView* view) {
 }
 
 void bind_tensor_view(py::module_& m) {
-  py::class_<TensorView>(m, "TensorView", "A tensor on its way into the core; hybrid_ep/tensors.py makes them.")
+  py::class_<TensorView>(m, "TensorView", "A tensor on its way into the core; hybrid_ep/runtime/tensors.py makes them.")
       .def(py::init(&make), py::arg("address"), py::arg("num_bytes"), py::arg("element"), py::arg("device"),
            py::arg("tensor") = py::none(),
            "num_bytes of memory at `address` on a 'cpu' or 'cuda' device; element: a code of `elements`; tensor: what "

@@ -1,6 +1,6 @@
 // A tensor on its way into the core: where its bytes lie, how many there are, what they hold and on which kind of
-// device. hybrid_ep/tensors.py makes one from a torch tensor; nothing else crosses the boundary as memory. The core
-// states for every argument what it needs, and a view that has less is a ValueError that names the argument.
+// device. hybrid_ep/runtime/tensors.py makes one from a torch tensor; nothing else crosses the boundary as memory. The
+// core states for every argument what it needs, and a view that has less is a ValueError that names the argument.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -1,6 +1,6 @@
 // NVSHMEM in this process: loaded by dlopen when asked for, started and stopped once for all buffers, and its calls
 // with errors that say which call of which PE failed. Every collective here may wait for other PEs without a deadline
-// of its own; the caller (hybrid_ep/nvshmem.py) puts one around it.
+// of its own; the caller (hybrid_ep/runtime/nvshmem.py) puts one around it.
 #pragma once
 #include <cstdint>
 #include <memory>

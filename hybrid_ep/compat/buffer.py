@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from hybrid_ep import validation
 from hybrid_ep.compat import hybrid
 from hybrid_ep.compat.events import Config, EventHandle, EventOverlap, topk_idx_t, wait_for
+from hybrid_ep.runtime import validation
 
 _FIRST_HIDDEN = 8  # what a buffer makes room for before it has seen a call; calls grow it
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import streams, validation
+from hybrid_ep import streams
+from hybrid_ep.runtime import validation
 
 topk_idx_t = torch.int64  # the dtype of topk_idx
 

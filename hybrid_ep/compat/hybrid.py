@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hybrid_ep import buffer, routing_maps
+from hybrid_ep import buffer
+from hybrid_ep.runtime import routing_maps
 
 
 class Runtime:

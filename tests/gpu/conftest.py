@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from hybrid_ep import devices
+from hybrid_ep.runtime import devices
 
 settings.register_profile("gpu", deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
                           max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")))

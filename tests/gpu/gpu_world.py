@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hybrid_ep.devices import is_cuda
+from hybrid_ep.runtime.devices import is_cuda
 from hybrid_ep.testing import VirtualWorld
 
 VERBS = ("dispatch", "combine", "dispatch_with_permute", "combine_with_unpermute")

@@ -12,7 +12,8 @@ from examples import Example, check
 from gpu_world import OnDevice
 from world import ProcessWorld
 
-from hybrid_ep import HybridEPBuffer, devices, nvshmem
+from hybrid_ep import HybridEPBuffer
+from hybrid_ep.runtime import devices, nvshmem
 
 
 def why_not(ctx) -> str | None:

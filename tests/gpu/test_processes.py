@@ -17,7 +17,8 @@ from gpu_world import OnDevice
 from hypothesis import given, settings
 from world import ProcessWorld
 
-from hybrid_ep import HybridEPBuffer, _core, devices
+from hybrid_ep import HybridEPBuffer, _core
+from hybrid_ep.runtime import devices
 
 SHAPES = [(1, 2), (2, 1), (1, 4), (2, 2)]
 

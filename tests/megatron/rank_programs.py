@@ -16,7 +16,7 @@ from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
-from hybrid_ep import quantize
+from hybrid_ep.payload import quantize
 from megatron_patches import buffers, settings
 
 HIDDEN, EXPERTS, TOPK = 32, 8, 2

@@ -115,7 +115,8 @@ def _scale_deadlines(choices: Choices) -> None:
     """Kernels and the host wait for as many seconds as the test says, times the speed of the machine's clock: a host
     that is not given the CPU must not run out of patience before the kernels that it waits for. With happens-before
     everything takes longer, and a deadline that no test means to see pass must not."""
-    from hybrid_ep import _core, devices
+    from hybrid_ep import _core
+    from hybrid_ep.runtime import devices
 
     engine = _core.Engine
 
@@ -131,7 +132,7 @@ def _scale_deadlines(choices: Choices) -> None:
 def install(choices: Choices) -> Library:
     """Once a process, before hybrid_ep makes a buffer."""
     global library
-    from hybrid_ep import devices
+    from hybrid_ep.runtime import devices
 
     library = Library(choices)
     devices.LIBRARY = library.path

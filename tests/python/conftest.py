@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from world import ProcessWorld
 
-from hybrid_ep.plan import Plan
+from hybrid_ep.runtime.plan import Plan
 
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from examples import Example, Inputs, make_inputs, same
 
-from hybrid_ep import HybridEPBuffer, balance, functional, quantize
+from hybrid_ep import HybridEPBuffer, balance, functional
 from hybrid_ep.moe import grouped_mm, inverse_map, unpermute, weighted_swiglu
+from hybrid_ep.payload import quantize
 from hybrid_ep.reference import ReferenceBuffer
 
 BY_TOPK = Example(2, 2, 2, (6, 9, 0, 5), 2, hidden=32, pad_multiple=4, seed=7)

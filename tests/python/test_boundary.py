@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybrid_ep import _core
 from hybrid_ep.balance import plan_microbatch, plan_placement
-from hybrid_ep.tensors import view
+from hybrid_ep.runtime.tensors import view
 from hybrid_ep.testing import VirtualWorld
 
 CODES = _core.TensorView.elements

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hybrid_ep import HybridEPBuffer
 from hybrid_ep.moe import combining
 from hybrid_ep.reference import World, combine_world, densify, dispatch_world, plan_world
-from hybrid_ep.tensors import aligned, view
+from hybrid_ep.runtime.tensors import aligned, view
 from hybrid_ep.testing import VirtualWorld
 
 DEFAULTS = {

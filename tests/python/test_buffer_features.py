@@ -12,7 +12,7 @@ from examples import Example, check, expected, make_inputs
 
 from hybrid_ep import CapacityError, HybridEPBuffer, reference
 from hybrid_ep.errors import BufferFailedError, ReentrantCallError
-from hybrid_ep.handle import OVERFLOW_FLAG
+from hybrid_ep.runtime.handle import OVERFLOW_FLAG
 from hybrid_ep.testing import VirtualWorld
 
 EX = Example(2, 2, 2, (6, 9, 12, 3), 3, seed=5, exact=True)

@@ -14,10 +14,11 @@ import torch
 from callers import integers, routing
 
 import hybrid_ep
-from hybrid_ep import compat, validation
+from hybrid_ep import compat
 from hybrid_ep.compat.buffer import Buffer
 from hybrid_ep.compat.events import Config, EventHandle, EventOverlap
 from hybrid_ep.compat.hybrid import HybridEPBuffer, indices_to_map
+from hybrid_ep.runtime import validation
 from hybrid_ep.testing import VirtualWorld
 
 REQUIRED = inspect.Parameter.empty

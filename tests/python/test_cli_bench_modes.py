@@ -17,8 +17,9 @@ from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, build_parser, launch,
 from hybrid_ep.cli.bench import built_in, checks, config, graphs, plots, presets, routing, simulated
 from hybrid_ep.cli.bench.ledger import build_ledger
 from hybrid_ep.cli.bench.plots import Point
-from hybrid_ep.sim import clusters, model
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import model
+from hybrid_ep.perf.shape import Shape
 from hybrid_ep.testing import VirtualWorld
 
 SMALL = ["--tokens", "16", "--hidden", "64", "--topk", "2", "--experts", "8", "-n", "2", "-w", "1"]

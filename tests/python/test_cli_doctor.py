@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_ep import devices
 from hybrid_ep.cli import main
 from hybrid_ep.cli.doctor import command, finding, machine, selftest, software
 from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Finding
+from hybrid_ep.runtime import devices
 
 
 @pytest.fixture(scope="module")

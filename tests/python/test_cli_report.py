@@ -8,8 +8,9 @@ import pytest
 
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
 from hybrid_ep.cli.report.scaling import MODES, Row, split
-from hybrid_ep.sim import clusters, models
-from hybrid_ep.sim.step_time import Job, step
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import models
+from hybrid_ep.perf.step_time import Job, step
 
 yaml = pytest.importorskip("yaml")
 

@@ -7,13 +7,15 @@ import json
 import pytest
 import torch
 
-from hybrid_ep import devices, options, topology, tuning
+from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, launch, main
 from hybrid_ep.cli.tune import predicted
 from hybrid_ep.cli.tune.grid import Grid, Point, Setting
-from hybrid_ep.sim import clusters, model, recommend
-from hybrid_ep.sim.implementations import HYBRID_EP
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import model, recommend
+from hybrid_ep.perf.implementations import HYBRID_EP
+from hybrid_ep.perf.shape import Shape
+from hybrid_ep.runtime import devices, options, topology
 from hybrid_ep.testing import VirtualWorld
 from hybrid_ep.tuning import Key, Settings
 

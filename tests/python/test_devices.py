@@ -14,10 +14,11 @@ import time
 import pytest
 import torch
 
-from hybrid_ep import _core, devices, options
-from hybrid_ep.bootstrap import GroupView, PosixSegments, Rendezvous, open_segments
+from hybrid_ep import _core
+from hybrid_ep.runtime import devices, options
+from hybrid_ep.runtime.bootstrap import GroupView, PosixSegments, Rendezvous, open_segments
+from hybrid_ep.runtime.topology import Topology, resolve
 from hybrid_ep.testing import VirtualWorld
-from hybrid_ep.topology import Topology, resolve
 
 ALL = ["fabric", "file", "ipc"]
 
@@ -126,7 +127,7 @@ def test_ranks_find_their_domain_and_a_number_that_cuts_it_is_warned_of(monkeypa
 NAMESPACES = """
 import os, sys, torch.distributed as dist
 from hybrid_ep import devices
-from hybrid_ep.bootstrap import GroupView, Rendezvous
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 name = f"hybrid_ep.test.{os.getpid()}"
 server = devices._serve(name, os.memfd_create("probe"))

@@ -83,7 +83,7 @@ def test_a_rank_that_never_comes_to_the_constructor():
 
 def die_after_creating(ctx):
     """Rank 2 dies when its segment exists and its name is still there."""
-    from hybrid_ep import bootstrap
+    from hybrid_ep.runtime import bootstrap
 
     if ctx.rank == 2:
         create = bootstrap.PosixSegments.create

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hybrid_ep import functional as F
-from hybrid_ep import names
+from hybrid_ep.runtime import names
 from hybrid_ep.testing import VirtualWorld
 
 H, E, K = 16, 4, 3

@@ -8,7 +8,8 @@ import pytest
 from small_buffer import IDX, E, H, X, make, round_trip
 from world import error_of
 
-from hybrid_ep import HybridEPBuffer, devices, env
+from hybrid_ep import HybridEPBuffer, env
+from hybrid_ep.runtime import devices
 from hybrid_ep.testing import VirtualWorld
 
 NONSENSE = {

@@ -22,8 +22,8 @@ from small_buffer import CHOICES, IDX, E, H, X, make, round_trip
 from world import ProcessWorld
 
 from hybrid_ep import HybridEPBuffer, functional
-from hybrid_ep.bootstrap import PosixSegments
 from hybrid_ep.errors import BootstrapError, BufferFailedError
+from hybrid_ep.runtime.bootstrap import PosixSegments
 from hybrid_ep.testing import VirtualWorld
 
 HERE = Path(__file__).parent

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import HybridEPBuffer, bootstrap
+from hybrid_ep import HybridEPBuffer
+from hybrid_ep.runtime import bootstrap
 
 ROUNDS, FIRST = 200, 10  # before the count begins, caches have filled
 _kept: list = []

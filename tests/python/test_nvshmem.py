@@ -14,11 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
-from hybrid_ep import _core, nvshmem
-from hybrid_ep.bootstrap import GroupView, Rendezvous
+from hybrid_ep import _core
 from hybrid_ep.buffer import HybridEPBuffer
 from hybrid_ep.errors import BootstrapError
-from hybrid_ep.session import Session
+from hybrid_ep.runtime import nvshmem
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
+from hybrid_ep.runtime.session import Session
 from hybrid_ep.testing import VirtualWorld
 
 HERE = Path(__file__).parent / "nvshmem_stand_in"

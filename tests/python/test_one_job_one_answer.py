@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from hybrid_ep import cli
-from hybrid_ep.sim import step_time
+from hybrid_ep.perf import step_time
 from recipes import CLUSTER_RECIPES, cluster_summary
 from recipes.cluster import HARDWARE
 

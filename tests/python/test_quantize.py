@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_ep import functional, quantize
-from hybrid_ep.quantize import FORMATS
+from hybrid_ep import functional
+from hybrid_ep.payload import quantize
+from hybrid_ep.payload.quantize import FORMATS
 from hybrid_ep.testing import VirtualWorld
 
 FP8, MXFP8 = FORMATS["fp8"], FORMATS["mxfp8"]

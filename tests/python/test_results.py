@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_ep.results import ResultPool, size_class
+from hybrid_ep.runtime.results import ResultPool, size_class
 from hybrid_ep.testing import VirtualWorld
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_ep import nvfp4, quantize, scale_tiles
+from hybrid_ep.payload import nvfp4, quantize, scale_tiles
 from hybrid_ep.testing import VirtualWorld
 
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_ep.sim import clusters, flow, model, routing
-from hybrid_ep.sim.costs import RowCosts
-from hybrid_ep.sim.flow import Chain, Hop
-from hybrid_ep.sim.implementations import HYBRID_EP, PUBLISHED, UNPERMUTED
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import flow, model, routing
+from hybrid_ep.perf.costs import RowCosts
+from hybrid_ep.perf.flow import Chain, Hop
+from hybrid_ep.perf.implementations import HYBRID_EP, PUBLISHED, UNPERMUTED
+from hybrid_ep.perf.shape import Shape
 
 H100 = clusters.get("h100_8x400g")
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
-from hybrid_ep.sim import events, trace
+from hybrid_ep.perf import events, trace
 
 SMALL = ["simulate", "--cluster", "h100_8x400g", "--nodes", "2", "--ranks-per-node", "2", "--tokens", "128", "--hidden",
          "512", "--topk", "2", "--experts", "8", "--num-sms", "2"]

@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from hybrid_ep.sim import clusters, dwdp, events, flow, model, models, peers, recommend, routing, step_time, trace
-from hybrid_ep.sim.implementations import HYBRID_EP
-from hybrid_ep.sim.order_statistics import expected_max
-from hybrid_ep.sim.shape import Shape
-from hybrid_ep.sim.step_time import Job
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import dwdp, events, flow, model, models, peers, recommend, routing, step_time, trace
+from hybrid_ep.perf.implementations import HYBRID_EP
+from hybrid_ep.perf.order_statistics import expected_max
+from hybrid_ep.perf.shape import Shape
+from hybrid_ep.perf.step_time import Job
 
 H100, NVL72 = clusters.get("h100_8x400g"), clusters.get("gb200_nvl72")
 QWEN = models.get("qwen3_30b_a3b")

@@ -4,10 +4,11 @@ from collections import Counter
 
 import pytest
 
-from hybrid_ep.sim import clusters, dwdp, model, models, published, step_time
-from hybrid_ep.sim.clusters import FITTED_FROM, KINDS
-from hybrid_ep.sim.implementations import PUBLISHED
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.hardware import clusters
+from hybrid_ep.hardware.clusters import FITTED_FROM, KINDS
+from hybrid_ep.perf import dwdp, model, models, published, step_time
+from hybrid_ep.perf.implementations import PUBLISHED
+from hybrid_ep.perf.shape import Shape
 
 
 def test_every_number_has_a_kind_and_a_source():

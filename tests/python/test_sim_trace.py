@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_ep.cli import main
-from hybrid_ep.sim import trace
-from hybrid_ep.sim.trace import TrackSpan
+from hybrid_ep.perf import trace
+from hybrid_ep.perf.trace import TrackSpan
 
 
 def nanoseconds(document):

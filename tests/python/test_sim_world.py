@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_ep import _core
-from hybrid_ep.sim.world import STRATEGIES, explore, random_spec, spec_of
+from hybrid_ep.explorer.world import STRATEGIES, explore, random_spec, spec_of
 
 SMALL = {"num_nodes": 3, "num_local_ranks": 2, "tokens": 12, "topk": 3, "chunk_tokens": 2, "hidden": 32}
 
@@ -20,7 +20,7 @@ def test_a_seed_is_an_interleaving():
 
 def test_random_worlds_are_right():
     ran, steps, failed = _core.sim_soak(0, 2000)
-    assert failed is None, f"python -m hybrid_ep.sim.soak --first {failed} --seeds 1"
+    assert failed is None, f"python -m hybrid_ep.explorer.soak --first {failed} --seeds 1"
     assert ran == 2000 and steps > 2_000_000
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hybrid_ep.sim.world import explore, measure, spec_of
+from hybrid_ep.explorer.world import explore, measure, spec_of
 
 NODES, LOCAL, EXPERTS, TOPK, TOKENS, HIDDEN = 3, 2, 4, 3, 40, 512
 SHAPE = {"num_nodes": NODES, "num_local_ranks": LOCAL, "experts_per_rank": EXPERTS, "topk": TOPK, "tokens": TOKENS,

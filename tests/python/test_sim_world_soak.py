@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from hybrid_ep.sim import soak
-from hybrid_ep.sim.world import Failure, explore, random_spec, spec_of
+from hybrid_ep.explorer import soak
+from hybrid_ep.explorer.world import Failure, explore, random_spec, spec_of
 
 
 def without_deadlines(spec):
@@ -43,7 +43,7 @@ def test_the_replay_command_is_the_world(capsys):
     assert soak.replay_text(spec_of()) == "seed=0"
     spec = spec_of(num_nodes=2, num_local_ranks=1, tokens=2, fault="rank_dies", fault_rank=1, fault_at=40)
     arguments = shlex.split(soak.replay_command(spec))
-    assert arguments[:3] == ["python", "-m", "hybrid_ep.sim.soak"]
+    assert arguments[:3] == ["python", "-m", "hybrid_ep.explorer.soak"]
     assert soak.main(arguments[3:]) == 0
     printed = capsys.readouterr().out
     assert "rank 1 dies" in printed and "rank 0 (node 0) waited" in printed and "n2n" in printed

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from examples import Example, check_permuted, expected, make_inputs, same
 
-from hybrid_ep import sm_plan
-from hybrid_ep.sim import clusters, model
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import model
+from hybrid_ep.perf.shape import Shape
+from hybrid_ep.runtime import sm_plan
 from hybrid_ep.testing import VirtualWorld
 
 H100 = clusters.get("h100_8x400g")

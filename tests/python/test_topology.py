@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_ep import topology
+from hybrid_ep.runtime import topology
 
 
 def slow_local_ranks(world_ranks, ranks_per_node):

@@ -9,7 +9,7 @@ import torch
 
 from hybrid_ep import _core, tuning
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
-from hybrid_ep.sim.implementations import HYBRID_EP
+from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.testing import VirtualWorld
 from hybrid_ep.tuning import Entry, Key, Settings
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_ep import quantize
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.bench.implementations import Case, Dispatched, Implementation
 from hybrid_ep.cli.bench.ledger import hit_ranks
 from hybrid_ep.cli.bench.routing import Routing
+from hybrid_ep.payload import quantize
 
-# Of dispatched rows. fp8 and mxfp8 (hybrid_ep.quantize) travel as bytes with scales; combine then sums bf16.
+# Of dispatched rows. fp8 and mxfp8 (hybrid_ep.payload.quantize) travel as bytes with scales; combine then sums bf16.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
           **dict.fromkeys(quantize.FORMATS, torch.float8_e4m3fn)}
 SUM_DTYPES = {name: torch.bfloat16 if name in quantize.FORMATS else dtype for name, dtype in DTYPES.items()}

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def _require_device(config: Config) -> None:
     """UsageError when the CUDA backend has nothing to run on, before any rank starts."""
     if config.backend == "cuda":
-        from hybrid_ep import devices
+        from hybrid_ep.runtime import devices
 
         try:
             devices.current()

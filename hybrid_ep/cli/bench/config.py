@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from hybrid_ep import quantize
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.bench import checks, routing
 from hybrid_ep.cli.bench.routing import RoutingSpec
+from hybrid_ep.payload import quantize
 
 OPS = ("route", "dispatch", "permute", "unpermute", "combine", "pair", "step")
 BACKENDS = ("host", "cuda", "sim")

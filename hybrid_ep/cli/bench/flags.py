@@ -9,8 +9,8 @@ from hybrid_ep.cli.bench import heap, routing
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
 from hybrid_ep.cli.simulate.request import ENGINES
-from hybrid_ep.sim import clusters
-from hybrid_ep.sim.shape import DTYPES as SIM_DTYPES
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
 
 _DEFAULT_OPS = ("dispatch", "combine", "pair")
 _CHAINED_PAIRS = 8

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import quantize
+from hybrid_ep.payload import quantize
 
 LINKS = ("rail", "node", "self")
 

@@ -1,7 +1,7 @@
 """Published conditions by name. `hybrid-ep-blog`: the three that NVIDIA's article on Hybrid-EP describes.
 
 The article gives no numbers with its claims; tables that do are in DeepEP's README of the hybrid-ep branch, at another
-hidden size (hybrid_ep.sim.published holds them)."""
+hidden size (hybrid_ep.perf.published holds them)."""
 
 from __future__ import annotations
 

@@ -18,10 +18,11 @@ from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.bench.presets import Condition
 from hybrid_ep.cli.simulate import report
 from hybrid_ep.cli.simulate.request import Request
-from hybrid_ep.sim import clusters, model, published
-from hybrid_ep.sim import routing as sim_routing
-from hybrid_ep.sim.implementations import HYBRID_EP, PUBLISHED, UNPERMUTED, Implementation
-from hybrid_ep.sim.shape import DTYPES, Shape
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import model, published
+from hybrid_ep.perf import routing as sim_routing
+from hybrid_ep.perf.implementations import HYBRID_EP, PUBLISHED, UNPERMUTED, Implementation
+from hybrid_ep.perf.shape import DTYPES, Shape
 
 SCHEMA = "hybrid_ep.bench-simulated/1"
 _MARK = "# SIMULATED: predictions of hybrid_ep's performance model, not measurements (docs/performance_model.md)"

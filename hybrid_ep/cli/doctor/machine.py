@@ -44,7 +44,7 @@ def cuda_library(required: bool = False) -> Found:
     """Ours: whether it is there, loads, and serves the current GPU. Without a GPU nothing needs it, unless required."""
     import torch
 
-    from hybrid_ep import devices
+    from hybrid_ep.runtime import devices
 
     have_gpu = torch.cuda.is_available()
     try:
@@ -108,7 +108,7 @@ def device_memory() -> Found:
     """A real allocation of each kind that ranks could share, made, exported and mapped again."""
     import torch
 
-    from hybrid_ep import devices
+    from hybrid_ep.runtime import devices
 
     if not torch.cuda.is_available():
         yield SKIP, "no GPU: registered buffers live in host memory"

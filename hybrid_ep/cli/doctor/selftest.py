@@ -47,7 +47,7 @@ def gpu_loopback() -> Found:
     """On the current GPU, by a single rank: several on one device would need a hardware queue each."""
     import torch
 
-    from hybrid_ep import devices
+    from hybrid_ep.runtime import devices
 
     if not torch.cuda.is_available():
         yield SKIP, "torch sees no GPU"

@@ -9,7 +9,8 @@ from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
-from hybrid_ep.sim import clusters, models
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

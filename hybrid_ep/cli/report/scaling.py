@@ -107,10 +107,10 @@ def strong_micro_batches(gpus: Iterable[int], micro_batches: int) -> dict[int, i
 
 
 def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
-    """A row of every number of GPUs by the step model. job: a sim.step_time.Job of any of them. Memory: weights,
+    """A row of every number of GPUs by the step model. job: a perf.step_time.Job of any of them. Memory: weights,
     gradients and optimizer, without activations and buffers. ValueError names argument, value and remedy."""
-    from hybrid_ep.sim.recommend import state_gb
-    from hybrid_ep.sim.step_time import step
+    from hybrid_ep.perf.recommend import state_gb
+    from hybrid_ep.perf.step_time import step
 
     batches = strong_micro_batches(gpus, job.micro_batches) if mode == "strong" else dict.fromkeys(gpus,
                                                                                                    job.micro_batches)

@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from hybrid_ep.cli.simulate.job import command_of
-from hybrid_ep.sim import models, recommend
-from hybrid_ep.sim.clusters import Cluster
-from hybrid_ep.sim.step_time import CV_SLOW
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import models, recommend
+from hybrid_ep.perf.step_time import CV_SLOW
 
 
 def run(name: str, cluster: Cluster, gpus: int | None, tokens: int, overlap: float, precision: str = "bf16",

@@ -10,10 +10,11 @@ from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.simulate import advise, report, sweep
 from hybrid_ep.cli.simulate.job import PRECISIONS
 from hybrid_ep.cli.simulate.request import ENGINES, Request
-from hybrid_ep.sim import clusters, models
-from hybrid_ep.sim.implementations import HYBRID_EP
-from hybrid_ep.sim.shape import DTYPES
-from hybrid_ep.sim.step_time import CV_SLOW, RECOMPUTE
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import models
+from hybrid_ep.perf.implementations import HYBRID_EP
+from hybrid_ep.perf.shape import DTYPES
+from hybrid_ep.perf.step_time import CV_SLOW, RECOMPUTE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""One training job, asked about in one way: its flags, the sim.step_time.Job they make, the command that asks again.
+"""One training job, asked about in one way: its flags, the perf.step_time.Job they make, the command that asks again.
 
 `hybrid-ep launch`, `simulate --recommend` and `report scaling --simulate` all answer with the step model about such a
 Job; `command_of` prints the line that gives the same answer, so that nobody has to guess which inputs differed."""
@@ -9,9 +9,10 @@ import argparse
 from typing import Any
 
 from hybrid_ep.cli import UsageError
-from hybrid_ep.sim import clusters, models
-from hybrid_ep.sim.shape import DTYPES
-from hybrid_ep.sim.step_time import CV_SLOW, DISPATCHERS, RECOMPUTE, Job
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import models
+from hybrid_ep.perf.shape import DTYPES
+from hybrid_ep.perf.step_time import CV_SLOW, DISPATCHERS, RECOMPUTE, Job
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
 # flag: (field of Job, type, default, help)

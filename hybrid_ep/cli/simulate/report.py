@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hybrid_ep.cli.simulate.request import Request
-from hybrid_ep.sim import events, model, trace
-from hybrid_ep.sim.clusters import Cluster
-from hybrid_ep.sim.events import Events
-from hybrid_ep.sim.model import Prediction
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import events, model, trace
+from hybrid_ep.perf.events import Events
+from hybrid_ep.perf.model import Prediction
 
 # The ports of the event engine by the resource whose time they are.
 _PORTS = {"NVLink": ("nvlink_egress", "nvlink_ingress"), "NIC": ("nic_egress", "nic_ingress"), "HBM": ("hbm",)}

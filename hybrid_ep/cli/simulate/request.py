@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybrid_ep.sim import recommend, routing
-from hybrid_ep.sim.clusters import Cluster
-from hybrid_ep.sim.recommend import Tuning
-from hybrid_ep.sim.routing import Traffic
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import recommend, routing
+from hybrid_ep.perf.recommend import Tuning
+from hybrid_ep.perf.routing import Traffic
+from hybrid_ep.perf.shape import Shape
 
 ENGINES = ("auto", "events", "model")
 

@@ -9,8 +9,8 @@ from typing import Any
 from hybrid_ep.cli.outputs import say_written
 from hybrid_ep.cli.plotting import pyplot
 from hybrid_ep.cli.simulate.request import Request
-from hybrid_ep.sim import model, routing
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.perf import model, routing
+from hybrid_ep.perf.shape import Shape
 
 _SMS = (2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 _CHUNKS = (8, 16, 32, 64, 128, 256)

@@ -13,9 +13,9 @@ from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch
 from hybrid_ep.cli.bench.config import BACKENDS, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list
 from hybrid_ep.cli.tune import report
-from hybrid_ep.sim import clusters
-from hybrid_ep.sim.shape import DTYPES as SIM_DTYPES
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
+from hybrid_ep.perf.shape import Shape
 
 _HOST_SMS, _GPU_SMS = (1, 2, 4, 8), (2, 4, 8, 12, 16, 24, 32, 48, 64)
 _CHUNKS = (8, 16, 32, 64, 128)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     ranks = _RANKS if args.ranks is None else args.ranks
     _checked(args, ranks)
     if args.backend == "cuda":
-        from hybrid_ep import devices
+        from hybrid_ep.runtime import devices
 
         try:
             devices.current()

@@ -19,7 +19,7 @@ from hybrid_ep.cli.bench.world import Samples, World
 from hybrid_ep.cli.tune.grid import OPS, Grid, Point, Setting
 from hybrid_ep.cli.tune.predicted import cluster_of, suggestion
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
-from hybrid_ep.sim.shape import DTYPES, Shape
+from hybrid_ep.perf.shape import DTYPES, Shape
 from hybrid_ep.tuning import Key, device_name
 
 _SLOWEST_RANK = 3  # of reduce_ranks

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hybrid_ep import sm_plan
 from hybrid_ep.cli.tune.grid import OPS, Grid, Point, Setting
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
-from hybrid_ep.sim import clusters, model, recommend, routing
-from hybrid_ep.sim.clusters import Cluster
-from hybrid_ep.sim.shape import Shape
+from hybrid_ep.hardware import clusters
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import model, recommend, routing
+from hybrid_ep.perf.shape import Shape
+from hybrid_ep.runtime import sm_plan
 from hybrid_ep.tuning import Key
 
 

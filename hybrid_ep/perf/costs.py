@@ -1,0 +1,96 @@
+"""What a row costs where: time of an SM's copy engine, of a summing role, of the NVLink port, of the NIC, of HBM.
+
+    copy engine, a row in:   copy + bytes / load port       a row out:   copy + bytes / store port
+    summing role, a row:     (pull latency + a tile of it in) / rows in flight
+    NVLink, a row:           bytes / (rate x efficiency)
+    NIC, a row:              (bytes + packet headers) / (rate x efficiency), at least messages / message rate
+
+All in microseconds. Rates in GB/s are thousands of bytes per microsecond."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf.implementations import Implementation
+from hybrid_ep.perf.shape import Shape
+
+
+@dataclass(frozen=True)
+class RowCosts:
+    """Microseconds per row of `op` in `dtype`; bytes per row on a link and in a tensor."""
+
+    load: float
+    store: float
+    nvlink: float
+    nic: float
+    pull_peer: float
+    pull_own: float
+    link_bytes: float
+    row_bytes: float
+
+    @classmethod
+    def of(cls, cluster: Cluster, shape: Shape, impl: Implementation, op: str, dtype: str) -> RowCosts:
+        gpu, nic = cluster.gpu, cluster.nic
+        link = impl.link_row_bytes(shape, dtype, op)
+        copy = gpu.copy_ns.value / 1e3
+        packets = math.ceil(link / nic.mtu.value)
+        wire = (link + packets * nic.header_bytes.value) / (nic.rate * 1e3)
+        load = copy + link / (gpu.load_gb_per_s * 1e3)
+        in_flight, _ = impl.rows_in_flight(shape, dtype)
+        tile_load = copy + link / impl.sum_tiles(shape) / (gpu.load_gb_per_s * 1e3)  # what a stage waits for
+        return cls(
+            load=load,
+            store=copy + link / (gpu.store_gb_per_s * 1e3),
+            nvlink=link / (gpu.nvlink_rate * 1e3),
+            nic=max(wire, impl.per_row_messages / nic.messages_per_us.value),
+            pull_peer=(gpu.pull_us.value + tile_load) / in_flight,
+            pull_own=(gpu.hbm_load_us.value + tile_load) / in_flight,
+            link_bytes=link,
+            row_bytes=shape.row_bytes(dtype),
+        )
+
+
+def hbm_us(cluster: Cluster, num_bytes: float) -> float:
+    """Reading or writing so many bytes of this GPU's memory."""
+    return num_bytes / (cluster.gpu.hbm_rate * 1e3)
+
+
+def event_costs(cluster: Cluster, row_bytes: float) -> dict[str, int]:
+    """The same cluster as the event simulator's cost table: picoseconds (`_ps`) and MB/s (`_mbps`), integers.
+
+    Its copies have no cost beside their bytes, so the copy path's rates here are those that a row of `row_bytes`
+    reaches with it."""
+    gpu, nic = cluster.gpu, cluster.nic
+    copy_us = gpu.copy_ns.value / 1e3
+
+    def ps(us: float) -> int:
+        return round(us * 1e6)
+
+    def mbps(gb: float) -> int:
+        return round(gb * 1e3)
+
+    def with_copy(gb: float) -> int:
+        return round(row_bytes / (copy_us + row_bytes / (gb * 1e3)))
+
+    shared = mbps(gpu.shared_bytes_per_clock.value * gpu.clock_ghz.value)
+    return {
+        "issue_ps": ps(gpu.issue_ns.value / 1e3),
+        "poll_ps": ps(gpu.flag_us.value),
+        "flag_ps": ps(gpu.flag_us.value),
+        "tma_read_mbps": with_copy(gpu.load_gb_per_s),
+        "tma_write_mbps": with_copy(gpu.store_gb_per_s),
+        "tma_latency_ps": ps(gpu.hbm_load_us.value),
+        "reduce_mbps": shared,
+        "round_mbps": shared,
+        "hbm_mbps": mbps(gpu.hbm_rate),
+        "nvlink_egress_mbps": mbps(gpu.nvlink_rate),
+        "nvlink_ingress_mbps": mbps(gpu.nvlink_rate),
+        # a peer's row takes the pull in all: there, back, and its memory
+        "nvlink_latency_ps": ps(max(0.0, gpu.pull_us.value - gpu.hbm_load_us.value) / 2),
+        "nic_mbps": mbps(nic.rate),
+        "nic_message_ps": ps(1 / nic.messages_per_us.value),
+        "nic_post_ps": ps(nic.post_us.value / 2),
+        "nic_latency_ps": ps(nic.latency_us.value),
+    }

@@ -1,0 +1,188 @@
+"""Advice: which EP degree, ranks per node, SMs, chunk, dispatch dtype, and whether to move tokens or weights.
+
+Every plan that fits the memory is timed with the step model, which has the exchange model inside; the fastest wins.
+SMs are the fewest within 5 % of the fastest exchange: what an exchange does not need, overlapped compute gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from hybrid_ep.hardware import clusters
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import dwdp, model, routing
+from hybrid_ep.perf.implementations import HYBRID_EP
+from hybrid_ep.perf.models import MoeModel
+from hybrid_ep.perf.routing import Traffic
+from hybrid_ep.perf.shape import Shape
+from hybrid_ep.perf.step_time import Job, compute_us, step
+
+_SMS = (4, 8, 16, 24, 32, 48, 64)
+_CHUNKS = (16, 32, 64, 128)
+_SMS_WITHIN, _CHUNK_WITHIN = 1.05, 1.02  # of the fastest
+_MEMORY_SHARE = 0.7  # of HBM for weights, gradients, optimizer; activations and buffers take the rest
+_PP = (1, 2, 4, 8, 16, 32)
+_BATCHES = 8  # micro-batches a GPU and step, the same global batch for every plan
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The least SMs within 5 % of the fastest dispatch + combine, then the largest chunk within 2 %, and that time."""
+
+    num_sms: int
+    chunk: int
+    exchange_us: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One candidate. why: what is good or bad about it, in words."""
+
+    ep: int
+    pp: int
+    ranks_per_node: int
+    num_sms: int
+    chunk: int
+    dispatch_dtype: str
+    move: str
+    exchange_us: float
+    step_seconds: float
+    tokens_per_s_per_gpu: float
+    state_gb: float
+    why: str
+
+
+def tune(shape: Shape, cluster: Cluster, dispatch_dtype: str = "bf16", traffic: Traffic | None = None) -> Tuning:
+    """SMs and chunk for this exchange. A single node has no rail, hence the default chunk."""
+    traffic = traffic or routing.uniform(shape)
+    sms = _tune_sms(shape, cluster.name, dispatch_dtype, traffic)
+    sizes = _CHUNKS if shape.nodes > 1 else (HYBRID_EP.chunk,)
+    by_chunk = {c: _exchange(shape, cluster.name, dispatch_dtype, traffic, sms, c) for c in sizes}
+    # the largest that will do is kindest to the NIC: fewest messages and flags
+    chunk = max(c for c, us in by_chunk.items() if us <= _CHUNK_WITHIN * min(by_chunk.values()))
+    return Tuning(sms, chunk, by_chunk[chunk])
+
+
+@lru_cache(maxsize=512)
+def _tune_sms(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic) -> int:
+    most = clusters.get(cluster_name).gpu.num_sms.value
+    by_sms = {n: _exchange(shape, cluster_name, dtype, traffic, n, 32) for n in _SMS if n <= most}
+    return min(n for n, us in by_sms.items() if us <= _SMS_WITHIN * min(by_sms.values()))
+
+
+@lru_cache(maxsize=4096)
+def _exchange(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic, num_sms: int, chunk: int) -> float:
+    cluster = clusters.get(cluster_name)
+    return sum(model.predict(op, shape, cluster, num_sms=num_sms, chunk=chunk, traffic=traffic,
+                             dtype=dtype if op == "dispatch" else "bf16").api_us for op in model.OPS)
+
+
+def state_gb(m: MoeModel, gpus: int, ep: int, pp: int) -> float:
+    """Weights bf16 and gradients fp32 of a rank, and its share of a distributed optimizer (12 bytes a parameter)."""
+    experts = m.routed_params / (ep * pp)
+    dense = (m.total * 1e9 - m.routed_params) / pp
+    sharded = 12 * (experts / (gpus / (ep * pp)) + dense / (gpus / pp))
+    return (6 * (experts + dense) + sharded) / 1e9
+
+
+def candidates(m: MoeModel, cluster: Cluster, gpus: int) -> Iterator[tuple[int, int]]:
+    """(EP, PP) that divide experts, layers' stages and GPUs."""
+    for pp in _PP:
+        for ep in range(1, min(m.experts, gpus) + 1):
+            if m.experts % ep == 0 and gpus % (ep * pp) == 0 and pp <= m.num_layers:
+                if ep <= cluster.ranks_per_node or ep % cluster.ranks_per_node == 0:
+                    yield ep, pp
+
+
+def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, top: int = 5,
+              overlap: float = 0.0, **of_the_job: Any) -> list[Plan]:
+    """The best plans, fastest first. overlap: share of what moves, tokens or weights, that hides behind compute.
+    of_the_job: fields of every plan's Job: dtype, recompute, cv_slow. ValueError when no plan fits the memory."""
+    if gpus < 1:
+        raise ValueError(f"gpus={gpus} must be at least 1")
+    room = cluster.gpu.hbm_gb.value * _MEMORY_SHARE
+    sizes = {(ep, pp): state_gb(m, gpus, ep, pp) for ep, pp in candidates(m, cluster, gpus)}
+    fitting = {key: gb for key, gb in sizes.items() if gb <= room}
+    if not fitting:
+        smallest = min(sizes.values(), default=float("inf"))
+        raise ValueError(f"gpus={gpus}: no EP x PP of {m.name} fits; a rank needs {smallest:.0f} GB or more of state "
+                         f"and has {room:.0f} GB ({_MEMORY_SHARE:.0%} of {cluster.gpu.hbm_gb.value:.0f}); take more")
+    plans = [plan for (ep, pp), gb in fitting.items()
+             for plan in _plans(job_of(m, cluster, gpus, ep, pp, tokens=tokens, overlap=overlap, **of_the_job), gb)]
+    plans.sort(key=lambda p: p.step_seconds)
+    kept: list[Plan] = []
+    for plan in plans:  # a runner-up differs in something that matters
+        if all((plan.ep, plan.pp, plan.move) != (k.ep, k.pp, k.move) for k in kept):
+            kept.append(plan)
+    best = kept[0]
+    other = [p for p in kept[top:] if p.move not in {k.move for k in kept[:top]}]
+    kept = kept[:top] + other[:1]  # what moving the other thing would cost belongs to the advice
+    dtypes = {p.dispatch_dtype: p for p in reversed(plans) if (p.ep, p.pp, p.move) == (best.ep, best.pp, best.move)}
+    return [replace(_with_chunk(p, m, cluster, tokens), why=_why(p, best, m, cluster, tokens, dtypes))
+            for p in kept]
+
+
+def _with_chunk(p: Plan, m: MoeModel, cluster: Cluster, tokens: int) -> Plan:
+    if p.move != "tokens":
+        return p
+    shape = Job(m, cluster, p.ep * p.pp, p.ep, pp=p.pp, tokens=tokens).shape
+    return replace(p, chunk=tune(shape, cluster, p.dispatch_dtype).chunk)
+
+
+def job_of(m: MoeModel, cluster: Cluster, gpus: int, ep: int, pp: int, **more: Any) -> Job:
+    """The job that a plan is judged by: the same global batch for all, virtual stages where there are layers."""
+    virtual_pp = max(1, min(4, m.num_layers // (2 * pp)))
+    return Job(m, cluster, gpus, ep, pp=pp, virtual_pp=virtual_pp, micro_batches=_BATCHES * pp, **more)
+
+
+def _plans(base: Job, gb: float) -> Iterator[Plan]:
+    m, cluster, ep, pp, overlap = base.model, base.cluster, base.ep, base.pp, base.overlap
+    if ep == 1:
+        yield _plan(base, 0, 0, "nothing", 0.0, gb)
+        return
+    for dtype in ("bf16", "fp8"):
+        sms = _tune_sms(base.shape, cluster.name, dtype, routing.uniform(base.shape))
+        job = replace(base, num_sms=sms, dispatch_dtype=dtype)
+        yield _plan(job, sms, 0, "tokens", 0.0, gb)
+    if ep <= cluster.ranks_per_node:
+        move_us = 3 * dwdp.weight_bytes(m, ep, "bf16") / (cluster.gpu.nvlink_rate * 1e3) * dwdp.CONTENTION
+        exposed = max(move_us * (1 - overlap), move_us - compute_us(base) / (m.num_layers / pp))
+        two_layers = 2 * dwdp.weight_bytes(m, ep, "bf16") / 1e9
+        yield _plan(replace(base, overlap=1.0), 0, 0, "weights", exposed, gb + two_layers, move_us)
+
+
+def _plan(job: Job, num_sms: int, chunk: int, move: str, exposed_us: float, gb: float, move_us: float = 0.0) -> Plan:
+    """exposed_us: of each layer, beyond what the step model counts."""
+    got, m = step(job), job.model
+    seconds = 1 / got.tokens_per_s_per_gpu + exposed_us * m.moe_layers / 1e6 / job.tokens
+    return Plan(job.ep, job.pp, job.shape.ranks_per_node, num_sms, chunk, job.dispatch_dtype, move,
+                move_us or got.exchange_us, seconds, 1 / seconds, gb, "")
+
+
+def _why(p: Plan, best: Plan, m: MoeModel, cluster: Cluster, tokens: int, dtypes: dict[str, Plan]) -> str:
+    """dtypes: the best plan with each dispatch dtype."""
+    slower = p.step_seconds / best.step_seconds - 1
+    crossover = "every rank has every expert"
+    if p.ep > 1:
+        least = dwdp.byte_crossover(m, p.ep, "bf16", training=True)
+        crossover = f"moving weights takes fewer bytes from {least:,.0f} tokens per rank, here {tokens:,}"
+    if p is best:
+        where = "inside one NVLink domain" if p.ep <= cluster.ranks_per_node else "over the rail"
+        pipeline = f", {p.pp} pipeline stages" if p.pp > 1 else ""
+        others = [f"{dtype} dispatch would cost {q.step_seconds / p.step_seconds - 1:+.1%}"
+                  for dtype, q in dtypes.items() if dtype != p.dispatch_dtype]
+        return "; ".join([where + pipeline, *others, crossover])
+    reasons = []
+    if p.move != best.move:
+        reasons.append(f"moves {p.move}: {crossover}")
+    if p.ep > cluster.ranks_per_node >= best.ep:
+        reasons.append("its exchange crosses the rail")
+    elif p.move == best.move and p.exchange_us > best.exchange_us:
+        reasons.append(f"its exchange takes {p.exchange_us / best.exchange_us:.1f} times as long")
+    if p.pp > best.pp:
+        reasons.append("a longer pipeline bubble")
+    if p.pp < best.pp:
+        reasons.append("more of each expert's gradients to exchange and memory to read")
+    return f"{slower:+.1%} step time" + (": " + "; ".join(reasons) if reasons else "")

@@ -1,0 +1,315 @@
+"""A training step at scale, in a page of arithmetic on top of the exchange model.
+
+    micro-batch of a stage = compute (1 + cv_fast g(EP)) + exposed exchange + fixed cost of its calls + tensor parallel
+    step = micro-batches x that x (1 + bubble) x (1 + cv_slow g(nodes)) + exposed gradient exchange
+
+g(n) is the expected maximum of n standard normals: within an EP group every layer waits for its slowest rank
+(cv_fast, fresh in every layer), the whole job waits for its slowest node (cv_slow, persistent). Load imbalance is an
+input: it multiplies the experts' compute and the exchange. Recompute of all layers makes the forward twice, its
+exchange too."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from hybrid_ep.hardware import clusters
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import model, models, peers, routing
+from hybrid_ep.perf.costs import hbm_us
+from hybrid_ep.perf.implementations import PUBLISHED
+from hybrid_ep.perf.models import MoeModel
+from hybrid_ep.perf.order_statistics import expected_max
+from hybrid_ep.perf.shape import Shape
+
+CSV = Path(__file__).parent / "data" / "published_end_to_end.csv"
+DISPATCHERS = ("hybrid_ep", "published_hybrid_ep", "node_dedup", "a2a", "deepep_v1")
+RECOMPUTE = ("none", "full")
+# Variation of speed between nodes that torchtitan's published rows have: docs/performance_model.md.
+CV_SLOW = 0.034
+# CollectiveX: an fp8 dispatch costs 27 to 65 us more than a bf16 one, whatever its size, to quantise.
+QUANTISE_US = 46.0
+# DeepEP V1, 24 SMs, bf16: logical GB/s published in Hybrid-EP's README; GB200 at EP24, B200 at EP8.
+_DEEPEP_V1_GB_PER_S = {("gb200_nvl72", "dispatch"): 450.0, ("gb200_nvl72", "combine"): 163.0,
+                       ("b200_8x400g", "dispatch"): 494.0, ("b200_8x400g", "combine"): 420.0}
+
+
+@dataclass(frozen=True)
+class Job:
+    """gpus = EP x PP x replicas. tokens: of a rank and micro-batch; with tensor parallelism its part of the sequence
+    (sequence parallel), experts whole on their rank. efficiency: of the compute, of the GPU's peak. overlap,
+    grad_overlap: share of exchange and of gradient traffic hidden behind compute. fixed_us: of each call, beyond the
+    exchange model. ValueError names argument, value and remedy."""
+
+    model: MoeModel
+    cluster: Cluster
+    gpus: int
+    ep: int
+    pp: int = 1
+    virtual_pp: int = 1
+    tokens: int = 4096
+    sequence: int = 4096
+    micro_batches: int = 32
+    dtype: str = "bf16"
+    dispatch_dtype: str = "bf16"  # forward; gradients travel in bf16
+    dispatcher: str = "hybrid_ep"
+    num_sms: int = 24
+    efficiency: float = 0.5
+    overlap: float = 0.0
+    grad_overlap: float = 0.9
+    imbalance: float = 0.0
+    cv_fast: float = 0.0
+    cv_slow: float = 0.0
+    fixed_us: float = 0.0
+    tensor: int = 1
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.ep < 1 or self.model.experts % self.ep:
+            raise ValueError(f"ep={self.ep} must divide the {self.model.experts} experts of {self.model.name}")
+        if self.gpus < 1 or self.gpus % (self.ep * self.pp):
+            raise ValueError(f"gpus={self.gpus} must be a positive multiple of ep x pp = {self.ep * self.pp}")
+        if self.tensor < 1 or self.gpus % (self.tensor * self.pp):
+            raise ValueError(f"tensor={self.tensor}: tensor x pp = {self.tensor * self.pp} must divide "
+                             f"gpus={self.gpus}")
+        for name, known in (("dispatcher", DISPATCHERS), ("recompute", RECOMPUTE)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+        for name in ("overlap", "grad_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be in 0 .. 1")
+        for name in ("imbalance", "cv_fast", "cv_slow", "fixed_us"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0")
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"efficiency={self.efficiency!r} must be in (0, 1]")
+
+    @property
+    def shape(self) -> Shape:
+        """Of one MoE layer's exchange."""
+        local = min(self.ep, self.cluster.ranks_per_node)
+        while self.ep % local:
+            local -= 1
+        return Shape(self.ep, local, self.tokens, self.model.hidden, self.model.topk, self.model.experts)
+
+    @property
+    def peak_tflops(self) -> float:
+        gpu = self.cluster.gpu
+        return (gpu.bf16_tflops if self.dtype == "bf16" else gpu.fp8_tflops).value
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one step and where they go; shares are of the step."""
+
+    seconds: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    exchange_us: float  # dispatch + combine of one layer, one way
+    shares: dict[str, float]
+
+
+def exchange_us(job: Job) -> float:
+    """Dispatch + combine of one MoE layer, permute included, microseconds: mean of forward and backward."""
+    if job.ep == 1:
+        return 0.0
+    backward = _exchange(job.shape, job.cluster.name, job.dispatcher, job.num_sms, "bf16")
+    if job.dispatch_dtype == "bf16":
+        return backward
+    forward = _exchange(job.shape, job.cluster.name, job.dispatcher, job.num_sms, job.dispatch_dtype)
+    return (forward + QUANTISE_US + backward) / 2
+
+
+@lru_cache(maxsize=4096)
+def _exchange(shape: Shape, cluster_name: str, dispatcher: str, num_sms: int, dispatch_dtype: str) -> float:
+    cluster, total = clusters.get(cluster_name), 0.0
+    for op in model.OPS:
+        dtype = dispatch_dtype if op == "dispatch" else "bf16"
+        if dispatcher == "a2a":
+            total += peers.flat(op, shape, cluster, dtype).us
+        elif dispatcher == "node_dedup":
+            total += peers.node_dedup(op, shape, cluster, dtype).us
+        elif dispatcher == "hybrid_ep":
+            total += peers.hybrid(op, shape, cluster, dtype, num_sms).us
+        else:
+            t = routing.uniform(shape)
+            permute = hbm_us(cluster, (t.received + t.pairs) * shape.row_bytes(dtype))
+            if dispatcher == "deepep_v1":
+                if (cluster_name, op) not in _DEEPEP_V1_GB_PER_S:
+                    raise ValueError(f"dispatcher='deepep_v1': no published rate on {cluster_name}")
+                rate = _DEEPEP_V1_GB_PER_S[cluster_name, op]
+                total += t.received * shape.row_bytes(dtype) / (rate * 1e3) + permute
+            else:
+                got = model.predict(op, shape, cluster, num_sms=num_sms, dtype=dtype, impl=PUBLISHED)
+                total += got.api_us + permute
+    return total
+
+
+def compute_us(job: Job) -> float:
+    """Forward and backward of a micro-batch on a stage. The experts take the longer of their FLOPs and their memory:
+    weights read twice (with recompute three times) and fp32 gradients accumulated, 12 (14) bytes a parameter of this
+    rank."""
+    m, again = job.model, job.recompute == "full"
+    rate = job.peak_tflops * 1e6 * job.efficiency / (4 / 3 if again else 1)
+    expert_flops = 6 * m.expert_params * m.topk * m.moe_layers * job.tokens / job.pp
+    other = job.tokens * m.train_flops_per_token(job.sequence) / job.pp - expert_flops
+    memory = hbm_us(job.cluster, (14 if again else 12) * m.routed_params / (job.ep * job.pp))
+    return (other / rate + max(expert_flops * (1 + job.imbalance) / rate, memory)) * _largest_stage(job)
+
+
+def _largest_stage(job: Job) -> float:
+    """Layers of the largest pipeline stage over the mean."""
+    return -(-job.model.num_layers // job.pp) * job.pp / job.model.num_layers
+
+
+def tensor_us(job: Job) -> float:
+    """All-gathers and reduce-scatters of a micro-batch on a stage, over NVLink and not overlapped: one of each around
+    attention, and around the MLP of a layer without experts, in the forward and, mirrored, in the backward. Each moves
+    the other tensor ranks' tokens, bf16. Those around shared experts are left out."""
+    m, passes = job.model, 3 if job.recompute == "full" else 2
+    blocks = (2 * m.num_layers - m.moe_layers) / job.pp * _largest_stage(job)
+    return 2 * passes * blocks * (job.tensor - 1) * job.tokens * m.hidden * 2 / (job.cluster.gpu.nvlink_rate * 1e3)
+
+
+def step(job: Job) -> Step:
+    """One optimizer step of the job."""
+    m, us, passes = job.model, 1e6, 3 if job.recompute == "full" else 2
+    compute = compute_us(job)
+    straggle = compute * job.cv_fast * expected_max(job.ep)
+    layers = m.moe_layers / job.pp * _largest_stage(job)
+    one_way = exchange_us(job) * (1 + job.imbalance)
+    exchange = passes * layers * one_way * (1 - job.overlap)  # forward, and each is the other's backward
+    fixed, tensor = 2 * passes * layers * job.fixed_us, tensor_us(job)
+    micro_batch = compute + straggle + exchange + fixed + tensor
+    bubble = (job.pp - 1) / (job.virtual_pp * job.micro_batches)
+    nodes = max(1, job.gpus // min(8, job.gpus))
+    slow = job.cv_slow * expected_max(nodes)
+    busy = micro_batch * job.micro_batches * (1 + bubble)
+    gradients = _gradient_us(job) * (1 - job.grad_overlap)
+    total = busy * (1 + slow) + gradients
+    parts = {"compute": compute * job.micro_batches, "exchange": exchange * job.micro_batches,
+             "fixed": fixed * job.micro_batches, "tensor parallel": tensor * job.micro_batches,
+             "waiting in the EP group": straggle * job.micro_batches,
+             "bubble": micro_batch * job.micro_batches * bubble, "slowest node": busy * slow, "gradients": gradients}
+    rate = job.tokens * job.micro_batches / (total / us) / job.pp
+    return Step(total / us, rate, rate * m.train_flops_per_token(job.sequence) / 1e12, one_way,
+                {name: part / total for name, part in parts.items()})
+
+
+def _gradient_us(job: Job) -> float:
+    """Gradients reduce-scattered in fp32 and weights gathered in bf16 over the replicas, by the slower link."""
+    m = job.model
+    dense = (m.total * 1e9 - m.routed_params) / (job.pp * job.tensor)
+    experts = m.routed_params / (job.ep * job.pp)
+    rate = job.cluster.nic.rate if job.gpus > job.cluster.ranks_per_node else job.cluster.gpu.nvlink_rate
+    over = (dense, job.gpus // (job.pp * job.tensor)), (experts, job.gpus // (job.ep * job.pp))
+    return sum(6 * params * (1 - 1 / n) for params, n in over) / (rate * 1e3)
+
+
+def calibrate(value: float, predicted: Callable[[float], float], low: float, high: float) -> float:
+    """The input with which an increasing prediction equals value. ValueError outside low .. high."""
+    if not predicted(low) <= value <= predicted(high):
+        raise ValueError(f"{value} is not between {predicted(low):.4g} and {predicted(high):.4g}")
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted(middle) < value else (low, middle)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class EndToEnd:
+    """A published end-to-end row and the model's answer; `calibrates`: an input was set by this very row."""
+
+    source: str
+    job: Job
+    unit: str
+    value: float
+    predicted: float
+    calibrates: bool
+    note: str
+
+    @property
+    def residual(self) -> float:
+        return self.predicted / self.value - 1
+
+
+# The public recipes give EP and sometimes PP; what they do not give is taken alike on both sides of a pair.
+_PP = {("deepseek_v3", 64): 4, ("qwen3_235b_a22b", 32): 8}
+
+
+def published_rows() -> list[EndToEnd]:
+    """All rows. A row with a reference takes its compute efficiency from that row; torchtitan's rows take the
+    variation between nodes from the 128-GPU row. Nothing else is set by a row."""
+    with CSV.open(newline="") as file:
+        records = list(csv.DictReader(file))
+    jobs: list[Job] = []
+    answered: list[EndToEnd] = []
+    for record in records:
+        job = _job(record)
+        if record["reference"]:
+            job = replace(job, efficiency=jobs[int(record["reference"])].efficiency)
+        else:
+            job = _with_efficiency(job, record["unit"], float(record["value"]))
+        jobs.append(job)
+    # increasing prediction: less variation is faster
+    last = max(i for i, r in enumerate(records) if "torchtitan" in r["source"])
+    cv = -calibrate(float(records[last]["value"]),
+                    lambda x: _in_unit(replace(jobs[last], cv_slow=-x), records[last]["unit"]), -0.5, 0.0)
+    for index, (record, job) in enumerate(zip(records, jobs, strict=True)):
+        if "torchtitan" in record["source"]:
+            job = replace(job, cv_slow=cv)
+        answered.append(EndToEnd(record["source"], job, record["unit"], float(record["value"]),
+                                 _in_unit(job, record["unit"]), not record["reference"] or index == last,
+                                 record["note"]))
+    return answered
+
+
+def _job(record: dict[str, str]) -> Job:
+    name = {"hybrid_ep": "published_hybrid_ep"}.get(record["dispatcher"], record["dispatcher"])
+    ep = int(record["ep"])
+    return Job(models.get(record["model"]), clusters.get(record["cluster"]), int(record["gpus"]), ep,
+               pp=_PP.get((record["model"], ep), 1), virtual_pp=4, dtype=record["dtype"], dispatcher=name,
+               num_sms=32)  # the public recipes' --moe-hybridep-num-sms
+
+
+def _in_unit(job: Job, unit: str) -> float:
+    got = step(job)
+    return got.tflops_per_gpu if unit.startswith("TFLOPS") else got.tokens_per_s_per_gpu
+
+
+def _with_efficiency(job: Job, unit: str, value: float) -> Job:
+    found = calibrate(value, lambda e: _in_unit(replace(job, efficiency=e), unit), 0.01, 1.0)
+    return replace(job, efficiency=found)
+
+
+# awslabs, Qwen3-235B, EP32 on B300, TP8 with sequence parallelism, 94 layers over 2 stages: micro-batches, seconds of a
+# step with a flat exchange and with one that deduplicates by node, by size of a micro-batch; 94 of 100 GB/s a GPU.
+_AWSLABS = {4: (16, 15.76, 19.16), 1: (64, 33.36, 46.88)}
+
+
+@dataclass(frozen=True)
+class FixedCost:
+    """What a call costs beside its bytes, from one measured pair, and what that says about another pair."""
+
+    fixed_us: float
+    published_s: float
+    predicted_s: float
+
+
+def fixed_cost_check() -> FixedCost:
+    """Fixed cost a call of the deduplicating exchange from the pair at micro-batch 4, and with it the difference at
+    micro-batch 1. Bytes alone have the wrong sign: dedup should have been faster both times."""
+    m, nodes, layers, calls_a_layer = models.get("qwen3_235b_a22b"), 4, 47, 4
+
+    def saved_s(size: int, micro_batches: int) -> float:
+        rows = 2048 * size / 4 * (m.topk - routing.distinct(nodes, m.experts, m.topk)) * (1 - 1 / nodes)
+        return rows * m.hidden * 2 / 94e9 * micro_batches * layers * calls_a_layer
+
+    batches, flat_s, dedup_s = _AWSLABS[4]
+    fixed = (dedup_s - flat_s + saved_s(4, batches)) / (batches * layers * calls_a_layer)
+    batches, flat_s, dedup_s = _AWSLABS[1]
+    predicted = fixed * batches * layers * calls_a_layer - saved_s(1, batches)
+    return FixedCost(fixed * 1e6, dedup_s - flat_s, predicted)

@@ -1,0 +1,185 @@
+"""The constructor's arguments, checked on this rank and then agreed by all ranks."""
+
+from __future__ import annotations
+
+import math
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hybrid_ep import _core, env, tuning
+from hybrid_ep.config import DEFAULT_CHUNK_TOKENS, HybridEpConfigInstance
+from hybrid_ep.runtime import devices, nvshmem, sm_plan, topology, validation
+from hybrid_ep.runtime.bootstrap import Rendezvous, agree
+
+OVERFLOW_POLICIES = ("raise", "drop")
+TOPIC = "buffer"  # of the exchange in which ranks compare their options
+_FIRST_TOPK = 8  # room for this many experts a token before the first growth
+_ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it)"
+
+
+@dataclass
+class Options:
+    """What a buffer is made for. max_tokens: the largest over the ranks once agreed. num_blocks_*: None where nobody
+    said, until agree() has asked the tuning file, if there is one. chunks: tokens of a rail message."""
+
+    hidden_dim: int
+    max_tokens: int
+    num_local_experts: int
+    use_fp8: bool
+    num_blocks_dispatch: int | None  # None: as the links need, once the topology is known
+    num_blocks_combine: int | None
+    num_blocks_permute: int | None  # None: inside the dispatch launch
+    num_blocks_unpermute: int | None  # None: as combine
+    ranks_per_node: int | None
+    ranks_per_node_origin: str
+    capacity_factor: float | None
+    overflow: str
+    timeout_s: float
+    executor: str
+    device: torch.device
+    tuning: tuning.Table | None
+    reach: devices.Reach | None = None  # on GPUs with ranks of their own: found in agree()
+    chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("dispatch", "combine"), DEFAULT_CHUNK_TOKENS))
+
+    def agree(self, meet: Rendezvous) -> topology.Topology:
+        """Collective: ValueError on every rank when the ranks differ; takes the largest max_tokens."""
+        facts = meet.exchange(TOPIC, {
+            "must_agree": {
+                "hidden_dim": self.hidden_dim, "num_local_experts": self.num_local_experts,
+                "num_of_hybrid_ep_ranks_per_nvlink_domain": self.ranks_per_node,
+                "num_sms_dispatch_api": self.num_blocks_dispatch,
+                "num_sms_combine_api": self.num_blocks_combine,
+                "num_blocks_permute": self.num_blocks_permute, "num_blocks_unpermute": self.num_blocks_unpermute,
+                "capacity_factor": self.capacity_factor, "overflow": self.overflow,
+                "executor": self.executor, "tuning": self.tuning and self.tuning.identity},
+            "host": socket.gethostname(), "world_rank": meet.view.world_rank, "max_tokens": self.max_tokens})
+        agree([f["must_agree"] for f in facts], "HybridEPBuffer")
+        self.max_tokens = max(f["max_tokens"] for f in facts)
+        hosts, domains = [f["host"] for f in facts], None
+        if devices.is_probed(self.executor) and not meet.view.virtual:
+            self.reach = devices.probe(meet, self.device)
+            domains = self.reach.domains()
+        found = topology.resolve(meet.view.rank, hosts, self.ranks_per_node, self.ranks_per_node_origin,
+                                 [f["world_rank"] for f in facts], domains)
+        if domains is not None and meet.view.rank == 0:
+            topology.warn_of_cut_domains(found, domains, self.ranks_per_node_origin)
+        self._settle(found)
+        return found
+
+    def _settle(self, where: topology.Topology) -> None:
+        """Blocks and chunks: the caller's, else the tuning file's; else choose_blocks and the default."""
+        tuned = None if self.tuning is None else self.tuning.find(
+            tuning.Key(where.num_ranks, where.num_local_ranks, self.hidden_dim,
+                       self.num_local_experts * where.num_ranks), self.max_tokens)
+        if tuned is not None:
+            self.chunks = {"dispatch": tuned.chunk_dispatch, "combine": tuned.chunk_combine}
+        self.num_blocks_dispatch = self.num_blocks_dispatch or (tuned.num_sms_dispatch if tuned else None)
+        self.num_blocks_combine = self.num_blocks_combine or (tuned.num_sms_combine if tuned else None)
+
+    def choose_blocks(self, where: topology.Topology, virtual: bool) -> sm_plan.SmPlan | None:
+        """Fills in the block counts that nobody gave. On GPUs with ranks of their own: by sm_plan, which is returned;
+        else 1, for virtual ranks share one device, whose SMs must hold all their blocks at once."""
+        plan = None
+        if devices.is_cuda(self.executor) and not virtual:
+            name, capability = devices.name_and_capability(self.device)
+            plan = sm_plan.plan(sm_plan.cluster_of(name, capability), where.num_nodes, where.num_local_ranks,
+                                self.num_local_experts * where.num_ranks, 2 * self.hidden_dim)
+        default = plan.num_sms if plan else 1
+        self.num_blocks_dispatch = self.num_blocks_dispatch or default
+        self.num_blocks_combine = self.num_blocks_combine or default
+        return plan
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(dispatch, combine), once choose_blocks has filled in what nobody gave."""
+        if self.num_blocks_dispatch is None or self.num_blocks_combine is None:
+            raise RuntimeError("the numbers of blocks are not settled yet: agree() and choose_blocks() come first")
+        return self.num_blocks_dispatch, self.num_blocks_combine
+
+    def template(self, where: topology.Topology) -> HybridEpConfigInstance:
+        """What deep_ep's callers read and tune."""
+        dispatch_blocks, combine_blocks = self.blocks
+        return HybridEpConfigInstance(
+            hidden_dim=self.hidden_dim, max_num_of_tokens_per_rank=self.max_tokens,
+            num_of_experts_per_rank=self.num_local_experts, num_of_ranks_per_node=where.num_local_ranks,
+            num_of_nodes=where.num_nodes, use_fp8=self.use_fp8, num_of_blocks_dispatch_api=dispatch_blocks,
+            num_of_blocks_combine_api=combine_blocks, num_of_blocks_permute=self.num_blocks_permute,
+            num_of_blocks_unpermute=self.num_blocks_unpermute,
+            num_of_tokens_per_chunk_dispatch_api=self.chunks["dispatch"],
+            num_of_tokens_per_chunk_combine_api=self.chunks["combine"])
+
+    def first_shape(self, num_ranks: int) -> dict[str, int]:
+        """What to lay the memory out for before any call is known."""
+        num_experts, tokens = self.num_local_experts * num_ranks, max(self.max_tokens, 1)
+        row_bytes = validation.least_row_bytes(self.hidden_dim)
+        return {"num_experts": num_experts, "max_tokens": tokens, "max_topk": min(_FIRST_TOPK, num_experts),
+                "row_bytes": row_bytes, "scale_bytes": 0,
+                "recv_rows": recv_capacity(self.capacity_factor, tokens, num_ranks),
+                "partial_row_bytes": row_bytes, "chunk_tokens": max(self.chunks.values())}
+
+
+def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:
+    """Receive rows of a rank: capacity_factor * max_tokens, at most (None: exactly) every token of every
+    rank."""
+    worst = max(1, max_tokens * num_ranks)
+    return worst if capacity_factor is None else min(worst, max(1, math.ceil(capacity_factor * max_tokens)))
+
+
+def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts: Any, use_fp8: Any,
+          num_sms_dispatch_api: Any, num_sms_combine_api: Any, num_blocks_permute: Any, num_blocks_unpermute: Any,
+          ranks_per_node: Any, capacity_factor: Any,
+          overflow: Any, timeout_s: Any, executor: Any, tuning_file: Any = None) -> Options:
+    """Local checks; ValueError names argument, value and remedy."""
+    env.check()
+    hidden_dim = validation.hidden_dim(hidden_dim)
+    if overflow not in OVERFLOW_POLICIES:
+        raise ValueError(f"overflow={overflow!r} must be one of {OVERFLOW_POLICIES}")
+    if capacity_factor is not None and not _positive(capacity_factor):
+        raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the worst case")
+    timeout_s = env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s
+    if not _positive(timeout_s) or timeout_s > env.MOST_SECONDS:
+        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds, at most "
+                         f"{env.MOST_SECONDS:.0e}")
+    executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
+    device = _device(executor)
+    if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
+        try:
+            nvshmem.load()
+        except RuntimeError as error:
+            raise ValueError(f"executor={executor!r} cannot be used here: {error} {_ASKED}") from error
+    if executor not in _core.executors():
+        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
+    tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
+    table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
+    ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
+    return Options(
+        hidden_dim, validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
+        validation.integer("num_local_experts", num_local_experts, 1), validation.flag("use_fp8", use_fp8),
+        _blocks("num_sms_dispatch_api", num_sms_dispatch_api, env.get("HYBRID_EP_NUM_BLOCKS")),
+        _blocks("num_sms_combine_api", num_sms_combine_api, env.get("HYBRID_EP_NUM_BLOCKS")),
+        _blocks("num_blocks_permute", num_blocks_permute), _blocks("num_blocks_unpermute", num_blocks_unpermute),
+        ranks_per_node, origin, None if capacity_factor is None else float(capacity_factor), overflow,
+        float(timeout_s), executor, device, table)
+
+
+def _device(executor: Any) -> torch.device:
+    """Where the tensors of this executor lie."""
+    if not isinstance(executor, str) or not devices.is_cuda(executor):
+        return torch.device("cpu")
+    try:
+        return devices.current()
+    except ValueError as error:
+        raise ValueError(f"{error} {_ASKED}") from error
+
+
+def _positive(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+
+
+def _blocks(name: str, value: Any, default: int | None = None) -> int | None:
+    if value is None:
+        return default
+    return validation.integer(name, value, 1, "it is the number of blocks (SMs) of the operation", env.MOST_BLOCKS)

@@ -1,0 +1,71 @@
+"""Where a rank's tokens go, as the arguments of a dispatch say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_ep.config import HybridEpConfigInstance
+from hybrid_ep.runtime import routing_maps, validation
+from hybrid_ep.runtime.tensors import aligned, view
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where this rank's tokens go: topk_idx int64 [T, K] or routing_map bool [T, E], with weights fp32 or
+    None."""
+
+    num_experts: int
+    topk_idx: torch.Tensor | None
+    routing_map: torch.Tensor | None
+    weights: torch.Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        given = self.routing_map if self.topk_idx is None else self.topk_idx
+        assert given is not None  # one of them is
+        return given.shape[0]
+
+    @property
+    def topk_in(self) -> int:
+        """Columns of topk_idx, 0 with a map."""
+        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
+
+    def views(self) -> dict[str, Any]:
+        """The tensors as the core's arguments."""
+        given = {"topk_idx": self.topk_idx, "routing_map": self.routing_map, "weights": self.weights}
+        return {name: view(name, None if x is None else aligned(x)) for name, x in given.items()}
+
+
+def routing_of_call(x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
+                    num_of_experts: int | None, probs: torch.Tensor | None, routing_map: torch.Tensor | None, *,
+                    config: HybridEpConfigInstance, num_ranks: int, look: bool = True) -> Routing:
+    """What the routing arguments of a dispatch of x [T, H] mean, checked; see HybridEPBuffer.dispatch.
+
+    config: says how many experts a rank has where the arguments do not. look: also check the values of topk_idx, which
+    waits for a GPU. ValueError for what does not fit together, naming the argument."""
+    if num_of_experts is not None:
+        num_of_experts = validation.experts_of_group("num_of_experts", num_of_experts, num_ranks)
+    rows = x.shape[0]
+    if topk_idx is not None and routing_map is None:
+        num_experts = num_of_experts or config.num_of_experts_per_rank * num_ranks
+        idx = validation.topk(topk_idx, rows, num_experts, look)
+        if probs is not None:
+            if topk_weights is not None:
+                raise ValueError("topk_weights and probs are both given; give the weights in one of them")
+            probs = validation.weights("probs", probs, (rows, num_experts))
+            return Routing(num_experts, None, routing_maps.from_topk(idx, None, num_experts)[0], probs)
+        if topk_weights is not None:
+            topk_weights = validation.weights("topk_weights", topk_weights, tuple(idx.shape))
+        return Routing(num_experts, idx, None, topk_weights)
+    if routing_map is None:
+        raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where tokens go")
+    if topk_weights is not None:
+        raise ValueError("topk_weights is given, but topk_idx does not count beside a routing_map, which takes "
+                         "its weights as probs [T, E]")
+    route = validation.routing_map(routing_map, rows, num_of_experts, num_ranks)
+    if probs is not None:
+        probs = validation.weights("probs", probs, tuple(route.shape))
+    return Routing(route.shape[1], None, route, probs)

@@ -1,0 +1,314 @@
+"""One buffer's engine and everything about it that all ranks must decide alike: routing, capacity, growth.
+
+Every rank learns every rank's header with the counts, so disagreement is an error on all ranks at once and
+growth is the same decision everywhere; only growth talks to the store."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_ep import _core, env
+from hybrid_ep.config import HybridEpConfigInstance
+from hybrid_ep.errors import (
+    BootstrapError,
+    BufferFailedError,
+    CapacityError,
+    DeadlineError,
+    ReentrantCallError,
+)
+from hybrid_ep.runtime import devices, placing, validation
+from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
+from hybrid_ep.runtime.options import Options, recv_capacity
+from hybrid_ep.runtime.plan import Plan
+from hybrid_ep.runtime.results import ResultPool
+from hybrid_ep.runtime.routing import Routing
+from hybrid_ep.runtime.tensors import padded_row_bytes, row_bytes
+from hybrid_ep.runtime.topology import Topology
+from hybrid_ep.runtime.validation import DTYPES
+
+_SHAPE_FIELDS = ("num_experts", "max_tokens", "max_topk", "row_bytes", "scale_bytes", "recv_rows",
+                 "partial_row_bytes", "chunk_tokens")
+_VERBS = ("dispatch", "dispatch_with_permute", "dispatch_with_permute(non_blocking=True)")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a routed dispatch wants, beyond its routing."""
+
+    hidden: torch.Tensor
+    scale: torch.Tensor | None
+    permute: bool
+    non_blocking: bool = False
+    pad_multiple: int = 1
+    budget: int | None = None  # permuted rows of this rank
+    num_blocks: int = 1
+    pad_empty_experts: bool = False
+
+    def header(self, routing: Routing, template: HybridEpConfigInstance) -> dict[str, int]:
+        return {
+            "hidden": self.hidden.shape[1], "dtype": DTYPES.index(self.hidden.dtype),
+            "scale_width": 0 if self.scale is None else self.scale.shape[1],
+            "scale_dtype": 0 if self.scale is None else 1 + DTYPES.index(self.scale.dtype),
+            "num_experts": routing.num_experts, "pad_multiple": self.pad_multiple,
+            "pad_empty_experts": int(self.pad_empty_experts),
+            "weights": int(routing.weights is not None), "verb": int(self.permute) + int(self.non_blocking),
+            "budget": 0 if self.budget is None else 1 + self.budget,
+            "want_tokens": template.max_num_of_tokens_per_rank, "want_hidden": template.hidden_dim,
+            "chunk_dispatch": template.chunk("dispatch"), "chunk_combine": template.chunk("combine")}
+
+
+_MUST_AGREE: dict[str, Callable[[int], str]] = {
+    "hidden": str, "dtype": lambda v: str(DTYPES[v]), "scale_width": str,
+    "scale_dtype": lambda v: "no scaling_factor" if v == 0 else str(DTYPES[v - 1]), "num_experts": str,
+    "pad_multiple": str,
+    "pad_empty_experts": lambda v: str(bool(v)),
+    "weights": lambda v: "given" if v else "none", "verb": lambda v: _VERBS[v],
+    "chunk_dispatch": str, "chunk_combine": str}
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted while waiting for other ranks"
+    if isinstance(error, (DeadlineError, BootstrapError)):
+        return str(error)
+    return f"{type(error).__name__}: {error} (raised in the middle of an operation, which the other ranks go on with)"
+
+
+def _raised_here(error: BaseException) -> bool:
+    """By hybrid_ep or its compiled core, which has no frames of its own; not by a signal handler that ran meanwhile."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_globals.get("__name__", "").split(".")[0] == "hybrid_ep"
+
+
+class Session:
+    """Not thread-safe, and says so: enter guard() around every operation."""
+
+    def __init__(self, meet: Rendezvous, topology: Topology, options: Options):
+        self.topology, self.meet, self.options = topology, meet, options
+        self._lock, self._pid = threading.Lock(), os.getpid()
+        self.why_closed: str | None = None
+        self._generation = 0
+        self._past_traffic: dict[str, int] = {}
+        self._past_launches = 0
+        # Whether kernels run beside the host, as on a GPU: then it waits for whatever it looks at, a choice of topk_idx
+        # or a count, and non_blocking=True looks at nothing. The host's executors have ended when a launch returns.
+        self.runs_beside = devices.is_cuda(options.executor)
+        self.map_width = 0  # pairs of a token in the widest routing map so far, of all ranks
+        self.capturing = self.captured = False  # a CUDA graph, now or ever
+        self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
+        self.engine: Any = None
+        self._segments, self._executor = self._choose_segments()
+        self.shape: Any = None
+        self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
+        self._open(options.first_shape(topology.num_ranks))
+
+    # ---- life
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[Session]:
+        """Around every operation: in the process that made the buffer, one thread at a time, none after a failure."""
+        self.require_own_process()
+        if not self._lock.acquire(blocking=False):
+            raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread its own "
+                                     "HybridEPBuffer, or take turns")
+        try:
+            if self.why_closed is not None:
+                raise BufferFailedError(self.why_closed)
+            self._enter_device()
+            began = self._progress()
+            try:
+                yield self
+            except BaseException as error:
+                if self._is_out_of_step(error, began):
+                    self.close(f"this buffer failed earlier: {_reason(error)}; make a new HybridEPBuffer")
+                raise
+        finally:
+            self._lock.release()
+
+    def require_own_process(self) -> None:
+        """BufferFailedError in a forked child: the registered memory and its flags are in use by the parent."""
+        if os.getpid() != self._pid:
+            raise BufferFailedError(
+                f"this buffer belongs to process {self._pid}, from which process {os.getpid()} was forked; a child "
+                "may only drop it: make the calls in the parent, or start the child with 'spawn' or 'forkserver' and "
+                "make a HybridEPBuffer of a process group of its own there")
+
+    def _progress(self) -> tuple[int, int]:
+        """Changes as soon as anything is sent to other ranks."""
+        return self._generation, -1 if self.engine is None else self.num_launches()
+
+    def _is_out_of_step(self, error: BaseException, began: tuple[int, int]) -> bool:
+        """Whether this rank leaves in the middle of an operation, in which the others now wait for it.
+
+        Arguments are refused before anything is sent, or by all ranks alike. Whatever else ends a call that has sent
+        something came from outside: Ctrl-C, memory that ran out, an exception of a signal handler of any type."""
+        if isinstance(error, (DeadlineError, BootstrapError)):
+            return True
+        if self._progress() == began:
+            return False
+        return not (isinstance(error, ValueError) and _raised_here(error))
+
+    def _enter_device(self) -> None:
+        """CUDA: operations go where torch's would go in this thread."""
+        if self.options.device.type == "cuda":
+            stream = devices.enter(self.options.device)
+            self.capturing = torch.cuda.is_current_stream_capturing()
+            self.captured |= self.capturing
+            if self.engine is not None:
+                self.engine.set_stream(stream)
+
+    def close(self, why: str = "this buffer was destroyed; make a new HybridEPBuffer", together: bool = False) -> None:
+        """Gives the registered memory back. Local; peers keep what they mapped. Memory that only all ranks can give
+        back (NVSHMEM's heap) goes at once when all do it together, else when they next meet. In a forked child: nothing
+        is given back, for nothing of it is the child's."""
+        if os.getpid() != self._pid:
+            self.why_closed = self.why_closed or why
+            if self.engine is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.engine))  # a destructor would call into the device
+                self.engine = None
+            return
+        if first := self.why_closed is None:
+            self.why_closed = why
+        self.engine = None
+        self.results = ResultPool(0)
+        if first and hasattr(self._segments, "close"):
+            self._segments.close(together)
+
+    # ---- memory
+    def fit(self, **needs: int) -> None:
+        """Grows the registered memory where a need exceeds it. Collective exactly when something must grow;
+        all ranks must come with the same needs."""
+        now = {name: getattr(self.shape, name) for name in _SHAPE_FIELDS}
+        wanted = {name: max(now[name], needs.get(name, 0)) for name in _SHAPE_FIELDS}
+        wanted["num_experts"] = needs.get("num_experts", now["num_experts"])
+        capacity = recv_capacity(self.options.capacity_factor, wanted["max_tokens"], self.topology.num_ranks)
+        wanted["recv_rows"] = max(wanted["recv_rows"], capacity)
+        if wanted == now:
+            return
+        if self.captured:
+            grown = ", ".join(f"{n} from {now[n]} to {wanted[n]}" for n in now if now[n] != wanted[n])
+            raise ValueError(f"this buffer would have to grow ({grown}), but a CUDA graph holds addresses of its "
+                             "memory; run a call of this size before the capture, or make another buffer for it")
+        self._open(wanted)
+
+    def _choose_segments(self) -> tuple[Any, str]:
+        """What makes and maps this group's registered memory, and the executor for it. Collective on a GPU."""
+        own, executor = self.meet.view.segments, self.options.executor
+        if self.options.device.type != "cuda":
+            return own, executor
+        devices.enter(self.options.device)
+        if hasattr(own, "on_device"):  # ranks inside one process
+            return own.on_device(), executor
+        return devices.segments(self.meet, self.topology, executor, self.options.device, self.options.reach)
+
+    def _open(self, wanted: dict[str, int]) -> None:
+        generation, self._generation = self._generation, self._generation + 1
+        agree(self.meet.exchange(f"{generation}/shape", wanted), "growth of the registered memory")
+        shape = _core.BufferShape(num_nodes=self.topology.num_nodes,
+                                  num_local_ranks=self.topology.num_local_ranks,
+                                  **wanted)
+        if self.engine is not None:
+            self._past_traffic, self._past_launches = self.traffic(), self.num_launches()
+            self.engine = None
+        o = self.options
+        try:
+            self.engine = open_segments(
+                self.meet, self._segments, generation, shape.total_bytes,
+                lambda segments: _core.Engine(self.topology.rank, shape, segments, o.timeout_s, self._executor,
+                                              env.get("HYBRID_EP_SEED")))
+        except BaseException as error:
+            self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
+            raise
+        self.shape = shape
+        self._enter_device()
+
+    def traffic(self) -> dict[str, int]:
+        now = self.engine.traffic()
+        return {name: value + self._past_traffic.get(name, 0) for name, value in now.items()}
+
+    def num_launches(self) -> int:
+        return self._past_launches + self.engine.num_launches
+
+    def reset_traffic(self) -> None:
+        self._past_traffic = {}
+        self.engine.reset_traffic()
+
+    # ---- routing
+    def require_capturable(self, non_blocking: bool) -> None:
+        """ValueError where a routed call would wait and must not."""
+        if self.capturing and not non_blocking:
+            raise ValueError("non_blocking=False waits for the counts and cannot be captured in a CUDA graph; give "
+                             "non_blocking=True and num_permuted_tokens")
+
+    def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
+        """Exchanges the counts and places every row. Collective. Inside guard()."""
+        make = placing.static_plan if call.non_blocking and self.runs_beside else placing.blocking_plan
+        return make(self, routing, call, call.header(routing, template), list(_MUST_AGREE))
+
+    @staticmethod
+    def check_headers(headers: list[dict[str, int]]) -> None:
+        """ValueError, the same on all ranks, when they mean different calls."""
+        odd = [name for name in _MUST_AGREE if any(h[name] != headers[0][name] for h in headers)]
+        if odd:  # numbers become words only to say so
+            agree([{name: _MUST_AGREE[name](h[name]) for name in odd} for h in headers], "dispatch")
+
+    def fit_call(self, headers: list[dict[str, int]], topk: int, call: Call) -> None:
+        """Room for a routed call, of which all ranks know all headers."""
+        self.chunks = {op: headers[0][f"chunk_{op}"] for op in self.chunks}
+        self.fit(max_tokens=max(1, *(max(h["num_tokens"], h["want_tokens"]) for h in headers)), max_topk=topk,
+                 row_bytes=max(row_bytes(call.hidden),
+                               validation.least_row_bytes(max(h["want_hidden"] for h in headers))),
+                 scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
+                 chunk_tokens=max(self.chunks.values()))
+
+    def check_capacity(self, placed: Any, call: Call, headers: list[dict[str, int]]) -> None:
+        """CapacityError, on all ranks, where rows were dropped and must not be."""
+        self._check_rows(placed.recv_rows, call)
+        self._check_budgets(placed.num_dropped_per_rank, [h["budget"] - 1 for h in headers], call)
+
+    def _check_rows(self, recv_rows: list[int], call: Call) -> None:
+        capacity = self.shape.recv_rows
+        if self._must_fit(call) and max(recv_rows) > capacity:
+            raise CapacityError(
+                f"the ranks receive {list(recv_rows)} rows but capacity_factor={self.options.capacity_factor} admits "
+                f"{capacity}; raise capacity_factor, or drop rows with overflow='drop'",
+                recv_rows, [capacity] * len(recv_rows))
+
+    def _must_fit(self, call: Call) -> bool:
+        return self.options.overflow == "raise" and not call.non_blocking
+
+    def _check_budgets(self, dropped: list[int], budgets: list[int], call: Call) -> None:
+        late = [rank for rank, rows in enumerate(dropped) if rows and budgets[rank] >= 0]
+        if late and self._must_fit(call):
+            said = ", ".join(f"{budgets[r]} on rank {r} ({dropped[r]} rows too few)" for r in late)
+            raise CapacityError(f"num_permuted_tokens={said}; raise it, give None, or drop rows with "
+                                "non_blocking=True or overflow='drop'", dropped, budgets)
+
+    def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int]:
+        """Blocks of an operation, and of its local pass where that is a launch of its own, else 0.
+
+        ValueError before anything is launched where there cannot be so many: after a dispatch's routing the other ranks
+        would go on without this one."""
+        local = {"dispatch": "permute", "combine": "unpermute"}[operation]
+        blocks = getattr(template, f"num_of_blocks_{operation}_api")
+        if num_sms is not None:
+            blocks = validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
+        apart = getattr(template, f"num_of_blocks_{local}") or 0
+        self.engine.require_blocks("num_sms" if num_sms is not None else "num_blocks", blocks)
+        if apart:
+            self.engine.require_blocks(f"num_blocks_{local}", apart)
+        return blocks, apart
+
+    def fit_plan(self, plan: Plan, **needs: int) -> None:
+        """Before an operation on an existing plan: everything it needs is known on every rank alike."""
+        self.fit(num_experts=plan.num_experts, max_tokens=plan.max_tokens, max_topk=plan.topk,
+                 recv_rows=plan.max_recv_rows, **needs)
