@@ -87,10 +87,10 @@ def main():
     }
     # pytest runs elsewhere than its caller.
     chosen = [str(ROOT / word) if (ROOT / word.split("::")[0]).exists() else word for word in chosen]
-    status = pytest(chosen or [TESTS / name for name in SANITIZED], sanitized, report, PACKAGE)
+    status = pytest(chosen or [next(TESTS.rglob(name)) for name in SANITIZED], sanitized, report, PACKAGE)
     if not chosen:
         rubbish = {"MALLOC_PERTURB_": FILLED_WITH, "PYTHONPATH": str(ROOT), "HYBRID_EP_TEST_EXAMPLES": "4"}
-        status = pytest([TESTS / name for name in PERTURBED], rubbish, [], ROOT) or status
+        status = pytest([next(TESTS.rglob(name)) for name in PERTURBED], rubbish, [], ROOT) or status
     print(f"python_asan: {'FAILED' if status else 'passed'}")
     sys.exit(1 if status else 0)
 

@@ -1,0 +1,101 @@
+"""`hybrid-ep --help`: every subcommand with its summary, those of other packages too, and none of them imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep import cli
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def plug_ins(monkeypatch, tmp_path):
+    """Packages on the path whose import is an error, each a subcommand."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def add(**sources: str) -> None:
+        for name, source in sources.items():
+            file = tmp_path / (name.replace("__", "/") + ".py")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"{source}\nraise SystemExit('imported')\n")
+        found = [EntryPoint(name, name.replace("__", "."), "hybrid_ep.commands") for name in sources]
+        monkeypatch.setattr(cli.importlib.metadata, "entry_points", lambda group: found)
+
+    return add
+
+
+def test_a_plug_in_s_summary_is_shown_without_importing_it(plug_ins):
+    plug_ins(abroad__deep='"""A command."""\nSUMMARY = "does things elsewhere"', alone='SUMMARY = "one file"',
+             silent__deep="NAME = 1")
+    said = " ".join(cli.build_parser().format_help().split())
+    assert "does things elsewhere" in said and "one file" in said and "silent.deep: has no SUMMARY" in said
+    assert all(command.summary in said for command in cli.COMMANDS.values())
+
+
+def test_one_that_is_gone_is_called_so(plug_ins, monkeypatch):
+    plug_ins(abroad__deep="SUMMARY = 'x'")
+    assert cli.declared_summary("abroad.deep") == "x"
+    assert cli.declared_summary("abroad.other") == "abroad.other: not installed"
+    assert cli.declared_summary("nowhere_at_all.deep") == "nowhere_at_all.deep: not installed"
+
+
+def test_the_launcher_of_this_tree_says_what_it_does_and_help_loads_no_torch():
+    program = ("import sys; from hybrid_ep import cli; s = cli.declared_summary('recipes.launch_command'); "
+               "cli.build_parser(); print(s, 'torch' in sys.modules, 'recipes' in sys.modules)")
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, check=True,
+                          timeout=60)
+    from recipes.launch_command import SUMMARY
+
+    assert said.stdout.strip() == f"{SUMMARY} False False"
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["bench", "extra"], "hybrid-ep bench: unrecognized arguments: extra"),
+    (["bench", "--op", "nope"], "hybrid-ep bench: argument --op: 'nope'"),
+    (["report", "scaling", "--nope"], "hybrid-ep report scaling: unrecognized arguments: --nope"),
+    (["nosuch"], "hybrid-ep: argument COMMAND: invalid choice: 'nosuch'"),
+    ([], "hybrid-ep: the following arguments are required: COMMAND"),
+])  # fmt: skip
+def test_a_wrong_command_line_is_one_line_of_the_command_that_was_meant(argv, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    error = capsys.readouterr().err
+    assert stopped.value.code == cli.EXIT_USAGE
+    assert error.startswith(said) and error.count("\n") == 1 and "--help" in error
+
+
+def test_version_and_defaults_are_said_once(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"hybrid-ep {cli.__version__}\n"
+    help_of_bench = " ".join(cli.build_parser("bench")._subparsers._group_actions[0].choices["bench"].format_help()
+                             .split())
+    assert "(default: None)" not in help_of_bench and "(default: [])" not in help_of_bench
+    assert "torch threads a rank (default: cores / ranks) -" not in help_of_bench  # no second default follows
+    assert "0 = auto (default: 0)" in help_of_bench
+
+
+def test_ctrl_c_ends_with_one_line_and_130(monkeypatch, capsys):
+    def interrupted(args, argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybrid_ep.cli.simulate.command.run", interrupted)
+    assert cli.main(["simulate"]) == cli.EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "hybrid-ep: interrupted\n"
+
+
+def test_a_reader_that_has_gone_ends_it_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    job = subprocess.Popen([sys.executable, "-m", "hybrid_ep.cli", "simulate", "--sources"], cwd=ROOT, text=True,
+                           stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    _, error = job.communicate(timeout=60)
+    assert (job.returncode, error) == (cli.EXIT_PIPE_CLOSED, "")

@@ -1,0 +1,221 @@
+"""`hybrid-ep launch`: scripts that can be saved, edited and run again; flags that would be ignored are refused."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipes import CLUSTER_RECIPES, RECIPES, rank, safe_yaml, sbatch
+from recipes.launch_command import main, parse_changes
+from recipes.run_folder import RunFolder
+
+SMALL = "qwen3_30b_a3b_proxy"
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A folder on PATH for programs that stand in for sbatch and python; each notes its words in `said`."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    (folder / "sbatch").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >> {folder}/said\n')
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [["qwen3_30b_a3b", "--nodes", "16"], [SMALL, "--nodes", "4"]])
+def test_a_dry_run_prints_a_script_that_can_be_saved_and_leaves_nothing(arguments, tmp_path, capsys):
+    assert main([*arguments, "--slurm", "--dry-run", "--runs-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n#SBATCH ")
+    for line in (f"#SBATCH --nodes={arguments[-1]}", "#SBATCH --requeue", "srun --kill-on-bad-exit=1", "MASTER_ADDR"):
+        assert line in said.out
+    if arguments[0] in CLUSTER_RECIPES:
+        assert "parameters" in said.err and "--require-gpu" in said.out
+        assert "--exit-signal-handler" in shlex.split(said.out.split("' rank ")[1].split(" || status")[0])
+    subprocess.run(["bash", "-n"], input=said.out, text=True, check=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_written_job_is_submitted_later_and_again(tmp_path, programs, capsys):
+    where = ["--runs-dir", str(tmp_path / "runs")]
+    assert main([SMALL, "--slurm", "--no-submit", "--name", "mine", *where]) == 0
+    script = tmp_path / "runs" / "mine" / "job.sbatch"
+    assert f"sbatch {script}" in capsys.readouterr().out and not (programs / "said").exists()
+    assert RunFolder.open(str(tmp_path / "runs"), "mine").read_config().recipe == SMALL
+    assert (script.parent / "logs").is_dir(), "Slurm makes no folders"
+    assert main(["--resume", "mine", *where]) == 0
+    assert main([SMALL, "--slurm", "--name", "mine", *where]) == 2
+    assert "mine exists" in capsys.readouterr().err
+    assert (programs / "said").read_text().splitlines() == [str(script)]
+
+
+def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/echo")
+    where = ["--runs-dir", str(tmp_path)]
+    assert main([SMALL, "--name", "here", *where]) == 0
+    script = ["bash", str(tmp_path / "here" / "job.sh")]
+    said = subprocess.run(script, text=True, capture_output=True, check=True).stdout
+    assert said.split()[:2] == ["-m", "torch.distributed.run"] and said.split()[-1] == str(tmp_path / "here")
+    assert main(["--resume", "here", *where]) == 0
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["nothing"], "choose one of deepseek_v3, qwen3_235b_a22b"), ([], "--list shows them"),
+    (["mixtral_8x7b", "--slurm"], "Megatron-LM/pretrain_gpt.py is not there: git clone"),
+    (["mixtral_8x7b", "--slurm"], "Transformer Engine is not installed"),
+    (["mixtral_8x7b", "--slurm", "--container", "i", "--set", "data_path=/no/d", "--set", "tokenizer=t"],
+     "/no/d.bin is not there"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--segment", "3"], "segment=3"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--cpus-per-task", "0"], "cpus_per_task=0"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--env", "A"], "--env 'A': write NAME=VALUE"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--sbatch", "qos=a b"], "sbatch='qos=a b'"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--module", "a;b"], "module='a;b'"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--container-mounts", "/a:/a"], "add --container IMAGE"),
+    (["mixtral_8x7b", "--hardware", "b200_8", "--cluster", "b200_8x400g"], "the old name of --cluster"),
+    (["qwen3_30b_a3b", "--set", "expert"], "KEY=VALUE"), (["qwen3_30b_a3b", "--set", "expert=[1"], "YAML"),
+    (["mixtral_8x7b", "--nodes", "3"], "expert=8"), ([SMALL, "--nodes", "4"], "add --slurm"),
+    (["qwen3_30b_a3b"], "add --slurm"), (["qwen3_30b_a3b", "--dry-run"], "add --slurm"),
+    ([SMALL, "--nodes", "0"], "nodes=0"), ([SMALL, "--tasks-per-node", "0"], "tasks_per_node=0"),
+    (["qwen3_30b_a3b", "--slurm", "--tasks-per-node", "2"], "tasks_per_node=2"),
+    ([SMALL, "--cluster", "b200_8x400g"], "cluster='b200_8x400g'"), ([SMALL, "--partition", "gpu"], "--partition"),
+    ([SMALL, "--no-preflight", "--max-starts", "1"], "--no-preflight --max-starts"),
+    ([SMALL, "--slurm", "--max-starts", "0"], "starts=0"), (["--resume", "gone"], "resume='gone'"),
+    (["--resume", "../x"], "name='../x'"), ([SMALL, "--resume", "x", "--set", "a=1"], "RECIPE --set"),
+    (["qwen3_30b_a3b", "--slurm", "--name", "../x"], "name='../x'"),
+])
+def test_bad_launches_exit_2_and_leave_nothing(arguments, message, tmp_path, capsys):
+    assert main([*arguments, "--runs-dir", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_recipe_is_listed_with_where_it_runs(capsys):
+    assert main(["--list"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {words[0]: words[1] for words in lines} == {**dict.fromkeys(CLUSTER_RECIPES, "GPUs"),
+                                                       **dict.fromkeys(RECIPES, "CPU")}
+
+
+def test_old_names_of_hardware_work_with_a_warning(tmp_path, capsys):
+    said = {}
+    for flags in (["--hardware", "b200_8"], ["--cluster", "b200_8x400g"]):
+        assert main(["mixtral_8x7b", *flags, "--slurm", "--dry-run", "--name", "n", "--runs-dir", str(tmp_path)]) == 0
+        said[flags[0]] = capsys.readouterr()
+    assert said["--hardware"].out == said["--cluster"].out
+    assert "write --cluster from now on" in said["--hardware"].err
+    assert "write --cluster b200_8x400g from now on" in said["--hardware"].err
+    assert "warning" not in said["--cluster"].err
+
+
+def test_mock_data_and_what_is_missing_here_are_said_before_anything_starts(tmp_path, capsys):
+    where = ["--slurm", "--dry-run", "--runs-dir", str(tmp_path)]
+    assert main(["mixtral_8x7b", *where]) == 0
+    said = capsys.readouterr().err
+    assert "DATA: MOCK, random tokens, 500 steps" in said
+    assert said.count("missing here: ") == 2 and "pretrain_gpt.py is not there" in said
+    assert main(["mixtral_8x7b", *where, "--set", "data_path=/no/d", "--set", "tokenizer=t"]) == 0
+    said = capsys.readouterr().err
+    assert "MOCK" not in said and "data: /no/d, tokenizer t" in said and "/no/d.idx is not there" in said
+
+
+def sbatch_lines(capsys, tmp_path, *arguments):
+    assert main([*arguments, "--slurm", "--dry-run", "--name", "n", "--runs-dir", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    ranks = next(line for line in text.splitlines() if line.startswith("srun --kill-on-bad-exit=1"))
+    return text.splitlines(), shlex.split(ranks.partition("bash -c")[0])
+
+
+def test_a_rack_wide_domain_asks_slurm_for_hosts_of_one_rack(tmp_path, capsys):
+    rack = ["deepseek_v3", "--cluster", "gb200_nvl72"]  # EP 64 on trays of 4
+    assert "#SBATCH --segment=16" in sbatch_lines(capsys, tmp_path, *rack)[0]
+    assert "#SBATCH --segment=32" in sbatch_lines(capsys, tmp_path, *rack, "--segment", "32")[0]
+    for none in ([*rack, "--segment", "0"], ["deepseek_v3", "--cluster", "b200_8x400g"], [SMALL]):
+        assert not any("segment" in line for line in sbatch_lines(capsys, tmp_path, *none)[0])
+
+
+def test_ranks_of_a_gpu_job_get_memory_cores_and_a_log_a_node(tmp_path, capsys):
+    lines, ranks = sbatch_lines(capsys, tmp_path, "mixtral_8x7b")
+    assert any(line.startswith("#SBATCH --mem=0") for line in lines)
+    assert "cpus=$((SLURM_CPUS_ON_NODE / 8))" in lines and ranks[ranks.index("--cpus-per-task") + 1] == "$cpus"
+    assert ranks[ranks.index("--output") + 1] == f"{tmp_path}/n/logs/%j-%N.log" and "--label" in ranks
+    assert any("srun --label" in line and "--require-gpu" in line for line in lines)
+    lines, ranks = sbatch_lines(capsys, tmp_path, "mixtral_8x7b", "--cpus-per-task", "12")
+    assert ranks[ranks.index("--cpus-per-task") + 1] == "12" and not any("SLURM_CPUS_ON_NODE" in x for x in lines)
+    lines, ranks = sbatch_lines(capsys, tmp_path, SMALL)  # CPU ranks share hosts with other jobs
+    assert ranks == ["srun", "--kill-on-bad-exit=1", "--label"] and not any("--mem=0" in line for line in lines)
+
+
+def test_a_site_s_own_lines_variables_and_modules(tmp_path, capsys):
+    lines, _ = sbatch_lines(capsys, tmp_path, SMALL, "--sbatch", "qos=high", "--sbatch", "exclude=n[1-3]", "--env",
+                            "A=x y", "--module", "cuda/13", "--module", "gcc", "--signal-before", "600")
+    assert {"#SBATCH --qos=high", "#SBATCH --exclude=n[1-3]", "export A='x y'"} < set(lines)
+    assert lines[0] == "#!/bin/bash -l"
+    assert lines.index("module load cuda/13 gcc || exit 1") < lines.index("set -euo pipefail")
+    assert any(line.startswith("#SBATCH --signal=TERM@600 ") for line in lines)
+
+
+def test_a_container_has_its_own_python_and_sees_the_run(tmp_path, capsys):
+    lines, ranks = sbatch_lines(capsys, tmp_path, SMALL, "--container", "img", "--container-mounts", "/data:/data")
+    mounts = ranks[ranks.index("--container-mounts") + 1].split(",")
+    assert mounts == [f"{os.getcwd()}:{os.getcwd()}", f"{tmp_path}:{tmp_path}", "/data:/data"]
+    assert ranks[ranks.index("--container-workdir") + 1] == os.getcwd()
+    text = "\n".join(lines)
+    assert "' rank python3 -m recipes.rank" in text and "python3 -m hybrid_ep.cli doctor" in text
+    own = sbatch_lines(capsys, tmp_path, SMALL, "--container", "img", "--container-python", "/opt/py")[0]
+    assert any("' rank /opt/py -m recipes.rank" in line for line in own)
+
+
+def test_changes_are_read_with_the_safe_loader():
+    read = parse_changes(["a.b=1", "c=x y", "d=", "lr=3e-4", "e=1E+2", "f=1e5x", "g=-.5e3"])
+    assert read == {"a.b": 1, "c": "x y", "d": "", "lr": 3e-4, "e": 100.0, "f": "1e5x", "g": -500.0}
+    with pytest.raises(ValueError, match="KEY|not valid YAML"):
+        parse_changes(["a=!!python/object/apply:os.getcwd []"])
+    assert safe_yaml.load("x: [1e-3, 2]", "file") == {"x": [1e-3, 2]}
+
+
+def test_without_yaml_the_remedy_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    assert main([SMALL, "--set", "a.b=1"]) == 2
+    assert "pip install 'hybrid_ep[train]'" in capsys.readouterr().err
+    assert main([SMALL, "--name", "n", "--runs-dir", str(tmp_path)]) == 2
+    assert not (tmp_path / "n").exists(), "nothing started, so no name is taken"
+    extras = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert "pyyaml" in extras.partition("\ntrain = [")[2].partition("]")[0], "the remedy brings what it promises"
+
+
+def test_a_pre_flight_that_hangs_ends_the_job(tmp_path, programs, monkeypatch):
+    """And a node is asked whether it lives without waiting for the container's image."""
+    monkeypatch.setattr(sbatch, "_PREFLIGHT_S", 1)
+    for name, text in (("scontrol", "echo n1 NodeAddr=10.0.0.1"), ("srun", "exec sleep 60")):
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "logs").mkdir()
+    text = sbatch.script(sbatch.Job("j", str(tmp_path), "/", 1, 1, ["x"], ["doctor"], container="image"))
+    env = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    done = subprocess.run(["bash", "-c", text], env=env, text=True, capture_output=True, timeout=30, check=False)
+    assert done.returncode == 1 and "pre-flight: a node failed or took over 1 s" in done.stdout
+    asked = [line.split() for line in text.splitlines() if "timeout " in line]
+    assert [("image" in words, "doctor" in words) for words in asked] == [(True, True), (False, False)]
+
+
+class Store(dict):
+    """What check_one_machine uses of a TCPStore."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+
+def test_ranks_on_cpus_must_share_a_machine(tmp_path):
+    store = Store()
+    for number in range(3):
+        rank.check_one_machine(store, "k", number)
+    store.set("k", "another-boot far-away")
+    with pytest.raises(ValueError, match="rank 3 is on .*, rank 0 on far-away"):
+        rank.check_one_machine(store, "k", 3)

@@ -1,0 +1,190 @@
+"""The inspection of machine code, on texts such as cuobjdump prints: it passes what is good and names what is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "cubin_check.py"
+sys.path.insert(0, str(_SCRIPT.parent))  # its neighbours
+_spec = importlib.util.spec_from_file_location("cubin_check", _SCRIPT)
+cubin_check = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(cubin_check)
+
+ALL = ("UBLKCP.S.G", "UBLKCP.G.S", "SYNCS.ARRIVE.TRANS64", "ELECT", "FENCE.VIEW.ASYNC.S", "FENCE.VIEW.ASYNC.G",
+       "LDS.128", "STS.128")
+
+
+def symbol(kernel: str, rail: str) -> str:
+    return f"_ZN3hep{len(kernel) + 6}{kernel}_entryINS_{len(rail)}{rail}EEEvNS_14DispatchParamsET_PNS_11CudaControlE"
+
+
+WIDEN = {"bf16": ["LOP3.LUT R1, R1, 0xffff0000, RZ, 0xc0, !PT"] * 8, "fp16": ["HADD2.F32 R1, -RZ, R1.H0_H0"] * 16,
+         "fp32": []}
+AWAY = ["NOP"] * 100  # a way that a waiting warp goes
+
+
+def row_code(rows=tuple(WIDEN), row=(), tile=()) -> list[str]:
+    """SASS of a loop over rows for each of these types, with a tile's end that all share. `row` is issued for every row
+    as well, `tile` for every tile. '>NAME' is a branch's target, 'NAME:' a place."""
+    code = ["tile:"]
+    for name in rows:
+        code += [f"@P1 BRA >{name}_row"]
+    code += ["EXIT"]
+    for name in rows:
+        code += [f"{name}_row:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1+URZ], R2", f"@P0 BRA >{name}_here", *AWAY,
+                 f"{name}_here:", "LDS.128 R4, [R1]", "LDS.128 R8, [R1]", *WIDEN[name], *["FADD R1, R2, R1"] * 16, *row,
+                 "MEMBAR.ALL.CTA", "FENCE.VIEW.ASYNC.S", "BRA.DIV UR5, >away", "@P2 BRA >end", f"BRA >{name}_row"]
+    code += ["end:", *["F2FP.BF16.F32.PACK_AB R1, R2, R3"] * 8, *tile, "UBLKCP.G.S [UR6], [UR15], UR14", "BRA >tile",
+             "away:", *AWAY, "EXIT"]
+    places = {line[:-1]: 16 * sum(not c.endswith(":") for c in code[:i]) for i, line in enumerate(code)
+              if line.endswith(":")}
+    return [re.sub(r">(\w+)", lambda m: f"{places[m[1]]:#x}", line) for line in code if not line.endswith(":")]
+
+
+def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1, rail="mapped",
+            rows=None):
+    """The two texts of a library in which every kernel consists of these opcodes."""
+    resources, sass = [], []
+    for arch in cubin_check.ARCHITECTURES:
+        resources.append(f"arch = {arch}")
+        sass.append(f"\tcode for {arch}\narch = {arch}")
+        for rail_type in cubin_check.RAILS[rail]:
+            for kernel, budget in cubin_check.BUDGETS.items():
+                if (kernel, rail_type, arch) == leave_out:
+                    continue
+                resources.append(f" Function {symbol(kernel, rail_type)}:\n  REG:{min(registers, budget.registers + 1)}"
+                                 f" STACK:{stack} SHARED:1152 LOCAL:{local} CONSTANT[0]:1016")
+                sass.append(f"\t\tFunction : {symbol(kernel, rail_type)}")
+                code = row_code() if rows is None else rows
+                code = (code if kernel in ("unpermute", "combine") else []) + [
+                    f"@!UP0 {name} R1, R2" for name in opcodes * repeat]
+                sass += [f"        /*{16 * i:04x}*/                   {text} ;   /* 0x00007 */"
+                         for i, text in enumerate(code)]
+    return "\n".join(resources), "\n".join(sass)
+
+
+def complaints(**changes) -> list[str]:
+    return cubin_check.check(*library(**changes))[1]
+
+
+def test_good_code_passes():
+    kernels, said = cubin_check.check(*library(registers=70))
+    assert said == []
+    assert len(kernels) == len(cubin_check.BUDGETS) * 4  # two rails, two architectures
+    assert all(k.instructions == len(ALL) for k in kernels if k.name not in ("unpermute", "combine"))
+    assert all(k.registers == 70 for k in kernels)
+
+
+def test_a_row_is_counted_the_short_way_round():
+    kernels, _ = cubin_check.check(*library())
+    combine = next(k for k in kernels if k.name == "combine")
+    counted = {k.row: (k.issued, k.shared_loads, k.fences, k.constant_loads) for k in combine.row_loops}
+    assert counted == {"bf16": (33, 2, 2, 0), "fp16": (41, 2, 2, 0), "fp32": (25, 2, 2, 0)}
+    bf16 = combine.row_loops[0]
+    assert bf16.tile == 43  # 20 from the sums to the end, 10 there, the choice of a type, 12 to the sums
+    assert bf16.whole and not bf16.scaled
+    assert bf16.gigabytes_per_second == pytest.approx(5.251 * 4096 / (4.251 * 33 + 43) * 1.755, rel=1e-3)
+
+
+@pytest.mark.parametrize("code, words", [
+    ({"row": ["MOV R1, R2"] * 43}, "bf16 rows: 76 instructions a row, at most 75"),
+    ({"row": ["LDS.128 R1, [R2]"] * 5}, "bf16 rows: 7 shared loads a row, at most 6"),
+    ({"row": ["LDC R1, c[0x0][0x3c4]", "ULDC UR5, c[0x0][0x3c4]", "@P0 LDC R1, c[0x0][0x3c8]"]}, "3 constant loads"),
+    ({"row": ["MEMBAR.ALL.CTA"]}, "3 fences a row, at most 2"),
+    ({"tile": ["MOV R1, R2"] * 180}, "instructions a tile, at most 215"),
+    ({"row": ["FMUL R1, R2, R3"] * 16 + ["MOV R1, R2"] * 60}, "bf16 scaled rows: 109 instructions a row, at most 89"),
+    ({"rows": ("bf16", "fp32")}, "no loop over rows of fp16 found"),
+])
+def test_loops_over_rows_that_grow_are_named(code, words):
+    said = complaints(rows=row_code(**code))
+    assert any(line.startswith("combine<P2PDevice> sm_90a") and words in line for line in said), said
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"registers": 129}, "129 registers, at most 128"),
+    ({"stack": 32}, "32 bytes of stack"),
+    ({"local": 8}, "8 of local memory"),
+    ({"opcodes": (*ALL, "LDL.64")}, "uses LDL"),
+    ({"opcodes": (*ALL, "BPT.TRAP")}, "uses BPT.TRAP"),
+    ({"opcodes": ALL[1:]}, "has no UBLKCP.S.G"),
+    ({"opcodes": tuple(o for o in ALL if "ASYNC.G" not in o)}, "combine<P2PDevice> sm_90a: has no FENCE.VIEW.ASYNC.G"),
+    ({"repeat": 2000}, "instructions, at most"),
+    ({"leave_out": ("dispatch", "P2PDevice", "sm_100")}, "dispatch<P2PDevice> sm_100: is not in the library"),
+])
+def test_what_is_wrong_is_named(changes, words):
+    said = complaints(**changes)
+    assert any(words in line for line in said), said
+
+
+def test_kernels_that_call_nvshmem_may_have_its_stack_and_nothing_more():
+    def said(**changes):
+        return cubin_check.check(*library(rail="nvshmem", **changes), cubin_check.RAILS["nvshmem"])[1]
+
+    assert said(registers=70, stack=352, opcodes=(*ALL, "STL.64")) == []
+    assert any("400 bytes of stack" in line for line in said(stack=400))
+    assert any("uses LDL" in line for line in said(opcodes=(*ALL, "LDL")))
+    assert any("dispatch<NvshmemDevice> sm_90a: 129 registers" in line for line in said(registers=200))
+
+
+def test_a_library_for_one_architecture_needs_no_other():
+    texts = library(registers=70, leave_out=("dispatch", "P2PDevice", "sm_100"))
+    assert cubin_check.check(*texts)[1] == ["dispatch<P2PDevice> sm_100: is not in the library"]
+    assert cubin_check.check(*texts, architectures=("sm_90a",))[1] == []
+
+
+def test_kernels_that_need_no_acquire_may_lack_its_fence():
+    said = complaints(opcodes=tuple(o for o in ALL if "ASYNC.G" not in o), registers=70)
+    assert {line.split("<")[0] for line in said} == {"exchange", "dispatch", "deliver", "combine"}
+
+
+def looping(*body: str) -> str:
+    """The SASS of a loop with that body, then one fence behind it."""
+    lines = ["MOV R1, R2", *body, "@P0 BRA 0x10", "MEMBAR.ALL.SYS", "EXIT"]
+    return "\n".join(f"        /*{16 * i:04x}*/    {line} ;    /* 0x00007 */" for i, line in enumerate(lines))
+
+
+def kernel_with(text: str):
+    key = ("exchange", "P2PDevice", "sm_90a")
+    kernels = {key: cubin_check.Kernel(*key)}
+    cubin_check.count_instructions(f"arch = sm_90a\n\t\tFunction : {symbol(key[0], key[1])}\n{text}", kernels)
+    return kernels[key]
+
+
+def test_a_system_fence_in_a_loop_over_peers_is_named():
+    fenced = kernel_with(looping("LDG.E R2, [R4]", "@!P1 MEMBAR.ALL.SYS", "ST.E.STRONG.SYS [R4], R2"))
+    assert fenced.system_fences == 2  # the second is behind the loop
+    assert fenced.fences_in_short_loops == (("@!P1 MEMBAR.ALL.SYS", 4),)
+    assert any("MEMBAR.ALL.SYS in a loop of 4 instructions" in said for said in cubin_check.problems(fenced))
+
+
+@pytest.mark.parametrize("body", [("MEMBAR.ALL.GPU",), ("MEMBAR.SC.CTA", "LDG.E R2, [R4]"),
+                                  ("MEMBAR.ALL.SYS", *["IADD3 R1, R1, R1, RZ"] * 64)])
+def test_narrower_fences_and_long_loops_pass(body):
+    assert kernel_with(looping(*body)).fences_in_short_loops == ()
+
+
+DISASSEMBLY = """
+0000000000001000 <_ZN3hep4cuda12CudaExecutorINS_9P2PDeviceEE8exchangeERKNS_14ExchangeParamsE>:
+    1000:\tmov    $0x1,%edi
+    1005:\tcall   1f0 <exit@plt>
+
+0000000000002000 <_ZN3hep4cuda5otherEv>:
+    2000:\tcall   300 <exit_group_of_ours>
+
+0000000000003000 <nvshmemi_get_p2p_attrs>:
+    3000:\tcall   1f0 <exit@plt>
+
+0000000000004000 <hep_cuda_entry>:
+    4000:\tjmp    1f0 <exit@plt>
+"""
+
+
+def test_a_host_function_of_ours_that_calls_exit_is_named_and_those_of_others_are_not():
+    assert cubin_check.host_exits(DISASSEMBLY) == [
+        "_ZN3hep4cuda12CudaExecutorINS_9P2PDeviceEE8exchangeERKNS_14ExchangeParamsE", "hep_cuda_entry"]
+    assert cubin_check.host_exits(DISASSEMBLY.replace("<exit@plt>", "<abort@plt>")) == []
