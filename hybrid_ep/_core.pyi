@@ -411,8 +411,9 @@ def simulate(spec: dict[str, int], *, costs: dict[str, int] | None = None,
 
     Returns a dictionary:
       failure  None or {kind: deadlock | rule | wrong | error, rule, what}
-      ranks    by rank {error, site, role, peer, waited_s}: the obituary of a rank that waited in vain, else
-      None in them
+      ranks    by rank {error, site, role, peer, waited_s}: the timeout report of a rank that waited in vain,
+      else None in
+               them
       steps    choices of the scheduler; log: lines, if asked for
       kernels  (kernel, rank, start_ps, end_ps) in order of their ends
       links    (link, rank, block, busy_ps, bytes, copies); link = tma_read | tma_write (by block), hbm,

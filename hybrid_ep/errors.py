@@ -12,7 +12,7 @@ class HybridEPError(RuntimeError):
 
 
 class DeadlineError(HybridEPError):
-    """A wait passed its deadline. The attributes are the obituary: who waited, where, for whom and for what.
+    """A wait passed its deadline. The attributes are the timeout report: who waited, where, for whom and for what.
 
     site: the waiting place in the role code; rank, node: who waited; peer, peer_node: whom it waited for (-1:
     nobody else); block, role, chunk: which block, warp role and chunk (-1: none); expected, seen: the flag's

@@ -20,14 +20,14 @@
 //   to the lane that committed them, so the lane that commits is the lane that waits.
 //
 // Every wait takes a WaitInfo and has the run's deadline. When it passes, the wait does not return: it
-// ends the kernel with an Obituary (host: exception; device: mapped memory and exit).
+// ends the kernel with an TimeoutReport (host: exception; device: mapped memory and exit).
 #pragma once
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 
 #include "common/numeric.h"
-#include "common/obituary.h"
+#include "common/timeout_report.h"
 
 namespace hep {
 
@@ -49,7 +49,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.num_warps() } -> std::same_as<int>;
   { a.block_idx() } -> std::same_as<int>;
   { a.num_blocks() } -> std::same_as<int>;
-  { a.set_role("name") };  // names this lane's role in obituaries
+  { a.set_role("name") };  // names this lane's role in timeout reports
 
   // Convergence. elect_one: true on exactly one lane of the warp, the same one within a kernel but not necessarily
   // lane 0; converges the warp but orders no memory. warp_sync / group_sync / block_sync order memory of the lanes
@@ -115,7 +115,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
 
   // A role that polls several flags by hand calls this once per fruitless round, with what it waits for;
   // `since_progress` is the role's own token: reset it with poll_reset whenever something was found.
-  { a.poll_idle(info, uint64_t{}, uint64_t{}) };  // expected, seen: for the obituary
+  { a.poll_idle(info, uint64_t{}, uint64_t{}) };  // expected, seen: for the timeout report
   { a.poll_reset() };
 };
 

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/obituary.h"
+#include "common/timeout_report.h"
 
 namespace hep {
 
@@ -17,8 +17,8 @@ inline uint32_t narrow(const char* name, int64_t value) {
   return uint32_t(value);
 }
 
-// Sets hybrid_ep.errors.DeadlineError with the obituary as attributes.
-inline void raise_deadline(const char* what, const Obituary& o) {
+// Sets hybrid_ep.errors.DeadlineError with the timeout report as attributes.
+inline void raise_deadline(const char* what, const TimeoutReport& o) {
   namespace py = pybind11;
   const py::object type = py::module_::import("hybrid_ep.errors").attr("DeadlineError");
   const py::object error =

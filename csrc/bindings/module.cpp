@@ -145,7 +145,7 @@ void bind_errors() {
     try {
       if (p) std::rethrow_exception(p);
     } catch (const host::DeadlineError& e) {
-      raise_deadline(e.what(), e.obituary());
+      raise_deadline(e.what(), e.timeout_report());
     } catch (const host::Interrupted& e) {
       if (!PyErr_Occurred()) PyErr_SetString(PyExc_KeyboardInterrupt, e.what());
     }

@@ -50,7 +50,7 @@ struct WaitInfo {
   int64_t chunk = -1;
 };
 
-struct Obituary {
+struct TimeoutReport {
   Site site = Site::kTestSite;
   int32_t rank = -1, peer = -1, node = -1, peer_node = -1, block = -1, warp = -1;
   const char* role = "";

@@ -15,8 +15,8 @@ template <Arch A>
 inline constexpr int kExchangeWarps = A::kLanes < 32 ? 1 : 16;
 
 // Ranks that mean different calls would overrun each other's rows. Where the host does not see the headers, the lane
-// that does never goes on: its deadline says who differs, in which word (the obituary's chunk), and both values. By all
-// lanes of the block; false: one of them has left, so all must.
+// that finds a difference waits for its deadline: the timeout report says who differs, in which word (its chunk), and
+// both values. By all lanes of the block; false: one of them has left, so all must.
 template <Arch A>
 HEP_DEVICE bool require_agreement(A& a, const ExchangeParams& p, const CountsView& counts) {
   for (uint32_t i = uint32_t(a.lane()); i < counts.layout.num_ranks * uint32_t(kCountHeaderWords); i += A::kLanes) {

@@ -33,7 +33,7 @@ struct ChunkSweep {
   uint32_t num_streams;
 
   // count(s): tokens of stream s. ready(s, chunk): may it be served now? serve(s, chunk): does it.
-  // rank_of(s): who is waited for, for the obituary.
+  // rank_of(s): who is waited for, for the timeout report.
   template <class Count, class Ready, class Serve, class RankOf>
   HEP_DEVICE void run(Site site, uint32_t chunk_tokens, Count&& count, Ready&& ready, Serve&& serve, RankOf&& rank_of) {
     for (uint32_t s = 0; s < num_streams; ++s) a.st_shared(cursors + s, uint32_t(a.block_idx()));

@@ -36,9 +36,9 @@ class Engine::Call {
   }
 
  private:
-  // A kernel that ran beside the host may have ended with an obituary, in this call or in an earlier one.
+  // A kernel that ran beside the host may have ended with a timeout report, in this call or in an earlier one.
   void require_alive() {
-    if (const auto died = e_.executor_->obituary()) {
+    if (const auto died = e_.executor_->timeout_report()) {
       const host::DeadlineError error(*died);
       e_.failure_ = error.what();
       throw error;

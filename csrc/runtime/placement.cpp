@@ -11,7 +11,8 @@ namespace hep {
 namespace {
 
 // A lane that waits for a rank knows which; the host knows only that its mail does not come. It waits longer than the
-// lanes do, so that theirs is the obituary. What is queued before the exchange on the stream is part of its wait too.
+// lanes do, so that theirs is the report that comes. What is queued before the exchange on the stream is part of its
+// wait too.
 constexpr double kHostPatience = 1.25;
 
 void require_placeable(const RoutingInput& in, const PlaceCall& c) {
@@ -125,7 +126,7 @@ void Engine::await_mail() {
   uint32_t looks = 0;
   while (ticket.load(std::memory_order_acquire) < mail_ticket_) {
     if (!idle.round()) continue;
-    if (const auto died = executor_->obituary()) throw host::DeadlineError(*died);
+    if (const auto died = executor_->timeout_report()) throw host::DeadlineError(*died);
     executor_->check();
     // Asking takes Python's lock, which others may hold for milliseconds while the counts come.
     const bool stop = ++looks % 16 == 0 && settings_.interrupted && settings_.interrupted();
@@ -133,7 +134,7 @@ void Engine::await_mail() {
     if (!stop && waited_s < settings_.timeout_s * kHostPatience) continue;
     executor_->abort();
     if (stop) throw host::Interrupted();
-    Obituary o;
+    TimeoutReport o;
     o.site = Site::kMail, o.rank = world_.rank, o.node = world_.node(), o.role = "host";
     o.expected = mail_ticket_, o.seen = ticket.load(std::memory_order_acquire), o.waited_s = waited_s;
     throw host::DeadlineError(o);

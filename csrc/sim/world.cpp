@@ -41,7 +41,7 @@ uint64_t most_rows(const WorldSpec& s, const RoutingDecision& d) {
 }
 
 RankOutcome outcome_of(const host::DeadlineError& e) {
-  const Obituary& o = e.obituary();
+  const TimeoutReport& o = e.timeout_report();
   return {e.what(), site_name(o.site), o.peer, o.block, o.role, o.waited_s};
 }
 

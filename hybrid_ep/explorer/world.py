@@ -82,7 +82,7 @@ class Span:
 
 @dataclass(frozen=True)
 class World:
-    """What a world left behind. `ranks`: by rank its obituary (a dict with error, site, role, peer) or Nones.
+    """What a world left behind. `ranks`: by rank its timeout report (a dict with error, site, role, peer) or Nones.
     Times, links, roles and spans are of measured worlds only."""
 
     spec: dict[str, int]

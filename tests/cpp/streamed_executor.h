@@ -62,7 +62,7 @@ class StreamedExecutor final : public Executor {
     changed_.wait(lock, [&] { return !busy_ && stream_.empty(); });
   }
   void read(void* to, const void* from, uint64_t bytes) override { drain(), std::memcpy(to, from, bytes); }
-  std::optional<Obituary> obituary() override {
+  std::optional<TimeoutReport> timeout_report() override {
     std::lock_guard lock(mutex_);
     return died_;
   }
@@ -80,8 +80,8 @@ class StreamedExecutor final : public Executor {
   std::atomic<bool> aborted{false};
   bool late = false;                  // the counts come when whoever waits for them has done so for long
   std::atomic<int64_t> posted_ns{0};  // when they did
-  int blocks = 1000;          // that a launch may have
-  bool shared_memory = true;  // whether there is enough of it
+  int blocks = 1000;                  // that a launch may have
+  bool shared_memory = true;          // whether there is enough of it
 
  private:
   void require_shared_memory() const {
@@ -101,11 +101,11 @@ class StreamedExecutor final : public Executor {
       stream_.pop_front();
       busy_ = true;
       lock.unlock();
-      std::optional<Obituary> died;
+      std::optional<TimeoutReport> died;
       try {
         job();
       } catch (const host::DeadlineError& e) {
-        died = e.obituary();
+        died = e.timeout_report();
         abort();
       }
       lock.lock();
@@ -118,7 +118,7 @@ class StreamedExecutor final : public Executor {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> stream_;
-  std::optional<Obituary> died_;
+  std::optional<TimeoutReport> died_;
   bool busy_ = false, closing_ = false;
   std::thread worker_;
 };

@@ -1,4 +1,4 @@
-// Launching: deadlines and obituaries, failures that end everybody, worlds of several ranks, callbacks,
+// Launching: deadlines and timeout reports, failures that end everybody, worlds of several ranks, callbacks,
 // reproducibility.
 #include "test_arch_host.h"
 
@@ -10,9 +10,9 @@
 namespace hep::host::test {
 namespace {
 
-// Runs `body` with a deadline of 0.2 s and returns the obituary it must end with.
+// Runs `body` with a deadline of 0.2 s and returns the timeout report it must end with.
 template <class A, class F>
-Obituary obituary_of(F body, int warps = 1) {
+TimeoutReport timeout_of(F body, int warps = 1) {
   LaunchConfig config = grid(2, warps, 1024);
   config.rank = 5;
   config.node = 2;
@@ -23,7 +23,7 @@ Obituary obituary_of(F body, int warps = 1) {
       if (a.block_idx() == 1) body(a, smem);
     });
   } catch (const DeadlineError& e) {
-    const Obituary o = e.obituary();
+    const TimeoutReport o = e.timeout_report();
     CHECK(o.rank == 5 && o.node == 2 && o.block == 1 && o.waited_s >= 0.2 && o.waited_s < 10);
     return o;
   }
@@ -33,7 +33,7 @@ Obituary obituary_of(F body, int warps = 1) {
 template <class A>
 void deadline_of_a_flag() {
   uint64_t flag = 2;
-  const Obituary o = obituary_of<A>([&](A& a, std::byte*) {
+  const TimeoutReport o = timeout_of<A>([&](A& a, std::byte*) {
     a.set_role("g2s");
     a.wait_ge_sys(&flag, 4, {Site::kRailChunk, 1, 3});
   });
@@ -48,7 +48,7 @@ ON_ALL(deadline_of_a_flag);
 
 template <class A>
 void deadline_of_an_mbarrier() {
-  const Obituary o = obituary_of<A>([](A& a, std::byte* smem) {
+  const TimeoutReport o = timeout_of<A>([](A& a, std::byte* smem) {
     auto& bar = *reinterpret_cast<typename A::Mbarrier*>(smem);
     if (a.elect_one()) a.mbar_init(bar, 2, false);
     a.block_sync();
@@ -61,7 +61,7 @@ ON_ALL(deadline_of_an_mbarrier);
 
 template <class A>
 void deadline_of_meetings() {
-  const Obituary block = obituary_of<A>(
+  const TimeoutReport block = timeout_of<A>(
       [](A& a, std::byte*) {
         if (a.warp_idx() == 0) a.block_sync();
       },
@@ -69,7 +69,7 @@ void deadline_of_meetings() {
   CHECK(block.site == Site::kBlockSync && block.warp == 0);
   CHECK(block.expected == 2 * A::kLanes);
   CHECK(A::Exec::kThreads ? block.seen <= A::kLanes : block.seen == A::kLanes);
-  const Obituary group = obituary_of<A>(
+  const TimeoutReport group = timeout_of<A>(
       [](A& a, std::byte*) {
         if (a.warp_idx() == 2) a.group_sync(4, 2);
       },
@@ -80,7 +80,7 @@ ON_ALL(deadline_of_meetings);
 
 template <class A>
 void deadline_of_polling() {
-  const Obituary o = obituary_of<A>([](A& a, std::byte*) {
+  const TimeoutReport o = timeout_of<A>([](A& a, std::byte*) {
     for (int i = 0; i < 50; ++i) {  // rounds with success do not count
       a.poll_idle(kSite, 1, 0);
       a.poll_reset();
@@ -93,9 +93,9 @@ ON_ALL(deadline_of_polling);
 
 // Of waits that expire together, the one that names a peer is nearest to the cause.
 template <class A>
-void obituary_prefers_the_wait_for_a_peer() {
+void the_wait_for_a_peer_is_reported() {
   uint64_t flag = 0;
-  const Obituary o = obituary_of<A>(
+  const TimeoutReport o = timeout_of<A>(
       [&](A& a, std::byte*) {
         if (a.warp_idx() == 2) a.wait_ge_sys(&flag, 1, {Site::kPeerReady, 3});
         a.block_sync();
@@ -103,7 +103,7 @@ void obituary_prefers_the_wait_for_a_peer() {
       4);
   if (!A::Exec::kThreads) CHECK(o.site == Site::kPeerReady);  // threads: whoever notices first
 }
-ON_ALL(obituary_prefers_the_wait_for_a_peer);
+ON_ALL(the_wait_for_a_peer_is_reported);
 
 // A launch of a rank that was given up: every lane is told. Meetings that others come to are whole.
 template <class A>
@@ -276,7 +276,7 @@ void world_of_ranks() {
   try {
     launch_world<A>(std::span<const RankProgram<A>>(programs));
   } catch (const DeadlineError& e) {
-    if (!A::Exec::kThreads) CHECK(e.obituary().rank == 3 || e.obituary().peer == 3);
+    if (!A::Exec::kThreads) CHECK(e.timeout_report().rank == 3 || e.timeout_report().peer == 3);
     return;
   }
   throw check::Failure("no deadline expired");

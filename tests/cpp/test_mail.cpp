@@ -187,13 +187,13 @@ TEST(a_kernel_that_dies_is_reported_by_the_host_that_waits) {
     pair.engines[0]->place_and_count(routed.in, routed.call);
     check::fail(__FILE__, __LINE__, "nobody played rank 1");
   } catch (const host::DeadlineError& e) {  // the lane's, which knows for whom it waited
-    CHECK(e.obituary().site == Site::kCountsFromNode);
-    CHECK_EQ(e.obituary().peer, 1);
+    CHECK(e.timeout_report().site == Site::kCountsFromNode);
+    CHECK_EQ(e.timeout_report().peer, 1);
   }
   CHECK_THROWS(std::runtime_error, pair.engines[0]->place_and_count(routed.in, routed.call));
 }
 
-TEST(a_kernel_that_never_starts_has_an_obituary_too) {
+TEST(a_kernel_that_never_starts_has_a_timeout_report_too) {
   Pair pair(0.2);
   Routed routed(*pair.engines[0], 3);
   StreamedExecutor& stream = *pair.streams[0];
@@ -204,10 +204,10 @@ TEST(a_kernel_that_never_starts_has_an_obituary_too) {
     pair.engines[0]->place_and_count(routed.in, routed.call);
     check::fail(__FILE__, __LINE__, "there is no mail");
   } catch (const host::DeadlineError& e) {
-    CHECK(e.obituary().site == Site::kMail);
-    CHECK_EQ(e.obituary().expected, 1u);
-    CHECK_EQ(e.obituary().seen, 0u);
-    CHECK(e.obituary().waited_s >= 0.25);
+    CHECK(e.timeout_report().site == Site::kMail);
+    CHECK_EQ(e.timeout_report().expected, 1u);
+    CHECK_EQ(e.timeout_report().seen, 0u);
+    CHECK(e.timeout_report().waited_s >= 0.25);
   }
   CHECK(stream.aborted.load());
 }
@@ -281,8 +281,8 @@ void given_up_before(int operation) {
       run(r, operation), pair.streams[r]->drain();
     }
   });
-  CHECK(pair.streams[1]->obituary().has_value());
-  CHECK(!pair.streams[0]->obituary().has_value());
+  CHECK(pair.streams[1]->timeout_report().has_value());
+  CHECK(!pair.streams[0]->timeout_report().has_value());
   const BufferLayout layout(pair.shape);
   const uint64_t ended = operation > 1 ? 1 : 0;
   CHECK_EQ(pair.said_by_0(layout.ready_flag(0)), ended);

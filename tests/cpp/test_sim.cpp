@@ -33,7 +33,7 @@ TEST(log_is_the_same_for_the_same_seed) {
   CHECK(a.log.size() > 100 && a.log == b.log);
 }
 
-TEST(dead_rank_leaves_obituaries_and_no_fibers_behind) {
+TEST(dead_rank_leaves_timeout_reports_and_no_fibers_behind) {
   WorldSpec spec;
   spec.fault = 1, spec.fault_rank = 2, spec.fault_at = 60;
   const WorldResult r = sim::run_world(spec, {});

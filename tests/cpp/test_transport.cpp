@@ -177,8 +177,8 @@ void a_missing_signal_is_a_deadline() {
         },
         0.05);
   } catch (const DeadlineError& e) {
-    CHECK(e.obituary().site == Site::kRailChunk && e.obituary().rank == 1 && e.obituary().peer == 0);
-    CHECK(e.obituary().chunk == 42 && e.obituary().expected == 9 && e.obituary().seen == 0);
+    CHECK(e.timeout_report().site == Site::kRailChunk && e.timeout_report().rank == 1 && e.timeout_report().peer == 0);
+    CHECK(e.timeout_report().chunk == 42 && e.timeout_report().expected == 9 && e.timeout_report().seen == 0);
     return;
   }
   throw check::Failure("no DeadlineError");

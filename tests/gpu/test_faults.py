@@ -1,4 +1,4 @@
-"""A rank that never comes: whoever waits for it raises an obituary within the deadline, and the CUDA context lives."""
+"""A rank that never comes: whoever waits for it reports it within the deadline, and the CUDA context lives."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_rank_that_dies_ends_the_job_at_once(slurm, tmp_path):
     assert state == "FAILED" and re.search(r"task 1: Killed", log)
 
 
-def test_a_failing_rank_ends_the_job_with_its_obituary(slurm, tmp_path):
+def test_a_failing_rank_ends_the_job_with_its_timeout_report(slurm, tmp_path):
     bad = tmp_path / "bad"
     number = submit(slurm, tmp_path, "bad", "--nodes", "2", "--set", "data.source=/nowhere/at/all")
     state, log = finish(slurm, number, tmp_path, "bad")

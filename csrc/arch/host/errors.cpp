@@ -14,13 +14,12 @@ std::string rank_text(int rank, int node) {
   return text;
 }
 
-std::string obituary_text(const Obituary& o) {
+std::string timeout_text(const TimeoutReport& o) {
   char waited[32];
   std::snprintf(waited, sizeof waited, "%.1f s", o.waited_s);
   std::string text = rank_text(o.rank, o.node) + " waited " + waited;
   if (o.role != nullptr && *o.role != '\0') text += std::string(" in role ") + o.role;
-  text +=
-      ", block " + std::to_string(o.block) + ", warp " + std::to_string(o.warp) + ": " + site_name(o.site);
+  text += ", block " + std::to_string(o.block) + ", warp " + std::to_string(o.warp) + ": " + site_name(o.site);
   if (o.peer >= 0) text += " from " + rank_text(o.peer, o.peer_node);
   if (o.chunk >= 0) text += ", chunk " + std::to_string(o.chunk);
   return text + ": expected " + std::to_string(o.expected) + ", saw " + std::to_string(o.seen);
@@ -28,8 +27,8 @@ std::string obituary_text(const Obituary& o) {
 
 }  // namespace
 
-DeadlineError::DeadlineError(const Obituary& obituary)
-    : std::runtime_error(obituary_text(obituary)), obituary_(obituary) {}
+DeadlineError::DeadlineError(const TimeoutReport& timeout_report)
+    : std::runtime_error(timeout_text(timeout_report)), timeout_report_(timeout_report) {}
 
 const char* rule_name(Rule rule) {
   switch (rule) {
@@ -51,10 +50,9 @@ const char* rule_name(Rule rule) {
   return "unknown";
 }
 
-void throw_deadline(const LaneBase& lane, const WaitInfo& info, uint64_t expected, uint64_t seen,
-                    double waited_s) {
+void throw_deadline(const LaneBase& lane, const WaitInfo& info, uint64_t expected, uint64_t seen, double waited_s) {
   const LaunchConfig& config = *lane.block->config;
-  Obituary o;
+  TimeoutReport o;
   o.site = info.site;
   o.rank = config.rank;
   o.node = config.node;
@@ -73,9 +71,8 @@ void throw_deadline(const LaneBase& lane, const WaitInfo& info, uint64_t expecte
 void throw_protocol(const LaneBase& lane, Rule rule, const std::string& detail) {
   throw ProtocolError(rule, std::string(rule_name(rule)) + ": " + detail + " (rank " +
                                 std::to_string(lane.block->config->rank) + ", block " +
-                                std::to_string(lane.block->idx) + ", warp " + std::to_string(lane.warp) +
-                                ", lane " + std::to_string(lane.lane) + ", role " +
-                                (*lane.role != '\0' ? lane.role : "-") + ")");
+                                std::to_string(lane.block->idx) + ", warp " + std::to_string(lane.warp) + ", lane " +
+                                std::to_string(lane.lane) + ", role " + (*lane.role != '\0' ? lane.role : "-") + ")");
 }
 
 }  // namespace hep::host

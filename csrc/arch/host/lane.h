@@ -7,19 +7,19 @@
 #include <functional>
 #include <vector>
 
-#include "common/obituary.h"
+#include "common/timeout_report.h"
 
 namespace hep::host {
 
 struct LaunchConfig {
   int num_blocks = 1;
-  int num_warps = 1;            // per block
-  size_t smem_bytes = 0;        // per block
-  int rank = 0, node = 0;       // for obituaries
-  int num_local_ranks = 1;      // peer_node = peer / num_local_ranks
-  double timeout_s = 100;       // deadline of every single wait
-  uint64_t seed = 0;            // checked model: chooses the interleaving
-  bool given_up = false;        // the rank, before this launch
+  int num_warps = 1;        // per block
+  size_t smem_bytes = 0;    // per block
+  int rank = 0, node = 0;   // for timeout reports
+  int num_local_ranks = 1;  // peer_node = peer / num_local_ranks
+  double timeout_s = 100;   // deadline of every single wait
+  uint64_t seed = 0;        // checked model: chooses the interleaving
+  bool given_up = false;    // the rank, before this launch
   // Called once per scheduler round; true = it did something. Return true while anything is still to come:
   // the scheduler sleeps when nothing moves. Thread executor: called by the launching thread.
   std::function<bool()> progress;
@@ -79,8 +79,8 @@ enum class Verdict : uint8_t { kGo, kExpired, kAbandoned };
 struct LaneBase {
   BlockBase* block = nullptr;
   int lane = 0, warp = 0;
-  int elected_lane = 0;           // of this lane's warp
-  uint32_t index = 0;             // among all lanes of the launch
+  int elected_lane = 0;  // of this lane's warp
+  uint32_t index = 0;    // among all lanes of the launch
   const char* role = "";
   Scheduler* scheduler = nullptr;  // fiber executor
   ThreadTeam* team = nullptr;      // thread executor
@@ -90,8 +90,8 @@ struct LaneBase {
   WaitInfo info{Site::kBlockSync};
   uint64_t poll_expected = 0, poll_seen = 0;
   int64_t wait_since_ns = 0;
-  int64_t poll_since_ns = 0;      // 0 = no fruitless round since poll_reset
-  uint32_t steps = 0;             // thread executor: varies where the lane yields
+  int64_t poll_since_ns = 0;  // 0 = no fruitless round since poll_reset
+  uint32_t steps = 0;         // thread executor: varies where the lane yields
 
   void reset(BlockBase& of_block, int warp_idx, int lane_idx) {
     *this = LaneBase{};

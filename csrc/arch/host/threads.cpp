@@ -12,7 +12,7 @@ namespace hep::host {
 namespace {
 
 constexpr int64_t kInterruptNs = 100'000'000;
-constexpr int kCause = 3;  // not a wait: tells more than any obituary
+constexpr int kCause = 3;  // not a wait: tells more than any timeout report
 
 bool expired(const LaneBase& lane, int64_t since) {
   return static_cast<double>(now_ns() - since) * 1e-9 >= lane.block->config->timeout_s;
@@ -52,7 +52,8 @@ void ThreadTeam::lane_entry(LaneBase& me) {
     plan_->lane_main(me);
   } catch (const Abandoned&) {
   } catch (const DeadlineError& e) {
-    fail(std::current_exception(), how_telling({e.obituary().site, e.obituary().peer}, e.obituary().rank));
+    fail(std::current_exception(),
+         how_telling({e.timeout_report().site, e.timeout_report().peer}, e.timeout_report().rank));
   } catch (...) {
     fail(std::current_exception(), kCause);
   }

@@ -12,7 +12,7 @@
 #include "arch/host/mbarrier.h"
 #include "arch/sim/costs.h"
 #include "arch/sim/shadow.h"
-#include "common/obituary.h"
+#include "common/timeout_report.h"
 
 namespace hep::sim {
 
@@ -39,7 +39,7 @@ struct Wait {
   const uint64_t* word = nullptr;
   uint64_t value = 0;
   WaitInfo info{Site::kBlockSync};
-  uint64_t expected = 0, seen = 0;  // kPoll: for the obituary
+  uint64_t expected = 0, seen = 0;  // kPoll: for the timeout report
   Ps since = 0;
 };
 

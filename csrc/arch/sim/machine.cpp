@@ -310,7 +310,7 @@ void Machine::raise(Lane& me) {
   if (me.verdict == Verdict::kAbandoned) throw Abandoned{};
   me.verdict = Verdict::kGo;
   const Wait& w = me.wait;
-  Obituary o;
+  TimeoutReport o;
   o.site = w.info.site, o.rank = me.rank, o.node = me.rank / config_.num_local_ranks;
   o.peer = w.info.peer, o.peer_node = w.info.peer >= 0 ? w.info.peer / config_.num_local_ranks : -1;
   o.block = me.block ? me.block->idx : -1, o.warp = me.warp, o.role = me.role, o.chunk = w.info.chunk;

@@ -17,7 +17,7 @@
 #include <type_traits>
 
 #include "arch/concept.h"
-#include "arch/sm90/death.h"
+#include "arch/sm90/timeout.h"
 
 namespace hep {
 

@@ -1,16 +1,16 @@
-// How a CUDA kernel ends when a wait expires: the first lane to notice writes the obituary into mapped host memory and
-// raises the rank's abort word; every other lane meets that word in its own wait and leaves too. No trap is raised, so
-// the CUDA context survives and the next host call reports the obituary.
+// How a CUDA kernel ends when a wait expires: the first lane to notice writes the timeout report into mapped host
+// memory and raises the rank's abort word; every other lane meets that word in its own wait and leaves too. No trap is
+// raised, so the CUDA context survives and the next host call raises what the report says.
 #pragma once
 #include <cstdint>
 
 #include "arch/sm90/ptx.h"
-#include "common/obituary.h"
+#include "common/timeout_report.h"
 
 namespace hep {
 
 // In mapped host memory; plain data, read by the host once `written` is 1.
-struct DeviceObituary {
+struct DeviceTimeoutReport {
   uint32_t written;
   int32_t site, peer, block, warp;
   int32_t unused;
@@ -22,7 +22,7 @@ struct DeviceObituary {
 // In device memory, one per executor (a rank's buffer); constant during a launch but for `abort`.
 struct CudaControl {
   uint64_t timeout_ns;
-  DeviceObituary* obituary;
+  DeviceTimeoutReport* timeout_report;
   uint32_t abort;  // 0 = run; once set it stays: the ranks are out of step and the buffer is lost
 };
 
@@ -42,7 +42,7 @@ __device__ __noinline__ inline void leave() {
 __device__ __noinline__ inline void expire(CudaControl* control, const char* role, WaitInfo info, uint64_t expected,
                                            uint64_t seen, uint64_t waited_ns) {
   if (atomicCAS(&control->abort, 0u, 1u) == 0) {
-    volatile DeviceObituary* o = control->obituary;
+    volatile DeviceTimeoutReport* o = control->timeout_report;
     o->site = int32_t(info.site), o->peer = info.peer, o->chunk = info.chunk;
     o->block = int32_t(blockIdx.x), o->warp = int32_t(threadIdx.x / 32);
     o->expected = expected, o->seen = seen, o->waited_ns = waited_ns;

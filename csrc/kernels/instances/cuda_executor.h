@@ -16,7 +16,7 @@
 
 namespace hep::cuda {
 
-// What every instance has, whatever its rail: memory, the stream, the deadline, the obituary.
+// What every instance has, whatever its rail: memory, the stream, the deadline, the timeout report.
 class Device {
  public:
   Device() {
@@ -24,9 +24,9 @@ class Device {
     check(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, ordinal_), "number of SMs");
     check(cudaDeviceGetAttribute(&max_shared_, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal_), "shared memory");
     void* memory = nullptr;
-    check(cudaHostAlloc(&memory, sizeof(DeviceObituary), cudaHostAllocMapped), "mapped memory");
-    obituary_.reset(static_cast<DeviceObituary*>(memory));
-    std::memset(memory, 0, sizeof(DeviceObituary));
+    check(cudaHostAlloc(&memory, sizeof(DeviceTimeoutReport), cudaHostAllocMapped), "mapped memory");
+    timeout_report_.reset(static_cast<DeviceTimeoutReport*>(memory));
+    std::memset(memory, 0, sizeof(DeviceTimeoutReport));
     check(cudaMalloc(&memory, sizeof(CudaControl)), "device memory");
     control_.reset(static_cast<CudaControl*>(memory));
     cudaEvent_t event = nullptr;
@@ -64,8 +64,9 @@ class Device {
   }
   CudaControl* control(const LaunchSettings& s) {
     if (s.timeout_s != timeout_s_) {
-      DeviceObituary* seen_by_device = nullptr;
-      check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&seen_by_device), obituary_.get(), 0), "mapped memory");
+      DeviceTimeoutReport* seen_by_device = nullptr;
+      check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&seen_by_device), timeout_report_.get(), 0),
+            "mapped memory");
       const CudaControl c{uint64_t(s.timeout_s * 1e9), seen_by_device, 0};
       check(cudaMemcpyAsync(control_.get(), &c, sizeof c, cudaMemcpyHostToDevice, stream_), "upload");
       timeout_s_ = s.timeout_s;
@@ -92,16 +93,16 @@ class Device {
     check(cudaMemcpyAsync(&control_->abort, &kRaised, sizeof kRaised, cudaMemcpyHostToDevice, side_.stream), "abort");
     for (int ms = 0; ms < 1000 && !idle(); ++ms) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  std::optional<Obituary> obituary() const {
-    const volatile DeviceObituary& d = *obituary_;
+  std::optional<TimeoutReport> timeout_report() const {
+    const volatile DeviceTimeoutReport& d = *timeout_report_;
     if (!d.written) return std::nullopt;
     std::atomic_thread_fence(std::memory_order_acquire);
-    Obituary o;
+    TimeoutReport o;
     o.site = Site(d.site), o.rank = world_.rank, o.node = world_.node(), o.peer = d.peer;
     o.peer_node = d.peer >= 0 ? d.peer / world_.num_local_ranks : -1;
     o.block = d.block, o.warp = d.warp, o.chunk = d.chunk, o.expected = d.expected, o.seen = d.seen;
     o.waited_s = double(d.waited_ns) * 1e-9;
-    o.role = const_cast<const char*>(obituary_->role);
+    o.role = const_cast<const char*>(timeout_report_->role);
     return o;
   }
 
@@ -112,8 +113,8 @@ class Device {
   LentStream own_, side_;
   cudaStream_t stream_ = own_.stream;
   std::unique_ptr<CUevent_st, Freed<cudaEventDestroy>> switched_;
-  std::unique_ptr<DeviceObituary, Freed<cudaFreeHost>> obituary_;  // mapped
-  std::unique_ptr<CudaControl, Freed<cudaFree>> control_;          // the device's
+  std::unique_ptr<DeviceTimeoutReport, Freed<cudaFreeHost>> timeout_report_;  // mapped
+  std::unique_ptr<CudaControl, Freed<cudaFree>> control_;                     // the device's
 };
 
 template <class Net>
@@ -168,7 +169,7 @@ class CudaExecutor final : public Executor {
   }
   void drain() noexcept override { (void)cudaStreamSynchronize(device_.stream()); }
   void set_stream(void* stream) override { device_.use(static_cast<cudaStream_t>(stream)); }
-  std::optional<Obituary> obituary() override { return device_.obituary(); }
+  std::optional<TimeoutReport> timeout_report() override { return device_.timeout_report(); }
   void check() override { (void)device_.idle(); }
   void abort() noexcept override {
     try {

@@ -75,8 +75,8 @@ class Executor {
   virtual void set_stream(void*) {}                    // where the next launches go, in order with those before
   uint64_t num_launches() const { return launches_; }  // of kernels, since it was made
   // Of an asynchronous launch whose wait expired; then nothing more is launched.
-  virtual std::optional<Obituary> obituary() { return std::nullopt; }
-  virtual void check() {}           // throws when a launch ended otherwise than it should
+  virtual std::optional<TimeoutReport> timeout_report() { return std::nullopt; }
+  virtual void check() {}  // throws when a launch ended otherwise than it should
   // Ends the launches in progress, and those to come take no part in anything: the buffer is lost.
   virtual void abort() noexcept {}
 

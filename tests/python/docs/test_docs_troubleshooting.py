@@ -1,4 +1,4 @@
-"""Whatever an obituary or an exception of ours may be called, the troubleshooting page has it."""
+"""Whatever a timeout report or an exception of ours may be called, the troubleshooting page has it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybrid_ep.moe import RouterError
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
-SITES = set(re.findall(r'return "(\w+)";', (ROOT / "csrc/common/obituary.h").read_text()))
+SITES = set(re.findall(r'return "(\w+)";', (ROOT / "csrc/common/timeout_report.h").read_text()))
 SITES -= {"test_site", "unknown"}
 ABOVE = {"SeamError", "RankFailed"}  # of megatron_patches and recipes
 OURS = {kind.__name__ for _, kind in inspect.getmembers(errors, inspect.isclass)

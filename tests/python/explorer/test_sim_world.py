@@ -1,4 +1,4 @@
-"""Simulated worlds: a seed is an interleaving, random worlds are right, faults end in the right obituaries."""
+"""Simulated worlds: a seed is an interleaving, random worlds are right, faults end in the right timeout reports."""
 
 from __future__ import annotations
 
