@@ -52,6 +52,16 @@ ASSEMBLY_ALLOWED = ("csrc/arch/sm*", "csrc/transport/*/device*", "csrc/arch/host
 TORCH_HEADERS = ("torch/", "ATen/", "c10/", "caffe2/", "THC/")
 PYBIND_LAYER = "csrc/bindings/"
 
+# The rooms of hybrid_ep and which others each may import; the command line may import all, and nobody imports it. The
+# modules of the top are the public interface, but for those that the runtime is built on.
+ROOMS = {
+    "hardware": (), "payload": (), "explorer": (), "balance": (), "moe": (), "basics": (),
+    "perf": ("hardware", "explorer"),
+    "runtime": ("hardware", "payload", "basics"),
+    "public": ("runtime", "payload", "basics"),
+    "compat": ("public", "runtime", "basics"),
+}
+BASICS = ("hybrid_ep.config", "hybrid_ep.env", "hybrid_ep.errors", "hybrid_ep.tuning")
 # hybrid_ep is below everything else in Python.
 ABOVE_HYBRID_EP = ("megatron", "megatron_patches", "recipes", "scripts", "tests")
 # Imports that may close a cycle, (importing module, imported module): reason. import_graph.py says what counts as one.
@@ -266,6 +276,23 @@ def check_cycles(root, files):
         yield Violation(modules[edge.source], edge.line, "cycles", f"{edge.target} imports {edge.source} in its turn")
 
 
+def room_of(module, path):
+    """The room of a module of hybrid_ep; None for the package itself."""
+    if path.count("/") > 1:
+        return path.split("/")[1]
+    return None if module == "hybrid_ep" else "basics" if module in BASICS else "public"
+
+
+def check_rooms(root, files):
+    """ROOMS."""
+    modules = {name: path for name, path in import_graph.modules_of(files).items() if path.startswith("hybrid_ep/")}
+    for edge in import_graph.edges(modules, root):
+        source, target = (room_of(name, modules[name]) for name in (edge.source, edge.target))
+        if source in (None, "cli", target) or target is None or target in ROOMS.get(source, ()):
+            continue
+        yield Violation(modules[edge.source], edge.line, "rooms", f"{source} may not import {target} ({edge.target})")
+
+
 def uses_that_read_nothing(node):
     """Nodes right below `node` that, being os.environ, are set or handed on as a whole."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
@@ -332,7 +359,7 @@ def check(root):
     files = project_files(root)
     table = root / ENVIRONMENT_MODULE
     known = OUTSIDE_VARIABLES | set(VARIABLE.findall(table.read_text()) if table.is_file() else ())
-    found = [*check_top_level(files), *check_cycles(root, files)]
+    found = [*check_top_level(files), *check_cycles(root, files), *check_rooms(root, files)]
     for path in files:
         if Path(path).suffix not in TEXT_SUFFIXES:
             continue

@@ -79,7 +79,6 @@ class StreamedExecutor final : public Executor {
   int drains = 0;
   std::atomic<bool> aborted{false};
   bool late = false;                  // the counts come when whoever waits for them has done so for long
-  std::atomic<int64_t> posted_ns{0};  // when they did
   int blocks = 1000;                  // that a launch may have
   bool shared_memory = true;          // whether there is enough of it
 
@@ -89,7 +88,6 @@ class StreamedExecutor final : public Executor {
   }
   void post(const ExchangeParams& p) {
     std::this_thread::sleep_for(std::chrono::milliseconds(8));
-    posted_ns = host::now_ns();
     std::atomic_ref(*CountMail::ticket(p.mail)).store(p.mail_ticket, std::memory_order_release);
   }
   void work() {

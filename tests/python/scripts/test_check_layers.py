@@ -187,6 +187,19 @@ def test_cycles_of_imports(tmp_path, modules, named):
     assert [(path, rule) for path, _, rule in violations(tree)] == [(f"hybrid_ep/{n}.py", "cycles") for n in named]
 
 
+@pytest.mark.parametrize(("source", "target", "kept"), [
+    ("runtime/a", "perf/b", False), ("runtime/a", "buffer", False), ("runtime/a", "cli/b", False),
+    ("hardware/a", "errors", False), ("balance/a", "runtime/b", False),
+    ("runtime/a", "errors", True), ("buffer", "runtime/b", True), ("perf/a", "explorer/b", True),
+    ("cli/a", "perf/b", True)])
+def test_rooms(tmp_path, source, target, kept):
+    """An import inside a function counts, too."""
+    name = f"hybrid_ep.{target.replace('/', '.')}"
+    text = f"def f():\n    import {name}\n"
+    tree = make_tree(tmp_path, {f"hybrid_ep/{source}.py": text, f"hybrid_ep/{target}.py": ""})
+    assert violations(tree) == ([] if kept else [(f"hybrid_ep/{source}.py", 2, "rooms")])
+
+
 def test_an_allowed_cycle_passes_and_must_exist(tmp_path, monkeypatch):
     pair = ("hybrid_ep.a", "hybrid_ep.b")
     monkeypatch.setattr(check_layers, "CYCLES_ALLOWED", {pair: "until it is mended"})
