@@ -12,7 +12,7 @@ namespace hep::balance {
 namespace {
 
 constexpr int64_t kSteps = 1'000'000;  // moves weighed, some milliseconds in all
-constexpr size_t kFullest = 4;  // ranks that give first
+constexpr size_t kFullest = 4;         // ranks that give first
 constexpr int64_t kPolishSteps = 300'000;
 constexpr int64_t kPolish[] = {10, 50, 400};  // limits: a 10th, a 50th and a 400th above what no placement beats
 constexpr int64_t kNearFreshPpm = 10'000;

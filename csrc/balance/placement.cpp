@@ -24,7 +24,7 @@ void require(bool ok, const char* name, int64_t value, const char* remedy) {
 constexpr int64_t kLevel = 2'500;  // a 2,500th above the mean is level: no more swaps
 constexpr size_t kUsualCaps = 3;
 constexpr int kShakes = 400, kKicks = 3;
-constexpr int64_t kFar = 100;  // a hundredth above what no placement beats is worth more work
+constexpr int64_t kFar = 100;     // a hundredth above what no placement beats is worth more work
 constexpr int64_t kGood = 1'250;  // a 1,250th is good enough: no other numbers of replicas
 
 }  // namespace

@@ -97,7 +97,7 @@ class Placer {
   PlacementShape shape_;
   int per_rank_;
   int64_t limit_ = 0;
-  int64_t steps_ = 0, budget_ = 0;  // moves weighed, and at most
+  int64_t steps_ = 0, budget_ = 0;                     // moves weighed, and at most
   std::vector<int64_t> weight_, share_, load_, size_;  // size_: share of the expert in each slot, for swaps
   std::vector<int32_t> count_, slots_, used_, heap_, first_slots_;
   std::vector<unsigned char> had_, has_;        // [ranks, experts]

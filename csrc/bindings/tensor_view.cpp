@@ -11,8 +11,8 @@ namespace hep {
 namespace {
 
 // torch's names, in the order of Element.
-constexpr const char* kNames[] = {"another type", "bool",    "uint8",         "int8",        "int16",
-                                  "int32",        "int64",   "float16",       "bfloat16",    "float32",
+constexpr const char* kNames[] = {"another type", "bool",          "uint8",       "int8",          "int16",
+                                  "int32",        "int64",         "float16",     "bfloat16",      "float32",
                                   "float64",      "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"};
 static_assert(std::size(kNames) == size_t(Element::kCount));
 
@@ -61,14 +61,10 @@ unsigned char* require(const TensorView* view, const Need& need, Element element
 DType summable(const char* name, const TensorView* view) {
   if (!view) refuse(name, "is None; give a tensor");
   switch (view->element) {
-    case Element::kBf16:
-      return DType::kBf16;
-    case Element::kFp16:
-      return DType::kFp16;
-    case Element::kFp32:
-      return DType::kFp32;
-    default:
-      refuse(name, std::string("holds ") + element_name(view->element) + "; give bfloat16, float16 or float32");
+    case Element::kBf16: return DType::kBf16;
+    case Element::kFp16: return DType::kFp16;
+    case Element::kFp32: return DType::kFp32;
+    default: refuse(name, std::string("holds ") + element_name(view->element) + "; give bfloat16, float16 or float32");
   }
 }
 

@@ -78,9 +78,9 @@ class StreamedExecutor final : public Executor {
   }
   int drains = 0;
   std::atomic<bool> aborted{false};
-  bool late = false;                  // the counts come when whoever waits for them has done so for long
-  int blocks = 1000;                  // that a launch may have
-  bool shared_memory = true;          // whether there is enough of it
+  bool late = false;          // the counts come when whoever waits for them has done so for long
+  int blocks = 1000;          // that a launch may have
+  bool shared_memory = true;  // whether there is enough of it
 
  private:
   void require_shared_memory() const {

@@ -137,8 +137,8 @@ TEST(counts_come_by_mail_and_nobody_waits_for_the_stream) {
   for (uint32_t i = 0; i < 20; ++i) counts_and_rows_are_right(pair, i % 7, (3 * i) % 7);
 }
 
-// A GPU is idle until the host has seen its counts, so the host must be awake when they come. A thread that sleeps gives
-// its core up by itself, which the kernel counts; how late the host sees them depends on who shares the cores.
+// A GPU is idle until the host has seen its counts, so the host must be awake when they come. A thread that sleeps
+// gives its core up by itself, which the kernel counts; how late the host sees them depends on who shares the cores.
 TEST(the_host_does_not_sleep_while_it_waits_for_its_counts) {
   constexpr int kWaits = 40;
   Pair alone(20, 1);

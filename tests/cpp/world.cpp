@@ -317,8 +317,7 @@ class RankRun {
       put(want, 0, sum, op.dtype);
       bool right = std::memcmp(got + i * elem, want, elem) == 0;
       if (sum == 0 && !complete) put(want, 0, -sum, op.dtype), right |= std::memcmp(got + i * elem, want, elem) == 0;
-      expect(right, "sum of token ", t.index, " at element ", i, " is not ",
-             sum);
+      expect(right, "sum of token ", t.index, " at element ", i, " is not ", sum);
     }
   }
   void check_returned_weights(const OpCase& op, Token t, const float* got, uint32_t stride) const {

@@ -14,4 +14,6 @@ unsigned planted_plan(unsigned x) {
 
 }  // namespace hep
 
-extern "C" __attribute__((visibility("default"))) unsigned hep_planted(unsigned x) { return hep::planted_plan<int>(x); }
+extern "C" __attribute__((visibility("default"))) unsigned hep_planted(unsigned x) {
+  return hep::planted_plan<int>(x);
+}

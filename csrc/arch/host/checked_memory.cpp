@@ -22,7 +22,9 @@ void fill_with_garbage(std::byte* p, size_t bytes, uint64_t seed) {
   }
 }
 
-bool is_aligned(const void* p, size_t alignment) { return reinterpret_cast<uintptr_t>(p) % alignment == 0; }
+bool is_aligned(const void* p, size_t alignment) {
+  return reinterpret_cast<uintptr_t>(p) % alignment == 0;
+}
 
 }  // namespace
 
@@ -49,14 +51,14 @@ Span CheckedBlock::locate(const LaneBase& me, const void* p, size_t bytes, size_
   const auto* b = static_cast<const std::byte*>(p);
   if (b < smem || b + bytes > smem + config->smem_bytes) {
     throw_protocol(me, Rule::kOutsideShared,
-                   std::string(operation) + " of " + std::to_string(bytes) + " bytes at " +
-                       std::to_string(b - smem) + ", shared memory has " +
-                       std::to_string(config->smem_bytes) + " bytes");
+                   std::string(operation) + " of " + std::to_string(bytes) + " bytes at " + std::to_string(b - smem) +
+                       ", shared memory has " + std::to_string(config->smem_bytes) + " bytes");
   }
   const size_t at = static_cast<size_t>(b - smem);
   if (at % alignment != 0) {
-    throw_protocol(me, Rule::kAlignment, std::string(operation) + " at offset " + std::to_string(at) +
-                                             ", needs a multiple of " + std::to_string(alignment));
+    throw_protocol(me, Rule::kAlignment,
+                   std::string(operation) + " at offset " + std::to_string(at) + ", needs a multiple of " +
+                       std::to_string(alignment));
   }
   return {at, bytes};
 }
@@ -64,17 +66,15 @@ Span CheckedBlock::locate(const LaneBase& me, const void* p, size_t bytes, size_
 void CheckedBlock::check_no_barrier(const LaneBase& me, const Span& s, const char* operation) const {
   for (size_t i = s.at / 8; i < (s.at + s.bytes + 7) / 8; ++i) {
     if (peek(barriers[i].live) == 0) continue;
-    throw_protocol(me, Rule::kBarrierState,
-                   std::string(operation) + " over the mbarrier at " + where(i * 8, 8));
+    throw_protocol(me, Rule::kBarrierState, std::string(operation) + " over the mbarrier at " + where(i * 8, 8));
   }
 }
 
-void CheckedBlock::check_zero(const LaneBase& me, const std::vector<uint16_t>& count, const Span& s,
-                              Rule rule, const char* operation, const char* conflict) const {
+void CheckedBlock::check_zero(const LaneBase& me, const std::vector<uint16_t>& count, const Span& s, Rule rule,
+                              const char* operation, const char* conflict) const {
   for (size_t g = s.first_granule(); g < s.end_granule(); ++g) {
     if (peek(count[g]) == 0) continue;
-    throw_protocol(me, rule,
-                   std::string(operation) + " touches " + where(g * kGranule, kGranule) + " " + conflict);
+    throw_protocol(me, rule, std::string(operation) + " touches " + where(g * kGranule, kGranule) + " " + conflict);
   }
 }
 
@@ -82,8 +82,7 @@ CheckedBlock::Barrier& CheckedBlock::barrier(const LaneBase& me, const Mbarrier&
                                              bool live) {
   Barrier& known = barriers[locate(me, &bar, sizeof bar, alignof(Mbarrier), operation).at / 8];
   if (live && peek(known.live) == 0) {
-    throw_protocol(me, Rule::kBarrierState,
-                   std::string(operation) + " on an mbarrier that was not initialised");
+    throw_protocol(me, Rule::kBarrierState, std::string(operation) + " on an mbarrier that was not initialised");
   }
   return known;
 }
@@ -99,8 +98,7 @@ LoadEngine::~LoadEngine() {
 void LoadEngine::push(const Load& load) {
   Load* node = new Load(load);
   node->next = inbox_.load(std::memory_order_relaxed);
-  while (!inbox_.compare_exchange_weak(node->next, node, std::memory_order_release,
-                                       std::memory_order_relaxed)) {
+  while (!inbox_.compare_exchange_weak(node->next, node, std::memory_order_release, std::memory_order_relaxed)) {
   }
 }
 
@@ -175,18 +173,17 @@ void CheckedLane::note_store_shared(const void* p, size_t bytes) {
   CheckedBlock& b = shared();
   const Span s = b.locate(*this, p, bytes, bytes, "st_shared");
   b.check_no_barrier(*this, s, "st_shared");
-  b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, "st_shared",
-               "while a bulk load into it is in flight");
-  b.check_zero(*this, b.storing, s, Rule::kStoreInFlight, "st_shared",
-               "while a bulk store may still read it");
+  b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, "st_shared", "while a bulk load into it is in flight");
+  b.check_zero(*this, b.storing, s, Rule::kStoreInFlight, "st_shared", "while a bulk store may still read it");
   touch(s);
   for (size_t i = s.at; i < s.at + s.bytes; ++i) poke(b.writer[i], id);
 }
 
 void CheckedLane::check_global(const void* p, size_t bytes, const char* operation) const {
   if (!is_aligned(p, bytes)) {
-    throw_protocol(*this, Rule::kAlignment, std::string(operation) + " of " + std::to_string(bytes) +
-                                                " bytes at an address that is no multiple of it");
+    throw_protocol(
+        *this, Rule::kAlignment,
+        std::string(operation) + " of " + std::to_string(bytes) + " bytes at an address that is no multiple of it");
   }
   if (shared().contains(p)) {
     throw_protocol(*this, Rule::kOutsideShared, std::string(operation) + " of shared memory");
@@ -200,8 +197,8 @@ Load CheckedLane::begin_load(void* dst, const void* src, uint32_t bytes, Mbarrie
   const char* operation = "bulk_g2s";
   b.barrier(*this, bar, operation);
   if (!is_aligned(src, 16) || bytes % 16 != 0) {
-    throw_protocol(*this, Rule::kAlignment, "bulk_g2s of " + std::to_string(bytes) +
-                                                " bytes: source address and size must be multiples of 16");
+    throw_protocol(*this, Rule::kAlignment,
+                   "bulk_g2s of " + std::to_string(bytes) + " bytes: source address and size must be multiples of 16");
   }
   if (b.contains(src)) throw_protocol(*this, Rule::kOutsideShared, "bulk_g2s from shared memory");
   const Span s = b.locate(*this, dst, bytes, 16, operation);
@@ -209,8 +206,7 @@ Load CheckedLane::begin_load(void* dst, const void* src, uint32_t bytes, Mbarrie
   b.check_zero(*this, b.unpublished, s, Rule::kUnpublished, operation,
                "that a lane has read or written without publish_shared");
   b.check_zero(*this, b.storing, s, Rule::kStoreInFlight, operation, "while a bulk store may still read it");
-  b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, operation,
-               "while another bulk load into it is in flight");
+  b.check_zero(*this, b.loading, s, Rule::kLoadInFlight, operation, "while another bulk load into it is in flight");
   for (size_t g = s.first_granule(); g < s.end_granule(); ++g) bump(b.loading[g], 1);
   bump(b.loads_in_flight, 1);
   return {static_cast<std::byte*>(dst), src, bytes, &bar, &b, this, nullptr};
@@ -220,8 +216,8 @@ void CheckedLane::begin_store(void* dst, const void* src, uint32_t bytes) {
   CheckedBlock& b = shared();
   const char* operation = "bulk_s2g";
   if (!is_aligned(dst, 16) || bytes % 16 != 0) {
-    throw_protocol(*this, Rule::kAlignment, "bulk_s2g of " + std::to_string(bytes) +
-                                                " bytes: target address and size must be multiples of 16");
+    throw_protocol(*this, Rule::kAlignment,
+                   "bulk_s2g of " + std::to_string(bytes) + " bytes: target address and size must be multiples of 16");
   }
   if (b.contains(dst)) throw_protocol(*this, Rule::kOutsideShared, "bulk_s2g to shared memory");
   const Span s = b.locate(*this, src, bytes, 16, operation);
@@ -277,8 +273,7 @@ void CheckedLane::release(StoreGroup& group) {
   if (std::exchange(group.released, true)) return;
   read(group);
   for (const BulkStore& store : group.stores) {
-    for (size_t g = store.src.first_granule(); g < store.src.end_granule(); ++g)
-      bump(shared().storing[g], -1);
+    for (size_t g = store.src.first_granule(); g < store.src.end_granule(); ++g) bump(shared().storing[g], -1);
   }
 }
 
@@ -294,17 +289,17 @@ void CheckedLane::meets_warp(bool electing) {
     throw_protocol(*this, Rule::kDivergence, "some lanes of the warp are in elect_one, others in warp_sync");
   }
   if (peek(w.lanes_returned) > 0) {
-    throw_protocol(*this, Rule::kDivergence, std::string(electing ? "elect_one" : "warp_sync") +
-                                                 " after another lane of the warp has returned");
+    throw_protocol(*this, Rule::kDivergence,
+                   std::string(electing ? "elect_one" : "warp_sync") + " after another lane of the warp has returned");
   }
 }
 
 void CheckedLane::meets_group(int id_of_group, int num_warps) {
   CheckedBlock& b = shared();
   if (id_of_group < 1 || id_of_group > 15 || num_warps < 1 || num_warps > b.config->num_warps) {
-    throw_protocol(*this, Rule::kNamedBarrier, "group_sync(" + std::to_string(id_of_group) + ", " +
-                                                   std::to_string(num_warps) + "): ids are 1..15, warps 1.." +
-                                                   std::to_string(b.config->num_warps));
+    throw_protocol(*this, Rule::kNamedBarrier,
+                   "group_sync(" + std::to_string(id_of_group) + ", " + std::to_string(num_warps) +
+                       "): ids are 1..15, warps 1.." + std::to_string(b.config->num_warps));
   }
   CheckedBlock::Group& group = b.groups[id_of_group];
   const uint64_t bit = uint64_t{1} << (warp % 64);
@@ -312,23 +307,24 @@ void CheckedLane::meets_group(int id_of_group, int num_warps) {
   const uint32_t size = static_cast<uint32_t>(num_warps);
   const uint32_t before = std::atomic_ref(group.num_warps).exchange(size, std::memory_order_relaxed);
   if ((before != 0 && before != size) || std::popcount(members) > num_warps) {
-    throw_protocol(*this, Rule::kNamedBarrier, "group_sync id " + std::to_string(id_of_group) +
-                                                   " is shared by two different groups of warps");
+    throw_protocol(*this, Rule::kNamedBarrier,
+                   "group_sync id " + std::to_string(id_of_group) + " is shared by two different groups of warps");
   }
 }
 
 void CheckedLane::returns() {
   CheckedBlock& b = shared();
   if (!open.stores.empty()) {
-    throw_protocol(*this, Rule::kOpenGroup, "the lane returned with " + std::to_string(open.stores.size()) +
-                                                " bulk stores it never committed");
+    throw_protocol(*this, Rule::kOpenGroup,
+                   "the lane returned with " + std::to_string(open.stores.size()) + " bulk stores it never committed");
   }
   for (const StoreGroup& group : groups) {
     if (group.stores.empty()) continue;
     throw_protocol(*this, Rule::kUnfinishedGroup,
                    std::string("the lane returned without bulk_wait<0> for its bulk stores") +
                        (peek(b.empty_waits) > 0 ? "; another lane waited, but groups belong to the lane that "
-                                                  "committed them" : ""));
+                                                  "committed them"
+                                                : ""));
   }
   const size_t w = static_cast<size_t>(warp);
   bump(b.warps[w].lanes_returned, 1);
@@ -339,15 +335,16 @@ void CheckedLane::returns() {
   const uint32_t before = std::atomic_ref(b.lanes_returned).fetch_add(1, std::memory_order_acq_rel);
   if (before + 1 < num_lanes) return;
   if (const uint32_t n = peek(b.loads_in_flight); n != 0) {
-    throw_protocol(*this, Rule::kUnfinishedLoad, "the block returned with " + std::to_string(n) +
-                                                     " bulk loads in flight");
+    throw_protocol(*this, Rule::kUnfinishedLoad,
+                   "the block returned with " + std::to_string(n) + " bulk loads in flight");
   }
   for (size_t i = 0; i < b.barriers.size(); ++i) {
     if (peek(b.barriers[i].live) == 0) continue;
     const int64_t tx = mbar::tx(peek(reinterpret_cast<const Mbarrier*>(b.smem + i * 8)->word));
     if (tx == 0) continue;
-    throw_protocol(*this, Rule::kExpectTx, "the block returned while the mbarrier at " + where(i * 8, 8) +
-                                               " misses " + std::to_string(tx) + " announced bytes");
+    throw_protocol(*this, Rule::kExpectTx,
+                   "the block returned while the mbarrier at " + where(i * 8, 8) + " misses " + std::to_string(tx) +
+                       " announced bytes");
   }
 }
 

@@ -22,9 +22,13 @@ struct CheckedLane;
 inline constexpr size_t kGranule = 16;
 
 template <class T>
-T peek(const T& x) { return std::atomic_ref<T>(const_cast<T&>(x)).load(std::memory_order_relaxed); }
+T peek(const T& x) {
+  return std::atomic_ref<T>(const_cast<T&>(x)).load(std::memory_order_relaxed);
+}
 template <class T>
-void poke(T& x, T value) { std::atomic_ref<T>(x).store(value, std::memory_order_relaxed); }
+void poke(T& x, T value) {
+  std::atomic_ref<T>(x).store(value, std::memory_order_relaxed);
+}
 template <class T>
 T bump(T& x, int by) {
   return std::atomic_ref<T>(x).fetch_add(static_cast<T>(by), std::memory_order_relaxed);
@@ -45,9 +49,9 @@ struct CheckedBlock : BlockBase {
   std::vector<uint16_t> writer;       // by byte: lane id of the last unpublished write, 0 = none
   struct Barrier {
     uint16_t live = 0;
-    uint16_t waiting[2] = {};         // lanes inside mbar_wait, by the parity they wait for
+    uint16_t waiting[2] = {};  // lanes inside mbar_wait, by the parity they wait for
   };
-  std::vector<Barrier> barriers;      // by 8 bytes
+  std::vector<Barrier> barriers;  // by 8 bytes
   struct Warp {
     uint64_t meeting[2] = {};  // number * 2 + (1 for elect_one) of the newest meetings
     uint32_t lanes_returned = 0;
@@ -116,15 +120,15 @@ struct StoreGroup {
 };
 
 struct CheckedLane : LaneBase {
-  uint16_t id = 0;                  // in the block, from 1
+  uint16_t id = 0;  // in the block, from 1
   int lanes_per_warp = 1;
-  uint64_t num_meetings = 0;        // elect_one and warp_sync so far
+  uint64_t num_meetings = 0;  // elect_one and warp_sync so far
   LoadEngine* loads = nullptr;
   Rng rng;
   std::vector<uint32_t> touched;    // granules with accesses not yet published
   std::vector<uint8_t> is_touched;  // by granule
   StoreGroup open;
-  std::deque<StoreGroup> groups;    // committed, oldest first
+  std::deque<StoreGroup> groups;  // committed, oldest first
 
   void reset(BlockBase& of_block, int warp_idx, int lane_idx) {
     LaneBase::reset(of_block, warp_idx, lane_idx);

@@ -30,7 +30,9 @@ struct CheckedModel {
   };
 
   template <int kLanes>
-  static void lane_begins(Lane& me, World& world) { me.prepare(kLanes, world.loads(), world.seed()); }
+  static void lane_begins(Lane& me, World& world) {
+    me.prepare(kLanes, world.loads(), world.seed());
+  }
   static void lane_returns(Lane& me) { me.returns(); }
   static void step(Lane& me) { Exec::step(me); }
   static void meets_warp(Lane& me, bool electing) {
@@ -42,7 +44,9 @@ struct CheckedModel {
     step(me);
   }
   template <class T>
-  static void flag_access(Lane& me, const T* flag) { me.check_global(flag, sizeof *flag, "flag access"); }
+  static void flag_access(Lane& me, const T* flag) {
+    me.check_global(flag, sizeof *flag, "flag access");
+  }
 
   static void mbar_init(Lane& me, Mbarrier& bar, uint32_t arrivals, bool guards_refill) {
     CheckedBlock::Barrier& known = me.shared().barrier(me, bar, "mbar_init", false);
@@ -71,8 +75,9 @@ struct CheckedModel {
     } catch (const DeadlineError&) {
       const uint64_t w = peek(bar.word);
       if (mbar::pending(w) != 0 || mbar::tx(w) <= 0 || mbar::loads(w) != 0) throw;
-      throw_protocol(me, Rule::kExpectTx, std::string(site_name(info.site)) + " waits for " +
-                                              std::to_string(mbar::tx(w)) + " announced bytes nobody loads");
+      throw_protocol(me, Rule::kExpectTx,
+                     std::string(site_name(info.site)) + " waits for " + std::to_string(mbar::tx(w)) +
+                         " announced bytes nobody loads");
     }
   }
   static bool mbar_test(Lane& me, Mbarrier& bar, uint32_t parity) {
@@ -88,9 +93,7 @@ struct CheckedModel {
     Exec::swap_word(bar.word, std::memory_order_relaxed, &mbar::add_load);
     me.loads->push(load);
   }
-  static void bulk_s2g(Lane& me, void* dst, const void* src, uint32_t bytes) {
-    me.begin_store(dst, src, bytes);
-  }
+  static void bulk_s2g(Lane& me, void* dst, const void* src, uint32_t bytes) { me.begin_store(dst, src, bytes); }
   static void bulk_commit(Lane& me) {
     me.commit();
     step(me);
@@ -128,8 +131,7 @@ struct CheckedModel {
 
  private:
   static void check_parity(Lane& me, uint32_t parity) {
-    if (parity > 1)
-      throw_protocol(me, Rule::kBarrierState, "parity " + std::to_string(parity) + " is neither 0 nor 1");
+    if (parity > 1) throw_protocol(me, Rule::kBarrierState, "parity " + std::to_string(parity) + " is neither 0 nor 1");
   }
 
   static void arrive(Lane& me, Mbarrier& bar, uint32_t bytes, const char* operation) {
@@ -144,19 +146,16 @@ struct CheckedModel {
     const auto is_legal = [=](uint64_t w) {
       return mbar::pending(w) > 0 && mbar::tx(w) + int64_t{bytes} <= mbar::kMaxTx;
     };
-    const auto next = [=](uint64_t w) {
-      return is_legal(w) ? mbar::settle(mbar::arrive(mbar::expect(w, bytes))) : w;
-    };
+    const auto next = [=](uint64_t w) { return is_legal(w) ? mbar::settle(mbar::arrive(mbar::expect(w, bytes))) : w; };
     uint32_t late = 0;
     const uint64_t before = swap_phase(me, me.shared(), bar, next, late);
     if (mbar::pending(before) == 0) {
-      throw_protocol(me, Rule::kArriveCount,
-                     std::string(operation) + ": the phase already has all its arrivals");
+      throw_protocol(me, Rule::kArriveCount, std::string(operation) + ": the phase already has all its arrivals");
     }
     if (!is_legal(before)) {
-      throw_protocol(me, Rule::kExpectTx,
-                     std::string(operation) + ": more than " + std::to_string(mbar::kMaxTx) +
-                         " bytes announced in one phase");
+      throw_protocol(
+          me, Rule::kExpectTx,
+          std::string(operation) + ": more than " + std::to_string(mbar::kMaxTx) + " bytes announced in one phase");
     }
     check_phase_end(me, me.shared(), bar, before, next(before), late);
   }

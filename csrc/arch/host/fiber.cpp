@@ -28,7 +28,9 @@ struct ExceptionState {
   void* caught;
   unsigned uncaught;
 };
-ExceptionState& exception_state() { return *reinterpret_cast<ExceptionState*>(abi::__cxa_get_globals()); }
+ExceptionState& exception_state() {
+  return *reinterpret_cast<ExceptionState*>(abi::__cxa_get_globals());
+}
 
 // Passed from the maker to a new fiber's first instruction.
 struct Birth {
@@ -85,7 +87,9 @@ Fiber::Fiber() {
   end_switch(maker.fake_stack);
 }
 
-Fiber::~Fiber() { munmap(mapping_, kGuardBytes + kStackBytes); }
+Fiber::~Fiber() {
+  munmap(mapping_, kGuardBytes + kStackBytes);
+}
 
 void Fiber::entry() {
   Fiber* self = t_birth.fiber;

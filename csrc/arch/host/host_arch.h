@@ -43,8 +43,7 @@ class HostArch {
   }
   void group_sync(int id, int num_warps_in_group) {
     Model::meets_group(*me_, id, num_warps_in_group);
-    meet(me_->block->group_arrived[id & 15], uint64_t(num_warps_in_group) * kLanes,
-         std::memory_order_acq_rel);
+    meet(me_->block->group_arrived[id & 15], uint64_t(num_warps_in_group) * kLanes, std::memory_order_acq_rel);
   }
   void block_sync() {
     Model::step(*me_);
@@ -59,12 +58,8 @@ class HostArch {
     Model::mbar_init(*me_, bar, arrivals, guards_refill);
   }
   void mbar_arrive(Mbarrier& bar) { Model::mbar_arrive(*me_, bar); }
-  void mbar_arrive_expect_tx(Mbarrier& bar, uint32_t bytes) {
-    Model::mbar_arrive_expect_tx(*me_, bar, bytes);
-  }
-  void mbar_wait(Mbarrier& bar, uint32_t parity, const WaitInfo& info) {
-    Model::mbar_wait(*me_, bar, parity, info);
-  }
+  void mbar_arrive_expect_tx(Mbarrier& bar, uint32_t bytes) { Model::mbar_arrive_expect_tx(*me_, bar, bytes); }
+  void mbar_wait(Mbarrier& bar, uint32_t parity, const WaitInfo& info) { Model::mbar_wait(*me_, bar, parity, info); }
   bool mbar_test(Mbarrier& bar, uint32_t parity) { return Model::mbar_test(*me_, bar, parity); }
 
   void bulk_g2s(void* dst, const void* src, uint32_t bytes, Mbarrier& bar) {
@@ -73,19 +68,27 @@ class HostArch {
   void bulk_s2g(void* dst, const void* src, uint32_t bytes) { Model::bulk_s2g(*me_, dst, src, bytes); }
   void bulk_commit() { Model::bulk_commit(*me_); }
   template <int kNewest>
-  void bulk_wait_read() { Model::bulk_wait_read(*me_, kNewest); }
+  void bulk_wait_read() {
+    Model::bulk_wait_read(*me_, kNewest);
+  }
   template <int kNewest>
-  void bulk_wait() { Model::bulk_wait(*me_, kNewest); }
+  void bulk_wait() {
+    Model::bulk_wait(*me_, kNewest);
+  }
   void publish_shared() { Model::publish_shared(*me_); }
 
   template <class T>
-  T ld_shared(const T* p) const { return check_type<T>(), Model::ld_shared(*me_, p); }
+  T ld_shared(const T* p) const {
+    return check_type<T>(), Model::ld_shared(*me_, p);
+  }
   template <class T>
   void st_shared(T* p, const std::type_identity_t<T>& v) const {
     check_type<T>(), Model::st_shared(*me_, p, v);
   }
   template <class T>
-  T ld_global(const T* p) const { return check_type<T>(), Model::ld_global(*me_, p); }
+  T ld_global(const T* p) const {
+    return check_type<T>(), Model::ld_global(*me_, p);
+  }
   template <class T>
   void st_global(T* p, const std::type_identity_t<T>& v) const {
     check_type<T>(), Model::st_global(*me_, p, v);

@@ -10,8 +10,8 @@
 namespace hep::host {
 
 inline int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 inline void cpu_relax() {
@@ -43,8 +43,8 @@ class Idle {
   }
 
  private:
-  static constexpr int kSpinRounds = 64;    // a few microseconds
-  static constexpr int kYieldRounds = 64;   // 0.3 us each on a free core, a time slice on a busy one
+  static constexpr int kSpinRounds = 64;   // a few microseconds
+  static constexpr int kYieldRounds = 64;  // 0.3 us each on a free core, a time slice on a busy one
   static constexpr int kRoundsPerSleep = 8;
   static constexpr int kMinSleepUs = 20, kMaxSleepUs = 200;
   int rounds_ = 0;

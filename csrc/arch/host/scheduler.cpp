@@ -16,7 +16,9 @@ constexpr uint64_t kBusyRoundsPerClock = 1024;
 constexpr uint64_t kRoundsHeldBack = 64;
 constexpr int64_t kInterruptNs = 100'000'000;
 
-bool is_finished(const WaitFor& w) { return w.word == &kZero && w.value == 1; }
+bool is_finished(const WaitFor& w) {
+  return w.word == &kZero && w.value == 1;
+}
 
 }  // namespace
 
@@ -130,7 +132,9 @@ void Scheduler::raise(LaneBase& me) {
   throw_deadline(me, me.info, expected, seen, waited_s);
 }
 
-uint32_t Scheduler::pick(uint32_t after) { return plan_->seeded ? pick_seeded() : pick_in_turn(after); }
+uint32_t Scheduler::pick(uint32_t after) {
+  return plan_->seeded ? pick_seeded() : pick_in_turn(after);
+}
 
 uint32_t Scheduler::pick_in_turn(uint32_t i) {
   for (;;) {

@@ -73,7 +73,7 @@ class Scheduler {
   bool has_progress_ = false;  // some config has a progress function
   bool aborting_ = false;
   uint32_t fruitless_ = 0;
-  uint32_t held_back_ = 0;     // seeded mode: goes only when no other lane works
+  uint32_t held_back_ = 0;  // seeded mode: goes only when no other lane works
   Idle idle_;
   Rng rng_;
   int64_t asked_interrupted_ns_ = 0;

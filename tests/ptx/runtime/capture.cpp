@@ -21,7 +21,9 @@ std::vector<Capture*>& captures() {
   return *all;
 }
 
-bool is_legacy(cudaStream_t stream) { return stream == Devices::get().resolve(nullptr); }
+bool is_legacy(cudaStream_t stream) {
+  return stream == Devices::get().resolve(nullptr);
+}
 
 // Every branch must have come back to the origin by an event.
 bool all_joined(const Capture& capture) {
@@ -85,9 +87,9 @@ HEP_PTXR_API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCa
   if (is_legacy(s))
     for (Capture* c : captures())
       if (c->origin->blocking) return said(cudaErrorStreamCaptureImplicit);  // which goes on
-  *status = !s->capture                          ? cudaStreamCaptureStatusNone
+  *status = !s->capture                         ? cudaStreamCaptureStatusNone
             : s->capture->spoilt == cudaSuccess ? cudaStreamCaptureStatusActive
-                                                 : cudaStreamCaptureStatusInvalidated;
+                                                : cudaStreamCaptureStatusInvalidated;
   return cudaSuccess;
 }
 
@@ -184,6 +186,8 @@ HEP_PTXR_API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 
 // Replays that are under way keep what they need; the object stays, it is small.
-HEP_PTXR_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+HEP_PTXR_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) {
+  return cudaSuccess;
+}
 
 }  // namespace hep::ptxr

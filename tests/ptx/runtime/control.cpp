@@ -17,8 +17,12 @@ struct Choices {
 // Before the first call that needs a device.
 HEP_PTXR_API void ptxm_choose(const Choices* c) {
   Settings& s = Devices::settings;
-  s.machine = {.seed = c->seed, .races = c->races != 0, .burst = c->burst, .copy_delay_ns = c->copy_delay_ns,
-               .split_percent = c->split_percent, .outsiders = c->outsiders != 0,
+  s.machine = {.seed = c->seed,
+               .races = c->races != 0,
+               .burst = c->burst,
+               .copy_delay_ns = c->copy_delay_ns,
+               .split_percent = c->split_percent,
+               .outsiders = c->outsiders != 0,
                .clock_speed = c->clock_speed};
   s.target = c->target, s.num_devices = int(c->num_devices);
 }

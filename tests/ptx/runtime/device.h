@@ -53,10 +53,10 @@ struct Mark {
 
 // One operation. A graph keeps them to enqueue them again and again, so it is a value.
 struct Op {
-  std::vector<Mark> after;              // of other streams
-  std::optional<ptxm::Launch> launch;   // a kernel
-  std::function<cudaError_t()> act;     // anything else: done at once, under the lock
-  std::function<void()> host;           // the caller's function: without the lock
+  std::vector<Mark> after;             // of other streams
+  std::optional<ptxm::Launch> launch;  // a kernel
+  std::function<cudaError_t()> act;    // anything else: done at once, under the lock
+  std::function<void()> host;          // the caller's function: without the lock
   uint64_t number = 0;
   ptxm::LaunchId id = 0;
   bool begun = false;
@@ -86,7 +86,9 @@ struct CUevent_st {
 
 namespace hep::ptxr {
 
-inline bool Mark::passed() const { return !stream || stream->ended >= number; }
+inline bool Mark::passed() const {
+  return !stream || stream->ended >= number;
+}
 
 struct Settings {
   ptxm::Options machine;
@@ -126,7 +128,7 @@ class Devices {
   std::string dropped;             // a mutant: this call does nothing
   cudaError_t lost = cudaSuccess;  // what every call says from then on
   void lose(cudaError_t why);
-  ptxm::Order host;     // what the host knows of
+  ptxm::Order host;  // what the host knows of
   uint64_t reports_seen = 0;
   std::mt19937_64 random;
 

@@ -71,8 +71,7 @@ HEP_PTXR_API const char* cudaGetErrorString(cudaError_t error) {
 }
 
 HEP_PTXR_API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
-                                                          unsigned long long,
-                                                          cudaDriverEntryPointQueryResult* result) {
+                                                          unsigned long long, cudaDriverEntryPointQueryResult* result) {
   *function = driver_function(name);
   if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;

@@ -125,8 +125,12 @@ HEP_PTXR_API void __cudaRegisterFunction(void** binary, const char* entry, char*
   kernels()[entry] = {.binary = reinterpret_cast<FatBinary*>(binary), .name = name};
 }
 // What kernel<<<>>> compiles to; this project launches by cudaLaunchKernel alone.
-HEP_PTXR_API unsigned __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return 1; }
-HEP_PTXR_API cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) { return said(cudaErrorNotSupported); }
+HEP_PTXR_API unsigned __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) {
+  return 1;
+}
+HEP_PTXR_API cudaError_t __cudaGetKernel(cudaKernel_t*, const void*) {
+  return said(cudaErrorNotSupported);
+}
 HEP_PTXR_API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) {
   return said(cudaErrorNotSupported);
 }

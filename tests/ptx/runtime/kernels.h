@@ -18,8 +18,8 @@ struct FatBinary {
 };
 struct HostKernel {
   FatBinary* binary = nullptr;
-  std::string name;                        // mangled
-  const ptxm::Kernel* kernel = nullptr;    // once it was asked for
+  std::string name;                      // mangled
+  const ptxm::Kernel* kernel = nullptr;  // once it was asked for
   int dynamic_limit = 48 << 10;
 };
 

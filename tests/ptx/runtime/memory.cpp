@@ -15,7 +15,9 @@ namespace hep::ptxr {
 
 namespace {
 constexpr size_t kPage = 4096;
-size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+size_t whole_pages(size_t bytes) {
+  return (bytes + kPage - 1) / kPage * kPage;
+}
 }  // namespace
 
 MemoryFile::MemoryFile(size_t bytes) : fd_(::memfd_create("device memory", MFD_CLOEXEC)) {
@@ -66,7 +68,9 @@ void* Memory::attach(Kind kind, std::shared_ptr<MemoryFile> file, size_t bytes, 
   if (::mmap(base, whole_pages(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file->fd(), 0) == MAP_FAILED)
     return nullptr;
   Devices& d = Devices::get();
-  d.machine().map({.base = base, .bytes = bytes, .name = name,
+  d.machine().map({.base = base,
+                   .bytes = bytes,
+                   .name = name,
                    .space = kind == Kind::kPinned ? ptxm::Space::kHost : ptxm::Space::kDevice,
                    .device = d.machine_device(device)});
   d.machine().host_wrote(base, bytes);
@@ -109,9 +113,13 @@ void Memory::lend(const void* base, size_t bytes, const std::string& name, int d
   d.machine().host_wrote(base, bytes);
 }
 
-void Memory::take_back(const void* base) { Devices::get().machine().unmap(base); }
+void Memory::take_back(const void* base) {
+  Devices::get().machine().unmap(base);
+}
 
-bool Memory::of_device(const void* at, size_t bytes) const { return Devices::get().machine().mapped(at, bytes); }
+bool Memory::of_device(const void* at, size_t bytes) const {
+  return Devices::get().machine().mapped(at, bytes);
+}
 
 bool Memory::pinned(const void* at) const {
   const Block* block = around(at);
@@ -180,12 +188,18 @@ bool kind_fits(cudaMemcpyKind kind, bool to_device, bool from_device) {
 
 }  // namespace
 
-HEP_PTXR_API cudaError_t cudaMalloc(void** p, size_t bytes) { return make(p, bytes, Kind::kMalloc, "cudaMalloc"); }
-HEP_PTXR_API cudaError_t cudaFree(void* p) { return free_of_kind(p, Kind::kMalloc); }
+HEP_PTXR_API cudaError_t cudaMalloc(void** p, size_t bytes) {
+  return make(p, bytes, Kind::kMalloc, "cudaMalloc");
+}
+HEP_PTXR_API cudaError_t cudaFree(void* p) {
+  return free_of_kind(p, Kind::kMalloc);
+}
 HEP_PTXR_API cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
   return make(p, bytes, Kind::kPinned, "cudaHostAlloc");
 }
-HEP_PTXR_API cudaError_t cudaFreeHost(void* p) { return free_of_kind(p, Kind::kPinned); }
+HEP_PTXR_API cudaError_t cudaFreeHost(void* p) {
+  return free_of_kind(p, Kind::kPinned);
+}
 
 HEP_PTXR_API cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
   Devices& d = Devices::get();

@@ -49,7 +49,7 @@ class Memory {
   // nullptr: there is none left.
   void* allocate(Kind kind, size_t bytes, int device, const std::string& name);
   void* attach(Kind kind, std::shared_ptr<MemoryFile> file, size_t bytes, int device, const std::string& name);
-  Block* find(const void* base);             // that begins there
+  Block* find(const void* base);              // that begins there
   const Block* around(const void* at) const;  // that holds this byte
   void release(void* base);
   uint64_t used(int device) const;

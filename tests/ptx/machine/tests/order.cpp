@@ -60,8 +60,8 @@ HEP_CASE(fences_of_the_system) {
   right("both sides", hand_over(fence + store, load + fence, kBlocks), blocks);
   right("fence and acquire", hand_over(fence + store, acquire("acquire.sys"), kBlocks), blocks);
   right("release and fence", hand_over(release("release.sys"), load + fence, kBlocks), blocks);
-  right("one fence for two flags", hand_over(fence + "st.relaxed.sys.global.u64 [%rd1+16], %rd9;" + store, load + fence,
-                                             kBlocks), blocks);
+  right("one fence for two flags",
+        hand_over(fence + "st.relaxed.sys.global.u64 [%rd1+16], %rd9;" + store, load + fence, kBlocks), blocks);
   wrong("no fence before the store", "race", hand_over(store, load + fence, kBlocks), blocks);
   wrong("the fence behind the store", "race", hand_over(store + fence, load + fence, kBlocks), blocks);
   wrong("no fence behind the load", "race", hand_over(fence + store, load, kBlocks), blocks);
