@@ -14,7 +14,7 @@ BALANCE ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pretrain test lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs cuda ptx-soak simulate-soak clean
+.PHONY: help setup build pretrain test format lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs cuda ptx-soak simulate-soak clean
 
 help:  ## print this list
 	@echo "make COMMAND [VARIABLE=value ...]"
@@ -34,6 +34,9 @@ pretrain: setup  ## pretrain a small MoE GPT on this machine [NAME= RESUME= STEP
 
 test: setup  ## every check and test, stage by stage [ARGS="--quick", ARGS="--only python,cpp"]
 	@$(PYTHON) scripts/run_tests.py $(ARGS)
+
+format: setup  ## lay out every C++ file
+	@$(PYTHON) scripts/format_cpp.py
 
 lint: setup  ## ruff, the layer rules and mypy
 	@$(PYTHON) scripts/run_tests.py --only lint,layers,types

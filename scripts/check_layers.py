@@ -108,7 +108,8 @@ MAX_FUNCTION_LINES = 80
 
 TOP_LEVEL = {
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "setup.py",
-    "pyproject.toml", ".ci", ".clang-format", ".gitignore", ".pre-commit-config.yaml", "hybrid_ep",
+    "pyproject.toml", ".ci", ".clang-format", ".git-blame-ignore-revs", ".gitignore", ".pre-commit-config.yaml",
+    "hybrid_ep",
     "megatron_patches", "csrc", "recipes", "scripts", "tests", "docs",
 }
 

@@ -23,7 +23,12 @@ def has_tests(folder):
 # ---- the stages
 
 def lint(runner):
-    return Result("FAILED" if runner.run([sys.executable, "-m", "ruff", "check", "."])[0] else "passed")
+    """Likely bugs, and the layout of C++ files."""
+    if runner.run([sys.executable, "-m", "ruff", "check", "."])[0]:
+        return Result("FAILED", note="ruff check")
+    if runner.run([sys.executable, "scripts/format_cpp.py", "--check"])[0]:
+        return Result("FAILED", note="run make format")
+    return Result("passed")
 
 
 def layers(runner):
