@@ -27,7 +27,7 @@ except ImportError as error:
                       f"install .' in the source tree ({error})") from error
 from hybrid_ep import streams
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
-from hybrid_ep.errors import BootstrapError, BufferFailedError
+from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.runtime import options, plan_weights
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from hybrid_ep.runtime.handle import dispatch_handle, permute_handle
@@ -95,14 +95,14 @@ class HybridEPBuffer(Named):
             if num_sms_preprocessing_api is not None:
                 validation.integer("num_sms_preprocessing_api", num_sms_preprocessing_api, 1)
             self.comm_stream = streams.chosen(comm_stream, o.device)
-        except ValueError as error:
-            with contextlib.suppress(BootstrapError):  # the argument is what the caller must hear of
+        except Exception as error:
+            with contextlib.suppress(Exception):  # the first error is what the caller must hear of
                 Rendezvous(view, 0.0).refuse(options.TOPIC, error)
             raise
         meet = Rendezvous(view, o.timeout_s)
         topology = o.agree(meet)
         self._topology, self._timeout_s = topology, o.timeout_s
-        self.sm_plan = o.choose_blocks(topology, hasattr(group, "segments"))  # str() explains the choice; or None
+        self.sm_plan = o.choose_blocks(topology, view.virtual)  # str() explains the choice; or None
         self.group, self.rank, self.group_size = group, view.rank, view.size
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = topology.num_local_ranks
         self.local_rank, self.node_rank = topology.local_rank, topology.node

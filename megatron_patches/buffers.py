@@ -16,16 +16,18 @@ import torch.distributed as dist
 
 from hybrid_ep import env
 from hybrid_ep.runtime import devices, topology
-from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
 
 if TYPE_CHECKING:
     from hybrid_ep import HybridEPBuffer
-    from megatron_patches.settings import Settings
+    from megatron_patches.settings import Exchange, Settings
 
 _Key = tuple[dist.ProcessGroup, int, torch.dtype, int, "Settings"]
 _buffers: dict[_Key, HybridEPBuffer] = {}  # (group, hidden, dtype, experts per rank, settings) -> buffer
-# Host names of the ranks of a group and, on GPUs, the first rank of each one's NVLink domain.
-_places: dict[dist.ProcessGroup, tuple[list[str], list[int] | None]] = {}
+# Declared ranks per node, who declared them, host names of the ranks and, on GPUs, the first rank of each one's NVLink
+# domain.
+_Places = tuple[int | None, str, list[str], list[int] | None]
+_places: dict[tuple[dist.ProcessGroup, Exchange], _Places] = {}  # by group and what its layers ask for
 
 
 def get(group: dist.ProcessGroup, *, hidden: int, dtype: torch.dtype, num_local_experts: int, num_tokens: int,
@@ -74,23 +76,35 @@ def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:
     """Nodes that the group's ranks lie on: by the declared number of ranks per node, of `wanted` or of the
     environment, else NVLink domains on GPUs and hosts elsewhere.
 
-    Layers ask when they are built, so that a job that cannot run ends there. Where nothing is declared, the ranks of a
-    group find it out together at its first layer: collective, through the group's store. ValueError when the group
-    straddles nodes unevenly, BootstrapError when ranks are missing."""
-    declared, origin = wanted.exchange.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
-    if declared is None:
-        declared, origin = topology.requested_ranks_per_node(None)
+    Layers ask when they are built, so that a job that cannot run ends there. Collective at the first layer of a group,
+    through the group's store. ValueError when the group straddles nodes unevenly or its ranks were told different
+    things, BootstrapError when ranks are missing."""
+    key = (group, wanted.exchange)
+    if key not in _places:
+        _places[key] = _find_places(group, wanted)
+    declared, origin, hosts, domains = _places[key]
     world_ranks = dist.get_process_group_ranks(group)
-    if declared is not None:
-        return group.size() // topology.local_ranks(world_ranks, declared, origin)
-    if group not in _places:
-        meet = Rendezvous(GroupView.of(group), wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
-        hosts, domains = meet.exchange("hosts", socket.gethostname()), None
-        if devices.is_probed(env.get("HYBRID_EP_EXECUTOR")):
-            domains = devices.probe(meet, devices.current()).domains()
-        _places[group] = hosts, domains
-    hosts, domains = _places[group]
-    return topology.resolve(group.rank(), hosts, None, origin, world_ranks, domains).num_nodes
+    return topology.resolve(group.rank(), hosts, declared, origin, world_ranks, domains).num_nodes
+
+
+def _find_places(group: dist.ProcessGroup, wanted: Settings) -> _Places:
+    """The same on every rank; ValueError on all of them where they differ in what they were told, or one cannot run."""
+    meet = Rendezvous(GroupView.of(group), wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S"))
+    try:
+        declared, origin = wanted.exchange.ranks_per_node, "ranks_per_node (--hybrid-ep-ranks-per-node)"
+        if declared is None:
+            declared, origin = topology.requested_ranks_per_node(None)
+        executor = env.get("HYBRID_EP_EXECUTOR")
+        probed = devices.is_probed(executor) and declared is None
+        device = devices.current() if probed else None
+    except Exception as error:
+        meet.refuse("places", error)
+        raise
+    facts = meet.exchange("places", {"host": socket.gethostname(), "told": {
+        "ranks_per_node (--hybrid-ep-ranks-per-node)": declared, "executor": executor}})
+    agree([f["told"] for f in facts], "Megatron's dispatcher")
+    domains = None if device is None else devices.probe(meet, device).domains()
+    return declared, origin, [f["host"] for f in facts], domains
 
 
 def release() -> None:

@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,8 @@ def working_kinds() -> list[str]:
 @dataclass(frozen=True)
 class Reach:
     """Whose memory a rank's handles reach, by rank. kinds: what works there; near: the ranks on its machine, which
-    "ipc" needs; file: those of them whose file descriptor it really received; fabric: the ranks whose fabric handles it
-    really mapped, and those near."""
+    "ipc" needs, which is not tried; file: those of them whose file descriptor it really received; fabric: the ranks
+    whose fabric handles it really mapped, and those near, of which that is assumed."""
 
     kinds: list[list[str]]
     near: list[list[int]]
@@ -143,16 +144,23 @@ def is_probed(executor: str) -> bool:
 
 
 def probe(meet: Rendezvous, device: torch.device) -> Reach:
-    """find_reach with memory of this device."""
-    enter(device)
-    kinds, name, server = working_kinds(), "", None
-    held = {kind: _core.cuda.DeviceMemory.create(kind, _PROBE_BYTES) for kind in kinds if kind != "ipc"}
+    """find_reach with memory of this device. A rank whose memory fails offers none, so that nobody waits for it."""
+    offer: dict[str, Any] = {"kinds": [], "fabric": "", "file": ""}
+    held, server = {}, None
     try:
-        if "file" in held:
-            name = f"hybrid_ep.probe.{os.getpid()}.{secrets.token_hex(8)}"
-            server = _serve(name, held["file"].share()[1])
-        fabric = held["fabric"].share()[0].hex() if "fabric" in held else ""
-        return find_reach(meet, {"kinds": kinds, "fabric": fabric, "file": name}, _maps_fabric, _maps_file)
+        try:
+            enter(device)
+            kinds = working_kinds()
+            held = {kind: _core.cuda.DeviceMemory.create(kind, _PROBE_BYTES) for kind in kinds if kind != "ipc"}
+            if "file" in held:
+                offer["file"] = f"hybrid_ep.probe.{os.getpid()}.{secrets.token_hex(8)}"
+                server = _serve(offer["file"], held["file"].share()[1])
+            if "fabric" in held:
+                offer["fabric"] = held["fabric"].share()[0].hex()
+            offer["kinds"] = kinds
+        except (RuntimeError, OSError) as error:
+            warnings.warn(f"rank {meet.view.rank} can share no memory of {device}: {error}", stacklevel=2)
+        return find_reach(meet, offer, _maps_fabric, _maps_file)
     finally:  # all have tried to map it, or this rank gives up
         _hang_up(server)
 
@@ -281,8 +289,13 @@ def _serve(name: str, fd: int) -> socket.socket:
     """A listening socket that hands `fd` to every process of this user that connects, until it is closed; then fd is
     closed. Others are hung up on."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind(_address(name))
-    server.listen(64)
+    try:
+        server.bind(_address(name))
+        server.listen(64)
+    except OSError:
+        server.close()
+        _close(fd)
+        raise
 
     def run() -> None:
         try:

@@ -64,8 +64,8 @@ class Options:
             domains = self.reach.domains()
         found = topology.resolve(meet.view.rank, hosts, self.ranks_per_node, self.ranks_per_node_origin,
                                  [f["world_rank"] for f in facts], domains)
-        if domains is not None and meet.view.rank == 0:
-            topology.warn_of_cut_domains(found, domains, self.ranks_per_node_origin)
+        if domains is not None and self.ranks_per_node is not None:
+            topology.warn_of_cut_domains(found, domains, f"{self.ranks_per_node_origin}={self.ranks_per_node}")
         self._settle(found)
         return found
 

@@ -32,7 +32,7 @@ class PlanMemory:
         return flat if len(shape) == 1 else flat.view(shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Row facts of one routing. core: the compiled plan; num_*: this rank's; max_*: the largest over the ranks."""
 
@@ -133,7 +133,7 @@ class Plan:
         return (self.memory.block,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockingPlan(Plan):
     """Of a call that waited for the counts: sizes are exact. learned: what the first dispatch writes of arriving
     tokens; from_nodes: how many come to this node from this rail's rank of each."""
@@ -158,7 +158,7 @@ class BlockingPlan(Plan):
         return self.memory.block, self.learned.block
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StaticPlan(Plan):
     """Of a call that waited for nothing: sizes are limits, num_permuted_rows the budget, and what came is known to
     kernels only. capped: the buffer has a capacity_factor."""

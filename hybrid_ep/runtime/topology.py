@@ -87,13 +87,14 @@ def resolve(rank: int, hosts: Sequence[str], ranks_per_node: int | None, origin:
     return Topology(rank, len(hosts), size)
 
 
-def warn_of_cut_domains(found: Topology, domains: Sequence[int], origin: str) -> None:
+def warn_of_cut_domains(found: Topology, domains: Sequence[int], declared: str) -> None:
     """A declared number may be smaller than the domain: right, but ranks of one NVLink domain then meet over the rail,
     which one warp a block serves, and not over NVLink's pipelines."""
     largest = max(domains.count(first) for first in set(domains))
     if largest > found.num_local_ranks:
-        warnings.warn(f"{origin}={found.num_local_ranks} cuts an NVLink domain of {largest} ranks into nodes; leave "
-                      f"the number out, or give {largest}, to reach them all over NVLink", stacklevel=2)
+        warnings.warn(f"{declared} cuts an NVLink domain into nodes: {largest} ranks of this group share it, "
+                      f"{found.num_local_ranks} of them a node; leave the number out to reach them all over NVLink",
+                      stacklevel=2)
 
 
 def _blocks(places: Sequence) -> int | None:

@@ -381,6 +381,11 @@ def built_by_moe_layer(ep):
     with mock.patch.object(socket, "gethostname", return_value=host), pytest.raises(ValueError) as raised:
         make_dispatcher("ours", groups, ep)
     messages.append(str(raised.value))
+    megatron_patches.apply(ranks_per_node=1 if dist.get_rank() == 2 else None)
+    buffers.release()
+    with pytest.raises(ValueError) as raised:  # on every rank, and nobody waits
+        make_dispatcher("ours", groups, ep)
+    messages.append(str(raised.value))
     megatron_patches.revert()
     assert moe_layer.MoEFlexTokenDispatcher is original
     return messages

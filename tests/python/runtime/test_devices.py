@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 from hybrid_ep import _core
 from hybrid_ep.runtime import devices, options
 from hybrid_ep.runtime.bootstrap import GroupView, PosixSegments, Rendezvous, open_segments
-from hybrid_ep.runtime.topology import Topology, resolve
+from hybrid_ep.runtime.topology import Topology, resolve, warn_of_cut_domains
 from hybrid_ep.testing import VirtualWorld
 
 ALL = ["fabric", "file", "ipc"]
@@ -120,13 +121,42 @@ def test_ranks_find_their_domain_and_a_number_that_cuts_it_is_warned_of(monkeypa
         return o.agree(Rendezvous(view, 30)).num_local_ranks
 
     assert world.run(lambda rank, group: agree(rank, group, None)) == [8] * 8
-    with pytest.warns(UserWarning, match="ranks_per_nvlink_domain=2 cuts an NVLink domain of 8 ranks"):
+    with pytest.warns(UserWarning, match="ranks_per_nvlink_domain=2 cuts an NVLink domain.*8 ranks of this group"):
         assert world.run(lambda rank, group: agree(rank, group, 2)) == [2] * 8
+
+
+def test_a_cut_domain_is_told_in_the_group_s_own_ranks():
+    """Every second rank of a domain of 8, with 4 declared: the number counts ranks of the job."""
+    found = resolve(0, ["a"] * 4, 4, "N", [0, 2, 4, 6])
+    with pytest.warns(UserWarning, match="N=4 cuts.*4 ranks of this group share it, 2 of them a node; leave"):
+        warn_of_cut_domains(found, [0] * 4, "N=4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_cut_domains(resolve(0, ["a"] * 4, 8, "N", [0, 2, 4, 6]), [0] * 4, "N=8")
+
+
+def test_a_rank_whose_memory_fails_offers_none_and_nobody_waits(monkeypatch):
+    world, here = VirtualWorld(2, 1), threading.local()
+
+    def working_kinds():
+        if here.rank == 1:
+            raise RuntimeError("no memory left")
+        return ["ipc"]
+
+    monkeypatch.setattr(devices, "enter", lambda device: None)
+    monkeypatch.setattr(devices, "working_kinds", working_kinds)
+
+    def probe(rank, group):
+        here.rank = rank
+        return devices.probe(Rendezvous(GroupView.of(group), 200), torch.device("cuda:0")).kinds
+
+    with pytest.warns(UserWarning, match="rank 1 can share no memory of cuda:0: no memory left"):
+        assert world.run(probe) == [[["ipc"], []]] * 2
 
 
 NAMESPACES = """
 import os, sys, torch.distributed as dist
-from hybrid_ep import devices
+from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 name = f"hybrid_ep.test.{os.getpid()}"
