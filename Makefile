@@ -38,7 +38,7 @@ test: setup  ## every check and test, stage by stage [ARGS="--quick", ARGS="--on
 format: setup  ## lay out every C++ file
 	@$(PYTHON) scripts/format_cpp.py
 
-lint: setup  ## ruff, the layer rules and mypy
+lint: setup  ## ruff, clang-format, the layer rules, mypy and the core's types
 	@$(PYTHON) scripts/run_tests.py --only lint,layers,types
 
 test-cpp: setup  ## C++ tests: plain, mutants, ThreadSanitizer, AddressSanitizer

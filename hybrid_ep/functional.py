@@ -5,8 +5,9 @@ differentiable. Works under activation checkpointing of both kinds: a forward th
 handle and its backward uses that one. Every rank must run the same operators, and their backwards, in the
 same order.
 
-Inside torch.compile each is one node of the graph and no graph break, with the same results (compiled.py); its handle
-is then opaque, a names.Handle, which these operators take in compiled and in eager code alike.
+Inside torch.compile each is one node of the graph and no graph break, with the same results
+(hybrid_ep.runtime.compiled); its handle is then opaque, a hybrid_ep.runtime.names.Handle, which these operators take in
+compiled and in eager code alike.
 
 buffer: a HybridEPBuffer or a ReferenceBuffer."""
 

@@ -9,9 +9,9 @@ exit(1).
     python scripts/cubin_check.py --planted
 
 --rail nvshmem inspects the NVSHMEM library instead, whose kernels call NVSHMEM's functions: these have a stack of their
-own, so arguments of calls may be stored there, and nothing else changes. --arch: the library has that architecture
-alone. --planted compiles tests/cuda/host_stub.cu, whose host half makes such a call, and exits with 0 only if the
-check finds it.
+own, on which combine keeps words over such a call, and ceilings of their own. --arch: the library has that
+architecture alone. --planted compiles tests/cuda/host_stub.cu, whose host half makes such a call, and exits with 0
+only if the check finds it.
 
 Prints a table and what is wrong; exits with 1 if anything is. Needs cuobjdump and nvdisasm: from CUDA_HOME, PATH or
 the triton package (pip install triton), which carries both; and objdump, which came with the linker."""

@@ -20,7 +20,7 @@
 //   to the lane that committed them, so the lane that commits is the lane that waits.
 //
 // Every wait takes a WaitInfo and has the run's deadline. When it passes, the wait does not return: it
-// ends the kernel with an TimeoutReport (host: exception; device: mapped memory and exit).
+// ends the kernel with a TimeoutReport (host: exception; device: mapped memory and exit).
 #pragma once
 #include <concepts>
 #include <cstddef>
@@ -120,7 +120,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
 };
 
 // Optional: an Arch with one lane whose shared memory is plain memory may offer arithmetic on whole tiles:
-// `static void add_row(const TileRow&, float* acc)`. It must give the same bits as the octets of roles/reduce.h.
+// `static void add_row(const TileRow&, float* acc)`. It must give the same bits as the octets of roles/slice_sum.h.
 // Specialised where it is offered.
 template <class A>
 struct TileMath {

@@ -69,8 +69,8 @@ void maps(const Plan& p, const View* pair_expert, const View* sparse_to_dense, c
 }
 
 std::shared_ptr<Plan> plan_in(const Placed& p, const View* memory) {
-  if (!p.placement) throw std::logic_error("plan: nobody waited for counts; see complete");
-  return p.placement->plan(require(memory, {"memory", p.placement->learned.total, p.device, 128}, Element::kUint8));
+  const Placement& waited = p.waited();
+  return p.placement->plan(require(memory, {"memory", waited.learned.total, p.device, 128}, Element::kUint8));
 }
 
 void bind_memory_of_plan(py::module_& m) {
@@ -105,7 +105,7 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("recv_rows", [](const Placed& p) { return p.counts().rank_rows; })
       .def_property_readonly("num_dropped_per_rank", [](const Placed& p) { return p.counts().dropped; })
       .def_property_readonly("from_nodes", [](const Placed& p) { return p.counts().from_nodes; })
-      .def_property_readonly("learned", [](const Placed& p) { return p.placement->learned; })
+      .def_property_readonly("learned", [](const Placed& p) { return p.waited().learned; })
       .def("plan", &plan_in, py::arg("memory"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
            "The plan, with learned.total bytes, 128-byte aligned, for what its dispatch learns.");
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "One routing decision, ready for dispatch and combine.")

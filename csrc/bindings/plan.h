@@ -21,13 +21,17 @@ struct Placed {
   std::vector<std::string> names;
   Device device = Device::kCpu;  // where the plan's memory lies
 
-  bool placed() const { return placement->counts.placed; }
+  const Placement& waited() const {
+    if (!placement) throw std::logic_error("nobody waited for the counts of this call; see complete");
+    return *placement;
+  }
+  bool placed() const { return waited().counts.placed; }
   const PlacedCounts& counts() const {
     if (!placed()) throw std::logic_error("the ranks' calls do not fit: there are headers, and nothing else");
     return placement->counts;
   }
   std::vector<std::map<std::string, uint32_t>> headers() const {
-    const PlacedCounts& c = placement->counts;
+    const PlacedCounts& c = waited().counts;
     std::vector<std::map<std::string, uint32_t>> all;
     for (int r = 0; r < int(c.headers.size()) / kCountHeaderWords; ++r) {
       const uint32_t topk = c.header(r, kHeaderTopk);

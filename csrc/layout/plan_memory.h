@@ -1,6 +1,6 @@
-// The memory of a plan that the host never reads: where each of its arrays lies. Most are known in size before the
-// counts are, and share a block. What arriving tokens tell ("learned") comes last: of the worst-case size in the same
-// block where nobody waits for the counts, else in a block of its own, of the right one.
+// The memory of a plan, which the host does not read on a GPU: where each of its arrays lies. Most are known in size
+// before the counts are, and share a block. What arriving tokens tell ("learned") comes last: of the worst-case size in
+// the same block where nobody waits for the counts, else in a block of its own, of the right one.
 #pragma once
 #include "layout/counts.h"
 #include "layout/message.h"

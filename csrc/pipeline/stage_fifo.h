@@ -136,7 +136,7 @@ struct StageConsumer {
 };
 
 // Consumer end of a warp whose lanes all read each stage, every one in turn, and which holds one at a time. Its loop is
-// short, with no multiplication and no constant on the way to the next stage's bytes.
+// short, with no multiplication and no load from constant memory on the way to the next stage's bytes.
 template <Arch A, class Head>
 struct WarpConsumer {
   StageFifo<A, Head> fifo;

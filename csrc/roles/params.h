@@ -98,7 +98,7 @@ struct CombineParams {
   uint64_t credit_cursors_at;      // [num_peers] words, see ChunkSweep
   uint64_t rail_tally_at;          // [num_peers], see RailTally
   FifoLayout node_sum, final_sum;  // the unpermute kernel uses final_sum
-  uint64_t out_stage_at[2];        // two output tiles for each of the two reductions
+  uint64_t out_stage_at[2];        // two slices for each warp of the two reductions
   uint64_t smem_bytes;
 };
 

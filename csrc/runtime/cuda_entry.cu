@@ -18,7 +18,6 @@ std::vector<DeviceFacts> devices(std::string& why_none) {
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp p{};
     check(cudaGetDeviceProperties(&p, i), "device properties");
-    // Code for 9.0a and 10.0a runs on exactly these.
     // Code for sm_90a runs on 9.0 alone; code for sm_100, on every 10.x (10.3: B300, GB300).
     const bool supported = (p.major == 9 && p.minor == 0) || p.major == 10;
     all.push_back({p.name, p.major, p.minor, p.multiProcessorCount, supported});

@@ -27,7 +27,7 @@ void require_placeable(const RoutingInput& in, const PlaceCall& c) {
 // The part of a plan that its first dispatch fills in.
 void attach_learned(PlanView& v, const PlanMemory& m, unsigned char* memory) {
   if (!memory || reinterpret_cast<uint64_t>(memory) % 128)
-    throw std::invalid_argument("memory: give learned_bytes bytes, aligned to 128");
+    throw std::invalid_argument("memory: give learned.total bytes, aligned to 128");
   v.rail_records = memory + m.rail_records, v.rail_record_stride = m.rail_record_stride;
   v.row_records = memory + m.row_records, v.row_weights = reinterpret_cast<float*>(memory + m.row_weights);
 }

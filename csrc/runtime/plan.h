@@ -2,7 +2,7 @@
 // the routing and the counts; knows no buffer, no SM count, no chunk size. What only arriving tokens can tell
 // (records of rail tokens and of receive rows) is written by the first dispatch, then the plan is frozen.
 //
-// The exchange kernel places it, in memory that the caller owns and only kernels read. The host knows its counts where
+// The exchange kernel places it, in memory that the caller owns and kernels read. The host knows its counts where
 // they came by mail, else their limits.
 #pragma once
 #include <cstdint>
