@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_LAUNCHES = ("exchange", "dispatch", "combine")
+_LAUNCHES = ("place", "dispatch", "combine")
 
 
 class EngineClock:

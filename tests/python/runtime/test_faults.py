@@ -92,7 +92,7 @@ def die_after_creating(ctx):
             create(name, num_bytes)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        bootstrap.PosixSegments.create = create_and_die
+        bootstrap.PosixSegments.create = staticmethod(create_and_die)
     make(ctx, 4)
 
 

@@ -38,7 +38,8 @@ def _rounds(ctx, rounds: int, leak: str | None):
     names, create = [], bootstrap.PosixSegments.create
     _kept.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bootstrap.PosixSegments, "create", lambda name, n: names.append(name) or create(name, n))
+        patch.setattr(bootstrap.PosixSegments, "create",
+                      staticmethod(lambda name, n: names.append(name) or create(name, n)))
         for i in range(rounds + FIRST):
             if i == FIRST:
                 before = _held() | {"keys": _keys(ctx.group(2))}
