@@ -265,10 +265,8 @@ def check_imports(path, tree):
             yield Violation(path, line, "layers", f"hybrid_ep may not import {module}")
 
 
-def check_cycles(root, files):
-    """No module imports another that imports it, however far around."""
-    modules = import_graph.modules_of(files)
-    found = import_graph.edges(modules, root)
+def check_cycles(modules, found):
+    """No module imports another that imports it, however far around. found: the edges between the modules."""
     closing = {(edge.source, edge.target) for group in import_graph.cycles(found) for edge in group}
     for pair in sorted(set(CYCLES_ALLOWED) - closing):
         yield Violation("scripts/check_layers.py", 1, "cycles", f"{pair} closes none any more; take it out")
@@ -278,18 +276,19 @@ def check_cycles(root, files):
 
 
 def room_of(module, path):
-    """The room of a module of hybrid_ep; None for the package itself."""
+    """The room of a module of hybrid_ep."""
     if path.count("/") > 1:
         return path.split("/")[1]
-    return None if module == "hybrid_ep" else "basics" if module in BASICS else "public"
+    return "basics" if module in BASICS else "public"
 
 
-def check_rooms(root, files):
+def check_rooms(modules, found):
     """ROOMS."""
-    modules = {name: path for name, path in import_graph.modules_of(files).items() if path.startswith("hybrid_ep/")}
-    for edge in import_graph.edges(modules, root):
-        source, target = (room_of(name, modules[name]) for name in (edge.source, edge.target))
-        if source in (None, "cli", target) or target is None or target in ROOMS.get(source, ()):
+    for edge in found:
+        if not (edge.source.startswith("hybrid_ep.") and edge.target.startswith("hybrid_ep.")):
+            continue
+        source, target = room_of(edge.source, modules[edge.source]), room_of(edge.target, modules[edge.target])
+        if source in ("cli", target) or target in ROOMS.get(source, ()):
             continue
         yield Violation(modules[edge.source], edge.line, "rooms", f"{source} may not import {target} ({edge.target})")
 
@@ -360,7 +359,9 @@ def check(root):
     files = project_files(root)
     table = root / ENVIRONMENT_MODULE
     known = OUTSIDE_VARIABLES | set(VARIABLE.findall(table.read_text()) if table.is_file() else ())
-    found = [*check_top_level(files), *check_cycles(root, files), *check_rooms(root, files)]
+    modules = import_graph.modules_of(files)
+    imports = import_graph.edges(modules, root)
+    found = [*check_top_level(files), *check_cycles(modules, imports), *check_rooms(modules, imports)]
     for path in files:
         if Path(path).suffix not in TEXT_SUFFIXES:
             continue
