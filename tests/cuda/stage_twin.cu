@@ -50,7 +50,7 @@ HEP_DEVICE void templated_producer(A& a, const TwinParams& p, const StageFifo<A,
 
 template <class A>
 HEP_DEVICE void templated_consumer(A& a, const TwinParams& p, const StageFifo<A, TwinHead>& fifo, std::byte* smem) {
-  StageConsumer<A, TwinHead> from(fifo, 0, 1);
+  WarpConsumer<A, TwinHead> from(a, fifo);
   for (uint32_t tile = 0;; tile ^= 1) {
     const TwinHead head = from.wait(a);
     if (head.stop) break;
@@ -62,14 +62,13 @@ HEP_DEVICE void templated_consumer(A& a, const TwinParams& p, const StageFifo<A,
     HEP_TWIN_UNROLL
     for (uint32_t i = uint32_t(a.lane()); i < words; i += A::kLanes)
       a.st_shared(out + i, add(a.ld_shared(in + i), a.ld_shared(in + words + i)));
-    from.advance();
-    from.release_warp(a);
+    from.pass(a);
     if (a.elect_one()) {
       a.bulk_s2g(p.sums + uint64_t(head.row) * p.half_bytes, out, p.half_bytes);
       a.bulk_commit();
     }
   }
-  from.release_warp(a);
+  from.pass(a);
   if (a.elect_one()) a.template bulk_wait<0>();
 }
 
