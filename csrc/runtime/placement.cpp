@@ -15,13 +15,17 @@ namespace {
 // wait too.
 constexpr double kHostPatience = 1.25;
 
-void require_placeable(const RoutingInput& in, const PlaceCall& c) {
+void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_experts) {
   if (!c.memory || reinterpret_cast<uint64_t>(c.memory) % 128)
     throw std::invalid_argument("memory: give plan_memory() bytes, aligned to 128");
   if (in.header.size() > size_t(kCountHeaderWords - kHeaderFirstFree) || c.budget_word >= kCountHeaderWords)
     throw std::invalid_argument("header: at most " + std::to_string(kCountHeaderWords - kHeaderFirstFree) + " words");
   if (c.pad_multiple < 1 || c.topk < 1 || c.topk > kMostTopk)
     throw std::invalid_argument("pad_multiple and topk: must be at least 1, topk at most " + std::to_string(kMostTopk));
+  // A map's pairs are counted by the kernel, which reports what does not fit; those of topk_idx it takes on trust.
+  if (const uint32_t most = std::min(in.topk, num_experts); in.topk_idx && in.num_tokens && c.topk < most)
+    throw std::invalid_argument("topk: is " + std::to_string(c.topk) + ", but topk_idx may choose " +
+                                std::to_string(most) + " experts for a token; give at least that");
 }
 
 // The part of a plan that its first dispatch fills in.
@@ -85,7 +89,7 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
 }
 
 std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) {
-  require_placeable(in, c);
+  require_placeable(in, c, layout_.counts.num_experts);
   if (in.num_tokens > shape_.max_tokens || c.topk > shape_.max_topk)
     throw std::logic_error("place: more tokens or experts per token than this buffer was laid out for");
   Call call(*this);
@@ -93,7 +97,7 @@ std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) 
 }
 
 std::shared_ptr<Placement> Engine::place_and_count(const RoutingInput& in, const PlaceCall& c) {
-  require_placeable(in, c);
+  require_placeable(in, c, layout_.counts.num_experts);
   Call call(*this);
   auto placement = std::make_shared<Placement>();
   placement->rows = launch_place(call, in, c, true);

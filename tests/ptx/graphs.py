@@ -33,8 +33,8 @@ def _written(func, args, kwargs) -> list[torch.Tensor]:
 class Recording:
     """What one captured graph needs for as long as it lives. memory_stream: of its tensors, which is not captured."""
 
-    def __init__(self, library, stream: int, memory_stream: int):
-        self.library, self.stream, self.memory_stream = library, stream, memory_stream
+    def __init__(self, runtime, stream: int, memory_stream: int):
+        self.runtime, self.stream, self.memory_stream = runtime, stream, memory_stream
         self.kept: list = []
         self.errors: list[BaseException] = []
 
@@ -64,7 +64,7 @@ class Recording:
 
         function = _HOST_FUNCTION(run)
         self.kept += [function, placed]
-        self.library.call("cudaLaunchHostFunc", self.stream, function, 0)
+        self.runtime.call("cudaLaunchHostFunc", self.stream, function, 0)
 
 
 def classes(library, memory, current_stream, stream_context, make_stream) -> tuple[type, type]:

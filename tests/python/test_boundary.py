@@ -152,6 +152,19 @@ def test_memory_of_a_placed_plan_is_held_to_its_size():
     assert made.plan(view("memory", block)).num_tokens == TOKENS
 
 
+def test_a_plan_has_room_for_every_expert_that_topk_idx_may_name():
+    """The kernel counts the pairs of a map; those of topk_idx it takes on trust, and their memory is of `topk`."""
+    refused = []
+
+    def narrow(verb, call, arguments):
+        if verb == "place" and arguments["topk_idx"] is not None and arguments["topk_in"] > 1:
+            refused.append(refusal(call, arguments | {"topk": 1}))
+        return arguments
+
+    watched_run(1, 1, narrow, lambda b, mine: all_verbs(b, mine, False))
+    assert refused and all(text.startswith("topk: is 1, but topk_idx may choose") for text in refused)
+
+
 def test_a_view_of_nothing_has_no_bytes():
     with pytest.raises(ValueError, match="address: is null, with 4 bytes"):
         _core.TensorView(0, 4, 0, "cpu")
