@@ -75,6 +75,10 @@ class Engine:
         """weights: in plan order; routed_weights: those that the plan's routing brought."""
 
     @property
+    def launch_ns(self) -> int:
+        """Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel."""
+
+    @property
     def num_launches(self) -> int:
         """Kernels launched by this engine."""
 

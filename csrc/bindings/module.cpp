@@ -219,6 +219,8 @@ void bind_engine(py::module_& m) {
       .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
            "ValueError unless a launch may have so many blocks.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
+      .def_property_readonly("launch_ns", &Engine::launch_ns,
+                             "Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel.")
       .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = py::none(),
            py::arg("weights") = py::none(), py::arg("routed_weights") = false, py::arg("out_x"),
            py::arg("out_scale") = py::none(), py::arg("out_weights") = py::none(), py::arg("row_bytes"),

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -111,6 +110,9 @@ class Engine {
   // not, and the buffer is as usable as before.
   std::shared_ptr<Placement> place_and_count(const RoutingInput& in, const PlaceCall& call);
   uint64_t num_launches() const { return executor_->num_launches(); }
+  // In launches and in waits for counts, since it was made; the rest of a call is the host's own work. A host executor's
+  // launch is its kernel, from beginning to end.
+  int64_t launch_ns() const { return launch_ns_; }
   // Collective. Fills the plan's facts when it is fresh.
   void dispatch(Plan& plan, const DispatchCall& call);
   void combine(Plan& plan, const CombineCall& call);
@@ -152,6 +154,7 @@ class Engine {
   uint64_t* consumed_;                    // [N][rail_slots]
   TableView view_;                        // of tables_
   std::atomic<bool> busy_{false};
+  int64_t launch_ns_ = 0;
   std::string failure_;
 };
 
