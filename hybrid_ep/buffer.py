@@ -31,6 +31,7 @@ from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.runtime import options, plan_weights
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from hybrid_ep.runtime.handle import dispatch_handle, permute_handle
+from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED, HandleKind
 from hybrid_ep.runtime.names import Named
 from hybrid_ep.runtime.plan import Plan
 from hybrid_ep.runtime.routing import routing_of_call
@@ -135,7 +136,7 @@ class HybridEPBuffer(Named):
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
             plan, given, routed = self._plan_or_route(
-                7, "dispatch", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs,
+                DISPATCHED, handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs,
                 routing_map, permute=False)
             rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, routed, None, blocks)
         return rows, weights, scales, handle if handle is not None else dispatch_handle(plan, self.config)
@@ -151,7 +152,7 @@ class HybridEPBuffer(Named):
         [T, E] hold, for each chosen expert, the sum of what the ranks of its node say (the adjoint of
         dispatch's weights). Raises ValueError, DeadlineError."""
         with self._busy() as session:
-            plan = validation.handle(handle, 7, "dispatch", self._topology)
+            plan = validation.handle(handle, DISPATCHED, self._topology)
             x = validation.summable_rows("hidden", hidden, plan.num_recv_rows, at_least=False)
             shape = x.shape[0], plan.num_node_experts
             w = None if probs is None else validation.weights("probs", probs, shape)
@@ -203,7 +204,7 @@ class HybridEPBuffer(Named):
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
             plan, given, routed = self._plan_or_route(
-                11, "dispatch_with_permute", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts,
+                PERMUTED, handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts,
                 probs, routing_map, permute=True, use_fp8=use_fp8, non_blocking=non_blocking,
                 pad_multiple=pad, budget=budget, pad_empty_experts=pad_empty_experts)
             if budget is not None and budget < plan.num_permuted_rows:
@@ -229,7 +230,7 @@ class HybridEPBuffer(Named):
         if num_dispatched_tokens is not None:
             _deprecated("num_dispatched_tokens", "is ignored")
         with self._busy() as session:
-            plan = validation.handle(handle, 11, "dispatch_with_permute", self._topology)
+            plan = validation.handle(handle, PERMUTED, self._topology)
             x = validation.summable_rows("hidden", hidden, plan.num_permuted_rows, at_least=True)
             w = None if probs is None else validation.weights("probs", probs, (plan.num_permuted_rows,),
                                                               at_least=True)
@@ -332,7 +333,7 @@ class HybridEPBuffer(Named):
         with self._open_session().guard() as session, validation.on(session.options.device):
             yield session
 
-    def _plan_or_route(self, length: int, verb: str, handle: Handle | None, hidden: Tensor, scale: Tensor | None,
+    def _plan_or_route(self, kind: HandleKind, handle: Handle | None, hidden: Tensor, scale: Tensor | None,
                        topk_idx: Tensor | None, topk_weights: Tensor | None, num_of_experts: int | None,
                        probs: Tensor | None, routing_map: Tensor | None, *, permute: bool, use_fp8: bool | None = None,
                        non_blocking: bool = False, pad_multiple: int = 1, budget: int | None = None,
@@ -342,15 +343,14 @@ class HybridEPBuffer(Named):
         scale = None if scale is None else validation.scales(scale, x)
         validation.fp8_agrees(use_fp8, x)
         if handle is not None:
-            plan = validation.handle(handle, length, verb, self._topology)
+            plan = validation.handle(handle, kind, self._topology)
             validation.hidden_rows("hidden", x, plan.num_tokens)
             return plan, plan_weights.in_plan_order(plan, topk_idx, topk_weights, probs), False
         session = self._open_session()
         session.require_capturable(non_blocking)
         routing = routing_of_call(x, topk_idx, topk_weights, num_of_experts, probs, routing_map, config=self.config,
                                   num_ranks=self.group_size, look=not session.runs_beside)
-        call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
-                    self.config.num_of_blocks_dispatch_api, pad_empty_experts)
+        call = Call(x, scale, permute, non_blocking, pad_multiple, budget, pad_empty_experts)
         plan = session.route(routing, call, self.config)
         return plan, None, plan.has_weights
 

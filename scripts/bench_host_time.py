@@ -107,7 +107,7 @@ CALLS = {"blocking": Group.blocking, "not_waiting": Group.not_waiting, "cached":
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,72", help="group sizes, with commas between")
-    parser.add_argument("--calls", type=int, default=400, help="of each kind; the median counts, the least is beside it")
+    parser.add_argument("--calls", type=int, default=400, help="of each kind")
     parser.add_argument("--profile", choices=CALLS, help="where the time of this kind of call goes")
     o = parser.parse_args()
     sizes = [int(size) for size in o.ranks.split(",")]

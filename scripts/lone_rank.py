@@ -111,11 +111,9 @@ class LoneRank:
 
     def _place(self, idx: torch.Tensor, weights: torch.Tensor):
         memory = PlanMemory.of(self.engine.plan_memory(len(idx), self.topk, worst_case=False), self.device)
-        header = {"num_experts": self.num_experts, "budget": 0}
-        return self.engine.place(
-            topk_idx=view("idx", idx), weights=view("weights", weights), num_tokens=len(idx), topk_in=idx.shape[1],
-            topk=self.topk, header=header, must_agree=["num_experts"], memory=view("memory", memory.block), budget=0,
-            count=True)
+        header = _core.CallHeader(num_tokens=len(idx), topk=self.topk, num_experts=self.num_experts)
+        return self.engine.place(header, topk_idx=view("idx", idx), weights=view("weights", weights),
+                                 topk_in=idx.shape[1], memory=view("memory", memory.block), count=True)
 
     def dispatch(self, plan, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int, permute_sms: int = 0):
         """Permuted rows of this rank; plan: of route. scales: rows of a multiple of 16 bytes."""

@@ -3,12 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-
 #include "arch/host/errors.h"
 #include "bindings/balance.h"
 #include "bindings/convert.h"
 #include "bindings/cuda.h"
+#include "bindings/header.h"
 #include "bindings/nvshmem.h"
 #include "bindings/plan.h"
 #include "bindings/sim.h"
@@ -42,28 +41,16 @@ RoutingInput routing_input(const Engine& engine, const View* topk_idx, const Vie
   return in;
 }
 
-Placed place(Engine& engine, const View* topk_idx, const View* routing_map, const View* weights, int64_t num_tokens,
-             int64_t topk_in, int64_t topk, const py::dict& header, const std::vector<std::string>& must_agree,
-             const View* memory, int64_t pad_multiple, bool pad_empty, int64_t budget, bool count) {
+Placed place(Engine& engine, const CallHeader& header, const View* topk_idx, const View* routing_map,
+             const View* weights, int64_t topk_in, const View* memory, bool count) {
   Placed result;
   result.device = device_of(engine);
-  RoutingInput in = routing_input(engine, topk_idx, routing_map, weights, narrow("num_tokens", num_tokens),
-                                  narrow("topk_in", topk_in));
+  const RoutingInput in =
+      routing_input(engine, topk_idx, routing_map, weights, header.num_tokens, narrow("topk_in", topk_in));
   PlaceCall c;
-  c.topk = narrow("topk", topk), c.pad_multiple = narrow("pad_multiple", pad_multiple), c.pad_empty = pad_empty;
-  c.budget = narrow("budget", budget);
-  const PlanMemory needed = engine.plan_memory(in.num_tokens, c.topk, !count);
+  c.header = header;
+  const PlanMemory needed = engine.plan_memory(in.num_tokens, header.topk, !count);
   c.memory = require(memory, {"memory", needed.total, result.device, 128}, Element::kUint8);
-  c.must_agree = 1u << kHeaderTopk;
-  for (const auto& [key, value] : header) {
-    const std::string name = key.cast<std::string>();
-    const uint32_t word = kHeaderFirstFree + uint32_t(in.header.size());
-    if (name == "budget") c.budget_word = word;
-    if (std::find(must_agree.begin(), must_agree.end(), name) != must_agree.end()) c.must_agree |= 1u << word;
-    in.header.push_back(narrow(name.c_str(), value.cast<int64_t>()));
-    result.names.push_back(name);
-  }
-  if (!c.budget_word) throw std::invalid_argument("header: a word named 'budget' must be in it");
   py::gil_scoped_release release;
   if (count)
     result.placement = engine.place_and_count(in, c);
@@ -209,10 +196,9 @@ void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine", "One rank's registered buffer and the operations on it; see runtime/engine.h.")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
            py::arg("executor") = "host", py::arg("seed") = 0)
-      .def("place", &place, py::kw_only(), py::arg("topk_idx") = py::none(), py::arg("routing_map") = py::none(),
-           py::arg("weights") = py::none(), py::arg("num_tokens"), py::arg("topk_in") = 0, py::arg("topk"),
-           py::arg("header"), py::arg("must_agree"), py::arg("memory"), py::arg("pad_multiple") = 1,
-           py::arg("pad_empty") = false, py::arg("budget"), py::arg("count"), py::keep_alive<0, 10>(),
+      .def("place", &place, py::arg("header"), py::kw_only(), py::arg("topk_idx") = py::none(),
+           py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("topk_in") = 0,
+           py::arg("memory"), py::arg("count"), py::keep_alive<0, 7>(),
            "A plan that lies in `memory`; count: wait for its counts, else the host never learns them.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
            "Offsets in the memory of a plan; worst_case: with room for what its dispatch learns.")
@@ -247,6 +233,7 @@ PYBIND11_MODULE(_core, m) {
   hep::bind_errors();
   hep::bind_tensor_view(m);
   hep::bind_memory(m);
+  hep::bind_header(m);
   hep::bind_plan(m);
   hep::bind_engine(m);
   hep::bind_cuda(m);

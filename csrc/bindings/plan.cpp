@@ -2,9 +2,12 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bindings/tensor_view.h"
 #include "layout/plan_memory.h"
 #include "runtime/extents.h"
+#include "runtime/headers.h"
 #include "runtime/plan_maps.h"
 #include "runtime/plan_weights.h"
 
@@ -101,9 +104,19 @@ void bind_plan(py::module_& m) {
                              py::cpp_function([](const Placed& p) { return p.complete; }, py::keep_alive<0, 1>()),
                              "The plan, when nobody waited for counts.")
       .def_property_readonly("placed", &Placed::placed)
-      .def_property_readonly("headers", &Placed::headers)
+      .def_property_readonly(
+          "headers", [](const Placed& p) { return p.waited().counts.headers; }, "By rank.")
+      .def_property_readonly(
+          "differing", [](const Placed& p) { return differing_fields(p.waited().counts.headers); },
+          "Names of what the headers must say alike and do not.")
+      .def_property_readonly("ranges", [](const Placed& p) { return ranges_of(p.waited().counts.headers); })
       .def_property_readonly("recv_rows", [](const Placed& p) { return p.counts().rank_rows; })
+      .def_property_readonly("most_recv_rows", [](const Placed& p) { return std::ranges::max(p.counts().rank_rows); })
       .def_property_readonly("num_dropped_per_rank", [](const Placed& p) { return p.counts().dropped; })
+      .def_property_readonly(
+          "any_dropped",
+          [](const Placed& p) { return std::ranges::any_of(p.counts().dropped, [](uint32_t n) { return n > 0; }); },
+          "Whether a budget of some rank dropped pairs.")
       .def_property_readonly("from_nodes", [](const Placed& p) { return p.counts().from_nodes; })
       .def_property_readonly("learned", [](const Placed& p) { return p.waited().learned; })
       .def("plan", &plan_in, py::arg("memory"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),

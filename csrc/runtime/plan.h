@@ -27,7 +27,7 @@ struct PlacedPlan {
 // A mail that was read; see layout/count_mail.h.
 struct PlacedCounts {
   bool placed = false;
-  std::vector<uint32_t> headers;  // [R][kCountHeaderWords]
+  std::vector<CallHeader> headers;  // [R]
   // The rest only when placed.
   PlanNumbers numbers{};
   std::vector<uint32_t> rank_rows;    // [R] receive rows of every rank, before the capacity cut
@@ -35,8 +35,6 @@ struct PlacedCounts {
   std::vector<uint32_t> dropped;      // [R] pairs lost to budgets
   std::vector<uint32_t> from_nodes;   // [N] tokens for this node that the rank of this rail on each node has
   std::vector<int64_t> tokens_per_expert, padded_tokens_per_expert;  // [local experts]
-
-  uint32_t header(int rank, int word) const { return headers[size_t(rank) * kCountHeaderWords + size_t(word)]; }
 };
 
 class Plan {
@@ -69,7 +67,7 @@ class Plan {
     return counts_;
   }
   // The whole batch of the rank of this rail on `node`.
-  uint32_t num_rail_tokens(int node) const { return counts().header(world().rail_peer(node), kHeaderNumTokens); }
+  uint32_t num_rail_tokens(int node) const { return counts().headers[size_t(world().rail_peer(node))].num_tokens; }
 
   PlanView view() const {
     PlanView v = placed_.view;

@@ -35,8 +35,6 @@ from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.runtime import plan_maps
 from hybrid_ep.runtime.plan import BlockingPlan, Plan
 
-OVERFLOW_FLAG = 10  # its element in dispatch_with_permute's handle
-
 
 def _config_with(plan: Plan, template: HybridEpConfigInstance) -> HybridEpConfigInstance:
     config = copy.copy(template)

@@ -9,6 +9,18 @@ from hybrid_ep import _core
 _ALIGNMENT = 16
 _ELEMENTS = {getattr(torch, name): code for name, code in _core.TensorView.elements.items() if hasattr(torch, name)}
 
+_DTYPES = {code: dtype for dtype, code in _ELEMENTS.items()}
+
+
+def element_code(x: torch.Tensor) -> int:
+    """x's element type as the core tells them apart; 0: some other."""
+    return _ELEMENTS.get(x.dtype, 0)
+
+
+def dtype_of(code: int) -> torch.dtype | None:
+    """The inverse of element_code; None of 0, and of a type that this torch does not have."""
+    return _DTYPES.get(code)
+
 
 def require_memory(name: str, x: torch.Tensor) -> None:
     """ValueError for a tensor whose elements lie in no memory of its own: a wrapper around other tensors, a result
@@ -57,7 +69,7 @@ def view(name: str, x: torch.Tensor | None) -> _core.TensorView | None:
     if not x.is_contiguous() or num_bytes > max(behind, 0):
         raise ValueError(f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
                          "storage; give .contiguous(), and no storage that was made smaller")
-    return _core.TensorView(x.data_ptr(), num_bytes, _ELEMENTS.get(x.dtype, 0), device, x)
+    return _core.TensorView(x.data_ptr(), num_bytes, element_code(x), device, x)
 
 
 def row_bytes(x: torch.Tensor) -> int:

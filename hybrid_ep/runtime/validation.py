@@ -14,6 +14,7 @@ import torch
 from hybrid_ep.runtime import tensors
 
 if TYPE_CHECKING:
+    from hybrid_ep.runtime.handle_kinds import HandleKind
     from hybrid_ep.runtime.topology import Topology
 
 DTYPES = tuple(getattr(torch, name) for name in (
@@ -195,15 +196,16 @@ def fp8_agrees(use_fp8: Any, hidden: torch.Tensor) -> None:
         raise ValueError(f"use_fp8=True but hidden has dtype {hidden.dtype}; give 1-byte elements or use_fp8=False")
 
 
-def handle(value: Any, length: int, verb: str, topology: Topology) -> Any:
-    """The plan inside a handle of `length` elements that `verb` returned for this group."""
+def handle(value: Any, kind: HandleKind, topology: Topology) -> Any:
+    """The plan inside a handle of this kind, made for this group."""
     if not isinstance(value, (tuple, list)):
-        raise ValueError(f"handle is {describe(value)}; give the handle tuple that {verb}() returned")
-    if len(value) != length:
-        raise ValueError(f"handle has {len(value)} elements; give the {length}-tuple that {verb}() returned")
-    plan = getattr(value[6 if length == 7 else 9], "plan", None)
+        raise ValueError(f"handle is {describe(value)}; give the handle tuple that {kind.verb}() returned")
+    if len(value) != kind.length:
+        raise ValueError(f"handle has {len(value)} elements; give the {kind.length}-tuple that {kind.verb}() returned")
+    plan = getattr(value[kind.config], "plan", None)
     if plan is None:
-        raise ValueError(f"handle's config element carries no plan; give the handle that {verb}() returned, unchanged")
+        raise ValueError(f"handle's config element carries no plan; give the handle that {kind.verb}() returned, "
+                         "unchanged")
     if (plan.rank, plan.num_ranks, plan.num_local_ranks) != (
             topology.rank, topology.num_ranks, topology.num_local_ranks):
         raise ValueError(f"handle belongs to rank {plan.rank} of {plan.num_ranks} ranks in nodes of "

@@ -170,14 +170,12 @@ TEST(bad_calls_leave_the_engine_usable) {
   const int64_t experts[] = {0, 1};
   RoutingInput in;
   in.topk_idx = experts, in.num_tokens = 2, in.topk = 1;
-  in.header = {0};  // no budget
   std::vector<unsigned char> blocks[2];
   const auto block = [](std::vector<unsigned char>& bytes, uint64_t size) {
     bytes.assign(size + 128, 0xff);
     return reinterpret_cast<unsigned char*>(align_up(uint64_t(bytes.data()), 128));
   };
   PlaceCall call;
-  call.budget_word = kHeaderFirstFree, call.must_agree = 1u << kHeaderTopk;
   call.memory = block(blocks[0], engine->plan_memory(2, 1, false).total);
   const auto placement = engine->place_and_count(in, call);
   const std::shared_ptr<Plan> placed = placement->plan(block(blocks[1], placement->learned.total));

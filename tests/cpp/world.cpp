@@ -151,19 +151,20 @@ class RankRun {
       in.routing_map = map.data(), in.weights = probs.data();
     else
       in.topk_idx = c.topk_idx[r].empty() ? &kNothing : c.topk_idx[r].data(), in.weights = c.weights[r].data();
-    in.header = {uint32_t(1 + c.budgets[r]), uint32_t(index) + 100};
     nap();
     PlaceCall call;
-    call.topk = ref.widest(), call.pad_multiple = c.pad_multiple, call.pad_empty = c.pad_empty;
+    CallHeader& header = call.header;
+    header.topk = uint16_t(ref.widest()), header.hidden = uint32_t(index) + 100;
+    header.pad_multiple = c.pad_multiple, header.pad_empty_experts = c.pad_empty;
+    if (c.budgets[r] >= 0) header.set_budget(uint32_t(c.budgets[r]));
     call.recv_capacity = c.recv_capacity;
-    call.budget_word = kHeaderFirstFree, call.must_agree = 1u << kHeaderTopk | 1u << (kHeaderFirstFree + 1);
     Placed& made = plans_[index];
-    made.memory = std::make_unique<PlanBlock>(engine_.plan_memory(in.num_tokens, call.topk, false).total);
+    made.memory = std::make_unique<PlanBlock>(engine_.plan_memory(in.num_tokens, header.topk, false).total);
     call.memory = made.memory->data();
     const std::shared_ptr<Placement> placement = engine_.place_and_count(in, call);
     for (uint32_t s = 0; s < w_.num_ranks(); ++s) {
-      expect(placement->counts.header(int(s), kHeaderNumTokens) == c.num_tokens[s], "tokens of rank ", s);
-      expect(placement->counts.header(int(s), kHeaderFirstFree + 1) == index + 100, "header word of rank ", s);
+      expect(placement->counts.headers[s].num_tokens == c.num_tokens[s], "tokens of rank ", s);
+      expect(placement->counts.headers[s].hidden == index + 100, "header of rank ", s);
     }
     expect(placement->counts.placed, "nothing was placed");
     made.learned = std::make_unique<PlanBlock>(placement->learned.total);

@@ -17,6 +17,7 @@ from hybrid_ep.cli.bench.implementations import (
     Setting,
     Timed,
 )
+from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 
 
 class HybridEp(BufferImplementation):
@@ -49,13 +50,13 @@ class HybridEp(BufferImplementation):
         """Route alone is what a dispatch does before it sends a row: counts exchanged, every row placed."""
         if op != "route":
             return super().stage(op)
-        length, verb = (11, "dispatch_with_permute") if self.case.permute else (7, "dispatch")
+        kind = PERMUTED if self.case.permute else DISPATCHED
         r = {"topk_idx": None, "topk_weights": None, "routing_map": None, "probs": None, **self._routing}
 
         def route() -> None:
             with self.buffer._busy():
                 self.buffer._plan_or_route(
-                    length, verb, None, self.case.x, self.case.scales, r["topk_idx"], r["topk_weights"],
+                    kind, None, self.case.x, self.case.scales, r["topk_idx"], r["topk_weights"],
                     self.case.num_experts, r["probs"], r["routing_map"], permute=self.case.permute)
 
         return Timed(route)
