@@ -10,7 +10,9 @@ class BufferShape:
     """What a registered buffer must hold; layout/buffer.h turns it into offsets."""
 
     count_words: ClassVar[dict[str, int]]
+    default_chunk_tokens: ClassVar[int]
     flag_stride: ClassVar[int]
+    sum_tile_elements: ClassVar[int]
 
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
                  max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
@@ -286,7 +288,7 @@ class Plan:
     @property
     def has_holes(self) -> bool: ...
 
-    def maps(self, *, pair_expert: TensorView, sparse_to_dense: TensorView, rail_to_node: TensorView,
+    def maps(self, *, memory: TensorView, sparse_to_dense: TensorView, rail_to_node: TensorView,
              node_to_rail: TensorView, local_routing: TensorView, permuted_rows: TensorView | None = None,
              source_ends: TensorView | None = None) -> None: ...
 

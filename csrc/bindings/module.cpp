@@ -12,6 +12,7 @@
 #include "bindings/plan.h"
 #include "bindings/sim.h"
 #include "bindings/tensor_view.h"
+#include "layout/smem.h"
 #include "runtime/extents.h"
 
 namespace py = pybind11;
@@ -83,9 +84,7 @@ void dispatch(Engine& engine, Plan& plan, const View* x, const View* scale, cons
     c.out_scales = require(out_scale, {"out_scale", e.out_scale, device, kRowAlignment}, scale->element);
   }
   c.weights = optional_array<const float>(weights, {"weights", e.weights, device, kRowAlignment});
-  // A rank without tokens has no weights to point at; that weights travel is a fact of the call all the same.
-  static constexpr float kNoWeights[4] = {};
-  if (routed_weights) c.weights = plan.weights() ? plan.weights() : kNoWeights;
+  if (routed_weights) c.weights = plan.weights();
   if (c.weights) c.out_weights = require_array<float>(out_weights, {"out_weights", e.out_weights, device});
   py::gil_scoped_release release;
   engine.dispatch(plan, c);
@@ -175,6 +174,9 @@ void bind_memory(py::module_& m) {
             return rows;
           },
           "(name, offset, bytes) of every region of a rank's segment, in order.")
+      .def_property_readonly_static(
+          "default_chunk_tokens", [](const py::object&) { return S{}.chunk_tokens; }, "Tokens of a rail message.")
+      .def_property_readonly_static("sum_tile_elements", [](const py::object&) { return kSumTileElems; })
       .def_property_readonly_static("flag_stride", [](const py::object&) { return BufferLayout::kFlagStride; })
       .def_property_readonly_static(
           "count_words",

@@ -26,9 +26,8 @@ struct RoutingInput {
 
 // What the exchange kernel is to place; see Engine::place.
 struct PlaceCall {
-  CallHeader header;                      // num_tokens is the routing's
-  uint64_t recv_capacity = ~uint64_t(0);  // receive rows to use at most, of those the buffer has; the same on all ranks
-  unsigned char* memory = nullptr;        // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
+  CallHeader header;                // num_tokens is the routing's
+  unsigned char* memory = nullptr;  // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
 };
 
 // A placed routing between its counts, which the host has, and its plan, which needs memory of their size.

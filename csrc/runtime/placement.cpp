@@ -57,7 +57,7 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   q.world = world_, q.counts_layout = layout_.counts, q.num_tokens = in.num_tokens, q.topk = header.topk;
   q.record_bytes = m.message.record_bytes, q.pairs_at = m.message.pairs_at(), q.max_dsts = m.message.max_dsts;
   q.pad_multiple = header.pad_multiple, q.pad_empty = header.pad_empty_experts;
-  q.recv_capacity = std::min<uint64_t>(c.recv_capacity, shape_.recv_rows), q.excess = p.excess;
+  q.recv_capacity = shape_.recv_rows, q.excess = p.excess;
   q.pair_expert = p.pair_expert, q.pair_pos = p.pair_pos, q.row_pos = p.row_pos, q.node_tokens = p.node_tokens;
   at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
   at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
@@ -70,8 +70,15 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   if (count) p.mail = static_cast<unsigned char*>(mail_.get()), p.mail_ticket = ++mail_ticket_;
   call.run([&] { executor_->exchange(p, settings_); });
 
-  PlacedPlan d{world_,          shape_.num_experts,          m.message.record_bytes, m.message.pairs_at(),
-               q.recv_capacity, header.budget().value_or(0), p.pair_weight,          {}};
+  PlacedPlan d{world_,
+               shape_.num_experts,
+               m.message.record_bytes,
+               m.message.pairs_at(),
+               q.recv_capacity,
+               header.budget().value_or(0),
+               p.pair_weight,
+               {c.memory, m.total},
+               {}};
   PlanView& v = d.view;
   v.num_tokens = in.num_tokens, v.topk = header.topk, v.weight_stride = m.weight_stride;
   v.numbers = q.numbers, v.node_tokens = q.node_token_table, v.node_pos = p.node_pos;

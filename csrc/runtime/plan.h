@@ -6,6 +6,7 @@
 // they came by mail, else their limits.
 #pragma once
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -19,9 +20,10 @@ namespace hep {
 struct PlacedPlan {
   World world;
   uint32_t num_experts, record_bytes, pairs_at;
-  uint64_t recv_capacity, budget;  // receive rows and permuted rows at most
-  const float* weights;            // [T][weight_stride], as routed; in the kernels' memory
-  PlanView view;                   // fresh is the plan's own
+  uint64_t recv_capacity, budget;         // receive rows and permuted rows at most
+  const float* weights;                   // [T][weight_stride], as routed; in the kernels' memory
+  std::span<const unsigned char> memory;  // all of it, but what is learned
+  PlanView view;                          // fresh is the plan's own
 };
 
 // A mail that was read; see layout/count_mail.h.
@@ -55,6 +57,7 @@ class Plan {
   uint32_t record_bytes() const { return placed_.record_bytes; }
   uint32_t pairs_at() const { return placed_.pairs_at; }
   const float* weights() const { return placed_.weights; }
+  std::span<const unsigned char> memory() const { return placed_.memory; }  // of the kernels; see PlaceCall
   uint32_t num_recv_rows() const { return counts_.numbers.recv_rows; }
   uint32_t max_recv_rows() const { return counts_.numbers.max_recv_rows; }
   uint64_t num_permuted_rows() const { return counts_.numbers.permuted_rows; }

@@ -189,8 +189,7 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
     PhantomMemory phantom((tokens + rows) * (uint64_t(row_bytes_) + s_.scale_bytes) + rows * columns * 4 + 4096);
     c.x = phantom.take(uint64_t(tokens) * row_bytes_), c.out_x = phantom.take(rows * row_bytes_);
     c.scales = phantom.take(uint64_t(tokens) * s_.scale_bytes), c.out_scales = phantom.take(rows * s_.scale_bytes);
-    static constexpr float kNoWeights[4] = {};
-    if (s_.weights) c.weights = tokens ? p.weights() : kNoWeights;
+    if (s_.weights) c.weights = p.weights();
     c.out_weights = reinterpret_cast<float*>(phantom.take(rows * columns * 4));
     return engine_.dispatch(p, c);
   }

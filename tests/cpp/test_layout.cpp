@@ -2,7 +2,6 @@
 // reach them.
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <set>
 #include <string>
 #include <utility>
@@ -13,10 +12,8 @@
 #include "kernels/deliver.h"
 #include "kernels/dispatch.h"
 #include "layout/buffer.h"
-#include "layout/headers.h"
 #include "layout/message.h"
 #include "layout/smem.h"
-#include "runtime/headers.h"
 #include "world_case.h"
 
 HEP_TEST_MAIN
@@ -142,31 +139,6 @@ TEST(count_vector_sections_follow_each_other) {
     CHECK_EQ(view.node_tokens(last, 0), base + c.node_tokens_at());
     CHECK_EQ(view.pairs(last, int(c.num_experts) - 1), base + c.words() - 1);
   }
-}
-
-TEST(the_header_of_a_call_fills_its_words_and_each_that_must_agree_is_checked) {
-  CallHeader h;
-  h.num_tokens = 3, h.topk = 5, h.excess = 2, h.hidden = 8, h.dtype = Element::kBf16, h.routing_map = true;
-  const CallHeader::Words words = h.words();
-  CHECK_EQ(words[kHeaderNumTokens], 3u);
-  CHECK_EQ(words[kHeaderTopk], 5u | header_excess(2));
-  CHECK(CallHeader::of(words).words() == words && CallHeader::of(words).routing_map);
-  CHECK(!h.budget());
-  h.set_budget(0);
-  CHECK(h.budget() == 0u && h.words()[kHeaderBudget] == 1);
-  CHECK(differing_fields(std::vector{h, h}).empty());
-  // A difference in any byte is one that kernels notice where, and only where, it has a name. topk is told apart.
-  for (size_t byte = 0; byte < offsetof(CallHeader, unused); ++byte) {
-    auto bytes = std::bit_cast<std::array<unsigned char, sizeof(CallHeader)>>(h);
-    bytes[byte] ^= 1;
-    const bool noticed = kHeaderMustAgree >> byte / 4 & 1, named = byte / 4 != size_t(kHeaderTopk) && noticed;
-    const std::vector pair{h, std::bit_cast<CallHeader>(bytes)};
-    CHECK_EQ(differing_fields(pair).size(), size_t(named));
-  }
-  CallHeader other;
-  other.topk = 7, other.num_tokens = 9, other.want_hidden = 64;
-  const HeaderRanges all = ranges_of(std::vector{h, other});
-  CHECK(all.least_topk == 5 && all.most_topk == 7 && all.most_tokens == 9 && all.most_want_hidden == 64 && all.excess);
 }
 
 TEST(message_sections_are_where_bulk_copies_reach) {

@@ -3,6 +3,8 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <numeric>
 #include <thread>
 
@@ -12,6 +14,7 @@
 #include "layout/headers.h"
 #include "mutants.h"
 #include "runtime/engine.h"
+#include "runtime/headers.h"
 #include "streamed_executor.h"
 #include "thread_executor.h"
 #include "transport/shm/shm_transport.h"
@@ -130,6 +133,31 @@ void counts_and_rows_are_right(Pair& pair, uint32_t tokens0, uint32_t tokens1) {
 }
 
 }  // namespace
+
+TEST(the_header_of_a_call_fills_its_words_and_each_that_must_agree_is_checked) {
+  CallHeader h;
+  h.num_tokens = 3, h.topk = 5, h.excess = 2, h.hidden = 8, h.dtype = Element::kBf16, h.routing_map = true;
+  const CallHeader::Words words = h.words();
+  CHECK_EQ(words[kHeaderNumTokens], 3u);
+  CHECK_EQ(words[kHeaderTopk], 5u | header_excess(2));
+  CHECK(CallHeader::of(words).words() == words && CallHeader::of(words).routing_map);
+  CHECK(!h.budget());
+  h.set_budget(0);
+  CHECK(h.budget() == 0u && h.words()[kHeaderBudget] == 1);
+  CHECK(differing_fields(std::vector{h, h}).empty());
+  // A difference in any byte is one that kernels notice where, and only where, it has a name. topk is told apart.
+  for (size_t byte = 0; byte < offsetof(CallHeader, unused); ++byte) {
+    auto bytes = std::bit_cast<std::array<unsigned char, sizeof(CallHeader)>>(h);
+    bytes[byte] ^= 1;
+    const bool noticed = kHeaderMustAgree >> byte / 4 & 1, named = byte / 4 != size_t(kHeaderTopk) && noticed;
+    const std::vector pair{h, std::bit_cast<CallHeader>(bytes)};
+    CHECK_EQ(differing_fields(pair).size(), size_t(named));
+  }
+  CallHeader other;
+  other.topk = 7, other.num_tokens = 9, other.want_hidden = 64;
+  const HeaderRanges all = ranges_of(std::vector{h, other});
+  CHECK(all.least_topk == 5 && all.most_topk == 7 && all.most_tokens == 9 && all.most_want_hidden == 64 && all.excess);
+}
 
 TEST(counts_come_by_mail_and_nobody_waits_for_the_stream) {
   Pair pair(20);

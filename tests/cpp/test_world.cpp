@@ -151,12 +151,12 @@ TEST(cached_plans_interleave) {
 }
 
 TEST(budgets_and_capacity_drop_what_they_must) {
-  for (const uint64_t capacity : {0, 3, 11, 1000}) {
+  for (const uint64_t capacity : {1, 3, 11, 1000}) {
     WorldCase w = world(2, 2, 3);
     w.plans.push_back(route_by(w, all(w, 10), 4, [](int rank, uint32_t t) {
       return std::vector<int>{int(t) % 12, (int(t) * 5 + rank) % 12, 3, 4};
     }));
-    w.plans[0].recv_capacity = capacity, w.plans[0].budgets = {0, 7, -1, 19}, w.plans[0].pad_multiple = 8;
+    w.recv_capacity = capacity, w.plans[0].budgets = {0, 7, std::nullopt, 19}, w.plans[0].pad_multiple = 8;
     add_round(w, 0, 2);
     check_world(w);
   }

@@ -156,8 +156,7 @@ class RankRun {
     CallHeader& header = call.header;
     header.topk = uint16_t(ref.widest()), header.hidden = uint32_t(index) + 100;
     header.pad_multiple = c.pad_multiple, header.pad_empty_experts = c.pad_empty;
-    if (c.budgets[r] >= 0) header.set_budget(uint32_t(c.budgets[r]));
-    call.recv_capacity = c.recv_capacity;
+    header.set_budget(c.budgets[r]);
     Placed& made = plans_[index];
     made.memory = std::make_unique<PlanBlock>(engine_.plan_memory(in.num_tokens, header.topk, false).total);
     call.memory = made.memory->data();
@@ -169,10 +168,10 @@ class RankRun {
     expect(placement->counts.placed, "nothing was placed");
     made.learned = std::make_unique<PlanBlock>(placement->learned.total);
     made.plan = placement->plan(made.learned->data());
-    check_plan(*made.plan, ref, c);
+    check_plan(*made.plan, ref);
   }
 
-  void check_plan(const Plan& plan, const Reference& ref, const RoutingCase& c) const {
+  void check_plan(const Plan& plan, const Reference& ref) const {
     const size_t r = size_t(rank_);
     expect(plan.topk() == ref.widest(), "topk ", plan.topk(), " instead of ", ref.widest());
     expect(plan.num_recv_rows() == ref.received[r].size(), "receive rows ", plan.num_recv_rows());
@@ -182,7 +181,7 @@ class RankRun {
     expect(counts.padded_tokens_per_expert == ref.padded_tokens_per_expert[r], "padded tokens per expert");
     expect(std::ranges::equal(counts.dropped, ref.dropped_pairs), "dropped pairs");
     expect(std::ranges::equal(counts.rank_rows, ref.wanted_rows), "receive rows of all ranks");
-    expect(plan.has_holes() == (ref.wanted_rows[r] > c.recv_capacity), "has_holes");
+    expect(plan.has_holes() == (ref.wanted_rows[r] > w_.recv_capacity), "has_holes");
     expect(plan.overflow() == (plan.has_holes() || ref.dropped_pairs[r] > 0), "overflow");
     std::vector<uint32_t> per_source(w_.num_ranks(), 0);
     for (int s = 0; s < int(w_.num_ranks()); ++s)

@@ -104,7 +104,7 @@ def of_plan(plan):
     flags = {"rail_to_node": rail, "node_to_rail": TOKENS, "local_routing": rows * local}
     numbers = {"sparse_to_dense": rail, "permuted_rows": rows * local, "source_ends": 2}
     return {
-        "maps": {"pair_expert": pairs, **{n: torch.empty(c, dtype=torch.bool) for n, c in flags.items()},
+        "maps": {"memory": plan.memory.block, **{n: torch.empty(c, dtype=torch.bool) for n, c in flags.items()},
                  **{n: torch.empty(c, dtype=torch.int32) for n, c in numbers.items()}},
         "weights_from_dense": {"pair_expert": pairs, "probs": dense, "out": ordered},
         "weights_to_dense": {"pair_expert": pairs, "weights": ordered, "out": dense},
@@ -221,3 +221,10 @@ def test_the_simulator_holds_its_routing_to_size():
     for bad in ([[0, 1]], [[0, 1, 2], [0]], [[99] * 4, [99] * 4]):
         with pytest.raises(ValueError, match="topk_idx"):
             _core.simulate(spec, topk_idx=bad)
+
+
+def test_maps_are_made_of_the_plans_own_memory(plan):
+    """That is the proof that the host can read it; as large a tensor on the CPU is none."""
+    good = {name: view(name, x) for name, x in of_plan(plan)["maps"].items()}
+    with pytest.raises(ValueError, match="memory: is not what the plan was placed in"):
+        plan.core.maps(**good | {"memory": view("memory", plan.memory.block.clone())})
