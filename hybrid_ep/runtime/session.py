@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from hybrid_ep.errors import (
 )
 from hybrid_ep.runtime import devices, placing, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
+from hybrid_ep.runtime.engine_clock import EngineClock
 from hybrid_ep.runtime.options import Options, recv_capacity
 from hybrid_ep.runtime.plan import Plan
 from hybrid_ep.runtime.results import ResultPool
@@ -48,12 +50,27 @@ class Call:
     pad_multiple: int = 1
     budget: int | None = None  # permuted rows of this rank
     pad_empty_experts: bool = False
+    use_fp8: bool | None = None  # what the caller said of hidden
+
+    @classmethod
+    def permuted(cls, hidden: torch.Tensor, scale: torch.Tensor | None, *, num_permuted_tokens: Any, pad_multiple: Any,
+                 non_blocking: Any, pad_empty_experts: Any, routed: bool, use_fp8: Any = None) -> Call:
+        """Of arguments of dispatch_with_permute, checked; routed: it brings routing, and no handle."""
+        validation.flag("non_blocking", non_blocking)
+        validation.flag("pad_empty_experts", pad_empty_experts)
+        budget = None if num_permuted_tokens is None else validation.integer(
+            "num_permuted_tokens", num_permuted_tokens, 0)
+        pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
+        if non_blocking and routed and (budget is None or budget % pad):
+            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
+                             "when non_blocking=True; it is the static number of rows")
+        return cls(hidden, scale, True, non_blocking, pad, budget, pad_empty_experts, use_fp8)
 
     def header(self, routing: Routing, template: HybridEpConfigInstance, num_tokens: int,
                topk: int) -> _core.CallHeader:
         """What all other ranks are told; num_tokens, topk: of this exchange."""
         width, dtype = (0, 0) if self.scale is None else (self.scale.shape[1], element_code(self.scale))
-        return _core.CallHeader(
+        return _header(
             num_tokens=num_tokens, topk=topk, budget=self.budget, want_tokens=template.max_num_of_tokens_per_rank,
             want_hidden=template.hidden_dim, num_experts=routing.num_experts, hidden=self.hidden.shape[1],
             scale_width=width, pad_multiple=self.pad_multiple, chunk_dispatch=template.chunk("dispatch"),
@@ -61,6 +78,9 @@ class Call:
             permute=self.permute, non_blocking=self.non_blocking, routing_map=routing.topk_idx is None,
             weights=routing.weights is not None, pad_empty_experts=self.pad_empty_experts)
 
+
+# Calls of one shape say the same again, and a header is made of seventeen words by name.
+_header = functools.lru_cache(maxsize=256)(_core.CallHeader)
 
 # How a rank's answer reads, where ranks gave different ones.
 _WORDS: dict[str, Callable[[_core.CallHeader], str]] = {
@@ -108,6 +128,7 @@ class Session:
         self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
+        self._clock: EngineClock | None = None
         self._segments, self._executor = self._choose_segments()
         self.shape: Any = None
         self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
@@ -229,6 +250,8 @@ class Session:
         except BaseException as error:
             self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
             raise
+        if self._clock is not None:
+            self.engine = self._clock.around(self.engine)
         self.shape = shape
         self._enter_device()
 
@@ -238,6 +261,13 @@ class Session:
 
     def num_launches(self) -> int:
         return self._past_launches + self.engine.num_launches
+
+    def kernel_seconds(self) -> float:
+        """In launches since this was first asked."""
+        if self._clock is None:
+            self._clock = EngineClock(self.options.device.type == "cuda")
+            self.engine = self._clock.around(self.engine)
+        return self._clock.seconds()
 
     def reset_traffic(self) -> None:
         self._past_traffic = {}

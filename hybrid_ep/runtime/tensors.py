@@ -22,9 +22,9 @@ def dtype_of(code: int) -> torch.dtype | None:
     return _DTYPES.get(code)
 
 
-def require_memory(name: str, x: torch.Tensor) -> None:
-    """ValueError for a tensor whose elements lie in no memory of its own: a wrapper around other tensors, a result
-    that is still on its way, a freed storage, an implied zero."""
+def require_memory(name: str, x: torch.Tensor) -> int:
+    """The address of x's elements. ValueError for a tensor whose elements lie in no memory of its own: a wrapper around
+    other tensors, a result that is still on its way, a freed storage, an implied zero."""
     try:
         address = x.data_ptr()
     except RuntimeError:  # traced, batched and fake tensors
@@ -32,6 +32,7 @@ def require_memory(name: str, x: torch.Tensor) -> None:
     if address == 0 and x.numel() > 0:
         raise ValueError(f"{name} is a {type(x).__name__} of {x.numel()} elements without memory of its own; "
                          f"{_remedy(x)}")
+    return address
 
 
 def _remedy(x: torch.Tensor) -> str:
@@ -63,13 +64,13 @@ def view(name: str, x: torch.Tensor | None) -> _core.TensorView | None:
     a tensor whose bytes are not all in one piece of memory."""
     if x is None:
         return None
-    require_memory(name, x)
+    address = require_memory(name, x)
     num_bytes, device = x.nbytes, "cpu" if x.is_cpu else x.device.type  # asking for the device is what costs
-    behind = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()  # below 0 for some empty slices
-    if not x.is_contiguous() or num_bytes > max(behind, 0):
+    storage = x.untyped_storage()
+    if not x.is_contiguous() or num_bytes and address + num_bytes > storage.data_ptr() + storage.nbytes():
         raise ValueError(f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
                          "storage; give .contiguous(), and no storage that was made smaller")
-    return _core.TensorView(x.data_ptr(), num_bytes, element_code(x), device, x)
+    return _core.TensorView(address, num_bytes, _ELEMENTS.get(x.dtype, 0), device, x)
 
 
 def row_bytes(x: torch.Tensor) -> int:
