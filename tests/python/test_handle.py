@@ -3,12 +3,9 @@ holds on the host, whether or not its call may drop rows."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from examples import Example, expected, make_inputs, same
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_ep.testing import VirtualWorld
 
@@ -88,64 +85,3 @@ def test_a_host_knows_every_element_also_of_a_call_that_may_drop_rows():
         assert handle[10].tolist() == [int(plan.overflow)] and plan.overflow
 
     world.run(work)
-
-
-class Operations(TorchDispatchMode):
-    """Names of torch's operations, and of the engine's calls, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-    def around(self, engine):
-        log = self.names
-
-        class Logged:
-            def __getattr__(self, name):
-                log.append(name)
-                return getattr(engine, name)
-
-        return Logged()
-
-
-@pytest.mark.parametrize("verb", ["dispatch", "dispatch_with_permute"])
-def test_between_the_counts_and_the_return_no_map_is_made(verb, unread_plans):
-    """As on a GPU, where each operation is a kernel in front of the experts. What is there makes memory, or views."""
-    buffer = VirtualWorld(1, 1).buffers(16, 16, 2, timeout_s=30)[0]
-    ex = example((1, 1))
-    mine = make_inputs(ex, 0)
-    with Operations() as seen:
-        buffer._session.engine = seen.around(buffer._session.engine)
-        *_, handle = getattr(buffer, verb)(hidden=mine.hidden, num_of_experts=2, **mine.routing())
-        after = seen.names[seen.names.index("place") + 1:]
-        made = len(seen.names)
-        assert int(handle[3]) == len(mine.hidden) == handle[5 if verb == "dispatch" else 8]
-        assert handle[0].shape == (len(mine.hidden), 1) and handle[0] is handle[0] and handle[-7:][0] is handle[-7]
-        assert len(seen.names) > made + 5  # the maps, now
-    assert "dispatch" in after
-    launches = {name for name in after if name.startswith("aten.")} - {
-        "aten.empty.memory_format", "aten.slice.Tensor", "aten.view.dtype", "aten.view.default", "aten.detach.default",
-        "aten.lift_fresh.default"}
-    assert not launches
-
-
-def test_a_handle_is_any_tuple_to_whoever_takes_it_apart():
-    buffer = VirtualWorld(1, 1).buffers(16, 16, 2, timeout_s=30)[0]
-    mine = make_inputs(example((1, 1)), 0)
-
-    def fresh():
-        return buffer.dispatch(mine.hidden, num_of_experts=2, **mine.routing())[3]
-
-    ways = [tuple, lambda h: (*h,), lambda h: () + h, lambda h: h + (), lambda h: h[:], copy.copy, copy.deepcopy,
-            lambda h: type(h)(x for x in h)]
-    wanted = tuple(fresh())
-    for way in ways:
-        found = way(fresh())
-        assert len(found) == 7 and isinstance(found, tuple)
-        for got, want in zip(found[:5], wanted[:5], strict=True):
-            assert torch.equal(got, want)
-        same("sum", buffer.combine(mine.hidden, handle=found)[0], buffer.combine(mine.hidden, handle=wanted)[0])
