@@ -10,7 +10,9 @@ class BufferShape:
     """What a registered buffer must hold; layout/buffer.h turns it into offsets."""
 
     count_words: ClassVar[dict[str, int]]
+    default_chunk_tokens: ClassVar[int]
     flag_stride: ClassVar[int]
+    sum_tile_elements: ClassVar[int]
 
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
                  max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
@@ -56,6 +58,68 @@ class BufferShape:
     def total_bytes(self) -> int: ...
 
 
+class CallHeader:
+    """What a rank says of its call to all others; see layout/headers.h."""
+
+    def __init__(self, *, num_tokens: int, topk: int, budget: int | None = None, want_tokens: int = 0,
+                 want_hidden: int = 0, num_experts: int, hidden: int = 0, scale_width: int = 0,
+                 pad_multiple: int = 1, chunk_dispatch: int = 0, chunk_combine: int = 0, dtype: int = 0,
+                 scale_dtype: int = 0, permute: bool = False, non_blocking: bool = False, routing_map: bool = False,
+                 weights: bool = False, pad_empty_experts: bool = False) -> None:
+        """dtype, scale_dtype: codes of TensorView.elements. ValueError for a number that its word cannot hold."""
+
+    @property
+    def budget(self) -> int | None: ...
+
+    @property
+    def chunk_combine(self) -> int: ...
+
+    @property
+    def chunk_dispatch(self) -> int: ...
+
+    @property
+    def dtype(self) -> int: ...
+
+    @property
+    def excess(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def non_blocking(self) -> bool: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def pad_empty_experts(self) -> bool: ...
+
+    @property
+    def pad_multiple(self) -> int: ...
+
+    @property
+    def permute(self) -> bool: ...
+
+    @property
+    def routing_map(self) -> bool: ...
+
+    @property
+    def scale_dtype(self) -> int: ...
+
+    @property
+    def scale_width(self) -> int: ...
+
+    @property
+    def topk(self) -> int: ...
+
+    @property
+    def weights(self) -> bool: ...
+
+
 class Engine:
     """One rank's registered buffer and the operations on it; see runtime/engine.h."""
 
@@ -75,13 +139,16 @@ class Engine:
         """weights: in plan order; routed_weights: those that the plan's routing brought."""
 
     @property
+    def launch_ns(self) -> int:
+        """Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel."""
+
+    @property
     def num_launches(self) -> int:
         """Kernels launched by this engine."""
 
-    def place(self, *, topk_idx: TensorView | None = None, routing_map: TensorView | None = None,
-              weights: TensorView | None = None, num_tokens: int, topk_in: int = 0, topk: int,
-              header: dict[str, Any], must_agree: Sequence[str], memory: TensorView, pad_multiple: int = 1,
-              pad_empty: bool = False, budget: int, count: bool) -> Placed:
+    def place(self, header: CallHeader, *, topk_idx: TensorView | None = None,
+              routing_map: TensorView | None = None, weights: TensorView | None = None, topk_in: int = 0,
+              memory: TensorView, count: bool) -> Placed:
         """A plan that lies in `memory`; count: wait for its counts, else the host never learns them."""
 
     def plan_memory(self, num_tokens: int, topk: int, worst_case: bool) -> PlanMemory:
@@ -99,6 +166,28 @@ class Engine:
         """CUDA: the stream of the next operations, in order with those before."""
 
     def traffic(self) -> dict[str, int]: ...
+
+
+class HeaderRanges:
+    """The headers of all ranks together."""
+
+    @property
+    def excess(self) -> bool: ...
+
+    @property
+    def least_topk(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int: ...
+
+    @property
+    def most_topk(self) -> int: ...
+
+    @property
+    def most_want_hidden(self) -> int: ...
+
+    @property
+    def most_want_tokens(self) -> int: ...
 
 
 class MicrobatchPlanner:
@@ -153,17 +242,29 @@ class Placed:
     """A call that the exchange kernel was asked to place."""
 
     @property
+    def any_dropped(self) -> bool:
+        """Whether a budget of some rank dropped pairs."""
+
+    @property
     def complete(self) -> Plan:
         """The plan, when nobody waited for counts."""
+
+    @property
+    def differing(self) -> list[str]:
+        """Names of what the headers must say alike and do not."""
 
     @property
     def from_nodes(self) -> list[int]: ...
 
     @property
-    def headers(self) -> list[dict[str, int]]: ...
+    def headers(self) -> list[CallHeader]:
+        """By rank."""
 
     @property
     def learned(self) -> PlanMemory: ...
+
+    @property
+    def most_recv_rows(self) -> int: ...
 
     @property
     def num_dropped_per_rank(self) -> list[int]: ...
@@ -175,6 +276,9 @@ class Placed:
         """The plan, with learned.total bytes, 128-byte aligned, for what its dispatch learns."""
 
     @property
+    def ranges(self) -> HeaderRanges: ...
+
+    @property
     def recv_rows(self) -> list[int]: ...
 
 
@@ -184,7 +288,7 @@ class Plan:
     @property
     def has_holes(self) -> bool: ...
 
-    def maps(self, *, pair_expert: TensorView, sparse_to_dense: TensorView, rail_to_node: TensorView,
+    def maps(self, *, memory: TensorView, sparse_to_dense: TensorView, rail_to_node: TensorView,
              node_to_rail: TensorView, local_routing: TensorView, permuted_rows: TensorView | None = None,
              source_ends: TensorView | None = None) -> None: ...
 

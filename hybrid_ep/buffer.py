@@ -16,26 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep import memory
-from hybrid_ep.runtime import validation
-from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
-
 try:
     from hybrid_ep import _core  # noqa: F401  (said once, clearly, before anything else needs it)
 except ImportError as error:
     raise ImportError(f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
                       f"install .' in the source tree ({error})") from error
-from hybrid_ep import streams
+from hybrid_ep import memory, streams
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
-from hybrid_ep.runtime import options, plan_weights
+from hybrid_ep.runtime import options, validation, verbs
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from hybrid_ep.runtime.handle import dispatch_handle, permute_handle
+from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 from hybrid_ep.runtime.names import Named
-from hybrid_ep.runtime.plan import Plan
-from hybrid_ep.runtime.routing import routing_of_call
+from hybrid_ep.runtime.plan import Plan, Routed
+from hybrid_ep.runtime.routing import Given
 from hybrid_ep.runtime.session import Call, Session
 from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted, Received
+from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
 
 
 class HybridEPBuffer(Named):
@@ -116,15 +114,15 @@ class HybridEPBuffer(Named):
     def dispatch(self, hidden: Tensor, scaling_factor: Tensor | None = None, topk_idx: Tensor | None = None,
                  topk_weights: Tensor | None = None, num_of_experts: int | None = None, probs: Tensor | None = None,
                  routing_map: Tensor | None = None, num_dispatched_tokens_tensor: Tensor | None = None,
-                 num_dispatched_tokens: int | None = None, handle: Handle | None = None,
+                 num_dispatched_tokens: int | None = None, handle: Handle | Routed | None = None,
                  num_of_tokens_per_rank: int | None = None, *, num_sms: int | None = None) -> Dispatched:
         """Sends each token once to every rank that holds one of its experts.
 
         hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
         along. Routing: topk_idx [T, K], signed integers (-1 drops a choice; the weights of an expert named twice are
         added) with topk_weights fp32 [T, K] or probs fp32 [T, E] or neither; or routing_map [T, E], bool or uint8
-        (not 0: chosen), with probs or None, which goes before topk_idx if both are given; or the handle of an earlier
-        dispatch (then probs, or topk_idx with topk_weights, may give new weights). Returns
+        (not 0: chosen), with probs or None, which goes before topk_idx if both are given; or what route() or an earlier
+        dispatch returned as handle (then probs, or topk_idx with topk_weights, may give new weights). Returns
         (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle); weights are 0
         where the token did not choose the expert. num_dispatched_tokens* are ignored. num_of_tokens_per_rank, where
         deep_ep needs an upper limit of T that is equal on all ranks, is checked and not needed. Raises ValueError,
@@ -134,11 +132,11 @@ class HybridEPBuffer(Named):
             _deprecated("num_dispatched_tokens_tensor", "is ignored")
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
-            plan, given, routed = self._plan_or_route(
-                7, "dispatch", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts, probs,
-                routing_map, permute=False)
-            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, routed, None, blocks)
-        return rows, weights, scales, handle if handle is not None else dispatch_handle(plan, self.config)
+            given = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map)
+            plan, fresh, routed = verbs.plan_or_route(
+                session, DISPATCHED, handle, given, Call(hidden, scaling_factor, False), self.config)
+            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, fresh, routed, None, blocks)
+        return rows, weights, scales, _returned(handle) or dispatch_handle(plan, self.config)
 
     @streams.on_comm_stream
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None, *,
@@ -151,12 +149,12 @@ class HybridEPBuffer(Named):
         [T, E] hold, for each chosen expert, the sum of what the ranks of its node say (the adjoint of
         dispatch's weights). Raises ValueError, DeadlineError."""
         with self._busy() as session:
-            plan = validation.handle(handle, 7, "dispatch", self._topology)
+            plan = validation.handle(handle, DISPATCHED, self._topology)
             x = validation.summable_rows("hidden", hidden, plan.num_recv_rows, at_least=False)
             shape = x.shape[0], plan.num_node_experts
             w = None if probs is None else validation.weights("probs", probs, shape)
-            return self._gather(session, plan, x, w, permuted=False, weighted=False,
-                                fp32_partials=fp32_partials, num_sms=num_sms)
+            blocks = session.blocks("combine", num_sms, self.config)
+            return verbs.gather(session, plan, x, w, permuted=False, fp32_partials=fp32_partials, blocks=blocks)
 
     @streams.on_comm_stream
     def dispatch_with_permute(self, *, hidden: Tensor, topk_idx: Tensor | None = None,
@@ -165,7 +163,7 @@ class HybridEPBuffer(Named):
                               routing_map: Tensor | None = None, probs: Tensor | None = None,
                               scaling_factor: Tensor | None = None, num_permuted_tokens: int | Tensor | None = None,
                               pad_multiple: int | None = None, num_of_tokens_per_rank: int | None = None,
-                              handle: Handle | None = None, non_blocking: bool = False,
+                              handle: Handle | Routed | None = None, non_blocking: bool = False,
                               fuse_permute_dispatch: bool = False, num_dispatched_tokens: int | None = None,
                               use_host_meta: bool | None = None, pad_empty_experts: bool = False,
                               num_sms: int | None = None) -> Permuted:
@@ -186,33 +184,44 @@ class HybridEPBuffer(Named):
         if use_host_meta is not None:
             _deprecated("use_host_meta", "means non_blocking = not use_host_meta")
             non_blocking = not use_host_meta
-        validation.flag("non_blocking", non_blocking)
-        validation.flag("pad_empty_experts", pad_empty_experts)
-        budget = None if num_permuted_tokens is None else validation.integer(
-            "num_permuted_tokens", num_permuted_tokens, 0)
-        pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
-        if non_blocking and handle is None and (budget is None or budget % pad):
-            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
-                             "when non_blocking=True; it is the static number of rows")
-        if num_of_experts_per_rank is not None:
-            per_rank = validation.integer("num_of_experts_per_rank", num_of_experts_per_rank, 1)
-            if num_of_experts is not None and num_of_experts != per_rank * self.group_size:
-                raise ValueError(f"num_of_experts={num_of_experts!r} is not num_of_experts_per_rank={per_rank} times "
-                                 f"the group's {self.group_size} ranks; give only one of them")
-            num_of_experts = per_rank * self.group_size
+        num_of_experts = validation.group_experts(num_of_experts, num_of_experts_per_rank, self.group_size)
+        call = Call.permuted(
+            hidden, scaling_factor, num_permuted_tokens=num_permuted_tokens, pad_multiple=pad_multiple, use_fp8=use_fp8,
+            non_blocking=non_blocking, pad_empty_experts=pad_empty_experts, routed=handle is None)
+        given, budget = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map), call.budget
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
-            plan, given, routed = self._plan_or_route(
-                11, "dispatch_with_permute", handle, hidden, scaling_factor, topk_idx, topk_weights, num_of_experts,
-                probs, routing_map, permute=True, use_fp8=use_fp8, non_blocking=non_blocking,
-                pad_multiple=pad, budget=budget, pad_empty_experts=pad_empty_experts)
+            plan, fresh, routed = verbs.plan_or_route(session, PERMUTED, handle, given, call, self.config)
             if budget is not None and budget < plan.num_permuted_rows:
                 raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
                                  "the handle; give at least as many, or None")
-            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, given, routed,
+            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, fresh, routed,
                                                plan.num_permuted_rows if budget is None else budget, blocks)
         return (rows, weights, scales, plan.padded_tokens_per_expert,
-                handle if handle is not None else permute_handle(plan, self.config))
+                _returned(handle) or permute_handle(plan, self.config))
+
+    @streams.on_comm_stream
+    def route(self, hidden: Tensor, *, permute: bool, topk_idx: Tensor | None = None,
+              topk_weights: Tensor | None = None, num_of_experts: int | None = None, probs: Tensor | None = None,
+              routing_map: Tensor | None = None, scaling_factor: Tensor | None = None,
+              num_permuted_tokens: int | Tensor | None = None, pad_multiple: int | None = None,
+              non_blocking: bool = False, pad_empty_experts: bool = False) -> Routed:
+        """What a dispatch does before it sends a row: ranks exchange their counts, and every row is placed.
+
+        Arguments as in the verb that is to follow, dispatch_with_permute (permute=True) or dispatch; of hidden and
+        scaling_factor the shapes and dtypes alone count. Collective. Returns what the verb takes as its handle,
+        with hidden and without routing, any number of times; such a call returns what one with this routing does, a
+        handle for combine included. Opaque. Raises ValueError, CapacityError, DeadlineError."""
+        validation.flag("permute", permute)
+        call = Call(hidden, scaling_factor, False)
+        if permute:
+            call = Call.permuted(hidden, scaling_factor, num_permuted_tokens=num_permuted_tokens,
+                                 pad_multiple=pad_multiple, non_blocking=non_blocking,
+                                 pad_empty_experts=pad_empty_experts, routed=True)
+        kind = PERMUTED if permute else DISPATCHED
+        with self._busy() as session:
+            given = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map)
+            return Routed(verbs.plan_or_route(session, kind, None, given, call, self.config)[0], kind)
 
     @streams.on_comm_stream
     def combine_with_unpermute(self, *, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None,
@@ -229,7 +238,7 @@ class HybridEPBuffer(Named):
         if num_dispatched_tokens is not None:
             _deprecated("num_dispatched_tokens", "is ignored")
         with self._busy() as session:
-            plan = validation.handle(handle, 11, "dispatch_with_permute", self._topology)
+            plan = validation.handle(handle, PERMUTED, self._topology)
             x = validation.summable_rows("hidden", hidden, plan.num_permuted_rows, at_least=True)
             w = None if probs is None else validation.weights("probs", probs, (plan.num_permuted_rows,),
                                                               at_least=True)
@@ -237,8 +246,9 @@ class HybridEPBuffer(Named):
                 raise ValueError("weighted=True multiplies by the weights of the handle's dispatch, which had "
                                  f"{'some' if plan.has_weights else 'none'}, and probs is "
                                  f"{validation.describe(probs)}; give weights to dispatch_with_permute and none here")
-            return self._gather(session, plan, x, w, permuted=True, weighted=weighted,
-                                fp32_partials=fp32_partials, num_sms=num_sms)
+            blocks = session.blocks("combine", num_sms, self.config)
+            return verbs.gather(session, plan, x, w, permuted=True, weighted=weighted, fp32_partials=fp32_partials,
+                                blocks=blocks)
 
     # ---- configuration, reports, life
     def update_template_config(self, hidden_dim: int | None = None, num_of_tokens_per_rank: int | None = None,
@@ -279,6 +289,20 @@ class HybridEPBuffer(Named):
 
     def reset_traffic(self) -> None:
         self._open_session().reset_traffic()
+
+    def kernel_seconds(self) -> float:
+        """Seconds in this rank's launches since the first call of this method, which starts the clock; waits for those
+        under way. On the host a launch is its kernel; on a GPU events around it tell."""
+        return self._open_session().kernel_seconds()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it was neither destroyed nor has failed."""
+        return self._session is not None and not self._session.why_closed
+
+    def poison(self) -> None:
+        """For tests, between operations: 0xFF into everything registered that holds data, not flags."""
+        self._open_session().engine.poison()
 
     def destroy(self) -> None:
         """Gives the registered memory back; may be called twice. Handles stay valid for other buffers. Local, but
@@ -332,28 +356,6 @@ class HybridEPBuffer(Named):
         with self._open_session().guard() as session, validation.on(session.options.device):
             yield session
 
-    def _plan_or_route(self, length: int, verb: str, handle: Handle | None, hidden: Tensor, scale: Tensor | None,
-                       topk_idx: Tensor | None, topk_weights: Tensor | None, num_of_experts: int | None,
-                       probs: Tensor | None, routing_map: Tensor | None, *, permute: bool, use_fp8: bool | None = None,
-                       non_blocking: bool = False, pad_multiple: int = 1, budget: int | None = None,
-                       pad_empty_experts: bool = False) -> tuple[Plan, Tensor | None, bool]:
-        """(plan, new weights in plan order or None, whether weights are those that the routing brought)."""
-        x = validation.hidden_rows("hidden", hidden)
-        scale = None if scale is None else validation.scales(scale, x)
-        validation.fp8_agrees(use_fp8, x)
-        if handle is not None:
-            plan = validation.handle(handle, length, verb, self._topology)
-            validation.hidden_rows("hidden", x, plan.num_tokens)
-            return plan, plan_weights.in_plan_order(plan, topk_idx, topk_weights, probs), False
-        session = self._open_session()
-        session.require_capturable(non_blocking)
-        routing = routing_of_call(x, topk_idx, topk_weights, num_of_experts, probs, routing_map, config=self.config,
-                                  num_ranks=self.group_size, look=not session.runs_beside)
-        call = Call(x, scale, permute, non_blocking, pad_multiple, budget,
-                    self.config.num_of_blocks_dispatch_api, pad_empty_experts)
-        plan = session.route(routing, call, self.config)
-        return plan, None, plan.has_weights
-
     def _send(self, session: Session, plan: Plan, hidden: Tensor, scale: Tensor | None, weights: Tensor | None,
               routed: bool, num_permuted: int | None, blocks: tuple[int, int]) -> Received:
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
@@ -378,22 +380,10 @@ class HybridEPBuffer(Named):
             num_blocks=blocks[0], deliver_blocks=blocks[1], chunk_tokens=session.chunks["dispatch"])
         return out_x, out_weights, None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
 
-    def _gather(self, session: Session, plan: Plan, hidden: Tensor, weights: Tensor | None, *, permuted: bool,
-                weighted: bool, fp32_partials: bool, num_sms: int | None = None) -> Combined:
-        validation.flag("fp32_partials", fp32_partials)
-        blocks, unpermute_blocks = session.blocks("combine", num_sms, self.config)
-        x, w = aligned(hidden), None if weights is None else aligned(weights)
-        bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
-        session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
-        out = session.results.empty(plan.num_tokens, row_bytes(x)).view(x.dtype)
-        returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32,
-                                                      device=x.device)
-        session.engine.combine(
-            plan.core, x=view("hidden", x), hidden=x.shape[1], weights=view("probs", w), out_x=view("out_x", out),
-            out_weights=view("out_weights", returned), permuted=permuted, multiply=weighted,
-            fp32_partials=fp32_partials, num_blocks=blocks, unpermute_blocks=unpermute_blocks,
-            chunk_tokens=session.chunks["combine"])
-        return out, None if returned is None else plan_weights.to_dense(plan, returned)
+
+def _returned(handle: Handle | Routed | None) -> Handle | None:
+    """What a call that was given this as its handle returns for it; None: a new one."""
+    return None if isinstance(handle, Routed) else handle
 
 
 def _deprecated(name: str, what: str) -> None:

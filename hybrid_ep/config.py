@@ -11,7 +11,9 @@ import enum
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-DEFAULT_CHUNK_TOKENS = 16  # of a rail message; csrc/layout/buffer.h
+from hybrid_ep import _core
+
+DEFAULT_CHUNK_TOKENS = _core.BufferShape.default_chunk_tokens  # of a rail message
 
 
 class TokenDataType(enum.Enum):
@@ -75,6 +77,12 @@ class HybridEpConfigInstance:
         counts = (self.hidden_dim, self.num_of_experts_per_rank, self.num_of_ranks_per_node, self.num_of_nodes,
                   *self.tuned().values())
         return all(isinstance(n, int) and n >= 1 for n in counts) and self.max_num_of_tokens_per_rank >= 0
+
+    def with_plan(self, plan: Any) -> HybridEpConfigInstance:
+        """A copy for a handle."""
+        config = object.__new__(type(self))
+        config.__dict__.update(self.__dict__, pad_multiple=plan.pad_multiple, plan=plan)
+        return config
 
     def chunk(self, op: str) -> int:
         """Tokens of a rail message in dispatch or combine."""

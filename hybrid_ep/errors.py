@@ -42,9 +42,9 @@ class BootstrapError(HybridEPError):
 
 class CapacityError(HybridEPError, ValueError):
     """More rows than a buffer or a call admits, with overflow="raise". Raised on every rank alike; the buffer
-    remains usable. rows: what each rank needs; capacity: what each rank has (-1: any number)."""
+    remains usable. rows: what each rank needs; capacity: what each rank has (None: any number)."""
 
-    def __init__(self, message: str, rows: Iterable[int] = (), capacity: Iterable[int] = ()) -> None:
+    def __init__(self, message: str, rows: Iterable[int] = (), capacity: Iterable[int | None] = ()) -> None:
         super().__init__(message)
         self.rows, self.capacity = tuple(rows), tuple(capacity)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.runtime import topology
+from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED, HandleKind
 from hybrid_ep.runtime.names import Named
 from hybrid_ep.runtime.signatures import Combined, Dispatched, Handle, Permuted, Received
 
@@ -109,21 +110,21 @@ def densify(world: World, topk_idx: Tensor | None = None, topk_weights: Tensor |
 
 
 def plan_world(world: World, routes: Sequence[torch.Tensor], pad_multiple: int = 1,
-               budgets: Sequence[int] | None = None, recv_capacity: int | None = None,
+               budgets: Sequence[int | None] | None = None, recv_capacity: int | None = None,
                pad_empty_experts: bool = False) -> WorldPlan:
     """Places every row of every rank.
 
-    budgets[r]: permuted rows of rank r (-1: any number); what lies behind them is cut off, so that the last
+    budgets[r]: permuted rows of rank r (None: any number); what lies behind them is cut off, so that the last
     experts starve first. recv_capacity: receive rows of every rank (None: any number); later rows are
     dropped, their permuted rows remain, as zeros. pad_empty_experts: an expert without rows gets pad_multiple
     zero rows."""
-    budgets = [-1] * world.num_ranks if budgets is None else budgets
+    budgets = [None] * world.num_ranks if budgets is None else budgets
     plans = [_plan_rank(world, rank, routes, pad_multiple or 1, budgets[rank], recv_capacity, pad_empty_experts)
              for rank in range(world.num_ranks)]
     return WorldPlan(world, list(routes), plans, pad_multiple or 1)
 
 
-def _plan_rank(world: World, rank: int, routes: Sequence[torch.Tensor], pad: int, budget: int,
+def _plan_rank(world: World, rank: int, routes: Sequence[torch.Tensor], pad: int, budget: int | None,
                recv_capacity: int | None, pad_empty: bool) -> RankPlan:
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for s, route in enumerate(routes):
@@ -137,7 +138,7 @@ def _plan_rank(world: World, rank: int, routes: Sequence[torch.Tensor], pad: int
     for e in range(world.num_local_experts):
         rows = local[:, e].nonzero().flatten()
         size = -(-rows.numel() // pad) * pad or (pad if pad_empty else 0)
-        if budget >= 0:
+        if budget is not None:
             size = min(size, max(0, budget - start))
         rows = rows[:size]
         dense_to_expert[rows, e] = torch.arange(start, start + rows.numel(), dtype=torch.int32, device="cpu")
@@ -215,8 +216,10 @@ def combine_world(plan: WorldPlan, rows: Tensors, weights: Sequence[Tensor | Non
     round_to = None if fp32_partials else dtype
     for mine, x, w in zip(plan.ranks, rows, weights or [None] * len(rows), strict=True):
         partials.append(_rank_partial(mine, x, w if weighted else None, permuted, round_to))
-    returned = None if weights is None or weighted else [
-        _returned_weights(plan, rank, w, permuted) for rank, w in enumerate(weights) if w is not None]
+    given = [w for w in weights or [] if w is not None]
+    if given and len(given) < len(rows):
+        raise ValueError(f"weights come from {len(given)} of {len(rows)} ranks; give them on all ranks or on none")
+    returned = None if weighted or not given else [_returned_weights(plan, *at, permuted) for at in enumerate(given)]
     return [_combine_rank(plan, s, partials, returned, dtype, fp32_partials) for s in range(plan.world.num_ranks)]
 
 
@@ -302,17 +305,15 @@ class ReferenceBuffer(Named):
         return [torch.load(io.BytesIO(b), map_location="cpu") for b in everyone]
 
     def _route(self, topk_idx: Tensor | None, topk_weights: Tensor | None, num_experts: int | None,
-               routing_map: Tensor | None, probs: Tensor | None, pad_multiple: int | None, budget: int, drop: bool,
-               pad_empty_experts: bool = False) -> tuple[WorldPlan, Tensor | None]:
-        if topk_idx is None and routing_map is None:
-            raise ValueError("give topk_idx (with num_of_experts), routing_map or handle")
-        if topk_idx is None and routing_map is not None:
+               routing_map: Tensor | None, probs: Tensor | None, pad_multiple: int | None, budget: int | None,
+               drop: bool, pad_empty_experts: bool = False) -> tuple[WorldPlan, Tensor | None]:
+        if topk_idx is None:
+            if routing_map is None:
+                raise ValueError("give topk_idx (with num_of_experts), routing_map or handle")
             num_experts = routing_map.shape[1]
-        elif num_experts is None:
-            num_experts = self.num_local_experts * self.group_size
+        num_experts = num_experts or self.num_local_experts * self.group_size
         world = World(self.num_of_nodes, self.num_of_hybrid_ep_ranks_per_nvlink_domain, num_experts // self.group_size)
-        if topk_idx is not None:
-            probs = None
+        probs = probs if topk_idx is None else None
         route, weights = densify(world, topk_idx, topk_weights, routing_map, probs)
         everyone = self._gather((route, budget))
         plan = plan_world(world, [r for r, _ in everyone], pad_multiple or 1, [b for _, b in everyone],
@@ -327,9 +328,9 @@ class ReferenceBuffer(Named):
                  routing_map: Tensor | None = None, num_dispatched_tokens_tensor: Tensor | None = None,
                  num_dispatched_tokens: int | None = None, handle: Handle | None = None) -> Dispatched:
         if handle is None:
-            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, 1, -1, True)
+            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, 1, None, True)
         else:
-            (plan, _), weights = _plan_of(handle, 7), probs
+            (plan, _), weights = _plan_of(handle, DISPATCHED), probs
         rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, False, None)
         mine = plan.ranks[self.rank]
         return rows, out_probs, scales, (
@@ -349,10 +350,10 @@ class ReferenceBuffer(Named):
             if num_of_experts is None and num_of_experts_per_rank is not None:
                 num_of_experts = num_of_experts_per_rank * self.group_size
             plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, pad_multiple,
-                                        -1 if out_rows is None else out_rows,
+                                        out_rows,
                                         non_blocking or self.overflow == "drop", pad_empty_experts)
         else:
-            (plan, _), weights = _plan_of(handle, 11), probs
+            (plan, _), weights = _plan_of(handle, PERMUTED), probs
         mine = plan.ranks[self.rank]
         rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, True, out_rows)
         if handle is None:
@@ -372,13 +373,13 @@ class ReferenceBuffer(Named):
 
     def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None, *,
                 fp32_partials: bool = False) -> Combined:
-        return self._combine(_plan_of(handle, 7)[0], hidden, probs, False, False, fp32_partials)
+        return self._combine(_plan_of(handle, DISPATCHED)[0], hidden, probs, False, False, fp32_partials)
 
     def combine_with_unpermute(self, *, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None,
                                pad_multiple: int | None = None, fuse_unpermute_combine: bool = False,
                                num_dispatched_tokens: int | None = None, weighted: bool = False,
                                fp32_partials: bool = False) -> Combined:
-        plan, dispatched = _plan_of(handle, 11)
+        plan, dispatched = _plan_of(handle, PERMUTED)
         if weighted and probs is not None:
             raise ValueError("weighted=True multiplies by the dispatched weights; leave probs out")
         return self._combine(plan, hidden, dispatched if weighted else probs, True, weighted, fp32_partials)
@@ -388,12 +389,12 @@ class ReferenceBuffer(Named):
         if hidden.dtype not in _FLOATS:
             raise ValueError(f"hidden has dtype {hidden.dtype}; combine sums bfloat16, float16 or float32")
         everyone = self._gather((hidden.detach(), probs))
-        weights = None if probs is None else [p for _, p in everyone]
-        return combine_world(plan, [h for h, _ in everyone], weights, permuted, weighted, fp32_partials)[self.rank]
+        rows, weights = (list(column) for column in zip(*everyone, strict=True))
+        return combine_world(plan, rows, weights, permuted, weighted, fp32_partials)[self.rank]
 
 
-def _plan_of(handle: Handle | None, length: int) -> tuple[WorldPlan, Tensor | None]:
+def _plan_of(handle: Handle | None, kind: HandleKind) -> tuple[WorldPlan, Tensor | None]:
     """(WorldPlan, the permuted weights that the dispatch returned)."""
-    if not isinstance(handle, tuple) or len(handle) != length:
-        raise ValueError(f"handle must be the {length}-tuple that the matching dispatch returned")
-    return handle[6 if length == 7 else 9]
+    if not isinstance(handle, tuple) or len(handle) != kind.length:
+        raise ValueError(f"handle must be the {kind.length}-tuple that the matching dispatch returned")
+    return handle[kind.config]

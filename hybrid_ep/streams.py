@@ -73,7 +73,7 @@ def on_comm_stream(verb: Callable) -> Callable:
 
     @functools.wraps(verb)
     def call(buffer: Any, *args: Any, async_finish: bool = False, previous_event: EventOverlap | None = None,
-             **kwargs: Any) -> tuple:
+             **kwargs: Any) -> Any:
         validation.flag("async_finish", async_finish)
         _check_event(previous_event, async_finish, buffer.comm_stream)
         if not async_finish and buffer.comm_stream is None:
@@ -84,7 +84,7 @@ def on_comm_stream(verb: Callable) -> Callable:
         stream = buffer.stream_of_calls()
         if stream is None:  # a CPU
             result = verb(buffer, *args, **kwargs)
-            return (*result, EventOverlap()) if async_finish else result
+            return (*_parts(result), EventOverlap()) if async_finish else result
         caller = torch.cuda.current_stream(stream.device)
         if stream == caller:
             raise ValueError("the current stream is the buffer's comm_stream, which would wait for itself; make the "
@@ -101,11 +101,15 @@ def on_comm_stream(verb: Callable) -> Callable:
         for tensor in _tensors(result):
             tensor.record_stream(caller)
         if async_finish:
-            return *result, EventOverlap(done, used)
+            return *_parts(result), EventOverlap(done, used)
         caller.wait_event(done)
         return result
 
     return call
+
+
+def _parts(result: Any) -> tuple:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _check_event(previous_event: Any, async_finish: bool, comm_stream: Any) -> None:

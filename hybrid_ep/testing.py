@@ -104,7 +104,7 @@ class VirtualWorld:
         """0xFF into everything registered that holds data, not flags: a row that nobody wrote shows. While no
         operation is in flight."""
         for buffer in buffers:
-            buffer._session.engine.poison()
+            buffer.poison()
 
     def buffers(self, hidden_dim: int, max_tokens: int, num_local_experts: int, **options: Any) -> list[Any]:
         """A HybridEPBuffer of every rank."""

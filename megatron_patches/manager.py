@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 
 from hybrid_ep import functional
 from hybrid_ep.payload import quantize
-from hybrid_ep.runtime.handle import OVERFLOW_FLAG
+from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.runtime.validation import ROW_ALIGNMENT
 from megatron_patches import buffers, settings
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import cpp_functions
 import import_graph
+import private_names
 
 # What a folder of csrc may include: other layers, and single headers where only a contract may be seen.
 # A layer is the longest name here that prefixes a file's path; every layer may include itself. A pattern's
@@ -100,8 +101,7 @@ MAX_COLUMNS = 120
 # First match wins: (files, lines).
 MAX_FILE_LINES = (
     ("csrc/roles/*", 150),
-    ("*.h", 350), ("*.cuh", 350),
-    ("*.cpp", 450), ("*.cu", 450),
+    ("*.h", 350), ("*.cuh", 350), ("*.cpp", 450), ("*.cu", 450),
     ("*.py", 400),
 )
 MAX_FUNCTION_LINES = 80
@@ -109,12 +109,11 @@ MAX_FUNCTION_LINES = 80
 TOP_LEVEL = {
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "setup.py",
     "pyproject.toml", ".ci", ".clang-format", ".git-blame-ignore-revs", ".gitignore", ".pre-commit-config.yaml",
-    "hybrid_ep",
-    "megatron_patches", "csrc", "recipes", "scripts", "tests", "docs",
+    "hybrid_ep", "megatron_patches", "csrc", "recipes", "scripts", "tests", "docs",
 }
 
 CPP_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
-TEXT_SUFFIXES = CPP_SUFFIXES | {"", ".py", ".md", ".toml", ".in", ".txt", ".sh", ".cmake", ".json", ".yaml"}
+TEXT_SUFFIXES = CPP_SUFFIXES | {"", ".py", ".pyi", ".md", ".toml", ".in", ".txt", ".sh", ".cmake", ".json", ".yaml"}
 GENERATED = {".git", ".venv", ".venvs", "build", "dist", "runs", "wandb", "__pycache__", ".pytest_cache",
              ".ruff_cache", ".hypothesis"}
 HOME_PATH = re.compile(r"(?<![\w.~}\])])/(?:home|root|Users|work)/\w")
@@ -361,7 +360,8 @@ def check(root):
     known = OUTSIDE_VARIABLES | set(VARIABLE.findall(table.read_text()) if table.is_file() else ())
     modules = import_graph.modules_of(files)
     imports = import_graph.edges(modules, root)
-    found = [*check_top_level(files), *check_cycles(modules, imports), *check_rooms(modules, imports)]
+    found = [*check_top_level(files), *check_cycles(modules, imports), *check_rooms(modules, imports),
+             *(Violation(*at) for at in private_names.violations(modules, root, room_of))]
     for path in files:
         if Path(path).suffix not in TEXT_SUFFIXES:
             continue

@@ -22,6 +22,7 @@ from hybrid_ep.runtime.tensors import aligned, row_bytes, view  # noqa: E402
 from hybrid_ep.testing import PrivateSegments  # noqa: E402
 from hybrid_ep.traffic import exchange  # noqa: E402
 
+CPU = torch.device("cpu")
 AHEAD = 1 << 62  # of every exchange, operation and chunk
 WORDS = _core.BufferShape.count_words
 
@@ -35,6 +36,34 @@ def bytes_at(where: int, num_bytes: int, device: torch.device) -> torch.Tensor:
         __cuda_array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (where, False), "version": 2}
 
     return torch.as_tensor(Raw(), device=device)
+
+
+def region(shape: _core.BufferShape, own: _core.Segment, name: str, device: torch.device) -> torch.Tensor:
+    """uint8: a region of a rank's segment."""
+    at, size = {name: (at, size) for name, at, size in shape.regions()}[name]
+    return bytes_at(own.address + at, size, device) if size else torch.empty(0, device=device).view(torch.uint8)
+
+
+def ahead(shape: _core.BufferShape, own: _core.Segment, device: torch.device = CPU) -> None:
+    """Others' flags in rank 0's segment: nobody is waited for."""
+    for name in ("ready_flags", "done_flags", "counts_rail_flags", "counts_node_flags", "rail_full_flags",
+                 "rail_free_flags"):
+        entries = region(shape, own, name, device).view(torch.int64).view(-1, shape.flag_stride // 8)
+        entries[0 if name.startswith("rail") else 1:, 0] = AHEAD  # rings have no entry of this rank's own
+
+
+def others_count(shape: _core.BufferShape, own: _core.Segment, peers: str = "silent",
+                 device: torch.device = CPU) -> None:
+    """Writes the others' count vectors, once rank 0's own are there: of any exchange, in the parity that it had."""
+    num_ranks = shape.num_nodes * shape.num_local_ranks
+    vectors = region(shape, own, "counts", device).view(torch.int32).view(2, num_ranks, -1)
+    mine = vectors[:, 0].clone()
+    mine = mine[mine[:, WORDS["topk"]].argmax()]  # the word topk, which only the parity in use has
+    if peers == "silent":
+        mine = mine.clone()
+        mine[WORDS["num_tokens"]] = 0
+        mine[WORDS["header"]:] = 0
+    vectors[:, 1:] = mine
 
 
 class LoneRank:
@@ -55,37 +84,18 @@ class LoneRank:
             made = made.on_device()
         self.segments = [made.create(str(r), self.shape.total_bytes) for r in range(self.num_ranks)]
         self.engine = _core.Engine(0, self.shape, self.segments, 20.0, executor)
-        self.regions = {name: (at, size) for name, at, size in self.shape.regions()}
         self._enter()
-        for name in ("ready_flags", "done_flags", "counts_rail_flags", "counts_node_flags", "rail_full_flags",
-                     "rail_free_flags"):
-            own = name.startswith("rail")  # rings have no entry of this rank's own
-            self._region(name).view(torch.int64).view(-1, self.shape.flag_stride // 8)[0 if own else 1:, 0] = AHEAD
+        ahead(self.shape, self.segments[0], self.device)
         self._told = False
 
     def _enter(self) -> None:
         if self.device.type == "cuda":
             self.engine.set_stream(devices.enter(self.device))
 
-    def _region(self, name: str) -> torch.Tensor:
-        at, size = self.regions[name]
-        return bytes_at(self.segments[0].address + at, size, self.device) if size else torch.empty(0).view(torch.uint8)
-
     @property
     def vector_bytes(self) -> int:
         """Of one rank's counts."""
-        return self.regions["counts"][1] // (2 * self.num_ranks)
-
-    def counts_of_others(self) -> None:
-        """Writes them, once this rank's own are there: of any exchange, in the parity that it had."""
-        vectors = self._region("counts").view(torch.int32).view(2, self.num_ranks, -1)
-        mine = vectors[:, 0].clone()
-        mine = mine[mine[:, WORDS["topk"]].argmax()]  # the word topk, which only the parity in use has
-        if self.peers == "silent":
-            mine = mine.clone()
-            mine[WORDS["num_tokens"]] = 0
-            mine[WORDS["header"]:] = 0
-        vectors[:, 1:] = mine
+        return region(self.shape, self.segments[0], "counts", self.device).numel() // (2 * self.num_ranks)
 
     def route(self, idx: torch.Tensor, weights: torch.Tensor):
         """The plan of topk_idx [tokens, topk] with weights fp32; waits for its counts, as a blocking dispatch does."""
@@ -93,7 +103,7 @@ class LoneRank:
         idx, weights = aligned(idx), aligned(weights)
         if not self._told:
             self._place(idx, weights)  # the others' headers are empty: nothing is placed, but our counts are written
-            self.counts_of_others()
+            others_count(self.shape, self.segments[0], self.peers, self.device)
             self._told = True
         placed = self._place(idx, weights)
         assert placed.placed, placed.headers
@@ -101,11 +111,9 @@ class LoneRank:
 
     def _place(self, idx: torch.Tensor, weights: torch.Tensor):
         memory = PlanMemory.of(self.engine.plan_memory(len(idx), self.topk, worst_case=False), self.device)
-        header = {"num_experts": self.num_experts, "budget": 0}
-        return self.engine.place(
-            topk_idx=view("idx", idx), weights=view("weights", weights), num_tokens=len(idx), topk_in=idx.shape[1],
-            topk=self.topk, header=header, must_agree=["num_experts"], memory=view("memory", memory.block), budget=0,
-            count=True)
+        header = _core.CallHeader(num_tokens=len(idx), topk=self.topk, num_experts=self.num_experts)
+        return self.engine.place(header, topk_idx=view("idx", idx), weights=view("weights", weights),
+                                 topk_in=idx.shape[1], memory=view("memory", memory.block), count=True)
 
     def dispatch(self, plan, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int, permute_sms: int = 0):
         """Permuted rows of this rank; plan: of route. scales: rows of a multiple of 16 bytes."""

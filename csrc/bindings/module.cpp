@@ -3,16 +3,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-
 #include "arch/host/errors.h"
 #include "bindings/balance.h"
 #include "bindings/convert.h"
 #include "bindings/cuda.h"
+#include "bindings/header.h"
 #include "bindings/nvshmem.h"
 #include "bindings/plan.h"
 #include "bindings/sim.h"
 #include "bindings/tensor_view.h"
+#include "layout/smem.h"
 #include "runtime/extents.h"
 
 namespace py = pybind11;
@@ -42,28 +42,16 @@ RoutingInput routing_input(const Engine& engine, const View* topk_idx, const Vie
   return in;
 }
 
-Placed place(Engine& engine, const View* topk_idx, const View* routing_map, const View* weights, int64_t num_tokens,
-             int64_t topk_in, int64_t topk, const py::dict& header, const std::vector<std::string>& must_agree,
-             const View* memory, int64_t pad_multiple, bool pad_empty, int64_t budget, bool count) {
+Placed place(Engine& engine, const CallHeader& header, const View* topk_idx, const View* routing_map,
+             const View* weights, int64_t topk_in, const View* memory, bool count) {
   Placed result;
   result.device = device_of(engine);
-  RoutingInput in = routing_input(engine, topk_idx, routing_map, weights, narrow("num_tokens", num_tokens),
-                                  narrow("topk_in", topk_in));
+  const RoutingInput in =
+      routing_input(engine, topk_idx, routing_map, weights, header.num_tokens, narrow("topk_in", topk_in));
   PlaceCall c;
-  c.topk = narrow("topk", topk), c.pad_multiple = narrow("pad_multiple", pad_multiple), c.pad_empty = pad_empty;
-  c.budget = narrow("budget", budget);
-  const PlanMemory needed = engine.plan_memory(in.num_tokens, c.topk, !count);
+  c.header = header;
+  const PlanMemory needed = engine.plan_memory(in.num_tokens, header.topk, !count);
   c.memory = require(memory, {"memory", needed.total, result.device, 128}, Element::kUint8);
-  c.must_agree = 1u << kHeaderTopk;
-  for (const auto& [key, value] : header) {
-    const std::string name = key.cast<std::string>();
-    const uint32_t word = kHeaderFirstFree + uint32_t(in.header.size());
-    if (name == "budget") c.budget_word = word;
-    if (std::find(must_agree.begin(), must_agree.end(), name) != must_agree.end()) c.must_agree |= 1u << word;
-    in.header.push_back(narrow(name.c_str(), value.cast<int64_t>()));
-    result.names.push_back(name);
-  }
-  if (!c.budget_word) throw std::invalid_argument("header: a word named 'budget' must be in it");
   py::gil_scoped_release release;
   if (count)
     result.placement = engine.place_and_count(in, c);
@@ -96,9 +84,7 @@ void dispatch(Engine& engine, Plan& plan, const View* x, const View* scale, cons
     c.out_scales = require(out_scale, {"out_scale", e.out_scale, device, kRowAlignment}, scale->element);
   }
   c.weights = optional_array<const float>(weights, {"weights", e.weights, device, kRowAlignment});
-  // A rank without tokens has no weights to point at; that weights travel is a fact of the call all the same.
-  static constexpr float kNoWeights[4] = {};
-  if (routed_weights) c.weights = plan.weights() ? plan.weights() : kNoWeights;
+  if (routed_weights) c.weights = plan.weights();
   if (c.weights) c.out_weights = require_array<float>(out_weights, {"out_weights", e.out_weights, device});
   py::gil_scoped_release release;
   engine.dispatch(plan, c);
@@ -188,6 +174,9 @@ void bind_memory(py::module_& m) {
             return rows;
           },
           "(name, offset, bytes) of every region of a rank's segment, in order.")
+      .def_property_readonly_static(
+          "default_chunk_tokens", [](const py::object&) { return S{}.chunk_tokens; }, "Tokens of a rail message.")
+      .def_property_readonly_static("sum_tile_elements", [](const py::object&) { return kSumTileElems; })
       .def_property_readonly_static("flag_stride", [](const py::object&) { return BufferLayout::kFlagStride; })
       .def_property_readonly_static(
           "count_words",
@@ -209,16 +198,17 @@ void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine", "One rank's registered buffer and the operations on it; see runtime/engine.h.")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
            py::arg("executor") = "host", py::arg("seed") = 0)
-      .def("place", &place, py::kw_only(), py::arg("topk_idx") = py::none(), py::arg("routing_map") = py::none(),
-           py::arg("weights") = py::none(), py::arg("num_tokens"), py::arg("topk_in") = 0, py::arg("topk"),
-           py::arg("header"), py::arg("must_agree"), py::arg("memory"), py::arg("pad_multiple") = 1,
-           py::arg("pad_empty") = false, py::arg("budget"), py::arg("count"), py::keep_alive<0, 10>(),
+      .def("place", &place, py::arg("header"), py::kw_only(), py::arg("topk_idx") = py::none(),
+           py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("topk_in") = 0,
+           py::arg("memory"), py::arg("count"), py::keep_alive<0, 7>(),
            "A plan that lies in `memory`; count: wait for its counts, else the host never learns them.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
            "Offsets in the memory of a plan; worst_case: with room for what its dispatch learns.")
       .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
            "ValueError unless a launch may have so many blocks.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
+      .def_property_readonly("launch_ns", &Engine::launch_ns,
+                             "Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel.")
       .def("dispatch", &dispatch, py::arg("plan"), py::kw_only(), py::arg("x"), py::arg("scale") = py::none(),
            py::arg("weights") = py::none(), py::arg("routed_weights") = false, py::arg("out_x"),
            py::arg("out_scale") = py::none(), py::arg("out_weights") = py::none(), py::arg("row_bytes"),
@@ -245,6 +235,7 @@ PYBIND11_MODULE(_core, m) {
   hep::bind_errors();
   hep::bind_tensor_view(m);
   hep::bind_memory(m);
+  hep::bind_header(m);
   hep::bind_plan(m);
   hep::bind_engine(m);
   hep::bind_cuda(m);

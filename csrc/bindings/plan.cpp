@@ -2,9 +2,12 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bindings/tensor_view.h"
 #include "layout/plan_memory.h"
 #include "runtime/extents.h"
+#include "runtime/headers.h"
 #include "runtime/plan_maps.h"
 #include "runtime/plan_weights.h"
 
@@ -47,11 +50,12 @@ void weights_from_topk(const Plan& p, const View* pair_expert, const View* topk_
   pairs_of(p, pair_expert).weights_from_topk(idx, topk, from, to);
 }
 
-// pair_expert: one of the plan's arrays, as proof that the host can read them.
-void maps(const Plan& p, const View* pair_expert, const View* sparse_to_dense, const View* rail_to_node,
+// Where the host can read the plan's records, which lie in memory of its kernels.
+void maps(const Plan& p, const View* memory, const View* sparse_to_dense, const View* rail_to_node,
           const View* node_to_rail, const View* local_routing, const View* permuted_rows, const View* source_ends) {
   if (!p.complete()) throw std::invalid_argument("plan: its dispatch has not run");
-  pairs_of(p, pair_expert);
+  if (require(memory, {"memory", p.memory().size()}, Element::kUint8) != p.memory().data())
+    throw std::invalid_argument("memory: is not what the plan was placed in; give that block, a 'cpu' tensor");
   const uint64_t rail = num_rail_rows(p), ranks = uint64_t(p.world().num_ranks());
   const uint64_t cells = num_bytes(p.num_recv_rows(), p.num_local_experts());
   const auto flags = [](const View* v, const char* name, uint64_t bytes) {
@@ -101,9 +105,19 @@ void bind_plan(py::module_& m) {
                              py::cpp_function([](const Placed& p) { return p.complete; }, py::keep_alive<0, 1>()),
                              "The plan, when nobody waited for counts.")
       .def_property_readonly("placed", &Placed::placed)
-      .def_property_readonly("headers", &Placed::headers)
+      .def_property_readonly(
+          "headers", [](const Placed& p) { return p.waited().counts.headers; }, "By rank.")
+      .def_property_readonly(
+          "differing", [](const Placed& p) { return differing_fields(p.waited().counts.headers); },
+          "Names of what the headers must say alike and do not.")
+      .def_property_readonly("ranges", [](const Placed& p) { return ranges_of(p.waited().counts.headers); })
       .def_property_readonly("recv_rows", [](const Placed& p) { return p.counts().rank_rows; })
+      .def_property_readonly("most_recv_rows", [](const Placed& p) { return std::ranges::max(p.counts().rank_rows); })
       .def_property_readonly("num_dropped_per_rank", [](const Placed& p) { return p.counts().dropped; })
+      .def_property_readonly(
+          "any_dropped",
+          [](const Placed& p) { return std::ranges::any_of(p.counts().dropped, [](uint32_t n) { return n > 0; }); },
+          "Whether a budget of some rank dropped pairs.")
       .def_property_readonly("from_nodes", [](const Placed& p) { return p.counts().from_nodes; })
       .def_property_readonly("learned", [](const Placed& p) { return p.waited().learned; })
       .def("plan", &plan_in, py::arg("memory"), py::keep_alive<0, 1>(), py::keep_alive<0, 2>(),
@@ -123,7 +137,7 @@ void bind_plan(py::module_& m) {
                              [](const Plan& p) { return p.counts().padded_tokens_per_expert; })
       .def("num_rail_tokens", &Plan::num_rail_tokens, py::arg("node"))
       // Where the host can read the plan: the maps of the handles, and conversions of weights.
-      .def("maps", &maps, py::kw_only(), py::arg("pair_expert"), py::arg("sparse_to_dense"), py::arg("rail_to_node"),
+      .def("maps", &maps, py::kw_only(), py::arg("memory"), py::arg("sparse_to_dense"), py::arg("rail_to_node"),
            py::arg("node_to_rail"), py::arg("local_routing"), py::arg("permuted_rows") = py::none(),
            py::arg("source_ends") = py::none())
       .def("weights_from_dense", &weights_from_dense, py::kw_only(), py::arg("pair_expert"), py::arg("probs"),

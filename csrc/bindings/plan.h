@@ -2,14 +2,10 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
-#include <map>
 #include <memory>
 #include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "bindings/tensor_view.h"
-#include "layout/headers.h"
 #include "runtime/engine.h"
 
 namespace hep {
@@ -18,7 +14,6 @@ namespace hep {
 struct Placed {
   std::shared_ptr<Plan> complete;  // without `count`
   std::shared_ptr<Placement> placement;
-  std::vector<std::string> names;
   Device device = Device::kCpu;  // where the plan's memory lies
 
   const Placement& waited() const {
@@ -29,17 +24,6 @@ struct Placed {
   const PlacedCounts& counts() const {
     if (!placed()) throw std::logic_error("the ranks' calls do not fit: there are headers, and nothing else");
     return placement->counts;
-  }
-  std::vector<std::map<std::string, uint32_t>> headers() const {
-    const PlacedCounts& c = waited().counts;
-    std::vector<std::map<std::string, uint32_t>> all;
-    for (int r = 0; r < int(c.headers.size()) / kCountHeaderWords; ++r) {
-      const uint32_t topk = c.header(r, kHeaderTopk);
-      all.push_back(
-          {{"num_tokens", c.header(r, kHeaderNumTokens)}, {"topk", topk & kMostTopk}, {"excess", topk >> 16}});
-      for (size_t i = 0; i < names.size(); ++i) all.back()[names[i]] = c.header(r, kHeaderFirstFree + int(i));
-    }
-    return all;
   }
 };
 

@@ -7,28 +7,11 @@
 #include <cstdint>
 #include <string>
 
+#include "common/element.h"
 #include "common/numeric.h"
 
 namespace hep {
 
-// Element types that the core tells apart; anything else is payload.
-enum class Element : uint8_t {
-  kOther,
-  kBool,
-  kUint8,
-  kInt8,
-  kInt16,
-  kInt32,
-  kInt64,
-  kFp16,
-  kBf16,
-  kFp32,
-  kFp64,
-  kE4m3,
-  kE5m2,
-  kE8m0,
-  kCount
-};
 const char* element_name(Element e);
 
 enum class Device : uint8_t { kCpu, kCuda };

@@ -23,7 +23,7 @@ HEP_DEVICE bool require_agreement(A& a, const ExchangeParams& p, const CountsVie
     const int rank = int(i) / kCountHeaderWords, word = int(i) % kCountHeaderWords;
     const uint32_t said = counts.header(rank, word);
     const bool fits = word != kHeaderNumTokens || said <= p.max_tokens;
-    while (!fits || ((p.must_agree >> word & 1) && said != p.header[word]))
+    while (!fits || ((kHeaderMustAgree >> word & 1) && said != p.header[word]))
       a.poll_idle({Site::kHeaders, rank, word}, word == kHeaderNumTokens ? p.max_tokens : p.header[word], said);
   }
   return a.block_whole();
@@ -37,7 +37,7 @@ HEP_DEVICE bool calls_fit(A& a, const ExchangeParams& p, const CountsView& count
   for (uint32_t i = me; i < counts.layout.num_ranks * uint32_t(kCountHeaderWords); i += width) {
     const int rank = int(i) / kCountHeaderWords, word = int(i) % kCountHeaderWords;
     const uint32_t said = counts.header(rank, word);
-    if (word == kHeaderNumTokens ? said > p.max_tokens : (p.must_agree >> word & 1) && said != p.header[word])
+    if (word == kHeaderNumTokens ? said > p.max_tokens : (kHeaderMustAgree >> word & 1) && said != p.header[word])
       a.add_acq_rel_rank(p.misfits, 1);
   }
   a.block_sync();

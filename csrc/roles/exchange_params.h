@@ -24,7 +24,7 @@ struct ExchangeParams {
   World world;
   CountsLayout layout;
   RankProgress* progress;
-  uint32_t header[kCountHeaderWords];  // what this rank says of its call
+  uint32_t header[kCountHeaderWords];  // CallHeader, which this rank says of its call
   // Routing: exactly one of topk_idx [T, topk_in] (-1 = dropped) and routing_map [T, E].
   const int64_t* topk_idx;
   const unsigned char* routing_map;
@@ -42,7 +42,6 @@ struct ExchangeParams {
   uint64_t* misfits;      // header words that rule out placement, where the host gets a mail
   uint32_t walkers;       // warps that count; see plan_exchange_smem
   PlaceParams place;
-  uint32_t must_agree;  // words of the header that all ranks must give alike, one bit a word
   uint32_t max_tokens;  // that a rank may have
   unsigned char* mail;  // layout/count_mail.h; null = the host wants to know nothing
   uint64_t mail_ticket;

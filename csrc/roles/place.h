@@ -2,6 +2,7 @@
 // every receive row and every permuted row without another message. By all lanes of the block that has just gathered
 // the counts; nothing returns to the host.
 #pragma once
+#include "layout/headers.h"
 #include "roles/place_params.h"
 
 namespace hep {
@@ -37,7 +38,7 @@ struct PlaceRole {
 
  private:
   HEP_DEVICE uint32_t experts_per_rank() const { return counts.layout.num_experts / counts.layout.num_ranks; }
-  HEP_DEVICE int64_t budget(uint32_t r) const { return int64_t(counts.header(int(r), int(p.budget_word))) - 1; }
+  HEP_DEVICE int64_t budget(uint32_t r) const { return int64_t(counts.header(int(r), kHeaderBudget)) - 1; }
   // Permuted rows of an expert with this many pairs.
   HEP_DEVICE int64_t group_rows(int64_t pairs) const {
     return int64_t(align_up(uint64_t(p.pad_empty && pairs == 0 ? 1 : pairs), p.pad_multiple));

@@ -25,7 +25,6 @@ struct PlaceParams {
   uint32_t record_bytes, pairs_at, max_dsts;
   uint32_t pad_multiple;
   bool pad_empty;
-  uint32_t budget_word;    // of the header: 1 + permuted rows that a rank has room for, 0 = as many as it takes
   uint64_t recv_capacity;  // receive rows that every rank has
   const uint64_t* excess;  // choices that were dropped for want of room or of such an expert
   const int32_t* pair_expert;

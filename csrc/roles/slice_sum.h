@@ -2,11 +2,10 @@
 // slice, so a sum never crosses lanes.
 #pragma once
 #include "common/bugs.h"
+#include "layout/smem.h"
 #include "roles/octet.h"
 
 namespace hep {
-
-inline constexpr uint32_t kSumTileElems = 2048;
 
 template <Arch A, int kWarps>
 struct SliceSum {

@@ -125,7 +125,7 @@ void Engine::bind(Params& p, uint32_t chunk) const {
   p.traffic = traffic_;
 }
 
-ExchangeParams Engine::exchange_params(ExchangeParams p, const RoutingInput& in, uint32_t topk) const {
+ExchangeParams Engine::exchange_params(ExchangeParams p, const CallHeader& header) const {
   p.progress = progress_;
   p.counts_offset = layout_.counts_at;
   p.counts = own() + p.counts_offset;
@@ -135,9 +135,7 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const RoutingInput& in,
   p.peer_node_flags = view_.peer_node_flags;
   p.rail_flag_offset = layout_.counts_rail_flag(world_.node());
   p.traffic = traffic_;
-  p.header[kHeaderNumTokens] = in.num_tokens;
-  p.header[kHeaderTopk] = topk;
-  std::copy(in.header.begin(), in.header.end(), p.header + kHeaderFirstFree);
+  std::ranges::copy(header.words(), p.header);
   return p;
 }
 

@@ -4,13 +4,13 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "kernels/instances/executor.h"
 #include "layout/buffer.h"
+#include "layout/headers.h"
 #include "layout/plan_memory.h"
 #include "runtime/plan.h"
 #include "runtime/segment.h"
@@ -22,19 +22,12 @@ struct RoutingInput {
   const unsigned char* routing_map = nullptr;  // [T, E]
   const float* weights = nullptr;              // shaped like the routing, may be null
   uint32_t num_tokens = 0, topk = 0;
-  std::vector<uint32_t> header;  // caller's words, at most kCountHeaderWords - kHeaderFirstFree
 };
 
 // What the exchange kernel is to place; see Engine::place.
 struct PlaceCall {
-  uint32_t topk = 1;  // pairs of a token at most, the same on all ranks
-  uint32_t pad_multiple = 1;
-  bool pad_empty = false;
-  uint64_t budget = 0;                    // permuted rows of this rank, where the host learns no counts
-  uint32_t budget_word = 0;               // of the header, which holds 1 + budget
-  uint64_t recv_capacity = ~uint64_t(0);  // receive rows to use at most, of those the buffer has; the same on all ranks
-  uint32_t must_agree = 0;                // words of the header that ranks must give alike, one bit a word
-  unsigned char* memory = nullptr;        // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
+  CallHeader header;                // num_tokens is the routing's
+  unsigned char* memory = nullptr;  // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
 };
 
 // A placed routing between its counts, which the host has, and its plan, which needs memory of their size.
@@ -111,6 +104,9 @@ class Engine {
   // not, and the buffer is as usable as before.
   std::shared_ptr<Placement> place_and_count(const RoutingInput& in, const PlaceCall& call);
   uint64_t num_launches() const { return executor_->num_launches(); }
+  // In launches and in waits for counts, since it was made; the rest of a call is the host's own work. On a host
+  // executor a launch is its kernel, from beginning to end.
+  int64_t launch_ns() const { return launch_ns_; }
   // Collective. Fills the plan's facts when it is fresh.
   void dispatch(Plan& plan, const DispatchCall& call);
   void combine(Plan& plan, const CombineCall& call);
@@ -125,7 +121,7 @@ class Engine {
   void await_mail();
   PlacedCounts read_mail() const;
   void make_tables();
-  ExchangeParams exchange_params(ExchangeParams p, const RoutingInput& in, uint32_t topk) const;
+  ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
   void bind(Params& p, uint32_t chunk) const;
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
@@ -152,6 +148,7 @@ class Engine {
   uint64_t* consumed_;                    // [N][rail_slots]
   TableView view_;                        // of tables_
   std::atomic<bool> busy_{false};
+  int64_t launch_ns_ = 0;
   std::string failure_;
 };
 

@@ -18,13 +18,11 @@ constexpr double kHostPatience = 1.25;
 void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_experts) {
   if (!c.memory || reinterpret_cast<uint64_t>(c.memory) % 128)
     throw std::invalid_argument("memory: give plan_memory() bytes, aligned to 128");
-  if (in.header.size() > size_t(kCountHeaderWords - kHeaderFirstFree) || c.budget_word >= kCountHeaderWords)
-    throw std::invalid_argument("header: at most " + std::to_string(kCountHeaderWords - kHeaderFirstFree) + " words");
-  if (c.pad_multiple < 1 || c.topk < 1 || c.topk > kMostTopk)
-    throw std::invalid_argument("pad_multiple and topk: must be at least 1, topk at most " + std::to_string(kMostTopk));
+  if (c.header.pad_multiple < 1 || c.header.topk < 1 || c.header.excess)
+    throw std::invalid_argument("header: pad_multiple and topk must be at least 1, excess is the kernel's");
   // A map's pairs are counted by the kernel, which reports what does not fit; those of topk_idx it takes on trust.
-  if (const uint32_t most = std::min(in.topk, num_experts); in.topk_idx && in.num_tokens && c.topk < most)
-    throw std::invalid_argument("topk: is " + std::to_string(c.topk) + ", but topk_idx may choose " +
+  if (const uint32_t most = std::min(in.topk, num_experts); in.topk_idx && in.num_tokens && c.header.topk < most)
+    throw std::invalid_argument("header: its topk is " + std::to_string(c.header.topk) + ", but topk_idx may choose " +
                                 std::to_string(most) + " experts for a token; give at least that");
 }
 
@@ -46,22 +44,24 @@ PlanMemory Engine::plan_memory(uint32_t num_tokens, uint32_t topk, bool worst_ca
 
 // Everything the exchange kernel is told; launches it.
 PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count) {
-  const PlanMemory m = plan_memory(in.num_tokens, c.topk, !count);
+  CallHeader header = c.header;
+  header.num_tokens = in.num_tokens;
+  const PlanMemory m = plan_memory(in.num_tokens, header.topk, !count);
   const auto at = [&]<class T>(T*& pointer, uint64_t offset) { pointer = reinterpret_cast<T*>(c.memory + offset); };
   ExchangeParams p{};
   p.world = world_, p.layout = layout_.counts;
   p.topk_idx = in.topk_idx, p.routing_map = in.routing_map, p.weights = in.weights;
-  p.num_tokens = in.num_tokens, p.topk_in = in.topk, p.topk = c.topk, p.weight_stride = m.weight_stride;
+  p.num_tokens = in.num_tokens, p.topk_in = in.topk, p.topk = header.topk, p.weight_stride = m.weight_stride;
   at(p.pair_expert, m.pair_expert), at(p.pair_weight, m.pair_weight), at(p.pair_pos, m.pair_pos);
   at(p.row_pos, m.row_pos), at(p.node_pos, m.node_pos), at(p.node_tokens, m.node_tokens);
   at(p.excess, m.excess);
   p.misfits = p.excess + 1;
-  p.must_agree = c.must_agree, p.max_tokens = uint32_t(shape_.max_tokens);
+  p.max_tokens = uint32_t(shape_.max_tokens);
   PlaceParams& q = p.place;
-  q.world = world_, q.counts_layout = layout_.counts, q.num_tokens = in.num_tokens, q.topk = c.topk;
+  q.world = world_, q.counts_layout = layout_.counts, q.num_tokens = in.num_tokens, q.topk = header.topk;
   q.record_bytes = m.message.record_bytes, q.pairs_at = m.message.pairs_at(), q.max_dsts = m.message.max_dsts;
-  q.pad_multiple = c.pad_multiple, q.pad_empty = c.pad_empty, q.budget_word = c.budget_word;
-  q.recv_capacity = std::min<uint64_t>(c.recv_capacity, shape_.recv_rows), q.excess = p.excess;
+  q.pad_multiple = header.pad_multiple, q.pad_empty = header.pad_empty_experts;
+  q.recv_capacity = shape_.recv_rows, q.excess = p.excess;
   q.pair_expert = p.pair_expert, q.pair_pos = p.pair_pos, q.row_pos = p.row_pos, q.node_tokens = p.node_tokens;
   at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
   at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
@@ -69,15 +69,22 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   at(q.row_base, m.row_base), at(q.rank_rows, m.rank_rows);
   at(q.pair_base, m.pair_base), at(q.expert_pairs, m.expert_pairs);
   at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.record_base, m.records);
-  p = exchange_params(p, in, c.topk);
+  p = exchange_params(p, header);
   executor_->require_shared_memory(p);
   if (count) p.mail = static_cast<unsigned char*>(mail_.get()), p.mail_ticket = ++mail_ticket_;
   call.run([&] { executor_->exchange(p, settings_); });
 
-  PlacedPlan d{world_,          shape_.num_experts, m.message.record_bytes, m.message.pairs_at(),
-               q.recv_capacity, c.budget,           p.pair_weight,          {}};
+  PlacedPlan d{world_,
+               shape_.num_experts,
+               m.message.record_bytes,
+               m.message.pairs_at(),
+               q.recv_capacity,
+               header.budget().value_or(0),
+               p.pair_weight,
+               {c.memory, m.total},
+               {}};
   PlanView& v = d.view;
-  v.num_tokens = in.num_tokens, v.topk = c.topk, v.weight_stride = m.weight_stride;
+  v.num_tokens = in.num_tokens, v.topk = header.topk, v.weight_stride = m.weight_stride;
   v.numbers = q.numbers, v.node_tokens = q.node_token_table, v.node_pos = p.node_pos;
   v.records = const_cast<const unsigned char* const*>(q.records);
   v.node_count = q.node_count, v.rail_count = q.rail_count;
@@ -90,7 +97,7 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
 
 std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) {
   require_placeable(in, c, layout_.counts.num_experts);
-  if (in.num_tokens > shape_.max_tokens || c.topk > shape_.max_topk)
+  if (in.num_tokens > shape_.max_tokens || c.header.topk > shape_.max_topk)
     throw std::logic_error("place: more tokens or experts per token than this buffer was laid out for");
   Call call(*this);
   return std::make_shared<Plan>(launch_place(call, in, c, false));
@@ -106,7 +113,7 @@ std::shared_ptr<Placement> Engine::place_and_count(const RoutingInput& in, const
   const PlacedCounts& counts = placement->counts;
   if (!counts.placed) return placement;
   PlanMemory& learned = placement->learned;
-  learned.message = MessageLayout::make(world_, c.topk, true, 0, 0);
+  learned.message = MessageLayout::make(world_, c.header.topk, true, 0, 0);
   learned.weight_stride = placement->rows.view.weight_stride;
   uint32_t rail_tokens = 0;
   for (int n = 0; n < world_.num_nodes; ++n)
@@ -153,7 +160,11 @@ PlacedCounts Engine::read_mail() const {
   };
   PlacedCounts c;
   c.placed = words[CountMail::kPlaced] != 0;
-  take(c.headers, m.headers_at(), m.num_ranks * kCountHeaderWords);
+  for (uint32_t r = 0; r < m.num_ranks; ++r) {
+    CallHeader::Words header;
+    std::copy_n(words + m.headers_at() + r * kCountHeaderWords, header.size(), header.begin());
+    c.headers.push_back(CallHeader::of(header));
+  }
   if (!c.placed) return c;
   c.numbers.recv_rows = words[CountMail::kRecvRows], c.numbers.max_recv_rows = words[CountMail::kMaxRecvRows];
   c.numbers.permuted_rows = words[CountMail::kPermutedRows], c.numbers.overflow = int32_t(words[CountMail::kOverflow]);

@@ -6,6 +6,7 @@
 // they came by mail, else their limits.
 #pragma once
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -19,15 +20,16 @@ namespace hep {
 struct PlacedPlan {
   World world;
   uint32_t num_experts, record_bytes, pairs_at;
-  uint64_t recv_capacity, budget;  // receive rows and permuted rows at most
-  const float* weights;            // [T][weight_stride], as routed; in the kernels' memory
-  PlanView view;                   // fresh is the plan's own
+  uint64_t recv_capacity, budget;         // receive rows and permuted rows at most
+  const float* weights;                   // [T][weight_stride], as routed; in the kernels' memory
+  std::span<const unsigned char> memory;  // all of it, but what is learned
+  PlanView view;                          // fresh is the plan's own
 };
 
 // A mail that was read; see layout/count_mail.h.
 struct PlacedCounts {
   bool placed = false;
-  std::vector<uint32_t> headers;  // [R][kCountHeaderWords]
+  std::vector<CallHeader> headers;  // [R]
   // The rest only when placed.
   PlanNumbers numbers{};
   std::vector<uint32_t> rank_rows;    // [R] receive rows of every rank, before the capacity cut
@@ -35,8 +37,6 @@ struct PlacedCounts {
   std::vector<uint32_t> dropped;      // [R] pairs lost to budgets
   std::vector<uint32_t> from_nodes;   // [N] tokens for this node that the rank of this rail on each node has
   std::vector<int64_t> tokens_per_expert, padded_tokens_per_expert;  // [local experts]
-
-  uint32_t header(int rank, int word) const { return headers[size_t(rank) * kCountHeaderWords + size_t(word)]; }
 };
 
 class Plan {
@@ -57,6 +57,7 @@ class Plan {
   uint32_t record_bytes() const { return placed_.record_bytes; }
   uint32_t pairs_at() const { return placed_.pairs_at; }
   const float* weights() const { return placed_.weights; }
+  std::span<const unsigned char> memory() const { return placed_.memory; }  // of the kernels; see PlaceCall
   uint32_t num_recv_rows() const { return counts_.numbers.recv_rows; }
   uint32_t max_recv_rows() const { return counts_.numbers.max_recv_rows; }
   uint64_t num_permuted_rows() const { return counts_.numbers.permuted_rows; }
@@ -69,7 +70,7 @@ class Plan {
     return counts_;
   }
   // The whole batch of the rank of this rail on `node`.
-  uint32_t num_rail_tokens(int node) const { return counts().header(world().rail_peer(node), kHeaderNumTokens); }
+  uint32_t num_rail_tokens(int node) const { return counts().headers[size_t(world().rail_peer(node))].num_tokens; }
 
   PlanView view() const {
     PlanView v = placed_.view;

@@ -130,7 +130,6 @@ void RankProgram::exchange(uint32_t plan) {
   const size_t r = size_t(rank_);
   RoutingInput in;
   in.num_tokens = d.num_tokens[r], in.topk = s_.topk;
-  in.header = {0, plan + 100};  // no budget
   static constexpr int64_t kNothing = 0;
   std::vector<unsigned char> map;
   std::vector<float> probs;
@@ -146,16 +145,16 @@ void RankProgram::exchange(uint32_t plan) {
     in.topk_idx = d.topk_idx[r].empty() ? &kNothing : d.topk_idx[r].data(), in.weights = d.topk_weights[r].data();
   }
   PlaceCall c;
-  c.topk = std::max(1u, std::min(s_.topk, s_.num_experts())), c.pad_multiple = s_.pad_multiple;
-  c.budget_word = kHeaderFirstFree, c.must_agree = 1u << kHeaderTopk | 1u << (kHeaderFirstFree + 1);
+  c.header.topk = uint16_t(std::max(1u, std::min(s_.topk, s_.num_experts())));
+  c.header.pad_multiple = s_.pad_multiple, c.header.hidden = plan + 100;
   Placed& made = plans_[plan];
-  made.memory = PlanBlock(engine_.plan_memory(in.num_tokens, c.topk, false).total, !timed_);
+  made.memory = PlanBlock(engine_.plan_memory(in.num_tokens, c.header.topk, false).total, !timed_);
   c.memory = made.memory.data();
   const std::shared_ptr<Placement> placement = engine_.place_and_count(in, c);
   const PlacedCounts& counts = placement->counts;
   for (uint32_t source = 0; source < s_.num_ranks(); ++source) {
-    expect(counts.header(int(source), kHeaderNumTokens) == d.num_tokens[source], "tokens of rank ", source);
-    expect(counts.header(int(source), kHeaderFirstFree + 1) == plan + 100, "header word of rank ", source);
+    expect(counts.headers[source].num_tokens == d.num_tokens[source], "tokens of rank ", source);
+    expect(counts.headers[source].hidden == plan + 100, "header of rank ", source);
   }
   expect(counts.placed, "nothing was placed");
   made.learned = PlanBlock(placement->learned.total, !timed_);
@@ -190,8 +189,7 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
     PhantomMemory phantom((tokens + rows) * (uint64_t(row_bytes_) + s_.scale_bytes) + rows * columns * 4 + 4096);
     c.x = phantom.take(uint64_t(tokens) * row_bytes_), c.out_x = phantom.take(rows * row_bytes_);
     c.scales = phantom.take(uint64_t(tokens) * s_.scale_bytes), c.out_scales = phantom.take(rows * s_.scale_bytes);
-    static constexpr float kNoWeights[4] = {};
-    if (s_.weights) c.weights = tokens ? p.weights() : kNoWeights;
+    if (s_.weights) c.weights = p.weights();
     c.out_weights = reinterpret_cast<float*>(phantom.take(rows * columns * 4));
     return engine_.dispatch(p, c);
   }

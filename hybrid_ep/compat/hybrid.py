@@ -17,7 +17,7 @@ class Runtime:
         self._owner = owner
 
     def is_available(self) -> bool:
-        return self._owner._session is not None and not self._owner._session.why_closed
+        return self._owner.is_usable
 
     def get_num_rdma_ranks(self) -> int:
         """Nodes."""

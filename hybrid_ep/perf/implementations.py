@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hybrid_ep import _core
 from hybrid_ep.perf.shape import Shape, element_bytes
 
 
@@ -56,7 +57,7 @@ class Implementation:
         return 1 if self.metadata == "probs" else -(-shape.hidden // _SUM_TILE_ELEMENTS)
 
 
-_SUM_TILE_ELEMENTS = 2048  # of a stage of the summing roles; csrc/roles/reduce.h
+_SUM_TILE_ELEMENTS = _core.BufferShape.sum_tile_elements  # of a stage of the summing roles
 
 
 def _align(number: float, to: int = 16) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch.library import custom_op, get_ctx
 
 from hybrid_ep.runtime import eager, names
+from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.runtime.names import Handle
 
 # ---- what functional calls while it is traced
@@ -97,7 +98,7 @@ def _run_dispatch(hidden: torch.Tensor, topk_idx: torch.Tensor | None, topk_weig
                  "dispatch_dtype": dispatch_dtype}
     rows, weights, scales, *counts, made = eager.run_dispatch(
         names.named(buffer), permute, rest, hidden, topk_idx, topk_weights, routing_map, probs)
-    overflow = made[_OVERFLOW].clone() if permute else _none(hidden, torch.int32).new_zeros(1)
+    overflow = made[OVERFLOW_FLAG].clone() if permute else _none(hidden, torch.int32).new_zeros(1)
     return (rows, _or_none(weights, hidden, torch.float32), _or_none(scales, hidden, hidden.dtype),
             counts[0] if counts else _none(hidden, torch.int64, "cpu"), overflow, names.as_tensor(made))
 
@@ -110,9 +111,6 @@ def _combine(hidden: torch.Tensor, probs: torch.Tensor | None, handle: torch.Ten
     tokens, dense = eager.run_combine(names.named(buffer), permute, hidden=hidden, probs=probs,
                                            handle=names.from_tensor(handle), fp32_partials=fp32_partials)
     return tokens, _or_none(dense, hidden, torch.float32)
-
-
-_OVERFLOW = 10  # in the handle of dispatch_with_permute
 
 
 def _none(like: torch.Tensor, dtype: torch.dtype, device: Any = None) -> torch.Tensor:

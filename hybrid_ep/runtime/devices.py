@@ -264,6 +264,8 @@ class DeviceSegments:
 
     def unlink(self, name: str) -> None:
         _hang_up(self._servers.pop(name, None))
+        with contextlib.suppress(dist.DistError, NotImplementedError):  # a store that cannot delete, or is gone
+            self._store.delete_key(f"segments{name}")
 
     def close(self, together: bool) -> None:
         self._lent = None

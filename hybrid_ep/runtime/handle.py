@@ -29,30 +29,20 @@ On a GPU all of these lie on the device, and are right once the dispatch has run
 
 from __future__ import annotations
 
-import copy
-
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.runtime import plan_maps
 from hybrid_ep.runtime.plan import BlockingPlan, Plan
-
-OVERFLOW_FLAG = 10  # its element in dispatch_with_permute's handle
-
-
-def _config_with(plan: Plan, template: HybridEpConfigInstance) -> HybridEpConfigInstance:
-    config = copy.copy(template)
-    config.pad_multiple, config.plan = plan.pad_multiple, plan
-    return config
 
 
 def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
     """After the plan's first dispatch, which brings the facts of the received rows."""
     assert isinstance(plan, BlockingPlan)  # dispatch waits for its counts
     *rails, routed, _, _ = plan_maps.of(plan, permuted=False)
-    return (*rails, plan.recv_rows, routed, plan.num_tokens, _config_with(plan, template))
+    return (*rails, plan.recv_rows, routed, plan.num_tokens, template.with_plan(plan))
 
 
 def permute_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
     """As dispatch_handle, of either kind of plan."""
     maps = plan_maps.of(plan, permuted=True) if isinstance(plan, BlockingPlan) else (None,) * 6
-    return (*maps[:3], plan.recv_rows, *maps[3:], plan.tokens_per_expert, plan.num_tokens, _config_with(plan, template),
+    return (*maps[:3], plan.recv_rows, *maps[3:], plan.tokens_per_expert, plan.num_tokens, template.with_plan(plan),
             plan.overflow_flag)

@@ -15,13 +15,14 @@ from hybrid_ep.runtime.plan import BlockingPlan, PlanMemory, StaticPlan
 from hybrid_ep.runtime.tensors import padded_row_bytes, row_bytes, view
 
 if TYPE_CHECKING:
+    from hybrid_ep._core import CallHeader, Placed
+    from hybrid_ep.config import HybridEpConfigInstance
     from hybrid_ep.runtime.session import Call, Routing, Session
 
 _MOST_EXCHANGES = 8  # experts, a wide map, unlike widths and growth take one each, and the last one places
 
 
-def static_plan(session: Session, routing: Routing, call: Call, header: dict[str, int],
-                must_agree: list[str]) -> StaticPlan:
+def static_plan(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance) -> StaticPlan:
     """For a host that waits for nothing. Collective. ValueError, on the rank concerned alone and before anything is
     sent, when the call does not fit what the buffer was laid out for."""
     if routing.num_tokens > session.shape.max_tokens:
@@ -34,13 +35,12 @@ def static_plan(session: Session, routing: Routing, call: Call, header: dict[str
     topk = min(topk, routing.num_experts)
     session.fit(num_experts=routing.num_experts, max_topk=topk, row_bytes=row_bytes(call.hidden),
                 scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale))
-    placed, memory = _launch(session, routing, call, header, must_agree, topk, count=False)
+    placed, memory = _launch(session, routing, call, template, topk, count=False)
     return StaticPlan(**_common(session, routing, call), core=placed.complete, memory=memory,
                       max_tokens=session.shape.max_tokens, capped=session.options.capacity_factor is not None)
 
 
-def blocking_plan(session: Session, routing: Routing, call: Call, header: dict[str, int],
-                  must_agree: list[str]) -> BlockingPlan:
+def blocking_plan(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance) -> BlockingPlan:
     """For a host that waits for the counts and nothing else. Collective.
 
     The kernel places rows when all calls fit together and the buffer. Where they do not, every rank learns from the
@@ -49,31 +49,33 @@ def blocking_plan(session: Session, routing: Routing, call: Call, header: dict[s
     topk, known = _first_width(session, routing), routing.topk_idx is not None
     for _ in range(_MOST_EXCHANGES):
         capacity = session.shape.recv_rows
-        placed, memory = _launch(session, routing, call, header, must_agree, topk, count=True)
-        headers = placed.headers
-        session.check_headers(headers)
-        widths = [h["topk"] for h in headers]
+        placed, memory = _launch(session, routing, call, template, topk, count=True)
+        session.check_headers(placed)
+        ranges = placed.ranges
         if routing.num_experts != session.shape.num_experts:  # all ranks' were another than the buffer's
             session.fit(num_experts=routing.num_experts)
-        elif any(h["excess"] for h in headers):
+        elif ranges.excess:
             if known:
-                raise ValueError(_unknown_experts(headers, routing.num_experts))
-            topk, known = max(*widths, _widest(routing)), True
-        elif min(widths) != max(widths):
-            topk = max(widths)
+                raise ValueError(_unknown_experts(placed.headers, routing.num_experts))
+            topk, known = max(ranges.most_topk, _widest(routing)), True
+        elif ranges.least_topk != ranges.most_topk:
+            topk = ranges.most_topk
         else:
-            session.fit_call(headers, topk, call)
+            session.fit_call(ranges, topk, call, template)
             if placed.placed and session.shape.recv_rows == capacity:
                 break
     else:
-        raise RuntimeError(f"{_MOST_EXCHANGES} exchanges did not place the rows; please report this, with {headers}")
+        raise RuntimeError(f"{_MOST_EXCHANGES} exchanges did not place the rows; please report this, with "
+                           f"{[(h.num_tokens, h.topk, h.excess) for h in placed.headers]}")
     if routing.topk_idx is None:
         session.map_width = max(session.map_width, topk)
-    session.check_capacity(placed, call, headers)
+    session.check_capacity(placed, call)
     learned = PlanMemory.of(placed.learned, session.options.device)
-    return BlockingPlan(**_common(session, routing, call), core=placed.plan(view("memory", learned.block)),
+    block = view("memory", learned.block)
+    assert block is not None  # a view of a tensor
+    return BlockingPlan(**_common(session, routing, call), core=placed.plan(block),
                         memory=memory, learned=learned, from_nodes=placed.from_nodes,
-                        max_tokens=max(1, *(h["num_tokens"] for h in headers)))
+                        max_tokens=max(1, ranges.most_tokens))
 
 
 def _common(session: Session, routing: Routing, call: Call) -> dict[str, Any]:
@@ -100,19 +102,18 @@ def _widest(routing: Routing) -> int:
     return max(1, int(routing.routing_map.sum(1).max()))
 
 
-def _unknown_experts(headers: list[dict[str, int]], num_experts: int) -> str:
-    said = ", ".join(f"{h['excess']} on rank {rank}" for rank, h in enumerate(headers) if h["excess"])
+def _unknown_experts(headers: list[CallHeader], num_experts: int) -> str:
+    said = ", ".join(f"{h.excess} on rank {rank}" for rank, h in enumerate(headers) if h.excess)
     return (f"topk_idx holds choices outside the experts 0..{num_experts - 1} ({said}); -1 drops a choice")
 
 
-def _launch(session: Session, routing: Routing, call: Call, header: dict[str, int], must_agree: list[str], topk: int,
-            count: bool) -> tuple[Any, PlanMemory]:
+def _launch(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance, topk: int,
+            count: bool) -> tuple[Placed, PlanMemory]:
     """(what the exchange kernel was asked to place, where). With another number of experts than the engine's, a rank
     sends its header alone."""
     tokens = routing.num_tokens if routing.num_experts == session.shape.num_experts else 0
     memory = PlanMemory.of(session.engine.plan_memory(tokens, topk, not count), session.options.device)
     placed = session.engine.place(
-        **routing.views(), num_tokens=tokens, topk_in=routing.topk_in, topk=topk, header=header, must_agree=must_agree,
-        memory=view("memory", memory.block), pad_multiple=call.pad_multiple, pad_empty=call.pad_empty_experts,
-        budget=call.budget or 0, count=count)
+        call.header(routing, template, tokens, topk), **routing.views(), topk_in=routing.topk_in,
+        memory=view("memory", memory.block), count=count)
     return placed, memory

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hybrid_ep.runtime.handle_kinds import HandleKind
+
 _ALIGNMENT = 128
 
 
@@ -172,3 +174,11 @@ class StaticPlan(Plan):
     @property
     def has_holes(self) -> bool:
         return self.capped
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What HybridEPBuffer.route returns: a plan whose dispatch is still to come, of this kind."""
+
+    plan: Plan
+    kind: HandleKind

@@ -39,7 +39,7 @@ def _on_host(plan: BlockingPlan, permuted: bool) -> tuple[torch.Tensor | None, .
             "local_routing": made(torch.bool, rows, experts),
             "source_ends": made(torch.int32, plan.num_ranks) if permuted else None,
             "permuted_rows": made(torch.int32, rows, experts) if permuted else None}
-    plan.core.maps(pair_expert=view("pair_expert", plan.pair_expert), **{n: view(n, x) for n, x in maps.items()})
+    plan.core.maps(memory=view("memory", plan.memory.block), **{n: view(n, x) for n, x in maps.items()})
     return tuple(maps.values())
 
 

@@ -39,13 +39,25 @@ class Routing:
         return {name: view(name, None if x is None else aligned(x)) for name, x in given.items()}
 
 
-def routing_of_call(x: torch.Tensor, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
-                    num_of_experts: int | None, probs: torch.Tensor | None, routing_map: torch.Tensor | None, *,
-                    config: HybridEpConfigInstance, num_ranks: int, look: bool = True) -> Routing:
-    """What the routing arguments of a dispatch of x [T, H] mean, checked; see HybridEPBuffer.dispatch.
+@dataclass(frozen=True)
+class Given:
+    """The routing arguments of a verb, as its caller gave them; see HybridEPBuffer.dispatch."""
+
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    num_of_experts: int | None
+    probs: torch.Tensor | None
+    routing_map: torch.Tensor | None
+
+
+def routing_of_call(x: torch.Tensor, given: Given, *, config: HybridEpConfigInstance, num_ranks: int,
+                    look: bool = True) -> Routing:
+    """What they mean for a dispatch of x [T, H], checked.
 
     config: says how many experts a rank has where the arguments do not. look: also check the values of topk_idx, which
     waits for a GPU. ValueError for what does not fit together, naming the argument."""
+    topk_idx, topk_weights, num_of_experts = given.topk_idx, given.topk_weights, given.num_of_experts
+    probs, routing_map = given.probs, given.routing_map
     if num_of_experts is not None:
         num_of_experts = validation.experts_of_group("num_of_experts", num_of_experts, num_ranks)
     rows = x.shape[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -26,17 +27,16 @@ from hybrid_ep.errors import (
 )
 from hybrid_ep.runtime import devices, placing, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
+from hybrid_ep.runtime.engine_clock import EngineClock
 from hybrid_ep.runtime.options import Options, recv_capacity
 from hybrid_ep.runtime.plan import Plan
 from hybrid_ep.runtime.results import ResultPool
 from hybrid_ep.runtime.routing import Routing
-from hybrid_ep.runtime.tensors import padded_row_bytes, row_bytes
+from hybrid_ep.runtime.tensors import dtype_of, element_code, padded_row_bytes, row_bytes
 from hybrid_ep.runtime.topology import Topology
-from hybrid_ep.runtime.validation import DTYPES
 
 _SHAPE_FIELDS = ("num_experts", "max_tokens", "max_topk", "row_bytes", "scale_bytes", "recv_rows",
                  "partial_row_bytes", "chunk_tokens")
-_VERBS = ("dispatch", "dispatch_with_permute", "dispatch_with_permute(non_blocking=True)")
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,50 @@ class Call:
     non_blocking: bool = False
     pad_multiple: int = 1
     budget: int | None = None  # permuted rows of this rank
-    num_blocks: int = 1
     pad_empty_experts: bool = False
+    use_fp8: bool | None = None  # what the caller said of hidden
 
-    def header(self, routing: Routing, template: HybridEpConfigInstance) -> dict[str, int]:
-        return {
-            "hidden": self.hidden.shape[1], "dtype": DTYPES.index(self.hidden.dtype),
-            "scale_width": 0 if self.scale is None else self.scale.shape[1],
-            "scale_dtype": 0 if self.scale is None else 1 + DTYPES.index(self.scale.dtype),
-            "num_experts": routing.num_experts, "pad_multiple": self.pad_multiple,
-            "pad_empty_experts": int(self.pad_empty_experts),
-            "weights": int(routing.weights is not None), "verb": int(self.permute) + int(self.non_blocking),
-            "budget": 0 if self.budget is None else 1 + self.budget,
-            "want_tokens": template.max_num_of_tokens_per_rank, "want_hidden": template.hidden_dim,
-            "chunk_dispatch": template.chunk("dispatch"), "chunk_combine": template.chunk("combine")}
+    @classmethod
+    def permuted(cls, hidden: torch.Tensor, scale: torch.Tensor | None, *, num_permuted_tokens: Any, pad_multiple: Any,
+                 non_blocking: Any, pad_empty_experts: Any, routed: bool, use_fp8: Any = None) -> Call:
+        """Of arguments of dispatch_with_permute, checked; routed: it brings routing, and no handle."""
+        validation.flag("non_blocking", non_blocking)
+        validation.flag("pad_empty_experts", pad_empty_experts)
+        budget = None if num_permuted_tokens is None else validation.integer(
+            "num_permuted_tokens", num_permuted_tokens, 0)
+        pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
+        if non_blocking and routed and (budget is None or budget % pad):
+            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
+                             "when non_blocking=True; it is the static number of rows")
+        return cls(hidden, scale, True, non_blocking, pad, budget, pad_empty_experts, use_fp8)
+
+    def header(self, routing: Routing, template: HybridEpConfigInstance, num_tokens: int,
+               topk: int) -> _core.CallHeader:
+        """What all other ranks are told; num_tokens, topk: of this exchange."""
+        width, dtype = (0, 0) if self.scale is None else (self.scale.shape[1], element_code(self.scale))
+        return _header(
+            num_tokens=num_tokens, topk=topk, budget=self.budget, want_tokens=template.max_num_of_tokens_per_rank,
+            want_hidden=template.hidden_dim, num_experts=routing.num_experts, hidden=self.hidden.shape[1],
+            scale_width=width, pad_multiple=self.pad_multiple, chunk_dispatch=template.chunk("dispatch"),
+            chunk_combine=template.chunk("combine"), dtype=element_code(self.hidden), scale_dtype=dtype,
+            permute=self.permute, non_blocking=self.non_blocking, routing_map=routing.topk_idx is None,
+            weights=routing.weights is not None, pad_empty_experts=self.pad_empty_experts)
 
 
-_MUST_AGREE: dict[str, Callable[[int], str]] = {
-    "hidden": str, "dtype": lambda v: str(DTYPES[v]), "scale_width": str,
-    "scale_dtype": lambda v: "no scaling_factor" if v == 0 else str(DTYPES[v - 1]), "num_experts": str,
-    "pad_multiple": str,
-    "pad_empty_experts": lambda v: str(bool(v)),
-    "weights": lambda v: "given" if v else "none", "verb": lambda v: _VERBS[v],
-    "chunk_dispatch": str, "chunk_combine": str}
+# Calls of one shape say the same again, and a header is made of seventeen words by name.
+_header = functools.lru_cache(maxsize=256)(_core.CallHeader)
+
+# How a rank's answer reads, where ranks gave different ones.
+_WORDS: dict[str, Callable[[_core.CallHeader], str]] = {
+    "hidden": lambda h: str(h.hidden), "dtype": lambda h: str(dtype_of(h.dtype)),
+    "scale_width": lambda h: str(h.scale_width),
+    "scale_dtype": lambda h: str(dtype_of(h.scale_dtype)) if h.scale_width else "no scaling_factor",
+    "num_experts": lambda h: str(h.num_experts), "pad_multiple": lambda h: str(h.pad_multiple),
+    "routing": lambda h: "routing_map (or topk_idx with probs)" if h.routing_map else "topk_idx",
+    "pad_empty_experts": lambda h: str(h.pad_empty_experts), "weights": lambda h: "given" if h.weights else "none",
+    "verb": lambda h: ("dispatch_with_permute(non_blocking=True)" if h.non_blocking else
+                       "dispatch_with_permute" if h.permute else "dispatch"),
+    "chunk_dispatch": lambda h: str(h.chunk_dispatch), "chunk_combine": lambda h: str(h.chunk_combine)}
 
 
 def _reason(error: BaseException) -> str:
@@ -107,6 +128,7 @@ class Session:
         self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
+        self._clock: EngineClock | None = None
         self._segments, self._executor = self._choose_segments()
         self.shape: Any = None
         self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
@@ -228,6 +250,8 @@ class Session:
         except BaseException as error:
             self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
             raise
+        if self._clock is not None:
+            self.engine = self._clock.around(self.engine)
         self.shape = shape
         self._enter_device()
 
@@ -237,6 +261,13 @@ class Session:
 
     def num_launches(self) -> int:
         return self._past_launches + self.engine.num_launches
+
+    def kernel_seconds(self) -> float:
+        """In launches since this was first asked."""
+        if self._clock is None:
+            self._clock = EngineClock(self.options.device.type == "cuda")
+            self.engine = self._clock.around(self.engine)
+        return self._clock.seconds()
 
     def reset_traffic(self) -> None:
         self._past_traffic = {}
@@ -252,46 +283,44 @@ class Session:
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
         make = placing.static_plan if call.non_blocking and self.runs_beside else placing.blocking_plan
-        return make(self, routing, call, call.header(routing, template), list(_MUST_AGREE))
+        return make(self, routing, call, template)
 
     @staticmethod
-    def check_headers(headers: list[dict[str, int]]) -> None:
+    def check_headers(placed: _core.Placed) -> None:
         """ValueError, the same on all ranks, when they mean different calls."""
-        odd = [name for name in _MUST_AGREE if any(h[name] != headers[0][name] for h in headers)]
-        if odd:  # numbers become words only to say so
-            agree([{name: _MUST_AGREE[name](h[name]) for name in odd} for h in headers], "dispatch")
+        if differing := placed.differing:
+            agree([{name: _WORDS[name](h) for name in differing} for h in placed.headers], "dispatch")
 
-    def fit_call(self, headers: list[dict[str, int]], topk: int, call: Call) -> None:
+    def fit_call(self, ranges: _core.HeaderRanges, topk: int, call: Call, template: HybridEpConfigInstance) -> None:
         """Room for a routed call, of which all ranks know all headers."""
-        self.chunks = {op: headers[0][f"chunk_{op}"] for op in self.chunks}
-        self.fit(max_tokens=max(1, *(max(h["num_tokens"], h["want_tokens"]) for h in headers)), max_topk=topk,
-                 row_bytes=max(row_bytes(call.hidden),
-                               validation.least_row_bytes(max(h["want_hidden"] for h in headers))),
+        self.chunks = {op: template.chunk(op) for op in self.chunks}
+        self.fit(max_tokens=max(1, ranges.most_tokens, ranges.most_want_tokens), max_topk=topk,
+                 row_bytes=max(row_bytes(call.hidden), validation.least_row_bytes(ranges.most_want_hidden)),
                  scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
                  chunk_tokens=max(self.chunks.values()))
 
-    def check_capacity(self, placed: Any, call: Call, headers: list[dict[str, int]]) -> None:
+    def check_capacity(self, placed: _core.Placed, call: Call) -> None:
         """CapacityError, on all ranks, where rows were dropped and must not be."""
-        self._check_rows(placed.recv_rows, call)
-        self._check_budgets(placed.num_dropped_per_rank, [h["budget"] - 1 for h in headers], call)
+        if self.options.overflow != "raise" or call.non_blocking:
+            return
+        if placed.most_recv_rows > self.shape.recv_rows:
+            self._raise_rows(placed.recv_rows)
+        if placed.any_dropped:
+            self._raise_budgets(placed.num_dropped_per_rank, [h.budget for h in placed.headers])
 
-    def _check_rows(self, recv_rows: list[int], call: Call) -> None:
+    def _raise_rows(self, recv_rows: list[int]) -> None:
         capacity = self.shape.recv_rows
-        if self._must_fit(call) and max(recv_rows) > capacity:
-            raise CapacityError(
-                f"the ranks receive {list(recv_rows)} rows but capacity_factor={self.options.capacity_factor} admits "
-                f"{capacity}; raise capacity_factor, or drop rows with overflow='drop'",
-                recv_rows, [capacity] * len(recv_rows))
+        raise CapacityError(
+            f"the ranks receive {recv_rows} rows but capacity_factor={self.options.capacity_factor} admits "
+            f"{capacity}; raise capacity_factor, or drop rows with overflow='drop'",
+            recv_rows, [capacity] * len(recv_rows))
 
-    def _must_fit(self, call: Call) -> bool:
-        return self.options.overflow == "raise" and not call.non_blocking
-
-    def _check_budgets(self, dropped: list[int], budgets: list[int], call: Call) -> None:
-        late = [rank for rank, rows in enumerate(dropped) if rows and budgets[rank] >= 0]
-        if late and self._must_fit(call):
-            said = ", ".join(f"{budgets[r]} on rank {r} ({dropped[r]} rows too few)" for r in late)
-            raise CapacityError(f"num_permuted_tokens={said}; raise it, give None, or drop rows with "
-                                "non_blocking=True or overflow='drop'", dropped, budgets)
+    @staticmethod
+    def _raise_budgets(dropped: list[int], budgets: list[int | None]) -> None:
+        said = ", ".join(f"{budget} on rank {rank} ({rows} rows too few)"
+                         for rank, (rows, budget) in enumerate(zip(dropped, budgets, strict=True)) if rows)
+        raise CapacityError(f"num_permuted_tokens={said}; raise it, give None, or drop rows with "
+                            "non_blocking=True or overflow='drop'", dropped, budgets)
 
     def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int]:
         """Blocks of an operation, and of its local pass where that is a launch of its own, else 0.

@@ -47,7 +47,7 @@ class SmPlan:
 def cluster_of(gpu_name: str, capability: tuple[int, int]) -> clusters.Cluster:
     """The rates of a GPU, by its name or, of an unknown one, by its generation."""
     known = {"H800": "h800_8x400g", "H200": "h200_8x400g", "H100": "h100_8x400g", "GB200": "gb200_nvl72",
-             "B300": "b300_8x800g", "B200": "b200_8x400g"}
+             "GB300": "gb200_nvl72", "B300": "b300_8x800g", "B200": "b200_8x400g"}
     for part, name in known.items():
         if part in gpu_name:
             return clusters.get(name)

@@ -9,10 +9,22 @@ from hybrid_ep import _core
 _ALIGNMENT = 16
 _ELEMENTS = {getattr(torch, name): code for name, code in _core.TensorView.elements.items() if hasattr(torch, name)}
 
+_DTYPES = {code: dtype for dtype, code in _ELEMENTS.items()}
 
-def require_memory(name: str, x: torch.Tensor) -> None:
-    """ValueError for a tensor whose elements lie in no memory of its own: a wrapper around other tensors, a result
-    that is still on its way, a freed storage, an implied zero."""
+
+def element_code(x: torch.Tensor) -> int:
+    """x's element type as the core tells them apart; 0: some other."""
+    return _ELEMENTS.get(x.dtype, 0)
+
+
+def dtype_of(code: int) -> torch.dtype | None:
+    """The inverse of element_code; None of 0, and of a type that this torch does not have."""
+    return _DTYPES.get(code)
+
+
+def require_memory(name: str, x: torch.Tensor) -> int:
+    """The address of x's elements. ValueError for a tensor whose elements lie in no memory of its own: a wrapper around
+    other tensors, a result that is still on its way, a freed storage, an implied zero."""
     try:
         address = x.data_ptr()
     except RuntimeError:  # traced, batched and fake tensors
@@ -20,6 +32,7 @@ def require_memory(name: str, x: torch.Tensor) -> None:
     if address == 0 and x.numel() > 0:
         raise ValueError(f"{name} is a {type(x).__name__} of {x.numel()} elements without memory of its own; "
                          f"{_remedy(x)}")
+    return address
 
 
 def _remedy(x: torch.Tensor) -> str:
@@ -51,13 +64,13 @@ def view(name: str, x: torch.Tensor | None) -> _core.TensorView | None:
     a tensor whose bytes are not all in one piece of memory."""
     if x is None:
         return None
-    require_memory(name, x)
+    address = require_memory(name, x)
     num_bytes, device = x.nbytes, "cpu" if x.is_cpu else x.device.type  # asking for the device is what costs
-    behind = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()  # below 0 for some empty slices
-    if not x.is_contiguous() or num_bytes > max(behind, 0):
+    storage = x.untyped_storage()
+    if not x.is_contiguous() or num_bytes and address + num_bytes > storage.data_ptr() + storage.nbytes():
         raise ValueError(f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
                          "storage; give .contiguous(), and no storage that was made smaller")
-    return _core.TensorView(x.data_ptr(), num_bytes, _ELEMENTS.get(x.dtype, 0), device, x)
+    return _core.TensorView(address, num_bytes, _ELEMENTS.get(x.dtype, 0), device, x)
 
 
 def row_bytes(x: torch.Tensor) -> int:

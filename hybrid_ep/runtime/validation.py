@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_ep.runtime import tensors
+from hybrid_ep.runtime.handle_kinds import PERMUTED, HandleKind
+from hybrid_ep.runtime.plan import Plan, Routed
 
 if TYPE_CHECKING:
     from hybrid_ep.runtime.topology import Topology
@@ -172,6 +174,17 @@ def experts_of_group(name: str, num_experts: Any, num_ranks: int) -> int:
     return num_experts
 
 
+def group_experts(num_experts: Any, per_rank: Any, num_ranks: int) -> Any:
+    """num_of_experts, from num_of_experts_per_rank where that is given."""
+    if per_rank is None:
+        return num_experts
+    per_rank = integer("num_of_experts_per_rank", per_rank, 1)
+    if num_experts is not None and num_experts != per_rank * num_ranks:
+        raise ValueError(f"num_of_experts={num_experts!r} is not num_of_experts_per_rank={per_rank} times "
+                         f"the group's {num_ranks} ranks; give only one of them")
+    return per_rank * num_ranks
+
+
 def token_slots(slots: Any, hidden: Any) -> None:
     """num_of_tokens_per_rank, as deep_ep's callers give it for ranks with unequal numbers of tokens."""
     if slots is not None and integer("num_of_tokens_per_rank", slots, 0) < len(hidden):
@@ -195,15 +208,25 @@ def fp8_agrees(use_fp8: Any, hidden: torch.Tensor) -> None:
         raise ValueError(f"use_fp8=True but hidden has dtype {hidden.dtype}; give 1-byte elements or use_fp8=False")
 
 
-def handle(value: Any, length: int, verb: str, topology: Topology) -> Any:
-    """The plan inside a handle of `length` elements that `verb` returned for this group."""
+def handle(value: Any, kind: HandleKind, topology: Topology) -> Any:
+    """The plan inside a handle of this kind, made for this group."""
+    if isinstance(value, Routed):
+        if value.kind is not kind:
+            raise ValueError(f"handle is route()'s for {value.kind.verb}(); give it to that verb, or route with "
+                             f"permute={kind is PERMUTED}")
+        return _of_group(value.plan, topology)
     if not isinstance(value, (tuple, list)):
-        raise ValueError(f"handle is {describe(value)}; give the handle tuple that {verb}() returned")
-    if len(value) != length:
-        raise ValueError(f"handle has {len(value)} elements; give the {length}-tuple that {verb}() returned")
-    plan = getattr(value[6 if length == 7 else 9], "plan", None)
+        raise ValueError(f"handle is {describe(value)}; give the handle tuple that {kind.verb}() returned")
+    if len(value) != kind.length:
+        raise ValueError(f"handle has {len(value)} elements; give the {kind.length}-tuple that {kind.verb}() returned")
+    plan = getattr(value[kind.config], "plan", None)
     if plan is None:
-        raise ValueError(f"handle's config element carries no plan; give the handle that {verb}() returned, unchanged")
+        raise ValueError(f"handle's config element carries no plan; give the handle that {kind.verb}() returned, "
+                         "unchanged")
+    return _of_group(plan, topology)
+
+
+def _of_group(plan: Plan, topology: Topology) -> Plan:
     if (plan.rank, plan.num_ranks, plan.num_local_ranks) != (
             topology.rank, topology.num_ranks, topology.num_local_ranks):
         raise ValueError(f"handle belongs to rank {plan.rank} of {plan.num_ranks} ranks in nodes of "

@@ -3,6 +3,8 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <numeric>
 #include <thread>
 
@@ -12,6 +14,7 @@
 #include "layout/headers.h"
 #include "mutants.h"
 #include "runtime/engine.h"
+#include "runtime/headers.h"
 #include "streamed_executor.h"
 #include "thread_executor.h"
 #include "transport/shm/shm_transport.h"
@@ -59,11 +62,10 @@ struct Memory {
 
 // One rank's call: `tokens` tokens, the j-th of which chooses expert 0, and every other one expert 1 too.
 struct Routed {
-  explicit Routed(Engine& e, uint32_t tokens, uint32_t word = 7) : memory(e.plan_memory(tokens, kTopk, false).total) {
+  explicit Routed(Engine& e, uint32_t tokens, uint32_t hidden = 7) : memory(e.plan_memory(tokens, kTopk, false).total) {
     for (uint32_t t = 0; t < tokens; ++t) idx.push_back(0), idx.push_back(t % 2 ? 1 : -1);
-    in.topk_idx = idx.data(), in.num_tokens = tokens, in.topk = kTopk, in.header = {0, word};
-    call.topk = kTopk, call.budget_word = kHeaderFirstFree, call.memory = memory.data();
-    call.must_agree = 1u << kHeaderTopk | 1u << (kHeaderFirstFree + 1);
+    in.topk_idx = idx.data(), in.num_tokens = tokens, in.topk = kTopk;
+    call.header.topk = kTopk, call.header.hidden = hidden, call.memory = memory.data();
   }
   std::vector<int64_t> idx;
   Memory memory;
@@ -107,8 +109,8 @@ void counts_and_rows_are_right(Pair& pair, uint32_t tokens0, uint32_t tokens1) {
     for (int s = 0; s < 2; ++s) {
       CHECK_EQ(c.rank_rows[size_t(s)], rows[s]);
       CHECK_EQ(c.source_rows[size_t(s)], r ? odd[s] : tokens[s]);
-      CHECK_EQ(c.header(s, kHeaderNumTokens), tokens[s]);
-      CHECK_EQ(c.header(s, kHeaderTopk), kTopk);
+      CHECK_EQ(c.headers[size_t(s)].num_tokens, tokens[s]);
+      CHECK_EQ(uint32_t(c.headers[size_t(s)].topk), kTopk);
       CHECK_EQ(c.dropped[size_t(s)], 0u);
     }
     CHECK_EQ(c.from_nodes[0], tokens[r]);
@@ -131,6 +133,31 @@ void counts_and_rows_are_right(Pair& pair, uint32_t tokens0, uint32_t tokens1) {
 }
 
 }  // namespace
+
+TEST(the_header_of_a_call_fills_its_words_and_each_that_must_agree_is_checked) {
+  CallHeader h;
+  h.num_tokens = 3, h.topk = 5, h.excess = 2, h.hidden = 8, h.dtype = Element::kBf16, h.routing_map = true;
+  const CallHeader::Words words = h.words();
+  CHECK_EQ(words[kHeaderNumTokens], 3u);
+  CHECK_EQ(words[kHeaderTopk], 5u | header_excess(2));
+  CHECK(CallHeader::of(words).words() == words && CallHeader::of(words).routing_map);
+  CHECK(!h.budget());
+  h.set_budget(0);
+  CHECK(h.budget() == 0u && h.words()[kHeaderBudget] == 1);
+  CHECK(differing_fields(std::vector{h, h}).empty());
+  // A difference in any byte is one that kernels notice where, and only where, it has a name. topk is told apart.
+  for (size_t byte = 0; byte < offsetof(CallHeader, unused); ++byte) {
+    auto bytes = std::bit_cast<std::array<unsigned char, sizeof(CallHeader)>>(h);
+    bytes[byte] ^= 1;
+    const bool noticed = kHeaderMustAgree >> byte / 4 & 1, named = byte / 4 != size_t(kHeaderTopk) && noticed;
+    const std::vector pair{h, std::bit_cast<CallHeader>(bytes)};
+    CHECK_EQ(differing_fields(pair).size(), size_t(named));
+  }
+  CallHeader other;
+  other.topk = 7, other.num_tokens = 9, other.want_hidden = 64;
+  const HeaderRanges all = ranges_of(std::vector{h, other});
+  CHECK(all.least_topk == 5 && all.most_topk == 7 && all.most_tokens == 9 && all.most_want_hidden == 64 && all.excess);
+}
 
 TEST(counts_come_by_mail_and_nobody_waits_for_the_stream) {
   Pair pair(20);
@@ -160,20 +187,21 @@ TEST(the_host_does_not_sleep_while_it_waits_for_its_counts) {
 
 TEST(calls_that_do_not_fit_are_learned_by_all_and_harm_nothing) {
   Pair pair(20);
-  const auto refused = [&](uint32_t tokens1, uint32_t word1, int64_t expert1) {
+  const auto refused = [&](uint32_t tokens1, uint32_t hidden1, int64_t expert1) {
     both([&](int r) {
-      Routed routed(*pair.engines[r], r ? tokens1 : 3, r ? word1 : 7);
+      Routed routed(*pair.engines[r], r ? tokens1 : 3, r ? hidden1 : 7);
       if (r) routed.idx[0] = expert1;
       const auto placement = pair.engines[r]->place_and_count(routed.in, routed.call);
       CHECK(!placement->counts.placed);
-      CHECK_EQ(placement->counts.header(1, kHeaderNumTokens), tokens1);
-      CHECK_EQ(placement->counts.header(1, kHeaderFirstFree + 1), word1);
-      CHECK_EQ(placement->counts.header(1, kHeaderTopk) >> 16, expert1 ? 1u : 0u);
+      const CallHeader& said = placement->counts.headers[1];
+      CHECK_EQ(said.num_tokens, tokens1);
+      CHECK_EQ(said.hidden, hidden1);
+      CHECK_EQ(int(said.excess), expert1 ? 1 : 0);
       CHECK_THROWS(std::logic_error, placement->plan(nullptr));
     });
     counts_and_rows_are_right(pair, 5, 2);
   };
-  refused(3, 8, 0);            // another word
+  refused(3, 8, 0);            // another hidden
   refused(kTokens + 1, 7, 0);  // more tokens than the buffer is laid out for
   refused(3, 7, kExperts);     // an expert that does not exist
   refused(3, 7, -2);

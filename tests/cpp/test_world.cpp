@@ -151,12 +151,12 @@ TEST(cached_plans_interleave) {
 }
 
 TEST(budgets_and_capacity_drop_what_they_must) {
-  for (const uint64_t capacity : {0, 3, 11, 1000}) {
+  for (const uint64_t capacity : {1, 3, 11, 1000}) {
     WorldCase w = world(2, 2, 3);
     w.plans.push_back(route_by(w, all(w, 10), 4, [](int rank, uint32_t t) {
       return std::vector<int>{int(t) % 12, (int(t) * 5 + rank) % 12, 3, 4};
     }));
-    w.plans[0].recv_capacity = capacity, w.plans[0].budgets = {0, 7, -1, 19}, w.plans[0].pad_multiple = 8;
+    w.recv_capacity = capacity, w.plans[0].budgets = {0, 7, std::nullopt, 19}, w.plans[0].pad_multiple = 8;
     add_round(w, 0, 2);
     check_world(w);
   }
@@ -170,14 +170,12 @@ TEST(bad_calls_leave_the_engine_usable) {
   const int64_t experts[] = {0, 1};
   RoutingInput in;
   in.topk_idx = experts, in.num_tokens = 2, in.topk = 1;
-  in.header = {0};  // no budget
   std::vector<unsigned char> blocks[2];
   const auto block = [](std::vector<unsigned char>& bytes, uint64_t size) {
     bytes.assign(size + 128, 0xff);
     return reinterpret_cast<unsigned char*>(align_up(uint64_t(bytes.data()), 128));
   };
   PlaceCall call;
-  call.budget_word = kHeaderFirstFree, call.must_agree = 1u << kHeaderTopk;
   call.memory = block(blocks[0], engine->plan_memory(2, 1, false).total);
   const auto placement = engine->place_and_count(in, call);
   const std::shared_ptr<Plan> placed = placement->plan(block(blocks[1], placement->learned.total));

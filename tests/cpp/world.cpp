@@ -151,27 +151,27 @@ class RankRun {
       in.routing_map = map.data(), in.weights = probs.data();
     else
       in.topk_idx = c.topk_idx[r].empty() ? &kNothing : c.topk_idx[r].data(), in.weights = c.weights[r].data();
-    in.header = {uint32_t(1 + c.budgets[r]), uint32_t(index) + 100};
     nap();
     PlaceCall call;
-    call.topk = ref.widest(), call.pad_multiple = c.pad_multiple, call.pad_empty = c.pad_empty;
-    call.recv_capacity = c.recv_capacity;
-    call.budget_word = kHeaderFirstFree, call.must_agree = 1u << kHeaderTopk | 1u << (kHeaderFirstFree + 1);
+    CallHeader& header = call.header;
+    header.topk = uint16_t(ref.widest()), header.hidden = uint32_t(index) + 100;
+    header.pad_multiple = c.pad_multiple, header.pad_empty_experts = c.pad_empty;
+    header.set_budget(c.budgets[r]);
     Placed& made = plans_[index];
-    made.memory = std::make_unique<PlanBlock>(engine_.plan_memory(in.num_tokens, call.topk, false).total);
+    made.memory = std::make_unique<PlanBlock>(engine_.plan_memory(in.num_tokens, header.topk, false).total);
     call.memory = made.memory->data();
     const std::shared_ptr<Placement> placement = engine_.place_and_count(in, call);
     for (uint32_t s = 0; s < w_.num_ranks(); ++s) {
-      expect(placement->counts.header(int(s), kHeaderNumTokens) == c.num_tokens[s], "tokens of rank ", s);
-      expect(placement->counts.header(int(s), kHeaderFirstFree + 1) == index + 100, "header word of rank ", s);
+      expect(placement->counts.headers[s].num_tokens == c.num_tokens[s], "tokens of rank ", s);
+      expect(placement->counts.headers[s].hidden == index + 100, "header of rank ", s);
     }
     expect(placement->counts.placed, "nothing was placed");
     made.learned = std::make_unique<PlanBlock>(placement->learned.total);
     made.plan = placement->plan(made.learned->data());
-    check_plan(*made.plan, ref, c);
+    check_plan(*made.plan, ref);
   }
 
-  void check_plan(const Plan& plan, const Reference& ref, const RoutingCase& c) const {
+  void check_plan(const Plan& plan, const Reference& ref) const {
     const size_t r = size_t(rank_);
     expect(plan.topk() == ref.widest(), "topk ", plan.topk(), " instead of ", ref.widest());
     expect(plan.num_recv_rows() == ref.received[r].size(), "receive rows ", plan.num_recv_rows());
@@ -181,7 +181,7 @@ class RankRun {
     expect(counts.padded_tokens_per_expert == ref.padded_tokens_per_expert[r], "padded tokens per expert");
     expect(std::ranges::equal(counts.dropped, ref.dropped_pairs), "dropped pairs");
     expect(std::ranges::equal(counts.rank_rows, ref.wanted_rows), "receive rows of all ranks");
-    expect(plan.has_holes() == (ref.wanted_rows[r] > c.recv_capacity), "has_holes");
+    expect(plan.has_holes() == (ref.wanted_rows[r] > w_.recv_capacity), "has_holes");
     expect(plan.overflow() == (plan.has_holes() || ref.dropped_pairs[r] > 0), "overflow");
     std::vector<uint32_t> per_source(w_.num_ranks(), 0);
     for (int s = 0; s < int(w_.num_ranks()); ++s)

@@ -42,11 +42,11 @@ Reference::Reference(const WorldCase& w, const RoutingCase& c)
       for (uint32_t t = 0; t < pairs[s].size(); ++t) {
         bool wanted = false;
         for (const auto& [expert, weight] : pairs[s][t]) wanted |= rank_of(expert) == d;
-        if (!wanted || wanted_rows[d]++ >= c.recv_capacity) continue;
+        if (!wanted || wanted_rows[d]++ >= w.recv_capacity) continue;
         row_[{d, s, t}] = uint32_t(received[d].size());
         received[d].push_back({s, t});
       }
-    const size_t budget = c.budgets[d] < 0 ? ~size_t{0} : size_t(c.budgets[d]);
+    const size_t budget = c.budgets[d] ? *c.budgets[d] : ~size_t{0};
     std::vector<Slot>& rows = permuted[d];
     size_t position = 0;  // as if there were no budget
     for (int e = d * experts_per_rank; e < (d + 1) * experts_per_rank; ++e) {
@@ -105,7 +105,7 @@ int choose_expert(Random& r, const WorldCase& w, const Habit& h, uint32_t token,
   return int(r.below(w.num_experts));
 }
 
-RoutingCase random_routing(Random& r, const WorldCase& w, uint32_t max_tokens) {
+RoutingCase random_routing(Random& r, WorldCase& w, uint32_t max_tokens) {
   RoutingCase c;
   c.dense = r.one_in(4);
   const uint32_t max_topk = r.of({1u, 2u, 3u, 4u, 8u, 40u}), most = r.between(1, max_tokens);
@@ -128,10 +128,11 @@ RoutingCase random_routing(Random& r, const WorldCase& w, uint32_t max_tokens) {
   }
   c.pad_multiple = r.of({1u, 1u, 2u, 8u, 16u});
   c.pad_empty = c.num_tokens[0] % 2 != 0;  // drawn from what is drawn already: cases keep their seeds
-  c.budgets.assign(w.num_ranks(), -1);
+  c.budgets.resize(w.num_ranks());
   if (r.one_in(4))
-    for (auto& budget : c.budgets) budget = r.one_in(3) ? -1 : int64_t(r.below(2 * max_tokens));
-  if (r.one_in(5)) c.recv_capacity = r.between(0, 2 * max_tokens);
+    for (auto& budget : c.budgets)
+      if (!r.one_in(3)) budget = r.below(2 * max_tokens);
+  if (r.one_in(5)) w.recv_capacity = std::max(1u, r.between(0, 2 * max_tokens));
   return c;
 }
 

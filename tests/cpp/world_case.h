@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -42,8 +43,7 @@ struct RoutingCase {
   std::vector<std::vector<float>> weights;     // [R] -> [T * topk]
   uint32_t pad_multiple = 1;
   bool pad_empty = false;
-  std::vector<int64_t> budgets;  // [R], -1 = none
-  uint64_t recv_capacity = 1 << 20;
+  std::vector<std::optional<uint32_t>> budgets;  // [R]
 };
 
 // One collective operation. A plan is exchanged when an operation first names it; later ones find it cached.
@@ -63,6 +63,7 @@ struct OpCase {
 struct WorldCase {
   uint32_t num_nodes = 1, num_local_ranks = 1, num_experts = 1;
   uint32_t chunk_tokens = 4, rail_slots = 2;
+  uint64_t recv_capacity = 1 << 20;  // at least 1; a buffer has no more receive rows, though a plan may want more
   std::vector<RoutingCase> plans;
   std::vector<OpCase> ops;
   bool exchange_first = false;  // all plans up front, one exchange right after the other
@@ -124,7 +125,7 @@ RoutingCase route_by(const WorldCase& w, const std::vector<uint32_t>& num_tokens
   RoutingCase c;
   c.num_tokens = num_tokens;
   c.topk.assign(w.num_ranks(), topk);
-  c.budgets.assign(w.num_ranks(), -1);
+  c.budgets.resize(w.num_ranks());
   for (uint32_t r = 0; r < w.num_ranks(); ++r) {
     c.topk_idx.emplace_back(num_tokens[r] * topk, -1);
     c.weights.emplace_back(num_tokens[r] * topk, 1.f);

@@ -104,7 +104,7 @@ def of_plan(plan):
     flags = {"rail_to_node": rail, "node_to_rail": TOKENS, "local_routing": rows * local}
     numbers = {"sparse_to_dense": rail, "permuted_rows": rows * local, "source_ends": 2}
     return {
-        "maps": {"pair_expert": pairs, **{n: torch.empty(c, dtype=torch.bool) for n, c in flags.items()},
+        "maps": {"memory": plan.memory.block, **{n: torch.empty(c, dtype=torch.bool) for n, c in flags.items()},
                  **{n: torch.empty(c, dtype=torch.int32) for n, c in numbers.items()}},
         "weights_from_dense": {"pair_expert": pairs, "probs": dense, "out": ordered},
         "weights_to_dense": {"pair_expert": pairs, "weights": ordered, "out": dense},
@@ -153,16 +153,14 @@ def test_memory_of_a_placed_plan_is_held_to_its_size():
 
 
 def test_a_plan_has_room_for_every_expert_that_topk_idx_may_name():
-    """The kernel counts the pairs of a map; those of topk_idx it takes on trust, and their memory is of `topk`."""
-    refused = []
-
-    def narrow(verb, call, arguments):
-        if verb == "place" and arguments["topk_idx"] is not None and arguments["topk_in"] > 1:
-            refused.append(refusal(call, arguments | {"topk": 1}))
-        return arguments
-
-    watched_run(1, 1, narrow, lambda b, mine: all_verbs(b, mine, False))
-    assert refused and all(text.startswith("topk: is 1, but topk_idx may choose") for text in refused)
+    """The kernel counts the pairs of a map; those of topk_idx it takes on trust, and their memory is of the topk said."""
+    [buffer], idx = VirtualWorld(1, 1).buffers(HIDDEN, TOKENS, EXPERTS), given(0).idx
+    header = _core.CallHeader(num_tokens=TOKENS, topk=1, num_experts=EXPERTS, hidden=HIDDEN)
+    room = torch.empty(1 << 20, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="its topk is 1, but topk_idx may choose"):
+        buffer._session.engine.place(header, topk_idx=view("topk_idx", idx), topk_in=idx.shape[1], count=True,
+                                     memory=view("memory", room[-room.data_ptr() % 128:]))
+    buffer.destroy()
 
 
 def test_a_view_of_nothing_has_no_bytes():
@@ -234,3 +232,10 @@ def test_the_simulator_holds_its_routing_to_size():
     for bad in ([[0, 1]], [[0, 1, 2], [0]], [[99] * 4, [99] * 4]):
         with pytest.raises(ValueError, match="topk_idx"):
             _core.simulate(spec, topk_idx=bad)
+
+
+def test_maps_are_made_of_the_plans_own_memory(plan):
+    """That is the proof that the host can read it; as large a tensor on the CPU is none."""
+    good = {name: view(name, x) for name, x in of_plan(plan)["maps"].items()}
+    with pytest.raises(ValueError, match="memory: is not what the plan was placed in"):
+        plan.core.maps(**good | {"memory": view("memory", plan.memory.block.clone())})

@@ -12,7 +12,7 @@ from examples import Example, check, expected, make_inputs
 
 from hybrid_ep import CapacityError, HybridEPBuffer, reference
 from hybrid_ep.errors import BufferFailedError, ReentrantCallError
-from hybrid_ep.runtime.handle import OVERFLOW_FLAG
+from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.testing import VirtualWorld
 
 EX = Example(2, 2, 2, (6, 9, 12, 3), 3, seed=5, exact=True)
@@ -228,7 +228,7 @@ def test_capacity_factor_bounds_memory_and_raises_or_drops():
 
 
 @pytest.mark.parametrize("what", ["hidden", "dtype", "pad_multiple", "pad_empty_experts", "num_of_experts",
-                                  "weights", "scaling_factor", "verb"])
+                                  "routing", "weights", "scaling_factor", "verb"])
 def test_ranks_that_disagree_about_a_call_are_named(what):
     world, buffers = world_and_buffers()
 
@@ -242,6 +242,8 @@ def test_ranks_that_disagree_about_a_call_are_named(what):
                 "pad_multiple": {"pad_multiple": 8},
                 "pad_empty_experts": {"pad_empty_experts": True},
                 "num_of_experts": {"num_of_experts": 16},
+                "routing": {"topk_idx": None, "topk_weights": None, "num_of_experts": None,
+                            "routing_map": torch.ones(len(mine.hidden), 8, dtype=torch.bool), "probs": None},
                 "weights": {"topk_weights": None}, "scaling_factor": {"scaling_factor": torch.zeros(3, 2)},
                 "verb": {"non_blocking": True, "num_permuted_tokens": 16}}[what])
         buffers[rank].dispatch_with_permute(**arguments)
@@ -250,6 +252,7 @@ def test_ranks_that_disagree_about_a_call_are_named(what):
     assert all(type(e) is ValueError for e in errors), errors
     assert len({str(e) for e in errors}) == 1
     assert "on ranks [3]" in str(errors[0]) and "on ranks [0, 1, 2]" in str(errors[0])
+    assert what != "routing" or "routing must be the same" in str(errors[0])
     world.run(lambda rank, _: check(buffers[rank], rank, EX))
 
 

@@ -142,3 +142,13 @@ def test_the_comparison_notices(world, wrong):
     ex = Example(2, 2, 2, (6, 9, 12, 3), 3, scale_columns=1, pad_multiple=8, seed=5)
     answers = world.run(check_reference_buffer, ex, wrong, return_errors=True)
     assert any(a and a["type"] == "AssertionError" for a in answers), f"nobody noticed: {wrong}"
+
+
+def test_weights_that_come_back_from_some_ranks_only_are_refused():
+    world = reference.World(1, 2, 1)
+    plan = reference.plan_world(world, [torch.ones(2, 2, dtype=torch.bool)] * 2)
+    rows = [torch.ones(4, 8)] * 2
+    with pytest.raises(ValueError, match="weights come from 1 of 2 ranks"):
+        reference.combine_world(plan, rows, [None, torch.ones(4)])
+    both = reference.combine_world(plan, rows, [torch.ones(4), torch.ones(4)])
+    assert all(torch.equal(probs, torch.ones(2, 2)) for _, probs in both)

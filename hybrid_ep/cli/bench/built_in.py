@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.cli.bench.engine_clock import EngineClock
 from hybrid_ep.cli.bench.implementations import (
     LINKS,
     BufferImplementation,
@@ -24,7 +23,7 @@ class HybridEp(BufferImplementation):
 
     name = "hybrid_ep"
     wire = "hierarchical"
-    _clock: EngineClock | None = None
+    _counts = False
 
     @classmethod
     def unavailable(cls, setting: Setting) -> str | None:
@@ -49,23 +48,15 @@ class HybridEp(BufferImplementation):
         """Route alone is what a dispatch does before it sends a row: counts exchanged, every row placed."""
         if op != "route":
             return super().stage(op)
-        length, verb = (11, "dispatch_with_permute") if self.case.permute else (7, "dispatch")
-        r = {"topk_idx": None, "topk_weights": None, "routing_map": None, "probs": None, **self._routing}
-
-        def route() -> None:
-            with self.buffer._busy():
-                self.buffer._plan_or_route(
-                    length, verb, None, self.case.x, self.case.scales, r["topk_idx"], r["topk_weights"],
-                    self.case.num_experts, r["probs"], r["routing_map"], permute=self.case.permute)
-
-        return Timed(route)
+        case, permute = self.case, self.case.permute
+        return Timed(lambda: self.buffer.route(
+            case.x, permute=permute, scaling_factor=case.scales, num_of_experts=case.num_experts, **self._routing))
 
     def start_kernel_clock(self) -> None:
-        self._clock = EngineClock(self.buffer._session.engine, self.case.executor == "cuda")
-        self.buffer._session.engine = self._clock
+        self._counts = True
 
     def kernel_seconds(self) -> float | None:
-        return self._clock.seconds() if self._clock else None
+        return self.buffer.kernel_seconds() if self._counts else None
 
     def buffer_bytes(self) -> int:
         return self.buffer.memory_report().total_bytes

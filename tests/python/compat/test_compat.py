@@ -11,7 +11,7 @@ import torch
 
 import hybrid_ep
 from hybrid_ep import compat
-from hybrid_ep.runtime.handle import OVERFLOW_FLAG
+from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.testing import VirtualWorld
 
 

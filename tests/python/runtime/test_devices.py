@@ -14,6 +14,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_ep import _core
 from hybrid_ep.runtime import devices, options
@@ -313,3 +314,11 @@ def test_memory_that_grows_is_freed_when_its_peers_have_closed_it(monkeypatch):
     for handle in of_first_two:
         assert [what for what, of in log if of == handle] == ["closed", "closed", "freed"]
     assert sum(what == "freed" for what, _ in log) == 9
+
+
+def test_a_store_keeps_no_keys_of_segments_that_are_unlinked():
+    store = dist.HashStore()
+    store.set("segments/a.0", "-")
+    for _ in range(2):  # every rank unlinks every name
+        devices.DeviceSegments(store, "none").unlink("/a.0")
+    assert not store.check(["segments/a.0"])

@@ -234,3 +234,18 @@ def test_message_names_file_line_and_rule(tmp_path):
     assert result.returncode == 1
     first = result.stdout.splitlines()[0]
     assert first == "csrc/common/a.h:2: layers: common may not include layout/buffer.h"
+
+
+def test_private_names_stay_in_their_room(tmp_path):
+    root = make_tree(tmp_path, {
+        "hybrid_ep/buffer.py": "class B:\n    def __init__(self):\n        self._s = 1\n    def _busy(self): ...\n",
+        "hybrid_ep/testing.py": "def f(b):\n    return b._s\n",  # the same room
+        "hybrid_ep/cli/bench.py": "def f(b):\n    b._busy()\n    b.x._replace(y=1)\n    return b._s, b._theirs\n",
+        "scripts/look.py": "def f(b):\n    return b._s\n",
+    })
+    assert violations(root) == [("hybrid_ep/cli/bench.py", 2, "private"), ("hybrid_ep/cli/bench.py", 4, "private")]
+
+
+def test_stubs_are_text_too(tmp_path):
+    root = make_tree(tmp_path, {"hybrid_ep/_core.pyi": f"x: str = '{HOME}'\n"})
+    assert violations(root) == [("hybrid_ep/_core.pyi", 1, "machine path")]

@@ -45,7 +45,7 @@ def test_with_peers_of_one_node_the_first_rank_writes_their_rows():
     mine = make_inputs(ex, 0)
     rank = LoneRank(1, 3, 3, 5, 2, executor="host")
     rank.dispatch(rank.route(mine.topk_idx, mine.topk_weights), mine.hidden[:, :8].contiguous(), None, 1)
-    at, _ = rank.regions["receive_rows"]
+    at, _ = {name: (at, size) for name, at, size in rank.shape.regions()}["receive_rows"]
     message = traffic.message_bytes(2, 3, 16)
     for peer in (1, 2):
         came = mine.hidden[(mine.topk_idx == peer).any(1), :8].contiguous().view(torch.uint8)

@@ -1,7 +1,7 @@
 """Kernel time: what a buffer's engine spends in the launches themselves, apart from the Python around them.
 
-Stands in for the engine and passes everything on. On the host a launch runs inside the call, so the clock is the
-call's; on a GPU two events stand around the launch on its stream."""
+On the host a launch runs inside the call, so the clock is the call's; on a GPU two events stand around the launch on
+its stream."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ _LAUNCHES = ("place", "dispatch", "combine")
 
 
 class EngineClock:
-    """An engine whose launches are timed."""
+    """Seconds in the launches of a buffer's engines."""
 
-    def __init__(self, engine: Any, on_gpu: bool) -> None:
-        self._engine, self._on_gpu = engine, on_gpu
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
+
+    def around(self, engine: Any) -> TimedEngine:
+        """The engine, with its launches timed."""
+        return TimedEngine(engine, self)
 
     def seconds(self) -> float:
         """In launches so far; waits for those under way."""
@@ -30,11 +34,7 @@ class EngineClock:
             self._events.clear()
         return self._seconds
 
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._engine, name)
-        return self._timed(attribute) if name in _LAUNCHES else attribute
-
-    def _timed(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._on_gpu:
                 first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -49,3 +49,14 @@ class EngineClock:
             return result
 
         return run
+
+
+class TimedEngine:
+    """Stands in for an engine and passes everything on."""
+
+    def __init__(self, engine: Any, clock: EngineClock) -> None:
+        self._engine, self._clock = engine, clock
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._engine, name)
+        return self._clock.timed(attribute) if name in _LAUNCHES else attribute

@@ -1,0 +1,52 @@
+"""What verbs of a buffer have in common: the plan that a dispatch goes by, and the sum of either combine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.config import HybridEpConfigInstance
+from hybrid_ep.runtime import plan_weights, validation
+from hybrid_ep.runtime.handle_kinds import HandleKind
+from hybrid_ep.runtime.plan import Plan, Routed
+from hybrid_ep.runtime.routing import Given, routing_of_call
+from hybrid_ep.runtime.session import Call, Session
+from hybrid_ep.runtime.signatures import Combined, Handle
+from hybrid_ep.runtime.tensors import aligned, row_bytes, view
+
+
+def plan_or_route(session: Session, kind: HandleKind, handle: Handle | Routed | None, given: Given, call: Call,
+                  config: HybridEpConfigInstance) -> tuple[Plan, Tensor | None, bool]:
+    """(plan, new weights in plan order or None, whether weights are those that the routing brought)."""
+    x = validation.hidden_rows("hidden", call.hidden)
+    if call.scale is not None:
+        validation.scales(call.scale, x)
+    validation.fp8_agrees(call.use_fp8, x)
+    if handle is not None:
+        plan = validation.handle(handle, kind, session.topology)
+        validation.hidden_rows("hidden", x, plan.num_tokens)
+        fresh = plan_weights.in_plan_order(plan, given.topk_idx, given.topk_weights, given.probs)
+        return plan, fresh, isinstance(handle, Routed) and plan.has_weights and fresh is None
+    session.require_capturable(call.non_blocking)
+    routing = routing_of_call(x, given, config=config, num_ranks=session.topology.num_ranks,
+                              look=not session.runs_beside)
+    plan = session.route(routing, call, config)
+    return plan, None, plan.has_weights
+
+
+def gather(session: Session, plan: Plan, hidden: Tensor, weights: Tensor | None, *, permuted: bool,
+           weighted: bool = False, fp32_partials: bool, blocks: tuple[int, int]) -> Combined:
+    """The sums of a plan's rows; blocks: of the combine, and of a launch of its own before it, or 0."""
+    validation.flag("fp32_partials", fp32_partials)
+    x, w = aligned(hidden), None if weights is None else aligned(weights)
+    bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
+    session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
+    out = session.results.empty(plan.num_tokens, row_bytes(x)).view(x.dtype)
+    returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32,
+                                                  device=x.device)
+    session.engine.combine(
+        plan.core, x=view("hidden", x), hidden=x.shape[1], weights=view("probs", w), out_x=view("out_x", out),
+        out_weights=view("out_weights", returned), permuted=permuted, multiply=weighted,
+        fp32_partials=fp32_partials, num_blocks=blocks[0], unpermute_blocks=blocks[1],
+        chunk_tokens=session.chunks["combine"])
+    return out, None if returned is None else plan_weights.to_dense(plan, returned)
