@@ -21,7 +21,8 @@ using Result = py::typing::Dict<py::str, py::object>;
 template <class F>
 void each_cost(CostModel& c, F&& f) {
   f("launch_ps", c.launch_ps), f("issue_ps", c.issue_ps), f("shared_ps", c.shared_ps), f("barrier_ps", c.barrier_ps);
-  f("wake_ps", c.wake_ps), f("poll_ps", c.poll_ps), f("flag_ps", c.flag_ps), f("route_token_ps", c.route_token_ps);
+  f("wake_ps", c.wake_ps), f("poll_ps", c.poll_ps), f("fence_ps", c.fence_ps), f("flag_ps", c.flag_ps);
+  f("route_token_ps", c.route_token_ps);
   f("tma_read_mbps", c.tma_read_mbps), f("tma_write_mbps", c.tma_write_mbps), f("tma_op_ps", c.tma_op_ps);
   f("tma_latency_ps", c.tma_latency_ps), f("reduce_mbps", c.reduce_mbps), f("round_mbps", c.round_mbps);
   f("hbm_mbps", c.hbm_mbps), f("nvlink_egress_mbps", c.nvlink_egress_mbps);

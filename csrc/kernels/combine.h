@@ -33,8 +33,7 @@ HEP_DEVICE void unpermute_kernel(A& a, Net& net, const CombineParams& p, std::by
   } else if (warp == 1) {
     PackWeightsRole<A>::run(a, p);
   } else {
-    ReduceRole<A, Net, kReduceWarps<A>, SumOf::kExperts>(a, net, p, fifo, smem, p.out_stage_at[1], 1, 2, p.dtype,
-                                                         p.partial_dtype)
+    ReduceRole<A, Net, kReduceWarps<A>, SumOf::kExperts>(a, net, p, fifo, smem, 1, 1, 2, p.dtype, p.partial_dtype)
         .run("unpermute_reduce", 0);
   }
 }
@@ -61,14 +60,13 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
     FinalSumRole<A, Net>(a, net, p, final_sum).run();
     p.gate.wait_all_done(a, p.gate.epoch());
   } else if (warp < 2 + kWarps) {
-    ReduceRole<A, Net, kWarps, SumOf::kNode> role(a, net, p, node_sum, smem, p.out_stage_at[0], 1, 2, p.partial_dtype,
-                                                  p.partial_dtype);
+    ReduceRole<A, Net, kWarps, SumOf::kNode> role(a, net, p, node_sum, smem, 0, 1, 2, p.partial_dtype, p.partial_dtype);
     role.run("node_sum_reduce", parties);
     if (!role.from.elected) return;
     if (role.leader && !injected(Bug::kCombineWithoutQuiet)) net.quiet(a);
   } else {
-    ReduceRole<A, Net, kWarps, SumOf::kToken> role(a, net, p, final_sum, smem, p.out_stage_at[1], 2, 2 + kWarps,
-                                                   p.partial_dtype, p.dtype);
+    ReduceRole<A, Net, kWarps, SumOf::kToken> role(a, net, p, final_sum, smem, 1, 2, 2 + kWarps, p.partial_dtype,
+                                                   p.dtype);
     role.run("final_sum_reduce", parties);
     if (!role.from.elected) return;
   }
@@ -92,7 +90,18 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   p.credit_cursors_at = 0;
   p.rail_tally_at = align_up(4ull * p.rail.num_peers, 128);
   const uint64_t fifos_at = p.rail_tally_at + align_up(sizeof(Vec16) * p.rail.num_peers, 128);
-  const uint64_t out = 4 * align_up(4ull * kSumTileElems, 128), aside = fifos_at + out + 1024;  // the last: alignment
+  // A slice holds a warp's share of a tile of payload as it is stored, or of weights.
+  using Sum = SliceSum<A, kReduceWarps<A>>;
+  const uint32_t weight_share = 4 * Sum::share_of(floats < p.tile_elems ? floats : p.tile_elems);
+  auto slice_bytes = [&](uint32_t element_bytes) {
+    const uint32_t payload_share = element_bytes * Sum::share_of(p.tile_elems);
+    return uint32_t(align_up(payload_share > weight_share ? payload_share : weight_share, 128));
+  };
+  p.out_slice_bytes[0] = slice_bytes(dtype_bytes(p.partial_dtype));
+  p.out_slice_bytes[1] = slice_bytes(in_bytes);
+  constexpr uint64_t kSlices = 2 * kReduceWarps<A>;
+  const uint64_t out = kSlices * (p.out_slice_bytes[0] + p.out_slice_bytes[1]);
+  const uint64_t aside = fifos_at + out + 1024;  // the last: alignment
   const uint64_t left = budget > aside ? budget - aside : 0;
   // Without rail peers nothing is summed for them: the final sum has all the stages.
   const bool rail = p.rail.num_peers != 0;
@@ -100,8 +109,8 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   p.node_sum = Fifo::layout(fifos_at, rail ? stages : 2, rail ? stage_bytes : 16);
   p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_bytes);
   p.out_stage_at[0] = p.final_sum.end;
-  p.out_stage_at[1] = p.out_stage_at[0] + 2 * 4ull * kSumTileElems;
-  return p.smem_bytes = p.out_stage_at[1] + 2 * 4ull * kSumTileElems;
+  p.out_stage_at[1] = p.out_stage_at[0] + kSlices * p.out_slice_bytes[0];
+  return p.smem_bytes = p.out_stage_at[1] + kSlices * p.out_slice_bytes[1];
 }
 
 }  // namespace hep

@@ -27,7 +27,7 @@ struct FifoLayout {
 
 inline constexpr uint32_t kMaxTileBytes = 16 * 1024;  // payload bytes of one stage; longer rows take several
 
-inline constexpr uint32_t kSumTileElems = 2048;  // elements of a row that a stage of a summing role holds
+inline constexpr uint32_t kSumTileElems = 4096;  // elements of a row that a stage of a summing role holds
 
 // Stages of one FIFO at most: enough that rows of 7 KiB (fp8) fill a block's memory, as rows of 14 KiB (bf16) do, and
 // few enough that a launch of small rows is not all setting up of barriers. A FIFO beside others holds fewer.

@@ -100,11 +100,14 @@ struct StageProducer {
   }
 };
 
-// Waits for the stage's loads; returns its head.
+// Waits for the stage's loads.
 template <Arch A, class Head>
-HEP_DEVICE Head wait_for_stage(A& a, const StageFifo<A, Head>& fifo, const StageCursor& at) {
+HEP_DEVICE void await_stage(A& a, const StageFifo<A, Head>& fifo, const StageCursor& at) {
   if (!injected(Bug::kReadBeforeLoaded))
     a.mbar_wait(fifo.full[at.stage], at.phase, {Site::kStageFull, -1, int64_t(at.stage)});
+}
+template <Arch A, class Head>
+HEP_DEVICE Head head_of_stage(A& a, const StageFifo<A, Head>& fifo, const StageCursor& at) {
   const auto* src = reinterpret_cast<const Vec16*>(&fifo.heads[at.stage]);
   HeadWords<Head> words;
   for (size_t i = 0; i < sizeof(Head) / 16; ++i) words.v[i] = a.ld_shared(src + i);
@@ -123,7 +126,10 @@ struct StageConsumer {
     at.advance(index, f.num_stages);
     oldest = at;
   }
-  HEP_DEVICE Head wait(A& a) { return wait_for_stage(a, fifo, at); }
+  HEP_DEVICE Head wait(A& a) {
+    await_stage(a, fifo, at);
+    return head_of_stage(a, fifo, at);
+  }
   HEP_DEVICE unsigned char* data() const { return fifo.data + uint64_t(at.stage) * fifo.stage_bytes; }
   HEP_DEVICE void advance() { at.advance(stride, fifo.num_stages); }
   // Gives the oldest held stage back, by a consumer that is one lane. What was read of it through the generic proxy is
@@ -147,7 +153,14 @@ struct WarpConsumer {
   // By all lanes of the warp.
   HEP_DEVICE WarpConsumer(A& a, const StageFifo<A, Head>& f) : fifo(f), stage_data(f.data), elected(a.elect_one()) {}
 
-  HEP_DEVICE Head wait(A& a) { return wait_for_stage(a, fifo, at); }
+  HEP_DEVICE Head wait(A& a) {
+    await(a);
+    return head(a);
+  }
+  // wait() in its parts. is_here: the stage's loads are, so that await() would return at once.
+  HEP_DEVICE bool is_here(A& a) { return a.mbar_test(fifo.full[at.stage], at.phase); }
+  HEP_DEVICE void await(A& a) { await_stage(a, fifo, at); }
+  HEP_DEVICE Head head(A& a) const { return head_of_stage(a, fifo, at); }
   HEP_DEVICE const unsigned char* data() const { return stage_data; }
   // Gives the stage back and advances. Published by every lane that has read it, as in StageConsumer::release.
   HEP_DEVICE void pass(A& a) {

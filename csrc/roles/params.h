@@ -99,6 +99,7 @@ struct CombineParams {
   uint64_t rail_tally_at;          // [num_peers], see RailTally
   FifoLayout node_sum, final_sum;  // the unpermute kernel uses final_sum
   uint64_t out_stage_at[2];        // two slices for each warp of the two reductions
+  uint32_t out_slice_bytes[2];     // of one
   uint64_t smem_bytes;
 };
 

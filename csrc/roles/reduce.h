@@ -8,11 +8,7 @@
 
 namespace hep {
 
-// Whose rows are added: experts' outputs, which may be scaled; the node's partials of a rail peer's token, whose sums
-// go to that peer chunk by chunk; or a token's partials, some of them out of rings that want their credits.
-enum class SumOf { kExperts, kNode, kToken };
-
-// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier.
+// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier, `out_stage` their slices.
 template <Arch A, Transport<A> Net, int kWarps, SumOf kSum>
 struct ReduceRole {
   using Sum = SliceSum<A, kWarps>;
@@ -28,10 +24,10 @@ struct ReduceRole {
   const DType in, out;
   Sum sum;
   const bool leader;  // the elected lane of the first warp: speaks for the group
-  OutSlices<A, Sum::kMostElems * 4> slices;
+  OutSlices<A> slices;
 
   HEP_DEVICE ReduceRole(A& arch, Net& n, const CombineParams& params, const StageFifo<A, SumHead>& fifo,
-                        std::byte* smem, uint64_t out_at, int group_, int first_warp, DType in_, DType out_)
+                        std::byte* smem, int out_stage, int group_, int first_warp, DType in_, DType out_)
       : a(arch),
         net(n),
         p(params),
@@ -42,7 +38,8 @@ struct ReduceRole {
         out(out_),
         sum(arch.warp_idx() - first_warp, arch.lane()),
         leader(from.elected && sum.warp == 0),
-        slices(arch, reinterpret_cast<unsigned char*>(smem) + out_at, sum.warp, from.elected) {}
+        slices(arch, reinterpret_cast<unsigned char*>(smem) + params.out_stage_at[out_stage],
+               params.out_slice_bytes[out_stage], sum.warp, from.elected) {}
 
   // `parties`: reduce groups of the grid, before whose end the node is not told that its rows are done with; 0: none.
   HEP_DEVICE void run(const char* role, int parties) {
@@ -73,7 +70,7 @@ struct ReduceRole {
         add_rows<true>(head, s);
       else
         add_rows<false>(head, s);
-      tell(head);
+      if (kSum == SumOf::kToken && leader) tally.take(head);  // a row of a ring is out of its slot
       if (head.is(SumHead::kLast)) break;
       head = from.wait(a);
     }
@@ -102,14 +99,21 @@ struct ReduceRole {
       if (head.is(SumHead::kScaled)) return add_rows_as<T, kWhole, true>(head, s);
     add_rows_as<T, kWhole, false>(head, s);
   }
-  // Until the last row, or one of which somebody must be told. docs/cuda.md counts its instructions.
+  // Until the last row, or one of which somebody must be told. A stage goes back as soon as its row and head are in
+  // registers, and the next is looked at before the row is added: a warp is alone on its scheduler, and what it waits
+  // for can hide behind nothing but its own sums. docs/cuda.md counts instructions and clocks.
   template <class T, bool kWhole, bool kScaled>
   HEP_DEVICE void add_rows_as(SumHead& head, const Slice& s) {
     for (;;) {
-      sum.template add<T, kWhole, kScaled>(a, from.data(), s, head.scale);
+      Octet<T> row[Sum::kMaxOctets];
+      sum.template load<T, kWhole>(a, row, from.data(), s);
+      head = from.head(a);
       from.pass(a);
-      if (head.is(SumHead::kLast) || (kSum == SumOf::kToken && head.peer != 0)) return;
-      head = from.wait(a);
+      const bool last = head.is(SumHead::kLast) || (kSum == SumOf::kToken && head.peer != 0);
+      const bool here = !last && from.is_here(a);
+      sum.template add<T, kScaled>(row, head.scale);
+      if (last) return;
+      if (!here) from.await(a);
     }
   }
   HEP_DEVICE void sum_whole_tile(SumHead& head) {
@@ -121,16 +125,11 @@ struct ReduceRole {
                   head.is(SumHead::kLast), head.is(SumHead::kScaled), head.scale},
           &sum.sums[0][0]);
       from.pass(a);
-      tell(head);
+      if (kSum == SumOf::kToken && leader) tally.take(head);  // a row of a ring is out of its slot
       if (head.is(SumHead::kLast)) return store(head, {0, head.elems});
       head = from.wait(a);
     }
   }
-  // A row that was loaded from a ring is out of its slot.
-  HEP_DEVICE void tell(const SumHead& head) {
-    if (kSum == SumOf::kToken && leader) tally.take(head);
-  }
-
   HEP_DEVICE void store(const SumHead& head, const Slice& s) {
     const uint32_t size = dtype_bytes(head.type(out));
     slices.store(head.dst + uint64_t(s.begin) * size, s.elems * size);

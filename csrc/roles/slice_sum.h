@@ -11,7 +11,6 @@ template <Arch A, int kWarps>
 struct SliceSum {
   static constexpr uint32_t kMostElems = kSumTileElems / kWarps;
   static constexpr int kMaxOctets = int(kMostElems) / kOctet / A::kLanes;
-  static constexpr int kAtOnce = kMaxOctets < 2 ? kMaxOctets : 2;  // octets that are loaded together
 
   // What a warp has of a tile, in elements: octets, split evenly between the warps, the last of them perhaps half.
   struct Slice {
@@ -26,9 +25,13 @@ struct SliceSum {
   HEP_DEVICE SliceSum(int warp_of_group, int lane_) : warp(warp_of_group), lane(lane_) {}
 
   HEP_DEVICE Slice slice_of(uint32_t elems) const {
-    const uint32_t octets = (elems + kOctet - 1) / kOctet, each = (octets + kWarps - 1) / kWarps * kOctet;
-    const uint32_t begin = uint32_t(warp) * each;
+    const uint32_t each = share_of(elems), begin = uint32_t(warp) * each;
     return {begin, begin >= elems ? 0 : elems - begin < each ? elems - begin : each};
+  }
+  // The most that one warp has of a tile.
+  HEP_HOST_DEVICE static constexpr uint32_t share_of(uint32_t elems) {
+    const uint32_t octets = (elems + kOctet - 1) / kOctet;
+    return (octets + kWarps - 1) / kWarps * kOctet;
   }
   // -0 changes nothing that it is added to; 0 would make a sum of -0 alone 0.
   HEP_DEVICE void begin(bool empty) {
@@ -36,22 +39,22 @@ struct SliceSum {
     for (int i = 0; i < kMaxOctets; ++i)
       for (float& x : sums[i]) x = empty || injected(Bug::kSumFromPositiveZero) ? 0.f : -0.f;
   }
-  template <class T, bool kWhole, bool kScaled>
-  HEP_DEVICE void add(A& a, const unsigned char* tile, const Slice& s, float scale) {
+  // This lane's part of a row, as it was staged.
+  template <class T, bool kWhole>
+  HEP_DEVICE void load(A& a, Octet<T> (&words)[kMaxOctets], const unsigned char* tile, const Slice& s) const {
     const T* row = reinterpret_cast<const T*>(tile) + s.begin;
     HEP_UNROLL
-    for (int first = 0; first < kMaxOctets; first += kAtOnce) {
-      Octet<T> words[kAtOnce];
+    for (int i = 0; i < kMaxOctets; ++i)
+      words[i].template load<kWhole>(a, row + octet_at(i), int(s.elems) - octet_at(i));
+  }
+  template <class T, bool kScaled>
+  HEP_DEVICE void add(const Octet<T> (&words)[kMaxOctets], float scale) {
+    HEP_UNROLL
+    for (int i = 0; i < kMaxOctets; ++i) {
+      float v[kOctet];
+      words[i].template widen<A>(v);
       HEP_UNROLL
-      for (int k = 0; k < kAtOnce; ++k)
-        words[k].template load<kWhole>(a, row + octet_at(first + k), int(s.elems) - octet_at(first + k));
-      HEP_UNROLL
-      for (int k = 0; k < kAtOnce; ++k) {
-        float v[kOctet];
-        words[k].template widen<A>(v);
-        HEP_UNROLL
-        for (int e = 0; e < kOctet; ++e) sums[first + k][e] += kScaled ? v[e] * scale : v[e];
-      }
+      for (int e = 0; e < kOctet; ++e) sums[i][e] += kScaled ? v[e] * scale : v[e];
     }
   }
   template <class T>

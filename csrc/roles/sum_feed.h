@@ -7,6 +7,10 @@
 
 namespace hep {
 
+// Whose rows are added: experts' outputs, which may be scaled; the node's partials of a rail peer's token, whose sums
+// go to that peer chunk by chunk; or a token's partials, some of them out of rings that want their credits.
+enum class SumOf { kExperts, kNode, kToken };
+
 struct alignas(16) SumHead {
   enum : uint32_t {
     kStop = 1,

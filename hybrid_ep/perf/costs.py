@@ -1,7 +1,8 @@
 """What a row costs where: time of an SM's copy engine, of a summing role, of the NVLink port, of the NIC, of HBM.
 
     copy engine, a row in:   copy + bytes / load port       a row out:   copy + bytes / store port
-    summing role, a row:     (pull latency + a tile of it in) / rows in flight
+    summing role, a row in:  (pull latency + a tile of it in) / rows in flight
+    reduce warps, a row:     tiles x clocks of the compiled loop (sum_loops.py); a sum's end likewise
     NVLink, a row:           bytes / (rate x efficiency)
     NIC, a row:              (bytes + packet headers) / (rate x efficiency), at least messages / message rate
 
@@ -13,13 +14,15 @@ import math
 from dataclasses import dataclass
 
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf.implementations import Implementation
+from hybrid_ep.perf.implementations import SUM_TILE_ELEMENTS, Implementation
 from hybrid_ep.perf.shape import Shape
+from hybrid_ep.perf.sum_loops import SumLoop, sum_loop
 
 
 @dataclass(frozen=True)
 class RowCosts:
-    """Microseconds per row of `op` in `dtype`; bytes per row on a link and in a tensor."""
+    """Microseconds per row of `op` in `dtype`; bytes per row on a link and in a tensor. add, finish: of the reduce
+    warps, a row that is added and a sum that is rounded and stored."""
 
     load: float
     store: float
@@ -27,6 +30,8 @@ class RowCosts:
     nic: float
     pull_peer: float
     pull_own: float
+    add: float
+    finish: float
     link_bytes: float
     row_bytes: float
 
@@ -39,6 +44,8 @@ class RowCosts:
         wire = (link + packets * nic.header_bytes.value) / (nic.rate * 1e3)
         load = copy + link / (gpu.load_gb_per_s * 1e3)
         in_flight, _ = impl.rows_in_flight(shape, dtype)
+        sums = _slower_loop(gpu.generation) if impl.compiled_sums else SumLoop(0.0, 0.0)
+        tile_us = impl.sum_tiles(shape) / (gpu.clock_ghz.value * 1e3)
         tile_load = copy + link / impl.sum_tiles(shape) / (gpu.load_gb_per_s * 1e3)  # what a stage waits for
         return cls(
             load=load,
@@ -47,9 +54,16 @@ class RowCosts:
             nic=max(wire, impl.per_row_messages / nic.messages_per_us.value),
             pull_peer=(gpu.pull_us.value + tile_load) / in_flight,
             pull_own=(gpu.hbm_load_us.value + tile_load) / in_flight,
+            add=sums.row * tile_us,
+            finish=sums.finish * tile_us,
             link_bytes=link,
             row_bytes=shape.row_bytes(dtype),
         )
+
+
+def _slower_loop(generation: str) -> SumLoop:
+    """Of bf16 rows: of unpermute and combine, whose loops differ by a few clocks."""
+    return max((sum_loop(generation, kernel) for kernel in ("unpermute", "combine")), key=lambda loop: loop.row)
 
 
 def hbm_us(cluster: Cluster, num_bytes: float) -> float:
@@ -74,16 +88,17 @@ def event_costs(cluster: Cluster, row_bytes: float) -> dict[str, int]:
     def with_copy(gb: float) -> int:
         return round(row_bytes / (copy_us + row_bytes / (gb * 1e3)))
 
-    shared = mbps(gpu.shared_bytes_per_clock.value * gpu.clock_ghz.value)
+    sums, clocks_us = _slower_loop(gpu.generation), gpu.clock_ghz.value * 1e3
     return {
         "issue_ps": ps(gpu.issue_ns.value / 1e3),
         "poll_ps": ps(gpu.flag_us.value),
+        "fence_ps": ps(gpu.fence_us.value),
         "flag_ps": ps(gpu.flag_us.value),
         "tma_read_mbps": with_copy(gpu.load_gb_per_s),
         "tma_write_mbps": with_copy(gpu.store_gb_per_s),
         "tma_latency_ps": ps(gpu.hbm_load_us.value),
-        "reduce_mbps": shared,
-        "round_mbps": shared,
+        "reduce_mbps": round(2 * SUM_TILE_ELEMENTS * clocks_us / sums.row),  # of rows in bf16
+        "round_mbps": round(4 * SUM_TILE_ELEMENTS * clocks_us / sums.finish),  # of sums in fp32
         "hbm_mbps": mbps(gpu.hbm_rate),
         "nvlink_egress_mbps": mbps(gpu.nvlink_rate),
         "nvlink_ingress_mbps": mbps(gpu.nvlink_rate),

@@ -35,6 +35,7 @@ class Implementation:
     chunk: int  # rows of a rail message where nobody chose
     rail_slots: int  # chunks in flight per rail peer; 0: a place for every token
     metadata: str  # what travels with a row: "record" (ours) or "probs" (weights of all experts of the node)
+    compiled_sums: bool  # sums take what sum_loops.py says of this library's code; else their time is in pull_us
 
     def link_row_bytes(self, shape: Shape, dtype: str, op: str) -> float:
         """Bytes of one row on a link; its payload rounded up to 16."""
@@ -54,10 +55,10 @@ class Implementation:
 
     def sum_tiles(self, shape: Shape) -> int:
         """Loads, each with a stage of its own, that a summing role makes of one row."""
-        return 1 if self.metadata == "probs" else -(-shape.hidden // _SUM_TILE_ELEMENTS)
+        return 1 if self.metadata == "probs" else -(-shape.hidden // SUM_TILE_ELEMENTS)
 
 
-_SUM_TILE_ELEMENTS = _core.BufferShape.sum_tile_elements  # of a stage of the summing roles
+SUM_TILE_ELEMENTS = _core.BufferShape.sum_tile_elements  # of a stage of the summing roles
 
 
 def _align(number: float, to: int = 16) -> int:
@@ -70,8 +71,8 @@ HYBRID_EP = Implementation(
     stage_rail=True,
     local_pass="permute",
     per_row_messages=0,
-    # combine.h: at most 24 stages of one tile of the payload's width; two summing roles share the memory of an SM
-    pull_stages=(24, 23),
+    # combine.h, 227 KiB, bf16: stages of one tile; two summing roles share the memory of an SM
+    pull_stages=(24, 12),
     pulling_roles=(1, 2),
     prologue_passes=0,
     epilogue_passes=0,
@@ -80,6 +81,7 @@ HYBRID_EP = Implementation(
     chunk=16,  # this and the next: csrc/layout/buffer.h
     rail_slots=16,
     metadata="record",
+    compiled_sums=True,
 )
 PUBLISHED = Implementation(
     name="published_hybrid_ep",
@@ -96,6 +98,7 @@ PUBLISHED = Implementation(
     chunk=64,  # its default
     rail_slots=0,
     metadata="probs",
+    compiled_sums=False,
 )
 # Its calls without permute: received rows still pass once more through the SMs, to and from the caller's tensors.
 UNPERMUTED = replace(HYBRID_EP, name="hybrid_ep without permute", local_pass="copy")

@@ -17,6 +17,7 @@ from hybrid_ep.perf.routing import Traffic, uniform
 from hybrid_ep.perf.shape import Shape
 
 OPS = ("dispatch", "combine")
+ROLES = ("n2n", "unpermute", "node_sum", "put", "final_sum", "add unpermute", "add node_sum", "add final_sum")
 _MAX_CHUNKS = 4096  # of one rank; beyond it chunks are merged, which changes fill alone
 
 
@@ -81,7 +82,7 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
     launches = impl.launches + (op == "dispatch" and permute_sms is not None)
     api = line.end + skew + barriers + launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies)
     hbm = _kernel_hbm_bytes(shape, traffic, impl, op, cost)
-    roles = max(line.busy_of(f"role {name}") for name in ("n2n", "unpermute", "node_sum", "reduce", "final_sum"))
+    roles = max(line.busy_of(f"role {name}") for name in ROLES)
     bounds = {"SM": line.busy_of("engine"), "SM roles": roles, "NVLink": line.busy_of("nvlink"),
               "NIC": line.busy_of("nic"), "HBM": hbm_us(cluster, hbm)}
     kernel, api = max(kernel, bounds["HBM"]), max(api, bounds["HBM"])
@@ -139,7 +140,7 @@ class _Work:
                 block = (chunk + peer) % self.num_sms
                 hops = self._pull("node_sum", block, self.rail_rows, self.fan_out, 0.0)
                 nic = Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency)
-                post = Hop(("role reduce", block), "node_sum", self.post)
+                post = Hop(("role put", block), "node_sum", self.post)
                 hops = [*([credit] if after else []), *hops, post, nic]
                 chains.append(Chain(f"sum {peer}.{chunk}", hops, gate=("sums", chunk), after=after))
         for chunk in range(self.own_chunks):
@@ -178,16 +179,21 @@ class _Work:
         roles = self.impl.pulling_roles[self.shape.nodes > 1] if self.shape.nodes == 1 else 1
         waits = (pulled * self.cost.pull_peer + sums * self.cost.pull_own) / roles
         engine = (pulled + sums) * self.cost.load + rows * self.cost.store
+        adds = (pulled + sums) * self.cost.add + rows * self.cost.finish
         return [Hop((f"role {role}", block), role, waits, True),
                 Hop(("engine", block), role, engine, True, self.nvlink_latency),
-                Hop(("nvlink", 0), "rows", pulled * self.crossing * self.cost.nvlink)]
+                Hop(("nvlink", 0), "rows", pulled * self.crossing * self.cost.nvlink, True),
+                Hop((f"role add {role}", block), role, adds)]
 
     def _local_pass(self, role: str, loads: float, stores: float, pull: float = 0.0) -> Timeline:
         """Rows dealt evenly over blocks, no faster than memory. pull: what a summing role waits for a load."""
         work = (loads * self.cost.load + stores * self.cost.store) / self.permute_sms
         waits = loads * pull / self.permute_sms
+        adds = (loads * self.cost.add + stores * self.cost.finish) / self.permute_sms if pull else 0.0
         line = flow.run([Chain(role, [Hop((f"role {role}", block), role, waits, True),
-                                      Hop(("engine", block), role, work)]) for block in range(self.permute_sms)])
+                                      Hop(("engine", block), role, work, True),
+                                      Hop((f"role add {role}", block), role, adds)])
+                         for block in range(self.permute_sms)])
         line.end = max(line.end, hbm_us(self.cluster, (loads + stores) * self.cost.link_bytes))
         return line
 

@@ -15,6 +15,7 @@ struct CostModel {
   Ps barrier_ps = 0;      // an mbarrier operation; also a meeting of warps
   Ps wake_ps = 0;         // an mbarrier's phase ends -> its waiter runs
   Ps poll_ps = 0;         // one look at a flag in global memory, or a counter's old value
+  Ps fence_ps = 0;        // a fence of system scope: the lane waits for its stores, over NVLink too
   Ps flag_ps = 0;         // a flag store until it is visible inside the node, without the link's latency
   Ps route_token_ps = 0;  // routing one token (exchange kernel)
   // TMA engine of an SM.

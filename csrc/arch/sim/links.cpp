@@ -114,6 +114,11 @@ int Machine::segment_of(const Lane& me, const void* flag) const {
   throw_rule(me, "outside_memory", "a flag outside every rank's registered memory");
 }
 
+// Of system scope, in front of a release: the lane's own stores have arrived when it goes on.
+void Machine::fence_sys(Lane& me) {
+  if (timed()) spend(me, config_.costs.fence_ps);
+}
+
 void Machine::set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add) {
   if (const Region* mail = memory_.find(flag, sizeof *flag); mail && mail->use == Region::Use::kMail) {
     if (timed()) spend(me, config_.costs.flag_ps);

@@ -73,6 +73,7 @@ class Machine {
   void read_global(Lane& me, const void* p, uint64_t bytes);
   bool write_global(Lane& me, void* p, uint64_t bytes);  // false: the bytes are not moved (timed payload)
   void init_barrier(Lane& me, Mbarrier& bar, uint32_t arrivals, bool guards_refill);
+  void fence_sys(Lane& me);
   void set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add);
   uint64_t add_rank(Lane& me, uint64_t* word, uint64_t value);
   uint64_t look(Lane& me, const uint64_t* flag, uint64_t wanted);

@@ -91,9 +91,11 @@ class SimArch {
     return m_->look(here(at), flag, value) >= value;
   }
   void st_release_sys(uint64_t* flag, uint64_t value, Where at = Where::current()) {
+    m_->fence_sys(here(at));
     m_->set_flag(here(at), flag, value, false);
   }
   void add_release_sys(uint64_t* flag, uint64_t value, Where at = Where::current()) {
+    m_->fence_sys(here(at));
     m_->set_flag(here(at), flag, value, true);
   }
   uint64_t add_acq_rel_rank(uint64_t* word, uint64_t value, Where at = Where::current()) {
@@ -106,7 +108,8 @@ class SimArch {
   }
   template <class Flag>
   void st_release_sys_each(int n, const Flag& flag, uint64_t value, Where at = Where::current()) {
-    for (int i = 0; i < n; ++i) st_release_sys(flag(i), value, at);
+    m_->fence_sys(here(at));  // one for all of them
+    for (int i = 0; i < n; ++i) m_->set_flag(here(at), flag(i), value, false);
   }
   template <class Flag, class Info>
   void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
