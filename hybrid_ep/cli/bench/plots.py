@@ -17,6 +17,7 @@ __all__ = ["Point", "draw"]
 
 _WIDTH, _HEIGHT = 3.4, 2.7
 _COLUMNS = 3
+_DASHES = ("-", (0, (3, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))  # what lies beneath shows through the gaps
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _draw(points: list[Point], stem: Path, title: str, line: Callable[[Axes, lis
             if chosen:
                 line(panel, chosen, {"color": plotting.LINES[i % len(plotting.LINES)], "markersize": 3.5, "linewidth":
                                      1.3, "marker": plotting.MARKS[i % len(plotting.MARKS)], "label": label,
-                                     "linestyle": "-" if i < len(plotting.LINES) else "--"})
+                                     "linestyle": _DASHES[i % len(_DASHES)]})
         panel.set_title(name)
         finish(panel)
     for panel in grid.flat[len(panels):]:

@@ -76,6 +76,18 @@ def test_fences_are_found():
     assert fences(page) == [(3, "indented", 12), (5, "", 1), (14, "bash", 5)]
 
 
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("[!_]*.svg")) + sorted(ROOT.glob("docs/results/*.svg")),
+                         ids=lambda picture: picture.name)
+def test_a_picture_follows_a_dark_page(picture):
+    svg = picture.read_text()
+    assert "@media (prefers-color-scheme: dark)" in svg and ("#131416" in svg)  # the page's own dark, docs/_static
+
+
+def test_pages_show_pictures_that_follow():
+    shown = {link for page in PAGES for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())}
+    assert shown and {link for link in shown if not link.endswith(".svg")} == set()
+
+
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "csrc").rglob("*.md")], ids=lambda page: page.name)
 def test_links_outside_the_site(page):
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
