@@ -1,8 +1,11 @@
 """Sphinx builds the site from docs/*.md and the docstrings: `make docs`. Warnings are errors, among them links to
 pages, headings and files that are not there."""
 
+import inspect
 import sys
 from pathlib import Path
+
+from sphinx.util.inspect import stringify_signature
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -10,6 +13,7 @@ import hybrid_ep  # noqa: E402
 
 project = "hybrid_ep"
 author = "The hybrid_ep authors"
+project_copyright = f"2026, {author}"
 release = version = hybrid_ep.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
@@ -23,11 +27,14 @@ myst_enable_extensions = ["deflist"]
 default_role = "literal"  # of `name` in a docstring
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+maximum_signature_line_length = 88
+autodoc_default_options = {"members": True}  # no "Bases: object"; errors ask for theirs
 
 html_theme = "furo"
 html_title = f"hybrid_ep {release}"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 
@@ -46,6 +53,17 @@ def skip_fields_of_tuples(app, what, name, obj, skip, options):
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def signature_of_named(app, what, name, obj, options, signature, returned):
+    """The classes that runtime.names counts have a __new__ that takes anything; what they take, __init__ says."""
+    if what == "class" and signature and "_keywords" in signature:
+        declared = inspect.signature(obj.__init__)
+        parameters = list(declared.parameters.values())[1:]
+        shown = declared.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+        return stringify_signature(shown), returned
+    return None
+
+
 def setup(app):
     app.connect("builder-inited", write_environment_table)
+    app.connect("autodoc-process-signature", signature_of_named)
     app.connect("autodoc-skip-member", skip_fields_of_tuples)

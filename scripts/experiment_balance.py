@@ -5,7 +5,8 @@ balancing, 0.109 with 288 slots at EP32, 0.115 at EP36. Popularity here is log-n
 first number; iterations drift from it by `--delta`. The placement is made from the first half of the iterations and
 judged on the second.
 
-    python scripts/experiment_balance.py -o docs/results/balance      (writes .json and .png)
+    python scripts/experiment_balance.py -o docs/results/balance      (writes .json, .png and .svg)
+    python scripts/experiment_balance.py --redraw docs/results/balance      (the pictures again, from the .json)
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from hybrid_ep.balance import loads, plan_placement, report
 from hybrid_ep.balance.statistics import LoadStatistics
+from hybrid_ep.cli import plotting
 
 
 def synthetic(layers, iterations, sigma, delta, pairs, seed):
@@ -50,22 +52,20 @@ def run(args):
     return rows
 
 
-def draw(path, rows):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
-    names = [f"{r['case']}, EP{r['ranks']}" for r in rows][::-1]
-    values = [r["by_rank"] for r in rows][::-1]
-    bars = axes.barh(names, values, color="#9bb8d3")
-    axes.bar_label(bars, [f"{v:.3f}" for v in values], padding=3)
-    axes.axvline(rows[0]["noise_floor"], color="#c0392b", linestyle="--", linewidth=1,
-                 label=f"sampling noise of a fair static placement, {rows[0]['noise_floor']:.3f}")
-    axes.set(xscale="log", xlim=(0.003, 4), xlabel="(max - mean) / mean of tokens over ranks")
-    figure.legend(frameon=False, loc="outside upper center", fontsize=8)
-    figure.savefig(path, dpi=130)
+def draw(stem, rows):
+    """A point a case on a log axis, and beside it the noise floor of its number of ranks."""
+    figure, axes = plotting.pyplot().subplots(figsize=(6.4, 2.5), layout="constrained")
+    names = [f"{r['case']}, EP{r['ranks']}" for r in rows]
+    axes.plot([r["by_rank"] for r in rows], names, "o", color=plotting.BLUE, label="tokens over ranks")
+    axes.plot([r["noise_floor"] for r in rows], names, "|", color=plotting.RED, markersize=14, markeredgewidth=1.5,
+              label="sampling noise of a perfectly fair static placement")
+    for name, r in zip(names, rows, strict=True):
+        axes.annotate(f"{r['by_rank']:.3f}", (r["by_rank"], name), (0, 5), textcoords="offset points", ha="center",
+                      fontsize=8)
+    axes.set(xscale="log", xlim=(0.005, 3), ylim=(len(rows) - 0.5, -0.7), xlabel="(max - mean) / mean")
+    axes.xaxis.set_major_formatter("{x:g}")
+    figure.legend(loc="outside upper left", ncols=2)
+    return plotting.save(figure, stem)
 
 
 def main(argv=None):
@@ -75,16 +75,20 @@ def main(argv=None):
     parser.add_argument("--sigma", type=float, default=1.11)
     parser.add_argument("--delta", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.json and STEM.png")
+    parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.json, STEM.png and STEM.svg")
+    parser.add_argument("--redraw", metavar="STEM", help="draw the rows of STEM.json again, and run nothing")
     args = parser.parse_args(argv)
+    if args.redraw:
+        draw(Path(args.redraw), json.loads(Path(args.redraw + ".json").read_text())["rows"])
+        return 0
     rows = run(args)
     for r in rows:
         slot = "" if r["by_slot"] is None else f"   by slot {r['by_slot']:.3f}, std {r['slot_std']:.1f}"
         print(f"{r['case']:36s} EP{r['ranks']}  by rank {r['by_rank']:.3f}   noise floor {r['noise_floor']:.3f}{slot}")
     if args.output:
-        config = {k: v for k, v in vars(args).items() if k != "output"}
+        config = {k: v for k, v in vars(args).items() if k not in ("output", "redraw")}
         Path(args.output + ".json").write_text(json.dumps({"config": config, "rows": rows}, indent=1) + "\n")
-        draw(args.output + ".png", rows)
+        draw(Path(args.output), rows)
     return 0
 
 

@@ -3,7 +3,8 @@
 Runs `recipes.pretrain` as users do, off and exact in turns, and compares losses, tokens by rank and step times. Where
 ranks share cores their work adds up whatever its distribution: only ranks with a core each can gain.
 
-    python scripts/experiment_balance_training.py -o docs/results/balance-training      (writes .json and .png)
+    python scripts/experiment_balance_training.py -o docs/results/balance-training      (writes .json, .png and .svg)
+    python scripts/experiment_balance_training.py --redraw docs/results/balance-training      (the pictures again)
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+
+from hybrid_ep.cli import plotting
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = ("off", "exact")
@@ -69,15 +72,12 @@ def compare(ranks, args, folder):
     }
 
 
-def draw(path, rows):
+def draw(stem, rows):
     """A row of three panels a number of ranks: losses, tokens by rank, step times."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    colours = {"off": "#9bb8d3", "exact": "#1b4f8a"}
-    figure, grid = plt.subplots(len(rows), 3, figsize=(12, 2.6 * len(rows)), squeeze=False, layout="constrained")
+    colours = {"off": plotting.PALE, "exact": plotting.BLUE}
+    figure, grid = plotting.pyplot().subplots(len(rows), 3, figsize=(9.6, 2.2 * len(rows) + 0.9), squeeze=False,
+                                              layout="constrained")
+    fullest = max(max(t) / np.mean(t) for row in rows for t in row["tokens_by_rank"].values())
     for row, (loss, tokens, seconds) in zip(rows, grid, strict=True):
         for n, mode in enumerate(MODES):
             style = {"linewidth": 4} if mode == "off" else {"linewidth": 1.2}
@@ -85,21 +85,33 @@ def draw(path, rows):
             share = np.array(row["tokens_by_rank"][mode])
             tokens.bar(np.arange(len(share)) + 0.4 * n - 0.2, share / share.mean(), 0.4, color=colours[mode])
         boxes = seconds.boxplot([row["step_times"][m] for m in MODES], tick_labels=MODES, widths=0.5, patch_artist=True,
-                                showfliers=False, medianprops={"color": "#c0392b"})
-        for box, mode in zip(boxes["boxes"], MODES, strict=True):
-            box.set_facecolor(colours[mode])
-        loss.set(xlabel="step", ylabel="train loss")
-        loss.set_title(f"{row['ranks']} ranks: relative difference at most {row['loss_difference']:.0e}", fontsize=10)
-        tokens.axhline(1, color="#c0392b", linestyle="--", linewidth=0.9)
+                                showfliers=False, whis=(5, 95), medianprops={"color": plotting.RED})
+        for box in boxes["boxes"]:
+            box.set_facecolor(plotting.PALE)
+        loss.set(ylabel=f"{row['ranks']} ranks\ntrain loss")
+        loss.set_title(f"losses differ by {row['loss_difference']:.0e} at most")
+        loss.xaxis.set_major_locator(plotting.pyplot().MaxNLocator(6, integer=True))
+        tokens.axhline(1, color=plotting.RED, linestyle="--", linewidth=0.9)
         tokens.set_xticks(range(row["ranks"]))
-        tokens.set(xlabel="rank", ylabel="tokens / fair share")
-        tokens.set_title(f"imbalance {row['imbalance']['off']:.2f} to {row['imbalance']['exact']:.3f}", fontsize=10)
+        tokens.set(ylabel="tokens / fair share", ylim=(0, 1.05 * fullest))
+        tokens.set_title(f"imbalance {row['imbalance']['off']:.2f}, exact {row['imbalance']['exact']:.3f}")
         seconds.set(ylabel="step (s)", ylim=(0, None))
-        seconds.set_title(f"median ratio {row['step_ratio']:.2f}", fontsize=10)
+        seconds.set_title(_speed(row["step_ratio"]))
         for axes in (loss, tokens, seconds):
-            axes.spines[["top", "right"]].set_visible(False)
-    grid[0][0].legend(frameon=False)
-    figure.savefig(path, dpi=120)
+            axes.grid(axis="x", visible=False)
+    grid[-1][0].set_xlabel("step")
+    grid[-1][1].set_xlabel("rank")
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+    counts = sorted({len(row["step_times"][m]) for row in rows for m in MODES})
+    plotting.note(figure, "Bars: mean over steps and layers; imbalance is the mean of (fullest - mean) / mean of each "
+                  f"layer and step.\nBoxes: quartiles and median of {' or '.join(map(str, counts))} steps; whiskers: "
+                  "5th to 95th percentile. All ranks share the cores of one loaded machine.")
+    return plotting.save(figure, stem)
+
+
+def _speed(ratio):
+    """A title that says who lost."""
+    return f"exact takes {ratio:.2f} times as long" if ratio >= 1 else f"exact takes {ratio:.2f} of the time"
 
 
 def table(rows):
@@ -122,18 +134,22 @@ def main(argv=None):
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--forced-bias", type=float, default=-1.0)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run")
-    parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.json and STEM.png")
+    parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.json, STEM.png and STEM.svg")
+    parser.add_argument("--redraw", metavar="STEM", help="draw the rows of STEM.json again, and train nothing")
     args = parser.parse_args(argv)
+    if args.redraw:
+        draw(Path(args.redraw), json.loads(Path(args.redraw + ".json").read_text())["rows"])
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         rows = [compare(ranks, args, Path(folder)) for ranks in args.ranks]
     print(table(rows))
     if args.output:
         system = f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}"
         machine = {"cores": os.cpu_count(), "system": system, "python": platform.python_version()}
-        config = {k: v for k, v in vars(args).items() if k != "output"}
+        config = {k: v for k, v in vars(args).items() if k not in ("output", "redraw")}
         page = json.dumps({"machine": machine, "config": config, "rows": rows}, indent=1)
         Path(args.output + ".json").write_text(page + "\n")
-        draw(args.output + ".png", rows)
+        draw(Path(args.output), rows)
     return 0
 
 

@@ -113,6 +113,8 @@ def cycles(found):
 # ---- the picture
 
 ROW, BOX, GAP, MARGIN = 92, 24, 12, 28
+DARK = {"white": "#131416", "#1f2328": "#e6e8eb", "#8a94a0": "#6b7480", "#5b6670": "#8a94a0", "#dce9f7": "#173452",
+        "#e6f0dd": "#243a17", "#f7e6d5": "#4a2d10", "#f4dde2": "#4a1c28"}  # on a page that is dark
 COLOURS = {"module": "#dce9f7", "package": "#e6f0dd", "megatron_patches": "#f7e6d5", "recipes": "#f4dde2"}
 
 
@@ -205,10 +207,16 @@ def _placed(levels, shown, sizes):
     return places, (round(whole), height)
 
 
+def _dark_rules():
+    return " ".join(f'[{what}="{light}"] {{{what}: {dark}}}' for light, dark in DARK.items()
+                    for what in ("fill", "stroke"))
+
+
 def _drawn(places, size, shown, sizes):
     width, height = size
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
              'font-size="12">', "<title>Who imports whom: lower modules are imported by higher ones</title>",
+             f"<style>@media (prefers-color-scheme: dark) {{{_dark_rules()}}}</style>",
              f'<rect width="{width}" height="{height}" fill="white"/>']
     for source, target in shown:
         (x1, y1, _), (x2, y2, _) = places[source], places[target]
@@ -220,5 +228,6 @@ def _drawn(places, size, shown, sizes):
         colour = COLOURS.get(node) or COLOURS["package" if sizes[node] > 1 else "module"]
         lines.append(f'<rect x="{x - width / 2:.0f}" y="{y - BOX / 2:.0f}" width="{width:.0f}" height="{BOX}" rx="4" '
                      f'fill="{colour}" stroke="#5b6670" stroke-width="0.8"/>')
-        lines.append(f'<text x="{x:.0f}" y="{y + 4:.0f}" text-anchor="middle">{escape(_label(node, sizes))}</text>')
+        lines.append(f'<text x="{x:.0f}" y="{y + 4:.0f}" fill="#1f2328" text-anchor="middle">'
+                     f"{escape(_label(node, sizes))}</text>")
     return "\n".join([*lines, "</svg>", ""])

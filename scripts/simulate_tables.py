@@ -8,14 +8,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from hybrid_ep.cli.plotting import pyplot
+from hybrid_ep.cli import plotting
+from hybrid_ep.cli.plotting import BLUE, GREEN, INK, MUTED, PALE, RED
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import dwdp, events, model, models, peers, published, step_time
 from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.step_time import Job
 
-_BLUE, _RED, _GREEN, _GREY = "#1b4f8a", "#c0392b", "#2e7d32", "#888888"
 _PEER_SIZES = [("h100_8x400g", r) for r in (8, 16, 32, 64, 128, 256)] + [("gb200_nvl72", r) for r in (8, 16, 32, 64)]
 _CHECKED = [(1, 8, 1024, 8), (1, 8, 1024, 24), (2, 8, 1024, 8), (2, 8, 1024, 24), (2, 8, 4096, 8), (4, 8, 512, 8)]
 
@@ -82,20 +82,20 @@ def peers_table(plt, out):
     figure, panels = plt.subplots(1, 2, figsize=(8.2, 3.1), layout="constrained", width_ratios=(6, 4))
     for panel, name in zip(panels, ("h100_8x400g", "gb200_nvl72"), strict=True):
         chosen = [p for p in points if p[0] == name]
-        labels = {"flat": ("flat, no dedup", _GREY), "node_dedup": ("node dedup, phases in turn", _GREEN),
-                  "hybrid_ep": ("hybrid_ep, 24 SMs", _BLUE)}
+        labels = {"flat": ("flat, no dedup", MUTED), "node_dedup": ("node dedup, phases in turn", GREEN),
+                  "hybrid_ep": ("hybrid_ep, 24 SMs", BLUE)}
         width = 0.2
         for i, (key, (label, colour)) in enumerate(labels.items()):
             panel.bar([x + (i - 1.5) * width for x in range(len(chosen))], [p[2][key] / 1e3 for p in chosen], width,
                       color=colour, label=label)
-        panel.bar([x + 1.5 * width for x in range(len(chosen))], [p[3] / 1e3 for p in chosen], width, color="#8db4e2",
+        panel.bar([x + 1.5 * width for x in range(len(chosen))], [p[3] / 1e3 for p in chosen], width, color=PALE,
                   label="hybrid_ep, 64 SMs")
         panel.set_xticks(range(len(chosen)), [str(p[1]) for p in chosen])
         panel.set_xlabel(f"EP size, {name}")
         panel.grid(axis="x", visible=False)
     panels[0].set_ylabel("dispatch + combine (ms)")
-    panels[0].legend(fontsize=8)
-    save(figure, out, "simulator-peers")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+    plotting.save(figure, out / "simulator-peers")
     return table(("cluster", "EP", "flat us", "node dedup us", "hybrid_ep 24 SMs us", "64 SMs us", "flat / 24 SMs",
                   "node dedup / 24 SMs", "flat / 64 SMs"), rows)
 
@@ -139,11 +139,11 @@ def _pairs():
 
 
 def scale_table(plt, out):
-    figure, panel = plt.subplots(figsize=(4.6, 3.0), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(8.2, 2.5), sharex=True, sharey=True, layout="constrained")
     lines = []
-    plans = (("deepseek_v3", "gb200_nvl72", 64, 4, _BLUE, "o"), ("qwen3_235b_a22b", "h100_8x400g", 32, 8, _RED, "s"),
-             ("qwen3_30b_a3b", "b200_8x400g", 8, 1, _GREEN, "^"))
-    for name, cluster, ep, pp, colour, mark in plans:
+    plans = (("deepseek_v3", "gb200_nvl72", 64, 4, BLUE), ("qwen3_235b_a22b", "h100_8x400g", 32, 8, RED),
+             ("qwen3_30b_a3b", "b200_8x400g", 8, 1, GREEN))
+    for panel, (name, cluster, ep, pp, colour) in zip(panels, plans, strict=True):
         sizes = [n for n in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384) if n % (ep * pp) == 0]
         rates = []
         for gpus in sizes:
@@ -151,18 +151,18 @@ def scale_table(plt, out):
             job = Job(models.get(name), clusters.get(cluster), gpus, ep, pp=pp, virtual_pp=4, cv_slow=0.034,
                       num_sms=32, efficiency=0.3)
             rates.append(step_time.step(job))
-        panel.plot(sizes, [r.tokens_per_s_per_gpu / rates[0].tokens_per_s_per_gpu for r in rates], marker=mark,
-                   markersize=3.5, color=colour, label=f"{name}, EP{ep} PP{pp}, {cluster}")
+        shares = [r.tokens_per_s_per_gpu / rates[0].tokens_per_s_per_gpu for r in rates]
+        panel.plot(sizes, shares, marker="o", markersize=3.5, color=colour)
+        panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (6, 3)))
+        panel.annotate(f"{shares[-1]:.2f}", (sizes[-1], shares[-1]), (0, -12), textcoords="offset points", ha="center")
+        panel.set_title(f"{name}\nEP{ep} PP{pp}, {cluster}")
+        panel.set(xscale="log", ylim=(0, 1.1), xlabel="GPUs")
+        plotting.label_ticks(panel.xaxis, (8, 64, 512, 4096), (8, 64, 512, 4096))
         lines += [(name, cluster, gpus, f"EP{ep} PP{pp}", f"{r.tokens_per_s_per_gpu:.0f}", f"{r.tflops_per_gpu:.0f}",
                    ", ".join(f"{k} {v:.0%}" for k, v in r.shares.items() if v >= 0.005))
                   for gpus, r in zip(sizes, rates, strict=True)]
-    panel.set_xscale("log", base=2)
-    panel.set_ylim(0.7, 1.02)
-    panel.set_xticks([8, 64, 512, 4096, 16384], ["8", "64", "512", "4,096", "16,384"])
-    panel.set_xlabel("GPUs")
-    panel.set_ylabel("tokens/s/GPU, of the smallest")
-    panel.legend(fontsize=7)
-    save(figure, out, "simulator-scale")
+    panels[0].set_ylabel("tokens/s/GPU\nof the smallest job's")
+    plotting.save(figure, out / "simulator-scale")
     return table(("model", "cluster", "GPUs", "layout", "tokens/s/GPU", "TFLOPS/GPU", "where the time goes"), lines)
 
 
@@ -184,16 +184,16 @@ def draw_residuals(plt, out, found):
 
     figure, panels = plt.subplots(1, 2, figsize=(8.2, 3.4), layout="constrained")
     for panel, gpus, limits in ((panels[0], ("H100",), (25, 95)), (panels[1], ("B200", "GB200"), (180, 900))):
-        for (op, dtype), colour, mark in ((("dispatch", "bf16"), _BLUE, "o"), (("combine", "bf16"), _RED, "s"),
-                                          (("dispatch", "fp8"), _GREEN, "^")):
+        for (op, dtype), colour, mark in ((("dispatch", "bf16"), BLUE, "o"), (("combine", "bf16"), RED, "s"),
+                                          (("dispatch", "fp8"), GREEN, "^")):
             chosen = [a for a in found if a.row.own_kernels and a.row.gpu in gpus
                       and (a.row.op, a.row.dtype) == (op, dtype)]
             for scope, fill in (("kernel", colour), ("api", "none")):
                 part = [a for a in chosen if a.row.scope == scope]
                 panel.scatter([a.row.gb_per_s for a in part], [a.gb_per_s for a in part], s=16, marker=mark,
                               facecolors=fill, edgecolors=colour, linewidths=0.9, label=f"{op} {dtype}, {scope}")
-        panel.plot(limits, limits, color="black", linewidth=0.8)
-        panel.fill_between(limits, [0.75 * x for x in limits], [1.25 * x for x in limits], color="#000000", alpha=0.06,
+        panel.plot(limits, limits, color=INK, linewidth=0.8)
+        panel.fill_between(limits, [0.75 * x for x in limits], [1.25 * x for x in limits], color=INK, alpha=0.08,
                            linewidth=0)
         panel.set(xlim=limits, ylim=limits, xscale="log", yscale="log", xlabel="published GB/s (logical)",
                   title=" and ".join(gpus))
@@ -202,14 +202,10 @@ def draw_residuals(plt, out, found):
             axis.set_major_locator(ticker.FixedLocator(ticks))
             axis.set_minor_locator(ticker.NullLocator())
             axis.set_major_formatter("{x:.0f}")
-    panels[0].set_ylabel("model GB/s; band: 25 %")
-    panels[0].legend(fontsize=7)
-    save(figure, out, "simulator-residuals")
-
-
-def save(figure, out, name):
-    figure.savefig(out / f"{name}.png")
-    figure.clear()
+    panels[0].set_ylabel("model GB/s (logical)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+    plotting.note(figure, "Line: the model agrees with what was published.  Band: 25 % to either side of it.")
+    plotting.save(figure, out / "simulator-residuals")
 
 
 def main(argv):
@@ -217,20 +213,20 @@ def main(argv):
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--events", action="store_true", help="run the event engine too (a minute)")
     args = parser.parse_args(argv)
-    plt = pyplot()
+    plt = plotting.pyplot()
     args.out.mkdir(parents=True, exist_ok=True)
     found = published.answers()
     draw_residuals(plt, args.out, found)
     events_part = events_table() if args.events else "Not run: `scripts/simulate_tables.py --events`."
     sections = {
         "Fitted numbers": fitted_table(),
-        "Residuals in short": summary_table(found) + "\n\n![residuals](simulator-residuals.png)",
+        "Residuals in short": summary_table(found) + "\n\n![residuals](simulator-residuals.svg)",
         "The blog's claims": claims_table(),
         "Event engine beside the model": events_part,
-        "Peers": peers_table(plt, args.out) + "\n\n![peers](simulator-peers.png)",
+        "Peers": peers_table(plt, args.out) + "\n\n![peers](simulator-peers.svg)",
         "Weights instead of tokens": dwdp_table(),
         "End to end": end_to_end_table(),
-        "Steps at scale": scale_table(plt, args.out) + "\n\n![scale](simulator-scale.png)",
+        "Steps at scale": scale_table(plt, args.out) + "\n\n![scale](simulator-scale.svg)",
         "Every published row": all_rows(found),
     }
     text = "# Performance model: tables\n\nWritten by `scripts/simulate_tables.py`; what they mean is in " \

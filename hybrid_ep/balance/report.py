@@ -1,4 +1,4 @@
-"""What load statistics say: imbalance by rank and by slot, layer by layer, as a table and a picture.
+"""What load statistics say: imbalance by rank and by slot, layer by layer, as a table.
 
 Ratios are taken per iteration and then averaged, as a step waits for the fullest rank of that step. Beside them stand
 the noise floor (what sampling alone leaves on a perfectly fair static split) and what exact balancing reaches.
@@ -103,34 +103,3 @@ def table(rows: list[LayerReport]) -> str:
         lines.append(f"| {name} | {row.mean:.1f} | {row.std:.1f} | {row.by_rank:.3f} | {row.slot_std:.1f} | "
                      f"{row.by_slot:.3f} |" + (f" {row.exact:.3f} | {row.bound:.3f} |" if exact else ""))
     return "\n".join(lines)
-
-
-def plot(path: str, rows: list[LayerReport], statistics: LoadStatistics, floor: float) -> None:
-    """Two panels: imbalance of each layer with the noise floor, and a heat map of expert shares. Needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'hybrid_ep[bench]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    layers = [r.layer for r in rows]  # numbers as they were recorded, the same on both panels
-    left.bar(layers, [r.by_rank for r in rows], color="#9bb8d3", label="by rank")
-    if rows[0].exact is not None:
-        left.plot(layers, [r.exact for r in rows], "o", color="#1b4f8a", markersize=4, label="exact")
-    left.axhline(floor, color="#c0392b", linestyle="--", linewidth=1.2, label=f"sampling noise, {floor:.3f}")
-    left.set(xlabel="layer", ylabel="(max - mean) / mean over ranks")
-    left.xaxis.set_major_locator(plt.MaxNLocator(12, integer=True))
-    left.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-    total = statistics.total().astype(np.float64)
-    share = total / np.maximum(total.mean(axis=1, keepdims=True), 1e-9)
-    image = right.imshow(share, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0,
-                         vmax=float(np.quantile(share, 0.99)) or 1.0)
-    rows_shown = range(0, len(layers), -(-len(layers) // 12))  # of the image, whose rows may be layers 3, 4, 7
-    right.set_yticks(list(rows_shown), [str(layers[i]) for i in rows_shown])
-    right.xaxis.set_major_locator(plt.MaxNLocator(9, integer=True))
-    right.set(xlabel="expert", ylabel="layer", title="load of each expert / mean")
-    figure.colorbar(image, ax=right)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid_ep.cli import EXIT_OK, UsageError
+from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +35,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep-size", type=int, help="ranks; default: one expert a rank")
     parser.add_argument("--plan", metavar="YAML", help="project onto this placement")
     parser.add_argument("--spare-slots", type=int, default=0, help="also show exact balancing with so many a rank")
-    parser.add_argument("--plot", metavar="PNG", help="draw it")
+    parser.add_argument("--plot", metavar="PNG", help="draw it; the SVG goes beside the PNG")
     parser.add_argument("--per-expert", action="store_true", help="also list every layer's expert counts")
 
 
@@ -94,8 +95,9 @@ def run_report(args: argparse.Namespace) -> int:
         for layer, counts in zip(loaded.layers, loaded.total().tolist(), strict=True):
             print(f"layer {layer}: {counts}")
     if args.plot:
-        report.plot(args.plot, rows, loaded, floor)
-        print(f"plot: {args.plot}")
+        from hybrid_ep.cli import balance_picture
+
+        outputs.say_written(balance_picture.draw(Path(args.plot).with_suffix(""), rows, loaded, floor))
     return EXIT_OK
 
 

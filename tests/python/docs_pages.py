@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "_generated")]
-SHELL = ("", "bash", "sh", "console", "text")  # languages of fences that may hold command lines
+SHELL = ("bash", "sh", "console", "text")  # languages of fences that may hold command lines
 
 
 def code_and_prose(text: str) -> tuple[list[str], list[str]]:

@@ -111,7 +111,9 @@ def _run_rank(args: argparse.Namespace) -> int:
         if args.plot and world.rank == 0:
             from hybrid_ep.cli.bench import plots
 
-            for line in plots.draw([plot_point(row) for row in rows], Path(args.plot), _title(config, described)):
+            workers = "blocks" if world.device.type == "cpu" else "SMs"
+            points = [plot_point(row) for row in rows]
+            for line in plots.draw(points, Path(args.plot), _title(config, described), workers):
                 show(line, flush=True)
         if args.json and world.rank == 0:
             extra = {"peak_rss_bytes": peak, "argv": sys.argv[1:]}

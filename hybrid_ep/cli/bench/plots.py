@@ -1,27 +1,23 @@
-"""Two pictures of a sweep: bandwidth over SMs, and time over tokens. Made for a column of a paper: 3.4 inches wide."""
+"""Two pictures of a sweep: bandwidth over SMs, and time over tokens. One implementation has one panel, a column of a
+paper wide; several have a panel an operation, with the implementations as lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hybrid_ep.cli.plotting import pyplot
+from hybrid_ep.cli import plotting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-__all__ = ["Point", "draw", "pyplot"]
+__all__ = ["Point", "draw"]
 
-_COLOURS = {"dispatch": "#1b4f8a", "combine": "#c0392b", "pair": "#333333", "step": "#7b3f9e", "chain": "#2e7d32",
-            "route": "#b8860b", "permute": "#0f8b8d", "unpermute": "#d2691e"}
-_MARKS = ("o", "s", "^", "D", "v", "P", "X")
-_DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)), (0, (7, 1.5)))
-_SIZE = (3.4, 2.7)
-_INSIDE = 4  # lines whose legend fits inside the panel
+_WIDTH, _HEIGHT = 3.4, 2.7
+_COLUMNS = 3
+_DASHES = ("-", (0, (3, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))  # what lies beneath shows through the gaps
 
 
 @dataclass(frozen=True)
@@ -40,21 +36,22 @@ class Point:
     limit: float | None = None  # GB/s that the link can do
 
 
-def draw(points: list[Point], folder: Path, title: str) -> list[str]:
+def draw(points: list[Point], folder: Path, title: str, workers: str = "SMs") -> list[str]:
     """Writes bandwidth.{png,svg} when several SM counts were swept, time.{png,svg} when several sizes were; returns
-    lines that say what was written, or why it was not. ValueError when matplotlib is missing."""
-    plt = pyplot()
+    lines that say what was written, or why it was not. workers: what num_sms counts on that machine. ValueError when
+    matplotlib is missing."""
+    plotting.pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     said = []
     largest = max((p.tokens for p in points), default=0)
     over_sms = [p for p in points if p.tokens == largest and p.num_sms and p.busbw is not None]
     if len({p.num_sms for p in over_sms}) > 1:
-        said += _bandwidth(plt, over_sms, folder, f"{title}; {largest:,} tokens a rank")
+        said += _bandwidth(over_sms, folder, f"{title}; {largest:,} tokens a rank", workers)
     else:
-        said.append("# not drawn: bandwidth over SMs, which needs two values of --num-sms")
+        said.append(f"# not drawn: bandwidth over {workers}, which needs two values of --num-sms")
     best = _one_per_size(points)
     if len({p.tokens for p in best}) > 1:
-        said += _time(plt, best, folder, title)
+        said += _time(best, folder, title, workers)
     else:
         said.append("# not drawn: time over tokens, which needs two sizes")
     return said
@@ -70,75 +67,105 @@ def _one_per_size(points: list[Point]) -> list[Point]:
     return list(best.values())
 
 
-def _lines(points: list[Point]) -> Iterable[tuple[str, dict[str, Any], list[Point]]]:
-    """(label, style, points) of every operation and implementation: colour by operation, dashes by implementation."""
+def _panels(points: list[Point]) -> Iterator[tuple[str, list[tuple[str, list[Point]]]]]:
+    """(title, [(label, points)]) of every panel: the operations of one implementation, or of many implementations one
+    operation each."""
     ops, names = (list(dict.fromkeys(getattr(p, a) for p in points)) for a in ("op", "implementation"))
-    for i, op in enumerate(ops):
-        for j, name in enumerate(names):
-            chosen = [p for p in points if (p.op, p.implementation) == (op, name)]
-            style = {"color": _COLOURS.get(op, "black"), "marker": _MARKS[i % len(_MARKS)], "markersize": 3.5,
-                     "linestyle": _DASHES[j % len(_DASHES)], "linewidth": 1.3,
-                     "markerfacecolor": _COLOURS.get(op, "black") if j == 0 else "white"}
+    if len(names) == 1:
+        yield "", [(op, [p for p in points if p.op == op]) for op in ops]
+        return
+    for op in ops:
+        yield op, [(name, [p for p in points if (p.op, p.implementation) == (op, name)]) for name in names]
+
+
+def _draw(points: list[Point], stem: Path, title: str, line: Callable[[Axes, list[Point], dict], None],
+          finish: Callable[[Axes], None], axes: tuple[str, str], note: str = "") -> list[str]:
+    """Every panel with its lines. line draws the points of one in its style, finish sets a panel's axes."""
+    plt, panels = plotting.pyplot(), list(_panels(points))
+    columns = 2 if len(panels) == 4 else min(_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    width, height = (_WIDTH, _HEIGHT) if len(panels) == 1 else (2.7 * columns, 2.1 * rows + 0.7)
+    figure, grid = plt.subplots(rows, columns, figsize=(width, height), sharex=True, sharey=True, squeeze=False,
+                                layout="constrained")
+    for panel, (name, lines) in zip(grid.flat, panels, strict=False):
+        for i, (label, chosen) in enumerate(lines):
             if chosen:
-                yield (op if len(names) == 1 else f"{op}, {name}"), style, chosen
+                line(panel, chosen, {"color": plotting.LINES[i % len(plotting.LINES)], "markersize": 3.5, "linewidth":
+                                     1.3, "marker": plotting.MARKS[i % len(plotting.MARKS)], "label": label,
+                                     "linestyle": _DASHES[i % len(_DASHES)]})
+        panel.set_title(name)
+        finish(panel)
+    for panel in grid.flat[len(panels):]:
+        panel.set_visible(False)
+    for place, panel in enumerate(grid.flat[:len(panels)]):
+        if place + columns >= len(panels):  # nothing below it
+            panel.tick_params(labelbottom=True)
+            panel.set_xlabel(axes[0])
+    for panel in grid[:, 0]:
+        panel.set_ylabel(axes[1])
+    found = {text: handle for panel in grid.flat
+             for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)}
+    if len(panels) == 1 and len(found) <= 4:
+        grid[0][0].legend(handlelength=2.2)
+    else:
+        figure.legend(found.values(), found.keys(), loc="outside upper left", ncols=min(4, len(found)))
+    where, _, when = title.partition("; ")
+    plotting.note(figure, "\n".join(text for text in (where, when.strip(), note) if text))
+    made = plotting.save(figure, stem)
+    return [f"# written: {path}" for path in made]
 
 
-def _bandwidth(plt: ModuleType, points: list[Point], folder: Path, title: str) -> list[str]:
-    figure, panel = plt.subplots(figsize=_SIZE, layout="constrained")
-    for label, style, chosen in _lines(points):
-        chosen = sorted(chosen, key=lambda p: p.num_sms)
-        panel.plot([p.num_sms for p in chosen], [p.busbw for p in chosen], label=label, **style)
+def _bandwidth(points: list[Point], folder: Path, title: str, workers: str) -> list[str]:
     limit = next((p.limit for p in points if p.limit), None)
-    if limit:
-        panel.axhline(limit, color="#888888", linewidth=0.9, linestyle=(0, (6, 3)))
-        panel.annotate("link", (1, limit), xycoords=("axes fraction", "data"), xytext=(-2, 2), ha="right", fontsize=7,
-                       textcoords="offset points", color="#666666")
-    _ticks(panel, sorted({p.num_sms for p in points}))
-    panel.set(xlabel="SMs of an operation", ylabel="bus bandwidth (GB/s)")
-    panel.set_ylim(0, 1.12 * max([*(p.busbw or 0.0 for p in points), limit or 0.0]))
-    return _save(plt, figure, panel, folder / "bandwidth", title)
+    top = 1.12 * max([*(p.busbw or 0.0 for p in points), limit or 0.0])
+    counts = sorted({p.num_sms for p in points})
+
+    def line(panel: Axes, chosen: list[Point], style: dict) -> None:
+        chosen = sorted(chosen, key=lambda p: p.num_sms)
+        panel.plot([p.num_sms for p in chosen], [p.busbw for p in chosen], **style)
+
+    def finish(panel: Axes) -> None:
+        if limit:
+            panel.axhline(limit, color=plotting.MUTED, linewidth=0.9, linestyle=(0, (6, 3)))
+            panel.annotate("link", (1, limit), xycoords=("axes fraction", "data"), xytext=(-2, 2), ha="right",
+                           fontsize=7, textcoords="offset points", color=plotting.MUTED)
+        _log(panel, counts)
+        panel.set_ylim(0, top)
+
+    return _draw(points, folder / "bandwidth", title, line, finish,
+                 (f"{workers} of an operation", "bus bandwidth (GB/s)"))
 
 
-def _time(plt: ModuleType, points: list[Point], folder: Path, title: str) -> list[str]:
+def _time(points: list[Point], folder: Path, title: str, workers: str) -> list[str]:
     from matplotlib import ticker
 
-    figure, panel = plt.subplots(figsize=_SIZE, layout="constrained")
-    few = len(list(_lines(points))) <= _INSIDE  # of many lines the bands would hide one another
-    for label, style, chosen in _lines(points):
+    sizes = sorted({p.tokens for p in points})
+    banded = any(p.p10_us is not None and p.p90_us is not None for p in points)
+
+    def line(panel: Axes, chosen: list[Point], style: dict) -> None:
         chosen = sorted(chosen, key=lambda p: p.tokens)
         x = [p.tokens for p in chosen]
-        panel.plot(x, [p.time_us / 1e3 for p in chosen], label=label, **style)
+        panel.plot(x, [p.time_us / 1e3 for p in chosen], **style)
         band = [(p.p10_us / 1e3, p.p90_us / 1e3) for p in chosen if p.p10_us is not None and p.p90_us is not None]
-        if few and len(band) == len(chosen):
-            panel.fill_between(x, *zip(*band, strict=True), linewidth=0, color=style["color"], alpha=0.13)
-    panel.set_yscale("log")
-    _ticks(panel, sorted({p.tokens for p in points}))
-    panel.set(xlabel="tokens a rank", ylabel="time (ms)")
-    panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.yaxis.set_minor_locator(ticker.NullLocator())
-    return _save(plt, figure, panel, folder / "time", title)
+        if len(band) == len(chosen):
+            low, high = zip(*band, strict=True)
+            panel.fill_between(x, low, high, linewidth=0, color=style["color"], alpha=0.15)
+
+    def finish(panel: Axes) -> None:
+        panel.set_yscale("log")
+        _log(panel, sizes)
+        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_locator(ticker.NullLocator())
+
+    several = len({p.num_sms for p in points}) > 1
+    notes = ["Bands: 10th to 90th percentile of the iterations."] if banded else []
+    notes += [f"Each size at its fastest number of {workers}."] if several else []
+    return _draw(points, folder / "time", title, line, finish, ("tokens a rank", "time (ms)"), "  ".join(notes))
 
 
-def _ticks(panel: Axes, values: list[int]) -> None:
-    """A log axis labelled at the values that were swept, thinned where they would touch."""
+def _log(panel: Axes, values: list[int]) -> None:
+    """A log axis labelled at the values that were swept."""
     panel.set_xscale("log", base=2)
-    step = -(-len(values) // 7)
-    panel.set_xticks(values[::step], [f"{v:,}" for v in values[::step]], fontsize=7.5)
-    panel.minorticks_off()
-
-
-def _save(plt: ModuleType, figure: Figure, panel: Axes, stem: Path, title: str) -> list[str]:
-    lines = len(panel.get_legend_handles_labels()[1])
-    if lines <= _INSIDE:
-        panel.legend(fontsize=7.5, handlelength=2.6)
-    else:  # beside the panel, which keeps its size
-        figure.set_size_inches(_SIZE[0] + 1.9, max(_SIZE[1], 0.3 + 0.155 * lines))
-        figure.legend(loc="outside right center", fontsize=6.8, handlelength=2.8)
-    where, _, when = title.partition("; ")
-    panel.set_title(f"{where}\n{when}", fontsize=6.2, loc="left", color="#444444")
-    paths = [stem.with_suffix(f".{suffix}") for suffix in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {"dpi": 300}))
-    plt.close(figure)
-    return [f"# written: {path}" for path in paths]
+    plotting.label_ticks(panel.xaxis, values, values, most=7)
+    panel.tick_params(axis="x", labelsize=7.5)

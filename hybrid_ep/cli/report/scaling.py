@@ -4,13 +4,16 @@ Weak: every GPU keeps its tokens a step. Strong: the whole job keeps them. The s
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.cli import plotting
+
 MODES = ("weak", "strong")
-_STYLE = {"weak": ("#1b4f8a", "o"), "strong": ("#c0392b", "s")}  # a mode looks the same, alone or beside the other
+_STYLE = {"weak": (plotting.BLUE, "o"), "strong": (plotting.RED, "s")}  # the same, alone or beside the other
 
 
 @dataclass(frozen=True)
@@ -61,37 +64,30 @@ def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
              "memory_bytes": r.memory_bytes} for r in rows]
 
 
-def draw(tables: dict[str, list[Row]], path: Path, title: str) -> list[str]:
-    """tokens/s over GPUs with the ideal line; path.png and path.svg. ValueError when matplotlib is missing."""
-    from hybrid_ep.cli.plotting import pyplot
-
-    plt = pyplot()
+def draw(tables: dict[str, list[Row]], stem: Path, title: str) -> list[Path]:
+    """tokens/s over GPUs with the ideal line; stem.png and stem.svg. ValueError when matplotlib is missing."""
+    plt = plotting.pyplot()
     from matplotlib import ticker
 
-    figure, panel = plt.subplots(figsize=(3.4, 2.7), layout="constrained")
+    figure, panel = plt.subplots(figsize=(3.8, 3.0), layout="constrained")
     for mode, rows in tables.items():
         colour, mark = _STYLE[mode]
         panel.plot([r.gpus for r in rows], [r.tokens_per_s for r in rows], color=colour, marker=mark, markersize=3.5,
                    linewidth=1.3, label=f"{mode} scaling")
     sizes = sorted({r.gpus for rows in tables.values() for r in rows})
     base = next(iter(tables.values()))[0]
-    panel.plot(sizes, [base.per_gpu * n for n in sizes], color="#888888", linewidth=0.9, linestyle=(0, (6, 3)),
+    panel.plot(sizes, [base.per_gpu * n for n in sizes], color=plotting.MUTED, linewidth=0.9, linestyle=(0, (6, 3)),
                label="ideal")
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
-    shown = sizes[::-(-len(sizes) // 7)]
-    panel.set_xticks(shown, [f"{n:,}" for n in shown], fontsize=7.5)
-    panel.minorticks_off()
+    plotting.label_ticks(panel.xaxis, sizes, sizes, most=7)
     panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    panel.yaxis.set_minor_locator(ticker.NullLocator())
     panel.set(xlabel="GPUs", ylabel="tokens/s")
-    panel.legend(fontsize=7.5)
-    panel.set_title(title, fontsize=6.2, loc="left", color="#444444")
-    made = [path.with_suffix(f".{suffix}") for suffix in ("png", "svg")]
-    for file in made:
-        figure.savefig(file, **({"metadata": {"Date": None}} if file.suffix == ".svg" else {"dpi": 300}))
-    plt.close(figure)
-    return [str(file) for file in made]
+    panel.legend()
+    plotting.note(figure, textwrap.fill(title, 72))
+    return plotting.save(figure, stem)
 
 
 def strong_micro_batches(gpus: Iterable[int], micro_batches: int) -> dict[int, int]:

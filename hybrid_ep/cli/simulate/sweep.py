@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from hybrid_ep.cli import plotting
 from hybrid_ep.cli.outputs import say_written
-from hybrid_ep.cli.plotting import pyplot
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.perf import model, routing
 from hybrid_ep.perf.shape import Shape
@@ -18,7 +17,7 @@ _CHUNKS = (8, 16, 32, 64, 128, 256)
 
 def run(request: Request, folder: str) -> dict[str, Any]:
     """Prints three tables and draws sweep.png and sweep.svg. ValueError when matplotlib is missing."""
-    plt = pyplot()
+    plotting.pyplot()
     Path(folder).mkdir(parents=True, exist_ok=True)
     request = request.settled(request.tuned())
     tables = {"num_sms": _over_sms(request), "chunk": _over_chunk(request), "ranks": _over_ranks(request)}
@@ -26,8 +25,7 @@ def run(request: Request, folder: str) -> dict[str, Any]:
         print(f"# {name:>8} dispatch us  combine us  dispatch binds")
         for p in points:
             print(f"{p[name]:10d} {p['dispatch_us']:11.1f} {p['combine_us']:11.1f}  {p['binds']}")
-    draw(plt, request, tables, Path(folder))
-    say_written(Path(folder) / f"sweep.{suffix}" for suffix in ("png", "svg"))
+    say_written(draw(request, tables, Path(folder) / "sweep"))
     return {"engine": "model", "cluster": request.cluster.name, "sweeps": tables}
 
 
@@ -64,25 +62,23 @@ def _over_ranks(request: Request) -> list[dict[str, Any]]:
     return points
 
 
-def draw(plt: ModuleType, request: Request, tables: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+def draw(request: Request, tables: dict[str, list[dict[str, Any]]], stem: Path) -> list[Path]:
     """Three panels with a common time axis."""
-    figure, panels = plt.subplots(1, 3, figsize=(9.6, 3.0), sharey=True, layout="constrained")
+    figure, panels = plotting.pyplot().subplots(1, 3, figsize=(9.2, 3.0), sharey=True, layout="constrained")
     titles = {"num_sms": "SMs of an operation", "chunk": "rows of a rail message", "ranks": "EP size"}
     for panel, (name, points) in zip(panels, tables.items(), strict=True):
-        for op, colour, mark in (("dispatch", "#1b4f8a", "o"), ("combine", "#c0392b", "s")):
+        for op, colour, mark in (("dispatch", plotting.BLUE, "o"), ("combine", plotting.RED, "s")):
             panel.plot([p[name] for p in points], [p[f"{op}_us"] / 1e3 for p in points], color=colour, marker=mark,
                        markersize=3.5, linewidth=1.4, label=op)
         panel.set_xscale("log", base=2)
         ticks = [p[name] for p in points]
-        panel.set_xticks(ticks, [str(t) for t in ticks], fontsize=7)
-        panel.minorticks_off()
+        plotting.label_ticks(panel.xaxis, ticks, ticks)
+        panel.tick_params(axis="x", labelsize=7)
         panel.set_xlabel(titles[name])
     panels[0].set_ylabel("time (ms)")
     panels[0].set_ylim(0, None)
     panels[0].legend()
     s = request.shape
-    figure.suptitle(f"{request.cluster.name}, EP {s.ranks}, {s.tokens} tokens, hidden {s.hidden}, top-{s.topk} of "
-                    f"{s.experts}, {request.dtype}, {request.num_sms} SMs, chunk {request.chunk}", fontsize=9)
-    for suffix in ("png", "svg"):
-        figure.savefig(folder / f"sweep.{suffix}")
-    plt.close(figure)
+    plotting.note(figure, f"Predicted: {request.cluster.name}, EP {s.ranks}, {s.tokens} tokens, hidden {s.hidden}, "
+                  f"top-{s.topk} of {s.experts}, {request.dtype}, {request.num_sms} SMs, chunk {request.chunk}")
+    return plotting.save(figure, stem)

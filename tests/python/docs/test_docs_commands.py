@@ -176,7 +176,7 @@ def test_what_is_found():
     ("hybrid-ep launch tiny_cpu --hardware abacus", "invalid choice"),
 ])
 def test_a_wrong_line_is_refused(line, why):
-    (found,) = command_lines(f"```\n{line}\n```\n")
+    (found,) = command_lines(f"```bash\n{line}\n```\n")
     assert why in refusal(found.words, found.whole)
 
 

@@ -41,6 +41,53 @@ def test_stray_rows_are_found():
     assert stray_rows(f"```\n{table}\n| 2 |\n```\n") == []
 
 
+WIDEST_OUTPUT = 104  # columns that a page of 1280 pixels shows; all languages but "output" wrap (docs/_static)
+WIDER = {"docs/benchmark.md": 183}  # an unedited table of `bench`, which scrolls
+
+
+def fences(text: str) -> list[tuple[int, str, int]]:
+    """(line, language, widest line) of every block of code; an indented one has the language "indented"."""
+    found, inside, item = [], False, False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+            if inside:
+                found.append([number, line.lstrip()[3:], 0])
+        elif inside:
+            found[-1][2] = max(found[-1][2], len(line))
+        elif line.startswith("    ") and not item:
+            found.append([number, "indented", len(line)])
+        elif line and not line.startswith(" "):
+            item = bool(re.match(r"[*-] |\d+\. ", line))
+    return [tuple(one) for one in found]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_names_its_language_and_fits(page):
+    name = str(page.relative_to(ROOT))
+    for line, language, width in fences(page.read_text()):
+        assert language not in ("", "indented"), f"{name}:{line}: a fence with its language"
+        if language == "output":
+            assert width <= WIDER.get(name, WIDEST_OUTPUT), f"{name}:{line}: {width} columns are more than a page shows"
+
+
+def test_fences_are_found():
+    page = "a\n\n    indented\n\n```\nx\n```\n* item\n\n    of the item\n\nb\n\n```bash\nls -l\n```\n"
+    assert fences(page) == [(3, "indented", 12), (5, "", 1), (14, "bash", 5)]
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("[!_]*.svg")) + sorted(ROOT.glob("docs/results/*.svg")),
+                         ids=lambda picture: picture.name)
+def test_a_picture_follows_a_dark_page(picture):
+    svg = picture.read_text()
+    assert "@media (prefers-color-scheme: dark)" in svg and ("#131416" in svg)  # the page's own dark, docs/_static
+
+
+def test_pages_show_pictures_that_follow():
+    shown = {link for page in PAGES for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())}
+    assert shown and {link for link in shown if not link.endswith(".svg")} == set()
+
+
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "csrc").rglob("*.md")], ids=lambda page: page.name)
 def test_links_outside_the_site(page):
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]

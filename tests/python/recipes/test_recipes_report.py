@@ -160,7 +160,9 @@ def test_plots_of_one_step_and_of_none(tmp_path):
     pytest.importorskip("matplotlib")
     assert "no step was finished" in plots.draw_all(tmp_path, [{"step": 0, "held_out_loss": 5.0}], ENTROPY, 2)
     plots.draw_all(tmp_path, [step(1)], ENTROPY, 2)
-    assert {path.name for path in tmp_path.iterdir()} == {"loss.png", "expert_load.png", "rank_load.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{name}.{suffix}" for name in ("loss", "expert_load", "rank_load") for suffix in ("png", "svg")}
+    assert "5th to the 95th percentile" in (tmp_path / "rank_load.svg").read_text()
     plots.draw_all(tmp_path, [step(n, balanced_rank_load=[[5, 3]]) for n in (1, 2)], ENTROPY, 2)
 
 

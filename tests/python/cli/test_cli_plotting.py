@@ -1,0 +1,85 @@
+"""The one style of all pictures: dark pages, repeatable bytes, whole layers, readable with many lines."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from hybrid_ep.balance import report, statistics
+from hybrid_ep.cli import balance_picture, plotting
+from hybrid_ep.cli.bench.plots import Point, draw
+
+pytest.importorskip("matplotlib")
+COLOUR = re.compile(r"(?:fill|stroke): (#[0-9a-f]{6})")
+
+
+def texts(svg):
+    return re.findall(r"<text[^>]*>([^<]+)</text>", svg)
+
+
+def loads(layers):
+    counts = np.random.default_rng(0).integers(1, 9, (3, len(layers), 8))
+    return statistics.LoadStatistics(counts, (0, 1, 2), layers)
+
+
+def balance(stem, layers):
+    stats = loads(layers)
+    balance_picture.draw(stem, report.report(stats, 4, spare_slots=1), stats, 0.1)
+    return stem.with_suffix(".svg").read_text()
+
+
+def contrast(one, other):
+    """WCAG's ratio of two colours."""
+    def luminance(colour):
+        parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_lines_and_text_are_seen_on_light_and_dark_pages():
+    for colour in {plotting.INK, plotting.MUTED, *plotting.LINES}:
+        assert contrast(colour, plotting.PAPER) > 4.5
+        assert contrast(plotting.DARK[colour], plotting.DARK[plotting.PAPER]) > 4.5
+
+
+def test_a_dark_page_changes_every_colour_of_a_picture(tmp_path):
+    svg = balance(tmp_path / "b", (3, 4, 7))
+    used = set(COLOUR.findall(svg.partition("</style>")[2]))
+    assert {plotting.PAPER, plotting.INK, plotting.PALE} <= used <= set(plotting.DARK)
+    for colour in used:
+        assert f'[style*="fill: {colour}"]{{fill:{plotting.DARK[colour]} !important}}' in svg
+
+
+def test_the_same_numbers_are_the_same_bytes(tmp_path):
+    one, two = (balance(tmp_path / name, (1, 2)) for name in "ab")
+    assert one == two and "<dc:date>" not in one
+
+
+@pytest.mark.parametrize("layers", [(3,), (3, 4, 7), tuple(range(1, 59))])
+def test_ticks_of_layers_are_recorded_layers_once(tmp_path, layers):
+    shown = texts(balance(tmp_path / "b", layers))
+    left = shown[:shown.index("layer")]
+    assert left == [str(n) for n in layers[::-(-len(layers) // 12)]]
+    right = shown[len(shown) - shown[::-1].index("expert"):]
+    assert right[:len(left)] == left
+
+
+def test_many_implementations_have_a_panel_an_operation(tmp_path):
+    points = [Point(t, n, op, name, 1.0 * t, 0.9 * t, 1.1 * t, 2.0) for t in (64, 256) for n in (1, 2)
+              for op in ("dispatch", "combine", "pair", "step") for name in ("ours", "b", "c", "d")]
+    draw(points, tmp_path, "EP 4; a machine", "blocks")
+    bandwidth, time = (texts((tmp_path / f"{name}.svg").read_text()) for name in ("bandwidth", "time"))
+    for shown in (bandwidth, time):
+        assert [shown.count(name) for name in ("dispatch", "step", "ours", "d")] == [1, 1, 1, 1]
+    assert "blocks of an operation" in bandwidth and not any("SMs" in text for text in [*bandwidth, *time])
+    assert any("10th to 90th percentile" in text for text in time)
+
+
+def test_bands_without_percentiles_are_not_explained(tmp_path):
+    draw([Point(t, 0, "pair", "ours", 1.0, None, None, None) for t in (1, 2)], tmp_path, "simulated")
+    assert not any("percentile" in text for text in texts((tmp_path / "time.svg").read_text()))
