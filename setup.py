@@ -25,7 +25,7 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Command, Extension, setup
+from setuptools import Command, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -233,6 +233,9 @@ class CheckToolchain(Command):
 
 
 setup(
+    # recipes/ is a name of this checkout; among a user's packages it would be anybody's.
+    packages=[*find_packages(include=["hybrid_ep", "hybrid_ep.*", "megatron_patches"]), "hybrid_ep_recipes"],
+    package_dir={"hybrid_ep_recipes": "recipes"},
     ext_modules=[Extension("hybrid_ep._core", sources=cpp_sources())],
     cmdclass={"build_ext": BuildCore, "check_toolchain": CheckToolchain},
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes import metrics
+from . import metrics
 
 _INK, _GRID = "#222222", "#dddddd"
 _TRAIN, _HELD_OUT, _ENTROPY = "#9bb8d3", "#1b4f8a", "#c0392b"
