@@ -18,6 +18,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - run by hand, an old Python would
              "for example with pyenv (pyenv install 3.12).".format(*sys.version_info[:2], sys.executable))
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Command, Extension, find_packages, setup
+from setuptools import Command, Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -56,6 +57,15 @@ INSTALL_COMPILER = ("Debian/Ubuntu: apt-get install g++; RHEL/Fedora: dnf instal
 def stop(sentence):
     """Ends the build with a sentence and no traceback."""
     sys.exit(f"\nhybrid_ep: {sentence}\n")
+
+
+def index_readme():
+    """README.md for a package index, which shows one page alone: without its pictures, and with the words of links to
+    other files and headings in place of the links."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.S)
+    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 def run(command, **options):
@@ -234,8 +244,11 @@ class CheckToolchain(Command):
 
 setup(
     # recipes/ is a name of this checkout; among a user's packages it would be anybody's.
-    packages=[*find_packages(include=["hybrid_ep", "hybrid_ep.*", "megatron_patches"]), "hybrid_ep_recipes"],
+    packages=[*find_namespace_packages(include=["hybrid_ep*", "megatron_patches*"], exclude=["*.__pycache__"]),
+              "hybrid_ep_recipes"],
     package_dir={"hybrid_ep_recipes": "recipes"},
+    long_description=index_readme(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("hybrid_ep._core", sources=cpp_sources())],
     cmdclass={"build_ext": BuildCore, "check_toolchain": CheckToolchain},
 )

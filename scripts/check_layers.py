@@ -107,10 +107,9 @@ MAX_FILE_LINES = (
 MAX_FUNCTION_LINES = 80
 
 TOP_LEVEL = {
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "setup.py",
-    "pyproject.toml", ".ci", ".clang-format", ".git-blame-ignore-revs", ".gitignore", ".pre-commit-config.yaml",
-    "hybrid_ep",
-    "megatron_patches", "csrc", "recipes", "scripts", "tests", "docs",
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "Makefile",
+    "setup.py", "pyproject.toml", ".ci", ".clang-format", ".git-blame-ignore-revs", ".gitignore",
+    ".pre-commit-config.yaml", "hybrid_ep", "megatron_patches", "csrc", "recipes", "scripts", "tests", "docs",
 }
 
 CPP_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
