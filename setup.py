@@ -17,12 +17,15 @@ if sys.version_info < (3, 10):  # noqa: UP036 - run by hand, an old Python would
     sys.exit("hybrid_ep needs Python 3.10 to 3.13; this is Python {}.{} ({}). Install a newer one, "
              "for example with pyenv (pyenv install 3.12).".format(*sys.version_info[:2], sys.executable))
 
+import contextlib
+import fcntl
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -128,6 +131,26 @@ def is_current(obj, command):
     return all(Path(name).is_file() and Path(name).stat().st_mtime_ns <= made for name in names)
 
 
+LOCK_TIMEOUT_S = 1800
+
+
+@contextlib.contextmanager
+def alone_in(folder):
+    """One build at a time in a folder of objects. A second one waits and finds them made: scripts/setup_env.py has pip
+    install this package while the core is being compiled."""
+    with open(folder / "lock", "w") as lock:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    stop(f"another build in {folder} has run for {LOCK_TIMEOUT_S} s; end it and call again")
+                time.sleep(0.1)
+        yield
+
+
 def num_jobs(num_sources):
     limit = os.environ.get("MAX_JOBS", "")
     jobs = int(limit) if limit.isdecimal() else len(os.sched_getaffinity(0))
@@ -145,7 +168,11 @@ class BuildCore(build_ext):
 
         os.chdir(ROOT)
         build_dir = self._object_dir()
-        includes = ["csrc", pybind11.get_include(), sysconfig.get_path("include")]
+        with alone_in(build_dir):
+            self._build_in(build_dir, ext, compiler, pybind11.get_include())
+
+    def _build_in(self, build_dir, ext, compiler, pybind11_headers):
+        includes = ["csrc", pybind11_headers, sysconfig.get_path("include")]
         base = [*compiler, *COMPILE_FLAGS, *(f"-I{path}" for path in includes),
                 *shlex.split(os.environ.get("CXXFLAGS", ""))]
         jobs = []
