@@ -8,7 +8,7 @@ import time
 import traceback
 from pathlib import Path
 
-from stage_runner import BUILD, Runner, StageTimeout, end_group
+from stage_runner import BUILD, Ended, Runner, StageTimeout
 
 LIMIT_S = 3600
 IDLE, NORMAL = 19, 0
@@ -23,34 +23,22 @@ def set_nice(process, value):
         Path(f"/proc/{process.pid}/autogroup").write_text(str(value))
 
 
-class Ended(Exception):
-    """Nobody waits for the builds any more."""
-
-
 class QuietRunner(Runner):
     """Its commands give way to all others, and their output goes to a file."""
 
     def __init__(self, log):
         super().__init__(quick=False)
         self.deadline = time.monotonic() + LIMIT_S
-        self.log, self.lock = log, threading.Lock()
-        self.process, self.nice, self.ended = None, IDLE, False
+        self.log, self.nice = log, IDLE
 
     def show(self, text):
         with open(self.log, "a") as log:
             log.write(text)
 
     def started(self, process):
+        super().started(process)
         with self.lock:
-            self.process = process
             set_nice(process, self.nice)
-        if self.ended:
-            end_group(process)
-
-    def run(self, command, quiet=False):
-        if self.ended:
-            raise Ended
-        return super().run(command, quiet)
 
     def hurry(self):
         """Somebody waits: what runs and what comes is as important as anything else."""
@@ -58,13 +46,6 @@ class QuietRunner(Runner):
             self.nice = NORMAL
             if self.process:
                 set_nice(self.process, NORMAL)
-
-    def end(self):
-        self.ended = True
-        with self.lock:
-            process = self.process
-        if process:
-            end_group(process)
 
 
 class Ahead:

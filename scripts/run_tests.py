@@ -13,7 +13,7 @@ import time
 
 from build_ahead import Ahead
 from stage_result import Result, result_of
-from stage_runner import BUILD, ROOT, Runner, StageTimeout
+from stage_runner import BUILD, ROOT, Runner, StageTimeout, at_once
 
 
 def has_tests(folder):
@@ -161,8 +161,12 @@ def ptx(runner):
         return Result("skipped", note=why_not)
     if runner.run([sys.executable, *INTERPRETED])[0]:
         return Result("FAILED", note="does not build")
-    results = [runner.pytest("tests/ptx"), runner.pytest("tests/gpu", "", ["--ptx-machine", "--ptx-everyday"])]
-    status, note = runner.run([sys.executable, "tests/ptx/mutants.py", "--everyday"])
+    mutants = [sys.executable, "tests/ptx/mutants.py", "--everyday"]
+    of_gpu, (of_machine, (status, note)) = at_once(
+        runner,
+        lambda own: own.pytest("tests/gpu", "", ["--ptx-machine", "--ptx-everyday"]),
+        lambda own: (own.pytest("tests/ptx"), own.run(mutants)))
+    results = [of_machine, of_gpu]
     status = status or any(result.status == "FAILED" for result in results)
     counts = tuple(map(sum, zip(*(result.counts for result in results), strict=True)))
     return Result("FAILED" if status else "passed", counts, note)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stage_result import Result, result_of
@@ -22,6 +23,10 @@ class StageTimeout(Exception):
     """A stage's time is over; its processes are gone."""
 
 
+class Ended(Exception):
+    """Nobody waits for what is being run any more."""
+
+
 class Runner:
     """Runs the commands of a stage within the stage's deadline."""
 
@@ -29,15 +34,34 @@ class Runner:
         self.quick = quick
         self.deadline = time.monotonic()
         self.variables = {}  # of the commands' environment, beside those of all stages
+        self.lock = threading.Lock()
+        self.process, self.ended = None, False
 
     def show(self, text):
         print(text, end="", flush=True)
 
+    def late(self):
+        """A runner that works at the same time, and keeps what it has to say."""
+        return LateRunner(self)
+
     def started(self, process):
-        """Called with each command's process."""
+        with self.lock:
+            self.process = process
+        if self.ended:
+            end_group(process)
+
+    def end(self):
+        """From another thread: what runs is ended, and nothing more begins."""
+        self.ended = True
+        with self.lock:
+            process = self.process
+        if process:
+            end_group(process)
 
     def run(self, command, quiet=False):
         """(exit status, last line printed). Output is shown as it comes, with `quiet` only on failure."""
+        if self.ended:
+            raise Ended
         self.show("+ " + " ".join(map(str, command)) + "\n")
         # A session of its own: whatever a test leaves behind ends with the stage.
         process = subprocess.Popen([str(part) for part in command], cwd=ROOT,
@@ -94,6 +118,34 @@ class Runner:
                                  "--no-tests=error", "--parallel", "2", "--timeout", "300", "--output-junit", report,
                                  *selection])
         return result_of(status, report, last if status else "")
+
+
+class LateRunner(Runner):
+    """What it has to say is shown later, by another."""
+
+    def __init__(self, beside):
+        super().__init__(beside.quick)
+        self.deadline, self.variables, self.said = beside.deadline, beside.variables, []
+
+    def show(self, text):
+        self.said.append(text)
+
+
+def at_once(runner, *parts):
+    """The results of functions of a runner that take a core each, run at the same time; what the later ones print is
+    shown after the first's."""
+    runners = [runner, *(runner.late() for _ in parts[1:])]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        working = [pool.submit(part, its_own) for part, its_own in zip(parts, runners, strict=True)]
+        try:
+            return [work.result() for work in working]
+        except BaseException:
+            for its_own in runners:
+                its_own.end()
+            raise
+        finally:
+            for late in runners[1:]:
+                runner.show("".join(late.said))
 
 
 def cpp_folder(sanitizer):

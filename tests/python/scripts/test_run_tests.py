@@ -30,6 +30,40 @@ def test_why_the_oldest_megatron_has_no_environment_is_in_the_note(monkeypatch):
     assert REASON in run_tests.table({"megatron-oldest": result})[0]
 
 
+# ---- parts of a stage that run at once
+
+def real_runner(seconds=60):
+    runner = stage_runner.Runner(quick=False)
+    runner.deadline = time.monotonic() + seconds
+    return runner
+
+
+def test_parts_of_a_stage_run_at_once_and_one_speaks_after_the_other(tmp_path, capsys):
+    """Each waits for the other's file, so that neither ends alone."""
+    def part(mine, other):
+        program = (f"import os, time; open({str(tmp_path / mine)!r}, 'w'); print({mine!r}, flush=True)\n"
+                   f"while not os.path.exists({str(tmp_path / other)!r}): time.sleep(0.01)\nprint({mine!r})")
+        return lambda runner: runner.run([sys.executable, "-c", program], quiet=False)
+
+    results = stage_runner.at_once(real_runner(), part("first", "second"), part("second", "first"))
+    assert results == [(0, "first"), (0, "second")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line in ("first", "second")]
+    assert lines == ["first", "first", "second", "second"]
+
+
+def test_a_part_that_raises_ends_the_others(monkeypatch):
+    monkeypatch.setattr(stage_runner, "KILL_AFTER_S", 5)
+    begun = time.monotonic()
+
+    def fails(runner):
+        time.sleep(0.5)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stage_runner.at_once(real_runner(), fails, python("import time; time.sleep(50)"))
+    assert time.monotonic() - begun < 30
+
+
 # ---- builds ahead of their stages
 
 @pytest.fixture
@@ -144,6 +178,13 @@ class StandInRunner:
 
     def __init__(self, *failing, says=""):
         self.failing, self.says, self.commands, self.variables = failing, says, [], {}
+        self.said = ()
+
+    def late(self):
+        return self
+
+    def show(self, text):
+        pass
 
     def run(self, command, quiet=False):
         self.commands.append(" ".join(map(str, command)).removeprefix(sys.executable + " "))
@@ -215,8 +256,9 @@ def test_what_fails_of_cuda_is_named(machine, failing, note):
 def test_ptx_is_interpreted_with_planted_bugs(machine):
     runner = StandInRunner()
     result = run_tests.ptx(runner)
-    assert runner.commands == ["scripts/build_cuda.py --interpreted --arch sm_90a", "pytest tests/ptx",
-                               "pytest tests/gpu --ptx-machine --ptx-everyday", "tests/ptx/mutants.py --everyday"]
+    assert runner.commands[0] == "scripts/build_cuda.py --interpreted --arch sm_90a"
+    assert sorted(runner.commands[1:]) == [
+        "pytest tests/gpu --ptx-machine --ptx-everyday", "pytest tests/ptx", "tests/ptx/mutants.py --everyday"]
     assert (result.status, result.counts) == ("passed", (0, 0, 122))
     assert run_tests.ptx(StandInRunner("mutants.py")).status == "FAILED"
     assert run_tests.ptx(StandInRunner("--interpreted")).note == "does not build"
