@@ -22,9 +22,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("hybrid_ep", "hybrid_ep_recipes", "megatron_patches")
-# What a wheel needs beside the modules of the packages.
-DATA = ("hybrid_ep/py.typed", "hybrid_ep/_core.pyi", "hybrid_ep/perf/data/published_bandwidth.csv",
-        "hybrid_ep/perf/data/published_end_to_end.csv")
 # Of the checkout, what the source archive may lack: nothing is built or tested with it.
 NOT_IN_SDIST = (".ci/", ".git-blame-ignore-revs", ".gitignore")
 OPTIONAL = ("matplotlib", "megatron", "safetensors", "transformer_engine", "triton", "wandb", "yaml", "rich", "deep_ep")
@@ -67,18 +64,18 @@ def complaints_of_sdist(names, wanted):
                 if ".egg-info/" not in name)
 
 
-def modules_wanted(wanted):
-    """The names that Python files of the checkout have in a wheel."""
+def installed_names(wanted):
+    """The names that files of the packages, modules and data, have in a wheel."""
     for name in wanted:
         top, _, inner = name.partition("/")
         top = {"recipes": "hybrid_ep_recipes"}.get(top, top)
-        if top in PACKAGES and name.endswith(".py"):
+        if top in PACKAGES:
             yield f"{top}/{inner}"
 
 
 def complaints_of_wheel(names, wanted):
     """What a wheel lacks of the packages, and what it would leave in a user's site-packages beside them."""
-    needed = {*modules_wanted(wanted), *DATA}
+    needed = set(installed_names(wanted))
     yield from (f"wheel: no {name}" for name in sorted(needed - names))
     for name in sorted(names - needed):
         top = name.split("/")[0]
