@@ -17,15 +17,19 @@ if sys.version_info < (3, 10):  # noqa: UP036 - run by hand, an old Python would
     sys.exit("hybrid_ep needs Python 3.10 to 3.13; this is Python {}.{} ({}). Install a newer one, "
              "for example with pyenv (pyenv install 3.12).".format(*sys.version_info[:2], sys.executable))
 
+import contextlib
+import fcntl
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Command, Extension, setup
+from setuptools import Command, Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -56,6 +60,15 @@ INSTALL_COMPILER = ("Debian/Ubuntu: apt-get install g++; RHEL/Fedora: dnf instal
 def stop(sentence):
     """Ends the build with a sentence and no traceback."""
     sys.exit(f"\nhybrid_ep: {sentence}\n")
+
+
+def index_readme():
+    """README.md for a package index, which shows one page alone: without its pictures, and with the words of links to
+    other files and headings in place of the links."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.S)
+    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 
 def run(command, **options):
@@ -118,6 +131,26 @@ def is_current(obj, command):
     return all(Path(name).is_file() and Path(name).stat().st_mtime_ns <= made for name in names)
 
 
+LOCK_TIMEOUT_S = 1800
+
+
+@contextlib.contextmanager
+def alone_in(folder):
+    """One build at a time in a folder of objects. A second one waits and finds them made: scripts/setup_env.py has pip
+    install this package while the core is being compiled."""
+    with open(folder / "lock", "w") as lock:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    stop(f"another build in {folder} has run for {LOCK_TIMEOUT_S} s; end it and call again")
+                time.sleep(0.1)
+        yield
+
+
 def num_jobs(num_sources):
     limit = os.environ.get("MAX_JOBS", "")
     jobs = int(limit) if limit.isdecimal() else len(os.sched_getaffinity(0))
@@ -135,7 +168,11 @@ class BuildCore(build_ext):
 
         os.chdir(ROOT)
         build_dir = self._object_dir()
-        includes = ["csrc", pybind11.get_include(), sysconfig.get_path("include")]
+        with alone_in(build_dir):
+            self._build_in(build_dir, ext, compiler, pybind11.get_include())
+
+    def _build_in(self, build_dir, ext, compiler, pybind11_headers):
+        includes = ["csrc", pybind11_headers, sysconfig.get_path("include")]
         base = [*compiler, *COMPILE_FLAGS, *(f"-I{path}" for path in includes),
                 *shlex.split(os.environ.get("CXXFLAGS", ""))]
         jobs = []
@@ -233,6 +270,12 @@ class CheckToolchain(Command):
 
 
 setup(
+    # recipes/ is a name of this checkout; among a user's packages it would be anybody's.
+    packages=[*find_namespace_packages(include=["hybrid_ep*", "megatron_patches*"], exclude=["*.__pycache__"]),
+              "hybrid_ep_recipes"],
+    package_dir={"hybrid_ep_recipes": "recipes"},
+    long_description=index_readme(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("hybrid_ep._core", sources=cpp_sources())],
     cmdclass={"build_ext": BuildCore, "check_toolchain": CheckToolchain},
 )

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recipes import deepseek_v3, mixtral_8x7b, qwen3_30b_a3b, qwen3_235b_a22b
-from recipes.cluster import ClusterRun
-from recipes.config import RunConfig
-from recipes.tiny_cpu import tiny_cpu, tiny_cpu_smoke
+from . import deepseek_v3, mixtral_8x7b, qwen3_30b_a3b, qwen3_235b_a22b
+from .cluster import ClusterRun
+from .config import RunConfig
+from .tiny_cpu import tiny_cpu, tiny_cpu_smoke
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "tiny_cpu": tiny_cpu,

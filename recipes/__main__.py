@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes import CLUSTER_RECIPES, RECIPES
+from . import CLUSTER_RECIPES, RECIPES
 
 
 def list_recipes(cluster: bool = False) -> str:

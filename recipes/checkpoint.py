@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_patches.optimizer_state import MAIN, OptimizerStates
-from recipes.model import logical_experts
+
+from .model import logical_experts
 
 FORMAT = 2
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -12,7 +12,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.architecture import Architecture
+from .architecture import Architecture
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
 RECOMPUTE = ("none", "selective", "full")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models, recommend, step_time
-from recipes import memory
-from recipes.cluster import ClusterRun
+
+from . import memory
+from .cluster import ClusterRun
 
 _OVERLAP = 0.9  # of the exchange, behind the compute of another micro-batch: assumed, as for gradients
 _CLOSE = 0.01  # two steps nearer than this are the same to a model with residuals of several per cent

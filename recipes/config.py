@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from megatron_patches.settings import BALANCE_MODES, DISPATCH_DTYPES
-from recipes import safe_yaml
+
+from . import safe_yaml
 
 DISPATCHERS = ("hybrid_ep", "alltoall", "allgather")
 DTYPES = ("fp32", "bf16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from recipes.cluster import ClusterRun
+from .cluster import ClusterRun
 
 
 def missing(run: ClusterRun, container: str = "") -> list[str]:

@@ -19,7 +19,8 @@ from typing import Any
 
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.parser import Parser, warn_renamed
-from recipes import (
+
+from . import (
     CLUSTER_RECIPES,
     RECIPES,
     cluster_summary,
@@ -29,10 +30,10 @@ from recipes import (
     safe_yaml,
     sbatch,
 )
-from recipes.__main__ import list_recipes
-from recipes.cluster import HARDWARE, OLD_NAMES, ClusterRun
-from recipes.config import RunConfig
-from recipes.run_folder import RunFolder, new_folder
+from .__main__ import list_recipes
+from .cluster import HARDWARE, OLD_NAMES, ClusterRun
+from .config import RunConfig
+from .run_folder import RunFolder, new_folder
 
 SUMMARY = "train a recipe here or on Slurm"
 _OF_A_NEW_RUN = ("recipe", "nodes", "tasks_per_node", "cluster", "hardware", "set", "name", "dry_run", "no_submit",
@@ -167,7 +168,7 @@ class _Plan:
 
 def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> _Plan:
     config, nodes, tasks = resolve_small(args, changes)
-    module = ["-m", "recipes.rank", _folder(args, name)]
+    module = ["-m", f"{__package__}.rank", _folder(args, name)]
     if args.slurm:
         script = sbatch.script(launch_slurm.make_job(args, name, _folder(args, name), nodes, tasks,
                                                      [launch_slurm.python(args), *module]))
@@ -177,7 +178,7 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
 
 
 def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) -> _Plan:
-    from recipes.megatron_arguments import environment, megatron_arguments
+    from .megatron_arguments import environment, megatron_arguments
 
     folder = _folder(args, name)  # first: a name that is none is said before all else
     run = resolve_cluster(args, changes)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes import sbatch
-from recipes.cluster import ClusterRun
+from . import sbatch
+from .cluster import ClusterRun
 
 STARTS = 3  # of a requeued job from one checkpoint
 # Flags that mean something to Slurm alone, as attributes.

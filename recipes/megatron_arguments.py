@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from recipes.cluster import ClusterRun
+from .cluster import ClusterRun
 
 Arguments = list[str]
 # What selective recompute drops: cheap to compute again, large to keep.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from recipes.cluster import ClusterRun
+from .cluster import ClusterRun
 
 _BF16, _FP32 = 2, 4
 # fp32 master weight and Adam's two moments.

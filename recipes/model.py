@@ -20,7 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipes.config import RunConfig
+from .config import RunConfig
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from hybrid_ep.cli import plotting
-from recipes import metrics
+
+from . import metrics
 
 _TIME_BINS = 120
 

@@ -14,14 +14,14 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from recipes import RECIPES, get_recipe
-from recipes.__main__ import list_recipes
-from recipes.config import BALANCE_MODES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
-from recipes.run_folder import RunFolder
-from recipes.verdict import verdict
+from . import RECIPES, get_recipe
+from .__main__ import list_recipes
+from .config import BALANCE_MODES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
+from .run_folder import RunFolder
+from .verdict import verdict
 
 if TYPE_CHECKING:
-    from recipes.report import Reporter
+    from .report import Reporter
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NOT_LEARNED = 1, 2, 3
 _DEPENDENCIES = ("yaml", "numpy", "torch", "megatron", "megatron.core", "triton")
@@ -29,7 +29,7 @@ _DEPENDENCIES = ("yaml", "numpy", "torch", "megatron", "megatron.core", "triton"
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without a configuration."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.pretrain", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.pretrain", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", nargs="?", help=f"one of {', '.join(RECIPES)}; optional with --resume")
     parser.add_argument("--list", action="store_true", help="list the recipes and leave")
     parser.add_argument("--name", help="name of the run folder (default: recipe and time)")
@@ -120,7 +120,7 @@ def run(config: RunConfig, folder: RunFolder, resume: bool, stop_after: int | No
     """Trains and reports; the exit code."""
     print(f"{'Resuming' if resume else 'Run'} {folder.path}: loading torch and Megatron-Core ...", flush=True)
     prepare_process(config)
-    from recipes import checkpoint, launch, plots, report, text_data, trainer
+    from . import checkpoint, launch, plots, report, text_data, trainer
 
     corpus = text_data.build_corpus(config.data)
     if resume:

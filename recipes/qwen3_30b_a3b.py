@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.architecture import Architecture
-from recipes.cluster import ClusterRun, get_hardware
-from recipes.config import RunConfig
-from recipes.tiny_cpu import tiny_cpu_smoke
+from .architecture import Architecture
+from .cluster import ClusterRun, get_hardware
+from .config import RunConfig
+from .tiny_cpu import tiny_cpu_smoke
 
 ARCHITECTURE = Architecture(
     name="qwen3_30b_a3b",

@@ -18,8 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.run_folder import RunFolder
-from recipes.verdict import verdict
+from .run_folder import RunFolder
+from .verdict import verdict
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -69,11 +69,11 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
     rank, num_ranks = whoami()
     if num_ranks != config.parallel.num_ranks:
         raise ValueError(f"WORLD_SIZE={num_ranks}: the run has {config.parallel.num_ranks} ranks; start as many")
-    from recipes.pretrain import prepare_process
+    from .pretrain import prepare_process
 
     prepare_process(config)
-    from recipes import checkpoint, plots, text_data, trainer
-    from recipes.report import Reporter
+    from . import checkpoint, plots, text_data, trainer
+    from .report import Reporter
 
     # A restarted job gets a new store at the same port, so the key must belong to this start alone.
     store = meet(rank, num_ranks, config.runtime.timeout_s)

@@ -8,10 +8,10 @@ import sys
 import time
 from typing import Any
 
-from recipes import metrics
-from recipes.config import RunConfig
-from recipes.run_folder import RunFolder
-from recipes.text_data import Corpus
+from . import metrics
+from .config import RunConfig
+from .run_folder import RunFolder
+from .text_data import Corpus
 
 
 class Reporter:

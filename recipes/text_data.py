@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from recipes.config import DataConfig, RunConfig
+from .config import DataConfig, RunConfig
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset

@@ -7,7 +7,7 @@ same step takes about three times as long in bf16, and fp32 makes losses compara
 
 from __future__ import annotations
 
-from recipes.config import (
+from .config import (
     DataConfig,
     LoggingConfig,
     ModelConfig,

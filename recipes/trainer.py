@@ -24,11 +24,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from recipes import checkpoint
-from recipes.config import RunConfig
-from recipes.dispatch_meter import DispatchMeter, imbalance
-from recipes.model import build_model, logical_homes, moe_layers
-from recipes.text_data import Corpus, build_datasets
+from . import checkpoint
+from .config import RunConfig
+from .dispatch_meter import DispatchMeter, imbalance
+from .model import build_model, logical_homes, moe_layers
+from .text_data import Corpus, build_datasets
 
 if TYPE_CHECKING:
     from megatron.core.datasets.gpt_dataset import GPTDataset

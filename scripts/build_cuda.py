@@ -1,6 +1,7 @@
 """Builds the CUDA library, hybrid_ep/libhybrid_ep_cuda.so, ahead of time for sm_90a and sm_100.
 
-    python scripts/build_cuda.py [--out FOLDER] [--find] [--nvshmem [ARCH] | --no-nvshmem] [--nvshmem-home FOLDER]
+    python scripts/build_cuda.py [--out FOLDER] [--find] [--compile-only]
+                                 [--nvshmem [ARCH] | --no-nvshmem] [--nvshmem-home FOLDER]
     python scripts/build_cuda.py --interpreted [--arch sm_90a]
 
 nvcc (12.8 or newer) comes from CUDA_HOME, PATH or the pip toolkit (pip install 'cuda-toolkit[nvcc,cudart,cccl]'), in
@@ -85,9 +86,9 @@ def nvcc_version(nvcc):
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def find_nvcc():
-    """(nvcc, None), or (None, why not)."""
-    home = os.environ.get("CUDA_HOME")
+def find_nvcc(home=None):
+    """(nvcc, None), or (None, why not). home: the toolkit's folder, in place of CUDA_HOME."""
+    home = home or os.environ.get("CUDA_HOME")
     on_path = shutil.which("nvcc")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     candidates += [Path(on_path)] if on_path else []
@@ -279,6 +280,7 @@ def main():
                         help="the library that runs on the PTX machine of tests/ptx")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="of --interpreted: PTX for this one alone [both]")
     parser.add_argument("--find", action="store_true", help="only say which nvcc would build it")
+    parser.add_argument("--compile-only", action="store_true", help="make the objects and no library of them")
     rail = parser.add_mutually_exclusive_group()
     rail.add_argument("--nvshmem", nargs="?", const="all", choices=("all", *ARCHITECTURES), metavar="ARCH",
                       help="also the library whose rail is a NIC (default: where NVSHMEM's package is); with ARCH, "
@@ -304,7 +306,7 @@ def main():
     for library, (objects, errors) in zip(libraries, compile_all(nvcc, libraries), strict=True):
         if errors:
             failed.append(f"{library.path.name} does not compile:\n\n" + "\n".join(errors))
-        else:
+        elif not args.compile_only:
             print(link(nvcc, library, objects))
     if failed:
         sys.exit("hybrid_ep: " + "\n".join(failed))

@@ -86,6 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.dtypes[0] != "bf16":
         parser.error("--dtypes begins with bf16, which the others are compared with")
+    sys.path.insert(0, str(ROOT))  # recipes/ is a folder of the checkout
     from recipes import get_recipe
 
     parallel = get_recipe(args.recipe).parallel

@@ -6,6 +6,7 @@ nor does that a submodule runs its package's __init__ first. check_layers.py app
 """
 
 import ast
+import functools
 from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
@@ -37,17 +38,26 @@ def modules_of(files):
     return {module_of(path): path for path in files if path.endswith(".py") and path.split("/")[0] in FOLDERS}
 
 
-def imports_of(tree):
-    """(line, module, name or None) of every import that runs: `import a.b` or `from a.b import name`."""
-    hidden = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and _is_type_checking(node.test)
+@functools.cache
+def nodes_of(source):
+    """All nodes of a Python source, the module first. Found once: to walk the trees is most of what the checks take."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def imports_of(nodes, package):
+    """(line, module, name or None) of every import that runs in a module of a package: `import a.b`, `from a.b import
+    name`, `from .b import name`."""
+    hidden = {id(inner) for node in nodes if isinstance(node, ast.If) and _is_type_checking(node.test)
               for statement in node.body for inner in ast.walk(statement)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in hidden:
             continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[:1 - node.level or None] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield from ((node.lineno, module, alias.name) for alias in node.names)
 
 
 def _is_type_checking(test):
@@ -59,10 +69,11 @@ def edges(modules, root):
     found = {}
     for name, path in modules.items():
         try:
-            tree = ast.parse((Path(root) / path).read_text(encoding="utf-8"))
+            nodes = nodes_of((Path(root) / path).read_text(encoding="utf-8"))
         except SyntaxError:
             continue  # check_layers says so
-        for line, module, member in imports_of(tree):
+        package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
+        for line, module, member in imports_of(nodes, package):
             inner = f"{module}.{member}"
             target = inner if member and inner in modules else module
             if target in modules and target != name:

@@ -1,8 +1,9 @@
 """Runs tests of tests/python on a core that is built with AddressSanitizer and UndefinedBehaviorSanitizer, then some on
 the ordinary core with memory that malloc fills with rubbish.
 
-    python scripts/python_asan.py [--junitxml FILE] [pytest's options and tests, from the root, instead of those below]
+    python scripts/python_asan.py [--build] [--junitxml FILE] [pytest's options and tests, from the root]
 
+--build tests nothing; without tests named, those below are run.
 The build is that of tests/cpp (its objects are used again) and ends in build/tests/cpp-address; the module lies beside
 links to the package's other files in build/tests/python-asan, so that the ordinary build stays as it is."""
 
@@ -74,8 +75,12 @@ def pytest(names, environment, options, package):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--junitxml", default="", help="JUnit report of the sanitized tests")
+    parser.add_argument("--build", action="store_true", help="build the core, test nothing")
     args, chosen = parser.parse_known_args()
-    lay_out(build())
+    module = build()
+    if args.build:
+        return
+    lay_out(module)
     report = [f"--junitxml={Path(args.junitxml).resolve()}"] if args.junitxml else []
     sanitized = {
         "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),

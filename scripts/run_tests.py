@@ -1,19 +1,19 @@
 """All checks and tests, stage after stage, never two at once (the stages start many processes themselves),
-and a table of what passed at the end. Exits with 1 if any stage failed. What a stage only has to download and
-build begins with the first stage, beside the others.
+and a table of what passed at the end. Exits with 1 if any stage failed. What later stages have to download and build is
+made beside the first ones, on the cores that those leave idle (build_ahead.py).
 
     python scripts/run_tests.py [--only lint,cpp,python] [--quick] [--budget-minutes 38]
 
 Runs in the Python of the environment that scripts/setup_env.py made (`make test` does both)."""
 
 import argparse
-import os
 import signal
 import sys
 import time
 
+from build_ahead import Ahead
 from stage_result import Result, result_of
-from stage_runner import BUILD, ROOT, Preparation, Runner, StageTimeout
+from stage_runner import BUILD, ROOT, Runner, StageTimeout, at_once
 
 
 def has_tests(folder):
@@ -80,7 +80,7 @@ def megatron_oldest(runner):
         test_matrix.choose_python(OLDEST_MEGATRON, "")
     except setup_env.SetupError as error:
         return Result("skipped", note=str(error))
-    status, last = runner.prepared()
+    status, last = runner.run(oldest("--prepare"))
     if status:
         return Result("FAILED", note=f"its environment cannot be made: {last.removeprefix('test_matrix: ')}")
     status, last = runner.run(oldest("--everyday"))
@@ -102,26 +102,39 @@ def find_nvcc(runner):
     if why_not:
         return None, why_not
     if home:
-        os.environ["CUDA_HOME"] = str(home)
-    return build_cuda.find_nvcc()  # none where what was installed does not run here
+        runner.variables["CUDA_HOME"] = str(home)
+    return build_cuda.find_nvcc(home)  # none where what was installed does not run here
+
+
+def rail_of_cuda(runner, nvcc):
+    """(build_cuda's flags for the kernels over NVSHMEM, why they are not compiled)."""
+    import build_cuda
+    import cuda_packages
+
+    nvshmem, why_not = cuda_packages.find_nvshmem(runner.run, nvcc)
+    flags = ["--nvshmem", build_cuda.ARCHITECTURES[0], "--nvshmem-home", nvshmem] if nvshmem else ["--no-nvshmem"]
+    return flags, why_not
+
+
+INTERPRETED = ["scripts/build_cuda.py", "--interpreted", "--arch", "sm_90a"]
 
 
 def cuda(runner):
     """Compiles the CUDA library for both architectures and the kernels over NVSHMEM for one (they are the same roles
     again, and take as long), inspects the code of both, runs tests/gpu, which skip without a GPU."""
     import build_cuda
-    import cuda_packages
 
     nvcc, why_not = find_nvcc(runner)
     if not nvcc:
         return Result("skipped", note=why_not)
-    nvshmem, no_nvshmem = cuda_packages.find_nvshmem(runner.run, nvcc)
-    arch = build_cuda.ARCHITECTURES[0]
-    rail = ["--nvshmem", arch, "--nvshmem-home", nvshmem] if nvshmem else ["--no-nvshmem"]
+    rail, no_nvshmem = rail_of_cuda(runner, nvcc)
     if runner.run([sys.executable, "scripts/build_cuda.py", *rail])[0]:
         return Result("FAILED", note="does not build")
+    if runner.run([sys.executable, "-c", "from hybrid_ep.runtime import devices; devices.load()"])[0]:
+        return Result("FAILED", note="does not load")  # which needs no driver
     inspections = {"": []}
-    if nvshmem:
+    if not no_nvshmem:
+        arch = build_cuda.ARCHITECTURES[0]
         library = build_cuda.folder_of((arch,)) / build_cuda.NVSHMEM_LIBRARY
         inspections["over NVSHMEM "] = [library, "--rail", "nvshmem", "--arch", arch]
     notes = []
@@ -135,7 +148,7 @@ def cuda(runner):
         if runner.run([sys.executable, f"scripts/{check[0]}", *check[1:]])[0]:
             return Result("FAILED", note=" ".join(check))
     result = runner.pytest("tests/gpu")
-    notes += [] if nvshmem else [f"kernels over NVSHMEM not compiled: {no_nvshmem}"]
+    notes += [] if not no_nvshmem else [f"kernels over NVSHMEM not compiled: {no_nvshmem}"]
     result.note = "; ".join([*notes, result.note])
     return result
 
@@ -146,10 +159,14 @@ def ptx(runner):
     nvcc, why_not = find_nvcc(runner)
     if not nvcc:
         return Result("skipped", note=why_not)
-    if runner.run([sys.executable, "scripts/build_cuda.py", "--interpreted", "--arch", "sm_90a"])[0]:
+    if runner.run([sys.executable, *INTERPRETED])[0]:
         return Result("FAILED", note="does not build")
-    results = [runner.pytest("tests/ptx"), runner.pytest("tests/gpu", "", ["--ptx-machine", "--ptx-everyday"])]
-    status, note = runner.run([sys.executable, "tests/ptx/mutants.py", "--everyday"])
+    mutants = [sys.executable, "tests/ptx/mutants.py", "--everyday"]
+    of_gpu, (of_machine, (status, note)) = at_once(
+        runner,
+        lambda own: own.pytest("tests/gpu", "", ["--ptx-machine", "--ptx-everyday"]),
+        lambda own: (own.pytest("tests/ptx"), own.run(mutants)))
+    results = [of_machine, of_gpu]
     status = status or any(result.status == "FAILED" for result in results)
     counts = tuple(map(sum, zip(*(result.counts for result in results), strict=True)))
     return Result("FAILED" if status else "passed", counts, note)
@@ -159,11 +176,16 @@ def slurm(runner):
     return runner.pytest("tests/slurm") if has_tests("tests/slurm") else Result("skipped", note="no tests")
 
 
-# name: (function, minutes at most, part of --quick)
+# name: (function, minutes at most, part of --quick). Those that build nothing come first: see BUILDS.
 STAGES = {
     "lint": (lint, 2, True),
     "layers": (layers, 2, True),
     "types": (types, 5, True),
+    "docs": (docs, 3, False),
+    "python": (python, 30, True),
+    "megatron": (megatron, 20, True),
+    "slurm": (slurm, 15, False),
+    "megatron-oldest": (megatron_oldest, 20, False),
     "cpp": (cpp, 10, True),
     "cpp-mutants": (lambda runner: runner.ctest("cpp-mutants", "", ["-L", "mutant"]), 10, False),
     "cpp-tsan": (lambda runner: runner.ctest("cpp-tsan", "thread", ["-LE", "mutant"]), 15, False),
@@ -171,29 +193,45 @@ STAGES = {
     "python-asan": (python_asan, 15, False),
     "cuda": (cuda, 15, False),
     "ptx": (ptx, 15, False),
-    "python": (python, 30, True),
-    "megatron": (megatron, 20, True),
-    "megatron-oldest": (megatron_oldest, 20, False),
-    "slurm": (slurm, 15, False),
-    "docs": (docs, 3, False),
 }
 
 
-# name: command that makes what the stage needs, if it can be made; begun ahead where there are stages before it
-PREPARATIONS = {"megatron-oldest": oldest("--prepare")}
+# ---- what stages build, made ahead of them where there are stages before them
+
+def build_asan(runner):
+    """The programs of cpp-asan and the module of python-asan, which lie in one folder."""
+    runner.build_cpp("address")
+    runner.run([sys.executable, "scripts/python_asan.py", "--build"])
+
+
+def build_cuda_objects(runner):
+    """Of `cuda` and of `ptx`. The stage links the library: tests of others do not see it come."""
+    nvcc, _ = find_nvcc(runner)
+    if nvcc:
+        runner.run([sys.executable, "scripts/build_cuda.py", "--compile-only", *rail_of_cuda(runner, nvcc)[0]])
+        runner.run([sys.executable, *INTERPRETED])
+
+
+# What is made for a stage is what the stage itself makes, so that it finds nothing left to do.
+BUILDS = {
+    "megatron-oldest": lambda runner: runner.run(oldest("--prepare")),
+    "cpp": lambda runner: runner.build_cpp(""),
+    "cpp-tsan": lambda runner: runner.build_cpp("thread"),
+    "cpp-asan": build_asan,
+    "cuda": build_cuda_objects,
+}
 
 
 def run_stages(names, quick, budget_s):
     """{stage: Result}; every stage runs, whatever the others did, until the budget is spent."""
-    begun = {name: Preparation(name, PREPARATIONS[name]) for name in names[1:] if name in PREPARATIONS}
+    ahead = Ahead({name: BUILDS[name] for name in names[1:] if name in BUILDS})
     try:
-        return run_each(names, begun, quick, budget_s)
+        return run_each(names, ahead, quick, budget_s)
     finally:
-        for preparation in begun.values():
-            preparation.end()
+        ahead.end()
 
 
-def run_each(names, begun, quick, budget_s):
+def run_each(names, ahead, quick, budget_s):
     end = time.monotonic() + budget_s
     results = {}
     for name in names:
@@ -203,10 +241,11 @@ def run_each(names, begun, quick, budget_s):
             results[name] = Result("FAILED", note="not run: the time budget is spent")
             continue
         print(f"\n=== {name}", flush=True)
-        runner = Runner(quick, begun.get(name))
+        runner = Runner(quick)
         runner.deadline = min(end, start + 60 * minutes)
         limit_s = runner.deadline - start
         try:
+            ahead.leave_to(name, runner.deadline)
             result = function(runner)
         except StageTimeout:
             result = Result("FAILED", note=f"stopped after {limit_s:.0f} s")

@@ -5,8 +5,8 @@ Steps, each remembered by a hash of what it was made from, so that a second call
 to be installed, the disk is looked at before the first:
   1. choose a Python (3.10 to 3.13, newest first; from 3.12 on the newer megatron-core releases exist);
   2. create the environment: venv, else uv, else virtualenv;
-  3. build the core, before the long downloads: a missing compiler is reported in seconds;
-  4. install the package in editable mode with its extras, by uv when it is on PATH, else by pip.
+  3. build the core, after a look at the compiler: one that is missing is reported in seconds;
+  4. meanwhile install the package in editable mode with its extras, by uv when it is on PATH, else by pip.
 
 Environment: HYBRID_EP_PYTHON (a version such as 3.12, or a path) chooses the Python; HYBRID_EP_TORCH_INDEX
 (an index URL) is where torch comes from, for example an index of CPU-only wheels. Any Python >= 3.7 can run
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,12 +232,13 @@ class Environment:
                        *quiet, *options, *packages]
         run(command, f"installing {' '.join(packages)}")
 
+    def setup_py(self, *step):
+        if call([str(self.python), "setup.py", "--quiet", *step], 1800):
+            raise SetupError("the C++ core was not built; the reason is above.")
+
     def build_core(self):
         start = time.monotonic()
-        command = [str(self.python), "setup.py", "--quiet"]
-        for step in (["check_toolchain"], ["build_ext", "--inplace"]):
-            if call([*command, *step], 1800):
-                raise SetupError("the C++ core was not built; the reason is above.")
+        self.setup_py("build_ext", "--inplace")
         say(f"the C++ core is built ({time.monotonic() - start:.0f} s)")
 
     def install_dependencies(self, extras, torch_index):
@@ -289,13 +291,29 @@ def ensure(folder=ROOT / ".venv", wanted="", extras=DEFAULT_EXTRAS, torch_index=
         if env.stamp.get("build_requirements") != list(BUILD_REQUIREMENTS):
             env.install(list(BUILD_REQUIREMENTS))
             env.note(build_requirements=list(BUILD_REQUIREMENTS))
-        if env.stamp.get("core") != core or not env.has_core():
-            env.build_core()
-            env.note(core=core)
-        if env.stamp.get("dependencies") != dependencies:
-            env.install_dependencies(extras, torch_index)
-            env.note(dependencies=dependencies)
+        with ThreadPoolExecutor(1) as beside:
+            built = None
+            if env.stamp.get("core") != core or not env.has_core():
+                env.setup_py("check_toolchain")
+                built = beside.submit(env.build_core)
+            if env.stamp.get("dependencies") != dependencies:
+                install_beside(built, env, extras, torch_index)
+                env.note(dependencies=dependencies)
+            if built:
+                built.result()
+                env.note(core=core)
         return env
+
+
+def install_beside(built, env, extras, torch_index):
+    """Installs the dependencies while the core is built, which the installation of the package then finds made. Of two
+    errors the core's is the cause."""
+    try:
+        env.install_dependencies(extras, torch_index)
+    except SetupError:
+        if built:
+            built.result()
+        raise
 
 
 def main():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stage_result import Result, result_of
@@ -22,41 +23,59 @@ class StageTimeout(Exception):
     """A stage's time is over; its processes are gone."""
 
 
+class Ended(Exception):
+    """Nobody waits for what is being run any more."""
+
+
 class Runner:
     """Runs the commands of a stage within the stage's deadline."""
 
-    def __init__(self, quick, preparation=None):
+    def __init__(self, quick):
         self.quick = quick
-        self.preparation = preparation
         self.deadline = time.monotonic()
+        self.variables = {}  # of the commands' environment, beside those of all stages
+        self.lock = threading.Lock()
+        self.process, self.ended = None, False
 
-    def prepared(self):
-        """(exit status, last line printed) of what was begun ahead of this stage, if anything was, when it has ended;
-        shows its output."""
-        if self.preparation is None:
-            return 0, ""
-        try:
-            status = self.preparation.process.wait(max(1.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise StageTimeout from None
-        text = self.preparation.log.read_text(errors="replace")
+    def show(self, text):
         print(text, end="", flush=True)
-        return status, last_line(text.splitlines())
+
+    def late(self):
+        """A runner that works at the same time, and keeps what it has to say."""
+        return LateRunner(self)
+
+    def started(self, process):
+        with self.lock:
+            self.process = process
+        if self.ended:
+            end_group(process)
+
+    def end(self):
+        """From another thread: what runs is ended, and nothing more begins."""
+        self.ended = True
+        with self.lock:
+            process = self.process
+        if process:
+            end_group(process)
 
     def run(self, command, quiet=False):
         """(exit status, last line printed). Output is shown as it comes, with `quiet` only on failure."""
-        print("+ " + " ".join(map(str, command)), flush=True)
+        if self.ended:
+            raise Ended
+        self.show("+ " + " ".join(map(str, command)) + "\n")
         # A session of its own: whatever a test leaves behind ends with the stage.
-        process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=test_environment(),
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                   text=True, errors="replace", start_new_session=True)
+        process = subprocess.Popen([str(part) for part in command], cwd=ROOT,
+                                   env={**test_environment(), **self.variables}, stdin=subprocess.DEVNULL,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                                   start_new_session=True)
+        self.started(process)
         lines = []
 
         def read():
             for line in process.stdout:
                 lines.append(line)
                 if not quiet:
-                    print(line, end="", flush=True)
+                    self.show(line)
 
         # A thread reads, so that a stray grandchild that keeps the pipe open cannot hold up the stage.
         reader = threading.Thread(target=read, daemon=True)
@@ -69,7 +88,7 @@ class Runner:
             end_group(process)
             reader.join(KILL_AFTER_S)
         if quiet and status:
-            print("".join(lines), end="", flush=True)
+            self.show("".join(lines))
         return status, last_line(lines)
 
     def pytest(self, folder, marker="", more=()):
@@ -81,37 +100,56 @@ class Runner:
         status, last = self.run([*command, *(["-m", marker] if marker else [])])
         return result_of(status, report, re.sub(r"\x1b\[[0-9;]*m", "", last).strip("= "))
 
-    def ctest(self, name, sanitizer, selection):
-        """Configures, builds and runs the C++ tests of one build folder."""
-        cmake, ctest = tool("cmake"), tool("ctest")
-        folder = BUILD / f"cpp-{sanitizer or 'plain'}"
+    def build_cpp(self, sanitizer):
+        """Whether the C++ tests with a sanitizer ("": none) are built, in a folder of their own."""
+        cmake, folder = tool("cmake"), cpp_folder(sanitizer)
         configure = [cmake, "-S", ROOT / "tests" / "cpp", "-B", folder, "-G", "Ninja",
                      f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DHEP_SANITIZE={sanitizer}"]
-        for command in (configure, [cmake, "--build", folder]):
-            if self.run(command, quiet=True)[0]:
-                return Result("FAILED", note="does not build")
+        return all(self.run(command, quiet=True)[0] == 0 for command in (configure, [cmake, "--build", folder]))
+
+    def ctest(self, name, sanitizer, selection):
+        """Builds and runs the C++ tests of one build folder."""
+        if not self.build_cpp(sanitizer):
+            return Result("FAILED", note="does not build")
         report = BUILD / f"{name}.xml"
         report.unlink(missing_ok=True)
         # Two at once: one program waits for deadlines most of its time, another computes.
-        status, last = self.run([ctest, "--test-dir", folder, "--output-on-failure", "--no-tests=error", "--parallel",
-                                 "2", "--timeout", "300", "--output-junit", report, *selection])
+        status, last = self.run([tool("ctest"), "--test-dir", cpp_folder(sanitizer), "--output-on-failure",
+                                 "--no-tests=error", "--parallel", "2", "--timeout", "300", "--output-junit", report,
+                                 *selection])
         return result_of(status, report, last if status else "")
 
 
-class Preparation:
-    """A command that runs beside other stages, its output in a file."""
+class LateRunner(Runner):
+    """What it has to say is shown later, by another."""
 
-    def __init__(self, name, command):
-        self.log = BUILD / f"{name}-preparation.log"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "w") as output:
-            print("+ " + " ".join(map(str, command)), file=output, flush=True)
-            self.process = subprocess.Popen([str(part) for part in command], cwd=ROOT, env=test_environment(),
-                                            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                                            start_new_session=True)
+    def __init__(self, beside):
+        super().__init__(beside.quick)
+        self.deadline, self.variables, self.said = beside.deadline, beside.variables, []
 
-    def end(self):
-        end_group(self.process)
+    def show(self, text):
+        self.said.append(text)
+
+
+def at_once(runner, *parts):
+    """The results of functions of a runner that take a core each, run at the same time; what the later ones print is
+    shown after the first's."""
+    runners = [runner, *(runner.late() for _ in parts[1:])]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        working = [pool.submit(part, its_own) for part, its_own in zip(parts, runners, strict=True)]
+        try:
+            return [work.result() for work in working]
+        except BaseException:
+            for its_own in runners:
+                its_own.end()
+            raise
+        finally:
+            for late in runners[1:]:
+                runner.show("".join(late.said))
+
+
+def cpp_folder(sanitizer):
+    return BUILD / f"cpp-{sanitizer or 'plain'}"
 
 
 def test_environment():

@@ -48,8 +48,8 @@ def load() -> dict[str, Any]:
 
     RuntimeError when it was not built or does not load."""
     if not LIBRARY.is_file():
-        raise RuntimeError(f"{LIBRARY.name} is not there; build it with 'python scripts/build_cuda.py' (needs nvcc) or "
-                           "'pip install .' on a machine with nvcc")
+        raise RuntimeError(f"{LIBRARY.name} is not there; in a checkout of the sources, on a machine with nvcc, "
+                           "'python scripts/build_cuda.py' builds it, and so does 'pip install .'")
     return _core.cuda.load(str(LIBRARY))
 
 

@@ -54,8 +54,8 @@ def load() -> Any:
     if library is None:
         raise RuntimeError(f"NVSHMEM is not installed; pip install {package()}")
     if not KERNELS.is_file():
-        raise RuntimeError(f"{KERNELS.name} is not there; 'python scripts/build_cuda.py --nvshmem' builds it and needs"
-                           f" nvcc and {package()}")
+        raise RuntimeError(f"{KERNELS.name} is not there; 'python scripts/build_cuda.py --nvshmem' in a checkout of"
+                           f" the sources builds it and needs nvcc and {package()}")
     return _core.NvshmemWorld(str(library), str(KERNELS))
 
 

@@ -31,6 +31,13 @@ class Finding:
         return line + (f"\n{'':5}{self.host}  {'':15}-> {self.remedy}" if self.remedy else "")
 
 
+def rebuild_remedy() -> str:
+    """How this core is made anew: in a source tree by its compiler, else by another wheel."""
+    if (Path(__file__).resolve().parents[3] / "setup.py").is_file():
+        return "rebuild: python setup.py build_ext --inplace"
+    return "install it anew: pip install --force-reinstall --no-deps hybrid_ep"
+
+
 def build_remedy(*flags: str) -> str:
     """How the CUDA library is built, from here: a source tree has the script, an installed wheel has not."""
     script = Path(__file__).resolve().parents[3] / "scripts" / "build_cuda.py"

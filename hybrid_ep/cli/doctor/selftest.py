@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found
+from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, rebuild_remedy
 
 if TYPE_CHECKING:
     from hybrid_ep.testing import VirtualGroup
@@ -90,6 +90,6 @@ def exchange(num_nodes: int, num_local_ranks: int, device: Any, executor: str) -
     who = "by one rank" if ranks == 1 else f"between {ranks} ranks ({num_nodes} nodes x {num_local_ranks})"
     text = f"dispatch and combine {who} in this process, executor {executor} on {device}"
     if wrong:
-        yield FAIL, f"{text}: wrong sums on ranks {wrong}", "rebuild (pip install --force-reinstall .)"
+        yield FAIL, f"{text}: wrong sums on ranks {wrong}", rebuild_remedy()
     else:
         yield OK, f"{text}: every sum exact"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(setup_env.Environment, "create", create)
     monkeypatch.setattr(setup_env.Environment, "has_core", lambda env: True)
-    for name in ("install", "build_core"):
+    for name in ("install", "build_core", "setup_py"):
         monkeypatch.setattr(setup_env.Environment, name, lambda *args, name=name: taken.append(name))
     monkeypatch.setattr(setup_env, "run", lambda command, what, timeout_s=0: taken.append("run"))
     return taken
@@ -68,7 +69,28 @@ def test_an_environment_that_is_ready_needs_no_disk(tmp_path, steps):
 
 def test_a_changed_core_alone_needs_no_disk(tmp_path, steps):
     setup_env.ensure(ready(tmp_path / "venv", core="old"))
-    assert steps == ["build_core"]
+    assert steps == ["setup_py", "build_core"]  # the first looks at the compiler
+
+
+def test_the_core_is_built_while_its_dependencies_are_installed(tmp_path, steps, monkeypatch):
+    installing = threading.Event()
+    monkeypatch.setattr(setup_env.Environment, "install", lambda *args: installing.set())
+    monkeypatch.setattr(setup_env.Environment, "build_core", lambda env: steps.append(installing.wait(20)))
+    env = setup_env.ensure(ready(tmp_path / "venv", core="old", dependencies="old"), torch_index="https://example.org")
+    assert steps[0] == "setup_py" and sorted(steps[1:], key=str) == [True, "run"]
+    assert env.stamp["core"] == setup_env.core_hash()
+
+
+def test_a_core_that_does_not_compile_is_what_a_set_up_names(tmp_path, steps, monkeypatch):
+    def fail(env, *args):
+        raise setup_env.SetupError("does not install" if args else "does not compile")
+
+    monkeypatch.setattr(setup_env.Environment, "install", fail)
+    monkeypatch.setattr(setup_env.Environment, "build_core", fail)
+    folder = ready(tmp_path / "venv", core="old", dependencies="old")
+    with pytest.raises(setup_env.SetupError, match="does not compile"):
+        setup_env.ensure(folder, torch_index="https://example.org")
+    assert "old" in json.loads((folder / setup_env.STAMP_NAME).read_text())["core"]
 
 
 def test_cpu_wheels_fit(tmp_path, steps):
