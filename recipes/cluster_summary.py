@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hybrid_ep.cli.outputs import count
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models, recommend, step_time
@@ -20,9 +21,10 @@ def describe(run: ClusterRun) -> str:
     return "\n".join([
         f"{run.recipe}: {model.total_params / 1e9:.2f} B parameters, {model.active_params / 1e9:.2f} B active "
         f"({model.source})",
-        f"{run.num_hosts} hosts x {run.hardware.gpus_per_host} {run.hardware.gpu}: TP {run.tensor}, PP {run.pipeline} "
-        f"x {run.virtual_pipeline}, EP {run.expert} in domains of {run.domain}, DP {run.data}; {run.precision}, "
-        f"recompute {run.recompute}, {run.num_microbatches} micro-batches, balance {run.balance}"
+        f"{count(run.num_hosts, 'host')} x {run.hardware.gpus_per_host} {run.hardware.gpu}: TP {run.tensor}, PP "
+        f"{run.pipeline} x {run.virtual_pipeline}, EP {run.expert} in domains of {run.domain}, DP {run.data}; "
+        f"{run.precision}, recompute {run.recompute}, "
+        f"micro-batches {run.num_microbatches}, balance {run.balance}"
         + (f" with {run.clones} spare slots a rank ({memory.clone_bytes(run):,} bytes)" if run.clones else ""),
         f"fullest GPU (pipeline rank {need.stage}), {memory.budget_bytes(run) / 1e9:.1f} GB to use; hybrid_ep "
         f"registers {need.buffers:,} bytes:", str(need), predict(run),

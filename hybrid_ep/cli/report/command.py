@@ -53,8 +53,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str]:
     rows, device = runs.read(args.runs, args.skip)
     found, neither = scaling.split(rows)
-    print(f"# MEASURED: {len(rows)} runs on {device}; median of the steps after the first {args.skip}; memory: peak of "
-          "the process with most")
+    print(f"# MEASURED: {outputs.count(len(rows), 'run')} on {device}; median of the steps after the first "
+          f"{args.skip}; memory: peak of the process with most")
     if device == "cpu":
         print("# ranks of CPU processes stand where GPUs would: they share one machine, so this is no claim about GPUs")
     for row in neither:

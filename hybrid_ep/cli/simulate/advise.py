@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from typing import Any
 
+from hybrid_ep.cli.progress import track
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import models, recommend
@@ -18,7 +20,8 @@ def run(name: str, cluster: Cluster, gpus: int | None, tokens: int, overlap: flo
         raise ValueError("--recommend needs --gpus N, the GPUs of the whole job")
     model = models.get(name)
     job: dict[str, Any] = {"dtype": precision, "recompute": recompute, "cv_slow": cv_slow}
-    plans = recommend.recommend(model, cluster, gpus, tokens=tokens, overlap=overlap, **job)
+    plans = recommend.recommend(model, cluster, gpus, tokens=tokens, overlap=overlap,
+                                watch=functools.partial(track, what="layouts"), **job)
     print(f"# {name} on {gpus} x {cluster.gpu.name} ({cluster.name}), {tokens} tokens a rank and micro-batch, "
           f"{precision}, recompute {recompute}, {overlap:.0%} of what moves hidden")
     print("#    EP  PP  ranks/node  SMs  chunk  dtype  moves    exchange us  tokens/s/GPU  state GB  why")

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seed", type=int, default=1, help="of drawn routing")
     how = parser.add_argument_group("how")
     how.add_argument("--num-sms", type=int, default=0, help="SMs of each operation; 0 = as suggested")
-    how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message [%(default)s]")
+    how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message")
     how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
                      "model: the queueing model; auto: events where they take seconds")  # fmt: skip
     out = parser.add_argument_group("what comes out")

@@ -63,7 +63,7 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["nothing"], "choose one of deepseek_v3, qwen3_235b_a22b"), ([], "--list shows them"),
+    (["nothing"], "choose one of these\ndeepseek_v3            GPUs  "), ([], "--list shows them"),
     (["mixtral_8x7b", "--slurm"], "Megatron-LM/pretrain_gpt.py is not there: git clone"),
     (["mixtral_8x7b", "--slurm"], "Transformer Engine is not installed"),
     (["mixtral_8x7b", "--slurm", "--container", "i", "--set", "data_path=/no/d", "--set", "tokenizer=t"],
