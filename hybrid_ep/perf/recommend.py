@@ -65,6 +65,11 @@ def tune(shape: Shape, cluster: Cluster, dispatch_dtype: str = "bf16", traffic: 
     return Tuning(sms, chunk, by_chunk[chunk])
 
 
+def tuned(job: Job) -> Job:
+    """The job with the SMs that `tune` would take for its exchange."""
+    return replace(job, num_sms=tune(job.shape, job.cluster, job.dispatch_dtype).num_sms) if job.ep > 1 else job
+
+
 @lru_cache(maxsize=512)
 def _tune_sms(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic) -> int:
     most = clusters.get(cluster_name).gpu.num_sms.value

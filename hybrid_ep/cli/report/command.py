@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--simulate", metavar="MODEL", choices=tuple(models.MODELS), help="predict the jobs of this model instead")
     add("--cluster", choices=tuple(clusters.CLUSTERS), default="h100_8x400g", help="of --simulate")
     add("--gpus", type=int_list, default="64,128,256,512", help="of --simulate: a list of job sizes")
-    job_flags.add_flags(add)
+    job_flags.add_flags(add, "--simulate")
     add("--mode", choices=(*scaling.MODES, "both"), default="both", help="which table")
     outputs.add_json(scaling_parser)
     outputs.add_plot(scaling_parser, "tokens/s over GPUs")
