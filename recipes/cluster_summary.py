@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hybrid_ep.cli.outputs import count
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models, recommend, step_time
+from hybrid_ep.perf import efficiency, models, recommend, step_time, training
 from recipes import memory
 from recipes.cluster import ClusterRun
 
@@ -42,10 +42,11 @@ def predict(run: ClusterRun) -> str:
     hidden = f"{job.overlap:.0%} of the exchange hidden" if run.overlap else "no exchange hidden"
     again = {"none": "what is recomputed counted as free, " if run.recompute_modules else "",
              "moe": "experts and exchange computed twice, ", "full": "all layers computed twice, "}[_recompute(run)]
+    share = f"{job.share_of_peak:.0%} of peak in compute, {efficiency.of(job.cluster, job.dtype).source}"
     return "\n".join([
         f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
-        f"{job.efficiency:.0%} of peak in compute, {again}{hidden}, no load imbalance, nodes that differ by "
-        f"{job.cv_slow:.1%})", *_side_by_side(run, job), f"the same by another verb: {command_of(job)}",
+        f"{share}, {again}{hidden}, no load imbalance, nodes that differ by {job.cv_slow:.1%})", training.said_of(job),
+        *_side_by_side(run, job), f"the same by another verb: {command_of(job)}",
         f"among other layouts: {command_of(job, 'simulate --recommend')}"])
 
 

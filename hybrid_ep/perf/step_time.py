@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import model, models, peers, routing
+from hybrid_ep.perf import efficiency, model, models, peers, routing
 from hybrid_ep.perf.costs import hbm_us
 from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.models import MoeModel
@@ -40,7 +40,8 @@ _DEEPEP_V1_GB_PER_S = {("gb200_nvl72", "dispatch"): 450.0, ("gb200_nvl72", "comb
 @dataclass(frozen=True)
 class Job:
     """gpus = EP x PP x replicas. tokens: of a rank and micro-batch; with tensor parallelism its part of the sequence
-    (sequence parallel), experts whole on their rank. efficiency: of the compute, of the GPU's peak. overlap,
+    (sequence parallel), experts whole on their rank. efficiency: of the compute, of the GPU's peak; None: as
+    published steps of such GPUs have it (`efficiency`). overlap,
     grad_overlap: share of exchange and of gradient traffic hidden behind compute. fixed_us: of each call, beyond the
     exchange model. ValueError names argument, value and remedy."""
 
@@ -57,7 +58,7 @@ class Job:
     dispatch_dtype: str = "bf16"  # forward; gradients travel in bf16
     dispatcher: str = "hybrid_ep"
     num_sms: int = 24
-    efficiency: float = 0.5
+    efficiency: float | None = None
     overlap: float = 0.0
     grad_overlap: float = 0.9
     imbalance: float = 0.0
@@ -84,7 +85,7 @@ class Job:
         for name in ("imbalance", "cv_fast", "cv_slow", "fixed_us"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0")
-        if not 0 < self.efficiency <= 1:
+        if self.efficiency is not None and not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency={self.efficiency!r} must be in (0, 1]")
 
     @property
@@ -94,6 +95,11 @@ class Job:
         while self.ep % local:
             local -= 1
         return Shape(self.ep, local, self.tokens, self.model.hidden, self.model.topk, self.model.experts)
+
+    @property
+    def share_of_peak(self) -> float:
+        """`efficiency`, or what published steps say."""
+        return efficiency.of(self.cluster, self.dtype).share if self.efficiency is None else self.efficiency
 
     @property
     def peak_tflops(self) -> float:
@@ -153,7 +159,7 @@ def compute_us(job: Job) -> float:
     weights read twice (with recompute three times) and fp32 gradients accumulated, 12 (14) bytes a parameter of this
     rank."""
     m, again, all_again = job.model, job.recompute != "none", job.recompute == "full"
-    rate = job.peak_tflops * 1e6 * job.efficiency
+    rate = job.peak_tflops * 1e6 * job.share_of_peak
     expert_flops = 6 * m.expert_params * m.topk * m.moe_layers * job.tokens / job.pp
     other = job.tokens * m.train_flops_per_token(job.sequence) / job.pp - expert_flops
     memory = hbm_us(job.cluster, (14 if again else 12) * m.routed_params / (job.ep * job.pp))

@@ -10,7 +10,7 @@ from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models
+from hybrid_ep.perf import efficiency, models, training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +72,8 @@ def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str
           f"{job.virtual_pp}  TP {job.tensor}  {job.tokens} tokens a micro-batch  {job.dtype}, recompute "
           f"{job.recompute}  {job.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} SMs, {job.overlap:.0%} "
           "hidden; memory: weights, gradients, optimizer alone")
+    print(f"# compute at {job.share_of_peak:.0%} of peak, {efficiency.of(job.cluster, job.dtype).source}")
+    print(f"# {training.said_of(job)}")
     return tables, (f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {job.dispatcher}\n{job.cluster.name}, "
                     "simulated")
 

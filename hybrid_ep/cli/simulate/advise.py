@@ -11,7 +11,7 @@ from hybrid_ep.cli.progress import track
 from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import models, recommend, step_time
+from hybrid_ep.perf import efficiency, models, recommend, step_time, training
 from hybrid_ep.perf.recommend import Plan
 
 
@@ -33,11 +33,15 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
               f"{p.state_gb:9.1f}  {p.why}")
     best = plans[0]
     yours = _yours(own, best) if own else None
-    if best.move == "tokens":
-        asked = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job, num_sms=best.num_sms,
+    if best.move != "weights":  # of which the step model knows no job
+        asked = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job, num_sms=best.num_sms or 1,
                                  dispatch_dtype=best.dispatch_dtype)
         print(f"# the first by another verb: {command_of(asked)}")
-    print("# tokens/s/GPU at half of the GPU's peak; differences between plans mean more than the number itself")
+    sure = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job)
+    print(f"# tokens/s/GPU at {sure.share_of_peak:.0%} of the GPU's peak, "
+          f"{efficiency.of(cluster, args.precision).source}; differences between plans mean more than the "
+          "number")
+    print(f"# {training.said_of(own or sure)}")
     return {"model": model.name, "cluster": cluster.name, "gpus": args.gpus, **job,
             "plans": [asdict(p) for p in plans], "yours": yours}
 

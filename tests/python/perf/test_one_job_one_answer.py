@@ -59,7 +59,7 @@ def test_precision_and_recompute_reach_the_report_and_are_printed(tmp_path, caps
         line = line_of(cluster_summary.predict(base.derive(precision=precision, recompute="full")), "the same by")
         times[precision] = reported(line, tmp_path)["step_s"]
         assert f"{precision}, recompute full" in capsys.readouterr().out
-    assert times["bf16"] > 1.3 * times["mxfp8"]
+    assert times["bf16"] > times["mxfp8"]
 
 
 def test_recommend_and_report_agree(tmp_path, capsys):
