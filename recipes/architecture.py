@@ -45,6 +45,12 @@ class Architecture:
     expert_bias: bool = False
     aux_loss: str = "aux_loss"
     aux_loss_coeff: float = 1e-3
+    bias_update_rate: float = 1e-3
+    init_method_std: float = 0.02
+    # How rotary positions of the published weights are scaled (YaRN); training from scratch at 4K scales none.
+    rope_factor: float = 1.0
+    rope_mscale: float = 1.0
+    rope_mscale_all_dim: float = 0.0
 
     @property
     def mla(self) -> bool:
@@ -70,11 +76,25 @@ class Architecture:
         return projections + (2 * self.head_dim if self.qk_layernorm else 0)
 
     @property
+    def replicated_params(self) -> int:
+        """Of one layer's dense parameters, those that tensor parallelism leaves whole on every rank: norms and the
+        down-projections of latent attention. A MoE layer has its router beside them."""
+        whole = 2 * self.hidden_size
+        if self.mla:
+            latents = self.q_lora_rank + self.kv_lora_rank
+            return whole + self.hidden_size * (latents + self.rope_head_dim) + latents
+        return whole + (2 * self.head_dim if self.qk_layernorm else 0)
+
+    @property
+    def router_params(self) -> int:
+        """Of one MoE layer."""
+        return self.hidden_size * self.num_experts + (self.num_experts if self.expert_bias else 0)
+
+    @property
     def moe_dense_params(self) -> int:
         """Of one MoE layer, all that every rank of an expert-parallel group holds: attention, norms, router, shared."""
-        router = self.hidden_size * self.num_experts + (self.num_experts if self.expert_bias else 0)
         shared = 3 * self.hidden_size * self.shared_ffn_hidden_size
-        return self.attention_params + 2 * self.hidden_size + router + shared
+        return self.attention_params + 2 * self.hidden_size + self.router_params + shared
 
     @property
     def dense_layer_params(self) -> int:

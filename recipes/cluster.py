@@ -15,11 +15,13 @@ from typing import Any
 from .architecture import Architecture
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
-RECOMPUTE = ("none", "selective", "full")
+# Of Megatron's --recompute-modules those that these models can have, besides none, full and selective.
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+MOMENTS = ("fp32", "bf16")
 SHARDING = ("distributed_optimizer", "megatron_fsdp")
 DISPATCHERS = ("hybrid_ep", "alltoall")
 BALANCE = ("off", "exact", "slow", "both")
-APEX = ("auto", "yes", "no")
+AUTO = ("auto", "yes", "no")
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,20 @@ class ClusterRun:
     """Of one NVLink domain as hybrid_ep sees it; 0: the largest the hardware and the group allow."""
     precision: str = "bf16"
     recompute: str = "selective"
+    """none, full, selective (layernorm, moe_act, mla_up_proj: large and cheap to compute again), or the names of
+    modules, separated by commas."""
+    fp8_params: str = "auto"
+    """Keep and gather weights in 8 bits and in no other type: yes, no, or auto: with mxfp8."""
+    moments: str = "fp32"
+    """Adam's two moments; bf16 needs Transformer Engine's precision-aware optimizer."""
+    fusions: str = "auto"
+    """Fused cross-entropy and router: yes, no, or auto: unless the router is guarded or experts are balanced by us."""
+    gc_interval: int = 100
+    """Steps from one garbage collection of Python's, which all ranks make together, to the next; 0: as Python likes."""
+    expandable_segments: bool = True
+    """PyTorch's allocator maps memory as it grows, in place of fragments of fixed size."""
+    published_weights: bool = False
+    """Training goes on from the published weights, whose rotary positions are scaled; from scratch they are not."""
     overlap: bool = False
     """Hide the exchange of one micro-batch behind the compute of another (Megatron's 1F1B overlap)."""
     sharding: str = "distributed_optimizer"
@@ -120,11 +136,14 @@ class ClusterRun:
         for name in ("num_hosts", "tensor", "pipeline", "expert", "virtual_pipeline", "seq_length", "micro_batch_size",
                      "global_batch_size", "train_steps", "num_sms", "save_interval", "spare_slots", "balance_interval"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
-        for name, known in (("dispatcher", DISPATCHERS), ("precision", PRECISIONS), ("recompute", RECOMPUTE),
-                            ("sharding", SHARDING), ("balancer", ("aux_loss", "force")), ("apex", APEX),
-                            ("balance", BALANCE)):
+        for name, known in (("dispatcher", DISPATCHERS), ("precision", PRECISIONS), ("moments", MOMENTS),
+                            ("sharding", SHARDING), ("balancer", ("aux_loss", "force")), ("apex", AUTO),
+                            ("balance", BALANCE), ("fp8_params", AUTO), ("fusions", AUTO)):
             _require(getattr(self, name) in known, name, getattr(self, name), f"use one of {', '.join(known)}")
         _require(0 <= self.memory_reserve < 1, "memory_reserve", self.memory_reserve, "must lie in [0, 1)")
+        _require(self.gc_interval >= 0, "gc_interval", self.gc_interval, "must be 0 or more")
+        _require(self.fp8_params != "yes" or self.precision != "bf16", "fp8_params", self.fp8_params,
+                 "weights in 8 bits need precision=fp8 or mxfp8")
         _require(self.lr > 0, "lr", self.lr, "must be greater than 0")
         model, gpus, parts = self.architecture, self.num_gpus, self.tensor * self.pipeline
         _require(gpus % parts == 0, "num_hosts", self.num_hosts,
@@ -150,15 +169,51 @@ class ClusterRun:
         _require(not (self.data_path and not self.tokenizer), "tokenizer", self.tokenizer,
                  "data_path needs the tokenizer that made it")
         self._check_balance()
+        self._check_recompute()
         self.more_flags()
         self.stages()
 
     def _check_balance(self) -> None:
         """What the balancer and its grouped experts do not work with, all of it in one message."""
         wanted = {"dispatcher": "hybrid_ep", "precision": "bf16", "overlap": False,
-                  "sharding": "distributed_optimizer"}
+                  "sharding": "distributed_optimizer", "moments": "fp32"}
         changes = [f"{name}={value}" for name, value in wanted.items() if getattr(self, name) != value]
         _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {', '.join(changes)}")
+
+    def _check_recompute(self) -> None:
+        model = self.architecture
+        lacking = {"mla_up_proj": not model.mla and "it has no latent attention",
+                   "mlp": not model.num_dense_layers and "all its layers have experts",
+                   "shared_experts": not model.shared_ffn_hidden_size and "it has no shared experts",
+                   "moe_act": self.balance != "off" and "the balancer's grouped experts keep their activations",
+                   "moe": self.overlap and "it cannot be combined with overlap"}
+        for name in self.recompute_modules:
+            _require(name in RECOMPUTE_MODULES, "recompute", self.recompute,
+                     f"use none, selective, full, or some of {','.join(RECOMPUTE_MODULES)}")
+            _require(not lacking.get(name), "recompute", self.recompute, f"leave {name} out: {lacking.get(name)}")
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        """Names for --recompute-modules; none where nothing or everything is recomputed."""
+        if self.recompute in ("none", "full"):
+            return ()
+        if self.recompute != "selective":
+            return tuple(name.strip() for name in self.recompute.split(","))
+        acts = ("moe_act",) if self.balance == "off" else ()
+        return ("layernorm", *acts, *(("mla_up_proj",) if self.architecture.mla else ()))
+
+    @property
+    def keeps_fp8_params(self) -> bool:
+        """Whether weights are kept in 8 bits alone. NVIDIA's mixed-precision recipes do so with mxfp8 and not with
+        blocks of 128."""
+        auto = self.precision == "mxfp8" and self.sharding == "distributed_optimizer"
+        return self.fp8_params == "yes" or (self.fp8_params == "auto" and auto)
+
+    @property
+    def fused(self) -> bool:
+        """Whether cross-entropy and router are Megatron's fused ones. Router guards choose experts themselves."""
+        guarded = any(flag in self.megatron_args for flag in ("--hybrid-ep-router-guard", "--hybrid-ep-router-tie"))
+        return self.fusions == "yes" or (self.fusions == "auto" and self.balance == "off" and not guarded)
 
     def more_flags(self) -> list[str]:
         """The words of megatron_args."""
@@ -249,6 +304,11 @@ class ClusterRun:
                 changes[name] = value = float(value)
             _require(type(value) is known[name], name, value, f"must be of type {known[name].__name__}")
         return dataclasses.replace(self, **changes)
+
+
+def layout(variants: dict[str, dict[str, Any]], hardware: Hardware) -> dict[str, Any]:
+    """A recipe's choices for this hardware: those of the generation it takes its layouts from, then its own."""
+    return {**variants[hardware.layouts], **(variants.get(hardware.name, {}) if hardware.variant else {})}
 
 
 def get_hardware(name: str) -> Hardware:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hybrid_ep.cli.outputs import count
 from hybrid_ep.cli.simulate.job import command_of
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models, recommend, step_time
+from hybrid_ep.perf import efficiency, models, recommend, step_time, training
 
 from . import memory
 from .cluster import ClusterRun
@@ -21,9 +22,10 @@ def describe(run: ClusterRun) -> str:
     return "\n".join([
         f"{run.recipe}: {model.total_params / 1e9:.2f} B parameters, {model.active_params / 1e9:.2f} B active "
         f"({model.source})",
-        f"{run.num_hosts} hosts x {run.hardware.gpus_per_host} {run.hardware.gpu}: TP {run.tensor}, PP {run.pipeline} "
-        f"x {run.virtual_pipeline}, EP {run.expert} in domains of {run.domain}, DP {run.data}; {run.precision}, "
-        f"recompute {run.recompute}, {run.num_microbatches} micro-batches, balance {run.balance}"
+        f"{count(run.num_hosts, 'host')} x {run.hardware.gpus_per_host} {run.hardware.gpu}: TP {run.tensor}, PP "
+        f"{run.pipeline} x {run.virtual_pipeline}, EP {run.expert} in domains of {run.domain}, DP {run.data}; "
+        f"{run.precision}, recompute {run.recompute}, "
+        f"micro-batches {run.num_microbatches}, balance {run.balance}"
         + (f" with {run.clones} spare slots a rank ({memory.clone_bytes(run):,} bytes)" if run.clones else ""),
         f"fullest GPU (pipeline rank {need.stage}), {memory.budget_bytes(run) / 1e9:.1f} GB to use; hybrid_ep "
         f"registers {need.buffers:,} bytes:", str(need), predict(run),
@@ -39,12 +41,14 @@ def predict(run: ClusterRun) -> str:
     except ValueError as error:
         return f"step time: no prediction ({error})"
     hidden = f"{job.overlap:.0%} of the exchange hidden" if run.overlap else "no exchange hidden"
-    again = "" if run.recompute == "none" else (
-        "all layers computed twice, " if run.recompute == "full" else "selective recompute counted as free, ")
+    again = {"none": "what is recomputed counted as free, " if run.recompute_modules else "",
+             "moe": "experts and exchange computed twice, ", "full": "all layers computed twice, "}[_recompute(run)]
+    share = f"{job.share_of_peak:.0%} of peak in compute, {efficiency.of(job.cluster, job.dtype).source}"
     return "\n".join([
         f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
-        f"{job.efficiency:.0%} of peak in compute, {again}{hidden}, no load imbalance, nodes that differ by "
-        f"{job.cv_slow:.1%})", *_side_by_side(run, job), f"the same by another verb: {command_of(job)}"])
+        f"{share}, {again}{hidden}, no load imbalance, nodes that differ by {job.cv_slow:.1%})", training.said_of(job),
+        *_side_by_side(run, job), f"the same by another verb: {command_of(job)}",
+        f"among other layouts: {command_of(job, 'simulate --recommend')}"])
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def candidates(run: ClusterRun, job: step_time.Job) -> list[Candidate]:
     """Those that are modelled on this hardware, the run's own first: hybrid_ep with its SMs and with those that the
     model would take, Megatron's alltoall, and DeepEP V1 where its rate inside one NVLink domain is published."""
     mine = "" if run.dispatcher == "hybrid_ep" else "dispatcher=hybrid_ep"
-    tuned = recommend.tune(job.shape, job.cluster, job.dispatch_dtype).num_sms if job.ep > 1 else job.num_sms
+    tuned = recommend.tuned(job).num_sms
     more = " ".join(filter(None, [mine, f"num_sms={tuned}"]))
     wanted: list[tuple[str, str, int, str | None]] = [
         ("hybrid_ep", "hybrid_ep", job.num_sms, mine),
@@ -92,6 +96,8 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
         lines.append(f"  {c.name:<10}{c.num_sms or '-':>5}{c.seconds:>9.2f}{c.exchange_us:>13.0f}  {what}")
     own = found[0]
     rival = min((c for c in found if c.name != own.name), key=lambda c: c.seconds, default=own)
+    if not any(c.name == "deepep_v1" for c in found):
+        lines.append(f"  {'deepep_v1':<10}{'-':>5}{'-':>9}{'-':>13}  no rate of it is published for this")
     if rival.seconds < (1 - _CLOSE) * own.seconds:
         best, change = min(((c, c.change) for c in found if c.change is not None), key=lambda c: c[0].seconds)
         remedy = "no --set makes it faster" if best is own else "--set " + " --set ".join(change.split()) + (
@@ -101,11 +107,16 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
     return lines
 
 
+def _recompute(run: ClusterRun) -> str:
+    """In the step model's words; modules but the MoE layer itself are cheap, and free there."""
+    return "full" if run.recompute == "full" else "moe" if "moe" in run.recompute_modules else "none"
+
+
 def job_of(run: ClusterRun) -> step_time.Job:
     """What the step model is asked. ValueError where it does not know model or cluster."""
     return step_time.Job(
         models.get(run.architecture.name), clusters.get(run.hardware.name), run.num_gpus, run.expert, run.pipeline,
         run.virtual_pipeline, run.tokens_per_rank, run.seq_length, run.num_microbatches, dtype=run.precision,
         dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher, num_sms=run.num_sms, tensor=run.tensor,
-        recompute="full" if run.recompute == "full" else "none", overlap=_OVERLAP if run.overlap else 0.0,
+        recompute=_recompute(run), overlap=_OVERLAP if run.overlap else 0.0,
         cv_slow=step_time.CV_SLOW)

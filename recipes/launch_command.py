@@ -107,7 +107,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.recipe is None:
         raise ValueError("recipe is missing: name one, or give --resume NAME; --list shows them")
     if args.recipe not in (*CLUSTER_RECIPES, *RECIPES):
-        raise ValueError(f"recipe={args.recipe!r}: unknown; choose one of {', '.join([*CLUSTER_RECIPES, *RECIPES])}")
+        raise ValueError(f"recipe={args.recipe!r}: unknown; choose one of these\n{list_recipes(cluster=True)}")
     if not args.slurm and (flags := given(*launch_slurm.FLAGS)):
         raise ValueError(f"{flags}: for jobs of Slurm; add --slurm")
     if args.nodes is not None and args.nodes < 1:

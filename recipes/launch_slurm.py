@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,8 @@ from .cluster import ClusterRun
 STARTS = 3  # of a requeued job from one checkpoint
 # Flags that mean something to Slurm alone, as attributes.
 FLAGS = ("no_preflight", "max_starts", "partition", "account", "time", "container", "container_mounts",
-         "container_python", "segment", "cpus_per_task", "env", "module", "sbatch", "signal_before")
+         "container_python", "segment", "cpus_per_task", "no_numa", "nics", "env", "module", "sbatch",
+         "signal_before")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        "those of an expert-parallel group's domain where it spans hosts; 0 leaves it to Slurm")
     slurm.add_argument("--cpus-per-task", type=int, metavar="N",
                        help="cores of a rank; default: of a GPU recipe an equal share of the host")
+    slurm.add_argument("--no-numa", action="store_true", help="do not bind ranks of a GPU recipe to the NUMA node of "
+                       "their GPU")
+    slurm.add_argument("--nics", metavar="NAME[,..]", help="RDMA NICs that NCCL and NVSHMEM may use, as mlx5_0,mlx5_1; "
+                       "default: all, each GPU those nearest to it")
     slurm.add_argument("--env", action="append", metavar="NAME=VALUE", help="export a variable; may be repeated")
     slurm.add_argument("--module", action="append", metavar="NAME", help="module load NAME first; may be repeated")
     slurm.add_argument("--sbatch", action="append", metavar="KEY=VALUE",
@@ -56,11 +62,12 @@ def make_job(args: argparse.Namespace, name: str, folder: str, nodes: int, tasks
     mounts = [f"{path}:{path}" for path in dict.fromkeys((workdir, str(Path(folder).parent)))]
     return sbatch.Job(
         name, folder, workdir, nodes, tasks, command, [] if args.no_preflight else doctor, gpus, args.partition or "",
-        args.account or "", args.time or "", args.container or "", {**(environment or {}), **_variables(args.env)},
+        args.account or "", args.time or "", args.container or "",
+        {**(environment or {}), **_of_nics(args.nics), **_variables(args.env)},
         STARTS if args.max_starts is None else args.max_starts,
         segment=_segment(args, run, nodes), cpus_per_task=_cpus(args), modules=tuple(args.module or ()),
         sbatch=tuple(args.sbatch or ()), mounts=",".join([*mounts, *filter(None, [args.container_mounts])]),
-        signal_s=sbatch.SIGNAL_S if args.signal_before is None else args.signal_before)
+        numa=not args.no_numa, signal_s=sbatch.SIGNAL_S if args.signal_before is None else args.signal_before)
 
 
 def _variables(pairs: list[str] | None) -> dict[str, str]:
@@ -71,6 +78,17 @@ def _variables(pairs: list[str] | None) -> dict[str, str]:
             raise ValueError(f"--env {pair!r}: write NAME=VALUE")
         found[name] = value
     return found
+
+
+def _of_nics(names: str | None) -> dict[str, str]:
+    """The NICs in the words of NCCL (= is an exact name) and of NVSHMEM, port 1 of each."""
+    if names is None:
+        return {}
+    listed = names.split(",")
+    if not all(re.fullmatch(r"\w+", name) for name in listed):
+        raise ValueError(f"nics={names!r}: give names as ibv_devices lists them, mlx5_0,mlx5_1")
+    ports = ",".join(f"{name}:1" for name in listed)
+    return {"NCCL_IB_HCA": f"={ports}", "NVSHMEM_HCA_LIST": ports}
 
 
 def _cpus(args: argparse.Namespace) -> int:

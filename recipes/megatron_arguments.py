@@ -10,8 +10,6 @@ import importlib.util
 from .cluster import ClusterRun
 
 Arguments = list[str]
-# What selective recompute drops: cheap to compute again, large to keep.
-_SELECTIVE = ["layernorm", "moe_act"]
 
 
 def megatron_arguments(run: ClusterRun, checkpoint_dir: str = "checkpoint", log_dir: str = "tensorboard") -> Arguments:
@@ -27,11 +25,12 @@ def environment(run: ClusterRun) -> dict[str, str]:
     before the GEMMs they hide behind; more than 1 where expert communication overlaps, which needs streams that do
     not queue behind one another. Blackwell needs neither; Megatron-FSDP refuses 1.
     """
+    found = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.expandable_segments else {}
     if not run.hardware.hopper or run.sharding == "megatron_fsdp":
-        return {}
+        return found
     if run.overlap:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tensor > 1 else {}
+        return {**found, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    return {**found, "CUDA_DEVICE_MAX_CONNECTIONS": "1"} if run.tensor > 1 else found
 
 
 def has_apex(run: ClusterRun) -> bool:
@@ -69,6 +68,9 @@ def _attention(run: ClusterRun) -> Arguments:
     if m.mla:
         out += _flags(multi_latent_attention=True, q_lora_rank=m.q_lora_rank, kv_lora_rank=m.kv_lora_rank,
                       qk_head_dim=m.head_dim, qk_pos_emb_head_dim=m.rope_head_dim, v_head_dim=m.head_dim)
+        if run.published_weights:
+            out += _flags(rotary_scaling_factor=m.rope_factor, mscale=m.rope_mscale,
+                          mscale_all_dim=m.rope_mscale_all_dim)
     else:
         out += _flags(group_query_attention=True, num_query_groups=m.num_query_groups, kv_channels=m.head_dim)
     return out + (_flags(qk_layernorm=True) if m.qk_layernorm else [])
@@ -93,9 +95,11 @@ def _moe(run: ClusterRun) -> Arguments:
     if m.topk_scaling_factor:
         out += _flags(moe_router_topk_scaling_factor=m.topk_scaling_factor)
     if m.expert_bias:
-        out += _flags(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=1e-3)
+        out += _flags(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=m.bias_update_rate)
     if forced:
         out += _flags(moe_router_force_load_balancing=True)
+    if run.fused:
+        out += _flags(moe_router_fusion=True)
     if run.dispatcher == "alltoall":
         out += _flags(moe_token_dispatcher_type="alltoall", moe_permute_fusion=True)
     else:
@@ -141,21 +145,29 @@ def _precision(run: ClusterRun) -> Arguments:
         out += _flags(fp8_format="e4m3", fp8_recipe="blockwise")
     elif run.precision == "mxfp8":
         out += _flags(fp8_format="e4m3", fp8_recipe="mxfp8")
+    if run.keeps_fp8_params:
+        out += _flags(fp8_param_gather=True)
+        if run.precision == "mxfp8":
+            out += _flags(reuse_grad_buf_for_mxfp8_param_ag=True)
     if run.recompute == "full":
         out += _flags(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    elif run.recompute == "selective":
-        selective = [name for name in _SELECTIVE if run.balance == "off" or name != "moe_act"]
-        modules = [*selective, *(["mla_up_proj"] if run.architecture.mla else [])]
-        out += _flags(recompute_granularity="selective", recompute_modules=modules)
+    elif run.recompute_modules:
+        out += _flags(recompute_granularity="selective", recompute_modules=list(run.recompute_modules))
     return out
 
 
 def _training(run: ClusterRun) -> Arguments:
-    return _flags(
+    out = _flags(
         micro_batch_size=run.micro_batch_size, global_batch_size=run.global_batch_size, train_iters=run.train_steps,
-        lr=run.lr, min_lr=run.lr / 10, lr_decay_style="cosine", lr_warmup_iters=min(2000, run.train_steps // 10),
-        weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=1.0, init_method_std=0.02,
+        lr=run.lr, min_lr=f"{run.lr / 10:g}", lr_decay_style="cosine", lr_warmup_iters=min(2000, run.train_steps // 10),
+        weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=1.0,
+        init_method_std=run.architecture.init_method_std,
     )
+    if run.moments != "fp32":
+        out += _flags(use_precision_aware_optimizer=True, exp_avg_dtype=run.moments, exp_avg_sq_dtype=run.moments)
+    if run.fused:
+        out += _flags(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
+    return out + (_flags(manual_gc=True, manual_gc_interval=run.gc_interval) if run.gc_interval else [])
 
 
 def _data(run: ClusterRun) -> Arguments:

@@ -7,13 +7,14 @@ loaded, made of the tensors that the backward pass needs; allocator and library 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from .cluster import ClusterRun
 
 _BF16, _FP32 = 2, 4
-# fp32 master weight and Adam's two moments.
-_OPTIMIZER_BYTES = 12
+# fp32 master weight and Adam's two moments, by the type of the moments.
+_OPTIMIZER_BYTES = {"fp32": 12, "bf16": 8}
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,15 @@ def registered_bytes(run: ClusterRun) -> int:
 def _of_stage(run: ClusterRun, rank: int, buffers: int) -> Memory:
     dense, experts = _parameters(run, rank)
     weight_bytes = _BF16
-    if run.precision != "bf16":  # Transformer Engine keeps the 8-bit weights and their transposes beside the bf16 ones
-        weight_bytes += 2
+    if run.precision != "bf16" and not run.keeps_fp8_params:
+        weight_bytes += 2  # Transformer Engine keeps 8-bit weights and their transposes beside the bf16 ones
     if run.sharding == "megatron_fsdp":
         one_layer = _largest_layer(run)
         shards = dense // run.data + experts // run.expert_data
         weights, gradients = shards * weight_bytes + 2 * one_layer * _BF16, shards * _FP32 + one_layer * _FP32
     else:
         weights, gradients = (dense + experts) * weight_bytes, (dense + experts) * _FP32
-    optimizer = _OPTIMIZER_BYTES * (-(-dense // run.data) + -(-experts // run.expert_data))
+    optimizer = _OPTIMIZER_BYTES[run.moments] * (-(-dense // run.data) + -(-experts // run.expert_data))
     clones = clone_bytes(run) if experts else 0
     return Memory(rank, dense + experts, weights, gradients, optimizer, _activations(run, rank), clones, buffers)
 
@@ -114,9 +115,9 @@ def clone_bytes(run: ClusterRun) -> int:
 
 
 def _parameters(run: ClusterRun, rank: int) -> tuple[int, int]:
-    """(dense, expert) parameters on a GPU of pipeline rank `rank`. Tensor parallelism splits the dense ones; the
-    router and the norms, which it does not, are counted whole only in effect of rounding: under 0.1 %."""
-    model, dense, experts, layer = run.architecture, 0, 0, 0
+    """(dense, expert) parameters on a GPU of pipeline rank `rank`. Tensor parallelism splits the dense ones but for
+    `whole`, which every tensor rank has: norms, routers, down-projections of latent attention."""
+    model, dense, whole, experts, layer = run.architecture, 0, 0, 0, 0
     kinds = _kinds(run)
     for letter in "".join(run.stages()[rank]):
         if letter == "t":
@@ -124,13 +125,18 @@ def _parameters(run: ClusterRun, rank: int) -> tuple[int, int]:
         else:
             moe = letter == "m"
         if letter in "EL":
-            dense += model.embedding_params + (model.hidden_size if letter == "L" else 0)
-        elif moe:
+            dense += model.embedding_params
+            whole += model.hidden_size if letter == "L" else 0
+            continue
+        kept = model.replicated_params
+        if moe:
+            kept += model.router_params + (3 * model.hidden_size if letter == "m" else 0)
             dense += model.moe_dense_params + (model.mtp_extra_params if letter == "m" else 0)
             experts += model.num_experts // run.expert * model.expert_params
         else:
             dense += model.dense_layer_params
-    return -(-dense // run.tensor), experts
+        whole, dense = whole + kept, dense - kept
+    return -(-dense // run.tensor) + whole, experts
 
 
 def _kinds(run: ClusterRun) -> list[list[bool]]:
@@ -155,10 +161,11 @@ def _activations(run: ClusterRun, rank: int) -> int:
     """Kept by the micro-batches in flight, the working set of one recomputed layer, and the logits."""
     chunks = run.stages()[rank]
     layers = max(chunk.count("t") + chunk.count("m") for chunk in chunks)
-    kept = layers * run.tokens_per_rank * bytes_per_token(run, run.recompute)
+    now = bytes_per_token(run, run.recompute == "full", run.recompute_modules)
+    kept = layers * run.tokens_per_rank * now
     total = _chunks_in_flight(run, rank) * kept
     if run.recompute != "none":
-        total += run.tokens_per_rank * (bytes_per_token(run, "none") - bytes_per_token(run, run.recompute))
+        total += run.tokens_per_rank * (bytes_per_token(run) - now)
     losses = sum(chunk.count("L") + chunk.count("m") for chunk in chunks)
     # bf16 logits and their fp32 softmax, which becomes the gradient in place.
     return total + losses * run.tokens_per_rank * run.architecture.vocab_size * (_BF16 + _FP32)
@@ -174,11 +181,12 @@ def _chunks_in_flight(run: ClusterRun, rank: int) -> int:
     return min(alive + int(run.overlap), run.num_microbatches * run.virtual_pipeline)
 
 
-def bytes_per_token(run: ClusterRun, recompute: str) -> int:
-    """Kept for the backward by one MoE layer and one token. Tensor parallelism does not appear: it halves heads and
-    doubles the tokens that a rank's heads see."""
+def bytes_per_token(run: ClusterRun, full: bool = False, modules: Sequence[str] = ()) -> int:
+    """Kept for the backward by one MoE layer and one token, of which all or these modules are recomputed. Tensor
+    parallelism does not appear: it halves heads and doubles the tokens that a rank's heads see. core_attn and mlp save
+    nothing here: attention is fused, and dense layers, which keep less, are counted as MoE layers."""
     m = run.architecture
-    if recompute == "full":
+    if full:
         return _BF16 * m.hidden_size
     heads = m.num_attention_heads
     inputs, norms = 2 * m.hidden_size, 2 * m.hidden_size
@@ -190,9 +198,12 @@ def bytes_per_token(run: ClusterRun, recompute: str) -> int:
         latents, projected = 0, (heads + 2 * m.num_query_groups) * m.head_dim
     expert_in, gate_up, activated = m.hidden_size, 2 * m.moe_ffn_hidden_size, m.moe_ffn_hidden_size
     shared = 3 * m.shared_ffn_hidden_size
-    if recompute == "selective":  # layernorm, moe_act, and mla_up_proj where there is one
-        norms, projected = 0, 0 if m.mla else projected
-        activated = 0 if run.balance == "off" else activated  # the balancer's grouped experts keep it
-    elements = inputs + norms + attention_out + latents + projected + shared
-    elements += m.topk * (expert_in + gate_up + activated)
-    return _BF16 * elements + 2 * _FP32 * m.num_experts
+    norms = 0 if "layernorm" in modules else norms
+    projected = 0 if "mla_up_proj" in modules else projected
+    activated = 0 if "moe_act" in modules else activated
+    shared = 0 if "shared_experts" in modules else shared
+    of_experts = shared + m.topk * (expert_in + gate_up + activated)
+    scores = 2 * _FP32 * m.num_experts
+    if "moe" in modules:  # of the whole MoE layer its input is kept, which is among `inputs` and `norms`
+        of_experts, scores = (0 if norms else m.hidden_size), 0
+    return _BF16 * (inputs + norms + attention_out + latents + projected + of_experts) + scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .architecture import Architecture
-from .cluster import ClusterRun, get_hardware
+from .cluster import ClusterRun, get_hardware, layout
 from .config import RunConfig
 from .tiny_cpu import tiny_cpu_smoke
 
@@ -16,17 +16,19 @@ ARCHITECTURE = Architecture(
     num_experts=8, topk=2, vocab_size=32000, num_attention_heads=32, num_query_groups=8, head_dim=128,
     rotary_base=1_000_000, max_positions=32768, norm_epsilon=1e-5, aux_loss_coeff=2e-2,
 )
+# SMs: the exchange is not hidden, so that those it takes are taken from nothing; as many as the model would take.
 _VARIANTS: dict[str, dict[str, Any]] = {
-    "h100_8x400g": dict(num_hosts=8, tensor=1, pipeline=4, virtual_pipeline=8, expert=8, global_batch_size=256),
-    "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256),
-    "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256),
+    "h100_8x400g": dict(num_hosts=8, tensor=1, pipeline=4, virtual_pipeline=8, expert=8, global_batch_size=256,
+                        num_sms=48),
+    "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256, num_sms=64),
+    "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256, num_sms=64),
 }
 
 
 def mixtral_8x7b(hardware: str = "h100_8x400g") -> ClusterRun:
     """Mixtral 8x7B on 64 H100, 16 B200 or 16 GB200."""
     machine = get_hardware(hardware)
-    return ClusterRun("mixtral_8x7b", ARCHITECTURE, machine, **_VARIANTS[machine.layouts])
+    return ClusterRun("mixtral_8x7b", ARCHITECTURE, machine, **layout(_VARIANTS, machine))
 
 
 def mixtral_8x7b_proxy() -> RunConfig:

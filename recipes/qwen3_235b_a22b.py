@@ -5,29 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from .architecture import Architecture
-from .cluster import ClusterRun, get_hardware
+from .cluster import ClusterRun, get_hardware, layout
 from .config import RunConfig
 from .tiny_cpu import tiny_cpu_smoke
 
 ARCHITECTURE = Architecture(
     name="qwen3_235b_a22b",
-    source="huggingface.co/Qwen/Qwen3-235B-A22B config.json",
+    source="huggingface.co/Qwen/Qwen3-235B-A22B config.json; global-batch balance: arXiv 2505.09388, section 2",
     num_layers=94, num_dense_layers=0, hidden_size=4096, ffn_hidden_size=12288, moe_ffn_hidden_size=1536,
     num_experts=128, topk=8, vocab_size=151936, num_attention_heads=64, num_query_groups=4, head_dim=128,
     qk_layernorm=True, rotary_base=1_000_000, max_positions=40960,
+    aux_loss="global_aux_loss",
 )
+# SMs: the exchange is not hidden, so that those it takes are taken from nothing; as many as the model would take.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=32, tensor=2, pipeline=8, virtual_pipeline=4, expert=32, overlap=True),
-    "b200_8x400g": dict(num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8"),
+    "b200_8x400g": dict(num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8",
+                        num_sms=64),
     "gb200_nvl72": dict(num_hosts=32, tensor=1, pipeline=2, virtual_pipeline=1, expert=64, precision="mxfp8",
-                        num_sms=32),
+                        num_sms=64),
 }
 
 
 def qwen3_235b_a22b(hardware: str = "h100_8x400g") -> ClusterRun:
     """Qwen3-235B-A22B on 256 H100, 128 B200 or 128 GB200."""
     machine = get_hardware(hardware)
-    return ClusterRun("qwen3_235b_a22b", ARCHITECTURE, machine, **_VARIANTS[machine.layouts])
+    return ClusterRun("qwen3_235b_a22b", ARCHITECTURE, machine, **layout(_VARIANTS, machine))
 
 
 def qwen3_235b_a22b_proxy() -> RunConfig:

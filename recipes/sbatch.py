@@ -23,6 +23,7 @@ class Job:
     segment: hosts that must share a block of the topology, 0: any. cpus_per_task: of a rank, 0: where hosts are
     exclusive an equal share, else as Slurm has it. modules: loaded first. sbatch: more options, KEY=VALUE or KEY.
     mounts: FROM:TO,.. of the container. signal_s: seconds before the time limit at which ranks get SIGTERM.
+    numa: ranks of a GPU job keep to the NUMA node of their GPU.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Job:
     sbatch: tuple[str, ...] = ()
     mounts: str = ""
     signal_s: int = SIGNAL_S
+    numa: bool = True
 
     def __post_init__(self) -> None:
         for name in ("nodes", "tasks_per_node", "starts", "signal_s"):
@@ -123,6 +125,7 @@ def _body(job: Job) -> list[str]:
         "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1",
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
+        *([f"export RANK_0_LOG={shlex.quote(job.folder)}/logs/$SLURM_JOB_ID-rank0.log"] if job.gpus_per_node else []),
         'echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"',
         "",
         "# A lost node is nobody's fault, however often; a job that gets no further from one checkpoint has another",
@@ -144,7 +147,7 @@ def _body(job: Job) -> list[str]:
         ranks + " bash -c '",
         '  export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID',
         '  export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-1}',
-        '  exec "$@"',
+        *_rank_lines(job),
         "' rank " + _lines(job.command) + " || status=$?",
         "",
         "# Ranks notice a lost node long before Slurm does. Where a node no longer answers, start again elsewhere.",
@@ -161,10 +164,12 @@ _SHARE = "@cpus@"  # stands for the shell's word while the others are quoted
 
 
 def _cpus(job: Job) -> list[str]:
-    """Of srun: it does not take --cpus-per-task from sbatch, and on an exclusive host gives a rank one core."""
-    if job.cpus_per_task or job.gpus_per_node:
-        return ["--cpus-per-task", str(job.cpus_per_task or _SHARE)]
-    return []
+    """Of srun: it does not take --cpus-per-task from sbatch, and on an exclusive host gives a rank one core. Where
+    ranks bind themselves, Slurm must not have given them cores of another NUMA node."""
+    if not job.cpus_per_task and not job.gpus_per_node:
+        return []
+    binds = ["--cpu-bind=none"] if job.numa and job.gpus_per_node else []
+    return ["--cpus-per-task", str(job.cpus_per_task or _SHARE), *binds]
 
 
 def _share_of_cpus(job: Job) -> list[str]:
@@ -177,6 +182,28 @@ def _share_of_cpus(job: Job) -> list[str]:
 def _node_logs(job: Job) -> list[str]:
     """A thousand ranks in one file are read by nobody: a GPU job has a log a node, lines labelled with the rank."""
     return ["--output", f"{job.folder}/logs/%j-%N.log", "--open-mode=append"] if job.gpus_per_node else []
+
+
+# In bash -c '..': no single quotes. nvidia-smi writes a domain of eight digits, sysfs one of four.
+_NUMA = """\
+  bind=""
+  if bus=$(nvidia-smi --id="$LOCAL_RANK" --query-gpu=pci.bus_id --format=csv,noheader 2>/dev/null) &&
+     command -v numactl >/dev/null; then
+    bus=${bus:4} node=$(cat "/sys/bus/pci/devices/${bus,,}/numa_node")
+    if [ "$node" -ge 0 ]; then bind="numactl --cpunodebind=$node --preferred=$node"; fi
+  elif [ "$LOCAL_RANK" = 0 ]; then
+    echo "$(hostname): nvidia-smi or numactl is missing here: ranks are not bound to NUMA nodes" >&2
+  fi"""
+
+
+def _rank_lines(job: Job) -> list[str]:
+    """What a rank's shell does before it becomes the rank."""
+    if not job.gpus_per_node:
+        return ['  exec "$@"']
+    lines = [_NUMA] if job.numa else ['  bind=""']
+    # tee outlives the SIGTERM that ends the run, or the last lines would be lost.
+    return [*lines, '  if [ "$RANK" = 0 ]; then',
+            '    exec > >(trap "" TERM; exec tee -a "$RANK_0_LOG") 2>&1', "  fi", '  exec $bind "$@"']
 
 
 def _preflight(job: Job, once: list[str]) -> list[str]:

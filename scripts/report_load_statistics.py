@@ -17,9 +17,9 @@ if __name__ == "__main__":
     argv = ["balance", "report", args.expert_statistic_path]
     if args.iter_start is not None or args.iter_stop is not None:
         last = args.iter_stop - 1 if args.iter_stop is not None else 2**31
-        argv += ["--iterations", f"{args.iter_start or 0}-{last}"]
+        argv += ["--between", f"{args.iter_start or 0}-{last}"]
     if args.ep_size and not args.per_expert:
-        argv += ["--ep-size", str(args.ep_size)]
+        argv += ["--ep", str(args.ep_size)]
     if args.projection_eplb_config_path:
         argv += ["--plan", args.projection_eplb_config_path]
     sys.exit(main(argv))

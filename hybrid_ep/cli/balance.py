@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
+from hybrid_ep.cli.parser import Parser
 
 if TYPE_CHECKING:
     import numpy as np
 
     from hybrid_ep.balance.statistics import LoadStatistics
+
+_OLD_NAMES = {"--ep-size": "--ep", "--num-experts": "--experts", "--nodes": "--nodes", "--iterations": "--between",
+              "--output": "--out"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,30 +23,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="balance_command", required=True, metavar="report|plan")
     for name, function, text in (("report", add_report_arguments, "imbalance by layer, as a table and a plot"),
                                  ("plan", add_plan_arguments, "a placement with replicas, as YAML")):
-        function(commands.add_parser(name, help=text, description=text))
+        command = commands.add_parser(name, help=text, description=text)
+        if isinstance(command, Parser):
+            command.renamed = _OLD_NAMES
+        function(command)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("statistics", metavar="STATS", help="JSONL of counts, a Megatron routing trace, or a "
                         "TensorRT-LLM statistics folder")
-    parser.add_argument("--iterations", metavar="A-B", help="only these iterations, both included")
-    parser.add_argument("--num-experts", type=int, help="for a routing trace whose last experts got no token")
+    parser.add_argument("--between", metavar="A-B", help="only iterations A to B, both included")
+    parser.add_argument("--experts", type=int, help="for a routing trace whose last experts got no token")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
-    parser.add_argument("--ep-size", type=int, help="ranks; default: one expert a rank")
+    parser.add_argument("--ep", type=int, help="expert parallel size, ranks; default: one expert a rank")
     parser.add_argument("--plan", metavar="YAML", help="project onto this placement")
     parser.add_argument("--spare-slots", type=int, default=0, help="also show exact balancing with so many a rank")
-    parser.add_argument("--plot", metavar="PNG", help="draw it; the SVG goes beside the PNG")
+    outputs.add_plot(parser, "imbalance by layer and load by expert")
     parser.add_argument("--per-expert", action="store_true", help="also list every layer's expert counts")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
-    parser.add_argument("--ep-size", type=int, required=True, help="ranks")
+    parser.add_argument("--ep", type=int, required=True, help="expert parallel size, ranks")
     parser.add_argument("--num-slots", type=int, required=True, help="experts and replicas in all")
-    parser.add_argument("--num-nodes", type=int, default=1, help="nodes, for --num-groups and --current")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes, for --num-groups and --current")
     parser.add_argument("--num-groups", type=int, default=0, help="groups of experts that stay on one node")
     parser.add_argument("--current", metavar="YAML", help="placement in force: change as few slots as possible")
     parser.add_argument("--target", type=float, default=0.02, help="with --current: imbalance to reach")
@@ -51,11 +57,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--front", action="store_true", help="with --current: also list changed slots against "
                         "imbalance, layer by layer")
     parser.add_argument("--layer-updates-per-iter", type=int, default=0, help="written to the file; 0: static")
-    parser.add_argument("-o", "--output", required=True, metavar="YAML")
+    parser.add_argument("-o", "--out", required=True, metavar="FILE")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Bad input ends as a usage error: exit code 2 and one line."""
+    outputs.check(args, picture_files=True)
     try:
         return (run_report if args.balance_command == "report" else run_plan)(args)
     except ValueError as error:
@@ -65,8 +72,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 def _load(args: argparse.Namespace) -> LoadStatistics:
     from hybrid_ep.balance import statistics
 
-    loaded = statistics.load(args.statistics, args.num_experts)
-    return loaded.between(*statistics.parse_range(args.iterations)) if args.iterations else loaded
+    loaded = statistics.load(args.statistics, args.experts)
+    return loaded.between(*statistics.parse_range(args.between)) if args.between else loaded
 
 
 def _placement(path: str, layers: tuple[int, ...]) -> np.ndarray:
@@ -83,12 +90,13 @@ def run_report(args: argparse.Namespace) -> int:
     from hybrid_ep.balance import report
 
     loaded = _load(args)
-    ranks = args.ep_size if args.ep_size is not None else loaded.counts.shape[2]
+    ranks = args.ep if args.ep is not None else loaded.counts.shape[2]
     placed = _placement(args.plan, loaded.layers) if args.plan else None
     rows = report.report(loaded, ranks, placed, args.spare_slots)
     floor = report.noise_floor(loaded, ranks)
-    print(f"{len(loaded.iterations)} iterations, {len(loaded.layers)} layers, {loaded.counts.shape[2]} experts, "
-          f"{ranks} ranks; ratios are (max - mean) / mean, averaged over iterations")
+    print(", ".join(outputs.count(number, thing) for number, thing in (
+        (len(loaded.iterations), "iteration"), (len(loaded.layers), "layer"), (loaded.counts.shape[2], "expert"),
+        (ranks, "rank"))) + "; ratios are (max - mean) / mean, averaged over iterations")
     print(report.table(rows))
     print(f"sampling noise of a perfectly fair static placement: {floor:.3f}")
     if args.per_expert:
@@ -97,7 +105,7 @@ def run_report(args: argparse.Namespace) -> int:
     if args.plot:
         from hybrid_ep.cli import balance_picture
 
-        outputs.say_written(balance_picture.draw(Path(args.plot).with_suffix(""), rows, loaded, floor))
+        outputs.say_written(balance_picture.draw(outputs.picture(args.plot, "balance"), rows, loaded, floor))
     return EXIT_OK
 
 
@@ -111,11 +119,11 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.layer_updates_per_iter < 0:
         raise ValueError(f"--layer-updates-per-iter is {args.layer_updates_per_iter}: give 0 or more")
     load = loaded.total()
-    plan = plan_placement(load, args.num_slots, args.ep_size, args.num_nodes, current, num_groups=args.num_groups,
+    plan = plan_placement(load, args.num_slots, args.ep, args.nodes, current, num_groups=args.num_groups,
                           target=args.target, max_moves=args.max_moves)
-    plan_file.save(args.output, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
+    plan_file.save(args.out, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
     slots = max(bounds.slots(w, args.num_slots) * args.num_slots / max(w.sum(), 1) - 1 for w in load)
-    print(f"{args.output}: {len(load)} layers, {args.num_slots} slots on {args.ep_size} ranks; imbalance by rank on "
+    print(f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank on "
           f"these loads {plan.imbalance().mean():.4f} (max {plan.imbalance().max():.4f}, bound 0); by slot at least "
           f"{slots:.3f} in the worst layer; slots changed: {int(plan.moved.sum())}")
     if current is not None:
@@ -123,7 +131,7 @@ def run_plan(args: argparse.Namespace) -> int:
         print(f"layers by why they ended: {reasons}; a fresh plan leaves {plan.fresh.mean():.4f} "
               f"(max {plan.fresh.max():.4f})")
     if args.front:
-        front = placement_front(load, args.num_slots, args.ep_size, args.num_nodes, current,
+        front = placement_front(load, args.num_slots, args.ep, args.nodes, current,
                                 num_groups=args.num_groups)
         for layer, points in zip(loaded.layers, front, strict=True):
             print(f"layer {layer}, slots changed: imbalance  " +

@@ -16,7 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybrid_ep.cli import EXIT_FAILED
+from hybrid_ep.cli import EXIT_FAILED, outputs
+from hybrid_ep.cli.progress import say
 
 # Once one rank has failed the others wait for it in vain; they get this long to report by themselves.
 FAILURE_GRACE_S = 5.0
@@ -47,6 +48,7 @@ def run_ranks(
 
     Ranks that are alive after `timeout_s` seconds are ended and named on stderr; the code is then 3.
     """
+    say(f"starting {outputs.count(num_ranks, 'rank')}; each imports torch first")
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

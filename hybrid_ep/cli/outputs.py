@@ -86,6 +86,11 @@ def write_json(path: str | None, document: Any) -> None:
         say_written([path])
 
 
+def count(number: int, thing: str) -> str:
+    """"1 node", "2 nodes"."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
 def say_written(paths: Iterable[str | Path], show: Callable[..., None] = print) -> None:
     """One line a file."""
     for path in paths:

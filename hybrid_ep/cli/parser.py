@@ -26,14 +26,24 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": HelpFormatter, **options})
+        self.renamed: dict[str, str] = {}
+        """Flags by the names that they had: each still works, with a warning."""
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by whether a namespace is given
             self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse has it, but what is unknown is the error of the parser that met it, not of its parent."""
-        found, unknown = super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args([*map(self._new_name, args or ())] if self.renamed else args,
+                                                  namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
+
+    def _new_name(self, word: str) -> str:
+        flag, equals, value = word.partition("=")
+        if flag not in self.renamed:
+            return word
+        warn_renamed(f"{self.prog.removeprefix('hybrid-ep ')} {flag}", self.renamed[flag])
+        return self.renamed[flag] + equals + value
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")

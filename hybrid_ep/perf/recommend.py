@@ -5,7 +5,7 @@ SMs are the fewest within 5 % of the fastest exchange: what an exchange does not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -65,6 +65,11 @@ def tune(shape: Shape, cluster: Cluster, dispatch_dtype: str = "bf16", traffic: 
     return Tuning(sms, chunk, by_chunk[chunk])
 
 
+def tuned(job: Job) -> Job:
+    """The job with the SMs that `tune` would take for its exchange."""
+    return replace(job, num_sms=tune(job.shape, job.cluster, job.dispatch_dtype).num_sms) if job.ep > 1 else job
+
+
 @lru_cache(maxsize=512)
 def _tune_sms(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic) -> int:
     most = clusters.get(cluster_name).gpu.num_sms.value
@@ -97,9 +102,11 @@ def candidates(m: MoeModel, cluster: Cluster, gpus: int) -> Iterator[tuple[int, 
 
 
 def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, top: int = 5,
-              overlap: float = 0.0, **of_the_job: Any) -> list[Plan]:
+              overlap: float = 0.0, watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+              **of_the_job: Any) -> list[Plan]:
     """The best plans, fastest first. overlap: share of what moves, tokens or weights, that hides behind compute.
-    of_the_job: fields of every plan's Job: dtype, recompute, cv_slow. ValueError when no plan fits the memory."""
+    watch: sees the layouts go by, for a progress bar. of_the_job: fields of every plan's Job: dtype, recompute,
+    cv_slow. ValueError when no plan fits the memory."""
     if gpus < 1:
         raise ValueError(f"gpus={gpus} must be at least 1")
     room = cluster.gpu.hbm_gb.value * _MEMORY_SHARE
@@ -109,7 +116,7 @@ def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, t
         smallest = min(sizes.values(), default=float("inf"))
         raise ValueError(f"gpus={gpus}: no EP x PP of {m.name} fits; a rank needs {smallest:.0f} GB or more of state "
                          f"and has {room:.0f} GB ({_MEMORY_SHARE:.0%} of {cluster.gpu.hbm_gb.value:.0f}); take more")
-    plans = [plan for (ep, pp), gb in fitting.items()
+    plans = [plan for (ep, pp), gb in watch(fitting.items())
              for plan in _plans(job_of(m, cluster, gpus, ep, pp, tokens=tokens, overlap=overlap, **of_the_job), gb)]
     plans.sort(key=lambda p: p.step_seconds)
     kept: list[Plan] = []

@@ -6,7 +6,7 @@
 g(n) is the expected maximum of n standard normals: within an EP group every layer waits for its slowest rank
 (cv_fast, fresh in every layer), the whole job waits for its slowest node (cv_slow, persistent). Load imbalance is an
 input: it multiplies the experts' compute and the exchange. Recompute of all layers makes the forward twice, its
-exchange too."""
+exchange too; of the MoE layers (moe) the experts and the exchange alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import model, models, peers, routing
+from hybrid_ep.perf import efficiency, model, models, peers, routing
 from hybrid_ep.perf.costs import hbm_us
 from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.models import MoeModel
@@ -27,7 +27,7 @@ from hybrid_ep.perf.shape import Shape
 
 CSV = Path(__file__).parent / "data" / "published_end_to_end.csv"
 DISPATCHERS = ("hybrid_ep", "published_hybrid_ep", "node_dedup", "a2a", "deepep_v1")
-RECOMPUTE = ("none", "full")
+RECOMPUTE = ("none", "moe", "full")
 # Variation of speed between nodes that torchtitan's published rows have: docs/performance_model.md.
 CV_SLOW = 0.034
 # CollectiveX: an fp8 dispatch costs 27 to 65 us more than a bf16 one, whatever its size, to quantise.
@@ -40,7 +40,8 @@ _DEEPEP_V1_GB_PER_S = {("gb200_nvl72", "dispatch"): 450.0, ("gb200_nvl72", "comb
 @dataclass(frozen=True)
 class Job:
     """gpus = EP x PP x replicas. tokens: of a rank and micro-batch; with tensor parallelism its part of the sequence
-    (sequence parallel), experts whole on their rank. efficiency: of the compute, of the GPU's peak. overlap,
+    (sequence parallel), experts whole on their rank. efficiency: of the compute, of the GPU's peak; None: as
+    published steps of such GPUs have it (`efficiency`). overlap,
     grad_overlap: share of exchange and of gradient traffic hidden behind compute. fixed_us: of each call, beyond the
     exchange model. ValueError names argument, value and remedy."""
 
@@ -57,7 +58,7 @@ class Job:
     dispatch_dtype: str = "bf16"  # forward; gradients travel in bf16
     dispatcher: str = "hybrid_ep"
     num_sms: int = 24
-    efficiency: float = 0.5
+    efficiency: float | None = None
     overlap: float = 0.0
     grad_overlap: float = 0.9
     imbalance: float = 0.0
@@ -84,7 +85,7 @@ class Job:
         for name in ("imbalance", "cv_fast", "cv_slow", "fixed_us"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0")
-        if not 0 < self.efficiency <= 1:
+        if self.efficiency is not None and not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency={self.efficiency!r} must be in (0, 1]")
 
     @property
@@ -94,6 +95,11 @@ class Job:
         while self.ep % local:
             local -= 1
         return Shape(self.ep, local, self.tokens, self.model.hidden, self.model.topk, self.model.experts)
+
+    @property
+    def share_of_peak(self) -> float:
+        """`efficiency`, or what published steps say."""
+        return efficiency.of(self.cluster, self.dtype).share if self.efficiency is None else self.efficiency
 
     @property
     def peak_tflops(self) -> float:
@@ -152,12 +158,14 @@ def compute_us(job: Job) -> float:
     """Forward and backward of a micro-batch on a stage. The experts take the longer of their FLOPs and their memory:
     weights read twice (with recompute three times) and fp32 gradients accumulated, 12 (14) bytes a parameter of this
     rank."""
-    m, again = job.model, job.recompute == "full"
-    rate = job.peak_tflops * 1e6 * job.efficiency / (4 / 3 if again else 1)
+    m, again, all_again = job.model, job.recompute != "none", job.recompute == "full"
+    rate = job.peak_tflops * 1e6 * job.share_of_peak
     expert_flops = 6 * m.expert_params * m.topk * m.moe_layers * job.tokens / job.pp
     other = job.tokens * m.train_flops_per_token(job.sequence) / job.pp - expert_flops
     memory = hbm_us(job.cluster, (14 if again else 12) * m.routed_params / (job.ep * job.pp))
-    return (other / rate + max(expert_flops * (1 + job.imbalance) / rate, memory)) * _largest_stage(job)
+    other *= 4 / 3 if all_again else 1
+    expert_flops *= (4 / 3 if again else 1) * (1 + job.imbalance)
+    return (other / rate + max(expert_flops / rate, memory)) * _largest_stage(job)
 
 
 def _largest_stage(job: Job) -> float:
@@ -176,7 +184,7 @@ def tensor_us(job: Job) -> float:
 
 def step(job: Job) -> Step:
     """One optimizer step of the job."""
-    m, us, passes = job.model, 1e6, 3 if job.recompute == "full" else 2
+    m, us, passes = job.model, 1e6, 2 if job.recompute == "none" else 3
     compute = compute_us(job)
     straggle = compute * job.cv_fast * expected_max(job.ep)
     layers = m.moe_layers / job.pp * _largest_stage(job)

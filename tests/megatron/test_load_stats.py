@@ -35,7 +35,7 @@ def test_files_hold_what_the_routers_decided(tmp_path, capsys, num_ranks, name, 
     path = tmp_path / "new" / name
     counts = run("collect_and_revert", num_ranks, str(path), (2, 4), balance, recompute)[0]
     assert_holds(path, counts, (2, 3, 4))
-    assert main(["balance", "report", str(path), "--ep-size", "2", "--per-expert"]) == 0
+    assert main(["balance", "report", str(path), "--ep", "2", "--per-expert"]) == 0
     said = capsys.readouterr().out
     assert "3 iterations, 2 layers, 8 experts" in said
     for layer in (1, 2):

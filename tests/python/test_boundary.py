@@ -153,7 +153,7 @@ def test_memory_of_a_placed_plan_is_held_to_its_size():
 
 
 def test_a_plan_has_room_for_every_expert_that_topk_idx_may_name():
-    """The kernel counts the pairs of a map; those of topk_idx it takes on trust, and their memory is of the topk said."""
+    """The kernel counts a map's pairs; those of topk_idx it takes on trust, and their memory is of the topk said."""
     [buffer], idx = VirtualWorld(1, 1).buffers(HIDDEN, TOKENS, EXPERTS), given(0).idx
     header = _core.CallHeader(num_tokens=TOKENS, topk=1, num_experts=EXPERTS, hidden=HIDDEN)
     room = torch.empty(1 << 20, dtype=torch.uint8)

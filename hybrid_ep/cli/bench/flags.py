@@ -68,7 +68,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-c", "--check", type=int, choices=(0, 1), default=1, help="check all values exactly")
     group.add_argument("-a", "--average", type=int, choices=(0, 1, 2, 3), default=3,
                        help="time over ranks: 0 rank 0, 1 average, 2 min, 3 max")  # fmt: skip
-    group.add_argument("-T", "--timeout", type=float, default=600.0, help="seconds for the whole run")
+    group.add_argument("-T", "--timeout", metavar="SECONDS", type=float, default=600.0, help="for the whole run")
     group.add_argument("--heap", choices=heap.MODES, default="default", help="warm: keep freed memory in the process")
     group.add_argument("--threads", type=int, help="torch threads a rank  (default: cores / ranks)")
 

@@ -17,6 +17,7 @@ from hybrid_ep.cli.bench.config import Config
 from hybrid_ep.cli.bench.ledger import STAGES, expected_groups
 from hybrid_ep.cli.bench.memcpy import DEFAULT_BYTES
 from hybrid_ep.cli.bench.session import MEMCPY, CaseResult
+from hybrid_ep.cli.outputs import count
 
 _NARROW = 120
 # Left out without --wide: what the others and the JSON imply.
@@ -159,8 +160,8 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str], 
     )
     bottleneck = "rail (between nodes)" if nodes > 1 else "node (between ranks of the node)"
     yield (
-        f"# hybrid-ep bench {environment['version']}  EP {config.num_ranks} ({_count(nodes, 'node')} x "
-        f"{_count(local, 'rank')})  "
+        f"# hybrid-ep bench {environment['version']}  EP {config.num_ranks} ({count(nodes, 'node')} x "
+        f"{count(local, 'rank')})  "
         f"hidden {config.hidden}  topk {config.topk}/{config.num_experts}  {config.dtype}/{_sum_name(config)}  "
         f"routing {config.routing}  ragged {config.ragged}  "
         f"{'permute' if config.permute else 'no permute'}  seed {config.seed}"
@@ -200,10 +201,6 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str], 
     yield f"# expected distinct destinations of a token under uniform routing: {spread}"
     yield _titles(wide)
     yield "#" + "".join(f"{unit:>{width}}" for _, _, width, unit in _columns(wide))[1:]
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def _sum_name(config: Config) -> str:

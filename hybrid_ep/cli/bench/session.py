@@ -24,6 +24,7 @@ from hybrid_ep.cli.bench.ledger import STAGES, Ledger, build_ledger
 from hybrid_ep.cli.bench.memcpy import Memcpy
 from hybrid_ep.cli.bench.routing import Routing, generate, token_counts
 from hybrid_ep.cli.bench.world import Samples, World
+from hybrid_ep.cli.progress import track
 
 MEMCPY = "memcpy"
 
@@ -172,7 +173,8 @@ def _time(built: list[Implementation], config: Config, world: World) -> tuple[Sa
     gc.collect()
     gc.disable()
     try:
-        for iteration in range(-config.warmup, config.iterations):
+        iterations = range(-config.warmup, config.iterations)
+        for iteration in track(iterations, "iterations") if world.rank == 0 else iterations:
             kept = (samples, kernel) if iteration >= 0 else ({}, {})
             first = iteration % len(turns) if turns else 0
             for turn in turns[first:] + turns[:first]:

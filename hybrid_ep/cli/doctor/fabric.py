@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found
+from hybrid_ep.cli.outputs import count
 
 ROOT = Path("/")
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
@@ -103,7 +104,7 @@ def check_pairs(root: Path = ROOT) -> Found:
     cards = [nic for nic in nics(root) if any(state == "ACTIVE" for _, state, _, _ in nic.ports)]
     devices = gpus(root)
     if not cards or not devices:
-        yield SKIP, f"{len(devices)} GPUs and {len(cards)} active NICs: nothing to pair"
+        yield SKIP, f"{count(len(devices), 'GPU')} and {count(len(cards), 'active NIC')}: nothing to pair"
         return
     taken: dict[str, list[int]] = {}
     for index, (address, path, numa) in enumerate(devices):

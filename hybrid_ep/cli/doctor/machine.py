@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from hybrid_ep.cli import outputs
 from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, build_remedy
 
 SHM = "/dev/shm"
@@ -69,7 +70,7 @@ def nvlink() -> Found:
 
     count = torch.cuda.device_count()
     if count < 2:
-        yield SKIP, f"{count} GPUs: nothing to link"
+        yield SKIP, f"{outputs.count(count, 'GPU')}: nothing to link"
         return
     apart = [(a, b) for a in range(count) for b in range(count)
              if a != b and not torch.cuda.can_device_access_peer(a, b)]

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN, Finding
+from hybrid_ep.cli.outputs import count
 
 if TYPE_CHECKING:
     import torch
@@ -248,7 +249,7 @@ def absent(missing: Sequence[int], timeout_s: float) -> Finding:
 
 def judge(results: Sequence[dict], hosts: Sequence[str], silent: Sequence[int], num_bytes: int) -> list[Finding]:
     """Findings from the pairs' figures. A pair is slow against a good one of its kind; a rank, in most of its pairs."""
-    findings = [Finding("rendezvous", OK, f"{len(hosts)} ranks on {len(set(hosts))} hosts")]
+    findings = [Finding("rendezvous", OK, f"{count(len(hosts), 'rank')} on {count(len(set(hosts)), 'host')}")]
     measured = [pair for pair in results if "error" not in pair]
     slow: dict[tuple[int, int], str] = {}
     for kind in KINDS:

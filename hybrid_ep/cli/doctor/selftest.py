@@ -7,6 +7,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, rebuild_remedy
+from hybrid_ep.cli.outputs import count
 
 if TYPE_CHECKING:
     from hybrid_ep.testing import VirtualGroup
@@ -87,7 +88,7 @@ def exchange(num_nodes: int, num_local_ranks: int, device: Any, executor: str) -
             return torch.equal(out, x * topk)
 
     wrong = [rank for rank, right in enumerate(world.run(body)) if not right]
-    who = "by one rank" if ranks == 1 else f"between {ranks} ranks ({num_nodes} nodes x {num_local_ranks})"
+    who = "by one rank" if ranks == 1 else f"between {ranks} ranks ({count(num_nodes, 'node')} x {num_local_ranks})"
     text = f"dispatch and combine {who} in this process, executor {executor} on {device}"
     if wrong:
         yield FAIL, f"{text}: wrong sums on ranks {wrong}", rebuild_remedy()

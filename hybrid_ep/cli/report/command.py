@@ -10,7 +10,7 @@ from hybrid_ep.cli.bench.flags import int_list
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models
+from hybrid_ep.perf import efficiency, models, training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--simulate", metavar="MODEL", choices=tuple(models.MODELS), help="predict the jobs of this model instead")
     add("--cluster", choices=tuple(clusters.CLUSTERS), default="h100_8x400g", help="of --simulate")
     add("--gpus", type=int_list, default="64,128,256,512", help="of --simulate: a list of job sizes")
-    job_flags.add_flags(add)
+    job_flags.add_flags(add, "--simulate")
     add("--mode", choices=(*scaling.MODES, "both"), default="both", help="which table")
     outputs.add_json(scaling_parser)
     outputs.add_plot(scaling_parser, "tokens/s over GPUs")
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str]:
     rows, device = runs.read(args.runs, args.skip)
     found, neither = scaling.split(rows)
-    print(f"# MEASURED: {len(rows)} runs on {device}; median of the steps after the first {args.skip}; memory: peak of "
-          "the process with most")
+    print(f"# MEASURED: {outputs.count(len(rows), 'run')} on {device}; median of the steps after the first "
+          f"{args.skip}; memory: peak of the process with most")
     if device == "cpu":
         print("# ranks of CPU processes stand where GPUs would: they share one machine, so this is no claim about GPUs")
     for row in neither:
@@ -72,6 +72,8 @@ def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str
           f"{job.virtual_pp}  TP {job.tensor}  {job.tokens} tokens a micro-batch  {job.dtype}, recompute "
           f"{job.recompute}  {job.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} SMs, {job.overlap:.0%} "
           "hidden; memory: weights, gradients, optimizer alone")
+    print(f"# compute at {job.share_of_peak:.0%} of peak, {efficiency.of(job.cluster, job.dtype).source}")
+    print(f"# {training.said_of(job)}")
     return tables, (f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {job.dispatcher}\n{job.cluster.name}, "
                     "simulated")
 

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
-from hybrid_ep.cli.simulate import advise, report, sweep
-from hybrid_ep.cli.simulate.job import PRECISIONS
+from hybrid_ep.cli.simulate import advise, job, report, sweep
 from hybrid_ep.cli.simulate.request import ENGINES, Request
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models
 from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.shape import DTYPES
-from hybrid_ep.perf.step_time import CV_SLOW, RECOMPUTE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seed", type=int, default=1, help="of drawn routing")
     how = parser.add_argument_group("how")
     how.add_argument("--num-sms", type=int, default=0, help="SMs of each operation; 0 = as suggested")
-    how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message [%(default)s]")
+    how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message")
     how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
                      "model: the queueing model; auto: events where they take seconds")  # fmt: skip
     out = parser.add_argument_group("what comes out")
@@ -47,10 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     advice.add_argument("--recommend", metavar="MODEL", choices=tuple(models.MODELS),
                         help=f"how to lay out a model: {', '.join(models.MODELS)}")  # fmt: skip
     advice.add_argument("--gpus", type=int, help="of the whole job, for --recommend")
-    advice.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the GEMMs")
-    advice.add_argument("--recompute", choices=RECOMPUTE, default="none", help="of the layers")
-    advice.add_argument("--cv-slow", type=float, default=CV_SLOW, help="variation of speed between nodes")
-    advice.add_argument("--overlap", type=float, default=0.0, help="share of what moves that hides behind compute")
+    job.add_flags(advice.add_argument, "--recommend", besides=("--tokens", "--num-sms"))
+    advice.set_defaults(ep=None)  # given: a job of yours stands beside the plans
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -73,8 +69,7 @@ def _run(args: argparse.Namespace) -> int:
         return EXIT_OK
     with outputs.for_people(args.json):
         if args.recommend:
-            document = advise.run(args.recommend, cluster, args.gpus, args.tokens, args.overlap,
-                                  args.precision, args.recompute, args.cv_slow)
+            document = advise.run(args, cluster)
         else:
             request = Request.from_flags(args, cluster)
             document = sweep.run(request, args.sweep) if args.sweep else report.run(request, args.trace)

@@ -6,6 +6,7 @@ Job; `command_of` prints the line that gives the same answer, so that nobody has
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import Any
 
 from hybrid_ep.cli import UsageError
@@ -15,6 +16,7 @@ from hybrid_ep.perf.shape import DTYPES
 from hybrid_ep.perf.step_time import CV_SLOW, DISPATCHERS, RECOMPUTE, Job
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
+_ADVICE = "simulate --recommend"  # where SMs are the model's choice, and EP says that a job is meant
 # flag: (field of Job, type, default, help)
 _FLAGS: dict[str, tuple[str, Any, Any, str]] = {
     "--ep": ("ep", int, 8, "expert parallel size"),
@@ -30,19 +32,22 @@ _FLAGS: dict[str, tuple[str, Any, Any, str]] = {
 }
 _CHOICES = {
     "--precision": ("dtype", PRECISIONS, "bf16", "of the GEMMs: their share of the GPU's peak"),
-    "--recompute": ("recompute", RECOMPUTE, "none", "full: every layer's forward and its exchange twice; selective is "
-                    "none here"),
+    "--recompute": ("recompute", RECOMPUTE, "none", "full: every layer's forward and its exchange twice; moe: the "
+                    "experts' and the exchange; selective is none here"),
     "--dispatch-dtype": ("dispatch_dtype", DTYPES, "bf16", "of rows dispatched in the forward"),
     "--dispatcher": ("dispatcher", DISPATCHERS, "hybrid_ep", "who moves the tokens"),
 }
 
 
-def add_flags(add: Any) -> None:
-    """Adds every flag of a job but model, cluster and GPUs. add: a parser's add_argument."""
+def add_flags(add: Any, of: str, besides: Collection[str] = ()) -> None:
+    """Adds every flag of a job but model, cluster, GPUs and those that are there. add: a parser's add_argument; of:
+    the flag that they belong to."""
     for flag, (_, kind, default, what) in _FLAGS.items():
-        add(flag, type=kind, default=default, help=f"of --simulate: {what}")
+        if flag not in besides:
+            add(flag, type=kind, default=default, help=f"of {of}: {what}")
     for flag, (_, choices, default, what) in _CHOICES.items():
-        add(flag, choices=choices, default=default, help=f"of --simulate: {what}")
+        if flag not in besides:
+            add(flag, choices=choices, default=default, help=f"of {of}: {what}")
 
 
 def from_flags(args: argparse.Namespace, model: str, gpus: int) -> Job:
@@ -55,11 +60,20 @@ def from_flags(args: argparse.Namespace, model: str, gpus: int) -> Job:
     return Job(models.get(model), clusters.get(args.cluster), gpus, **given)
 
 
-def command_of(job: Job) -> str:
-    """The command whose first row is this job's step; flags at their defaults are left out."""
-    words = [f"hybrid-ep report scaling --simulate {job.model.name} --cluster {job.cluster.name} --gpus {job.gpus}"]
+def given(args: argparse.Namespace, flags: Collection[str]) -> list[str]:
+    """Those of a job's flags that are not at their defaults."""
+    known = {**_FLAGS, **_CHOICES}
+    return [flag for flag in flags if getattr(args, flag[2:].replace("-", "_")) != known[flag][2]]
+
+
+def command_of(job: Job, verb: str = "report scaling --simulate") -> str:
+    """The command whose first row is this job's step, or with "simulate --recommend" whose row "yours" is; flags at
+    their defaults are left out."""
+    words = [f"hybrid-ep {verb} {job.model.name} --cluster {job.cluster.name} --gpus {job.gpus}"]
+    if verb == _ADVICE:
+        words.append(f"--ep {job.ep} --num-sms {job.num_sms}")
     for flag, (field, _, default, _) in {**_FLAGS, **_CHOICES}.items():
-        if getattr(job, field) != default:
+        if getattr(job, field) != default and not (verb == _ADVICE and flag in ("--ep", "--num-sms")):
             value = getattr(job, field)
             words.append(f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}")
-    return " ".join([*words, "--mode weak"])
+    return " ".join(words if verb == _ADVICE else [*words, "--mode weak"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybrid_ep.cli.progress import say
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import events, model, trace
@@ -11,6 +12,7 @@ from hybrid_ep.perf.events import Events
 from hybrid_ep.perf.model import Prediction
 
 # The ports of the event engine by the resource whose time they are.
+_ROWS_A_SECOND = events.QUICK_ROWS / 10  # of the event engine: QUICK_ROWS take some ten seconds
 _PORTS = {"NVLink": ("nvlink_egress", "nvlink_ingress"), "NIC": ("nic_egress", "nic_ingress"), "HBM": ("hbm",)}
 
 
@@ -52,6 +54,8 @@ def numbers(request: Request) -> tuple[dict[str, dict[str, Any]], str, str]:
     engine, why = _engine(request)
     found = {op: as_dict(_predict(request, op)) for op in model.OPS}
     if engine == "events":
+        rows = min(events.rows(request.shape), 2 * events.ROW_BUDGET)
+        say(f"simulating about {rows:,} rows, roughly {rows / _ROWS_A_SECOND:.0f} s of a free core")
         got = events.measure(request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
                              dtype=request.dtype, choices=request.choices)
         _take_events(found, got, request)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hybrid_ep.cli import plotting
 from hybrid_ep.cli.outputs import say_written
+from hybrid_ep.cli.progress import track
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.perf import model, routing
 from hybrid_ep.perf.shape import Shape
@@ -41,11 +42,13 @@ def _point(request: Request, name: str, value: int, shape: Shape, num_sms: int, 
 
 def _over_sms(request: Request) -> list[dict[str, Any]]:
     most = request.cluster.gpu.num_sms.value
-    return [_point(request, "num_sms", n, request.shape, n, request.chunk) for n in _SMS if n <= most]
+    return [_point(request, "num_sms", n, request.shape, n, request.chunk)
+            for n in track([n for n in _SMS if n <= most], "SMs")]
 
 
 def _over_chunk(request: Request) -> list[dict[str, Any]]:
-    return [_point(request, "chunk", c, request.shape, request.num_sms, c) for c in _CHUNKS]
+    return [_point(request, "chunk", c, request.shape, request.num_sms, c)
+            for c in track(_CHUNKS, "chunks")]
 
 
 def _over_ranks(request: Request) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch
 from hybrid_ep.cli.bench.config import BACKENDS, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list
+from hybrid_ep.cli.parser import Parser
 from hybrid_ep.cli.tune import report
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
@@ -25,7 +26,8 @@ _DEFAULTS = {"host": {"tokens": (1024,), "hidden": 2048, "experts": 64},
              "sim": {"tokens": (4096,), "hidden": 7168, "experts": 256}}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
+    parser.renamed = {"--chunks": "--chunk"}
     where = parser.add_argument_group("where")
     where.add_argument("--backend", choices=BACKENDS, default="host", help="host tunes blocks, sim a cluster elsewhere")
     where.add_argument("--ranks", type=int, help=f"host, cuda: processes to launch, {_RANKS} if not given")
@@ -43,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--num-sms", type=int_list, help=f"to try: {_list(_GPU_SMS)} if not given, of host "
                      f"{_list(_HOST_SMS)}")  # fmt: skip
-    how.add_argument("--chunks", type=int_list, default=_list(_CHUNKS), help="tokens of a rail message to try")
+    how.add_argument("--chunk", type=int_list, default=_list(_CHUNKS), help="rows of a rail message to try, a list")
     how.add_argument("-w", "--warmup", type=int, default=2, help="iterations before timing")
     how.add_argument("-n", "--iterations", type=int, default=15, help="timed iterations")
-    how.add_argument("-T", "--timeout", type=float, default=600.0, help="seconds for the whole run")
+    how.add_argument("-T", "--timeout", metavar="SECONDS", type=float, default=600.0, help="for the whole run")
     how.add_argument("-o", "--out", metavar="FILE", help="write the settings, or add them to a file that is there")
 
 
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.num_sms = args.num_sms or (_HOST_SMS if args.backend == "host" else _GPU_SMS)
-    for flag, values in (("--tokens", args.tokens), ("--num-sms", args.num_sms), ("--chunks", args.chunks)):
+    for flag, values in (("--tokens", args.tokens), ("--num-sms", args.num_sms), ("--chunk", args.chunk)):
         if not all(v >= 1 for v in values):
             raise UsageError(f"{flag} {_list(values)}: must be at least 1, every one")
     if args.backend == "sim":
@@ -107,7 +109,7 @@ def _predict(args: argparse.Namespace) -> int:
         local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
         nodes = 1 if args.nodes is None else args.nodes
         grids = [predicted.grid(Shape(nodes * local, local, tokens, args.hidden, args.topk, args.experts), cluster,
-                                args.dtype, args.num_sms, args.chunks) for tokens in args.tokens]
+                                args.dtype, args.num_sms, args.chunk) for tokens in args.tokens]
     except ValueError as error:
         raise UsageError(str(error)) from None
     title = (f"{cluster.name}: {cluster.summary}  EP {nodes * local} ({nodes} x {local})  hidden {args.hidden}  topk "
@@ -141,7 +143,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         grids, wrong = [], 0
         try:
             for tokens in args.tokens:
-                grid, differ = tuner.grid(tokens, args.num_sms, args.chunks, args.warmup, args.iterations, args.seed)
+                grid, differ = tuner.grid(tokens, args.num_sms, args.chunk, args.warmup, args.iterations, args.seed)
                 grids.append(grid)
                 wrong += differ
                 for line in report.grid_lines(grid):

@@ -16,6 +16,7 @@ from hybrid_ep.cli.bench import checks
 from hybrid_ep.cli.bench.report import quantile, reduce_ranks
 from hybrid_ep.cli.bench.routing import RoutingSpec, generate
 from hybrid_ep.cli.bench.world import Samples, World
+from hybrid_ep.cli.progress import track
 from hybrid_ep.cli.tune.grid import OPS, Grid, Point, Setting
 from hybrid_ep.cli.tune.predicted import cluster_of, suggestion
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
@@ -74,7 +75,8 @@ class Tuner:
         call = {"hidden": x, "scaling_factor": scales, "num_of_experts": key.num_experts,
                 "topk_idx": routing.topk_idx.to(world.device), "topk_weights": routing.topk_weights.to(world.device)}
         wrong, first, expert_rows = 0, None, None
-        for iteration in range(-max(1, warmup), iterations):
+        turns = range(-max(1, warmup), iterations)
+        for iteration in track(turns, "iterations") if world.rank == 0 else turns:
             for s in settings:
                 self.buffer.update_template_config(
                     num_of_blocks_dispatch_api=s.num_sms, num_of_blocks_combine_api=s.num_sms,

@@ -154,12 +154,14 @@ def test_report_by_hand():
 
 def test_report_command(stats, tmp_path, capsys):
     statistics.save_jsonl(tmp_path / "s.jsonl", stats)
-    plot = tmp_path / "p.png"
-    assert main(["balance", "report", str(tmp_path / "s.jsonl"), "--ep-size", "4", "--spare-slots", "1",
-                 "--iterations", "101-104", "--plot", str(plot), "--per-expert"]) == 0
+    plot = tmp_path / "pictures"
+    assert main(["balance", "report", str(tmp_path / "s.jsonl"), "--ep", "4", "--spare-slots", "1",
+                 "--between", "101-104", "--plot", str(plot), "--per-expert"]) == 0
     out = capsys.readouterr().out
+    assert f"# written: {plot / 'balance.png'}" in out
     assert "4 iterations, 4 layers, 16 experts, 4 ranks" in out and "| average |" in out and "layer 6:" in out
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert (plot / "balance.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (plot / "balance.svg").read_text()
     rows = report.report(stats, 4, spare_slots=1)
     assert all(r.exact <= r.by_rank for r in rows) and rows[0].exact < 0.2
 
@@ -168,7 +170,7 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     pytest.importorskip("yaml")
     source, plan = tmp_path / "s.jsonl", tmp_path / "plan.yaml"
     statistics.save_jsonl(source, stats)
-    assert main(["balance", "plan", str(source), "--ep-size", "4", "--num-slots", "20", "-o", str(plan),
+    assert main(["balance", "plan", str(source), "--ep", "4", "--num-slots", "20", "-o", str(plan),
                  "--layer-updates-per-iter", "2"]) == 0
     import yaml
 
@@ -181,19 +183,19 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     after = report.average(report.report(stats, 4, phy2log)).by_rank
     assert after < before / 4
     capsys.readouterr()
-    assert main(["balance", "report", str(source), "--ep-size", "4", "--plan", str(plan)]) == 0
+    assert main(["balance", "report", str(source), "--ep", "4", "--plan", str(plan)]) == 0
     assert f"{after:.3f}" in capsys.readouterr().out
     again = tmp_path / "again.yaml"
-    assert main(["balance", "plan", str(source), "--ep-size", "4", "--num-slots", "20", "-o", str(again),
+    assert main(["balance", "plan", str(source), "--ep", "4", "--num-slots", "20", "-o", str(again),
                  "--current", str(plan)]) == 0
     assert "slots changed: 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["report", "nowhere"], "no such file"), (["report", "S", "--ep-size", "5"], "ep_size"),
-    (["report", "S", "--iterations", "b"], "range"), (["report", "S", "--plan", "nowhere"], "no such file"),
-    (["plan", "S", "--ep-size", "4", "--num-slots", "17", "-o", "x"], "num_slots"),
-    (["plan", "S", "--ep-size", "4", "--num-slots", "20", "-o", "x", "--layer-updates-per-iter", "-1"], "updates"),
+    (["report", "nowhere"], "no such file"), (["report", "S", "--ep", "5"], "ep_size"),
+    (["report", "S", "--between", "b"], "range"), (["report", "S", "--plan", "nowhere"], "no such file"),
+    (["plan", "S", "--ep", "4", "--num-slots", "17", "-o", "x"], "num_slots"),
+    (["plan", "S", "--ep", "4", "--num-slots", "20", "-o", "x", "--layer-updates-per-iter", "-1"], "updates"),
 ])
 def test_bad_usage_is_one_line(stats, tmp_path, capsys, arguments, message):
     statistics.save_jsonl(tmp_path / "S", stats)

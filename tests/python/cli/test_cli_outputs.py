@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import sys
 
 import pytest
 
 from hybrid_ep import cli
-from hybrid_ep.cli import EXIT_OK, UsageError, outputs
+from hybrid_ep.cli import EXIT_OK, UsageError, outputs, progress
 
 RUNS = {"simulate": ["simulate", "--engine", "model", "--nodes", "2"],
         "bench": ["bench", "--backend", "sim", "--tokens", "64", "--experts", "64"],
@@ -46,6 +48,85 @@ def test_a_picture_s_file_still_works_where_it_did_with_a_warning(tmp_path, caps
     outputs.check(argparse.Namespace(plot=str(tmp_path / "old.png")), picture_files=True)
     with pytest.raises(UsageError, match="is a file"):
         outputs.check(argparse.Namespace(plot=str(tmp_path / "old.png")))
+
+
+# One name may mean two things only where another tool's word is kept: --nodes of launch is Slurm's, hosts.
+KINDS_MAY_DIFFER = {"--nodes": {"launch"}}
+
+
+def flags_of_every_command(monkeypatch):
+    """{flag: {command: (type without "list of", metavar, unit words of the help's start)}}."""
+    monkeypatch.setitem(cli.COMMANDS, "launch", cli.Command("recipes.launch_command", "train a recipe"))
+    found: dict[str, dict[str, tuple]] = {}
+
+    def walk(parser, name):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner, sub in action.choices.items():
+                    walk(sub, f"{name} {inner}")
+            for flag in action.option_strings:
+                kind = getattr(action.type, "__name__", "str").replace("int_list", "int")
+                found.setdefault(flag, {})[name] = (kind, action.metavar, action.help or "")
+
+    for command in cli.COMMANDS:
+        walk(cli.build_parser(command)._subparsers._group_actions[0].choices[command], command)
+    return found
+
+
+def test_a_flag_is_the_same_thing_in_every_command_that_has_it(monkeypatch):
+    found = flags_of_every_command(monkeypatch)
+    for flag, by_command in found.items():
+        if flag not in ("-h", "--help"):
+            alike = {c: k[:2] for c, k in by_command.items() if c.split()[0] not in KINDS_MAY_DIFFER.get(flag, ())}
+            if flag == "--cluster":
+                alike = {c: k[0] for c, k in alike.items()}  # launch lists the names in its help
+            assert len(set(alike.values())) == 1, f"{flag}: {alike}"
+    assert len(found["--plot"]) >= 3 and len(found["--json"]) >= 4 and len(found["--cluster"]) >= 5
+    for one_thing in (("--ep", "--ep-size"), ("--experts", "--num-experts"), ("--chunk", "--chunks"),
+                      ("--out", "--output")):
+        assert len(set(one_thing) & set(found)) == 1, f"two names of one thing: {one_thing}"
+
+
+def test_hardware_has_the_same_names_everywhere():
+    from hybrid_ep.hardware import clusters
+    from recipes.cluster import HARDWARE
+
+    assert set(HARDWARE) <= set(clusters.CLUSTERS)
+
+
+@pytest.mark.parametrize("argv, old, new", [
+    (["balance", "report", "nowhere", "--ep-size", "4"], "balance report --ep-size", "--ep"),
+    (["tune", "--backend", "sim", "--chunks=0"], "tune --chunks", "--chunk"),
+])
+def test_flags_by_their_old_names_work_with_a_warning(argv, old, new, capsys):
+    assert cli.main(argv) == cli.EXIT_USAGE  # for what is wrong with their values
+    said = capsys.readouterr().err
+    assert f"warning: {old} still works, write {new} from now on" in said and "unrecognized" not in said
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch):
+    pytest.importorskip("rich")
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        assert list(progress.track(range(5), "layouts")) == [0, 1, 2, 3, 4]
+        progress.say("more")
+        assert ("layouts" in stream.getvalue() and "5/5" in stream.getvalue()) == shown == ("more" in stream.getvalue())
+
+
+def test_without_rich_the_bar_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    assert list(progress.track("ab", "layouts")) == ["a", "b"]
+    assert "2 to do" in stream.getvalue() and "pip install 'hybrid_ep[bench]'" in stream.getvalue()
+
+
+def test_one_is_no_plural():
+    assert [outputs.count(n, "node") for n in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]
 
 
 def test_the_bench_s_table_fits_120_columns_unless_it_is_wide():

@@ -47,7 +47,7 @@ def test_front_and_choice_by_hand():
 
 def test_a_cluster_that_is_not_there(launcher, tmp_path, capsys):
     out = tmp_path / "t.json"
-    run = ["tune", "--backend", "sim", "--nodes", "2", "--tokens", "256,1024", "--num-sms", "4,16,48", "--chunks",
+    run = ["tune", "--backend", "sim", "--nodes", "2", "--tokens", "256,1024", "--num-sms", "4,16,48", "--chunk",
            "16,64", "-o", str(out)]  # fmt: skip
     assert main(run) == EXIT_OK
     printed = capsys.readouterr().out
@@ -71,8 +71,8 @@ def test_a_cluster_that_is_not_there(launcher, tmp_path, capsys):
     with pytest.raises(ValueError, match="has no entry"):
         tuning.load(out, "NVIDIA B200").find(key, 1024)
     # the same shape again replaces its entry, another one is added
-    assert main([*run[:-4], "--chunks", "64", "-o", str(out)]) == EXIT_OK
-    assert main([*run[:5], "--tokens", "4096", "--num-sms", "8", "--chunks", "32", "-o", str(out)]) == EXIT_OK
+    assert main([*run[:-4], "--chunk", "64", "-o", str(out)]) == EXIT_OK
+    assert main([*run[:5], "--tokens", "4096", "--num-sms", "8", "--chunk", "32", "-o", str(out)]) == EXIT_OK
     document = json.loads(out.read_text())
     assert [e["shape"]["tokens"] for e in document["entries"]] == [256, 1024, 4096]
     suggested = recommend.tune(shape.with_(tokens=256), cluster).chunk
@@ -110,7 +110,7 @@ def test_a_measured_file_is_what_a_buffer_on_this_machine_loads(tmp_path, monkey
     monkeypatch.delenv("RANK", raising=False)
     out = tmp_path / "t.json"
     run = ["tune", "--ranks", "2", "--ranks-per-node", "1", "--tokens", "48", "--hidden", "128", "--experts", "4",
-           "--topk", "2", "--dtype", "fp8", "--num-sms", "2,3", "--chunks", "4,64", "-n", "2", "-w", "1", "-T", "200",
+           "--topk", "2", "--dtype", "fp8", "--num-sms", "2,3", "--chunk", "4,64", "-n", "2", "-w", "1", "-T", "200",
            "-o", str(out)]  # fmt: skip
     assert main(run) == EXIT_OK
     printed = capfd.readouterr().out
@@ -143,13 +143,13 @@ def test_a_setting_that_changes_a_result_is_an_error_and_writes_nothing(tmp_path
     monkeypatch.setattr(HybridEPBuffer, "combine_with_unpermute", wrong)
     out = tmp_path / "t.json"
     run = ["tune", "--tokens", "8", "--hidden", "64", "--experts", "4", "--topk", "2", "--num-sms", "3",
-           "--chunks", "8", "-n", "1", "-o", str(out)]  # fmt: skip
+           "--chunk", "8", "-n", "1", "-o", str(out)]  # fmt: skip
     assert main(run) == EXIT_WRONG
     assert "FAILED" in capsys.readouterr().out and not out.exists()
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--num-sms", "0"], "--num-sms 0: must be at least 1"), (["--chunks", "8,0"], "--chunks 8,0"),
+    (["--num-sms", "0"], "--num-sms 0: must be at least 1"), (["--chunk", "8,0"], "--chunk 8,0"),
     (["--tokens", "0"], "--tokens 0"), (["-n", "0"], "-n 0"), (["--topk", "99"], "--topk 99"),
     (["--experts", "63"], "--experts 63"), (["-o", "/nowhere/t.json"], "no such folder"),
     (["--ranks-per-node", "3"], "--ranks-per-node 3"), (["--nodes", "2"], "only --backend sim"),

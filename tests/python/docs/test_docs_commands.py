@@ -182,7 +182,7 @@ def test_a_wrong_line_is_refused(line, why):
 
 @pytest.mark.parametrize("line", [
     "hybrid-ep bench --ranks N --cluster NAME", "hybrid-ep balance plan ... -o plan.yaml",
-    "hybrid-ep balance report STATS --ep-size 4", "hybrid-ep tune --help",
+    "hybrid-ep balance report STATS --ep 4", "hybrid-ep tune --help",
 ])
 def test_a_right_line_is_taken(line):
     (found,) = command_lines(f"    {line}\n")

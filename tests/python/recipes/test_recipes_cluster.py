@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_refused_with_the_number_that_is_over():
         memory.check_fits(run)
 
 
-BALANCED = {"precision": "bf16", "overlap": False, "balance": "exact"}
+BALANCED = {"precision": "bf16", "overlap": False, "balance": "exact", "moments": "fp32", "recompute": "selective"}
 
 
 def test_the_balancers_memory_is_counted_and_refused_with_the_number():
@@ -106,6 +106,11 @@ BAD = [
     ({"balance": "magic"}, "balance='magic'"), ({"spare_slots": 0}, "spare_slots=0"),
     ({"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
      "needs dispatcher=hybrid_ep, overlap=False"),
+    ({"recompute": "layernorm,mlp"}, "leave mlp out: all its layers have experts"),
+    ({"recompute": "mla_up_proj"}, "leave mla_up_proj out"), ({"recompute": "layernorm,"}, "recompute='layernorm,'"),
+    ({"recompute": "moe", "overlap": True}, "leave moe out"), ({"fp8_params": "yes"}, "fp8_params='yes'"),
+    ({"balance": "slow", "moments": "bf16"}, "needs moments=fp32"), ({"gc_interval": -1}, "gc_interval=-1"),
+    ({"balance": "exact", "recompute": "moe_act"}, "leave moe_act out"),
     ({"recompute": "some"}, "recompute='some'"), ({"data_path": "x"}, "tokenizer=''"), ({"pipeline": 0}, "pipeline=0"),
 ]
 
@@ -128,6 +133,70 @@ def test_more_flags_come_last():
 def test_hybrid_ep_sees_the_nvlink_domain():
     gb200 = megatron_arguments.megatron_arguments(CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72"))
     assert gb200[gb200.index("--hybrid-ep-ranks-per-node") + 1] == "64"
+
+
+def flags_of(**changes):
+    recipe, hardware = changes.pop("recipe", "deepseek_v3"), changes.pop("hardware", "gb200_nvl72")
+    return megatron_arguments.megatron_arguments(CLUSTER_RECIPES[recipe](hardware).derive(**changes))
+
+
+def value(flags, name):
+    return flags[flags.index(name) + 1]
+
+
+def test_recompute_is_a_list_of_megatron_s_modules():
+    flags = flags_of(recompute="mla_up_proj,mlp")
+    at = flags.index("--recompute-modules")
+    assert flags[at + 1: at + 3] == ["mla_up_proj", "mlp"] and flags[at + 3].startswith("--")
+    assert value(flags, "--recompute-granularity") == "selective"
+    assert "--recompute-granularity" not in flags_of(recompute="none")
+    run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
+    kept = {r: memory.per_gpu(run.derive(recompute=r)).activations
+            for r in ("none", "layernorm", "layernorm,moe_act", "selective", "full")}
+    assert list(kept.values()) == sorted(kept.values(), reverse=True) and len(set(kept.values())) == len(kept)
+    everything = memory.per_gpu(run.derive(recompute="layernorm,mla_up_proj,mlp,moe")).activations
+    assert kept["full"] < everything < kept["selective"]
+
+
+def test_memory_and_speed_options_are_on_where_they_fit():
+    on = flags_of()
+    assert {"--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--moe-router-fusion", "--manual-gc",
+            "--cross-entropy-loss-fusion", "--use-precision-aware-optimizer"} <= set(on)
+    assert value(on, "--exp-avg-dtype") == value(on, "--exp-avg-sq-dtype") == "bf16"  # as the model's report has it
+    assert value(on, "--cross-entropy-fusion-impl") == "native" and value(on, "--manual-gc-interval") == "100"
+    off = flags_of(fp8_params="no", fusions="no", gc_interval=0, moments="fp32")
+    assert not {"--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--moe-router-fusion", "--manual-gc",
+                "--cross-entropy-loss-fusion", "--use-precision-aware-optimizer"} & set(off)
+    assert "--fp8-param-gather" not in flags_of(hardware="h100_8x400g")  # blocks of 128: as NVIDIA's recipes
+    assert "--moe-router-fusion" not in flags_of(megatron_args="--hybrid-ep-router-guard stop")
+    assert "--moe-router-fusion" not in flags_of(**BALANCED) and "--fp8-param-gather" not in flags_of(**BALANCED)
+
+
+def test_bytes_of_moments_and_of_weights_in_8_bits_are_counted():
+    run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
+    need, plain = memory.per_gpu(run), memory.per_gpu(run.derive(moments="fp32", fp8_params="no"))
+    assert need.optimizer * 12 == plain.optimizer * 8 and need.weights * 4 == plain.weights * 2
+    assert need.activations == plain.activations
+
+
+def test_down_projections_of_latent_attention_are_whole_on_every_tensor_rank():
+    run = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g")
+    m = run.architecture
+    one = run.derive(tensor=1, num_hosts=64)
+    rank = 3  # layers with experts alone
+    layers = "".join(run.stages()[rank]).count("t")
+    dense, halved = (memory._parameters(r, rank)[0] for r in (one, run))
+    whole = m.hidden_size * (m.q_lora_rank + m.kv_lora_rank + m.rope_head_dim) + m.q_lora_rank + m.kv_lora_rank
+    whole += 2 * m.hidden_size + m.hidden_size * m.num_experts + m.num_experts
+    assert "".join(run.stages()[rank]) == "t" * layers and halved == (dense - layers * whole) // 2 + layers * whole
+
+
+def test_rotary_factors_are_for_published_weights_alone():
+    assert not {"--rotary-scaling-factor", "--mscale"} & set(flags_of())
+    flags = flags_of(published_weights=True)
+    assert [value(flags, f) for f in ("--rotary-scaling-factor", "--mscale", "--mscale-all-dim")] == ["40.0", "1.0",
+                                                                                                     "1.0"]
+    assert "--mscale" not in flags_of(recipe="qwen3_30b_a3b", published_weights=True)
 
 
 NASTY = "a b'; touch /tmp/x; $(false) \"`"
@@ -211,7 +280,10 @@ def test_variables_reach_the_ranks_quoted(tmp_path):
     ("mixtral_8x7b", "h100_8x400g", {}), ("deepseek_v3", "gb200_nvl72", {}),
 ])
 def test_variables_are_those_that_megatron_asks_for(recipe, hardware, variables):
-    assert megatron_arguments.environment(CLUSTER_RECIPES[recipe](hardware)) == variables
+    run = CLUSTER_RECIPES[recipe](hardware)
+    grows = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert megatron_arguments.environment(run) == {**variables, **grows}
+    assert megatron_arguments.environment(run.derive(expandable_segments=False)) == variables
 
 
 @pytest.mark.parametrize("field", ["name", "partition", "account", "time"])

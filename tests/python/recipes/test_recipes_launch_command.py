@@ -2,7 +2,9 @@
 
 import os
 import shlex
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,13 +65,14 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["nothing"], "choose one of deepseek_v3, qwen3_235b_a22b"), ([], "--list shows them"),
+    (["nothing"], "choose one of these\ndeepseek_v3            GPUs  "), ([], "--list shows them"),
     (["mixtral_8x7b", "--slurm"], "Megatron-LM/pretrain_gpt.py is not there: git clone"),
     (["mixtral_8x7b", "--slurm"], "Transformer Engine is not installed"),
     (["mixtral_8x7b", "--slurm", "--container", "i", "--set", "data_path=/no/d", "--set", "tokenizer=t"],
      "/no/d.bin is not there"),
     (["mixtral_8x7b", "--slurm", "--dry-run", "--segment", "3"], "segment=3"),
     (["mixtral_8x7b", "--slurm", "--dry-run", "--cpus-per-task", "0"], "cpus_per_task=0"),
+    (["mixtral_8x7b", "--slurm", "--dry-run", "--nics", "a b"], "nics='a b'"),
     (["mixtral_8x7b", "--slurm", "--dry-run", "--env", "A"], "--env 'A': write NAME=VALUE"),
     (["mixtral_8x7b", "--slurm", "--dry-run", "--sbatch", "qos=a b"], "sbatch='qos=a b'"),
     (["mixtral_8x7b", "--slurm", "--dry-run", "--module", "a;b"], "module='a;b'"),
@@ -134,7 +137,7 @@ def test_a_rack_wide_domain_asks_slurm_for_hosts_of_one_rack(tmp_path, capsys):
     assert "#SBATCH --segment=16" in sbatch_lines(capsys, tmp_path, *rack)[0]
     assert "#SBATCH --segment=32" in sbatch_lines(capsys, tmp_path, *rack, "--segment", "32")[0]
     for none in ([*rack, "--segment", "0"], ["deepseek_v3", "--cluster", "b200_8x400g"], [SMALL]):
-        assert not any("segment" in line for line in sbatch_lines(capsys, tmp_path, *none)[0])
+        assert not any("--segment" in line for line in sbatch_lines(capsys, tmp_path, *none)[0])
 
 
 def test_ranks_of_a_gpu_job_get_memory_cores_and_a_log_a_node(tmp_path, capsys):
@@ -147,6 +150,59 @@ def test_ranks_of_a_gpu_job_get_memory_cores_and_a_log_a_node(tmp_path, capsys):
     assert ranks[ranks.index("--cpus-per-task") + 1] == "12" and not any("SLURM_CPUS_ON_NODE" in x for x in lines)
     lines, ranks = sbatch_lines(capsys, tmp_path, SMALL)  # CPU ranks share hosts with other jobs
     assert ranks == ["srun", "--kill-on-bad-exit=1", "--label"] and not any("--mem=0" in line for line in lines)
+
+
+def rank_shell(lines):
+    """What srun's bash -c runs for a rank of a GPU job."""
+    start = next(i for i, line in enumerate(lines) if line.startswith("srun --kill-on-bad-exit=1"))
+    end = next(i for i in range(start, len(lines)) if lines[i].startswith("' rank "))
+    return "\n".join(lines[start + 1:end])
+
+
+@pytest.mark.parametrize("local, node, bound", [(0, "0", True), (5, "1", True), (5, "-1", False), (0, None, False)])
+def test_a_rank_binds_itself_to_the_numa_node_of_its_gpu(local, node, bound, tmp_path, programs, capsys):
+    lines, ranks = sbatch_lines(capsys, tmp_path, "mixtral_8x7b")
+    assert "--cpu-bind=none" in ranks, "or Slurm may have given it cores of the other node"
+    (programs / "numactl").write_text('#!/bin/bash\nprintf "numactl %s %s\\n" "$1" "$2"; shift 2; exec "$@"\n')
+    (programs / "nvidia-smi").write_text('#!/bin/bash\n[[ $1 = --id=[0-7] ]] || exit 9\n'
+                                         'echo 00000000:1${1#--id=}:AB.0\n')
+    device = tmp_path / "sys" / "bus" / "pci" / "devices" / f"0000:1{local}:ab.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text(f"{node}\n")
+    for name in ("numactl", "nvidia-smi") if node is not None else ():
+        (programs / name).chmod(0o755)
+    env = {**os.environ, "SLURM_PROCID": str(8 + local), "SLURM_LOCALID": str(local), "SLURM_NTASKS": "16"}
+    shell = rank_shell(lines).replace('"/sys/', f'"{tmp_path}/sys/')
+    done = subprocess.run(["bash", "-c", shell, "rank", "echo", "a b"], env=env, text=True,
+                          capture_output=True, check=True)
+    words = f"numactl --cpunodebind={node} --preferred={node}\n" if bound else ""
+    assert done.stdout == words + "a b\n"
+    assert ("is missing here: ranks are not bound" in done.stderr) == (node is None)
+    for none in (["mixtral_8x7b", "--no-numa"], [SMALL]):
+        lines, ranks = sbatch_lines(capsys, tmp_path, *none)
+        assert "numactl" not in rank_shell(lines) and "--cpu-bind=none" not in ranks
+
+
+def test_rank_0_has_a_log_of_its_own_that_sigterm_does_not_cut(tmp_path, capsys):
+    lines, _ = sbatch_lines(capsys, tmp_path, "mixtral_8x7b", "--no-numa")
+    assert f"export RANK_0_LOG={tmp_path}/n/logs/$SLURM_JOB_ID-rank0.log" in lines
+    program = [sys.executable, "-uc", "import signal; signal.signal(15, lambda *_: (print('saved'), exit(0))); "
+               "print('ready'); signal.pause(); signal.pause()"]
+    for procid, log in (("0", "ready\nsaved\n"), ("1", None)):
+        file = tmp_path / f"log-{procid}"
+        env = {**os.environ, "SLURM_PROCID": procid, "SLURM_LOCALID": "0", "SLURM_NTASKS": "2",
+               "RANK_0_LOG": str(file)}
+        ran = subprocess.Popen(["bash", "-c", rank_shell(lines), "rank", *program], env=env, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        assert ran.stdout.readline() == "ready\n"
+        os.killpg(ran.pid, signal.SIGTERM)  # Slurm's goes to every process of the step
+        said, error = ran.communicate(timeout=20)
+        assert (said, error) == ("saved\n", "") and (file.read_text() if file.exists() else None) == log
+
+
+def test_nics_are_named_to_both_libraries(tmp_path, capsys):
+    lines, _ = sbatch_lines(capsys, tmp_path, "mixtral_8x7b", "--nics", "mlx5_0,mlx5_3")
+    assert {"export NCCL_IB_HCA==mlx5_0:1,mlx5_3:1", "export NVSHMEM_HCA_LIST=mlx5_0:1,mlx5_3:1"} <= set(lines)
 
 
 def test_a_site_s_own_lines_variables_and_modules(tmp_path, capsys):

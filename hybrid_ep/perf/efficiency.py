@@ -1,0 +1,46 @@
+"""What share of a GPU's peak the compute of a training step reaches: fitted to published steps, by GPU and precision.
+
+Nobody published it by itself; it is what is left when the exchange, the bubble and the rest of `step_time` are taken
+off. `training` has the rows, fits every number again and says how far the rows that were held out are off."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hybrid_ep.hardware.clusters import Cluster
+
+# (GPU, precision of the GEMMs): geometric mean over half of its published rows. mxfp8 counts as fp8.
+FITTED = {("H100", "bf16"): 0.2979, ("H100", "fp8"): 0.3269,
+          ("GB200", "bf16"): 0.4628, ("GB200", "fp8"): 0.2473,
+          ("B200", "fp8"): 0.1317}
+# GPUs of which no step was published in a precision, and whose number is taken.
+STANDS_IN = {("H200", "bf16"): "H100", ("H200", "fp8"): "H100", ("H800", "bf16"): "H100", ("H800", "fp8"): "H100",
+             ("B200", "bf16"): "GB200"}
+
+
+class Efficiency(NamedTuple):
+    """share: of the peak. source: in words, for the line that uses it."""
+
+    share: float
+    source: str
+
+
+def gpu_word(cluster: Cluster) -> str:
+    """H100 of "H100 SXM5"."""
+    return cluster.gpu.name.split()[0].upper()
+
+
+def precision_class(dtype: str) -> str:
+    """bf16 or fp8."""
+    return "bf16" if dtype == "bf16" else "fp8"
+
+
+def of(cluster: Cluster, dtype: str) -> Efficiency:
+    """ValueError where no GPU stands in."""
+    gpu, precision = gpu_word(cluster), precision_class(dtype)
+    other = STANDS_IN.get((gpu, precision), gpu)
+    if (other, precision) not in FITTED:
+        raise ValueError(f"cluster={cluster.name!r}: no published step of {gpu} in {precision} to take the efficiency "
+                         "from; give efficiency")
+    said = f"as published steps of {other} in {precision} have it"
+    return Efficiency(FITTED[other, precision], said + (f", for want of any of {gpu}" if other != gpu else ""))

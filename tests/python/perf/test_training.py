@@ -1,0 +1,55 @@
+"""Published training steps: efficiencies are those that half of the rows give; the committed residuals are right."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import efficiency, models, training
+from hybrid_ep.perf.step_time import Job, step
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("group", efficiency.FITTED)
+def test_every_efficiency_is_what_its_half_of_the_rows_gives(group):
+    assert training.fit(group) == pytest.approx(efficiency.FITTED[group], abs=6e-5)
+    of_group = [row for row in training.rows() if row.group == group]
+    assert sum(row.fits for row in of_group) == -(-len(of_group) // 2)
+
+
+def test_the_committed_table_is_that_of_the_script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import training_tables
+
+    assert training_tables.OUT.read_text() == training_tables.text()
+    sys.modules.pop("training_tables")
+
+
+def test_held_out_rows_are_nearer_than_at_half_of_peak():
+    held = [row for row in training.rows() if not row.fits]
+    assert {row.group for row in training.rows()} == set(efficiency.FITTED) and len(held) == 10
+    median, worst = training.spread(held)
+    assert median < 0.35 and worst < 2.5
+    before = sorted(abs(step(replace(row.job, efficiency=0.5)).tokens_per_s_per_gpu / row.tokens_per_s - 1)
+                    for row in held)
+    assert before[5] > 2 * median
+
+
+def test_every_cluster_and_precision_has_an_efficiency_and_says_whose():
+    for cluster in clusters.CLUSTERS.values():
+        for dtype in ("bf16", "fp8", "mxfp8"):
+            assert 0 < efficiency.of(cluster, dtype).share < 1
+    assert "for want of any of H200" in efficiency.of(clusters.get("h200_8x400g"), "bf16").source
+    assert efficiency.of(clusters.get("gb200_nvl72"), "mxfp8") == efficiency.of(clusters.get("gb200_nvl72"), "fp8")
+
+
+def test_the_nearest_step_is_of_the_same_gpu_then_model():
+    job = Job(models.get("deepseek_v3"), clusters.get("gb200_nvl72"), 256, 64, 4, dtype="mxfp8")
+    assert "deepseek_v3 on 256 GB200, mxfp8, EP 64, PP 4" in training.said_of(job)
+    mixtral = Job(models.get("mixtral_8x7b"), clusters.get("b200_8x400g"), 16, 8)
+    assert training.nearest(mixtral).group[0] == "B200"
