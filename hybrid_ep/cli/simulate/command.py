@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.simulate import advise, job, report, sweep
-from hybrid_ep.cli.simulate.request import ENGINES, Request
+from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models
 from hybrid_ep.perf.implementations import HYBRID_EP
@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message")
     how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
                      "model: the queueing model; auto: events where they take seconds")  # fmt: skip
+    how.add_argument("--kernels", choices=tuple(KERNELS), default="ours", help="published: Hybrid-EP's, as its README "
+                     "measured them, by the model (no permute)")  # fmt: skip
     out = parser.add_argument_group("what comes out")
     outputs.add_json(out)
     out.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")
@@ -69,6 +71,8 @@ def _run(args: argparse.Namespace) -> int:
         return EXIT_OK
     with outputs.for_people(args.json):
         if args.recommend:
+            if args.kernels != "ours":
+                raise UsageError(f"--kernels {args.kernels}: --recommend lays out jobs with this library's own")
             document = advise.run(args, cluster)
         else:
             request = Request.from_flags(args, cluster)

@@ -9,6 +9,7 @@ from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import events, model, trace
 from hybrid_ep.perf.events import Events
+from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.model import Prediction
 
 # The ports of the event engine by the resource whose time they are.
@@ -41,7 +42,7 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
     if trace_path:
         count = trace.write(trace_path, spans, covers)
         print(f"# written: {trace_path}: {count} spans, of {covers}; open it in ui.perfetto.dev")
-    return {"engine": engine, "cluster": request.cluster.name, "shape": vars(request.shape),
+    return {"engine": engine, "kernels": request.kernels.name, "cluster": request.cluster.name, "shape": vars(request.shape),
             "dtype": request.dtype, "routing": request.routing_text, "num_sms": request.num_sms,
             "chunk": request.chunk, "imbalance": request.traffic.imbalance,
             "suggested": {"num_sms": tuned.num_sms, "chunk": tuned.chunk, "pair_us": tuned.exchange_us},
@@ -66,6 +67,8 @@ def numbers(request: Request) -> tuple[dict[str, dict[str, Any]], str, str]:
 def _engine(request: Request) -> tuple[str, str]:
     """(engine, why not the other one)."""
     reason = events.missing()
+    if request.kernels is not HYBRID_EP:
+        reason = "only this library's own kernels run in the event engine"
     if reason is None and request.dtype not in ("bf16", "fp8"):
         reason = f"the event engine moves bf16 or fp8 rows, not {request.dtype}"
     if request.engine == "events" and reason:
@@ -79,7 +82,8 @@ def _engine(request: Request) -> tuple[str, str]:
 
 def _predict(request: Request, op: str) -> Prediction:
     return model.predict(op, request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
-                         dtype=request.dtype if op == "dispatch" else "bf16", traffic=request.traffic)
+                         dtype=request.dtype if op == "dispatch" else "bf16", traffic=request.traffic,
+                         impl=request.kernels)
 
 
 def as_dict(got: Prediction) -> dict[str, Any]:
@@ -119,6 +123,7 @@ def _print_header(request: Request, engine: str, why: str) -> None:
     print(f"# hybrid_ep simulate  {request.cluster.name}: {request.cluster.summary}")
     print(f"# EP {s.ranks} ({s.nodes} x {s.ranks_per_node})  tokens {s.tokens}  hidden {s.hidden}  topk {s.topk}/"
           f"{s.experts}  {request.dtype}  routing {request.routing_text}  SMs {request.num_sms}  chunk {request.chunk}")
+    print(f"# kernels {request.kernels.name}: {request.kernels.summary}")
     print(f"# engine {engine} ({why}); logical bandwidth counts local rows, physical only what crosses; GB = 1e9 B")
     print(f"# a token goes to {t.ranks_per_token:.2f} ranks on {t.nodes_per_token:.2f} nodes; imbalance ratio "
           f"{t.imbalance:.2f}")

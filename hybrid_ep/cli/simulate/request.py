@@ -9,11 +9,13 @@ import numpy as np
 
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import recommend, routing
+from hybrid_ep.perf.implementations import HYBRID_EP, PUBLISHED, Implementation
 from hybrid_ep.perf.recommend import Tuning
 from hybrid_ep.perf.routing import Traffic
 from hybrid_ep.perf.shape import Shape
 
 ENGINES = ("auto", "events", "model")
+KERNELS = {"ours": HYBRID_EP, "published": PUBLISHED}
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Request:
     engine: str
     traffic: Traffic
     choices: np.ndarray | None  # drawn or loaded experts [ranks, tokens, topk]; None for uniform
+    kernels: Implementation = HYBRID_EP
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace, cluster: Cluster) -> Request:
@@ -45,12 +48,14 @@ class Request:
             raise ValueError(f"--ranks-per-node {local}: must be at least 1")
         if local > cluster.ranks_per_node:
             raise ValueError(f"--ranks-per-node {local}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}")
+        if args.kernels != "ours" and args.engine == "events":
+            raise ValueError(f"--kernels {args.kernels}: the event engine runs this library's own; use --engine model")
         shape = Shape(args.nodes * local, local, args.tokens, args.hidden, args.topk, args.experts)
         text = f"file:{args.load}" if args.load else args.routing
         choices = routing.parse(text, shape, args.seed)
         traffic = routing.uniform(shape) if choices is None else routing.count(choices, shape)
         return cls(cluster, shape, args.dtype, text, args.seed, args.num_sms, args.chunk, args.engine, traffic,
-                   choices)
+                   choices, KERNELS[args.kernels])
 
     def tuned(self) -> Tuning:
         """SMs and chunk that the model suggests for this exchange."""

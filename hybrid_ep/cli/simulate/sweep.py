@@ -35,7 +35,8 @@ def _point(request: Request, name: str, value: int, shape: Shape, num_sms: int, 
     if shape != request.shape:
         traffic = routing.traffic_of(request.routing_text, shape, request.seed)
     got = {op: model.predict(op, shape, request.cluster, num_sms=num_sms, chunk=chunk, traffic=traffic,
-                             dtype=request.dtype if op == "dispatch" else "bf16") for op in model.OPS}
+                             dtype=request.dtype if op == "dispatch" else "bf16", impl=request.kernels)
+           for op in model.OPS}
     return {name: value, "dispatch_us": got["dispatch"].api_us, "combine_us": got["combine"].api_us,
             "binds": got["dispatch"].binds}
 

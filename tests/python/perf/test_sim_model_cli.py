@@ -31,6 +31,20 @@ def test_large_worlds_say_which_engine_and_why(capsys):
     assert "engine model (" in text and ("too many rows" in text or "core" in text)
 
 
+def test_kernels_of_the_published_measurements(capsys, tmp_path):
+    times = {}
+    for kernels in ("ours", "published"):
+        assert main([*SMALL, "--engine", "model", "--kernels", kernels, "--json", str(tmp_path / kernels)]) == EXIT_OK
+        document = json.loads((tmp_path / kernels).read_text())
+        assert f"# kernels {document['kernels']}: " in capsys.readouterr().out
+        times[document["kernels"]] = document["operations"]["combine"]["kernel_us"]
+    assert times["published_hybrid_ep"] != times["hybrid_ep"]
+    assert main([*SMALL, "--kernels", "published"]) == EXIT_OK  # auto: no engine runs them
+    assert "engine model (only this library's own kernels" in capsys.readouterr().out
+    assert main([*SMALL, "--engine", "events", "--kernels", "published"]) == EXIT_USAGE
+    assert main(["simulate", "--recommend", "mixtral_8x7b", "--gpus", "64", "--kernels", "published"]) == EXIT_USAGE
+
+
 @pytest.mark.parametrize("engine", ["model", "auto"])
 def test_trace(engine, capsys, tmp_path):
     path = tmp_path / "trace.json"
