@@ -1,10 +1,17 @@
-// What no plan beats, by the size of clones alone; hybrid_ep/balance/bounds.py has the same to read.
+// What no plan beats, by what clones can hold; hybrid_ep/balance/bounds.py has the same to read.
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 #include "balance/microbatch.h"
 
 namespace hep::balance {
+namespace {
+
+constexpr int kMostHot = 8;   // hottest ranks that are priced together
+constexpr int64_t kFull = 8;  // price of a token on the other ranks; on cold ones it is 0, on hot ones 1 to 7
+
+}  // namespace
 
 ClonesFit::ClonesFit(int num_ranks, int spare_slots, const int64_t* load, int num_experts, const int32_t* home)
     : spare_slots_(spare_slots), rank_load_(num_ranks), by_place_(num_experts) {
@@ -21,7 +28,7 @@ ClonesFit::ClonesFit(int num_ranks, int spare_slots, const int64_t* load, int nu
 
 // The k emptiest ranks can only be filled by k * spare slots clones of other ranks' experts, each no more than the
 // expert has and than the emptiest rank has room for; what is left over has the other ranks to go to.
-bool ClonesFit::allows(int64_t limit) {
+bool ClonesFit::slots_hold(int64_t limit) {
   const int R = int(rank_load_.size());
   const int64_t room = limit - rank_load_[0];
   size_t first = 0;  // expert of a rank that is not among the k emptiest
@@ -47,17 +54,85 @@ bool ClonesFit::allows(int64_t limit) {
   return true;
 }
 
-int64_t ClonesFit::least() {
-  const int64_t R = int64_t(rank_load_.size());
-  int64_t low = (sum_ + R - 1) / R, high = rank_load_.back();
+// The most that slots of cold and hot ranks can take off in price: of other ranks' experts a cold slot takes the whole,
+// a hot one what is above the hot price; of hot ranks' experts a cold slot takes the hot price. The larger of the
+// others go to cold ranks, so that only their number is open, and the sum is concave in it.
+int64_t ClonesFit::most_priced(int64_t cold_slots, int64_t hot_slots, int64_t price) const {
+  const auto at = [](const std::vector<int64_t>& sums, int64_t n) {
+    return sums[std::min(n, int64_t(sums.size()) - 1)];
+  };
+  const auto taken = [&](int64_t n) {
+    return price * (at(of_others_, n) + at(of_hot_, cold_slots - n)) + (kFull - price) * at(of_others_, n + hot_slots);
+  };
+  int64_t low = 0, high = cold_slots;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (allows(middle))
-      high = middle;
-    else
+    if (taken(middle + 1) > taken(middle))
       low = middle + 1;
+    else
+      high = middle;
   }
-  return low;
+  return taken(low);
+}
+
+// The largest experts mostly live on the hottest ranks. A rank that gives them away is cold itself, and its slots too
+// must be filled, which counting what the cold ranks can hold does not see. So tokens get a price by rank: no plan pays
+// more than the limit on every rank does, and clones can only take off so much.
+bool ClonesFit::drained_ranks_fill(int64_t limit) {
+  const int R = int(rank_load_.size());
+  pieces_.clear();
+  for (auto [place, tokens] : by_place_) {
+    for (; tokens > limit; tokens -= limit) pieces_.emplace_back(place, limit);
+    pieces_.emplace_back(place, tokens);
+  }
+  std::sort(pieces_.begin(), pieces_.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
+  int64_t cold_load = 0;
+  for (int cold = 1; cold < R && rank_load_[cold - 1] < limit; ++cold) {
+    cold_load += rank_load_[cold - 1];
+    const size_t cold_slots = size_t(cold) * spare_slots_;
+    int64_t hot_load = 0, whole = 0;  // whole: what cold slots hold at least, whosever the experts are
+    size_t taken = 0;
+    for (size_t i = 0; i < pieces_.size() && taken < cold_slots; ++i)
+      if (pieces_[i].first >= cold) whole += pieces_[i].second, ++taken;
+    for (int hot = 1; hot <= std::min(kMostHot, R - cold) && rank_load_[R - hot] > limit; ++hot) {
+      hot_load += rank_load_[R - hot];
+      const int64_t above = hot_load - hot * limit, others = sum_ - cold_load - hot_load - (R - cold - hot) * limit;
+      // Linear in the price: the lowest and the highest one decide for all that cold slots hold enough.
+      if (above - whole + others * kFull <= 0 && (above - whole) * (kFull - 1) + others * kFull <= 0) continue;
+      const size_t slots = cold_slots + size_t(hot) * spare_slots_;
+      of_hot_.assign(1, 0), of_others_.assign(1, 0);
+      for (const auto& [place, tokens] : pieces_) {
+        auto& sums = place < R - hot ? of_others_ : of_hot_;
+        if (place >= cold && sums.size() <= slots) sums.push_back(sums.back() + tokens);
+        if (of_others_.size() > slots && of_hot_.size() > cold_slots) break;
+      }
+      for (int64_t price = 1; price < kFull; ++price)
+        if (price * above + kFull * others > most_priced(int64_t(cold_slots), int64_t(slots - cold_slots), price))
+          return false;
+    }
+  }
+  return true;
+}
+
+bool ClonesFit::allows(int64_t limit) {
+  return slots_hold(limit) && drained_ranks_fill(limit);
+}
+
+// The counting of slots first, which costs less; mostly the other adds nothing to its limit.
+int64_t ClonesFit::least() {
+  const int64_t R = int64_t(rank_load_.size()), high = rank_load_.back();
+  const auto bisect = [&](int64_t low, bool (ClonesFit::*holds)(int64_t)) {
+    for (int64_t above = high; low < above;) {
+      const int64_t middle = low + (above - low) / 2;
+      if ((this->*holds)(middle))
+        above = middle;
+      else
+        low = middle + 1;
+    }
+    return low;
+  };
+  const int64_t low = bisect((sum_ + R - 1) / R, &ClonesFit::slots_hold);
+  return low == high || drained_ranks_fill(low) ? low : bisect(low + 1, &ClonesFit::drained_ranks_fill);
 }
 
 }  // namespace hep::balance

@@ -11,11 +11,11 @@
 namespace hep::balance {
 namespace {
 
-constexpr int64_t kSteps = 1'000'000;  // moves weighed, some milliseconds in all
+constexpr int64_t kSteps = 3'000'000;  // moves weighed, some ten milliseconds in all
 constexpr size_t kFullest = 4;         // ranks that give first
 constexpr int64_t kPolishSteps = 300'000;
 constexpr int64_t kPolish[] = {10, 50, 400};  // limits: a 10th, a 50th and a 400th above what no placement beats
-constexpr int64_t kNearFreshPpm = 10'000;
+constexpr int64_t kMillion = 1'000'000, kNearFreshPpm = 10'000;
 
 }  // namespace
 
@@ -87,15 +87,40 @@ bool Placer::may_host(int slot, int expert) const {
   return !shape_.num_groups || where_[expert].front() / ranks_per_node == rank / ranks_per_node;
 }
 
-int64_t Placer::gain_of_replica(int slot, int expert) const {
-  const int rank = rank_of(slot), old = slots_[slot];
+// What one more replica of `expert` takes off above the limit on the ranks that hold it.
+int64_t Placer::relief(int expert) const {
+  const int64_t fall = share(expert) - share_of(expert, count_[expert] + 1);
+  int64_t gain = 0;
+  for (int r : where_[expert]) gain += excess(load_[r]) - excess(load_[r] - fall);
+  return gain;
+}
+
+// What one replica less of `expert` adds above the limit on the ranks that hold it, but for one of them.
+int64_t Placer::burden(int expert, int but) const {
+  const int64_t rise = share_of(expert, count_[expert] - 1) - share(expert);
+  int64_t loss = 0;
+  for (int r : where_[expert])
+    if (r != but) loss += excess(load_[r] + rise) - excess(load_[r]);
+  return loss;
+}
+
+// On the slot's own rank.
+int64_t Placer::gain_on_rank(int slot, int expert) const {
+  const int64_t load = load_[rank_of(slot)];
+  return excess(load) - excess(load - share(slots_[slot]) + share_of(expert, count_[expert] + 1));
+}
+
+// relief: of `expert`. Ranks with other replicas of what the slot holds get more of it.
+int64_t Placer::gain_of_replica(int slot, int expert, int64_t relief) const {
+  const int old = slots_[slot];
   const int64_t rise = share_of(old, count_[old] - 1) - share(old);
   const int64_t fall = share(expert) - share_of(expert, count_[expert] + 1);
-  int64_t gain = excess(load_[rank]) - excess(load_[rank] - share(old) + share(expert) - fall);
-  for (int r : where_[old])
-    if (r != rank) gain += excess(load_[r]) - excess(load_[r] + rise - (holds(r, expert) ? fall : 0));
-  for (int r : where_[expert])
-    if (!holds(r, old)) gain += excess(load_[r]) - excess(load_[r] - fall);
+  int64_t gain = gain_on_rank(slot, expert) + relief;
+  for (int r : where_[old]) {
+    if (r == rank_of(slot)) continue;
+    const int64_t load = holds(r, expert) ? load_[r] - fall : load_[r];
+    gain += excess(load) - excess(load + rise);
+  }
   return gain;
 }
 
@@ -117,32 +142,53 @@ Placer::Move Placer::best_move(int64_t below) {
 }
 
 // below: only moves that fetch less than this. Per expert fetched the most gain; more than none for none beats all.
+// Most moves are turned down by what they gain at most, which takes no loop over replicas: as if no rank had replicas
+// of both experts, plus what such ranks can make of it.
 Placer::Move Placer::best_move_from(const std::vector<int>& givers, int64_t below) {
   Move best;
   best.fetched = 1;
-  const auto offer = [&](int64_t gain, int fetched, int slot, int other, int expert) {
-    ++steps_;
-    if (gain <= 0 || fetched >= below) return;
+  const auto beats = [&](int64_t gain, int fetched) {
+    if (gain <= 0 || fetched >= below) return false;
     const bool free = fetched <= 0, was_free = best.fetched <= 0;
-    const bool better = free != was_free ? free : free ? gain > best.gain : gain * best.fetched > best.gain * fetched;
-    if (better) best = {gain, fetched, slot, other, expert};
+    return free != was_free ? free : free ? gain > best.gain : gain * best.fetched > best.gain * fetched;
   };
   std::vector<unsigned char> gives(shape_.num_ranks);
   for (int r : givers) gives[r] = 1;
-  std::vector<int> hot;  // experts of the givers: only their replicas help
+  std::vector<std::pair<int, int64_t>> hot;  // experts of the givers, whose replicas alone help, and their relief
   for (int e = 0; e < shape_.num_experts; ++e)
-    if (std::any_of(where_[e].begin(), where_[e].end(), [&](int r) { return gives[r]; })) hot.push_back(e);
-  for (int i = 0; i < shape_.num_slots; ++i)
-    if (count_[slots_[i]] > 1)
-      for (int e : hot)
-        if (may_host(i, e)) offer(gain_of_replica(i, e), fetched(rank_of(i), slots_[i], e), i, -1, e);
+    if (std::any_of(where_[e].begin(), where_[e].end(), [&](int r) { return gives[r]; }))
+      hot.emplace_back(e, relief(e));
   for (int i = 0; i < shape_.num_slots; ++i) {
-    const int a = rank_of(i);
+    const int old = slots_[i];
+    if (count_[old] < 2) continue;
+    const int64_t on = burden(old, rank_of(i)), rise = share_of(old, count_[old] - 1) - share(old);
+    for (const auto& [e, off] : hot) {
+      if (!may_host(i, e)) continue;
+      ++steps_;
+      const int fetches = fetched(rank_of(i), old, e), both = std::min(count_[old] - 1, count_[e]);
+      const int64_t fall = share(e) - share_of(e, count_[e] + 1);
+      if (!beats(gain_on_rank(i, e) + off - on + both * std::min(rise, fall), fetches)) continue;
+      const int64_t gain = gain_of_replica(i, e, off);
+      if (beats(gain, fetches)) best = {gain, fetches, i, -1, e};
+    }
+  }
+  const int node = shape_.num_groups ? shape_.num_ranks / shape_.num_nodes : shape_.num_ranks;
+  for (int i = 0; i < shape_.num_slots; ++i) size_[i] = share(slots_[i]);
+  for (int i = 0; i < shape_.num_slots; ++i) {
+    const int a = rank_of(i), x = slots_[i], first = a / node * node;
     if (!gives[a]) continue;
-    for (int j = 0; j < shape_.num_slots; ++j) {
-      const int b = rank_of(j), x = slots_[i], y = slots_[j];
-      if (a != b && may_host(i, y) && may_host(j, x))
-        offer(gain_of_swap(i, j), fetched(a, x, y) + fetched(b, y, x), i, j, -1);
+    const int64_t over = excess(load_[a]);
+    for (int b = first; b < first + node; ++b) {
+      if (holds(b, x)) continue;  // as the giver does
+      for (int j = b * per_rank_; j < (b + 1) * per_rank_; ++j) {
+        const int64_t d = size_[i] - size_[j];
+        if (d <= 0 || holds(a, slots_[j])) continue;  // nothing is gained, or there already
+        ++steps_;
+        const int fetches = fetched(a, x, slots_[j]) + fetched(b, slots_[j], x);
+        if (!beats(std::min(d, over), fetches)) continue;
+        const int64_t gain = gain_of_swap(i, j);
+        if (beats(gain, fetches)) best = {gain, fetches, i, j, -1};
+      }
     }
   }
   return best;
@@ -160,7 +206,7 @@ Placer::Move Placer::way_back(int slot) {
   for (int k = a * per_rank_; k < (a + 1) * per_rank_; ++k) {
     const int y = first_slots_[k];
     if (!may_host(slot, y)) continue;
-    if (count_[x] > 1) offer(gain_of_replica(slot, y), -1, -1, y);
+    if (count_[x] > 1) offer(gain_of_replica(slot, y, relief(y)), -1, -1, y);
     for (int b : where_[y]) {
       const int j = int(std::find(&slots_[b * per_rank_], &slots_[b * per_rank_] + per_rank_, y) - slots_.data());
       if (may_host(j, x)) offer(gain_of_swap(slot, j), fetched(a, x, y) + fetched(b, y, x), j, -1);
@@ -252,8 +298,7 @@ void Placer::improve(const int64_t* load, const int32_t* fresh, int64_t target_p
   adopt(phy2log);
   had_ = has_, first_slots_ = slots_;
   const int64_t mean = std::accumulate(weight_.begin(), weight_.end(), int64_t(0)) / shape_.num_ranks, before = top();
-  // Two factors, so that a load of 2^56 times a million does not overflow.
-  limit_ = std::max(mean + mean / 1'000'000 * target_ppm, reachable + mean / 1'000'000 * kNearFreshPpm);
+  limit_ = std::max(mean + mean * target_ppm / kMillion, reachable + mean * kNearFreshPpm / kMillion);
   if (before <= limit_) return;
   const auto take_back = [&](int64_t spent) {
     for (int64_t last = spent + 1; spent < last;) last = spent, spent = reconsider(spent);

@@ -34,7 +34,7 @@ struct MicrobatchResult {
   int64_t max_cost_before = 0, max_cost = 0, target = 0;
 };
 
-// What no plan of one micro-batch beats, by the size of clones alone.
+// What no plan of one micro-batch beats, by what clones can hold.
 class ClonesFit {
  public:
   // load[E]: tokens of each expert, home[E]: its rank.
@@ -44,10 +44,15 @@ class ClonesFit {
   int64_t least();             // the least limit that it allows
 
  private:
+  bool slots_hold(int64_t limit);
+  bool drained_ranks_fill(int64_t limit);
+  int64_t most_priced(int64_t cold_slots, int64_t hot_slots, int64_t price) const;
+
   int spare_slots_;
   int64_t sum_ = 0;
-  std::vector<int64_t> rank_load_, rest_;          // ascending; scratch
-  std::vector<std::pair<int, int64_t>> by_place_;  // experts: place of the home in that order, tokens
+  std::vector<int64_t> rank_load_, rest_;                   // ascending; scratch
+  std::vector<std::pair<int, int64_t>> by_place_, pieces_;  // experts, or parts of them: place of the home, tokens
+  std::vector<int64_t> of_hot_, of_others_;                 // tokens of the n largest pieces, from n = 0
 };
 
 // Scratch is kept between calls; one planner a thread.

@@ -188,17 +188,26 @@ int64_t Placer::fullest_with(int slot, int expert) const {
   return most;
 }
 
-// One more replica of an expert of the fullest rank, at the expense of an expert that keeps another.
+// One more replica of an expert of the fullest rank, at the expense of an expert that keeps another. Most are turned
+// down by the slot's own rank or by the fullest of the others that lose the replica.
 bool Placer::replica_down(int hot, int first_rank, int num_ranks) {
   index_ranks();
   Move best;
   int64_t lowest = load_[hot];
   for (int i = first_rank * per_rank_; i < (first_rank + num_ranks) * per_rank_; ++i) {
-    if (count_[slots_[i]] < 2) continue;
+    const int old = slots_[i], rank = rank_of(i);
+    if (count_[old] < 2) continue;
+    int64_t others = 0;
+    for (int r : where_[old])
+      if (r != rank) others = std::max(others, load_[r]);
+    others += share_of(old, count_[old] - 1) - share(old);
     for (int k = hot * per_rank_; k < (hot + 1) * per_rank_; ++k) {
-      if (holds(rank_of(i), slots_[k])) continue;
-      const int64_t most = fullest_with(i, slots_[k]);
-      if (most < lowest) lowest = most, best.slot = i, best.expert = slots_[k];
+      const int e = slots_[k];
+      if (holds(rank, e)) continue;
+      const int64_t next = share_of(e, count_[e] + 1);
+      if (load_[rank] - share(old) + next >= lowest || others - (share(e) - next) >= lowest) continue;
+      const int64_t most = fullest_with(i, e);
+      if (most < lowest) lowest = most, best.slot = i, best.expert = e;
     }
   }
   if (best.slot < 0) return false;

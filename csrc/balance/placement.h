@@ -24,7 +24,7 @@ class Placer {
  public:
   explicit Placer(const PlacementShape& shape);
 
-  // load[E] >= 0 with a sum of at most 2^56, fixed point as the caller scales it.
+  // load[E] >= 0 with a sum of at most 2^40, fixed point as the caller scales it.
   // phy2log[slots]: expert of each slot, slots / ranks consecutive ones a rank.
   void fresh(const int64_t* load, int32_t* phy2log);
 
@@ -79,7 +79,10 @@ class Placer {
   int64_t share_of(int expert, int count) const { return weight_[expert] / count; }
   int64_t excess(int64_t load) const { return load > limit_ ? load - limit_ : 0; }
   int rank_of(int slot) const { return slot / per_rank_; }
-  int64_t gain_of_replica(int slot, int expert) const;
+  int64_t relief(int expert) const;
+  int64_t burden(int expert, int but) const;
+  int64_t gain_on_rank(int slot, int expert) const;
+  int64_t gain_of_replica(int slot, int expert, int64_t relief) const;
   int64_t gain_of_swap(int slot, int other) const;
   Move best_move(int64_t below);
   Move best_move_from(const std::vector<int>& givers, int64_t below);

@@ -94,7 +94,7 @@ void MicrobatchPlanner::search(Draft& d, const int32_t* home) {
   for (int r = 0; r < R; ++r) s.deficit[r] = target_ - load_[r], s.slack -= load_[r];
   d.clones.clear();
   d.max_cost = *std::max_element(load_.begin(), load_.end());
-  // Nothing to look for where the size of clones alone forbids it.
+  // Nothing to look for where the bound forbids it.
   if (!ClonesFit(R, shape_.spare_slots, total_.data(), shape_.num_experts, home).allows(target_)) return;
   if (!descend(s, home)) return;
   for (int r = 0; r < R; ++r)

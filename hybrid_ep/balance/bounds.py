@@ -5,9 +5,12 @@ All are in the unit of the loads given (tokens), for the load of the fullest of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+
+_MOST_HOT = 8  # hottest ranks that are priced together
+_FULL = 8  # price of a token on the other ranks
 
 
 def mean(load: Sequence[int] | np.ndarray, num_ranks: int) -> int:
@@ -24,37 +27,96 @@ def confined(rank_load: Sequence[int], num_nodes: int = 1) -> int:
 def clones_fit(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_slots: int) -> int:
     """No exact plan with this many spare slots a rank beats it, wherever clones go.
 
-    load, home: tokens and home rank of each expert [E]. The k emptiest ranks can only be filled by k * spare_slots
-    clones of other ranks' experts, each no more than the expert's tokens and no more than the emptiest rank has room
-    for; what is left over has R - k ranks to go to. The least T that allows that for every k.
+    load, home: tokens and home rank of each expert [E]. The least T that `allows` does not rule out, by bisection.
     """
-    rank_load = np.bincount(np.asarray(home), weights=np.asarray(load, np.int64), minlength=num_ranks)
-    low, high = mean(rank_load, num_ranks), int(np.max(rank_load, initial=0))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if allows(load, home, num_ranks, spare_slots, middle) else (middle + 1, high)
-    return low
+    at = _Cut(load, home, num_ranks, spare_slots)
+    high = int(at.rank_load[-1])
+
+    def bisect(low: int, holds: Callable[[int], bool]) -> int:
+        above = high
+        while low < above:
+            middle = (low + above) // 2
+            low, above = (low, middle) if holds(middle) else (middle + 1, above)
+        return low
+
+    low = bisect(mean(at.rank_load, num_ranks), at.slots_hold)
+    return low if low == high or at.drained_ranks_fill(low) else bisect(low + 1, at.drained_ranks_fill)
 
 
 def allows(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_slots: int, limit: int) -> bool:
-    """Whether `clones_fit` allows a plan that leaves every rank at `limit` tokens or below."""
-    w, where = np.asarray(load, dtype=np.int64), np.asarray(home)
-    rank_load = np.bincount(where, weights=w, minlength=num_ranks).astype(np.int64)
-    order = np.argsort(rank_load, kind="stable")
-    below = np.cumsum(rank_load[order])
-    place = np.empty(num_ranks, np.int64)
-    place[order] = np.arange(num_ranks)
-    room = limit - int(rank_load[order[0]])
-    for k in range(1, num_ranks):
-        if rank_load[order[k - 1]] >= limit:
-            break
-        others = w[place[where] >= k]
-        whole, clones = int((others // room).sum()), k * spare_slots
-        rest = np.sort(others % room)[::-1][:max(clones - whole, 0)]
-        filled = min(whole, clones) * room + int(rest.sum())
-        if int(below[-1]) - (num_ranks - k) * limit > int(below[k - 1]) + filled:
-            return False
-    return True
+    """False: no plan leaves every rank at `limit` tokens or below, by one of two countings.
+
+    The k emptiest ranks can only be filled by k * spare_slots clones of other ranks' experts, each no more than the
+    expert's tokens and no more than the emptiest rank has room for; what is left over has R - k ranks to go to.
+
+    The largest experts mostly live on the hottest ranks, which need filling themselves once they have given them away.
+    So tokens get a price: 0 on the k emptiest ranks, p / 8 on the h fullest, 1 on the others. A plan that leaves every
+    rank at the limit pays no more than limit * sum of prices. A clone takes off the difference of the prices of home
+    and slot for each token, no more than the limit of them: a choice of the largest pieces of experts for all slots
+    takes off most.
+    """
+    at = _Cut(load, home, num_ranks, spare_slots)
+    return at.slots_hold(limit) and at.drained_ranks_fill(limit)
+
+
+class _Cut:
+    """The two countings of `allows`. rank_load: ascending; place: of each expert's home in that order."""
+
+    def __init__(self, load: Sequence[int], home: Sequence[int], num_ranks: int, spare_slots: int) -> None:
+        self.load, self.num_ranks, self.spare_slots = np.asarray(load, dtype=np.int64), num_ranks, spare_slots
+        by_rank = np.bincount(np.asarray(home), weights=self.load, minlength=num_ranks).astype(np.int64)
+        order = np.argsort(by_rank, kind="stable")
+        places = np.empty(num_ranks, np.int64)
+        places[order] = np.arange(num_ranks)
+        self.rank_load, self.place = by_rank[order], places[np.asarray(home)]
+        self.below = np.concatenate([[0], np.cumsum(self.rank_load)])  # of the k emptiest ranks, from k = 0
+
+    def slots_hold(self, limit: int) -> bool:
+        room = limit - int(self.rank_load[0])
+        for k in range(1, self.num_ranks):
+            if self.rank_load[k - 1] >= limit:
+                break
+            others = self.load[self.place >= k]
+            whole, clones = int((others // room).sum()), k * self.spare_slots
+            rest = np.sort(others % room)[::-1][:max(clones - whole, 0)]
+            filled = min(whole, clones) * room + int(rest.sum())
+            if int(self.below[-1]) - (self.num_ranks - k) * limit > int(self.below[k]) + filled:
+                return False
+        return True
+
+    def drained_ranks_fill(self, limit: int) -> bool:
+        if not limit:
+            return True
+        whole = np.maximum(-(-self.load // limit) - 1, 0)  # of `limit` tokens each; an expert's last piece is the rest
+        pieces = np.concatenate([np.repeat(limit, int(whole.sum())), self.load - whole * limit])
+        homes = np.concatenate([np.repeat(self.place, whole), self.place])
+        order = np.argsort(-pieces, kind="stable")
+        pieces, homes = pieces[order], homes[order]
+
+        def sums(chosen: np.ndarray, num_slots: int) -> np.ndarray:
+            """Of the n largest of the chosen pieces, n up to num_slots."""
+            largest = pieces[chosen][:num_slots]
+            return np.concatenate([[0], np.cumsum(largest), np.full(num_slots - len(largest), largest.sum())])
+
+        num_ranks, below = self.num_ranks, self.below
+        for cold in range(1, num_ranks):
+            if self.rank_load[cold - 1] >= limit:
+                break
+            for hot in range(1, min(_MOST_HOT, num_ranks - cold) + 1):
+                if self.rank_load[-hot] <= limit:
+                    break
+                cold_slots, hot_slots = cold * self.spare_slots, hot * self.spare_slots
+                hot_above = int(below[-1] - below[-1 - hot]) - hot * limit
+                others_above = int(below[-1 - hot] - below[cold]) - (num_ranks - cold - hot) * limit
+                if hot_above * (_FULL - 1) + others_above * _FULL <= 0:
+                    continue
+                of_hot = sums(homes >= num_ranks - hot, cold_slots)[::-1]
+                of_others = sums((homes >= cold) & (homes < num_ranks - hot), cold_slots + hot_slots)
+                for price in range(1, _FULL):
+                    taken = price * (of_others[:cold_slots + 1] + of_hot) + (_FULL - price) * of_others[hot_slots:]
+                    if price * hot_above + _FULL * others_above > taken.max():
+                        return False
+        return True
 
 
 def slots(load: Sequence[int], num_slots: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hybrid_ep.balance import fixed_point
-from hybrid_ep.balance.placement import PlacementPlan, plan_placement
+from hybrid_ep.balance.placement import PlacementPlan, _planned
 
 TARGETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 MOVES = (4, 8, 16, 32, 64, 128)
@@ -36,7 +36,7 @@ def placement_front(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 
     layers = fixed_point.checked(load)
 
     def plan(**options: Any) -> PlacementPlan:
-        return plan_placement(layers, num_slots, num_ranks, num_nodes, current, num_groups=num_groups, **options)
+        return _planned(layers, num_slots, num_ranks, num_nodes, current, num_groups, **options)
 
     plans = [plan(max_moves=0), *(plan(target=t) for t in TARGETS), *(plan(target=0.0, max_moves=m) for m in MOVES)]
     left = [p.imbalance() for p in plans]

@@ -10,6 +10,7 @@ Loads split evenly over replicas here; exact quotas are the micro-batch planner'
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +24,7 @@ from hybrid_ep.balance import bounds, fixed_point
 from hybrid_ep.balance.microbatch import PPM, imbalance_ratio
 
 NEAR_FRESH = 0.01  # of the mean above a fresh plan: where a placement that keeps what it can may end
-_ROUNDED = 1e-9  # of a mean, what shares in integers round off
 _Sum = Callable[[np.ndarray], np.ndarray]  # float32 [L, groups, experts of each] -> sums over the last axis
-_BOUND_BITS = 40  # of a layer's sum where a flow is searched for by bisection
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,15 @@ class PlacementPlan:
     def stopped(self) -> tuple[str, ...]:
         """Why each layer ended where it did: "target"; "near_fresh", above the target and within 1 % of the mean of
         what a fresh plan leaves; "kept" by hysteresis; "max_moves", where as many slots do not get there."""
-        done = self.imbalance()
-        return tuple("target" if now <= self.target + _ROUNDED else
-                     "near_fresh" if now <= fresh + NEAR_FRESH + _ROUNDED else "kept" if kept else "max_moves"
+        done, (_, num_slots) = self.imbalance(), self.phy2log.shape
+        rounded = 4 * num_slots / fixed_point.largest(self.load.shape[1])  # of a mean, by the core's shares
+        return tuple("target" if now <= self.target + rounded else
+                     "near_fresh" if now <= fresh + NEAR_FRESH + rounded else "kept" if kept else "max_moves"
                      for now, fresh, kept in zip(done, self.fresh, self.kept, strict=True))
 
     def split_bound(self) -> np.ndarray:
         """float64 [L]: imbalance of this placement under the best possible split of every expert."""
-        scaled = fixed_point.integers(self.load, _BOUND_BITS)
+        scaled = fixed_point.integers(self.load)
         best = [bounds.fixed_placement(w, p, self.num_ranks) for w, p in zip(scaled, self.phy2log, strict=True)]
         mean = scaled.sum(axis=1) / self.num_ranks
         return np.divide(best, mean, out=np.ones(len(best)), where=mean > 0) - 1
@@ -168,8 +168,24 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
       horizon 0 switches it off.
 
     No rank ever holds two replicas of an expert. ValueError: shapes that do not divide, more slots than one of
-    each expert a rank, a bad `current`.
+    each expert a rank, a bad `current`. UserWarning: `max_moves` leaves a layer above what a fresh plan would.
     """
+    plan = _planned(load, num_slots, num_ranks, num_nodes, current, num_groups, target, max_moves, move_cost, horizon)
+    if max_moves is None:
+        return plan
+    short = [layer for layer, why in enumerate(plan.stopped) if why == "max_moves"]
+    if short:
+        worst = max(short, key=lambda layer: plan.imbalance()[layer] - plan.fresh[layer])
+        warnings.warn(f"max_moves is {max_moves}: {len(short)} layers stay more than {NEAR_FRESH:.0%} of the mean "
+                      f"above a fresh plan, layer {worst} at {plan.imbalance()[worst]:.3f} where that leaves "
+                      f"{plan.fresh[worst]:.3f}; placement_front lists what more changed slots buy", stacklevel=2)
+    return plan
+
+
+def _planned(load: Any, num_slots: int, num_ranks: int, num_nodes: int, current: Any, num_groups: int = 0,
+             target: float = 0.02, max_moves: int | None = None, move_cost: float = 0.0,
+             horizon: int = 0) -> PlacementPlan:
+    """`plan_placement` without its warning."""
     array = fixed_point.checked(load)
     num_layers, num_experts = array.shape
     shape = dict(num_slots=num_slots, num_groups=num_groups, num_nodes=num_nodes, num_ranks=num_ranks)

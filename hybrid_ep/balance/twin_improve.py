@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 PPM = 1_000_000
 FULLEST = 4  # ranks that give first
-STEPS = 1_000_000  # moves weighed
+STEPS = 3_000_000  # moves weighed
 NEAR_FRESH_PPM = 10_000
 
 
@@ -32,6 +32,10 @@ class Steps:
         """What the rank's experts weigh."""
         raise NotImplementedError
 
+    def share(self, expert: int, count: int | None = None) -> int:
+        """An even share of the expert's load over its replicas (or `count` of them)."""
+        raise NotImplementedError
+
     def _fullest(self, ranks: Iterable[int]) -> int:
         raise NotImplementedError
 
@@ -42,7 +46,7 @@ class Steps:
         reachable = self._fullest(range(self.num_ranks))
         self._adopt(current)
         before, self.first = self._fullest(range(self.num_ranks)), [list(mine) for mine in self.ranks]
-        self.limit = max(mean + mean // PPM * target_ppm, reachable + mean // PPM * NEAR_FRESH_PPM)
+        self.limit = max(mean + mean * target_ppm // PPM, reachable + mean * NEAR_FRESH_PPM // PPM)
         if before <= self.limit:
             return list(current)
         self.steps, self.budget = 0, STEPS
@@ -213,7 +217,8 @@ class Steps:
         for a, i in places:
             for b, j in places:
                 x, y = self.ranks[a][i], self.ranks[b][j]
-                if a in over and a != b and self._may_host(a, y) and self._may_host(b, x):
+                down = self.share(x) > self.share(y)  # else nothing is gained
+                if down and a in over and a != b and self._may_host(a, y) and self._may_host(b, x):
                     self.steps += 1
                     fetched = self._fetched(a, x, y) + self._fetched(b, y, x)
                     if fetched <= left:

@@ -36,7 +36,7 @@ def plan(counts: Sequence[Sequence[int]], home: Sequence[int],
         if o.search_nodes and max(drafts[-1].load) > drafts[-1].target and (
                 o.spare_slots == o.tile == o.min_chunk == 1 and not (o.instance_cost or o.fan_out or o.within_node)):
             drafts.append(_Draft(total, home, num_ranks, options))
-            # Nothing to look for where the size of clones alone forbids it.
+            # Nothing to look for where the bound forbids it.
             if bounds.allows(total, home, num_ranks, 1, drafts[-1].target):
                 drafts[-1].search()
     # Below the target all is equal, and fewer clones are better; min keeps the first of equals.

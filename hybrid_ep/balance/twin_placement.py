@@ -18,8 +18,8 @@ SHAKES, KICKS = 400, 3  # where EPLB's greedy is lower still
 
 
 def fixed_point(load: Sequence[float]) -> list[int]:
-    """Any numbers >= 0 as integers: the largest becomes a multiple of 720720 so large that the sum is at most 2^56."""
-    unit, top = 720_720 << (56 - (720_720 * len(load) - 1).bit_length()), max(load)
+    """Any numbers >= 0 as integers: the largest becomes 720720 * 2^12, or less where the sum would pass 2^40."""
+    unit, top = 720_720 << min(12, 40 - (720_720 * len(load) - 1).bit_length()), max(load)
     return [round(x / top * unit) if top else 0 for x in load]
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
 from hybrid_ep import balance
-from hybrid_ep.balance import loads
+from hybrid_ep.balance import bounds, fixed_point, loads
 from hybrid_ep.balance.placement import NEAR_FRESH
+
+ROUNDED = 1e-6  # of a mean, by shares in integers
 
 # (kind, value, experts, slots, ranks, nodes, groups, drift): None for loads of an unrelated layer
 MOVES = [("zipf", 2.0, 256, 288, 32, 1, 0, 0.5), ("zipf", 1.2, 256, 288, 32, 4, 8, None),
@@ -31,14 +35,29 @@ def test_an_improvement_ends_near_a_fresh_plan(case):
     fresh = balance.plan_placement(load, **shape)
     plan = balance.plan_placement(load, current=current, **shape)
     assert plan.fresh == pytest.approx(fresh.imbalance())
-    assert (plan.imbalance() <= np.maximum(0.02, fresh.imbalance() + NEAR_FRESH) + 1e-9).all()
+    assert (plan.imbalance() <= np.maximum(0.02, fresh.imbalance() + NEAR_FRESH) + ROUNDED).all()
     assert set(plan.stopped) <= {"target", "near_fresh"}
-    few = balance.plan_placement(load, current=current, max_moves=3, **shape)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        few = balance.plan_placement(load, current=current, max_moves=3, **shape)
+    said = [str(w.message) for w in caught]
+    assert bool(said) == ("max_moves" in few.stopped) and all("max_moves is 3" in s for s in said)
     assert (few.moved <= 3).all()
     before = balance.PlacementPlan(current, load, shape["num_ranks"], few.moved, few.kept, few.fresh).imbalance()
     assert (few.imbalance() <= before + 1e-12).all()
     for reason, now, best in zip(few.stopped, few.imbalance(), few.fresh, strict=True):
-        assert (reason == "max_moves") == (now > max(0.02, best + NEAR_FRESH) + 1e-9)
+        assert (reason == "max_moves") == (now > max(0.02, best + NEAR_FRESH) + ROUNDED)
+
+
+# Where single steps stick and the way back from a fresh plan is long: 143, 112 and 180 slots when it was cut short.
+@pytest.mark.parametrize("kind, value, slots, ranks, drift, seed, most", [
+    ("zipf", 1.2, 320, 64, 0.15, 3, 80), ("zipf", 2.0, 272, 16, 0.15, 4, 40), ("lognormal", 2.0, 320, 64, 0.5, 5, 110)])
+def test_few_slots_change_where_steps_stick(kind, value, slots, ranks, drift, seed, most):
+    rng = np.random.default_rng(seed)
+    share = loads.popularity(rng, 4, 256, kind, value)
+    later = loads.drift(rng, share, drift)
+    first = balance.plan_placement(share, slots, ranks)
+    assert balance.plan_placement(later, slots, ranks, current=first.phy2log).moved.max() <= most
 
 
 def test_the_front_trades_slots_for_balance():
@@ -50,12 +69,12 @@ def test_the_front_trades_slots_for_balance():
         for p in points:
             assert (p.phy2log != current[layer]).sum() == p.moved
         fresh = balance.plan_placement(load[layer:layer + 1], **shape).imbalance()[0]
-        assert points[-1].imbalance <= fresh + NEAR_FRESH + 1e-9
+        assert points[-1].imbalance <= fresh + NEAR_FRESH + ROUNDED
     with pytest.raises(ValueError, match="current"):
         balance.placement_front(load, **shape)
 
 
-# What a fresh plan may leave: 1 to 4 % above what no even split beats, where it was 9 to 43 %.
+# What a fresh plan may leave: 1 to 4 %, where it was 9 to 43 %.
 STEEP = [("zipf", 2.0, 256, 288, 32, 0.0083), ("zipf", 2.0, 256, 320, 64, 0.035), ("zipf", 2.5, 256, 272, 16, 0.0001),
          ("zipf", 2.5, 256, 288, 32, 0.039), ("zipf", 3.0, 256, 288, 32, 0.025), ("zipf", 3.0, 32, 40, 8, 0.035),
          ("zipf", 2.5, 32, 40, 8, 0.017)]
@@ -66,5 +85,14 @@ def test_a_fresh_plan_of_steep_loads(kind, value, experts, slots, ranks, most):
     share = loads.popularity(np.random.default_rng(0), 2, experts, kind, value)
     fresh = balance.plan_placement(share, slots, ranks)
     assert fresh.imbalance().max() <= most
-    again = balance.plan_placement(share, slots, ranks, current=fresh.phy2log, target=0.0)
-    assert (again.imbalance() >= fresh.imbalance() - NEAR_FRESH).all()
+
+
+@pytest.mark.parametrize("experts, slots, ranks", [(256, 288, 36), (256, 320, 64), (256, 272, 16), (32, 40, 8)])
+def test_a_fresh_plan_is_near_what_no_even_split_beats(experts, slots, ranks):
+    """So no improvement of another placement finds one that is more than 6 % of the mean lower."""
+    rng = np.random.default_rng(1)
+    for kind, value in [("zipf", 1.2), ("zipf", 2.0), ("zipf", 3.0), ("lognormal", 2.0), ("lognormal", 3.0)]:
+        share = loads.popularity(rng, 3, experts, kind, value)
+        whole = fixed_point.integers(share)
+        floor = [max(1, bounds.slots(w, slots) * ranks / w.sum()) - 1 for w in whole]
+        assert (balance.plan_placement(share, slots, ranks).imbalance() <= np.add(floor, 0.06)).all()
