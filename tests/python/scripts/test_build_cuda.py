@@ -67,6 +67,12 @@ def libraries(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*.so")}
 
 
+def test_objects_alone_are_what_a_later_build_links(machine, tmp_path):
+    assert machine.build("--no-nvshmem", "--compile-only") and not libraries(tmp_path)
+    (linking,) = machine.build("--no-nvshmem")
+    assert "-shared" in linking and libraries(tmp_path) == {"out/libhybrid_ep_cuda.so"}
+
+
 def test_nvshmem_is_built_for_all_gpus_where_its_package_is(machine, tmp_path, capsys):
     assert not over_nvshmem(machine.build())
     assert "no libhybrid_ep_nvshmem.so: this Python has no nvidia-nvshmem-cu13" in capsys.readouterr().out
