@@ -20,7 +20,7 @@ from hybrid_ep.runtime import devices  # noqa: E402  (the checkout first, instal
 from hybrid_ep.runtime.plan import PlanMemory  # noqa: E402
 from hybrid_ep.runtime.tensors import aligned, row_bytes, view  # noqa: E402
 from hybrid_ep.testing import PrivateSegments  # noqa: E402
-from hybrid_ep.traffic import exchange  # noqa: E402
+from hybrid_ep.traffic import exchange, facts_bytes  # noqa: E402
 
 AHEAD = 1 << 62  # of every exchange, operation and chunk
 WORDS = _core.BufferShape.count_words
@@ -61,6 +61,10 @@ class LoneRank:
                      "rail_free_flags"):
             own = name.startswith("rail")  # rings have no entry of this rank's own
             self._region(name).view(torch.int64).view(-1, self.shape.flag_stride // 8)[0 if own else 1:, 0] = AHEAD
+        # Where their rows land: behind as many facts as they might have.
+        landings = self._region("ready_flags").view(torch.int64).view(-1, self.shape.flag_stride // 8)[1:]
+        landings[:, 2] = self.shape.recv_rows * facts_bytes(topk, num_local_ranks)
+        landings[:, 3] = landings[:, 2] + self.shape.recv_rows * self.shape.row_bytes
         self._told = False
 
     def _enter(self) -> None:

@@ -90,12 +90,6 @@ def test_idle_memory_is_bounded_and_can_be_refused():
     assert none.idle_bytes == 0
 
 
-def test_zeros_are_zero_in_used_memory():
-    pool = ResultPool(64 * MIB)
-    pool.empty(4096, 1024).fill_(7)
-    assert not pool.zeros(4096, 1024).any()
-
-
 def test_a_buffer_reuses_only_results_that_were_dropped():
     tokens, hidden, experts = 512, 1024, 4
     buffer = VirtualWorld(1, 1).buffers(hidden, tokens, experts, timeout_s=30)[0]
