@@ -75,7 +75,7 @@ def dispatch(routes: Sequence[torch.Tensor], num_local_ranks: int, token_bytes: 
         here = torch.cat(list(routes))[:, rank * per_rank:(rank + 1) * per_rank]
         copied = 0 if landed else int(here.sum() if permute else here.any(dim=1).sum())
         result.append({
-            **_counters(r["rail"], r["node" + kind], r["self" + kind], row), "rail_bytes": r["rail"] * token_bytes,
+            **_counters(r["rail"], r["node"], r["self"], token_bytes),
             "node_bytes": r["node" + kind] * row + r["node"] * facts,
             "self_bytes": r["self" + kind] * row + r["self"] * facts,
             "copied_rows": copied, "copied_bytes": copied * row})

@@ -14,7 +14,7 @@ struct DispatchS2GRole {
   Net& net;
   const DispatchParams& p;
   StageConsumer<A, TokenHead> from;
-  uint64_t node_rows = 0, self_rows = 0, node_facts = 0, self_facts = 0;
+  uint64_t node_rows = 0, self_rows = 0, node_stores = 0, self_stores = 0;  // tokens handed over; their rows stored
   uint32_t from_slot = 0;  // stages of the chunk in progress that this warp has had
 
   HEP_DEVICE DispatchS2GRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
@@ -74,15 +74,15 @@ struct DispatchS2GRole {
       if (head.tile == 0)
         a.bulk_s2g(recv + uint64_t(dst.row) * p.message.facts_bytes(), stage, p.message.facts_bytes());
       const Landing landing = p.gate.landing(a, dst.local_rank);
-      uint32_t rows = 1;
+      uint32_t stores = 1;
       if (landing.in == LandIn::kReceiveRow)
         store(head, stage, recv, landing, dst.row);
       else
-        rows = store_pairs(head, stage, recv, landing, rec.num_pairs, pair, dst.local_rank);
+        stores = store_pairs(head, stage, recv, landing, rec.num_pairs, pair, dst.local_rank);
       if (head.tile != 0) continue;
       const bool self = dst.local_rank == uint32_t(p.world.local_rank());
-      (self ? self_rows : node_rows) += rows;
-      ++(self ? self_facts : node_facts);
+      ++(self ? self_rows : node_rows);
+      (self ? self_stores : node_stores) += stores;
     }
     a.bulk_commit();
   }
@@ -116,9 +116,9 @@ struct DispatchS2GRole {
   HEP_DEVICE void count_traffic() {
     const uint64_t row = p.message.scale_bytes + p.message.row_bytes, facts = p.message.facts_bytes();
     a.count_rank(&p.traffic->node_rows, node_rows);
-    a.count_rank(&p.traffic->node_bytes, node_rows * row + node_facts * facts);
+    a.count_rank(&p.traffic->node_bytes, node_stores * row + node_rows * facts);
     a.count_rank(&p.traffic->self_rows, self_rows);
-    a.count_rank(&p.traffic->self_bytes, self_rows * row + self_facts * facts);
+    a.count_rank(&p.traffic->self_bytes, self_stores * row + self_rows * facts);
   }
 };
 

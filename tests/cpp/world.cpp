@@ -403,9 +403,9 @@ class RankRun {
     };
     counted("rail", rail, rail * (row + facts), after.rail_rows - before.rail_rows,
             after.rail_bytes - before.rail_bytes);
-    counted("node", node, node * row + node_facts * facts, after.node_rows - before.node_rows,
+    counted("node", node_facts, node * row + node_facts * facts, after.node_rows - before.node_rows,
             after.node_bytes - before.node_bytes);
-    counted("self", self, self * row + self_facts * facts, after.self_rows - before.self_rows,
+    counted("self", self_facts, self * row + self_facts * facts, after.self_rows - before.self_rows,
             after.self_bytes - before.self_bytes);
     counted("copied", copied, copied * row, after.copied_rows - before.copied_rows,
             after.copied_bytes - before.copied_bytes);
