@@ -6,6 +6,10 @@ from typing import Any, ClassVar
 import numpy
 from numpy.typing import NDArray
 
+class ArenaBlock:
+    """Registered memory that is lent to a result."""
+
+
 class BufferShape:
     """What a registered buffer must hold; layout/buffer.h turns it into offsets."""
 
@@ -16,7 +20,11 @@ class BufferShape:
 
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
                  max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
-                 partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int = 16) -> None: ...
+                 partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int = 16,
+                 arena_bytes: int = 0) -> None: ...
+
+    @property
+    def arena_bytes(self) -> int: ...
 
     @property
     def chunk_tokens(self) -> int: ...
@@ -126,6 +134,9 @@ class Engine:
     def __init__(self, rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float,
                  executor: str = 'host', seed: int = 0) -> None: ...
 
+    @property
+    def arena_bytes_lent(self) -> int: ...
+
     def combine(self, plan: Plan, *, x: TensorView, hidden: int, weights: TensorView | None = None,
                 out_x: TensorView, out_weights: TensorView | None = None, permuted: bool, multiply: bool = False,
                 fp32_partials: bool = False, num_blocks: int = 1, unpermute_blocks: int = 0,
@@ -164,6 +175,9 @@ class Engine:
 
     def set_stream(self, stream: int) -> None:
         """CUDA: the stream of the next operations, in order with those before."""
+
+    def take(self, num_bytes: int) -> ArenaBlock | None:
+        """Bytes of the arena, aligned to 128; None: no gap holds so many."""
 
     def traffic(self) -> dict[str, int]: ...
 

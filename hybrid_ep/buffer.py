@@ -62,6 +62,11 @@ class HybridEPBuffer(Named):
     * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
       chunks. ValueError when it has no entry for this device and shape.
 
+    * `arena_mib`: MiB of registered memory for dispatch's rows and scales, into which they are sent where they stay
+      (default HYBRID_EP_ARENA_MIB, else 2.5 results of a balanced call, at most 1 GiB; 0 and on GPUs: none). A result
+      for which it has no room is copied once, which traffic() counts. One that lies there is an ordinary tensor whose
+      storage cannot be resized, and that keeps the registered memory mapped while it lives.
+
     Belongs to the process that made it: a forked child (a data loader's worker) may only drop it. Cannot be copied or
     pickled (TypeError); share it by reference.
 
@@ -76,7 +81,7 @@ class HybridEPBuffer(Named):
                  enable_custom_allgather: bool = False, num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
                  use_mnnvl: bool | None = None, *, capacity_factor: float | None = None, overflow: str = "raise",
                  timeout_s: float | None = None, executor: str | None = None, tuning: str | None = None,
-                 comm_stream: torch.cuda.Stream | str | None = None) -> None:
+                 comm_stream: torch.cuda.Stream | str | None = None, arena_mib: int | None = None) -> None:
         self._session: Session | None = None
         self._own_stream: Any = None
         if use_mnnvl is not None:
@@ -89,7 +94,7 @@ class HybridEPBuffer(Named):
                 num_sms_combine_api=num_sms_combine_api, num_blocks_permute=num_blocks_permute,
                 num_blocks_unpermute=num_blocks_unpermute, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
                 capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor,
-                tuning_file=tuning)
+                tuning_file=tuning, arena_mib=arena_mib)
             if num_sms_preprocessing_api is not None:
                 validation.integer("num_sms_preprocessing_api", num_sms_preprocessing_api, 1)
             self.comm_stream = streams.chosen(comm_stream, o.device)
@@ -364,14 +369,16 @@ class HybridEPBuffer(Named):
         scale_bytes = 0 if scale is None else padded_row_bytes(scale)
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
         rows = plan.num_recv_rows if num_permuted is None else num_permuted
-        make = session.results.zeros if num_permuted is not None and plan.has_holes else session.results.empty
-        out_x = make(rows, row_bytes(x)).view(x.dtype)
-        out_scale = None if scale is None else make(rows, scale_bytes)
-        out_weights = None
+        out_rows, out_scale = session.rows_of_dispatch(rows, row_bytes(x), scale_bytes)
+        out_x, out_weights = out_rows.view(x.dtype), None
         if routed or weights is not None:
             width = plan.num_node_experts if num_permuted is None else 1
-            out_weights = make(rows, 4 * width).view(torch.float32)
+            out_weights = session.results.empty(rows, 4 * width).view(torch.float32)
             out_weights = out_weights if num_permuted is None else out_weights.view(rows)
+        if num_permuted is not None and plan.has_holes:
+            for out in (out_rows, out_scale, out_weights):
+                if out is not None:
+                    out.zero_()
         session.engine.dispatch(
             plan.core, x=view("hidden", x), scale=view("scaling_factor", padded_scale),
             weights=view("weights", weights), routed_weights=routed, out_x=view("out_x", out_x),

@@ -38,7 +38,7 @@ def _seconds(text: str) -> float:
 # of ending in an allocation that fails.
 MOST_BLOCKS = 1024  # of an operation: several times the SMs of any GPU, and what a host still starts at once
 MOST_SECONDS = 1e9  # of a deadline: 30 years, which still fit the nanoseconds that kernels count in
-_MOST_RANKS, _MOST_MIB, _MOST_SEED = 1 << 20, 1 << 24, (1 << 63) - 1
+_MOST_RANKS, MOST_MIB, _MOST_SEED = 1 << 20, 1 << 24, (1 << 63) - 1
 
 
 TABLE = {v.name: v for v in (
@@ -55,8 +55,11 @@ TABLE = {v.name: v for v in (
              "Blocks of an operation where num_sms_* say nothing. Default: from link rates on GPUs (sm_plan), else 1."),
     Variable("HYBRID_EP_TUNING", str, "path of a file", None,
              "File of `hybrid-ep tune`: blocks (where num_sms_* say nothing) and chunks, by device and shape."),
-    Variable("HYBRID_EP_RESULT_CACHE_MIB", _integer(0, _MOST_MIB), f"number of MiB from 0 to {_MOST_MIB}", 512,
+    Variable("HYBRID_EP_RESULT_CACHE_MIB", _integer(0, MOST_MIB), f"number of MiB from 0 to {MOST_MIB}", 512,
              "Idle host memory that a buffer keeps for its next large results; 0: none."),
+    Variable("HYBRID_EP_ARENA_MIB", _integer(0, MOST_MIB), f"number of MiB from 0 to {MOST_MIB}", None,
+             "Registered memory of a buffer for results of dispatch, where rows land without a copy; 0: none. Default: "
+             "two and a half results of a balanced call, at most 1 GiB. On GPUs there is none yet."),
     Variable("EXPERT_STATISTIC_ITER_RANGE", str, "range of iterations, 100-200", None,
              "TensorRT-LLM's name: megatron_patches counts tokens per layer and expert in these iterations, the last "
              "not included. The flags --hybrid-ep-load-stats and --hybrid-ep-load-stats-range win."),

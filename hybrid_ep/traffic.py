@@ -1,8 +1,9 @@
 """The closed form of the byte counters: what HybridEPBuffer.traffic() must say, from routing alone.
 
-Every token crosses the rail once to each other node that needs it and is copied once to each rank that needs
-it, by the rank of its rail on that node; combine is the same backwards. Nothing here looks at how the bytes
-really move."""
+Every token crosses the rail once to each other node that needs it. There the rank of its rail hands the facts of its
+rows to each rank that needs it, and stores the row as often as that rank wants: where results lie in registered memory
+(landed) once for each chosen expert, else once, and the rank copies it. Combine sums once a rank, backwards. Nothing here
+looks at how the bytes really move."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-COUNTERS = ("rail_rows", "rail_bytes", "node_rows", "node_bytes", "self_rows", "self_bytes", "count_bytes")
+COUNTERS = ("rail_rows", "rail_bytes", "node_rows", "node_bytes", "self_rows", "self_bytes", "copied_rows",
+            "copied_bytes", "count_bytes")
 _HEADER_WORDS = 16
 
 
@@ -18,8 +20,12 @@ def message_bytes(topk: int, num_local_ranks: int, row_bytes: int, scale_bytes: 
                   weights: bool = True) -> int:
     """Bytes of one token on a link in dispatch: facts of its rows, weights, scales, payload; each 16-byte
     aligned."""
-    record = _align(16 + 8 * min(topk, num_local_ranks) + 8 * topk, 16)
-    return record + (_align(4 * topk, 16) if weights else 0) + _align(scale_bytes, 16) + row_bytes
+    return facts_bytes(topk, num_local_ranks, weights) + _align(scale_bytes, 16) + row_bytes
+
+
+def facts_bytes(topk: int, num_local_ranks: int, weights: bool = True) -> int:
+    """Of these, what is no row: the facts and the weights."""
+    return _align(16 + 8 * min(topk, num_local_ranks) + 8 * topk, 16) + (_align(4 * topk, 16) if weights else 0)
 
 
 def partial_bytes(topk: int, hidden: int, element_bytes: int, weights: bool = False) -> int:
@@ -31,10 +37,12 @@ def link_rows(routes: Sequence[torch.Tensor], num_local_ranks: int) -> list[dict
     """rail, node and self rows of every rank in one dispatch. routes[r]: bool [T_r, num_experts].
 
     rail: of this rank's own tokens, to other nodes. node, self: copies that this rank makes, for every token
-    of its rail that its node needs, to the other ranks of the node and to itself."""
+    of its rail that its node needs, to the other ranks of the node and to itself; node_pairs, self_pairs: one for each
+    chosen expert there."""
     num_ranks = len(routes)
-    needed = [r.view(r.shape[0], num_ranks, r.shape[1] // num_ranks).any(dim=2)
+    chosen = [r.view(r.shape[0], num_ranks, r.shape[1] // num_ranks).sum(dim=2)
               for r in routes]  # [T_r, num_ranks]
+    needed = [c > 0 for c in chosen]
     rows = []
     for rank in range(num_ranks):
         node, local = divmod(rank, num_local_ranks)
@@ -43,7 +51,11 @@ def link_rows(routes: Sequence[torch.Tensor], num_local_ranks: int) -> list[dict
         mates = torch.cat([needed[r] for r in range(num_ranks) if r % num_local_ranks == local])
         here = mates[:, node * num_local_ranks:(node + 1) * num_local_ranks]
         own = int(here[:, local].sum())
-        rows.append({"rail": rail, "node": int(here.sum()) - own, "self": own})
+        pairs = torch.cat([chosen[r] for r in range(num_ranks) if r % num_local_ranks == local])
+        pairs = pairs[:, node * num_local_ranks:(node + 1) * num_local_ranks]
+        own_pairs = int(pairs[:, local].sum())
+        rows.append({"rail": rail, "node": int(here.sum()) - own, "self": own,
+                     "node_pairs": int(pairs.sum()) - own_pairs, "self_pairs": own_pairs})
     return rows
 
 
@@ -52,11 +64,22 @@ def largest_topk(routes: Sequence[torch.Tensor]) -> int:
     return max(1, *(int(r.sum(dim=1).max()) if r.shape[0] else 0 for r in routes))
 
 
-def dispatch(routes: Sequence[torch.Tensor], num_local_ranks: int, token_bytes: int) -> list[dict[str, int]]:
-    """Counters of every rank for one dispatch of token_bytes (message_bytes) a token, without the counts
-    exchange."""
-    return [_counters(r["rail"], r["node"], r["self"], token_bytes) for r in link_rows(routes,
-                                                                                       num_local_ranks)]
+def dispatch(routes: Sequence[torch.Tensor], num_local_ranks: int, token_bytes: int, facts: int, *, permute: bool = True,
+             landed: bool = True) -> list[dict[str, int]]:
+    """Counters of every rank for one dispatch of token_bytes (message_bytes), among them facts (facts_bytes), a token,
+    without the counts exchange. landed: whether the results of all ranks lie in registered memory."""
+    result, links = [], link_rows(routes, num_local_ranks)
+    row, per_rank = token_bytes - facts, routes[0].shape[1] // len(routes)
+    for rank, r in enumerate(links):
+        kind = "_pairs" if permute and landed else ""
+        here = torch.cat(list(routes))[:, rank * per_rank:(rank + 1) * per_rank]
+        copied = 0 if landed else int(here.sum() if permute else here.any(dim=1).sum())
+        result.append({
+            **_counters(r["rail"], r["node"], r["self"], token_bytes),
+            "node_bytes": r["node" + kind] * row + r["node"] * facts,
+            "self_bytes": r["self" + kind] * row + r["self"] * facts,
+            "copied_rows": copied, "copied_bytes": copied * row})
+    return result
 
 
 def combine(routes: Sequence[torch.Tensor], num_local_ranks: int, row_bytes: int) -> list[dict[str, int]]:
@@ -89,7 +112,7 @@ def add(*counters: dict[str, int]) -> dict[str, int]:
 def _counters(rail: int, node: int, own: int, row_bytes: int) -> dict[str, int]:
     return {"rail_rows": rail, "rail_bytes": rail * row_bytes, "node_rows": node,
             "node_bytes": node * row_bytes,
-            "self_rows": own, "self_bytes": own * row_bytes, "count_bytes": 0}
+            "self_rows": own, "self_bytes": own * row_bytes, "copied_rows": 0, "copied_bytes": 0, "count_bytes": 0}
 
 
 def _align(n: int, to: int) -> int:

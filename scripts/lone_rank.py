@@ -20,7 +20,7 @@ from hybrid_ep.runtime import devices  # noqa: E402  (the checkout first, instal
 from hybrid_ep.runtime.plan import PlanMemory  # noqa: E402
 from hybrid_ep.runtime.tensors import aligned, row_bytes, view  # noqa: E402
 from hybrid_ep.testing import PrivateSegments  # noqa: E402
-from hybrid_ep.traffic import exchange  # noqa: E402
+from hybrid_ep.traffic import exchange, facts_bytes  # noqa: E402
 
 CPU = torch.device("cpu")
 AHEAD = 1 << 62  # of every exchange, operation and chunk
@@ -45,11 +45,15 @@ def region(shape: _core.BufferShape, own: _core.Segment, name: str, device: torc
 
 
 def ahead(shape: _core.BufferShape, own: _core.Segment, device: torch.device = CPU) -> None:
-    """Others' flags in rank 0's segment: nobody is waited for."""
+    """Others' flags in rank 0's segment: nobody is waited for; and where their rows land, behind as many facts as they
+    might have."""
     for name in ("ready_flags", "done_flags", "counts_rail_flags", "counts_node_flags", "rail_full_flags",
                  "rail_free_flags"):
         entries = region(shape, own, name, device).view(torch.int64).view(-1, shape.flag_stride // 8)
         entries[0 if name.startswith("rail") else 1:, 0] = AHEAD  # rings have no entry of this rank's own
+    landings = region(shape, own, "ready_flags", device).view(torch.int64).view(-1, shape.flag_stride // 8)[1:]
+    landings[:, 2] = shape.recv_rows * facts_bytes(shape.max_topk, shape.num_local_ranks)
+    landings[:, 3] = landings[:, 2] + shape.recv_rows * shape.row_bytes
 
 
 def others_count(shape: _core.BufferShape, own: _core.Segment, peers: str = "silent",

@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "arch/host/errors.h"
 #include "bindings/balance.h"
 #include "bindings/convert.h"
@@ -119,11 +121,22 @@ std::unique_ptr<Engine> make_engine(int rank, const BufferShape& shape, std::vec
   return engine;
 }
 
+// Bytes of an engine's arena, which are lent as long as anything refers to this. Python's buffer protocol shows them.
+struct ArenaBlock {
+  std::shared_ptr<unsigned char> data;
+  uint64_t bytes;
+};
+
+std::optional<ArenaBlock> take(const Engine& e, uint64_t bytes) {
+  auto data = e.arena().take(bytes);
+  return data ? std::optional(ArenaBlock{std::move(data), bytes}) : std::nullopt;
+}
+
 std::map<std::string, uint64_t> traffic(const Engine& e) {
   const TrafficCounters t = e.traffic();
-  return {{"rail_rows", t.rail_rows},    {"rail_bytes", t.rail_bytes}, {"node_rows", t.node_rows},
-          {"node_bytes", t.node_bytes},  {"self_rows", t.self_rows},   {"self_bytes", t.self_bytes},
-          {"count_bytes", t.count_bytes}};
+  return {{"rail_rows", t.rail_rows},     {"rail_bytes", t.rail_bytes},     {"node_rows", t.node_rows},
+          {"node_bytes", t.node_bytes},   {"self_rows", t.self_rows},       {"self_bytes", t.self_bytes},
+          {"copied_rows", t.copied_rows}, {"copied_bytes", t.copied_bytes}, {"count_bytes", t.count_bytes}};
 }
 
 void bind_errors() {
@@ -140,9 +153,9 @@ void bind_errors() {
 
 BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t num_experts, uint64_t max_tokens,
                        uint32_t max_topk, uint32_t row_bytes, uint32_t scale_bytes, uint64_t recv_rows,
-                       uint32_t partial_row_bytes, uint32_t chunk_tokens, uint32_t rail_slots) {
-  BufferShape s{num_nodes,   num_local_ranks,   num_experts, max_tokens,   max_topk,  row_bytes,
-                scale_bytes, partial_row_bytes, recv_rows,   chunk_tokens, rail_slots};
+                       uint32_t partial_row_bytes, uint32_t chunk_tokens, uint32_t rail_slots, uint64_t arena_bytes) {
+  BufferShape s{num_nodes,   num_local_ranks,   num_experts, max_tokens,   max_topk,   row_bytes,
+                scale_bytes, partial_row_bytes, recv_rows,   chunk_tokens, rail_slots, arena_bytes};
   s.validate();
   return s;
 }
@@ -153,7 +166,8 @@ void bind_memory(py::module_& m) {
       .def(py::init(&make_shape), py::kw_only(), py::arg("num_nodes"), py::arg("num_local_ranks"),
            py::arg("num_experts"), py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16,
            py::arg("scale_bytes") = 0, py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16,
-           py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = S{}.rail_slots)
+           py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = S{}.rail_slots,
+           py::arg("arena_bytes") = 0)
       .def_readonly("num_nodes", &S::num_nodes)
       .def_readonly("num_local_ranks", &S::num_local_ranks)
       .def_readonly("num_experts", &S::num_experts)
@@ -165,6 +179,7 @@ void bind_memory(py::module_& m) {
       .def_readonly("partial_row_bytes", &S::partial_row_bytes)
       .def_readonly("chunk_tokens", &S::chunk_tokens)
       .def_readonly("rail_slots", &S::rail_slots)
+      .def_readonly("arena_bytes", &S::arena_bytes)
       .def_property_readonly("total_bytes", [](const S& s) { return BufferLayout(s).total; })
       .def(
           "regions",
@@ -195,6 +210,8 @@ void bind_memory(py::module_& m) {
 }
 
 void bind_engine(py::module_& m) {
+  py::class_<ArenaBlock>(m, "ArenaBlock", py::buffer_protocol(), "Registered memory that is lent to a result.")
+      .def_buffer([](ArenaBlock& b) { return py::buffer_info(b.data.get(), py::ssize_t(b.bytes), false); });
   py::class_<Engine>(m, "Engine", "One rank's registered buffer and the operations on it; see runtime/engine.h.")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
            py::arg("executor") = "host", py::arg("seed") = 0)
@@ -219,6 +236,8 @@ void bind_engine(py::module_& m) {
            py::arg("weights") = py::none(), py::arg("out_x"), py::arg("out_weights") = py::none(), py::arg("permuted"),
            py::arg("multiply") = false, py::arg("fp32_partials") = false, py::arg("num_blocks") = 1,
            py::arg("unpermute_blocks") = 0, py::arg("chunk_tokens") = 0)
+      .def("take", &take, py::arg("num_bytes"), "Bytes of the arena, aligned to 128; None: no gap holds so many.")
+      .def_property_readonly("arena_bytes_lent", [](const Engine& e) { return e.arena().bytes_lent(); })
       .def("poison", &Engine::poison, "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)
       .def("reset_traffic", &Engine::reset_traffic)

@@ -63,7 +63,10 @@
   BUG(kCountedNeverCredited, "rail rows of a sum that were counted are never credited") \
   BUG(kOneSlotNotAtOnce, "with a ring of one slot, rail rows of a sum are not credited at once") \
   BUG(kSumFromPositiveZero, "a sum of negative zeros begins with a positive one") \
-  BUG(kSumPutBeforeAllWarps, "a node sum is put on the rail before all warps' stores are complete")
+  BUG(kSumPutBeforeAllWarps, "a node sum is put on the rail before all warps' stores are complete") \
+  BUG(kLandingAfterReady, "where rows are to land is said after ready") \
+  BUG(kLandsOneRowOff, "payload lands one row off") \
+  BUG(kDuplicateForgotten, "the last of a token's duplicates is not copied")
 // clang-format on
 
 namespace hep {

@@ -1,4 +1,4 @@
-// Kernel: deliver. The roles that take a dispatch's receive rows to the caller's tensors, launched behind a dispatch
+// Kernel: deliver. The roles that take what arrived to the caller's tensors, launched behind a dispatch
 // kernel that leaves them out: that one feeds the links with few SMs, this one moves local memory with as many as it is
 // given. Warps: deliver G2S | deliver S2G | zero rows.
 #pragma once
@@ -22,7 +22,7 @@ HEP_DEVICE void deliver_kernel(A& a, const DispatchParams& p, std::byte* smem) {
   // Nothing is waited for, the dispatch kernel did that with fewer SMs; but whoever loads rows acquires them himself.
   a.set_role("deliver_g2s");
   p.gate.wait_all_done(a, p.gate.last_epoch());
-  DeliverG2SRole<A>::run(a, p, fifo);
+  DeliverG2SRole<A>(a, p, fifo).run();
 }
 
 // As plan_dispatch_smem: here a block's shared memory is the deliver FIFO's alone.

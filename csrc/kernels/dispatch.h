@@ -25,7 +25,7 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
     deliver.init(a, 1);
   }
   if (!enter_kernel(a)) return;
-  if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a);
+  if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
   if (p.deliver_apart && warp >= 5) return;
   if (warp == 6) return ZeroRowsRole<A>::run(a, p);
   if (!elected) return;  // the copy roles are one lane each: bulk copies need no more
@@ -39,7 +39,7 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
     case 4:
       a.set_role("deliver_g2s");
       p.gate.wait_all_done(a, p.gate.epoch());
-      if (!p.deliver_apart) DeliverG2SRole<A>::run(a, p, deliver);
+      if (!p.deliver_apart) DeliverG2SRole<A>(a, p, deliver).run();
       break;
     case 5: return DeliverS2GRole<A>(a, p, deliver).run();
   }

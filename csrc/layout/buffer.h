@@ -21,6 +21,7 @@ struct BufferShape {
   uint64_t recv_rows = 1;           // rows of the receive region
   uint32_t chunk_tokens = 16;       // tokens moved per rail flow-control step
   uint32_t rail_slots = 16;         // chunks in flight per rail peer and direction
+  uint64_t arena_bytes = 0;         // for results, where rows land without a copy; 0 = none
 
   void validate() const {
     auto need = [](bool ok, const char* what) {
@@ -51,8 +52,8 @@ struct BufferLayout {
   uint64_t token_stride;  // largest message or partial row that this shape admits
   uint64_t slot_bytes;    // one ring slot: a chunk of those
   uint64_t ready, done, counts_rail, counts_node, rail_full, rail_free;  // flag arrays
-  uint64_t counts_at, rail_send, rail_recv, recv;                        // data regions
-  uint64_t recv_bytes, total;
+  uint64_t counts_at, rail_send, rail_recv, recv, arena;                 // data regions
+  uint64_t recv_bytes, arena_bytes, total;
   std::vector<Region> regions;
 
   explicit BufferLayout(const BufferShape& s) {
@@ -78,6 +79,8 @@ struct BufferLayout {
     rail_send = add("rail_send_ring", ring * slot_bytes);
     rail_recv = add("rail_receive_ring", ring * slot_bytes);
     recv = add("receive_rows", recv_bytes);
+    arena_bytes = align_up(s.arena_bytes, 4096);
+    arena = add("arena", arena_bytes);
     total = align_up(total, 4096);
   }
 

@@ -1,13 +1,14 @@
-// Entry and exit of an operation inside a node. ready: "my receive rows may be touched in operation e";
-// done: "I have finished with your receive rows in operation e". Both count operations (epochs), so they are
+// Entry and exit of an operation inside a node. ready: "my memory may be touched in operation e", and, in a dispatch,
+// where its rows are to land; done: "I have finished with your memory in operation e". Both count operations (epochs), so they are
 // never reset, and a fast rank can never be mistaken for a slow one.
 #pragma once
+#include <bit>
 #include <cstdint>
 
 #include "arch/concept.h"
 #include "common/bugs.h"
 #include "common/world.h"
-#include "layout/buffer.h"
+#include "layout/landing.h"
 
 namespace hep {
 
@@ -26,6 +27,26 @@ struct NodeGate {
   HEP_DEVICE void announce_ready(A& a) const {
     announce(a, peer_ready);
   }
+  // The same, and where this operation's rows are to land. Nobody reads it any more when it is overwritten: whoever does
+  // has announced that he is done before this rank leaves the operation.
+  template <class A>
+  HEP_DEVICE void announce_ready(A& a, const Landing& landing) const {
+    if (injected(Bug::kLandingAfterReady)) announce(a, peer_ready);
+    const auto words = std::bit_cast<LandingWords>(landing);
+    for (int l = 0; l < world.num_local_ranks; ++l) {
+      auto* to = reinterpret_cast<Vec16*>(reinterpret_cast<unsigned char*>(peer_ready[l]) + Landing::kAt);
+      a.st_global(to, words.v[0]);
+      a.st_global(to + 1, words.v[1]);
+    }
+    if (!injected(Bug::kLandingAfterReady)) announce(a, peer_ready);
+  }
+  // Of local rank l, by a lane for which all are ready.
+  template <class A>
+  HEP_DEVICE Landing landing(A& a, uint32_t l) const {
+    const auto* from =
+        reinterpret_cast<const Vec16*>(reinterpret_cast<const unsigned char*>(ready_in + l * kStride) + Landing::kAt);
+    return std::bit_cast<Landing>(LandingWords{{a.ld_global(from), a.ld_global(from + 1)}});
+  }
   template <class A>
   HEP_DEVICE void wait_all_ready(A& a) const {
     if (injected(Bug::kEnterUnawaited)) return;
@@ -42,6 +63,9 @@ struct NodeGate {
   }
 
  private:
+  struct LandingWords {
+    Vec16 v[2];
+  };
   template <class A>
   HEP_DEVICE void announce(A& a, uint64_t* const* flags) const {
     a.st_release_sys_each(world.num_local_ranks, [=](int l) { return flags[l]; }, epoch());

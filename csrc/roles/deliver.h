@@ -1,6 +1,6 @@
-// Deliver: receive rows to the caller's tensors, either as they are (ascending source rank, token) or permuted
-// expert-major. Runs behind the node's done flags, in the dispatch kernel or in one of its own. On a plan's first
-// dispatch it also keeps each row's record and weights, which the way back needs.
+// Deliver: what arrived, to the caller's tensors. Behind the node's done flags, in the dispatch kernel or in one of its
+// own: weights from the facts, and rows to where they did not land themselves. On a plan's first dispatch it also keeps
+// each row's record and weights, which the way back needs.
 #pragma once
 #include "common/bugs.h"
 #include "roles/token_loader.h"
@@ -9,18 +9,51 @@ namespace hep {
 
 template <Arch A>
 struct DeliverG2SRole {
-  HEP_DEVICE static void run(A& a, const DispatchParams& p, const StageFifo<A, TokenHead>& fifo) {
-    StageProducer<A, TokenHead> to(fifo);
+  A& a;
+  const DispatchParams& p;
+  StageProducer<A, TokenHead> to;
+
+  HEP_DEVICE DeliverG2SRole(A& arch, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo)
+      : a(arch), p(params), to(fifo) {}
+
+  HEP_DEVICE void run() {
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes);
     const unsigned char* recv = p.peers.recv[p.world.local_rank()];
+    const bool reads_facts = p.plan.fresh || p.out_weights;
+    const uint32_t rows = reads_facts || p.copies ? p.plan.numbers->recv_rows : 0;
     TokenHead head{};
-    for (uint32_t i = a.block_idx(); i < p.plan.numbers->recv_rows; i += a.num_blocks()) {
-      head.index = i;
-      const auto src = TokenSource::contiguous(p.message, recv + uint64_t(i) * p.message.token_bytes());
-      for (head.tile = 0; head.tile < tiles; ++head.tile) load_tile(a, to, p.message, p.tile_bytes, src, head);
+    for (uint32_t i = a.block_idx(); i < rows; i += a.num_blocks()) {
+      const unsigned char* facts = recv + uint64_t(i) * p.message.facts_bytes();
+      head.index = i, head.tile = 0;
+      const int64_t landed = p.copies ? row_to_copy(facts, i) : -1;
+      head.bare = landed < 0;
+      if (landed < 0) {
+        if (reads_facts) load_facts(a, to, p.message, facts, head);
+        continue;
+      }
+      const TokenSource src{facts, p.message.weight_bytes ? facts + p.message.weights_at() : nullptr,
+                            p.message.scale_bytes ? recv + p.landing.scales + landed * p.message.scale_bytes : nullptr,
+                            recv + p.landing.x + landed * p.message.row_bytes};
+      for (; head.tile < tiles; ++head.tile) load_tile(a, to, p.message, p.tile_bytes, src, head);
     }
     head.stop = 1;
     to.stop(a, head, 1);
+  }
+
+ private:
+  // Where the token of receive row i landed, if it has to be copied from there; else -1.
+  HEP_DEVICE int64_t row_to_copy(const unsigned char* facts, uint32_t i) {
+    if (p.landing.in == LandIn::kReceiveRow) return i;
+    const auto rec = std::bit_cast<RecordHeader>(a.ld_global(reinterpret_cast<const Vec16*>(facts)));
+    const auto* pairs = reinterpret_cast<const uint64_t*>(facts + p.message.pairs_at());
+    int64_t first = -1;
+    for (uint32_t k = 0; k < rec.num_pairs; ++k) {
+      const PairEntry e = std::bit_cast<PairEntry>(a.ld_global(pairs + k));
+      if (!p.plan.has_row(e)) continue;
+      if (first >= 0) return first;  // there is another
+      first = e.row;
+    }
+    return -1;
   }
 };
 
@@ -29,6 +62,7 @@ struct DeliverS2GRole {
   A& a;
   const DispatchParams& p;
   StageConsumer<A, TokenHead> from;
+  uint64_t copied_rows = 0;
 
   HEP_DEVICE DeliverS2GRole(A& arch, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo)
       : a(arch), p(params), from(fifo, 0, 1) {}
@@ -47,6 +81,9 @@ struct DeliverS2GRole {
     }
     from.release(a);
     a.template bulk_wait<0>();
+    if (!copied_rows) return;
+    a.count_rank(&p.traffic->copied_rows, copied_rows);
+    a.count_rank(&p.traffic->copied_bytes, copied_rows * (p.message.row_bytes + p.message.scale_bytes));
   }
 
  private:
@@ -70,21 +107,27 @@ struct DeliverS2GRole {
   HEP_DEVICE void store(const TokenHead& head, uint64_t row) {
     const TileShape t = tile_shape(p.message, p.tile_bytes, head.tile);
     a.bulk_s2g(p.out_x + row * p.message.row_bytes + t.begin, from.data() + p.message.payload_at(), t.bytes);
-    if (head.tile == 0 && p.message.scale_bytes)
+    if (head.tile != 0) return;
+    ++copied_rows;
+    if (p.message.scale_bytes)
       a.bulk_s2g(p.out_scales + row * p.message.scale_bytes, from.data() + p.message.scales_at(),
                  p.message.scale_bytes);
   }
   HEP_DEVICE void permute(const TokenHead& head) {
     const RecordHeader rec = record();
+    const bool in_first = p.landing.in == LandIn::kFirstPair;
+    bool lies_there = in_first;  // in the next row that is found
     for (uint32_t i = 0; i < rec.num_pairs; ++i) {
       const PairEntry e = pair(i);
-      if (uint32_t(e.expert) - p.plan.first_expert >= p.plan.num_local_experts || e.row < 0) continue;
-      store(head, uint64_t(e.row));
+      if (!p.plan.has_row(e)) continue;
+      const bool forgotten = injected(Bug::kDuplicateForgotten) && in_first && i + 1 == rec.num_pairs;
+      if (!head.bare && !lies_there && !forgotten) store(head, uint64_t(e.row));
+      lies_there = false;
       if (head.tile == 0 && p.out_weights) a.st_global(p.out_weights + e.row, weight(rec, i));
     }
   }
   HEP_DEVICE void copy(const TokenHead& head) {
-    store(head, head.index);
+    if (!head.bare) store(head, head.index);
     if (head.tile != 0 || !p.out_weights) return;
     const RecordHeader rec = record();
     float* row = p.out_weights + uint64_t(head.index) * p.num_node_experts;

@@ -5,12 +5,13 @@
 
 namespace hep {
 
-// Bytes and rows that left a role, per link. Summed over blocks with count_rank.
+// Tokens handed over (rows) and bytes stored for them, per link; a token's row may be stored more than once. Summed over blocks with count_rank.
 struct TrafficCounters {
-  uint64_t rail_rows, rail_bytes;  // puts to rail peers
-  uint64_t node_rows, node_bytes;  // copies to or from other ranks of the node
-  uint64_t self_rows, self_bytes;  // the same within this rank
-  uint64_t count_bytes;            // count vectors sent, rail and node together
+  uint64_t rail_rows, rail_bytes;      // puts to rail peers
+  uint64_t node_rows, node_bytes;      // copies to or from other ranks of the node
+  uint64_t self_rows, self_bytes;      // the same within this rank
+  uint64_t copied_rows, copied_bytes;  // dispatched rows that did not land where the caller reads them, or not all
+  uint64_t count_bytes;                // count vectors sent, rail and node together
 };
 
 // What a rank has finished, in its kernels' memory: kernels read it when they start and the last to leave moves it on,

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/numeric.h"
+#include "layout/landing.h"
 #include "layout/message.h"
 #include "layout/smem.h"
 #include "pipeline/chunk_sweep.h"
@@ -12,7 +13,8 @@
 
 namespace hep {
 
-// Where one rank of this node keeps its receive rows, as mapped here.
+// Where one rank of this node has its receive region, as mapped here. In a dispatch it begins with a facts entry a
+// receive row; where rows land is in the Landing.
 struct NodePeers {
   unsigned char* const* recv;  // [L]
 };
@@ -34,6 +36,10 @@ struct PlanView {
   const uint32_t* zero_ranges;  // [local experts][2] permuted rows of the expert's group without a token
   bool fresh;                   // the first dispatch of this plan: facts are to be written
 
+  // Whether the pair is an expert's of this rank, and has a permuted row.
+  HEP_DEVICE bool has_row(const PairEntry& e) const {
+    return uint32_t(e.expert) - first_expert < num_local_experts && e.row >= 0;
+  }
   HEP_DEVICE unsigned char* rail_record(int node, uint64_t i, uint32_t record_bytes) const {
     return rail_records + uint64_t(node) * rail_record_stride + i * record_bytes;
   }
@@ -59,6 +65,8 @@ struct DispatchParams {
   const unsigned char *x, *scales;  // [T][row_bytes], [T][scale_bytes]
   const float* weights;             // [T][weight_stride] in plan order, null = none
   unsigned char *out_x, *out_scales;
+  Landing landing;     // of the rows for this rank
+  bool copies;         // some of them lie then elsewhere than the caller reads them
   float* out_weights;  // permuted: [out_rows]; else [M][experts of this node]
   uint32_t out_rows;
   bool permute, deliver_apart;  // apart: the deliver roles are the next kernel's

@@ -1,5 +1,6 @@
-// S2G of dispatch: every staged token goes to the receive row of each destination rank of the node. Addresses
-// come from the token's record; there is no table to look up and no scan over ranks.
+// S2G of dispatch: of every staged token, the facts go to the facts entry of its receive row on each destination rank of
+// the node, scales and payload to where that rank wants them (layout/landing.h). Rows come from the token's record;
+// there is no scan over ranks.
 #pragma once
 #include "common/bugs.h"
 #include "roles/token_loader.h"
@@ -13,7 +14,7 @@ struct DispatchS2GRole {
   Net& net;
   const DispatchParams& p;
   StageConsumer<A, TokenHead> from;
-  uint64_t node_rows = 0, self_rows = 0;
+  uint64_t node_rows = 0, self_rows = 0, node_stores = 0, self_stores = 0;  // tokens handed over; their rows stored
   uint32_t from_slot = 0;  // stages of the chunk in progress that this warp has had
 
   HEP_DEVICE DispatchS2GRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
@@ -22,7 +23,7 @@ struct DispatchS2GRole {
 
   HEP_DEVICE void run(int parties) {
     a.set_role("s2g");
-    p.gate.wait_all_ready(a);  // nobody's receive rows are touched before their owner entered the operation
+    p.gate.wait_all_ready(a);  // nobody's memory is touched before their owner entered the operation
     uint32_t held = 0;
     // A held stage must not starve the producer: with few stages per consumer fewer groups stay in flight.
     const uint32_t in_flight = from.fifo.num_stages / from.stride > kInFlight ? kInFlight : 0;
@@ -66,24 +67,58 @@ struct DispatchS2GRole {
     }
     const RecordHeader rec = std::bit_cast<RecordHeader>(a.ld_shared(reinterpret_cast<const Vec16*>(stage)));
     const auto* dsts = reinterpret_cast<const uint64_t*>(stage + MessageLayout::dsts_at());
-    const TileShape t = tile_shape(p.message, p.tile_bytes, head.tile);
-    const uint32_t at = head.tile == 0 ? 0 : p.message.payload_at();
-    const uint32_t bytes = head.tile == 0 ? p.message.payload_at() + t.bytes : t.bytes;
+    uint32_t pair = 0;
     for (uint32_t i = 0; i < rec.num_dsts; ++i) {
       const DstEntry dst = std::bit_cast<DstEntry>(a.ld_shared(dsts + i));
-      a.bulk_s2g(
-          p.peers.recv[dst.local_rank] + uint64_t(dst.row) * p.message.token_bytes() + at + t.begin * (head.tile != 0),
-          stage + at, bytes);
-      if (head.tile == 0) dst.local_rank == uint32_t(p.world.local_rank()) ? ++self_rows : ++node_rows;
+      unsigned char* recv = p.peers.recv[dst.local_rank];
+      if (head.tile == 0)
+        a.bulk_s2g(recv + uint64_t(dst.row) * p.message.facts_bytes(), stage, p.message.facts_bytes());
+      const Landing landing = p.gate.landing(a, dst.local_rank);
+      uint32_t stores = 1;
+      if (landing.in == LandIn::kReceiveRow)
+        store(head, stage, recv, landing, dst.row);
+      else
+        stores = store_pairs(head, stage, recv, landing, rec.num_pairs, pair, dst.local_rank);
+      if (head.tile != 0) continue;
+      const bool self = dst.local_rank == uint32_t(p.world.local_rank());
+      ++(self ? self_rows : node_rows);
+      (self ? self_stores : node_stores) += stores;
     }
     a.bulk_commit();
   }
+  // To the permuted rows of the token's pairs on a rank; how many it has got there. pair: where to look from, for ranks
+  // and pairs ascend.
+  HEP_DEVICE uint32_t store_pairs(const TokenHead& head, const unsigned char* stage, unsigned char* recv,
+                                  const Landing& landing, uint32_t num_pairs, uint32_t& pair, uint32_t local_rank) {
+    const auto* pairs = reinterpret_cast<const uint64_t*>(stage + p.message.pairs_at());
+    const uint32_t first = p.first_node_expert + local_rank * p.plan.num_local_experts;
+    uint32_t stored = 0;
+    for (; pair < num_pairs; ++pair) {
+      const PairEntry e = std::bit_cast<PairEntry>(a.ld_shared(pairs + pair));
+      if (uint32_t(e.expert) < first) continue;  // of a rank that had no receive row for the token, or is dealt with
+      if (uint32_t(e.expert) - first >= p.plan.num_local_experts) break;
+      if (e.row < 0) continue;
+      store(head, stage, recv, landing, uint32_t(e.row));
+      ++stored;
+      if (landing.in == LandIn::kFirstPair) break;
+    }
+    return stored;
+  }
+  HEP_DEVICE void store(const TokenHead& head, const unsigned char* stage, unsigned char* recv, const Landing& landing,
+                        uint32_t row) {
+    const TileShape t = tile_shape(p.message, p.tile_bytes, head.tile);
+    const uint64_t lands = uint64_t(row) + injected(Bug::kLandsOneRowOff);
+    a.bulk_s2g(recv + landing.x + lands * p.message.row_bytes + t.begin, stage + p.message.payload_at(), t.bytes);
+    if (head.tile == 0 && p.message.scale_bytes)
+      a.bulk_s2g(recv + landing.scales + lands * p.message.scale_bytes, stage + p.message.scales_at(),
+                 p.message.scale_bytes);
+  }
   HEP_DEVICE void count_traffic() {
-    const uint64_t bytes = p.message.token_bytes();
+    const uint64_t row = p.message.scale_bytes + p.message.row_bytes, facts = p.message.facts_bytes();
     a.count_rank(&p.traffic->node_rows, node_rows);
-    a.count_rank(&p.traffic->node_bytes, node_rows * bytes);
+    a.count_rank(&p.traffic->node_bytes, node_stores * row + node_rows * facts);
     a.count_rank(&p.traffic->self_rows, self_rows);
-    a.count_rank(&p.traffic->self_bytes, self_rows * bytes);
+    a.count_rank(&p.traffic->self_bytes, self_stores * row + self_rows * facts);
   }
 };
 

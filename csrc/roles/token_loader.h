@@ -14,7 +14,7 @@ struct alignas(16) TokenHead {
   uint32_t index;                // token position in its list, or receive row
   uint32_t chunk;                // of the rail peer, for the credit
   uint32_t chunk_stages, stage;  // of them, from 0
-  uint32_t unused;
+  uint32_t bare;                 // deliver: facts without a row
 };
 
 // Where the sections of one token lie. `weights` and `scales` are null when they do not travel.
@@ -57,6 +57,16 @@ HEP_DEVICE void load_tile(A& a, StageProducer<A, TokenHead>& to, const MessageLa
     if (src.scales) to.load(a, m.scales_at(), src.scales, m.scale_bytes);
   }
   to.load(a, m.payload_at(), src.payload + (injected(Bug::kTilesFromRowStart) ? 0 : t.begin), t.bytes);
+  to.advance();
+}
+
+// A stage with the facts of a token alone.
+template <Arch A>
+HEP_DEVICE void load_facts(A& a, StageProducer<A, TokenHead>& to, const MessageLayout& m, const unsigned char* facts,
+                           const TokenHead& head) {
+  to.acquire(a);
+  to.commit(a, head, m.facts_bytes());
+  to.load(a, 0, facts, m.facts_bytes());
   to.advance();
 }
 

@@ -28,7 +28,7 @@ struct UnpermuteRole {
         const auto* rec = reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(i) * p.record_bytes);
         const PairEntry* pairs = pairs_of(p, rec);
         for (uint32_t k = 0; k < rec->num_pairs; ++k) {
-          if (uint32_t(pairs[k].expert) - p.plan.first_expert >= p.plan.num_local_experts || pairs[k].row < 0) continue;
+          if (!p.plan.has_row(pairs[k])) continue;
           const float w =
               p.multiply ? p.plan.row_weights[uint64_t(i) * p.plan.weight_stride + rec->first_pair + k] : 1.f;
           add(SumRow{p.x + uint64_t(pairs[k].row) * feed.payload_row_bytes(), w});
@@ -58,7 +58,7 @@ struct PackWeightsRole {
         if (!p.permuted) {
           const uint64_t column = uint32_t(pairs[k].expert) - p.first_node_expert;
           a.st_global(slots + rec->first_pair + k, p.x_weights[uint64_t(i) * p.num_node_experts + column]);
-        } else if (uint32_t(pairs[k].expert) - p.plan.first_expert < p.plan.num_local_experts && pairs[k].row >= 0) {
+        } else if (p.plan.has_row(pairs[k])) {
           const uint32_t slot = (injected(Bug::kWeightsInFirstPairs) ? 0 : rec->first_pair) + k;
           a.st_global(slots + slot, p.x_weights[pairs[k].row]);
         }

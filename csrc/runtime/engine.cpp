@@ -30,6 +30,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   for (const auto& s : segments_)
     if (!s || s->bytes() < layout_.total)
       throw std::invalid_argument("segments: one is smaller than the buffer's layout");
+  arena_ = std::make_shared<Arena>(segments_[size_t(rank)], layout_.arena, layout_.arena_bytes);
   if (!(timeout_s > 0)) throw std::invalid_argument("timeout_s: must be positive");
   settings_.world = world_;
   settings_.timeout_s = timeout_s;
@@ -167,6 +168,26 @@ void Engine::require_world(const Plan& plan) const {
     throw std::invalid_argument("handle: was made by another rank or group");
 }
 
+// Rows land in the caller's tensors where peers can reach them, else in the receive region, behind the facts, and deliver
+// copies them. Whether it has to.
+bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const {
+  const uint64_t rows = c.permute ? c.out_rows : plan.num_recv_rows(),
+                 recv = reinterpret_cast<uint64_t>(own()) + layout_.recv;
+  const auto offset = [&](const unsigned char* x) { return reinterpret_cast<uint64_t>(x) - recv; };
+  const auto in_arena = [&](const unsigned char* x, uint64_t bytes) {
+    const uint64_t at = offset(x) + layout_.recv - layout_.arena;  // below the arena: a very large number
+    return at <= layout_.arena_bytes && bytes <= layout_.arena_bytes - at;
+  };
+  if (in_arena(c.out_x, rows * c.row_bytes) && (!c.scale_bytes || in_arena(c.out_scales, rows * c.scale_bytes))) {
+    p.landing.x = offset(c.out_x), p.landing.scales = c.scale_bytes ? offset(c.out_scales) : 0;
+    p.landing.in = c.permute ? c.land_in : LandIn::kReceiveRow;
+    return c.permute && c.land_in != LandIn::kEveryPair;
+  }
+  p.landing.x = uint64_t(plan.num_recv_rows()) * p.message.facts_bytes();
+  p.landing.scales = p.landing.x + uint64_t(plan.num_recv_rows()) * c.row_bytes;
+  return true;
+}
+
 uint32_t Engine::chunk_of(uint32_t asked) const {
   if (asked > shape_.chunk_tokens)
     throw std::invalid_argument("chunk_tokens: is " + std::to_string(asked) + "; a ring slot holds " +
@@ -187,12 +208,15 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_row(p.message.token_bytes(), plan.max_recv_rows(), "dispatch");
   if (c.permute && c.out_rows < plan.num_permuted_rows())
     throw std::logic_error("dispatch: out_rows is smaller than the plan's rows");
+  if (c.permute && c.land_in == LandIn::kReceiveRow)
+    throw std::logic_error("dispatch: permuted rows do not land in receive order");
   Call call(*this);
   bind(p, chunk);
   p.plan = plan.view();
   p.x = c.x, p.scales = c.scale_bytes ? c.scales : nullptr, p.weights = c.weights;
   p.out_x = c.out_x, p.out_scales = c.out_scales, p.out_weights = c.weights ? c.out_weights : nullptr;
   p.out_rows = uint32_t(c.out_rows);
+  p.copies = land(p, c, plan);
   p.permute = c.permute, p.deliver_apart = c.deliver_blocks > 0;
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
   executor_->require_shared_memory(p);

@@ -12,6 +12,7 @@
 #include "layout/buffer.h"
 #include "layout/headers.h"
 #include "layout/plan_memory.h"
+#include "runtime/arena.h"
 #include "runtime/plan.h"
 #include "runtime/segment.h"
 
@@ -48,6 +49,10 @@ struct DispatchCall {
   uint32_t row_bytes = 0, scale_bytes = 0;
   uint64_t out_rows = 0;
   bool permute = false;
+  // With permute, where out_x and out_scales lie in the arena. Chosen by what is scarcer: kEveryPair stores a token's row
+  // for each of its pairs, kFirstPair once a rank, and that rank reads and stores it for the others. On a host, where
+  // another rank's memory is as near as one's own, the first is always less.
+  LandIn land_in = LandIn::kEveryPair;
   int num_blocks = 1;
   int deliver_blocks = 0;     // as in LaunchSettings
   uint32_t chunk_tokens = 0;  // of a rail message, the same on all ranks; 0: what the ring slots hold, the most
@@ -82,6 +87,8 @@ class Engine {
   bool on_host() const { return executor_->shares_memory(); }  // where the caller's tensors must lie
   TrafficCounters traffic() const;
   void reset_traffic();
+  // layout().arena_bytes of registered memory for the caller's tensors. Dispatched rows land in those without a copy.
+  Arena& arena() const { return *arena_; }
   // CUDA: where the next operations are launched.
   void set_stream(void* stream) { executor_->set_stream(stream); }
   // Before the first operation, by every rank: as if `base` exchanges, operations and chunks had gone before. For
@@ -124,6 +131,7 @@ class Engine {
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
   void bind(Params& p, uint32_t chunk) const;
+  bool land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const;
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
   void require_world(const Plan& plan) const;
   static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes);
@@ -133,6 +141,7 @@ class Engine {
   BufferShape shape_;
   BufferLayout layout_;
   std::vector<std::shared_ptr<Segment>> segments_;
+  std::shared_ptr<Arena> arena_;
   LaunchSettings settings_;
   std::vector<unsigned char*> rail_segments_;
   RankTables tables_;

@@ -61,7 +61,7 @@ std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) 
         throw OutOfSharedMemory("a registered buffer of " + mib(bytes) + " does not fit into /dev/shm (" +
                                 (known ? mib(uint64_t(fs.f_bavail) * fs.f_frsize) + " free" : "size unknown") +
                                 "): enlarge it (mount -o remount,size=..., docker run --shm-size=...), or lower "
-                                "max_num_of_tokens_per_rank or capacity_factor");
+                                "max_num_of_tokens_per_rank, capacity_factor or HYBRID_EP_ARENA_MIB");
       errno = err;
       fail("cannot reserve", name);
     }

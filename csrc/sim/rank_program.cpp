@@ -202,11 +202,19 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
     for (const Pair& pair : o.pairs[size_t(rank_)][t]) *w++ = pair.weight;
   }
   Buffer out_x(rows * row_bytes_), out_scales(rows * s_.scale_bytes), out_weights(rows * columns * 4);
+  const uint32_t landing = s_.landing == 3 ? uint32_t(mix(salt, uint64_t(rank_)) % 3) : s_.landing;
+  std::shared_ptr<unsigned char> lent_x, lent_scales;
+  if (landing == 2) c.land_in = LandIn::kFirstPair;
   c.x = x.data(), c.scales = scales.data(), c.weights = s_.weights ? weights.floats() : nullptr;
   c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
+  if (landing) {
+    lent_x = engine_.arena().take(rows * row_bytes_), lent_scales = engine_.arena().take(rows * s_.scale_bytes);
+    c.out_x = lent_x.get(), c.out_scales = lent_scales.get();
+    std::memset(c.out_x, 0xff, rows * row_bytes_), std::memset(c.out_scales, 0xff, rows * s_.scale_bytes);
+  }
   executor_.first_row = o.first_row[size_t(rank_)];
   engine_.dispatch(p, c);
-  check_dispatch(o, salt, out_x.data(), out_scales.data(), out_weights.floats(), rows);
+  check_dispatch(o, salt, c.out_x, c.out_scales, c.out_weights, rows);
 }
 
 void RankProgram::check_dispatch(const Oracle& o, uint64_t salt, const unsigned char* x, const unsigned char* scales,

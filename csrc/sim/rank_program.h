@@ -41,6 +41,8 @@ class RankProgram {
               Engine& engine, SimExecutor& executor, int rank, bool timed);
   void run();
 
+  static constexpr uint64_t kArenaSlack = 256;  // bytes that aligning a result may take
+
  private:
   void exchange(uint32_t plan);
   void dispatch(uint32_t plan, uint32_t round);

@@ -21,6 +21,9 @@ BufferShape shape_of(const WorldSpec& s, uint32_t most_tokens, uint64_t recv_row
   shape.scale_bytes = s.scale_bytes;
   shape.partial_row_bytes = s.combine ? s.hidden * (s.fp32_partials ? 4 : elem) : 16;
   shape.recv_rows = std::max<uint64_t>(recv_rows, 1);
+  // A result with all pairs of all receive rows, every expert's padded.
+  const uint64_t rows = shape.recv_rows * shape.max_topk + uint64_t(s.experts_per_rank) * s.pad_multiple;
+  if (s.landing) shape.arena_bytes = rows * (shape.row_bytes + shape.scale_bytes) + RankProgram::kArenaSlack;
   return shape;
 }
 
@@ -82,6 +85,7 @@ void WorldSpec::validate() const {
   need(chunk_tokens >= 1, "chunk_tokens", chunk_tokens, "give at least 1");
   need(rail_slots >= 1, "rail_slots", rail_slots, "give at least 1");
   need(num_blocks >= 1 && num_blocks <= 256, "num_blocks", num_blocks, "give 1 to 256");
+  need(landing <= 3, "landing", landing, "give 0 (aside), 1 (every pair), 2 (first pair) or 3 (ranks differ)");
   need(permute_blocks <= 256, "permute_blocks", permute_blocks, "give 0 (none of their own) to 256");
   need(plans >= 1, "plans", plans, "give at least 1");
   need(rounds >= 1, "rounds", rounds, "give at least 1");
@@ -207,6 +211,7 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.exchange_first = r.one_in(2), s.unlike = r.one_in(2);
   s.counter_base = of({0, 0, 0, 1}) ? (uint64_t(1) << 32) - 1 - r.below(6) : 0;
   s.permute_blocks = uint32_t(std::max(0, int(host::Rng(mix(seed, 100)).below(6)) - 2));  // 1 to 3 in half the worlds
+  s.landing = uint32_t(host::Rng(mix(seed, 101)).below(4));
   s.seed = seed, s.data_seed = seed;
   s.strategy = strategy >= 0 ? uint32_t(strategy) : of({0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7});
   return s;

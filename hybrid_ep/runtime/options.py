@@ -16,6 +16,7 @@ from hybrid_ep.runtime.bootstrap import Rendezvous, agree
 
 OVERFLOW_POLICIES = ("raise", "drop")
 TOPIC = "buffer"  # of the exchange in which ranks compare their options
+_MOST_DEFAULT_ARENA = 1 << 30  # bytes
 _FIRST_TOPK = 8  # room for this many experts a token before the first growth
 _ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it)"
 
@@ -41,6 +42,7 @@ class Options:
     executor: str
     device: torch.device
     tuning: tuning.Table | None
+    arena_mib: int | None = None  # None: by shape
     reach: devices.Reach | None = None  # on GPUs with ranks of their own: found in agree()
     chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("dispatch", "combine"), DEFAULT_CHUNK_TOKENS))
 
@@ -54,7 +56,7 @@ class Options:
                 "num_sms_combine_api": self.num_blocks_combine,
                 "num_blocks_permute": self.num_blocks_permute, "num_blocks_unpermute": self.num_blocks_unpermute,
                 "capacity_factor": self.capacity_factor, "overflow": self.overflow,
-                "executor": self.executor, "tuning": self.tuning and self.tuning.identity},
+                "executor": self.executor, "arena_mib": self.arena_mib, "tuning": self.tuning and self.tuning.identity},
             "host": socket.gethostname(), "world_rank": meet.view.world_rank, "max_tokens": self.max_tokens})
         agree([f["must_agree"] for f in facts], "HybridEPBuffer")
         self.max_tokens = max(f["max_tokens"] for f in facts)
@@ -118,7 +120,16 @@ class Options:
         return {"num_experts": num_experts, "max_tokens": tokens, "max_topk": min(_FIRST_TOPK, num_experts),
                 "row_bytes": row_bytes, "scale_bytes": 0,
                 "recv_rows": recv_capacity(self.capacity_factor, tokens, num_ranks),
-                "partial_row_bytes": row_bytes, "chunk_tokens": max(self.chunks.values())}
+                "partial_row_bytes": row_bytes, "chunk_tokens": max(self.chunks.values()), "arena_bytes": 0}
+
+    def arena_bytes(self, shape: dict[str, int]) -> int:
+        """Registered bytes for results of a buffer of this shape."""
+        if self.device.type != "cpu":
+            return 0
+        if self.arena_mib is not None:
+            return self.arena_mib << 20
+        rows = shape["max_tokens"] * shape["max_topk"]  # of a result, where ranks receive alike
+        return min(5 * rows * (shape["row_bytes"] + shape["scale_bytes"]) // 2, _MOST_DEFAULT_ARENA)
 
 
 def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:
@@ -131,7 +142,7 @@ def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int
 def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts: Any, use_fp8: Any,
           num_sms_dispatch_api: Any, num_sms_combine_api: Any, num_blocks_permute: Any, num_blocks_unpermute: Any,
           ranks_per_node: Any, capacity_factor: Any,
-          overflow: Any, timeout_s: Any, executor: Any, tuning_file: Any = None) -> Options:
+          overflow: Any, timeout_s: Any, executor: Any, tuning_file: Any = None, arena_mib: Any = None) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
     env.check()
     hidden_dim = validation.hidden_dim(hidden_dim)
@@ -152,6 +163,11 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
             raise ValueError(f"executor={executor!r} cannot be used here: {error} {_ASKED}") from error
     if executor not in _core.executors():
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
+    arena_mib = env.get("HYBRID_EP_ARENA_MIB") if arena_mib is None else validation.integer(
+        "arena_mib", arena_mib, 0, most=env.MOST_MIB)
+    if arena_mib and device.type != "cpu":
+        raise ValueError(f"arena_mib={arena_mib} (or HYBRID_EP_ARENA_MIB): executor={executor!r} has no arena yet; "
+                         "give 0 or None")
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
@@ -162,7 +178,7 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         _blocks("num_sms_combine_api", num_sms_combine_api, env.get("HYBRID_EP_NUM_BLOCKS")),
         _blocks("num_blocks_permute", num_blocks_permute), _blocks("num_blocks_unpermute", num_blocks_unpermute),
         ranks_per_node, origin, None if capacity_factor is None else float(capacity_factor), overflow,
-        float(timeout_s), executor, device, table)
+        float(timeout_s), executor, device, table, arena_mib)
 
 
 def _device(executor: Any) -> torch.device:

@@ -1,4 +1,4 @@
-"""Memory of large host results, used again once nothing refers to it.
+"""Memory of large host results, used again once nothing refers to it: of the buffer's arena, else of this process.
 
 PyTorch's CPU allocator is malloc, which takes every large block fresh from the kernel and gives it back: page faults
 and zeroing then cost more than the exchange that fills the block. A GPU's caching allocator needs no such help."""
@@ -6,6 +6,7 @@ and zeroing then cost more than the exchange that fills the block. A GPU's cachi
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -16,6 +17,13 @@ def size_class(num_bytes: int) -> int:
     """num_bytes rounded up by at most an eighth, so that a result whose rows vary meets its old memory."""
     step = max(1 << max(num_bytes.bit_length() - 4, 0), 64)
     return -(-num_bytes // step) * step
+
+
+def lent(engine: Any, rows: int, row_bytes: int) -> torch.Tensor | None:
+    """uint8 [rows, row_bytes], uninitialised, of the engine's arena; None where that has no room. The storage refers to
+    the block, which returns when the storage ends; it cannot be resized."""
+    block = engine.take(rows * row_bytes) if rows * row_bytes else None
+    return None if block is None else torch.frombuffer(block, dtype=torch.uint8).view(rows, row_bytes)
 
 
 class _Block:
@@ -62,10 +70,6 @@ class ResultPool:
             return torch.empty(rows, row_bytes, dtype=torch.uint8, device=self.device)
         block = self._take(size_class(num_bytes))
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(block.storage, 0, (rows, row_bytes), (row_bytes, 1))
-
-    def zeros(self, rows: int, row_bytes: int) -> torch.Tensor:
-        """As empty(), filled with zeros."""
-        return self.empty(rows, row_bytes).zero_()
 
     @property
     def idle_bytes(self) -> int:

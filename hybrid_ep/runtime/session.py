@@ -25,18 +25,17 @@ from hybrid_ep.errors import (
     DeadlineError,
     ReentrantCallError,
 )
-from hybrid_ep.runtime import devices, placing, validation
+from hybrid_ep.runtime import devices, placing, results, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.runtime.engine_clock import EngineClock
 from hybrid_ep.runtime.options import Options, recv_capacity
 from hybrid_ep.runtime.plan import Plan
-from hybrid_ep.runtime.results import ResultPool
 from hybrid_ep.runtime.routing import Routing
 from hybrid_ep.runtime.tensors import dtype_of, element_code, padded_row_bytes, row_bytes
 from hybrid_ep.runtime.topology import Topology
 
 _SHAPE_FIELDS = ("num_experts", "max_tokens", "max_topk", "row_bytes", "scale_bytes", "recv_rows",
-                 "partial_row_bytes", "chunk_tokens")
+                 "partial_row_bytes", "chunk_tokens", "arena_bytes")
 
 
 @dataclass(frozen=True)
@@ -126,13 +125,14 @@ class Session:
         self.runs_beside = devices.is_cuda(options.executor)
         self.map_width = 0  # pairs of a token in the widest routing map so far, of all ranks
         self.capturing = self.captured = False  # a CUDA graph, now or ever
-        self.results = ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
+        self.results = results.ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
         self._clock: EngineClock | None = None
         self._segments, self._executor = self._choose_segments()
         self.shape: Any = None
         self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
-        self._open(options.first_shape(topology.num_ranks))
+        first = options.first_shape(topology.num_ranks)
+        self._open({**first, "arena_bytes": options.arena_bytes(first)})
 
     # ---- life
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ class Session:
         if first := self.why_closed is None:
             self.why_closed = why
         self.engine = None
-        self.results = ResultPool(0)
+        self.results = results.ResultPool(0)
         if first and hasattr(self._segments, "close"):
             self._segments.close(together)
 
@@ -214,6 +214,7 @@ class Session:
         wanted["num_experts"] = needs.get("num_experts", now["num_experts"])
         capacity = recv_capacity(self.options.capacity_factor, wanted["max_tokens"], self.topology.num_ranks)
         wanted["recv_rows"] = max(wanted["recv_rows"], capacity)
+        wanted["arena_bytes"] = max(now["arena_bytes"], self.options.arena_bytes(wanted))
         if wanted == now:
             return
         if self.captured:
@@ -254,6 +255,16 @@ class Session:
             self.engine = self._clock.around(self.engine)
         self.shape = shape
         self._enter_device()
+
+    def rows_of_dispatch(self, rows: int, row_bytes: int, scale_bytes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """uint8 [rows, row_bytes], and of scale_bytes where there are any, uninitialised: the arena's, into which rows
+        are written where they stay. Where it has no room they lie elsewhere, and a copy follows (copied_rows in
+        traffic())."""
+        widths = (row_bytes, scale_bytes) if scale_bytes else (row_bytes,)
+        made = [results.lent(self.engine, rows, width) for width in widths]
+        if not all(x is not None for x in made):
+            made = [self.results.empty(rows, width) for width in widths]
+        return made[0], made[1] if scale_bytes else None
 
     def traffic(self) -> dict[str, int]:
         now = self.engine.traffic()

@@ -59,6 +59,9 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kOneSlotNotAtOnce,
     Bug::kSumFromPositiveZero,
     Bug::kSumPutBeforeAllWarps,
+    Bug::kLandingAfterReady,
+    Bug::kLandsOneRowOff,
+    Bug::kDuplicateForgotten,
 };
 
 // Simulated worlds alone.

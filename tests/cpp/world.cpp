@@ -33,18 +33,28 @@ uint64_t hash(std::initializer_list<uint64_t> words) {
 // Memory that an operation may write, with an edge behind it that nobody may touch. Never null.
 class Output {
  public:
-  explicit Output(size_t bytes) : bytes_(bytes), data_(bytes + kEdge, kUntouched) {}
-  unsigned char* data() { return data_.data(); }
-  float* floats() { return reinterpret_cast<float*>(data_.data()); }
-  bool edge_is_intact() const {
-    return std::all_of(data_.begin() + ptrdiff_t(bytes_), data_.end(), [](unsigned char b) { return b == kUntouched; });
+  explicit Output(size_t bytes, Arena* arena = nullptr) : bytes_(bytes), own_(arena ? 0 : bytes + kEdge) {
+    if (arena) lent_ = arena->take(bytes + kEdge);
+    if (arena && !lent_) throw check::Failure("the arena is full");
+    data_ = arena ? lent_.get() : own_.data();
+    std::fill_n(data_, bytes + kEdge, kUntouched);
   }
+  static size_t size_in_arena(size_t bytes) { return align_up(bytes + kEdge, Arena::kAlignment); }
+  unsigned char* data() { return data_; }
+  float* floats() { return reinterpret_cast<float*>(data_); }
+  bool edge_is_intact() const {
+    return std::all_of(data_ + bytes_, data_ + bytes_ + kEdge, [](unsigned char b) { return b == kUntouched; });
+  }
+  // Keeps the block, and says what is in it.
+  std::pair<std::shared_ptr<unsigned char>, Bytes> keep() const { return {lent_, {data_, data_ + bytes_}}; }
 
  private:
   static constexpr unsigned char kUntouched = 0xab;
   static constexpr size_t kEdge = 64;
   size_t bytes_;
-  Bytes data_;
+  Bytes own_;
+  std::shared_ptr<unsigned char> lent_;
+  unsigned char* data_;
 };
 
 // Memory of a plan: 128-byte aligned, full of ones.
@@ -81,6 +91,8 @@ class RankRun {
       op.combine ? combine(op) : dispatch(op);
       check_traffic(op, before, engine_.traffic());
     }
+    for (const auto& [at, bytes] : kept_)
+      expect(std::equal(bytes.begin(), bytes.end(), at.get()), "a result changed later");
   }
 
  private:
@@ -214,7 +226,9 @@ class RankRun {
     }
     const size_t out_rows = op.permute ? permuted().size() + op.extra_rows : received().size();
     const size_t weight_columns = op.permute ? 1 : experts_per_node();
-    Output out_x(out_rows * op.row_bytes), out_scales(out_rows * op.scale_bytes),
+    const Landed landed = op.landed[size_t(rank_)];
+    Arena* arena = landed == Landed::kAside ? nullptr : &engine_.arena();
+    Output out_x(out_rows * op.row_bytes, arena), out_scales(out_rows * op.scale_bytes, arena),
         out_weights(out_rows * weight_columns * 4);
     DispatchCall c;
     c.x = x.data(), c.scales = op.scale_bytes ? scales.data() : nullptr,
@@ -223,9 +237,11 @@ class RankRun {
     c.row_bytes = op.row_bytes, c.scale_bytes = op.scale_bytes, c.out_rows = out_rows;
     c.permute = op.permute, c.num_blocks = op.num_blocks[size_t(rank_)];
     c.deliver_blocks = op.permute_blocks[size_t(rank_)];
+    c.land_in = landed == Landed::kFirstPair ? LandIn::kFirstPair : LandIn::kEveryPair;
     engine_.dispatch(*plan_, c);
     expect(out_x.edge_is_intact() && out_scales.edge_is_intact() && out_weights.edge_is_intact(),
            "wrote behind an output");
+    if (arena) kept_.push_back(out_x.keep());
     for (size_t row = 0; row < out_rows; ++row) {
       const Slot slot = !op.permute               ? Slot{Slot::kPair, received()[row], -1}
                         : row < permuted().size() ? permuted()[row]
@@ -338,32 +354,61 @@ class RankRun {
   }
 
   // ---------------------------------------------------------------- traffic
-  // Every token crosses a link once per node and once per rank; the counters say so to the byte.
+  // How often the row of a token that came to rank d is stored there by the rank that has it.
+  uint64_t times_stored(const OpCase& op, Token t, int d) const {
+    const Landed landed = op.landed[size_t(d)];
+    if (op.combine || !op.permute || landed == Landed::kAside) return 1;
+    const uint64_t pairs = pairs_with_row(t, d);
+    return landed == Landed::kFirstPair ? std::min<uint64_t>(pairs, 1) : pairs;
+  }
+  uint64_t pairs_with_row(Token t, int d) const {
+    return uint64_t(std::ranges::count_if(ref_->pairs_of(t), [&](const auto& pair) {
+      return ref_->rank_of(pair.first) == d && ref_->computes(t, pair.first);
+    }));
+  }
+  // Every token crosses a link once per node; how often within its last node is up to where it lands. The counters say
+  // so to the byte.
   void check_traffic(const OpCase& op, const TrafficCounters& before, const TrafficCounters& after) const {
-    uint64_t rail = 0, node = 0, self = 0;
+    uint64_t rail = 0, node = 0, self = 0, node_facts = 0, self_facts = 0, copied = 0;
     for (int n = 0; n < shape_.num_nodes; ++n) {
       const int peer = shape_.rail_peer(n);
       for (uint32_t t = 0; t < ref_->pairs[size_t(peer)].size(); ++t) {
         if (n != shape_.node() && op.combine) rail += ref_->needs({peer, t}, shape_.node());
         for (int l = 0; l < shape_.num_local_ranks; ++l) {
           const int d = shape_.rank_of(shape_.node(), l);
-          if (ref_->arrives({peer, t}, d)) ++(d == rank_ ? self : node);
+          if (!ref_->arrives({peer, t}, d)) continue;
+          (d == rank_ ? self : node) += times_stored(op, {peer, t}, d);
+          ++(d == rank_ ? self_facts : node_facts);
         }
       }
       if (n == shape_.node() || op.combine) continue;
       for (uint32_t t = 0; t < num_own_tokens(); ++t) rail += ref_->needs({rank_, t}, n);
     }
-    const uint64_t bytes =
-        op.combine ? op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype) +
-                         (op.weights ? plan_->weight_stride() * 4 : 0)
-                   : MessageLayout::make(shape_, plan_->topk(), op.weights, op.scale_bytes, op.row_bytes).token_bytes();
-    auto counted = [&](const char* link, uint64_t rows, uint64_t row_count, uint64_t byte_count) {
-      expect(row_count == rows && byte_count == rows * bytes, link, " traffic of ", row_count, " rows and ", byte_count,
-             " bytes; expected ", rows, " rows of ", bytes, " bytes");
+    uint64_t row = op.row_bytes + op.scale_bytes, facts = 0;
+    if (op.combine)
+      row = op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype) +
+            (op.weights ? plan_->weight_stride() * 4 : 0);
+    else
+      facts = MessageLayout::make(shape_, plan_->topk(), op.weights, op.scale_bytes, op.row_bytes).facts_bytes();
+    const Landed landed = op.landed[size_t(rank_)];
+    for (const Token t : received()) {
+      if (op.combine) break;
+      const uint64_t rows = op.permute ? pairs_with_row(t, rank_) : 1;
+      if (landed == Landed::kAside) copied += rows;
+      if (landed == Landed::kFirstPair && op.permute && rows) copied += rows - 1;
+    }
+    auto counted = [&](const char* link, uint64_t rows, uint64_t bytes, uint64_t row_count, uint64_t byte_count) {
+      expect(row_count == rows && byte_count == bytes, link, " traffic of ", row_count, " rows and ", byte_count,
+             " bytes; expected ", rows, " rows and ", bytes, " bytes");
     };
-    counted("rail", rail, after.rail_rows - before.rail_rows, after.rail_bytes - before.rail_bytes);
-    counted("node", node, after.node_rows - before.node_rows, after.node_bytes - before.node_bytes);
-    counted("self", self, after.self_rows - before.self_rows, after.self_bytes - before.self_bytes);
+    counted("rail", rail, rail * (row + facts), after.rail_rows - before.rail_rows,
+            after.rail_bytes - before.rail_bytes);
+    counted("node", node_facts, node * row + node_facts * facts, after.node_rows - before.node_rows,
+            after.node_bytes - before.node_bytes);
+    counted("self", self_facts, self * row + self_facts * facts, after.self_rows - before.self_rows,
+            after.self_bytes - before.self_bytes);
+    counted("copied", copied, copied * row, after.copied_rows - before.copied_rows,
+            after.copied_bytes - before.copied_bytes);
   }
 
   const WorldCase& w_;
@@ -372,6 +417,7 @@ class RankRun {
   const int rank_;
   const World shape_;
   Random naps_;
+  std::vector<std::pair<std::shared_ptr<unsigned char>, Bytes>> kept_;  // what lies in the arena
   struct Placed {
     std::unique_ptr<PlanBlock> memory, learned;
     std::shared_ptr<Plan> plan;
@@ -399,6 +445,12 @@ BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& reference
     if (op.combine)
       s.partial_row_bytes =
           std::max(s.partial_row_bytes, op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype));
+    if (op.combine) continue;
+    const Reference& ref = references[op.plan];
+    uint64_t rows = 0;
+    for (uint32_t r = 0; r < w.num_ranks(); ++r)
+      rows = std::max<uint64_t>(rows, op.permute ? ref.permuted[r].size() + op.extra_rows : ref.received[r].size());
+    s.arena_bytes += Output::size_in_arena(rows * op.row_bytes) + Output::size_in_arena(rows * op.scale_bytes);
   }
   return s;
 }

@@ -143,6 +143,9 @@ OpCase dispatch_op(const WorldCase& w, size_t plan, int num_blocks) {
   op.plan = plan, op.salt = w.ops.size() + 1;
   op.num_blocks.assign(w.num_ranks(), num_blocks);
   op.permute_blocks.assign(w.num_ranks(), 0);
+  Random r(w.seed * 1000 + op.salt);  // ranks need not agree
+  for (uint32_t i = 0; i < w.num_ranks(); ++i)
+    op.landed.push_back(r.of({Landed::kAside, Landed::kEveryPair, Landed::kFirstPair}));
   return op;
 }
 

@@ -46,6 +46,9 @@ struct RoutingCase {
   std::vector<std::optional<uint32_t>> budgets;  // [R]
 };
 
+// Where a rank's dispatched rows land: in the receive region, or in the caller's tensors, in one of two ways.
+enum class Landed { kAside, kEveryPair, kFirstPair };
+
 // One collective operation. A plan is exchanged when an operation first names it; later ones find it cached.
 struct OpCase {
   bool combine = false;
@@ -57,6 +60,7 @@ struct OpCase {
   uint32_t extra_rows = 0;                   // of the permuted output, behind the plan's
   std::vector<int> num_blocks;               // [R]
   std::vector<int> permute_blocks;           // [R], of launches of their own; 0: inside the others
+  std::vector<Landed> landed;                // [R], of dispatch
   uint64_t salt = 0;                         // tells the data of operations apart
 };
 

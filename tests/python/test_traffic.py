@@ -10,9 +10,9 @@ from hybrid_ep import traffic
 from hybrid_ep.testing import VirtualWorld
 
 
-def measured(ex: Example, work) -> list[dict[str, int]]:
+def measured(ex: Example, work, **options) -> list[dict[str, int]]:
     world = VirtualWorld(ex.num_nodes, ex.num_local_ranks)
-    buffers = world.buffers(ex.hidden, max(ex.tokens), ex.num_local_experts, timeout_s=30)
+    buffers = world.buffers(ex.hidden, max(ex.tokens), ex.num_local_experts, timeout_s=30, **options)
     expected(ex)
 
     def body(rank, _):
@@ -24,7 +24,8 @@ def measured(ex: Example, work) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2)])
 @pytest.mark.parametrize("weights", [True, False])
-def test_counters_equal_the_closed_form(shape, weights):
+@pytest.mark.parametrize("arena_mib", [1, 0])
+def test_counters_equal_the_closed_form(shape, weights, arena_mib):
     num_ranks = shape[0] * shape[1]
     ex = Example(*shape, 3, tuple(11 * r % 40 for r in range(num_ranks)), 4, 48, weights=weights,
                  skew="half_dropped",
@@ -41,11 +42,12 @@ def test_counters_equal_the_closed_form(shape, weights):
 
     routes = want.plan.routes
     topk, local = traffic.largest_topk(routes), ex.num_local_ranks
-    sent = traffic.dispatch(routes, local, traffic.message_bytes(topk, local, 96, 12, weights))
+    sent = traffic.dispatch(routes, local, traffic.message_bytes(topk, local, 96, 12, weights),
+                            traffic.facts_bytes(topk, local, weights), landed=bool(arena_mib))
     back = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 2))
     back_fp32 = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 4, weights=True))
     counts = traffic.exchange(*shape, ex.world.num_experts)
-    assert measured(ex, work) == [traffic.add(counts, *parts) for parts in zip(sent, back, back_fp32,
+    assert measured(ex, work, arena_mib=arena_mib) == [traffic.add(counts, *parts) for parts in zip(sent, back, back_fp32,
                                                                                strict=True)]
     assert num_ranks == 1 or any(c["rail_rows"] + c["node_rows"] for c in sent)
 
@@ -54,8 +56,10 @@ def test_a_token_crosses_a_link_once_however_many_experts_it_chose_there():
     """8 experts on every rank, all of them chosen: one row over the rail, one for every rank."""
     routes = [torch.ones(5, 32, dtype=torch.bool)] + [torch.zeros(0, 32, dtype=torch.bool)] * 3
     assert traffic.link_rows(routes, 2) == [
-        {"rail": 5, "node": 5, "self": 5}, {"rail": 0, "node": 0, "self": 0},
-        {"rail": 0, "node": 5, "self": 5}, {"rail": 0, "node": 0, "self": 0}]
+        {"rail": 5, "node": 5, "self": 5, "node_pairs": 40, "self_pairs": 40},
+        {"rail": 0, "node": 0, "self": 0, "node_pairs": 0, "self_pairs": 0},
+        {"rail": 0, "node": 5, "self": 5, "node_pairs": 40, "self_pairs": 40},
+        {"rail": 0, "node": 0, "self": 0, "node_pairs": 0, "self_pairs": 0}]
     assert [c["rail_rows"] for c in traffic.combine(routes, 2, 32)] == [0, 0, 5, 0]
 
 
@@ -67,7 +71,7 @@ def test_a_wrong_closed_form_is_noticed():
         mine = want.inputs[rank]
         buffer.dispatch_with_permute(hidden=mine.hidden, **mine.routing())
 
-    per_pair = traffic.dispatch(want.plan.routes, 1, traffic.message_bytes(3, 2, 32))
+    per_pair = traffic.dispatch(want.plan.routes, 1, traffic.message_bytes(3, 2, 32), traffic.facts_bytes(3, 2))
     assert [c["node_rows"] for c in measured(ex, work)] != [c["node_rows"] for c in per_pair]
 
 

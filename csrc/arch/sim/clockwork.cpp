@@ -137,17 +137,21 @@ void Clockwork::complete(uint32_t i) {
 
 // ---------------------------------------------------------------- what lanes do
 
-// Payload is not moved; facts (records, counts) are, or there would be no addresses. In registered memory only the
-// first fact_bytes of a row are facts, kept tightly packed: rows there are never touched.
+// Payload is not moved; facts (records, counts) are, or there would be no addresses. In registered memory they are the
+// first fact_bytes of a message or of a facts entry, kept tightly packed: rows there are never touched.
 unsigned char* Clockwork::fact(const Lane& me, const Region& region, const void* p) {
   const Launch& launch = *me.launch;
   if (!region.payload) return static_cast<unsigned char*>(const_cast<void*>(p));
   if (!region.is_licensed() || launch.fact_bytes == 0) return nullptr;
   const BufferLayout& l = *m_.layout_;
+  if (region.use == Region::Use::kArena) return nullptr;
+  const bool entries = region.use == Region::Use::kRecvRows;
+  const uint64_t stride = entries ? launch.entry_bytes : launch.row_bytes;
   uint64_t at = region.offset(p), row = 0;
-  if (region.use != Region::Use::kRecvRows) row = at / l.slot_bytes * l.chunk_tokens, at %= l.slot_bytes;
-  if (at % launch.row_bytes) return nullptr;
-  row += at / launch.row_bytes;
+  if (entries && (m_.rank(region.rank).received.empty() || at >= m_.rank(region.rank).received[0].end)) return nullptr;
+  if (!entries) row = at / l.slot_bytes * l.chunk_tokens, at %= l.slot_bytes;
+  if (at % stride) return nullptr;
+  row += at / stride;
   const size_t which = size_t(region.rank) * 3 + size_t(region.use) - size_t(Region::Use::kSendRing);
   if (facts_.size() <= which) facts_.resize(which + 1);
   auto& facts = facts_[which];

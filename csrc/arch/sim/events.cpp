@@ -114,8 +114,12 @@ void Machine::check_row(const Lane& me, const Region& region, const void* dst, u
     if (me.rank != region.rank) throw_rule(me, "outside_rows", "a write into another rank's partial rows");
     return;
   }
-  const uint64_t at = region.offset(dst), row = at / owner.row_bytes;
-  if ((at + bytes - 1) / owner.row_bytes != row)
+  const uint64_t to = region.offset(dst);
+  const auto rows = std::ranges::find_if(owner.received, [=](const auto& r) { return to >= r.at && to < r.end; });
+  if (rows == owner.received.end())
+    throw_rule(me, "outside_rows", "a write behind the receive rows of rank " + std::to_string(region.rank));
+  const uint64_t at = to - rows->at, row = at / rows->row_bytes;
+  if ((at + bytes - 1) / rows->row_bytes != row)
     throw_rule(me, "outside_rows", "a write across receive rows " + std::to_string(row) + " and the next");
   const auto next = std::upper_bound(owner.first_row.begin(), owner.first_row.end(), uint32_t(row));
   const int source = int(next - owner.first_row.begin()) - 1, lanes = config_.num_local_ranks;

@@ -76,7 +76,8 @@ struct Launch {
   uint32_t alive = 0;  // lanes
   std::function<void(Lane&)> body;
   std::exception_ptr error;
-  uint32_t row_bytes = 0, fact_bytes = 0;  // timed: of a row of registered memory, what is really moved
+  // Timed: of a message, of what goes to its facts entry, and of what is really moved of it.
+  uint32_t row_bytes = 0, entry_bytes = 0, fact_bytes = 0;
   Ps start = 0, end = 0;
 };
 
@@ -134,8 +135,12 @@ struct Rank {
   uint64_t changes = 0;        // flags written in this rank's segment
   std::vector<Lane*> waiting;  // lanes that wait for a flag or a change of this rank
   uint64_t puts_pending = 0;
-  // Licence of the receive rows: row_owner[s] = first row of source s; empty = the owner alone writes.
-  uint64_t row_bytes = 0;
+  // Licence of the receive region: first_row[s] = first row of source s; empty = the owner alone writes. In a dispatch it
+  // holds rows of facts, then, where rows do not land elsewhere, of payload and of scales.
+  struct Rows {
+    uint64_t at, end, row_bytes;
+  };
+  std::vector<Rows> received;
   std::vector<uint32_t> first_row;
   Server hbm, egress, ingress, nic_out, nic_in;
   std::deque<RoleTime> times;

@@ -57,6 +57,7 @@ struct Region {
     kSendRing,  // registered: filled by its owner, read by the NIC, free again when the put has landed
     kRecvRing,  // registered: filled by the rail peer, free again when its owner returns the credit
     kRecvRows,  // registered: filled by ranks of the node, free again when its owner's operation ends
+    kArena,     // the same, where no rank has rows of its own
   };
   const char* name = "";
   unsigned char* begin = nullptr;

@@ -14,12 +14,12 @@ using sim::SimArch;
 using Use = sim::Region::Use;
 
 template <class Body>
-void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t smem, uint32_t row_bytes,
-                         uint32_t fact_bytes, Body body) {
+void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t smem, const MessageLayout& message,
+                         Body body) {
   ++launches_;
   sim::Launch l;
   l.kernel = kernel, l.num_blocks = blocks, l.num_warps = warps, l.smem_bytes = smem;
-  l.row_bytes = row_bytes, l.fact_bytes = fact_bytes;
+  l.row_bytes = message.token_bytes(), l.entry_bytes = message.facts_bytes(), l.fact_bytes = message.record_bytes;
   l.body = [&](sim::Lane& lane) {
     SimArch a(lane);
     SimTransport net;
@@ -36,8 +36,9 @@ void SimExecutor::add(const char* name, const void* p, uint64_t bytes, Use use, 
 // The rank's receive rows are its own again; nobody may touch them before it enters the next operation.
 void SimExecutor::end_operation() {
   m_.memory().drop_rank(rank_);
-  if (sim::Region* rows = m_.memory().registered(rank_, Use::kRecvRows)) m_.memory().free(*rows, 0, rows->bytes);
-  m_.rank(rank_).first_row.clear();
+  for (const Use use : {Use::kRecvRows, Use::kArena})
+    if (sim::Region* rows = m_.memory().registered(rank_, use)) m_.memory().free(*rows, 0, rows->bytes);
+  m_.rank(rank_).first_row.clear(), m_.rank(rank_).received.clear();
 }
 
 void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings&) {
@@ -45,7 +46,7 @@ void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings&) 
   const uint64_t smem_bytes = plan_exchange_smem<SimArch>(p, smem_budget_);
   if (p.mail) add("mail", p.mail, CountMail::make(p.layout).bytes(), Use::kMail, false);
   const sim::Ps routing = p.num_tokens * m_.config().costs.route_token_ps;
-  launch("exchange", 1, kExchangeWarps<SimArch>, smem_bytes, 0, 0, [&](SimArch& a, SimTransport& net, std::byte* smem) {
+  launch("exchange", 1, kExchangeWarps<SimArch>, smem_bytes, {}, [&](SimArch& a, SimTransport& net, std::byte* smem) {
     if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
     exchange_kernel<SimArch, SimTransport>(a, net, p, smem);
   });
@@ -59,8 +60,15 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   add("x", p.x, tokens * p.message.row_bytes, Use::kInput, true);
   add("scales", p.scales, tokens * p.message.scale_bytes, Use::kInput, true);
   add("weights", p.weights, tokens * p.plan.weight_stride * 4, Use::kInput, true);
-  add("out_x", p.out_x, out_rows * p.message.row_bytes, Use::kOutput, true);
-  add("out_scales", p.out_scales, out_rows * p.message.scale_bytes, Use::kOutput, true);
+  const uint64_t facts_end = rows * p.message.facts_bytes();
+  auto& received = m_.rank(rank_).received;
+  received = {{0, facts_end, p.message.facts_bytes()}};
+  if (p.landing.x == facts_end) {  // not in the arena, which lies behind all receive rows
+    add("out_x", p.out_x, out_rows * p.message.row_bytes, Use::kOutput, true);
+    add("out_scales", p.out_scales, out_rows * p.message.scale_bytes, Use::kOutput, true);
+    received.push_back({p.landing.x, p.landing.x + rows * p.message.row_bytes, p.message.row_bytes});
+    received.push_back({p.landing.scales, p.landing.scales + rows * p.message.scale_bytes, p.message.scale_bytes});
+  }
   add("out_weights", p.out_weights, out_rows * (p.permute ? 1 : p.num_node_experts) * 4, Use::kOutput, true);
   for (int n = 0; n < p.world.num_nodes; ++n) {
     add("records", p.plan.records[n], uint64_t(p.plan.node_count[n]) * p.message.record_bytes, Use::kInput, false);
@@ -69,14 +77,13 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   }
   add("row_records", p.plan.row_records, rows * p.message.record_bytes, facts, false);
   add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, facts, true);
-  m_.rank(rank_).row_bytes = p.message.token_bytes();
   m_.rank(rank_).first_row = first_row;
   launch(
-      "dispatch", s.num_blocks, kDispatchWarps, p.smem_bytes, p.message.token_bytes(), p.message.record_bytes,
+      "dispatch", s.num_blocks, kDispatchWarps, p.smem_bytes, p.message,
       [&](SimArch& a, SimTransport& net, std::byte* smem) { dispatch_kernel<SimArch, SimTransport>(a, net, p, smem); });
   if (p.deliver_apart) {
     plan_deliver_smem<SimArch>(p, smem_budget_);
-    launch("deliver", s.deliver_blocks, kDeliverWarps, p.smem_bytes, p.message.token_bytes(), p.message.record_bytes,
+    launch("deliver", s.deliver_blocks, kDeliverWarps, p.smem_bytes, p.message,
            [&](SimArch& a, SimTransport&, std::byte* smem) { deliver_kernel<SimArch>(a, p, smem); });
   }
   end_operation();
@@ -85,7 +92,7 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
 void SimExecutor::unpermute(CombineParams& p, const LaunchSettings& s) {
   plan_combine_smem<SimArch>(p, smem_budget_);
   add("x", p.x, combine_rows * p.hidden * dtype_bytes(p.dtype), Use::kInput, true);
-  launch("unpermute", s.num_blocks, kUnpermuteWarps<SimArch>, p.smem_bytes, 0, 0,
+  launch("unpermute", s.num_blocks, kUnpermuteWarps<SimArch>, p.smem_bytes, {},
          [&](SimArch& a, SimTransport& net, std::byte* smem) {
            unpermute_kernel<SimArch, SimTransport>(a, net, p, smem);
          });
@@ -98,7 +105,7 @@ void SimExecutor::combine(CombineParams& p, const LaunchSettings& s) {
   add("out_x", p.out_x, tokens * p.hidden * dtype_bytes(p.dtype), Use::kOutput, true);
   add("out_weights", p.out_weights, tokens * p.plan.weight_stride * 4, Use::kOutput, true);
   launch(
-      "combine", s.num_blocks, kCombineWarps<SimArch>, p.smem_bytes, 0, 0,
+      "combine", s.num_blocks, kCombineWarps<SimArch>, p.smem_bytes, {},
       [&](SimArch& a, SimTransport& net, std::byte* smem) { combine_kernel<SimArch, SimTransport>(a, net, p, smem); });
   end_operation();
 }

@@ -22,8 +22,7 @@ class SimExecutor final : public Executor {
 
  private:
   template <class Body>
-  void launch(const char* kernel, int blocks, int warps, uint64_t smem, uint32_t row_bytes, uint32_t fact_bytes,
-              Body body);
+  void launch(const char* kernel, int blocks, int warps, uint64_t smem, const MessageLayout& message, Body body);
   void add(const char* name, const void* p, uint64_t bytes, sim::Region::Use use, bool payload);
   void end_operation();
 

@@ -90,12 +90,6 @@ def test_idle_memory_is_bounded_and_can_be_refused():
     assert none.idle_bytes == 0
 
 
-def test_zeros_are_zero_in_used_memory():
-    pool = ResultPool(64 * MIB)
-    pool.empty(4096, 1024).fill_(7)
-    assert not pool.zeros(4096, 1024).any()
-
-
 def test_a_buffer_reuses_only_results_that_were_dropped():
     tokens, hidden, experts = 512, 1024, 4
     buffer = VirtualWorld(1, 1).buffers(hidden, tokens, experts, timeout_s=30)[0]
@@ -114,3 +108,78 @@ def test_a_buffer_reuses_only_results_that_were_dropped():
     assert address_of(dispatch(x + 2)) == where
     buffer.destroy()
     assert torch.equal(second, before + 1)
+
+
+# ---- results in registered memory
+def dispatcher(arena_mib, tokens=512, hidden=1024, experts=4):
+    """(buffer, x, dispatch(x) -> rows [2 * tokens, hidden]) of one rank."""
+    buffer = VirtualWorld(1, 1).buffers(hidden, tokens, experts, timeout_s=30, arena_mib=arena_mib)[0]
+    x = torch.arange(tokens * hidden, dtype=torch.float32).reshape(tokens, hidden)
+    idx = torch.arange(tokens * 2).reshape(tokens, 2) % experts
+    return buffer, x, lambda rows: buffer.dispatch_with_permute(hidden=rows, topk_idx=idx, num_of_experts=experts)[0]
+
+
+def lent(buffer) -> int:
+    return buffer._session.engine.arena_bytes_lent
+
+
+def test_a_result_without_room_is_the_same_and_counted():
+    outcomes = []
+    for arena_mib in (0, 3, 4, 9):  # a result takes 4 MiB
+        buffer, x, dispatch = dispatcher(arena_mib)
+        kept = [dispatch(x + i) for i in range(3)]
+        assert buffer.memory_report().regions["arena"] == arena_mib << 20
+        outcomes.append((kept, lent(buffer), buffer.traffic()["copied_rows"]))
+    assert [(in_arena, copied) for _, in_arena, copied in outcomes] == [
+        (0, 3 * 1024), (0, 3 * 1024), (4 * MIB, 2 * 1024), (8 * MIB, 1024)]
+    for kept, *_ in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(kept, outcomes[0][0], strict=True))
+
+
+@pytest.mark.parametrize("keep", [
+    lambda x: x[5:7], lambda x: x.view(torch.uint8), lambda x: x.numpy(), lambda x: x.untyped_storage(),
+    lambda x: torch.utils.dlpack.to_dlpack(x), lambda x: memoryview(x.numpy()),
+    lambda x: (x * torch.ones(1024, requires_grad=True)).sum()],
+    ids=["slice", "view", "numpy", "storage", "dlpack", "memoryview", "autograd"])
+def test_a_block_of_the_arena_is_lent_as_long_as_anything_refers_to_it(keep):
+    buffer, x, dispatch = dispatcher(arena_mib=9)
+    kept = keep(dispatch(x))
+    gc.collect()
+    assert lent(buffer) == 4 * MIB
+    others = [dispatch(x + 1), dispatch(x + 2)]
+    assert lent(buffer) == 8 * MIB and address_of(others[0]) != address_of(others[1])
+    del kept, others
+    gc.collect()
+    assert lent(buffer) == 0
+
+
+def test_a_result_outlives_growth_and_its_buffer():
+    buffer, x, dispatch = dispatcher(arena_mib=None)
+    first, before = dispatch(x), dispatch(x).clone()
+    wide = torch.zeros(2000, 2048)
+    buffer.dispatch_with_permute(hidden=wide, topk_idx=torch.zeros(2000, 2, dtype=torch.int64), num_of_experts=4)
+    second = dispatch(x)
+    buffer.destroy()
+    del buffer, dispatch
+    gc.collect()
+    assert torch.equal(first, before) and torch.equal(second, before)
+
+
+@given(st.lists(st.tuples(st.integers(1, 400 << 10), st.integers(0, 5)), max_size=60))
+def test_blocks_of_the_arena_never_overlap_and_all_come_back(steps):
+    engine, lent_out = OWNER._session.engine, []
+    for num_bytes, drop in steps:
+        if drop < len(lent_out):
+            del lent_out[drop]
+        if (block := engine.take(num_bytes)) is not None:
+            lent_out.append(torch.frombuffer(block, dtype=torch.uint8))
+        del block
+        spans = sorted((b.data_ptr(), b.numel()) for b in lent_out)
+        assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
+        assert all(at % 128 == 0 for at, _ in spans)
+        assert engine.arena_bytes_lent == sum(-(-b.numel() // 128) * 128 for b in lent_out)
+    lent_out.clear()
+    assert engine.arena_bytes_lent == 0 and engine.take(1 << 20) is not None  # in one piece again
+
+
+OWNER = dispatcher(arena_mib=1)[0]

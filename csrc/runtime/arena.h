@@ -1,0 +1,34 @@
+// The part of a rank's registered memory that is lent to results. A block returns when its last user lets go of it, on
+// whatever thread that is; blocks outlive the engine, for they keep the segment mapped.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "runtime/segment.h"
+
+namespace hep {
+
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  // [offset, offset + bytes) of the segment; offset a multiple of kAlignment.
+  Arena(std::shared_ptr<Segment> segment, uint64_t offset, uint64_t bytes);
+
+  static constexpr uint64_t kAlignment = 128;
+
+  // The smallest gap that holds so many bytes, the lowest of those; null: there is none.
+  std::shared_ptr<unsigned char> take(uint64_t bytes);
+  uint64_t bytes_lent() const;
+
+ private:
+  void give_back(uint64_t at, uint64_t bytes);
+
+  std::shared_ptr<Segment> segment_;
+  unsigned char* base_;
+  mutable std::mutex mutex_;
+  std::map<uint64_t, uint64_t> gaps_;  // by offset; no two of them touch
+  uint64_t lent_ = 0;
+};
+
+}  // namespace hep
