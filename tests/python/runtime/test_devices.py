@@ -201,7 +201,7 @@ def test_a_file_descriptor_reaches_every_peer_and_the_server_ends():
         os.write(fd, text)
         os.close(fd)
         assert os.read(reader, 16) == text
-    segments = devices.DeviceSegments(None, "file")
+    segments = devices.DeviceSegments(dist.HashStore(), "file")
     segments._servers[name] = server
     segments.unlink(name)
     for thread in [t for t in threading.enumerate() if t.name == f"serve {name}"]:
