@@ -62,10 +62,8 @@ class HybridEPBuffer(Named):
     * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
       chunks. ValueError when it has no entry for this device and shape.
 
-    * `arena_mib`: MiB of registered memory for dispatch's rows and scales, into which they are sent where they stay
-      (default HYBRID_EP_ARENA_MIB, else 2.5 results of a balanced call, at most 1 GiB; 0 and on GPUs: none). A result
-      for which it has no room is copied once, which traffic() counts. One that lies there is an ordinary tensor whose
-      storage cannot be resized, and that keeps the registered memory mapped while it lives.
+    * `arena_mib`: registered MiB where dispatched rows land to stay (default HYBRID_EP_ARENA_MIB, else 2.5 balanced
+      results, at most 1 GiB; none on GPUs). Storages there cannot be resized. Without room: one copy, see traffic().
 
     Belongs to the process that made it: a forked child (a data loader's worker) may only drop it. Cannot be copied or
     pickled (TypeError); share it by reference.
@@ -369,22 +367,18 @@ class HybridEPBuffer(Named):
         scale_bytes = 0 if scale is None else padded_row_bytes(scale)
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
         rows = plan.num_recv_rows if num_permuted is None else num_permuted
-        out_rows, out_scale = session.rows_of_dispatch(rows, row_bytes(x), scale_bytes)
-        out_x, out_weights = out_rows.view(x.dtype), None
-        if routed or weights is not None:
-            width = plan.num_node_experts if num_permuted is None else 1
-            out_weights = session.results.empty(rows, 4 * width).view(torch.float32)
-            out_weights = out_weights if num_permuted is None else out_weights.view(rows)
-        if num_permuted is not None and plan.has_holes:
-            for out in (out_rows, out_scale, out_weights):
-                if out is not None:
-                    out.zero_()
+        columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else 1
+        out_x, out_scale, out_weights = session.dispatched(
+            rows, row_bytes(x), scale_bytes, columns, zero=num_permuted is not None and plan.has_holes)
+        out_x = out_x.view(x.dtype)
         session.engine.dispatch(
             plan.core, x=view("hidden", x), scale=view("scaling_factor", padded_scale),
             weights=view("weights", weights), routed_weights=routed, out_x=view("out_x", out_x),
             out_scale=view("out_scale", out_scale), out_weights=view("out_weights", out_weights),
             row_bytes=row_bytes(x), scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
             num_blocks=blocks[0], deliver_blocks=blocks[1], chunk_tokens=session.chunks["dispatch"])
+        if out_weights is not None and num_permuted is not None:
+            out_weights = out_weights.view(rows)
         return out_x, out_weights, None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
 
 

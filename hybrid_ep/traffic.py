@@ -1,9 +1,9 @@
 """The closed form of the byte counters: what HybridEPBuffer.traffic() must say, from routing alone.
 
-Every token crosses the rail once to each other node that needs it. There the rank of its rail hands the facts of its
-rows to each rank that needs it, and stores the row as often as that rank wants: where results lie in registered memory
-(landed) once for each chosen expert, else once, and the rank copies it. Combine sums once a rank, backwards. Nothing here
-looks at how the bytes really move."""
+Every token crosses the rail once to each other node that needs it. There the rank of its rail hands it to each rank
+that needs it: its facts once, its row as often as that rank wants. Where results lie in registered memory (landed) that
+is once for each chosen expert, else once, and the rank copies it. combine is the same backwards, with one sum a rank.
+Nothing here looks at how the bytes really move."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def largest_topk(routes: Sequence[torch.Tensor]) -> int:
     return max(1, *(int(r.sum(dim=1).max()) if r.shape[0] else 0 for r in routes))
 
 
-def dispatch(routes: Sequence[torch.Tensor], num_local_ranks: int, token_bytes: int, facts: int, *, permute: bool = True,
-             landed: bool = True) -> list[dict[str, int]]:
+def dispatch(routes: Sequence[torch.Tensor], num_local_ranks: int, token_bytes: int, facts: int, *,
+             permute: bool = True, landed: bool = True) -> list[dict[str, int]]:
     """Counters of every rank for one dispatch of token_bytes (message_bytes), among them facts (facts_bytes), a token,
     without the counts exchange. landed: whether the results of all ranks lie in registered memory."""
     result, links = [], link_rows(routes, num_local_ranks)

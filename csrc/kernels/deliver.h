@@ -4,6 +4,7 @@
 #pragma once
 #include "roles/deliver.h"
 #include "roles/enter.h"
+#include "roles/zero_rows.h"
 
 namespace hep {
 

@@ -8,6 +8,7 @@
 #include "roles/leave.h"
 #include "roles/n2n.h"
 #include "roles/s2g.h"
+#include "roles/zero_rows.h"
 
 namespace hep {
 

@@ -1,6 +1,6 @@
 // Entry and exit of an operation inside a node. ready: "my memory may be touched in operation e", and, in a dispatch,
-// where its rows are to land; done: "I have finished with your memory in operation e". Both count operations (epochs), so they are
-// never reset, and a fast rank can never be mistaken for a slow one.
+// where its rows are to land; done: "I have finished with your memory in operation e". Both count operations (epochs), so
+// they are never reset, and a fast rank can never be mistaken for a slow one.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -27,8 +27,8 @@ struct NodeGate {
   HEP_DEVICE void announce_ready(A& a) const {
     announce(a, peer_ready);
   }
-  // The same, and where this operation's rows are to land. Nobody reads it any more when it is overwritten: whoever does
-  // has announced that he is done before this rank leaves the operation.
+  // The same, and where this operation's rows are to land. When it is overwritten nobody reads it any more: before this
+  // rank leaves the operation, all others have announced that they are done.
   template <class A>
   HEP_DEVICE void announce_ready(A& a, const Landing& landing) const {
     if (injected(Bug::kLandingAfterReady)) announce(a, peer_ready);

@@ -1,5 +1,5 @@
-// S2G of dispatch: of every staged token, the facts go to the facts entry of its receive row on each destination rank of
-// the node, scales and payload to where that rank wants them (layout/landing.h). Rows come from the token's record;
+// S2G of dispatch: of every staged token, the facts go to the facts entry of its receive row on each destination rank
+// of the node, scales and payload to where that rank wants them (layout/landing.h). Rows come from the token's record;
 // there is no scan over ranks.
 #pragma once
 #include "common/bugs.h"

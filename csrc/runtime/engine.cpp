@@ -168,8 +168,8 @@ void Engine::require_world(const Plan& plan) const {
     throw std::invalid_argument("handle: was made by another rank or group");
 }
 
-// Rows land in the caller's tensors where peers can reach them, else in the receive region, behind the facts, and deliver
-// copies them. Whether it has to.
+// Rows land in the caller's tensors where peers can reach them, else in the receive region, behind the facts, and
+// deliver copies them. Whether it has to.
 bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const {
   const uint64_t rows = c.permute ? c.out_rows : plan.num_recv_rows(),
                  recv = reinterpret_cast<uint64_t>(own()) + layout_.recv;

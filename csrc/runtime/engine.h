@@ -49,9 +49,9 @@ struct DispatchCall {
   uint32_t row_bytes = 0, scale_bytes = 0;
   uint64_t out_rows = 0;
   bool permute = false;
-  // With permute, where out_x and out_scales lie in the arena. Chosen by what is scarcer: kEveryPair stores a token's row
-  // for each of its pairs, kFirstPair once a rank, and that rank reads and stores it for the others. On a host, where
-  // another rank's memory is as near as one's own, the first is always less.
+  // With permute, where out_x and out_scales lie in the arena. kEveryPair stores a token's row for each of its pairs,
+  // kFirstPair once a rank, and that rank reads and stores it for the others. On a host, where another rank's memory is
+  // as near as one's own, the first is always less.
   LandIn land_in = LandIn::kEveryPair;
   int num_blocks = 1;
   int deliver_blocks = 0;     // as in LaunchSettings

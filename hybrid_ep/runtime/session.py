@@ -256,15 +256,22 @@ class Session:
         self.shape = shape
         self._enter_device()
 
-    def rows_of_dispatch(self, rows: int, row_bytes: int, scale_bytes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """uint8 [rows, row_bytes], and of scale_bytes where there are any, uninitialised: the arena's, into which rows
-        are written where they stay. Where it has no room they lie elsewhere, and a copy follows (copied_rows in
-        traffic())."""
-        widths = (row_bytes, scale_bytes) if scale_bytes else (row_bytes,)
-        made = [results.lent(self.engine, rows, width) for width in widths]
-        if not all(x is not None for x in made):
-            made = [self.results.empty(rows, width) for width in widths]
-        return made[0], made[1] if scale_bytes else None
+    def dispatched(self, rows: int, row_bytes: int, scale_bytes: int, weight_columns: int,
+                   zero: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Memory for a result: uint8 [rows, row_bytes], uint8 [rows, scale_bytes], fp32 [rows, weight_columns]; None
+        for a width of 0. Payload and scales are the arena's, where rows land to stay. Where it has no room they lie
+        elsewhere, and a copy follows (copied_rows in traffic())."""
+        x = results.lent(self.engine, rows, row_bytes)
+        scales = results.lent(self.engine, rows, scale_bytes) if scale_bytes and x is not None else None
+        if x is None or (scale_bytes and scales is None):
+            x = self.results.empty(rows, row_bytes)
+            scales = self.results.empty(rows, scale_bytes) if scale_bytes else None
+        weights = self.results.empty(rows, 4 * weight_columns).view(torch.float32) if weight_columns else None
+        if zero:
+            for made in (x, scales, weights):
+                if made is not None:
+                    made.zero_()
+        return x, scales, weights
 
     def traffic(self) -> dict[str, int]:
         now = self.engine.traffic()

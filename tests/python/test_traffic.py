@@ -47,8 +47,8 @@ def test_counters_equal_the_closed_form(shape, weights, arena_mib):
     back = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 2))
     back_fp32 = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 4, weights=True))
     counts = traffic.exchange(*shape, ex.world.num_experts)
-    assert measured(ex, work, arena_mib=arena_mib) == [traffic.add(counts, *parts) for parts in zip(sent, back, back_fp32,
-                                                                               strict=True)]
+    assert measured(ex, work, arena_mib=arena_mib) == [
+        traffic.add(counts, *parts) for parts in zip(sent, back, back_fp32, strict=True)]
     assert num_ranks == 1 or any(c["rail_rows"] + c["node_rows"] for c in sent)
 
 

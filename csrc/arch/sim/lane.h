@@ -135,8 +135,8 @@ struct Rank {
   uint64_t changes = 0;        // flags written in this rank's segment
   std::vector<Lane*> waiting;  // lanes that wait for a flag or a change of this rank
   uint64_t puts_pending = 0;
-  // Licence of the receive region: first_row[s] = first row of source s; empty = the owner alone writes. In a dispatch it
-  // holds rows of facts, then, where rows do not land elsewhere, of payload and of scales.
+  // Licence of the receive region: first_row[s] = first row of source s; empty = the owner alone writes. In a dispatch
+  // it holds rows of facts, then, where rows do not land elsewhere, of payload and of scales.
   struct Rows {
     uint64_t at, end, row_bytes;
   };
