@@ -10,9 +10,9 @@ from typing import NamedTuple
 from hybrid_ep.hardware.clusters import Cluster
 
 # (GPU, precision of the GEMMs): geometric mean over half of its published rows. mxfp8 counts as fp8.
-FITTED = {("H100", "bf16"): 0.2979, ("H100", "fp8"): 0.3269,
-          ("GB200", "bf16"): 0.4628, ("GB200", "fp8"): 0.2473,
-          ("B200", "fp8"): 0.1317}
+FITTED = {("H100", "bf16"): 0.3046, ("H100", "fp8"): 0.3285,
+          ("GB200", "bf16"): 0.4704, ("GB200", "fp8"): 0.2542,
+          ("B200", "fp8"): 0.1331}
 # GPUs of which no step was published in a precision, and whose number is taken.
 STANDS_IN = {("H200", "bf16"): "H100", ("H200", "fp8"): "H100", ("H800", "bf16"): "H100", ("H800", "fp8"): "H100",
              ("B200", "bf16"): "GB200"}

@@ -178,7 +178,7 @@ def test_sampled_events_continue_in_a_straight_line():
     sampled = events.measure(shape, H100, num_sms=4, row_budget=events.rows(shape) // 3)
     assert full.exact and not sampled.exact and sampled.simulated_tokens < 800
     for op in model.OPS:
-        assert sampled.time_us[op] == pytest.approx(full.time_us[op], rel=0.03)
+        assert sampled.time_us[op] == pytest.approx(full.time_us[op], rel=0.04)
 
 
 @needs_events
