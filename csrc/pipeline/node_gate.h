@@ -1,6 +1,6 @@
 // Entry and exit of an operation inside a node. ready: "my memory may be touched in operation e", and, in a dispatch,
-// where its rows are to land; done: "I have finished with your memory in operation e". Both count operations (epochs), so
-// they are never reset, and a fast rank can never be mistaken for a slow one.
+// where its rows are to land; done: "I have finished with your memory in operation e". Both count operations (epochs),
+// so they are never reset, and a fast rank can never be mistaken for a slow one.
 #pragma once
 #include <bit>
 #include <cstdint>

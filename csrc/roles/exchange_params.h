@@ -5,8 +5,8 @@
 
 namespace hep {
 
-// Tokens handed over (rows) and bytes stored for them, per link; a token's row may be stored more than once. Summed over
-// blocks with count_rank.
+// Tokens handed over (rows) and bytes stored for them, per link; a token's row may be stored more than once. Summed
+// over blocks with count_rank.
 struct TrafficCounters {
   uint64_t rail_rows, rail_bytes;      // puts to rail peers
   uint64_t node_rows, node_bytes;      // copies to or from other ranks of the node
