@@ -368,18 +368,17 @@ class HybridEPBuffer(Named):
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
         rows = plan.num_recv_rows if num_permuted is None else num_permuted
         columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else 1
-        out_x, out_scale, out_weights = session.dispatched(
-            rows, row_bytes(x), scale_bytes, columns, zero=num_permuted is not None and plan.has_holes)
-        out_x = out_x.view(x.dtype)
+        out, out_scale, out_weights = session.dispatched(rows, row_bytes(x), scale_bytes, columns,
+                                                         num_permuted is not None and plan.has_holes)
         session.engine.dispatch(
             plan.core, x=view("hidden", x), scale=view("scaling_factor", padded_scale),
-            weights=view("weights", weights), routed_weights=routed, out_x=view("out_x", out_x),
+            weights=view("weights", weights), routed_weights=routed, out_x=view("out_x", out.view(x.dtype)),
             out_scale=view("out_scale", out_scale), out_weights=view("out_weights", out_weights),
             row_bytes=row_bytes(x), scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
             num_blocks=blocks[0], deliver_blocks=blocks[1], chunk_tokens=session.chunks["dispatch"])
-        if out_weights is not None and num_permuted is not None:
-            out_weights = out_weights.view(rows)
-        return out_x, out_weights, None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
+        out_weights = out_weights if num_permuted is None or out_weights is None else out_weights.view(rows)
+        scales = None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
+        return out.view(x.dtype), out_weights, scales
 
 
 def _returned(handle: Handle | Routed | None) -> Handle | None:

@@ -1,5 +1,5 @@
 // Where the rows of one dispatch come to lie on a rank that receives them. The rank says so beside its ready flag,
-// before it raises that, in the segments of all ranks of its node; so nothing of it need be agreed, and it may differ
+// before it raises that, in the segments of all ranks of its node. So nothing of it need be agreed, and it may differ
 // in every operation and on every rank.
 #pragma once
 #include <cstdint>

@@ -392,32 +392,6 @@ class RankRun {
   std::string where_;
 };
 
-// The smallest buffer that the case fits into.
-BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& references) {
-  BufferShape s;
-  s.num_nodes = w.num_nodes, s.num_local_ranks = w.num_local_ranks, s.num_experts = w.num_experts;
-  s.chunk_tokens = w.chunk_tokens, s.rail_slots = w.rail_slots;
-  for (const Reference& ref : references) {
-    for (const auto& tokens : ref.pairs) s.max_tokens = std::max<uint64_t>(s.max_tokens, tokens.size());
-    s.max_topk = std::max(s.max_topk, ref.widest());
-    for (const auto& rows : ref.received) s.recv_rows = std::max<uint64_t>(s.recv_rows, rows.size());
-  }
-  for (const OpCase& op : w.ops) {
-    if (!op.combine)
-      s.row_bytes = std::max(s.row_bytes, op.row_bytes), s.scale_bytes = std::max(s.scale_bytes, op.scale_bytes);
-    if (op.combine)
-      s.partial_row_bytes =
-          std::max(s.partial_row_bytes, op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype));
-    if (op.combine) continue;
-    const Reference& ref = references[op.plan];
-    uint64_t rows = 0;
-    for (uint32_t r = 0; r < w.num_ranks(); ++r)
-      rows = std::max<uint64_t>(rows, op.permute ? ref.permuted[r].size() + op.extra_rows : ref.received[r].size());
-    s.arena_bytes += Output::size_in_arena(rows * op.row_bytes) + Output::size_in_arena(rows * op.scale_bytes);
-  }
-  return s;
-}
-
 }  // namespace
 
 Outcome run_world(const WorldCase& w) {

@@ -38,8 +38,8 @@ def test_a_rail_needs_the_fewer_sms_the_more_nodes_there_are():
     ("h100_8x400g", 1, 4), ("h100_8x400g", 1, 8), ("h100_8x400g", 2, 8), ("h100_8x400g", 8, 8), ("b200_8x400g", 4, 8),
     ("b300_8x800g", 4, 8), ("gb200_nvl72", 1, 64), ("gb200_nvl72", 2, 32)])
 def test_the_model_finds_little_to_gain_with_more(name, nodes, local):
-    """Against half of the GPU: waits, pipelines that fill and drain, and sums, which rates know nothing of. Combine pays
-    most for the sums: 39 % on four nodes of B200, whose plan is of nine SMs."""
+    """Against half of the GPU: waits, pipelines that fill and drain, and sums, which rates know nothing of. Combine
+    pays most for the sums: 39 % on four nodes of B200, whose plan is of nine SMs."""
     cluster, shape = clusters.get(name), Shape(nodes * local, local, 4096, 7168, 8, 256)
     num_sms = sm_plan.plan(cluster, nodes, local, 256, 14336).num_sms
     for op in model.OPS:
