@@ -43,8 +43,8 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
         count = trace.write(trace_path, spans, covers)
         print(f"# written: {trace_path}: {count} spans, of {covers}; open it in ui.perfetto.dev")
     return {"engine": engine, "kernels": request.kernels.name, "cluster": request.cluster.name,
-            "shape": vars(request.shape), "dtype": request.dtype, "routing": request.routing_text, "num_sms": request.num_sms,
-            "chunk": request.chunk, "imbalance": request.traffic.imbalance,
+            "shape": vars(request.shape), "dtype": request.dtype, "routing": request.routing_text,
+            "num_sms": request.num_sms, "chunk": request.chunk, "imbalance": request.traffic.imbalance,
             "suggested": {"num_sms": tuned.num_sms, "chunk": tuned.chunk, "pair_us": tuned.exchange_us},
             "operations": found}
 
