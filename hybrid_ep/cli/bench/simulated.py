@@ -135,7 +135,8 @@ def _request(args: argparse.Namespace, tokens: int, num_sms: int) -> Request:
     drawn = spec.kind == "one-hot" or args.imbalance is not None
     flags = argparse.Namespace(**{name: getattr(args, name) for name in (
         "nodes", "ranks_per_node", "hidden", "topk", "experts", "dtype", "seed", "engine")},
-        tokens=tokens, num_sms=num_sms, chunk=HYBRID_EP.chunk, load=None, routing="uniform" if drawn else args.routing)
+        tokens=tokens, num_sms=num_sms, chunk=HYBRID_EP.chunk, load=None, kernels="ours",
+        routing="uniform" if drawn else args.routing)
     cluster = clusters.get(args.cluster)
     request = Request.from_flags(flags, cluster)
     if drawn:  # routing that only the bench has: drawn by it, counted by the simulator
