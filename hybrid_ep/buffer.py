@@ -287,7 +287,9 @@ class HybridEPBuffer(Named):
         return memory.report(self._open_session().shape, self.group_size)
 
     def traffic(self) -> dict[str, int]:
-        """Exact counters of the bytes and rows this rank sent since construction or reset_traffic()."""
+        """Exact counters of rows and bytes this rank sent since construction or reset_traffic(): rows once for each
+        token handed over, bytes as often as they were stored; copied_rows, copied_bytes: stored again by this rank,
+        where results had no room in the arena."""
         return self._open_session().traffic()
 
     def reset_traffic(self) -> None:
@@ -304,7 +306,7 @@ class HybridEPBuffer(Named):
         return self._session is not None and not self._session.why_closed
 
     def poison(self) -> None:
-        """For tests, between operations: 0xFF into everything registered that holds data, not flags."""
+        """For tests, between operations: 0xFF into the rings and receive rows; results in the arena are left alone."""
         self._open_session().engine.poison()
 
     def destroy(self) -> None:

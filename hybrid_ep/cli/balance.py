@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hybrid_ep.balance.statistics import LoadStatistics
 
-_OLD_NAMES = {"--ep-size": "--ep", "--num-experts": "--experts", "--nodes": "--nodes", "--iterations": "--between",
+_OLD_NAMES = {"--ep-size": "--ep", "--num-experts": "--experts", "--num-nodes": "--nodes", "--iterations": "--between",
               "--output": "--out"}
 
 

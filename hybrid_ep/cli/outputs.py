@@ -21,7 +21,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_json(parser: Any, *short: str) -> None:
-    """The flag --json, which every command has. short: other names of it."""
+    """The flag --json of commands whose answer is numbers. short: other names of it."""
     parser.add_argument(*short, "--json", metavar="FILE", help="write every number into FILE; - is stdout, and the "
                         "text then goes to stderr")
 

@@ -11,7 +11,7 @@ with D_r and D_n the ranks and nodes that a token needs (uniform routing; hybrid
 experts, L ranks a node, N nodes; ranks receive as much as they send. Loads: the token itself where its own node needs
 it, the A rows for the rail into the send ring and the A that come over it, D_r received rows on their way to the
 experts. Stores: D_r rows to ranks, A into the ring, k to the experts. Combine goes the same ways back, with fewer
-stores, and gets the same number, though its sums are not in it: by the performance model it takes up to 39 % longer
+stores, and gets the same number, though its sums are not in it: by the performance model it takes up to 41 % longer
 with that number than with half of the GPU where a rail binds. t_load and t_store are row_bytes / rate + copy_ns; the
 rates are those of hybrid_ep.hardware.clusters, each with its source; none of them has been measured with these kernels
 yet."""

@@ -91,9 +91,9 @@ class Ledger:
         return max(self.permuted_rows) / mean - 1 if mean else 0.0
 
     def staged_bytes(self, op: str, permute: bool) -> int:
-        """Memory traffic (all ranks) of the hierarchical data path if no row stays in a cache: rail rows
-        read and written, delivered rows read and written, and, with permute, delivered rows read again and
-        permuted rows written."""
+        """Memory traffic (all ranks) of a hierarchical data path that stores rows aside and copies them, if no row
+        stays in a cache: rail rows read and written, delivered rows read and written, and, with permute, delivered
+        rows read again and permuted rows written."""
         rows = 2 * sum(self.rail_pairs) + 2 * sum(self.recv_rows)
         if permute:
             rows += sum(self.recv_rows) + sum(self.permuted_rows)

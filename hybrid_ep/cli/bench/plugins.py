@@ -51,9 +51,16 @@ def load_plugin(spec: str) -> list[type[Implementation]]:
     return peers
 
 
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not, or is somebody else's
+        return False
+
+
 def find_plugins() -> list[str]:
     """Modules that installed packages declare as peers: entry points of the group hybrid_ep.bench_peers. In a source
     tree, where nothing may be installed, the project's own by name."""
     declared = [entry.value for entry in importlib.metadata.entry_points(group="hybrid_ep.bench_peers")]
-    here = [module for module in _OWN if importlib.util.find_spec(module.partition(".")[0]) is not None]
+    here = [module for module in _OWN if _is_here(module)]
     return list(dict.fromkeys([*declared, *here]))

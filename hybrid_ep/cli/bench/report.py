@@ -191,7 +191,7 @@ def header_lines(config: Config, environment: dict[str, Any], names: list[str], 
         f"{bottleneck}, local traffic excluded"
     )
     yield (
-        "# rail, node: physical bytes that this implementation puts on links between nodes, between ranks of "
+        "# rail, node: bytes of the rows that this implementation hands over links between nodes, between ranks of "
         "a node (busiest rank, own rank excluded) / time"
     )
     yield (
