@@ -24,7 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from lone_rank import ahead, others_count  # noqa: E402
+from lone_rank import ahead, others_count, others_land  # noqa: E402
 
 from hybrid_ep import _core  # noqa: E402  (the checkout first, installed or not)
 from hybrid_ep.buffer import HybridEPBuffer  # noqa: E402
@@ -73,12 +73,14 @@ class Group:
         self.weights = torch.ones(TOKENS, TOPK)
         self.common = dict(hidden=self.x, topk_idx=self.idx, topk_weights=self.weights, num_of_experts=num_experts)
         ahead(self.session.shape, memories.own)
+        others_land(self.session.shape, memories.own, 2 * HIDDEN, topk=TOPK)
         with contextlib.suppress(ValueError):  # the others' headers are empty
             CALLS["not_waiting" if kind == "not_waiting" else "blocking"](self)
         others_count(self.session.shape, memories.own)
         self.session.runs_beside = True
         if kind in ("cached", "combine"):
             self.rows, *_, self.handle = self.blocking()
+            others_land(self.session.shape, memories.own, 2 * HIDDEN, topk=TOPK, weights=False)
 
     def blocking(self) -> tuple:
         return self.buffer.dispatch_with_permute(**self.common)

@@ -45,15 +45,24 @@ def region(shape: _core.BufferShape, own: _core.Segment, name: str, device: torc
 
 
 def ahead(shape: _core.BufferShape, own: _core.Segment, device: torch.device = CPU) -> None:
-    """Others' flags in rank 0's segment: nobody is waited for; and where their rows land, behind as many facts as they
-    might have."""
+    """Others' flags in rank 0's segment: nobody is waited for."""
     for name in ("ready_flags", "done_flags", "counts_rail_flags", "counts_node_flags", "rail_full_flags",
                  "rail_free_flags"):
         entries = region(shape, own, name, device).view(torch.int64).view(-1, shape.flag_stride // 8)
         entries[0 if name.startswith("rail") else 1:, 0] = AHEAD  # rings have no entry of this rank's own
-    landings = region(shape, own, "ready_flags", device).view(torch.int64).view(-1, shape.flag_stride // 8)[1:]
-    landings[:, 2] = shape.recv_rows * facts_bytes(shape.max_topk, shape.num_local_ranks)
-    landings[:, 3] = landings[:, 2] + shape.recv_rows * shape.row_bytes
+
+
+def others_land(shape: _core.BufferShape, own: _core.Segment, row_bytes: int, scale_bytes: int = 0, topk: int = 8,
+                weights: bool = True, device: torch.device = CPU) -> None:
+    """Where others want rows of these sizes (layout/landing.h), in any operation: behind as many facts as they might
+    have."""
+    lines = region(shape, own, "ready_flags", device).view(-1, shape.flag_stride)[1:]
+    longs, words = lines.view(torch.int64), lines.view(torch.int32)
+    facts = facts_bytes(topk, shape.num_local_ranks, weights)
+    longs[:, 2] = shape.recv_rows * facts
+    longs[:, 3] = longs[:, 2] + shape.recv_rows * row_bytes
+    words[:, 9], words[:, 10], words[:, 11] = shape.recv_rows, row_bytes, scale_bytes
+    longs[:, 6], words[:, 14] = AHEAD, facts
 
 
 def others_count(shape: _core.BufferShape, own: _core.Segment, peers: str = "silent",
@@ -90,7 +99,7 @@ class LoneRank:
         self.engine = _core.Engine(0, self.shape, self.segments, 20.0, executor)
         self._enter()
         ahead(self.shape, self.segments[0], self.device)
-        self._told = False
+        self._told, self._sizes = False, (0, 0)
 
     def _enter(self) -> None:
         if self.device.type == "cuda":
@@ -122,6 +131,10 @@ class LoneRank:
     def dispatch(self, plan, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int, permute_sms: int = 0):
         """Permuted rows of this rank; plan: of route. scales: rows of a multiple of 16 bytes."""
         self._enter()
+        sizes = row_bytes(x), 0 if scales is None else row_bytes(scales)
+        if sizes != self._sizes:
+            others_land(self.shape, self.segments[0], *sizes, self.topk, device=self.device)
+            self._sizes = sizes
         rows = plan.num_permuted_rows
         out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=self.device)
         out_scales = None if scales is None else scales.new_empty(rows, scales.shape[1])
@@ -129,8 +142,8 @@ class LoneRank:
         self.engine.dispatch(
             plan, x=view("x", x), scale=view("scales", scales), routed_weights=True, out_x=view("out", out),
             out_scale=view("out_scales", out_scales), out_weights=view("out_weights", out_weights),
-            row_bytes=row_bytes(x), permute=True, out_rows=rows, num_blocks=num_sms,
-            scale_bytes=0 if scales is None else row_bytes(scales), deliver_blocks=permute_sms)
+            row_bytes=sizes[0], permute=True, out_rows=rows, num_blocks=num_sms, scale_bytes=sizes[1],
+            deliver_blocks=permute_sms)
         return out, out_weights, out_scales
 
     def combine(self, plan, rows: torch.Tensor, num_sms: int):

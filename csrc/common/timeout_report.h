@@ -16,6 +16,7 @@ enum class Site : uint16_t {
   kRailChunk,       // a chunk of tokens from a rail peer
   kRailAny,         // any chunk from any rail peer
   kHeaders,         // never comes: another rank means a different call, and no host saw it
+  kLanding,         // never comes: a rank of this node is in another operation, or means rows of other sizes
   kQuiet,           // completion of this rank's own puts
   kBlockSync,       // the other lanes of this block
   kMail,            // on the host: the counts of an exchange that was launched
@@ -34,6 +35,7 @@ inline const char* site_name(Site s) {
     case Site::kRailChunk: return "rail_chunk";
     case Site::kRailAny: return "rail_any";
     case Site::kHeaders: return "headers_differ";
+    case Site::kLanding: return "landing_differs";
     case Site::kQuiet: return "quiet";
     case Site::kBlockSync: return "block_sync";
     case Site::kMail: return "counts_to_host";

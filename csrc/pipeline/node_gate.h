@@ -30,13 +30,13 @@ struct NodeGate {
   // The same, and where this operation's rows are to land. When it is overwritten nobody reads it any more: before this
   // rank leaves the operation, all others have announced that they are done.
   template <class A>
-  HEP_DEVICE void announce_ready(A& a, const Landing& landing) const {
+  HEP_DEVICE void announce_ready(A& a, Landing landing) const {
     if (injected(Bug::kLandingAfterReady)) announce(a, peer_ready);
+    landing.epoch = epoch();
     const auto words = std::bit_cast<LandingWords>(landing);
     for (int l = 0; l < world.num_local_ranks; ++l) {
       auto* to = reinterpret_cast<Vec16*>(reinterpret_cast<unsigned char*>(peer_ready[l]) + Landing::kAt);
-      a.st_global(to, words.v[0]);
-      a.st_global(to + 1, words.v[1]);
+      for (int i = 0; i < LandingWords::kNumber; ++i) a.st_global(to + i, words.v[i]);
     }
     if (!injected(Bug::kLandingAfterReady)) announce(a, peer_ready);
   }
@@ -45,7 +45,7 @@ struct NodeGate {
   HEP_DEVICE Landing landing(A& a, uint32_t l) const {
     const auto* from =
         reinterpret_cast<const Vec16*>(reinterpret_cast<const unsigned char*>(ready_in + l * kStride) + Landing::kAt);
-    return std::bit_cast<Landing>(LandingWords{{a.ld_global(from), a.ld_global(from + 1)}});
+    return std::bit_cast<Landing>(LandingWords{{a.ld_global(from), a.ld_global(from + 1), a.ld_global(from + 2)}});
   }
   template <class A>
   HEP_DEVICE void wait_all_ready(A& a) const {
@@ -64,7 +64,8 @@ struct NodeGate {
 
  private:
   struct LandingWords {
-    Vec16 v[2];
+    static constexpr int kNumber = sizeof(Landing) / sizeof(Vec16);
+    Vec16 v[kNumber];
   };
   template <class A>
   HEP_DEVICE void announce(A& a, uint64_t* const* flags) const {

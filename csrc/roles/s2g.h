@@ -15,6 +15,7 @@ struct DispatchS2GRole {
   const DispatchParams& p;
   StageConsumer<A, TokenHead> from;
   uint64_t node_rows = 0, self_rows = 0, node_stores = 0, self_stores = 0;  // tokens handed over; their rows stored
+  uint64_t epoch = 0;
   uint32_t from_slot = 0;  // stages of the chunk in progress that this warp has had
 
   HEP_DEVICE DispatchS2GRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
@@ -24,6 +25,7 @@ struct DispatchS2GRole {
   HEP_DEVICE void run(int parties) {
     a.set_role("s2g");
     p.gate.wait_all_ready(a);  // nobody's memory is touched before their owner entered the operation
+    epoch = p.gate.epoch();
     uint32_t held = 0;
     // A held stage must not starve the producer: with few stages per consumer fewer groups stay in flight.
     const uint32_t in_flight = from.fifo.num_stages / from.stride > kInFlight ? kInFlight : 0;
@@ -70,10 +72,10 @@ struct DispatchS2GRole {
     uint32_t pair = 0;
     for (uint32_t i = 0; i < rec.num_dsts; ++i) {
       const DstEntry dst = std::bit_cast<DstEntry>(a.ld_shared(dsts + i));
+      const Landing landing = landing_of(dst.local_rank);
       unsigned char* recv = p.peers.recv[dst.local_rank];
       if (head.tile == 0)
         a.bulk_s2g(recv + uint64_t(dst.row) * p.message.facts_bytes(), stage, p.message.facts_bytes());
-      const Landing landing = p.gate.landing(a, dst.local_rank);
       uint32_t stores = 1;
       if (landing.in == LandIn::kReceiveRow)
         store(head, stage, recv, landing, dst.row);
@@ -85,6 +87,15 @@ struct DispatchS2GRole {
       (self ? self_stores : node_stores) += stores;
     }
     a.bulk_commit();
+  }
+  // Of a rank that is in another operation, or means rows of another size, its deadline is waited for.
+  HEP_DEVICE Landing landing_of(uint32_t local_rank) {
+    const Landing landing = p.gate.landing(a, local_rank);
+    while (!landing.is_for(epoch, p.message)) {
+      const int32_t rank = p.world.rank_of(p.world.node(), int(local_rank));
+      a.poll_idle({Site::kLanding, rank}, epoch, landing.epoch);
+    }
+    return landing;
   }
   // To the permuted rows of the token's pairs on a rank; how many it has got there. pair: where to look from, for ranks
   // and pairs ascend.
@@ -107,6 +118,7 @@ struct DispatchS2GRole {
   HEP_DEVICE void store(const TokenHead& head, const unsigned char* stage, unsigned char* recv, const Landing& landing,
                         uint32_t row) {
     const TileShape t = tile_shape(p.message, p.tile_bytes, head.tile);
+    while (row >= landing.rows) a.poll_idle({Site::kLanding}, landing.rows, row);  // a handle that is not the owner's
     const uint64_t lands = uint64_t(row) + injected(Bug::kLandsOneRowOff);
     a.bulk_s2g(recv + landing.x + lands * p.message.row_bytes + t.begin, stage + p.message.payload_at(), t.bytes);
     if (head.tile == 0 && p.message.scale_bytes)

@@ -174,15 +174,19 @@ bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) co
   const uint64_t rows = c.permute ? c.out_rows : plan.num_recv_rows(),
                  recv = reinterpret_cast<uint64_t>(own()) + layout_.recv;
   const auto offset = [&](const unsigned char* x) { return reinterpret_cast<uint64_t>(x) - recv; };
+  p.landing.row_bytes = c.row_bytes, p.landing.scale_bytes = c.scale_bytes;
+  p.landing.facts_bytes = p.message.facts_bytes();
   const auto in_arena = [&](const unsigned char* x, uint64_t bytes) {
     const uint64_t at = offset(x) + layout_.recv - layout_.arena;  // below the arena: a very large number
     return at <= layout_.arena_bytes && bytes <= layout_.arena_bytes - at;
   };
   if (in_arena(c.out_x, rows * c.row_bytes) && (!c.scale_bytes || in_arena(c.out_scales, rows * c.scale_bytes))) {
     p.landing.x = offset(c.out_x), p.landing.scales = c.scale_bytes ? offset(c.out_scales) : 0;
+    p.landing.rows = uint32_t(rows);
     p.landing.in = c.permute ? c.land_in : LandIn::kReceiveRow;
     return c.permute && c.land_in != LandIn::kEveryPair;
   }
+  p.landing.rows = plan.num_recv_rows();
   p.landing.x = uint64_t(plan.num_recv_rows()) * p.message.facts_bytes();
   p.landing.scales = p.landing.x + uint64_t(plan.num_recv_rows()) * c.row_bytes;
   return true;

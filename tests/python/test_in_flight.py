@@ -6,9 +6,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from examples import Example, expected, make_inputs, same
 
 from hybrid_ep import HybridEPBuffer
+from hybrid_ep.errors import DeadlineError
 from hybrid_ep.testing import VirtualWorld
 
 SHAPE = (2, 2)
@@ -129,3 +131,25 @@ def test_the_comparison_notices():
     swapped = [[alone_b] for alone_b in alone(buffers, world, B)]
     with pytest.raises((AssertionError, RuntimeError)):
         compare(swapped, wanted)
+
+
+def test_a_rank_in_another_operation_gets_no_rows():
+    """A rank whose call is refused, and that goes on, is out of step with the others. Their rows would land where it
+    wanted those of its last dispatch: in results that it keeps, or that belong to somebody else by now."""
+    world = VirtualWorld(1, 2)
+    buffers = world.buffers(64, 16, 2, timeout_s=2)
+    idx, kept, sent = torch.tensor([[0, 2], [1, 3]]), [None, None], torch.ones(2, 64, dtype=torch.bfloat16)
+
+    def work(rank, _):
+        buffer, call = buffers[rank], {"num_of_experts": 4, "topk_idx": idx, "topk_weights": torch.ones(2, 2)}
+        rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=sent, **call)
+        kept[rank] = rows, rows.clone()
+        if rank:
+            with pytest.raises(ValueError, match="hidden"):
+                buffer.dispatch_with_permute(hidden=sent[:1], handle=handle)
+            return buffer.combine_with_unpermute(hidden=rows, handle=handle)
+        return buffer.dispatch_with_permute(hidden=2 * sent, handle=handle)
+
+    errors = world.run(work, return_errors=True)
+    assert all(isinstance(e, DeadlineError) for e in errors) and errors[0].site == "landing_differs", errors
+    assert all(torch.equal(rows, clone) for rows, clone in kept)
