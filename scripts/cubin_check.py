@@ -68,7 +68,7 @@ BUDGETS = {
 SYSTEM_FENCE, SHORT_LOOP = r"^(@!?U?P\w+\s+)?MEMBAR\.\w+\.SYS\b", 64
 # NVSHMEM's own code is not counted. 176 registers of 320 threads, or 88 of 512, still leave a block its SM. What a role
 # of combine keeps over a call of NVSHMEM's, which is not inlined, goes to the stack; never in a loop over rows.
-NVSHMEM_REGISTERS = {"combine": 176, "exchange": 88, "unpermute": 136}
+NVSHMEM_REGISTERS = {"combine": 176, "exchange": 88, "unpermute": 176}
 NVSHMEM_BUDGETS = {
     name: replace(budget, registers=NVSHMEM_REGISTERS.get(name, budget.registers), stack=384,
                   forbidden=("BPT.TRAP",) if name == "combine" else ("LDL", "BPT.TRAP"), local_loads=12)
@@ -253,7 +253,7 @@ def main():
     parser.add_argument("--rail", choices=RAILS, default="mapped")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="the only one that the library has [all]")
     parser.add_argument("--loops", action="store_true", help="also print what the loops that add rows issue, and "
-                        "the clocks they take")
+                        "the clocks they take, over a mapped rail")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--write-table", action="store_true", help="write the clocks of those loops into "
                         f"{sass_reduce.TABLE.name}, which the performance model charges")
@@ -280,7 +280,7 @@ def main():
         copies = sum(n for o, n in k.opcodes.items() if o.startswith("UBLKCP"))
         print(f"{k.title:<36} {k.registers:>9} {k.stack:>6} {k.local:>6} {k.instructions:>12} {copies:>11} "
               f"{k.system_fences:>13}")
-    if args.loops:
+    if args.loops and args.rail == "mapped":  # whose tiles the bytes a second are of
         print(sass_reduce.HEADER)
         for k in kernels:
             print("\n".join(sass_reduce.report(k.title, k.row_loops)), end="\n" if k.row_loops else "")

@@ -73,13 +73,13 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   leave_operation(a, p, p.plan.rail_count, p.plan.node_count, uint64_t(a.num_blocks()) * (2 + 2 * kWarps));
 }
 
-template <Arch A>
+template <Arch A, uint32_t kTileElems = kSumTileElems>
 uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   using Fifo = StageFifo<A, SumHead>;
-  p.tile_elems = p.hidden < kSumTileElems ? p.hidden : kSumTileElems;
+  p.tile_elems = p.hidden < kTileElems ? p.hidden : kTileElems;
   // Weights tiles share the stages; they are fp32 and padded to a multiple of four.
   const uint32_t floats = p.partial.weight_bytes / 4;
-  if (p.tile_elems < floats) p.tile_elems = floats < kSumTileElems ? floats : kSumTileElems;
+  if (p.tile_elems < floats) p.tile_elems = floats < kTileElems ? floats : kTileElems;
   // A stage holds a tile of the widest payload, or of weights, which are fp32.
   const uint32_t in_bytes =
       dtype_bytes(p.dtype) > dtype_bytes(p.partial_dtype) ? dtype_bytes(p.dtype) : dtype_bytes(p.partial_dtype);
@@ -91,7 +91,7 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   p.rail_tally_at = align_up(4ull * p.rail.num_peers, 128);
   const uint64_t fifos_at = p.rail_tally_at + align_up(sizeof(Vec16) * p.rail.num_peers, 128);
   // A slice holds a warp's share of a tile of payload as it is stored, or of weights.
-  using Sum = SliceSum<A, kReduceWarps<A>>;
+  using Sum = SliceSum<A, kReduceWarps<A>, kTileElems>;
   const uint32_t weight_share = 4 * Sum::share_of(floats < p.tile_elems ? floats : p.tile_elems);
   auto slice_bytes = [&](uint32_t element_bytes) {
     const uint32_t payload_share = element_bytes * Sum::share_of(p.tile_elems);

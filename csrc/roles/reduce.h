@@ -11,7 +11,7 @@ namespace hep {
 // kWarps warps of the block, the first of them `first_warp`; `group` names their barrier, `out_stage` their slices.
 template <Arch A, Transport<A> Net, int kWarps, SumOf kSum>
 struct ReduceRole {
-  using Sum = SliceSum<A, kWarps>;
+  using Sum = SliceSum<A, kWarps, sum_tile_elems<Net>()>;
   using Slice = typename Sum::Slice;
   static constexpr bool kWholeTiles = TileMath<A>::kOffered && kWarps * A::kLanes == 1;
 

@@ -7,9 +7,19 @@
 
 namespace hep {
 
-template <Arch A, int kWarps>
+// Of a stage's tile. A rail whose verbs are calls, not inlined, has smaller ones: a lane's sums live across such a
+// call, and few registers do.
+template <class Net>
+constexpr uint32_t sum_tile_elems() {
+  if constexpr (requires { Net::kSumTileElems; })
+    return Net::kSumTileElems;
+  else
+    return kSumTileElems;
+}
+
+template <Arch A, int kWarps, uint32_t kTileElems = kSumTileElems>
 struct SliceSum {
-  static constexpr uint32_t kMostElems = kSumTileElems / kWarps;
+  static constexpr uint32_t kMostElems = kTileElems / kWarps;
   static constexpr int kMaxOctets = int(kMostElems) / kOctet / A::kLanes;
 
   // What a warp has of a tile, in elements: octets, split evenly between the warps, the last of them perhaps half.

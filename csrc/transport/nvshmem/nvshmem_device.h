@@ -20,12 +20,15 @@
 
 #include "arch/concept.h"
 #include "common/world.h"
+#include "layout/smem.h"
 #include "transport/concept.h"
 
 namespace hep {
 
 class NvshmemDevice {
  public:
+  static constexpr uint32_t kSumTileElems = hep::kSumTileElems / 2;  // see sum_tile_elems
+
   NvshmemDevice(unsigned char* const* segments, const World& world) : segments_(segments), world_(world) {}
 
   template <class A>
