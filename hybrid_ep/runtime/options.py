@@ -123,13 +123,14 @@ class Options:
                 "partial_row_bytes": row_bytes, "chunk_tokens": max(self.chunks.values()), "arena_bytes": 0}
 
     def arena_bytes(self, shape: dict[str, int]) -> int:
-        """Registered bytes for results of a buffer of this shape."""
+        """Registered bytes for results of a buffer of this shape; by default none where not one result would fit."""
         if self.device.type != "cpu":
             return 0
         if self.arena_mib is not None:
             return self.arena_mib << 20
         rows = shape["max_tokens"] * shape["max_topk"]  # of a result, where ranks receive alike
-        return min(5 * rows * (shape["row_bytes"] + shape["scale_bytes"]) // 2, _MOST_DEFAULT_ARENA)
+        one = rows * (shape["row_bytes"] + shape["scale_bytes"])
+        return min(5 * one // 2, _MOST_DEFAULT_ARENA) if one <= _MOST_DEFAULT_ARENA else 0
 
 
 def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:
@@ -163,11 +164,10 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
             raise ValueError(f"executor={executor!r} cannot be used here: {error} {_ASKED}") from error
     if executor not in _core.executors():
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
+    if arena_mib and device.type != "cpu":
+        raise ValueError(f"arena_mib={arena_mib}: executor={executor!r} has no arena yet; give 0 or None")
     arena_mib = env.get("HYBRID_EP_ARENA_MIB") if arena_mib is None else validation.integer(
         "arena_mib", arena_mib, 0, most=env.MOST_MIB)
-    if arena_mib and device.type != "cpu":
-        raise ValueError(f"arena_mib={arena_mib} (or HYBRID_EP_ARENA_MIB): executor={executor!r} has no arena yet; "
-                         "give 0 or None")
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)

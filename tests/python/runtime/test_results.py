@@ -123,6 +123,14 @@ def lent(buffer) -> int:
     return buffer._session.engine.arena_bytes_lent
 
 
+def test_by_default_the_arena_has_room_for_results_or_is_not_there():
+    options = dispatcher(arena_mib=None)[0]._session.options
+    shape = {"max_tokens": 8192, "max_topk": 8, "row_bytes": 2 * 7168, "scale_bytes": 0}
+    assert options.arena_bytes(shape) == 1 << 30  # one result takes 896 MiB
+    assert options.arena_bytes(shape | {"max_tokens": 16384}) == 0
+    assert options.arena_bytes(shape | {"max_tokens": 1024}) == 5 * 1024 * 8 * 14336 // 2
+
+
 def test_a_result_without_room_is_the_same_and_counted():
     outcomes = []
     for arena_mib in (0, 3, 4, 9):  # a result takes 4 MiB
