@@ -14,8 +14,10 @@ leaves the CUDA library out, HYBRID_EP_CUDA=1 makes a missing nvcc an error."""
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036 - run by hand, an old Python would fail further down
-    sys.exit("hybrid_ep needs Python 3.10 to 3.13; this is Python {}.{} ({}). Install a newer one, "
-             "for example with pyenv (pyenv install 3.12).".format(*sys.version_info[:2], sys.executable))
+    sys.exit(
+        "hybrid_ep needs Python 3.10 to 3.13; this is Python {}.{} ({}). Install a newer one, "
+        "for example with pyenv (pyenv install 3.12).".format(*sys.version_info[:2], sys.executable)
+    )
 
 import contextlib
 import fcntl
@@ -37,13 +39,27 @@ CSRC = ROOT / "csrc"
 
 # -ffp-contract=off: the versions of a function for different instruction sets must round alike, or results
 # would depend on the machine.
-COMPILE_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread",
-                 "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+COMPILE_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+]
 LINK_FLAGS = ["-shared", "-pthread", "-lrt"]
 
 # Newest first after the machine's default.
-COMPILERS = ["g++", "clang++", "c++", *(f"g++-{v}" for v in range(16, 10, -1)),
-             *(f"clang++-{v}" for v in range(22, 13, -1))]
+COMPILERS = [
+    "g++",
+    "clang++",
+    "c++",
+    *(f"g++-{v}" for v in range(16, 10, -1)),
+    *(f"clang++-{v}" for v in range(22, 13, -1)),
+]
 PROBE = """
 #if defined(__clang__) ? __clang_major__ < 14 : __GNUC__ < 11
 #error too old
@@ -53,8 +69,10 @@ PROBE = """
 template <std::integral T> T twice(T x) { return x + x; }
 int main() { return twice(0); }
 """
-INSTALL_COMPILER = ("Debian/Ubuntu: apt-get install g++; RHEL/Fedora: dnf install gcc-c++ (RHEL 8 and 9: "
-                    "gcc-toolset-13); conda: conda install cxx-compiler. CXX=/path/to/compiler names one.")
+INSTALL_COMPILER = (
+    "Debian/Ubuntu: apt-get install g++; RHEL/Fedora: dnf install gcc-c++ (RHEL 8 and 9: "
+    "gcc-toolset-13); conda: conda install cxx-compiler. CXX=/path/to/compiler names one."
+)
 
 
 def stop(sentence):
@@ -96,8 +114,10 @@ def find_compiler():
         if compiles_cxx20(command):
             return command
     if found:
-        stop(f"needs a C++20 compiler, g++ 11 or clang++ 14 or newer; {shlex.join(found[0])} is too old or "
-             f"incomplete ({version_line(found[0])}). {INSTALL_COMPILER}")
+        stop(
+            f"needs a C++20 compiler, g++ 11 or clang++ 14 or newer; {shlex.join(found[0])} is too old or "
+            f"incomplete ({version_line(found[0])}). {INSTALL_COMPILER}"
+        )
     where = f"CXX={shlex.join(chosen)} is not there" if chosen else "there is none on PATH"
     stop(f"needs a C++20 compiler (g++ 11 or clang++ 14 or newer) and {where}. {INSTALL_COMPILER}")
 
@@ -109,9 +129,11 @@ def check_toolchain():
     compiler = find_compiler()
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         version = "{}.{}".format(*sys.version_info[:2])
-        stop(f"needs Python.h, the C headers of Python {version}. Debian/Ubuntu: apt-get install "
-             f"python{version}-dev; RHEL/Fedora: dnf install python{version}-devel; Pythons of pyenv, uv and "
-             "conda have them.")
+        stop(
+            f"needs Python.h, the C headers of Python {version}. Debian/Ubuntu: apt-get install "
+            f"python{version}-dev; RHEL/Fedora: dnf install python{version}-devel; Pythons of pyenv, uv and "
+            "conda have them."
+        )
     return compiler
 
 
@@ -173,8 +195,12 @@ class BuildCore(build_ext):
 
     def _build_in(self, build_dir, ext, compiler, pybind11_headers):
         includes = ["csrc", pybind11_headers, sysconfig.get_path("include")]
-        base = [*compiler, *COMPILE_FLAGS, *(f"-I{path}" for path in includes),
-                *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        base = [
+            *compiler,
+            *COMPILE_FLAGS,
+            *(f"-I{path}" for path in includes),
+            *shlex.split(os.environ.get("CXXFLAGS", "")),
+        ]
         jobs = []
         for source in ext.sources:
             obj = build_dir / (source.replace(os.sep, "__") + ".o")
@@ -271,8 +297,10 @@ class CheckToolchain(Command):
 
 setup(
     # recipes/ is a name of this checkout; among a user's packages it would be anybody's.
-    packages=[*find_namespace_packages(include=["hybrid_ep*", "megatron_patches*"], exclude=["*.__pycache__"]),
-              "hybrid_ep_recipes"],
+    packages=[
+        *find_namespace_packages(include=["hybrid_ep*", "megatron_patches*"], exclude=["*.__pycache__"]),
+        "hybrid_ep_recipes",
+    ],
     package_dir={"hybrid_ep_recipes": "recipes"},
     long_description=index_readme(),
     long_description_content_type="text/markdown",

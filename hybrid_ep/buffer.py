@@ -19,8 +19,10 @@ from torch import Tensor
 try:
     from hybrid_ep import _core  # noqa: F401  (said once, clearly, before anything else needs it)
 except ImportError as error:
-    raise ImportError(f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
-                      f"install .' in the source tree ({error})") from error
+    raise ImportError(
+        f"hybrid_ep's compiled core (hybrid_ep._core) is missing or does not load; build it with 'pip "
+        f"install .' in the source tree ({error})"
+    ) from error
 from hybrid_ep import memory, streams
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
@@ -71,15 +73,32 @@ class HybridEPBuffer(Named):
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
     DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
 
-    def __init__(self, group: dist.ProcessGroup | GroupLike, hidden_dim: int, max_num_of_tokens_per_rank: int,
-                 num_local_experts: int, use_fp8: bool = False, num_sms_dispatch_api: int | None = None,
-                 num_sms_combine_api: int | None = None, num_sms_preprocessing_api: int | None = None,
-                 num_blocks_permute: int | None = None, num_blocks_unpermute: int | None = None,
-                 load_cached_kernels: bool = False, use_shared_buffer: bool = True,
-                 enable_custom_allgather: bool = False, num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
-                 use_mnnvl: bool | None = None, *, capacity_factor: float | None = None, overflow: str = "raise",
-                 timeout_s: float | None = None, executor: str | None = None, tuning: str | None = None,
-                 comm_stream: torch.cuda.Stream | str | None = None, arena_mib: int | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | GroupLike,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+        *,
+        capacity_factor: float | None = None,
+        overflow: str = "raise",
+        timeout_s: float | None = None,
+        executor: str | None = None,
+        tuning: str | None = None,
+        comm_stream: torch.cuda.Stream | str | None = None,
+        arena_mib: int | None = None,
+    ) -> None:
         self._session: Session | None = None
         self._own_stream: Any = None
         if use_mnnvl is not None:
@@ -87,12 +106,22 @@ class HybridEPBuffer(Named):
         view = GroupView.of(group)
         try:
             o = options.parse(
-                hidden_dim=hidden_dim, max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
-                num_local_experts=num_local_experts, use_fp8=use_fp8, num_sms_dispatch_api=num_sms_dispatch_api,
-                num_sms_combine_api=num_sms_combine_api, num_blocks_permute=num_blocks_permute,
-                num_blocks_unpermute=num_blocks_unpermute, ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
-                capacity_factor=capacity_factor, overflow=overflow, timeout_s=timeout_s, executor=executor,
-                tuning_file=tuning, arena_mib=arena_mib)
+                hidden_dim=hidden_dim,
+                max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+                num_local_experts=num_local_experts,
+                use_fp8=use_fp8,
+                num_sms_dispatch_api=num_sms_dispatch_api,
+                num_sms_combine_api=num_sms_combine_api,
+                num_blocks_permute=num_blocks_permute,
+                num_blocks_unpermute=num_blocks_unpermute,
+                ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
+                capacity_factor=capacity_factor,
+                overflow=overflow,
+                timeout_s=timeout_s,
+                executor=executor,
+                tuning_file=tuning,
+                arena_mib=arena_mib,
+            )
             if num_sms_preprocessing_api is not None:
                 validation.integer("num_sms_preprocessing_api", num_sms_preprocessing_api, 1)
             self.comm_stream = streams.chosen(comm_stream, o.device)
@@ -114,11 +143,22 @@ class HybridEPBuffer(Named):
 
     # ---- the four verbs
     @streams.on_comm_stream
-    def dispatch(self, hidden: Tensor, scaling_factor: Tensor | None = None, topk_idx: Tensor | None = None,
-                 topk_weights: Tensor | None = None, num_of_experts: int | None = None, probs: Tensor | None = None,
-                 routing_map: Tensor | None = None, num_dispatched_tokens_tensor: Tensor | None = None,
-                 num_dispatched_tokens: int | None = None, handle: Handle | Routed | None = None,
-                 num_of_tokens_per_rank: int | None = None, *, num_sms: int | None = None) -> Dispatched:
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: Handle | Routed | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        *,
+        num_sms: int | None = None,
+    ) -> Dispatched:
         """Sends each token once to every rank that holds one of its experts.
 
         hidden [T, H], any 1, 2, 4 or 8 byte dtype, rows of a multiple of 16 bytes. scaling_factor [T, S] travels
@@ -137,13 +177,21 @@ class HybridEPBuffer(Named):
             blocks = session.blocks("dispatch", num_sms, self.config)
             given = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map)
             plan, fresh, routed = verbs.plan_or_route(
-                session, DISPATCHED, handle, given, Call(hidden, scaling_factor, False), self.config)
+                session, DISPATCHED, handle, given, Call(hidden, scaling_factor, False), self.config
+            )
             rows, weights, scales = self._send(session, plan, hidden, scaling_factor, fresh, routed, None, blocks)
         return rows, weights, scales, _returned(handle) or dispatch_handle(plan, self.config)
 
     @streams.on_comm_stream
-    def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None, *,
-                fp32_partials: bool = False, num_sms: int | None = None) -> Combined:
+    def combine(
+        self,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: Handle | None = None,
+        *,
+        fp32_partials: bool = False,
+        num_sms: int | None = None,
+    ) -> Combined:
         """The sum of what the ranks return for each token of the handle's dispatch: ([T, H], probs or None).
 
         hidden [M, H] bf16, fp16 or fp32, in the order of dispatch's rows. Sums are fp32 in a fixed order (a
@@ -160,16 +208,29 @@ class HybridEPBuffer(Named):
             return verbs.gather(session, plan, x, w, permuted=False, fp32_partials=fp32_partials, blocks=blocks)
 
     @streams.on_comm_stream
-    def dispatch_with_permute(self, *, hidden: Tensor, topk_idx: Tensor | None = None,
-                              topk_weights: Tensor | None = None, num_of_experts_per_rank: int | None = None,
-                              num_of_experts: int | None = None, use_fp8: bool | None = None,
-                              routing_map: Tensor | None = None, probs: Tensor | None = None,
-                              scaling_factor: Tensor | None = None, num_permuted_tokens: int | Tensor | None = None,
-                              pad_multiple: int | None = None, num_of_tokens_per_rank: int | None = None,
-                              handle: Handle | Routed | None = None, non_blocking: bool = False,
-                              fuse_permute_dispatch: bool = False, num_dispatched_tokens: int | None = None,
-                              use_host_meta: bool | None = None, pad_empty_experts: bool = False,
-                              num_sms: int | None = None) -> Permuted:
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | Tensor | None = None,
+        pad_multiple: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        handle: Handle | Routed | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+        pad_empty_experts: bool = False,
+        num_sms: int | None = None,
+    ) -> Permuted:
         """dispatch, with the rows laid out by local expert, each expert's group padded to pad_multiple with
         zero rows.
 
@@ -189,26 +250,59 @@ class HybridEPBuffer(Named):
             non_blocking = not use_host_meta
         num_of_experts = validation.group_experts(num_of_experts, num_of_experts_per_rank, self.group_size)
         call = Call.permuted(
-            hidden, scaling_factor, num_permuted_tokens=num_permuted_tokens, pad_multiple=pad_multiple, use_fp8=use_fp8,
-            non_blocking=non_blocking, pad_empty_experts=pad_empty_experts, routed=handle is None)
+            hidden,
+            scaling_factor,
+            num_permuted_tokens=num_permuted_tokens,
+            pad_multiple=pad_multiple,
+            use_fp8=use_fp8,
+            non_blocking=non_blocking,
+            pad_empty_experts=pad_empty_experts,
+            routed=handle is None,
+        )
         given, budget = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map), call.budget
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
             plan, fresh, routed = verbs.plan_or_route(session, PERMUTED, handle, given, call, self.config)
             if budget is not None and budget < plan.num_permuted_rows:
-                raise ValueError(f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
-                                 "the handle; give at least as many, or None")
-            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, fresh, routed,
-                                               plan.num_permuted_rows if budget is None else budget, blocks)
-        return (rows, weights, scales, plan.padded_tokens_per_expert,
-                _returned(handle) or permute_handle(plan, self.config))
+                raise ValueError(
+                    f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
+                    "the handle; give at least as many, or None"
+                )
+            rows, weights, scales = self._send(
+                session,
+                plan,
+                hidden,
+                scaling_factor,
+                fresh,
+                routed,
+                plan.num_permuted_rows if budget is None else budget,
+                blocks,
+            )
+        return (
+            rows,
+            weights,
+            scales,
+            plan.padded_tokens_per_expert,
+            _returned(handle) or permute_handle(plan, self.config),
+        )
 
     @streams.on_comm_stream
-    def route(self, hidden: Tensor, *, permute: bool, topk_idx: Tensor | None = None,
-              topk_weights: Tensor | None = None, num_of_experts: int | None = None, probs: Tensor | None = None,
-              routing_map: Tensor | None = None, scaling_factor: Tensor | None = None,
-              num_permuted_tokens: int | Tensor | None = None, pad_multiple: int | None = None,
-              non_blocking: bool = False, pad_empty_experts: bool = False) -> Routed:
+    def route(
+        self,
+        hidden: Tensor,
+        *,
+        permute: bool,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | Tensor | None = None,
+        pad_multiple: int | None = None,
+        non_blocking: bool = False,
+        pad_empty_experts: bool = False,
+    ) -> Routed:
         """What a dispatch does before it sends a row: ranks exchange their counts, and every row is placed.
 
         Arguments as in the verb that is to follow, dispatch_with_permute (permute=True) or dispatch; of hidden and
@@ -218,19 +312,34 @@ class HybridEPBuffer(Named):
         validation.flag("permute", permute)
         call = Call(hidden, scaling_factor, False)
         if permute:
-            call = Call.permuted(hidden, scaling_factor, num_permuted_tokens=num_permuted_tokens,
-                                 pad_multiple=pad_multiple, non_blocking=non_blocking,
-                                 pad_empty_experts=pad_empty_experts, routed=True)
+            call = Call.permuted(
+                hidden,
+                scaling_factor,
+                num_permuted_tokens=num_permuted_tokens,
+                pad_multiple=pad_multiple,
+                non_blocking=non_blocking,
+                pad_empty_experts=pad_empty_experts,
+                routed=True,
+            )
         kind = PERMUTED if permute else DISPATCHED
         with self._busy() as session:
             given = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map)
             return Routed(verbs.plan_or_route(session, kind, None, given, call, self.config)[0], kind)
 
     @streams.on_comm_stream
-    def combine_with_unpermute(self, *, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None,
-                               pad_multiple: int | None = None, fuse_unpermute_combine: bool = False,
-                               num_dispatched_tokens: int | None = None, weighted: bool = False,
-                               fp32_partials: bool = False, num_sms: int | None = None) -> Combined:
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: Handle | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+        weighted: bool = False,
+        fp32_partials: bool = False,
+        num_sms: int | None = None,
+    ) -> Combined:
         """combine for rows laid out by dispatch_with_permute: ([T, H], probs fp32 [T, E] or None).
 
         hidden [P, H] bf16, fp16 or fp32; rows beyond the handle's are ignored, as are padding rows. A rank's
@@ -243,21 +352,29 @@ class HybridEPBuffer(Named):
         with self._busy() as session:
             plan = validation.handle(handle, PERMUTED, self._topology)
             x = validation.summable_rows("hidden", hidden, plan.num_permuted_rows, at_least=True)
-            w = None if probs is None else validation.weights("probs", probs, (plan.num_permuted_rows,),
-                                                              at_least=True)
+            w = None if probs is None else validation.weights("probs", probs, (plan.num_permuted_rows,), at_least=True)
             if validation.flag("weighted", weighted) and (w is not None or not plan.has_weights):
-                raise ValueError("weighted=True multiplies by the weights of the handle's dispatch, which had "
-                                 f"{'some' if plan.has_weights else 'none'}, and probs is "
-                                 f"{validation.describe(probs)}; give weights to dispatch_with_permute and none here")
+                raise ValueError(
+                    "weighted=True multiplies by the weights of the handle's dispatch, which had "
+                    f"{'some' if plan.has_weights else 'none'}, and probs is "
+                    f"{validation.describe(probs)}; give weights to dispatch_with_permute and none here"
+                )
             blocks = session.blocks("combine", num_sms, self.config)
-            return verbs.gather(session, plan, x, w, permuted=True, weighted=weighted, fp32_partials=fp32_partials,
-                                blocks=blocks)
+            return verbs.gather(
+                session, plan, x, w, permuted=True, weighted=weighted, fp32_partials=fp32_partials, blocks=blocks
+            )
 
     # ---- configuration, reports, life
-    def update_template_config(self, hidden_dim: int | None = None, num_of_tokens_per_rank: int | None = None,
-                               num_local_experts: int | None = None, pad_multiple: int | None = None,
-                               use_fp8: bool | None = None, fuse_permute_dispatch: bool = False,
-                               **kwargs: Any) -> HybridEpConfigInstance:
+    def update_template_config(
+        self,
+        hidden_dim: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        num_local_experts: int | None = None,
+        pad_multiple: int | None = None,
+        use_fp8: bool | None = None,
+        fuse_permute_dispatch: bool = False,
+        **kwargs: Any,
+    ) -> HybridEpConfigInstance:
         """Raises the capacities that the next routed dispatch makes room for and sets template fields by
         name.
 
@@ -268,8 +385,10 @@ class HybridEPBuffer(Named):
         if hidden_dim is not None:
             config.hidden_dim = max(config.hidden_dim, validation.hidden_dim(hidden_dim))
         if num_of_tokens_per_rank is not None:
-            config.max_num_of_tokens_per_rank = max(config.max_num_of_tokens_per_rank, validation.integer(
-                "num_of_tokens_per_rank", num_of_tokens_per_rank, 0))
+            config.max_num_of_tokens_per_rank = max(
+                config.max_num_of_tokens_per_rank,
+                validation.integer("num_of_tokens_per_rank", num_of_tokens_per_rank, 0),
+            )
         if num_local_experts is not None:
             config.num_of_experts_per_rank = validation.integer("num_local_experts", num_local_experts, 1)
         if pad_multiple is not None:
@@ -336,7 +455,8 @@ class HybridEPBuffer(Named):
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: it is registered memory that all ranks of a group "
             "made together. Use it by reference (keep it in a global or a registry, not in the module that is copied "
-            "or saved), or construct a new one on all ranks")
+            "or saved), or construct a new one on all ranks"
+        )
 
     def stream_of_calls(self) -> torch.cuda.Stream | None:
         """The stream of calls that leave the current one: comm_stream, or the buffer's own. None on a CPU."""
@@ -361,8 +481,17 @@ class HybridEPBuffer(Named):
         with self._open_session().guard() as session, validation.on(session.options.device):
             yield session
 
-    def _send(self, session: Session, plan: Plan, hidden: Tensor, scale: Tensor | None, weights: Tensor | None,
-              routed: bool, num_permuted: int | None, blocks: tuple[int, int]) -> Received:
+    def _send(
+        self,
+        session: Session,
+        plan: Plan,
+        hidden: Tensor,
+        scale: Tensor | None,
+        weights: Tensor | None,
+        routed: bool,
+        num_permuted: int | None,
+        blocks: tuple[int, int],
+    ) -> Received:
         """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
         x = aligned(hidden)
         padded_scale = None if scale is None else pad_rows(scale)
@@ -370,14 +499,26 @@ class HybridEPBuffer(Named):
         session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
         rows = plan.num_recv_rows if num_permuted is None else num_permuted
         columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else 1
-        out, out_scale, out_weights = session.dispatched(rows, row_bytes(x), scale_bytes, columns,
-                                                         num_permuted is not None and plan.has_holes)
+        out, out_scale, out_weights = session.dispatched(
+            rows, row_bytes(x), scale_bytes, columns, num_permuted is not None and plan.has_holes
+        )
         session.engine.dispatch(
-            plan.core, x=view("hidden", x), scale=view("scaling_factor", padded_scale),
-            weights=view("weights", weights), routed_weights=routed, out_x=view("out_x", out.view(x.dtype)),
-            out_scale=view("out_scale", out_scale), out_weights=view("out_weights", out_weights),
-            row_bytes=row_bytes(x), scale_bytes=scale_bytes, permute=num_permuted is not None, out_rows=rows,
-            num_blocks=blocks[0], deliver_blocks=blocks[1], chunk_tokens=session.chunks["dispatch"])
+            plan.core,
+            x=view("hidden", x),
+            scale=view("scaling_factor", padded_scale),
+            weights=view("weights", weights),
+            routed_weights=routed,
+            out_x=view("out_x", out.view(x.dtype)),
+            out_scale=view("out_scale", out_scale),
+            out_weights=view("out_weights", out_weights),
+            row_bytes=row_bytes(x),
+            scale_bytes=scale_bytes,
+            permute=num_permuted is not None,
+            out_rows=rows,
+            num_blocks=blocks[0],
+            deliver_blocks=blocks[1],
+            chunk_tokens=session.chunks["dispatch"],
+        )
         out_weights = out_weights if num_permuted is None or out_weights is None else out_weights.view(rows)
         scales = None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
         return out.view(x.dtype), out_weights, scales

@@ -74,8 +74,13 @@ class HybridEpConfigInstance:
 
     def is_valid(self, fuse_permute_dispatch: bool = False) -> bool:
         """Whether a dispatch can make room for it; deep_ep's callers ask before they use one."""
-        counts = (self.hidden_dim, self.num_of_experts_per_rank, self.num_of_ranks_per_node, self.num_of_nodes,
-                  *self.tuned().values())
+        counts = (
+            self.hidden_dim,
+            self.num_of_experts_per_rank,
+            self.num_of_ranks_per_node,
+            self.num_of_nodes,
+            *self.tuned().values(),
+        )
         return all(isinstance(n, int) and n >= 1 for n in counts) and self.max_num_of_tokens_per_rank >= 0
 
     def with_plan(self, plan: Any) -> HybridEpConfigInstance:
@@ -91,8 +96,11 @@ class HybridEpConfigInstance:
     def tuned(self) -> dict[str, int]:
         """Blocks and chunks as they are set; those that may be None only where they are not."""
         ops = ("dispatch", "combine")
-        values = {f"num_of_{what}_{op}_api": getattr(self, f"num_of_{what}_{op}_api")
-                  for what in ("blocks", "tokens_per_chunk") for op in ops}
+        values = {
+            f"num_of_{what}_{op}_api": getattr(self, f"num_of_{what}_{op}_api")
+            for what in ("blocks", "tokens_per_chunk")
+            for op in ops
+        }
         own = {f"num_of_blocks_{op}": getattr(self, f"num_of_blocks_{op}") for op in ("permute", "unpermute")}
         return values | {name: value for name, value in own.items() if value is not None}
 

@@ -41,33 +41,90 @@ MOST_SECONDS = 1e9  # of a deadline: 30 years, which still fit the nanoseconds t
 _MOST_RANKS, MOST_MIB, _MOST_SEED = 1 << 20, 1 << 24, (1 << 63) - 1
 
 
-TABLE = {v.name: v for v in (
-    Variable("HYBRID_EP_RANKS_PER_NODE", _integer(1, _MOST_RANKS), f"integer from 1 to {_MOST_RANKS}", None,
-             "Ranks of one NVLink domain. Default: what the GPUs find out; elsewhere the ranks of one host."),
-    Variable("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", _integer(1, _MOST_RANKS),
-             f"integer from 1 to {_MOST_RANKS}", None,
-             "deep_ep's name for HYBRID_EP_RANKS_PER_NODE, which wins when both are set."),
-    Variable("HYBRID_EP_TIMEOUT_S", _seconds, f"number of seconds above 0, at most {MOST_SECONDS:.0e}", 100.0,
-             "Deadline of every wait for another rank."),
-    Variable("HYBRID_EP_EXECUTOR", str, "name of an executor", "host",
-             "Which machine runs the pipeline; hybrid_ep._core.executors() lists them."),
-    Variable("HYBRID_EP_NUM_BLOCKS", _integer(1, MOST_BLOCKS), f"integer from 1 to {MOST_BLOCKS}", None,
-             "Blocks of an operation where num_sms_* say nothing. Default: from link rates on GPUs (sm_plan), else 1."),
-    Variable("HYBRID_EP_TUNING", str, "path of a file", None,
-             "File of `hybrid-ep tune`: blocks (where num_sms_* say nothing) and chunks, by device and shape."),
-    Variable("HYBRID_EP_RESULT_CACHE_MIB", _integer(0, MOST_MIB), f"number of MiB from 0 to {MOST_MIB}", 512,
-             "Idle host memory that a buffer keeps for its next large results; 0: none."),
-    Variable("HYBRID_EP_ARENA_MIB", _integer(0, MOST_MIB), f"number of MiB from 0 to {MOST_MIB}", None,
-             "Registered memory of a buffer for results of dispatch, where rows land without a copy; 0: none. Default: "
-             "two and a half results of a balanced call, at most 1 GiB. On GPUs there is none yet."),
-    Variable("EXPERT_STATISTIC_ITER_RANGE", str, "range of iterations, 100-200", None,
-             "TensorRT-LLM's name: megatron_patches counts tokens per layer and expert in these iterations, the last "
-             "not included. The flags --hybrid-ep-load-stats and --hybrid-ep-load-stats-range win."),
-    Variable("EXPERT_STATISTIC_PATH", str, "path", "expert_statistic",
-             "TensorRT-LLM's name for where they are written: a folder, or a name that ends in .jsonl."),
-    Variable("HYBRID_EP_SEED", _integer(0, _MOST_SEED), f"integer from 0 to {_MOST_SEED}", 0,
-             "Seed of the checking executors' choices of order."),
-)}
+TABLE = {
+    v.name: v
+    for v in (
+        Variable(
+            "HYBRID_EP_RANKS_PER_NODE",
+            _integer(1, _MOST_RANKS),
+            f"integer from 1 to {_MOST_RANKS}",
+            None,
+            "Ranks of one NVLink domain. Default: what the GPUs find out; elsewhere the ranks of one host.",
+        ),
+        Variable(
+            "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN",
+            _integer(1, _MOST_RANKS),
+            f"integer from 1 to {_MOST_RANKS}",
+            None,
+            "deep_ep's name for HYBRID_EP_RANKS_PER_NODE, which wins when both are set.",
+        ),
+        Variable(
+            "HYBRID_EP_TIMEOUT_S",
+            _seconds,
+            f"number of seconds above 0, at most {MOST_SECONDS:.0e}",
+            100.0,
+            "Deadline of every wait for another rank.",
+        ),
+        Variable(
+            "HYBRID_EP_EXECUTOR",
+            str,
+            "name of an executor",
+            "host",
+            "Which machine runs the pipeline; hybrid_ep._core.executors() lists them.",
+        ),
+        Variable(
+            "HYBRID_EP_NUM_BLOCKS",
+            _integer(1, MOST_BLOCKS),
+            f"integer from 1 to {MOST_BLOCKS}",
+            None,
+            "Blocks of an operation where num_sms_* say nothing. Default: from link rates on GPUs (sm_plan), else 1.",
+        ),
+        Variable(
+            "HYBRID_EP_TUNING",
+            str,
+            "path of a file",
+            None,
+            "File of `hybrid-ep tune`: blocks (where num_sms_* say nothing) and chunks, by device and shape.",
+        ),
+        Variable(
+            "HYBRID_EP_RESULT_CACHE_MIB",
+            _integer(0, MOST_MIB),
+            f"number of MiB from 0 to {MOST_MIB}",
+            512,
+            "Idle host memory that a buffer keeps for its next large results; 0: none.",
+        ),
+        Variable(
+            "HYBRID_EP_ARENA_MIB",
+            _integer(0, MOST_MIB),
+            f"number of MiB from 0 to {MOST_MIB}",
+            None,
+            "Registered memory of a buffer for results of dispatch, where rows land without a copy; 0: none. Default: "
+            "two and a half results of a balanced call, at most 1 GiB. On GPUs there is none yet.",
+        ),
+        Variable(
+            "EXPERT_STATISTIC_ITER_RANGE",
+            str,
+            "range of iterations, 100-200",
+            None,
+            "TensorRT-LLM's name: megatron_patches counts tokens per layer and expert in these iterations, the last "
+            "not included. The flags --hybrid-ep-load-stats and --hybrid-ep-load-stats-range win.",
+        ),
+        Variable(
+            "EXPERT_STATISTIC_PATH",
+            str,
+            "path",
+            "expert_statistic",
+            "TensorRT-LLM's name for where they are written: a folder, or a name that ends in .jsonl.",
+        ),
+        Variable(
+            "HYBRID_EP_SEED",
+            _integer(0, _MOST_SEED),
+            f"integer from 0 to {_MOST_SEED}",
+            0,
+            "Seed of the checking executors' choices of order.",
+        ),
+    )
+}
 
 
 def get(name: str) -> Any:
@@ -79,8 +136,10 @@ def get(name: str) -> Any:
     try:
         return variable.parse(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r:.80} is not a valid {variable.type_name}; unset or "
-                         f"mend it: {variable.meaning}") from None
+        raise ValueError(
+            f"environment variable {name}={text!r:.80} is not a valid {variable.type_name}; unset or "
+            f"mend it: {variable.meaning}"
+        ) from None
 
 
 def check() -> None:
@@ -93,8 +152,10 @@ def check() -> None:
 def table() -> str:
     """The table as Markdown."""
     lines = ["| variable | type | default | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{v.name}` | {v.type_name} | {'' if v.default is None else v.default} | {v.meaning} |"
-              for v in TABLE.values()]
+    lines += [
+        f"| `{v.name}` | {v.type_name} | {'' if v.default is None else v.default} | {v.meaning} |"
+        for v in TABLE.values()
+    ]
     return "\n".join(lines)
 
 

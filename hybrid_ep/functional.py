@@ -23,23 +23,50 @@ from hybrid_ep.runtime import eager
 from hybrid_ep.runtime.signatures import Buffer, Combined, Handle
 
 
-def dispatch(buffer: Buffer, hidden: Tensor, *, topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
-             num_of_experts: int | None = None, routing_map: Tensor | None = None, probs: Tensor | None = None,
-             scaling_factor: Tensor | None = None, handle: Handle | None = None) -> tuple[Any, ...]:
+def dispatch(
+    buffer: Buffer,
+    hidden: Tensor,
+    *,
+    topk_idx: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    num_of_experts: int | None = None,
+    routing_map: Tensor | None = None,
+    probs: Tensor | None = None,
+    scaling_factor: Tensor | None = None,
+    handle: Handle | None = None,
+) -> tuple[Any, ...]:
     """Differentiable HybridEPBuffer.dispatch: (rows [M, H], weights [M, experts of this node] or None,
     scales, handle)."""
-    given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "routing_map": routing_map, "probs": probs,
-             "num_of_experts": num_of_experts, "scaling_factor": scaling_factor, "handle": handle}
+    given = {
+        "topk_idx": topk_idx,
+        "topk_weights": topk_weights,
+        "routing_map": routing_map,
+        "probs": probs,
+        "num_of_experts": num_of_experts,
+        "scaling_factor": scaling_factor,
+        "handle": handle,
+    }
     return _dispatch(buffer, False, hidden, given)
 
 
-def dispatch_with_permute(buffer: Buffer, hidden: Tensor, *, topk_idx: Tensor | None = None,
-                          topk_weights: Tensor | None = None, num_of_experts: int | None = None,
-                          num_of_experts_per_rank: int | None = None, routing_map: Tensor | None = None,
-                          probs: Tensor | None = None, scaling_factor: Tensor | None = None,
-                          num_permuted_tokens: int | Tensor | None = None, pad_multiple: int | None = None,
-                          non_blocking: bool = False, pad_empty_experts: bool = False, handle: Handle | None = None,
-                          dispatch_dtype: str | None = None) -> tuple[Any, ...]:
+def dispatch_with_permute(
+    buffer: Buffer,
+    hidden: Tensor,
+    *,
+    topk_idx: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    num_of_experts: int | None = None,
+    num_of_experts_per_rank: int | None = None,
+    routing_map: Tensor | None = None,
+    probs: Tensor | None = None,
+    scaling_factor: Tensor | None = None,
+    num_permuted_tokens: int | Tensor | None = None,
+    pad_multiple: int | None = None,
+    non_blocking: bool = False,
+    pad_empty_experts: bool = False,
+    handle: Handle | None = None,
+    dispatch_dtype: str | None = None,
+) -> tuple[Any, ...]:
     """Differentiable HybridEPBuffer.dispatch_with_permute: (rows [P, H], weights [P] or None, scales,
     padded_tokens_per_expert, handle).
 
@@ -47,24 +74,38 @@ def dispatch_with_permute(buffer: Buffer, hidden: Tensor, *, topk_idx: Tensor | 
     dequantised, in hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and
     travel unquantised. ValueError with a scaling_factor, for hidden is quantised already then."""
     if quantize.format_of(dispatch_dtype, hidden.shape[1]) and scaling_factor is not None:
-        raise ValueError(f"dispatch_dtype={dispatch_dtype!r} quantises hidden, but scaling_factor says that it is "
-                         "quantised already; give one of them")
-    given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "routing_map": routing_map, "probs": probs,
-             "num_of_experts": num_of_experts, "num_of_experts_per_rank": num_of_experts_per_rank,
-             "scaling_factor": scaling_factor, "num_permuted_tokens": num_permuted_tokens,
-             "pad_multiple": pad_multiple, "pad_empty_experts": pad_empty_experts,
-             "non_blocking": non_blocking, "handle": handle, "dispatch_dtype": dispatch_dtype}
+        raise ValueError(
+            f"dispatch_dtype={dispatch_dtype!r} quantises hidden, but scaling_factor says that it is "
+            "quantised already; give one of them"
+        )
+    given = {
+        "topk_idx": topk_idx,
+        "topk_weights": topk_weights,
+        "routing_map": routing_map,
+        "probs": probs,
+        "num_of_experts": num_of_experts,
+        "num_of_experts_per_rank": num_of_experts_per_rank,
+        "scaling_factor": scaling_factor,
+        "num_permuted_tokens": num_permuted_tokens,
+        "pad_multiple": pad_multiple,
+        "pad_empty_experts": pad_empty_experts,
+        "non_blocking": non_blocking,
+        "handle": handle,
+        "dispatch_dtype": dispatch_dtype,
+    }
     return _dispatch(buffer, True, hidden, given)
 
 
-def combine(buffer: Buffer, hidden: Tensor, handle: Handle, probs: Tensor | None = None, *,
-            fp32_partials: bool = False) -> Combined:
+def combine(
+    buffer: Buffer, hidden: Tensor, handle: Handle, probs: Tensor | None = None, *, fp32_partials: bool = False
+) -> Combined:
     """Differentiable HybridEPBuffer.combine: (tokens [T, H], probs [T, E] or None)."""
     return _combine(buffer, False, hidden, handle, probs, fp32_partials)
 
 
-def combine_with_unpermute(buffer: Buffer, hidden: Tensor, handle: Handle, probs: Tensor | None = None, *,
-                           fp32_partials: bool = False) -> Combined:
+def combine_with_unpermute(
+    buffer: Buffer, hidden: Tensor, handle: Handle, probs: Tensor | None = None, *, fp32_partials: bool = False
+) -> Combined:
     """Differentiable HybridEPBuffer.combine_with_unpermute: (tokens [T, H], probs [T, E] or None)."""
     return _combine(buffer, True, hidden, handle, probs, fp32_partials)
 
@@ -77,8 +118,9 @@ def _dispatch(buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, An
     return eager.dispatch(buffer, permute, hidden, given)
 
 
-def _combine(buffer: Buffer, permute: bool, hidden: Tensor, handle: Handle, probs: Tensor | None,
-             fp32_partials: bool) -> Combined:
+def _combine(
+    buffer: Buffer, permute: bool, hidden: Tensor, handle: Handle, probs: Tensor | None, fp32_partials: bool
+) -> Combined:
     if torch.compiler.is_compiling():
         from hybrid_ep.runtime import compiled
 

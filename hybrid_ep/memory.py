@@ -30,5 +30,6 @@ def report(shape: _core.BufferShape, num_ranks: int) -> MemoryReport:
     regions: dict[str, int] = {}
     for name, _, num_bytes in shape.regions():
         regions[name] = regions.get(name, 0) + num_bytes
-    return MemoryReport(regions, shape.total_bytes - sum(regions.values()), shape.total_bytes,
-                        shape.total_bytes * num_ranks)
+    return MemoryReport(
+        regions, shape.total_bytes - sum(regions.values()), shape.total_bytes, shape.total_bytes * num_ranks
+    )

@@ -89,8 +89,13 @@ class WorldPlan:
     pad_multiple: int
 
 
-def densify(world: World, topk_idx: Tensor | None = None, topk_weights: Tensor | None = None,
-            routing_map: Tensor | None = None, probs: Tensor | None = None) -> Combined:
+def densify(
+    world: World,
+    topk_idx: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> Combined:
     """(route bool [T, E], weights fp32 [T, E] or None). -1 drops a choice; the weights of duplicated experts
     are added in fp32 in the order of the columns. Weights count only where the token is routed."""
     if topk_idx is None:
@@ -109,9 +114,14 @@ def densify(world: World, topk_idx: Tensor | None = None, topk_weights: Tensor |
     return route, weights if topk_weights is not None else None
 
 
-def plan_world(world: World, routes: Sequence[torch.Tensor], pad_multiple: int = 1,
-               budgets: Sequence[int | None] | None = None, recv_capacity: int | None = None,
-               pad_empty_experts: bool = False) -> WorldPlan:
+def plan_world(
+    world: World,
+    routes: Sequence[torch.Tensor],
+    pad_multiple: int = 1,
+    budgets: Sequence[int | None] | None = None,
+    recv_capacity: int | None = None,
+    pad_empty_experts: bool = False,
+) -> WorldPlan:
     """Places every row of every rank.
 
     budgets[r]: permuted rows of rank r (None: any number); what lies behind them is cut off, so that the last
@@ -119,13 +129,22 @@ def plan_world(world: World, routes: Sequence[torch.Tensor], pad_multiple: int =
     dropped, their permuted rows remain, as zeros. pad_empty_experts: an expert without rows gets pad_multiple
     zero rows."""
     budgets = [None] * world.num_ranks if budgets is None else budgets
-    plans = [_plan_rank(world, rank, routes, pad_multiple or 1, budgets[rank], recv_capacity, pad_empty_experts)
-             for rank in range(world.num_ranks)]
+    plans = [
+        _plan_rank(world, rank, routes, pad_multiple or 1, budgets[rank], recv_capacity, pad_empty_experts)
+        for rank in range(world.num_ranks)
+    ]
     return WorldPlan(world, list(routes), plans, pad_multiple or 1)
 
 
-def _plan_rank(world: World, rank: int, routes: Sequence[torch.Tensor], pad: int, budget: int | None,
-               recv_capacity: int | None, pad_empty: bool) -> RankPlan:
+def _plan_rank(
+    world: World,
+    rank: int,
+    routes: Sequence[torch.Tensor],
+    pad: int,
+    budget: int | None,
+    recv_capacity: int | None,
+    pad_empty: bool,
+) -> RankPlan:
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for s, route in enumerate(routes):
         mine = route[:, world.experts_of_rank(rank)]
@@ -148,12 +167,26 @@ def _plan_rank(world: World, rank: int, routes: Sequence[torch.Tensor], pad: int
     dropped = int(local.sum()) - sum(kept)
     source, token, local, dense_to_expert = (x[:recv_capacity] for x in (source, token, local, dense_to_expert))
     overflow = dropped > 0 or source.numel() < num_rows
-    return RankPlan(source, token, local, dense_to_expert, torch.tensor(kept, dtype=torch.int32, device="cpu"),
-                    torch.tensor(padded, dtype=torch.int64, device="cpu"), overflow, dropped)
+    return RankPlan(
+        source,
+        token,
+        local,
+        dense_to_expert,
+        torch.tensor(kept, dtype=torch.int32, device="cpu"),
+        torch.tensor(padded, dtype=torch.int64, device="cpu"),
+        overflow,
+        dropped,
+    )
 
 
-def dispatch_world(plan: WorldPlan, hidden: Tensors, weights: Tensors | None = None, scales: Tensors | None = None,
-                   permute: bool = True, out_rows: Sequence[int | None] | None = None) -> list[Received]:
+def dispatch_world(
+    plan: WorldPlan,
+    hidden: Tensors,
+    weights: Tensors | None = None,
+    scales: Tensors | None = None,
+    permute: bool = True,
+    out_rows: Sequence[int | None] | None = None,
+) -> list[Received]:
     """[(rows, weights or None, scales or None)] of every rank.
 
     hidden[r] [T_r, H], weights[r] fp32 dense [T_r, E], scales[r] [T_r, S]. Without permute: M rows and the
@@ -176,9 +209,13 @@ def dispatch_world(plan: WorldPlan, hidden: Tensors, weights: Tensors | None = N
         num_rows = mine.num_permuted_rows if asked is None else asked
         row, expert = (mine.dense_to_expert >= 0).nonzero(as_tuple=True)
         slot = mine.dense_to_expert[row, expert].long()
-        results.append((_place(_indexable(x)[row].view(x.dtype), slot, num_rows),
-                        None if w is None else _place(w[:, world.experts_of_rank(rank)][row, expert], slot, num_rows),
-                        None if scale is None else _place(scale[row], slot, num_rows)))
+        results.append(
+            (
+                _place(_indexable(x)[row].view(x.dtype), slot, num_rows),
+                None if w is None else _place(w[:, world.experts_of_rank(rank)][row, expert], slot, num_rows),
+                None if scale is None else _place(scale[row], slot, num_rows),
+            )
+        )
     return results
 
 
@@ -198,8 +235,14 @@ def _indexable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if _is_fp8(tensor) else tensor
 
 
-def combine_world(plan: WorldPlan, rows: Tensors, weights: Sequence[Tensor | None] | None = None, permuted: bool = True,
-                  weighted: bool = False, fp32_partials: bool = False) -> list[Combined]:
+def combine_world(
+    plan: WorldPlan,
+    rows: Tensors,
+    weights: Sequence[Tensor | None] | None = None,
+    permuted: bool = True,
+    weighted: bool = False,
+    fp32_partials: bool = False,
+) -> list[Combined]:
     """[(tokens [T_r, H], probs [T_r, E] or None)] of every rank: the sum of what its tokens' experts
     returned.
 
@@ -223,8 +266,9 @@ def combine_world(plan: WorldPlan, rows: Tensors, weights: Sequence[Tensor | Non
     return [_combine_rank(plan, s, partials, returned, dtype, fp32_partials) for s in range(plan.world.num_ranks)]
 
 
-def _rank_partial(mine: RankPlan, x: Tensor, weight: Tensor | None, permuted: bool,
-                  round_to: torch.dtype | None) -> Tensor:
+def _rank_partial(
+    mine: RankPlan, x: Tensor, weight: Tensor | None, permuted: bool, round_to: torch.dtype | None
+) -> Tensor:
     if not permuted:
         return x.float()
     partial = torch.full((mine.num_recv_rows, x.shape[1]), _NOTHING, dtype=torch.float32, device="cpu")
@@ -241,16 +285,18 @@ def _returned_weights(plan: WorldPlan, rank: int, w: Tensor, permuted: bool) -> 
     if not permuted:
         return w.float()
     world, mine = plan.world, plan.ranks[rank]
-    out = torch.zeros(mine.num_recv_rows, world.num_local_ranks * world.num_local_experts, dtype=torch.float32,
-                      device="cpu")
+    out = torch.zeros(
+        mine.num_recv_rows, world.num_local_ranks * world.num_local_experts, dtype=torch.float32, device="cpu"
+    )
     row, expert = (mine.dense_to_expert >= 0).nonzero(as_tuple=True)
     first = rank % world.num_local_ranks * world.num_local_experts
     out[row, first + expert] = w[mine.dense_to_expert[row, expert].long()].float()
     return out
 
 
-def _combine_rank(plan: WorldPlan, s: int, partials: Tensors, returned: Tensors | None, dtype: torch.dtype,
-                  fp32_partials: bool) -> Combined:
+def _combine_rank(
+    plan: WorldPlan, s: int, partials: Tensors, returned: Tensors | None, dtype: torch.dtype, fp32_partials: bool
+) -> Combined:
     world, num_tokens = plan.world, plan.routes[s].shape[0]
     own = s // world.num_local_ranks
     total = torch.full((num_tokens, partials[0].shape[1]), _NOTHING, dtype=torch.float32, device="cpu")
@@ -280,17 +326,36 @@ class ReferenceBuffer(Named):
     Handles are tuples of the same lengths with the plan and the dispatched weights in the config element; of
     the documented tensors they hold those that one rank's plan says. Every call is collective."""
 
-    def __init__(self, group: dist.ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int,
-                 num_local_experts: int, use_fp8: bool = False, num_sms_dispatch_api: int | None = None,
-                 num_sms_combine_api: int | None = None, num_sms_preprocessing_api: int | None = None,
-                 num_blocks_permute: int | None = None, num_blocks_unpermute: int | None = None,
-                 load_cached_kernels: bool = False, use_shared_buffer: bool = True,
-                 enable_custom_allgather: bool = False, num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
-                 use_mnnvl: bool | None = None, *, overflow: str = "raise", **_: object) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+        *,
+        overflow: str = "raise",
+        **_: object,
+    ) -> None:
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         declared = num_of_hybrid_ep_ranks_per_nvlink_domain
-        ranks_per_node = self.group_size if declared is None else topology.local_ranks(
-            dist.get_process_group_ranks(group), declared, "num_of_hybrid_ep_ranks_per_nvlink_domain")
+        ranks_per_node = (
+            self.group_size
+            if declared is None
+            else topology.local_ranks(
+                dist.get_process_group_ranks(group), declared, "num_of_hybrid_ep_ranks_per_nvlink_domain"
+            )
+        )
         self.num_of_hybrid_ep_ranks_per_nvlink_domain = ranks_per_node
         self.num_of_nodes = self.group_size // ranks_per_node
         self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
@@ -304,9 +369,18 @@ class ReferenceBuffer(Named):
         dist.all_gather_object(everyone, mine.getvalue(), group=self.group)
         return [torch.load(io.BytesIO(b), map_location="cpu") for b in everyone]
 
-    def _route(self, topk_idx: Tensor | None, topk_weights: Tensor | None, num_experts: int | None,
-               routing_map: Tensor | None, probs: Tensor | None, pad_multiple: int | None, budget: int | None,
-               drop: bool, pad_empty_experts: bool = False) -> tuple[WorldPlan, Tensor | None]:
+    def _route(
+        self,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        num_experts: int | None,
+        routing_map: Tensor | None,
+        probs: Tensor | None,
+        pad_multiple: int | None,
+        budget: int | None,
+        drop: bool,
+        pad_empty_experts: bool = False,
+    ) -> tuple[WorldPlan, Tensor | None]:
         if topk_idx is None:
             if routing_map is None:
                 raise ValueError("give topk_idx (with num_of_experts), routing_map or handle")
@@ -316,76 +390,156 @@ class ReferenceBuffer(Named):
         probs = probs if topk_idx is None else None
         route, weights = densify(world, topk_idx, topk_weights, routing_map, probs)
         everyone = self._gather((route, budget))
-        plan = plan_world(world, [r for r, _ in everyone], pad_multiple or 1, [b for _, b in everyone],
-                          pad_empty_experts=pad_empty_experts)
+        plan = plan_world(
+            world,
+            [r for r, _ in everyone],
+            pad_multiple or 1,
+            [b for _, b in everyone],
+            pad_empty_experts=pad_empty_experts,
+        )
         late = [r for r in range(world.num_ranks) if plan.ranks[r].overflow]
         if late and not drop:
             raise ValueError(f"num_permuted_tokens is too small on ranks {late}; raise it, or drop (non_blocking)")
         return plan, weights
 
-    def dispatch(self, hidden: Tensor, scaling_factor: Tensor | None = None, topk_idx: Tensor | None = None,
-                 topk_weights: Tensor | None = None, num_of_experts: int | None = None, probs: Tensor | None = None,
-                 routing_map: Tensor | None = None, num_dispatched_tokens_tensor: Tensor | None = None,
-                 num_dispatched_tokens: int | None = None, handle: Handle | None = None) -> Dispatched:
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: int | None = None,
+        handle: Handle | None = None,
+    ) -> Dispatched:
         if handle is None:
             plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, 1, None, True)
         else:
             (plan, _), weights = _plan_of(handle, DISPATCHED), probs
         rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, False, None)
         mine = plan.ranks[self.rank]
-        return rows, out_probs, scales, (
-            None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32, device="cpu"), mine.local_route,
-            hidden.shape[0], (plan, None)) if handle is None else handle
+        return (
+            rows,
+            out_probs,
+            scales,
+            (
+                None,
+                None,
+                None,
+                torch.tensor([mine.num_recv_rows], dtype=torch.int32, device="cpu"),
+                mine.local_route,
+                hidden.shape[0],
+                (plan, None),
+            )
+            if handle is None
+            else handle,
+        )
 
-    def dispatch_with_permute(self, *, hidden: Tensor, topk_idx: Tensor | None = None,
-                              topk_weights: Tensor | None = None, num_of_experts_per_rank: int | None = None,
-                              num_of_experts: int | None = None, use_fp8: bool | None = None,
-                              routing_map: Tensor | None = None, probs: Tensor | None = None,
-                              scaling_factor: Tensor | None = None, num_permuted_tokens: int | Tensor | None = None,
-                              pad_multiple: int | None = None, handle: Handle | None = None, non_blocking: bool = False,
-                              fuse_permute_dispatch: bool = False, num_dispatched_tokens: int | None = None,
-                              use_host_meta: bool | None = None, pad_empty_experts: bool = False) -> Permuted:
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | Tensor | None = None,
+        pad_multiple: int | None = None,
+        handle: Handle | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+        pad_empty_experts: bool = False,
+    ) -> Permuted:
         out_rows = None if num_permuted_tokens is None else int(num_permuted_tokens)
         if handle is None:
             if num_of_experts is None and num_of_experts_per_rank is not None:
                 num_of_experts = num_of_experts_per_rank * self.group_size
-            plan, weights = self._route(topk_idx, topk_weights, num_of_experts, routing_map, probs, pad_multiple,
-                                        out_rows,
-                                        non_blocking or self.overflow == "drop", pad_empty_experts)
+            plan, weights = self._route(
+                topk_idx,
+                topk_weights,
+                num_of_experts,
+                routing_map,
+                probs,
+                pad_multiple,
+                out_rows,
+                non_blocking or self.overflow == "drop",
+                pad_empty_experts,
+            )
         else:
             (plan, _), weights = _plan_of(handle, PERMUTED), probs
         mine = plan.ranks[self.rank]
         rows, out_probs, scales = self._exchange(plan, hidden, weights, scaling_factor, True, out_rows)
         if handle is None:
             ends = [int((mine.source <= s).sum()) for s in range(self.group_size)]
-            handle = (None, None, None, torch.tensor([mine.num_recv_rows], dtype=torch.int32, device="cpu"),
-                      mine.local_route, torch.tensor(ends, dtype=torch.int32, device="cpu"), mine.dense_to_expert,
-                      mine.tokens_per_expert, hidden.shape[0], (plan, out_probs),
-                      torch.tensor([int(mine.overflow)], dtype=torch.int32, device="cpu"))
+            handle = (
+                None,
+                None,
+                None,
+                torch.tensor([mine.num_recv_rows], dtype=torch.int32, device="cpu"),
+                mine.local_route,
+                torch.tensor(ends, dtype=torch.int32, device="cpu"),
+                mine.dense_to_expert,
+                mine.tokens_per_expert,
+                hidden.shape[0],
+                (plan, out_probs),
+                torch.tensor([int(mine.overflow)], dtype=torch.int32, device="cpu"),
+            )
         return rows, out_probs, scales, mine.padded_tokens_per_expert.clone(), handle
 
-    def _exchange(self, plan: WorldPlan, hidden: Tensor, weights: Tensor | None, scales: Tensor | None, permute: bool,
-                  out_rows: int | None) -> Received:
+    def _exchange(
+        self,
+        plan: WorldPlan,
+        hidden: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        permute: bool,
+        out_rows: int | None,
+    ) -> Received:
         everyone = self._gather((hidden.detach(), weights, scales, out_rows))
         columns: list[Any] = [list(c) for c in zip(*everyone, strict=True)]
-        return dispatch_world(plan, columns[0], columns[1] if weights is not None else None,
-                              columns[2] if scales is not None else None, permute, columns[3])[self.rank]
+        return dispatch_world(
+            plan,
+            columns[0],
+            columns[1] if weights is not None else None,
+            columns[2] if scales is not None else None,
+            permute,
+            columns[3],
+        )[self.rank]
 
-    def combine(self, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None, *,
-                fp32_partials: bool = False) -> Combined:
+    def combine(
+        self, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None, *, fp32_partials: bool = False
+    ) -> Combined:
         return self._combine(_plan_of(handle, DISPATCHED)[0], hidden, probs, False, False, fp32_partials)
 
-    def combine_with_unpermute(self, *, hidden: Tensor, probs: Tensor | None = None, handle: Handle | None = None,
-                               pad_multiple: int | None = None, fuse_unpermute_combine: bool = False,
-                               num_dispatched_tokens: int | None = None, weighted: bool = False,
-                               fp32_partials: bool = False) -> Combined:
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: Handle | None = None,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+        weighted: bool = False,
+        fp32_partials: bool = False,
+    ) -> Combined:
         plan, dispatched = _plan_of(handle, PERMUTED)
         if weighted and probs is not None:
             raise ValueError("weighted=True multiplies by the dispatched weights; leave probs out")
         return self._combine(plan, hidden, dispatched if weighted else probs, True, weighted, fp32_partials)
 
-    def _combine(self, plan: WorldPlan, hidden: Tensor, probs: Tensor | None, permuted: bool, weighted: bool,
-                 fp32_partials: bool) -> Combined:
+    def _combine(
+        self, plan: WorldPlan, hidden: Tensor, probs: Tensor | None, permuted: bool, weighted: bool, fp32_partials: bool
+    ) -> Combined:
         if hidden.dtype not in _FLOATS:
             raise ValueError(f"hidden has dtype {hidden.dtype}; combine sums bfloat16, float16 or float32")
         everyone = self._gather((hidden.detach(), probs))

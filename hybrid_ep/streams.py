@@ -59,11 +59,15 @@ def chosen(comm_stream: Any, device: torch.device) -> Any:
     if comm_stream is None or (isinstance(comm_stream, str) and comm_stream == OWN):
         return comm_stream
     if not isinstance(comm_stream, torch.Stream):
-        raise ValueError(f"comm_stream={comm_stream!r} must be a torch.cuda.Stream, '{OWN}' (the buffer makes one), or "
-                         "None (calls run on the current stream)")
+        raise ValueError(
+            f"comm_stream={comm_stream!r} must be a torch.cuda.Stream, '{OWN}' (the buffer makes one), or "
+            "None (calls run on the current stream)"
+        )
     if comm_stream.device != device:
-        raise ValueError(f"comm_stream is a stream of {comm_stream.device}, but this buffer runs on {device}; give one "
-                         f"of {device}, or '{OWN}'")
+        raise ValueError(
+            f"comm_stream is a stream of {comm_stream.device}, but this buffer runs on {device}; give one "
+            f"of {device}, or '{OWN}'"
+        )
     return comm_stream
 
 
@@ -72,8 +76,9 @@ def on_comm_stream(verb: Callable) -> Callable:
     names = [p.name for p in inspect.signature(verb).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
     @functools.wraps(verb)
-    def call(buffer: Any, *args: Any, async_finish: bool = False, previous_event: EventOverlap | None = None,
-             **kwargs: Any) -> Any:
+    def call(
+        buffer: Any, *args: Any, async_finish: bool = False, previous_event: EventOverlap | None = None, **kwargs: Any
+    ) -> Any:
         validation.flag("async_finish", async_finish)
         _check_event(previous_event, async_finish, buffer.comm_stream)
         if not async_finish and buffer.comm_stream is None:
@@ -87,8 +92,10 @@ def on_comm_stream(verb: Callable) -> Callable:
             return (*_parts(result), EventOverlap()) if async_finish else result
         caller = torch.cuda.current_stream(stream.device)
         if stream == caller:
-            raise ValueError("the current stream is the buffer's comm_stream, which would wait for itself; make the "
-                             "call on another stream, or give the buffer comm_stream=None")
+            raise ValueError(
+                "the current stream is the buffer's comm_stream, which would wait for itself; make the "
+                "call on another stream, or give the buffer comm_stream=None"
+            )
         before = caller.record_event() if previous_event is None else previous_event.event
         if before is not None:
             stream.wait_event(before)
@@ -116,11 +123,15 @@ def _check_event(previous_event: Any, async_finish: bool, comm_stream: Any) -> N
     if previous_event is None:
         return
     if not isinstance(previous_event, EventOverlap):
-        raise ValueError(f"previous_event is {validation.describe(previous_event)}; give the EventOverlap that a call "
-                         "with async_finish=True returned, or EventOverlap.here()")
+        raise ValueError(
+            f"previous_event is {validation.describe(previous_event)}; give the EventOverlap that a call "
+            "with async_finish=True returned, or EventOverlap.here()"
+        )
     if not async_finish and comm_stream is None:
-        raise ValueError("previous_event is given, but this call runs on the current stream, which is in order anyway; "
-                         "give async_finish=True, or make the buffer with a comm_stream")
+        raise ValueError(
+            "previous_event is given, but this call runs on the current stream, which is in order anyway; "
+            "give async_finish=True, or make the buffer with a comm_stream"
+        )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -133,4 +144,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
     elif (plan := getattr(value, "plan", None)) is not None:
         yield from _tensors(plan.tensors())
-

@@ -89,8 +89,7 @@ class VirtualWorld:
             except BaseException as error:  # handed to the caller below
                 results[rank] = error
 
-        threads = [threading.Thread(target=body, args=(r,), name=f"rank{r}", daemon=True)
-                   for r in range(self.size)]
+        threads = [threading.Thread(target=body, args=(r,), name=f"rank{r}", daemon=True) for r in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -110,6 +109,13 @@ class VirtualWorld:
         """A HybridEPBuffer of every rank."""
         from hybrid_ep.buffer import HybridEPBuffer
 
-        return self.run(lambda rank, group: HybridEPBuffer(
-            group, hidden_dim, max_tokens, num_local_experts,
-            num_of_hybrid_ep_ranks_per_nvlink_domain=self.num_local_ranks, **options))
+        return self.run(
+            lambda rank, group: HybridEPBuffer(
+                group,
+                hidden_dim,
+                max_tokens,
+                num_local_experts,
+                num_of_hybrid_ep_ranks_per_nvlink_domain=self.num_local_ranks,
+                **options,
+            )
+        )

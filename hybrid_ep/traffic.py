@@ -11,13 +11,21 @@ from collections.abc import Sequence
 
 import torch
 
-COUNTERS = ("rail_rows", "rail_bytes", "node_rows", "node_bytes", "self_rows", "self_bytes", "copied_rows",
-            "copied_bytes", "count_bytes")
+COUNTERS = (
+    "rail_rows",
+    "rail_bytes",
+    "node_rows",
+    "node_bytes",
+    "self_rows",
+    "self_bytes",
+    "copied_rows",
+    "copied_bytes",
+    "count_bytes",
+)
 _HEADER_WORDS = 16
 
 
-def message_bytes(topk: int, num_local_ranks: int, row_bytes: int, scale_bytes: int = 0,
-                  weights: bool = True) -> int:
+def message_bytes(topk: int, num_local_ranks: int, row_bytes: int, scale_bytes: int = 0, weights: bool = True) -> int:
     """Bytes of one token on a link in dispatch: facts of its rows, weights, scales, payload; each 16-byte
     aligned."""
     return facts_bytes(topk, num_local_ranks, weights) + _align(scale_bytes, 16) + row_bytes
@@ -40,8 +48,7 @@ def link_rows(routes: Sequence[torch.Tensor], num_local_ranks: int) -> list[dict
     of its rail that its node needs, to the other ranks of the node and to itself; node_pairs, self_pairs: one for each
     chosen expert there."""
     num_ranks = len(routes)
-    chosen = [r.view(r.shape[0], num_ranks, r.shape[1] // num_ranks).sum(dim=2)
-              for r in routes]  # [T_r, num_ranks]
+    chosen = [r.view(r.shape[0], num_ranks, r.shape[1] // num_ranks).sum(dim=2) for r in routes]  # [T_r, num_ranks]
     needed = [c > 0 for c in chosen]
     rows = []
     for rank in range(num_ranks):
@@ -49,13 +56,20 @@ def link_rows(routes: Sequence[torch.Tensor], num_local_ranks: int) -> list[dict
         by_node = needed[rank].view(-1, num_ranks // num_local_ranks, num_local_ranks).any(dim=2)
         rail = int(by_node.sum() - by_node[:, node].sum())
         mates = torch.cat([needed[r] for r in range(num_ranks) if r % num_local_ranks == local])
-        here = mates[:, node * num_local_ranks:(node + 1) * num_local_ranks]
+        here = mates[:, node * num_local_ranks : (node + 1) * num_local_ranks]
         own = int(here[:, local].sum())
         pairs = torch.cat([chosen[r] for r in range(num_ranks) if r % num_local_ranks == local])
-        pairs = pairs[:, node * num_local_ranks:(node + 1) * num_local_ranks]
+        pairs = pairs[:, node * num_local_ranks : (node + 1) * num_local_ranks]
         own_pairs = int(pairs[:, local].sum())
-        rows.append({"rail": rail, "node": int(here.sum()) - own, "self": own,
-                     "node_pairs": int(pairs.sum()) - own_pairs, "self_pairs": own_pairs})
+        rows.append(
+            {
+                "rail": rail,
+                "node": int(here.sum()) - own,
+                "self": own,
+                "node_pairs": int(pairs.sum()) - own_pairs,
+                "self_pairs": own_pairs,
+            }
+        )
     return rows
 
 
@@ -64,21 +78,32 @@ def largest_topk(routes: Sequence[torch.Tensor]) -> int:
     return max(1, *(int(r.sum(dim=1).max()) if r.shape[0] else 0 for r in routes))
 
 
-def dispatch(routes: Sequence[torch.Tensor], num_local_ranks: int, token_bytes: int, facts: int, *,
-             permute: bool = True, landed: bool = True) -> list[dict[str, int]]:
+def dispatch(
+    routes: Sequence[torch.Tensor],
+    num_local_ranks: int,
+    token_bytes: int,
+    facts: int,
+    *,
+    permute: bool = True,
+    landed: bool = True,
+) -> list[dict[str, int]]:
     """Counters of every rank for one dispatch of token_bytes (message_bytes), among them facts (facts_bytes), a token,
     without the counts exchange. landed: whether the results of all ranks lie in registered memory."""
     result, links = [], link_rows(routes, num_local_ranks)
     row, per_rank = token_bytes - facts, routes[0].shape[1] // len(routes)
     for rank, r in enumerate(links):
         kind = "_pairs" if permute and landed else ""
-        here = torch.cat(list(routes))[:, rank * per_rank:(rank + 1) * per_rank]
+        here = torch.cat(list(routes))[:, rank * per_rank : (rank + 1) * per_rank]
         copied = 0 if landed else int(here.sum() if permute else here.any(dim=1).sum())
-        result.append({
-            **_counters(r["rail"], r["node"], r["self"], token_bytes),
-            "node_bytes": r["node" + kind] * row + r["node"] * facts,
-            "self_bytes": r["self" + kind] * row + r["self"] * facts,
-            "copied_rows": copied, "copied_bytes": copied * row})
+        result.append(
+            {
+                **_counters(r["rail"], r["node"], r["self"], token_bytes),
+                "node_bytes": r["node" + kind] * row + r["node"] * facts,
+                "self_bytes": r["self" + kind] * row + r["self"] * facts,
+                "copied_rows": copied,
+                "copied_bytes": copied * row,
+            }
+        )
     return result
 
 
@@ -90,8 +115,11 @@ def combine(routes: Sequence[torch.Tensor], num_local_ranks: int, row_bytes: int
     for rank in range(num_ranks):
         node, local = divmod(rank, num_local_ranks)
         per_node = routes[0].shape[1] // (num_ranks // num_local_ranks)
-        sums = sum(int(routes[r][:, node * per_node:(node + 1) * per_node].any(dim=1).sum())
-                   for r in range(num_ranks) if r % num_local_ranks == local and r != rank)
+        sums = sum(
+            int(routes[r][:, node * per_node : (node + 1) * per_node].any(dim=1).sum())
+            for r in range(num_ranks)
+            if r % num_local_ranks == local and r != rank
+        )
         result.append(_counters(sums, rows[rank]["node"], rows[rank]["self"], row_bytes))
     return result
 
@@ -110,9 +138,17 @@ def add(*counters: dict[str, int]) -> dict[str, int]:
 
 
 def _counters(rail: int, node: int, own: int, row_bytes: int) -> dict[str, int]:
-    return {"rail_rows": rail, "rail_bytes": rail * row_bytes, "node_rows": node,
-            "node_bytes": node * row_bytes,
-            "self_rows": own, "self_bytes": own * row_bytes, "copied_rows": 0, "copied_bytes": 0, "count_bytes": 0}
+    return {
+        "rail_rows": rail,
+        "rail_bytes": rail * row_bytes,
+        "node_rows": node,
+        "node_bytes": node * row_bytes,
+        "self_rows": own,
+        "self_bytes": own * row_bytes,
+        "copied_rows": 0,
+        "copied_bytes": 0,
+        "count_bytes": 0,
+    }
 
 
 def _align(n: int, to: int) -> int:

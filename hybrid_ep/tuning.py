@@ -56,8 +56,10 @@ class Entry:
 
     def __str__(self) -> str:
         k = self.key
-        return (f"{self.device}, {k.num_ranks} ranks in nodes of {k.num_local_ranks}, hidden {k.hidden}, "
-                f"{k.num_experts} experts, {self.tokens} tokens")
+        return (
+            f"{self.device}, {k.num_ranks} ranks in nodes of {k.num_local_ranks}, hidden {k.hidden}, "
+            f"{k.num_experts} experts, {self.tokens} tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,20 @@ class Table:
     def find(self, key: Key, tokens: int) -> Settings:
         """The settings of the entry for this device and `key` whose number of tokens is nearest, at most a factor of
         two away. ValueError says what the file has instead."""
-        fitting = [e for e in self.entries if e.key == key and _is_device(e.device, self.device)
-                   and max(e.tokens, tokens) <= _TOKENS_WITHIN * max(1, min(e.tokens, tokens))]
+        fitting = [
+            e
+            for e in self.entries
+            if e.key == key
+            and _is_device(e.device, self.device)
+            and max(e.tokens, tokens) <= _TOKENS_WITHIN * max(1, min(e.tokens, tokens))
+        ]
         if not fitting:
             wanted = Entry(self.device, key, tokens, 0, "", Settings(0, 0, 0, 0))
             listed = "; ".join(map(str, self.entries)) or "nothing"
-            raise ValueError(f"tuning={self.path!r} has no entry for {wanted} (up to twice or half as many); it has: "
-                             f"{listed}. Run 'hybrid-ep tune' for this device and shape, or give no tuning file")
+            raise ValueError(
+                f"tuning={self.path!r} has no entry for {wanted} (up to twice or half as many); it has: "
+                f"{listed}. Run 'hybrid-ep tune' for this device and shape, or give no tuning file"
+            )
         return min(fitting, key=lambda e: max(e.tokens, tokens) / max(1, min(e.tokens, tokens))).settings
 
 
@@ -90,16 +99,19 @@ def load(path: Any, device: str) -> Table:
     except TypeError:
         raise ValueError(f"tuning={path!r} must be the path of a file that 'hybrid-ep tune' wrote") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"tuning={str(path)!r} cannot be read ({error}); give a file that 'hybrid-ep tune' "
-                         "wrote, in the argument or in HYBRID_EP_TUNING, or neither") from None
+        raise ValueError(
+            f"tuning={str(path)!r} cannot be read ({error}); give a file that 'hybrid-ep tune' "
+            "wrote, in the argument or in HYBRID_EP_TUNING, or neither"
+        ) from None
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise ValueError(f"tuning={str(path)!r} is {found!r}, not {SCHEMA!r}; write it again with 'hybrid-ep tune'")
     try:
         entries = tuple(_entry(e) for e in document["entries"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"tuning={str(path)!r}: an entry is damaged ({error!r}); write it again with 'hybrid-ep "
-                         "tune'") from None
+        raise ValueError(
+            f"tuning={str(path)!r}: an entry is damaged ({error!r}); write it again with 'hybrid-ep tune'"
+        ) from None
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Table(str(path), device, entries, f"sha256 {digest} on {device}")
 
@@ -110,8 +122,14 @@ def _entry(e: dict[str, Any]) -> Entry:
     numbers = [shape["tokens"], *(shape[name] for name in Key._fields), *asdict(settings).values()]
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
         raise TypeError(f"numbers must be integers of at least 1, not {numbers}")
-    return Entry(str(e["device"]), Key(*(shape[name] for name in Key._fields)), shape["tokens"], shape["topk"],
-                 shape["dtype"], settings)
+    return Entry(
+        str(e["device"]),
+        Key(*(shape[name] for name in Key._fields)),
+        shape["tokens"],
+        shape["topk"],
+        shape["dtype"],
+        settings,
+    )
 
 
 def _is_device(entry: str, name: str) -> bool:

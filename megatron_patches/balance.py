@@ -53,12 +53,13 @@ UNSUPPORTED = {
 UNSUPPORTED_EXPERTS = {"moe_grouped_gemm": "--moe-grouped-gemm without --hybrid-ep-grouped-gemm"}
 # The same, of clones of single MLPs: their gradients go through autograd, which our grouped experts do anyway.
 UNSUPPORTED_BY_CLONES = {
-    "gradient_accumulation_fusion": "gradient accumulation fusion (give --no-gradient-accumulation-fusion)",
+    "gradient_accumulation_fusion": "gradient accumulation fusion (give --no-gradient-accumulation-fusion)"
 }
 
 
-def check_supported(config: TransformerConfig, tp_size: int, mode: str, clones: bool = True,
-                    grouped: bool = False) -> None:
+def check_supported(
+    config: TransformerConfig, tp_size: int, mode: str, clones: bool = True, grouped: bool = False
+) -> None:
     """ValueError that names every flag which this mode of balancing does not work with.
 
     clones: hot experts are cloned. grouped: experts are those of --hybrid-ep-grouped-gemm."""
@@ -79,8 +80,14 @@ class SlowManager(HybridEPManager):
     record: called with the logical counts int64 [E] of every micro-batch that trains; `balance_slow` sets it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_local_experts: int, num_experts: int, router_topk: int,
-                 config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_local_experts: int,
+        num_experts: int,
+        router_topk: int,
+        config: TransformerConfig,
+    ) -> None:
         wanted = settings.current()
         tp_size = num_experts // config.num_moe_experts
         check_supported(config, tp_size, wanted.balance.mode, wanted.balance.clones, wanted.experts.grouped)
@@ -111,8 +118,9 @@ class SlowManager(HybridEPManager):
         self._experts = experts
         self._weights.name_logically(self.homes)
 
-    def dispatch(self, hidden_states: torch.Tensor, async_finish: bool = True,
-                 allocate_on_comm_stream: bool = True) -> torch.Tensor:
+    def dispatch(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
         """As the base class; rows arrive for the home slots of this rank, in their order."""
         routing_map, probs = self.routed()
         self._record(routing_map)
@@ -142,8 +150,14 @@ class ExactManager(SlowManager):
     last_plan: the plan of the latest dispatch, for meters.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_local_experts: int, num_experts: int, router_topk: int,
-                 config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_local_experts: int,
+        num_experts: int,
+        router_topk: int,
+        config: TransformerConfig,
+    ) -> None:
         wanted, size = settings.current(), group.size()
         super().__init__(group, num_local_experts, num_experts, router_topk, config)
         self.planner = MicrobatchPlanner(
@@ -164,8 +178,9 @@ class ExactManager(SlowManager):
         self.clones = balance_push.CloneExperts(self)
         setattr(experts, "forward", self.clones.forward)  # noqa: B010 - an instance attribute over a method
 
-    def dispatch(self, hidden_states: torch.Tensor, async_finish: bool = True,
-                 allocate_on_comm_stream: bool = True) -> torch.Tensor:
+    def dispatch(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
         """As the base class, after planning: rows arrive for homes first, then for the clones on this rank."""
         if self.clones is None:
             raise RuntimeError("exact balancing has no experts to clone: call attach(experts) after building the layer")
@@ -181,8 +196,9 @@ class ExactManager(SlowManager):
         return HybridEPManager.dispatch(self, hidden_states)
 
 
-def to_physical(routing_map: torch.Tensor, probs: torch.Tensor, plan: MicrobatchPlan, source: int,
-                homes: Homes) -> tuple[torch.Tensor, torch.Tensor]:
+def to_physical(
+    routing_map: torch.Tensor, probs: torch.Tensor, plan: MicrobatchPlan, source: int, homes: Homes
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Spread this rank's tokens over instances: (map, probs) over logical experts -> over physical slots.
 
     routing_map bool [T, E], probs [T, E]; columns of the result: for every rank its home slots, then its spare slots.

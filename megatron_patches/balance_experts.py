@@ -60,9 +60,14 @@ class SequentialWeights(ExpertWeights):
     def place(self, slot: int, n: int) -> tuple[torch.nn.Parameter, int]:
         return self.parameters[slot][n], 0
 
-    def run(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor,
-            stacks: Sequence[torch.Tensor],
-            in_slots: AbstractContextManager[object]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(
+        self,
+        rows: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        probs: torch.Tensor,
+        stacks: Sequence[torch.Tensor],
+        in_slots: AbstractContextManager[object],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(outputs of homes and clones [P, H], bias). stacks: weights of the clones, [slots, *shape] a matrix.
 
         in_slots: context in which operators that read `stacks` run."""
@@ -94,9 +99,14 @@ class StackedWeights(ExpertWeights):
     def place(self, slot: int, n: int) -> tuple[torch.nn.Parameter, int]:
         return self.owners[n], slot * self.sizes[n]
 
-    def run(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor,
-            stacks: Sequence[torch.Tensor],
-            in_slots: AbstractContextManager[object]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(
+        self,
+        rows: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        probs: torch.Tensor,
+        stacks: Sequence[torch.Tensor],
+        in_slots: AbstractContextManager[object],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As SequentialWeights.run."""
         with in_slots:
             return self.forward(rows, tokens_per_expert, probs, clones=stacks)
@@ -131,8 +141,9 @@ def _logical_sharded_state_dict(experts: SequentialMLP, homes: Homes) -> Callabl
         def __init__(self, expert: int) -> None:
             self.rank, self.size = lambda: expert, lambda: len(homes.slot_of)
 
-    def sharded_state_dict(prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-                           metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         mine = homes.experts_of(experts.ep_group.rank())
         for local, expert in enumerate(mine):

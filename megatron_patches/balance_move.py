@@ -101,8 +101,9 @@ class Mover:
                     yield Piece(*ends, layer, n, WEIGHT, i, j, 0, size)
                     yield from self._state_pieces(layer, n, d, (r_from, i), (r_to, j))
 
-    def _state_pieces(self, layer: int, n: int, d_to: int, origin: tuple[int, int],
-                      goal: tuple[int, int]) -> Iterator[Piece]:
+    def _state_pieces(
+        self, layer: int, n: int, d_to: int, origin: tuple[int, int], goal: tuple[int, int]
+    ) -> Iterator[Piece]:
         """What edp rank `d_to` of the goal keeps, from whoever keeps it for the origin: its own peer where it can."""
         (r_from, i), (r_to, j) = origin, goal
         start, end = self.cuts[d_to][layer][j][n]

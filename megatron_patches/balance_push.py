@@ -58,7 +58,9 @@ def wait_for(work: Iterable[dist.Work], what: str, rank: int) -> None:
             waited = time.monotonic() - start
             raise DeadlineError(
                 f"{what}: rank {rank} waited {waited:.1f} s of {limit:g} s for a peer: {error}",
-                site=what, rank=rank, waited_s=waited,
+                site=what,
+                rank=rank,
+                waited_s=waited,
             ) from error
 
 
@@ -125,8 +127,9 @@ class CloneExperts:
                     transfer.receive(stack[slot], home)
         return transfer.start()
 
-    def collect_gradients(self, plan: MicrobatchPlan, gradients: list[torch.Tensor],
-                          add: Callable[[int, int, torch.Tensor], None]) -> None:
+    def collect_gradients(
+        self, plan: MicrobatchPlan, gradients: list[torch.Tensor], add: Callable[[int, int, torch.Tensor], None]
+    ) -> None:
         """Bring clone gradients home: `add(expert, n, gradient)` for each that arrives, in the order of the plan.
 
         gradients: fp32 [slots, *shape] on this rank, for every matrix n. In rounds that all ranks know from the plan,
@@ -152,8 +155,9 @@ class CloneExperts:
             for one in arrived:
                 add(*one)
 
-    def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor,
-                probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The experts' forward: homes with their own weights, then each slot with its clone's."""
         plan, push = self.manager.last_plan, self.manager.push
         if plan is None or push is None:
@@ -184,8 +188,9 @@ class _Push(torch.autograd.Function):
     """Home parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their homes."""
 
     @staticmethod
-    def forward(ctx: Any, clones: CloneExperts, plan: MicrobatchPlan,
-                *owners: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, clones: CloneExperts, plan: MicrobatchPlan, *owners: torch.nn.Parameter
+    ) -> tuple[torch.Tensor, ...]:
         ctx.clones, ctx.plan = clones, plan
         # .data: the slots are refilled under the graph on purpose, _unpack knows.
         return tuple(stack.data for stack in clones.stacks)

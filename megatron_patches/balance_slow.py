@@ -78,9 +78,15 @@ class Rehomer:
 
     def _plan(self, load: np.ndarray, current: np.ndarray) -> np.ndarray:
         num_experts = current.shape[1]
-        plan = plan_placement(load, num_experts, self.layers[0].homes.num_ranks, current=current, target=TARGET,
-                              move_cost=self.settings.move_cost,
-                              horizon=self.settings.interval if self.settings.move_cost else 0)
+        plan = plan_placement(
+            load,
+            num_experts,
+            self.layers[0].homes.num_ranks,
+            current=current,
+            target=TARGET,
+            move_cost=self.settings.move_cost,
+            horizon=self.settings.interval if self.settings.move_cost else 0,
+        )
         return plan.phy2log
 
     def move(self, changes: Mapping[int, Placement]) -> None:
@@ -97,8 +103,13 @@ class Rehomer:
         """What `restore` takes to continue exactly: homes, moves under way, steps, this rank's window."""
         pending = [(layer, [int(expert) for expert in new]) for layer, new in self.pending]
         window = self.window.state() if self.layers else None
-        return {"homes": self.current.tolist(), "pending": pending, "steps": self.steps, "window": window,
-                "num_ranks": [manager.homes.num_ranks for manager in self.layers]}
+        return {
+            "homes": self.current.tolist(),
+            "pending": pending,
+            "steps": self.steps,
+            "window": window,
+            "num_ranks": [manager.homes.num_ranks for manager in self.layers],
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a `state` before the weights are loaded; does nothing where the layers are spread otherwise."""
@@ -178,8 +189,9 @@ def optimizer_wrapper(original: Callable[..., MegatronOptimizer]) -> Callable[..
     """A replacement for get_megatron_optimizer that attaches what it builds."""
 
     @functools.wraps(original)
-    def get_megatron_optimizer(config: object, model_chunks: Sequence[torch.nn.Module], *args: Any,
-                               **keywords: Any) -> MegatronOptimizer:
+    def get_megatron_optimizer(
+        config: object, model_chunks: Sequence[torch.nn.Module], *args: Any, **keywords: Any
+    ) -> MegatronOptimizer:
         optimizer = original(config, model_chunks, *args, **keywords)
         if settings.current().enabled and settings.current().balance.rehomes:
             attach(optimizer, model_chunks)

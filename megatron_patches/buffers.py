@@ -30,8 +30,17 @@ _Places = tuple[int | None, str, list[str], list[int] | None]
 _places: dict[tuple[dist.ProcessGroup, Exchange], _Places] = {}  # by group and what its layers ask for
 
 
-def get(group: dist.ProcessGroup, *, hidden: int, dtype: torch.dtype, num_local_experts: int, num_tokens: int,
-        wanted: Settings, num_sms: int | None = None, local_pass: dict[str, int] | None = None) -> HybridEPBuffer:
+def get(
+    group: dist.ProcessGroup,
+    *,
+    hidden: int,
+    dtype: torch.dtype,
+    num_local_experts: int,
+    num_tokens: int,
+    wanted: Settings,
+    num_sms: int | None = None,
+    local_pass: dict[str, int] | None = None,
+) -> HybridEPBuffer:
     """The shared buffer for this shape, created if new.
 
     group: torch process group of the tensor x expert parallel ranks. hidden: elements of a row. num_tokens: rows
@@ -44,8 +53,15 @@ def get(group: dist.ProcessGroup, *, hidden: int, dtype: torch.dtype, num_local_
     return _buffers[key]
 
 
-def _create(group: dist.ProcessGroup, hidden: int, num_tokens: int, num_local_experts: int, num_sms: int | None,
-            wanted: Settings, local_pass: dict[str, int] | None = None) -> HybridEPBuffer:
+def _create(
+    group: dist.ProcessGroup,
+    hidden: int,
+    num_tokens: int,
+    num_local_experts: int,
+    num_sms: int | None,
+    wanted: Settings,
+    local_pass: dict[str, int] | None = None,
+) -> HybridEPBuffer:
     asked = wanted.exchange
     buffer_class = asked.buffer_class
     if buffer_class is None:
@@ -100,8 +116,13 @@ def _find_places(group: dist.ProcessGroup, wanted: Settings) -> _Places:
     except Exception as error:
         meet.refuse("places", error)
         raise
-    facts = meet.exchange("places", {"host": socket.gethostname(), "told": {
-        "ranks_per_node (--hybrid-ep-ranks-per-node)": declared, "executor": executor}})
+    facts = meet.exchange(
+        "places",
+        {
+            "host": socket.gethostname(),
+            "told": {"ranks_per_node (--hybrid-ep-ranks-per-node)": declared, "executor": executor},
+        },
+    )
     agree([f["told"] for f in facts], "Megatron's dispatcher")
     domains = None if device is None else devices.probe(meet, device).domains()
     return declared, origin, [f["host"] for f in facts], domains

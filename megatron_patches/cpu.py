@@ -139,8 +139,15 @@ def _streams() -> None:
     def nothing(*_: object, **__: object) -> None:
         pass
 
-    _replace(torch.cuda, Stream=_Stream, Event=_Event, stream=_StreamContext, current_stream=the_stream,
-             default_stream=the_stream, synchronize=nothing)
+    _replace(
+        torch.cuda,
+        Stream=_Stream,
+        Event=_Event,
+        stream=_StreamContext,
+        current_stream=the_stream,
+        default_stream=the_stream,
+        synchronize=nothing,
+    )
     _replace(torch.Tensor, record_stream=nothing)
 
 
@@ -195,8 +202,9 @@ def _type_names() -> None:
     """6. Gradient clipping and the distributed optimizer want `tensor.type()` to be torch.cuda.FloatTensor."""
     type_of: Callable[..., Any] = torch.Tensor.type
 
-    def named(tensor: torch.Tensor, dtype: torch.dtype | str | None = None, *args: Any,
-              **keywords: Any) -> torch.Tensor | str:
+    def named(
+        tensor: torch.Tensor, dtype: torch.dtype | str | None = None, *args: Any, **keywords: Any
+    ) -> torch.Tensor | str:
         if dtype is not None:
             return type_of(tensor, dtype, *args, **keywords)
         return type_of(tensor).replace("torch.", "torch.cuda.", 1)
@@ -214,8 +222,9 @@ def _inside_megatron(generator: torch.Generator) -> None:
     convert: Callable[..., torch.Tensor | np.ndarray] = tokens.maybe_move_tensor_to_cpu
 
     @functools.wraps(convert)
-    def maybe_move_tensor_to_cpu(tensor: torch.Tensor, as_numpy: bool = False,
-                                 record_stream: bool = False) -> torch.Tensor | np.ndarray:
+    def maybe_move_tensor_to_cpu(
+        tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False
+    ) -> torch.Tensor | np.ndarray:
         if torch.is_tensor(tensor) and not tensor.is_cuda:
             return tensor.numpy() if as_numpy else tensor
         return convert(tensor, as_numpy, record_stream)

@@ -24,12 +24,15 @@ class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
     Enabled settings with another backend than hybridep raise ValueError: that layer would not use hybrid_ep.
     """
 
-    def __init__(self, num_local_experts: int, local_expert_indices: list[int], config: TransformerConfig,
-                 pg_collection: ProcessGroupCollection | None = None) -> None:
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
         if not settings.current().enabled:
-            super().__init__(
-                num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection
-            )
+            super().__init__(num_local_experts, local_expert_indices, config=config, pg_collection=pg_collection)
             return
         if config.moe_flex_dispatcher_backend != "hybridep":
             raise ValueError(

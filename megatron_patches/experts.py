@@ -67,8 +67,11 @@ def check_supported(config: TransformerConfig) -> str:
     """The kind of weighted activation; ValueError that names every option these experts do not work with."""
     found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None)]
     modules = {*(getattr(config, "recompute_modules", None) or ()), *(getattr(config, "offload_modules", None) or ())}
-    found += [f"{name} among --recompute-modules or --offload-modules" for name in ("moe_act", "expert_fc1")
-              if name in modules]
+    found += [
+        f"{name} among --recompute-modules or --offload-modules"
+        for name in ("moe_act", "expert_fc1")
+        if name in modules
+    ]
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         found.append("--transformer-impl inference_optimized")
     kind = KINDS.get(config.activation_func, (None, None))[bool(config.gated_linear_unit)]
@@ -92,8 +95,14 @@ class GroupedExperts(MegatronModule):
     that is not supported.
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules | None = None,
-                 pg_collection: ProcessGroupCollection = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: ProcessGroupCollection = None,
+        name: str | None = None,
+    ) -> None:
         kind = check_supported(config)
         if config.moe_ffn_hidden_size != config.ffn_hidden_size:  # MLP reads the dense width for its second matrix
             config = copy.deepcopy(config)
@@ -131,9 +140,13 @@ class GroupedExperts(MegatronModule):
         first = self.ep_group.rank() * self.num_local_experts
         return range(first, first + self.num_local_experts)
 
-    def forward(self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor,
-                permuted_probs: torch.Tensor,
-                clones: Sequence[torch.Tensor] | None = None) -> tuple[torch.Tensor, None]:
+    def forward(
+        self,
+        permuted_local_hidden_states: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        permuted_probs: torch.Tensor,
+        clones: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, None]:
         """([P, H], None): expert outputs times their probabilities; rows behind the last expert's come out as zeros.
 
         permuted_local_hidden_states [P, H] by expert; tokens_per_expert int [E] on the host or on the device, with a
@@ -175,8 +188,16 @@ class GroupedExperts(MegatronModule):
                 destination[key] = weight if keep_vars else weight.detach()
                 destination[key.removesuffix("weight") + "_extra_state"] = None  # Megatron's linears have one too
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, _metadata: dict[str, Any], strict: bool,
-                              missing: list[str], unexpected: list[str], errors: list[str]) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        _metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         """Takes SequentialMLP's names, TEGroupedMLP's, and what sharded_state_dict returns."""
         known: set[str] = set()
         for own, linear in MATRICES.items():
@@ -190,22 +211,30 @@ class GroupedExperts(MegatronModule):
             keys = next((keys for keys in layouts if keys[0] in state_dict), layouts[1])
             absent = [key for key in keys if key not in state_dict]
             missing.extend(absent)
-            for place, key in zip([parameter] if len(keys) == 1 and keys[0] == f"{prefix}{own}" else parameter, keys,
-                                  strict=True):
+            for place, key in zip(
+                [parameter] if len(keys) == 1 and keys[0] == f"{prefix}{own}" else parameter, keys, strict=True
+            ):
                 if key in absent:
                     continue
                 if state_dict[key].shape != place.shape:
-                    errors.append(f"size mismatch for {key}: {tuple(state_dict[key].shape)} in the checkpoint, "
-                                  f"{tuple(place.shape)} in the experts")
+                    errors.append(
+                        f"size mismatch for {key}: {tuple(state_dict[key].shape)} in the checkpoint, "
+                        f"{tuple(place.shape)} in the experts"
+                    )
                     continue
                 with torch.no_grad():
                     place.copy_(state_dict[key])
         if strict:
-            unexpected.extend(key for key in state_dict
-                              if key.startswith(prefix) and key not in known and "_extra_state" not in key)
+            unexpected.extend(
+                key for key in state_dict if key.startswith(prefix) and key not in known and "_extra_state" not in key
+            )
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-                           metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """What SequentialMLP returns, a stacked parameter a matrix in place of an entry an expert.
 
         Each is a factory of the very ShardedTensors that SequentialMLP makes, so a checkpoint (and the distributed
@@ -230,8 +259,9 @@ class GroupedExperts(MegatronModule):
         stacked = {f"{prefix}{own}": _factory(getattr(self, own), entries) for own, entries in per_matrix.items()}
         return stacked | others
 
-    def _describe(self, local: int, prefix: str, offsets: tuple[tuple[int, int, int], ...],
-                  metadata: dict[str, Any] | None) -> dict[str, Any]:
+    def _describe(
+        self, local: int, prefix: str, offsets: tuple[tuple[int, int, int], ...], metadata: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """Megatron's sharded_state_dict of one expert, over views of our parameters."""
         (expert,) = self._described_by
         for name, weight in self.expert_weights(local).items():
@@ -255,8 +285,9 @@ def _stacked_like(weight: torch.nn.Parameter, num_experts: int) -> torch.nn.Para
     return stacked
 
 
-def _factory(parameter: torch.nn.Parameter,
-             entries: Sequence[ShardedTensor | ShardedTensorFactory]) -> ShardedTensorFactory:
+def _factory(
+    parameter: torch.nn.Parameter, entries: Sequence[ShardedTensor | ShardedTensorFactory]
+) -> ShardedTensorFactory:
     """One ShardedTensorFactory over [E, ...] from Megatron's entries (tensors or factories) of the E experts."""
     own_key = entries[0].key
 
@@ -272,10 +303,12 @@ def _factory(parameter: torch.nn.Parameter,
         return parts
 
     def merge(parts: list[Any]) -> torch.Tensor:
-        return torch.stack([
-            entry.merge_fn(part) if isinstance(entry, ShardedTensorFactory) else part
-            for entry, part in zip(entries, parts, strict=True)
-        ])
+        return torch.stack(
+            [
+                entry.merge_fn(part) if isinstance(entry, ShardedTensorFactory) else part
+                for entry, part in zip(entries, parts, strict=True)
+            ]
+        )
 
     return ShardedTensorFactory(own_key, parameter, build, merge, entries[0].replica_id)
 
@@ -293,8 +326,9 @@ def layer_init(original: Callable[..., None]) -> Callable[..., None]:
     """A replacement for MoELayer.__init__ that builds our experts when the settings ask for them."""
 
     @functools.wraps(original)
-    def __init__(self: MoELayer, config: TransformerConfig, submodules: MoESubmodules | None = None, *args: Any,
-                 **keywords: Any) -> None:
+    def __init__(
+        self: MoELayer, config: TransformerConfig, submodules: MoESubmodules | None = None, *args: Any, **keywords: Any
+    ) -> None:
         if settings.current().experts.grouped and submodules is not None:
             submodules = dataclasses.replace(submodules, experts=grouped_experts_spec())
         original(self, config, submodules, *args, **keywords)

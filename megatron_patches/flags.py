@@ -103,13 +103,8 @@ def settings_from_args(args: argparse.Namespace) -> settings.Settings:
             raise ValueError(f"{stray} without --hybrid-ep does nothing: add --hybrid-ep")
         return settings.Settings.of(enabled=False, **load_stats)
     if getattr(args, "yaml_cfg", None) is not None:
-        raise ValueError(
-            "--hybrid-ep does not work with --yaml-cfg, which replaces all flags: give flags instead"
-        )
-    for flag, needed in (
-        ("--moe-token-dispatcher-type", "flex"),
-        ("--moe-flex-dispatcher-backend", "hybridep"),
-    ):
+        raise ValueError("--hybrid-ep does not work with --yaml-cfg, which replaces all flags: give flags instead")
+    for flag, needed in (("--moe-token-dispatcher-type", "flex"), ("--moe-flex-dispatcher-backend", "hybridep")):
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value != needed:
             raise ValueError(f"--hybrid-ep needs {flag} {needed}, not {value}: add it")

@@ -43,8 +43,14 @@ class HybridEPManager:
       moe_expert_rank_capacity_factor: may be set to None to rerun a step without a budget.
     """
 
-    def __init__(self, group: dist.ProcessGroup, num_local_experts: int, num_experts: int, router_topk: int,
-                 config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_local_experts: int,
+        num_experts: int,
+        router_topk: int,
+        config: TransformerConfig,
+    ) -> None:
         self.group, self.hidden = group, 0
         self.num_local_experts = num_local_experts
         self.num_experts = num_experts
@@ -53,9 +59,7 @@ class HybridEPManager:
         self.settings = settings.current()
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         if self.drop_and_pad and config.moe_expert_capacity_factor is None:
-            raise ValueError(
-                "moe_pad_expert_input_to_capacity is set without moe_expert_capacity_factor: give one"
-            )
+            raise ValueError("moe_pad_expert_input_to_capacity is set without moe_expert_capacity_factor: give one")
         _check_at_start(config, self.settings)
         buffers.num_nodes(group, self.settings)  # ValueError for a group that straddles nodes unevenly
         self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
@@ -98,9 +102,7 @@ class HybridEPManager:
             capacity = get_capacity(
                 num_tokens * self.config.moe_router_topk, num_experts, self.config.moe_expert_capacity_factor
             )
-            rows = (
-                min(capacity, num_tokens) * self.group.size()
-            )  # a router has no more rows to give than tokens
+            rows = min(capacity, num_tokens) * self.group.size()  # a router has no more rows to give than tokens
             rows += -rows % (self.pad_multiple or 1)
             return rows * self.num_local_experts, rows
         if self.moe_expert_rank_capacity_factor is not None:
@@ -108,8 +110,9 @@ class HybridEPManager:
             return budget + -budget % max(get_align_size_for_quantization(self.config), 1), None
         return None, None
 
-    def dispatch(self, hidden_states: torch.Tensor, async_finish: bool = True,
-                 allocate_on_comm_stream: bool = True) -> torch.Tensor:
+    def dispatch(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
         """Send rows to their experts: [T, H] -> [P, H] grouped by local expert, groups padded with zeros.
 
         Collective over the group; T may differ between ranks and be 0. The two stream arguments belong to
@@ -160,8 +163,9 @@ class HybridEPManager:
             )
         return promised
 
-    def get_permuted_hidden_states_by_experts(self,
-                                              hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def get_permuted_hidden_states_by_experts(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """([P, H], fp32 [P]): the rows are expert-major already."""
         return hidden_states, self.dispatched_probs
 
@@ -173,8 +177,9 @@ class HybridEPManager:
         """[P, H] unchanged: combine undoes the permutation."""
         return hidden_states
 
-    def combine(self, hidden_states: torch.Tensor, async_finish: bool = True,
-                allocate_on_comm_stream: bool = True) -> torch.Tensor:
+    def combine(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
         """Bring expert outputs home and sum them, unweighted: [P, H] -> [T, H]. Collective over the group."""
         if self.buffer is None or self.handle is None:
             raise RuntimeError("nothing was dispatched to combine: call dispatch first, and combine once")
@@ -184,11 +189,7 @@ class HybridEPManager:
 
 
 def _device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _num_sms(config: TransformerConfig) -> int | None:
@@ -202,8 +203,7 @@ def _num_sms(config: TransformerConfig) -> int | None:
 def _local_pass(config: TransformerConfig) -> dict[str, int]:
     """Megatron's blocks of permute and unpermute (since 0.17), where somebody asked for them."""
     wished = {
-        name: getattr(config, f"moe_hybridep_{name}", None)
-        for name in ("num_blocks_permute", "num_blocks_unpermute")
+        name: getattr(config, f"moe_hybridep_{name}", None) for name in ("num_blocks_permute", "num_blocks_unpermute")
     }
     return {name: blocks for name, blocks in wished.items() if blocks is not None}
 
@@ -214,11 +214,7 @@ def _pad_multiple(config: TransformerConfig) -> int | None:
     Without fp8, fp4 or the grouped kernels of Transformer Engine nothing asks for it (0.16 and 0.17 answer
     16 then).
     """
-    asked = (
-        config.fp8
-        or getattr(config, "fp4", None)
-        or getattr(config, "use_transformer_engine_op_fuser", False)
-    )
+    asked = config.fp8 or getattr(config, "fp4", None) or getattr(config, "use_transformer_engine_op_fuser", False)
     multiple = get_align_size_for_quantization(config) if asked else 0
     return multiple or None
 

@@ -78,8 +78,9 @@ class OptimizerStates:
             tensors[MAIN] = main.detach().view(-1)
         return Shard(start, end, tensors, {k: v for k, v in state.items() if k not in same})
 
-    def set_state(self, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor],
-                  scalars: dict[str, Any]) -> None:
+    def set_state(
+        self, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]
+    ) -> None:
         """Create the state that a fresh optimizer lacks: flat tensors and scalars, as `shard` gives them, less MAIN."""
         inner, find = self._find[parameter]
         main = find()[2]
@@ -111,8 +112,11 @@ def _entries(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Find
         return
     pairs = [(p, p) for group in part.optimizer.param_groups for p in group["params"]]
     if hasattr(part, "float16_groups"):
-        pairs = [pair for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
-                 for pair in zip(models, mains, strict=True)]
+        pairs = [
+            pair
+            for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
+            for pair in zip(models, mains, strict=True)
+        ]
         pairs += [(p, p) for group in part.fp32_from_fp32_groups for p in group]
     for parameter, main in pairs:
         yield parameter, functools.partial(_whole, main)

@@ -38,10 +38,7 @@ class Status:
         return self.seam is not None
 
     def __str__(self) -> str:
-        rows = [
-            f"megatron-core  {self.megatron_core or 'not importable'}",
-            f"seam           {self.seam or 'none'}",
-        ]
+        rows = [f"megatron-core  {self.megatron_core or 'not importable'}", f"seam           {self.seam or 'none'}"]
         rows += [f"check          {name}: {text}" for name, text in self.seams.items()]
         rows += [f"patched        {text}" for text in self.patched] or ["patched        nothing"]
         given = {k: v for k, v in self.settings.flat().items() if v is not None}
@@ -79,8 +76,13 @@ def apply(
     if _seam not in (None, seam):
         raise ValueError(f"seam is {seam!r}, but {_seam!r} is in force: call megatron_patches.revert() first")
     wanted = settings.Settings.of(
-        enabled=not command_line, ranks_per_node=ranks_per_node, num_sms=num_sms, timeout_s=timeout_s,
-        dispatch_dtype=dispatch_dtype, buffer_class=buffer_class, **options
+        enabled=not command_line,
+        ranks_per_node=ranks_per_node,
+        num_sms=num_sms,
+        timeout_s=timeout_s,
+        dispatch_dtype=dispatch_dtype,
+        buffer_class=buffer_class,
+        **options,
     )
     if seam == "s1" and (options or command_line or ranks_per_node or num_sms or timeout_s or dispatch_dtype):
         raise ValueError(
@@ -136,8 +138,9 @@ def _status(findings: dict[str, str]) -> Status:
     except seams.SeamError:
         version = None
     module = sys.modules.get("megatron_patches.buffers")
-    return Status(_seam, version, findings, parts.PATCHES.describe(), settings.current(),
-                  module.describe() if module else ())
+    return Status(
+        _seam, version, findings, parts.PATCHES.describe(), settings.current(), module.describe() if module else ()
+    )
 
 
 def _release_buffers() -> None:

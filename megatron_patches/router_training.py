@@ -48,9 +48,14 @@ class TopK:
         self.layer_number: int | None = None  # as RouterReplay's; Megatron sets it
         self.counted: torch.Tensor | None = None
 
-    def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: int | None = None,
-                        group_topk: int | None = None,
-                        default_compute_topk: _ComputeTopk | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: _ComputeTopk | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, indices), each [T, topk], of scores [T, num_experts]."""
         if self.wanted.tie_break:
             first_token = _first_token(self.router, scores.shape[0])
@@ -73,8 +78,9 @@ class TopK:
         self.counted = here if self.counted is None else self.counted + here
 
 
-def untied_topk(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None,
-                first_token: int) -> torch.Tensor:
+def untied_topk(
+    scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, first_token: int
+) -> torch.Tensor:
     """int64 [T, topk]: what Megatron's top-k chooses, limited to groups or not, exact ties decided by tie_break."""
     places = tie_break(scores, first_token)
     if group_topk:
@@ -132,18 +138,25 @@ def _gate_checker(mode: str, distinct: bool) -> Callable[[TopKRouter], None]:
 
 def _check_supported(router: TopKRouter) -> None:
     config = router.config
-    found = [flag for flag, on in (
-        ("--moe-router-fusion", config.moe_router_fusion),
-        ("--moe-enable-routing-replay", router.router_replay is not None),
-        ("--moe-router-load-balancing-type sinkhorn", router.routing_type == "sinkhorn"),
-        ("--moe-router-load-balancing-type quantile_balancing", router.routing_type == "quantile_balancing"),
-    ) if on]
+    found = [
+        flag
+        for flag, on in (
+            ("--moe-router-fusion", config.moe_router_fusion),
+            ("--moe-enable-routing-replay", router.router_replay is not None),
+            ("--moe-router-load-balancing-type sinkhorn", router.routing_type == "sinkhorn"),
+            ("--moe-router-load-balancing-type quantile_balancing", router.routing_type == "quantile_balancing"),
+        )
+        if on
+    ]
     if found:
-        raise ValueError(f"router_guard and router_tie_break do not work with {', '.join(found)}, which choose experts "
-                         "elsewhere: drop them, or --hybrid-ep-router-guard and --hybrid-ep-router-tie-break")
+        raise ValueError(
+            f"router_guard and router_tie_break do not work with {', '.join(found)}, which choose experts "
+            "elsewhere: drop them, or --hybrid-ep-router-guard and --hybrid-ep-router-tie-break"
+        )
 
 
 # ---- the reduction
+
 
 def reduction(original: Callable[..., Any], values_of: Callable[..., _Access]) -> Callable[..., Any]:
     """A replacement for Megatron's reduction of auxiliary losses that carries the routers' counts along.
@@ -187,8 +200,7 @@ def judge(tables: Mapping[int, torch.Tensor]) -> dict[int, dict[str, float]]:
     seen = {}
     for number, table in sorted(tables.items()):
         if number not in _guards:
-            _guards[number] = RouterGuard(wanted.max_tie_fraction, wanted.max_load_ratio,
-                                          action=wanted.guard)
+            _guards[number] = RouterGuard(wanted.max_tie_fraction, wanted.max_load_ratio, action=wanted.guard)
         guard = _guards[number]
         if wanted.tie_break:
             guard.max_tie_fraction = None  # ties are taken care of
@@ -206,8 +218,10 @@ def forget() -> None:
 
 @functools.cache
 def _say_local() -> None:
-    log.warning("no auxiliary loss is tracked, so that nothing is reduced that router statistics could ride on: each "
-                "rank judges the tokens it routed itself")
+    log.warning(
+        "no auxiliary loss is tracked, so that nothing is reduced that router statistics could ride on: each "
+        "rank judges the tokens it routed itself"
+    )
 
 
 def _num_experts() -> int:
@@ -217,8 +231,10 @@ def _num_experts() -> int:
     try:
         return importlib.import_module("megatron.training.global_vars").get_args().num_experts
     except (ImportError, AssertionError) as error:
-        raise RuntimeError("router_guard: this rank has routed nothing and Megatron's arguments are not there to tell "
-                           "the number of experts: call it after a training step") from error
+        raise RuntimeError(
+            "router_guard: this rank has routed nothing and Megatron's arguments are not there to tell "
+            "the number of experts: call it after a training step"
+        ) from error
 
 
 def _old_tracker(track_names: str | list[str] | None = None, pg_collection: object = None) -> _Access:

@@ -36,14 +36,7 @@ MANAGER_FACE = frozenset(
 )
 # Asked only of other backends, or through hasattr / getattr with a default.
 OPTIONAL_FACE = frozenset(
-    {
-        "_zc_fwd_token_buf",
-        "_zc_bwd_token_buf",
-        "_bootstrapped",
-        "required_recv",
-        "grow_recv_capacity",
-        "token_indices",
-    }
+    {"_zc_fwd_token_buf", "_zc_bwd_token_buf", "_bootstrapped", "required_recv", "grow_recv_capacity", "token_indices"}
 )
 DISPATCHER_METHODS = (
     "dispatch_preprocess",
@@ -149,9 +142,7 @@ def _check_fused_a2a() -> str | None:
         if not hasattr(fused, name)
     ]
     absent += [
-        f"token_dispatcher.{name}"
-        for name in ("hybrid_ep_dispatch", "hybrid_ep_combine")
-        if not hasattr(tokens, name)
+        f"token_dispatcher.{name}" for name in ("hybrid_ep_dispatch", "hybrid_ep_combine") if not hasattr(tokens, name)
     ]
     if absent:
         return f"{', '.join(absent)} moved"
@@ -247,7 +238,6 @@ def require(seam: str) -> dict[str, str]:
     broken = [f"{name}: {text}" for name, text in findings.items() if text != "ok"]
     if broken:
         raise SeamError(
-            "hybrid_ep cannot be patched into this Megatron-Core, and nothing was changed. "
-            + "; ".join(broken)
+            "hybrid_ep cannot be patched into this Megatron-Core, and nothing was changed. " + "; ".join(broken)
         )
     return findings

@@ -38,8 +38,9 @@ class Option:
         return (self.flag or "").lstrip("-").replace("-", "_")
 
 
-def option(name: str, default: Any, help: str, *, flag: str = "", modes: tuple[str, ...] | None = None,
-           **argparse: Any) -> Any:
+def option(
+    name: str, default: Any, help: str, *, flag: str = "", modes: tuple[str, ...] | None = None, **argparse: Any
+) -> Any:
     """A dataclass field that carries its `Option`. The flag is made of the name where none is given.
 
     Every flag is absent (None) by default, so that a value which nothing would read can be refused."""
@@ -71,23 +72,41 @@ class Exchange:
     """
 
     ranks_per_node: int | None = option(
-        "ranks_per_node", None, type=int, metavar="N",
-        help="Ranks of the job in one NVLink domain; may exceed the expert parallel group.")
+        "ranks_per_node",
+        None,
+        type=int,
+        metavar="N",
+        help="Ranks of the job in one NVLink domain; may exceed the expert parallel group.",
+    )
     num_sms: int | None = option(
-        "num_sms", None, type=int, metavar="N",
-        help="SMs for dispatch and for combine; wins over Megatron's own setting.")
+        "num_sms",
+        None,
+        type=int,
+        metavar="N",
+        help="SMs for dispatch and for combine; wins over Megatron's own setting.",
+    )
     tuning: str | None = option(
-        "tuning", None, metavar="FILE",
-        help="What `hybrid-ep tune` wrote: SMs and chunks for this device and shape. Given SMs win over the file's.")
+        "tuning",
+        None,
+        metavar="FILE",
+        help="What `hybrid-ep tune` wrote: SMs and chunks for this device and shape. Given SMs win over the file's.",
+    )
     timeout_s: float | None = option(
-        "timeout_s", None, flag="--hybrid-ep-timeout", type=float, metavar="SECONDS",
-        help="Longest wait inside dispatch or combine before it raises.")
+        "timeout_s",
+        None,
+        flag="--hybrid-ep-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="Longest wait inside dispatch or combine before it raises.",
+    )
     dispatch_dtype: str | None = option(
-        "dispatch_dtype", None, choices=DISPATCH_DTYPES,
+        "dispatch_dtype",
+        None,
+        choices=DISPATCH_DTYPES,
         help="What the forward dispatch sends: rows as they are (bf16, the default), or e4m3 with a scale for every "
-        "128 values (fp8) or 32 values (mxfp8). Experts get rows of their own dtype; gradients are not quantised.")
-    buffer_class: type | None = dataclasses.field(
-        default=None, metadata={"option": Option("buffer_class", None, {})})
+        "128 values (fp8) or 32 values (mxfp8). Experts get rows of their own dtype; gradients are not quantised.",
+    )
+    buffer_class: type | None = dataclasses.field(default=None, metadata={"option": Option("buffer_class", None, {})})
 
     def __post_init__(self) -> None:
         _check_integers(ranks_per_node=self.ranks_per_node, num_sms=self.num_sms)
@@ -95,7 +114,8 @@ class Exchange:
             raise ValueError(f"timeout_s is {self.timeout_s!r}: give seconds > 0, or None for the default")
         if self.dispatch_dtype not in (None, *DISPATCH_DTYPES):
             raise ValueError(
-                f"dispatch_dtype is {self.dispatch_dtype!r}: give one of {', '.join(DISPATCH_DTYPES)}, or None")
+                f"dispatch_dtype is {self.dispatch_dtype!r}: give one of {', '.join(DISPATCH_DTYPES)}, or None"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,21 +133,37 @@ class Balance:
     """
 
     mode: str = option(
-        "balance", "off", choices=BALANCE_MODES,
+        "balance",
+        "off",
+        choices=BALANCE_MODES,
         help="exact: clone hot experts into spare slots for every micro-batch. slow: move experts to other ranks "
-        "between steps. both.")
+        "between steps. both.",
+    )
     spare_slots: int = option(
-        "spare_slots", 1, modes=CLONING, type=int, metavar="N", help="Slots for clones on every rank.")
+        "spare_slots", 1, modes=CLONING, type=int, metavar="N", help="Slots for clones on every rank."
+    )
     epsilon: float = option(
-        "balance_epsilon", 0.01, modes=CLONING, type=float, metavar="FRACTION",
-        help="How far above the mean a rank may end.")
+        "balance_epsilon",
+        0.01,
+        modes=CLONING,
+        type=float,
+        metavar="FRACTION",
+        help="How far above the mean a rank may end.",
+    )
     interval: int = option(
-        "balance_interval", 100, modes=REHOMING, type=int, metavar="STEPS", help="Steps between placements (slow).")
+        "balance_interval", 100, modes=REHOMING, type=int, metavar="STEPS", help="Steps between placements (slow)."
+    )
     layer_updates_per_iter: int = option(
-        "layer_updates_per_iter", 1, modes=REHOMING, type=int, metavar="N", help="Layers moved a step (slow).")
+        "layer_updates_per_iter", 1, modes=REHOMING, type=int, metavar="N", help="Layers moved a step (slow)."
+    )
     move_cost: float = option(
-        "balance_move_cost", 0.0, modes=REHOMING, type=float, metavar="TOKENS",
-        help="What moving an expert costs, in tokens' worth of time (slow).")
+        "balance_move_cost",
+        0.0,
+        modes=REHOMING,
+        type=float,
+        metavar="TOKENS",
+        help="What moving an expert costs, in tokens' worth of time (slow).",
+    )
 
     @property
     def clones(self) -> bool:
@@ -140,8 +176,11 @@ class Balance:
         return self.mode in REHOMING
 
     def __post_init__(self) -> None:
-        _check_integers(spare_slots=self.spare_slots, balance_interval=self.interval,
-                        layer_updates_per_iter=self.layer_updates_per_iter)
+        _check_integers(
+            spare_slots=self.spare_slots,
+            balance_interval=self.interval,
+            layer_updates_per_iter=self.layer_updates_per_iter,
+        )
         if self.mode not in BALANCE_MODES:
             raise ValueError(f"balance is {self.mode!r}: choose one of {', '.join(BALANCE_MODES)}")
         if not 0 <= self.epsilon <= 1:
@@ -156,16 +195,19 @@ class LoadStats:
     included; works with hybrid_ep off too (`megatron_patches.load_stats`)."""
 
     path: str | None = option(
-        "load_stats", None, metavar="PATH",
+        "load_stats",
+        None,
+        metavar="PATH",
         help="Write tokens per layer and expert here: .jsonl, or a folder in TensorRT-LLM's format. Works with every "
-        "dispatcher, also without --hybrid-ep.")
+        "dispatcher, also without --hybrid-ep.",
+    )
     iterations: tuple[int, int] | None = option(
-        "load_stats_range", None, metavar="FIRST-LAST", help="Iterations to count, both included.")
+        "load_stats_range", None, metavar="FIRST-LAST", help="Iterations to count, both included."
+    )
 
     def __post_init__(self) -> None:
         if (self.path is None) != (self.iterations is None):
-            raise ValueError(
-                f"load_stats is {self.path!r} and load_stats_range {self.iterations!r}: give both or none")
+            raise ValueError(f"load_stats is {self.path!r} and load_stats_range {self.iterations!r}: give both or none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +219,19 @@ class Experts:
     """
 
     grouped: bool = option(
-        "grouped_gemm", False, **_SWITCH,
+        "grouped_gemm",
+        False,
+        **_SWITCH,
         help="Run the routed experts as grouped GEMMs, exact for experts without tokens; needs no Transformer Engine. "
-        "Checkpoints stay Megatron's.")
+        "Checkpoints stay Megatron's.",
+    )
     backend: str = option(
-        "grouped_gemm_backend", "auto", choices=GEMM_BACKENDS,
+        "grouped_gemm_backend",
+        "auto",
+        choices=GEMM_BACKENDS,
         help="Who multiplies in these experts: torch's grouped GEMM, Transformer Engine's GroupedLinear (its counts "
-        "wait for the device), a loop, or the first usable of torch and loop (auto, the default).")
+        "wait for the device), a loop, or the first usable of torch and loop (auto, the default).",
+    )
 
     def __post_init__(self) -> None:
         given = f"grouped_gemm_backend (--hybrid-ep-grouped-gemm-backend) is {self.backend!r}"
@@ -209,17 +257,31 @@ class Router:
     """
 
     guard: str = option(
-        "router_guard", "off", choices=GUARD_MODES,
-        help="Watch routers: gates before the first step, ties and load at every logged step.")
+        "router_guard",
+        "off",
+        choices=GUARD_MODES,
+        help="Watch routers: gates before the first step, ties and load at every logged step.",
+    )
     max_tie_fraction: float = option(
-        "router_max_tie_fraction", 0.5, type=float, metavar="FRACTION",
-        help="Tokens that may tie exactly at the top-k boundary (default 0.5).")
+        "router_max_tie_fraction",
+        0.5,
+        type=float,
+        metavar="FRACTION",
+        help="Tokens that may tie exactly at the top-k boundary (default 0.5).",
+    )
     max_load_ratio: float | None = option(
-        "router_max_load_ratio", None, type=float, metavar="RATIO",
-        help="Largest load of an expert over the mean (default: any).")
+        "router_max_load_ratio",
+        None,
+        type=float,
+        metavar="RATIO",
+        help="Largest load of an expert over the mean (default: any).",
+    )
     tie_break: bool = option(
-        "router_tie_break", False, **_SWITCH,
-        help="Decide exact ties, and nothing else, by a hash of token and expert; probabilities stay as they are.")
+        "router_tie_break",
+        False,
+        **_SWITCH,
+        help="Decide exact ties, and nothing else, by a hash of token and expert; probabilities stay as they are.",
+    )
 
     @property
     def watches(self) -> bool:
@@ -259,14 +321,19 @@ class Settings:
             unknown -= set(fields.values())
             parts[part] = kind(**{field: given[name] for field, name in fields.items()})
         if unknown:
-            raise TypeError(f"unknown settings {', '.join(sorted(unknown))}: give some of "
-                            f"{', '.join(made.name for made in OPTIONS)}")
+            raise TypeError(
+                f"unknown settings {', '.join(sorted(unknown))}: give some of "
+                f"{', '.join(made.name for made in OPTIONS)}"
+            )
         return cls(enabled, **parts)
 
     def flat(self) -> dict[str, Any]:
         """Every value under its keyword of `apply`, and `enabled`."""
-        values = {made.name: getattr(getattr(self, part), field)
-                  for part, kind in PARTS.items() for field, made in _options_of(kind)}
+        values = {
+            made.name: getattr(getattr(self, part), field)
+            for part, kind in PARTS.items()
+            for field, made in _options_of(kind)
+        }
         return {"enabled": self.enabled, **values}
 
 
@@ -276,7 +343,12 @@ def _options_of(kind: type[Any]) -> Iterator[tuple[str, Option]]:
 
 
 PARTS: dict[str, type[Any]] = {
-    "exchange": Exchange, "balance": Balance, "load_stats": LoadStats, "experts": Experts, "router": Router}
+    "exchange": Exchange,
+    "balance": Balance,
+    "load_stats": LoadStats,
+    "experts": Experts,
+    "router": Router,
+}
 OPTIONS: tuple[Option, ...] = tuple(made for kind in PARTS.values() for _, made in _options_of(kind))
 
 DISABLED = Settings(enabled=False)

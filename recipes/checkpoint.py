@@ -102,8 +102,11 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -
     parameters = {entry.name for entry in entries(model) if entry.owner is not None}
     elsewhere = {name for name in saved if _EXPERT.search(name)}  # experts of other ranks
     odd = sorted((tensors.keys() - saved.keys()) | (saved.keys() - tensors.keys() - elsewhere))
-    odd = odd or [name for name, tensor in tensors.items() if tensor.shape != saved[name].shape
-                  or (name in parameters and tensor.dtype != saved[name].dtype)]
+    odd = odd or [
+        name
+        for name, tensor in tensors.items()
+        if tensor.shape != saved[name].shape or (name in parameters and tensor.dtype != saved[name].dtype)
+    ]
     if odd:
         raise ValueError(f"{path}: not the parameters of this model (e.g. {odd[0]}); resume its own run")
     with torch.no_grad():
@@ -128,8 +131,10 @@ def _open_all(path: Path) -> list[dict[str, Any]]:
         except FileNotFoundError:
             raise ValueError(f"{name}: missing; the checkpoint is damaged, start a new run") from None
         if state["format"] != FORMAT:
-            raise ValueError(f"{name}: format {state['format']}, but this version reads format {FORMAT}; start a new "
-                             "run, or resume with the version that wrote it")
+            raise ValueError(
+                f"{name}: format {state['format']}, but this version reads format {FORMAT}; start a new "
+                "run, or resume with the version that wrote it"
+            )
         files.append(state)
     return files
 
@@ -148,8 +153,12 @@ class Entry(NamedTuple):
 def entries(model: torch.nn.Module) -> Iterator[Entry]:
     """Every parameter and buffer of this rank; one rank writes for all that hold the same."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "token_dispatcher")}
-    stacked = {id(p) for layer in layers.values() if hasattr(layer.experts, "expert_weights")
-               for p in layer.experts.parameters()}
+    stacked = {
+        id(p)
+        for layer in layers.values()
+        if hasattr(layer.experts, "expert_weights")
+        for p in layer.experts.parameters()
+    }
     dense_is_ours = dist.get_rank() == 0
     for name, parameter in model.named_parameters():
         match = _LOCAL_EXPERT.fullmatch(name)
@@ -165,11 +174,19 @@ def entries(model: torch.nn.Module) -> Iterator[Entry]:
     for name, layer in layers.items():
         for local, expert in enumerate(logical_experts(layer) if hasattr(layer.experts, "expert_weights") else ()):
             for own, view in layer.experts.expert_weights(local).items():
-                owner = next(p for p in layer.experts.parameters()
-                             if p.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
-                             and 0 <= view.storage_offset() - p.storage_offset() < p.numel())
-                yield Entry(f"{name}.experts.{expert}.{own}", view, layer.experts.dp_group.rank() == 0, owner,
-                             view.storage_offset() - owner.storage_offset())
+                owner = next(
+                    p
+                    for p in layer.experts.parameters()
+                    if p.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+                    and 0 <= view.storage_offset() - p.storage_offset() < p.numel()
+                )
+                yield Entry(
+                    f"{name}.experts.{expert}.{own}",
+                    view,
+                    layer.experts.dp_group.rank() == 0,
+                    owner,
+                    view.storage_offset() - owner.storage_offset(),
+                )
 
 
 def _shards(model: torch.nn.Module, states: OptimizerStates) -> dict[str, Any]:

@@ -55,10 +55,23 @@ HARDWARE = {
         Hardware("h200_8x400g", "H200 SXM 141 GB", 141 * 10**9, 8, 8, "NVIDIA H200 data sheet", "h100_8x400g"),
         Hardware("h800_8x400g", "H800 SXM 80 GB", 80 * 10**9, 8, 8, "as H100, with slower NVLink", "h100_8x400g"),
         Hardware("b200_8x400g", "B200 180 GB", 180 * 10**9, 8, 8, "NVIDIA DGX B200 data sheet: 1,440 GB in 8 GPUs"),
-        Hardware("b300_8x800g", "B300 288 GB", 287 * 10**9, 8, 8, "NVIDIA DGX B300 data sheet: 2.3 TB in 8 GPUs",
-                 "b200_8x400g"),
-        Hardware("gb200_nvl72", "GB200 186 GB", 186 * 10**9, 4, 72,
-                 "NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs, 4 GPUs a compute tray"),
+        Hardware(
+            "b300_8x800g",
+            "B300 288 GB",
+            287 * 10**9,
+            8,
+            8,
+            "NVIDIA DGX B300 data sheet: 2.3 TB in 8 GPUs",
+            "b200_8x400g",
+        ),
+        Hardware(
+            "gb200_nvl72",
+            "GB200 186 GB",
+            186 * 10**9,
+            4,
+            72,
+            "NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs, 4 GPUs a compute tray",
+        ),
     )
 }
 OLD_NAMES = {"b200_8": "b200_8x400g"}
@@ -133,41 +146,103 @@ class ClusterRun:
     """More flags for pretrain_gpt.py, written as in a shell; they come last and win."""
 
     def __post_init__(self) -> None:
-        for name in ("num_hosts", "tensor", "pipeline", "expert", "virtual_pipeline", "seq_length", "micro_batch_size",
-                     "global_batch_size", "train_steps", "num_sms", "save_interval", "spare_slots", "balance_interval"):
+        for name in (
+            "num_hosts",
+            "tensor",
+            "pipeline",
+            "expert",
+            "virtual_pipeline",
+            "seq_length",
+            "micro_batch_size",
+            "global_batch_size",
+            "train_steps",
+            "num_sms",
+            "save_interval",
+            "spare_slots",
+            "balance_interval",
+        ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
-        for name, known in (("dispatcher", DISPATCHERS), ("precision", PRECISIONS), ("moments", MOMENTS),
-                            ("sharding", SHARDING), ("balancer", ("aux_loss", "force")), ("apex", AUTO),
-                            ("balance", BALANCE), ("fp8_params", AUTO), ("fusions", AUTO)):
+        for name, known in (
+            ("dispatcher", DISPATCHERS),
+            ("precision", PRECISIONS),
+            ("moments", MOMENTS),
+            ("sharding", SHARDING),
+            ("balancer", ("aux_loss", "force")),
+            ("apex", AUTO),
+            ("balance", BALANCE),
+            ("fp8_params", AUTO),
+            ("fusions", AUTO),
+        ):
             _require(getattr(self, name) in known, name, getattr(self, name), f"use one of {', '.join(known)}")
         _require(0 <= self.memory_reserve < 1, "memory_reserve", self.memory_reserve, "must lie in [0, 1)")
         _require(self.gc_interval >= 0, "gc_interval", self.gc_interval, "must be 0 or more")
-        _require(self.fp8_params != "yes" or self.precision != "bf16", "fp8_params", self.fp8_params,
-                 "weights in 8 bits need precision=fp8 or mxfp8")
+        _require(
+            self.fp8_params != "yes" or self.precision != "bf16",
+            "fp8_params",
+            self.fp8_params,
+            "weights in 8 bits need precision=fp8 or mxfp8",
+        )
         _require(self.lr > 0, "lr", self.lr, "must be greater than 0")
         model, gpus, parts = self.architecture, self.num_gpus, self.tensor * self.pipeline
-        _require(gpus % parts == 0, "num_hosts", self.num_hosts,
-                 f"gives {gpus} GPUs, which tensor x pipeline = {parts} must divide")
-        _require(model.num_experts % self.expert == 0, "expert", self.expert,
-                 f"must divide the {model.num_experts} experts")
+        _require(
+            gpus % parts == 0,
+            "num_hosts",
+            self.num_hosts,
+            f"gives {gpus} GPUs, which tensor x pipeline = {parts} must divide",
+        )
+        _require(
+            model.num_experts % self.expert == 0, "expert", self.expert, f"must divide the {model.num_experts} experts"
+        )
         stage = gpus // self.pipeline
-        _require(stage % self.expert == 0, "expert", self.expert,
-                 f"must divide the {stage} GPUs of a pipeline stage; {self.expert * self.pipeline} GPUs are the fewest")
+        _require(
+            stage % self.expert == 0,
+            "expert",
+            self.expert,
+            f"must divide the {stage} GPUs of a pipeline stage; {self.expert * self.pipeline} GPUs are the fewest",
+        )
         per_step = self.data * self.micro_batch_size
-        _require(self.global_batch_size % per_step == 0, "global_batch_size", self.global_batch_size,
-                 f"must be a multiple of data x micro_batch_size = {per_step}")
-        _require(self.num_microbatches >= self.pipeline, "global_batch_size", self.global_batch_size,
-                 f"gives {self.num_microbatches} micro-batches; {self.pipeline} stages need at least as many")
-        _require(self.ranks_per_node == 0 or self.expert % self.ranks_per_node == 0, "ranks_per_node",
-                 self.ranks_per_node, f"must divide expert={self.expert}")
-        _require(not self.hardware.hopper or self.precision != "mxfp8", "precision", self.precision,
-                 "Hopper has no mxfp8 tensor cores; use fp8")
-        _require(self.sharding != "megatron_fsdp" or self.pipeline == 1, "sharding", self.sharding,
-                 f"Megatron-FSDP shards in place of a pipeline; set pipeline=1, not {self.pipeline}")
-        _require(not self.overlap or self.recompute != "full", "overlap", self.overlap,
-                 "cannot be combined with recompute=full; use selective")
-        _require(not (self.data_path and not self.tokenizer), "tokenizer", self.tokenizer,
-                 "data_path needs the tokenizer that made it")
+        _require(
+            self.global_batch_size % per_step == 0,
+            "global_batch_size",
+            self.global_batch_size,
+            f"must be a multiple of data x micro_batch_size = {per_step}",
+        )
+        _require(
+            self.num_microbatches >= self.pipeline,
+            "global_batch_size",
+            self.global_batch_size,
+            f"gives {self.num_microbatches} micro-batches; {self.pipeline} stages need at least as many",
+        )
+        _require(
+            self.ranks_per_node == 0 or self.expert % self.ranks_per_node == 0,
+            "ranks_per_node",
+            self.ranks_per_node,
+            f"must divide expert={self.expert}",
+        )
+        _require(
+            not self.hardware.hopper or self.precision != "mxfp8",
+            "precision",
+            self.precision,
+            "Hopper has no mxfp8 tensor cores; use fp8",
+        )
+        _require(
+            self.sharding != "megatron_fsdp" or self.pipeline == 1,
+            "sharding",
+            self.sharding,
+            f"Megatron-FSDP shards in place of a pipeline; set pipeline=1, not {self.pipeline}",
+        )
+        _require(
+            not self.overlap or self.recompute != "full",
+            "overlap",
+            self.overlap,
+            "cannot be combined with recompute=full; use selective",
+        )
+        _require(
+            not (self.data_path and not self.tokenizer),
+            "tokenizer",
+            self.tokenizer,
+            "data_path needs the tokenizer that made it",
+        )
         self._check_balance()
         self._check_recompute()
         self.more_flags()
@@ -175,21 +250,32 @@ class ClusterRun:
 
     def _check_balance(self) -> None:
         """What the balancer and its grouped experts do not work with, all of it in one message."""
-        wanted = {"dispatcher": "hybrid_ep", "precision": "bf16", "overlap": False,
-                  "sharding": "distributed_optimizer", "moments": "fp32"}
+        wanted = {
+            "dispatcher": "hybrid_ep",
+            "precision": "bf16",
+            "overlap": False,
+            "sharding": "distributed_optimizer",
+            "moments": "fp32",
+        }
         changes = [f"{name}={value}" for name, value in wanted.items() if getattr(self, name) != value]
         _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {', '.join(changes)}")
 
     def _check_recompute(self) -> None:
         model = self.architecture
-        lacking = {"mla_up_proj": not model.mla and "it has no latent attention",
-                   "mlp": not model.num_dense_layers and "all its layers have experts",
-                   "shared_experts": not model.shared_ffn_hidden_size and "it has no shared experts",
-                   "moe_act": self.balance != "off" and "the balancer's grouped experts keep their activations",
-                   "moe": self.overlap and "it cannot be combined with overlap"}
+        lacking = {
+            "mla_up_proj": not model.mla and "it has no latent attention",
+            "mlp": not model.num_dense_layers and "all its layers have experts",
+            "shared_experts": not model.shared_ffn_hidden_size and "it has no shared experts",
+            "moe_act": self.balance != "off" and "the balancer's grouped experts keep their activations",
+            "moe": self.overlap and "it cannot be combined with overlap",
+        }
         for name in self.recompute_modules:
-            _require(name in RECOMPUTE_MODULES, "recompute", self.recompute,
-                     f"use none, selective, full, or some of {','.join(RECOMPUTE_MODULES)}")
+            _require(
+                name in RECOMPUTE_MODULES,
+                "recompute",
+                self.recompute,
+                f"use none, selective, full, or some of {','.join(RECOMPUTE_MODULES)}",
+            )
             _require(not lacking.get(name), "recompute", self.recompute, f"leave {name} out: {lacking.get(name)}")
 
     @property
@@ -221,8 +307,12 @@ class ClusterRun:
             words = shlex.split(self.megatron_args)
         except ValueError as error:
             raise ValueError(f"megatron_args={self.megatron_args!r}: {error}; quote it as for a shell") from error
-        _require(not words or words[0].startswith("--"), "megatron_args", self.megatron_args,
-                 "must begin with a flag, --name")
+        _require(
+            not words or words[0].startswith("--"),
+            "megatron_args",
+            self.megatron_args,
+            "must begin with a flag, --name",
+        )
         return words
 
     @property
@@ -273,9 +363,13 @@ class ClusterRun:
         else:
             padded = self.counts_ends_as_layers
             letters = ("E" if padded else "") + "t" * model.num_layers + ("L" if padded else "")
-            _require(len(letters) % chunks == 0, "pipeline", self.pipeline,
-                     f"x virtual_pipeline={self.virtual_pipeline} must divide {model.num_layers} layers "
-                     f"(or {model.num_layers + 2} with both ends); else give pipeline_layout")
+            _require(
+                len(letters) % chunks == 0,
+                "pipeline",
+                self.pipeline,
+                f"x virtual_pipeline={self.virtual_pipeline} must divide {model.num_layers} layers "
+                f"(or {model.num_layers + 2} with both ends); else give pipeline_layout",
+            )
             size = len(letters) // chunks
             parts = [letters[i * size : (i + 1) * size] for i in range(chunks)]
             if not padded:
@@ -284,9 +378,13 @@ class ClusterRun:
             parts[-1] = parts[-1].rstrip("L") + end
         whole = "".join(parts)
         wanted = "E" + "t" * model.num_layers + "m" * model.num_mtp_layers + "L"
-        _require(len(parts) == chunks and all(map(_STAGE.fullmatch, parts)) and whole == wanted, "pipeline_layout",
-                 self.pipeline_layout, f"must hold {chunks} stages and {model.num_layers} layers t, from E to L; it "
-                 f"holds {len(parts)} and {whole.count('t')}")
+        _require(
+            len(parts) == chunks and all(map(_STAGE.fullmatch, parts)) and whole == wanted,
+            "pipeline_layout",
+            self.pipeline_layout,
+            f"must hold {chunks} stages and {model.num_layers} layers t, from E to L; it "
+            f"holds {len(parts)} and {whole.count('t')}",
+        )
         return [parts[rank :: self.pipeline] for rank in range(self.pipeline)]
 
     @property

@@ -19,17 +19,21 @@ _CLOSE = 0.01  # two steps nearer than this are the same to a model with residua
 def describe(run: ClusterRun) -> str:
     """Parameters, layout, memory and predicted step time. ValueError where it does not fit."""
     model, need = run.architecture, memory.check_fits(run)
-    return "\n".join([
-        f"{run.recipe}: {model.total_params / 1e9:.2f} B parameters, {model.active_params / 1e9:.2f} B active "
-        f"({model.source})",
-        f"{count(run.num_hosts, 'host')} x {run.hardware.gpus_per_host} {run.hardware.gpu}: TP {run.tensor}, PP "
-        f"{run.pipeline} x {run.virtual_pipeline}, EP {run.expert} in domains of {run.domain}, DP {run.data}; "
-        f"{run.precision}, recompute {run.recompute}, "
-        f"micro-batches {run.num_microbatches}, balance {run.balance}"
-        + (f" with {run.clones} spare slots a rank ({memory.clone_bytes(run):,} bytes)" if run.clones else ""),
-        f"fullest GPU (pipeline rank {need.stage}), {memory.budget_bytes(run) / 1e9:.1f} GB to use; hybrid_ep "
-        f"registers {need.buffers:,} bytes:", str(need), predict(run),
-    ])
+    return "\n".join(
+        [
+            f"{run.recipe}: {model.total_params / 1e9:.2f} B parameters, {model.active_params / 1e9:.2f} B active "
+            f"({model.source})",
+            f"{count(run.num_hosts, 'host')} x {run.hardware.gpus_per_host} {run.hardware.gpu}: TP {run.tensor}, PP "
+            f"{run.pipeline} x {run.virtual_pipeline}, EP {run.expert} in domains of {run.domain}, DP {run.data}; "
+            f"{run.precision}, recompute {run.recompute}, "
+            f"micro-batches {run.num_microbatches}, balance {run.balance}"
+            + (f" with {run.clones} spare slots a rank ({memory.clone_bytes(run):,} bytes)" if run.clones else ""),
+            f"fullest GPU (pipeline rank {need.stage}), {memory.budget_bytes(run) / 1e9:.1f} GB to use; hybrid_ep "
+            f"registers {need.buffers:,} bytes:",
+            str(need),
+            predict(run),
+        ]
+    )
 
 
 def predict(run: ClusterRun) -> str:
@@ -41,14 +45,22 @@ def predict(run: ClusterRun) -> str:
     except ValueError as error:
         return f"step time: no prediction ({error})"
     hidden = f"{job.overlap:.0%} of the exchange hidden" if run.overlap else "no exchange hidden"
-    again = {"none": "what is recomputed counted as free, " if run.recompute_modules else "",
-             "moe": "experts and exchange computed twice, ", "full": "all layers computed twice, "}[_recompute(run)]
+    again = {
+        "none": "what is recomputed counted as free, " if run.recompute_modules else "",
+        "moe": "experts and exchange computed twice, ",
+        "full": "all layers computed twice, ",
+    }[_recompute(run)]
     share = f"{job.share_of_peak:.0%} of peak in compute, {efficiency.of(job.cluster, job.dtype).source}"
-    return "\n".join([
-        f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
-        f"{share}, {again}{hidden}, no load imbalance, nodes that differ by {job.cv_slow:.1%})", training.said_of(job),
-        *_side_by_side(run, job), f"the same by another verb: {command_of(job)}",
-        f"among other layouts: {command_of(job, 'simulate --recommend')}"])
+    return "\n".join(
+        [
+            f"step time: {step.seconds:.2f} s, {step.tflops_per_gpu:.0f} TFLOP/s a GPU (model, not measured; assumes "
+            f"{share}, {again}{hidden}, no load imbalance, nodes that differ by {job.cv_slow:.1%})",
+            training.said_of(job),
+            *_side_by_side(run, job),
+            f"the same by another verb: {command_of(job)}",
+            f"among other layouts: {command_of(job, 'simulate --recommend')}",
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,8 @@ def candidates(run: ClusterRun, job: step_time.Job) -> list[Candidate]:
     more = " ".join(filter(None, [mine, f"num_sms={tuned}"]))
     wanted: list[tuple[str, str, int, str | None]] = [
         ("hybrid_ep", "hybrid_ep", job.num_sms, mine),
-              ("alltoall", "a2a", 0, "" if run.dispatcher == "alltoall" else "dispatcher=alltoall")]
+        ("alltoall", "a2a", 0, "" if run.dispatcher == "alltoall" else "dispatcher=alltoall"),
+    ]
     if tuned != job.num_sms:
         wanted.append(("hybrid_ep", "hybrid_ep", tuned, more))
     if job.shape.nodes == 1 and job.ep > 1:
@@ -91,8 +104,13 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
     found = candidates(run, job)
     lines = [f"  {'tokens by':<10}{'SMs':>5}{'step s':>9}{'exchange us':>13}"]
     for c in found:
-        what = "as it is" if c.change == "" else "recipes do not start it" if c.change is None else "--set " + \
-            " --set ".join(c.change.split())
+        what = (
+            "as it is"
+            if c.change == ""
+            else "recipes do not start it"
+            if c.change is None
+            else "--set " + " --set ".join(c.change.split())
+        )
         lines.append(f"  {c.name:<10}{c.num_sms or '-':>5}{c.seconds:>9.2f}{c.exchange_us:>13.0f}  {what}")
     own = found[0]
     rival = min((c for c in found if c.name != own.name), key=lambda c: c.seconds, default=own)
@@ -100,10 +118,15 @@ def _side_by_side(run: ClusterRun, job: step_time.Job) -> list[str]:
         lines.append(f"  {'deepep_v1':<10}{'-':>5}{'-':>9}{'-':>13}  no rate of it is published for this")
     if rival.seconds < (1 - _CLOSE) * own.seconds:
         best, change = min(((c, c.change) for c in found if c.change is not None), key=lambda c: c[0].seconds)
-        remedy = "no --set makes it faster" if best is own else "--set " + " --set ".join(change.split()) + (
-            f" is predicted to take {best.seconds:.2f} s")
-        lines.append(f"WARNING: {rival.name} is predicted faster than {own.name} as it is here, {rival.seconds:.2f} s "
-                     f"against {own.seconds:.2f} s; {remedy}")
+        remedy = (
+            "no --set makes it faster"
+            if best is own
+            else "--set " + " --set ".join(change.split()) + (f" is predicted to take {best.seconds:.2f} s")
+        )
+        lines.append(
+            f"WARNING: {rival.name} is predicted faster than {own.name} as it is here, {rival.seconds:.2f} s "
+            f"against {own.seconds:.2f} s; {remedy}"
+        )
     return lines
 
 
@@ -115,8 +138,20 @@ def _recompute(run: ClusterRun) -> str:
 def job_of(run: ClusterRun) -> step_time.Job:
     """What the step model is asked. ValueError where it does not know model or cluster."""
     return step_time.Job(
-        models.get(run.architecture.name), clusters.get(run.hardware.name), run.num_gpus, run.expert, run.pipeline,
-        run.virtual_pipeline, run.tokens_per_rank, run.seq_length, run.num_microbatches, dtype=run.precision,
-        dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher, num_sms=run.num_sms, tensor=run.tensor,
-        recompute=_recompute(run), overlap=_OVERLAP if run.overlap else 0.0,
-        cv_slow=step_time.CV_SLOW)
+        models.get(run.architecture.name),
+        clusters.get(run.hardware.name),
+        run.num_gpus,
+        run.expert,
+        run.pipeline,
+        run.virtual_pipeline,
+        run.tokens_per_rank,
+        run.seq_length,
+        run.num_microbatches,
+        dtype=run.precision,
+        dispatcher="a2a" if run.dispatcher == "alltoall" else run.dispatcher,
+        num_sms=run.num_sms,
+        tensor=run.tensor,
+        recompute=_recompute(run),
+        overlap=_OVERLAP if run.overlap else 0.0,
+        cv_slow=step_time.CV_SLOW,
+    )

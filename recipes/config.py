@@ -67,48 +67,77 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            self, "model", "num_layers", "hidden_size", "num_attention_heads", "num_experts", "topk",
-            "moe_ffn_hidden_size", "seq_length", "vocab_size", "init_std",
+            self,
+            "model",
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_experts",
+            "topk",
+            "moe_ffn_hidden_size",
+            "seq_length",
+            "vocab_size",
+            "init_std",
         )
         _require(self.dtype in DTYPES, "model.dtype", self.dtype, f"choose one of {', '.join(DTYPES)}")
         _require(
-            self.hidden_size % (2 * self.num_attention_heads) == 0, "model.hidden_size", self.hidden_size,
+            self.hidden_size % (2 * self.num_attention_heads) == 0,
+            "model.hidden_size",
+            self.hidden_size,
             f"must be a multiple of 2 x num_attention_heads = {2 * self.num_attention_heads} "
             "(rotary embeddings turn pairs of elements of each head)",
         )
         _require(
-            self.topk <= self.num_experts, "model.topk", self.topk,
-            f"must not exceed num_experts={self.num_experts}",
+            self.topk <= self.num_experts, "model.topk", self.topk, f"must not exceed num_experts={self.num_experts}"
         )
         _require(self.aux_loss_coeff >= 0, "model.aux_loss_coeff", self.aux_loss_coeff, "must be 0 or more")
         self._check_block()
 
     def _check_block(self) -> None:
-        for name in ("num_query_groups", "num_dense_layers", "shared_ffn_hidden_size", "router_num_groups",
-                     "router_group_topk", "topk_scaling_factor"):
+        for name in (
+            "num_query_groups",
+            "num_dense_layers",
+            "shared_ffn_hidden_size",
+            "router_num_groups",
+            "router_group_topk",
+            "topk_scaling_factor",
+        ):
             _require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), "must be 0 or more")
         _require(
             self.num_query_groups == 0 or self.num_attention_heads % self.num_query_groups == 0,
-            "model.num_query_groups", self.num_query_groups,
+            "model.num_query_groups",
+            self.num_query_groups,
             f"must divide num_attention_heads={self.num_attention_heads}",
         )
         _require(
-            self.num_dense_layers < self.num_layers, "model.num_dense_layers", self.num_dense_layers,
+            self.num_dense_layers < self.num_layers,
+            "model.num_dense_layers",
+            self.num_dense_layers,
             f"must leave experts in one of the {self.num_layers} layers",
         )
         _require(
-            self.score_function in ("softmax", "sigmoid"), "model.score_function", self.score_function,
+            self.score_function in ("softmax", "sigmoid"),
+            "model.score_function",
+            self.score_function,
             "choose softmax or sigmoid",
         )
         _require(
-            not self.expert_bias or self.score_function == "sigmoid", "model.expert_bias", self.expert_bias,
+            not self.expert_bias or self.score_function == "sigmoid",
+            "model.expert_bias",
+            self.expert_bias,
             "needs score_function=sigmoid",
         )
         groups, chosen = self.router_num_groups, self.router_group_topk
         _require(
-            groups == 0 or (self.num_experts % groups == 0 and 1 <= chosen <= groups
-                            and self.topk <= chosen * (self.num_experts // groups) and self.topk % chosen == 0),
-            "model.router_num_groups", groups,
+            groups == 0
+            or (
+                self.num_experts % groups == 0
+                and 1 <= chosen <= groups
+                and self.topk <= chosen * (self.num_experts // groups)
+                and self.topk % chosen == 0
+            ),
+            "model.router_num_groups",
+            groups,
             f"must divide num_experts={self.num_experts}, and "
             f"router_group_topk={chosen} groups must hold topk={self.topk}",
         )
@@ -140,36 +169,49 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _require_positive(self, "parallel", "num_ranks", "expert_parallel_size", "ranks_per_node")
         _require(
-            self.num_ranks % self.expert_parallel_size == 0, "parallel.expert_parallel_size",
-            self.expert_parallel_size, f"must divide num_ranks={self.num_ranks}",
+            self.num_ranks % self.expert_parallel_size == 0,
+            "parallel.expert_parallel_size",
+            self.expert_parallel_size,
+            f"must divide num_ranks={self.num_ranks}",
         )
         _require(
-            self.expert_parallel_size % self.ranks_per_node == 0, "parallel.ranks_per_node",
-            self.ranks_per_node, f"must divide expert_parallel_size={self.expert_parallel_size}",
+            self.expert_parallel_size % self.ranks_per_node == 0,
+            "parallel.ranks_per_node",
+            self.ranks_per_node,
+            f"must divide expert_parallel_size={self.expert_parallel_size}",
         )
         _require(
-            self.dispatcher in DISPATCHERS, "parallel.dispatcher", self.dispatcher,
+            self.dispatcher in DISPATCHERS,
+            "parallel.dispatcher",
+            self.dispatcher,
             f"choose one of {', '.join(DISPATCHERS)}",
         )
         _require(
-            self.dispatch_dtype in DISPATCH_DTYPES, "parallel.dispatch_dtype", self.dispatch_dtype,
+            self.dispatch_dtype in DISPATCH_DTYPES,
+            "parallel.dispatch_dtype",
+            self.dispatch_dtype,
             f"choose one of {', '.join(DISPATCH_DTYPES)}",
         )
         _require(
-            self.dispatch_dtype == "bf16" or self.dispatcher == "hybrid_ep", "parallel.dispatch_dtype",
-            self.dispatch_dtype, f"must be bf16 with dispatcher={self.dispatcher}, which quantises nothing",
+            self.dispatch_dtype == "bf16" or self.dispatcher == "hybrid_ep",
+            "parallel.dispatch_dtype",
+            self.dispatch_dtype,
+            f"must be bf16 with dispatcher={self.dispatcher}, which quantises nothing",
         )
         _require_positive(self, "parallel", "spare_slots", "balance_interval", "layer_updates_per_iter")
         _require(
-            self.balance in BALANCE_MODES, "parallel.balance", self.balance,
-            f"choose one of {', '.join(BALANCE_MODES)}",
+            self.balance in BALANCE_MODES, "parallel.balance", self.balance, f"choose one of {', '.join(BALANCE_MODES)}"
         )
         _require(
-            self.balance == "off" or self.dispatcher == "hybrid_ep", "parallel.balance", self.balance,
+            self.balance == "off" or self.dispatcher == "hybrid_ep",
+            "parallel.balance",
+            self.balance,
             f"needs the dispatcher hybrid_ep, not {self.dispatcher}",
         )
         _require(
-            not self.grouped_gemm or self.dispatcher == "hybrid_ep", "parallel.grouped_gemm", self.grouped_gemm,
+            not self.grouped_gemm or self.dispatcher == "hybrid_ep",
+            "parallel.grouped_gemm",
+            self.grouped_gemm,
             f"needs the dispatcher hybrid_ep, not {self.dispatcher}",
         )
 
@@ -188,7 +230,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(bool(self.source), "data.source", self.source, "name python_stdlib or a folder")
         _require(
-            self.held_out_one_in >= 2, "data.held_out_one_in", self.held_out_one_in,
+            self.held_out_one_in >= 2,
+            "data.held_out_one_in",
+            self.held_out_one_in,
             "must be 2 or more, or nothing is left to train on",
         )
 
@@ -208,10 +252,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "optimizer", "lr", "adam_eps", "clip_grad")
-        _require(
-            0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr,
-            f"must lie between 0 and lr={self.lr}",
-        )
+        _require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"must lie between 0 and lr={self.lr}")
         _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "must be 0 or more")
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
@@ -235,11 +276,12 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            self, "schedule", "train_steps", "micro_batch_size", "num_microbatches", "eval_every",
-            "eval_sequences",
+            self, "schedule", "train_steps", "micro_batch_size", "num_microbatches", "eval_every", "eval_sequences"
         )
         _require(
-            0 <= self.warmup_steps < self.train_steps, "schedule.warmup_steps", self.warmup_steps,
+            0 <= self.warmup_steps < self.train_steps,
+            "schedule.warmup_steps",
+            self.warmup_steps,
             f"must be at least 0 and below train_steps={self.train_steps}",
         )
 
@@ -297,18 +339,21 @@ class RunConfig:
     def __post_init__(self) -> None:
         experts, ep = self.model.num_experts, self.parallel.expert_parallel_size
         _require(
-            experts % ep == 0, "model.num_experts", experts,
-            f"must be a multiple of parallel.expert_parallel_size={ep}",
+            experts % ep == 0, "model.num_experts", experts, f"must be a multiple of parallel.expert_parallel_size={ep}"
         )
         per_eval = self.parallel.num_ranks * self.schedule.micro_batch_size
         sequences = self.schedule.eval_sequences
         _require(
-            sequences % per_eval == 0, "schedule.eval_sequences", sequences,
+            sequences % per_eval == 0,
+            "schedule.eval_sequences",
+            sequences,
             f"must be a multiple of num_ranks x micro_batch_size = {per_eval}",
         )
         row_bytes = self.model.hidden_size * (4 if self.model.dtype == "fp32" else 2)
         _require(
-            row_bytes % 16 == 0, "model.hidden_size", self.model.hidden_size,
+            row_bytes % 16 == 0,
+            "model.hidden_size",
+            self.model.hidden_size,
             "a token's row must be a multiple of 16 bytes to be dispatched",
         )
 

@@ -12,12 +12,33 @@ from .tiny_cpu import tiny_cpu_smoke
 ARCHITECTURE = Architecture(
     name="deepseek_v3",
     source="huggingface.co/deepseek-ai/DeepSeek-V3 config.json; bias, loss, initialisation, moments: "
-           "arXiv 2412.19437, sections 3.3 and 4.2",
-    num_layers=61, num_dense_layers=3, hidden_size=7168, ffn_hidden_size=18432, moe_ffn_hidden_size=2048,
-    num_experts=256, topk=8, vocab_size=129280, num_attention_heads=128, head_dim=128, q_lora_rank=1536,
-    kv_lora_rank=512, rope_head_dim=64, shared_ffn_hidden_size=2048, num_mtp_layers=1, score_function="sigmoid",
-    router_num_groups=8, router_group_topk=4, topk_scaling_factor=2.5, expert_bias=True, aux_loss="seq_aux_loss",
-    aux_loss_coeff=1e-4, qk_layernorm=True, init_method_std=0.006, rope_factor=40.0, rope_mscale=1.0,
+    "arXiv 2412.19437, sections 3.3 and 4.2",
+    num_layers=61,
+    num_dense_layers=3,
+    hidden_size=7168,
+    ffn_hidden_size=18432,
+    moe_ffn_hidden_size=2048,
+    num_experts=256,
+    topk=8,
+    vocab_size=129280,
+    num_attention_heads=128,
+    head_dim=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    rope_head_dim=64,
+    shared_ffn_hidden_size=2048,
+    num_mtp_layers=1,
+    score_function="sigmoid",
+    router_num_groups=8,
+    router_group_topk=4,
+    topk_scaling_factor=2.5,
+    expert_bias=True,
+    aux_loss="seq_aux_loss",
+    aux_loss_coeff=1e-4,
+    qk_layernorm=True,
+    init_method_std=0.006,
+    rope_factor=40.0,
+    rope_mscale=1.0,
     rope_mscale_all_dim=1.0,
 )
 # Sixteen and thirty-two chunks: three dense layers lead, MTP and loss end.
@@ -25,28 +46,64 @@ _CHUNKS_16 = "Et*3|(tttt|)*14ttmL"
 _CHUNKS_32 = "Et*3|(tt|)*29m|L"
 # SMs: the exchange is not hidden, so that those it takes are taken from nothing; as many as the model would take.
 _VARIANTS: dict[str, dict[str, Any]] = {
-    "h100_8x400g": dict(num_hosts=128, tensor=2, pipeline=8, virtual_pipeline=4, expert=64, precision="fp8",
-                        pipeline_layout=_CHUNKS_32, recompute="layernorm,mla_up_proj,mlp,moe", global_batch_size=8192),
+    "h100_8x400g": dict(
+        num_hosts=128,
+        tensor=2,
+        pipeline=8,
+        virtual_pipeline=4,
+        expert=64,
+        precision="fp8",
+        pipeline_layout=_CHUNKS_32,
+        recompute="layernorm,mla_up_proj,mlp,moe",
+        global_batch_size=8192,
+    ),
     "h200_8x400g": dict(recompute="selective", num_sms=32),
-    "b200_8x400g": dict(num_hosts=32, tensor=1, pipeline=8, virtual_pipeline=2, expert=32, precision="mxfp8",
-                        pipeline_layout=_CHUNKS_16, num_sms=48, global_batch_size=2048),
-    "gb200_nvl72": dict(num_hosts=64, tensor=1, pipeline=4, virtual_pipeline=4, expert=64, precision="mxfp8",
-                        pipeline_layout=_CHUNKS_16, num_sms=64, global_batch_size=2048),
+    "b200_8x400g": dict(
+        num_hosts=32,
+        tensor=1,
+        pipeline=8,
+        virtual_pipeline=2,
+        expert=32,
+        precision="mxfp8",
+        pipeline_layout=_CHUNKS_16,
+        num_sms=48,
+        global_batch_size=2048,
+    ),
+    "gb200_nvl72": dict(
+        num_hosts=64,
+        tensor=1,
+        pipeline=4,
+        virtual_pipeline=4,
+        expert=64,
+        precision="mxfp8",
+        pipeline_layout=_CHUNKS_16,
+        num_sms=64,
+        global_batch_size=2048,
+    ),
 }
 
 
 def deepseek_v3(hardware: str = "h100_8x400g") -> ClusterRun:
     """DeepSeek-V3 on 1,024 H100, 256 B200 or 256 GB200."""
     machine = get_hardware(hardware)
-    return ClusterRun("deepseek_v3", ARCHITECTURE, machine, lr=2.2e-4, moments="bf16",
-                      **layout(_VARIANTS, machine))
+    return ClusterRun("deepseek_v3", ARCHITECTURE, machine, lr=2.2e-4, moments="bf16", **layout(_VARIANTS, machine))
 
 
 def deepseek_v3_proxy() -> RunConfig:
     """DeepSeek-V3's routing in small on CPUs: 32 experts in 4 groups, top-8, sigmoid, bias, shared expert."""
     return tiny_cpu_smoke().derive(
         recipe="deepseek_v3_proxy",
-        model={"num_layers": 3, "num_experts": 32, "topk": 8, "num_dense_layers": 1, "score_function": "sigmoid",
-               "router_num_groups": 4, "router_group_topk": 2, "topk_scaling_factor": 2.5, "expert_bias": True,
-               "shared_ffn_hidden_size": 32, "aux_loss_coeff": 1e-4},
+        model={
+            "num_layers": 3,
+            "num_experts": 32,
+            "topk": 8,
+            "num_dense_layers": 1,
+            "score_function": "sigmoid",
+            "router_num_groups": 4,
+            "router_group_topk": 2,
+            "topk_scaling_factor": 2.5,
+            "expert_bias": True,
+            "shared_ffn_hidden_size": 32,
+            "aux_loss_coeff": 1e-4,
+        },
     )

@@ -64,16 +64,18 @@ class DispatchMeter:
                 setattr(dispatcher, name, wrapped)
         preprocess = dispatcher.dispatch_preprocess
 
-        def counted(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, *args: Any,
-                    **kwargs: Any) -> Any:
+        def counted(
+            hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
             if layer.training:
                 self._load[index] += routing_map.reshape(-1, self._load.size(1)).sum(0)
             return preprocess(hidden, routing_map, probs, *args, **kwargs)
 
         dispatcher.dispatch_preprocess = counted
 
-    def _timed(self, method: Callable[..., Any], layer: MoELayer, phase: str, is_first: bool,
-               is_last: bool) -> Callable[..., Any]:
+    def _timed(
+        self, method: Callable[..., Any], layer: MoELayer, phase: str, is_first: bool, is_last: bool
+    ) -> Callable[..., Any]:
         def leave_backward() -> None:
             self._seconds[phase] += time.perf_counter() - self._backward_start[phase]
 

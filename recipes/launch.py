@@ -59,8 +59,13 @@ class RankContext:
         host, port = self._listener.getsockname()
         serving = self.rank == 0
         return dist.TCPStore(
-            host, port, self.num_ranks, is_master=serving, timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False, master_listen_fd=self._listener.detach() if serving else None,
+            host,
+            port,
+            self.num_ranks,
+            is_master=serving,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach() if serving else None,
         )
 
     def emit(self, kind: str, fields: dict[str, Any]) -> None:
@@ -85,10 +90,7 @@ class _Rank:
 
 
 def run_ranks(
-    num_ranks: int,
-    main: Callable[[RankContext], None],
-    on_event: OnEvent,
-    stop_grace_s: float = 60.0,
+    num_ranks: int, main: Callable[[RankContext], None], on_event: OnEvent, stop_grace_s: float = 60.0
 ) -> signal.Signals | None:
     """Runs `main` on every rank until all have ended; returns the signal that stopped the job, or None.
 
@@ -127,8 +129,9 @@ def _fork_rank(index: int, num_ranks: int, listener: socket.socket, main: Callab
     return _Rank(index, process, reader)
 
 
-def _rank_main(context: RankContext, main: Callable[[RankContext], None], launcher_pid: int,
-               reader: connection.Connection) -> None:
+def _rank_main(
+    context: RankContext, main: Callable[[RankContext], None], launcher_pid: int, reader: connection.Connection
+) -> None:
     reader.close()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it died before the request above took effect
@@ -142,8 +145,11 @@ def _rank_main(context: RankContext, main: Callable[[RankContext], None], launch
         main(context)
     except BaseException as error:
         # Leave without destructors: process groups would wait for ranks that will never answer.
-        fields = {"when": time.monotonic(), "what": f"{type(error).__name__}: {error}",
-                  "traceback": traceback.format_exc()}
+        fields = {
+            "when": time.monotonic(),
+            "what": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+        }
         try:
             context.emit("error", fields)
         finally:

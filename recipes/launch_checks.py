@@ -14,15 +14,21 @@ def missing(run: ClusterRun, container: str = "") -> list[str]:
     found = []
     script = Path(run.megatron_path, "pretrain_gpt.py")
     if not container and not script.is_file():
-        found.append(f"{script.absolute()} is not there: git clone https://github.com/NVIDIA/Megatron-LM, or say where "
-                     "it is with --set megatron_path=FOLDER")
+        found.append(
+            f"{script.absolute()} is not there: git clone https://github.com/NVIDIA/Megatron-LM, or say where "
+            "it is with --set megatron_path=FOLDER"
+        )
     if not container and importlib.util.find_spec("transformer_engine") is None:
-        found.append("Transformer Engine is not installed, and the recipe's layers are Megatron's with it: pip install "
-                     "--no-build-isolation 'transformer-engine[pytorch]', or --container IMAGE")
+        found.append(
+            "Transformer Engine is not installed, and the recipe's layers are Megatron's with it: pip install "
+            "--no-build-isolation 'transformer-engine[pytorch]', or --container IMAGE"
+        )
     for suffix in (".bin", ".idx") if run.data_path else ():
         if not Path(run.data_path + suffix).is_file():
-            found.append(f"{run.data_path}{suffix} is not there: data_path is the prefix of what Megatron-LM's "
-                         "tools/preprocess_data.py wrote, without suffix")
+            found.append(
+                f"{run.data_path}{suffix} is not there: data_path is the prefix of what Megatron-LM's "
+                "tools/preprocess_data.py wrote, without suffix"
+            )
     return found
 
 
@@ -36,5 +42,7 @@ def data(run: ClusterRun) -> str:
     """What the run reads, said so that nobody takes a benchmark for a training."""
     if run.data_path:
         return f"data: {run.data_path}, tokenizer {run.tokenizer}, {run.train_steps:,} steps"
-    return (f"DATA: MOCK, random tokens, {run.train_steps:,} steps: this measures speed and trains NOTHING of use; for "
-            "a training give --set data_path=PREFIX --set tokenizer=NAME --set train_steps=N")
+    return (
+        f"DATA: MOCK, random tokens, {run.train_steps:,} steps: this measures speed and trains NOTHING of use; for "
+        "a training give --set data_path=PREFIX --set tokenizer=NAME --set train_steps=N"
+    )

@@ -20,24 +20,25 @@ from typing import Any
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.parser import Parser, warn_renamed
 
-from . import (
-    CLUSTER_RECIPES,
-    RECIPES,
-    cluster_summary,
-    get_recipe,
-    launch_checks,
-    launch_slurm,
-    safe_yaml,
-    sbatch,
-)
+from . import CLUSTER_RECIPES, RECIPES, cluster_summary, get_recipe, launch_checks, launch_slurm, safe_yaml, sbatch
 from .__main__ import list_recipes
 from .cluster import HARDWARE, OLD_NAMES, ClusterRun
 from .config import RunConfig
 from .run_folder import RunFolder, new_folder
 
 SUMMARY = "train a recipe here or on Slurm"
-_OF_A_NEW_RUN = ("recipe", "nodes", "tasks_per_node", "cluster", "hardware", "set", "name", "dry_run", "no_submit",
-                 *launch_slurm.FLAGS)
+_OF_A_NEW_RUN = (
+    "recipe",
+    "nodes",
+    "tasks_per_node",
+    "cluster",
+    "hardware",
+    "set",
+    "name",
+    "dry_run",
+    "no_submit",
+    *launch_slurm.FLAGS,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,11 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the recipes and leave")
     parser.add_argument("--nodes", type=int, help="hosts (default: the recipe's; 1 for a CPU recipe)")
     parser.add_argument("--tasks-per-node", type=int, help="ranks a host, CPU recipes only")
-    parser.add_argument("--cluster", choices=[*HARDWARE, *OLD_NAMES], metavar="NAME", help="GPUs of a GPU recipe: "
-                        f"{', '.join(HARDWARE)} (default {next(iter(HARDWARE))})")
+    parser.add_argument(
+        "--cluster",
+        choices=[*HARDWARE, *OLD_NAMES],
+        metavar="NAME",
+        help=f"GPUs of a GPU recipe: {', '.join(HARDWARE)} (default {next(iter(HARDWARE))})",
+    )
     parser.add_argument("--hardware", choices=[*HARDWARE, *OLD_NAMES], help=argparse.SUPPRESS)
-    parser.add_argument("--set", action="append", metavar="KEY=VALUE",
-                        help="change a field: expert=32; section.field=value in a CPU recipe")
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="change a field: expert=32; section.field=value in a CPU recipe",
+    )
     parser.add_argument("--name", help="name of the run folder (default: recipe and time)")
     parser.add_argument("--runs-dir", default="runs", help="where run folders live")
     parser.add_argument("--resume", metavar="NAME", help="run the script of an earlier run's folder again")
@@ -97,6 +106,7 @@ def _new_spellings(args: argparse.Namespace) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """ValueError for a flag that the call would ignore."""
+
     def given(*names: str) -> str:
         return " ".join("--" + name.replace("_", "-") for name in names if getattr(args, name) not in (None, False))
 
@@ -170,8 +180,9 @@ def _plan_small(args: argparse.Namespace, name: str, changes: dict[str, Any]) ->
     config, nodes, tasks = resolve_small(args, changes)
     module = ["-m", f"{__package__}.rank", _folder(args, name)]
     if args.slurm:
-        script = sbatch.script(launch_slurm.make_job(args, name, _folder(args, name), nodes, tasks,
-                                                     [launch_slurm.python(args), *module]))
+        script = sbatch.script(
+            launch_slurm.make_job(args, name, _folder(args, name), nodes, tasks, [launch_slurm.python(args), *module])
+        )
     else:
         script = sbatch.local_script(str(Path.cwd()), _torchrun(tasks, module))
     return _Plan(script, nodes, config)
@@ -193,8 +204,11 @@ def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
     module = ["-m", "megatron_patches", f"{run.megatron_path}/pretrain_gpt.py", *arguments]
     gpus, variables = run.hardware.gpus_per_host, environment(run)
     if args.slurm:
-        script = sbatch.script(launch_slurm.make_job(args, name, folder, run.num_hosts, gpus,
-                                                     [launch_slurm.python(args), *module], run, variables))
+        script = sbatch.script(
+            launch_slurm.make_job(
+                args, name, folder, run.num_hosts, gpus, [launch_slurm.python(args), *module], run, variables
+            )
+        )
     else:
         script = sbatch.local_script(str(Path.cwd()), _torchrun(gpus, module), variables)
     return _Plan(script, run.num_hosts)
@@ -243,8 +257,10 @@ def _resume(args: argparse.Namespace) -> int:
 def _run_script(script: Path) -> int:
     """Exit code of sbatch, or of the run itself."""
     program = _program(script)
-    print(f"{script}: " + (f"submitting; logs in {script.parent / 'logs'}" if program == "sbatch" else "starting"),
-          flush=True)
+    print(
+        f"{script}: " + (f"submitting; logs in {script.parent / 'logs'}" if program == "sbatch" else "starting"),
+        flush=True,
+    )
     try:
         return subprocess.run([program, str(script)], check=False).returncode
     except FileNotFoundError as error:

@@ -13,36 +13,79 @@ from .cluster import ClusterRun
 
 STARTS = 3  # of a requeued job from one checkpoint
 # Flags that mean something to Slurm alone, as attributes.
-FLAGS = ("no_preflight", "max_starts", "partition", "account", "time", "container", "container_mounts",
-         "container_python", "segment", "cpus_per_task", "no_numa", "nics", "env", "module", "sbatch",
-         "signal_before")
+FLAGS = (
+    "no_preflight",
+    "max_starts",
+    "partition",
+    "account",
+    "time",
+    "container",
+    "container_mounts",
+    "container_python",
+    "segment",
+    "cpus_per_task",
+    "no_numa",
+    "nics",
+    "env",
+    "module",
+    "sbatch",
+    "signal_before",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The group "with --slurm"."""
     slurm = parser.add_argument_group("with --slurm")
     slurm.add_argument("--no-preflight", action="store_true", help="start the ranks without hybrid-ep doctor first")
-    slurm.add_argument("--max-starts", type=int, metavar="N",
-                       help=f"starts of a requeued job from one checkpoint before it gives up (default {STARTS})")
+    slurm.add_argument(
+        "--max-starts",
+        type=int,
+        metavar="N",
+        help=f"starts of a requeued job from one checkpoint before it gives up (default {STARTS})",
+    )
     for name in ("partition", "account", "time"):
         slurm.add_argument(f"--{name}", help=f"Slurm's {name}")
-    slurm.add_argument("--segment", type=int, metavar="HOSTS", help="hosts that must share one NVLink domain; default: "
-                       "those of an expert-parallel group's domain where it spans hosts; 0 leaves it to Slurm")
-    slurm.add_argument("--cpus-per-task", type=int, metavar="N",
-                       help="cores of a rank; default: of a GPU recipe an equal share of the host")
-    slurm.add_argument("--no-numa", action="store_true", help="do not bind ranks of a GPU recipe to the NUMA node of "
-                       "their GPU")
-    slurm.add_argument("--nics", metavar="NAME[,..]", help="RDMA NICs that NCCL and NVSHMEM may use, as mlx5_0,mlx5_1; "
-                       "default: all, each GPU those nearest to it")
+    slurm.add_argument(
+        "--segment",
+        type=int,
+        metavar="HOSTS",
+        help="hosts that must share one NVLink domain; default: "
+        "those of an expert-parallel group's domain where it spans hosts; 0 leaves it to Slurm",
+    )
+    slurm.add_argument(
+        "--cpus-per-task",
+        type=int,
+        metavar="N",
+        help="cores of a rank; default: of a GPU recipe an equal share of the host",
+    )
+    slurm.add_argument(
+        "--no-numa", action="store_true", help="do not bind ranks of a GPU recipe to the NUMA node of their GPU"
+    )
+    slurm.add_argument(
+        "--nics",
+        metavar="NAME[,..]",
+        help="RDMA NICs that NCCL and NVSHMEM may use, as mlx5_0,mlx5_1; default: all, each GPU those nearest to it",
+    )
     slurm.add_argument("--env", action="append", metavar="NAME=VALUE", help="export a variable; may be repeated")
     slurm.add_argument("--module", action="append", metavar="NAME", help="module load NAME first; may be repeated")
-    slurm.add_argument("--sbatch", action="append", metavar="KEY=VALUE",
-                       help="one more #SBATCH line, as qos=high or exclude=n[1-3]; may be repeated")
-    slurm.add_argument("--signal-before", type=int, metavar="SECONDS",
-                       help=f"before the time limit: finish the step, write a checkpoint (default {sbatch.SIGNAL_S})")
+    slurm.add_argument(
+        "--sbatch",
+        action="append",
+        metavar="KEY=VALUE",
+        help="one more #SBATCH line, as qos=high or exclude=n[1-3]; may be repeated",
+    )
+    slurm.add_argument(
+        "--signal-before",
+        type=int,
+        metavar="SECONDS",
+        help=f"before the time limit: finish the step, write a checkpoint (default {sbatch.SIGNAL_S})",
+    )
     slurm.add_argument("--container", metavar="IMAGE", help="run in this image (srun --container-image, pyxis)")
-    slurm.add_argument("--container-mounts", metavar="FROM:TO[,..]",
-                       help="beside this folder and that of the runs, which are mounted at their own paths")
+    slurm.add_argument(
+        "--container-mounts",
+        metavar="FROM:TO[,..]",
+        help="beside this folder and that of the runs, which are mounted at their own paths",
+    )
     slurm.add_argument("--container-python", metavar="PATH", help="the image's Python (default python3)")
 
 
@@ -51,8 +94,16 @@ def python(args: argparse.Namespace) -> str:
     return (args.container_python or "python3") if args.container else sys.executable
 
 
-def make_job(args: argparse.Namespace, name: str, folder: str, nodes: int, tasks: int, command: list[str],
-             run: ClusterRun | None = None, environment: Mapping[str, str] | None = None) -> sbatch.Job:
+def make_job(
+    args: argparse.Namespace,
+    name: str,
+    folder: str,
+    nodes: int,
+    tasks: int,
+    command: list[str],
+    run: ClusterRun | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> sbatch.Job:
     """ValueError names what Slurm's lines cannot hold. run: of a GPU recipe; None asks for no GPU."""
     if args.container is None and (args.container_mounts or args.container_python):
         raise ValueError("container_mounts, container_python: say something of a container; add --container IMAGE")
@@ -61,13 +112,28 @@ def make_job(args: argparse.Namespace, name: str, folder: str, nodes: int, tasks
     workdir = str(Path.cwd())
     mounts = [f"{path}:{path}" for path in dict.fromkeys((workdir, str(Path(folder).parent)))]
     return sbatch.Job(
-        name, folder, workdir, nodes, tasks, command, [] if args.no_preflight else doctor, gpus, args.partition or "",
-        args.account or "", args.time or "", args.container or "",
+        name,
+        folder,
+        workdir,
+        nodes,
+        tasks,
+        command,
+        [] if args.no_preflight else doctor,
+        gpus,
+        args.partition or "",
+        args.account or "",
+        args.time or "",
+        args.container or "",
         {**(environment or {}), **_of_nics(args.nics), **_variables(args.env)},
         STARTS if args.max_starts is None else args.max_starts,
-        segment=_segment(args, run, nodes), cpus_per_task=_cpus(args), modules=tuple(args.module or ()),
-        sbatch=tuple(args.sbatch or ()), mounts=",".join([*mounts, *filter(None, [args.container_mounts])]),
-        numa=not args.no_numa, signal_s=sbatch.SIGNAL_S if args.signal_before is None else args.signal_before)
+        segment=_segment(args, run, nodes),
+        cpus_per_task=_cpus(args),
+        modules=tuple(args.module or ()),
+        sbatch=tuple(args.sbatch or ()),
+        mounts=",".join([*mounts, *filter(None, [args.container_mounts])]),
+        numa=not args.no_numa,
+        signal_s=sbatch.SIGNAL_S if args.signal_before is None else args.signal_before,
+    )
 
 
 def _variables(pairs: list[str] | None) -> dict[str, str]:

@@ -14,8 +14,17 @@ Arguments = list[str]
 
 def megatron_arguments(run: ClusterRun, checkpoint_dir: str = "checkpoint", log_dir: str = "tensorboard") -> Arguments:
     """All flags, ready for a shell once quoted. Paths are used as they are."""
-    return [*_model(run), *_attention(run), *_moe(run), *_parallel(run), *_precision(run), *_training(run),
-            *_data(run), *_running(run, checkpoint_dir, log_dir), *run.more_flags()]
+    return [
+        *_model(run),
+        *_attention(run),
+        *_moe(run),
+        *_parallel(run),
+        *_precision(run),
+        *_training(run),
+        *_data(run),
+        *_running(run, checkpoint_dir, log_dir),
+        *run.more_flags(),
+    ]
 
 
 def environment(run: ClusterRun) -> dict[str, str]:
@@ -51,10 +60,20 @@ def _flags(**values: object) -> Arguments:
 def _model(run: ClusterRun) -> Arguments:
     m = run.architecture
     out = _flags(
-        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size, swiglu=True,
-        disable_bias_linear=True, normalization="RMSNorm", norm_epsilon=m.norm_epsilon, position_embedding_type="rope",
-        rotary_base=m.rotary_base, untie_embeddings_and_output_weights=True, seq_length=run.seq_length,
-        max_position_embeddings=max(m.max_positions, run.seq_length), attention_dropout=0.0, hidden_dropout=0.0,
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_hidden_size,
+        swiglu=True,
+        disable_bias_linear=True,
+        normalization="RMSNorm",
+        norm_epsilon=m.norm_epsilon,
+        position_embedding_type="rope",
+        rotary_base=m.rotary_base,
+        untie_embeddings_and_output_weights=True,
+        seq_length=run.seq_length,
+        max_position_embeddings=max(m.max_positions, run.seq_length),
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
         transformer_impl="transformer_engine",
     )
     if m.num_mtp_layers:
@@ -66,11 +85,18 @@ def _attention(run: ClusterRun) -> Arguments:
     m = run.architecture
     out = _flags(num_attention_heads=m.num_attention_heads)
     if m.mla:
-        out += _flags(multi_latent_attention=True, q_lora_rank=m.q_lora_rank, kv_lora_rank=m.kv_lora_rank,
-                      qk_head_dim=m.head_dim, qk_pos_emb_head_dim=m.rope_head_dim, v_head_dim=m.head_dim)
+        out += _flags(
+            multi_latent_attention=True,
+            q_lora_rank=m.q_lora_rank,
+            kv_lora_rank=m.kv_lora_rank,
+            qk_head_dim=m.head_dim,
+            qk_pos_emb_head_dim=m.rope_head_dim,
+            v_head_dim=m.head_dim,
+        )
         if run.published_weights:
-            out += _flags(rotary_scaling_factor=m.rope_factor, mscale=m.rope_mscale,
-                          mscale_all_dim=m.rope_mscale_all_dim)
+            out += _flags(
+                rotary_scaling_factor=m.rope_factor, mscale=m.rope_mscale, mscale_all_dim=m.rope_mscale_all_dim
+            )
     else:
         out += _flags(group_query_attention=True, num_query_groups=m.num_query_groups, kv_channels=m.head_dim)
     return out + (_flags(qk_layernorm=True) if m.qk_layernorm else [])
@@ -80,9 +106,13 @@ def _moe(run: ClusterRun) -> Arguments:
     m = run.architecture
     forced = run.balancer == "force"
     out = _flags(
-        num_experts=m.num_experts, moe_ffn_hidden_size=m.moe_ffn_hidden_size, moe_router_topk=m.topk,
-        moe_router_score_function=m.score_function, moe_router_dtype="fp32",
-        moe_router_load_balancing_type=m.aux_loss, moe_aux_loss_coeff=m.aux_loss_coeff,
+        num_experts=m.num_experts,
+        moe_ffn_hidden_size=m.moe_ffn_hidden_size,
+        moe_router_topk=m.topk,
+        moe_router_score_function=m.score_function,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type=m.aux_loss,
+        moe_aux_loss_coeff=m.aux_loss_coeff,
     )
     out += _flags(moe_grouped_gemm=True) if run.balance == "off" else _balance(run)
     if m.num_dense_layers:
@@ -103,8 +133,13 @@ def _moe(run: ClusterRun) -> Arguments:
     if run.dispatcher == "alltoall":
         out += _flags(moe_token_dispatcher_type="alltoall", moe_permute_fusion=True)
     else:
-        out += _flags(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep", hybrid_ep=True,
-                      hybrid_ep_ranks_per_node=run.domain, hybrid_ep_num_sms=run.num_sms)
+        out += _flags(
+            moe_token_dispatcher_type="flex",
+            moe_flex_dispatcher_backend="hybridep",
+            hybrid_ep=True,
+            hybrid_ep_ranks_per_node=run.domain,
+            hybrid_ep_num_sms=run.num_sms,
+        )
     if run.overlap:
         out += _flags(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
     return out
@@ -119,8 +154,12 @@ def _balance(run: ClusterRun) -> Arguments:
 
 
 def _parallel(run: ClusterRun) -> Arguments:
-    out = _flags(tensor_model_parallel_size=run.tensor, pipeline_model_parallel_size=run.pipeline,
-                 expert_model_parallel_size=run.expert, expert_tensor_parallel_size=1)
+    out = _flags(
+        tensor_model_parallel_size=run.tensor,
+        pipeline_model_parallel_size=run.pipeline,
+        expert_model_parallel_size=run.expert,
+        expert_tensor_parallel_size=1,
+    )
     if run.tensor > 1:
         out += _flags(sequence_parallel=True)
     if run.pipeline_layout:
@@ -131,8 +170,12 @@ def _parallel(run: ClusterRun) -> Arguments:
         if run.counts_ends_as_layers:
             out += _flags(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
     if run.sharding == "megatron_fsdp":
-        return out + _flags(use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params",
-                            use_distributed_optimizer=True, no_gradient_accumulation_fusion=True)
+        return out + _flags(
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy="optim_grads_params",
+            use_distributed_optimizer=True,
+            no_gradient_accumulation_fusion=True,
+        )
     out += _flags(use_distributed_optimizer=True, overlap_grad_reduce=True)
     if run.balance == "off":  # weights are pushed and moved before the forward would have waited for them
         out += _flags(overlap_param_gather=True)
@@ -158,9 +201,17 @@ def _precision(run: ClusterRun) -> Arguments:
 
 def _training(run: ClusterRun) -> Arguments:
     out = _flags(
-        micro_batch_size=run.micro_batch_size, global_batch_size=run.global_batch_size, train_iters=run.train_steps,
-        lr=run.lr, min_lr=f"{run.lr / 10:g}", lr_decay_style="cosine", lr_warmup_iters=min(2000, run.train_steps // 10),
-        weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=1.0,
+        micro_batch_size=run.micro_batch_size,
+        global_batch_size=run.global_batch_size,
+        train_iters=run.train_steps,
+        lr=run.lr,
+        min_lr=f"{run.lr / 10:g}",
+        lr_decay_style="cosine",
+        lr_warmup_iters=min(2000, run.train_steps // 10),
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        clip_grad=1.0,
         init_method_std=run.architecture.init_method_std,
     )
     if run.moments != "fp32":
@@ -179,6 +230,15 @@ def _data(run: ClusterRun) -> Arguments:
 
 def _running(run: ClusterRun, checkpoint_dir: str, log_dir: str) -> Arguments:
     fmt = "fsdp_dtensor" if run.sharding == "megatron_fsdp" else "torch_dist"
-    return _flags(save=checkpoint_dir, load=checkpoint_dir, save_interval=run.save_interval, ckpt_format=fmt,
-                  exit_signal_handler=True, tensorboard_dir=log_dir, log_interval=1, log_throughput=True,
-                  eval_iters=0, distributed_timeout_minutes=30)
+    return _flags(
+        save=checkpoint_dir,
+        load=checkpoint_dir,
+        save_interval=run.save_interval,
+        ckpt_format=fmt,
+        exit_signal_handler=True,
+        tensorboard_dir=log_dir,
+        log_interval=1,
+        log_throughput=True,
+        eval_iters=0,
+        distributed_timeout_minutes=30,
+    )

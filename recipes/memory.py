@@ -54,9 +54,11 @@ def check_fits(run: ClusterRun) -> Memory:
     """The memory; ValueError with the number that is over, and by how much, where it does not fit."""
     memory, budget = per_gpu(run), budget_bytes(run)
     if memory.total > budget:
-        parts = ", ".join(f"{name} {getattr(memory, name) / 1e9:.1f}"
-                          for name in ("weights", "gradients", "optimizer", "activations", "clones", "buffers")
-                          if getattr(memory, name) or name != "clones")
+        parts = ", ".join(
+            f"{name} {getattr(memory, name) / 1e9:.1f}"
+            for name in ("weights", "gradients", "optimizer", "activations", "clones", "buffers")
+            if getattr(memory, name) or name != "clones"
+        )
         raise ValueError(
             f"{run.recipe} on {run.num_gpus} x {run.hardware.gpu}: a GPU of pipeline rank {memory.stage} needs "
             f"{memory.total / 1e9:.1f} GB ({parts}), {(memory.total - budget) / 1e9:.1f} GB over the "
@@ -81,10 +83,15 @@ def registered_bytes(run: ClusterRun) -> int:
     # Every rank's spare slots are columns of the map, as its home slots are.
     # A buffer opens for eight experts a token and grows when a call brings more.
     shape = _core.BufferShape(
-        num_nodes=run.expert // run.domain, num_local_ranks=run.domain,
-        num_experts=model.num_experts + run.expert * run.clones, max_tokens=tokens,
-        max_topk=min(max(8, model.topk), model.num_experts), row_bytes=row_bytes, scale_bytes=0,
-        recv_rows=recv_capacity(None, tokens, run.expert), partial_row_bytes=row_bytes,
+        num_nodes=run.expert // run.domain,
+        num_local_ranks=run.domain,
+        num_experts=model.num_experts + run.expert * run.clones,
+        max_tokens=tokens,
+        max_topk=min(max(8, model.topk), model.num_experts),
+        row_bytes=row_bytes,
+        scale_bytes=0,
+        recv_rows=recv_capacity(None, tokens, run.expert),
+        partial_row_bytes=row_bytes,
     )
     return shape.total_bytes
 

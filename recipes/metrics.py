@@ -65,8 +65,11 @@ def flatten(record: dict[str, Any], num_ranks: int) -> dict[str, float]:
 def table() -> str:
     """The names as Markdown."""
     lines = []
-    for title, names in (("metrics.jsonl and loggers", SCALARS), ("metrics.jsonl alone", LISTS),
-                         ("loggers alone, for every layer N", BY_LAYER)):
+    for title, names in (
+        ("metrics.jsonl and loggers", SCALARS),
+        ("metrics.jsonl alone", LISTS),
+        ("loggers alone, for every layer N", BY_LAYER),
+    ):
         lines += [f"## In {title}", "", "| name | unit | meaning |", "|---|---|---|"]
         lines += [f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in names.items()] + [""]
     return "\n".join(lines).rstrip()

@@ -12,14 +12,27 @@ from .tiny_cpu import tiny_cpu_smoke
 ARCHITECTURE = Architecture(
     name="mixtral_8x7b",
     source="huggingface.co/mistralai/Mixtral-8x7B-v0.1 config.json",
-    num_layers=32, num_dense_layers=0, hidden_size=4096, ffn_hidden_size=14336, moe_ffn_hidden_size=14336,
-    num_experts=8, topk=2, vocab_size=32000, num_attention_heads=32, num_query_groups=8, head_dim=128,
-    rotary_base=1_000_000, max_positions=32768, norm_epsilon=1e-5, aux_loss_coeff=2e-2,
+    num_layers=32,
+    num_dense_layers=0,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    moe_ffn_hidden_size=14336,
+    num_experts=8,
+    topk=2,
+    vocab_size=32000,
+    num_attention_heads=32,
+    num_query_groups=8,
+    head_dim=128,
+    rotary_base=1_000_000,
+    max_positions=32768,
+    norm_epsilon=1e-5,
+    aux_loss_coeff=2e-2,
 )
 # SMs: the exchange is not hidden, so that those it takes are taken from nothing; as many as the model would take.
 _VARIANTS: dict[str, dict[str, Any]] = {
-    "h100_8x400g": dict(num_hosts=8, tensor=1, pipeline=4, virtual_pipeline=8, expert=8, global_batch_size=256,
-                        num_sms=48),
+    "h100_8x400g": dict(
+        num_hosts=8, tensor=1, pipeline=4, virtual_pipeline=8, expert=8, global_batch_size=256, num_sms=48
+    ),
     "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256, num_sms=64),
     "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256, num_sms=64),
 }
@@ -35,6 +48,5 @@ def mixtral_8x7b_proxy() -> RunConfig:
     """Mixtral in small on CPUs: 8 experts, top-2, 4 heads in 2 groups."""
     return tiny_cpu_smoke().derive(
         recipe="mixtral_8x7b_proxy",
-        model={"num_experts": 8, "topk": 2, "num_query_groups": 2, "moe_ffn_hidden_size": 128,
-               "aux_loss_coeff": 2e-2},
+        model={"num_experts": 8, "topk": 2, "num_query_groups": 2, "moe_ffn_hidden_size": 128, "aux_loss_coeff": 2e-2},
     )

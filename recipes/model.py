@@ -41,8 +41,10 @@ def _forced_bias(deviation: float) -> dict[str, float]:
     if not deviation:
         return {}
     if "moe_router_force_biased" not in {field.name for field in dataclasses.fields(TransformerConfig)}:
-        raise ValueError(f"model.forced_bias={deviation}: this megatron-core cannot skew its router; install 0.17 or "
-                         "newer, or give 0")
+        raise ValueError(
+            f"model.forced_bias={deviation}: this megatron-core cannot skew its router; install 0.17 or "
+            "newer, or give 0"
+        )
     return {"moe_router_force_biased": deviation}
 
 
@@ -102,8 +104,10 @@ def _block_options(config: RunConfig) -> dict[str, Any]:
     if model.topk_scaling_factor:
         options["moe_router_topk_scaling_factor"] = model.topk_scaling_factor
     return {
-        "qk_layernorm": model.qk_layernorm, "moe_router_score_function": model.score_function,
-        "moe_router_enable_expert_bias": model.expert_bias, **options,
+        "qk_layernorm": model.qk_layernorm,
+        "moe_router_score_function": model.score_function,
+        "moe_router_enable_expert_bias": model.expert_bias,
+        **options,
     }
 
 

@@ -26,8 +26,7 @@ def draw_all(folder: Path, records: list[dict[str, Any]], entropy: float, num_ra
     draw_loss(folder / "loss", records, entropy)
     draw_expert_load(folder / "expert_load", steps, num_ranks)
     draw_rank_load(folder / "rank_load", steps, num_ranks)
-    return (f"Plots: {folder / 'loss.png'}, {folder / 'expert_load.png'} and {folder / 'rank_load.png'}, "
-            "each as svg too")
+    return f"Plots: {folder / 'loss.png'}, {folder / 'expert_load.png'} and {folder / 'rank_load.png'}, each as svg too"
 
 
 def draw_loss(stem: Path, records: list[dict[str, Any]], entropy: float) -> None:
@@ -36,14 +35,27 @@ def draw_loss(stem: Path, records: list[dict[str, Any]], entropy: float) -> None
     held_out = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
     figure, axes = plotting.pyplot().subplots(figsize=(6.4, 3.6), layout="constrained")
     axes.plot(*zip(*train, strict=True), color=plotting.PALE, linewidth=0.8, label="train, each step")
-    axes.axhline(entropy, color=plotting.RED, linestyle=(0, (5, 3)), linewidth=1.3,
-                 label=f"unigram entropy of held-out text, {entropy:.2f}")
+    axes.axhline(
+        entropy,
+        color=plotting.RED,
+        linestyle=(0, (5, 3)),
+        linewidth=1.3,
+        label=f"unigram entropy of held-out text, {entropy:.2f}",
+    )
     if held_out:
-        axes.plot(*zip(*held_out, strict=True), color=plotting.BLUE, linewidth=1.8, marker="o", markersize=4,
-                  label="held-out")
+        axes.plot(
+            *zip(*held_out, strict=True), color=plotting.BLUE, linewidth=1.8, marker="o", markersize=4, label="held-out"
+        )
         step, loss = held_out[-1]
-        axes.annotate(f"{loss:.2f} = {loss / entropy:.0%} of the entropy", (step, loss), xytext=(0, -20),
-                      textcoords="offset points", ha="right", va="top", color=plotting.BLUE)
+        axes.annotate(
+            f"{loss:.2f} = {loss / entropy:.0%} of the entropy",
+            (step, loss),
+            xytext=(0, -20),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=plotting.BLUE,
+        )
     axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0, None))
     axes.set_xlim(0, max(step for step, _ in train) * 1.02 + 0.5)
     axes.xaxis.set_major_locator(plotting.pyplot().MaxNLocator(9, integer=True))
@@ -60,8 +72,13 @@ def draw_expert_load(stem: Path, steps: list[dict[str, Any]], num_ranks: int) ->
     columns = 1 if num_layers == 1 else 2
     rows = -(-num_layers // columns)
     figure, grid = plotting.pyplot().subplots(
-        rows, columns, figsize=(3.9 * columns + 0.8, 2.1 * rows + 0.7), sharex=True, sharey=True,
-        squeeze=False, layout="constrained",
+        rows,
+        columns,
+        figsize=(3.9 * columns + 0.8, 2.1 * rows + 0.7),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     per_rank = num_experts // num_ranks
     for layer, axes in enumerate(grid.flat):
@@ -69,14 +86,22 @@ def draw_expert_load(stem: Path, steps: list[dict[str, Any]], num_ranks: int) ->
             axes.set_visible(False)
             continue
         image = axes.imshow(
-            share[:, layer].T, aspect="auto", origin="lower", cmap="RdBu_r", vmin=0, vmax=2,
-            interpolation="nearest", extent=(time[0], time[-1], -0.5, num_experts - 0.5),
+            share[:, layer].T,
+            aspect="auto",
+            origin="lower",
+            cmap="RdBu_r",
+            vmin=0,
+            vmax=2,
+            interpolation="nearest",
+            extent=(time[0], time[-1], -0.5, num_experts - 0.5),
         )
         for rank in range(1, num_ranks):
             axes.axhline(rank * per_rank - 0.5, color="black", linewidth=0.8)  # on the map, not on the page
         axes.set_title(f"layer {layer + 1}")
-        axes.set_yticks([rank * per_rank + (per_rank - 1) / 2 for rank in range(num_ranks)],
-                        [f"rank {rank}" for rank in range(num_ranks)])
+        axes.set_yticks(
+            [rank * per_rank + (per_rank - 1) / 2 for rank in range(num_ranks)],
+            [f"rank {rank}" for rank in range(num_ranks)],
+        )
         axes.tick_params(length=0)
         axes.grid(visible=False)
     for axes in grid[-1]:
@@ -97,8 +122,15 @@ def draw_rank_load(stem: Path, steps: list[dict[str, Any]], num_ranks: int) -> N
         loads.append(("balanced", plotting.BLUE, after))
     number, num_layers = [record["step"] for record in steps], loads[0][2].shape[1]
     figure, grid = plotting.pyplot().subplots(
-        num_layers, 2, figsize=(9, 1.5 * num_layers + 1.2), sharex="col", sharey=True, squeeze=False,
-        width_ratios=[2, 1], layout="constrained")
+        num_layers,
+        2,
+        figsize=(9, 1.5 * num_layers + 1.2),
+        sharex="col",
+        sharey=True,
+        squeeze=False,
+        width_ratios=[2, 1],
+        layout="constrained",
+    )
     for layer, (left, right) in enumerate(grid):
         for n, (name, colour, load) in enumerate(loads):
             share = load[:, layer] / np.maximum(load[:, layer].mean(axis=1, keepdims=True), 1e-9)
@@ -106,8 +138,14 @@ def draw_rank_load(stem: Path, steps: list[dict[str, Any]], num_ranks: int) -> N
             place = np.arange(num_ranks) + (n - (len(loads) - 1) / 2) * 0.4
             mean, (low, high) = share.mean(axis=0), np.quantile(share, [0.05, 0.95], axis=0)
             error = np.maximum([mean - low, high - mean], 0)
-            right.bar(place, mean, 0.8 / len(loads), yerr=error, color=colour,
-                      error_kw={"linewidth": 0.9, "ecolor": plotting.INK})
+            right.bar(
+                place,
+                mean,
+                0.8 / len(loads),
+                yerr=error,
+                color=colour,
+                error_kw={"linewidth": 0.9, "ecolor": plotting.INK},
+            )
         for axes in (left, right):
             axes.axhline(1, color=plotting.RED, linestyle=(0, (5, 3)), linewidth=0.9)
             axes.grid(axis="x", visible=False)
@@ -119,8 +157,11 @@ def draw_rank_load(stem: Path, steps: list[dict[str, Any]], num_ranks: int) -> N
     grid[-1][1].set_xlabel("rank")
     figure.legend(*grid[0][0].get_legend_handles_labels(), ncols=2, loc="outside upper right")
     figure.supylabel("tokens of a rank / fair share", fontsize=9)
-    plotting.note(figure, "Left: the fullest rank of each step.  Right: bars are the mean over the run, whiskers the "
-                  "5th to the 95th percentile of its steps.  Dashed: the fair share.")
+    plotting.note(
+        figure,
+        "Left: the fullest rank of each step.  Right: bars are the mean over the run, whiskers the "
+        "5th to the 95th percentile of its steps.  Dashed: the fair share.",
+    )
     plotting.save(figure, stem)
 
 

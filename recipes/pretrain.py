@@ -42,8 +42,12 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--balance", choices=BALANCE_MODES, help="level the experts' load over ranks")
     parser.add_argument("--spare-slots", type=int, metavar="N", help="slots for clones on every rank")
     parser.add_argument("--balance-interval", type=int, metavar="N", help="steps between placements of slow")
-    parser.add_argument("--grouped-gemm", action="store_true", default=None,
-                        help="experts as grouped GEMMs, exact for experts without tokens")
+    parser.add_argument(
+        "--grouped-gemm",
+        action="store_true",
+        default=None,
+        help="experts as grouped GEMMs, exact for experts without tokens",
+    )
     parser.add_argument("--forced-bias", type=float, metavar="STD", help="skew the router on purpose")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the job, all in one expert-parallel group")
     parser.add_argument("--runs-dir", help="where run folders live (default: the recipe's, runs)")
@@ -75,8 +79,12 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         config = config.derive(parallel={"dispatch_dtype": args.dispatch_dtype})
     if args.ranks is not None:
         config = config.derive(parallel={"num_ranks": args.ranks, "expert_parallel_size": args.ranks})
-    chosen = {"balance": args.balance, "spare_slots": args.spare_slots, "balance_interval": args.balance_interval,
-              "grouped_gemm": args.grouped_gemm}
+    chosen = {
+        "balance": args.balance,
+        "spare_slots": args.spare_slots,
+        "balance_interval": args.balance_interval,
+        "grouped_gemm": args.grouped_gemm,
+    }
     if any(value is not None for value in chosen.values()):
         config = config.derive(parallel={name: value for name, value in chosen.items() if value is not None})
     if args.forced_bias is not None:
@@ -107,9 +115,11 @@ def prepare_process(config: RunConfig) -> None:
     cpu.install()
     if config.parallel.dispatcher == "hybrid_ep":
         megatron_patches.apply(
-            ranks_per_node=config.parallel.ranks_per_node, timeout_s=config.runtime.timeout_s,
+            ranks_per_node=config.parallel.ranks_per_node,
+            timeout_s=config.runtime.timeout_s,
             dispatch_dtype=config.parallel.dispatch_dtype,
-            balance=config.parallel.balance, spare_slots=config.parallel.spare_slots,
+            balance=config.parallel.balance,
+            spare_slots=config.parallel.spare_slots,
             balance_interval=config.parallel.balance_interval,
             layer_updates_per_iter=config.parallel.layer_updates_per_iter,
             grouped_gemm=config.parallel.grouped_gemm,
@@ -128,14 +138,13 @@ def run(config: RunConfig, folder: RunFolder, resume: bool, stop_after: int | No
     print(
         f"Text: {corpus.train_bytes / 1e6:.1f} MB in {corpus.num_train_files} files, held out "
         f"{corpus.held_out_bytes / 1e6:.2f} MB in {corpus.num_held_out_files} files, unigram entropy "
-        f"{corpus.unigram_entropy:.4f} nats/byte", flush=True,
+        f"{corpus.unigram_entropy:.4f} nats/byte",
+        flush=True,
     )
 
     def rank_main(context: launch.RankContext) -> None:
         trainer.join_process_groups(config, context.rank, context.store(config.runtime.timeout_s))
-        job = trainer.Trainer(
-            config, corpus, folder.checkpoint_dir, resume, context.emit, context.stop_requested
-        )
+        job = trainer.Trainer(config, corpus, folder.checkpoint_dir, resume, context.emit, context.stop_requested)
         context.emit("end", {"outcome": job.train(stop_after)})
         trainer.leave_process_groups(config)
 

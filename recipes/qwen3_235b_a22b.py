@@ -12,18 +12,31 @@ from .tiny_cpu import tiny_cpu_smoke
 ARCHITECTURE = Architecture(
     name="qwen3_235b_a22b",
     source="huggingface.co/Qwen/Qwen3-235B-A22B config.json; global-batch balance: arXiv 2505.09388, section 2",
-    num_layers=94, num_dense_layers=0, hidden_size=4096, ffn_hidden_size=12288, moe_ffn_hidden_size=1536,
-    num_experts=128, topk=8, vocab_size=151936, num_attention_heads=64, num_query_groups=4, head_dim=128,
-    qk_layernorm=True, rotary_base=1_000_000, max_positions=40960,
+    num_layers=94,
+    num_dense_layers=0,
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    moe_ffn_hidden_size=1536,
+    num_experts=128,
+    topk=8,
+    vocab_size=151936,
+    num_attention_heads=64,
+    num_query_groups=4,
+    head_dim=128,
+    qk_layernorm=True,
+    rotary_base=1_000_000,
+    max_positions=40960,
     aux_loss="global_aux_loss",
 )
 # SMs: the exchange is not hidden, so that those it takes are taken from nothing; as many as the model would take.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=32, tensor=2, pipeline=8, virtual_pipeline=4, expert=32, overlap=True),
-    "b200_8x400g": dict(num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8",
-                        num_sms=64),
-    "gb200_nvl72": dict(num_hosts=32, tensor=1, pipeline=2, virtual_pipeline=1, expert=64, precision="mxfp8",
-                        num_sms=64),
+    "b200_8x400g": dict(
+        num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8", num_sms=64
+    ),
+    "gb200_nvl72": dict(
+        num_hosts=32, tensor=1, pipeline=2, virtual_pipeline=1, expert=64, precision="mxfp8", num_sms=64
+    ),
 }
 
 
@@ -37,6 +50,13 @@ def qwen3_235b_a22b_proxy() -> RunConfig:
     """Qwen3-235B's block in small on CPUs: 32 experts, top-8, 8 heads in 2 groups, normed queries and keys."""
     return tiny_cpu_smoke().derive(
         recipe="qwen3_235b_a22b_proxy",
-        model={"num_layers": 3, "num_experts": 32, "topk": 8, "num_attention_heads": 8, "num_query_groups": 2,
-               "qk_layernorm": True, "aux_loss_coeff": 1e-3},
+        model={
+            "num_layers": 3,
+            "num_experts": 32,
+            "topk": 8,
+            "num_attention_heads": 8,
+            "num_query_groups": 2,
+            "qk_layernorm": True,
+            "aux_loss_coeff": 1e-3,
+        },
     )

@@ -12,18 +12,31 @@ from .tiny_cpu import tiny_cpu_smoke
 ARCHITECTURE = Architecture(
     name="qwen3_30b_a3b",
     source="huggingface.co/Qwen/Qwen3-30B-A3B config.json; global-batch balance: arXiv 2505.09388, section 2",
-    num_layers=48, num_dense_layers=0, hidden_size=2048, ffn_hidden_size=6144, moe_ffn_hidden_size=768,
-    num_experts=128, topk=8, vocab_size=151936, num_attention_heads=32, num_query_groups=4, head_dim=128,
-    qk_layernorm=True, rotary_base=1_000_000, max_positions=40960,
+    num_layers=48,
+    num_dense_layers=0,
+    hidden_size=2048,
+    ffn_hidden_size=6144,
+    moe_ffn_hidden_size=768,
+    num_experts=128,
+    topk=8,
+    vocab_size=151936,
+    num_attention_heads=32,
+    num_query_groups=4,
+    head_dim=128,
+    qk_layernorm=True,
+    rotary_base=1_000_000,
+    max_positions=40960,
     aux_loss="global_aux_loss",
 )
 # SMs: the exchange is not hidden, so that those it takes are taken from nothing; as many as the model would take.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512, num_sms=48),
-    "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=512, precision="mxfp8",
-                        num_sms=64),
-    "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512, precision="mxfp8",
-                        num_sms=64),
+    "b200_8x400g": dict(
+        num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=512, precision="mxfp8", num_sms=64
+    ),
+    "gb200_nvl72": dict(
+        num_hosts=4, tensor=1, pipeline=1, expert=16, global_batch_size=512, precision="mxfp8", num_sms=64
+    ),
 }
 
 

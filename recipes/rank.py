@@ -45,8 +45,12 @@ def meet(rank: int, num_ranks: int, timeout_s: float) -> dist.TCPStore:
             raise ValueError(f"{name} is not set: it says where rank 0 serves the rendezvous")
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), num_ranks, is_master=serve,
-        timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        num_ranks,
+        is_master=serve,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
     )
 
 
@@ -59,8 +63,10 @@ def check_one_machine(store: Any, key: str, rank: int) -> None:
         store.set(key, f"{machine} {name}")
     first, first_name = store.get(key).decode().split()
     if machine != first:
-        raise ValueError(f"nodes: rank {rank} is on {name}, rank 0 on {first_name}: ranks on CPUs meet in shared "
-                         "memory; ask for one machine, or for a GPU recipe")
+        raise ValueError(
+            f"nodes: rank {rank} is on {name}, rank 0 on {first_name}: ranks on CPUs meet in shared "
+            "memory; ask for one machine, or for a GPU recipe"
+        )
 
 
 def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
@@ -112,8 +118,11 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
     if reporter is not None:
         print(f"{folder.path}: {outcome} after step {job.step}", flush=True)
         if outcome == "done":
-            print(plots.draw_all(folder.path, folder.read_metrics(), corpus.unigram_entropy,
-                                 config.parallel.expert_parallel_size))
+            print(
+                plots.draw_all(
+                    folder.path, folder.read_metrics(), corpus.unigram_entropy, config.parallel.expert_parallel_size
+                )
+            )
             sentence, _ = verdict(outcome, job.step, reporter.held_out_loss, corpus.unigram_entropy, folder.name)
             print(sentence, flush=True)
     return 0 if outcome == "done" else EXIT_STOPPED

@@ -75,8 +75,10 @@ class Reporter:
         if self._bar is not None:
             self._bar.update(record["step"], _summary(record))
         elif record["step"] % self._config.logging.line_every == 0:
-            self._say(f"step {record['step']:>5}/{self._config.schedule.train_steps}  {_summary(record)}  "
-                      f"{self._time_left(record['step'])}")
+            self._say(
+                f"step {record['step']:>5}/{self._config.schedule.train_steps}  {_summary(record)}  "
+                f"{self._time_left(record['step'])}"
+            )
         if "held_out_loss" in record:
             self._show_held_out(record)
 
@@ -113,8 +115,13 @@ class Reporter:
         mode = os.environ.get("WANDB_MODE", "offline")
         try:
             run = wandb.init(
-                project=self._config.logging.wandb_project, name=self._folder.name, id=self._folder.name,
-                resume="allow", dir=self._folder.path, config=self._config.to_dict(), mode=mode,
+                project=self._config.logging.wandb_project,
+                name=self._folder.name,
+                id=self._folder.name,
+                resume="allow",
+                dir=self._folder.path,
+                config=self._config.to_dict(),
+                mode=mode,
                 settings=wandb.Settings(silent=True),
             )
         except Exception as error:  # a log that nobody can reach must not end a training run
@@ -170,8 +177,11 @@ class _Bar:
         from rich import live, progress
 
         self._progress = progress.Progress(
-            progress.TextColumn("step {task.completed}/{task.total}"), progress.BarColumn(bar_width=30),
-            progress.TimeElapsedColumn(), progress.TextColumn("<"), progress.TimeRemainingColumn(),
+            progress.TextColumn("step {task.completed}/{task.total}"),
+            progress.BarColumn(bar_width=30),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("<"),
+            progress.TimeRemainingColumn(),
         )
         self._task = self._progress.add_task("train", total=total, completed=done)
         self._live = live.Live(self._progress, refresh_per_second=4)

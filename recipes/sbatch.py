@@ -66,8 +66,14 @@ class Job:
         for name in self.environment:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"environment={name!r}: is no name of a variable; use letters, digits and _")
-        for word in (*self.command, *self.preflight, self.workdir, self.container, self.mounts,
-                     *self.environment.values()):
+        for word in (
+            *self.command,
+            *self.preflight,
+            self.workdir,
+            self.container,
+            self.mounts,
+            *self.environment.values(),
+        ):
             if "\n" in word or "\0" in word:
                 raise ValueError(f"command={word!r}: holds a line break; take it out")
 
@@ -80,23 +86,37 @@ def script(job: Job) -> str:
 def local_script(workdir: str, command: list[str], environment: Mapping[str, str] | None = None) -> str:
     """The script of a run on this machine."""
     variables = [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
-    return "\n".join(["#!/bin/bash", "set -euo pipefail", f"cd {shlex.quote(workdir)}", *variables,
-                      "exec " + _lines(command)]) + "\n"
+    return (
+        "\n".join(
+            ["#!/bin/bash", "set -euo pipefail", f"cd {shlex.quote(workdir)}", *variables, "exec " + _lines(command)]
+        )
+        + "\n"
+    )
 
 
 def _header(job: Job) -> list[str]:
     log = f"{job.folder}/logs/%j.log"
     options = {
-        "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.tasks_per_node, "output": log,
-        "partition": job.partition, "account": job.account, "time": job.time, "segment": job.segment,
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.tasks_per_node,
+        "output": log,
+        "partition": job.partition,
+        "account": job.account,
+        "time": job.time,
+        "segment": job.segment,
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
     if job.gpus_per_node:
-        lines += [f"#SBATCH --gpus-per-node={job.gpus_per_node}", "#SBATCH --exclusive",
-                  "#SBATCH --mem=0              # all of a host's memory; some clusters give little by default"]
+        lines += [
+            f"#SBATCH --gpus-per-node={job.gpus_per_node}",
+            "#SBATCH --exclusive",
+            "#SBATCH --mem=0              # all of a host's memory; some clusters give little by default",
+        ]
     lines += [f"#SBATCH --{option.removeprefix('--')}" for option in job.sbatch]
     return [
-        "#!/bin/bash -l" if job.modules else "#!/bin/bash", *lines,
+        "#!/bin/bash -l" if job.modules else "#!/bin/bash",
+        *lines,
         "#SBATCH --open-mode=append   # a requeued job goes on in the same log",
         "#SBATCH --requeue            # a lost node restarts the job, which resumes from its last checkpoint",
         f"#SBATCH --signal=TERM@{job.signal_s}    # so long before the time limit: finish the step, write a checkpoint",
@@ -145,8 +165,8 @@ def _body(job: Job) -> list[str]:
         "# A rank that fails ends all the others at once.",
         "status=0",
         ranks + " bash -c '",
-        '  export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID',
-        '  export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-1}',
+        "  export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
+        "  export LOCAL_WORLD_SIZE=${SLURM_NTASKS_PER_NODE:-1}",
         *_rank_lines(job),
         "' rank " + _lines(job.command) + " || status=$?",
         "",
@@ -175,8 +195,11 @@ def _cpus(job: Job) -> list[str]:
 def _share_of_cpus(job: Job) -> list[str]:
     if job.cpus_per_task or not job.gpus_per_node:
         return []
-    return ["# An equal share of the host's cores for each rank: srun alone would give it one.",
-            f"cpus=$((SLURM_CPUS_ON_NODE / {job.tasks_per_node}))", ""]
+    return [
+        "# An equal share of the host's cores for each rank: srun alone would give it one.",
+        f"cpus=$((SLURM_CPUS_ON_NODE / {job.tasks_per_node}))",
+        "",
+    ]
 
 
 def _node_logs(job: Job) -> list[str]:
@@ -202,8 +225,13 @@ def _rank_lines(job: Job) -> list[str]:
         return ['  exec "$@"']
     lines = [_NUMA] if job.numa else ['  bind=""']
     # tee outlives the SIGTERM that ends the run, or the last lines would be lost.
-    return [*lines, '  if [ "$RANK" = 0 ]; then',
-            '    exec > >(trap "" TERM; exec tee -a "$RANK_0_LOG") 2>&1', "  fi", '  exec $bind "$@"']
+    return [
+        *lines,
+        '  if [ "$RANK" = 0 ]; then',
+        '    exec > >(trap "" TERM; exec tee -a "$RANK_0_LOG") 2>&1',
+        "  fi",
+        '  exec $bind "$@"',
+    ]
 
 
 def _preflight(job: Job, once: list[str]) -> list[str]:

@@ -29,8 +29,17 @@ END_OF_DOCUMENT = 0
 _FORMAT = 1  # part of the cache key: raise it when the layout of a cache entry changes
 _SUFFIXES = {".py", ".txt", ".md", ".rst"}
 # Tests repeat themselves, and distributions disagree on whether to ship them or these tools.
-_STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "site-packages",
-                   "dist-packages", "__pycache__"}
+_STDLIB_SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "ensurepip",
+    "turtledemo",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 _MIN_BYTES = 1 << 20
 
 
@@ -174,7 +183,5 @@ def build_datasets(config: RunConfig, corpus: Corpus) -> tuple[GPTDataset, GPTDa
         create_attention_mask=False,
     )
     sizes = [schedule.train_steps * config.global_batch_size, schedule.eval_sequences, None]
-    train, held_out, _ = BlendedMegatronDatasetBuilder(
-        GPTDataset, sizes, lambda: True, dataset_config
-    ).build()
+    train, held_out, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
     return train, held_out

@@ -25,17 +25,22 @@ def tiny_cpu() -> RunConfig:
         recipe="tiny_cpu",
         seed=1234,
         model=ModelConfig(
-            num_layers=4, hidden_size=128, num_attention_heads=4, num_experts=16, topk=4,
-            moe_ffn_hidden_size=128, aux_loss_coeff=1e-2, seq_length=256, vocab_size=256, dtype="fp32",
+            num_layers=4,
+            hidden_size=128,
+            num_attention_heads=4,
+            num_experts=16,
+            topk=4,
+            moe_ffn_hidden_size=128,
+            aux_loss_coeff=1e-2,
+            seq_length=256,
+            vocab_size=256,
+            dtype="fp32",
         ),
-        parallel=ParallelConfig(
-            num_ranks=4, expert_parallel_size=4, ranks_per_node=2, dispatcher="hybrid_ep"
-        ),
+        parallel=ParallelConfig(num_ranks=4, expert_parallel_size=4, ranks_per_node=2, dispatcher="hybrid_ep"),
         data=DataConfig(source="python_stdlib", held_out_one_in=20),
         optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, weight_decay=0.1, clip_grad=1.0),
         schedule=ScheduleConfig(
-            train_steps=400, warmup_steps=25, micro_batch_size=2, num_microbatches=1, eval_every=50,
-            eval_sequences=64,
+            train_steps=400, warmup_steps=25, micro_batch_size=2, num_microbatches=1, eval_every=50, eval_sequences=64
         ),
         runtime=RuntimeConfig(device="cpu", threads_per_rank=1, torch_compile=False, timeout_s=100.0),
         logging=LoggingConfig(line_every=10, checkpoint_every=200),
@@ -47,7 +52,6 @@ def tiny_cpu_smoke() -> RunConfig:
     return tiny_cpu().derive(
         recipe="tiny_cpu_smoke",
         model={"num_layers": 2, "hidden_size": 64, "moe_ffn_hidden_size": 32, "seq_length": 64},
-        schedule={"train_steps": 6, "warmup_steps": 2, "micro_batch_size": 1, "eval_every": 3,
-                  "eval_sequences": 8},
+        schedule={"train_steps": 6, "warmup_steps": 2, "micro_batch_size": 1, "eval_every": 3, "eval_sequences": 8},
         logging={"line_every": 1, "checkpoint_every": 100, "wandb": False, "tensorboard": False},
     )

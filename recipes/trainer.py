@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -41,12 +37,14 @@ def join_process_groups(config: RunConfig, rank: int, store: dist.Store) -> None
     """gloo world over `store`, then Megatron's groups over the world, then its seeds."""
     torch.set_num_threads(config.runtime.threads_per_rank)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=config.parallel.num_ranks,
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=config.parallel.num_ranks,
         timeout=timedelta(seconds=config.runtime.timeout_s),
     )
     parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=config.parallel.expert_parallel_size,
-        expert_tensor_parallel_size=1,
+        expert_model_parallel_size=config.parallel.expert_parallel_size, expert_tensor_parallel_size=1
     )
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
@@ -75,7 +73,12 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, corpus: Corpus, checkpoint_dir: Path, resume: bool, emit: Emit,
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        checkpoint_dir: Path,
+        resume: bool,
+        emit: Emit,
         stop_requested: Callable[[], bool],
     ) -> None:
         self.config, self.emit, self.stop_requested = config, emit, stop_requested
@@ -148,9 +151,14 @@ class Trainer:
         record, stop = self._gather_metrics(loss, homes)
         step_s = time.perf_counter() - start
         record = {
-            "step": self.step, "train_loss": record.pop("train_loss"), "grad_norm": float(grad_norm),
-            "lr": lr, "tokens": self.step * self.config.tokens_per_step, "step_s": step_s,
-            "tokens_per_s": self.config.tokens_per_step / step_s, **record,
+            "step": self.step,
+            "train_loss": record.pop("train_loss"),
+            "grad_norm": float(grad_norm),
+            "lr": lr,
+            "tokens": self.step * self.config.tokens_per_step,
+            "step_s": step_s,
+            "tokens_per_s": self.config.tokens_per_step / step_s,
+            **record,
         }
         return record, stop
 
@@ -208,16 +216,23 @@ class Trainer:
         per_rank = imbalance(per_group.reshape(-1, layers, ep, experts // ep).sum(-1))
         per_expert = per_group.sum(0)
         record = {
-            "train_loss": loss, "dispatch_s": dispatch_s, "combine_s": combine_s,
-            "rank_imbalance": per_rank.mean().item(), "rank_imbalance_max": per_rank.max().item(),
+            "train_loss": loss,
+            "dispatch_s": dispatch_s,
+            "combine_s": combine_s,
+            "rank_imbalance": per_rank.mean().item(),
+            "rank_imbalance_max": per_rank.max().item(),
             "expert_imbalance": imbalance(per_expert).mean().item(),
-            "expert_load": per_expert.long().tolist(), "memory_bytes": int(everyone[:, 4].max()),
+            "expert_load": per_expert.long().tolist(),
+            "memory_bytes": int(everyone[:, 4].max()),
         }
         if (rehomer := getattr(self.optimizer, "hybrid_ep_rehomer", None)) is not None:
             index = torch.tensor(homes, dtype=torch.int64, device="cpu").expand(len(per_group), -1, -1)
             now = imbalance(per_group.gather(2, index).reshape(-1, layers, ep, experts // ep).sum(-1))
-            record |= {"balanced_imbalance": now.mean().item(), "balanced_imbalance_max": now.max().item(),
-                       "moved_experts": rehomer.moved}
+            record |= {
+                "balanced_imbalance": now.mean().item(),
+                "balanced_imbalance_max": now.max().item(),
+                "moved_experts": rehomer.moved,
+            }
         if self.config.parallel.balance in ("exact", "both"):  # the latest micro-batch; all ranks have the same plans
             plans = [layer.token_dispatcher._comm_manager.last_plan for layer in moe_layers(self.model)]
             record["balanced_imbalance"] = sum(plan.imbalance() for plan in plans) / len(plans)
@@ -234,7 +249,8 @@ class Trainer:
 
     def _wrap(self) -> DistributedDataParallel:
         ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=self.config.optimizer.distributed, grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.config.optimizer.distributed,
+            grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
         )
         megatron_config = self.model.config
@@ -245,10 +261,17 @@ class Trainer:
         wanted = self.config.optimizer
         return megatron_optimizer.get_megatron_optimizer(  # looked up now: megatron_patches may have wrapped it
             OptimizerConfig(
-                optimizer="adam", lr=wanted.lr, min_lr=wanted.min_lr, weight_decay=wanted.weight_decay,
-                adam_beta1=wanted.adam_beta1, adam_beta2=wanted.adam_beta2, adam_eps=wanted.adam_eps,
-                clip_grad=wanted.clip_grad, bf16=self.model.config.bf16,
-                params_dtype=self.model.config.params_dtype, use_distributed_optimizer=wanted.distributed,
+                optimizer="adam",
+                lr=wanted.lr,
+                min_lr=wanted.min_lr,
+                weight_decay=wanted.weight_decay,
+                adam_beta1=wanted.adam_beta1,
+                adam_beta2=wanted.adam_beta2,
+                adam_eps=wanted.adam_eps,
+                clip_grad=wanted.clip_grad,
+                bf16=self.model.config.bf16,
+                params_dtype=self.model.config.params_dtype,
+                use_distributed_optimizer=wanted.distributed,
             ),
             [self.net],
         )
@@ -256,11 +279,19 @@ class Trainer:
     def _make_scheduler(self) -> OptimizerParamScheduler:
         wanted, schedule = self.config.optimizer, self.config.schedule
         scheduler = OptimizerParamScheduler(
-            self.optimizer, init_lr=0.0, max_lr=wanted.lr, min_lr=wanted.min_lr,
-            lr_warmup_steps=schedule.warmup_steps, lr_decay_steps=schedule.train_steps,
-            lr_decay_style="cosine", start_wd=wanted.weight_decay, end_wd=wanted.weight_decay,
-            wd_incr_steps=schedule.train_steps, wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=wanted.lr,
+            min_lr=wanted.min_lr,
+            lr_warmup_steps=schedule.warmup_steps,
+            lr_decay_steps=schedule.train_steps,
+            lr_decay_style="cosine",
+            start_wd=wanted.weight_decay,
+            end_wd=wanted.weight_decay,
+            wd_incr_steps=schedule.train_steps,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
         # The rate of step 0 is 0; training starts with the rate of step 1.
         scheduler.step(increment=1)

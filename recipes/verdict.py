@@ -8,7 +8,10 @@ def verdict(outcome: str | None, step: int, held_out_loss: float | None, entropy
     if outcome != "done" or held_out_loss is None:
         return f"Stopped after step {step}. Continue with: make pretrain RESUME={name}", False
     if held_out_loss < entropy:
-        return (f"LEARNED: held-out loss {held_out_loss:.4f} nats/byte is {held_out_loss / entropy:.0%} of the unigram "
-                f"entropy {entropy:.4f}: the model uses context."), False
-    return (f"NOT LEARNED: held-out loss {held_out_loss:.4f} nats/byte is not below the unigram entropy "
-            f"{entropy:.4f}."), True
+        return (
+            f"LEARNED: held-out loss {held_out_loss:.4f} nats/byte is {held_out_loss / entropy:.0%} of the unigram "
+            f"entropy {entropy:.4f}: the model uses context."
+        ), False
+    return (
+        f"NOT LEARNED: held-out loss {held_out_loss:.4f} nats/byte is not below the unigram entropy {entropy:.4f}."
+    ), True

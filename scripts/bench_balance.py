@@ -33,8 +33,15 @@ from hybrid_ep.balance.placement import rank_loads
 EXACT_CASES = [(32, 256, 1), (64, 256, 1), (64, 256, 2), (16, 256, 2), (8, 256, 4)]
 # log-popularity sigma, drift from batch to batch
 NOISE = [(0.3, 0.2), (0.6, 0.3), (1.0, 0.3), (1.5, 0.5)]
-PLACEMENT_LOADS = [("zipf", 0.5), ("zipf", 0.8), ("zipf", 1.0), ("zipf", 1.2), ("lognormal", 0.5),
-                   ("lognormal", 1.0), ("lognormal", 1.5)]
+PLACEMENT_LOADS = [
+    ("zipf", 0.5),
+    ("zipf", 0.8),
+    ("zipf", 1.0),
+    ("zipf", 1.2),
+    ("lognormal", 0.5),
+    ("lognormal", 1.0),
+    ("lognormal", 1.5),
+]
 # name, slots, groups, nodes, ranks
 PLACEMENT_CASES = [("global 32", 288, 1, 1, 32), ("global 36", 288, 1, 1, 36), ("hierarchical 32/4", 288, 8, 4, 32)]
 
@@ -54,8 +61,11 @@ def planner_times(planner, now):
     """Microseconds a layer: through plan(), the core without it, all layers in one call."""
     together = np.stack(now)
     one = [timed([lambda c=c: planner.plan(c), lambda c=c: planner._core.plan(c, planner.home)], 100) for c in now]
-    return {"plan_us": np.median([a for a, _ in one]) * 1e6, "core_us": np.median([b for _, b in one]) * 1e6,
-            "layers_us": timed([lambda: planner.plan_layers(together)], 50)[0] / len(now) * 1e6}
+    return {
+        "plan_us": np.median([a for a, _ in one]) * 1e6,
+        "core_us": np.median([b for _, b in one]) * 1e6,
+        "layers_us": timed([lambda: planner.plan_layers(together)], 50)[0] / len(now) * 1e6,
+    }
 
 
 def exact_rows(rng, num_layers, tokens):
@@ -73,13 +83,18 @@ def exact_rows(rng, num_layers, tokens):
             total = np.stack([c.sum(axis=0) for c in now])
             eplb_left = [balance.imbalance_ratio(row) for row in rank_loads(total, stale, ranks)]
             yield {
-                "case": f"EP{ranks} E{experts} +{spare}", "sigma": sigma, "delta": delta,
+                "case": f"EP{ranks} E{experts} +{spare}",
+                "sigma": sigma,
+                "delta": delta,
                 "none": np.mean([p.imbalance(balanced=False) for p in plans]),
-                "eplb_stale": np.mean(eplb_left), "exact": np.mean([p.imbalance() for p in plans]),
-                "exact_max": max(p.imbalance() for p in plans), "bound": np.mean([p.bound() for p in plans]),
+                "eplb_stale": np.mean(eplb_left),
+                "exact": np.mean([p.imbalance() for p in plans]),
+                "exact_max": max(p.imbalance() for p in plans),
+                "bound": np.mean([p.bound() for p in plans]),
                 "copies": np.mean([p.num_copies for p in plans]),
                 "copies_bound": np.mean([bounds.copies(p.tokens_of_ranks(False), p.target) for p in plans]),
-                "eps0": np.mean([p.imbalance() for p in exact]), "eps0_copies": np.mean([p.num_copies for p in exact]),
+                "eps0": np.mean([p.imbalance() for p in exact]),
+                "eps0_copies": np.mean([p.num_copies for p in exact]),
             } | planner_times(planner, now)
 
 
@@ -108,8 +123,14 @@ def census_rows(rng, num_layers, tokens):
                 left, bound = p.imbalance(), p.bound(search=True)
                 row["proved"] += round((1 + bound) * counts.sum() / ranks) > p.target
                 worst, gap = max(worst, left), max(gap, left - bound)
-        yield {"case": f"EP{ranks} E256 +1", "layers": num_layers // len(cases) * len(cases), **row, "worst": worst,
-               "most above bound": gap, "slowest_us": slowest}
+        yield {
+            "case": f"EP{ranks} E256 +1",
+            "layers": num_layers // len(cases) * len(cases),
+            **row,
+            "worst": worst,
+            "most above bound": gap,
+            "slowest_us": slowest,
+        }
 
 
 def placement_rows(rng, num_layers, published=None, published_layers=10):
@@ -123,17 +144,29 @@ def placement_rows(rng, num_layers, published=None, published_layers=10):
             plan = balance.plan_placement(load, slots, ranks, nodes, num_groups=hier)
             other = [balance.imbalance_ratio(row) for row in rank_loads(load, theirs, ranks)]
             shape = (slots, groups, nodes, ranks)
-            ours_s, their_s = timed([
-                lambda a=(load, slots, ranks, nodes), g=hier: balance.plan_placement(*a, num_groups=g),
-                lambda w=weight, shape=shape: eplb.place(w, *shape)], 5, min)
+            ours_s, their_s = timed(
+                [
+                    lambda a=(load, slots, ranks, nodes), g=hier: balance.plan_placement(*a, num_groups=g),
+                    lambda w=weight, shape=shape: eplb.place(w, *shape),
+                ],
+                5,
+                min,
+            )
             fullest = [rank_loads(load, placed, ranks).max(axis=1) for placed in (plan.phy2log, theirs)]
             behind = int((fullest[0] > fullest[1] * (1 + 1e-12)).sum())
             twins = sum(len(m) - len(set(m)) for layer in theirs for m in layer.reshape(ranks, -1))
             row = {
-                "case": name, "load": f"{kind} {value}", "eplb": np.mean(other), "ours": plan.imbalance().mean(),
-                "ours_max": plan.imbalance().max(), "split": plan.split_bound().mean(), "behind": behind,
+                "case": name,
+                "load": f"{kind} {value}",
+                "eplb": np.mean(other),
+                "ours": plan.imbalance().mean(),
+                "ours_max": plan.imbalance().max(),
+                "split": plan.split_bound().mean(),
+                "behind": behind,
                 "eplb_same_rank": twins,
-                "eplb_ms": their_s * 1e3, "ours_ms": ours_s * 1e3, "speedup": their_s / ours_s,
+                "eplb_ms": their_s * 1e3,
+                "ours_ms": ours_s * 1e3,
+                "speedup": their_s / ours_s,
             }
             if published:
                 many = np.concatenate([load] * -(-published_layers // num_layers))[:published_layers]
@@ -147,8 +180,12 @@ def published_times(call, load, shape):
     ours = lambda: balance.rebalance_experts(weight, *shape)  # noqa: E731
     theirs, *ours = timed([lambda: call(weight, *shape), ours, ours, ours], 3, min)
     ours = min(ours)
-    return {"layers": len(load), "published_ms": theirs * 1e3, "call_ms": ours * 1e3,
-            "published_speedup": theirs / ours}
+    return {
+        "layers": len(load),
+        "published_ms": theirs * 1e3,
+        "call_ms": ours * 1e3,
+        "published_speedup": theirs / ours,
+    }
 
 
 def drift_rows(rng, num_layers):
@@ -161,10 +198,15 @@ def drift_rows(rng, num_layers):
             fresh = balance.plan_placement(later, 288, 32)
             step = balance.plan_placement(later, 288, 32, current=first.phy2log)
             row = {
-                "load": f"{kind} {value}", "drift": delta, "stale": first.imbalance(later).mean(),
-                "fresh_moved": (fresh.phy2log != first.phy2log).sum(axis=1).mean(), "moved": step.moved.mean(),
-                "moved_max": int(step.moved.max()), "above_24": int((step.moved > 24).sum()),
-                "left": step.imbalance().mean(), "left_max": step.imbalance().max(),
+                "load": f"{kind} {value}",
+                "drift": delta,
+                "stale": first.imbalance(later).mean(),
+                "fresh_moved": (fresh.phy2log != first.phy2log).sum(axis=1).mean(),
+                "moved": step.moved.mean(),
+                "moved_max": int(step.moved.max()),
+                "above_24": int((step.moved > 24).sum()),
+                "left": step.imbalance().mean(),
+                "left_max": step.imbalance().max(),
             }
             for percent in (3, 4):  # the trade: fewer slots for less balance
                 p = balance.plan_placement(later, 288, 32, current=first.phy2log, target=percent / 100)
@@ -192,24 +234,31 @@ def main(argv=None):
     parser.add_argument("--census", type=int, default=24_000, help="layers of each case of the table of one slot")
     parser.add_argument("--published-layers", type=int, default=58, help="layers that --published times")
     parser.add_argument("--published", type=Path, help="DeepSeek's eplb.py, to be timed beside ours")
-    parser.add_argument("--conditions", action="store_true", help="only the tables of other conditions: scale of "
-                        "loads, steep loads, placements that change, experts hot together")
+    parser.add_argument(
+        "--conditions",
+        action="store_true",
+        help="only the tables of other conditions: scale of "
+        "loads, steep loads, placements that change, experts hot together",
+    )
     args = parser.parse_args(argv)
     published = runpy.run_path(str(args.published)) if args.published else None
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)
     if args.conditions:
-        return write(args.json, {
-            "scale": show("Scale of the loads", conditions.scale_rows(rng)),
-            "fresh": show("Fresh placements", conditions.fresh_rows(rng, args.layers)),
-            "incremental": show("Placements that change", conditions.incremental_rows(rng, args.layers)),
-            "together": show("Experts hot together", conditions.together_rows(rng, 10 * args.layers, args.tokens))})
+        return write(
+            args.json,
+            {
+                "scale": show("Scale of the loads", conditions.scale_rows(rng)),
+                "fresh": show("Fresh placements", conditions.fresh_rows(rng, args.layers)),
+                "incremental": show("Placements that change", conditions.incremental_rows(rng, args.layers)),
+                "together": show("Experts hot together", conditions.together_rows(rng, 10 * args.layers, args.tokens)),
+            },
+        )
     title = "Exact, one micro-batch: (max - mean) / mean over ranks"
     tables = {
         "exact": show(title, exact_rows(rng, args.layers, args.tokens)),
         "census": show("One spare slot: layers above 1 %", census_rows(rng, args.census, args.tokens)),
-        "placement": show("Placement, loads known",
-                          placement_rows(rng, args.layers, published, args.published_layers)),
+        "placement": show("Placement, loads known", placement_rows(rng, args.layers, published, args.published_layers)),
         "drift": show("Drift of log-popularity: changed slots of 288", drift_rows(rng, 2 * args.layers)),
     }
     return write(args.json, tables)

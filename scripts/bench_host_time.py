@@ -64,8 +64,15 @@ class Group:
         group = VirtualGroup(0, num_ranks, "host_time", dist.HashStore(), memories)
         # Whatever a rank is asked while the buffer is made, all of them would answer alike.
         with mock.patch.object(Rendezvous, "exchange", lambda meet, _, value, *__: [value] * meet.view.size):
-            self.buffer = HybridEPBuffer(group, HIDDEN, TOKENS, EXPERTS_PER_RANK, executor="host", timeout_s=20,
-                                         num_of_hybrid_ep_ranks_per_nvlink_domain=num_ranks)
+            self.buffer = HybridEPBuffer(
+                group,
+                HIDDEN,
+                TOKENS,
+                EXPERTS_PER_RANK,
+                executor="host",
+                timeout_s=20,
+                num_of_hybrid_ep_ranks_per_nvlink_domain=num_ranks,
+            )
         self.session = self.buffer._session
         num_experts = num_ranks * EXPERTS_PER_RANK
         self.x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
@@ -102,8 +109,7 @@ class Group:
         return (time.perf_counter_ns() - began - (engine.launch_ns - launched)) / 1e3
 
 
-CALLS = {"blocking": Group.blocking, "not_waiting": Group.not_waiting, "cached": Group.cached,
-         "combine": Group.combine}
+CALLS = {"blocking": Group.blocking, "not_waiting": Group.not_waiting, "cached": Group.cached, "combine": Group.combine}
 
 
 def main() -> None:

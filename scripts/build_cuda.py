@@ -40,14 +40,31 @@ ARCHITECTURES = ("sm_90a", "sm_100")
 NVSHMEM_LIBRARY = "libhybrid_ep_nvshmem.so"
 MACHINE = "tests/ptx"
 # The machine's own code: hot loops, compiled for any x86-64 or aarch64.
-MACHINE_FLAGS = ["-std=c++20", "-O2", "-g1", "-DNDEBUG", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden",
-                 "-fno-semantic-interposition"]
+MACHINE_FLAGS = [
+    "-std=c++20",
+    "-O2",
+    "-g1",
+    "-DNDEBUG",
+    "-Wall",
+    "-Wextra",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-semantic-interposition",
+]
 LEAST_NVCC = (12, 8)  # the first that knows sm_100
 
 # -fmad=false: a product and a sum round twice, as on the host; results are compared bit for bit. 128: a loop that a
 # mutant alone would enter is not reachable.
-FLAGS = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-diag-suppress=128", "-lineinfo",
-         "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-unknown-pragmas", "-Icsrc"]
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fmad=false",
+    "--expt-relaxed-constexpr",
+    "-diag-suppress=128",
+    "-lineinfo",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-unknown-pragmas",
+    "-Icsrc",
+]
 
 
 @dataclass(frozen=True)
@@ -158,9 +175,21 @@ def jobs_of(nvcc, library):
     for source in library.sources:
         obj = folder / (source.replace("/", "__") + ".o")
         deps = ["-MMD", "-MF", str(obj.with_suffix(".d"))]
-        yield Job(source, obj, library.architectures, (
-            *base_command(nvcc), *library.compile_options, *targets(library.architectures), *deps,
-            "-c", source, "-o", str(obj)))
+        yield Job(
+            source,
+            obj,
+            library.architectures,
+            (
+                *base_command(nvcc),
+                *library.compile_options,
+                *targets(library.architectures),
+                *deps,
+                "-c",
+                source,
+                "-o",
+                str(obj),
+            ),
+        )
 
 
 def machine_jobs(nvcc):
@@ -170,9 +199,24 @@ def machine_jobs(nvcc):
     for path in sorted((ROOT / MACHINE / "machine").glob("*.cpp")) + sorted((ROOT / MACHINE / "runtime").glob("*.cpp")):
         source = str(path.relative_to(ROOT))
         obj = BUILD / "interpreted" / (source.replace("/", "__") + ".o")
-        yield Job(source, obj, ("this machine",), (
-            *compiler, *MACHINE_FLAGS, "-isystem", str(include), "-MMD", "-MF", str(obj.with_suffix(".d")),
-            "-c", source, "-o", str(obj)))
+        yield Job(
+            source,
+            obj,
+            ("this machine",),
+            (
+                *compiler,
+                *MACHINE_FLAGS,
+                "-isystem",
+                str(include),
+                "-MMD",
+                "-MF",
+                str(obj.with_suffix(".d")),
+                "-c",
+                source,
+                "-o",
+                str(obj),
+            ),
+        )
 
 
 def build_interpreted(nvcc, architectures):
@@ -187,8 +231,18 @@ def build_interpreted(nvcc, architectures):
     exports = out.with_name("exports.map")
     exports.write_text("{ global: hep_cuda_entry; cuda*; ptxm_*; local: *; };\n")
     scratch = out.with_name(out.name + ".new")
-    command = [*(shlex.split(os.environ.get("CXX", "")) or ["g++"]), "-shared", "-o", str(scratch), *machine, *objects,
-               "-Wl,-Bsymbolic", "-Wl,-z,defs", f"-Wl,--version-script={exports}", "-lpthread"]
+    command = [
+        *(shlex.split(os.environ.get("CXX", "")) or ["g++"]),
+        "-shared",
+        "-o",
+        str(scratch),
+        *machine,
+        *objects,
+        "-Wl,-Bsymbolic",
+        "-Wl,-z,defs",
+        f"-Wl,--version-script={exports}",
+        "-lpthread",
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if result.returncode:
         sys.exit(f"hybrid_ep: {out.name} for the PTX machine does not link:\n\n" + result.stderr + result.stdout)
@@ -252,10 +306,20 @@ def nvshmem_library(home, out, architectures):
     process may bring its own. libnvshmem_host.so.3 is found at run time by whoever loads this library."""
     folder = Path(out) if architectures == ARCHITECTURES else folder_of(architectures)
     return Library(
-        folder / NVSHMEM_LIBRARY, tuple(nvshmem_sources()), architectures,
+        folder / NVSHMEM_LIBRARY,
+        tuple(nvshmem_sources()),
+        architectures,
         ("-isystem", str(home / "include"), "-rdc=true"),
-        (*targets(architectures), "-Xcompiler=-fPIC", f"-L{home / 'lib'}", "-lnvshmem_device",
-         "-l:libnvshmem_host.so.3", "-Xlinker=--exclude-libs,ALL", "-Xlinker=-Bsymbolic"))
+        (
+            *targets(architectures),
+            "-Xcompiler=-fPIC",
+            f"-L{home / 'lib'}",
+            "-lnvshmem_device",
+            "-l:libnvshmem_host.so.3",
+            "-Xlinker=--exclude-libs,ALL",
+            "-Xlinker=-Bsymbolic",
+        ),
+    )
 
 
 def chosen_nvshmem(nvcc, args):
@@ -276,15 +340,22 @@ def chosen_nvshmem(nvcc, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=ROOT / "hybrid_ep", help="folder of the library")
-    parser.add_argument("--interpreted", action="store_true",
-                        help="the library that runs on the PTX machine of tests/ptx")
+    parser.add_argument(
+        "--interpreted", action="store_true", help="the library that runs on the PTX machine of tests/ptx"
+    )
     parser.add_argument("--arch", choices=ARCHITECTURES, help="of --interpreted: PTX for this one alone [both]")
     parser.add_argument("--find", action="store_true", help="only say which nvcc would build it")
     parser.add_argument("--compile-only", action="store_true", help="make the objects and no library of them")
     rail = parser.add_mutually_exclusive_group()
-    rail.add_argument("--nvshmem", nargs="?", const="all", choices=("all", *ARCHITECTURES), metavar="ARCH",
-                      help="also the library whose rail is a NIC (default: where NVSHMEM's package is); with ARCH, "
-                      f"one of {', '.join(ARCHITECTURES)}, for that one alone, into build/cuda/ARCH")
+    rail.add_argument(
+        "--nvshmem",
+        nargs="?",
+        const="all",
+        choices=("all", *ARCHITECTURES),
+        metavar="ARCH",
+        help="also the library whose rail is a NIC (default: where NVSHMEM's package is); with ARCH, "
+        f"one of {', '.join(ARCHITECTURES)}, for that one alone, into build/cuda/ARCH",
+    )
     rail.add_argument("--no-nvshmem", dest="nvshmem", action="store_const", const="no", help="not that library")
     parser.add_argument("--nvshmem-home", metavar="FOLDER", help="NVSHMEM's folder, with include and lib in it")
     args = parser.parse_args()

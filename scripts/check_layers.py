@@ -30,19 +30,45 @@ LAYERS = {
     "arch": ("common", "layout"),
     "arch/*": ("common", "layout", "arch/concept.h"),
     # The simulator is made of the host's stacks, barrier words and error types.
-    "arch/sim": ("common", "layout", "arch/concept.h", "arch/host/fiber.h", "arch/host/mbarrier.h",
-                 "arch/host/rng.h", "arch/host/errors.h"),
+    "arch/sim": (
+        "common",
+        "layout",
+        "arch/concept.h",
+        "arch/host/fiber.h",
+        "arch/host/mbarrier.h",
+        "arch/host/rng.h",
+        "arch/host/errors.h",
+    ),
     "transport": ("common", "layout", "arch/concept.h"),
     "transport/*": ("common", "layout", *CONTRACTS),
     "pipeline": ("common", "layout", *CONTRACTS),
     "roles": ("common", "layout", "pipeline", "roles/params.h", *CONTRACTS),  # params.h is data, no code
     "kernels": ("common", "layout", "pipeline", "roles", *CONTRACTS),
-    "kernels/instances": ("common", "layout", "pipeline", "roles", "kernels", "arch", "arch/*", "transport",
-                          "transport/*"),
+    "kernels/instances": (
+        "common",
+        "layout",
+        "pipeline",
+        "roles",
+        "kernels",
+        "arch",
+        "arch/*",
+        "transport",
+        "transport/*",
+    ),
     # errors.h: what a launch throws; bindings turn it into Python's exceptions. idle.h: how a host thread polls.
-    "runtime": ("common", "layout", "pipeline", "roles/params.h", "kernels", "kernels/instances", *CONTRACTS,
-                # nvshmem_host.h: a table of host functions.
-                "arch/host/errors.h", "arch/host/idle.h", "transport/nvshmem/nvshmem_host.h"),
+    "runtime": (
+        "common",
+        "layout",
+        "pipeline",
+        "roles/params.h",
+        "kernels",
+        "kernels/instances",
+        *CONTRACTS,
+        # nvshmem_host.h: a table of host functions.
+        "arch/host/errors.h",
+        "arch/host/idle.h",
+        "transport/nvshmem/nvshmem_host.h",
+    ),
     # Worlds of simulated ranks: above everything that a rank is made of.
     "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
     "balance": ("common",),  # planners: integers in, integers out
@@ -56,7 +82,12 @@ PYBIND_LAYER = "csrc/bindings/"
 # The rooms of hybrid_ep and which others each may import; the command line may import all, and nobody imports it. The
 # modules of the top are the public interface, but for those that the runtime is built on.
 ROOMS = {
-    "hardware": (), "payload": (), "explorer": (), "balance": (), "moe": (), "basics": (),
+    "hardware": (),
+    "payload": (),
+    "explorer": (),
+    "balance": (),
+    "moe": (),
+    "basics": (),
     "perf": ("hardware", "explorer"),
     "runtime": ("hardware", "payload", "basics"),
     "public": ("runtime", "payload", "basics"),
@@ -88,34 +119,82 @@ ENVIRONMENT_EXCEPTIONS = {
     "recipes/report.py": "reads TERM and WANDB_MODE, other tools' settings",
 }
 # Variables of the set-up and of the tests, read where hybrid_ep is not there yet.
-OUTSIDE_VARIABLES = {"HYBRID_EP_CUDA", "HYBRID_EP_PYTHON", "HYBRID_EP_TORCH_INDEX", "HYBRID_EP_TEST_EXAMPLES",
-                     "HYBRID_EP_TEST_MATRIX", "HYBRID_EP_TEST_CALLERS"}
+OUTSIDE_VARIABLES = {
+    "HYBRID_EP_CUDA",
+    "HYBRID_EP_PYTHON",
+    "HYBRID_EP_TORCH_INDEX",
+    "HYBRID_EP_TEST_EXAMPLES",
+    "HYBRID_EP_TEST_MATRIX",
+    "HYBRID_EP_TEST_CALLERS",
+}
 
 # Tensors that these packages make name their dtype and device.
 MAKERS_OF_TENSORS = ("hybrid_ep/", "megatron_patches/", "recipes/")
-TENSOR_MAKERS = {f"torch.{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange",
-                                              "scalar_tensor", "eye", "linspace", "rand", "randn", "randint",
-                                              "randperm")}
+TENSOR_MAKERS = {
+    f"torch.{name}"
+    for name in (
+        "empty",
+        "empty_strided",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "arange",
+        "scalar_tensor",
+        "eye",
+        "linspace",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+    )
+}
 
 MAX_COLUMNS = 120
 # First match wins: (files, lines).
-MAX_FILE_LINES = (
-    ("csrc/roles/*", 150),
-    ("*.h", 350), ("*.cuh", 350), ("*.cpp", 450), ("*.cu", 450),
-    ("*.py", 400),
-)
+MAX_FILE_LINES = (("csrc/roles/*", 150), ("*.h", 350), ("*.cuh", 350), ("*.cpp", 450), ("*.cu", 450), ("*.py", 400))
 MAX_FUNCTION_LINES = 80
 
 TOP_LEVEL = {
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "Makefile",
-    "setup.py", "pyproject.toml", ".ci", ".clang-format", ".git-blame-ignore-revs", ".gitignore",
-    ".pre-commit-config.yaml", "hybrid_ep", "megatron_patches", "csrc", "recipes", "scripts", "tests", "docs",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CITATION.cff",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "setup.py",
+    "pyproject.toml",
+    ".ci",
+    ".clang-format",
+    ".git-blame-ignore-revs",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "hybrid_ep",
+    "megatron_patches",
+    "csrc",
+    "recipes",
+    "scripts",
+    "tests",
+    "docs",
 }
 
 CPP_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
 TEXT_SUFFIXES = CPP_SUFFIXES | {"", ".py", ".pyi", ".md", ".toml", ".in", ".txt", ".sh", ".cmake", ".json", ".yaml"}
-GENERATED = {".git", ".venv", ".venvs", "build", "dist", "runs", "wandb", "__pycache__", ".pytest_cache",
-             ".ruff_cache", ".hypothesis"}
+GENERATED = {
+    ".git",
+    ".venv",
+    ".venvs",
+    "build",
+    "dist",
+    "runs",
+    "wandb",
+    "__pycache__",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".hypothesis",
+}
 HOME_PATH = re.compile(r"(?<![\w.~}\])])/(?:home|root|Users|work)/\w")
 VARIABLE = re.compile(r"\bHYBRID_EP_[A-Z0-9_]*[A-Z0-9]\b")
 
@@ -133,14 +212,18 @@ class Violation:
 
 # ---- files
 
+
 def project_files(root):
     """Paths, relative to the root, of the files git tracks or would track; of all files outside git."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if (root / ".git").exists():
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
         return sorted(name for name in names if name and (root / name).is_file())
-    return sorted(str(p.relative_to(root)) for p in root.rglob("*")
-                  if p.is_file() and not GENERATED & set(p.relative_to(root).parts))
+    return sorted(
+        str(p.relative_to(root))
+        for p in root.rglob("*")
+        if p.is_file() and not GENERATED & set(p.relative_to(root).parts)
+    )
 
 
 def check_top_level(files):
@@ -165,11 +248,16 @@ def check_variables(path, text, known):
     """Every HYBRID_EP_ variable that is named anywhere stands in the table of hybrid_ep/env.py."""
     for match in VARIABLE.finditer(text):
         if match.group() not in known:
-            yield Violation(path, text.count("\n", 0, match.start()) + 1, "variables",
-                            f"{match.group()} is not in the table of {ENVIRONMENT_MODULE}")
+            yield Violation(
+                path,
+                text.count("\n", 0, match.start()) + 1,
+                "variables",
+                f"{match.group()} is not in the table of {ENVIRONMENT_MODULE}",
+            )
 
 
 # ---- C++
+
 
 def layer_of(inside):
     """The layer of a path inside csrc, e.g. arch/host/fiber.h -> arch/host; None outside every layer."""
@@ -194,7 +282,8 @@ def may_include(layer, target):
     depth = target_layer.count("/")
     return target_layer == layer or any(
         target == allowed or (depth == allowed.count("/") and fnmatch(target_layer, allowed))
-        for allowed in rule_of(layer))
+        for allowed in rule_of(layer)
+    )
 
 
 def check_includes(root, path, text):
@@ -243,6 +332,7 @@ def check_cpp(root, path, text):
 
 
 # ---- Python
+
 
 def imported_modules(nodes):
     """(line, module) of every import, at any depth, those by name through importlib included."""
@@ -346,11 +436,13 @@ def check_python(path, text):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = node.end_lineno - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
-                yield Violation(path, node.lineno, "function size",
-                                f"{node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}")
+                yield Violation(
+                    path, node.lineno, "function size", f"{node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+                )
 
 
 # ---- all of it
+
 
 def check(root):
     """Every violation under the root, sorted."""
@@ -360,8 +452,12 @@ def check(root):
     known = OUTSIDE_VARIABLES | set(VARIABLE.findall(table.read_text()) if table.is_file() else ())
     modules = import_graph.modules_of(files)
     imports = import_graph.edges(modules, root)
-    found = [*check_top_level(files), *check_cycles(modules, imports), *check_rooms(modules, imports),
-             *(Violation(*at) for at in private_names.violations(modules, root, room_of))]
+    found = [
+        *check_top_level(files),
+        *check_cycles(modules, imports),
+        *check_rooms(modules, imports),
+        *(Violation(*at) for at in private_names.violations(modules, root, room_of)),
+    ]
     for path in files:
         if Path(path).suffix not in TEXT_SUFFIXES:
             continue
@@ -381,8 +477,7 @@ def check(root):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", default=Path(__file__).resolve().parent.parent, help="folder to check")
     parser.add_argument("--graph", type=Path, metavar="FILE.svg", help="write the import graph there")
     args = parser.parse_args()

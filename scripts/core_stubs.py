@@ -77,8 +77,7 @@ def documented(text: str) -> str:
     if len(lines) == 1 and len(text) < 100:
         return f'\n    """{text}"""'
     lines[0] = '"""' + lines[0]
-    body = [part for one in lines
-            for part in (textwrap.wrap(one, COLUMNS - 4, subsequent_indent=_indent(one)) or [""])]
+    body = [part for one in lines for part in (textwrap.wrap(one, COLUMNS - 4, subsequent_indent=_indent(one)) or [""])]
     return "\n" + textwrap.indent("\n".join(body) + '"""', "    ")
 
 
@@ -182,15 +181,35 @@ def stub_of(core: ModuleType) -> str:
     """The text of the stub."""
     submodules = [m for _, m in members_of(core) if isinstance(m, ModuleType)]
     classes = {name for module in (core, *submodules) for name, m in members_of(module) if inspect.isclass(m)}
-    known = frozenset(classes | {"Any", "NDArray", "Sequence", "numpy", "int", "float", "str", "bool", "bytes", "list",
-                                 "dict", "tuple", "staticmethod", "property", "object"})
+    known = frozenset(
+        classes
+        | {
+            "Any",
+            "NDArray",
+            "Sequence",
+            "numpy",
+            "int",
+            "float",
+            "str",
+            "bool",
+            "bytes",
+            "list",
+            "dict",
+            "tuple",
+            "staticmethod",
+            "property",
+            "object",
+        }
+    )
     parts: list[str] = []
     for _, member in members_of(core):
         if inspect.isclass(member):
             parts.append(class_stub(member, known))
     for module in submodules:
-        inside = [class_stub(m, known) if inspect.isclass(m) else function(n, m.__doc__ or "", known=known, static=True)
-                  for n, m in members_of(module)]
+        inside = [
+            class_stub(m, known) if inspect.isclass(m) else function(n, m.__doc__ or "", known=known, static=True)
+            for n, m in members_of(module)
+        ]
         doc = f'"""{(module.__doc__ or "").strip()} A module; its names are read as those of a class."""'
         body = textwrap.indent("\n\n".join([doc, *inside]), "    ")
         name = module.__name__.rpartition(".")[2]
@@ -213,8 +232,9 @@ def main() -> None:
     if not args.check:
         STUB.write_text(wanted)
     elif wanted != found:
-        sys.stdout.writelines(difflib.unified_diff(
-            found.splitlines(True), wanted.splitlines(True), "committed", "of the core"))
+        sys.stdout.writelines(
+            difflib.unified_diff(found.splitlines(True), wanted.splitlines(True), "committed", "of the core")
+        )
         sys.exit(f"core_stubs: {STUB.relative_to(ROOT)} is stale: run python scripts/core_stubs.py and commit it")
 
 

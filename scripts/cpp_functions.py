@@ -46,4 +46,4 @@ def functions(code):
 
 def is_initializer(code, end):
     """Whether the brace that closes at `end` ends a member initializer (`: a{1}, b{2} { ... }`)."""
-    return re.match(r"\s*[,{]", code[end + 1:end + 200]) is not None
+    return re.match(r"\s*[,{]", code[end + 1 : end + 200]) is not None

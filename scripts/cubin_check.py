@@ -70,9 +70,15 @@ SYSTEM_FENCE, SHORT_LOOP = r"^(@!?U?P\w+\s+)?MEMBAR\.\w+\.SYS\b", 64
 # of combine keeps over a call of NVSHMEM's, which is not inlined, goes to the stack (sass_reduce.py: in loops too).
 NVSHMEM_REGISTERS = {"combine": 176, "exchange": 88, "unpermute": 176}
 NVSHMEM_BUDGETS = {
-    name: replace(budget, registers=NVSHMEM_REGISTERS.get(name, budget.registers), stack=416,
-                  forbidden=("BPT.TRAP",) if name == "combine" else ("LDL", "BPT.TRAP"), local_loads=64)
-    for name, budget in BUDGETS.items()}
+    name: replace(
+        budget,
+        registers=NVSHMEM_REGISTERS.get(name, budget.registers),
+        stack=416,
+        forbidden=("BPT.TRAP",) if name == "combine" else ("LDL", "BPT.TRAP"),
+        local_loads=64,
+    )
+    for name, budget in BUDGETS.items()
+}
 
 
 @dataclass
@@ -109,8 +115,9 @@ def find_tools():
 
 def run(tools, library, *options):
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
-    return subprocess.run([str(tools / "cuobjdump"), *options, str(library)], env=environment, capture_output=True,
-                          text=True, check=True).stdout
+    return subprocess.run(
+        [str(tools / "cuobjdump"), *options, str(library)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def kernel_of(symbol, arch):
@@ -150,8 +157,7 @@ def count_instructions(text, kernels):
     for key, instructions in code.items():
         instructions = [i for i in instructions if i]
         kernels[key].system_fences = sum(bool(re.search(SYSTEM_FENCE, text)) for _, text in instructions)
-        kernels[key].fences_in_short_loops = tuple(
-            sass_loops.in_short_loops(instructions, SYSTEM_FENCE, SHORT_LOOP))
+        kernels[key].fences_in_short_loops = tuple(sass_loops.in_short_loops(instructions, SYSTEM_FENCE, SHORT_LOOP))
         if kernels[key].name in sass_reduce.KERNELS:
             kernels[key].row_loops = sass_reduce.row_loops(instructions)
 
@@ -174,8 +180,10 @@ def problems(kernel):
     if kernel.registers > budget.registers:
         yield f"{kernel.registers} registers, at most {budget.registers}"
     if kernel.stack > budget.stack or kernel.local:
-        yield (f"{kernel.stack} bytes of stack and {kernel.local} of local memory, must have "
-               f"{f'at most {budget.stack} and none' if budget.stack else 'none'}")
+        yield (
+            f"{kernel.stack} bytes of stack and {kernel.local} of local memory, must have "
+            f"{f'at most {budget.stack} and none' if budget.stack else 'none'}"
+        )
     if kernel.instructions > budget.instructions:
         yield f"{kernel.instructions} instructions, at most {budget.instructions}"
     for name in budget.forbidden:
@@ -197,8 +205,13 @@ def check(resources, sass, rails=RAILS["mapped"], architectures=ARCHITECTURES):
     """(kernels, complaints) of the texts of cuobjdump."""
     kernels = parse_resources(resources)
     count_instructions(sass, kernels)
-    complaints = [f"{name}<{rail}> {arch}: is not in the library" for name in BUDGETS for rail in rails
-                  for arch in architectures if (name, rail, arch) not in kernels]
+    complaints = [
+        f"{name}<{rail}> {arch}: is not in the library"
+        for name in BUDGETS
+        for rail in rails
+        for arch in architectures
+        if (name, rail, arch) not in kernels
+    ]
     complaints += [f"{k.title}: {problem}" for k in kernels.values() for problem in problems(k)]
     return list(kernels.values()), complaints
 
@@ -219,13 +232,16 @@ def disassemble(library):
     objdump = shutil.which("objdump")
     if not objdump:
         sys.exit("cubin_check: needs objdump; binutils carries it, beside the linker")
-    return subprocess.run([objdump, "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True,
-                          check=True).stdout
+    return subprocess.run(
+        [objdump, "-d", "--no-show-raw-insn", str(library)], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def check_host(library):
-    return [f"{function}: a host function calls exit; does it call one that is __device__ alone?"
-            for function in host_exits(disassemble(library))]
+    return [
+        f"{function}: a host function calls exit; does it call one that is __device__ alone?"
+        for function in host_exits(disassemble(library))
+    ]
 
 
 def check_planted():
@@ -238,8 +254,15 @@ def check_planted():
         sys.exit(f"cubin_check: {why}")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "host_stub.so"
-        command = [*build_cuda.base_command(nvcc), "-gencode=arch=compute_90a,code=compute_90a", "-shared",
-                   "-cudart=none", "tests/cuda/host_stub.cu", "-o", str(out)]
+        command = [
+            *build_cuda.base_command(nvcc),
+            "-gencode=arch=compute_90a,code=compute_90a",
+            "-shared",
+            "-cudart=none",
+            "tests/cuda/host_stub.cu",
+            "-o",
+            str(out),
+        ]
         subprocess.run(command, cwd=ROOT, check=True)
         complaints = check_host(out)
     print("\n".join(complaints))
@@ -252,11 +275,17 @@ def main():
     parser.add_argument("binary", nargs="?", type=Path)
     parser.add_argument("--rail", choices=RAILS, default="mapped")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="the only one that the library has [all]")
-    parser.add_argument("--loops", action="store_true", help="also print what the loops that add rows issue, and "
-                        "the clocks they take, over a mapped rail")
+    parser.add_argument(
+        "--loops",
+        action="store_true",
+        help="also print what the loops that add rows issue, and the clocks they take, over a mapped rail",
+    )
     parser.add_argument("--json", type=Path, help="also write the numbers here")
-    parser.add_argument("--write-table", action="store_true", help="write the clocks of those loops into "
-                        f"{sass_reduce.TABLE.name}, which the performance model charges")
+    parser.add_argument(
+        "--write-table",
+        action="store_true",
+        help=f"write the clocks of those loops into {sass_reduce.TABLE.name}, which the performance model charges",
+    )
     parser.add_argument("--planted", action="store_true", help="only show that the check of host functions can fail")
     args = parser.parse_args()
     if args.planted:
@@ -267,19 +296,27 @@ def main():
         sys.exit("cubin_check: needs cuobjdump and nvdisasm; the triton package carries both (pip install triton)")
     if not binary.is_file():
         sys.exit(f"cubin_check: {binary} is not there; scripts/build_cuda.py builds it")
-    kernels, complaints = check(run(tools, binary, "--dump-resource-usage"), run(tools, binary, "-sass"),
-                                RAILS[args.rail], (args.arch,) if args.arch else ARCHITECTURES)
+    kernels, complaints = check(
+        run(tools, binary, "--dump-resource-usage"),
+        run(tools, binary, "-sass"),
+        RAILS[args.rail],
+        (args.arch,) if args.arch else ARCHITECTURES,
+    )
     complaints += check_host(binary)
     if args.write_table:
         sass_reduce.write_table(kernels)
     elif args.rail == "mapped":
         complaints += sass_reduce.table_problems(kernels)
-    print(f"{'kernel':<36} {'registers':>9} {'stack':>6} {'local':>6} {'instructions':>12} {'bulk copies':>11} "
-          f"{'system fences':>13}")
+    print(
+        f"{'kernel':<36} {'registers':>9} {'stack':>6} {'local':>6} {'instructions':>12} {'bulk copies':>11} "
+        f"{'system fences':>13}"
+    )
     for k in sorted(kernels, key=lambda k: (k.rail, k.arch, k.name)):
         copies = sum(n for o, n in k.opcodes.items() if o.startswith("UBLKCP"))
-        print(f"{k.title:<36} {k.registers:>9} {k.stack:>6} {k.local:>6} {k.instructions:>12} {copies:>11} "
-              f"{k.system_fences:>13}")
+        print(
+            f"{k.title:<36} {k.registers:>9} {k.stack:>6} {k.local:>6} {k.instructions:>12} {copies:>11} "
+            f"{k.system_fences:>13}"
+        )
     if args.loops and args.rail == "mapped":  # whose tiles the bytes a second are of
         print(sass_reduce.HEADER)
         for k in kernels:

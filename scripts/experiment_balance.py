@@ -27,8 +27,9 @@ def synthetic(layers, iterations, sigma, delta, pairs, seed):
     """`pairs` (token, expert) pairs over the group in every iteration and layer, 256 experts."""
     rng = np.random.default_rng(seed)
     share = loads.popularity(rng, layers, 256, "lognormal", sigma)
-    counts = np.stack([np.stack([rng.multinomial(pairs, row) for row in loads.drift(rng, share, delta)])
-                       for _ in range(iterations)])
+    counts = np.stack(
+        [np.stack([rng.multinomial(pairs, row) for row in loads.drift(rng, share, delta)]) for _ in range(iterations)]
+    )
     return LoadStatistics(counts, tuple(range(iterations)), tuple(range(3, 3 + layers)))
 
 
@@ -42,13 +43,25 @@ def run(args):
         floor = report.noise_floor(now, ranks)
         cases = [("288 slots, planned from the past", placed, 0)]
         if ranks == 32:
-            cases = [("no balancing", None, 0), *cases, ("exact, 1 spare slot (288)", None, 1),
-                     ("exact, 2 spare slots (320)", None, 2)]
+            cases = [
+                ("no balancing", None, 0),
+                *cases,
+                ("exact, 1 spare slot (288)", None, 1),
+                ("exact, 2 spare slots (320)", None, 2),
+            ]
         for name, phy2log, spare in cases:
             mean = report.average(report.report(now, ranks, phy2log, spare))
             by_rank = mean.exact if spare else mean.by_rank
-            rows.append({"case": name, "ranks": ranks, "by_rank": by_rank, "noise_floor": floor,
-                         "by_slot": None if spare else mean.by_slot, "slot_std": None if spare else mean.slot_std})
+            rows.append(
+                {
+                    "case": name,
+                    "ranks": ranks,
+                    "by_rank": by_rank,
+                    "noise_floor": floor,
+                    "by_slot": None if spare else mean.by_slot,
+                    "slot_std": None if spare else mean.slot_std,
+                }
+            )
     return rows
 
 
@@ -57,11 +70,19 @@ def draw(stem, rows):
     figure, axes = plotting.pyplot().subplots(figsize=(6.4, 2.5), layout="constrained")
     names = [f"{r['case']}, EP{r['ranks']}" for r in rows]
     axes.plot([r["by_rank"] for r in rows], names, "o", color=plotting.BLUE, label="tokens over ranks")
-    axes.plot([r["noise_floor"] for r in rows], names, "|", color=plotting.RED, markersize=14, markeredgewidth=1.5,
-              label="sampling noise of a perfectly fair static placement")
+    axes.plot(
+        [r["noise_floor"] for r in rows],
+        names,
+        "|",
+        color=plotting.RED,
+        markersize=14,
+        markeredgewidth=1.5,
+        label="sampling noise of a perfectly fair static placement",
+    )
     for name, r in zip(names, rows, strict=True):
-        axes.annotate(f"{r['by_rank']:.3f}", (r["by_rank"], name), (0, 5), textcoords="offset points", ha="center",
-                      fontsize=8)
+        axes.annotate(
+            f"{r['by_rank']:.3f}", (r["by_rank"], name), (0, 5), textcoords="offset points", ha="center", fontsize=8
+        )
     axes.set(xscale="log", xlim=(0.005, 3), ylim=(len(rows) - 0.5, -0.7), xlabel="(max - mean) / mean")
     axes.xaxis.set_major_formatter("{x:g}")
     figure.legend(loc="outside upper left", ncols=2)

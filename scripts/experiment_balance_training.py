@@ -29,11 +29,28 @@ MODES = ("off", "exact")
 def train(ranks, mode, args, folder):
     """One run; its steps as recipes write them, with the load average of the machine just before."""
     name, load = f"{ranks}-{mode}-{len(list(folder.iterdir()))}", os.getloadavg()[0]
-    command = [sys.executable, "-m", "recipes.pretrain", "tiny_cpu", "--ranks", str(ranks), "--steps", str(args.steps),
-               "--forced-bias", str(args.forced_bias), "--balance", mode, "--name", name, "--runs-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.pretrain",
+        "tiny_cpu",
+        "--ranks",
+        str(ranks),
+        "--steps",
+        str(args.steps),
+        "--forced-bias",
+        str(args.forced_bias),
+        "--balance",
+        mode,
+        "--name",
+        name,
+        "--runs-dir",
+        str(folder),
+    ]
     environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=args.timeout,
-                          check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=args.timeout, check=False
+    )
     if done.returncode not in (0, 3):  # 3: a run this short has not learned
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -47,7 +64,7 @@ def compare(ranks, args, folder):
         for mode in MODES:
             load, steps = train(ranks, mode, args, folder)
             loads.append(load)
-            times[mode] += [s["step_s"] for s in steps[args.warmup:]]
+            times[mode] += [s["step_s"] for s in steps[args.warmup :]]
             kept.setdefault(mode, steps)
     off, exact = kept["off"], kept["exact"]
 
@@ -59,24 +76,31 @@ def compare(ranks, args, folder):
     balanced = np.array([s["balanced_rank_load"] for s in exact], dtype=np.float64)
     fullest = {"off": routed.max(axis=2).sum(axis=1), "exact": balanced.max(axis=2).sum(axis=1)}
     return {
-        "ranks": ranks, "step_s": {m: float(np.median(t)) for m, t in times.items()},
+        "ranks": ranks,
+        "step_s": {m: float(np.median(t)) for m, t in times.items()},
         "step_ratio": float(np.median(times["exact"]) / np.median(times["off"])),
         "fullest_rank_ratio": float((fullest["exact"] / fullest["off"]).mean()),
-        "loss_difference": difference("train_loss"), "grad_norm_difference": difference("grad_norm"),
-        "imbalance": {"off": float(np.mean([s["rank_imbalance"] for s in exact])),
-                      "exact": float(np.mean([s["balanced_imbalance"] for s in exact])),
-                      "exact_worst": float(max(s["balanced_imbalance_max"] for s in exact))},
+        "loss_difference": difference("train_loss"),
+        "grad_norm_difference": difference("grad_norm"),
+        "imbalance": {
+            "off": float(np.mean([s["rank_imbalance"] for s in exact])),
+            "exact": float(np.mean([s["balanced_imbalance"] for s in exact])),
+            "exact_worst": float(max(s["balanced_imbalance_max"] for s in exact)),
+        },
         "clones": float(np.mean([s["clones"] for s in exact])),
         "tokens_by_rank": {"off": routed.mean(axis=(0, 1)).tolist(), "exact": balanced.mean(axis=(0, 1)).tolist()},
-        "loss": {m: [s["train_loss"] for s in kept[m]] for m in MODES}, "step_times": times, "load_average": loads,
+        "loss": {m: [s["train_loss"] for s in kept[m]] for m in MODES},
+        "step_times": times,
+        "load_average": loads,
     }
 
 
 def draw(stem, rows):
     """A row of three panels a number of ranks: losses, tokens by rank, step times."""
     colours = {"off": plotting.PALE, "exact": plotting.BLUE}
-    figure, grid = plotting.pyplot().subplots(len(rows), 3, figsize=(9.6, 2.2 * len(rows) + 0.9), squeeze=False,
-                                              layout="constrained")
+    figure, grid = plotting.pyplot().subplots(
+        len(rows), 3, figsize=(9.6, 2.2 * len(rows) + 0.9), squeeze=False, layout="constrained"
+    )
     fullest = max(max(t) / np.mean(t) for row in rows for t in row["tokens_by_rank"].values())
     for row, (loss, tokens, seconds) in zip(rows, grid, strict=True):
         for n, mode in enumerate(MODES):
@@ -84,8 +108,15 @@ def draw(stem, rows):
             loss.plot(range(1, len(row["loss"][mode]) + 1), row["loss"][mode], color=colours[mode], label=mode, **style)
             share = np.array(row["tokens_by_rank"][mode])
             tokens.bar(np.arange(len(share)) + 0.4 * n - 0.2, share / share.mean(), 0.4, color=colours[mode])
-        boxes = seconds.boxplot([row["step_times"][m] for m in MODES], tick_labels=MODES, widths=0.5, patch_artist=True,
-                                showfliers=False, whis=(5, 95), medianprops={"color": plotting.RED})
+        boxes = seconds.boxplot(
+            [row["step_times"][m] for m in MODES],
+            tick_labels=MODES,
+            widths=0.5,
+            patch_artist=True,
+            showfliers=False,
+            whis=(5, 95),
+            medianprops={"color": plotting.RED},
+        )
         for box in boxes["boxes"]:
             box.set_facecolor(plotting.PALE)
         loss.set(ylabel=f"{row['ranks']} ranks\ntrain loss")
@@ -103,9 +134,12 @@ def draw(stem, rows):
     grid[-1][1].set_xlabel("rank")
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
     counts = sorted({len(row["step_times"][m]) for row in rows for m in MODES})
-    plotting.note(figure, "Bars: mean over steps and layers; imbalance is the mean of (fullest - mean) / mean of each "
-                  f"layer and step.\nBoxes: quartiles and median of {' or '.join(map(str, counts))} steps; whiskers: "
-                  "5th to 95th percentile. All ranks share the cores of one loaded machine.")
+    plotting.note(
+        figure,
+        "Bars: mean over steps and layers; imbalance is the mean of (fullest - mean) / mean of each "
+        f"layer and step.\nBoxes: quartiles and median of {' or '.join(map(str, counts))} steps; whiskers: "
+        "5th to 95th percentile. All ranks share the cores of one loaded machine.",
+    )
     return plotting.save(figure, stem)
 
 
@@ -116,13 +150,18 @@ def _speed(ratio):
 
 def table(rows):
     """Markdown of the rows."""
-    lines = ["| ranks | imbalance by rank, off | exact | worst layer | tokens of the fullest rank, exact / off | "
-             "largest difference of loss, gradient norm | step, off | exact | exact / off |", "|" + "---:|" * 9]
+    lines = [
+        "| ranks | imbalance by rank, off | exact | worst layer | tokens of the fullest rank, exact / off | "
+        "largest difference of loss, gradient norm | step, off | exact | exact / off |",
+        "|" + "---:|" * 9,
+    ]
     for r in rows:
         i = r["imbalance"]
-        lines.append(f"| {r['ranks']} | {i['off']:.3f} | {i['exact']:.4f} | {i['exact_worst']:.3f} | "
-                     f"{r['fullest_rank_ratio']:.2f} | {r['loss_difference']:.0e}, {r['grad_norm_difference']:.0e} | "
-                     f"{r['step_s']['off']:.2f} s | {r['step_s']['exact']:.2f} s | {r['step_ratio']:.2f} |")
+        lines.append(
+            f"| {r['ranks']} | {i['off']:.3f} | {i['exact']:.4f} | {i['exact_worst']:.3f} | "
+            f"{r['fullest_rank_ratio']:.2f} | {r['loss_difference']:.0e}, {r['grad_norm_difference']:.0e} | "
+            f"{r['step_s']['off']:.2f} s | {r['step_s']['exact']:.2f} s | {r['step_ratio']:.2f} |"
+        )
     return "\n".join(lines)
 
 

@@ -25,11 +25,26 @@ DTYPES = ("bf16", "fp8", "mxfp8")
 def train(args, seed: int, dtype: str, folder: Path) -> list[dict]:
     """The records of one run."""
     name = f"{dtype}-{seed}"
-    command = [sys.executable, "-m", "recipes.pretrain", args.recipe, "--steps", str(args.steps), "--seed", str(seed),
-               "--dispatch-dtype", dtype, "--name", name, "--runs-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.pretrain",
+        args.recipe,
+        "--steps",
+        str(args.steps),
+        "--seed",
+        str(seed),
+        "--dispatch-dtype",
+        dtype,
+        "--name",
+        name,
+        "--runs-dir",
+        str(folder),
+    ]
     environment = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=args.timeout,
-                          check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=args.timeout, check=False
+    )
     if done.returncode not in (0, 3):  # 3: a run this short has not learned
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -44,29 +59,45 @@ def table(document: dict) -> str:
     """The page; of runs that are not there, a dash."""
     runs, dtypes = document["runs"], document["dtypes"]
     base = {s: runs[f"bf16-{s}"]["held_out_loss"] for s in document["seeds"] if f"bf16-{s}" in runs}
-    lines = ["# Loss under a quantised dispatch", "",
-             f"`{document['command']}`, {document['date']}. Recipe `{document['recipe']}`, {document['steps']} steps, "
-             f"{document['parallelism']}, on the host executor. Held-out loss after the last step, in nats a token; in "
-             "brackets the difference to the unquantised dispatch of the same seed (`bf16` in the flag's words: rows "
-             "as they are, here fp32).", "", "| dispatch dtype | " + " | ".join(f"seed {s}" for s in base) +
-             " | mean difference |", "|---|" + "---|" * (len(base) + 1)]
+    lines = [
+        "# Loss under a quantised dispatch",
+        "",
+        f"`{document['command']}`, {document['date']}. Recipe `{document['recipe']}`, {document['steps']} steps, "
+        f"{document['parallelism']}, on the host executor. Held-out loss after the last step, in nats a token; in "
+        "brackets the difference to the unquantised dispatch of the same seed (`bf16` in the flag's words: rows "
+        "as they are, here fp32).",
+        "",
+        "| dispatch dtype | " + " | ".join(f"seed {s}" for s in base) + " | mean difference |",
+        "|---|" + "---|" * (len(base) + 1),
+    ]
     largest = 0.0
     for dtype in dtypes:
         found = {s: runs[f"{dtype}-{s}"]["held_out_loss"] for s in base if f"{dtype}-{s}" in runs}
         off = {s: loss - base[s] for s, loss in found.items()}
         largest = max([largest, *map(abs, off.values())])
-        cells = ["-" if s not in found else f"{found[s]:.4f}" + ("" if dtype == "bf16" else f" ({off[s]:+.4f})")
-                 for s in base]
+        cells = [
+            "-" if s not in found else f"{found[s]:.4f}" + ("" if dtype == "bf16" else f" ({off[s]:+.4f})")
+            for s in base
+        ]
         mean = "-" if dtype == "bf16" or not off else f"{sum(off.values()) / len(off):+.4f}"
         lines.append(f"| {dtype} | " + " | ".join(cells) + f" | {mean} |")
     spread = max(base.values()) - min(base.values())
-    said = (f"The unquantised runs of the {len(base)} seeds differ by {spread:.4f}." if len(base) > 1 else
-            "There is one seed, so nothing says how much a seed matters.")
+    said = (
+        f"The unquantised runs of the {len(base)} seeds differ by {spread:.4f}."
+        if len(base) > 1
+        else "There is one seed, so nothing says how much a seed matters."
+    )
     if len(base) > 1 and largest > spread:
-        said += (" A dtype differs by more than that; whether by chance (a small change of the first steps shifts when "
-                 "a short run leaves its plateau) or as a cost, only more seeds and longer runs can tell.")
-    lines += ["", f"{said} The largest difference of a dtype is {largest:.4f}. So few steps of a small model can show "
-              "a dtype that breaks training; they cannot show that one costs nothing in a long run.", ""]
+        said += (
+            " A dtype differs by more than that; whether by chance (a small change of the first steps shifts when "
+            "a short run leaves its plateau) or as a cost, only more seeds and longer runs can tell."
+        )
+    lines += [
+        "",
+        f"{said} The largest difference of a dtype is {largest:.4f}. So few steps of a small model can show "
+        "a dtype that breaks training; they cannot show that one costs nothing in a long run.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -90,11 +121,17 @@ def main() -> None:
     from recipes import get_recipe
 
     parallel = get_recipe(args.recipe).parallel
-    document = {"command": f"python scripts/{Path(__file__).name} -o {args.out}", "recipe": args.recipe,
-                "date": subprocess.run(["date", "-I"], capture_output=True, text=True, check=True).stdout.strip(),
-                "machine": platform.processor() or platform.machine(), "steps": args.steps, "seeds": args.seeds,
-                "parallelism": f"{parallel.num_ranks} ranks, expert parallel {parallel.expert_parallel_size}",
-                "dtypes": args.dtypes, "runs": {}}
+    document = {
+        "command": f"python scripts/{Path(__file__).name} -o {args.out}",
+        "recipe": args.recipe,
+        "date": subprocess.run(["date", "-I"], capture_output=True, text=True, check=True).stdout.strip(),
+        "machine": platform.processor() or platform.machine(),
+        "steps": args.steps,
+        "seeds": args.seeds,
+        "parallelism": f"{parallel.num_ranks} ranks, expert parallel {parallel.expert_parallel_size}",
+        "dtypes": args.dtypes,
+        "runs": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             for dtype in args.dtypes:

@@ -61,12 +61,17 @@ class Case:
 
 def cases(quick: bool, wide: bool) -> list[Case]:
     tokens, hidden = (64, 512) if quick else (4096, 7168)
-    found = [Case("one_of_8", 8, 1, tokens, hidden, 256, 8, dtype, sms)
-             for dtype in ("bf16", "fp8") for sms in ((2,) if quick else (4, 8, 16))]
+    found = [
+        Case("one_of_8", 8, 1, tokens, hidden, 256, 8, dtype, sms)
+        for dtype in ("bf16", "fp8")
+        for sms in ((2,) if quick else (4, 8, 16))
+    ]
     found.append(Case("8_of_8", 8, 8, tokens, hidden, 256, 8, "bf16", 2 if quick else 16))
     found += [replace(case, permute_sms=4 if quick else 64) for case in found if case.dtype == "bf16"]
-    found += [Case("one_of_72", 72, 1, tokens, hidden, 288, 8, "fp8", sms, lone=True)
-              for sms in ((2,) if quick else (4, 8, 16))]
+    found += [
+        Case("one_of_72", 72, 1, tokens, hidden, 288, 8, "fp8", sms, lone=True)
+        for sms in ((2,) if quick else (4, 8, 16))
+    ]
     if wide:  # 31 blocks beside the active rank's: one SM each
         found += [Case("one_of_32", 32, 1, 1024, hidden, 256, 8, dtype, 8) for dtype in ("bf16", "fp8")]
     if not quick:
@@ -129,8 +134,12 @@ def inputs(case: Case, rank: int, device) -> dict:
         payload, scale = payload.to(torch.float8_e4m3fn), torch.rand(tokens, case.hidden // 128, generator=g).to(device)
     else:
         payload = payload.bfloat16()
-    return {"hidden": payload.to(device), "scaling_factor": scale, "topk_idx": idx.to(device),
-            "topk_weights": torch.rand(tokens, case.topk, generator=g).to(device)}
+    return {
+        "hidden": payload.to(device),
+        "scaling_factor": scale,
+        "topk_idx": idx.to(device),
+        "topk_weights": torch.rand(tokens, case.topk, generator=g).to(device),
+    }
 
 
 def timed_verbs(verbs: dict, traffic, reset, meet, gate: Gate, shuts: bool, repeats: int) -> dict:
@@ -156,8 +165,12 @@ def timed_verbs(verbs: dict, traffic, reset, meet, gate: Gate, shuts: bool, repe
             meet()  # nobody is behind when the gate shuts again
         sent = traffic()
         reset()
-        result[name] = {"times_us": clock.times(), "host_us": statistics.median(clock.host), "late": late,
-                        "rows": (sent["node_rows"] + sent["self_rows"]) // (repeats + 3)}
+        result[name] = {
+            "times_us": clock.times(),
+            "host_us": statistics.median(clock.host),
+            "late": late,
+            "rows": (sent["node_rows"] + sent["self_rows"]) // (repeats + 3),
+        }
     return result
 
 
@@ -167,17 +180,28 @@ def rank_program(case: Case, rank: int, buffer, meet: threading.Barrier, gate: G
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     # A rank without tokens still receives: it takes one SM, the active rank those of the case.
     sms = case.num_sms if rank < case.active else 1
-    buffer.update_template_config(num_of_blocks_dispatch_api=sms, num_of_blocks_combine_api=sms,
-                                  num_of_blocks_permute=case.permute_sms, num_of_blocks_unpermute=case.permute_sms)
+    buffer.update_template_config(
+        num_of_blocks_dispatch_api=sms,
+        num_of_blocks_combine_api=sms,
+        num_of_blocks_permute=case.permute_sms,
+        num_of_blocks_unpermute=case.permute_sms,
+    )
     mine = inputs(case, rank, device)
     rows, _, _, _, handle = buffer.dispatch_with_permute(num_of_experts=case.num_experts, **mine)
-    again = {"hidden": mine["hidden"], "scaling_factor": mine["scaling_factor"], "handle": handle,
-             "num_permuted_tokens": rows.shape[0]}
+    again = {
+        "hidden": mine["hidden"],
+        "scaling_factor": mine["scaling_factor"],
+        "handle": handle,
+        "num_permuted_tokens": rows.shape[0],
+    }
     back = torch.randn(rows.shape[0], case.hidden, device=device).bfloat16()
-    verbs = {"dispatch": lambda: buffer.dispatch_with_permute(**again),
-             "combine": lambda: buffer.combine_with_unpermute(hidden=back, handle=handle)}
-    return timed_verbs(verbs, buffer.traffic, buffer.reset_traffic, lambda: meet.wait(SECONDS_PER_TRY), gate, rank == 0,
-                       repeats)
+    verbs = {
+        "dispatch": lambda: buffer.dispatch_with_permute(**again),
+        "combine": lambda: buffer.combine_with_unpermute(hidden=back, handle=handle),
+    }
+    return timed_verbs(
+        verbs, buffer.traffic, buffer.reset_traffic, lambda: meet.wait(SECONDS_PER_TRY), gate, rank == 0, repeats
+    )
 
 
 def run_lone(case: Case, executor: str, repeats: int) -> list[dict]:
@@ -185,23 +209,47 @@ def run_lone(case: Case, executor: str, repeats: int) -> list[dict]:
     mine = inputs(case, 0, devices.current() if devices.is_cuda(executor) else torch.device("cpu"))
     scales = mine["scaling_factor"]
     scales = None if scales is None else pad_rows(scales)  # as the buffer pads them
-    rank = LoneRank(1, case.num_ranks, case.num_experts, case.tokens, case.topk, hidden=case.hidden,
-                    scale_bytes=0 if scales is None else row_bytes(scales), executor=executor)
+    rank = LoneRank(
+        1,
+        case.num_ranks,
+        case.num_experts,
+        case.tokens,
+        case.topk,
+        hidden=case.hidden,
+        scale_bytes=0 if scales is None else row_bytes(scales),
+        executor=executor,
+    )
     plan = rank.route(mine["topk_idx"], mine["topk_weights"])
     rows, *_ = rank.dispatch(plan, mine["hidden"], scales, case.num_sms)
     back = torch.randn(rows.shape[0], case.hidden, device=rank.device).bfloat16()
-    verbs = {"dispatch": lambda: rank.dispatch(plan, mine["hidden"], scales, case.num_sms),
-             "combine": lambda: rank.combine(plan, back, case.num_sms)}
-    return [timed_verbs(verbs, rank.engine.traffic, rank.engine.reset_traffic, lambda: None,
-                        Gate(1, devices.is_cuda(executor)), True, repeats)]
+    verbs = {
+        "dispatch": lambda: rank.dispatch(plan, mine["hidden"], scales, case.num_sms),
+        "combine": lambda: rank.combine(plan, back, case.num_sms),
+    }
+    return [
+        timed_verbs(
+            verbs,
+            rank.engine.traffic,
+            rank.engine.reset_traffic,
+            lambda: None,
+            Gate(1, devices.is_cuda(executor)),
+            True,
+            repeats,
+        )
+    ]
 
 
 def run_world(case: Case, executor: str, repeats: int) -> list[dict]:
     """All ranks of a case, each a thread with a stream."""
     on_gpu = devices.is_cuda(executor)
     world = VirtualWorld(1, case.num_ranks)
-    buffers = world.buffers(case.hidden, max(case.tokens, 1), case.num_experts // case.num_ranks, executor=executor,
-                            timeout_s=SECONDS_PER_TRY)
+    buffers = world.buffers(
+        case.hidden,
+        max(case.tokens, 1),
+        case.num_experts // case.num_ranks,
+        executor=executor,
+        timeout_s=SECONDS_PER_TRY,
+    )
     meet = threading.Barrier(case.num_ranks)
     streams = [torch.cuda.Stream() if on_gpu else None for _ in range(case.num_ranks)]
     gate = Gate(case.num_ranks, on_gpu)
@@ -220,15 +268,22 @@ def run_world(case: Case, executor: str, repeats: int) -> list[dict]:
 def run_case(case: Case, executor: str, repeats: int) -> dict:
     results = (run_lone if case.lone else run_world)(case, executor, repeats)
     row = asdict(case)
-    token_bytes = {"dispatch": case.hidden * (2 if case.dtype == "bf16" else 1) +
-                   (0 if case.dtype == "bf16" else case.hidden // 128 * 4), "combine": case.hidden * 2}
+    token_bytes = {
+        "dispatch": case.hidden * (2 if case.dtype == "bf16" else 1)
+        + (0 if case.dtype == "bf16" else case.hidden // 128 * 4),
+        "combine": case.hidden * 2,
+    }
     for verb, facts in results[0].items():
         microseconds = statistics.median(facts["times_us"])
         delivered = facts["rows"] * token_bytes[verb]
-        row[verb] = {**facts, "median_us": microseconds, "delivered_bytes": delivered,
-                     "late": sum(result[verb]["late"] for result in results),
-                     "gb_per_s": delivered / microseconds / 1e3,
-                     "gb_per_s_per_sm": delivered / microseconds / 1e3 / case.num_sms}
+        row[verb] = {
+            **facts,
+            "median_us": microseconds,
+            "delivered_bytes": delivered,
+            "late": sum(result[verb]["late"] for result in results),
+            "gb_per_s": delivered / microseconds / 1e3,
+            "gb_per_s_per_sm": delivered / microseconds / 1e3 / case.num_sms,
+        }
     return row
 
 
@@ -241,8 +296,10 @@ def main():
     parser.add_argument("--out", type=Path, help="raw JSON")
     args = parser.parse_args()
     rows = []
-    print(f"{'case':<10} {'dtype':<5} {'SMs':>4} {'own':>4} {'dispatch us':>12} {'GB/s/SM':>8} {'host us':>8} "
-          f"{'combine us':>11} {'GB/s/SM':>8} {'host us':>8}")
+    print(
+        f"{'case':<10} {'dtype':<5} {'SMs':>4} {'own':>4} {'dispatch us':>12} {'GB/s/SM':>8} {'host us':>8} "
+        f"{'combine us':>11} {'GB/s/SM':>8} {'host us':>8}"
+    )
     for case in cases(args.quick, args.wide):
         title = f"{case.name:<10} {case.dtype:<5} {case.num_sms:>4} {case.permute_sms or '-':>4}"
         try:
@@ -253,14 +310,22 @@ def main():
         else:
             d, c = row["dispatch"], row["combine"]
             late = d["late"] + c["late"]
-            print(f"{title} {d['median_us']:>12.1f} "
-                  f"{d['gb_per_s_per_sm']:>8.1f} {d['host_us']:>8.1f} {c['median_us']:>11.1f} "
-                  f"{c['gb_per_s_per_sm']:>8.1f} {c['host_us']:>8.1f}{f'  {late} late' if late else ''}", flush=True)
+            print(
+                f"{title} {d['median_us']:>12.1f} "
+                f"{d['gb_per_s_per_sm']:>8.1f} {d['host_us']:>8.1f} {c['median_us']:>11.1f} "
+                f"{c['gb_per_s_per_sm']:>8.1f} {c['host_us']:>8.1f}{f'  {late} late' if late else ''}",
+                flush=True,
+            )
         rows.append(row)
         if args.out:  # now: who is cut off leaves what there is
             device = torch.cuda.get_device_name() if devices.is_cuda(args.executor) else "host"
-            args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "rows": rows,
-                                            "executors": _core.executors()}, indent=1) + "\n")
+            args.out.write_text(
+                json.dumps(
+                    {"device": device, "torch": torch.__version__, "rows": rows, "executors": _core.executors()},
+                    indent=1,
+                )
+                + "\n"
+            )
     sys.exit(1 if any("error" in row for row in rows) else 0)
 
 

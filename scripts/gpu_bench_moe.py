@@ -72,8 +72,11 @@ def operators(args, device):
     token = token[torch.randperm(n, device=device)]
     inverse = inverse_map(token, t, args.topk)
     yield "unpermute as a gather", 2 * t * hidden + 2 * n * hidden, lambda: unpermute(rows, inverse)
-    yield "index_add_ in bf16", 2 * t * hidden + 6 * n * hidden, lambda: torch.zeros(
-        t, hidden, device=device, dtype=dtype).index_add_(0, token, rows)
+    yield (
+        "index_add_ in bf16",
+        2 * t * hidden + 6 * n * hidden,
+        lambda: torch.zeros(t, hidden, device=device, dtype=dtype).index_add_(0, token, rows),
+    )
     ends = torch.linspace(0, n, args.experts + 1, device=device).int()[1:]
     weights = torch.randn(args.experts, hidden, f, device=device, dtype=dtype)
     yield "grouped_mm, forward", 2 * (n * hidden + n * f + weights.numel()), lambda: grouped_mm(rows, weights, ends)
@@ -88,8 +91,14 @@ def copy_rate(size, device, repeats):
 def main(argv=None):
     """Measure, print, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 8192), ("topk", 8), ("hidden", 7168), ("ffn", 2048), ("experts", 8),
-                          ("repeats", 20)):
+    for name, default in (
+        ("tokens", 8192),
+        ("topk", 8),
+        ("hidden", 7168),
+        ("ffn", 2048),
+        ("experts", 8),
+        ("repeats", 20),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true", help="small shapes, few repeats")
@@ -113,8 +122,17 @@ def main(argv=None):
         print(f"| {name} | {moved or '-'} | {took * 1e6:.1f} | {rate} |")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"device": where, "torch": torch.__version__, "copy_bytes_per_s": copy, "arguments": vars(args),
-                       "rows": rows}, file, indent=1)
+            json.dump(
+                {
+                    "device": where,
+                    "torch": torch.__version__,
+                    "copy_bytes_per_s": copy,
+                    "arguments": vars(args),
+                    "rows": rows,
+                },
+                file,
+                indent=1,
+            )
     return 0
 
 

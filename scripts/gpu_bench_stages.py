@@ -66,8 +66,12 @@ def timed(call, named: str, on_gpu: bool, repeats: int) -> dict:
 def of_floor(row: dict, num_bytes: int, copy: float) -> dict:
     """The row with its bytes and, where a kernel was timed, their share of the time that a copy of as many takes."""
     kernel = row["kernel_us"]
-    return {**row, "bytes": num_bytes, "floor_us": 1e6 * num_bytes / copy,
-            "share": None if kernel is None else 1e6 * num_bytes / copy / kernel}
+    return {
+        **row,
+        "bytes": num_bytes,
+        "floor_us": 1e6 * num_bytes / copy,
+        "share": None if kernel is None else 1e6 * num_bytes / copy / kernel,
+    }
 
 
 def local_pass(dtype: str, tokens: int, hidden: int, sms: int, executor: str, repeats: int, copy: float):
@@ -78,22 +82,35 @@ def local_pass(dtype: str, tokens: int, hidden: int, sms: int, executor: str, re
     x = x.bfloat16() if dtype == "bf16" else x.to(torch.float8_e4m3fn)
     if dtype == "fp8":
         scales = torch.rand(len(idx), hidden // 128, device=device)
-    options = {"num_blocks_permute": sms, "num_blocks_unpermute": sms, "num_sms_dispatch_api": 8 if on_gpu else 1,
-               "num_sms_combine_api": 8 if on_gpu else 1}
-    (buffer,) = VirtualWorld(1, 1).buffers(hidden, len(idx), EXPERTS // RANKS, executor=executor, timeout_s=20,
-                                           **options)
+    options = {
+        "num_blocks_permute": sms,
+        "num_blocks_unpermute": sms,
+        "num_sms_dispatch_api": 8 if on_gpu else 1,
+        "num_sms_combine_api": 8 if on_gpu else 1,
+    }
+    (buffer,) = VirtualWorld(1, 1).buffers(
+        hidden, len(idx), EXPERTS // RANKS, executor=executor, timeout_s=20, **options
+    )
     try:
         rows, _, _, _, handle = buffer.dispatch_with_permute(
-            hidden=x, scaling_factor=scales, topk_idx=idx.to(device), num_of_experts=EXPERTS // RANKS)
+            hidden=x, scaling_factor=scales, topk_idx=idx.to(device), num_of_experts=EXPERTS // RANKS
+        )
         row_bytes = hidden * x.element_size() + (0 if scales is None else 4 * scales.shape[1])
         facts = {"dtype": dtype, "sms": sms, "recv_rows": len(idx), "permuted_rows": len(rows), "hidden": hidden}
         moved = (len(idx) + len(rows)) * row_bytes  # both ways
-        times = timed(lambda: buffer.dispatch_with_permute(hidden=x, scaling_factor=scales, handle=handle,
-                                                           num_permuted_tokens=len(rows)), "deliver", on_gpu, repeats)
+        times = timed(
+            lambda: buffer.dispatch_with_permute(
+                hidden=x, scaling_factor=scales, handle=handle, num_permuted_tokens=len(rows)
+            ),
+            "deliver",
+            on_gpu,
+            repeats,
+        )
         yield of_floor({"stage": "permute", **facts, **times}, moved, copy)
         if dtype == "bf16":
-            times = timed(lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle), "unpermute", on_gpu,
-                          repeats)
+            times = timed(
+                lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle), "unpermute", on_gpu, repeats
+            )
             yield of_floor({"stage": "unpermute", **facts, **times}, moved, copy)
     finally:
         buffer.destroy()
@@ -104,9 +121,14 @@ def route(shape: tuple, num_experts: int, tokens: int, executor: str, repeats: i
     g = torch.Generator().manual_seed(1)
     idx = torch.rand(tokens, num_experts, generator=g).argsort(1)[:, :TOPK].contiguous().to(rank.device)
     weights = torch.rand(tokens, TOPK, generator=g).to(rank.device)
-    return {"stage": f"route {shape[0]}x{shape[1]}", "sms": 1, "num_experts": num_experts, "tokens": tokens,
-            **timed(lambda: rank.route(idx, weights), "exchange", devices.is_cuda(executor), repeats),
-            "bytes_of_exchange": rank.exchanged()}
+    return {
+        "stage": f"route {shape[0]}x{shape[1]}",
+        "sms": 1,
+        "num_experts": num_experts,
+        "tokens": tokens,
+        **timed(lambda: rank.route(idx, weights), "exchange", devices.is_cuda(executor), repeats),
+        "bytes_of_exchange": rank.exchanged(),
+    }
 
 
 def host_calls(executor: str, repeats: int):
@@ -115,14 +137,21 @@ def host_calls(executor: str, repeats: int):
     device = devices.current() if on_gpu else torch.device("cpu")
     (buffer,) = VirtualWorld(1, 1).buffers(hidden, tokens, 8, executor=executor, timeout_s=20)
     x = torch.randn(tokens, hidden, device=device).bfloat16()
-    routing = {"topk_idx": torch.arange(tokens * 2, device=device).view(tokens, 2) % 8, "num_of_experts": 8,
-               "topk_weights": torch.ones(tokens, 2, device=device)}
+    routing = {
+        "topk_idx": torch.arange(tokens * 2, device=device).view(tokens, 2) % 8,
+        "num_of_experts": 8,
+        "topk_weights": torch.ones(tokens, 2, device=device),
+    }
     rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, **routing)
-    calls = {"host cached dispatch": lambda: buffer.dispatch_with_permute(hidden=x, handle=handle,
-                                                                         num_permuted_tokens=len(rows)),
-             "host non_blocking dispatch": lambda: buffer.dispatch_with_permute(
-                 hidden=x, **routing, num_permuted_tokens=len(rows), non_blocking=True),
-             "host combine": lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle)}
+    calls = {
+        "host cached dispatch": lambda: buffer.dispatch_with_permute(
+            hidden=x, handle=handle, num_permuted_tokens=len(rows)
+        ),
+        "host non_blocking dispatch": lambda: buffer.dispatch_with_permute(
+            hidden=x, **routing, num_permuted_tokens=len(rows), non_blocking=True
+        ),
+        "host combine": lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle),
+    }
     try:
         for name, call in calls.items():
             yield {"stage": name, **timed(call, "", on_gpu, repeats)}
@@ -173,8 +202,12 @@ def main(argv=None):
             found.append({"stage": title, "error": f"{type(error).__name__}: {error}"})
             print(f"{title:<27} {found[-1]['error'][:100]}", flush=True)
         if args.out:  # now: who is cut off leaves what there is
-            args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "copy_bytes_per_s": copy,
-                                            "rows": found}, indent=1) + "\n")
+            args.out.write_text(
+                json.dumps(
+                    {"device": device, "torch": torch.__version__, "copy_bytes_per_s": copy, "rows": found}, indent=1
+                )
+                + "\n"
+            )
     return int(any("error" in row for row in found))
 
 

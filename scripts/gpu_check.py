@@ -36,8 +36,13 @@ WHEELS = ("pybind11", "setuptools", "pytest", "hypothesis", "pytest-timeout")
 
 def environment_of():
     """The environment of the steps: checkout first, queues enough for 32 virtual ranks, kernels loaded at once."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "PYTHONUNBUFFERED": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def machine():
@@ -48,9 +53,10 @@ def machine():
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
         facts["capability"] = list(torch.cuda.get_device_capability())
-    asked = {"driver": ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem",
-                        "--format=csv,noheader"],
-             "commit": ["git", "-C", str(ROOT), "rev-parse", "HEAD"]}
+    asked = {
+        "driver": ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader"],
+        "commit": ["git", "-C", str(ROOT), "rev-parse", "HEAD"],
+    }
     for name, command in asked.items():
         if shutil.which(command[0]):
             facts[name] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -59,8 +65,10 @@ def machine():
 
 def shows_failure(line):
     """Whether a line of a step that did not end says that something failed: pytest's progress, a sanitizer's count."""
-    return bool(re.fullmatch(r"[.sxX]*[FE][.sxXFE]*( +\[ *\d+%\])?", line.strip())
-                or re.search(r"ERROR SUMMARY: [1-9]|: [1-9]\d* hazards? displayed|Race reported", line))
+    return bool(
+        re.fullmatch(r"[.sxX]*[FE][.sxXFE]*( +\[ *\d+%\])?", line.strip())
+        or re.search(r"ERROR SUMMARY: [1-9]|: [1-9]\d* hazards? displayed|Race reported", line)
+    )
 
 
 class Steps:
@@ -82,8 +90,15 @@ class Steps:
         began, log = time.monotonic(), self.out / f"{name}.log"
         with log.open("w") as stream:
             try:
-                status = subprocess.run(list(map(str, command)), cwd=ROOT, env=env or environment_of(), stdout=stream,
-                                        stderr=subprocess.STDOUT, timeout=min(limit_s, left), check=False).returncode
+                status = subprocess.run(
+                    list(map(str, command)),
+                    cwd=ROOT,
+                    env=env or environment_of(),
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    timeout=min(limit_s, left),
+                    check=False,
+                ).returncode
             except subprocess.TimeoutExpired:
                 status = "out of time"
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -112,17 +127,26 @@ def build(steps, wheels=None):
         steps.run("wheels", [python, "-m", "pip", "install", "--no-index", "--find-links", wheels, *WHEELS], 120)
     # Of which the kernels over NVSHMEM, where its package is, take as long again: several processes use them here.
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(steps.run, "core", [python, "setup.py", "build_ext", "--inplace"], 240,
-                            missing("pybind11", "setuptools"), {**environment_of(), "HYBRID_EP_CUDA": "0"}),
-                pool.submit(steps.run, "cuda", [python, "scripts/build_cuda.py"], 240, no_compiler())]
+        both = [
+            pool.submit(
+                steps.run,
+                "core",
+                [python, "setup.py", "build_ext", "--inplace"],
+                240,
+                missing("pybind11", "setuptools"),
+                {**environment_of(), "HYBRID_EP_CUDA": "0"},
+            ),
+            pool.submit(steps.run, "cuda", [python, "scripts/build_cuda.py"], 240, no_compiler()),
+        ]
         for one in both:
             one.result()
 
 
 def no_compiler():
     """Why no CUDA library can be built here, or None."""
-    find = subprocess.run([sys.executable, "scripts/build_cuda.py", "--find"], cwd=ROOT, capture_output=True, text=True,
-                          check=False)
+    find = subprocess.run(
+        [sys.executable, "scripts/build_cuda.py", "--find"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return find.stderr.strip() or None
 
 
@@ -136,8 +160,15 @@ def find_sanitizer():
 def run_steps(steps, wheels):
     python = sys.executable
     build(steps, wheels)
-    tools = subprocess.run([python, "-c", "import sys; sys.path.insert(0, 'scripts'); import cubin_check; "
-                            "sys.exit(not cubin_check.find_tools())"], cwd=ROOT, check=False).returncode
+    tools = subprocess.run(
+        [
+            python,
+            "-c",
+            "import sys; sys.path.insert(0, 'scripts'); import cubin_check; sys.exit(not cubin_check.find_tools())",
+        ],
+        cwd=ROOT,
+        check=False,
+    ).returncode
     steps.run("cubins", [python, "scripts/cubin_check.py"], 60, "no cuobjdump and nvdisasm" if tools else None)
     no_tests = missing("pytest", "hypothesis", "pytest_timeout")
     pytest = ["-m", "pytest", "-m", "gpu", "--timeout=120", "--maxfail=5", "-q"]
@@ -150,8 +181,13 @@ def run_steps(steps, wheels):
     few = {**environment_of(), "HYBRID_EP_TEST_EXAMPLES": "2"}
     for tool in ("memcheck", "racecheck"):
         command = [sanitizer, f"--tool={tool}", "--error-exitcode=9", "--launch-timeout=60", python, *pytest]
-        steps.run(tool, [*command, "tests/gpu", "-k", SANITIZED], 90,
-                  no_tests or (None if sanitizer else "no compute-sanitizer on PATH or in CUDA_HOME"), few)
+        steps.run(
+            tool,
+            [*command, "tests/gpu", "-k", SANITIZED],
+            90,
+            no_tests or (None if sanitizer else "no compute-sanitizer on PATH or in CUDA_HOME"),
+            few,
+        )
     steps.run("expandable", [python, *pytest, "--timeout=170", EXPANDABLE], 180, no_tests)
     steps.run("moe", [python, "scripts/gpu_bench_moe.py", "--json", steps.out / "gpu_bench_moe.json"], 60)
 
@@ -209,8 +245,14 @@ def main():
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--skip", default="", help="steps, separated by commas")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help=f"wheels of {', '.join(WHEELS)} to install")
-    parser.add_argument("--peer", action="append", type=peer_of, default=[], metavar="NAME=FOLDER",
-                        help="time this peer, and ours, instead of the checks")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        type=peer_of,
+        default=[],
+        metavar="NAME=FOLDER",
+        help="time this peer, and ours, instead of the checks",
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     facts = machine()

@@ -39,11 +39,14 @@ def start(args):
     caches = args.out.parent / f"{args.name}-build"
     caches.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [str(args.path.resolve()) if args.path else "", os.environ.get("PYTHONPATH")]))
-    own = {name: str(caches / name.lower()) for name in ("TORCH_EXTENSIONS_DIR", "EP_JIT_CACHE_DIR", "HOME",
-                                                         "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")}
+    own = {
+        name: str(caches / name.lower())
+        for name in ("TORCH_EXTENSIONS_DIR", "EP_JIT_CACHE_DIR", "HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
+    }
     command = [sys.executable, __file__, *sys.argv[1:], "--ranks", str(args.ranks), "--port", str(port), "--rank"]
-    ranks = [subprocess.Popen([*command, str(r)], env={**os.environ, **own, "PYTHONPATH": path})
-             for r in range(args.ranks)]
+    ranks = [
+        subprocess.Popen([*command, str(r)], env={**os.environ, **own, "PYTHONPATH": path}) for r in range(args.ranks)
+    ]
     return max(abs(rank.wait()) for rank in ranks)
 
 

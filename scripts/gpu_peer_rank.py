@@ -24,8 +24,11 @@ VERBS = ("dispatch", "combine")
 def shapes(ranks, quick):
     """bf16 and fp8, over SM counts; 8 experts a rank, but 32 at least, so that a group of one still routes."""
     tokens, hidden, experts = (32, 512, 32) if quick else (4096, 7168, max(32, 8 * ranks))
-    return [Shape("peer", ranks, ranks, tokens, hidden, experts, 8, dtype, sms)
-            for dtype in ("bf16", "fp8") for sms in ((8,) if quick else (8, 16, 24))]
+    return [
+        Shape("peer", ranks, ranks, tokens, hidden, experts, 8, dtype, sms)
+        for dtype in ("bf16", "fp8")
+        for sms in ((8,) if quick else (8, 16, 24))
+    ]
 
 
 def case_of(shape, rank, group, executor, permute):
@@ -34,11 +37,28 @@ def case_of(shape, rank, group, executor, permute):
     idx, weights = mine["topk_idx"], mine["topk_weights"]
     routing = torch.zeros(shape.tokens, shape.num_experts, dtype=torch.bool, device=device).scatter_(1, idx, True)
     probs = torch.zeros(shape.tokens, shape.num_experts, device=device).scatter_(1, idx, weights)
-    return Case(group=group, rank=rank, num_ranks=shape.num_ranks, num_local_ranks=shape.num_ranks,
-                num_experts=shape.num_experts, topk=shape.topk, max_tokens=shape.tokens, num_sms=shape.num_sms,
-                permute=permute, route_as="topk", executor=executor, dtype=shape.dtype, timeout_s=60.0,
-                x=mine["hidden"], scales=mine["scaling_factor"], sum_dtype=torch.bfloat16, topk_idx=idx,
-                topk_weights=weights, routing_map=routing, probs=probs)
+    return Case(
+        group=group,
+        rank=rank,
+        num_ranks=shape.num_ranks,
+        num_local_ranks=shape.num_ranks,
+        num_experts=shape.num_experts,
+        topk=shape.topk,
+        max_tokens=shape.tokens,
+        num_sms=shape.num_sms,
+        permute=permute,
+        route_as="topk",
+        executor=executor,
+        dtype=shape.dtype,
+        timeout_s=60.0,
+        x=mine["hidden"],
+        scales=mine["scaling_factor"],
+        sum_dtype=torch.bfloat16,
+        topk_idx=idx,
+        topk_weights=weights,
+        routing_map=routing,
+        probs=probs,
+    )
 
 
 def kernel_us(call, on_gpu, repeats, named=""):
@@ -73,8 +93,15 @@ def run_shape(kind, shape, executor, repeats):
     """One row: the shape, and the times of both verbs on this rank, or why there are none."""
     row = asdict(shape)
     permute = kind.ordered  # V1 and V2 deliver rows as received, in an order of their own, and nothing else
-    setting = Setting(shape.num_ranks, shape.tokens, shape.topk, shape.hidden * 2, permute, shape.dtype,
-                      executor if kind is built_in.HybridEp else "cuda")  # a peer's stand-in may move host tensors
+    setting = Setting(
+        shape.num_ranks,
+        shape.tokens,
+        shape.topk,
+        shape.hidden * 2,
+        permute,
+        shape.dtype,
+        executor if kind is built_in.HybridEp else "cuda",
+    )  # a peer's stand-in may move host tensors
     if reason := kind.unavailable(setting):
         return {**row, "skipped": reason}
     case = case_of(shape, dist.get_rank(), dist.group.WORLD, executor, permute)
@@ -84,8 +111,12 @@ def run_shape(kind, shape, executor, repeats):
         rows = implementation.expert_output(done)
         calls = {"dispatch": implementation.dispatch, "combine": lambda: implementation.combine(done, rows)}
         on_gpu = executor != "host"
-        return {**row, "permute": permute, "received_rows": int(done.rows.shape[0]),
-                **{verb: time_verb(calls[verb], on_gpu, repeats) for verb in VERBS}}
+        return {
+            **row,
+            "permute": permute,
+            "received_rows": int(done.rows.shape[0]),
+            **{verb: time_verb(calls[verb], on_gpu, repeats) for verb in VERBS},
+        }
     finally:
         implementation.close()
 
@@ -94,8 +125,12 @@ def be_rank(args):
     """One rank; rank 0 writes what it measured."""
     if args.executor != "host":
         torch.cuda.set_device(args.rank % torch.cuda.device_count())
-    dist.init_process_group("gloo" if args.executor == "host" else "nccl", rank=args.rank, world_size=args.ranks,
-                            init_method=f"tcp://127.0.0.1:{args.port}")
+    dist.init_process_group(
+        "gloo" if args.executor == "host" else "nccl",
+        rank=args.rank,
+        world_size=args.ranks,
+        init_method=f"tcp://127.0.0.1:{args.port}",
+    )
     kind, rows = KINDS[args.name], []
     broken = args.path and cannot_import()
     for shape in () if broken else shapes(args.ranks, args.quick):
@@ -121,7 +156,13 @@ def cannot_import():
 def summary(args, rows):
     module = sys.modules.get("deep_ep")
     device = "host" if args.executor == "host" else torch.cuda.get_device_name()
-    said = {"name": args.name, "path": str(args.path or ""), "device": device, "torch": torch.__version__,
-            "from": getattr(module, "__file__", None), "rows": rows}
+    said = {
+        "name": args.name,
+        "path": str(args.path or ""),
+        "device": device,
+        "torch": torch.__version__,
+        "from": getattr(module, "__file__", None),
+        "rows": rows,
+    }
     reasons = {row.get("skipped") for row in rows}
     return {**said, "skipped": reasons.pop()} if len(reasons) == 1 and None not in reasons else said

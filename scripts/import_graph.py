@@ -47,15 +47,20 @@ def nodes_of(source):
 def imports_of(nodes, package):
     """(line, module, name or None) of every import that runs in a module of a package: `import a.b`, `from a.b import
     name`, `from .b import name`."""
-    hidden = {id(inner) for node in nodes if isinstance(node, ast.If) and _is_type_checking(node.test)
-              for statement in node.body for inner in ast.walk(statement)}
+    hidden = {
+        id(inner)
+        for node in nodes
+        if isinstance(node, ast.If) and _is_type_checking(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
     for node in nodes:
         if id(node) in hidden:
             continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[:1 - node.level or None] if node.level else []
+            above = package.split(".")[: 1 - node.level or None] if node.level else []
             module = ".".join([*above, *filter(None, [node.module])])
             yield from ((node.lineno, module, alias.name) for alias in node.names)
 
@@ -124,8 +129,16 @@ def cycles(found):
 # ---- the picture
 
 ROW, BOX, GAP, MARGIN = 92, 24, 12, 28
-DARK = {"white": "#131416", "#1f2328": "#e6e8eb", "#8a94a0": "#6b7480", "#5b6670": "#8a94a0", "#dce9f7": "#173452",
-        "#e6f0dd": "#243a17", "#f7e6d5": "#4a2d10", "#f4dde2": "#4a1c28"}  # on a page that is dark
+DARK = {
+    "white": "#131416",
+    "#1f2328": "#e6e8eb",
+    "#8a94a0": "#6b7480",
+    "#5b6670": "#8a94a0",
+    "#dce9f7": "#173452",
+    "#e6f0dd": "#243a17",
+    "#f7e6d5": "#4a2d10",
+    "#f4dde2": "#4a1c28",
+}  # on a page that is dark
 COLOURS = {"module": "#dce9f7", "package": "#e6f0dd", "megatron_patches": "#f7e6d5", "recipes": "#f4dde2"}
 
 
@@ -219,26 +232,36 @@ def _placed(levels, shown, sizes):
 
 
 def _dark_rules():
-    return " ".join(f'[{what}="{light}"] {{{what}: {dark}}}' for light, dark in DARK.items()
-                    for what in ("fill", "stroke"))
+    return " ".join(
+        f'[{what}="{light}"] {{{what}: {dark}}}' for light, dark in DARK.items() for what in ("fill", "stroke")
+    )
 
 
 def _drawn(places, size, shown, sizes):
     width, height = size
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-             'font-size="12">', "<title>Who imports whom: lower modules are imported by higher ones</title>",
-             f"<style>@media (prefers-color-scheme: dark) {{{_dark_rules()}}}</style>",
-             f'<rect width="{width}" height="{height}" fill="white"/>']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        "<title>Who imports whom: lower modules are imported by higher ones</title>",
+        f"<style>@media (prefers-color-scheme: dark) {{{_dark_rules()}}}</style>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
     for source, target in shown:
         (x1, y1, _), (x2, y2, _) = places[source], places[target]
         y1, y2 = y1 + BOX / 2, y2 - BOX / 2
         bend = max(18.0, (y2 - y1) / 2)
-        lines.append(f'<path d="M{x1:.0f},{y1:.0f} C{x1:.0f},{y1 + bend:.0f} {x2:.0f},{y2 - bend:.0f} '
-                     f'{x2:.0f},{y2:.0f}" fill="none" stroke="#8a94a0" stroke-width="0.8" opacity="0.75"/>')
+        lines.append(
+            f'<path d="M{x1:.0f},{y1:.0f} C{x1:.0f},{y1 + bend:.0f} {x2:.0f},{y2 - bend:.0f} '
+            f'{x2:.0f},{y2:.0f}" fill="none" stroke="#8a94a0" stroke-width="0.8" opacity="0.75"/>'
+        )
     for node, (x, y, width) in sorted(places.items()):
         colour = COLOURS.get(node) or COLOURS["package" if sizes[node] > 1 else "module"]
-        lines.append(f'<rect x="{x - width / 2:.0f}" y="{y - BOX / 2:.0f}" width="{width:.0f}" height="{BOX}" rx="4" '
-                     f'fill="{colour}" stroke="#5b6670" stroke-width="0.8"/>')
-        lines.append(f'<text x="{x:.0f}" y="{y + 4:.0f}" fill="#1f2328" text-anchor="middle">'
-                     f"{escape(_label(node, sizes))}</text>")
+        lines.append(
+            f'<rect x="{x - width / 2:.0f}" y="{y - BOX / 2:.0f}" width="{width:.0f}" height="{BOX}" rx="4" '
+            f'fill="{colour}" stroke="#5b6670" stroke-width="0.8"/>'
+        )
+        lines.append(
+            f'<text x="{x:.0f}" y="{y + 4:.0f}" fill="#1f2328" text-anchor="middle">'
+            f"{escape(_label(node, sizes))}</text>"
+        )
     return "\n".join([*lines, "</svg>", ""])

@@ -46,14 +46,27 @@ def region(shape: _core.BufferShape, own: _core.Segment, name: str, device: torc
 
 def ahead(shape: _core.BufferShape, own: _core.Segment, device: torch.device = CPU) -> None:
     """Others' flags in rank 0's segment: nobody is waited for."""
-    for name in ("ready_flags", "done_flags", "counts_rail_flags", "counts_node_flags", "rail_full_flags",
-                 "rail_free_flags"):
+    for name in (
+        "ready_flags",
+        "done_flags",
+        "counts_rail_flags",
+        "counts_node_flags",
+        "rail_full_flags",
+        "rail_free_flags",
+    ):
         entries = region(shape, own, name, device).view(torch.int64).view(-1, shape.flag_stride // 8)
-        entries[0 if name.startswith("rail") else 1:, 0] = AHEAD  # rings have no entry of this rank's own
+        entries[0 if name.startswith("rail") else 1 :, 0] = AHEAD  # rings have no entry of this rank's own
 
 
-def others_land(shape: _core.BufferShape, own: _core.Segment, row_bytes: int, scale_bytes: int = 0, topk: int = 8,
-                weights: bool = True, device: torch.device = CPU) -> None:
+def others_land(
+    shape: _core.BufferShape,
+    own: _core.Segment,
+    row_bytes: int,
+    scale_bytes: int = 0,
+    topk: int = 8,
+    weights: bool = True,
+    device: torch.device = CPU,
+) -> None:
     """Where others want rows of these sizes (layout/landing.h), in any operation: behind as many facts as they might
     have."""
     lines = region(shape, own, "ready_flags", device).view(-1, shape.flag_stride)[1:]
@@ -65,8 +78,9 @@ def others_land(shape: _core.BufferShape, own: _core.Segment, row_bytes: int, sc
     longs[:, 6], words[:, 14] = AHEAD, facts
 
 
-def others_count(shape: _core.BufferShape, own: _core.Segment, peers: str = "silent",
-                 device: torch.device = CPU) -> None:
+def others_count(
+    shape: _core.BufferShape, own: _core.Segment, peers: str = "silent", device: torch.device = CPU
+) -> None:
     """Writes the others' count vectors, once rank 0's own are there: of any exchange, in the parity that it had."""
     num_ranks = shape.num_nodes * shape.num_local_ranks
     vectors = region(shape, own, "counts", device).view(torch.int32).view(2, num_ranks, -1)
@@ -75,22 +89,40 @@ def others_count(shape: _core.BufferShape, own: _core.Segment, peers: str = "sil
     if peers == "silent":
         mine = mine.clone()
         mine[WORDS["num_tokens"]] = 0
-        mine[WORDS["header"]:] = 0
+        mine[WORDS["header"] :] = 0
     vectors[:, 1:] = mine
 
 
 class LoneRank:
     """Rank 0 of num_nodes x num_local_ranks, with `tokens` tokens of `topk` choices at most."""
 
-    def __init__(self, num_nodes: int, num_local_ranks: int, num_experts: int, tokens: int, topk: int, *,
-                 hidden: int = 8, scale_bytes: int = 0, peers: str = "silent", executor: str = "cuda"):
+    def __init__(
+        self,
+        num_nodes: int,
+        num_local_ranks: int,
+        num_experts: int,
+        tokens: int,
+        topk: int,
+        *,
+        hidden: int = 8,
+        scale_bytes: int = 0,
+        peers: str = "silent",
+        executor: str = "cuda",
+    ):
         self.num_nodes, self.num_local_ranks, self.num_experts = num_nodes, num_local_ranks, num_experts
         self.num_ranks, self.tokens, self.topk, self.peers = num_nodes * num_local_ranks, tokens, topk, peers
         self.device = devices.current() if devices.is_cuda(executor) else torch.device("cpu")
         self.shape = _core.BufferShape(
-            num_nodes=num_nodes, num_local_ranks=num_local_ranks, num_experts=num_experts, max_tokens=tokens,
-            max_topk=topk, row_bytes=2 * hidden, scale_bytes=scale_bytes, partial_row_bytes=2 * hidden,
-            recv_rows=tokens * (self.num_ranks if peers == "alike" else 1))
+            num_nodes=num_nodes,
+            num_local_ranks=num_local_ranks,
+            num_experts=num_experts,
+            max_tokens=tokens,
+            max_topk=topk,
+            row_bytes=2 * hidden,
+            scale_bytes=scale_bytes,
+            partial_row_bytes=2 * hidden,
+            recv_rows=tokens * (self.num_ranks if peers == "alike" else 1),
+        )
         made = PrivateSegments()
         if self.device.type == "cuda":
             devices.enter(self.device)
@@ -125,8 +157,14 @@ class LoneRank:
     def _place(self, idx: torch.Tensor, weights: torch.Tensor):
         memory = PlanMemory.of(self.engine.plan_memory(len(idx), self.topk, worst_case=False), self.device)
         header = _core.CallHeader(num_tokens=len(idx), topk=self.topk, num_experts=self.num_experts)
-        return self.engine.place(header, topk_idx=view("idx", idx), weights=view("weights", weights),
-                                 topk_in=idx.shape[1], memory=view("memory", memory.block), count=True)
+        return self.engine.place(
+            header,
+            topk_idx=view("idx", idx),
+            weights=view("weights", weights),
+            topk_in=idx.shape[1],
+            memory=view("memory", memory.block),
+            count=True,
+        )
 
     def dispatch(self, plan, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int, permute_sms: int = 0):
         """Permuted rows of this rank; plan: of route. scales: rows of a multiple of 16 bytes."""
@@ -140,23 +178,37 @@ class LoneRank:
         out_scales = None if scales is None else scales.new_empty(rows, scales.shape[1])
         out_weights = torch.empty(rows, device=self.device)
         self.engine.dispatch(
-            plan, x=view("x", x), scale=view("scales", scales), routed_weights=True, out_x=view("out", out),
-            out_scale=view("out_scales", out_scales), out_weights=view("out_weights", out_weights),
-            row_bytes=sizes[0], permute=True, out_rows=rows, num_blocks=num_sms, scale_bytes=sizes[1],
-            deliver_blocks=permute_sms)
+            plan,
+            x=view("x", x),
+            scale=view("scales", scales),
+            routed_weights=True,
+            out_x=view("out", out),
+            out_scale=view("out_scales", out_scales),
+            out_weights=view("out_weights", out_weights),
+            row_bytes=sizes[0],
+            permute=True,
+            out_rows=rows,
+            num_blocks=num_sms,
+            scale_bytes=sizes[1],
+            deliver_blocks=permute_sms,
+        )
         return out, out_weights, out_scales
 
     def combine(self, plan, rows: torch.Tensor, num_sms: int):
         """Sums of this rank's tokens; plan: of route, dispatched. rows: as many as dispatch returned."""
         self._enter()
         out = torch.empty(plan.num_tokens, rows.shape[1], dtype=rows.dtype, device=self.device)
-        self.engine.combine(plan, x=view("rows", rows), hidden=rows.shape[1], out_x=view("out", out), permuted=True,
-                            num_blocks=num_sms)
+        self.engine.combine(
+            plan, x=view("rows", rows), hidden=rows.shape[1], out_x=view("out", out), permuted=True, num_blocks=num_sms
+        )
         return out
 
     def exchanged(self) -> dict[str, int]:
         """Bytes of one exchange of counts: what this rank sends, what it receives; and what all-gathered routing maps
         of one byte for a token and expert would bring it."""
         others = self.num_ranks - 1
-        return {"sent": exchange(self.num_nodes, self.num_local_ranks, self.num_experts)["count_bytes"],
-                "received": others * self.vector_bytes, "received_as_maps": others * self.tokens * self.num_experts}
+        return {
+            "sent": exchange(self.num_nodes, self.num_local_ranks, self.num_experts)["count_bytes"],
+            "received": others * self.vector_bytes,
+            "received_as_maps": others * self.tokens * self.num_experts,
+        }

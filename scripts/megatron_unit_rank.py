@@ -157,10 +157,35 @@ def _routed(route):
 def run(checkout, rank, world_size, port, nodes, collect_only, send):
     """pytest over `nodes` on this rank, in a process of its own."""
     os.chdir(checkout)
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-                       "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )
     import pytest
 
     options = ["--collect-only"] if collect_only else []
-    pytest.main(["-p", "no:cacheprovider", "-p", "no:randomly", "--capture=fd", "-q", "--no-header", "--tb=short",
-                 "-o", "addopts=", "--rootdir", str(checkout), *options, *nodes], plugins=[Reporter(send, world_size)])
+    pytest.main(
+        [
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+            "--capture=fd",
+            "-q",
+            "--no-header",
+            "--tb=short",
+            "-o",
+            "addopts=",
+            "--rootdir",
+            str(checkout),
+            *options,
+            *nodes,
+        ],
+        plugins=[Reporter(send, world_size)],
+    )

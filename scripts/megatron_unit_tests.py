@@ -32,9 +32,23 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import megatron_unit_rank  # noqa: E402
 
 MOE = "tests/unit_tests/transformer/moe"
-FILES = tuple(f"{MOE}/test_{name}.py" for name in (
-    "token_dispatcher", "a2a_token_dispatcher", "moe_layer", "latent_moe_layer", "shared_experts", "sequential_mlp",
-    "routers", "aux_loss", "qb_routing", "router_replay", "upcycling", "moe_layer_discrepancy"))
+FILES = tuple(
+    f"{MOE}/test_{name}.py"
+    for name in (
+        "token_dispatcher",
+        "a2a_token_dispatcher",
+        "moe_layer",
+        "latent_moe_layer",
+        "shared_experts",
+        "sequential_mlp",
+        "routers",
+        "aux_loss",
+        "qb_routing",
+        "router_replay",
+        "upcycling",
+        "moe_layer_discrepancy",
+    )
+)
 SILENCE_S = 150.0  # longest time without news from a world
 GRACE_S = 3.0  # for the other ranks, once one has failed
 
@@ -64,8 +78,9 @@ def main(argv=None):
     tests = args.tests or [file for file in FILES if (checkout / file).exists()]
     if not tests or not (checkout / MOE).is_dir():
         parser.error(f"{checkout} has no {MOE}: give the root of a Megatron-LM checkout")
-    os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1", HYBRID_EP_TIMEOUT_S="60",
-                      TORCHINDUCTOR_COMPILE_THREADS="1")
+    os.environ.update(
+        OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1", HYBRID_EP_TIMEOUT_S="60", TORCHINDUCTOR_COMPILE_THREADS="1"
+    )
     megatron_unit_rank.prepare(checkout, args.ranks, args.route)
     results, not_run = run(checkout, args.ranks, tests, args.k, time.monotonic() + args.limit_s)
     report = summary(checkout, args, results, not_run)
@@ -76,6 +91,7 @@ def main(argv=None):
 
 
 # ---- worlds
+
 
 def run(checkout, num_ranks, tests, pattern, until=float("inf")):
     """{test id: (outcome, text, seconds)} and ids that had no time; worlds are replaced as tests fail."""
@@ -106,8 +122,9 @@ class World:
         context, self.ranks, self.nodes = multiprocessing.get_context("fork"), {}, nodes
         for rank in range(num_ranks):
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, daemon=True, args=(
-                checkout, rank, num_ranks, port, nodes, collect_only, send))
+            process = context.Process(
+                target=_rank, daemon=True, args=(checkout, rank, num_ranks, port, nodes, collect_only, send)
+            )
             process.start()
             send.close()
             self.ranks[receive] = process
@@ -181,7 +198,7 @@ def _merged(said):
     for outcome in ("failed", "passed", "skipped"):
         texts = [text for kind, text in said if kind == outcome]
         if texts:  # the rank that knows most: a lost connection is another rank's failure
-            return outcome, min(texts, key=lambda text: ("Connection closed" in text or "Timed out" in text))
+            return outcome, min(texts, key=lambda text: "Connection closed" in text or "Timed out" in text)
     return "failed", "ended without a result"
 
 
@@ -198,6 +215,7 @@ def _rank(checkout, rank, num_ranks, port, nodes, collect_only, pipe):
 
 # ---- report
 
+
 def reason(text):
     """Whose a failure is, by its text; "unexplained" where no rule knows."""
     return next((why for pattern, why in REASONS if re.search(pattern, text)), "unexplained")
@@ -211,14 +229,26 @@ def summary(checkout, args, results, not_run):
     own = Path(top.stdout.strip() or "/").resolve() == checkout
     package = (checkout / "megatron/core/package_info.py").read_text()
     version = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", package, re.M))
-    return {"megatron_core": version, "commit": commit.stdout.strip() if own else None, "torch": torch.__version__,
-            "python": sys.version.split()[0], "ranks": args.ranks, "route": args.route,
-            "date": time.strftime("%Y-%m-%d"), "complete": not not_run, "not_run": len(not_run),
-            "tests": {node.removeprefix(MOE + "/"): {
-                "outcome": outcome, "seconds": round(seconds, 1),
+    return {
+        "megatron_core": version,
+        "commit": commit.stdout.strip() if own else None,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "ranks": args.ranks,
+        "route": args.route,
+        "date": time.strftime("%Y-%m-%d"),
+        "complete": not not_run,
+        "not_run": len(not_run),
+        "tests": {
+            node.removeprefix(MOE + "/"): {
+                "outcome": outcome,
+                "seconds": round(seconds, 1),
                 **({"text": text[:300]} if outcome != "passed" and text else {}),
-                **({"reason": reason(text)} if outcome == "failed" else {})}
-                for node, (outcome, text, seconds) in results.items()}}
+                **({"reason": reason(text)} if outcome == "failed" else {}),
+            }
+            for node, (outcome, text, seconds) in results.items()
+        },
+    }
 
 
 def table(report):

@@ -27,23 +27,25 @@ QUICK = ("plain", "recompute", "starved")
 
 def arguments(argv):
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ep", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4, 8],
-                        help="EP sizes; 8 makes it eight ranks")
     parser.add_argument(
-        "--seam", choices=["s3", "s1", "both"], default="s3", help="how hybrid_ep gets into Megatron"
+        "--ep", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4, 8], help="EP sizes; 8 makes it eight ranks"
     )
+    parser.add_argument("--seam", choices=["s3", "s1", "both"], default="s3", help="how hybrid_ep gets into Megatron")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--variant", nargs="+", choices=sorted(VARIANTS), default=None)
     chosen.add_argument("--all", action="store_true", help="every variant")
     chosen.add_argument("--quick", action="store_true", help="CI subset: EP 1 and 4, no allgather")
     chosen.add_argument("--field-notes", action="store_true", help="the table of the field notes: --seeds, --break")
     parser.add_argument("--seeds", type=int, default=2, help="with --field-notes: runs of every row")
-    parser.add_argument("--break", choices=[*parity_field_notes.BREAKS, "all"], default=None, dest="broken",
-                        help="with --field-notes: plant this fault into our experts (all: each in turn)")
+    parser.add_argument(
+        "--break",
+        choices=[*parity_field_notes.BREAKS, "all"],
+        default=None,
+        dest="broken",
+        help="with --field-notes: plant this fault into our experts (all: each in turn)",
+    )
     parser.add_argument("--markdown", metavar="FILE", help="with --field-notes: write the tables there")
     parser.add_argument("--sabotage", choices=SABOTAGE, default="", help="put this bug into our dispatcher")
     parser.add_argument("--reference", action="store_true", help="hybrid_ep.reference in place of the engine")
@@ -69,17 +71,13 @@ def plan(options, megatron_minor):
         for name in names:
             variant = VARIANTS[name]
             if megatron_minor < variant.since:
-                left_out.append(
-                    f"{name}: Megatron-Core has it for the flex dispatcher since 0.{variant.since}"
-                )
+                left_out.append(f"{name}: Megatron-Core has it for the flex dispatcher since 0.{variant.since}")
                 continue
             others = ["alltoall", "allgather"] if name == "plain" and not options.quick else ["alltoall"]
             for dispatcher in others + seams:
                 ours = dispatcher in seams
                 if dispatcher == "s1" and ep == 1 and megatron_minor < 17:
-                    left_out.append(
-                        "s1 at EP 1: the flex dispatcher of Megatron-Core 0.16 needs more than one rank"
-                    )
+                    left_out.append("s1 at EP 1: the flex dispatcher of Megatron-Core 0.16 needs more than one rank")
                     continue
                 overlap = variant.overlap and ours and ep > 1  # the baseline: the same steps, not overlapped
                 cases.append(
@@ -101,9 +99,7 @@ def differences(record, baseline):
 
     def largest(key):
         pairs = list(zip(record[key], baseline[key], strict=True))
-        return max(
-            abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs
-        )  # a nan differs from everything
+        return max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs)  # a nan differs from everything
 
     return largest("loss"), largest("grad_norm")
 

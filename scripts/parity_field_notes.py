@@ -33,8 +33,12 @@ def built(case):
         if not rows.shape[0]:
             return honest(self, rows, tokens_per_expert, probs)
         place = _static_places(rows)
-        out, bias = honest(self, rows[place], tokens_per_expert, probs[place] * (place.new_tensor(
-            [1] * rows.shape[0] + [0] * SLACK_ROWS)))
+        out, bias = honest(
+            self,
+            rows[place],
+            tokens_per_expert,
+            probs[place] * (place.new_tensor([1] * rows.shape[0] + [0] * SLACK_ROWS)),
+        )
         return out[: rows.shape[0]], bias
 
     with _attribute(GroupedExperts, "forward", forward), _fault(case.broken):
@@ -60,8 +64,13 @@ def _attribute(owner, name, value):
 def _fault(name):
     if not name:
         return contextlib.nullcontext()
-    return {"empty_wgrad": _empty_wgrad, "tail_rows": _tail_rows, "count_clamp": _count_clamp, "rounding": _rounding,
-            "prob_position": _prob_position}[name]()
+    return {
+        "empty_wgrad": _empty_wgrad,
+        "tail_rows": _tail_rows,
+        "count_clamp": _count_clamp,
+        "rounding": _rounding,
+        "prob_position": _prob_position,
+    }[name]()
 
 
 def _empty_wgrad():

@@ -11,16 +11,18 @@ import parity_world
 from parity_field_notes import BREAKS
 from parity_worker import EXPERTS, Case, run_cases
 
-CASES = ("notes_fp32", "notes_bf16", "notes_forced_fp32", "notes_forced_bf16", "notes_opening_fp32",
-         "notes_opening_bf16")
+CASES = (
+    "notes_fp32",
+    "notes_bf16",
+    "notes_forced_fp32",
+    "notes_forced_bf16",
+    "notes_opening_fp32",
+    "notes_opening_bf16",
+)
 NUMBERS = ("loss", "grad_norm", "expert_output")
 # Largest relative difference over the steps, of each of NUMBERS. In bf16 the two dispatchers round at other places, and
 # where the router learns that moves tokens to other experts; with forced routing it does not.
-TOLERANCES = {
-    "fp32": (2e-6, 2e-6, 2e-6),
-    "forced bf16": (2e-4, 5e-3, 1e-3),
-    "bf16": (1e-3, 3e-2, 3e-2),
-}
+TOLERANCES = {"fp32": (2e-6, 2e-6, 2e-6), "forced bf16": (2e-4, 5e-3, 1e-3), "bf16": (1e-3, 3e-2, 3e-2)}
 
 
 def tolerances(variant):
@@ -51,8 +53,10 @@ def compared(cases, records):
     for case, record in zip(cases, records, strict=True):
         at = case.ep if case.variant.endswith("bf16") or "forced" in case.variant else None
         base = baselines.setdefault((case.variant, case.seed, at), record)
-        found = [max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in zip(record[k], base[k], strict=True))
-                 for k in NUMBERS]
+        found = [
+            max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in zip(record[k], base[k], strict=True))
+            for k in NUMBERS
+        ]
         limits = tolerances(case.variant)
         rows.append((case, record, found, all(d <= limit for d, limit in zip(found, limits, strict=True))))
     return rows
@@ -60,17 +64,33 @@ def compared(cases, records):
 
 def tables(rows):
     """Markdown: a row a run, then a row a fault and variant."""
-    head = ("variant", "build", "EP", "seed", "loss first, last", "norm first, last", "empty groups", "d loss",
-            "d norm", "d output", "within")
+    head = (
+        "variant",
+        "build",
+        "EP",
+        "seed",
+        "loss first, last",
+        "norm first, last",
+        "empty groups",
+        "d loss",
+        "d norm",
+        "d output",
+        "within",
+    )
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for case, record, found, ok in rows:
-        name = "alltoall, SequentialMLP" if not case.grouped else "hybrid_ep, grouped" + (
-            f", **{case.broken}**" if case.broken else "")
+        name = (
+            "alltoall, SequentialMLP"
+            if not case.grouped
+            else "hybrid_ep, grouped" + (f", **{case.broken}**" if case.broken else "")
+        )
         loss, norm, empty = record["loss"], record["grad_norm"], record["empty"]
         lines.append(
             f"| {case.variant.removeprefix('notes_')} | {name} | {case.ep} | {case.seed} "
             f"| {loss[0]:.6f}, {loss[-1]:.6f} | {norm[0]:.5f}, {norm[-1]:.5f} | {empty[0]} to {empty[-1]} | "
-            + " | ".join(f"{d:.1e}" for d in found) + f" | {'yes' if ok else '**no**'} |")
+            + " | ".join(f"{d:.1e}" for d in found)
+            + f" | {'yes' if ok else '**no**'} |"
+        )
     return "\n".join(lines)
 
 
@@ -82,25 +102,41 @@ def report(options, num_ranks):
     rows = compared(cases, outcome["records"])
     text = tables(rows)
     honest = sum(not ok for case, *_, ok in rows if not case.broken)
-    noticed = {fault: [c.variant.removeprefix("notes_") for c, *_, ok in rows if c.broken == fault and not ok]
-               for fault in dict.fromkeys(case.broken for case in cases if case.broken)}
-    setting = (f"megatron-core {outcome['megatron_core']}, torch {outcome['torch']}, {num_ranks} gloo ranks, "
-               f"{options.steps} steps")
+    noticed = {
+        fault: [c.variant.removeprefix("notes_") for c, *_, ok in rows if c.broken == fault and not ok]
+        for fault in dict.fromkeys(case.broken for case in cases if case.broken)
+    }
+    setting = (
+        f"megatron-core {outcome['megatron_core']}, torch {outcome['torch']}, {num_ranks} gloo ranks, "
+        f"{options.steps} steps"
+    )
     print(f"# {setting}\n{text}")
     for fault, where in noticed.items():
         print(f"# {fault} ({BREAKS[fault]}): {'moves ' + ', '.join(where) if where else 'NOT NOTICED'}")
     print(f"# {honest} honest rows beyond their tolerances")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"megatron_core": outcome["megatron_core"], "torch": outcome["torch"], "steps": options.steps,
-                       "tolerances": TOLERANCES, "noticed": noticed,
-                       "rows": [{"case": vars(c), **r, "differences": d, "ok": ok} for c, r, d, ok in rows]}, file)
+            json.dump(
+                {
+                    "megatron_core": outcome["megatron_core"],
+                    "torch": outcome["torch"],
+                    "steps": options.steps,
+                    "tolerances": TOLERANCES,
+                    "noticed": noticed,
+                    "rows": [{"case": vars(c), **r, "differences": d, "ok": ok} for c, r, d, ok in rows],
+                },
+                file,
+            )
             file.write("\n")
     if options.markdown:
         with open(options.markdown, "w", encoding="utf-8") as file:
-            file.write(f"# Parity of the field notes\n\n{setting}\n\n{text}\n\n" + "".join(
-                f"* `{fault}`: {BREAKS[fault]}. Beyond tolerance in {', '.join(where) or 'no row'}.\n"
-                for fault, where in noticed.items()))
+            file.write(
+                f"# Parity of the field notes\n\n{setting}\n\n{text}\n\n"
+                + "".join(
+                    f"* `{fault}`: {BREAKS[fault]}. Beyond tolerance in {', '.join(where) or 'no row'}.\n"
+                    for fault, where in noticed.items()
+                )
+            )
     if options.broken in BREAKS:
         return 1 if honest or noticed[options.broken] else 0
     return 1 if honest or not all(noticed.values()) else 0

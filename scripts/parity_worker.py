@@ -58,18 +58,14 @@ VARIANTS = {
     "shared_overlap": Variant({**SHARED, "moe_shared_expert_overlap": True}, since=18),
     "overlap_1f1b": Variant(microbatches=4, overlap=True),
     "capacity": Variant({"moe_expert_capacity_factor": 0.9}),
-    "pad_to_capacity": Variant(
-        {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
-    ),
+    "pad_to_capacity": Variant({"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}),
     "notes_fp32": Variant(),
     "notes_bf16": Variant(dtype="bfloat16"),
     "notes_forced_fp32": Variant({"moe_router_force_load_balancing": True}),
     "notes_forced_bf16": Variant({"moe_router_force_load_balancing": True}, dtype="bfloat16"),
     "notes_opening_fp32": Variant(OPENING, starved=3, opening=0.7),
     "notes_opening_bf16": Variant(OPENING, dtype="bfloat16", starved=3, opening=0.7),
-    "starved": Variant(
-        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, starved=2
-    ),
+    "starved": Variant({"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, starved=2),
 }
 
 
@@ -206,9 +202,7 @@ def train(case, torch):
         ),
         [wrapped],
     )
-    config.finalize_model_grads_func = lambda models, tokens=None, **_: distributed.finalize_model_grads(
-        models, tokens
-    )
+    config.finalize_model_grads_func = lambda models, tokens=None, **_: distributed.finalize_model_grads(models, tokens)
     position = torch.arange(SEQUENCE).unsqueeze(0).expand(MICRO_BATCH, -1)
     mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
 
@@ -341,9 +335,7 @@ def run_cases(cases):
             if ep is not None:
                 parallel_state.destroy_model_parallel()
             ep = case.ep
-            parallel_state.initialize_model_parallel(
-                expert_model_parallel_size=ep, expert_tensor_parallel_size=1
-            )
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=ep, expert_tensor_parallel_size=1)
             model_parallel_cuda_manual_seed(1234)
         torch.manual_seed(1234)
         if VARIANTS[case.variant].config.get("moe_router_force_load_balancing"):

@@ -85,12 +85,8 @@ def _fork_server():
 def _collect(ranks, deadline):
     results, errors = {}, {}
     while len(results) + len(errors) < len(ranks):
-        waiting = {
-            receive: rank for rank, (_, receive) in enumerate(ranks) if rank not in {**results, **errors}
-        }
-        grace = (
-            5.0 if errors else deadline - time.monotonic()
-        )  # after one failure the others fail soon or never
+        waiting = {receive: rank for rank, (_, receive) in enumerate(ranks) if rank not in {**results, **errors}}
+        grace = 5.0 if errors else deadline - time.monotonic()  # after one failure the others fail soon or never
         ready = multiprocessing.connection.wait(list(waiting), timeout=max(grace, 0))
         if not ready:
             break

@@ -55,8 +55,11 @@ def uses(sources, rooms):
 
 def violations(modules, root, room_of):
     """(path, line, rule, text) of each. Scripts and tests may look inside."""
-    rooms = {name: room_of(name, path) if path.startswith("hybrid_ep/") else path.split("/")[0]
-             for name, path in modules.items() if not path.startswith("scripts/")}
+    rooms = {
+        name: room_of(name, path) if path.startswith("hybrid_ep/") else path.split("/")[0]
+        for name, path in modules.items()
+        if not path.startswith("scripts/")
+    }
     sources = {name: (root / modules[name]).read_text(encoding="utf-8", errors="replace") for name in rooms}
     for name, line, attribute, owners in uses(sources, rooms):
         yield modules[name], line, "private", f"{attribute} is {' and '.join(owners)}'s; use what is public"

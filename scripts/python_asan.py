@@ -34,9 +34,18 @@ def build():
 
     includes = f"{sysconfig.get_path('include')};{pybind11.get_include()}"
     for command in (
-        [stage_runner.tool("cmake"), "-S", ROOT / "tests" / "cpp", "-B", BUILD, "-G", "Ninja",
-         f"-DCMAKE_MAKE_PROGRAM={stage_runner.tool('ninja')}", "-DHEP_SANITIZE=address",
-         f"-DHEP_PYTHON_INCLUDES={includes}"],
+        [
+            stage_runner.tool("cmake"),
+            "-S",
+            ROOT / "tests" / "cpp",
+            "-B",
+            BUILD,
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={stage_runner.tool('ninja')}",
+            "-DHEP_SANITIZE=address",
+            f"-DHEP_PYTHON_INCLUDES={includes}",
+        ],
         [stage_runner.tool("cmake"), "--build", BUILD, "--target", "core_module"],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -22,6 +22,7 @@ def has_tests(folder):
 
 # ---- the stages
 
+
 def lint(runner):
     """Likely bugs, and the layout of C++ files."""
     if runner.run([sys.executable, "-m", "ruff", "check", "."])[0]:
@@ -165,7 +166,8 @@ def ptx(runner):
     of_gpu, (of_machine, (status, note)) = at_once(
         runner,
         lambda own: own.pytest("tests/gpu", "", ["--ptx-machine", "--ptx-everyday"]),
-        lambda own: (own.pytest("tests/ptx"), own.run(mutants)))
+        lambda own: (own.pytest("tests/ptx"), own.run(mutants)),
+    )
     results = [of_machine, of_gpu]
     status = status or any(result.status == "FAILED" for result in results)
     counts = tuple(map(sum, zip(*(result.counts for result in results), strict=True)))
@@ -197,6 +199,7 @@ STAGES = {
 
 
 # ---- what stages build, made ahead of them where there are stages before them
+
 
 def build_asan(runner):
     """The programs of cpp-asan and the module of python-asan, which lie in one folder."""
@@ -259,8 +262,10 @@ def table(results):
     lines = [f"{'stage':<15} {'result':<8} {'passed':>7} {'failed':>7} {'skipped':>7} {'seconds':>8}  note"]
     for name, result in results.items():
         counts = [str(n) for n in result.counts] if result.counts else ["-"] * 3
-        lines.append(f"{name:<15} {result.status:<8} {counts[0]:>7} {counts[1]:>7} {counts[2]:>7} "
-                     f"{result.seconds:>8.1f}  {result.note}".rstrip())
+        lines.append(
+            f"{name:<15} {result.status:<8} {counts[0]:>7} {counts[1]:>7} {counts[2]:>7} "
+            f"{result.seconds:>8.1f}  {result.note}".rstrip()
+        )
     failed = [name for name, result in results.items() if result.status == "FAILED"]
     seconds = sum(result.seconds for result in results.values())
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all stages passed"
@@ -268,8 +273,7 @@ def table(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help=f"stages, separated by commas, of: {', '.join(STAGES)}")
     parser.add_argument("--quick", action="store_true", help="no mutants, no sanitizers, no slow tests")
     parser.add_argument("--budget-minutes", type=float, default=120.0, help="for all stages [%(default)s]")

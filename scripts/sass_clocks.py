@@ -22,8 +22,10 @@ TAKEN_BRANCH = 8  # clocks until the target's first instruction issues
 ROUNDS = 6  # of a loop, of which the last two are timed: by then what was loaded before the first is forgotten
 
 _REGISTER = re.compile(r"\b(U?R\d+|U?P\d)\b")
-_NO_RESULT = re.compile(r"(ST|STS|STG|STL|RED|BRA|BSSY|BSYNC|EXIT|NOP|YIELD|MEMBAR|FENCE|WARPSYNC|UBLKCP|SYNCS\.ARRIVE|"
-                        r"BAR|CCTL|UTMACMDFLUSH|UTMACCTL|DEPBAR|ERRBAR)")
+_NO_RESULT = re.compile(
+    r"(ST|STS|STG|STL|RED|BRA|BSSY|BSYNC|EXIT|NOP|YIELD|MEMBAR|FENCE|WARPSYNC|UBLKCP|SYNCS\.ARRIVE|"
+    r"BAR|CCTL|UTMACMDFLUSH|UTMACCTL|DEPBAR|ERRBAR)"
+)
 
 
 def latency(opcode):

@@ -33,7 +33,7 @@ def in_short_loops(instructions, wanted, shorter_than):
     """[(text, instructions of its innermost loop)] for instructions that match the pattern `wanted` and lie in a loop
     of fewer than `shorter_than` instructions."""
     by_length = loops(instructions)
-    short = by_length[:bisect_right(by_length, shorter_than - 2, key=lambda loop: loop[1] - loop[0])]
+    short = by_length[: bisect_right(by_length, shorter_than - 2, key=lambda loop: loop[1] - loop[0])]
     found = []
     for i, (_, text) in enumerate(instructions):
         if re.search(wanted, text):

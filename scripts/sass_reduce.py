@@ -25,8 +25,14 @@ CLOCK_GHZ = 1.755  # of an H100's SMs under load
 ROWS = 8 * (1 - (7 / 8) ** 8)  # of a token's sum, with top-8 over 8 ranks at random: 5.25
 # Instructions that a warp issues for a row: a tenth above what they were when the number was set. By the row's type and
 # whether it is scaled; every lane has whole octets.
-MOST_ISSUED = {("bf16", False): 118, ("bf16", True): 145, ("fp16", False): 118, ("fp16", True): 145,
-               ("fp32", False): 88, ("fp32", True): 115}
+MOST_ISSUED = {
+    ("bf16", False): 118,
+    ("bf16", True): 145,
+    ("fp16", False): 118,
+    ("fp16", True): 145,
+    ("fp32", False): 88,
+    ("fp32", True): 115,
+}
 MOST_IN_PARTS = 32  # more where a lane has parts of octets or none
 MOST_OF_A_TILE = 325  # for the last row of a tile, its rounding to bf16 and its store, and the first row of the next
 MOST_CONSTANT_LOADS, MOST_FENCES = 2, 2
@@ -77,13 +83,13 @@ class RowLoop:
         share = RELOCATABLE_SHARE if relocatable else 1
         most = share * (MOST_ISSUED[self.row, self.scaled] + (0 if self.whole else MOST_IN_PARTS))
         for what, number, ceiling in (
-                ("instructions a row", self.issued, most),
-                ("instructions a tile", self.tile, share * MOST_OF_A_TILE + MORE_OF_A_TILE * relocatable),
-                ("shared loads a row", self.shared_loads,
-                 MOST_SHARED_LOADS[self.row] + MORE_SHARED_LOADS * relocatable),
-                ("accesses of local memory a row", self.spills, MOST_RELOCATABLE_SPILLS * relocatable),
-                ("constant loads a row", self.constant_loads, MOST_CONSTANT_LOADS),
-                ("fences a row", self.fences, MOST_FENCES)):
+            ("instructions a row", self.issued, most),
+            ("instructions a tile", self.tile, share * MOST_OF_A_TILE + MORE_OF_A_TILE * relocatable),
+            ("shared loads a row", self.shared_loads, MOST_SHARED_LOADS[self.row] + MORE_SHARED_LOADS * relocatable),
+            ("accesses of local memory a row", self.spills, MOST_RELOCATABLE_SPILLS * relocatable),
+            ("constant loads a row", self.constant_loads, MOST_CONSTANT_LOADS),
+            ("fences a row", self.fences, MOST_FENCES),
+        ):
             if number > ceiling:
                 yield f"loop over {self.title} rows: {number} {what}, at most {ceiling:.0f}"
         if not self.tile:
@@ -106,11 +112,21 @@ def row_loops(instructions):
             return sum(bool(re.search(pattern, text)) for text in texts)
 
         tile = [instructions[i][1] for i in sass_loops.shortest_walk(after, row, row, (rounding, stores)) or ()]
-        found.append(RowLoop(
-            "fp16" if count("HADD2") else "bf16" if count("0xffff0000") else "fp32", count("FMUL") > 0,
-            not count(r"^@!?P\d\s+LDS"), len(way), count(r"\bLDS"), count(r"\bU?LDC"), count(r"\bFENCE|\bMEMBAR"),
-            count(r"\b(LDL|STL)\b"), len(tile), sass_clocks.loop_clocks(texts),
-            sass_clocks.way_clocks(texts, tile) if tile else 0))
+        found.append(
+            RowLoop(
+                "fp16" if count("HADD2") else "bf16" if count("0xffff0000") else "fp32",
+                count("FMUL") > 0,
+                not count(r"^@!?P\d\s+LDS"),
+                len(way),
+                count(r"\bLDS"),
+                count(r"\bU?LDC"),
+                count(r"\bFENCE|\bMEMBAR"),
+                count(r"\b(LDL|STL)\b"),
+                len(tile),
+                sass_clocks.loop_clocks(texts),
+                sass_clocks.way_clocks(texts, tile) if tile else 0,
+            )
+        )
     return found
 
 
@@ -130,13 +146,17 @@ def problems(kernel_name, loops, relocatable=False):
 def report(title, loops):
     """Lines of a table."""
     for loop in loops:
-        yield (f"{title:<36} {loop.title:<20} {loop.issued:>7} {loop.shared_loads:>6} {loop.constant_loads:>9} "
-               f"{loop.fences:>6} {loop.tile:>6} {loop.gigabytes_per_second:>6.0f} {loop.clocks:>6.0f} "
-               f"{loop.tile_clocks:>6.0f} {loop.gigabytes_per_second_with_waits:>6.0f}")
+        yield (
+            f"{title:<36} {loop.title:<20} {loop.issued:>7} {loop.shared_loads:>6} {loop.constant_loads:>9} "
+            f"{loop.fences:>6} {loop.tile:>6} {loop.gigabytes_per_second:>6.0f} {loop.clocks:>6.0f} "
+            f"{loop.tile_clocks:>6.0f} {loop.gigabytes_per_second_with_waits:>6.0f}"
+        )
 
 
-HEADER = (f"{'kernel':<36} {'rows':<20} {'issued':>7} {'shared':>6} {'constants':>9} {'fences':>6} {'a tile':>6} "
-          f"{'GB/s':>6} {'clocks':>6} {'a tile':>6} {'GB/s':>6}")
+HEADER = (
+    f"{'kernel':<36} {'rows':<20} {'issued':>7} {'shared':>6} {'constants':>9} {'fences':>6} {'a tile':>6} "
+    f"{'GB/s':>6} {'clocks':>6} {'a tile':>6} {'GB/s':>6}"
+)
 
 
 def table(kernels):
@@ -168,7 +188,9 @@ def table_problems(kernels):
                 for part in ("row", "tile"):
                     was = known.get(row, {}).get(part, 0)
                     if not (1 - MOST_FASTER) * was <= costs[part] <= (1 + MOST_SLOWER) * was:
-                        yield (f"{name} {arch}: {costs[part]:.0f} clocks a {part} of {row}, {was:.0f} in {TABLE.name}, "
-                               "which the performance model charges: --write-table, then correct the docs")
+                        yield (
+                            f"{name} {arch}: {costs[part]:.0f} clocks a {part} of {row}, {was:.0f} in {TABLE.name}, "
+                            "which the performance model charges: --write-table, then correct the docs"
+                        )
             for row in known.keys() - by_type.keys():
                 yield f"{name} {arch}: no loop over {row} rows, of which {TABLE.name} has one"

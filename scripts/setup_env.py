@@ -66,13 +66,15 @@ def run(command, what, timeout_s=3600):
     try:
         status = call(command, timeout_s)
     except subprocess.TimeoutExpired:
-        raise SetupError(f"{what} took longer than {timeout_s} s and was stopped; check the network and call "
-                         "again") from None
+        raise SetupError(
+            f"{what} took longer than {timeout_s} s and was stopped; check the network and call again"
+        ) from None
     if status:
         raise SetupError(f"{what} failed (see above); the command was: {' '.join(map(str, command))}")
 
 
 # ---- the choice of a Python
+
 
 def candidate_paths():
     """Every place a Python may be: PATH, pyenv's versions, uv's."""
@@ -92,8 +94,9 @@ def candidate_paths():
 def probe(path):
     """The facts of PROBE about the Python at a path, or None if it does not run (a dead pyenv shim, say)."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired, ValueError):
-        result = subprocess.run([path, "-c", PROBE], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                stderr=subprocess.DEVNULL, timeout=30)
+        result = subprocess.run(
+            [path, "-c", PROBE], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30
+        )
         if result.returncode == 0:
             return json.loads(result.stdout.decode())
     return None
@@ -107,11 +110,15 @@ def complaint(facts):
     """Why a Python of a suitable version cannot be used, or an empty string."""
     version = facts["version"]
     if not facts["headers"]:
-        return (f"{facts['path']} (Python {version}) lacks Python.h; Debian/Ubuntu: apt-get install "
-                f"python{version}-dev; RHEL/Fedora: dnf install python{version}-devel")
+        return (
+            f"{facts['path']} (Python {version}) lacks Python.h; Debian/Ubuntu: apt-get install "
+            f"python{version}-dev; RHEL/Fedora: dnf install python{version}-devel"
+        )
     if not can_make_environment(facts):
-        return (f"{facts['path']} (Python {version}) cannot make virtual environments; Debian/Ubuntu: "
-                f"apt-get install python{version}-venv; or install uv and put it on PATH")
+        return (
+            f"{facts['path']} (Python {version}) cannot make virtual environments; Debian/Ubuntu: "
+            f"apt-get install python{version}-venv; or install uv and put it on PATH"
+        )
     return ""
 
 
@@ -134,12 +141,15 @@ def choose_python(wanted=""):
         raise SetupError(complaint(suitable[0]) + ".")
     found = ", ".join(sorted({f["full"] for f in known.values()})) or "none"
     range_text = f"Python {wanted}" if wanted else "a CPython 3.10 to 3.13 (64 bit, 3.12 or newer preferred)"
-    raise SetupError(f"needs {range_text} and found: {found}. Install one (Debian/Ubuntu: apt-get install "
-                     "python3 python3-dev python3-venv; pyenv install 3.12; uv python install 3.12) or name "
-                     "one with HYBRID_EP_PYTHON=/path/to/python.")
+    raise SetupError(
+        f"needs {range_text} and found: {found}. Install one (Debian/Ubuntu: apt-get install "
+        "python3 python3-dev python3-venv; pyenv install 3.12; uv python install 3.12) or name "
+        "one with HYBRID_EP_PYTHON=/path/to/python."
+    )
 
 
 # ---- hashes
+
 
 def digest(parts):
     state = hashlib.sha256()
@@ -168,6 +178,7 @@ def core_hash():
 
 
 # ---- the environment
+
 
 class Environment:
     """A virtual environment of this checkout, and what it was last made from."""
@@ -202,8 +213,10 @@ class Environment:
         there = next(f for f in (self.folder, *self.folder.parents) if f.exists())
         free_gb = shutil.disk_usage(str(there)).free / 1e9
         if free_gb < NEEDED_DISK_GB and not torch_index:
-            raise SetupError(f"needs {NEEDED_DISK_GB} GB of disk for torch and its CUDA libraries, {self.folder} has "
-                             f"{free_gb:.1f} GB; free some, or set HYBRID_EP_TORCH_INDEX to an index of CPU wheels.")
+            raise SetupError(
+                f"needs {NEEDED_DISK_GB} GB of disk for torch and its CUDA libraries, {self.folder} has "
+                f"{free_gb:.1f} GB; free some, or set HYBRID_EP_TORCH_INDEX to an index of CPU wheels."
+            )
 
     def create(self, facts, wanted):
         say(f"creating {self.folder} with Python {facts['full']} ({facts['path']})")
@@ -228,8 +241,17 @@ class Environment:
         else:
             quiet = [] if sys.stdout.isatty() else ["--quiet", "--progress-bar", "off"]
             # Byte code is written on first import: compiling all of it takes longer than the rest.
-            command = [self.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile",
-                       *quiet, *options, *packages]
+            command = [
+                self.python,
+                "-m",
+                "pip",
+                "install",
+                "--disable-pip-version-check",
+                "--no-compile",
+                *quiet,
+                *options,
+                *packages,
+            ]
         run(command, f"installing {' '.join(packages)}")
 
     def setup_py(self, *step):
@@ -265,8 +287,9 @@ def locked():
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    raise SetupError(f"another set-up of this checkout has run for {LOCK_TIMEOUT_S} s; end "
-                                     "it and call again.") from None
+                    raise SetupError(
+                        f"another set-up of this checkout has run for {LOCK_TIMEOUT_S} s; end it and call again."
+                    ) from None
                 if not told:
                     say("waiting for another set-up of this checkout")
                     told = True
@@ -278,8 +301,9 @@ def ensure(folder=ROOT / ".venv", wanted="", extras=DEFAULT_EXTRAS, torch_index=
     """An Environment that is ready. Steps whose inputs did not change are skipped. SetupError says what is
     missing."""
     if not sys.platform.startswith("linux"):
-        raise SetupError(f"hybrid_ep runs on Linux only (this is {sys.platform}); use a Linux machine, a "
-                         "container or WSL 2.")
+        raise SetupError(
+            f"hybrid_ep runs on Linux only (this is {sys.platform}); use a Linux machine, a container or WSL 2."
+        )
     with locked():
         env = Environment(folder)
         dependencies, core = dependency_hash(extras, torch_index), core_hash()
@@ -317,14 +341,19 @@ def install_beside(built, env, extras, torch_index):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", default=str(ROOT / ".venv"), help="folder of the environment [.venv]")
-    parser.add_argument("--python", default=os.environ.get("HYBRID_EP_PYTHON", ""),
-                        help="version (3.12) or path of the Python to use [the newest usable]")
+    parser.add_argument(
+        "--python",
+        default=os.environ.get("HYBRID_EP_PYTHON", ""),
+        help="version (3.12) or path of the Python to use [the newest usable]",
+    )
     parser.add_argument("--extras", default=DEFAULT_EXTRAS, help="extras of pyproject.toml [%(default)s]")
-    parser.add_argument("--torch-index", default=os.environ.get("HYBRID_EP_TORCH_INDEX", ""),
-                        help="index URL that torch is taken from [the installer's default]")
+    parser.add_argument(
+        "--torch-index",
+        default=os.environ.get("HYBRID_EP_TORCH_INDEX", ""),
+        help="index URL that torch is taken from [the installer's default]",
+    )
     args = parser.parse_args()
     try:
         ensure(Path(args.venv).absolute(), args.python, args.extras, args.torch_index)

@@ -64,10 +64,17 @@ class Runner:
             raise Ended
         self.show("+ " + " ".join(map(str, command)) + "\n")
         # A session of its own: whatever a test leaves behind ends with the stage.
-        process = subprocess.Popen([str(part) for part in command], cwd=ROOT,
-                                   env={**test_environment(), **self.variables}, stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                                   start_new_session=True)
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env={**test_environment(), **self.variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         self.started(process)
         lines = []
 
@@ -103,8 +110,17 @@ class Runner:
     def build_cpp(self, sanitizer):
         """Whether the C++ tests with a sanitizer ("": none) are built, in a folder of their own."""
         cmake, folder = tool("cmake"), cpp_folder(sanitizer)
-        configure = [cmake, "-S", ROOT / "tests" / "cpp", "-B", folder, "-G", "Ninja",
-                     f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DHEP_SANITIZE={sanitizer}"]
+        configure = [
+            cmake,
+            "-S",
+            ROOT / "tests" / "cpp",
+            "-B",
+            folder,
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            f"-DHEP_SANITIZE={sanitizer}",
+        ]
         return all(self.run(command, quiet=True)[0] == 0 for command in (configure, [cmake, "--build", folder]))
 
     def ctest(self, name, sanitizer, selection):
@@ -114,9 +130,22 @@ class Runner:
         report = BUILD / f"{name}.xml"
         report.unlink(missing_ok=True)
         # Two at once: one program waits for deadlines most of its time, another computes.
-        status, last = self.run([tool("ctest"), "--test-dir", cpp_folder(sanitizer), "--output-on-failure",
-                                 "--no-tests=error", "--parallel", "2", "--timeout", "300", "--output-junit", report,
-                                 *selection])
+        status, last = self.run(
+            [
+                tool("ctest"),
+                "--test-dir",
+                cpp_folder(sanitizer),
+                "--output-on-failure",
+                "--no-tests=error",
+                "--parallel",
+                "2",
+                "--timeout",
+                "300",
+                "--output-junit",
+                report,
+                *selection,
+            ]
+        )
         return result_of(status, report, last if status else "")
 
 

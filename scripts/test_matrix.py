@@ -31,8 +31,10 @@ def choose_python(version, wanted):
     """The first Python of this machine that the version of megatron-core has a release for."""
     choices = [p for p in VERSIONS[version] if not wanted or p == wanted]
     if not choices:
-        raise setup_env.SetupError(f"megatron-core {version} runs on Python {', '.join(VERSIONS[version])}, "
-                                   f"not on {wanted}; leave --python out.")
+        raise setup_env.SetupError(
+            f"megatron-core {version} runs on Python {', '.join(VERSIONS[version])}, "
+            f"not on {wanted}; leave --python out."
+        )
     for python in choices:
         try:
             setup_env.choose_python(python)
@@ -44,8 +46,9 @@ def choose_python(version, wanted):
 
 def make_base(python):
     """The environment of one Python that all versions of megatron-core share (minutes, where it is new)."""
-    return setup_env.ensure(ROOT / ".venvs" / f"py{python}", python, "train,test",
-                            os.environ.get("HYBRID_EP_TORCH_INDEX", ""))
+    return setup_env.ensure(
+        ROOT / ".venvs" / f"py{python}", python, "train,test", os.environ.get("HYBRID_EP_TORCH_INDEX", "")
+    )
 
 
 def make_environment(version, python):
@@ -81,12 +84,14 @@ def run_version(version, python, pytest_arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", default=",".join(VERSIONS), help="of megatron-core [%(default)s]")
     parser.add_argument("--python", default="", choices=("", *setup_env.VERSIONS), help="this Python only")
-    parser.add_argument("--everyday", action="store_true", help="the steps of make test, and only what may differ "
-                        "from version to version")
+    parser.add_argument(
+        "--everyday",
+        action="store_true",
+        help="the steps of make test, and only what may differ from version to version",
+    )
     parser.add_argument("--prepare", action="store_true", help="make the Pythons' environments, test nothing")
     parser.add_argument("pytest_arguments", nargs="*", help="handed to pytest, after --")
     args = parser.parse_args()

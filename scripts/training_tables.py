@@ -1,6 +1,6 @@
 """Writes docs/results/training-residuals.md: published training steps beside the step model. Deterministic, seconds.
 
-    python scripts/training_tables.py [--out FILE]
+python scripts/training_tables.py [--out FILE]
 """
 
 from __future__ import annotations
@@ -23,28 +23,39 @@ def text() -> str:
     median, worst = training.spread(held)
     at_half = sorted(abs(_at(row, 0.5) / row.tokens_per_s - 1) for row in held)
     lines = [
-        "# Training steps: published and predicted", "",
+        "# Training steps: published and predicted",
+        "",
         "Made by `python scripts/training_tables.py`. Rows are Megatron Bridge's performance summaries (25.09, 25.11,",
         "26.02) and Megatron-LM's MoE recipes, dropless ones of models that are known here; tokens a second of a GPU.",
         "Half of the rows of a GPU and precision set its compute efficiency, their geometric mean; the others are",
         "predicted with it. No row says its recompute, its dispatcher's SMs or what it hides, so none of that can be",
-        "told apart from efficiency.", "",
-        "| GPU | precision | share of peak | rows | of these held out |", "|---|---|---:|---:|---:|",
+        "told apart from efficiency.",
+        "",
+        "| GPU | precision | share of peak | rows | of these held out |",
+        "|---|---|---:|---:|---:|",
     ]
     for group, share in FITTED.items():
         of_group = [row for row in rows if row.group == group]
-        lines.append(f"| {group[0]} | {group[1]} | {share:.1%} | {len(of_group)} | "
-                     f"{sum(not row.fits for row in of_group)} |")
+        lines.append(
+            f"| {group[0]} | {group[1]} | {share:.1%} | {len(of_group)} | {sum(not row.fits for row in of_group)} |"
+        )
     middle = at_half[(len(at_half) - 1) // 2], at_half[len(at_half) // 2]
-    lines += ["", f"**Held out: {len(held)} rows, median {median:.0%} off, worst {worst:.0%}.** At half of peak for",
-              f"all, as this model had it before, the same rows are {middle[0]:.0%} to {middle[1]:.0%} (the two in the",
-              f"middle) and {at_half[-1]:.0%} off. The worst are Qwen3-30B, whose narrow GEMMs reach far less than",
-              "a group's mean: one number a GPU cannot say that.", "",
-              "| published step | source | tokens/s | predicted | residual | |", "|---|---|---:|---:|---:|---|"]
+    lines += [
+        "",
+        f"**Held out: {len(held)} rows, median {median:.0%} off, worst {worst:.0%}.** At half of peak for",
+        f"all, as this model had it before, the same rows are {middle[0]:.0%} to {middle[1]:.0%} (the two in the",
+        f"middle) and {at_half[-1]:.0%} off. The worst are Qwen3-30B, whose narrow GEMMs reach far less than",
+        "a group's mean: one number a GPU cannot say that.",
+        "",
+        "| published step | source | tokens/s | predicted | residual | |",
+        "|---|---|---:|---:|---:|---|",
+    ]
     for row in rows:
         predicted = row.predicted()
-        lines.append(f"| {str(row).rpartition(' (')[0]} | {row.source} | {row.tokens_per_s:,.0f} | {predicted:,.0f} | "
-                     f"{predicted / row.tokens_per_s - 1:+.0%} | {'fits' if row.fits else 'held out'} |")
+        lines.append(
+            f"| {str(row).rpartition(' (')[0]} | {row.source} | {row.tokens_per_s:,.0f} | {predicted:,.0f} | "
+            f"{predicted / row.tokens_per_s - 1:+.0%} | {'fits' if row.fits else 'held out'} |"
+        )
     return "\n".join(lines) + "\n"
 
 

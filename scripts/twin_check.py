@@ -46,8 +46,10 @@ def complaints(counts):
         if missing := [k for k in KERNELS if not by_kernel.get(k)]:
             yield f"{arch}: no code of {', '.join(missing)}"
         elif by_kernel["templated"] > TOLERANCE * by_kernel["written"]:
-            yield (f"{arch}: the templated kernel has {by_kernel['templated']} instructions, its hand-written twin "
-                   f"{by_kernel['written']}; at most {TOLERANCE} times as many")
+            yield (
+                f"{arch}: the templated kernel has {by_kernel['templated']} instructions, its hand-written twin "
+                f"{by_kernel['written']}; at most {TOLERANCE} times as many"
+            )
 
 
 def compile_and_count(nvcc, tools, *options):

@@ -45,14 +45,40 @@ for module in map(sys.modules.get, {packages}):
     if {root!r} in (module.__file__ or ""):
         print(f"{{module.__name__}} is the checkout's: {{module.__file__}}")
 """
-SMALL = ["bench", "--ranks", "2", "--ranks-per-node", "1", "--tokens", "16", "--hidden", "64", "--experts", "4",
-         "--topk", "2", "-n", "2", "-w", "1", "-T", "120", "--op", "pair"]
+SMALL = [
+    "bench",
+    "--ranks",
+    "2",
+    "--ranks-per-node",
+    "1",
+    "--tokens",
+    "16",
+    "--hidden",
+    "64",
+    "--experts",
+    "4",
+    "--topk",
+    "2",
+    "-n",
+    "2",
+    "-w",
+    "1",
+    "-T",
+    "120",
+    "--op",
+    "pair",
+]
 
 
 def of_git():
     """Every file of the checkout, relative to it."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True,
-                            capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=True,
+    ).stdout
     return {line for line in listed.splitlines() if (ROOT / line).is_file()}
 
 
@@ -60,8 +86,11 @@ def complaints_of_sdist(names, wanted):
     """What the source archive lacks of the files that are wanted, and what else is in it."""
     known = {"PKG-INFO", "setup.cfg"}
     yield from (f"source archive: no {name}" for name in sorted(wanted - names) if not name.startswith(NOT_IN_SDIST))
-    yield from (f"source archive: {name} is no file of the checkout" for name in sorted(names - wanted - known)
-                if ".egg-info/" not in name)
+    yield from (
+        f"source archive: {name} is no file of the checkout"
+        for name in sorted(names - wanted - known)
+        if ".egg-info/" not in name
+    )
 
 
 def installed_names(wanted):
@@ -102,8 +131,16 @@ def run(command, folder, **variables):
     """(exit status, output) of a command that sees nothing of this checkout."""
     environment = dict(os.environ)
     environment.pop("PYTHONPATH", None)
-    done = subprocess.run(list(map(str, command)), cwd=folder, env={**environment, **variables}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800, check=False)
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env={**environment, **variables},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=1800,
+        check=False,
+    )
     return done.returncode, done.stdout
 
 
@@ -122,8 +159,11 @@ def build(folder, scratch):
     with tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")
     source = scratch / archive.name.removesuffix(".tar.gz")
-    must([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source],
-         scratch, HYBRID_EP_CUDA="0")
+    must(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source],
+        scratch,
+        HYBRID_EP_CUDA="0",
+    )
     (wheel,) = folder.glob("*.whl")
     return archive, wheel
 
@@ -161,8 +201,14 @@ def try_out(python, folder):
     if status:
         yield f"import: {output[-400:]}"
     program = Path(python).with_name("hybrid-ep")
-    for arguments in (["--version"], ["doctor"], SMALL, [*SMALL, "--peers"], ["launch", "--list"],
-                      ["launch", "tiny_cpu_smoke", "--dry-run"]):
+    for arguments in (
+        ["--version"],
+        ["doctor"],
+        SMALL,
+        [*SMALL, "--peers"],
+        ["launch", "--list"],
+        ["launch", "tiny_cpu_smoke", "--dry-run"],
+    ):
         status, output = run([program, *arguments], folder)
         if status:
             yield f"hybrid-ep {' '.join(arguments)}: exit code {status}\n{output[-2000:]}"

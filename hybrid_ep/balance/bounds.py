@@ -78,7 +78,7 @@ class _Cut:
                 break
             others = self.load[self.place >= k]
             whole, clones = int((others // room).sum()), k * self.spare_slots
-            rest = np.sort(others % room)[::-1][:max(clones - whole, 0)]
+            rest = np.sort(others % room)[::-1][: max(clones - whole, 0)]
             filled = min(whole, clones) * room + int(rest.sum())
             if int(self.below[-1]) - (self.num_ranks - k) * limit > int(self.below[k]) + filled:
                 return False
@@ -113,7 +113,7 @@ class _Cut:
                 of_hot = sums(homes >= num_ranks - hot, cold_slots)[::-1]
                 of_others = sums((homes >= cold) & (homes < num_ranks - hot), cold_slots + hot_slots)
                 for price in range(1, _FULL):
-                    taken = price * (of_others[:cold_slots + 1] + of_hot) + (_FULL - price) * of_others[hot_slots:]
+                    taken = price * (of_others[: cold_slots + 1] + of_hot) + (_FULL - price) * of_others[hot_slots:]
                     if price * hot_above + _FULL * others_above > taken.max():
                         return False
         return True

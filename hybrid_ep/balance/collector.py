@@ -42,8 +42,10 @@ class LoadCollector:
         if not 0 <= first <= last:
             raise ValueError(f"load statistics of iterations {first}-{last}: give FIRST-LAST, FIRST at most LAST")
         if last - first >= MAX_ITERATIONS:
-            raise ValueError(f"load statistics of iterations {first}-{last}: at most {MAX_ITERATIONS} fit on the "
-                             "device, give a shorter range")
+            raise ValueError(
+                f"load statistics of iterations {first}-{last}: at most {MAX_ITERATIONS} fit on the "
+                "device, give a shorter range"
+            )
         self.path, self.first, self.last, self.topk, self._say = Path(path), first, last, topk, say
         if self.path.suffix != ".jsonl":
             statistics.safetensors_library()  # missing: say so before training starts
@@ -97,8 +99,10 @@ class LoadCollector:
         except Exception as error:  # a device that failed cannot be read; the reason for the end matters more
             self._say(f"rank {self._rank}: expert loads are lost ({type(error).__name__}: {error})")
             return
-        self._say(f"{reason}: expert loads of iterations {self._range()} of {self.first}-{self.last}, rank "
-                  f"{self._rank} of {self._num_ranks}, are in {where}; read {self.path}")
+        self._say(
+            f"{reason}: expert loads of iterations {self._range()} of {self.first}-{self.last}, rank "
+            f"{self._rank} of {self._num_ranks}, are in {where}; read {self.path}"
+        )
 
     def _range(self) -> str:
         return f"{min(self._done)}-{max(self._done)}"
@@ -121,8 +125,10 @@ class LoadCollector:
         if whole is None:
             return
         self._write(self.path, whole)
-        self._say(f"expert loads of iterations {self._range()} ({len(whole.layers)} layers, {whole.counts.shape[2]} "
-                  f"experts, {self._num_ranks} ranks) are in {self.path}")
+        self._say(
+            f"expert loads of iterations {self._range()} ({len(whole.layers)} layers, {whole.counts.shape[2]} "
+            f"experts, {self._num_ranks} ranks) are in {self.path}"
+        )
 
     def _write(self, path: Path, part: LoadStatistics, rank: int = 0, files: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,21 +161,29 @@ class LoadCollector:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         iterations = sorted(self._done)
         mine = {layer: now[layer] for now in self._done.values() for layer in now}
-        facts = [max(mine, default=-1), max((c.numel() for c in mine.values()), default=0), iterations[0],
-                 -iterations[0], len(iterations), -len(iterations)]
+        facts = [
+            max(mine, default=-1),
+            max((c.numel() for c in mine.values()), default=0),
+            iterations[0],
+            -iterations[0],
+            len(iterations),
+            -len(iterations),
+        ]
         agreed = torch.tensor(facts, device=device, dtype=torch.int64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         last_layer, experts, first, same_first, number, same_number = agreed.tolist()
         if first != -same_first or number != -same_number:
-            raise RuntimeError(f"load statistics: ranks counted different iterations, this one {self._range()}; "
-                               "begin() and end() must be called alike on all of them")
+            raise RuntimeError(
+                f"load statistics: ranks counted different iterations, this one {self._range()}; "
+                "begin() and end() must be called alike on all of them"
+            )
         present = torch.zeros(last_layer + 1, dtype=torch.int64, device=device)
         present[sorted(mine)] = 1
         dist.reduce(present, 0)
         block = max(1, _BLOCK_BYTES // max(1, 8 * present.numel() * experts))
         sums = []
         for start in range(0, number, block):
-            chosen = iterations[start:start + block]
+            chosen = iterations[start : start + block]
             dense = torch.zeros(len(chosen), present.numel(), experts, dtype=torch.int64, device=device)
             for row, iteration in zip(dense, chosen, strict=True):
                 for layer, counts in self._done[iteration].items():

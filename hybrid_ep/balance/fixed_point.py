@@ -36,8 +36,10 @@ def checked(load: Any) -> np.ndarray:
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
         layer, expert = (int(i[0]) for i in bad.nonzero())
-        raise ValueError(f"load[{layer}, {expert}] is {float(array[layer, expert])!r}: give finite numbers >= 0, "
-                         "counts or averages of counts")
+        raise ValueError(
+            f"load[{layer}, {expert}] is {float(array[layer, expert])!r}: give finite numbers >= 0, "
+            "counts or averages of counts"
+        )
     return array
 
 

@@ -23,8 +23,9 @@ class FrontPoint:
     phy2log: np.ndarray
 
 
-def placement_front(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1, current: Any = None, *,
-                    num_groups: int = 0) -> list[list[FrontPoint]]:
+def placement_front(
+    load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1, current: Any = None, *, num_groups: int = 0
+) -> list[list[FrontPoint]]:
     """For each layer placements of which none has both fewer changed slots and less imbalance than another.
 
     Arguments as `plan_placement`, which is called with several targets and limits of moves. The first point of a layer

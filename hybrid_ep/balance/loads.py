@@ -30,8 +30,9 @@ def drift(rng: np.random.Generator, share: np.ndarray, delta: float) -> np.ndarr
     return moved / moved.sum(axis=-1, keepdims=True)
 
 
-def correlated(rng: np.random.Generator, num_layers: int, num_experts: int, num_blocks: int, across: float,
-               within: float) -> np.ndarray:
+def correlated(
+    rng: np.random.Generator, num_layers: int, num_experts: int, num_blocks: int, across: float, within: float
+) -> np.ndarray:
     """float64 [L, E], rows sum to 1: experts of a block are hot together. Log-popularity N(0, across) of each of
     `num_blocks` consecutive blocks plus N(0, within) of each expert. As many blocks as ranks: a rank's own experts;
     fewer: groups of experts, as group-limited routing makes them."""

@@ -66,10 +66,19 @@ class MicrobatchOptions:
     def shape(self, num_ranks: int, num_experts: int) -> Any:
         """The core's view, which checks the rest. ValueError names what is wrong."""
         return _core.MicrobatchShape(
-            num_ranks=num_ranks, num_experts=num_experts, spare_slots=self.spare_slots, num_nodes=self.num_nodes,
-            within_node=self.within_node, epsilon_ppm=self.epsilon_ppm, skip_below_ppm=self.skip_below_ppm,
-            min_chunk=self.min_chunk, instance_cost=self.instance_cost, tile=self.tile, fan_out=self.fan_out or 0,
-            search_nodes=self.search_nodes, strategy=self.strategy,
+            num_ranks=num_ranks,
+            num_experts=num_experts,
+            spare_slots=self.spare_slots,
+            num_nodes=self.num_nodes,
+            within_node=self.within_node,
+            epsilon_ppm=self.epsilon_ppm,
+            skip_below_ppm=self.skip_below_ppm,
+            min_chunk=self.min_chunk,
+            instance_cost=self.instance_cost,
+            tile=self.tile,
+            fan_out=self.fan_out or 0,
+            search_nodes=self.search_nodes,
+            strategy=self.strategy,
         )
 
 
@@ -128,7 +137,7 @@ class MicrobatchPlan:
             if search and self.options.spare_slots == 1 and not self.is_empty:
                 allowed = bounds.mean(load, ranks)
                 allowed += allowed * self.options.epsilon_ppm // PPM
-                here = int(reached[node * ranks:(node + 1) * ranks].max())
+                here = int(reached[node * ranks : (node + 1) * ranks].max())
                 if here > max(best, allowed):
                     best = OneCloneSearch(load, home, ranks).least(max(best, allowed), here)
             most = max(most, best)
@@ -189,8 +198,12 @@ class MicrobatchPlanner:
         return [self._made(*plan) for plan in plans]
 
     def _checked(self, counts: Any, shape: tuple[int, ...]) -> np.ndarray:
-        if type(counts) is np.ndarray and counts.dtype == np.int64 and counts.shape == shape \
-                and counts.flags.c_contiguous:
+        if (
+            type(counts) is np.ndarray
+            and counts.dtype == np.int64
+            and counts.shape == shape
+            and counts.flags.c_contiguous
+        ):
             return counts
         counts = np.ascontiguousarray(counts)
         if counts.shape != shape or counts.dtype.kind not in "iu":
@@ -201,13 +214,21 @@ class MicrobatchPlanner:
     def _made(self, expert: np.ndarray, tokens: np.ndarray, target: int, counts: np.ndarray) -> MicrobatchPlan:
         # What MicrobatchPlan(...) does, without the 2 us that a frozen dataclass takes to set its fields.
         plan = object.__new__(MicrobatchPlan)
-        plan.__dict__.update(slot_expert=expert, slot_tokens=tokens, counts=counts, home=self._home,
-                             options=self.options, target=target, _shape=self._shape)
+        plan.__dict__.update(
+            slot_expert=expert,
+            slot_tokens=tokens,
+            counts=counts,
+            home=self._home,
+            options=self.options,
+            target=target,
+            _shape=self._shape,
+        )
         return plan
 
 
-def plan_microbatch(counts: Any, home: Any = None, spare_slots: int = 1, num_nodes: int = 1,
-                    **options: Any) -> MicrobatchPlan:
+def plan_microbatch(
+    counts: Any, home: Any = None, spare_slots: int = 1, num_nodes: int = 1, **options: Any
+) -> MicrobatchPlan:
     """Clones and quotas that level one micro-batch of one layer. Pure: equal input, equal plan, on any rank.
 
     * `counts`: integers [R, E], tokens of source rank r routed to logical expert e (known to all ranks).

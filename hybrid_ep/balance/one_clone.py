@@ -115,6 +115,6 @@ class OneCloneSearch:
         room = deficits[0]
         for k in range(1, len(deficits) + 1):
             whole = min(k, sum(x // room for x in largest[:k]))
-            parts = sorted((x % room for x in largest[:k]), reverse=True)[:k - whole]
+            parts = sorted((x % room for x in largest[:k]), reverse=True)[: k - whole]
             most = max(most, sum(deficits[:k]) - whole * room - sum(parts))
         return most

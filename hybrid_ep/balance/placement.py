@@ -70,9 +70,16 @@ class PlacementPlan:
         what a fresh plan leaves; "kept" by hysteresis; "max_moves", where as many slots do not get there."""
         done, (_, num_slots) = self.imbalance(), self.phy2log.shape
         rounded = 4 * num_slots / fixed_point.largest(self.load.shape[1])  # of a mean, by the core's shares
-        return tuple("target" if now <= self.target + rounded else
-                     "near_fresh" if now <= fresh + NEAR_FRESH + rounded else "kept" if kept else "max_moves"
-                     for now, fresh, kept in zip(done, self.fresh, self.kept, strict=True))
+        return tuple(
+            "target"
+            if now <= self.target + rounded
+            else "near_fresh"
+            if now <= fresh + NEAR_FRESH + rounded
+            else "kept"
+            if kept
+            else "max_moves"
+            for now, fresh, kept in zip(done, self.fresh, self.kept, strict=True)
+        )
 
     def split_bound(self) -> np.ndarray:
         """float64 [L]: imbalance of this placement under the best possible split of every expert."""
@@ -133,8 +140,14 @@ def _candidates(load: np.ndarray, shape: dict[str, int], sums: _Sum | None = Non
     groups = shape["num_groups"] if shape["num_groups"] > 0 and num_experts % shape["num_groups"] == 0 else 1
     grouped = single.reshape(num_layers, groups, -1)  # any other number of groups is refused by the core
     group_load = np.ascontiguousarray(sums(grouped) if sums else grouped.sum(axis=2))
-    return _core.place_layers(load=fixed_point.integers(load), single=single, group=group_load, num_layers=num_layers,
-                              num_experts=num_experts, **shape)
+    return _core.place_layers(
+        load=fixed_point.integers(load),
+        single=single,
+        group=group_load,
+        num_layers=num_layers,
+        num_experts=num_experts,
+        **shape,
+    )
 
 
 def _fresh(load: np.ndarray, shape: dict[str, int], sums: _Sum | None = None, twins: bool = False) -> np.ndarray:
@@ -151,9 +164,19 @@ def _fresh(load: np.ndarray, shape: dict[str, int], sums: _Sum | None = None, tw
     return ours.astype(np.int64)
 
 
-def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1, current: Any = None, *,
-                   num_groups: int = 0, target: float = 0.02, max_moves: int | None = None, move_cost: float = 0.0,
-                   horizon: int = 0) -> PlacementPlan:
+def plan_placement(
+    load: Any,
+    num_slots: int,
+    num_ranks: int,
+    num_nodes: int = 1,
+    current: Any = None,
+    *,
+    num_groups: int = 0,
+    target: float = 0.02,
+    max_moves: int | None = None,
+    move_cost: float = 0.0,
+    horizon: int = 0,
+) -> PlacementPlan:
     """Experts and replicas for `num_slots` slots on `num_ranks` ranks, layer by layer. Pure and deterministic.
 
     * `load`: [L, E] tokens per layer and expert (counts, averages or a decayed window).
@@ -176,15 +199,27 @@ def plan_placement(load: Any, num_slots: int, num_ranks: int, num_nodes: int = 1
     short = [layer for layer, why in enumerate(plan.stopped) if why == "max_moves"]
     if short:
         worst = max(short, key=lambda layer: plan.imbalance()[layer] - plan.fresh[layer])
-        warnings.warn(f"max_moves is {max_moves}: {len(short)} layers stay more than {NEAR_FRESH:.0%} of the mean "
-                      f"above a fresh plan, layer {worst} at {plan.imbalance()[worst]:.3f} where that leaves "
-                      f"{plan.fresh[worst]:.3f}; placement_front lists what more changed slots buy", stacklevel=2)
+        warnings.warn(
+            f"max_moves is {max_moves}: {len(short)} layers stay more than {NEAR_FRESH:.0%} of the mean "
+            f"above a fresh plan, layer {worst} at {plan.imbalance()[worst]:.3f} where that leaves "
+            f"{plan.fresh[worst]:.3f}; placement_front lists what more changed slots buy",
+            stacklevel=2,
+        )
     return plan
 
 
-def _planned(load: Any, num_slots: int, num_ranks: int, num_nodes: int, current: Any, num_groups: int = 0,
-             target: float = 0.02, max_moves: int | None = None, move_cost: float = 0.0,
-             horizon: int = 0) -> PlacementPlan:
+def _planned(
+    load: Any,
+    num_slots: int,
+    num_ranks: int,
+    num_nodes: int,
+    current: Any,
+    num_groups: int = 0,
+    target: float = 0.02,
+    max_moves: int | None = None,
+    move_cost: float = 0.0,
+    horizon: int = 0,
+) -> PlacementPlan:
     """`plan_placement` without its warning."""
     array = fixed_point.checked(load)
     num_layers, num_experts = array.shape
@@ -196,25 +231,34 @@ def _planned(load: Any, num_slots: int, num_ranks: int, num_nodes: int, current:
         return PlacementPlan(fresh, array, num_ranks, np.full(num_layers, num_slots), unchanged, left)
     before = np.asarray(current)
     if before.shape != (num_layers, num_slots) or before.dtype.kind not in "iu":
-        raise ValueError(f"current is {before.dtype} {before.shape}: give integers {(num_layers, num_slots)}, "
-                         "[layers, slots]")
+        raise ValueError(
+            f"current is {before.dtype} {before.shape}: give integers {(num_layers, num_slots)}, [layers, slots]"
+        )
     if not 0 <= target <= 1:
         raise ValueError(f"target is {target!r}: give a fraction from 0 to 1")
     if max_moves is not None and max_moves < 0:
         raise ValueError(f"max_moves is {max_moves!r}: give a number of slots, or None for no limit")
     fresh = _fresh(array, shape)
     limit = num_slots * num_ranks if max_moves is None else max_moves
-    placed = _core.improve_layers(load=fixed_point.integers(array), current=np.ascontiguousarray(before, np.int32),
-                                  fresh=fresh.astype(np.int32), target_ppm=round(target * PPM), max_moves=limit,
-                                  num_layers=num_layers, num_experts=num_experts, **shape)
+    placed = _core.improve_layers(
+        load=fixed_point.integers(array),
+        current=np.ascontiguousarray(before, np.int32),
+        fresh=fresh.astype(np.int32),
+        target_ppm=round(target * PPM),
+        max_moves=limit,
+        num_layers=num_layers,
+        num_experts=num_experts,
+        **shape,
+    )
     moved = (placed != before).sum(axis=1)
     if horizon > 0:
-        gain = (rank_loads(array, before, num_ranks).max(axis=1) - rank_loads(array, placed, num_ranks).max(axis=1))
+        gain = rank_loads(array, before, num_ranks).max(axis=1) - rank_loads(array, placed, num_ranks).max(axis=1)
         unchanged = (moved > 0) & (gain * horizon <= moved * move_cost)
         placed[unchanged] = before[unchanged]
         moved[unchanged] = 0
-    return PlacementPlan(placed.astype(np.int64), array, num_ranks, moved, unchanged,
-                         _imbalance(array, fresh, num_ranks), target)
+    return PlacementPlan(
+        placed.astype(np.int64), array, num_ranks, moved, unchanged, _imbalance(array, fresh, num_ranks), target
+    )
 
 
 def rebalance_experts(weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> tuple:

@@ -38,17 +38,22 @@ def _ratio(load: np.ndarray) -> float:
     return float((load.max(axis=1)[some] / mean[some] - 1).mean()) if some.any() else 0.0
 
 
-def report(statistics: LoadStatistics, num_ranks: int, phy2log: np.ndarray | None = None,
-           spare_slots: int = 0) -> list[LayerReport]:
+def report(
+    statistics: LoadStatistics, num_ranks: int, phy2log: np.ndarray | None = None, spare_slots: int = 0
+) -> list[LayerReport]:
     """One row a layer. phy2log [L, slots]: the placement to project onto; None: contiguous homes, no replicas.
     spare_slots: add what exact balancing reaches from contiguous homes with so many slots a rank."""
     num_experts = statistics.counts.shape[2]
     if num_ranks < 1 or (phy2log is None and num_experts % num_ranks):
-        raise ValueError(f"ep_size is {num_ranks}: it does not divide {num_experts} experts; give --plan with slots "
-                         "that divide, or another size")
+        raise ValueError(
+            f"ep_size is {num_ranks}: it does not divide {num_experts} experts; give --plan with slots "
+            "that divide, or another size"
+        )
     if phy2log is not None and (phy2log.shape[0] != len(statistics.layers) or phy2log.shape[1] % num_ranks):
-        raise ValueError(f"the placement has {phy2log.shape[0]} layers of {phy2log.shape[1]} slots, the statistics "
-                         f"{len(statistics.layers)} layers for {num_ranks} ranks")
+        raise ValueError(
+            f"the placement has {phy2log.shape[0]} layers of {phy2log.shape[1]} slots, the statistics "
+            f"{len(statistics.layers)} layers for {num_ranks} ranks"
+        )
     if phy2log is not None and not set(range(num_experts)) <= set(phy2log[0]):
         raise ValueError(f"the placement lacks experts: the statistics have {num_experts}")
     rows = []
@@ -57,9 +62,17 @@ def report(statistics: LoadStatistics, num_ranks: int, phy2log: np.ndarray | Non
         placed = np.arange(num_experts) if phy2log is None else phy2log[n]
         repeated = np.broadcast_to(placed, (len(counts), len(placed)))
         slots, ranks = slot_loads(counts, repeated), rank_loads(counts, repeated, num_ranks)
-        rows.append(LayerReport(layer, float(ranks.mean()), float(ranks.std(axis=1).mean()), _ratio(ranks),
-                                float(slots.std(axis=1).mean()), _ratio(slots),
-                                *(_exact(counts, num_ranks, spare_slots) if spare_slots else (None, None))))
+        rows.append(
+            LayerReport(
+                layer,
+                float(ranks.mean()),
+                float(ranks.std(axis=1).mean()),
+                _ratio(ranks),
+                float(slots.std(axis=1).mean()),
+                _ratio(slots),
+                *(_exact(counts, num_ranks, spare_slots) if spare_slots else (None, None)),
+            )
+        )
     return rows
 
 
@@ -85,6 +98,7 @@ def noise_floor(statistics: LoadStatistics, num_ranks: int, draws: int = 200) ->
 
 def average(rows: list[LayerReport]) -> LayerReport:
     """The mean over layers, as layer -1."""
+
     def of(name: str) -> float:
         return float(np.mean([getattr(r, name) for r in rows]))
 
@@ -100,6 +114,8 @@ def table(rows: list[LayerReport]) -> str:
     lines.append("|---:" * (8 if exact else 6) + "|")
     for row in [*rows, average(rows)]:
         name = "average" if row.layer < 0 else str(row.layer)
-        lines.append(f"| {name} | {row.mean:.1f} | {row.std:.1f} | {row.by_rank:.3f} | {row.slot_std:.1f} | "
-                     f"{row.by_slot:.3f} |" + (f" {row.exact:.3f} | {row.bound:.3f} |" if exact else ""))
+        lines.append(
+            f"| {name} | {row.mean:.1f} | {row.std:.1f} | {row.by_rank:.3f} | {row.slot_std:.1f} | "
+            f"{row.by_slot:.3f} |" + (f" {row.exact:.3f} | {row.bound:.3f} |" if exact else "")
+        )
     return "\n".join(lines)

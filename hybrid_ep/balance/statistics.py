@@ -35,11 +35,13 @@ class LoadStatistics:
 
     def between(self, first: int | None, last: int | None) -> LoadStatistics:
         """Iterations first to last, both included; None leaves that end open. ValueError when none is left."""
-        keep = [i for i, n in enumerate(self.iterations)
-                if (first is None or n >= first) and (last is None or n <= last)]
+        keep = [
+            i for i, n in enumerate(self.iterations) if (first is None or n >= first) and (last is None or n <= last)
+        ]
         if not keep:
-            raise ValueError(f"iterations {first} to {last}: the statistics hold {self.iterations[0]} to "
-                             f"{self.iterations[-1]}")
+            raise ValueError(
+                f"iterations {first} to {last}: the statistics hold {self.iterations[0]} to {self.iterations[-1]}"
+            )
         return LoadStatistics(self.counts[keep], tuple(self.iterations[i] for i in keep), self.layers)
 
     def total(self) -> np.ndarray:
@@ -68,16 +70,20 @@ def from_records(records: Iterable[tuple[int, int, np.ndarray]], source: str = "
             raise ValueError(f"{source}: counts of iteration {key[0]}, layer {key[1]} are not a list of whole numbers")
         counts = counts.astype(np.int64)
         if table and len(counts) != len(next(iter(table.values()))):
-            raise ValueError(f"{source}: iteration {key[0]}, layer {key[1]} has {len(counts)} experts, others "
-                             f"{len(next(iter(table.values())))}")
+            raise ValueError(
+                f"{source}: iteration {key[0]}, layer {key[1]} has {len(counts)} experts, others "
+                f"{len(next(iter(table.values())))}"
+            )
         table[key] = table[key] + counts if key in table else counts
     if not table:
         raise ValueError(f"{source}: holds no expert counts")
     iterations, layers = sorted({k[0] for k in table}), sorted({k[1] for k in table})
     missing = [(i, n) for i in iterations for n in layers if (i, n) not in table]
     if missing:
-        raise ValueError(f"{source}: iteration {missing[0][0]} lacks layer {missing[0][1]} ({len(missing)} gaps): "
-                         "the file is cut short, or layers wrote different ranges")
+        raise ValueError(
+            f"{source}: iteration {missing[0][0]} lacks layer {missing[0][1]} ({len(missing)} gaps): "
+            "the file is cut short, or layers wrote different ranges"
+        )
     counts = np.stack([np.stack([table[i, n] for n in layers]) for i in iterations])
     return LoadStatistics(counts, tuple(iterations), tuple(layers))
 
@@ -110,8 +116,9 @@ def _jsonl_records(path: Path, num_experts: int | None) -> Iterator[tuple[int, i
             else:
                 yield record["iteration"], record["layer"], np.asarray(record["counts"])
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}:{number}: neither counts nor a routing trace ({type(error).__name__}: {error})") \
-                from None
+            raise ValueError(
+                f"{path}:{number}: neither counts nor a routing trace ({type(error).__name__}: {error})"
+            ) from None
     size = max([num_experts or 0, *(len(c) for _, _, c in traced)])
     if num_experts and size > num_experts:
         raise ValueError(f"{path}: names expert {size - 1}, but num_experts is {num_experts}")
@@ -145,8 +152,10 @@ def _load_parts(folder: Path) -> LoadStatistics:
 
 def _require_all_ranks(folder: Path, found: int, wanted: int) -> None:
     if found != wanted:
-        raise ValueError(f"{folder}: {found} files of {wanted} ranks, the rest was lost with its rank: their counts "
-                         "are missing everywhere. One rank's file can be read alone, by its name")
+        raise ValueError(
+            f"{folder}: {found} files of {wanted} ranks, the rest was lost with its rank: their counts "
+            "are missing everywhere. One rank's file can be read alone, by its name"
+        )
 
 
 def _common(records: dict[str, list], folder: Path) -> Iterable[tuple[int, int, np.ndarray]]:
@@ -156,8 +165,10 @@ def _common(records: dict[str, list], folder: Path) -> Iterable[tuple[int, int, 
         return []
     everywhere, somewhere = set.intersection(*kept), set.union(*kept)
     if somewhere - everywhere:
-        warnings.warn(f"{folder}: iterations {sorted(somewhere - everywhere)} are not in the files of all ranks and "
-                      "are left out", stacklevel=4)
+        warnings.warn(
+            f"{folder}: iterations {sorted(somewhere - everywhere)} are not in the files of all ranks and are left out",
+            stacklevel=4,
+        )
     return [record for part in records.values() for record in part if record[0] in everywhere]
 
 
@@ -166,8 +177,10 @@ def safetensors_library() -> ModuleType:
     try:
         import safetensors.numpy
     except ImportError:
-        raise ValueError("TensorRT-LLM statistics need the package safetensors: pip install safetensors, or give a "
-                         "path that ends in .jsonl") from None
+        raise ValueError(
+            "TensorRT-LLM statistics need the package safetensors: pip install safetensors, or give a "
+            "path that ends in .jsonl"
+        ) from None
     return safetensors.numpy
 
 
@@ -193,8 +206,9 @@ def _load_tensorrt(folder: Path) -> LoadStatistics:
     return statistics
 
 
-def save_tensorrt(folder: str | Path, statistics: LoadStatistics, topk: int, rank: int = 0,
-                  files: int | None = None) -> None:
+def save_tensorrt(
+    folder: str | Path, statistics: LoadStatistics, topk: int, rank: int = 0, files: int | None = None
+) -> None:
     """Write TensorRT-LLM's folder: `rank`'s file of `files` in all (None: unknown). topk goes into meta_info.json."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -205,6 +219,9 @@ def save_tensorrt(folder: str | Path, statistics: LoadStatistics, topk: int, ran
         staging = folder / f".meta_info.{rank}"
         staging.write_text(json.dumps(meta))
         staging.replace(folder / "meta_info.json")
-    tensors = {f"{iteration}_{layer}": np.ascontiguousarray(statistics.counts[i, n])
-               for i, iteration in enumerate(statistics.iterations) for n, layer in enumerate(statistics.layers)}
+    tensors = {
+        f"{iteration}_{layer}": np.ascontiguousarray(statistics.counts[i, n])
+        for i, iteration in enumerate(statistics.iterations)
+        for n, layer in enumerate(statistics.layers)
+    }
     safetensors_library().save_file(tensors, folder / f"rank{rank}.safetensors")

@@ -65,7 +65,7 @@ class Steps:
         return self._settled_slots()
 
     def _adopt(self, phy2log: Sequence[int]) -> None:
-        self.ranks = [list(phy2log[r * self.per_rank:(r + 1) * self.per_rank]) for r in range(self.num_ranks)]
+        self.ranks = [list(phy2log[r * self.per_rank : (r + 1) * self.per_rank]) for r in range(self.num_ranks)]
         self.count = [sum(e in experts for experts in self.ranks) for e in range(len(self.weight))]
 
     def _take_back(self, spent: int) -> int:
@@ -79,13 +79,17 @@ class Steps:
         inside. Each time the pair that shares most, of equal ones the first."""
         nodes = self.num_nodes if self.num_groups else 1
         each = self.num_ranks // nodes
-        ranks = [fresh[r * self.per_rank:(r + 1) * self.per_rank] for r in range(self.num_ranks)]
+        ranks = [fresh[r * self.per_rank : (r + 1) * self.per_rank] for r in range(self.num_ranks)]
 
         def match(first_from: int, first_to: int, n: int, size: int) -> dict[int, int]:
             def shared(i: int, k: int) -> int:
-                there = self.first[first_to + k * size:first_to + (k + 1) * size]
-                return sum(e in mine for x in ranks[first_from + i * size:first_from + (i + 1) * size]
-                           for e in x for mine in there)
+                there = self.first[first_to + k * size : first_to + (k + 1) * size]
+                return sum(
+                    e in mine
+                    for x in ranks[first_from + i * size : first_from + (i + 1) * size]
+                    for e in x
+                    for mine in there
+                )
 
             name: dict[int, int] = {}
             for _, i, k in sorted((-shared(i, k), i, k) for i in range(n) for k in range(n)):

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 PPM = 1_000_000
 
 
-def plan(counts: Sequence[Sequence[int]], home: Sequence[int],
-         options: MicrobatchOptions) -> tuple[list[list[int]], list[list[int]]]:
+def plan(
+    counts: Sequence[Sequence[int]], home: Sequence[int], options: MicrobatchOptions
+) -> tuple[list[list[int]], list[list[int]]]:
     """(slot_expert, slot_tokens): lists [R][S] for counts [R][E], home [E] and `MicrobatchOptions`."""
     num_ranks, spare = len(counts), options.spare_slots
     total = [sum(column) for column in zip(*counts, strict=True)]
@@ -33,8 +34,11 @@ def plan(counts: Sequence[Sequence[int]], home: Sequence[int],
     if options.strategy == "best" and all(max(d.load) > d.target for d in drafts):
         drafts.append(_retry(total, home, num_ranks, options))
         o = options
-        if o.search_nodes and max(drafts[-1].load) > drafts[-1].target and (
-                o.spare_slots == o.tile == o.min_chunk == 1 and not (o.instance_cost or o.fan_out or o.within_node)):
+        if (
+            o.search_nodes
+            and max(drafts[-1].load) > drafts[-1].target
+            and (o.spare_slots == o.tile == o.min_chunk == 1 and not (o.instance_cost or o.fan_out or o.within_node))
+        ):
             drafts.append(_Draft(total, home, num_ranks, options))
             # Nothing to look for where the bound forbids it.
             if bounds.allows(total, home, num_ranks, 1, drafts[-1].target):
@@ -90,7 +94,7 @@ class _Draft:
         self.max_clones = num_ranks - 1 if options.epsilon_ppm == 0 else num_ranks * options.spare_slots
         # The fullest domain sets the pace: its mean, with the fixed cost of the clones that level it.
         size = self.per_node if options.within_node else num_ranks
-        sums = [sum(self.load[base:base + size]) for base in range(0, num_ranks, size)]
+        sums = [sum(self.load[base : base + size]) for base in range(0, num_ranks, size)]
         self.mean = max(-(-s // size) for s in sums)
         self.target = max(-(-(s + options.instance_cost * (size - 1)) // size) for s in sums)
         self.exact = self.target
@@ -208,8 +212,14 @@ class _Draft:
             self.deficit[rank] += tokens
 
 
-def share_of_source(counts: Sequence[Sequence[int]], home: Sequence[int], slot_expert: Sequence[Sequence[int]],
-                    slot_tokens: Sequence[Sequence[int]], num_nodes: int, source: int) -> list[list[int]]:
+def share_of_source(
+    counts: Sequence[Sequence[int]],
+    home: Sequence[int],
+    slot_expert: Sequence[Sequence[int]],
+    slot_tokens: Sequence[Sequence[int]],
+    num_nodes: int,
+    source: int,
+) -> list[list[int]]:
     """[R][S]: how many of `source`'s tokens go to each clone: local first, then in the node, then by rank."""
     num_ranks, per_node = len(counts), len(counts) // num_nodes
     take = [[0] * len(row) for row in slot_expert]

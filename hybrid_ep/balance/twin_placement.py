@@ -26,8 +26,9 @@ def fixed_point(load: Sequence[float]) -> list[int]:
 class Placement(Steps):
     """Slots of `num_ranks` ranks, the experts in them, and what they weigh. Shares are rounded down."""
 
-    def __init__(self, load: Sequence[float], num_slots: int, num_ranks: int, num_nodes: int = 1,
-                 num_groups: int = 0) -> None:
+    def __init__(
+        self, load: Sequence[float], num_slots: int, num_ranks: int, num_nodes: int = 1, num_groups: int = 0
+    ) -> None:
         self.weight, self.num_ranks = fixed_point(load), num_ranks
         self.num_nodes, self.num_groups = num_nodes, num_groups
         self.per_rank = num_slots // num_ranks
@@ -91,7 +92,7 @@ class Placement(Steps):
     def _groups_to_nodes(self) -> list[list[int]]:
         """As many groups on each node, the heaviest first to the lightest node with room."""
         size = len(self.weight) // self.num_groups
-        weight = [sum(self.weight[g * size:(g + 1) * size]) for g in range(self.num_groups)]
+        weight = [sum(self.weight[g * size : (g + 1) * size]) for g in range(self.num_groups)]
         nodes: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for g in sorted(range(self.num_groups), key=lambda g: (-weight[g], g)):
             open_nodes = [n for n in nodes if len(n) < self.num_groups // self.num_nodes]
@@ -101,8 +102,9 @@ class Placement(Steps):
     def _mean(self, experts: Iterable[int], num_ranks: int) -> int:
         return sum(self.weight[e] for e in experts) // num_ranks
 
-    def _spread(self, experts: Sequence[int], ranks: Sequence[int], twins: bool, good: int, enough: int, eplb: int,
-                far: int) -> None:
+    def _spread(
+        self, experts: Sequence[int], ranks: Sequence[int], twins: bool, good: int, enough: int, eplb: int, far: int
+    ) -> None:
         """From the greedy placement, which stands: the first that comes down to `enough`, or the lowest of it, of other
         numbers of replicas with a cap on shares and, while above EPLB's mark, of more caps and of shaken ones."""
         mean = self._mean(experts, len(ranks))
@@ -233,8 +235,11 @@ class Placement(Steps):
             hot = min(ranks, key=lambda r: (-load[r], r))
             if load[hot] <= good:
                 return
-            move = (self._best_swap(hot, load, mean, good) or self._best_replica(hot, ranks, load[hot])
-                    or self._best_swap(hot, load, load[hot], good))
+            move = (
+                self._best_swap(hot, load, mean, good)
+                or self._best_replica(hot, ranks, load[hot])
+                or self._best_swap(hot, load, load[hot], good)
+            )
             if move is None:
                 return
             self._apply(move)

@@ -14,15 +14,22 @@ if TYPE_CHECKING:
 
     from hybrid_ep.balance.statistics import LoadStatistics
 
-_OLD_NAMES = {"--ep-size": "--ep", "--num-experts": "--experts", "--num-nodes": "--nodes", "--iterations": "--between",
-              "--output": "--out"}
+_OLD_NAMES = {
+    "--ep-size": "--ep",
+    "--num-experts": "--experts",
+    "--num-nodes": "--nodes",
+    "--iterations": "--between",
+    "--output": "--out",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two subcommands and their flags."""
     commands = parser.add_subparsers(dest="balance_command", required=True, metavar="report|plan")
-    for name, function, text in (("report", add_report_arguments, "imbalance by layer, as a table and a plot"),
-                                 ("plan", add_plan_arguments, "a placement with replicas, as YAML")):
+    for name, function, text in (
+        ("report", add_report_arguments, "imbalance by layer, as a table and a plot"),
+        ("plan", add_plan_arguments, "a placement with replicas, as YAML"),
+    ):
         command = commands.add_parser(name, help=text, description=text)
         if isinstance(command, Parser):
             command.renamed = _OLD_NAMES
@@ -30,8 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("statistics", metavar="STATS", help="JSONL of counts, a Megatron routing trace, or a "
-                        "TensorRT-LLM statistics folder")
+    parser.add_argument(
+        "statistics",
+        metavar="STATS",
+        help="JSONL of counts, a Megatron routing trace, or a TensorRT-LLM statistics folder",
+    )
     parser.add_argument("--between", metavar="A-B", help="only iterations A to B, both included")
     parser.add_argument("--experts", type=int, help="for a routing trace whose last experts got no token")
 
@@ -54,8 +64,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--current", metavar="YAML", help="placement in force: change as few slots as possible")
     parser.add_argument("--target", type=float, default=0.02, help="with --current: imbalance to reach")
     parser.add_argument("--max-moves", type=int, help="with --current: most slots of a layer that change")
-    parser.add_argument("--front", action="store_true", help="with --current: also list changed slots against "
-                        "imbalance, layer by layer")
+    parser.add_argument(
+        "--front", action="store_true", help="with --current: also list changed slots against imbalance, layer by layer"
+    )
     parser.add_argument("--layer-updates-per-iter", type=int, default=0, help="written to the file; 0: static")
     parser.add_argument("-o", "--out", required=True, metavar="FILE")
 
@@ -94,9 +105,18 @@ def run_report(args: argparse.Namespace) -> int:
     placed = _placement(args.plan, loaded.layers) if args.plan else None
     rows = report.report(loaded, ranks, placed, args.spare_slots)
     floor = report.noise_floor(loaded, ranks)
-    print(", ".join(outputs.count(number, thing) for number, thing in (
-        (len(loaded.iterations), "iteration"), (len(loaded.layers), "layer"), (loaded.counts.shape[2], "expert"),
-        (ranks, "rank"))) + "; ratios are (max - mean) / mean, averaged over iterations")
+    print(
+        ", ".join(
+            outputs.count(number, thing)
+            for number, thing in (
+                (len(loaded.iterations), "iteration"),
+                (len(loaded.layers), "layer"),
+                (loaded.counts.shape[2], "expert"),
+                (ranks, "rank"),
+            )
+        )
+        + "; ratios are (max - mean) / mean, averaged over iterations"
+    )
     print(report.table(rows))
     print(f"sampling noise of a perfectly fair static placement: {floor:.3f}")
     if args.per_expert:
@@ -119,21 +139,34 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.layer_updates_per_iter < 0:
         raise ValueError(f"--layer-updates-per-iter is {args.layer_updates_per_iter}: give 0 or more")
     load = loaded.total()
-    plan = plan_placement(load, args.num_slots, args.ep, args.nodes, current, num_groups=args.num_groups,
-                          target=args.target, max_moves=args.max_moves)
+    plan = plan_placement(
+        load,
+        args.num_slots,
+        args.ep,
+        args.nodes,
+        current,
+        num_groups=args.num_groups,
+        target=args.target,
+        max_moves=args.max_moves,
+    )
     plan_file.save(args.out, plan.phy2log, loaded.layers, args.layer_updates_per_iter)
     slots = max(bounds.slots(w, args.num_slots) * args.num_slots / max(w.sum(), 1) - 1 for w in load)
-    print(f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank on "
-          f"these loads {plan.imbalance().mean():.4f} (max {plan.imbalance().max():.4f}, bound 0); by slot at least "
-          f"{slots:.3f} in the worst layer; slots changed: {int(plan.moved.sum())}")
+    print(
+        f"{args.out}: {len(load)} layers, {args.num_slots} slots on {args.ep} ranks; imbalance by rank on "
+        f"these loads {plan.imbalance().mean():.4f} (max {plan.imbalance().max():.4f}, bound 0); by slot at least "
+        f"{slots:.3f} in the worst layer; slots changed: {int(plan.moved.sum())}"
+    )
     if current is not None:
         reasons = ", ".join(f"{name} {n}" for name, n in sorted(Counter(plan.stopped).items()))
-        print(f"layers by why they ended: {reasons}; a fresh plan leaves {plan.fresh.mean():.4f} "
-              f"(max {plan.fresh.max():.4f})")
+        print(
+            f"layers by why they ended: {reasons}; a fresh plan leaves {plan.fresh.mean():.4f} "
+            f"(max {plan.fresh.max():.4f})"
+        )
     if args.front:
-        front = placement_front(load, args.num_slots, args.ep, args.nodes, current,
-                                num_groups=args.num_groups)
+        front = placement_front(load, args.num_slots, args.ep, args.nodes, current, num_groups=args.num_groups)
         for layer, points in zip(loaded.layers, front, strict=True):
-            print(f"layer {layer}, slots changed: imbalance  " +
-                  "  ".join(f"{p.moved}: {p.imbalance:.4f}" for p in points))
+            print(
+                f"layer {layer}, slots changed: imbalance  "
+                + "  ".join(f"{p.moved}: {p.imbalance:.4f}" for p in points)
+            )
     return EXIT_OK

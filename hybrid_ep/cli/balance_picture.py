@@ -23,16 +23,30 @@ def draw(stem: Path, rows: list[LayerReport], statistics: LoadStatistics, floor:
     places = range(len(layers))  # recorded layers may be 3, 4, 7
     left.bar(places, [r.by_rank for r in rows], color=plotting.PALE, label="by rank")
     if rows[0].exact is not None:
-        left.plot(places, [r.exact for r in rows], "o", color=plotting.BLUE, markersize=4, label="exact",
-                  clip_on=False, zorder=3)
+        left.plot(
+            places,
+            [r.exact for r in rows],
+            "o",
+            color=plotting.BLUE,
+            markersize=4,
+            label="exact",
+            clip_on=False,
+            zorder=3,
+        )
     left.axhline(floor, color=plotting.RED, linestyle="--", linewidth=1.2, label=f"sampling noise, {floor:.3f}")
     left.set(xlabel="layer", ylabel="(max - mean) / mean over ranks")
     left.grid(axis="x", visible=False)
     left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
     total = statistics.total().astype(np.float64)
     share = total / np.maximum(total.mean(axis=1, keepdims=True), 1e-9)
-    image = right.imshow(share, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0,
-                         vmax=float(np.quantile(share, 0.99)) or 1.0)
+    image = right.imshow(
+        share,
+        aspect="auto",
+        cmap="viridis",
+        interpolation="nearest",
+        vmin=0,
+        vmax=float(np.quantile(share, 0.99)) or 1.0,
+    )
     right.grid(visible=False)
     plotting.label_ticks(left.xaxis, places, layers)
     plotting.label_ticks(right.yaxis, places, layers)

@@ -41,9 +41,7 @@ def explain_on_deadline() -> None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
-def run_ranks(
-    argv: Sequence[str], num_ranks: int, timeout_s: float, threads: int, stdout: int | None = None
-) -> int:
+def run_ranks(argv: Sequence[str], num_ranks: int, timeout_s: float, threads: int, stdout: int | None = None) -> int:
     """Run `hybrid-ep ARGV` as `num_ranks` local processes and return the first non-zero exit code, or 0.
 
     Ranks that are alive after `timeout_s` seconds are ended and named on stderr; the code is then 3.
@@ -57,9 +55,7 @@ def run_ranks(
         for rank in range(num_ranks):
             environment = _rank_environment(rank, num_ranks, store.port, threads)
             command = [sys.executable, "-m", "hybrid_ep.cli", *argv]
-            ranks.append(
-                subprocess.Popen(command, env=environment, stdout=stdout, preexec_fn=_die_with_parent)
-            )
+            ranks.append(subprocess.Popen(command, env=environment, stdout=stdout, preexec_fn=_die_with_parent))
         return _wait(ranks, timeout_s)
     finally:
         _end(ranks)

@@ -22,8 +22,12 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 def add_json(parser: Any, *short: str) -> None:
     """The flag --json of commands whose answer is numbers. short: other names of it."""
-    parser.add_argument(*short, "--json", metavar="FILE", help="write every number into FILE; - is stdout, and the "
-                        "text then goes to stderr")
+    parser.add_argument(
+        *short,
+        "--json",
+        metavar="FILE",
+        help="write every number into FILE; - is stdout, and the text then goes to stderr",
+    )
 
 
 def add_plot(parser: Any, what: str) -> None:
@@ -87,7 +91,7 @@ def write_json(path: str | None, document: Any) -> None:
 
 
 def count(number: int, thing: str) -> str:
-    """"1 node", "2 nodes"."""
+    """ "1 node", "2 nodes"."""
     return f"{number} {thing}" + ("" if number == 1 else "s")
 
 

@@ -30,10 +30,12 @@ class Parser(argparse.ArgumentParser):
         """Flags by the names that they had: each still works, with a warning."""
 
     def parse_known_args(  # type: ignore[override]  # argparse overloads it by whether a namespace is given
-            self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """As argparse has it, but what is unknown is the error of the parser that met it, not of its parent."""
-        found, unknown = super().parse_known_args([*map(self._new_name, args or ())] if self.renamed else args,
-                                                  namespace)
+        found, unknown = super().parse_known_args(
+            [*map(self._new_name, args or ())] if self.renamed else args, namespace
+        )
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown

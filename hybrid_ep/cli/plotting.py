@@ -22,8 +22,20 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X", "<")
 SUFFIXES = (".png", ".svg")
 
 # What each colour is on a dark page. PAPER there is the page's own background in the documentation's theme.
-DARK = {PAPER: "#131416", INK: "#e6e8eb", MUTED: "#9aa4af", GRID: "#33383e", BLUE: "#6cb0ff", RED: "#ff7b6e",
-        GREEN: "#5fc96a", VIOLET: "#c79bea", OCHRE: "#d6a93a", TEAL: "#45c5c8", ORANGE: "#f59255", PALE: "#567a9f"}
+DARK = {
+    PAPER: "#131416",
+    INK: "#e6e8eb",
+    MUTED: "#9aa4af",
+    GRID: "#33383e",
+    BLUE: "#6cb0ff",
+    RED: "#ff7b6e",
+    GREEN: "#5fc96a",
+    VIOLET: "#c79bea",
+    OCHRE: "#d6a93a",
+    TEAL: "#45c5c8",
+    ORANGE: "#f59255",
+    PALE: "#567a9f",
+}
 
 
 def pyplot() -> ModuleType:
@@ -35,14 +47,36 @@ def pyplot() -> ModuleType:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    ink = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color", "patch.edgecolor",
-           "boxplot.boxprops.color", "boxplot.whiskerprops.color", "boxplot.capprops.color")
+    ink = (
+        "axes.edgecolor",
+        "axes.labelcolor",
+        "text.color",
+        "xtick.color",
+        "ytick.color",
+        "patch.edgecolor",
+        "boxplot.boxprops.color",
+        "boxplot.whiskerprops.color",
+        "boxplot.capprops.color",
+    )
     style: dict[Any, Any] = {
-        **dict.fromkeys(ink, INK), "font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left",
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
-        "grid.linewidth": 0.6, "axes.axisbelow": True, "savefig.dpi": 200, "figure.facecolor": PAPER,
-        "axes.facecolor": PAPER, "legend.frameon": False, "legend.fontsize": 7.5, "svg.fonttype": "none",
-        "svg.hashsalt": "hybrid_ep"}
+        **dict.fromkeys(ink, INK),
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "savefig.dpi": 200,
+        "figure.facecolor": PAPER,
+        "axes.facecolor": PAPER,
+        "legend.frameon": False,
+        "legend.fontsize": 7.5,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "hybrid_ep",
+    }
     plt.rcParams.update(style)
     return plt
 
@@ -59,8 +93,11 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 def _with_dark(svg: str) -> str:
     """Colours stay written in the elements, for programs that know no CSS; a page that is dark overrides them."""
-    rules = "".join(f'[style*="{what}: {light}"]{{{what}:{dark} !important}}'
-                    for light, dark in DARK.items() for what in ("fill", "stroke"))
+    rules = "".join(
+        f'[style*="{what}: {light}"]{{{what}:{dark} !important}}'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    )
     return svg.replace("</style>", f"@media (prefers-color-scheme: dark){{{rules}}}</style>", 1)
 
 

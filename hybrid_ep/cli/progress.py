@@ -26,8 +26,14 @@ def track(items: Iterable[Item], what: str) -> Iterator[Item]:
         yield from todo
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False,
-                  redirect_stderr=False) as bar:
+    with Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as bar:
         yield from bar.track(todo, description=what)
 
 

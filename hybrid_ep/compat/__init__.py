@@ -23,8 +23,15 @@ import hybrid_ep
 _BUFFER, _EVENTS, _HYBRID, _CONFIG = "compat.buffer", "compat.events", "compat.hybrid", "config"
 # Module -> what it holds -> where that comes from, below hybrid_ep.
 SERVED: dict[str, dict[str, str]] = {
-    "deep_ep": {"Buffer": _BUFFER, "Config": _EVENTS, "EventHandle": _EVENTS, "EventOverlap": _EVENTS,
-                "HybridEPBuffer": _HYBRID, "HybridEpConfigInstance": _CONFIG, "topk_idx_t": _EVENTS},
+    "deep_ep": {
+        "Buffer": _BUFFER,
+        "Config": _EVENTS,
+        "EventHandle": _EVENTS,
+        "EventOverlap": _EVENTS,
+        "HybridEPBuffer": _HYBRID,
+        "HybridEpConfigInstance": _CONFIG,
+        "topk_idx_t": _EVENTS,
+    },
     "deep_ep.buffer": {"Buffer": _BUFFER, "Config": _EVENTS, "EventHandle": _EVENTS, "EventOverlap": _EVENTS},
     "deep_ep.utils": {"EventHandle": _EVENTS, "EventOverlap": _EVENTS},
     "deep_ep.hybrid_ep_buffer": {"HybridEPBuffer": _HYBRID, "indices_to_map": _HYBRID},
@@ -41,8 +48,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self) -> None:
         self.hidden: dict[str, ModuleType] = {}  # modules of a real deep_ep that were imported before
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None,
-                  target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in SERVED:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, origin="hybrid_ep", is_package=fullname == "deep_ep")
@@ -77,8 +85,9 @@ def _refuse_a_real_one() -> None:
         if real is None and importlib.util.find_spec(root) is None:
             continue
         where = getattr(real, "__file__", None) or "on the import path"
-        raise RuntimeError(f"a real {root} is there ({where}); uninstall it, or hide it with "
-                           "install_as_deep_ep(force=True)")
+        raise RuntimeError(
+            f"a real {root} is there ({where}); uninstall it, or hide it with install_as_deep_ep(force=True)"
+        )
 
 
 def install_as_deep_ep(force: bool = False) -> ModuleType:

@@ -47,15 +47,27 @@ class Buffer:
     num_sms: int = 20  # what callers read; a call takes it only after set_num_sms
     _num_sms_was_set = False
 
-    def __init__(self, group: Any, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, low_latency_mode: bool = False,
-                 num_qps_per_rank: int = 24, allow_nvlink_for_normal_mode: bool = True,
-                 allow_nvlink_for_low_latency_mode: bool = True, allow_mnnvl: bool = False, use_fabric: bool = False,
-                 explicitly_destroy: bool = False, comm: Any = None):
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_normal_mode: bool = True,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        comm: Any = None,
+    ):
         if comm is not None or group is None:
             raise NotImplementedError("Buffer(comm=...) builds on MPI; give a torch.distributed group instead")
         if not allow_nvlink_for_normal_mode:
-            raise NotImplementedError("allow_nvlink_for_normal_mode=False: tokens between ranks of a node always go "
-                                      "through their shared memory; leave it True")
+            raise NotImplementedError(
+                "allow_nvlink_for_normal_mode=False: tokens between ranks of a node always go "
+                "through their shared memory; leave it True"
+            )
         validation.integer("num_nvl_bytes", num_nvl_bytes, 0)
         validation.integer("num_rdma_bytes", num_rdma_bytes, 0)
         self._hybrid = hybrid.HybridEPBuffer(group, _FIRST_HIDDEN, 1, 1)
@@ -94,14 +106,21 @@ class Buffer:
         return Buffer.get_dispatch_config(num_ranks)
 
     @staticmethod
-    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int,
-                                       num_experts: int) -> int:
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
         """0, for callers that size one buffer for both modes; see Config.get_nvl_buffer_size_hint."""
         return 0
 
     # ---- the verbs
-    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, previous_event: EventOverlap | None = None,
-                            async_finish: bool = False, allocate_on_comm_stream: bool = False) -> tuple:
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple:
         """What this rank is about to send: (num_tokens_per_rank int32 [ranks], num_tokens_per_rdma_rank int32 [nodes]
         or None with one node, num_tokens_per_expert int32 [num_experts], is_token_in_rank bool [T, ranks], event).
 
@@ -112,20 +131,37 @@ class Buffer:
         idx = self._topk(topk_idx, topk_idx.shape[0], num_experts)
         kept = idx >= 0
         per_expert = torch.zeros(num_experts, dtype=torch.int32, device=idx.device).scatter_add(
-            0, idx.clamp(min=0).flatten(), kept.int().flatten())
+            0, idx.clamp(min=0).flatten(), kept.int().flatten()
+        )
         in_rank = _marks(idx.clamp(min=0) // (num_experts // self.group_size), kept, self.group_size)
         per_node = None
         if (nodes := self._hybrid.num_of_nodes) > 1:
             per_node = in_rank.view(len(idx), nodes, self.group_size // nodes).any(2).sum(0, dtype=torch.int32)
-        return (in_rank.sum(0, dtype=torch.int32), per_node, per_expert, in_rank,
-                EventOverlap(EventHandle() if async_finish else None))
+        return (
+            in_rank.sum(0, dtype=torch.int32),
+            per_node,
+            per_expert,
+            in_rank,
+            EventOverlap(EventHandle() if async_finish else None),
+        )
 
-    def dispatch(self, x: Any, handle: tuple | None = None, num_tokens_per_rank: torch.Tensor | None = None,
-                 num_tokens_per_rdma_rank: torch.Tensor | None = None, is_token_in_rank: torch.Tensor | None = None,
-                 num_tokens_per_expert: torch.Tensor | None = None, topk_idx: torch.Tensor | None = None,
-                 topk_weights: torch.Tensor | None = None, expert_alignment: int = 1, num_worst_tokens: int = 0,
-                 config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
-                 allocate_on_comm_stream: bool = False) -> tuple:
+    def dispatch(
+        self,
+        x: Any,
+        handle: tuple | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple:
         """Sends each token once to every rank that holds one of its experts: (recv_x, recv_topk_idx,
         recv_topk_weights, num_recv_tokens_per_expert_list, handle, event).
 
@@ -140,41 +176,64 @@ class Buffer:
         without topk_idx and for NVFP4 triples."""
         self._flags(async_finish, allocate_on_comm_stream)
         if num_worst_tokens:
-            raise NotImplementedError(f"num_worst_tokens={num_worst_tokens} promises a dispatch without host waits; "
-                                      "use HybridEPBuffer.dispatch_with_permute(non_blocking=True, "
-                                      "num_permuted_tokens=...)")
+            raise NotImplementedError(
+                f"num_worst_tokens={num_worst_tokens} promises a dispatch without host waits; "
+                "use HybridEPBuffer.dispatch_with_permute(non_blocking=True, "
+                "num_permuted_tokens=...)"
+            )
         alignment = validation.integer("expert_alignment", expert_alignment, 1)
         x, scales = _halves(x)
         wait_for(previous_event)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
-                raise ValueError("handle and topk_idx or topk_weights are given; a handle stands for its routing: "
-                                 "leave the others out")
-            (recv, _, scales, _), done = self._call("dispatch", config, async_finish, hidden=x, scaling_factor=scales,
-                                                    handle=self._kept(handle)[0])
+                raise ValueError(
+                    "handle and topk_idx or topk_weights are given; a handle stands for its routing: "
+                    "leave the others out"
+                )
+            (recv, _, scales, _), done = self._call(
+                "dispatch", config, async_finish, hidden=x, scaling_factor=scales, handle=self._kept(handle)[0]
+            )
             return recv if scales is None else (recv, scales), None, None, None, None, done
         if topk_idx is None or num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             missing = "topk_idx" if topk_idx is None else "what get_dispatch_layout returned"
-            raise NotImplementedError(f"a dispatch without handle needs {missing}; give topk_idx, num_tokens_per_rank, "
-                                      "is_token_in_rank and num_tokens_per_expert")
-        num_experts = validation.experts_of_group("num_tokens_per_expert's length", num_tokens_per_expert.numel(),
-                                                  self.group_size)
+            raise NotImplementedError(
+                f"a dispatch without handle needs {missing}; give topk_idx, num_tokens_per_rank, "
+                "is_token_in_rank and num_tokens_per_expert"
+            )
+        num_experts = validation.experts_of_group(
+            "num_tokens_per_expert's length", num_tokens_per_expert.numel(), self.group_size
+        )
         idx = self._topk(topk_idx, x.shape[0], num_experts)
         self._same_layout(idx, num_experts, is_token_in_rank, num_tokens_per_expert)
         (recv, _, facts, inner), done = self._call(
-            "dispatch", config, async_finish, hidden=x, topk_idx=idx, num_of_experts=num_experts,
-            scaling_factor=_pack(idx, topk_weights, scales))
+            "dispatch",
+            config,
+            async_finish,
+            hidden=x,
+            topk_idx=idx,
+            num_of_experts=num_experts,
+            scaling_factor=_pack(idx, topk_weights, scales),
+        )
         with self._after(done):
-            recv_idx, recv_weights, scales = self._unpack(facts, idx.shape[1], topk_weights is not None, scales,
-                                                          num_experts // self.group_size)
+            recv_idx, recv_weights, scales = self._unpack(
+                facts, idx.shape[1], topk_weights is not None, scales, num_experts // self.group_size
+            )
             counts = [-(-n // alignment) * alignment for n in inner[6].plan.tokens_per_expert.tolist()]
             outer = (_key(inner, idx.shape[1]), idx, recv_idx, is_token_in_rank)
             done = EventOverlap(EventHandle()) if async_finish else done
         return recv if scales is None else (recv, scales), recv_idx, recv_weights, counts, outer, done
 
-    def combine(self, x: torch.Tensor, handle: tuple, topk_weights: torch.Tensor | None = None, bias: Any = None,
-                config: Config | None = None, previous_event: EventOverlap | None = None, async_finish: bool = False,
-                allocate_on_comm_stream: bool = False) -> tuple:
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: tuple,
+        topk_weights: torch.Tensor | None = None,
+        bias: Any = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple:
         """The sum, without weights, of what the ranks return for each token: (combined_x [T, H], combined_topk_weights
         fp32 [T, K] or None, event).
 
@@ -191,7 +250,8 @@ class Buffer:
             given = validation.weights("topk_weights", topk_weights, (recv_idx.shape[0], topk))
             first = self._hybrid.local_rank * plan.num_local_experts
             probs = given.new_zeros(recv_idx.shape[0], plan.num_node_experts).scatter_add(
-                1, recv_idx.clamp(min=0) + first, given.detach().masked_fill(recv_idx < 0, 0.0))
+                1, recv_idx.clamp(min=0) + first, given.detach().masked_fill(recv_idx < 0, 0.0)
+            )
         (out, returned), done = self._call("combine", config, async_finish, hidden=x, probs=probs, handle=inner)
         with self._after(done):
             if returned is not None:
@@ -212,9 +272,11 @@ class Buffer:
 
     # ---- what is not there
     def _low_latency(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("deep_ep.Buffer's low-latency calls are not served; use "
-                                  "HybridEPBuffer.dispatch_with_permute(non_blocking=True, num_permuted_tokens=...) "
-                                  "and combine_with_unpermute, which make no host wait")
+        raise NotImplementedError(
+            "deep_ep.Buffer's low-latency calls are not served; use "
+            "HybridEPBuffer.dispatch_with_permute(non_blocking=True, num_permuted_tokens=...) "
+            "and combine_with_unpermute, which make no host wait"
+        )
 
     low_latency_dispatch = low_latency_combine = clean_low_latency_buffer = _low_latency
     get_next_low_latency_combine_buffer = low_latency_update_mask_buffer = low_latency_query_mask_buffer = _low_latency
@@ -251,25 +313,34 @@ class Buffer:
             twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
             if twice.any():
                 row = int(twice.any(1).nonzero()[0])
-                raise ValueError(f"topk_idx names an expert twice in row {row}: {idx[row].tolist()}; name each once, "
-                                 "-1 drops a choice")
+                raise ValueError(
+                    f"topk_idx names an expert twice in row {row}: {idx[row].tolist()}; name each once, "
+                    "-1 drops a choice"
+                )
         return idx
 
     def _same_layout(self, idx: torch.Tensor, num_experts: int, in_rank: Any, per_expert: Any) -> None:
         if tuple(in_rank.shape) != (len(idx), self.group_size):
-            raise ValueError(f"is_token_in_rank has shape {tuple(in_rank.shape)}; it must have "
-                             f"{(len(idx), self.group_size)}: give what get_dispatch_layout returned for topk_idx")
+            raise ValueError(
+                f"is_token_in_rank has shape {tuple(in_rank.shape)}; it must have "
+                f"{(len(idx), self.group_size)}: give what get_dispatch_layout returned for topk_idx"
+            )
         if idx.device.type != "cpu":
             return  # looking would wait for the device
         _, _, want_per_expert, want_in_rank, _ = self.get_dispatch_layout(idx, num_experts)
-        for name, given, want in (("is_token_in_rank", in_rank, want_in_rank),
-                                  ("num_tokens_per_expert", per_expert, want_per_expert)):
+        for name, given, want in (
+            ("is_token_in_rank", in_rank, want_in_rank),
+            ("num_tokens_per_expert", per_expert, want_per_expert),
+        ):
             if not torch.equal(given, want):
-                raise ValueError(f"{name} is not the layout of topk_idx; give what get_dispatch_layout returned for it "
-                                 "(a choice that is to be dropped is -1 in topk_idx)")
+                raise ValueError(
+                    f"{name} is not the layout of topk_idx; give what get_dispatch_layout returned for it "
+                    "(a choice that is to be dropped is -1 in topk_idx)"
+                )
 
-    def _unpack(self, facts: torch.Tensor, topk: int, weighted: bool, scales: torch.Tensor | None,
-                local_experts: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def _unpack(
+        self, facts: torch.Tensor, topk: int, weighted: bool, scales: torch.Tensor | None, local_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What _pack sent, seen from this rank: (recv_topk_idx, recv_topk_weights, scales)."""
         columns = facts.split([topk, topk if weighted else 0, facts.shape[1] - topk * (2 if weighted else 1)], dim=1)
         idx = columns[0].to(topk_idx_t) - self.rank * local_experts
@@ -288,8 +359,10 @@ class Buffer:
             raise ValueError("handle is not one that Buffer.dispatch returned; hand its handle on unchanged")
         key = _keys.get(int(handle[0]))
         if key is None:
-            raise ValueError("handle's dispatch is forgotten: its first tensor was copied (to a device, by clone or by "
-                             "pickle) and the original dropped; keep the tensors of a handle as they are")
+            raise ValueError(
+                "handle's dispatch is forgotten: its first tensor was copied (to a device, by clone or by "
+                "pickle) and the original dropped; keep the tensors of a handle as they are"
+            )
         return key.kept
 
 
@@ -303,8 +376,10 @@ def _halves(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not isinstance(x, (tuple, list)):
         return x, None
     if len(x) != 2:
-        raise NotImplementedError(f"x is a tuple of {len(x)}: NVFP4 is not served here; use "
-                                  "hybrid_ep.functional.dispatch_with_permute(dispatch_dtype='nvfp4')")
+        raise NotImplementedError(
+            f"x is a tuple of {len(x)}: NVFP4 is not served here; use "
+            "hybrid_ep.functional.dispatch_with_permute(dispatch_dtype='nvfp4')"
+        )
     hidden, scales = x
     if scales.element_size() != 4:
         raise ValueError(f"x's scales have dtype {scales.dtype}; give one of 4 bytes, as float32")

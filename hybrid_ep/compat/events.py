@@ -36,8 +36,10 @@ class EventOverlap:
     def current_stream_wait(self) -> None:
         """RuntimeError where there is no event: a wait for nothing would hide that nobody recorded one."""
         if self.event is None:
-            raise RuntimeError("this EventOverlap holds no event: the call that returned it had async_finish=False, so "
-                               "that its results are in order already; wait only after async_finish=True")
+            raise RuntimeError(
+                "this EventOverlap holds no event: the call that returned it had async_finish=False, so "
+                "that its results are in order already; wait only after async_finish=True"
+            )
         self.event.current_stream_wait()
 
     def __enter__(self) -> EventOverlap:
@@ -54,8 +56,10 @@ def wait_for(previous_event: Any) -> None:
     if previous_event is None:
         return
     if not isinstance(previous_event, EventOverlap):
-        raise ValueError(f"previous_event is {validation.describe(previous_event)}; give an EventOverlap: that of an "
-                         "earlier call, or Buffer.capture()")
+        raise ValueError(
+            f"previous_event is {validation.describe(previous_event)}; give an EventOverlap: that of an "
+            "earlier call, or Buffer.capture()"
+        )
     if previous_event.event is not None:
         previous_event.event.current_stream_wait()
 

@@ -32,8 +32,9 @@ class Runtime:
         return self._owner.local_rank if global_ else 0
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"runtime.{name} is of deep_ep's compiled half, which is not there; use the methods of "
-                             "the buffer itself")
+        raise AttributeError(
+            f"runtime.{name} is of deep_ep's compiled half, which is not there; use the methods of the buffer itself"
+        )
 
 
 class HybridEPBuffer(buffer.HybridEPBuffer):
@@ -47,8 +48,9 @@ class HybridEPBuffer(buffer.HybridEPBuffer):
         """Nothing to do: no kernel is compiled at run time."""
 
 
-def indices_to_map(topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int,
-                   num_of_experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def indices_to_map(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(routing_map bool [T, E], probs fp32 [T, E] or None) of topk_idx [T, K], -1 dropped, and topk_weights [T, K] or
     None, on their device."""
     if topk_idx.shape[0] != num_of_tokens:

@@ -107,8 +107,11 @@ def report(seed: int, strategy: str | None) -> None:
     """Says how the world of this seed fails, and how a small one does."""
     spec = random_spec(seed, strategy)
     failure = run(spec)
-    print(f"seed {seed} ({STRATEGIES[spec['strategy']]}) failed: {failure.kind if failure else 'not again?'}: "
-          f"{failure.what if failure else ''}\nas it was:  {replay_command(spec)}", flush=True)
+    print(
+        f"seed {seed} ({STRATEGIES[spec['strategy']]}) failed: {failure.kind if failure else 'not again?'}: "
+        f"{failure.what if failure else ''}\nas it was:  {replay_command(spec)}",
+        flush=True,
+    )
     if failure:
         small, small_failure = minimise(spec)
         print(f"made small: {replay_command(small)}\n{small_failure.kind}: {small_failure.what}", flush=True)
@@ -136,8 +139,11 @@ def soak(first: int, num_seeds: int, strategy: str | None, jobs: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hybrid_ep.explorer.soak", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m hybrid_ep.explorer.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--seeds", type=int, default=2000, help="worlds to run [%(default)s]")
     parser.add_argument("--first", type=int, default=0, help="first seed [%(default)s]")
     parser.add_argument("--strategy", choices=STRATEGIES, help="one strategy; default: chosen by each seed")

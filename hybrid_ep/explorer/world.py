@@ -147,8 +147,9 @@ def _run(spec: Mapping[str, int], **options: Any) -> World:
     )  # fmt: skip
 
 
-def explore(spec: Mapping[str, int], *, log: bool = False, timeout_s: float = 100.0,
-            topk_idx: Sequence[Sequence[int]] = ()) -> World:
+def explore(
+    spec: Mapping[str, int], *, log: bool = False, timeout_s: float = 100.0, topk_idx: Sequence[Sequence[int]] = ()
+) -> World:
     """One interleaving of a world, every byte moved and checked.
 
     spec: from `spec_of` or `random_spec`. timeout_s: virtual deadline of every wait in a world with a fault;
@@ -160,8 +161,9 @@ def explore(spec: Mapping[str, int], *, log: bool = False, timeout_s: float = 10
     return _run(spec, log=log, timeout_s=timeout_s, topk_idx=[list(map(int, row)) for row in topk_idx])
 
 
-def measure(spec: Mapping[str, int], costs: Mapping[str, int], *, trace: bool = False,
-            topk_idx: Sequence[Sequence[int]] = ()) -> World:
+def measure(
+    spec: Mapping[str, int], costs: Mapping[str, int], *, trace: bool = False, topk_idx: Sequence[Sequence[int]] = ()
+) -> World:
     """The world on a virtual clock. costs: the fields of `csrc/arch/sim/costs.h`, times in integer picoseconds,
     rates in integer MB/s, 0 or missing = free. Deterministic: no seed of an interleaving, no measured time.
     trace: keep every use of every link (`World.spans`). ValueError as for `explore`."""
@@ -171,8 +173,12 @@ def measure(spec: Mapping[str, int], costs: Mapping[str, int], *, trace: bool = 
             raise ValueError(f"costs: no cost is called {name!r}; there are {', '.join(known)}")
         if int(value) != value or value < 0:
             raise ValueError(f"costs: {name} is {value}; give a whole number >= 0 (picoseconds or MB/s)")
-    return _run(spec, costs={k: int(v) for k, v in costs.items()}, trace=trace,
-                topk_idx=[list(map(int, row)) for row in topk_idx])
+    return _run(
+        spec,
+        costs={k: int(v) for k, v in costs.items()},
+        trace=trace,
+        topk_idx=[list(map(int, row)) for row in topk_idx],
+    )
 
 
 def random_spec(seed: int, strategy: str | None = None) -> dict[str, int]:

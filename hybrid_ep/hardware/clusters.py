@@ -204,8 +204,12 @@ _GB200 = replace(
 _CX7 = Nic(
     name="ConnectX-7 400G",
     gb_per_s=_datasheet(50, "GB/s", "400 Gb/s"),
-    efficiency=Quantity(0.922, "", "published",
-                        "DeepEP V2 README, SM90, 32 ranks, 6 SMs: 61 GB/s logical = 45.75 of rows, 46.1 with headers"),
+    efficiency=Quantity(
+        0.922,
+        "",
+        "published",
+        "DeepEP V2 README, SM90, 32 ranks, 6 SMs: 61 GB/s logical = 45.75 of rows, 46.1 with headers",
+    ),
     latency_us=_assumed(5.0, "us", "device-initiated put and signal through one switch; enters only fill and drain"),
     post_us=_assumed(2.0, "us", "a drained store (1 us) and a device-side post (1 us); enters once a chunk"),
     messages_per_us=_datasheet(330, "messages/us", "ConnectX-7 datasheet: 330 to 370 million messages/s"),

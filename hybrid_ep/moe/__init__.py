@@ -20,8 +20,9 @@ _LAZY = {
     "probe": "hybrid_ep.moe.probing",
     "weighted_activation": "hybrid_ep.moe.activations",
     "weighted_swiglu": "hybrid_ep.moe.activations",
-    **dict.fromkeys(("RouterError", "RouterGuard", "check_gates", "routing_statistics", "tie_break"),
-                    "hybrid_ep.moe.router_guard"),
+    **dict.fromkeys(
+        ("RouterError", "RouterGuard", "check_gates", "routing_statistics", "tie_break"), "hybrid_ep.moe.router_guard"
+    ),
     "inverse_map": "hybrid_ep.moe.combining",
     "unpermute": "hybrid_ep.moe.combining",
 }

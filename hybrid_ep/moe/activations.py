@@ -40,12 +40,15 @@ def weighted_activation(h: torch.Tensor, prob: torch.Tensor | None, kind: str = 
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; give one of {', '.join(KINDS)}")
     if h.dim() != 2 or h.dtype not in FLOATS or (kind in GATED and h.shape[1] % 2):
-        raise ValueError(f"h {h.dtype} {tuple(h.shape)} must be a floating [N, {'2F' if kind in GATED else 'F'}] "
-                         f"for kind={kind!r}")
+        raise ValueError(
+            f"h {h.dtype} {tuple(h.shape)} must be a floating [N, {'2F' if kind in GATED else 'F'}] for kind={kind!r}"
+        )
     if prob is not None:
         if prob.dtype not in (torch.float32, torch.float64) or prob.shape not in ((h.shape[0],), (h.shape[0], 1)):
-            raise ValueError(f"prob {prob.dtype} {tuple(prob.shape)} must be fp32 or fp64 [N] or [N, 1] "
-                             f"with the {h.shape[0]} rows of h")
+            raise ValueError(
+                f"prob {prob.dtype} {tuple(prob.shape)} must be fp32 or fp64 [N] or [N, 1] "
+                f"with the {h.shape[0]} rows of h"
+            )
         if prob.device != h.device:
             raise ValueError(f"h is on {h.device}, prob on {prob.device}; move them to one device")
     return _WeightedActivation.apply(h, prob, kind)
@@ -109,8 +112,9 @@ def _forward(h: torch.Tensor, prob: torch.Tensor | None, kind: str) -> torch.Ten
     return out
 
 
-def _backward(h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kind: str,
-              want_dprob: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _backward(
+    h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kind: str, want_dprob: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     gated = kind in GATED
     f = grad.shape[1]
     dh, dprob = torch.empty_like(h), torch.empty_like(prob) if prob is not None and want_dprob else None

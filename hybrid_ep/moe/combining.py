@@ -27,9 +27,11 @@ def inverse_map(token_of_row: torch.Tensor, num_tokens: int, topk: int) -> torch
     real = order.values >= 0
     if token_of_row.device.type == "cpu" and num_rows:
         if int(order.values[-1]) >= num_tokens or (bool(real.any()) and int(position[real].max()) >= topk):
-            raise ValueError(f"token_of_row names tokens up to {int(order.values[-1])} and has up to "
-                             f"{int(position[real].max()) + 1} rows of one token; num_tokens={num_tokens} and "
-                             f"topk={topk} must be larger")
+            raise ValueError(
+                f"token_of_row names tokens up to {int(order.values[-1])} and has up to "
+                f"{int(position[real].max()) + 1} rows of one token; num_tokens={num_tokens} and "
+                f"topk={topk} must be larger"
+            )
     # Padding goes to a place of its own behind the map, which is cut off again.
     place = torch.where(real, order.values * topk + position, num_tokens * topk)
     out = torch.full((num_tokens * topk + 1,), -1, dtype=torch.int64, device=token_of_row.device)
@@ -43,8 +45,10 @@ def unpermute(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor |
     None; all on one device, any strides. A token without rows gets zeros. Differentiable in rows and weights;
     gradients of rows that no token names are zeros. Raises ValueError."""
     if rows.dim() != 2 or inverse.dim() != 2 or inverse.dtype != torch.int64:
-        raise ValueError(f"rows {tuple(rows.shape)} and inverse {inverse.dtype} {tuple(inverse.shape)} must be [P, H] "
-                         "and int64 [T, K]; inverse_map makes one")
+        raise ValueError(
+            f"rows {tuple(rows.shape)} and inverse {inverse.dtype} {tuple(inverse.shape)} must be [P, H] "
+            "and int64 [T, K]; inverse_map makes one"
+        )
     if weights is not None and (weights.shape != rows.shape[:1] or weights.dtype != torch.float32):
         raise ValueError(f"weights {weights.dtype} {tuple(weights.shape)} must be float32 [{rows.shape[0]}], one a row")
     for name, tensor in (("inverse", inverse), ("weights", weights)):

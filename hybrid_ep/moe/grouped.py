@@ -23,8 +23,15 @@ _said: set[tuple[Any, ...]] = set()
 Machine = tuple[Backend, str]  # with the remedy for groups without rows
 
 
-def grouped_mm(x: torch.Tensor, w: torch.Tensor | Sequence[torch.Tensor], offsets: torch.Tensor, *,
-               backend: str = "auto", tail: bool = True, first_rows: Sequence[int] = (0,)) -> torch.Tensor:
+def grouped_mm(
+    x: torch.Tensor,
+    w: torch.Tensor | Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    *,
+    backend: str = "auto",
+    tail: bool = True,
+    first_rows: Sequence[int] = (0,),
+) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
     x [N, K] and w [E, K, F] of one dtype (bf16, fp16, fp32), any strides; a weight stored as [E, F, K] goes in as
@@ -49,8 +56,15 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor | Sequence[torch.Tensor], offset
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, offsets: torch.Tensor, bounds: tuple[int, ...],
-                machines: tuple[Machine, ...], tail: bool, *stacks: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        offsets: torch.Tensor,
+        bounds: tuple[int, ...],
+        machines: tuple[Machine, ...],
+        tail: bool,
+        *stacks: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, offsets, *stacks)
         ctx.facts = bounds, machines, tail
         return _rows_times_stacks(x, stacks, offsets, *ctx.facts)
@@ -70,16 +84,23 @@ class _GroupedMM(torch.autograd.Function):
         return dx, None, None, None, None, *dw
 
 
-def _parts(stacks: Sequence[torch.Tensor], offsets: torch.Tensor,
-           bounds: Sequence[int]) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _parts(
+    stacks: Sequence[torch.Tensor], offsets: torch.Tensor, bounds: Sequence[int]
+) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(first row, last row, ends of its groups counted from the first row) of every stack."""
     ends = offsets.split([stack.shape[0] for stack in stacks])
     for first, last, own in zip(bounds, bounds[1:], ends, strict=False):
         yield first, last, own - first if first else own
 
 
-def _rows_times_stacks(x: torch.Tensor, stacks: Sequence[torch.Tensor], offsets: torch.Tensor, bounds: Sequence[int],
-                       machines: Sequence[Machine], tail: bool) -> torch.Tensor:
+def _rows_times_stacks(
+    x: torch.Tensor,
+    stacks: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    bounds: Sequence[int],
+    machines: Sequence[Machine],
+    tail: bool,
+) -> torch.Tensor:
     """The first stack's product goes over all rows and leaves those of the others to them: nothing is joined."""
     if len(stacks) == 1:
         return _rows_times_weights(x, stacks[0], offsets, *machines[0], tail)
@@ -93,8 +114,9 @@ def _rows_times_stacks(x: torch.Tensor, stacks: Sequence[torch.Tensor], offsets:
     return padding.zero_tail_(out, offsets) if tail else out
 
 
-def _rows_times_weights(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, backend: Backend, remedy: str,
-                        tail: bool) -> torch.Tensor:
+def _rows_times_weights(
+    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, backend: Backend, remedy: str, tail: bool
+) -> torch.Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
         return x.new_zeros(x.shape[0], w.shape[2])
     if remedy == "pad_empty":
@@ -105,8 +127,9 @@ def _rows_times_weights(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor,
     return padding.zero_tail_(out, offsets) if tail else out
 
 
-def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor, backend: Backend,
-                     remedy: str) -> torch.Tensor:
+def _weight_gradient(
+    x: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor, backend: Backend, remedy: str
+) -> torch.Tensor:
     if x.shape[0] == 0 or x.shape[1] == 0 or grad.shape[1] == 0:
         return x.new_zeros(offsets.numel(), x.shape[1], grad.shape[1])
     if remedy == "pad_empty":
@@ -131,44 +154,64 @@ def _choose(name: str, x: torch.Tensor, w: torch.Tensor) -> Machine:
                 return backend, known.remedy
             why = known.found
         reasons.append(f"{candidate}: {why}")
-    raise ValueError(f"backend={name!r} cannot multiply {tuple(x.shape)} rows of {x.dtype} on {x.device} by weights "
-                     f"{tuple(w.shape)}: {'; '.join(reasons)}")
+    raise ValueError(
+        f"backend={name!r} cannot multiply {tuple(x.shape)} rows of {x.dtype} on {x.device} by weights "
+        f"{tuple(w.shape)}: {'; '.join(reasons)}"
+    )
 
 
 def _say_once(name: str, candidate: str, reasons: list[str], x: torch.Tensor, w: torch.Tensor) -> None:
     key = (name, candidate, x.device, x.dtype, tuple(w.shape))
     if reasons and key not in _said:
         _said.add(key)
-        log.warning("grouped GEMM of %s %s weights on %s runs in backend %s (%s)", x.dtype, tuple(w.shape), x.device,
-                    candidate, "; ".join(reasons))
+        log.warning(
+            "grouped GEMM of %s %s weights on %s runs in backend %s (%s)",
+            x.dtype,
+            tuple(w.shape),
+            x.device,
+            candidate,
+            "; ".join(reasons),
+        )
 
 
-def _check(x: torch.Tensor, stacks: Sequence[torch.Tensor], offsets: torch.Tensor, tail: bool,
-           first_rows: Sequence[int]) -> None:
+def _check(
+    x: torch.Tensor, stacks: Sequence[torch.Tensor], offsets: torch.Tensor, tail: bool, first_rows: Sequence[int]
+) -> None:
     num_groups = 0
     for w in stacks:
         if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1] or w.shape[2] != stacks[0].shape[2]:
-            raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} must be [N, K] and [E, K, F]; a weight stored "
-                             "[E, F, K] goes in as w.transpose(1, 2)")
+            raise ValueError(
+                f"x {tuple(x.shape)} and w {tuple(w.shape)} must be [N, K] and [E, K, F]; a weight stored "
+                "[E, F, K] goes in as w.transpose(1, 2)"
+            )
         if x.dtype not in FLOATS or w.dtype != x.dtype:
             raise ValueError(f"x is {x.dtype} and w is {w.dtype}; both must be one of {', '.join(map(str, FLOATS))}")
         if not x.device == w.device == offsets.device:
-            raise ValueError(f"x is on {x.device}, w on {w.device}, offsets on {offsets.device}; move them to one "
-                             "device")
+            raise ValueError(
+                f"x is on {x.device}, w on {w.device}, offsets on {offsets.device}; move them to one device"
+            )
         num_groups += w.shape[0]
     if offsets.dtype not in (torch.int32, torch.int64) or offsets.shape != (num_groups,) or num_groups == 0:
-        raise ValueError(f"offsets {offsets.dtype} {tuple(offsets.shape)} must be int32 or int64 [E] with the "
-                         f"E={num_groups} >= 1 experts of w; it holds the row at which each group ends")
+        raise ValueError(
+            f"offsets {offsets.dtype} {tuple(offsets.shape)} must be int32 or int64 [E] with the "
+            f"E={num_groups} >= 1 experts of w; it holds the row at which each group ends"
+        )
     bounds = [*first_rows, x.shape[0]]
     if len(first_rows) != len(stacks) or bounds[0] != 0 or bounds != sorted(bounds):
-        raise ValueError(f"first_rows={tuple(first_rows)} must hold the first row of each of the {len(stacks)} stacks "
-                         f"of w: 0, then ascending to at most the {x.shape[0]} rows of x")
+        raise ValueError(
+            f"first_rows={tuple(first_rows)} must hold the first row of each of the {len(stacks)} stacks "
+            f"of w: 0, then ascending to at most the {x.shape[0]} rows of x"
+        )
     if offsets.device.type == "cpu":
         ends = [0, *offsets.tolist(), x.shape[0]]
         if any(a > b for a, b in zip(ends, ends[1:], strict=False)) or (not tail and ends[-2] != x.shape[0]):
-            raise ValueError(f"offsets={ends[1:-1]} must ascend from 0 to {'at most ' if tail else ''}the "
-                             f"{x.shape[0]} rows of x{'' if tail else ' (tail=False says that none lie behind)'}")
+            raise ValueError(
+                f"offsets={ends[1:-1]} must ascend from 0 to {'at most ' if tail else ''}the "
+                f"{x.shape[0]} rows of x{'' if tail else ' (tail=False says that none lie behind)'}"
+            )
         own, at = offsets.split([w.shape[0] for w in stacks]), list(bounds[1:])
         if any(int(ends[-1]) != end for ends, end in zip(own[:-1], at, strict=False)):
-            raise ValueError(f"first_rows={tuple(first_rows)} must be where offsets={offsets.tolist()} end the groups "
-                             "of the stack before")
+            raise ValueError(
+                f"first_rows={tuple(first_rows)} must be where offsets={offsets.tolist()} end the groups "
+                "of the stack before"
+            )

@@ -35,8 +35,9 @@ class PaddedGroups(NamedTuple):
     row_of: torch.Tensor
 
 
-def padded_layout(offsets: torch.Tensor, num_rows: int, multiple: int, *,
-                  empty_only: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_layout(
+    offsets: torch.Tensor, num_rows: int, multiple: int, *, empty_only: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(offsets int32 [E], row_of int64 [num_rows]) of groups padded as pad_groups does, without moving a row."""
     ends = offsets.long()
     counts = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -71,7 +72,7 @@ def zero_tail_(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     if rows.numel() == 0:
         return rows
     if rows.device.type == "cpu":
-        rows[int(offsets[-1]):].zero_()
+        rows[int(offsets[-1]) :].zero_()
     elif (kernels := _kernels(rows)) is not None:
         kernels.zero_tail(rows, offsets)
     else:

@@ -51,8 +51,10 @@ class Probe:
     tail_dirty: bool
 
     def __str__(self) -> str:
-        return (f"grouped GEMM: backend {self.backend}, {self.dtype} on {self.device}, torch {torch.__version__}: "
-                f"{self.found}; remedy {self.remedy}")
+        return (
+            f"grouped GEMM: backend {self.backend}, {self.dtype} on {self.device}, torch {torch.__version__}: "
+            f"{self.found}; remedy {self.remedy}"
+        )
 
 
 def probe(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "torch") -> Probe:
@@ -67,8 +69,10 @@ def probe(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backe
     with _lock:
         if key not in _known:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("the grouped-GEMM probe cannot run inside a CUDA graph; call "
-                                   f"hybrid_ep.moe.probe({str(device)!r}, {dtype}, {backend!r}) before the capture")
+                raise RuntimeError(
+                    "the grouped-GEMM probe cannot run inside a CUDA graph; call "
+                    f"hybrid_ep.moe.probe({str(device)!r}, {dtype}, {backend!r}) before the capture"
+                )
             _known[key] = examine(BACKENDS[backend], device, dtype)
             log.log(logging.INFO if _known[key].remedy == "none" else logging.WARNING, "%s", _known[key])
         return _known[key]
@@ -89,23 +93,31 @@ def examine(backend: Backend, device: torch.device, dtype: torch.dtype) -> Probe
             if verdict == "right" or remedy == "pad_empty":
                 continue
             remedy = "zero_empty_wgrad" if verdict == "empty" else "pad_empty"
-            found = (f"weight gradient of experts without rows ({position}) is not zero" if verdict == "empty" else
-                     f"experts without rows ({position}) spoil the results of others")
+            found = (
+                f"weight gradient of experts without rows ({position}) is not zero"
+                if verdict == "empty"
+                else f"experts without rows ({position}) spoil the results of others"
+            )
         if remedy == "pad_empty" and any(
-                _judge(backend, counts, device, dtype, padded=True)[0] != "right" for counts in COUNTS.values()):
+            _judge(backend, counts, device, dtype, padded=True)[0] != "right" for counts in COUNTS.values()
+        ):
             remedy, found = "unusable", f"{found}, with zero rows too"
     except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
         remedy, found = "unusable", f"raises {type(error).__name__}: {str(error).splitlines()[0]}"
     return Probe(*facts, remedy, found, tail)
 
 
-def _judge(backend: Backend, counts: Sequence[int], device: torch.device, dtype: torch.dtype, *,
-           padded: bool) -> tuple[str, bool]:
+def _judge(
+    backend: Backend, counts: Sequence[int], device: torch.device, dtype: torch.dtype, *, padded: bool
+) -> tuple[str, bool]:
     """("right" | "empty": only gradients of empty groups differ | "wrong", tail rows came out as not zero)."""
     x, g, w, offsets = _problem(counts, device, dtype)
     real = slice(0, sum(counts))
-    want = (LoopBackend.mm(x, w, offsets)[real], LoopBackend.mm(g, w.transpose(1, 2), offsets)[real],
-            LoopBackend.wgrad(x, g, offsets))
+    want = (
+        LoopBackend.mm(x, w, offsets)[real],
+        LoopBackend.mm(g, w.transpose(1, 2), offsets)[real],
+        LoopBackend.wgrad(x, g, offsets),
+    )
     if padded:
         x, at, row_of = padding.pad_groups(x, offsets, PAD_ROWS, empty_only=True)
         g = padding.pad_groups(g, offsets, PAD_ROWS, empty_only=True).rows
@@ -116,18 +128,21 @@ def _judge(backend: Backend, counts: Sequence[int], device: torch.device, dtype:
         dx = backend.mm(g, w.transpose(1, 2), at)[row_of]
         dw = backend.wgrad(x, g, at)
     full = torch.tensor(counts, device=device, dtype=torch.int64) > 0
-    tail = bool((out[real.stop:] != 0).any())
+    tail = bool((out[real.stop :] != 0).any())
     if not (_close(out[real], want[0]) and _close(dx[real], want[1]) and _close(dw[full], want[2][full])):
         return "wrong", tail
     return ("right" if bool((dw[~full] == 0).all()) else "empty"), tail
 
 
-def _problem(counts: Sequence[int], device: torch.device,
-             dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _problem(
+    counts: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, g, w = (torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
-               for shape in ((_ROWS + _TAIL, _K), (_ROWS + _TAIL, _F), (len(counts), _K, _F)))
-    x[sum(counts):] = g[sum(counts):] = float("nan")  # nothing of the tail may reach a result
+    x, g, w = (
+        torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
+        for shape in ((_ROWS + _TAIL, _K), (_ROWS + _TAIL, _F), (len(counts), _K, _F))
+    )
+    x[sum(counts) :] = g[sum(counts) :] = float("nan")  # nothing of the tail may reach a result
     offsets = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=device)
     return x, g, w, offsets
 

@@ -18,8 +18,10 @@ import torch
 log = logging.getLogger("hybrid_ep.moe")
 
 STATISTICS = 3  # numbers a layer adds to a reduction
-_EFFECT = ("every expert then gets the same score, top-k becomes a tie that sorting decides, and all tokens go to the "
-           "same experts on the same ranks")
+_EFFECT = (
+    "every expert then gets the same score, top-k becomes a tie that sorting decides, and all tokens go to the "
+    "same experts on the same ranks"
+)
 
 
 class RouterError(ValueError):
@@ -42,8 +44,9 @@ def check_gates(gates: Mapping[str, torch.Tensor], *, distinct: bool = True) -> 
         verdicts.setdefault(weight.device, []).append((name, _facts(weight.detach())))
     problems = []
     for of_device in verdicts.values():
-        for (name, _), (finite, flat, twins) in zip(of_device, torch.stack([f for _, f in of_device]).tolist(),
-                                                    strict=True):
+        for (name, _), (finite, flat, twins) in zip(
+            of_device, torch.stack([f for _, f in of_device]).tolist(), strict=True
+        ):
             if not finite:
                 problems.append(f"{name} holds values that are not finite")
             elif not distinct:
@@ -51,19 +54,27 @@ def check_gates(gates: Mapping[str, torch.Tensor], *, distinct: bool = True) -> 
             elif flat:
                 problems.append(f"{name} has all weights equal (zeros are the usual case): {_EFFECT}")
             elif twins:
-                problems.append(f"{name} has {int(twins)} rows equal to another expert's: those experts tie on every "
-                                "token")
+                problems.append(
+                    f"{name} has {int(twins)} rows equal to another expert's: those experts tie on every token"
+                )
     if problems:
-        raise RouterError(f"the router cannot route: {'; '.join(problems)}. Initialise the gates (Megatron: "
-                          "perform_initialization) or load a checkpoint that has them")
+        raise RouterError(
+            f"the router cannot route: {'; '.join(problems)}. Initialise the gates (Megatron: "
+            "perform_initialization) or load a checkpoint that has them"
+        )
 
 
 def _facts(weight: torch.Tensor) -> torch.Tensor:
     """fp64 [3]: all finite, all equal, rows that equal an earlier one."""
     num_experts = weight.shape[0]
     if num_experts < 2 or weight.numel() == 0:
-        return torch.stack([weight.isfinite().all().double(), weight.new_zeros((), dtype=torch.float64),
-                            weight.new_zeros((), dtype=torch.float64)])
+        return torch.stack(
+            [
+                weight.isfinite().all().double(),
+                weight.new_zeros((), dtype=torch.float64),
+                weight.new_zeros((), dtype=torch.float64),
+            ]
+        )
     finite, flat = weight.isfinite().all(), (weight == weight[0, 0]).all()
     distinct = torch.unique(weight, dim=0).shape[0]
     twins = weight.new_full((), num_experts - distinct, dtype=torch.float64)
@@ -87,7 +98,8 @@ def routing_statistics(scores: torch.Tensor, topk: int, chosen: torch.Tensor | N
     best = scores.topk(min(topk + 1, num_experts), dim=1)
     chosen = (best.indices[:, :topk] if chosen is None else chosen).flatten()
     load = torch.zeros(num_experts, device=scores.device, dtype=torch.float32).index_add_(
-        0, chosen, torch.ones(chosen.numel(), device=scores.device, dtype=torch.float32))
+        0, chosen, torch.ones(chosen.numel(), device=scores.device, dtype=torch.float32)
+    )
     tie = torch.zeros((), device=scores.device, dtype=torch.float32)
     if topk < num_experts:
         tie = (best.values[:, topk - 1] == best.values[:, topk]).sum().float()
@@ -131,15 +143,19 @@ class RouterGuard:
         load = numbers[STATISTICS:]
         mean = sum(load) / len(load)
         seen = {"tie_fraction": ties / tokens if tokens else 0.0, "load_ratio": max(load) / mean if mean else 1.0}
-        over = [f"{name} {seen[name]:.3g} > {limit:g}" for name, limit in (
-            ("tie_fraction", self.max_tie_fraction), ("load_ratio", self.max_load_ratio))
-            if limit is not None and seen[name] > limit]
+        over = [
+            f"{name} {seen[name]:.3g} > {limit:g}"
+            for name, limit in (("tie_fraction", self.max_tie_fraction), ("load_ratio", self.max_load_ratio))
+            if limit is not None and seen[name] > limit
+        ]
         if lost:
             over.append(f"{int(lost)} tokens with no finite score")
         self._streak = self._streak + 1 if over else 0
         if self._streak == self.patience or (self._streak > self.patience and self.action == "stop"):
-            said = (f"{layer}: {', '.join(over)} in {self._streak} steps running; exact ties send tokens to the same "
-                    "experts. Check the gate's initialisation, keep the router in fp32, or turn the tie-break on")
+            said = (
+                f"{layer}: {', '.join(over)} in {self._streak} steps running; exact ties send tokens to the same "
+                "experts. Check the gate's initialisation, keep the router in fp32, or turn the tie-break on"
+            )
             if self.action == "stop":
                 raise RouterError(said)
             log.warning("%s", said)
@@ -158,8 +174,10 @@ def tie_break(scores: torch.Tensor, first_token: int | torch.Tensor = 0) -> torc
     agree. Deterministic, no generator, no gradient, no host synchronisation: two sorts of every row. ValueError for
     scores of another kind."""
     if scores.dim() != 2 or not scores.is_floating_point():
-        raise ValueError(f"scores {scores.dtype} {tuple(scores.shape)} must be floating [T, num_experts]; give what "
-                         "top-k is taken of, in its own dtype")
+        raise ValueError(
+            f"scores {scores.dtype} {tuple(scores.shape)} must be floating [T, num_experts]; give what "
+            "top-k is taken of, in its own dtype"
+        )
     num_tokens, num_experts = scores.shape
     token = torch.arange(num_tokens, device=scores.device, dtype=torch.int64)[:, None] + first_token
     expert = torch.arange(num_experts, device=scores.device, dtype=torch.int64)[None, :]

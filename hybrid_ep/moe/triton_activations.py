@@ -36,8 +36,9 @@ def _act_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(h_ptr, prob_ptr, out_ptr, f, KIND: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr,
-                    BLOCK: tl.constexpr):
+def _forward_kernel(
+    h_ptr, prob_ptr, out_ptr, f, KIND: tl.constexpr, GATED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
@@ -53,8 +54,19 @@ def _forward_kernel(h_ptr, prob_ptr, out_ptr, f, KIND: tl.constexpr, GATED: tl.c
 
 
 @triton.jit
-def _backward_kernel(h_ptr, prob_ptr, grad_ptr, dh_ptr, dprob_ptr, f, KIND: tl.constexpr, GATED: tl.constexpr,
-                     WEIGHTED: tl.constexpr, DPROB: tl.constexpr, BLOCK: tl.constexpr):
+def _backward_kernel(
+    h_ptr,
+    prob_ptr,
+    grad_ptr,
+    dh_ptr,
+    dprob_ptr,
+    f,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    DPROB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     width = 2 * f if GATED else f
     prob = 1.0
@@ -92,13 +104,22 @@ def forward(h: torch.Tensor, prob: torch.Tensor | None, kind: str) -> torch.Tens
     out = h.new_empty(h.shape[0], f)
     if out.numel():
         _forward_kernel[(h.shape[0], triton.cdiv(f, _BLOCK))](
-            h, h if prob is None else prob, out, f, KIND=_KIND[kind], GATED=gated, WEIGHTED=prob is not None,
-            BLOCK=_BLOCK, **LAUNCH)
+            h,
+            h if prob is None else prob,
+            out,
+            f,
+            KIND=_KIND[kind],
+            GATED=gated,
+            WEIGHTED=prob is not None,
+            BLOCK=_BLOCK,
+            **LAUNCH,
+        )
     return out
 
 
-def backward(h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kind: str,
-             want_dprob: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def backward(
+    h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kind: str, want_dprob: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(dh like h, dprob fp32 [N] or None)."""
     gated = kind in _GATED
     f = grad.shape[1]
@@ -106,6 +127,17 @@ def backward(h: torch.Tensor, prob: torch.Tensor | None, grad: torch.Tensor, kin
     dprob = torch.zeros_like(prob) if prob is not None and want_dprob else None
     if grad.numel():
         _backward_kernel[(h.shape[0],)](
-            h, h if prob is None else prob, grad, dh, h if dprob is None else dprob, f, KIND=_KIND[kind], GATED=gated,
-            WEIGHTED=prob is not None, DPROB=want_dprob, BLOCK=_BLOCK, **LAUNCH)
+            h,
+            h if prob is None else prob,
+            grad,
+            dh,
+            h if dprob is None else dprob,
+            f,
+            KIND=_KIND[kind],
+            GATED=gated,
+            WEIGHTED=prob is not None,
+            DPROB=want_dprob,
+            BLOCK=_BLOCK,
+            **LAUNCH,
+        )
     return dh, dprob

@@ -15,8 +15,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _gather_sum_kernel(rows_ptr, inverse_ptr, weights_ptr, out_ptr, topk, hidden, WEIGHTED: tl.constexpr,
-                       BLOCK: tl.constexpr):
+def _gather_sum_kernel(
+    rows_ptr, inverse_ptr, weights_ptr, out_ptr, topk, hidden, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
@@ -40,6 +41,14 @@ def gather_sum(rows: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor 
     out = rows.new_empty(num_tokens, hidden)
     if out.numel():
         _gather_sum_kernel[(num_tokens, triton.cdiv(hidden, _BLOCK))](
-            rows, inverse, rows if weights is None else weights, out, inverse.shape[1], hidden,
-            WEIGHTED=weights is not None, BLOCK=_BLOCK, **LAUNCH)
+            rows,
+            inverse,
+            rows if weights is None else weights,
+            out,
+            inverse.shape[1],
+            hidden,
+            WEIGHTED=weights is not None,
+            BLOCK=_BLOCK,
+            **LAUNCH,
+        )
     return out

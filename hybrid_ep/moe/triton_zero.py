@@ -37,7 +37,8 @@ def zero_tail(rows: torch.Tensor, offsets: torch.Tensor) -> None:
     """rows [N, K] contiguous, offsets int [E]: rows[offsets[-1]:] = 0."""
     num_rows, num_columns = rows.shape
     _zero_tail_kernel[(num_rows, triton.cdiv(num_columns, _BLOCK))](
-        rows, offsets, offsets.numel(), num_columns, BLOCK=_BLOCK)
+        rows, offsets, offsets.numel(), num_columns, BLOCK=_BLOCK
+    )
 
 
 def zero_empty_groups(x: torch.Tensor, offsets: torch.Tensor) -> None:

@@ -53,7 +53,8 @@ def token_scales(scales: torch.Tensor) -> torch.Tensor:
 
 def _codes(x: torch.Tensor) -> torch.Tensor:
     """e2m1 bits of x, saturating. Between two neighbours the even code wins a tie."""
-    middles = torch.tensor([(a + b) / 2 for a, b in zip(_VALUES, _VALUES[1:], strict=False)], dtype=torch.float32,
-                           device=x.device)
+    middles = torch.tensor(
+        [(a + b) / 2 for a, b in zip(_VALUES, _VALUES[1:], strict=False)], dtype=torch.float32, device=x.device
+    )
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))  # their upper neighbour is even
     return torch.bucketize(x.abs(), middles).to(torch.uint8) | (x.signbit() & (x != 0)).to(torch.uint8) << 3

@@ -43,15 +43,19 @@ def format_of(dispatch_dtype: str | None, hidden: int) -> Format | None:
         return None
     if dispatch_dtype == NVFP4.name:
         if hidden % 32:
-            raise ValueError("dispatch_dtype='nvfp4' packs rows of whole 16-byte units, which "
-                             f"hidden={hidden} does not give; pad hidden to a multiple of 32, or use 'bf16'")
+            raise ValueError(
+                "dispatch_dtype='nvfp4' packs rows of whole 16-byte units, which "
+                f"hidden={hidden} does not give; pad hidden to a multiple of 32, or use 'bf16'"
+            )
         return NVFP4
     if dispatch_dtype not in FORMATS:
         raise ValueError(f"dispatch_dtype={dispatch_dtype!r} must be one of {', '.join(CHOICES)}, nvfp4, or None")
     found = FORMATS[dispatch_dtype]
     if hidden % found.block:
-        raise ValueError(f"dispatch_dtype={dispatch_dtype!r} scales blocks of {found.block} elements, which do not "
-                         f"divide hidden={hidden}; pad hidden to a multiple of {found.block}, or use 'bf16'")
+        raise ValueError(
+            f"dispatch_dtype={dispatch_dtype!r} scales blocks of {found.block} elements, which do not "
+            f"divide hidden={hidden}; pad hidden to a multiple of {found.block}, or use 'bf16'"
+        )
     return found
 
 

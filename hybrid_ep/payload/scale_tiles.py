@@ -29,14 +29,18 @@ def swizzle(scales: torch.Tensor, rows_per_expert: torch.Tensor | None = None) -
 
     ValueError when scales are not two-dimensional bytes, or when the groups do not fit them."""
     if scales.dim() != 2 or scales.element_size() != 1:
-        raise ValueError(f"scales is {tuple(scales.shape)} of {scales.dtype}; give [rows, blocks] of one byte each "
-                         "(mxfp8's e8m0 or nvfp4's e4m3)")
+        raise ValueError(
+            f"scales is {tuple(scales.shape)} of {scales.dtype}; give [rows, blocks] of one byte each "
+            "(mxfp8's e8m0 or nvfp4's e4m3)"
+        )
     scales = scales.view(torch.uint8)
     if rows_per_expert is not None:
         scales = _pad_groups(scales, rows_per_expert)
     elif scales.shape[0] % ROWS:
-        raise ValueError(f"scales has {scales.shape[0]} rows, not a multiple of {ROWS}; permute with "
-                         f"pad_multiple={ROWS}, or give rows_per_expert")
+        raise ValueError(
+            f"scales has {scales.shape[0]} rows, not a multiple of {ROWS}; permute with "
+            f"pad_multiple={ROWS}, or give rows_per_expert"
+        )
     scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % BLOCKS))
     tiles = scales.unflatten(0, (-1, ROWS // 32, 32)).unflatten(3, (-1, BLOCKS))  # [tile, r // 32, r % 32, tile, c]
     return tiles.permute(0, 3, 2, 1, 4).reshape(tiles.shape[0], tiles.shape[3], TILE_BYTES)

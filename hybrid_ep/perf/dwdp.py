@@ -53,8 +53,16 @@ def token_bytes(model: MoeModel, ranks: int, dispatch_dtype: str, combine_dtype:
     return copies * model.hidden * (element_bytes(dispatch_dtype) + element_bytes(combine_dtype))
 
 
-def layer(model: MoeModel, cluster: Cluster, tokens: int, ranks: int, dtype: str = "nvfp4", *,
-          tflops: float = COMPUTE_TFLOPS, copy_gb_per_s: float = COPY_GB_PER_S) -> Layer:
+def layer(
+    model: MoeModel,
+    cluster: Cluster,
+    tokens: int,
+    ranks: int,
+    dtype: str = "nvfp4",
+    *,
+    tflops: float = COMPUTE_TFLOPS,
+    copy_gb_per_s: float = COPY_GB_PER_S,
+) -> Layer:
     """One layer of a prefill of `tokens` per rank, one sequence. ValueError for ranks that do not divide experts."""
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")

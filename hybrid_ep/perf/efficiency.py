@@ -10,12 +10,21 @@ from typing import NamedTuple
 from hybrid_ep.hardware.clusters import Cluster
 
 # (GPU, precision of the GEMMs): geometric mean over half of its published rows. mxfp8 counts as fp8.
-FITTED = {("H100", "bf16"): 0.3046, ("H100", "fp8"): 0.3285,
-          ("GB200", "bf16"): 0.4704, ("GB200", "fp8"): 0.2542,
-          ("B200", "fp8"): 0.1331}
+FITTED = {
+    ("H100", "bf16"): 0.3046,
+    ("H100", "fp8"): 0.3285,
+    ("GB200", "bf16"): 0.4704,
+    ("GB200", "fp8"): 0.2542,
+    ("B200", "fp8"): 0.1331,
+}
 # GPUs of which no step was published in a precision, and whose number is taken.
-STANDS_IN = {("H200", "bf16"): "H100", ("H200", "fp8"): "H100", ("H800", "bf16"): "H100", ("H800", "fp8"): "H100",
-             ("B200", "bf16"): "GB200"}
+STANDS_IN = {
+    ("H200", "bf16"): "H100",
+    ("H200", "fp8"): "H100",
+    ("H800", "bf16"): "H100",
+    ("H800", "fp8"): "H100",
+    ("B200", "bf16"): "GB200",
+}
 
 
 class Efficiency(NamedTuple):
@@ -40,7 +49,9 @@ def of(cluster: Cluster, dtype: str) -> Efficiency:
     gpu, precision = gpu_word(cluster), precision_class(dtype)
     other = STANDS_IN.get((gpu, precision), gpu)
     if (other, precision) not in FITTED:
-        raise ValueError(f"cluster={cluster.name!r}: no published step of {gpu} in {precision} to take the efficiency "
-                         "from; give efficiency")
+        raise ValueError(
+            f"cluster={cluster.name!r}: no published step of {gpu} in {precision} to take the efficiency "
+            "from; give efficiency"
+        )
     said = f"as published steps of {other} in {precision} have it"
     return Efficiency(FITTED[other, precision], said + (f", for want of any of {gpu}" if other != gpu else ""))

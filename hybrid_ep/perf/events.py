@@ -58,8 +58,16 @@ def rows(shape: Shape) -> int:
     return shape.tokens * min(shape.topk, shape.ranks) * shape.ranks * (2 if shape.nodes > 1 else 1)
 
 
-def measure(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = HYBRID_EP.chunk, dtype: str = "bf16",
-            choices: np.ndarray | None = None, row_budget: int = ROW_BUDGET) -> Events:
+def measure(
+    shape: Shape,
+    cluster: Cluster,
+    *,
+    num_sms: int,
+    chunk: int = HYBRID_EP.chunk,
+    dtype: str = "bf16",
+    choices: np.ndarray | None = None,
+    row_budget: int = ROW_BUDGET,
+) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
     ValueError for what the simulator refuses; RuntimeError when its kernels failed, which no routing may cause."""
     if why := missing():
@@ -81,13 +89,26 @@ def measure(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = HYBRID
     def extend(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         return {k: b[k] + (b[k] - a.get(k, 0)) * ratio for k in b}
 
-    return Events(extend(small.time_us, full.time_us), extend(small.kernel_us, full.kernel_us), large, False,
-                  extend(small.link_us, full.link_us), extend(small.link_bytes, full.link_bytes),
-                  extend(small.role_us, full.role_us))
+    return Events(
+        extend(small.time_us, full.time_us),
+        extend(small.kernel_us, full.kernel_us),
+        large,
+        False,
+        extend(small.link_us, full.link_us),
+        extend(small.link_bytes, full.link_bytes),
+        extend(small.role_us, full.role_us),
+    )
 
 
-def timeline(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = HYBRID_EP.chunk, dtype: str = "bf16",
-             choices: np.ndarray | None = None) -> Events:
+def timeline(
+    shape: Shape,
+    cluster: Cluster,
+    *,
+    num_sms: int,
+    chunk: int = HYBRID_EP.chunk,
+    dtype: str = "bf16",
+    choices: np.ndarray | None = None,
+) -> Events:
     """The same with every use of every link, of as many tokens as a trace can show (`simulated_tokens`)."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
@@ -95,8 +116,9 @@ def timeline(shape: Shape, cluster: Cluster, *, num_sms: int, chunk: int = HYBRI
     return _events(shape.with_(tokens=tokens), cluster, num_sms, chunk, dtype, choices, True)
 
 
-def _events(shape: Shape, cluster: Cluster, num_sms: int, chunk: int, dtype: str, choices: np.ndarray | None,
-            trace: bool) -> Events:
+def _events(
+    shape: Shape, cluster: Cluster, num_sms: int, chunk: int, dtype: str, choices: np.ndarray | None, trace: bool
+) -> Events:
     from hybrid_ep.explorer import world
 
     payload = 2 * shape.hidden if dtype == "bf16" else shape.hidden
@@ -104,13 +126,22 @@ def _events(shape: Shape, cluster: Cluster, num_sms: int, chunk: int, dtype: str
     if dtype not in ("bf16", "fp8"):
         raise ValueError(f"dtype={dtype!r}: the event engine moves bf16 or fp8 rows; use engine=model")
     spec = world.spec_of(
-        num_nodes=shape.nodes, num_local_ranks=shape.ranks_per_node, experts_per_rank=shape.local_experts,
-        tokens=shape.tokens, topk=shape.topk, hidden=shape.hidden, row_bytes=payload, scale_bytes=scales,
-        chunk_tokens=chunk, rail_slots=_RAIL_SLOTS, num_blocks=num_sms,
-        smem_bytes=int(cluster.gpu.smem_kib.value) * 1024)
+        num_nodes=shape.nodes,
+        num_local_ranks=shape.ranks_per_node,
+        experts_per_rank=shape.local_experts,
+        tokens=shape.tokens,
+        topk=shape.topk,
+        hidden=shape.hidden,
+        row_bytes=payload,
+        scale_bytes=scales,
+        chunk_tokens=chunk,
+        rail_slots=_RAIL_SLOTS,
+        num_blocks=num_sms,
+        smem_bytes=int(cluster.gpu.smem_kib.value) * 1024,
+    )
     given: Sequence[Sequence[int]] = ()
     if choices is not None:
-        given = [choices[r, :shape.tokens].ravel().tolist() for r in range(shape.ranks)]
+        given = [choices[r, : shape.tokens].ravel().tolist() for r in range(shape.ranks)]
     row = HYBRID_EP.link_row_bytes(shape, dtype, "dispatch")
     got = world.measure(spec, event_costs(cluster, row), trace=trace, topk_idx=given)
     if got.failure is not None:
@@ -123,9 +154,15 @@ def _events(shape: Shape, cluster: Cluster, num_sms: int, chunk: int, dtype: str
         roles[role.name] = max(roles.get(role.name, 0.0), role.busy_us / num_sms)
     names = {k.name for k in got.kernels}
     return Events(
-        {op: got.operation_us(*kernels) for op, kernels in KERNELS.items()}, {n: got.kernel_us(n) for n in names},
-        shape.tokens, True, link_us, {name: max(by.values()) for name, by in got.link_bytes().items()}, roles,
-        tuple(_spans(got)) if trace else ())
+        {op: got.operation_us(*kernels) for op, kernels in KERNELS.items()},
+        {n: got.kernel_us(n) for n in names},
+        shape.tokens,
+        True,
+        link_us,
+        {name: max(by.values()) for name, by in got.link_bytes().items()},
+        roles,
+        tuple(_spans(got)) if trace else (),
+    )
 
 
 def _spans(got: World) -> list[TrackSpan]:
@@ -142,8 +179,16 @@ def _spans(got: World) -> list[TrackSpan]:
         # a link that serves several at once gets as many tracks as overlap
         ends = lanes.setdefault((s.rank, base), [])
         lane = next((i for i, end in enumerate(ends) if end <= s.start_us + 1e-9), len(ends))
-        ends[lane:lane + 1] = [s.end_us]
+        ends[lane : lane + 1] = [s.end_us]
         track = base if lane == 0 else f"{base} ({lane + 1})"
-        spans.append(TrackSpan(f"rank {s.rank}", track, s.operation, s.start_us, s.end_us - s.start_us,
-                               {"role": s.role, "block": s.block, "bytes": s.num_bytes}))
+        spans.append(
+            TrackSpan(
+                f"rank {s.rank}",
+                track,
+                s.operation,
+                s.start_us,
+                s.end_us - s.start_us,
+                {"role": s.role, "block": s.block, "bytes": s.num_bytes},
+            )
+        )
     return spans

@@ -46,9 +46,18 @@ class Prediction:
         return max(self.bounds, key=self.bounds.__getitem__)
 
 
-def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str = "bf16", chunk: int | None = None,
-            traffic: Traffic | None = None, impl: Implementation = HYBRID_EP,
-            permute_sms: int | None = None) -> Prediction:
+def predict(
+    op: str,
+    shape: Shape,
+    cluster: Cluster,
+    *,
+    num_sms: int,
+    dtype: str = "bf16",
+    chunk: int | None = None,
+    traffic: Traffic | None = None,
+    impl: Implementation = HYBRID_EP,
+    permute_sms: int | None = None,
+) -> Prediction:
     """One `op` ("dispatch" or "combine") by every rank at once.
 
     num_sms: blocks granted to it. chunk: rows a rail message, default the implementation's. traffic: of the busiest
@@ -68,8 +77,9 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 row")
     if shape.ranks_per_node > cluster.ranks_per_node:
-        raise ValueError(f"ranks_per_node={shape.ranks_per_node}: {cluster.name} has NVLink domains of "
-                         f"{cluster.ranks_per_node}")
+        raise ValueError(
+            f"ranks_per_node={shape.ranks_per_node}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}"
+        )
     traffic = uniform(shape) if traffic is None else traffic
     cost = RowCosts.of(cluster, shape, impl, op, dtype)
     work = _Work(shape, traffic, cost, impl, num_sms, chunk, cluster, permute_sms or num_sms)
@@ -83,18 +93,43 @@ def predict(op: str, shape: Shape, cluster: Cluster, *, num_sms: int, dtype: str
     api = line.end + skew + barriers + launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies)
     hbm = _kernel_hbm_bytes(shape, traffic, impl, op, cost)
     roles = max(line.busy_of(f"role {name}") for name in ROLES)
-    bounds = {"SM": line.busy_of("engine"), "SM roles": roles, "NVLink": line.busy_of("nvlink"),
-              "NIC": line.busy_of("nic"), "HBM": hbm_us(cluster, hbm)}
+    bounds = {
+        "SM": line.busy_of("engine"),
+        "SM roles": roles,
+        "NVLink": line.busy_of("nvlink"),
+        "NIC": line.busy_of("nic"),
+        "HBM": hbm_us(cluster, hbm),
+    }
     kernel, api = max(kernel, bounds["HBM"]), max(api, bounds["HBM"])
-    return Prediction(op, dtype, num_sms, chunk, kernel, api, bounds, *_bandwidths(shape, traffic, dtype, kernel),
-                      _role_shares(line, work, kernel), hbm, line)
+    return Prediction(
+        op,
+        dtype,
+        num_sms,
+        chunk,
+        kernel,
+        api,
+        bounds,
+        *_bandwidths(shape, traffic, dtype, kernel),
+        _role_shares(line, work, kernel),
+        hbm,
+        line,
+    )
 
 
 class _Work:
     """The chains of one rank's operation."""
 
-    def __init__(self, shape: Shape, traffic: Traffic, cost: RowCosts, impl: Implementation, num_sms: int, chunk: int,
-                 cluster: Cluster, permute_sms: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        traffic: Traffic,
+        cost: RowCosts,
+        impl: Implementation,
+        num_sms: int,
+        chunk: int,
+        cluster: Cluster,
+        permute_sms: int,
+    ) -> None:
         self.cluster, self.permute_sms = cluster, permute_sms
         self.shape, self.t, self.cost, self.impl, self.num_sms = shape, traffic, cost, impl, num_sms
         self.nvlink_latency = cluster.gpu.nvlink_latency_us.value
@@ -155,8 +190,9 @@ class _Work:
 
     def _scatter(self, block: int, rows: float) -> list[Hop]:
         copies = rows * self.fan_out
-        engine = Hop(("engine", block), "scatter", rows * self.cost.load + copies * self.cost.store, True,
-                     self.nvlink_latency)
+        engine = Hop(
+            ("engine", block), "scatter", rows * self.cost.load + copies * self.cost.store, True, self.nvlink_latency
+        )
         return [engine, Hop(("nvlink", 0), "rows", copies * self.crossing * self.cost.nvlink)]
 
     def _rail_dispatch(self, chunk: int, peer: int) -> Chain:
@@ -180,20 +216,31 @@ class _Work:
         waits = (pulled * self.cost.pull_peer + sums * self.cost.pull_own) / roles
         engine = (pulled + sums) * self.cost.load + rows * self.cost.store
         adds = (pulled + sums) * self.cost.add + rows * self.cost.finish
-        return [Hop((f"role {role}", block), role, waits, True),
-                Hop(("engine", block), role, engine, True, self.nvlink_latency),
-                Hop(("nvlink", 0), "rows", pulled * self.crossing * self.cost.nvlink, True),
-                Hop((f"role add {role}", block), role, adds)]
+        return [
+            Hop((f"role {role}", block), role, waits, True),
+            Hop(("engine", block), role, engine, True, self.nvlink_latency),
+            Hop(("nvlink", 0), "rows", pulled * self.crossing * self.cost.nvlink, True),
+            Hop((f"role add {role}", block), role, adds),
+        ]
 
     def _local_pass(self, role: str, loads: float, stores: float, pull: float = 0.0) -> Timeline:
         """Rows dealt evenly over blocks, no faster than memory. pull: what a summing role waits for a load."""
         work = (loads * self.cost.load + stores * self.cost.store) / self.permute_sms
         waits = loads * pull / self.permute_sms
         adds = (loads * self.cost.add + stores * self.cost.finish) / self.permute_sms if pull else 0.0
-        line = flow.run([Chain(role, [Hop((f"role {role}", block), role, waits, True),
-                                      Hop(("engine", block), role, work, True),
-                                      Hop((f"role add {role}", block), role, adds)])
-                         for block in range(self.permute_sms)])
+        line = flow.run(
+            [
+                Chain(
+                    role,
+                    [
+                        Hop((f"role {role}", block), role, waits, True),
+                        Hop(("engine", block), role, work, True),
+                        Hop((f"role add {role}", block), role, adds),
+                    ],
+                )
+                for block in range(self.permute_sms)
+            ]
+        )
         line.end = max(line.end, hbm_us(self.cluster, (loads + stores) * self.cost.link_bytes))
         return line
 

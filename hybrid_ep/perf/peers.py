@@ -48,19 +48,25 @@ def flat(op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16") -> PeerTi
     return PeerTime("flat", links + permutes + _fixed(cluster, shape, 4), rail, nvlink)
 
 
-def node_dedup(op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16",
-               traffic: Traffic | None = None) -> PeerTime:
+def node_dedup(
+    op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16", traffic: Traffic | None = None
+) -> PeerTime:
     """The hierarchy's bytes, one phase after the other."""
     t = traffic or routing.uniform(shape)
     cost = RowCosts.of(cluster, shape, HYBRID_EP, op, dtype)
     rail = _messages(cluster, shape, max(t.rail_out, t.rail_in), cost.nic)
     permute = hbm_us(cluster, (t.received + t.pairs) * cost.row_bytes)
-    return PeerTime("node_dedup", rail + t.nvlink_rows * cost.nvlink + permute + _fixed(cluster, shape, 6),
-                    t.rail_out, t.nvlink_rows)
+    return PeerTime(
+        "node_dedup",
+        rail + t.nvlink_rows * cost.nvlink + permute + _fixed(cluster, shape, 6),
+        t.rail_out,
+        t.nvlink_rows,
+    )
 
 
-def hybrid(op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16", num_sms: int = 24,
-           traffic: Traffic | None = None) -> PeerTime:
+def hybrid(
+    op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16", num_sms: int = 24, traffic: Traffic | None = None
+) -> PeerTime:
     """This library."""
     t = traffic or routing.uniform(shape)
     got = model.predict(op, shape, cluster, num_sms=num_sms, dtype=dtype, traffic=t)
@@ -69,5 +75,8 @@ def hybrid(op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16", num_sms
 
 def compare(op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16", num_sms: int = 24) -> dict[str, PeerTime]:
     """All of NAMES."""
-    return {"flat": flat(op, shape, cluster, dtype), "node_dedup": node_dedup(op, shape, cluster, dtype),
-            "hybrid_ep": hybrid(op, shape, cluster, dtype, num_sms)}
+    return {
+        "flat": flat(op, shape, cluster, dtype),
+        "node_dedup": node_dedup(op, shape, cluster, dtype),
+        "hybrid_ep": hybrid(op, shape, cluster, dtype, num_sms),
+    }

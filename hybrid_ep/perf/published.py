@@ -22,8 +22,14 @@ from hybrid_ep.perf.implementations import PUBLISHED
 from hybrid_ep.perf.shape import Shape
 
 CSV = Path(__file__).parent / "data" / "published_bandwidth.csv"
-_CLUSTER = {"H100": "h100_8x400g", "SM90": "h100_8x400g", "H800": "h800_8x400g", "B200": "b200_8x400g",
-            "SM100": "b200_8x400g", "GB200": "gb200_nvl36"}
+_CLUSTER = {
+    "H100": "h100_8x400g",
+    "SM90": "h100_8x400g",
+    "H800": "h800_8x400g",
+    "B200": "b200_8x400g",
+    "SM100": "b200_8x400g",
+    "GB200": "gb200_nvl36",
+}
 _INTEGERS = ("ranks", "ranks_per_node", "tokens_per_rank", "hidden", "topk", "experts", "num_sms")
 
 
@@ -73,7 +79,8 @@ class Answer:
 
 def _row(record: dict[str, str]) -> Row:
     fields: dict[str, Any] = {
-        k: int(v) if k in _INTEGERS else float(v) if k == "gb_per_s" else v for k, v in record.items()}
+        k: int(v) if k in _INTEGERS else float(v) if k == "gb_per_s" else v for k, v in record.items()
+    }
     return Row(**fields)
 
 
@@ -88,8 +95,9 @@ def answer(row: Row, cluster: Cluster | None = None) -> Answer:
     """Predict one row on `cluster` (default: the one of its GPU)."""
     cluster = cluster or clusters.get(_CLUSTER[row.gpu])
     traffic = routing.uniform(row.shape, 8, 4) if "top-4 groups" in row.note else routing.uniform(row.shape)
-    got = model.predict(row.op, row.shape, cluster, num_sms=row.num_sms, dtype=row.dtype, traffic=traffic,
-                        impl=PUBLISHED)
+    got = model.predict(
+        row.op, row.shape, cluster, num_sms=row.num_sms, dtype=row.dtype, traffic=traffic, impl=PUBLISHED
+    )
     link = "rail" if row.basis.startswith("rdma") else "nvlink"
     time_us = got.api_us if row.scope == "api" else got.kernel_us
     return Answer(row, got.logical[link] * got.kernel_us / time_us, got.binds)

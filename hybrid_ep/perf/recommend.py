@@ -80,8 +80,18 @@ def _tune_sms(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic) -> 
 @lru_cache(maxsize=4096)
 def _exchange(shape: Shape, cluster_name: str, dtype: str, traffic: Traffic, num_sms: int, chunk: int) -> float:
     cluster = clusters.get(cluster_name)
-    return sum(model.predict(op, shape, cluster, num_sms=num_sms, chunk=chunk, traffic=traffic,
-                             dtype=dtype if op == "dispatch" else "bf16").api_us for op in model.OPS)
+    return sum(
+        model.predict(
+            op,
+            shape,
+            cluster,
+            num_sms=num_sms,
+            chunk=chunk,
+            traffic=traffic,
+            dtype=dtype if op == "dispatch" else "bf16",
+        ).api_us
+        for op in model.OPS
+    )
 
 
 def state_gb(m: MoeModel, gpus: int, ep: int, pp: int) -> float:
@@ -101,9 +111,17 @@ def candidates(m: MoeModel, cluster: Cluster, gpus: int) -> Iterator[tuple[int, 
                     yield ep, pp
 
 
-def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, top: int = 5,
-              overlap: float = 0.0, watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
-              **of_the_job: Any) -> list[Plan]:
+def recommend(
+    m: MoeModel,
+    cluster: Cluster,
+    gpus: int,
+    *,
+    tokens: int = 4096,
+    top: int = 5,
+    overlap: float = 0.0,
+    watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    **of_the_job: Any,
+) -> list[Plan]:
     """The best plans, fastest first. overlap: share of what moves, tokens or weights, that hides behind compute.
     watch: sees the layouts go by, for a progress bar. of_the_job: fields of every plan's Job: dtype, recompute,
     cv_slow. ValueError when no plan fits the memory."""
@@ -114,10 +132,15 @@ def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, t
     fitting = {key: gb for key, gb in sizes.items() if gb <= room}
     if not fitting:
         smallest = min(sizes.values(), default=float("inf"))
-        raise ValueError(f"gpus={gpus}: no EP x PP of {m.name} fits; a rank needs {smallest:.0f} GB or more of state "
-                         f"and has {room:.0f} GB ({_MEMORY_SHARE:.0%} of {cluster.gpu.hbm_gb.value:.0f}); take more")
-    plans = [plan for (ep, pp), gb in watch(fitting.items())
-             for plan in _plans(job_of(m, cluster, gpus, ep, pp, tokens=tokens, overlap=overlap, **of_the_job), gb)]
+        raise ValueError(
+            f"gpus={gpus}: no EP x PP of {m.name} fits; a rank needs {smallest:.0f} GB or more of state "
+            f"and has {room:.0f} GB ({_MEMORY_SHARE:.0%} of {cluster.gpu.hbm_gb.value:.0f}); take more"
+        )
+    plans = [
+        plan
+        for (ep, pp), gb in watch(fitting.items())
+        for plan in _plans(job_of(m, cluster, gpus, ep, pp, tokens=tokens, overlap=overlap, **of_the_job), gb)
+    ]
     plans.sort(key=lambda p: p.step_seconds)
     kept: list[Plan] = []
     for plan in plans:  # a runner-up differs in something that matters
@@ -127,8 +150,7 @@ def recommend(m: MoeModel, cluster: Cluster, gpus: int, *, tokens: int = 4096, t
     other = [p for p in kept[top:] if p.move not in {k.move for k in kept[:top]}]
     kept = kept[:top] + other[:1]  # what moving the other thing would cost belongs to the advice
     dtypes = {p.dispatch_dtype: p for p in reversed(plans) if (p.ep, p.pp, p.move) == (best.ep, best.pp, best.move)}
-    return [replace(_with_chunk(p, m, cluster, tokens), why=_why(p, best, m, cluster, tokens, dtypes))
-            for p in kept]
+    return [replace(_with_chunk(p, m, cluster, tokens), why=_why(p, best, m, cluster, tokens, dtypes)) for p in kept]
 
 
 def _with_chunk(p: Plan, m: MoeModel, cluster: Cluster, tokens: int) -> Plan:
@@ -164,8 +186,20 @@ def _plan(job: Job, num_sms: int, chunk: int, move: str, exposed_us: float, gb: 
     """exposed_us: of each layer, beyond what the step model counts."""
     got, m = step(job), job.model
     seconds = 1 / got.tokens_per_s_per_gpu + exposed_us * m.moe_layers / 1e6 / job.tokens
-    return Plan(job.ep, job.pp, job.shape.ranks_per_node, num_sms, chunk, job.dispatch_dtype, move,
-                move_us or got.exchange_us, seconds, 1 / seconds, gb, "")
+    return Plan(
+        job.ep,
+        job.pp,
+        job.shape.ranks_per_node,
+        num_sms,
+        chunk,
+        job.dispatch_dtype,
+        move,
+        move_us or got.exchange_us,
+        seconds,
+        1 / seconds,
+        gb,
+        "",
+    )
 
 
 def _why(p: Plan, best: Plan, m: MoeModel, cluster: Cluster, tokens: int, dtypes: dict[str, Plan]) -> str:
@@ -178,8 +212,11 @@ def _why(p: Plan, best: Plan, m: MoeModel, cluster: Cluster, tokens: int, dtypes
     if p is best:
         where = "inside one NVLink domain" if p.ep <= cluster.ranks_per_node else "over the rail"
         pipeline = f", {p.pp} pipeline stages" if p.pp > 1 else ""
-        others = [f"{dtype} dispatch would cost {q.step_seconds / p.step_seconds - 1:+.1%}"
-                  for dtype, q in dtypes.items() if dtype != p.dispatch_dtype]
+        others = [
+            f"{dtype} dispatch would cost {q.step_seconds / p.step_seconds - 1:+.1%}"
+            for dtype, q in dtypes.items()
+            if dtype != p.dispatch_dtype
+        ]
         return "; ".join([where + pipeline, *others, crossover])
     reasons = []
     if p.move != best.move:

@@ -70,8 +70,10 @@ def _missed(shape: Shape, units: int, groups: int, limit: int) -> float:
         return 1 - chosen + chosen * none_of(shape.experts // units)
     held = groups // units
     ways = math.comb(groups, limit)
-    return sum(math.comb(held, j) * math.comb(groups - held, limit - j) / ways * none_of(shape.experts // groups * j)
-               for j in range(min(held, limit) + 1))
+    return sum(
+        math.comb(held, j) * math.comb(groups - held, limit - j) / ways * none_of(shape.experts // groups * j)
+        for j in range(min(held, limit) + 1)
+    )
 
 
 def from_means(shape: Shape, nodes_per_token: float, ranks_per_token: float) -> Traffic:
@@ -80,8 +82,18 @@ def from_means(shape: Shape, nodes_per_token: float, ranks_per_token: float) -> 
     rail = tokens * nodes_per_token * (1 - 1 / shape.nodes)
     copies = tokens * ranks_per_token
     crossing = copies * (1 - 1 / shape.ranks_per_node)
-    return Traffic(rail, rail, copies, crossing, crossing, copies, float(tokens * shape.topk), nodes_per_token,
-                   ranks_per_token, 0.0)
+    return Traffic(
+        rail,
+        rail,
+        copies,
+        crossing,
+        crossing,
+        copies,
+        float(tokens * shape.topk),
+        nodes_per_token,
+        ranks_per_token,
+        0.0,
+    )
 
 
 def count(choices: np.ndarray, shape: Shape) -> Traffic:
@@ -104,7 +116,7 @@ def count(choices: np.ndarray, shape: Shape) -> Traffic:
         to_node = hit[:, :ranks].reshape(-1, shape.nodes, local).any(axis=2).sum(axis=0)
         for node in range(shape.nodes):
             forwarder = node * local + rank % local  # the rank of our rail there writes our tokens to its node
-            here = to_rank[node * local:(node + 1) * local]
+            here = to_rank[node * local : (node + 1) * local]
             copies[forwarder] += here.sum()
             own[forwarder] += here[rank % local]
             if node == rank // local:
@@ -115,11 +127,21 @@ def count(choices: np.ndarray, shape: Shape) -> Traffic:
     tokens = max(1, choices.shape[1])
     remote = float(rail_out.sum()) / (ranks * tokens)  # other nodes a token goes to
     local_nodes = float(sum(any_local)) / (ranks * tokens)
-    out, into, copied, crossing, coming, most, paired = (float(np.max(rows)) for rows in (
-        rail_out, rail_in, copies, copies - own, received - own, received, pairs))
+    out, into, copied, crossing, coming, most, paired = (
+        float(np.max(rows)) for rows in (rail_out, rail_in, copies, copies - own, received - own, received, pairs)
+    )
     result = Traffic(
-        out, into, copied, crossing, coming, most, paired, remote + local_nodes,
-        float(received.sum()) / (ranks * tokens), float(np.max(pairs)) / max(float(np.mean(pairs)), 1e-9) - 1)
+        out,
+        into,
+        copied,
+        crossing,
+        coming,
+        most,
+        paired,
+        remote + local_nodes,
+        float(received.sum()) / (ranks * tokens),
+        float(np.max(pairs)) / max(float(np.mean(pairs)), 1e-9) - 1,
+    )
     return result.scaled(shape.tokens / tokens)
 
 
@@ -147,7 +169,7 @@ def popularity(shape: Shape, weights: np.ndarray, seed: int = 1, *, shuffle: boo
     drawn = np.empty((shape.ranks, tokens, shape.topk), dtype=np.int64)
     for rank in range(shape.ranks):
         keys = log_weights + rng.gumbel(size=(tokens, shape.experts))
-        drawn[rank] = np.argpartition(keys, -shape.topk, axis=1)[:, -shape.topk:]
+        drawn[rank] = np.argpartition(keys, -shape.topk, axis=1)[:, -shape.topk :]
     return drawn
 
 

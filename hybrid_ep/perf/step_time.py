@@ -33,8 +33,12 @@ CV_SLOW = 0.034
 # CollectiveX: an fp8 dispatch costs 27 to 65 us more than a bf16 one, whatever its size, to quantise.
 QUANTISE_US = 46.0
 # DeepEP V1, 24 SMs, bf16: logical GB/s published in Hybrid-EP's README; GB200 at EP24, B200 at EP8.
-_DEEPEP_V1_GB_PER_S = {("gb200_nvl72", "dispatch"): 450.0, ("gb200_nvl72", "combine"): 163.0,
-                       ("b200_8x400g", "dispatch"): 494.0, ("b200_8x400g", "combine"): 420.0}
+_DEEPEP_V1_GB_PER_S = {
+    ("gb200_nvl72", "dispatch"): 450.0,
+    ("gb200_nvl72", "combine"): 163.0,
+    ("b200_8x400g", "dispatch"): 494.0,
+    ("b200_8x400g", "combine"): 420.0,
+}
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,9 @@ class Job:
         if self.gpus < 1 or self.gpus % (self.ep * self.pp):
             raise ValueError(f"gpus={self.gpus} must be a positive multiple of ep x pp = {self.ep * self.pp}")
         if self.tensor < 1 or self.gpus % (self.tensor * self.pp):
-            raise ValueError(f"tensor={self.tensor}: tensor x pp = {self.tensor * self.pp} must divide "
-                             f"gpus={self.gpus}")
+            raise ValueError(
+                f"tensor={self.tensor}: tensor x pp = {self.tensor * self.pp} must divide gpus={self.gpus}"
+            )
         for name, known in (("dispatcher", DISPATCHERS), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
@@ -198,13 +203,24 @@ def step(job: Job) -> Step:
     busy = micro_batch * job.micro_batches * (1 + bubble)
     gradients = _gradient_us(job) * (1 - job.grad_overlap)
     total = busy * (1 + slow) + gradients
-    parts = {"compute": compute * job.micro_batches, "exchange": exchange * job.micro_batches,
-             "fixed": fixed * job.micro_batches, "tensor parallel": tensor * job.micro_batches,
-             "waiting in the EP group": straggle * job.micro_batches,
-             "bubble": micro_batch * job.micro_batches * bubble, "slowest node": busy * slow, "gradients": gradients}
+    parts = {
+        "compute": compute * job.micro_batches,
+        "exchange": exchange * job.micro_batches,
+        "fixed": fixed * job.micro_batches,
+        "tensor parallel": tensor * job.micro_batches,
+        "waiting in the EP group": straggle * job.micro_batches,
+        "bubble": micro_batch * job.micro_batches * bubble,
+        "slowest node": busy * slow,
+        "gradients": gradients,
+    }
     rate = job.tokens * job.micro_batches / (total / us) / job.pp
-    return Step(total / us, rate, rate * m.train_flops_per_token(job.sequence) / 1e12, one_way,
-                {name: part / total for name, part in parts.items()})
+    return Step(
+        total / us,
+        rate,
+        rate * m.train_flops_per_token(job.sequence) / 1e12,
+        one_way,
+        {name: part / total for name, part in parts.items()},
+    )
 
 
 def _gradient_us(job: Job) -> float:
@@ -264,23 +280,43 @@ def published_rows() -> list[EndToEnd]:
         jobs.append(job)
     # increasing prediction: less variation is faster
     last = max(i for i, r in enumerate(records) if "torchtitan" in r["source"])
-    cv = -calibrate(float(records[last]["value"]),
-                    lambda x: _in_unit(replace(jobs[last], cv_slow=-x), records[last]["unit"]), -0.5, 0.0)
+    cv = -calibrate(
+        float(records[last]["value"]),
+        lambda x: _in_unit(replace(jobs[last], cv_slow=-x), records[last]["unit"]),
+        -0.5,
+        0.0,
+    )
     for index, (record, job) in enumerate(zip(records, jobs, strict=True)):
         if "torchtitan" in record["source"]:
             job = replace(job, cv_slow=cv)
-        answered.append(EndToEnd(record["source"], job, record["unit"], float(record["value"]),
-                                 _in_unit(job, record["unit"]), not record["reference"] or index == last,
-                                 record["note"]))
+        answered.append(
+            EndToEnd(
+                record["source"],
+                job,
+                record["unit"],
+                float(record["value"]),
+                _in_unit(job, record["unit"]),
+                not record["reference"] or index == last,
+                record["note"],
+            )
+        )
     return answered
 
 
 def _job(record: dict[str, str]) -> Job:
     name = {"hybrid_ep": "published_hybrid_ep"}.get(record["dispatcher"], record["dispatcher"])
     ep = int(record["ep"])
-    return Job(models.get(record["model"]), clusters.get(record["cluster"]), int(record["gpus"]), ep,
-               pp=_PP.get((record["model"], ep), 1), virtual_pp=4, dtype=record["dtype"], dispatcher=name,
-               num_sms=32)  # the public recipes' --moe-hybridep-num-sms
+    return Job(
+        models.get(record["model"]),
+        clusters.get(record["cluster"]),
+        int(record["gpus"]),
+        ep,
+        pp=_PP.get((record["model"], ep), 1),
+        virtual_pp=4,
+        dtype=record["dtype"],
+        dispatcher=name,
+        num_sms=32,
+    )  # the public recipes' --moe-hybridep-num-sms
 
 
 def _in_unit(job: Job, unit: str) -> float:

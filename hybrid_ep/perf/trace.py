@@ -31,12 +31,21 @@ def of_timeline(line: Timeline, operation: str) -> list[TrackSpan]:
     for span in line.spans:
         kind, index = span.server
         if kind in ("nvlink", "nic"):
-            spans.append(TrackSpan("rank 0 links", kind, f"{operation} {span.label}", span.start, span.work,
-                                   {"role": span.role}))
+            spans.append(
+                TrackSpan("rank 0 links", kind, f"{operation} {span.label}", span.start, span.work, {"role": span.role})
+            )
         else:
             what = f"{span.role} copies" if kind == "engine" else f"{kind.removeprefix('role ')} waits"
-            spans.append(TrackSpan("rank 0 SMs", f"block {index:03d} {what}", f"{operation} {span.label}", span.start,
-                                   span.work, {"role": span.role}))
+            spans.append(
+                TrackSpan(
+                    "rank 0 SMs",
+                    f"block {index:03d} {what}",
+                    f"{operation} {span.label}",
+                    span.start,
+                    span.work,
+                    {"role": span.role},
+                )
+            )
     return spans
 
 
@@ -55,8 +64,9 @@ def to_json(spans: Iterable[TrackSpan], covers: str = "") -> dict[str, Any]:
         shown = f"{name} ({covers})" if covers and pid == 1 else name
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": shown}})
     for (process, track), tid in tracks.items():
-        events.append({"ph": "M", "name": "thread_name", "pid": processes[process], "tid": tid,
-                       "args": {"name": track}})
+        events.append(
+            {"ph": "M", "name": "thread_name", "pid": processes[process], "tid": tid, "args": {"name": track}}
+        )
     free: dict[int, tuple[int, float]] = {}  # track -> where its last span ends: nanoseconds drawn, microseconds true
     for s in sorted(spans, key=lambda s: s.start):
         tid = tracks[s.process, s.track]
@@ -66,8 +76,17 @@ def to_json(spans: Iterable[TrackSpan], covers: str = "") -> dict[str, Any]:
             begin = max(begin, drawn)
         end = max(end, begin + 1)
         free[tid] = max(drawn, end), max(true, s.start + s.duration)
-        events.append({"ph": "X", "name": s.name, "pid": processes[s.process], "tid": tid, "ts": begin / 1000,
-                       "dur": (end - begin) / 1000, "args": s.args})
+        events.append(
+            {
+                "ph": "X",
+                "name": s.name,
+                "pid": processes[s.process],
+                "tid": tid,
+                "ts": begin / 1000,
+                "dur": (end - begin) / 1000,
+                "args": s.args,
+            }
+        )
     return {"displayTimeUnit": "ns", "otherData": {"covers": covers}, "traceEvents": events}
 
 

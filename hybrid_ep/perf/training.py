@@ -43,8 +43,10 @@ class Row:
 
     def __str__(self) -> str:
         j = self.job
-        return (f"{j.model.name} on {j.gpus} {gpu_word(j.cluster)}, {j.dtype}, EP {j.ep}, PP {j.pp}, TP {j.tensor} "
-                f"({self.source})")
+        return (
+            f"{j.model.name} on {j.gpus} {gpu_word(j.cluster)}, {j.dtype}, EP {j.ep}, PP {j.pp}, TP {j.tensor} "
+            f"({self.source})"
+        )
 
 
 @lru_cache(maxsize=1)
@@ -67,9 +69,21 @@ def rows() -> tuple[Row, ...]:
 def _job(record: dict[str, str]) -> Job:
     gpus, tensor, pipeline, size = (int(record[k]) for k in ("gpus", "tensor", "pipeline", "micro_batch"))
     batches = int(record["global_batch"]) // (gpus // (tensor * pipeline) * size)
-    return Job(models.get(record["model"]), clusters.get(record["cluster"]), gpus, int(record["expert"]), pipeline,
-               int(record["virtual_pipeline"]), _SEQUENCE * size // tensor, _SEQUENCE, batches,
-               dtype=record["precision"], num_sms=_NUM_SMS, tensor=tensor, cv_slow=CV_SLOW)
+    return Job(
+        models.get(record["model"]),
+        clusters.get(record["cluster"]),
+        gpus,
+        int(record["expert"]),
+        pipeline,
+        int(record["virtual_pipeline"]),
+        _SEQUENCE * size // tensor,
+        _SEQUENCE,
+        batches,
+        dtype=record["precision"],
+        num_sms=_NUM_SMS,
+        tensor=tensor,
+        cv_slow=CV_SLOW,
+    )
 
 
 def fit(group: tuple[str, str]) -> float:
@@ -89,20 +103,25 @@ def nearest(job: Job) -> Row:
 
 
 def distance(row: Row, job: Job) -> tuple[bool, bool, bool, float]:
-    return (gpu_word(row.job.cluster) != gpu_word(job.cluster), row.job.model.name != job.model.name,
-            precision_class(row.job.dtype) != precision_class(job.dtype),
-            abs(math.log(row.job.gpus / job.gpus)) + abs(math.log(row.job.ep / job.ep)))
+    return (
+        gpu_word(row.job.cluster) != gpu_word(job.cluster),
+        row.job.model.name != job.model.name,
+        precision_class(row.job.dtype) != precision_class(job.dtype),
+        abs(math.log(row.job.gpus / job.gpus)) + abs(math.log(row.job.ep / job.ep)),
+    )
 
 
 def said_of(job: Job) -> str:
     """The nearest row in a line, and what the model says of that row."""
     row = nearest(job)
     published, predicted = row.tokens_per_s, row.predicted()
-    return (f"nearest published step: {row}: {published:,.0f} tokens/s a GPU; this model says {predicted:,.0f} of it, "
-            f"{predicted / published - 1:+.0%}")
+    return (
+        f"nearest published step: {row}: {published:,.0f} tokens/s a GPU; this model says {predicted:,.0f} of it, "
+        f"{predicted / published - 1:+.0%}"
+    )
 
 
 def spread(chosen: Iterable[Row]) -> tuple[float, float]:
     """(median, worst) of the residuals' sizes."""
     sizes = sorted(abs(row.predicted() / row.tokens_per_s - 1) for row in chosen)
-    return sizes[len(sizes) // 2] if len(sizes) % 2 else sum(sizes[len(sizes) // 2 - 1:][:2]) / 2, sizes[-1]
+    return sizes[len(sizes) // 2] if len(sizes) % 2 else sum(sizes[len(sizes) // 2 - 1 :][:2]) / 2, sizes[-1]

@@ -68,8 +68,10 @@ class GroupView:
             return cls(group.rank(), group.size(), group.group_name, store, PosixSegments(), world_rank)
         if all(hasattr(group, a) for a in ("rank", "size", "group_name", "store", "segments")):
             return cls(group.rank(), group.size(), group.group_name, group.store, group.segments, group.rank())
-        raise ValueError(f"group={group!r} is not a torch.distributed process group that this rank belongs to; call "
-                         "init_process_group and give torch.distributed.group.WORLD or a new_group() with this rank")
+        raise ValueError(
+            f"group={group!r} is not a torch.distributed process group that this rank belongs to; call "
+            "init_process_group and give torch.distributed.group.WORLD or a new_group() with this rank"
+        )
 
 
 class Rendezvous:
@@ -92,7 +94,8 @@ class Rendezvous:
         except dist.DistError as error:
             raise BootstrapError(
                 f"rank {self.view.rank} lost the store of group {self.view.name!r} in {topic!r}: {error}; the process "
-                "that hosts it (usually rank 0) must live as long as buffers are made or grow") from error
+                "that hosts it (usually rank 0) must live as long as buffers are made or grow"
+            ) from error
 
     def exchange(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
         """Publishes this rank's value (anything JSON can say) and returns everybody's, by rank.
@@ -109,8 +112,10 @@ class Rendezvous:
         refused = {rank: s["refused"] for rank, s in enumerate(said) if "refused" in s}
         if refused:
             rank, why = next(iter(refused.items()))
-            raise ValueError(f"rank{'s' if len(refused) > 1 else ''} {', '.join(map(str, refused))} of group "
-                             f"{self.view.name!r} refused the arguments; rank {rank} says: {why}")
+            raise ValueError(
+                f"rank{'s' if len(refused) > 1 else ''} {', '.join(map(str, refused))} of group "
+                f"{self.view.name!r} refused the arguments; rank {rank} says: {why}"
+            )
         return [s["value"] for s in said]
 
     def refuse(self, topic: str, error: Exception) -> None:
@@ -138,7 +143,9 @@ class Rendezvous:
                 raise BootstrapError(
                     f"rank {self.view.rank} of group {self.view.name!r} waited {waited:.1f} s for {topic!r} of ranks "
                     f"{missing}; every rank of the group must make the same calls in the same order (deadline: "
-                    "timeout_s or HYBRID_EP_TIMEOUT_S)", missing)
+                    "timeout_s or HYBRID_EP_TIMEOUT_S)",
+                    missing,
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
 
@@ -155,8 +162,13 @@ def agree(facts_by_rank: list[dict[str, Any]], what: str) -> None:
             raise ValueError(f"{what}: {name} must be the same on every rank, but is {said}")
 
 
-def open_segments(meet: Rendezvous, segments: Segments, generation: int, num_bytes: int,
-                  make_engine: Callable[[list[_core.Segment]], _E]) -> _E:
+def open_segments(
+    meet: Rendezvous,
+    segments: Segments,
+    generation: int,
+    num_bytes: int,
+    make_engine: Callable[[list[_core.Segment]], _E],
+) -> _E:
     """Creates this rank's segment, attaches everybody's, makes the engine over them and removes the names.
 
     Collective. Either every rank returns its engine or every rank raises; no name is left behind in either
@@ -191,5 +203,8 @@ def _all_well(meet: Rendezvous, topic: str, error: Exception | None, num_bytes: 
     if error is not None:
         raise error
     if bad:
-        raise BootstrapError(f"ranks {bad} could not set up a registered buffer of {num_bytes} bytes; rank {bad[0]} "
-                             f"says: {said[bad[0]]}", bad)
+        raise BootstrapError(
+            f"ranks {bad} could not set up a registered buffer of {num_bytes} bytes; rank {bad[0]} "
+            f"says: {said[bad[0]]}",
+            bad,
+        )

@@ -48,8 +48,10 @@ def load() -> dict[str, Any]:
 
     RuntimeError when it was not built or does not load."""
     if not LIBRARY.is_file():
-        raise RuntimeError(f"{LIBRARY.name} is not there; in a checkout of the sources, on a machine with nvcc, "
-                           "'python scripts/build_cuda.py' builds it, and so does 'pip install .'")
+        raise RuntimeError(
+            f"{LIBRARY.name} is not there; in a checkout of the sources, on a machine with nvcc, "
+            "'python scripts/build_cuda.py' builds it, and so does 'pip install .'"
+        )
     return _core.cuda.load(str(LIBRARY))
 
 
@@ -67,8 +69,10 @@ def current() -> torch.device:
     found = facts["devices"][device.index]
     if not found["supported"]:
         major, minor = found["capability"]
-        raise ValueError(f"executor='cuda' has kernels for compute capability 9.0 and 10.x; {device} is a "
-                         f"{found['name']} of {major}.{minor}")
+        raise ValueError(
+            f"executor='cuda' has kernels for compute capability 9.0 and 10.x; {device} is a "
+            f"{found['name']} of {major}.{minor}"
+        )
     return device
 
 
@@ -116,15 +120,18 @@ class Reach:
         Ranks that all mapped one another through fabric handles are one domain, however many hosts they lie on (an
         NVL72 is 18); where fabric handles do not join them into such groups, the ranks of a machine are one."""
         works = ["fabric" in kinds for kinds in self.kinds]
-        mutual = [{p for p in self.fabric[r] if r in self.fabric[p] and works[p]} if works[r] else set(self.near[r])
-                  for r in range(len(self.kinds))]
+        mutual = [
+            {p for p in self.fabric[r] if r in self.fabric[p] and works[p]} if works[r] else set(self.near[r])
+            for r in range(len(self.kinds))
+        ]
         if any(mutual[p] != mutual[r] for r in range(len(mutual)) for p in mutual[r]):
             mutual = [set(near) for near in self.near]
         return [min(group) for group in mutual]
 
 
-def find_reach(meet: Rendezvous, offer: dict[str, Any], maps_fabric: Callable[[str], bool],
-               maps_file: Callable[[str], bool]) -> Reach:
+def find_reach(
+    meet: Rendezvous, offer: dict[str, Any], maps_fabric: Callable[[str], bool], maps_file: Callable[[str], bool]
+) -> Reach:
     """Collective; the same on every rank. offer: {"kinds": working kinds, "fabric": hex handle of some memory, or "",
     "file": name under which its descriptor is served, or ""}; maps_fabric(handle), maps_file(name): whether this
     process gets at that memory. Only what was really mapped counts: a driver that offers fabric handles says nothing of
@@ -177,10 +184,14 @@ class Paths:
 def choose_paths(reach: Reach, topology: Topology) -> Paths:
     """The best kind that works on every rank and maps all its peers; if none reaches the other nodes, NVSHMEM is to.
     RuntimeError, the same on all ranks, when ranks of one node cannot map one another."""
+
     def reaches(kind: str, whom: Callable[[int, int], bool]) -> bool:
         mapped = {"fabric": reach.fabric, "file": reach.file, "ipc": reach.near}[kind]
-        return all(kind in reach.kinds[r] and whom(r, p) <= (p in mapped[r])
-                   for r in range(topology.num_ranks) for p in range(topology.num_ranks))
+        return all(
+            kind in reach.kinds[r] and whom(r, p) <= (p in mapped[r])
+            for r in range(topology.num_ranks)
+            for p in range(topology.num_ranks)
+        )
 
     local = topology.num_local_ranks
     for kind in KINDS:
@@ -188,8 +199,10 @@ def choose_paths(reach: Reach, topology: Topology) -> Paths:
             return Paths(kind, True)
     if topology.num_nodes > 1:
         return Paths(None, False)
-    raise RuntimeError("no kind of shared device memory works on all ranks: " + "; ".join(
-        f"rank {rank}: {', '.join(kinds) or 'none'}" for rank, kinds in enumerate(reach.kinds)))
+    raise RuntimeError(
+        "no kind of shared device memory works on all ranks: "
+        + "; ".join(f"rank {rank}: {', '.join(kinds) or 'none'}" for rank, kinds in enumerate(reach.kinds))
+    )
 
 
 def machine() -> str:
@@ -199,8 +212,9 @@ def machine() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-def segments(meet: Rendezvous, topology: Topology, executor: str, device: torch.device,
-             reach: Reach | None) -> tuple[Any, str]:
+def segments(
+    meet: Rendezvous, topology: Topology, executor: str, device: torch.device, reach: Reach | None
+) -> tuple[Any, str]:
     """What makes and maps this group's registered memory on the current GPU, and the executor that goes with it. reach:
     None where NVSHMEM was asked for by name."""
     if reach is not None:
@@ -326,8 +340,9 @@ def _receive(name: str) -> int:
         peer.settimeout(_CONNECT_S)
         peer.connect(_address(name))
         if not _same_user(peer):
-            raise RuntimeError(f"the memory {name} is offered by a process of another user; run all ranks of a machine "
-                               "as one user")
+            raise RuntimeError(
+                f"the memory {name} is offered by a process of another user; run all ranks of a machine as one user"
+            )
         _, fds, _, _ = socket.recv_fds(peer, 1, 1)
     if not fds:
         raise RuntimeError(f"the owner of {name} sent no file descriptor; it does so only to processes of its user")

@@ -20,22 +20,32 @@ def dispatch(buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, Any
     return _Dispatch.apply(buffer, permute, rest, hidden, *routing)
 
 
-def combine(buffer: Buffer, permute: bool, hidden: Tensor, handle: Handle, probs: Tensor | None,
-            fp32_partials: bool) -> Combined:
+def combine(
+    buffer: Buffer, permute: bool, hidden: Tensor, handle: Handle, probs: Tensor | None, fp32_partials: bool
+) -> Combined:
     """A buffer's combine with gradients."""
     return _Combine.apply(buffer, permute, names.eager_handle(handle), fp32_partials, hidden, probs)
 
 
-def run_dispatch(buffer: Buffer, permute: bool, rest: dict[str, Any], hidden: Tensor, topk_idx: Tensor | None,
-                 topk_weights: Tensor | None, routing_map: Tensor | None, probs: Tensor | None) -> tuple[Any, ...]:
+def run_dispatch(
+    buffer: Buffer,
+    permute: bool,
+    rest: dict[str, Any],
+    hidden: Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    routing_map: Tensor | None,
+    probs: Tensor | None,
+) -> tuple[Any, ...]:
     """The buffer's verb, and quantisation around it where rest["dispatch_dtype"] asks for one. No gradients."""
     rest = dict(rest)
     fmt, payload = quantize.format_of(rest.pop("dispatch_dtype", None), hidden.shape[1]), hidden
     if fmt:
         payload, rest["scaling_factor"] = quantize.quantize(hidden, fmt)
     verb = buffer.dispatch_with_permute if permute else buffer.dispatch
-    out = verb(hidden=payload, topk_idx=topk_idx, topk_weights=topk_weights, routing_map=routing_map, probs=probs,
-               **rest)
+    out = verb(
+        hidden=payload, topk_idx=topk_idx, topk_weights=topk_weights, routing_map=routing_map, probs=probs, **rest
+    )
     return (quantize.dequantize(out[0], out[2], fmt, hidden.dtype), out[1], None, *out[3:]) if fmt else out
 
 
@@ -46,8 +56,17 @@ def run_combine(buffer: Buffer, permute: bool, **arguments: Any) -> Combined:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, buffer: Buffer, permute: bool, rest: dict[str, Any], hidden: Tensor, topk_idx: Tensor | None,
-                topk_weights: Tensor | None, routing_map: Tensor | None, probs: Tensor | None) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any,
+        buffer: Buffer,
+        permute: bool,
+        rest: dict[str, Any],
+        hidden: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        routing_map: Tensor | None,
+        probs: Tensor | None,
+    ) -> tuple[Any, ...]:
         out = run_dispatch(buffer, permute, rest, hidden, topk_idx, topk_weights, routing_map, probs)
         ctx.buffer, ctx.permute, ctx.handle = buffer, permute, out[-1]
         ctx.weights_are_topk = topk_weights is not None
@@ -59,16 +78,18 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_rows: Tensor | None, grad_weights: Tensor | None,
-                 *_: None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_rows: Tensor | None, grad_weights: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
         nothing = (None,) * 8
         if grad_rows is None and grad_weights is None:
             return nothing
         (empty, shape), (topk_idx,) = ctx.like, ctx.saved_tensors
         if grad_rows is None:  # only the weights were used: the sum still moves whole rows
             grad_rows = empty.new_zeros(shape)
-        grad_hidden, grad_dense = run_combine(ctx.buffer, ctx.permute, hidden=grad_rows, probs=grad_weights,
-                                               handle=ctx.handle)
+        grad_hidden, grad_dense = run_combine(
+            ctx.buffer, ctx.permute, hidden=grad_rows, probs=grad_weights, handle=ctx.handle
+        )
         if grad_dense is None or not ctx.weights_are_topk:
             return *nothing[:3], grad_hidden, None, None, None, grad_dense
         grad_topk = grad_dense.gather(1, topk_idx.long().clamp(min=0)).masked_fill(topk_idx < 0, 0.0)
@@ -77,10 +98,16 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, buffer: Buffer, permute: bool, handle: Handle, fp32_partials: bool, hidden: Tensor,
-                probs: Tensor | None) -> Combined:
-        out = run_combine(buffer, permute, hidden=hidden, probs=probs, handle=handle,
-                           fp32_partials=fp32_partials)
+    def forward(
+        ctx: Any,
+        buffer: Buffer,
+        permute: bool,
+        handle: Handle,
+        fp32_partials: bool,
+        hidden: Tensor,
+        probs: Tensor | None,
+    ) -> Combined:
+        out = run_combine(buffer, permute, hidden=hidden, probs=probs, handle=handle, fp32_partials=fp32_partials)
         ctx.buffer, ctx.permute, ctx.handle = buffer, permute, handle
         ctx.num_rows = hidden.shape[0]
         ctx.like = hidden.new_empty(0), out[0].shape

@@ -44,5 +44,12 @@ def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
 def permute_handle(plan: Plan, template: HybridEpConfigInstance) -> tuple:
     """As dispatch_handle, of either kind of plan."""
     maps = plan_maps.of(plan, permuted=True) if isinstance(plan, BlockingPlan) else (None,) * 6
-    return (*maps[:3], plan.recv_rows, *maps[3:], plan.tokens_per_expert, plan.num_tokens, template.with_plan(plan),
-            plan.overflow_flag)
+    return (
+        *maps[:3],
+        plan.recv_rows,
+        *maps[3:],
+        plan.tokens_per_expert,
+        plan.num_tokens,
+        template.with_plan(plan),
+        plan.overflow_flag,
+    )

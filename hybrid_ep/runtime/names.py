@@ -35,8 +35,10 @@ def named(name: str) -> Any:
     """The living object of that name. ValueError when it is gone."""
     found = _named.get(name)
     if found is None:
-        raise ValueError(f"a compiled graph asks for {name!r}, which was garbage collected; keep the buffer while the "
-                         "graph is in use")
+        raise ValueError(
+            f"a compiled graph asks for {name!r}, which was garbage collected; keep the buffer while the "
+            "graph is in use"
+        )
     return found
 
 
@@ -62,8 +64,10 @@ def from_tensor(tensor: torch.Tensor) -> Any:
     """What as_tensor was given. ValueError for another tensor, or a copy that outlived the original."""
     owner = _owners.get(int(tensor)) if tensor.numel() == 1 and tensor.dtype == torch.int64 else None
     if owner is None:
-        raise ValueError(f"{tensor!r} stands for no handle that is alive: a copy of a handle's tensor (saved-tensor "
-                         "hooks that offload, clone, deepcopy) does not keep the handle; keep what dispatch returned")
+        raise ValueError(
+            f"{tensor!r} stands for no handle that is alive: a copy of a handle's tensor (saved-tensor "
+            "hooks that offload, clone, deepcopy) does not keep the handle; keep what dispatch returned"
+        )
     return owner.kept
 
 

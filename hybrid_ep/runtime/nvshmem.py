@@ -54,8 +54,10 @@ def load() -> Any:
     if library is None:
         raise RuntimeError(f"NVSHMEM is not installed; pip install {package()}")
     if not KERNELS.is_file():
-        raise RuntimeError(f"{KERNELS.name} is not there; 'python scripts/build_cuda.py --nvshmem' in a checkout of"
-                           f" the sources builds it and needs nvcc and {package()}")
+        raise RuntimeError(
+            f"{KERNELS.name} is not there; 'python scripts/build_cuda.py --nvshmem' in a checkout of"
+            f" the sources builds it and needs nvcc and {package()}"
+        )
     return _core.NvshmemWorld(str(library), str(KERNELS))
 
 
@@ -81,16 +83,22 @@ class Heap:
     def start(self, meet: Rendezvous, topic: str, device: int) -> None:
         """Collective. Starts NVSHMEM over the ranks of `meet`, or finds it running over exactly these."""
         problem = self._load()
-        facts = meet.exchange(f"{topic}/state", {
-            "problem": problem, "identity": self.identity, "version": self._world and list(self._world.running)})
+        facts = meet.exchange(
+            f"{topic}/state",
+            {"problem": problem, "identity": self.identity, "version": self._world and list(self._world.running)},
+        )
         _agree_to_start(facts)
         if self.identity:
             return
         said = meet.exchange(f"{topic}/id", self._unique_id() if meet.view.rank == 0 else None)[0]
         if "error" in said:
             raise BootstrapError(f"rank 0 has no unique id for NVSHMEM: {said['error']}", (0,))
-        self._together(meet, f"{topic}/started", "starting NVSHMEM", lambda: self._running.start(
-            bytes.fromhex(said["id"]), meet.view.rank, meet.view.size, device))
+        self._together(
+            meet,
+            f"{topic}/started",
+            "starting NVSHMEM",
+            lambda: self._running.start(bytes.fromhex(said["id"]), meet.view.rank, meet.view.size, device),
+        )
         self.identity, self._next = said["id"], 0
 
     def allocate(self, meet: Rendezvous, topic: str, num_bytes: int) -> tuple[int, int]:
@@ -99,8 +107,9 @@ class Heap:
         facts = self._meet(meet, f"{topic}/wish", num_bytes)
         largest = max(f["bytes"] for f in facts)
         self._free_common(meet, topic, facts)
-        address = self._together(meet, f"{topic}/allocated", f"nvshmem_malloc of {largest} bytes",
-                                 lambda: self._running.allocate(largest))
+        address = self._together(
+            meet, f"{topic}/allocated", f"nvshmem_malloc of {largest} bytes", lambda: self._running.allocate(largest)
+        )
         number, self._next = self._next, self._next + 1
         self._blocks[number] = address
         return number, address
@@ -154,8 +163,12 @@ class Heap:
 
     def _free_common(self, meet: Rendezvous, topic: str, facts: list[dict[str, Any]]) -> None:
         for number in sorted(set.intersection(*(set(f["left"]) for f in facts))):
-            self._together(meet, f"{topic}/freed/{number}", "nvshmem_free",
-                           functools.partial(self._running.free, self._blocks[number]))
+            self._together(
+                meet,
+                f"{topic}/freed/{number}",
+                "nvshmem_free",
+                functools.partial(self._running.free, self._blocks[number]),
+            )
             del self._blocks[number]
             self._left.discard(number)
 
@@ -175,8 +188,10 @@ class Heap:
         thread.start()
         thread.join(meet.timeout_s)
         if late := thread.is_alive():
-            outcome["error"] = (f"{what} did not come back within {time.monotonic() - started:.1f} s on rank "
-                                f"{meet.view.rank} (deadline: timeout_s or HYBRID_EP_TIMEOUT_S)")
+            outcome["error"] = (
+                f"{what} did not come back within {time.monotonic() - started:.1f} s on rank "
+                f"{meet.view.rank} (deadline: timeout_s or HYBRID_EP_TIMEOUT_S)"
+            )
         # Those who came back must outwait those who gave up.
         said = meet.exchange(topic, [outcome.get("error"), late], 2 * meet.timeout_s)
         bad = [rank for rank, (error, _) in enumerate(said) if error is not None]
@@ -193,13 +208,16 @@ def _agree_to_start(facts: list[dict[str, Any]]) -> None:
     """BootstrapError or ValueError, the same on every rank, where they cannot use one NVSHMEM."""
     bad = [rank for rank, f in enumerate(facts) if f["problem"]]
     if bad:
-        raise BootstrapError(f"the rail needs NVSHMEM, which ranks {bad} cannot use; rank {bad[0]} says: "
-                             f"{facts[bad[0]]['problem']}", bad)
+        raise BootstrapError(
+            f"the rail needs NVSHMEM, which ranks {bad} cannot use; rank {bad[0]} says: {facts[bad[0]]['problem']}", bad
+        )
     if len({f["identity"] for f in facts}) > 1:
         busy = [rank for rank, f in enumerate(facts) if f["identity"]]
-        raise ValueError(f"NVSHMEM already runs in the processes of ranks {busy} for a group of other ranks, and a "
-                         "process has one NVSHMEM only; destroy the buffers of that group first, or give both the same "
-                         "ranks")
+        raise ValueError(
+            f"NVSHMEM already runs in the processes of ranks {busy} for a group of other ranks, and a "
+            "process has one NVSHMEM only; destroy the buffers of that group first, or give both the same "
+            "ranks"
+        )
     if len({tuple(f["version"] or ()) for f in facts}) > 1:
         versions = {rank: ".".join(map(str, f["version"])) for rank, f in enumerate(facts)}
         raise ValueError(f"the ranks have different versions of NVSHMEM ({versions}); install one {package()} on all")
@@ -233,8 +251,10 @@ class NvshmemSegments:
         rank = int(name.rpartition(".")[2])
         segment = self._heap.peer(self._address, num_bytes, rank)
         if segment is None and rank // self._topology.num_local_ranks == self._topology.node:
-            raise RuntimeError(f"NVSHMEM gives rank {self._topology.rank} no mapped path to rank {rank} of the same "
-                               "node; is there NVLink between them, and is NVSHMEM_DISABLE_P2P unset?")
+            raise RuntimeError(
+                f"NVSHMEM gives rank {self._topology.rank} no mapped path to rank {rank} of the same "
+                "node; is there NVLink between them, and is NVSHMEM_DISABLE_P2P unset?"
+            )
         return self._heap.own(self._address, num_bytes) if segment is None else segment
 
     def unlink(self, name: str) -> None:

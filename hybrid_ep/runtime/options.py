@@ -48,24 +48,42 @@ class Options:
 
     def agree(self, meet: Rendezvous) -> topology.Topology:
         """Collective: ValueError on every rank when the ranks differ; takes the largest max_tokens."""
-        facts = meet.exchange(TOPIC, {
-            "must_agree": {
-                "hidden_dim": self.hidden_dim, "num_local_experts": self.num_local_experts,
-                "num_of_hybrid_ep_ranks_per_nvlink_domain": self.ranks_per_node,
-                "num_sms_dispatch_api": self.num_blocks_dispatch,
-                "num_sms_combine_api": self.num_blocks_combine,
-                "num_blocks_permute": self.num_blocks_permute, "num_blocks_unpermute": self.num_blocks_unpermute,
-                "capacity_factor": self.capacity_factor, "overflow": self.overflow,
-                "executor": self.executor, "arena_mib": self.arena_mib, "tuning": self.tuning and self.tuning.identity},
-            "host": socket.gethostname(), "world_rank": meet.view.world_rank, "max_tokens": self.max_tokens})
+        facts = meet.exchange(
+            TOPIC,
+            {
+                "must_agree": {
+                    "hidden_dim": self.hidden_dim,
+                    "num_local_experts": self.num_local_experts,
+                    "num_of_hybrid_ep_ranks_per_nvlink_domain": self.ranks_per_node,
+                    "num_sms_dispatch_api": self.num_blocks_dispatch,
+                    "num_sms_combine_api": self.num_blocks_combine,
+                    "num_blocks_permute": self.num_blocks_permute,
+                    "num_blocks_unpermute": self.num_blocks_unpermute,
+                    "capacity_factor": self.capacity_factor,
+                    "overflow": self.overflow,
+                    "executor": self.executor,
+                    "arena_mib": self.arena_mib,
+                    "tuning": self.tuning and self.tuning.identity,
+                },
+                "host": socket.gethostname(),
+                "world_rank": meet.view.world_rank,
+                "max_tokens": self.max_tokens,
+            },
+        )
         agree([f["must_agree"] for f in facts], "HybridEPBuffer")
         self.max_tokens = max(f["max_tokens"] for f in facts)
         hosts, domains = [f["host"] for f in facts], None
         if devices.is_probed(self.executor) and not meet.view.virtual:
             self.reach = devices.probe(meet, self.device)
             domains = self.reach.domains()
-        found = topology.resolve(meet.view.rank, hosts, self.ranks_per_node, self.ranks_per_node_origin,
-                                 [f["world_rank"] for f in facts], domains)
+        found = topology.resolve(
+            meet.view.rank,
+            hosts,
+            self.ranks_per_node,
+            self.ranks_per_node_origin,
+            [f["world_rank"] for f in facts],
+            domains,
+        )
         if domains is not None and self.ranks_per_node is not None:
             topology.warn_of_cut_domains(found, domains, f"{self.ranks_per_node_origin}={self.ranks_per_node}")
         self._settle(found)
@@ -73,9 +91,16 @@ class Options:
 
     def _settle(self, where: topology.Topology) -> None:
         """Blocks and chunks: the caller's, else the tuning file's; else choose_blocks and the default."""
-        tuned = None if self.tuning is None else self.tuning.find(
-            tuning.Key(where.num_ranks, where.num_local_ranks, self.hidden_dim,
-                       self.num_local_experts * where.num_ranks), self.max_tokens)
+        tuned = (
+            None
+            if self.tuning is None
+            else self.tuning.find(
+                tuning.Key(
+                    where.num_ranks, where.num_local_ranks, self.hidden_dim, self.num_local_experts * where.num_ranks
+                ),
+                self.max_tokens,
+            )
+        )
         if tuned is not None:
             self.chunks = {"dispatch": tuned.chunk_dispatch, "combine": tuned.chunk_combine}
         self.num_blocks_dispatch = self.num_blocks_dispatch or (tuned.num_sms_dispatch if tuned else None)
@@ -87,8 +112,13 @@ class Options:
         plan = None
         if devices.is_cuda(self.executor) and not virtual:
             name, capability = devices.name_and_capability(self.device)
-            plan = sm_plan.plan(sm_plan.cluster_of(name, capability), where.num_nodes, where.num_local_ranks,
-                                self.num_local_experts * where.num_ranks, 2 * self.hidden_dim)
+            plan = sm_plan.plan(
+                sm_plan.cluster_of(name, capability),
+                where.num_nodes,
+                where.num_local_ranks,
+                self.num_local_experts * where.num_ranks,
+                2 * self.hidden_dim,
+            )
         default = plan.num_sms if plan else 1
         self.num_blocks_dispatch = self.num_blocks_dispatch or default
         self.num_blocks_combine = self.num_blocks_combine or default
@@ -105,22 +135,35 @@ class Options:
         """What deep_ep's callers read and tune."""
         dispatch_blocks, combine_blocks = self.blocks
         return HybridEpConfigInstance(
-            hidden_dim=self.hidden_dim, max_num_of_tokens_per_rank=self.max_tokens,
-            num_of_experts_per_rank=self.num_local_experts, num_of_ranks_per_node=where.num_local_ranks,
-            num_of_nodes=where.num_nodes, use_fp8=self.use_fp8, num_of_blocks_dispatch_api=dispatch_blocks,
-            num_of_blocks_combine_api=combine_blocks, num_of_blocks_permute=self.num_blocks_permute,
+            hidden_dim=self.hidden_dim,
+            max_num_of_tokens_per_rank=self.max_tokens,
+            num_of_experts_per_rank=self.num_local_experts,
+            num_of_ranks_per_node=where.num_local_ranks,
+            num_of_nodes=where.num_nodes,
+            use_fp8=self.use_fp8,
+            num_of_blocks_dispatch_api=dispatch_blocks,
+            num_of_blocks_combine_api=combine_blocks,
+            num_of_blocks_permute=self.num_blocks_permute,
             num_of_blocks_unpermute=self.num_blocks_unpermute,
             num_of_tokens_per_chunk_dispatch_api=self.chunks["dispatch"],
-            num_of_tokens_per_chunk_combine_api=self.chunks["combine"])
+            num_of_tokens_per_chunk_combine_api=self.chunks["combine"],
+        )
 
     def first_shape(self, num_ranks: int) -> dict[str, int]:
         """What to lay the memory out for before any call is known."""
         num_experts, tokens = self.num_local_experts * num_ranks, max(self.max_tokens, 1)
         row_bytes = validation.least_row_bytes(self.hidden_dim)
-        return {"num_experts": num_experts, "max_tokens": tokens, "max_topk": min(_FIRST_TOPK, num_experts),
-                "row_bytes": row_bytes, "scale_bytes": 0,
-                "recv_rows": recv_capacity(self.capacity_factor, tokens, num_ranks),
-                "partial_row_bytes": row_bytes, "chunk_tokens": max(self.chunks.values()), "arena_bytes": 0}
+        return {
+            "num_experts": num_experts,
+            "max_tokens": tokens,
+            "max_topk": min(_FIRST_TOPK, num_experts),
+            "row_bytes": row_bytes,
+            "scale_bytes": 0,
+            "recv_rows": recv_capacity(self.capacity_factor, tokens, num_ranks),
+            "partial_row_bytes": row_bytes,
+            "chunk_tokens": max(self.chunks.values()),
+            "arena_bytes": 0,
+        }
 
     def arena_bytes(self, shape: dict[str, int]) -> int:
         """Registered bytes for results of a buffer of this shape; by default none where not one result would fit."""
@@ -140,10 +183,24 @@ def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int
     return worst if capacity_factor is None else min(worst, max(1, math.ceil(capacity_factor * max_tokens)))
 
 
-def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts: Any, use_fp8: Any,
-          num_sms_dispatch_api: Any, num_sms_combine_api: Any, num_blocks_permute: Any, num_blocks_unpermute: Any,
-          ranks_per_node: Any, capacity_factor: Any,
-          overflow: Any, timeout_s: Any, executor: Any, tuning_file: Any = None, arena_mib: Any = None) -> Options:
+def parse(
+    *,
+    hidden_dim: Any,
+    max_num_of_tokens_per_rank: Any,
+    num_local_experts: Any,
+    use_fp8: Any,
+    num_sms_dispatch_api: Any,
+    num_sms_combine_api: Any,
+    num_blocks_permute: Any,
+    num_blocks_unpermute: Any,
+    ranks_per_node: Any,
+    capacity_factor: Any,
+    overflow: Any,
+    timeout_s: Any,
+    executor: Any,
+    tuning_file: Any = None,
+    arena_mib: Any = None,
+) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
     env.check()
     hidden_dim = validation.hidden_dim(hidden_dim)
@@ -153,8 +210,9 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         raise ValueError(f"capacity_factor={capacity_factor!r} must be a positive number, or None for the worst case")
     timeout_s = env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s
     if not _positive(timeout_s) or timeout_s > env.MOST_SECONDS:
-        raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds, at most "
-                         f"{env.MOST_SECONDS:.0e}")
+        raise ValueError(
+            f"timeout_s={timeout_s!r} must be a positive number of seconds, at most {env.MOST_SECONDS:.0e}"
+        )
     executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
     device = _device(executor)
     if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
@@ -166,19 +224,33 @@ def parse(*, hidden_dim: Any, max_num_of_tokens_per_rank: Any, num_local_experts
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
     if arena_mib and device.type != "cpu":
         raise ValueError(f"arena_mib={arena_mib}: executor={executor!r} has no arena yet; give 0 or None")
-    arena_mib = env.get("HYBRID_EP_ARENA_MIB") if arena_mib is None else validation.integer(
-        "arena_mib", arena_mib, 0, most=env.MOST_MIB)
+    arena_mib = (
+        env.get("HYBRID_EP_ARENA_MIB")
+        if arena_mib is None
+        else validation.integer("arena_mib", arena_mib, 0, most=env.MOST_MIB)
+    )
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
     return Options(
-        hidden_dim, validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
-        validation.integer("num_local_experts", num_local_experts, 1), validation.flag("use_fp8", use_fp8),
+        hidden_dim,
+        validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
+        validation.integer("num_local_experts", num_local_experts, 1),
+        validation.flag("use_fp8", use_fp8),
         _blocks("num_sms_dispatch_api", num_sms_dispatch_api, env.get("HYBRID_EP_NUM_BLOCKS")),
         _blocks("num_sms_combine_api", num_sms_combine_api, env.get("HYBRID_EP_NUM_BLOCKS")),
-        _blocks("num_blocks_permute", num_blocks_permute), _blocks("num_blocks_unpermute", num_blocks_unpermute),
-        ranks_per_node, origin, None if capacity_factor is None else float(capacity_factor), overflow,
-        float(timeout_s), executor, device, table, arena_mib)
+        _blocks("num_blocks_permute", num_blocks_permute),
+        _blocks("num_blocks_unpermute", num_blocks_unpermute),
+        ranks_per_node,
+        origin,
+        None if capacity_factor is None else float(capacity_factor),
+        overflow,
+        float(timeout_s),
+        executor,
+        device,
+        table,
+        arena_mib,
+    )
 
 
 def _device(executor: Any) -> torch.device:

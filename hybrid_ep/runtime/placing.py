@@ -29,15 +29,25 @@ def static_plan(session: Session, routing: Routing, call: Call, template: Hybrid
         raise ValueError(
             f"hidden has {routing.num_tokens} rows, but the buffer is laid out for {session.shape.max_tokens} tokens a "
             "rank, and non_blocking=True cannot make it grow; raise max_num_of_tokens_per_rank, or run a blocking "
-            "dispatch of that size first")
+            "dispatch of that size first"
+        )
     # Ranks agree on each of these, hence grow together. A map's rows are as wide as the widest token so far.
     topk = session.shape.max_topk if routing.topk_idx is None else routing.topk_idx.shape[1]
     topk = min(topk, routing.num_experts)
-    session.fit(num_experts=routing.num_experts, max_topk=topk, row_bytes=row_bytes(call.hidden),
-                scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale))
+    session.fit(
+        num_experts=routing.num_experts,
+        max_topk=topk,
+        row_bytes=row_bytes(call.hidden),
+        scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
+    )
     placed, memory = _launch(session, routing, call, template, topk, count=False)
-    return StaticPlan(**_common(session, routing, call), core=placed.complete, memory=memory,
-                      max_tokens=session.shape.max_tokens, capped=session.options.capacity_factor is not None)
+    return StaticPlan(
+        **_common(session, routing, call),
+        core=placed.complete,
+        memory=memory,
+        max_tokens=session.shape.max_tokens,
+        capped=session.options.capacity_factor is not None,
+    )
 
 
 def blocking_plan(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance) -> BlockingPlan:
@@ -65,25 +75,37 @@ def blocking_plan(session: Session, routing: Routing, call: Call, template: Hybr
             if placed.placed and session.shape.recv_rows == capacity:
                 break
     else:
-        raise RuntimeError(f"{_MOST_EXCHANGES} exchanges did not place the rows; please report this, with "
-                           f"{[(h.num_tokens, h.topk, h.excess) for h in placed.headers]}")
+        raise RuntimeError(
+            f"{_MOST_EXCHANGES} exchanges did not place the rows; please report this, with "
+            f"{[(h.num_tokens, h.topk, h.excess) for h in placed.headers]}"
+        )
     if routing.topk_idx is None:
         session.map_width = max(session.map_width, topk)
     session.check_capacity(placed, call)
     learned = PlanMemory.of(placed.learned, session.options.device)
     block = view("memory", learned.block)
     assert block is not None  # a view of a tensor
-    return BlockingPlan(**_common(session, routing, call), core=placed.plan(block),
-                        memory=memory, learned=learned, from_nodes=placed.from_nodes,
-                        max_tokens=max(1, ranges.most_tokens))
+    return BlockingPlan(
+        **_common(session, routing, call),
+        core=placed.plan(block),
+        memory=memory,
+        learned=learned,
+        from_nodes=placed.from_nodes,
+        max_tokens=max(1, ranges.most_tokens),
+    )
 
 
 def _common(session: Session, routing: Routing, call: Call) -> dict[str, Any]:
     """What plans of both kinds are told."""
     where = session.topology
-    return dict(rank=where.rank, num_ranks=where.num_ranks, num_local_ranks=where.num_local_ranks,
-                num_experts=routing.num_experts, pad_multiple=call.pad_multiple,
-                has_weights=routing.weights is not None)
+    return dict(
+        rank=where.rank,
+        num_ranks=where.num_ranks,
+        num_local_ranks=where.num_local_ranks,
+        num_experts=routing.num_experts,
+        pad_multiple=call.pad_multiple,
+        has_weights=routing.weights is not None,
+    )
 
 
 def _first_width(session: Session, routing: Routing) -> int:
@@ -104,16 +126,21 @@ def _widest(routing: Routing) -> int:
 
 def _unknown_experts(headers: list[CallHeader], num_experts: int) -> str:
     said = ", ".join(f"{h.excess} on rank {rank}" for rank, h in enumerate(headers) if h.excess)
-    return (f"topk_idx holds choices outside the experts 0..{num_experts - 1} ({said}); -1 drops a choice")
+    return f"topk_idx holds choices outside the experts 0..{num_experts - 1} ({said}); -1 drops a choice"
 
 
-def _launch(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance, topk: int,
-            count: bool) -> tuple[Placed, PlanMemory]:
+def _launch(
+    session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance, topk: int, count: bool
+) -> tuple[Placed, PlanMemory]:
     """(what the exchange kernel was asked to place, where). With another number of experts than the engine's, a rank
     sends its header alone."""
     tokens = routing.num_tokens if routing.num_experts == session.shape.num_experts else 0
     memory = PlanMemory.of(session.engine.plan_memory(tokens, topk, not count), session.options.device)
     placed = session.engine.place(
-        call.header(routing, template, tokens, topk), **routing.views(), topk_in=routing.topk_in,
-        memory=view("memory", memory.block), count=count)
+        call.header(routing, template, tokens, topk),
+        **routing.views(),
+        topk_in=routing.topk_in,
+        memory=view("memory", memory.block),
+        count=count,
+    )
     return placed, memory

@@ -30,7 +30,7 @@ class PlanMemory:
 
     def array(self, begin: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """A view: `shape` elements from byte `begin` on."""
-        flat = self.block[begin:begin + math.prod(shape) * dtype.itemsize].view(dtype)
+        flat = self.block[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype)
         return flat if len(shape) == 1 else flat.view(shape)
 
 
@@ -52,8 +52,10 @@ class Plan:
         return self  # immutable, so that a copied handle works as well as the original
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a handle cannot be pickled: its plan describes memory of a buffer of this process. Save the "
-                        "routing (topk_idx or routing_map) instead, and dispatch again where it is loaded")
+        raise TypeError(
+            "a handle cannot be pickled: its plan describes memory of a buffer of this process. Save the "
+            "routing (topk_idx or routing_map) instead, and dispatch again where it is loaded"
+        )
 
     @property
     def num_nodes(self) -> int:

@@ -34,11 +34,14 @@ def _on_host(plan: BlockingPlan, permuted: bool) -> tuple[torch.Tensor | None, .
     def made(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
 
-    maps = {"sparse_to_dense": made(torch.int32, rail, plan.num_local_ranks), "rail_to_node": made(torch.bool, rail),
-            "node_to_rail": made(torch.bool, plan.num_tokens, plan.num_nodes - 1),
-            "local_routing": made(torch.bool, rows, experts),
-            "source_ends": made(torch.int32, plan.num_ranks) if permuted else None,
-            "permuted_rows": made(torch.int32, rows, experts) if permuted else None}
+    maps = {
+        "sparse_to_dense": made(torch.int32, rail, plan.num_local_ranks),
+        "rail_to_node": made(torch.bool, rail),
+        "node_to_rail": made(torch.bool, plan.num_tokens, plan.num_nodes - 1),
+        "local_routing": made(torch.bool, rows, experts),
+        "source_ends": made(torch.int32, plan.num_ranks) if permuted else None,
+        "permuted_rows": made(torch.int32, rows, experts) if permuted else None,
+    }
     plan.core.maps(memory=view("memory", plan.memory.block), **{n: view(n, x) for n, x in maps.items()})
     return tuple(maps.values())
 
@@ -71,16 +74,19 @@ def _rail_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     records, number = _rail_records(plan)
     rows = sum(plan.core.num_rail_tokens(node) for node in range(plan.num_nodes))
     locals_, max_dsts = plan.num_local_ranks, plan.memory.at.max_dsts
-    dsts = records[:, _DSTS:_DSTS + 2 * max_dsts].view(-1, max_dsts, 2) if len(records) else records.new_empty(
-        0, max_dsts, 2)
+    dsts = (
+        records[:, _DSTS : _DSTS + 2 * max_dsts].view(-1, max_dsts, 2)
+        if len(records)
+        else records.new_empty(0, max_dsts, 2)
+    )
     slots = torch.arange(max_dsts, dtype=torch.int64, device=records.device)
-    valid = slots < (records[:, _COUNTS:_COUNTS + 1] & 0xFFFF)
+    valid = slots < (records[:, _COUNTS : _COUNTS + 1] & 0xFFFF)
     where = torch.where(valid, number[:, None] * locals_ + dsts[..., 0], rows * locals_)  # the last takes the rest
     sparse_to_dense = records.new_full((rows * locals_ + 1,), -1).scatter_(0, where.flatten(), dsts[..., 1].flatten())
     needed = torch.zeros(rows, dtype=torch.bool, device=records.device).index_fill_(0, number, True)
     positions = plan.memory.array(plan.memory.at.node_pos, torch.int32, plan.num_tokens, plan.num_nodes)
     own = plan.rank // plan.num_local_ranks
-    others = torch.cat([positions[:, :own], positions[:, own + 1:]], 1) >= 0
+    others = torch.cat([positions[:, :own], positions[:, own + 1 :]], 1) >= 0
     return sparse_to_dense[:-1].view(rows, locals_), needed, others
 
 
@@ -89,8 +95,10 @@ def _expert_maps(plan: BlockingPlan) -> tuple[torch.Tensor, torch.Tensor, torch.
     experts = plan.num_local_experts
     records = _records(plan.learned, plan.learned.at.row_records, plan.num_recv_rows, plan.memory.at.record_bytes)
     at = plan.memory.at.pairs_at // 4
-    pairs = records[:, at:at + 2 * plan.topk].reshape(len(records), plan.topk, 2)
-    valid = torch.arange(plan.topk, device=records.device, dtype=torch.int64) < (records[:, _COUNTS:_COUNTS + 1] >> 16)
+    pairs = records[:, at : at + 2 * plan.topk].reshape(len(records), plan.topk, 2)
+    valid = torch.arange(plan.topk, device=records.device, dtype=torch.int64) < (
+        records[:, _COUNTS : _COUNTS + 1] >> 16
+    )
     local = pairs[..., 0] - plan.rank * experts
     where = torch.where(valid & (local >= 0) & (local < experts), local, experts).long()  # column `experts`: not ours
     routed = torch.zeros(len(records), experts + 1, dtype=torch.bool, device=records.device).scatter_(1, where, True)

@@ -13,8 +13,9 @@ from hybrid_ep.runtime.plan import Plan
 from hybrid_ep.runtime.tensors import aligned, view
 
 
-def in_plan_order(plan: Plan, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None,
-                  probs: torch.Tensor | None) -> torch.Tensor | None:
+def in_plan_order(
+    plan: Plan, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, probs: torch.Tensor | None
+) -> torch.Tensor | None:
     """New weights for a handle: topk_weights of topk_idx, or dense probs; None without either. ValueError when they do
     not fit the handle; on a GPU, which nobody waits for, whatever the values are."""
     on_host = plan.host_reads
@@ -24,8 +25,13 @@ def in_plan_order(plan: Plan, topk_idx: torch.Tensor | None, topk_weights: torch
         if not on_host:
             return _from_dense(plan, _dense_of_topk(plan, idx, given))
         ordered = _ordered(plan)
-        plan.core.weights_from_topk(pair_expert=_pairs(plan), topk_idx=view("topk_idx", idx), topk=idx.shape[1],
-                                    topk_weights=view("topk_weights", given), out=view("weights", ordered))
+        plan.core.weights_from_topk(
+            pair_expert=_pairs(plan),
+            topk_idx=view("topk_idx", idx),
+            topk=idx.shape[1],
+            topk_weights=view("topk_weights", given),
+            out=view("weights", ordered),
+        )
         return ordered
     if probs is None:
         return None
@@ -45,7 +51,7 @@ def to_dense(plan: Plan, ordered: torch.Tensor) -> torch.Tensor:
         return dense
     dense, experts = ordered.new_zeros(plan.num_tokens, plan.num_experts + 1), plan.pair_expert
     where = experts.long().masked_fill_(experts < 0, plan.num_experts)
-    return dense.scatter_(1, where, ordered[:, :where.shape[1]])[:, :-1].contiguous()
+    return dense.scatter_(1, where, ordered[:, : where.shape[1]])[:, :-1].contiguous()
 
 
 def _pairs(plan: Plan) -> _core.TensorView | None:
@@ -66,5 +72,5 @@ def _from_dense(plan: Plan, probs: torch.Tensor) -> torch.Tensor:
     experts = plan.pair_expert
     ordered = probs.new_zeros(plan.num_tokens, plan.weight_stride)
     picked = probs.gather(1, experts.long().clamp_(min=0))
-    ordered[:, :picked.shape[1]] = picked.masked_fill_(experts < 0, 0.0)
+    ordered[:, : picked.shape[1]] = picked.masked_fill_(experts < 0, 0.0)
     return ordered

@@ -50,8 +50,9 @@ class Given:
     routing_map: torch.Tensor | None
 
 
-def routing_of_call(x: torch.Tensor, given: Given, *, config: HybridEpConfigInstance, num_ranks: int,
-                    look: bool = True) -> Routing:
+def routing_of_call(
+    x: torch.Tensor, given: Given, *, config: HybridEpConfigInstance, num_ranks: int, look: bool = True
+) -> Routing:
     """What they mean for a dispatch of x [T, H], checked.
 
     config: says how many experts a rank has where the arguments do not. look: also check the values of topk_idx, which
@@ -75,8 +76,10 @@ def routing_of_call(x: torch.Tensor, given: Given, *, config: HybridEpConfigInst
     if routing_map is None:
         raise ValueError("topk_idx, routing_map and handle are all None; give one of them to say where tokens go")
     if topk_weights is not None:
-        raise ValueError("topk_weights is given, but topk_idx does not count beside a routing_map, which takes "
-                         "its weights as probs [T, E]")
+        raise ValueError(
+            "topk_weights is given, but topk_idx does not count beside a routing_map, which takes "
+            "its weights as probs [T, E]"
+        )
     route = validation.routing_map(routing_map, rows, num_of_experts, num_ranks)
     if probs is not None:
         probs = validation.weights("probs", probs, tuple(route.shape))

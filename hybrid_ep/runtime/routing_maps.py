@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 
-def from_topk(topk_idx: torch.Tensor, topk_weights: torch.Tensor | None,
-              num_experts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def from_topk(
+    topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(routing_map bool [T, E], probs fp32 [T, E] or None), on topk_idx's device.
 
     topk_idx integers [T, K], -1 drops a choice; topk_weights [T, K] or None. The weights of an expert named twice are

@@ -18,13 +18,7 @@ import torch
 
 from hybrid_ep import _core, env
 from hybrid_ep.config import HybridEpConfigInstance
-from hybrid_ep.errors import (
-    BootstrapError,
-    BufferFailedError,
-    CapacityError,
-    DeadlineError,
-    ReentrantCallError,
-)
+from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
 from hybrid_ep.runtime import devices, placing, results, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.runtime.engine_clock import EngineClock
@@ -34,8 +28,17 @@ from hybrid_ep.runtime.routing import Routing
 from hybrid_ep.runtime.tensors import dtype_of, element_code, padded_row_bytes, row_bytes
 from hybrid_ep.runtime.topology import Topology
 
-_SHAPE_FIELDS = ("num_experts", "max_tokens", "max_topk", "row_bytes", "scale_bytes", "recv_rows",
-                 "partial_row_bytes", "chunk_tokens", "arena_bytes")
+_SHAPE_FIELDS = (
+    "num_experts",
+    "max_tokens",
+    "max_topk",
+    "row_bytes",
+    "scale_bytes",
+    "recv_rows",
+    "partial_row_bytes",
+    "chunk_tokens",
+    "arena_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -52,30 +55,57 @@ class Call:
     use_fp8: bool | None = None  # what the caller said of hidden
 
     @classmethod
-    def permuted(cls, hidden: torch.Tensor, scale: torch.Tensor | None, *, num_permuted_tokens: Any, pad_multiple: Any,
-                 non_blocking: Any, pad_empty_experts: Any, routed: bool, use_fp8: Any = None) -> Call:
+    def permuted(
+        cls,
+        hidden: torch.Tensor,
+        scale: torch.Tensor | None,
+        *,
+        num_permuted_tokens: Any,
+        pad_multiple: Any,
+        non_blocking: Any,
+        pad_empty_experts: Any,
+        routed: bool,
+        use_fp8: Any = None,
+    ) -> Call:
         """Of arguments of dispatch_with_permute, checked; routed: it brings routing, and no handle."""
         validation.flag("non_blocking", non_blocking)
         validation.flag("pad_empty_experts", pad_empty_experts)
-        budget = None if num_permuted_tokens is None else validation.integer(
-            "num_permuted_tokens", num_permuted_tokens, 0)
+        budget = (
+            None if num_permuted_tokens is None else validation.integer("num_permuted_tokens", num_permuted_tokens, 0)
+        )
         pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
         if non_blocking and routed and (budget is None or budget % pad):
-            raise ValueError(f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
-                             "when non_blocking=True; it is the static number of rows")
+            raise ValueError(
+                f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
+                "when non_blocking=True; it is the static number of rows"
+            )
         return cls(hidden, scale, True, non_blocking, pad, budget, pad_empty_experts, use_fp8)
 
-    def header(self, routing: Routing, template: HybridEpConfigInstance, num_tokens: int,
-               topk: int) -> _core.CallHeader:
+    def header(
+        self, routing: Routing, template: HybridEpConfigInstance, num_tokens: int, topk: int
+    ) -> _core.CallHeader:
         """What all other ranks are told; num_tokens, topk: of this exchange."""
         width, dtype = (0, 0) if self.scale is None else (self.scale.shape[1], element_code(self.scale))
         return _header(
-            num_tokens=num_tokens, topk=topk, budget=self.budget, want_tokens=template.max_num_of_tokens_per_rank,
-            want_hidden=template.hidden_dim, num_experts=routing.num_experts, hidden=self.hidden.shape[1],
-            scale_width=width, pad_multiple=self.pad_multiple, chunk_dispatch=template.chunk("dispatch"),
-            chunk_combine=template.chunk("combine"), dtype=element_code(self.hidden), scale_dtype=dtype,
-            permute=self.permute, non_blocking=self.non_blocking, routing_map=routing.topk_idx is None,
-            weights=routing.weights is not None, pad_empty_experts=self.pad_empty_experts)
+            num_tokens=num_tokens,
+            topk=topk,
+            budget=self.budget,
+            want_tokens=template.max_num_of_tokens_per_rank,
+            want_hidden=template.hidden_dim,
+            num_experts=routing.num_experts,
+            hidden=self.hidden.shape[1],
+            scale_width=width,
+            pad_multiple=self.pad_multiple,
+            chunk_dispatch=template.chunk("dispatch"),
+            chunk_combine=template.chunk("combine"),
+            dtype=element_code(self.hidden),
+            scale_dtype=dtype,
+            permute=self.permute,
+            non_blocking=self.non_blocking,
+            routing_map=routing.topk_idx is None,
+            weights=routing.weights is not None,
+            pad_empty_experts=self.pad_empty_experts,
+        )
 
 
 # Calls of one shape say the same again, and a header is made of seventeen words by name.
@@ -83,15 +113,25 @@ _header = functools.lru_cache(maxsize=256)(_core.CallHeader)
 
 # How a rank's answer reads, where ranks gave different ones.
 _WORDS: dict[str, Callable[[_core.CallHeader], str]] = {
-    "hidden": lambda h: str(h.hidden), "dtype": lambda h: str(dtype_of(h.dtype)),
+    "hidden": lambda h: str(h.hidden),
+    "dtype": lambda h: str(dtype_of(h.dtype)),
     "scale_width": lambda h: str(h.scale_width),
     "scale_dtype": lambda h: str(dtype_of(h.scale_dtype)) if h.scale_width else "no scaling_factor",
-    "num_experts": lambda h: str(h.num_experts), "pad_multiple": lambda h: str(h.pad_multiple),
+    "num_experts": lambda h: str(h.num_experts),
+    "pad_multiple": lambda h: str(h.pad_multiple),
     "routing": lambda h: "routing_map (or topk_idx with probs)" if h.routing_map else "topk_idx",
-    "pad_empty_experts": lambda h: str(h.pad_empty_experts), "weights": lambda h: "given" if h.weights else "none",
-    "verb": lambda h: ("dispatch_with_permute(non_blocking=True)" if h.non_blocking else
-                       "dispatch_with_permute" if h.permute else "dispatch"),
-    "chunk_dispatch": lambda h: str(h.chunk_dispatch), "chunk_combine": lambda h: str(h.chunk_combine)}
+    "pad_empty_experts": lambda h: str(h.pad_empty_experts),
+    "weights": lambda h: "given" if h.weights else "none",
+    "verb": lambda h: (
+        "dispatch_with_permute(non_blocking=True)"
+        if h.non_blocking
+        else "dispatch_with_permute"
+        if h.permute
+        else "dispatch"
+    ),
+    "chunk_dispatch": lambda h: str(h.chunk_dispatch),
+    "chunk_combine": lambda h: str(h.chunk_combine),
+}
 
 
 def _reason(error: BaseException) -> str:
@@ -140,8 +180,10 @@ class Session:
         """Around every operation: in the process that made the buffer, one thread at a time, none after a failure."""
         self.require_own_process()
         if not self._lock.acquire(blocking=False):
-            raise ReentrantCallError("this buffer is busy with a call of another thread; give each thread its own "
-                                     "HybridEPBuffer, or take turns")
+            raise ReentrantCallError(
+                "this buffer is busy with a call of another thread; give each thread its own "
+                "HybridEPBuffer, or take turns"
+            )
         try:
             if self.why_closed is not None:
                 raise BufferFailedError(self.why_closed)
@@ -162,7 +204,8 @@ class Session:
             raise BufferFailedError(
                 f"this buffer belongs to process {self._pid}, from which process {os.getpid()} was forked; a child "
                 "may only drop it: make the calls in the parent, or start the child with 'spawn' or 'forkserver' and "
-                "make a HybridEPBuffer of a process group of its own there")
+                "make a HybridEPBuffer of a process group of its own there"
+            )
 
     def _progress(self) -> tuple[int, int]:
         """Changes as soon as anything is sent to other ranks."""
@@ -219,8 +262,10 @@ class Session:
             return
         if self.captured:
             grown = ", ".join(f"{n} from {now[n]} to {wanted[n]}" for n in now if now[n] != wanted[n])
-            raise ValueError(f"this buffer would have to grow ({grown}), but a CUDA graph holds addresses of its "
-                             "memory; run a call of this size before the capture, or make another buffer for it")
+            raise ValueError(
+                f"this buffer would have to grow ({grown}), but a CUDA graph holds addresses of its "
+                "memory; run a call of this size before the capture, or make another buffer for it"
+            )
         self._open(wanted)
 
     def _choose_segments(self) -> tuple[Any, str]:
@@ -236,18 +281,23 @@ class Session:
     def _open(self, wanted: dict[str, int]) -> None:
         generation, self._generation = self._generation, self._generation + 1
         agree(self.meet.exchange(f"{generation}/shape", wanted), "growth of the registered memory")
-        shape = _core.BufferShape(num_nodes=self.topology.num_nodes,
-                                  num_local_ranks=self.topology.num_local_ranks,
-                                  **wanted)
+        shape = _core.BufferShape(
+            num_nodes=self.topology.num_nodes, num_local_ranks=self.topology.num_local_ranks, **wanted
+        )
         if self.engine is not None:
             self._past_traffic, self._past_launches = self.traffic(), self.num_launches()
             self.engine = None
         o = self.options
         try:
             self.engine = open_segments(
-                self.meet, self._segments, generation, shape.total_bytes,
-                lambda segments: _core.Engine(self.topology.rank, shape, segments, o.timeout_s, self._executor,
-                                              env.get("HYBRID_EP_SEED")))
+                self.meet,
+                self._segments,
+                generation,
+                shape.total_bytes,
+                lambda segments: _core.Engine(
+                    self.topology.rank, shape, segments, o.timeout_s, self._executor, env.get("HYBRID_EP_SEED")
+                ),
+            )
         except BaseException as error:
             self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
             raise
@@ -256,8 +306,9 @@ class Session:
         self.shape = shape
         self._enter_device()
 
-    def dispatched(self, rows: int, row_bytes: int, scale_bytes: int, weight_columns: int,
-                   zero: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def dispatched(
+        self, rows: int, row_bytes: int, scale_bytes: int, weight_columns: int, zero: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Memory for a result: uint8 [rows, row_bytes], uint8 [rows, scale_bytes], fp32 [rows, weight_columns]; None
         for a width of 0. Payload and scales are the arena's, where rows land to stay. Where it has no room they lie
         elsewhere, and a copy follows (copied_rows in traffic())."""
@@ -295,8 +346,10 @@ class Session:
     def require_capturable(self, non_blocking: bool) -> None:
         """ValueError where a routed call would wait and must not."""
         if self.capturing and not non_blocking:
-            raise ValueError("non_blocking=False waits for the counts and cannot be captured in a CUDA graph; give "
-                             "non_blocking=True and num_permuted_tokens")
+            raise ValueError(
+                "non_blocking=False waits for the counts and cannot be captured in a CUDA graph; give "
+                "non_blocking=True and num_permuted_tokens"
+            )
 
     def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
@@ -312,10 +365,13 @@ class Session:
     def fit_call(self, ranges: _core.HeaderRanges, topk: int, call: Call, template: HybridEpConfigInstance) -> None:
         """Room for a routed call, of which all ranks know all headers."""
         self.chunks = {op: template.chunk(op) for op in self.chunks}
-        self.fit(max_tokens=max(1, ranges.most_tokens, ranges.most_want_tokens), max_topk=topk,
-                 row_bytes=max(row_bytes(call.hidden), validation.least_row_bytes(ranges.most_want_hidden)),
-                 scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
-                 chunk_tokens=max(self.chunks.values()))
+        self.fit(
+            max_tokens=max(1, ranges.most_tokens, ranges.most_want_tokens),
+            max_topk=topk,
+            row_bytes=max(row_bytes(call.hidden), validation.least_row_bytes(ranges.most_want_hidden)),
+            scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
+            chunk_tokens=max(self.chunks.values()),
+        )
 
     def check_capacity(self, placed: _core.Placed, call: Call) -> None:
         """CapacityError, on all ranks, where rows were dropped and must not be."""
@@ -331,14 +387,22 @@ class Session:
         raise CapacityError(
             f"the ranks receive {recv_rows} rows but capacity_factor={self.options.capacity_factor} admits "
             f"{capacity}; raise capacity_factor, or drop rows with overflow='drop'",
-            recv_rows, [capacity] * len(recv_rows))
+            recv_rows,
+            [capacity] * len(recv_rows),
+        )
 
     @staticmethod
     def _raise_budgets(dropped: list[int], budgets: list[int | None]) -> None:
-        said = ", ".join(f"{budget} on rank {rank} ({rows} rows too few)"
-                         for rank, (rows, budget) in enumerate(zip(dropped, budgets, strict=True)) if rows)
-        raise CapacityError(f"num_permuted_tokens={said}; raise it, give None, or drop rows with "
-                            "non_blocking=True or overflow='drop'", dropped, budgets)
+        said = ", ".join(
+            f"{budget} on rank {rank} ({rows} rows too few)"
+            for rank, (rows, budget) in enumerate(zip(dropped, budgets, strict=True))
+            if rows
+        )
+        raise CapacityError(
+            f"num_permuted_tokens={said}; raise it, give None, or drop rows with non_blocking=True or overflow='drop'",
+            dropped,
+            budgets,
+        )
 
     def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int]:
         """Blocks of an operation, and of its local pass where that is a launch of its own, else 0.
@@ -357,5 +421,10 @@ class Session:
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""
-        self.fit(num_experts=plan.num_experts, max_tokens=plan.max_tokens, max_topk=plan.topk,
-                 recv_rows=plan.max_recv_rows, **needs)
+        self.fit(
+            num_experts=plan.num_experts,
+            max_tokens=plan.max_tokens,
+            max_topk=plan.topk,
+            recv_rows=plan.max_recv_rows,
+            **needs,
+        )

@@ -41,35 +41,51 @@ class SmPlan:
 
     def __str__(self) -> str:
         binds = "NVLink" if self.nvlink_us >= self.rail_us else "the rail"
-        return (f"{self.num_sms} SMs ({self.cluster}): a token goes to {self.ranks_per_token:.2f} ranks "
-                f"and is {self.sm_us:.3f} us of an SM, {self.nvlink_us:.3f} us of NVLink and {self.rail_us:.3f} us of "
-                f"the rail; {binds} binds")
+        return (
+            f"{self.num_sms} SMs ({self.cluster}): a token goes to {self.ranks_per_token:.2f} ranks "
+            f"and is {self.sm_us:.3f} us of an SM, {self.nvlink_us:.3f} us of NVLink and {self.rail_us:.3f} us of "
+            f"the rail; {binds} binds"
+        )
 
 
 def cluster_of(gpu_name: str, capability: tuple[int, int]) -> clusters.Cluster:
     """The rates of a GPU, by its name or, of an unknown one, by its generation."""
-    known = {"H800": "h800_8x400g", "H200": "h200_8x400g", "H100": "h100_8x400g", "GB200": "gb200_nvl72",
-             "GB300": "gb200_nvl72", "B300": "b300_8x800g", "B200": "b200_8x400g"}
+    known = {
+        "H800": "h800_8x400g",
+        "H200": "h200_8x400g",
+        "H100": "h100_8x400g",
+        "GB200": "gb200_nvl72",
+        "GB300": "gb200_nvl72",
+        "B300": "b300_8x800g",
+        "B200": "b200_8x400g",
+    }
     for part, name in known.items():
         if part in gpu_name:
             return clusters.get(name)
     return clusters.get("h100_8x400g" if capability[0] < 10 else "b200_8x400g")
 
 
-def plan(cluster: clusters.Cluster, num_nodes: int, num_local_ranks: int, num_experts: int, row_bytes: int,
-         topk: int = ASSUMED_TOPK) -> SmPlan:
+def plan(
+    cluster: clusters.Cluster,
+    num_nodes: int,
+    num_local_ranks: int,
+    num_experts: int,
+    row_bytes: int,
+    topk: int = ASSUMED_TOPK,
+) -> SmPlan:
     """For `topk` (at most num_experts) of num_experts experts, rows of row_bytes bytes."""
     ranks, topk = num_nodes * num_local_ranks, min(topk, num_experts)
     per_token = distinct(ranks, num_experts, topk)
     nodes_per_token = distinct(num_nodes, num_experts, topk)
     kilobytes = row_bytes / 1e3  # GB/s are kB/us
-    load, store = (kilobytes / rate + cluster.gpu.copy_ns.value / 1e3
-                   for rate in (cluster.gpu.load_gb_per_s, cluster.gpu.store_gb_per_s))
+    load, store = (
+        kilobytes / rate + cluster.gpu.copy_ns.value / 1e3
+        for rate in (cluster.gpu.load_gb_per_s, cluster.gpu.store_gb_per_s)
+    )
     over_rail = nodes_per_token * (1 - 1 / num_nodes)
     nvlink = kilobytes * per_token * (1 - 1 / num_local_ranks) / cluster.gpu.nvlink_rate
     rail = kilobytes * over_rail / cluster.nic.rate
-    sm = (load * (nodes_per_token / num_nodes + 2 * over_rail + per_token)
-          + store * (per_token + over_rail + topk))
+    sm = load * (nodes_per_token / num_nodes + 2 * over_rail + per_token) + store * (per_token + over_rail + topk)
     most = int(cluster.gpu.num_sms.value) // 4  # a rank alone has no link to fill; the experts need the others
     link = max(nvlink, rail)
     sms = most if link == 0 else min(most, max(1, math.ceil(sm / link - 1e-9)))

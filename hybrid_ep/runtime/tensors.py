@@ -30,8 +30,9 @@ def require_memory(name: str, x: torch.Tensor) -> int:
     except RuntimeError:  # traced, batched and fake tensors
         address = 0
     if address == 0 and x.numel() > 0:
-        raise ValueError(f"{name} is a {type(x).__name__} of {x.numel()} elements without memory of its own; "
-                         f"{_remedy(x)}")
+        raise ValueError(
+            f"{name} is a {type(x).__name__} of {x.numel()} elements without memory of its own; {_remedy(x)}"
+        )
     return address
 
 
@@ -68,8 +69,10 @@ def view(name: str, x: torch.Tensor | None) -> _core.TensorView | None:
     num_bytes, device = x.nbytes, "cpu" if x.is_cpu else x.device.type  # asking for the device is what costs
     storage = x.untyped_storage()
     if not x.is_contiguous() or num_bytes and address + num_bytes > storage.data_ptr() + storage.nbytes():
-        raise ValueError(f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
-                         "storage; give .contiguous(), and no storage that was made smaller")
+        raise ValueError(
+            f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
+            "storage; give .contiguous(), and no storage that was made smaller"
+        )
     return _core.TensorView(address, num_bytes, _ELEMENTS.get(x.dtype, 0), device, x)
 
 
@@ -88,10 +91,10 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     if as_bytes.shape[1] == padded_row_bytes(x):
         return as_bytes
     out = torch.zeros(x.shape[0], padded_row_bytes(x), dtype=torch.uint8, device=x.device)
-    out[:, :as_bytes.shape[1]] = as_bytes
+    out[:, : as_bytes.shape[1]] = as_bytes
     return out
 
 
 def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Undoes pad_rows for rows with the width and dtype of `like`."""
-    return padded[:, :row_bytes(like)].contiguous().view(like.dtype)
+    return padded[:, : row_bytes(like)].contiguous().view(like.dtype)

@@ -15,8 +15,10 @@ from itertools import groupby
 
 from hybrid_ep import env
 
-_REMEDY = ("give num_of_hybrid_ep_ranks_per_nvlink_domain or set HYBRID_EP_RANKS_PER_NODE to the same number of ranks "
-           "on every rank, such that the group has equally many in every node that it touches")
+_REMEDY = (
+    "give num_of_hybrid_ep_ranks_per_nvlink_domain or set HYBRID_EP_RANKS_PER_NODE to the same number of ranks "
+    "on every rank, such that the group has equally many in every node that it touches"
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,9 @@ def requested_ranks_per_node(argument: int | None) -> tuple[int | None, str]:
     """(ranks per node or None, where the number comes from): the argument, else the environment."""
     if argument is not None:
         if isinstance(argument, bool) or not isinstance(argument, int) or argument < 1:
-            raise ValueError(f"num_of_hybrid_ep_ranks_per_nvlink_domain={argument!r} must be a positive integer; "
-                             + _REMEDY)
+            raise ValueError(
+                f"num_of_hybrid_ep_ranks_per_nvlink_domain={argument!r} must be a positive integer; " + _REMEDY
+            )
         return argument, "num_of_hybrid_ep_ranks_per_nvlink_domain"
     for name in ("HYBRID_EP_RANKS_PER_NODE", "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"):
         if (value := env.get(name)) is not None:
@@ -51,8 +54,9 @@ def requested_ranks_per_node(argument: int | None) -> tuple[int | None, str]:
     return None, "the ranks of one host"
 
 
-def local_ranks(world_ranks: Sequence[int], ranks_per_node: int, origin: str,
-                hosts: Sequence[str] | None = None) -> int:
+def local_ranks(
+    world_ranks: Sequence[int], ranks_per_node: int, origin: str, hosts: Sequence[str] | None = None
+) -> int:
     """How many ranks of a group share a node, where a node has `ranks_per_node` ranks of the whole job.
 
     world_ranks: the job's rank of every rank of the group, in the group's order. hosts: their host names, where they
@@ -61,15 +65,23 @@ def local_ranks(world_ranks: Sequence[int], ranks_per_node: int, origin: str,
     nodes = [rank // ranks_per_node for rank in world_ranks]
     sizes = _blocks(nodes)
     if sizes is None:
-        raise ValueError(f"{origin}={ranks_per_node} puts the group's ranks {list(world_ranks)} on nodes {nodes}, "
-                         f"which is not the same number of neighbouring ranks on every node; {_REMEDY}")
+        raise ValueError(
+            f"{origin}={ranks_per_node} puts the group's ranks {list(world_ranks)} on nodes {nodes}, "
+            f"which is not the same number of neighbouring ranks on every node; {_REMEDY}"
+        )
     if hosts is not None:
         _check_numbering(nodes, hosts, f"{origin}={ranks_per_node}")
     return sizes
 
 
-def resolve(rank: int, hosts: Sequence[str], ranks_per_node: int | None, origin: str,
-            world_ranks: Sequence[int] | None = None, domains: Sequence[int] | None = None) -> Topology:
+def resolve(
+    rank: int,
+    hosts: Sequence[str],
+    ranks_per_node: int | None,
+    origin: str,
+    world_ranks: Sequence[int] | None = None,
+    domains: Sequence[int] | None = None,
+) -> Topology:
     """The topology that all ranks see. hosts: host name of every rank; ranks_per_node: None means that an NVLink domain
     is a node, or a host, where domains are not known. domains: of every rank the first rank of its NVLink domain.
     world_ranks: the job's rank of every rank (None: the group is the job). ValueError when the ranks of a node are not
@@ -79,11 +91,15 @@ def resolve(rank: int, hosts: Sequence[str], ranks_per_node: int | None, origin:
         return Topology(rank, len(hosts), local_ranks(world_ranks, ranks_per_node, origin, hosts))
     size = _blocks(hosts if domains is None else domains)
     if size is None and domains is not None:
-        raise ValueError(f"the group's ranks lie in NVLink domains that begin with ranks {list(domains)}, which is not "
-                         f"the same number of neighbouring ranks in every domain; {_REMEDY}")
+        raise ValueError(
+            f"the group's ranks lie in NVLink domains that begin with ranks {list(domains)}, which is not "
+            f"the same number of neighbouring ranks in every domain; {_REMEDY}"
+        )
     if size is None:
-        raise ValueError(f"the group's ranks lie on hosts {list(hosts)}, which is not the same number of neighbouring "
-                         f"ranks on every host; {_REMEDY}")
+        raise ValueError(
+            f"the group's ranks lie on hosts {list(hosts)}, which is not the same number of neighbouring "
+            f"ranks on every host; {_REMEDY}"
+        )
     return Topology(rank, len(hosts), size)
 
 
@@ -92,9 +108,11 @@ def warn_of_cut_domains(found: Topology, domains: Sequence[int], declared: str) 
     which one warp a block serves, and not over NVLink's pipelines."""
     largest = max(domains.count(first) for first in set(domains))
     if largest > found.num_local_ranks:
-        warnings.warn(f"{declared} cuts an NVLink domain into nodes: {largest} ranks of this group share it, "
-                      f"{found.num_local_ranks} of them a node; leave the number out to reach them all over NVLink",
-                      stacklevel=2)
+        warnings.warn(
+            f"{declared} cuts an NVLink domain into nodes: {largest} ranks of this group share it, "
+            f"{found.num_local_ranks} of them a node; leave the number out to reach them all over NVLink",
+            stacklevel=2,
+        )
 
 
 def _blocks(places: Sequence) -> int | None:
@@ -111,6 +129,8 @@ def _check_numbering(nodes: Sequence[int], hosts: Sequence[str], declared: str) 
     nodes_of = {host: {n for n, h in pairs if h == host} for _, host in pairs}
     for node, host in sorted(pairs):
         if len(hosts_of[node]) > 1 and len(nodes_of[host]) > 1:
-            raise ValueError(f"{declared}: node {node} has ranks of hosts {sorted(hosts_of[node])}, and host {host!r} "
-                             f"has ranks of nodes {sorted(nodes_of[host])}; let the launcher number ranks host by host "
-                             "(Slurm: --distribution=block), or leave the number out: a host is a node then")
+            raise ValueError(
+                f"{declared}: node {node} has ranks of hosts {sorted(hosts_of[node])}, and host {host!r} "
+                f"has ranks of nodes {sorted(nodes_of[host])}; let the launcher number ranks host by host "
+                "(Slurm: --distribution=block), or leave the number out: a host is a node then"
+            )

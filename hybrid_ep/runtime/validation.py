@@ -18,10 +18,24 @@ from hybrid_ep.runtime.plan import Plan, Routed
 if TYPE_CHECKING:
     from hybrid_ep.runtime.topology import Topology
 
-DTYPES = tuple(getattr(torch, name) for name in (
-    "bfloat16", "float16", "float32", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
-    "int16",
-    "int32", "float64", "int64") if hasattr(torch, name))
+DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        "bfloat16",
+        "float16",
+        "float32",
+        "uint8",
+        "int8",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e8m0fnu",
+        "int16",
+        "int32",
+        "float64",
+        "int64",
+    )
+    if hasattr(torch, name)
+)
 SUMMABLE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ROW_ALIGNMENT = 16  # bytes; rows move in units of 16
 
@@ -57,8 +71,10 @@ def hidden_dim(value: Any) -> int:
     elements have 8 at most."""
     number = integer("hidden_dim", value, 1)
     if number % 2:
-        raise ValueError(f"hidden_dim={number} must be even, and a multiple of 8 for bfloat16 and float16, of 4 for "
-                         f"float32: a row is a multiple of {ROW_ALIGNMENT} bytes")
+        raise ValueError(
+            f"hidden_dim={number} must be even, and a multiple of 8 for bfloat16 and float16, of 4 for "
+            f"float32: a row is a multiple of {ROW_ALIGNMENT} bytes"
+        )
     return number
 
 
@@ -106,11 +122,14 @@ def hidden_rows(name: str, x: Any, rows: int | None = None) -> torch.Tensor:
         raise ValueError(f"{name} has dtype {x.dtype}; supported: {', '.join(str(d) for d in DTYPES)}")
     if x.shape[1] < 1 or x.shape[1] * x.element_size() % ROW_ALIGNMENT:
         step = ROW_ALIGNMENT // x.element_size()
-        raise ValueError(f"{name} has hidden={x.shape[1]} of {x.dtype}; a row must be a positive multiple of "
-                         f"{ROW_ALIGNMENT} bytes: make hidden a multiple of {step}")
+        raise ValueError(
+            f"{name} has hidden={x.shape[1]} of {x.dtype}; a row must be a positive multiple of "
+            f"{ROW_ALIGNMENT} bytes: make hidden a multiple of {step}"
+        )
     if rows is not None and x.shape[0] != rows:
-        raise ValueError(f"{name} has {x.shape[0]} rows; the handle's dispatch had {rows} tokens on this rank: give "
-                         "one row for each")
+        raise ValueError(
+            f"{name} has {x.shape[0]} rows; the handle's dispatch had {rows} tokens on this rank: give one row for each"
+        )
     return x
 
 
@@ -120,8 +139,10 @@ def summable_rows(name: str, x: Any, rows: int, at_least: bool) -> torch.Tensor:
     if x.dtype not in SUMMABLE:
         raise ValueError(f"{name} has dtype {x.dtype}; combine sums bfloat16, float16 or float32: convert it first")
     if x.shape[0] != rows and not (at_least and x.shape[0] > rows):
-        raise ValueError(f"{name} has {x.shape[0]} rows; the handle's dispatch returned {rows}"
-                         f"{' (or more, as padding)' if at_least else ''}: give the rows in that order")
+        raise ValueError(
+            f"{name} has {x.shape[0]} rows; the handle's dispatch returned {rows}"
+            f"{' (or more, as padding)' if at_least else ''}: give the rows in that order"
+        )
     return x
 
 
@@ -148,21 +169,25 @@ def topk(idx: Any, rows: int, num_experts: int, look: bool = True) -> torch.Tens
     if look and idx.numel():
         low, high = (int(v) for v in idx.aminmax())
         if low < -1 or high >= num_experts:
-            raise ValueError(f"topk_idx holds {low if low < -1 else high}; experts are 0..{num_experts - 1}, -1 "
-                             f"drops a choice")
+            raise ValueError(
+                f"topk_idx holds {low if low < -1 else high}; experts are 0..{num_experts - 1}, -1 drops a choice"
+            )
     return idx.long()
 
 
 def routing_map(route: Any, rows: int, num_experts: int | None, num_ranks: int) -> torch.Tensor:
     route = tensor("routing_map", route, 2, "bool [num_tokens, num_experts]")
     if route.dtype not in (torch.bool, torch.uint8):
-        raise ValueError(f"routing_map has dtype {route.dtype}; give bool (or uint8, 0: not chosen): "
-                         "routing_map.bool()")
+        raise ValueError(
+            f"routing_map has dtype {route.dtype}; give bool (or uint8, 0: not chosen): routing_map.bool()"
+        )
     if route.shape[0] != rows:
         raise ValueError(f"routing_map has {route.shape[0]} rows but hidden has {rows}; give one row for each token")
     if num_experts is not None and route.shape[1] != num_experts:
-        raise ValueError(f"routing_map has {route.shape[1]} columns but the number of experts is {num_experts}; give "
-                         "one column for each expert of the group")
+        raise ValueError(
+            f"routing_map has {route.shape[1]} columns but the number of experts is {num_experts}; give "
+            "one column for each expert of the group"
+        )
     experts_of_group("routing_map's number of columns", route.shape[1], num_ranks)
     return route.bool()
 
@@ -180,26 +205,32 @@ def group_experts(num_experts: Any, per_rank: Any, num_ranks: int) -> Any:
         return num_experts
     per_rank = integer("num_of_experts_per_rank", per_rank, 1)
     if num_experts is not None and num_experts != per_rank * num_ranks:
-        raise ValueError(f"num_of_experts={num_experts!r} is not num_of_experts_per_rank={per_rank} times "
-                         f"the group's {num_ranks} ranks; give only one of them")
+        raise ValueError(
+            f"num_of_experts={num_experts!r} is not num_of_experts_per_rank={per_rank} times "
+            f"the group's {num_ranks} ranks; give only one of them"
+        )
     return per_rank * num_ranks
 
 
 def token_slots(slots: Any, hidden: Any) -> None:
     """num_of_tokens_per_rank, as deep_ep's callers give it for ranks with unequal numbers of tokens."""
     if slots is not None and integer("num_of_tokens_per_rank", slots, 0) < len(hidden):
-        raise ValueError(f"num_of_tokens_per_rank={int(slots)} is less than the {len(hidden)} rows of hidden; give "
-                         "the largest number of tokens of any rank, or None")
+        raise ValueError(
+            f"num_of_tokens_per_rank={int(slots)} is less than the {len(hidden)} rows of hidden; give "
+            "the largest number of tokens of any rank, or None"
+        )
 
 
 def scales(scale: Any, hidden: torch.Tensor) -> torch.Tensor:
     scale = tensor("scaling_factor", scale, 2, "[num_tokens, scales of a token]")
     if scale.shape[0] != hidden.shape[0]:
-        raise ValueError(f"scaling_factor has {scale.shape[0]} rows but hidden has {hidden.shape[0]}; give one row "
-                         "for each token")
+        raise ValueError(
+            f"scaling_factor has {scale.shape[0]} rows but hidden has {hidden.shape[0]}; give one row for each token"
+        )
     if scale.shape[1] < 1 or scale.dtype not in DTYPES:
-        raise ValueError(f"scaling_factor is {describe(scale)}; give at least one column of "
-                         "float32, uint8 or float8_e8m0fnu")
+        raise ValueError(
+            f"scaling_factor is {describe(scale)}; give at least one column of float32, uint8 or float8_e8m0fnu"
+        )
     return scale
 
 
@@ -212,8 +243,10 @@ def handle(value: Any, kind: HandleKind, topology: Topology) -> Any:
     """The plan inside a handle of this kind, made for this group."""
     if isinstance(value, Routed):
         if value.kind is not kind:
-            raise ValueError(f"handle is route()'s for {value.kind.verb}(); give it to that verb, or route with "
-                             f"permute={kind is PERMUTED}")
+            raise ValueError(
+                f"handle is route()'s for {value.kind.verb}(); give it to that verb, or route with "
+                f"permute={kind is PERMUTED}"
+            )
         return _of_group(value.plan, topology)
     if not isinstance(value, (tuple, list)):
         raise ValueError(f"handle is {describe(value)}; give the handle tuple that {kind.verb}() returned")
@@ -221,15 +254,21 @@ def handle(value: Any, kind: HandleKind, topology: Topology) -> Any:
         raise ValueError(f"handle has {len(value)} elements; give the {kind.length}-tuple that {kind.verb}() returned")
     plan = getattr(value[kind.config], "plan", None)
     if plan is None:
-        raise ValueError(f"handle's config element carries no plan; give the handle that {kind.verb}() returned, "
-                         "unchanged")
+        raise ValueError(
+            f"handle's config element carries no plan; give the handle that {kind.verb}() returned, unchanged"
+        )
     return _of_group(plan, topology)
 
 
 def _of_group(plan: Plan, topology: Topology) -> Plan:
     if (plan.rank, plan.num_ranks, plan.num_local_ranks) != (
-            topology.rank, topology.num_ranks, topology.num_local_ranks):
-        raise ValueError(f"handle belongs to rank {plan.rank} of {plan.num_ranks} ranks in nodes of "
-                         f"{plan.num_local_ranks}; this buffer is rank {topology.rank} of {topology.num_ranks} in "
-                         f"nodes of {topology.num_local_ranks}: use it with the group that made it")
+        topology.rank,
+        topology.num_ranks,
+        topology.num_local_ranks,
+    ):
+        raise ValueError(
+            f"handle belongs to rank {plan.rank} of {plan.num_ranks} ranks in nodes of "
+            f"{plan.num_local_ranks}; this buffer is rank {topology.rank} of {topology.num_ranks} in "
+            f"nodes of {topology.num_local_ranks}: use it with the group that made it"
+        )
     return plan

@@ -15,8 +15,14 @@ from hybrid_ep.runtime.signatures import Combined, Handle
 from hybrid_ep.runtime.tensors import aligned, row_bytes, view
 
 
-def plan_or_route(session: Session, kind: HandleKind, handle: Handle | Routed | None, given: Given, call: Call,
-                  config: HybridEpConfigInstance) -> tuple[Plan, Tensor | None, bool]:
+def plan_or_route(
+    session: Session,
+    kind: HandleKind,
+    handle: Handle | Routed | None,
+    given: Given,
+    call: Call,
+    config: HybridEpConfigInstance,
+) -> tuple[Plan, Tensor | None, bool]:
     """(plan, new weights in plan order or None, whether weights are those that the routing brought)."""
     x = validation.hidden_rows("hidden", call.hidden)
     if call.scale is not None:
@@ -28,25 +34,45 @@ def plan_or_route(session: Session, kind: HandleKind, handle: Handle | Routed | 
         fresh = plan_weights.in_plan_order(plan, given.topk_idx, given.topk_weights, given.probs)
         return plan, fresh, isinstance(handle, Routed) and plan.has_weights and fresh is None
     session.require_capturable(call.non_blocking)
-    routing = routing_of_call(x, given, config=config, num_ranks=session.topology.num_ranks,
-                              look=not session.runs_beside)
+    routing = routing_of_call(
+        x, given, config=config, num_ranks=session.topology.num_ranks, look=not session.runs_beside
+    )
     plan = session.route(routing, call, config)
     return plan, None, plan.has_weights
 
 
-def gather(session: Session, plan: Plan, hidden: Tensor, weights: Tensor | None, *, permuted: bool,
-           weighted: bool = False, fp32_partials: bool, blocks: tuple[int, int]) -> Combined:
+def gather(
+    session: Session,
+    plan: Plan,
+    hidden: Tensor,
+    weights: Tensor | None,
+    *,
+    permuted: bool,
+    weighted: bool = False,
+    fp32_partials: bool,
+    blocks: tuple[int, int],
+) -> Combined:
     """The sums of a plan's rows; blocks: of the combine, and of a launch of its own before it, or 0."""
     validation.flag("fp32_partials", fp32_partials)
     x, w = aligned(hidden), None if weights is None else aligned(weights)
     bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
     session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
     out = session.results.empty(plan.num_tokens, row_bytes(x)).view(x.dtype)
-    returned = None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32,
-                                                  device=x.device)
+    returned = (
+        None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32, device=x.device)
+    )
     session.engine.combine(
-        plan.core, x=view("hidden", x), hidden=x.shape[1], weights=view("probs", w), out_x=view("out_x", out),
-        out_weights=view("out_weights", returned), permuted=permuted, multiply=weighted,
-        fp32_partials=fp32_partials, num_blocks=blocks[0], unpermute_blocks=blocks[1],
-        chunk_tokens=session.chunks["combine"])
+        plan.core,
+        x=view("hidden", x),
+        hidden=x.shape[1],
+        weights=view("probs", w),
+        out_x=view("out_x", out),
+        out_weights=view("out_weights", returned),
+        permuted=permuted,
+        multiply=weighted,
+        fp32_partials=fp32_partials,
+        num_blocks=blocks[0],
+        unpermute_blocks=blocks[1],
+        chunk_tokens=session.chunks["combine"],
+    )
     return out, None if returned is None else plan_weights.to_dense(plan, returned)

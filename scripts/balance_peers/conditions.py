@@ -13,12 +13,21 @@ from hybrid_ep import balance
 from hybrid_ep.balance import loads
 from hybrid_ep.balance.placement import rank_loads
 
-SHAPES = [("global 16", 272, 1, 1, 16), ("global 32", 288, 1, 1, 32), ("global 64", 320, 1, 1, 64),
-          ("hierarchical 32/4", 288, 8, 4, 32)]
+SHAPES = [
+    ("global 16", 272, 1, 1, 16),
+    ("global 32", 288, 1, 1, 32),
+    ("global 64", 320, 1, 1, 64),
+    ("hierarchical 32/4", 288, 8, 4, 32),
+]
 KINDS = [("zipf", 0.8), ("zipf", 1.2), ("zipf", 2.0), ("zipf", 3.0), ("lognormal", 1.0), ("lognormal", 2.0)]
 # name, ranks, blocks: as many as ranks, or groups
-BLOCKS = [("rank's experts, EP16", 16, 16), ("rank's experts, EP32", 32, 32), ("rank's experts, EP64", 64, 64),
-          ("8 groups, EP32", 32, 8), ("8 groups, EP64", 64, 8)]
+BLOCKS = [
+    ("rank's experts, EP16", 16, 16),
+    ("rank's experts, EP32", 32, 32),
+    ("rank's experts, EP64", 64, 64),
+    ("8 groups, EP32", 32, 8),
+    ("8 groups, EP64", 64, 8),
+]
 
 
 def seconds(call):
@@ -37,10 +46,17 @@ def scale_rows(rng):
     whole = balance.plan_placement(share, 288, 32)
     for total in (1e-300, 1e-30, 1e-6, 1e-3, 0.01, 0.1, 1.0, 1e6, 1e30, 1e300):
         plan = balance.plan_placement(share * total, 288, 32)
-        true = whole.imbalance(share) if (plan.phy2log == whole.phy2log).all() else \
-            balance.PlacementPlan(plan.phy2log, share, 32, plan.moved, plan.kept, plan.fresh).imbalance()
-        yield {"sum": total, "left": true.max(), "said": plan.imbalance().max(),
-               "same plan": int((plan.phy2log == whole.phy2log).all(axis=1).sum())}
+        true = (
+            whole.imbalance(share)
+            if (plan.phy2log == whole.phy2log).all()
+            else balance.PlacementPlan(plan.phy2log, share, 32, plan.moved, plan.kept, plan.fresh).imbalance()
+        )
+        yield {
+            "sum": total,
+            "left": true.max(),
+            "said": plan.imbalance().max(),
+            "same plan": int((plan.phy2log == whole.phy2log).all(axis=1).sum()),
+        }
 
 
 def fresh_rows(rng, num_layers):
@@ -53,10 +69,16 @@ def fresh_rows(rng, num_layers):
             ours = rank_loads(load, balance.rebalance_experts(weight, *shape)[0].numpy(), ranks).max(axis=1)
             ours_s = seconds(lambda w=weight, s=shape: balance.rebalance_experts(w, *s))
             their_s = seconds(lambda w=weight, s=shape: eplb.place(w, *s))
-            yield {"case": name, "load": f"{kind} {value}", "eplb": (theirs * ranks - 1).mean(),
-                   "ours": (ours * ranks - 1).mean(), "ours max": (ours * ranks - 1).max(),
-                   "behind": int((ours > theirs * (1 + 1e-12)).sum()), "ours us a layer": ours_s / num_layers * 1e6,
-                   "eplb here / ours": their_s / ours_s}
+            yield {
+                "case": name,
+                "load": f"{kind} {value}",
+                "eplb": (theirs * ranks - 1).mean(),
+                "ours": (ours * ranks - 1).mean(),
+                "ours max": (ours * ranks - 1).max(),
+                "behind": int((ours > theirs * (1 + 1e-12)).sum()),
+                "ours us a layer": ours_s / num_layers * 1e6,
+                "eplb here / ours": their_s / ours_s,
+            }
 
 
 def incremental_rows(rng, num_layers):
@@ -68,16 +90,29 @@ def incremental_rows(rng, num_layers):
                 share = loads.popularity(rng, num_layers, 256, kind, value)
                 later = share[::-1].copy() if drift is None else loads.drift(rng, share, drift)
                 first = balance.plan_placement(share, slots, ranks, nodes, num_groups=hier)
-                call = dict(load=later, num_slots=slots, num_ranks=ranks, num_nodes=nodes, num_groups=hier,
-                            current=first.phy2log)
+                call = dict(
+                    load=later,
+                    num_slots=slots,
+                    num_ranks=ranks,
+                    num_nodes=nodes,
+                    num_groups=hier,
+                    current=first.phy2log,
+                )
                 start = time.thread_time_ns()
                 plan = balance.plan_placement(**call)
                 used = (time.thread_time_ns() - start) / 1e6 / num_layers
                 over = plan.imbalance() - np.maximum(plan.target, plan.fresh + 0.01)
-                yield {"case": name, "load": f"{kind} {value}", "drift": "other layer" if drift is None else drift,
-                       "fresh": plan.fresh.mean(), "left": plan.imbalance().mean(),
-                       "above fresh + 1 % and target": int((over > 1e-9).sum()), "slots": plan.moved.mean(),
-                       "slots max": int(plan.moved.max()), "ms a layer": used}
+                yield {
+                    "case": name,
+                    "load": f"{kind} {value}",
+                    "drift": "other layer" if drift is None else drift,
+                    "fresh": plan.fresh.mean(),
+                    "left": plan.imbalance().mean(),
+                    "above fresh + 1 % and target": int((over > 1e-9).sum()),
+                    "slots": plan.moved.mean(),
+                    "slots max": int(plan.moved.max()),
+                    "ms a layer": used,
+                }
 
 
 def together_rows(rng, num_layers, tokens):
@@ -98,8 +133,18 @@ def together_rows(rng, num_layers, tokens):
                     bound.append(plan.bound())
                     bound_used.append((time.thread_time_ns() - start) / 1e6)
                 left, bound = np.array(left), np.array(bound)
-                yield {"case": name, "across": across, "slots": spare, "layers": num_layers,
-                       "above 1 %": int((left > 0.0101).sum()), "proved": int((bound > 0.0101).sum()),
-                       "left": left.mean(), "left max": left.max(), "bound": np.maximum(bound, 0).mean(),
-                       "most above bound": (left - np.maximum(bound, 0.01)).max(), "us": np.median(used),
-                       "us max": max(used), "bound ms max": max(bound_used)}
+                yield {
+                    "case": name,
+                    "across": across,
+                    "slots": spare,
+                    "layers": num_layers,
+                    "above 1 %": int((left > 0.0101).sum()),
+                    "proved": int((bound > 0.0101).sum()),
+                    "left": left.mean(),
+                    "left max": left.max(),
+                    "bound": np.maximum(bound, 0).mean(),
+                    "most above bound": (left - np.maximum(bound, 0.01)).max(),
+                    "us": np.median(used),
+                    "us max": max(used),
+                    "bound ms max": max(bound_used),
+                }

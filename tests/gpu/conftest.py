@@ -16,8 +16,10 @@ import gc
 import sys
 from pathlib import Path
 
-sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in (
-    "python", "python/moe", "python/payload", "python/runtime", "ptx"))  # whose tests run here once more
+sys.path.extend(
+    str(Path(__file__).resolve().parents[1] / folder)
+    for folder in ("python", "python/moe", "python/payload", "python/runtime", "ptx")
+)  # whose tests run here once more
 
 import pytest
 import torch
@@ -25,8 +27,13 @@ from hypothesis import HealthCheck, settings
 
 from hybrid_ep.runtime import devices
 
-settings.register_profile("gpu", deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
-                          max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")))
+settings.register_profile(
+    "gpu",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+    max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")),
+)
 settings.load_profile("gpu")
 
 

@@ -68,8 +68,9 @@ class DeviceWorld(VirtualWorld):
     made: list = []  # by all worlds: the fixture that puts this class in VirtualWorld's place ends them
     skew = 200_000
 
-    def buffers(self, hidden_dim: int, max_tokens: int, num_local_experts: int, executor: str = "cuda",
-                **options: Any) -> list[Any]:
+    def buffers(
+        self, hidden_dim: int, max_tokens: int, num_local_experts: int, executor: str = "cuda", **options: Any
+    ) -> list[Any]:
         raw = super().buffers(hidden_dim, max_tokens, num_local_experts, executor=executor, **options)
         if not is_cuda(executor):
             return raw
@@ -80,17 +81,26 @@ class DeviceWorld(VirtualWorld):
 class GpuWorld:
     """num_nodes x num_local_ranks virtual ranks on the current device."""
 
-    def __init__(self, num_nodes: int, num_local_ranks: int, num_local_experts: int, executor: str = "cuda",
-                 skew: int = 200_000, **options: Any):
+    def __init__(
+        self,
+        num_nodes: int,
+        num_local_ranks: int,
+        num_local_experts: int,
+        executor: str = "cuda",
+        skew: int = 200_000,
+        **options: Any,
+    ):
         self.world = VirtualWorld(num_nodes, num_local_ranks)
         self.streams = [torch.cuda.Stream() for _ in range(self.world.size)]
         options.setdefault("timeout_s", 20)
         self.raw = self.world.buffers(16, 1, num_local_experts, executor=executor, **options)
-        self.buffers = [OnDevice(b, s, rank, skew) for rank, (b, s) in
-                        enumerate(zip(self.raw, self.streams, strict=True))]
+        self.buffers = [
+            OnDevice(b, s, rank, skew) for rank, (b, s) in enumerate(zip(self.raw, self.streams, strict=True))
+        ]
 
     def run(self, work, **options: Any) -> list[Any]:
         """[work(rank, buffer)] of all ranks at once, each on its stream."""
+
         def body(rank, _):
             with torch.cuda.stream(self.streams[rank]):
                 return work(rank, self.buffers[rank])

@@ -18,16 +18,25 @@ print({s["is_expandable"] for s in torch.cuda.memory_snapshot()})
 
 
 def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], env=ENVIRONMENT, cwd=HERE.parents[1], capture_output=True,
-                          text=True, timeout=160, check=False)
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=ENVIRONMENT,
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=160,
+        check=False,
+    )
     assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
 
-TESTS = ("test_virtual.py::test_rows_of_training_size_and_rows_of_several_tiles",
-         "test_graph.py::test_a_replay_with_other_routing_gives_its_results",
-         "test_streams.py::test_async_results_are_right_once_their_event_was_waited_for",
-         "test_processes.py::test_examples")
+TESTS = (
+    "test_virtual.py::test_rows_of_training_size_and_rows_of_several_tiles",
+    "test_graph.py::test_a_replay_with_other_routing_gives_its_results",
+    "test_streams.py::test_async_results_are_right_once_their_event_was_waited_for",
+    "test_processes.py::test_examples",
+)
 
 
 def test_under_expandable_segments():

@@ -12,8 +12,11 @@ from hybrid_ep.errors import BufferFailedError, DeadlineError
 
 
 def routed(buffer, num_experts: int):
-    return buffer.dispatch_with_permute(hidden=torch.ones(5, 64, dtype=torch.bfloat16),
-                                        topk_idx=torch.arange(5)[:, None] % num_experts, num_of_experts=num_experts)
+    return buffer.dispatch_with_permute(
+        hidden=torch.ones(5, 64, dtype=torch.bfloat16),
+        topk_idx=torch.arange(5)[:, None] % num_experts,
+        num_of_experts=num_experts,
+    )
 
 
 @pytest.mark.parametrize("shape, site", [((1, 2), "counts_from_node"), ((2, 1), "counts_from_rail")])
@@ -43,8 +46,9 @@ def test_calls_queued_behind_one_that_dies_take_no_part():
             return
         started = time.monotonic()
         for _ in range(4):  # the first one's exchange waits for rank 1; the others are on the stream before it dies
-            rows, *_, handle = world.raw[0].dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=4,
-                                                                  num_permuted_tokens=16, non_blocking=True)
+            rows, *_, handle = world.raw[0].dispatch_with_permute(
+                hidden=x, topk_idx=idx, num_of_experts=4, num_permuted_tokens=16, non_blocking=True
+            )
             world.raw[0].combine_with_unpermute(hidden=rows, handle=handle)
         torch.cuda.synchronize()
         assert time.monotonic() - started < 2.5, "more than one of them has waited"

@@ -24,8 +24,14 @@ def example(shape, seed: int) -> Example:
 def step(buffer, mine, num_experts: int):
     """One MoE layer whose experts double: (tokens, the permuted rows, the overflow flag)."""
     rows, _, _, _, handle = buffer.dispatch_with_permute(
-        hidden=mine.hidden, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights, num_of_experts=num_experts,
-        pad_multiple=8, num_permuted_tokens=BUDGET, non_blocking=True)
+        hidden=mine.hidden,
+        topk_idx=mine.topk_idx,
+        topk_weights=mine.topk_weights,
+        num_of_experts=num_experts,
+        pad_multiple=8,
+        num_permuted_tokens=BUDGET,
+        non_blocking=True,
+    )
     out, _ = buffer.combine_with_unpermute(hidden=rows * 2, handle=handle)
     return out, rows, handle[10]
 
@@ -40,10 +46,12 @@ def test_a_replay_with_other_routing_gives_its_results(shape):
     def work(rank, _):
         buffer, stream = world.raw[rank], world.streams[rank]
         mine = make_inputs(examples[0], rank)
-        mine = dataclasses.replace(mine, **{name: getattr(mine, name).cuda() for name in
-                                            ("hidden", "topk_idx", "topk_weights")})
+        mine = dataclasses.replace(
+            mine, **{name: getattr(mine, name).cuda() for name in ("hidden", "topk_idx", "topk_weights")}
+        )
         buffer.dispatch_with_permute(  # blocking: makes room on all ranks together
-            hidden=mine.hidden, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights, num_of_experts=num_experts)
+            hidden=mine.hidden, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights, num_of_experts=num_experts
+        )
         step(buffer, mine, num_experts)
         stream.synchronize()
         meet.wait(60)
@@ -65,8 +73,11 @@ def test_a_replay_with_other_routing_gives_its_results(shape):
             assert int(overflow) == int(want.plan.ranks[rank].overflow)
             meet.wait(60)
         with pytest.raises(ValueError, match="CUDA graph"):
-            buffer.dispatch(torch.zeros(1, 4096, device="cuda").bfloat16(), num_of_experts=num_experts,
-                            topk_idx=torch.zeros(1, 1, dtype=torch.int64, device="cuda"))
+            buffer.dispatch(
+                torch.zeros(1, 4096, device="cuda").bfloat16(),
+                num_of_experts=num_experts,
+                topk_idx=torch.zeros(1, 1, dtype=torch.int64, device="cuda"),
+            )
 
     world.run(work)
     world.close()
@@ -86,12 +97,14 @@ def test_a_blocking_dispatch_cannot_be_captured():
 def test_sync_free_calls_do_not_wait_for_the_device():
     world = GpuWorld(1, 1, 2, skew=0)
     mine = make_inputs(example((1, 1), 0), 0)
-    mine = dataclasses.replace(mine, hidden=mine.hidden.cuda(), topk_idx=mine.topk_idx.cuda(),
-                               topk_weights=mine.topk_weights.cuda())
+    mine = dataclasses.replace(
+        mine, hidden=mine.hidden.cuda(), topk_idx=mine.topk_idx.cuda(), topk_weights=mine.topk_weights.cuda()
+    )
 
     def work(rank, _):
-        world.raw[0].dispatch_with_permute(hidden=mine.hidden, topk_idx=mine.topk_idx, num_of_experts=2,
-                                           topk_weights=mine.topk_weights)
+        world.raw[0].dispatch_with_permute(
+            hidden=mine.hidden, topk_idx=mine.topk_idx, num_of_experts=2, topk_weights=mine.topk_weights
+        )
         step(world.raw[0], mine, 2)
         torch.cuda.set_sync_debug_mode("error")  # torch's own synchronising calls
         try:

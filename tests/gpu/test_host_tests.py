@@ -24,8 +24,20 @@ import test_traffic as traffic
 import torch
 from gpu_world import DeviceWorld
 
-MODULES = (bad_input, features, specials, counted, functional, in_flight, interrupt, quantize, rail_streams,
-           scale_tiles, sync_free, traffic)  # pad_empty makes its worlds by features
+MODULES = (
+    bad_input,
+    features,
+    specials,
+    counted,
+    functional,
+    in_flight,
+    interrupt,
+    quantize,
+    rail_streams,
+    scale_tiles,
+    sync_free,
+    traffic,
+)  # pad_empty makes its worlds by features
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +96,9 @@ def test_dispatches_before_combines(num_buffers):
     in_flight.test_two_dispatches_before_their_combines(num_buffers)
 
 
-@pytest.mark.parametrize("what", ["hidden", "dtype", "pad_multiple", "pad_empty_experts", "num_of_experts", "weights",
-                                  "scaling_factor"])  # a verb that does not wait finds out at its deadline
+@pytest.mark.parametrize(
+    "what", ["hidden", "dtype", "pad_multiple", "pad_empty_experts", "num_of_experts", "weights", "scaling_factor"]
+)  # a verb that does not wait finds out at its deadline
 def test_disagreement(what):
     features.test_ranks_that_disagree_about_a_call_are_named(what)
 
@@ -108,8 +121,9 @@ def test_capacity():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("weighted, fp32_partials", [(False, False), (True, False), (False, True)])
 def test_all_bit_patterns(dtype, weighted, fp32_partials):
-    specials.same_sums(*(specials.combined(executor, dtype, weighted, fp32_partials) for executor in ("cuda", "host")),
-                       dtype)
+    specials.same_sums(
+        *(specials.combined(executor, dtype, weighted, fp32_partials) for executor in ("cuda", "host")), dtype
+    )
 
 
 # Where the host does not look at the values, and where a test's tensor cannot be brought to the device.

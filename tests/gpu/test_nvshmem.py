@@ -27,8 +27,15 @@ def why_not(ctx) -> str | None:
 
 def _check(ctx, ex: Example) -> bool:
     os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")  # read when NVSHMEM starts; there is nobody to reach
-    buffer = HybridEPBuffer(ctx.group(ex.world.num_ranks), 16, 1, ex.num_local_experts, executor=nvshmem.EXECUTOR,
-                            timeout_s=30, num_of_hybrid_ep_ranks_per_nvlink_domain=ex.num_local_ranks)
+    buffer = HybridEPBuffer(
+        ctx.group(ex.world.num_ranks),
+        16,
+        1,
+        ex.num_local_experts,
+        executor=nvshmem.EXECUTOR,
+        timeout_s=30,
+        num_of_hybrid_ep_ranks_per_nvlink_domain=ex.num_local_ranks,
+    )
     check(OnDevice(buffer, torch.cuda.Stream(), ctx.rank, 0), ctx.rank, ex)
     in_heap = isinstance(buffer._session._segments, nvshmem.NvshmemSegments)
     buffer.destroy()
@@ -48,8 +55,14 @@ def test_several_pes_on_one_gpu(shape):
             pytest.skip(why)
         answers = processes.run(_check, ex, timeout_s=100.0, return_errors=True)
         # By NVSHMEM's own word when it starts; a start that hangs, and whatever comes later, is a failure.
-        refused = [a["message"] for a in answers if isinstance(a, dict) and a["type"] == "BootstrapError"
-                   and "starting NVSHMEM failed on ranks" in a["message"] and "did not come back" not in a["message"]]
+        refused = [
+            a["message"]
+            for a in answers
+            if isinstance(a, dict)
+            and a["type"] == "BootstrapError"
+            and "starting NVSHMEM failed on ranks" in a["message"]
+            and "did not come back" not in a["message"]
+        ]
         if len(refused) == num_ranks:
             pytest.skip(f"NVSHMEM refuses {num_ranks} PEs on one GPU: {refused[0]}")
         assert answers == [True] * num_ranks, answers

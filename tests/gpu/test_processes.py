@@ -55,8 +55,15 @@ def _only(kind: str | None):
 
 def _make(ctx, ex: Example, kind: str | None, tokens: int = 1) -> HybridEPBuffer:
     with _only(kind):
-        return HybridEPBuffer(ctx.group(ex.world.num_ranks), ex.hidden, tokens, ex.num_local_experts, executor="cuda",
-                              timeout_s=30, num_of_hybrid_ep_ranks_per_nvlink_domain=ex.num_local_ranks)
+        return HybridEPBuffer(
+            ctx.group(ex.world.num_ranks),
+            ex.hidden,
+            tokens,
+            ex.num_local_experts,
+            executor="cuda",
+            timeout_s=30,
+            num_of_hybrid_ep_ranks_per_nvlink_domain=ex.num_local_ranks,
+        )
 
 
 def _check(ctx, ex: Example, kind: str | None) -> str:
@@ -72,8 +79,11 @@ def _held() -> dict[str, int]:
     gc.collect()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    return {"device bytes": total - free, "descriptors": len(os.listdir("/proc/self/fd")),
-            "threads": threading.active_count()}
+    return {
+        "device bytes": total - free,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
 
 
 def _left(ctx, ex: Example, kind: str | None, rounds: int, leak: bool) -> dict[str, int]:
@@ -110,6 +120,7 @@ def test_processes_that_map_each_others_memory(processes, shape, kind):
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
 def test_examples(processes, shape):
     """With the kind of memory that the ranks choose."""
+
     @settings(max_examples=4)
     @given(ex=examples(*shape))
     def run(ex):

@@ -14,8 +14,13 @@ EX = Example(1, 1, 4, (64,), 2, 256, pad_multiple=8, seed=3)
 
 def routed():
     mine = make_inputs(EX, 0)
-    return dict(hidden=mine.hidden.cuda(), topk_idx=mine.topk_idx.cuda(), topk_weights=mine.topk_weights.cuda(),
-                num_of_experts=4, pad_multiple=8)
+    return dict(
+        hidden=mine.hidden.cuda(),
+        topk_idx=mine.topk_idx.cuda(),
+        topk_weights=mine.topk_weights.cuda(),
+        num_of_experts=4,
+        pad_multiple=8,
+    )
 
 
 def test_a_blocking_call_synchronises_nothing():
@@ -63,9 +68,15 @@ def test_two_buffers_on_two_streams():
         sent = []
         for buffer, ex in zip((world.raw[rank], other[rank]), examples, strict=True):
             mine = make_inputs(ex, rank)
-            sent.append(buffer.dispatch_with_permute(
-                hidden=mine.hidden.cuda(), topk_idx=mine.topk_idx.cuda(), topk_weights=mine.topk_weights.cuda(),
-                num_of_experts=4, async_finish=True))
+            sent.append(
+                buffer.dispatch_with_permute(
+                    hidden=mine.hidden.cuda(),
+                    topk_idx=mine.topk_idx.cuda(),
+                    topk_weights=mine.topk_weights.cuda(),
+                    num_of_experts=4,
+                    async_finish=True,
+                )
+            )
         for s in sent:
             s[-1].current_stream_wait()
         return [s[0].cpu() for s in sent]

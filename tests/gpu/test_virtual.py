@@ -62,14 +62,24 @@ def test_routing_of_more_experts_than_a_warp_has_lanes(num_local_experts, topk):
 def test_results_do_not_depend_on_the_number_of_blocks(num_blocks):
     ex = Example(2, 2, 3, (95, 0, 700, 31), 3, 64, scale_columns=1, pad_multiple=8, seed=9)
     check_world(ex, "cuda", num_sms_dispatch_api=num_blocks, num_sms_combine_api=num_blocks)
-    check_world(ex, "cuda", num_sms_dispatch_api=2, num_sms_combine_api=2, num_blocks_permute=num_blocks,
-                num_blocks_unpermute=num_blocks)
+    check_world(
+        ex,
+        "cuda",
+        num_sms_dispatch_api=2,
+        num_sms_combine_api=2,
+        num_blocks_permute=num_blocks,
+        num_blocks_unpermute=num_blocks,
+    )
 
 
 @pytest.mark.parametrize("hidden", [7168, 8192, 16384 + 16])
 def test_rows_of_training_size_and_rows_of_several_tiles(hidden):
-    check_world(Example(1, 4, 4, (300, 40, 0, 511), 8, hidden, pad_multiple=16, seed=3), "cuda",
-                num_sms_dispatch_api=4, num_sms_combine_api=4)
+    check_world(
+        Example(1, 4, 4, (300, 40, 0, 511), 8, hidden, pad_multiple=16, seed=3),
+        "cuda",
+        num_sms_dispatch_api=4,
+        num_sms_combine_api=4,
+    )
 
 
 def test_more_tokens_than_the_rail_ring_holds():
@@ -83,8 +93,9 @@ def test_a_hundred_worlds_leave_nothing():
     mine = [make_inputs(ex, rank) for rank in range(2)]
 
     def work(rank, buffer):
-        rows, *_, handle = buffer.dispatch_with_permute(hidden=mine[rank].hidden, num_of_experts=4,
-                                                        **mine[rank].routing())
+        rows, *_, handle = buffer.dispatch_with_permute(
+            hidden=mine[rank].hidden, num_of_experts=4, **mine[rank].routing()
+        )
         buffer.combine_with_unpermute(hidden=rows, handle=handle)
 
     def bytes_after(rounds: int) -> int:
@@ -146,5 +157,8 @@ def test_a_buffer_of_more_blocks_than_sms_says_so_at_every_call(name):
     world = GpuWorld(1, 1, 1, **{name: sms + 1})
     for _ in range(2):
         with pytest.raises(ValueError, match="num_blocks"):
-            world.run(lambda rank, buffer: buffer.dispatch(torch.zeros(1, 16, dtype=torch.bfloat16),
-                                                           topk_idx=torch.zeros(1, 1).long(), num_of_experts=1))
+            world.run(
+                lambda rank, buffer: buffer.dispatch(
+                    torch.zeros(1, 16, dtype=torch.bfloat16), topk_idx=torch.zeros(1, 1).long(), num_of_experts=1
+                )
+            )

@@ -41,9 +41,16 @@ class Layers:
     def __init__(self, groups, ep, homes=None):
         local = EXPERTS // ep
         module = GroupedExperts if settings.current().experts.grouped else SequentialMLP
-        config = make_config("ours", ep, gated_linear_unit=False, activation_func=torch.nn.functional.relu,
-                             ffn_hidden_size=16, moe_ffn_hidden_size=16, bias_activation_fusion=False,
-                             gradient_accumulation_fusion=False)
+        config = make_config(
+            "ours",
+            ep,
+            gated_linear_unit=False,
+            activation_func=torch.nn.functional.relu,
+            ffn_hidden_size=16,
+            moe_ffn_hidden_size=16,
+            bias_activation_fusion=False,
+            gradient_accumulation_fusion=False,
+        )
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         self.pairs = []
         for layer in range(LAYERS):
@@ -70,8 +77,10 @@ class Layers:
             if isinstance(experts, GroupedExperts):
                 stacks = [read(parameter).detach() for parameter in experts.parameters()]
             else:
-                stacks = [torch.stack([read(parameter).detach() for parameter in mine])
-                          for mine in zip(*(expert.parameters() for expert in experts.local_experts), strict=True)]
+                stacks = [
+                    torch.stack([read(parameter).detach() for parameter in mine])
+                    for mine in zip(*(expert.parameters() for expert in experts.local_experts), strict=True)
+                ]
             for mine in stacks:
                 gathered = [torch.empty_like(mine) for _ in range(dispatcher._comm_manager.group.size())]
                 dist.all_gather(gathered, mine, group=dispatcher._comm_manager.group)
@@ -145,6 +154,7 @@ def empty_plan(manager):
 
 def like_ddp(parameters, log):
     """main_grad and a hook that adds the parameter's own gradient to it, as Megatron's DDP does."""
+
     def hook(parameter):
         log.append((id(parameter), parameter.main_grad.clone()))
         parameter.main_grad.add_(parameter.grad)
@@ -273,10 +283,14 @@ def mutants(ep, grouped):
     def no_refill(ctx, gradient):
         return None, None, gradient
 
-    missed, in_messages = [], [
-        ("doubled", clones, "collect_gradients", scaled(2)), ("averaged", clones, "collect_gradients", scaled(0.5)),
-        ("wrong slot", clones, "collect_gradients", wrong_slot),
-    ]
+    missed, in_messages = (
+        [],
+        [
+            ("doubled", clones, "collect_gradients", scaled(2)),
+            ("averaged", clones, "collect_gradients", scaled(0.5)),
+            ("wrong slot", clones, "collect_gradients", wrong_slot),
+        ],
+    )
     for name, owner, attribute, broken in (
         *([("wrong expert", weights, "part", wrong_expert)] if grouped else in_messages),
         ("one clone of several", clones, "collect_gradients", first_round),
@@ -374,7 +388,8 @@ def killed_in_a_push(ep):
         slots, tokens = np.full((ep, 1), EXPERTS - 1, np.int32), np.ones((ep, 1), np.int64)
         slots[ep - 1], tokens[ep - 1] = 0, 1
         dispatcher._comm_manager.plan_with = lambda counts, s=slots, t=tokens, o=options: MicrobatchPlan(
-            s, t, np.ascontiguousarray(counts), np.repeat(np.arange(ep, dtype=np.int32), EXPERTS // ep), o)
+            s, t, np.ascontiguousarray(counts), np.repeat(np.arange(ep, dtype=np.int32), EXPERTS // ep), o
+        )
     if groups.ep.rank() == ep - 1:
         balance_push.Transfer.start = lambda self: self
         balance_push.Transfer.wait = lambda self: os.kill(os.getpid(), signal.SIGKILL)

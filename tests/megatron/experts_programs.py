@@ -29,8 +29,13 @@ from megatron_patches import experts, seams
 F = torch.nn.functional
 EXPERTS, HIDDEN, FFN = 8, 32, 48
 ACTIVATIONS = {
-    "silu gated": (F.silu, True), "gelu gated": (F.gelu, True), "fast gelu gated": (fast_gelu, True),
-    "silu": (F.silu, False), "gelu": (F.gelu, False), "relu": (F.relu, False), "relu2": (squared_relu, False),
+    "silu gated": (F.silu, True),
+    "gelu gated": (F.gelu, True),
+    "fast gelu gated": (fast_gelu, True),
+    "silu": (F.silu, False),
+    "gelu": (F.gelu, False),
+    "relu": (F.relu, False),
+    "relu2": (squared_relu, False),
 }
 
 
@@ -44,11 +49,25 @@ def configured(ep, etp=1, **options):
 
 def config(ep, etp=1, **options):
     base = dict(
-        num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=3 * HIDDEN, num_moe_experts=EXPERTS,
-        moe_router_topk=2, moe_ffn_hidden_size=FFN, moe_router_dtype="fp32", moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        use_cpu_initialization=True, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
-        gradient_accumulation_fusion=False, bias_activation_fusion=False, bias_dropout_fusion=False,
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=3 * HIDDEN,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=FFN,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
     )
     return TransformerConfig(**(base | options))
 
@@ -155,8 +174,9 @@ def layers(ep, etp, dispatcher):
         assert isinstance(layer.experts, experts.GroupedExperts) == grouped
         with torch.no_grad():
             for expert, matrix in enumerate(every_weight(layer.experts)):
-                seed = torch.Generator().manual_seed(100 * expert + layer.experts.ep_group.rank() * 7
-                                                     + layer.experts.tp_group.rank())
+                seed = torch.Generator().manual_seed(
+                    100 * expert + layer.experts.ep_group.rank() * 7 + layer.experts.tp_group.rank()
+                )
                 matrix.copy_(torch.randn(matrix.shape, generator=seed) * 0.1)
         torch.manual_seed(20 + rank)
         x = torch.randn(6, 2, HIDDEN, requires_grad=True)
@@ -177,6 +197,7 @@ def every_weight(module):
 
 # ---- checkpoints
 
+
 def layouts():
     """state_dict in SequentialMLP's names and back; TEGroupedMLP's names; what is wrong is named."""
     theirs, ours = both(configured(1))
@@ -191,12 +212,18 @@ def layouts():
             p.normal_()
     ours.load_state_dict(theirs.state_dict())
     assert all(torch.equal(v, weights(ours)[k]) for k, v in weights(theirs).items())
-    te = {f"{linear}.weight{i}": torch.randn_like(getattr(ours, own)[i])
-          for own, linear in experts.MATRICES.items() for i in range(EXPERTS)}
+    te = {
+        f"{linear}.weight{i}": torch.randn_like(getattr(ours, own)[i])
+        for own, linear in experts.MATRICES.items()
+        for i in range(EXPERTS)
+    }
     te |= {"linear_fc1._extra_state": torch.zeros(1), "linear_fc2._extra_state": None}
     ours.load_state_dict(te)
-    assert all(torch.equal(weights(ours)[f"local_experts.{i}.{linear}.weight"], te[f"{linear}.weight{i}"])
-               for linear in experts.MATRICES.values() for i in range(EXPERTS))
+    assert all(
+        torch.equal(weights(ours)[f"local_experts.{i}.{linear}.weight"], te[f"{linear}.weight{i}"])
+        for linear in experts.MATRICES.values()
+        for i in range(EXPERTS)
+    )
     said = []
     good = ours.state_dict()
     short = {k: v for k, v in good.items() if k != "local_experts.3.linear_fc2.weight"}
@@ -217,8 +244,10 @@ def sharded_entries_equal():
         te = te_experts(theirs)
         for metadata in (None, {"singleton_local_shards": True}):
             for offsets in ((), ((0, 1, 2),)):
-                a, b, c = (described(m.sharded_state_dict("mlp.", offsets, dict(metadata) if metadata else None))
-                           for m in (theirs, ours, te))
+                a, b, c = (
+                    described(m.sharded_state_dict("mlp.", offsets, dict(metadata) if metadata else None))
+                    for m in (theirs, ours, te)
+                )
                 assert a and a == b, (ep, etp, gated, metadata, offsets, set(a) ^ set(b))
                 assert b == c, (ep, etp, gated, metadata, offsets, set(b) ^ set(c))
     return True
@@ -232,8 +261,14 @@ def described(entries):
 
     def walk(entry):
         if isinstance(entry, ShardedTensor):
-            place = (entry.key, tuple(entry.global_shape), tuple(entry.global_offset), tuple(entry.replica_id),
-                     tuple(entry.axis_fragmentations), entry.prepend_axis_num)
+            place = (
+                entry.key,
+                tuple(entry.global_shape),
+                tuple(entry.global_offset),
+                tuple(entry.replica_id),
+                tuple(entry.axis_fragmentations),
+                entry.prepend_axis_num,
+            )
             found[place] = float(entry.data.double().sum())
         elif isinstance(entry, (list, dict)):
             for part in entry.values() if isinstance(entry, dict) else entry:

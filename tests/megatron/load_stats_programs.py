@@ -73,8 +73,13 @@ def collect(path, wanted, balance="off", recompute=False, die_in=None, environme
     def iteration(number, **keywords):
         seen["iteration"] = number
         get_forward_backward_func()(
-            forward_step_func=step, data_iterator=iter(range(MICROBATCHES)), model=model, micro_batch_size=1,
-            num_microbatches=MICROBATCHES, seq_length=LENGTH, **keywords,
+            forward_step_func=step,
+            data_iterator=iter(range(MICROBATCHES)),
+            model=model,
+            micro_batch_size=1,
+            num_microbatches=MICROBATCHES,
+            seq_length=LENGTH,
+            **keywords,
         )
 
     try:

@@ -18,10 +18,7 @@ ARGUMENTS = "megatron.training.arguments"
 
 def modules():
     """(moe_layer, token_dispatcher, fused_a2a)"""
-    return [
-        importlib.import_module(f"{seams.MOE}.{name}")
-        for name in ("moe_layer", "token_dispatcher", "fused_a2a")
-    ]
+    return [importlib.import_module(f"{seams.MOE}.{name}") for name in ("moe_layer", "token_dispatcher", "fused_a2a")]
 
 
 def snapshot():
@@ -210,7 +207,8 @@ def parsed_flags():
     assert (args.own, args.hybrid_ep, args.hybrid_ep_ranks_per_node) == (3, True, 4)
     assert (args.hybrid_ep_num_sms, args.hybrid_ep_timeout) == (24, 7.5)
     assert settings.current() == settings.Settings.of(
-        ranks_per_node=4, num_sms=24, timeout_s=7.5, dispatch_dtype="mxfp8", tuning="t.json")
+        ranks_per_node=4, num_sms=24, timeout_s=7.5, dispatch_dtype="mxfp8", tuning="t.json"
+    )
     args = module.parse_args(provider, ignore_unknown_args=True, argv=["--unknown"])
     assert not args.hybrid_ep and settings.current() == settings.DISABLED
     errors = []

@@ -62,10 +62,7 @@ def make_dispatcher(kind, groups, ep, tp=1, **options):
     first = groups.ep.rank() * local
     cls = moe_layer.MoEFlexTokenDispatcher if kind == "ours" else token_dispatcher.MoEAlltoAllTokenDispatcher
     return cls(
-        local,
-        list(range(first, first + local)),
-        config=make_config(kind, ep, tp, **options),
-        pg_collection=groups,
+        local, list(range(first, first + local)), config=make_config(kind, ep, tp, **options), pg_collection=groups
     )
 
 
@@ -308,10 +305,7 @@ def shared_buffers(ep):
     alone = [six_steps(first, *a), six_steps(second, *b)]
     hidden = [a[0].clone().requires_grad_(), b[0].clone().requires_grad_()]
     outs = []
-    for dispatcher, x, batch in (
-        (first, hidden[0], a),
-        (second, hidden[1], b),
-    ):  # both forwards, then both backwards
+    for dispatcher, x, batch in ((first, hidden[0], a), (second, hidden[1], b)):  # both forwards, then both backwards
         x, p = dispatcher.dispatch_preprocess(x, batch[1], batch[2])
         rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(x, p))
         out = dispatcher.token_combine(run_experts(dispatcher, rows, counts, row_probs))

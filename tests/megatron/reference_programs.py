@@ -43,8 +43,13 @@ def inputs(rank):
 
 def by_the_definition(num_ranks):
     """fp64 (outputs by rank, gradients of every expert's W1 and W2 by layer) of the loss sum(out^2)."""
-    weights = [[torch.stack([real(shape, 1000 * layer + 10 * e + n) for e in range(EXPERTS)]).double().requires_grad_()
-                for n, shape in enumerate(((16, HIDDEN), (HIDDEN, 16)))] for layer in range(LAYERS)]
+    weights = [
+        [
+            torch.stack([real(shape, 1000 * layer + 10 * e + n) for e in range(EXPERTS)]).double().requires_grad_()
+            for n, shape in enumerate(((16, HIDDEN), (HIDDEN, 16)))
+        ]
+        for layer in range(LAYERS)
+    ]
     outputs = []
     for rank in range(num_ranks):
         hidden, _, probs = (x.double() for x in inputs(rank))

@@ -39,8 +39,15 @@ def logged(iteration):
 
     torch.distributed.all_reduce = counted
     try:
-        moe_utils.track_moe_metrics(1.0, iteration, None, total_loss_dict=losses, force_initialize=True,
-                                    track_names=["load_balancing_loss"], num_layers=2)
+        moe_utils.track_moe_metrics(
+            1.0,
+            iteration,
+            None,
+            total_loss_dict=losses,
+            force_initialize=True,
+            track_names=["load_balancing_loss"],
+            num_layers=2,
+        )
     finally:
         torch.distributed.all_reduce = honest
     return float(losses["load_balancing_loss"]), count[0]

@@ -49,12 +49,7 @@ def main():
                 "main": __name__ == "__main__",
                 "own_flag": args.own_flag,
                 "same": torch.equal(out, hidden),
-                "args": [
-                    args.hybrid_ep,
-                    args.hybrid_ep_ranks_per_node,
-                    args.hybrid_ep_num_sms,
-                    args.hybrid_ep_timeout,
-                ],
+                "args": [args.hybrid_ep, args.hybrid_ep_ranks_per_node, args.hybrid_ep_num_sms, args.hybrid_ep_timeout],
                 "manager": f"{manager.__module__}.{manager.__qualname__}",
                 "buffers": len(buffers.live()),
             }

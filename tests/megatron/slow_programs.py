@@ -31,11 +31,22 @@ EXPERTS, SEQ, STEPS = 8, 16, 3
 
 
 def run_config(ep, **model):
-    sizes = {"num_layers": 2, "hidden_size": 32, "moe_ffn_hidden_size": 16, "seq_length": SEQ, "num_experts": EXPERTS,
-             "topk": 2, "num_attention_heads": 2, "vocab_size": 64, "score_function": "sigmoid", "expert_bias": True}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "moe_ffn_hidden_size": 16,
+        "seq_length": SEQ,
+        "num_experts": EXPERTS,
+        "topk": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+        "score_function": "sigmoid",
+        "expert_bias": True,
+    }
     ranks = {"num_ranks": dist.get_world_size(), "expert_parallel_size": ep, "ranks_per_node": 1}
-    return get_recipe("tiny_cpu_smoke").derive(model={**sizes, **model}, parallel=ranks,
-                                               schedule={"micro_batch_size": 1, "eval_sequences": 8})
+    return get_recipe("tiny_cpu_smoke").derive(
+        model={**sizes, **model}, parallel=ranks, schedule={"micro_batch_size": 1, "eval_sequences": 8}
+    )
 
 
 class Job:
@@ -50,8 +61,13 @@ class Job:
             setattr(megatron_config, name, value)
         spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False, qk_layernorm=False)
         self.model = GPTModel(
-            megatron_config, spec, self.config.model.vocab_size, SEQ, position_embedding_type="rope",
-            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+            megatron_config,
+            spec,
+            self.config.model.vocab_size,
+            SEQ,
+            position_embedding_type="rope",
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
         )
         self.model = self.model.bfloat16() if megatron_config.bf16 else self.model
@@ -61,9 +77,17 @@ class Job:
         self.net = DistributedDataParallel(megatron_config, ddp, self.model)
         megatron_config.no_sync_func = self.net.no_sync
         self.optimizer = megatron_optimizer.get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=0.0, bf16=megatron_config.bf16,
-                            params_dtype=megatron_config.params_dtype, use_distributed_optimizer=distributed),
-            [self.net])
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                weight_decay=0.1,
+                clip_grad=0.0,
+                bf16=megatron_config.bf16,
+                params_dtype=megatron_config.params_dtype,
+                use_distributed_optimizer=distributed,
+            ),
+            [self.net],
+        )
         self.rehomer = getattr(self.optimizer, "hybrid_ep_rehomer", None)
         self.step, self.look = 0, None  # look(job) sees the gradients of a step before the optimizer does
 
@@ -73,8 +97,14 @@ class Job:
         self.net.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
-            forward_step_func=self._forward, data_iterator=iter(range(microbatches)), model=self.net,
-            num_microbatches=microbatches, seq_length=SEQ, micro_batch_size=1, decoder_seq_length=SEQ)
+            forward_step_func=self._forward,
+            data_iterator=iter(range(microbatches)),
+            model=self.net,
+            num_microbatches=microbatches,
+            seq_length=SEQ,
+            micro_batch_size=1,
+            decoder_seq_length=SEQ,
+        )
         if self.look is not None:
             self.look(self)
         ok, *_ = self.optimizer.step()
@@ -126,8 +156,9 @@ class Job:
 
 
 def initialize(ep, pp=1):
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
-                                             expert_tensor_parallel_size=1)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=1
+    )
 
 
 def shuffled(seed):
@@ -176,6 +207,7 @@ def bit_equality(ep, variants, pp=1):
 
 def gradients_of(found):
     """A look for `Job`: the reduced fp32 gradients of a step before the optimizer sees them, by logical name."""
+
     def look(job):
         if job.step == 0:
             for name, tensor, _, owner, offset in checkpoint.entries(job.model):
@@ -212,8 +244,10 @@ def clones_give_the_gradients_of_off(ep, pp, tolerance, options, grouped=False):
         dist.all_gather_object(everyone[mode], {(stage, name): value for name, value in mine.items()})
         everyone[mode] = {key: value for one in everyone[mode] for key, value in one.items()}
         assert losses[mode] == pytest.approx(losses["off"], rel=tolerance), mode
-    return {mode: max(float((everyone[mode][k] - g).norm() / g.norm().clamp(min=1e-12)) for k, g in
-                      everyone["off"].items()) for mode in ("exact", "both")}
+    return {
+        mode: max(float((everyone[mode][k] - g).norm() / g.norm().clamp(min=1e-12)) for k, g in everyone["off"].items())
+        for mode in ("exact", "both")
+    }
 
 
 def mutants(ep, grouped=False):
@@ -231,9 +265,13 @@ def mutants(ep, grouped=False):
 
     in_bf16 = {"dtype": "bf16", **common}
     off_bf16 = train(ep, **in_bf16)
-    broken_movers = [("no moments", "pieces", without("exp_avg", "exp_avg_sq")),
-                     ("no second moment", "pieces", without("exp_avg_sq")), ("no data", "prepare", lost),
-                     ("no weights", "pieces", without("weight")), ("no fp32 copies", "pieces", without("main"))]
+    broken_movers = [
+        ("no moments", "pieces", without("exp_avg", "exp_avg_sq")),
+        ("no second moment", "pieces", without("exp_avg_sq")),
+        ("no data", "prepare", lost),
+        ("no weights", "pieces", without("weight")),
+        ("no fp32 copies", "pieces", without("main")),
+    ]
     for name, attribute, broken in broken_movers[3 if grouped else 0 :]:
         before = getattr(Mover, attribute)
         setattr(Mover, attribute, broken)
@@ -289,8 +327,12 @@ def refusals(ep):
     check_supported(SimpleNamespace(gradient_accumulation_fusion=True), 1, "slow", clones=False)
     job = Job(ep)
     part = job.optimizer.chained_optimizers[0]
-    for owner, name in ((part.config, "use_precision_aware_optimizer"), (part.config, "optimizer_cpu_offload"),
-                        (part.ddp_config, "overlap_param_gather"), (part.ddp_config, "use_megatron_fsdp")):
+    for owner, name in (
+        (part.config, "use_precision_aware_optimizer"),
+        (part.config, "optimizer_cpu_offload"),
+        (part.ddp_config, "overlap_param_gather"),
+        (part.ddp_config, "use_megatron_fsdp"),
+    ):
         setattr(owner, name, True)
         with pytest.raises(ValueError, match="--" + name.replace("_", "-")):
             OptimizerStates(job.optimizer)

@@ -56,8 +56,11 @@ def te_experts(sequential):
 
 def _describing_classes():
     """Megatron's three classes, cut down to the methods that describe checkpoints, over Parameters."""
-    found = {node.name: node for node in ast.walk(ast.parse(inspect.getsource(extension)))
-             if isinstance(node, ast.ClassDef) and node.name in CLASSES}
+    found = {
+        node.name: node
+        for node in ast.walk(ast.parse(inspect.getsource(extension)))
+        if isinstance(node, ast.ClassDef) and node.name in CLASSES
+    }
     namespace = dict(vars(extension), Parameters=Parameters)
     for name in CLASSES:
         node = found[name]

@@ -9,8 +9,9 @@ def run(name, num_ranks, *arguments):
     return parity_world.run_world(Program(name, "balance_programs"), num_ranks, arguments, timeout_s=150)
 
 
-@pytest.mark.parametrize("ep, spare_slots, grouped", [
-    pytest.param(4, 2, False, marks=pytest.mark.version_free), (2, 1, False), (4, 2, True)])
+@pytest.mark.parametrize(
+    "ep, spare_slots, grouped", [pytest.param(4, 2, False, marks=pytest.mark.version_free), (2, 1, False), (4, 2, True)]
+)
 def test_any_plan_gives_the_bits_of_off(ep, spare_slots, grouped):
     run("bit_equality", ep, ep, spare_slots, grouped)
 
@@ -32,13 +33,16 @@ def test_unsupported_combinations_name_their_flag():
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-@pytest.mark.parametrize("num_ranks, pp, options, tolerance, grouped", [
-    (2, 1, {"after": RECOMPUTED}, 1e-6, False),
-    (2, 1, {"dtype": "bf16"}, 2e-2, False),  # a clone's weight gradient is rounded apart from the home's
-    (2, 1, {"dtype": "bf16", "after": RECOMPUTED}, 2e-2, True),
-    pytest.param(4, 2, {}, 1e-6, False, marks=pytest.mark.version_free),
-    (4, 2, {}, 1e-6, True),
-])
+@pytest.mark.parametrize(
+    "num_ranks, pp, options, tolerance, grouped",
+    [
+        (2, 1, {"after": RECOMPUTED}, 1e-6, False),
+        (2, 1, {"dtype": "bf16"}, 2e-2, False),  # a clone's weight gradient is rounded apart from the home's
+        (2, 1, {"dtype": "bf16", "after": RECOMPUTED}, 2e-2, True),
+        pytest.param(4, 2, {}, 1e-6, False, marks=pytest.mark.version_free),
+        (4, 2, {}, 1e-6, True),
+    ],
+)
 def test_a_gpt_under_ddp_has_the_gradients_of_off(num_ranks, pp, options, tolerance, grouped):
     """Three micro-batches, of which two do not synchronise; recomputed, in bf16, in a 1F1B pipeline of two stages."""
     arguments = 2, pp, tolerance, options, grouped

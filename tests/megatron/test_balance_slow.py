@@ -14,13 +14,16 @@ STACKED = {"grouped": True}
 RECOMPUTED = {"after": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 
 
-@pytest.mark.parametrize("num_ranks, ep, variants", [
-    (2, 2, [{}, {"distributed": False}]),
-    pytest.param(4, 4, [{}, BF16], marks=pytest.mark.version_free),
-    # two ranks cut every expert's optimizer state
-    pytest.param(4, 2, [{}, BF16, {"distributed": False, **BF16}, RECOMPUTED], marks=pytest.mark.version_free),
-    (4, 2, [{**BF16, **STACKED}, {"distributed": False, **RECOMPUTED, **STACKED}]),
-])
+@pytest.mark.parametrize(
+    "num_ranks, ep, variants",
+    [
+        (2, 2, [{}, {"distributed": False}]),
+        pytest.param(4, 4, [{}, BF16], marks=pytest.mark.version_free),
+        # two ranks cut every expert's optimizer state
+        pytest.param(4, 2, [{}, BF16, {"distributed": False, **BF16}, RECOMPUTED], marks=pytest.mark.version_free),
+        (4, 2, [{**BF16, **STACKED}, {"distributed": False, **RECOMPUTED, **STACKED}]),
+    ],
+)
 def test_moving_experts_changes_no_bit(num_ranks, ep, variants):
     run("bit_equality", num_ranks, ep, variants)
 

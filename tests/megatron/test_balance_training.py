@@ -76,28 +76,50 @@ def parse(*argv):
 
 def test_flags_reach_the_settings():
     assert parse("--hybrid-ep").balance.mode == "off"
-    wanted = parse("--hybrid-ep", "--hybrid-ep-balance", "exact", "--hybrid-ep-spare-slots", "2",
-                   "--hybrid-ep-balance-epsilon", "0.05").balance
+    wanted = parse(
+        "--hybrid-ep",
+        "--hybrid-ep-balance",
+        "exact",
+        "--hybrid-ep-spare-slots",
+        "2",
+        "--hybrid-ep-balance-epsilon",
+        "0.05",
+    ).balance
     assert (wanted.mode, wanted.spare_slots, wanted.epsilon) == ("exact", 2, 0.05)
-    wanted = parse("--hybrid-ep", "--hybrid-ep-balance", "slow", "--hybrid-ep-balance-interval", "7",
-                   "--hybrid-ep-layer-updates-per-iter", "3", "--hybrid-ep-balance-move-cost", "1e4").balance
+    wanted = parse(
+        "--hybrid-ep",
+        "--hybrid-ep-balance",
+        "slow",
+        "--hybrid-ep-balance-interval",
+        "7",
+        "--hybrid-ep-layer-updates-per-iter",
+        "3",
+        "--hybrid-ep-balance-move-cost",
+        "1e4",
+    ).balance
     assert (wanted.interval, wanted.layer_updates_per_iter, wanted.move_cost) == (7, 3, 1e4)
     assert wanted.rehomes and not wanted.clones
     assert parse("--hybrid-ep", "--hybrid-ep-balance", "both", "--hybrid-ep-spare-slots", "3").balance.spare_slots == 3
 
 
-@pytest.mark.parametrize("argv, flag", [
-    (["--hybrid-ep-balance", "exact"], "--hybrid-ep-balance"),
-    (["--hybrid-ep", "--hybrid-ep-spare-slots", "1"], "--hybrid-ep-spare-slots"),
-    (["--hybrid-ep", "--hybrid-ep-balance", "off", "--hybrid-ep-balance-epsilon", "0"], "--hybrid-ep-balance-epsilon"),
-    (["--hybrid-ep", "--hybrid-ep-balance", "exact", "--overlap-param-gather"], "--overlap-param-gather"),
-    (["--hybrid-ep", "--hybrid-ep-balance", "exact", "--hybrid-ep-spare-slots", "0"], "spare_slots"),
-    (["--hybrid-ep", "--hybrid-ep-balance", "slow", "--hybrid-ep-spare-slots", "1"], "--hybrid-ep-spare-slots"),
-    (["--hybrid-ep", "--hybrid-ep-balance", "exact", "--hybrid-ep-balance-interval", "9"], "balance-interval"),
-    (["--hybrid-ep", "--hybrid-ep-balance", "both", "--hybrid-ep-layer-updates-per-iter", "0"], "layer_updates"),
-    (["--hybrid-ep", "--hybrid-ep-balance", "slow", "--overlap-param-gather"], "--overlap-param-gather"),
-    (["--hybrid-ep", "--hybrid-ep-balance", "slow", "--async-save"], "--async-save"),
-])
+@pytest.mark.parametrize(
+    "argv, flag",
+    [
+        (["--hybrid-ep-balance", "exact"], "--hybrid-ep-balance"),
+        (["--hybrid-ep", "--hybrid-ep-spare-slots", "1"], "--hybrid-ep-spare-slots"),
+        (
+            ["--hybrid-ep", "--hybrid-ep-balance", "off", "--hybrid-ep-balance-epsilon", "0"],
+            "--hybrid-ep-balance-epsilon",
+        ),
+        (["--hybrid-ep", "--hybrid-ep-balance", "exact", "--overlap-param-gather"], "--overlap-param-gather"),
+        (["--hybrid-ep", "--hybrid-ep-balance", "exact", "--hybrid-ep-spare-slots", "0"], "spare_slots"),
+        (["--hybrid-ep", "--hybrid-ep-balance", "slow", "--hybrid-ep-spare-slots", "1"], "--hybrid-ep-spare-slots"),
+        (["--hybrid-ep", "--hybrid-ep-balance", "exact", "--hybrid-ep-balance-interval", "9"], "balance-interval"),
+        (["--hybrid-ep", "--hybrid-ep-balance", "both", "--hybrid-ep-layer-updates-per-iter", "0"], "layer_updates"),
+        (["--hybrid-ep", "--hybrid-ep-balance", "slow", "--overlap-param-gather"], "--overlap-param-gather"),
+        (["--hybrid-ep", "--hybrid-ep-balance", "slow", "--async-save"], "--async-save"),
+    ],
+)
 def test_flags_that_make_no_sense_are_named(argv, flag):
     with pytest.raises(ValueError, match=flag):
         parse(*argv)

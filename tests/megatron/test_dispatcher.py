@@ -65,9 +65,7 @@ def test_dispatches_of_layers_that_share_a_buffer_may_overlap():
 
 def test_refusals_instead_of_another_dispatcher():
     not_installed, wrong_backend, uneven, uneven_hosts, differ = run("built_by_moe_layer", 4, 4)[0]
-    assert (
-        "HybridEP is not installed" in not_installed
-    )  # off: Megatron's own manager, which has no deep_ep here
+    assert "HybridEP is not installed" in not_installed  # off: Megatron's own manager, which has no deep_ep here
     assert "moe_flex_dispatcher_backend is 'deepep'" in wrong_backend
     assert "--hybrid-ep-ranks-per-node)=3" in uneven and "nodes [0, 0, 0, 1]" in uneven
     assert "hosts ['a', 'a', 'a', 'b']" in uneven_hosts and "HYBRID_EP_RANKS_PER_NODE" in uneven_hosts

@@ -25,9 +25,9 @@ def assert_holds(path, counts, iterations, layers=(1, 2)):
     assert read.counts.sum() > 0
 
 
-@pytest.mark.parametrize("num_ranks, name, balance, recompute", [
-    (2, "loads.jsonl", "exact", False), (2, "folder", "off", True),
-])
+@pytest.mark.parametrize(
+    "num_ranks, name, balance, recompute", [(2, "loads.jsonl", "exact", False), (2, "folder", "off", True)]
+)
 def test_files_hold_what_the_routers_decided(tmp_path, capsys, num_ranks, name, balance, recompute):
     """Iterations 2 to 4 of 6, gradients accumulated over micro-batches, evaluations between: and the report says it."""
     if name == "folder":
@@ -92,11 +92,14 @@ def test_flags_reach_the_settings():
         assert (wanted.load_stats.path, wanted.load_stats.iterations) == ("p.jsonl", (100, 200))
 
 
-@pytest.mark.parametrize("argv, flag", [
-    (["--hybrid-ep-load-stats", "p"], "needs --hybrid-ep-load-stats-range 100-200"),
-    (["--hybrid-ep-load-stats-range", "1-2"], "needs --hybrid-ep-load-stats PATH"),
-    (["--hybrid-ep-load-stats", "p", "--hybrid-ep-load-stats-range", "2-1"], "FIRST-LAST"),
-])
+@pytest.mark.parametrize(
+    "argv, flag",
+    [
+        (["--hybrid-ep-load-stats", "p"], "needs --hybrid-ep-load-stats-range 100-200"),
+        (["--hybrid-ep-load-stats-range", "1-2"], "needs --hybrid-ep-load-stats PATH"),
+        (["--hybrid-ep-load-stats", "p", "--hybrid-ep-load-stats-range", "2-1"], "FIRST-LAST"),
+    ],
+)
 def test_flags_that_make_no_sense_are_named(argv, flag):
     with pytest.raises(ValueError, match=flag):
         parse(*argv)

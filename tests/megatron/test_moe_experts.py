@@ -31,8 +31,11 @@ def test_the_backend_that_was_asked_for_multiplies():
 
 def test_refusals_and_moved_seams_are_said():
     refused, moved = run("several", 1, ("refusals", "moved"))
-    for text, flag in zip(refused, ("--disable-bias-linear", "quick_gelu with a gate", "squared_relu with a gate",
-                                    "--delay-wgrad-compute"), strict=True):
+    for text, flag in zip(
+        refused,
+        ("--disable-bias-linear", "quick_gelu with a gate", "squared_relu with a gate", "--delay-wgrad-compute"),
+        strict=True,
+    ):
         assert flag in text
     assert [text.split("nothing was changed. ")[1].split(":")[0] for text in moved] == ["experts", "router"]
 

@@ -43,23 +43,37 @@ def test_the_backend_of_the_grouped_gemm_is_a_setting():
 
 
 @pytest.mark.version_free
-@pytest.mark.parametrize("argv, said", [
-    pytest.param(["--hybrid-ep-grouped-gemm", "--hybrid-ep-grouped-gemm-backend", "te"],
-                 r"\(--hybrid-ep-grouped-gemm-backend\) is 'te', but Transformer Engine is not installed.*choose auto",
-                 marks=pytest.mark.skipif(not NO_TE, reason="Transformer Engine is installed")),
-    (["--hybrid-ep-grouped-gemm-backend", "loop"], "without --hybrid-ep-grouped-gemm does nothing: add it"),
-    (["--hybrid-ep-router-max-load-ratio", "2"], "without --hybrid-ep-router-guard warn or stop"),
-])
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        pytest.param(
+            ["--hybrid-ep-grouped-gemm", "--hybrid-ep-grouped-gemm-backend", "te"],
+            r"\(--hybrid-ep-grouped-gemm-backend\) is 'te', but Transformer Engine is not installed.*choose auto",
+            marks=pytest.mark.skipif(not NO_TE, reason="Transformer Engine is installed"),
+        ),
+        (["--hybrid-ep-grouped-gemm-backend", "loop"], "without --hybrid-ep-grouped-gemm does nothing: add it"),
+        (["--hybrid-ep-router-max-load-ratio", "2"], "without --hybrid-ep-router-guard warn or stop"),
+    ],
+)
 def test_a_flag_that_cannot_work_is_refused_by_name(argv, said):
     with pytest.raises(ValueError, match=said):
         parsed(*argv)
 
 
 @pytest.mark.version_free
-@pytest.mark.parametrize("wrong, said", [
-    ({"grouped_gemm": True, "grouped_gemm_backend": "cutlass"}, "is 'cutlass': choose one of auto, torch, te, loop"),
-    ({"grouped_gemm_backend": "loop"}, r"without grouped_gemm \(--hybrid-ep-grouped-gemm\) and does nothing: add it"),
-])
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (
+            {"grouped_gemm": True, "grouped_gemm_backend": "cutlass"},
+            "is 'cutlass': choose one of auto, torch, te, loop",
+        ),
+        (
+            {"grouped_gemm_backend": "loop"},
+            r"without grouped_gemm \(--hybrid-ep-grouped-gemm\) and does nothing: add it",
+        ),
+    ],
+)
 def test_the_same_from_python(wrong, said):
     with pytest.raises(ValueError, match=said):
         settings.Settings.of(**wrong)

@@ -25,9 +25,7 @@ def test_apply_is_idempotent_and_revert_restores_everything(seam):
     version = importlib.metadata.version("megatron-core")
     for page in (before, during, after):
         assert f"megatron-core  {version}" in page
-    assert (
-        "seam           none" in before and "patched        nothing" in before and "moe_layer: ok" in before
-    )
+    assert "seam           none" in before and "patched        nothing" in before and "moe_layer: ok" in before
     assert f"seam           {seam}" in during and ": ok" in during
     assert ("moe_layer.MoEFlexTokenDispatcher" if seam == "s3" else "deep_ep") in during
     assert "patched        nothing" in after
@@ -36,9 +34,7 @@ def test_apply_is_idempotent_and_revert_restores_everything(seam):
 def test_bad_arguments_name_the_argument_and_the_remedy():
     texts = run("bad_arguments")
     for text, name in zip(
-        texts,
-        ("seam", "ranks_per_node", "ranks_per_node", "num_sms", "timeout_s", "'s1'", "'s1'"),
-        strict=True,
+        texts, ("seam", "ranks_per_node", "ranks_per_node", "num_sms", "timeout_s", "'s1'", "'s1'"), strict=True
     ):
         assert name in text
 
@@ -112,15 +108,7 @@ def test_launcher_usage():
 
 @pytest.mark.skipif(MEGATRON_MINOR < 17, reason="the megatron-core 0.16 wheel has no megatron.training")
 def test_launcher_runs_a_script_that_parses_like_pretrain_gpt():
-    flags = [
-        "--hybrid-ep",
-        "--hybrid-ep-ranks-per-node",
-        "1",
-        "--hybrid-ep-num-sms",
-        "2",
-        "--hybrid-ep-timeout",
-        "30",
-    ]
+    flags = ["--hybrid-ep", "--hybrid-ep-ranks-per-node", "1", "--hybrid-ep-num-sms", "2", "--hybrid-ep-timeout", "30"]
     flex = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
     done = launch(str(HERE / "script_like_pretrain.py"), *flex, *flags, "--own-flag", "5")
     assert done.returncode == 0, done.stderr[-3000:]

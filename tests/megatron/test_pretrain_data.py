@@ -82,8 +82,7 @@ def test_entropy_of_known_distributions():
 def test_entropy_counts_the_held_out_text_only(texts, data):
     corpus = text_data.build_corpus(data)
     held_out = b"".join(
-        path.read_bytes() + b"\0" for name, path in text_data.list_files(str(texts))
-        if text_data.is_held_out(name, 5)
+        path.read_bytes() + b"\0" for name, path in text_data.list_files(str(texts)) if text_data.is_held_out(name, 5)
     )
     counts = np.bincount(np.frombuffer(held_out, np.uint8), minlength=256)
     assert corpus.held_out_bytes == len(held_out)
@@ -114,9 +113,7 @@ def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(data):
     assert all((short[index]["tokens"] == long[index]["tokens"]).all() for index in range(24))
 
 
-@pytest.mark.parametrize(
-    ("source", "message"), [("/nonexistent", "no such folder"), (None, "at least 1 MiB")]
-)
+@pytest.mark.parametrize(("source", "message"), [("/nonexistent", "no such folder"), (None, "at least 1 MiB")])
 def test_unusable_sources_are_refused(source, message, tmp_path):
     (tmp_path / "small.txt").write_text("too little")
     data = DataConfig(source=source or str(tmp_path), cache_dir=str(tmp_path / "cache"))

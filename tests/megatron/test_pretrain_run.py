@@ -82,8 +82,11 @@ def runs(tmp_path_factory):
     if have_core():
         lines.append("hybrid_ep:tiny_cpu_smoke --dispatcher hybrid_ep --name hybrid_ep")
         grouped = "tiny_cpu_smoke --dispatcher hybrid_ep --grouped-gemm"
-        lines += [f"stacked:{grouped} --name stacked", f"stacked_first:{grouped} --name stacked_halves --stop-after 3",
-                  "stacked_second:--resume stacked_halves"]
+        lines += [
+            f"stacked:{grouped} --name stacked",
+            f"stacked_first:{grouped} --name stacked_halves --stop-after 3",
+            "stacked_second:--resume stacked_halves",
+        ]
     before = shared_memory()
     job = launch(runs_dir, *lines)
     try:
@@ -149,8 +152,6 @@ def test_a_finished_run_is_not_resumed_but_can_be_extended(runs):
     assert codes["again"] == 2 and "has finished its 6 steps" in outputs["again"]
     assert codes["longer"] == 3
     assert [line["step"] for line in metrics(runs_dir / "halves")] == list(range(8))
-
-
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", pytest.param("hybrid_ep", marks=needs_core)])

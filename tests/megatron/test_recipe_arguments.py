@@ -65,8 +65,14 @@ except SystemExit as refusal:
 
 def test_megatron_accepts_every_variant_and_no_flag_that_it_does_not_know():
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TORCH_COMPILE_DISABLE": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], env=environment, text=True,
-                          capture_output=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     balances_and_fsdp = 4
     assert done.stdout.count("ACCEPTED") == len(CLUSTER_RECIPES) * len(HARDWARE) + balances_and_fsdp

@@ -14,8 +14,17 @@ pytestmark = pytest.mark.version_free
 
 
 def test_every_keyword_reaches_its_field_and_comes_back():
-    given = {"ranks_per_node": 4, "balance": "both", "spare_slots": 2, "balance_interval": 7, "load_stats": "p.jsonl",
-             "load_stats_range": (1, 2), "grouped_gemm": True, "router_guard": "warn", "router_max_load_ratio": 3.0}
+    given = {
+        "ranks_per_node": 4,
+        "balance": "both",
+        "spare_slots": 2,
+        "balance_interval": 7,
+        "load_stats": "p.jsonl",
+        "load_stats_range": (1, 2),
+        "grouped_gemm": True,
+        "router_guard": "warn",
+        "router_max_load_ratio": 3.0,
+    }
     made = settings.Settings.of(**given)
     assert (made.exchange.ranks_per_node, made.balance.mode, made.router.guard) == (4, "both", "warn")
     flat = made.flat()

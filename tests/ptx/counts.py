@@ -113,16 +113,18 @@ def run(args: argparse.Namespace) -> tuple[list[Line], dict[str, int], list[str]
 
     # No lanes are parted at random: each part would count as an instruction of its own.
     library = torch_cuda.install(Choices(seed=args.seed, target=args.target, split_percent=0))
-    ex = Example(args.nodes, args.ranks, args.experts, (args.tokens,) * (args.nodes * args.ranks), args.topk,
-                 args.hidden, seed=1)
+    ex = Example(
+        args.nodes, args.ranks, args.experts, (args.tokens,) * (args.nodes * args.ranks), args.topk, args.hidden, seed=1
+    )
     want, before, after, rows = expected(ex), Counter(), Counter(), [0] * ex.world.num_ranks
     with library.modes():
         world = GpuWorld(args.nodes, args.ranks, args.experts, skew=0, num_sms_dispatch_api=2, num_sms_combine_api=2)
 
         def work(rank, buffer):
             mine = want.inputs[rank]
-            out, *_, handle = buffer.dispatch_with_permute(hidden=mine.hidden, num_of_experts=ex.world.num_experts,
-                                                           **mine.routing())
+            out, *_, handle = buffer.dispatch_with_permute(
+                hidden=mine.hidden, num_of_experts=ex.world.num_experts, **mine.routing()
+            )
             buffer.combine_with_unpermute(hidden=out, handle=handle)
             rows[rank] = len(out)
 
@@ -134,8 +136,11 @@ def run(args: argparse.Namespace) -> tuple[list[Line], dict[str, int], list[str]
     if library.reports():
         sys.exit("\n".join(library.reports()))
     after.subtract(before)
-    size = {"tokens": args.tokens * ex.world.num_ranks, "rows": sum(rows),
-            "payload_kib": sum(rows) * args.hidden * 2 / 1024}
+    size = {
+        "tokens": args.tokens * ex.world.num_ranks,
+        "rows": sum(rows),
+        "payload_kib": sum(rows) * args.hidden * 2 / 1024,
+    }
     return lines(library, after), size, library.texts()
 
 
@@ -169,8 +174,15 @@ def roles(executed_lines: list[Line], size: dict) -> list[Role]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("nodes", 1), ("ranks", 2), ("tokens", 64), ("hidden", 1024), ("topk", 4), ("experts", 4),
-                          ("seed", 1)):
+    for name, default in (
+        ("nodes", 1),
+        ("ranks", 2),
+        ("tokens", 64),
+        ("hidden", 1024),
+        ("topk", 4),
+        ("experts", 4),
+        ("seed", 1),
+    ):
         made.add_argument(f"--{name}", type=int, default=default)
     made.add_argument("--target", type=int, choices=(90, 100), default=90)
     made.add_argument("--json", type=Path, help="where to write the report")
@@ -182,14 +194,20 @@ def main() -> int:
     executed_lines, size, _ = run(args)
     found = roles(executed_lines, size)
     print(f"{size['tokens']} tokens, {size['rows']} rows, {size['payload_kib']:.0f} KiB; sm_{args.target}a's PTX")
-    print(f"{'kernel':10} {'role':32} {'warp instr.':>11} {'lanes':>5} {'/token':>9} {'/row':>9} {'/KiB':>8} "
-          f"{'waiting':>9}")
+    print(
+        f"{'kernel':10} {'role':32} {'warp instr.':>11} {'lanes':>5} {'/token':>9} {'/row':>9} {'/KiB':>8} "
+        f"{'waiting':>9}"
+    )
     for r in found:
-        print(f"{r.kernel:10} {r.role:32} {r.warp_instructions:11} {r.lanes:5} {r.per_token:9} {r.per_row:9} "
-              f"{r.per_kib:8} {r.waiting:9}")
+        print(
+            f"{r.kernel:10} {r.role:32} {r.warp_instructions:11} {r.lanes:5} {r.per_token:9} {r.per_row:9} "
+            f"{r.per_kib:8} {r.waiting:9}"
+        )
     if args.json:
-        world = {name: getattr(args, name) for name in ("nodes", "ranks", "tokens", "hidden", "topk", "experts", "seed",
-                                                        "target")}
+        world = {
+            name: getattr(args, name)
+            for name in ("nodes", "ranks", "tokens", "hidden", "topk", "experts", "seed", "target")
+        }
         args.json.write_text(json.dumps({"world": world, **size, "roles": [asdict(r) for r in found]}, indent=1) + "\n")
     return 0
 

@@ -48,8 +48,9 @@ class Recording:
 
     def again(self, func, args, kwargs, out, placed) -> None:
         """Enqueues the operation. placed: what the caller gets, out with tensors of its own in the place of some."""
-        places = [(i, to) for i, (x, to) in enumerate(zip(tree_leaves(out), tree_leaves(placed), strict=True))
-                  if x is not to]
+        places = [
+            (i, to) for i, (x, to) in enumerate(zip(tree_leaves(out), tree_leaves(placed), strict=True)) if x is not to
+        ]
         if not places and not func._schema.is_mutable:
             return  # a view
 

@@ -29,11 +29,18 @@ def install(seed: int, races: bool):
 
     before = _attributes(torch)
     library = torch_cuda.install(Choices(seed=seed, races=races))
-    after = {owner: {name: value for name, value in now.items() if before[owner].get(name) is not value}
-             for owner, now in _attributes(torch).items()}
+    after = {
+        owner: {name: value for name, value in now.items() if before[owner].get(name) is not value}
+        for owner, now in _attributes(torch).items()
+    }
     # And torch's own functions where megatron_patches.cpu has put some that make CPU tensors whatever is asked for.
-    after[torch].update({name: value.__wrapped__ for name, value in before[torch].items()
-                         if isinstance(value, types.FunctionType) and value.__code__.co_filename == cpu.__file__})
+    after[torch].update(
+        {
+            name: value.__wrapped__
+            for name, value in before[torch].items()
+            if isinstance(value, types.FunctionType) and value.__code__.co_filename == cpu.__file__
+        }
+    )
 
     def put(which):
         for owner, names in after.items():

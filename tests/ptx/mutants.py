@@ -47,62 +47,121 @@ class Mutant:
     before: str = ""
 
 
-def off(kernel: str, what: str, pattern: str, replacement: str = NOTHING, survives: str = "",
-        before: str = "") -> Mutant:
+def off(
+    kernel: str, what: str, pattern: str, replacement: str = NOTHING, survives: str = "", before: str = ""
+) -> Mutant:
     return Mutant(f"{kernel}: {what}", kernel, pattern, replacement, survives, before=before)
 
 
 def expect(kernel: str, by: int) -> Mutant:
-    return off(kernel, f"expects {by:+d} bytes", r"(mbarrier\.arrive\.expect_tx\S+\s+\S+\s+\[\S+\], )(%r\d+);",
-               rf"{{ .reg .b32 more; add.s32 more, \2, {by}; \1more; }}")
+    return off(
+        kernel,
+        f"expects {by:+d} bytes",
+        r"(mbarrier\.arrive\.expect_tx\S+\s+\S+\s+\[\S+\], )(%r\d+);",
+        rf"{{ .reg .b32 more; add.s32 more, \2, {by}; \1more; }}",
+    )
 
 
 MUTANTS = (
     *(off(k, "no shared-memory proxy fence", SHARED) for k in ("dispatch", "unpermute", "combine")),
     off("deliver", "no shared-memory proxy fence", SHARED, survives=NO_DELIVER),
     *(off(k, "no global proxy fence after an acquire", GLOBAL) for k in ("dispatch", "combine")),
-    *(off(k, "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;")
-      for k in ("dispatch", "unpermute", "combine")),
+    *(
+        off(k, "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;")
+        for k in ("dispatch", "unpermute", "combine")
+    ),
     off("deliver", "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;", survives=NO_DELIVER),
-    *(off(k, "waits until its bulk stores are read only", r"cp\.async\.bulk\.wait_group 0;",
-          "cp.async.bulk.wait_group.read 0;") for k in ("dispatch", "combine")),
-    off("dispatch", "fills a stage that a bulk store still reads", r"cp\.async\.bulk\.wait_group\.read \d+;",
-        survives="a block of these worlds has fewer rows than stages"),
-    *(off(k, "fills a stage that a bulk store still reads", r"cp\.async\.bulk\.wait_group\.read \d+;")
-      for k in ("unpermute", "combine")),
+    *(
+        off(
+            k,
+            "waits until its bulk stores are read only",
+            r"cp\.async\.bulk\.wait_group 0;",
+            "cp.async.bulk.wait_group.read 0;",
+        )
+        for k in ("dispatch", "combine")
+    ),
+    off(
+        "dispatch",
+        "fills a stage that a bulk store still reads",
+        r"cp\.async\.bulk\.wait_group\.read \d+;",
+        survives="a block of these worlds has fewer rows than stages",
+    ),
+    *(
+        off(k, "fills a stage that a bulk store still reads", r"cp\.async\.bulk\.wait_group\.read \d+;")
+        for k in ("unpermute", "combine")
+    ),
     *(expect(k, by) for k, by in (("dispatch", 16), ("dispatch", -16), ("unpermute", 16), ("combine", 16))),
-    off("dispatch", "bulk loads of 8 bytes more", r"(cp\.async\.bulk\.shared\S+ \[\S+\], \[\S+\], )(%r\d+)(, \[\S+\];)",
-        r"{ .reg .b32 more; add.u32 more, \2, 8; \1more\3 }"),
-    off("dispatch", "bulk stores of 16 bytes more", r"(cp\.async\.bulk\.global\S+ \[\S+\], \[\S+\], )(%r\d+);",
-        r"{ .reg .b32 more; add.u32 more, \2, 16; \1more; }"),
-    off("combine", "bulk stores from 8 bytes further", r"(cp\.async\.bulk\.global\S+ \[\S+\], )\[(%r\d+)\](, %r\d+;)",
-        r"{ .reg .b32 more; add.u32 more, \2, 8; \1[more]\3 }"),
-    *(off(k, "announces its flags without a fence", FENCE, before=r"(?!fence\.proxy)")
-      for k in ("exchange", "dispatch", "combine")),
-    *(off(k, "no fence behind the flags that it waited for", FENCE, before=r"fence\.proxy")
-      for k in ("exchange", "dispatch", "combine")),
-    *(off(k, "announces its flags to its block only", r"st\.relaxed\.sys\.", "st.relaxed.cta.")
-      for k in ("exchange", "dispatch", "combine")),
-    *(off(k, "fences for its device only", FENCE, "fence.acq_rel.gpu;", survives="all ranks are on one device")
-      for k in ("exchange",)),
-    *(off(k, "releases its flags to its block only", r"st\.release\.sys\.", "st.release.cta.")
-      for k in ("exchange", "dispatch", "combine")),
-    *(off(k, "stores its flags without a release", r"st\.release\.sys\.", "st.relaxed.sys.")
-      for k in ("exchange", "dispatch", "combine")),
-    *(off(k, "acquires flags from its block only", r"ld\.acquire\.sys\.", "ld.acquire.cta.")
-      for k in ("dispatch", "combine")),
-    *(off(k, "reads flags without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys.")
-      for k in ("exchange", "combine")),
+    off(
+        "dispatch",
+        "bulk loads of 8 bytes more",
+        r"(cp\.async\.bulk\.shared\S+ \[\S+\], \[\S+\], )(%r\d+)(, \[\S+\];)",
+        r"{ .reg .b32 more; add.u32 more, \2, 8; \1more\3 }",
+    ),
+    off(
+        "dispatch",
+        "bulk stores of 16 bytes more",
+        r"(cp\.async\.bulk\.global\S+ \[\S+\], \[\S+\], )(%r\d+);",
+        r"{ .reg .b32 more; add.u32 more, \2, 16; \1more; }",
+    ),
+    off(
+        "combine",
+        "bulk stores from 8 bytes further",
+        r"(cp\.async\.bulk\.global\S+ \[\S+\], )\[(%r\d+)\](, %r\d+;)",
+        r"{ .reg .b32 more; add.u32 more, \2, 8; \1[more]\3 }",
+    ),
+    *(
+        off(k, "announces its flags without a fence", FENCE, before=r"(?!fence\.proxy)")
+        for k in ("exchange", "dispatch", "combine")
+    ),
+    *(
+        off(k, "no fence behind the flags that it waited for", FENCE, before=r"fence\.proxy")
+        for k in ("exchange", "dispatch", "combine")
+    ),
+    *(
+        off(k, "announces its flags to its block only", r"st\.relaxed\.sys\.", "st.relaxed.cta.")
+        for k in ("exchange", "dispatch", "combine")
+    ),
+    *(
+        off(k, "fences for its device only", FENCE, "fence.acq_rel.gpu;", survives="all ranks are on one device")
+        for k in ("exchange",)
+    ),
+    *(
+        off(k, "releases its flags to its block only", r"st\.release\.sys\.", "st.release.cta.")
+        for k in ("exchange", "dispatch", "combine")
+    ),
+    *(
+        off(k, "stores its flags without a release", r"st\.release\.sys\.", "st.relaxed.sys.")
+        for k in ("exchange", "dispatch", "combine")
+    ),
+    *(
+        off(k, "acquires flags from its block only", r"ld\.acquire\.sys\.", "ld.acquire.cta.")
+        for k in ("dispatch", "combine")
+    ),
+    *(
+        off(k, "reads flags without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys.")
+        for k in ("exchange", "combine")
+    ),
     off("dispatch", "blocks meet without order", r"atom\.acq_rel\.gpu\.", "atom.relaxed.gpu."),
-    *(off(k, "mbarriers expect one arrival more", r"(mbarrier\.init\S+ \[\S+\], )(%?\w+);",
-          r"{ .reg .b32 more; mov.b32 more, \2; add.u32 more, more, 1; \1more; }") for k in ("dispatch", "combine")),
+    *(
+        off(
+            k,
+            "mbarriers expect one arrival more",
+            r"(mbarrier\.init\S+ \[\S+\], )(%?\w+);",
+            r"{ .reg .b32 more; mov.b32 more, \2; add.u32 more, more, 1; \1more; }",
+        )
+        for k in ("dispatch", "combine")
+    ),
     off("exchange", "warps do not meet", r"bar\.warp\.sync -1;"),
     off("exchange", "the block does not meet", r"bar\.sync 0;"),
     off("dispatch", "bulk stores are not committed", r"cp\.async\.bulk\.commit_group;"),
     Mutant("host: memory is not zeroed", "", drop="cudaMemsetAsync"),
     Mutant("host: no uploads", "", drop="cudaMemcpyAsync"),
-    Mutant("host: a changed stream does not wait for the last one", "", drop="cudaStreamWaitEvent",
-           survives="each rank of these worlds keeps to one stream"),
+    Mutant(
+        "host: a changed stream does not wait for the last one",
+        "",
+        drop="cudaStreamWaitEvent",
+        survives="each rank of these worlds keeps to one stream",
+    ),
     Mutant("host: a launch gets 128 bytes of shared memory too few", "", drop="shared memory"),
 )
 
@@ -122,7 +181,7 @@ def edited(text: str, mutant: Mutant) -> tuple[str, int]:
     out, count, inside, lines = [], 0, False, text.split("\n")
 
     def next_instruction(i: int) -> str:
-        return next((s for s in map(str.strip, lines[i + 1:]) if s and not s.startswith(("//", ".", "$"))), "")
+        return next((s for s in map(str.strip, lines[i + 1 :]) if s and not s.startswith(("//", ".", "$"))), "")
 
     for i, line in enumerate(lines):
         if ".entry" in line:
@@ -199,10 +258,19 @@ def _work(timeout_s: float):
     from gpu_world import GpuWorld
 
     for executor, ex in (
-            ("cuda", Example(1, 2, 2, (9, 5), 2, 64, scale_columns=1, pad_multiple=4, seed=3)),
-            ("cuda_loopback", Example(2, 2, 2, (7, 0, 11, 5), 2, 64, pad_multiple=4, seed=6))):
-        world = GpuWorld(ex.num_nodes, ex.num_local_ranks, ex.num_local_experts, executor, skew=0,
-                         timeout_s=timeout_s, num_sms_dispatch_api=2, num_sms_combine_api=2)
+        ("cuda", Example(1, 2, 2, (9, 5), 2, 64, scale_columns=1, pad_multiple=4, seed=3)),
+        ("cuda_loopback", Example(2, 2, 2, (7, 0, 11, 5), 2, 64, pad_multiple=4, seed=6)),
+    ):
+        world = GpuWorld(
+            ex.num_nodes,
+            ex.num_local_ranks,
+            ex.num_local_experts,
+            executor,
+            skew=0,
+            timeout_s=timeout_s,
+            num_sms_dispatch_api=2,
+            num_sms_combine_api=2,
+        )
         want = expected(ex)
         world.world.poison(world.raw)
         world.run(lambda rank, buffer, ex=ex, want=want: check(buffer, rank, ex, want))
@@ -244,8 +312,11 @@ def main() -> int:
         started = time.monotonic()
         if said := run(None, args.seed, races):
             bad.append(f"the unedited library{' (races)' if races else ''}: {said}")
-        print(f"the unedited library{' (races)' if races else ''}: {said or 'passes'} "
-              f"[{time.monotonic() - started:.1f} s]", flush=True)
+        print(
+            f"the unedited library{' (races)' if races else ''}: {said or 'passes'} "
+            f"[{time.monotonic() - started:.1f} s]",
+            flush=True,
+        )
     for mutant, modes in chosen(args):
         if time.monotonic() - begun > 60 * args.minutes:
             not_run += 1
@@ -254,8 +325,10 @@ def main() -> int:
         for races in modes:
             if said := run(mutant, args.seed, races):
                 break
-        rows.append(f"| {mutant.name} | {('order' if races else 'values') if said else 'not seen'} | "
-                    f"{how(said) if said else mutant.survives} |")
+        rows.append(
+            f"| {mutant.name} | {('order' if races else 'values') if said else 'not seen'} | "
+            f"{how(said) if said else mutant.survives} |"
+        )
         print(f"{mutant.name}: {said[:150] or 'SURVIVES'} [{time.monotonic() - started:.1f} s]", flush=True)
         if said == STALE:
             bad.append(f"{mutant.name}: {said}")

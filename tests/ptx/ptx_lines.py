@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-LOC = re.compile(r"\s*\.loc\s+(\d+) (\d+) (\d+)"
-                 r"(?:, function_name (\$L__info_string\d+), inlined_at (\d+) (\d+) (\d+))?")
+LOC = re.compile(
+    r"\s*\.loc\s+(\d+) (\d+) (\d+)"
+    r"(?:, function_name (\$L__info_string\d+), inlined_at (\d+) (\d+) (\d+))?"
+)
 FILE = re.compile(r'\s*\.file\s+(\d+) "(.*)"')
 ENTRY = re.compile(r"\s*\.visible \.entry (\w+)\(")
 
@@ -24,8 +26,11 @@ class Place:
 
 def _files(text: str) -> dict[int, str]:
     """Of those below csrc by their path there, of others by name."""
-    return {int(m[1]): m[2].rpartition("/csrc/")[2] if "/csrc/" in m[2] else m[2].rpartition("/")[2]
-            for m in map(FILE.match, text.split("\n")) if m}
+    return {
+        int(m[1]): m[2].rpartition("/csrc/")[2] if "/csrc/" in m[2] else m[2].rpartition("/")[2]
+        for m in map(FILE.match, text.split("\n"))
+        if m
+    }
 
 
 def _strings(text: str) -> dict[str, str]:
@@ -33,7 +38,7 @@ def _strings(text: str) -> dict[str, str]:
     found = {}
     for label, body in re.findall(r"(\$L__info_string\d+):\n((?:\s*\.b8.*\n)+)", text):
         values = [int(n) for n in re.findall(r"\d+", body.replace(".b8", ""))]
-        found[label] = bytes(values[:values.index(0)] if 0 in values else values).decode(errors="replace")
+        found[label] = bytes(values[: values.index(0)] if 0 in values else values).decode(errors="replace")
     return found
 
 

@@ -30,9 +30,14 @@ class Choices:
 
 
 class _Choices(ctypes.Structure):
-    _fields_ = [("seed", ctypes.c_uint64), ("copy_delay_ns", ctypes.c_uint64),
-                *((name, ctypes.c_uint32) for name in ("races", "burst", "split_percent", "outsiders", "target",
-                                                       "num_devices", "clock_speed"))]
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("copy_delay_ns", ctypes.c_uint64),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("races", "burst", "split_percent", "outsiders", "target", "num_devices", "clock_speed")
+        ),
+    ]
 
 
 class CudaError(RuntimeError):
@@ -44,8 +49,9 @@ class Library:
 
     def __init__(self, choices: Choices, path: Path = LIBRARY):
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is not there; build it with 'python scripts/build_cuda.py --interpreted' "
-                                    "(needs nvcc, no GPU)")
+            raise FileNotFoundError(
+                f"{path} is not there; build it with 'python scripts/build_cuda.py --interpreted' (needs nvcc, no GPU)"
+            )
         self.path, self.choices = path, choices
         self._c = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
         self._c.cudaGetErrorString.restype = self._c.ptxm_text.restype = ctypes.c_char_p

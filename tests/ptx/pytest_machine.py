@@ -28,8 +28,11 @@ EVERYDAY = ("test_host_tests.py", "test_streams.py", "test_faults.py")  # the fi
 class Plugin:
     def __init__(self, config):
         choices = Choices(
-            seed=config.getoption("--ptx-seed"), races=config.getoption("--ptx-races"),
-            target=config.getoption("--ptx-target"), clock_speed=CLOCK_SPEED)
+            seed=config.getoption("--ptx-seed"),
+            races=config.getoption("--ptx-races"),
+            target=config.getoption("--ptx-target"),
+            clock_speed=CLOCK_SPEED,
+        )
         self.cuda = torch_cuda.install(choices)
         world._main = functools.partial(processes.main, choices)
 
@@ -58,4 +61,5 @@ class Plugin:
         counts = self.cuda.counts()
         terminalreporter.write_line(
             f"PTX machine: seed {self.cuda.choices.seed}, {counts['launches']} launches, "
-            f"{counts['thread_instructions'] / 1e6:.0f} M thread instructions; no GPU took part")
+            f"{counts['thread_instructions'] / 1e6:.0f} M thread instructions; no GPU took part"
+        )

@@ -25,9 +25,20 @@ LIMIT_S = 3600
 def command(seed: int, args: argparse.Namespace) -> list[str]:
     """Of one seed; it fixes the mode and the architecture, too."""
     chosen = ["--ptx-seed", str(seed), "--ptx-target", "100" if seed % 4 >= 2 else "90"]
-    return [sys.executable, "-m", "pytest", "tests/gpu", "-q", "--timeout", str(LIMIT_S), "--ptx-machine", *chosen,
-            *(["--ptx-races"] if seed % 2 else []), *(["--ptx-everyday"] if args.everyday else []),
-            *(["-k", args.names] if args.names else [])]
+    return [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-q",
+        "--timeout",
+        str(LIMIT_S),
+        "--ptx-machine",
+        *chosen,
+        *(["--ptx-races"] if seed % 2 else []),
+        *(["--ptx-everyday"] if args.everyday else []),
+        *(["-k", args.names] if args.names else []),
+    ]
 
 
 def run(name: str, of_it: list[str]) -> bool:
@@ -35,8 +46,9 @@ def run(name: str, of_it: list[str]) -> bool:
     log, started = OUT / (name.replace(" ", "_") + ".log"), time.monotonic()
     with open(log, "w") as output:
         try:
-            status = subprocess.run(of_it, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S,
-                                    check=False).returncode
+            status = subprocess.run(
+                of_it, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False
+            ).returncode
             said = "passed" if status == 0 else f"FAILED, {log}"
         except subprocess.TimeoutExpired:
             status, said = 1, f"FAILED: not done in {LIMIT_S} s, {log}"
@@ -82,8 +94,10 @@ def main() -> int:
         if time.monotonic() - begun < 60 * args.minutes:
             ran += 1
             failed += [] if run(name, of_it) else [name]
-    print(f"ptx soak: {ran} of {len(jobs)} run in {(time.monotonic() - begun) / 60:.0f} minutes, {len(failed)} failed"
-          f"{': ' if failed else ''}{', '.join(failed)}")
+    print(
+        f"ptx soak: {ran} of {len(jobs)} run in {(time.monotonic() - begun) / 60:.0f} minutes, {len(failed)} failed"
+        f"{': ' if failed else ''}{', '.join(failed)}"
+    )
     return 1 if failed else 0
 
 

@@ -45,8 +45,9 @@ def sass(ptx: Path) -> list:
     cubin = ptx.with_suffix(".cubin")
     subprocess.run([Path(nvcc).with_name("ptxas"), "-arch=sm_90a", ptx, "-o", cubin], check=True, timeout=300)
     with_tools = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
-    text = subprocess.run([tools / "cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True,
-                          timeout=300, env=with_tools).stdout
+    text = subprocess.run(
+        [tools / "cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True, timeout=300, env=with_tools
+    ).stdout
     of_combine = next(part for part in text.split("Function : ") if "combine_entry" in part.split("\n")[0])
     return [i for i in map(sass_loops.instruction_of, of_combine.split("\n")) if i]
 
@@ -57,12 +58,16 @@ def test_a_loop_executes_what_its_machine_code_has(tmp_path):
     import sass_loops
 
     ptx = tmp_path / "kernels.ptx"
-    done = subprocess.run([sys.executable, "-c", COUNT, ptx, PTX_LOAD], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, ptx, PTX_LOAD], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     executed = json.loads(done.stdout.splitlines()[-1])[str(AT_ONCE)]
     code = sass(ptx)
-    of_waits = [last - first + 1 for first, last in sass_loops.loops(code)
-                if sum(bool(re.search(SASS_LOAD, text)) for _, text in code[first:last + 1]) == AT_ONCE]
+    of_waits = [
+        last - first + 1
+        for first, last in sass_loops.loops(code)
+        if sum(bool(re.search(SASS_LOAD, text)) for _, text in code[first : last + 1]) == AT_ONCE
+    ]
     static = min(of_waits)
     assert abs(static / executed - 1) < MARGIN, f"{executed:.1f} executed a round, {static} in the machine code"

@@ -31,8 +31,14 @@ def read(p, n):
 
 
 def run(code: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, "-c", BEGIN.format(here=str(HERE)) + textwrap.dedent(code)], text=True,
-                          capture_output=True, timeout=60, check=False, env={**os.environ, **environment})
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN.format(here=str(HERE)) + textwrap.dedent(code)],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -96,15 +102,18 @@ def test_pageable_memory_is_read_at_the_call_and_pinned_memory_later():
     """)
 
 
-@pytest.mark.parametrize("forbidden, status", [
-    ('lib.status("cudaStreamSynchronize", s)', "UNSUPPORTED"),
-    ('lib.status("cudaStreamQuery", s)', "UNSUPPORTED"),
-    ('lib.status("cudaDeviceSynchronize")', "UNSUPPORTED"),
-    ('lib.status("cudaMalloc", ctypes.byref(ctypes.c_uint64()), 16)', "UNSUPPORTED"),
-    ('lib.status("cudaFreeAsync", lib_block, s)', "UNSUPPORTED"),
-    ('lib.status("cudaMemcpyAsync", p, ctypes.create_string_buffer(8), 8, H2D, s)', "UNSUPPORTED"),
-    ('lib.status("cudaStreamWaitEvent", s, outside, 0)', "ISOLATION"),
-])
+@pytest.mark.parametrize(
+    "forbidden, status",
+    [
+        ('lib.status("cudaStreamSynchronize", s)', "UNSUPPORTED"),
+        ('lib.status("cudaStreamQuery", s)', "UNSUPPORTED"),
+        ('lib.status("cudaDeviceSynchronize")', "UNSUPPORTED"),
+        ('lib.status("cudaMalloc", ctypes.byref(ctypes.c_uint64()), 16)', "UNSUPPORTED"),
+        ('lib.status("cudaFreeAsync", lib_block, s)', "UNSUPPORTED"),
+        ('lib.status("cudaMemcpyAsync", p, ctypes.create_string_buffer(8), 8, H2D, s)', "UNSUPPORTED"),
+        ('lib.status("cudaStreamWaitEvent", s, outside, 0)', "ISOLATION"),
+    ],
+)
 def test_what_a_capture_forbids_spoils_it(forbidden, status):
     run(f"""
     s, t, outside = stream(), stream(), event()
@@ -164,13 +173,16 @@ lib.call("cudaIpcCloseMemHandle", q.value)
 
 
 def test_another_process_maps_the_same_memory():
-    run("""
+    run(
+        """
     import subprocess
     p, handle = lib.made("cudaMalloc", 5), ctypes.create_string_buffer(64)
     lib.call("cudaIpcGetMemHandle", handle, p)
     subprocess.run([sys.executable, "-c", os.environ["CHILD"], handle.raw.hex()], check=True)
     assert read(p, 5) == b"\\7" * 5
-    """, CHILD=BEGIN.format(here=str(HERE)) + CHILD)
+    """,
+        CHILD=BEGIN.format(here=str(HERE)) + CHILD,
+    )
 
 
 DRIVER = """
@@ -194,7 +206,9 @@ def mapped(handle):
 
 
 def test_virtual_memory_of_the_driver():
-    run(DRIVER.replace("\n", "\n    ") + """
+    run(
+        DRIVER.replace("\n", "\n    ")
+        + """
     assert made("cuMemGetAllocationGranularity", properties(FILE), 0) == GRANULE
     assert driver("cuMemCreate", ctypes.byref(ctypes.c_uint64()), GRANULE + 1, properties(FILE), 0) == INVALID_VALUE
     assert driver("cuMemCreate", ctypes.byref(ctypes.c_uint64()), GRANULE, properties(FABRIC), 0) == NOT_PERMITTED
@@ -225,7 +239,8 @@ def test_virtual_memory_of_the_driver():
     assert lib.status("cudaMemset", at, 1, 16) == INVALID_VALUE
     assert driver("cuMemAddressFree", at, GRANULE) == 0
     assert read(twice, 1) == b"\\6"
-    """)
+    """
+    )
 
 
 def test_a_host_function_runs_in_its_place_and_in_every_replay():

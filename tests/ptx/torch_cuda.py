@@ -104,8 +104,9 @@ def mem_get_info(device=None) -> tuple[int, int]:
 
 def _properties(device=None):
     sms = 148 if library.choices.target == 100 else 132
-    return types.SimpleNamespace(name="PTX machine (a CPU)", multi_processor_count=sms,
-                                 major=library.choices.target // 10, minor=0)
+    return types.SimpleNamespace(
+        name="PTX machine (a CPU)", multi_processor_count=sms, major=library.choices.target // 10, minor=0
+    )
 
 
 RACES_ARE_SLOWER, MEANT_TO_PASS_S = 30, 5.0
@@ -156,7 +157,8 @@ def install(choices: Choices) -> Library:
     device_tensors.patch_tensors(memory, handle)
     # torch's own also tells its compiler, whose import takes longer than most tests.
     torch.use_deterministic_algorithms = lambda mode, warn_only=False: torch._C._set_deterministic_algorithms(
-        mode, warn_only=warn_only)
+        mode, warn_only=warn_only
+    )
     device_tensors.in_every_thread(memory, handle)
     library.modes = lambda: device_tensors.OnMachine(memory, handle)
     return library

@@ -28,8 +28,9 @@ class Given:
     probs: torch.Tensor
 
 
-def given(rank: int, tokens: int = TOKENS, hidden: int = HIDDEN, topk: int = TOPK, dtype=torch.bfloat16,
-          seed: int = 0) -> Given:
+def given(
+    rank: int, tokens: int = TOKENS, hidden: int = HIDDEN, topk: int = TOPK, dtype=torch.bfloat16, seed: int = 0
+) -> Given:
     """dtype and device are named in full: these tests change the defaults."""
     g = torch.Generator(device="cpu").manual_seed(seed * 100 + rank)
     integers = dict(generator=g, dtype=torch.int64, device="cpu")
@@ -37,8 +38,14 @@ def given(rank: int, tokens: int = TOKENS, hidden: int = HIDDEN, topk: int = TOP
     route = torch.zeros(tokens, EXPERTS, dtype=torch.bool, device="cpu").scatter_(1, idx, True)
     weights = torch.randint(1, 9, (tokens, topk), **integers).float() / 8
     probs = torch.zeros(tokens, EXPERTS, dtype=torch.float32, device="cpu").scatter_(1, idx, weights)
-    return Given(torch.randint(-8, 9, (tokens, hidden), **integers).to(dtype),
-                 torch.randint(1, 9, (tokens, 3), **integers).float(), idx, weights, route, probs)
+    return Given(
+        torch.randint(-8, 9, (tokens, hidden), **integers).to(dtype),
+        torch.randint(1, 9, (tokens, 3), **integers).float(),
+        idx,
+        weights,
+        route,
+        probs,
+    )
 
 
 def all_verbs(buffer: Any, mine: Given, beside: bool | None = None) -> list[torch.Tensor]:
@@ -58,8 +65,9 @@ def all_verbs(buffer: Any, mine: Given, beside: bool | None = None) -> list[torc
     out += buffer.combine_with_unpermute(hidden=rows, probs=weights, handle=handle)
     out += buffer.combine_with_unpermute(hidden=rows, handle=handle, weighted=True, fp32_partials=True)
     budget = 4 * buffer.group_size * TOKENS * TOPK
-    rows, weights, _, padded, handle = buffer.dispatch_with_permute(**by_map, num_permuted_tokens=budget,
-                                                                    non_blocking=True)
+    rows, weights, _, padded, handle = buffer.dispatch_with_permute(
+        **by_map, num_permuted_tokens=budget, non_blocking=True
+    )
     kept = int(padded.sum())
     out += [rows[:kept], weights[:kept], padded, handle[10]]
     needed = handle[9].plan.num_permuted_rows  # no row more, so that a byte less is too few
@@ -77,8 +85,9 @@ class Watched:
         value = getattr(self._engine, name)
         if name not in VERBS:
             return value
-        return lambda *plan, **arguments: value(*plan, **self._look(
-            name, lambda **other: value(*plan, **other), arguments))
+        return lambda *plan, **arguments: value(
+            *plan, **self._look(name, lambda **other: value(*plan, **other), arguments)
+        )
 
 
 def watched_run(nodes: int, locals_: int, look: Callable, call: Callable = all_verbs, **of_given: Any) -> list[Any]:

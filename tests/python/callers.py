@@ -47,7 +47,7 @@ class Oracle:
         for rank, rows in enumerate(gather_rows(x, self.group)):
             first = sum(len(self._sends(s, rank)) for s in range(self.rank))
             tokens = self._sends(self.rank, rank)
-            out[tokens] += rows[first:first + len(tokens)].double()
+            out[tokens] += rows[first : first + len(tokens)].double()
         return out
 
 
@@ -67,6 +67,7 @@ def integers(seed: int, rows: int, hidden: int, dtype=torch.bfloat16) -> torch.T
 
 
 # A layer whose answer is known: expert e multiplies its rows by e + 1.
+
 
 def layer_inputs(seed: int, tokens: int, num_experts: int, topk: int, hidden: int):
     """(x fp32 of small integers, topk_idx without drops, topk_weights): every sum below is exact in fp32."""

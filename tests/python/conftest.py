@@ -16,8 +16,13 @@ from world import ProcessWorld
 from hybrid_ep.runtime.plan import Plan
 
 torch.set_num_threads(1)
-settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
-                          max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")))
+settings.register_profile(
+    "default",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+    max_examples=int(os.environ.get("HYBRID_EP_TEST_EXAMPLES", "12")),
+)
 settings.load_profile("default")
 
 

@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 from hybrid_ep import reference
 from hybrid_ep.reference import World
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "uint8": torch.uint8,
-          "fp8": torch.float8_e4m3fn}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "uint8": torch.uint8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def route(ex: Example, num_tokens: int, g: torch.Generator) -> torch.Tensor:
         return torch.full(shape, ex.seed % num_experts)
     if ex.skew == "nothing":
         return torch.full(shape, -1)
-    idx = torch.rand(num_tokens, num_experts, generator=g).argsort(1)[:, :ex.topk]
+    idx = torch.rand(num_tokens, num_experts, generator=g).argsort(1)[:, : ex.topk]
     if idx.shape[1] < ex.topk or ex.skew == "duplicates":
         idx = torch.randint(0, num_experts, shape, generator=g)
     if ex.skew == "one_rank":
@@ -137,24 +142,33 @@ def expected(ex: Example) -> Expected:
     routes, weights = [r for r, _ in dense], [w for _, w in dense] if ex.weights else None
     hidden, scales = [i.hidden for i in inputs], [i.scale for i in inputs] if ex.scale_columns else None
     budgets = None if ex.budget is None else [ex.budget] * world.num_ranks
-    plan = reference.plan_world(world, routes, ex.pad_multiple, budgets,
-                                pad_empty_experts=ex.pad_empty_experts)
+    plan = reference.plan_world(world, routes, ex.pad_multiple, budgets, pad_empty_experts=ex.pad_empty_experts)
     full = reference.plan_world(world, routes)
     permuted = reference.dispatch_world(plan, hidden, weights, scales, True, budgets)
     dispatched = reference.dispatch_world(full, hidden, weights, scales, False)
     back = [values(ex, p[0].shape, _generator(ex, r, 1), ex.sum_dtype) for r, p in enumerate(permuted)]
     back_probs = [torch.rand(p[0].shape[0], generator=_generator(ex, r, 2)) for r, p in enumerate(permuted)]
-    dense_back = [values(ex, d[0].shape, _generator(ex, r, 3), ex.sum_dtype) for r,
-                  d in enumerate(dispatched)]
-    dense_probs = [torch.rand(d[0].shape[0], world.num_local_ranks * world.num_local_experts,
-                              generator=_generator(ex, r, 4)) for r, d in enumerate(dispatched)]
+    dense_back = [values(ex, d[0].shape, _generator(ex, r, 3), ex.sum_dtype) for r, d in enumerate(dispatched)]
+    dense_probs = [
+        torch.rand(d[0].shape[0], world.num_local_ranks * world.num_local_experts, generator=_generator(ex, r, 4))
+        for r, d in enumerate(dispatched)
+    ]
     return Expected(
-        inputs, plan, weights, permuted, dispatched, back, back_probs,
+        inputs,
+        plan,
+        weights,
+        permuted,
+        dispatched,
+        back,
+        back_probs,
         reference.combine_world(plan, back, back_probs, True, False, ex.fp32_partials),
         reference.combine_world(plan, back, [p[1] for p in permuted], True, True, ex.fp32_partials)
-        if weights else None,
-        dense_back, dense_probs,
-        reference.combine_world(full, dense_back, dense_probs, False, False, ex.fp32_partials))
+        if weights
+        else None,
+        dense_back,
+        dense_probs,
+        reference.combine_world(full, dense_back, dense_probs, False, False, ex.fp32_partials),
+    )
 
 
 def same(what: str, got, want) -> None:
@@ -162,8 +176,9 @@ def same(what: str, got, want) -> None:
     if want is None or got is None:
         assert got is want, f"{what}: got {got}, want {want}"
         return
-    assert got.shape == want.shape and got.dtype == want.dtype, \
+    assert got.shape == want.shape and got.dtype == want.dtype, (
         f"{what}: got {tuple(got.shape)} {got.dtype}, want {tuple(want.shape)} {want.dtype}"
+    )
     if got.numel() == 0:
         return
     if got.dim() == 1:
@@ -171,8 +186,10 @@ def same(what: str, got, want) -> None:
     a, b = (t.contiguous().view(torch.uint8) for t in (got, want)) if got.dtype != torch.bool else (got, want)
     if not torch.equal(a, b):
         row = int((a != b).nonzero()[0, 0])
-        raise AssertionError(f"{what}: {int((a != b).sum())} bytes differ, first in row {row}: "
-                             f"got {got[row].flatten()[:6]}, want {want[row].flatten()[:6]}")
+        raise AssertionError(
+            f"{what}: {int((a != b).sum())} bytes differ, first in row {row}: "
+            f"got {got[row].flatten()[:6]}, want {want[row].flatten()[:6]}"
+        )
 
 
 class Comparison:
@@ -205,10 +222,15 @@ def check(buffer, rank: int, ex: Example, want: Expected | None = None) -> None:
 def check_permuted(same, buffer, rank: int, ex: Example, want: Expected) -> None:
     mine, plan = want.inputs[rank], want.plan.ranks[rank]
     rows, weights, scales, padded, handle = buffer.dispatch_with_permute(
-        hidden=mine.hidden, scaling_factor=mine.scale, num_of_experts_per_rank=ex.num_local_experts,
-        pad_multiple=ex.pad_multiple or None, num_permuted_tokens=ex.budget,
-        non_blocking=ex.budget is not None, pad_empty_experts=ex.pad_empty_experts,
-        **mine.routing())
+        hidden=mine.hidden,
+        scaling_factor=mine.scale,
+        num_of_experts_per_rank=ex.num_local_experts,
+        pad_multiple=ex.pad_multiple or None,
+        num_permuted_tokens=ex.budget,
+        non_blocking=ex.budget is not None,
+        pad_empty_experts=ex.pad_empty_experts,
+        **mine.routing(),
+    )
     same("permuted rows", rows, want.permuted[rank][0])
     same("permuted weights", weights, want.permuted[rank][1])
     same("permuted scales", scales, want.permuted[rank][2])
@@ -216,24 +238,30 @@ def check_permuted(same, buffer, rank: int, ex: Example, want: Expected) -> None
     same("number of receive rows", handle[3].cpu(), torch.tensor([plan.num_recv_rows], dtype=torch.int32))
     if handle[4] is not None:  # a sync-free handle has no maps
         same("local_expert_routing_map", handle[4].cpu(), plan.local_route)
-        same("dense_chunk_layout", handle[5].cpu(), torch.tensor(
-            [int((plan.source <= r).sum()) for r in range(ex.world.num_ranks)], dtype=torch.int32))
+        same(
+            "dense_chunk_layout",
+            handle[5].cpu(),
+            torch.tensor([int((plan.source <= r).sum()) for r in range(ex.world.num_ranks)], dtype=torch.int32),
+        )
         same("dense_to_expert_map", handle[6].cpu(), plan.dense_to_expert)
     same("tokens_per_expert", handle[7].cpu(), plan.tokens_per_expert)
     same("overflow_flag", handle[10].cpu(), torch.tensor([int(plan.overflow)], dtype=torch.int32))
     partials = {"fp32_partials": ex.fp32_partials}
-    out, probs = buffer.combine_with_unpermute(hidden=want.returned[rank], probs=want.returned_probs[rank],
-                                               handle=handle, **partials)
+    out, probs = buffer.combine_with_unpermute(
+        hidden=want.returned[rank], probs=want.returned_probs[rank], handle=handle, **partials
+    )
     same("combined rows", out, want.combined[rank][0])
     same("combined probs", probs, want.combined[rank][1])
     if ex.weights:
-        out, probs = buffer.combine_with_unpermute(hidden=want.returned[rank], handle=handle, weighted=True,
-                                                   **partials)
+        out, probs = buffer.combine_with_unpermute(hidden=want.returned[rank], handle=handle, weighted=True, **partials)
         same("weighted combine", out, want.weighted[rank][0])
-    again = buffer.dispatch_with_permute(hidden=mine.hidden, scaling_factor=mine.scale,
-                                         handle=tuple(list(handle)),
-                                         probs=None if want.weights is None else want.weights[rank],
-                                         num_permuted_tokens=torch.tensor(rows.shape[0]))
+    again = buffer.dispatch_with_permute(
+        hidden=mine.hidden,
+        scaling_factor=mine.scale,
+        handle=tuple(list(handle)),
+        probs=None if want.weights is None else want.weights[rank],
+        num_permuted_tokens=torch.tensor(rows.shape[0]),
+    )
     same("cached permuted rows", again[0], rows)
     same("cached permuted weights", again[1], weights)
 
@@ -241,14 +269,16 @@ def check_permuted(same, buffer, rank: int, ex: Example, want: Expected) -> None
 def check_dense(same, buffer, rank: int, ex: Example, want: Expected) -> None:
     mine = want.inputs[rank]
     num_experts = None if mine.topk_idx is None else ex.world.num_experts
-    rows, weights, scales, handle = buffer.dispatch(mine.hidden, mine.scale, num_of_experts=num_experts,
-                                                    **mine.routing())
+    rows, weights, scales, handle = buffer.dispatch(
+        mine.hidden, mine.scale, num_of_experts=num_experts, **mine.routing()
+    )
     same("rows", rows, want.dispatched[rank][0])
     same("weights", weights, want.dispatched[rank][1])
     same("scales", scales, want.dispatched[rank][2])
     same("number of rows", handle[3].cpu(), torch.tensor([want.dispatched[rank][0].shape[0]], dtype=torch.int32))
-    out, probs = buffer.combine(want.returned_dense[rank], want.returned_dense_probs[rank], handle,
-                                fp32_partials=ex.fp32_partials)
+    out, probs = buffer.combine(
+        want.returned_dense[rank], want.returned_dense_probs[rank], handle, fp32_partials=ex.fp32_partials
+    )
     same("combined dense rows", out, want.combined_dense[rank][0])
     same("combined dense probs", probs, want.combined_dense[rank][1])
 
@@ -263,21 +293,35 @@ WRONG = {
     "rows in another order": lambda ex, w: dataclasses.replace(w, permuted=_reversed(w.permuted)),
     "dense rows in another order": lambda ex, w: dataclasses.replace(w, dispatched=_reversed(w.dispatched)),
     "weights off by one row": lambda ex, w: dataclasses.replace(
-        w, permuted=[(r, p.roll(1, 0), s) for r, p, s in w.permuted]),
+        w, permuted=[(r, p.roll(1, 0), s) for r, p, s in w.permuted]
+    ),
     "probs of another expert": lambda ex, w: dataclasses.replace(
-        w, combined=[(x, p.roll(1, 1)) for x, p in w.combined]),
+        w, combined=[(x, p.roll(1, 1)) for x, p in w.combined]
+    ),
     "one rounding too few": lambda ex, w: dataclasses.replace(
-        w, combined=reference.combine_world(w.plan, w.returned, w.returned_probs, True, False, True)),
-    "nodes as one": lambda ex, w: dataclasses.replace(w, combined=reference.combine_world(
-        reference.plan_world(World(1, ex.world.num_ranks, ex.num_local_experts), w.plan.routes,
-                             ex.pad_multiple),
-        w.returned, w.returned_probs)),
-    "one bit of one row": lambda ex, w: dataclasses.replace(w, permuted=[(_flip_bit(r), p, s) for r, p,
-                                                                         s in w.permuted]),
+        w, combined=reference.combine_world(w.plan, w.returned, w.returned_probs, True, False, True)
+    ),
+    "nodes as one": lambda ex, w: dataclasses.replace(
+        w,
+        combined=reference.combine_world(
+            reference.plan_world(World(1, ex.world.num_ranks, ex.num_local_experts), w.plan.routes, ex.pad_multiple),
+            w.returned,
+            w.returned_probs,
+        ),
+    ),
+    "one bit of one row": lambda ex, w: dataclasses.replace(
+        w, permuted=[(_flip_bit(r), p, s) for r, p, s in w.permuted]
+    ),
     "scales of a neighbour": lambda ex, w: dataclasses.replace(
-        w, permuted=[(r, p, s.roll(1, 0)) for r, p, s in w.permuted]),
-    "padding not counted": lambda ex, w: dataclasses.replace(w, plan=dataclasses.replace(w.plan, ranks=[
-        dataclasses.replace(r, padded_tokens_per_expert=r.tokens_per_expert.long()) for r in w.plan.ranks])),
+        w, permuted=[(r, p, s.roll(1, 0)) for r, p, s in w.permuted]
+    ),
+    "padding not counted": lambda ex, w: dataclasses.replace(
+        w,
+        plan=dataclasses.replace(
+            w.plan,
+            ranks=[dataclasses.replace(r, padded_tokens_per_expert=r.tokens_per_expert.long()) for r in w.plan.ranks],
+        ),
+    ),
 }
 
 
@@ -297,16 +341,23 @@ def examples(num_nodes: int, num_local_ranks: int, max_tokens: int = 40, budget:
         dtype = draw(st.sampled_from(sorted(DTYPES)))
         pad = draw(st.sampled_from([0, 1, 4, 16, 7]))
         return Example(
-            num_nodes, num_local_ranks, draw(st.integers(1, 5)),
+            num_nodes,
+            num_local_ranks,
+            draw(st.integers(1, 5)),
             tuple(draw(st.lists(st.integers(0, max_tokens), min_size=num_ranks, max_size=num_ranks))),
-            draw(st.sampled_from([1, 2, 3, 4, 8, 35])), draw(st.sampled_from([16, 48, 144, 2048 + 16])),
+            draw(st.sampled_from([1, 2, 3, 4, 8, 35])),
+            draw(st.sampled_from([16, 48, 144, 2048 + 16])),
             dtype,
             draw(st.sampled_from(["topk", "map"])),
-            draw(st.sampled_from(["uniform", "one_expert", "one_rank", "half_dropped", "duplicates",
-                                  "nothing"])),
-            draw(st.booleans()), draw(st.sampled_from([0, 1, 3])), pad, draw(st.booleans()),
+            draw(st.sampled_from(["uniform", "one_expert", "one_rank", "half_dropped", "duplicates", "nothing"])),
             draw(st.booleans()),
-            draw(st.integers(0, 8)) * max(pad, 1) if budget else None, draw(st.integers(0, 1 << 20)),
-            draw(st.booleans()))
+            draw(st.sampled_from([0, 1, 3])),
+            pad,
+            draw(st.booleans()),
+            draw(st.booleans()),
+            draw(st.integers(0, 8)) * max(pad, 1) if budget else None,
+            draw(st.integers(0, 1 << 20)),
+            draw(st.booleans()),
+        )
 
     return st.composite(build)()

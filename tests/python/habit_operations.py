@@ -46,10 +46,14 @@ def problem(rank: int) -> Problem:
     randn = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
     return Problem(
         *(make_inputs(example, rank) for example in (BY_TOPK, BY_MAP, FP8)),
-        up=(randn(2, 32, 32) / 6).bfloat16(), down=(randn(2, 16, 32) / 4).bfloat16(),
-        rows=randn(12, 8) * 2.0 ** torch.arange(-6, 6)[:, None], row_weights=torch.rand(12, generator=g),
-        token_of_row=torch.tensor([0, 3, 1, -1, 1, 2, 0, 0, 4, -1, 3, 2]), wide=randn(5, 128).bfloat16(),
-        load=torch.randint(0, 500, (NUM_RANKS, NUM_EXPERTS), generator=torch.Generator().manual_seed(5)))
+        up=(randn(2, 32, 32) / 6).bfloat16(),
+        down=(randn(2, 16, 32) / 4).bfloat16(),
+        rows=randn(12, 8) * 2.0 ** torch.arange(-6, 6)[:, None],
+        row_weights=torch.rand(12, generator=g),
+        token_of_row=torch.tensor([0, 3, 1, -1, 1, 2, 0, 0, 4, -1, 3, 2]),
+        wide=randn(5, 128).bfloat16(),
+        load=torch.randint(0, 500, (NUM_RANKS, NUM_EXPERTS), generator=torch.Generator().manual_seed(5)),
+    )
 
 
 def run(group, p: Problem, form: Form, gradients: bool = True, reference: bool = True) -> dict[str, Any]:
@@ -102,11 +106,15 @@ def dense(buffer, p: Problem, form: Form) -> Results:
 def permuted(buffer, p: Problem, form: Form) -> Results:
     hidden = form("hidden", p.by_map.hidden)
     rows, weights, _, padded, handle = buffer.dispatch_with_permute(
-        hidden=hidden, pad_multiple=8, **_routing(p.by_map, form))
+        hidden=hidden, pad_multiple=8, **_routing(p.by_map, form)
+    )
     yield from (("rows", rows), ("weights", weights), ("padded", padded))
     back = form("rows", rows)
-    for name, options in {"probs": {"probs": form("weights", weights)}, "weighted": {"weighted": True},
-                          "fp32_partials": {"fp32_partials": True}}.items():
+    for name, options in {
+        "probs": {"probs": form("weights", weights)},
+        "weighted": {"weighted": True},
+        "fp32_partials": {"fp32_partials": True},
+    }.items():
         out, probs = buffer.combine_with_unpermute(hidden=back, handle=handle, **options)
         yield from ((f"combined, {name}", out), (f"combined probs, {name}", probs))
     again = buffer.dispatch_with_permute(hidden=hidden, handle=handle, probs=form("probs", p.by_map.probs))
@@ -115,15 +123,25 @@ def permuted(buffer, p: Problem, form: Form) -> Results:
 
 def scaled(buffer, p: Problem, form: Form) -> Results:
     rows, weights, scales, padded, handle = buffer.dispatch_with_permute(
-        hidden=form("hidden", p.fp8.hidden), scaling_factor=form("scale", p.fp8.scale), pad_multiple=16,
-        num_of_experts=NUM_EXPERTS, use_fp8=True, **_routing(p.fp8, form))
+        hidden=form("hidden", p.fp8.hidden),
+        scaling_factor=form("scale", p.fp8.scale),
+        pad_multiple=16,
+        num_of_experts=NUM_EXPERTS,
+        use_fp8=True,
+        **_routing(p.fp8, form),
+    )
     yield from (("rows", rows), ("weights", weights), ("scales", scales), ("padded", padded), *_tensors(handle))
 
 
 def static(buffer, p: Problem, form: Form) -> Results:
     rows, *_, handle = buffer.dispatch_with_permute(
-        hidden=form("hidden", p.by_topk.hidden), num_of_experts=NUM_EXPERTS, pad_multiple=4, num_permuted_tokens=8,
-        non_blocking=True, **_routing(p.by_topk, form))
+        hidden=form("hidden", p.by_topk.hidden),
+        num_of_experts=NUM_EXPERTS,
+        pad_multiple=4,
+        num_permuted_tokens=8,
+        non_blocking=True,
+        **_routing(p.by_topk, form),
+    )
     yield from (("rows", rows), ("overflow", handle[10]))
 
 
@@ -134,16 +152,24 @@ def layer(buffer, p: Problem, form: Form, gradients: bool) -> Results:
         w = p.by_topk.topk_weights.detach().clone().requires_grad_(gradients)
         up, down = (m.detach().clone().requires_grad_(gradients) for m in (p.up, p.down))
         rows, weights, _, padded, handle = functional.dispatch_with_permute(
-            buffer, x, topk_idx=form("topk_idx", p.by_topk.topk_idx), topk_weights=w, num_of_experts=NUM_EXPERTS,
-            pad_multiple=4, dispatch_dtype=dtype)
+            buffer,
+            x,
+            topk_idx=form("topk_idx", p.by_topk.topk_idx),
+            topk_weights=w,
+            num_of_experts=NUM_EXPERTS,
+            pad_multiple=4,
+            dispatch_dtype=dtype,
+        )
         ends = padded.cumsum(0).to(torch.int32)
         h = weighted_swiglu(grouped_mm(rows, up, ends, backend="loop"), weights)
         out, _ = functional.combine_with_unpermute(buffer, grouped_mm(h, down, ends, backend="loop"), handle)
         yield f"{dtype} out", out
         if gradients:
             out.backward(form("gradient", out.detach()))
-            yield from ((f"{dtype} gradient of {name}", t.grad)
-                        for name, t in {"x": x, "weights": w, "up": up, "down": down}.items())
+            yield from (
+                (f"{dtype} gradient of {name}", t.grad)
+                for name, t in {"x": x, "weights": w, "up": up, "down": down}.items()
+            )
 
 
 def unpermuted(p: Problem, form: Form, gradients: bool) -> Results:
@@ -157,8 +183,11 @@ def unpermuted(p: Problem, form: Form, gradients: bool) -> Results:
     for name in ("fp8", "mxfp8", "nvfp4"):
         fmt = quantize.format_of(name, 128)
         payload, scales = quantize.quantize(form("wide", p.wide), fmt)
-        yield from ((f"{name} payload", payload), (f"{name} scales", scales),
-                    (name, quantize.dequantize(payload, scales, fmt, torch.bfloat16)))
+        yield from (
+            (f"{name} payload", payload),
+            (f"{name} scales", scales),
+            (name, quantize.dequantize(payload, scales, fmt, torch.bfloat16)),
+        )
 
 
 def plans(p: Problem) -> Results:
@@ -166,5 +195,8 @@ def plans(p: Problem) -> Results:
     small = balance.plan_microbatch(p.load, spare_slots=1)
     slow = balance.plan_placement(p.load.sum(0)[None], NUM_EXPERTS + NUM_RANKS, NUM_RANKS)
     for name, plan in {"microbatch": small, "placement": slow}.items():
-        yield from ((f"{name} {key}", torch.from_numpy(value.copy())) for key, value in sorted(vars(plan).items())
-                    if isinstance(value, np.ndarray))
+        yield from (
+            (f"{name} {key}", torch.from_numpy(value.copy()))
+            for key, value in sorted(vars(plan).items())
+            if isinstance(value, np.ndarray)
+        )

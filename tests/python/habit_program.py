@@ -15,7 +15,8 @@ from hybrid_ep.testing import VirtualWorld
 def digest() -> str:
     """Of every result of every rank, on four threads."""
     results = VirtualWorld(2, 2).run(
-        lambda rank, group: operations.run(group, operations.problem(rank), lambda name, x: x, reference=False))
+        lambda rank, group: operations.run(group, operations.problem(rank), lambda name, x: x, reference=False)
+    )
     found = hashlib.sha256()
     for mine in results:
         for name, value in mine.items():

@@ -39,6 +39,7 @@ class Habit:
 
     def run(self, work: Callable[[], Any]) -> Any:
         """work(), with the habit."""
+
         def body() -> Any:
             with self.around():
                 return work()

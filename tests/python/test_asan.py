@@ -32,6 +32,12 @@ def test_the_core_is_the_sanitized_one():
 
 
 def test_an_over_read_is_found(request):
-    result = subprocess.run([sys.executable, "-c", PLANTED], capture_output=True, text=True, timeout=300, check=False,
-                            cwd=request.path.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", PLANTED],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=request.path.parent,
+    )
     assert result.returncode and "AddressSanitizer: heap-buffer-overflow" in result.stderr, result.stderr[-2000:]

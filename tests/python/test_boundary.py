@@ -73,12 +73,24 @@ def test_every_tensor_of_every_verb_is_held_to_its_size(shape, beside):
     assert looks.seen >= {("dispatch", n) for n in ("x", "scale", "weights", "out_x", "out_scale", "out_weights")}
 
 
-@examples(tokens=st.integers(0, 9), topk=st.integers(1, EXPERTS), hidden=st.sampled_from([8, 16, 40]),
-          dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), shape=st.sampled_from(SHAPES),
-          beside=st.booleans())
+@examples(
+    tokens=st.integers(0, 9),
+    topk=st.integers(1, EXPERTS),
+    hidden=st.sampled_from([8, 16, 40]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    shape=st.sampled_from(SHAPES),
+    beside=st.booleans(),
+)
 def test_any_call_states_its_sizes_to_the_byte(tokens, topk, hidden, dtype, shape, beside):
-    watched_run(*shape, Refuses(), lambda b, mine: all_verbs(b, mine, beside), tokens=tokens, topk=topk, hidden=hidden,
-                dtype=dtype)
+    watched_run(
+        *shape,
+        Refuses(),
+        lambda b, mine: all_verbs(b, mine, beside),
+        tokens=tokens,
+        topk=topk,
+        hidden=hidden,
+        dtype=dtype,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +99,11 @@ def plan():
     world = VirtualWorld(2, 1)
     buffers = world.buffers(HIDDEN, TOKENS, EXPERTS // 2, timeout_s=60)
     mine = [given(rank) for rank in range(2)]
-    handles = world.run(lambda rank, _: buffers[rank].dispatch(
-        mine[rank].hidden, topk_idx=mine[rank].idx, topk_weights=mine[rank].weights)[3])
+    handles = world.run(
+        lambda rank, _: buffers[rank].dispatch(
+            mine[rank].hidden, topk_idx=mine[rank].idx, topk_weights=mine[rank].weights
+        )[3]
+    )
     yield handles[0][6].plan
     for buffer in buffers:
         buffer.destroy()
@@ -104,12 +119,15 @@ def of_plan(plan):
     flags = {"rail_to_node": rail, "node_to_rail": TOKENS, "local_routing": rows * local}
     numbers = {"sparse_to_dense": rail, "permuted_rows": rows * local, "source_ends": 2}
     return {
-        "maps": {"memory": plan.memory.block, **{n: torch.empty(c, dtype=torch.bool) for n, c in flags.items()},
-                 **{n: torch.empty(c, dtype=torch.int32) for n, c in numbers.items()}},
+        "maps": {
+            "memory": plan.memory.block,
+            **{n: torch.empty(c, dtype=torch.bool) for n, c in flags.items()},
+            **{n: torch.empty(c, dtype=torch.int32) for n, c in numbers.items()},
+        },
         "weights_from_dense": {"pair_expert": pairs, "probs": dense, "out": ordered},
         "weights_to_dense": {"pair_expert": pairs, "weights": ordered, "out": dense},
-        "weights_from_topk": {"pair_expert": pairs, "topk_idx": mine.idx, "topk_weights": mine.weights,
-                              "out": ordered}}
+        "weights_from_topk": {"pair_expert": pairs, "topk_idx": mine.idx, "topk_weights": mine.weights, "out": ordered},
+    }
 
 
 def test_plans_hold_the_tensors_of_every_method_to_their_size(plan):
@@ -143,12 +161,12 @@ def test_memory_of_a_placed_plan_is_held_to_its_size():
     made = next(p for p in placed if p.complete is None)
     total = made.learned.total
     whole = torch.empty(total + 256, dtype=torch.uint8)
-    block = whole[-whole.data_ptr() % 128:][:total]
+    block = whole[-whole.data_ptr() % 128 :][:total]
     for _, bad in damaged("memory", view("memory", block)):
         with pytest.raises(ValueError, match="^memory: "):
             made.plan(bad)
     with pytest.raises(ValueError, match="^memory: .*128"):
-        made.plan(view("memory", whole[-whole.data_ptr() % 128 + 16:][:total]))
+        made.plan(view("memory", whole[-whole.data_ptr() % 128 + 16 :][:total]))
     assert made.plan(view("memory", block)).num_tokens == TOKENS
 
 
@@ -158,8 +176,13 @@ def test_a_plan_has_room_for_every_expert_that_topk_idx_may_name():
     header = _core.CallHeader(num_tokens=TOKENS, topk=1, num_experts=EXPERTS, hidden=HIDDEN)
     room = torch.empty(1 << 20, dtype=torch.uint8)
     with pytest.raises(ValueError, match="its topk is 1, but topk_idx may choose"):
-        buffer._session.engine.place(header, topk_idx=view("topk_idx", idx), topk_in=idx.shape[1], count=True,
-                                     memory=view("memory", room[-room.data_ptr() % 128:]))
+        buffer._session.engine.place(
+            header,
+            topk_idx=view("topk_idx", idx),
+            topk_in=idx.shape[1],
+            count=True,
+            memory=view("memory", room[-room.data_ptr() % 128 :]),
+        )
     buffer.destroy()
 
 
@@ -184,6 +207,7 @@ def test_a_view_keeps_its_tensor_alive():
 
 # ---- the planners of the balancer: numpy arrays
 
+
 def arrays_of_planners():
     """name: (call, its arrays by argument)."""
     counts = np.arange(2 * 8, dtype=np.int64).reshape(2, 8)
@@ -194,12 +218,19 @@ def arrays_of_planners():
     current = np.ascontiguousarray(plan_placement(load, 10, 2).phy2log, dtype=np.int32)
     return {
         "plan": (planner.plan, {"counts": counts, "home": made.home}),
-        "share_of_source": (lambda **a: _core.share_of_source(shape=shape, source=0, **a), {
-            "counts": counts, "home": made.home, "slot_expert": made.slot_expert, "slot_tokens": made.slot_tokens}),
-        "place_layers": (lambda **a: _core.place_layers(**a, **layers), {
-            "load": load, "single": load.astype(np.float32), "group": load[:, :2].astype(np.float32)}),
-        "improve_layers": (lambda **a: _core.improve_layers(**a, **layers, target_ppm=0, max_moves=4),
-                           {"load": load, "current": current, "fresh": current})}
+        "share_of_source": (
+            lambda **a: _core.share_of_source(shape=shape, source=0, **a),
+            {"counts": counts, "home": made.home, "slot_expert": made.slot_expert, "slot_tokens": made.slot_tokens},
+        ),
+        "place_layers": (
+            lambda **a: _core.place_layers(**a, **layers),
+            {"load": load, "single": load.astype(np.float32), "group": load[:, :2].astype(np.float32)},
+        ),
+        "improve_layers": (
+            lambda **a: _core.improve_layers(**a, **layers, target_ppm=0, max_moves=4),
+            {"load": load, "current": current, "fresh": current},
+        ),
+    }
 
 
 @pytest.mark.parametrize("name", ["plan", "share_of_source", "place_layers", "improve_layers"])

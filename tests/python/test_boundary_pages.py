@@ -111,8 +111,14 @@ def main(nodes: int, locals_: int, place: bool, cut: tuple[str, str] | None) -> 
 
 
 def run(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, __file__, *map(str, arguments)], capture_output=True, text=True,
-                          timeout=300, check=False, cwd=Path(__file__).parent)
+    return subprocess.run(
+        [sys.executable, __file__, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
 
 
 def test_no_byte_outside_a_tensor_is_touched():

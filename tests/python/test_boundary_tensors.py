@@ -17,8 +17,11 @@ from hybrid_ep.runtime.tensors import aligned, view
 from hybrid_ep.testing import VirtualWorld
 
 DEFAULTS = {
-    "bfloat16": lambda: default_dtype(torch.bfloat16), "float16": lambda: default_dtype(torch.float16),
-    "float64": lambda: default_dtype(torch.float64), "meta": lambda: torch.device("meta")}
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "meta": lambda: torch.device("meta"),
+}
 
 
 @contextlib.contextmanager
@@ -72,6 +75,7 @@ def test_defaults_of_the_caller_do_not_reach_large_results(name):
 
 # ---- no memory of its own
 
+
 class Wrapper(torch.Tensor):
     """A tensor around another one, as quantised and distributed tensors are."""
 
@@ -113,9 +117,13 @@ def fake(x):
 
 
 UNUSABLE = {
-    "a wrapper": (Wrapper, "Wrapper"), "on its way": (OnItsWay, r"\.wait\(\)"), "freed": (freed, "freed"),
-    "DTensor": (distributed, r"\.to_local\(\)"), "fake": (fake, "FakeTensor"),
-    "an implied zero": (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), "clone")}
+    "a wrapper": (Wrapper, "Wrapper"),
+    "on its way": (OnItsWay, r"\.wait\(\)"),
+    "freed": (freed, "freed"),
+    "DTensor": (distributed, r"\.to_local\(\)"),
+    "fake": (fake, "FakeTensor"),
+    "an implied zero": (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), "clone"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +150,9 @@ def test_a_tensor_without_memory_is_refused_by_name(buffer, kind):
             buffer.combine(**{"hidden": rows, "probs": weights, "handle": handle} | {name: make(x)})
     for name, x in {"topk_idx": mine.idx, "topk_weights": mine.weights}.items():
         with pytest.raises(ValueError, match=rf"^{name} is .*{remedy}"):
-            buffer.dispatch(mine.hidden, handle=handle,
-                            **{"topk_idx": mine.idx, "topk_weights": mine.weights} | {name: make(x)})
+            buffer.dispatch(
+                mine.hidden, handle=handle, **{"topk_idx": mine.idx, "topk_weights": mine.weights} | {name: make(x)}
+            )
     assert torch.equal(buffer.combine(rows, handle=handle)[0], mine.hidden)
 
 
@@ -172,8 +181,9 @@ def test_signs_that_are_not_carried_out_yet_are():
 
 def test_a_negated_view_travels_negated(buffer):
     mine = given(0)
-    rows, weights, _, handle = buffer.dispatch(torch._neg_view(mine.hidden), topk_idx=mine.idx,
-                                               topk_weights=torch._neg_view(mine.weights))
+    rows, weights, _, handle = buffer.dispatch(
+        torch._neg_view(mine.hidden), topk_idx=mine.idx, topk_weights=torch._neg_view(mine.weights)
+    )
     assert torch.equal(rows, -mine.hidden)
     assert torch.equal(buffer.combine(torch._neg_view(rows), torch._neg_view(weights), handle)[0], mine.hidden)
     want = torch.zeros(TOKENS, EXPERTS, dtype=torch.float32).scatter_(1, mine.idx, mine.weights)
@@ -181,6 +191,7 @@ def test_a_negated_view_travels_negated(buffer):
 
 
 # ---- what sums in fp32 whatever the default
+
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float64"])
 def test_sums_of_rows_do_not_depend_on_the_default_dtype(name):
@@ -210,6 +221,7 @@ def test_the_reference_does_not_depend_on_the_caller_s_defaults(name):
 
 # ---- row widths
 
+
 @pytest.mark.parametrize(("hidden", "dtype"), [(12, torch.float32), (4, torch.float32), (2, torch.float64)])
 def test_a_row_of_any_multiple_of_16_bytes(hidden, dtype):
     world = VirtualWorld(1, 1)
@@ -230,7 +242,8 @@ def test_an_odd_hidden_dim_is_refused_by_the_constructor():
         HybridEPBuffer(VirtualWorld(1, 1).groups[0], 7, 8, EXPERTS)
 
 
-@pytest.mark.parametrize("x", [torch.ones(0, 8)[5:], torch.ones(4, 8)[4:],
-                               torch.ones(0, 8).as_strided((0, 8), (8, 1), 16)])
+@pytest.mark.parametrize(
+    "x", [torch.ones(0, 8)[5:], torch.ones(4, 8)[4:], torch.ones(0, 8).as_strided((0, 8), (8, 1), 16)]
+)
 def test_an_empty_tensor_fills_no_memory_wherever_it_begins(x):
     assert view("x", aligned(x)).num_bytes == 0

@@ -19,8 +19,7 @@ def buffers_of(shape, num_local_experts: int, executor: str, **options):
     key = (shape, executor, tuple(options.items()))
     if key not in _worlds:
         world = VirtualWorld(*shape)
-        _worlds[key] = world, world.buffers(16, 1, num_local_experts, executor=executor, timeout_s=60,
-                                            **options)
+        _worlds[key] = world, world.buffers(16, 1, num_local_experts, executor=executor, timeout_s=60, **options)
     return _worlds[key]
 
 
@@ -53,6 +52,7 @@ def test_examples_with_a_static_budget(shape):
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (3, 1)])
 def test_checking_executors(shape, executor):
     """Loads that complete late and in any order, stores as late as legal."""
+
     @settings(max_examples=6)
     @given(ex=examples(*shape, max_tokens=12))
     def run(ex):
@@ -81,11 +81,15 @@ def test_routing_of_more_experts_than_a_warp_has_lanes(executor, num_local_exper
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)])
 def test_results_do_not_depend_on_the_number_of_blocks(shape, num_blocks):
     num_ranks = shape[0] * shape[1]
-    ex = Example(*shape, 3, tuple(30 * r + 5 for r in range(num_ranks)), 3, 64, scale_columns=1,
-                 pad_multiple=8, seed=9)
+    ex = Example(*shape, 3, tuple(30 * r + 5 for r in range(num_ranks)), 3, 64, scale_columns=1, pad_multiple=8, seed=9)
     check_world(ex, num_sms_dispatch_api=num_blocks, num_sms_combine_api=num_blocks)
-    check_world(ex, num_sms_dispatch_api=2, num_sms_combine_api=2, num_blocks_permute=num_blocks,
-                num_blocks_unpermute=num_blocks)
+    check_world(
+        ex,
+        num_sms_dispatch_api=2,
+        num_sms_combine_api=2,
+        num_blocks_permute=num_blocks,
+        num_blocks_unpermute=num_blocks,
+    )
 
 
 def test_more_tokens_than_the_rail_ring_holds():

@@ -32,10 +32,12 @@ def combined(executor: str, dtype: torch.dtype, weighted: bool, fp32_partials: b
         topk[::3, 1:] = -1  # sums of a single row
         weights = torch.rand(TOKENS, 4, generator=torch.Generator().manual_seed(rank))
         rows, _, _, _, handle = buffers[rank].dispatch_with_permute(
-            hidden=x, topk_idx=topk, topk_weights=weights, num_of_experts=EXPERTS)
+            hidden=x, topk_idx=topk, topk_weights=weights, num_of_experts=EXPERTS
+        )
         rows = rows.roll(1, 0)  # other rows' numbers, so that sums are of unlike ones
         out, _ = buffers[rank].combine_with_unpermute(
-            hidden=rows, handle=handle, weighted=weighted, fp32_partials=fp32_partials)
+            hidden=rows, handle=handle, weighted=weighted, fp32_partials=fp32_partials
+        )
         return out.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
 
     return world.run(work)

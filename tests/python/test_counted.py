@@ -14,8 +14,15 @@ from hypothesis import given, settings
 from hybrid_ep.errors import CapacityError
 from hybrid_ep.testing import VirtualWorld
 
-WORLDS = [((1, 1), "host", 8), ((1, 3), "host", 10), ((2, 2), "host", 14), ((3, 2), "host", 8), ((4, 1), "host", 6),
-          ((2, 2), "host_checked", 3), ((2, 1), "host_checked_lanes32", 3)]  # shape, executor, examples
+WORLDS = [
+    ((1, 1), "host", 8),
+    ((1, 3), "host", 10),
+    ((2, 2), "host", 14),
+    ((3, 2), "host", 8),
+    ((4, 1), "host", 6),
+    ((2, 2), "host_checked", 3),
+    ((2, 1), "host_checked_lanes32", 3),
+]  # shape, executor, examples
 _worlds: dict = {}
 pytestmark = pytest.mark.usefixtures("poisoned_plans", "unread_plans")
 
@@ -57,8 +64,9 @@ def test_everything_a_call_returns_is_the_same_on_lanes_of_a_gpus_width(shape):
 def everything(shape, **options) -> list:
     """By rank: the elements of two calls' results and of their handles, and the traffic."""
     ranks = shape[0] * shape[1]
-    ex = Example(*shape, 3, tuple((7 * r + 5) % 23 for r in range(ranks)), 3, 48, scale_columns=1, pad_multiple=4,
-                 seed=8)
+    ex = Example(
+        *shape, 3, tuple((7 * r + 5) % 23 for r in range(ranks)), 3, 48, scale_columns=1, pad_multiple=4, seed=8
+    )
     world, buffers = buffers_of(shape, 3, **options)
 
     def work(rank, _):
@@ -108,8 +116,9 @@ def test_ranks_of_unlike_width_agree():
     x = torch.arange(2 * 2 * 16).view(2, 2, 16).bfloat16()
 
     def work(rank, _):
-        rows, _, _, padded, handle = buffers[rank].dispatch_with_permute(hidden=x[rank], topk_idx=idx[rank],
-                                                                         num_of_experts=4)
+        rows, _, _, padded, handle = buffers[rank].dispatch_with_permute(
+            hidden=x[rank], topk_idx=idx[rank], num_of_experts=4
+        )
         return rows, padded.tolist(), buffers[rank].combine_with_unpermute(hidden=rows, handle=handle)[0]
 
     (rows0, padded0, out0), (rows1, padded1, out1) = world.run(work)
@@ -126,8 +135,9 @@ def test_bad_calls_are_refused_on_every_rank_and_harm_nothing():
 
     def call(rank, **changes):
         mine = make_inputs(ex, rank)
-        return buffers[rank].dispatch_with_permute(**{"hidden": mine.hidden, "num_of_experts": 4, **mine.routing(),
-                                                      **changes})
+        return buffers[rank].dispatch_with_permute(
+            **{"hidden": mine.hidden, "num_of_experts": 4, **mine.routing(), **changes}
+        )
 
     def refused(*, match, **changes_of_rank_1):
         errors = world.run(lambda rank, _: call(rank, **(changes_of_rank_1 if rank else {})), return_errors=True)
@@ -155,8 +165,12 @@ def same_capacity(here: dict, there: dict) -> None:
 
     def run(options, overflow):
         world, buffers = buffers_of((1, 2), 2, tokens=8, capacity_factor=1.0, overflow=overflow, **options)
-        return world.run(lambda rank, _: buffers[rank].dispatch_with_permute(
-            hidden=mine[rank].hidden, num_of_experts=4, **mine[rank].routing()), return_errors=True)
+        return world.run(
+            lambda rank, _: buffers[rank].dispatch_with_permute(
+                hidden=mine[rank].hidden, num_of_experts=4, **mine[rank].routing()
+            ),
+            return_errors=True,
+        )
 
     errors = run(here, "raise"), run(there, "raise")
     assert [str(e) for e in errors[0]] == [str(e) for e in errors[1]]

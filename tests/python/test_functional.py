@@ -42,10 +42,10 @@ def dense_moe(x, idx, weights, num_experts):
 def moe(buffer, x, idx, weights, probs=None, pad=4):
     """The layer through dispatch, experts, combine."""
     first = buffer.rank * EXPERTS_PER_RANK
-    route = {"topk_idx": idx, "topk_weights": weights} if probs is None else {"routing_map": probs > 0,
-                                                                              "probs": probs}
-    rows, w, _, counts, handle = F.dispatch_with_permute(buffer, x, pad_multiple=pad,
-                                                         num_of_experts_per_rank=EXPERTS_PER_RANK, **route)
+    route = {"topk_idx": idx, "topk_weights": weights} if probs is None else {"routing_map": probs > 0, "probs": probs}
+    rows, w, _, counts, handle = F.dispatch_with_permute(
+        buffer, x, pad_multiple=pad, num_of_experts_per_rank=EXPERTS_PER_RANK, **route
+    )
     parts = torch.split(rows, counts.tolist())
     out = torch.cat([expert(first + e, part) for e, part in enumerate(parts)]) * w[:, None]
     return F.combine_with_unpermute(buffer, out, handle)[0]
@@ -69,8 +69,10 @@ def test_layer_and_gradients_equal_those_of_one_rank(recompute, dense_routing):
                 return moe(buffers[rank], x, None, None, probs=w)
         else:
             leaf = weights.requires_grad_()
+
             def forward(x, w):
                 return moe(buffers[rank], x, idx, w)
+
         out = forward(x, leaf) if recompute is None else checkpoint(forward, x, leaf, use_reentrant=recompute)
         if recompute is True:  # the re-entrant kind knows backward() only
             out.backward(grad)
@@ -78,7 +80,7 @@ def test_layer_and_gradients_equal_those_of_one_rank(recompute, dense_routing):
         else:
             got = torch.autograd.grad(out, (x, leaf), grad)
         if dense_routing:
-            want = sum(leaf[:, e:e + 1] * expert(e, x) for e in range(8))
+            want = sum(leaf[:, e : e + 1] * expert(e, x) for e in range(8))
         else:
             want = dense_moe(x, idx, leaf, 8)
         want_grads = torch.autograd.grad(want, (x, leaf), grad)
@@ -128,8 +130,9 @@ def test_gradcheck_on_one_rank():
     x, w = torch.randn(3, H).requires_grad_(), torch.rand(3, K).requires_grad_()
 
     def layer(x, w):
-        rows, weights, _, _, handle = F.dispatch_with_permute(buffers[0], x, topk_idx=idx, topk_weights=w,
-                                                              pad_multiple=4)
+        rows, weights, _, _, handle = F.dispatch_with_permute(
+            buffers[0], x, topk_idx=idx, topk_weights=w, pad_multiple=4
+        )
         return F.combine_with_unpermute(buffers[0], rows * 2, handle, weights)
 
     assert torch.autograd.gradcheck(layer, (x, w), eps=1e-2, atol=1e-2, rtol=1e-2, nondet_tol=0.0)
@@ -155,16 +158,22 @@ def gradients_in_processes(ctx):
     from hybrid_ep import HybridEPBuffer
 
     torch.distributed.barrier(ctx.group(4))
-    with HybridEPBuffer(ctx.group(4), H, 16, EXPERTS_PER_RANK, timeout_s=50,
-                        num_of_hybrid_ep_ranks_per_nvlink_domain=2) as buffer:
+    with HybridEPBuffer(
+        ctx.group(4), H, 16, EXPERTS_PER_RANK, timeout_s=50, num_of_hybrid_ep_ranks_per_nvlink_domain=2
+    ) as buffer:
         x, idx, weights, grad = routing(ctx.rank, 8)
         x.requires_grad_(), weights.requires_grad_()
         for use_reentrant in (None, True, False):
             x.grad = weights.grad = None
+
             def forward(x, w):
                 return moe(buffer, x, idx, w)
-            out = forward(x, weights) if use_reentrant is None else checkpoint(
-                forward, x, weights, use_reentrant=use_reentrant)
+
+            out = (
+                forward(x, weights)
+                if use_reentrant is None
+                else checkpoint(forward, x, weights, use_reentrant=use_reentrant)
+            )
             out.backward(grad)
             want = torch.autograd.grad(dense_moe(x, idx, weights, 8), (x, weights), grad)
             torch.testing.assert_close(x.grad, want[0])

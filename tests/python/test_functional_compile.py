@@ -40,16 +40,18 @@ def inputs(rank=0, tokens=5, experts=E):
 
 def permuted(buffer, x, idx, weights, probs, **options):
     """A layer of elementwise experts: products alone, which every backend rounds alike."""
-    rows, w, _, counts, handle = F.dispatch_with_permute(buffer, x, topk_idx=idx, topk_weights=weights, pad_multiple=4,
-                                                         **options)
+    rows, w, _, counts, handle = F.dispatch_with_permute(
+        buffer, x, topk_idx=idx, topk_weights=weights, pad_multiple=4, **options
+    )
     out, _ = F.combine_with_unpermute(buffer, rows * w[:, None], handle)
     return out, counts
 
 
 def dense(buffer, x, idx, weights, probs, **options):
     """By routing map; the weights come back through combine too."""
-    rows, w, _, counts, handle = F.dispatch_with_permute(buffer, x, routing_map=probs > 0, probs=probs, pad_multiple=4,
-                                                         **options)
+    rows, w, _, counts, handle = F.dispatch_with_permute(
+        buffer, x, routing_map=probs > 0, probs=probs, pad_multiple=4, **options
+    )
     out, back = F.combine_with_unpermute(buffer, rows * 2, handle, w * 3)
     return out, counts, back
 
@@ -81,9 +83,14 @@ def same(got, want):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
 
 
-CASES = {"permuted": (permuted, {}), "static": (permuted, {"num_permuted_tokens": 32, "non_blocking": True}),
-         "fp8": (permuted, {"dispatch_dtype": "mxfp8"}), "dense": (dense, {}), "unpermuted": (unpermuted, {}),
-         "twice": (twice, {})}
+CASES = {
+    "permuted": (permuted, {}),
+    "static": (permuted, {"num_permuted_tokens": 32, "non_blocking": True}),
+    "fp8": (permuted, {"dispatch_dtype": "mxfp8"}),
+    "dense": (dense, {}),
+    "unpermuted": (unpermuted, {}),
+    "twice": (twice, {}),
+}
 
 
 @pytest.mark.parametrize("case", CASES)

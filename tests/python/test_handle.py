@@ -19,7 +19,7 @@ def example(shape, **more) -> Example:
 
 def wanted_by(routes: list[torch.Tensor], rank: int, source: int, experts: int) -> torch.Tensor:
     """bool [tokens of source]: the rank gets them."""
-    return routes[source][:, rank * experts:(rank + 1) * experts].any(1)
+    return routes[source][:, rank * experts : (rank + 1) * experts].any(1)
 
 
 def rail_maps(ex: Example, routes: list[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -37,8 +37,9 @@ def rail_maps(ex: Example, routes: list[torch.Tensor], rank: int) -> tuple[torch
             rows.append(row_in)
     sparse_to_dense = torch.tensor(rows, dtype=torch.int32).view(-1, locals_)
     others = [n for n in range(nodes) if n != node]
-    leaves = [torch.stack([wanted_by(routes, n * locals_ + k, rank, experts) for k in range(locals_)]).any(0)
-              for n in others]
+    leaves = [
+        torch.stack([wanted_by(routes, n * locals_ + k, rank, experts) for k in range(locals_)]).any(0) for n in others
+    ]
     away = torch.stack(leaves, 1) if others else torch.zeros(len(routes[rank]), 0, dtype=torch.bool)
     return sparse_to_dense, (sparse_to_dense >= 0).any(1), away
 
@@ -57,11 +58,16 @@ def test_maps_over_rails_are_those_of_the_routing(shape, routing, maker, request
     def work(rank, _):
         mine = make_inputs(ex, rank)
         dense = buffers[rank].dispatch(mine.hidden, num_of_experts=num_experts, **mine.routing())[3]
-        permuted = buffers[rank].dispatch_with_permute(hidden=mine.hidden, num_of_experts=num_experts,
-                                                       **mine.routing())[4]
+        permuted = buffers[rank].dispatch_with_permute(
+            hidden=mine.hidden, num_of_experts=num_experts, **mine.routing()
+        )[4]
         for handle in (dense, permuted):
-            for name, got, want in zip(("sparse_to_dense_map", "rdma_to_attn_map", "attn_to_rdma_map"), handle,
-                                       rail_maps(ex, routes, rank), strict=False):
+            for name, got, want in zip(
+                ("sparse_to_dense_map", "rdma_to_attn_map", "attn_to_rdma_map"),
+                handle,
+                rail_maps(ex, routes, rank),
+                strict=False,
+            ):
                 same(f"{name} of rank {rank}", got, want)
         same("local_expert_routing_map", dense[4], expected(ex).plan.ranks[rank].local_route)
         assert dense[5] == permuted[8] == ex.tokens[rank]
@@ -77,7 +83,8 @@ def test_a_host_knows_every_element_also_of_a_call_that_may_drop_rows():
     def work(rank, _):
         mine, plan = make_inputs(ex, rank), expected(ex).plan.ranks[rank]
         *_, padded, handle = buffers[rank].dispatch_with_permute(
-            hidden=mine.hidden, num_of_experts=8, num_permuted_tokens=8, non_blocking=True, **mine.routing())
+            hidden=mine.hidden, num_of_experts=8, num_permuted_tokens=8, non_blocking=True, **mine.routing()
+        )
         assert len(handle) == 11 and not any(element is None for element in handle)
         same("padded_tokens_per_expert", padded, plan.padded_tokens_per_expert)
         same("dense_to_expert_map", handle[6], plan.dense_to_expert)

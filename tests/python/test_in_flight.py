@@ -20,8 +20,9 @@ B = Example(*SHAPE, 3, (5, 21, 40, 1), 2, 64, pad_multiple=8, seed=12)
 
 def send(buffer, rank: int, ex: Example):
     mine = make_inputs(ex, rank)
-    return buffer.dispatch_with_permute(hidden=mine.hidden, num_of_experts=ex.world.num_experts,
-                                        pad_multiple=ex.pad_multiple, **mine.routing())
+    return buffer.dispatch_with_permute(
+        hidden=mine.hidden, num_of_experts=ex.world.num_experts, pad_multiple=ex.pad_multiple, **mine.routing()
+    )
 
 
 def gather(buffer, sent):

@@ -37,9 +37,16 @@ def test_the_receive_region_is_rows_times_the_largest_message():
 
 
 def test_a_report_of_a_shape_alone():
-    shape = _core.BufferShape(num_nodes=2, num_local_ranks=2, num_experts=8, max_tokens=4, max_topk=2,
-                              row_bytes=32,
-                              recv_rows=16, partial_row_bytes=32)
+    shape = _core.BufferShape(
+        num_nodes=2,
+        num_local_ranks=2,
+        num_experts=8,
+        max_tokens=4,
+        max_topk=2,
+        row_bytes=32,
+        recv_rows=16,
+        partial_row_bytes=32,
+    )
     assert memory.report(shape, 4).total_bytes == shape.total_bytes
 
 

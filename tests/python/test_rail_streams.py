@@ -25,8 +25,15 @@ def _experts(rank):
 @pytest.mark.parametrize("num_blocks", [1, 3])
 def test_skewed_streams_do_not_wait_for_each_other(executor, num_blocks):
     world = VirtualWorld(NODES, 1)
-    buffers = world.buffers(HIDDEN, EARLY + LATE, 1, timeout_s=20, executor=executor,
-                            num_sms_dispatch_api=num_blocks, num_sms_combine_api=num_blocks)
+    buffers = world.buffers(
+        HIDDEN,
+        EARLY + LATE,
+        1,
+        timeout_s=20,
+        executor=executor,
+        num_sms_dispatch_api=num_blocks,
+        num_sms_combine_api=num_blocks,
+    )
 
     def work(rank, _group):
         idx = _experts(rank)

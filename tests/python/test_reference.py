@@ -16,8 +16,13 @@ def check_reference_buffer(ctx, ex: Example, wrong: str | None = None):
     """On every rank: ReferenceBuffer over gloo against the pure functions."""
     if ctx.rank >= ex.world.num_ranks:
         return
-    buffer = ReferenceBuffer(ctx.group(ex.world.num_ranks), ex.hidden, 64, ex.num_local_experts,
-                             num_of_hybrid_ep_ranks_per_nvlink_domain=ex.num_local_ranks)
+    buffer = ReferenceBuffer(
+        ctx.group(ex.world.num_ranks),
+        ex.hidden,
+        64,
+        ex.num_local_experts,
+        num_of_hybrid_ep_ranks_per_nvlink_domain=ex.num_local_ranks,
+    )
     want = expected(ex)
     check(buffer, ctx.rank, ex, WRONG[wrong](ex, want) if wrong else want)
 
@@ -31,10 +36,16 @@ def test_rows_follow_the_definition(ex):
     for rank in range(world.num_ranks):
         first = rank * world.num_local_experts
         mine = range(first, first + world.num_local_experts)
-        dense = [(s, t) for s in range(world.num_ranks) for t in range(ex.tokens[s]) if any(routes[s][t, e]
-                                                                                            for e in mine)]
-        assert dense == list(zip(want.dispatched and want.plan.ranks[rank].source.tolist(),
-                                 want.plan.ranks[rank].token.tolist(), strict=True))
+        dense = [
+            (s, t) for s in range(world.num_ranks) for t in range(ex.tokens[s]) if any(routes[s][t, e] for e in mine)
+        ]
+        assert dense == list(
+            zip(
+                want.dispatched and want.plan.ranks[rank].source.tolist(),
+                want.plan.ranks[rank].token.tolist(),
+                strict=True,
+            )
+        )
         row = 0
         rows, weights, scales = want.permuted[rank]
         for e in mine:
@@ -84,8 +95,7 @@ def test_sums_follow_the_definition(ex):
                     node_sum = node_sum if node == own else rounded(node_sum, True)
                     total = node_sum if total is None else total + node_sum
             got = want.combined[s][0][t]
-            same(f"token {t} of rank {s}", got, (torch.zeros(ex.hidden) if total is None
-                                                 else total).to(dtype))
+            same(f"token {t} of rank {s}", got, (torch.zeros(ex.hidden) if total is None else total).to(dtype))
 
 
 def test_exact_sums_do_not_depend_on_the_world_shape():
@@ -106,16 +116,15 @@ def test_dispatch_then_combine_multiplies_by_the_number_of_experts():
     want = expected(ex)
     back = reference.combine_world(want.plan, [p[0] for p in want.permuted], [p[1] for p in want.permuted])
     for s, (x, probs) in enumerate(back):
-        assert torch.equal(x.float(), want.inputs[s].hidden.float() * want.plan.routes[s].sum(1,
-                                                                                              keepdim=True))
+        assert torch.equal(x.float(), want.inputs[s].hidden.float() * want.plan.routes[s].sum(1, keepdim=True))
         same("probs", probs, want.weights[s])
 
 
 def test_duplicates_are_merged_and_their_weights_added():
-    route, weights = reference.densify(World(1, 2, 2), torch.tensor([[3, 1, 3, -1]]), torch.tensor([[.5, 1.,
-                                                                                                     .25,
-                                                                                                     9.]]))
-    assert route.tolist() == [[False, True, False, True]] and weights.tolist() == [[0., 1., 0., .75]]
+    route, weights = reference.densify(
+        World(1, 2, 2), torch.tensor([[3, 1, 3, -1]]), torch.tensor([[0.5, 1.0, 0.25, 9.0]])
+    )
+    assert route.tolist() == [[False, True, False, True]] and weights.tolist() == [[0.0, 1.0, 0.0, 0.75]]
 
 
 def test_a_budget_starves_the_last_experts_first():
@@ -131,9 +140,18 @@ def test_a_budget_starves_the_last_experts_first():
 def test_reference_buffer_over_gloo(world, shape):
     num_ranks = shape[0] * shape[1]
     for seed, dtype in ((1, "bf16"), (2, "fp8")):
-        ex = Example(*shape, 2, tuple((5 * r + 3) % 11 for r in range(num_ranks)), 3, 32, dtype,
-                     scale_columns=2,
-                     pad_multiple=4, seed=seed, budget=8 if dtype == "fp8" else None)
+        ex = Example(
+            *shape,
+            2,
+            tuple((5 * r + 3) % 11 for r in range(num_ranks)),
+            3,
+            32,
+            dtype,
+            scale_columns=2,
+            pad_multiple=4,
+            seed=seed,
+            budget=8 if dtype == "fp8" else None,
+        )
         world.run(check_reference_buffer, ex)
 
 

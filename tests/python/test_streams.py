@@ -25,8 +25,10 @@ def buffer():
 
 
 def test_every_verb_returns_one_element_more_on_a_cpu(buffer):
-    for send, gather in ((buffer.dispatch, buffer.combine),
-                         (buffer.dispatch_with_permute, buffer.combine_with_unpermute)):
+    for send, gather in (
+        (buffer.dispatch, buffer.combine),
+        (buffer.dispatch_with_permute, buffer.combine_with_unpermute),
+    ):
         plain = send(**ROUTED)
         *results, sent = send(**ROUTED, async_finish=True, previous_event=EventOverlap.here("cpu"))
         assert len(results) == len(plain) and torch.equal(results[0], plain[0])
@@ -42,8 +44,12 @@ def test_bad_combinations_say_what_to_do(buffer):
         with pytest.raises(ValueError, match="previous_event is given.*async_finish=True"):
             without.dispatch(**ROUTED, previous_event=EventOverlap())
         without.dispatch(**ROUTED, previous_event=EventOverlap(), async_finish=True)
-    for name, wrong in (("async_finish", 1), ("async_finish", None), ("previous_event", torch.ones(1)),
-                        ("previous_event", True)):
+    for name, wrong in (
+        ("async_finish", 1),
+        ("async_finish", None),
+        ("previous_event", torch.ones(1)),
+        ("previous_event", True),
+    ):
         with pytest.raises(ValueError, match=name):
             buffer.dispatch(**ROUTED, **{name: wrong})
     for wrong, said in ((True, "True must be"), ("mine", "'mine' must be"), (3, "'own'")):
@@ -75,8 +81,12 @@ class Log:
             self.lines.append(f"{name} records")
             return SimpleNamespace(name=f"event of {name}")
 
-        return SimpleNamespace(name=name, device=torch.device("cpu"), record_event=record_event,
-                               wait_event=lambda e: self.lines.append(f"{name} waits for {e.name}"))
+        return SimpleNamespace(
+            name=name,
+            device=torch.device("cpu"),
+            record_event=record_event,
+            wait_event=lambda e: self.lines.append(f"{name} waits for {e.name}"),
+        )
 
     def tensor(self, name: str):
         return SimpleNamespace(record_stream=lambda s: self.lines.append(f"{name} used on {s.name}"), device=None)
@@ -102,16 +112,29 @@ class Log:
 def test_the_call_runs_between_the_callers_work(monkeypatch):
     log = Log(monkeypatch)
     assert log.call(log.stream("given")) == ("x", "y", "z")
-    assert log.lines == ["caller records", "given waits for event of caller", "kernel on given", "given records",
-                         "input used on given", "rows used on caller", "caller waits for event of given"]
+    assert log.lines == [
+        "caller records",
+        "given waits for event of caller",
+        "kernel on given",
+        "given records",
+        "input used on given",
+        "rows used on caller",
+        "caller waits for event of given",
+    ]
 
 
 def test_async_finish_leaves_the_wait_to_the_event(monkeypatch):
     log = Log(monkeypatch)
     *results, event = log.call(None, async_finish=True)
     assert results == ["x", "y", "z"]
-    assert log.lines == ["caller records", "comm waits for event of caller", "kernel on comm", "comm records",
-                         "input used on comm", "rows used on caller"]
+    assert log.lines == [
+        "caller records",
+        "comm waits for event of caller",
+        "kernel on comm",
+        "comm records",
+        "input used on comm",
+        "rows used on caller",
+    ]
     event.current_stream_wait()
     assert log.lines[-1] == "caller waits for event of comm"
 

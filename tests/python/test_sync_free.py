@@ -13,8 +13,14 @@ from hypothesis import given, settings
 from hybrid_ep.errors import DeadlineError
 from hybrid_ep.testing import VirtualWorld
 
-WORLDS = [((1, 1), "host", 8), ((1, 3), "host", 10), ((2, 2), "host", 12), ((3, 1), "host", 8),
-          ((2, 2), "host_checked", 3), ((2, 1), "host_checked_lanes32", 3)]  # shape, executor, examples
+WORLDS = [
+    ((1, 1), "host", 8),
+    ((1, 3), "host", 10),
+    ((2, 2), "host", 12),
+    ((3, 1), "host", 8),
+    ((2, 2), "host_checked", 3),
+    ((2, 1), "host_checked_lanes32", 3),
+]  # shape, executor, examples
 _worlds: dict = {}
 pytestmark = pytest.mark.usefixtures("poisoned_plans", "unread_plans")
 
@@ -47,8 +53,15 @@ def test_examples(shape, executor, rounds):
 def test_blocks_do_not_change_results():
     ex = Example(2, 2, 3, (70, 0, 93, 5), 3, 48, pad_multiple=8, budget=160, seed=3)
     for blocks, own in ((1, None), (5, None), (2, 4)):
-        world, buffers = buffers_of((2, 2), 3, kept=False, num_sms_dispatch_api=blocks, num_sms_combine_api=blocks,
-                                    num_blocks_permute=own, num_blocks_unpermute=own)
+        world, buffers = buffers_of(
+            (2, 2),
+            3,
+            kept=False,
+            num_sms_dispatch_api=blocks,
+            num_sms_combine_api=blocks,
+            num_blocks_permute=own,
+            num_blocks_unpermute=own,
+        )
         world.run(lambda rank, _, b=buffers: check(b[rank], rank, ex, expected(ex)))
 
 
@@ -62,9 +75,13 @@ def test_the_comparison_notices():
 
 def one(buffer, rank: int, ex: Example, **more):
     mine = make_inputs(ex, rank)
-    return buffer.dispatch_with_permute(hidden=mine.hidden, num_of_experts=ex.world.num_experts, non_blocking=True,
-                                        num_permuted_tokens=ex.budget,
-                                        **{"pad_multiple": ex.pad_multiple or None, **mine.routing(), **more})
+    return buffer.dispatch_with_permute(
+        hidden=mine.hidden,
+        num_of_experts=ex.world.num_experts,
+        non_blocking=True,
+        num_permuted_tokens=ex.budget,
+        **{"pad_multiple": ex.pad_multiple or None, **mine.routing(), **more},
+    )
 
 
 @pytest.mark.parametrize("own", [None, 3])
@@ -86,8 +103,9 @@ def test_launches_of_every_verb(own):
         rows, *_, handle = counted(lambda: one(buffer, rank, ex))
         counted(lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle))
         counted(lambda: buffer.dispatch_with_permute(hidden=mine.hidden, handle=handle, num_permuted_tokens=64))
-        rows, *_, handle = counted(lambda: buffer.dispatch_with_permute(
-            hidden=mine.hidden, num_of_experts=8, **mine.routing()))
+        rows, *_, handle = counted(
+            lambda: buffer.dispatch_with_permute(hidden=mine.hidden, num_of_experts=8, **mine.routing())
+        )
         counted(lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle))
         return counts
 
@@ -151,5 +169,8 @@ def test_growth_after_a_capture_is_refused():
         world.run(lambda rank, _: one(buffers[0], 0, wide))
     buffers[0]._session.capturing = True
     with pytest.raises(ValueError, match="non_blocking=False waits"):
-        world.run(lambda rank, _: buffers[0].dispatch_with_permute(
-            hidden=torch.zeros(4, 16).bfloat16(), num_of_experts=2, topk_idx=torch.zeros(4, 1).long()))
+        world.run(
+            lambda rank, _: buffers[0].dispatch_with_permute(
+                hidden=torch.zeros(4, 16).bfloat16(), num_of_experts=2, topk_idx=torch.zeros(4, 1).long()
+            )
+        )

@@ -27,25 +27,38 @@ def measured(ex: Example, work, **options) -> list[dict[str, int]]:
 @pytest.mark.parametrize("arena_mib", [None, 0])
 def test_counters_equal_the_closed_form(shape, weights, arena_mib):
     num_ranks = shape[0] * shape[1]
-    ex = Example(*shape, 3, tuple(11 * r % 40 for r in range(num_ranks)), 4, 48, weights=weights,
-                 skew="half_dropped",
-                 scale_columns=3, seed=8)
+    ex = Example(
+        *shape,
+        3,
+        tuple(11 * r % 40 for r in range(num_ranks)),
+        4,
+        48,
+        weights=weights,
+        skew="half_dropped",
+        scale_columns=3,
+        seed=8,
+    )
     want, landed = expected(ex), []
 
     def work(buffer, rank):
         landed.append(buffer.memory_report().regions["arena"] > 0)
         mine = want.inputs[rank]
-        *_, handle = buffer.dispatch_with_permute(hidden=mine.hidden, scaling_factor=mine.scale,
-                                                  **mine.routing())
+        *_, handle = buffer.dispatch_with_permute(hidden=mine.hidden, scaling_factor=mine.scale, **mine.routing())
         buffer.combine_with_unpermute(hidden=want.returned[rank], handle=handle)
-        buffer.combine_with_unpermute(hidden=want.returned[rank], handle=handle, fp32_partials=True,
-                                      probs=want.returned_probs[rank])
+        buffer.combine_with_unpermute(
+            hidden=want.returned[rank], handle=handle, fp32_partials=True, probs=want.returned_probs[rank]
+        )
 
     found = measured(ex, work, arena_mib=arena_mib)
     routes = want.plan.routes
     topk, local = traffic.largest_topk(routes), ex.num_local_ranks
-    sent = traffic.dispatch(routes, local, traffic.message_bytes(topk, local, 96, 12, weights),
-                            traffic.facts_bytes(topk, local, weights), landed=landed[0])
+    sent = traffic.dispatch(
+        routes,
+        local,
+        traffic.message_bytes(topk, local, 96, 12, weights),
+        traffic.facts_bytes(topk, local, weights),
+        landed=landed[0],
+    )
     back = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 2))
     back_fp32 = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 4, weights=True))
     counts = traffic.exchange(*shape, ex.world.num_experts)
@@ -60,7 +73,8 @@ def test_a_token_crosses_a_link_once_however_many_experts_it_chose_there():
         {"rail": 5, "node": 5, "self": 5, "node_pairs": 40, "self_pairs": 40},
         {"rail": 0, "node": 0, "self": 0, "node_pairs": 0, "self_pairs": 0},
         {"rail": 0, "node": 5, "self": 5, "node_pairs": 40, "self_pairs": 40},
-        {"rail": 0, "node": 0, "self": 0, "node_pairs": 0, "self_pairs": 0}]
+        {"rail": 0, "node": 0, "self": 0, "node_pairs": 0, "self_pairs": 0},
+    ]
     assert [c["rail_rows"] for c in traffic.combine(routes, 2, 32)] == [0, 0, 5, 0]
 
 

@@ -34,6 +34,7 @@ def make(world, **options):
 
 def exchange(world, buffers, configure=lambda rank, buffer: None):
     """Rows and sums of every rank after one dispatch and combine, bytes as integers."""
+
     def work(rank, _):
         configure(rank, buffers[rank])
         g = torch.Generator().manual_seed(rank)
@@ -48,8 +49,17 @@ def exchange(world, buffers, configure=lambda rank, buffer: None):
 
 
 def test_the_default_ring_is_the_layout_s():
-    shape = _core.BufferShape(num_nodes=1, num_local_ranks=1, num_experts=1, max_tokens=1, max_topk=1, row_bytes=16,
-                              scale_bytes=0, recv_rows=1, partial_row_bytes=16)
+    shape = _core.BufferShape(
+        num_nodes=1,
+        num_local_ranks=1,
+        num_experts=1,
+        max_tokens=1,
+        max_topk=1,
+        row_bytes=16,
+        scale_bytes=0,
+        recv_rows=1,
+        partial_row_bytes=16,
+    )
     assert shape.chunk_tokens == DEFAULT_CHUNK_TOKENS == HYBRID_EP.chunk
     assert shape.rail_slots == HYBRID_EP.rail_slots
 
@@ -61,8 +71,13 @@ def test_any_chunks_give_the_same_bits_in_one_buffer():
     rows = buffers[0].traffic()["rail_rows"]
     assert rows > 0
     for count, (dispatch, combine) in enumerate([(1, 1), (7, 32), (200, 3), (3, 64), (32, 32)], start=2):
-        got = exchange(world, buffers, lambda _, b, d=dispatch, c=combine: b.update_template_config(
-            num_of_tokens_per_chunk_dispatch_api=d, num_of_tokens_per_chunk_combine_api=c))
+        got = exchange(
+            world,
+            buffers,
+            lambda _, b, d=dispatch, c=combine: b.update_template_config(
+                num_of_tokens_per_chunk_dispatch_api=d, num_of_tokens_per_chunk_combine_api=c
+            ),
+        )
         for mine, theirs in zip(got, want, strict=True):
             assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
         assert buffers[0].traffic()["rail_rows"] == count * rows
@@ -107,9 +122,17 @@ def test_a_buffer_takes_its_settings_from_the_file(tmp_path, monkeypatch):
     assert (c.num_of_blocks_dispatch_api, c.chunk("combine")) == (1, DEFAULT_CHUNK_TOKENS)
 
 
-@pytest.mark.parametrize("other", [
-    entry("H100"), entry(key=Key(4, 4, HIDDEN, EXPERTS)), entry(key=Key(4, 2, HIDDEN + 8, EXPERTS)),
-    entry(key=Key(4, 2, HIDDEN, 2 * EXPERTS)), entry(tokens=2 * TOKENS + 1), entry(tokens=TOKENS // 2 - 1)])
+@pytest.mark.parametrize(
+    "other",
+    [
+        entry("H100"),
+        entry(key=Key(4, 4, HIDDEN, EXPERTS)),
+        entry(key=Key(4, 2, HIDDEN + 8, EXPERTS)),
+        entry(key=Key(4, 2, HIDDEN, 2 * EXPERTS)),
+        entry(tokens=2 * TOKENS + 1),
+        entry(tokens=TOKENS // 2 - 1),
+    ],
+)
 def test_a_file_that_does_not_match_is_refused_with_what_it_has(tmp_path, other):
     path = write(tmp_path / "t.json", other)
     with pytest.raises(ValueError, match="has no entry for") as refused:
@@ -118,22 +141,42 @@ def test_a_file_that_does_not_match_is_refused_with_what_it_has(tmp_path, other)
 
 
 def test_ranks_with_different_files_are_told(tmp_path):
-    paths = [write(tmp_path / f"{i}.json", entry(key=Key(2, 1, HIDDEN, EXPERTS), settings=Settings(1, 1, 8 + i, 8)))
-             for i in range(2)]
+    paths = [
+        write(tmp_path / f"{i}.json", entry(key=Key(2, 1, HIDDEN, EXPERTS), settings=Settings(1, 1, 8 + i, 8)))
+        for i in range(2)
+    ]
     from hybrid_ep import HybridEPBuffer
 
     world = VirtualWorld(2, 1)
     with pytest.raises(ValueError, match="tuning"):
-        world.run(lambda rank, group: HybridEPBuffer(group, HIDDEN, TOKENS, EXPERTS // 2, timeout_s=20,
-                                                     num_of_hybrid_ep_ranks_per_nvlink_domain=1, tuning=paths[rank]))
+        world.run(
+            lambda rank, group: HybridEPBuffer(
+                group,
+                HIDDEN,
+                TOKENS,
+                EXPERTS // 2,
+                timeout_s=20,
+                num_of_hybrid_ep_ranks_per_nvlink_domain=1,
+                tuning=paths[rank],
+            )
+        )
 
 
-@pytest.mark.parametrize("text, words", [
-    (None, "cannot be read"), ("{", "cannot be read"), ("[]", "not 'hybrid_ep.tuning/1'"),
-    ('{"schema": "hybrid_ep.bench/2"}', "hybrid_ep.bench/2"),
-    ('{"schema": "hybrid_ep.tuning/1"}', "damaged"),
-    ('{"schema": "hybrid_ep.tuning/1", "entries": [{"device": "x"}]}', "damaged"),
-    (json.dumps({"schema": tuning.SCHEMA, "entries": [entry(settings=Settings(0, 1, 1, 1)).to_json()]}), "at least 1")])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "not 'hybrid_ep.tuning/1'"),
+        ('{"schema": "hybrid_ep.bench/2"}', "hybrid_ep.bench/2"),
+        ('{"schema": "hybrid_ep.tuning/1"}', "damaged"),
+        ('{"schema": "hybrid_ep.tuning/1", "entries": [{"device": "x"}]}', "damaged"),
+        (
+            json.dumps({"schema": tuning.SCHEMA, "entries": [entry(settings=Settings(0, 1, 1, 1)).to_json()]}),
+            "at least 1",
+        ),
+    ],
+)
 def test_what_is_no_tuning_file_is_refused(tmp_path, text, words):
     path = tmp_path / "t.json"
     if text is not None:
@@ -154,9 +197,15 @@ def test_a_device_is_whole_words_of_a_name():
     assert finds("AMD EPYC (x)", "AMD EPYC (x)")
 
 
-@pytest.mark.parametrize("wanted, environment, megatron, sms", [
-    ({}, None, 16, 16), ({"tuning": "t.json"}, None, 16, None), ({}, "t.json", 16, None),
-    ({"tuning": "t.json", "num_sms": 4}, None, 16, 4)])
+@pytest.mark.parametrize(
+    "wanted, environment, megatron, sms",
+    [
+        ({}, None, 16, 16),
+        ({"tuning": "t.json"}, None, 16, None),
+        ({}, "t.json", 16, None),
+        ({"tuning": "t.json", "num_sms": 4}, None, 16, 4),
+    ],
+)
 def test_megatron_s_default_number_of_sms_does_not_hide_the_file(monkeypatch, wanted, environment, megatron, sms):
     from megatron_patches import buffers, settings
 

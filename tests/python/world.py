@@ -71,10 +71,10 @@ class ProcessWorld:
     def __init__(self, size: int):
         self.size = size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "hybrid_ep.buffer",
-                                        "hybrid_ep.functional"])
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
-                                    timeout=datetime.timedelta(seconds=_START_S))
+        context.set_forkserver_preload(["torch", "torch.distributed", "hybrid_ep.buffer", "hybrid_ep.functional"])
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=_START_S)
+        )
         self._pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -110,10 +110,8 @@ class ProcessWorld:
             raise RankError("\n".join(errors))
         return results
 
-    def run(self, function, *arguments, ranks=None, timeout_s: float = 60.0, return_errors: bool = False,
-            **options):
-        return self.collect(self.start(function, *arguments, ranks=ranks, **options), timeout_s,
-                            return_errors)
+    def run(self, function, *arguments, ranks=None, timeout_s: float = 60.0, return_errors: bool = False, **options):
+        return self.collect(self.start(function, *arguments, ranks=ranks, **options), timeout_s, return_errors)
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)

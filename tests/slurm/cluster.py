@@ -97,9 +97,16 @@ class Cluster:
         (folder / "munge.key").chmod(0o400)
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         try:
-            paths = [f"--{name}={folder}/munge.{end}" for name, end in (
-                ("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"),
-                ("seed-file", "seed"))]
+            paths = [
+                f"--{name}={folder}/munge.{end}"
+                for name, end in (
+                    ("key-file", "key"),
+                    ("socket", "socket"),
+                    ("pid-file", "pid"),
+                    ("log-file", "log"),
+                    ("seed-file", "seed"),
+                )
+            ]
             self.do("munged", "--force", *paths)
             self.do("slurmctld", "-c")
             for node in NODES:

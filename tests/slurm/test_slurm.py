@@ -35,8 +35,22 @@ def slurm():
 
 
 def submit(slurm, runs: Path, name: str, *flags: str) -> int:
-    command = [sys.executable, "-m", "recipes.launch_command", "qwen3_30b_a3b_proxy", "--slurm", "--name", name,
-               "--runs-dir", str(runs), "--set", "model.num_layers=1", "--set", "schedule.eval_every=1000", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.launch_command",
+        "qwen3_30b_a3b_proxy",
+        "--slurm",
+        "--name",
+        name,
+        "--runs-dir",
+        str(runs),
+        "--set",
+        "model.num_layers=1",
+        "--set",
+        "schedule.eval_every=1000",
+        *flags,
+    ]
     environment = {**slurm.environment, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -59,6 +73,7 @@ def finish(slurm, number: int, runs: Path, name: str, seconds: int = SECONDS) ->
 
 def until(slurm, number: int, runs: Path, name: str, ready, what: str) -> None:
     """Waits while the job runs; AssertionError with its log when it ends, or time does, before ready()."""
+
     def there() -> bool:
         state = slurm.job(number)["JobState"]
         assert state in ("PENDING", "CONFIGURING", "RUNNING"), f"{state} and no {what}"

@@ -8,14 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.cli.bench.implementations import (
-    LINKS,
-    BufferImplementation,
-    Dispatched,
-    Implementation,
-    Setting,
-    Timed,
-)
+from hybrid_ep.cli.bench.implementations import LINKS, BufferImplementation, Dispatched, Implementation, Setting, Timed
 
 
 class HybridEp(BufferImplementation):
@@ -49,8 +42,11 @@ class HybridEp(BufferImplementation):
         if op != "route":
             return super().stage(op)
         case, permute = self.case, self.case.permute
-        return Timed(lambda: self.buffer.route(
-            case.x, permute=permute, scaling_factor=case.scales, num_of_experts=case.num_experts, **self._routing))
+        return Timed(
+            lambda: self.buffer.route(
+                case.x, permute=permute, scaling_factor=case.scales, num_of_experts=case.num_experts, **self._routing
+            )
+        )
 
     def start_kernel_clock(self) -> None:
         self._counts = True

@@ -19,8 +19,12 @@ from hybrid_ep.cli.bench.routing import Routing
 from hybrid_ep.payload import quantize
 
 # Of dispatched rows. fp8 and mxfp8 (hybrid_ep.payload.quantize) travel as bytes with scales; combine then sums bf16.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-          **dict.fromkeys(quantize.FORMATS, torch.float8_e4m3fn)}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    **dict.fromkeys(quantize.FORMATS, torch.float8_e4m3fn),
+}
 SUM_DTYPES = {name: torch.bfloat16 if name in quantize.FORMATS else dtype for name, dtype in DTYPES.items()}
 _EXACT_INTEGERS = {"bf16": 1 << 8, "fp16": 1 << 11, "fp32": 1 << 24}  # all integers up to here are exact
 _FACTORS = (1.0, 2.0, -1.0, -2.0, 2.0, -2.0, 1.0)  # by expert; 7 is coprime with usual experts per rank
@@ -136,8 +140,10 @@ def count_wrong(implementation: Implementation, expected: Expected) -> int:
 
 def _count_wrong_unordered(implementation: Implementation, done: Dispatched, expected: Expected) -> int:
     """Rows compared as a multiset; all rows of a rank have one factor, so their order does not matter to combine."""
-    got, want = (torch.cat([t.cpu().view(torch.uint8) for t in parts if t is not None], 1)
-                 for parts in ((done.rows, done.scales), (expected.rows, expected.scales)))
+    got, want = (
+        torch.cat([t.cpu().view(torch.uint8) for t in parts if t is not None], 1)
+        for parts in ((done.rows, done.scales), (expected.rows, expected.scales))
+    )
     same = got.shape == want.shape and torch.equal(_sorted(got), _sorted(want))
     wrong = 0 if same else max(1, expected.rows.numel())
     if expected.scales is not None:  # what the rows were before they were quantised cannot be told in another order

@@ -87,8 +87,10 @@ def _run_rank(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     with joined(args.backend, args.timeout) as world:
-        require(args.preset is None or world.size == args.ranks, f"--preset {args.preset}: is a world of {args.ranks} "
-                f"ranks, and the launcher started {world.size}")
+        require(
+            args.preset is None or world.size == args.ranks,
+            f"--preset {args.preset}: is a world of {args.ranks} ranks, and the launcher started {world.size}",
+        )
         config = make_config(args, num_ranks=world.size)
         kinds = _choose(args)
         _refuse_unavailable_base(config, kinds[0])
@@ -130,12 +132,20 @@ def plot_point(row: Row) -> Point:
 
 def _title(config: Config, described: dict) -> str:
     nodes = config.num_ranks // config.num_local_ranks
-    return (f"EP {config.num_ranks} ({nodes} x {config.num_local_ranks}), hidden {config.hidden}, top-{config.topk} of "
-            f"{config.num_experts}, {config.dtype}; {described['device']}, measured {described['date'][:10]}")
+    return (
+        f"EP {config.num_ranks} ({nodes} x {config.num_local_ranks}), hidden {config.hidden}, top-{config.topk} of "
+        f"{config.num_experts}, {config.dtype}; {described['device']}, measured {described['date'][:10]}"
+    )
 
 
-def _show_case(report: ModuleType, config: Config, result: CaseResult, rows: list[Row], args: argparse.Namespace,
-               show: Callable[..., None]) -> None:
+def _show_case(
+    report: ModuleType,
+    config: Config,
+    result: CaseResult,
+    rows: list[Row],
+    args: argparse.Namespace,
+    show: Callable[..., None],
+) -> None:
     for row in rows:
         show(report.row_line(row, args.wide), flush=True)
     if args.per_iteration:

@@ -122,9 +122,7 @@ def _check_rows(args: argparse.Namespace) -> None:
         f"--hidden {args.hidden}: {args.dtype} scales blocks of {fmt.block if fmt else 0} elements; give a multiple",
     )
     num_bytes = args.hidden * checks.DTYPES.get(args.dtype, checks.DTYPES["bf16"]).itemsize
-    require(
-        num_bytes % 16 == 0, f"--hidden {args.hidden}: a row of {num_bytes} bytes; must be a multiple of 16 bytes"
-    )
+    require(num_bytes % 16 == 0, f"--hidden {args.hidden}: a row of {num_bytes} bytes; must be a multiple of 16 bytes")
 
 
 def token_sweep(args: argparse.Namespace) -> tuple[int, ...]:
@@ -132,10 +130,7 @@ def token_sweep(args: argparse.Namespace) -> tuple[int, ...]:
     if args.tokens is not None:
         require(all(tokens >= 0 for tokens in args.tokens), "--tokens: must not be negative")
         return args.tokens
-    require(
-        1 <= args.min_tokens <= args.max_tokens,
-        f"-b {args.min_tokens} -e {args.max_tokens}: need 1 <= -b <= -e",
-    )
+    require(1 <= args.min_tokens <= args.max_tokens, f"-b {args.min_tokens} -e {args.max_tokens}: need 1 <= -b <= -e")
     require(args.factor >= 2, f"-f {args.factor}: must be at least 2; for one size use --tokens")
     sweep = [args.min_tokens]
     while sweep[-1] * args.factor <= args.max_tokens and len(sweep) < _STEP_LIMIT:

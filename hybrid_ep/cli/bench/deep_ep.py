@@ -59,8 +59,9 @@ class _ReceivedRows(DeepEpImplementation):
     @classmethod
     def unavailable(cls, setting: Setting) -> str | None:
         reason = super().unavailable(setting)
-        return reason or ("it delivers received rows, not expert-major ones; use --no-permute" if setting.permute
-                          else None)
+        return reason or (
+            "it delivers received rows, not expert-major ones; use --no-permute" if setting.permute else None
+        )
 
     @property
     def _x(self) -> Any:
@@ -93,8 +94,13 @@ class DeepEpV1(_ReceivedRows):
         self._dispatch_config = buffer.get_dispatch_config(case.num_ranks)
         self._combine_config = buffer.get_combine_config(case.num_ranks)
         row = case.hidden * 2
-        nvl, rdma = (max(getattr(c, f"get_{kind}_buffer_size_hint")(row, case.num_ranks)
-                         for c in (self._dispatch_config, self._combine_config)) for kind in ("nvl", "rdma"))
+        nvl, rdma = (
+            max(
+                getattr(c, f"get_{kind}_buffer_size_hint")(row, case.num_ranks)
+                for c in (self._dispatch_config, self._combine_config)
+            )
+            for kind in ("nvl", "rdma")
+        )
         self._bytes = nvl + rdma
         self.buffer = buffer(case.group, nvl, rdma)
 
@@ -102,9 +108,15 @@ class DeepEpV1(_ReceivedRows):
         case = self.case
         per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(case.topk_idx, case.num_experts)
         received, _, _, _, handle, _ = self.buffer.dispatch(
-            self._x, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert, topk_idx=case.topk_idx, topk_weights=case.topk_weights,
-            config=self._dispatch_config)
+            self._x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=case.topk_idx,
+            topk_weights=case.topk_weights,
+            config=self._dispatch_config,
+        )
         return self._rows(received, handle)
 
     def combine(self, dispatched: Dispatched, rows: Any) -> Any:
@@ -130,14 +142,23 @@ class DeepEpV2(_ReceivedRows):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.buffer = self.module.ElasticBuffer(
-            case.group, num_max_tokens_per_rank=max(case.max_tokens, 1), hidden=case.hidden, num_topk=case.topk,
-            use_fp8_dispatch=case.scales is not None)
+            case.group,
+            num_max_tokens_per_rank=max(case.max_tokens, 1),
+            hidden=case.hidden,
+            num_topk=case.topk,
+            use_fp8_dispatch=case.scales is not None,
+        )
 
     def dispatch(self) -> Dispatched:
         case = self.case
         received, _, _, handle, _ = self.buffer.dispatch(
-            self._x, topk_idx=case.topk_idx, topk_weights=case.topk_weights, num_experts=case.num_experts,
-            num_max_tokens_per_rank=max(case.max_tokens, 1), num_sms=case.num_sms)
+            self._x,
+            topk_idx=case.topk_idx,
+            topk_weights=case.topk_weights,
+            num_experts=case.num_experts,
+            num_max_tokens_per_rank=max(case.max_tokens, 1),
+            num_sms=case.num_sms,
+        )
         return self._rows(received, handle)
 
     def combine(self, dispatched: Dispatched, rows: Any) -> Any:
@@ -161,11 +182,19 @@ class DeepEpHybrid(DeepEpImplementation, BufferImplementation):
     attribute = "HybridEPBuffer"
 
     def make_buffer(self) -> Any:
-        sms = {} if not self.case.num_sms else {
-            "num_sms_dispatch_api": self.case.num_sms, "num_sms_combine_api": self.case.num_sms}
+        sms = (
+            {}
+            if not self.case.num_sms
+            else {"num_sms_dispatch_api": self.case.num_sms, "num_sms_combine_api": self.case.num_sms}
+        )
         return self.module.HybridEPBuffer(
-            group=self.case.group, hidden_dim=self.case.hidden, max_num_of_tokens_per_rank=max(self.case.max_tokens, 1),
-            num_local_experts=self.case.num_local_experts, use_fp8=self.case.scales is not None, **sms)
+            group=self.case.group,
+            hidden_dim=self.case.hidden,
+            max_num_of_tokens_per_rank=max(self.case.max_tokens, 1),
+            num_local_experts=self.case.num_local_experts,
+            use_fp8=self.case.scales is not None,
+            **sms,
+        )
 
 
 ADAPTERS: tuple[type[Implementation], ...] = (DeepEpV1, DeepEpV2, DeepEpHybrid)

@@ -60,4 +60,3 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return described.stdout.strip()
-

@@ -39,6 +39,7 @@ def _capture(call: Callable[[], Any], what: str) -> Callable[[], Any]:
         with torch.cuda.graph(graph):
             call()
     except RuntimeError as error:
-        raise CaptureError(f"--cuda-graph: {what} cannot be captured ({error}); drop the flag to time it without a "
-                           "graph") from error
+        raise CaptureError(
+            f"--cuda-graph: {what} cannot be captured ({error}); drop the flag to time it without a graph"
+        ) from error
     return graph.replay

@@ -126,8 +126,9 @@ class Implementation(abc.ABC):
         if self.case.scales is None:
             return dispatched.rows
         if self._expert_rows is None or self._expert_rows.shape != dispatched.rows.shape:
-            self._expert_rows = torch.zeros(dispatched.rows.shape, dtype=self.case.sum_dtype,
-                                            device=dispatched.rows.device)
+            self._expert_rows = torch.zeros(
+                dispatched.rows.shape, dtype=self.case.sum_dtype, device=dispatched.rows.device
+            )
         return self._expert_rows
 
     def feed(self, x: torch.Tensor) -> None:
@@ -214,16 +215,22 @@ class BufferImplementation(Implementation):
         both = {permute: self._dispatch(permute) for permute in (True, False)}
         if op == "permute":
             return Timed(self._again(both[True], True), self._again(both[False], False))
-        rows = {permute: torch.zeros(done.rows.shape, dtype=self.case.sum_dtype, device=done.rows.device)
-                for permute, done in both.items()}
-        return Timed(lambda: self._combine(both[True], rows[True], True),
-                     lambda: self._combine(both[False], rows[False], False))
+        rows = {
+            permute: torch.zeros(done.rows.shape, dtype=self.case.sum_dtype, device=done.rows.device)
+            for permute, done in both.items()
+        }
+        return Timed(
+            lambda: self._combine(both[True], rows[True], True), lambda: self._combine(both[False], rows[False], False)
+        )
 
     def captured(self, op: str) -> Callable[[], Any] | None:
         done = self.dispatch()
         dispatch, rows = self._again(done, self.case.permute), self.expert_output(done)
-        calls = {"dispatch": dispatch, "combine": lambda: self.combine(done, rows),
-                 "pair": lambda: (dispatch(), self.combine(done, rows))}
+        calls = {
+            "dispatch": dispatch,
+            "combine": lambda: self.combine(done, rows),
+            "pair": lambda: (dispatch(), self.combine(done, rows)),
+        }
         return calls.get(op)
 
     def step(self) -> None:

@@ -21,8 +21,16 @@ WIRES = ("hierarchical", "per-rank", "per-expert")
 
 # How often an operation moves rows as they are dispatched, and as they are summed. What is under STAGES never leaves
 # a rank.
-_MOVES = {"route": (0, 0), "dispatch": (1, 0), "permute": (1, 0), "unpermute": (0, 1), "combine": (0, 1),
-          "pair": (1, 1), "chain": (1, 1), "step": (1, 3)}  # a step's backward is not quantised
+_MOVES = {
+    "route": (0, 0),
+    "dispatch": (1, 0),
+    "permute": (1, 0),
+    "unpermute": (0, 1),
+    "combine": (0, 1),
+    "pair": (1, 1),
+    "chain": (1, 1),
+    "step": (1, 3),
+}  # a step's backward is not quantised
 STAGES = ("route", "permute", "unpermute")
 
 
@@ -159,9 +167,7 @@ def _direct(rows: torch.Tensor, num_local_ranks: int, row_bytes: int) -> Traffic
     return Traffic(*(tuple((count * row_bytes).tolist()) for count in (rail, node, itself)))
 
 
-def _hierarchical(
-    deliveries: torch.Tensor, rail_pairs: torch.Tensor, num_local_ranks: int, row_bytes: int
-) -> Traffic:
+def _hierarchical(deliveries: torch.Tensor, rail_pairs: torch.Tensor, num_local_ranks: int, row_bytes: int) -> Traffic:
     """Inside a node the rank on the token's rail hands out all rows, also those that came over the rail."""
     num_ranks = deliveries.shape[0]
     num_nodes = num_ranks // num_local_ranks

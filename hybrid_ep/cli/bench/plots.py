@@ -78,33 +78,51 @@ def _panels(points: list[Point]) -> Iterator[tuple[str, list[tuple[str, list[Poi
         yield op, [(name, [p for p in points if (p.op, p.implementation) == (op, name)]) for name in names]
 
 
-def _draw(points: list[Point], stem: Path, title: str, line: Callable[[Axes, list[Point], dict], None],
-          finish: Callable[[Axes], None], axes: tuple[str, str], note: str = "") -> list[str]:
+def _draw(
+    points: list[Point],
+    stem: Path,
+    title: str,
+    line: Callable[[Axes, list[Point], dict], None],
+    finish: Callable[[Axes], None],
+    axes: tuple[str, str],
+    note: str = "",
+) -> list[str]:
     """Every panel with its lines. line draws the points of one in its style, finish sets a panel's axes."""
     plt, panels = plotting.pyplot(), list(_panels(points))
     columns = 2 if len(panels) == 4 else min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     width, height = (_WIDTH, _HEIGHT) if len(panels) == 1 else (2.7 * columns, 2.1 * rows + 0.7)
-    figure, grid = plt.subplots(rows, columns, figsize=(width, height), sharex=True, sharey=True, squeeze=False,
-                                layout="constrained")
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(width, height), sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
     for panel, (name, lines) in zip(grid.flat, panels, strict=False):
         for i, (label, chosen) in enumerate(lines):
             if chosen:
-                line(panel, chosen, {"color": plotting.LINES[i % len(plotting.LINES)], "markersize": 3.5, "linewidth":
-                                     1.3, "marker": plotting.MARKS[i % len(plotting.MARKS)], "label": label,
-                                     "linestyle": _DASHES[i % len(_DASHES)]})
+                line(
+                    panel,
+                    chosen,
+                    {
+                        "color": plotting.LINES[i % len(plotting.LINES)],
+                        "markersize": 3.5,
+                        "linewidth": 1.3,
+                        "marker": plotting.MARKS[i % len(plotting.MARKS)],
+                        "label": label,
+                        "linestyle": _DASHES[i % len(_DASHES)],
+                    },
+                )
         panel.set_title(name)
         finish(panel)
-    for panel in grid.flat[len(panels):]:
+    for panel in grid.flat[len(panels) :]:
         panel.set_visible(False)
-    for place, panel in enumerate(grid.flat[:len(panels)]):
+    for place, panel in enumerate(grid.flat[: len(panels)]):
         if place + columns >= len(panels):  # nothing below it
             panel.tick_params(labelbottom=True)
             panel.set_xlabel(axes[0])
     for panel in grid[:, 0]:
         panel.set_ylabel(axes[1])
-    found = {text: handle for panel in grid.flat
-             for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)}
+    found = {
+        text: handle for panel in grid.flat for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
     if len(panels) == 1 and len(found) <= 4:
         grid[0][0].legend(handlelength=2.2)
     else:
@@ -127,13 +145,22 @@ def _bandwidth(points: list[Point], folder: Path, title: str, workers: str) -> l
     def finish(panel: Axes) -> None:
         if limit:
             panel.axhline(limit, color=plotting.MUTED, linewidth=0.9, linestyle=(0, (6, 3)))
-            panel.annotate("link", (1, limit), xycoords=("axes fraction", "data"), xytext=(-2, 2), ha="right",
-                           fontsize=7, textcoords="offset points", color=plotting.MUTED)
+            panel.annotate(
+                "link",
+                (1, limit),
+                xycoords=("axes fraction", "data"),
+                xytext=(-2, 2),
+                ha="right",
+                fontsize=7,
+                textcoords="offset points",
+                color=plotting.MUTED,
+            )
         _log(panel, counts)
         panel.set_ylim(0, top)
 
-    return _draw(points, folder / "bandwidth", title, line, finish,
-                 (f"{workers} of an operation", "bus bandwidth (GB/s)"))
+    return _draw(
+        points, folder / "bandwidth", title, line, finish, (f"{workers} of an operation", "bus bandwidth (GB/s)")
+    )
 
 
 def _time(points: list[Point], folder: Path, title: str, workers: str) -> list[str]:

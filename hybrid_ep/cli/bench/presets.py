@@ -62,8 +62,10 @@ def refuse_shape_flags(args: argparse.Namespace) -> None:
     """UsageError when a flag contradicts the preset, which sets the whole shape."""
     given = [name for name, default in SHAPE_DEFAULTS.items() if getattr(args, name) != default]
     if given:
-        raise UsageError(f"--preset {args.preset}: sets the shape, and --{given[0].replace('_', '-')} "
-                         f"{getattr(args, given[0])} says another; give one of them")
+        raise UsageError(
+            f"--preset {args.preset}: sets the shape, and --{given[0].replace('_', '-')} "
+            f"{getattr(args, given[0])} says another; give one of them"
+        )
 
 
 def apply_to_ranks(args: argparse.Namespace) -> None:
@@ -71,8 +73,10 @@ def apply_to_ranks(args: argparse.Namespace) -> None:
     if args.preset is None:
         return
     if args.preset in GROUPS:
-        raise UsageError(f"--preset {args.preset}: is {len(GROUPS[args.preset])} worlds, which --backend sim runs at "
-                         f"once; with --backend {args.backend} give one of {', '.join(GROUPS[args.preset])}")
+        raise UsageError(
+            f"--preset {args.preset}: is {len(GROUPS[args.preset])} worlds, which --backend sim runs at "
+            f"once; with --backend {args.backend} give one of {', '.join(GROUPS[args.preset])}"
+        )
     refuse_shape_flags(args)
     (condition,) = conditions(args.preset)
     for name in ("hidden", "topk", "experts", "dtype", "ranks", "ranks_per_node"):

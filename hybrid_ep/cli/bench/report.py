@@ -89,13 +89,7 @@ def build_rows(config: Config, result: CaseResult, wires: dict[str, str | None])
 
 
 def _row(
-    config: Config,
-    result: CaseResult,
-    op: str,
-    name: str,
-    wire: str | None,
-    times: list[float],
-    first: list[float],
+    config: Config, result: CaseResult, op: str, name: str, wire: str | None, times: list[float], first: list[float]
 ) -> Row:
     ledger = result.ledger
     directions = ledger.directions(op)
@@ -137,8 +131,9 @@ def fitted(line: str, wide: bool) -> str:
     """A # line broken at 120 columns unless wide; lines of the table as they are."""
     if wide or not line.startswith("# ") or len(line) <= _NARROW or line == _titles(False):
         return line
-    return "\n".join(textwrap.wrap(line, _NARROW, subsequent_indent="#   ", break_long_words=False,
-                                   break_on_hyphens=False))
+    return "\n".join(
+        textwrap.wrap(line, _NARROW, subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def _columns(wide: bool) -> list[tuple[int, str, int, str]]:
@@ -286,16 +281,12 @@ def limit_lines(config: Config, result: CaseResult, rows: list[Row]) -> Iterator
         )
 
 
-def footer_lines(
-    config: Config, results: list[CaseResult], rows: list[Row], peak_rss: int | None
-) -> Iterator[str]:
+def footer_lines(config: Config, results: list[CaseResult], rows: list[Row], peak_rss: int | None) -> Iterator[str]:
     """The # lines after the table."""
     wrong = sum(sum(result.wrong.values()) for result in results)
     verdict = ("OK" if wrong == 0 else "FAILED") if config.check else "not checked (-c 0)"
     yield f"# Out of bounds values : {wrong} {verdict}"
-    counters = [
-        pair for result in results for links in result.counted_rows.values() for pair in links.items()
-    ]
+    counters = [pair for result in results for links in result.counted_rows.values() for pair in links.items()]
     if counters:
         miscounted = sum(result.num_miscounted for result in results)
         yield f"# Row counters that differ from the closed form : {miscounted} of {len(counters)}"
@@ -320,11 +311,7 @@ def footer_lines(
 
 
 def to_json(
-    config: Config,
-    environment: dict[str, Any],
-    results: list[CaseResult],
-    wires: dict[str, str | None],
-    **extra: Any,
+    config: Config, environment: dict[str, Any], results: list[CaseResult], wires: dict[str, str | None], **extra: Any
 ) -> dict[str, Any]:
     """Everything a run knows, as plain data: configuration, environment, ledgers, rows, raw samples."""
     cases = []

@@ -72,9 +72,7 @@ def parse_routing(text: str) -> RoutingSpec:
     raise UsageError(f"--routing {text!r}: use uniform, zipf:A, one-hot or file:PATH")
 
 
-def with_imbalance(
-    spec: RoutingSpec, ratio: float | None, num_experts: int, topk: int, num_ranks: int
-) -> RoutingSpec:
+def with_imbalance(spec: RoutingSpec, ratio: float | None, num_experts: int, topk: int, num_ranks: int) -> RoutingSpec:
     """`spec`, or routing with one hot rank when --imbalance is given; UsageError where no routing has that ratio."""
     if ratio is None:
         return spec
@@ -82,8 +80,10 @@ def with_imbalance(
         raise UsageError(f"--imbalance {ratio:g}: --routing {spec} says otherwise; give one of them")
     most = min(topk, num_experts // num_ranks) / topk * num_ranks - 1
     if not 0 <= ratio <= most:
-        raise UsageError(f"--imbalance {ratio:g}: the ratio (max - mean) / mean over {num_ranks} ranks lies in 0 .. "
-                         f"{most:g} with topk {topk} of {num_experts} experts")
+        raise UsageError(
+            f"--imbalance {ratio:g}: the ratio (max - mean) / mean over {num_ranks} ranks lies in 0 .. "
+            f"{most:g} with topk {topk} of {num_experts} experts"
+        )
     return RoutingSpec("imbalance", ratio=float(ratio))
 
 
@@ -94,8 +94,9 @@ def token_counts(ragged: str, num_tokens: int, num_ranks: int, seed: int) -> lis
     if ragged == "zero-last":
         return [num_tokens] * (num_ranks - 1) + [0]
     if ragged == "random":
-        draws = torch.randint(0, num_tokens + 1, (num_ranks,), generator=_generator(seed, 0), dtype=torch.int64,
-                              device="cpu")
+        draws = torch.randint(
+            0, num_tokens + 1, (num_ranks,), generator=_generator(seed, 0), dtype=torch.int64, device="cpu"
+        )
         return [num_tokens, *draws[1:].tolist()]
     raise UsageError(f"--ragged {ragged!r}: use one of {', '.join(RAGGED)}")
 
@@ -171,9 +172,7 @@ def _from_file(path: str, counts: list[int], num_experts: int, topk: int) -> lis
     for rank, experts in enumerate(chosen):
         ordered = experts.sort(dim=1).values
         if experts.numel() and (ordered.min() < 0 or ordered.max() >= num_experts):
-            raise UsageError(
-                f"--routing file:{path}: rank {rank} names experts beyond 0 .. {num_experts - 1}"
-            )
+            raise UsageError(f"--routing file:{path}: rank {rank} names experts beyond 0 .. {num_experts - 1}")
         if (ordered[:, 1:] == ordered[:, :-1]).any():
             raise UsageError(f"--routing file:{path}: rank {rank} has a token that names an expert twice")
     return chosen

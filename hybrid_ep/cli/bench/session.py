@@ -56,16 +56,12 @@ class CaseResult:
         return any(self.wrong.values()) or self.num_miscounted > 0
 
 
-def run_case(
-    config: Config, world: World, kinds: list[type[Implementation]], tokens: int, num_sms: int
-) -> CaseResult:
+def run_case(config: Config, world: World, kinds: list[type[Implementation]], tokens: int, num_sms: int) -> CaseResult:
     """Measure one point of the sweep; collective."""
     control, rank = world.control, world.rank
     counts = token_counts(config.ragged, tokens, config.num_ranks, config.seed)
     routings = generate(config.routing, counts, config.num_experts, config.topk, config.seed)
-    ledger = build_ledger(
-        routings, config.num_experts, config.num_local_ranks, config.row_bytes, config.sum_row_bytes
-    )
+    ledger = build_ledger(routings, config.num_experts, config.num_local_ranks, config.row_bytes, config.sum_row_bytes)
     case = _build_case(config, world, routings[rank], max(counts), num_sms)
     setting = Setting(config.num_ranks, max(counts), config.topk, config.row_bytes, config.permute, config.dtype,
                       config.backend)  # fmt: skip
@@ -86,8 +82,19 @@ def run_case(
         for each in built:
             each.close()
     setup_s = {name: max(of_rank[0] for of_rank in by_rank) for (_, name), by_rank in world.gather(setup).items()}
-    return CaseResult(tokens, num_sms, counts, ledger, world.gather(samples), wrong, buffer_bytes, skipped, counted,
-                      world.gather(kernel), setup_s)
+    return CaseResult(
+        tokens,
+        num_sms,
+        counts,
+        ledger,
+        world.gather(samples),
+        wrong,
+        buffer_bytes,
+        skipped,
+        counted,
+        world.gather(kernel),
+        setup_s,
+    )
 
 
 def _build_case(config: Config, world: World, routing: Routing, max_tokens: int, num_sms: int) -> Case:
@@ -147,9 +154,7 @@ def _check(
         wrong[each.name] += world.reduce(found)
 
 
-def _count_rows(
-    each: Implementation, ledger: Ledger, world: World
-) -> dict[str, tuple[int, int]] | None:
+def _count_rows(each: Implementation, ledger: Ledger, world: World) -> dict[str, tuple[int, int]] | None:
     """One dispatch and one combine under the implementation's own counters; None if it has none."""
     before = each.link_rows()
     if before is None:
@@ -192,7 +197,8 @@ class _Turn:
     def __init__(self, each: Implementation, config: Config, world: World) -> None:
         self.each, self.ops, self.chain, self.world = each, config.ops, config.chain, world
         self.stages: dict[str, Timed] = {
-            op: stage for op in config.ops if op in STAGES and (stage := each.stage(op)) is not None}
+            op: stage for op in config.ops if op in STAGES and (stage := each.stage(op)) is not None
+        }
         self.captured: dict[str, Callable] = graphs.capture(each, config.ops) if config.cuda_graph else {}
         each.start_kernel_clock()
 

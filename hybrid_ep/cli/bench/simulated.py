@@ -27,8 +27,10 @@ from hybrid_ep.perf.shape import DTYPES, Shape
 SCHEMA = "hybrid_ep.bench-simulated/1"
 _MARK = "# SIMULATED: predictions of hybrid_ep's performance model, not measurements (docs/performance_model.md)"
 _RATES = ("algbw", "busbw", "rail", "node", "logical")
-_HEADER = (f"#{'tokens':>7}{'sms':>5}{'op':>10}{'dtype':>7}{'time':>10}{'kernel':>10}"
-           f"{''.join(f'{name:>8}' for name in _RATES)}  binds")
+_HEADER = (
+    f"#{'tokens':>7}{'sms':>5}{'op':>10}{'dtype':>7}{'time':>10}{'kernel':>10}"
+    f"{''.join(f'{name:>8}' for name in _RATES)}  binds"
+)
 _SUMS_OF = {"pair": ("dispatch", "combine"), "step": ("dispatch", "combine", "dispatch in bf16", "combine")}
 
 
@@ -68,8 +70,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse(args: argparse.Namespace) -> None:
     for flag, given, why in (
-        ("--peers", args.peers or args.impl or args.peer, "peers do not run in the simulator; "
-         "docs/performance_model.md compares their models"),
+        (
+            "--peers",
+            args.peers or args.impl or args.peer,
+            "peers do not run in the simulator; docs/performance_model.md compares their models",
+        ),
         ("--ranks", args.ranks is not None, "give --nodes and --ranks-per-node"),
         ("--ragged", args.ragged != "none", "the model has the same tokens on every rank"),
         ("--chain", args.chain, "the model has no skew that a chain would absorb"),
@@ -78,8 +83,11 @@ def _refuse(args: argparse.Namespace) -> None:
         ("-I", args.per_iteration, "a prediction has no iterations"),
         ("--op route", "route" in args.op, "the model leaves the exchange of counts out; use --backend host or cuda"),
         ("--no-permute", not args.permute and args.engine != "model", "only --engine model has it"),
-        ("--op permute", {"permute", "unpermute"} & set(args.op) and (args.engine != "model" or not args.permute),
-         "needs --engine model and no --no-permute"),
+        (
+            "--op permute",
+            {"permute", "unpermute"} & set(args.op) and (args.engine != "model" or not args.permute),
+            "needs --engine model and no --no-permute",
+        ),
     ):
         require(not given, f"{flag} with --backend sim: {why}")
     require(args.dtype in DTYPES, f"--dtype {args.dtype} with --backend sim: use one of {', '.join(DTYPES)}")
@@ -96,10 +104,15 @@ def _worlds(args: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, Cond
     presets.refuse_shape_flags(args)
     for c in presets.conditions(args.preset):
         sms = args.num_sms if args.num_sms != (0,) else (c.num_sms // 2, c.num_sms, 2 * c.num_sms)
-        shape = {name: getattr(c, name) for name in ("cluster", "nodes", "ranks_per_node", "hidden", "topk", "experts",
-                                                     "dtype")}
-        yield (argparse.Namespace(**(vars(args) | shape | {"tokens": (c.tokens,), "num_sms": sms})), c,
-               folder / c.name if folder else None)
+        shape = {
+            name: getattr(c, name)
+            for name in ("cluster", "nodes", "ranks_per_node", "hidden", "topk", "experts", "dtype")
+        }
+        yield (
+            argparse.Namespace(**(vars(args) | shape | {"tokens": (c.tokens,), "num_sms": sms})),
+            c,
+            folder / c.name if folder else None,
+        )
 
 
 def _run(args: argparse.Namespace, condition: Condition | None, folder: Path | None) -> dict[str, Any]:
@@ -112,17 +125,25 @@ def _run(args: argparse.Namespace, condition: Condition | None, folder: Path | N
             for op in args.op:
                 rows.append(_row(request, op, args.permute))
                 print(_line(rows[-1]), flush=True)
-    document: dict[str, Any] = {"cluster": args.cluster, "nodes": args.nodes, "routing": request.routing_text,
-                                "shape": asdict(request.shape), "engine": args.engine,
-                                "rows": [asdict(row) for row in rows]}
+    document: dict[str, Any] = {
+        "cluster": args.cluster,
+        "nodes": args.nodes,
+        "routing": request.routing_text,
+        "shape": asdict(request.shape),
+        "engine": args.engine,
+        "rows": [asdict(row) for row in rows],
+    }
     if condition is not None:
         document |= {"preset": condition.name, "claim": condition.claim, "published": _print_published(condition, rows)}
     if folder is not None:
         s = request.shape
-        title = (f"EP {s.ranks} ({s.nodes} x {s.ranks_per_node}), hidden {s.hidden}, top-{s.topk} of {s.experts}, "
-                 f"{request.dtype}; {args.cluster}, simulated")
-        points = [Point(r.tokens, r.num_sms, r.op, "hybrid_ep", r.time_us, None, None, r.busbw, r.link_gbps)
-                  for r in rows]
+        title = (
+            f"EP {s.ranks} ({s.nodes} x {s.ranks_per_node}), hidden {s.hidden}, top-{s.topk} of {s.experts}, "
+            f"{request.dtype}; {args.cluster}, simulated"
+        )
+        points = [
+            Point(r.tokens, r.num_sms, r.op, "hybrid_ep", r.time_us, None, None, r.busbw, r.link_gbps) for r in rows
+        ]
         folder.parent.mkdir(parents=True, exist_ok=True)
         for line in draw(points, folder, title):
             print(line)
@@ -133,10 +154,18 @@ def _request(args: argparse.Namespace, tokens: int, num_sms: int) -> Request:
     """What `hybrid-ep simulate` would be asked with the same flags, SMs settled."""
     spec = routing.parse_routing(args.routing)
     drawn = spec.kind == "one-hot" or args.imbalance is not None
-    flags = argparse.Namespace(**{name: getattr(args, name) for name in (
-        "nodes", "ranks_per_node", "hidden", "topk", "experts", "dtype", "seed", "engine")},
-        tokens=tokens, num_sms=num_sms, chunk=HYBRID_EP.chunk, load=None, kernels="ours",
-        routing="uniform" if drawn else args.routing)
+    flags = argparse.Namespace(
+        **{
+            name: getattr(args, name)
+            for name in ("nodes", "ranks_per_node", "hidden", "topk", "experts", "dtype", "seed", "engine")
+        },
+        tokens=tokens,
+        num_sms=num_sms,
+        chunk=HYBRID_EP.chunk,
+        load=None,
+        kernels="ours",
+        routing="uniform" if drawn else args.routing,
+    )
     cluster = clusters.get(args.cluster)
     request = Request.from_flags(flags, cluster)
     if drawn:  # routing that only the bench has: drawn by it, counted by the simulator
@@ -162,10 +191,22 @@ def _row(request: Request, op: str, permute: bool) -> Row:
         return None if stage or us <= 0 else num_bytes / us / 1e3
 
     share = over(moved[link], kernel_us)
-    return Row(request.shape.tokens, request.num_sms, op, request.dtype, time_us, kernel_us,
-               over(moved["payload"], time_us), over(moved[link], time_us), over(moved["rail"], time_us),
-               over(moved["nvlink"], time_us), over(moved["logical"], time_us), rate, share and share / rate,
-               max(each, key=lambda p: p["api_us"])["binds"])
+    return Row(
+        request.shape.tokens,
+        request.num_sms,
+        op,
+        request.dtype,
+        time_us,
+        kernel_us,
+        over(moved["payload"], time_us),
+        over(moved[link], time_us),
+        over(moved["rail"], time_us),
+        over(moved["nvlink"], time_us),
+        over(moved["logical"], time_us),
+        rate,
+        share and share / rate,
+        max(each, key=lambda p: p["api_us"])["binds"],
+    )
 
 
 def _part(request: Request, name: str, permute: bool) -> dict[str, Any]:
@@ -182,8 +223,16 @@ def _part(request: Request, name: str, permute: bool) -> dict[str, Any]:
 
 
 def _by_model(request: Request, op: str, impl: Implementation) -> dict[str, Any]:
-    got = model.predict(op, request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk, impl=impl,
-                        dtype=request.dtype if op == "dispatch" else "bf16", traffic=request.traffic)
+    got = model.predict(
+        op,
+        request.shape,
+        request.cluster,
+        num_sms=request.num_sms,
+        chunk=request.chunk,
+        impl=impl,
+        dtype=request.dtype if op == "dispatch" else "bf16",
+        traffic=request.traffic,
+    )
     return _with_bytes(report.as_dict(got), request, op)
 
 
@@ -191,8 +240,11 @@ def _with_bytes(found: dict[str, Any], request: Request, op: str) -> dict[str, A
     """The bytes behind the bandwidths, which are over the kernel's time."""
     us, link = found["kernel_us"] * 1e3, "rail" if request.shape.nodes > 1 else "nvlink"
     payload = request.traffic.received * request.shape.row_bytes(request.dtype if op == "dispatch" else "bf16")
-    return found | {key: found["physical_gb_per_s"][key] * us for key in ("nvlink", "rail")} | {
-        "logical": found["logical_gb_per_s"][link] * us, "payload": payload}
+    return (
+        found
+        | {key: found["physical_gb_per_s"][key] * us for key in ("nvlink", "rail")}
+        | {"logical": found["logical_gb_per_s"][link] * us, "payload": payload}
+    )
 
 
 def _print_header(args: argparse.Namespace, request: Request, condition: Condition | None) -> None:
@@ -200,11 +252,15 @@ def _print_header(args: argparse.Namespace, request: Request, condition: Conditi
     print(_MARK)
     if condition is not None:
         print(f"# preset {condition.name}; published claim: {condition.claim}")
-    print(f"# cluster {c.name}: {c.summary}; EP {s.ranks} ({s.nodes} x {s.ranks_per_node})  hidden {s.hidden}  topk "
-          f"{s.topk}/{s.experts}  {request.dtype}/bf16  routing {request.routing_text}  chunk {request.chunk}  engine "
-          f"{args.engine}  {'permute' if args.permute else 'no permute'}")
-    print(f"# imbalance ratio over ranks: {request.traffic.imbalance:.3f}; columns as of a measurement: us and GB/s, "
-          "time is the call's, bandwidths are over it")
+    print(
+        f"# cluster {c.name}: {c.summary}; EP {s.ranks} ({s.nodes} x {s.ranks_per_node})  hidden {s.hidden}  topk "
+        f"{s.topk}/{s.experts}  {request.dtype}/bf16  routing {request.routing_text}  chunk {request.chunk}  engine "
+        f"{args.engine}  {'permute' if args.permute else 'no permute'}"
+    )
+    print(
+        f"# imbalance ratio over ranks: {request.traffic.imbalance:.3f}; columns as of a measurement: us and GB/s, "
+        "time is the call's, bandwidths are over it"
+    )
     print(_HEADER)
 
 
@@ -213,45 +269,72 @@ def _line(row: Row) -> str:
         return "-" if value is None else f"{value:.2f}"
 
     cells = "".join(f"{number(v):>8}" for v in (row.algbw, row.busbw, row.rail_gbps, row.node_gbps, row.logical_gbps))
-    return (f"{row.tokens:>8}{row.num_sms:>5}{row.op:>10}{row.dtype:>7}{row.time_us:>10.1f}{row.kernel_us:>10.1f}"
-            f"{cells}  {row.binds}")
+    return (
+        f"{row.tokens:>8}{row.num_sms:>5}{row.op:>10}{row.dtype:>7}{row.time_us:>10.1f}{row.kernel_us:>10.1f}"
+        f"{cells}  {row.binds}"
+    )
 
 
 def _print_published(c: Condition, rows: list[Row]) -> list[dict[str, Any]]:
     """The claim against the predictions, then every published number of this world beside the models' answers."""
     cluster = clusters.get(c.cluster)
     said = []
-    print(f"# the claim, {c.claim}: share of the {c.link}'s rate that the kernels reach, predicted for hybrid_ep as "
-          "it is, with num_blocks_permute and num_blocks_unpermute for all SMs, and without permute; and for the "
-          "published kernels, which leave the way between received rows and tensors out")
+    print(
+        f"# the claim, {c.claim}: share of the {c.link}'s rate that the kernels reach, predicted for hybrid_ep as "
+        "it is, with num_blocks_permute and num_blocks_unpermute for all SMs, and without permute; and for the "
+        "published kernels, which leave the way between received rows and tensors out"
+    )
     for row in rows:
         if row.op in model.OPS and row.kernel_share is not None:
             shares = {"hybrid_ep": row.kernel_share}
             every = int(cluster.gpu.num_sms.value)
-            for name, impl, apart in (("permute on all SMs", HYBRID_EP, every), ("no permute", UNPERMUTED, None),
-                                      ("published kernels", PUBLISHED, None)):
+            for name, impl, apart in (
+                ("permute on all SMs", HYBRID_EP, every),
+                ("no permute", UNPERMUTED, None),
+                ("published kernels", PUBLISHED, None),
+            ):
                 got = model.predict(row.op, _shape(c), cluster, num_sms=row.num_sms, impl=impl, permute_sms=apart)
                 shares[name] = got.physical[c.link] / row.link_gbps
             said.append({"kind": "claim", "op": row.op, "num_sms": row.num_sms, "shares": shares})
-            print(f"#   {row.num_sms:>3} SMs  {row.op:<9} " + "   ".join(f"{n} {s:>4.0%}" for n, s in shares.items())
-                  + ("   <- claimed" if row.num_sms == c.num_sms else ""))
-    found = [a for a in published.answers() if a.row.own_kernels and (a.row.gpu, a.row.ranks, a.row.dtype) == (
-        c.gpu, c.ranks, c.dtype)]
+            print(
+                f"#   {row.num_sms:>3} SMs  {row.op:<9} "
+                + "   ".join(f"{n} {s:>4.0%}" for n, s in shares.items())
+                + ("   <- claimed" if row.num_sms == c.num_sms else "")
+            )
+    found = [
+        a
+        for a in published.answers()
+        if a.row.own_kernels and (a.row.gpu, a.row.ranks, a.row.dtype) == (c.gpu, c.ranks, c.dtype)
+    ]
     if not found:
         print(f"# no published table has {c.ranks} x {c.gpu}: the claim stands alone")
         return said
     r = found[0].row
-    print(f"# published tables of the same GPUs at hidden {r.hidden}, {r.experts // r.ranks} experts a rank, GB/s "
-          f"{r.basis}: published, predicted for those kernels, predicted for hybrid_ep")
+    print(
+        f"# published tables of the same GPUs at hidden {r.hidden}, {r.experts // r.ranks} experts a rank, GB/s "
+        f"{r.basis}: published, predicted for those kernels, predicted for hybrid_ep"
+    )
     for a in found:
         mine = model.predict(a.row.op, a.row.shape, cluster, num_sms=a.row.num_sms)
         us = mine.api_us if a.row.scope == "api" else mine.kernel_us
         ours = mine.logical[c.link] * mine.kernel_us / us
-        said.append({"kind": "table", "op": a.row.op, "num_sms": a.row.num_sms, "scope": a.row.scope,
-                     "published_gbps": a.row.gb_per_s, "published_kernels_gbps": a.gb_per_s, "residual": a.residual,
-                     "hybrid_ep_gbps": ours, "source": a.row.source})
-        print(f"#   {a.row.num_sms:>3} SMs  {a.row.op:<9} {a.row.scope:<7} published {a.row.gb_per_s:>7.1f}   "
-              f"predicted {a.gb_per_s:>7.1f} ({a.residual:+.1%})   hybrid_ep {ours:>7.1f}")
+        said.append(
+            {
+                "kind": "table",
+                "op": a.row.op,
+                "num_sms": a.row.num_sms,
+                "scope": a.row.scope,
+                "published_gbps": a.row.gb_per_s,
+                "published_kernels_gbps": a.gb_per_s,
+                "residual": a.residual,
+                "hybrid_ep_gbps": ours,
+                "source": a.row.source,
+            }
+        )
+        print(
+            f"#   {a.row.num_sms:>3} SMs  {a.row.op:<9} {a.row.scope:<7} published {a.row.gb_per_s:>7.1f}   "
+            f"predicted {a.gb_per_s:>7.1f} ({a.residual:+.1%})   hybrid_ep {ours:>7.1f}"
+        )
     return said
 
 

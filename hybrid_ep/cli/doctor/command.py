@@ -20,13 +20,25 @@ from hybrid_ep.cli.doctor.finding import FAIL, STATES, Finding, Found
 from hybrid_ep.cli.parser import warn_renamed
 
 CHECKS: dict[str, Callable[..., Found]] = {
-    "python": software.python, "environment": software.environment, "torch": software.torch, "core": software.core,
-    "megatron": software.megatron, "optional": software.optional, "gpu": machine.gpu,
-    "cuda library": machine.cuda_library, "nvlink": machine.nvlink, "device memory": machine.device_memory,
-    "driver": fabric.check_driver, "nvcc": machine.nvcc,
-    "nic": fabric.check_nics, "gpu and nic": fabric.check_pairs, "gpudirect": fabric.check_gpudirect,
-    "shared memory": machine.shared_memory, "locked memory": machine.locked_memory,
-    "grouped gemm": selftest.grouped_gemm, "loopback": selftest.loopback,
+    "python": software.python,
+    "environment": software.environment,
+    "torch": software.torch,
+    "core": software.core,
+    "megatron": software.megatron,
+    "optional": software.optional,
+    "gpu": machine.gpu,
+    "cuda library": machine.cuda_library,
+    "nvlink": machine.nvlink,
+    "device memory": machine.device_memory,
+    "driver": fabric.check_driver,
+    "nvcc": machine.nvcc,
+    "nic": fabric.check_nics,
+    "gpu and nic": fabric.check_pairs,
+    "gpudirect": fabric.check_gpudirect,
+    "shared memory": machine.shared_memory,
+    "locked memory": machine.locked_memory,
+    "grouped gemm": selftest.grouped_gemm,
+    "loopback": selftest.loopback,
     "gpu loopback": selftest.gpu_loopback,
 }
 # Checks that take required=True: what they miss is a FAIL.
@@ -37,14 +49,27 @@ _BARE_JSON = "--json without a file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", nargs="?", const=_BARE_JSON,
-                        help="write the findings into FILE; - is stdout, and the text then goes to stderr")
-    parser.add_argument("--require-gpu", action="store_true", help="for nodes that train recipes on GPUs: no GPU, no "
-                        "CUDA library of ours, no Megatron-Core or no Transformer Engine is a FAIL")
-    parser.add_argument("--multi", action="store_true",
-                        help="under torchrun or srun: time every pair of ranks and name the slow and the silent")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                        help="with --multi: how long a rank may stay silent")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        nargs="?",
+        const=_BARE_JSON,
+        help="write the findings into FILE; - is stdout, and the text then goes to stderr",
+    )
+    parser.add_argument(
+        "--require-gpu",
+        action="store_true",
+        help="for nodes that train recipes on GPUs: no GPU, no "
+        "CUDA library of ours, no Megatron-Core or no Transformer Engine is a FAIL",
+    )
+    parser.add_argument(
+        "--multi",
+        action="store_true",
+        help="under torchrun or srun: time every pair of ranks and name the slow and the silent",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="with --multi: how long a rank may stay silent"
+    )
     parser.add_argument("--mib", type=float, default=8.0, help="with --multi: size of the large message")
 
 
@@ -55,8 +80,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     outputs.check(args)
     if args.multi:
         if args.require_gpu:
-            raise UsageError("--require-gpu with --multi: pairs exchange host memory; run doctor --require-gpu by "
-                             "itself, on every node")
+            raise UsageError(
+                "--require-gpu with --multi: pairs exchange host memory; run doctor --require-gpu by "
+                "itself, on every node"
+            )
         from hybrid_ep.cli.doctor import pairs
 
         try:

@@ -86,8 +86,12 @@ def check_nics(root: Path = ROOT) -> Found:
     found = nics(root)
     if not found:
         status = WARN if gpus(root) else SKIP
-        remedy = "needed across nodes: install the NIC's driver (rdma-core, MLNX_OFED or DOCA); in containers pass " \
-                 "/dev/infiniband through" if status == WARN else ""
+        remedy = (
+            "needed across nodes: install the NIC's driver (rdma-core, MLNX_OFED or DOCA); in containers pass "
+            "/dev/infiniband through"
+            if status == WARN
+            else ""
+        )
         yield status, "no RDMA NIC (/sys/class/infiniband is empty)", remedy
     for nic in found:
         for number, state, rate, layer in nic.ports:
@@ -95,8 +99,14 @@ def check_nics(root: Path = ROOT) -> Found:
             if state == "ACTIVE":
                 yield OK, text
             else:
-                yield WARN, text, (f"ibstat {nic.name}; cable, switch port, and on InfiniBand a subnet manager; a rail "
-                                   "that is down is chosen by nobody")
+                yield (
+                    WARN,
+                    text,
+                    (
+                        f"ibstat {nic.name}; cable, switch port, and on InfiniBand a subnet manager; a rail "
+                        "that is down is chosen by nobody"
+                    ),
+                )
 
 
 def check_pairs(root: Path = ROOT) -> Found:
@@ -109,8 +119,10 @@ def check_pairs(root: Path = ROOT) -> Found:
     taken: dict[str, list[int]] = {}
     for index, (address, path, numa) in enumerate(devices):
         # Of equally near ones the least taken, as a launcher that spreads rails would.
-        far, _, nic = min(((distance(path, numa, n.path, n.numa), len(taken.get(n.name, [])), n) for n in cards),
-                          key=lambda option: (option[0], option[1], option[2].name))
+        far, _, nic = min(
+            ((distance(path, numa, n.path, n.numa), len(taken.get(n.name, [])), n) for n in cards),
+            key=lambda option: (option[0], option[1], option[2].name),
+        )
         taken.setdefault(nic.name, []).append(index)
         text = f"GPU {index} ({address}) - {nic.name}, {NEAR[far]}"
         if far == len(NEAR) - 1:
@@ -135,8 +147,11 @@ def check_gpudirect(root: Path = ROOT, release: str = "") -> Found:
     elif "Open Kernel Module" in version and kernel >= DMABUF_KERNEL:
         yield OK, f"dma-buf: open kernel modules on Linux {kernel[0]}.{kernel[1]}"
     elif nics(root):
-        yield FAIL, "no nvidia_peermem, and no dma-buf (open kernel modules on Linux >= 5.12)", (
-            "modprobe nvidia_peermem, or install the driver's open kernel modules")
+        yield (
+            FAIL,
+            "no nvidia_peermem, and no dma-buf (open kernel modules on Linux >= 5.12)",
+            ("modprobe nvidia_peermem, or install the driver's open kernel modules"),
+        )
     else:
         yield OK, "neither nvidia_peermem nor dma-buf, and no NIC that would need it"
 
@@ -156,8 +171,13 @@ def check_driver(root: Path = ROOT) -> Found:
     if "PeerMappingOverride=1" not in parameters:
         missing.append('NVreg_RegistryDwords="PeerMappingOverride=1;"')
     if missing and nics(root):
-        yield WARN, f"{text} without {', '.join(missing)}", (
-            f"GPU-initiated RDMA may not start: put 'options nvidia {' '.join(missing)}' into "
-            "/etc/modprobe.d/nvidia.conf, rebuild the initramfs, reboot; or install gdrcopy for the CPU-assisted mode")
+        yield (
+            WARN,
+            f"{text} without {', '.join(missing)}",
+            (
+                f"GPU-initiated RDMA may not start: put 'options nvidia {' '.join(missing)}' into "
+                "/etc/modprobe.d/nvidia.conf, rebuild the initramfs, reboot; or install gdrcopy for the CPU-assisted mode"
+            ),
+        )
     else:
         yield OK, text

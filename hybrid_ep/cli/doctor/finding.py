@@ -43,5 +43,7 @@ def build_remedy(*flags: str) -> str:
     script = Path(__file__).resolve().parents[3] / "scripts" / "build_cuda.py"
     if script.is_file():
         return " ".join([f"python {script}", *flags]) + (" (make cuda does it and fetches nvcc)" if not flags else "")
-    return (f"this is an installed package: in a checkout of its sources run python scripts/build_cuda.py "
-            f"{' '.join([*flags, '--out', str(Path(__file__).resolve().parents[2])])}")
+    return (
+        f"this is an installed package: in a checkout of its sources run python scripts/build_cuda.py "
+        f"{' '.join([*flags, '--out', str(Path(__file__).resolve().parents[2])])}"
+    )

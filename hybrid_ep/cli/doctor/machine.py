@@ -26,8 +26,10 @@ def gpu(required: bool = False) -> Found:
         elif torch.version.cuda is None:
             remedy = f"torch {torch.__version__} is a build without CUDA: install one that has it"
         else:
-            remedy = ("nvidia-smi must list the GPUs: load the driver, pass them into the container (--gpus all), ask "
-                      "Slurm for them (--gpus-per-node), and leave CUDA_VISIBLE_DEVICES unset or right")
+            remedy = (
+                "nvidia-smi must list the GPUs: load the driver, pass them into the container (--gpus all), ask "
+                "Slurm for them (--gpus-per-node), and leave CUDA_VISIBLE_DEVICES unset or right"
+            )
         yield missing, "torch sees no GPU", remedy
         return
     for index in range(torch.cuda.device_count()):
@@ -37,8 +39,14 @@ def gpu(required: bool = False) -> Found:
         if (major, minor) in ((9, 0), (10, 0)):
             yield OK, text
         else:
-            yield missing, text, ("the CUDA executor has kernels for compute capability 9.0 and 10.0 alone; hide this "
-                                  "one (CUDA_VISIBLE_DEVICES), or train on CPUs")
+            yield (
+                missing,
+                text,
+                (
+                    "the CUDA executor has kernels for compute capability 9.0 and 10.0 alone; hide this "
+                    "one (CUDA_VISIBLE_DEVICES), or train on CPUs"
+                ),
+            )
 
 
 def cuda_library(required: bool = False) -> Found:
@@ -57,8 +65,11 @@ def cuda_library(required: bool = False) -> Found:
         if not (required or have_gpu):
             yield SKIP, f"{error}; nothing needs it without a GPU"
             return
-        remedy = ("the message says what is in its way; the driver must be as new as the library's CUDA (nvidia-smi)"
-                  if devices.LIBRARY.is_file() else build_remedy())
+        remedy = (
+            "the message says what is in its way; the driver must be as new as the library's CUDA (nvidia-smi)"
+            if devices.LIBRARY.is_file()
+            else build_remedy()
+        )
         yield (FAIL if required else WARN), str(error), f"{remedy}; CPU training works without"
     else:
         yield OK, f"{devices.LIBRARY.name} loads"
@@ -72,18 +83,25 @@ def nvlink() -> Found:
     if count < 2:
         yield SKIP, f"{outputs.count(count, 'GPU')}: nothing to link"
         return
-    apart = [(a, b) for a in range(count) for b in range(count)
-             if a != b and not torch.cuda.can_device_access_peer(a, b)]
+    apart = [
+        (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
+    ]
     if apart:
         pairs = ", ".join(f"{a}-{b}" for a, b in apart[:4]) + (", ..." if len(apart) > 4 else "")
-        yield FAIL, f"no direct access between GPUs {pairs}", (
-            "nvidia-smi topo -m shows the links; on NVSwitch machines nvidia-fabricmanager must run "
-            "(systemctl status nvidia-fabricmanager), in containers all GPUs must be visible")
+        yield (
+            FAIL,
+            f"no direct access between GPUs {pairs}",
+            (
+                "nvidia-smi topo -m shows the links; on NVSwitch machines nvidia-fabricmanager must run "
+                "(systemctl status nvidia-fabricmanager), in containers all GPUs must be visible"
+            ),
+        )
     if (program := shutil.which("nvidia-smi")) is None:
         yield WARN, "nvidia-smi is not on PATH: the state of the links is not known", "put nvidia-smi on PATH"
         return
-    said = subprocess.run([program, "nvlink", "--status"], text=True, capture_output=True, timeout=_NVIDIA_SMI_S,
-                          check=False)
+    said = subprocess.run(
+        [program, "nvlink", "--status"], text=True, capture_output=True, timeout=_NVIDIA_SMI_S, check=False
+    )
     yield from judge_links(said.stdout)
 
 
@@ -127,8 +145,14 @@ def device_memory() -> Found:
     elif "fabric" in kinds:
         yield OK, text
     elif channel.exists():
-        yield WARN, text, ("an IMEX channel exists and fabric handles do not work: is nvidia-imex running on every "
-                           "host of the domain (nvidia-imex-ctl -N)?")
+        yield (
+            WARN,
+            text,
+            (
+                "an IMEX channel exists and fabric handles do not work: is nvidia-imex running on every "
+                "host of the domain (nvidia-imex-ctl -N)?"
+            ),
+        )
     else:
         yield OK, f"{text}; fabric handles, which NVLink domains of several hosts need, do not work here"
 
@@ -137,8 +161,9 @@ def nvcc() -> Found:
     import torch
 
     home = os.environ.get("CUDA_HOME", "")
-    found = next(filter(None, (shutil.which(os.path.join(home, "bin", "nvcc")) if home else None,
-                               shutil.which("nvcc"))), None)
+    found = next(
+        filter(None, (shutil.which(os.path.join(home, "bin", "nvcc")) if home else None, shutil.which("nvcc"))), None
+    )
     if found:
         yield OK, f"{found} (needed to build only)"
     elif torch.cuda.is_available():
@@ -153,9 +178,14 @@ def locked_memory() -> Found:
     if soft == resource.RLIM_INFINITY:
         yield OK, "no limit on locked memory"
     elif Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()):
-        yield WARN, f"at most {soft / 2**20:,.0f} MiB may be locked", (
-            "RDMA registers all its buffers: ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: "
-            "PropagateResourceLimitsExcept=MEMLOCK)")
+        yield (
+            WARN,
+            f"at most {soft / 2**20:,.0f} MiB may be locked",
+            (
+                "RDMA registers all its buffers: ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: "
+                "PropagateResourceLimitsExcept=MEMLOCK)"
+            ),
+        )
     else:
         yield OK, f"at most {soft / 2**20:,.0f} MiB may be locked; without RDMA nothing is"
 

@@ -85,8 +85,9 @@ def connect(address: str, port: int, serves: bool, num_ranks: int, timeout_s: fl
 
     def body() -> None:
         try:
-            outcome["store"] = TCPStore(address, port, num_ranks, is_master=serves,
-                                        timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+            outcome["store"] = TCPStore(
+                address, port, num_ranks, is_master=serves, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            )
         except Exception as error:  # raised again below
             outcome["error"] = error
 
@@ -234,17 +235,31 @@ def lost(error: RuntimeError, rank: int, address: str, port: int, serves: bool) 
     reason = (str(error).strip() or "no message").splitlines()[0]
     text = f"rank {rank} ({socket.gethostname()}), store at {address}:{port}: {reason}"
     if serves:
-        return Finding("rendezvous", FAIL, text, "this rank serves the store: MASTER_ADDR must be an address of this "
-                                                 "host and MASTER_PORT a free port (ss -ltnp)")
-    return Finding("rendezvous", FAIL, text, f"is rank 0 running, and does its port answer from here (nc -vz {address} "
-                                             f"{port})? All ranks need the same MASTER_ADDR and MASTER_PORT, and no "
-                                             "firewall between them; GLOO_SOCKET_IFNAME names the interface")
+        return Finding(
+            "rendezvous",
+            FAIL,
+            text,
+            "this rank serves the store: MASTER_ADDR must be an address of this "
+            "host and MASTER_PORT a free port (ss -ltnp)",
+        )
+    return Finding(
+        "rendezvous",
+        FAIL,
+        text,
+        f"is rank 0 running, and does its port answer from here (nc -vz {address} "
+        f"{port})? All ranks need the same MASTER_ADDR and MASTER_PORT, and no "
+        "firewall between them; GLOO_SOCKET_IFNAME names the interface",
+    )
 
 
 def absent(missing: Sequence[int], timeout_s: float) -> Finding:
     """The line for ranks that never came."""
-    return Finding("rendezvous", FAIL, f"ranks {list(missing)} did not come within {2 * timeout_s:g} s",
-                   "look at their hosts: is the process there, does MASTER_ADDR:MASTER_PORT answer from it?")
+    return Finding(
+        "rendezvous",
+        FAIL,
+        f"ranks {list(missing)} did not come within {2 * timeout_s:g} s",
+        "look at their hosts: is the process there, does MASTER_ADDR:MASTER_PORT answer from it?",
+    )
 
 
 def judge(results: Sequence[dict], hosts: Sequence[str], silent: Sequence[int], num_bytes: int) -> list[Finding]:
@@ -259,16 +274,31 @@ def judge(results: Sequence[dict], hosts: Sequence[str], silent: Sequence[int], 
             latency = sorted(p["latency_us"] for p in pairs)[len(pairs) // 4]
             rate = sorted((p["gb_per_s"] for p in pairs), reverse=True)[len(pairs) // 4]
             worst = min(pairs, key=lambda p: p["gb_per_s"])
-            findings.append(Finding(kind, OK, (
-                f"{len(pairs)} pairs: good {latency:.0f} us, {rate:.2f} GB/s one way ({num_bytes / 2**20:g} MiB); "
-                f"least {worst['gb_per_s']:.2f} GB/s, ranks {worst['ranks'][0]} and {worst['ranks'][1]}")))
+            findings.append(
+                Finding(
+                    kind,
+                    OK,
+                    (
+                        f"{len(pairs)} pairs: good {latency:.0f} us, {rate:.2f} GB/s one way ({num_bytes / 2**20:g} MiB); "
+                        f"least {worst['gb_per_s']:.2f} GB/s, ranks {worst['ranks'][0]} and {worst['ranks'][1]}"
+                    ),
+                )
+            )
             for p in pairs:
                 if p["gb_per_s"] < SLOW_BANDWIDTH * rate or p["latency_us"] > SLOW_LATENCY * latency:
-                    slow[tuple(p["ranks"])] = (f"{p['latency_us']:.0f} us, {p['gb_per_s']:.2f} GB/s; good {kind} "
-                                               f"{latency:.0f} us, {rate:.2f} GB/s")
+                    slow[tuple(p["ranks"])] = (
+                        f"{p['latency_us']:.0f} us, {p['gb_per_s']:.2f} GB/s; good {kind} "
+                        f"{latency:.0f} us, {rate:.2f} GB/s"
+                    )
     for rank in silent:
-        findings.append(Finding("silent", FAIL, f"rank {rank} ({hosts[rank]}) fell silent",
-                                "look at its process and its host; the others did not wait for it again"))
+        findings.append(
+            Finding(
+                "silent",
+                FAIL,
+                f"rank {rank} ({hosts[rank]}) fell silent",
+                "look at its process and its host; the others did not wait for it again",
+            )
+        )
     broken = [tuple(p["ranks"]) for p in results if "error" in p and not set(p["ranks"]) & set(silent)]
     findings += _blame("broken", FAIL, dict.fromkeys(broken, "no answer in time"), hosts, results)
     return findings + _blame("slow", WARN, slow, hosts, results)
@@ -284,10 +314,22 @@ def _blame(check: str, status: str, bad: dict, hosts: Sequence[str], results: Se
         if count[rank] < 2 or 2 * count[rank] <= of:
             break
         example = next(text for pair, text in left.items() if rank in pair)
-        lines.append(Finding(check, status, f"rank {rank} ({hosts[rank]}) with {count[rank]} of {of} peers: {example}",
-                             "its host, NIC or cable: compare `hybrid-ep doctor` there with a good host's"))
+        lines.append(
+            Finding(
+                check,
+                status,
+                f"rank {rank} ({hosts[rank]}) with {count[rank]} of {of} peers: {example}",
+                "its host, NIC or cable: compare `hybrid-ep doctor` there with a good host's",
+            )
+        )
         left = {pair: text for pair, text in left.items() if rank not in pair}
     for (a, b), text in left.items():
-        lines.append(Finding(check, status, f"ranks {a} ({hosts[a]}) and {b} ({hosts[b]}): {text}",
-                             "the way between these two: cable, switch port, interface (GLOO_SOCKET_IFNAME)"))
+        lines.append(
+            Finding(
+                check,
+                status,
+                f"ranks {a} ({hosts[a]}) and {b} ({hosts[b]}): {text}",
+                "the way between these two: cable, switch port, interface (GLOO_SOCKET_IFNAME)",
+            )
+        )
     return lines

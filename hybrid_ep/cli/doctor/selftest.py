@@ -79,11 +79,19 @@ def exchange(num_nodes: int, num_local_ranks: int, device: Any, executor: str) -
         idx = torch.rand(tokens + rank, experts, generator=g, dtype=torch.float32, device="cpu").argsort(1)
         idx = idx[:, :topk].to(device)
         # tuning: a file of the environment is for other shapes
-        with HybridEPBuffer(group, hidden, tokens + ranks, experts // ranks, timeout_s=LOOPBACK_TIMEOUT_S,
-                            num_of_hybrid_ep_ranks_per_nvlink_domain=num_local_ranks, executor=executor,
-                            tuning="") as buffer:
-            rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=experts,
-                                                                 pad_multiple=8, pad_empty_experts=True)
+        with HybridEPBuffer(
+            group,
+            hidden,
+            tokens + ranks,
+            experts // ranks,
+            timeout_s=LOOPBACK_TIMEOUT_S,
+            num_of_hybrid_ep_ranks_per_nvlink_domain=num_local_ranks,
+            executor=executor,
+            tuning="",
+        ) as buffer:
+            rows, _, _, _, handle = buffer.dispatch_with_permute(
+                hidden=x, topk_idx=idx, num_of_experts=experts, pad_multiple=8, pad_empty_experts=True
+            )
             out, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle)
             return torch.equal(out, x * topk)
 

@@ -92,8 +92,11 @@ def megatron(required: bool = False) -> Found:
 
     version = _version("megatron-core")
     if version is None:
-        yield (FAIL if required else WARN), "megatron-core is not installed", (
-            "pip install 'hybrid_ep[megatron]' to train with Megatron")
+        yield (
+            (FAIL if required else WARN),
+            "megatron-core is not installed",
+            ("pip install 'hybrid_ep[megatron]' to train with Megatron"),
+        )
         return
     release, python = _release(version), sys.version_info[:2]
     text = f"megatron-core {version} on Python {python[0]}.{python[1]} with torch {torch.__version__}"
@@ -103,8 +106,11 @@ def megatron(required: bool = False) -> Found:
         return
     oldest, newest = PYTHON_FOR_MEGATRON[max(known for known in PYTHON_FOR_MEGATRON if known <= release)]
     if not oldest <= python <= newest:
-        yield WARN, f"{text}: {NOT_TESTED} (tested: Python {_list((oldest,))} to {_list((newest,))})", (
-            "use one of those")
+        yield (
+            WARN,
+            f"{text}: {NOT_TESTED} (tested: Python {_list((oldest,))} to {_list((newest,))})",
+            ("use one of those"),
+        )
     elif _release(torch.__version__) not in TORCH_TESTED:
         yield OK, f"{text}: {NOT_TESTED} (tested: torch {_list(TORCH_TESTED)})"
     else:
@@ -125,14 +131,31 @@ class Part(NamedTuple):
 
 _TE = "transformer_engine"
 PARTS = (
-    Part("Transformer Engine", ("transformer-engine",), _TE, (), "",
-         "our calls met a stand-in of it only; the line 'grouped gemm' tries them on this machine"),
+    Part(
+        "Transformer Engine",
+        ("transformer-engine",),
+        _TE,
+        (),
+        "",
+        "our calls met a stand-in of it only; the line 'grouped gemm' tries them on this machine",
+    ),
     Part("apex", ("apex",), "apex", (), "", "recipes leave it out with --set apex=no"),
-    Part("Triton", ("triton", "pytorch-triton"), "triton", ((3, 9),), "kernels compiled and interpreted, run on no GPU",
-         "train a few steps with --hybrid-ep-grouped-gemm and without, and compare the losses"),
-    Part("NVSHMEM", ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"), "", ((3, 4), (3, 7)),
-         "kernels compiled and linked, run on no NIC",
-         f"used between nodes only; after installing one of those: {build_remedy('--nvshmem')}"),
+    Part(
+        "Triton",
+        ("triton", "pytorch-triton"),
+        "triton",
+        ((3, 9),),
+        "kernels compiled and interpreted, run on no GPU",
+        "train a few steps with --hybrid-ep-grouped-gemm and without, and compare the losses",
+    ),
+    Part(
+        "NVSHMEM",
+        ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
+        "",
+        ((3, 4), (3, 7)),
+        "kernels compiled and linked, run on no NIC",
+        f"used between nodes only; after installing one of those: {build_remedy('--nvshmem')}",
+    ),
 )
 NCCL = Part("NCCL", (), "", (), "", "torch's own collectives use it, dispatch and combine do not")
 
@@ -146,8 +169,11 @@ def optional(required: bool = False) -> Found:
         if version is None and part.module and importlib.util.find_spec(part.module) is not None:
             version = "of unknown version"
         if version is None and required and part.module == _TE:
-            yield FAIL, f"{part.name} is not installed, and the GPU recipes run Megatron's layers with it", (
-                "pip install --no-build-isolation 'transformer-engine[pytorch]', or a container that has it")
+            yield (
+                FAIL,
+                f"{part.name} is not installed, and the GPU recipes run Megatron's layers with it",
+                ("pip install --no-build-isolation 'transformer-engine[pytorch]', or a container that has it"),
+            )
         elif version is None:
             missing.append(part.name)
         else:

@@ -45,16 +45,19 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     rows = [row for mode, found in tables.items() for row in scaling.as_json(mode, found)]
-    outputs.write_json(args.json, {"schema": "hybrid_ep.scaling/1", "simulated": bool(args.simulate), "source": source,
-                                   "rows": rows})
+    outputs.write_json(
+        args.json, {"schema": "hybrid_ep.scaling/1", "simulated": bool(args.simulate), "source": source, "rows": rows}
+    )
     return EXIT_OK
 
 
 def _measured(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str, list[scaling.Row]], str]:
     rows, device = runs.read(args.runs, args.skip)
     found, neither = scaling.split(rows)
-    print(f"# MEASURED: {outputs.count(len(rows), 'run')} on {device}; median of the steps after the first "
-          f"{args.skip}; memory: peak of the process with most")
+    print(
+        f"# MEASURED: {outputs.count(len(rows), 'run')} on {device}; median of the steps after the first "
+        f"{args.skip}; memory: peak of the process with most"
+    )
     if device == "cpu":
         print("# ranks of CPU processes stand where GPUs would: they share one machine, so this is no claim about GPUs")
     for row in neither:
@@ -68,14 +71,17 @@ def _predicted(args: argparse.Namespace, modes: Sequence[str]) -> tuple[dict[str
     job = job_flags.from_flags(args, args.simulate, min(args.gpus))
     tables = {mode: scaling.predict(job, args.gpus, mode) for mode in modes}
     print("# SIMULATED: predictions of hybrid_ep's step model, not measurements (docs/performance_model.md)")
-    print(f"# {args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {job.ep}  PP {job.pp} x "
-          f"{job.virtual_pp}  TP {job.tensor}  {job.tokens} tokens a micro-batch  {job.dtype}, recompute "
-          f"{job.recompute}  {job.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} SMs, {job.overlap:.0%} "
-          "hidden; memory: weights, gradients, optimizer alone")
+    print(
+        f"# {args.simulate} on {job.cluster.name}: {job.cluster.summary}; EP {job.ep}  PP {job.pp} x "
+        f"{job.virtual_pp}  TP {job.tensor}  {job.tokens} tokens a micro-batch  {job.dtype}, recompute "
+        f"{job.recompute}  {job.dispatcher}, {job.dispatch_dtype} dispatch, {job.num_sms} SMs, {job.overlap:.0%} "
+        "hidden; memory: weights, gradients, optimizer alone"
+    )
     print(f"# compute at {job.share_of_peak:.0%} of peak, {efficiency.of(job.cluster, job.dtype).source}")
     print(f"# {training.said_of(job)}")
-    return tables, (f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {job.dispatcher}\n{job.cluster.name}, "
-                    "simulated")
+    return tables, (
+        f"{args.simulate}, EP{job.ep} PP{job.pp}, {job.dtype}, {job.dispatcher}\n{job.cluster.name}, simulated"
+    )
 
 
 def _show(tables: dict[str, list[scaling.Row]]) -> None:
@@ -83,5 +89,7 @@ def _show(tables: dict[str, list[scaling.Row]]) -> None:
         for line in scaling.lines(mode, rows):
             print(line)
         if len(rows) == 1:
-            print(f"# one job alone: {mode} scaling needs another size with the same tokens "
-                  f"{'of each GPU' if mode == 'weak' else 'of the job'}")
+            print(
+                f"# one job alone: {mode} scaling needs another size with the same tokens "
+                f"{'of each GPU' if mode == 'weak' else 'of the job'}"
+            )

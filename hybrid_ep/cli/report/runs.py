@@ -21,8 +21,10 @@ def read(folders: list[str], skip: int) -> tuple[list[Row], str]:
         mine, theirs = _must_agree(config), _must_agree(first)
         for name in sorted({*mine, *theirs}):
             if mine.get(name) != theirs.get(name):
-                raise ValueError(f"{path}: {name} is {mine.get(name)!r}, of {where} {theirs.get(name)!r}; a table "
-                                 "compares runs of one model on one kind of device")
+                raise ValueError(
+                    f"{path}: {name} is {mine.get(name)!r}, of {where} {theirs.get(name)!r}; a table "
+                    "compares runs of one model on one kind of device"
+                )
     return [_row(config, path, skip) for config, path in found], first["runtime"]["device"]
 
 
@@ -49,13 +51,21 @@ def _config(folder: Path) -> dict[str, Any]:
 def _row(config: dict[str, Any], folder: Path, skip: int) -> Row:
     steps = _steps(folder)[skip:]
     if len(steps) < _LEAST_STEPS:
-        raise ValueError(f"{folder}: has {len(steps)} steps after the {skip} that --skip leaves out, fewer than "
-                         f"{_LEAST_STEPS}; train longer or give a smaller --skip")
+        raise ValueError(
+            f"{folder}: has {len(steps)} steps after the {skip} that --skip leaves out, fewer than "
+            f"{_LEAST_STEPS}; train longer or give a smaller --skip"
+        )
     ranks, local = config["parallel"]["num_ranks"], config["parallel"]["ranks_per_node"]
     memory = [s["memory_bytes"] for s in steps if "memory_bytes" in s]
     tokens = statistics.median(s["tokens_per_s"] * s["step_s"] for s in steps)
-    return Row(folder.name, -(-ranks // local), ranks, tokens, statistics.median(s["step_s"] for s in steps),
-               max(memory) if memory else None)
+    return Row(
+        folder.name,
+        -(-ranks // local),
+        ranks,
+        tokens,
+        statistics.median(s["step_s"] for s in steps),
+        max(memory) if memory else None,
+    )
 
 
 def _steps(folder: Path) -> list[dict[str, Any]]:

@@ -40,28 +40,46 @@ def split(rows: Sequence[Row]) -> tuple[dict[str, list[Row]], list[Row]]:
     """({mode: its rows by GPUs ascending, the smallest first}, rows that are neither). Repeated sizes are kept."""
     base = min(rows, key=lambda r: r.gpus)
     ordered = sorted(rows, key=lambda r: r.gpus)
-    found = {"weak": [r for r in ordered if abs(r.tokens / r.gpus - base.tokens / base.gpus) < 0.5],
-             "strong": [r for r in ordered if abs(r.tokens - base.tokens) < 0.5]}
+    found = {
+        "weak": [r for r in ordered if abs(r.tokens / r.gpus - base.tokens / base.gpus) < 0.5],
+        "strong": [r for r in ordered if abs(r.tokens - base.tokens) < 0.5],
+    }
     return found, [r for r in ordered if not any(r in chosen for chosen in found.values())]
 
 
 def lines(mode: str, rows: Sequence[Row]) -> Iterator[str]:
     """The table of one mode, its first row the base."""
     base = rows[0]
-    yield (f"#{mode:>6}{'nodes':>7}{'GPUs':>7}{'tokens/step':>14}{'step s':>9}{'tokens/s':>13}{'per GPU':>11}"
-           f"{'speedup':>9}{'efficiency':>12}{'memory GB':>11}  job")
+    yield (
+        f"#{mode:>6}{'nodes':>7}{'GPUs':>7}{'tokens/step':>14}{'step s':>9}{'tokens/s':>13}{'per GPU':>11}"
+        f"{'speedup':>9}{'efficiency':>12}{'memory GB':>11}  job"
+    )
     for r in rows:
         memory = "-" if r.memory_bytes is None else f"{r.memory_bytes / 1e9:.2f}"
-        yield (f"{mode:>7}{r.nodes:>7}{r.gpus:>7}{r.tokens:>14,.0f}{r.step_s:>9.3f}{r.tokens_per_s:>13,.0f}"
-               f"{r.per_gpu:>11,.1f}{r.tokens_per_s / base.tokens_per_s:>9.2f}{r.per_gpu / base.per_gpu:>12.1%}"
-               f"{memory:>11}  {r.name}")
+        yield (
+            f"{mode:>7}{r.nodes:>7}{r.gpus:>7}{r.tokens:>14,.0f}{r.step_s:>9.3f}{r.tokens_per_s:>13,.0f}"
+            f"{r.per_gpu:>11,.1f}{r.tokens_per_s / base.tokens_per_s:>9.2f}{r.per_gpu / base.per_gpu:>12.1%}"
+            f"{memory:>11}  {r.name}"
+        )
 
 
 def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    return [{"mode": mode, "job": r.name, "nodes": r.nodes, "gpus": r.gpus, "tokens_per_step": r.tokens,
-             "step_s": r.step_s, "tokens_per_s": r.tokens_per_s, "tokens_per_s_per_gpu": r.per_gpu,
-             "speedup": r.tokens_per_s / rows[0].tokens_per_s, "efficiency": r.per_gpu / rows[0].per_gpu,
-             "memory_bytes": r.memory_bytes} for r in rows]
+    return [
+        {
+            "mode": mode,
+            "job": r.name,
+            "nodes": r.nodes,
+            "gpus": r.gpus,
+            "tokens_per_step": r.tokens,
+            "step_s": r.step_s,
+            "tokens_per_s": r.tokens_per_s,
+            "tokens_per_s_per_gpu": r.per_gpu,
+            "speedup": r.tokens_per_s / rows[0].tokens_per_s,
+            "efficiency": r.per_gpu / rows[0].per_gpu,
+            "memory_bytes": r.memory_bytes,
+        }
+        for r in rows
+    ]
 
 
 def draw(tables: dict[str, list[Row]], stem: Path, title: str) -> list[Path]:
@@ -72,12 +90,25 @@ def draw(tables: dict[str, list[Row]], stem: Path, title: str) -> list[Path]:
     figure, panel = plt.subplots(figsize=(3.8, 3.0), layout="constrained")
     for mode, rows in tables.items():
         colour, mark = _STYLE[mode]
-        panel.plot([r.gpus for r in rows], [r.tokens_per_s for r in rows], color=colour, marker=mark, markersize=3.5,
-                   linewidth=1.3, label=f"{mode} scaling")
+        panel.plot(
+            [r.gpus for r in rows],
+            [r.tokens_per_s for r in rows],
+            color=colour,
+            marker=mark,
+            markersize=3.5,
+            linewidth=1.3,
+            label=f"{mode} scaling",
+        )
     sizes = sorted({r.gpus for rows in tables.values() for r in rows})
     base = next(iter(tables.values()))[0]
-    panel.plot(sizes, [base.per_gpu * n for n in sizes], color=plotting.MUTED, linewidth=0.9, linestyle=(0, (6, 3)),
-               label="ideal")
+    panel.plot(
+        sizes,
+        [base.per_gpu * n for n in sizes],
+        color=plotting.MUTED,
+        linewidth=0.9,
+        linestyle=(0, (6, 3)),
+        label="ideal",
+    )
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     plotting.label_ticks(panel.xaxis, sizes, sizes, most=7)
@@ -96,8 +127,10 @@ def strong_micro_batches(gpus: Iterable[int], micro_batches: int) -> dict[int, i
     found = {}
     for n in sizes:
         if micro_batches * sizes[0] % n:
-            raise ValueError(f"micro_batches={micro_batches} of {sizes[0]} GPUs cannot be dealt to {n} GPUs for strong "
-                             f"scaling; give a multiple of {n // sizes[0]}, or --mode weak")
+            raise ValueError(
+                f"micro_batches={micro_batches} of {sizes[0]} GPUs cannot be dealt to {n} GPUs for strong "
+                f"scaling; give a multiple of {n // sizes[0]}, or --mode weak"
+            )
         found[n] = micro_batches * sizes[0] // n
     return found
 
@@ -108,14 +141,23 @@ def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
     from hybrid_ep.perf.recommend import state_gb
     from hybrid_ep.perf.step_time import step
 
-    batches = strong_micro_batches(gpus, job.micro_batches) if mode == "strong" else dict.fromkeys(gpus,
-                                                                                                   job.micro_batches)
+    batches = (
+        strong_micro_batches(gpus, job.micro_batches) if mode == "strong" else dict.fromkeys(gpus, job.micro_batches)
+    )
     rows = []
     for n in sorted(gpus):
         at = replace(job, gpus=n, micro_batches=batches[n])
         seconds = step(at).seconds
         tokens = at.tokens * at.micro_batches * n / at.pp
         nodes = -(-n // job.cluster.ranks_per_node)
-        rows.append(Row(f"{job.model.name} EP{job.ep} PP{job.pp}", nodes, n, tokens, seconds,
-                        1e9 * state_gb(job.model, n, job.ep, job.pp)))
+        rows.append(
+            Row(
+                f"{job.model.name} EP{job.ep} PP{job.pp}",
+                nodes,
+                n,
+                tokens,
+                seconds,
+                1e9 * state_gb(job.model, n, job.ep, job.pp),
+            )
+        )
     return rows

@@ -21,38 +21,66 @@ def run(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
         raise ValueError("--recommend needs --gpus N, the GPUs of the whole job")
     model = models.get(args.recommend)
     own = _own(args)
-    job: dict[str, Any] = {"dtype": args.precision, "recompute": args.recompute, "cv_slow": args.cv_slow,
-                           "tokens": args.tokens, "overlap": args.overlap, "sequence": args.sequence}
+    job: dict[str, Any] = {
+        "dtype": args.precision,
+        "recompute": args.recompute,
+        "cv_slow": args.cv_slow,
+        "tokens": args.tokens,
+        "overlap": args.overlap,
+        "sequence": args.sequence,
+    }
     plans = recommend.recommend(model, cluster, args.gpus, watch=functools.partial(track, what="layouts"), **job)
-    print(f"# {model.name} on {args.gpus} x {cluster.gpu.name} ({cluster.name}), {args.tokens} tokens a rank and "
-          f"micro-batch, {args.precision}, recompute {args.recompute}, {args.overlap:.0%} of what moves hidden")
+    print(
+        f"# {model.name} on {args.gpus} x {cluster.gpu.name} ({cluster.name}), {args.tokens} tokens a rank and "
+        f"micro-batch, {args.precision}, recompute {args.recompute}, {args.overlap:.0%} of what moves hidden"
+    )
     print("#    EP  PP  ranks/node  SMs  chunk  dtype  moves    exchange us  tokens/s/GPU  state GB  why")
     for rank, p in enumerate(plans):
-        print(f"{rank + 1:2d} {p.ep:5d} {p.pp:3d} {p.ranks_per_node:11d} {p.num_sms or '-':>4} {p.chunk or '-':>6}  "
-              f"{p.dispatch_dtype:<6} {p.move:<8} {p.exchange_us:11.0f} {p.tokens_per_s_per_gpu:13.0f} "
-              f"{p.state_gb:9.1f}  {p.why}")
+        print(
+            f"{rank + 1:2d} {p.ep:5d} {p.pp:3d} {p.ranks_per_node:11d} {p.num_sms or '-':>4} {p.chunk or '-':>6}  "
+            f"{p.dispatch_dtype:<6} {p.move:<8} {p.exchange_us:11.0f} {p.tokens_per_s_per_gpu:13.0f} "
+            f"{p.state_gb:9.1f}  {p.why}"
+        )
     best = plans[0]
     yours = _yours(own, best) if own else None
     if best.move != "weights":  # of which the step model knows no job
-        asked = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job, num_sms=best.num_sms or 1,
-                                 dispatch_dtype=best.dispatch_dtype)
+        asked = recommend.job_of(
+            model,
+            cluster,
+            args.gpus,
+            best.ep,
+            best.pp,
+            **job,
+            num_sms=best.num_sms or 1,
+            dispatch_dtype=best.dispatch_dtype,
+        )
         print(f"# the first by another verb: {command_of(asked)}")
     sure = recommend.job_of(model, cluster, args.gpus, best.ep, best.pp, **job)
-    print(f"# tokens/s/GPU at {sure.share_of_peak:.0%} of the GPU's peak, "
-          f"{efficiency.of(cluster, args.precision).source}; differences between plans mean more than the "
-          "number")
+    print(
+        f"# tokens/s/GPU at {sure.share_of_peak:.0%} of the GPU's peak, "
+        f"{efficiency.of(cluster, args.precision).source}; differences between plans mean more than the "
+        "number"
+    )
     print(f"# {training.said_of(own or sure)}")
-    return {"model": model.name, "cluster": cluster.name, "gpus": args.gpus, **job,
-            "plans": [asdict(p) for p in plans], "yours": yours}
+    return {
+        "model": model.name,
+        "cluster": cluster.name,
+        "gpus": args.gpus,
+        **job,
+        "plans": [asdict(p) for p in plans],
+        "yours": yours,
+    }
 
 
 def _own(args: argparse.Namespace) -> step_time.Job | None:
     """The job whose layout the flags give, with the SMs that the model would take where none are given."""
     if args.ep is None:
-        if flags := job_flags.given(args, ("--pp", "--virtual-pp", "--tensor", "--micro-batches", "--dispatcher",
-                                           "--dispatch-dtype")):
-            raise ValueError(f"{' '.join(flags)}: the plans have their own; give --ep too for a job of yours beside "
-                             "them")
+        if flags := job_flags.given(
+            args, ("--pp", "--virtual-pp", "--tensor", "--micro-batches", "--dispatcher", "--dispatch-dtype")
+        ):
+            raise ValueError(
+                f"{' '.join(flags)}: the plans have their own; give --ep too for a job of yours beside them"
+            )
         return None
     given = argparse.Namespace(**{**vars(args), "num_sms": args.num_sms or 1})
     job = job_flags.from_flags(given, args.recommend, args.gpus)
@@ -64,9 +92,11 @@ def _yours(job: step_time.Job, best: Plan) -> dict[str, Any]:
     got = step_time.step(job)
     slower = best.tokens_per_s_per_gpu / got.tokens_per_s_per_gpu - 1
     sms = job.num_sms if job.dispatcher == "hybrid_ep" else "-"
-    print(f"yours {job.ep:2d} {job.pp:3d} {job.shape.ranks_per_node:11d} {sms:>4} {'-':>6}  {job.dispatch_dtype:<6} "
-          f"{'tokens':<8} {got.exchange_us:11.0f} {got.tokens_per_s_per_gpu:13.0f} "
-          f"{recommend.state_gb(job.model, job.gpus, job.ep, job.pp):9.1f}  {slower:+.1%} step time, "
-          f"{got.seconds:.2f} s with {job.dispatcher}, TP {job.tensor}, "
-          f"PP x {job.virtual_pp}, micro-batches {job.micro_batches}")
+    print(
+        f"yours {job.ep:2d} {job.pp:3d} {job.shape.ranks_per_node:11d} {sms:>4} {'-':>6}  {job.dispatch_dtype:<6} "
+        f"{'tokens':<8} {got.exchange_us:11.0f} {got.tokens_per_s_per_gpu:13.0f} "
+        f"{recommend.state_gb(job.model, job.gpus, job.ep, job.pp):9.1f}  {slower:+.1%} step time, "
+        f"{got.seconds:.2f} s with {job.dispatcher}, TP {job.tensor}, "
+        f"PP x {job.virtual_pp}, micro-batches {job.micro_batches}"
+    )
     return {"step_s": got.seconds, "tokens_per_s_per_gpu": got.tokens_per_s_per_gpu, "exchange_us": got.exchange_us}

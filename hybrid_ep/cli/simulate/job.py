@@ -32,8 +32,13 @@ _FLAGS: dict[str, tuple[str, Any, Any, str]] = {
 }
 _CHOICES = {
     "--precision": ("dtype", PRECISIONS, "bf16", "of the GEMMs: their share of the GPU's peak"),
-    "--recompute": ("recompute", RECOMPUTE, "none", "full: every layer's forward and its exchange twice; moe: the "
-                    "experts' and the exchange; selective is none here"),
+    "--recompute": (
+        "recompute",
+        RECOMPUTE,
+        "none",
+        "full: every layer's forward and its exchange twice; moe: the "
+        "experts' and the exchange; selective is none here",
+    ),
     "--dispatch-dtype": ("dispatch_dtype", DTYPES, "bf16", "of rows dispatched in the forward"),
     "--dispatcher": ("dispatcher", DISPATCHERS, "hybrid_ep", "who moves the tokens"),
 }

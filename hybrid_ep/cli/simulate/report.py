@@ -24,8 +24,14 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
     found, engine, why = numbers(request)
     spans, covers = [], f"the model: one rank for all, {request.shape.tokens} tokens"
     if engine == "events" and trace_path:
-        shown = events.timeline(request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
-                                dtype=request.dtype, choices=request.choices)
+        shown = events.timeline(
+            request.shape,
+            request.cluster,
+            num_sms=request.num_sms,
+            chunk=request.chunk,
+            dtype=request.dtype,
+            choices=request.choices,
+        )
         spans = list(shown.spans)
         covers = f"{shown.simulated_tokens} of {request.shape.tokens} tokens a rank, all ranks"
     elif trace_path:
@@ -37,16 +43,26 @@ def run(request: Request, trace_path: str | None) -> dict[str, Any]:
     _print_header(request, engine, why)
     for op, got in found.items():
         _print_operation(op, got, request.num_sms)
-    print(f"suggested: --num-sms {tuned.num_sms} --chunk {tuned.chunk} (pair {tuned.exchange_us:.0f} us by the model; "
-          "the fewest SMs within 5 % of the fastest)")
+    print(
+        f"suggested: --num-sms {tuned.num_sms} --chunk {tuned.chunk} (pair {tuned.exchange_us:.0f} us by the model; "
+        "the fewest SMs within 5 % of the fastest)"
+    )
     if trace_path:
         count = trace.write(trace_path, spans, covers)
         print(f"# written: {trace_path}: {count} spans, of {covers}; open it in ui.perfetto.dev")
-    return {"engine": engine, "kernels": request.kernels.name, "cluster": request.cluster.name,
-            "shape": vars(request.shape), "dtype": request.dtype, "routing": request.routing_text,
-            "num_sms": request.num_sms, "chunk": request.chunk, "imbalance": request.traffic.imbalance,
-            "suggested": {"num_sms": tuned.num_sms, "chunk": tuned.chunk, "pair_us": tuned.exchange_us},
-            "operations": found}
+    return {
+        "engine": engine,
+        "kernels": request.kernels.name,
+        "cluster": request.cluster.name,
+        "shape": vars(request.shape),
+        "dtype": request.dtype,
+        "routing": request.routing_text,
+        "num_sms": request.num_sms,
+        "chunk": request.chunk,
+        "imbalance": request.traffic.imbalance,
+        "suggested": {"num_sms": tuned.num_sms, "chunk": tuned.chunk, "pair_us": tuned.exchange_us},
+        "operations": found,
+    }
 
 
 def numbers(request: Request) -> tuple[dict[str, dict[str, Any]], str, str]:
@@ -57,8 +73,14 @@ def numbers(request: Request) -> tuple[dict[str, dict[str, Any]], str, str]:
     if engine == "events":
         rows = min(events.rows(request.shape), 2 * events.ROW_BUDGET)
         say(f"simulating about {rows:,} rows, roughly {rows / _ROWS_A_SECOND:.0f} s of a free core")
-        got = events.measure(request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
-                             dtype=request.dtype, choices=request.choices)
+        got = events.measure(
+            request.shape,
+            request.cluster,
+            num_sms=request.num_sms,
+            chunk=request.chunk,
+            dtype=request.dtype,
+            choices=request.choices,
+        )
         _take_events(found, got, request)
         why = _sampling(got, request)
     return found, engine, why
@@ -81,16 +103,30 @@ def _engine(request: Request) -> tuple[str, str]:
 
 
 def _predict(request: Request, op: str) -> Prediction:
-    return model.predict(op, request.shape, request.cluster, num_sms=request.num_sms, chunk=request.chunk,
-                         dtype=request.dtype if op == "dispatch" else "bf16", traffic=request.traffic,
-                         impl=request.kernels)
+    return model.predict(
+        op,
+        request.shape,
+        request.cluster,
+        num_sms=request.num_sms,
+        chunk=request.chunk,
+        dtype=request.dtype if op == "dispatch" else "bf16",
+        traffic=request.traffic,
+        impl=request.kernels,
+    )
 
 
 def as_dict(got: Prediction) -> dict[str, Any]:
     """A prediction without its timeline."""
-    return {"dtype": got.dtype, "kernel_us": got.kernel_us, "api_us": got.api_us, "binds": got.binds,
-            "bounds_us": dict(got.bounds), "physical_gb_per_s": got.physical, "logical_gb_per_s": got.logical,
-            "sm_busy": got.roles}
+    return {
+        "dtype": got.dtype,
+        "kernel_us": got.kernel_us,
+        "api_us": got.api_us,
+        "binds": got.binds,
+        "bounds_us": dict(got.bounds),
+        "physical_gb_per_s": got.physical,
+        "logical_gb_per_s": got.logical,
+        "sm_busy": got.roles,
+    }
 
 
 def _take_events(found: dict[str, dict[str, Any]], got: Events, request: Request) -> None:
@@ -114,29 +150,39 @@ def _take_events(found: dict[str, dict[str, Any]], got: Events, request: Request
 def _sampling(got: Events, request: Request) -> str:
     if got.exact:
         return "every token of every rank"
-    return (f"every rank; {got.simulated_tokens} and {got.simulated_tokens // 2} tokens, continued in a straight line "
-            f"to {request.shape.tokens}")
+    return (
+        f"every rank; {got.simulated_tokens} and {got.simulated_tokens // 2} tokens, continued in a straight line "
+        f"to {request.shape.tokens}"
+    )
 
 
 def _print_header(request: Request, engine: str, why: str) -> None:
     s, t = request.shape, request.traffic
     print(f"# hybrid_ep simulate  {request.cluster.name}: {request.cluster.summary}")
-    print(f"# EP {s.ranks} ({s.nodes} x {s.ranks_per_node})  tokens {s.tokens}  hidden {s.hidden}  topk {s.topk}/"
-          f"{s.experts}  {request.dtype}  routing {request.routing_text}  SMs {request.num_sms}  chunk {request.chunk}")
+    print(
+        f"# EP {s.ranks} ({s.nodes} x {s.ranks_per_node})  tokens {s.tokens}  hidden {s.hidden}  topk {s.topk}/"
+        f"{s.experts}  {request.dtype}  routing {request.routing_text}  SMs {request.num_sms}  chunk {request.chunk}"
+    )
     print(f"# kernels {request.kernels.name}: {request.kernels.summary}")
     print(f"# engine {engine} ({why}); logical bandwidth counts local rows, physical only what crosses; GB = 1e9 B")
-    print(f"# a token goes to {t.ranks_per_token:.2f} ranks on {t.nodes_per_token:.2f} nodes; imbalance ratio "
-          f"{t.imbalance:.2f}")
+    print(
+        f"# a token goes to {t.ranks_per_token:.2f} ranks on {t.nodes_per_token:.2f} nodes; imbalance ratio "
+        f"{t.imbalance:.2f}"
+    )
 
 
 def _print_operation(op: str, got: dict[str, Any], num_sms: int) -> None:
     by_model = f"   (model {got['model_kernel_us']:.1f} us)" if "model_kernel_us" in got else ""
-    print(f"{op:<9} {got['dtype']}  kernel {got['kernel_us']:8.1f} us   call {got['api_us']:8.1f} us   "
-          f"binds: {got['binds']}{by_model}")
+    print(
+        f"{op:<9} {got['dtype']}  kernel {got['kernel_us']:8.1f} us   call {got['api_us']:8.1f} us   "
+        f"binds: {got['binds']}{by_model}"
+    )
     for link in ("nvlink", "rail"):
         if got["physical_gb_per_s"][link]:
-            print(f"  {link:<7} physical {got['physical_gb_per_s'][link]:6.1f} GB/s   logical "
-                  f"{got['logical_gb_per_s'][link]:6.1f} GB/s")
+            print(
+                f"  {link:<7} physical {got['physical_gb_per_s'][link]:6.1f} GB/s   logical "
+                f"{got['logical_gb_per_s'][link]:6.1f} GB/s"
+            )
     bounds = "  ".join(f"{name} {us:.0f}" for name, us in got["bounds_us"].items() if us)
     print(f"  busy    {bounds}  (us, each resource alone: none can be beaten)")
     shares = "  ".join(f"{role} {share:.0%}" for role, share in got["sm_busy"].items())

@@ -54,8 +54,19 @@ class Request:
         text = f"file:{args.load}" if args.load else args.routing
         choices = routing.parse(text, shape, args.seed)
         traffic = routing.uniform(shape) if choices is None else routing.count(choices, shape)
-        return cls(cluster, shape, args.dtype, text, args.seed, args.num_sms, args.chunk, args.engine, traffic,
-                   choices, KERNELS[args.kernels])
+        return cls(
+            cluster,
+            shape,
+            args.dtype,
+            text,
+            args.seed,
+            args.num_sms,
+            args.chunk,
+            args.engine,
+            traffic,
+            choices,
+            KERNELS[args.kernels],
+        )
 
     def tuned(self) -> Tuning:
         """SMs and chunk that the model suggests for this exchange."""

@@ -34,22 +34,37 @@ def _point(request: Request, name: str, value: int, shape: Shape, num_sms: int, 
     traffic = request.traffic
     if shape != request.shape:
         traffic = routing.traffic_of(request.routing_text, shape, request.seed)
-    got = {op: model.predict(op, shape, request.cluster, num_sms=num_sms, chunk=chunk, traffic=traffic,
-                             dtype=request.dtype if op == "dispatch" else "bf16", impl=request.kernels)
-           for op in model.OPS}
-    return {name: value, "dispatch_us": got["dispatch"].api_us, "combine_us": got["combine"].api_us,
-            "binds": got["dispatch"].binds}
+    got = {
+        op: model.predict(
+            op,
+            shape,
+            request.cluster,
+            num_sms=num_sms,
+            chunk=chunk,
+            traffic=traffic,
+            dtype=request.dtype if op == "dispatch" else "bf16",
+            impl=request.kernels,
+        )
+        for op in model.OPS
+    }
+    return {
+        name: value,
+        "dispatch_us": got["dispatch"].api_us,
+        "combine_us": got["combine"].api_us,
+        "binds": got["dispatch"].binds,
+    }
 
 
 def _over_sms(request: Request) -> list[dict[str, Any]]:
     most = request.cluster.gpu.num_sms.value
-    return [_point(request, "num_sms", n, request.shape, n, request.chunk)
-            for n in track([n for n in _SMS if n <= most], "SMs")]
+    return [
+        _point(request, "num_sms", n, request.shape, n, request.chunk)
+        for n in track([n for n in _SMS if n <= most], "SMs")
+    ]
 
 
 def _over_chunk(request: Request) -> list[dict[str, Any]]:
-    return [_point(request, "chunk", c, request.shape, request.num_sms, c)
-            for c in track(_CHUNKS, "chunks")]
+    return [_point(request, "chunk", c, request.shape, request.num_sms, c) for c in track(_CHUNKS, "chunks")]
 
 
 def _over_ranks(request: Request) -> list[dict[str, Any]]:
@@ -72,8 +87,15 @@ def draw(request: Request, tables: dict[str, list[dict[str, Any]]], stem: Path) 
     titles = {"num_sms": "SMs of an operation", "chunk": "rows of a rail message", "ranks": "EP size"}
     for panel, (name, points) in zip(panels, tables.items(), strict=True):
         for op, colour, mark in (("dispatch", plotting.BLUE, "o"), ("combine", plotting.RED, "s")):
-            panel.plot([p[name] for p in points], [p[f"{op}_us"] / 1e3 for p in points], color=colour, marker=mark,
-                       markersize=3.5, linewidth=1.4, label=op)
+            panel.plot(
+                [p[name] for p in points],
+                [p[f"{op}_us"] / 1e3 for p in points],
+                color=colour,
+                marker=mark,
+                markersize=3.5,
+                linewidth=1.4,
+                label=op,
+            )
         panel.set_xscale("log", base=2)
         ticks = [p[name] for p in points]
         plotting.label_ticks(panel.xaxis, ticks, ticks)
@@ -83,6 +105,9 @@ def draw(request: Request, tables: dict[str, list[dict[str, Any]]], stem: Path) 
     panels[0].set_ylim(0, None)
     panels[0].legend()
     s = request.shape
-    plotting.note(figure, f"Predicted: {request.cluster.name}, EP {s.ranks}, {s.tokens} tokens, hidden {s.hidden}, "
-                  f"top-{s.topk} of {s.experts}, {request.dtype}, {request.num_sms} SMs, chunk {request.chunk}")
+    plotting.note(
+        figure,
+        f"Predicted: {request.cluster.name}, EP {s.ranks}, {s.tokens} tokens, hidden {s.hidden}, "
+        f"top-{s.topk} of {s.experts}, {request.dtype}, {request.num_sms} SMs, chunk {request.chunk}",
+    )
     return plotting.save(figure, stem)

@@ -21,9 +21,11 @@ from hybrid_ep.perf.shape import Shape
 _HOST_SMS, _GPU_SMS = (1, 2, 4, 8), (2, 4, 8, 12, 16, 24, 32, 48, 64)
 _CHUNKS = (8, 16, 32, 64, 128)
 _RANKS = 4
-_DEFAULTS = {"host": {"tokens": (1024,), "hidden": 2048, "experts": 64},
-             "cuda": {"tokens": (4096,), "hidden": 7168, "experts": 256},
-             "sim": {"tokens": (4096,), "hidden": 7168, "experts": 256}}
+_DEFAULTS = {
+    "host": {"tokens": (1024,), "hidden": 2048, "experts": 64},
+    "cuda": {"tokens": (4096,), "hidden": 7168, "experts": 256},
+    "sim": {"tokens": (4096,), "hidden": 7168, "experts": 256},
+}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,8 +34,9 @@ def add_arguments(parser: Parser) -> None:
     where.add_argument("--backend", choices=BACKENDS, default="host", help="host tunes blocks, sim a cluster elsewhere")
     where.add_argument("--ranks", type=int, help=f"host, cuda: processes to launch, {_RANKS} if not given")
     where.add_argument("--ranks-per-node", type=int, help="ranks of one NVLink domain, all if not given")
-    where.add_argument("--cluster", choices=tuple(clusters.CLUSTERS), help="sim: GPUs and links, h100_8x400g if not "
-                       "given")
+    where.add_argument(
+        "--cluster", choices=tuple(clusters.CLUSTERS), help="sim: GPUs and links, h100_8x400g if not given"
+    )
     where.add_argument("--nodes", type=int, help="sim: NVLink domains of the EP group, 1 if not given")
     what = parser.add_argument_group("what for")
     what.add_argument("--tokens", type=int_list, help="of each rank, a list; 4096 if not given, of host 1024")
@@ -73,8 +76,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         return _predict(args)
     for name in ("cluster", "nodes"):
         if getattr(args, name) is not None:
-            raise UsageError(f"--{name} {getattr(args, name)}: only --backend sim takes it; give --ranks and "
-                             "--ranks-per-node, or --backend sim")
+            raise UsageError(
+                f"--{name} {getattr(args, name)}: only --backend sim takes it; give --ranks and "
+                "--ranks-per-node, or --backend sim"
+            )
     if launch.is_rank():
         return _run_rank(args)
     ranks = _RANKS if args.ranks is None else args.ranks
@@ -91,8 +96,18 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def _checked(args: argparse.Namespace, ranks: int) -> tuning.Key:
     """The bench's rules for the same flags."""
-    rest = {"op": (), "routing": "uniform", "imbalance": None, "ragged": "none", "permute": True, "route_as": "topk",
-            "chain": 0, "cuda_graph": False, "check": 1, "average": 3}
+    rest = {
+        "op": (),
+        "routing": "uniform",
+        "imbalance": None,
+        "ragged": "none",
+        "permute": True,
+        "route_as": "topk",
+        "chain": 0,
+        "cuda_graph": False,
+        "check": 1,
+        "average": 3,
+    }
     found = make_config(argparse.Namespace(**(vars(args) | rest)), ranks)
     return tuning.Key(found.num_ranks, found.num_local_ranks, found.hidden, found.num_experts)
 
@@ -108,12 +123,22 @@ def _predict(args: argparse.Namespace) -> int:
     try:
         local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
         nodes = 1 if args.nodes is None else args.nodes
-        grids = [predicted.grid(Shape(nodes * local, local, tokens, args.hidden, args.topk, args.experts), cluster,
-                                args.dtype, args.num_sms, args.chunk) for tokens in args.tokens]
+        grids = [
+            predicted.grid(
+                Shape(nodes * local, local, tokens, args.hidden, args.topk, args.experts),
+                cluster,
+                args.dtype,
+                args.num_sms,
+                args.chunk,
+            )
+            for tokens in args.tokens
+        ]
     except ValueError as error:
         raise UsageError(str(error)) from None
-    title = (f"{cluster.name}: {cluster.summary}  EP {nodes * local} ({nodes} x {local})  hidden {args.hidden}  topk "
-             f"{args.topk}/{args.experts}  {args.dtype}")
+    title = (
+        f"{cluster.name}: {cluster.summary}  EP {nodes * local} ({nodes} x {local})  hidden {args.hidden}  topk "
+        f"{args.topk}/{args.experts}  {args.dtype}"
+    )
     for line in report.header_lines(title, simulated=True):
         print(line)
     for grid in grids:
@@ -135,8 +160,10 @@ def _run_rank(args: argparse.Namespace) -> int:
         described = {"source": args.backend, **environment.describe()}
         tuner = Tuner(world, key, args.topk, args.dtype, max(args.tokens), args.backend)
         nodes = key.num_ranks // key.num_local_ranks
-        title = (f"{tuner.device}  EP {key.num_ranks} ({nodes} x {key.num_local_ranks})  hidden {key.hidden}  topk "
-                 f"{args.topk}/{key.num_experts}  {args.dtype}  load {described['load_average'][0]:.1f}")
+        title = (
+            f"{tuner.device}  EP {key.num_ranks} ({nodes} x {key.num_local_ranks})  hidden {key.hidden}  topk "
+            f"{args.topk}/{key.num_experts}  {args.dtype}  load {described['load_average'][0]:.1f}"
+        )
         show = print if world.rank == 0 else (lambda *_, **__: None)
         for line in report.header_lines(title, simulated=False):
             show(line, flush=True)
@@ -160,7 +187,10 @@ def _run_rank(args: argparse.Namespace) -> int:
 
 def _finish(args: argparse.Namespace, grids: list, environment: dict) -> None:
     if args.out:
-        print(f"# written: {args.out}, {report.write(args.out, grids, environment)} entries; use it with "
-              f"HYBRID_EP_TUNING={args.out} or --hybrid-ep-tuning {args.out}", flush=True)
+        print(
+            f"# written: {args.out}, {report.write(args.out, grids, environment)} entries; use it with "
+            f"HYBRID_EP_TUNING={args.out} or --hybrid-ep-tuning {args.out}",
+            flush=True,
+        )
     else:
         print("# not written anywhere: -o FILE", flush=True)

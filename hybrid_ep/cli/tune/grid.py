@@ -80,9 +80,15 @@ class Grid:
     def entry(self) -> dict[str, Any]:
         """For the file: what a buffer reads, and beside it what a reader wants to know."""
         found = Entry(self.device, self.key, self.tokens, self.topk, self.dtype, self.settings).to_json()
-        compared = {op: {"tuned": asdict(self.chosen(op)), "default": asdict(self.at(op, self.default)),
-                         "analytic": asdict(self.at(op, self.analytic)) if self.analytic else None,
-                         "front": [asdict(p) for p in self.front(op)]} for op in OPS}
+        compared = {
+            op: {
+                "tuned": asdict(self.chosen(op)),
+                "default": asdict(self.at(op, self.default)),
+                "analytic": asdict(self.at(op, self.analytic)) if self.analytic else None,
+                "front": [asdict(p) for p in self.front(op)],
+            }
+            for op in OPS
+        }
         return {**found, "operations": compared, "points": [asdict(p) for p in self.points]}
 
     def _of(self, op: str) -> Iterable[Point]:

@@ -33,8 +33,14 @@ class Tuner:
         self.world, self.key, self.topk, self.dtype = world, key, topk, dtype
         self.device = device_name(world.device)
         self.buffer = HybridEPBuffer(
-            world.group, key.hidden, largest, key.num_experts // key.num_ranks, executor=executor,
-            num_of_hybrid_ep_ranks_per_nvlink_domain=key.num_local_ranks, tuning="")  # an older file decides nothing
+            world.group,
+            key.hidden,
+            largest,
+            key.num_experts // key.num_ranks,
+            executor=executor,
+            num_of_hybrid_ep_ranks_per_nvlink_domain=key.num_local_ranks,
+            tuning="",
+        )  # an older file decides nothing
         c = self.buffer.config
         self.default = Setting(c.num_of_blocks_dispatch_api, DEFAULT_CHUNK_TOKENS)
 
@@ -47,8 +53,9 @@ class Tuner:
         shape = Shape(k.num_ranks, k.num_local_ranks, tokens, k.hidden, self.topk, k.num_experts)
         return suggestion(shape, cluster, self.dtype)
 
-    def grid(self, tokens: int, num_sms: Iterable[int], chunks: Iterable[int], warmup: int, iterations: int,
-             seed: int) -> tuple[Grid, int]:
+    def grid(
+        self, tokens: int, num_sms: Iterable[int], chunks: Iterable[int], warmup: int, iterations: int, seed: int
+    ) -> tuple[Grid, int]:
         """(times of all ranks' slowest, elements in which any setting changed a result)."""
         analytic = self.analytic(tokens)
         extra = {self.default} | ({analytic} if analytic else set())
@@ -65,22 +72,32 @@ class Tuner:
         found = Grid(self.device, self.key, tokens, self.topk, self.dtype, tuple(points), self.default, analytic)
         return found, self.world.reduce(wrong)
 
-    def _sweep(self, tokens: int, settings: list[Setting], samples: Samples, warmup: int, iterations: int,
-               seed: int) -> int:
+    def _sweep(
+        self, tokens: int, settings: list[Setting], samples: Samples, warmup: int, iterations: int, seed: int
+    ) -> int:
         world, key = self.world, self.key
-        routing = generate(RoutingSpec("uniform"), [tokens] * key.num_ranks, key.num_experts, self.topk,
-                           seed)[world.rank]
+        routing = generate(RoutingSpec("uniform"), [tokens] * key.num_ranks, key.num_experts, self.topk, seed)[
+            world.rank
+        ]
         rows = checks.make_rows(world.rank, tokens, key.hidden, self.dtype, self.topk, seed)
         x, scales = (None if t is None else t.to(world.device) for t in checks.payload(rows, self.dtype))
-        call = {"hidden": x, "scaling_factor": scales, "num_of_experts": key.num_experts,
-                "topk_idx": routing.topk_idx.to(world.device), "topk_weights": routing.topk_weights.to(world.device)}
+        call = {
+            "hidden": x,
+            "scaling_factor": scales,
+            "num_of_experts": key.num_experts,
+            "topk_idx": routing.topk_idx.to(world.device),
+            "topk_weights": routing.topk_weights.to(world.device),
+        }
         wrong, first, expert_rows = 0, None, None
         turns = range(-max(1, warmup), iterations)
         for iteration in track(turns, "iterations") if world.rank == 0 else turns:
             for s in settings:
                 self.buffer.update_template_config(
-                    num_of_blocks_dispatch_api=s.num_sms, num_of_blocks_combine_api=s.num_sms,
-                    num_of_tokens_per_chunk_dispatch_api=s.chunk, num_of_tokens_per_chunk_combine_api=s.chunk)
+                    num_of_blocks_dispatch_api=s.num_sms,
+                    num_of_blocks_combine_api=s.num_sms,
+                    num_of_tokens_per_chunk_dispatch_api=s.chunk,
+                    num_of_tokens_per_chunk_combine_api=s.chunk,
+                )
                 kept = samples if iteration >= 0 else {}
                 name = f"{s.num_sms} {s.chunk}"
                 done = world.timed(kept, ("dispatch", name), lambda: self.buffer.dispatch_with_permute(**call))

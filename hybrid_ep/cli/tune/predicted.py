@@ -42,9 +42,22 @@ def grid(shape: Shape, cluster: Cluster, dtype: str, num_sms: tuple[int, ...], c
     settings = {Setting(s, c) for s in num_sms for c in chunks} | {untuned, analytic}
     traffic = routing.uniform(shape)
     points = tuple(
-        Point(op, s.num_sms, s.chunk,
-              model.predict(op, shape, cluster, num_sms=s.num_sms, chunk=s.chunk, traffic=traffic,
-                            dtype=dtype if op == "dispatch" else "bf16").api_us)
-        for op in OPS for s in sorted(settings, key=lambda s: (s.num_sms, s.chunk)))
+        Point(
+            op,
+            s.num_sms,
+            s.chunk,
+            model.predict(
+                op,
+                shape,
+                cluster,
+                num_sms=s.num_sms,
+                chunk=s.chunk,
+                traffic=traffic,
+                dtype=dtype if op == "dispatch" else "bf16",
+            ).api_us,
+        )
+        for op in OPS
+        for s in sorted(settings, key=lambda s: (s.num_sms, s.chunk))
+    )
     key = Key(shape.ranks, shape.ranks_per_node, shape.hidden, shape.experts)
     return Grid(gpu_word(cluster), key, shape.tokens, shape.topk, dtype, points, untuned, analytic)

@@ -16,8 +16,10 @@ def header_lines(title: str, simulated: bool) -> Iterator[str]:
     if simulated:
         yield "# SIMULATED: predictions of hybrid_ep's performance model, not measurements (docs/performance_model.md)"
     yield f"# hybrid-ep tune  {title}"
-    yield (f"# *: Pareto front of time against SMs.  tuned: fewest SMs within {SMS_WITHIN - 1:.0%} of the fastest, "
-           f"then the largest chunk within {CHUNK_WITHIN - 1:.0%}")
+    yield (
+        f"# *: Pareto front of time against SMs.  tuned: fewest SMs within {SMS_WITHIN - 1:.0%} of the fastest, "
+        f"then the largest chunk within {CHUNK_WITHIN - 1:.0%}"
+    )
     yield "# default: what a buffer takes without a file.  analytic: what the performance model suggests"
     yield f"#{'tokens':>7}{'op':>10}{'sms':>5}{'chunk':>7}{'time us':>11}{'p10':>11}{'p90':>11}  vs_default"
 
@@ -30,12 +32,15 @@ def grid_lines(grid: Grid) -> Iterator[str]:
         for p in (p for p in grid.points if p.op == op):
             said = [word for word, it in (("tuned", tuned), ("default", default), ("analytic", analytic)) if p == it]
             spread = "".join(f"{'-' if v is None else format(v, '.1f'):>11}" for v in (p.p10_us, p.p90_us))
-            yield (f"{grid.tokens:>8}{op:>10}{p.num_sms:>5}{p.chunk:>7}{p.time_us:>11.1f}{spread}"
-                   f"{p.time_us / default.time_us:>10.2f} {'*' if p in front else ' '} {', '.join(said)}".rstrip())
+            yield (
+                f"{grid.tokens:>8}{op:>10}{p.num_sms:>5}{p.chunk:>7}{p.time_us:>11.1f}{spread}"
+                f"{p.time_us / default.time_us:>10.2f} {'*' if p in front else ' '} {', '.join(said)}".rstrip()
+            )
         for name, other in (("default", default), ("analytic", analytic)):
             if other is not None:
-                yield (f"# {op} at {grid.tokens} tokens: tuned {_say(tuned)}; {name} {_say(other)}: "
-                       f"{_ratio(tuned, other)}")
+                yield (
+                    f"# {op} at {grid.tokens} tokens: tuned {_say(tuned)}; {name} {_say(other)}: {_ratio(tuned, other)}"
+                )
 
 
 def _say(p: Point) -> str:
@@ -43,8 +48,10 @@ def _say(p: Point) -> str:
 
 
 def _ratio(tuned: Point, other: Point) -> str:
-    return (f"{other.time_us / tuned.time_us:.2f} times the tuned time with "
-            f"{other.num_sms / tuned.num_sms:.2g} times its SMs")
+    return (
+        f"{other.time_us / tuned.time_us:.2f} times the tuned time with "
+        f"{other.num_sms / tuned.num_sms:.2g} times its SMs"
+    )
 
 
 def write(path: str, grids: list[Grid], environment: dict[str, Any]) -> int:

@@ -16,21 +16,28 @@ import build
 HERE = Path(__file__).resolve().parent
 # file -> (what, old text, new text)
 MUTANTS = {
-    "memory.cpp": (
-        ("bounds are not looked at", "if (!r || at + n > base_of(*r) + r->bytes ||", "if (!r ||"),
-    ),
+    "memory.cpp": (("bounds are not looked at", "if (!r || at + n > base_of(*r) + r->bytes ||", "if (!r ||"),),
     "access.cpp": (
-        ("alignment of global accesses is not looked at",
-         "if (at & (n - 1) || !c.machine->memory", "if (!c.machine->memory"),
-        ("unwritten shared memory is not noticed",
-         "used & ~s.written_bits(off, n)", "used & ~s.written_bits(off, n) & 0"),
+        (
+            "alignment of global accesses is not looked at",
+            "if (at & (n - 1) || !c.machine->memory",
+            "if (!c.machine->memory",
+        ),
+        (
+            "unwritten shared memory is not noticed",
+            "used & ~s.written_bits(off, n)",
+            "used & ~s.written_bits(off, n) & 0",
+        ),
         ("every byte of a vector counts as used", "const u32 used = i.used_bytes &", "const u32 used ="),
     ),
     "bulk.cpp": (
         ("a bulk copy may have any size", "if (k.bytes % 16)", "if (k.bytes % 1)"),
         ("a bulk copy's source need not be written", "!= 0xffff", "== 0x12345"),
-        ("pending groups are done",
-         "const s64 n = s64(l.committed.size()) - i.offset;", "const s64 n = s64(l.committed.size());"),
+        (
+            "pending groups are done",
+            "const s64 n = s64(l.committed.size()) - i.offset;",
+            "const s64 n = s64(l.committed.size());",
+        ),
     ),
     "mbarrier.cpp": (
         ("arrivals are not counted", "if (m->pending <= 0)", "if (m->pending <= -9)"),
@@ -38,8 +45,11 @@ MUTANTS = {
         ("a phase ends without its bytes", "m.pending != 0 || m.bytes != 0", "m.pending != 0"),
     ),
     "meet.cpp": (
-        ("lanes that have left are waited for",
-         "first.members & w.live) != (first.members & w.live)", "first.members) != first.members"),
+        (
+            "lanes that have left are waited for",
+            "first.members & w.live) != (first.members & w.live)",
+            "first.members) != first.members",
+        ),
         ("a barrier opens one thread early", "bar.arrived < b.live", "bar.arrived + 1 < b.live"),
         ("a vote orders memory", "if (races && i.offset == kWarpSync)", "if (races)"),
     ),
@@ -49,14 +59,20 @@ MUTANTS = {
     "races.cpp": (
         ("a relaxed load acquires", "l.pending[u8(least)].join(it->second.clocks)", "l.known.join(it->second.clocks)"),
         ("a fence of any scope acquires", "s <= u8(scope); ++s", "s < 4; ++s"),
-        ("scopes are not looked at",
-         "return includes(s.scope, s.component, by) && includes(", "return true || includes("),
+        (
+            "scopes are not looked at",
+            "return includes(s.scope, s.component, by) && includes(",
+            "return true || includes(",
+        ),
         ("a release's scope is not looked at", "return includes(s.scope, s.component, by) && ", "return "),
         ("devices share a scope", "x.device == y.device", "x.device >= 0"),
         ("a chain of atomics is cut", "if (!rmw) syncs_.erase(at);", "syncs_.erase(at);"),
         ("a relaxed store releases", "if (!i.release && !by_fence) {", "if (false) {"),
-        ("what a thread does behind a release counts as before",
-         "l.own++);\n  return l.known;", "l.own + 1);\n  return l.known;"),
+        (
+            "what a thread does behind a release counts as before",
+            "l.own++);\n  return l.known;",
+            "l.own + 1);\n  return l.known;",
+        ),
         ("a fence of shared memory covers global memory", "if (spaces & 2)", "if (spaces)"),
         ("a wait for reads is one for writes", "if (!read) lane(w)", "lane(w)"),
     ),
@@ -72,15 +88,24 @@ MUTANTS = {
         ("clocks share what they must not", "else if (!table_.alone())", "else if (false)"),
     ),
     "alu_operations.h": (
-        ("halves of a pair change places", "Round::apply(upper) << 16 | Round::apply(lower)",
-         "Round::apply(lower) << 16 | Round::apply(upper)"),
+        (
+            "halves of a pair change places",
+            "Round::apply(upper) << 16 | Round::apply(lower)",
+            "Round::apply(lower) << 16 | Round::apply(upper)",
+        ),
         ("ties are rounded up", "below == 0x8000 && kept % 2 != 0", "below == 0x8000"),
     ),
     "allocate.cpp": (
-        ("a register's row is free too early",
-         "if (a.to >= i.from) return false;", "if (a.to >= i.from + 2) return false;"),
-        ("loops do not keep registers alive",
-         "for (bool changed = true; changed;) {", "for (bool changed = false; changed;) {"),
+        (
+            "a register's row is free too early",
+            "if (a.to >= i.from) return false;",
+            "if (a.to >= i.from + 2) return false;",
+        ),
+        (
+            "loops do not keep registers alive",
+            "for (bool changed = true; changed;) {",
+            "for (bool changed = false; changed;) {",
+        ),
     ),
 }
 

@@ -14,10 +14,15 @@ from hybrid_ep.balance.placement import NEAR_FRESH
 ROUNDED = 1e-6  # of a mean, by shares in integers
 
 # (kind, value, experts, slots, ranks, nodes, groups, drift): None for loads of an unrelated layer
-MOVES = [("zipf", 2.0, 256, 288, 32, 1, 0, 0.5), ("zipf", 1.2, 256, 288, 32, 4, 8, None),
-         ("lognormal", 2.0, 256, 320, 64, 1, 0, 0.5), ("zipf", 0.8, 256, 272, 16, 1, 0, None),
-         ("zipf", 1.2, 256, 256, 32, 1, 0, 0.5), ("lognormal", 1.0, 64, 80, 16, 4, 8, 0.5),
-         ("zipf", 2.5, 32, 40, 8, 1, 0, 0.5)]
+MOVES = [
+    ("zipf", 2.0, 256, 288, 32, 1, 0, 0.5),
+    ("zipf", 1.2, 256, 288, 32, 4, 8, None),
+    ("lognormal", 2.0, 256, 320, 64, 1, 0, 0.5),
+    ("zipf", 0.8, 256, 272, 16, 1, 0, None),
+    ("zipf", 1.2, 256, 256, 32, 1, 0, 0.5),
+    ("lognormal", 1.0, 64, 80, 16, 4, 8, 0.5),
+    ("zipf", 2.5, 32, 40, 8, 1, 0, 0.5),
+]
 
 
 def moving(kind, value, experts, slots, ranks, nodes, groups, drift, layers=3):
@@ -50,8 +55,14 @@ def test_an_improvement_ends_near_a_fresh_plan(case):
 
 
 # Where single steps stick and the way back from a fresh plan is long: 143, 112 and 180 slots when it was cut short.
-@pytest.mark.parametrize("kind, value, slots, ranks, drift, seed, most", [
-    ("zipf", 1.2, 320, 64, 0.15, 3, 80), ("zipf", 2.0, 272, 16, 0.15, 4, 40), ("lognormal", 2.0, 320, 64, 0.5, 5, 110)])
+@pytest.mark.parametrize(
+    "kind, value, slots, ranks, drift, seed, most",
+    [
+        ("zipf", 1.2, 320, 64, 0.15, 3, 80),
+        ("zipf", 2.0, 272, 16, 0.15, 4, 40),
+        ("lognormal", 2.0, 320, 64, 0.5, 5, 110),
+    ],
+)
 def test_few_slots_change_where_steps_stick(kind, value, slots, ranks, drift, seed, most):
     rng = np.random.default_rng(seed)
     share = loads.popularity(rng, 4, 256, kind, value)
@@ -68,16 +79,22 @@ def test_the_front_trades_slots_for_balance():
             assert a.moved < b.moved and a.imbalance > b.imbalance
         for p in points:
             assert (p.phy2log != current[layer]).sum() == p.moved
-        fresh = balance.plan_placement(load[layer:layer + 1], **shape).imbalance()[0]
+        fresh = balance.plan_placement(load[layer : layer + 1], **shape).imbalance()[0]
         assert points[-1].imbalance <= fresh + NEAR_FRESH + ROUNDED
     with pytest.raises(ValueError, match="current"):
         balance.placement_front(load, **shape)
 
 
 # What a fresh plan may leave: 1 to 4 %, where it was 9 to 43 %.
-STEEP = [("zipf", 2.0, 256, 288, 32, 0.0083), ("zipf", 2.0, 256, 320, 64, 0.035), ("zipf", 2.5, 256, 272, 16, 0.0001),
-         ("zipf", 2.5, 256, 288, 32, 0.039), ("zipf", 3.0, 256, 288, 32, 0.025), ("zipf", 3.0, 32, 40, 8, 0.035),
-         ("zipf", 2.5, 32, 40, 8, 0.017)]
+STEEP = [
+    ("zipf", 2.0, 256, 288, 32, 0.0083),
+    ("zipf", 2.0, 256, 320, 64, 0.035),
+    ("zipf", 2.5, 256, 272, 16, 0.0001),
+    ("zipf", 2.5, 256, 288, 32, 0.039),
+    ("zipf", 3.0, 256, 288, 32, 0.025),
+    ("zipf", 3.0, 32, 40, 8, 0.035),
+    ("zipf", 2.5, 32, 40, 8, 0.017),
+]
 
 
 @pytest.mark.parametrize("kind, value, experts, slots, ranks, most", STEEP)

@@ -30,13 +30,22 @@ def problems(draw):
     if draw(st.booleans()):  # equal loads: ties decide
         counts = rng.integers(0, 3, counts.shape) * draw(st.sampled_from([1, 100]))
     counts[rng.random(num_ranks) < 0.2] = 0
-    return counts, home, MicrobatchOptions(
-        spare_slots=draw(st.integers(0, 3)), num_nodes=num_nodes, within_node=draw(st.booleans()),
-        epsilon=draw(st.sampled_from([0.0, 0.01, 0.2])), min_chunk=draw(st.sampled_from([1, 5, 200])),
-        skip_below=draw(st.sampled_from([0.0, 0.03, 0.5])), instance_cost=draw(st.sampled_from([0, 3, 64])),
-        tile=draw(st.sampled_from([1, 8, 128])), fan_out=draw(st.sampled_from([None, 1, 2])),
-        search_nodes=draw(st.sampled_from([0, 7, 1000])),
-        strategy=draw(st.sampled_from(["best", "best", "alias", "best_fit"])),
+    return (
+        counts,
+        home,
+        MicrobatchOptions(
+            spare_slots=draw(st.integers(0, 3)),
+            num_nodes=num_nodes,
+            within_node=draw(st.booleans()),
+            epsilon=draw(st.sampled_from([0.0, 0.01, 0.2])),
+            min_chunk=draw(st.sampled_from([1, 5, 200])),
+            skip_below=draw(st.sampled_from([0.0, 0.03, 0.5])),
+            instance_cost=draw(st.sampled_from([0, 3, 64])),
+            tile=draw(st.sampled_from([1, 8, 128])),
+            fan_out=draw(st.sampled_from([None, 1, 2])),
+            search_nodes=draw(st.sampled_from([0, 7, 1000])),
+            strategy=draw(st.sampled_from(["best", "best", "alias", "best_fit"])),
+        ),
     )
 
 
@@ -67,8 +76,9 @@ def test_core_and_twin_agree(problem):
     assert p.slot_expert.tolist() == expert
     assert p.slot_tokens.tolist() == tokens
     for source in range(len(counts)):
-        share = twin_microbatch.share_of_source(counts.tolist(), home.tolist(), expert, tokens, options.num_nodes,
-                                                source)
+        share = twin_microbatch.share_of_source(
+            counts.tolist(), home.tolist(), expert, tokens, options.num_nodes, source
+        )
         assert p.share_of_source(source).tolist() == share
 
 
@@ -91,8 +101,9 @@ def test_invariants(problem):
     assert options.fan_out is None or pushed.max() <= options.fan_out
     if options.epsilon == 0:
         assert p.num_copies <= len(counts) - 1
-    before = cost_of_ranks(balance.plan_microbatch(counts, home, spare_slots=0, tile=options.tile,
-                                                   instance_cost=options.instance_cost)).max()
+    before = cost_of_ranks(
+        balance.plan_microbatch(counts, home, spare_slots=0, tile=options.tile, instance_cost=options.instance_cost)
+    ).max()
     after = cost_of_ranks(p).max()
     assert after < before if p.num_copies else after == before
     if p.num_copies and options.instance_cost == 0 and options.tile == 1:
@@ -206,20 +217,31 @@ def test_homes_may_change_between_plans():
         planner.home = home[1:]
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"epsilon": -0.1}, "epsilon"), ({"num_nodes": 3}, "num_nodes"), ({"spare_slots": -1}, "spare_slots"),
-    ({"min_chunk": 0}, "min_chunk"), ({"tile": 0}, "tile"), ({"fan_out": 0}, "fan_out"),
-    ({"strategy": "magic"}, "strategy"), ({"home": [9] * 8}, "home"), ({"home": [0]}, "home"),
-    ({"search_nodes": -1}, "search_nodes"), ({"instance_cost": -1}, "instance_cost"),
-    ({"skip_below": -1}, "skip_below"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"epsilon": -0.1}, "epsilon"),
+        ({"num_nodes": 3}, "num_nodes"),
+        ({"spare_slots": -1}, "spare_slots"),
+        ({"min_chunk": 0}, "min_chunk"),
+        ({"tile": 0}, "tile"),
+        ({"fan_out": 0}, "fan_out"),
+        ({"strategy": "magic"}, "strategy"),
+        ({"home": [9] * 8}, "home"),
+        ({"home": [0]}, "home"),
+        ({"search_nodes": -1}, "search_nodes"),
+        ({"instance_cost": -1}, "instance_cost"),
+        ({"skip_below": -1}, "skip_below"),
+    ],
+)
 def test_bad_options_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         balance.plan_microbatch(np.ones((4, 8), np.int64), **change)
 
 
-@pytest.mark.parametrize("counts", [np.ones((4, 8)), np.ones(4, np.int64), -np.ones((4, 8), np.int64),
-                                    np.full((4, 8), 1 << 41)])
+@pytest.mark.parametrize(
+    "counts", [np.ones((4, 8)), np.ones(4, np.int64), -np.ones((4, 8), np.int64), np.full((4, 8), 1 << 41)]
+)
 def test_bad_counts_are_named(counts):
     with pytest.raises(ValueError, match="counts"):
         balance.plan_microbatch(counts)
@@ -332,8 +354,11 @@ def test_the_search_is_exact(seed):
     home = rng.integers(0, int(rng.integers(1, num_ranks + 1)), num_experts).tolist()  # the last ranks may be empty
     others = [[-1, *(e for e in range(num_experts) if home[e] != r)] for r in range(num_ranks)]
     low, high = bounds.mean(load, num_ranks), sum(load)
-    best = next(limit for limit in range(low, high + 1)
-                if any(levels(load, home, clones, limit) for clones in itertools.product(*others)))
+    best = next(
+        limit
+        for limit in range(low, high + 1)
+        if any(levels(load, home, clones, limit) for clones in itertools.product(*others))
+    )
     search = OneCloneSearch(load, home, num_ranks)
     assert search.least(low, high) == best >= bounds.clones_fit(load, home, num_ranks, 1)
     if best > low:
@@ -354,8 +379,14 @@ def test_the_bound_knows_that_drained_ranks_need_filling(experts, seeds):
 
 
 # (ranks, blocks of experts hot together, sigma across blocks, spare slots, most imbalance left, most above the bound)
-TOGETHER = [(32, 32, 0.6, 1, 0.20, 0.018), (32, 32, 0.6, 2, 0.03, 0.02), (32, 8, 1.0, 4, 0.0101, 0.0001),
-            (64, 64, 0.6, 1, 0.0101, 0.0001), (16, 16, 0.3, 4, 0.0101, 0.0001), (16, 16, 1.0, 1, 1.0, 0.014)]
+TOGETHER = [
+    (32, 32, 0.6, 1, 0.20, 0.018),
+    (32, 32, 0.6, 2, 0.03, 0.02),
+    (32, 8, 1.0, 4, 0.0101, 0.0001),
+    (64, 64, 0.6, 1, 0.0101, 0.0001),
+    (16, 16, 0.3, 4, 0.0101, 0.0001),
+    (16, 16, 1.0, 1, 1.0, 0.014),
+]
 
 
 @pytest.mark.parametrize("ranks, blocks, across, spare, most, gap", TOGETHER)

@@ -19,8 +19,15 @@ from hybrid_ep.balance.placement import rank_loads
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 from balance_peers import eplb  # noqa: E402
 
-GRID = [("zipf", 0.5), ("zipf", 0.8), ("zipf", 1.0), ("zipf", 1.2), ("lognormal", 0.5), ("lognormal", 1.0),
-        ("lognormal", 1.5)]
+GRID = [
+    ("zipf", 0.5),
+    ("zipf", 0.8),
+    ("zipf", 1.0),
+    ("zipf", 1.2),
+    ("lognormal", 0.5),
+    ("lognormal", 1.0),
+    ("lognormal", 1.5),
+]
 
 
 @st.composite
@@ -128,12 +135,108 @@ def test_with_twins_eplb_may_reach_what_no_legal_placement_does():
 
 # A node of eight ranks with five slots each where constructions and single steps end 0.1 to 4.8 % above EPLB's greedy.
 STEEP = [
-    [16355, 14629, 10904, 9072, 8446, 6182, 5875, 5452, 4771, 4673, 4259, 4188, 3752, 3728, 3657, 3569, 3487,
-     3011, 2836, 2826, 2795, 2716, 2671, 2531, 2445, 2431, 2405, 2367, 2313, 2274, 2148, 2143],
-    [32711, 14629, 8446, 6295, 5972, 5783, 5694, 5529, 4931, 4771, 4580, 4451, 3829, 3680, 3429, 3410, 3024,
-     2974, 2914, 2836, 2735, 2452, 2361, 2313, 2307, 2302, 2268, 2236, 2181, 2143, 2125, 2044],
-    [122430, 91507, 6682, 5470, 4038, 3682, 3618, 3185, 2517, 2111, 1576, 1296, 1245, 1040, 997, 580, 573,
-     527, 524, 518, 448, 366, 360, 327, 291, 237, 237, 195, 119, 96, 82, 65],
+    [
+        16355,
+        14629,
+        10904,
+        9072,
+        8446,
+        6182,
+        5875,
+        5452,
+        4771,
+        4673,
+        4259,
+        4188,
+        3752,
+        3728,
+        3657,
+        3569,
+        3487,
+        3011,
+        2836,
+        2826,
+        2795,
+        2716,
+        2671,
+        2531,
+        2445,
+        2431,
+        2405,
+        2367,
+        2313,
+        2274,
+        2148,
+        2143,
+    ],
+    [
+        32711,
+        14629,
+        8446,
+        6295,
+        5972,
+        5783,
+        5694,
+        5529,
+        4931,
+        4771,
+        4580,
+        4451,
+        3829,
+        3680,
+        3429,
+        3410,
+        3024,
+        2974,
+        2914,
+        2836,
+        2735,
+        2452,
+        2361,
+        2313,
+        2307,
+        2302,
+        2268,
+        2236,
+        2181,
+        2143,
+        2125,
+        2044,
+    ],
+    [
+        122430,
+        91507,
+        6682,
+        5470,
+        4038,
+        3682,
+        3618,
+        3185,
+        2517,
+        2111,
+        1576,
+        1296,
+        1245,
+        1040,
+        997,
+        580,
+        573,
+        527,
+        524,
+        518,
+        448,
+        366,
+        360,
+        327,
+        291,
+        237,
+        237,
+        195,
+        119,
+        96,
+        82,
+        65,
+    ],
 ]
 
 
@@ -182,8 +285,10 @@ def test_core_and_twin_reconsider_alike():
     later = np.rint(loads.drift(rng, share, 0.4) * 1e5).astype(np.int64)
     p = balance.plan_placement(later, 32, 4, current=first.phy2log)
     for load, before, after in zip(later, first.phy2log, p.phy2log, strict=True):
-        assert twin_placement.Placement(load.tolist(), 32, 4).improve(
-            before.tolist(), fresh_of(load, 32, 4), 20_000, 99) == after.tolist()
+        assert (
+            twin_placement.Placement(load.tolist(), 32, 4).improve(before.tolist(), fresh_of(load, 32, 4), 20_000, 99)
+            == after.tolist()
+        )
 
 
 def test_a_rank_keeps_what_it_had_in_its_slots():
@@ -224,13 +329,24 @@ def test_split_bound_is_below_the_even_split():
     assert (p.split_bound() <= p.imbalance() + 1e-6).all()
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"num_slots": 17}, "num_slots"), ({"num_slots": 8}, "num_slots"), ({"num_slots": 128}, "num_slots"),
-    ({"num_nodes": 3}, "num_nodes"), ({"num_groups": 3}, "num_groups"), ({"target": -1}, "target"),
-    ({"load": np.full((1, 16), -1)}, "load"), ({"load": np.ones(16)}, "load"), ({"load": [[np.nan] * 16]}, "load"),
-    ({"current": np.zeros((1, 20), int)}, "current"), ({"current": np.zeros((1, 19), int)}, "current"),
-    ({"current": np.full((1, 20), 16)}, "current"), ({"max_moves": -1}, "max_moves"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_slots": 17}, "num_slots"),
+        ({"num_slots": 8}, "num_slots"),
+        ({"num_slots": 128}, "num_slots"),
+        ({"num_nodes": 3}, "num_nodes"),
+        ({"num_groups": 3}, "num_groups"),
+        ({"target": -1}, "target"),
+        ({"load": np.full((1, 16), -1)}, "load"),
+        ({"load": np.ones(16)}, "load"),
+        ({"load": [[np.nan] * 16]}, "load"),
+        ({"current": np.zeros((1, 20), int)}, "current"),
+        ({"current": np.zeros((1, 19), int)}, "current"),
+        ({"current": np.full((1, 20), 16)}, "current"),
+        ({"max_moves": -1}, "max_moves"),
+    ],
+)
 def test_bad_input_is_named(change, message):
     call = {"load": np.ones((1, 16)), "num_slots": 20, "num_ranks": 4, "current": None} | change
     if message in ("target", "max_moves"):

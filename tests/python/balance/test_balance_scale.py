@@ -45,8 +45,13 @@ def exact_imbalance(load, phy2log, ranks):
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(SHAPES), st.sampled_from(KINDS), st.integers(0, 2**32), st.integers(-900, 900),
-       st.floats(1e-30, 1e30))
+@given(
+    st.sampled_from(SHAPES),
+    st.sampled_from(KINDS),
+    st.integers(0, 2**32),
+    st.integers(-900, 900),
+    st.floats(1e-30, 1e30),
+)
 def test_the_scale_of_a_layer_does_not_change_its_plan(shape, kind, seed, exponent, factor):
     experts, slots, ranks, nodes, groups = shape
     rng = np.random.default_rng(seed)
@@ -59,8 +64,10 @@ def test_the_scale_of_a_layer_does_not_change_its_plan(shape, kind, seed, expone
     again = balance.plan_placement(other, slots, ranks, nodes, num_groups=groups)
     assert (again.phy2log == plan.phy2log).all() and (again.imbalance() == plan.imbalance()).all()
     drifted = load * np.exp(rng.normal(0, 0.3, load.shape))
-    moved = [balance.plan_placement(np.ldexp(drifted, e), slots, ranks, nodes, plan.phy2log, num_groups=groups).phy2log
-             for e in (0, exponent)]
+    moved = [
+        balance.plan_placement(np.ldexp(drifted, e), slots, ranks, nodes, plan.phy2log, num_groups=groups).phy2log
+        for e in (0, exponent)
+    ]
     assert (moved[0] == moved[1]).all()
 
     assert np.abs(fixed_point.integers(load * factor) - fixed_point.integers(load)).max() <= 1
@@ -74,8 +81,10 @@ def test_whole_loads_keep_our_plan_under_any_factor(shape, most, seed, factor):
     experts, slots, ranks, nodes, groups = shape
     load = np.random.default_rng(seed).integers(0, most, (3, experts)).astype(float)
     load[:, 0] = most  # sixteenths to hundred thousandths
-    plans = [_candidates(unit * load, dict(num_slots=slots, num_ranks=ranks, num_nodes=nodes, num_groups=groups))[0]
-             for unit in (1.0, factor)]
+    plans = [
+        _candidates(unit * load, dict(num_slots=slots, num_ranks=ranks, num_nodes=nodes, num_groups=groups))[0]
+        for unit in (1.0, factor)
+    ]
     assert (plans[0] == plans[1]).all()
 
 
@@ -127,8 +136,10 @@ def test_never_worse_than_eplb_for_any_floats(shape, kind, seed, unit):
         assert exact_imbalance(load, plan.phy2log[0], ranks) <= exact_imbalance(load, theirs[0], ranks)
 
 
-@pytest.mark.parametrize("experts, slots, groups, nodes, ranks", [
-    (256, 288, 8, 4, 32), (256, 288, 1, 1, 36), (256, 320, 8, 8, 64), (64, 80, 1, 1, 16), (256, 256, 8, 4, 32)])
+@pytest.mark.parametrize(
+    "experts, slots, groups, nodes, ranks",
+    [(256, 288, 8, 4, 32), (256, 288, 1, 1, 36), (256, 320, 8, 8, 64), (64, 80, 1, 1, 16), (256, 256, 8, 4, 32)],
+)
 def test_the_core_has_eplb_to_the_last_bit(experts, slots, groups, nodes, ranks):
     """Against the description written anew with torch: floats, ties, zeros, thirty magnitudes in a layer."""
     rng = np.random.default_rng(ranks)
@@ -151,8 +162,11 @@ def test_a_bad_load_is_named_by_entry(bad):
     load = np.ones((3, 16))
     plan = balance.plan_placement(load, 20, 4)
     load[2, 11] = bad
-    for call in (lambda: balance.plan_placement(load, 20, 4), lambda: plan.imbalance(load),
-                 lambda: balance.plan_placement(load, 20, 4, current=plan.phy2log),
-                 lambda: balance.rebalance_experts(torch.from_numpy(load), 20, 1, 1, 4)):
+    for call in (
+        lambda: balance.plan_placement(load, 20, 4),
+        lambda: plan.imbalance(load),
+        lambda: balance.plan_placement(load, 20, 4, current=plan.phy2log),
+        lambda: balance.rebalance_experts(torch.from_numpy(load), 20, 1, 1, 4),
+    ):
         with pytest.raises(ValueError, match=r"load\[2, 11\] is"):
             call()

@@ -72,8 +72,8 @@ def collected(path, first, last, run, said):
         c.begin(i)
         routing_map = torch.zeros(i + 1, 3, dtype=torch.bool)
         routing_map[:i, 0] = routing_map[i, 1] = True
-        c.add(4, routing_map[:i // 2])
-        c.add(4, routing_map[i // 2:])
+        c.add(4, routing_map[: i // 2])
+        c.add(4, routing_map[i // 2 :])
         c.end()
     return c
 
@@ -98,8 +98,10 @@ def test_collector_that_ends_early_and_parts_that_differ(tmp_path):
     c.add(4, torch.ones(9, 3, dtype=torch.bool))
     c.close("SIGTERM")
     c.close("again")
-    assert said == [f"SIGTERM: expert loads of iterations 3-4 of 3-5, rank 0 of 1, are in "
-                    f"{tmp_path}/s.jsonl.parts/rank0of1.jsonl; read {path}"]
+    assert said == [
+        f"SIGTERM: expert loads of iterations 3-4 of 3-5, rank 0 of 1, are in "
+        f"{tmp_path}/s.jsonl.parts/rank0of1.jsonl; read {path}"
+    ]
     part = statistics.parts_folder(path) / "rank0of1.jsonl"
     assert statistics.load(path).counts.tolist() == [[[3, 1, 0]], [[4, 1, 0]]]
     lines = part.read_text().splitlines()
@@ -119,12 +121,17 @@ def test_collector_refuses_ranges(tmp_path, first, last):
         collector.LoadCollector(tmp_path / "s.jsonl", first, last, topk=1)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("", "no expert counts"), ("{}", ":1:"), ("nonsense", ":1:"),
-    ('{"iteration":1,"layer":0,"counts":[1,-2]}', "whole numbers"),
-    ('{"iteration":1,"layer":0,"counts":[1]}\n{"iteration":1,"layer":1,"counts":[1,2]}', "experts"),
-    ('{"iteration":1,"layer":0,"counts":[1]}\n{"iteration":2,"layer":1,"counts":[1]}', "lacks layer"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "no expert counts"),
+        ("{}", ":1:"),
+        ("nonsense", ":1:"),
+        ('{"iteration":1,"layer":0,"counts":[1,-2]}', "whole numbers"),
+        ('{"iteration":1,"layer":0,"counts":[1]}\n{"iteration":1,"layer":1,"counts":[1,2]}', "experts"),
+        ('{"iteration":1,"layer":0,"counts":[1]}\n{"iteration":2,"layer":1,"counts":[1]}', "lacks layer"),
+    ],
+)
 def test_bad_statistics_are_named(tmp_path, text, message):
     (tmp_path / "s.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -155,8 +162,25 @@ def test_report_by_hand():
 def test_report_command(stats, tmp_path, capsys):
     statistics.save_jsonl(tmp_path / "s.jsonl", stats)
     plot = tmp_path / "pictures"
-    assert main(["balance", "report", str(tmp_path / "s.jsonl"), "--ep", "4", "--spare-slots", "1",
-                 "--between", "101-104", "--plot", str(plot), "--per-expert"]) == 0
+    assert (
+        main(
+            [
+                "balance",
+                "report",
+                str(tmp_path / "s.jsonl"),
+                "--ep",
+                "4",
+                "--spare-slots",
+                "1",
+                "--between",
+                "101-104",
+                "--plot",
+                str(plot),
+                "--per-expert",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert f"# written: {plot / 'balance.png'}" in out
     assert "4 iterations, 4 layers, 16 experts, 4 ranks" in out and "| average |" in out and "layer 6:" in out
@@ -170,8 +194,24 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     pytest.importorskip("yaml")
     source, plan = tmp_path / "s.jsonl", tmp_path / "plan.yaml"
     statistics.save_jsonl(source, stats)
-    assert main(["balance", "plan", str(source), "--ep", "4", "--num-slots", "20", "-o", str(plan),
-                 "--layer-updates-per-iter", "2"]) == 0
+    assert (
+        main(
+            [
+                "balance",
+                "plan",
+                str(source),
+                "--ep",
+                "4",
+                "--num-slots",
+                "20",
+                "-o",
+                str(plan),
+                "--layer-updates-per-iter",
+                "2",
+            ]
+        )
+        == 0
+    )
     import yaml
 
     content = yaml.safe_load(plan.read_text())
@@ -186,17 +226,26 @@ def test_plan_command_and_projection(stats, tmp_path, capsys):
     assert main(["balance", "report", str(source), "--ep", "4", "--plan", str(plan)]) == 0
     assert f"{after:.3f}" in capsys.readouterr().out
     again = tmp_path / "again.yaml"
-    assert main(["balance", "plan", str(source), "--ep", "4", "--num-slots", "20", "-o", str(again),
-                 "--current", str(plan)]) == 0
+    assert (
+        main(
+            ["balance", "plan", str(source), "--ep", "4", "--num-slots", "20", "-o", str(again), "--current", str(plan)]
+        )
+        == 0
+    )
     assert "slots changed: 0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["report", "nowhere"], "no such file"), (["report", "S", "--ep", "5"], "ep_size"),
-    (["report", "S", "--between", "b"], "range"), (["report", "S", "--plan", "nowhere"], "no such file"),
-    (["plan", "S", "--ep", "4", "--num-slots", "17", "-o", "x"], "num_slots"),
-    (["plan", "S", "--ep", "4", "--num-slots", "20", "-o", "x", "--layer-updates-per-iter", "-1"], "updates"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["report", "nowhere"], "no such file"),
+        (["report", "S", "--ep", "5"], "ep_size"),
+        (["report", "S", "--between", "b"], "range"),
+        (["report", "S", "--plan", "nowhere"], "no such file"),
+        (["plan", "S", "--ep", "4", "--num-slots", "17", "-o", "x"], "num_slots"),
+        (["plan", "S", "--ep", "4", "--num-slots", "20", "-o", "x", "--layer-updates-per-iter", "-1"], "updates"),
+    ],
+)
 def test_bad_usage_is_one_line(stats, tmp_path, capsys, arguments, message):
     statistics.save_jsonl(tmp_path / "S", stats)
     arguments = [str(tmp_path / "S") if a == "S" else a for a in arguments]
@@ -210,11 +259,19 @@ def test_scripts_with_the_names_users_know(stats, tmp_path):
     statistics.save_tensorrt(tmp_path / "stats", stats, topk=4)
     common = ["--expert_statistic_path", str(tmp_path / "stats"), "--ep_size", "4", "--iter_start", "100"]
     plan = str(tmp_path / "plan.yaml")
-    for script, extra in (("generate_eplb_config", ["--output_path", plan, "--num_slots", "20"]),
-                          ("report_load_statistics", ["--projection_eplb_config_path", plan, "--iter_stop", "103"])):
-        done = subprocess.run([sys.executable, str(ROOT / "scripts" / f"{script}.py"), *common, *extra], cwd=ROOT,
-                              capture_output=True, text=True, timeout=60, check=False,
-                              env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+    for script, extra in (
+        ("generate_eplb_config", ["--output_path", plan, "--num_slots", "20"]),
+        ("report_load_statistics", ["--projection_eplb_config_path", plan, "--iter_stop", "103"]),
+    ):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / f"{script}.py"), *common, *extra],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        )
         assert done.returncode == 0, done.stderr
     assert "3 iterations" in done.stdout
 

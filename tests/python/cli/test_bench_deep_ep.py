@@ -35,8 +35,9 @@ class Recorder:
 
             @staticmethod
             def get_dispatch_config(ranks):
-                return types.SimpleNamespace(get_nvl_buffer_size_hint=lambda row, n: row * n,
-                                             get_rdma_buffer_size_hint=lambda row, n: 0)
+                return types.SimpleNamespace(
+                    get_nvl_buffer_size_hint=lambda row, n: row * n, get_rdma_buffer_size_hint=lambda row, n: 0
+                )
 
             get_combine_config = get_dispatch_config
 
@@ -72,17 +73,27 @@ def test_deep_ep_is_called_as_its_interface_says(monkeypatch, kind, ways):
     peer.step()
     peer.close()
     names = [name for name, _ in recorder.calls]
-    called = dict(recorder.calls[names.index("dispatch"):])
+    called = dict(recorder.calls[names.index("dispatch") :])
     if ways == "v1":
         assert names[:5] == ["set_num_sms", "init", "layout", "dispatch", "combine"]
         assert called["dispatch"] == ["config", "handle"]  # the backward's, the last one recorded
-        assert recorder.calls[3][1] == sorted(["num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank",
-                                               "num_tokens_per_expert", "topk_idx", "topk_weights", "config"])
+        assert recorder.calls[3][1] == sorted(
+            [
+                "num_tokens_per_rank",
+                "num_tokens_per_rdma_rank",
+                "is_token_in_rank",
+                "num_tokens_per_expert",
+                "topk_idx",
+                "topk_weights",
+                "config",
+            ]
+        )
         assert peer.buffer_bytes() == 64 * 2
     else:
         assert names[:3] == ["init", "dispatch", "combine"] and names[-1] == "destroy"
-        assert recorder.calls[1][1] == sorted(["topk_idx", "topk_weights", "num_experts", "num_max_tokens_per_rank",
-                                               "num_sms"])
+        assert recorder.calls[1][1] == sorted(
+            ["topk_idx", "topk_weights", "num_experts", "num_max_tokens_per_rank", "num_sms"]
+        )
     quantised = kind(one_rank_case(dtype="fp8", scales=torch.ones(3, 1)))
     rows, _, _, scales = quantised.dispatch()
     assert rows is quantised.case.x and scales is quantised.case.scales
@@ -99,14 +110,28 @@ def test_deep_ep_s_hybrid_buffer_is_driven_through_the_interface_that_ours_has(m
     module.HybridEPBuffer = HybridEPBuffer
     monkeypatch.setitem(sys.modules, "deep_ep", module)
     deep_ep.DeepEpHybrid(one_rank_case())
-    assert made == {"group": None, "hidden_dim": 64, "max_num_of_tokens_per_rank": 3, "num_local_experts": 4,
-                    "use_fp8": False, "num_sms_dispatch_api": 20, "num_sms_combine_api": 20}
+    assert made == {
+        "group": None,
+        "hidden_dim": 64,
+        "max_num_of_tokens_per_rank": 3,
+        "num_local_experts": 4,
+        "use_fp8": False,
+        "num_sms_dispatch_api": 20,
+        "num_sms_combine_api": 20,
+    }
 
 
-@pytest.mark.parametrize("kind, setting, words", [
-    (deep_ep.DeepEpV1, {"permute": True}, "--no-permute"), (deep_ep.DeepEpV1, {"executor": "host"}, "--backend cuda"),
-    (deep_ep.DeepEpV1, {"dtype": "mxfp8"}, "not mxfp8"), (deep_ep.DeepEpV1, {"dtype": "fp32"}, "no fp32 rows"),
-    (deep_ep.DeepEpV1, {"num_ranks": 12}, "nodes of 8"), (deep_ep.DeepEpV2, {}, "has no ElasticBuffer")])
+@pytest.mark.parametrize(
+    "kind, setting, words",
+    [
+        (deep_ep.DeepEpV1, {"permute": True}, "--no-permute"),
+        (deep_ep.DeepEpV1, {"executor": "host"}, "--backend cuda"),
+        (deep_ep.DeepEpV1, {"dtype": "mxfp8"}, "not mxfp8"),
+        (deep_ep.DeepEpV1, {"dtype": "fp32"}, "no fp32 rows"),
+        (deep_ep.DeepEpV1, {"num_ranks": 12}, "nodes of 8"),
+        (deep_ep.DeepEpV2, {}, "has no ElasticBuffer"),
+    ],
+)
 def test_when_deep_ep_cannot_take_part(monkeypatch, kind, setting, words):
     monkeypatch.setitem(sys.modules, "deep_ep", Recorder("v1").module)
     facts = {"num_ranks": 8, "max_tokens": 3, "topk": 2, "row_bytes": 128, "permute": False, "executor": "cuda"}
@@ -125,8 +150,9 @@ def test_hybrid_ep_under_deep_ep_s_name_is_no_peer(monkeypatch):
 
 def test_rows_in_another_order_are_right_and_other_rows_are_wrong(monkeypatch):
     x = torch.arange(12).view(3, 4).bfloat16()
-    want = checks.Expected(rows=x, scales=None, expert_rows=x, weights=None, factors=torch.full((3,), 2.0),
-                           combined=2 * x)
+    want = checks.Expected(
+        rows=x, scales=None, expert_rows=x, weights=None, factors=torch.full((3,), 2.0), combined=2 * x
+    )
 
     class Peer:
         ordered = False

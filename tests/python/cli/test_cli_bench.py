@@ -259,9 +259,7 @@ def write_peer(folder: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "wrong, count", [("None", 0), ("'row'", 1), ("'weight'", 1), ("'sum'", 1), ("'shape'", 256)]
-)
+@pytest.mark.parametrize("wrong, count", [("None", 0), ("'row'", 1), ("'weight'", 1), ("'sum'", 1), ("'shape'", 256)])
 def test_a_wrong_value_is_counted_before_and_after_and_exits_1(one_rank, tmp_path, capsys, wrong, count):
     peer = write_peer(tmp_path, PEER.replace("WRONG = None", f"WRONG = {wrong}"))
     code = main(["bench", *SMALL, "--impl", "torch-alltoall", "--peer", peer, "--op", "pair"])

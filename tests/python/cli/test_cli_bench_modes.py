@@ -53,8 +53,28 @@ def test_every_op_dtype_and_the_chain_on_four_ranks(tmp_path, monkeypatch, capfd
     """2 x 2 ranks, mxfp8, one hot rank: values exact before and after, stages and kernel times beside API times."""
     monkeypatch.delenv("RANK", raising=False)
     out = tmp_path / "out.json"
-    flags = ["--ranks", "4", "--ranks-per-node", "2", "--dtype", "mxfp8", "--imbalance", "0.8", "--ragged", "random",
-             "--op", ALL_OPS, "--chain", "3", "--impl", "hybrid_ep,torch-alltoall", "-J", str(out), "-T", "200"]
+    flags = [
+        "--ranks",
+        "4",
+        "--ranks-per-node",
+        "2",
+        "--dtype",
+        "mxfp8",
+        "--imbalance",
+        "0.8",
+        "--ragged",
+        "random",
+        "--op",
+        ALL_OPS,
+        "--chain",
+        "3",
+        "--impl",
+        "hybrid_ep,torch-alltoall",
+        "-J",
+        str(out),
+        "-T",
+        "200",
+    ]
     assert main(["bench", *SMALL, "--tokens", "64", "-n", "1", *flags]) == EXIT_OK
     printed = capfd.readouterr().out
     assert "mxfp8/bf16" in printed and "chain: 3 pairs" in printed and "# Set-up time" in printed
@@ -85,7 +105,8 @@ def test_the_peers_send_quantised_rows_exactly_too(one_rank, dtype, capsys):
     assert main(run) == EXIT_OK
     assert {(r[2], r[3]) for r in rows_of(capsys.readouterr().out)} == {
         *((op, name) for op in ("pair", "permute", "unpermute", "step", "chain") for name in names.split(",")),
-        ("route", "torch-alltoall")}
+        ("route", "torch-alltoall"),
+    }
 
 
 def test_a_chain_that_leaks_from_one_pair_into_the_next_is_found(one_rank, monkeypatch, capsys):
@@ -148,7 +169,12 @@ def test_routing_from_an_npy_file_serves_bench_and_simulator(tmp_path):
 
 def test_row_bytes_of_every_dtype():
     assert {d: checks.row_bytes(d, 256) for d in checks.DTYPES} == {
-        "bf16": (512, 512), "fp16": (512, 512), "fp32": (1024, 1024), "fp8": (256 + 8, 512), "mxfp8": (256 + 8, 512)}
+        "bf16": (512, 512),
+        "fp16": (512, 512),
+        "fp32": (1024, 1024),
+        "fp8": (256 + 8, 512),
+        "mxfp8": (256 + 8, 512),
+    }
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -200,9 +226,13 @@ class FakeCuda:
     def __init__(self, monkeypatch, fails: bool = False):
         self.captured, self.fails = [], fails
         stream = types.SimpleNamespace(wait_stream=lambda _: None)
-        for name, value in {"Stream": lambda: stream, "current_stream": lambda: stream,
-                            "stream": lambda _: contextlib.nullcontext(), "graph": self.graph,
-                            "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: "replayed")}.items():
+        for name, value in {
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": lambda _: contextlib.nullcontext(),
+            "graph": self.graph,
+            "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: "replayed"),
+        }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
     @contextlib.contextmanager
@@ -252,11 +282,47 @@ def test_what_a_graph_would_replay_is_the_exchange_with_a_given_handle(permute, 
 
 def test_the_simulated_table_is_what_simulate_says(launcher, tmp_path, capsys):
     shape = ["--nodes", "2", "--hidden", "1024", "--experts", "64"]
-    assert main(["simulate", *shape, "--tokens", "512", "--num-sms", "8", "--engine", "model", "--dtype", "fp8",
-                 "--json", str(tmp_path / "s.json")]) == EXIT_OK
+    assert (
+        main(
+            [
+                "simulate",
+                *shape,
+                "--tokens",
+                "512",
+                "--num-sms",
+                "8",
+                "--engine",
+                "model",
+                "--dtype",
+                "fp8",
+                "--json",
+                str(tmp_path / "s.json"),
+            ]
+        )
+        == EXIT_OK
+    )
     want = json.loads((tmp_path / "s.json").read_text())["operations"]
-    assert main(["bench", "--backend", "sim", *shape, "--tokens", "512", "--num-sms", "8", "--dtype", "fp8", "--op",
-                 "all,step,permute,unpermute", "-J", str(tmp_path / "b.json")]) == EXIT_OK
+    assert (
+        main(
+            [
+                "bench",
+                "--backend",
+                "sim",
+                *shape,
+                "--tokens",
+                "512",
+                "--num-sms",
+                "8",
+                "--dtype",
+                "fp8",
+                "--op",
+                "all,step,permute,unpermute",
+                "-J",
+                str(tmp_path / "b.json"),
+            ]
+        )
+        == EXIT_OK
+    )
     document = json.loads((tmp_path / "b.json").read_text())
     assert document["simulated"] is True
     row = {r["op"]: r for r in document["worlds"][0]["rows"]}
@@ -289,8 +355,10 @@ def test_the_blog_s_three_conditions_beside_published_figures(launcher, tmp_path
     assert printed.count("# SIMULATED") == 3
     worlds = json.loads(out.read_text())["worlds"]
     assert [(w["preset"], w["shape"]["ranks"], w["shape"]["hidden"], w["shape"]["experts"]) for w in worlds] == [
-        ("hybrid-ep-blog-h100-8", 8, 8192, 16), ("hybrid-ep-blog-h100-32", 32, 8192, 64),
-        ("hybrid-ep-blog-gb200-36", 36, 8192, 72)]
+        ("hybrid-ep-blog-h100-8", 8, 8192, 16),
+        ("hybrid-ep-blog-h100-32", 32, 8192, 64),
+        ("hybrid-ep-blog-gb200-36", 36, 8192, 72),
+    ]
     for world, sms in zip(worlds, (8, 4, 16), strict=True):
         assert {r["num_sms"] for r in world["rows"]} == {sms // 2, sms, 2 * sms}
         assert {p["op"] for p in world["published"] if p["kind"] == "claim" and p["num_sms"] == sms} == set(model.OPS)
@@ -308,7 +376,13 @@ def test_a_preset_on_the_host_is_its_shape(launcher):
     presets.apply_to_ranks(args)
     found = config.make_config(args, args.ranks)
     assert (found.num_ranks, found.num_local_ranks, found.tokens, found.hidden, found.num_experts, found.num_sms) == (
-        8, 8, (4096,), 8192, 16, (8,))
+        8,
+        8,
+        (4096,),
+        8192,
+        16,
+        (8,),
+    )
 
 
 def test_a_preset_in_a_world_of_another_size_is_refused(one_rank, capsys):

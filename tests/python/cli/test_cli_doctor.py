@@ -72,9 +72,17 @@ def test_little_shared_memory(monkeypatch, capsys, free, status):
     assert ("--shm-size" in found[0].remedy) == (status != OK)
 
 
-@pytest.mark.parametrize("version, python, status", [
-    (None, 12, WARN), ("0.15.3", 12, WARN), ("0.19.2", 12, OK), ("0.19.2", 11, WARN), ("0.16.1", 11, OK),
-    ("0.20.0rc1", 12, WARN)])
+@pytest.mark.parametrize(
+    "version, python, status",
+    [
+        (None, 12, WARN),
+        ("0.15.3", 12, WARN),
+        ("0.19.2", 12, OK),
+        ("0.19.2", 11, WARN),
+        ("0.16.1", 11, OK),
+        ("0.20.0rc1", 12, WARN),
+    ],
+)
 def test_megatron_versions(monkeypatch, capsys, version, python, status):
     monkeypatch.setattr(software, "_version", lambda _: version)
     monkeypatch.setattr(software, "sys", types.SimpleNamespace(version_info=(3, python, 0)))
@@ -92,9 +100,16 @@ def test_megatron_with_a_torch_that_it_was_not_tested_with(monkeypatch, capsys):
     assert found.status == OK and "not tested with this release (tested: torch 2.15)" in found.text
 
 
-@pytest.mark.parametrize("version, status, tested", [
-    ("2.8.1", FAIL, None), ("2.9.0+cu128", OK, False), ("2.12.0", OK, False), ("2.15.0", OK, True),
-    ("2.16.0.dev1", WARN, False)])
+@pytest.mark.parametrize(
+    "version, status, tested",
+    [
+        ("2.8.1", FAIL, None),
+        ("2.9.0+cu128", OK, False),
+        ("2.12.0", OK, False),
+        ("2.15.0", OK, True),
+        ("2.16.0.dev1", WARN, False),
+    ],
+)
 def test_torch_versions(monkeypatch, capsys, version, status, tested):
     monkeypatch.setattr(torch, "__version__", version)
     (found,) = one(monkeypatch, "torch", software.torch)[1]
@@ -173,8 +188,9 @@ def test_a_gpu_without_kernels_of_ours(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties",
-                        lambda _: types.SimpleNamespace(name="A100", total_memory=80 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(name="A100", total_memory=80 << 30)
+    )
     assert [f.status for f in command.examine()] == [WARN]
     assert [f.status for f in command.examine(require_gpu=True)] == [FAIL]
 
@@ -214,8 +230,9 @@ def test_the_exchange_of_the_gpu_s_loopback_is_right_on_the_host(monkeypatch, ca
 def test_wrong_sums_and_a_gemm_that_no_backend_does_are_failures(monkeypatch, capsys):
     from hybrid_ep.moe import probing
 
-    monkeypatch.setattr(probing, "examine",
-                        lambda b, *_: probing.Probe(b.name, "cpu", "bf16", "unusable", "bad", False))
+    monkeypatch.setattr(
+        probing, "examine", lambda b, *_: probing.Probe(b.name, "cpu", "bf16", "unusable", "bad", False)
+    )
     assert one(monkeypatch, "grouped gemm", selftest.grouped_gemm)[0] == 1
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     code, found = one(monkeypatch, "loopback", selftest.loopback)

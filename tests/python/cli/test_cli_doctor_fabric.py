@@ -89,10 +89,16 @@ def test_equally_near_nics_are_spread(host):
     assert [text.rsplit(" - ")[1].split(",")[0] for _, text in lines(fabric.check_pairs, host)] == ["mlx5_0", "mlx5_1"]
 
 
-@pytest.mark.parametrize("version, module, kernel, nic, status", [
-    (OPEN, False, "5.15.0-91", True, OK), (OPEN, False, "5.4.0", True, FAIL), (CLOSED, False, "6.8.0", True, FAIL),
-    (CLOSED, True, "5.4.0", True, OK), (CLOSED, False, "6.8.0", False, OK),
-])
+@pytest.mark.parametrize(
+    "version, module, kernel, nic, status",
+    [
+        (OPEN, False, "5.15.0-91", True, OK),
+        (OPEN, False, "5.4.0", True, FAIL),
+        (CLOSED, False, "6.8.0", True, FAIL),
+        (CLOSED, True, "5.4.0", True, OK),
+        (CLOSED, False, "6.8.0", False, OK),
+    ],
+)
 def test_gpudirect(host, version, module, kernel, nic, status):
     host.write("proc/driver/nvidia/version", version)
     if module:
@@ -105,15 +111,19 @@ def test_gpudirect(host, version, module, kernel, nic, status):
 def test_driver_settings_for_rdma_that_the_gpu_starts(host):
     host.nic("mlx5_0", f"{SWITCH}/0000:1e:00.0")
     assert lines(fabric.check_driver, host) == [(OK, "NVIDIA driver 570.86.15")]
-    host.write("proc/driver/nvidia/params", "EnableStreamMemOPs: 0\nRegistryDwords: \"\"\n")
+    host.write("proc/driver/nvidia/params", 'EnableStreamMemOPs: 0\nRegistryDwords: ""\n')
     ((status, text, remedy),) = fabric.check_driver(host.root)
     assert status == WARN and "PeerMappingOverride=1" in text and "/etc/modprobe.d/nvidia.conf" in remedy
 
 
 @pytest.mark.parametrize("up, status", [((18, 18), OK), ((18, 17), FAIL), ((), WARN), ((0, 0), WARN)])
 def test_links_that_are_down_are_named(up, status):
-    text = "".join(f"GPU {g}: NVIDIA H100 (UUID: x)\n" + "".join(f"\t Link {i}: 26.562 GB/s\n" for i in range(n))
-                   + "\t Link 17: <inactive>\n" for g, n in enumerate(up))
+    text = "".join(
+        f"GPU {g}: NVIDIA H100 (UUID: x)\n"
+        + "".join(f"\t Link {i}: 26.562 GB/s\n" for i in range(n))
+        + "\t Link 17: <inactive>\n"
+        for g, n in enumerate(up)
+    )
     ((found, said, *remedy),) = machine.judge_links(text)
     assert found == status
     assert status != FAIL or "GPU [1]" in remedy[0]

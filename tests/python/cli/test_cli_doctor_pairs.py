@@ -29,8 +29,10 @@ def test_every_pair_meets_once_and_nobody_is_in_two_places(num_ranks):
 
 
 def results(num_ranks, slow=lambda a, b: False):
-    return [{"ranks": [a, b], "latency_us": 50.0, "gb_per_s": 1.0 if slow(a, b) else 10.0}
-            for a, b in combinations(range(num_ranks), 2)]
+    return [
+        {"ranks": [a, b], "latency_us": 50.0, "gb_per_s": 1.0 if slow(a, b) else 10.0}
+        for a, b in combinations(range(num_ranks), 2)
+    ]
 
 
 def bad(findings):
@@ -44,8 +46,10 @@ def test_one_slow_rank_is_one_line():
 
 def test_a_slow_pair_is_named_as_a_pair_and_compared_with_its_kind():
     hosts = ["a", "a", "a", "b", "b", "b"]
-    across = [{**p, "gb_per_s": p["gb_per_s"] / 4 if (hosts[p["ranks"][0]] != hosts[p["ranks"][1]]) else p["gb_per_s"]}
-              for p in results(6)]
+    across = [
+        {**p, "gb_per_s": p["gb_per_s"] / 4 if (hosts[p["ranks"][0]] != hosts[p["ranks"][1]]) else p["gb_per_s"]}
+        for p in results(6)
+    ]
     assert bad(pairs.judge(across, hosts, [], 1 << 20)) == []  # slower between hosts, as it should be
     across[0]["latency_us"] = 500.0
     assert bad(pairs.judge(across, hosts, [], 1 << 20)) == [("slow", WARN, "ranks 0 (a) and 1 (a)")]
@@ -59,9 +63,15 @@ def test_a_silent_rank_is_not_blamed_twice():
 
 def job(fault, victim, *flags, num_ranks=3):
     """(exit code, JSON report) of rank 0, the only one that speaks, of a job in which one rank has a fault."""
-    environment = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(free_port()),
-                   "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
     command = [sys.executable, str(WORKER), str(num_ranks), fault, str(victim), "--json", "-", "--mib", "0.25", *flags]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=150, check=False)
     assert done.returncode in (0, 1), done.stderr
@@ -139,8 +149,9 @@ def test_a_master_port_that_is_none_exits_2(monkeypatch, capsys, port):
     assert f"MASTER_PORT={port!r}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags, message", [([], "torchrun or srun"), (["--timeout", "0"], "--timeout 0"),
-                                            (["--mib", "0"], "--mib 0")])
+@pytest.mark.parametrize(
+    "flags, message", [([], "torchrun or srun"), (["--timeout", "0"], "--timeout 0"), (["--mib", "0"], "--mib 0")]
+)
 def test_bad_calls_exit_2(monkeypatch, capsys, flags, message):
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)

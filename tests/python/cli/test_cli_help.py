@@ -32,8 +32,11 @@ def plug_ins(monkeypatch, tmp_path):
 
 
 def test_a_plug_in_s_summary_is_shown_without_importing_it(plug_ins):
-    plug_ins(abroad__deep='"""A command."""\nSUMMARY = "does things elsewhere"', alone='SUMMARY = "one file"',
-             silent__deep="NAME = 1")
+    plug_ins(
+        abroad__deep='"""A command."""\nSUMMARY = "does things elsewhere"',
+        alone='SUMMARY = "one file"',
+        silent__deep="NAME = 1",
+    )
     said = " ".join(cli.build_parser().format_help().split())
     assert "does things elsewhere" in said and "one file" in said and "silent.deep: has no SUMMARY" in said
     assert all(command.summary in said for command in cli.COMMANDS.values())
@@ -47,10 +50,13 @@ def test_one_that_is_gone_is_called_so(plug_ins, monkeypatch):
 
 
 def test_the_launcher_of_this_tree_says_what_it_does_and_help_loads_no_torch():
-    program = ("import sys; from hybrid_ep import cli; s = cli.declared_summary('recipes.launch_command'); "
-               "cli.build_parser(); print(s, 'torch' in sys.modules, 'recipes' in sys.modules)")
-    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, check=True,
-                          timeout=60)
+    program = (
+        "import sys; from hybrid_ep import cli; s = cli.declared_summary('recipes.launch_command'); "
+        "cli.build_parser(); print(s, 'torch' in sys.modules, 'recipes' in sys.modules)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, check=True, timeout=60
+    )
     from recipes.launch_command import SUMMARY
 
     assert said.stdout.strip() == f"{SUMMARY} False False"
@@ -75,8 +81,9 @@ def test_version_and_defaults_are_said_once(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
     assert stopped.value.code == 0 and capsys.readouterr().out == f"hybrid-ep {cli.__version__}\n"
-    help_of_bench = " ".join(cli.build_parser("bench")._subparsers._group_actions[0].choices["bench"].format_help()
-                             .split())
+    help_of_bench = " ".join(
+        cli.build_parser("bench")._subparsers._group_actions[0].choices["bench"].format_help().split()
+    )
     assert "(default: None)" not in help_of_bench and "(default: [])" not in help_of_bench
     assert "torch threads a rank (default: cores / ranks) -" not in help_of_bench  # no second default follows
     assert "0 = auto (default: 0)" in help_of_bench
@@ -94,8 +101,13 @@ def test_ctrl_c_ends_with_one_line_and_130(monkeypatch, capsys):
 def test_a_reader_that_has_gone_ends_it_quietly():
     reader, writer = os.pipe()
     os.close(reader)
-    job = subprocess.Popen([sys.executable, "-m", "hybrid_ep.cli", "simulate", "--sources"], cwd=ROOT, text=True,
-                           stdout=writer, stderr=subprocess.PIPE)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "hybrid_ep.cli", "simulate", "--sources"],
+        cwd=ROOT,
+        text=True,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+    )
     os.close(writer)
     _, error = job.communicate(timeout=60)
     assert (job.returncode, error) == (cli.EXIT_PIPE_CLOSED, "")

@@ -12,9 +12,11 @@ import pytest
 from hybrid_ep import cli
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs, progress
 
-RUNS = {"simulate": ["simulate", "--engine", "model", "--nodes", "2"],
-        "bench": ["bench", "--backend", "sim", "--tokens", "64", "--experts", "64"],
-        "report": ["report", "scaling", "--simulate", "qwen3_30b_a3b", "--gpus", "8,16"]}
+RUNS = {
+    "simulate": ["simulate", "--engine", "model", "--nodes", "2"],
+    "bench": ["bench", "--backend", "sim", "--tokens", "64", "--experts", "64"],
+    "report": ["report", "scaling", "--simulate", "qwen3_30b_a3b", "--gpus", "8,16"],
+}
 
 
 @pytest.mark.parametrize("command", RUNS)
@@ -82,8 +84,13 @@ def test_a_flag_is_the_same_thing_in_every_command_that_has_it(monkeypatch):
                 alike = {c: k[0] for c, k in alike.items()}  # launch lists the names in its help
             assert len(set(alike.values())) == 1, f"{flag}: {alike}"
     assert len(found["--plot"]) >= 3 and len(found["--json"]) >= 4 and len(found["--cluster"]) >= 5
-    for one_thing in (("--ep", "--ep-size"), ("--experts", "--num-experts"), ("--chunk", "--chunks"),
-                      ("--out", "--output"), ("--nodes", "--num-nodes")):
+    for one_thing in (
+        ("--ep", "--ep-size"),
+        ("--experts", "--num-experts"),
+        ("--chunk", "--chunks"),
+        ("--out", "--output"),
+        ("--nodes", "--num-nodes"),
+    ):
         assert len(set(one_thing) & set(found)) == 1, f"two names of one thing: {one_thing}"
 
 
@@ -94,12 +101,18 @@ def test_hardware_has_the_same_names_everywhere():
     assert set(HARDWARE) <= set(clusters.CLUSTERS)
 
 
-@pytest.mark.parametrize("argv, old, new", [
-    (["balance", "report", "nowhere", "--ep-size", "4"], "balance report --ep-size", "--ep"),
-    (["tune", "--backend", "sim", "--chunks=0"], "tune --chunks", "--chunk"),
-    (["balance", "plan", "nowhere", "--ep", "4", "--num-slots", "8", "-o", "p.yaml", "--num-nodes", "2"],
-     "balance plan --num-nodes", "--nodes"),
-])
+@pytest.mark.parametrize(
+    "argv, old, new",
+    [
+        (["balance", "report", "nowhere", "--ep-size", "4"], "balance report --ep-size", "--ep"),
+        (["tune", "--backend", "sim", "--chunks=0"], "tune --chunks", "--chunk"),
+        (
+            ["balance", "plan", "nowhere", "--ep", "4", "--num-slots", "8", "-o", "p.yaml", "--num-nodes", "2"],
+            "balance plan --num-nodes",
+            "--nodes",
+        ),
+    ],
+)
 def test_flags_by_their_old_names_work_with_a_warning(argv, old, new, capsys):
     assert cli.main(argv) == cli.EXIT_USAGE  # for what is wrong with their values
     said = capsys.readouterr().err

@@ -32,8 +32,9 @@ def balance(stem, layers):
 
 def contrast(one, other):
     """WCAG's ratio of two colours."""
+
     def luminance(colour):
-        parts = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -63,15 +64,20 @@ def test_the_same_numbers_are_the_same_bytes(tmp_path):
 @pytest.mark.parametrize("layers", [(3,), (3, 4, 7), tuple(range(1, 59))])
 def test_ticks_of_layers_are_recorded_layers_once(tmp_path, layers):
     shown = texts(balance(tmp_path / "b", layers))
-    left = shown[:shown.index("layer")]
-    assert left == [str(n) for n in layers[::-(-len(layers) // 12)]]
-    right = shown[len(shown) - shown[::-1].index("expert"):]
-    assert right[:len(left)] == left
+    left = shown[: shown.index("layer")]
+    assert left == [str(n) for n in layers[:: -(-len(layers) // 12)]]
+    right = shown[len(shown) - shown[::-1].index("expert") :]
+    assert right[: len(left)] == left
 
 
 def test_many_implementations_have_a_panel_an_operation(tmp_path):
-    points = [Point(t, n, op, name, 1.0 * t, 0.9 * t, 1.1 * t, 2.0) for t in (64, 256) for n in (1, 2)
-              for op in ("dispatch", "combine", "pair", "step") for name in ("ours", "b", "c", "d")]
+    points = [
+        Point(t, n, op, name, 1.0 * t, 0.9 * t, 1.1 * t, 2.0)
+        for t in (64, 256)
+        for n in (1, 2)
+        for op in ("dispatch", "combine", "pair", "step")
+        for name in ("ours", "b", "c", "d")
+    ]
     draw(points, tmp_path, "EP 4; a machine", "blocks")
     bandwidth, time = (texts((tmp_path / f"{name}.svg").read_text()) for name in ("bandwidth", "time"))
     for shown in (bandwidth, time):

@@ -19,8 +19,11 @@ def run_folder(root, name, ranks, local, tokens_a_step, step_s, memory=None, **c
     """A folder as recipes leave it: ten steps, the first two slow."""
     folder = root / name
     folder.mkdir()
-    config = {"parallel": {"num_ranks": ranks, "ranks_per_node": local}, "runtime": {"device": "cpu"},
-              "model": {"hidden_size": 8, **changes}}
+    config = {
+        "parallel": {"num_ranks": ranks, "ranks_per_node": local},
+        "runtime": {"device": "cpu"},
+        "model": {"hidden_size": 8, **changes},
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [{"step": 0, "held_out_loss": 5.5}]
     for i in range(1, 11):
@@ -38,8 +41,12 @@ def rows_of(out):
 
 
 def test_tables_from_runs(tmp_path, capsys):
-    runs = [run_folder(tmp_path, "b4", 4, 2, 400, 1.25, memory=5 * 10**9), run_folder(tmp_path, "a2", 2, 2, 200, 1.0),
-            run_folder(tmp_path, "c4", 4, 2, 200, 0.625), run_folder(tmp_path, "odd", 8, 2, 77, 1.0)]
+    runs = [
+        run_folder(tmp_path, "b4", 4, 2, 400, 1.25, memory=5 * 10**9),
+        run_folder(tmp_path, "a2", 2, 2, 200, 1.0),
+        run_folder(tmp_path, "c4", 4, 2, 200, 0.625),
+        run_folder(tmp_path, "odd", 8, 2, 77, 1.0),
+    ]
     out = tmp_path / "s.json"
     assert main(["report", "scaling", *runs, "--skip", "2", "--json", str(out)]) == EXIT_OK
     printed = capsys.readouterr().out
@@ -93,8 +100,11 @@ def test_tables_from_the_simulator_are_the_step_model_s(tmp_path, capsys):
 @pytest.mark.parametrize("simulated", [True, False])
 def test_every_mode_is_drawn_with_its_own_lines_alone(tmp_path, capsys, mode, simulated):
     pytest.importorskip("matplotlib")
-    jobs = ["--simulate", "qwen3_30b_a3b", "--cluster", "b200_8x400g", "--gpus", "8,16"] if simulated else [
-        run_folder(tmp_path, "a2", 2, 2, 200, 1.0), run_folder(tmp_path, "b4", 4, 2, 400, 1.0)]
+    jobs = (
+        ["--simulate", "qwen3_30b_a3b", "--cluster", "b200_8x400g", "--gpus", "8,16"]
+        if simulated
+        else [run_folder(tmp_path, "a2", 2, 2, 200, 1.0), run_folder(tmp_path, "b4", 4, 2, 400, 1.0)]
+    )
     drawn = tmp_path / "pictures" / "scaling"
     assert main(["report", "scaling", *jobs, "--mode", mode, "--plot", str(drawn.parent)]) == EXIT_OK
     assert capsys.readouterr().out.count("# written: ") == 2 and drawn.with_suffix(".png").stat().st_size > 0
@@ -103,14 +113,21 @@ def test_every_mode_is_drawn_with_its_own_lines_alone(tmp_path, capsys, mode, si
         assert (f"{other} scaling" in svg) == (mode in (other, "both"))
 
 
-@pytest.mark.parametrize("flags, words", [
-    ([], "give run folders"), (["x", "--simulate", "deepseek_v3"], "one of the two"), (["/nowhere"], "no run folder"),
-    (["x", "--skip", "-1"], "--skip -1"), (["x", "--json", "/nowhere/x"], "no such folder"),
-    (["--simulate", "qwen3_30b_a3b", "--gpus", "0"], "--gpus 0"),
-    (["--simulate", "qwen3_30b_a3b", "--gpus", "12"], "gpus=12"),
-    (["--simulate", "qwen3_30b_a3b", "--ep", "7"], "ep=7"),
-    (["--simulate", "qwen3_30b_a3b", "--micro-batches", "0"], "--micro-batches 0"),
-    (["--simulate", "qwen3_30b_a3b", "--gpus", "8,1024", "--micro-batches", "32"], "give a multiple of 128")])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], "give run folders"),
+        (["x", "--simulate", "deepseek_v3"], "one of the two"),
+        (["/nowhere"], "no run folder"),
+        (["x", "--skip", "-1"], "--skip -1"),
+        (["x", "--json", "/nowhere/x"], "no such folder"),
+        (["--simulate", "qwen3_30b_a3b", "--gpus", "0"], "--gpus 0"),
+        (["--simulate", "qwen3_30b_a3b", "--gpus", "12"], "gpus=12"),
+        (["--simulate", "qwen3_30b_a3b", "--ep", "7"], "ep=7"),
+        (["--simulate", "qwen3_30b_a3b", "--micro-batches", "0"], "--micro-batches 0"),
+        (["--simulate", "qwen3_30b_a3b", "--gpus", "8,1024", "--micro-batches", "32"], "give a multiple of 128"),
+    ],
+)
 def test_bad_input_costs_one_sentence(flags, words, capsys):
     assert main(["report", "scaling", *flags]) == EXIT_USAGE
     said = capsys.readouterr().err.strip()

@@ -32,8 +32,19 @@ def grid_of(times: dict[tuple[int, int], float]) -> Grid:
 
 
 def test_front_and_choice_by_hand():
-    grid = grid_of({(1, 32): 100.0, (1, 64): 90.0, (2, 32): 95.0, (4, 8): 51.5, (4, 32): 51.0, (4, 64): 53.0,
-                    (8, 32): 50.0, (8, 8): 49.5, (16, 32): 49.5})
+    grid = grid_of(
+        {
+            (1, 32): 100.0,
+            (1, 64): 90.0,
+            (2, 32): 95.0,
+            (4, 8): 51.5,
+            (4, 32): 51.0,
+            (4, 64): 53.0,
+            (8, 32): 50.0,
+            (8, 8): 49.5,
+            (16, 32): 49.5,
+        }
+    )
     # 2 SMs are slower than 1 with the better chunk; 16 are as fast as 8, with more SMs
     assert [(p.num_sms, p.chunk) for p in grid.front("dispatch")] == [(1, 64), (4, 32), (8, 8)]
     # 4 SMs are within 5 % of 49.5; of their chunks 8 and 32 are within 2 % of 51.0, and 64 is not
@@ -79,18 +90,33 @@ def test_a_cluster_that_is_not_there(launcher, tmp_path, capsys):
     assert {p["chunk"] for p in document["entries"][0]["points"]} == {64, HYBRID_EP.chunk, suggested}
 
 
-@pytest.mark.parametrize("name, cluster, shape", [
-    ("NVIDIA H100 80GB HBM3", "h100_8x400g", Shape(32, 8, 4096, 7168, 8, 256)),
-    ("NVIDIA H100 80GB HBM3", "h100_8x400g", Shape(8, 8, 4096, 7168, 4, 256)),
-    ("NVIDIA B300", "b300_8x800g", Shape(16, 8, 512, 2048, 2, 64)),
-    ("NVIDIA GB200", "gb200_nvl36", Shape(36, 36, 4096, 8192, 8, 72))])
+@pytest.mark.parametrize(
+    "name, cluster, shape",
+    [
+        ("NVIDIA H100 80GB HBM3", "h100_8x400g", Shape(32, 8, 4096, 7168, 8, 256)),
+        ("NVIDIA H100 80GB HBM3", "h100_8x400g", Shape(8, 8, 4096, 7168, 4, 256)),
+        ("NVIDIA B300", "b300_8x800g", Shape(16, 8, 512, 2048, 2, 64)),
+        ("NVIDIA GB200", "gb200_nvl36", Shape(36, 36, 4096, 8192, 8, 72)),
+    ],
+)
 def test_a_predicted_default_is_what_a_buffer_on_such_gpus_takes(monkeypatch, name, cluster, shape):
     monkeypatch.delenv("HYBRID_EP_NUM_BLOCKS", raising=False)
     o = options.parse(
-        hidden_dim=shape.hidden, max_num_of_tokens_per_rank=shape.tokens, num_local_experts=shape.local_experts,
-        use_fp8=False, num_sms_dispatch_api=None, num_sms_combine_api=None, num_blocks_permute=None,
-        num_blocks_unpermute=None, ranks_per_node=shape.ranks_per_node, capacity_factor=None, overflow="raise",
-        timeout_s=1, executor="host", tuning_file="")
+        hidden_dim=shape.hidden,
+        max_num_of_tokens_per_rank=shape.tokens,
+        num_local_experts=shape.local_experts,
+        use_fp8=False,
+        num_sms_dispatch_api=None,
+        num_sms_combine_api=None,
+        num_blocks_permute=None,
+        num_blocks_unpermute=None,
+        ranks_per_node=shape.ranks_per_node,
+        capacity_factor=None,
+        overflow="raise",
+        timeout_s=1,
+        executor="host",
+        tuning_file="",
+    )
     o.executor = "cuda"
     monkeypatch.setattr(devices, "name_and_capability", lambda _: (name, (9, 0) if "H100" in name else (10, 0)))
     where = topology.resolve(0, ["a"] * shape.ranks, shape.ranks_per_node, "")
@@ -123,8 +149,12 @@ def test_a_measured_file_is_what_a_buffer_on_this_machine_loads(tmp_path, monkey
     assert entry["device"] == tuning.cpu_model() and entry["operations"]["dispatch"]["analytic"] is None
     world = VirtualWorld(2, 1)
     config = world.buffers(128, 48, 2, timeout_s=20, tuning=str(out))[0].config
-    assert (config.num_of_blocks_dispatch_api, config.num_of_blocks_combine_api, config.chunk("dispatch"),
-            config.chunk("combine")) == tuple(entry["settings"].values())
+    assert (
+        config.num_of_blocks_dispatch_api,
+        config.num_of_blocks_combine_api,
+        config.chunk("dispatch"),
+        config.chunk("combine"),
+    ) == tuple(entry["settings"].values())
     with pytest.raises(ValueError, match="has no entry for"):
         world.buffers(256, 48, 2, timeout_s=20, tuning=str(out))
 
@@ -148,13 +178,24 @@ def test_a_setting_that_changes_a_result_is_an_error_and_writes_nothing(tmp_path
     assert "FAILED" in capsys.readouterr().out and not out.exists()
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--num-sms", "0"], "--num-sms 0: must be at least 1"), (["--chunk", "8,0"], "--chunk 8,0"),
-    (["--tokens", "0"], "--tokens 0"), (["-n", "0"], "-n 0"), (["--topk", "99"], "--topk 99"),
-    (["--experts", "63"], "--experts 63"), (["-o", "/nowhere/t.json"], "no such folder"),
-    (["--ranks-per-node", "3"], "--ranks-per-node 3"), (["--nodes", "2"], "only --backend sim"),
-    (["--backend", "sim", "--ranks", "2"], "--nodes"), (["--backend", "sim", "--dtype", "fp16"], "--dtype fp16"),
-    (["--backend", "sim", "--num-sms", "999"], "num_sms=999"), (["--dtype", "nvfp4"], "only the simulator")])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--num-sms", "0"], "--num-sms 0: must be at least 1"),
+        (["--chunk", "8,0"], "--chunk 8,0"),
+        (["--tokens", "0"], "--tokens 0"),
+        (["-n", "0"], "-n 0"),
+        (["--topk", "99"], "--topk 99"),
+        (["--experts", "63"], "--experts 63"),
+        (["-o", "/nowhere/t.json"], "no such folder"),
+        (["--ranks-per-node", "3"], "--ranks-per-node 3"),
+        (["--nodes", "2"], "only --backend sim"),
+        (["--backend", "sim", "--ranks", "2"], "--nodes"),
+        (["--backend", "sim", "--dtype", "fp16"], "--dtype fp16"),
+        (["--backend", "sim", "--num-sms", "999"], "num_sms=999"),
+        (["--dtype", "nvfp4"], "only the simulator"),
+    ],
+)
 def test_bad_flags_cost_one_sentence(launcher, flags, words, capsys):
     assert main(["tune", *flags]) == EXIT_USAGE
     said = capsys.readouterr().err.strip()

@@ -20,9 +20,16 @@ def send(buffer, x, idx, weights=None, **options):
     """The two calls of a caller: layout, dispatch."""
     num_experts = LOCAL * buffer.group_size
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, num_experts)
-    return buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_tokens_per_rank=per_rank,
-                           num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank,
-                           num_tokens_per_expert=per_expert, **options)
+    return buffer.dispatch(
+        x,
+        topk_idx=idx,
+        topk_weights=weights,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        **options,
+    )
 
 
 @pytest.fixture
@@ -110,12 +117,19 @@ def test_scales_travel_and_events_are_what_callers_make_of_them(two_by_two):
 
     def work(rank, _):
         buffer, before = buffers[rank], EventOverlap(EventHandle())
-        layout = buffer.get_dispatch_layout(idx[rank], 8, previous_event=before, async_finish=True,
-                                            allocate_on_comm_stream=True)
+        layout = buffer.get_dispatch_layout(
+            idx[rank], 8, previous_event=before, async_finish=True, allocate_on_comm_stream=True
+        )
         layout[4].current_stream_wait()
         (rows, got), _, weights, _, handle, event = send(
-            buffer, (x[rank], scales[rank]), idx[rank], previous_event=layout[4], async_finish=True,
-            allocate_on_comm_stream=True, config=Buffer.get_dispatch_config(4))
+            buffer,
+            (x[rank], scales[rank]),
+            idx[rank],
+            previous_event=layout[4],
+            async_finish=True,
+            allocate_on_comm_stream=True,
+            config=Buffer.get_dispatch_config(4),
+        )
         with event:
             pass
         later = EventOverlap(None)
@@ -129,8 +143,15 @@ def test_scales_travel_and_events_are_what_callers_make_of_them(two_by_two):
         return got[:, 0].tolist()
 
     firsts = world.run(work)
-    want = [[float(2 * t + 100 * s) for s in range(4) for t in range(6)
-             if any(e // LOCAL == rank for e in idx[s][t].tolist() if e >= 0)] for rank in range(4)]
+    want = [
+        [
+            float(2 * t + 100 * s)
+            for s in range(4)
+            for t in range(6)
+            if any(e // LOCAL == rank for e in idx[s][t].tolist() if e >= 0)
+        ]
+        for rank in range(4)
+    ]
     assert firsts == want
 
 
@@ -181,8 +202,11 @@ def test_num_sms_of_the_class_and_of_a_call(two_by_two, monkeypatch):
     world, buffers = two_by_two
     seen: list = []
     real = type(buffers[0]._hybrid._session).blocks
-    monkeypatch.setattr(type(buffers[0]._hybrid._session), "blocks",
-                        lambda self, op, num_sms, config: seen.append(num_sms) or real(self, op, num_sms, config))
+    monkeypatch.setattr(
+        type(buffers[0]._hybrid._session),
+        "blocks",
+        lambda self, op, num_sms, config: seen.append(num_sms) or real(self, op, num_sms, config),
+    )
     monkeypatch.setattr(Buffer, "num_sms", 20)
     monkeypatch.setattr(Buffer, "_num_sms_was_set", False)
     idx = routing(0, 4, 8, TOPK)[0]
@@ -201,8 +225,11 @@ def test_num_sms_of_the_class_and_of_a_call(two_by_two, monkeypatch):
 
 IDX = torch.tensor([[0, 3], [2, -1]])
 BAD = {
-    "layout of another routing": (lambda b, x: b.dispatch(
-        x, topk_idx=IDX, **_layout(b, torch.tensor([[0, 1], [2, -1]]))), ValueError, "is_token_in_rank is not"),
+    "layout of another routing": (
+        lambda b, x: b.dispatch(x, topk_idx=IDX, **_layout(b, torch.tensor([[0, 1], [2, -1]]))),
+        ValueError,
+        "is_token_in_rank is not",
+    ),
     "no layout": (lambda b, x: b.dispatch(x, topk_idx=IDX), NotImplementedError, "get_dispatch_layout"),
     "no routing": (lambda b, x: b.dispatch(x, **_layout(b, IDX)), NotImplementedError, "topk_idx"),
     "an expert twice": (lambda b, x: b.get_dispatch_layout(torch.tensor([[1, 1]]), 4), ValueError, "twice in row 0"),

@@ -48,9 +48,19 @@ def _config():
 
     # A capacity factor masks choices of probability 0; at this one it drops nothing else.
     return TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, num_moe_experts=4 * LOCAL, moe_router_topk=TOPK,
-        moe_router_dtype="fp32", add_bias_linear=False, use_cpu_initialization=True, expert_model_parallel_size=4,
-        moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep", moe_expert_capacity_factor=8.0)
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=4 * LOCAL,
+        moe_router_topk=TOPK,
+        moe_router_dtype="fp32",
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        expert_model_parallel_size=4,
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend="deepep",
+        moe_expert_capacity_factor=8.0,
+    )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -77,13 +87,16 @@ def test_deepep_backend(backends, asynchronous):
 
 def test_hybridep_functions(backends):
     """fused_a2a's pair of autograd functions, with and without a static number of rows."""
+
     def work(rank, group):
         fused, _ = backends[rank]
         for static in (None, 120):
+
             def layer(x, idx, weights, static=static):
                 route, probs = dense(idx, weights, 4 * LOCAL)
                 rows, row_probs, _, counts, handle = fused.hybrid_ep_dispatch(
-                    x, route, probs, group, LOCAL, num_permuted_tokens=static, pad_multiple=4)
+                    x, route, probs, group, LOCAL, num_permuted_tokens=static, pad_multiple=4
+                )
                 rows = experts_of_groups(rows * row_probs[:, None], counts, rank * LOCAL)
                 return fused.hybrid_ep_combine(rows, handle, num_permuted_tokens=len(rows), pad_multiple=4)
 

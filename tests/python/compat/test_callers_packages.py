@@ -45,8 +45,10 @@ def world(request, monkeypatch):
     monkeypatch.setenv("HYBRID_EP_TIMEOUT_S", "60")
     # What their modules import of their own packages: a logger.
     silent = SimpleNamespace(info=lambda *_: None)
-    for name, contents in (("torchtitan.tools.logging", {"logger": silent}),
-                           ("xtuner.v1.utils", {"get_logger": lambda: silent})):
+    for name, contents in (
+        ("torchtitan.tools.logging", {"logger": silent}),
+        ("xtuner.v1.utils", {"get_logger": lambda: silent}),
+    ):
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
@@ -60,9 +62,13 @@ def world(request, monkeypatch):
 
 def load(text: str, name: str, namespace: str) -> ModuleType:
     number = next(_COUNT)
-    for a, b in (('"cuda"', '"cpu"'), ('"CUDA"', '"CPU"'), (f'"{namespace}::', f'"{namespace}{number}::'),
-                 (f"torch.ops.{namespace}.", f"torch.ops.{namespace}{number}."),
-                 (f'Library("{namespace}"', f'Library("{namespace}{number}"')):
+    for a, b in (
+        ('"cuda"', '"cpu"'),
+        ('"CUDA"', '"CPU"'),
+        (f'"{namespace}::', f'"{namespace}{number}::'),
+        (f"torch.ops.{namespace}.", f"torch.ops.{namespace}{number}."),
+        (f'Library("{namespace}"', f'Library("{namespace}{number}"'),
+    ):
         text = text.replace(a, b)
     module = ModuleType(f"{name}_{number}")
     sys.modules[module.__name__] = module
@@ -90,11 +96,13 @@ def test_automodel_deepep(world, asynchronous):
 
         def layer(x, idx, weights):
             rows, recv_idx, recv_weights, counts, handle = module.fused_dispatch(
-                x, idx, weights, EXPERTS, group, async_finish=asynchronous, allocate_on_comm_stream=asynchronous)
+                x, idx, weights, EXPERTS, group, async_finish=asynchronous, allocate_on_comm_stream=asynchronous
+            )
             assert counts.tolist() == [int((recv_idx == e).sum()) for e in range(LOCAL)]
             rows = experts_of_choices(rows, recv_idx, recv_weights, rank * LOCAL)
-            return module.fused_combine(rows, group, handle, async_finish=asynchronous,
-                                        allocate_on_comm_stream=asynchronous)[0]
+            return module.fused_combine(
+                rows, group, handle, async_finish=asynchronous, allocate_on_comm_stream=asynchronous
+            )[0]
 
         return layer
 
@@ -117,8 +125,8 @@ def test_automodel_hybridep(world, static, compact):
             route, probs = dense(idx, weights, EXPERTS)
             sparse = {"topk_idx": idx, "num_experts": EXPERTS} if compact else {}
             rows, row_probs, _, counts, handle = module.hybrid_ep_dispatch(
-                x, None if compact else route, probs, group, LOCAL, num_permuted_tokens=static, pad_multiple=8,
-                **sparse)
+                x, None if compact else route, probs, group, LOCAL, num_permuted_tokens=static, pad_multiple=8, **sparse
+            )
             rows = experts_of_groups(rows * row_probs[:, None], counts, rank * LOCAL)
             return module.hybrid_ep_combine(rows, handle, num_permuted_tokens=len(rows), pad_multiple=8)
 
@@ -132,15 +140,19 @@ def test_torchtitan_hybridep(world, capacity, monkeypatch):
     pytest.importorskip("torch._library.opaque_object", reason="this PyTorch has no opaque types in operators")
     text = source("torchtitan", "torchtitan", "distributed/deepep/hybridep.py", "def dispatch_tokens")
     modules = [load(text, "torchtitan", "hybridep") for _ in range(4)]
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group",
-                        lambda name: world.groups[int(threading.current_thread().name.removeprefix("rank"))])
+    monkeypatch.setattr(
+        torch.distributed.distributed_c10d,
+        "_resolve_process_group",
+        lambda name: world.groups[int(threading.current_thread().name.removeprefix("rank"))],
+    )
 
     def make_layer(module, rank, group):
         module.get_buffer(group, hidden_dim=HIDDEN, num_max_tokens_per_rank=max(TOKENS), num_local_experts=LOCAL)
 
         def layer(x, idx, weights):
             rows, counts, state = module.dispatch_tokens(
-                x, idx, weights, LOCAL, EXPERTS, group, non_blocking_expert_capacity_factor=capacity, pad_multiple=4)
+                x, idx, weights, LOCAL, EXPERTS, group, non_blocking_expert_capacity_factor=capacity, pad_multiple=4
+            )
             return module.combine_tokens(experts_of_groups(rows, counts, rank * LOCAL), state, pad_multiple=4)
 
         return layer
@@ -179,7 +191,8 @@ def test_xtuner_deepep(world):
     def make_layer(module, rank, group):
         def layer(x, idx, weights):
             rows, recv_idx, recv_weights, counts, handle, event = module.DeepEPDispatch.apply(
-                x, idx, weights, EXPERTS, group, module.buffer_capture())
+                x, idx, weights, EXPERTS, group, module.buffer_capture()
+            )
             event.current_stream_wait()
             assert counts == [int((recv_idx == e).sum()) for e in range(LOCAL)]
             rows = experts_of_choices(rows, recv_idx, recv_weights, rank * LOCAL)

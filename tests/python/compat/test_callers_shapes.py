@@ -33,6 +33,7 @@ def world(request, monkeypatch):
 
 def run(world, make_layer):
     """make_layer(rank, group) -> layer, on every rank, for two steps with different numbers of tokens."""
+
     def work(rank, group):
         layer = make_layer(rank, group)
         for step in range(2):
@@ -86,14 +87,17 @@ class Caller:
         configs = (self.Buffer.get_dispatch_config(size), self.Buffer.get_combine_config(size))
         nvl = max(c.get_nvl_buffer_size_hint(hidden_bytes, size) for c in configs)
         rdma = max(c.get_rdma_buffer_size_hint(hidden_bytes, size) for c in configs)
-        if (self.buffer is None or self.buffer.group != self.group or self.buffer.num_nvl_bytes < nvl
-                or self.buffer.num_rdma_bytes < rdma):
+        if (
+            self.buffer is None
+            or self.buffer.group != self.group
+            or self.buffer.num_nvl_bytes < nvl
+            or self.buffer.num_rdma_bytes < rdma
+        ):
             self.buffer = self.Buffer(self.group, nvl, rdma, **self.options())
         return self.buffer
 
     def events(self, previous):
-        return {"previous_event": previous, "async_finish": self.is_async,
-                "allocate_on_comm_stream": self.is_async}
+        return {"previous_event": previous, "async_finish": self.is_async, "allocate_on_comm_stream": self.is_async}
 
     def wait(self, event):
         if self.is_async:
@@ -102,25 +106,42 @@ class Caller:
     def dispatch(self, x, idx, weights):
         buffer = self.get_buffer(x.size(1) * max(x.element_size(), 2))
         per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
-            topk_idx=idx, num_experts=EXPERTS, **self.events(self.event()))
+            topk_idx=idx, num_experts=EXPERTS, **self.events(self.event())
+        )
         *results, event = buffer.dispatch(
-            x=x, topk_idx=idx, topk_weights=weights.float(), num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert,
-            **self.events(event))
+            x=x,
+            topk_idx=idx,
+            topk_weights=weights.float(),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            **self.events(event),
+        )
         self.wait(event)
         return results
 
     def dispatch_cached(self, grad, handle):
-        nothing = dict.fromkeys(("topk_idx", "topk_weights", "num_tokens_per_rank", "num_tokens_per_rdma_rank",
-                                 "is_token_in_rank", "num_tokens_per_expert"))
-        rows, _, _, _, _, event = self.get_buffer(0).dispatch(x=grad, **nothing, handle=handle,
-                                                             **self.events(self.event()))
+        nothing = dict.fromkeys(
+            (
+                "topk_idx",
+                "topk_weights",
+                "num_tokens_per_rank",
+                "num_tokens_per_rdma_rank",
+                "is_token_in_rank",
+                "num_tokens_per_expert",
+            )
+        )
+        rows, _, _, _, _, event = self.get_buffer(0).dispatch(
+            x=grad, **nothing, handle=handle, **self.events(self.event())
+        )
         self.wait(event)
         return rows
 
     def combine(self, x, handle, weights=None):
         out, out_weights, event = self.get_buffer(0).combine(
-            x, handle, topk_weights=None if weights is None else weights.float(), **self.events(self.event()))
+            x, handle, topk_weights=None if weights is None else weights.float(), **self.events(self.event())
+        )
         self.wait(event)
         return out, out_weights
 
@@ -170,6 +191,7 @@ def test_buffer_callers(world, project):
 
 def test_xtuner_virtual_experts(world):
     """Tensor parallelism folded into the experts: each physical expert has a virtual one on each of two ranks."""
+
     def work(rank, group):
         call = Xtuner(rank, group)
         physical = torch.tensor([[0, 3], [2, 1]])
@@ -190,7 +212,8 @@ class HybridLayer(torch.autograd.Function):
     def forward(ctx, x, route, probs, make):
         ctx.buffer, ctx.options = make
         rows, row_probs, scales, counts, handle = ctx.buffer.dispatch_with_permute(
-            hidden=x, routing_map=route, probs=probs, scaling_factor=None, num_of_experts_per_rank=LOCAL, **ctx.options)
+            hidden=x, routing_map=route, probs=probs, scaling_factor=None, num_of_experts_per_rank=LOCAL, **ctx.options
+        )
         ctx.handle = handle
         assert scales is None and int(handle[10]) == 0 and int(handle[-1]) == 0
         ctx.mark_non_differentiable(counts)
@@ -198,8 +221,9 @@ class HybridLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, grad_probs, *_):
-        x, probs = ctx.buffer.combine_with_unpermute(hidden=grad.contiguous(), probs=grad_probs, handle=ctx.handle,
-                                                     pad_multiple=ctx.options["pad_multiple"])
+        x, probs = ctx.buffer.combine_with_unpermute(
+            hidden=grad.contiguous(), probs=grad_probs, handle=ctx.handle, pad_multiple=ctx.options["pad_multiple"]
+        )
         return x, None, probs, None
 
 
@@ -207,14 +231,19 @@ class HybridCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, make, handle):
         ctx.buffer, ctx.options, ctx.handle, ctx.rows = *make, handle.value, len(x)
-        return ctx.buffer.combine_with_unpermute(hidden=x, handle=handle.value,
-                                                 pad_multiple=ctx.options["pad_multiple"])[0]
+        return ctx.buffer.combine_with_unpermute(
+            hidden=x, handle=handle.value, pad_multiple=ctx.options["pad_multiple"]
+        )[0]
 
     @staticmethod
     def backward(ctx, grad):
         rows, *_ = ctx.buffer.dispatch_with_permute(
-            hidden=grad.contiguous(), scaling_factor=None, handle=ctx.handle, num_permuted_tokens=ctx.rows,
-            pad_multiple=ctx.options["pad_multiple"])
+            hidden=grad.contiguous(),
+            scaling_factor=None,
+            handle=ctx.handle,
+            num_permuted_tokens=ctx.rows,
+            pad_multiple=ctx.options["pad_multiple"],
+        )
         return rows, None, None
 
 
@@ -225,21 +254,33 @@ class _Handle:
         self.value = value
 
 
-TORCHTITAN = {"num_sms_dispatch_api": 16, "num_sms_combine_api": 16, "load_cached_kernels": True,
-              "use_shared_buffer": True, "enable_custom_allgather": True}
+TORCHTITAN = {
+    "num_sms_dispatch_api": 16,
+    "num_sms_combine_api": 16,
+    "load_cached_kernels": True,
+    "use_shared_buffer": True,
+    "enable_custom_allgather": True,
+}
 AUTOMODEL = {"num_sms_dispatch_api": 24, "num_sms_combine_api": 24}
 
 
-@pytest.mark.parametrize(("construct", "indices"), [(TORCHTITAN, True), (AUTOMODEL, False)],
-                         ids=["torchtitan", "automodel"])
+@pytest.mark.parametrize(
+    ("construct", "indices"), [(TORCHTITAN, True), (AUTOMODEL, False)], ids=["torchtitan", "automodel"]
+)
 @pytest.mark.parametrize("static", [False, True], ids=["blocking", "static"])
 def test_hybrid_callers(world, construct, indices, static):
     def make_layer(rank, group):
         from deep_ep import HybridEPBuffer
         from deep_ep.hybrid_ep_buffer import indices_to_map
 
-        buffer = HybridEPBuffer(group=group, hidden_dim=HIDDEN, max_num_of_tokens_per_rank=max(TOKENS),
-                                num_local_experts=LOCAL, use_fp8=False, **construct)
+        buffer = HybridEPBuffer(
+            group=group,
+            hidden_dim=HIDDEN,
+            max_num_of_tokens_per_rank=max(TOKENS),
+            num_local_experts=LOCAL,
+            use_fp8=False,
+            **construct,
+        )
         has = buffer.configurer.buffer_config
         assert has.hidden_dim >= HIDDEN and has.max_num_of_tokens_per_rank >= max(TOKENS)
         assert has.num_of_experts_per_rank >= LOCAL and buffer.group == group
@@ -249,8 +290,10 @@ def test_hybrid_callers(world, construct, indices, static):
         def layer(x, idx, weights):
             route, probs = dense(idx, weights, EXPERTS)
             if indices:  # torchtitan's dispatch hands probabilities over without their graph and gathers the gradient
-                assert all(torch.equal(a, b) for a, b in
-                           zip((route, probs), indices_to_map(idx, weights.float(), len(x), EXPERTS), strict=True))
+                assert all(
+                    torch.equal(a, b)
+                    for a, b in zip((route, probs), indices_to_map(idx, weights.float(), len(x), EXPERTS), strict=True)
+                )
             rows, row_probs, counts, handle = HybridLayer.apply(x, route, probs, make)
             assert len(rows) == (budget if static else int(counts.sum())) and counts.dtype == torch.int64
             assert (counts % 8 == 0).all()
@@ -263,6 +306,7 @@ def test_hybrid_callers(world, construct, indices, static):
 
 def test_unequal_counts_need_no_padding_but_may_have_it(world):
     """Bridge switches Megatron's padding of uneven inputs on: rows that go nowhere change nothing."""
+
     def work(rank, group):
         from deep_ep import HybridEPBuffer
 
@@ -275,7 +319,7 @@ def test_unequal_counts_need_no_padding_but_may_have_it(world):
         many = buffer.dispatch_with_permute(hidden=wide[0], routing_map=wide[1], probs=wide[2])
         assert torch.equal(few[0], many[0]) and torch.equal(few[1], many[1]) and torch.equal(few[3], many[3])
         out = buffer.combine_with_unpermute(hidden=many[0], handle=many[4])[0]
-        assert torch.equal(out[:len(x)], buffer.combine_with_unpermute(hidden=few[0], handle=few[4])[0])
-        assert not out[len(x):].any()
+        assert torch.equal(out[: len(x)], buffer.combine_with_unpermute(hidden=few[0], handle=few[4])[0])
+        assert not out[len(x) :].any()
 
     world.run(work)

@@ -27,74 +27,160 @@ _EVENTS = {"previous_event": None, "async_finish": False, "allocate_on_comm_stre
 
 HYBRID = {
     "__init__": {
-        "group": REQUIRED, "hidden_dim": REQUIRED, "max_num_of_tokens_per_rank": REQUIRED,
-        "num_local_experts": REQUIRED, "use_fp8": False, "num_sms_dispatch_api": None, "num_sms_combine_api": None,
-        "num_sms_preprocessing_api": None, "num_blocks_permute": None, "num_blocks_unpermute": None,
-        "load_cached_kernels": False, "use_shared_buffer": True, "enable_custom_allgather": False,
-        "num_of_hybrid_ep_ranks_per_nvlink_domain": None, "use_mnnvl": None},
+        "group": REQUIRED,
+        "hidden_dim": REQUIRED,
+        "max_num_of_tokens_per_rank": REQUIRED,
+        "num_local_experts": REQUIRED,
+        "use_fp8": False,
+        "num_sms_dispatch_api": None,
+        "num_sms_combine_api": None,
+        "num_sms_preprocessing_api": None,
+        "num_blocks_permute": None,
+        "num_blocks_unpermute": None,
+        "load_cached_kernels": False,
+        "use_shared_buffer": True,
+        "enable_custom_allgather": False,
+        "num_of_hybrid_ep_ranks_per_nvlink_domain": None,
+        "use_mnnvl": None,
+    },
     "empty_jit_cache": {},
     "update_template_config": {
-        "hidden_dim": None, "num_of_tokens_per_rank": None, "num_local_experts": None, "pad_multiple": None,
-        "use_fp8": None, "fuse_permute_dispatch": False},
+        "hidden_dim": None,
+        "num_of_tokens_per_rank": None,
+        "num_local_experts": None,
+        "pad_multiple": None,
+        "use_fp8": None,
+        "fuse_permute_dispatch": False,
+    },
     "dispatch": {
-        "hidden": REQUIRED, "scaling_factor": None, **_ROUTING, "num_of_experts": None, "probs": None,
-        "routing_map": None, "num_dispatched_tokens_tensor": None, "num_dispatched_tokens": None, "handle": None},
+        "hidden": REQUIRED,
+        "scaling_factor": None,
+        **_ROUTING,
+        "num_of_experts": None,
+        "probs": None,
+        "routing_map": None,
+        "num_dispatched_tokens_tensor": None,
+        "num_dispatched_tokens": None,
+        "handle": None,
+    },
     "combine": {"hidden": REQUIRED, "probs": None, "handle": None},
     "dispatch_with_permute": {
-        "hidden": REQUIRED, **_ROUTING, "num_of_experts_per_rank": None, "num_of_experts": None, "use_fp8": None,
-        "routing_map": None, "probs": None, "scaling_factor": None, "num_permuted_tokens": None,
-        "pad_multiple": None, "handle": None, "non_blocking": False, "fuse_permute_dispatch": False,
-        "num_dispatched_tokens": None, "use_host_meta": None},
+        "hidden": REQUIRED,
+        **_ROUTING,
+        "num_of_experts_per_rank": None,
+        "num_of_experts": None,
+        "use_fp8": None,
+        "routing_map": None,
+        "probs": None,
+        "scaling_factor": None,
+        "num_permuted_tokens": None,
+        "pad_multiple": None,
+        "handle": None,
+        "non_blocking": False,
+        "fuse_permute_dispatch": False,
+        "num_dispatched_tokens": None,
+        "use_host_meta": None,
+    },
     "combine_with_unpermute": {
-        "hidden": REQUIRED, "probs": None, "handle": None, "pad_multiple": None, "fuse_unpermute_combine": False,
-        "num_dispatched_tokens": None},
+        "hidden": REQUIRED,
+        "probs": None,
+        "handle": None,
+        "pad_multiple": None,
+        "fuse_unpermute_combine": False,
+        "num_dispatched_tokens": None,
+    },
 }
 # Verb: (what is new, the parameter that it comes after).
-NEWER = {"dispatch": ("num_of_tokens_per_rank", "handle"),
-         "dispatch_with_permute": ("num_of_tokens_per_rank", "pad_multiple")}
+NEWER = {
+    "dispatch": ("num_of_tokens_per_rank", "handle"),
+    "dispatch_with_permute": ("num_of_tokens_per_rank", "pad_multiple"),
+}
 
 BUFFER = {
     "__init__": {
-        "group": REQUIRED, "num_nvl_bytes": 0, "num_rdma_bytes": 0, "low_latency_mode": False,
-        "num_qps_per_rank": 24, "allow_nvlink_for_normal_mode": True, "allow_nvlink_for_low_latency_mode": True,
-        "allow_mnnvl": False, "use_fabric": False, "explicitly_destroy": False, "comm": None},
+        "group": REQUIRED,
+        "num_nvl_bytes": 0,
+        "num_rdma_bytes": 0,
+        "low_latency_mode": False,
+        "num_qps_per_rank": 24,
+        "allow_nvlink_for_normal_mode": True,
+        "allow_nvlink_for_low_latency_mode": True,
+        "allow_mnnvl": False,
+        "use_fabric": False,
+        "explicitly_destroy": False,
+        "comm": None,
+    },
     "get_dispatch_layout": {"topk_idx": REQUIRED, "num_experts": REQUIRED, **_EVENTS},
     "dispatch": {
-        "x": REQUIRED, "handle": None, "num_tokens_per_rank": None, "num_tokens_per_rdma_rank": None,
-        "is_token_in_rank": None, "num_tokens_per_expert": None, **_ROUTING, "expert_alignment": 1,
-        "num_worst_tokens": 0, "config": None, **_EVENTS},
+        "x": REQUIRED,
+        "handle": None,
+        "num_tokens_per_rank": None,
+        "num_tokens_per_rdma_rank": None,
+        "is_token_in_rank": None,
+        "num_tokens_per_expert": None,
+        **_ROUTING,
+        "expert_alignment": 1,
+        "num_worst_tokens": 0,
+        "config": None,
+        **_EVENTS,
+    },
     "combine": {"x": REQUIRED, "handle": REQUIRED, "topk_weights": None, "bias": None, "config": None, **_EVENTS},
     "get_low_latency_rdma_size_hint": {
-        "num_max_dispatch_tokens_per_rank": REQUIRED, "hidden": REQUIRED, "num_ranks": REQUIRED,
-        "num_experts": REQUIRED},
-    "get_dispatch_config": {"num_ranks": REQUIRED}, "get_combine_config": {"num_ranks": REQUIRED},
-    "set_num_sms": {"new_num_sms": REQUIRED}, "capture": {}, "destroy": {}, "get_comm_stream": {},
+        "num_max_dispatch_tokens_per_rank": REQUIRED,
+        "hidden": REQUIRED,
+        "num_ranks": REQUIRED,
+        "num_experts": REQUIRED,
+    },
+    "get_dispatch_config": {"num_ranks": REQUIRED},
+    "get_combine_config": {"num_ranks": REQUIRED},
+    "set_num_sms": {"new_num_sms": REQUIRED},
+    "capture": {},
+    "destroy": {},
+    "get_comm_stream": {},
     "is_sm90_compiled": {},
 }
 OTHERS = {
     EventOverlap.__init__: {"event": None, "extra_tensors": None},
     Config.__init__: {
-        "num_sms": 20, "num_max_nvl_chunked_send_tokens": 6, "num_max_nvl_chunked_recv_tokens": 256,
-        "num_max_rdma_chunked_send_tokens": 6, "num_max_rdma_chunked_recv_tokens": 256},
+        "num_sms": 20,
+        "num_max_nvl_chunked_send_tokens": 6,
+        "num_max_nvl_chunked_recv_tokens": 256,
+        "num_max_rdma_chunked_send_tokens": 6,
+        "num_max_rdma_chunked_recv_tokens": 256,
+    },
     Config.get_nvl_buffer_size_hint: {"hidden_bytes": REQUIRED, "num_ranks": REQUIRED},
-    indices_to_map: {"topk_idx": REQUIRED, "topk_weights": REQUIRED, "num_of_tokens": REQUIRED,
-                     "num_of_experts": REQUIRED},
+    indices_to_map: {
+        "topk_idx": REQUIRED,
+        "topk_weights": REQUIRED,
+        "num_of_tokens": REQUIRED,
+        "num_of_experts": REQUIRED,
+    },
 }
 KEYWORDS_ONLY = ("dispatch_with_permute", "combine_with_unpermute")
 
 
 def drift(function, theirs: dict) -> list[str]:
     """How a function of ours differs from theirs; a tail of further keyword-only parameters is no difference."""
-    ours = [p for p in inspect.signature(function).parameters.values()
-            if p.name != "self" and p.kind is not p.VAR_KEYWORD]
-    found = [f"{p.name} is before {name}, want the order {list(theirs)}"
-             for p, name in zip(ours, theirs, strict=False) if p.name != name][:1]
+    ours = [
+        p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind is not p.VAR_KEYWORD
+    ]
+    found = [
+        f"{p.name} is before {name}, want the order {list(theirs)}"
+        for p, name in zip(ours, theirs, strict=False)
+        if p.name != name
+    ][:1]
     by_name = {p.name: p for p in ours}
     found += [f"{name} is missing" for name in theirs if name not in by_name]
-    found += [f"{name}={by_name[name].default!r}, want {default!r}" for name, default in theirs.items()
-              if name in by_name and by_name[name].default != default]
-    found += [f"{p.name} is ours but not keyword-only with a default" for p in ours if p.name not in theirs
-              and (p.kind is not p.KEYWORD_ONLY or p.default is REQUIRED)]
+    found += [
+        f"{name}={by_name[name].default!r}, want {default!r}"
+        for name, default in theirs.items()
+        if name in by_name and by_name[name].default != default
+    ]
+    found += [
+        f"{p.name} is ours but not keyword-only with a default"
+        for p in ours
+        if p.name not in theirs and (p.kind is not p.KEYWORD_ONLY or p.default is REQUIRED)
+    ]
     return found
 
 
@@ -113,8 +199,9 @@ def test_hybrid_ep_buffer(verb):
     function = getattr(HybridEPBuffer, verb)
     assert drift(function, newest(verb)) == []
     if verb in KEYWORDS_ONLY:
-        assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in
-                   list(inspect.signature(function).parameters.values())[1:])
+        assert all(
+            p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in list(inspect.signature(function).parameters.values())[1:]
+        )
     if verb != "empty_jit_cache":
         assert function is getattr(hybrid_ep.HybridEPBuffer, verb)
 
@@ -133,8 +220,11 @@ def test_drift_is_seen():
     def ours(self, hidden, handle=None, probs=None, extra=3, *, later=1): ...
 
     assert drift(ours, {"hidden": REQUIRED, "probs": 0, "handle": None, "gone": 1}) == [
-        "handle is before probs, want the order ['hidden', 'probs', 'handle', 'gone']", "gone is missing",
-        "probs=None, want 0", "extra is ours but not keyword-only with a default"]
+        "handle is before probs, want the order ['hidden', 'probs', 'handle', 'gone']",
+        "gone is missing",
+        "probs=None, want 0",
+        "extra is ours but not keyword-only with a default",
+    ]
 
 
 def test_handles_are_read_from_the_front():
@@ -146,8 +236,9 @@ def test_handles_are_read_from_the_front():
 
     def work(rank, _):
         *_, plain = buffers[rank].dispatch(integers(0, 5, 16), topk_idx=idx, num_of_experts=4)
-        *_, handle = buffers[rank].dispatch_with_permute(hidden=integers(0, 5, 16), topk_idx=idx, num_of_experts=4,
-                                                         num_permuted_tokens=2, non_blocking=True)
+        *_, handle = buffers[rank].dispatch_with_permute(
+            hidden=integers(0, 5, 16), topk_idx=idx, num_of_experts=4, num_permuted_tokens=2, non_blocking=True
+        )
         assert (len(plain), len(handle)) == (7, 11) and plain[5] == handle[8] == 5
         assert handle[10] is handle[-1] and handle[10].dtype == torch.int32 and handle[10].tolist() == [1]
         assert handle[9].is_valid() and handle[9].token_data_type.name == "UINT16"
@@ -165,13 +256,17 @@ def test_newer_arguments():
 
     def work(rank, _):
         want = buffers[rank].dispatch_with_permute(hidden=x, topk_idx=idx, topk_weights=weights, num_of_experts=4)
-        for routed in ({"topk_idx": idx, "probs": probs, "num_of_experts": 4},
-                       {"topk_idx": idx.flip(0), "routing_map": route, "probs": probs}):
+        for routed in (
+            {"topk_idx": idx, "probs": probs, "num_of_experts": 4},
+            {"topk_idx": idx.flip(0), "routing_map": route, "probs": probs},
+        ):
             got = buffers[rank].dispatch_with_permute(hidden=x, num_of_tokens_per_rank=6 + rank, **routed)
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-        for wrong, text in (({"topk_idx": idx, "topk_weights": weights, "probs": probs}, "both given"),
-                            ({"topk_idx": idx, "num_of_tokens_per_rank": 5}, "num_of_tokens_per_rank=5"),
-                            ({"routing_map": route, "topk_weights": weights, "topk_idx": idx}, "probs")):
+        for wrong, text in (
+            ({"topk_idx": idx, "topk_weights": weights, "probs": probs}, "both given"),
+            ({"topk_idx": idx, "num_of_tokens_per_rank": 5}, "num_of_tokens_per_rank=5"),
+            ({"routing_map": route, "topk_weights": weights, "topk_idx": idx}, "probs"),
+        ):
             with pytest.raises(ValueError, match=text):
                 buffers[rank].dispatch_with_permute(hidden=x, num_of_experts=4, **wrong)
 

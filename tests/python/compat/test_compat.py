@@ -66,23 +66,35 @@ def test_the_calls_of_a_deep_ep_caller():
 
     def work(rank, group):
         buffer = HybridEPBuffer(
-            group=group, hidden_dim=32, max_num_of_tokens_per_rank=6, num_local_experts=2, use_fp8=False,
-            num_sms_dispatch_api=2, num_sms_combine_api=2, num_sms_preprocessing_api=108)
+            group=group,
+            hidden_dim=32,
+            max_num_of_tokens_per_rank=6,
+            num_local_experts=2,
+            use_fp8=False,
+            num_sms_dispatch_api=2,
+            num_sms_combine_api=2,
+            num_sms_preprocessing_api=108,
+        )
         rows, weights, scale, tokens_per_expert, handle = buffer.dispatch_with_permute(
-            hidden=hidden[rank], routing_map=route[rank], probs=probs[rank], scaling_factor=None,
+            hidden=hidden[rank],
+            routing_map=route[rank],
+            probs=probs[rank],
+            scaling_factor=None,
             pad_multiple=16,
-            num_of_experts_per_rank=2, num_permuted_tokens=None, non_blocking=False,
-            fuse_permute_dispatch=True)
+            num_of_experts_per_rank=2,
+            num_permuted_tokens=None,
+            non_blocking=False,
+            fuse_permute_dispatch=True,
+        )
         assert tokens_per_expert.to(torch.int64).sum() == rows.shape[0]
         assert scale is None and not (handle[OVERFLOW_FLAG] != 0)
-        out, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle, pad_multiple=16,
-                                               fuse_unpermute_combine=True)
+        out, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle, pad_multiple=16, fuse_unpermute_combine=True)
         assert torch.equal(out.float(), hidden[rank].float() * route[rank].sum(1, keepdim=True))
-        grad = buffer.dispatch_with_permute(hidden=out, scaling_factor=None, handle=handle, pad_multiple=16,
-                                            num_permuted_tokens=tokens_per_expert.sum())[0]
+        grad = buffer.dispatch_with_permute(
+            hidden=out, scaling_factor=None, handle=handle, pad_multiple=16, num_permuted_tokens=tokens_per_expert.sum()
+        )[0]
         assert grad.shape == rows.shape
-        _, grad_probs = buffer.combine_with_unpermute(hidden=grad, probs=weights, handle=handle,
-                                                      pad_multiple=16)
+        _, grad_probs = buffer.combine_with_unpermute(hidden=grad, probs=weights, handle=handle, pad_multiple=16)
         assert torch.equal(grad_probs, probs[rank])
 
     world.run(work)

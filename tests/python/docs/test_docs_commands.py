@@ -58,7 +58,7 @@ def _commands(number: int, line: str, whole: bool) -> Iterator[CommandLine]:
             command.append(word)
             continue
         if "hybrid-ep" in command:
-            words = command[command.index("hybrid-ep") + 1:]
+            words = command[command.index("hybrid-ep") + 1 :]
             said = tuple(w.split("|")[0] for w in words if w not in ELLIPSIS)
             yield CommandLine(number, said, whole and len(said) == len(words))
         command = []
@@ -122,8 +122,11 @@ def _launch(monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "launch", cli.Command("recipes.launch_command", "train a recipe"))
 
 
-FOUND = [pytest.param(found, id=f"{page.relative_to(ROOT)}:{found.line}")
-         for page in PAGES for found in command_lines(page.read_text())]
+FOUND = [
+    pytest.param(found, id=f"{page.relative_to(ROOT)}:{found.line}")
+    for page in PAGES
+    for found in command_lines(page.read_text())
+]
 
 
 @pytest.mark.parametrize("found", FOUND)
@@ -166,24 +169,32 @@ def test_what_is_found():
     ]
 
 
-@pytest.mark.parametrize("line, why", [
-    ("hybrid-ep bench --rank 2", "--rank"),  # no abbreviations
-    ("hybrid-ep bench --ranks two", "invalid int value"),
-    ("hybrid-ep bnech", "invalid choice"),
-    ("hybrid-ep balance report", "required"),
-    ("hybrid-ep balance report ... --epsize 4", "--epsize"),
-    ("hybrid-ep simulate --cluster", "expected one argument"),
-    ("hybrid-ep launch tiny_cpu --hardware abacus", "invalid choice"),
-])
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("hybrid-ep bench --rank 2", "--rank"),  # no abbreviations
+        ("hybrid-ep bench --ranks two", "invalid int value"),
+        ("hybrid-ep bnech", "invalid choice"),
+        ("hybrid-ep balance report", "required"),
+        ("hybrid-ep balance report ... --epsize 4", "--epsize"),
+        ("hybrid-ep simulate --cluster", "expected one argument"),
+        ("hybrid-ep launch tiny_cpu --hardware abacus", "invalid choice"),
+    ],
+)
 def test_a_wrong_line_is_refused(line, why):
     (found,) = command_lines(f"```bash\n{line}\n```\n")
     assert why in refusal(found.words, found.whole)
 
 
-@pytest.mark.parametrize("line", [
-    "hybrid-ep bench --ranks N --cluster NAME", "hybrid-ep balance plan ... -o plan.yaml",
-    "hybrid-ep balance report STATS --ep 4", "hybrid-ep tune --help",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "hybrid-ep bench --ranks N --cluster NAME",
+        "hybrid-ep balance plan ... -o plan.yaml",
+        "hybrid-ep balance report STATS --ep 4",
+        "hybrid-ep tune --help",
+    ],
+)
 def test_a_right_line_is_taken(line):
     (found,) = command_lines(f"    {line}\n")
     assert refusal(found.words, found.whole) is None

@@ -35,8 +35,13 @@ def run_on_eight_ranks(code: str) -> None:
     def rank_main(rank, group):
         x = torch.full((16, 64), float(rank + 1))
         topk_idx = torch.arange(16 * 2).reshape(16, 2) % 64
-        given = {"group": group, "x": x, "topk_idx": topk_idx, "topk_weights": torch.full((16, 2), 0.5),
-                 "experts": lambda rows, counts, probs: rows * probs[:, None]}
+        given = {
+            "group": group,
+            "x": x,
+            "topk_idx": topk_idx,
+            "topk_weights": torch.full((16, 2), 0.5),
+            "experts": lambda rows, counts, probs: rows * probs[:, None],
+        }
         exec(compile(small, "example", "exec"), given)
         assert torch.equal(given["out"], x)  # weights that sum to one, experts that change nothing else
         assert int(given["tokens_per_expert"].sum()) == given["rows"].shape[0]

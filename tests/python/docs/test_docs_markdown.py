@@ -76,8 +76,11 @@ def test_fences_are_found():
     assert fences(page) == [(3, "indented", 12), (5, "", 1), (14, "bash", 5)]
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("[!_]*.svg")) + sorted(ROOT.glob("docs/results/*.svg")),
-                         ids=lambda picture: picture.name)
+@pytest.mark.parametrize(
+    "picture",
+    sorted((ROOT / "docs").glob("[!_]*.svg")) + sorted(ROOT.glob("docs/results/*.svg")),
+    ids=lambda picture: picture.name,
+)
 def test_a_picture_follows_a_dark_page(picture):
     svg = picture.read_text()
     assert "@media (prefers-color-scheme: dark)" in svg and ("#131416" in svg)  # the page's own dark, docs/_static
@@ -97,8 +100,10 @@ def test_links_outside_the_site(page):
 def test_extras():
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {name: {re.match(r"[\w-]+", one)[0] for one in wanted}
-              for name, wanted in project["optional-dependencies"].items()}
+    extras = {
+        name: {re.match(r"[\w-]+", one)[0] for one in wanted}
+        for name, wanted in project["optional-dependencies"].items()
+    }
     page = (ROOT / "docs" / "install.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.M)
     assert {name: set(brings.split(", ")) for name, brings in rows} == extras

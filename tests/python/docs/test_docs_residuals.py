@@ -15,8 +15,10 @@ PAGE = (ROOT / "docs" / "performance_model.md").read_text()
 
 
 def fitted(row) -> bool:
-    said = (f"Hybrid-EP README, {row.gpu}, {row.ranks} ranks, {row.num_sms} SMs, {row.op} {row.dtype}, {row.scope}: "
-            f"{row.gb_per_s:.2f} GB/s")
+    said = (
+        f"Hybrid-EP README, {row.gpu}, {row.ranks} ranks, {row.num_sms} SMs, {row.op} {row.dtype}, {row.scope}: "
+        f"{row.gb_per_s:.2f} GB/s"
+    )
     return row.own_kernels and said in clusters.FITTED_FROM.values()
 
 

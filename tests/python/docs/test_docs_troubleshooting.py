@@ -16,8 +16,11 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SITES = set(re.findall(r'return "(\w+)";', (ROOT / "csrc/common/timeout_report.h").read_text()))
 SITES -= {"test_site", "unknown"}
 ABOVE = {"SeamError", "RankFailed"}  # of megatron_patches and recipes
-OURS = {kind.__name__ for _, kind in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(kind, errors.HybridEPError) and kind is not errors.HybridEPError}
+OURS = {
+    kind.__name__
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.HybridEPError) and kind is not errors.HybridEPError
+}
 
 
 def test_there_are_sites():

@@ -33,8 +33,11 @@ def strings() -> list[tuple[str, str]]:
     for package in ("hybrid_ep", "megatron_patches", "recipes"):
         for path in sorted((ROOT / package).rglob("*.py")):
             tree = ast.parse(path.read_text())
-            docstrings = {id(node.value) for node in ast.walk(tree)
-                          if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+            docstrings = {
+                id(node.value)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            }
             inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
             for node in ast.walk(tree):
                 if id(node) in docstrings or id(node) in inside:
@@ -43,8 +46,9 @@ def strings() -> list[tuple[str, str]]:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append((where, node.value))
                 elif isinstance(node, ast.JoinedStr):
-                    found.append((where, "".join(part.value if isinstance(part, ast.Constant) else "X"
-                                                 for part in node.values)))
+                    found.append(
+                        (where, "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values))
+                    )
     return found
 
 
@@ -75,8 +79,9 @@ def test_what_pip_is_to_install_is_a_package_or_an_extra_that_brings_it(text, ma
 
 
 def script_help(path: str) -> str:
-    done = subprocess.run([sys.executable, str(ROOT / path), "--help"], cwd=ROOT, text=True, capture_output=True,
-                          timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / path), "--help"], cwd=ROOT, text=True, capture_output=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

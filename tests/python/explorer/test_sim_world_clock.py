@@ -49,7 +49,7 @@ def test_bytes_of_every_link_are_the_closed_form():
         node, local = divmod(rank, LOCAL)
         nic[rank] += (NODES - 1) * vector
         for t in range(TOKENS):
-            ranks = {e // EXPERTS for e in flat[t * TOPK:(t + 1) * TOPK]}
+            ranks = {e // EXPERTS for e in flat[t * TOPK : (t + 1) * TOPK]}
             nic[rank] += token_bytes * len({r // LOCAL for r in ranks} - {node})
             for dst in ranks:  # sent by the rank of the source's rail in the destination's node
                 forwarder = dst // LOCAL * LOCAL + local
@@ -96,7 +96,7 @@ def test_credits_are_told_once_a_chunk():
     shows with a ring of one slot, where the final sum must tell each at once."""
     sizes = []  # rows of every stream of one rank to one other node, in chunks
     for rank, flat in enumerate(routing()):
-        nodes = [{e // EXPERTS // LOCAL for e in flat[t * TOPK:(t + 1) * TOPK]} for t in range(TOKENS)]
+        nodes = [{e // EXPERTS // LOCAL for e in flat[t * TOPK : (t + 1) * TOPK]} for t in range(TOKENS)]
         for node in set(range(NODES)) - {rank // LOCAL}:
             rows = sum(node in of_token for of_token in nodes)
             sizes += [min(8, rows - begin) for begin in range(0, rows, 8)]

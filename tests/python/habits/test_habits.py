@@ -44,9 +44,12 @@ def spoilt(ctx) -> list[str]:
     problem = operations.problem(ctx.rank)
     want = operations.run(ctx.group(4), problem, lambda name, x: x)
     late = operations.run(ctx.group(4), problem, lambda name, x: x.roll(1, 0) if name == "probs" else x)
-    return [operations.differences(late, want, True, True),
-            operations.differences({k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in want.items()},
-                                   want, True, True)]
+    return [
+        operations.differences(late, want, True, True),
+        operations.differences(
+            {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in want.items()}, want, True, True
+        ),
+    ]
 
 
 def test_the_comparison_notices(world):

@@ -80,16 +80,22 @@ def other_environment(ctx, name: str, values: list[str]) -> dict | str:
         del os.environ[name]
 
 
-@pytest.mark.parametrize("name, values", [("HYBRID_EP_TIMEOUT_S", ["40", "50"]), ("HYBRID_EP_SEED", ["1", "2"]),
-                                          ("HYBRID_EP_RESULT_CACHE_MIB", ["0", "7"])])
+@pytest.mark.parametrize(
+    "name, values",
+    [("HYBRID_EP_TIMEOUT_S", ["40", "50"]), ("HYBRID_EP_SEED", ["1", "2"]), ("HYBRID_EP_RESULT_CACHE_MIB", ["0", "7"])],
+)
 def test_habits_ranks_whose_environments_may_differ(world, name, values):
     assert world.run(other_environment, name, values, ranks=range(2)) == ["right"] * 2
 
 
-@pytest.mark.parametrize("name, values, said", [
-    ("HYBRID_EP_NUM_BLOCKS", ["1", "2"], "num_sms_dispatch_api"),
-    ("HYBRID_EP_RANKS_PER_NODE", ["1", "2"], "num_of_hybrid_ep_ranks_per_nvlink_domain"),
-    ("HYBRID_EP_EXECUTOR", ["host", "host_checked"], "executor")])
+@pytest.mark.parametrize(
+    "name, values, said",
+    [
+        ("HYBRID_EP_NUM_BLOCKS", ["1", "2"], "num_sms_dispatch_api"),
+        ("HYBRID_EP_RANKS_PER_NODE", ["1", "2"], "num_of_hybrid_ep_ranks_per_nvlink_domain"),
+        ("HYBRID_EP_EXECUTOR", ["host", "host_checked"], "executor"),
+    ],
+)
 def test_habits_ranks_whose_environments_must_agree(world, name, values, said):
     first, second = world.run(other_environment, name, values, ranks=range(2))
     assert first["type"] == second["type"] == "ValueError" and first["message"] == second["message"]

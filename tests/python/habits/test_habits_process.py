@@ -58,8 +58,13 @@ def drop(buffer) -> str:
 def forks(ctx) -> list[str]:
     buffer = make(ctx.group(2))
     round_trip(buffer)
-    calls = {"dispatch": lambda: round_trip(buffer), "traffic": buffer.traffic, "with": buffer.__enter__,
-             "memory_report": buffer.memory_report, "drop": lambda: drop(buffer)}
+    calls = {
+        "dispatch": lambda: round_trip(buffer),
+        "traffic": buffer.traffic,
+        "with": buffer.__enter__,
+        "memory_report": buffer.memory_report,
+        "drop": lambda: drop(buffer),
+    }
     said = [in_child(call) for call in calls.values()]
     held = [line for line in in_child(lambda: Path("/proc/self/maps").read_text()).splitlines() if "hybrid_ep." in line]
     round_trip(buffer)
@@ -89,8 +94,9 @@ def loads_data(ctx) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # as which a rank of these tests may have no workers
     with make(ctx.group(2)) as buffer:
         for _ in range(2):  # workers come and go, SIGCHLD and all, with the buffer in use
-            loader = torch.utils.data.DataLoader(Rows(buffer), batch_size=4, num_workers=1,
-                                                 multiprocessing_context="fork")
+            loader = torch.utils.data.DataLoader(
+                Rows(buffer), batch_size=4, num_workers=1, multiprocessing_context="fork"
+            )
             for batch in loader:
                 round_trip(buffer)
                 assert torch.equal(batch, X)
@@ -150,8 +156,10 @@ def test_habits_memory_that_runs_out_after_the_ranks_have_met():
 
 
 # ---- copies
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps,
-                                    lambda b: torch.nn.Module.__setstate__ and copy.deepcopy({"layer": [b]})])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, pickle.dumps, lambda b: torch.nn.Module.__setstate__ and copy.deepcopy({"layer": [b]})],
+)
 def test_habits_a_buffer_has_no_copies(copied):
     buffer = VirtualWorld(1, 1).buffers(H, 8, E, timeout_s=20)[0]
     with pytest.raises(TypeError, match="cannot be copied or pickled.*by reference.*construct a new one"):
@@ -173,8 +181,11 @@ def test_habits_copies_of_a_handle():
 def odd_groups(ctx) -> None:
     """On all six: a group that begins at rank 1 and has a gap, and one that overlaps it; calls interleaved."""
     groups = [dist.new_group([1, 2, 4, 5]), dist.new_group([0, 1, 3, 4])]
-    buffers = [make(g, num_of_hybrid_ep_ranks_per_nvlink_domain=3) for g in groups  # of the six: two of each node
-               if g is not dist.GroupMember.NON_GROUP_MEMBER]
+    buffers = [
+        make(g, num_of_hybrid_ep_ranks_per_nvlink_domain=3)
+        for g in groups  # of the six: two of each node
+        if g is not dist.GroupMember.NON_GROUP_MEMBER
+    ]
     for _ in range(2):
         for buffer in buffers:
             round_trip(buffer)
@@ -244,8 +255,10 @@ def with_small_shm(mebibytes: int, work):
         if libc.unshare(0x00020000):  # CLONE_NEWNS: of this thread, and of those it starts
             answer.append(pytest.skip.Exception(f"no mount namespace here: {os.strerror(ctypes.get_errno())}"))
             return
-        for command in (["mount", "--make-rprivate", "/"],
-                        ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", "/dev/shm"]):
+        for command in (
+            ["mount", "--make-rprivate", "/"],
+            ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", "/dev/shm"],
+        ):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 answer.append(pytest.skip.Exception(f"{' '.join(command)}: {done.stderr.strip()}"))
@@ -286,8 +299,13 @@ PROGRAM = HERE / "habit_program.py"
 
 def program(*flags: str, **variables: str) -> str:
     """What it prints; nothing on stderr, in the middle or when the interpreter ends."""
-    done = subprocess.run([sys.executable, *flags, str(PROGRAM)], capture_output=True, text=True, timeout=240,
-                          env={**os.environ, **variables})
+    done = subprocess.run(
+        [sys.executable, *flags, str(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, **variables},
+    )
     assert done.returncode == 0 and not done.stderr, f"{done.returncode}: {done.stderr[-3000:]}"
     return done.stdout
 
@@ -296,6 +314,19 @@ def test_habits_a_process_is_born_with():
     """No assertions and no docstrings, Python's development mode, warnings as errors, memory that malloc spoils."""
     from habit_program import digest
 
-    said = program("-OO", "-X", "dev", "-X", "utf8=0", "-W", "error::UserWarning", MALLOC_PERTURB_="165",
-                   MALLOC_CHECK_="3", TMPDIR="/nonexistent", LC_ALL="C", PYTHONHASHSEED="1", OMP_NUM_THREADS="3")
+    said = program(
+        "-OO",
+        "-X",
+        "dev",
+        "-X",
+        "utf8=0",
+        "-W",
+        "error::UserWarning",
+        MALLOC_PERTURB_="165",
+        MALLOC_CHECK_="3",
+        TMPDIR="/nonexistent",
+        LC_ALL="C",
+        PYTHONHASHSEED="1",
+        OMP_NUM_THREADS="3",
+    )
     assert said.split() == [digest(), "atexit", "last"]

@@ -14,13 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybrid_ep.moe import (
-    activations,
-    combining,
-    triton_activations,
-    triton_unpermute,
-    triton_zero,
-)
+from hybrid_ep.moe import activations, combining, triton_activations, triton_unpermute, triton_zero
 from hybrid_ep.moe.triton_rounding import round_to
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -77,8 +71,9 @@ def check_activations():
         got = triton_activations.forward(h, prob, kind)
         want = activations._forward(h, prob, kind)
         assert_close(got[rows], want[rows], **tolerance)
-        (dh, dprob), (want_dh, want_dprob) = (run(h, prob, grad, kind, weighted) for run in (
-            triton_activations.backward, activations._backward))
+        (dh, dprob), (want_dh, want_dprob) = (
+            run(h, prob, grad, kind, weighted) for run in (triton_activations.backward, activations._backward)
+        )
         assert_close(dh[rows], want_dh[rows], **tolerance)
         if weighted:
             assert (got[1] == 0).all() and (dh[1] == 0).all()
@@ -96,8 +91,9 @@ def check_unpermute():
         got = triton_unpermute.gather_sum(rows, inverse, weights)
         assert torch.equal(got, combining.unpermute(rows, inverse, weights))  # the same sum in the same order
         strided = None if weights is None else torch.stack([weights, -weights], 1)[:, 0]
-        assert torch.equal(got, triton_unpermute.gather_sum(rows.t().contiguous().t(), inverse.t().contiguous().t(),
-                                                            strided)), "any strides"
+        assert torch.equal(
+            got, triton_unpermute.gather_sum(rows.t().contiguous().t(), inverse.t().contiguous().t(), strided)
+        ), "any strides"
         assert (got[3] == 0).all()
 
 

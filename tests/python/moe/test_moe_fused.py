@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 from hybrid_ep.moe import activations, inverse_map, unpermute, weighted_activation, weighted_swiglu
 
 F = torch.nn.functional
-PLAIN = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh"), "gelu_erf": F.gelu, "relu": F.relu,
-         "relu2": lambda x: F.relu(x).square()}
+PLAIN = {
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def eager(h, prob, kind):
@@ -50,7 +55,7 @@ def test_blocks_of_rows_do_not_show():
     torch.manual_seed(2)
     h, prob = torch.randn(300, 2 * 512), torch.rand(300)
     together = weighted_swiglu(h, prob)
-    assert torch.equal(together, torch.cat([weighted_swiglu(h[i:i + 1], prob[i:i + 1]) for i in range(300)]))
+    assert torch.equal(together, torch.cat([weighted_swiglu(h[i : i + 1], prob[i : i + 1]) for i in range(300)]))
 
 
 def nearest_even(x: torch.Tensor) -> torch.Tensor:
@@ -132,19 +137,23 @@ def test_fp64_stays_out_of_the_kernels_that_compute_in_fp32():
     assert not activations._fused(torch.zeros(1), None)
 
 
-@pytest.mark.parametrize("arguments, said", [
-    ((torch.zeros(2, 4), None, "swish"), "kind='swish'"),
-    ((torch.zeros(2, 3), None, "swiglu"), "2F"),
-    ((torch.zeros(2, 4, dtype=torch.int32), None, "silu"), "floating"),
-    ((torch.zeros(2, 4), torch.zeros(3), "silu"), "the 2 rows of h"),
-    ((torch.zeros(2, 4), torch.zeros(2).half(), "silu"), "must be fp32"),
-])
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ((torch.zeros(2, 4), None, "swish"), "kind='swish'"),
+        ((torch.zeros(2, 3), None, "swiglu"), "2F"),
+        ((torch.zeros(2, 4, dtype=torch.int32), None, "silu"), "floating"),
+        ((torch.zeros(2, 4), torch.zeros(3), "silu"), "the 2 rows of h"),
+        ((torch.zeros(2, 4), torch.zeros(2).half(), "silu"), "must be fp32"),
+    ],
+)
 def test_bad_activation_input_is_named(arguments, said):
     with pytest.raises(ValueError, match=said):
         weighted_activation(*arguments)
 
 
 # ---- unpermute
+
 
 @st.composite
 def maps(draw):
@@ -194,8 +203,10 @@ def test_unpermute_reads_strided_inputs_where_they_lie():
     rows, grad = torch.randn(5, 6).t(), torch.randn(5, 4).t()
     for weights in (torch.rand(12)[::2], torch.rand(1).expand(6), torch.rand(6, 3)[:, 1]):
         results = []
-        for a, at, b in ((rows, inverse.t().contiguous().t(), weights),
-                         (rows.contiguous(), inverse, weights.contiguous())):
+        for a, at, b in (
+            (rows, inverse.t().contiguous().t(), weights),
+            (rows.contiguous(), inverse, weights.contiguous()),
+        ):
             a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
             out = unpermute(a, at, b)
             results.append((out, *torch.autograd.grad(out, (a, b), grad)))
@@ -226,8 +237,10 @@ def test_the_table_of_precision_says_that_the_accumulator_matters(capsys):
     error = {line.split("|")[1].strip(): float(line.split("|")[2]) for line in lines}
     assert list(error) == list(program["WAYS"])
     for place in ("before w2, fp32 inside the activation", "after w2, fp32 product"):
-        fp32, bf16 = (next(e for way, e in error.items() if way.startswith(place) and way.endswith(s))
-                      for s in ("fp32 sum", "bf16 sum"))
+        fp32, bf16 = (
+            next(e for way, e in error.items() if way.startswith(place) and way.endswith(s))
+            for s in ("fp32 sum", "bf16 sum")
+        )
         assert fp32 < 6e-3 and bf16 > 1.15 * fp32
 
 
@@ -235,7 +248,11 @@ def test_triton_kernels_in_the_interpreter():
     pytest.importorskip("triton", reason="Triton is not installed")
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", here / "moe_triton_program.py"], capture_output=True, text=True, timeout=240,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(here.parents[2]), *sys.path])})
+        [sys.executable, "-W", "ignore", here / "moe_triton_program.py"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(here.parents[2]), *sys.path])},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count(" ok") == 4

@@ -36,7 +36,7 @@ def problem(counts, tail, dtype, seed=0, transposed=False):
     rows = sum(counts) + tail
     x, grad = torch.randn(rows, K), torch.randn(rows, F)
     w = torch.randn(len(counts), F, K).transpose(1, 2) if transposed else torch.randn(len(counts), K, F)
-    x[sum(counts):] = grad[sum(counts):] = float("nan")
+    x[sum(counts) :] = grad[sum(counts) :] = float("nan")
     return x.to(dtype), w.to(dtype), grad.to(dtype)
 
 
@@ -62,7 +62,7 @@ def check(got, want, dtype, counts):
     for name, a, b in zip(("out", "dx", "dw"), got, want, strict=True):
         assert a.dtype == dtype and a.shape == b.shape and not a.isnan().any(), name
         assert (a.double() - b).abs().max() <= TOLERANCE[dtype] * b.abs().max() if b.numel() else True, name
-    assert (got[0][sum(counts):] == 0).all() and (got[1][sum(counts):] == 0).all()
+    assert (got[0][sum(counts) :] == 0).all() and (got[1][sum(counts) :] == 0).all()
     assert all((got[2][e] == 0).all() for e, count in enumerate(counts) if count == 0)
 
 
@@ -104,14 +104,20 @@ def test_several_stacks_give_the_bits_of_one(backend, dtype):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (counts, tail, cuts)
 
 
-@pytest.mark.parametrize("first_rows, said", [
-    ((0,), "each of the 2 stacks"), ((1, 4), "0, then ascending"), ((0, 9), "at most the 8 rows"),
-    ((0, 3), "must be where"),
-])
+@pytest.mark.parametrize(
+    "first_rows, said",
+    [
+        ((0,), "each of the 2 stacks"),
+        ((1, 4), "0, then ascending"),
+        ((0, 9), "at most the 8 rows"),
+        ((0, 3), "must be where"),
+    ],
+)
 def test_first_rows_that_do_not_fit_are_named(first_rows, said):
     with pytest.raises(ValueError, match=said):
-        grouped_mm(torch.randn(8, K), torch.randn(3, K, F).tensor_split([2]), torch.tensor([2, 4, 8]),
-                   first_rows=first_rows)
+        grouped_mm(
+            torch.randn(8, K), torch.randn(3, K, F).tensor_split([2]), torch.tensor([2, 4, 8]), first_rows=first_rows
+        )
 
 
 @pytest.mark.parametrize("backend", ["torch", "loop", "auto"])
@@ -135,17 +141,20 @@ def test_shapes_that_torch_refuses_go_to_the_loop_and_only_when_asked_for_auto(c
         grouped_mm(x, w, offsets, backend="torch")
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"offsets": torch.tensor([4, 2, 8])}, r"offsets=\[4, 2, 8\] must ascend"),
-    ({"offsets": torch.tensor([2, 4, 9])}, "at most the 8 rows"),
-    ({"offsets": torch.tensor([2, 4, 6]), "tail": False}, "tail=False says"),
-    ({"offsets": torch.tensor([2, 4])}, "E=3"),
-    ({"offsets": torch.tensor([2.0, 4.0, 8.0])}, "int32 or int64"),
-    ({"w": torch.randn(3, F, K)}, r"w.transpose\(1, 2\)"),
-    ({"w": torch.randn(3, K, F).half()}, "both must be one of"),
-    ({"backend": "cutlass"}, "backend='cutlass' is unknown"),
-    ({"backend": "te"}, "Transformer Engine"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"offsets": torch.tensor([4, 2, 8])}, r"offsets=\[4, 2, 8\] must ascend"),
+        ({"offsets": torch.tensor([2, 4, 9])}, "at most the 8 rows"),
+        ({"offsets": torch.tensor([2, 4, 6]), "tail": False}, "tail=False says"),
+        ({"offsets": torch.tensor([2, 4])}, "E=3"),
+        ({"offsets": torch.tensor([2.0, 4.0, 8.0])}, "int32 or int64"),
+        ({"w": torch.randn(3, F, K)}, r"w.transpose\(1, 2\)"),
+        ({"w": torch.randn(3, K, F).half()}, "both must be one of"),
+        ({"backend": "cutlass"}, "backend='cutlass' is unknown"),
+        ({"backend": "te"}, "Transformer Engine"),
+    ],
+)
 def test_bad_input_is_named(change, said):
     good = {"x": torch.randn(8, K), "w": torch.randn(3, K, F), "offsets": torch.tensor([2, 4, 8])}
     with pytest.raises(ValueError, match=said):
@@ -153,6 +162,7 @@ def test_bad_input_is_named(change, said):
 
 
 # ---- the probe, on machines with each of the known bugs
+
 
 class StaleAccumulator(LoopBackend):
     """An empty group's gradient is what the tile before it left, as on one GPU with torch 2.9."""
@@ -207,8 +217,13 @@ class AlwaysWrong(LoopBackend):
         return LoopBackend.mm(x, w, offsets) * 1.5
 
 
-BROKEN = {StaleAccumulator: "zero_empty_wgrad", NeverWritten: "zero_empty_wgrad", SpoilsNeighbours: "pad_empty",
-          Raises: "unusable", AlwaysWrong: "unusable"}
+BROKEN = {
+    StaleAccumulator: "zero_empty_wgrad",
+    NeverWritten: "zero_empty_wgrad",
+    SpoilsNeighbours: "pad_empty",
+    Raises: "unusable",
+    AlwaysWrong: "unusable",
+}
 
 
 @pytest.mark.parametrize("backend", BROKEN, ids=lambda b: b.name)
@@ -243,6 +258,7 @@ def test_the_installed_backends_are_usable_here():
 
 def test_probe_runs_once_and_leaves_torchs_switches_alone(monkeypatch, caplog):
     from hybrid_ep.moe import probe, probing
+
     torch.use_deterministic_algorithms(False)
     calls = []
     backend = type("Counted", (LoopBackend,), {"name": "counted"})
@@ -256,6 +272,7 @@ def test_probe_runs_once_and_leaves_torchs_switches_alone(monkeypatch, caplog):
 
 # ---- padding
 
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("multiple", [8, 16])
 @pytest.mark.parametrize("empty_only", [True, False])
@@ -267,8 +284,13 @@ def test_zero_rows_do_not_change_a_bit(dtype, multiple, empty_only):
         offsets = offsets_of(counts)
         want = run(x, w, grad, offsets, backend="torch")
         padded = pad_groups(x, offsets, multiple, empty_only=empty_only)
-        out, dx, dw = run(padded.rows, w, pad_groups(grad, offsets, multiple, empty_only=empty_only).rows,
-                          padded.offsets, backend="torch")
+        out, dx, dw = run(
+            padded.rows,
+            w,
+            pad_groups(grad, offsets, multiple, empty_only=empty_only).rows,
+            padded.offsets,
+            backend="torch",
+        )
         for a, b in ((out[padded.row_of], want[0]), (dx[padded.row_of], want[1]), (dw, want[2])):
             assert torch.equal(a, b)
 
@@ -291,7 +313,7 @@ def test_padded_layout_is_what_it_says(counts, tail, multiple, empty_only):
     want, ends, at = [], [], 0
     for count in counts:
         size = count if empty_only and count else -(-max(count, 1) // multiple) * multiple
-        want += (rows[at:at + count, 0].tolist() + [0.0] * size)[:size]
+        want += (rows[at : at + count, 0].tolist() + [0.0] * size)[:size]
         at += count
         ends.append(len(want))
     want += rows[at:, 0].tolist()

@@ -31,8 +31,9 @@ def test_each_expert_gets_rows_and_the_real_ones_are_those_of_the_plain_layout()
 
     def work(rank, _, pad_empty):
         mine = make_inputs(ex, rank)
-        return buffers[rank].dispatch_with_permute(hidden=mine.hidden, pad_multiple=4, pad_empty_experts=pad_empty,
-                                                   num_of_experts=8, **mine.routing())
+        return buffers[rank].dispatch_with_permute(
+            hidden=mine.hidden, pad_multiple=4, pad_empty_experts=pad_empty, num_of_experts=8, **mine.routing()
+        )
 
     padded, plain = world.run(partial(work, pad_empty=True)), world.run(partial(work, pad_empty=False))
     for rank in range(4):
@@ -40,8 +41,8 @@ def test_each_expert_gets_rows_and_the_real_ones_are_those_of_the_plain_layout()
         assert (counts >= 4).all() and torch.equal(counts, bare.clamp(min=4))
         rows, start, at = padded[rank][0], 0, 0
         for count, real in zip(counts.tolist(), bare.tolist(), strict=True):
-            assert torch.equal(rows[start:start + real], plain[rank][0][at:at + real])
-            assert (rows[start + real:start + count] == 0).all()
+            assert torch.equal(rows[start : start + real], plain[rank][0][at : at + real])
+            assert (rows[start + real : start + count] == 0).all()
             start, at = start + count, at + real
         assert rows.shape[0] == start
         weights = [w[w != 0] for w in (padded[rank][1], plain[rank][1])]
@@ -50,9 +51,15 @@ def test_each_expert_gets_rows_and_the_real_ones_are_those_of_the_plain_layout()
 
 def test_the_argument_is_checked():
     world, buffers = world_and_buffers()
-    errors = world.run(lambda rank, _: buffers[rank].dispatch_with_permute(
-        hidden=torch.zeros(1, 16), topk_idx=torch.zeros(1, 1, dtype=torch.int64), num_of_experts=8,
-        pad_empty_experts="yes"), return_errors=True)
+    errors = world.run(
+        lambda rank, _: buffers[rank].dispatch_with_permute(
+            hidden=torch.zeros(1, 16),
+            topk_idx=torch.zeros(1, 1, dtype=torch.int64),
+            num_of_experts=8,
+            pad_empty_experts="yes",
+        ),
+        return_errors=True,
+    )
     assert all(type(e) is ValueError and "pad_empty_experts" in str(e) for e in errors)
 
 
@@ -68,7 +75,8 @@ def test_gradients_through_padded_experts_are_those_of_the_dense_layer():
         x = mine.hidden.clone().requires_grad_()
         w = torch.ones(2, 16, 16).requires_grad_()
         rows, _, _, counts, handle = functional.dispatch_with_permute(
-            buffers[rank], x, pad_multiple=4, pad_empty_experts=True, num_of_experts=8, **mine.routing())
+            buffers[rank], x, pad_multiple=4, pad_empty_experts=True, num_of_experts=8, **mine.routing()
+        )
         out, _ = functional.combine_with_unpermute(buffers[rank], grouped_mm(rows, w, counts.cumsum(0)), handle)
         out.sum().backward()
         return x, w, out.detach()

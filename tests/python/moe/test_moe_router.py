@@ -20,14 +20,17 @@ def test_a_good_gate_passes():
     check_gates({"layer 1": gate(), "layer 2": gate().bfloat16() + 0, "one expert": torch.zeros(1, HIDDEN)})
 
 
-@pytest.mark.parametrize("spoil, said", [
-    (lambda w: w.zero_(), "all weights equal.*all tokens go to the same experts"),
-    (lambda w: w.fill_(0.5), "all weights equal"),
-    (lambda w: w.fill_(float("nan")), "not finite"),
-    (lambda w: w[3, 3].fill_(float("inf")), "not finite"),
-    (lambda w: w[7].copy_(w[2]), "1 rows equal"),
-    (lambda w: w.copy_(w[:1].expand_as(w).clone()), "63 rows equal"),
-])
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (lambda w: w.zero_(), "all weights equal.*all tokens go to the same experts"),
+        (lambda w: w.fill_(0.5), "all weights equal"),
+        (lambda w: w.fill_(float("nan")), "not finite"),
+        (lambda w: w[3, 3].fill_(float("inf")), "not finite"),
+        (lambda w: w[7].copy_(w[2]), "1 rows equal"),
+        (lambda w: w.copy_(w[:1].expand_as(w).clone()), "63 rows equal"),
+    ],
+)
 def test_a_gate_that_cannot_route_is_named_before_the_first_step(spoil, said):
     bad = gate()
     spoil(bad)
@@ -125,12 +128,19 @@ KINDS = {
     "neighbours": neighbours,
     "few values": lambda shape, g: torch.randint(-2, 3, shape, generator=g).float() / 16,
     "specials": lambda shape, g: torch.tensor([0.0, -0.0, 1.0, float("inf"), -float("inf")])[
-        torch.randint(0, 5, shape, generator=g)],
+        torch.randint(0, 5, shape, generator=g)
+    ],
 }
 
 
-@given(st.sampled_from(sorted(KINDS)), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
-       st.integers(0, 9), st.sampled_from([2, 8, 64, 256]), st.integers(0, 2**31), st.data())
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    st.integers(0, 9),
+    st.sampled_from([2, 8, 64, 256]),
+    st.integers(0, 2**31),
+    st.data(),
+)
 def test_tie_break_never_changes_a_choice_among_unequal_scores(kind, dtype, num_tokens, num_experts, seed, data):
     scores = KINDS[kind]((num_tokens, num_experts), torch.Generator().manual_seed(seed)).to(dtype)
     if dtype == torch.float64 and kind == "logits":

@@ -20,16 +20,28 @@ from triton.compiler import ASTSource  # noqa: E402
 from hybrid_ep.moe import triton_activations, triton_unpermute, triton_zero  # noqa: E402
 from hybrid_ep.moe.triton_rounding import LAUNCH  # noqa: E402
 
-_ROWS = {"h_ptr": "*bf16", "out_ptr": "*bf16", "grad_ptr": "*bf16", "dh_ptr": "*bf16", "rows_ptr": "*bf16",
-         "x_ptr": "*bf16", "prob_ptr": "*fp32", "dprob_ptr": "*fp32", "weights_ptr": "*fp32", "inverse_ptr": "*i64",
-         "offsets_ptr": "*i32"}
+_ROWS = {
+    "h_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "grad_ptr": "*bf16",
+    "dh_ptr": "*bf16",
+    "rows_ptr": "*bf16",
+    "x_ptr": "*bf16",
+    "prob_ptr": "*fp32",
+    "dprob_ptr": "*fp32",
+    "weights_ptr": "*fp32",
+    "inverse_ptr": "*i64",
+    "offsets_ptr": "*i32",
+}
 _SWIGLU = {"KIND": 0, "GATED": True, "WEIGHTED": True, "BLOCK": 1024}
 KERNELS = {
     "forward": (triton_activations._forward_kernel, _SWIGLU),
     "backward": (triton_activations._backward_kernel, {**_SWIGLU, "DPROB": True}),
     "forward, exact gelu": (triton_activations._forward_kernel, {**_SWIGLU, "KIND": 4}),
-    "backward, plain relu2": (triton_activations._backward_kernel,
-                              {**_SWIGLU, "KIND": 3, "GATED": False, "WEIGHTED": False, "DPROB": False}),
+    "backward, plain relu2": (
+        triton_activations._backward_kernel,
+        {**_SWIGLU, "KIND": 3, "GATED": False, "WEIGHTED": False, "DPROB": False},
+    ),
     "gather sum": (triton_unpermute._gather_sum_kernel, {"WEIGHTED": True, "BLOCK": 1024}),
     "zero tail": (triton_zero._zero_tail_kernel, {"BLOCK": 1024}),
     "zero empty groups": (triton_zero._zero_empty_groups_kernel, {"BLOCK": 1024}),
@@ -40,8 +52,11 @@ def build(kernel, constants, capability):
     """As a call with aligned pointers and widths that are multiples of 16 specialises it."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else _ROWS.get(n, "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-               if signature[n].startswith("*") or n in ("f", "hidden", "num_columns", "group_size")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if signature[n].startswith("*") or n in ("f", "hidden", "num_columns", "group_size")
+    }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=LAUNCH)
 
@@ -53,8 +68,10 @@ def test_machine_code(name, capability, tmp_path):
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(built.asm["cubin"])
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    usage, sass = (subprocess.run([tools / tool, flag, cubin], capture_output=True, text=True, check=True).stdout
-                   for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c")))
+    usage, sass = (
+        subprocess.run([tools / tool, flag, cubin], capture_output=True, text=True, check=True).stdout
+        for tool, flag in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+    )
     registers, stack, local = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK", "LOCAL"))
     assert (stack, local) == (0, 0) and registers <= 128, usage
     assert re.search(r"STG\.E\S*\.128", sass), "stores are not 16 bytes wide"

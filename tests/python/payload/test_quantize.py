@@ -57,11 +57,18 @@ def test_what_is_not_finite_is_not_hidden(fmt, bad):
     x = torch.ones(1, 256)
     x[0, 3] = bad
     back = there_and_back(x, fmt)
-    assert bool(back[0, :fmt.block].isnan().all()) and torch.equal(back[0, fmt.block:], x[0, fmt.block:])
+    assert bool(back[0, : fmt.block].isnan().all()) and torch.equal(back[0, fmt.block :], x[0, fmt.block :])
 
 
-@pytest.mark.parametrize("name, hidden, words", [("fp4", 128, "one of bf16, fp8, mxfp8"), ("fp8", 192, "blocks of 128"),
-                                                 ("mxfp8", 48, "blocks of 32"), ("nvfp4", 48, "multiple of 32")])
+@pytest.mark.parametrize(
+    "name, hidden, words",
+    [
+        ("fp4", 128, "one of bf16, fp8, mxfp8"),
+        ("fp8", 192, "blocks of 128"),
+        ("mxfp8", 48, "blocks of 32"),
+        ("nvfp4", 48, "multiple of 32"),
+    ],
+)
 def test_bad_formats_are_refused(name, hidden, words):
     with pytest.raises(ValueError, match=words):
         quantize.format_of(name, hidden)
@@ -85,8 +92,15 @@ def test_a_quantised_dispatch_delivers_rounded_rows_and_whole_gradients(name):
         out, _ = functional.combine_with_unpermute(buffers[rank], rows, handle)
         grad_out = torch.randint(-4, 5, out.shape, generator=g).bfloat16()
         out.backward(grad_out)
-        return {"rows": rows.detach(), "want": want, "plain": plain, "scales": scales, "out": out.detach(),
-                "grad": x.grad, "grad_out": grad_out}
+        return {
+            "rows": rows.detach(),
+            "want": want,
+            "plain": plain,
+            "scales": scales,
+            "out": out.detach(),
+            "grad": x.grad,
+            "grad_out": grad_out,
+        }
 
     for rank, r in enumerate(world.run(rank_program)):
         assert torch.equal(r["rows"], r["want"]) and r["rows"].dtype == torch.bfloat16

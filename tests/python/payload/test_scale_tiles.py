@@ -30,8 +30,11 @@ def one_by_one(scales: torch.Tensor, rows_per_expert: list[int]) -> torch.Tensor
     return torch.tensor(parts, dtype=torch.uint8)
 
 
-@given(rows=st.lists(st.sampled_from([0, 1, 5, 127, 128, 129, 200]), min_size=1, max_size=4),
-       blocks=st.sampled_from([1, 3, 4, 7]), tail=st.integers(0, 3))
+@given(
+    rows=st.lists(st.sampled_from([0, 1, 5, 127, 128, 129, 200]), min_size=1, max_size=4),
+    blocks=st.sampled_from([1, 3, 4, 7]),
+    tail=st.integers(0, 3),
+)
 def test_every_scale_lies_where_the_definition_says(rows, blocks, tail):
     scales = torch.randint(1, 256, (sum(rows) + tail, blocks), dtype=torch.uint8)
     counts = torch.tensor(rows, dtype=torch.int32)
@@ -42,7 +45,7 @@ def test_every_scale_lies_where_the_definition_says(rows, blocks, tail):
     back = scale_tiles.unswizzle(tiles, blocks)
     first = 0
     for start, n in zip(starts, rows, strict=False):
-        assert torch.equal(back[128 * start:128 * start + n], scales[first:first + n])
+        assert torch.equal(back[128 * start : 128 * start + n], scales[first : first + n])
         first += n
 
 
@@ -52,13 +55,16 @@ def test_groups_that_are_whole_tiles_need_no_counts():
     assert torch.equal(scale_tiles.swizzle(scales), expected)
 
 
-@pytest.mark.parametrize("scales, counts, words", [
-    (torch.zeros(4, 4), None, "one byte each"),
-    (torch.zeros(4, dtype=torch.uint8), None, "one byte each"),
-    (torch.zeros(4, 4, dtype=torch.uint8), None, "pad_multiple=128"),
-    (torch.zeros(4, 4, dtype=torch.uint8), torch.tensor([3, 2]), "at most scales' 4 rows"),
-    (torch.zeros(4, 4, dtype=torch.uint8), torch.tensor([5, -2]), "must be 0 or more"),
-])
+@pytest.mark.parametrize(
+    "scales, counts, words",
+    [
+        (torch.zeros(4, 4), None, "one byte each"),
+        (torch.zeros(4, dtype=torch.uint8), None, "one byte each"),
+        (torch.zeros(4, 4, dtype=torch.uint8), None, "pad_multiple=128"),
+        (torch.zeros(4, 4, dtype=torch.uint8), torch.tensor([3, 2]), "at most scales' 4 rows"),
+        (torch.zeros(4, 4, dtype=torch.uint8), torch.tensor([5, -2]), "must be 0 or more"),
+    ],
+)
 def test_what_does_not_fit_is_refused(scales, counts, words):
     with pytest.raises(ValueError, match=words):
         scale_tiles.swizzle(scales, counts)
@@ -74,7 +80,8 @@ def test_from_a_dispatch_to_the_gemms_operand(fmt):
     def rank(r, group):
         payload, scales = quantize.quantize(x[r], fmt)
         rows, _, scales, counts, _ = buffers[r].dispatch_with_permute(
-            hidden=payload, scaling_factor=scales, topk_idx=idx, num_of_experts=4, pad_multiple=128)
+            hidden=payload, scaling_factor=scales, topk_idx=idx, num_of_experts=4, pad_multiple=128
+        )
         of_blocks = nvfp4.block_scales(scales).view(torch.uint8) if fmt is quantize.NVFP4 else scales
         tiles = scale_tiles.swizzle(of_blocks)
         assert torch.equal(tiles, scale_tiles.swizzle(of_blocks, counts))

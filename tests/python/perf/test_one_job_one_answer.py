@@ -23,7 +23,7 @@ def reported(line, tmp_path):
 
 def answered(line, verb, tmp_path):
     """The document of the command that stands in a line."""
-    words = shlex.split(line[line.index("hybrid-ep "):])
+    words = shlex.split(line[line.index("hybrid-ep ") :])
     assert " ".join(words[1:]).startswith(verb)
     assert cli.main([*words[1:], "--json", str(tmp_path / "r.json")]) == 0
     return json.loads((tmp_path / "r.json").read_text())
@@ -63,8 +63,24 @@ def test_precision_and_recompute_reach_the_report_and_are_printed(tmp_path, caps
 
 
 def test_recommend_and_report_agree(tmp_path, capsys):
-    assert cli.main(["simulate", "--cluster", "gb200_nvl72", "--recommend", "qwen3_30b_a3b", "--gpus", "64",
-                     "--precision", "fp8", "--json", str(tmp_path / "a.json")]) == 0
+    assert (
+        cli.main(
+            [
+                "simulate",
+                "--cluster",
+                "gb200_nvl72",
+                "--recommend",
+                "qwen3_30b_a3b",
+                "--gpus",
+                "64",
+                "--precision",
+                "fp8",
+                "--json",
+                str(tmp_path / "a.json"),
+            ]
+        )
+        == 0
+    )
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "by another verb" in x]
     best = json.loads((tmp_path / "a.json").read_text())["plans"][0]
     assert reported(line, tmp_path)["tokens_per_s_per_gpu"] == pytest.approx(best["tokens_per_s_per_gpu"], rel=1e-9)
@@ -88,8 +104,10 @@ def test_no_recipe_ships_a_way_that_is_predicted_slower_than_another(name, hardw
 
 def test_experts_that_are_computed_again_cost_their_exchange_too():
     base = CLUSTER_RECIPES["deepseek_v3"]("h100_8x400g")
-    times = {r: step_time.step(cluster_summary.job_of(base.derive(recompute=r))).seconds
-             for r in ("none", "layernorm,moe_act,mla_up_proj", "moe", "full")}
+    times = {
+        r: step_time.step(cluster_summary.job_of(base.derive(recompute=r))).seconds
+        for r in ("none", "layernorm,moe_act,mla_up_proj", "moe", "full")
+    }
     assert times["none"] == times["layernorm,moe_act,mla_up_proj"] < times["moe"] < times["full"]
     assert "experts and exchange computed twice" in cluster_summary.predict(base.derive(recompute="moe"))
 

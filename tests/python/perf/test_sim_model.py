@@ -56,11 +56,12 @@ def test_counts_equal_brute_force(nodes, local, experts_per_rank, tokens, seed, 
     assert got.ranks_per_token == pytest.approx(want["received"].sum() / (ranks * tokens))
 
 
-@pytest.mark.parametrize("shape", [Shape(8, 8, 3000, 8, 8, 64), Shape(16, 4, 2000, 8, 4, 32),
-                                   Shape(6, 2, 2500, 8, 3, 18)])
+@pytest.mark.parametrize(
+    "shape", [Shape(8, 8, 3000, 8, 8, 64), Shape(16, 4, 2000, 8, 4, 32), Shape(6, 2, 2500, 8, 3, 18)]
+)
 def test_closed_form_is_the_mean_of_drawn_routing(shape):
     rng = np.random.default_rng(5)
-    choices = rng.random((shape.ranks, shape.tokens, shape.experts)).argpartition(shape.topk)[..., :shape.topk]
+    choices = rng.random((shape.ranks, shape.tokens, shape.experts)).argpartition(shape.topk)[..., : shape.topk]
     drawn, closed = routing.count(choices, shape), routing.uniform(shape)
     assert drawn.ranks_per_token == pytest.approx(closed.ranks_per_token, rel=0.005)
     assert drawn.nodes_per_token == pytest.approx(closed.nodes_per_token, rel=0.005)
@@ -107,16 +108,32 @@ def test_load_files(tmp_path):
     assert routing.traffic_of(f"file:{tmp_path / 'choices.npy'}", shape).pairs == 4 * 400
 
 
-@pytest.mark.parametrize("text, word", [("zipf", "needs an exponent"), ("zipf:x", "exponent"), ("zipf:-1", "exponent"),
-                                        ("file:/nowhere", "does not exist"), ("hot", "uniform, zipf")])
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        ("zipf", "needs an exponent"),
+        ("zipf:x", "exponent"),
+        ("zipf:-1", "exponent"),
+        ("file:/nowhere", "does not exist"),
+        ("hot", "uniform, zipf"),
+    ],
+)
 def test_bad_routing(text, word):
     with pytest.raises(ValueError, match=word):
         routing.parse(text, Shape(4, 4, 8, 8, 2, 8))
 
 
-@pytest.mark.parametrize("change, word", [
-    ({"ranks": 0}, "ranks=0"), ({"ranks_per_node": 3}, "divide"), ({"topk": 99}, "topk"),
-    ({"experts": 9}, "experts=9"), ({"hidden": 12}, "hidden=12"), ({"tokens": 1.5}, "tokens")])
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"ranks": 0}, "ranks=0"),
+        ({"ranks_per_node": 3}, "divide"),
+        ({"topk": 99}, "topk"),
+        ({"experts": 9}, "experts=9"),
+        ({"hidden": 12}, "hidden=12"),
+        ({"tokens": 1.5}, "tokens"),
+    ],
+)
 def test_bad_shapes(change, word):
     with pytest.raises(ValueError, match=word):
         Shape(**{"ranks": 8, "ranks_per_node": 8, "tokens": 8, "hidden": 64, "topk": 2, "experts": 16, **change})
@@ -142,8 +159,10 @@ def test_a_gate_opens_with_its_last_chain_and_a_missing_one_is_an_error():
     first = [Chain(f"g{i}", [Hop(("a", i), "r", float(i + 1))], gate=("g",)) for i in range(3)]
     late = Chain("late", [Hop(("b", 0), "r", 1.0)], after=("g",))
     assert flow.run([*first, late]).end == 4.0
-    loop = [Chain("p", [Hop(("a", 0), "r", 1.0)], gate=("p",), after=("q",)),
-            Chain("q", [Hop(("a", 0), "r", 1.0)], gate=("q",), after=("p",))]
+    loop = [
+        Chain("p", [Hop(("a", 0), "r", 1.0)], gate=("p",), after=("q",)),
+        Chain("q", [Hop(("a", 0), "r", 1.0)], gate=("q",), after=("p",)),
+    ]
     with pytest.raises(ValueError, match="never open"):
         flow.run(loop)
 
@@ -153,13 +172,24 @@ def _shape(nodes, local, log_tokens, hidden, topk, per_rank):
     return Shape(nodes * local, local, 2**log_tokens, 128 * hidden, min(topk, experts), experts)
 
 
-SHAPES = st.builds(_shape, st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4, 8]), st.integers(5, 12),
-                   st.integers(4, 64), st.integers(1, 8), st.integers(1, 8))
+SHAPES = st.builds(
+    _shape,
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([2, 4, 8]),
+    st.integers(5, 12),
+    st.integers(4, 64),
+    st.integers(1, 8),
+    st.integers(1, 8),
+)
 
 
 @settings(max_examples=40, deadline=None)
-@given(SHAPES, st.sampled_from(["dispatch", "combine"]), st.sampled_from([2, 8, 24]),
-       st.sampled_from([HYBRID_EP, PUBLISHED]))
+@given(
+    SHAPES,
+    st.sampled_from(["dispatch", "combine"]),
+    st.sampled_from([2, 8, 24]),
+    st.sampled_from([HYBRID_EP, PUBLISHED]),
+)
 def test_no_bound_is_beaten_and_all_rows_are_served(shape, op, num_sms, impl):
     got = model.predict(op, shape, H100, num_sms=num_sms, impl=impl)
     assert got.kernel_us >= max(got.bounds.values()) * (1 - 1e-9)
@@ -214,9 +244,15 @@ def test_faster_hardware_is_faster_where_it_binds():
     assert slow.binds == "NIC" and fast.kernel_us < slow.kernel_us * 0.65
 
 
-@pytest.mark.parametrize("options, word", [
-    ({"num_sms": 0}, "num_sms=0"), ({"num_sms": 999}, "num_sms=999"), ({"num_sms": 8, "chunk": 0}, "chunk=0"),
-    ({"num_sms": 8, "dtype": "int3"}, "dtype")])
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"num_sms": 0}, "num_sms=0"),
+        ({"num_sms": 999}, "num_sms=999"),
+        ({"num_sms": 8, "chunk": 0}, "chunk=0"),
+        ({"num_sms": 8, "dtype": "int3"}, "dtype"),
+    ],
+)
 def test_bad_predictions(options, word):
     with pytest.raises(ValueError, match=word):
         model.predict("dispatch", Shape(8, 8, 64, 64, 2, 16), H100, **options)

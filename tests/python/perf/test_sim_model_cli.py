@@ -8,10 +8,42 @@ import pytest
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, main
 from hybrid_ep.perf import events, trace
 
-SMALL = ["simulate", "--cluster", "h100_8x400g", "--nodes", "2", "--ranks-per-node", "2", "--tokens", "128", "--hidden",
-         "512", "--topk", "2", "--experts", "8", "--num-sms", "2"]
-ISSUE = ["simulate", "--cluster", "h100_8x400g", "--nodes", "8", "--tokens", "4096", "--hidden", "7168", "--topk", "8",
-         "--experts", "256", "--num-sms", "8"]
+SMALL = [
+    "simulate",
+    "--cluster",
+    "h100_8x400g",
+    "--nodes",
+    "2",
+    "--ranks-per-node",
+    "2",
+    "--tokens",
+    "128",
+    "--hidden",
+    "512",
+    "--topk",
+    "2",
+    "--experts",
+    "8",
+    "--num-sms",
+    "2",
+]
+ISSUE = [
+    "simulate",
+    "--cluster",
+    "h100_8x400g",
+    "--nodes",
+    "8",
+    "--tokens",
+    "4096",
+    "--hidden",
+    "7168",
+    "--topk",
+    "8",
+    "--experts",
+    "256",
+    "--num-sms",
+    "8",
+]
 
 
 def test_ep64_report(capsys, tmp_path):
@@ -106,14 +138,25 @@ def test_sources(capsys):
     assert "fitted" in text and "datasheet" in text and "gpu.nvlink_gb_per_s" in text
 
 
-@pytest.mark.parametrize("flags, word", [
-    (["--nodes", "0"], "--nodes 0"), (["--num-sms", "-1"], "--num-sms -1"), (["--num-sms", "500"], "num_sms=500"),
-    (["--experts", "7"], "experts=7"), (["--topk", "900"], "topk=900"), (["--hidden", "3"], "hidden=3"),
-    (["--ranks-per-node", "9"], "NVLink domains of 8"), (["--routing", "hot"], "routing='hot'"),
-    (["--chunk", "0"], "chunk=0"),
-    (["--load", "/nowhere"], "does not exist"), (["--trace", "/nowhere/t.json"], "no such folder"),
-    (["--load", "x", "--routing", "zipf:1"], "one of them"), (["--recommend", "mixtral_8x7b"], "--gpus"),
-    (["--recommend", "deepseek_v3", "--gpus", "8"], "take more")])
+@pytest.mark.parametrize(
+    "flags, word",
+    [
+        (["--nodes", "0"], "--nodes 0"),
+        (["--num-sms", "-1"], "--num-sms -1"),
+        (["--num-sms", "500"], "num_sms=500"),
+        (["--experts", "7"], "experts=7"),
+        (["--topk", "900"], "topk=900"),
+        (["--hidden", "3"], "hidden=3"),
+        (["--ranks-per-node", "9"], "NVLink domains of 8"),
+        (["--routing", "hot"], "routing='hot'"),
+        (["--chunk", "0"], "chunk=0"),
+        (["--load", "/nowhere"], "does not exist"),
+        (["--trace", "/nowhere/t.json"], "no such folder"),
+        (["--load", "x", "--routing", "zipf:1"], "one of them"),
+        (["--recommend", "mixtral_8x7b"], "--gpus"),
+        (["--recommend", "deepseek_v3", "--gpus", "8"], "take more"),
+    ],
+)
 def test_bad_input_is_one_sentence(flags, word, capsys):
     assert main(["simulate", *flags]) == EXIT_USAGE
     error = capsys.readouterr().err

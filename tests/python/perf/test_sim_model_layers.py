@@ -45,16 +45,40 @@ def test_dedup_saves_less_when_every_expert_is_on_another_node():
 
 
 def test_a_step_adds_up():
-    job = Job(QWEN, H100, 64, 8, pp=2, micro_batches=8, cv_fast=0.02, cv_slow=0.02, fixed_us=10.0, imbalance=0.2,
-              tensor=2, recompute="full")
+    job = Job(
+        QWEN,
+        H100,
+        64,
+        8,
+        pp=2,
+        micro_batches=8,
+        cv_fast=0.02,
+        cv_slow=0.02,
+        fixed_us=10.0,
+        imbalance=0.2,
+        tensor=2,
+        recompute="full",
+    )
     got = step_time.step(job)
     assert sum(got.shares.values()) == pytest.approx(1.0)
     assert got.tokens_per_s_per_gpu == pytest.approx(4096 * 8 / got.seconds / 2)
 
 
-@pytest.mark.parametrize("change", [{"cv_fast": 0.05}, {"cv_slow": 0.05}, {"fixed_us": 100.0}, {"imbalance": 0.5},
-                                    {"efficiency": 0.2}, {"grad_overlap": 0.0}, {"micro_batches": 8},
-                                    {"recompute": "full"}, {"tensor": 2}, {"tensor": 4, "recompute": "full"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cv_fast": 0.05},
+        {"cv_slow": 0.05},
+        {"fixed_us": 100.0},
+        {"imbalance": 0.5},
+        {"efficiency": 0.2},
+        {"grad_overlap": 0.0},
+        {"micro_batches": 8},
+        {"recompute": "full"},
+        {"tensor": 2},
+        {"tensor": 4, "recompute": "full"},
+    ],
+)
 def test_what_makes_a_step_slower(change):
     base = Job(QWEN, H100, 64, 8, pp=2, micro_batches=32)
     worse = step_time.step(Job(**{**vars(base), **change}))
@@ -76,9 +100,18 @@ def test_recompute_and_tensor_parallelism_by_hand():
     assert step_time.tensor_us(apart) == pytest.approx(4 * QWEN.num_layers / 2 * a_gather)
 
 
-@pytest.mark.parametrize("change, word", [({"tensor": 3}, "tensor=3"), ({"recompute": "some"}, "recompute='some'"),
-                                          ({"ep": 7}, "ep=7"), ({"gpus": 12}, "gpus=12"), ({"overlap": 2}, "overlap=2"),
-                                          ({"dispatcher": "x"}, "dispatcher='x'"), ({"efficiency": 0}, "efficiency=0")])
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"tensor": 3}, "tensor=3"),
+        ({"recompute": "some"}, "recompute='some'"),
+        ({"ep": 7}, "ep=7"),
+        ({"gpus": 12}, "gpus=12"),
+        ({"overlap": 2}, "overlap=2"),
+        ({"dispatcher": "x"}, "dispatcher='x'"),
+        ({"efficiency": 0}, "efficiency=0"),
+    ],
+)
 def test_bad_jobs(change, word):
     with pytest.raises(ValueError, match=word):
         Job(**{**vars(Job(QWEN, H100, 64, 8)), **change})
@@ -130,13 +163,19 @@ def test_traces_load(tmp_path):
     assert len(spans) == written == len(got.timeline.spans)
     nic = [t for t in got.timeline.spans if t.server[0] == "nic"]
     assert sum(e["dur"] for e in spans if "rail" in e["name"] and e["args"]["role"] == "put") == pytest.approx(
-        sum(t.work for t in nic), rel=0.01)
+        sum(t.work for t in nic), rel=0.01
+    )
 
 
-@pytest.mark.parametrize("break_it, word", [
-    (lambda d: d["traceEvents"].clear(), "no span"), (lambda d: d["traceEvents"][-1].pop("dur"), "lacks dur"),
-    (lambda d: d["traceEvents"][-1].update(tid=99), "has no name"),
-    (lambda d: d["traceEvents"][-1].update(ts=0.5), "overlap")])
+@pytest.mark.parametrize(
+    "break_it, word",
+    [
+        (lambda d: d["traceEvents"].clear(), "no span"),
+        (lambda d: d["traceEvents"][-1].pop("dur"), "lacks dur"),
+        (lambda d: d["traceEvents"][-1].update(tid=99), "has no name"),
+        (lambda d: d["traceEvents"][-1].update(ts=0.5), "overlap"),
+    ],
+)
 def test_a_broken_trace_is_noticed(break_it, word):
     spans = [trace.TrackSpan("p", "t", "a", float(i), 1.0, {}) for i in range(3)]
     document = trace.to_json(spans)

@@ -27,8 +27,12 @@ def test_at_most_three_fitted_numbers_a_generation_each_from_a_named_row():
 
 @pytest.mark.parametrize("generation, name", sorted(FITTED_FROM))
 def test_a_fitted_number_is_what_its_row_gives(generation, name):
-    (value,) = {q.value for c in clusters.CLUSTERS.values() for label, q in c.quantities()
-                if q.kind == "fitted" and q.source == FITTED_FROM[generation, name]}
+    (value,) = {
+        q.value
+        for c in clusters.CLUSTERS.values()
+        for label, q in c.quantities()
+        if q.kind == "fitted" and q.source == FITTED_FROM[generation, name]
+    }
     assert published.fit(generation, name) == pytest.approx(value, rel=5e-3)
 
 
@@ -48,8 +52,9 @@ def test_every_row_is_answered():
 def test_the_blogs_three_claims():
     def share(cluster, ranks, local, num_sms, link):
         c = clusters.get(cluster)
-        got = model.predict("dispatch", Shape(ranks, local, 4096, 8192, 8, 2 * ranks), c, num_sms=num_sms,
-                            impl=PUBLISHED)
+        got = model.predict(
+            "dispatch", Shape(ranks, local, 4096, 8192, 8, 2 * ranks), c, num_sms=num_sms, impl=PUBLISHED
+        )
         return got.physical[link] / (c.gpu.nvlink_rate if link == "nvlink" else c.nic.rate)
 
     assert share("h100_8x400g", 8, 8, 8, "nvlink") > 0.8  # 8 SMs fill NVLink on 8 H100

@@ -35,8 +35,9 @@ def test_held_out_rows_are_nearer_than_at_half_of_peak():
     assert {row.group for row in training.rows()} == set(efficiency.FITTED) and len(held) == 10
     median, worst = training.spread(held)
     assert median < 0.35 and worst < 2.5
-    before = sorted(abs(step(replace(row.job, efficiency=0.5)).tokens_per_s_per_gpu / row.tokens_per_s - 1)
-                    for row in held)
+    before = sorted(
+        abs(step(replace(row.job, efficiency=0.5)).tokens_per_s_per_gpu / row.tokens_per_s - 1) for row in held
+    )
     assert before[5] > 2 * median
 
 

@@ -20,7 +20,9 @@ from recipes.cluster_summary import describe
 VARIANTS = [(name, hardware) for name in CLUSTER_RECIPES for hardware in HARDWARE]
 # The tensors of the published checkpoints, summed; DeepSeek-V3 without its multi-token-prediction layer.
 PUBLISHED = {
-    "deepseek_v3": 671_026_419_200, "qwen3_235b_a22b": 235_093_634_560, "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v3": 671_026_419_200,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_30b_a3b": 30_532_122_624,
     "mixtral_8x7b": 46_702_792_704,
 }
 
@@ -69,8 +71,9 @@ def test_the_balancers_memory_is_counted_and_refused_with_the_number():
     assert memory.registered_bytes(run) > memory.registered_bytes(plain), "spare slots are columns of the map"
     assert with_clones.activations > without.activations, "activations of our grouped experts are kept"
     assert memory.per_gpu(plain.derive(balance="slow")).clones == 0
-    least = next(n for n in range(100, 4000, 100)
-                 if memory.per_gpu(run.derive(spare_slots=n)).total > memory.budget_bytes(run))
+    least = next(
+        n for n in range(100, 4000, 100) if memory.per_gpu(run.derive(spare_slots=n)).total > memory.budget_bytes(run)
+    )
     over = memory.per_gpu(run.derive(spare_slots=least)).total - memory.budget_bytes(run)
     clones = memory.clone_bytes(run.derive(spare_slots=least))
     with pytest.raises(ValueError, match=rf"clones {clones / 1e9:.1f}, .* {over / 1e9:.1f} GB over the 162.0 GB"):
@@ -99,20 +102,34 @@ def test_registered_bytes_are_those_of_a_real_buffer(ranks_per_node, monkeypatch
 
 
 BAD = [
-    ({"expert": 7}, "expert=7"), ({"num_hosts": 3}, "expert=16"), ({"global_batch_size": 5}, "global_batch_size=5"),
-    ({"precision": "mxfp8"}, "precision='mxfp8'"), ({"pipeline_layout": "Et|L"}, "pipeline_layout='Et|L'"),
-    ({"expert": "8"}, "must be of type int"), ({"experts": 8}, "experts=8: unknown"),
-    ({"balance": "exact", "precision": "fp8", "sharding": "megatron_fsdp", "pipeline": 1},
-     "balance='exact': needs precision=bf16, sharding=distributed_optimizer"),
-    ({"balance": "magic"}, "balance='magic'"), ({"spare_slots": 0}, "spare_slots=0"),
-    ({"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
-     "needs dispatcher=hybrid_ep, overlap=False"),
+    ({"expert": 7}, "expert=7"),
+    ({"num_hosts": 3}, "expert=16"),
+    ({"global_batch_size": 5}, "global_batch_size=5"),
+    ({"precision": "mxfp8"}, "precision='mxfp8'"),
+    ({"pipeline_layout": "Et|L"}, "pipeline_layout='Et|L'"),
+    ({"expert": "8"}, "must be of type int"),
+    ({"experts": 8}, "experts=8: unknown"),
+    (
+        {"balance": "exact", "precision": "fp8", "sharding": "megatron_fsdp", "pipeline": 1},
+        "balance='exact': needs precision=bf16, sharding=distributed_optimizer",
+    ),
+    ({"balance": "magic"}, "balance='magic'"),
+    ({"spare_slots": 0}, "spare_slots=0"),
+    (
+        {"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
+        "needs dispatcher=hybrid_ep, overlap=False",
+    ),
     ({"recompute": "layernorm,mlp"}, "leave mlp out: all its layers have experts"),
-    ({"recompute": "mla_up_proj"}, "leave mla_up_proj out"), ({"recompute": "layernorm,"}, "recompute='layernorm,'"),
-    ({"recompute": "moe", "overlap": True}, "leave moe out"), ({"fp8_params": "yes"}, "fp8_params='yes'"),
-    ({"balance": "slow", "moments": "bf16"}, "needs moments=fp32"), ({"gc_interval": -1}, "gc_interval=-1"),
+    ({"recompute": "mla_up_proj"}, "leave mla_up_proj out"),
+    ({"recompute": "layernorm,"}, "recompute='layernorm,'"),
+    ({"recompute": "moe", "overlap": True}, "leave moe out"),
+    ({"fp8_params": "yes"}, "fp8_params='yes'"),
+    ({"balance": "slow", "moments": "bf16"}, "needs moments=fp32"),
+    ({"gc_interval": -1}, "gc_interval=-1"),
     ({"balance": "exact", "recompute": "moe_act"}, "leave moe_act out"),
-    ({"recompute": "some"}, "recompute='some'"), ({"data_path": "x"}, "tokenizer=''"), ({"pipeline": 0}, "pipeline=0"),
+    ({"recompute": "some"}, "recompute='some'"),
+    ({"data_path": "x"}, "tokenizer=''"),
+    ({"pipeline": 0}, "pipeline=0"),
 ]
 
 
@@ -148,12 +165,14 @@ def value(flags, name):
 def test_recompute_is_a_list_of_megatron_s_modules():
     flags = flags_of(recompute="mla_up_proj,mlp")
     at = flags.index("--recompute-modules")
-    assert flags[at + 1: at + 3] == ["mla_up_proj", "mlp"] and flags[at + 3].startswith("--")
+    assert flags[at + 1 : at + 3] == ["mla_up_proj", "mlp"] and flags[at + 3].startswith("--")
     assert value(flags, "--recompute-granularity") == "selective"
     assert "--recompute-granularity" not in flags_of(recompute="none")
     run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
-    kept = {r: memory.per_gpu(run.derive(recompute=r)).activations
-            for r in ("none", "layernorm", "layernorm,moe_act", "selective", "full")}
+    kept = {
+        r: memory.per_gpu(run.derive(recompute=r)).activations
+        for r in ("none", "layernorm", "layernorm,moe_act", "selective", "full")
+    }
     assert list(kept.values()) == sorted(kept.values(), reverse=True) and len(set(kept.values())) == len(kept)
     everything = memory.per_gpu(run.derive(recompute="layernorm,mla_up_proj,mlp,moe")).activations
     assert kept["full"] < everything < kept["selective"]
@@ -161,13 +180,25 @@ def test_recompute_is_a_list_of_megatron_s_modules():
 
 def test_memory_and_speed_options_are_on_where_they_fit():
     on = flags_of()
-    assert {"--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--moe-router-fusion", "--manual-gc",
-            "--cross-entropy-loss-fusion", "--use-precision-aware-optimizer"} <= set(on)
+    assert {
+        "--fp8-param-gather",
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "--moe-router-fusion",
+        "--manual-gc",
+        "--cross-entropy-loss-fusion",
+        "--use-precision-aware-optimizer",
+    } <= set(on)
     assert value(on, "--exp-avg-dtype") == value(on, "--exp-avg-sq-dtype") == "bf16"  # as the model's report has it
     assert value(on, "--cross-entropy-fusion-impl") == "native" and value(on, "--manual-gc-interval") == "100"
     off = flags_of(fp8_params="no", fusions="no", gc_interval=0, moments="fp32")
-    assert not {"--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--moe-router-fusion", "--manual-gc",
-                "--cross-entropy-loss-fusion", "--use-precision-aware-optimizer"} & set(off)
+    assert not {
+        "--fp8-param-gather",
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "--moe-router-fusion",
+        "--manual-gc",
+        "--cross-entropy-loss-fusion",
+        "--use-precision-aware-optimizer",
+    } & set(off)
     assert "--fp8-param-gather" not in flags_of(hardware="h100_8x400g")  # blocks of 128: as NVIDIA's recipes
     assert "--moe-router-fusion" not in flags_of(megatron_args="--hybrid-ep-router-guard stop")
     assert "--moe-router-fusion" not in flags_of(**BALANCED) and "--fp8-param-gather" not in flags_of(**BALANCED)
@@ -195,8 +226,11 @@ def test_down_projections_of_latent_attention_are_whole_on_every_tensor_rank():
 def test_rotary_factors_are_for_published_weights_alone():
     assert not {"--rotary-scaling-factor", "--mscale"} & set(flags_of())
     flags = flags_of(published_weights=True)
-    assert [value(flags, f) for f in ("--rotary-scaling-factor", "--mscale", "--mscale-all-dim")] == ["40.0", "1.0",
-                                                                                                     "1.0"]
+    assert [value(flags, f) for f in ("--rotary-scaling-factor", "--mscale", "--mscale-all-dim")] == [
+        "40.0",
+        "1.0",
+        "1.0",
+    ]
     assert "--mscale" not in flags_of(recipe="qwen3_30b_a3b", published_weights=True)
 
 
@@ -205,31 +239,50 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\n\0"), max_siz
 
 
 @settings(max_examples=25, deadline=None)
-@given(command=st.lists(WORDS, min_size=1, max_size=4), preflight=st.lists(WORDS, max_size=3), container=WORDS,
-       value=WORDS, workdir=st.text(st.characters(codec="utf-8", exclude_characters="\n\0/."), max_size=12))
+@given(
+    command=st.lists(WORDS, min_size=1, max_size=4),
+    preflight=st.lists(WORDS, max_size=3),
+    container=WORDS,
+    value=WORDS,
+    workdir=st.text(st.characters(codec="utf-8", exclude_characters="\n\0/."), max_size=12),
+)
 def test_every_word_survives_the_shell(command, preflight, container, value, workdir):
     """The whole script, run with an srun that notes where it is, a variable of the environment and its words."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "logs").mkdir()
         (Path(folder) / "w" / workdir).mkdir(parents=True)
-        job = sbatch.Job("j", folder, f"{folder}/w/{workdir}", 1, 1, command, preflight, container=container,
-                         environment={"SAID": value})
-        note = "printf '%s\\0' \"$PWD\" \"$SAID\" \"$#\" \"$@\" >> \"$NOTE\""
+        job = sbatch.Job(
+            "j",
+            folder,
+            f"{folder}/w/{workdir}",
+            1,
+            1,
+            command,
+            preflight,
+            container=container,
+            environment={"SAID": value},
+        )
+        note = 'printf \'%s\\0\' "$PWD" "$SAID" "$#" "$@" >> "$NOTE"'
         for name, text in (("scontrol", "echo n1 NodeAddr=10.0.0.1"), ("srun", note)):
             (Path(folder) / name).write_text(f"#!/bin/bash\n{text}\n")
             (Path(folder) / name).chmod(0o755)
-        env = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1",
-               "NOTE": f"{folder}/note", "LC_ALL": "C.UTF-8"}
+        env = {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "NOTE": f"{folder}/note",
+            "LC_ALL": "C.UTF-8",
+        }
         subprocess.run(["bash", "-c", sbatch.script(job)], env=env, check=True, capture_output=True)
         said = (Path(folder) / "note").read_bytes().decode().split("\0")[:-1]
     calls = []
     while said:
         calls.append(said[: 3 + int(said[2])])
-        said = said[len(calls[-1]):]
+        said = said[len(calls[-1]) :]
     image = ["--container-image", container, "--container-workdir", job.workdir] if container else []
     assert all(call[0] == f"{folder}/w/{workdir}".rstrip("/") and call[1] == value for call in calls)
     ranks = calls[-1][3:]
-    assert ranks[: 2 + len(image)] == ["--kill-on-bad-exit=1", "--label", *image] and ranks[-len(command):] == command
+    assert ranks[: 2 + len(image)] == ["--kill-on-bad-exit=1", "--label", *image] and ranks[-len(command) :] == command
     assert ranks[-len(command) - 1] == "rank" and len(calls) == 1 + bool(preflight)
     if preflight:
         assert calls[0][3:] == ["--label", "--ntasks-per-node=1", "--ntasks=1", *image, *preflight]
@@ -275,11 +328,15 @@ def test_variables_reach_the_ranks_quoted(tmp_path):
         sbatch.Job("j", "/r", "/", 1, 1, ["x"], ["y"], environment={"A=1; B": "c"})
 
 
-@pytest.mark.parametrize("recipe, hardware, variables", [
-    ("deepseek_v3", "h100_8x400g", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),  # tensor parallel
-    ("qwen3_235b_a22b", "h100_8x400g", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),  # overlap of expert communication
-    ("mixtral_8x7b", "h100_8x400g", {}), ("deepseek_v3", "gb200_nvl72", {}),
-])
+@pytest.mark.parametrize(
+    "recipe, hardware, variables",
+    [
+        ("deepseek_v3", "h100_8x400g", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),  # tensor parallel
+        ("qwen3_235b_a22b", "h100_8x400g", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),  # overlap of expert communication
+        ("mixtral_8x7b", "h100_8x400g", {}),
+        ("deepseek_v3", "gb200_nvl72", {}),
+    ],
+)
 def test_variables_are_those_that_megatron_asks_for(recipe, hardware, variables):
     run = CLUSTER_RECIPES[recipe](hardware)
     grows = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

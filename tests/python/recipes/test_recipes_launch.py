@@ -38,8 +38,12 @@ print("STOPPED BY", number and int(number), flush=True)
 def start(behaviour: str, grace: float = 5.0, own_group: bool = False) -> subprocess.Popen:
     program = PROGRAM.replace("BEHAVIOUR", behaviour.replace("\n", "\n    ")).replace("GRACE", str(grace))
     return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=own_group,
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=own_group,
     )
 
 
@@ -90,9 +94,7 @@ def test_a_failing_rank_ends_the_job_and_is_shown_once():
 
 
 def test_the_first_of_several_errors_is_the_cause():
-    behaviour = (
-        "time.sleep(0 if context.rank == 2 else 0.2)\nraise RuntimeError(f'error of rank {context.rank}')"
-    )
+    behaviour = "time.sleep(0 if context.rank == 2 else 0.2)\nraise RuntimeError(f'error of rank {context.rank}')"
     code, output = finish(start(behaviour))
     assert code == 1 and "FAILED rank 2: RuntimeError: error of rank 2" in output
     assert "error of rank 0" not in output and output.count("Traceback") == 1

@@ -64,31 +64,44 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
     assert main(["--resume", "here", *where]) == 0
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["nothing"], "choose one of these\ndeepseek_v3            GPUs  "), ([], "--list shows them"),
-    (["mixtral_8x7b", "--slurm"], "Megatron-LM/pretrain_gpt.py is not there: git clone"),
-    (["mixtral_8x7b", "--slurm"], "Transformer Engine is not installed"),
-    (["mixtral_8x7b", "--slurm", "--container", "i", "--set", "data_path=/no/d", "--set", "tokenizer=t"],
-     "/no/d.bin is not there"),
-    (["mixtral_8x7b", "--slurm", "--dry-run", "--segment", "3"], "segment=3"),
-    (["mixtral_8x7b", "--slurm", "--dry-run", "--cpus-per-task", "0"], "cpus_per_task=0"),
-    (["mixtral_8x7b", "--slurm", "--dry-run", "--nics", "a b"], "nics='a b'"),
-    (["mixtral_8x7b", "--slurm", "--dry-run", "--env", "A"], "--env 'A': write NAME=VALUE"),
-    (["mixtral_8x7b", "--slurm", "--dry-run", "--sbatch", "qos=a b"], "sbatch='qos=a b'"),
-    (["mixtral_8x7b", "--slurm", "--dry-run", "--module", "a;b"], "module='a;b'"),
-    (["mixtral_8x7b", "--slurm", "--dry-run", "--container-mounts", "/a:/a"], "add --container IMAGE"),
-    (["mixtral_8x7b", "--hardware", "b200_8", "--cluster", "b200_8x400g"], "the old name of --cluster"),
-    (["qwen3_30b_a3b", "--set", "expert"], "KEY=VALUE"), (["qwen3_30b_a3b", "--set", "expert=[1"], "YAML"),
-    (["mixtral_8x7b", "--nodes", "3"], "expert=8"), ([SMALL, "--nodes", "4"], "add --slurm"),
-    (["qwen3_30b_a3b"], "add --slurm"), (["qwen3_30b_a3b", "--dry-run"], "add --slurm"),
-    ([SMALL, "--nodes", "0"], "nodes=0"), ([SMALL, "--tasks-per-node", "0"], "tasks_per_node=0"),
-    (["qwen3_30b_a3b", "--slurm", "--tasks-per-node", "2"], "tasks_per_node=2"),
-    ([SMALL, "--cluster", "b200_8x400g"], "cluster='b200_8x400g'"), ([SMALL, "--partition", "gpu"], "--partition"),
-    ([SMALL, "--no-preflight", "--max-starts", "1"], "--no-preflight --max-starts"),
-    ([SMALL, "--slurm", "--max-starts", "0"], "starts=0"), (["--resume", "gone"], "resume='gone'"),
-    (["--resume", "../x"], "name='../x'"), ([SMALL, "--resume", "x", "--set", "a=1"], "RECIPE --set"),
-    (["qwen3_30b_a3b", "--slurm", "--name", "../x"], "name='../x'"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nothing"], "choose one of these\ndeepseek_v3            GPUs  "),
+        ([], "--list shows them"),
+        (["mixtral_8x7b", "--slurm"], "Megatron-LM/pretrain_gpt.py is not there: git clone"),
+        (["mixtral_8x7b", "--slurm"], "Transformer Engine is not installed"),
+        (
+            ["mixtral_8x7b", "--slurm", "--container", "i", "--set", "data_path=/no/d", "--set", "tokenizer=t"],
+            "/no/d.bin is not there",
+        ),
+        (["mixtral_8x7b", "--slurm", "--dry-run", "--segment", "3"], "segment=3"),
+        (["mixtral_8x7b", "--slurm", "--dry-run", "--cpus-per-task", "0"], "cpus_per_task=0"),
+        (["mixtral_8x7b", "--slurm", "--dry-run", "--nics", "a b"], "nics='a b'"),
+        (["mixtral_8x7b", "--slurm", "--dry-run", "--env", "A"], "--env 'A': write NAME=VALUE"),
+        (["mixtral_8x7b", "--slurm", "--dry-run", "--sbatch", "qos=a b"], "sbatch='qos=a b'"),
+        (["mixtral_8x7b", "--slurm", "--dry-run", "--module", "a;b"], "module='a;b'"),
+        (["mixtral_8x7b", "--slurm", "--dry-run", "--container-mounts", "/a:/a"], "add --container IMAGE"),
+        (["mixtral_8x7b", "--hardware", "b200_8", "--cluster", "b200_8x400g"], "the old name of --cluster"),
+        (["qwen3_30b_a3b", "--set", "expert"], "KEY=VALUE"),
+        (["qwen3_30b_a3b", "--set", "expert=[1"], "YAML"),
+        (["mixtral_8x7b", "--nodes", "3"], "expert=8"),
+        ([SMALL, "--nodes", "4"], "add --slurm"),
+        (["qwen3_30b_a3b"], "add --slurm"),
+        (["qwen3_30b_a3b", "--dry-run"], "add --slurm"),
+        ([SMALL, "--nodes", "0"], "nodes=0"),
+        ([SMALL, "--tasks-per-node", "0"], "tasks_per_node=0"),
+        (["qwen3_30b_a3b", "--slurm", "--tasks-per-node", "2"], "tasks_per_node=2"),
+        ([SMALL, "--cluster", "b200_8x400g"], "cluster='b200_8x400g'"),
+        ([SMALL, "--partition", "gpu"], "--partition"),
+        ([SMALL, "--no-preflight", "--max-starts", "1"], "--no-preflight --max-starts"),
+        ([SMALL, "--slurm", "--max-starts", "0"], "starts=0"),
+        (["--resume", "gone"], "resume='gone'"),
+        (["--resume", "../x"], "name='../x'"),
+        ([SMALL, "--resume", "x", "--set", "a=1"], "RECIPE --set"),
+        (["qwen3_30b_a3b", "--slurm", "--name", "../x"], "name='../x'"),
+    ],
+)
 def test_bad_launches_exit_2_and_leave_nothing(arguments, message, tmp_path, capsys):
     assert main([*arguments, "--runs-dir", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
@@ -98,8 +111,10 @@ def test_bad_launches_exit_2_and_leave_nothing(arguments, message, tmp_path, cap
 def test_every_recipe_is_listed_with_where_it_runs(capsys):
     assert main(["--list"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert {words[0]: words[1] for words in lines} == {**dict.fromkeys(CLUSTER_RECIPES, "GPUs"),
-                                                       **dict.fromkeys(RECIPES, "CPU")}
+    assert {words[0]: words[1] for words in lines} == {
+        **dict.fromkeys(CLUSTER_RECIPES, "GPUs"),
+        **dict.fromkeys(RECIPES, "CPU"),
+    }
 
 
 def test_old_names_of_hardware_work_with_a_warning(tmp_path, capsys):
@@ -156,7 +171,7 @@ def rank_shell(lines):
     """What srun's bash -c runs for a rank of a GPU job."""
     start = next(i for i, line in enumerate(lines) if line.startswith("srun --kill-on-bad-exit=1"))
     end = next(i for i in range(start, len(lines)) if lines[i].startswith("' rank "))
-    return "\n".join(lines[start + 1:end])
+    return "\n".join(lines[start + 1 : end])
 
 
 @pytest.mark.parametrize("local, node, bound", [(0, "0", True), (5, "1", True), (5, "-1", False), (0, None, False)])
@@ -164,8 +179,9 @@ def test_a_rank_binds_itself_to_the_numa_node_of_its_gpu(local, node, bound, tmp
     lines, ranks = sbatch_lines(capsys, tmp_path, "mixtral_8x7b")
     assert "--cpu-bind=none" in ranks, "or Slurm may have given it cores of the other node"
     (programs / "numactl").write_text('#!/bin/bash\nprintf "numactl %s %s\\n" "$1" "$2"; shift 2; exec "$@"\n')
-    (programs / "nvidia-smi").write_text('#!/bin/bash\n[[ $1 = --id=[0-7] ]] || exit 9\n'
-                                         'echo 00000000:1${1#--id=}:AB.0\n')
+    (programs / "nvidia-smi").write_text(
+        "#!/bin/bash\n[[ $1 = --id=[0-7] ]] || exit 9\necho 00000000:1${1#--id=}:AB.0\n"
+    )
     device = tmp_path / "sys" / "bus" / "pci" / "devices" / f"0000:1{local}:ab.0"
     device.mkdir(parents=True)
     (device / "numa_node").write_text(f"{node}\n")
@@ -173,8 +189,9 @@ def test_a_rank_binds_itself_to_the_numa_node_of_its_gpu(local, node, bound, tmp
         (programs / name).chmod(0o755)
     env = {**os.environ, "SLURM_PROCID": str(8 + local), "SLURM_LOCALID": str(local), "SLURM_NTASKS": "16"}
     shell = rank_shell(lines).replace('"/sys/', f'"{tmp_path}/sys/')
-    done = subprocess.run(["bash", "-c", shell, "rank", "echo", "a b"], env=env, text=True,
-                          capture_output=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", shell, "rank", "echo", "a b"], env=env, text=True, capture_output=True, check=True
+    )
     words = f"numactl --cpunodebind={node} --preferred={node}\n" if bound else ""
     assert done.stdout == words + "a b\n"
     assert ("is missing here: ranks are not bound" in done.stderr) == (node is None)
@@ -186,14 +203,23 @@ def test_a_rank_binds_itself_to_the_numa_node_of_its_gpu(local, node, bound, tmp
 def test_rank_0_has_a_log_of_its_own_that_sigterm_does_not_cut(tmp_path, capsys):
     lines, _ = sbatch_lines(capsys, tmp_path, "mixtral_8x7b", "--no-numa")
     assert f"export RANK_0_LOG={tmp_path}/n/logs/$SLURM_JOB_ID-rank0.log" in lines
-    program = [sys.executable, "-uc", "import signal; signal.signal(15, lambda *_: (print('saved'), exit(0))); "
-               "print('ready'); signal.pause(); signal.pause()"]
+    program = [
+        sys.executable,
+        "-uc",
+        "import signal; signal.signal(15, lambda *_: (print('saved'), exit(0))); "
+        "print('ready'); signal.pause(); signal.pause()",
+    ]
     for procid, log in (("0", "ready\nsaved\n"), ("1", None)):
         file = tmp_path / f"log-{procid}"
-        env = {**os.environ, "SLURM_PROCID": procid, "SLURM_LOCALID": "0", "SLURM_NTASKS": "2",
-               "RANK_0_LOG": str(file)}
-        ran = subprocess.Popen(["bash", "-c", rank_shell(lines), "rank", *program], env=env, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        env = {**os.environ, "SLURM_PROCID": procid, "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "RANK_0_LOG": str(file)}
+        ran = subprocess.Popen(
+            ["bash", "-c", rank_shell(lines), "rank", *program],
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         assert ran.stdout.readline() == "ready\n"
         os.killpg(ran.pid, signal.SIGTERM)  # Slurm's goes to every process of the step
         said, error = ran.communicate(timeout=20)
@@ -206,8 +232,23 @@ def test_nics_are_named_to_both_libraries(tmp_path, capsys):
 
 
 def test_a_site_s_own_lines_variables_and_modules(tmp_path, capsys):
-    lines, _ = sbatch_lines(capsys, tmp_path, SMALL, "--sbatch", "qos=high", "--sbatch", "exclude=n[1-3]", "--env",
-                            "A=x y", "--module", "cuda/13", "--module", "gcc", "--signal-before", "600")
+    lines, _ = sbatch_lines(
+        capsys,
+        tmp_path,
+        SMALL,
+        "--sbatch",
+        "qos=high",
+        "--sbatch",
+        "exclude=n[1-3]",
+        "--env",
+        "A=x y",
+        "--module",
+        "cuda/13",
+        "--module",
+        "gcc",
+        "--signal-before",
+        "600",
+    )
     assert {"#SBATCH --qos=high", "#SBATCH --exclude=n[1-3]", "export A='x y'"} < set(lines)
     assert lines[0] == "#!/bin/bash -l"
     assert lines.index("module load cuda/13 gcc || exit 1") < lines.index("set -euo pipefail")

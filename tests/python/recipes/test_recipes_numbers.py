@@ -33,8 +33,15 @@ def test_a_cell_is_the_recipe_s_flag(flag, name, said):
 def test_every_model_and_every_number_of_the_model_is_there():
     assert set(NAMES) == set(CLUSTER_RECIPES)
     named = {flag.replace("`", "").split()[0] for flag, *_ in CELLS}
-    of_the_run = {"--seq-length", "--attention-dropout", "--hidden-dropout", "--mtp-loss-scaling-factor",
-                  "--max-position-embeddings", "--moe-router-dtype", "--moe-layer-freq"}
+    of_the_run = {
+        "--seq-length",
+        "--attention-dropout",
+        "--hidden-dropout",
+        "--mtp-loss-scaling-factor",
+        "--max-position-embeddings",
+        "--moe-router-dtype",
+        "--moe-layer-freq",
+    }
     for name in NAMES:
         flags = flags_of(name)
         numbers = {f for f, after in zip(flags, flags[1:], strict=False) if re.fullmatch(r"[\d.e-]+", after)}

@@ -16,9 +16,22 @@ ENTROPY = 3.0
 
 def step(number, load=None, **more):
     load = load or [[number, 1, 1, 1]]
-    return {"step": number, "train_loss": 4.0 / number, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64 * number,
-            "step_s": 0.5, "tokens_per_s": 128.0, "dispatch_s": 0.1, "combine_s": 0.05, "rank_imbalance": 0.2,
-            "rank_imbalance_max": 0.2, "expert_imbalance": 0.2, "expert_load": load, **more}
+    return {
+        "step": number,
+        "train_loss": 4.0 / number,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": 64 * number,
+        "step_s": 0.5,
+        "tokens_per_s": 128.0,
+        "dispatch_s": 0.1,
+        "combine_s": 0.05,
+        "rank_imbalance": 0.2,
+        "rank_imbalance_max": 0.2,
+        "expert_imbalance": 0.2,
+        "expert_load": load,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -161,7 +174,8 @@ def test_plots_of_one_step_and_of_none(tmp_path):
     assert "no step was finished" in plots.draw_all(tmp_path, [{"step": 0, "held_out_loss": 5.0}], ENTROPY, 2)
     plots.draw_all(tmp_path, [step(1)], ENTROPY, 2)
     assert {path.name for path in tmp_path.iterdir()} == {
-        f"{name}.{suffix}" for name in ("loss", "expert_load", "rank_load") for suffix in ("png", "svg")}
+        f"{name}.{suffix}" for name in ("loss", "expert_load", "rank_load") for suffix in ("png", "svg")
+    }
     assert "5th to the 95th percentile" in (tmp_path / "rank_load.svg").read_text()
     plots.draw_all(tmp_path, [step(n, balanced_rank_load=[[5, 3]]) for n in (1, 2)], ENTROPY, 2)
 

@@ -34,19 +34,23 @@ def _near(kinds: list[list[str]], *machines: int) -> devices.Reach:
 def _joined(kinds: list[list[str]], *machines: int, racks: list[int] | None = None) -> devices.Reach:
     """The same, where the fabric joins the machines of a rack."""
     racks = racks or [0] * len(machines)
-    return dataclasses.replace(_near(kinds, *machines), fabric=[
-        [p for p, r in enumerate(racks) if r == mine] for mine in racks])
+    return dataclasses.replace(
+        _near(kinds, *machines), fabric=[[p for p, r in enumerate(racks) if r == mine] for mine in racks]
+    )
 
 
-@pytest.mark.parametrize("reach, local, expected", [
-    (_near([ALL, ALL], 0, 0), 2, ("fabric", True)),
-    (_near([["file", "ipc"], ALL], 0, 0), 2, ("file", True)),
-    (_near([["ipc"], ["ipc"]], 0, 0), 1, ("ipc", True)),  # two nodes on one machine
-    (_near([ALL] * 4, 0, 0, 1, 1), 2, (None, False)),  # a NIC between the machines
-    (_joined([ALL] * 4, 0, 0, 1, 1), 2, ("fabric", True)),  # an NVLink domain of both
-    (_joined([ALL] * 4, 0, 0, 1, 1), 4, ("fabric", True)),  # one node that spans hosts
-    (_joined([["file"]] * 4, 0, 0, 1, 1), 2, (None, False)),  # the fabric that no one can make handles of
-])
+@pytest.mark.parametrize(
+    "reach, local, expected",
+    [
+        (_near([ALL, ALL], 0, 0), 2, ("fabric", True)),
+        (_near([["file", "ipc"], ALL], 0, 0), 2, ("file", True)),
+        (_near([["ipc"], ["ipc"]], 0, 0), 1, ("ipc", True)),  # two nodes on one machine
+        (_near([ALL] * 4, 0, 0, 1, 1), 2, (None, False)),  # a NIC between the machines
+        (_joined([ALL] * 4, 0, 0, 1, 1), 2, ("fabric", True)),  # an NVLink domain of both
+        (_joined([ALL] * 4, 0, 0, 1, 1), 4, ("fabric", True)),  # one node that spans hosts
+        (_joined([["file"]] * 4, 0, 0, 1, 1), 2, (None, False)),  # the fabric that no one can make handles of
+    ],
+)
 def test_the_best_path_that_every_rank_has_to_all_its_peers(reach, local, expected):
     paths = devices.choose_paths(reach, Topology(0, len(reach.kinds), local))
     assert (paths.kind, paths.mapped_rail) == expected
@@ -63,8 +67,11 @@ def test_only_a_fabric_handle_that_was_mapped_counts(monkeypatch):
 
     def find(rank, group, mappable):
         reach = devices.find_reach(
-            Rendezvous(GroupView.of(group), 30), {"kinds": ALL, "fabric": f"of {rank}", "file": ""},
-            lambda handle: mappable and handle == f"of {1 - rank}", lambda name: False)
+            Rendezvous(GroupView.of(group), 30),
+            {"kinds": ALL, "fabric": f"of {rank}", "file": ""},
+            lambda handle: mappable and handle == f"of {1 - rank}",
+            lambda name: False,
+        )
         return devices.choose_paths(reach, Topology(rank, 2, 1))
 
     assert world.run(lambda rank, group: find(rank, group, True)) == [devices.Paths("fabric", True)] * 2
@@ -108,17 +115,34 @@ def test_ranks_find_their_domain_and_a_number_that_cuts_it_is_warned_of(monkeypa
     monkeypatch.setattr(devices, "current", lambda: torch.device("cuda:0"))
     monkeypatch.setattr(_core, "executors", lambda: ["cuda"])
     monkeypatch.setattr(devices, "machine", lambda: host.name)
-    monkeypatch.setattr(devices, "probe", lambda meet, device: devices.find_reach(
-        meet, {"kinds": ALL, "fabric": "one", "file": ""}, lambda handle: handle == "one", lambda name: False))
+    monkeypatch.setattr(
+        devices,
+        "probe",
+        lambda meet, device: devices.find_reach(
+            meet, {"kinds": ALL, "fabric": "one", "file": ""}, lambda handle: handle == "one", lambda name: False
+        ),
+    )
     monkeypatch.setattr(options.socket, "gethostname", lambda: host.name)
 
     def agree(rank, group, ranks_per_node):
         host.name = f"tray{rank // 2}"
         view = dataclasses.replace(GroupView.of(group), segments=PosixSegments)
-        o = options.parse(hidden_dim=64, max_num_of_tokens_per_rank=8, num_local_experts=1, use_fp8=False,
-                          num_sms_dispatch_api=None, num_sms_combine_api=None, num_blocks_permute=None,
-                          num_blocks_unpermute=None, ranks_per_node=ranks_per_node, capacity_factor=None,
-                          overflow="raise", timeout_s=30, executor="cuda", tuning_file="")
+        o = options.parse(
+            hidden_dim=64,
+            max_num_of_tokens_per_rank=8,
+            num_local_experts=1,
+            use_fp8=False,
+            num_sms_dispatch_api=None,
+            num_sms_combine_api=None,
+            num_blocks_permute=None,
+            num_blocks_unpermute=None,
+            ranks_per_node=ranks_per_node,
+            capacity_factor=None,
+            overflow="raise",
+            timeout_s=30,
+            executor="cuda",
+            tuning_file="",
+        )
         return o.agree(Rendezvous(view, 30)).num_local_ranks
 
     assert world.run(lambda rank, group: agree(rank, group, None)) == [8] * 8
@@ -181,9 +205,15 @@ def test_file_descriptors_that_cannot_be_handed_over_are_no_path(tmp_path, apart
     unshare = ["unshare", "--net"] if apart else []
     if apart and subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make network namespaces")
-    ranks = [subprocess.Popen([*prefix, sys.executable, "-c", NAMESPACES, str(rank), str(tmp_path / "store")],
-                              text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-             for rank, prefix in enumerate(([], unshare))]
+    ranks = [
+        subprocess.Popen(
+            [*prefix, sys.executable, "-c", NAMESPACES, str(rank), str(tmp_path / "store")],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank, prefix in enumerate(([], unshare))
+    ]
     for rank in ranks:
         said, errors = rank.communicate(timeout=120)
         assert said.strip() == ("[[0, 1], [0, 1]] [[0], [1]]" if apart else "[[0, 1], [0, 1]] [[0, 1], [0, 1]]"), errors

@@ -23,8 +23,9 @@ def names() -> list[str]:
 
 
 def make(ctx, ranks_per_node: int):
-    ctx.kept["buffer"] = HybridEPBuffer(ctx.group(ctx.size), 4096, 512, 2, timeout_s=TIMEOUT_S,
-                                        num_of_hybrid_ep_ranks_per_nvlink_domain=ranks_per_node)
+    ctx.kept["buffer"] = HybridEPBuffer(
+        ctx.group(ctx.size), 4096, 512, 2, timeout_s=TIMEOUT_S, num_of_hybrid_ep_ranks_per_nvlink_domain=ranks_per_node
+    )
 
 
 def dispatch_for_ever(ctx):
@@ -128,8 +129,7 @@ def test_a_rank_that_does_not_dispatch():
             buffers[0].dispatch(torch.ones(2, 16), topk_idx=torch.tensor([[0], [2]]))
 
     error = world.run(work, return_errors=True)[0]
-    assert type(error) is DeadlineError and (error.rank, error.peer, error.node, error.peer_node) == (0, 1,
-                                                                                                      0, 1)
+    assert type(error) is DeadlineError and (error.rank, error.peer, error.node, error.peer_node) == (0, 1, 0, 1)
     assert 1.0 <= error.waited_s < 5.0 and error.expected > error.seen and error.site and error.role
     with pytest.raises(BufferFailedError, match="failed earlier"):
         buffers[0].traffic()

@@ -23,8 +23,12 @@ def _held() -> dict[str, int]:
         mappings = [line for line in maps if "hybrid_ep" in line or "/dev/shm" in line]
     with open("/proc/self/statm") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"fds": len(os.listdir("/proc/self/fd")), "mappings": len(mappings), "resident": resident,
-            "threads": len(os.listdir("/proc/self/task"))}
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "mappings": len(mappings),
+        "resident": resident,
+        "threads": len(os.listdir("/proc/self/task")),
+    }
 
 
 def _keys(group) -> int:
@@ -38,8 +42,9 @@ def _rounds(ctx, rounds: int, leak: str | None):
     names, create = [], bootstrap.PosixSegments.create
     _kept.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bootstrap.PosixSegments, "create",
-                      staticmethod(lambda name, n: names.append(name) or create(name, n)))
+        patch.setattr(
+            bootstrap.PosixSegments, "create", staticmethod(lambda name, n: names.append(name) or create(name, n))
+        )
         for i in range(rounds + FIRST):
             if i == FIRST:
                 before = _held() | {"keys": _keys(ctx.group(2))}

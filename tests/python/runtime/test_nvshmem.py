@@ -32,9 +32,24 @@ def stand_in(tmp_path_factory) -> Path:
     may have loaded the real NVSHMEM into this process."""
     library = tmp_path_factory.mktemp("nvshmem") / "stand_in.so"
     sources = [HERE / "library.cpp", HERE / "kernels.cpp", CSRC / "transport/nvshmem/nvshmem_host.cu"]
-    subprocess.run([os.environ.get("CXX", "g++").split()[0], "-shared", "-fPIC", "-std=c++20", "-Wl,-Bsymbolic",
-                    f"-I{HERE}", f"-I{CSRC}", "-o", str(library), "-xc++", *map(str, sources), "-lrt"], check=True,
-                   timeout=300)
+    subprocess.run(
+        [
+            os.environ.get("CXX", "g++").split()[0],
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            "-Wl,-Bsymbolic",
+            f"-I{HERE}",
+            f"-I{CSRC}",
+            "-o",
+            str(library),
+            "-xc++",
+            *map(str, sources),
+            "-lrt",
+        ],
+        check=True,
+        timeout=300,
+    )
     return library
 
 
@@ -69,8 +84,15 @@ class _Case:
             return nvshmem.NvshmemSegments(self.heap, session.meet, session.topology), "host"
 
         with mock.patch.object(Session, "_choose_segments", segments):
-            return HybridEPBuffer(self.group, 32, options.pop("tokens", 4), 1, timeout_s=30,
-                                  num_of_hybrid_ep_ranks_per_nvlink_domain=2, **options)
+            return HybridEPBuffer(
+                self.group,
+                32,
+                options.pop("tokens", 4),
+                1,
+                timeout_s=30,
+                num_of_hybrid_ep_ranks_per_nvlink_domain=2,
+                **options,
+            )
 
 
 def _exercise(buffer, rank: int, num_tokens: int):
@@ -86,8 +108,9 @@ def _grow_and_close(ctx, stand_in: Path):
     case = _Case(ctx, stand_in, 4)
     buffer, plain = case.buffer(), HybridEPBuffer(case.group, 32, 4, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
     for num_tokens in (3, 4, 40):  # the last does not fit
-        for got, want in zip(_exercise(buffer, ctx.rank, num_tokens), _exercise(plain, ctx.rank, num_tokens),
-                             strict=True):
+        for got, want in zip(
+            _exercise(buffer, ctx.rank, num_tokens), _exercise(plain, ctx.rank, num_tokens), strict=True
+        ):
             assert torch.equal(got, want)
     first = case.heap.identity
     second = case.buffer()
@@ -110,7 +133,7 @@ def test_a_buffer_in_the_symmetric_heap_grows_and_gives_everything_back(world, s
         names = [n for n in names if n != "unique_id"]
         assert names[:2] == ["init", "malloc"] and len(sizes) >= 2
         for at, name in enumerate(names):  # growth frees first, never holding both
-            if name == "free" and names[at + 1:at + 2] == ["malloc"]:
+            if name == "free" and names[at + 1 : at + 2] == ["malloc"]:
                 break
         else:
             raise AssertionError(f"no growth in {calls}")
@@ -141,7 +164,13 @@ def _uneven(ctx, stand_in: Path):
 def test_wishes_that_differ_become_the_largest_and_what_all_left_is_freed_first(world, stand_in):
     for calls in _on(world, 3, _uneven, stand_in):
         assert [c for c in calls if c != "unique_id 0"] == [
-            "init 3", "malloc 1002", "free 1002", "malloc 64", "free 64", "finalize 0"]
+            "init 3",
+            "malloc 1002",
+            "free 1002",
+            "malloc 64",
+            "free 64",
+            "finalize 0",
+        ]
 
 
 def _one_leaves(ctx, stand_in: Path):
@@ -174,16 +203,29 @@ def _failing(ctx, stand_in: Path, misbehave: str, timeout_s: float):
     return "no error", (), ""
 
 
-@pytest.mark.parametrize("misbehave, missing, text, lost", [
-    ("fail:unique_id:*", (0,), "rank 0 has no unique id.*: .*get_uniqueid failed with status 7.*IFNAME", False),
-    ("fail:init:*", (0, 1, 2), "rank 0 says: .*nvshmemx_init_attr. failed with status 7 on PE 0 of 3", False),
-    ("fail:context:*", (0, 1, 2), "rank 0 says: .*started on PE 0 of 3, but finds no CUDA device there", False),
-    ("hang:init:1", (0, 1, 2), "starting NVSHMEM did not come back within 1.* s on rank 0 .deadline: timeout_s", True),
-    ("fail:malloc:2", (0, 1, 2), "rank 0 says: .*nvshmem_malloc of 64 bytes failed on PE 0 of 3", False),
-    ("hang:malloc:1", (0, 1, 2), "did not come back within 1.* s on rank 0 .deadline: timeout_s", True),
-    ("version:2.11", (0, 1, 2), r"kernels were built with 3\.4\.5 and this process has host library 2\.11\.9", False),
-    ("version:3.3", (0, 1, 2), r"at least that minor one", False),
-])
+@pytest.mark.parametrize(
+    "misbehave, missing, text, lost",
+    [
+        ("fail:unique_id:*", (0,), "rank 0 has no unique id.*: .*get_uniqueid failed with status 7.*IFNAME", False),
+        ("fail:init:*", (0, 1, 2), "rank 0 says: .*nvshmemx_init_attr. failed with status 7 on PE 0 of 3", False),
+        ("fail:context:*", (0, 1, 2), "rank 0 says: .*started on PE 0 of 3, but finds no CUDA device there", False),
+        (
+            "hang:init:1",
+            (0, 1, 2),
+            "starting NVSHMEM did not come back within 1.* s on rank 0 .deadline: timeout_s",
+            True,
+        ),
+        ("fail:malloc:2", (0, 1, 2), "rank 0 says: .*nvshmem_malloc of 64 bytes failed on PE 0 of 3", False),
+        ("hang:malloc:1", (0, 1, 2), "did not come back within 1.* s on rank 0 .deadline: timeout_s", True),
+        (
+            "version:2.11",
+            (0, 1, 2),
+            r"kernels were built with 3\.4\.5 and this process has host library 2\.11\.9",
+            False,
+        ),
+        ("version:3.3", (0, 1, 2), r"at least that minor one", False),
+    ],
+)
 def test_every_rank_raises_and_names_the_call(world, stand_in, misbehave, missing, text, lost):
     timeout_s = 1.0 if "hang" in misbehave else 30.0
     errors = _on(world, 3, _failing, stand_in, misbehave, timeout_s)

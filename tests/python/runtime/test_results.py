@@ -37,10 +37,19 @@ def test_dropped_memory_serves_the_next_result_of_about_its_size():
     assert address_of(second) == where and pool.idle_bytes == 0
 
 
-@pytest.mark.parametrize("keep", [
-    lambda x: x, lambda x: x[5:7], lambda x: x.view(torch.bfloat16), lambda x: x.numpy(), lambda x: x.untyped_storage(),
-    lambda x: torch.utils.dlpack.to_dlpack(x), lambda x: memoryview(x.numpy())],
-    ids=["tensor", "slice", "view", "numpy", "storage", "dlpack", "memoryview"])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda x: x,
+        lambda x: x[5:7],
+        lambda x: x.view(torch.bfloat16),
+        lambda x: x.numpy(),
+        lambda x: x.untyped_storage(),
+        lambda x: torch.utils.dlpack.to_dlpack(x),
+        lambda x: memoryview(x.numpy()),
+    ],
+    ids=["tensor", "slice", "view", "numpy", "storage", "dlpack", "memoryview"],
+)
 def test_memory_in_use_is_never_handed_out(keep):
     pool = ResultPool(64 * MIB)
     result = pool.empty(4096, 1024)
@@ -139,16 +148,28 @@ def test_a_result_without_room_is_the_same_and_counted():
         assert buffer.memory_report().regions["arena"] == arena_mib << 20
         outcomes.append((kept, lent(buffer), buffer.traffic()["copied_rows"]))
     assert [(in_arena, copied) for _, in_arena, copied in outcomes] == [
-        (0, 3 * 1024), (0, 3 * 1024), (4 * MIB, 2 * 1024), (8 * MIB, 1024)]
+        (0, 3 * 1024),
+        (0, 3 * 1024),
+        (4 * MIB, 2 * 1024),
+        (8 * MIB, 1024),
+    ]
     for kept, *_ in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(kept, outcomes[0][0], strict=True))
 
 
-@pytest.mark.parametrize("keep", [
-    lambda x: x[5:7], lambda x: x.view(torch.uint8), lambda x: x.numpy(), lambda x: x.untyped_storage(),
-    lambda x: torch.utils.dlpack.to_dlpack(x), lambda x: memoryview(x.numpy()),
-    lambda x: (x * torch.ones(1024, requires_grad=True)).sum()],
-    ids=["slice", "view", "numpy", "storage", "dlpack", "memoryview", "autograd"])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda x: x[5:7],
+        lambda x: x.view(torch.uint8),
+        lambda x: x.numpy(),
+        lambda x: x.untyped_storage(),
+        lambda x: torch.utils.dlpack.to_dlpack(x),
+        lambda x: memoryview(x.numpy()),
+        lambda x: (x * torch.ones(1024, requires_grad=True)).sum(),
+    ],
+    ids=["slice", "view", "numpy", "storage", "dlpack", "memoryview", "autograd"],
+)
 def test_a_block_of_the_arena_is_lent_as_long_as_anything_refers_to_it(keep):
     buffer, x, dispatch = dispatcher(arena_mib=9)
     kept = keep(dispatch(x))

@@ -34,9 +34,19 @@ def test_a_rail_needs_the_fewer_sms_the_more_nodes_there_are():
     assert sm_plan.plan(twice, 4, 8, 256, 14336).num_sms == 19  # a rail twice as fast
 
 
-@pytest.mark.parametrize("name, nodes, local", [
-    ("h100_8x400g", 1, 4), ("h100_8x400g", 1, 8), ("h100_8x400g", 2, 8), ("h100_8x400g", 8, 8), ("b200_8x400g", 4, 8),
-    ("b300_8x800g", 4, 8), ("gb200_nvl72", 1, 64), ("gb200_nvl72", 2, 32)])
+@pytest.mark.parametrize(
+    "name, nodes, local",
+    [
+        ("h100_8x400g", 1, 4),
+        ("h100_8x400g", 1, 8),
+        ("h100_8x400g", 2, 8),
+        ("h100_8x400g", 8, 8),
+        ("b200_8x400g", 4, 8),
+        ("b300_8x800g", 4, 8),
+        ("gb200_nvl72", 1, 64),
+        ("gb200_nvl72", 2, 32),
+    ],
+)
 def test_the_model_finds_little_to_gain_with_more(name, nodes, local):
     """Against half of the GPU: waits, pipelines that fill and drain, and sums, which rates know nothing of. Combine
     pays most for the sums: 39 % on four nodes of B200, whose plan is of nine SMs."""
@@ -53,10 +63,18 @@ def test_limits():
     assert "SMs (h100_8x400g)" in str(sm_plan.plan(H100, 2, 8, 256, 14336))
 
 
-@pytest.mark.parametrize("name, capability, cluster", [
-    ("NVIDIA H200", (9, 0), "h200_8x400g"), ("NVIDIA GB200", (10, 0), "gb200_nvl72"),
-    ("NVIDIA GB300", (10, 3), "gb200_nvl72"), ("NVIDIA B300 SXM6", (10, 3), "b300_8x800g"),
-    ("NVIDIA B200", (10, 0), "b200_8x400g"), ("NVIDIA GH", (9, 0), "h100_8x400g"), ("other", (10, 0), "b200_8x400g")])
+@pytest.mark.parametrize(
+    "name, capability, cluster",
+    [
+        ("NVIDIA H200", (9, 0), "h200_8x400g"),
+        ("NVIDIA GB200", (10, 0), "gb200_nvl72"),
+        ("NVIDIA GB300", (10, 3), "gb200_nvl72"),
+        ("NVIDIA B300 SXM6", (10, 3), "b300_8x800g"),
+        ("NVIDIA B200", (10, 0), "b200_8x400g"),
+        ("NVIDIA GH", (9, 0), "h100_8x400g"),
+        ("other", (10, 0), "b200_8x400g"),
+    ],
+)
 def test_rates_of_a_gpu(name, capability, cluster):
     assert sm_plan.cluster_of(name, capability).name == cluster
 
@@ -71,15 +89,23 @@ def test_any_number_of_sms_on_one_buffer_and_handle():
         mine, handle = make_inputs(ex, rank), None
         for num_sms in (1, 7, 2, 33, 3):
             rows, _, _, _, handle = buffers[rank].dispatch_with_permute(
-                hidden=mine.hidden, num_of_experts=4, pad_multiple=4, num_sms=num_sms,
-                **({"handle": handle} if handle else mine.routing()))
+                hidden=mine.hidden,
+                num_of_experts=4,
+                pad_multiple=4,
+                num_sms=num_sms,
+                **({"handle": handle} if handle else mine.routing()),
+            )
             same("rows", rows, want.permuted[rank][0])
-            out, _ = buffers[rank].combine_with_unpermute(hidden=want.returned[rank], handle=handle,
-                                                          num_sms=num_sms + 1)
+            out, _ = buffers[rank].combine_with_unpermute(
+                hidden=want.returned[rank], handle=handle, num_sms=num_sms + 1
+            )
             same("combined", out, want.combined[rank][0])
         check_permuted(same, buffers[rank], rank, ex, want)
 
     world.run(work)
     with pytest.raises(ValueError, match="num_sms=0"):
-        world.run(lambda rank, _: buffers[rank].dispatch(make_inputs(ex, rank).hidden, num_sms=0,
-                                                         num_of_experts=4, **make_inputs(ex, rank).routing()))
+        world.run(
+            lambda rank, _: buffers[rank].dispatch(
+                make_inputs(ex, rank).hidden, num_sms=0, num_of_experts=4, **make_inputs(ex, rank).routing()
+            )
+        )

@@ -15,7 +15,7 @@ def slow_local_ranks(world_ranks, ranks_per_node):
     for size in range(1, len(nodes) + 1):
         if len(nodes) % size:
             continue
-        blocks = [set(nodes[i:i + size]) for i in range(0, len(nodes), size)]
+        blocks = [set(nodes[i : i + size]) for i in range(0, len(nodes), size)]
         alone = all(len(block) == 1 for block in blocks)
         if alone and len(set().union(*blocks)) == len(blocks):
             return size
@@ -56,14 +56,17 @@ def test_groups_of_megatron_strides(tensor, expert, pipeline, ranks_per_node):
                 topology.local_ranks(group, ranks_per_node, "x")
 
 
-@pytest.mark.parametrize("world_ranks, ranks_per_node, want", [
-    ([0, 1, 2, 3], 8, 4),  # a group smaller than a node
-    ([5], 2, 1),
-    ([0, 2, 4, 6], 8, 4),  # every second rank of a node: tensor parallelism of 2 inside it
-    ([0, 2, 4, 6, 8, 10, 12, 14], 8, 4),  # the same over two nodes; 8 divides the group and is not the answer
-    ([4, 5, 6, 7, 8, 9, 10, 11], 8, 4),
-    (range(16), 8, 8),
-])
+@pytest.mark.parametrize(
+    "world_ranks, ranks_per_node, want",
+    [
+        ([0, 1, 2, 3], 8, 4),  # a group smaller than a node
+        ([5], 2, 1),
+        ([0, 2, 4, 6], 8, 4),  # every second rank of a node: tensor parallelism of 2 inside it
+        ([0, 2, 4, 6, 8, 10, 12, 14], 8, 4),  # the same over two nodes; 8 divides the group and is not the answer
+        ([4, 5, 6, 7, 8, 9, 10, 11], 8, 4),
+        (range(16), 8, 8),
+    ],
+)
 def test_cases(world_ranks, ranks_per_node, want):
     assert topology.local_ranks(list(world_ranks), ranks_per_node, "x") == want
 

@@ -80,8 +80,12 @@ def test_nvshmem_is_built_for_all_gpus_where_its_package_is(machine, tmp_path, c
     commands = machine.build()
     assert f"NVSHMEM: {home}" in capsys.readouterr().out
     assert len(over_nvshmem(commands)) == len(build_cuda.nvshmem_sources()) + 1
-    assert all(f"code={arch}" in command for command in commands for arch in build_cuda.ARCHITECTURES
-               if "-c " in command or "-lnvshmem_device" in command)
+    assert all(
+        f"code={arch}" in command
+        for command in commands
+        for arch in build_cuda.ARCHITECTURES
+        if "-c " in command or "-lnvshmem_device" in command
+    )
     assert libraries(tmp_path) == {"out/libhybrid_ep_cuda.so", "out/libhybrid_ep_nvshmem.so"}
     assert not over_nvshmem(machine.build("--no-nvshmem"))
 

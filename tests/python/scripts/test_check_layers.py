@@ -169,8 +169,13 @@ CYCLES = [
     ({"a": "from . import b\n", "b": "from .a import x\n"}, ["a", "b"]),
     ({"a": "from hybrid_ep import b\n", "b": "def f():\n    from hybrid_ep.a import x\n"}, ["a", "b"]),
     ({"a": "import hybrid_ep.b\n", "b": "import hybrid_ep.c\n", "c": "import hybrid_ep.a\n"}, ["a", "b", "c"]),
-    ({"a": "from hybrid_ep import b\n",
-      "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hybrid_ep import a\n"}, []),
+    (
+        {
+            "a": "from hybrid_ep import b\n",
+            "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from hybrid_ep import a\n",
+        },
+        [],
+    ),
     ({"a": "from hybrid_ep import b, c\n", "b": "from hybrid_ep import c\n", "c": "import os\n"}, []),
     ({"a": "import hybrid_ep\nfrom hybrid_ep import env\n"}, []),
 ]
@@ -196,11 +201,20 @@ def test_cycles_of_imports(tmp_path, modules, named):
     assert [(path, rule) for path, _, rule in violations(tree)] == [(f"hybrid_ep/{n}.py", "cycles") for n in named]
 
 
-@pytest.mark.parametrize(("source", "target", "kept"), [
-    ("runtime/a", "perf/b", False), ("runtime/a", "buffer", False), ("runtime/a", "cli/b", False),
-    ("hardware/a", "errors", False), ("balance/a", "runtime/b", False),
-    ("runtime/a", "errors", True), ("buffer", "runtime/b", True), ("perf/a", "explorer/b", True),
-    ("cli/a", "perf/b", True)])
+@pytest.mark.parametrize(
+    ("source", "target", "kept"),
+    [
+        ("runtime/a", "perf/b", False),
+        ("runtime/a", "buffer", False),
+        ("runtime/a", "cli/b", False),
+        ("hardware/a", "errors", False),
+        ("balance/a", "runtime/b", False),
+        ("runtime/a", "errors", True),
+        ("buffer", "runtime/b", True),
+        ("perf/a", "explorer/b", True),
+        ("cli/a", "perf/b", True),
+    ],
+)
 def test_rooms(tmp_path, source, target, kept):
     """An import inside a function counts, too."""
     name = f"hybrid_ep.{target.replace('/', '.')}"
@@ -245,12 +259,15 @@ def test_message_names_file_line_and_rule(tmp_path):
 
 
 def test_private_names_stay_in_their_room(tmp_path):
-    root = make_tree(tmp_path, {
-        "hybrid_ep/buffer.py": "class B:\n    def __init__(self):\n        self._s = 1\n    def _busy(self): ...\n",
-        "hybrid_ep/testing.py": "def f(b):\n    return b._s\n",  # the same room
-        "hybrid_ep/cli/bench.py": "def f(b):\n    b._busy()\n    b.x._replace(y=1)\n    return b._s, b._theirs\n",
-        "scripts/look.py": "def f(b):\n    return b._s\n",
-    })
+    root = make_tree(
+        tmp_path,
+        {
+            "hybrid_ep/buffer.py": "class B:\n    def __init__(self):\n        self._s = 1\n    def _busy(self): ...\n",
+            "hybrid_ep/testing.py": "def f(b):\n    return b._s\n",  # the same room
+            "hybrid_ep/cli/bench.py": "def f(b):\n    b._busy()\n    b.x._replace(y=1)\n    return b._s, b._theirs\n",
+            "scripts/look.py": "def f(b):\n    return b._s\n",
+        },
+    )
     assert violations(root) == [("hybrid_ep/cli/bench.py", 2, "private"), ("hybrid_ep/cli/bench.py", 4, "private")]
 
 

@@ -32,26 +32,38 @@ def test_a_stale_stub_is_named(tmp_path, monkeypatch, capsys):
     assert "-class Plain:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("doc", "stub"), [
-    ("f(n: typing.SupportsInt | typing.SupportsIndex, s: typing.SupportsFloat = 1.0) -> str",
-     "def f(n: int, s: float = 1.0) -> str: ..."),
-    ("f(n: int) -> int", "def f(n: int) -> int: ..."),  # as pybind11 2 says it
-    ("f(self: hybrid_ep._core.Plan, x: hybrid_ep._core.TensorView = None) -> hep::Plan",
-     "def f(self, x: TensorView | None = None) -> Plan: ..."),
-    ("f(a: numpy.ndarray, b: numpy.ndarray[numpy.int32]) -> Optional[int]\n\nWhy.\n",
-     'def f(a: NDArray[Any], b: NDArray[numpy.int32]) -> int | None:\n    """Why."""'),
-    ("f(x: typing.Any = None) -> dict[str, object]", "def f(x: Any = None) -> dict[str, Any]: ..."),
-])
+@pytest.mark.parametrize(
+    ("doc", "stub"),
+    [
+        (
+            "f(n: typing.SupportsInt | typing.SupportsIndex, s: typing.SupportsFloat = 1.0) -> str",
+            "def f(n: int, s: float = 1.0) -> str: ...",
+        ),
+        ("f(n: int) -> int", "def f(n: int) -> int: ..."),  # as pybind11 2 says it
+        (
+            "f(self: hybrid_ep._core.Plan, x: hybrid_ep._core.TensorView = None) -> hep::Plan",
+            "def f(self, x: TensorView | None = None) -> Plan: ...",
+        ),
+        (
+            "f(a: numpy.ndarray, b: numpy.ndarray[numpy.int32]) -> Optional[int]\n\nWhy.\n",
+            'def f(a: NDArray[Any], b: NDArray[numpy.int32]) -> int | None:\n    """Why."""',
+        ),
+        ("f(x: typing.Any = None) -> dict[str, object]", "def f(x: Any = None) -> dict[str, Any]: ..."),
+    ],
+)
 def test_signatures_in_the_words_of_the_stub(doc, stub):
     assert core_stubs.function("f", doc, known=KNOWN) == stub
 
 
-@pytest.mark.parametrize(("doc", "said"), [
-    ("f(x: hep::Unbound) -> int", "nothing is called Unbound"),
-    ("f() -> tuple", "says no more than that"),
-    ("f() -> std::vector<int>", "is no Python"),
-    ("About f.", "begins with no signature"),
-])
+@pytest.mark.parametrize(
+    ("doc", "said"),
+    [
+        ("f(x: hep::Unbound) -> int", "nothing is called Unbound"),
+        ("f() -> tuple", "says no more than that"),
+        ("f() -> std::vector<int>", "is no Python"),
+        ("About f.", "begins with no signature"),
+    ],
+)
 def test_what_a_binding_leaves_unsaid_is_refused(doc, said):
     with pytest.raises(core_stubs.StubError, match=said):
         core_stubs.function("f", doc, known=KNOWN)

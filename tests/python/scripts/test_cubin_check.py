@@ -15,16 +15,27 @@ _spec = importlib.util.spec_from_file_location("cubin_check", _SCRIPT)
 cubin_check = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cubin_check)
 
-ALL = ("UBLKCP.S.G", "UBLKCP.G.S", "SYNCS.ARRIVE.TRANS64", "ELECT", "FENCE.VIEW.ASYNC.S", "FENCE.VIEW.ASYNC.G",
-       "LDS.128", "STS.128")
+ALL = (
+    "UBLKCP.S.G",
+    "UBLKCP.G.S",
+    "SYNCS.ARRIVE.TRANS64",
+    "ELECT",
+    "FENCE.VIEW.ASYNC.S",
+    "FENCE.VIEW.ASYNC.G",
+    "LDS.128",
+    "STS.128",
+)
 
 
 def symbol(kernel: str, rail: str) -> str:
     return f"_ZN3hep{len(kernel) + 6}{kernel}_entryINS_{len(rail)}{rail}EEEvNS_14DispatchParamsET_PNS_11CudaControlE"
 
 
-WIDEN = {"bf16": ["LOP3.LUT R1, R1, 0xffff0000, RZ, 0xc0, !PT"] * 8, "fp16": ["HADD2.F32 R1, -RZ, R1.H0_H0"] * 16,
-         "fp32": []}
+WIDEN = {
+    "bf16": ["LOP3.LUT R1, R1, 0xffff0000, RZ, 0xc0, !PT"] * 8,
+    "fp16": ["HADD2.F32 R1, -RZ, R1.H0_H0"] * 16,
+    "fp32": [],
+}
 AWAY = ["NOP"] * 100  # a way that a waiting warp goes
 
 
@@ -40,19 +51,41 @@ def row_code(rows=(*LOOPS, *SCALED), row=(), tile=()) -> list[str]:
         code += [f"@P1 BRA >{name}_row"]
     code += ["EXIT"]
     for name in rows:
-        code += [f"{name}_row:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1+URZ], R2", f"@P0 BRA >{name}_here", *AWAY,
-                 f"{name}_here:", "LDS.128 R4, [R1]", "LDS.128 R8, [R1]", *WIDEN[name.split("_")[0]],
-                 *["FMUL R1, R2, R3"] * (16 * name.endswith("scaled")), *["FADD R1, R2, R1"] * 16, *row,
-                 "MEMBAR.ALL.CTA", "FENCE.VIEW.ASYNC.S", "BRA.DIV UR5, >away", "@P2 BRA >end", f"BRA >{name}_row"]
-    code += ["end:", *["F2FP.BF16.F32.PACK_AB R1, R2, R3"] * 8, *tile, "UBLKCP.G.S [UR6], [UR15], UR14", "BRA >tile",
-             "away:", *AWAY, "EXIT"]
-    places = {line[:-1]: 16 * sum(not c.endswith(":") for c in code[:i]) for i, line in enumerate(code)
-              if line.endswith(":")}
+        code += [
+            f"{name}_row:",
+            "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1+URZ], R2",
+            f"@P0 BRA >{name}_here",
+            *AWAY,
+            f"{name}_here:",
+            "LDS.128 R4, [R1]",
+            "LDS.128 R8, [R1]",
+            *WIDEN[name.split("_")[0]],
+            *["FMUL R1, R2, R3"] * (16 * name.endswith("scaled")),
+            *["FADD R1, R2, R1"] * 16,
+            *row,
+            "MEMBAR.ALL.CTA",
+            "FENCE.VIEW.ASYNC.S",
+            "BRA.DIV UR5, >away",
+            "@P2 BRA >end",
+            f"BRA >{name}_row",
+        ]
+    code += [
+        "end:",
+        *["F2FP.BF16.F32.PACK_AB R1, R2, R3"] * 8,
+        *tile,
+        "UBLKCP.G.S [UR6], [UR15], UR14",
+        "BRA >tile",
+        "away:",
+        *AWAY,
+        "EXIT",
+    ]
+    places = {
+        line[:-1]: 16 * sum(not c.endswith(":") for c in code[:i]) for i, line in enumerate(code) if line.endswith(":")
+    }
     return [re.sub(r">(\w+)", lambda m: f"{places[m[1]]:#x}", line) for line in code if not line.endswith(":")]
 
 
-def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1, rail="mapped",
-            rows=None):
+def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1, rail="mapped", rows=None):
     """The two texts of a library in which every kernel consists of these opcodes."""
     resources, sass = [], []
     for arch in cubin_check.ARCHITECTURES:
@@ -62,14 +95,19 @@ def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=
             for kernel, budget in cubin_check.BUDGETS.items():
                 if (kernel, rail_type, arch) == leave_out:
                     continue
-                resources.append(f" Function {symbol(kernel, rail_type)}:\n  REG:{min(registers, budget.registers + 1)}"
-                                 f" STACK:{stack} SHARED:1152 LOCAL:{local} CONSTANT[0]:1016")
+                resources.append(
+                    f" Function {symbol(kernel, rail_type)}:\n  REG:{min(registers, budget.registers + 1)}"
+                    f" STACK:{stack} SHARED:1152 LOCAL:{local} CONSTANT[0]:1016"
+                )
                 sass.append(f"\t\tFunction : {symbol(kernel, rail_type)}")
                 code = row_code() if rows is None else rows
                 code = (code if kernel in ("unpermute", "combine") else []) + [
-                    f"@!UP0 {name} R1, R2" for name in opcodes * repeat]
-                sass += [f"        /*{16 * i:04x}*/                   {text} ;   /* 0x00007 */"
-                         for i, text in enumerate(code)]
+                    f"@!UP0 {name} R1, R2" for name in opcodes * repeat
+                ]
+                sass += [
+                    f"        /*{16 * i:04x}*/                   {text} ;   /* 0x00007 */"
+                    for i, text in enumerate(code)
+                ]
     return "\n".join(resources), "\n".join(sass)
 
 
@@ -96,15 +134,21 @@ def test_a_row_is_counted_the_short_way_round():
     assert bf16.gigabytes_per_second == pytest.approx(5.251 * 8192 / (4.251 * 33 + 43) * 1.755, rel=1e-3)
 
 
-@pytest.mark.parametrize("code, words", [
-    ({"row": ["MOV R1, R2"] * 86}, "bf16 rows: 119 instructions a row, at most 118"),
-    ({"row": ["LDS.128 R1, [R2]"] * 5}, "bf16 rows: 7 shared loads a row, at most 6"),
-    ({"row": ["LDC R1, c[0x0][0x3c4]", "ULDC UR5, c[0x0][0x3c4]", "@P0 LDC R1, c[0x0][0x3c8]"]}, "3 constant loads"),
-    ({"row": ["MEMBAR.ALL.CTA"]}, "3 fences a row, at most 2"),
-    ({"tile": ["MOV R1, R2"] * 290}, "instructions a tile, at most 325"),
-    ({"row": ["MOV R1, R2"] * 100}, "bf16 scaled rows: 149 instructions a row, at most 145"),
-    ({"rows": (*LOOPS[:-1], *SCALED)}, "1 loops over fp32 rows found, at least 2"),
-])
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        ({"row": ["MOV R1, R2"] * 86}, "bf16 rows: 119 instructions a row, at most 118"),
+        ({"row": ["LDS.128 R1, [R2]"] * 5}, "bf16 rows: 7 shared loads a row, at most 6"),
+        (
+            {"row": ["LDC R1, c[0x0][0x3c4]", "ULDC UR5, c[0x0][0x3c4]", "@P0 LDC R1, c[0x0][0x3c8]"]},
+            "3 constant loads",
+        ),
+        ({"row": ["MEMBAR.ALL.CTA"]}, "3 fences a row, at most 2"),
+        ({"tile": ["MOV R1, R2"] * 290}, "instructions a tile, at most 325"),
+        ({"row": ["MOV R1, R2"] * 100}, "bf16 scaled rows: 149 instructions a row, at most 145"),
+        ({"rows": (*LOOPS[:-1], *SCALED)}, "1 loops over fp32 rows found, at least 2"),
+    ],
+)
 def test_loops_over_rows_that_grow_are_named(code, words):
     said = complaints(rows=row_code(**code))
     assert any(line.startswith("combine<P2PDevice> sm_90a") and words in line for line in said), said
@@ -116,17 +160,23 @@ def test_each_kernel_has_its_loops():
     assert "unpermute<P2PDevice> sm_90a: 0 loops over bf16 scaled rows found, at least 1" in said
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"registers": 129}, "129 registers, at most 128"),
-    ({"stack": 32}, "32 bytes of stack"),
-    ({"local": 8}, "8 of local memory"),
-    ({"opcodes": (*ALL, "LDL.64")}, "uses LDL"),
-    ({"opcodes": (*ALL, "BPT.TRAP")}, "uses BPT.TRAP"),
-    ({"opcodes": ALL[1:]}, "has no UBLKCP.S.G"),
-    ({"opcodes": tuple(o for o in ALL if "ASYNC.G" not in o)}, "combine<P2PDevice> sm_90a: has no FENCE.VIEW.ASYNC.G"),
-    ({"repeat": 2000}, "instructions, at most"),
-    ({"leave_out": ("dispatch", "P2PDevice", "sm_100")}, "dispatch<P2PDevice> sm_100: is not in the library"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"registers": 129}, "129 registers, at most 128"),
+        ({"stack": 32}, "32 bytes of stack"),
+        ({"local": 8}, "8 of local memory"),
+        ({"opcodes": (*ALL, "LDL.64")}, "uses LDL"),
+        ({"opcodes": (*ALL, "BPT.TRAP")}, "uses BPT.TRAP"),
+        ({"opcodes": ALL[1:]}, "has no UBLKCP.S.G"),
+        (
+            {"opcodes": tuple(o for o in ALL if "ASYNC.G" not in o)},
+            "combine<P2PDevice> sm_90a: has no FENCE.VIEW.ASYNC.G",
+        ),
+        ({"repeat": 2000}, "instructions, at most"),
+        ({"leave_out": ("dispatch", "P2PDevice", "sm_100")}, "dispatch<P2PDevice> sm_100: is not in the library"),
+    ],
+)
 def test_what_is_wrong_is_named(changes, words):
     said = complaints(**changes)
     assert any(words in line for line in said), said
@@ -173,8 +223,10 @@ def test_a_system_fence_in_a_loop_over_peers_is_named():
     assert any("MEMBAR.ALL.SYS in a loop of 4 instructions" in said for said in cubin_check.problems(fenced))
 
 
-@pytest.mark.parametrize("body", [("MEMBAR.ALL.GPU",), ("MEMBAR.SC.CTA", "LDG.E R2, [R4]"),
-                                  ("MEMBAR.ALL.SYS", *["IADD3 R1, R1, R1, RZ"] * 64)])
+@pytest.mark.parametrize(
+    "body",
+    [("MEMBAR.ALL.GPU",), ("MEMBAR.SC.CTA", "LDG.E R2, [R4]"), ("MEMBAR.ALL.SYS", *["IADD3 R1, R1, R1, RZ"] * 64)],
+)
 def test_narrower_fences_and_long_loops_pass(body):
     assert kernel_with(looping(*body)).fences_in_short_loops == ()
 
@@ -197,5 +249,7 @@ DISASSEMBLY = """
 
 def test_a_host_function_of_ours_that_calls_exit_is_named_and_those_of_others_are_not():
     assert cubin_check.host_exits(DISASSEMBLY) == [
-        "_ZN3hep4cuda12CudaExecutorINS_9P2PDeviceEE8exchangeERKNS_14ExchangeParamsE", "hep_cuda_entry"]
+        "_ZN3hep4cuda12CudaExecutorINS_9P2PDeviceEE8exchangeERKNS_14ExchangeParamsE",
+        "hep_cuda_entry",
+    ]
     assert cubin_check.host_exits(DISASSEMBLY.replace("<exit@plt>", "<abort@plt>")) == []

@@ -19,8 +19,13 @@ import gpu_bench_stages as stages  # noqa: E402
 
 def test_every_case_runs_and_is_named(tmp_path):
     out = tmp_path / "rows.json"
-    done = subprocess.run([sys.executable, SCRIPTS / "gpu_bench.py", "--executor", "host", "--quick", "--repeats", "2",
-                           "--out", out], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "gpu_bench.py", "--executor", "host", "--quick", "--repeats", "2", "--out", out],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert {r["name"] for r in rows} == {"one_of_8", "8_of_8", "one_of_72"} and not any("error" in r for r in rows)
@@ -34,7 +39,8 @@ def test_every_case_runs_and_is_named(tmp_path):
 def test_the_seed_conditions_over_sms():
     cases = [c for c in gpu_bench.cases(False, False) if c.name.startswith("seed")]
     assert {(c.hidden, c.tokens, c.num_experts, c.num_ranks, c.topk, c.dtype) for c in cases} == {
-        (8192, 4096, 16, 8, 8, "bf16")}
+        (8192, 4096, 16, 8, 8, "bf16")
+    }
     assert {c.num_sms for c in cases if c.active == 1} >= {1, 8, 32}
     assert all(c.num_sms * c.active <= 132 for c in gpu_bench.cases(False, True)), "blocks wait for one another"
 
@@ -71,8 +77,13 @@ def test_share_of_the_floor():
     assert stages.of_floor({"kernel_us": None}, 1, 1.0)["share"] is None
 
 
-@pytest.mark.parametrize("seen, kernel", [([("void hep::deliver_entry<hep::P2p>(...)", 7.0), ("fill", 99.0)], 7.0),
-                                          ([("void hep::exchange_entry<hep::P2p>(...)", 7.0)], None)])
+@pytest.mark.parametrize(
+    "seen, kernel",
+    [
+        ([("void hep::deliver_entry<hep::P2p>(...)", 7.0), ("fill", 99.0)], 7.0),
+        ([("void hep::exchange_entry<hep::P2p>(...)", 7.0)], None),
+    ],
+)
 def test_a_kernel_is_timed_by_its_name(monkeypatch, seen, kernel):
     class Profile:
         def __enter__(self):

@@ -14,8 +14,18 @@ import gpu_check  # noqa: E402  (a script)
 
 
 def test_the_sanitizer_runs_the_two_smallest_worlds_alone():
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", "-p", "no:cacheprovider", "-k",
-               gpu_check.SANITIZED]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        gpu_check.SANITIZED,
+    ]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
     found = [line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line]
     assert found == ["test_examples[shape0-cuda]", "test_examples[shape1-cuda]"], done.stdout + done.stderr
@@ -32,8 +42,12 @@ def test_a_step_cut_off_by_the_clock_did_not_run_and_one_over_its_own_limit_fail
 
 def test_the_clock_hides_no_failure(tmp_path, capsys):
     """All at once: each waits until its time is over."""
-    lines = ("..s.F.", "E.. [ 12%]", "========= ERROR SUMMARY: 3 errors",
-             "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)")
+    lines = (
+        "..s.F.",
+        "E.. [ 12%]",
+        "========= ERROR SUMMARY: 3 errors",
+        "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)",
+    )
 
     def cut_off(number):
         (folder := tmp_path / str(number)).mkdir()
@@ -66,6 +80,9 @@ def test_what_did_not_run_is_said(tmp_path, capsys):
     assert not steps.run("left", [sys.executable, "-c", ""], 30)
     assert not steps.run("bad", [sys.executable, "-c", "raise SystemExit(3)"], 30)
     assert {name: step["result"] for name, step in steps.results.items()} == {
-        "good": "passed", "left": "skipped", "bad": "FAILED (3)"}
+        "good": "passed",
+        "left": "skipped",
+        "bad": "FAILED (3)",
+    }
     assert gpu_check.verdict(steps.results) == ("FAILED: bad; did not run: left", 1)
     assert gpu_check.verdict({"good": steps.results["good"]}) == ("passed", 0)

@@ -54,12 +54,23 @@ def test_a_peer_given_by_path_is_timed_on_the_same_routing_and_a_broken_one_is_s
     steps.out.mkdir()
     good = peer(tmp_path, "good", STAND_IN)
     broken = peer(tmp_path, "broken", "raise OSError('libnccl.so.9: cannot open shared object file')")
-    found = gpu_check.time_peers(steps, {"deep_ep-v2": good, "deep_ep-v1": broken}, "--quick",
-                                 "--executor", "host", "--ranks", "1", "--repeats", "2")
+    found = gpu_check.time_peers(
+        steps,
+        {"deep_ep-v2": good, "deep_ep-v1": broken},
+        "--quick",
+        "--executor",
+        "host",
+        "--ranks",
+        "1",
+        "--repeats",
+        "2",
+    )
     results = {name: (step["result"], step["note"]) for name, step in steps.results.items()}
     assert results["hybrid_ep"][0] == results["deep_ep-v2"][0] == "passed", results
     assert results["deep_ep-v1"] == (
-        "skipped", "deep_ep does not load: OSError: libnccl.so.9: cannot open shared object file")
+        "skipped",
+        "deep_ep does not load: OSError: libnccl.so.9: cannot open shared object file",
+    )
     assert set(found) == {"hybrid_ep", "deep_ep-v2"}
     assert Path(found["deep_ep-v2"]["from"]).parent == good / "deep_ep" and found["hybrid_ep"]["from"] is None
     for said in found.values():

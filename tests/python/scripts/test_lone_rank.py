@@ -74,6 +74,9 @@ def test_routing_among_peers_alike(shape):
         return
     world = VirtualWorld(*shape)
     buffers = world.buffers(8, tokens, 2, timeout_s=30)
-    padded = world.run(lambda r, _: buffers[r].dispatch_with_permute(
-        hidden=torch.zeros(tokens, 8).bfloat16(), topk_idx=idx, topk_weights=weights, num_of_experts=num_experts)[3])
+    padded = world.run(
+        lambda r, _: buffers[r].dispatch_with_permute(
+            hidden=torch.zeros(tokens, 8).bfloat16(), topk_idx=idx, topk_weights=weights, num_of_experts=num_experts
+        )[3]
+    )
     assert padded[0].tolist() == list(plan.padded_tokens_per_expert)

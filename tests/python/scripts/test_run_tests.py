@@ -32,6 +32,7 @@ def test_why_the_oldest_megatron_has_no_environment_is_in_the_note(monkeypatch):
 
 # ---- parts of a stage that run at once
 
+
 def real_runner(seconds=60):
     runner = stage_runner.Runner(quick=False)
     runner.deadline = time.monotonic() + seconds
@@ -40,9 +41,12 @@ def real_runner(seconds=60):
 
 def test_parts_of_a_stage_run_at_once_and_one_speaks_after_the_other(tmp_path, capsys):
     """Each waits for the other's file, so that neither ends alone."""
+
     def part(mine, other):
-        program = (f"import os, time; open({str(tmp_path / mine)!r}, 'w'); print({mine!r}, flush=True)\n"
-                   f"while not os.path.exists({str(tmp_path / other)!r}): time.sleep(0.01)\nprint({mine!r})")
+        program = (
+            f"import os, time; open({str(tmp_path / mine)!r}, 'w'); print({mine!r}, flush=True)\n"
+            f"while not os.path.exists({str(tmp_path / other)!r}): time.sleep(0.01)\nprint({mine!r})"
+        )
         return lambda runner: runner.run([sys.executable, "-c", program], quiet=False)
 
     results = stage_runner.at_once(real_runner(), part("first", "second"), part("second", "first"))
@@ -65,6 +69,7 @@ def test_a_part_that_raises_ends_the_others(monkeypatch):
 
 
 # ---- builds ahead of their stages
+
 
 @pytest.fixture
 def ahead(tmp_path, monkeypatch):
@@ -101,8 +106,9 @@ def test_a_stage_waits_for_its_own_build_and_takes_over_what_is_not_begun(ahead,
         go.wait(60)
         made.append("first")
 
-    builds = ahead({"first": first, "second": lambda runner: made.append("second"),
-                    "third": lambda runner: made.append("third")})
+    builds = ahead(
+        {"first": first, "second": lambda runner: made.append("second"), "third": lambda runner: made.append("third")}
+    )
     until(lambda: builds.name == "first")
     builds.leave_to("second", time.monotonic() + 60)  # not begun, hence the stage's: no wait
     assert made == []
@@ -226,8 +232,9 @@ def test_nvshmem_is_installed_where_there_is_none_for_the_compilers_cuda(machine
     runner = StandInRunner()
     run_tests.cuda(runner)
     target = tmp_path / "nvidia-nvshmem-cu13"
-    assert runner.commands[0] == ("-m pip install -q --target "
-                                  f"{target} --no-deps nvidia-nvshmem-cu13{cuda_packages.NVSHMEM_VERSIONS}")
+    assert runner.commands[0] == (
+        f"-m pip install -q --target {target} --no-deps nvidia-nvshmem-cu13{cuda_packages.NVSHMEM_VERSIONS}"
+    )
     assert runner.those_of("build_cuda") == [f"--nvshmem sm_90a --nvshmem-home {target / 'nvidia' / 'nvshmem'}"]
 
 
@@ -237,17 +244,22 @@ def test_nvshmem_that_cannot_be_had_is_said_and_is_no_failure(machine):
     assert runner.those_of("build_cuda") == ["--no-nvshmem"]
     assert runner.those_of("cubin_check") == ["", "--planted"]
     assert result.status == "passed"
-    assert result.note == ("5 kernels, 0 complaints; kernels over NVSHMEM not compiled: nvidia-nvshmem-cu13>=3.4,<3.8 "
-                           "cannot be installed here; 61 skipped")
+    assert result.note == (
+        "5 kernels, 0 complaints; kernels over NVSHMEM not compiled: nvidia-nvshmem-cu13>=3.4,<3.8 "
+        "cannot be installed here; 61 skipped"
+    )
 
 
-@pytest.mark.parametrize("failing, note", [
-    ("build_cuda", "does not build"),
-    ("devices.load", "does not load"),
-    ("--rail nvshmem", "over NVSHMEM 5 kernels, 0 complaints"),
-    ("--planted", "cubin_check.py --planted"),
-    ("twin_check", "twin_check.py"),
-])
+@pytest.mark.parametrize(
+    "failing, note",
+    [
+        ("build_cuda", "does not build"),
+        ("devices.load", "does not load"),
+        ("--rail nvshmem", "over NVSHMEM 5 kernels, 0 complaints"),
+        ("--planted", "cubin_check.py --planted"),
+        ("twin_check", "twin_check.py"),
+    ],
+)
 def test_what_fails_of_cuda_is_named(machine, failing, note):
     result = run_tests.cuda(StandInRunner(failing))
     assert (result.status, result.note) == ("FAILED", note)
@@ -258,7 +270,10 @@ def test_ptx_is_interpreted_with_planted_bugs(machine):
     result = run_tests.ptx(runner)
     assert runner.commands[0] == "scripts/build_cuda.py --interpreted --arch sm_90a"
     assert sorted(runner.commands[1:]) == [
-        "pytest tests/gpu --ptx-machine --ptx-everyday", "pytest tests/ptx", "tests/ptx/mutants.py --everyday"]
+        "pytest tests/gpu --ptx-machine --ptx-everyday",
+        "pytest tests/ptx",
+        "tests/ptx/mutants.py --everyday",
+    ]
     assert (result.status, result.counts) == ("passed", (0, 0, 122))
     assert run_tests.ptx(StandInRunner("mutants.py")).status == "FAILED"
     assert run_tests.ptx(StandInRunner("--interpreted")).note == "does not build"

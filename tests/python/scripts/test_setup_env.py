@@ -16,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 import setup_env
 import test_matrix
 
-FULL = (r"needs 9 GB of disk for torch and its CUDA libraries, {folder} has 5\.0 GB; free some, or set "
-        r"HYBRID_EP_TORCH_INDEX to an index of CPU wheels")
+FULL = (
+    r"needs 9 GB of disk for torch and its CUDA libraries, {folder} has 5\.0 GB; free some, or set "
+    r"HYBRID_EP_TORCH_INDEX to an index of CPU wheels"
+)
 
 
 @pytest.fixture
@@ -44,9 +46,14 @@ def ready(folder: Path, **changes) -> Path:
     """A folder that passes for an environment that was made a while ago."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").touch()
-    stamp = {"folder": str(folder), "version": ".".join(map(str, sys.version_info[:2])), "core": setup_env.core_hash(),
-             "dependencies": setup_env.dependency_hash(setup_env.DEFAULT_EXTRAS, ""),
-             "build_requirements": list(setup_env.BUILD_REQUIREMENTS), **changes}
+    stamp = {
+        "folder": str(folder),
+        "version": ".".join(map(str, sys.version_info[:2])),
+        "core": setup_env.core_hash(),
+        "dependencies": setup_env.dependency_hash(setup_env.DEFAULT_EXTRAS, ""),
+        "build_requirements": list(setup_env.BUILD_REQUIREMENTS),
+        **changes,
+    }
     (folder / setup_env.STAMP_NAME).write_text(json.dumps(stamp))
     return folder
 

@@ -23,7 +23,9 @@ def text(**counts: tuple[int, int]) -> str:
 
 def test_instructions_are_counted_by_kernel_and_architecture():
     assert twin_check.count(text(sm_90a=(5, 4), sm_100=(7, 9))) == {
-        "sm_90a": {"templated": 5, "written": 4}, "sm_100": {"templated": 7, "written": 9}}
+        "sm_90a": {"templated": 5, "written": 4},
+        "sm_100": {"templated": 7, "written": 9},
+    }
 
 
 def test_what_is_larger_than_its_twin_or_missing_is_named():

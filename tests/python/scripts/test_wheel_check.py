@@ -24,8 +24,9 @@ def made(tmp_path_factory):
     """(files of the source archive, files of a wheel but for the core, metadata)."""
     folder = tmp_path_factory.mktemp("made")
     steps = ["egg_info", "-e", folder, "sdist", "-d", folder, "build_py", "-d", folder / "lib"]
-    subprocess.run([sys.executable, "setup.py", "-q", *map(str, steps)], cwd=ROOT, check=True, capture_output=True,
-                   timeout=120)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", *map(str, steps)], cwd=ROOT, check=True, capture_output=True, timeout=120
+    )
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         of_sdist = {member.name.partition("/")[2] for member in tar if member.isfile()}
@@ -55,8 +56,16 @@ def test_the_page_of_an_index_has_the_words_of_the_readme_and_no_link_into_the_c
     assert "docs/a.svg" in complaint
 
 
-@pytest.mark.parametrize("name", ["csrc/bindings/module.cpp", "scripts/build_cuda.py", "LICENSE",
-                                  "hybrid_ep/perf/data/published_bandwidth.csv", "tests/cpp/CMakeLists.txt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "csrc/bindings/module.cpp",
+        "scripts/build_cuda.py",
+        "LICENSE",
+        "hybrid_ep/perf/data/published_bandwidth.csv",
+        "tests/cpp/CMakeLists.txt",
+    ],
+)
 def test_what_an_archive_lacks_is_named(made, wanted, name):
     assert list(wheel_check.complaints_of_sdist(made[0] - {name}, wanted)) == [f"source archive: no {name}"]
 
@@ -66,8 +75,15 @@ def test_what_else_is_in_an_archive_is_named(made, wanted):
     assert "runs/secret.json" in complaint
 
 
-@pytest.mark.parametrize("name", ["hybrid_ep/_core.pyi", "hybrid_ep_recipes/tiny_cpu.py", "megatron_patches/cpu.py",
-                                  "hybrid_ep/perf/data/published_end_to_end.csv"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hybrid_ep/_core.pyi",
+        "hybrid_ep_recipes/tiny_cpu.py",
+        "megatron_patches/cpu.py",
+        "hybrid_ep/perf/data/published_end_to_end.csv",
+    ],
+)
 def test_what_a_wheel_lacks_is_named(made, wanted, name):
     assert list(wheel_check.complaints_of_wheel(made[1] - {name}, wanted)) == [f"wheel: no {name}"]
 
