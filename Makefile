@@ -35,10 +35,11 @@ pretrain: setup  ## pretrain a small MoE GPT on this machine [NAME= RESUME= STEP
 test: setup  ## every check and test, stage by stage [ARGS="--quick", ARGS="--only python,cpp"]
 	@$(PYTHON) scripts/run_tests.py $(ARGS)
 
-format: setup  ## lay out every C++ file
+format: setup  ## lay out every Python and C++ file
+	@$(PYTHON) -m ruff format .
 	@$(PYTHON) scripts/format_cpp.py
 
-lint: setup  ## ruff, clang-format, the layer rules, mypy and the core's types
+lint: setup  ## ruff, layouts, the layer rules, mypy and the core's types
 	@$(PYTHON) scripts/run_tests.py --only lint,layers,types
 
 test-cpp: setup  ## C++ tests: plain, mutants, ThreadSanitizer, AddressSanitizer

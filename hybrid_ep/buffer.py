@@ -31,11 +31,10 @@ from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from hybrid_ep.runtime.handle import dispatch_handle, permute_handle
 from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 from hybrid_ep.runtime.names import Named
-from hybrid_ep.runtime.plan import Plan, Routed
+from hybrid_ep.runtime.plan import Routed
 from hybrid_ep.runtime.routing import Given
 from hybrid_ep.runtime.session import Call, Session
-from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted, Received
-from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
+from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted
 
 
 class HybridEPBuffer(Named):
@@ -179,7 +178,7 @@ class HybridEPBuffer(Named):
             plan, fresh, routed = verbs.plan_or_route(
                 session, DISPATCHED, handle, given, Call(hidden, scaling_factor, False), self.config
             )
-            rows, weights, scales = self._send(session, plan, hidden, scaling_factor, fresh, routed, None, blocks)
+            rows, weights, scales = verbs.scatter(session, plan, hidden, scaling_factor, fresh, routed, None, blocks)
         return rows, weights, scales, _returned(handle) or dispatch_handle(plan, self.config)
 
     @streams.on_comm_stream
@@ -268,7 +267,7 @@ class HybridEPBuffer(Named):
                     f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
                     "the handle; give at least as many, or None"
                 )
-            rows, weights, scales = self._send(
+            rows, weights, scales = verbs.scatter(
                 session,
                 plan,
                 hidden,
@@ -480,48 +479,6 @@ class HybridEPBuffer(Named):
     def _busy(self) -> Iterator[Session]:
         with self._open_session().guard() as session, validation.on(session.options.device):
             yield session
-
-    def _send(
-        self,
-        session: Session,
-        plan: Plan,
-        hidden: Tensor,
-        scale: Tensor | None,
-        weights: Tensor | None,
-        routed: bool,
-        num_permuted: int | None,
-        blocks: tuple[int, int],
-    ) -> Received:
-        """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
-        x = aligned(hidden)
-        padded_scale = None if scale is None else pad_rows(scale)
-        scale_bytes = 0 if scale is None else padded_row_bytes(scale)
-        session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
-        rows = plan.num_recv_rows if num_permuted is None else num_permuted
-        columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else 1
-        out, out_scale, out_weights = session.dispatched(
-            rows, row_bytes(x), scale_bytes, columns, num_permuted is not None and plan.has_holes
-        )
-        session.engine.dispatch(
-            plan.core,
-            x=view("hidden", x),
-            scale=view("scaling_factor", padded_scale),
-            weights=view("weights", weights),
-            routed_weights=routed,
-            out_x=view("out_x", out.view(x.dtype)),
-            out_scale=view("out_scale", out_scale),
-            out_weights=view("out_weights", out_weights),
-            row_bytes=row_bytes(x),
-            scale_bytes=scale_bytes,
-            permute=num_permuted is not None,
-            out_rows=rows,
-            num_blocks=blocks[0],
-            deliver_blocks=blocks[1],
-            chunk_tokens=session.chunks["dispatch"],
-        )
-        out_weights = out_weights if num_permuted is None or out_weights is None else out_weights.view(rows)
-        scales = None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
-        return out.view(x.dtype), out_weights, scales
 
 
 def _returned(handle: Handle | Routed | None) -> Handle | None:

@@ -91,6 +91,7 @@ ROOMS = {
     "perf": ("hardware", "explorer"),
     "runtime": ("hardware", "payload", "basics"),
     "public": ("runtime", "payload", "basics"),
+    "reference": ("runtime",),
     "compat": ("public", "runtime", "basics"),
 }
 BASICS = ("hybrid_ep.config", "hybrid_ep.env", "hybrid_ep.errors", "hybrid_ep.tuning")
@@ -151,9 +152,9 @@ TENSOR_MAKERS = {
 }
 
 MAX_COLUMNS = 120
-# First match wins: (files, lines).
-MAX_FILE_LINES = (("csrc/roles/*", 150), ("*.h", 350), ("*.cuh", 350), ("*.cpp", 450), ("*.cu", 450), ("*.py", 400))
-MAX_FUNCTION_LINES = 80
+# First match wins: (files, lines). ruff format gives each argument of a long call a line of its own.
+MAX_FILE_LINES = (("csrc/roles/*", 150), ("*.h", 350), ("*.cuh", 350), ("*.cpp", 450), ("*.cu", 450), ("*.py", 500))
+MAX_FUNCTION_LINES = {"C++": 80, "Python": 110}
 
 TOP_LEVEL = {
     "README.md",
@@ -327,8 +328,8 @@ def check_cpp(root, path, text):
         yield from check_includes(root, path, text)
         yield from check_cpp_words(path, code)
     for line, length in cpp_functions.functions(code):
-        if length > MAX_FUNCTION_LINES:
-            yield Violation(path, line, "function size", f"{length} lines, at most {MAX_FUNCTION_LINES}")
+        if length > MAX_FUNCTION_LINES["C++"]:
+            yield Violation(path, line, "function size", f"{length} lines, at most {MAX_FUNCTION_LINES['C++']}")
 
 
 # ---- Python
@@ -435,9 +436,12 @@ def check_python(path, text):
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = node.end_lineno - node.lineno + 1
-            if lines > MAX_FUNCTION_LINES:
+            if lines > MAX_FUNCTION_LINES["Python"]:
                 yield Violation(
-                    path, node.lineno, "function size", f"{node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
+                    path,
+                    node.lineno,
+                    "function size",
+                    f"{node.name} has {lines} lines, at most {MAX_FUNCTION_LINES['Python']}",
                 )
 
 

@@ -24,9 +24,11 @@ def has_tests(folder):
 
 
 def lint(runner):
-    """Likely bugs, and the layout of C++ files."""
+    """Likely bugs, and the layout of Python and C++ files."""
     if runner.run([sys.executable, "-m", "ruff", "check", "."])[0]:
         return Result("FAILED", note="ruff check")
+    if runner.run([sys.executable, "-m", "ruff", "format", "--check", "."])[0]:
+        return Result("FAILED", note="run make format")
     if runner.run([sys.executable, "scripts/format_cpp.py", "--check"])[0]:
         return Result("FAILED", note="run make format")
     return Result("passed")

@@ -1,4 +1,4 @@
-"""What verbs of a buffer have in common: the plan that a dispatch goes by, and the sum of either combine."""
+"""What verbs of a buffer have in common: the plan that a dispatch goes by, its rows, and the sum of either combine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hybrid_ep.runtime.handle_kinds import HandleKind
 from hybrid_ep.runtime.plan import Plan, Routed
 from hybrid_ep.runtime.routing import Given, routing_of_call
 from hybrid_ep.runtime.session import Call, Session
-from hybrid_ep.runtime.signatures import Combined, Handle
-from hybrid_ep.runtime.tensors import aligned, row_bytes, view
+from hybrid_ep.runtime.signatures import Combined, Handle, Received
+from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
 
 
 def plan_or_route(
@@ -39,6 +39,48 @@ def plan_or_route(
     )
     plan = session.route(routing, call, config)
     return plan, None, plan.has_weights
+
+
+def scatter(
+    session: Session,
+    plan: Plan,
+    hidden: Tensor,
+    scale: Tensor | None,
+    weights: Tensor | None,
+    routed: bool,
+    num_permuted: int | None,
+    blocks: tuple[int, int],
+) -> Received:
+    """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
+    x = aligned(hidden)
+    padded_scale = None if scale is None else pad_rows(scale)
+    scale_bytes = 0 if scale is None else padded_row_bytes(scale)
+    session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
+    rows = plan.num_recv_rows if num_permuted is None else num_permuted
+    columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else 1
+    out, out_scale, out_weights = session.dispatched(
+        rows, row_bytes(x), scale_bytes, columns, num_permuted is not None and plan.has_holes
+    )
+    session.engine.dispatch(
+        plan.core,
+        x=view("hidden", x),
+        scale=view("scaling_factor", padded_scale),
+        weights=view("weights", weights),
+        routed_weights=routed,
+        out_x=view("out_x", out.view(x.dtype)),
+        out_scale=view("out_scale", out_scale),
+        out_weights=view("out_weights", out_weights),
+        row_bytes=row_bytes(x),
+        scale_bytes=scale_bytes,
+        permute=num_permuted is not None,
+        out_rows=rows,
+        num_blocks=blocks[0],
+        deliver_blocks=blocks[1],
+        chunk_tokens=session.chunks["dispatch"],
+    )
+    out_weights = out_weights if num_permuted is None or out_weights is None else out_weights.view(rows)
+    scales = None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
+    return out.view(x.dtype), out_weights, scales
 
 
 def gather(

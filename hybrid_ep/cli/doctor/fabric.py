@@ -176,7 +176,8 @@ def check_driver(root: Path = ROOT) -> Found:
             f"{text} without {', '.join(missing)}",
             (
                 f"GPU-initiated RDMA may not start: put 'options nvidia {' '.join(missing)}' into "
-                "/etc/modprobe.d/nvidia.conf, rebuild the initramfs, reboot; or install gdrcopy for the CPU-assisted mode"
+                "/etc/modprobe.d/nvidia.conf, rebuild the initramfs, reboot; or "
+                "install gdrcopy for the CPU-assisted mode"
             ),
         )
     else:

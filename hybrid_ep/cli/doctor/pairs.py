@@ -279,7 +279,8 @@ def judge(results: Sequence[dict], hosts: Sequence[str], silent: Sequence[int], 
                     kind,
                     OK,
                     (
-                        f"{len(pairs)} pairs: good {latency:.0f} us, {rate:.2f} GB/s one way ({num_bytes / 2**20:g} MiB); "
+                        f"{len(pairs)} pairs: good {latency:.0f} us, {rate:.2f} GB/s one way "
+                        f"({num_bytes / 2**20:g} MiB); "
                         f"least {worst['gb_per_s']:.2f} GB/s, ranks {worst['ranks'][0]} and {worst['ranks'][1]}"
                     ),
                 )
