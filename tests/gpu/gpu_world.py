@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+from examples import Example, make_inputs, same
 
 from hybrid_ep.runtime.devices import is_cuda
 from hybrid_ep.testing import VirtualWorld
@@ -110,3 +111,21 @@ class GpuWorld:
     def close(self) -> None:
         for buffer in self.raw:
             buffer.destroy()
+
+
+def call_on_two_streams(timeout_s: float) -> None:
+    """Dispatches of one buffer on two streams, and nobody waits in between: the library puts one behind the other."""
+    ex = Example(1, 1, 4, (64,), 2, 256, pad_multiple=8, seed=3)
+    world, mine = GpuWorld(1, 1, 4, skew=0, timeout_s=timeout_s), make_inputs(ex, 0)
+    x, idx = mine.hidden.cuda(), mine.topk_idx.cuda()
+    rows, _, _, _, handle = world.raw[0].dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=4)
+    torch.cuda.synchronize()
+    results = []
+    for factor, stream in ((2, torch.cuda.Stream()), (3, torch.cuda.Stream())):
+        with torch.cuda.stream(stream):
+            again = {"hidden": x * factor, "handle": handle, "num_permuted_tokens": rows.shape[0]}
+            results.append((factor, world.raw[0].dispatch_with_permute(**again)[0]))
+    torch.cuda.synchronize()
+    for factor, result in results:
+        same(f"rows of the call times {factor}", result.cpu(), rows.cpu() * factor)
+    world.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from examples import Example, expected, make_inputs, same
-from gpu_world import GpuWorld
+from gpu_world import GpuWorld, call_on_two_streams
 
 from hybrid_ep.streams import EventOverlap
 
@@ -57,6 +57,10 @@ def test_async_results_are_right_once_their_event_was_waited_for(comm_stream):
         same("rows", rows.cpu(), expected(EX).permuted[0][0])
         same("tokens", out.cpu(), want)
     world.close()
+
+
+def test_calls_of_one_buffer_on_two_streams_follow_each_other():
+    call_on_two_streams(timeout_s=20)
 
 
 def test_two_buffers_on_two_streams():

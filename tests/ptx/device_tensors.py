@@ -17,6 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+# Operations whose results' shapes depend on values: on a GPU the host waits for them.
+WAITS = ("aten.nonzero", "aten.masked_select", "aten._unique", "aten.unique", "aten.equal")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
@@ -89,6 +91,7 @@ class OnMachine(TorchDispatchMode):
     """Below autograd: waits for the current stream, runs the operation on the CPU, and moves what it made to where its
     operands lie. Operands that lie apart are refused, as a GPU's would be."""
 
+    refuses_to_wait = False  # torch.cuda.set_sync_debug_mode("error")
     MAY_MIX = ("aten._to_copy", "aten.copy_", "aten.index", "aten._index_put", "aten.index_put", "aten.set_")
 
     def __init__(self, memory: Memory, stream):
@@ -109,6 +112,8 @@ class OnMachine(TorchDispatchMode):
         mine = [x for x in operands if self.memory.holds(x)]
         recording = graphs.recording()
         scalar = name.startswith("aten._local_scalar_dense")
+        if self.refuses_to_wait and mine and (scalar or name.startswith(WAITS) or wanted == CPU):
+            raise RuntimeError(f"{name}: called a synchronizing CUDA operation")
         if mine:
             if recording is None or scalar or (wanted is not None and not _is_cuda(wanted)):
                 self.memory.runtime.call("cudaStreamSynchronize", self.stream())  # which a capture forbids

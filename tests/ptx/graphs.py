@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
+from collections.abc import Callable
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -14,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 _state = threading.local()
 _MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_queue: Callable[[], Recording] | None = None
+_SLICE_S = 1e-3  # the stand-in runs a host function under its lock, so a long one is cut
 
 
 def recording() -> Recording | None:
-    """Of this thread."""
-    return getattr(_state, "recording", None)
+    """Where an operation of this thread's goes instead of running at once: its capture, or the queue of all threads."""
+    return getattr(_state, "recording", None) or (_queue and _queue())
 
 
 def _written(func, args, kwargs) -> list[torch.Tensor]:
@@ -66,6 +70,37 @@ class Recording:
         function = _HOST_FUNCTION(run)
         self.kept += [function, placed]
         self.runtime.call("cudaLaunchHostFunc", self.stream, function, 0)
+
+
+class Queue:
+    """While it is open, operations of torch's are host functions of the current stream, outside captures too: the host
+    waits for nothing but values, as on a GPU. For tests of who waits for whom; what was queued is kept to the end."""
+
+    def __init__(self, runtime, stream: Callable[[], int]):
+        self.runtime, self.stream, self.kept, self.errors = runtime, stream, [], []
+
+    def __enter__(self) -> Queue:
+        global _queue
+        _queue = self._recording
+        return self
+
+    def __exit__(self, *raised) -> None:
+        global _queue
+        _queue = None
+        self.runtime.call("cudaDeviceSynchronize")
+        if self.errors and raised[0] is None:
+            raise self.errors[0]
+
+    def _recording(self) -> Recording:
+        here = Recording(self.runtime, self.stream(), self.stream())
+        here.kept, here.errors = self.kept, self.errors
+        return here
+
+    def sleep(self, seconds: float) -> None:
+        function = _HOST_FUNCTION(lambda _: time.sleep(_SLICE_S))
+        self.kept.append(function)
+        for _ in range(max(1, round(seconds / _SLICE_S))):
+            self.runtime.call("cudaLaunchHostFunc", self.stream(), function, 0)
 
 
 def classes(library, memory, current_stream, stream_context, make_stream) -> tuple[type, type]:

@@ -27,6 +27,7 @@ class Choices:
     num_devices: int = 1
     outsiders: bool = True  # host threads launch while kernels run: virtual time keeps to the machine's clock
     clock_speed: int = 1  # how fast that clock is, by the CPU time of the machine's thread
+    apart: bool = False  # races: kernels of each stream count as another GPU's where scopes are judged
 
 
 class _Choices(ctypes.Structure):
@@ -35,7 +36,16 @@ class _Choices(ctypes.Structure):
         ("copy_delay_ns", ctypes.c_uint64),
         *(
             (name, ctypes.c_uint32)
-            for name in ("races", "burst", "split_percent", "outsiders", "target", "num_devices", "clock_speed")
+            for name in (
+                "races",
+                "burst",
+                "split_percent",
+                "outsiders",
+                "target",
+                "num_devices",
+                "clock_speed",
+                "apart",
+            )
         ),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import processes
@@ -14,10 +15,10 @@ from ptx_machine import Choices
 LEFT_OUT = {
     "test_expandable.py": "PyTorch's own allocator",
     "test_nvshmem.py": "NVSHMEM",
-    "test_calls_queued_behind_one": "torch's operations wait for their stream, so that no call waits in it",
-    "test_a_blocking_call_synchronises_nothing": "torch's synchronisation debugging",
-    "test_sync_free_calls_do_not_wait_for_the_device": "torch's synchronisation debugging",
+    "test_calls_queued_behind_one": "the buffer's end and queued operations of torch's wait for one another",
 }
+# Tests of who waits for whom: torch's operations join their streams there, in place of waiting for them.
+QUEUED = ("test_a_blocking_call_synchronises_nothing", "test_sync_free_calls_do_not_wait_for_the_device")
 BAD_CALLS_LEFT_OUT = {"hidden is sparse"}  # the machine has no sparse tensors of a device
 # Deadlines of tests are a second or two. The host waits by its clock, the kernels by the machine's: with this speed it
 # is not the host that gives up first where the process gets a fifth of a core.
@@ -32,6 +33,7 @@ class Plugin:
             races=config.getoption("--ptx-races"),
             target=config.getoption("--ptx-target"),
             clock_speed=CLOCK_SPEED,
+            apart=True,
         )
         self.cuda = torch_cuda.install(choices)
         world._main = functools.partial(processes.main, choices)
@@ -50,7 +52,8 @@ class Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
-        with self.cuda.modes():
+        queued = self.cuda.queued() if any(name in item.nodeid for name in QUEUED) else contextlib.nullcontext()
+        with self.cuda.modes(), queued:
             result = yield
         if reports := self.cuda.reports():
             self.cuda.forget_reports()

@@ -130,6 +130,20 @@ def _scale_deadlines(choices: Choices) -> None:
     _core.Engine = scaled
 
 
+def _set_sync_debug_mode(mode: str) -> None:
+    device_tensors.OnMachine.refuses_to_wait = mode == "error"
+
+
+@contextlib.contextmanager
+def _queued(handle):
+    """torch's operations join their streams instead of waiting for them; see graphs.Queue."""
+    with graphs.Queue(library, handle) as library.queue:
+        try:
+            yield
+        finally:
+            library.queue = None
+
+
 def install(choices: Choices) -> Library:
     """Once a process, before hybrid_ep makes a buffer."""
     global library
@@ -149,8 +163,9 @@ def install(choices: Choices) -> Library:
     cuda.get_device_properties = _properties
     cuda.get_device_capability = lambda device=None: (library.choices.target // 10, 0)
     cuda.get_device_name = lambda device=None: _properties().name
-    cuda._sleep = lambda cycles: None  # which stream goes first is the seed's choice
-    cuda.set_sync_debug_mode = lambda mode: None
+    # Which stream goes first is the seed's choice; the queue of torch's operations has sleeps of a clock of 2 GHz.
+    cuda._sleep = lambda cycles: library.queue.sleep(cycles / 2e9) if library.queue else None
+    cuda.set_sync_debug_mode = _set_sync_debug_mode
     memory = device_tensors.Memory(library)
     handle = lambda: raw(current_stream())  # noqa: E731
     cuda.CUDAGraph, cuda.graph = graphs.classes(library, memory, current_stream, stream, Stream)
@@ -161,4 +176,6 @@ def install(choices: Choices) -> Library:
     )
     device_tensors.in_every_thread(memory, handle)
     library.modes = lambda: device_tensors.OnMachine(memory, handle)
+    library.queue = None
+    library.queued = lambda: _queued(handle)
     return library

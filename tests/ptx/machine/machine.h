@@ -99,6 +99,7 @@ using LaunchId = uint64_t;
 struct Launch {
   const Kernel* kernel = nullptr;
   int device = 0;
+  uint64_t gpu = 0;              // for scopes alone: launches of a device with other numbers count as another GPU's
   uint32_t grid = 1, block = 1;  // .x; the other two are 1
   uint32_t dynamic_shared = 0;   // bytes
   std::vector<uint8_t> params;   // exactly kernel->param_bytes

@@ -66,6 +66,7 @@ MUTANTS = {
         ),
         ("a release's scope is not looked at", "return includes(s.scope, s.component, by) && ", "return "),
         ("devices share a scope", "x.device == y.device", "x.device >= 0"),
+        ("ranks of a device share a scope", " && x.gpu == y.gpu", ""),
         ("a chain of atomics is cut", "if (!rmw) syncs_.erase(at);", "syncs_.erase(at);"),
         ("a relaxed store releases", "if (!i.release && !by_fence) {", "if (false) {"),
         (

@@ -18,7 +18,7 @@ void Order::join(const Order& other) {
 }
 
 u32 Races::new_group(const Block& b) {
-  owners_.push_back({b.serial, b.run->launch.device});
+  owners_.push_back({b.serial, b.run->launch.device, b.run->launch.gpu});
   return u32(owners_.size() - 1);
 }
 LaneClocks& Races::lane(const Who& w) {
@@ -34,7 +34,7 @@ const Clocks& Races::publish(const Who& w) {
 }
 bool Races::includes(Scope scope, u32 a, u32 b) const {
   const Owner &x = owners_[a / kLanes], &y = owners_[b / kLanes];
-  return scope == Scope::kSys || (scope == Scope::kGpu && x.device == y.device) ||
+  return scope == Scope::kSys || (scope == Scope::kGpu && x.device == y.device && x.gpu == y.gpu) ||
          (scope == Scope::kCta && x.block == y.block);
 }
 bool Races::synchronises(const Sync& s, u32 by, Scope scope) const {

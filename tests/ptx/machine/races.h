@@ -97,6 +97,7 @@ class Races {
   struct Owner {  // of a group of components
     u32 block = 0;
     int device = 0;
+    u64 gpu = 0;
   };
   struct Sync {  // the release that a word holds
     Clocks clocks;

@@ -11,7 +11,7 @@ namespace hep::ptxr {
 
 struct Choices {
   uint64_t seed, copy_delay_ns;
-  uint32_t races, burst, split_percent, outsiders, target, num_devices, clock_speed;
+  uint32_t races, burst, split_percent, outsiders, target, num_devices, clock_speed, apart;
 };
 
 // Before the first call that needs a device.
@@ -24,7 +24,7 @@ HEP_PTXR_API void ptxm_choose(const Choices* c) {
                .split_percent = c->split_percent,
                .outsiders = c->outsiders != 0,
                .clock_speed = c->clock_speed};
-  s.target = c->target, s.num_devices = int(c->num_devices);
+  s.target = c->target, s.num_devices = int(c->num_devices), s.apart = c->apart;
 }
 
 HEP_PTXR_API void ptxm_lend(const void* base, uint64_t bytes, const char* name, int device) {

@@ -93,6 +93,7 @@ inline bool Mark::passed() const {
 struct Settings {
   ptxm::Options machine;
   int num_devices = 1;
+  bool apart = false;    // each stream's kernels count as another GPU's where scopes are judged
   uint32_t target = 90;  // 90 or 100: whose PTX runs, and on what
 };
 

@@ -85,7 +85,8 @@ cudaError_t launch(const void* entry, dim3 grid, dim3 block, void** args, size_t
   if (grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1) return cudaErrorInvalidConfiguration;
   if (shared > size_t(k->dynamic_limit)) return cudaErrorInvalidValue;
   ptxm::Launch l;
-  l.kernel = k->kernel, l.device = d.machine_device(s->device), l.grid = grid.x, l.block = block.x, l.name = k->name;
+  l.kernel = k->kernel, l.device = d.machine_device(s->device),
+  l.gpu = Devices::settings.apart ? uint64_t(uintptr_t(s)) : 0, l.grid = grid.x, l.block = block.x, l.name = k->name;
   l.dynamic_shared = uint32_t(shared), l.params.resize(k->kernel->param_bytes);
   if (d.dropped == "shared memory" && shared >= 128) l.dynamic_shared -= 128;
   for (size_t i = 0; i < k->kernel->params.size(); ++i) {

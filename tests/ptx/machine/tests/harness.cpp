@@ -53,7 +53,10 @@ Outcome run(const std::string& text, const Shape& shape) {
   launch.params.resize(launch.kernel->param_bytes);
   const uint64_t base = reinterpret_cast<uint64_t>(words);
   std::memcpy(launch.params.data(), &base, 8);
-  for (uint32_t n = 0; n < shape.kernels; ++n) launch.device = int(n % shape.devices), machine.start(launch);
+  for (uint32_t n = 0; n < shape.kernels; ++n) {
+    launch.device = int(n % shape.devices), launch.gpu = shape.apart ? n : 0;
+    machine.start(launch);
+  }
   Outcome o;
   for (uint32_t rounds = 0; machine.running() && rounds < 20000; ++rounds) {
     o.last = machine.run(100);

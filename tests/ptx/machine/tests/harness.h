@@ -37,6 +37,7 @@ struct Shape {
   uint64_t seed = 1;
   uint32_t kernels = 1;  // started at once, on the same memory
   uint32_t devices = 1;  // kernel n is on device n % devices
+  bool apart = false;    // and on a GPU of its own where scopes are judged
   uint32_t split_percent = 20;
 };
 Outcome run(const std::string& text, const Shape& shape = {});

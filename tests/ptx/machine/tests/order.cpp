@@ -83,6 +83,9 @@ HEP_CASE(devices) {
   wrong("gpu between devices", "race", hand_over(release("release.gpu"), acquire("acquire.sys"), who.c_str()), two);
   wrong("atomics of one device's scope", "scope", "atom.relaxed.gpu.global.add.u64 %rd6, [%rd1+24], 1;", two);
   right("atomics of the system's", "atom.relaxed.sys.global.add.u64 %rd6, [%rd1+24], 1;", two);
+  const Shape apart{.block = 1, .kernels = 2, .apart = true};  // virtual ranks on one device that stand for GPUs
+  right("sys between ranks", hand_over(release("release.sys"), acquire("acquire.sys"), who.c_str()), apart);
+  wrong("gpu between ranks", "race", hand_over(release("release.gpu"), acquire("acquire.sys"), who.c_str()), apart);
 }
 HEP_CASE(atomics) {
   const Shape blocks{.grid = 2, .block = 1};
