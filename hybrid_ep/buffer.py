@@ -48,8 +48,10 @@ class HybridEPBuffer(Named):
     * `num_sms_dispatch_api`, `num_sms_combine_api`: blocks of an operation, unless its num_sms says otherwise
       (default: HYBRID_EP_NUM_BLOCKS, else what fills the links; print(buffer.sm_plan)). `num_blocks_permute`,
       `num_blocks_unpermute`: of a launch of its own for the rows' way out of and into receive rows (default: inside the
-      dispatch launch; as combine). `num_sms_preprocessing_api`, `load_cached_kernels`, `use_shared_buffer`,
-      `enable_custom_allgather` and `use_mnnvl` are accepted for compatibility and have no effect.
+      dispatch launch; as combine). `num_sms_preprocessing_api`: blocks of the exchange kernel, which routes, on a GPU
+      (default: one for 128 tokens of the call, 1 for virtual ranks); of more than 32 it takes 32. A host's has one.
+      `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are accepted for
+      compatibility and have no effect.
     * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else those of its NVLink
       domain, or of one host).
     * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
@@ -120,9 +122,8 @@ class HybridEPBuffer(Named):
                 executor=executor,
                 tuning_file=tuning,
                 arena_mib=arena_mib,
+                num_sms_preprocessing_api=num_sms_preprocessing_api,
             )
-            if num_sms_preprocessing_api is not None:
-                validation.integer("num_sms_preprocessing_api", num_sms_preprocessing_api, 1)
             self.comm_stream = streams.chosen(comm_stream, o.device)
         except Exception as error:
             with contextlib.suppress(Exception):  # the first error is what the caller must hear of

@@ -1,8 +1,8 @@
 """The template configuration: what a buffer is laid out for, under deep_ep's field names.
 
 Fields that tune deep_ep's kernels are accepted and kept, so that callers who set them run unchanged; those
-with an effect here are the capacities, the block counts but those of preprocessing, and the chunks of dispatch and
-combine."""
+with an effect here are the capacities, the block counts (preprocessing: of the exchange kernel), and the chunks of
+dispatch and combine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HybridEpConfigInstance:
     use_fp8: bool = False
     num_of_blocks_dispatch_api: int = 1
     num_of_blocks_combine_api: int = 1
-    num_of_blocks_preprocessing_api: int = 1
+    num_of_blocks_preprocessing_api: int | None = None  # None: by the tokens of a call
     num_of_blocks_permute: int | None = None  # None: permute runs inside the dispatch launch
     num_of_blocks_unpermute: int | None = None  # None: as many as combine
     num_of_threads_per_block_preprocessing_api: int | None = None

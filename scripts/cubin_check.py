@@ -2,8 +2,10 @@
 its budget of registers and instructions, without stack, spills or local memory, and built from the instructions that
 its design rests on (bulk copies, mbarriers, proxy fences, elected lanes); no short loop, as over peers, has a fence of
 system scope in it; and the loops that add rows issue no more than their ceilings and take no more clocks than the
-performance model charges (sass_reduce.py; --write-table writes what it charges). And no host function of ours calls
-exit: where a template calls a device function on the host, nvcc compiles that call, without a word, into exit(1).
+performance model charges (sass_reduce.py; --write-table writes what it charges). The exchange kernel's loops over
+tokens have their loads under way together, divide by nothing, and keep to ceilings too (sass_route.py). And no host
+function of ours calls exit: where a template calls a device function on the host, nvcc compiles that call, without a
+word, into exit(1).
 
     python scripts/cubin_check.py [LIBRARY] [--rail nvshmem] [--arch sm_90a] [--loops] [--json FILE] [--write-table]
     python scripts/cubin_check.py --planted
@@ -31,6 +33,7 @@ from pathlib import Path
 
 import sass_loops
 import sass_reduce
+import sass_route
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = ("sm_90a", "sm_100")
@@ -94,6 +97,7 @@ class Kernel:
     system_fences: int = 0
     fences_in_short_loops: tuple = ()
     row_loops: list = field(default_factory=list)
+    route: sass_route.RouteLoops | None = None
 
     @property
     def title(self):
@@ -102,7 +106,12 @@ class Kernel:
 
 def as_json(kernel):
     # dataclasses.asdict would make a Counter of pairs of the Counter.
-    return {**vars(kernel), "opcodes": dict(kernel.opcodes), "row_loops": [asdict(loop) for loop in kernel.row_loops]}
+    return {
+        **vars(kernel),
+        "opcodes": dict(kernel.opcodes),
+        "row_loops": [asdict(loop) for loop in kernel.row_loops],
+        "route": kernel.route and asdict(kernel.route),
+    }
 
 
 def find_tools():
@@ -160,6 +169,8 @@ def count_instructions(text, kernels):
         kernels[key].fences_in_short_loops = tuple(sass_loops.in_short_loops(instructions, SYSTEM_FENCE, SHORT_LOOP))
         if kernels[key].name in sass_reduce.KERNELS:
             kernels[key].row_loops = sass_reduce.row_loops(instructions)
+        if kernels[key].name == "exchange":
+            kernels[key].route = sass_route.of(instructions)
 
 
 def opcode_of(line):
@@ -199,6 +210,8 @@ def problems(kernel):
         for text, length in kernel.fences_in_short_loops:
             yield f"{text} in a loop of {length} instructions; release a group of flags with one fence"
     yield from sass_reduce.problems(kernel.name, kernel.row_loops, kernel.rail in RAILS["nvshmem"])
+    if kernel.route and kernel.rail not in RAILS["nvshmem"]:
+        yield from sass_route.problems(kernel.route)
 
 
 def check(resources, sass, rails=RAILS["mapped"], architectures=ARCHITECTURES):
@@ -278,7 +291,7 @@ def main():
     parser.add_argument(
         "--loops",
         action="store_true",
-        help="also print what the loops that add rows issue, and the clocks they take, over a mapped rail",
+        help="also print what the loops that add rows, and those of the exchange, issue and take, over a mapped rail",
     )
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument(
@@ -321,6 +334,9 @@ def main():
         print(sass_reduce.HEADER)
         for k in kernels:
             print("\n".join(sass_reduce.report(k.title, k.row_loops)), end="\n" if k.row_loops else "")
+        for k in kernels:
+            if k.route:
+                print("\n".join(sass_route.report(k.title, k.route)))
     if args.json:
         args.json.write_text(json.dumps([as_json(k) for k in kernels], indent=1) + "\n")
     print("\n".join(complaints))

@@ -45,13 +45,13 @@ RoutingInput routing_input(const Engine& engine, const View* topk_idx, const Vie
 }
 
 Placed place(Engine& engine, const CallHeader& header, const View* topk_idx, const View* routing_map,
-             const View* weights, int64_t topk_in, const View* memory, bool count) {
+             const View* weights, int64_t topk_in, const View* memory, bool count, int num_blocks) {
   Placed result;
   result.device = device_of(engine);
   const RoutingInput in =
       routing_input(engine, topk_idx, routing_map, weights, header.num_tokens, narrow("topk_in", topk_in));
   PlaceCall c;
-  c.header = header;
+  c.header = header, c.num_blocks = num_blocks;
   const PlanMemory needed = engine.plan_memory(in.num_tokens, header.topk, !count);
   c.memory = require(memory, {"memory", needed.total, result.device, 128}, Element::kUint8);
   py::gil_scoped_release release;
@@ -217,12 +217,15 @@ void bind_engine(py::module_& m) {
            py::arg("executor") = "host", py::arg("seed") = 0)
       .def("place", &place, py::arg("header"), py::kw_only(), py::arg("topk_idx") = py::none(),
            py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("topk_in") = 0,
-           py::arg("memory"), py::arg("count"), py::keep_alive<0, 7>(),
+           py::arg("memory"), py::arg("count"), py::arg("num_blocks") = 1, py::keep_alive<0, 7>(),
            "A plan that lies in `memory`; count: wait for its counts, else the host never learns them.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
            "Offsets in the memory of a plan; worst_case: with room for what its dispatch learns.")
       .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
            "ValueError unless a launch may have so many blocks.")
+      .def_property_readonly_static(
+          "most_exchange_blocks", [](const py::object&) { return kMostExchangeBlocks; },
+          "Blocks of an exchange kernel at most.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
       .def_property_readonly("launch_ns", &Engine::launch_ns,
                              "Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel.")

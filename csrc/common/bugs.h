@@ -66,7 +66,11 @@
   BUG(kSumPutBeforeAllWarps, "a node sum is put on the rail before all warps' stores are complete") \
   BUG(kLandingAfterReady, "where rows are to land is said after ready") \
   BUG(kLandsOneRowOff, "payload lands one row off") \
-  BUG(kDuplicateForgotten, "the last of a token's duplicates is not copied")
+  BUG(kDuplicateForgotten, "the last of a token's duplicates is not copied") \
+  BUG(kBlocksDoNotMeet, "blocks that count do not wait for one another") \
+  BUG(kMeetingNotReset, "the counter of blocks that have met is not reset") \
+  BUG(kBlocksBeforeForgotten, "positions do not begin behind those of the blocks before") \
+  BUG(kWarpsBeforeForgotten, "positions do not begin behind those of the warps before")
 // clang-format on
 
 namespace hep {

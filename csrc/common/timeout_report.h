@@ -19,6 +19,7 @@ enum class Site : uint16_t {
   kLanding,         // never comes: a rank of this node is in another operation, or means rows of other sizes
   kQuiet,           // completion of this rank's own puts
   kBlockSync,       // the other lanes of this block
+  kGridMeeting,     // the other blocks of this kernel
   kMail,            // on the host: the counts of an exchange that was launched
   kTestSite,        // used by conformance tests only
 };
@@ -38,6 +39,7 @@ inline const char* site_name(Site s) {
     case Site::kLanding: return "landing_differs";
     case Site::kQuiet: return "quiet";
     case Site::kBlockSync: return "block_sync";
+    case Site::kGridMeeting: return "grid_meeting";
     case Site::kMail: return "counts_to_host";
     case Site::kTestSite: return "test_site";
   }

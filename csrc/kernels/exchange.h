@@ -1,18 +1,25 @@
-// Kernel: route this rank's tokens, all-gather the count vectors and place every row. One block.
+// Kernel: route this rank's tokens, all-gather the count vectors and place every row. Blocks share the tokens; the last
+// of them, the lead, has the totals when all have met, and does what a rank does once.
 #pragma once
+#include <algorithm>
+
 #include "common/bugs.h"
 #include "layout/headers.h"
+#include "pipeline/grid_meeting.h"
 #include "roles/enter.h"
 #include "roles/exchange.h"
 #include "roles/place.h"
 #include "roles/post.h"
+#include "roles/records.h"
 #include "roles/route.h"
 
 namespace hep {
 
-// Routing has work for many warps; the exchange itself is one warp's. On one host thread more would only take turns.
+// Where a warp has one lane, all of them run on one host thread: more would only take turns.
 template <Arch A>
-inline constexpr int kExchangeWarps = A::kLanes < 32 ? 1 : 16;
+inline constexpr int kExchangeWarps = A::kLanes == 1   ? 1
+                                      : A::kLanes < 32 ? 3
+                                                       : 16;
 
 // Ranks that mean different calls would overrun each other's rows. Where the host does not see the headers, the lane
 // that finds a difference waits for its deadline: the timeout report says who differs, in which word (its chunk), and
@@ -30,7 +37,7 @@ HEP_DEVICE bool require_agreement(A& a, const ExchangeParams& p, const CountsVie
 }
 
 // Where the host does see them, it decides; whether rows can be placed is the same on all ranks, for it depends on the
-// headers alone. By all lanes of the block; p.misfits is zero before.
+// headers alone. By all lanes of a block, each block for itself.
 template <Arch A>
 HEP_DEVICE bool calls_fit(A& a, const ExchangeParams& p, const CountsView& counts) {
   const uint32_t me = uint32_t(a.warp_idx() * A::kLanes + a.lane()), width = uint32_t(a.num_warps() * A::kLanes);
@@ -38,67 +45,81 @@ HEP_DEVICE bool calls_fit(A& a, const ExchangeParams& p, const CountsView& count
     const int rank = int(i) / kCountHeaderWords, word = int(i) % kCountHeaderWords;
     const uint32_t said = counts.header(rank, word);
     if (word == kHeaderNumTokens ? said > p.max_tokens : (kHeaderMustAgree >> word & 1) && said != p.header[word])
-      a.add_acq_rel_rank(p.misfits, 1);
+      a.add_acq_rel_rank(p.misfits + a.block_idx(), 1);
   }
   a.block_sync();
-  return *p.misfits == 0;
+  return p.misfits[a.block_idx()] == 0;
 }
 
 // The whole plan, without the host, or ahead of it: the mail goes out when the counts are known, and while the host
 // makes tensors of that size, records are finished. False as above.
 template <Arch A>
-HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p) {
+HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p, std::byte* smem, bool lead) {
   a.set_role("place");
-  PlaceParams place = p.place;
-  place.counts = p.counts + p.parity_bytes();
-  const CountsView counts{p.layout, place.counts};
+  const CountsView counts{p.layout, p.counts + p.parity_bytes()};
+  const bool posts = p.mail && lead && a.warp_idx() == 0;
   if (!p.mail) {
     if (!require_agreement(a, p, counts)) return false;
   } else if (!injected(Bug::kCallsUnchecked) && !calls_fit(a, p, counts)) {
-    if (a.warp_idx() == 0) PostRole<A>(a, p, place).run(false);
+    if (posts) PostRole<A>(a, p, counts).run(false);
     return true;
   }
-  if (a.warp_idx() == 0 && a.elect_one())
-    for (int n = 0; n < p.world.num_nodes; ++n) {
-      place.records[n] = place.record_base + uint64_t(n) * p.num_tokens * place.record_bytes;
-      place.node_token_table[n] = p.node_tokens + uint64_t(n) * p.num_tokens;
-    }
-  PlaceRole<A> role(a, place);
-  if (p.mail && a.warp_idx() == 0 && injected(Bug::kMailBeforeCounts)) PostRole<A>(a, p, place).run(true);
+  PlaceRole<A> role(a, p, counts, smem, lead);
+  if (posts && injected(Bug::kMailBeforeCounts)) PostRole<A>(a, p, counts).run(true);
   role.count_rows();
-  if (p.mail && a.warp_idx() == 0 && !injected(Bug::kMailBeforeCounts)) {
+  if (posts && !injected(Bug::kMailBeforeCounts)) {
     a.warp_sync();  // with the lane that concluded
-    PostRole<A>(a, p, place).run(true);
+    PostRole<A>(a, p, counts).run(true);
   }
-  role.finish_records();
+  RecordRole<A>(a, p, smem).run();
   return true;
 }
 
-// Counters of their own for as many warps as `budget` bytes of shared memory hold, at least one; returns the bytes.
+// The parameters that follow from the others, for a launch of so many blocks: counters of their own for as many warps
+// of a block as `budget` bytes of shared memory hold, at least one. Returns the bytes that a block needs.
 template <Arch A>
-inline uint64_t plan_exchange_smem(ExchangeParams& p, uint64_t budget) {
-  const uint64_t bytes = 4ull * RouteRole<A>::num_columns(p.layout), fit = budget / bytes;
-  p.walkers = fit < 1 ? 1 : fit < uint64_t(kExchangeWarps<A>) ? uint32_t(fit) : uint32_t(kExchangeWarps<A>);
-  return p.walkers * bytes;
+inline uint64_t plan_exchange(ExchangeParams& p, uint64_t budget, int blocks) {
+  p.walkers = uint32_t(kExchangeWarps<A>);
+  while (p.walkers > 1 && ExchangeSmem{p.layout, p.walkers}.bytes() > budget) --p.walkers;
+  const uint32_t lanes = uint32_t(A::kLanes), walkers = p.walkers * uint32_t(blocks);
+  p.run_tokens = std::max(1u, uint32_t(div_up(p.num_tokens, walkers)));
+  p.lanes_of_token = std::min(lanes, p.topk), p.step_tokens = lanes / p.lanes_of_token;
+  p.by_run = Reciprocal::of(p.run_tokens), p.by_token_lanes = Reciprocal::of(p.lanes_of_token);
+  p.map_words = p.layout.num_experts % 8 == 0 && reinterpret_cast<uint64_t>(p.routing_map) % 8 == 0;
+  PlaceParams& q = p.place;
+  q.experts_of_rank = p.layout.num_experts / p.layout.num_ranks;
+  q.experts_of_node = q.experts_of_rank * uint32_t(p.world.num_local_ranks);
+  q.by_pad = Reciprocal::of(q.pad_multiple);
+  q.by_rank = Reciprocal::of(q.experts_of_rank), q.by_node = Reciprocal::of(q.experts_of_node);
+  return ExchangeSmem{p.layout, p.walkers}.bytes();
 }
 
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
+  const bool lead = a.block_idx() == a.num_blocks() - 1;
   a.set_role("route");
-  RouteRole<A>(a, p, smem).run();
+  RouteRole<A> route(a, p, smem);
+  route.count();
+  if (!meet_blocks(a, &p.progress->met)) return;
+  route.begin_behind_other_blocks();
+  a.block_sync();
   a.set_role("exchange");
-  if (a.warp_idx() == 0) {
+  if (lead) {
     if (a.elect_one()) ExchangeRole<A, Net>::send(a, net, p);
     if (!ExchangeRole<A, Net>::forward(a, net, p)) return;
   }
-  // Whoever reads the vectors has waited for them: its warp's elected lane has.
   if (a.elect_one()) ExchangeRole<A, Net>::wait_all(a, p);
   if (!a.block_whole()) return;  // a lane left in its wait: the counts are not complete
-  if (!place_tokens<A>(a, p)) return;
-  if (a.warp_idx() == 0 && a.elect_one()) net.quiet(a);
+  if (!place_tokens<A>(a, p, smem, lead)) return;
+  if (lead && a.elect_one() && a.warp_idx() + 1 < p.world.num_nodes) net.quiet(a);  // whoever has put
   a.block_sync();
-  if (a.warp_idx() == 0 && a.elect_one()) ++p.progress->exchanges;
+  if (a.warp_idx() != 0 || !a.elect_one()) return;
+  p.misfits[a.block_idx()] = 0;
+  if (!last_of(a, &p.progress->leaving, uint64_t(a.num_blocks()))) return;
+  if (!injected(Bug::kMeetingNotReset)) p.progress->met = 0;
+  p.progress->excess = 0;
+  ++p.progress->exchanges;
 }
 
 }  // namespace hep

@@ -13,10 +13,9 @@ struct PlanMemory {
   MessageLayout message;  // of records; no payload
   uint32_t weight_stride = 0;
   uint64_t numbers = 0;  // PlanNumbers
-  uint64_t excess = 0;   // uint64 and, behind it, misfits
   uint64_t pair_expert = 0, pair_weight = 0, pair_pos = 0, row_pos = 0, node_pos = 0, node_tokens = 0;
   uint64_t node_count = 0, rail_count = 0, tokens_per_expert = 0, padded_tokens_per_expert = 0, zero_ranges = 0;
-  uint64_t dropped = 0, row_base = 0, rank_rows = 0, pair_base = 0, expert_pairs = 0;
+  uint64_t dropped = 0, rank_rows = 0;
   uint64_t record_table = 0, token_table = 0;
   uint64_t records = 0;
   uint64_t rail_records = 0, rail_record_stride = 0, row_records = 0, row_weights = 0;
@@ -27,16 +26,14 @@ struct PlanMemory {
     PlanMemory m;
     m.message = MessageLayout::make(w, topk, true, 0, 0);
     m.weight_stride = m.message.weight_bytes / 4;
-    const uint64_t N = c.num_nodes, R = c.num_ranks, E = c.num_experts, Er = E / R, record = m.message.record_bytes;
+    const uint64_t N = c.num_nodes, R = c.num_ranks, Er = c.num_experts / R, record = m.message.record_bytes;
     m.numbers = m.add(kNumbersBytes);
-    m.excess = m.add(16);
     m.tokens_per_expert = m.add(8 * Er), m.padded_tokens_per_expert = m.add(8 * Er);
     m.pair_expert = m.add(4 * tokens * topk), m.pair_weight = m.add(4 * tokens * m.weight_stride);
     m.pair_pos = m.add(4 * tokens * topk), m.row_pos = m.add(4 * tokens * topk);
     m.node_pos = m.add(4 * tokens * N), m.node_tokens = m.add(4 * tokens * N);
     m.node_count = m.add(4 * N), m.rail_count = m.add(4 * N), m.zero_ranges = m.add(8 * Er);
-    m.dropped = m.add(8 * R), m.row_base = m.add(4 * R), m.rank_rows = m.add(4 * R);
-    m.pair_base = m.add(4 * E), m.expert_pairs = m.add(4 * E);
+    m.dropped = m.add(8 * R), m.rank_rows = m.add(4 * R);
     m.record_table = m.add(8 * N), m.token_table = m.add(8 * N);
     m.records = m.add(N * tokens * record);
     return m;

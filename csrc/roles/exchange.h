@@ -12,22 +12,23 @@ template <Arch A, Transport<A> Net>
 struct ExchangeRole {
   static constexpr uint64_t kStride = BufferLayout::kFlagStride / 8;
 
-  // By one lane; this rank's vector is complete.
+  // By one lane of every warp of a block; this rank's vector is complete. Warps share the rail peers.
   HEP_DEVICE static void send(A& a, Net& net, const ExchangeParams& p) {
     const uint64_t bytes = p.layout.vector_bytes();
     const uint64_t at = p.parity_bytes() + p.world.rank * bytes, offset = p.counts_offset + at;
     const unsigned char* mine = p.counts + at;
-    for (int i = 1; i < p.world.num_nodes; ++i) {
-      const int node = (p.world.node() + i) % p.world.num_nodes;
-      net.put_signal(a, node, offset, mine, bytes, p.rail_flag_offset, p.sequence());
-      p.traffic->count_bytes += bytes;
+    const int own = p.world.node();
+    for (int i = 1 + a.warp_idx(); i < p.world.num_nodes; i += a.num_warps()) {
+      net.put_signal(a, node_behind(own, i, p.world.num_nodes), offset, mine, bytes, p.rail_flag_offset, p.sequence());
+      a.count_rank(&p.traffic->count_bytes, bytes);
     }
   }
-  // By all lanes of one warp: vectors of this rail go to the node as they come. False: a lane has left in its wait, and
-  // the warp must, for a vector that only some lanes copied would be announced as whole.
+  // By all lanes of the same warps: vectors of this rail go to the node as they come. False: a lane has left in its
+  // wait, and the warp must, for a vector that only some lanes copied would be announced as whole.
   HEP_DEVICE static bool forward(A& a, Net& net, const ExchangeParams& p) {
-    for (int i = 0; i < p.world.num_nodes; ++i) {
-      const int node = (p.world.node() + i) % p.world.num_nodes, source = p.world.rail_peer(node);
+    const int own = p.world.node(), local = p.world.local_rank();
+    for (int i = a.warp_idx(); i < p.world.num_nodes; i += a.num_warps()) {
+      const int node = node_behind(own, i, p.world.num_nodes), source = p.world.rank_of(node, local);
       if (i > 0) {
         if (!injected(Bug::kCountsForwardedEarly))
           net.wait_signal(a, p.rail_flags + node * kStride, p.sequence(), {Site::kCountsFromRail, source, -1});
@@ -37,11 +38,15 @@ struct ExchangeRole {
     }
     return true;
   }
+  // By one lane of every warp of a block, which share the flags; what they acquired is the block's when it has met.
   HEP_DEVICE static void wait_all(A& a, const ExchangeParams& p) {
+    const int first = a.warp_idx(), step = a.num_warps(), ranks = p.world.num_ranks();
     a.wait_ge_sys_each(
-        p.world.num_ranks(), [&](int r) { return p.node_flags + r * kStride; },
+        first < ranks ? (ranks - 1 - first) / step + 1 : 0,
+        [&](int i) { return p.node_flags + (first + i * step) * kStride; },
         p.sequence() - injected(Bug::kCountsOneExchangeOld),
-        [&](int r) {
+        [&](int i) {
+          const int r = first + i * step;
           const int on_rail = p.world.rank_of(p.world.node(), r % p.world.num_local_ranks);  // who hands it on
           if (on_rail == p.world.rank && r != on_rail) return WaitInfo{Site::kCountsFromRail, r, -1};  // as forward()
           return WaitInfo{Site::kCountsFromNode, on_rail, r};
@@ -49,6 +54,10 @@ struct ExchangeRole {
   }
 
  private:
+  // The i-th node from this rank's on, so that no node is everybody's first target.
+  HEP_DEVICE static int node_behind(int own, int i, int num_nodes) {
+    return own + i < num_nodes ? own + i : own + i - num_nodes;
+  }
   // One rank's vector to every rank of the node, then the flags that say so.
   HEP_DEVICE static void hand_on(A& a, const ExchangeParams& p, int source) {
     const uint64_t bytes = p.layout.vector_bytes(), at = p.parity_bytes() + source * bytes;
@@ -62,7 +71,7 @@ struct ExchangeRole {
     }
     a.warp_sync();
     if (!a.elect_one()) return;
-    p.traffic->count_bytes += bytes * uint64_t(locals - 1);
+    a.count_rank(&p.traffic->count_bytes, bytes * uint64_t(locals - 1));
     announce(a, p, source);
   }
   HEP_DEVICE static void announce(A& a, const ExchangeParams& p, int source) {

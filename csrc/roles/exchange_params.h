@@ -1,6 +1,7 @@
 // What the exchange kernel is told, and the counters that every kernel of a rank shares.
 #pragma once
 #include "common/bugs.h"
+#include "common/reciprocal.h"
 #include "roles/place_params.h"
 
 namespace hep {
@@ -20,7 +21,14 @@ struct TrafficCounters {
 struct RankProgress {
   uint64_t exchanges, operations;
   uint64_t leaving;  // lanes that have left the kernel in progress
+  // Of the exchange in progress, zero between: blocks that have met, and choices that no plan can hold, for there is no
+  // such expert or they are more than topk.
+  uint64_t met, excess;
 };
+
+// Blocks of an exchange at most. More have less to count each and more to add up: a block's columns are read by all
+// blocks behind it.
+inline constexpr uint32_t kMostExchangeBlocks = 32;
 
 struct ExchangeParams {
   World world;
@@ -34,16 +42,22 @@ struct ExchangeParams {
   uint32_t num_tokens, topk_in, topk;
   uint32_t weight_stride;
   // Outputs, rank-private.
-  int32_t* pair_expert;   // [T][topk] ascending, -1 padded
-  float* pair_weight;     // [T][weight_stride]
-  uint32_t* pair_pos;     // [T][topk] position among this rank's pairs for the expert
-  uint32_t* row_pos;      // [T][topk] at the first pair of each rank: position among our tokens for it
-  int32_t* node_pos;      // [T][N]
+  int32_t* pair_expert;  // [T][topk] ascending, -1 padded
+  float* pair_weight;    // [T][weight_stride]
+  // Positions among the pairs of a warp's tokens while it counts; see roles/route.h.
+  uint32_t* pair_pos;     // [T][topk] of the expert's pairs
+  uint32_t* row_pos;      // [T][topk] at the first pair of each rank: of the tokens for it
+  int32_t* node_pos;      // [T][N] of the tokens for the node, -1: none; in the end among all of this rank's
   uint32_t* node_tokens;  // [N][T]
-  uint64_t* excess;       // choices of experts that do not exist, tokens of more than topk
-  uint64_t* misfits;      // header words that rule out placement, where the host gets a mail
-  uint32_t walkers;       // warps that count; see plan_exchange_smem
+  // Of the rank's blocks.
+  uint32_t* block_counts;  // [blocks][columns]
+  uint64_t* misfits;       // [blocks] header words that rule out placement, where the host gets a mail; zero between
   PlaceParams place;
+  // Set for a launch by plan_exchange: warps of a block that count, tokens of each, tokens that a warp takes in a step,
+  // lanes of one, and reciprocals of run_tokens and lanes_of_token.
+  uint32_t walkers, run_tokens, step_tokens, lanes_of_token;
+  Reciprocal by_run, by_token_lanes;
+  bool map_words;       // rows of the routing map are whole words of 8 bytes
   uint32_t max_tokens;  // that a rank may have
   unsigned char* mail;  // layout/count_mail.h; null = the host wants to know nothing
   uint64_t mail_ticket;

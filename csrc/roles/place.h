@@ -1,135 +1,126 @@
-// Placement: from everybody's counts to finished records. Every rank computes from the same counts, so all agree on
-// every receive row and every permuted row without another message. By all lanes of the block that has just gathered
-// the counts; nothing returns to the host.
+// Placement: from everybody's counts to where every group of rows begins. Every rank computes from the same counts, so
+// all agree on every receive row and every permuted row without another message. By all lanes of a block, each block
+// for itself, in its shared memory; one of them, the lead, also stores what others read. Nothing returns to the host.
 #pragma once
 #include "layout/headers.h"
-#include "roles/place_params.h"
+#include "roles/exchange_share.h"
 
 namespace hep {
 
 template <class A>
 struct PlaceRole {
+  static constexpr uint32_t kAhead = A::kLanes < 32 ? 1 : 8;
+
   A& a;
-  const PlaceParams& p;
+  const ExchangeParams& p;
+  const PlaceParams& q;
   const CountsView counts;
+  const ExchangeSmem smem;
+  uint32_t* const words;
+  const bool lead;
   const uint32_t width, me;  // lanes over all warps of the block
 
-  HEP_DEVICE PlaceRole(A& arch, const PlaceParams& params)
+  HEP_DEVICE PlaceRole(A& arch, const ExchangeParams& params, const CountsView& view, std::byte* shared, bool leads)
       : a(arch),
         p(params),
-        counts{params.counts_layout, params.counts},
+        q(params.place),
+        counts(view),
+        smem{params.layout, params.walkers},
+        words(reinterpret_cast<uint32_t*>(shared)),
+        lead(leads),
         width(uint32_t(arch.num_warps() * A::kLanes)),
         me(uint32_t(arch.warp_idx() * A::kLanes + arch.lane())) {}
 
-  // All but the records: where every group of rows begins, and how many there are.
+  // Where every group of rows begins, and how many there are.
   HEP_DEVICE void count_rows() {
-    count();
-    a.block_sync();
-    for (uint32_t r = me; r < counts.layout.num_ranks; r += width) place_experts(r);
-    a.block_sync();
-    if (me == 0) conclude();
-  }
-  HEP_DEVICE void finish_records() {
-    for (int n = 0; n < p.world.num_nodes; ++n) {
-      const uint32_t tokens = counts.node_tokens(p.world.rank, n);
-      for (uint32_t j = me; j < tokens; j += width) finish_record(n, j);
+    for (uint32_t e = me; e < p.layout.num_experts; e += width) {
+      const Sums pairs = over_sources(p.layout.experts_at() + e);
+      set(smem.expert_pairs_at() + e, pairs.all), set(smem.pair_base_at() + e, pairs.before);
     }
+    for (uint32_t d = me; d < p.layout.num_ranks; d += width) {
+      const Sums rows = over_sources(p.layout.rows_at() + d);
+      const uint32_t budget = counts.header(int(d), kHeaderBudget);
+      set(smem.rank_rows_at() + d, rows.all), set(smem.row_base_at() + d, rows.before);
+      set(smem.room_at() + d, budget ? budget - 1 : ExchangeSmem::kUnlimited);
+      if (lead) q.rank_rows[d] = rows.all;
+    }
+    const int own_node = p.world.node(), own_local = p.world.local_rank();
+    for (uint32_t n = me; lead && n < p.layout.num_nodes; n += width) {
+      q.records[n] = q.record_base + uint64_t(n) * p.num_tokens * q.record_bytes;
+      q.node_token_table[n] = p.node_tokens + uint64_t(n) * p.num_tokens;
+      q.node_count[n] = counts.node_tokens(p.world.rank, int(n));
+      q.rail_count[n] = int(n) == own_node ? 0 : counts.node_tokens(p.world.rank_of(int(n), own_local), own_node);
+    }
+    a.block_sync();
+    for (uint32_t r = me; r < p.layout.num_ranks; r += width) place_experts(r);
+    a.block_sync();
+    if (lead && me == 0) conclude();
   }
 
  private:
-  HEP_DEVICE uint32_t experts_per_rank() const { return counts.layout.num_experts / counts.layout.num_ranks; }
-  HEP_DEVICE int64_t budget(uint32_t r) const { return int64_t(counts.header(int(r), kHeaderBudget)) - 1; }
-  // Permuted rows of an expert with this many pairs.
-  HEP_DEVICE int64_t group_rows(int64_t pairs) const {
-    return int64_t(align_up(uint64_t(p.pad_empty && pairs == 0 ? 1 : pairs), p.pad_multiple));
-  }
+  HEP_DEVICE uint32_t get(uint32_t word) const { return a.ld_shared(words + word); }
+  HEP_DEVICE void set(uint32_t word, uint32_t value) { a.st_shared(words + word, value); }
   HEP_DEVICE static int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
   HEP_DEVICE static int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
+  // Permuted rows of an expert with this many pairs, which are fewer than 2^31.
+  HEP_DEVICE int64_t group_rows(uint32_t pairs) const {
+    if (pairs == 0) return q.pad_empty ? q.pad_multiple : 0;
+    return (int64_t(q.by_pad.quotient(pairs - 1)) + 1) * q.pad_multiple;
+  }
 
-  // Column sums of the counts: of all sources, and of those before this rank.
-  HEP_DEVICE void count() {
-    for (uint32_t e = me; e < counts.layout.num_experts; e += width) {
-      uint32_t all = 0;
-      for (uint32_t s = 0; s < counts.layout.num_ranks; ++s) {
-        if (int(s) == p.world.rank) p.pair_base[e] = all;
-        all += counts.pairs(int(s), int(e));
+  // A word of the count vectors, summed over all sources and over those before this rank.
+  struct Sums {
+    uint32_t all = 0, before = 0;
+  };
+  HEP_DEVICE Sums over_sources(uint32_t word) {
+    const uint32_t sources = p.layout.num_ranks, rank = uint32_t(p.world.rank);
+    Sums sums;
+    for (uint32_t s = 0; s < sources; s += kAhead) {
+      uint32_t n[kAhead];
+      HEP_UNROLL
+      for (uint32_t i = 0; i < kAhead; ++i) n[i] = counts.vector(int(s + i < sources ? s + i : s))[word];
+      HEP_UNROLL
+      for (uint32_t i = 0; i < kAhead; ++i) {
+        sums.all += s + i < sources ? n[i] : 0;
+        sums.before += s + i < rank ? n[i] : 0;
       }
-      p.expert_pairs[e] = all;
     }
-    for (uint32_t d = me; d < counts.layout.num_ranks; d += width) {
-      uint64_t all = 0;
-      for (uint32_t s = 0; s < counts.layout.num_ranks; ++s) {
-        if (int(s) == p.world.rank) p.row_base[d] = uint32_t(all);
-        all += counts.rows(int(s), int(d));
-      }
-      p.rank_rows[d] = uint32_t(all);
-    }
-    for (uint32_t n = me; n < uint32_t(p.world.num_nodes); n += width) {
-      p.node_count[n] = counts.node_tokens(p.world.rank, int(n));
-      p.rail_count[n] = int(n) == p.world.node() ? 0 : counts.node_tokens(p.world.rail_peer(int(n)), p.world.node());
-    }
+    return sums;
   }
   // The groups of rank r, one after another. A budget cuts the permuted rows at its end: later experts starve first.
   HEP_DEVICE void place_experts(uint32_t r) {
-    const int64_t room_of_rank = budget(r);
+    const uint32_t limit = get(smem.room_at() + r), first = r * q.experts_of_rank;
+    const bool own = lead && int(r) == p.world.rank;
     int64_t row = 0, dropped = 0, rows_kept = 0;
-    for (uint32_t i = 0; i < experts_per_rank(); ++i) {
-      const uint32_t e = r * experts_per_rank() + i;
-      const int64_t pairs = p.expert_pairs[e], padded = group_rows(pairs);
-      const int64_t room = room_of_rank < 0 ? padded : most(0, room_of_rank - row);
+    for (uint32_t i = 0; i < q.experts_of_rank; ++i) {
+      const uint32_t pairs = get(smem.expert_pairs_at() + first + i), base = smem.pair_base_at() + first + i;
+      const int64_t padded = group_rows(pairs);
+      const int64_t room = limit == ExchangeSmem::kUnlimited ? padded : most(0, int64_t(limit) - row);
       const int64_t kept = least(pairs, room), kept_padded = least(padded, room);
-      p.pair_base[e] += uint32_t(row);
+      set(base, get(base) + uint32_t(row));
       dropped += pairs - kept;
-      if (int(r) == p.world.rank) {
-        p.tokens_per_expert[i] = kept, p.padded_tokens_per_expert[i] = kept_padded;
-        p.zero_ranges[2 * i] = uint32_t(row + kept), p.zero_ranges[2 * i + 1] = uint32_t(row + kept_padded);
+      if (own) {
+        q.tokens_per_expert[i] = kept, q.padded_tokens_per_expert[i] = kept_padded;
+        q.zero_ranges[2 * i] = uint32_t(row + kept), q.zero_ranges[2 * i + 1] = uint32_t(row + kept_padded);
         rows_kept += kept_padded;
       }
       row += padded;
     }
-    p.dropped_per_rank[r] = uint64_t(dropped);
-    if (int(r) == p.world.rank) p.numbers->permuted_rows = uint32_t(rows_kept);
+    if (lead) q.dropped_per_rank[r] = uint64_t(dropped);
+    if (own) q.numbers->permuted_rows = uint32_t(rows_kept);
   }
   HEP_DEVICE void conclude() {
-    uint64_t largest = 0;
-    for (uint32_t d = 0; d < counts.layout.num_ranks; ++d)
-      largest = p.rank_rows[d] > largest ? p.rank_rows[d] : largest;
-    const uint64_t rows = p.rank_rows[p.world.rank], capacity = p.recv_capacity;
-    PlanNumbers& n = *p.numbers;
+    uint32_t largest = 0;
+    for (uint32_t d = 0; d < p.layout.num_ranks; ++d) {
+      const uint32_t rows = get(smem.rank_rows_at() + d);
+      largest = rows > largest ? rows : largest;
+    }
+    const uint64_t rows = get(smem.rank_rows_at() + uint32_t(p.world.rank)), capacity = q.recv_capacity;
+    PlanNumbers& n = *q.numbers;
     n.recv_rows = uint32_t(rows < capacity ? rows : capacity);
     n.max_recv_rows = uint32_t(largest < capacity ? largest : capacity);
     n.has_holes = rows > capacity;
-    n.overflow = n.has_holes || p.dropped_per_rank[p.world.rank] > 0 || *p.excess > 0;
-  }
-  // The j-th token for node n: its destination ranks and rows, its pairs and permuted rows.
-  HEP_DEVICE void finish_record(int n, uint32_t j) {
-    const uint32_t per_rank = experts_per_rank(), per_node = per_rank * uint32_t(p.world.num_local_ranks);
-    const uint32_t t = p.node_tokens[uint64_t(n) * p.num_tokens + j];
-    const uint64_t cells = uint64_t(t) * p.topk;
-    const int32_t* experts = p.pair_expert + cells;
-    unsigned char* at = p.records[n] + uint64_t(j) * p.record_bytes;
-    auto* dsts = reinterpret_cast<DstEntry*>(at + MessageLayout::dsts_at());
-    auto* pairs = reinterpret_cast<PairEntry*>(at + p.pairs_at);
-    uint32_t k = 0, num_dsts = 0, num_pairs = 0;
-    while (uint32_t(experts[k]) / per_node != uint32_t(n)) ++k;
-    const uint32_t first = k;
-    bool kept = false;
-    for (uint32_t last = ~0u; k < p.topk && experts[k] >= 0 && uint32_t(experts[k]) / per_node == uint32_t(n); ++k) {
-      const uint32_t rank = uint32_t(experts[k]) / per_rank;
-      if (rank != last) {
-        const uint64_t row = uint64_t(p.row_base[rank]) + p.row_pos[cells + k];
-        kept = row < p.recv_capacity;
-        if (kept) dsts[num_dsts++] = {rank % uint32_t(p.world.num_local_ranks), uint32_t(row)};
-        last = rank;
-      }
-      const int64_t row = int64_t(p.pair_base[experts[k]]) + p.pair_pos[cells + k], room = budget(rank);
-      pairs[num_pairs++] = {experts[k], kept && (room < 0 || row < room) ? int32_t(row) : -1};
-    }
-    *reinterpret_cast<RecordHeader*>(at) = {uint16_t(num_dsts), uint16_t(num_pairs), first, uint32_t(p.world.rank), t};
-    for (uint32_t i = num_dsts; i < p.max_dsts; ++i) dsts[i] = {0, 0};  // bytes that travel are never left over
-    for (auto* v = reinterpret_cast<uint64_t*>(pairs + num_pairs); v < reinterpret_cast<uint64_t*>(at + p.record_bytes);
-         ++v)
-      *v = 0;
+    n.overflow = n.has_holes || q.dropped_per_rank[p.world.rank] > 0 || p.progress->excess > 0;
   }
 };
 

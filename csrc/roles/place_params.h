@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/reciprocal.h"
 #include "layout/counts.h"
 #include "layout/message.h"
 
@@ -18,24 +19,19 @@ struct alignas(16) PlanNumbers {
 
 // Placement of one rank's tokens, see roles/place.h. [R], [E], [N]: entries per rank, expert, node of the group.
 struct PlaceParams {
-  World world;
-  CountsLayout counts_layout;
-  const unsigned char* counts;  // all ranks' vectors
-  uint32_t num_tokens, topk;    // of this rank's arrays
   uint32_t record_bytes, pairs_at, max_dsts;
   uint32_t pad_multiple;
   bool pad_empty;
-  uint64_t recv_capacity;  // receive rows that every rank has
-  const uint64_t* excess;  // choices that were dropped for want of room or of such an expert
-  const int32_t* pair_expert;
-  const uint32_t *pair_pos, *row_pos, *node_tokens;  // as in ExchangeParams
+  uint32_t experts_of_rank, experts_of_node;
+  Reciprocal by_pad, by_rank, by_node;  // of pad_multiple and of these two
+  uint64_t recv_capacity;               // receive rows that every rank has
   // Results.
   PlanNumbers* numbers;
-  uint32_t *node_count, *rail_count;                          // [N]
-  int64_t *tokens_per_expert, *padded_tokens_per_expert;      // [local experts]
-  uint32_t* zero_ranges;                                      // [local experts][2]
-  uint64_t* dropped_per_rank;                                 // [R] pairs lost to budgets
-  uint32_t *row_base, *rank_rows, *pair_base, *expert_pairs;  // [R], [R], [E], [E] workspace
+  uint32_t *node_count, *rail_count;                      // [N]
+  int64_t *tokens_per_expert, *padded_tokens_per_expert;  // [local experts]
+  uint32_t* zero_ranges;                                  // [local experts][2]
+  uint64_t* dropped_per_rank;                             // [R] pairs lost to budgets
+  uint32_t* rank_rows;                                    // [R] receive rows of each
   // [N] tables, to be filled before use: the host does not write where they lie.
   unsigned char** records;
   const uint32_t** node_token_table;

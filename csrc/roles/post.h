@@ -25,14 +25,16 @@ struct PostRole {
   const CountsView counts;
   const CountMail at;
   uint32_t* const words;
+  const int own_node;
 
-  HEP_DEVICE PostRole(A& arch, const ExchangeParams& params, const PlaceParams& placed)
+  HEP_DEVICE PostRole(A& arch, const ExchangeParams& params, const CountsView& view)
       : a(arch),
         p(params),
-        place(placed),
-        counts{params.layout, placed.counts},
+        place(params.place),
+        counts(view),
         at(CountMail::make(params.layout)),
-        words(CountMail::word(params.mail)) {}
+        words(CountMail::word(params.mail)),
+        own_node(params.world.node()) {}
 
   // By all lanes of one warp. placed: what placement found has been stored, and the warp has synchronised with it.
   HEP_DEVICE void run(bool placed) {
@@ -57,7 +59,7 @@ struct PostRole {
     if (i < at.from_nodes_at()) return uint32_t(place.dropped_per_rank[i - at.dropped_at()]);
     if (i < at.tokens_per_expert_at()) {
       i -= at.from_nodes_at();
-      return int(i) == p.world.node() ? place.node_count[i] : place.rail_count[i];
+      return int(i) == own_node ? place.node_count[i] : place.rail_count[i];
     }
     if (i < at.padded_at()) return uint32_t(place.tokens_per_expert[i - at.tokens_per_expert_at()]);
     return uint32_t(place.padded_tokens_per_expert[i - at.padded_at()]);

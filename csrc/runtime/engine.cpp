@@ -39,7 +39,9 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   executor_ = executor(rail_segments_.data(), seed + uint64_t(rank));
   const uint64_t nodes = uint64_t(world_.num_nodes), rails = align_up(8 * nodes, 64);
   const uint64_t counters = align_up(sizeof(TrafficCounters), 64), line = 64;
-  state_ = executor_->allocate(counters + 2 * line + 4 * rails + nodes * shape.rail_slots * 8);
+  const uint64_t columns = nodes + uint64_t(world_.num_ranks()) + shape.num_experts;
+  state_ = executor_->allocate(counters + 2 * line + 4 * rails + nodes * shape.rail_slots * 8 +
+                               kMostExchangeBlocks * (8 + 4 * columns));
   auto* at = static_cast<unsigned char*>(state_.get());
   traffic_ = reinterpret_cast<TrafficCounters*>(at);
   progress_ = reinterpret_cast<RankProgress*>(at += counters);
@@ -49,6 +51,8 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   taken_.to_rail = reinterpret_cast<uint64_t*>(at += rails);
   taken_.to_node = reinterpret_cast<uint64_t*>(at += rails);
   consumed_ = reinterpret_cast<uint64_t*>(at += rails);
+  misfits_ = reinterpret_cast<uint64_t*>(at += nodes * shape.rail_slots * 8);
+  block_counts_ = reinterpret_cast<uint32_t*>(at + 8 * kMostExchangeBlocks);
   mail_ = executor_->allocate_mail(CountMail::make(layout_.counts).bytes());
   make_tables();
 }
@@ -69,7 +73,7 @@ void Engine::reset_traffic() {
 }
 
 void Engine::start_counters_at(uint64_t base) {
-  const RankProgress progress{base, base, 0};
+  const RankProgress progress{base, base, 0, 0, 0};
   executor_->write(progress_, &progress, sizeof progress);
   const std::vector<uint64_t> chunks(size_t(world_.num_nodes), base);
   executor_->write(rail_sent_, chunks.data(), 8 * chunks.size());
@@ -136,6 +140,7 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const CallHeader& heade
   p.peer_node_flags = view_.peer_node_flags;
   p.rail_flag_offset = layout_.counts_rail_flag(world_.node());
   p.traffic = traffic_;
+  p.misfits = misfits_, p.block_counts = block_counts_;
   std::ranges::copy(header.words(), p.header);
   return p;
 }

@@ -29,6 +29,7 @@ struct RoutingInput {
 struct PlaceCall {
   CallHeader header;                // num_tokens is the routing's
   unsigned char* memory = nullptr;  // plan_memory(...).total bytes, 128-byte aligned, alive as long as the plan
+  int num_blocks = 1;               // of the exchange kernel, at most kMostExchangeBlocks; rows do not depend on it
 };
 
 // A placed routing between its counts, which the host has, and its plan, which needs memory of their size.
@@ -152,6 +153,8 @@ class Engine {
   TrafficCounters* traffic_;     // all of these in state_
   RankProgress* progress_;
   uint64_t* exit_counter_;
+  uint64_t* misfits_;       // of an exchange's blocks
+  uint32_t* block_counts_;  // likewise
   ChunksTaken taken_;
   uint64_t *rail_sent_, *rail_received_;  // chunks over the life of the buffer, [N]
   uint64_t* consumed_;                    // [N][rail_slots]

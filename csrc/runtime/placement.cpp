@@ -16,6 +16,9 @@ namespace {
 constexpr double kHostPatience = 1.25;
 
 void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_experts) {
+  if (c.num_blocks > int(kMostExchangeBlocks))
+    throw std::invalid_argument("num_blocks: is " + std::to_string(c.num_blocks) + "; an exchange has at most " +
+                                std::to_string(kMostExchangeBlocks));
   if (!c.memory || reinterpret_cast<uint64_t>(c.memory) % 128)
     throw std::invalid_argument("memory: give plan_memory() bytes, aligned to 128");
   if (c.header.pad_multiple < 1 || c.header.topk < 1 || c.header.excess)
@@ -54,25 +57,22 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   p.num_tokens = in.num_tokens, p.topk_in = in.topk, p.topk = header.topk, p.weight_stride = m.weight_stride;
   at(p.pair_expert, m.pair_expert), at(p.pair_weight, m.pair_weight), at(p.pair_pos, m.pair_pos);
   at(p.row_pos, m.row_pos), at(p.node_pos, m.node_pos), at(p.node_tokens, m.node_tokens);
-  at(p.excess, m.excess);
-  p.misfits = p.excess + 1;
   p.max_tokens = uint32_t(shape_.max_tokens);
   PlaceParams& q = p.place;
-  q.world = world_, q.counts_layout = layout_.counts, q.num_tokens = in.num_tokens, q.topk = header.topk;
   q.record_bytes = m.message.record_bytes, q.pairs_at = m.message.pairs_at(), q.max_dsts = m.message.max_dsts;
   q.pad_multiple = header.pad_multiple, q.pad_empty = header.pad_empty_experts;
-  q.recv_capacity = shape_.recv_rows, q.excess = p.excess;
-  q.pair_expert = p.pair_expert, q.pair_pos = p.pair_pos, q.row_pos = p.row_pos, q.node_tokens = p.node_tokens;
+  q.recv_capacity = shape_.recv_rows;
   at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
   at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
   at(q.zero_ranges, m.zero_ranges), at(q.dropped_per_rank, m.dropped);
-  at(q.row_base, m.row_base), at(q.rank_rows, m.rank_rows);
-  at(q.pair_base, m.pair_base), at(q.expert_pairs, m.expert_pairs);
+  at(q.rank_rows, m.rank_rows);
   at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.record_base, m.records);
   p = exchange_params(p, header);
   executor_->require_shared_memory(p);
   if (count) p.mail = static_cast<unsigned char*>(mail_.get()), p.mail_ticket = ++mail_ticket_;
-  call.run([&] { executor_->exchange(p, settings_); });
+  LaunchSettings settings = settings_;
+  settings.num_blocks = c.num_blocks;
+  call.run([&] { executor_->exchange(p, settings); });
 
   PlacedPlan d{world_,
                shape_.num_experts,
@@ -97,6 +97,7 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
 
 std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) {
   require_placeable(in, c, layout_.counts.num_experts);
+  require_blocks("num_blocks", c.num_blocks);
   if (in.num_tokens > shape_.max_tokens || c.header.topk > shape_.max_topk)
     throw std::logic_error("place: more tokens or experts per token than this buffer was laid out for");
   Call call(*this);
@@ -105,6 +106,7 @@ std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) 
 
 std::shared_ptr<Placement> Engine::place_and_count(const RoutingInput& in, const PlaceCall& c) {
   require_placeable(in, c, layout_.counts.num_experts);
+  require_blocks("num_blocks", c.num_blocks);
   Call call(*this);
   auto placement = std::make_shared<Placement>();
   placement->rows = launch_place(call, in, c, true);

@@ -147,6 +147,8 @@ void RankProgram::exchange(uint32_t plan) {
   PlaceCall c;
   c.header.topk = uint16_t(std::max(1u, std::min(s_.topk, s_.num_experts())));
   c.header.pad_multiple = s_.pad_multiple, c.header.hidden = plan + 100;
+  c.num_blocks = int(std::min(s_.num_blocks, kMostExchangeBlocks));
+  if (s_.unlike) c.num_blocks = 1 + int(mix(plan, uint64_t(rank_)) % uint64_t(c.num_blocks));
   Placed& made = plans_[plan];
   made.memory = PlanBlock(engine_.plan_memory(in.num_tokens, c.header.topk, false).total, !timed_);
   c.memory = made.memory.data();

@@ -43,6 +43,7 @@ class Options:
     device: torch.device
     tuning: tuning.Table | None
     arena_mib: int | None = None  # None: by shape
+    num_blocks_exchange: int | None = None  # None: by the tokens of a call
     reach: devices.Reach | None = None  # on GPUs with ranks of their own: found in agree()
     chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("dispatch", "combine"), DEFAULT_CHUNK_TOKENS))
 
@@ -108,7 +109,8 @@ class Options:
 
     def choose_blocks(self, where: topology.Topology, virtual: bool) -> sm_plan.SmPlan | None:
         """Fills in the block counts that nobody gave. On GPUs with ranks of their own: by sm_plan, which is returned;
-        else 1, for virtual ranks share one device, whose SMs must hold all their blocks at once."""
+        else 1, for virtual ranks share one device, whose SMs must hold all their blocks at once. An exchange has one
+        block on a host, whatever was given: blocks of a rank take turns there."""
         plan = None
         if devices.is_cuda(self.executor) and not virtual:
             name, capability = devices.name_and_capability(self.device)
@@ -119,6 +121,10 @@ class Options:
                 self.num_local_experts * where.num_ranks,
                 2 * self.hidden_dim,
             )
+        if not devices.is_cuda(self.executor):
+            self.num_blocks_exchange = 1
+        elif virtual:
+            self.num_blocks_exchange = self.num_blocks_exchange or 1
         default = plan.num_sms if plan else 1
         self.num_blocks_dispatch = self.num_blocks_dispatch or default
         self.num_blocks_combine = self.num_blocks_combine or default
@@ -143,6 +149,7 @@ class Options:
             use_fp8=self.use_fp8,
             num_of_blocks_dispatch_api=dispatch_blocks,
             num_of_blocks_combine_api=combine_blocks,
+            num_of_blocks_preprocessing_api=self.num_blocks_exchange,
             num_of_blocks_permute=self.num_blocks_permute,
             num_of_blocks_unpermute=self.num_blocks_unpermute,
             num_of_tokens_per_chunk_dispatch_api=self.chunks["dispatch"],
@@ -200,6 +207,7 @@ def parse(
     executor: Any,
     tuning_file: Any = None,
     arena_mib: Any = None,
+    num_sms_preprocessing_api: Any = None,
 ) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
     env.check()
@@ -250,6 +258,7 @@ def parse(
         device,
         table,
         arena_mib,
+        num_blocks_exchange=_blocks("num_sms_preprocessing_api", num_sms_preprocessing_api),
     )
 
 

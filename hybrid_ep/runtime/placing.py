@@ -142,5 +142,6 @@ def _launch(
         topk_in=routing.topk_in,
         memory=view("memory", memory.block),
         count=count,
+        num_blocks=session.exchange_blocks(tokens, template),
     )
     return placed, memory

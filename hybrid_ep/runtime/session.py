@@ -39,6 +39,7 @@ _SHAPE_FIELDS = (
     "chunk_tokens",
     "arena_bytes",
 )
+_TOKENS_OF_A_BLOCK = 128  # that make it worth while for the exchange kernel to have one more
 
 
 @dataclass(frozen=True)
@@ -418,6 +419,12 @@ class Session:
         if apart:
             self.engine.require_blocks(f"num_blocks_{local}", apart)
         return blocks, apart
+
+    def exchange_blocks(self, num_tokens: int, template: HybridEpConfigInstance) -> int:
+        """Blocks of the exchange kernel of this many tokens; ranks need not agree, and rows do not depend on it."""
+        asked = template.num_of_blocks_preprocessing_api
+        blocks = max(1, -(-num_tokens // _TOKENS_OF_A_BLOCK)) if asked is None else asked
+        return min(blocks, _core.Engine.most_exchange_blocks)
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""

@@ -62,6 +62,10 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kLandingAfterReady,
     Bug::kLandsOneRowOff,
     Bug::kDuplicateForgotten,
+    Bug::kBlocksDoNotMeet,
+    Bug::kMeetingNotReset,
+    Bug::kBlocksBeforeForgotten,
+    Bug::kWarpsBeforeForgotten,
 };
 
 // Simulated worlds alone.
@@ -76,11 +80,12 @@ inline constexpr Bug kSimBugs[] = {
 };
 
 // Of kWorldBugs, not for simulated worlds. Four are races between lanes or warps of one group, and a simulated group
-// has one lane. kTileUnpublished: that lane writes the output tile before it gives the last row's stage back, which
-// publishes both. kSumFromPositiveZero: it adds whole tiles (TileMath), which begin with their first row.
+// has one lane, as a block of a simulated exchange has one warp. kTileUnpublished: that lane writes the output tile
+// before it gives the last row's stage back, which publishes both. kSumFromPositiveZero: it adds whole tiles
+// (TileMath), which begin with their first row.
 inline constexpr Bug kNeedMoreLanes[] = {
-    Bug::kStageBackByOneLane,    Bug::kTileUnpublished,     Bug::kSliceBeforeItsWarp,
-    Bug::kPairsCountedUnordered, Bug::kSumFromPositiveZero, Bug::kSumPutBeforeAllWarps,
+    Bug::kStageBackByOneLane,  Bug::kTileUnpublished,      Bug::kSliceBeforeItsWarp,   Bug::kPairsCountedUnordered,
+    Bug::kSumFromPositiveZero, Bug::kSumPutBeforeAllWarps, Bug::kWarpsBeforeForgotten,
 };
 
 // kCallsUnchecked, kMailBeforeCounts and kGivenUpRankStarts: test_mail.cpp.

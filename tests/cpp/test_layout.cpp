@@ -8,6 +8,7 @@
 
 #include "arch/host/host_arch.h"
 #include "check.h"
+#include "common/reciprocal.h"
 #include "kernels/combine.h"
 #include "kernels/deliver.h"
 #include "kernels/dispatch.h"
@@ -228,6 +229,18 @@ TEST(small_rows_get_the_stages_that_their_size_leaves_room_for) {
       for (size_t fifo = 0; fifo < 3; ++fifo) CHECK(fp8[fifo] * 10 >= bf16[fifo] * 18);
       CHECK(stages(nodes, apart, 16, 0)[0] == kMostStages && fp8[0] < kMostStages);
     }
+}
+
+TEST(reciprocals_divide_every_number_below_two_to_the_31) {
+  Random r(5);
+  for (int i = 0; i < 20000; ++i) {
+    const uint32_t divisor = i < 300 ? uint32_t(i + 1) : 1 + r.below(r.of({7u, 1000u, 1u << 20, 1u << 31}));
+    const Reciprocal by = Reciprocal::of(divisor);
+    const uint32_t below = r.below(1u << 31), last = (1u << 31) - 1, multiple = below / divisor * divisor;
+    for (const uint32_t n :
+         {0u, divisor - 1, multiple, multiple - (multiple > 0), below, last, last / divisor * divisor})
+      CHECK_EQ(by.quotient(n), n / divisor);
+  }
 }
 
 TEST(bad_shapes_are_refused) {

@@ -133,6 +133,7 @@ class RankRun {
     header.pad_multiple = c.pad_multiple, header.pad_empty_experts = c.pad_empty;
     header.set_budget(c.budgets[r]);
     Placed& made = plans_[index];
+    call.num_blocks = 1 + int(hash({w_.seed, index, r}) % 4);  // ranks need not agree
     made.memory = std::make_unique<PlanBlock>(engine_.plan_memory(in.num_tokens, header.topk, false).total);
     call.memory = made.memory->data();
     const std::shared_ptr<Placement> placement = engine_.place_and_count(in, call);

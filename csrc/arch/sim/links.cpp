@@ -142,6 +142,7 @@ uint64_t Machine::add_rank(Lane& me, uint64_t* word, uint64_t value) {
   }
   const uint64_t old = *word;
   *word = old + value;
+  wake_flag_waiters(me.rank);
   return old;
 }
 

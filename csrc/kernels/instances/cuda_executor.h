@@ -181,7 +181,7 @@ class CudaExecutor final : public Executor {
   int most_blocks() const override { return device_.num_sms(); }
   void require_shared_memory(const ExchangeParams& params) const override {
     ExchangeParams p = params;
-    const uint64_t shared = plan_exchange_smem<CudaArch>(p, uint64_t(budget_));
+    const uint64_t shared = plan_exchange<CudaArch>(p, uint64_t(budget_), 1);
     if (shared > uint64_t(budget_))
       throw std::invalid_argument("num_experts: counting the rows for " + std::to_string(p.layout.num_experts) +
                                   " experts on " + std::to_string(p.layout.num_ranks) + " ranks needs " +
@@ -200,8 +200,8 @@ class CudaExecutor final : public Executor {
 
   void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
     ExchangeParams p = params;
-    const uint64_t shared = plan_exchange_smem<CudaArch>(p, uint64_t(budget_));
-    launch<ExchangeParams>(exchange_entry<Net>, p, s, 1, kThreads<kExchangeWarps<CudaArch>>, shared);
+    const uint64_t shared = plan_exchange<CudaArch>(p, uint64_t(budget_), s.num_blocks);
+    launch<ExchangeParams>(exchange_entry<Net>, p, s, s.num_blocks, kThreads<kExchangeWarps<CudaArch>>, shared);
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
     plan_dispatch_smem<CudaArch>(p, uint64_t(budget_));

@@ -26,8 +26,9 @@ class HostExecutor final : public Executor {
 
   void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
     ExchangeParams p = params;
-    const uint64_t smem = plan_exchange_smem<A>(p, kSmemBudget);
-    launch(s, 1, kExchangeWarps<A>, smem, [&](A& a, std::byte* at) { exchange_kernel<A, Net>(a, net_, p, at); });
+    const uint64_t smem = plan_exchange<A>(p, kSmemBudget, s.num_blocks);
+    launch(s, s.num_blocks, kExchangeWarps<A>, smem,
+           [&](A& a, std::byte* at) { exchange_kernel<A, Net>(a, net_, p, at); });
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
     plan_dispatch_smem<A>(p, kSmemBudget);

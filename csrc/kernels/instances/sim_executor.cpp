@@ -41,15 +41,16 @@ void SimExecutor::end_operation() {
   m_.rank(rank_).first_row.clear(), m_.rank(rank_).received.clear();
 }
 
-void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings&) {
+void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings& s) {
   ExchangeParams p = params;
-  const uint64_t smem_bytes = plan_exchange_smem<SimArch>(p, smem_budget_);
+  const uint64_t smem_bytes = plan_exchange<SimArch>(p, smem_budget_, s.num_blocks);
   if (p.mail) add("mail", p.mail, CountMail::make(p.layout).bytes(), Use::kMail, false);
   const sim::Ps routing = p.num_tokens * m_.config().costs.route_token_ps;
-  launch("exchange", 1, kExchangeWarps<SimArch>, smem_bytes, {}, [&](SimArch& a, SimTransport& net, std::byte* smem) {
-    if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
-    exchange_kernel<SimArch, SimTransport>(a, net, p, smem);
-  });
+  launch("exchange", s.num_blocks, kExchangeWarps<SimArch>, smem_bytes, {},
+         [&](SimArch& a, SimTransport& net, std::byte* smem) {
+           if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
+           exchange_kernel<SimArch, SimTransport>(a, net, p, smem);
+         });
   m_.memory().drop_rank(rank_);
 }
 

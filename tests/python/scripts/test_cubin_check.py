@@ -79,13 +79,39 @@ def row_code(rows=(*LOOPS, *SCALED), row=(), tile=()) -> list[str]:
         *AWAY,
         "EXIT",
     ]
+    return placed(code)
+
+
+def placed(code: list[str]) -> list[str]:
+    """Addresses in place of the names of places."""
     places = {
         line[:-1]: 16 * sum(not c.endswith(":") for c in code[:i]) for i, line in enumerate(code) if line.endswith(":")
     }
     return [re.sub(r">(\w+)", lambda m: f"{places[m[1]]:#x}", line) for line in code if not line.endswith(":")]
 
 
-def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1, rail="mapped", rows=None):
+AHEAD = [f"LDG.E R{i}, desc[UR4][R40.64]" for i in range(20, 28)]
+USE = ["IADD3 R1, R20, R21, RZ"]
+
+
+def route_code(loads=(*AHEAD, *USE), walk=(), record=(), turn=(), turns=4) -> list[str]:
+    """SASS of an exchange kernel's loops: lists, a walk and its turns, three sums, records. `loads` are the walk's;
+    `walk`, `turn` and `record` are issued in those loops as well."""
+    turn = ["LDS R1, [R2]"] * 3 + ["STS [R2], R1"] * 3 + [*turn]
+    code = [*AHEAD, "FSEL R1, R20, R21, P0", "FSEL R1, R20, R21, P0"]
+    code += ["walk:", *loads, *walk]
+    for i in range(turns):
+        code += [f"turn{i}:", *turn, f"@P1 BRA >turn{i}"]
+    code += ["@P0 BRA >walk"]
+    for i in range(3):
+        code += [f"sum{i}:", *AHEAD, *USE, f"@P0 BRA >sum{i}"]
+    code += ["record:", *AHEAD[:3], *["LDS R1, [R2]"] * 6, *["STG.E [R2], R1"] * 10, *record, "@P0 BRA >record"]
+    return placed(code)
+
+
+def library(
+    opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=1, rail="mapped", rows=None, route=None
+):
     """The two texts of a library in which every kernel consists of these opcodes."""
     resources, sass = [], []
     for arch in cubin_check.ARCHITECTURES:
@@ -101,9 +127,10 @@ def library(opcodes=ALL, registers=90, stack=0, local=0, leave_out=None, repeat=
                 )
                 sass.append(f"\t\tFunction : {symbol(kernel, rail_type)}")
                 code = row_code() if rows is None else rows
-                code = (code if kernel in ("unpermute", "combine") else []) + [
-                    f"@!UP0 {name} R1, R2" for name in opcodes * repeat
-                ]
+                code = code if kernel in ("unpermute", "combine") else []
+                if kernel == "exchange":
+                    code = route_code() if route is None else route
+                code = code + [f"@!UP0 {name} R1, R2" for name in opcodes * repeat]
                 sass += [
                     f"        /*{16 * i:04x}*/                   {text} ;   /* 0x00007 */"
                     for i, text in enumerate(code)
@@ -119,7 +146,7 @@ def test_good_code_passes():
     kernels, said = cubin_check.check(*library(registers=70))
     assert said == []
     assert len(kernels) == len(cubin_check.BUDGETS) * 4  # two rails, two architectures
-    assert all(k.instructions == len(ALL) for k in kernels if k.name not in ("unpermute", "combine"))
+    assert all(k.instructions == len(ALL) for k in kernels if k.name in ("dispatch", "deliver"))
     assert all(k.registers == 70 for k in kernels)
 
 
@@ -152,6 +179,44 @@ def test_a_row_is_counted_the_short_way_round():
 def test_loops_over_rows_that_grow_are_named(code, words):
     said = complaints(rows=row_code(**code))
     assert any(line.startswith("combine<P2PDevice> sm_90a") and words in line for line in said), said
+
+
+def test_the_loops_of_an_exchange_are_counted_with_their_turns():
+    kernels, said = cubin_check.check(*library(registers=70))
+    exchange = next(k for k in kernels if k.name == "exchange")
+    assert said == [] and exchange.route.runs == 5
+    assert exchange.route.walk == 9 + 4 * 7 + 1 + 3 * 4 * 7  # a warp goes round a turn's loop four times in a step
+    assert (exchange.route.list, exchange.route.record) == (9, 20)
+    eight, many = ({"num_ranks": 8, "num_nodes": 1}, {"num_ranks": 64, "num_nodes": 8})
+    times = [sum(cubin_check.sass_route.exchange_us(exchange.route, **world).values()) for world in (eight, many)]
+    one_block = sum(cubin_check.sass_route.exchange_us(exchange.route, **eight, blocks=1).values())
+    assert 5 < times[0] < times[1] < one_block
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        ({"loads": (AHEAD[0], "@P3 BRA >walk", *AHEAD[1:])}, "4 places have 8 loads under way"),
+        ({"loads": (*AHEAD[:4], *USE, *AHEAD[4:])}, "4 places have 8 loads under way"),
+        ({"loads": [f"LDG.E R2{i}, desc[UR4][R20.64]" for i in range(8)]}, "4 places have 8 loads under way"),
+        ({"walk": ["I2F.U32.RP R0, R17", "MUFU.RCP R0, R0"]}, "a division in a loop (40 instructions"),
+        ({"record": ["CALL.REL.NOINC R4"]}, "a division in a loop (21 instructions"),
+        ({"turn": ["MOV R1, R2"] * 60}, "1082 instructions a walk, at most"),
+        ({"record": ["MOV R1, R2"] * 461}, "481 instructions a record, at most"),
+        ({"turns": 3}, "no walk found"),
+    ],
+)
+def test_loops_of_an_exchange_that_wait_or_divide_are_named(code, words):
+    said = complaints(route=route_code(**code), registers=70)
+    assert any(line.startswith("exchange<P2PDevice> sm_90a") and words in line for line in said), said
+
+
+def test_a_wait_may_divide():
+    polls = ["MOV R1, R2", "LDG.E.64.STRONG.SYS R20, desc[UR4][R40.64]", "MUFU.RCP R0, R0"]
+    code = route_code()
+    at = len(code)
+    assert complaints(route=[*code, *polls, f"@P0 BRA {16 * at:#x}"], registers=70) == []
+    assert complaints(route=[*code, polls[0], polls[2], f"@P0 BRA {16 * at:#x}"], registers=70) != []
 
 
 def test_each_kernel_has_its_loops():
