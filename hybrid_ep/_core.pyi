@@ -131,6 +131,8 @@ class CallHeader:
 class Engine:
     """One rank's registered buffer and the operations on it; see runtime/engine.h."""
 
+    most_exchange_blocks: ClassVar[int]
+
     def __init__(self, rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float,
                  executor: str = 'host', seed: int = 0) -> None: ...
 
@@ -159,7 +161,7 @@ class Engine:
 
     def place(self, header: CallHeader, *, topk_idx: TensorView | None = None,
               routing_map: TensorView | None = None, weights: TensorView | None = None, topk_in: int = 0,
-              memory: TensorView, count: bool) -> Placed:
+              memory: TensorView, count: bool, num_blocks: int = 1) -> Placed:
         """A plan that lies in `memory`; count: wait for its counts, else the host never learns them."""
 
     def plan_memory(self, num_tokens: int, topk: int, worst_case: bool) -> PlanMemory:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import sass_clocks
 import sass_loops
 
-LEAST_AHEAD = 8  # loads that a walk, a sum over blocks or sources, or the list of a token has under way at once
+LEAST_AHEAD = 6  # loads that a walk, a sum over blocks or sources, or the list of a token has under way at once, of 8
 LEAST_RUNS = 5  # of so many loads: choices of a token and their weights, a walk, blocks, sources of pairs and of rows
 LONGEST_LOOP = 600  # longer ones are made by code that lies out of line
 # A division by a number that the compiler does not know, in line, or the routine for 64 bits.

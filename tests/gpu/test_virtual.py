@@ -61,7 +61,8 @@ def test_routing_of_more_experts_than_a_warp_has_lanes(num_local_experts, topk):
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 8, 16])
 def test_results_do_not_depend_on_the_number_of_blocks(num_blocks):
     ex = Example(2, 2, 3, (95, 0, 700, 31), 3, 64, scale_columns=1, pad_multiple=8, seed=9)
-    check_world(ex, "cuda", num_sms_dispatch_api=num_blocks, num_sms_combine_api=num_blocks)
+    blocks = dict.fromkeys(("num_sms_dispatch_api", "num_sms_combine_api", "num_sms_preprocessing_api"), num_blocks)
+    check_world(ex, "cuda", **blocks)
     check_world(
         ex,
         "cuda",

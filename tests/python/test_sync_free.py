@@ -65,6 +65,27 @@ def test_blocks_do_not_change_results():
         world.run(lambda rank, _, b=buffers: check(b[rank], rank, ex, expected(ex)))
 
 
+@pytest.mark.parametrize("few", [0, 9])
+def test_blocks_of_an_exchange_do_not_change_results(few):
+    """At a GPU's width, several tokens a step and in registers (few choices) or not; a rank may have more blocks than
+    tokens. A host's buffer would take one block: the template is where a number is not asked for its executor."""
+    ex = Example(2, 1, 12, (2, 90), 9 if few else 3, 16, pad_multiple=8, budget=2000, seed=3)
+    world, buffers = buffers_of((2, 1), 12, kept=False, executor="host_checked_lanes32")
+    for rank, buffer in enumerate(buffers):
+        buffer.config.num_of_blocks_preprocessing_api = 3 - rank
+    world.run(lambda rank, _: check(buffers[rank], rank, ex, expected(ex)))
+
+
+def test_a_host_takes_one_block_for_an_exchange_and_a_gpu_one_for_128_tokens():
+    _, [buffer] = buffers_of((1, 1), 2, kept=False, num_sms_preprocessing_api=108)
+    session, template = buffer._session, buffer.config
+    assert session.exchange_blocks(4096, template) == 1
+    template.num_of_blocks_preprocessing_api = None  # a GPU's with ranks of its own
+    assert [session.exchange_blocks(n, template) for n in (0, 1, 128, 129, 4096, 99999)] == [1, 1, 1, 2, 32, 32]
+    template.num_of_blocks_preprocessing_api = 108
+    assert session.exchange_blocks(4, template) == 32
+
+
 def test_the_comparison_notices():
     ex = Example(2, 1, 2, (20, 20), 2, budget=64, pad_multiple=8, seed=1)
     other = WRONG["one bit of one row"](ex, expected(ex))
