@@ -16,6 +16,7 @@ class BufferShape:
     count_words: ClassVar[dict[str, int]]
     default_chunk_tokens: ClassVar[int]
     flag_stride: ClassVar[int]
+    most_exchange_blocks: ClassVar[int]
     sum_tile_elements: ClassVar[int]
 
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
@@ -130,8 +131,6 @@ class CallHeader:
 
 class Engine:
     """One rank's registered buffer and the operations on it; see runtime/engine.h."""
-
-    most_exchange_blocks: ClassVar[int]
 
     def __init__(self, rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float,
                  executor: str = 'host', seed: int = 0) -> None: ...

@@ -191,6 +191,9 @@ void bind_memory(py::module_& m) {
           "(name, offset, bytes) of every region of a rank's segment, in order.")
       .def_property_readonly_static(
           "default_chunk_tokens", [](const py::object&) { return S{}.chunk_tokens; }, "Tokens of a rail message.")
+      .def_property_readonly_static(
+          "most_exchange_blocks", [](const py::object&) { return kMostExchangeBlocks; },
+          "Blocks of an exchange kernel at most.")
       .def_property_readonly_static("sum_tile_elements", [](const py::object&) { return kSumTileElems; })
       .def_property_readonly_static("flag_stride", [](const py::object&) { return BufferLayout::kFlagStride; })
       .def_property_readonly_static(
@@ -223,9 +226,6 @@ void bind_engine(py::module_& m) {
            "Offsets in the memory of a plan; worst_case: with room for what its dispatch learns.")
       .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
            "ValueError unless a launch may have so many blocks.")
-      .def_property_readonly_static(
-          "most_exchange_blocks", [](const py::object&) { return kMostExchangeBlocks; },
-          "Blocks of an exchange kernel at most.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
       .def_property_readonly("launch_ns", &Engine::launch_ns,
                              "Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel.")

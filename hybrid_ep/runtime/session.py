@@ -424,7 +424,7 @@ class Session:
         """Blocks of the exchange kernel of this many tokens; ranks need not agree, and rows do not depend on it."""
         asked = template.num_of_blocks_preprocessing_api
         blocks = max(1, -(-num_tokens // _TOKENS_OF_A_BLOCK)) if asked is None else asked
-        return min(blocks, _core.Engine.most_exchange_blocks)
+        return min(blocks, _core.BufferShape.most_exchange_blocks)
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""
