@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hybrid_ep.runtime import validation
+from hybrid_ep.runtime.handle import HandleTuple
 
 OWN = "own"
 
@@ -139,6 +140,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             yield value
+    elif isinstance(value, HandleTuple):  # what nobody has read yet is made of the plan's memory
+        yield from _tensors(tuple(value.there()))
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
