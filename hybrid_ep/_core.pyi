@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy
+import torch
 from numpy.typing import NDArray
 
 class ArenaBlock:
@@ -129,6 +130,55 @@ class CallHeader:
     def weights(self) -> bool: ...
 
 
+class CombineRequest:
+    """Rows on their way back, for Engine.combine."""
+
+    def __init__(self, *, x: torch.Tensor, hidden: int, weights: torch.Tensor | None = None, out_x: torch.Tensor,
+                 out_weights: torch.Tensor | None = None, permuted: bool, multiply: bool = False,
+                 fp32_partials: bool = False, launch: LaunchShape) -> None: ...
+
+    @property
+    def out_weights(self) -> TensorView | None: ...
+
+    @property
+    def out_x(self) -> TensorView: ...
+
+    @property
+    def weights(self) -> TensorView | None: ...
+
+    @property
+    def x(self) -> TensorView: ...
+
+
+class DispatchRequest:
+    """The rows of a plan on their way, for Engine.dispatch."""
+
+    def __init__(self, *, x: torch.Tensor, scale: torch.Tensor | None = None, weights: torch.Tensor | None = None,
+                 routed_weights: bool = False, out_x: torch.Tensor, out_scale: torch.Tensor | None = None,
+                 out_weights: torch.Tensor | None = None, row_bytes: int, scale_bytes: int = 0,
+                 permuted: int | None = None, launch: LaunchShape) -> None:
+        """weights: in plan order; routed_weights: those that the plan's routing brought. permuted: rows of the
+        permuted result; None: receive order."""
+
+    @property
+    def out_scale(self) -> TensorView | None: ...
+
+    @property
+    def out_weights(self) -> TensorView | None: ...
+
+    @property
+    def out_x(self) -> TensorView: ...
+
+    @property
+    def scale(self) -> TensorView | None: ...
+
+    @property
+    def weights(self) -> TensorView | None: ...
+
+    @property
+    def x(self) -> TensorView: ...
+
+
 class Engine:
     """One rank's registered buffer and the operations on it; see runtime/engine.h."""
 
@@ -138,17 +188,9 @@ class Engine:
     @property
     def arena_bytes_lent(self) -> int: ...
 
-    def combine(self, plan: Plan, *, x: TensorView, hidden: int, weights: TensorView | None = None,
-                out_x: TensorView, out_weights: TensorView | None = None, permuted: bool, multiply: bool = False,
-                fp32_partials: bool = False, num_blocks: int = 1, unpermute_blocks: int = 0,
-                chunk_tokens: int = 0) -> None: ...
+    def combine(self, plan: Plan, request: CombineRequest) -> None: ...
 
-    def dispatch(self, plan: Plan, *, x: TensorView, scale: TensorView | None = None,
-                 weights: TensorView | None = None, routed_weights: bool = False, out_x: TensorView,
-                 out_scale: TensorView | None = None, out_weights: TensorView | None = None, row_bytes: int,
-                 scale_bytes: int = 0, permute: bool, out_rows: int = 0, num_blocks: int = 1,
-                 deliver_blocks: int = 0, chunk_tokens: int = 0) -> None:
-        """weights: in plan order; routed_weights: those that the plan's routing brought."""
+    def dispatch(self, plan: Plan, request: DispatchRequest) -> None: ...
 
     @property
     def launch_ns(self) -> int:
@@ -158,10 +200,8 @@ class Engine:
     def num_launches(self) -> int:
         """Kernels launched by this engine."""
 
-    def place(self, header: CallHeader, *, topk_idx: TensorView | None = None,
-              routing_map: TensorView | None = None, weights: TensorView | None = None, topk_in: int = 0,
-              memory: TensorView, count: bool, num_blocks: int = 1) -> Placed:
-        """A plan that lies in `memory`; count: wait for its counts, else the host never learns them."""
+    def place(self, request: PlaceRequest) -> Placed:
+        """A plan that lies in the request's memory."""
 
     def plan_memory(self, num_tokens: int, topk: int, worst_case: bool) -> PlanMemory:
         """Offsets in the memory of a plan; worst_case: with room for what its dispatch learns."""
@@ -203,6 +243,15 @@ class HeaderRanges:
 
     @property
     def most_want_tokens(self) -> int: ...
+
+
+class LaunchShape:
+    """How an operation is launched: what calls of one kind have in common."""
+
+    def __init__(self, *, num_blocks: int = 1, local_blocks: int | None = None,
+                 chunk_tokens: int | None = None) -> None:
+        """local_blocks: of a launch of its own for deliver, or for unpermute (None: inside the dispatch launch; as
+        num_blocks). chunk_tokens: of a rail message, the same on all ranks (None: what ring slots hold)."""
 
 
 class MicrobatchPlanner:
@@ -251,6 +300,28 @@ class NvshmemWorld:
     def stop(self) -> None: ...
 
     def unique_id(self) -> bytes: ...
+
+
+class PlaceRequest:
+    """A routed call, for Engine.place."""
+
+    def __init__(self, header: CallHeader, *, topk_idx: torch.Tensor | None = None,
+                 routing_map: torch.Tensor | None = None, weights: torch.Tensor | None = None, memory: torch.Tensor,
+                 topk_in: int = 0, count: bool) -> None:
+        """Of topk_idx int64 [T, topk_in] and routing_map bool [T, E] one; weights fp32 of its shape; memory: uint8,
+        plan_memory() bytes. count: wait for the counts, else the host never learns them."""
+
+    @property
+    def memory(self) -> TensorView: ...
+
+    @property
+    def routing_map(self) -> TensorView | None: ...
+
+    @property
+    def topk_idx(self) -> TensorView | None: ...
+
+    @property
+    def weights(self) -> TensorView | None: ...
 
 
 class Placed:
@@ -415,7 +486,7 @@ class Segment:
 
 
 class TensorView:
-    """A tensor on its way into the core; hybrid_ep/runtime/tensors.py makes them."""
+    """A tensor on its way into the core."""
 
     elements: ClassVar[dict[str, int]]
 
@@ -434,6 +505,10 @@ class TensorView:
 
     @property
     def num_bytes(self) -> int: ...
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> TensorView:
+        """All bytes of a tensor. ValueError, naming it, when they are not in one piece of memory of its own."""
 
     @property
     def tensor(self) -> Any: ...

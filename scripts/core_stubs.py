@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy
+import torch
 from numpy.typing import NDArray
 '''
 # pybind11's words -> ours. Integers are taken from whatever is one; a stub that says so would be unreadable.
@@ -188,6 +189,7 @@ def stub_of(core: ModuleType) -> str:
             "NDArray",
             "Sequence",
             "numpy",
+            "torch",
             "int",
             "float",
             "str",

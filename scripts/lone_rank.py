@@ -158,12 +158,9 @@ class LoneRank:
         memory = PlanMemory.of(self.engine.plan_memory(len(idx), self.topk, worst_case=False), self.device)
         header = _core.CallHeader(num_tokens=len(idx), topk=self.topk, num_experts=self.num_experts)
         return self.engine.place(
-            header,
-            topk_idx=view("idx", idx),
-            weights=view("weights", weights),
-            topk_in=idx.shape[1],
-            memory=view("memory", memory.block),
-            count=True,
+            _core.PlaceRequest(
+                header, topk_idx=idx, weights=weights, topk_in=idx.shape[1], memory=memory.block, count=True
+            )
         )
 
     def dispatch(self, plan, x: torch.Tensor, scales: torch.Tensor | None, num_sms: int, permute_sms: int = 0):
@@ -177,30 +174,28 @@ class LoneRank:
         out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=self.device)
         out_scales = None if scales is None else scales.new_empty(rows, scales.shape[1])
         out_weights = torch.empty(rows, device=self.device)
-        self.engine.dispatch(
-            plan,
-            x=view("x", x),
-            scale=view("scales", scales),
+        request = _core.DispatchRequest(
+            x=x,
+            scale=scales,
             routed_weights=True,
-            out_x=view("out", out),
-            out_scale=view("out_scales", out_scales),
-            out_weights=view("out_weights", out_weights),
+            out_x=out,
+            out_scale=out_scales,
+            out_weights=out_weights,
             row_bytes=sizes[0],
-            permute=True,
-            out_rows=rows,
-            num_blocks=num_sms,
             scale_bytes=sizes[1],
-            deliver_blocks=permute_sms,
+            permuted=rows,
+            launch=_core.LaunchShape(num_blocks=num_sms, local_blocks=permute_sms or None),
         )
+        self.engine.dispatch(plan, request)
         return out, out_weights, out_scales
 
     def combine(self, plan, rows: torch.Tensor, num_sms: int):
         """Sums of this rank's tokens; plan: of route, dispatched. rows: as many as dispatch returned."""
         self._enter()
         out = torch.empty(plan.num_tokens, rows.shape[1], dtype=rows.dtype, device=self.device)
-        self.engine.combine(
-            plan, x=view("rows", rows), hidden=rows.shape[1], out_x=view("out", out), permuted=True, num_blocks=num_sms
-        )
+        launch = _core.LaunchShape(num_blocks=num_sms)
+        request = _core.CombineRequest(x=rows, hidden=rows.shape[1], out_x=out, permuted=True, launch=launch)
+        self.engine.combine(plan, request)
         return out
 
     def exchanged(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ struct Placed {
   std::shared_ptr<Plan> complete;  // without `count`
   std::shared_ptr<Placement> placement;
   Device device = Device::kCpu;  // where the plan's memory lies
+  pybind11::object memory;       // the tensor, which lives as long as this
 
   const Placement& waited() const {
     if (!placement) throw std::logic_error("nobody waited for the counts of this call; see complete");

@@ -1,9 +1,11 @@
 #include "bindings/tensor_view.h"
 
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/stl.h>
 
 #include <map>
 #include <stdexcept>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -31,9 +33,77 @@ TensorView make(uint64_t address, uint64_t bytes, int element, const std::string
   return {address, bytes, Element(element), device == kDevices[0] ? Device::kCpu : Device::kCuda, std::move(tensor)};
 }
 
+// What is asked of a tensor: attributes and methods without arguments, by names that are made once.
+class Attribute {
+ public:
+  explicit Attribute(const char* name) : name_(PyUnicode_InternFromString(name)) {}
+  py::object read(const py::handle& of) const { return checked(PyObject_GetAttr(of.ptr(), name_)); }
+  py::object call(const py::handle& of) const { return checked(PyObject_CallMethodNoArgs(of.ptr(), name_)); }
+  bool is_true(const py::handle& of) const { return read(of).ptr() == Py_True; }
+  uint64_t count(const py::handle& of) const { return as_count(read(of)); }
+  uint64_t called_count(const py::handle& of) const { return as_count(call(of)); }
+
+ private:
+  static py::object checked(PyObject* made) {
+    if (!made) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(made);
+  }
+  static uint64_t as_count(const py::object& number) {
+    const uint64_t value = PyLong_AsUnsignedLongLong(number.ptr());
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return value;
+  }
+  PyObject* name_;  // of the interpreter, as long as it lives
+};
+
+// torch's dtypes by code, of which a torch may lack some.
+Element element_of(const py::handle& dtype) {
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<std::vector<py::object>> types;
+  const std::vector<py::object>& known = types
+                                             .call_once_and_store_result([] {
+                                               const py::module_ torch = py::module_::import("torch");
+                                               std::vector<py::object> found;
+                                               for (const char* name : kNames)
+                                                 found.push_back(py::getattr(torch, name, py::none()));
+                                               return found;
+                                             })
+                                             .get_stored();
+  for (int e = 1; e < int(Element::kCount); ++e)
+    if (known[size_t(e)].is(dtype)) return Element(e);
+  return Element::kOther;
+}
+
+// None: it does not fill one piece of memory that the core can read. A tensor that computes nothing answers each of
+// these in some 50 ns; asking Python for a device costs more than all of them.
+std::optional<TensorView> filled(const Tensor& x) {
+  static const Attribute data_ptr("data_ptr"), nbytes("nbytes"), storage_bytes("nbytes"), dtype("dtype"),
+      is_cpu("is_cpu"), is_cuda("is_cuda"), is_contiguous("is_contiguous"), untyped_storage("untyped_storage");
+  try {
+    const uint64_t address = data_ptr.called_count(x), bytes = nbytes.count(x);
+    const bool on_cpu = is_cpu.is_true(x);
+    if (!on_cpu && !is_cuda.is_true(x)) return std::nullopt;
+    if (is_contiguous.call(x).ptr() != Py_True) return std::nullopt;
+    if (bytes) {
+      const py::object storage = untyped_storage.call(x);
+      const uint64_t end = data_ptr.called_count(storage) + storage_bytes.called_count(storage);
+      if (!address || address + bytes > end) return std::nullopt;
+    }
+    return TensorView{address, bytes, element_of(dtype.read(x)), on_cpu ? Device::kCpu : Device::kCuda, x};
+  } catch (const py::error_already_set& error) {
+    if (error.matches(PyExc_RuntimeError)) return std::nullopt;  // traced, batched and fake tensors have no address
+    throw;
+  }
+}
+
 alignas(128) unsigned char nothing[128];  // where tensors without bytes are said to be
 
 }  // namespace
+
+TensorView TensorView::of(const char* name, const Tensor& tensor) {
+  if (auto view = filled(tensor)) return *std::move(view);
+  py::module_::import("hybrid_ep.runtime.tensors").attr("refuse")(name, tensor);  // raises, with the remedy
+  throw std::logic_error(std::string(name) + ": a tensor that is neither usable nor refused");
+}
 
 const char* element_name(Element e) {
   return kNames[size_t(e)];
@@ -69,7 +139,9 @@ DType summable(const char* name, const TensorView* view) {
 }
 
 void bind_tensor_view(py::module_& m) {
-  py::class_<TensorView>(m, "TensorView", "A tensor on its way into the core; hybrid_ep/runtime/tensors.py makes them.")
+  py::class_<TensorView>(m, "TensorView", "A tensor on its way into the core.")
+      .def_static("of", &TensorView::of, py::arg("name"), py::arg("tensor"),
+                  "All bytes of a tensor. ValueError, naming it, when they are not in one piece of memory of its own.")
       .def(py::init(&make), py::arg("address"), py::arg("num_bytes"), py::arg("element"), py::arg("device"),
            py::arg("tensor") = py::none(),
            "num_bytes of memory at `address` on a 'cpu' or 'cuda' device; element: a code of `elements`; tensor: what "

@@ -1,10 +1,11 @@
 // A tensor on its way into the core: where its bytes lie, how many there are, what they hold and on which kind of
-// device. hybrid_ep/runtime/tensors.py makes one from a torch tensor; nothing else crosses the boundary as memory. The
-// core states for every argument what it needs, and a view that has less is a ValueError that names the argument.
+// device. Nothing else crosses the boundary as memory. The core states for every argument what it needs, and a view
+// that has less is a ValueError that names the argument.
 #pragma once
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "common/element.h"
@@ -27,12 +28,26 @@ inline constexpr Element kElementOf<int64_t> = Element::kInt64;
 template <>
 inline constexpr Element kElementOf<float> = Element::kFp32;
 
+// A torch.Tensor, of which this module knows attributes and no header.
+class Tensor : public pybind11::object {
+  static bool check_(PyObject*) { return true; }
+  PYBIND11_OBJECT_DEFAULT(Tensor, object, check_)
+};
+
 struct TensorView {
+  // ValueError, naming it, for a tensor whose bytes are not all in one piece of memory that the core can read.
+  static TensorView of(const char* name, const Tensor& tensor);
+
   uint64_t address = 0, bytes = 0;
   Element element = Element::kOther;
   Device device = Device::kCpu;
   pybind11::object keep_alive;  // the tensor; lives and dies under the GIL
 };
+
+// The same of a tensor that may be left out.
+inline std::optional<TensorView> view_of(const char* name, const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional(TensorView::of(name, *tensor)) : std::nullopt;
+}
 
 // What a call needs of one argument.
 struct Need {
@@ -63,3 +78,8 @@ DType summable(const char* name, const TensorView* view);  // what combine adds;
 void bind_tensor_view(pybind11::module_& m);
 
 }  // namespace hep
+
+template <>
+struct pybind11::detail::handle_type_name<hep::Tensor> {
+  static constexpr auto name = const_name("torch.Tensor");
+};

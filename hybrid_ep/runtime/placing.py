@@ -136,12 +136,5 @@ def _launch(
     sends its header alone."""
     tokens = routing.num_tokens if routing.num_experts == session.shape.num_experts else 0
     memory = PlanMemory.of(session.engine.plan_memory(tokens, topk, not count), session.options.device)
-    placed = session.engine.place(
-        call.header(routing, template, tokens, topk),
-        **routing.views(),
-        topk_in=routing.topk_in,
-        memory=view("memory", memory.block),
-        count=count,
-        num_blocks=session.exchange_blocks(tokens, template),
-    )
-    return placed, memory
+    header = call.header(routing, template, tokens, topk)
+    return session.engine.place(routing.request(header, memory.block, count, session.exchange_blocks(tokens, template))), memory

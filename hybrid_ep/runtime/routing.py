@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from hybrid_ep import _core
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.runtime import routing_maps, validation
-from hybrid_ep.runtime.tensors import aligned, view
+from hybrid_ep.runtime.tensors import aligned
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,23 @@ class Routing:
         assert given is not None  # one of them is
         return given.shape[0]
 
-    @property
-    def topk_in(self) -> int:
-        """Columns of topk_idx, 0 with a map."""
-        return 0 if self.topk_idx is None else self.topk_idx.shape[1]
-
-    def views(self) -> dict[str, Any]:
-        """The tensors as the core's arguments."""
-        given = {"topk_idx": self.topk_idx, "routing_map": self.routing_map, "weights": self.weights}
-        return {name: view(name, None if x is None else aligned(x)) for name, x in given.items()}
+    def request(
+        self, header: _core.CallHeader, memory: torch.Tensor, count: bool, num_blocks: int
+    ) -> _core.PlaceRequest:
+        """What the exchange kernel is to place in that memory; count: wait for the counts."""
+        idx, route, weights = (
+            None if x is None else aligned(x) for x in (self.topk_idx, self.routing_map, self.weights)
+        )
+        return _core.PlaceRequest(
+            header,
+            topk_idx=idx,
+            routing_map=route,
+            weights=weights,
+            memory=memory,
+            topk_in=0 if idx is None else idx.shape[1],
+            count=count,
+            num_blocks=num_blocks,
+        )
 
 
 @dataclass(frozen=True)

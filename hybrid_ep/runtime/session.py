@@ -112,6 +112,8 @@ class Call:
 # Calls of one shape say the same again, and a header is made of seventeen words by name.
 _header = functools.lru_cache(maxsize=256)(_core.CallHeader)
 
+_launch_shape = functools.lru_cache(maxsize=64)(_core.LaunchShape)
+
 # How a rank's answer reads, where ranks gave different ones.
 _WORDS: dict[str, Callable[[_core.CallHeader], str]] = {
     "hidden": lambda h: str(h.hidden),
@@ -405,8 +407,8 @@ class Session:
             budgets,
         )
 
-    def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int]:
-        """Blocks of an operation, and of its local pass where that is a launch of its own, else 0.
+    def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int | None]:
+        """Blocks of an operation, and of its local pass where that is a launch of its own, else None.
 
         ValueError before anything is launched where there cannot be so many: after a dispatch's routing the other ranks
         would go on without this one."""
@@ -414,7 +416,7 @@ class Session:
         blocks = getattr(template, f"num_of_blocks_{operation}_api")
         if num_sms is not None:
             blocks = validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
-        apart = getattr(template, f"num_of_blocks_{local}") or 0
+        apart = getattr(template, f"num_of_blocks_{local}") or None
         self.engine.require_blocks("num_sms" if num_sms is not None else "num_blocks", blocks)
         if apart:
             self.engine.require_blocks(f"num_blocks_{local}", apart)
@@ -425,6 +427,10 @@ class Session:
         asked = template.num_of_blocks_preprocessing_api
         blocks = max(1, -(-num_tokens // _TOKENS_OF_A_BLOCK)) if asked is None else asked
         return min(blocks, _core.BufferShape.most_exchange_blocks)
+
+    def launch(self, operation: str, blocks: tuple[int, int | None]) -> _core.LaunchShape:
+        """Of an operation on a plan, once its routing is agreed upon."""
+        return _launch_shape(num_blocks=blocks[0], local_blocks=blocks[1], chunk_tokens=self.chunks[operation])
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""

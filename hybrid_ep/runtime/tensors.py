@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from hybrid_ep import _core
@@ -63,17 +65,18 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 def view(name: str, x: torch.Tensor | None) -> _core.TensorView | None:
     """x as it crosses into the core: address, bytes, element type, device. None for None; ValueError, naming it, for
     a tensor whose bytes are not all in one piece of memory."""
-    if x is None:
-        return None
-    address = require_memory(name, x)
-    num_bytes, device = x.nbytes, "cpu" if x.is_cpu else x.device.type  # asking for the device is what costs
-    storage = x.untyped_storage()
-    if not x.is_contiguous() or num_bytes and address + num_bytes > storage.data_ptr() + storage.nbytes():
-        raise ValueError(
-            f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
-            "storage; give .contiguous(), and no storage that was made smaller"
-        )
-    return _core.TensorView(address, num_bytes, _ELEMENTS.get(x.dtype, 0), device, x)
+    return None if x is None else _core.TensorView.of(name, x)
+
+
+def refuse(name: str, x: torch.Tensor) -> NoReturn:
+    """ValueError: why the core cannot read x."""
+    require_memory(name, x)
+    if not (x.is_cpu or x.is_cuda):
+        raise ValueError(f"{name} is memory of a '{x.device.type}' device; the core reads 'cpu' and 'cuda'")
+    raise ValueError(
+        f"{name} of shape {tuple(x.shape)} and stride {x.stride()} does not fill one piece of its "
+        "storage; give .contiguous(), and no storage that was made smaller"
+    )
 
 
 def row_bytes(x: torch.Tensor) -> int:

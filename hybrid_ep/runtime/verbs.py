@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid_ep import _core
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.runtime import plan_weights, validation
 from hybrid_ep.runtime.handle_kinds import HandleKind
@@ -12,7 +13,7 @@ from hybrid_ep.runtime.plan import Plan, Routed
 from hybrid_ep.runtime.routing import Given, routing_of_call
 from hybrid_ep.runtime.session import Call, Session
 from hybrid_ep.runtime.signatures import Combined, Handle, Received
-from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows, view
+from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows
 
 
 def plan_or_route(
@@ -49,7 +50,7 @@ def scatter(
     weights: Tensor | None,
     routed: bool,
     num_permuted: int | None,
-    blocks: tuple[int, int],
+    blocks: tuple[int, int | None],
 ) -> Received:
     """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
     x = aligned(hidden)
@@ -61,26 +62,24 @@ def scatter(
     out, out_scale, out_weights = session.dispatched(
         rows, row_bytes(x), scale_bytes, columns, num_permuted is not None and plan.has_holes
     )
-    session.engine.dispatch(
-        plan.core,
-        x=view("hidden", x),
-        scale=view("scaling_factor", padded_scale),
-        weights=view("weights", weights),
+    received = out.view(x.dtype)
+    request = _core.DispatchRequest(
+        x=x,
+        scale=padded_scale,
+        weights=weights,
         routed_weights=routed,
-        out_x=view("out_x", out.view(x.dtype)),
-        out_scale=view("out_scale", out_scale),
-        out_weights=view("out_weights", out_weights),
+        out_x=received,
+        out_scale=out_scale,
+        out_weights=out_weights,
         row_bytes=row_bytes(x),
         scale_bytes=scale_bytes,
-        permute=num_permuted is not None,
-        out_rows=rows,
-        num_blocks=blocks[0],
-        deliver_blocks=blocks[1],
-        chunk_tokens=session.chunks["dispatch"],
+        permuted=num_permuted,
+        launch=session.launch("dispatch", blocks),
     )
+    session.engine.dispatch(plan.core, request)
     out_weights = out_weights if num_permuted is None or out_weights is None else out_weights.view(rows)
     scales = None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
-    return out.view(x.dtype), out_weights, scales
+    return received, out_weights, scales
 
 
 def gather(
@@ -92,9 +91,9 @@ def gather(
     permuted: bool,
     weighted: bool = False,
     fp32_partials: bool,
-    blocks: tuple[int, int],
+    blocks: tuple[int, int | None],
 ) -> Combined:
-    """The sums of a plan's rows; blocks: of the combine, and of a launch of its own before it, or 0."""
+    """The sums of a plan's rows."""
     validation.flag("fp32_partials", fp32_partials)
     x, w = aligned(hidden), None if weights is None else aligned(weights)
     bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
@@ -103,18 +102,16 @@ def gather(
     returned = (
         None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32, device=x.device)
     )
-    session.engine.combine(
-        plan.core,
-        x=view("hidden", x),
+    request = _core.CombineRequest(
+        x=x,
         hidden=x.shape[1],
-        weights=view("probs", w),
-        out_x=view("out_x", out),
-        out_weights=view("out_weights", returned),
+        weights=w,
+        out_x=out,
+        out_weights=returned,
         permuted=permuted,
         multiply=weighted,
         fp32_partials=fp32_partials,
-        num_blocks=blocks[0],
-        unpermute_blocks=blocks[1],
-        chunk_tokens=session.chunks["combine"],
+        launch=session.launch("combine", blocks),
     )
+    session.engine.combine(plan.core, request)
     return out, None if returned is None else plan_weights.to_dense(plan, returned)

@@ -13,7 +13,11 @@ from hybrid_ep import _core
 from hybrid_ep.testing import VirtualWorld
 
 HIDDEN, TOKENS, TOPK, EXPERTS = 32, 7, 3, 8  # experts of the group
-VERBS = ("place", "dispatch", "combine")
+TENSORS = {
+    "place": ("topk_idx", "routing_map", "weights", "memory"),
+    "dispatch": ("x", "scale", "weights", "out_x", "out_scale", "out_weights"),
+    "combine": ("x", "weights", "out_x", "out_weights"),
+}  # in the requests of the engine's verbs
 
 
 @dataclass(frozen=True)
@@ -75,19 +79,39 @@ def all_verbs(buffer: Any, mine: Given, beside: bool | None = None) -> list[torc
     return [x for x in out if isinstance(x, torch.Tensor)]
 
 
+def tensors_of(verb: str, request: Any) -> dict[str, Any]:
+    """The views in a request, by argument; None for what was not given."""
+    return {name: getattr(request, name) for name in TENSORS[verb]}
+
+
+def with_tensors(request: Any, views: dict[str, Any]) -> Any:
+    """The request, with these views in it."""
+    for name, v in views.items():
+        setattr(request, name, v)
+    return request
+
+
 class Watched:
-    """An engine whose arguments pass through look(verb, call, {name: argument}), which returns those to use."""
+    """An engine whose requests' tensors pass through look(verb, call, {argument: view}), which returns those to use;
+    call(**views) makes the same call with others."""
 
     def __init__(self, engine: Any, look: Callable[[str, Callable, dict[str, Any]], dict[str, Any]]) -> None:
         self._engine, self._look = engine, look
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._engine, name)
-        if name not in VERBS:
+        if name not in TENSORS:
             return value
-        return lambda *plan, **arguments: value(
-            *plan, **self._look(name, lambda **other: value(*plan, **other), arguments)
-        )
+
+        def watched(*plan_and_request: Any) -> Any:
+            *plan, request = plan_and_request
+
+            def call(**views: Any) -> Any:
+                return value(*plan, with_tensors(request, views))
+
+            return call(**self._look(name, call, tensors_of(name, request)))
+
+        return watched
 
 
 def watched_run(nodes: int, locals_: int, look: Callable, call: Callable = all_verbs, **of_given: Any) -> list[Any]:

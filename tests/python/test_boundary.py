@@ -177,11 +177,9 @@ def test_a_plan_has_room_for_every_expert_that_topk_idx_may_name():
     room = torch.empty(1 << 20, dtype=torch.uint8)
     with pytest.raises(ValueError, match="its topk is 1, but topk_idx may choose"):
         buffer._session.engine.place(
-            header,
-            topk_idx=view("topk_idx", idx),
-            topk_in=idx.shape[1],
-            count=True,
-            memory=view("memory", room[-room.data_ptr() % 128 :]),
+            _core.PlaceRequest(
+                header, topk_idx=idx, topk_in=idx.shape[1], count=True, memory=room[-room.data_ptr() % 128 :]
+            )
         )
     buffer.destroy()
 

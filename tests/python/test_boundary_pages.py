@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from boundary import VERBS, all_verbs, changed, views, watched_run
+from boundary import TENSORS, all_verbs, changed, tensors_of, views, watched_run, with_tensors
 
 from hybrid_ep.runtime import plan_maps
 
@@ -83,11 +83,12 @@ def main(nodes: int, locals_: int, place: bool, cut: tuple[str, str] | None) -> 
 
             def __getattr__(self, name):
                 real = getattr(self.real, name)
-                if name not in VERBS:
+                if name not in TENSORS:
                     return real
 
-                def at_the_edge(*plan, **arguments):
-                    result = real(*plan, **edge(name, real, arguments))
+                def at_the_edge(*plan_and_request):
+                    *plan, request = plan_and_request
+                    result = real(*plan, with_tensors(request, edge(name, real, tensors_of(name, request))))
                     edge.after()
                     return result
 
