@@ -399,7 +399,8 @@ class Plan:
     def overflow(self) -> bool: ...
 
     @property
-    def padded_tokens_per_expert(self) -> list[int]: ...
+    def padded_tokens_per_expert(self) -> bytearray:
+        """int64 [num_local_experts], a copy."""
 
     @property
     def tokens_per_expert(self) -> list[int]: ...

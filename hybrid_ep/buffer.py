@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 from hybrid_ep.runtime.names import Named
 from hybrid_ep.runtime.plan import Routed
 from hybrid_ep.runtime.routing import Given
-from hybrid_ep.runtime.session import Call, Session
+from hybrid_ep.runtime.session import Call, Guard, Session
 from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted
 
 
@@ -476,10 +475,8 @@ class HybridEPBuffer(Named):
             raise BufferFailedError(self._session.why_closed if self._session else "this buffer was never set up")
         return self._session
 
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[Session]:
-        with self._open_session().guard() as session, validation.on(session.options.device):
-            yield session
+    def _busy(self) -> Guard:
+        return self._open_session().guard()
 
 
 def _returned(handle: Handle | Routed | None) -> Handle | None:

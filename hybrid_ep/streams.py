@@ -83,9 +83,10 @@ def on_comm_stream(verb: Callable) -> Callable:
         validation.flag("async_finish", async_finish)
         _check_event(previous_event, async_finish, buffer.comm_stream)
         if not async_finish and buffer.comm_stream is None:
-            handle = {**dict(zip(names, args, strict=False)), **kwargs}.get("handle")
-            for tensor in _tensors(handle):  # which a call on another stream may have made
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            handle = {**dict(zip(names, args, strict=False)), **kwargs}.get("handle") if args else kwargs.get("handle")
+            if handle is not None:
+                for tensor in _tensors(handle):  # which a call on another stream may have made
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
             return verb(buffer, *args, **kwargs)
         stream = buffer.stream_of_calls()
         if stream is None:  # a CPU
@@ -141,7 +142,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         if value.is_cuda:
             yield value
     elif isinstance(value, HandleTuple):  # what nobody has read yet is made of the plan's memory
-        yield from _tensors(tuple(value.there()))
+        if not value.config.plan.host_reads:
+            yield from _tensors(tuple(value.there()))
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)

@@ -194,6 +194,7 @@ def stub_of(core: ModuleType) -> str:
             "float",
             "str",
             "bool",
+            "bytearray",
             "bytes",
             "list",
             "dict",

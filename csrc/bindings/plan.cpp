@@ -133,8 +133,13 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("has_holes", &Plan::has_holes)
       .def_property_readonly("num_dropped", [](const Plan& p) { return p.counts().dropped[size_t(p.world().rank)]; })
       .def_property_readonly("tokens_per_expert", [](const Plan& p) { return p.counts().tokens_per_expert; })
-      .def_property_readonly("padded_tokens_per_expert",
-                             [](const Plan& p) { return p.counts().padded_tokens_per_expert; })
+      .def_property_readonly(
+          "padded_tokens_per_expert",
+          [](const Plan& p) {
+            const auto& counts = p.counts().padded_tokens_per_expert;
+            return py::bytearray(reinterpret_cast<const char*>(counts.data()), counts.size() * sizeof counts[0]);
+          },
+          "int64 [num_local_experts], a copy.")
       .def("num_rail_tokens", &Plan::num_rail_tokens, py::arg("node"))
       // Where the host can read the plan: the maps of the handles, and conversions of weights.
       .def("maps", &maps, py::kw_only(), py::arg("memory"), py::arg("sparse_to_dense"), py::arg("rail_to_node"),

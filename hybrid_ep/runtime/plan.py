@@ -5,9 +5,10 @@ Immutable once its first dispatch has run; outlives later calls, later growth an
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +17,13 @@ from hybrid_ep.runtime.handle_kinds import HandleKind
 _ALIGNMENT = 128
 
 
-@dataclass(frozen=True)
-class PlanMemory:
+@functools.cache
+def _byte(device: torch.device) -> torch.Tensor:
+    """new_empty of a tensor reads two arguments where torch.empty reads five, which costs it as much again."""
+    return torch.empty(1, dtype=torch.uint8, device=device)
+
+
+class PlanMemory(NamedTuple):
     """One block that kernels write and read, uint8, and where its arrays lie in it (the compiled core's PlanMemory)."""
 
     block: torch.Tensor
@@ -25,8 +31,10 @@ class PlanMemory:
 
     @classmethod
     def of(cls, at: Any, device: torch.device) -> PlanMemory:
-        memory = torch.empty(at.total + _ALIGNMENT, dtype=torch.uint8, device=device)
-        return cls(memory.narrow(0, -memory.data_ptr() % _ALIGNMENT, at.total), at)
+        num_bytes = at.total
+        memory = _byte(device).new_empty(num_bytes + _ALIGNMENT)
+        begin = -memory.data_ptr() % _ALIGNMENT
+        return cls(memory[begin : begin + num_bytes], at)
 
     def array(self, begin: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """A view: `shape` elements from byte `begin` on."""
@@ -148,7 +156,7 @@ class BlockingPlan(Plan):
     @property
     def padded_tokens_per_expert(self) -> torch.Tensor:
         # On the host, as the caller of a blocking call expects.
-        return torch.tensor(self.core.padded_tokens_per_expert, dtype=torch.int64, device="cpu")
+        return torch.frombuffer(self.core.padded_tokens_per_expert, dtype=torch.int64)
 
     @property
     def num_dropped(self) -> int:
@@ -171,7 +179,8 @@ class StaticPlan(Plan):
 
     @property
     def padded_tokens_per_expert(self) -> torch.Tensor:
-        return self.memory.array(self.memory.at.padded_tokens_per_expert, torch.int64, self.num_local_experts).clone()
+        num_bytes = self.num_local_experts * torch.int64.itemsize
+        return self.memory.block.narrow_copy(0, self.memory.at.padded_tokens_per_expert, num_bytes).view(torch.int64)
 
     @property
     def has_holes(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ from hybrid_ep.runtime import routing_maps, validation
 from hybrid_ep.runtime.tensors import aligned
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Where this rank's tokens go: topk_idx int64 [T, K] or routing_map bool [T, E], with weights fp32 or
     None."""
 
@@ -47,8 +46,7 @@ class Routing:
         )
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """The routing arguments of a verb, as its caller gave them; see HybridEPBuffer.dispatch."""
 
     topk_idx: torch.Tensor | None

@@ -5,14 +5,12 @@ growth is the same decision everywhere; only growth talks to the store."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +40,7 @@ _SHAPE_FIELDS = (
 _TOKENS_OF_A_BLOCK = 128  # that make it worth while for the exchange kernel to have one more
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a routed dispatch wants, beyond its routing."""
 
     hidden: torch.Tensor
@@ -153,6 +150,22 @@ def _raised_here(error: BaseException) -> bool:
     return at is not None and at.tb_frame.f_globals.get("__name__", "").split(".")[0] == "hybrid_ep"
 
 
+class Guard:
+    """Session.guard(): a class, for a generator costs a call more than all that is done here."""
+
+    __slots__ = ("_began", "_session")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> Session:
+        self._began = self._session.enter()
+        return self._session
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        self._session.leave(self._began, error)
+
+
 class Session:
     """Not thread-safe, and says so: enter guard() around every operation."""
 
@@ -173,14 +186,20 @@ class Session:
         self._clock: EngineClock | None = None
         self._segments, self._executor = self._choose_segments()
         self.shape: Any = None
+        self._room: dict[str, int] = {}  # what the shape says
+        self._blocks_allowed: set[tuple[str, int]] = set()  # of which the engine was asked
         self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
         first = options.first_shape(topology.num_ranks)
         self._open({**first, "arena_bytes": options.arena_bytes(first)})
 
     # ---- life
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[Session]:
-        """Around every operation: in the process that made the buffer, one thread at a time, none after a failure."""
+    def guard(self) -> Guard:
+        """Around every operation: in the process that made the buffer, one thread at a time, none after a failure; its
+        tensors lie on the buffer's device."""
+        return Guard(self)
+
+    def enter(self) -> Any:
+        """What began, for leave()."""
         self.require_own_process()
         if not self._lock.acquire(blocking=False):
             raise ReentrantCallError(
@@ -191,13 +210,17 @@ class Session:
             if self.why_closed is not None:
                 raise BufferFailedError(self.why_closed)
             self._enter_device()
-            began = self._progress()
-            try:
-                yield self
-            except BaseException as error:
-                if self._is_out_of_step(error, began):
-                    self.close(f"this buffer failed earlier: {_reason(error)}; make a new HybridEPBuffer")
-                raise
+            return self._progress(), validation.enter(self.options.device)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def leave(self, began: Any, error: BaseException | None) -> None:
+        progress, outer = began
+        validation.leave(outer)
+        try:
+            if error is not None and self._is_out_of_step(error, progress):
+                self.close(f"this buffer failed earlier: {_reason(error)}; make a new HybridEPBuffer")
         finally:
             self._lock.release()
 
@@ -255,14 +278,18 @@ class Session:
     def fit(self, **needs: int) -> None:
         """Grows the registered memory where a need exceeds it. Collective exactly when something must grow;
         all ranks must come with the same needs."""
-        now = {name: getattr(self.shape, name) for name in _SHAPE_FIELDS}
+        now = self._room
+        # Nothing grows of which no more is needed: capacity and arena go by the other sizes.
+        for name, need in needs.items():
+            if need > now[name] or (need != now[name] and name == "num_experts"):
+                break
+        else:
+            return
         wanted = {name: max(now[name], needs.get(name, 0)) for name in _SHAPE_FIELDS}
         wanted["num_experts"] = needs.get("num_experts", now["num_experts"])
         capacity = recv_capacity(self.options.capacity_factor, wanted["max_tokens"], self.topology.num_ranks)
         wanted["recv_rows"] = max(wanted["recv_rows"], capacity)
         wanted["arena_bytes"] = max(now["arena_bytes"], self.options.arena_bytes(wanted))
-        if wanted == now:
-            return
         if self.captured:
             grown = ", ".join(f"{n} from {now[n]} to {wanted[n]}" for n in now if now[n] != wanted[n])
             raise ValueError(
@@ -306,7 +333,8 @@ class Session:
             raise
         if self._clock is not None:
             self.engine = self._clock.around(self.engine)
-        self.shape = shape
+        self.shape, self._room = shape, wanted
+        self._blocks_allowed.clear()
         self._enter_device()
 
     def dispatched(
@@ -320,7 +348,7 @@ class Session:
         if x is None or (scale_bytes and scales is None):
             x = self.results.empty(rows, row_bytes)
             scales = self.results.empty(rows, scale_bytes) if scale_bytes else None
-        weights = self.results.empty(rows, 4 * weight_columns).view(torch.float32) if weight_columns else None
+        weights = self.results.empty(rows, 4 * weight_columns, torch.float32) if weight_columns else None
         if zero:
             for made in (x, scales, weights):
                 if made is not None:
@@ -367,13 +395,14 @@ class Session:
 
     def fit_call(self, ranges: _core.HeaderRanges, topk: int, call: Call, template: HybridEpConfigInstance) -> None:
         """Room for a routed call, of which all ranks know all headers."""
-        self.chunks = {op: template.chunk(op) for op in self.chunks}
+        dispatch, combine = template.chunk("dispatch"), template.chunk("combine")
+        self.chunks = {"dispatch": dispatch, "combine": combine}
         self.fit(
             max_tokens=max(1, ranges.most_tokens, ranges.most_want_tokens),
             max_topk=topk,
             row_bytes=max(row_bytes(call.hidden), validation.least_row_bytes(ranges.most_want_hidden)),
             scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
-            chunk_tokens=max(self.chunks.values()),
+            chunk_tokens=max(dispatch, combine),
         )
 
     def check_capacity(self, placed: _core.Placed, call: Call) -> None:
@@ -412,15 +441,21 @@ class Session:
 
         ValueError before anything is launched where there cannot be so many: after a dispatch's routing the other ranks
         would go on without this one."""
-        local = {"dispatch": "permute", "combine": "unpermute"}[operation]
-        blocks = getattr(template, f"num_of_blocks_{operation}_api")
+        if operation == "dispatch":
+            blocks, local, apart = template.num_of_blocks_dispatch_api, "permute", template.num_of_blocks_permute
+        else:
+            blocks, local, apart = template.num_of_blocks_combine_api, "unpermute", template.num_of_blocks_unpermute
         if num_sms is not None:
             blocks = validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
-        apart = getattr(template, f"num_of_blocks_{local}") or None
-        self.engine.require_blocks("num_sms" if num_sms is not None else "num_blocks", blocks)
+        self._allow_blocks("num_sms" if num_sms is not None else "num_blocks", blocks)
         if apart:
-            self.engine.require_blocks(f"num_blocks_{local}", apart)
-        return blocks, apart
+            self._allow_blocks(f"num_blocks_{local}", apart)
+        return blocks, apart or None
+
+    def _allow_blocks(self, name: str, blocks: int) -> None:
+        if (name, blocks) not in self._blocks_allowed:
+            self.engine.require_blocks(name, blocks)
+            self._blocks_allowed.add((name, blocks))
 
     def exchange_blocks(self, num_tokens: int, template: HybridEpConfigInstance) -> int:
         """Blocks of the exchange kernel of this many tokens; ranks need not agree, and rows do not depend on it."""

@@ -3,10 +3,8 @@ remedy."""
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import operator
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,14 +42,13 @@ ROW_ALIGNMENT = 16  # bytes; rows move in units of 16
 _device: contextvars.ContextVar[torch.device | None] = contextvars.ContextVar("device", default=None)
 
 
-@contextlib.contextmanager
-def on(device: torch.device) -> Iterator[None]:
-    """Around a call: its tensors must lie on this device."""
-    token = _device.set(device)
-    try:
-        yield
-    finally:
-        _device.reset(token)
+def enter(device: torch.device) -> contextvars.Token[torch.device | None]:
+    """From here until leave() tensors must lie on this device."""
+    return _device.set(device)
+
+
+def leave(outer: contextvars.Token[torch.device | None]) -> None:
+    _device.reset(outer)
 
 
 def integer(name: str, value: Any, least: int, remedy: str = "", most: int | None = None) -> int:

@@ -55,12 +55,12 @@ def scatter(
     """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
     x = aligned(hidden)
     padded_scale = None if scale is None else pad_rows(scale)
-    scale_bytes = 0 if scale is None else padded_row_bytes(scale)
-    session.fit_plan(plan, row_bytes=row_bytes(x), scale_bytes=scale_bytes)
+    width, scale_bytes = row_bytes(x), 0 if scale is None else padded_row_bytes(scale)
+    session.fit_plan(plan, row_bytes=width, scale_bytes=scale_bytes)
     rows = plan.num_recv_rows if num_permuted is None else num_permuted
     columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else 1
     out, out_scale, out_weights = session.dispatched(
-        rows, row_bytes(x), scale_bytes, columns, num_permuted is not None and plan.has_holes
+        rows, width, scale_bytes, columns, num_permuted is not None and plan.has_holes
     )
     received = out.view(x.dtype)
     request = _core.DispatchRequest(
@@ -71,7 +71,7 @@ def scatter(
         out_x=received,
         out_scale=out_scale,
         out_weights=out_weights,
-        row_bytes=row_bytes(x),
+        row_bytes=width,
         scale_bytes=scale_bytes,
         permuted=num_permuted,
         launch=session.launch("dispatch", blocks),
@@ -98,7 +98,7 @@ def gather(
     x, w = aligned(hidden), None if weights is None else aligned(weights)
     bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
     session.fit_plan(plan, partial_row_bytes=bytes_of_sum)
-    out = session.results.empty(plan.num_tokens, row_bytes(x)).view(x.dtype)
+    out = session.results.empty(plan.num_tokens, row_bytes(x), x.dtype)
     returned = (
         None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32, device=x.device)
     )

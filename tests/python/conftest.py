@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from world import ProcessWorld
 
-from hybrid_ep.runtime.plan import Plan
+from hybrid_ep.runtime.plan import Plan, PlanMemory
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -59,14 +59,20 @@ def world(_worlds) -> ProcessWorld:
 
 @pytest.fixture
 def poisoned_plans(monkeypatch):
-    """The memory of every plan starts as 0xFF."""
-    real = torch.empty
+    """The memory of every plan starts as 0xFF, and that of results."""
+    real, memory = torch.empty, PlanMemory.of
 
     def empty(*args, **kwargs):
         made = real(*args, **kwargs)
         return made.fill_(0xFF) if made.dtype == torch.uint8 else made
 
+    def of(at, device):
+        made = memory(at, device)
+        made.block.fill_(0xFF)
+        return made
+
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(PlanMemory, "of", of)
 
 
 @pytest.fixture

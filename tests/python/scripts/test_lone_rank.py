@@ -79,4 +79,4 @@ def test_routing_among_peers_alike(shape):
             hidden=torch.zeros(tokens, 8).bfloat16(), topk_idx=idx, topk_weights=weights, num_of_experts=num_experts
         )[3]
     )
-    assert padded[0].tolist() == list(plan.padded_tokens_per_expert)
+    assert padded[0].tolist() == torch.frombuffer(plan.padded_tokens_per_expert, dtype=torch.int64).tolist()
