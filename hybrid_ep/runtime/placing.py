@@ -137,4 +137,6 @@ def _launch(
     tokens = routing.num_tokens if routing.num_experts == session.shape.num_experts else 0
     memory = PlanMemory.of(session.engine.plan_memory(tokens, topk, not count), session.options.device)
     header = call.header(routing, template, tokens, topk)
-    return session.engine.place(routing.request(header, memory.block, count, session.exchange_blocks(tokens, template))), memory
+    return session.engine.place(
+        routing.request(header, memory.block, count, session.exchange_blocks(tokens, template))
+    ), memory

@@ -18,9 +18,9 @@ _ALIGNMENT = 128
 
 
 @functools.cache
-def _byte(device: torch.device) -> torch.Tensor:
-    """new_empty of a tensor reads two arguments where torch.empty reads five, which costs it as much again."""
-    return torch.empty(1, dtype=torch.uint8, device=device)
+def _no_bytes(device: torch.device) -> torch.Tensor:
+    """Whose new_empty reads two arguments, where torch.empty reads five, which costs it as much again."""
+    return torch.empty(0, dtype=torch.uint8, device=device)
 
 
 class PlanMemory(NamedTuple):
@@ -32,7 +32,7 @@ class PlanMemory(NamedTuple):
     @classmethod
     def of(cls, at: Any, device: torch.device) -> PlanMemory:
         num_bytes = at.total
-        memory = _byte(device).new_empty(num_bytes + _ALIGNMENT)
+        memory = _no_bytes(device).new_empty(num_bytes + _ALIGNMENT)
         begin = -memory.data_ptr() % _ALIGNMENT
         return cls(memory[begin : begin + num_bytes], at)
 

@@ -61,14 +61,14 @@ class ResultPool:
     def __init__(self, idle_limit: int, device: torch.device | None = None):
         self.device = device or torch.device("cpu")
         self.idle_limit = idle_limit if self.device.type == "cpu" else 0
-        self._byte = torch.empty(1, dtype=torch.uint8, device=self.device)  # whose new_empty is the faster torch.empty
+        self._no_bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # as in plan.py
         self._blocks: list[_Block] = []  # the longest unused first
 
     def empty(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """[rows, row_bytes of that type], uninitialised, on the pool's device."""
         num_bytes, shape = rows * row_bytes, (rows, row_bytes // dtype.itemsize)
         if num_bytes < _SMALLEST or not self.idle_limit:
-            return self._byte.new_empty(shape, dtype=dtype)
+            return self._no_bytes.new_empty(shape, dtype=dtype)
         block = self._take(size_class(num_bytes))
         return torch.empty(0, dtype=dtype, device="cpu").set_(block.storage, 0, shape, (shape[1], 1))
 

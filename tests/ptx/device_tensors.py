@@ -110,11 +110,12 @@ class OnMachine(TorchDispatchMode):
             kwargs["device"] = CPU
         operands = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         mine = [x for x in operands if self.memory.holds(x)]
+        reads = not name.startswith("aten.new_empty")  # of which the operand says only where to
         recording = graphs.recording()
         scalar = name.startswith("aten._local_scalar_dense")
         if self.refuses_to_wait and mine and (scalar or name.startswith(WAITS) or wanted == CPU):
             raise RuntimeError(f"{name}: called a synchronizing CUDA operation")
-        if mine:
+        if mine and reads:
             if recording is None or scalar or (wanted is not None and not _is_cuda(wanted)):
                 self.memory.runtime.call("cudaStreamSynchronize", self.stream())  # which a capture forbids
             apart = [x for x in operands if x.dim() and not self.memory.holds(x)]
