@@ -307,9 +307,10 @@ class PlaceRequest:
 
     def __init__(self, header: CallHeader, *, topk_idx: torch.Tensor | None = None,
                  routing_map: torch.Tensor | None = None, weights: torch.Tensor | None = None, memory: torch.Tensor,
-                 topk_in: int = 0, count: bool) -> None:
+                 topk_in: int = 0, count: bool, num_blocks: int = 1) -> None:
         """Of topk_idx int64 [T, topk_in] and routing_map bool [T, E] one; weights fp32 of its shape; memory: uint8,
-        plan_memory() bytes. count: wait for the counts, else the host never learns them."""
+        plan_memory() bytes. count: wait for the counts, else the host never learns them. num_blocks: of the
+        exchange kernel."""
 
     @property
     def memory(self) -> TensorView: ...
