@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 class ArenaBlock:
     """Registered memory that is lent to a result."""
 
+    no_room: ClassVar[str]
+
 
 class BufferShape:
     """What a registered buffer must hold; layout/buffer.h turns it into offsets."""

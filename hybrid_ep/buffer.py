@@ -65,7 +65,9 @@ class HybridEPBuffer(Named):
       chunks. ValueError when it has no entry for this device and shape.
 
     * `arena_mib`: registered MiB where dispatched rows land to stay (default HYBRID_EP_ARENA_MIB, else 2.5 balanced
-      results, at most 1 GiB; none on GPUs). Storages there cannot be resized. Without room: one copy, see traffic().
+      results, at most 1 GiB; a GPU's has 10 MiB at least, over NVSHMEM there is none). On hosts storages there cannot
+      be resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: one copy, see
+      traffic().
 
     Belongs to the process that made it: a forked child (a data loader's worker) may only drop it. Cannot be copied or
     pickled (TypeError); share it by reference.
@@ -401,13 +403,15 @@ class HybridEPBuffer(Named):
         return copy.copy(config)
 
     def memory_report(self) -> memory.MemoryReport:
-        """Registered bytes of this rank by region, exact."""
+        """Registered bytes of this rank by region, exact; str() says what the large ones are for. The receive rows are
+        for what the arena has no room for, too, so that neither gets smaller for the other."""
         return memory.report(self._open_session().shape, self.group_size)
 
     def traffic(self) -> dict[str, int]:
         """Exact counters of rows and bytes this rank sent since construction or reset_traffic(): rows once for each
         token handed over, bytes as often as they were stored; copied_rows, copied_bytes: stored again by this rank,
-        where results had no room in the arena."""
+        where results had no room in the arena (and, on GPUs of one node with num_blocks_permute, for a token's second
+        expert here and on)."""
         return self._open_session().traffic()
 
     def reset_traffic(self) -> None:

@@ -99,7 +99,8 @@ TABLE = {
             f"number of MiB from 0 to {MOST_MIB}",
             None,
             "Registered memory of a buffer for results of dispatch, where rows land without a copy; 0: none. Default: "
-            "two and a half results of a balanced call, at most 1 GiB. On GPUs there is none yet.",
+            "two and a half results of a balanced call, at most 1 GiB. A GPU's has 10 MiB at least; over NVSHMEM there "
+            "is none.",
         ),
         Variable(
             "EXPERT_STATISTIC_ITER_RANGE",

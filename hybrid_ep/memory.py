@@ -9,6 +9,15 @@ if TYPE_CHECKING:
     from hybrid_ep import _core
 
 
+# What the large regions are there for, beside their bytes.
+_PURPOSES = {
+    "rail_send_ring": "chunks of tokens on their way to other nodes",
+    "rail_receive_ring": "and from them",
+    "receive_rows": "facts; partial sums of combine; rows without room in the arena, copied once more",
+    "arena": "results, where rows land to stay",
+}
+
+
 @dataclass(frozen=True)
 class MemoryReport:
     """Registered memory of one rank. regions: bytes by name, in the order they lie in the segment;
@@ -22,7 +31,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rows = [*self.regions.items(), ("padding", self.padding_bytes), ("total", self.total_bytes)]
-        return "\n".join(f"{name:<24}{num_bytes:>20,}" for name, num_bytes in rows)
+        return "\n".join(f"{name:<24}{num_bytes:>20,}  {_PURPOSES.get(name, '')}".rstrip() for name, num_bytes in rows)
 
 
 def report(shape: _core.BufferShape, num_ranks: int) -> MemoryReport:

@@ -71,27 +71,34 @@ def check_fits(run: ClusterRun) -> Memory:
 def registered_bytes(run: ClusterRun) -> int:
     """Bytes that hybrid_ep registers on each rank for this run, to the byte; 0 with another dispatcher.
 
-    One buffer serves all layers. Its receive rows are for the worst case: every token of the group on one rank.
+    One buffer serves all layers. Its receive rows are for the worst case: every token of the group on one rank. Its
+    arena is the default; where nodes meet over NICs there is none.
     """
     if run.dispatcher != "hybrid_ep":
         return 0
     from hybrid_ep import _core
-    from hybrid_ep.runtime.options import recv_capacity
+    from hybrid_ep.runtime.device_arena import whole_bytes
+    from hybrid_ep.runtime.options import default_arena_bytes, recv_capacity
 
     model, tokens = run.architecture, run.tokens_per_rank
     row_bytes = _BF16 * model.hidden_size
     # Every rank's spare slots are columns of the map, as its home slots are.
     # A buffer opens for eight experts a token and grows when a call brings more.
+    call = {
+        "max_tokens": tokens,
+        "max_topk": min(max(8, model.topk), model.num_experts),
+        "row_bytes": row_bytes,
+        "scale_bytes": 0,
+    }
+    nodes = run.expert // run.domain
     shape = _core.BufferShape(
-        num_nodes=run.expert // run.domain,
+        num_nodes=nodes,
         num_local_ranks=run.domain,
         num_experts=model.num_experts + run.expert * run.clones,
-        max_tokens=tokens,
-        max_topk=min(max(8, model.topk), model.num_experts),
-        row_bytes=row_bytes,
-        scale_bytes=0,
         recv_rows=recv_capacity(None, tokens, run.expert),
         partial_row_bytes=row_bytes,
+        arena_bytes=whole_bytes(default_arena_bytes(call)) if nodes == 1 else 0,
+        **call,
     )
     return shape.total_bytes
 

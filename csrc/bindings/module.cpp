@@ -16,6 +16,7 @@
 #include "bindings/sim.h"
 #include "bindings/tensor_view.h"
 #include "layout/smem.h"
+#include "runtime/arena_pool.h"
 
 namespace py = pybind11;
 
@@ -129,7 +130,9 @@ void bind_memory(py::module_& m) {
 
 void bind_engine(py::module_& m) {
   py::class_<ArenaBlock>(m, "ArenaBlock", py::buffer_protocol(), "Registered memory that is lent to a result.")
-      .def_buffer([](ArenaBlock& b) { return py::buffer_info(b.data.get(), py::ssize_t(b.bytes), false); });
+      .def_buffer([](ArenaBlock& b) { return py::buffer_info(b.data.get(), py::ssize_t(b.bytes), false); })
+      .def_property_readonly_static(
+          "no_room", [](const py::object&) { return kNoRoom; }, "Words of the exception of hep_pool_allocate.");
   py::class_<Engine>(m, "Engine", "One rank's registered buffer and the operations on it; see runtime/engine.h.")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
            py::arg("executor") = "host", py::arg("seed") = 0)
@@ -144,6 +147,10 @@ void bind_engine(py::module_& m) {
       .def("dispatch", &dispatch, py::arg("plan"), py::arg("request"))
       .def("combine", &combine, py::arg("plan"), py::arg("request"))
       .def("take", &take, py::arg("num_bytes"), "Bytes of the arena, aligned to 128; None: no gap holds so many.")
+      .def(
+          "offer_arena",
+          [](const Engine& e, bool offer) { offer_arena(offer ? e.arena().shared_from_this() : nullptr); },
+          py::arg("offer"), "To hep_pool_allocate in this thread, until False; see runtime/arena_pool.h.")
       .def_property_readonly("arena_bytes_lent", [](const Engine& e) { return e.arena().bytes_lent(); })
       .def("poison", &Engine::poison, "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)

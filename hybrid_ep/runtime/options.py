@@ -11,7 +11,7 @@ import torch
 
 from hybrid_ep import _core, env, tuning
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS, HybridEpConfigInstance
-from hybrid_ep.runtime import devices, nvshmem, sm_plan, topology, validation
+from hybrid_ep.runtime import device_arena, devices, nvshmem, sm_plan, topology, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree
 
 OVERFLOW_POLICIES = ("raise", "drop")
@@ -173,14 +173,16 @@ class Options:
         }
 
     def arena_bytes(self, shape: dict[str, int]) -> int:
-        """Registered bytes for results of a buffer of this shape; by default none where not one result would fit."""
-        if self.device.type != "cpu":
-            return 0
-        if self.arena_mib is not None:
-            return self.arena_mib << 20
-        rows = shape["max_tokens"] * shape["max_topk"]  # of a result, where ranks receive alike
-        one = rows * (shape["row_bytes"] + shape["scale_bytes"])
-        return min(5 * one // 2, _MOST_DEFAULT_ARENA) if one <= _MOST_DEFAULT_ARENA else 0
+        """Registered bytes for results of a buffer of this shape."""
+        wanted = default_arena_bytes(shape) if self.arena_mib is None else self.arena_mib << 20
+        return wanted if self.device.type == "cpu" else device_arena.whole_bytes(wanted)
+
+
+def default_arena_bytes(shape: dict[str, int]) -> int:
+    """Two and a half results, at most 1 GiB; none where not one result would fit into that."""
+    rows = shape["max_tokens"] * shape["max_topk"]  # of a result, where ranks receive alike
+    one = rows * (shape["row_bytes"] + shape["scale_bytes"])
+    return min(5 * one // 2, _MOST_DEFAULT_ARENA) if one <= _MOST_DEFAULT_ARENA else 0
 
 
 def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int) -> int:
@@ -230,8 +232,8 @@ def parse(
             raise ValueError(f"executor={executor!r} cannot be used here: {error} {_ASKED}") from error
     if executor not in _core.executors():
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
-    if arena_mib and device.type != "cpu":
-        raise ValueError(f"arena_mib={arena_mib}: executor={executor!r} has no arena yet; give 0 or None")
+    if arena_mib and executor == nvshmem.EXECUTOR:
+        raise ValueError(f"arena_mib={arena_mib}: NVSHMEM's heap, of {executor!r}, has no arena; give 0 or None")
     arena_mib = (
         env.get("HYBRID_EP_ARENA_MIB")
         if arena_mib is None

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ import torch
 from hybrid_ep import _core, env
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
-from hybrid_ep.runtime import devices, placing, results, validation
+from hybrid_ep.runtime import devices, nvshmem, placing, results, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
+from hybrid_ep.runtime.device_arena import DeviceArena
 from hybrid_ep.runtime.engine_clock import EngineClock
 from hybrid_ep.runtime.options import Options, recv_capacity
 from hybrid_ep.runtime.plan import Plan
@@ -183,14 +185,21 @@ class Session:
         self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = results.ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
+        self._device_arena: DeviceArena | None = None
         self._clock: EngineClock | None = None
         self._segments, self._executor = self._choose_segments()
+        if options.arena_mib and self._executor == nvshmem.EXECUTOR:
+            warnings.warn(
+                f"arena_mib={options.arena_mib} has no effect: NVSHMEM connects the nodes, whose heap has no arena",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         self.shape: Any = None
         self._room: dict[str, int] = {}  # what the shape says
         self._blocks_allowed: set[tuple[str, int]] = set()  # of which the engine was asked
         self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
         first = options.first_shape(topology.num_ranks)
-        self._open({**first, "arena_bytes": options.arena_bytes(first)})
+        self._open({**first, "arena_bytes": self._arena_bytes(first)})
 
     # ---- life
     def guard(self) -> Guard:
@@ -263,13 +272,14 @@ class Session:
         is given back, for nothing of it is the child's."""
         if os.getpid() != self._pid:
             self.why_closed = self.why_closed or why
-            if self.engine is not None:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.engine))  # a destructor would call into the device
-                self.engine = None
+            for kept in (self.engine, self._device_arena):
+                if kept is not None:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a destructor would call into the device
+            self.engine = self._device_arena = None
             return
         if first := self.why_closed is None:
             self.why_closed = why
-        self.engine = None
+        self.engine = self._device_arena = None
         self.results = results.ResultPool(0)
         if first and hasattr(self._segments, "close"):
             self._segments.close(together)
@@ -289,7 +299,7 @@ class Session:
         wanted["num_experts"] = needs.get("num_experts", now["num_experts"])
         capacity = recv_capacity(self.options.capacity_factor, wanted["max_tokens"], self.topology.num_ranks)
         wanted["recv_rows"] = max(wanted["recv_rows"], capacity)
-        wanted["arena_bytes"] = max(now["arena_bytes"], self.options.arena_bytes(wanted))
+        wanted["arena_bytes"] = max(now["arena_bytes"], self._arena_bytes(wanted))
         if self.captured:
             grown = ", ".join(f"{n} from {now[n]} to {wanted[n]}" for n in now if now[n] != wanted[n])
             raise ValueError(
@@ -316,7 +326,7 @@ class Session:
         )
         if self.engine is not None:
             self._past_traffic, self._past_launches = self.traffic(), self.num_launches()
-            self.engine = None
+            self.engine = self._device_arena = None
         o = self.options
         try:
             self.engine = open_segments(
@@ -331,11 +341,26 @@ class Session:
         except BaseException as error:
             self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
             raise
+        if self.options.device.type == "cuda" and shape.arena_bytes:
+            self._device_arena = DeviceArena(self.engine, shape.arena_bytes, self.options.device)
         if self._clock is not None:
             self.engine = self._clock.around(self.engine)
         self.shape, self._room = shape, wanted
         self._blocks_allowed.clear()
         self._enter_device()
+
+    def _arena_bytes(self, shape: dict[str, int]) -> int:
+        """Of a buffer of this shape. None in NVSHMEM's heap: all ranks free that together, under results that live."""
+        return 0 if self._executor == nvshmem.EXECUTOR else self.options.arena_bytes(shape)
+
+    def _lent(self, rows: int, row_bytes: int) -> torch.Tensor | None:
+        """uint8 [rows, row_bytes] of the arena, if there is room. Not for a CUDA graph, whose replays would write where
+        other results have come to lie by then: its tensors are of the graph's own pool."""
+        if self.options.device.type != "cuda":
+            return results.lent(self.engine, rows, row_bytes)
+        if self._device_arena is None or self.capturing:
+            return None
+        return self._device_arena.empty(rows, row_bytes)
 
     def dispatched(
         self, rows: int, row_bytes: int, scale_bytes: int, weight_columns: int, zero: bool
@@ -343,8 +368,8 @@ class Session:
         """Memory for a result: uint8 [rows, row_bytes], uint8 [rows, scale_bytes], fp32 [rows, weight_columns]; None
         for a width of 0. Payload and scales are the arena's, where rows land to stay. Where it has no room they lie
         elsewhere, and a copy follows (copied_rows in traffic())."""
-        x = results.lent(self.engine, rows, row_bytes)
-        scales = results.lent(self.engine, rows, scale_bytes) if scale_bytes and x is not None else None
+        x = self._lent(rows, row_bytes)
+        scales = self._lent(rows, scale_bytes) if scale_bytes and x is not None else None
         if x is None or (scale_bytes and scales is None):
             x = self.results.empty(rows, row_bytes)
             scales = self.results.empty(rows, scale_bytes) if scale_bytes else None

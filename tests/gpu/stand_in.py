@@ -24,8 +24,6 @@ class Stream:
 
 
 def buffers(self, *arguments, executor: str = "host", **options):
-    if executor in EXECUTORS:
-        options["arena_mib"] = 0  # buffers of a GPU have none
     made = _buffers(self, *arguments, executor=EXECUTORS.get(executor, executor), **options)
     if executor in EXECUTORS:
         for buffer in made:

@@ -111,7 +111,7 @@ def test_rail_streams(executor, num_blocks):
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)])
 def test_everything_of_a_call(shape):
-    counted.same_everywhere(counted.everything(shape), counted.everything(shape, executor="host", arena_mib=0))
+    counted.same_everywhere(counted.everything(shape), counted.everything(shape, executor="host"))
 
 
 def test_capacity():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from typing import Any
 
 import graphs
 import torch
@@ -20,6 +21,12 @@ from torch.utils._pytree import tree_map
 # Operations whose results' shapes depend on values: on a GPU the host waits for them.
 WAITS = ("aten.nonzero", "aten.masked_select", "aten._unique", "aten.unique", "aten.equal")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+class _Chosen(threading.local):
+    """The MemPool that this thread's tensors come from; None: none."""
+
+    pool: Any = None
 
 
 class Memory:
@@ -32,14 +39,20 @@ class Memory:
         self.pool = runtime.made("cudaMemPoolCreate", props)
         self.users: dict[int, set[int]] = {}  # storage's address: other streams that use it
         self.deferred: list[tuple[int, int]] = []  # freed while their stream was being captured
+        self.chosen = _Chosen()
+        self.of_pools: dict[int, Any] = {}  # address: the MemPool that lent it
 
     def holds(self, x: torch.Tensor) -> bool:
         return x.layout == torch.strided and self.begin <= _storage(x) < self.end
 
     def bytes(self, num_bytes: int, stream: int) -> torch.Tensor:
         """uint8 [num_bytes], uninitialised."""
-        size = max(num_bytes, 1)
-        at = self.runtime.made("cudaMallocFromPoolAsync", size, self.pool, stream)
+        size, pool = max(num_bytes, 1), self.chosen.pool
+        if pool is not None:
+            at = pool.allocate(size, stream)
+            self.of_pools[at] = pool
+        else:
+            at = self.runtime.made("cudaMallocFromPoolAsync", size, self.pool, stream)
         block = (ctypes.c_uint8 * size).from_address(at)
         weakref.finalize(block, self._free, at, stream).atexit = False
         return torch.frombuffer(block, dtype=torch.uint8)[:num_bytes]
@@ -57,6 +70,8 @@ class Memory:
         if self.runtime.status("cudaStreamIsCapturing", stream, ctypes.byref(status)) == 0 and status.value:
             self.deferred.append((at, stream))
             return
+        if pool := self.of_pools.pop(at, None):
+            return pool.free(at, self.users.pop(at, set()) - {stream})
         for user in self.users.pop(at, ()):
             event = self.runtime.made("cudaEventCreateWithFlags", 2)
             self.runtime.status("cudaEventRecord", event, user)
@@ -134,8 +149,11 @@ class OnMachine(TorchDispatchMode):
             if to_machine == self.memory.holds(y):
                 return y
             if to_machine:
-                stream = recording.memory_stream if records else self.stream()
+                of_pool = self.memory.chosen.pool is not None
+                stream = recording.memory_stream if records and not of_pool else self.stream()
                 moved = self.memory.empty(y.shape, y.dtype, stream, y.stride() if _dense(y) else None)
+                if of_pool and name.startswith("aten.empty"):  # work on its way may still use it: no write out of turn
+                    return moved
             else:
                 moved = torch.empty_like(y)
             return moved.copy_(y)

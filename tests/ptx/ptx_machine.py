@@ -95,6 +95,11 @@ class Library:
         self._c.ptxm_span(two)
         return two[0], two[1]
 
+    def allocate_by(self, function: int, num_bytes: int, stream: int) -> int:
+        """The address that an allocator's function (its own address) gives; 0 when it throws."""
+        self._c.ptxm_allocate_by.restype = ctypes.c_void_p
+        return self._c.ptxm_allocate_by(*(ctypes.c_uint64(a) for a in (function, num_bytes, stream))) or 0
+
     def counts(self) -> dict[str, int]:
         four = (ctypes.c_uint64 * 4)()
         self._c.ptxm_counts(four)

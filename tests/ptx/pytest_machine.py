@@ -23,7 +23,7 @@ BAD_CALLS_LEFT_OUT = {"hidden is sparse"}  # the machine has no sparse tensors o
 # Deadlines of tests are a second or two. The host waits by its clock, the kernels by the machine's: with this speed it
 # is not the host that gives up first where the process gets a fifth of a core.
 CLOCK_SPEED = 5
-EVERYDAY = ("test_host_tests.py", "test_streams.py", "test_faults.py")  # the files that CI runs
+EVERYDAY = ("test_host_tests.py", "test_streams.py", "test_faults.py", "test_arena.py")  # the files that CI runs
 
 
 class Plugin:

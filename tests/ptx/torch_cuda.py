@@ -10,6 +10,7 @@ import types
 
 import device_tensors
 import graphs
+import mem_pool
 import torch
 from ptx_machine import Choices, Library
 
@@ -168,6 +169,8 @@ def install(choices: Choices) -> Library:
     cuda.set_sync_debug_mode = _set_sync_debug_mode
     memory = device_tensors.Memory(library)
     handle = lambda: raw(current_stream())  # noqa: E731
+    cuda.memory.CUDAPluggableAllocator = mem_pool.PluggableAllocator
+    cuda.MemPool, cuda.use_mem_pool = mem_pool.classes(library, memory)
     cuda.CUDAGraph, cuda.graph = graphs.classes(library, memory, current_stream, stream, Stream)
     device_tensors.patch_tensors(memory, handle)
     # torch's own also tells its compiler, whose import takes longer than most tests.

@@ -51,6 +51,15 @@ HEP_PTXR_API void ptxm_span(uint64_t* two) {
   two[0] = uint64_t(Memory::get().span()), two[1] = two[0] + Memory::kSpan;
 }
 
+// What an allocator's function gives, as a C++ caller sees it: null when it throws.
+HEP_PTXR_API void* ptxm_allocate_by(void* (*function)(ptrdiff_t, int, void*), uint64_t bytes, void* stream) {
+  try {
+    return function(ptrdiff_t(bytes), 0, stream);
+  } catch (...) {
+    return nullptr;
+  }
+}
+
 HEP_PTXR_API int ptxm_num_reports() {
   Devices& d = Devices::get();
   Lock lock(d.mutex);

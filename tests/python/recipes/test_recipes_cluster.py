@@ -93,7 +93,8 @@ def test_every_variant_takes_the_balancer(name, hardware):
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_registered_bytes_are_those_of_a_real_buffer(ranks_per_node, monkeypatch):
-    monkeypatch.setenv("HYBRID_EP_ARENA_MIB", "0")  # recipes are for GPUs, whose buffers have none
+    # A GPU's arena: of one node, and not less than torch's allocator takes at once.
+    monkeypatch.setenv("HYBRID_EP_ARENA_MIB", "10" if ranks_per_node == 4 else "0")
     run = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(expert=4, seq_length=64, ranks_per_node=ranks_per_node)
     run = dataclasses.replace(run, architecture=dataclasses.replace(run.architecture, hidden_size=64, num_experts=16))
 

@@ -1,0 +1,89 @@
+"""Results of a GPU in a buffer's arena: tensors of torch's own allocator, over registered memory.
+
+The arena is one segment of a torch.cuda.MemPool, so that a result lives as every tensor does. Autograd, views,
+recompute and record_stream know it, and its memory is reused in the order of the stream that it was made on, behind the
+work of the streams that it was recorded on. The dispatch kernel of the next result runs on that stream; it raises the
+flag behind which peers write. So they write where the kernel itself might.
+
+Memory of a pool belongs to the stream that asked for it first. Here that is the stream of a buffer's first dispatch;
+calls on others find no room."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+
+from hybrid_ep import _core
+
+# Of torch's allocator (c10/cuda/CUDACachingAllocator.cpp): sizes up to the first are served by segments of their own,
+# of 2 MiB; from the second on a segment is as large as what is asked for, in units of the third.
+_SMALL, _LARGE, _UNIT = 1 << 20, 10 << 20, 2 << 20
+
+
+def whole_bytes(num_bytes: int) -> int:
+    """The least arena that holds num_bytes and that torch's allocator takes as one segment; 0 of 0."""
+    return max(-(-num_bytes // _UNIT) * _UNIT, _LARGE) if num_bytes else 0
+
+
+@functools.cache
+def _allocator() -> Any:
+    """For the life of the process: torch gives memory back through it after the pools are gone."""
+    return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, "hep_pool_allocate", "hep_pool_free")
+
+
+class DeviceArena:
+    """Of one engine, which must not be freed while torch has the arena; its memory may, it is kept mapped."""
+
+    def __init__(self, engine: Any, num_bytes: int, device: torch.device):
+        self._engine, self._num_bytes, self._device = engine, num_bytes, device
+        self._pool: Any = None
+        self._stream: int | None = None  # that the arena's memory belongs to
+
+    def empty(self, rows: int, row_bytes: int) -> torch.Tensor | None:
+        """uint8 [rows, row_bytes], uninitialised, for work on the current stream; None where there is no room."""
+        num_bytes = rows * row_bytes
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if self._stream is None and num_bytes:
+            self._stream = stream
+            self._fill()
+        if self._pool is None or stream != self._stream or not 0 < num_bytes <= self._num_bytes:
+            return None
+        made = self._take(max(num_bytes, _SMALL + 1))
+        return None if made is None else made[:num_bytes].view(rows, row_bytes)
+
+    def _fill(self) -> None:
+        """Makes a pool that has the whole arena, of the current stream; warns where torch makes none, or cuts none."""
+        why = "its allocator takes no piece of that size"
+        try:
+            self._pool = torch.cuda.MemPool(_allocator().allocator())
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                self._engine.offer_arena(True)
+                try:
+                    torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+                finally:
+                    self._engine.offer_arena(False)
+            if self._take(_SMALL + 1) is not None:
+                return
+        except (RuntimeError, AttributeError, OSError) as error:
+            why = str(error)
+        self._pool = None
+        warnings.warn(
+            f"the arena of {self._num_bytes >> 20} MiB stays unused, dispatched rows are copied once more: torch's "
+            f"memory pools cannot use it ({why}; PYTORCH_ALLOC_CONF may say otherwise); HYBRID_EP_ARENA_MIB=0 saves it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _take(self, num_bytes: int) -> torch.Tensor | None:
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if _core.ArenaBlock.no_room not in str(error):
+                    raise
+                return None

@@ -1,0 +1,162 @@
+"""Results in registered memory: rows land there over the links, and a block is used again when all that read it is
+done, on whatever stream."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from examples import Example, check, expected, make_inputs, same
+from gpu_world import GpuWorld
+
+from hybrid_ep.runtime import validation
+from hybrid_ep.runtime.handle_kinds import DISPATCHED
+from hybrid_ep.runtime.tensors import view
+
+EX = Example(1, 1, 4, (64,), 2, 256, pad_multiple=8, seed=3)
+ROOM = 9  # results: torch's allocator takes small ones as 1 MiB, and an arena has 10 MiB at least
+
+
+def dispatcher(**options):
+    """(buffer of a rank alone, its stream, call): call(seed) is a dispatch of that example, with the rows it gives."""
+    world = GpuWorld(1, 1, 4, skew=0, **options)
+    buffer, stream = world.raw[0], world.streams[0]
+
+    def call(seed: int = 3, **more):
+        ex = dataclasses.replace(EX, seed=seed)
+        mine, want = make_inputs(ex, 0), expected(ex).permuted[0][0]
+        given = {"hidden": mine.hidden, "topk_idx": mine.topk_idx, "topk_weights": mine.topk_weights}
+        with torch.cuda.stream(stream):
+            rows = buffer.dispatch_with_permute(
+                **{k: v.cuda() for k, v in given.items()}, num_of_experts=4, pad_multiple=8, **more
+            )[0]
+        return rows, want
+
+    return buffer, stream, call
+
+
+def on(stream, rows: torch.Tensor) -> torch.Tensor:
+    with torch.cuda.stream(stream):
+        return rows.cpu()
+
+
+@pytest.mark.parametrize("shape, apart, arena_mib", [((1, 3), 3, None), ((1, 3), 3, 0), ((2, 2), 3, None)])
+def test_rows_land_and_deliver_copies_what_it_must(shape, apart, arena_mib):
+    """Nothing, but on one node, with blocks of its own, the rows of a token's other experts on this rank."""
+    num_ranks = shape[0] * shape[1]
+    ex = Example(*shape, 3, tuple((37 * r + 10) % 50 for r in range(num_ranks)), 4, 64, scale_columns=1, seed=9)
+    want = expected(ex)
+    world = GpuWorld(*shape, 3, num_blocks_permute=apart, arena_mib=arena_mib)
+    world.run(lambda rank, buffer: check(buffer, rank, ex, want))
+
+    def once(rank, buffer):
+        mine = want.inputs[rank]
+        buffer.reset_traffic()
+        buffer.dispatch_with_permute(
+            hidden=mine.hidden, scaling_factor=mine.scale, num_of_experts=ex.world.num_experts, **mine.routing()
+        )
+        return buffer.traffic()["copied_rows"]
+
+    for rank, copied in enumerate(world.run(once)):
+        here = torch.cat(want.plan.routes)[:, 3 * rank : 3 * rank + 3]
+        pairs, tokens = int(here.sum()), int(here.any(dim=1).sum())
+        assert copied == (pairs if arena_mib == 0 else pairs - tokens if shape[0] == 1 else 0)
+    world.close()
+
+
+def test_static_results_land_and_those_of_a_graph_do_not():
+    buffer, stream, call = dispatcher()
+    static = {"non_blocking": True, "num_permuted_tokens": 160}
+    call()
+    rows, want = call(5, **static)
+    same("static", on(stream, rows)[: len(want)], want)
+    assert buffer.traffic()["copied_rows"] == 0
+    del rows
+    stream.synchronize()
+    graph, ex = torch.cuda.CUDAGraph(), make_inputs(EX, 0)
+    given = {k: getattr(ex, k).cuda() for k in ("hidden", "topk_idx", "topk_weights")}
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        replayed = buffer.dispatch_with_permute(**given, num_of_experts=4, pad_multiple=8, **static)[0]
+    later = [call(seed)[0] for seed in range(ROOM)]  # in all of it
+    assert buffer.traffic()["copied_rows"] == 0
+    with torch.cuda.stream(stream):
+        graph.replay()
+    same("replayed", on(stream, replayed)[: len(expected(EX).permuted[0][0])], expected(EX).permuted[0][0])
+    assert buffer.traffic()["copied_rows"] == int(expected(EX).plan.routes[0].sum())
+    for seed, rows in enumerate(later):
+        want = call(seed)[1]
+        same(f"result {seed}", on(stream, rows)[: len(want)], want)
+
+
+def test_a_block_is_lent_as_long_as_anything_refers_to_it_and_no_room_means_a_copy():
+    buffer, stream, call = dispatcher()
+    held = [call(seed) for seed in range(ROOM)]
+    assert buffer.traffic()["copied_rows"] == 0
+    last, want = call(ROOM)
+    assert buffer.traffic()["copied_rows"] == int(expected(dataclasses.replace(EX, seed=ROOM)).plan.routes[0].sum())
+    same("copied", on(stream, last), want)
+    part, address = held[4][0][3:5], held[4][0].data_ptr()
+    del held[4]
+    assert call(20)[0].data_ptr() != address  # copied, for the part still has the block
+    copied = buffer.traffic()["copied_rows"]
+    del part
+    rows, want = call(21)
+    assert rows.data_ptr() == address and buffer.traffic()["copied_rows"] == copied
+    same("in the block", on(stream, rows), want)
+    for rows, want in held:
+        same("held", on(stream, rows), want)
+
+
+def test_results_outlive_their_buffer():
+    buffer, stream, call = dispatcher()
+    rows, want = call()
+    buffer.destroy()
+    del buffer
+    same("rows", on(stream, rows), want)
+
+
+def test_a_block_is_not_written_again_while_another_stream_reads_it():
+    """The reader is a dispatch of other buffers whose second rank comes late. Until then its kernel waits, and the next
+    result of the first buffer must lie elsewhere."""
+    buffer, stream, call = dispatcher()
+    others = GpuWorld(1, 2, 2, skew=0)
+    want = expected(dataclasses.replace(EX, seed=1)).permuted[0][0]
+    chosen = torch.arange(len(want))[:, None] % 4  # one expert a token, two experts on each rank
+
+    def plan(rank, reader):
+        mine = slice(None) if rank == 0 else slice(0)  # all tokens are the first rank's
+        return reader.dispatch(want[mine], topk_idx=chosen[mine], num_of_experts=4)[-1]
+
+    def read(rank: int, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """The launch alone: where torch's operations wait for their stream, a view of the result would."""
+        session = others.raw[rank]._session
+        with torch.cuda.stream(others.streams[rank]), session.guard():
+            plan = validation.handle(handles[rank], DISPATCHED, session.topology)
+            session.engine.dispatch(
+                plan.core,
+                x=view("x", rows),
+                out_x=view("out_x", out),
+                row_bytes=2 * 256,
+                permute=False,
+                out_rows=len(out),
+            )
+
+    handles, nothing = others.run(plan), want[:0].cuda()
+    parts = [want[chosen[:, 0] // 2 == rank] for rank in range(2)]
+    received = [torch.empty_like(part, device="cuda") for part in parts]
+    first, _ = call(1)
+    address = first.data_ptr()
+    stream.synchronize()
+    read(0, first, received[0])
+    first.record_stream(others.streams[0])
+    del first
+    second, want_second = call(2)
+    assert second.data_ptr() != address
+    read(1, nothing, received[1])
+    for rank in range(2):
+        same(f"rank {rank}", on(others.streams[rank], received[rank]), parts[rank])
+    same("second", on(stream, second), want_second)
+    assert address in {rows.data_ptr() for rows, _ in [call(3) for _ in range(2)]}  # now it may be written
+    others.close()
