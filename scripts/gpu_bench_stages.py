@@ -87,6 +87,7 @@ def local_pass(dtype: str, tokens: int, hidden: int, sms: int, executor: str, re
         "num_blocks_unpermute": sms,
         "num_sms_dispatch_api": 8 if on_gpu else 1,
         "num_sms_combine_api": 8 if on_gpu else 1,
+        "arena_mib": 0,  # rows that landed in the result would leave deliver nothing to move
     }
     (buffer,) = VirtualWorld(1, 1).buffers(
         hidden, len(idx), EXPERTS // RANKS, executor=executor, timeout_s=20, **options
