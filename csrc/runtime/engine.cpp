@@ -188,9 +188,9 @@ bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) co
   if (in_arena(c.out_x, rows * c.row_bytes) && (!c.scale_bytes || in_arena(c.out_scales, rows * c.scale_bytes))) {
     p.landing.x = offset(c.out_x), p.landing.scales = c.scale_bytes ? offset(c.out_scales) : 0;
     p.landing.rows = uint32_t(rows);
-    const bool spares_links = !executor_->shares_memory() && world_.num_nodes == 1 && c.deliver_blocks;
-    p.landing.in =
-        !c.permute ? LandIn::kReceiveRow : c.land_in.value_or(spares_links ? LandIn::kFirstPair : LandIn::kEveryPair);
+    const bool copies_are_cheap = !executor_->shares_memory() && c.deliver_blocks;
+    p.landing.in = !c.permute ? LandIn::kReceiveRow
+                              : c.land_in.value_or(copies_are_cheap ? LandIn::kFirstPair : LandIn::kEveryPair);
     return p.landing.in == LandIn::kFirstPair;
   }
   p.landing.rows = plan.num_recv_rows();

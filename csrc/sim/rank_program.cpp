@@ -187,10 +187,17 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
   c.row_bytes = row_bytes_, c.scale_bytes = s_.scale_bytes, c.out_rows = rows;
   c.permute = s_.permute, c.deliver_blocks = int(s_.permute_blocks);
   set_launch(c, salt);
+  const uint32_t landing = s_.landing == 3 ? uint32_t(mix(salt, uint64_t(rank_)) % 3) : s_.landing;
+  std::shared_ptr<unsigned char> lent_x, lent_scales;
+  if (landing) {
+    c.land_in = landing == 2 ? LandIn::kFirstPair : LandIn::kEveryPair;
+    lent_x = engine_.arena().take(rows * row_bytes_), lent_scales = engine_.arena().take(rows * s_.scale_bytes);
+  }
   if (timed_) {
     PhantomMemory phantom((tokens + rows) * (uint64_t(row_bytes_) + s_.scale_bytes) + rows * columns * 4 + 4096);
     c.x = phantom.take(uint64_t(tokens) * row_bytes_), c.out_x = phantom.take(rows * row_bytes_);
     c.scales = phantom.take(uint64_t(tokens) * s_.scale_bytes), c.out_scales = phantom.take(rows * s_.scale_bytes);
+    if (landing) c.out_x = lent_x.get(), c.out_scales = lent_scales.get();
     if (s_.weights) c.weights = p.weights();
     c.out_weights = reinterpret_cast<float*>(phantom.take(rows * columns * 4));
     return engine_.dispatch(p, c);
@@ -204,13 +211,9 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
     for (const Pair& pair : o.pairs[size_t(rank_)][t]) *w++ = pair.weight;
   }
   Buffer out_x(rows * row_bytes_), out_scales(rows * s_.scale_bytes), out_weights(rows * columns * 4);
-  const uint32_t landing = s_.landing == 3 ? uint32_t(mix(salt, uint64_t(rank_)) % 3) : s_.landing;
-  std::shared_ptr<unsigned char> lent_x, lent_scales;
-  if (landing == 2) c.land_in = LandIn::kFirstPair;
   c.x = x.data(), c.scales = scales.data(), c.weights = s_.weights ? weights.floats() : nullptr;
   c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
   if (landing) {
-    lent_x = engine_.arena().take(rows * row_bytes_), lent_scales = engine_.arena().take(rows * s_.scale_bytes);
     c.out_x = lent_x.get(), c.out_scales = lent_scales.get();
     std::memset(c.out_x, 0xff, rows * row_bytes_), std::memset(c.out_scales, 0xff, rows * s_.scale_bytes);
   }

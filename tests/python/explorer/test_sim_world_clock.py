@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 
 import pytest
@@ -37,9 +38,10 @@ def test_the_clock_is_deterministic_and_ignores_seeds():
     assert a.operation_us("dispatch") > 10
 
 
-def test_bytes_of_every_link_are_the_closed_form():
+@pytest.mark.parametrize("landing", [0, 1, 2])
+def test_bytes_of_every_link_are_the_closed_form(landing):
     idx = routing()
-    world = measure(spec_of(**SHAPE, combine=0), COSTS, topk_idx=idx)
+    world = measure(spec_of(**SHAPE, combine=0, landing=landing), COSTS, topk_idx=idx)
     assert world.failure is None
     record = up(16 + 8 * min(TOPK, LOCAL) + 8 * TOPK, 16)
     token_bytes = record + up(4 * TOPK, 16) + 2 * HIDDEN
@@ -49,11 +51,11 @@ def test_bytes_of_every_link_are_the_closed_form():
         node, local = divmod(rank, LOCAL)
         nic[rank] += (NODES - 1) * vector
         for t in range(TOKENS):
-            ranks = {e // EXPERTS for e in flat[t * TOPK : (t + 1) * TOPK]}
+            ranks = collections.Counter(e // EXPERTS for e in flat[t * TOPK : (t + 1) * TOPK])
             nic[rank] += token_bytes * len({r // LOCAL for r in ranks} - {node})
-            for dst in ranks:  # sent by the rank of the source's rail in the destination's node
-                forwarder = dst // LOCAL * LOCAL + local
-                nvlink[forwarder] += token_bytes * (forwarder != dst)
+            for dst, pairs in ranks.items():  # sent by the rank of the source's rail in the destination's node
+                forwarder, rows = dst // LOCAL * LOCAL + local, pairs if landing == 1 else 1
+                nvlink[forwarder] += (token_bytes + (rows - 1) * 2 * HIDDEN) * (forwarder != dst)
     links = world.link_bytes()
     assert links["nic_egress"] == dict(enumerate(nic))
     assert links["nvlink_egress"] == dict(enumerate(nvlink))
