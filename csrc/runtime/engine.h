@@ -52,9 +52,10 @@ struct DispatchCall {
   uint64_t out_rows = 0;
   bool permute = false;
   // With permute, where out_x and out_scales lie in the arena. kEveryPair stores a token's row for each of its pairs,
-  // kFirstPair once a rank, and that rank reads and stores it for the others. Without a choice: on a host, where another
-  // rank's memory is as near as one's own, the first. On a GPU the second, where deliver has blocks of its own: those
-  // that feed links are few, and bound by their stores. The few had better store twice than look up what to copy.
+  // kFirstPair once a rank, and that rank reads and stores it for the others. Without a choice: on a host, where the
+  // memory of another rank is as near as one's own, the first. On a GPU the second, where deliver has blocks of its
+  // own: those that feed links are few, and bound by their stores. The few had better store twice than look up what
+  // to copy.
   std::optional<LandIn> land_in;
   int num_blocks = 1;
   int deliver_blocks = 0;     // as in LaunchSettings

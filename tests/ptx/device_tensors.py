@@ -141,6 +141,7 @@ class OnMachine(TorchDispatchMode):
         out = recording.once(func, args, kwargs) if records else func(*args, **kwargs)
         if scalar:
             return out
+        of_pool = self.memory.chosen.pool is not None and name.startswith("aten.empty")
         known = {_storage(x) for x in operands} - {0}  # an empty tensor of the host has no address
 
         def place(y):
@@ -149,17 +150,16 @@ class OnMachine(TorchDispatchMode):
             if to_machine == self.memory.holds(y):
                 return y
             if to_machine:
-                of_pool = self.memory.chosen.pool is not None
                 stream = recording.memory_stream if records and not of_pool else self.stream()
                 moved = self.memory.empty(y.shape, y.dtype, stream, y.stride() if _dense(y) else None)
-                if of_pool and name.startswith("aten.empty"):  # work on its way may still use it: no write out of turn
+                if of_pool:  # work on its way may still use the block: nothing is written to it out of turn
                     return moved
             else:
                 moved = torch.empty_like(y)
             return moved.copy_(y)
 
         placed = tree_map(place, out)
-        if records:
+        if records and not of_pool:
             recording.again(func, args, kwargs, out, placed)
         return placed
 
