@@ -202,6 +202,9 @@ class Engine:
     def num_launches(self) -> int:
         """Kernels launched by this engine."""
 
+    def offer_arena(self, offer: bool) -> None:
+        """To hep_pool_allocate in this thread, until False; see runtime/arena_pool.h."""
+
     def place(self, request: PlaceRequest) -> Placed:
         """A plan that lies in the request's memory."""
 
