@@ -189,11 +189,8 @@ class Session:
         self._clock: EngineClock | None = None
         self._segments, self._executor = self._choose_segments()
         if options.arena_mib and self._executor == nvshmem.EXECUTOR:
-            warnings.warn(
-                f"arena_mib={options.arena_mib} has no effect: NVSHMEM connects the nodes, whose heap has no arena",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            said = f"arena_mib={options.arena_mib} has no effect: NVSHMEM connects the nodes, whose heap has no arena"
+            warnings.warn(said, RuntimeWarning, stacklevel=4)
         self.shape: Any = None
         self._room: dict[str, int] = {}  # what the shape says
         self._blocks_allowed: set[tuple[str, int]] = set()  # of which the engine was asked

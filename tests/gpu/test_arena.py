@@ -10,9 +10,9 @@ import torch
 from examples import Example, check, expected, make_inputs, same
 from gpu_world import GpuWorld
 
+from hybrid_ep import _core
 from hybrid_ep.runtime import validation
 from hybrid_ep.runtime.handle_kinds import DISPATCHED
-from hybrid_ep.runtime.tensors import view
 
 EX = Example(1, 1, 4, (64,), 2, 256, pad_multiple=8, seed=3)
 ROOM = 9  # results: torch's allocator takes small ones as 1 MiB, and an arena has 10 MiB at least
@@ -134,13 +134,9 @@ def test_a_block_is_not_written_again_while_another_stream_reads_it():
         session = others.raw[rank]._session
         with torch.cuda.stream(others.streams[rank]), session.guard():
             plan = validation.handle(handles[rank], DISPATCHED, session.topology)
+            launch = session.launch("dispatch", (1, 0))
             session.engine.dispatch(
-                plan.core,
-                x=view("x", rows),
-                out_x=view("out_x", out),
-                row_bytes=2 * 256,
-                permute=False,
-                out_rows=len(out),
+                plan.core, _core.DispatchRequest(x=rows, out_x=out, row_bytes=2 * 256, launch=launch)
             )
 
     handles, nothing = others.run(plan), want[:0].cuda()
