@@ -3,6 +3,7 @@ hand."""
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -67,3 +68,40 @@ def test_the_kernel_agrees(world):
     for said, found in world.run(mapped_bytes, ranks=range(4)):
         assert said <= found and found % 4096 == 0
     assert [name for name in os.listdir("/dev/shm") if "hybrid_ep" in name] == []
+
+
+HUGE_PAGE = 2 << 20
+
+
+def mapping_of(name, address):
+    """What the kernel says of the mapping there: bytes by field of smaps, or None where nothing of that name lies."""
+    with open("/proc/self/smaps") as maps:
+        lines = iter(maps)
+        for line in lines:
+            if line.startswith(f"{address:x}-") and f"/dev/shm/{name}" in line:
+                return {k: int(v.split()[0]) << 10 for k, v in itertools.islice((x.split(":", 1) for x in lines), 20)}
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # the child looks and exits
+@pytest.mark.parametrize("num_bytes", [2 * HUGE_PAGE, 3 * HUGE_PAGE + 4096 + 8])
+def test_shared_memory_lies_where_huge_pages_would(num_bytes, record_property):
+    name = f"hybrid_ep.huge.{os.getpid()}"
+    owner = _core.Segment.create("/" + name, num_bytes)
+    peer = _core.Segment.attach("/" + name, num_bytes)
+    owner.unlink()
+    for segment in (owner, peer):
+        assert segment.address % HUGE_PAGE == 0
+        mapped = mapping_of(name, segment.address)
+        record_property("on_huge_pages", mapped["ShmemPmdMapped"])  # as the kernel can; not required
+    child = os.fork()
+    if not child:
+        os._exit(mapping_of(name, owner.address) is not None)
+    assert os.waitpid(child, 0)[1] == 0, "a forked child has inherited the mapping"
+
+
+def test_shared_memory_that_cannot_be_mapped_leaves_no_name():
+    name = f"hybrid_ep.unmapped.{os.getpid()}"
+    with pytest.raises((RuntimeError, MemoryError), match="map|fit"):
+        _core.Segment.create("/" + name, 1 << 47)  # all addresses of a process
+    assert not os.path.exists("/dev/shm/" + name)
