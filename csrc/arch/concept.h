@@ -121,10 +121,10 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
 
 // Optional: an Arch with one lane whose shared memory is plain memory may offer arithmetic on whole tiles:
 // `static void add_row(const TileRow&, float* acc)`. It must give the same bits as the octets of roles/slice_sum.h.
-// Specialised where it is offered.
+// Specialised where it is offered. kReadsRows: it also reads rows where they lie, so that stages hold addresses.
 template <class A>
 struct TileMath {
-  static constexpr bool kOffered = false;
+  static constexpr bool kOffered = false, kReadsRows = false;
 };
 
 // Optional: conversions of two elements of 16 bits, the first in the lower half of a word, where a machine has
@@ -149,6 +149,15 @@ struct TileRow {
   uint32_t n;
   bool first, last, scaled;
   float scale;
+
+  // At most `most` elements of it, from element `begin` on.
+  TileRow strip(uint32_t begin, uint32_t most) const {
+    TileRow r = *this;
+    if (row) r.row = static_cast<const unsigned char*>(row) + uint64_t(begin) * dtype_bytes(in);
+    r.out = static_cast<unsigned char*>(out) + uint64_t(begin) * dtype_bytes(out_type);
+    r.n = n - begin < most ? n - begin : most;
+    return r;
+  }
 };
 
 }  // namespace hep

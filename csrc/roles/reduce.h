@@ -5,15 +5,18 @@
 #include "roles/out_slices.h"
 #include "roles/rail_tally.h"
 #include "roles/slice_sum.h"
+#include "roles/whole_tiles.h"
 
 namespace hep {
 
 // kWarps warps of the block, the first of them `first_warp`; `group` names their barrier, `out_stage` their slices.
 template <Arch A, Transport<A> Net, int kWarps, SumOf kSum>
 struct ReduceRole {
+  using Machine = A;
   using Sum = SliceSum<A, kWarps, sum_tile_elems<Net>()>;
   using Slice = typename Sum::Slice;
   static constexpr bool kWholeTiles = TileMath<A>::kOffered && kWarps * A::kLanes == 1;
+  static_assert(kWholeTiles || !TileMath<A>::kReadsRows);  // stages without rows are for whole tiles
 
   A& a;
   Net& net;
@@ -56,11 +59,19 @@ struct ReduceRole {
     if (parties && last_of(a, p.exit_counter, uint64_t(parties) * kWarps)) p.gate.announce_done(a);
   }
 
+  HEP_DEVICE void store(const SumHead& head, const Slice& s) {
+    const uint32_t size = dtype_bytes(head.type(out));
+    slices.store(head.dst + uint64_t(s.begin) * size, s.elems * size);
+  }
+  HEP_DEVICE void told(const SumHead& head) {
+    if (kSum == SumOf::kToken && leader) tally.take(head);  // a row of a ring is out of its slot
+  }
+
  private:
   // `head`: of the tile's first stage, then of its last. What differs between tiles is decided before the loop over
   // rows, and one by one: the load of a jump table would be waited for.
   HEP_DEVICE void sum_tile(SumHead& head) {
-    if constexpr (kWholeTiles) return sum_whole_tile(head);
+    if constexpr (kWholeTiles) return WholeTiles<ReduceRole>{*this}.sum(head);
     const Slice s = sum.slice_of(head.elems);
     sum.begin(head.is(SumHead::kEmpty));
     for (;;) {
@@ -70,7 +81,7 @@ struct ReduceRole {
         add_rows<true>(head, s);
       else
         add_rows<false>(head, s);
-      if (kSum == SumOf::kToken && leader) tally.take(head);  // a row of a ring is out of its slot
+      told(head);
       if (head.is(SumHead::kLast)) break;
       head = from.wait(a);
     }
@@ -115,24 +126,6 @@ struct ReduceRole {
       if (last) return;
       if (!here) from.await(a);
     }
-  }
-  HEP_DEVICE void sum_whole_tile(SumHead& head) {
-    for (;;) {
-      if (head.is(SumHead::kLast)) slices.await();
-      const void* row = head.is(SumHead::kEmpty) ? nullptr : from.data();
-      TileMath<A>::add_row(
-          TileRow{row, slices.data(), head.type(in), head.type(out), head.elems, head.is(SumHead::kFirst),
-                  head.is(SumHead::kLast), head.is(SumHead::kScaled), head.scale},
-          &sum.sums[0][0]);
-      from.pass(a);
-      if (kSum == SumOf::kToken && leader) tally.take(head);  // a row of a ring is out of its slot
-      if (head.is(SumHead::kLast)) return store(head, {0, head.elems});
-      head = from.wait(a);
-    }
-  }
-  HEP_DEVICE void store(const SumHead& head, const Slice& s) {
-    const uint32_t size = dtype_bytes(head.type(out));
-    slices.store(head.dst + uint64_t(s.begin) * size, s.elems * size);
   }
   // The slot is complete, by the stores of all warps, before the NIC reads it.
   HEP_DEVICE void send(const SumHead& head) {

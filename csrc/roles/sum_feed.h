@@ -96,9 +96,15 @@ struct SumFeed {
         const uint32_t ends =
             (k == 1 ? uint32_t(SumHead::kFirst) : 0u) | (k == num_rows ? uint32_t(SumHead::kLast) : 0u);
         finish(head, flags | ends, last_tile && k == num_rows, send);
-        to.acquire(a);
-        to.commit(a, head, bytes);
-        to.load(a, 0, r.row + src_at + uint64_t(begin) * dtype_bytes(in), bytes);
+        const unsigned char* src = r.row + src_at + uint64_t(begin) * dtype_bytes(in);
+        unsigned char* stage = to.acquire(a);
+        if constexpr (TileMath<A>::kReadsRows) {
+          a.st_shared(reinterpret_cast<uint64_t*>(stage), reinterpret_cast<uint64_t>(src));
+          to.commit(a, head, 0);
+        } else {
+          to.commit(a, head, bytes);
+          to.load(a, 0, src, bytes);
+        }
         to.advance();
       });
     }

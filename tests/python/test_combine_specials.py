@@ -21,18 +21,20 @@ def patterns(dtype: torch.dtype, seed: int) -> torch.Tensor:
     return x
 
 
-def combined(executor: str, dtype: torch.dtype, weighted: bool, fp32_partials: bool) -> list[torch.Tensor]:
-    """Bits of every rank's result; experts change nothing, so sums are of one to four copies of a row."""
+def combined(
+    executor: str, dtype: torch.dtype, weighted: bool, fp32_partials: bool, tokens=TOKENS, experts=EXPERTS, k=4
+) -> list[torch.Tensor]:
+    """Bits of every rank's result; experts change nothing, so sums are of one to k copies of a row."""
     world = VirtualWorld(2, 2)
-    buffers = world.buffers(HIDDEN, TOKENS, EXPERTS // 4, executor=executor, timeout_s=60)
+    buffers = world.buffers(HIDDEN, tokens, experts // 4, executor=executor, timeout_s=60)
 
     def work(rank, group):
-        x = patterns(dtype, rank)
-        topk = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(rank + 9)).topk(4, 1).indices
+        x = patterns(dtype, rank)[:tokens]
+        topk = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank + 9)).topk(k, 1).indices
         topk[::3, 1:] = -1  # sums of a single row
-        weights = torch.rand(TOKENS, 4, generator=torch.Generator().manual_seed(rank))
+        weights = torch.rand(tokens, k, generator=torch.Generator().manual_seed(rank))
         rows, _, _, _, handle = buffers[rank].dispatch_with_permute(
-            hidden=x, topk_idx=topk, topk_weights=weights, num_of_experts=EXPERTS
+            hidden=x, topk_idx=topk, topk_weights=weights, num_of_experts=experts
         )
         rows = rows.roll(1, 0)  # other rows' numbers, so that sums are of unlike ones
         out, _ = buffers[rank].combine_with_unpermute(
@@ -49,6 +51,15 @@ def test_all_bit_patterns_sum_alike(dtype, weighted, fp32_partials):
     fast = combined("host", dtype, weighted, fp32_partials)
     for executor in ("host_checked", "host_checked_lanes32"):
         same_sums(fast, combined(executor, dtype, weighted, fp32_partials), dtype)
+
+
+def test_sums_of_many_rows_are_alike():
+    """Of more rows of a rank than the host's executor adds at once (16), so that sums go on from strip to strip."""
+    fast, checked = (
+        combined(executor, torch.bfloat16, False, False, tokens=6, experts=4 * 37, k=4 * 37)
+        for executor in ("host", "host_checked")
+    )
+    same_sums(fast, checked, torch.bfloat16)
 
 
 def same_sums(fast: list, checked: list, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ void add_row(const TileRow& row, float* acc);
 
 template <>
 struct TileMath<host::PlainFibers> {
-  static constexpr bool kOffered = true;
+  static constexpr bool kOffered = true, kReadsRows = true;
   static void add_row(const TileRow& row, float* acc) { host::add_row(row, acc); }
 };
 

@@ -155,6 +155,6 @@ struct SimTile {
 namespace hep {
 template <>
 struct TileMath<sim::SimArch> : sim::SimTile {
-  static constexpr bool kOffered = true;
+  static constexpr bool kOffered = true, kReadsRows = false;
 };
 }  // namespace hep
