@@ -24,6 +24,9 @@ CallHeader make(int64_t num_tokens, int64_t topk, std::optional<int64_t> budget,
     throw std::invalid_argument("topk: " + std::to_string(topk) + " is outside 1.." + std::to_string(kMostTopk));
   CallHeader h;
   h.num_tokens = narrow("num_tokens", num_tokens), h.topk = uint16_t(topk);
+  if (budget && *budget > std::numeric_limits<int32_t>::max())  // a row is an int32
+    throw std::invalid_argument("budget: " + std::to_string(*budget) +
+                                " permuted rows (num_permuted_tokens) are more than 2^31-1; give None for no limit");
   if (budget) h.set_budget(narrow("budget", *budget));
   h.want_tokens = narrow("want_tokens", want_tokens), h.want_hidden = narrow("want_hidden", want_hidden);
   h.num_experts = narrow("num_experts", num_experts), h.hidden = narrow("hidden", hidden);

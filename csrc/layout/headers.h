@@ -33,7 +33,7 @@ struct CallHeader {
   uint8_t unused = 0;
   uint32_t unused_words[3] = {};
 
-  // Permuted rows that this rank has room for; none: as many as come.
+  // Permuted rows that this rank has room for, below 2^31; none: as many as come.
   std::optional<uint32_t> budget() const {
     return budget_word ? std::optional<uint32_t>(budget_word - 1) : std::nullopt;
   }

@@ -12,18 +12,35 @@ Arena::Arena(std::shared_ptr<Segment> segment, uint64_t offset, uint64_t bytes)
   if (bytes) gaps_[0] = bytes;
 }
 
+// A block keeps the entry that it will have among the gaps.
+struct Arena::Lent {
+  const std::shared_ptr<Arena> arena;
+  Gaps::node_type block;
+
+  explicit Lent(std::shared_ptr<Arena> of) : arena(std::move(of)) {
+    Gaps one{{0, 0}};
+    block = one.extract(one.begin());
+  }
+  ~Lent() {
+    if (block.mapped()) arena->give_back(std::move(block));
+  }
+};
+
 std::shared_ptr<unsigned char> Arena::take(uint64_t wanted) {
   const uint64_t bytes = align_up(std::max<uint64_t>(wanted, 1), kAlignment);
+  const auto lent = std::make_shared<Lent>(shared_from_this());  // all that is allocated, before anything is changed
   std::lock_guard lock(mutex_);
   auto best = gaps_.end();
   for (auto gap = gaps_.begin(); gap != gaps_.end(); ++gap)
     if (gap->second >= bytes && (best == gaps_.end() || gap->second < best->second)) best = gap;
   if (best == gaps_.end()) return nullptr;
-  const auto [at, room] = *best;
-  gaps_.erase(best);
-  if (room > bytes) gaps_[at + bytes] = room - bytes;
+  Gaps::node_type gap = gaps_.extract(best);
+  const uint64_t at = gap.key();
+  lent->block.key() = at, lent->block.mapped() = bytes;
+  gap.key() += bytes, gap.mapped() -= bytes;
+  if (gap.mapped()) gaps_.insert(std::move(gap));
   lent_ += bytes;
-  return {base_ + at, [self = shared_from_this(), at, bytes](unsigned char*) { self->give_back(at, bytes); }};
+  return {lent, base_ + at};
 }
 
 uint64_t Arena::bytes_lent() const {
@@ -31,18 +48,18 @@ uint64_t Arena::bytes_lent() const {
   return lent_;
 }
 
-void Arena::give_back(uint64_t at, uint64_t bytes) {
+void Arena::give_back(Gaps::node_type block) {
   std::lock_guard lock(mutex_);
-  lent_ -= bytes;
-  auto gap = gaps_.emplace(at, bytes).first;
+  lent_ -= block.mapped();
+  auto gap = gaps_.insert(std::move(block)).position;
   const auto next = std::next(gap);
-  if (next != gaps_.end() && at + bytes == next->first) {
+  if (next != gaps_.end() && gap->first + gap->second == next->first) {
     gap->second += next->second;
     gaps_.erase(next);
   }
   if (gap == gaps_.begin()) return;
   const auto before = std::prev(gap);
-  if (before->first + before->second != at) return;
+  if (before->first + before->second != gap->first) return;
   before->second += gap->second;
   gaps_.erase(gap);
 }

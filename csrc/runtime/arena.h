@@ -17,17 +17,20 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   static constexpr uint64_t kAlignment = 128;
 
-  // The smallest gap that holds so many bytes, the lowest of those; null: there is none.
+  // The smallest gap that holds so many bytes, the lowest of those; null: there is none. std::bad_alloc leaves the
+  // arena as it was. Giving back allocates nothing: it happens in destructors.
   std::shared_ptr<unsigned char> take(uint64_t bytes);
   uint64_t bytes_lent() const;
 
  private:
-  void give_back(uint64_t at, uint64_t bytes);
+  using Gaps = std::map<uint64_t, uint64_t>;  // bytes by offset; no two of them touch
+  struct Lent;
+  void give_back(Gaps::node_type block);
 
   std::shared_ptr<Segment> segment_;
   unsigned char* base_;
   mutable std::mutex mutex_;
-  std::map<uint64_t, uint64_t> gaps_;  // by offset; no two of them touch
+  Gaps gaps_;
   uint64_t lent_ = 0;
 };
 

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -248,16 +248,23 @@ class DeviceSegments:
     an abstract Unix socket that the owner serves until unlink().
 
     CUDA IPC's memory must not be freed while a peer maps it. So the last segment outlives its engine until this rank
-    makes the next one: the ranks have met between the two (bootstrap.open_segments), each without its old engine. The
-    other kinds' mappings keep the memory themselves."""
+    makes the next one: the ranks have met between the two (bootstrap.open_segments), each without its old engine. One
+    that is closed for good outlives it until all peers have said in the store that they closed theirs, which this
+    process looks for whenever it makes or closes segments. The other kinds' mappings keep the memory themselves."""
+
+    _orphans: ClassVar[list[tuple[dist.Store, str, int, Any]]] = []  # of this process: key, peers to come, segment
 
     def __init__(self, store: dist.Store, kind: str) -> None:
         self._store, self.kind = store, kind
         self._servers: dict[str, socket.socket] = {}
         self._lent: Any = None  # what peers may still map, of CUDA IPC
+        self._name = ""  # of that generation
+        self._mapped: list[str] = []  # its peers' names
 
     def create(self, name: str, num_bytes: int) -> _core.Segment:
         self._lent = None
+        self._name, self._mapped = name, []
+        self._free_orphans()
         memory = _core.cuda.DeviceMemory.create(self.kind, num_bytes)
         handle, fd = memory.share()
         if fd >= 0:
@@ -269,6 +276,7 @@ class DeviceSegments:
         return segment
 
     def attach(self, name: str, num_bytes: int) -> _core.Segment:
+        self._mapped.append(name)
         said = self._store.get(f"segments{name}").decode()
         handle, fd = (b"", _receive(name)) if self.kind == "file" else (bytes.fromhex(said), -1)
         try:
@@ -282,7 +290,24 @@ class DeviceSegments:
             self._store.delete_key(f"segments{name}")
 
     def close(self, together: bool) -> None:
-        self._lent = None
+        """After the engine, of each rank when it likes."""
+        if self._lent is not None:
+            self._orphans.append((self._store, f"closed{self._name}", len(self._mapped), self._lent))
+            self._lent = None
+            with contextlib.suppress(dist.DistError):  # the store is gone: so may be its peers, and nobody frees
+                for name in self._mapped:
+                    self._store.add(f"closed{name}", 1)
+        self._free_orphans()
+
+    @classmethod
+    def _free_orphans(cls) -> None:
+        for orphan in cls._orphans.copy():
+            store, key, peers, _ = orphan
+            # A store that is gone or cannot delete; ValueError: another thread was first.
+            with contextlib.suppress(dist.DistError, NotImplementedError, ValueError):
+                if store.add(key, 0) >= peers:
+                    cls._orphans.remove(orphan)
+                    store.delete_key(key)
 
 
 def _close(fd: int) -> None:

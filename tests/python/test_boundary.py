@@ -184,6 +184,14 @@ def test_a_plan_has_room_for_every_expert_that_topk_idx_may_name():
     buffer.destroy()
 
 
+def test_a_budget_that_no_row_number_reaches_is_refused():
+    """One more than the budget is what its word holds, and 0 is no budget."""
+    assert _core.CallHeader(num_tokens=1, topk=1, num_experts=1, budget=2**31 - 1).budget == 2**31 - 1
+    for budget in (2**31, 2**32 - 1, 2**40):
+        with pytest.raises(ValueError, match=rf"^budget: {budget} permuted rows .*give None for no limit"):
+            _core.CallHeader(num_tokens=1, topk=1, num_experts=1, budget=budget)
+
+
 def test_a_view_of_nothing_has_no_bytes():
     with pytest.raises(ValueError, match="address: is null, with 4 bytes"):
         _core.TensorView(0, 4, 0, "cpu")

@@ -346,6 +346,28 @@ def test_memory_that_grows_is_freed_when_its_peers_have_closed_it(monkeypatch):
     assert sum(what == "freed" for what, _ in log) == 9
 
 
+def test_memory_of_a_closed_buffer_is_freed_when_its_peers_have_closed_it(monkeypatch):
+    monkeypatch.setattr(_core.cuda, "DeviceMemory", FakeMemory)
+    FakeMemory.log = log = []
+
+    def close(rank, group):
+        meet = Rendezvous(GroupView.of(group), timeout_s=30)
+        segments = devices.DeviceSegments(group.store, "ipc")
+        engine = open_segments(meet, segments, 0, 64, list)
+        for turn in range(3):  # one after the other, without a meeting of their own
+            if rank == turn:
+                engine = None
+                segments.close(together=False)
+            meet.exchange(f"turn/{turn}", None)
+        assert engine is None
+
+    VirtualWorld(1, 3).run(close)
+    freed = [at for at, (what, _) in enumerate(log) if what == "freed"]
+    assert len(freed) == 3 and not devices.DeviceSegments._orphans
+    for at in freed:
+        assert [what for what, of in log[:at] if of == log[at][1]] == ["closed", "closed"]
+
+
 def test_a_store_keeps_no_keys_of_segments_that_are_unlinked():
     store = dist.HashStore()
     store.set("segments/a.0", "-")
