@@ -23,12 +23,18 @@ namespace py = pybind11;
 namespace hep {
 namespace {
 
+// What reads or writes device memory waits for streams, and so does the end of what owns such memory. A stream may have
+// to wait for Python in turn: for a host function of torch's, or for another rank of this process.
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+constexpr py::release_gil_before_calling_cpp_dtor kUnlockedEnd;
+
 PlanMemory plan_memory(const Engine& engine, int64_t num_tokens, int64_t topk, bool worst_case) {
   return engine.plan_memory(narrow("num_tokens", num_tokens), narrow("topk", topk), worst_case);
 }
 
 std::unique_ptr<Engine> make_engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments,
                                     double timeout_s, const std::string& executor, uint64_t seed) {
+  py::gil_scoped_release release;
   auto engine = std::make_unique<Engine>(rank, shape, std::move(segments), timeout_s, executor, seed);
   engine->set_interrupt_check([] {  // Ctrl-C while a kernel waits for other ranks
     py::gil_scoped_acquire acquire;
@@ -49,7 +55,10 @@ std::optional<ArenaBlock> take(const Engine& e, uint64_t bytes) {
 }
 
 std::map<std::string, uint64_t> traffic(const Engine& e) {
-  const TrafficCounters t = e.traffic();
+  const TrafficCounters t = [&e] {
+    py::gil_scoped_release release;
+    return e.traffic();
+  }();
   return {{"rail_rows", t.rail_rows},     {"rail_bytes", t.rail_bytes},     {"node_rows", t.node_rows},
           {"node_bytes", t.node_bytes},   {"self_rows", t.self_rows},       {"self_bytes", t.self_bytes},
           {"copied_rows", t.copied_rows}, {"copied_bytes", t.copied_bytes}, {"count_bytes", t.count_bytes}};
@@ -119,7 +128,7 @@ void bind_memory(py::module_& m) {
                 {"num_tokens", kHeaderNumTokens}, {"topk", kHeaderTopk}, {"header", kCountHeaderWords}};
           },
           "Of a count vector: where the header has its first words, and how long it is, in 32-bit words.");
-  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", "Memory that peers can map.")
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", "Memory that peers can map.", kUnlockedEnd)
       .def_static("create", &Segment::create, py::arg("name"), py::arg("num_bytes"))
       .def_static("attach", &Segment::attach, py::arg("name"), py::arg("num_bytes"))
       .def_static("private", &Segment::private_memory, py::arg("num_bytes"))
@@ -129,11 +138,13 @@ void bind_memory(py::module_& m) {
 }
 
 void bind_engine(py::module_& m) {
-  py::class_<ArenaBlock>(m, "ArenaBlock", py::buffer_protocol(), "Registered memory that is lent to a result.")
+  py::class_<ArenaBlock>(m, "ArenaBlock", py::buffer_protocol(), kUnlockedEnd,
+                         "Registered memory that is lent to a result.")
       .def_buffer([](ArenaBlock& b) { return py::buffer_info(b.data.get(), py::ssize_t(b.bytes), false); })
       .def_property_readonly_static(
           "no_room", [](const py::object&) { return kNoRoom; }, "Words of the exception of hep_pool_allocate.");
-  py::class_<Engine>(m, "Engine", "One rank's registered buffer and the operations on it; see runtime/engine.h.")
+  py::class_<Engine>(m, "Engine", kUnlockedEnd,
+                     "One rank's registered buffer and the operations on it; see runtime/engine.h.")
       .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
            py::arg("executor") = "host", py::arg("seed") = 0)
       .def("place", &place, py::arg("request"), "A plan that lies in the request's memory.")
@@ -152,9 +163,9 @@ void bind_engine(py::module_& m) {
           [](const Engine& e, bool offer) { offer_arena(offer ? e.arena().shared_from_this() : nullptr); },
           py::arg("offer"), "To hep_pool_allocate in this thread, until False; see runtime/arena_pool.h.")
       .def_property_readonly("arena_bytes_lent", [](const Engine& e) { return e.arena().bytes_lent(); })
-      .def("poison", &Engine::poison, "For tests, between operations: 0xFF into the rings and receive rows.")
+      .def("poison", &Engine::poison, Unlocked(), "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)
-      .def("reset_traffic", &Engine::reset_traffic)
+      .def("reset_traffic", &Engine::reset_traffic, Unlocked())
       .def(
           "set_stream", [](Engine& e, uint64_t stream) { e.set_stream(reinterpret_cast<void*>(stream)); },
           py::arg("stream"), "CUDA: the stream of the next operations, in order with those before.");

@@ -12,13 +12,13 @@ import world
 from ptx_machine import Choices
 
 # What the machine cannot run, and why; the page says the same.
-LEFT_OUT = {
-    "test_expandable.py": "PyTorch's own allocator",
-    "test_nvshmem.py": "NVSHMEM",
-    "test_calls_queued_behind_one": "the buffer's end and queued operations of torch's wait for one another",
-}
+LEFT_OUT = {"test_expandable.py": "PyTorch's own allocator", "test_nvshmem.py": "NVSHMEM"}
 # Tests of who waits for whom: torch's operations join their streams there, in place of waiting for them.
-QUEUED = ("test_a_blocking_call_synchronises_nothing", "test_sync_free_calls_do_not_wait_for_the_device")
+QUEUED = (
+    "test_calls_queued_behind_one",
+    "test_a_blocking_call_synchronises_nothing",
+    "test_sync_free_calls_do_not_wait_for_the_device",
+)
 BAD_CALLS_LEFT_OUT = {"hidden is sparse"}  # the machine has no sparse tensors of a device
 # Deadlines of tests are a second or two. The host waits by its clock, the kernels by the machine's: with this speed it
 # is not the host that gives up first where the process gets a fifth of a core.
