@@ -54,9 +54,8 @@ void bind_cuda(py::module_& module) {
         "Loads the library and adds its executors; {'devices': [...], 'why_none': str}. RuntimeError when it is not "
         "this build's.");
   m.def("set_device", [](int ordinal) { loaded().set_device(ordinal); }, py::arg("ordinal"));
-  py::class_<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(m, "DeviceMemory",
-                                                                      "Device memory that peers can map.",
-                                                                      py::release_gil_before_calling_cpp_dtor())
+  py::class_<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(
+      m, "DeviceMemory", "Device memory that peers can map.", py::release_gil_before_calling_cpp_dtor())
       .def_static(
           "create",
           [](const std::string& kind, size_t n) {

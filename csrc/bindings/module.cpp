@@ -163,7 +163,8 @@ void bind_engine(py::module_& m) {
           [](const Engine& e, bool offer) { offer_arena(offer ? e.arena().shared_from_this() : nullptr); },
           py::arg("offer"), "To hep_pool_allocate in this thread, until False; see runtime/arena_pool.h.")
       .def_property_readonly("arena_bytes_lent", [](const Engine& e) { return e.arena().bytes_lent(); })
-      .def("poison", &Engine::poison, Unlocked(), "For tests, between operations: 0xFF into the rings and receive rows.")
+      .def("poison", &Engine::poison, Unlocked(),
+           "For tests, between operations: 0xFF into the rings and receive rows.")
       .def("traffic", &traffic)
       .def("reset_traffic", &Engine::reset_traffic, Unlocked())
       .def(
