@@ -264,9 +264,9 @@ class MicrobatchPlanner:
 
     def __init__(self, shape: MicrobatchShape) -> None: ...
 
-    def plan(self, counts: NDArray[Any], home: NDArray[Any]) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64],
+    def plan(self, counts: NDArray[Any], owner: NDArray[Any]) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64],
              Any]:
-        """counts int64 [R, E] or [L, R, E], home int32 [E]: (slot_expert, slot_tokens, target or targets)."""
+        """counts int64 [R, E] or [L, R, E], owner int32 [E]: (slot_expert, slot_tokens, target or targets)."""
 
 
 class MicrobatchShape:
@@ -549,8 +549,8 @@ class cuda:
     def set_device(ordinal: int) -> None: ...
 
 
-def clones_fit(load: NDArray[Any], home: NDArray[Any], num_ranks: int, spare_slots: int) -> int:
-    """load int64 [E], home int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit."""
+def clones_fit(load: NDArray[Any], owner: NDArray[Any], num_ranks: int, spare_slots: int) -> int:
+    """load int64 [E], owner int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit."""
 
 
 def executors() -> list[str]:
@@ -571,8 +571,9 @@ def place_layers(*, load: NDArray[Any], single: NDArray[Any], group: NDArray[Any
     is)."""
 
 
-def share_of_source(shape: MicrobatchShape, counts: NDArray[Any], home: NDArray[Any], slot_expert: NDArray[Any],
-                    slot_tokens: NDArray[Any], source: int) -> NDArray[numpy.int64]: ...
+def share_of_source(shape: MicrobatchShape, counts: NDArray[Any], owner: NDArray[Any],
+                    slot_expert: NDArray[Any], slot_tokens: NDArray[Any],
+                    source: int) -> NDArray[numpy.int64]: ...
 
 
 def sim_cost_fields() -> list[str]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _PURPOSES = {
     "rail_send_ring": "chunks of tokens on their way to other nodes",
     "rail_receive_ring": "and from them",
-    "receive_rows": "facts; partial sums of combine; rows without room in the arena, copied once more",
+    "receive_rows": "metadata; partial sums of combine; rows without room in the arena, copied once more",
     "arena": "results, where rows land to stay",
 }
 

@@ -1,9 +1,9 @@
 """The closed form of the byte counters: what HybridEPBuffer.traffic() must say, from routing alone.
 
 Every token crosses the rail once to each other node that needs it. There the rank of its rail hands it to each rank
-that needs it: its facts once, its row as often as that rank wants. Where results lie in registered memory (landed) that
-is once for each chosen expert, else once, and the rank copies it. combine is the same backwards, with one sum a rank.
-Nothing here looks at how the bytes really move."""
+that needs it: its metadata once, its row as often as that rank wants. Where results lie in registered memory (landed),
+that is once for each chosen expert, else once, and the rank copies it. combine is the same backwards, with one sum a
+rank. Nothing here looks at how the bytes really move."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _HEADER_WORDS = 16
 
 
 def message_bytes(topk: int, num_local_ranks: int, row_bytes: int, scale_bytes: int = 0, weights: bool = True) -> int:
-    """Bytes of one token on a link in dispatch: facts of its rows, weights, scales, payload; each 16-byte
+    """Bytes of one token on a link in dispatch: its record, weights, scales, payload; each 16-byte
     aligned."""
-    return facts_bytes(topk, num_local_ranks, weights) + _align(scale_bytes, 16) + row_bytes
+    return metadata_bytes(topk, num_local_ranks, weights) + _align(scale_bytes, 16) + row_bytes
 
 
-def facts_bytes(topk: int, num_local_ranks: int, weights: bool = True) -> int:
-    """Of these, what is no row: the facts and the weights."""
+def metadata_bytes(topk: int, num_local_ranks: int, weights: bool = True) -> int:
+    """Of these, what is no row: the record and the weights."""
     return _align(16 + 8 * min(topk, num_local_ranks) + 8 * topk, 16) + (_align(4 * topk, 16) if weights else 0)
 
 
@@ -82,15 +82,16 @@ def dispatch(
     routes: Sequence[torch.Tensor],
     num_local_ranks: int,
     token_bytes: int,
-    facts: int,
+    metadata: int,
     *,
     permute: bool = True,
     landed: bool = True,
 ) -> list[dict[str, int]]:
-    """Counters of every rank for one dispatch of token_bytes (message_bytes), among them facts (facts_bytes), a token,
-    without the counts exchange. landed: whether the results of all ranks lie in registered memory."""
+    """Counters of every rank for one dispatch, without the counts exchange. token_bytes: of a token on a link
+    (message_bytes), metadata of them not its row (metadata_bytes). landed: whether the results of all ranks lie in
+    registered memory."""
     result, links = [], link_rows(routes, num_local_ranks)
-    row, per_rank = token_bytes - facts, routes[0].shape[1] // len(routes)
+    row, per_rank = token_bytes - metadata, routes[0].shape[1] // len(routes)
     for rank, r in enumerate(links):
         kind = "_pairs" if permute and landed else ""
         here = torch.cat(list(routes))[:, rank * per_rank : (rank + 1) * per_rank]
@@ -98,8 +99,8 @@ def dispatch(
         result.append(
             {
                 **_counters(r["rail"], r["node"], r["self"], token_bytes),
-                "node_bytes": r["node" + kind] * row + r["node"] * facts,
-                "self_bytes": r["self" + kind] * row + r["self"] * facts,
+                "node_bytes": r["node" + kind] * row + r["node"] * metadata,
+                "self_bytes": r["self" + kind] * row + r["self"] * metadata,
                 "copied_rows": copied,
                 "copied_bytes": copied * row,
             }

@@ -1,6 +1,6 @@
 """Megatron-Core trains through hybrid_ep: one name replaced, no fork, no edit in Megatron.
 
-Three functions are the whole face: `apply()` installs the token dispatcher, `revert()` restores Megatron
+Three functions are the whole interface: `apply()` installs the token dispatcher, `revert()` restores Megatron
 exactly, `status()` tells what was found and what is patched. `python -m megatron_patches SCRIPT ARGS...`
 runs any Megatron-LM script with the `--hybrid-ep` flags added. `docs/megatron.md` is the guide.
 
@@ -9,10 +9,10 @@ Importing this package imports neither Megatron nor torch: order of imports stay
 
 from __future__ import annotations
 
+from megatron_patches.hooks import HookError
 from megatron_patches.patch import Status, apply, revert, status
-from megatron_patches.seams import SeamError
 
-__all__ = ["SeamError", "Status", "apply", "release_buffers", "revert", "status"]
+__all__ = ["HookError", "Status", "apply", "release_buffers", "revert", "status"]
 
 
 def release_buffers() -> None:

@@ -1,4 +1,4 @@
-"""`python -m megatron_patches [--seam s1] SCRIPT ARGS...`: run a Megatron-LM script through hybrid_ep.
+"""`python -m megatron_patches [--hook deep_ep] SCRIPT ARGS...`: run a Megatron-LM script through hybrid_ep.
 
 The script sees itself as `__main__`, its own directory first on sys.path, and Megatron's parser with our
 flags. Under torchrun: `torchrun --nproc-per-node 8 -m megatron_patches pretrain_gpt.py --hybrid-ep ...`.
@@ -12,17 +12,18 @@ import runpy
 import sys
 
 import megatron_patches
+from megatron_patches import hooks
 
-USAGE = """usage: python -m megatron_patches [--seam s1|s3] SCRIPT ARGS...
+USAGE = """usage: python -m megatron_patches [--hook token_dispatcher|deep_ep] SCRIPT ARGS...
        python -m megatron_patches --status
 
-SCRIPT is a Megatron-LM script, e.g. pretrain_gpt.py; ARGS are its flags, and with seam s3 (the default) those below.
-Seam s1 serves hybrid_ep to Megatron as the package deep_ep and adds no flags.
+SCRIPT is a Megatron-LM script, e.g. pretrain_gpt.py; ARGS are its flags, and with the hook token_dispatcher (the
+default) those below. The hook deep_ep serves hybrid_ep to Megatron as the package deep_ep and adds no flags.
 Megatron-LM's training loop needs a GPU; docs/megatron.md says how to try all this on a CPU."""
 
 
 def usage() -> str:
-    """USAGE, and every flag that seam s3 adds to Megatron's parser."""
+    """USAGE, and every flag that the hook token_dispatcher adds to Megatron's parser."""
     from megatron_patches import flags
 
     parser = argparse.ArgumentParser(prog="megatron_patches", usage=argparse.SUPPRESS, add_help=False)
@@ -31,13 +32,13 @@ def usage() -> str:
 
 def main(argv: list[str]) -> int:
     """Apply the patch, then run the script. Returns only after it has ended; 2 for a usage error."""
-    seam = "s3"
+    hook = "token_dispatcher"
     if argv[:1] == ["--status"]:
         print(megatron_patches.status())
         return 0
-    if argv[:1] == ["--seam"] and len(argv) > 1:
-        seam, argv = argv[1], argv[2:]
-    if not argv or argv[0].startswith("-") or seam not in ("s1", "s3"):
+    if argv[:1] in (["--hook"], ["--seam"]) and len(argv) > 1:
+        hook, argv = hooks.renamed(argv[1]), argv[2:]
+    if not argv or argv[0].startswith("-") or hook not in hooks.HOOKS:
         if argv[:1] in (["-h"], ["--help"]):
             print(usage())
             return 0
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
         return 2
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     sys.argv = argv
-    megatron_patches.apply(seam, command_line=seam == "s3")
+    megatron_patches.apply(hook, command_line=hook == "token_dispatcher")
     runpy.run_path(script, run_name="__main__")
     return 0
 

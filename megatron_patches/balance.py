@@ -1,9 +1,9 @@
-"""Balancing in training: homes of experts that may move between steps, and clones of hot experts for one micro-batch.
+"""Balancing in training: owners of experts that may move between steps, and clones of hot experts for one micro-batch.
 
-Slow: columns of the map are put in the order of the homes (`balance_slow` moves them between steps). Exact:
+Slow: columns of the map are put in the order of the owners (`balance_slow` moves them between steps). Exact:
 
     counts of all ranks -> plan -> my tokens to instances -> dispatch over physical slots -> clones of weights pushed
-    meanwhile -> experts -> combine;  backward: weights pushed again, clone gradients summed into the home's
+    meanwhile -> experts -> combine;  backward: weights pushed again, clone gradients summed into the owner's
 
 Router, auxiliary losses, expert bias, optimizer and checkpoints see logical experts only: the map is rewritten after
 all of them, and clones are no parameters. The spare slots are shared by all layers, so a clone's weights are not kept
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep.balance import MicrobatchPlanner
-from hybrid_ep.balance.homes import Homes
+from hybrid_ep.balance.owners import Owners
 from megatron_patches import balance_experts, balance_push, buffers, settings
 from megatron_patches.manager import HybridEPManager
 
@@ -74,9 +74,9 @@ def check_supported(
 
 
 class SlowManager(HybridEPManager):
-    """HybridEPManager whose experts have homes: the map it is given is logical, the map it dispatches follows them.
+    """HybridEPManager whose experts have owners: the map it is given is logical, the map it dispatches follows them.
 
-    homes: `Homes` of the layer, the identity until `balance_slow` moves experts; equal on all ranks.
+    owners: `Owners` of the layer, the identity until `balance_slow` moves experts; equal on all ranks.
     record: called with the logical counts int64 [E] of every micro-batch that trains; `balance_slow` sets it.
     """
 
@@ -91,7 +91,7 @@ class SlowManager(HybridEPManager):
         wanted = settings.current()
         tp_size = num_experts // config.num_moe_experts
         check_supported(config, tp_size, wanted.balance.mode, wanted.balance.clones, wanted.experts.grouped)
-        self.homes = Homes(num_experts, group.size())
+        self.owners = Owners(num_experts, group.size())
         self._experts: SequentialMLP | GroupedExperts | None = None
         self._weights: SequentialWeights | StackedWeights | None = None
         self.record: Callable[[torch.Tensor], None] | None = None
@@ -116,23 +116,23 @@ class SlowManager(HybridEPManager):
         """Give the layer's experts to the balancer: it moves them, and their checkpoints name them logically."""
         self._weights = balance_experts.weights_of(experts, self.settings.balance.mode)
         self._experts = experts
-        self._weights.name_logically(self.homes)
+        self._weights.name_logically(self.owners)
 
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        """As the base class; rows arrive for the home slots of this rank, in their order."""
+        """As the base class; rows arrive for the owner slots of this rank, in their order."""
         routing_map, probs = self.routed()
         self._record(routing_map)
-        if not self.homes.is_identity:
-            columns = self.homes.columns(0, routing_map.device)
+        if not self.owners.is_identity:
+            columns = self.owners.columns(0, routing_map.device)
             self.routing_map = torch.empty_like(routing_map).index_copy_(1, columns, routing_map)
             self.token_probs = torch.zeros_like(probs).index_copy(1, columns, probs)
         return super().dispatch(hidden_states)
 
     def _record(self, routing_map: torch.Tensor) -> None:
         """Count what trains: a recomputed forward counts once, in the pass that has gradients; evaluation never."""
-        if not self.settings.balance.rehomes or not torch.is_grad_enabled():
+        if not self.settings.balance.migrates or not torch.is_grad_enabled():
             return
         if self.record is None:
             raise RuntimeError(
@@ -144,7 +144,7 @@ class SlowManager(HybridEPManager):
 
 
 class ExactManager(SlowManager):
-    """SlowManager over physical slots: num_local_experts homes, then the spare slots, on every rank.
+    """SlowManager over physical slots: num_local_experts owners, then the spare slots, on every rank.
 
     plan_with: counts int64 [R, E] -> MicrobatchPlan; tests put forced plans here.
     last_plan: the plan of the latest dispatch, for meters.
@@ -181,7 +181,7 @@ class ExactManager(SlowManager):
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        """As the base class, after planning: rows arrive for homes first, then for the clones on this rank."""
+        """As the base class, after planning: rows arrive for owners first, then for the clones on this rank."""
         if self.clones is None:
             raise RuntimeError("exact balancing has no experts to clone: call attach(experts) after building the layer")
         routing_map, probs = self.routed()
@@ -189,27 +189,27 @@ class ExactManager(SlowManager):
         counts = routing_map.sum(dim=0)
         gathered = [torch.empty_like(counts) for _ in range(self.group.size())]
         dist.all_gather(gathered, counts, group=self.group)
-        self.planner.home = self.homes.rank_of
+        self.planner.owner = self.owners.rank_of
         self.last_plan = plan = self.plan_with(torch.stack(gathered).cpu().numpy())
         self.push = self.clones.start_push(plan)  # travels while the tokens do
-        self.routing_map, self.token_probs = to_physical(routing_map, probs, plan, self.group.rank(), self.homes)
+        self.routing_map, self.token_probs = to_physical(routing_map, probs, plan, self.group.rank(), self.owners)
         return HybridEPManager.dispatch(self, hidden_states)
 
 
 def to_physical(
-    routing_map: torch.Tensor, probs: torch.Tensor, plan: MicrobatchPlan, source: int, homes: Homes
+    routing_map: torch.Tensor, probs: torch.Tensor, plan: MicrobatchPlan, source: int, owners: Owners
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Spread this rank's tokens over instances: (map, probs) over logical experts -> over physical slots.
 
-    routing_map bool [T, E], probs [T, E]; columns of the result: for every rank its home slots, then its spare slots.
-    Of an expert's tokens, in order, the first stay for its home and the rest go to the clones in slot order, as many as
-    `plan.share_of_source(source)` says. Gradients of probs flow back.
+    routing_map bool [T, E], probs [T, E]; columns of the result: for every rank its owner slots, then its spare slots.
+    Of an expert's tokens, in order, the first stay for its owner and the rest go to the clones in slot order, as many
+    as `plan.share_of_source(source)` says. Gradients of probs flow back.
     """
     num_ranks, spare = plan.slot_expert.shape
     num_experts = routing_map.shape[1]
     per_rank = num_experts // num_ranks + spare
     device = routing_map.device
-    column = homes.columns(spare, device).expand(routing_map.shape[0], -1).clone()
+    column = owners.columns(spare, device).expand(routing_map.shape[0], -1).clone()
     take = plan.share_of_source(source)
     for expert in sorted(set(plan.slot_expert[take > 0].tolist())):
         tokens = routing_map[:, expert].nonzero().squeeze(1)

@@ -1,8 +1,8 @@
-"""What balancing sees of an experts module: matrices in home slots, where optimizers keep them, how clones run.
+"""What balancing sees of an experts module: matrices in owner slots, where optimizers keep them, how clones run.
 
 Two modules, one view. Megatron's SequentialMLP has a parameter for every matrix of every expert, our GroupedExperts
-(`--hybrid-ep-grouped-gemm`) one for a matrix of all local experts. Either way, matrix n of the expert in home slot s is
-a run of elements of some parameter; pushing, summing gradients and moving experts need to know no more.
+(`--hybrid-ep-grouped-gemm`) one for a matrix of all local experts. Either way, matrix n of the expert in owner slot s
+is a run of elements of some parameter; pushing, summing gradients and moving experts need to know no more.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from hybrid_ep.balance.homes import Homes
+    from hybrid_ep.balance.owners import Owners
     from megatron_patches.experts import GroupedExperts
 
 
 class ExpertWeights:
     """The matrices of the experts of a layer on this rank.
 
-    num_homes: home slots. shapes, sizes: of the matrices of one expert. owners: all parameters.
+    num_owners: owner slots. shapes, sizes: of the matrices of one expert. owners: all parameters.
     """
 
-    def __init__(self, experts: torch.nn.Module, num_homes: int, shapes: Sequence[torch.Size]) -> None:
-        self.experts, self.num_homes = experts, num_homes
+    def __init__(self, experts: torch.nn.Module, num_owners: int, shapes: Sequence[torch.Size]) -> None:
+        self.experts, self.num_owners = experts, num_owners
         self.forward = experts.forward  # before clones take its place
         self.shapes, self.sizes = shapes, [shape.numel() for shape in shapes]
         self.owners = list(experts.parameters())
 
     def place(self, slot: int, n: int) -> tuple[torch.nn.Parameter, int]:
-        """(parameter, offset): matrix n of the expert in a home slot is its elements from `offset` on."""
+        """(parameter, offset): matrix n of the expert in an owner slot is its elements from `offset` on."""
         raise NotImplementedError
 
     def weight(self, slot: int, n: int) -> torch.Tensor:
@@ -68,24 +68,24 @@ class SequentialWeights(ExpertWeights):
         stacks: Sequence[torch.Tensor],
         in_slots: AbstractContextManager[object],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(outputs of homes and clones [P, H], bias). stacks: weights of the clones, [slots, *shape] a matrix.
+        """(outputs of owners and clones [P, H], bias). stacks: weights of the clones, [slots, *shape] a matrix.
 
         in_slots: context in which operators that read `stacks` run."""
         counts = tokens_per_expert.tolist()
-        first = sum(counts[: self.num_homes])
-        output, bias = self.forward(rows[:first], tokens_per_expert[: self.num_homes], probs[:first])
+        first = sum(counts[: self.num_owners])
+        output, bias = self.forward(rows[:first], tokens_per_expert[: self.num_owners], probs[:first])
         outputs = [output]
         with in_slots:
-            for *mine, count in zip(*(stack.unbind(0) for stack in stacks), counts[self.num_homes :], strict=True):
+            for *mine, count in zip(*(stack.unbind(0) for stack in stacks), counts[self.num_owners :], strict=True):
                 call = (rows[first : first + count], probs[first : first + count])
                 replaced = dict(zip(self.names, mine, strict=True))
                 outputs.append(torch.func.functional_call(self.local_experts[0], replaced, call)[0])
                 first += count
         return torch.cat(outputs), bias
 
-    def name_logically(self, homes: Homes) -> None:
+    def name_logically(self, owners: Owners) -> None:
         """Checkpoints call experts by their ids, wherever they live."""
-        logical = _logical_sharded_state_dict(self.experts, homes)
+        logical = _logical_sharded_state_dict(self.experts, owners)
         setattr(self.experts, "sharded_state_dict", logical)  # noqa: B010 - an instance attribute over a method
 
 
@@ -111,9 +111,9 @@ class StackedWeights(ExpertWeights):
         with in_slots:
             return self.forward(rows, tokens_per_expert, probs, clones=stacks)
 
-    def name_logically(self, homes: Homes) -> None:
+    def name_logically(self, owners: Owners) -> None:
         """Checkpoints call experts by their ids, wherever they live."""
-        mine = functools.partial(homes.experts_of, self.grouped.ep_group.rank())
+        mine = functools.partial(owners.experts_of, self.grouped.ep_group.rank())
         setattr(self.grouped, "expert_ids", mine)  # noqa: B010 - an instance attribute over a method
 
 
@@ -129,7 +129,7 @@ def weights_of(experts: SequentialMLP | GroupedExperts, mode: str) -> Sequential
     )
 
 
-def _logical_sharded_state_dict(experts: SequentialMLP, homes: Homes) -> Callable[..., dict[str, Any]]:
+def _logical_sharded_state_dict(experts: SequentialMLP, owners: Owners) -> Callable[..., dict[str, Any]]:
     """A replacement for SequentialMLP.sharded_state_dict whose global offsets are logical ids, wherever experts live.
 
     Megatron numbers an expert ep_rank * num_local_experts + i. For every expert alone it is told of a group of
@@ -139,13 +139,13 @@ def _logical_sharded_state_dict(experts: SequentialMLP, homes: Homes) -> Callabl
 
     class OneRankAnExpert:
         def __init__(self, expert: int) -> None:
-            self.rank, self.size = lambda: expert, lambda: len(homes.slot_of)
+            self.rank, self.size = lambda: expert, lambda: len(owners.slot_of)
 
     def sharded_state_dict(
         prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        mine = homes.experts_of(experts.ep_group.rank())
+        mine = owners.experts_of(experts.ep_group.rank())
         for local, expert in enumerate(mine):
             one = type("OneExpert", (), {})()
             one.__dict__.update(experts.__dict__, num_local_experts=1, ep_group=OneRankAnExpert(expert))

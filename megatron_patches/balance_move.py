@@ -2,7 +2,7 @@
 
     prepare   every rank receives what its slots will hold into staging memory, nothing in force is touched
     vote      all ranks of the grid (expert parallel x expert data parallel) say whether they have everything
-    commit    copies inside each rank, and the new homes; no communication, nothing left that can fail
+    commit    copies inside each rank, and the new owners; no communication, nothing left that can fail
 
 Buffers, shapes and the cut of the distributed optimizer stay: an expert that moves to another slot meets another cut,
 so each element goes from the rank that keeps it for the old slot to the rank that keeps it for the new one.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_patches.optimizer_state import OptimizerStates, Shard
 
 _T = TypeVar("_T")
-Placement = Sequence[int] | np.ndarray  # the expert of every home slot, int [E]
+Placement = Sequence[int] | np.ndarray  # the expert of every owner slot, int [E]
 WEIGHT = "weight"  # the model's own parameter, whole on every rank of the expert data parallel group
 
 
@@ -35,7 +35,7 @@ WEIGHT = "weight"  # the model's own parameter, whole on every rank of the exper
 class Piece:
     """Elements [first, last) of one tensor of an expert, on the way from a slot of `source` to one of `target`.
 
-    source, target: global ranks. slot_from, slot_to: local home slots there. layer, matrix: indices.
+    source, target: global ranks. slot_from, slot_to: local owner slots there. layer, matrix: indices.
     """
 
     source: int
@@ -70,7 +70,7 @@ class Mover:
         return everyone
 
     def _shard(self, layer: int, slot: int, n: int) -> Shard:
-        """What this rank's optimizer keeps of matrix n of the expert in a home slot."""
+        """What this rank's optimizer keeps of matrix n of the expert in an owner slot."""
         weights = self.layers[layer].weights
         owner, offset = weights.place(slot, n)
         return self.states.shard(owner).part(offset, weights.sizes[n])
@@ -78,7 +78,7 @@ class Mover:
     def _shards(self) -> Iterator[list[list[Shard]]]:
         for i, layer in enumerate(self.layers):
             matrices = range(len(layer.weights.sizes))
-            yield [[self._shard(i, slot, n) for n in matrices] for slot in range(layer.weights.num_homes)]
+            yield [[self._shard(i, slot, n) for n in matrices] for slot in range(layer.weights.num_owners)]
 
     def _cuts(self) -> list[list[list[tuple[int, int]]]]:
         """Element ranges this rank keeps: the same on every expert parallel rank, whose buffers are laid out alike."""
@@ -88,13 +88,13 @@ class Mover:
         return {name for layer in self._shards() for slot in layer for shard in slot for name in shard.tensors}
 
     def pieces(self, layer: int, new: Placement) -> Iterator[Piece]:
-        """All pieces of a change of one layer's homes to `new`, in the order that every rank uses."""
-        homes = self.layers[layer].homes
+        """All pieces of a change of one layer's owners to `new`, in the order that every rank uses."""
+        owners = self.layers[layer].owners
         for to, expert in enumerate(new):
-            old = homes.slot_of[expert]
+            old = owners.slot_of[expert]
             if old == to:
                 continue
-            (r_from, i), (r_to, j) = divmod(old, homes.per_rank), divmod(to, homes.per_rank)
+            (r_from, i), (r_to, j) = divmod(old, owners.per_rank), divmod(to, owners.per_rank)
             for n, size in enumerate(self.layers[layer].weights.sizes):
                 for d in range(self.edp.size()):
                     ends = (self.ranks[d][r_from], self.ranks[d][r_to])
@@ -126,7 +126,7 @@ class Mover:
         """changes: dict layer -> expert_of_slot, equal on all ranks. Collective over the grid.
 
         Moves all layers of `changes` or none. DeadlineError when a rank does not answer in time, RuntimeError when one
-        could not prepare; the model, the optimizer and the homes of a rank that raises are as they were.
+        could not prepare; the model, the optimizer and the owners of a rank that raises are as they were.
         """
         try:
             staged, failure = self.prepare(changes), None
@@ -139,7 +139,7 @@ class Mover:
         for view, received in staged:
             view.copy_(received)
         for layer, new in changes.items():
-            self.layers[layer].homes.assign(new)
+            self.layers[layer].owners.assign(new)
 
     def prepare(self, changes: Mapping[int, Placement]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """[(memory in force, what goes there)] of this rank. One message a pair of ranks and dtype."""

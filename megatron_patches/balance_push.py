@@ -1,4 +1,4 @@
-"""Weights of clones: pushed from home to spare slots, run there, their gradients summed back into the home.
+"""Weights of clones: pushed from owner to spare slots, run there, their gradients summed back into the owner.
 
 Everything is point to point between ranks of the expert-parallel group, in the order of the plan, which all ranks
 share: (rank, slot) ascending. Gradients travel and are summed in fp32. With Megatron's DDP they are added to the
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 100.0
 
-Clone = tuple[int, int, int, int]  # (expert, home rank, rank, slot)
+Clone = tuple[int, int, int, int]  # (expert, owner rank, rank, slot)
 _Place = tuple[int, torch.Size, tuple[int, ...]]  # (storage offset, size, stride)
 
 _SlotsKey = tuple[dist.ProcessGroup, int, int, torch.dtype, torch.device]
@@ -105,50 +105,50 @@ class CloneExperts:
         shapes = [(self.num_slots, *shape) for shape in self.weights.shapes]
         self.stacks = [part.view(shape) for part, shape in zip(self.slots.split(sizes), shapes, strict=True)]
 
-    def home_slot(self, expert: int) -> int:
-        """Local home slot of a logical expert that lives here."""
-        return self.manager.homes.slot_of[expert] - self.group.rank() * self.weights.num_homes
+    def owner_slot(self, expert: int) -> int:
+        """Local owner slot of a logical expert that lives here."""
+        return self.manager.owners.slot_of[expert] - self.group.rank() * self.weights.num_owners
 
     def clones(self, plan: MicrobatchPlan) -> Iterator[Clone]:
-        """(expert, home, rank, slot) of every clone, in the order that all ranks use."""
+        """(expert, owner, rank, slot) of every clone, in the order that all ranks use."""
         for rank, row in enumerate(plan.slot_expert.tolist()):
             for slot, expert in enumerate(row):
                 if expert >= 0:
-                    yield expert, int(plan.home[expert]), rank, slot
+                    yield expert, int(plan.owner[expert]), rank, slot
 
     def start_push(self, plan: MicrobatchPlan) -> Transfer:
         """Send my experts' weights to their clones and receive those of my slots. Returns what to wait for."""
         transfer, me = Transfer(self.group, "weight push"), self.group.rank()
-        for expert, home, rank, slot in self.clones(plan):
+        for expert, owner, rank, slot in self.clones(plan):
             for n, stack in enumerate(self.stacks):
-                if home == me:
-                    transfer.send(self.weights.weight(self.home_slot(expert), n), rank)
+                if owner == me:
+                    transfer.send(self.weights.weight(self.owner_slot(expert), n), rank)
                 if rank == me:
-                    transfer.receive(stack[slot], home)
+                    transfer.receive(stack[slot], owner)
         return transfer.start()
 
     def collect_gradients(
         self, plan: MicrobatchPlan, gradients: list[torch.Tensor], add: Callable[[int, int, torch.Tensor], None]
     ) -> None:
-        """Bring clone gradients home: `add(expert, n, gradient)` for each that arrives, in the order of the plan.
+        """Bring clone gradients to the owners: `add(expert, n, gradient)` for each that arrives, in plan order.
 
         gradients: fp32 [slots, *shape] on this rank, for every matrix n. In rounds that all ranks know from the plan,
-        so that no home holds more of them at once than it has slots, however many clones its experts have.
+        so that no owner holds more of them at once than it has slots, however many clones its experts have.
         """
         rounds: dict[int, list[Clone]] = {}
         received: dict[int, int] = {}
         me = self.group.rank()
         for clone in self.clones(plan):
-            home = clone[1]
-            rounds.setdefault(received.get(home, 0) // self.num_slots, []).append(clone)
-            received[home] = received.get(home, 0) + 1
+            owner = clone[1]
+            rounds.setdefault(received.get(owner, 0) // self.num_slots, []).append(clone)
+            received[owner] = received.get(owner, 0) + 1
         for _, clones in sorted(rounds.items()):
             transfer, arrived = Transfer(self.group, "clone gradients"), []
-            for expert, home, rank, slot in clones:
+            for expert, owner, rank, slot in clones:
                 for n, gradient in enumerate(gradients):
                     if rank == me:
-                        transfer.send(gradient[slot], home)
-                    if home == me:
+                        transfer.send(gradient[slot], owner)
+                    if owner == me:
                         arrived.append((expert, n, torch.empty_like(gradient[slot])))
                         transfer.receive(arrived[-1][2], rank)
             transfer.start().wait()
@@ -158,13 +158,13 @@ class CloneExperts:
     def forward(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The experts' forward: homes with their own weights, then each slot with its clone's."""
+        """The experts' forward: owners with their own weights, then each slot with its clone's."""
         plan, push = self.manager.last_plan, self.manager.push
         if plan is None or push is None:
             raise RuntimeError("the experts of a balanced layer ran before its dispatch: call the dispatcher first")
         if plan.is_empty:
-            homes = int(tokens_per_expert[: self.weights.num_homes].sum())
-            return self.weights.forward(rows[:homes], tokens_per_expert[: self.weights.num_homes], probs[:homes])
+            owners = int(tokens_per_expert[: self.weights.num_owners].sum())
+            return self.weights.forward(rows[:owners], tokens_per_expert[: self.weights.num_owners], probs[:owners])
         push.wait()
         stacks = _Push.apply(self, plan, *self.weights.owners)
         in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -185,7 +185,7 @@ class CloneExperts:
 
 
 class _Push(torch.autograd.Function):
-    """Home parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their homes."""
+    """Owner parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their owners."""
 
     @staticmethod
     def forward(
@@ -202,7 +202,7 @@ class _Push(torch.autograd.Function):
         sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
         def add(expert: int, n: int, gradient: torch.Tensor) -> None:
-            slot = clones.home_slot(expert)
+            slot = clones.owner_slot(expert)
             owner, _ = weights.place(slot, n)
             total = getattr(owner, "main_grad", None)
             if total is None or total.dtype != torch.float32:

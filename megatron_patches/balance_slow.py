@@ -1,6 +1,6 @@
 """Slow balancing: between optimizer steps, experts move to ranks that have been idler, a few layers a step.
 
-    router's counts -> LoadWindow -> every `balance_interval` steps: plan_placement(current=homes) -> after this step
+    router's counts -> LoadWindow -> every `balance_interval` steps: plan_placement(current=owners) -> after this step
     and the next ones `layer_updates_per_iter` layers move (`balance_move`): weight, fp32 copy, both moments
 
 A step boundary is the one moment when no gradient is half summed and no forward is under way. Everything is decided
@@ -34,7 +34,7 @@ DECAY = 0.9
 _BY_SLOT = ("state_dict", "load_state_dict", "sharded_state_dict", "save_parameter_state", "load_parameter_state")
 
 
-class Rehomer:
+class Migrator:
     """Counts the loads of one model's MoE layers on this rank and moves its experts after optimizer steps.
 
     plan_with: (load float64 [L, E], current int64 [L, E]) -> expert of every slot [L, E]; tests force plans here.
@@ -52,14 +52,14 @@ class Rehomer:
         self.steps, self.moved = 0, 0
         self.pending: list[tuple[int, Placement]] = []
         if self.layers:
-            self.window = LoadWindow(len(self.layers), len(self.layers[0].homes.slot_of), DECAY)
+            self.window = LoadWindow(len(self.layers), len(self.layers[0].owners.slot_of), DECAY)
         for index, manager in enumerate(self.layers):
             manager.record = functools.partial(self.window.add, index)
 
     @property
     def current(self) -> np.ndarray:
-        """int64 [L, E]: the expert in every home slot."""
-        return np.array([manager.homes.expert_of_slot for manager in self.layers], dtype=np.int64)
+        """int64 [L, E]: the expert in every owner slot."""
+        return np.array([manager.owners.expert_of_slot for manager in self.layers], dtype=np.int64)
 
     def after_step(self) -> None:
         """Tell it that an optimizer step has been made. Collective over the expert ranks of the stage."""
@@ -81,7 +81,7 @@ class Rehomer:
         plan = plan_placement(
             load,
             num_experts,
-            self.layers[0].homes.num_ranks,
+            self.layers[0].owners.num_ranks,
             current=current,
             target=TARGET,
             move_cost=self.settings.move_cost,
@@ -100,85 +100,85 @@ class Rehomer:
         self.moved += int((self.current != before).sum())
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes to continue exactly: homes, moves under way, steps, this rank's window."""
+        """What `restore` takes to continue exactly: owners, moves under way, steps, this rank's window."""
         pending = [(layer, [int(expert) for expert in new]) for layer, new in self.pending]
         window = self.window.state() if self.layers else None
         return {
-            "homes": self.current.tolist(),
+            "owners": self.current.tolist(),
             "pending": pending,
             "steps": self.steps,
             "window": window,
-            "num_ranks": [manager.homes.num_ranks for manager in self.layers],
+            "num_ranks": [manager.owners.num_ranks for manager in self.layers],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a `state` before the weights are loaded; does nothing where the layers are spread otherwise."""
-        if state["num_ranks"] != [manager.homes.num_ranks for manager in self.layers] or not self.layers:
+        if state["num_ranks"] != [manager.owners.num_ranks for manager in self.layers] or not self.layers:
             return
-        for manager, homes in zip(self.layers, state["homes"], strict=True):
-            manager.homes.assign(homes)
+        for manager, owners in zip(self.layers, state["owners"], strict=True):
+            manager.owners.assign(owners)
         self.pending, self.steps = list(state["pending"]), state["steps"]
         self.window.restore(state["window"])
 
     @contextlib.contextmanager
-    def identity_homes(self) -> Iterator[None]:
+    def identity_owners(self) -> Iterator[None]:
         """Every expert where it began while the block runs, then back: for state dicts that go by slot. Collective."""
-        away = {i: np.array(m.homes.expert_of_slot) for i, m in enumerate(self.layers) if not m.homes.is_identity}
+        away = {i: np.array(m.owners.expert_of_slot) for i, m in enumerate(self.layers) if not m.owners.is_identity}
         self.move({layer: np.arange(len(new)) for layer, new in away.items()})
         yield
         self.move(away)
 
 
-_rehomers: list[Rehomer] = []  # of this process, for identity_homes()
+_migrators: list[Migrator] = []  # of this process, for identity_owners()
 
 
 @contextlib.contextmanager
-def identity_homes() -> Iterator[None]:
-    """`Rehomer.identity_homes` of every model of this process."""
+def identity_owners() -> Iterator[None]:
+    """`Migrator.identity_owners` of every model of this process."""
     with contextlib.ExitStack() as stack:
-        for rehomer in _rehomers:
-            stack.enter_context(rehomer.identity_homes())
+        for migrator in _migrators:
+            stack.enter_context(migrator.identity_owners())
         yield
 
 
-def attach(optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]) -> Rehomer:
-    """Move experts of `model_chunks` after every successful `optimizer.step()`; returns the `Rehomer`.
+def attach(optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]) -> Migrator:
+    """Move experts of `model_chunks` after every successful `optimizer.step()`; returns the `Migrator`.
 
     optimizer: Megatron's, over all of model_chunks. Done by `get_megatron_optimizer` itself once `apply()` asked for
     slow or both. ValueError for an optimizer whose state cannot be moved.
     """
-    found = getattr(optimizer, "hybrid_ep_rehomer", None)
+    found = getattr(optimizer, "hybrid_ep_migrator", None)
     if found is not None:
         return found
-    rehomer, step = Rehomer(optimizer, model_chunks), optimizer.step
+    migrator, step = Migrator(optimizer, model_chunks), optimizer.step
 
     @functools.wraps(step)
     def step_and_move(*args: Any, **keywords: Any) -> Any:
         result = step(*args, **keywords)
         if result[0]:  # an overflow skipped the step: nothing is counted, the next one is a step later
-            rehomer.after_step()
+            migrator.after_step()
         return result
 
-    optimizer.step, optimizer.hybrid_ep_rehomer = step_and_move, rehomer
+    optimizer.step, optimizer.hybrid_ep_migrator = step_and_move, migrator
     for name in _BY_SLOT:
         if hasattr(optimizer, name):
-            setattr(optimizer, name, _only_at_identity(getattr(optimizer, name), rehomer))
-    _rehomers.append(rehomer)
-    return rehomer
+            setattr(optimizer, name, _only_at_identity(getattr(optimizer, name), migrator))
+    _migrators.append(migrator)
+    return migrator
 
 
 def release() -> None:
     """Forget the models of this process."""
-    _rehomers.clear()
+    _migrators.clear()
 
 
-def _only_at_identity(method: Callable[..., Any], rehomer: Rehomer) -> Callable[..., Any]:
+def _only_at_identity(method: Callable[..., Any], migrator: Migrator) -> Callable[..., Any]:
     @functools.wraps(method)
     def guarded(*args: Any, **keywords: Any) -> Any:
-        if not all(manager.homes.is_identity for manager in rehomer.layers):
+        if not all(manager.owners.is_identity for manager in migrator.layers):
             raise ValueError(
-                f"optimizer.{method.__name__}() goes by slot, and --hybrid-ep-balance {rehomer.settings.mode} has "
-                "moved experts: call it inside `with megatron_patches.balance_slow.identity_homes():`"
+                f"optimizer.{method.__name__}() goes by slot, and --hybrid-ep-balance {migrator.settings.mode} has "
+                "moved experts: call it inside `with megatron_patches.balance_slow.identity_owners():`"
             )
         return method(*args, **keywords)
 
@@ -193,7 +193,7 @@ def optimizer_wrapper(original: Callable[..., MegatronOptimizer]) -> Callable[..
         config: object, model_chunks: Sequence[torch.nn.Module], *args: Any, **keywords: Any
     ) -> MegatronOptimizer:
         optimizer = original(config, model_chunks, *args, **keywords)
-        if settings.current().enabled and settings.current().balance.rehomes:
+        if settings.current().enabled and settings.current().balance.migrates:
             attach(optimizer, model_chunks)
         return optimizer
 
@@ -201,11 +201,12 @@ def optimizer_wrapper(original: Callable[..., MegatronOptimizer]) -> Callable[..
 
 
 def save_wrapper(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for Megatron-LM's save_checkpoint: experts go home for it, so files of any format are logical."""
+    """A replacement for Megatron-LM's save_checkpoint: experts go to their first owners for it, so files of any format
+    are logical."""
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **keywords: Any) -> None:
-        with identity_homes():
+        with identity_owners():
             return original(*args, **keywords)
 
     return save_checkpoint

@@ -116,16 +116,16 @@ def _find_places(group: dist.ProcessGroup, wanted: Settings) -> _Places:
     except Exception as error:
         meet.refuse("places", error)
         raise
-    facts = meet.exchange(
+    answers = meet.exchange(
         "places",
         {
             "host": socket.gethostname(),
-            "told": {"ranks_per_node (--hybrid-ep-ranks-per-node)": declared, "executor": executor},
+            "must_agree": {"ranks_per_node (--hybrid-ep-ranks-per-node)": declared, "executor": executor},
         },
     )
-    agree([f["told"] for f in facts], "Megatron's dispatcher")
+    agree([f["must_agree"] for f in answers], "Megatron's dispatcher")
     domains = None if device is None else devices.probe(meet, device).domains()
-    return declared, origin, [f["host"] for f in facts], domains
+    return declared, origin, [f["host"] for f in answers], domains
 
 
 def release() -> None:

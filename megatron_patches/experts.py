@@ -29,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from hybrid_ep.moe import grouped_mm, weighted_activation
-from megatron_patches import seams, settings
+from megatron_patches import hooks, settings
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -317,7 +317,7 @@ def grouped_experts_spec(submodules: MLPSubmodules | None = None) -> ModuleSpec 
     """What the `experts` field of MoESubmodules takes: a ModuleSpec on megatron-core 0.16, a builder from 0.17 on.
 
     submodules: MLPSubmodules that build one expert, Megatron's own parallel linears when None."""
-    if seams.core_version() < (0, 17):
+    if hooks.core_version() < (0, 17):
         return ModuleSpec(module=GroupedExperts, submodules=submodules)
     return functools.partial(GroupedExperts, submodules=submodules)
 
@@ -338,5 +338,5 @@ def layer_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def install(replace: Replace) -> None:
     """Put layer_init in place through `replace(owner, name, value)`, which remembers how to undo it."""
-    layer = importlib.import_module(f"{seams.MOE}.moe_layer").MoELayer
+    layer = importlib.import_module(f"{hooks.MOE}.moe_layer").MoELayer
     replace(layer, "__init__", layer_init(layer.__init__))

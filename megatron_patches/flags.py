@@ -16,23 +16,23 @@ from types import ModuleType
 from typing import Any
 
 from hybrid_ep.balance.statistics import parse_range
-from megatron_patches import seams, settings
+from megatron_patches import hooks, settings
 
 MODULE = "megatron.training.arguments"
 _BY_NAME = {option.name: option for option in settings.OPTIONS}
 
 
 def arguments_module() -> ModuleType:
-    """Megatron's argument module. Raises SeamError when it is not importable or has moved."""
+    """Megatron's argument module. Raises HookError when it is not importable or has moved."""
     try:
         module = importlib.import_module(MODULE)
     except ImportError as error:
-        raise seams.SeamError(
+        raise hooks.HookError(
             f"{MODULE} is not importable ({error}): run a script of a Megatron-LM checkout, or put "
             "its root on PYTHONPATH (the megatron-core 0.16 wheel does not contain it)"
         ) from error
     if not callable(getattr(module, "add_megatron_arguments", None)):
-        raise seams.SeamError(f"{MODULE}.add_megatron_arguments moved: the --hybrid-ep flags cannot be added")
+        raise hooks.HookError(f"{MODULE}.add_megatron_arguments moved: the --hybrid-ep flags cannot be added")
     return module
 
 
@@ -82,13 +82,13 @@ def _check_compute(given: dict[str, Any]) -> None:
 def _check_balance(given: dict[str, Any], args: argparse.Namespace) -> None:
     """ValueError for flags of a balancing mode that is not asked for, and for flags it does not work with."""
     mode = given.get("balance", "off")
-    for modes in (settings.CLONING, settings.REHOMING):
+    for modes in (settings.CLONING, settings.MIGRATING):
         needing = [_flag(name) for name in given if _BY_NAME[name].modes == modes]
         if needing and mode not in modes:
             raise ValueError(f"{', '.join(needing)} needs --hybrid-ep-balance {' or '.join(modes)}, not {mode}")
     if mode != "off" and getattr(args, "overlap_param_gather", False):
         raise ValueError(f"--hybrid-ep-balance {mode} does not work with --overlap-param-gather: drop one of them")
-    if mode in settings.REHOMING and getattr(args, "async_save", False):
+    if mode in settings.MIGRATING and getattr(args, "async_save", False):
         raise ValueError(f"--hybrid-ep-balance {mode} does not work with --async-save: drop one of them")
 
 

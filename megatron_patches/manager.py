@@ -180,7 +180,7 @@ class HybridEPManager:
     def combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        """Bring expert outputs home and sum them, unweighted: [P, H] -> [T, H]. Collective over the group."""
+        """Bring expert outputs back and sum them, unweighted: [P, H] -> [T, H]. Collective over the group."""
         if self.buffer is None or self.handle is None:
             raise RuntimeError("nothing was dispatched to combine: call dispatch first, and combine once")
         output, _ = functional.combine_with_unpermute(self.buffer, _whole_units(hidden_states), self.handle)

@@ -10,7 +10,7 @@ import functools
 import importlib
 import sys
 
-from megatron_patches import seams
+from megatron_patches import hooks
 from megatron_patches.patch_set import PatchSet
 from megatron_patches.settings import Settings
 
@@ -18,19 +18,19 @@ PATCHES = PatchSet()
 
 
 def install_dispatcher() -> None:
-    """Seam s3: MoE layers build our token dispatcher."""
+    """Hook "token_dispatcher": MoE layers build our token dispatcher."""
     from megatron_patches import dispatcher
 
-    layer = importlib.import_module(f"{seams.MOE}.moe_layer")
+    layer = importlib.import_module(f"{hooks.MOE}.moe_layer")
     PATCHES.replace("dispatcher", layer, "MoEFlexTokenDispatcher", dispatcher.HybridEPTokenDispatcher)
 
 
 def install_as_deep_ep(buffer_class: type | None) -> None:
-    """Seam s1: serve as deep_ep, then let fused_a2a bind it: it decides when imported, so import it anew."""
+    """Hook "deep_ep": serve as deep_ep, then let fused_a2a bind it: it decides when imported, so import it anew."""
     from hybrid_ep import compat
 
-    fused = importlib.import_module(f"{seams.MOE}.fused_a2a")
-    tokens = importlib.import_module(f"{seams.MOE}.token_dispatcher")
+    fused = importlib.import_module(f"{hooks.MOE}.fused_a2a")
+    tokens = importlib.import_module(f"{hooks.MOE}.token_dispatcher")
     names_before = dict(fused.__dict__)
 
     def restore_fused() -> None:
@@ -44,7 +44,7 @@ def install_as_deep_ep(buffer_class: type | None) -> None:
     PATCHES.record("deep_ep", fused.__name__, "HAVE_HYBRIDEP", restore_fused)
     importlib.reload(fused)
     if not fused.HAVE_HYBRIDEP:
-        raise seams.SeamError("fused_a2a: HybridEPBuffer was not taken from the package deep_ep we serve")
+        raise hooks.HookError("fused_a2a: HybridEPBuffer was not taken from the package deep_ep we serve")
     for name in ("hybrid_ep_dispatch", "hybrid_ep_combine"):
         PATCHES.replace("deep_ep", tokens, name, getattr(fused, name))
 
@@ -62,13 +62,13 @@ def install_balance() -> None:
         return
     from megatron_patches import balance
 
-    layer = importlib.import_module(f"{seams.MOE}.moe_layer").MoELayer
+    layer = importlib.import_module(f"{hooks.MOE}.moe_layer").MoELayer
     PATCHES.replace("balance", layer, "__init__", balance.layer_init(layer.__init__))
 
 
-def install_rehoming() -> None:
+def install_migrating() -> None:
     """Optimizers move experts after their steps, and Megatron-LM's checkpoints find them where they began."""
-    if "rehoming" in PATCHES:
+    if "migration" in PATCHES:
         return
     from megatron_patches import balance_slow
 
@@ -79,8 +79,8 @@ def install_rehoming() -> None:
     ):
         for module in (sys.modules.get(f"megatron.{part}") for part in modules):
             if module is not None and hasattr(module, name):
-                PATCHES.replace("rehoming", module, name, wrapper(getattr(module, name)))
-    PATCHES.record("rehoming", balance_slow.__name__, "models", balance_slow.release)
+                PATCHES.replace("migration", module, name, wrapper(getattr(module, name)))
+    PATCHES.record("migration", balance_slow.__name__, "models", balance_slow.release)
 
 
 def install_load_stats(flags_may_ask: bool) -> None:
@@ -93,17 +93,17 @@ def install_load_stats(flags_may_ask: bool) -> None:
     schedules = importlib.import_module(load_stats.SCHEDULES)
     for name in load_stats.NAMES:
         PATCHES.replace("load_stats", schedules, name, load_stats.schedule(getattr(schedules, name)))
-    layer = importlib.import_module(f"{seams.MOE}.moe_layer").MoELayer
+    layer = importlib.import_module(f"{hooks.MOE}.moe_layer").MoELayer
     PATCHES.replace("load_stats", layer, "__init__", load_stats.layer_init(layer.__init__))
 
 
 def install_compute(wanted: Settings) -> None:
-    """What `wanted` asks for around the exchange: experts and router guards. SeamError, nothing changed.
+    """What `wanted` asks for around the exchange: experts and router guards. HookError, nothing changed.
 
     Called by apply(), and once flags are parsed; Megatron stays its own where nothing is asked."""
     for name, asked in (("experts", wanted.experts.grouped), ("router_training", wanted.router.watches)):
         if not asked or name in PATCHES:
             continue
-        seams.require(name)
+        hooks.require(name)
         module = importlib.import_module(f"megatron_patches.{name}")
         module.install(functools.partial(PATCHES.replace, name))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_ep.moe import RouterGuard, check_gates, routing_statistics, tie_break
-from megatron_patches import router_guard, seams, settings
+from megatron_patches import hooks, router_guard, settings
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router import TopKRouter
@@ -238,7 +238,7 @@ def _num_experts() -> int:
 
 
 def _old_tracker(track_names: str | list[str] | None = None, pg_collection: object = None) -> _Access:
-    tracker = importlib.import_module(f"{seams.MOE}.moe_utils").get_moe_layer_wise_logging_tracker()
+    tracker = importlib.import_module(f"{hooks.MOE}.moe_utils").get_moe_layer_wise_logging_tracker()
     names = list(tracker) if track_names is None else list(track_names)
 
     def put(name: str, values: torch.Tensor) -> None:
@@ -256,8 +256,8 @@ def _new_tracker(tracker: Any, metric_names: Sequence[str], pg_collection: objec
 
 def install(replace: Replace) -> None:
     """Put router_init and the reduction in place through `replace(owner, name, value)`, which can undo it."""
-    router = importlib.import_module(f"{seams.MOE}.router").TopKRouter
+    router = importlib.import_module(f"{hooks.MOE}.router").TopKRouter
     replace(router, "__init__", router_init(router.__init__))
-    owner, name = seams.metrics_reduction()
+    owner, name = hooks.metrics_reduction()
     replace(owner, name, reduction(getattr(owner, name), _new_tracker if name == "_sync_metrics" else _old_tracker))
     forget()

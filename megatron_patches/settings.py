@@ -14,7 +14,7 @@ from typing import Any
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.payload.quantize.CHOICES, which needs torch
 
 BALANCE_MODES = ("off", "exact", "slow", "both")
-CLONING, REHOMING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
+CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
 GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
 
@@ -68,7 +68,7 @@ class Exchange:
     * `tuning`: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     * `timeout_s`: seconds a wait inside hybrid_ep may last before it raises.
     * `dispatch_dtype`: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
-    * `buffer_class`: class with the face of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
+    * `buffer_class`: class with the interface of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
     ranks_per_node: int | None = option(
@@ -151,15 +151,15 @@ class Balance:
         help="How far above the mean a rank may end.",
     )
     interval: int = option(
-        "balance_interval", 100, modes=REHOMING, type=int, metavar="STEPS", help="Steps between placements (slow)."
+        "balance_interval", 100, modes=MIGRATING, type=int, metavar="STEPS", help="Steps between placements (slow)."
     )
     layer_updates_per_iter: int = option(
-        "layer_updates_per_iter", 1, modes=REHOMING, type=int, metavar="N", help="Layers moved a step (slow)."
+        "layer_updates_per_iter", 1, modes=MIGRATING, type=int, metavar="N", help="Layers moved a step (slow)."
     )
     move_cost: float = option(
         "balance_move_cost",
         0.0,
-        modes=REHOMING,
+        modes=MIGRATING,
         type=float,
         metavar="TOKENS",
         help="What moving an expert costs, in tokens' worth of time (slow).",
@@ -171,9 +171,9 @@ class Balance:
         return self.mode in CLONING
 
     @property
-    def rehomes(self) -> bool:
+    def migrates(self) -> bool:
         """Whether experts change ranks between steps."""
-        return self.mode in REHOMING
+        return self.mode in MIGRATING
 
     def __post_init__(self) -> None:
         _check_integers(

@@ -55,7 +55,7 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: Any, schedu
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     dist.barrier()
-    rehomer = getattr(optimizer, "hybrid_ep_rehomer", None)
+    migrator = getattr(optimizer, "hybrid_ep_migrator", None)
     state = {
         "format": FORMAT,
         "step": step,
@@ -64,7 +64,7 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: Any, schedu
         "optimizer": _shards(model, OptimizerStates(optimizer)),
         "scheduler": scheduler.state_dict(),
         "random": _random_state(),
-        "balance": rehomer.state() if rehomer is not None else None,
+        "balance": migrator.state() if migrator is not None else None,
     }
     with open(staging / f"rank_{rank}.pt", "wb") as file:
         torch.save(state, file)
@@ -94,9 +94,9 @@ def load(folder: Path, model: torch.nn.Module, optimizer: Any, scheduler: Any) -
     path = folder / f"step_{step:06d}"
     files = _open_all(path)
     mine = files[dist.get_rank()] if len(files) == dist.get_world_size() else None
-    rehomer = getattr(optimizer, "hybrid_ep_rehomer", None)
-    if rehomer is not None and mine is not None and mine["balance"] is not None:
-        rehomer.restore(mine["balance"])  # first: names below say who lives where
+    migrator = getattr(optimizer, "hybrid_ep_migrator", None)
+    if migrator is not None and mine is not None and mine["balance"] is not None:
+        migrator.restore(mine["balance"])  # first: names below say who lives where
     saved = {name: tensor for file in files for name, tensor in file["model"].items()}
     tensors = {entry.name: entry.tensor for entry in entries(model)}
     parameters = {entry.name for entry in entries(model) if entry.owner is not None}

@@ -82,7 +82,7 @@ def registered_bytes(run: ClusterRun) -> int:
 
     model, tokens = run.architecture, run.tokens_per_rank
     row_bytes = _BF16 * model.hidden_size
-    # Every rank's spare slots are columns of the map, as its home slots are.
+    # Every rank's spare slots are columns of the map, as its owner slots are.
     # A buffer opens for eight experts a token and grows when a call brings more.
     call = {
         "max_tokens": tokens,
@@ -123,7 +123,7 @@ def clone_bytes(run: ClusterRun) -> int:
     """Bytes that exact balancing takes on each rank, to the byte, for all layers together.
 
     A spare slot holds one expert in bf16. In the backward of a layer there are also the clones' gradients, as the GEMM
-    makes them and in fp32 to be sent, and at a home as many that arrive at once, in fp32.
+    makes them and in fp32 to be sent, and at an owner as many that arrive at once, in fp32.
     """
     return run.clones * run.architecture.expert_params * (_BF16 + _BF16 + _FP32 + _FP32)
 

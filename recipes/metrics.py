@@ -40,7 +40,7 @@ BY_LAYER = {
 
 
 def rank_load(record: dict[str, Any], num_ranks: int) -> np.ndarray:
-    """float64 [layers, ranks]: tokens of a step by rank if experts stay where contiguous homes put them."""
+    """float64 [layers, ranks]: tokens of a step by rank if experts stay where contiguous owners put them."""
     load = np.asarray(record["expert_load"], dtype=np.float64)
     return load.reshape(len(load), num_ranks, -1).sum(axis=2)
 

@@ -155,15 +155,15 @@ def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
 
 
-def logical_homes(layer: MoELayer) -> list[int]:
-    """The logical expert in every home slot of an MoE layer, over all ranks; re-homing changes it."""
-    homes = getattr(getattr(layer.token_dispatcher, "_comm_manager", None), "homes", None)
-    return list(range(layer.config.num_moe_experts) if homes is None else homes.expert_of_slot)
+def logical_owners(layer: MoELayer) -> list[int]:
+    """The logical expert in every owner slot of an MoE layer, over all ranks; migration changes it."""
+    owners = getattr(getattr(layer.token_dispatcher, "_comm_manager", None), "owners", None)
+    return list(range(layer.config.num_moe_experts) if owners is None else owners.expert_of_slot)
 
 
 def logical_experts(layer: MoELayer) -> list[int]:
     """Logical ids of an MoE layer's experts on this rank, in the order of its parameters."""
-    return [logical_homes(layer)[slot] for slot in layer.local_expert_indices]
+    return [logical_owners(layer)[slot] for slot in layer.local_expert_indices]
 
 
 def _matrices(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from . import checkpoint
 from .config import RunConfig
 from .dispatch_meter import DispatchMeter, imbalance
-from .model import build_model, logical_homes, moe_layers
+from .model import build_model, logical_owners, moe_layers
 from .text_data import Corpus, build_datasets
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Trainer:
             micro_batch_size=schedule.micro_batch_size,
             decoder_seq_length=self.config.model.seq_length,
         )
-        homes = [logical_homes(layer) for layer in moe_layers(self.model)]  # the step may end with moves
+        owners = [logical_owners(layer) for layer in moe_layers(self.model)]  # the step may end with moves
         ok, grad_norm, _ = self.optimizer.step()
         loss = sum(part["loss"].item() for part in losses) / len(losses)
         if not ok or not math.isfinite(loss):
@@ -148,7 +148,7 @@ class Trainer:
             )
         self.scheduler.step(increment=1)
         self.step += 1
-        record, stop = self._gather_metrics(loss, homes)
+        record, stop = self._gather_metrics(loss, owners)
         step_s = time.perf_counter() - start
         record = {
             "step": self.step,
@@ -200,7 +200,7 @@ class Trainer:
 
         return output, loss_func
 
-    def _gather_metrics(self, loss: float, homes: list[list[int]]) -> tuple[dict[str, Any], bool]:
+    def _gather_metrics(self, loss: float, owners: list[list[int]]) -> tuple[dict[str, Any], bool]:
         """One small all-gather a step: loss, times, rows per expert and the wish to stop of every rank."""
         seconds, load = self.meter.take()
         scalars = [loss, seconds["dispatch"], seconds["combine"], float(self.stop_requested()), peak_memory_bytes()]
@@ -225,13 +225,13 @@ class Trainer:
             "expert_load": per_expert.long().tolist(),
             "memory_bytes": int(everyone[:, 4].max()),
         }
-        if (rehomer := getattr(self.optimizer, "hybrid_ep_rehomer", None)) is not None:
-            index = torch.tensor(homes, dtype=torch.int64, device="cpu").expand(len(per_group), -1, -1)
+        if (migrator := getattr(self.optimizer, "hybrid_ep_migrator", None)) is not None:
+            index = torch.tensor(owners, dtype=torch.int64, device="cpu").expand(len(per_group), -1, -1)
             now = imbalance(per_group.gather(2, index).reshape(-1, layers, ep, experts // ep).sum(-1))
             record |= {
                 "balanced_imbalance": now.mean().item(),
                 "balanced_imbalance_max": now.max().item(),
-                "moved_experts": rehomer.moved,
+                "moved_experts": migrator.moved,
             }
         if self.config.parallel.balance in ("exact", "both"):  # the latest micro-batch; all ranks have the same plans
             plans = [layer.token_dispatcher._comm_manager.last_plan for layer in moe_layers(self.model)]

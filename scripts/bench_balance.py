@@ -60,7 +60,7 @@ def timed(calls, repeats, of=np.median):
 def planner_times(planner, now):
     """Microseconds a layer: through plan(), the core without it, all layers in one call."""
     together = np.stack(now)
-    one = [timed([lambda c=c: planner.plan(c), lambda c=c: planner._core.plan(c, planner.home)], 100) for c in now]
+    one = [timed([lambda c=c: planner.plan(c), lambda c=c: planner._core.plan(c, planner.owner)], 100) for c in now]
     return {
         "plan_us": np.median([a for a, _ in one]) * 1e6,
         "core_us": np.median([b for _, b in one]) * 1e6,

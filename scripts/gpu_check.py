@@ -49,18 +49,18 @@ def machine():
     """What the numbers belong to."""
     import torch
 
-    facts = {"python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda}
+    found = {"python": platform.python_version(), "torch": torch.__version__, "torch_cuda": torch.version.cuda}
     if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["capability"] = list(torch.cuda.get_device_capability())
+        found["gpu"] = torch.cuda.get_device_name()
+        found["capability"] = list(torch.cuda.get_device_capability())
     asked = {
         "driver": ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader"],
         "commit": ["git", "-C", str(ROOT), "rev-parse", "HEAD"],
     }
     for name, command in asked.items():
         if shutil.which(command[0]):
-            facts[name] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return facts
+            found[name] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return found
 
 
 def shows_failure(line):
@@ -255,17 +255,17 @@ def main():
     )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    facts = machine()
-    if "gpu" not in facts:
+    found = machine()
+    if "gpu" not in found:
         sys.exit("gpu_check: torch sees no CUDA device here; scripts/run_tests.py --only cuda checks what needs none")
-    print(json.dumps(facts), flush=True)
+    print(json.dumps(found), flush=True)
     steps = Steps(args.out, 60 * args.minutes, set(filter(None, args.skip.split(","))))
     if args.peer:
         build(steps, args.wheels)
         print("\n".join(peer_table(time_peers(steps, dict(args.peer)))))
     else:
         run_steps(steps, args.wheels)
-    (args.out / "gpu_check.json").write_text(json.dumps({"machine": facts, "steps": steps.results}, indent=1) + "\n")
+    (args.out / "gpu_check.json").write_text(json.dumps({"machine": found, "steps": steps.results}, indent=1) + "\n")
     said, status = verdict(steps.results)
     print(f"gpu_check: {said}; {args.out}")
     sys.exit(status)

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 PACKAGES = ("hybrid_ep", "megatron_patches", "recipes")
-FACE = "hybrid_ep"  # hybrid_ep/__init__.py, which loads what it exports when it is asked for: left out of the picture
+PUBLIC = "hybrid_ep"  # hybrid_ep/__init__.py, which loads what it exports when it is asked for: left out of the picture
 FOLDERS = (*PACKAGES, "scripts")  # modules of scripts/ import one another by bare names
 
 
@@ -148,7 +148,7 @@ def node_of(module):
     if parts[0] != "hybrid_ep":
         return parts[0]
     if len(parts) == 1:
-        return FACE
+        return PUBLIC
     return f"hybrid_ep.{parts[1]}"
 
 
@@ -158,10 +158,10 @@ def svg(modules, found):
     sizes = defaultdict(int)
     for name in inside:
         sizes[node_of(name)] += 1
-    graph = {node: set() for node in sizes if node != FACE}
+    graph = {node: set() for node in sizes if node != PUBLIC}
     for edge in found:
         source, target = node_of(edge.source), node_of(edge.target)
-        if {edge.source, edge.target} <= inside and source != target and FACE not in (source, target):
+        if {edge.source, edge.target} <= inside and source != target and PUBLIC not in (source, target):
             graph[source].add(target)
     levels, group = _levels(graph)
     shown = _reduced(graph, group)

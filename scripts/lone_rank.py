@@ -20,7 +20,7 @@ from hybrid_ep.runtime import devices  # noqa: E402  (the checkout first, instal
 from hybrid_ep.runtime.plan import PlanMemory  # noqa: E402
 from hybrid_ep.runtime.tensors import aligned, row_bytes, view  # noqa: E402
 from hybrid_ep.testing import PrivateSegments  # noqa: E402
-from hybrid_ep.traffic import exchange, facts_bytes  # noqa: E402
+from hybrid_ep.traffic import exchange, metadata_bytes  # noqa: E402
 
 CPU = torch.device("cpu")
 AHEAD = 1 << 62  # of every exchange, operation and chunk
@@ -67,15 +67,15 @@ def others_land(
     weights: bool = True,
     device: torch.device = CPU,
 ) -> None:
-    """Where others want rows of these sizes (layout/landing.h), in any operation: behind as many facts as they might
-    have."""
+    """Where others want rows of these sizes (layout/landing.h), in any operation: behind the
+    metadata of as many rows as they might have."""
     lines = region(shape, own, "ready_flags", device).view(-1, shape.flag_stride)[1:]
     longs, words = lines.view(torch.int64), lines.view(torch.int32)
-    facts = facts_bytes(topk, shape.num_local_ranks, weights)
-    longs[:, 2] = shape.recv_rows * facts
+    metadata = metadata_bytes(topk, shape.num_local_ranks, weights)
+    longs[:, 2] = shape.recv_rows * metadata
     longs[:, 3] = longs[:, 2] + shape.recv_rows * row_bytes
     words[:, 9], words[:, 10], words[:, 11] = shape.recv_rows, row_bytes, scale_bytes
-    longs[:, 6], words[:, 14] = AHEAD, facts
+    longs[:, 6], words[:, 14] = AHEAD, metadata
 
 
 def others_count(

@@ -129,7 +129,7 @@ def _routed(route):
 
     if route == "theirs":
         return
-    megatron_patches.apply("s3" if route == "ours" else "s1")
+    megatron_patches.apply("token_dispatcher" if route == "ours" else "deep_ep")
     destroy = parallel_state.destroy_model_parallel
 
     def destroy_model_parallel():

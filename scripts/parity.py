@@ -32,7 +32,12 @@ def arguments(argv):
     parser.add_argument(
         "--ep", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4, 8], help="EP sizes; 8 makes it eight ranks"
     )
-    parser.add_argument("--seam", choices=["s3", "s1", "both"], default="s3", help="how hybrid_ep gets into Megatron")
+    parser.add_argument(
+        "--hook",
+        choices=["token_dispatcher", "deep_ep", "both"],
+        default="token_dispatcher",
+        help="how hybrid_ep gets into Megatron",
+    )
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--variant", nargs="+", choices=sorted(VARIANTS), default=None)
     chosen.add_argument("--all", action="store_true", help="every variant")
@@ -55,8 +60,8 @@ def arguments(argv):
     options = parser.parse_args(argv)
     if (options.broken or options.markdown) and not options.field_notes:
         parser.error("--break and --markdown belong to --field-notes")
-    if options.sabotage and options.seam != "s3":
-        parser.error("--sabotage sits in our dispatcher: it needs --seam s3")
+    if options.sabotage and options.hook != "token_dispatcher":
+        parser.error("--sabotage sits in our dispatcher: it needs --hook token_dispatcher")
     return options
 
 
@@ -64,7 +69,7 @@ def plan(options, megatron_minor):
     """The cases to run, neighbours sharing an EP size as far as order allows, and sentences about those
     left out."""
     names = list(VARIANTS) if options.all else list(QUICK) if options.quick else options.variant or ["plain"]
-    seams = ["s3", "s1"] if options.seam == "both" else [options.seam]
+    hooks = ["token_dispatcher", "deep_ep"] if options.hook == "both" else [options.hook]
     sizes = sorted(set(options.ep) & {1, 4} or options.ep) if options.quick else sorted(set(options.ep))
     cases, left_out = [], []
     for ep in sizes:
@@ -74,9 +79,9 @@ def plan(options, megatron_minor):
                 left_out.append(f"{name}: Megatron-Core has it for the flex dispatcher since 0.{variant.since}")
                 continue
             others = ["alltoall", "allgather"] if name == "plain" and not options.quick else ["alltoall"]
-            for dispatcher in others + seams:
-                ours = dispatcher in seams
-                if dispatcher == "s1" and ep == 1 and megatron_minor < 17:
+            for dispatcher in others + hooks:
+                ours = dispatcher in hooks
+                if dispatcher == "deep_ep" and ep == 1 and megatron_minor < 17:
                     left_out.append("s1 at EP 1: the flex dispatcher of Megatron-Core 0.16 needs more than one rank")
                     continue
                 overlap = variant.overlap and ours and ep > 1  # the baseline: the same steps, not overlapped
@@ -117,7 +122,7 @@ def compare(cases, records):
 
 def label(case):
     """How a dispatcher is called in the table."""
-    name = {"s3": "hybrid_ep", "s1": "hybrid_ep (s1)"}.get(case.dispatcher, case.dispatcher)
+    name = {"token_dispatcher": "hybrid_ep", "deep_ep": "hybrid_ep (s1)"}.get(case.dispatcher, case.dispatcher)
     return name + (" reference" if case.reference else "") + (f" +{case.sabotage}" if case.sabotage else "")
 
 

@@ -39,9 +39,12 @@ def plan(sizes, seeds, steps, broken):
         for seed in range(seeds):
             for name in CASES:
                 cases.append(Case(name, "alltoall", ep, steps, seed=seed))
-                cases.append(Case(name, "s3", ep, steps, seed=seed, grouped=True))
+                cases.append(Case(name, "token_dispatcher", ep, steps, seed=seed, grouped=True))
                 if ep == faulty_ep and seed == 0:
-                    cases += [Case(name, "s3", ep, steps, seed=seed, grouped=True, broken=fault) for fault in faults]
+                    cases += [
+                        Case(name, "token_dispatcher", ep, steps, seed=seed, grouped=True, broken=fault)
+                        for fault in faults
+                    ]
     return cases
 
 

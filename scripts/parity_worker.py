@@ -71,7 +71,7 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training run. dispatcher: allgather, alltoall, s3 or s1 (ours through that seam). overlap: None
+    """One training run. dispatcher: allgather, alltoall, or ours through one of its hooks. overlap: None
     follows the variant. sabotage: a bug put into our dispatcher on purpose. reference: hybrid_ep.reference
     for its engine. seed: of weights and data. grouped: our experts in place of SequentialMLP. broken: one of
     parity_field_notes.BREAKS put into them."""
@@ -95,9 +95,9 @@ def build_config(case, torch):
     variant = VARIANTS[case.variant]
     dtype = getattr(torch, variant.dtype)
     options = dict(variant.config)
-    if case.dispatcher in ("s3", "s1"):
+    if case.dispatcher in ("token_dispatcher", "deep_ep"):
         options["moe_flex_dispatcher_backend"] = "hybridep"
-    kind = "flex" if case.dispatcher in ("s3", "s1") else case.dispatcher
+    kind = "flex" if case.dispatcher in ("token_dispatcher", "deep_ep") else case.dispatcher
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -265,7 +265,7 @@ def patched(case):
     """The patch a case needs, and none of it afterwards."""
     import megatron_patches
 
-    if case.dispatcher in ("s3", "s1"):
+    if case.dispatcher in ("token_dispatcher", "deep_ep"):
         options = {"grouped_gemm": True} if case.grouped else {}
         if case.reference:
             from hybrid_ep.reference import ReferenceBuffer

@@ -24,7 +24,7 @@ TILE = 4096  # elements; kSumTileElems of csrc/layout/smem.h
 CLOCK_GHZ = 1.755  # of an H100's SMs under load
 ROWS = 8 * (1 - (7 / 8) ** 8)  # of a token's sum, with top-8 over 8 ranks at random: 5.25
 # Instructions that a warp issues for a row: a tenth above what they were when the number was set. By the row's type and
-# whether it is scaled; every lane has whole octets.
+# whether it is scaled; every lane has whole vec8s.
 MOST_ISSUED = {
     ("bf16", False): 118,
     ("bf16", True): 145,
@@ -33,7 +33,7 @@ MOST_ISSUED = {
     ("fp32", False): 88,
     ("fp32", True): 115,
 }
-MOST_IN_PARTS = 32  # more where a lane has parts of octets or none
+MOST_IN_PARTS = 32  # more where a lane has parts of vec8s or none
 MOST_OF_A_TILE = 325  # for the last row of a tile, its rounding to bf16 and its store, and the first row of the next
 MOST_CONSTANT_LOADS, MOST_FENCES = 2, 2
 MOST_SHARED_LOADS = {"bf16": 6, "fp16": 6, "fp32": 10}  # four or eight of the row, two of its head

@@ -92,7 +92,7 @@ def candidate_paths():
 
 
 def probe(path):
-    """The facts of PROBE about the Python at a path, or None if it does not run (a dead pyenv shim, say)."""
+    """What PROBE says of the Python at a path, or None if it does not run (a dead pyenv shim, say)."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired, ValueError):
         result = subprocess.run(
             [path, "-c", PROBE], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30
@@ -102,21 +102,21 @@ def probe(path):
     return None
 
 
-def can_make_environment(facts):
-    return bool(facts["venv"] or shutil.which("uv") or facts["virtualenv"])
+def can_make_environment(probed):
+    return bool(probed["venv"] or shutil.which("uv") or probed["virtualenv"])
 
 
-def complaint(facts):
+def complaint(probed):
     """Why a Python of a suitable version cannot be used, or an empty string."""
-    version = facts["version"]
-    if not facts["headers"]:
+    version = probed["version"]
+    if not probed["headers"]:
         return (
-            f"{facts['path']} (Python {version}) lacks Python.h; Debian/Ubuntu: apt-get install "
+            f"{probed['path']} (Python {version}) lacks Python.h; Debian/Ubuntu: apt-get install "
             f"python{version}-dev; RHEL/Fedora: dnf install python{version}-devel"
         )
-    if not can_make_environment(facts):
+    if not can_make_environment(probed):
         return (
-            f"{facts['path']} (Python {version}) cannot make virtual environments; Debian/Ubuntu: "
+            f"{probed['path']} (Python {version}) cannot make virtual environments; Debian/Ubuntu: "
             f"apt-get install python{version}-venv; or install uv and put it on PATH"
         )
     return ""
@@ -128,15 +128,15 @@ def choose_python(wanted=""):
     paths = [wanted] if is_path else [path for path in candidate_paths() if path]
     known = {}
     for path in paths:
-        facts = probe(path)
-        if facts and facts["path"] not in known:
-            known[facts["path"]] = facts
+        probed = probe(path)
+        if probed and probed["path"] not in known:
+            known[probed["path"]] = probed
     versions = (wanted,) if wanted in VERSIONS else VERSIONS
     suitable = [f for f in known.values() if f["ok"] and f["version"] in versions]
     suitable.sort(key=lambda f: VERSIONS.index(f["version"]))
-    for facts in suitable:
-        if not complaint(facts):
-            return facts
+    for probed in suitable:
+        if not complaint(probed):
+            return probed
     if suitable:
         raise SetupError(complaint(suitable[0]) + ".")
     found = ", ".join(sorted({f["full"] for f in known.values()})) or "none"
@@ -191,8 +191,8 @@ class Environment:
         with contextlib.suppress(OSError, ValueError):
             self.stamp = json.loads(self.stamp_path.read_text())
 
-    def note(self, **facts):
-        self.stamp.update(facts)
+    def note(self, **probed):
+        self.stamp.update(probed)
         scratch = self.stamp_path.with_suffix(".new")
         scratch.write_text(json.dumps(self.stamp, indent=1))
         os.replace(str(scratch), str(self.stamp_path))
@@ -218,21 +218,21 @@ class Environment:
                 f"{free_gb:.1f} GB; free some, or set HYBRID_EP_TORCH_INDEX to an index of CPU wheels."
             )
 
-    def create(self, facts, wanted):
-        say(f"creating {self.folder} with Python {facts['full']} ({facts['path']})")
+    def create(self, probed, wanted):
+        say(f"creating {self.folder} with Python {probed['full']} ({probed['path']})")
         if self.folder.exists():
             if not (self.folder / "pyvenv.cfg").exists():
                 raise SetupError(f"{self.folder} exists and is not a virtual environment; move it away.")
             shutil.rmtree(str(self.folder))
-        if facts["venv"]:
-            command = [facts["path"], "-m", "venv", self.folder]
+        if probed["venv"]:
+            command = [probed["path"], "-m", "venv", self.folder]
         elif shutil.which("uv"):
-            command = ["uv", "venv", "--seed", "--python", facts["path"], self.folder]
+            command = ["uv", "venv", "--seed", "--python", probed["path"], self.folder]
         else:
-            command = [facts["path"], "-m", "virtualenv", self.folder]
+            command = [probed["path"], "-m", "virtualenv", self.folder]
         run(command, "creating the virtual environment", 300)
         self.stamp = {}
-        self.note(folder=str(self.folder), version=facts["version"], base=wanted or facts["path"])
+        self.note(folder=str(self.folder), version=probed["version"], base=wanted or probed["path"])
 
     def install(self, packages, options=()):
         """Installs packages by uv when it is on PATH, else by pip."""

@@ -1,4 +1,4 @@
-"""tests/megatron with each supported megatron-core, newest patch of each, both seams, EP 1, 2 and 4.
+"""tests/megatron with each supported megatron-core, newest patch of each, both hooks, EP 1, 2 and 4.
 
 One environment a Python holds torch, the core and the tools (.venvs/pyX.Y); one a version adds nothing but
 its megatron-core to it (.venvs/pyX.Y-megatron-V), so that torch is on the disk once a Python.

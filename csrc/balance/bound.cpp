@@ -13,15 +13,15 @@ constexpr int64_t kFull = 8;  // price of a token on the other ranks; on cold on
 
 }  // namespace
 
-ClonesFit::ClonesFit(int num_ranks, int spare_slots, const int64_t* load, int num_experts, const int32_t* home)
+ClonesFit::ClonesFit(int num_ranks, int spare_slots, const int64_t* load, int num_experts, const int32_t* owner)
     : spare_slots_(spare_slots), rank_load_(num_ranks), by_place_(num_experts) {
   std::vector<int> order(num_ranks), place(num_ranks);
-  for (int e = 0; e < num_experts; ++e) rank_load_[home[e]] += load[e];
+  for (int e = 0; e < num_experts; ++e) rank_load_[owner[e]] += load[e];
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return rank_load_[a] < rank_load_[b]; });
   for (int i = 0; i < num_ranks; ++i) place[order[i]] = i;
   std::sort(rank_load_.begin(), rank_load_.end());
-  for (int e = 0; e < num_experts; ++e) by_place_[e] = {place[home[e]], load[e]};
+  for (int e = 0; e < num_experts; ++e) by_place_[e] = {place[owner[e]], load[e]};
   std::sort(by_place_.begin(), by_place_.end());
   sum_ = std::accumulate(rank_load_.begin(), rank_load_.end(), int64_t(0));
 }

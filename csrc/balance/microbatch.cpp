@@ -105,7 +105,7 @@ MicrobatchPlanner::MicrobatchPlanner(const MicrobatchShape& shape) : shape_(shap
   ranks_per_node_ = R / shape_.num_nodes;
   // With nothing to spare an exact plan needs at most R - 1 clones (a tree over the ranks).
   max_copies_ = shape_.epsilon_ppm == 0 ? R - 1 : R * shape_.spare_slots;
-  total_.resize(E), by_home_.resize(E), load_.resize(R), first_.resize(R + 1);
+  total_.resize(E), by_owner_.resize(E), load_.resize(R), first_.resize(R + 1);
   for (Draft* d : {&alias_, &best_fit_, &retry_, &spare_}) {
     d->load.resize(R), d->donor_key.resize(R), d->receiver_key.resize(R);
     d->used.resize(R), d->pushed.resize(R), d->left.resize(E);
@@ -120,7 +120,7 @@ int64_t MicrobatchPlanner::cost(int64_t tokens) const {
   return shape_.instance_cost + (t == 1 ? tokens : (tokens + t - 1) / t * t);
 }
 
-void MicrobatchPlanner::read(const int64_t* counts, const int32_t* home) {
+void MicrobatchPlanner::read(const int64_t* counts, const int32_t* owner) {
   const int R = shape_.num_ranks, E = shape_.num_experts;
   int64_t size = 0;  // all bits any count has: negative or huge ones show
   for (int r = 0; r < R; r += 4)
@@ -131,12 +131,12 @@ void MicrobatchPlanner::read(const int64_t* counts, const int32_t* home) {
   require(size < kMaxTokens && all >= 0 && all < kMaxTokens, "counts", all, "tokens in all, must be below 2^40");
   std::fill(first_.begin(), first_.end(), 0);
   for (int e = 0; e < E; ++e) {
-    require(home[e] >= 0 && home[e] < R, "home", home[e], "must be a rank");
-    ++first_[home[e] + 1];
+    require(owner[e] >= 0 && owner[e] < R, "owner", owner[e], "must be a rank");
+    ++first_[owner[e] + 1];
   }
   for (int r = 0; r < R; ++r) first_[r + 1] += first_[r];
   std::fill(load_.begin(), load_.end(), 0);
-  for (int e = 0; e < E; ++e) by_home_[first_[home[e]]++] = e, load_[home[e]] += cost(total_[e]);
+  for (int e = 0; e < E; ++e) by_owner_[first_[owner[e]]++] = e, load_[owner[e]] += cost(total_[e]);
   for (int r = R; r > 0; --r) first_[r] = first_[r - 1];
   first_[0] = 0;
 
@@ -169,7 +169,7 @@ void MicrobatchPlanner::refresh(Draft& d, int rank) const {
 int MicrobatchPlanner::hottest(const Draft& d, int donor) const {
   int best = -1;
   for (int i = first_[donor]; i < first_[donor + 1]; ++i)
-    if (best < 0 || d.left[by_home_[i]] > d.left[best]) best = by_home_[i];
+    if (best < 0 || d.left[by_owner_[i]] > d.left[best]) best = by_owner_[i];
   return best;
 }
 
@@ -261,10 +261,10 @@ void MicrobatchPlanner::retry(Draft& d) {
   }
 }
 
-MicrobatchResult MicrobatchPlanner::plan(const int64_t* counts, const int32_t* home, int32_t* slot_expert,
+MicrobatchResult MicrobatchPlanner::plan(const int64_t* counts, const int32_t* owner, int32_t* slot_expert,
                                          int64_t* slot_tokens) {
   const int R = shape_.num_ranks, S = shape_.spare_slots;
-  read(counts, home);
+  read(counts, owner);
   std::fill(slot_expert, slot_expert + R * S, -1);
   std::fill(slot_tokens, slot_tokens + R * S, 0);
   MicrobatchResult result;
@@ -282,7 +282,7 @@ MicrobatchResult MicrobatchPlanner::plan(const int64_t* counts, const int32_t* h
   if (shape_.strategy != Strategy::kAlias) construct(best_fit_, Rule::kBestFit, target_), offer(best_fit_);
   if (shape_.strategy == Strategy::kBest && best->max_cost > target_) retry(retry_), offer(retry_);
   if (shape_.strategy == Strategy::kBest && best->max_cost > target_ && searchable())
-    search(spare_, home), offer(spare_);
+    search(spare_, owner), offer(spare_);
   if (best->max_cost >= result.max_cost_before) return result;
   result.max_cost = best->max_cost;
   result.num_copies = int(best->clones.size());

@@ -16,7 +16,7 @@ enum class Strategy : uint8_t { kBest, kAlias, kBestFit };
 // What does not change between micro-batches. Fractions are in parts per million.
 struct MicrobatchShape {
   int num_ranks = 1, num_experts = 1, spare_slots = 1, num_nodes = 1;
-  bool within_node = false;         // clones only on ranks of the home's node
+  bool within_node = false;         // clones only on ranks of the owner's node
   int64_t epsilon_ppm = 10'000;     // a rank may end this far above the mean
   int64_t skip_below_ppm = 30'000;  // imbalance under which nothing is cloned
   int64_t min_chunk = 1;            // tokens, the least worth a clone
@@ -37,8 +37,8 @@ struct MicrobatchResult {
 // What no plan of one micro-batch beats, by what clones can hold.
 class ClonesFit {
  public:
-  // load[E]: tokens of each expert, home[E]: its rank.
-  ClonesFit(int num_ranks, int spare_slots, const int64_t* load, int num_experts, const int32_t* home);
+  // load[E]: tokens of each expert, owner[E]: its rank.
+  ClonesFit(int num_ranks, int spare_slots, const int64_t* load, int num_experts, const int32_t* owner);
 
   bool allows(int64_t limit);  // false: no plan leaves every rank at `limit` tokens or below
   int64_t least();             // the least limit that it allows
@@ -51,7 +51,7 @@ class ClonesFit {
   int spare_slots_;
   int64_t sum_ = 0;
   std::vector<int64_t> rank_load_, rest_;                   // ascending; scratch
-  std::vector<std::pair<int, int64_t>> by_place_, pieces_;  // experts, or parts of them: place of the home, tokens
+  std::vector<std::pair<int, int64_t>> by_place_, pieces_;  // experts, or parts of them: place of the owner, tokens
   std::vector<int64_t> of_hot_, of_others_;                 // tokens of the n largest pieces, from n = 0
 };
 
@@ -60,9 +60,9 @@ class MicrobatchPlanner {
  public:
   explicit MicrobatchPlanner(const MicrobatchShape& shape);
 
-  // counts[R, E]: tokens of each source for each logical expert. home[E]: rank. slot_expert[R, S]: expert cloned
-  // there or -1. slot_tokens[R, S]: tokens that this clone takes; the home takes the rest.
-  MicrobatchResult plan(const int64_t* counts, const int32_t* home, int32_t* slot_expert, int64_t* slot_tokens);
+  // counts[R, E]: tokens of each source for each logical expert. owner[E]: rank. slot_expert[R, S]: expert cloned
+  // there or -1. slot_tokens[R, S]: tokens that this clone takes; the owner takes the rest.
+  MicrobatchResult plan(const int64_t* counts, const int32_t* owner, int32_t* slot_expert, int64_t* slot_tokens);
 
   const MicrobatchShape& shape() const { return shape_; }
 
@@ -88,17 +88,17 @@ class MicrobatchPlanner {
     int nodes = 0;
   };
 
-  void read(const int64_t* counts, const int32_t* home);
+  void read(const int64_t* counts, const int32_t* owner);
   int64_t cost(int64_t tokens) const;
   void construct(Draft& d, Rule rule, int64_t aim) const;
   bool step(Draft& d, int donor, Rule rule) const;
   int next_donor(const Draft& d, Rule rule) const;
   void retry(Draft& d);
   bool searchable() const;
-  void search(Draft& d, const int32_t* home);
-  bool descend(Search& s, const int32_t* home) const;
-  void flow(Search& s, const int32_t* home, int rank) const;
-  void take_back(Search& s, const int32_t* home, size_t mark) const;
+  void search(Draft& d, const int32_t* owner);
+  bool descend(Search& s, const int32_t* owner) const;
+  void flow(Search& s, const int32_t* owner, int rank) const;
+  void take_back(Search& s, const int32_t* owner, size_t mark) const;
   int hottest(const Draft& d, int donor) const;
   int smallest_cover(const Draft& d, int donor, int64_t want) const;
   int least_loaded(const Draft& d, int donor) const;
@@ -109,14 +109,14 @@ class MicrobatchPlanner {
   int max_copies_ = 0, ranks_per_node_ = 1;
   int64_t exact_ = 0, target_ = 0, mean_ = 0;  // exact_: the target at epsilon 0
   std::vector<int64_t> total_, load_;
-  std::vector<int32_t> first_, by_home_;  // experts of rank r: by_home_[first_[r] .. first_[r + 1])
+  std::vector<int32_t> first_, by_owner_;  // experts of rank r: by_owner_[first_[r] .. first_[r + 1])
   Draft alias_, best_fit_, retry_, spare_;
   Search search_;
 };
 
 // How one source's tokens spread over the clones: local first, then inside the node, then by rank.
-// take[R, S]: this source's tokens for the clone in that slot; the rest of each expert goes to its home.
-void share_of_source(const MicrobatchShape& shape, const int64_t* counts, const int32_t* home,
+// take[R, S]: this source's tokens for the clone in that slot; the rest of each expert goes to its owner.
+void share_of_source(const MicrobatchShape& shape, const int64_t* counts, const int32_t* owner,
                      const int32_t* slot_expert, const int64_t* slot_tokens, int source, int64_t* take);
 
 }  // namespace hep::balance

@@ -8,7 +8,7 @@ namespace hep::balance {
 namespace {
 
 struct Instance {
-  int32_t rank, index;  // index into take, -1 for the home
+  int32_t rank, index;  // index into take, -1 for the owner
   int64_t tokens;
 };
 
@@ -28,7 +28,7 @@ void fill(std::vector<Instance>& instances, std::vector<int64_t>& left, int begi
 
 }  // namespace
 
-void share_of_source(const MicrobatchShape& shape, const int64_t* counts, const int32_t* home,
+void share_of_source(const MicrobatchShape& shape, const int64_t* counts, const int32_t* owner,
                      const int32_t* slot_expert, const int64_t* slot_tokens, int source, int64_t* take) {
   const int R = shape.num_ranks, E = shape.num_experts, S = shape.spare_slots;
   const int per_node = R / shape.num_nodes;
@@ -42,14 +42,14 @@ void share_of_source(const MicrobatchShape& shape, const int64_t* counts, const 
   for (size_t first = 0, last = 0; first < clones.size(); first = last) {
     const int expert = clones[first].first;
     instances.clear();
-    int64_t at_home = 0;
-    for (int r = 0; r < R; ++r) at_home += left[r] = counts[int64_t(r) * E + expert];
+    int64_t at_owner = 0;
+    for (int r = 0; r < R; ++r) at_owner += left[r] = counts[int64_t(r) * E + expert];
     for (; last < clones.size() && clones[last].first == expert; ++last) {
       const int index = clones[last].second;
       instances.push_back({index / S, index, slot_tokens[index]});
-      at_home -= slot_tokens[index];
+      at_owner -= slot_tokens[index];
     }
-    instances.push_back({home[expert], -1, at_home});
+    instances.push_back({owner[expert], -1, at_owner});
     std::sort(instances.begin(), instances.end(), [](const Instance& a, const Instance& b) {
       return std::pair(a.rank, a.index) < std::pair(b.rank, b.index);
     });

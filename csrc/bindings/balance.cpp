@@ -65,12 +65,12 @@ using PlanOfLayers = py::typing::Tuple<Ranks, Counts, py::object>;
 
 // One micro-batch [R, E] or one of each of L layers [L, R, E]: (slot_expert, slot_tokens, target of each layer).
 // Arrays, not addresses: asking numpy for an address from Python costs 2 us, a sixth of a plan.
-PlanOfLayers plan(MicrobatchPlanner& planner, const py::array& counts, const py::array& home) {
+PlanOfLayers plan(MicrobatchPlanner& planner, const py::array& counts, const py::array& owner) {
   const MicrobatchShape& s = planner.shape();
   const bool layers = counts.ndim() == 3;
   const py::ssize_t num_layers = layers ? counts.shape(0) : 1;
   const int64_t* from = numbers<int64_t>("counts", counts, num_layers * s.num_ranks * s.num_experts);
-  const int32_t* homes = numbers<int32_t>("home", home, s.num_experts);
+  const int32_t* owners = numbers<int32_t>("owner", owner, s.num_experts);
   std::vector<py::ssize_t> dims{s.num_ranks, s.spare_slots};
   if (layers) dims.insert(dims.begin(), num_layers);
   Ranks expert(dims);
@@ -78,44 +78,44 @@ PlanOfLayers plan(MicrobatchPlanner& planner, const py::array& counts, const py:
   int32_t* to_expert = expert.mutable_data();
   int64_t* to_tokens = tokens.mutable_data();
   const int slots = s.num_ranks * s.spare_slots;
-  if (!layers) return py::make_tuple(expert, tokens, planner.plan(from, homes, to_expert, to_tokens).target);
+  if (!layers) return py::make_tuple(expert, tokens, planner.plan(from, owners, to_expert, to_tokens).target);
   py::list targets;
   for (py::ssize_t l = 0; l < num_layers; ++l) {
-    targets.append(planner.plan(from, homes, to_expert, to_tokens).target);
+    targets.append(planner.plan(from, owners, to_expert, to_tokens).target);
     from += int64_t(s.num_ranks) * s.num_experts, to_expert += slots, to_tokens += slots;
   }
   return py::make_tuple(expert, tokens, targets);
 }
 
-Counts share_of_source(const MicrobatchShape& s, const py::array& counts, const py::array& home,
+Counts share_of_source(const MicrobatchShape& s, const py::array& counts, const py::array& owner,
                        const py::array& slot_expert, const py::array& slot_tokens, int source) {
   if (source < 0 || source >= s.num_ranks)
     throw std::invalid_argument("source: is " + std::to_string(source) + "; give a rank below " +
                                 std::to_string(s.num_ranks));
   const py::ssize_t slots = py::ssize_t(s.num_ranks) * s.spare_slots;
   const int64_t* from = numbers<int64_t>("counts", counts, py::ssize_t(s.num_ranks) * s.num_experts);
-  const int32_t* homes = numbers<int32_t>("home", home, s.num_experts);
+  const int32_t* owners = numbers<int32_t>("owner", owner, s.num_experts);
   const int32_t* experts = numbers<int32_t>("slot_expert", slot_expert, slots);
   const int64_t* tokens = numbers<int64_t>("slot_tokens", slot_tokens, slots);
   for (int e = 0; e < s.num_experts; ++e)
-    if (homes[e] < 0 || homes[e] >= s.num_ranks)
-      throw std::invalid_argument("home: expert " + std::to_string(e) + " is on rank " + std::to_string(homes[e]));
+    if (owners[e] < 0 || owners[e] >= s.num_ranks)
+      throw std::invalid_argument("owner: expert " + std::to_string(e) + " is on rank " + std::to_string(owners[e]));
   for (py::ssize_t i = 0; i < slots; ++i)
     if (experts[i] >= s.num_experts)
       throw std::invalid_argument("slot_expert: names expert " + std::to_string(experts[i]));
   Counts take(std::vector<py::ssize_t>{s.num_ranks, s.spare_slots});
-  balance::share_of_source(s, from, homes, experts, tokens, source, take.mutable_data());
+  balance::share_of_source(s, from, owners, experts, tokens, source, take.mutable_data());
   return take;
 }
 
-int64_t clones_fit(const py::array& load, const py::array& home, int num_ranks, int spare_slots) {
+int64_t clones_fit(const py::array& load, const py::array& owner, int num_ranks, int spare_slots) {
   const int64_t* tokens = numbers<int64_t>("load", load, load.size());
-  const int32_t* homes = numbers<int32_t>("home", home, load.size());
+  const int32_t* owners = numbers<int32_t>("owner", owner, load.size());
   for (py::ssize_t e = 0; e < load.size(); ++e)
-    if (homes[e] < 0 || homes[e] >= num_ranks || tokens[e] < 0)
-      throw std::invalid_argument("load, home: expert " + std::to_string(e) + " has " + std::to_string(tokens[e]) +
-                                  " tokens on rank " + std::to_string(homes[e]));
-  return balance::ClonesFit(num_ranks, spare_slots, tokens, int(load.size()), homes).least();
+    if (owners[e] < 0 || owners[e] >= num_ranks || tokens[e] < 0)
+      throw std::invalid_argument("load, owner: expert " + std::to_string(e) + " has " + std::to_string(tokens[e]) +
+                                  " tokens on rank " + std::to_string(owners[e]));
+  return balance::ClonesFit(num_ranks, spare_slots, tokens, int(load.size()), owners).least();
 }
 
 // load int64 [L, E], single float32 [L, E], group float32 [L, groups]: (ours, EPLB's, how they compare).
@@ -171,12 +171,12 @@ void bind_balance(py::module_& m) {
            py::arg("strategy"));
   py::class_<MicrobatchPlanner>(m, "MicrobatchPlanner", "Clones and quotas of one micro-batch.")
       .def(py::init<const MicrobatchShape&>(), py::arg("shape"))
-      .def("plan", &plan, py::arg("counts"), py::arg("home"),
-           "counts int64 [R, E] or [L, R, E], home int32 [E]: (slot_expert, slot_tokens, target or targets).");
-  m.def("share_of_source", &share_of_source, py::arg("shape"), py::arg("counts"), py::arg("home"),
+      .def("plan", &plan, py::arg("counts"), py::arg("owner"),
+           "counts int64 [R, E] or [L, R, E], owner int32 [E]: (slot_expert, slot_tokens, target or targets).");
+  m.def("share_of_source", &share_of_source, py::arg("shape"), py::arg("counts"), py::arg("owner"),
         py::arg("slot_expert"), py::arg("slot_tokens"), py::arg("source"));
-  m.def("clones_fit", &clones_fit, py::arg("load"), py::arg("home"), py::arg("num_ranks"), py::arg("spare_slots"),
-        "load int64 [E], home int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit.");
+  m.def("clones_fit", &clones_fit, py::arg("load"), py::arg("owner"), py::arg("num_ranks"), py::arg("spare_slots"),
+        "load int64 [E], owner int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit.");
   m.def("place_layers", &place_layers, py::kw_only(), py::arg("load"), py::arg("single"), py::arg("group"),
         py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"), py::arg("num_groups"),
         py::arg("num_nodes"), py::arg("num_ranks"),

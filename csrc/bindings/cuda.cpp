@@ -31,11 +31,11 @@ py::typing::Dict<py::str, py::object> load(const std::string& path) {
   entry = &cuda::load(path);
   std::string why;
   py::list devices;
-  for (const cuda::DeviceFacts& d : entry->devices(why)) {
-    py::dict facts;
-    facts["name"] = d.name, facts["capability"] = py::make_tuple(d.major, d.minor);
-    facts["num_sms"] = d.num_sms, facts["supported"] = d.supported;
-    devices.append(facts);
+  for (const cuda::DeviceInfo& d : entry->devices(why)) {
+    py::dict info;
+    info["name"] = d.name, info["capability"] = py::make_tuple(d.major, d.minor);
+    info["num_sms"] = d.num_sms, info["supported"] = d.supported;
+    devices.append(info);
   }
   py::dict said;
   said["devices"] = devices, said["why_none"] = why;

@@ -56,7 +56,7 @@
   BUG(kCombineWithoutQuiet, "combine returns without quiet: its puts may still be in flight") \
   BUG(kResultsBeforeStores, "combine's results are announced before their stores are complete") \
   BUG(kCallsUnchecked, "nobody looks whether the calls of the ranks fit together") \
-  BUG(kMailBeforeCounts, "the host is told the counts before they are known") \
+  BUG(kNotifiedBeforeCounts, "the host is told the counts before they are known") \
   BUG(kPairsCountedUnordered, "a lane counts a token's pair before others have counted the token before") \
   BUG(kGivenUpRankStarts, "a kernel starts although its rank was given up") \
   BUG(kTakenNotReset, "the counters of taken chunks are not reset") \

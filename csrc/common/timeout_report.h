@@ -20,7 +20,7 @@ enum class Site : uint16_t {
   kQuiet,           // completion of this rank's own puts
   kBlockSync,       // the other lanes of this block
   kGridMeeting,     // the other blocks of this kernel
-  kMail,            // on the host: the counts of an exchange that was launched
+  kNotification,    // on the host: the counts of an exchange that was launched
   kTestSite,        // used by conformance tests only
 };
 
@@ -40,7 +40,7 @@ inline const char* site_name(Site s) {
     case Site::kQuiet: return "quiet";
     case Site::kBlockSync: return "block_sync";
     case Site::kGridMeeting: return "grid_meeting";
-    case Site::kMail: return "counts_to_host";
+    case Site::kNotification: return "counts_to_host";
     case Site::kTestSite: return "test_site";
   }
   return "unknown";

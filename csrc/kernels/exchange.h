@@ -8,8 +8,8 @@
 #include "pipeline/grid_meeting.h"
 #include "roles/enter.h"
 #include "roles/exchange.h"
+#include "roles/notify.h"
 #include "roles/place.h"
-#include "roles/post.h"
 #include "roles/records.h"
 #include "roles/route.h"
 
@@ -51,25 +51,25 @@ HEP_DEVICE bool calls_fit(A& a, const ExchangeParams& p, const CountsView& count
   return p.misfits[a.block_idx()] == 0;
 }
 
-// The whole plan, without the host, or ahead of it: the mail goes out when the counts are known, and while the host
-// makes tensors of that size, records are finished. False as above.
+// The whole plan, without the host, or ahead of it: the host is notified when the counts are known, and while it makes
+// tensors of that size, records are finished. False as above.
 template <Arch A>
 HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p, std::byte* smem, bool lead) {
   a.set_role("place");
   const CountsView counts{p.layout, p.counts + p.parity_bytes()};
-  const bool posts = p.mail && lead && a.warp_idx() == 0;
-  if (!p.mail) {
+  const bool notifies = p.notification && lead && a.warp_idx() == 0;
+  if (!p.notification) {
     if (!require_agreement(a, p, counts)) return false;
   } else if (!injected(Bug::kCallsUnchecked) && !calls_fit(a, p, counts)) {
-    if (posts) PostRole<A>(a, p, counts).run(false);
+    if (notifies) NotifyRole<A>(a, p, counts).run(false);
     return true;
   }
   PlaceRole<A> role(a, p, counts, smem, lead);
-  if (posts && injected(Bug::kMailBeforeCounts)) PostRole<A>(a, p, counts).run(true);
+  if (notifies && injected(Bug::kNotifiedBeforeCounts)) NotifyRole<A>(a, p, counts).run(true);
   role.count_rows();
-  if (posts && !injected(Bug::kMailBeforeCounts)) {
+  if (notifies && !injected(Bug::kNotifiedBeforeCounts)) {
     a.warp_sync();  // with the lane that concluded
-    PostRole<A>(a, p, counts).run(true);
+    NotifyRole<A>(a, p, counts).run(true);
   }
   RecordRole<A>(a, p, smem).run();
   return true;

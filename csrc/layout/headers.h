@@ -16,8 +16,8 @@ struct CallHeader {
   // May differ between ranks.
   uint32_t num_tokens = 0;
   uint16_t topk = 1;         // pairs of a token that records have room for; must be the same before rows are placed
-  uint16_t excess = 0;       // where the host gets a mail: choices that cannot be kept, for there is no such expert, or
-                             // they are more than topk
+  uint16_t excess = 0;       // where the host is notified of counts: choices that cannot be kept, for there is no such
+                             // expert, or they are more than topk
   uint32_t budget_word = 0;  // see budget()
   uint32_t want_tokens = 0, want_hidden = 0;  // that the next growth is to make room for
   // Must agree; runtime/headers.cpp names them.

@@ -21,15 +21,15 @@ struct alignas(16) Landing {
   uint64_t x = 0, scales = 0;  // of row 0; rows follow each other without a gap
   LandIn in = LandIn::kReceiveRow;
   uint32_t rows = 0, row_bytes = 0, scale_bytes = 0;
-  uint64_t epoch = 0;        // of the operation
-  uint32_t facts_bytes = 0;  // of an entry
+  uint64_t epoch = 0;           // of the operation
+  uint32_t metadata_bytes = 0;  // of an entry
   uint32_t unused = 0;
 
   // Whether rows of such messages may be stored here in this operation. A rank is never ahead of an operation that
   // others are in, but memory that stands for one may say that it is.
   HEP_HOST_DEVICE bool is_for(uint64_t operation, const MessageLayout& m) const {
     return epoch >= operation && row_bytes == m.row_bytes && scale_bytes == m.scale_bytes &&
-           facts_bytes == m.facts_bytes();
+           metadata_bytes == m.metadata_bytes();
   }
 
   static constexpr uint64_t kAt = 16;  // bytes behind the flag, in its cache line

@@ -1,6 +1,6 @@
 // One token on the wire: [record | weights | scales | payload], contiguous, every section 16-byte aligned.
 // The same bytes travel over the rail and into a stage, so there is one layout. At their destination they part: the
-// facts, [record | weights], into the facts entry of the receive row; scales and payload to where its rank wants them.
+// metadata, [record | weights], into the entry of the receive row; scales and payload to where its rank wants them.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@
 
 namespace hep {
 
-// Row facts of one token for one destination node. The sender computes them when all counts are known, so
+// The rows of one token for one destination node. The sender computes them when all counts are known, so
 // that nobody downstream searches or scans. Followed by DstEntry[max_dsts], PairEntry[max_pairs].
 struct alignas(16) RecordHeader {
   uint16_t num_dsts;     // ranks of this node that receive the token
@@ -45,7 +45,7 @@ struct MessageLayout {
   HEP_HOST_DEVICE static uint32_t weight_section_bytes(uint32_t topk) { return uint32_t(align_up(4ull * topk, 16)); }
 
   HEP_HOST_DEVICE uint32_t weights_at() const { return record_bytes; }
-  HEP_HOST_DEVICE uint32_t facts_bytes() const { return record_bytes + weight_bytes; }
+  HEP_HOST_DEVICE uint32_t metadata_bytes() const { return record_bytes + weight_bytes; }
   HEP_HOST_DEVICE uint32_t scales_at() const { return record_bytes + weight_bytes; }
   HEP_HOST_DEVICE uint32_t payload_at() const { return record_bytes + weight_bytes + scale_bytes; }
   HEP_HOST_DEVICE uint32_t token_bytes() const { return payload_at() + row_bytes; }

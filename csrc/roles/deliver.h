@@ -1,6 +1,6 @@
 // Deliver: what arrived, to the caller's tensors. Behind the node's done flags, in the dispatch kernel or in one of its
-// own: weights from the facts, and rows to where they did not land themselves. On a plan's first dispatch it also keeps
-// each row's record and weights, which the way back needs.
+// own: weights from the metadata, and rows to where they did not land themselves. On a plan's first dispatch it also
+// keeps each row's record and weights, which the way back needs.
 #pragma once
 #include "common/bugs.h"
 #include "roles/token_loader.h"
@@ -19,19 +19,19 @@ struct DeliverG2SRole {
   HEP_DEVICE void run() {
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes);
     const unsigned char* recv = p.peers.recv[p.world.local_rank()];
-    const bool reads_facts = p.plan.fresh || p.out_weights;
-    const uint32_t rows = reads_facts || p.copies ? p.plan.numbers->recv_rows : 0;
+    const bool reads_metadata = p.plan.fresh || p.out_weights;
+    const uint32_t rows = reads_metadata || p.copies ? p.plan.numbers->recv_rows : 0;
     TokenHead head{};
     for (uint32_t i = a.block_idx(); i < rows; i += a.num_blocks()) {
-      const unsigned char* facts = recv + uint64_t(i) * p.message.facts_bytes();
+      const unsigned char* metadata = recv + uint64_t(i) * p.message.metadata_bytes();
       head.index = i, head.tile = 0;
-      const int64_t landed = p.copies ? row_to_copy(facts, i) : -1;
+      const int64_t landed = p.copies ? row_to_copy(metadata, i) : -1;
       head.bare = landed < 0;
       if (landed < 0) {
-        if (reads_facts) load_facts(a, to, p.message, facts, head);
+        if (reads_metadata) load_metadata(a, to, p.message, metadata, head);
         continue;
       }
-      const TokenSource src{facts, p.message.weight_bytes ? facts + p.message.weights_at() : nullptr,
+      const TokenSource src{metadata, p.message.weight_bytes ? metadata + p.message.weights_at() : nullptr,
                             p.message.scale_bytes ? recv + p.landing.scales + landed * p.message.scale_bytes : nullptr,
                             recv + p.landing.x + landed * p.message.row_bytes};
       for (; head.tile < tiles; ++head.tile) load_tile(a, to, p.message, p.tile_bytes, src, head);
@@ -42,10 +42,10 @@ struct DeliverG2SRole {
 
  private:
   // Where the token of receive row i landed, if it has to be copied from there; else -1.
-  HEP_DEVICE int64_t row_to_copy(const unsigned char* facts, uint32_t i) {
+  HEP_DEVICE int64_t row_to_copy(const unsigned char* metadata, uint32_t i) {
     if (p.landing.in == LandIn::kReceiveRow) return i;
-    const auto rec = std::bit_cast<RecordHeader>(a.ld_global(reinterpret_cast<const Vec16*>(facts)));
-    const auto* pairs = reinterpret_cast<const uint64_t*>(facts + p.message.pairs_at());
+    const auto rec = std::bit_cast<RecordHeader>(a.ld_global(reinterpret_cast<const Vec16*>(metadata)));
+    const auto* pairs = reinterpret_cast<const uint64_t*>(metadata + p.message.pairs_at());
     int64_t first = -1;
     for (uint32_t k = 0; k < rec.num_pairs; ++k) {
       const PairEntry e = std::bit_cast<PairEntry>(a.ld_global(pairs + k));
@@ -72,7 +72,7 @@ struct DeliverS2GRole {
     for (;;) {
       const TokenHead head = from.wait(a);
       if (head.stop) break;
-      if (head.tile == 0 && p.plan.fresh) keep_facts(head.index);
+      if (head.tile == 0 && p.plan.fresh) keep_metadata(head.index);
       p.permute ? permute(head) : copy(head);
       a.bulk_commit();
       from.advance();
@@ -97,7 +97,7 @@ struct DeliverS2GRole {
   HEP_DEVICE float weight(const RecordHeader& rec, uint32_t i) {
     return a.ld_shared(reinterpret_cast<const float*>(from.data() + p.message.weights_at()) + rec.first_pair + i);
   }
-  HEP_DEVICE void keep_facts(uint32_t row) {
+  HEP_DEVICE void keep_metadata(uint32_t row) {
     a.bulk_s2g(p.plan.row_records + uint64_t(row) * p.message.record_bytes, from.data(), p.message.record_bytes);
     if (p.weights)
       a.bulk_s2g(p.plan.row_weights + uint64_t(row) * p.plan.weight_stride, from.data() + p.message.weights_at(),

@@ -51,16 +51,16 @@ struct ExchangeParams {
   uint32_t* node_tokens;  // [N][T]
   // Of the rank's blocks.
   uint32_t* block_counts;  // [blocks][columns]
-  uint64_t* misfits;       // [blocks] header words that rule out placement, where the host gets a mail; zero between
+  uint64_t* misfits;       // [blocks] header words that rule out placement, where the host is notified; zero between
   PlaceParams place;
   // Set for a launch by plan_exchange: warps of a block that count, tokens of each, tokens that a warp takes in a step,
   // lanes of one, and reciprocals of run_tokens and lanes_of_token.
   uint32_t walkers, run_tokens, step_tokens, lanes_of_token;
   Reciprocal by_run, by_token_lanes;
-  bool map_words;       // rows of the routing map are whole words of 8 bytes
-  uint32_t max_tokens;  // that a rank may have
-  unsigned char* mail;  // layout/count_mail.h; null = the host wants to know nothing
-  uint64_t mail_ticket;
+  bool map_words;               // rows of the routing map are whole words of 8 bytes
+  uint32_t max_tokens;          // that a rank may have
+  unsigned char* notification;  // layout/count_notification.h; null = the host wants to know nothing
+  uint64_t notification_ticket;
   // Registered memory. Two parities of the vectors, [2][R]; see roles/exchange.h.
   unsigned char* counts;
   unsigned char* const* peer_counts;  // [L] the same of the ranks of the node

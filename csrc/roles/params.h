@@ -13,7 +13,7 @@
 
 namespace hep {
 
-// Where one rank of this node has its receive region, as mapped here. In a dispatch it begins with a facts entry a
+// Where one rank of this node has its receive region, as mapped here. In a dispatch it begins with a metadata entry a
 // receive row; where rows land is in the Landing.
 struct NodePeers {
   unsigned char* const* recv;  // [L]
@@ -34,7 +34,7 @@ struct PlanView {
   unsigned char* row_records;   // [M][record_bytes], filled by the first dispatch
   float* row_weights;           // [M][weight_stride], likewise; zeros when no weights travelled
   const uint32_t* zero_ranges;  // [local experts][2] permuted rows of the expert's group without a token
-  bool fresh;                   // the first dispatch of this plan: facts are to be written
+  bool fresh;                   // the first dispatch of this plan: metadata is to be written
 
   // Whether the pair is an expert's of this rank, and has a permuted row.
   HEP_DEVICE bool has_row(const PairEntry& e) const {

@@ -116,7 +116,7 @@ struct ReduceRole {
   template <class T, bool kWhole, bool kScaled>
   HEP_DEVICE void add_rows_as(SumHead& head, const Slice& s) {
     for (;;) {
-      Octet<T> row[Sum::kMaxOctets];
+      Vec8<T> row[Sum::kMaxVec8s];
       sum.template load<T, kWhole>(a, row, from.data(), s);
       head = from.head(a);
       from.pass(a);

@@ -59,7 +59,7 @@ struct RouteRole {
     auto* vector = reinterpret_cast<uint32_t*>(p.counts + p.parity_bytes() + p.world.rank * p.layout.vector_bytes());
     for (uint32_t w = me; last && w < uint32_t(kCountHeaderWords); w += width)
       a.st_global(vector + w,
-                  p.header[w] | (p.mail && w == uint32_t(kHeaderTopk) ? header_excess(p.progress->excess) : 0));
+                  p.header[w] | (p.notification && w == uint32_t(kHeaderTopk) ? header_excess(p.progress->excess) : 0));
     for (uint32_t c = me; c < smem.columns(); c += width) {
       const uint32_t before = injected(Bug::kBlocksBeforeForgotten) ? 0 : counted_before(c);
       for (uint32_t w = 0; before && w < p.walkers; ++w) {

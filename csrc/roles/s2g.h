@@ -1,5 +1,5 @@
-// S2G of dispatch: of every staged token, the facts go to the facts entry of its receive row on each destination rank
-// of the node, scales and payload to where that rank wants them (layout/landing.h). Rows come from the token's record;
+// S2G of dispatch: of every staged token, the metadata goes to the entry of its receive row on each destination rank of
+// the node, scales and payload to where that rank wants them (layout/landing.h). Rows come from the token's record:
 // there is no scan over ranks.
 #pragma once
 #include "common/bugs.h"
@@ -75,7 +75,7 @@ struct DispatchS2GRole {
       const Landing landing = landing_of(dst.local_rank);
       unsigned char* recv = p.peers.recv[dst.local_rank];
       if (head.tile == 0)
-        a.bulk_s2g(recv + uint64_t(dst.row) * p.message.facts_bytes(), stage, p.message.facts_bytes());
+        a.bulk_s2g(recv + uint64_t(dst.row) * p.message.metadata_bytes(), stage, p.message.metadata_bytes());
       uint32_t stores = 1;
       if (landing.in == LandIn::kReceiveRow)
         store(head, stage, recv, landing, dst.row);
@@ -126,11 +126,11 @@ struct DispatchS2GRole {
                  p.message.scale_bytes);
   }
   HEP_DEVICE void count_traffic() {
-    const uint64_t row = p.message.scale_bytes + p.message.row_bytes, facts = p.message.facts_bytes();
+    const uint64_t row = p.message.scale_bytes + p.message.row_bytes, metadata = p.message.metadata_bytes();
     a.count_rank(&p.traffic->node_rows, node_rows);
-    a.count_rank(&p.traffic->node_bytes, node_stores * row + node_rows * facts);
+    a.count_rank(&p.traffic->node_bytes, node_stores * row + node_rows * metadata);
     a.count_rank(&p.traffic->self_rows, self_rows);
-    a.count_rank(&p.traffic->self_bytes, self_stores * row + self_rows * facts);
+    a.count_rank(&p.traffic->self_bytes, self_stores * row + self_rows * metadata);
   }
 };
 

@@ -14,7 +14,7 @@ struct alignas(16) TokenHead {
   uint32_t index;                // token position in its list, or receive row
   uint32_t chunk;                // of the rail peer, for the credit
   uint32_t chunk_stages, stage;  // of them, from 0
-  uint32_t bare;                 // deliver: facts without a row
+  uint32_t bare;                 // deliver: metadata without a row
 };
 
 // Where the sections of one token lie. `weights` and `scales` are null when they do not travel.
@@ -60,13 +60,13 @@ HEP_DEVICE void load_tile(A& a, StageProducer<A, TokenHead>& to, const MessageLa
   to.advance();
 }
 
-// A stage with the facts of a token alone.
+// A stage with the metadata of a token alone.
 template <Arch A>
-HEP_DEVICE void load_facts(A& a, StageProducer<A, TokenHead>& to, const MessageLayout& m, const unsigned char* facts,
-                           const TokenHead& head) {
+HEP_DEVICE void load_metadata(A& a, StageProducer<A, TokenHead>& to, const MessageLayout& m,
+                              const unsigned char* metadata, const TokenHead& head) {
   to.acquire(a);
-  to.commit(a, head, m.facts_bytes());
-  to.load(a, 0, facts, m.facts_bytes());
+  to.commit(a, head, m.metadata_bytes());
+  to.load(a, 0, metadata, m.metadata_bytes());
   to.advance();
 }
 

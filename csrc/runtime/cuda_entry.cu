@@ -7,14 +7,14 @@
 namespace hep::cuda {
 namespace {
 
-std::vector<DeviceFacts> devices(std::string& why_none) {
+std::vector<DeviceInfo> devices(std::string& why_none) {
   int count = 0;
   if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) {
     why_none = cudaGetErrorString(status);
     (void)cudaGetLastError();
     return {};
   }
-  std::vector<DeviceFacts> all;
+  std::vector<DeviceInfo> all;
   for (int i = 0; i < count; ++i) {
     cudaDeviceProp p{};
     check(cudaGetDeviceProperties(&p, i), "device properties");

@@ -13,7 +13,7 @@ inline constexpr uint64_t kAbi =
     1000003ull * (1000003ull * (1000003ull * sizeof(ExchangeParams) + sizeof(DispatchParams)) + sizeof(CombineParams)) +
     sizeof(LaunchSettings) + 1000003ull * 1000003ull * kExecutorVersion;
 
-struct DeviceFacts {
+struct DeviceInfo {
   std::string name;
   int major = 0, minor = 0, num_sms = 0;
   bool supported = false;  // this library has kernels for it
@@ -21,7 +21,7 @@ struct DeviceFacts {
 
 struct Entry {
   uint64_t abi = kAbi;
-  std::vector<DeviceFacts> (*devices)(std::string& why_none);
+  std::vector<DeviceInfo> (*devices)(std::string& why_none);
   void (*set_device)(int ordinal);  // of the calling thread
   std::unique_ptr<Executor> (*make_p2p)(unsigned char* const*, uint64_t);
   std::unique_ptr<Executor> (*make_loopback)(unsigned char* const*, uint64_t);

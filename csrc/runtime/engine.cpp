@@ -53,7 +53,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   consumed_ = reinterpret_cast<uint64_t*>(at += rails);
   misfits_ = reinterpret_cast<uint64_t*>(at += nodes * shape.rail_slots * 8);
   block_counts_ = reinterpret_cast<uint32_t*>(at + 8 * kMostExchangeBlocks);
-  mail_ = executor_->allocate_mail(CountMail::make(layout_.counts).bytes());
+  notification_ = executor_->allocate_notification(CountNotification::make(layout_.counts).bytes());
   make_tables();
 }
 
@@ -173,14 +173,14 @@ void Engine::require_world(const Plan& plan) const {
     throw std::invalid_argument("handle: was made by another rank or group");
 }
 
-// Rows land in the caller's tensors where peers can reach them, else in the receive region, behind the facts, and
+// Rows land in the caller's tensors where peers can reach them, else in the receive region, behind the metadata, and
 // deliver copies them. Whether it has to.
 bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const {
   const uint64_t rows = c.permute ? c.out_rows : plan.num_recv_rows(),
                  recv = reinterpret_cast<uint64_t>(own()) + layout_.recv;
   const auto offset = [&](const unsigned char* x) { return reinterpret_cast<uint64_t>(x) - recv; };
   p.landing.row_bytes = c.row_bytes, p.landing.scale_bytes = c.scale_bytes;
-  p.landing.facts_bytes = p.message.facts_bytes();
+  p.landing.metadata_bytes = p.message.metadata_bytes();
   const auto in_arena = [&](const unsigned char* x, uint64_t bytes) {
     const uint64_t at = offset(x) + layout_.recv - layout_.arena;  // below the arena: a very large number
     return at <= layout_.arena_bytes && bytes <= layout_.arena_bytes - at;
@@ -194,7 +194,7 @@ bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) co
     return p.landing.in == LandIn::kFirstPair;
   }
   p.landing.rows = plan.num_recv_rows();
-  p.landing.x = uint64_t(plan.num_recv_rows()) * p.message.facts_bytes();
+  p.landing.x = uint64_t(plan.num_recv_rows()) * p.message.metadata_bytes();
   p.landing.scales = p.landing.x + uint64_t(plan.num_recv_rows()) * c.row_bytes;
   return true;
 }

@@ -118,7 +118,7 @@ class Engine {
   // In launches and in waits for counts, since it was made; the rest of a call is the host's own work. On a host
   // executor a launch is its kernel, from beginning to end.
   int64_t launch_ns() const { return launch_ns_; }
-  // Collective. Fills the plan's facts when it is fresh.
+  // Collective. Fills the plan's metadata when it is fresh.
   void dispatch(Plan& plan, const DispatchCall& call);
   void combine(Plan& plan, const CombineCall& call);
 
@@ -129,8 +129,8 @@ class Engine {
     return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset);
   }
   PlacedPlan launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count);
-  void await_mail();
-  PlacedCounts read_mail() const;
+  void await_notification();
+  PlacedCounts read_notification() const;
   void make_tables();
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
@@ -150,10 +150,10 @@ class Engine {
   std::vector<unsigned char*> rail_segments_;
   RankTables tables_;
   std::unique_ptr<Executor> executor_;
-  std::shared_ptr<void> mail_;   // from this rank's kernels to this process
-  uint64_t mail_ticket_ = 0;     // of the last exchange that posts
-  std::shared_ptr<void> state_;  // of the kernels, in their memory
-  TrafficCounters* traffic_;     // all of these in state_
+  std::shared_ptr<void> notification_;  // from this rank's kernels to this process
+  uint64_t notification_ticket_ = 0;    // of the last exchange that notifies
+  std::shared_ptr<void> state_;         // of the kernels, in their memory
+  TrafficCounters* traffic_;            // all of these in state_
   RankProgress* progress_;
   uint64_t* exit_counter_;
   uint64_t* misfits_;       // of an exchange's blocks

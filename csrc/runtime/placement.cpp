@@ -1,4 +1,4 @@
-// Routing a call: the exchange kernel places every row, and the host learns the counts by mail, or nothing at all.
+// Routing a call: the exchange kernel places every row, and the host is notified of the counts, or never learns them.
 #include <algorithm>
 #include <atomic>
 #include <string>
@@ -10,9 +10,9 @@
 namespace hep {
 namespace {
 
-// A lane that waits for a rank knows which; the host knows only that its mail does not come. It waits longer than the
-// lanes do, so that theirs is the report that comes. What is queued before the exchange on the stream is part of its
-// wait too.
+// A lane that waits for a rank knows which; the host knows only that no notification comes. It waits longer than
+// the lanes do, so that theirs is the report that comes. What is queued before the exchange on the stream is part of
+// its wait too.
 constexpr double kHostPatience = 1.25;
 
 void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_experts) {
@@ -69,7 +69,8 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.record_base, m.records);
   p = exchange_params(p, header);
   executor_->require_shared_memory(p);
-  if (count) p.mail = static_cast<unsigned char*>(mail_.get()), p.mail_ticket = ++mail_ticket_;
+  if (count)
+    p.notification = static_cast<unsigned char*>(notification_.get()), p.notification_ticket = ++notification_ticket_;
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] { executor_->exchange(p, settings); });
@@ -110,8 +111,8 @@ std::shared_ptr<Placement> Engine::place_and_count(const RoutingInput& in, const
   Call call(*this);
   auto placement = std::make_shared<Placement>();
   placement->rows = launch_place(call, in, c, true);
-  call.run([&] { await_mail(); });
-  placement->counts = read_mail();
+  call.run([&] { await_notification(); });
+  placement->counts = read_notification();
   const PlacedCounts& counts = placement->counts;
   if (!counts.placed) return placement;
   PlanMemory& learned = placement->learned;
@@ -132,12 +133,12 @@ std::shared_ptr<Plan> Placement::plan(unsigned char* memory) {
 
 // As every wait: with a deadline, and noticing that the kernel died or the user lost patience. It spins: until the host
 // has the counts, the GPU is idle.
-void Engine::await_mail() {
-  const std::atomic_ref<uint64_t> ticket(*CountMail::ticket(static_cast<unsigned char*>(mail_.get())));
+void Engine::await_notification() {
+  const std::atomic_ref<uint64_t> ticket(*CountNotification::ticket(static_cast<unsigned char*>(notification_.get())));
   const int64_t since = host::now_ns();
   host::EagerIdle idle;
   uint32_t looks = 0;
-  while (ticket.load(std::memory_order_acquire) < mail_ticket_) {
+  while (ticket.load(std::memory_order_acquire) < notification_ticket_) {
     if (!idle.round()) continue;
     if (const auto died = executor_->timeout_report()) throw host::DeadlineError(*died);
     executor_->check();
@@ -148,29 +149,31 @@ void Engine::await_mail() {
     executor_->abort();
     if (stop) throw host::Interrupted();
     TimeoutReport o;
-    o.site = Site::kMail, o.rank = world_.rank, o.node = world_.node(), o.role = "host";
-    o.expected = mail_ticket_, o.seen = ticket.load(std::memory_order_acquire), o.waited_s = waited_s;
+    o.site = Site::kNotification, o.rank = world_.rank, o.node = world_.node(), o.role = "host";
+    o.expected = notification_ticket_, o.seen = ticket.load(std::memory_order_acquire), o.waited_s = waited_s;
     throw host::DeadlineError(o);
   }
 }
 
-PlacedCounts Engine::read_mail() const {
-  const CountMail m = CountMail::make(layout_.counts);
-  const uint32_t* words = CountMail::word(static_cast<unsigned char*>(mail_.get()));
+PlacedCounts Engine::read_notification() const {
+  const CountNotification m = CountNotification::make(layout_.counts);
+  const uint32_t* words = CountNotification::word(static_cast<unsigned char*>(notification_.get()));
   const auto take = [&]<class T>(std::vector<T>& to, uint32_t at, uint32_t count) {
     to.assign(words + at, words + at + count);
   };
   PlacedCounts c;
-  c.placed = words[CountMail::kPlaced] != 0;
+  c.placed = words[CountNotification::kPlaced] != 0;
   for (uint32_t r = 0; r < m.num_ranks; ++r) {
     CallHeader::Words header;
     std::copy_n(words + m.headers_at() + r * kCountHeaderWords, header.size(), header.begin());
     c.headers.push_back(CallHeader::of(header));
   }
   if (!c.placed) return c;
-  c.numbers.recv_rows = words[CountMail::kRecvRows], c.numbers.max_recv_rows = words[CountMail::kMaxRecvRows];
-  c.numbers.permuted_rows = words[CountMail::kPermutedRows], c.numbers.overflow = int32_t(words[CountMail::kOverflow]);
-  c.numbers.has_holes = words[CountMail::kHasHoles];
+  c.numbers.recv_rows = words[CountNotification::kRecvRows],
+  c.numbers.max_recv_rows = words[CountNotification::kMaxRecvRows];
+  c.numbers.permuted_rows = words[CountNotification::kPermutedRows],
+  c.numbers.overflow = int32_t(words[CountNotification::kOverflow]);
+  c.numbers.has_holes = words[CountNotification::kHasHoles];
   take(c.rank_rows, m.rank_rows_at(), m.num_ranks), take(c.source_rows, m.source_rows_at(), m.num_ranks);
   take(c.dropped, m.dropped_at(), m.num_ranks), take(c.from_nodes, m.from_nodes_at(), m.num_nodes);
   take(c.tokens_per_expert, m.tokens_per_expert_at(), m.num_local_experts);

@@ -3,14 +3,14 @@
 // (records of rail tokens and of receive rows) is written by the first dispatch, then the plan is frozen.
 //
 // The exchange kernel places it, in memory that the caller owns and kernels read. The host knows its counts where
-// they came by mail, else their limits.
+// they came by notification, else their limits.
 #pragma once
 #include <cstdint>
 #include <span>
 #include <stdexcept>
 #include <vector>
 
-#include "layout/count_mail.h"
+#include "layout/count_notification.h"
 #include "layout/headers.h"
 #include "roles/params.h"
 
@@ -26,7 +26,7 @@ struct PlacedPlan {
   PlanView view;                          // fresh is the plan's own
 };
 
-// A mail that was read; see layout/count_mail.h.
+// A count notification that was read; see layout/count_notification.h.
 struct PlacedCounts {
   bool placed = false;
   std::vector<CallHeader> headers;  // [R]
@@ -64,7 +64,7 @@ class Plan {
   bool overflow() const { return counts_.numbers.overflow; }
   bool has_holes() const { return counts_.numbers.has_holes; }
 
-  // What came by mail. std::logic_error of a plan whose counts only kernels know.
+  // What came by notification. std::logic_error of a plan whose counts only kernels know.
   const PlacedCounts& counts() const {
     if (!counts_.placed) throw std::logic_error("plan: only kernels know its counts");
     return counts_;

@@ -16,7 +16,7 @@ struct PlanMaps {
 
 uint64_t num_rail_rows(const Plan& plan);  // tokens of all ranks of this rail
 
-// Of a complete plan whose counts came by mail.
+// Of a complete plan whose counts came by notification.
 void write_maps(const Plan& plan, const PlanMaps& maps);
 
 }  // namespace hep

@@ -19,17 +19,17 @@ def mean(load: Sequence[int] | np.ndarray, num_ranks: int) -> int:
 
 
 def confined(rank_load: Sequence[int], num_nodes: int = 1) -> int:
-    """Clones stay inside a domain: no plan beats the mean of the fullest domain. rank_load: [R] at home."""
+    """Clones stay inside a domain: no plan beats the mean of the fullest domain. rank_load: [R] at its owner."""
     domains = np.asarray(rank_load, dtype=np.int64).reshape(num_nodes, -1)
     return int(max(-(-int(d.sum()) // len(d)) for d in domains))
 
 
-def clones_fit(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_slots: int) -> int:
+def clones_fit(load: Sequence[int], owner: Sequence[int], num_ranks: int, spare_slots: int) -> int:
     """No exact plan with this many spare slots a rank beats it, wherever clones go.
 
-    load, home: tokens and home rank of each expert [E]. The least T that `allows` does not rule out, by bisection.
+    load, owner: tokens and owner rank of each expert [E]. The least T that `allows` does not rule out, by bisection.
     """
-    at = _Cut(load, home, num_ranks, spare_slots)
+    at = _Cut(load, owner, num_ranks, spare_slots)
     high = int(at.rank_load[-1])
 
     def bisect(low: int, holds: Callable[[int], bool]) -> int:
@@ -43,7 +43,7 @@ def clones_fit(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_s
     return low if low == high or at.drained_ranks_fill(low) else bisect(low + 1, at.drained_ranks_fill)
 
 
-def allows(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_slots: int, limit: int) -> bool:
+def allows(load: Sequence[int], owner: Sequence[int], num_ranks: int, spare_slots: int, limit: int) -> bool:
     """False: no plan leaves every rank at `limit` tokens or below, by one of two countings.
 
     The k emptiest ranks can only be filled by k * spare_slots clones of other ranks' experts, each no more than the
@@ -51,24 +51,24 @@ def allows(load: Sequence[int], home: Sequence[int], num_ranks: int, spare_slots
 
     The largest experts mostly live on the hottest ranks, which need filling themselves once they have given them away.
     So tokens get a price: 0 on the k emptiest ranks, p / 8 on the h fullest, 1 on the others. A plan that leaves every
-    rank at the limit pays no more than limit * sum of prices. A clone takes off the difference of the prices of home
+    rank at the limit pays no more than limit * sum of prices. A clone takes off the difference of the prices of owner
     and slot for each token, no more than the limit of them: a choice of the largest pieces of experts for all slots
     takes off most.
     """
-    at = _Cut(load, home, num_ranks, spare_slots)
+    at = _Cut(load, owner, num_ranks, spare_slots)
     return at.slots_hold(limit) and at.drained_ranks_fill(limit)
 
 
 class _Cut:
-    """The two countings of `allows`. rank_load: ascending; place: of each expert's home in that order."""
+    """The two countings of `allows`. rank_load: ascending; place: of each expert's owner in that order."""
 
-    def __init__(self, load: Sequence[int], home: Sequence[int], num_ranks: int, spare_slots: int) -> None:
+    def __init__(self, load: Sequence[int], owner: Sequence[int], num_ranks: int, spare_slots: int) -> None:
         self.load, self.num_ranks, self.spare_slots = np.asarray(load, dtype=np.int64), num_ranks, spare_slots
-        by_rank = np.bincount(np.asarray(home), weights=self.load, minlength=num_ranks).astype(np.int64)
+        by_rank = np.bincount(np.asarray(owner), weights=self.load, minlength=num_ranks).astype(np.int64)
         order = np.argsort(by_rank, kind="stable")
         places = np.empty(num_ranks, np.int64)
         places[order] = np.arange(num_ranks)
-        self.rank_load, self.place = by_rank[order], places[np.asarray(home)]
+        self.rank_load, self.place = by_rank[order], places[np.asarray(owner)]
         self.below = np.concatenate([[0], np.cumsum(self.rank_load)])  # of the k emptiest ranks, from k = 0
 
     def slots_hold(self, limit: int) -> bool:
@@ -89,9 +89,9 @@ class _Cut:
             return True
         whole = np.maximum(-(-self.load // limit) - 1, 0)  # of `limit` tokens each; an expert's last piece is the rest
         pieces = np.concatenate([np.repeat(limit, int(whole.sum())), self.load - whole * limit])
-        homes = np.concatenate([np.repeat(self.place, whole), self.place])
+        owners = np.concatenate([np.repeat(self.place, whole), self.place])
         order = np.argsort(-pieces, kind="stable")
-        pieces, homes = pieces[order], homes[order]
+        pieces, owners = pieces[order], owners[order]
 
         def sums(chosen: np.ndarray, num_slots: int) -> np.ndarray:
             """Of the n largest of the chosen pieces, n up to num_slots."""
@@ -110,8 +110,8 @@ class _Cut:
                 others_above = int(below[-1 - hot] - below[cold]) - (num_ranks - cold - hot) * limit
                 if hot_above * (_FULL - 1) + others_above * _FULL <= 0:
                     continue
-                of_hot = sums(homes >= num_ranks - hot, cold_slots)[::-1]
-                of_others = sums((homes >= cold) & (homes < num_ranks - hot), cold_slots + hot_slots)
+                of_hot = sums(owners >= num_ranks - hot, cold_slots)[::-1]
+                of_others = sums((owners >= cold) & (owners < num_ranks - hot), cold_slots + hot_slots)
                 for price in range(1, _FULL):
                     taken = price * (of_others[: cold_slots + 1] + of_hot) + (_FULL - price) * of_others[hot_slots:]
                     if price * hot_above + _FULL * others_above > taken.max():

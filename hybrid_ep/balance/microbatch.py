@@ -22,10 +22,10 @@ PPM = 1_000_000
 STRATEGIES = ("best", "alias", "best_fit")
 
 
-def default_home(num_experts: int, num_ranks: int) -> np.ndarray:
-    """int32 [num_experts]: contiguous homes, num_experts / num_ranks experts a rank."""
+def default_owner(num_experts: int, num_ranks: int) -> np.ndarray:
+    """int32 [num_experts]: contiguous owners, num_experts / num_ranks experts a rank."""
     if num_experts % num_ranks:
-        raise ValueError(f"home: {num_experts} experts do not divide among {num_ranks} ranks: give home=")
+        raise ValueError(f"owner: {num_experts} experts do not divide among {num_ranks} ranks: give owner=")
     return np.repeat(np.arange(num_ranks, dtype=np.int32), num_experts // num_ranks)
 
 
@@ -87,15 +87,15 @@ class MicrobatchPlan:
     """Where clones go and what each takes.
 
     * `slot_expert` int32 [R, S]: logical expert cloned to spare slot S of rank R, -1 for an empty slot.
-    * `slot_tokens` int64 [R, S]: tokens of the group that this clone computes; its home computes the rest.
-    * `counts` int64 [R, E], `home` int32 [E]: what was planned for.
+    * `slot_tokens` int64 [R, S]: tokens of the group that this clone computes; its owner computes the rest.
+    * `counts` int64 [R, E], `owner` int32 [E]: what was planned for.
     * `target`: cost in tokens that the planner aimed at, per rank.
     """
 
     slot_expert: np.ndarray
     slot_tokens: np.ndarray
     counts: np.ndarray
-    home: np.ndarray
+    owner: np.ndarray
     options: MicrobatchOptions
     target: int = 0
     _shape: Any = field(default=None, repr=False, compare=False)
@@ -112,11 +112,11 @@ class MicrobatchPlan:
     def tokens_of_ranks(self, balanced: bool = True) -> np.ndarray:
         """int64 [R]: tokens each rank computes, with the plan or (balanced=False) without."""
         total = self.counts.sum(axis=0)
-        load = np.bincount(self.home, weights=total, minlength=len(self.counts)).astype(np.int64)
+        load = np.bincount(self.owner, weights=total, minlength=len(self.counts)).astype(np.int64)
         if balanced:
             used = self.slot_expert >= 0
             load += np.where(used, self.slot_tokens, 0).sum(axis=1)
-            np.subtract.at(load, self.home[self.slot_expert[used]], self.slot_tokens[used])
+            np.subtract.at(load, self.owner[self.slot_expert[used]], self.slot_tokens[used])
         return load
 
     def imbalance(self, balanced: bool = True) -> float:
@@ -131,20 +131,20 @@ class MicrobatchPlan:
         total, ranks = self.counts.sum(axis=0), len(self.counts) // num_nodes
         reached, mean, most = self.tokens_of_ranks(), total.sum() / len(self.counts), 0
         for node in range(num_nodes):
-            mine = self.home // ranks == node
-            load, home = total[mine], self.home[mine] - node * ranks
-            best = _core.clones_fit(load, home, ranks, self.options.spare_slots)
+            mine = self.owner // ranks == node
+            load, owner = total[mine], self.owner[mine] - node * ranks
+            best = _core.clones_fit(load, owner, ranks, self.options.spare_slots)
             if search and self.options.spare_slots == 1 and not self.is_empty:
                 allowed = bounds.mean(load, ranks)
                 allowed += allowed * self.options.epsilon_ppm // PPM
                 here = int(reached[node * ranks : (node + 1) * ranks].max())
                 if here > max(best, allowed):
-                    best = OneCloneSearch(load, home, ranks).least(max(best, allowed), here)
+                    best = OneCloneSearch(load, owner, ranks).least(max(best, allowed), here)
             most = max(most, best)
         return float(most / mean) - 1 if mean else 0.0
 
     def share_of_source(self, source: int) -> np.ndarray:
-        """int64 [R, S]: how many of `source`'s tokens go to the clone in each slot; the rest go home.
+        """int64 [R, S]: how many of `source`'s tokens go to the clone in each slot; the rest go to the owner.
 
         Local clones first, then clones and sources of one node, then the rest in rank order. Summed over
         sources this is `slot_tokens`.
@@ -152,7 +152,7 @@ class MicrobatchPlan:
         if not 0 <= source < len(self.counts):
             raise ValueError(f"source is {source}: give a rank from 0 to {len(self.counts) - 1}")
         shape = self._shape or self.options.shape(*self.counts.shape)
-        return _core.share_of_source(shape, self.counts, self.home, self.slot_expert, self.slot_tokens, source)
+        return _core.share_of_source(shape, self.counts, self.owner, self.slot_expert, self.slot_tokens, source)
 
 
 def imbalance_ratio(load: np.ndarray) -> float:
@@ -164,37 +164,37 @@ def imbalance_ratio(load: np.ndarray) -> float:
 class MicrobatchPlanner:
     """A planner for micro-batches of one shape; keeps its scratch memory. Not for two threads at once.
 
-    home int32 [num_experts]: the rank of each expert; may be replaced between two plans.
+    owner int32 [num_experts]: the rank of each expert; may be replaced between two plans.
     """
 
-    def __init__(self, num_ranks: int, num_experts: int, home: Any = None, **options: Any) -> None:
+    def __init__(self, num_ranks: int, num_experts: int, owner: Any = None, **options: Any) -> None:
         self.options = MicrobatchOptions(**options)
         self._shape = self.options.shape(num_ranks, num_experts)
         self._core = _core.MicrobatchPlanner(self._shape)
         self._dims = (num_ranks, num_experts)
-        self.home = default_home(num_experts, num_ranks) if home is None else home
+        self.owner = default_owner(num_experts, num_ranks) if owner is None else owner
 
     @property
-    def home(self) -> np.ndarray:
-        return self._home
+    def owner(self) -> np.ndarray:
+        return self._owner
 
-    @home.setter
-    def home(self, given: Any) -> None:
-        home = np.ascontiguousarray(given, dtype=np.int32)
-        if home.shape != self._dims[1:]:
-            raise ValueError(f"home has shape {home.shape}: give the rank of each of the {self._dims[1]} experts")
-        self._home = home
+    @owner.setter
+    def owner(self, given: Any) -> None:
+        owner = np.ascontiguousarray(given, dtype=np.int32)
+        if owner.shape != self._dims[1:]:
+            raise ValueError(f"owner has shape {owner.shape}: give the rank of each of the {self._dims[1]} experts")
+        self._owner = owner
 
     def plan(self, counts: Any) -> MicrobatchPlan:
         """counts: integers [R, E], numpy or CPU tensor. Returns the plan; raises ValueError for a bad count."""
         counts = self._checked(counts, self._dims)
-        expert, tokens, target = self._core.plan(counts, self._home)
+        expert, tokens, target = self._core.plan(counts, self._owner)
         return self._made(expert, tokens, target, counts)
 
     def plan_layers(self, counts: Any) -> list[MicrobatchPlan]:
         """A plan for each of counts' layers, integers [L, R, E], in one call. ValueError for a bad count."""
         counts = self._checked(counts, (len(counts), *self._dims))
-        plans = zip(*self._core.plan(counts, self._home), counts, strict=True)
+        plans = zip(*self._core.plan(counts, self._owner), counts, strict=True)
         return [self._made(*plan) for plan in plans]
 
     def _checked(self, counts: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -218,7 +218,7 @@ class MicrobatchPlanner:
             slot_expert=expert,
             slot_tokens=tokens,
             counts=counts,
-            home=self._home,
+            owner=self._owner,
             options=self.options,
             target=target,
             _shape=self._shape,
@@ -227,14 +227,14 @@ class MicrobatchPlanner:
 
 
 def plan_microbatch(
-    counts: Any, home: Any = None, spare_slots: int = 1, num_nodes: int = 1, **options: Any
+    counts: Any, owner: Any = None, spare_slots: int = 1, num_nodes: int = 1, **options: Any
 ) -> MicrobatchPlan:
     """Clones and quotas that level one micro-batch of one layer. Pure: equal input, equal plan, on any rank.
 
     * `counts`: integers [R, E], tokens of source rank r routed to logical expert e (known to all ranks).
-    * `home`: rank of each expert [E]; default contiguous. `spare_slots`: slots for clones on every rank.
+    * `owner`: rank of each expert [E]; default contiguous. `spare_slots`: slots for clones on every rank.
     * `num_nodes`: NVLink domains, ranks in consecutive blocks; sources prefer clones of their own.
-      `within_node`: clones only on ranks of the home's domain.
+      `within_node`: clones only on ranks of the owner's domain.
     * `epsilon`: how far above the mean a rank may end, as a fraction. 0 levels to the token, with at most R - 1 clones.
     * `min_chunk`: tokens, the least worth a clone. `skip_below`: imbalance under which the plan is empty.
     * `instance_cost`, `tile`: an expert with n > 0 tokens costs instance_cost + n rounded up to tiles, in tokens; costs
@@ -249,5 +249,5 @@ def plan_microbatch(
     if len(shape) != 2:
         raise ValueError(f"counts has shape {tuple(shape)}: give [ranks, experts]")
     num_ranks, num_experts = shape
-    planner = MicrobatchPlanner(num_ranks, num_experts, home, spare_slots=spare_slots, num_nodes=num_nodes, **options)
+    planner = MicrobatchPlanner(num_ranks, num_experts, owner, spare_slots=spare_slots, num_nodes=num_nodes, **options)
     return planner.plan(counts)

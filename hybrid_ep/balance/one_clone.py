@@ -1,8 +1,8 @@
 """What one clone a rank can reach, exactly: a search over who clones which expert that proves what it rules out.
 
 Room below the limit is a deficit, tokens above it an overload. A clone of expert e on rank r lets r's deficit flow to
-e's home, as much of it as e has tokens: what arrives there cancels overload, or becomes the home's own deficit and
-flows on along the home's clone. All deficits less all overloads are the slack, ranks * limit - tokens. So a choice of
+e's owner, as much of it as e has tokens: what arrives there cancels overload, or becomes the owner's own deficit and
+flows on along the owner's clone. All deficits less all overloads are the slack, ranks * limit - tokens. So a choice of
 clones is a plan exactly when no more than the slack is stuck: at ranks without a clone, or whose clone's expert is
 used up. With one clone a rank there is one way out of each, so that a choice settles where everything goes.
 
@@ -34,14 +34,14 @@ class _State:
 
 
 class OneCloneSearch:
-    """load, home: tokens and home rank of each expert [E]."""
+    """load, owner: tokens and owner rank of each expert [E]."""
 
-    def __init__(self, load: Sequence[int], home: Sequence[int], num_ranks: int, max_nodes: int = 4000) -> None:
-        self.load, self.home, self.num_ranks = [int(x) for x in load], [int(r) for r in home], num_ranks
+    def __init__(self, load: Sequence[int], owner: Sequence[int], num_ranks: int, max_nodes: int = 4000) -> None:
+        self.load, self.owner, self.num_ranks = [int(x) for x in load], [int(r) for r in owner], num_ranks
         self.max_nodes, self.slack, self.nodes = max_nodes, 0, 0
-        self.at_home = [0] * num_ranks
-        for tokens, rank in zip(self.load, self.home, strict=True):
-            self.at_home[rank] += tokens
+        self.at_owner = [0] * num_ranks
+        for tokens, rank in zip(self.load, self.owner, strict=True):
+            self.at_owner[rank] += tokens
 
     def clones(self, limit: int) -> list[int] | None:
         """Expert cloned to each rank (negative for none) so that no rank is above `limit`; None: proved impossible.
@@ -51,7 +51,7 @@ class OneCloneSearch:
         self.slack, self.nodes = self.num_ranks * limit - sum(self.load), 0
         if self.slack < 0:
             return None
-        return self._descend(_State([limit - x for x in self.at_home], self.load.copy(), [-1] * self.num_ranks))
+        return self._descend(_State([limit - x for x in self.at_owner], self.load.copy(), [-1] * self.num_ranks))
 
     def least(self, low: int, high: int) -> int:
         """The least limit from `low` to `high` that is not proved impossible; all below it are, if those below `low`
@@ -89,8 +89,8 @@ class OneCloneSearch:
         first, of these the largest expert. The order is for speed; all are tried."""
         ways = [(deficit, 0, -2)] if deficit <= slack else []
         for e, left in enumerate(s.left):
-            if left and self.home[e] != rank and deficit - left <= slack:
-                flows, there = min(left, deficit), s.deficit[self.home[e]]
+            if left and self.owner[e] != rank and deficit - left <= slack:
+                flows, there = min(left, deficit), s.deficit[self.owner[e]]
                 ways.append((deficit - flows + max(0, there + flows) - max(0, there), -left, e))
         return [e for *_, e in sorted(ways)]
 
@@ -104,7 +104,7 @@ class OneCloneSearch:
             moved = min(s.deficit[rank], s.left[e])
             s.left[e] -= moved
             s.deficit[rank] -= moved
-            rank = self.home[e]
+            rank = self.owner[e]
             s.deficit[rank] += moved
 
     @staticmethod

@@ -41,8 +41,8 @@ def _ratio(load: np.ndarray) -> float:
 def report(
     statistics: LoadStatistics, num_ranks: int, phy2log: np.ndarray | None = None, spare_slots: int = 0
 ) -> list[LayerReport]:
-    """One row a layer. phy2log [L, slots]: the placement to project onto; None: contiguous homes, no replicas.
-    spare_slots: add what exact balancing reaches from contiguous homes with so many slots a rank."""
+    """One row a layer. phy2log [L, slots]: the placement to project onto; None: contiguous owners, no replicas.
+    spare_slots: add what exact balancing reaches from contiguous owners with so many slots a rank."""
     num_experts = statistics.counts.shape[2]
     if num_ranks < 1 or (phy2log is None and num_experts % num_ranks):
         raise ValueError(

@@ -177,8 +177,8 @@ class Steps:
         if expert in self.ranks[rank]:
             return False
         node = self.num_ranks // self.num_nodes
-        home = next(r for r in range(self.num_ranks) if expert in self.ranks[r])
-        return not self.num_groups or home // node == rank // node
+        owner = next(r for r in range(self.num_ranks) if expert in self.ranks[r])
+        return not self.num_groups or owner // node == rank // node
 
     def _excess(self) -> int:
         return sum(max(0, self.load(r) - self.limit) for r in range(self.num_ranks))

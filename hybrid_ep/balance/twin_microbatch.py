@@ -17,31 +17,31 @@ PPM = 1_000_000
 
 
 def plan(
-    counts: Sequence[Sequence[int]], home: Sequence[int], options: MicrobatchOptions
+    counts: Sequence[Sequence[int]], owner: Sequence[int], options: MicrobatchOptions
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(slot_expert, slot_tokens): lists [R][S] for counts [R][E], home [E] and `MicrobatchOptions`."""
+    """(slot_expert, slot_tokens): lists [R][S] for counts [R][E], owner [E] and `MicrobatchOptions`."""
     num_ranks, spare = len(counts), options.spare_slots
     total = [sum(column) for column in zip(*counts, strict=True)]
     slots = [[-1] * spare for _ in range(num_ranks)], [[0] * spare for _ in range(num_ranks)]
-    start = _Draft(total, home, num_ranks, options)
+    start = _Draft(total, owner, num_ranks, options)
     if not spare or max(start.load) <= start.mean + start.mean * options.skip_below_ppm // PPM:
         return slots
     drafts = []
     for name in ("alias", "best_fit"):
         if options.strategy in ("best", name):
-            drafts.append(_Draft(total, home, num_ranks, options))
+            drafts.append(_Draft(total, owner, num_ranks, options))
             drafts[-1].construct(name)
     if options.strategy == "best" and all(max(d.load) > d.target for d in drafts):
-        drafts.append(_retry(total, home, num_ranks, options))
+        drafts.append(_retry(total, owner, num_ranks, options))
         o = options
         if (
             o.search_nodes
             and max(drafts[-1].load) > drafts[-1].target
             and (o.spare_slots == o.tile == o.min_chunk == 1 and not (o.instance_cost or o.fan_out or o.within_node))
         ):
-            drafts.append(_Draft(total, home, num_ranks, options))
+            drafts.append(_Draft(total, owner, num_ranks, options))
             # Nothing to look for where the bound forbids it.
-            if bounds.allows(total, home, num_ranks, 1, drafts[-1].target):
+            if bounds.allows(total, owner, num_ranks, 1, drafts[-1].target):
                 drafts[-1].search()
     # Below the target all is equal, and fewer clones are better; min keeps the first of equals.
     best = min(drafts, key=lambda d: (max(max(d.load), d.target), len(d.clones)))
@@ -52,12 +52,12 @@ def plan(
     return slots
 
 
-def _retry(total: Sequence[int], home: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> _Draft:
+def _retry(total: Sequence[int], owner: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> _Draft:
     """The third rule at five aims, from the target down to epsilon 0: the first that reaches the target. Where none
     does, the best of these and of eight aims above the target, by bisection."""
     best: _Draft | None = None
     for part in (4, 3, 2, 1, 0):
-        draft = _Draft(total, home, num_ranks, options)
+        draft = _Draft(total, owner, num_ranks, options)
         if part < 4 and draft.target == draft.exact:
             break
         draft.aim = draft.exact + (draft.target - draft.exact) * part // 4
@@ -71,7 +71,7 @@ def _retry(total: Sequence[int], home: Sequence[int], num_ranks: int, options: M
     for _ in range(8):
         if max(best.load) <= low + 1:
             break
-        draft = _Draft(total, home, num_ranks, options)
+        draft = _Draft(total, owner, num_ranks, options)
         draft.aim = low + (max(best.load) - low) // 2
         draft.construct("largest")
         if max(draft.load) > draft.aim:
@@ -82,12 +82,12 @@ def _retry(total: Sequence[int], home: Sequence[int], num_ranks: int, options: M
 
 
 class _Draft:
-    """One construction: what each home still has, what each rank costs, the clones so far."""
+    """One construction: what each owner still has, what each rank costs, the clones so far."""
 
-    def __init__(self, total: Sequence[int], home: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> None:
-        self.o, self.left, self.home, self.num_ranks = options, list(total), home, num_ranks
+    def __init__(self, total: Sequence[int], owner: Sequence[int], num_ranks: int, options: MicrobatchOptions) -> None:
+        self.o, self.left, self.owner, self.num_ranks = options, list(total), owner, num_ranks
         self.per_node = num_ranks // options.num_nodes
-        self.experts = [[e for e, h in enumerate(home) if h == r] for r in range(num_ranks)]
+        self.experts = [[e for e, h in enumerate(owner) if h == r] for r in range(num_ranks)]
         self.load = [sum(self.cost(total[e]) for e in mine) for mine in self.experts]
         self.used, self.pushed = [0] * num_ranks, [0] * num_ranks
         self.clones: list[tuple[int, int, int, int]] = []  # (expert, rank, slot, tokens)
@@ -184,9 +184,9 @@ class _Draft:
             return False
         rank, ways = min(waiting)[1], []
         for e, left in enumerate(self.left):
-            flows, there = min(left, self.deficit[rank]), self.deficit[self.home[e]]
+            flows, there = min(left, self.deficit[rank]), self.deficit[self.owner[e]]
             sticks = self.deficit[rank] - flows
-            if flows and self.home[e] != rank and stuck + sticks <= self.slack:
+            if flows and self.owner[e] != rank and stuck + sticks <= self.slack:
                 ways.append((2 * sticks + max(0, there + flows) - max(0, there), -left, e))
         before = list(self.deficit), list(self.left), list(self.moved)
         for *_, e in sorted(ways)[:2]:
@@ -208,13 +208,13 @@ class _Draft:
             self.left[e] -= tokens
             self.moved[rank] += tokens
             self.deficit[rank] -= tokens
-            rank = self.home[e]
+            rank = self.owner[e]
             self.deficit[rank] += tokens
 
 
 def share_of_source(
     counts: Sequence[Sequence[int]],
-    home: Sequence[int],
+    owner: Sequence[int],
     slot_expert: Sequence[Sequence[int]],
     slot_tokens: Sequence[Sequence[int]],
     num_nodes: int,
@@ -231,7 +231,7 @@ def share_of_source(
     for expert, places in clones.items():
         left = [row[expert] for row in counts]
         room = {place: slot_tokens[place[0]][place[1]] for place in places}
-        room[home[expert], -1] = sum(left) - sum(room.values())
+        room[owner[expert], -1] = sum(left) - sum(room.values())
 
         def give(ranks: range, left: list[int] = left, room: dict[tuple[int, int], int] = room) -> None:
             """North-west corner: sources and places in rank order, each takes what it can."""

@@ -205,7 +205,7 @@ class Buffer:
         )
         idx = self._topk(topk_idx, x.shape[0], num_experts)
         self._same_layout(idx, num_experts, is_token_in_rank, num_tokens_per_expert)
-        (recv, _, facts, inner), done = self._call(
+        (recv, _, metadata, inner), done = self._call(
             "dispatch",
             config,
             async_finish,
@@ -216,7 +216,7 @@ class Buffer:
         )
         with self._after(done):
             recv_idx, recv_weights, scales = self._unpack(
-                facts, idx.shape[1], topk_weights is not None, scales, num_experts // self.group_size
+                metadata, idx.shape[1], topk_weights is not None, scales, num_experts // self.group_size
             )
             counts = [-(-n // alignment) * alignment for n in inner[6].plan.tokens_per_expert.tolist()]
             outer = (_key(inner, idx.shape[1]), idx, recv_idx, is_token_in_rank)
@@ -339,10 +339,12 @@ class Buffer:
                 )
 
     def _unpack(
-        self, facts: torch.Tensor, topk: int, weighted: bool, scales: torch.Tensor | None, local_experts: int
+        self, metadata: torch.Tensor, topk: int, weighted: bool, scales: torch.Tensor | None, local_experts: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What _pack sent, seen from this rank: (recv_topk_idx, recv_topk_weights, scales)."""
-        columns = facts.split([topk, topk if weighted else 0, facts.shape[1] - topk * (2 if weighted else 1)], dim=1)
+        columns = metadata.split(
+            [topk, topk if weighted else 0, metadata.shape[1] - topk * (2 if weighted else 1)], dim=1
+        )
         idx = columns[0].to(topk_idx_t) - self.rank * local_experts
         elsewhere = (idx < 0) | (idx >= local_experts)
         weights = None

@@ -11,7 +11,7 @@ from hybrid_ep.runtime import routing_maps
 
 
 class Runtime:
-    """The facts that callers ask of deep_ep's compiled object, of a buffer that is alive."""
+    """What callers ask of deep_ep's compiled object, of a buffer that is alive."""
 
     def __init__(self, owner: buffer.HybridEPBuffer):
         self._owner = owner

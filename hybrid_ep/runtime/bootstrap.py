@@ -150,10 +150,10 @@ class Rendezvous:
             pause = min(pause * 1.5, 0.05)
 
 
-def agree(facts_by_rank: list[dict[str, Any]], what: str) -> None:
+def agree(answers: list[dict[str, Any]], what: str) -> None:
     """ValueError, the same on every rank, when a fact differs between ranks."""
-    for name in facts_by_rank[0]:
-        values = [facts[name] for facts in facts_by_rank]
+    for name in answers[0]:
+        values = [answer[name] for answer in answers]
         if any(v != values[0] for v in values):
             by_value: dict[str, list[int]] = {}
             for rank, value in enumerate(values):

@@ -58,15 +58,15 @@ def load() -> dict[str, Any]:
 def current() -> torch.device:
     """This thread's CUDA device, ready for the CUDA executors. ValueError when there is none they can use."""
     try:
-        facts = load()
+        loaded = load()
     except RuntimeError as error:
         raise ValueError(f"executor='cuda' cannot be used here: {error}") from error
-    if not facts["devices"]:
-        raise ValueError(f"executor='cuda' needs a GPU and finds none: {facts['why_none']}")
+    if not loaded["devices"]:
+        raise ValueError(f"executor='cuda' needs a GPU and finds none: {loaded['why_none']}")
     if not torch.cuda.is_available():
         raise ValueError("executor='cuda' takes CUDA tensors, and this torch has no CUDA: install one that has")
     device = torch.device("cuda", torch.cuda.current_device())
-    found = facts["devices"][device.index]
+    found = loaded["devices"][device.index]
     if not found["supported"]:
         major, minor = found["capability"]
         raise ValueError(
@@ -77,8 +77,8 @@ def current() -> torch.device:
 
 
 def name_and_capability(device: torch.device) -> tuple[str, tuple[int, int]]:
-    facts = load()["devices"][device.index]
-    return facts["name"], tuple(facts["capability"])
+    info = load()["devices"][device.index]
+    return info["name"], tuple(info["capability"])
 
 
 def enter(device: torch.device) -> int:
@@ -136,13 +136,13 @@ def find_reach(
     "file": name under which its descriptor is served, or ""}; maps_fabric(handle), maps_file(name): whether this
     process gets at that memory. Only what was really mapped counts: a driver that offers fabric handles says nothing of
     whether two hosts share a domain, and containers of one machine may not see one another's sockets."""
-    facts = meet.exchange("memory", {"machine": machine(), **offer})
+    offers = meet.exchange("memory", {"machine": machine(), **offer})
     me = meet.view.rank
-    near = [r for r, f in enumerate(facts) if f["machine"] == facts[me]["machine"]]
-    file = [r for r in near if r == me or (facts[r]["file"] and maps_file(facts[r]["file"]))]
-    fabric = [r for r, f in enumerate(facts) if r in near or (f["fabric"] and maps_fabric(f["fabric"]))]
+    near = [r for r, f in enumerate(offers) if f["machine"] == offers[me]["machine"]]
+    file = [r for r in near if r == me or (offers[r]["file"] and maps_file(offers[r]["file"]))]
+    fabric = [r for r, f in enumerate(offers) if r in near or (f["fabric"] and maps_fabric(f["fabric"]))]
     said = meet.exchange("memory/mapped", {"near": near, "file": file, "fabric": fabric})
-    return Reach([f["kinds"] for f in facts], *([s[name] for s in said] for name in ("near", "file", "fabric")))
+    return Reach([f["kinds"] for f in offers], *([s[name] for s in said] for name in ("near", "file", "fabric")))
 
 
 def is_probed(executor: str) -> bool:

@@ -168,7 +168,7 @@ class PermuteHandle(HandleTuple):
 
 
 def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> DispatchHandle:
-    """After the plan's first dispatch, which brings the facts of the received rows."""
+    """After the plan's first dispatch, which brings the metadata of the received rows."""
     return DispatchHandle((*(None,) * 5, plan.num_tokens, template.with_plan(plan)))
 
 

@@ -77,7 +77,7 @@ def num_alive() -> int:
 
 
 class Handle(NamedTuple):
-    """What a dispatch inside a compiled function returns as its handle: opaque, but for the facts that shapes need.
+    """What a dispatch inside a compiled function returns as its handle: opaque, but for the numbers that shapes need.
 
     token: owns the handle (as_tensor). num_tokens, num_experts: T and E. permute: which of the two verbs made it.
     overflow: int32 [1], 1 when pairs were dropped here."""

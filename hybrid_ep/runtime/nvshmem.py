@@ -83,11 +83,11 @@ class Heap:
     def start(self, meet: Rendezvous, topic: str, device: int) -> None:
         """Collective. Starts NVSHMEM over the ranks of `meet`, or finds it running over exactly these."""
         problem = self._load()
-        facts = meet.exchange(
+        answers = meet.exchange(
             f"{topic}/state",
             {"problem": problem, "identity": self.identity, "version": self._world and list(self._world.running)},
         )
-        _agree_to_start(facts)
+        _agree_to_start(answers)
         if self.identity:
             return
         said = meet.exchange(f"{topic}/id", self._unique_id() if meet.view.rank == 0 else None)[0]
@@ -104,9 +104,9 @@ class Heap:
     def allocate(self, meet: Rendezvous, topic: str, num_bytes: int) -> tuple[int, int]:
         """Collective: (number, address) of zeroed memory, as large on every rank as the largest wish. First frees what
         all ranks have left."""
-        facts = self._meet(meet, f"{topic}/wish", num_bytes)
-        largest = max(f["bytes"] for f in facts)
-        self._free_common(meet, topic, facts)
+        answers = self._meet(meet, f"{topic}/wish", num_bytes)
+        largest = max(f["bytes"] for f in answers)
+        self._free_common(meet, topic, answers)
         address = self._together(
             meet, f"{topic}/allocated", f"nvshmem_malloc of {largest} bytes", lambda: self._running.allocate(largest)
         )
@@ -156,13 +156,13 @@ class Heap:
             return {"error": str(error)}
 
     def _meet(self, meet: Rendezvous, topic: str, num_bytes: int) -> list[dict[str, Any]]:
-        facts = meet.exchange(topic, {"bytes": num_bytes, "left": sorted(self._left), "failure": self.failure})
-        if bad := [rank for rank, f in enumerate(facts) if f["failure"]]:
-            raise BootstrapError(f"NVSHMEM failed earlier on ranks {bad}: {facts[bad[0]]['failure']}", bad)
-        return facts
+        answers = meet.exchange(topic, {"bytes": num_bytes, "left": sorted(self._left), "failure": self.failure})
+        if bad := [rank for rank, f in enumerate(answers) if f["failure"]]:
+            raise BootstrapError(f"NVSHMEM failed earlier on ranks {bad}: {answers[bad[0]]['failure']}", bad)
+        return answers
 
-    def _free_common(self, meet: Rendezvous, topic: str, facts: list[dict[str, Any]]) -> None:
-        for number in sorted(set.intersection(*(set(f["left"]) for f in facts))):
+    def _free_common(self, meet: Rendezvous, topic: str, answers: list[dict[str, Any]]) -> None:
+        for number in sorted(set.intersection(*(set(f["left"]) for f in answers))):
             self._together(
                 meet,
                 f"{topic}/freed/{number}",
@@ -204,22 +204,23 @@ class Heap:
         return outcome["value"]
 
 
-def _agree_to_start(facts: list[dict[str, Any]]) -> None:
+def _agree_to_start(answers: list[dict[str, Any]]) -> None:
     """BootstrapError or ValueError, the same on every rank, where they cannot use one NVSHMEM."""
-    bad = [rank for rank, f in enumerate(facts) if f["problem"]]
+    bad = [rank for rank, f in enumerate(answers) if f["problem"]]
     if bad:
         raise BootstrapError(
-            f"the rail needs NVSHMEM, which ranks {bad} cannot use; rank {bad[0]} says: {facts[bad[0]]['problem']}", bad
+            f"the rail needs NVSHMEM, which ranks {bad} cannot use; rank {bad[0]} says: {answers[bad[0]]['problem']}",
+            bad,
         )
-    if len({f["identity"] for f in facts}) > 1:
-        busy = [rank for rank, f in enumerate(facts) if f["identity"]]
+    if len({f["identity"] for f in answers}) > 1:
+        busy = [rank for rank, f in enumerate(answers) if f["identity"]]
         raise ValueError(
             f"NVSHMEM already runs in the processes of ranks {busy} for a group of other ranks, and a "
             "process has one NVSHMEM only; destroy the buffers of that group first, or give both the same "
             "ranks"
         )
-    if len({tuple(f["version"] or ()) for f in facts}) > 1:
-        versions = {rank: ".".join(map(str, f["version"])) for rank, f in enumerate(facts)}
+    if len({tuple(f["version"] or ()) for f in answers}) > 1:
+        versions = {rank: ".".join(map(str, f["version"])) for rank, f in enumerate(answers)}
         raise ValueError(f"the ranks have different versions of NVSHMEM ({versions}); install one {package()} on all")
 
 

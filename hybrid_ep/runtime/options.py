@@ -49,7 +49,7 @@ class Options:
 
     def agree(self, meet: Rendezvous) -> topology.Topology:
         """Collective: ValueError on every rank when the ranks differ; takes the largest max_tokens."""
-        facts = meet.exchange(
+        answers = meet.exchange(
             TOPIC,
             {
                 "must_agree": {
@@ -71,9 +71,9 @@ class Options:
                 "max_tokens": self.max_tokens,
             },
         )
-        agree([f["must_agree"] for f in facts], "HybridEPBuffer")
-        self.max_tokens = max(f["max_tokens"] for f in facts)
-        hosts, domains = [f["host"] for f in facts], None
+        agree([f["must_agree"] for f in answers], "HybridEPBuffer")
+        self.max_tokens = max(f["max_tokens"] for f in answers)
+        hosts, domains = [f["host"] for f in answers], None
         if devices.is_probed(self.executor) and not meet.view.virtual:
             self.reach = devices.probe(meet, self.device)
             domains = self.reach.domains()
@@ -82,7 +82,7 @@ class Options:
             hosts,
             self.ranks_per_node,
             self.ranks_per_node_origin,
-            [f["world_rank"] for f in facts],
+            [f["world_rank"] for f in answers],
             domains,
         )
         if domains is not None and self.ranks_per_node is not None:

@@ -44,7 +44,7 @@ class PlanMemory(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Row facts of one routing. core: the compiled plan; num_*: this rank's; max_*: the largest over the ranks."""
+    """Rows of one routing. core: the compiled plan; num_*: this rank's; max_*: the largest over the ranks."""
 
     core: Any = field(repr=False)
     rank: int

@@ -88,6 +88,6 @@ inline constexpr Bug kNeedMoreLanes[] = {
     Bug::kSumFromPositiveZero, Bug::kSumPutBeforeAllWarps, Bug::kWarpsBeforeForgotten,
 };
 
-// kCallsUnchecked, kMailBeforeCounts and kGivenUpRankStarts: test_mail.cpp.
+// kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
 
 }  // namespace hep::test

@@ -14,7 +14,7 @@
 #include "arch/host/errors.h"
 #include "arch/host/idle.h"
 #include "kernels/instances/executor.h"
-#include "layout/count_mail.h"
+#include "layout/count_notification.h"
 
 namespace hep::test {
 
@@ -35,9 +35,9 @@ class StreamedExecutor final : public Executor {
     ++launches_;
     push([this, p, s] {
       ExchangeParams held = p;
-      if (late) held.mail_ticket = 0;
+      if (late) held.notification_ticket = 0;
       machine_->exchange(held, s);
-      if (late) post(p);
+      if (late) notify(p);
     });
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
@@ -86,9 +86,9 @@ class StreamedExecutor final : public Executor {
   void require_shared_memory() const {
     if (!shared_memory) throw std::invalid_argument("too little shared memory");
   }
-  void post(const ExchangeParams& p) {
+  void notify(const ExchangeParams& p) {
     std::this_thread::sleep_for(std::chrono::milliseconds(8));
-    std::atomic_ref(*CountMail::ticket(p.mail)).store(p.mail_ticket, std::memory_order_release);
+    std::atomic_ref(*CountNotification::ticket(p.notification)).store(p.notification_ticket, std::memory_order_release);
   }
   void work() {
     std::unique_lock lock(mutex_);

@@ -333,7 +333,7 @@ class RankRun {
   // Every token crosses a link once per node; how often within its last node is up to where it lands. The counters say
   // so to the byte.
   void check_traffic(const OpCase& op, const TrafficCounters& before, const TrafficCounters& after) const {
-    uint64_t rail = 0, node = 0, self = 0, node_facts = 0, self_facts = 0, copied = 0;
+    uint64_t rail = 0, node = 0, self = 0, node_metadata = 0, self_metadata = 0, copied = 0;
     for (int n = 0; n < shape_.num_nodes; ++n) {
       const int peer = shape_.rail_peer(n);
       for (uint32_t t = 0; t < ref_->pairs[size_t(peer)].size(); ++t) {
@@ -342,18 +342,18 @@ class RankRun {
           const int d = shape_.rank_of(shape_.node(), l);
           if (!ref_->arrives({peer, t}, d)) continue;
           (d == rank_ ? self : node) += times_stored(op, {peer, t}, d);
-          ++(d == rank_ ? self_facts : node_facts);
+          ++(d == rank_ ? self_metadata : node_metadata);
         }
       }
       if (n == shape_.node() || op.combine) continue;
       for (uint32_t t = 0; t < num_own_tokens(); ++t) rail += ref_->needs({rank_, t}, n);
     }
-    uint64_t row = op.row_bytes + op.scale_bytes, facts = 0;
+    uint64_t row = op.row_bytes + op.scale_bytes, metadata = 0;
     if (op.combine)
       row = op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype) +
             (op.weights ? plan_->weight_stride() * 4 : 0);
     else
-      facts = MessageLayout::make(shape_, plan_->topk(), op.weights, op.scale_bytes, op.row_bytes).facts_bytes();
+      metadata = MessageLayout::make(shape_, plan_->topk(), op.weights, op.scale_bytes, op.row_bytes).metadata_bytes();
     const Landed landed = op.landed[size_t(rank_)];
     for (const Token t : received()) {
       if (op.combine) break;
@@ -365,11 +365,11 @@ class RankRun {
       expect(row_count == rows && byte_count == bytes, link, " traffic of ", row_count, " rows and ", byte_count,
              " bytes; expected ", rows, " rows and ", bytes, " bytes");
     };
-    counted("rail", rail, rail * (row + facts), after.rail_rows - before.rail_rows,
+    counted("rail", rail, rail * (row + metadata), after.rail_rows - before.rail_rows,
             after.rail_bytes - before.rail_bytes);
-    counted("node", node_facts, node * row + node_facts * facts, after.node_rows - before.node_rows,
+    counted("node", node_metadata, node * row + node_metadata * metadata, after.node_rows - before.node_rows,
             after.node_bytes - before.node_bytes);
-    counted("self", self_facts, self * row + self_facts * facts, after.self_rows - before.self_rows,
+    counted("self", self_metadata, self * row + self_metadata * metadata, after.self_rows - before.self_rows,
             after.self_bytes - before.self_bytes);
     counted("copied", copied, copied * row, after.copied_rows - before.copied_rows,
             after.copied_bytes - before.copied_bytes);

@@ -57,7 +57,7 @@ def test_calls_queued_behind_one_that_dies_take_no_part():
             )
             world.raw[0].combine_with_unpermute(hidden=rows, handle=handle)
         torch.cuda.synchronize()
-        # One deadline and what the rest take on a busy machine; it would be all of the deadlines if each of them waited.
+        # One deadline, and what the rest take on a busy machine; all deadlines, if each of them waited.
         assert time.monotonic() - started < calls * timeout_s / 2, "more than one of them has waited"
         with pytest.raises(DeadlineError) as error:
             routed(world.buffers[0], 4)

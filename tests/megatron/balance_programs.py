@@ -35,10 +35,10 @@ def integers(shape, seed, low=-1, high=1):
 class Layers:
     """LAYERS x (dispatcher, experts), weights drawn by layer and logical expert id; experts as the settings say.
 
-    homes: the same for every rank, expert of every slot by layer; None leaves experts where Megatron puts them.
+    owners: the same for every rank, expert of every slot by layer; None leaves experts where Megatron puts them.
     """
 
-    def __init__(self, groups, ep, homes=None):
+    def __init__(self, groups, ep, owners=None):
         local = EXPERTS // ep
         module = GroupedExperts if settings.current().experts.grouped else SequentialMLP
         config = make_config(
@@ -60,9 +60,9 @@ class Layers:
             if hasattr(manager, "attach"):
                 manager.attach(experts)
                 manager.record = lambda counts: None
-                if homes is not None:
-                    manager.homes.assign(homes[layer])
-                mine = manager.homes.experts_of(groups.ep.rank())
+                if owners is not None:
+                    manager.owners.assign(owners[layer])
+                mine = manager.owners.experts_of(groups.ep.rank())
             for logical, matrices in zip(mine, matrices_of(experts), strict=True):
                 for n, matrix in enumerate(matrices):
                     matrix.data.copy_(self.draw(matrix.shape, 1000 * layer + 10 * logical + n))
@@ -73,7 +73,7 @@ class Layers:
     def everywhere(self, read):
         """For every layer and matrix of an expert: `read(parameter)` of all ranks' experts, by logical id."""
         for dispatcher, experts in self.pairs:
-            homes = getattr(dispatcher._comm_manager, "homes", None)
+            owners = getattr(dispatcher._comm_manager, "owners", None)
             if isinstance(experts, GroupedExperts):
                 stacks = [read(parameter).detach() for parameter in experts.parameters()]
             else:
@@ -84,7 +84,7 @@ class Layers:
             for mine in stacks:
                 gathered = [torch.empty_like(mine) for _ in range(dispatcher._comm_manager.group.size())]
                 dist.all_gather(gathered, mine, group=dispatcher._comm_manager.group)
-                yield torch.cat(gathered)[list(homes.slot_of) if homes else slice(None)]
+                yield torch.cat(gathered)[list(owners.slot_of) if owners else slice(None)]
 
     def parameters(self):
         return [p for _, experts in self.pairs for p in experts.parameters()]
@@ -124,19 +124,19 @@ def random_plan(seed, manager):
 
     def plan(counts):
         counts = np.ascontiguousarray(counts, dtype=np.int64)
-        num_ranks, home = len(counts), manager.homes.rank_of
+        num_ranks, owner = len(counts), manager.owners.rank_of
         slot_expert = np.full((num_ranks, options.spare_slots), -1, np.int32)
         slot_tokens = np.zeros(slot_expert.shape, np.int64)
         left = counts.sum(axis=0)
         for rank in range(num_ranks):
-            others = rng.permutation(np.flatnonzero(home != rank))
+            others = rng.permutation(np.flatnonzero(owner != rank))
             for slot in range(options.spare_slots):
                 if rng.random() < 0.8:
                     expert = others[slot]
                     slot_expert[rank, slot] = expert
                     slot_tokens[rank, slot] = rng.integers(0, left[expert] + 1)
                     left[expert] -= slot_tokens[rank, slot]
-        return MicrobatchPlan(slot_expert, slot_tokens, counts, home, options)
+        return MicrobatchPlan(slot_expert, slot_tokens, counts, owner, options)
 
     return plan
 
@@ -146,8 +146,8 @@ def empty_plan(manager):
 
     def plan(counts):
         none = np.full((len(counts), options.spare_slots), -1, np.int32)
-        home = manager.homes.rank_of
-        return MicrobatchPlan(none, np.zeros(none.shape, np.int64), np.ascontiguousarray(counts), home, options)
+        owner = manager.owners.rank_of
+        return MicrobatchPlan(none, np.zeros(none.shape, np.int64), np.ascontiguousarray(counts), owner, options)
 
     return plan
 
@@ -165,9 +165,9 @@ def like_ddp(parameters, log):
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def train(groups, ep, forced=None, main_grad=False, recompute=False, homes=None):
+def train(groups, ep, forced=None, main_grad=False, recompute=False, owners=None):
     """Everything that a few steps compute, parameters by logical expert, as a list of tensors; the plans' copies."""
-    layers, seen, copies = Layers(groups, ep, homes), [], 0
+    layers, seen, copies = Layers(groups, ep, owners), [], 0
     log = []
     if main_grad:
         like_ddp(layers.parameters(), log)
@@ -243,15 +243,15 @@ def bit_equality(ep, spare_slots, grouped):
         assert copies > 0 and equal(forced, off), seed
         received += more
     expert_bytes = 2 * HIDDEN * 16 * 4
-    assert max(received) <= spare_slots * expert_bytes, "a home holds more clone gradients at once than it has slots"
+    assert max(received) <= spare_slots * expert_bytes, "an owner holds more clone gradients at once than it has slots"
     again, _ = train(groups, ep, lambda manager: random_plan(2, manager))
     assert equal(again, forced), "a replay of the same plans differs"
     recomputed, _ = train(groups, ep, recompute=True)
     assert equal(recomputed, off), "recomputation"
     megatron_patches.apply(**common, balance="both", spare_slots=spare_slots)
-    homes = np.random.default_rng(ep).permuted(np.tile(np.arange(EXPERTS), (LAYERS, 1)), axis=1)
+    owners = np.random.default_rng(ep).permuted(np.tile(np.arange(EXPERTS), (LAYERS, 1)), axis=1)
     for forced in (None, empty_plan, lambda manager: random_plan(5, manager)):
-        both, _ = train(groups, ep, forced, main_grad=forced is None, homes=homes)
+        both, _ = train(groups, ep, forced, main_grad=forced is None, owners=owners)
         assert equal(both, off), "clones of experts that live elsewhere"
     megatron_patches.revert()
     return True
@@ -278,7 +278,7 @@ def mutants(ep, grouped):
         return collect(self, plan, gradients, lambda e, n, g: (e, n) in seen or (seen.add((e, n)), add(e, n, g)))
 
     def wrong_expert(self, like_owner, slot, n):
-        return part(self, like_owner, (slot + 1) % self.num_homes, n)
+        return part(self, like_owner, (slot + 1) % self.num_owners, n)
 
     def no_refill(ctx, gradient):
         return None, None, gradient

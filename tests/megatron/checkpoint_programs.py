@@ -1,4 +1,4 @@
-"""What the ranks of the checkpoint tests do: save while experts are away from home, load in other layouts, go on."""
+"""What the ranks of the checkpoint tests do: save while experts are with other owners, load in other layouts, go on."""
 
 import multiprocessing
 import os
@@ -41,7 +41,7 @@ def continued(folder, ep, balance="off", steps=2, grouped=False, **options):
     job = Job(ep, **options)
     job.step = checkpoint.load(folder, job.model, job.optimizer, NoSchedule())
     if balance == "slow":
-        job.rehomer.plan_with = shuffled(2)
+        job.migrator.plan_with = shuffled(2)
     loaded = job.logical()
     losses = [job.train_step() for _ in range(steps)]
     state = job.logical()
@@ -57,11 +57,11 @@ def save_and_load(folder, options):
     folder = Path(folder)
     initialize(4)
     _, state, job = train(4, "slow", plan_with=shuffled(1), **options)
-    assert not any(manager.homes.is_identity for manager in job.rehomer.layers)
+    assert not any(manager.owners.is_identity for manager in job.migrator.layers)
     checkpoint.save(folder, job.step, job.model, job.optimizer, NoSchedule())
     grouped = options.get("grouped", False)
     megatron_patches.apply(balance="slow", balance_interval=1, layer_updates_per_iter=2, grouped_gemm=grouped)
-    job.rehomer.plan_with = shuffled(2)
+    job.migrator.plan_with = shuffled(2)
     expected = [job.train_step() for _ in range(2)], job.logical()
     megatron_patches.revert()
     for ep, balance in ((2, "off"), (1, "off"), (4, "exact")):
@@ -73,12 +73,13 @@ def save_and_load(folder, options):
         for mine, reference in zip(losses, expected[0], strict=True):
             assert mine == pytest.approx(reference, rel=precise), (ep, balance)
     losses, _, state = continued(folder, 4, "slow", **options)
-    assert difference((losses, state), expected) is None, "resumed with its homes, it is the same run"
+    assert difference((losses, state), expected) is None, "resumed with its owners, it is the same run"
     return True
 
 
 def names_in_megatrons_checkpoints(ep):
-    """Sharded state dicts of moved experts carry logical offsets; optimizers refuse until experts are home."""
+    """Sharded state dicts of moved experts carry logical offsets; optimizers refuse until experts are
+    back with their first owners."""
     initialize(ep)
     for grouped in (False, True):
         names_of_moved_experts(ep, grouped)
@@ -88,18 +89,18 @@ def names_in_megatrons_checkpoints(ep):
 def names_of_moved_experts(ep, grouped):
     megatron_patches.apply(balance="slow", balance_interval=1, layer_updates_per_iter=2, grouped_gemm=grouped)
     job = Job(ep)
-    job.rehomer.plan_with = shuffled(5)
+    job.migrator.plan_with = shuffled(5)
     before = _offsets(job)
     job.train_step()
     moved = _offsets(job)
     assert {k: v[0] for k, v in before.items()} != {k: v[0] for k, v in moved.items()}
     for (layer, local), (expert, _) in moved.items():
-        assert expert == job.rehomer.layers[layer].homes.experts_of(dist.get_rank() % ep)[local], (layer, local)
+        assert expert == job.migrator.layers[layer].owners.experts_of(dist.get_rank() % ep)[local], (layer, local)
     assert [v[1] for v in before.values()] == [v[1] for v in moved.values()]
-    with pytest.raises(ValueError, match="identity_homes"):
+    with pytest.raises(ValueError, match="identity_owners"):
         job.optimizer.state_dict()
     state = job.logical()
-    with balance_slow.identity_homes():
+    with balance_slow.identity_owners():
         assert _offsets(job) == before and difference(([], state), ([], job.logical())) is None
         job.optimizer.state_dict()
     saved = balance_slow.save_wrapper(lambda what: (what, _offsets(job)))("args")  # Megatron-LM's save_checkpoint
@@ -119,7 +120,7 @@ def _offsets(job):
             parts = [(int(key.split("local_experts.")[1].split(".")[0]), value)]
         for local, part in parts:
             found[int(key.split(".")[2]), local] = part.global_offset[-3], part.global_shape
-    assert len(found) == sum(len(mine) for mine in (m.homes.experts_of(0) for m in job.rehomer.layers))
+    assert len(found) == sum(len(mine) for mine in (m.owners.experts_of(0) for m in job.migrator.layers))
     return found
 
 
@@ -170,13 +171,13 @@ def _moving_job(ep, timeout_s):
     megatron_patches.apply(balance="slow", balance_interval=1000, timeout_s=timeout_s)
     job = Job(ep)
     job.train_step()
-    return job, dict(enumerate(shuffled(7)(None, job.rehomer.current)))
+    return job, dict(enumerate(shuffled(7)(None, job.migrator.current)))
 
 
 def failed_move(ep):
     """One rank cannot prepare: all raise, nothing has changed anywhere, and the next move succeeds."""
     job, changes = _moving_job(ep, 30.0)
-    state, homes, prepare = job.logical(), job.rehomer.current, Mover.prepare
+    state, owners, prepare = job.logical(), job.migrator.current, Mover.prepare
 
     def out_of_memory(self, wanted):
         prepare(self, wanted)
@@ -184,11 +185,11 @@ def failed_move(ep):
 
     Mover.prepare = out_of_memory if dist.get_rank() == ep - 1 else prepare
     with pytest.raises(RuntimeError, match="no expert was moved"):
-        job.rehomer.move(changes)
-    assert (job.rehomer.current == homes).all() and difference(([], state), ([], job.logical())) is None
+        job.migrator.move(changes)
+    assert (job.migrator.current == owners).all() and difference(([], state), ([], job.logical())) is None
     Mover.prepare = prepare
-    job.rehomer.move(changes)
-    assert (job.rehomer.current != homes).any() and difference(([], state), ([], job.logical())) is None
+    job.migrator.move(changes)
+    assert (job.migrator.current != owners).any() and difference(([], state), ([], job.logical())) is None
     megatron_patches.revert()
     return True
 
@@ -197,13 +198,13 @@ def killed_in_a_move(ep):
     """The last rank dies when all are about to move experts; the others report what they waited for, unchanged."""
     job, changes = _moving_job(ep, 3.0)
     before = [p.detach().clone() for p in job.model.parameters()]
-    job.rehomer.move({})
+    job.migrator.move({})
     dist.barrier()
     if dist.get_rank() == ep - 1:
         Mover.prepare = lambda self, wanted: os.kill(os.getpid(), signal.SIGKILL)
-    homes = job.rehomer.current
+    owners = job.migrator.current
     try:
-        job.rehomer.move(changes)
+        job.migrator.move(changes)
     except DeadlineError as error:
         same = all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
-        raise AssertionError(f"unchanged: {same and (job.rehomer.current == homes).all()}, {error.site}") from error
+        raise AssertionError(f"unchanged: {same and (job.migrator.current == owners).all()}, {error.site}") from error

@@ -24,7 +24,7 @@ from te_experts_stand_in import te_experts
 
 import megatron_patches
 from hybrid_ep.moe import backends as moe_backends
-from megatron_patches import experts, seams
+from megatron_patches import experts, hooks
 
 F = torch.nn.functional
 EXPERTS, HIDDEN, FFN = 8, 32, 48
@@ -390,7 +390,7 @@ def moved():
         setattr(owner, name, value)
         try:
             megatron_patches.apply(**options)
-        except seams.SeamError as error:
+        except hooks.HookError as error:
             said.append(str(error))
         finally:
             setattr(owner, name, before)

@@ -7,18 +7,19 @@ import importlib
 import io
 import sys
 import types
+import warnings
 
 import pytest
 
 import megatron_patches
-from megatron_patches import cpu, flags, parts, seams, settings
+from megatron_patches import cpu, flags, hooks, parts, settings
 
 ARGUMENTS = "megatron.training.arguments"
 
 
 def modules():
     """(moe_layer, token_dispatcher, fused_a2a)"""
-    return [importlib.import_module(f"{seams.MOE}.{name}") for name in ("moe_layer", "token_dispatcher", "fused_a2a")]
+    return [importlib.import_module(f"{hooks.MOE}.{name}") for name in ("moe_layer", "token_dispatcher", "fused_a2a")]
 
 
 def snapshot():
@@ -28,27 +29,30 @@ def snapshot():
     return facts
 
 
-def apply_and_revert(seam):
+def apply_and_revert(hook):
     """Twice applied, once reverted: nothing is left. Returns the printed status of each moment."""
     before = snapshot()
     pages = [str(megatron_patches.status())]
-    first = megatron_patches.apply(seam)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", FutureWarning)
+        first = megatron_patches.apply({name: former for former, name in hooks.FORMER_NAMES.items()}[hook])
+    assert len([w for w in said if hook in str(w.message)]) == 1  # the name of another release, which still works
     during = snapshot()
-    second = megatron_patches.apply(seam)
-    assert during == snapshot() and first == second and first.applied and first.seam == seam
+    second = megatron_patches.apply(hook)
+    assert during == snapshot() and first == second and first.applied and first.hook == hook
     changed = {key for key in before if before[key] != during.get(key)}
     assert changed, "nothing was patched"
-    if seam == "s3":
-        assert changed == {(f"{seams.MOE}.moe_layer", "MoEFlexTokenDispatcher")}
+    if hook == "token_dispatcher":
+        assert changed == {(f"{hooks.MOE}.moe_layer", "MoEFlexTokenDispatcher")}
     else:
         fused, tokens = modules()[2], modules()[1]
         assert fused.HAVE_HYBRIDEP and callable(tokens.hybrid_ep_dispatch)
         assert fused.HybridEPBuffer is sys.modules["deep_ep"].HybridEPBuffer
     pages.append(str(megatron_patches.status()))
-    other = "s1" if seam == "s3" else "s3"
+    other = "deep_ep" if hook == "token_dispatcher" else "token_dispatcher"
     assert "in force" in message(ValueError, megatron_patches.apply, other)
     assert not megatron_patches.revert().applied and snapshot() == before
-    assert megatron_patches.apply(other).seam == other
+    assert megatron_patches.apply(other).hook == other
     megatron_patches.revert()
     assert snapshot() == before and settings.current() == settings.DISABLED
     pages.append(str(megatron_patches.revert()))
@@ -65,13 +69,13 @@ def message(kind, function, *args, **keywords):
 def bad_arguments():
     """One message for each wrong argument of apply."""
     calls = (
-        {"seam": "s2"},
+        {"hook": "s2"},
         {"ranks_per_node": 0},
         {"ranks_per_node": 2.0},
         {"num_sms": -1},
         {"timeout_s": 0},
-        {"seam": "s1", "ranks_per_node": 2},
-        {"seam": "s1", "command_line": True},
+        {"hook": "deep_ep", "ranks_per_node": 2},
+        {"hook": "deep_ep", "command_line": True},
     )
     texts = [message(ValueError, megatron_patches.apply, **call) for call in calls]
     assert not megatron_patches.status().applied
@@ -83,22 +87,22 @@ def fake_version(major, minor):
     info = importlib.import_module("megatron.core.package_info")
     info.MAJOR, info.MINOR = major, minor
     before = snapshot()
-    texts = [message(seams.SeamError, megatron_patches.apply, seam) for seam in ("s3", "s1")]
+    texts = [message(hooks.HookError, megatron_patches.apply, hook) for hook in ("token_dispatcher", "deep_ep")]
     assert snapshot() == before and not megatron_patches.status().applied
     return texts
 
 
-def moved_seams():
-    """The refusal of each seam when it has moved, by name."""
+def moved_hooks():
+    """The refusal of each hook when it has moved, by name."""
     layer, tokens, fused = modules()
     flex = tokens.MoEFlexTokenDispatcher
     texts = {}
 
-    def refused(name, seam="s3"):
+    def refused(name, hook="token_dispatcher"):
         before = snapshot()
-        texts[name] = message(seams.SeamError, megatron_patches.apply, seam)
+        texts[name] = message(hooks.HookError, megatron_patches.apply, hook)
         assert snapshot() == before
-        assert seams.check((name,))[name] != "ok"
+        assert hooks.check((name,))[name] != "ok"
 
     with replaced(layer, "MoEFlexTokenDispatcher", None):
         refused("moe_layer")
@@ -106,13 +110,13 @@ def moved_seams():
         refused("moe_layer")
     with replaced(flex, "combine_postprocess", None):
         refused("base_class")
-    with replaced(seams, "MANAGER_FACE", seams.MANAGER_FACE - {"dispatched_probs"}):
-        refused("manager_face")
+    with replaced(hooks, "MANAGER_INTERFACE", hooks.MANAGER_INTERFACE - {"dispatched_probs"}):
+        refused("manager_interface")
     config = importlib.import_module("megatron.core.transformer.transformer_config").TransformerConfig
     with replaced(config, "__annotations__", {}):
         refused("backend_name")
     with replaced(fused, "hybrid_ep_dispatch", None, delete=True):
-        refused("fused_a2a", "s1")
+        refused("fused_a2a", "deep_ep")
     assert megatron_patches.apply().applied  # and all is well again
     return texts
 
@@ -235,7 +239,7 @@ def parsed_flags():
 def missing_arguments_module():
     """Scripts need megatron.training; without it the launcher says so."""
     sys.modules[ARGUMENTS] = None
-    text = message(seams.SeamError, flags.arguments_module)
-    assert message(seams.SeamError, megatron_patches.apply, command_line=True) == text
+    text = message(hooks.HookError, flags.arguments_module)
+    assert message(hooks.HookError, megatron_patches.apply, command_line=True) == text
     assert not megatron_patches.status().applied
     return text

@@ -266,7 +266,7 @@ def attributes(ep):
     megatron_patches.apply()
     dispatcher = make_dispatcher("ours", groups, ep)
     manager = dispatcher._comm_manager
-    assert not [name for name in megatron_patches.seams.MANAGER_FACE if not hasattr(manager, name)]
+    assert not [name for name in megatron_patches.hooks.MANAGER_INTERFACE if not hasattr(manager, name)]
     hidden, routing_map, probs = route(16, dist.get_rank())
     x, p = dispatcher.dispatch_preprocess(hidden, routing_map, probs)
     for path in dispatcher.cudagraph_attrs:

@@ -1,6 +1,6 @@
 """An independent plain implementation of what balanced experts compute: fp64, dense loops, all ranks' tokens at once.
 
-Nothing here knows of dispatch, slots, clones or homes: y = sum over experts of prob * W2 relu(W1 x), autograd, sums.
+Nothing here knows of dispatch, slots, clones or owners: y = sum over experts of prob * W2 relu(W1 x), autograd, sums.
 """
 
 import itertools
@@ -62,14 +62,14 @@ def by_the_definition(num_ranks):
 
 
 def balanced_against_reference(ep):
-    """Largest error against fp64, of the largest value: all modes, both modules of experts; random plans, homes."""
+    """Largest error against fp64, of the largest value: all modes, both modules of experts; random plans, owners."""
     groups, worst = initialize(ep), 0.0
     outputs, gradients = by_the_definition(ep)
     rng = np.random.default_rng(1)
     for mode, grouped in itertools.product(("off", "exact", "slow", "both"), (False, True)):
         megatron_patches.apply(balance=mode, spare_slots=2, grouped_gemm=grouped)
-        homes = [rng.permutation(EXPERTS) for _ in range(LAYERS)] if mode in ("slow", "both") else None
-        layers = RealLayers(groups, ep, homes)
+        owners = [rng.permutation(EXPERTS) for _ in range(LAYERS)] if mode in ("slow", "both") else None
+        layers = RealLayers(groups, ep, owners)
         for dispatcher, _ in layers.pairs if mode in ("exact", "both") else ():
             dispatcher._comm_manager.plan_with = random_plan(2, dispatcher._comm_manager)
         out = layers.forward(*inputs(groups.ep.rank()))

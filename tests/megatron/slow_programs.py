@@ -88,7 +88,7 @@ class Job:
             ),
             [self.net],
         )
-        self.rehomer = getattr(self.optimizer, "hybrid_ep_rehomer", None)
+        self.migrator = getattr(self.optimizer, "hybrid_ep_migrator", None)
         self.step, self.look = 0, None  # look(job) sees the gradients of a step before the optimizer does
 
     def train_step(self, microbatches=2):
@@ -173,8 +173,8 @@ def train(ep, balance="off", steps=STEPS, plan_with=None, grouped=False, **optio
     megatron_patches.apply(balance=balance, timeout_s=60.0, grouped_gemm=grouped, **wanted)
     job = Job(ep, **options)
     if plan_with is not None:
-        job.rehomer.plan_with = plan_with
-        job.rehomer.move({0: np.arange(EXPERTS)[::-1]})  # before there are moments
+        job.migrator.plan_with = plan_with
+        job.migrator.move({0: np.arange(EXPERTS)[::-1]})  # before there are moments
     losses = [job.train_step() for _ in range(steps)]
     state = job.logical()
     megatron_patches.revert()
@@ -191,7 +191,7 @@ def difference(one, other):
 
 
 def moved_everywhere(job):
-    return job.rehomer.moved > 8 and not any(m.homes.is_identity for m in job.rehomer.layers)
+    return job.migrator.moved > 8 and not any(m.owners.is_identity for m in job.migrator.layers)
 
 
 def bit_equality(ep, variants, pp=1):
@@ -230,7 +230,7 @@ def clones_give_the_gradients_of_off(ep, pp, tolerance, options, grouped=False):
         megatron_patches.apply(balance=mode, timeout_s=60.0, grouped_gemm=grouped, **wanted)
         job = Job(ep, distributed=False, topk=4, **options)
         if mode == "both":
-            job.rehomer.move(dict(enumerate(shuffled(9)(None, job.rehomer.current))))
+            job.migrator.move(dict(enumerate(shuffled(9)(None, job.migrator.current))))
         job.look = gradients_of(found[mode])
         managers = [layer.token_dispatcher._comm_manager for layer in moe_layers(job.model)]
         for seed, manager in enumerate(managers if mode != "off" else []):
@@ -291,26 +291,26 @@ def schedule(ep):
     megatron_patches.apply(**wanted)
     job, moved = Job(ep), []
     for _ in range(4):
-        experts = job.rehomer.layers[0].experts
-        loads = job.rehomer.window.reduced(experts.ep_group, experts.dp_group)
+        experts = job.migrator.layers[0].experts
+        loads = job.migrator.window.reduced(experts.ep_group, experts.dp_group)
         job.train_step()
-        moved.append([not manager.homes.is_identity for manager in job.rehomer.layers])
+        moved.append([not manager.owners.is_identity for manager in job.migrator.layers])
     assert moved[:3] == [[False, False], [True, False], [True, True]], moved
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (job.rehomer.current.tolist(), loads.tolist()))
+    dist.all_gather_object(everyone, (job.migrator.current.tolist(), loads.tolist()))
     assert all(one == everyone[0] for one in everyone)
     # Tokens of three steps, both micro-batches, all ranks, two experts each; evaluation does not count.
     assert loads.sum(axis=1) == pytest.approx([2 * dist.get_world_size() * SEQ * 2] * 2, rel=1e-3)
-    before = job.rehomer.window.state()[0]
+    before = job.migrator.window.state()[0]
     with torch.no_grad():
         job._forward(iter([0]), job.net)
-    job.rehomer.window.advance()
-    assert (job.rehomer.window.state()[0] <= before).all()
+    job.migrator.window.advance()
+    assert (job.migrator.window.state()[0] <= before).all()
     megatron_patches.apply(**wanted, balance_move_cost=1e9)
     dear = Job(ep)
     for _ in range(3):
         dear.train_step()
-    assert dear.rehomer.moved == 0
+    assert dear.migrator.moved == 0
     megatron_patches.revert()
     assert megatron_optimizer.get_megatron_optimizer is original
     return True
@@ -339,7 +339,7 @@ def refusals(ep):
         setattr(owner, name, False)
     with pytest.raises(ValueError, match="--optimizer"):
         OptimizerStates(SimpleNamespace(optimizer=object(), config=part.config))
-    for manager in job.rehomer.layers:
+    for manager in job.migrator.layers:
         manager.record = None
     with pytest.raises(RuntimeError, match="attach"):
         job.train_step()

@@ -37,7 +37,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
     "num_ranks, pp, options, tolerance, grouped",
     [
         (2, 1, {"after": RECOMPUTED}, 1e-6, False),
-        (2, 1, {"dtype": "bf16"}, 2e-2, False),  # a clone's weight gradient is rounded apart from the home's
+        (2, 1, {"dtype": "bf16"}, 2e-2, False),  # a clone's weight gradient is rounded apart from the owner's
         (2, 1, {"dtype": "bf16", "after": RECOMPUTED}, 2e-2, True),
         pytest.param(4, 2, {}, 1e-6, False, marks=pytest.mark.version_free),
         (4, 2, {}, 1e-6, True),

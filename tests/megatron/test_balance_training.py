@@ -98,7 +98,7 @@ def test_flags_reach_the_settings():
         "1e4",
     ).balance
     assert (wanted.interval, wanted.layer_updates_per_iter, wanted.move_cost) == (7, 3, 1e4)
-    assert wanted.rehomes and not wanted.clones
+    assert wanted.migrates and not wanted.clones
     assert parse("--hybrid-ep", "--hybrid-ep-balance", "both", "--hybrid-ep-spare-slots", "3").balance.spare_slots == 3
 
 

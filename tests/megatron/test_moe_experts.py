@@ -29,7 +29,7 @@ def test_the_backend_that_was_asked_for_multiplies():
     assert calls == {"auto": ["torch"], "torch": ["torch"], "loop": ["loop"]}
 
 
-def test_refusals_and_moved_seams_are_said():
+def test_refusals_and_moved_hooks_are_said():
     refused, moved = run("several", 1, ("refusals", "moved"))
     for text, flag in zip(
         refused,

@@ -16,11 +16,13 @@ def train(cases):
     return parity.compare(cases, outcome["records"])
 
 
-def test_quick_parity_on_both_seams():
+def test_quick_parity_on_both_hooks():
     steps = 20 if "HYBRID_EP_TEST_MATRIX" in os.environ else 8
-    options = parity.arguments(["--quick", "--seam", "both", "--steps", str(steps)])
+    options = parity.arguments(["--quick", "--hook", "both", "--steps", str(steps)])
     cases, _ = parity.plan(options, parity.megatron_minor())
-    assert {case.ep for case in cases} == {1, 4} and {"s3", "s1"} <= {case.dispatcher for case in cases}
+    assert {case.ep for case in cases} == {1, 4} and {"token_dispatcher", "deep_ep"} <= {
+        case.dispatcher for case in cases
+    }
     for case, record, loss, norm, ok in train(cases):
         assert len(record["loss"]) == steps and record["loss"][0] != record["loss"][-1]
         assert ok, f"{case}: loss {loss:.1e}, gradient norm {norm:.1e}"
@@ -28,8 +30,8 @@ def test_quick_parity_on_both_seams():
 
 @pytest.mark.version_free
 def test_every_planted_bug_is_noticed():
-    cases = [Case("plain", "alltoall", 4, 4), Case("plain", "s3", 4, 4)]
-    cases += [Case("plain", "s3", 4, 4, sabotage=kind) for kind in SABOTAGE]
+    cases = [Case("plain", "alltoall", 4, 4), Case("plain", "token_dispatcher", 4, 4)]
+    cases += [Case("plain", "token_dispatcher", 4, 4, sabotage=kind) for kind in SABOTAGE]
     rows = train(cases)
     assert [ok for *_, ok in rows[:2]] == [True, True]
     for case, _, loss, norm, ok in rows[2:]:
@@ -39,7 +41,7 @@ def test_every_planted_bug_is_noticed():
 @pytest.mark.version_free
 def test_a_run_that_diverges_is_not_equal():
     good, bad = {"loss": [1.0], "grad_norm": [1.0]}, {"loss": [float("nan")], "grad_norm": [1.0]}
-    cases = [Case("plain", "alltoall", 1, 1), Case("plain", "s3", 1, 1)]
+    cases = [Case("plain", "alltoall", 1, 1), Case("plain", "token_dispatcher", 1, 1)]
     assert [row[-1] for row in parity.compare(cases, [good, bad])] == [True, False]
     assert [row[-1] for row in parity.compare(cases, [good, good])] == [True, True]
 
@@ -48,7 +50,7 @@ def test_a_run_that_diverges_is_not_equal():
 def test_plan_has_a_baseline_first_and_no_overlap_in_it(name):
     cases, _ = parity.plan(parity.arguments(["--variant", name]), 19)
     assert cases[0].dispatcher == "alltoall" and not cases[0].overlap
-    assert {case.ep for case in cases} == {1, 2, 4} and any(case.dispatcher == "s3" for case in cases)
+    assert {case.ep for case in cases} == {1, 2, 4} and any(case.dispatcher == "token_dispatcher" for case in cases)
 
 
 @pytest.mark.version_free
@@ -60,11 +62,14 @@ def test_a_failing_rank_fails_the_world():
 def test_field_notes_notice_a_fault_and_nothing_else():
     """One honest row and each fault, where it shows; the whole table is scripts/parity.py --field-notes."""
     variant = "notes_opening_fp32"
-    cases = [Case(variant, "alltoall", 4, 6), Case(variant, "s3", 4, 6, grouped=True)]
+    cases = [Case(variant, "alltoall", 4, 6), Case(variant, "token_dispatcher", 4, 6, grouped=True)]
     faults = [fault for fault in parity_field_notes.BREAKS if fault != "rounding"]
-    cases += [Case(variant, "s3", 4, 6, grouped=True, broken=fault) for fault in faults]
-    cases += [Case("notes_forced_bf16", "alltoall", 4, 6), Case("notes_forced_bf16", "s3", 4, 6, grouped=True)]
-    cases += [Case("notes_forced_bf16", "s3", 4, 6, grouped=True, broken="rounding")]
+    cases += [Case(variant, "token_dispatcher", 4, 6, grouped=True, broken=fault) for fault in faults]
+    cases += [
+        Case("notes_forced_bf16", "alltoall", 4, 6),
+        Case("notes_forced_bf16", "token_dispatcher", 4, 6, grouped=True),
+    ]
+    cases += [Case("notes_forced_bf16", "token_dispatcher", 4, 6, grouped=True, broken="rounding")]
     outcome = parity_world.run_world(run_cases, parity.NUM_RANKS, (cases,), timeout_s=280)[0]
     assert outcome["records"][1]["empty"][0] >= 6, "experts must start empty"
     for case, _, found, ok in parity_field_table.compared(cases, outcome["records"]):

@@ -19,22 +19,24 @@ def run(name, *arguments):
     return parity_world.run_world(Program(name, "patch_programs"), 1, arguments, timeout_s=120)[0]
 
 
-@pytest.mark.parametrize("seam", ["s3", "s1"])
-def test_apply_is_idempotent_and_revert_restores_everything(seam):
-    before, during, after = run("apply_and_revert", seam)
+@pytest.mark.parametrize("hook", ["token_dispatcher", "deep_ep"])
+def test_apply_is_idempotent_and_revert_restores_everything(hook):
+    before, during, after = run("apply_and_revert", hook)
     version = importlib.metadata.version("megatron-core")
     for page in (before, during, after):
         assert f"megatron-core  {version}" in page
-    assert "seam           none" in before and "patched        nothing" in before and "moe_layer: ok" in before
-    assert f"seam           {seam}" in during and ": ok" in during
-    assert ("moe_layer.MoEFlexTokenDispatcher" if seam == "s3" else "deep_ep") in during
+    assert "hook           none" in before and "patched        nothing" in before and "moe_layer: ok" in before
+    assert f"hook           {hook}" in during and ": ok" in during
+    assert ("moe_layer.MoEFlexTokenDispatcher" if hook == "token_dispatcher" else "deep_ep") in during
     assert "patched        nothing" in after
 
 
 def test_bad_arguments_name_the_argument_and_the_remedy():
     texts = run("bad_arguments")
     for text, name in zip(
-        texts, ("seam", "ranks_per_node", "ranks_per_node", "num_sms", "timeout_s", "'s1'", "'s1'"), strict=True
+        texts,
+        ("hook", "ranks_per_node", "ranks_per_node", "num_sms", "timeout_s", "'deep_ep'", "'deep_ep'"),
+        strict=True,
     ):
         assert name in text
 
@@ -46,13 +48,13 @@ def test_unknown_versions_are_refused(version):
         assert "nothing was changed" in text
 
 
-def test_a_moved_seam_is_named():
-    texts = run("moved_seams")
-    assert set(texts) == {"moe_layer", "base_class", "manager_face", "backend_name", "fused_a2a"}
+def test_a_moved_hook_is_named():
+    texts = run("moved_hooks")
+    assert set(texts) == {"moe_layer", "base_class", "manager_interface", "backend_name", "fused_a2a"}
     for name, text in texts.items():
         assert f"{name}: " in text and "nothing was changed" in text
     assert "combine_postprocess" in texts["base_class"]
-    assert "dispatched_probs" in texts["manager_face"]
+    assert "dispatched_probs" in texts["manager_interface"]
 
 
 def test_a_failure_inside_apply_is_undone():

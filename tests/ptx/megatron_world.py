@@ -65,7 +65,7 @@ def install(seed: int, races: bool):
 
 
 def buffer_class(on_machine):
-    """With the face of HybridEPBuffer: takes and returns CPU tensors."""
+    """With the interface of HybridEPBuffer: takes and returns CPU tensors."""
     from gpu_world import OnDevice
 
     class Buffer(OnDevice):
@@ -103,7 +103,7 @@ def losses(on: str, seed: int, steps: int, races: bool = False) -> dict:
         library, on_machine = install(seed + int(os.environ["RANK"]), races)
         apply, made = megatron_patches.apply, buffer_class(on_machine)
         megatron_patches.apply = lambda *args, **options: apply(*args, buffer_class=made, **options)
-    record = parity_worker.run_cases([parity_worker.Case("plain", "s3", 2, steps)])["records"][0]
+    record = parity_worker.run_cases([parity_worker.Case("plain", "token_dispatcher", 2, steps)])["records"][0]
     if on == "machine":
         assert not library.reports(), library.reports()
         launches = library.counts()["launches"]

@@ -223,10 +223,10 @@ def arrays_of_planners():
     layers = dict(num_layers=1, num_experts=8, num_slots=10, num_groups=2, num_nodes=1, num_ranks=2)
     current = np.ascontiguousarray(plan_placement(load, 10, 2).phy2log, dtype=np.int32)
     return {
-        "plan": (planner.plan, {"counts": counts, "home": made.home}),
+        "plan": (planner.plan, {"counts": counts, "owner": made.owner}),
         "share_of_source": (
             lambda **a: _core.share_of_source(shape=shape, source=0, **a),
-            {"counts": counts, "home": made.home, "slot_expert": made.slot_expert, "slot_tokens": made.slot_tokens},
+            {"counts": counts, "owner": made.owner, "slot_expert": made.slot_expert, "slot_tokens": made.slot_tokens},
         ),
         "place_layers": (
             lambda **a: _core.place_layers(**a, **layers),
@@ -256,8 +256,8 @@ def test_planners_hold_their_arrays_to_size_and_type(name):
 
 def test_planners_refuse_ranks_and_experts_that_do_not_exist():
     call, arrays = arrays_of_planners()["share_of_source"]
-    with pytest.raises(ValueError, match="^home: "):
-        call(**arrays | {"home": np.full_like(arrays["home"], 2)})
+    with pytest.raises(ValueError, match="^owner: "):
+        call(**arrays | {"owner": np.full_like(arrays["owner"], 2)})
     with pytest.raises(ValueError, match="^slot_expert: "):
         call(**arrays | {"slot_expert": np.full_like(arrays["slot_expert"], 8)})
 

@@ -41,7 +41,7 @@ class AtTheEdge:
         self.plans: dict[int, Guarded] = {}  # by where Python has a plan's memory
 
     def __call__(self, verb, call, arguments):
-        moved, homes = {}, []
+        moved, owners = {}, []
         for name, v in views(arguments).items():
             if not v.num_bytes:
                 continue
@@ -49,15 +49,15 @@ class AtTheEdge:
             there = Guarded(v.num_bytes - missing)
             ctypes.memmove(there.address, v.address, v.num_bytes - missing)
             moved[name] = changed(v, address=there.address, tensor=there)
-            homes.append((v, there, v.num_bytes - missing))
+            owners.append((v, there, v.num_bytes - missing))
             self._kept.append(there)  # a plan's memory is read by later calls
             if name == "memory":
                 self.plans[v.address] = there
-        self.homes = homes
+        self.owners = owners
         return arguments | moved
 
     def after(self):
-        for v, there, num_bytes in self.homes:
+        for v, there, num_bytes in self.owners:
             ctypes.memmove(v.address, there.address, num_bytes)
 
 

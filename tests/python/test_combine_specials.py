@@ -1,5 +1,5 @@
 """What no sum of ordinary numbers shows: infinities, NaNs, signed zeros, subnormals and ties are added and rounded
-alike on the machine that users run (whole tiles at a time) and on those that check (octets; 32 lanes are a GPU's)."""
+alike on the machine that users run (whole tiles at a time) and on those that check (vec8s; 32 lanes are a GPU's)."""
 
 from __future__ import annotations
 

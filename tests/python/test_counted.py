@@ -1,5 +1,5 @@
-"""Blocking calls on the host's executors as if those ran beside the host: what a GPU does. The engine polls the mail in
-which the kernel posts the counts, nobody has looked at the choices before, and results are bit for bit the reference's,
+"""Blocking calls on the host's executors as if those ran beside the host: what a GPU does. The engine polls
+the notification of the counts, nobody has looked at the choices before, and results are bit for bit the reference's,
 maps of the handles included."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def buffers_of(shape, num_local_experts: int, tokens: int = 1, **options):
 
 
 def kept(shape, num_local_experts: int, executor: str):
-    """Later examples find the flags, the mail and the counters of earlier ones."""
+    """Later examples find the flags, the notification and the counters of earlier ones."""
     key = (shape, executor)
     if key not in _worlds:
         _worlds[key] = buffers_of(shape, num_local_experts, executor=executor)

@@ -56,7 +56,7 @@ def test_counters_equal_the_closed_form(shape, weights, arena_mib):
         routes,
         local,
         traffic.message_bytes(topk, local, 96, 12, weights),
-        traffic.facts_bytes(topk, local, weights),
+        traffic.metadata_bytes(topk, local, weights),
         landed=landed[0],
     )
     back = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 2))
@@ -86,7 +86,7 @@ def test_a_wrong_closed_form_is_noticed():
         mine = want.inputs[rank]
         buffer.dispatch_with_permute(hidden=mine.hidden, **mine.routing())
 
-    per_pair = traffic.dispatch(want.plan.routes, 1, traffic.message_bytes(3, 2, 32), traffic.facts_bytes(3, 2))
+    per_pair = traffic.dispatch(want.plan.routes, 1, traffic.message_bytes(3, 2, 32), traffic.metadata_bytes(3, 2))
     assert [c["node_rows"] for c in measured(ex, work)] != [c["node_rows"] for c in per_pair]
 
 

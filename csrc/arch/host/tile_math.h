@@ -1,5 +1,5 @@
 // Whole-tile arithmetic for the plain fiber machine: its lane owns a whole tile and its shared memory is plain
-// memory, so a loop the compiler can vectorise may replace octets through ld_shared. Same operations on the
+// memory, so a loop the compiler can vectorise may replace vec8s through ld_shared. Same operations on the
 // same elements in the same order, hence the same bits (a test compares them with the checked machine).
 #pragma once
 #include <cstddef>

@@ -137,12 +137,12 @@ void Clockwork::complete(uint32_t i) {
 
 // ---------------------------------------------------------------- what lanes do
 
-// Payload is not moved; facts (records, counts) are, or there would be no addresses. In registered memory they are the
-// first fact_bytes of a message or of a facts entry, kept tightly packed: rows there are never touched.
+// Payload is not moved; records and counts are, or there would be no addresses. In registered memory they are the first
+// moved_bytes of a message or of a metadata entry, kept tightly packed: rows there are never touched.
 unsigned char* Clockwork::fact(const Lane& me, const Region& region, const void* p) {
   const Launch& launch = *me.launch;
   if (!region.payload) return static_cast<unsigned char*>(const_cast<void*>(p));
-  if (!region.is_licensed() || launch.fact_bytes == 0) return nullptr;
+  if (!region.is_licensed() || launch.moved_bytes == 0) return nullptr;
   const BufferLayout& l = *m_.layout_;
   if (region.use == Region::Use::kArena) return nullptr;
   const bool entries = region.use == Region::Use::kRecvRows;
@@ -153,10 +153,10 @@ unsigned char* Clockwork::fact(const Lane& me, const Region& region, const void*
   if (at % stride) return nullptr;
   row += at / stride;
   const size_t which = size_t(region.rank) * 3 + size_t(region.use) - size_t(Region::Use::kSendRing);
-  if (facts_.size() <= which) facts_.resize(which + 1);
-  auto& facts = facts_[which];
-  if (facts.size() < (row + 1) * launch.fact_bytes) facts.resize((row + 1) * launch.fact_bytes * 3 / 2);
-  return &facts[row * launch.fact_bytes];
+  if (metadata_.size() <= which) metadata_.resize(which + 1);
+  auto& metadata = metadata_[which];
+  if (metadata.size() < (row + 1) * launch.moved_bytes) metadata.resize((row + 1) * launch.moved_bytes * 3 / 2);
+  return &metadata[row * launch.moved_bytes];
 }
 
 void Clockwork::load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarrier& bar) {
@@ -168,7 +168,7 @@ void Clockwork::load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarr
   me.merged_bytes += bytes;
   ++me.merged_ops;
   if (const unsigned char* from = fact(me, region, src))
-    std::memcpy(dst, from, region.payload ? std::min(bytes, me.launch->fact_bytes) : bytes);
+    std::memcpy(dst, from, region.payload ? std::min(bytes, me.launch->moved_bytes) : bytes);
 }
 
 void Clockwork::flush(Lane& me) {
@@ -207,7 +207,7 @@ void Clockwork::store(Lane& me, void* dst, const void* src, uint32_t bytes) {
   Region& region = m_.memory_.require(me, dst, bytes, "bulk_s2g");
   me.open.push_back({&region, static_cast<unsigned char*>(dst), 0, bytes});
   if (unsigned char* to = fact(me, region, dst))
-    std::memcpy(to, src, region.payload ? std::min(bytes, me.launch->fact_bytes) : bytes);
+    std::memcpy(to, src, region.payload ? std::min(bytes, me.launch->moved_bytes) : bytes);
 }
 
 void Clockwork::commit(Lane& me) {
@@ -285,7 +285,7 @@ void Clockwork::put(Lane& me, int peer, unsigned char* dst, const unsigned char*
   const uint32_t row = me.launch->row_bytes;
   for (uint64_t at = 0; row && at < bytes; at += row)
     if (const unsigned char* f = fact(me, from, src + at))
-      if (unsigned char* t = fact(me, into, dst + at)) std::memcpy(t, f, me.launch->fact_bytes);
+      if (unsigned char* t = fact(me, into, dst + at)) std::memcpy(t, f, me.launch->moved_bytes);
 }
 
 }  // namespace hep::sim

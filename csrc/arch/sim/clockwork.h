@@ -74,7 +74,7 @@ class Clockwork {
   std::vector<Due> due_;  // a heap
   std::vector<Item> items_;
   std::vector<uint32_t> free_;
-  std::vector<std::vector<unsigned char>> facts_;  // by rank * 3 + kind of registered region
+  std::vector<std::vector<unsigned char>> metadata_;  // by rank * 3 + kind of registered region
   uint64_t posted_ = 0;
 };
 

@@ -76,8 +76,8 @@ struct Launch {
   uint32_t alive = 0;  // lanes
   std::function<void(Lane&)> body;
   std::exception_ptr error;
-  // Timed: of a message, of what goes to its facts entry, and of what is really moved of it.
-  uint32_t row_bytes = 0, entry_bytes = 0, fact_bytes = 0;
+  // Timed: of a message, of what goes to its metadata entry, and of what is really moved of it.
+  uint32_t row_bytes = 0, entry_bytes = 0, moved_bytes = 0;
   Ps start = 0, end = 0;
 };
 
@@ -136,7 +136,7 @@ struct Rank {
   std::vector<Lane*> waiting;  // lanes that wait for a flag or a change of this rank
   uint64_t puts_pending = 0;
   // Licence of the receive region: first_row[s] = first row of source s; empty = the owner alone writes. In a dispatch
-  // it holds rows of facts, then, where rows do not land elsewhere, of payload and of scales.
+  // it holds rows of metadata, then, where rows do not land elsewhere, of payload and of scales.
   struct Rows {
     uint64_t at, end, row_bytes;
   };

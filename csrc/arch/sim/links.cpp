@@ -120,9 +120,10 @@ void Machine::fence_sys(Lane& me) {
 }
 
 void Machine::set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add) {
-  if (const Region* mail = memory_.find(flag, sizeof *flag); mail && mail->use == Region::Use::kMail) {
+  if (const Region* notification = memory_.find(flag, sizeof *flag);
+      notification && notification->use == Region::Use::kNotification) {
     if (timed()) spend(me, config_.costs.flag_ps);
-    *flag = value;  // for the host, which has no clock here: it sees the mail at once
+    *flag = value;  // for the host, which has no clock here: it sees the notification at once
     return;
   }
   const int owner = segment_of(me, flag);

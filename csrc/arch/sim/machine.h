@@ -87,7 +87,7 @@ class Machine {
   }
   void set_role(Lane& me, const char* role);
 
-  // ---- facts
+  // ---- metadata
   const MachineConfig& config() const { return config_; }
   const World& world() const { return world_; }
   bool timed() const { return config_.timed; }

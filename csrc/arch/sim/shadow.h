@@ -49,15 +49,15 @@ struct SharedShadow {
 // A stretch of global memory that kernels may touch.
 struct Region {
   enum class Use {
-    kInput,     // read only
-    kFacts,     // written and read by its owner's kernels
-    kOutput,    // written by its owner, once per launch
-    kMail,      // written by its owner's kernels, read by the host, which is not simulated
-    kCounts,    // count vectors: the host writes into them too, so only operations in flight are watched
-    kSendRing,  // registered: filled by its owner, read by the NIC, free again when the put has landed
-    kRecvRing,  // registered: filled by the rail peer, free again when its owner returns the credit
-    kRecvRows,  // registered: filled by ranks of the node, free again when its owner's operation ends
-    kArena,     // the same, where no rank has rows of its own
+    kInput,         // read only
+    kMetadata,      // written and read by its owner's kernels
+    kOutput,        // written by its owner, once per launch
+    kNotification,  // written by its owner's kernels, read by the host, which is not simulated
+    kCounts,        // count vectors: the host writes into them too, so only operations in flight are watched
+    kSendRing,      // registered: filled by its owner, read by the NIC, free again when the put has landed
+    kRecvRing,      // registered: filled by the rail peer, free again when its owner returns the credit
+    kRecvRows,      // registered: filled by ranks of the node, free again when its owner's operation ends
+    kArena,         // the same, where no rank has rows of its own
   };
   const char* name = "";
   unsigned char* begin = nullptr;

@@ -1,5 +1,5 @@
 // The kernels on a GPU, launched on the caller's stream. No launch is waited for: plans are placed by the exchange
-// kernel and lie on the device, and a host that wants the counts polls the mail that the kernel posts to pinned memory,
+// kernel and lie on the device, and a host that wants the counts polls pinned memory for the kernel's notification,
 // while the stream runs on. A deadline that expires in a launch is reported by that poll or by the next call.
 //
 // Forward progress: blocks of one launch wait for one another and for other ranks' launches, so all must be resident:
@@ -161,11 +161,11 @@ class CudaExecutor final : public Executor {
   }
   // Pinned, and under unified addressing at the same address for the device. Made with the buffer: pinning may wait for
   // the device.
-  std::shared_ptr<void> allocate_mail(uint64_t bytes) override {
-    void* mail = nullptr;
-    cuda::check(cudaHostAlloc(&mail, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "mapped memory");
-    std::memset(mail, 0, bytes);
-    return {mail, [](void* m) { (void)cudaFreeHost(m); }};
+  std::shared_ptr<void> allocate_notification(uint64_t bytes) override {
+    void* notification = nullptr;
+    cuda::check(cudaHostAlloc(&notification, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "mapped memory");
+    std::memset(notification, 0, bytes);
+    return {notification, [](void* m) { (void)cudaFreeHost(m); }};
   }
   void drain() noexcept override { (void)cudaStreamSynchronize(device_.stream()); }
   void set_stream(void* stream) override { device_.use(static_cast<cudaStream_t>(stream)); }

@@ -68,7 +68,7 @@ class Executor {
     return {block, block.get()};
   }
   // Memory that the kernels write and this process reads while they run; starts as zeros.
-  virtual std::shared_ptr<void> allocate_mail(uint64_t bytes) { return allocate(bytes); }
+  virtual std::shared_ptr<void> allocate_notification(uint64_t bytes) { return allocate(bytes); }
   virtual void write(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void read(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void drain() noexcept {}                     // waits for all launches so far

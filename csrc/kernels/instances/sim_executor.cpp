@@ -5,7 +5,7 @@
 #include "kernels/deliver.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
-#include "layout/count_mail.h"
+#include "layout/count_notification.h"
 #include "transport/sim/sim_transport.h"
 
 namespace hep {
@@ -19,7 +19,7 @@ void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t sme
   ++launches_;
   sim::Launch l;
   l.kernel = kernel, l.num_blocks = blocks, l.num_warps = warps, l.smem_bytes = smem;
-  l.row_bytes = message.token_bytes(), l.entry_bytes = message.facts_bytes(), l.fact_bytes = message.record_bytes;
+  l.row_bytes = message.token_bytes(), l.entry_bytes = message.metadata_bytes(), l.moved_bytes = message.record_bytes;
   l.body = [&](sim::Lane& lane) {
     SimArch a(lane);
     SimTransport net;
@@ -44,7 +44,8 @@ void SimExecutor::end_operation() {
 void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings& s) {
   ExchangeParams p = params;
   const uint64_t smem_bytes = plan_exchange<SimArch>(p, smem_budget_, s.num_blocks);
-  if (p.mail) add("mail", p.mail, CountMail::make(p.layout).bytes(), Use::kMail, false);
+  if (p.notification)
+    add("notification", p.notification, CountNotification::make(p.layout).bytes(), Use::kNotification, false);
   const sim::Ps routing = p.num_tokens * m_.config().costs.route_token_ps;
   launch("exchange", s.num_blocks, kExchangeWarps<SimArch>, smem_bytes, {},
          [&](SimArch& a, SimTransport& net, std::byte* smem) {
@@ -57,14 +58,14 @@ void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings& s
 void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   plan_dispatch_smem<SimArch>(p, smem_budget_);
   const uint64_t tokens = p.plan.num_tokens, rows = p.plan.numbers->recv_rows, out_rows = p.permute ? p.out_rows : rows;
-  const Use facts = p.plan.fresh ? Use::kFacts : Use::kInput;
+  const Use metadata = p.plan.fresh ? Use::kMetadata : Use::kInput;
   add("x", p.x, tokens * p.message.row_bytes, Use::kInput, true);
   add("scales", p.scales, tokens * p.message.scale_bytes, Use::kInput, true);
   add("weights", p.weights, tokens * p.plan.weight_stride * 4, Use::kInput, true);
-  const uint64_t facts_end = rows * p.message.facts_bytes();
+  const uint64_t metadata_end = rows * p.message.metadata_bytes();
   auto& received = m_.rank(rank_).received;
-  received = {{0, facts_end, p.message.facts_bytes()}};
-  if (p.landing.x == facts_end) {  // not in the arena, which lies behind all receive rows
+  received = {{0, metadata_end, p.message.metadata_bytes()}};
+  if (p.landing.x == metadata_end) {  // not in the arena, which lies behind all receive rows
     add("out_x", p.out_x, out_rows * p.message.row_bytes, Use::kOutput, true);
     add("out_scales", p.out_scales, out_rows * p.message.scale_bytes, Use::kOutput, true);
     received.push_back({p.landing.x, p.landing.x + rows * p.message.row_bytes, p.message.row_bytes});
@@ -74,10 +75,10 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   for (int n = 0; n < p.world.num_nodes; ++n) {
     add("records", p.plan.records[n], uint64_t(p.plan.node_count[n]) * p.message.record_bytes, Use::kInput, false);
     add("rail_records", p.plan.rail_record(n, 0, p.message.record_bytes),
-        uint64_t(p.plan.rail_count[n]) * p.message.record_bytes, facts, false);
+        uint64_t(p.plan.rail_count[n]) * p.message.record_bytes, metadata, false);
   }
-  add("row_records", p.plan.row_records, rows * p.message.record_bytes, facts, false);
-  add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, facts, true);
+  add("row_records", p.plan.row_records, rows * p.message.record_bytes, metadata, false);
+  add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, metadata, true);
   m_.rank(rank_).first_row = first_row;
   launch(
       "dispatch", s.num_blocks, kDispatchWarps, p.smem_bytes, p.message,

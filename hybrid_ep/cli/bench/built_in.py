@@ -66,7 +66,7 @@ class HybridEp(BufferImplementation):
 
 
 class Reference(BufferImplementation):
-    """hybrid_ep.reference: the same face on plain torch.distributed, written to be obvious."""
+    """hybrid_ep.reference: the same interface on plain torch.distributed, written to be obvious."""
 
     name = "reference"
     wire = None  # every rank gathers everything

@@ -1,4 +1,4 @@
-"""What is timed: one small class per implementation of dispatch and combine, behind one face.
+"""What is timed: one small class per implementation of dispatch and combine, behind one interface.
 
 A peer outside this package is a Python file or module with a list `PEERS` of `Implementation`
 subclasses; `--peer FILE.py` or `--peer package.module` adds it to the run.
@@ -168,7 +168,7 @@ class Implementation(abc.ABC):
 
 
 class BufferImplementation(Implementation):
-    """Anything with the face of HybridEPBuffer; `make_buffer` says which."""
+    """Anything with the interface of HybridEPBuffer; `make_buffer` says which."""
 
     @abc.abstractmethod
     def make_buffer(self) -> Any: ...

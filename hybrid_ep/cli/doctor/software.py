@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, build_remedy
 
-MEGATRON_TESTED = ((0, 16), (0, 19))  # as megatron_patches/seams.py, which this package must not import
+MEGATRON_TESTED = ((0, 16), (0, 19))  # as megatron_patches/hooks.py, which this package must not import
 TORCH_OLDEST, TORCH_TESTED = (2, 9), ((2, 15),)
 NOT_TESTED = "not tested with this release"
 # megatron-core: the Pythons it has been tested on. Releases from 0.17 on need 3.12.

@@ -1,4 +1,4 @@
-// The machine's face: thin.
+// The machine's interface: thin.
 #include "machine.h"
 
 #include <algorithm>

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from hybrid_ep import balance
 from hybrid_ep.balance import bounds, loads, twin_microbatch
-from hybrid_ep.balance.microbatch import MicrobatchOptions, default_home
+from hybrid_ep.balance.microbatch import MicrobatchOptions, default_owner
 from hybrid_ep.balance.one_clone import OneCloneSearch, Undecided
 
 
 @st.composite
 def problems(draw):
-    """(counts, home, options): any skew, empty ranks, homes anywhere, every option."""
+    """(counts, owner, options): any skew, empty ranks, owners anywhere, every option."""
     num_nodes, per_node = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     num_ranks = num_nodes * per_node
     num_experts = draw(st.integers(1, 24))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    home = rng.integers(0, num_ranks, num_experts)
+    owner = rng.integers(0, num_ranks, num_experts)
     share = loads.popularity(rng, 1, num_experts, "lognormal", draw(st.sampled_from([0.0, 0.5, 1.5, 4.0])))[0]
     counts = loads.counts(rng, share, num_ranks, draw(st.sampled_from([0, 1, 7, 100, 5000])))
     if draw(st.booleans()):  # equal loads: ties decide
@@ -32,7 +32,7 @@ def problems(draw):
     counts[rng.random(num_ranks) < 0.2] = 0
     return (
         counts,
-        home,
+        owner,
         MicrobatchOptions(
             spare_slots=draw(st.integers(0, 3)),
             num_nodes=num_nodes,
@@ -49,8 +49,8 @@ def problems(draw):
     )
 
 
-def plan(counts, home, options):
-    return balance.plan_microbatch(counts, home, **vars(options))
+def plan(counts, owner, options):
+    return balance.plan_microbatch(counts, owner, **vars(options))
 
 
 def cost_of_ranks(p):
@@ -63,46 +63,46 @@ def cost_of_ranks(p):
     left = p.counts.sum(axis=0)
     used = p.slot_expert >= 0
     np.subtract.at(left, p.slot_expert[used], p.slot_tokens[used])
-    at_home = np.bincount(p.home, weights=cost(left), minlength=len(p.counts)).astype(np.int64)
-    return at_home + cost(np.where(used, p.slot_tokens, 0)).sum(axis=1)
+    at_owner = np.bincount(p.owner, weights=cost(left), minlength=len(p.counts)).astype(np.int64)
+    return at_owner + cost(np.where(used, p.slot_tokens, 0)).sum(axis=1)
 
 
 @settings(max_examples=150)
 @given(problems())
 def test_core_and_twin_agree(problem):
-    counts, home, options = problem
-    p = plan(counts, home, options)
-    expert, tokens = twin_microbatch.plan(counts.tolist(), home.tolist(), options)
+    counts, owner, options = problem
+    p = plan(counts, owner, options)
+    expert, tokens = twin_microbatch.plan(counts.tolist(), owner.tolist(), options)
     assert p.slot_expert.tolist() == expert
     assert p.slot_tokens.tolist() == tokens
     for source in range(len(counts)):
         share = twin_microbatch.share_of_source(
-            counts.tolist(), home.tolist(), expert, tokens, options.num_nodes, source
+            counts.tolist(), owner.tolist(), expert, tokens, options.num_nodes, source
         )
         assert p.share_of_source(source).tolist() == share
 
 
 @given(problems())
 def test_invariants(problem):
-    counts, home, options = problem
-    p = plan(counts, home, options)
+    counts, owner, options = problem
+    p = plan(counts, owner, options)
     used = p.slot_expert >= 0
     total = counts.sum(axis=0)
     assert (p.slot_tokens[used] >= 1).all() and (p.slot_tokens[~used] == 0).all()
     assert p.tokens_of_ranks().sum() == total.sum() and (p.tokens_of_ranks() >= 0).all()
     for rank, slot in zip(*np.nonzero(used), strict=True):
         expert = p.slot_expert[rank, slot]
-        assert home[expert] != rank
+        assert owner[expert] != rank
         assert (p.slot_expert[rank] == expert).sum() == 1
         if options.within_node:
             per_node = len(counts) // options.num_nodes
-            assert home[expert] // per_node == rank // per_node
-    pushed = np.bincount(home[p.slot_expert[used]], minlength=len(counts))
+            assert owner[expert] // per_node == rank // per_node
+    pushed = np.bincount(owner[p.slot_expert[used]], minlength=len(counts))
     assert options.fan_out is None or pushed.max() <= options.fan_out
     if options.epsilon == 0:
         assert p.num_copies <= len(counts) - 1
     before = cost_of_ranks(
-        balance.plan_microbatch(counts, home, spare_slots=0, tile=options.tile, instance_cost=options.instance_cost)
+        balance.plan_microbatch(counts, owner, spare_slots=0, tile=options.tile, instance_cost=options.instance_cost)
     ).max()
     after = cost_of_ranks(p).max()
     assert after < before if p.num_copies else after == before
@@ -113,8 +113,8 @@ def test_invariants(problem):
 @given(problems())
 def test_shares_of_sources_add_up(problem):
     """Nobody sends more than it has, every clone gets exactly its quota, and local tokens stay local."""
-    counts, home, options = problem
-    p = plan(counts, home, options)
+    counts, owner, options = problem
+    p = plan(counts, owner, options)
     takes = np.stack([p.share_of_source(s) for s in range(len(counts))])
     assert (takes.sum(axis=0) == p.slot_tokens).all() and (takes >= 0).all()
     sent = np.zeros_like(counts)
@@ -205,16 +205,16 @@ def test_layers_in_one_call_are_planned_like_one_by_one():
         planner.plan_layers(counts[:, :4])
 
 
-def test_homes_may_change_between_plans():
+def test_owners_may_change_between_plans():
     rng = np.random.default_rng(3)
     planner = balance.MicrobatchPlanner(8, 32)
     for _ in range(3):
-        counts, home = loads.counts(rng, loads.popularity(rng, 1, 32, "zipf", 1.0)[0], 8, 500), rng.integers(0, 8, 32)
-        planner.home = home
-        a, b = planner.plan(counts), balance.plan_microbatch(counts, home)
-        assert (a.slot_expert == b.slot_expert).all() and (a.home == home).all() and not a.is_empty
-    with pytest.raises(ValueError, match="home"):
-        planner.home = home[1:]
+        counts, owner = loads.counts(rng, loads.popularity(rng, 1, 32, "zipf", 1.0)[0], 8, 500), rng.integers(0, 8, 32)
+        planner.owner = owner
+        a, b = planner.plan(counts), balance.plan_microbatch(counts, owner)
+        assert (a.slot_expert == b.slot_expert).all() and (a.owner == owner).all() and not a.is_empty
+    with pytest.raises(ValueError, match="owner"):
+        planner.owner = owner[1:]
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_homes_may_change_between_plans():
         ({"tile": 0}, "tile"),
         ({"fan_out": 0}, "fan_out"),
         ({"strategy": "magic"}, "strategy"),
-        ({"home": [9] * 8}, "home"),
-        ({"home": [0]}, "home"),
+        ({"owner": [9] * 8}, "owner"),
+        ({"owner": [0]}, "owner"),
         ({"search_nodes": -1}, "search_nodes"),
         ({"instance_cost": -1}, "instance_cost"),
         ({"skip_below": -1}, "skip_below"),
@@ -245,8 +245,8 @@ def test_bad_options_are_named(change, message):
 def test_bad_counts_are_named(counts):
     with pytest.raises(ValueError, match="counts"):
         balance.plan_microbatch(counts)
-    with pytest.raises(ValueError, match="home"):
-        default_home(10, 4)
+    with pytest.raises(ValueError, match="owner"):
+        default_owner(10, 4)
 
 
 def test_bounds():
@@ -288,7 +288,7 @@ def test_the_search_finds_plans_that_the_constructions_miss(seed, epsilon):
     assert epsilon or p.num_copies < 8
     for nodes in (3, 1000):
         options = MicrobatchOptions(epsilon=epsilon, search_nodes=nodes)
-        expert, tokens = twin_microbatch.plan(counts.tolist(), p.home.tolist(), options)
+        expert, tokens = twin_microbatch.plan(counts.tolist(), p.owner.tolist(), options)
         q = plan(counts, None, options)
         assert q.slot_expert.tolist() == expert and q.slot_tokens.tolist() == tokens
 
@@ -315,17 +315,17 @@ def test_where_one_slot_cannot_level_it_is_proved():
     counts = np.zeros((32, 256), np.int64)
     counts[0] = HARD.split()
     p = balance.plan_microbatch(counts)
-    assert bounds.clones_fit(counts[0], p.home, 32, 1) < p.target < p.tokens_of_ranks().max()
-    assert OneCloneSearch(counts[0], p.home, 32).clones(p.target) is None
+    assert bounds.clones_fit(counts[0], p.owner, 32, 1) < p.target < p.tokens_of_ranks().max()
+    assert OneCloneSearch(counts[0], p.owner, 32).clones(p.target) is None
     assert p.bound(search=True) == p.imbalance() > 0.01 > p.bound()
     with pytest.raises(Undecided):
-        OneCloneSearch(counts[0], p.home, 32, max_nodes=3).clones(p.target)
+        OneCloneSearch(counts[0], p.owner, 32, max_nodes=3).clones(p.target)
 
 
-def levels(load, home, clones, limit):
+def levels(load, owner, clones, limit):
     """Whether these clones level to `limit`: token by token along the clones, which is not how the search does it."""
     left, deficit = list(load), [limit] * len(clones)
-    for tokens, rank in zip(load, home, strict=True):
+    for tokens, rank in zip(load, owner, strict=True):
         deficit[rank] -= tokens
     moved = True
     while moved and min(deficit) < 0:
@@ -334,7 +334,7 @@ def levels(load, home, clones, limit):
             path, at = [], start
             while deficit[at] >= 0 and clones[at] >= 0 and left[clones[at]] and at not in [q for q, _ in path]:
                 path.append((at, clones[at]))
-                at = home[clones[at]]
+                at = owner[clones[at]]
             if deficit[at] < 0 and all(left[e] >= [x for _, x in path].count(e) for _, e in path):
                 deficit[start] -= 1
                 deficit[at] += 1
@@ -351,31 +351,31 @@ def test_the_search_is_exact(seed):
     rng = np.random.default_rng(seed)
     num_ranks, num_experts = int(rng.integers(2, 5)), int(rng.integers(3, 7))
     load = np.rint(rng.exponential(1, num_experts) * rng.choice([2, 5]) + rng.choice([0, 4])).astype(int).tolist()
-    home = rng.integers(0, int(rng.integers(1, num_ranks + 1)), num_experts).tolist()  # the last ranks may be empty
-    others = [[-1, *(e for e in range(num_experts) if home[e] != r)] for r in range(num_ranks)]
+    owner = rng.integers(0, int(rng.integers(1, num_ranks + 1)), num_experts).tolist()  # the last ranks may be empty
+    others = [[-1, *(e for e in range(num_experts) if owner[e] != r)] for r in range(num_ranks)]
     low, high = bounds.mean(load, num_ranks), sum(load)
     best = next(
         limit
         for limit in range(low, high + 1)
-        if any(levels(load, home, clones, limit) for clones in itertools.product(*others))
+        if any(levels(load, owner, clones, limit) for clones in itertools.product(*others))
     )
-    search = OneCloneSearch(load, home, num_ranks)
-    assert search.least(low, high) == best >= bounds.clones_fit(load, home, num_ranks, 1)
+    search = OneCloneSearch(load, owner, num_ranks)
+    assert search.least(low, high) == best >= bounds.clones_fit(load, owner, num_ranks, 1)
     if best > low:
         assert search.clones(best - 1) is None
-    assert levels(load, home, search.clones(best), best)
+    assert levels(load, owner, search.clones(best), best)
 
 
 @pytest.mark.parametrize("experts, seeds", [(32, [15, 23, 27, 30, 37]), (48, [0, 2, 15, 19])])
 def test_the_bound_knows_that_drained_ranks_need_filling(experts, seeds):
     """Layers where the size of clones alone allows less: the search of all choices proves that it must not."""
-    home = np.repeat(np.arange(8), experts // 8)
+    owner = np.repeat(np.arange(8), experts // 8)
     for seed in seeds:
         rng = np.random.default_rng(seed)
         load = rng.multinomial(40_000, loads.correlated(rng, 1, experts, 8, 1.2, 0.3)[0])
-        best = bounds.clones_fit(load, home, 8, 1)
-        assert bounds._Cut(load, home, 8, 1).slots_hold(best - 1)
-        assert OneCloneSearch(load, home, 8).clones(best - 1) is None
+        best = bounds.clones_fit(load, owner, 8, 1)
+        assert bounds._Cut(load, owner, 8, 1).slots_hold(best - 1)
+        assert OneCloneSearch(load, owner, 8).clones(best - 1) is None
 
 
 # (ranks, blocks of experts hot together, sigma across blocks, spare slots, most imbalance left, most above the bound)
@@ -399,7 +399,7 @@ def test_experts_that_are_hot_together(ranks, blocks, across, spare, most, gap):
         p = planner.plan(counts)
         assert p.bound() - 1e-12 <= p.imbalance() <= most and p.imbalance() - max(p.bound(), 0.01) <= gap
         if layer < 2:  # the one to read is slow
-            best = bounds.clones_fit(counts[0], p.home, ranks, spare)
+            best = bounds.clones_fit(counts[0], p.owner, ranks, spare)
             assert p.bound() == pytest.approx(best * ranks / counts.sum() - 1, abs=1e-12)
 
 
@@ -408,5 +408,5 @@ def test_core_and_twin_agree_where_experts_are_hot_together():
     counts = np.zeros((8, 32), np.int64)
     for counts[0] in rng.multinomial(30_000, loads.correlated(rng, 8, 32, 8, 0.8, 0.3)):
         p = balance.plan_microbatch(counts)
-        expert, tokens = twin_microbatch.plan(counts.tolist(), p.home.tolist(), MicrobatchOptions())
+        expert, tokens = twin_microbatch.plan(counts.tolist(), p.owner.tolist(), MicrobatchOptions())
         assert p.slot_expert.tolist() == expert and p.slot_tokens.tolist() == tokens

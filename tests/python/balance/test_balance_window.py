@@ -1,4 +1,4 @@
-"""The decayed window of loads, the homes of experts, and the incremental planner on permutations."""
+"""The decayed window of loads, the owners of experts, and the incremental planner on permutations."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep.balance import plan_placement
-from hybrid_ep.balance.homes import Homes
+from hybrid_ep.balance.owners import Owners
 from hybrid_ep.balance.window import LoadWindow
 
 
@@ -76,15 +76,15 @@ def test_re_homing_is_a_permutation_that_never_loads_the_fullest_rank_more(shape
     assert (after <= before * (1 + 1e-9)).all()
 
 
-def test_homes_and_their_columns():
-    homes = Homes(6, 3)
-    assert homes.is_identity and homes.columns(1, torch.device("cpu")).tolist() == [0, 1, 3, 4, 6, 7]
-    homes.assign([5, 0, 1, 4, 3, 2])
-    assert homes.slot_of == (1, 2, 5, 4, 3, 0) and homes.rank_of.tolist() == [0, 1, 2, 2, 1, 0]
-    assert homes.experts_of(1) == (1, 4) and not homes.is_identity
-    assert homes.columns(1, torch.device("cpu")).tolist() == [1, 3, 7, 6, 4, 0]
+def test_owners_and_their_columns():
+    owners = Owners(6, 3)
+    assert owners.is_identity and owners.columns(1, torch.device("cpu")).tolist() == [0, 1, 3, 4, 6, 7]
+    owners.assign([5, 0, 1, 4, 3, 2])
+    assert owners.slot_of == (1, 2, 5, 4, 3, 0) and owners.rank_of.tolist() == [0, 1, 2, 2, 1, 0]
+    assert owners.experts_of(1) == (1, 4) and not owners.is_identity
+    assert owners.columns(1, torch.device("cpu")).tolist() == [1, 3, 7, 6, 4, 0]
     for bad in ([0, 1, 2, 3, 4, 4], [0, 1, 2]):
         with pytest.raises(ValueError, match="exactly one slot"):
-            homes.assign(bad)
+            owners.assign(bad)
     with pytest.raises(ValueError, match="multiple"):
-        Homes(5, 2)
+        Owners(5, 2)

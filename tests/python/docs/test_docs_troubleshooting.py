@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 SITES = set(re.findall(r'return "(\w+)";', (ROOT / "csrc/common/timeout_report.h").read_text()))
 SITES -= {"test_site", "unknown"}
-ABOVE = {"SeamError", "RankFailed"}  # of megatron_patches and recipes
+ABOVE = {"HookError", "RankFailed"}  # of megatron_patches and recipes
 OURS = {
     kind.__name__
     for _, kind in inspect.getmembers(errors, inspect.isclass)

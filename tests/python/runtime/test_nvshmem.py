@@ -259,21 +259,21 @@ def test_what_is_missing_is_named(stand_in, tmp_path, monkeypatch):
         nvshmem.load()
 
 
-def _facts(**differs):
+def _answer(**differs):
     return {"problem": "", "identity": "", "version": [3, 4, 5], **differs}
 
 
 def test_one_nvshmem_for_one_set_of_ranks():
-    nvshmem._agree_to_start([_facts(), _facts()])
-    nvshmem._agree_to_start([_facts(identity="a"), _facts(identity="a")])
+    nvshmem._agree_to_start([_answer(), _answer()])
+    nvshmem._agree_to_start([_answer(identity="a"), _answer(identity="a")])
     with pytest.raises(ValueError, match=r"already runs in the processes of ranks \[1\]"):
-        nvshmem._agree_to_start([_facts(), _facts(identity="a")])
+        nvshmem._agree_to_start([_answer(), _answer(identity="a")])
     with pytest.raises(ValueError, match=r"already runs in the processes of ranks \[0, 1\]"):
-        nvshmem._agree_to_start([_facts(identity="a"), _facts(identity="b")])
+        nvshmem._agree_to_start([_answer(identity="a"), _answer(identity="b")])
     with pytest.raises(ValueError, match=r"different versions of NVSHMEM .*1: '3\.7\.2'"):
-        nvshmem._agree_to_start([_facts(), _facts(version=[3, 7, 2])])
+        nvshmem._agree_to_start([_answer(), _answer(version=[3, 7, 2])])
     with pytest.raises(BootstrapError, match=r"ranks \[1\] cannot use; rank 1 says: NVSHMEM is not installed"):
-        nvshmem._agree_to_start([_facts(), _facts(problem="NVSHMEM is not installed; ...")])
+        nvshmem._agree_to_start([_answer(), _answer(problem="NVSHMEM is not installed; ...")])
 
 
 def test_a_peer_of_the_node_without_a_mapped_path_is_an_error_and_another_nodes_is_not():

@@ -31,7 +31,7 @@ def test_among_silent_peers_it_does_what_it_does_in_a_whole_world(shape, dtype, 
         for what, got, right in zip(("rows", "weights", "scales"), found, want.permuted[0], strict=True):
             same(what, got, right)
     message = traffic.message_bytes(3, shape[1], 64 if columns else 128, 4 * columns)
-    sent = traffic.dispatch(want.plan.routes, shape[1], message, traffic.facts_bytes(3, shape[1]), landed=False)[0]
+    sent = traffic.dispatch(want.plan.routes, shape[1], message, traffic.metadata_bytes(3, shape[1]), landed=False)[0]
     assert rank.engine.traffic() == traffic.add(sent, sent)
     rank.engine.reset_traffic()
     out = rank.combine(plan, want.returned[0], 2)
@@ -46,7 +46,7 @@ def test_with_peers_of_one_node_the_first_rank_writes_their_rows():
     rank = LoneRank(1, 3, 3, 5, 2, executor="host")
     rank.dispatch(rank.route(mine.topk_idx, mine.topk_weights), mine.hidden[:, :8].contiguous(), None, 1)
     at, _ = {name: (at, size) for name, at, size in rank.shape.regions()}["receive_rows"]
-    landing = 5 * traffic.facts_bytes(2, 3)  # behind the facts of as many rows as they have room for
+    landing = 5 * traffic.metadata_bytes(2, 3)  # behind the metadata of as many rows as they have room for
     for peer in (1, 2):
         came = mine.hidden[(mine.topk_idx == peer).any(1), :8].contiguous().view(torch.uint8)
         there = bytes_at(rank.segments[peer].address + at + landing, len(came) * 16, torch.device("cpu"))

@@ -30,7 +30,7 @@ def steps(monkeypatch):
     monkeypatch.setattr(setup_env.shutil, "disk_usage", lambda path: SimpleNamespace(free=5.0e9))
     monkeypatch.setattr(setup_env, "choose_python", lambda wanted: taken.append("choose"))
 
-    def create(env, facts, wanted):
+    def create(env, probed, wanted):
         taken.append("create")
         ready(env.folder, dependencies="")
 

@@ -5,7 +5,7 @@
 
 namespace hep {
 
-struct CountMail {
+struct CountNotification {
   enum Word : uint32_t {  // behind the ticket, 32 bits each
     kPlaced,              // 0: the ranks' calls do not fit together or this buffer; of the rest, only headers are there
     kRecvRows,
@@ -17,7 +17,7 @@ struct CountMail {
   };
   uint32_t num_ranks = 1, num_nodes = 1, num_local_experts = 1;
 
-  HEP_HOST_DEVICE static CountMail make(const CountsLayout& c) {
+  HEP_HOST_DEVICE static CountNotification make(const CountsLayout& c) {
     return {c.num_ranks, c.num_nodes, c.num_experts / c.num_ranks};
   }
   HEP_HOST_DEVICE uint32_t headers_at() const { return kNumWords; }  // [R][kCountHeaderWords]
@@ -30,9 +30,13 @@ struct CountMail {
   HEP_HOST_DEVICE uint32_t words() const { return padded_at() + num_local_experts; }
   uint64_t bytes() const { return 64 + 4ull * words(); }
 
-  // Of a mail at this address, aligned to 8.
-  HEP_HOST_DEVICE static uint64_t* ticket(unsigned char* mail) { return reinterpret_cast<uint64_t*>(mail); }
-  HEP_HOST_DEVICE static uint32_t* word(unsigned char* mail) { return reinterpret_cast<uint32_t*>(mail + 64); }
+  // At this address, aligned to 8.
+  HEP_HOST_DEVICE static uint64_t* ticket(unsigned char* notification) {
+    return reinterpret_cast<uint64_t*>(notification);
+  }
+  HEP_HOST_DEVICE static uint32_t* word(unsigned char* notification) {
+    return reinterpret_cast<uint32_t*>(notification + 64);
+  }
 };
 
 }  // namespace hep

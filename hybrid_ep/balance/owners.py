@@ -1,6 +1,6 @@
-"""Where the experts of one layer live: a permutation of logical experts over the home slots of the ranks.
+"""Where the experts of one layer live: a permutation of logical experts over the owner slots of the ranks.
 
-Slot r * L + i is the i-th home slot of rank r, L = experts / ranks. Buffers, shapes and optimizer shards belong to
+Slot r * L + i is the i-th owner slot of rank r, L = experts / ranks. Buffers, shapes and optimizer shards belong to
 slots and never change; which expert fills a slot does.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 
-class Homes:
+class Owners:
     """expert_of_slot, slot_of: int tuples of length E, inverse to each other; rank_of: int32 [E]; is_identity."""
 
     def __init__(self, num_experts: int, num_ranks: int) -> None:
@@ -37,7 +37,7 @@ class Homes:
         return self.expert_of_slot[rank * self.per_rank : (rank + 1) * self.per_rank]
 
     def columns(self, spare_slots: int, device: torch.device) -> torch.Tensor:
-        """int64 [E]: column of each expert's home in a map over physical slots, `spare_slots` after each rank's."""
+        """int64 [E]: column of each expert's owner in a map over physical slots, `spare_slots` after each rank's."""
         key = (spare_slots, device)
         if key not in self._columns:
             slots = np.array(self.slot_of, dtype=np.int64)

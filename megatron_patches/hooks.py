@@ -1,6 +1,6 @@
 """The places in Megatron-Core we touch or rely on, each with a check that fails by name when it has moved.
 
-A seam is checked against the code that is installed, not against a version table alone: a patch release
+A hook is checked against the code that is installed, not against a version table alone: a patch release
 that moves one is refused with the sentence that says which. `check()` returns the findings, `require()`
 raises.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ SUPPORTED = ((0, 16), (0, 19))  # first and last minor release this package was 
 MOE = "megatron.core.transformer.moe"
 
 # What Megatron may ask of our manager; manager.HybridEPManager has them all, a test compares.
-MANAGER_FACE = frozenset(
+MANAGER_INTERFACE = frozenset(
     {
         "setup_metadata",
         "dispatch",
@@ -35,7 +36,7 @@ MANAGER_FACE = frozenset(
     }
 )
 # Asked only of other backends, or through hasattr / getattr with a default.
-OPTIONAL_FACE = frozenset(
+OPTIONAL_INTERFACE = frozenset(
     {"_zc_fwd_token_buf", "_zc_bwd_token_buf", "_bootstrapped", "required_recv", "grow_recv_capacity", "token_indices"}
 )
 DISPATCHER_METHODS = (
@@ -48,16 +49,16 @@ DISPATCHER_METHODS = (
 )
 
 
-class SeamError(RuntimeError):
+class HookError(RuntimeError):
     """Megatron-Core is missing, of an unknown version, or a place we patch has changed."""
 
 
 def core_version() -> tuple[int, int, int]:
-    """(major, minor, patch) of the megatron-core that would be imported. Raises SeamError without one."""
+    """(major, minor, patch) of the megatron-core that would be imported. Raises HookError without one."""
     try:
         info = importlib.import_module("megatron.core.package_info")
     except ImportError as error:
-        raise SeamError(
+        raise HookError(
             "megatron-core is not importable; install it: pip install 'megatron-core>=0.16,<0.20' "
             f"(0.17 and newer need Python >= 3.12) [{error}]"
         ) from error
@@ -106,7 +107,7 @@ def _check_base_class() -> str | None:
     return None
 
 
-def _check_manager_face() -> str | None:
+def _check_manager_interface() -> str | None:
     """Every attribute Megatron reads from a manager must be one ours has."""
     tokens = importlib.import_module(f"{MOE}.token_dispatcher")
     source = inspect.getsource(tokens.MoEFlexTokenDispatcher)
@@ -116,7 +117,7 @@ def _check_manager_face() -> str | None:
         except ModuleNotFoundError as error:
             if error.name != name:  # the module exists and what it imports does not: no verdict possible
                 return f"{name} cannot be imported: {error}"
-    unknown = set(re.findall(r"_comm_manager\.(\w+)", source)) - MANAGER_FACE - OPTIONAL_FACE
+    unknown = set(re.findall(r"_comm_manager\.(\w+)", source)) - MANAGER_INTERFACE - OPTIONAL_INTERFACE
     if unknown:
         return f"Megatron asks new things of a communication manager: {', '.join(sorted(unknown))}"
     return None
@@ -207,22 +208,33 @@ CHECKS = {
     "version": _check_version,
     "moe_layer": _check_moe_layer,
     "base_class": _check_base_class,
-    "manager_face": _check_manager_face,
+    "manager_interface": _check_manager_interface,
     "backend_name": _check_backend_name,
     "fused_a2a": _check_fused_a2a,
     "experts": _check_experts,
     "router": _check_router,
 }
 NEEDED = {
-    "s3": ("version", "moe_layer", "base_class", "manager_face", "backend_name"),
-    "s1": ("version", "fused_a2a"),
+    "token_dispatcher": ("version", "moe_layer", "base_class", "manager_interface", "backend_name"),
+    "deep_ep": ("version", "fused_a2a"),
     "experts": ("version", "experts"),
     "router_training": ("version", "router"),
 }
 
 
+HOOKS = ("token_dispatcher", "deep_ep")  # what `apply` can replace, by its name
+FORMER_NAMES = {"s3": "token_dispatcher", "s1": "deep_ep"}
+
+
+def renamed(hook: str) -> str:
+    """The name of a hook that may be given by its former one, which a FutureWarning says."""
+    if hook in FORMER_NAMES:
+        warnings.warn(f"the hook {hook!r} is called {FORMER_NAMES[hook]!r} now", FutureWarning, stacklevel=3)
+    return FORMER_NAMES.get(hook, hook)
+
+
 def check(names: Iterable[str] = tuple(CHECKS)) -> dict[str, str]:
-    """dict seam -> "ok" or the sentence that says what changed. A check that breaks is a finding too."""
+    """dict hook -> "ok" or the sentence that says what changed. A check that breaks is a finding too."""
     findings = {}
     for name in names:
         try:
@@ -232,12 +244,12 @@ def check(names: Iterable[str] = tuple(CHECKS)) -> dict[str, str]:
     return findings
 
 
-def require(seam: str) -> dict[str, str]:
-    """Raise SeamError unless all that `seam`, a key of NEEDED, stands on is where we know it."""
-    findings = check(NEEDED[seam])
+def require(hook: str) -> dict[str, str]:
+    """Raise HookError unless all that `hook`, a key of NEEDED, stands on is where we know it."""
+    findings = check(NEEDED[hook])
     broken = [f"{name}: {text}" for name, text in findings.items() if text != "ok"]
     if broken:
-        raise SeamError(
+        raise HookError(
             "hybrid_ep cannot be patched into this Megatron-Core, and nothing was changed. " + "; ".join(broken)
         )
     return findings

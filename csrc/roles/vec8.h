@@ -1,5 +1,5 @@
 // Eight elements between shared memory and FP32 registers, in 16-byte accesses. Rows are multiples of 16 bytes, so
-// the last octet of an fp32 row may be half there: `left` says how many elements are, kWhole that all of them are.
+// the last vec8 of an fp32 row may be half there: `left` says how many elements are, kWhole that all of them are.
 #pragma once
 #include <bit>
 
@@ -8,12 +8,12 @@
 
 namespace hep {
 
-inline constexpr int kOctet = 8;
+inline constexpr int kVec8 = 8;
 
-// As it lies in memory. Loads of several octets come first and are widened then, so that they wait together.
+// As it lies in memory. Loads of several vec8s come first and are widened then, so that they wait together.
 template <class T>
-struct Octet {
-  static constexpr int kWords = kOctet * int(sizeof(T)) / 16, kWordElems = kOctet / kWords;
+struct Vec8 {
+  static constexpr int kWords = kVec8 * int(sizeof(T)) / 16, kWordElems = kVec8 / kWords;
   Vec16 w[kWords];
 
   template <bool kWhole, Arch A>

@@ -159,7 +159,7 @@ TEST(the_header_of_a_call_fills_its_words_and_each_that_must_agree_is_checked) {
   CHECK(all.least_topk == 5 && all.most_topk == 7 && all.most_tokens == 9 && all.most_want_hidden == 64 && all.excess);
 }
 
-TEST(counts_come_by_mail_and_nobody_waits_for_the_stream) {
+TEST(counts_come_by_notification_and_nobody_waits_for_the_stream) {
   Pair pair(20);
   for (uint32_t i = 0; i < 20; ++i) counts_and_rows_are_right(pair, i % 7, (3 * i) % 7);
 }
@@ -229,9 +229,9 @@ TEST(a_kernel_that_never_starts_has_a_timeout_report_too) {
   });
   try {
     pair.engines[0]->place_and_count(routed.in, routed.call);
-    check::fail(__FILE__, __LINE__, "there is no mail");
+    check::fail(__FILE__, __LINE__, "there is no notification");
   } catch (const host::DeadlineError& e) {
-    CHECK(e.timeout_report().site == Site::kMail);
+    CHECK(e.timeout_report().site == Site::kNotification);
     CHECK_EQ(e.timeout_report().expected, 1u);
     CHECK_EQ(e.timeout_report().seen, 0u);
     CHECK(e.timeout_report().waited_s >= 0.25);
@@ -371,7 +371,7 @@ TEST(mutants_are_noticed) {
     injected_bug = Bug::kNone;
     CHECK(wrong);
   };
-  caught(Bug::kMailBeforeCounts, [] {
+  caught(Bug::kNotifiedBeforeCounts, [] {
     Pair pair(20);
     counts_and_rows_are_right(pair, 4, 3);
   });
