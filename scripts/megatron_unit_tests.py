@@ -16,10 +16,8 @@ import argparse
 import collections
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import megatron_unit_rank  # noqa: E402
+
+from hybrid_ep.local_ranks import LOOPBACK, Ended, LocalRanks  # noqa: E402
 
 MOE = "tests/unit_tests/transformer/moe"
 FILES = tuple(
@@ -116,18 +116,9 @@ class World:
     """Ranks of one pytest run, forked from this process, which has imported Megatron."""
 
     def __init__(self, checkout, num_ranks, nodes, collect_only=False):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        context, self.ranks, self.nodes = multiprocessing.get_context("fork"), {}, nodes
-        for rank in range(num_ranks):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, daemon=True, args=(checkout, rank, num_ranks, port, nodes, collect_only, send)
-            )
-            process.start()
-            send.close()
-            self.ranks[receive] = process
+        self.nodes = nodes
+        context = multiprocessing.get_context("fork")
+        self.ranks = LocalRanks(context, num_ranks, _rank, (checkout, _free_port(), nodes, collect_only))
 
     def collect(self):
         """{test id: None, or why its file could not be read}."""
@@ -137,7 +128,7 @@ class World:
                 found |= dict.fromkeys(news[0])
             elif kind == "not collected":
                 found[news[0]] = news[1]
-        self.end()
+        self.ranks.kill()
         return found
 
     def results(self, say, until):
@@ -153,11 +144,11 @@ class World:
                 wait = wait if _goes_on(said[node][-1]) else GRACE_S
             elif kind == "end":
                 said[node, "ends"].append(rest[0])
-                if len(said[node, "ends"]) == len(self.ranks) and all(map(_goes_on, said[node])):
+                if len(said[node, "ends"]) == len(self.ranks.processes) and all(map(_goes_on, said[node])):
                     results[node] = (*_merged(said[node]), max(said[node, "ends"]))
                     say(node, *results[node])
                     running = None
-        self.end()
+        self.ranks.kill()
         failed = [node for node in self.nodes if node not in results and any(k == "failed" for k, _ in said[node])]
         if failed or running:
             node = failed[0] if failed else running
@@ -168,24 +159,13 @@ class World:
 
     def _news(self, wait):
         """Messages of all ranks until all have ended, or nobody says anything for `wait` seconds."""
-        open_pipes = set(self.ranks)
-        while open_pipes:
-            ready = multiprocessing.connection.wait(open_pipes, timeout=wait() if callable(wait) else wait)
-            if not ready:
+        while self.ranks.open:
+            news = self.ranks.receive(wait() if callable(wait) else wait)
+            if not news:
                 return
-            for pipe in ready:
-                try:
-                    message = pipe.recv()
-                except EOFError:
-                    open_pipes.discard(pipe)
-                    continue
-                yield message if len(message) > 1 else (*message, "")
-
-    def end(self):
-        for process in self.ranks.values():
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-            process.join()
+            for _, message in news:
+                if message is not Ended:
+                    yield message if len(message) > 1 else (*message, "")
 
 
 def _goes_on(said):
@@ -202,14 +182,21 @@ def _merged(said):
     return "failed", "ended without a result"
 
 
-def _rank(checkout, rank, num_ranks, port, nodes, collect_only, pipe):
+def _free_port():
+    """For Megatron's tests, which meet anew in every test: no store of ours would serve that."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def _rank(job, checkout, port, nodes, collect_only):
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     try:
-        megatron_unit_rank.run(checkout, rank, num_ranks, port, nodes, collect_only, pipe.send)
+        megatron_unit_rank.run(checkout, job.rank, job.num_ranks, port, nodes, collect_only, job.pipe.send)
     finally:
-        pipe.close()
+        job.pipe.close()
         os._exit(0)
 
 

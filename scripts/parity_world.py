@@ -7,21 +7,23 @@ of those pieces.
 """
 
 import multiprocessing
-import multiprocessing.connection
 import multiprocessing.forkserver
 import os
-import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "scripts")) if path not in sys.path]
+
+from hybrid_ep.local_ranks import Ended, LocalRanks, variables  # noqa: E402
+
+START_S = 120.0
 ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than these runs
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no compile workers
     "OMP_NUM_THREADS": "1",  # ranks share few cores
-    "MASTER_ADDR": "127.0.0.1",
 }
 _context = None
 
@@ -36,31 +38,11 @@ def run_world(function, num_ranks, arguments=(), *, timeout_s=240.0, environment
     function: importable by name. environment: variables for these ranks only. Raises WorldError as soon as
     a rank fails, or after `timeout_s` seconds; the other ranks are then killed.
     """
-    context = _fork_server()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(num_ranks):
-        receive, send = context.Pipe(duplex=False)
-        variables = {
-            **(environment or {}),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_PORT": str(port),
-        }
-        process = context.Process(target=_rank, args=(function, arguments, variables, send), daemon=True)
-        process.start()
-        send.close()
-        ranks.append((process, receive))
+    ranks = LocalRanks(_fork_server(), num_ranks, _rank, (function, arguments, environment or {}))
     try:
         return _collect(ranks, time.monotonic() + timeout_s)
     finally:
-        for process, _ in ranks:
-            if process.is_alive():
-                process.kill()
-            process.join()
+        ranks.kill()
 
 
 def _fork_server():
@@ -84,38 +66,38 @@ def _fork_server():
 
 def _collect(ranks, deadline):
     results, errors = {}, {}
-    while len(results) + len(errors) < len(ranks):
-        waiting = {receive: rank for rank, (_, receive) in enumerate(ranks) if rank not in {**results, **errors}}
+    while len(results) + len(errors) < len(ranks.processes):
         grace = 5.0 if errors else deadline - time.monotonic()  # after one failure the others fail soon or never
-        ready = multiprocessing.connection.wait(list(waiting), timeout=max(grace, 0))
-        if not ready:
+        news = ranks.receive(grace)
+        if not news:
             break
-        for receive in ready:
-            rank = waiting[receive]
-            try:
-                kind, value = receive.recv()
-            except EOFError:
-                ranks[rank][0].join(5)
-                kind, value = "error", f"ended with exit code {ranks[rank][0].exitcode} and no result"
-            (results if kind == "ok" else errors)[rank] = value
+        for rank, message in news:
+            if message is not Ended:
+                kind, value = message
+                (results if kind == "ok" else errors)[rank] = value
+            elif rank not in results and rank not in errors:
+                ranks.processes[rank].join(5)
+                errors[rank] = f"ended with exit code {ranks.processes[rank].exitcode} and no result"
     if errors:
         raise WorldError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
-    if len(results) < len(ranks):
-        raise WorldError(f"ranks {sorted(set(range(len(ranks))) - set(results))} did not finish in time")
-    return [results[rank] for rank in range(len(ranks))]
+    if missing := sorted(set(range(len(ranks.processes))) - set(results)):
+        raise WorldError(f"ranks {missing} did not finish in time")
+    return [results[rank] for rank in range(len(results))]
 
 
-def _rank(function, arguments, variables, send):
-    os.environ.update(variables)
+def _rank(job, function, arguments, environment):
+    os.environ.update(environment)
+    os.environ.update(variables(job.rank, job.num_ranks, job.port))
     try:
         import parity_preload  # noqa: F401  (done already in the fork server, which hides why it failed)
         import torch
 
-        torch.distributed.init_process_group("gloo")
+        store = job.store(START_S)
+        torch.distributed.init_process_group("gloo", store=store, rank=job.rank, world_size=job.num_ranks)
         value = function(*arguments)
         torch.distributed.barrier()  # nobody leaves while another still talks to it
         torch.distributed.destroy_process_group()
-        send.send(("ok", value))
+        job.pipe.send(("ok", value))
     except BaseException:
-        send.send(("error", traceback.format_exc()))
-    send.close()
+        job.pipe.send(("error", traceback.format_exc()))
+    job.pipe.close()

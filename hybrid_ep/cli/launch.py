@@ -6,7 +6,6 @@ the kernel choose its port, so no port can be taken in between."""
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -16,13 +15,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybrid_ep import local_ranks
 from hybrid_ep.cli import EXIT_FAILED, outputs
 from hybrid_ep.cli.progress import say
 
 # Once one rank has failed the others wait for it in vain; they get this long to report by themselves.
 FAILURE_GRACE_S = 5.0
 _TRACEBACK_S = 0.3  # for one rank to write its traceback, so that two do not interleave
-_PR_SET_PDEATHSIG = 1
 
 
 def is_rank() -> bool:
@@ -49,7 +48,7 @@ def run_ranks(argv: Sequence[str], num_ranks: int, timeout_s: float, threads: in
     say(f"starting {outputs.count(num_ranks, 'rank')}; each imports torch first")
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(local_ranks.LOOPBACK, 0, is_master=True, wait_for_workers=False)
     ranks = []
     try:
         for rank in range(num_ranks):
@@ -62,14 +61,8 @@ def run_ranks(argv: Sequence[str], num_ranks: int, timeout_s: float, threads: in
 
 
 def _rank_environment(rank: int, num_ranks: int, port: int, threads: int) -> dict[str, str]:
-    environment = dict(os.environ)
+    environment = os.environ | local_ranks.variables(rank, num_ranks, port)
     environment.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the launcher serves the store, every rank is a client
         OMP_NUM_THREADS=str(threads),
     )
@@ -85,7 +78,7 @@ def _die_with_parent() -> None:
     """In the child, before exec: a launcher that is killed takes its ranks with it. A terminal sends Ctrl-C to every
     process of the job; the launcher alone answers and ends the ranks, or each would print a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    local_ranks.die_with_parent(signal.SIGTERM)
 
 
 def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> int:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from ptx_machine import Choices
 
+from hybrid_ep.local_ranks import LocalRank
+
 
 class Reporting:
     """A rank's end of its pipe to the test: an answer becomes an error where the machine has something to report."""
@@ -25,11 +27,12 @@ class Reporting:
         self._pipe.send(answer)
 
 
-def main(choices: Choices, rank: int, size: int, port: int, pipe) -> None:
+def main(choices: Choices, job: LocalRank, port: int) -> None:
     """Of a rank's process: world.py's, which is itself here, on a machine."""
     import torch_cuda
     import world
 
-    library = torch_cuda.install(replace(choices, seed=choices.seed + rank))
+    library = torch_cuda.install(replace(choices, seed=choices.seed + job.rank))
+    job.pipe = Reporting(job.pipe, library)
     with library.modes():
-        world._main(rank, size, port, Reporting(pipe, library))
+        world._main(job, port)

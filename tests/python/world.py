@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_ep.local_ranks import LocalRank, LocalRanks
+
 _START_S = 120.0
 GROUP_SIZES = (1, 2, 3, 4, 6)
 
@@ -40,7 +42,8 @@ class Context:
         return dist.group.WORLD if size == self.size else self._groups[size]
 
 
-def _main(rank: int, size: int, port: int, pipe) -> None:
+def _main(job: LocalRank, port: int) -> None:
+    rank, size, pipe = job.rank, job.num_ranks, job.pipe
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     limit = datetime.timedelta(seconds=_START_S)
@@ -75,14 +78,8 @@ class ProcessWorld:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=_START_S)
         )
-        self._pipes, self.processes = [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(rank, size, self._store.port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
+        self._ranks = LocalRanks(context, size, _main, (self._store.port,), duplex=True)
+        self._pipes, self.processes = self._ranks.pipes, self._ranks.processes
         self.collect(range(size), _START_S)
 
     def start(self, function, *arguments, ranks=None, **options) -> range:
@@ -122,9 +119,7 @@ class ProcessWorld:
                 pipe.send(None)
         for process in self.processes:
             process.join(timeout=2.0)
-            if process.is_alive():
-                process.kill()
-                process.join(timeout=5.0)
+        self._ranks.kill()
 
     def __enter__(self) -> ProcessWorld:
         return self

@@ -1,0 +1,142 @@
+"""Ranks as processes: messages, ends, and that nothing outlives its parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep.local_ranks import Ended, LocalRanks, variables
+
+
+def started(main, num_ranks=2, duplex=False):
+    return LocalRanks(multiprocessing.get_context("fork"), num_ranks, main, duplex=duplex)
+
+
+def received(ranks, timeout_s=20.0):
+    """{rank: its messages} until all have ended."""
+    said = {rank: [] for rank in ranks.open}
+    while ranks.open:
+        news = ranks.receive(timeout_s)
+        assert news, f"nothing came from {ranks.open}"
+        for rank, message in news:
+            said[rank].append(message)
+    return said
+
+
+def test_every_message_comes_and_then_the_end():
+    def main(job):
+        for i in range(3):
+            job.pipe.send((job.rank, job.num_ranks, i, job.port))
+
+    ranks = started(main, 3)
+    said = received(ranks)
+    ranks.kill()
+    ports = {messages[0][3] for messages in said.values()}
+    assert len(ports) == 1
+    port = ports.pop()
+    assert said == {rank: [(rank, 3, i, port) for i in range(3)] + [Ended] for rank in range(3)}
+
+
+def test_nothing_comes_within_the_time():
+    ranks = started(lambda job: time.sleep(60))
+    before = time.monotonic()
+    assert ranks.receive(0.1) == [] and ranks.alive() == [0, 1]
+    ranks.kill()
+    assert ranks.alive() == [] and time.monotonic() - before < 20
+    assert [process.exitcode for process in ranks.processes] == [-signal.SIGKILL] * 2
+    ranks.kill()  # again: nothing to do
+
+
+def test_a_rank_is_at_its_end_though_a_child_of_its_holds_the_pipe():
+    def main(job):
+        if job.rank == 0:
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+            job.pipe.send(child)
+            os._exit(0)
+        job.pipe.recv()
+
+    ranks = started(main, duplex=True)
+    (rank, child), *_ = ranks.receive(20)
+    try:
+        assert rank == 0 and ranks.receive(20) == [(0, Ended)] and ranks.open == {1}
+        ranks.pipes[1].send("go")
+        assert ranks.receive(20) == [(1, Ended)]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        ranks.kill()
+
+
+def test_ranks_meet_at_a_port_of_their_own():
+    def main(job):
+        store = job.store(30)
+        store.set(f"{job.rank}", f"rank {job.rank}")
+        job.pipe.send(store.get(f"{1 - job.rank}").decode())
+        store.wait(["0", "1"])
+        if job.rank == 0:  # who serves leaves last
+            store.get("left")
+        else:
+            store.set("left", "")
+
+    ranks = started(main)
+    said = received(ranks)
+    ranks.kill()
+    assert said == {0: ["rank 1", Ended], 1: ["rank 0", Ended]}
+
+
+PARENT = """
+import multiprocessing, os, signal, time
+from hybrid_ep.local_ranks import LocalRanks
+
+def main(job):
+    job.pipe.send(os.getpid())
+    time.sleep(60)
+
+ranks = LocalRanks(multiprocessing.get_context("fork"), 2, main)
+pids = []
+while len(pids) < 2:
+    pids += [message for _, message in ranks.receive(20)]
+print(*pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ranks_die_with_their_parent():
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    left = [int(pid) for pid in done.stdout.split()]
+    assert len(left) == 2
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if Path(f"/proc/{pid}/stat").exists() and not is_zombie(pid)]
+        time.sleep(0.01)
+    assert left == []
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:  # gone
+        return True
+
+
+@pytest.mark.parametrize("rank, num_ranks", [(0, 1), (3, 4)])
+def test_the_variables_of_torchrun(rank, num_ranks):
+    assert variables(rank, num_ranks, 1234) == {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+    }
