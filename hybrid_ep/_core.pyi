@@ -294,6 +294,9 @@ class NvshmemWorld:
     def peer(self, address: int, num_bytes: int, pe: int) -> Segment | None:
         """PE's twin as a Segment, None where only the NIC reaches it."""
 
+    def quiet(self) -> None:
+        """Until all verbs of this PE's kernels so far are complete at their targets."""
+
     @property
     def running(self) -> tuple[int, int, int]: ...
 

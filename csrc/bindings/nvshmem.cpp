@@ -38,6 +38,7 @@ void bind_nvshmem(py::module_& module) {
           py::arg("unique_id"), py::arg("pe"), py::arg("num_pes"), py::arg("device") = -1)
       .def("stop", &W::stop, Unlocked())
       .def("allocate", &W::allocate, py::arg("num_bytes"), Unlocked())
+      .def("quiet", &W::quiet, Unlocked(), "Until all verbs of this PE's kernels so far are complete at their targets.")
       .def("free", &W::free, py::arg("address"), Unlocked())
       .def("own", &W::own, py::arg("address"), py::arg("num_bytes"))
       .def(

@@ -32,6 +32,7 @@
   BUG(kFinishedNotReset, "the counter of finished roles is not reset") \
   BUG(kRecvSlotsFromOperationStart, "arrived chunks are looked for in slots counted from the operation's start") \
   BUG(kCountVectorsShared, "count vectors of successive exchanges share their memory") \
+  BUG(kCountFlagsShared, "count vectors of successive exchanges share the flag of their rail") \
   BUG(kTilesFromRowStart, "every tile of a row is loaded from the row's start") \
   BUG(kWeightsInFirstPairs, "weights on their way back land in the slots of the token's first pairs") \
   BUG(kPaddingNotCleared, "padding rows are not cleared") \
@@ -41,7 +42,6 @@
   BUG(kOneEpoch, "all operations have the same epoch") \
   BUG(kChunkBehindLast, "a block serves the chunk behind its last, whoever has taken it") \
   BUG(kRecordsNotKept, "records of rail tokens are not kept for the way back") \
-  BUG(kDispatchWithoutQuiet, "dispatch returns without quiet: its puts may still be in flight") \
   BUG(kSendSlotsFromOperationStart, "send slots are counted from the operation's start") \
   BUG(kHeldStageBackWhileStoring, "a held stage is given back while stores still read it") \
   BUG(kWrongStagePhase, "the producer waits for the wrong phase of a stage") \
@@ -53,7 +53,6 @@
   BUG(kSignalOneLow, "a chunk's signal is one too low") \
   BUG(kCountsOneExchangeOld, "counts of the exchange before are taken for this one's") \
   BUG(kPartialsOneRowOff, "partials are written one row off") \
-  BUG(kCombineWithoutQuiet, "combine returns without quiet: its puts may still be in flight") \
   BUG(kResultsBeforeStores, "combine's results are announced before their stores are complete") \
   BUG(kCallsUnchecked, "nobody looks whether the calls of the ranks fit together") \
   BUG(kNotifiedBeforeCounts, "the host is told the counts before they are known") \

@@ -63,7 +63,6 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
     ReduceRole<A, Net, kWarps, SumOf::kNode> role(a, net, p, node_sum, smem, 0, 1, 2, p.partial_dtype, p.partial_dtype);
     role.run("node_sum_reduce", parties);
     if (!role.from.elected) return;
-    if (role.leader && !injected(Bug::kCombineWithoutQuiet)) net.quiet(a);
   } else {
     ReduceRole<A, Net, kWarps, SumOf::kToken> role(a, net, p, final_sum, smem, 1, 2, 2 + kWarps, p.partial_dtype,
                                                    p.dtype);

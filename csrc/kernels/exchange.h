@@ -112,7 +112,6 @@ HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::by
   if (a.elect_one()) ExchangeRole<A, Net>::wait_all(a, p);
   if (!a.block_whole()) return;  // a lane left in its wait: the counts are not complete
   if (!place_tokens<A>(a, p, smem, lead)) return;
-  if (lead && a.elect_one() && a.warp_idx() + 1 < p.world.num_nodes) net.quiet(a);  // whoever has put
   a.block_sync();
   if (a.warp_idx() != 0 || !a.elect_one()) return;
   p.misfits[a.block_idx()] = 0;

@@ -71,7 +71,7 @@ struct BufferLayout {
     total = 0;
     ready = add("ready_flags", num_local_ranks * kFlagStride);
     done = add("done_flags", num_local_ranks * kFlagStride);
-    counts_rail = add("counts_rail_flags", num_nodes * kFlagStride);
+    counts_rail = add("counts_rail_flags", 2 * num_nodes * kFlagStride);  // of each parity of the vectors
     counts_node = add("counts_node_flags", num_ranks * kFlagStride);
     rail_full = add("rail_full_flags", ring * kFlagStride);
     rail_free = add("rail_free_flags", ring * kFlagStride);
@@ -86,7 +86,9 @@ struct BufferLayout {
 
   uint64_t ready_flag(int local) const { return ready + local * kFlagStride; }
   uint64_t done_flag(int local) const { return done + local * kFlagStride; }
-  uint64_t counts_rail_flag(int node) const { return counts_rail + node * kFlagStride; }
+  uint64_t counts_rail_flag(int parity, int node) const {
+    return counts_rail + (uint64_t(parity) * num_nodes + node) * kFlagStride;
+  }
   uint64_t counts_node_flag(int rank) const { return counts_node + rank * kFlagStride; }
   // Rings exist for the other nodes only; `node` is the peer's, `own` that of the segment's owner.
   uint64_t ring_entry(int own, int node, uint64_t slot) const {

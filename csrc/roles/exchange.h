@@ -1,7 +1,8 @@
 // All-gather of the count vectors, hierarchical: one put to each rail peer, then every rank hands the vectors
 // of its rail to the ranks of its node. Two parities of the vectors alternate: a rank can be at most one
 // exchange ahead of any other, because finishing exchange k needs everybody's vector k, which a rank sends
-// only after it has finished with the vectors of k - 1.
+// only after it has finished with the vectors of k - 1. Flags of the rail alternate too: the vector of k + 1 may
+// overtake that of k on its way to one rank, while the others' let their exchanges go on.
 #pragma once
 #include "common/bugs.h"
 #include "roles/params.h"
@@ -17,9 +18,10 @@ struct ExchangeRole {
     const uint64_t bytes = p.layout.vector_bytes();
     const uint64_t at = p.parity_bytes() + p.world.rank * bytes, offset = p.counts_offset + at;
     const unsigned char* mine = p.counts + at;
+    const uint64_t flag = p.rail_flag_offset + p.parity_flag_bytes(), sequence = p.sequence();
     const int own = p.world.node();
     for (int i = 1 + a.warp_idx(); i < p.world.num_nodes; i += a.num_warps()) {
-      net.put_signal(a, node_behind(own, i, p.world.num_nodes), offset, mine, bytes, p.rail_flag_offset, p.sequence());
+      net.put_signal(a, node_behind(own, i, p.world.num_nodes), offset, mine, bytes, flag, sequence);
       a.count_rank(&p.traffic->count_bytes, bytes);
     }
   }
@@ -31,7 +33,8 @@ struct ExchangeRole {
       const int node = node_behind(own, i, p.world.num_nodes), source = p.world.rank_of(node, local);
       if (i > 0) {
         if (!injected(Bug::kCountsForwardedEarly))
-          net.wait_signal(a, p.rail_flags + node * kStride, p.sequence(), {Site::kCountsFromRail, source, -1});
+          net.wait_signal(a, p.rail_flags + p.parity_flag_bytes() / 8 + node * kStride, p.sequence(),
+                          {Site::kCountsFromRail, source, -1});
         if (!a.warp_whole()) return false;
       }
       hand_on(a, p, source);

@@ -2,6 +2,7 @@
 #pragma once
 #include "common/bugs.h"
 #include "common/reciprocal.h"
+#include "layout/buffer.h"
 #include "roles/place_params.h"
 
 namespace hep {
@@ -65,15 +66,18 @@ struct ExchangeParams {
   unsigned char* counts;
   unsigned char* const* peer_counts;  // [L] the same of the ranks of the node
   uint64_t counts_offset;             // of the vectors in every segment
-  uint64_t* rail_flags;               // [N] cache lines, written by rail peers
+  uint64_t* rail_flags;               // [2][N] cache lines, written by rail peers
   uint64_t* node_flags;               // [R] cache lines, written by ranks of the node
   uint64_t* const* peer_node_flags;   // [L] start of local rank l's node_flags
-  uint64_t rail_flag_offset;          // of OUR entry in a rail peer's rail_flags
+  uint64_t rail_flag_offset;          // of OUR entry in a rail peer's rail_flags, parity 0
   TrafficCounters* traffic;
 
   HEP_DEVICE uint64_t sequence() const { return progress->exchanges + 1; }
   HEP_DEVICE uint64_t parity_bytes() const {
     return (injected(Bug::kCountVectorsShared) ? 0 : sequence() & 1) * layout.num_ranks * layout.vector_bytes();
+  }
+  HEP_DEVICE uint64_t parity_flag_bytes() const {
+    return (injected(Bug::kCountFlagsShared) ? 0 : sequence() & 1) * layout.num_nodes * BufferLayout::kFlagStride;
   }
 };
 

@@ -33,7 +33,6 @@ struct N2NRole {
         Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.node_count[peer(s).node]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { send_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
-    if (!injected(Bug::kDispatchWithoutQuiet)) net.quiet(a);
     if (rows) {
       a.count_rank(&p.traffic->rail_rows, rows);
       a.count_rank(&p.traffic->rail_bytes, rows * p.message.token_bytes());

@@ -138,7 +138,7 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const CallHeader& heade
   p.rail_flags = flag(world_.rank, layout_.counts_rail);
   p.node_flags = flag(world_.rank, layout_.counts_node);
   p.peer_node_flags = view_.peer_node_flags;
-  p.rail_flag_offset = layout_.counts_rail_flag(world_.node());
+  p.rail_flag_offset = layout_.counts_rail_flag(0, world_.node());
   p.traffic = traffic_;
   p.misfits = misfits_, p.block_counts = block_counts_;
   std::ranges::copy(header.words(), p.header);

@@ -24,11 +24,18 @@ void zero(void* data, size_t bytes) {
   cuda::check(cudaDeviceSynchronize(), "memset of the symmetric heap");
 }
 
+void on_stream(void (*begin)(void* stream)) {
+  const cuda::LentStream lent;
+  begin(lent.stream);
+  cuda::check(cudaGetLastError(), "quiet");  // NVSHMEM prints a launch that failed, and goes on
+  cuda::check(cudaStreamSynchronize(lent.stream), "quiet");
+}
+
 }  // namespace
 }  // namespace hep::nvshmem
 
 extern "C" __attribute__((visibility("default"))) const hep::nvshmem::Entry* hep_nvshmem_entry() {
   using namespace hep::nvshmem;
-  static const Entry entry{hep::cuda::kAbi, &calls(), hep::cuda::make_nvshmem, set_device, zero};
+  static const Entry entry{hep::cuda::kAbi, &calls(), hep::cuda::make_nvshmem, set_device, zero, on_stream};
   return &entry;
 }

@@ -13,8 +13,9 @@ struct Entry {
   uint64_t abi = cuda::kAbi;
   const Calls* calls = nullptr;
   std::unique_ptr<Executor> (*make)(unsigned char* const* rail_segments, uint64_t seed) = nullptr;
-  void (*set_device)(int ordinal) = nullptr;         // of the calling thread
-  void (*zero)(void* data, size_t bytes) = nullptr;  // and wait for it
+  void (*set_device)(int ordinal) = nullptr;                 // of the calling thread
+  void (*zero)(void* data, size_t bytes) = nullptr;          // and wait for it
+  void (*on_stream)(void (*begin)(void* stream)) = nullptr;  // what begins on a stream, and wait for it
 };
 
 inline constexpr const char* kEntrySymbol = "hep_nvshmem_entry";

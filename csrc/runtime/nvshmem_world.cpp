@@ -83,6 +83,11 @@ uint64_t World::allocate(size_t bytes) {
   return reinterpret_cast<uint64_t>(data);
 }
 
+void World::quiet() {
+  enter();
+  entry_->on_stream(entry_->calls->quiet);
+}
+
 void World::free(uint64_t address) {
   enter();
   entry_->calls->free(reinterpret_cast<void*>(address));

@@ -27,7 +27,9 @@ class World {
 
   // The address of zeroed symmetric memory.
   uint64_t allocate(size_t bytes);
-  void free(uint64_t address);
+  // Until every put and signal of this PE's kernels so far is complete at its target.
+  void quiet();
+  void free(uint64_t address);  // collective, after all PEs' quiet
   // `pe`'s twin of own memory, or null where only the NIC reaches it.
   std::shared_ptr<Segment> peer(uint64_t address, size_t bytes, int pe) const;
   std::shared_ptr<Segment> own(uint64_t address, size_t bytes) const;

@@ -3,11 +3,14 @@
 // every verb without a copy.
 //
 // Ordering (the weakest that NVSHMEM/IBGDA promise, and what the loopback transport enforces):
-//   put           lands at any time before this rank's quiet() returns; unordered with everything.
+//   put           lands at any time; unordered with everything.
 //   put_signal    the signal is visible only after ITS OWN bytes; earlier puts may still be in flight.
-//   signal        orders nothing; visible at any time before quiet().
+//   signal        orders nothing; visible at any time.
 //   wait_signal   acquires: bytes of the put_signal that wrote the awaited value may be read.
-//   quiet         all my verbs are complete at their targets; after it the source bytes may be reused.
+// No verb says that others are complete: a rail that could would ask every queue of its NIC, one after the other. The
+// source of a put_signal may be reused when its target answers (a credit, the next count vector), which it does behind
+// the arrival of the bytes. So a kernel ends with verbs in flight, and who frees registered memory first lets them
+// land, then meets the other ranks.
 // Signals are 64-bit, written (not added), monotonic per location, one writer per location.
 #pragma once
 #include <concepts>
@@ -27,7 +30,6 @@ concept Transport = requires(N net, A& a, int peer_node, uint64_t offset, const 
   { net.signal(a, peer_node, offset, value) };
   { net.test_signal(a, flag, value) } -> std::same_as<bool>;  // acquires when true
   { net.wait_signal(a, flag, value, info) };
-  { net.quiet(a) };
 };
 
 }  // namespace hep

@@ -162,7 +162,12 @@ class Heap:
         return answers
 
     def _free_common(self, meet: Rendezvous, topic: str, answers: list[dict[str, Any]]) -> None:
-        for number in sorted(set.intersection(*(set(f["left"]) for f in answers))):
+        common = sorted(set.intersection(*(set(f["left"]) for f in answers)))
+        # Kernels end with puts and credits in flight. All have left the blocks, so that no kernel adds to them; they
+        # are complete on every rank before any rank frees.
+        if common:
+            self._together(meet, f"{topic}/quiet", "nvshmem_quiet", self._running.quiet)
+        for number in common:
             self._together(
                 meet,
                 f"{topic}/freed/{number}",

@@ -70,13 +70,19 @@ inline constexpr Bug kWorldBugs[] = {
 
 // Simulated worlds alone.
 inline constexpr Bug kSimBugs[] = {
-    Bug::kDispatchWithoutQuiet,      Bug::kSendSlotsFromOperationStart,
-    Bug::kHeldStageBackWhileStoring, Bug::kWrongStagePhase,
-    Bug::kFlagBeforeCounts,          Bug::kCreditOneStageEarly,
-    Bug::kDeliverStageBackEarly,     Bug::kN2nStageBackEarly,
-    Bug::kCreditOfAnotherSlot,       Bug::kSignalOneLow,
-    Bug::kCountsOneExchangeOld,      Bug::kPartialsOneRowOff,
-    Bug::kCombineWithoutQuiet,       Bug::kResultsBeforeStores,
+    Bug::kSendSlotsFromOperationStart,
+    Bug::kHeldStageBackWhileStoring,
+    Bug::kWrongStagePhase,
+    Bug::kFlagBeforeCounts,
+    Bug::kCreditOneStageEarly,
+    Bug::kDeliverStageBackEarly,
+    Bug::kN2nStageBackEarly,
+    Bug::kCreditOfAnotherSlot,
+    Bug::kSignalOneLow,
+    Bug::kCountsOneExchangeOld,
+    Bug::kPartialsOneRowOff,
+    Bug::kResultsBeforeStores,
+    Bug::kCountFlagsShared,
 };
 
 // Of kWorldBugs, not for simulated worlds. Four are races between lanes or warps of one group, and a simulated group

@@ -89,7 +89,7 @@ TEST(every_flag_slot_and_vector_has_a_place_of_its_own) {
            counts = pieces_of(b, "counts");
     for (int l = 0; l < int(s.num_local_ranks); ++l)
       ready.add(b.ready_flag(l), 64, 64), done.add(b.done_flag(l), 64, 64);
-    for (int n = 0; n < nodes; ++n) counts_rail.add(b.counts_rail_flag(n), 64, 64);
+    for (int n = 0; n < 2 * nodes; ++n) counts_rail.add(b.counts_rail_flag(n / nodes, n % nodes), 64, 64);
     for (int rank = 0; rank < int(b.num_ranks); ++rank) {
       counts_node.add(b.counts_node_flag(rank), 64, 64);
       for (int parity = 0; parity < 2; ++parity) counts.add(b.counts_vector(parity, rank), b.counts.vector_bytes(), 64);

@@ -66,7 +66,6 @@ class RingWorld {
         Net& net = *net_[n];
         if (a.warp_idx() == 0) {
           send(a, net, n, peers[n], tokens[n], taken[n].data(), smem);
-          net.quiet(a);
         } else {
           receive(a, net, n, peers[n], tokens, &received[n]);
         }

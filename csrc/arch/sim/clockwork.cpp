@@ -88,7 +88,7 @@ void Clockwork::process(uint32_t i) {
     ++hop.server->served;
     item.end = std::max(item.end, start + hop.time);
     if (m_.timeline_.keep_spans && hop.time) {
-      static constexpr const char* kNames[] = {"bulk_g2s", "bulk_s2g", "put", "ack", "flag", "arrive", "resume"};
+      static constexpr const char* kNames[] = {"bulk_g2s", "bulk_s2g", "put", "flag", "arrive", "resume"};
       m_.timeline_.spans.push_back({kNames[item.kind], item.role, item.rank, item.block ? item.block->idx : -1,
                                     hop.link, start, start + hop.time, item.bytes});
     }
@@ -121,14 +121,9 @@ void Clockwork::complete(uint32_t i) {
       return;
     }
     case Item::kResume: return m_.wake(*item.lane);
-    case Item::kPut: {
-      Item ack = item;
-      ack.kind = Item::kAck, ack.num_hops = ack.hop = 0;
-      post(take(ack), m_.clock_ + m_.config_.costs.nic_latency_ps);
+    case Item::kPut:
       if (!item.flag) return;
       break;
-    }
-    case Item::kAck: --m_.rank(item.rank).puts_pending; return m_.wake_flag_waiters(item.rank);
     case Item::kFlag: break;
   }
   *item.flag = item.add ? *item.flag + item.value : std::max(*item.flag, item.value);

@@ -38,7 +38,7 @@ class Clockwork {
     const char* link;
   };
   struct Item {
-    enum Kind : uint8_t { kLoad, kStore, kPut, kAck, kFlag, kArrive, kResume } kind = kResume;
+    enum Kind : uint8_t { kLoad, kStore, kPut, kFlag, kArrive, kResume } kind = kResume;
     bool add = false, landed = false;
     uint8_t hop = 0, num_hops = 0;
     Hop hops[5];

@@ -285,10 +285,6 @@ void Machine::lane_returns(Lane& me) {
     if (!g.stores.empty())
       throw_rule(me, "unfinished_group", "the lane returned without bulk_wait<0> for its bulk stores");
   if (me.launch->alive > 1) return;
-  for (int n = 0; n < config_.num_nodes;
-       ++n)  // credits alone may still be on their way: nobody's memory waits for them
-    for (const Put& put : wires_[size_t(num_ranks() + me.rank * config_.num_nodes + n)].puts)
-      if (put.bytes) throw_rule(me, "unfinished_put", "the kernel returned with puts in flight");
   for (const Load& load : wires_[size_t(me.rank)].loads)
     if (load.issuer->launch == me.launch)
       throw_rule(me, "unfinished_load", "the kernel returned with bulk loads in flight");

@@ -31,7 +31,6 @@ struct Wait {
     kPoll,    // any flag of this rank changes
     kMeet,    // the lanes of the block (or group) arrive: *word reaches `value`
     kGroups,  // this lane's bulk stores: `value` = how far
-    kQuiet,   // this rank's puts
     kLaunch,  // a host lane: its kernel
     kClock,   // timed: the world's clock reaches this lane's
   };
@@ -134,7 +133,6 @@ struct Rank {
   unsigned char* segment = nullptr;
   uint64_t changes = 0;        // flags written in this rank's segment
   std::vector<Lane*> waiting;  // lanes that wait for a flag or a change of this rank
-  uint64_t puts_pending = 0;
   // Licence of the receive region: first_row[s] = first row of source s; empty = the owner alone writes. In a dispatch
   // it holds rows of metadata, then, where rows do not land elsewhere, of payload and of scales.
   struct Rows {

@@ -72,8 +72,7 @@ void Machine::wake_flag_waiters(int r) {
   ++owner.changes;
   std::erase_if(owner.waiting, [&](Lane* lane) {
     const Wait& w = lane->wait;
-    const bool met = w.kind == Wait::kPoll || (w.kind == Wait::kWord && *w.word >= w.value) ||
-                     (w.kind == Wait::kQuiet && owner.puts_pending == 0);
+    const bool met = w.kind == Wait::kPoll || (w.kind == Wait::kWord && *w.word >= w.value);
     if (met) {
       if (timed()) clockwork_->resume(*lane, config_.costs.poll_ps);
       wake(*lane);
@@ -167,7 +166,6 @@ void Machine::put(Lane& me, int node, uint64_t offset, const void* src, uint64_t
   put.flag = flag_offset ? reinterpret_cast<uint64_t*>(base + *flag_offset) : nullptr;
   put.value = value, put.bytes = bytes;
   if (bytes) put.dst = base + offset, put.src = static_cast<const unsigned char*>(src);
-  ++rank(me.rank).puts_pending;
   if (timed()) return clockwork_->put(me, peer, put.dst, put.src, bytes, put.flag, value);
   step(me);
   if (bytes) {
@@ -196,17 +194,6 @@ void Machine::put(Lane& me, int node, uint64_t offset, const void* src, uint64_t
   if (hit && fault.kind == Fault::kRailStops) wire.stopped = true;
   wire.puts.push_back(put);
   if (!wire.stopped) set_ready(at, wire.ready);
-}
-
-void Machine::quiet(Lane& me) {
-  if (timed())
-    clockwork_->flush(me);
-  else
-    step(me);
-  if (rank(me.rank).puts_pending == 0) return;
-  me.wait = {Wait::kQuiet, &rank(me.rank).puts_pending, 0, {Site::kQuiet}};
-  rank(me.rank).waiting.push_back(&me);
-  block(me);
 }
 
 // A credit: the slot of our receive ring that it names is dead from here on.
@@ -271,8 +258,6 @@ void Machine::land_put(const Put& put, Wire& wire) {
     *put.flag = put.value;
     wake_flag_waiters(peer);
   }
-  --rank(wire.src).puts_pending;
-  wake_flag_waiters(wire.src);
 }
 
 }  // namespace hep::sim

@@ -144,6 +144,12 @@ void Machine::run(const std::function<void(int)>& program) {
   if (&first != &main_) host::fiber_switch(main_, first);
   t_running = nullptr;
   program_ = nullptr;
+  // A kernel returns with puts in flight; but each has a reader who waits for it, so that in the end they have landed.
+  // Credits alone may still be on their way.
+  if (config_.fault.kind != Fault::kNone || std::ranges::any_of(ranks_, &Rank::dead)) return;
+  for (const Wire& wire : wires_)
+    if (std::ranges::any_of(wire.puts, [](const Put& put) { return put.bytes != 0; }))
+      fail("rule", "unfinished_put", "all ranks have returned, and nobody has waited for a put");
 }
 
 void Machine::launch(int r, Launch call) {

@@ -79,7 +79,6 @@ class Machine {
   uint64_t look(Lane& me, const uint64_t* flag, uint64_t wanted);
   void put(Lane& me, int node, uint64_t offset, const void* src, uint64_t bytes, const uint64_t* flag_offset,
            uint64_t value);
-  void quiet(Lane& me);
   void lane_returns(Lane& me);
   void spend(Lane& me, Ps time) {
     me.now += time;

@@ -125,7 +125,6 @@ class SimArch {
                 uint64_t value) {
     m_->put(here(at), node, offset, src, bytes, flag, value);
   }
-  void rail_quiet(const Where& at) { m_->quiet(here(at)); }
 
  private:
   Lane& here(const Where& at) const {

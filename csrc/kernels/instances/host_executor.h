@@ -66,6 +66,7 @@ class HostExecutor final : public Executor {
     c.progress = [this] { return net_.progress(); };
     c.interrupted = s.interrupted;
     host::launch<A>(c, body);
+    net_.settle();
   }
 
   Net net_;

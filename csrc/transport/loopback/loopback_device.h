@@ -39,10 +39,6 @@ class LoopbackDevice {
   HEP_DEVICE void wait_signal(A& a, const uint64_t* flag, uint64_t value, const WaitInfo& info) {
     a.wait_ge_sys(flag, value, info);
   }
-  template <class A>
-  HEP_DEVICE void quiet(A&) {
-    __threadfence_system();
-  }
 
  private:
   // Up to 16 microseconds, by a xorshift of this lane's own.

@@ -12,8 +12,8 @@
 //   test, wait   an acquire at system scope of a word that the NIC wrote; the data it covers was written by the same
 //                NIC through the same PCIe path before it, and the device keeps the order of such writes (checked when
 //                NVSHMEM starts, runtime/nvshmem_entry.cu). The acquire's proxy fence orders the bulk loads.
-//   quiet        nvshmem_quiet: all of this PE's operations are complete at their targets. It is the one wait without
-//                this project's deadline; a broken link ends it by the queue pair's own retry limit.
+// A kernel never asks NVSHMEM whether its verbs are complete: nvshmem_quiet walks the queue pairs of all PEs, one after
+// the other, and ends the CUDA context where a link is broken. The host does once, before it frees (nvshmem_host.h).
 #pragma once
 #include <nvshmem.h>
 #include <nvshmemx.h>
@@ -55,10 +55,6 @@ class NvshmemDevice {
   template <class A>
   HEP_DEVICE void wait_signal(A& a, const uint64_t* flag, uint64_t value, const WaitInfo& info) const {
     a.wait_ge_sys(flag, value, info);
-  }
-  template <class A>
-  HEP_DEVICE void quiet(A&) const {
-    nvshmem_quiet();
   }
 
  private:

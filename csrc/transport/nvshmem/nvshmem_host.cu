@@ -58,12 +58,16 @@ int start(const unsigned char* from, int pe, int n) {
   return nvshmemx_init_status() < NVSHMEM_STATUS_IS_INITIALIZED ? kNoDevice : 0;
 }
 
+// nvshmem_quiet of the host waits for what the host itself began; puts of kernels are waited for by a kernel.
+void quiet(void* stream) {
+  nvshmemx_quiet_on_stream(static_cast<cudaStream_t>(stream));
+}
+
 }  // namespace
 
 const Calls& calls() {
-  static const Calls table{built_with,   running,       started,          unique_id,
-                           start,        nvshmem_my_pe, nvshmem_n_pes,    nvshmem_malloc,
-                           nvshmem_free, nvshmem_ptr,   nvshmemi_finalize};
+  static const Calls table{built_with,    running,        started, unique_id,    start,       nvshmem_my_pe,
+                           nvshmem_n_pes, nvshmem_malloc, quiet,   nvshmem_free, nvshmem_ptr, nvshmemi_finalize};
   return table;
 }
 

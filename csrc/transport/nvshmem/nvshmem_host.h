@@ -23,7 +23,9 @@ struct Calls {
   int (*num_pes)();
   // Collective, the same bytes on all PEs and in the same order; null where memory is out.
   void* (*allocate)(size_t bytes);
-  void (*free)(void* data);  // collective
+  // On a CUDA stream: until all verbs of this PE's kernels so far are complete at their targets.
+  void (*quiet)(void* stream);
+  void (*free)(void* data);  // collective; no PE's verbs may be under way to or from it
   // Where this process reaches `pe`'s twin of own memory by loads and stores; null where only the NIC does.
   void* (*peer)(const void* own, int pe);
   void (*stop)();  // collective

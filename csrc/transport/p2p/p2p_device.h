@@ -4,8 +4,7 @@
 // Why the contract holds: put_signal's stores and its st.release.sys are the same lane's, in that order, so whoever
 // acquires the flag at system scope sees the bytes; the acquire's proxy fence (CudaArch) then orders bulk loads of
 // them. The source was written by this lane's bulk stores, complete since bulk_wait<0>; it is read past the L1, which
-// may hold the slot's previous chunk. quiet: loads have returned when the stores that depend on them issue, and the
-// system-scope fence waits for the stores.
+// may hold the slot's previous chunk.
 #pragma once
 #include "arch/concept.h"
 #include "transport/concept.h"
@@ -38,10 +37,6 @@ class P2PDevice {
   template <class A>
   HEP_DEVICE void wait_signal(A& a, const uint64_t* flag, uint64_t value, const WaitInfo& info) const {
     a.wait_ge_sys(flag, value, info);
-  }
-  template <class A>
-  HEP_DEVICE void quiet(A&) const {
-    __threadfence_system();
   }
 
  private:

@@ -33,9 +33,8 @@ class ShmTransport {
   void wait_signal(A& a, const uint64_t* flag, uint64_t value, WaitInfo info) {
     a.wait_ge_sys(flag, value, info);
   }
-  template <class A>
-  void quiet(A&) {}
   bool progress() { return false; }
+  void settle() {}
 
  private:
   unsigned char* const* segments_;

@@ -32,10 +32,6 @@ class SimTransport {
   void wait_signal(A& a, const uint64_t* flag, uint64_t value, WaitInfo info, Where at = Where::current()) {
     a.wait_ge_sys(flag, value, info, at);
   }
-  template <class A>
-  void quiet(A& a, Where at = Where::current()) {
-    a.rail_quiet(at);
-  }
 };
 
 }  // namespace hep

@@ -139,6 +139,8 @@ def test_a_buffer_in_the_symmetric_heap_grows_and_gives_everything_back(world, s
             raise AssertionError(f"no growth in {calls}")
         assert calls[-1] == "finalize 0" and names.count("finalize") == 2
         assert names.count("malloc") == names.count("free")
+        # Each time that the ranks free, their kernels' verbs have landed before; nothing else asks for that.
+        assert [names[i - 1] for i, name in enumerate(names) if name == "free"] == ["quiet"] * names.count("quiet")
 
 
 def _on(world, size: int, function, *arguments):
@@ -166,8 +168,10 @@ def test_wishes_that_differ_become_the_largest_and_what_all_left_is_freed_first(
         assert [c for c in calls if c != "unique_id 0"] == [
             "init 3",
             "malloc 1002",
+            "quiet 0",
             "free 1002",
             "malloc 64",
+            "quiet 0",
             "free 64",
             "finalize 0",
         ]
@@ -189,6 +193,25 @@ def _one_leaves(ctx, stand_in: Path):
 
 def test_what_one_rank_still_holds_is_not_freed(world, stand_in):
     assert _on(world, 3, _one_leaves, stand_in) == [(2, "finalize 0")] * 3
+
+
+def _verbs_never_land(ctx, stand_in: Path):
+    case = _Case(ctx, stand_in, 3, timeout_s=1.0)
+    case.heap.start(case.meet, "start", -1)
+    number, _ = case.heap.allocate(case.meet, "a", 64)
+    os.environ["STAND_IN_NVSHMEM"] = "hang:quiet:1"
+    case.heap.leave(number)
+    try:
+        with pytest.raises(BootstrapError, match="nvshmem_quiet did not come back within 1.* s on rank 1") as error:
+            case.heap.free(case.meet, "b")
+        return error.value.missing, [c.split()[0] for c in case.calls()]
+    finally:
+        case.end()
+
+
+def test_nobody_frees_before_all_ranks_verbs_have_landed(world, stand_in):
+    for missing, calls in _on(world, 3, _verbs_never_land, stand_in):
+        assert missing == (1,) and calls[-1] == "quiet" and "free" not in calls
 
 
 def _failing(ctx, stand_in: Path, misbehave: str, timeout_s: float):

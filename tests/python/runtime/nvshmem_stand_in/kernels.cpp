@@ -21,8 +21,12 @@ int nvshmemi_init_thread(int requested, int* provided, unsigned flags, nvshmemx_
 }
 
 extern "C" const hep::nvshmem::Entry* hep_nvshmem_entry() {
-  static hep::nvshmem::Entry entry{0, &hep::nvshmem::calls(), nullptr, [](int) {},
-                                   [](void* data, size_t bytes) { std::memset(data, 0, bytes); }};
+  static hep::nvshmem::Entry entry{0,
+                                   &hep::nvshmem::calls(),
+                                   nullptr,
+                                   [](int) {},
+                                   [](void* data, size_t bytes) { std::memset(data, 0, bytes); },
+                                   [](void (*begin)(void*)) { begin(nullptr); }};
   const char* text = std::getenv("STAND_IN_NVSHMEM");
   entry.abi = hep::cuda::kAbi + (text && !std::strcmp(text, "other build"));
   return &entry;

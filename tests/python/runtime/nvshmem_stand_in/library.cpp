@@ -131,6 +131,10 @@ void* nvshmem_malloc(size_t bytes) {
   blocks[own] = block;
   return own;
 }
+void nvshmemx_quiet_on_stream(cudaStream_t) {
+  note("quiet");
+  misbehave("quiet");
+}
 void nvshmem_free(void* data) {
   const Block block = blocks.at(data);
   note("free", block.bytes);

@@ -25,6 +25,8 @@ struct nvshmemx_init_attr_t {
 #define NVSHMEMX_UNIQUEID_INITIALIZER {(1 << 16) + 128, {0}}
 #define NVSHMEMX_INIT_ATTR_INITIALIZER {(1 << 16) + 144, -1, -1, NVSHMEMX_UNIQUEID_INITIALIZER}
 
+using cudaStream_t = struct CUstream_st*;
+
 int nvshmemi_init_thread(int requested, int* provided, unsigned flags, nvshmemx_init_attr_t* attr,
                          nvshmemi_version_t version);
 extern "C" {
@@ -37,5 +39,6 @@ int nvshmem_my_pe();
 int nvshmem_n_pes();
 void* nvshmem_malloc(size_t bytes);
 void nvshmem_free(void* data);
+void nvshmemx_quiet_on_stream(cudaStream_t stream);
 void* nvshmem_ptr(const void* data, int pe);
 }
