@@ -31,9 +31,16 @@ struct RailGeometry {
 inline constexpr uint64_t kFlagWords = BufferLayout::kFlagStride / 8;
 
 struct RailSender {
-  HEP_DEVICE static unsigned char* slot(const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
+  // Where the bytes of this kernel's `chunk`-th chunk to the peer are stored: where the peer receives them if this rank
+  // reaches that, else in a send slot, out of which they are put.
+  template <class Net>
+  HEP_DEVICE static unsigned char* slot(const Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk) {
     const uint64_t base = injected(Bug::kSendSlotsFromOperationStart) ? 0 : *p.sent;
-    return p.send_slots + ((base + chunk) % g.num_slots) * g.slot_bytes;
+    const uint64_t at = ((base + chunk) % g.num_slots) * g.slot_bytes;
+    if constexpr (kIsMapped<Net>)
+      return net.mapped(p.node) + p.peer_recv_slots + at;
+    else
+      return p.send_slots + at;
   }
   // Is there a credit for this kernel's `chunk`-th chunk to the peer? Then its slot may be filled: the slot's
   // previous chunk is consumed, which also means that the put from our side of the slot is complete.
@@ -46,14 +53,17 @@ struct RailSender {
            net.test_signal(a, p.free_flags + ((q + injected(Bug::kCreditOfAnotherSlot)) % g.num_slots) * kFlagWords,
                            credit);
   }
-  // Sends the filled slot. The caller's stores into it are complete (bulk_wait<0> by the same lane).
+  // Hands the filled slot over. The caller's stores into it are complete (bulk_wait<0> by the same lane, or by lanes
+  // that it has met since).
   template <class A, class Net>
   HEP_DEVICE static void commit(A& a, Net& net, const RailGeometry& g, const RailPeer& p, uint64_t chunk,
                                 uint64_t bytes) {
     uint64_t q = *p.sent + chunk, slot = q % g.num_slots;
     uint64_t data = p.peer_recv_slots + slot * g.slot_bytes,
              flag = p.peer_full_flags + slot * BufferLayout::kFlagStride;
-    if (injected(Bug::kSignalWithoutOrder)) {  // flag before data: a put, then a signal that does not order it
+    if constexpr (kIsMapped<Net>) {
+      net.signal(a, p.node, flag, q + (!injected(Bug::kSignalOneLow)));
+    } else if (injected(Bug::kSignalWithoutOrder)) {  // flag before data: a put, then a signal that does not order it
       net.put(a, p.node, data, p.send_slots + slot * g.slot_bytes, bytes);
       net.signal(a, p.node, flag, q + 1);
     } else {

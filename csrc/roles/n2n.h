@@ -1,5 +1,6 @@
 // N2N: this rank's tokens to its rail peers, chunk by chunk: gathered into a slot of the send ring, then one
-// put with a signal. One lane is both ends of its small stage FIFO, loads running ahead of stores.
+// put with a signal; or stored into the peer's slot, then the signal, where that is mapped. One lane is both ends of
+// its small stage FIFO, loads running ahead of stores.
 #pragma once
 #include "common/bugs.h"
 #include "pipeline/chunk_sweep.h"
@@ -46,7 +47,7 @@ struct N2NRole {
     const uint32_t n = chunk_size(p.plan.node_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes), total = n * tiles;
     const uint32_t lag = in.fifo.num_stages - 2;  // loads in flight before the first store
-    unsigned char* slot = RailSender::slot(p.rail.geometry, peer, chunk);
+    unsigned char* slot = RailSender::slot(net, p.rail.geometry, peer, chunk);
     for (uint32_t i = 0; i < total + lag; ++i) {
       if (i < total) {
         TokenHead head{};
@@ -59,7 +60,7 @@ struct N2NRole {
     a.template bulk_wait_read<0>();
     out.release(a);
     if (!injected(Bug::kPutBeforeSlotStored))
-      a.template bulk_wait<0>();  // the slot is complete before the NIC reads it
+      a.template bulk_wait<0>();  // the slot is complete before anybody reads it
     RailSender::commit(a, net, p.rail.geometry, peer, chunk, uint64_t(n) * p.message.token_bytes());
     rows += n;
   }

@@ -62,7 +62,7 @@ struct NodeSumRole {
   HEP_DEVICE void sum_chunk(const RailPeer& peer, uint32_t chunk) {
     const uint32_t begin = chunk * p.rail.geometry.chunk_tokens;
     const uint32_t n = chunk_size(p.plan.rail_count[peer.node], chunk, p.rail.geometry.chunk_tokens);
-    unsigned char* slot = RailSender::slot(p.rail.geometry, peer, chunk);
+    unsigned char* slot = RailSender::slot(net, p.rail.geometry, peer, chunk);
     for (uint32_t i = 0; i < n; ++i) {
       const unsigned char* record = p.plan.rail_record(peer.node, begin + i, p.record_bytes);
       partials.count(record);

@@ -32,4 +32,11 @@ concept Transport = requires(N net, A& a, int peer_node, uint64_t offset, const 
   { net.wait_signal(a, flag, value, info) };
 };
 
+// Optional: a rail over mapped memory says where this rank reaches a rail peer's segment. Its bytes then need no put: a
+// role makes bulk stores there, waits for them (bulk_wait<0>), and a signal, which is a release, carries them.
+template <class N>
+inline constexpr bool kIsMapped = requires(const N net, int peer_node) {
+  { net.mapped(peer_node) } -> std::same_as<unsigned char*>;
+};
+
 }  // namespace hep

@@ -121,7 +121,7 @@ class RingWorld {
         Site::kRailSlotFree, geometry_.chunk_tokens, [&](uint32_t s) { return tokens[size_t(peers[s].node)]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, geometry_, peers[s], chunk); },
         [&](uint32_t s, uint32_t chunk) {
-          auto* slot = reinterpret_cast<Vec16*>(RailSender::slot(geometry_, peers[s], chunk));
+          auto* slot = reinterpret_cast<Vec16*>(RailSender::slot(net, geometry_, peers[s], chunk));
           const uint32_t first = chunk * geometry_.chunk_tokens;
           const uint32_t n = chunk_size(tokens[size_t(peers[s].node)], chunk, geometry_.chunk_tokens);
           for (uint32_t w = 0; w < n * kRowBytes / 16; ++w)

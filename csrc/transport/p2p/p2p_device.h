@@ -1,10 +1,11 @@
 // The rail over mapped memory, for rail peers that this GPU can address (NVLink between nodes of one machine, or
-// virtual ranks of one device). A put is the calling lane's own copy, a signal its release store.
+// virtual ranks of one device). Rows go into a peer's slots by roles' own bulk stores (`mapped`); a put, of count
+// vectors alone, is the calling lane's copy, a signal its release store.
 //
 // Why the contract holds: put_signal's stores and its st.release.sys are the same lane's, in that order, so whoever
-// acquires the flag at system scope sees the bytes; the acquire's proxy fence (CudaArch) then orders bulk loads of
-// them. The source was written by this lane's bulk stores, complete since bulk_wait<0>; it is read past the L1, which
-// may hold the slot's previous chunk.
+// acquires the flag at system scope sees the bytes. Its source was written by this lane's block, which has met. A
+// signal behind bulk stores carries them when they are complete (bulk_wait<0>) and this lane's observations: they are
+// its own, or those of lanes that it has met since. The acquire's proxy fence (CudaArch) orders bulk loads of either.
 #pragma once
 #include "arch/concept.h"
 #include "transport/concept.h"
@@ -16,6 +17,7 @@ class P2PDevice {
   // segments[node]: the rail peer's segment as mapped here; the table is in device memory.
   explicit P2PDevice(unsigned char* const* segments) : segments_(segments) {}
 
+  HEP_DEVICE unsigned char* mapped(int node) const { return segments_[node]; }
   template <class A>
   HEP_DEVICE void put(A&, int node, uint64_t offset, const void* src, uint64_t bytes) const {
     copy(segments_[node] + offset, static_cast<const unsigned char*>(src), bytes);

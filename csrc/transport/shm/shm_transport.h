@@ -12,6 +12,7 @@ class ShmTransport {
   // segments[node]: start of the rail peer's segment as mapped here.
   explicit ShmTransport(unsigned char* const* segments) : segments_(segments) {}
 
+  unsigned char* mapped(int node) const { return segments_[node]; }
   template <class A>
   void put(A&, int node, uint64_t offset, const void* src, uint64_t bytes) {
     std::memcpy(segments_[node] + offset, src, bytes);
