@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,6 +81,32 @@ def test_a_replay_with_other_routing_gives_its_results(shape):
             )
 
     world.run(work)
+    world.close()
+
+
+def test_a_blocking_dispatch_beside_another_threads_capture():
+    """The default mode of a capture forbids every thread what no stream orders; waiting for counts is such a call."""
+    world = GpuWorld(1, 1, 2, skew=0)
+    ex = dataclasses.replace(example((1, 1), 0), budget=None)
+    mine, want = make_inputs(ex, 0), expected(ex)
+    given = {name: getattr(mine, name).cuda() for name in ("hidden", "topk_idx", "topk_weights")}
+    num_experts = ex.world.num_experts
+
+    def dispatch():
+        with torch.cuda.stream(world.streams[0]):
+            return world.raw[0].dispatch_with_permute(num_of_experts=num_experts, pad_multiple=8, **given)[0]
+
+    dispatch()  # makes room
+    x, stream, graph = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as other, torch.cuda.graph(graph, stream=stream):
+        x.add_(1)
+        rows = other.submit(dispatch).result(60)
+        other.submit(world.raw[0].traffic).result(60)  # waits until the stream has come to its end
+    same("rows", rows.cpu(), want.permuted[0][0])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert x.tolist() == [2] * 4
     world.close()
 
 

@@ -130,6 +130,21 @@ def test_what_a_capture_forbids_spoils_it(forbidden, status):
     """)
 
 
+def test_a_thread_that_says_so_may_ask_while_a_capture_forbids_it():
+    run("""
+    s, t, mode = stream(), stream(), ctypes.c_int(2)
+    for relaxed in (True, False):
+        graph = ctypes.c_uint64()
+        lib.call("cudaStreamBeginCapture", s, 0)
+        if relaxed:
+            lib.call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        assert lib.status("cudaStreamQuery", t) == (0 if relaxed else UNSUPPORTED)
+        if relaxed:
+            lib.call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        assert lib.status("cudaStreamEndCapture", s, ctypes.byref(graph)) == (0 if relaxed else INVALIDATED)
+    """)
+
+
 def test_branches_of_a_capture_run_in_order_and_must_come_back():
     run("""
     s, t, fork, join = stream(), stream(), event(), event()

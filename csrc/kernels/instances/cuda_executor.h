@@ -76,6 +76,7 @@ class Device {
   }
   // Whether all launches so far have ended. Throws when one of them failed.
   bool idle() const {
+    const OutsideCaptures outside;
     const cudaError_t status = cudaStreamQuery(stream_);
     if (status == cudaErrorNotReady) return false;
     check(status, "a kernel of this buffer or one before it");

@@ -22,6 +22,19 @@ inline void check(cudaError_t status, const char* what) {
   throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
 }
 
+// For calls that no stream orders. While any thread captures, CUDA forbids them in every thread, and spoils the
+// capture, unless the thread that makes them says that it knows: what ours ask or make is never part of a graph.
+class OutsideCaptures {
+ public:
+  OutsideCaptures() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "capture mode"); }
+  ~OutsideCaptures() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  OutsideCaptures(const OutsideCaptures&) = delete;
+  OutsideCaptures& operator=(const OutsideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then what it was
+};
+
 // The pool of a device's Blocks. It never makes one stream wait for another to reuse memory: two virtual ranks whose
 // kernels wait for each other would then wait for ever. It keeps what it has, since giving back waits for the device.
 inline cudaMemPool_t memory_pool() {

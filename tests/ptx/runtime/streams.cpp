@@ -46,6 +46,7 @@ HEP_PTXR_API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 HEP_PTXR_API cudaError_t cudaStreamQuery(cudaStream_t stream) {
   return outside_capture(stream, [](Devices& d, Lock&, cudaStream_t s) {
+    if (const cudaError_t refused = refuse_while_capturing(); refused != cudaSuccess) return refused;
     if (s->issued > s->ended) return cudaErrorNotReady;
     d.host_knows(s);
     return cudaSuccess;
