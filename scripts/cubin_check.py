@@ -44,6 +44,8 @@ LIBRARIES = {"mapped": "libhybrid_ep_cuda.so", "nvshmem": "libhybrid_ep_nvshmem.
 # .S before a stage is refilled or an output tile is stored, .G between an acquired flag and the loads it licenses.
 COPIES = ("UBLKCP.S.G", "UBLKCP.G.S", "SYNCS", "ELECT", "FENCE.VIEW.ASYNC.S")
 ACQUIRES = ("FENCE.VIEW.ASYNC.G",)
+# The last of the warps that stored into other ranks' memory says so to those ranks: counted at system scope.
+SPEAKS_FOR_ALL = ("ATOMG.STRONG.SYS",)
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,10 @@ class Budget:
 
 BUDGETS = {
     "exchange": Budget(80, 7100, ("ELECT", *ACQUIRES)),
-    "dispatch": Budget(128, 6500, (*COPIES, *ACQUIRES)),
+    "dispatch": Budget(128, 6500, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
     "deliver": Budget(80, 2500, (*COPIES, *ACQUIRES)),
     "unpermute": Budget(128, 4500, (*COPIES, "LDS.128", "STS.128")),
-    "combine": Budget(144, 10000, (*COPIES, *ACQUIRES, "LDS.128", "STS.128")),
+    "combine": Budget(144, 10000, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL, "LDS.128", "STS.128")),
 }
 # A fence of system scope takes about a microsecond: one a group of flags (Arch::st_release_sys_each), not one a flag. A
 # loop over peers has 13 to 42 instructions with a fence each; the shortest loop that may have one, over chunks, has 96.

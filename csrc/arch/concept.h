@@ -14,6 +14,7 @@
 //   ld_acquire_sys / st_release_sys / add_release_sys  system scope, between ranks that map each other
 //   st_release_sys_each / wait_ge_sys_each             the same for a group of flags, with one fence for all of it
 //   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
+//   add_acq_rel_sys                                    the same at system scope: the last speaks for all to other ranks
 //   take_rank, count_rank                              the same scope, and they order nothing
 //   mbar_arrive (release) / mbar_wait (acquire)        between lanes of one block (cta scope)
 //   bulk_wait<0>() orders the completed stores before later releases BY THE SAME LANE; bulk groups belong
@@ -110,6 +111,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
 
   // Counters of one rank. What returns the old value costs the lane a round trip to memory; count_rank does not.
   { a.add_acq_rel_rank(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;
+  { a.add_acq_rel_sys(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;
   { a.take_rank(mut_flag) } -> std::same_as<uint64_t>;  // adds 1: tickets for work that is visible already
   { a.count_rank(mut_flag, uint64_t{}) };               // sums that only the host reads
 

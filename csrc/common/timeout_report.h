@@ -19,7 +19,8 @@ enum class Site : uint16_t {
   kLanding,         // never comes: a rank of this node is in another operation, or means rows of other sizes
   kBlockSync,       // the other lanes of this block
   kGridMeeting,     // the other blocks of this kernel
-  kNotification,    // on the host: the counts of an exchange that was launched
+  kNotification,    // on the host: the counts of an exchange that has started
+  kKernelStart,     // on the host: the start of an exchange that was launched
   kTestSite,        // used by conformance tests only
 };
 
@@ -39,6 +40,7 @@ inline const char* site_name(Site s) {
     case Site::kBlockSync: return "block_sync";
     case Site::kGridMeeting: return "grid_meeting";
     case Site::kNotification: return "counts_to_host";
+    case Site::kKernelStart: return "kernel_start";
     case Site::kTestSite: return "test_site";
   }
   return "unknown";

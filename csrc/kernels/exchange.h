@@ -98,6 +98,8 @@ template <Arch A, Transport<A> Net>
 HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   const bool lead = a.block_idx() == a.num_blocks() - 1;
+  if (p.notification && a.block_idx() == 0 && a.warp_idx() == 0 && a.elect_one())
+    a.st_release_sys(CountNotification::started(p.notification), p.notification_ticket);
   a.set_role("route");
   RouteRole<A> route(a, p, smem);
   route.count();
@@ -115,7 +117,8 @@ HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::by
   a.block_sync();
   if (a.warp_idx() != 0 || !a.elect_one()) return;
   p.misfits[a.block_idx()] = 0;
-  if (!last_of(a, &p.progress->leaving, uint64_t(a.num_blocks()))) return;
+  uint64_t* leaving = &p.progress->leaving;
+  if (!last_of(a.add_acq_rel_rank(leaving, 1), leaving, uint64_t(a.num_blocks()))) return;
   if (!injected(Bug::kMeetingNotReset)) p.progress->met = 0;
   p.progress->excess = 0;
   ++p.progress->exchanges;

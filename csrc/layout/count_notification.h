@@ -1,5 +1,6 @@
 // What an exchange tells the host while the device runs on: a block of memory that both can reach, at the front of it
-// a ticket that is released when the words behind it are there. The host reads all of them or none.
+// a ticket that is released when the words behind it are there. The host reads all of them or none. A second ticket
+// says that the kernel has started: what was queued before it is not part of its time.
 #pragma once
 #include "layout/counts.h"
 
@@ -34,6 +35,7 @@ struct CountNotification {
   HEP_HOST_DEVICE static uint64_t* ticket(unsigned char* notification) {
     return reinterpret_cast<uint64_t*>(notification);
   }
+  HEP_HOST_DEVICE static uint64_t* started(unsigned char* notification) { return ticket(notification) + 1; }
   HEP_HOST_DEVICE static uint32_t* word(unsigned char* notification) {
     return reinterpret_cast<uint32_t*>(notification + 64);
   }

@@ -79,11 +79,11 @@ struct NodeGate {
   }
 };
 
-// True for the last of `parties` calls in a kernel (over all blocks); leaves the counter at zero. The
-// acquire-release chain makes everything that earlier callers did visible to the last.
-template <class A>
-HEP_DEVICE bool last_of(A& a, uint64_t* counter, uint64_t parties) {
-  if (a.add_acq_rel_rank(counter, 1) + 1 != parties) return false;
+// True for the last of `parties` calls in a kernel (over all blocks); leaves the counter at zero. `before`: what the
+// caller found in it when it added 1, by an acquire and release, whose chain makes everything that earlier callers did
+// visible to the last: add_acq_rel_sys where that one speaks for all of them to other ranks, else add_acq_rel_rank.
+HEP_DEVICE bool last_of(uint64_t before, uint64_t* counter, uint64_t parties) {
+  if (before + 1 != parties) return false;
   if (!injected(Bug::kFinishedNotReset)) *counter = 0;
   return true;
 }

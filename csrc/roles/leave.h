@@ -9,7 +9,7 @@ namespace hep {
 // sent, received: tokens by node of this operation. parties: calls in the whole grid.
 template <class A, class P>
 HEP_DEVICE void leave_operation(A& a, const P& p, const uint32_t* sent, const uint32_t* received, uint64_t parties) {
-  if (!last_of(a, &p.progress->leaving, parties)) return;
+  if (!last_of(a.add_acq_rel_rank(&p.progress->leaving, 1), &p.progress->leaving, parties)) return;
   const uint64_t chunk = p.rail.geometry.chunk_tokens;
   for (uint32_t i = 0; i < p.rail.num_peers; ++i) {
     const RailPeer& peer = p.rail.peers[i];

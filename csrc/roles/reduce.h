@@ -56,7 +56,9 @@ struct ReduceRole {
     from.pass(a);
     if (!from.elected) return;
     if (!injected(Bug::kResultsBeforeStores)) a.template bulk_wait<0>();
-    if (parties && last_of(a, p.exit_counter, uint64_t(parties) * kWarps)) p.gate.announce_done(a);
+    if (!parties) return;
+    const uint64_t before = a.add_acq_rel_sys(p.exit_counter, 1);
+    if (last_of(before, p.exit_counter, uint64_t(parties) * kWarps)) p.gate.announce_done(a);
   }
 
   HEP_DEVICE void store(const SumHead& head, const Slice& s) {
@@ -127,7 +129,7 @@ struct ReduceRole {
       if (!here) from.await(a);
     }
   }
-  // The slot is complete, by the stores of all warps, before the NIC reads it.
+  // The slot is complete, by the stores of all warps, before anybody reads it.
   HEP_DEVICE void send(const SumHead& head) {
     if (from.elected && !injected(Bug::kSumPutBeforeStored)) a.template bulk_wait<0>();
     if (!injected(Bug::kSumPutBeforeAllWarps)) a.group_sync(group, kWarps);

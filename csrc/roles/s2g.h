@@ -49,7 +49,8 @@ struct DispatchS2GRole {
     from.release(a);  // the stop stage
     if (!injected(Bug::kDoneBeforeStores)) a.template bulk_wait<0>();
     count_traffic();
-    if (last_of(a, p.exit_counter, uint64_t(parties)) || injected(Bug::kEveryRoleDone)) p.gate.announce_done(a);
+    const uint64_t before = a.add_acq_rel_sys(p.exit_counter, 1);
+    if (last_of(before, p.exit_counter, uint64_t(parties)) || injected(Bug::kEveryRoleDone)) p.gate.announce_done(a);
     a.template bulk_wait<0>();
   }
 

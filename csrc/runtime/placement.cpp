@@ -10,10 +10,11 @@
 namespace hep {
 namespace {
 
-// A lane that waits for a rank knows which; the host knows only that no notification comes. It waits longer than
-// the lanes do, so that theirs is the report that comes. What is queued before the exchange on the stream is part of
-// its wait too.
+// A lane that waits for a rank knows which; the host knows only that no notification comes. It waits longer than the
+// lanes do, so that theirs is the report that comes.
 constexpr double kHostPatience = 1.25;
+// What is queued before the exchange on the stream is not ours to judge, or has deadlines of its own.
+constexpr double kStreamPatience = 10;
 
 void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_experts) {
   if (c.num_blocks > int(kMostExchangeBlocks))
@@ -135,21 +136,26 @@ std::shared_ptr<Plan> Placement::plan(unsigned char* memory) {
 // has the counts, the GPU is idle.
 void Engine::await_notification() {
   const std::atomic_ref<uint64_t> ticket(*CountNotification::ticket(static_cast<unsigned char*>(notification_.get())));
-  const int64_t since = host::now_ns();
+  const std::atomic_ref<uint64_t> start(*CountNotification::started(static_cast<unsigned char*>(notification_.get())));
+  int64_t since = host::now_ns();
+  bool started = false;
   host::EagerIdle idle;
   uint32_t looks = 0;
   while (ticket.load(std::memory_order_acquire) < notification_ticket_) {
     if (!idle.round()) continue;
     if (const auto died = executor_->timeout_report()) throw host::DeadlineError(*died);
     executor_->check();
+    if (!started && start.load(std::memory_order_acquire) == notification_ticket_)
+      started = true, since = host::now_ns();
     // Asking takes Python's lock, which others may hold for milliseconds while the counts come.
     const bool stop = ++looks % 16 == 0 && settings_.interrupted && settings_.interrupted();
     const double waited_s = double(host::now_ns() - since) * 1e-9;
-    if (!stop && waited_s < settings_.timeout_s * kHostPatience) continue;
+    if (!stop && waited_s < settings_.timeout_s * (started ? kHostPatience : kStreamPatience)) continue;
     executor_->abort();
     if (stop) throw host::Interrupted();
     TimeoutReport o;
-    o.site = Site::kNotification, o.rank = world_.rank, o.node = world_.node(), o.role = "host";
+    o.site = started ? Site::kNotification : Site::kKernelStart, o.rank = world_.rank, o.node = world_.node(),
+    o.role = "host";
     o.expected = notification_ticket_, o.seen = ticket.load(std::memory_order_acquire), o.waited_s = waited_s;
     throw host::DeadlineError(o);
   }

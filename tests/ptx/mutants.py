@@ -143,7 +143,7 @@ MUTANTS = (
         off(k, "reads flags without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys.")
         for k in ("exchange", "combine")
     ),
-    off("dispatch", "blocks meet without order", r"atom\.acq_rel\.gpu\.", "atom.relaxed.gpu."),
+    off("dispatch", "blocks meet without order", r"atom\.acq_rel\.(gpu|sys)\.", r"atom.relaxed.\1."),
     *(
         off(
             k,

@@ -110,6 +110,7 @@ class HostArch {
     touch(flag);
     return std::atomic_ref(*flag).fetch_add(value, std::memory_order_acq_rel);
   }
+  uint64_t add_acq_rel_sys(uint64_t* flag, uint64_t value) { return add_acq_rel_rank(flag, value); }
   uint64_t take_rank(uint64_t* word) {
     touch(word);
     return std::atomic_ref(*word).fetch_add(1, std::memory_order_relaxed);

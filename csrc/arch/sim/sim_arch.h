@@ -101,6 +101,10 @@ class SimArch {
   uint64_t add_acq_rel_rank(uint64_t* word, uint64_t value, Where at = Where::current()) {
     return m_->add_rank(here(at), word, value);
   }
+  uint64_t add_acq_rel_sys(uint64_t* word, uint64_t value, Where at = Where::current()) {
+    m_->fence_sys(here(at));
+    return m_->add_rank(here(at), word, value);
+  }
   uint64_t take_rank(uint64_t* word, Where at = Where::current()) { return m_->add_rank(here(at), word, 1); }
   void count_rank(uint64_t* word, uint64_t value) { *word += value; }  // nobody looks before the kernel has ended
   void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info, Where at = Where::current()) {

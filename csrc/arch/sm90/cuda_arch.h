@@ -137,6 +137,7 @@ class CudaArch {
   HEP_DEVICE uint64_t add_acq_rel_rank(uint64_t* flag, uint64_t value) {
     return ptx::atom_add_acq_rel_gpu(flag, value);
   }
+  HEP_DEVICE uint64_t add_acq_rel_sys(uint64_t* flag, uint64_t value) { return ptx::atom_add_acq_rel_sys(flag, value); }
   HEP_DEVICE uint64_t take_rank(uint64_t* word) { return ptx::atom_add_relaxed_gpu(word, 1); }
   HEP_DEVICE void count_rank(uint64_t* word, uint64_t value) { ptx::red_add_relaxed_gpu(word, value); }
   HEP_DEVICE void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info) {

@@ -132,6 +132,14 @@ HEP_DEVICE uint64_t atom_add_acq_rel_gpu(uint64_t* p, uint64_t v) {
                : "memory");
   return old;
 }
+HEP_DEVICE uint64_t atom_add_acq_rel_sys(uint64_t* p, uint64_t v) {
+  uint64_t old;
+  asm volatile("atom.acq_rel.sys.global.add.u64 %0, [%1], %2;"
+               : "=l"(old)
+               : "l"(__cvta_generic_to_global(p)), "l"(v)
+               : "memory");
+  return old;
+}
 HEP_DEVICE uint64_t atom_add_relaxed_gpu(uint64_t* p, uint64_t v) {
   uint64_t old;
   asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;"
@@ -198,21 +206,6 @@ HEP_DEVICE float cvt_f32_f16(uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
   return value;
-}
-
-// A 16-byte load that goes to the L2, past a line that this SM may hold from before.
-HEP_DEVICE Word16 ld_global_cg_v4(const void* p) {
-  Word16 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
-               : "l"(__cvta_generic_to_global(p))
-               : "memory");
-  return v;
-}
-HEP_DEVICE void st_global_v4(void* p, const Word16& v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]), "r"(v.w[1]),
-               "r"(v.w[2]), "r"(v.w[3])
-               : "memory");
 }
 
 }  // namespace hep::ptx

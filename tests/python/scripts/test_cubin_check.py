@@ -22,6 +22,7 @@ ALL = (
     "ELECT",
     "FENCE.VIEW.ASYNC.S",
     "FENCE.VIEW.ASYNC.G",
+    "ATOMG.E.ADD.64.STRONG.SYS",
     "LDS.128",
     "STS.128",
 )
@@ -237,6 +238,10 @@ def test_each_kernel_has_its_loops():
         (
             {"opcodes": tuple(o for o in ALL if "ASYNC.G" not in o)},
             "combine<P2PDevice> sm_90a: has no FENCE.VIEW.ASYNC.G",
+        ),
+        (
+            {"opcodes": tuple(o.replace("STRONG.SYS", "STRONG.GPU") for o in ALL)},
+            "dispatch<P2PDevice> sm_90a: has no ATOMG.STRONG.SYS",
         ),
         ({"repeat": 2000}, "instructions, at most"),
         ({"leave_out": ("dispatch", "P2PDevice", "sm_100")}, "dispatch<P2PDevice> sm_100: is not in the library"),
