@@ -552,10 +552,6 @@ class cuda:
     def set_device(ordinal: int) -> None: ...
 
 
-def add_stub_executor() -> None:
-    """Adds 'host_stub' to them, for measuring the host: it launches nothing, and its results are nobody's."""
-
-
 def clones_fit(load: NDArray[Any], owner: NDArray[Any], num_ranks: int, spare_slots: int) -> int:
     """load int64 [E], owner int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit."""
 

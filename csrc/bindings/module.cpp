@@ -189,6 +189,4 @@ PYBIND11_MODULE(_core, m) {
   hep::bind_sim(m);
   hep::bind_balance(m);
   m.def("executors", &hep::Executor::names, "Names of the executors in this build.");
-  m.def("add_stub_executor", &hep::Executor::add_stub,
-        "Adds 'host_stub' to them, for measuring the host: it launches nothing, and its results are nobody's.");
 }

@@ -85,8 +85,6 @@ class Executor {
   static std::unique_ptr<Executor> make(const std::string& name, unsigned char* const* rail_segments, uint64_t seed);
   static std::vector<std::string> names();
   static void add(const std::string& name, Maker maker);  // one that was loaded at run time
-  // Adds "host_stub", which computes nothing, for measuring what the host does in a call; see stub_executor.cpp.
-  static void add_stub();
 
  protected:
   uint64_t launches_ = 0;
