@@ -33,24 +33,24 @@ class StreamedExecutor final : public Executor {
   }
   void exchange(const ExchangeParams& p, const LaunchSettings& s) override {
     ++launches_;
-    push([this, p, s] {
+    push([this, p, kernel = of_a_kernel(s)] {
       ExchangeParams held = p;
       if (late) held.notification_ticket = 0;
-      machine_->exchange(held, s);
+      machine_->exchange(held, kernel);
       if (late) notify(p);
     });
   }
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
     ++launches_;
-    push([this, p, s]() mutable { machine_->dispatch(p, s); });
+    push([this, p, kernel = of_a_kernel(s)]() mutable { machine_->dispatch(p, kernel); });
   }
   void unpermute(CombineParams& p, const LaunchSettings& s) override {
     ++launches_;
-    push([this, p, s]() mutable { machine_->unpermute(p, s); });
+    push([this, p, kernel = of_a_kernel(s)]() mutable { machine_->unpermute(p, kernel); });
   }
   void combine(CombineParams& p, const LaunchSettings& s) override {
     ++launches_;
-    push([this, p, s]() mutable { machine_->combine(p, s); });
+    push([this, p, kernel = of_a_kernel(s)]() mutable { machine_->combine(p, kernel); });
   }
   int most_blocks() const override { return blocks; }
   void require_shared_memory(const ExchangeParams&) const override { require_shared_memory(); }
@@ -83,6 +83,11 @@ class StreamedExecutor final : public Executor {
   bool shared_memory = true;  // whether there is enough of it
 
  private:
+  // A kernel cannot ask the host's user whether to go on: only the host does that, while it waits.
+  static LaunchSettings of_a_kernel(LaunchSettings s) {
+    s.interrupted = nullptr;
+    return s;
+  }
   void require_shared_memory() const {
     if (!shared_memory) throw std::invalid_argument("too little shared memory");
   }
