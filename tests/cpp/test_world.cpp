@@ -13,10 +13,12 @@ namespace {
 
 #if defined(__SANITIZE_THREAD__)
 // ThreadSanitizer does not follow fibers, and has nothing to find in one thread: the thread executors are for it.
-constexpr const char *kPlain = "threads", *kChecked = "threads", *kCheckedLanes4 = "threads_lanes4";
+constexpr const char *kPlain = "threads", *kChecked = "threads", *kCheckedLanes4 = "threads_lanes4",
+                     *kCheckedMapped = "threads_lanes4";
 constexpr uint64_t kScale = 1;
 #else
-constexpr const char *kPlain = "host", *kChecked = "host_checked", *kCheckedLanes4 = "host_checked_lanes4";
+constexpr const char *kPlain = "host", *kChecked = "host_checked", *kCheckedLanes4 = "host_checked_lanes4",
+                     *kCheckedMapped = "host_checked_mapped";
 constexpr uint64_t kScale = 4;
 #endif
 
@@ -118,7 +120,7 @@ TEST(rows_of_40_kilobytes_with_scales) {
 // A sender that waits for one peer's credit starves the others. Here 0 would wait for 1 (to consume), 1 for 2 (to
 // send), 2 for 3 (to consume) and 3 for 0 (to send).
 TEST(skewed_nodes_do_not_wait_in_a_ring) {
-  for (const char* executor : {kPlain, kChecked, kCheckedLanes4}) check_world(skewed_world(executor));
+  for (const char* executor : {kPlain, kChecked, kCheckedLanes4, kCheckedMapped}) check_world(skewed_world(executor));
 }
 
 TEST(chunks_go_round_the_ring_many_times) {
@@ -221,7 +223,11 @@ TEST(random_on_checked) {
   check_seeds({4, 4, 6, 20, 3, 6, 20, kChecked}, 2000, 20 * kScale);
 }
 TEST(random_on_checked_lanes4) {
-  check_seeds({3, 3, 4, 14, 2, 5, 20, kCheckedLanes4}, 3000, 6 * kScale);
+  check_seeds({3, 3, 4, 14, 2, 5, 20, kCheckedLanes4}, 3000, 4 * kScale);
+}
+
+TEST(random_on_checked_mapped) {
+  check_seeds({3, 3, 4, 14, 2, 5, 20, kCheckedMapped}, 3500, 3 * kScale);
 }
 TEST(random_on_large_worlds) {
   check_seeds({4, 4, kScale == 1 ? 8u : 16u, 12, 2, 4, 0, kPlain}, 4000, 5 * kScale);

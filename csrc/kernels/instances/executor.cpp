@@ -16,6 +16,7 @@ std::map<std::string, Executor::Maker>& table() {
   static std::map<std::string, Executor::Maker> executors{{"host", make_host_plain},
                                                           {"host_checked", make_host_checked},
                                                           {"host_checked_lanes4", make_host_checked_lanes4},
+                                                          {"host_checked_mapped", make_host_checked_mapped},
                                                           {"host_checked_lanes32", make_host_checked_lanes32}};
   return executors;
 }

@@ -7,6 +7,7 @@ namespace hep {
 std::unique_ptr<Executor> make_host_plain(unsigned char* const* rail_segments, uint64_t seed);
 std::unique_ptr<Executor> make_host_checked(unsigned char* const* rail_segments, uint64_t seed);
 std::unique_ptr<Executor> make_host_checked_lanes4(unsigned char* const* rail_segments, uint64_t seed);
+std::unique_ptr<Executor> make_host_checked_mapped(unsigned char* const* rail_segments, uint64_t seed);
 // As wide as a GPU's warp: the very divisions of work that the CUDA instances make.
 std::unique_ptr<Executor> make_host_checked_lanes32(unsigned char* const* rail_segments, uint64_t seed);
 

@@ -1,5 +1,5 @@
-// A rail that is as unhelpful as the contract allows: puts read their source late, land in any order, signals
-// overtake everything that does not order them. For tests; what works here does not lean on luck.
+// A rail that is as unhelpful as the contract allows: a put reads its source at once or late, puts land in any order,
+// signals overtake everything that does not order them. For tests; what works here does not lean on luck.
 #pragma once
 #include <atomic>
 #include <cstring>
@@ -17,15 +17,15 @@ class LoopbackTransport {
 
   template <class A>
   void put(A&, int node, uint64_t offset, const void* src, uint64_t bytes) {
-    post({segments_[node] + offset, src, bytes, nullptr, 0});
+    post({segments_[node] + offset, src, bytes, nullptr, 0, {}});
   }
   template <class A>
   void put_signal(A&, int node, uint64_t offset, const void* src, uint64_t bytes, uint64_t flag, uint64_t value) {
-    post({segments_[node] + offset, src, bytes, reinterpret_cast<uint64_t*>(segments_[node] + flag), value});
+    post({segments_[node] + offset, src, bytes, reinterpret_cast<uint64_t*>(segments_[node] + flag), value, {}});
   }
   template <class A>
   void signal(A&, int node, uint64_t flag, uint64_t value) {
-    post({nullptr, nullptr, 0, reinterpret_cast<uint64_t*>(segments_[node] + flag), value});
+    post({nullptr, nullptr, 0, reinterpret_cast<uint64_t*>(segments_[node] + flag), value, {}});
   }
   template <class A>
   bool test_signal(A& a, const uint64_t* flag, uint64_t value) {
@@ -42,12 +42,12 @@ class LoopbackTransport {
     if (ops_.empty()) return false;
     if (rng_() % 4 == 0) return true;
     const size_t i = rng_() % ops_.size();
-    const Op op = ops_[i];
+    const Op& op = ops_[i];
     if (!op.flag && rng_() % 8 != 0) return false;  // nobody waits for a plain put: it may take its time
-    ops_[i] = ops_.back();
-    ops_.pop_back();
-    if (op.bytes) std::memcpy(op.dst, op.src, op.bytes);
+    if (op.bytes) std::memcpy(op.dst, op.taken.empty() ? op.src : op.taken.data(), op.bytes);
     if (op.flag) raise(op.flag, op.value);
+    std::swap(ops_[i], ops_.back());
+    ops_.pop_back();
     return true;
   }
   // Completes whatever is pending. A NIC goes on when the kernel has ended; here nobody else would.
@@ -62,6 +62,7 @@ class LoopbackTransport {
     uint64_t bytes;
     uint64_t* flag;
     uint64_t value;
+    std::vector<unsigned char> taken;  // the source, where it is read at once
   };
   // A location's signals may arrive out of order, but its value never falls (the contract says monotonic).
   static void raise(uint64_t* flag, uint64_t value) {
@@ -71,9 +72,11 @@ class LoopbackTransport {
            !f.compare_exchange_weak(seen, value, std::memory_order_release, std::memory_order_relaxed)) {
     }
   }
-  void post(const Op& op) {
+  void post(Op op) {
     std::lock_guard lock(mutex_);
-    ops_.push_back(op);
+    const auto* src = static_cast<const unsigned char*>(op.src);
+    if (op.bytes && rng_() % 2 != 0) op.taken.assign(src, src + op.bytes);
+    ops_.push_back(std::move(op));
   }
   size_t pending() {
     std::lock_guard lock(mutex_);
