@@ -119,7 +119,7 @@ def rail_of_cuda(runner, nvcc):
     return flags, why_not
 
 
-INTERPRETED = ["scripts/build_cuda.py", "--interpreted", "--arch", "sm_90a"]
+INTERPRETED = ["scripts/build_cuda.py", "--interpreted"]
 
 
 def cuda(runner):
@@ -165,12 +165,17 @@ def ptx(runner):
     if runner.run([sys.executable, *INTERPRETED])[0]:
         return Result("FAILED", note="does not build")
     mutants = [sys.executable, "tests/ptx/mutants.py", "--everyday"]
-    of_gpu, (of_machine, (status, note)) = at_once(
+    everyday = ["--ptx-machine", "--ptx-everyday"]
+    of_hopper, (of_machine, of_blackwell, (status, note)) = at_once(
         runner,
-        lambda own: own.pytest("tests/gpu", "", ["--ptx-machine", "--ptx-everyday"]),
-        lambda own: (own.pytest("tests/ptx"), own.run(mutants)),
+        lambda own: own.pytest("tests/gpu", "", everyday),
+        lambda own: (
+            own.pytest("tests/ptx"),
+            own.pytest("tests/gpu", "", [*everyday, "--ptx-target", "100"], "tests-gpu-sm_100"),
+            own.run(mutants),
+        ),
     )
-    results = [of_machine, of_gpu]
+    results = [of_machine, of_hopper, of_blackwell]
     status = status or any(result.status == "FAILED" for result in results)
     counts = tuple(map(sum, zip(*(result.counts for result in results), strict=True)))
     return Result("FAILED" if status else "passed", counts, note)

@@ -98,8 +98,9 @@ class Runner:
             self.show("".join(lines))
         return status, last_line(lines)
 
-    def pytest(self, folder, marker="", more=()):
-        report = BUILD / f"{folder.replace('/', '-')}.xml"
+    def pytest(self, folder, marker="", more=(), name=None):
+        """`name`: of its report, where two runs of a folder may be under way at once."""
+        report = BUILD / f"{name or folder.replace('/', '-')}.xml"
         report.parent.mkdir(parents=True, exist_ok=True)
         report.unlink(missing_ok=True)
         color = "yes" if sys.stdout.isatty() else "no"

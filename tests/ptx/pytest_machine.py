@@ -23,7 +23,11 @@ BAD_CALLS_LEFT_OUT = {"hidden is sparse"}  # the machine has no sparse tensors o
 # Deadlines of tests are a second or two. The host waits by its clock, the kernels by the machine's: with this speed it
 # is not the host that gives up first where the process gets a fifth of a core.
 CLOCK_SPEED = 5
-EVERYDAY = ("test_host_tests.py", "test_streams.py", "test_faults.py", "test_arena.py")  # the files that CI runs
+# The files that CI runs, by the architecture whose PTX they run.
+EVERYDAY = {
+    90: ("test_host_tests.py", "test_streams.py", "test_faults.py", "test_arena.py"),
+    100: ("test_graph.py", "test_streams.py", "test_faults.py", "test_arena.py"),
+}
 
 
 class Plugin:
@@ -40,7 +44,7 @@ class Plugin:
 
     def pytest_collection_modifyitems(self, config, items):
         if config.getoption("--ptx-everyday"):
-            mine = [i for i in items if i.path.name in EVERYDAY]
+            mine = [i for i in items if i.path.name in EVERYDAY[config.getoption("--ptx-target")]]
             config.hook.pytest_deselected(items=[i for i in items if i not in mine])
             items[:] = mine
         for item in items:
