@@ -64,7 +64,6 @@ class Budget:
 BUDGETS = {
     "exchange": Budget(80, 7100, ("ELECT", *ACQUIRES)),
     "dispatch": Budget(128, 6500, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
-    "deliver": Budget(80, 2500, (*COPIES, *ACQUIRES)),
     "unpermute": Budget(128, 4500, (*COPIES, "LDS.128", "STS.128")),
     "combine": Budget(144, 10000, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL, "LDS.128", "STS.128")),
 }

@@ -2,10 +2,12 @@
 
     python scripts/gpu_bench_stages.py [--executor cuda|host] [--quick] [--out FILE]
 
-permute    the deliver kernel, launched apart (num_blocks_permute), on the rows that one rank of 8 receives of 4096
-           tokens a rank, top-8 of 256 experts, each drawn alike; hidden 7168. Floor: receive rows read once, permuted
-           rows written once, payload and scales alone, at the rate of a plain device copy of the same run.
-unpermute  the unpermute kernel on the way back: permuted rows read, one partial a receive row written; same floor.
+permute    the dispatch kernel of a rank alone, on the rows that one rank of 8 receives of 4096 tokens a rank, top-8 of
+           256 experts, each drawn alike; hidden 7168; no arena. A quarter of the SMs store rows in the receive region,
+           the others take them out of it as they land (num_blocks_permute). Floor: tokens and receive rows read once,
+           receive rows and permuted rows written once, payload and scales alone, at the rate of a plain device copy of
+           the same run.
+unpermute  the unpermute kernel on the way back: permuted rows read, one partial a receive row written; floor likewise.
 route      the exchange kernel of one rank of 64 (E 256, 4096 tokens, top-8): count, exchange, place, on 1 SM. The other
            63 are memory (scripts/lone_rank.py): nobody is waited for, and vectors go to 63 places in this GPU's memory.
            `host us` is the whole call as a blocking dispatch makes it, until the host has the counts. Beside it the
@@ -83,11 +85,11 @@ def local_pass(dtype: str, tokens: int, hidden: int, sms: int, executor: str, re
     if dtype == "fp8":
         scales = torch.rand(len(idx), hidden // 128, device=device)
     options = {
-        "num_blocks_permute": sms,
+        "num_blocks_permute": sms - sms // 4,
         "num_blocks_unpermute": sms,
-        "num_sms_dispatch_api": 8 if on_gpu else 1,
+        "num_sms_dispatch_api": max(1, sms // 4),
         "num_sms_combine_api": 8 if on_gpu else 1,
-        "arena_mib": 0,  # rows that landed in the result would leave deliver nothing to move
+        "arena_mib": 0,  # rows that landed in the result would leave local work nothing to move
     }
     (buffer,) = VirtualWorld(1, 1).buffers(
         hidden, len(idx), EXPERTS // RANKS, executor=executor, timeout_s=20, **options
@@ -98,21 +100,20 @@ def local_pass(dtype: str, tokens: int, hidden: int, sms: int, executor: str, re
         )
         row_bytes = hidden * x.element_size() + (0 if scales is None else 4 * scales.shape[1])
         facts = {"dtype": dtype, "sms": sms, "recv_rows": len(idx), "permuted_rows": len(rows), "hidden": hidden}
-        moved = (len(idx) + len(rows)) * row_bytes  # both ways
         times = timed(
             lambda: buffer.dispatch_with_permute(
                 hidden=x, scaling_factor=scales, handle=handle, num_permuted_tokens=len(rows)
             ),
-            "deliver",
+            "dispatch",
             on_gpu,
             repeats,
         )
-        yield of_floor({"stage": "permute", **facts, **times}, moved, copy)
+        yield of_floor({"stage": "permute", **facts, **times}, (3 * len(idx) + len(rows)) * row_bytes, copy)
         if dtype == "bf16":
             times = timed(
                 lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle), "unpermute", on_gpu, repeats
             )
-            yield of_floor({"stage": "unpermute", **facts, **times}, moved, copy)
+            yield of_floor({"stage": "unpermute", **facts, **times}, (len(idx) + len(rows)) * row_bytes, copy)
     finally:
         buffer.destroy()
 

@@ -12,7 +12,8 @@
 //
 // Ordering is in the operation's name; there is no free-standing fence:
 //   ld_acquire_sys / st_release_sys / add_release_sys  system scope, between ranks that map each other
-//   st_release_sys_each / wait_ge_sys_each             the same for a group of flags, with one fence for all of it
+//   st_release_sys_each / wait_ge_sys_each             the same for a group of flags, with one fence for all of it;
+//                                                      add_release_sys_each likewise
 //   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
 //   add_acq_rel_sys                                    the same at system scope: the last speaks for all to other ranks
 //   take_rank, count_rank                              the same scope, and they order nothing
@@ -107,6 +108,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   // Of n flags, each given by a function of its number 0..n-1. A system fence takes a microsecond: flags share one.
   // Flags are set in ascending order, but seen in any; the wait names the lowest that is missing.
   { a.st_release_sys_each(int{}, mut_flags, uint64_t{}) };
+  { a.add_release_sys_each(int{}, mut_flags, static_cast<uint64_t (*)(int)>(nullptr)) };  // 0: nothing is done
   { a.wait_ge_sys_each(int{}, flags, uint64_t{}, infos) };
 
   // Counters of one rank. What returns the old value costs the lane a round trip to memory; count_rank does not.

@@ -152,6 +152,7 @@ void bind_engine(py::module_& m) {
            "Offsets in the memory of a plan; worst_case: with room for what its dispatch learns.")
       .def("require_blocks", &Engine::require_blocks, py::arg("name"), py::arg("blocks"),
            "ValueError unless a launch may have so many blocks.")
+      .def_property_readonly("most_blocks", &Engine::most_blocks, "Of a launch: they are resident together.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
       .def_property_readonly("launch_ns", &Engine::launch_ns,
                              "Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel.")

@@ -65,6 +65,10 @@
   BUG(kSumPutBeforeAllWarps, "a node sum is put on the rail before all warps' stores are complete") \
   BUG(kLandingAfterReady, "where rows are to land is said after ready") \
   BUG(kLandsOneRowOff, "payload lands one row off") \
+  BUG(kLandedBeforeStores, "rows are told as landed before their stores are complete") \
+  BUG(kLandedUnawaited, "deliver does not wait until rows have landed") \
+  BUG(kLandedOneRowEarly, "deliver takes a group of rows when all but one have landed") \
+  BUG(kLandedNotSettled, "what has landed in earlier operations counts for this one") \
   BUG(kDuplicateForgotten, "the last of a token's duplicates is not copied") \
   BUG(kBlocksDoNotMeet, "blocks that count do not wait for one another") \
   BUG(kMeetingNotReset, "the counter of blocks that have met is not reset") \

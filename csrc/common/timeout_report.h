@@ -17,6 +17,7 @@ enum class Site : uint16_t {
   kRailAny,         // any chunk from any rail peer
   kHeaders,         // never comes: another rank means a different call, and no host saw it
   kLanding,         // never comes: a rank of this node is in another operation, or means rows of other sizes
+  kRowsLanded,      // rows of a rank, stored by the one that hands them on
   kBlockSync,       // the other lanes of this block
   kGridMeeting,     // the other blocks of this kernel
   kNotification,    // on the host: the counts of an exchange that has started
@@ -37,6 +38,7 @@ inline const char* site_name(Site s) {
     case Site::kRailAny: return "rail_any";
     case Site::kHeaders: return "headers_differ";
     case Site::kLanding: return "landing_differs";
+    case Site::kRowsLanded: return "rows_landed";
     case Site::kBlockSync: return "block_sync";
     case Site::kGridMeeting: return "grid_meeting";
     case Site::kNotification: return "counts_to_host";

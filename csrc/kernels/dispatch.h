@@ -1,8 +1,10 @@
-// Kernel: dispatch. Warps: N2N | G2S | S2G x 2 | deliver G2S | deliver S2G | zero rows; the last two, and the work of
-// the one before, are the deliver kernel's when it is launched apart. Entry and exit barriers
-// of the node are inside (NodeGate); nodes are coupled by ring credits only.
+// Kernel: dispatch. Warps: N2N | G2S | S2G x 2 | deliver G2S | deliver S2G | zero rows. The first blocks of the grid
+// feed links, with the first four; those behind them do the local work, with the others, as rows land. Without such
+// blocks the first have all warps. Nobody who feeds links waits for local work. Entry and exit barriers of the node are
+// inside (NodeGate); nodes are coupled by ring credits only.
 #pragma once
-#include "roles/deliver.h"
+#include "roles/deliver_g2s.h"
+#include "roles/deliver_s2g.h"
 #include "roles/enter.h"
 #include "roles/g2s.h"
 #include "roles/leave.h"
@@ -17,34 +19,49 @@ inline constexpr int kDispatchWarps = 5 + kScatterWarps;
 
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::byte* smem) {
-  const StageFifo<A, TokenHead> scatter(smem, p.scatter), rail(smem, p.rail_stage), deliver(smem, p.deliver);
+  const StageFifo<A, TokenHead> scatter(smem, p.scatter), rail(smem, p.rail_stage);
+  const StageFifo<A, TokenHead> deliver(smem, p.deliver), look_up(smem, p.look_up);
   const int warp = a.warp_idx();
   const bool elected = a.elect_one();
+  const bool links = p.blocks.feeds_links(uint32_t(a.block_idx()));
+  const bool local = p.blocks.works_locally(uint32_t(a.block_idx()));
   if (warp == 0 && elected) {
-    scatter.init(a, 1);
-    rail.init(a, 1);
-    deliver.init(a, 1);
+    if (links) scatter.init(a, 1), rail.init(a, 1);
+    if (local) deliver.init(a, 1), look_up.init(a, 1);
   }
   if (!enter_kernel(a)) return;
   if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
-  if (p.deliver_apart && warp >= 5) return;
-  if (warp == 6) return ZeroRowsRole<A>::run(a, p);
-  if (!elected) return;  // the copy roles are one lane each: bulk copies need no more
+  if (warp == 6 && local) return ZeroRowsRole<A>::run(a, p);
+  if (!elected || (warp < 4 && !links) || (warp > 4 && !local)) return;  // the copy roles are one lane each
   switch (warp) {
     case 0: N2NRole<A, Net>(a, net, p, rail, smem).run(); break;
     case 1: DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps); break;
     case 2:
     case 3:
-      DispatchS2GRole<A, Net>(a, net, p, scatter, warp - 2, kScatterWarps).run(a.num_blocks() * kScatterWarps);
+      DispatchS2GRole<A, Net>(a, net, p, scatter, smem, warp - 2, kScatterWarps).run(p.blocks.link * kScatterWarps);
       break;
     case 4:
-      a.set_role("deliver_g2s");
+      if (local) DeliverG2SRole<A>(a, p, deliver, look_up, smem).run();
+      if (!links) return;
       p.gate.wait_all_done(a, p.gate.epoch());
-      if (!p.deliver_apart) DeliverG2SRole<A>(a, p, deliver).run();
       break;
     case 5: return DeliverS2GRole<A>(a, p, deliver).run();
   }
-  leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(a.num_blocks()) * (3 + kScatterWarps));
+  leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(p.blocks.link) * (3 + kScatterWarps));
+}
+
+// The FIFOs of local work, from `start` on, within `budget` bytes.
+template <Arch A>
+uint64_t plan_local_smem(DispatchParams& p, uint64_t start, uint64_t budget, uint32_t most_stages) {
+  using Fifo = StageFifo<A, TokenHead>;
+  p.source_begins_at = start;
+  const uint64_t begins = align_up(4ull * (uint64_t(p.world.num_ranks()) + 1), 128);
+  const bool looks_up = p.landing.in == LandIn::kFirstPair;
+  p.look_up = Fifo::layout(start + begins, LookUp::kStages, looks_up ? LookUp::stage_bytes(p.message) : 16);
+  const uint64_t aside = p.look_up.end - start + 256, left = budget > aside ? budget - aside : 0;
+  const uint32_t stages = stages_that_fit(left, token_stage_bytes<A>(p), 2, most_stages);
+  p.deliver = Fifo::layout(p.look_up.end, stages, p.message.payload_at() + p.tile_bytes);
+  return p.deliver.end;
 }
 
 // Fills in how shared memory is cut. `budget` is what one block may use; returns the bytes it will use.
@@ -52,23 +69,24 @@ template <Arch A>
 uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   using Fifo = StageFifo<A, TokenHead>;
   p.tile_bytes = p.message.row_bytes < kMaxTileBytes ? p.message.row_bytes : kMaxTileBytes;
-  const uint64_t stage = token_stage_bytes<A>(p);
+  const uint64_t stage = token_stage_bytes<A>(p), stage_bytes = p.message.payload_at() + p.tile_bytes;
   const uint64_t cursors = align_up(4ull * (p.rail.num_peers + 1), 128);
-  p.arrival_cursors_at = 0, p.credit_cursors_at = cursors;
-  // Without rail peers N2N stages nothing, and its share is the scatter FIFO's. So is that of deliver when it is apart.
-  const uint64_t stage_bytes = p.message.payload_at() + p.tile_bytes;
+  p.arrival_cursors_at = 0, p.credit_cursors_at = cursors, p.untold_at = 2 * cursors;
+  const uint64_t fifos_at =
+      p.untold_at + align_up(sizeof(UntoldRows) * kScatterWarps * uint64_t(p.world.num_local_ranks), 128);
+  // Without rail peers N2N stages nothing, and its share is the scatter FIFO's. So is that of local work that is apart.
   const uint64_t room = budget > 1024 ? budget - 1024 : 0, quarter = room / 4;  // the rest is alignment
-  const bool rail = p.rail.num_peers != 0, here = !p.deliver_apart;
+  const bool rail = p.rail.num_peers != 0, here = !p.blocks.is_apart();
   const uint32_t n2n = rail ? stages_that_fit(quarter, stage, 3, kMostSideStages) : 3;
-  const uint32_t deliver = here ? stages_that_fit(quarter, stage, 2, kMostSideStages) : 2;
   const uint64_t left = room - (rail + here) * quarter;
   constexpr uint32_t kLeast = 2 * kScatterWarps;
   uint32_t scatter = stages_that_fit(left, stage, kLeast, kMostStages) / kScatterWarps * kScatterWarps;
+  const uint64_t apart = here ? 0 : plan_local_smem<A>(p, 0, budget, kMostStages);
   for (;; scatter -= kScatterWarps) {  // cursors of many peers and empty FIFOs may take more than was set aside
-    p.scatter = Fifo::layout(2 * cursors, scatter, stage_bytes);
+    p.scatter = Fifo::layout(fifos_at, scatter, stage_bytes);
     p.rail_stage = Fifo::layout(p.scatter.end, n2n, rail ? stage_bytes : 16);
-    p.deliver = Fifo::layout(p.rail_stage.end, deliver, here ? stage_bytes : 16);
-    if (p.deliver.end <= budget || scatter == kLeast) return p.smem_bytes = p.deliver.end;
+    const uint64_t end = here ? plan_local_smem<A>(p, p.rail_stage.end, quarter, kMostSideStages) : p.rail_stage.end;
+    if (end <= budget || scatter == kLeast) return p.smem_bytes = end > apart ? end : apart;
   }
 }
 

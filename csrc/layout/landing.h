@@ -23,7 +23,7 @@ struct alignas(16) Landing {
   uint32_t rows = 0, row_bytes = 0, scale_bytes = 0;
   uint64_t epoch = 0;           // of the operation
   uint32_t metadata_bytes = 0;  // of an entry
-  uint32_t unused = 0;
+  uint32_t followed = 0;        // 1: the rank wants to be told what has landed (pipeline/landed_rows.h)
 
   // Whether rows of such messages may be stored here in this operation. A rank is never ahead of an operation that
   // others are in, but memory that stands for one may say that it is.

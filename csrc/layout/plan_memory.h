@@ -15,7 +15,7 @@ struct PlanMemory {
   uint64_t numbers = 0;  // PlanNumbers
   uint64_t pair_expert = 0, pair_weight = 0, pair_pos = 0, row_pos = 0, node_pos = 0, node_tokens = 0;
   uint64_t node_count = 0, rail_count = 0, tokens_per_expert = 0, padded_tokens_per_expert = 0, zero_ranges = 0;
-  uint64_t dropped = 0, rank_rows = 0;
+  uint64_t dropped = 0, rank_rows = 0, source_rows = 0;
   uint64_t record_table = 0, token_table = 0;
   uint64_t records = 0;
   uint64_t rail_records = 0, rail_record_stride = 0, row_records = 0, row_weights = 0;
@@ -33,7 +33,7 @@ struct PlanMemory {
     m.pair_pos = m.add(4 * tokens * topk), m.row_pos = m.add(4 * tokens * topk);
     m.node_pos = m.add(4 * tokens * N), m.node_tokens = m.add(4 * tokens * N);
     m.node_count = m.add(4 * N), m.rail_count = m.add(4 * N), m.zero_ranges = m.add(8 * Er);
-    m.dropped = m.add(8 * R), m.rank_rows = m.add(4 * R);
+    m.dropped = m.add(8 * R), m.rank_rows = m.add(4 * R), m.source_rows = m.add(4 * R);
     m.record_table = m.add(8 * N), m.token_table = m.add(8 * N);
     m.records = m.add(N * tokens * record);
     return m;

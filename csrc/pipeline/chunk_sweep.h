@@ -15,20 +15,22 @@ namespace hep {
 // stream, zero between operations.
 struct ChunksTaken {
   uint64_t *to_rail, *to_node;  // [N] each: chunks for rail peers; arrived chunks and this rank's own tokens
+  uint32_t blocks;              // that take chunks: the first of the grid
 };
 
 // Whoever is through with a chunk takes the lowest that is free; the first of each block is its own number. So the
 // lowest that is not served always has an owner. Taken before it is ready: chunks become ready in any order, and a
 // block that took ready ones alone would look at the lowest for as long as that is late.
 template <Arch A>
-HEP_DEVICE uint32_t next_chunk(A& a, uint64_t* taken) {
-  return uint32_t(a.num_blocks()) + uint32_t(a.take_rank(taken));
+HEP_DEVICE uint32_t next_chunk(A& a, uint64_t* taken, uint32_t blocks) {
+  return blocks + uint32_t(a.take_rank(taken));
 }
 
 template <Arch A>
 struct ChunkSweep {
   A& a;
   uint64_t* taken;    // [num_streams], see ChunksTaken
+  uint32_t blocks;    // likewise
   uint32_t* cursors;  // [num_streams], shared memory: the chunk of each stream that this block has taken and not served
   uint32_t num_streams;
 
@@ -51,7 +53,7 @@ struct ChunkSweep {
           while (!ready(s, chunk)) a.poll_idle(waiting, uint64_t(chunk) + 1, chunk);  // in order, come what may
         }
         serve(s, chunk);
-        a.st_shared(cursors + s, injected(Bug::kChunkBehindLast) ? chunk + 1 : next_chunk(a, taken + s));
+        a.st_shared(cursors + s, injected(Bug::kChunkBehindLast) ? chunk + 1 : next_chunk(a, taken + s, blocks));
         progress = true;
       }
       if (progress)

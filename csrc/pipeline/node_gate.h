@@ -40,12 +40,17 @@ struct NodeGate {
     }
     if (!injected(Bug::kLandingAfterReady)) announce(a, peer_ready);
   }
-  // Of local rank l, by a lane for which all are ready.
+  // Of local rank l, by a lane for which all are ready. Of one that is in another operation, or means rows of another
+  // size, the deadline is waited for.
   template <class A>
-  HEP_DEVICE Landing landing(A& a, uint32_t l) const {
+  HEP_DEVICE Landing landing(A& a, uint32_t l, uint64_t operation, const MessageLayout& message) const {
     const auto* from =
         reinterpret_cast<const Vec16*>(reinterpret_cast<const unsigned char*>(ready_in + l * kStride) + Landing::kAt);
-    return std::bit_cast<Landing>(LandingWords{{a.ld_global(from), a.ld_global(from + 1), a.ld_global(from + 2)}});
+    const auto landing =
+        std::bit_cast<Landing>(LandingWords{{a.ld_global(from), a.ld_global(from + 1), a.ld_global(from + 2)}});
+    while (!landing.is_for(operation, message))
+      a.poll_idle({Site::kLanding, world.rank_of(world.node(), int(l))}, operation, landing.epoch);
+    return landing;
   }
   template <class A>
   HEP_DEVICE void wait_all_ready(A& a) const {

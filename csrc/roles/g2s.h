@@ -21,8 +21,8 @@ struct DispatchG2SRole {
         net(n),
         p(params),
         to(fifo),
-        sweep{arch, params.taken.to_node, reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at),
-              params.rail.num_peers + 1} {}
+        sweep{arch, params.taken.to_node, params.taken.blocks,
+              reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at), params.rail.num_peers + 1} {}
 
   HEP_DEVICE void run(int num_consumers) {
     a.set_role("g2s");

@@ -25,8 +25,8 @@ struct N2NRole {
         p(params),
         in(fifo),
         out(fifo, 0, 1),
-        sweep{arch, params.taken.to_rail, reinterpret_cast<uint32_t*>(smem + params.credit_cursors_at),
-              params.rail.num_peers} {}
+        sweep{arch, params.taken.to_rail, params.taken.blocks,
+              reinterpret_cast<uint32_t*>(smem + params.credit_cursors_at), params.rail.num_peers} {}
 
   HEP_DEVICE void run() {
     a.set_role("n2n");

@@ -7,6 +7,7 @@
 #include "layout/message.h"
 #include "layout/smem.h"
 #include "pipeline/chunk_sweep.h"
+#include "pipeline/landed_rows.h"
 #include "pipeline/node_gate.h"
 #include "pipeline/rail_ring.h"
 #include "roles/exchange_params.h"
@@ -17,6 +18,21 @@ namespace hep {
 // receive row; where rows land is in the Landing.
 struct NodePeers {
   unsigned char* const* recv;  // [L]
+  uint64_t landed_below;       // bytes from a rank's counters of landed rows to that region
+};
+
+// What a block of a dispatch does. The first of the grid feed links; those behind them do the local work, which needs
+// many, or, without such blocks, the first do that as well.
+struct BlockSplit {
+  uint32_t link, local;
+
+  HEP_HOST_DEVICE uint32_t all() const { return link + local; }
+  HEP_HOST_DEVICE bool feeds_links(uint32_t block) const { return block < link; }
+  HEP_HOST_DEVICE bool works_locally(uint32_t block) const { return local == 0 || block >= link; }
+  HEP_HOST_DEVICE bool is_apart() const { return local != 0; }
+  // Among those that work locally.
+  HEP_HOST_DEVICE uint32_t worker(uint32_t block) const { return local ? block - link : block; }
+  HEP_HOST_DEVICE uint32_t workers() const { return local ? local : link; }
 };
 
 // The part of a plan that kernels read (and, on the first dispatch, complete).
@@ -34,6 +50,7 @@ struct PlanView {
   unsigned char* row_records;   // [M][record_bytes], filled by the first dispatch
   float* row_weights;           // [M][weight_stride], likewise; zeros when no weights travelled
   const uint32_t* zero_ranges;  // [local experts][2] permuted rows of the expert's group without a token
+  const uint32_t* source_rows;  // [R] receive rows from each rank, before the capacity cut
   bool fresh;                   // the first dispatch of this plan: metadata is to be written
 
   // Whether the pair is an expert's of this rank, and has a permuted row.
@@ -69,7 +86,9 @@ struct DispatchParams {
   bool copies;         // some of them lie then elsewhere than the caller reads them
   float* out_weights;  // permuted: [out_rows]; else [M][experts of this node]
   uint32_t out_rows;
-  bool permute, deliver_apart;  // apart: the deliver roles are the next kernel's
+  bool permute;
+  BlockSplit blocks;
+  LandedRows landed;
   uint32_t first_node_expert, num_node_experts;
   RankProgress* progress;
   uint64_t* exit_counter;  // rank-private, zero between kernels
@@ -77,8 +96,12 @@ struct DispatchParams {
   // Shared memory.
   uint32_t tile_bytes;
   uint64_t arrival_cursors_at, credit_cursors_at;  // [num_peers + 1], [num_peers] words, see ChunkSweep
-  FifoLayout scatter, rail_stage, deliver;
+  uint64_t untold_at;                              // [scatter warps][L], see LandedTally
+  uint64_t source_begins_at;                       // [R + 1] words, see LandedWalk
+  FifoLayout scatter, rail_stage, deliver, look_up;
   uint64_t smem_bytes;
+
+  HEP_HOST_DEVICE bool reads_metadata() const { return plan.fresh || out_weights; }
 };
 
 struct CombineParams {

@@ -42,7 +42,7 @@ struct PlaceRole {
       const uint32_t budget = counts.header(int(d), kHeaderBudget);
       set(smem.rank_rows_at() + d, rows.all), set(smem.row_base_at() + d, rows.before);
       set(smem.room_at() + d, budget ? budget - 1 : ExchangeSmem::kUnlimited);
-      if (lead) q.rank_rows[d] = rows.all;
+      if (lead) q.rank_rows[d] = rows.all, q.source_rows[d] = counts.rows(int(d), p.world.rank);
     }
     const int own_node = p.world.node(), own_local = p.world.local_rank();
     for (uint32_t n = me; lead && n < p.layout.num_nodes; n += width) {

@@ -32,6 +32,7 @@ struct PlaceParams {
   uint32_t* zero_ranges;                                  // [local experts][2]
   uint64_t* dropped_per_rank;                             // [R] pairs lost to budgets
   uint32_t* rank_rows;                                    // [R] receive rows of each
+  uint32_t* source_rows;                                  // [R] of this rank's, from each
   // [N] tables, to be filled before use: the host does not write where they lie.
   unsigned char** records;
   const uint32_t** node_token_table;

@@ -50,7 +50,7 @@ struct NodeSumRole {
     p.gate.wait_all_ready(a);
     auto peer = [&](uint32_t s) -> const RailPeer& { return p.rail.peer_behind(p.world.node(), s); };
     auto* cursors = reinterpret_cast<uint32_t*>(smem + p.credit_cursors_at);
-    ChunkSweep<A>{a, p.taken.to_rail, cursors, p.rail.num_peers}.run(
+    ChunkSweep<A>{a, p.taken.to_rail, p.taken.blocks, cursors, p.rail.num_peers}.run(
         Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.rail_count[peer(s).node]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { sum_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
@@ -92,7 +92,7 @@ struct FinalSumRole {
     const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
     // Chunks of tokens no longer than the rails': RailTally's credits come in time because of it.
     for (uint32_t chunk = uint32_t(a.block_idx()); uint64_t(chunk) * chunk_tokens < p.plan.num_tokens;
-         chunk = next_chunk(a, p.taken.to_node)) {
+         chunk = next_chunk(a, p.taken.to_node, p.taken.blocks)) {
       const uint32_t begin = chunk * chunk_tokens, n = chunk_size(p.plan.num_tokens, chunk, chunk_tokens);
       for (uint32_t i = 0; i < n; ++i) token(begin + i, i + 1 == n);
     }

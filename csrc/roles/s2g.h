@@ -3,6 +3,7 @@
 // there is no scan over ranks.
 #pragma once
 #include "common/bugs.h"
+#include "pipeline/landed_rows.h"
 #include "roles/token_loader.h"
 
 namespace hep {
@@ -14,24 +15,35 @@ struct DispatchS2GRole {
   Net& net;
   const DispatchParams& p;
   StageConsumer<A, TokenHead> from;
+  LandedTally<A> landed;
   uint64_t node_rows = 0, self_rows = 0, node_stores = 0, self_stores = 0;  // tokens handed over; their rows stored
   uint64_t epoch = 0;
-  uint32_t from_slot = 0;  // stages of the chunk in progress that this warp has had
+  uint32_t from_slot = 0;    // stages of the chunk in progress that this warp has had
+  uint32_t first_token = 0;  // of those whose rows are not told as landed
+  uint32_t held = 0;         // stages that stores may still read
 
   HEP_DEVICE DispatchS2GRole(A& arch, Net& n, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
-                             int index, int stride)
-      : a(arch), net(n), p(params), from(fifo, index, stride) {}
+                             std::byte* smem, int index, int stride)
+      : a(arch),
+        net(n),
+        p(params),
+        from(fifo, index, stride),
+        landed{arch, params.peers.recv, params.peers.landed_below,
+               reinterpret_cast<Vec16*>(smem + params.untold_at) + index * params.world.num_local_ranks,
+               params.world.num_local_ranks} {}
 
   HEP_DEVICE void run(int parties) {
     a.set_role("s2g");
     p.gate.wait_all_ready(a);  // nobody's memory is touched before their owner entered the operation
     epoch = p.gate.epoch();
-    uint32_t held = 0;
+    landed.clear();
     // A held stage must not starve the producer: with few stages per consumer fewer groups stay in flight.
     const uint32_t in_flight = from.fifo.num_stages / from.stride > kInFlight ? kInFlight : 0;
     for (;;) {
       const TokenHead head = from.wait(a);
       if (head.stop) break;
+      if (landed.any && head.index - first_token >= LandedRows::kRows) tell_landed();
+      if (!landed.any) first_token = head.index;
       scatter(head);
       from.advance();
       if (++held > in_flight) {
@@ -43,6 +55,8 @@ struct DispatchS2GRole {
         from.release(a);
         --held;
       }
+      // What comes next may be long in coming.
+      if (landed.any && head.stage + uint32_t(from.stride) >= head.chunk_stages) tell_landed();
     }
     a.template bulk_wait_read<0>();
     for (; held > 0; --held) from.release(a);
@@ -55,6 +69,13 @@ struct DispatchS2GRole {
   }
 
  private:
+  HEP_DEVICE void tell_landed() {
+    if (!injected(Bug::kLandedBeforeStores)) {
+      a.template bulk_wait<0>();
+      for (; held > 0; --held) from.release(a);
+    }
+    landed.tell();
+  }
   HEP_DEVICE void scatter(const TokenHead& head) {
     const unsigned char* stage = from.data();
     if (head.peer) {
@@ -73,7 +94,7 @@ struct DispatchS2GRole {
     uint32_t pair = 0;
     for (uint32_t i = 0; i < rec.num_dsts; ++i) {
       const DstEntry dst = std::bit_cast<DstEntry>(a.ld_shared(dsts + i));
-      const Landing landing = landing_of(dst.local_rank);
+      const Landing landing = p.gate.landing(a, dst.local_rank, epoch, p.message);
       unsigned char* recv = p.peers.recv[dst.local_rank];
       if (head.tile == 0)
         a.bulk_s2g(recv + uint64_t(dst.row) * p.message.metadata_bytes(), stage, p.message.metadata_bytes());
@@ -82,21 +103,13 @@ struct DispatchS2GRole {
         store(head, stage, recv, landing, dst.row);
       else
         stores = store_pairs(head, stage, recv, landing, rec.num_pairs, pair, dst.local_rank);
+      if (landing.followed) landed.add(dst.local_rank, dst.row);
       if (head.tile != 0) continue;
       const bool self = dst.local_rank == uint32_t(p.world.local_rank());
       ++(self ? self_rows : node_rows);
       (self ? self_stores : node_stores) += stores;
     }
     a.bulk_commit();
-  }
-  // Of a rank that is in another operation, or means rows of another size, its deadline is waited for.
-  HEP_DEVICE Landing landing_of(uint32_t local_rank) {
-    const Landing landing = p.gate.landing(a, local_rank);
-    while (!landing.is_for(epoch, p.message)) {
-      const int32_t rank = p.world.rank_of(p.world.node(), int(local_rank));
-      a.poll_idle({Site::kLanding, rank}, epoch, landing.epoch);
-    }
-    return landing;
   }
   // To the permuted rows of the token's pairs on a rank; how many it has got there. pair: where to look from, for ranks
   // and pairs ascend.

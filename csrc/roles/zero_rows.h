@@ -15,7 +15,7 @@ struct ZeroRowsRole {
       const bool tail = r == p.plan.num_local_experts;  // behind the last group, up to the result's end
       const uint64_t begin = tail ? p.plan.numbers->permuted_rows : p.plan.zero_ranges[2 * r];
       const uint64_t end = tail ? p.out_rows : p.plan.zero_ranges[2 * r + 1];
-      for (uint64_t row = begin + a.block_idx(); row < end; row += a.num_blocks()) {
+      for (uint64_t row = begin + p.blocks.worker(uint32_t(a.block_idx())); row < end; row += p.blocks.workers()) {
         zero(a, p.out_x + row * p.message.row_bytes, p.message.row_bytes);
         if (p.message.scale_bytes) zero(a, p.out_scales + row * p.message.scale_bytes, p.message.scale_bytes);
         if (p.out_weights && a.lane() == 0) a.st_global(p.out_weights + row, 0.f);

@@ -41,7 +41,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   const uint64_t counters = align_up(sizeof(TrafficCounters), 64), line = 64;
   const uint64_t columns = nodes + uint64_t(world_.num_ranks()) + shape.num_experts;
   state_ = executor_->allocate(counters + 2 * line + 4 * rails + nodes * shape.rail_slots * 8 +
-                               kMostExchangeBlocks * (8 + 4 * columns));
+                               kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.landed_counters);
   auto* at = static_cast<unsigned char*>(state_.get());
   traffic_ = reinterpret_cast<TrafficCounters*>(at);
   progress_ = reinterpret_cast<RankProgress*>(at += counters);
@@ -51,7 +51,8 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   taken_.to_rail = reinterpret_cast<uint64_t*>(at += rails);
   taken_.to_node = reinterpret_cast<uint64_t*>(at += rails);
   consumed_ = reinterpret_cast<uint64_t*>(at += rails);
-  misfits_ = reinterpret_cast<uint64_t*>(at += nodes * shape.rail_slots * 8);
+  landed_before_ = reinterpret_cast<uint64_t*>(at += nodes * shape.rail_slots * 8);
+  misfits_ = reinterpret_cast<uint64_t*>(at += 8 * layout_.landed_counters);
   block_counts_ = reinterpret_cast<uint32_t*>(at + 8 * kMostExchangeBlocks);
   notification_ = executor_->allocate_notification(CountNotification::make(layout_.counts).bytes());
   make_tables();
@@ -78,6 +79,9 @@ void Engine::start_counters_at(uint64_t base) {
   const std::vector<uint64_t> chunks(size_t(world_.num_nodes), base);
   executor_->write(rail_sent_, chunks.data(), 8 * chunks.size());
   executor_->write(rail_received_, chunks.data(), 8 * chunks.size());
+  const std::vector<uint64_t> landed(size_t(layout_.landed_counters), base);
+  executor_->write(landed_before_, landed.data(), 8 * landed.size());
+  executor_->write(flag(world_.rank, layout_.landed), landed.data(), 8 * landed.size());
   for (uint64_t at = layout_.ready; at < layout_.counts_at; at += BufferLayout::kFlagStride)
     executor_->write(flag(world_.rank, at), &base, sizeof base);
 }
@@ -118,13 +122,13 @@ void Engine::make_tables() {
 
 // What every dispatch and combine of this buffer has in common.
 template <class Params>
-void Engine::bind(Params& p, uint32_t chunk) const {
+void Engine::bind(Params& p, uint32_t chunk, uint32_t blocks) const {
   p.world = world_;
   p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, view_.peers, uint32_t(tables_.peers.size())};
   p.gate = {world_,           &progress_->operations, flag(world_.rank, layout_.ready), flag(world_.rank, layout_.done),
             view_.peer_ready, view_.peer_done};
-  p.taken = taken_;
-  p.peers = {view_.recv};
+  p.taken = taken_, p.taken.blocks = blocks;
+  p.peers = {view_.recv, layout_.recv - layout_.landed};
   p.progress = progress_;
   p.exit_counter = exit_counter_;
   p.traffic = traffic_;
@@ -188,9 +192,9 @@ bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) co
   if (in_arena(c.out_x, rows * c.row_bytes) && (!c.scale_bytes || in_arena(c.out_scales, rows * c.scale_bytes))) {
     p.landing.x = offset(c.out_x), p.landing.scales = c.scale_bytes ? offset(c.out_scales) : 0;
     p.landing.rows = uint32_t(rows);
-    const bool copies_are_cheap = !executor_->shares_memory() && c.deliver_blocks;
-    p.landing.in = !c.permute ? LandIn::kReceiveRow
-                              : c.land_in.value_or(copies_are_cheap ? LandIn::kFirstPair : LandIn::kEveryPair);
+    p.landing.in = !c.permute
+                       ? LandIn::kReceiveRow
+                       : c.land_in.value_or(executor_->shares_memory() ? LandIn::kEveryPair : LandIn::kFirstPair);
     return p.landing.in == LandIn::kFirstPair;
   }
   p.landing.rows = plan.num_recv_rows();
@@ -210,7 +214,10 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_world(plan);
   require_sizes(c.row_bytes, c.scale_bytes);
   require_blocks("num_blocks", c.num_blocks);
-  if (c.deliver_blocks) require_blocks("deliver_blocks", c.deliver_blocks);
+  if (c.local_blocks) {
+    require_blocks("local_blocks", c.local_blocks);
+    require_blocks("num_blocks + local_blocks", int64_t(c.num_blocks) + c.local_blocks);
+  }
   const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   DispatchParams p{};
@@ -222,19 +229,22 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   if (c.permute && c.land_in == LandIn::kReceiveRow)
     throw std::logic_error("dispatch: permuted rows do not land in receive order");
   Call call(*this);
-  bind(p, chunk);
+  bind(p, chunk, uint32_t(c.num_blocks));
   p.plan = plan.view();
   p.x = c.x, p.scales = c.scale_bytes ? c.scales : nullptr, p.weights = c.weights;
   p.out_x = c.out_x, p.out_scales = c.out_scales, p.out_weights = c.weights ? c.out_weights : nullptr;
   p.out_rows = uint32_t(c.out_rows);
   p.copies = land(p, c, plan);
-  p.permute = c.permute, p.deliver_apart = c.deliver_blocks > 0;
+  p.landing.followed = p.copies || p.reads_metadata();
+  p.permute = c.permute;
+  p.blocks = {uint32_t(c.num_blocks), uint32_t(c.local_blocks)};
+  p.landed = {flag(world_.rank, layout_.landed), landed_before_};
   p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
   executor_->require_shared_memory(p);
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
   LaunchSettings settings = settings_;
-  settings.num_blocks = c.num_blocks, settings.deliver_blocks = c.deliver_blocks;
+  settings.num_blocks = c.num_blocks + c.local_blocks;
   call.run([&] { executor_->dispatch(p, settings); });
   plan.freeze();
 }
@@ -253,7 +263,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
   require_row(p.partial.row_bytes(), plan.max_recv_rows(), "combine");
   Call call(*this);
-  bind(p, chunk);
+  bind(p, chunk, uint32_t(c.num_blocks));
   p.plan = plan.view();
   p.record_bytes = plan.record_bytes(), p.pairs_at = plan.pairs_at();
   p.hidden = c.hidden;

@@ -53,12 +53,11 @@ struct DispatchCall {
   bool permute = false;
   // With permute, where out_x and out_scales lie in the arena. kEveryPair stores a token's row for each of its pairs,
   // kFirstPair once a rank, and that rank reads and stores it for the others. Without a choice: on a host, where the
-  // memory of another rank is as near as one's own, the first. On a GPU the second, where deliver has blocks of its
-  // own: those that feed links are few, and bound by their stores. The few had better store twice than look up what
-  // to copy.
+  // memory of another rank is as near as one's own, the first; on a GPU, whose blocks that feed links are few and bound
+  // by their stores, the second.
   std::optional<LandIn> land_in;
-  int num_blocks = 1;
-  int deliver_blocks = 0;     // as in LaunchSettings
+  int num_blocks = 1;         // that feed links
+  int local_blocks = 0;       // of the same grid, for local work; 0: those that feed links do it
   uint32_t chunk_tokens = 0;  // of a rail message, the same on all ranks; 0: what the ring slots hold, the most
 };
 
@@ -101,6 +100,7 @@ class Engine {
   // std::invalid_argument unless a launch may have so many blocks; `name` is the argument's. Operations ask for
   // themselves before they launch anything; a caller asks before the exchange that others would follow by a dispatch.
   void require_blocks(const char* name, int64_t blocks) const;
+  int most_blocks() const { return executor_->most_blocks(); }  // of a launch
   // For tests, between operations: 0xFF into every byte of this rank's rings and receive rows.
   void poison();
   void set_interrupt_check(std::function<bool()> check) { settings_.interrupted = std::move(check); }
@@ -134,7 +134,7 @@ class Engine {
   void make_tables();
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
-  void bind(Params& p, uint32_t chunk) const;
+  void bind(Params& p, uint32_t chunk, uint32_t blocks) const;
   bool land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const;
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
   void require_world(const Plan& plan) const;
@@ -161,6 +161,7 @@ class Engine {
   ChunksTaken taken_;
   uint64_t *rail_sent_, *rail_received_;  // chunks over the life of the buffer, [N]
   uint64_t* consumed_;                    // [N][rail_slots]
+  uint64_t* landed_before_;               // see LandedRows
   TableView view_;                        // of tables_
   std::atomic<bool> busy_{false};
   int64_t launch_ns_ = 0;

@@ -66,7 +66,7 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
   at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
   at(q.zero_ranges, m.zero_ranges), at(q.dropped_per_rank, m.dropped);
-  at(q.rank_rows, m.rank_rows);
+  at(q.rank_rows, m.rank_rows), at(q.source_rows, m.source_rows);
   at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.record_base, m.records);
   p = exchange_params(p, header);
   executor_->require_shared_memory(p);
@@ -92,7 +92,7 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   v.node_count = q.node_count, v.rail_count = q.rail_count;
   v.num_local_experts = shape_.num_experts / uint32_t(world_.num_ranks());
   v.first_expert = uint32_t(world_.rank) * v.num_local_experts;
-  v.zero_ranges = q.zero_ranges;
+  v.zero_ranges = q.zero_ranges, v.source_rows = q.source_rows;
   if (!count) attach_learned(v, m, c.memory);
   return d;
 }

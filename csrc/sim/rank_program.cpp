@@ -185,7 +185,7 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
   const uint64_t columns = s_.permute ? 1 : s_.experts_per_rank * s_.num_local_ranks;
   DispatchCall c;
   c.row_bytes = row_bytes_, c.scale_bytes = s_.scale_bytes, c.out_rows = rows;
-  c.permute = s_.permute, c.deliver_blocks = int(s_.permute_blocks);
+  c.permute = s_.permute, c.local_blocks = int(s_.permute_blocks);
   set_launch(c, salt);
   const uint32_t landing = s_.landing == 3 ? uint32_t(mix(salt, uint64_t(rank_)) % 3) : s_.landing;
   std::shared_ptr<unsigned char> lent_x, lent_scales;

@@ -32,7 +32,7 @@ class Options:
     use_fp8: bool
     num_blocks_dispatch: int | None  # None: as the links need, once the topology is known
     num_blocks_combine: int | None
-    num_blocks_permute: int | None  # None: inside the dispatch launch
+    num_blocks_permute: int | None  # None: as sm_plan.local_blocks says, or the blocks of dispatch
     num_blocks_unpermute: int | None  # None: as combine
     ranks_per_node: int | None
     ranks_per_node_origin: str
@@ -44,6 +44,7 @@ class Options:
     tuning: tuning.Table | None
     arena_mib: int | None = None  # None: by shape
     num_blocks_exchange: int | None = None  # None: by the tokens of a call
+    local_work_apart: bool = False  # a dispatch has blocks for local work alone, without being told; choose_blocks
     reach: devices.Reach | None = None  # on GPUs with ranks of their own: found in agree()
     chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("dispatch", "combine"), DEFAULT_CHUNK_TOKENS))
 
@@ -125,6 +126,7 @@ class Options:
             self.num_blocks_exchange = 1
         elif virtual:
             self.num_blocks_exchange = self.num_blocks_exchange or 1
+        self.local_work_apart = plan is not None
         default = plan.num_sms if plan else 1
         self.num_blocks_dispatch = self.num_blocks_dispatch or default
         self.num_blocks_combine = self.num_blocks_combine or default

@@ -18,7 +18,7 @@ import torch
 from hybrid_ep import _core, env
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
-from hybrid_ep.runtime import devices, nvshmem, placing, results, validation
+from hybrid_ep.runtime import devices, nvshmem, placing, results, sm_plan, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.runtime.device_arena import DeviceArena
 from hybrid_ep.runtime.engine_clock import EngineClock
@@ -459,20 +459,20 @@ class Session:
         )
 
     def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int | None]:
-        """Blocks of an operation, and of its local pass where that is a launch of its own, else None.
-
-        ValueError before anything is launched where there cannot be so many: after a dispatch's routing the other ranks
-        would go on without this one."""
-        if operation == "dispatch":
-            blocks, local, apart = template.num_of_blocks_dispatch_api, "permute", template.num_of_blocks_permute
-        else:
-            blocks, local, apart = template.num_of_blocks_combine_api, "unpermute", template.num_of_blocks_unpermute
+        """Blocks of an operation and of its local work: beside them, or of the unpermute launch (None: the same).
+        ValueError before anything is launched: behind a dispatch's routing other ranks would go on without this one."""
+        one_grid, name = operation == "dispatch", "num_blocks"
+        verb = "permute" if one_grid else "unpermute"
+        blocks, local = getattr(template, f"num_of_blocks_{operation}_api"), getattr(template, f"num_of_blocks_{verb}")
         if num_sms is not None:
-            blocks = validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
-        self._allow_blocks("num_sms" if num_sms is not None else "num_blocks", blocks)
-        if apart:
-            self._allow_blocks(f"num_blocks_{local}", apart)
-        return blocks, apart or None
+            name, blocks = "num_sms", validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
+        self._allow_blocks(name, blocks)
+        if one_grid and not local and self.options.local_work_apart:
+            local = sm_plan.local_blocks(blocks, self.engine.most_blocks)
+        if local:
+            self._allow_blocks(f"num_blocks_{verb}", local)
+            self._allow_blocks(f"{name} + num_blocks_{verb}", local + (blocks if one_grid else 0))
+        return blocks, local or None
 
     def _allow_blocks(self, name: str, blocks: int) -> None:
         if (name, blocks) not in self._blocks_allowed:

@@ -83,6 +83,10 @@ inline constexpr Bug kSimBugs[] = {
     Bug::kPartialsOneRowOff,
     Bug::kResultsBeforeStores,
     Bug::kCountFlagsShared,
+    Bug::kLandedBeforeStores,
+    Bug::kLandedUnawaited,
+    Bug::kLandedOneRowEarly,
+    Bug::kLandedNotSettled,
 };
 
 // Of kWorldBugs, not for simulated worlds. Four are races between lanes or warps of one group, and a simulated group

@@ -269,10 +269,10 @@ struct Step {
     plan = placement->plan(learned->data());
     rows.assign(plan->num_permuted_rows() * kRow / 2 + 1, kUntouched), sums.assign(x.size(), kUntouched);
   }
-  void dispatch(int num_blocks = 1, int deliver_blocks = 0) {
+  void dispatch(int num_blocks = 1, int local_blocks = 0) {
     DispatchCall d;
     d.x = bytes(x), d.out_x = bytes(rows), d.row_bytes = kRow, d.out_rows = plan->num_permuted_rows(), d.permute = true;
-    d.num_blocks = num_blocks, d.deliver_blocks = deliver_blocks;
+    d.num_blocks = num_blocks, d.local_blocks = local_blocks;
     engine.dispatch(*plan, d);
   }
   void combine(int num_blocks = 1, int unpermute_blocks = 0) {
@@ -346,10 +346,10 @@ TEST(what_the_machine_cannot_launch_is_refused_before_anything_and_harms_nothing
       refused([&] { step.route(); }, false);
       step.route();
       refused([&] { step.dispatch(4); }, true);
-      refused([&] { step.dispatch(1, 4); }, true);
+      refused([&] { step.dispatch(1, 3); }, true);  // together
       refused([&] { step.dispatch(1, -1); }, true);
       refused([&] { step.dispatch(); }, false);
-      step.dispatch(3, 3);
+      step.dispatch(2, 1);
       refused([&] { step.combine(4); }, true);
       refused([&] { step.combine(1, 4); }, true);
       refused([&] { step.combine(); }, false);

@@ -10,7 +10,6 @@
 #include "check.h"
 #include "common/reciprocal.h"
 #include "kernels/combine.h"
-#include "kernels/deliver.h"
 #include "kernels/dispatch.h"
 #include "layout/buffer.h"
 #include "layout/message.h"
@@ -193,7 +192,8 @@ TEST(plans_of_shared_memory_keep_the_budget) {
           DispatchParams d{};
           d.world = {int32_t(nodes), nodes > 16 ? 1 : 8, 0};
           d.message = MessageLayout::make(d.world, nodes > 16 ? 1 : 8, weights, apart ? 256 : 0, row_bytes);
-          d.rail.num_peers = nodes - 1, d.deliver_apart = apart;
+          d.rail.num_peers = nodes - 1, d.blocks = {8, apart ? 8u : 0u};
+          d.landing.in = weights ? LandIn::kFirstPair : LandIn::kReceiveRow;
           CHECK(plan_dispatch_smem<A>(d, kBudget) <= kBudget);
           CHECK(d.scatter.num_stages >= 4 && d.scatter.num_stages % 2 == 0);
           CombineParams c{};
@@ -214,14 +214,9 @@ TEST(small_rows_get_the_stages_that_their_size_leaves_room_for) {
     DispatchParams p{};
     p.world = {int32_t(num_nodes), 8, 0};
     p.message = MessageLayout::make(p.world, 8, true, scale_bytes, row_bytes);
-    p.rail.num_peers = num_nodes - 1, p.deliver_apart = apart;
+    p.rail.num_peers = num_nodes - 1, p.blocks = {8, apart ? 8u : 0u};
     CHECK(plan_dispatch_smem<A>(p, kBudget) <= kBudget);
-    uint32_t deliver = p.deliver.num_stages;
-    if (apart) {
-      CHECK(plan_deliver_smem<A>(p, kBudget) <= kBudget);
-      deliver = p.deliver.num_stages;
-    }
-    return std::array{p.scatter.num_stages, num_nodes > 1 ? p.rail_stage.num_stages : 0, deliver};
+    return std::array{p.scatter.num_stages, num_nodes > 1 ? p.rail_stage.num_stages : 0, p.deliver.num_stages};
   };
   for (const uint32_t nodes : {1u, 4u})
     for (const bool apart : {false, true}) {

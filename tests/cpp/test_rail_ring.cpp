@@ -117,7 +117,7 @@ class RingWorld {
 
   void send(A& a, Net& net, uint32_t me, const std::vector<RailPeer>& peers, const std::vector<uint32_t>& tokens,
             uint64_t* taken, std::byte* smem) {
-    ChunkSweep<A>{a, taken, reinterpret_cast<uint32_t*>(smem), uint32_t(peers.size())}.run(
+    ChunkSweep<A>{a, taken, uint32_t(a.num_blocks()), reinterpret_cast<uint32_t*>(smem), uint32_t(peers.size())}.run(
         Site::kRailSlotFree, geometry_.chunk_tokens, [&](uint32_t s) { return tokens[size_t(peers[s].node)]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, geometry_, peers[s], chunk); },
         [&](uint32_t s, uint32_t chunk) {
@@ -181,27 +181,27 @@ void add_test(const std::string& name, uint32_t operations) {
 // Block 0 is through with its first chunk only when all others are served: by block 1, or nobody.
 template <class A>
 void add_dealing_test(const std::string& name) {
-  check::tests().push_back({"a slow block takes fewer chunks on " + name, [] {
-                              static constexpr uint32_t kChunks = 10;
-                              uint64_t taken = 0, served = 0;
-                              std::vector<RankProgram<A>> programs(1);
-                              LaunchConfig& c = programs[0].config;
-                              c.num_blocks = 2, c.num_warps = 1, c.smem_bytes = 256, c.timeout_s = 20, c.seed = 1;
-                              programs[0].body = [&](A& a, std::byte* smem) {
-                                if (!a.elect_one()) return;
-                                ChunkSweep<A>{a, &taken, reinterpret_cast<uint32_t*>(smem), 1}.run(
-                                    Site::kTestSite, 1, [](uint32_t) { return kChunks; },
-                                    [](uint32_t, uint32_t) { return true; },
-                                    [&](uint32_t, uint32_t chunk) {
-                                      if (chunk == 0) a.wait_ge_sys(&served, kChunks - 1, {Site::kTestSite});
-                                      a.add_release_sys(&served, 1);
-                                    },
-                                    [](uint32_t) { return 0; });
-                              };
-                              launch_world<A>(std::span<const RankProgram<A>>(programs));
-                              CHECK_EQ(served, kChunks);
-                              CHECK_EQ(taken, kChunks);  // one ticket for each chunk that was served
-                            }});
+  check::tests().push_back(
+      {"a slow block takes fewer chunks on " + name, [] {
+         static constexpr uint32_t kChunks = 10;
+         uint64_t taken = 0, served = 0;
+         std::vector<RankProgram<A>> programs(1);
+         LaunchConfig& c = programs[0].config;
+         c.num_blocks = 2, c.num_warps = 1, c.smem_bytes = 256, c.timeout_s = 20, c.seed = 1;
+         programs[0].body = [&](A& a, std::byte* smem) {
+           if (!a.elect_one()) return;
+           ChunkSweep<A>{a, &taken, uint32_t(a.num_blocks()), reinterpret_cast<uint32_t*>(smem), 1}.run(
+               Site::kTestSite, 1, [](uint32_t) { return kChunks; }, [](uint32_t, uint32_t) { return true; },
+               [&](uint32_t, uint32_t chunk) {
+                 if (chunk == 0) a.wait_ge_sys(&served, kChunks - 1, {Site::kTestSite});
+                 a.add_release_sys(&served, 1);
+               },
+               [](uint32_t) { return 0; });
+         };
+         launch_world<A>(std::span<const RankProgram<A>>(programs));
+         CHECK_EQ(served, kChunks);
+         CHECK_EQ(taken, kChunks);  // one ticket for each chunk that was served
+       }});
 }
 
 const bool registered = [] {

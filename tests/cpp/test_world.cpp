@@ -195,7 +195,7 @@ TEST(bad_calls_leave_the_engine_usable) {
   refused([](DispatchCall& c) { c.row_bytes = 4096; });  // does not fit the buffer
   refused([](DispatchCall& c) { c.scale_bytes = 8; });
   refused([](DispatchCall& c) { c.num_blocks = 0; });
-  refused([](DispatchCall& c) { c.deliver_blocks = -1; });
+  refused([](DispatchCall& c) { c.local_blocks = -1; });
   refused([](DispatchCall& c) { c.out_rows = 1; });
   CombineCall sum;
   sum.x = x.data(), sum.out_x = out.data(), sum.hidden = 32, sum.permuted = true;

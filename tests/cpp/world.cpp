@@ -200,7 +200,7 @@ class RankRun {
     c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
     c.row_bytes = op.row_bytes, c.scale_bytes = op.scale_bytes, c.out_rows = out_rows;
     c.permute = op.permute, c.num_blocks = op.num_blocks[size_t(rank_)];
-    c.deliver_blocks = op.permute_blocks[size_t(rank_)];
+    c.local_blocks = op.permute_blocks[size_t(rank_)];
     c.land_in = landed == Landed::kFirstPair ? LandIn::kFirstPair : LandIn::kEveryPair;
     engine_.dispatch(*plan_, c);
     expect(out_x.edge_is_intact() && out_scales.edge_is_intact() && out_weights.edge_is_intact(),

@@ -127,6 +127,11 @@ class HostArch {
   void st_release_sys_each(int n, const Flag& flag, uint64_t value) {
     for (int i = 0; i < n; ++i) st_release_sys(flag(i), value);
   }
+  template <class Flag, class Value>
+  void add_release_sys_each(int n, const Flag& flag, const Value& value) {
+    for (int i = 0; i < n; ++i)
+      if (const uint64_t v = value(i)) add_release_sys(flag(i), v);
+  }
   template <class Flag, class Info>
   void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i));

@@ -162,8 +162,16 @@ void Clockwork::load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarr
   me.merged_bar = &bar;
   me.merged_bytes += bytes;
   ++me.merged_ops;
-  if (const unsigned char* from = fact(me, region, src))
-    std::memcpy(dst, from, region.payload ? std::min(bytes, me.launch->moved_bytes) : bytes);
+  const unsigned char* from = fact(me, region, src);
+  if (!from) return;
+  const Launch& launch = *me.launch;
+  if (region.use != Region::Use::kRecvRows) {
+    std::memcpy(dst, from, region.payload ? std::min(bytes, launch.moved_bytes) : bytes);
+    return;
+  }
+  for (uint32_t at = 0; at < bytes;
+       at += launch.entry_bytes, from += launch.moved_bytes)  // of one entry or of several
+    std::memcpy(static_cast<unsigned char*>(dst) + at, from, std::min(bytes - at, launch.moved_bytes));
 }
 
 void Clockwork::flush(Lane& me) {

@@ -115,6 +115,12 @@ class SimArch {
     m_->fence_sys(here(at));  // one for all of them
     for (int i = 0; i < n; ++i) m_->set_flag(here(at), flag(i), value, false);
   }
+  template <class Flag, class Value>
+  void add_release_sys_each(int n, const Flag& flag, const Value& value, Where at = Where::current()) {
+    m_->fence_sys(here(at));
+    for (int i = 0; i < n; ++i)
+      if (const uint64_t v = value(i)) m_->set_flag(here(at), flag(i), v, true);
+  }
   template <class Flag, class Info>
   void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i), at);

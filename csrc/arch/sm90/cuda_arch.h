@@ -155,6 +155,12 @@ class CudaArch {
     ptx::fence_acq_rel_sys();
     for (int i = 0; i < n; ++i) ptx::st_relaxed_sys(flag(i), value);
   }
+  template <class Flag, class Value>
+  HEP_DEVICE void add_release_sys_each(int n, const Flag& flag, const Value& value) {
+    ptx::fence_acq_rel_sys();
+    for (int i = 0; i < n; ++i)
+      if (const uint64_t v = value(i)) ptx::red_add_relaxed_sys(flag(i), v);
+  }
   // kAtOnce loads are in flight together. What all of them saw is acquired by the fence behind.
   template <class Flag, class Info>
   HEP_DEVICE void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {

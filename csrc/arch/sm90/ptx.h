@@ -124,6 +124,9 @@ HEP_DEVICE void st_release_sys(uint64_t* p, uint64_t v) {
 HEP_DEVICE void red_add_release_sys(uint64_t* p, uint64_t v) {
   asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
 }
+HEP_DEVICE void red_add_relaxed_sys(uint64_t* p, uint64_t v) {
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
+}
 HEP_DEVICE uint64_t atom_add_acq_rel_gpu(uint64_t* p, uint64_t v) {
   uint64_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"

@@ -124,8 +124,7 @@ class CudaExecutor final : public Executor {
   CudaExecutor(unsigned char* const* rail_segments, uint64_t seed) : rail_segments_(rail_segments), seed_(seed) {
     const void* entries[] = {
         reinterpret_cast<const void*>(exchange_entry<Net>), reinterpret_cast<const void*>(dispatch_entry<Net>),
-        reinterpret_cast<const void*>(deliver_entry<Net>), reinterpret_cast<const void*>(unpermute_entry<Net>),
-        reinterpret_cast<const void*>(combine_entry<Net>)};
+        reinterpret_cast<const void*>(unpermute_entry<Net>), reinterpret_cast<const void*>(combine_entry<Net>)};
     for (const void* entry : entries) {  // also loads the kernel now: later that could wait for a running one
       cudaFuncAttributes a{};
       cuda::check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
@@ -192,7 +191,6 @@ class CudaExecutor final : public Executor {
   void require_shared_memory(const DispatchParams& params) const override {
     DispatchParams p = params;
     require_budget(plan_dispatch_smem<CudaArch>(p, uint64_t(budget_)));
-    if (p.deliver_apart) require_budget(plan_deliver_smem<CudaArch>(p, uint64_t(budget_)));
   }
   void require_shared_memory(const CombineParams& params) const override {
     CombineParams p = params;
@@ -207,9 +205,6 @@ class CudaExecutor final : public Executor {
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
     plan_dispatch_smem<CudaArch>(p, uint64_t(budget_));
     launch<DispatchParams>(dispatch_entry<Net>, p, s, s.num_blocks, kThreads<kDispatchWarps>, p.smem_bytes);
-    if (!p.deliver_apart) return;
-    plan_deliver_smem<CudaArch>(p, uint64_t(budget_));
-    launch<DispatchParams>(deliver_entry<Net>, p, s, s.deliver_blocks, kThreads<kDeliverWarps>, p.smem_bytes);
   }
   void unpermute(CombineParams& p, const LaunchSettings& s) override {
     plan_combine_smem<CudaArch, sum_tile_elems<Net>()>(p, uint64_t(budget_));

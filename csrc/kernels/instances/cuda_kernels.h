@@ -3,7 +3,6 @@
 #pragma once
 #include "arch/sm90/cuda_arch.h"
 #include "kernels/combine.h"
-#include "kernels/deliver.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
 
@@ -31,13 +30,6 @@ __global__ void __launch_bounds__(kThreads<kDispatchWarps>, 1)
     dispatch_entry(const __grid_constant__ DispatchParams p, Net net, CudaControl* control) {
   CudaArch a(control);
   dispatch_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
-}
-
-template <class Net>
-__global__ void __launch_bounds__(kThreads<kDeliverWarps>, 1)
-    deliver_entry(const __grid_constant__ DispatchParams p, Net, CudaControl* control) {
-  CudaArch a(control);
-  deliver_kernel<CudaArch>(a, p, dynamic_shared());
 }
 
 template <class Net>

@@ -15,7 +15,6 @@ namespace hep {
 struct LaunchSettings {
   World world;
   int num_blocks = 1;
-  int deliver_blocks = 0;  // of dispatch's deliver roles in a launch of their own; 0: they run inside the dispatch
   double timeout_s = 100;
   uint64_t seed = 0;
   std::function<bool()> interrupted;  // true = stop (Ctrl-C)

@@ -5,7 +5,6 @@
 #include "arch/host/launch.h"
 #include "arch/host/tile_math.h"
 #include "kernels/combine.h"
-#include "kernels/deliver.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
 #include "kernels/instances/executor.h"
@@ -34,10 +33,6 @@ class HostExecutor final : public Executor {
     plan_dispatch_smem<A>(p, kSmemBudget);
     launch(s, s.num_blocks, kDispatchWarps, p.smem_bytes,
            [&](A& a, std::byte* smem) { dispatch_kernel<A, Net>(a, net_, p, smem); });
-    if (!p.deliver_apart) return;
-    plan_deliver_smem<A>(p, kSmemBudget);
-    launch(s, s.deliver_blocks, kDeliverWarps, p.smem_bytes,
-           [&](A& a, std::byte* smem) { deliver_kernel<A>(a, p, smem); });
   }
   void unpermute(CombineParams& p, const LaunchSettings& s) override {
     plan_combine_smem<A>(p, kSmemBudget);

@@ -2,7 +2,6 @@
 #include "kernels/instances/sim_executor.h"
 
 #include "kernels/combine.h"
-#include "kernels/deliver.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
 #include "layout/count_notification.h"
@@ -83,11 +82,6 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   launch(
       "dispatch", s.num_blocks, kDispatchWarps, p.smem_bytes, p.message,
       [&](SimArch& a, SimTransport& net, std::byte* smem) { dispatch_kernel<SimArch, SimTransport>(a, net, p, smem); });
-  if (p.deliver_apart) {
-    plan_deliver_smem<SimArch>(p, smem_budget_);
-    launch("deliver", s.deliver_blocks, kDeliverWarps, p.smem_bytes, p.message,
-           [&](SimArch& a, SimTransport&, std::byte* smem) { deliver_kernel<SimArch>(a, p, smem); });
-  }
   end_operation();
 }
 

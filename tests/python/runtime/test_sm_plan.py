@@ -57,6 +57,11 @@ def test_the_model_finds_little_to_gain_with_more(name, nodes, local):
         assert at[num_sms] <= 1.4 * min(at.values()), op
 
 
+def test_local_work_gets_as_many_blocks_again_as_there_are_sms():
+    assert [sm_plan.local_blocks(n, 132) for n in (1, 8, 66, 100, 132)] == [1, 8, 66, 32, 0]
+    assert sm_plan.local_blocks(5, 4) == 0
+
+
 def test_limits():
     assert sm_plan.plan(H100, 1, 1, 4, 1024).num_sms == 132 // 4  # no link at all
     assert 1 <= sm_plan.plan(H100, 64, 1, 64, 16).num_sms <= 33

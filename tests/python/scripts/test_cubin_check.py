@@ -147,7 +147,7 @@ def test_good_code_passes():
     kernels, said = cubin_check.check(*library(registers=70))
     assert said == []
     assert len(kernels) == len(cubin_check.BUDGETS) * 4  # two rails, two architectures
-    assert all(k.instructions == len(ALL) for k in kernels if k.name in ("dispatch", "deliver"))
+    assert all(k.instructions == len(ALL) for k in kernels if k.name == "dispatch")
     assert all(k.registers == 70 for k in kernels)
 
 
@@ -270,7 +270,7 @@ def test_a_library_for_one_architecture_needs_no_other():
 
 def test_kernels_that_need_no_acquire_may_lack_its_fence():
     said = complaints(opcodes=tuple(o for o in ALL if "ASYNC.G" not in o), registers=70)
-    assert {line.split("<")[0] for line in said} == {"exchange", "dispatch", "deliver", "combine"}
+    assert {line.split("<")[0] for line in said} == {"exchange", "dispatch", "combine"}
 
 
 def looping(*body: str) -> str:

@@ -80,7 +80,7 @@ def test_share_of_the_floor():
 @pytest.mark.parametrize(
     "seen, kernel",
     [
-        ([("void hep::deliver_entry<hep::P2p>(...)", 7.0), ("fill", 99.0)], 7.0),
+        ([("void hep::dispatch_entry<hep::P2p>(...)", 7.0), ("fill", 99.0)], 7.0),
         ([("void hep::exchange_entry<hep::P2p>(...)", 7.0)], None),
     ],
 )
@@ -98,7 +98,7 @@ def test_a_kernel_is_timed_by_its_name(monkeypatch, seen, kernel):
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: Profile())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     if kernel is None:
-        with pytest.raises(RuntimeError, match="no kernel deliver_entry"):
-            stages.timed(lambda: None, "deliver", True, 2)
+        with pytest.raises(RuntimeError, match="no kernel dispatch_entry"):
+            stages.timed(lambda: None, "dispatch", True, 2)
     else:
-        assert stages.timed(lambda: None, "deliver", True, 2)["kernel_us"] == kernel
+        assert stages.timed(lambda: None, "dispatch", True, 2)["kernel_us"] == kernel

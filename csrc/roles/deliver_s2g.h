@@ -1,61 +1,10 @@
-// Deliver: what arrived, to the caller's tensors. Behind the node's done flags, in the dispatch kernel or in one of its
-// own: weights from the metadata, and rows to where they did not land themselves. On a plan's first dispatch it also
-// keeps each row's record and weights, which the way back needs.
+// S2G of deliver: what arrived, to the caller's tensors: weights from the metadata, and rows to where they did not land
+// themselves. On a plan's first dispatch it also keeps each row's record and weights, which the way back needs.
 #pragma once
 #include "common/bugs.h"
 #include "roles/token_loader.h"
 
 namespace hep {
-
-template <Arch A>
-struct DeliverG2SRole {
-  A& a;
-  const DispatchParams& p;
-  StageProducer<A, TokenHead> to;
-
-  HEP_DEVICE DeliverG2SRole(A& arch, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo)
-      : a(arch), p(params), to(fifo) {}
-
-  HEP_DEVICE void run() {
-    const uint32_t tiles = num_tiles(p.message, p.tile_bytes);
-    const unsigned char* recv = p.peers.recv[p.world.local_rank()];
-    const bool reads_metadata = p.plan.fresh || p.out_weights;
-    const uint32_t rows = reads_metadata || p.copies ? p.plan.numbers->recv_rows : 0;
-    TokenHead head{};
-    for (uint32_t i = a.block_idx(); i < rows; i += a.num_blocks()) {
-      const unsigned char* metadata = recv + uint64_t(i) * p.message.metadata_bytes();
-      head.index = i, head.tile = 0;
-      const int64_t landed = p.copies ? row_to_copy(metadata, i) : -1;
-      head.bare = landed < 0;
-      if (landed < 0) {
-        if (reads_metadata) load_metadata(a, to, p.message, metadata, head);
-        continue;
-      }
-      const TokenSource src{metadata, p.message.weight_bytes ? metadata + p.message.weights_at() : nullptr,
-                            p.message.scale_bytes ? recv + p.landing.scales + landed * p.message.scale_bytes : nullptr,
-                            recv + p.landing.x + landed * p.message.row_bytes};
-      for (; head.tile < tiles; ++head.tile) load_tile(a, to, p.message, p.tile_bytes, src, head);
-    }
-    head.stop = 1;
-    to.stop(a, head, 1);
-  }
-
- private:
-  // Where the token of receive row i landed, if it has to be copied from there; else -1.
-  HEP_DEVICE int64_t row_to_copy(const unsigned char* metadata, uint32_t i) {
-    if (p.landing.in == LandIn::kReceiveRow) return i;
-    const auto rec = std::bit_cast<RecordHeader>(a.ld_global(reinterpret_cast<const Vec16*>(metadata)));
-    const auto* pairs = reinterpret_cast<const uint64_t*>(metadata + p.message.pairs_at());
-    int64_t first = -1;
-    for (uint32_t k = 0; k < rec.num_pairs; ++k) {
-      const PairEntry e = std::bit_cast<PairEntry>(a.ld_global(pairs + k));
-      if (!p.plan.has_row(e)) continue;
-      if (first >= 0) return first;  // there is another
-      first = e.row;
-    }
-    return -1;
-  }
-};
 
 template <Arch A>
 struct DeliverS2GRole {
