@@ -199,6 +199,10 @@ class Engine:
         """Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel."""
 
     @property
+    def most_blocks(self) -> int:
+        """Of a launch: they are resident together."""
+
+    @property
     def num_launches(self) -> int:
         """Kernels launched by this engine."""
 
@@ -255,8 +259,9 @@ class LaunchShape:
 
     def __init__(self, *, num_blocks: int = 1, local_blocks: int | None = None,
                  chunk_tokens: int | None = None) -> None:
-        """local_blocks: of a launch of its own for deliver, or for unpermute (None: inside the dispatch launch; as
-        num_blocks). chunk_tokens: of a rail message, the same on all ranks (None: what ring slots hold)."""
+        """local_blocks: of a dispatch, for local work, behind num_blocks that feed links (None: these do it); of a
+        combine, those of its unpermute launch (None: as num_blocks). chunk_tokens: of a rail message, the same on all
+        ranks (None: what ring slots hold)."""
 
 
 class MicrobatchPlanner:

@@ -50,8 +50,8 @@ class HybridEPBuffer(Named):
       again as feed links, as far as the device has SMs; else those that feed links). `num_blocks_unpermute`: of
       combine's unpermute launch (default: as combine). `num_sms_preprocessing_api`: blocks of the exchange kernel,
       which routes, on a GPU (default: one for 128 tokens of the call, 1 for virtual ranks); of more than 32 it takes
-      32. A host's has one. `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are accepted for
-      compatibility and have no effect.
+      32. A host's has one. `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are
+      accepted for compatibility and have no effect.
     * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else those of its NVLink
       domain, or of one host).
     * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of

@@ -1,5 +1,5 @@
-// G2S of deliver: groups of receive rows as they land, their metadata and the rows that have to be copied, into the deliver
-// FIFO.
+// G2S of deliver: groups of receive rows as they land, their metadata and the rows that have to be copied, into the
+// deliver FIFO.
 #pragma once
 #include "common/bugs.h"
 #include "roles/landed_walk.h"
