@@ -169,8 +169,7 @@ void Clockwork::load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarr
     std::memcpy(dst, from, region.payload ? std::min(bytes, launch.moved_bytes) : bytes);
     return;
   }
-  for (uint32_t at = 0; at < bytes;
-       at += launch.entry_bytes, from += launch.moved_bytes)  // of one entry or of several
+  for (uint32_t at = 0; at < bytes; at += launch.entry_bytes, from += launch.moved_bytes)  // of one entry or of several
     std::memcpy(static_cast<unsigned char*>(dst) + at, from, std::min(bytes - at, launch.moved_bytes));
 }
 
