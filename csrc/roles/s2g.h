@@ -85,8 +85,7 @@ struct DispatchS2GRole {
         RailReceiver::consume(a, net, p.rail.geometry, peer, head.chunk, from_slot, head.chunk_stages);
         from_slot = 0;
       }
-      if (p.plan.fresh && head.tile == 0 &&
-          !injected(Bug::kRecordsNotKept))  // combine will need the token's destinations
+      if (p.plan.fresh && head.tile == 0 && !injected(Bug::kRecordsNotKept))  // combine will need its destinations
         a.bulk_s2g(p.plan.rail_record(peer.node, head.index, p.message.record_bytes), stage, p.message.record_bytes);
     }
     const RecordHeader rec = std::bit_cast<RecordHeader>(a.ld_shared(reinterpret_cast<const Vec16*>(stage)));

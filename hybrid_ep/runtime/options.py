@@ -32,7 +32,7 @@ class Options:
     use_fp8: bool
     num_blocks_dispatch: int | None  # None: as the links need, once the topology is known
     num_blocks_combine: int | None
-    num_blocks_permute: int | None  # None: as sm_plan.local_blocks says, or the blocks of dispatch
+    num_blocks_permute: int | None  # None: half of sm_plan's, or sm_plan.local_blocks; or dispatch's
     num_blocks_unpermute: int | None  # None: as combine
     ranks_per_node: int | None
     ranks_per_node_origin: str
@@ -128,6 +128,10 @@ class Options:
             self.num_blocks_exchange = self.num_blocks_exchange or 1
         self.local_work_apart = plan is not None
         default = plan.num_sms if plan else 1
+        if plan and not self.num_blocks_dispatch and self.num_blocks_permute is None and plan.num_sms > 1:
+            # The plan's number has a dispatch's local work in it.
+            self.num_blocks_permute = plan.num_sms // 2
+            self.num_blocks_dispatch = plan.num_sms - self.num_blocks_permute
         self.num_blocks_dispatch = self.num_blocks_dispatch or default
         self.num_blocks_combine = self.num_blocks_combine or default
         return plan
