@@ -63,14 +63,14 @@ struct DeliverG2SRole {
     const uint32_t left = rows - group * LandedRows::kRows;
     return left < LandedRows::kRows ? left : LandedRows::kRows;
   }
-  HEP_DEVICE const unsigned char* facts_of(uint32_t row) const {
+  HEP_DEVICE const unsigned char* metadata_of(uint32_t row) const {
     return p.peers.recv[p.world.local_rank()] + uint64_t(row) * p.message.metadata_bytes();
   }
   HEP_DEVICE void look_up(uint32_t group) {
     const uint32_t bytes = rows_of(group) * p.message.metadata_bytes();
     looks.acquire(a);
     looks.commit(a, TokenHead{}, bytes);
-    looks.load(a, 0, facts_of(group * LandedRows::kRows), bytes);
+    looks.load(a, 0, metadata_of(group * LandedRows::kRows), bytes);
     looks.advance();
   }
   HEP_DEVICE void deliver_found(uint32_t group) {
@@ -87,7 +87,7 @@ struct DeliverG2SRole {
       TokenHead head{};
       head.index = begin + i;
       const int64_t landed = !p.copies ? -1 : looked_up ? row_to_copy(i) : head.index;
-      const unsigned char* own = facts_of(head.index);
+      const unsigned char* own = metadata_of(head.index);
       head.bare = landed < 0;
       if (head.bare) {
         if (p.reads_metadata()) load_metadata(a, to, p.message, own, head);
