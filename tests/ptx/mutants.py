@@ -141,8 +141,9 @@ MUTANTS = (
     ),
     *(
         off(k, "reads flags without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys.")
-        for k in ("exchange", "combine")
+        for k in ("exchange", "dispatch", "combine")
     ),
+    off("dispatch", "counts landed rows for its device only", r"red\.relaxed\.sys\.", "red.relaxed.gpu."),
     off("dispatch", "blocks meet without order", r"atom\.acq_rel\.(gpu|sys)\.", r"atom.relaxed.\1."),
     *(
         off(
