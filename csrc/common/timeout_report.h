@@ -17,7 +17,7 @@ enum class Site : uint16_t {
   kRailAny,         // any chunk from any rail peer
   kHeaders,         // never comes: another rank means a different call, and no host saw it
   kLanding,         // never comes: a rank of this node is in another operation, or means rows of other sizes
-  kRowsLanded,      // rows of a rank, stored by the one that hands them on
+  kRowsLanded,      // receive rows, stored by ranks of this node
   kBlockSync,       // the other lanes of this block
   kGridMeeting,     // the other blocks of this kernel
   kNotification,    // on the host: the counts of an exchange that has started

@@ -58,7 +58,7 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   } else if (warp == 1) {
     if (!elected) return;
     FinalSumRole<A, Net>(a, net, p, final_sum).run();
-    p.gate.wait_all_done(a, p.gate.epoch());
+    p.gate.wait_all_done(a);
   } else if (warp < 2 + kWarps) {
     ReduceRole<A, Net, kWarps, SumOf::kNode> role(a, net, p, node_sum, smem, 0, 1, 2, p.partial_dtype, p.partial_dtype);
     role.run("node_sum_reduce", parties);

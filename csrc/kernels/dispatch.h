@@ -32,22 +32,22 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
   if (!enter_kernel(a)) return;
   if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
   if (warp == 6 && local) return ZeroRowsRole<A>::run(a, p);
-  if (!elected || (warp < 4 && !links) || (warp > 4 && !local)) return;  // the copy roles are one lane each
+  if (!elected || !(warp < 4 ? links : local)) return;  // the copy roles are one lane each
   switch (warp) {
-    case 0: N2NRole<A, Net>(a, net, p, rail, smem).run(); break;
+    case 0:
+      N2NRole<A, Net>(a, net, p, rail, smem).run();
+      // Not behind deliver's wait for rows, which may be of several ranks: this one names who has not finished.
+      p.gate.wait_all_done(a);
+      break;
     case 1: DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps); break;
     case 2:
     case 3:
       DispatchS2GRole<A, Net>(a, net, p, scatter, smem, warp - 2, kScatterWarps).run(p.blocks.link * kScatterWarps);
       break;
-    case 4:
-      if (local) DeliverG2SRole<A>(a, p, deliver, look_up, smem).run();
-      if (!links) return;
-      p.gate.wait_all_done(a, p.gate.epoch());
-      break;
+    case 4: return DeliverG2SRole<A>(a, p, deliver, look_up, smem).run();
     case 5: return DeliverS2GRole<A>(a, p, deliver).run();
   }
-  leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(p.blocks.link) * (3 + kScatterWarps));
+  leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(p.blocks.link) * (2 + kScatterWarps));
 }
 
 // The FIFOs of local work, from `start` on, within `budget` bytes.

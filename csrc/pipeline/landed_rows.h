@@ -26,13 +26,12 @@ struct LandedRows {
   HEP_DEVICE bool test(A& a, uint32_t group, uint32_t stores) const {
     return a.ld_acquire_sys(counters + group) >= before[group] + stores;
   }
-  // Once an operation for each group. source: the rank whose rows they are, for the timeout report.
+  // Once an operation for each group. Names no rank: the count does not say whose rows are missing.
   template <class A>
-  HEP_DEVICE void await(A& a, uint32_t group, uint32_t stores, int32_t source) const {
+  HEP_DEVICE void await(A& a, uint32_t group, uint32_t stores) const {
     const uint64_t all = before[group] + stores;
     if (!injected(Bug::kLandedUnawaited))
-      a.wait_ge_sys(counters + group, all - injected(Bug::kLandedOneRowEarly),
-                    {Site::kRowsLanded, source, int64_t(group)});
+      a.wait_ge_sys(counters + group, all - injected(Bug::kLandedOneRowEarly), {Site::kRowsLanded, -1, int64_t(group)});
     if (!injected(Bug::kLandedNotSettled)) before[group] = all;
   }
 };

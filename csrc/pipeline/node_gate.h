@@ -21,8 +21,6 @@ struct NodeGate {
   uint64_t* const* peer_done;
 
   HEP_DEVICE uint64_t epoch() const { return injected(Bug::kOneEpoch) ? 1 : *finished + 1; }
-  // Of the operation that this rank has just left.
-  HEP_DEVICE uint64_t last_epoch() const { return injected(Bug::kOneEpoch) ? 1 : *finished; }
   template <class A>
   HEP_DEVICE void announce_ready(A& a) const {
     announce(a, peer_ready);
@@ -55,16 +53,16 @@ struct NodeGate {
   template <class A>
   HEP_DEVICE void wait_all_ready(A& a) const {
     if (injected(Bug::kEnterUnawaited)) return;
-    wait_all(a, ready_in, epoch(), Site::kPeerReady);
+    wait_all(a, ready_in, Site::kPeerReady);
   }
   template <class A>
   HEP_DEVICE void announce_done(A& a) const {
     announce(a, peer_done);
   }
   template <class A>
-  HEP_DEVICE void wait_all_done(A& a, uint64_t of) const {
+  HEP_DEVICE void wait_all_done(A& a) const {
     if (injected(Bug::kDoneUnawaited)) return;
-    wait_all(a, done_in, of, Site::kPeerDone);
+    wait_all(a, done_in, Site::kPeerDone);
   }
 
  private:
@@ -77,9 +75,9 @@ struct NodeGate {
     a.st_release_sys_each(world.num_local_ranks, [=](int l) { return flags[l]; }, epoch());
   }
   template <class A>
-  HEP_DEVICE void wait_all(A& a, const uint64_t* flags, uint64_t value, Site site) const {
+  HEP_DEVICE void wait_all(A& a, const uint64_t* flags, Site site) const {
     a.wait_ge_sys_each(
-        world.num_local_ranks, [=](int l) { return flags + l * kStride; }, value,
+        world.num_local_ranks, [=](int l) { return flags + l * kStride; }, epoch(),
         [=, this](int l) { return WaitInfo{site, world.rank_of(world.node(), l), -1}; });
   }
 };

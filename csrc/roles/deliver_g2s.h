@@ -48,10 +48,10 @@ struct DeliverG2SRole {
     const bool looks_up = p.landing.in == LandIn::kFirstPair;
     bool waiting = false;  // a group whose metadata are on their way, or there
     uint32_t loaded = 0;
-    walk.run(p.plan.source_rows, rows, [&](uint32_t group, uint32_t source) {
+    walk.run(p.plan.source_rows, rows, [&](uint32_t group) {
       const uint32_t stores = rows_of(group) * tiles;
       if (waiting && !p.landed.test(a, group, stores)) deliver_found(loaded), waiting = false;
-      p.landed.await(a, group, stores, int32_t(source));
+      p.landed.await(a, group, stores);
       if (!looks_up) return deliver(group, false);
       look_up(group);
       if (waiting) deliver_found(loaded);

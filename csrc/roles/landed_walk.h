@@ -11,7 +11,7 @@ struct LandedWalk {
   uint32_t* begins;  // [num_sources + 1], shared memory: the first receive row of each source, and the end
   uint32_t num_sources, worker, num_workers;
 
-  // By one lane. f(group, source), every group of `rows` receive rows once over all workers.
+  // By one lane. f(group), every group of `rows` receive rows once over all workers.
   template <class F>
   HEP_DEVICE void run(const uint32_t* source_rows, uint32_t rows, F&& f) {
     uint32_t most = 0, begin = 0;  // groups of a source
@@ -32,7 +32,7 @@ struct LandedWalk {
         const uint32_t s = (start + num_sources - i) % num_sources;
         const uint32_t k = round + (worker + num_workers - s * apart % num_workers) % num_workers;
         const uint32_t group = first_group(a.ld_shared(begins + s)) + k;
-        if (group < first_group(a.ld_shared(begins + s + 1))) f(group, s);
+        if (group < first_group(a.ld_shared(begins + s + 1))) f(group);
       }
   }
 
