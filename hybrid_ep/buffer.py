@@ -411,8 +411,7 @@ class HybridEPBuffer(Named):
     def traffic(self) -> dict[str, int]:
         """Exact counters of rows and bytes this rank sent since construction or reset_traffic(): rows once for each
         token handed over, bytes as often as they were stored; copied_rows, copied_bytes: stored again by this rank,
-        where results had no room in the arena (and, on GPUs with num_blocks_permute, for a token's second expert here
-        and on)."""
+        where results had no room in the arena (and, on GPUs, for a token's second expert here and on)."""
         return self._open_session().traffic()
 
     def reset_traffic(self) -> None:
