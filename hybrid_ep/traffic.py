@@ -2,8 +2,8 @@
 
 Every token crosses the rail once to each other node that needs it. There the rank of its rail hands it to each rank
 that needs it: its metadata once, its row as often as that rank wants. Where results lie in registered memory (landed),
-that is once for each chosen expert, else once, and the rank copies it. combine is the same backwards, with one sum a
-rank. Nothing here looks at how the bytes really move."""
+that is once for each chosen expert (on GPUs once, and the rank copies it for its others), else once, and the rank
+copies it. combine is the same backwards, with one sum a rank. Nothing here looks at how the bytes really move."""
 
 from __future__ import annotations
 
@@ -86,16 +86,21 @@ def dispatch(
     *,
     permute: bool = True,
     landed: bool = True,
+    once: bool = False,
 ) -> list[dict[str, int]]:
     """Counters of every rank for one dispatch, without the counts exchange. token_bytes: of a token on a link
     (message_bytes), metadata of them not its row (metadata_bytes). landed: whether the results of all ranks lie in
-    registered memory."""
+    registered memory; once: whether such a row then crosses to a rank once, as on GPUs, whatever the token's experts
+    there."""
     result, links = [], link_rows(routes, num_local_ranks)
     row, per_rank = token_bytes - metadata, routes[0].shape[1] // len(routes)
     for rank, r in enumerate(links):
-        kind = "_pairs" if permute and landed else ""
+        kind = "_pairs" if permute and landed and not once else ""
         here = torch.cat(list(routes))[:, rank * per_rank : (rank + 1) * per_rank]
-        copied = 0 if landed else int(here.sum() if permute else here.any(dim=1).sum())
+        tokens = int(here.any(dim=1).sum())
+        delivered = int(here.sum()) if permute else tokens
+        stored = 0 if not landed else tokens if once else delivered  # where they are to be, by who sends them
+        copied = delivered - stored
         result.append(
             {
                 **_counters(r["rail"], r["node"], r["self"], token_bytes),

@@ -26,6 +26,10 @@ def measured(ex: Example, work, **options) -> list[dict[str, int]]:
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("arena_mib", [None, 0])
 def test_counters_equal_the_closed_form(shape, weights, arena_mib):
+    same_counters(shape, weights, arena_mib, once=False)
+
+
+def same_counters(shape, weights, arena_mib, once):
     num_ranks = shape[0] * shape[1]
     ex = Example(
         *shape,
@@ -58,6 +62,7 @@ def test_counters_equal_the_closed_form(shape, weights, arena_mib):
         traffic.message_bytes(topk, local, 96, 12, weights),
         traffic.metadata_bytes(topk, local, weights),
         landed=landed[0],
+        once=once,
     )
     back = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 2))
     back_fp32 = traffic.combine(routes, local, traffic.partial_bytes(topk, 48, 4, weights=True))
