@@ -197,7 +197,7 @@ class StandInRunner:
         status = int(any(word in self.commands[-1] for word in self.failing))
         return status, "cubin_check: 5 kernels, 0 complaints" if "cubin_check" in self.commands[-1] else self.says
 
-    def pytest(self, folder, marker="", more=()):
+    def pytest(self, folder, marker="", more=(), name=None):
         self.commands.append(" ".join(["pytest", folder, *more]))
         return run_tests.Result("passed", (0, 0, 61), "61 skipped")
 
@@ -268,13 +268,14 @@ def test_what_fails_of_cuda_is_named(machine, failing, note):
 def test_ptx_is_interpreted_with_planted_bugs(machine):
     runner = StandInRunner()
     result = run_tests.ptx(runner)
-    assert runner.commands[0] == "scripts/build_cuda.py --interpreted --arch sm_90a"
+    assert runner.commands[0] == "scripts/build_cuda.py --interpreted"
     assert sorted(runner.commands[1:]) == [
         "pytest tests/gpu --ptx-machine --ptx-everyday",
+        "pytest tests/gpu --ptx-machine --ptx-everyday --ptx-target 100",
         "pytest tests/ptx",
         "tests/ptx/mutants.py --everyday",
     ]
-    assert (result.status, result.counts) == ("passed", (0, 0, 122))
+    assert (result.status, result.counts) == ("passed", (0, 0, 183))
     assert run_tests.ptx(StandInRunner("mutants.py")).status == "FAILED"
     assert run_tests.ptx(StandInRunner("--interpreted")).note == "does not build"
 
