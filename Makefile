@@ -77,5 +77,5 @@ docs: setup  ## the documentation site, in docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 clean:  ## remove builds and caches; environments (.venv, .venvs) and runs/ stay
-	rm -rf build dist *.egg-info docs/_build docs/_generated hybrid_ep/_core*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build docs/_generated hybrid_ep/_core*.so .pytest_cache .ruff_cache .hypothesis
 	find hybrid_ep megatron_patches recipes scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -104,7 +104,7 @@ CYCLES_ALLOWED: dict[tuple[str, str], str] = {}
 # library and handing the whole environment to a child are no reading. Tests may do as they like.
 ENVIRONMENT_MODULE = "hybrid_ep/env.py"
 ENVIRONMENT_EXCEPTIONS = {
-    "setup.py": "builds before the package exists; reads CXX, CXXFLAGS, LDFLAGS, MAX_JOBS",
+    "scripts/build_core.py": "builds before the package exists; reads CXX, CXXFLAGS, LDFLAGS",
     "scripts/setup_env.py": "runs before the package exists",
     "scripts/python_asan.py": "hands its environment on with the sanitizer's settings added; reads CXX, PYTHONPATH",
     "scripts/run_tests.py": "sets and reads CUDA_HOME for the tools it starts",
@@ -163,9 +163,9 @@ TOP_LEVEL = {
     "SECURITY.md",
     "CITATION.cff",
     "LICENSE",
-    "MANIFEST.in",
+    "CMakeLists.txt",
+    "cmake",
     "Makefile",
-    "setup.py",
     "pyproject.toml",
     ".ci",
     ".clang-format",

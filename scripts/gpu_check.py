@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SANITIZED = "test_examples and ([shape0- or [shape1-) and not loopback"
 # Tests in steps of their own: worlds of processes, which take turns on the device, and what is slow to start.
 PROCESSES, EXPANDABLE = ("tests/gpu/test_processes.py", "tests/gpu/test_nvshmem.py"), "tests/gpu/test_expandable.py"
-WHEELS = ("pybind11", "setuptools", "pytest", "hypothesis", "pytest-timeout")
+WHEELS = ("pybind11", "cmake", "ninja", "pytest", "hypothesis", "pytest-timeout")
 
 
 def environment_of():
@@ -131,9 +131,9 @@ def build(steps, wheels=None):
             pool.submit(
                 steps.run,
                 "core",
-                [python, "setup.py", "build_ext", "--inplace"],
+                [python, "scripts/build_core.py"],
                 240,
-                missing("pybind11", "setuptools"),
+                missing("pybind11"),
                 {**environment_of(), "HYBRID_EP_CUDA": "0"},
             ),
             pool.submit(steps.run, "cuda", [python, "scripts/build_cuda.py"], 240, no_compiler()),

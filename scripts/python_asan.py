@@ -4,8 +4,8 @@ the ordinary core with memory that malloc fills with rubbish.
     python scripts/python_asan.py [--build] [--junitxml FILE] [pytest's options and tests, from the root]
 
 --build tests nothing; without tests named, those below are run.
-The build is that of tests/cpp (its objects are used again) and ends in build/tests/cpp-address; the module lies beside
-links to the package's other files in build/tests/python-asan, so that the ordinary build stays as it is."""
+The build is that of the C++ tests, build/tests/cpp-address, whose objects are used again; the module lies beside links
+to the package's other files in build/tests/python-asan, so that the ordinary build stays as it is."""
 
 import argparse
 import os
@@ -28,30 +28,11 @@ FILLED_WITH = "165"
 
 def build():
     """The module; exits with what the compiler said where it does not build."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import pybind11
-    import stage_runner
-
-    includes = f"{sysconfig.get_path('include')};{pybind11.get_include()}"
-    for command in (
-        [
-            stage_runner.tool("cmake"),
-            "-S",
-            ROOT / "tests" / "cpp",
-            "-B",
-            BUILD,
-            "-G",
-            "Ninja",
-            f"-DCMAKE_MAKE_PROGRAM={stage_runner.tool('ninja')}",
-            "-DHEP_SANITIZE=address",
-            f"-DHEP_PYTHON_INCLUDES={includes}",
-        ],
-        [stage_runner.tool("cmake"), "--build", BUILD, "--target", "core_module"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{done.stdout}{done.stderr}python_asan: the sanitized core does not build")
-    return BUILD / "_core.so"
+    command = [sys.executable, ROOT / "scripts" / "build_core.py", "--variant", "address", "--target", "_core"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}python_asan: the sanitized core does not build")
+    return BUILD / f"_core.{sysconfig.get_config_var('SOABI')}.so"
 
 
 def lay_out(module):

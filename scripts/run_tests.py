@@ -48,7 +48,7 @@ def types(runner):
 
 
 def cpp(runner):
-    return runner.ctest("cpp", "", ["-LE", "mutant"])
+    return runner.ctest("cpp", "")
 
 
 def python_asan(runner):
@@ -196,9 +196,9 @@ STAGES = {
     "slurm": (slurm, 15, False),
     "megatron-oldest": (megatron_oldest, 20, False),
     "cpp": (cpp, 10, True),
-    "cpp-mutants": (lambda runner: runner.ctest("cpp-mutants", "", ["-L", "mutant"]), 10, False),
-    "cpp-tsan": (lambda runner: runner.ctest("cpp-tsan", "thread", ["-LE", "mutant"]), 15, False),
-    "cpp-asan": (lambda runner: runner.ctest("cpp-asan", "address", ["-LE", "mutant"]), 15, False),
+    "cpp-mutants": (lambda runner: runner.ctest("cpp-mutants", "mutants"), 10, False),
+    "cpp-tsan": (lambda runner: runner.ctest("cpp-tsan", "thread"), 15, False),
+    "cpp-asan": (lambda runner: runner.ctest("cpp-asan", "address"), 15, False),
     "python-asan": (python_asan, 15, False),
     "cuda": (cuda, 15, False),
     "ptx": (ptx, 15, False),
@@ -226,6 +226,7 @@ def build_cuda_objects(runner):
 BUILDS = {
     "megatron-oldest": lambda runner: runner.run(oldest("--prepare")),
     "cpp": lambda runner: runner.build_cpp(""),
+    "cpp-mutants": lambda runner: runner.build_cpp("mutants"),
     "cpp-tsan": lambda runner: runner.build_cpp("thread"),
     "cpp-asan": build_asan,
     "cuda": build_cuda_objects,

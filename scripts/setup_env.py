@@ -6,7 +6,7 @@ to be installed, the disk is looked at before the first:
   1. choose a Python (3.10 to 3.13, newest first; from 3.12 on the newer megatron-core releases exist);
   2. create the environment: venv, else uv, else virtualenv;
   3. build the core, after a look at the compiler: one that is missing is reported in seconds;
-  4. meanwhile install the package in editable mode with its extras, by uv when it is on PATH, else by pip.
+  4. meanwhile install the dependencies, by uv when it is on PATH, else by pip, then the package in editable mode.
 
 Environment: HYBRID_EP_PYTHON (a version such as 3.12, or a path) chooses the Python; HYBRID_EP_TORCH_INDEX
 (an index URL) is where torch comes from, for example an index of CPU-only wheels. Any Python >= 3.7 can run
@@ -27,7 +27,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.13", "3.12", "3.11", "3.10")
-BUILD_REQUIREMENTS = ("setuptools>=77", "pybind11>=2.13,<4")
+BUILD_REQUIREMENTS = (
+    "scikit-build-core>=1.1,<2",
+    "pip>=23.1",
+    "hatch-fancy-pypi-readme>=25",
+    "pybind11>=3,<4",
+    "cmake>=3.24,<5",
+    "ninja>=1.11,<2",
+    "tomli>=2; python_version < '3.11'",
+)
 DEFAULT_EXTRAS = "megatron,train,bench,balance,docs,test"
 LOCK_TIMEOUT_S = 1800
 NEEDED_DISK_GB = 9
@@ -45,6 +53,19 @@ print(json.dumps({
     "venv": all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")),
     "virtualenv": importlib.util.find_spec("virtualenv") is not None,
     "headers": os.path.isfile(os.path.join(sysconfig.get_path("include"), "Python.h"))}))
+"""
+
+# Run by the environment's Python: the requirements of a pyproject.toml and of its extras, one a line.
+REQUIREMENTS = """
+import sys
+try:
+    import tomllib
+except ImportError:
+    import tomli as tomllib
+with open(sys.argv[1], "rb") as text:
+    project = tomllib.load(text)["project"]
+extras = [project["optional-dependencies"][extra] for extra in sys.argv[2].split(",") if extra]
+print("\\n".join(sum(extras, project["dependencies"])))
 """
 
 
@@ -172,7 +193,8 @@ def dependency_hash(extras, torch_index):
 
 def core_hash():
     """Of all that decides what the compiled core is."""
-    files = [ROOT / "setup.py", *sorted(p for p in (ROOT / "csrc").rglob("*") if p.is_file())]
+    own = [ROOT / "CMakeLists.txt", *(ROOT / "cmake").iterdir(), ROOT / "scripts" / "build_core.py"]
+    files = [*sorted(own), *sorted(p for p in (ROOT / "csrc").rglob("*") if p.is_file())]
     variables = [os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "LDFLAGS")]
     return digest([*variables, *(part for f in files for part in (f.relative_to(ROOT), f.read_bytes()))])
 
@@ -254,25 +276,32 @@ class Environment:
             ]
         run(command, f"installing {' '.join(packages)}")
 
-    def setup_py(self, *step):
-        if call([str(self.python), "setup.py", "--quiet", *step], 1800):
-            raise SetupError("the C++ core was not built; the reason is above.")
-
-    def build_core(self):
+    def build_core(self, *options):
         start = time.monotonic()
-        self.setup_py("build_ext", "--inplace")
-        say(f"the C++ core is built ({time.monotonic() - start:.0f} s)")
+        if call([str(self.python), str(ROOT / "scripts" / "build_core.py"), *options], 1800):
+            raise SetupError("the C++ core was not built; the reason is above.")
+        if not options:
+            say(f"the C++ core is built ({time.monotonic() - start:.0f} s)")
 
     def install_dependencies(self, extras, torch_index):
         start = time.monotonic()
         say("installing torch, megatron-core and the rest; the first time this downloads about 3 GB")
         if torch_index:
             self.install(["torch>=2.9"], ["--index-url", torch_index])
-        target = f".[{extras}]" if extras else "."
-        self.install(["-e", target], ["--no-build-isolation"])
+        self.install(self.requirements(extras))
+        say(f"dependencies are installed ({time.monotonic() - start:.0f} s)")
+
+    def requirements(self, extras):
+        """What pyproject.toml says the package and its extras need."""
+        command = [str(self.python), "-c", REQUIREMENTS, str(ROOT / "pyproject.toml"), extras]
+        return subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout.decode().splitlines()
+
+    def install_package(self):
+        """In editable mode, beside a core that is built."""
+        without_core = "--config-settings=cmake.define.HEP_MODULE=OFF"
+        self.install(["-e", "."], ["--no-deps", "--no-build-isolation", without_core])
         check = "import torch, hybrid_ep, hybrid_ep._core"
         run([self.python, "-c", check], "importing what was installed", 300)
-        say(f"dependencies are installed ({time.monotonic() - start:.0f} s)")
 
 
 @contextlib.contextmanager
@@ -318,20 +347,21 @@ def ensure(folder=ROOT / ".venv", wanted="", extras=DEFAULT_EXTRAS, torch_index=
         with ThreadPoolExecutor(1) as beside:
             built = None
             if env.stamp.get("core") != core or not env.has_core():
-                env.setup_py("check_toolchain")
+                env.build_core("--configure")
                 built = beside.submit(env.build_core)
             if env.stamp.get("dependencies") != dependencies:
                 install_beside(built, env, extras, torch_index)
-                env.note(dependencies=dependencies)
             if built:
                 built.result()
                 env.note(core=core)
+        if env.stamp.get("dependencies") != dependencies:
+            env.install_package()
+            env.note(dependencies=dependencies)
         return env
 
 
 def install_beside(built, env, extras, torch_index):
-    """Installs the dependencies while the core is built, which the installation of the package then finds made. Of two
-    errors the core's is the cause."""
+    """Installs the dependencies while the core is built. Of two errors the core's is the cause."""
     try:
         env.install_dependencies(extras, torch_index)
     except SetupError:

@@ -1,6 +1,6 @@
 """Runs the mutants under the simulator and writes the table of seeds-to-catch into docs/simulator.md.
 
-    python scripts/sim_mutants.py [--program build/tests/cpp-plain/test_sim_mutants] [--check]
+    python scripts/sim_mutants.py [--program build/tests/cpp-mutants/tests/cpp/test_sim_mutants] [--check]
 
 The program is built by `make test ARGS="--only cpp-mutants"`. --check only says whether all were caught."""
 
@@ -17,7 +17,7 @@ HEADER = ["| mutant | the bug | mixed | random | pct | caught as |", "|---|---|-
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", type=Path, default=ROOT / "build/tests/cpp-plain/test_sim_mutants")
+    parser.add_argument("--program", type=Path, default=ROOT / "build/tests/cpp-mutants/tests/cpp/test_sim_mutants")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if not args.program.is_file():

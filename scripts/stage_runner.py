@@ -3,7 +3,6 @@ comes."""
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import build_core
 from stage_result import Result, result_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,34 +108,24 @@ class Runner:
         status, last = self.run([*command, *(["-m", marker] if marker else [])])
         return result_of(status, report, re.sub(r"\x1b\[[0-9;]*m", "", last).strip("= "))
 
-    def build_cpp(self, sanitizer):
-        """Whether the C++ tests with a sanitizer ("": none) are built, in a folder of their own."""
-        cmake, folder = tool("cmake"), cpp_folder(sanitizer)
-        configure = [
-            cmake,
-            "-S",
-            ROOT / "tests" / "cpp",
-            "-B",
-            folder,
-            "-G",
-            "Ninja",
-            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
-            f"-DHEP_SANITIZE={sanitizer}",
-        ]
-        return all(self.run(command, quiet=True)[0] == 0 for command in (configure, [cmake, "--build", folder]))
+    def build_cpp(self, variant):
+        """Whether the C++ tests are built: of the product (""), with injected bugs or with a sanitizer."""
+        chosen = ["--variant", variant] if variant else []
+        command = [sys.executable, "scripts/build_core.py", "--target", "cpp_tests", *chosen]
+        return self.run(command, quiet=True)[0] == 0
 
-    def ctest(self, name, sanitizer, selection):
+    def ctest(self, name, variant):
         """Builds and runs the C++ tests of one build folder."""
-        if not self.build_cpp(sanitizer):
+        if not self.build_cpp(variant):
             return Result("FAILED", note="does not build")
         report = BUILD / f"{name}.xml"
         report.unlink(missing_ok=True)
         # Two at once: one program waits for deadlines most of its time, another computes.
         status, last = self.run(
             [
-                tool("ctest"),
+                build_core.tool("ctest"),
                 "--test-dir",
-                cpp_folder(sanitizer),
+                build_core.folder_of(variant),
                 "--output-on-failure",
                 "--no-tests=error",
                 "--parallel",
@@ -144,7 +134,6 @@ class Runner:
                 "300",
                 "--output-junit",
                 report,
-                *selection,
             ]
         )
         return result_of(status, report, last if status else "")
@@ -178,10 +167,6 @@ def at_once(runner, *parts):
                 runner.show("".join(late.said))
 
 
-def cpp_folder(sanitizer):
-    return BUILD / f"cpp-{sanitizer or 'plain'}"
-
-
 def test_environment():
     """The tests' environment: one compute thread a process, for the ranks share the cores; and bytecode is kept,
     whatever the caller's shell says, for the stages start hundreds of interpreters that import torch and Megatron."""
@@ -213,12 +198,3 @@ def end_group(process):
         except subprocess.TimeoutExpired:
             pass
     signal_group(process, signal.SIGKILL)
-
-
-def tool(name):
-    """A program of this environment, else of PATH."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if not found:
-        sys.exit(f"run_tests: needs {name}; call make build, which installs it")
-    return found

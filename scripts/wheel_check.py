@@ -84,13 +84,9 @@ def of_git():
 
 def complaints_of_sdist(names, wanted):
     """What the source archive lacks of the files that are wanted, and what else is in it."""
-    known = {"PKG-INFO", "setup.cfg"}
     yield from (f"source archive: no {name}" for name in sorted(wanted - names) if not name.startswith(NOT_IN_SDIST))
-    yield from (
-        f"source archive: {name} is no file of the checkout"
-        for name in sorted(names - wanted - known)
-        if ".egg-info/" not in name
-    )
+    strange = sorted(names - wanted - {"PKG-INFO"})
+    yield from (f"source archive: {name} is no file of the checkout" for name in strange)
 
 
 def installed_names(wanted):
@@ -110,6 +106,12 @@ def complaints_of_wheel(names, wanted):
         top = name.split("/")[0]
         if not (top.endswith(".dist-info") or re.fullmatch(r"hybrid_ep/_core\.[^/]*\.so", name)):
             yield f"wheel: {name} has no business in it"
+
+
+def complaints_of_core(content, folder):
+    """What a core says of the machine that built it: its source's folder, in the names of lines."""
+    if f"{folder}/csrc".encode() in content:
+        yield f"wheel: hybrid_ep._core has names of files in {folder}"
 
 
 def complaints_of_readme(text):
@@ -152,9 +154,9 @@ def must(command, folder, **variables):
 
 
 def build(folder, scratch):
-    """(source archive, wheel), both in folder. The wheel comes of the archive, as an index's users build it."""
-    make = "from setuptools import build_meta; build_meta.build_sdist({!r})"
-    must([sys.executable, "-c", make.format(str(folder))], ROOT)
+    """(source archive, wheel, unpacked source), the first two in folder. The wheel comes of the archive, as an index's
+    users build it."""
+    must([sys.executable, "-c", f"from scikit_build_core import build; build.build_sdist({str(folder)!r})"], ROOT)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")
@@ -165,16 +167,19 @@ def build(folder, scratch):
         HYBRID_EP_CUDA="0",
     )
     (wheel,) = folder.glob("*.whl")
-    return archive, wheel
+    return archive, wheel, source
 
 
-def look_into(archive, wheel):
+def look_into(archive, wheel, source):
     wanted = of_git()
     with tarfile.open(archive) as tar:
         yield from complaints_of_sdist({m.name.partition("/")[2] for m in tar if m.isfile()}, wanted)
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         yield from complaints_of_wheel(names, wanted)
+        for name in names:
+            if name.startswith("hybrid_ep/_core.cpython"):
+                yield from complaints_of_core(opened.read(name), source)
         page = next(name for name in names if name.endswith(".dist-info/METADATA"))
         yield from complaints_of_readme(opened.read(page).decode())
 
@@ -234,8 +239,8 @@ def main():
             python = sys.executable
         else:
             (out := args.out or Path(scratch, "dist")).mkdir(parents=True, exist_ok=True)
-            archive, wheel = build(out.resolve(), Path(scratch))
-            found += look_into(archive, wheel)
+            archive, wheel, source = build(out.resolve(), Path(scratch))
+            found += look_into(archive, wheel, source)
             python = install(wheel, Path(scratch, "venv"), args.download)
         found += try_out(python, empty)
     print("\n".join([*found, f"wheel_check: {'FAILED' if found else 'passed'}"]))

@@ -69,7 +69,7 @@ WorldResult run_mutant(Bug bug) {
   return r;
 }
 
-TEST(broken_rule_is_reported_at_the_line_of_the_role) {
+TEST(rule_that_a_mutant_breaks_is_reported_at_the_line_of_the_role) {
   const WorldResult r = run_mutant(Bug::kPutBeforeSlotStored);
   CHECK_EQ(r.failure.kind, std::string("rule"));
   CHECK_EQ(r.failure.rule, std::string("read_races_write"));
@@ -77,14 +77,14 @@ TEST(broken_rule_is_reported_at_the_line_of_the_role) {
     CHECK(contains(r.failure.what, part));
 }
 
-TEST(deadlock_is_reported_with_who_waits_for_whom) {
+TEST(deadlock_of_a_mutant_is_reported_with_who_waits_for_whom) {
   const WorldResult r = run_mutant(Bug::kNoCredits);
   CHECK_EQ(r.failure.kind, std::string("deadlock"));
   for (const char* part : {"waits at rail_slot_free for rank", "expects", "chunk_sweep.h:"})
     CHECK(contains(r.failure.what, part));
 }
 
-TEST(ring_of_ranks_is_named) {
+TEST(ring_of_ranks_of_a_mutant_is_named) {
   CHECK(contains(run_mutant(Bug::kStreamsInOrder).failure.what, "ring of ranks: "));
 }
 #endif

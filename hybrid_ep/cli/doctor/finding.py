@@ -33,8 +33,8 @@ class Finding:
 
 def rebuild_remedy() -> str:
     """How this core is made anew: in a source tree by its compiler, else by another wheel."""
-    if (Path(__file__).resolve().parents[3] / "setup.py").is_file():
-        return "rebuild: python setup.py build_ext --inplace"
+    if (Path(__file__).resolve().parents[3] / "CMakeLists.txt").is_file():
+        return "rebuild: python scripts/build_core.py"
     return "install it anew: pip install --force-reinstall --no-deps hybrid_ep"
 
 

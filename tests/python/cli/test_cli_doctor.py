@@ -242,7 +242,7 @@ def test_wrong_sums_and_a_gemm_that_no_backend_does_are_failures(monkeypatch, ca
 def test_the_remedy_of_a_missing_library_is_a_command_that_exists_here(monkeypatch, tmp_path):
     """In a checkout the script is there; of an installed wheel the remedy says so and names the folder to build for."""
     assert Path(finding.build_remedy().split()[1]).is_file()
-    assert finding.rebuild_remedy() == "rebuild: python setup.py build_ext --inplace"
+    assert finding.rebuild_remedy() == "rebuild: python scripts/build_core.py"
     monkeypatch.setattr(finding, "__file__", str(tmp_path / "hybrid_ep" / "cli" / "doctor" / "finding.py"))
     said = finding.build_remedy("--nvshmem")
     assert "installed package" in said and f"--nvshmem --out {tmp_path / 'hybrid_ep'}" in said

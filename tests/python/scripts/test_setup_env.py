@@ -36,8 +36,9 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(setup_env.Environment, "create", create)
     monkeypatch.setattr(setup_env.Environment, "has_core", lambda env: True)
-    for name in ("install", "build_core", "setup_py"):
+    for name in ("install", "install_package", "build_core"):
         monkeypatch.setattr(setup_env.Environment, name, lambda *args, name=name: taken.append(name))
+    monkeypatch.setattr(setup_env.Environment, "requirements", lambda env, extras: ["torch"])
     monkeypatch.setattr(setup_env, "run", lambda command, what, timeout_s=0: taken.append("run"))
     return taken
 
@@ -58,6 +59,15 @@ def ready(folder: Path, **changes) -> Path:
     return folder
 
 
+def test_what_an_environment_needs_stands_in_pyproject(tmp_path):
+    env = setup_env.Environment(tmp_path)
+    env.python = Path(sys.executable)
+    named = env.requirements("train,balance")
+    assert any(r.startswith("torch>=") for r in named)
+    assert any(r.startswith("rich") for r in named) and any(r.startswith("safetensors") for r in named)
+    assert not any(r.startswith("sphinx") for r in named)
+
+
 @pytest.mark.parametrize("was_there", [False, True])
 def test_a_full_disk_is_reported_before_anything_is_made(tmp_path, steps, was_there):
     folder = tmp_path / "deep" / "venv"
@@ -76,24 +86,32 @@ def test_an_environment_that_is_ready_needs_no_disk(tmp_path, steps):
 
 def test_a_changed_core_alone_needs_no_disk(tmp_path, steps):
     setup_env.ensure(ready(tmp_path / "venv", core="old"))
-    assert steps == ["setup_py", "build_core"]  # the first looks at the compiler
+    assert steps == ["build_core", "build_core"]  # the first looks at the compiler
 
 
 def test_the_core_is_built_while_its_dependencies_are_installed(tmp_path, steps, monkeypatch):
     installing = threading.Event()
     monkeypatch.setattr(setup_env.Environment, "install", lambda *args: installing.set())
-    monkeypatch.setattr(setup_env.Environment, "build_core", lambda env: steps.append(installing.wait(20)))
+
+    def build_core(env, *options):
+        steps.append(options[0] if options else installing.wait(20))
+
+    monkeypatch.setattr(setup_env.Environment, "build_core", build_core)
     env = setup_env.ensure(ready(tmp_path / "venv", core="old", dependencies="old"), torch_index="https://example.org")
-    assert steps[0] == "setup_py" and sorted(steps[1:], key=str) == [True, "run"]
+    assert steps == ["--configure", True, "install_package"]
     assert env.stamp["core"] == setup_env.core_hash()
 
 
 def test_a_core_that_does_not_compile_is_what_a_set_up_names(tmp_path, steps, monkeypatch):
-    def fail(env, *args):
-        raise setup_env.SetupError("does not install" if args else "does not compile")
+    def install(env, *packages):
+        raise setup_env.SetupError("does not install")
 
-    monkeypatch.setattr(setup_env.Environment, "install", fail)
-    monkeypatch.setattr(setup_env.Environment, "build_core", fail)
+    def build_core(env, *options):
+        if not options:
+            raise setup_env.SetupError("does not compile")
+
+    monkeypatch.setattr(setup_env.Environment, "install", install)
+    monkeypatch.setattr(setup_env.Environment, "build_core", build_core)
     folder = ready(tmp_path / "venv", core="old", dependencies="old")
     with pytest.raises(setup_env.SetupError, match="does not compile"):
         setup_env.ensure(folder, torch_index="https://example.org")

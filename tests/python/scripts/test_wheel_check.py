@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,16 @@ CORE = "hybrid_ep/_core.cpython-313-x86_64-linux-gnu.so"
 def made(tmp_path_factory):
     """(files of the source archive, files of a wheel but for the core, metadata)."""
     folder = tmp_path_factory.mktemp("made")
-    steps = ["egg_info", "-e", folder, "sdist", "-d", folder, "build_py", "-d", folder / "lib"]
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", *map(str, steps)], cwd=ROOT, check=True, capture_output=True, timeout=120
-    )
-    (archive,) = folder.glob("*.tar.gz")
+    make = f"from scikit_build_core.build import build_sdist as s, build_wheel as w; f = {str(folder)!r}; s(f)"
+    make += "; w(f, {'wheel.cmake': 'false'})"
+    subprocess.run([sys.executable, "-c", make], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (archive,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     with tarfile.open(archive) as tar:
         of_sdist = {member.name.partition("/")[2] for member in tar if member.isfile()}
-    files = (path for path in (folder / "lib").rglob("*") if path.is_file())
-    of_wheel = {path.relative_to(folder / "lib").as_posix() for path in files}
-    return of_sdist, of_wheel, (folder / "hybrid_ep.egg-info" / "PKG-INFO").read_text()
+    with zipfile.ZipFile(wheel) as opened:
+        of_wheel = set(opened.namelist())
+        (page,) = (name for name in of_wheel if name.endswith(".dist-info/METADATA"))
+        return of_sdist, of_wheel, opened.read(page).decode()
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ def test_archive_and_wheel_hold_what_they_must_and_no_more(made, wanted):
     of_sdist, of_wheel, _ = made
     assert list(wheel_check.complaints_of_sdist(of_sdist, wanted)) == []
     assert list(wheel_check.complaints_of_wheel({*of_wheel, CORE}, wanted)) == []
-    assert {name.split("/")[0] for name in of_wheel} == set(wheel_check.PACKAGES)
+    tops = {name.split("/")[0] for name in of_wheel}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(wheel_check.PACKAGES)
 
 
 def test_the_page_of_an_index_has_the_words_of_the_readme_and_no_link_into_the_checkout(made):
@@ -91,6 +93,12 @@ def test_what_a_wheel_lacks_is_named(made, wanted, name):
 @pytest.mark.parametrize("name", ["recipes/__init__.py", "tests/__init__.py", "hybrid_ep/libhybrid_ep_cuda.so"])
 def test_what_a_wheel_would_leave_beside_its_packages_is_named(made, wanted, name):
     assert list(wheel_check.complaints_of_wheel({*made[1], name}, wanted)) == [f"wheel: {name} has no business in it"]
+
+
+def test_a_core_that_names_the_folder_it_was_built_in_is_named():
+    assert list(wheel_check.complaints_of_core(b"csrc/roles/n2n.h", Path("/build/here"))) == []
+    (complaint,) = wheel_check.complaints_of_core(b"/build/here/csrc/roles/n2n.h", Path("/build/here"))
+    assert "/build/here" in complaint
 
 
 def test_who_cites_it_cites_this_version(made):
