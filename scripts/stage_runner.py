@@ -128,6 +128,9 @@ class Runner:
                 build_core.folder_of(variant),
                 "--output-on-failure",
                 "--no-tests=error",
+                # A report keeps the ends of outputs, where the counts stand.
+                "--test-output-truncation",
+                "head",
                 "--parallel",
                 "2",
                 "--timeout",
