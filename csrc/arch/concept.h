@@ -137,7 +137,8 @@ template <class A>
 struct PairMath {
   template <class T>
   HEP_DEVICE static void widen(uint32_t word, float* v) {
-    v[0] = to_float(T{uint16_t(word)}), v[1] = to_float(T{uint16_t(word >> 16)});
+    v[0] = to_float(T{uint16_t(word)});
+    v[1] = to_float(T{uint16_t(word >> 16)});
   }
   template <class T>
   HEP_DEVICE static uint32_t round(float lower, float upper) {

@@ -93,14 +93,18 @@ bool ClonesFit::drained_ranks_fill(int64_t limit) {
     int64_t hot_load = 0, whole = 0;  // whole: what cold slots hold at least, whosever the experts are
     size_t taken = 0;
     for (size_t i = 0; i < pieces_.size() && taken < cold_slots; ++i)
-      if (pieces_[i].first >= cold) whole += pieces_[i].second, ++taken;
+      if (pieces_[i].first >= cold) {
+        whole += pieces_[i].second;
+        ++taken;
+      }
     for (int hot = 1; hot <= std::min(kMostHot, R - cold) && rank_load_[R - hot] > limit; ++hot) {
       hot_load += rank_load_[R - hot];
       const int64_t above = hot_load - hot * limit, others = sum_ - cold_load - hot_load - (R - cold - hot) * limit;
       // Linear in the price: the lowest and the highest one decide for all that cold slots hold enough.
       if (above - whole + others * kFull <= 0 && (above - whole) * (kFull - 1) + others * kFull <= 0) continue;
       const size_t slots = cold_slots + size_t(hot) * spare_slots_;
-      of_hot_.assign(1, 0), of_others_.assign(1, 0);
+      of_hot_.assign(1, 0);
+      of_others_.assign(1, 0);
       for (const auto& [place, tokens] : pieces_) {
         auto& sums = place < R - hot ? of_others_ : of_hot_;
         if (place >= cold && sums.size() <= slots) sums.push_back(sums.back() + tokens);

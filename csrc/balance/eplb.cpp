@@ -32,7 +32,8 @@ Packed pack(const std::vector<float>& weight, int num_packs) {
   for (int item : order) {
     std::pop_heap(heap.begin(), heap.end(), after);
     const int to = heap.back();
-    p.pack[item] = to, p.position[item] = used[to]++;
+    p.pack[item] = to;
+    p.position[item] = used[to]++;
     load[to] += weight[item];
     if (used[to] == room)
       heap.pop_back();

@@ -55,7 +55,10 @@ std::vector<int32_t> Placer::renamed(const int32_t* fresh) const {
     std::sort(pairs.begin(), pairs.end());
     std::vector<bool> taken(n);
     for (const auto& [_, i, k] : pairs)
-      if (name[i] < 0 && !taken[k]) name[i] = k, taken[k] = true;
+      if (name[i] < 0 && !taken[k]) {
+        name[i] = k;
+        taken[k] = true;
+      }
     return name;
   };
   std::vector<int32_t> slots(shape_.num_slots);
@@ -239,8 +242,10 @@ int64_t Placer::reconsider(int64_t spent) {
     const int64_t now = spent + back.fetched, then = now + lower(spent - 1 - now);
     if (then < spent && *std::max_element(load_.begin(), load_.end()) <= limit_)
       spent = then;
-    else
-      restore(before), index_ranks();
+    else {
+      restore(before);
+      index_ranks();
+    }
   }
   return spent;
 }
@@ -263,7 +268,8 @@ void Placer::apply(const Move& m) {
   has_[size_t(rank) * shape_.num_experts + old] = 0;
   has_[size_t(rank) * shape_.num_experts + m.expert] = 1;
   slots_[m.slot] = m.expert;
-  set_count(old, count_[old] - 1), set_count(m.expert, count_[m.expert] + 1);
+  set_count(old, count_[old] - 1);
+  set_count(m.expert, count_[m.expert] + 1);
   for (int e : {old, m.expert})
     for (int r : where_[e]) load_[r] += share(e);
 }
@@ -278,7 +284,9 @@ void Placer::polish(const Marks& m, int num_nodes) {
     int64_t lowest = *std::max_element(load_.begin(), load_.end());
     if (lowest <= m.far) return;
     index_ranks();
-    limit_ = m.floor + m.floor / part, steps_ = 0, budget_ = kPolishSteps;
+    limit_ = m.floor + m.floor / part;
+    steps_ = 0;
+    budget_ = kPolishSteps;
     lower(0);
     for (int n = 0; n < num_nodes; ++n) refine(n * ranks, ranks, m.good);
     if (*std::max_element(load_.begin(), load_.end()) < lowest)
@@ -296,15 +304,20 @@ void Placer::improve(const int64_t* load, const int32_t* fresh, int64_t target_p
   adopt(fresh);
   const int64_t reachable = top();
   adopt(phy2log);
-  had_ = has_, first_slots_ = slots_;
+  had_ = has_;
+  first_slots_ = slots_;
   const int64_t mean = std::accumulate(weight_.begin(), weight_.end(), int64_t(0)) / shape_.num_ranks, before = top();
   limit_ = std::max(mean + mean * target_ppm / kMillion, reachable + mean * kNearFreshPpm / kMillion);
   if (before <= limit_) return;
   const auto take_back = [&](int64_t spent) {
-    for (int64_t last = spent + 1; spent < last;) last = spent, spent = reconsider(spent);
+    for (int64_t last = spent + 1; spent < last;) {
+      last = spent;
+      spent = reconsider(spent);
+    }
     return spent;
   };
-  steps_ = 0, budget_ = kSteps;
+  steps_ = 0;
+  budget_ = kSteps;
   const int64_t spent = lower(max_moves);
   if (top() <= limit_) {
     take_back(spent);

@@ -69,7 +69,10 @@ HEP_WIDE int64_t add_rows(const int64_t* HEP_RESTRICT rows, int num_rows, int E,
     return bits;
   }
   for (int i = 0; i < num_rows; ++i)
-    for (int e = 0; e < E; ++e) bits |= rows[int64_t(i) * E + e], total[e] += rows[int64_t(i) * E + e];
+    for (int e = 0; e < E; ++e) {
+      bits |= rows[int64_t(i) * E + e];
+      total[e] += rows[int64_t(i) * E + e];
+    }
   return bits;
 }
 
@@ -105,10 +108,17 @@ MicrobatchPlanner::MicrobatchPlanner(const MicrobatchShape& shape) : shape_(shap
   ranks_per_node_ = R / shape_.num_nodes;
   // With nothing to spare an exact plan needs at most R - 1 clones (a tree over the ranks).
   max_copies_ = shape_.epsilon_ppm == 0 ? R - 1 : R * shape_.spare_slots;
-  total_.resize(E), by_owner_.resize(E), load_.resize(R), first_.resize(R + 1);
+  total_.resize(E);
+  by_owner_.resize(E);
+  load_.resize(R);
+  first_.resize(R + 1);
   for (Draft* d : {&alias_, &best_fit_, &retry_, &spare_}) {
-    d->load.resize(R), d->donor_key.resize(R), d->receiver_key.resize(R);
-    d->used.resize(R), d->pushed.resize(R), d->left.resize(E);
+    d->load.resize(R);
+    d->donor_key.resize(R);
+    d->receiver_key.resize(R);
+    d->used.resize(R);
+    d->pushed.resize(R);
+    d->left.resize(E);
     d->clones.reserve(std::max(max_copies_, R));
   }
 }
@@ -136,7 +146,10 @@ void MicrobatchPlanner::read(const int64_t* counts, const int32_t* owner) {
   }
   for (int r = 0; r < R; ++r) first_[r + 1] += first_[r];
   std::fill(load_.begin(), load_.end(), 0);
-  for (int e = 0; e < E; ++e) by_owner_[first_[owner[e]]++] = e, load_[owner[e]] += cost(total_[e]);
+  for (int e = 0; e < E; ++e) {
+    by_owner_[first_[owner[e]]++] = e;
+    load_[owner[e]] += cost(total_[e]);
+  }
   for (int r = R; r > 0; --r) first_[r] = first_[r - 1];
   first_[0] = 0;
 
@@ -224,13 +237,18 @@ int MicrobatchPlanner::next_donor(const Draft& d, Rule rule) const {
   for (int r = 0; r < shape_.num_ranks; ++r) {
     if (d.donor_key[r] < 0 || d.load[r] <= d.aim) continue;
     const int expert = hottest(d, r);
-    if (expert >= 0 && d.left[expert] > most) best = r, most = d.left[expert];
+    if (expert >= 0 && d.left[expert] > most) {
+      best = r;
+      most = d.left[expert];
+    }
   }
   return best;
 }
 
 void MicrobatchPlanner::construct(Draft& d, Rule rule, int64_t aim) const {
-  d.load = load_, d.left = total_, d.aim = aim;
+  d.load = load_;
+  d.left = total_;
+  d.aim = aim;
   std::fill(d.used.begin(), d.used.end(), 0);
   std::fill(d.pushed.begin(), d.pushed.end(), 0);
   d.clones.clear();
@@ -278,11 +296,22 @@ MicrobatchResult MicrobatchPlanner::plan(const int64_t* counts, const int32_t* o
     const auto rank = [&](const Draft& x) { return std::pair(std::max(x.max_cost, target_), x.clones.size()); };
     if (!best || rank(d) < rank(*best)) best = &d;
   };
-  if (shape_.strategy != Strategy::kBestFit) construct(alias_, Rule::kAlias, target_), offer(alias_);
-  if (shape_.strategy != Strategy::kAlias) construct(best_fit_, Rule::kBestFit, target_), offer(best_fit_);
-  if (shape_.strategy == Strategy::kBest && best->max_cost > target_) retry(retry_), offer(retry_);
-  if (shape_.strategy == Strategy::kBest && best->max_cost > target_ && searchable())
-    search(spare_, owner), offer(spare_);
+  if (shape_.strategy != Strategy::kBestFit) {
+    construct(alias_, Rule::kAlias, target_);
+    offer(alias_);
+  }
+  if (shape_.strategy != Strategy::kAlias) {
+    construct(best_fit_, Rule::kBestFit, target_);
+    offer(best_fit_);
+  }
+  if (shape_.strategy == Strategy::kBest && best->max_cost > target_) {
+    retry(retry_);
+    offer(retry_);
+  }
+  if (shape_.strategy == Strategy::kBest && best->max_cost > target_ && searchable()) {
+    search(spare_, owner);
+    offer(spare_);
+  }
   if (best->max_cost >= result.max_cost_before) return result;
   result.max_cost = best->max_cost;
   result.num_copies = int(best->clones.size());

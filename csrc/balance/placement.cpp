@@ -11,15 +11,9 @@
 #include <iterator>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 
 namespace hep::balance {
 namespace {
-
-void require(bool ok, const char* name, int64_t value, const char* remedy) {
-  if (!ok) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + " " + remedy);
-}
 
 constexpr int64_t kLevel = 2'500;  // a 2,500th above the mean is level: no more swaps
 constexpr size_t kUsualCaps = 3;
@@ -29,28 +23,18 @@ constexpr int64_t kGood = 1'250;  // a 1,250th is good enough: no other numbers 
 
 }  // namespace
 
-void PlacementShape::validate() const {
-  require(num_experts >= 1, "num_experts", num_experts, "must be at least 1");
-  require(num_ranks >= 1, "num_ranks", num_ranks, "must be at least 1");
-  require(num_nodes >= 1 && num_ranks % num_nodes == 0, "num_nodes", num_nodes, "must divide num_ranks");
-  require(num_slots >= num_experts && num_slots % num_ranks == 0, "num_slots", num_slots,
-          "must be a multiple of num_ranks and at least num_experts");
-  require(int64_t(num_slots) <= int64_t(num_experts) * num_ranks, "num_slots", num_slots,
-          "is more than one of each expert a rank: give fewer slots");
-  if (!num_groups) return;
-  require(num_groups > 0 && num_experts % num_groups == 0, "num_groups", num_groups, "must divide num_experts");
-  require(num_groups % num_nodes == 0, "num_groups", num_groups, "must be a multiple of num_nodes");
-  require(int64_t(num_slots) <= int64_t(num_experts) * (num_ranks / num_nodes), "num_slots", num_slots,
-          "is more than one of each of a node's experts a rank: give fewer slots, or num_groups 0");
-}
-
-Placer::Placer(const PlacementShape& shape) : shape_(shape), per_rank_(shape.num_slots / shape.num_ranks) {
-  weight_.resize(shape.num_experts), share_.resize(shape.num_experts), count_.resize(shape.num_experts),
-      where_.resize(shape.num_experts);
-  load_.resize(shape.num_ranks), used_.resize(shape.num_ranks), slots_.resize(shape.num_slots),
-      size_.resize(shape.num_slots);
-  has_.resize(size_t(shape.num_ranks) * shape.num_experts);
-}
+Placer::Placer(const PlacementShape& shape)
+    : shape_(shape),
+      per_rank_(shape.num_slots / shape.num_ranks),
+      weight_(shape.num_experts),
+      share_(shape.num_experts),
+      load_(shape.num_ranks),
+      size_(shape.num_slots),
+      count_(shape.num_experts),
+      slots_(shape.num_slots),
+      used_(shape.num_ranks),
+      has_(size_t(shape.num_ranks) * shape.num_experts),
+      where_(shape.num_experts) {}
 
 void Placer::put(int rank, int slot, int expert) {
   slots_[slot] = expert;
@@ -62,7 +46,8 @@ void Placer::put(int rank, int slot, int expert) {
 void Placer::swap(int slot, int other) {
   const int x = slots_[slot], y = slots_[other], a = rank_of(slot), b = rank_of(other);
   has_[size_t(a) * shape_.num_experts + x] = has_[size_t(b) * shape_.num_experts + y] = 0;
-  load_[a] -= share(x), load_[b] -= share(y);
+  load_[a] -= share(x);
+  load_[b] -= share(y);
   put(a, slot, y);
   put(b, other, x);
 }
@@ -91,7 +76,8 @@ void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_r
     }
     std::pop_heap(heap_.begin(), heap_.end(), after);
     const int e = heap_.back();
-    set_count(e, count_[e] + 1), --n;
+    set_count(e, count_[e] + 1);
+    --n;
     if (may_grow(e))
       std::push_heap(heap_.begin(), heap_.end(), after);
     else
@@ -166,7 +152,11 @@ bool Placer::swap_down(int hot, int first_rank, int num_ranks, int64_t below, in
       for (int j = r * per_rank_; j < (r + 1) * per_rank_; ++j) {
         if (size_[j] <= least || size_[j] >= most || holds(hot, slots_[j])) continue;
         const int64_t d = size_[i] - size_[j], pair = std::max(load_[hot] - d, load_[r] + d);
-        if (pair < lowest) lowest = pair, from = i, to = j;
+        if (pair < lowest) {
+          lowest = pair;
+          from = i;
+          to = j;
+        }
       }
     }
   if (from < 0) return false;
@@ -207,7 +197,11 @@ bool Placer::replica_down(int hot, int first_rank, int num_ranks) {
       const int64_t next = share_of(e, count_[e] + 1);
       if (load_[rank] - share(old) + next >= lowest || others - (share(e) - next) >= lowest) continue;
       const int64_t most = fullest_with(i, e);
-      if (most < lowest) lowest = most, best.slot = i, best.expert = e;
+      if (most < lowest) {
+        lowest = most;
+        best.slot = i;
+        best.expert = e;
+      }
     }
   }
   if (best.slot < 0) return false;
@@ -260,7 +254,10 @@ bool Placer::part_twins(int first_rank, int num_ranks) {
       if (holds(rank_of(j), twin) || holds(rank, slots_[j])) continue;
       const int64_t d = share(twin) - share(slots_[j]);
       const int64_t pair = std::max(load_[rank] - d, load_[rank_of(j)] + d);
-      if (pair < lowest) lowest = pair, best = j;
+      if (pair < lowest) {
+        lowest = pair;
+        best = j;
+      }
     }
     if (best < 0) return false;
     const int other = rank_of(best), taken = slots_[best];
@@ -269,7 +266,8 @@ bool Placer::part_twins(int first_rank, int num_ranks) {
       const auto mine = slots_.begin() + r * per_rank_;
       has_[size_t(r) * shape_.num_experts + e] = std::find(mine, mine + per_rank_, e) != mine + per_rank_;
     };
-    has(rank, twin), has(other, taken);  // one that was there twice still is
+    has(rank, twin);
+    has(other, taken);  // one that was there twice still is
   }
   return true;
 }
@@ -284,7 +282,10 @@ int64_t Placer::mean_of(const std::vector<int>& experts, int num_ranks) const {
 // found.
 void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ranks, bool twins, const Marks& m) {
   int64_t sum = 0, hottest = 0;
-  for (int e : experts) sum += weight_[e], hottest = std::max(hottest, weight_[e]);
+  for (int e : experts) {
+    sum += weight_[e];
+    hottest = std::max(hottest, weight_[e]);
+  }
   const int64_t mean = mean_of(experts, num_ranks);
   int64_t lowest = std::numeric_limits<int64_t>::max();
   State best;
@@ -292,7 +293,10 @@ void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ran
     refine(first_rank, num_ranks, m.good);
     const int64_t now = fullest(first_rank, num_ranks);
     if (now <= m.enough) return true;
-    if (now < lowest) lowest = now, best = {slots_, count_, share_, load_, has_};
+    if (now < lowest) {
+      lowest = now;
+      best = {slots_, count_, share_, load_, has_};
+    }
     return false;
   };
   const bool hot = 4 * hottest > sum || hottest > 6 * mean;
@@ -327,9 +331,10 @@ void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ran
     for (int kick = 0; kick < kKicks; ++kick) {
       const int i = any_slot(), j = any_slot();
       if (holds(rank_of(i), slots_[j])) continue;
-      if (kick == 0 && count_[slots_[i]] > 1)
-        index_ranks(), apply({0, 1, i, -1, slots_[j]});
-      else if (!holds(rank_of(j), slots_[i]))
+      if (kick == 0 && count_[slots_[i]] > 1) {
+        index_ranks();
+        apply({0, 1, i, -1, slots_[j]});
+      } else if (!holds(rank_of(j), slots_[i]))
         swap(i, j);
     }
     if (settled()) return;
@@ -338,7 +343,11 @@ void Placer::spread(const std::vector<int>& experts, int first_rank, int num_ran
 }
 
 void Placer::restore(const State& s) {
-  slots_ = s.slots, count_ = s.count, share_ = s.share, load_ = s.load, has_ = s.has;
+  slots_ = s.slots;
+  count_ = s.count;
+  share_ = s.share;
+  load_ = s.load;
+  has_ = s.has;
 }
 
 void Placer::clear(int first_rank, int num_ranks) {
@@ -410,7 +419,8 @@ void Placer::fresh(const int64_t* load, int32_t* phy2log) {
   std::sort(order.begin(), order.end());
   const int64_t pace = -order[0].first;
   m.far = m.floor + m.floor / kFar;
-  m.good = std::min(m.eplb, pace + pace / kLevel), m.enough = std::min(m.eplb, pace + pace / kGood);
+  m.good = std::min(m.eplb, pace + pace / kLevel);
+  m.enough = std::min(m.eplb, pace + pace / kGood);
   for (const auto& [_, n] : order) {
     spread(nodes[n], n * ranks, ranks, twins[n], m);
     for (int64_t* mark : {&m.good, &m.enough, &m.eplb}) *mark = std::max(*mark, fullest(n * ranks, ranks));

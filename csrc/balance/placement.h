@@ -75,7 +75,10 @@ class Placer {
   void adopt(const int32_t* phy2log);
   bool may_host(int slot, int expert) const;
   int64_t share(int expert) const { return share_[expert]; }
-  void set_count(int expert, int count) { count_[expert] = count, share_[expert] = share_of(expert, count); }
+  void set_count(int expert, int count) {
+    count_[expert] = count;
+    share_[expert] = share_of(expert, count);
+  }
   int64_t share_of(int expert, int count) const { return weight_[expert] / count; }
   int64_t excess(int64_t load) const { return load > limit_ ? load - limit_ : 0; }
   int rank_of(int slot) const { return slot / per_rank_; }

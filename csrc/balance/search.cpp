@@ -29,7 +29,9 @@ void MicrobatchPlanner::flow(Search& s, const int32_t* owner, int rank) const {
     const int expert = s.clone[rank];
     const int64_t tokens = std::min(s.deficit[rank], s.left[expert]);
     s.flows.push_back({rank, tokens});
-    s.left[expert] -= tokens, s.moved[rank] += tokens, s.deficit[rank] -= tokens;
+    s.left[expert] -= tokens;
+    s.moved[rank] += tokens;
+    s.deficit[rank] -= tokens;
     rank = owner[expert];
     s.deficit[rank] += tokens;
   }
@@ -40,7 +42,9 @@ void MicrobatchPlanner::take_back(Search& s, const int32_t* owner, size_t mark) 
     const auto [rank, tokens] = s.flows.back();
     const int expert = s.clone[rank];
     s.deficit[owner[expert]] -= tokens;
-    s.left[expert] += tokens, s.moved[rank] -= tokens, s.deficit[rank] += tokens;
+    s.left[expert] += tokens;
+    s.moved[rank] -= tokens;
+    s.deficit[rank] += tokens;
   }
 }
 
@@ -89,9 +93,17 @@ bool MicrobatchPlanner::descend(Search& s, const int32_t* owner) const {
 void MicrobatchPlanner::search(Draft& d, const int32_t* owner) {
   const int R = shape_.num_ranks;
   Search& s = search_;
-  s.left = total_, s.nodes = 0, s.slack = target_ * R;
-  s.clone.assign(R, kNone), s.moved.assign(R, 0), s.deficit.resize(R), s.flows.clear();
-  for (int r = 0; r < R; ++r) s.deficit[r] = target_ - load_[r], s.slack -= load_[r];
+  s.left = total_;
+  s.nodes = 0;
+  s.slack = target_ * R;
+  s.clone.assign(R, kNone);
+  s.moved.assign(R, 0);
+  s.deficit.resize(R);
+  s.flows.clear();
+  for (int r = 0; r < R; ++r) {
+    s.deficit[r] = target_ - load_[r];
+    s.slack -= load_[r];
+  }
   d.clones.clear();
   d.max_cost = *std::max_element(load_.begin(), load_.end());
   // Nothing to look for where the bound forbids it.

@@ -19,7 +19,8 @@ void fill(std::vector<Instance>& instances, std::vector<int64_t>& left, int begi
     if (at.rank < begin || at.rank >= end) continue;
     for (; at.tokens > 0 && s < end; ++s) {
       const int64_t n = std::min(at.tokens, left[s]);
-      at.tokens -= n, left[s] -= n;
+      at.tokens -= n;
+      left[s] -= n;
       if (s == source && at.index >= 0) mine[at.index] += n;
       if (left[s] > 0) break;
     }
@@ -55,7 +56,8 @@ void share_of_source(const MicrobatchShape& shape, const int64_t* counts, const 
     });
     for (Instance& at : instances) {
       const int64_t n = std::min(at.tokens, left[at.rank]);
-      at.tokens -= n, left[at.rank] -= n;
+      at.tokens -= n;
+      left[at.rank] -= n;
       if (at.rank == source && at.index >= 0) take[at.index] += n;
     }
     if (shape.num_nodes > 1)

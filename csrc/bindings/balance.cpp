@@ -82,7 +82,9 @@ PlanOfLayers plan(MicrobatchPlanner& planner, const py::array& counts, const py:
   py::list targets;
   for (py::ssize_t l = 0; l < num_layers; ++l) {
     targets.append(planner.plan(from, owners, to_expert, to_tokens).target);
-    from += int64_t(s.num_ranks) * s.num_experts, to_expert += slots, to_tokens += slots;
+    from += int64_t(s.num_ranks) * s.num_experts;
+    to_expert += slots;
+    to_tokens += slots;
   }
   return py::make_tuple(expert, tokens, targets);
 }

@@ -33,12 +33,15 @@ py::typing::Dict<py::str, py::object> load(const std::string& path) {
   py::list devices;
   for (const cuda::DeviceInfo& d : entry->devices(why)) {
     py::dict info;
-    info["name"] = d.name, info["capability"] = py::make_tuple(d.major, d.minor);
-    info["num_sms"] = d.num_sms, info["supported"] = d.supported;
+    info["name"] = d.name;
+    info["capability"] = py::make_tuple(d.major, d.minor);
+    info["num_sms"] = d.num_sms;
+    info["supported"] = d.supported;
     devices.append(info);
   }
   py::dict said;
-  said["devices"] = devices, said["why_none"] = why;
+  said["devices"] = devices;
+  said["why_none"] = why;
   return said;
 }
 

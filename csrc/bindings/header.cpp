@@ -23,19 +23,27 @@ CallHeader make(int64_t num_tokens, int64_t topk, std::optional<int64_t> budget,
   if (topk < 1 || topk > int64_t(kMostTopk))
     throw std::invalid_argument("topk: " + std::to_string(topk) + " is outside 1.." + std::to_string(kMostTopk));
   CallHeader h;
-  h.num_tokens = narrow("num_tokens", num_tokens), h.topk = uint16_t(topk);
+  h.num_tokens = narrow("num_tokens", num_tokens);
+  h.topk = uint16_t(topk);
   if (budget && *budget > std::numeric_limits<int32_t>::max())  // a row is an int32
     throw std::invalid_argument("budget: " + std::to_string(*budget) +
                                 " permuted rows (num_permuted_tokens) are more than 2^31-1; give None for no limit");
   if (budget) h.set_budget(narrow("budget", *budget));
-  h.want_tokens = narrow("want_tokens", want_tokens), h.want_hidden = narrow("want_hidden", want_hidden);
-  h.num_experts = narrow("num_experts", num_experts), h.hidden = narrow("hidden", hidden);
-  h.scale_width = narrow("scale_width", scale_width), h.pad_multiple = narrow("pad_multiple", pad_multiple);
+  h.want_tokens = narrow("want_tokens", want_tokens);
+  h.want_hidden = narrow("want_hidden", want_hidden);
+  h.num_experts = narrow("num_experts", num_experts);
+  h.hidden = narrow("hidden", hidden);
+  h.scale_width = narrow("scale_width", scale_width);
+  h.pad_multiple = narrow("pad_multiple", pad_multiple);
   h.chunk_dispatch = narrow("chunk_dispatch", chunk_dispatch);
   h.chunk_combine = narrow("chunk_combine", chunk_combine);
-  h.dtype = element_of("dtype", dtype), h.scale_dtype = element_of("scale_dtype", scale_dtype);
-  h.permute = permute, h.non_blocking = non_blocking, h.routing_map = routing_map;
-  h.weights = weights, h.pad_empty_experts = pad_empty_experts;
+  h.dtype = element_of("dtype", dtype);
+  h.scale_dtype = element_of("scale_dtype", scale_dtype);
+  h.permute = permute;
+  h.non_blocking = non_blocking;
+  h.routing_map = routing_map;
+  h.weights = weights;
+  h.pad_empty_experts = pad_empty_experts;
   return h;
 }
 

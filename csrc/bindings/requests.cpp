@@ -84,7 +84,8 @@ void field(py::class_<R>& c, const char* name, V R::* at) {
 RoutingInput routing_input(const Engine& engine, const PlaceRequest& r) {
   if (!r.topk_idx == !r.routing_map) throw std::invalid_argument("topk_idx, routing_map: give one of them");
   RoutingInput in;
-  in.num_tokens = r.header.num_tokens, in.topk = r.topk_in;
+  in.num_tokens = r.header.num_tokens;
+  in.topk = r.topk_in;
   const RoutingExtents e = extents_of(in, engine.layout().counts.num_experts);
   const Device device = device_of(engine);
   in.topk_idx = optional_array<const int64_t>(given(r.topk_idx), {"topk_idx", e.topk_idx, device});
@@ -99,10 +100,12 @@ RoutingInput routing_input(const Engine& engine, const PlaceRequest& r) {
 
 Placed place(Engine& engine, const PlaceRequest& r) {
   Placed result;
-  result.device = device_of(engine), result.memory = r.memory.keep_alive;
+  result.device = device_of(engine);
+  result.memory = r.memory.keep_alive;
   const RoutingInput in = routing_input(engine, r);
   PlaceCall c;
-  c.header = r.header, c.num_blocks = r.num_blocks;
+  c.header = r.header;
+  c.num_blocks = r.num_blocks;
   const PlanMemory needed = engine.plan_memory(in.num_tokens, r.header.topk, !r.count);
   c.memory = require(&r.memory, {"memory", needed.total, result.device, 128}, Element::kUint8);
   py::gil_scoped_release release;
@@ -116,9 +119,12 @@ Placed place(Engine& engine, const PlaceRequest& r) {
 void dispatch(Engine& engine, Plan& plan, const DispatchRequest& r) {
   if (r.weights && r.routed_weights) throw std::invalid_argument("weights: give none with routed_weights=True");
   DispatchCall c;
-  c.row_bytes = r.row_bytes, c.scale_bytes = r.scale_bytes;
-  c.permute = r.permuted.has_value(), c.out_rows = r.permuted.value_or(0);
-  c.num_blocks = r.launch.num_blocks, c.local_blocks = r.launch.local_blocks.value_or(0);
+  c.row_bytes = r.row_bytes;
+  c.scale_bytes = r.scale_bytes;
+  c.permute = r.permuted.has_value();
+  c.out_rows = r.permuted.value_or(0);
+  c.num_blocks = r.launch.num_blocks;
+  c.local_blocks = r.launch.local_blocks.value_or(0);
   c.chunk_tokens = r.launch.chunk_tokens.value_or(0);
   const DispatchExtents e = extents_of(plan, c);
   const Device device = device_of(engine);
@@ -137,9 +143,13 @@ void dispatch(Engine& engine, Plan& plan, const DispatchRequest& r) {
 
 void combine(Engine& engine, Plan& plan, const CombineRequest& r) {
   CombineCall c;
-  c.dtype = summable("x", &r.x), c.hidden = r.hidden;
-  c.permuted = r.permuted, c.multiply = r.multiply, c.fp32_partials = r.fp32_partials;
-  c.num_blocks = r.launch.num_blocks, c.unpermute_blocks = r.launch.local_blocks.value_or(0);
+  c.dtype = summable("x", &r.x);
+  c.hidden = r.hidden;
+  c.permuted = r.permuted;
+  c.multiply = r.multiply;
+  c.fp32_partials = r.fp32_partials;
+  c.num_blocks = r.launch.num_blocks;
+  c.unpermute_blocks = r.launch.local_blocks.value_or(0);
   c.chunk_tokens = r.launch.chunk_tokens.value_or(0);
   const CombineExtents e = extents_of(plan, c);
   const Device device = device_of(engine);

@@ -49,7 +49,10 @@ void fill(const py::dict& from, const char* what, Each&& each) {
     const std::string name = py::str(key);
     bool found = false;
     std::string names;
-    each([&](const char* n, auto&) { found |= name == n, names += std::string(names.empty() ? "" : ", ") + n; });
+    each([&](const char* n, auto&) {
+      found |= name == n;
+      names += std::string(names.empty() ? "" : ", ") + n;
+    });
     if (!found) throw std::invalid_argument(std::string(what) + ": has no field '" + name + "'; there are " + names);
   }
 }
@@ -75,17 +78,24 @@ Result dict_of(const sim::WorldResult& r) {
   d["failure"] = py::none();
   if (!r.failure.kind.empty()) {
     py::dict f;
-    f["kind"] = r.failure.kind, f["rule"] = r.failure.rule, f["what"] = r.failure.what;
+    f["kind"] = r.failure.kind;
+    f["rule"] = r.failure.rule;
+    f["what"] = r.failure.what;
     d["failure"] = f;
   }
   py::list ranks;
   for (const auto& o : r.ranks) {
     py::dict rank;
-    rank["error"] = text_or_none(o.error.c_str()), rank["site"] = text_or_none(o.site.c_str());
-    rank["role"] = text_or_none(o.role.c_str()), rank["peer"] = o.peer, rank["waited_s"] = o.waited_s;
+    rank["error"] = text_or_none(o.error.c_str());
+    rank["site"] = text_or_none(o.site.c_str());
+    rank["role"] = text_or_none(o.role.c_str());
+    rank["peer"] = o.peer;
+    rank["waited_s"] = o.waited_s;
     ranks.append(rank);
   }
-  d["ranks"] = ranks, d["steps"] = r.steps, d["log"] = r.log;
+  d["ranks"] = ranks;
+  d["steps"] = r.steps;
+  d["log"] = r.log;
   py::list kernels, links, roles, spans;
   for (const auto& k : r.kernels) kernels.append(py::make_tuple(k.kernel, k.rank, k.start, k.end));
   for (const auto& l : r.links) links.append(py::make_tuple(l.link, l.rank, l.block, l.busy, l.bytes, l.copies));
@@ -97,7 +107,10 @@ Result dict_of(const sim::WorldResult& r) {
   }
   for (const auto& s : r.spans)
     spans.append(py::make_tuple(s.name, s.role, s.rank, s.block, s.link, s.start, s.end, s.bytes));
-  d["kernels"] = kernels, d["links"] = links, d["roles"] = roles, d["spans"] = spans;
+  d["kernels"] = kernels;
+  d["links"] = links;
+  d["roles"] = roles;
+  d["spans"] = spans;
   return d;
 }
 
@@ -105,7 +118,10 @@ Result simulate(const Spec& spec, const py::typing::Optional<Spec>& costs,
                 const std::vector<std::vector<int64_t>>& topk_idx, double timeout_s, bool log, bool trace) {
   const WorldSpec world = spec_of(spec);
   sim::RunOptions options;
-  options.log = log, options.trace = trace, options.timeout_s = timeout_s, options.topk_idx = topk_idx;
+  options.log = log;
+  options.trace = trace;
+  options.timeout_s = timeout_s;
+  options.topk_idx = topk_idx;
   if (!costs.is_none()) {
     options.timed = true;
     fill(costs.cast<py::dict>(), "costs", [&](auto&& f) { each_cost(options.costs, f); });

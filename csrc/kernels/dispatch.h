@@ -26,8 +26,14 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
   const bool links = p.blocks.feeds_links(uint32_t(a.block_idx()));
   const bool local = p.blocks.works_locally(uint32_t(a.block_idx()));
   if (warp == 0 && elected) {
-    if (links) scatter.init(a, 1), rail.init(a, 1);
-    if (local) deliver.init(a, 1), look_up.init(a, 1);
+    if (links) {
+      scatter.init(a, 1);
+      rail.init(a, 1);
+    }
+    if (local) {
+      deliver.init(a, 1);
+      look_up.init(a, 1);
+    }
   }
   if (!enter_kernel(a)) return;
   if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
@@ -71,7 +77,9 @@ uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   p.tile_bytes = p.message.row_bytes < kMaxTileBytes ? p.message.row_bytes : kMaxTileBytes;
   const uint64_t stage = token_stage_bytes<A>(p), stage_bytes = p.message.payload_at() + p.tile_bytes;
   const uint64_t cursors = align_up(4ull * (p.rail.num_peers + 1), 128);
-  p.arrival_cursors_at = 0, p.credit_cursors_at = cursors, p.untold_at = 2 * cursors;
+  p.arrival_cursors_at = 0;
+  p.credit_cursors_at = cursors;
+  p.untold_at = 2 * cursors;
   const uint64_t fifos_at =
       p.untold_at + align_up(sizeof(UntoldRows) * kScatterWarps * uint64_t(p.world.num_local_ranks), 128);
   // Without rail peers N2N stages nothing, and its share is the scatter FIFO's. So is that of local work that is apart.

@@ -83,14 +83,17 @@ inline uint64_t plan_exchange(ExchangeParams& p, uint64_t budget, int blocks) {
   while (p.walkers > 1 && ExchangeSmem{p.layout, p.walkers}.bytes() > budget) --p.walkers;
   const uint32_t lanes = uint32_t(A::kLanes), walkers = p.walkers * uint32_t(blocks);
   p.run_tokens = std::max(1u, uint32_t(div_up(p.num_tokens, walkers)));
-  p.lanes_of_token = std::min(lanes, p.topk), p.step_tokens = lanes / p.lanes_of_token;
-  p.by_run = Reciprocal::of(p.run_tokens), p.by_token_lanes = Reciprocal::of(p.lanes_of_token);
+  p.lanes_of_token = std::min(lanes, p.topk);
+  p.step_tokens = lanes / p.lanes_of_token;
+  p.by_run = Reciprocal::of(p.run_tokens);
+  p.by_token_lanes = Reciprocal::of(p.lanes_of_token);
   p.map_words = p.layout.num_experts % 8 == 0 && reinterpret_cast<uint64_t>(p.routing_map) % 8 == 0;
   PlaceParams& q = p.place;
   q.experts_of_rank = p.layout.num_experts / p.layout.num_ranks;
   q.experts_of_node = q.experts_of_rank * uint32_t(p.world.num_local_ranks);
   q.by_pad = Reciprocal::of(q.pad_multiple);
-  q.by_rank = Reciprocal::of(q.experts_of_rank), q.by_node = Reciprocal::of(q.experts_of_node);
+  q.by_rank = Reciprocal::of(q.experts_of_rank);
+  q.by_node = Reciprocal::of(q.experts_of_node);
   return ExchangeSmem{p.layout, p.walkers}.bytes();
 }
 

@@ -59,8 +59,11 @@ struct BufferLayout {
 
   explicit BufferLayout(const BufferShape& s) {
     s.validate();
-    num_nodes = s.num_nodes, num_local_ranks = s.num_local_ranks, num_ranks = num_nodes * num_local_ranks;
-    rail_slots = s.rail_slots, chunk_tokens = s.chunk_tokens;
+    num_nodes = s.num_nodes;
+    num_local_ranks = s.num_local_ranks;
+    num_ranks = num_nodes * num_local_ranks;
+    rail_slots = s.rail_slots;
+    chunk_tokens = s.chunk_tokens;
     counts = CountsLayout{num_ranks, num_nodes, s.num_experts};
     World w{int32_t(num_nodes), int32_t(num_local_ranks), 0};
     uint64_t message = MessageLayout::make(w, s.max_topk, true, s.scale_bytes, s.row_bytes).token_bytes();

@@ -28,13 +28,22 @@ struct PlanMemory {
     m.weight_stride = m.message.weight_bytes / 4;
     const uint64_t N = c.num_nodes, R = c.num_ranks, Er = c.num_experts / R, record = m.message.record_bytes;
     m.numbers = m.add(kNumbersBytes);
-    m.tokens_per_expert = m.add(8 * Er), m.padded_tokens_per_expert = m.add(8 * Er);
-    m.pair_expert = m.add(4 * tokens * topk), m.pair_weight = m.add(4 * tokens * m.weight_stride);
-    m.pair_pos = m.add(4 * tokens * topk), m.row_pos = m.add(4 * tokens * topk);
-    m.node_pos = m.add(4 * tokens * N), m.node_tokens = m.add(4 * tokens * N);
-    m.node_count = m.add(4 * N), m.rail_count = m.add(4 * N), m.zero_ranges = m.add(8 * Er);
-    m.dropped = m.add(8 * R), m.rank_rows = m.add(4 * R), m.source_rows = m.add(4 * R);
-    m.record_table = m.add(8 * N), m.token_table = m.add(8 * N);
+    m.tokens_per_expert = m.add(8 * Er);
+    m.padded_tokens_per_expert = m.add(8 * Er);
+    m.pair_expert = m.add(4 * tokens * topk);
+    m.pair_weight = m.add(4 * tokens * m.weight_stride);
+    m.pair_pos = m.add(4 * tokens * topk);
+    m.row_pos = m.add(4 * tokens * topk);
+    m.node_pos = m.add(4 * tokens * N);
+    m.node_tokens = m.add(4 * tokens * N);
+    m.node_count = m.add(4 * N);
+    m.rail_count = m.add(4 * N);
+    m.zero_ranges = m.add(8 * Er);
+    m.dropped = m.add(8 * R);
+    m.rank_rows = m.add(4 * R);
+    m.source_rows = m.add(4 * R);
+    m.record_table = m.add(8 * N);
+    m.token_table = m.add(8 * N);
     m.records = m.add(N * tokens * record);
     return m;
   }
@@ -42,7 +51,8 @@ struct PlanMemory {
   void add_learned(uint32_t num_nodes, uint64_t rail_tokens, uint64_t recv_rows) {
     rail_record_stride = rail_tokens * message.record_bytes;
     rail_records = add(num_nodes > 1 ? num_nodes * rail_record_stride : 0);
-    row_records = add(recv_rows * message.record_bytes), row_weights = add(recv_rows * 4 * weight_stride);
+    row_records = add(recv_rows * message.record_bytes);
+    row_weights = add(recv_rows * 4 * weight_stride);
   }
 
  private:

@@ -48,7 +48,8 @@ struct ChunkSweep {
         if (uint64_t(chunk) * chunk_tokens >= count(s)) continue;
         more = true;
         if (!ready(s, chunk)) {
-          waiting.peer = rank_of(s), waiting.chunk = chunk;
+          waiting.peer = rank_of(s);
+          waiting.chunk = chunk;
           if (!injected(Bug::kStreamsInOrder)) continue;
           while (!ready(s, chunk)) a.poll_idle(waiting, uint64_t(chunk) + 1, chunk);  // in order, come what may
         }

@@ -50,12 +50,16 @@ struct DeliverG2SRole {
     uint32_t loaded = 0;
     walk.run(p.plan.source_rows, rows, [&](uint32_t group) {
       const uint32_t stores = rows_of(group) * tiles;
-      if (waiting && !p.landed.test(a, group, stores)) deliver_found(loaded), waiting = false;
+      if (waiting && !p.landed.test(a, group, stores)) {
+        deliver_found(loaded);
+        waiting = false;
+      }
       p.landed.await(a, group, stores);
       if (!looks_up) return deliver(group, false);
       look_up(group);
       if (waiting) deliver_found(loaded);
-      loaded = group, waiting = true;
+      loaded = group;
+      waiting = true;
     });
     if (waiting) deliver_found(loaded);
   }

@@ -53,7 +53,10 @@ struct PairLists {
         const bool swap = e[j - 1] > e[j];
         const int32_t lower = swap ? e[j] : e[j - 1], upper = swap ? e[j - 1] : e[j];
         const float of_lower = swap ? w[j] : w[j - 1], of_upper = swap ? w[j - 1] : w[j];
-        e[j - 1] = lower, e[j] = upper, w[j - 1] = of_lower, w[j] = of_upper;
+        e[j - 1] = lower;
+        e[j] = upper;
+        w[j - 1] = of_lower;
+        w[j] = of_upper;
       }
     }
     uint32_t n = 0;
@@ -63,7 +66,10 @@ struct PairLists {
       const bool again = k > 0 && e[k] == e[k - (k > 0)];
       sum = again ? sum + w[k] : w[k];
       n += e[k] != kNone && !again;
-      if (e[k] != kNone) experts[n - 1] = e[k], weights[n - 1] = sum;
+      if (e[k] != kNone) {
+        experts[n - 1] = e[k];
+        weights[n - 1] = sum;
+      }
     }
     return n;
   }
@@ -82,8 +88,12 @@ struct PairLists {
       weights[at - 1] += w;
       return n;
     }
-    for (uint32_t i = n; i > at; --i) experts[i] = experts[i - 1], weights[i] = weights[i - 1];
-    experts[at] = e, weights[at] = w;
+    for (uint32_t i = n; i > at; --i) {
+      experts[i] = experts[i - 1];
+      weights[i] = weights[i - 1];
+    }
+    experts[at] = e;
+    weights[at] = w;
     return n + 1;
   }
   HEP_DEVICE uint32_t from_map(uint32_t t, int32_t* experts, float* weights) const {

@@ -35,14 +35,19 @@ struct PlaceRole {
   HEP_DEVICE void count_rows() {
     for (uint32_t e = me; e < p.layout.num_experts; e += width) {
       const Sums pairs = over_sources(p.layout.experts_at() + e);
-      set(smem.expert_pairs_at() + e, pairs.all), set(smem.pair_base_at() + e, pairs.before);
+      set(smem.expert_pairs_at() + e, pairs.all);
+      set(smem.pair_base_at() + e, pairs.before);
     }
     for (uint32_t d = me; d < p.layout.num_ranks; d += width) {
       const Sums rows = over_sources(p.layout.rows_at() + d);
       const uint32_t budget = counts.header(int(d), kHeaderBudget);
-      set(smem.rank_rows_at() + d, rows.all), set(smem.row_base_at() + d, rows.before);
+      set(smem.rank_rows_at() + d, rows.all);
+      set(smem.row_base_at() + d, rows.before);
       set(smem.room_at() + d, budget ? budget - 1 : ExchangeSmem::kUnlimited);
-      if (lead) q.rank_rows[d] = rows.all, q.source_rows[d] = counts.rows(int(d), p.world.rank);
+      if (lead) {
+        q.rank_rows[d] = rows.all;
+        q.source_rows[d] = counts.rows(int(d), p.world.rank);
+      }
     }
     const int own_node = p.world.node(), own_local = p.world.local_rank();
     for (uint32_t n = me; lead && n < p.layout.num_nodes; n += width) {
@@ -100,8 +105,10 @@ struct PlaceRole {
       set(base, get(base) + uint32_t(row));
       dropped += pairs - kept;
       if (own) {
-        q.tokens_per_expert[i] = kept, q.padded_tokens_per_expert[i] = kept_padded;
-        q.zero_ranges[2 * i] = uint32_t(row + kept), q.zero_ranges[2 * i + 1] = uint32_t(row + kept_padded);
+        q.tokens_per_expert[i] = kept;
+        q.padded_tokens_per_expert[i] = kept_padded;
+        q.zero_ranges[2 * i] = uint32_t(row + kept);
+        q.zero_ranges[2 * i + 1] = uint32_t(row + kept_padded);
         rows_kept += kept_padded;
       }
       row += padded;

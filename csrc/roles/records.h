@@ -55,7 +55,9 @@ struct RecordRole {
         next.expert = -1;
       const uint32_t expert = uint32_t(pair.expert), to = q.by_rank.quotient(expert);
       if (!at) {
-        node = q.by_node.quotient(expert), first = k, num_dsts = 0;
+        node = q.by_node.quotient(expert);
+        first = k;
+        num_dsts = 0;
         at = open(t, node, begins);
       }
       if (to != rank) {

@@ -1,5 +1,4 @@
-// Routing of this rank's own tokens: lists of (expert, weight) pairs, counts, and every pair's position among those of
-// this source.
+// Routing of this rank's own tokens: lists of (expert, weight) pairs, counts, and every pair's position among them.
 // Tokens are cut into runs, in order, one for each warp that counts ("walker") of each block. A walker counts its run
 // by columns, one for each rank, node and expert, and notes how many of a column came before. Where its own begin is
 // known when all have counted: behind the walkers before. So no row depends on the number of blocks or warps.
@@ -100,7 +99,9 @@ struct RouteRole {
       for (uint32_t i = 0; i < kAhead; ++i) {
         pairs[i] = load(t + turn, k, turn < p.step_tokens && t + turn < end && k < p.topk, begin);
         k += p.lanes_of_token;
-        if (k - first_k >= p.topk) k = first_k, t += p.step_tokens;
+        if (k - first_k < p.topk) continue;
+        k = first_k;
+        t += p.step_tokens;
       }
       HEP_UNROLL
       for (uint32_t i = 0; i < kAhead; ++i) take_turns(pairs[i], turn);
@@ -125,9 +126,8 @@ struct RouteRole {
     const uint32_t of_rank = p.place.experts_of_rank, of_node = p.place.experts_of_node;
     const bool new_rank = there && (pair.first || pair.before < int32_t(rank * of_rank)),
                new_node = there && (pair.first || pair.before < int32_t(node * of_node));
-    uint32_t *const counters = words + smem.of_walker(uint32_t(a.warp_idx())), *const of_expert =
-                                                                                   counters + smem.experts_at() +
-                                                                                   (there ? pair.expert : 0);
+    uint32_t* const counters = words + smem.of_walker(uint32_t(a.warp_idx()));
+    uint32_t* const of_expert = counters + smem.experts_at() + (there ? pair.expert : 0);
     uint32_t in_expert = 0, in_rank = 0, in_node = 0;
     HEP_NO_UNROLL
     for (uint32_t i = 0; i < p.step_tokens; ++i) {

@@ -91,7 +91,9 @@ struct SumFeed {
       uint32_t k = 0;
       rows([&](const SumRow& r) {
         head.scale = r.scale;
-        head.peer = r.peer, head.chunk = r.chunk, head.chunk_stages = r.chunk_stages;
+        head.peer = r.peer;
+        head.chunk = r.chunk;
+        head.chunk_stages = r.chunk_stages;
         ++k;
         const uint32_t ends =
             (k == 1 ? uint32_t(SumHead::kFirst) : 0u) | (k == num_rows ? uint32_t(SumHead::kLast) : 0u);
@@ -121,7 +123,9 @@ struct SumFeed {
     if (!last) return;
     head.flags |= send.flags;
     if (!send.is(SumHead::kChunkEnd)) return;
-    head.peer = send.peer, head.chunk = send.chunk, head.chunk_stages = send.chunk_stages;
+    head.peer = send.peer;
+    head.chunk = send.chunk;
+    head.chunk_stages = send.chunk_stages;
   }
 };
 

@@ -35,7 +35,8 @@ struct WholeTiles {
       for (;;) {
         const auto* at = reinterpret_cast<const uint64_t*>(r.from.data());
         const uint64_t row = head.is(SumHead::kEmpty) ? 0 : r.a.ld_shared(at);
-        rows[n] = tile_row(head, reinterpret_cast<const unsigned char*>(row)), heads[n] = head;
+        rows[n] = tile_row(head, reinterpret_cast<const unsigned char*>(row));
+        heads[n] = head;
         r.from.pass(r.a);
         if (++n == kMostRows || head.is(SumHead::kLast)) break;
         head = r.from.wait(r.a);

@@ -36,8 +36,10 @@ std::shared_ptr<unsigned char> Arena::take(uint64_t wanted) {
   if (best == gaps_.end()) return nullptr;
   Gaps::node_type gap = gaps_.extract(best);
   const uint64_t at = gap.key();
-  lent->block.key() = at, lent->block.mapped() = bytes;
-  gap.key() += bytes, gap.mapped() -= bytes;
+  lent->block.key() = at;
+  lent->block.mapped() = bytes;
+  gap.key() += bytes;
+  gap.mapped() -= bytes;
   if (gap.mapped()) gaps_.insert(std::move(gap));
   lent_ += bytes;
   return {lent, base_ + at};

@@ -140,7 +140,8 @@ class MappedMemory final : public DeviceMemory {
   CUmemAllocationProp properties() const {
     CUmemAllocationProp prop{};
     prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE, prop.location.id = device_;
+    prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    prop.location.id = device_;
     prop.requestedHandleTypes = type();
     return prop;
   }
@@ -160,7 +161,8 @@ class MappedMemory final : public DeviceMemory {
     check_driver(d.map(address, bytes_, 0, handle_, 0), "map");
     mapped_ = true;
     CUmemAccessDesc access{};
-    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE, access.location.id = device_;
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.location.id = device_;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     check_driver(d.set_access(address, bytes_, &access, 1), "access to mapped memory");
   }
@@ -170,7 +172,9 @@ class MappedMemory final : public DeviceMemory {
     if (mapped_) (void)d.unmap(address, bytes_);
     if (data_) (void)d.unreserve(address, bytes_);
     if (handle_) (void)d.release(handle_);
-    mapped_ = false, data_ = nullptr, handle_ = 0;
+    mapped_ = false;
+    data_ = nullptr;
+    handle_ = 0;
   }
 
   Share kind_;

@@ -105,7 +105,8 @@ void Engine::make_tables() {
   for (int n = 0; n < world_.num_nodes; ++n) {
     if (n == me) continue;
     RailPeer p{};
-    p.node = n, p.rank = world_.rail_peer(n);
+    p.node = n;
+    p.rank = world_.rail_peer(n);
     p.send_slots = own() + layout_.rail_send_slot(me, n, 0);
     p.recv_slots = own() + layout_.rail_recv_slot(me, n, 0);
     p.full_flags = flag(world_.rank, layout_.rail_full_flag(me, n, 0));
@@ -114,7 +115,8 @@ void Engine::make_tables() {
     p.peer_recv_slots = layout_.rail_recv_slot(n, me, 0);
     p.peer_full_flags = layout_.rail_full_flag(n, me, 0);
     p.peer_free_flags = layout_.rail_free_flag(n, me, 0);
-    p.sent = rail_sent_ + n, p.received = rail_received_ + n;
+    p.sent = rail_sent_ + n;
+    p.received = rail_received_ + n;
     tables_.peers.push_back(p);
   }
   view_ = executor_->adopt(tables_, settings_);
@@ -127,7 +129,8 @@ void Engine::bind(Params& p, uint32_t chunk, uint32_t blocks) const {
   p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, view_.peers, uint32_t(tables_.peers.size())};
   p.gate = {world_,           &progress_->operations, flag(world_.rank, layout_.ready), flag(world_.rank, layout_.done),
             view_.peer_ready, view_.peer_done};
-  p.taken = taken_, p.taken.blocks = blocks;
+  p.taken = taken_;
+  p.taken.blocks = blocks;
   p.peers = {view_.recv, layout_.recv - layout_.landed};
   p.progress = progress_;
   p.exit_counter = exit_counter_;
@@ -144,7 +147,8 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const CallHeader& heade
   p.peer_node_flags = view_.peer_node_flags;
   p.rail_flag_offset = layout_.counts_rail_flag(0, world_.node());
   p.traffic = traffic_;
-  p.misfits = misfits_, p.block_counts = block_counts_;
+  p.misfits = misfits_;
+  p.block_counts = block_counts_;
   std::ranges::copy(header.words(), p.header);
   return p;
 }
@@ -183,14 +187,16 @@ bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) co
   const uint64_t rows = c.permute ? c.out_rows : plan.num_recv_rows(),
                  recv = reinterpret_cast<uint64_t>(own()) + layout_.recv;
   const auto offset = [&](const unsigned char* x) { return reinterpret_cast<uint64_t>(x) - recv; };
-  p.landing.row_bytes = c.row_bytes, p.landing.scale_bytes = c.scale_bytes;
+  p.landing.row_bytes = c.row_bytes;
+  p.landing.scale_bytes = c.scale_bytes;
   p.landing.metadata_bytes = p.message.metadata_bytes();
   const auto in_arena = [&](const unsigned char* x, uint64_t bytes) {
     const uint64_t at = offset(x) + layout_.recv - layout_.arena;  // below the arena: a very large number
     return at <= layout_.arena_bytes && bytes <= layout_.arena_bytes - at;
   };
   if (in_arena(c.out_x, rows * c.row_bytes) && (!c.scale_bytes || in_arena(c.out_scales, rows * c.scale_bytes))) {
-    p.landing.x = offset(c.out_x), p.landing.scales = c.scale_bytes ? offset(c.out_scales) : 0;
+    p.landing.x = offset(c.out_x);
+    p.landing.scales = c.scale_bytes ? offset(c.out_scales) : 0;
     p.landing.rows = uint32_t(rows);
     p.landing.in = !c.permute
                        ? LandIn::kReceiveRow
@@ -231,15 +237,20 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   Call call(*this);
   bind(p, chunk, uint32_t(c.num_blocks));
   p.plan = plan.view();
-  p.x = c.x, p.scales = c.scale_bytes ? c.scales : nullptr, p.weights = c.weights;
-  p.out_x = c.out_x, p.out_scales = c.out_scales, p.out_weights = c.weights ? c.out_weights : nullptr;
+  p.x = c.x;
+  p.scales = c.scale_bytes ? c.scales : nullptr;
+  p.weights = c.weights;
+  p.out_x = c.out_x;
+  p.out_scales = c.out_scales;
+  p.out_weights = c.weights ? c.out_weights : nullptr;
   p.out_rows = uint32_t(c.out_rows);
   p.copies = land(p, c, plan);
   p.landing.followed = p.copies || p.reads_metadata();
   p.permute = c.permute;
   p.blocks = {uint32_t(c.num_blocks), uint32_t(c.local_blocks)};
   p.landed = {flag(world_.rank, layout_.landed), landed_before_};
-  p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
+  p.first_node_expert = uint32_t(world_.node()) * experts_per_node;
+  p.num_node_experts = experts_per_node;
   executor_->require_shared_memory(p);
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, (c.permute ? c.out_rows : plan.num_recv_rows()) * c.row_bytes);
@@ -259,19 +270,25 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   CombineParams p{};
   p.world = world_;
-  p.dtype = c.dtype, p.partial_dtype = c.fp32_partials ? DType::kFp32 : c.dtype;
+  p.dtype = c.dtype;
+  p.partial_dtype = c.fp32_partials ? DType::kFp32 : c.dtype;
   p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
   require_row(p.partial.row_bytes(), plan.max_recv_rows(), "combine");
   Call call(*this);
   bind(p, chunk, uint32_t(c.num_blocks));
   p.plan = plan.view();
-  p.record_bytes = plan.record_bytes(), p.pairs_at = plan.pairs_at();
+  p.record_bytes = plan.record_bytes();
+  p.pairs_at = plan.pairs_at();
   p.hidden = c.hidden;
-  p.x = c.x, p.x_weights = c.weights;
-  p.permuted = c.permuted, p.multiply = c.multiply;
-  p.first_node_expert = uint32_t(world_.node()) * experts_per_node, p.num_node_experts = experts_per_node;
+  p.x = c.x;
+  p.x_weights = c.weights;
+  p.permuted = c.permuted;
+  p.multiply = c.multiply;
+  p.first_node_expert = uint32_t(world_.node()) * experts_per_node;
+  p.num_node_experts = experts_per_node;
   p.recv = own() + layout_.recv;
-  p.out_x = c.out_x, p.out_weights = c.weights ? c.out_weights : nullptr;
+  p.out_x = c.out_x;
+  p.out_weights = c.weights ? c.out_weights : nullptr;
   executor_->require_shared_memory(p);
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));

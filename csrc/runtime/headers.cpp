@@ -42,7 +42,8 @@ std::vector<std::string> differing_fields(Headers headers) {
 HeaderRanges ranges_of(Headers headers) {
   HeaderRanges r{kMostTopk, 0, 0, 0, 0, false};
   for (const CallHeader& h : headers) {
-    r.least_topk = std::min<uint32_t>(r.least_topk, h.topk), r.most_topk = std::max<uint32_t>(r.most_topk, h.topk);
+    r.least_topk = std::min<uint32_t>(r.least_topk, h.topk);
+    r.most_topk = std::max<uint32_t>(r.most_topk, h.topk);
     r.most_tokens = std::max(r.most_tokens, h.num_tokens);
     r.most_want_tokens = std::max(r.most_want_tokens, h.want_tokens);
     r.most_want_hidden = std::max(r.most_want_hidden, h.want_hidden);

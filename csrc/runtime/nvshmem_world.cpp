@@ -55,7 +55,9 @@ std::string World::unique_id() const {
 void World::start(const std::string& unique_id, int pe, int num_pes, int device) {
   if (unique_id.size() != kUniqueIdBytes) fail("a unique id has " + std::to_string(kUniqueIdBytes) + " bytes");
   if (started()) fail("it is already started in this process, by other code than hybrid_ep; hybrid_ep needs it first");
-  pe_ = pe, num_pes_ = num_pes, device_ = device;
+  pe_ = pe;
+  num_pes_ = num_pes;
+  device_ = device;
   enter();
   const Calls& c = *entry_->calls;
   const int status = c.start(reinterpret_cast<const unsigned char*>(unique_id.data()), pe, num_pes);

@@ -34,8 +34,10 @@ void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_
 void attach_learned(PlanView& v, const PlanMemory& m, unsigned char* memory) {
   if (!memory || reinterpret_cast<uint64_t>(memory) % 128)
     throw std::invalid_argument("memory: give learned.total bytes, aligned to 128");
-  v.rail_records = memory + m.rail_records, v.rail_record_stride = m.rail_record_stride;
-  v.row_records = memory + m.row_records, v.row_weights = reinterpret_cast<float*>(memory + m.row_weights);
+  v.rail_records = memory + m.rail_records;
+  v.rail_record_stride = m.rail_record_stride;
+  v.row_records = memory + m.row_records;
+  v.row_weights = reinterpret_cast<float*>(memory + m.row_weights);
 }
 
 }  // namespace
@@ -53,15 +55,24 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   const PlanMemory m = plan_memory(in.num_tokens, header.topk, !count);
   const auto at = [&]<class T>(T*& pointer, uint64_t offset) { pointer = reinterpret_cast<T*>(c.memory + offset); };
   ExchangeParams p{};
-  p.world = world_, p.layout = layout_.counts;
-  p.topk_idx = in.topk_idx, p.routing_map = in.routing_map, p.weights = in.weights;
-  p.num_tokens = in.num_tokens, p.topk_in = in.topk, p.topk = header.topk, p.weight_stride = m.weight_stride;
+  p.world = world_;
+  p.layout = layout_.counts;
+  p.topk_idx = in.topk_idx;
+  p.routing_map = in.routing_map;
+  p.weights = in.weights;
+  p.num_tokens = in.num_tokens;
+  p.topk_in = in.topk;
+  p.topk = header.topk;
+  p.weight_stride = m.weight_stride;
   at(p.pair_expert, m.pair_expert), at(p.pair_weight, m.pair_weight), at(p.pair_pos, m.pair_pos);
   at(p.row_pos, m.row_pos), at(p.node_pos, m.node_pos), at(p.node_tokens, m.node_tokens);
   p.max_tokens = uint32_t(shape_.max_tokens);
   PlaceParams& q = p.place;
-  q.record_bytes = m.message.record_bytes, q.pairs_at = m.message.pairs_at(), q.max_dsts = m.message.max_dsts;
-  q.pad_multiple = header.pad_multiple, q.pad_empty = header.pad_empty_experts;
+  q.record_bytes = m.message.record_bytes;
+  q.pairs_at = m.message.pairs_at();
+  q.max_dsts = m.message.max_dsts;
+  q.pad_multiple = header.pad_multiple;
+  q.pad_empty = header.pad_empty_experts;
   q.recv_capacity = shape_.recv_rows;
   at(q.numbers, m.numbers), at(q.node_count, m.node_count), at(q.rail_count, m.rail_count);
   at(q.tokens_per_expert, m.tokens_per_expert), at(q.padded_tokens_per_expert, m.padded_tokens_per_expert);
@@ -70,8 +81,10 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.record_base, m.records);
   p = exchange_params(p, header);
   executor_->require_shared_memory(p);
-  if (count)
-    p.notification = static_cast<unsigned char*>(notification_.get()), p.notification_ticket = ++notification_ticket_;
+  if (count) {
+    p.notification = static_cast<unsigned char*>(notification_.get());
+    p.notification_ticket = ++notification_ticket_;
+  }
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] { executor_->exchange(p, settings); });
@@ -86,13 +99,19 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
                {c.memory, m.total},
                {}};
   PlanView& v = d.view;
-  v.num_tokens = in.num_tokens, v.topk = header.topk, v.weight_stride = m.weight_stride;
-  v.numbers = q.numbers, v.node_tokens = q.node_token_table, v.node_pos = p.node_pos;
+  v.num_tokens = in.num_tokens;
+  v.topk = header.topk;
+  v.weight_stride = m.weight_stride;
+  v.numbers = q.numbers;
+  v.node_tokens = q.node_token_table;
+  v.node_pos = p.node_pos;
   v.records = const_cast<const unsigned char* const*>(q.records);
-  v.node_count = q.node_count, v.rail_count = q.rail_count;
+  v.node_count = q.node_count;
+  v.rail_count = q.rail_count;
   v.num_local_experts = shape_.num_experts / uint32_t(world_.num_ranks());
   v.first_expert = uint32_t(world_.rank) * v.num_local_experts;
-  v.zero_ranges = q.zero_ranges, v.source_rows = q.source_rows;
+  v.zero_ranges = q.zero_ranges;
+  v.source_rows = q.source_rows;
   if (!count) attach_learned(v, m, c.memory);
   return d;
 }
@@ -145,8 +164,10 @@ void Engine::await_notification() {
     if (!idle.round()) continue;
     if (const auto died = executor_->timeout_report()) throw host::DeadlineError(*died);
     executor_->check();
-    if (!started && start.load(std::memory_order_acquire) == notification_ticket_)
-      started = true, since = host::now_ns();
+    if (!started && start.load(std::memory_order_acquire) == notification_ticket_) {
+      started = true;
+      since = host::now_ns();
+    }
     // Asking takes Python's lock, which others may hold for milliseconds while the counts come.
     const bool stop = ++looks % 16 == 0 && settings_.interrupted && settings_.interrupted();
     const double waited_s = double(host::now_ns() - since) * 1e-9;
@@ -154,9 +175,13 @@ void Engine::await_notification() {
     executor_->abort();
     if (stop) throw host::Interrupted();
     TimeoutReport o;
-    o.site = started ? Site::kNotification : Site::kKernelStart, o.rank = world_.rank, o.node = world_.node(),
+    o.site = started ? Site::kNotification : Site::kKernelStart;
+    o.rank = world_.rank;
+    o.node = world_.node();
     o.role = "host";
-    o.expected = notification_ticket_, o.seen = ticket.load(std::memory_order_acquire), o.waited_s = waited_s;
+    o.expected = notification_ticket_;
+    o.seen = ticket.load(std::memory_order_acquire);
+    o.waited_s = waited_s;
     throw host::DeadlineError(o);
   }
 }
@@ -175,9 +200,9 @@ PlacedCounts Engine::read_notification() const {
     c.headers.push_back(CallHeader::of(header));
   }
   if (!c.placed) return c;
-  c.numbers.recv_rows = words[CountNotification::kRecvRows],
+  c.numbers.recv_rows = words[CountNotification::kRecvRows];
   c.numbers.max_recv_rows = words[CountNotification::kMaxRecvRows];
-  c.numbers.permuted_rows = words[CountNotification::kPermutedRows],
+  c.numbers.permuted_rows = words[CountNotification::kPermutedRows];
   c.numbers.overflow = int32_t(words[CountNotification::kOverflow]);
   c.numbers.has_holes = words[CountNotification::kHasHoles];
   take(c.rank_rows, m.rank_rows_at(), m.num_ranks), take(c.source_rows, m.source_rows_at(), m.num_ranks);

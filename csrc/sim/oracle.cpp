@@ -63,7 +63,10 @@ RoutingDecision decide(const WorldSpec& s, uint32_t plan, const std::vector<std:
 
 Oracle::Oracle(const WorldSpec& s, const RoutingDecision& d) : spec(s) {
   const uint32_t ranks = s.num_ranks();
-  pairs.resize(ranks), received.resize(ranks), first_row.resize(ranks), permuted.resize(ranks);
+  pairs.resize(ranks);
+  received.resize(ranks);
+  first_row.resize(ranks);
+  permuted.resize(ranks);
   for (uint32_t r = 0; r < ranks; ++r) {
     pairs[r].resize(d.num_tokens[r]);
     for (uint32_t t = 0; t < d.num_tokens[r]; ++t) {

@@ -129,24 +129,29 @@ void RankProgram::exchange(uint32_t plan) {
   const RoutingDecision& d = decisions_[plan];
   const size_t r = size_t(rank_);
   RoutingInput in;
-  in.num_tokens = d.num_tokens[r], in.topk = s_.topk;
+  in.num_tokens = d.num_tokens[r];
+  in.topk = s_.topk;
   static constexpr int64_t kNothing = 0;
   std::vector<unsigned char> map;
   std::vector<float> probs;
   if (s_.dense) {
-    map.assign(uint64_t(in.num_tokens) * s_.num_experts() + 1, 0), probs.assign(map.size(), 0.f);
+    map.assign(uint64_t(in.num_tokens) * s_.num_experts() + 1, 0);
+    probs.assign(map.size(), 0.f);
     for (uint64_t i = 0; i < d.topk_idx[r].size(); ++i)
       if (const int64_t e = d.topk_idx[r][i]; e >= 0) {
         map[i / s_.topk * s_.num_experts() + uint64_t(e)] = 1;
         probs[i / s_.topk * s_.num_experts() + uint64_t(e)] += d.topk_weights[r][i];
       }
-    in.routing_map = map.data(), in.weights = probs.data();
+    in.routing_map = map.data();
+    in.weights = probs.data();
   } else {
-    in.topk_idx = d.topk_idx[r].empty() ? &kNothing : d.topk_idx[r].data(), in.weights = d.topk_weights[r].data();
+    in.topk_idx = d.topk_idx[r].empty() ? &kNothing : d.topk_idx[r].data();
+    in.weights = d.topk_weights[r].data();
   }
   PlaceCall c;
   c.header.topk = uint16_t(std::max(1u, std::min(s_.topk, s_.num_experts())));
-  c.header.pad_multiple = s_.pad_multiple, c.header.hidden = plan + 100;
+  c.header.pad_multiple = s_.pad_multiple;
+  c.header.hidden = plan + 100;
   c.num_blocks = int(std::min(s_.num_blocks, kMostExchangeBlocks));
   if (s_.unlike) c.num_blocks = 1 + int(mix(plan, uint64_t(rank_)) % uint64_t(c.num_blocks));
   Placed& made = plans_[plan];
@@ -184,20 +189,29 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
   const uint64_t rows = s_.permute ? p.num_permuted_rows() : p.num_recv_rows();
   const uint64_t columns = s_.permute ? 1 : s_.experts_per_rank * s_.num_local_ranks;
   DispatchCall c;
-  c.row_bytes = row_bytes_, c.scale_bytes = s_.scale_bytes, c.out_rows = rows;
-  c.permute = s_.permute, c.local_blocks = int(s_.permute_blocks);
+  c.row_bytes = row_bytes_;
+  c.scale_bytes = s_.scale_bytes;
+  c.out_rows = rows;
+  c.permute = s_.permute;
+  c.local_blocks = int(s_.permute_blocks);
   set_launch(c, salt);
   const uint32_t landing = s_.landing == 3 ? uint32_t(mix(salt, uint64_t(rank_)) % 3) : s_.landing;
   std::shared_ptr<unsigned char> lent_x, lent_scales;
   if (landing) {
     c.land_in = landing == 2 ? LandIn::kFirstPair : LandIn::kEveryPair;
-    lent_x = engine_.arena().take(rows * row_bytes_), lent_scales = engine_.arena().take(rows * s_.scale_bytes);
+    lent_x = engine_.arena().take(rows * row_bytes_);
+    lent_scales = engine_.arena().take(rows * s_.scale_bytes);
   }
   if (timed_) {
     PhantomMemory phantom((tokens + rows) * (uint64_t(row_bytes_) + s_.scale_bytes) + rows * columns * 4 + 4096);
-    c.x = phantom.take(uint64_t(tokens) * row_bytes_), c.out_x = phantom.take(rows * row_bytes_);
-    c.scales = phantom.take(uint64_t(tokens) * s_.scale_bytes), c.out_scales = phantom.take(rows * s_.scale_bytes);
-    if (landing) c.out_x = lent_x.get(), c.out_scales = lent_scales.get();
+    c.x = phantom.take(uint64_t(tokens) * row_bytes_);
+    c.out_x = phantom.take(rows * row_bytes_);
+    c.scales = phantom.take(uint64_t(tokens) * s_.scale_bytes);
+    c.out_scales = phantom.take(rows * s_.scale_bytes);
+    if (landing) {
+      c.out_x = lent_x.get();
+      c.out_scales = lent_scales.get();
+    }
     if (s_.weights) c.weights = p.weights();
     c.out_weights = reinterpret_cast<float*>(phantom.take(rows * columns * 4));
     return engine_.dispatch(p, c);
@@ -211,11 +225,17 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
     for (const Pair& pair : o.pairs[size_t(rank_)][t]) *w++ = pair.weight;
   }
   Buffer out_x(rows * row_bytes_), out_scales(rows * s_.scale_bytes), out_weights(rows * columns * 4);
-  c.x = x.data(), c.scales = scales.data(), c.weights = s_.weights ? weights.floats() : nullptr;
-  c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
+  c.x = x.data();
+  c.scales = scales.data();
+  c.weights = s_.weights ? weights.floats() : nullptr;
+  c.out_x = out_x.data();
+  c.out_scales = out_scales.data();
+  c.out_weights = out_weights.floats();
   if (landing) {
-    c.out_x = lent_x.get(), c.out_scales = lent_scales.get();
-    std::memset(c.out_x, 0xff, rows * row_bytes_), std::memset(c.out_scales, 0xff, rows * s_.scale_bytes);
+    c.out_x = lent_x.get();
+    c.out_scales = lent_scales.get();
+    std::memset(c.out_x, 0xff, rows * row_bytes_);
+    std::memset(c.out_scales, 0xff, rows * s_.scale_bytes);
   }
   executor_.first_row = o.first_row[size_t(rank_)];
   engine_.dispatch(p, c);
@@ -261,21 +281,28 @@ void RankProgram::combine(uint32_t plan, uint32_t round) {
   const uint64_t columns = s_.permute ? 1 : s_.experts_per_rank * s_.num_local_ranks;
   const uint64_t row_bytes = uint64_t(s_.hidden) * dtype_bytes(dtype_);
   CombineCall c;
-  c.dtype = dtype_, c.hidden = s_.hidden, c.permuted = s_.permute, c.multiply = s_.multiply;
-  c.fp32_partials = s_.fp32_partials, c.unpermute_blocks = int(s_.permute_blocks);
+  c.dtype = dtype_;
+  c.hidden = s_.hidden;
+  c.permuted = s_.permute;
+  c.multiply = s_.multiply;
+  c.fp32_partials = s_.fp32_partials;
+  c.unpermute_blocks = int(s_.permute_blocks);
   set_launch(c, salt);
   executor_.combine_rows = rows;
   if (timed_) {  // combine of a forward pass: no weights travel back
     PhantomMemory phantom((tokens + rows) * row_bytes + 4096);
-    c.x = phantom.take(rows * row_bytes), c.out_x = phantom.take(tokens * row_bytes);
+    c.x = phantom.take(rows * row_bytes);
+    c.out_x = phantom.take(tokens * row_bytes);
     return engine_.combine(p, c);
   }
   const Oracle& o = oracles_[plan];
   Buffer x(rows * row_bytes), weights(rows * columns * 4);
   fill_inputs(o, salt, x.data(), weights.floats(), rows);
   Buffer out_x(tokens * row_bytes), out_weights(tokens * p.weight_stride() * 4);
-  c.x = x.data(), c.weights = s_.weights ? weights.floats() : nullptr;
-  c.out_x = out_x.data(), c.out_weights = out_weights.floats();
+  c.x = x.data();
+  c.weights = s_.weights ? weights.floats() : nullptr;
+  c.out_x = out_x.data();
+  c.out_weights = out_weights.floats();
   engine_.combine(p, c);
   check_combine(o, salt, out_x.data(), out_weights.floats(), p.weight_stride());
 }

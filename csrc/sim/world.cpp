@@ -12,8 +12,11 @@ namespace {
 
 BufferShape shape_of(const WorldSpec& s, uint32_t most_tokens, uint64_t recv_rows) {
   BufferShape shape;
-  shape.num_nodes = s.num_nodes, shape.num_local_ranks = s.num_local_ranks, shape.num_experts = s.num_experts();
-  shape.chunk_tokens = s.chunk_tokens, shape.rail_slots = s.rail_slots;
+  shape.num_nodes = s.num_nodes;
+  shape.num_local_ranks = s.num_local_ranks;
+  shape.num_experts = s.num_experts();
+  shape.chunk_tokens = s.chunk_tokens;
+  shape.rail_slots = s.rail_slots;
   shape.max_tokens = std::max(most_tokens, 1u);
   shape.max_topk = std::max(1u, std::min(s.topk, s.num_experts()));
   const uint32_t elem = dtype_bytes(DType(s.dtype));
@@ -128,9 +131,14 @@ WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
     if (!options.timed) oracles.emplace_back(s, decisions.back());
   }
   MachineConfig config;
-  config.num_nodes = int(s.num_nodes), config.num_local_ranks = int(s.num_local_ranks);
-  config.seed = s.seed, config.strategy = StrategyKind(s.strategy);
-  config.timed = options.timed, config.costs = options.costs, config.log = options.log, config.trace = options.trace;
+  config.num_nodes = int(s.num_nodes);
+  config.num_local_ranks = int(s.num_local_ranks);
+  config.seed = s.seed;
+  config.strategy = StrategyKind(s.strategy);
+  config.timed = options.timed;
+  config.costs = options.costs;
+  config.log = options.log;
+  config.trace = options.trace;
   config.fault = {Fault::Kind(s.fault), int(s.fault_rank), int(s.fault_node), s.fault_at};
   config.timeout_ps = Ps(options.timeout_s * 1e12);
   Machine machine(config);
@@ -183,7 +191,8 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   };
   WorldSpec s;
   do {
-    s.num_nodes = of({1, 2, 2, 3, 4, 4, 8}), s.num_local_ranks = of({1, 1, 2, 2, 3, 4, 8});
+    s.num_nodes = of({1, 2, 2, 3, 4, 4, 8});
+    s.num_local_ranks = of({1, 1, 2, 2, 3, 4, 8});
   } while (s.num_ranks() > 16 && !(r.one_in(200) && s.num_ranks() <= 64));
   const bool big_world = s.num_ranks() > 8;
   s.experts_per_rank = of({1, 1, 2, 3, 5});
@@ -198,21 +207,32 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.hidden = 8 * (1 + uint32_t(r.below(6)));
   s.scale_bytes = r.one_in(3) ? 16 * (1 + uint32_t(r.below(4))) : 0;
   if (r.one_in(12)) {  // rows of several tiles
-    s.tokens = std::min(s.tokens, 4u), s.hidden = 8 * (300 + uint32_t(r.below(900)));
+    s.tokens = std::min(s.tokens, 4u);
+    s.hidden = 8 * (300 + uint32_t(r.below(900)));
     if (s.dtype != 2) s.row_bytes = r.one_in(2) ? 16 * (1025 + uint32_t(r.below(1200))) : 0;
   }
-  s.permute = !r.one_in(3), s.weights = !r.one_in(3);
-  s.multiply = s.permute && s.weights && r.one_in(2), s.fp32_partials = r.one_in(3);
-  s.chunk_tokens = of({1, 1, 2, 3, 8, 32}), s.rail_slots = of({1, 1, 2, 3, 8});
+  s.permute = !r.one_in(3);
+  s.weights = !r.one_in(3);
+  s.multiply = s.permute && s.weights && r.one_in(2);
+  s.fp32_partials = r.one_in(3);
+  s.chunk_tokens = of({1, 1, 2, 3, 8, 32});
+  s.rail_slots = of({1, 1, 2, 3, 8});
   s.num_blocks = of({1, 1, 2, 3, 4});
   s.smem_bytes = of({0, 8 * 1024, 24 * 1024, 96 * 1024});
-  s.plans = of({1, 2, 3}), s.rounds = of({1, 1, 2, 3});
-  if (big_world) s.plans = 1, s.rounds = of({1, 1, 2}), s.num_blocks = of({1, 1, 2});
-  s.exchange_first = r.one_in(2), s.unlike = r.one_in(2);
+  s.plans = of({1, 2, 3});
+  s.rounds = of({1, 1, 2, 3});
+  if (big_world) {
+    s.plans = 1;
+    s.rounds = of({1, 1, 2});
+    s.num_blocks = of({1, 1, 2});
+  }
+  s.exchange_first = r.one_in(2);
+  s.unlike = r.one_in(2);
   s.counter_base = of({0, 0, 0, 1}) ? (uint64_t(1) << 32) - 1 - r.below(6) : 0;
   s.permute_blocks = uint32_t(std::max(0, int(host::Rng(mix(seed, 100)).below(6)) - 2));  // 1 to 3 in half the worlds
   s.landing = uint32_t(host::Rng(mix(seed, 101)).below(4));
-  s.seed = seed, s.data_seed = seed;
+  s.seed = seed;
+  s.data_seed = seed;
   s.strategy = strategy >= 0 ? uint32_t(strategy) : of({0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7});
   return s;
 }

@@ -61,12 +61,18 @@ class StreamedExecutor final : public Executor {
     ++drains;
     changed_.wait(lock, [&] { return !busy_ && stream_.empty(); });
   }
-  void read(void* to, const void* from, uint64_t bytes) override { drain(), std::memcpy(to, from, bytes); }
+  void read(void* to, const void* from, uint64_t bytes) override {
+    drain();
+    std::memcpy(to, from, bytes);
+  }
   std::optional<TimeoutReport> timeout_report() override {
     std::lock_guard lock(mutex_);
     return died_;
   }
-  void abort() noexcept override { aborted = true, machine_->abort(); }
+  void abort() noexcept override {
+    aborted = true;
+    machine_->abort();
+  }
 
   // Other work of the caller's on the same stream.
   void push(std::function<void()> job) {

@@ -29,8 +29,11 @@ constexpr uint32_t kExperts = 2, kTokens = 6, kTopk = 2, kRow = 32;
 // Ranks 0 and 1 of one node, or 0 alone, with an engine on a stream each. Expert 0 is rank 0's, 1 the last's.
 struct Pair {
   explicit Pair(double timeout_s, int ranks = 2) {
-    shape.num_local_ranks = uint32_t(ranks), shape.num_experts = kExperts;
-    shape.max_tokens = kTokens, shape.max_topk = kTopk, shape.recv_rows = 2 * kTokens;
+    shape.num_local_ranks = uint32_t(ranks);
+    shape.num_experts = kExperts;
+    shape.max_tokens = kTokens;
+    shape.max_topk = kTopk;
+    shape.recv_rows = 2 * kTokens;
     shape.row_bytes = shape.partial_row_bytes = kRow;
     for (int r = 0; r < ranks; ++r) segments.push_back(Segment::private_memory(BufferLayout(shape).total));
     for (int r = 0; r < ranks; ++r) {
@@ -63,9 +66,16 @@ struct Memory {
 // One rank's call: `tokens` tokens, the j-th of which chooses expert 0, and every other one expert 1 too.
 struct Routed {
   explicit Routed(Engine& e, uint32_t tokens, uint32_t hidden = 7) : memory(e.plan_memory(tokens, kTopk, false).total) {
-    for (uint32_t t = 0; t < tokens; ++t) idx.push_back(0), idx.push_back(t % 2 ? 1 : -1);
-    in.topk_idx = idx.data(), in.num_tokens = tokens, in.topk = kTopk;
-    call.header.topk = kTopk, call.header.hidden = hidden, call.memory = memory.data();
+    for (uint32_t t = 0; t < tokens; ++t) {
+      idx.push_back(0);
+      idx.push_back(t % 2 ? 1 : -1);
+    }
+    in.topk_idx = idx.data();
+    in.num_tokens = tokens;
+    in.topk = kTopk;
+    call.header.topk = kTopk;
+    call.header.hidden = hidden;
+    call.memory = memory.data();
   }
   std::vector<int64_t> idx;
   Memory memory;
@@ -120,13 +130,20 @@ void counts_and_rows_are_right(Pair& pair, uint32_t tokens0, uint32_t tokens1) {
     std::vector<unsigned char> x(uint64_t(tokens[r]) * kRow), out(uint64_t(rows[r]) * kRow + 1);
     for (uint64_t i = 0; i < x.size(); ++i) x[i] = uint8_t(100 * r + i / kRow);
     DispatchCall d;
-    d.x = x.data(), d.out_x = out.data(), d.row_bytes = kRow, d.out_rows = rows[r], d.permute = true;
+    d.x = x.data();
+    d.out_x = out.data();
+    d.row_bytes = kRow;
+    d.out_rows = rows[r];
+    d.permute = true;
     engine.dispatch(*plan, d);
     CHECK_EQ(pair.streams[r]->drains, drains);  // nobody has waited for the stream
     pair.streams[r]->drain();
     for (uint32_t row = 0, s = 0, t = 0; row < rows[r]; ++row, t += r ? 2 : 1) {
       if (row == 0) t = r ? 1 : 0;
-      if (t >= tokens[s]) ++s, t = r ? 1 : 0;
+      if (t >= tokens[s]) {
+        ++s;
+        t = r ? 1 : 0;
+      }
       CHECK_EQ(int(out[uint64_t(row) * kRow]), int(100 * s + t));
     }
   });
@@ -136,7 +153,12 @@ void counts_and_rows_are_right(Pair& pair, uint32_t tokens0, uint32_t tokens1) {
 
 TEST(the_header_of_a_call_fills_its_words_and_each_that_must_agree_is_checked) {
   CallHeader h;
-  h.num_tokens = 3, h.topk = 5, h.excess = 2, h.hidden = 8, h.dtype = Element::kBf16, h.routing_map = true;
+  h.num_tokens = 3;
+  h.topk = 5;
+  h.excess = 2;
+  h.hidden = 8;
+  h.dtype = Element::kBf16;
+  h.routing_map = true;
   const CallHeader::Words words = h.words();
   CHECK_EQ(words[kHeaderNumTokens], 3u);
   CHECK_EQ(words[kHeaderTopk], 5u | header_excess(2));
@@ -154,7 +176,9 @@ TEST(the_header_of_a_call_fills_its_words_and_each_that_must_agree_is_checked) {
     CHECK_EQ(differing_fields(pair).size(), size_t(named));
   }
   CallHeader other;
-  other.topk = 7, other.num_tokens = 9, other.want_hidden = 64;
+  other.topk = 7;
+  other.num_tokens = 9;
+  other.want_hidden = 64;
   const HeaderRanges all = ranges_of(std::vector{h, other});
   CHECK(all.least_topk == 5 && all.most_topk == 7 && all.most_tokens == 9 && all.most_want_hidden == 64 && all.excess);
 }
@@ -268,18 +292,28 @@ struct Step {
     const auto placement = engine.place_and_count(routed.in, routed.call);
     learned = std::make_unique<Memory>(placement->learned.total);
     plan = placement->plan(learned->data());
-    rows.assign(plan->num_permuted_rows() * kRow / 2 + 1, kUntouched), sums.assign(x.size(), kUntouched);
+    rows.assign(plan->num_permuted_rows() * kRow / 2 + 1, kUntouched);
+    sums.assign(x.size(), kUntouched);
   }
   void dispatch(int num_blocks = 1, int local_blocks = 0) {
     DispatchCall d;
-    d.x = bytes(x), d.out_x = bytes(rows), d.row_bytes = kRow, d.out_rows = plan->num_permuted_rows(), d.permute = true;
-    d.num_blocks = num_blocks, d.local_blocks = local_blocks;
+    d.x = bytes(x);
+    d.out_x = bytes(rows);
+    d.row_bytes = kRow;
+    d.out_rows = plan->num_permuted_rows();
+    d.permute = true;
+    d.num_blocks = num_blocks;
+    d.local_blocks = local_blocks;
     engine.dispatch(*plan, d);
   }
   void combine(int num_blocks = 1, int unpermute_blocks = 0) {
     CombineCall c;
-    c.x = bytes(rows), c.out_x = bytes(sums), c.hidden = kRow / 2, c.permuted = true;
-    c.num_blocks = num_blocks, c.unpermute_blocks = unpermute_blocks;
+    c.x = bytes(rows);
+    c.out_x = bytes(sums);
+    c.hidden = kRow / 2;
+    c.permuted = true;
+    c.num_blocks = num_blocks;
+    c.unpermute_blocks = unpermute_blocks;
     engine.combine(*plan, c);
   }
   static constexpr uint16_t kOne = 0x3f80, kTwo = 0x4000, kUntouched = 0xEEEE;  // bf16
@@ -306,14 +340,18 @@ void given_up_before(int operation) {
     if (which == 2) steps[r]->combine(2);
   };
   for (int before = 0; before < operation; ++before) {
-    both([&](int r) { run(r, before), pair.streams[r]->drain(); });
+    both([&](int r) {
+      run(r, before);
+      pair.streams[r]->drain();
+    });
   }
   pair.streams[0]->abort();
   both([&](int r) {
     if (operation == 0) {
       CHECK_THROWS(host::DeadlineError, run(r, 0));
     } else {
-      run(r, operation), pair.streams[r]->drain();
+      run(r, operation);
+      pair.streams[r]->drain();
     }
   });
   CHECK(pair.streams[1]->timeout_report().has_value());

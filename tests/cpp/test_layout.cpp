@@ -25,12 +25,16 @@ using test::Random;
 
 BufferShape random_shape(Random& r) {
   BufferShape s;
-  s.num_nodes = r.between(1, 5), s.num_local_ranks = r.between(1, 8);
+  s.num_nodes = r.between(1, 5);
+  s.num_local_ranks = r.between(1, 8);
   s.num_experts = s.num_nodes * s.num_local_ranks * r.between(1, 9);
   s.max_topk = r.between(1, 40);
-  s.row_bytes = 16 * r.between(1, 3000), s.scale_bytes = 16 * r.between(0, 40);
+  s.row_bytes = 16 * r.between(1, 3000);
+  s.scale_bytes = 16 * r.between(0, 40);
   s.partial_row_bytes = 16 * r.between(1, 5000);
-  s.recv_rows = r.between(1, 5000), s.chunk_tokens = r.between(1, 64), s.rail_slots = r.between(1, 9);
+  s.recv_rows = r.between(1, 5000);
+  s.chunk_tokens = r.between(1, 64);
+  s.rail_slots = r.between(1, 9);
   return s;
 }
 
@@ -86,8 +90,10 @@ TEST(every_flag_slot_and_vector_has_a_place_of_its_own) {
     Pieces full = pieces_of(b, "rail_full_flags"), free = pieces_of(b, "rail_free_flags");
     Pieces send = pieces_of(b, "rail_send_ring"), recv = pieces_of(b, "rail_receive_ring"),
            counts = pieces_of(b, "counts");
-    for (int l = 0; l < int(s.num_local_ranks); ++l)
-      ready.add(b.ready_flag(l), 64, 64), done.add(b.done_flag(l), 64, 64);
+    for (int l = 0; l < int(s.num_local_ranks); ++l) {
+      ready.add(b.ready_flag(l), 64, 64);
+      done.add(b.done_flag(l), 64, 64);
+    }
     for (int n = 0; n < 2 * nodes; ++n) counts_rail.add(b.counts_rail_flag(n / nodes, n % nodes), 64, 64);
     for (int rank = 0; rank < int(b.num_ranks); ++rank) {
       counts_node.add(b.counts_node_flag(rank), 64, 64);
@@ -95,9 +101,10 @@ TEST(every_flag_slot_and_vector_has_a_place_of_its_own) {
     }
     for (int n = 0; n < nodes; ++n)
       for (uint32_t slot = 0; n != own && slot < s.rail_slots; ++slot) {
-        full.add(b.rail_full_flag(own, n, slot), 64, 64), free.add(b.rail_free_flag(own, n, slot), 64, 64);
-        send.add(b.rail_send_slot(own, n, slot), b.slot_bytes, 128),
-            recv.add(b.rail_recv_slot(own, n, slot), b.slot_bytes, 128);
+        full.add(b.rail_full_flag(own, n, slot), 64, 64);
+        free.add(b.rail_free_flag(own, n, slot), 64, 64);
+        send.add(b.rail_send_slot(own, n, slot), b.slot_bytes, 128);
+        recv.add(b.rail_recv_slot(own, n, slot), b.slot_bytes, 128);
       }
     for (const Pieces* p : {&ready, &done, &counts_rail, &counts_node, &full, &free, &send, &recv, &counts}) {
       CHECK(p->taken.empty() || p->taken.size() >= 1);
@@ -192,13 +199,17 @@ TEST(plans_of_shared_memory_keep_the_budget) {
           DispatchParams d{};
           d.world = {int32_t(nodes), nodes > 16 ? 1 : 8, 0};
           d.message = MessageLayout::make(d.world, nodes > 16 ? 1 : 8, weights, apart ? 256 : 0, row_bytes);
-          d.rail.num_peers = nodes - 1, d.blocks = {8, apart ? 8u : 0u};
+          d.rail.num_peers = nodes - 1;
+          d.blocks = {8, apart ? 8u : 0u};
           d.landing.in = weights ? LandIn::kFirstPair : LandIn::kReceiveRow;
           CHECK(plan_dispatch_smem<A>(d, kBudget) <= kBudget);
           CHECK(d.scatter.num_stages >= 4 && d.scatter.num_stages % 2 == 0);
           CombineParams c{};
-          c.world = d.world, c.rail.num_peers = nodes - 1, c.hidden = row_bytes / 2;
-          c.dtype = DType::kBf16, c.partial_dtype = apart ? DType::kFp32 : DType::kBf16;
+          c.world = d.world;
+          c.rail.num_peers = nodes - 1;
+          c.hidden = row_bytes / 2;
+          c.dtype = DType::kBf16;
+          c.partial_dtype = apart ? DType::kFp32 : DType::kBf16;
           c.partial.weight_bytes = weights ? 32 : 0;
           CHECK(plan_combine_smem<A>(c, kBudget) <= kBudget);
           CHECK(c.rail_tally_at % 16 == 0 && c.node_sum.data_at >= c.rail_tally_at + 16ull * c.rail.num_peers);
@@ -214,7 +225,8 @@ TEST(small_rows_get_the_stages_that_their_size_leaves_room_for) {
     DispatchParams p{};
     p.world = {int32_t(num_nodes), 8, 0};
     p.message = MessageLayout::make(p.world, 8, true, scale_bytes, row_bytes);
-    p.rail.num_peers = num_nodes - 1, p.blocks = {8, apart ? 8u : 0u};
+    p.rail.num_peers = num_nodes - 1;
+    p.blocks = {8, apart ? 8u : 0u};
     CHECK(plan_dispatch_smem<A>(p, kBudget) <= kBudget);
     return std::array{p.scatter.num_stages, num_nodes > 1 ? p.rail_stage.num_stages : 0, p.deliver.num_stages};
   };

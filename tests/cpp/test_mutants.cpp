@@ -29,9 +29,15 @@ WorldCase attempt(int i) {
   const char* lanes4 = i % 4 == 3 ? "host_checked_mapped" : "host_checked_lanes4";
   CaseLimits limits{3, 3, 6, 12, 3, 6, 0, i % 2 ? lanes4 : "host_checked"};
   if (i % 6 == 5) limits.big_rows_one_in = 1;
-  if (i % 6 == 0) limits.max_tokens = 24, limits.max_blocks = 2;
+  if (i % 6 == 0) {
+    limits.max_tokens = 24;
+    limits.max_blocks = 2;
+  }
   WorldCase w = random_case(7000 + uint64_t(i), limits);
-  if (i % 3 == 0) w.rail_slots = 1, w.chunk_tokens = i % 6 == 0 ? 4 : 1;
+  if (i % 3 == 0) {
+    w.rail_slots = 1;
+    w.chunk_tokens = i % 6 == 0 ? 4 : 1;
+  }
   return i % 6 == 1 && i < 24 ? skewed_world(limits.executor) : w;
 }
 

@@ -58,8 +58,12 @@ class RingWorld {
       for (uint32_t to = 0; to < nodes_; ++to)
         if (to != n) peers[n].push_back(peer(n, to));
       LaunchConfig& c = programs[n].config;
-      c.num_blocks = int(random_.between(1, 3)), c.num_warps = 1 + kReceivers, c.smem_bytes = 256;
-      c.rank = c.node = int(n), c.timeout_s = 20, c.seed = ++seed_;
+      c.num_blocks = int(random_.between(1, 3));
+      c.num_warps = 1 + kReceivers;
+      c.smem_bytes = 256;
+      c.rank = c.node = int(n);
+      c.timeout_s = 20;
+      c.seed = ++seed_;
       c.progress = [this, n] { return net_[n]->progress(); };
       programs[n].body = [&, n](A& a, std::byte* smem) {
         if (!a.elect_one()) return;
@@ -90,7 +94,9 @@ class RingWorld {
   };
   static BufferShape shape(uint32_t nodes, uint32_t slots, uint32_t chunk_tokens) {
     BufferShape s;
-    s.num_nodes = s.num_experts = nodes, s.rail_slots = slots, s.chunk_tokens = chunk_tokens;
+    s.num_nodes = s.num_experts = nodes;
+    s.rail_slots = slots;
+    s.chunk_tokens = chunk_tokens;
     s.partial_row_bytes = kRowBytes;
     return s;
   }
@@ -187,7 +193,11 @@ void add_dealing_test(const std::string& name) {
          uint64_t taken = 0, served = 0;
          std::vector<RankProgram<A>> programs(1);
          LaunchConfig& c = programs[0].config;
-         c.num_blocks = 2, c.num_warps = 1, c.smem_bytes = 256, c.timeout_s = 20, c.seed = 1;
+         c.num_blocks = 2;
+         c.num_warps = 1;
+         c.smem_bytes = 256;
+         c.timeout_s = 20;
+         c.seed = 1;
          programs[0].body = [&](A& a, std::byte* smem) {
            if (!a.elect_one()) return;
            ChunkSweep<A>{a, &taken, uint32_t(a.num_blocks()), reinterpret_cast<uint32_t*>(smem), 1}.run(

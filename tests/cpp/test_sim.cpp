@@ -35,7 +35,9 @@ TEST(log_is_the_same_for_the_same_seed) {
 
 TEST(dead_rank_leaves_timeout_reports_and_no_fibers_behind) {
   WorldSpec spec;
-  spec.fault = 1, spec.fault_rank = 2, spec.fault_at = 60;
+  spec.fault = 1;
+  spec.fault_rank = 2;
+  spec.fault_at = 60;
   const WorldResult r = sim::run_world(spec, {});
   CHECK(r.failure.kind.empty());
   CHECK(std::count_if(r.ranks.begin(), r.ranks.end(), [](const auto& o) { return o.peer == 2; }) > 0);
@@ -44,9 +46,13 @@ TEST(dead_rank_leaves_timeout_reports_and_no_fibers_behind) {
 TEST(timed_world_is_deterministic) {
   RunOptions options;
   options.timed = true;
-  options.costs.nic_mbps = 50'000, options.costs.issue_ps = 20'000, options.costs.tma_read_mbps = 100'000;
+  options.costs.nic_mbps = 50'000;
+  options.costs.issue_ps = 20'000;
+  options.costs.tma_read_mbps = 100'000;
   WorldSpec spec;
-  spec.tokens = 100, spec.hidden = 4096, spec.smem_bytes = 128 * 1024;
+  spec.tokens = 100;
+  spec.hidden = 4096;
+  spec.smem_bytes = 128 * 1024;
   const WorldResult a = sim::run_world(spec, options);
   spec.seed = 99;
   const WorldResult b = sim::run_world(spec, options);

@@ -37,7 +37,10 @@ struct Items {
 
 LaunchConfig config(const FifoLayout& layout, uint32_t consumers, uint64_t seed) {
   LaunchConfig c;
-  c.num_warps = int(consumers) + 1, c.smem_bytes = layout.end, c.timeout_s = 20, c.seed = seed;
+  c.num_warps = int(consumers) + 1;
+  c.smem_bytes = layout.end;
+  c.timeout_s = 20;
+  c.seed = seed;
   return c;
 }
 

@@ -52,7 +52,10 @@ class Pair {
     std::vector<RankProgram<A>> programs(2);
     for (int n = 0; n < 2; ++n) {
       LaunchConfig& c = programs[n].config;
-      c.smem_bytes = 64, c.rank = c.node = n, c.timeout_s = timeout_s, c.seed = seed_;
+      c.smem_bytes = 64;
+      c.rank = c.node = n;
+      c.timeout_s = timeout_s;
+      c.seed = seed_;
       c.progress = [this, n] { return net[n]->progress(); };
       programs[n].body = [this, n, body](A& a, std::byte*) {
         if (a.elect_one()) body(a, *net[n], n);

@@ -24,7 +24,9 @@ constexpr uint64_t kScale = 4;
 
 WorldCase world(uint32_t nodes, uint32_t locals, uint32_t experts_per_rank, const char* executor = kChecked) {
   WorldCase w;
-  w.num_nodes = nodes, w.num_local_ranks = locals, w.num_experts = nodes * locals * experts_per_rank;
+  w.num_nodes = nodes;
+  w.num_local_ranks = locals;
+  w.num_experts = nodes * locals * experts_per_rank;
   w.executor = executor;
   return w;
 }
@@ -38,7 +40,8 @@ void add_round(WorldCase& w, size_t plan, int num_blocks) {
     w.ops.push_back(dispatch_op(w, plan, num_blocks));
     w.ops.back().permute = permute;
     w.ops.push_back(combine_op(w, plan, num_blocks));
-    w.ops.back().permute = permute, w.ops.back().multiply = permute;
+    w.ops.back().permute = permute;
+    w.ops.back().multiply = permute;
   }
 }
 
@@ -58,7 +61,8 @@ TEST(every_shape_up_to_four_by_four) {
       w.plans.push_back(route_by(w, all(w, 9), 3, [&](int, uint32_t) {
         return std::vector<int>{int(r.below(w.num_experts)), int(r.below(w.num_experts)), int(r.below(w.num_experts))};
       }));
-      w.plans[0].num_tokens[0] = 9, w.plans[0].pad_multiple = 4;
+      w.plans[0].num_tokens[0] = 9;
+      w.plans[0].pad_multiple = 4;
       add_round(w, 0, 2);
       for (OpCase& op : w.ops)
         for (int& blocks : op.num_blocks) blocks = int(r.between(1, 3));  // ranks need not agree
@@ -110,9 +114,15 @@ TEST(rows_of_40_kilobytes_with_scales) {
     w.plans.push_back(route_by(w, {5, 0, 3, 1}, 3,
                                [](int rank, uint32_t t) { return std::vector<int>{int(t) % 8, (rank + 3) % 8, 6}; }));
     add_round(w, 0, 2);
-    for (OpCase& op : w.ops) op.row_bytes = 40000, op.scale_bytes = 1248, op.hidden = 20000;
-    w.ops[1].fp32_partials = true, w.ops[1].hidden = 9992;  // the last tile is not full
-    w.ops[2].row_bytes = 2 * 16384, w.ops[2].scale_bytes = 0;
+    for (OpCase& op : w.ops) {
+      op.row_bytes = 40000;
+      op.scale_bytes = 1248;
+      op.hidden = 20000;
+    }
+    w.ops[1].fp32_partials = true;
+    w.ops[1].hidden = 9992;  // the last tile is not full
+    w.ops[2].row_bytes = 2 * 16384;
+    w.ops[2].scale_bytes = 0;
     check_world(w);
   }
 }
@@ -126,7 +136,8 @@ TEST(skewed_nodes_do_not_wait_in_a_ring) {
 TEST(chunks_go_round_the_ring_many_times) {
   for (const uint32_t slots : {1u, 2u, 3u}) {
     WorldCase w = world(3, 1, 2);
-    w.chunk_tokens = 1, w.rail_slots = slots;
+    w.chunk_tokens = 1;
+    w.rail_slots = slots;
     w.plans.push_back(route_by(w, {13, 5, 8}, 3, [](int rank, uint32_t t) {
       return std::vector<int>{int(t) % 6, (int(t) + rank) % 6, rank};
     }));
@@ -158,7 +169,9 @@ TEST(budgets_and_capacity_drop_what_they_must) {
     w.plans.push_back(route_by(w, all(w, 10), 4, [](int rank, uint32_t t) {
       return std::vector<int>{int(t) % 12, (int(t) * 5 + rank) % 12, 3, 4};
     }));
-    w.recv_capacity = capacity, w.plans[0].budgets = {0, 7, std::nullopt, 19}, w.plans[0].pad_multiple = 8;
+    w.recv_capacity = capacity;
+    w.plans[0].budgets = {0, 7, std::nullopt, 19};
+    w.plans[0].pad_multiple = 8;
     add_round(w, 0, 2);
     check_world(w);
   }
@@ -167,11 +180,16 @@ TEST(budgets_and_capacity_drop_what_they_must) {
 // A call that cannot work is refused before anything is sent; the next one works.
 TEST(bad_calls_leave_the_engine_usable) {
   BufferShape shape;
-  shape.num_experts = 2, shape.max_tokens = 2, shape.recv_rows = 4, shape.row_bytes = shape.partial_row_bytes = 64;
+  shape.num_experts = 2;
+  shape.max_tokens = 2;
+  shape.recv_rows = 4;
+  shape.row_bytes = shape.partial_row_bytes = 64;
   auto engine = make_engine(kPlain, 0, shape, {Segment::private_memory(BufferLayout(shape).total)}, 20, 1);
   const int64_t experts[] = {0, 1};
   RoutingInput in;
-  in.topk_idx = experts, in.num_tokens = 2, in.topk = 1;
+  in.topk_idx = experts;
+  in.num_tokens = 2;
+  in.topk = 1;
   std::vector<unsigned char> blocks[2];
   const auto block = [](std::vector<unsigned char>& bytes, uint64_t size) {
     bytes.assign(size + 128, 0xff);
@@ -184,7 +202,11 @@ TEST(bad_calls_leave_the_engine_usable) {
   Plan& plan = *placed;
   std::vector<unsigned char> x(256, 1), out(256);
   DispatchCall good;
-  good.x = x.data(), good.out_x = out.data(), good.row_bytes = 64, good.out_rows = 2, good.permute = true;
+  good.x = x.data();
+  good.out_x = out.data();
+  good.row_bytes = 64;
+  good.out_rows = 2;
+  good.permute = true;
   auto refused = [&](auto&& change) {
     DispatchCall bad = good;
     change(bad);
@@ -198,7 +220,10 @@ TEST(bad_calls_leave_the_engine_usable) {
   refused([](DispatchCall& c) { c.local_blocks = -1; });
   refused([](DispatchCall& c) { c.out_rows = 1; });
   CombineCall sum;
-  sum.x = x.data(), sum.out_x = out.data(), sum.hidden = 32, sum.permuted = true;
+  sum.x = x.data();
+  sum.out_x = out.data();
+  sum.hidden = 32;
+  sum.permuted = true;
   CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));  // its dispatch has not run
   const int64_t unknown[] = {0, 2};
   in.topk_idx = unknown;
@@ -209,7 +234,8 @@ TEST(bad_calls_leave_the_engine_usable) {
   CHECK(std::equal(out.begin(), out.begin() + 128, x.begin()));
   sum.hidden = 0;
   CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));
-  sum.hidden = 32, sum.unpermute_blocks = -1;
+  sum.hidden = 32;
+  sum.unpermute_blocks = -1;
   CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));
   sum.unpermute_blocks = 0;
   engine->combine(plan, sum);

@@ -48,7 +48,8 @@ class RankRun {
       const OpCase& op = w_.ops[i];
       if (!plans_[op.plan].plan) exchange(op.plan);
       where_ = "rank " + std::to_string(rank_) + ", operation " + std::to_string(i);
-      ref_ = &references_[op.plan], plan_ = plans_[op.plan].plan.get();
+      ref_ = &references_[op.plan];
+      plan_ = plans_[op.plan].plan.get();
       nap();
       const TrafficCounters before = engine_.traffic();
       op.combine ? combine(op) : dispatch(op);
@@ -112,25 +113,15 @@ class RankRun {
     const RoutingCase& c = w_.plans[index];
     const Reference& ref = references_[index];
     const size_t r = size_t(rank_);
-    Bytes map(size_t(c.num_tokens[r]) * w_.num_experts + 1, 0);
-    std::vector<float> probs(map.size(), 0.f);
-    for (uint32_t t = 0; t < c.num_tokens[r]; ++t)
-      for (const auto& [expert, weight] : ref.pairs[r][t]) {
-        map[size_t(t) * w_.num_experts + size_t(expert)] = 1;
-        probs[size_t(t) * w_.num_experts + size_t(expert)] = weight;
-      }
-    RoutingInput in;
-    in.num_tokens = c.num_tokens[r], in.topk = c.topk[r];
-    static constexpr int64_t kNothing = 0;
-    if (c.dense)
-      in.routing_map = map.data(), in.weights = probs.data();
-    else
-      in.topk_idx = c.topk_idx[r].empty() ? &kNothing : c.topk_idx[r].data(), in.weights = c.weights[r].data();
+    const RoutingMemory routing(w_, c, ref, r);
+    const RoutingInput& in = routing.in;
     nap();
     PlaceCall call;
     CallHeader& header = call.header;
-    header.topk = uint16_t(ref.widest()), header.hidden = uint32_t(index) + 100;
-    header.pad_multiple = c.pad_multiple, header.pad_empty_experts = c.pad_empty;
+    header.topk = uint16_t(ref.widest());
+    header.hidden = uint32_t(index) + 100;
+    header.pad_multiple = c.pad_multiple;
+    header.pad_empty_experts = c.pad_empty;
     header.set_budget(c.budgets[r]);
     Placed& made = plans_[index];
     call.num_blocks = 1 + int(hash({w_.seed, index, r}) % 4);  // ranks need not agree
@@ -195,11 +186,17 @@ class RankRun {
     Output out_x(out_rows * op.row_bytes, arena), out_scales(out_rows * op.scale_bytes, arena),
         out_weights(out_rows * weight_columns * 4);
     DispatchCall c;
-    c.x = x.data(), c.scales = op.scale_bytes ? scales.data() : nullptr,
+    c.x = x.data();
+    c.scales = op.scale_bytes ? scales.data() : nullptr;
     c.weights = op.weights ? weights.data() : nullptr;
-    c.out_x = out_x.data(), c.out_scales = out_scales.data(), c.out_weights = out_weights.floats();
-    c.row_bytes = op.row_bytes, c.scale_bytes = op.scale_bytes, c.out_rows = out_rows;
-    c.permute = op.permute, c.num_blocks = op.num_blocks[size_t(rank_)];
+    c.out_x = out_x.data();
+    c.out_scales = out_scales.data();
+    c.out_weights = out_weights.floats();
+    c.row_bytes = op.row_bytes;
+    c.scale_bytes = op.scale_bytes;
+    c.out_rows = out_rows;
+    c.permute = op.permute;
+    c.num_blocks = op.num_blocks[size_t(rank_)];
     c.local_blocks = op.permute_blocks[size_t(rank_)];
     c.land_in = landed == Landed::kFirstPair ? LandIn::kFirstPair : LandIn::kEveryPair;
     engine_.dispatch(*plan_, c);
@@ -262,12 +259,17 @@ class RankRun {
     }
     const uint32_t num_tokens = num_own_tokens(), stride = plan_->weight_stride();
     Output out_x(num_tokens * row_bytes), out_weights(size_t(num_tokens) * stride * 4);
-    CombineCall c;
-    c.x = x.data(), c.weights = op.weights ? weights.data() : nullptr;
-    c.out_x = out_x.data(), c.out_weights = out_weights.floats();
-    c.dtype = op.dtype, c.hidden = op.hidden, c.permuted = op.permute, c.multiply = op.multiply;
-    c.fp32_partials = op.fp32_partials, c.num_blocks = op.num_blocks[size_t(rank_)];
-    c.unpermute_blocks = op.permute_blocks[size_t(rank_)];
+    const CombineCall c{.x = x.data(),
+                        .weights = op.weights ? weights.data() : nullptr,
+                        .out_x = out_x.data(),
+                        .out_weights = out_weights.floats(),
+                        .dtype = op.dtype,
+                        .hidden = op.hidden,
+                        .permuted = op.permute,
+                        .multiply = op.multiply,
+                        .fp32_partials = op.fp32_partials,
+                        .num_blocks = op.num_blocks[size_t(rank_)],
+                        .unpermute_blocks = op.permute_blocks[size_t(rank_)]};
     engine_.combine(*plan_, c);
     expect(out_x.edge_is_intact() && out_weights.edge_is_intact(), "wrote behind an output");
     for (uint32_t t = 0; t < num_tokens; ++t) {
@@ -296,7 +298,10 @@ class RankRun {
       const size_t elem = dtype_bytes(op.dtype);
       put(want, 0, sum, op.dtype);
       bool right = std::memcmp(got + i * elem, want, elem) == 0;
-      if (sum == 0 && !complete) put(want, 0, -sum, op.dtype), right |= std::memcmp(got + i * elem, want, elem) == 0;
+      if (sum == 0 && !complete) {
+        put(want, 0, -sum, op.dtype);
+        right |= std::memcmp(got + i * elem, want, elem) == 0;
+      }
       expect(right, "sum of token ", t.index, " at element ", i, " is not ", sum);
     }
   }

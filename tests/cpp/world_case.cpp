@@ -34,9 +34,12 @@ Reference::Reference(const WorldCase& w, const RoutingCase& c)
     widths_.push_back(std::max(1u, std::min(width, num_experts)));
   }
   const int experts_per_rank = int(num_experts / num_ranks);
-  received.resize(num_ranks), permuted.resize(num_ranks);
-  tokens_per_expert.resize(num_ranks), padded_tokens_per_expert.resize(num_ranks);
-  wanted_rows.assign(num_ranks, 0), dropped_pairs.assign(num_ranks, 0);
+  received.resize(num_ranks);
+  permuted.resize(num_ranks);
+  tokens_per_expert.resize(num_ranks);
+  padded_tokens_per_expert.resize(num_ranks);
+  wanted_rows.assign(num_ranks, 0);
+  dropped_pairs.assign(num_ranks, 0);
   for (int d = 0; d < int(num_ranks); ++d) {
     for (int s = 0; s < int(num_ranks); ++s)
       for (uint32_t t = 0; t < pairs[s].size(); ++t) {
@@ -58,7 +61,8 @@ Reference::Reference(const WorldCase& w, const RoutingCase& c)
           return;
         }
         if (slot.kind == Slot::kPair) computed_[{e, slot.token.rank, slot.token.index}] = uint32_t(rows.size());
-        real += slot.kind != Slot::kPad, ++padded;
+        real += slot.kind != Slot::kPad;
+        ++padded;
         rows.push_back(slot);
       };
       for (int s = 0; s < int(num_ranks); ++s)
@@ -66,7 +70,8 @@ Reference::Reference(const WorldCase& w, const RoutingCase& c)
           if (pairs[s][t].contains(e)) add({arrives({s, t}, d) ? Slot::kPair : Slot::kHole, {s, t}, e});
       if (c.pad_empty && position == first) add({Slot::kPad, {-1, 0}, e});
       while (position % c.pad_multiple != 0) add({Slot::kPad, {-1, 0}, e});
-      tokens_per_expert[d].push_back(real), padded_tokens_per_expert[d].push_back(padded);
+      tokens_per_expert[d].push_back(real);
+      padded_tokens_per_expert[d].push_back(padded);
     }
   }
 }
@@ -118,8 +123,10 @@ RoutingCase random_routing(Random& r, WorldCase& w, uint32_t max_tokens) {
             int(r.below(w.num_experts)),
             {}};
     for (uint32_t n = 0; n < w.num_nodes; ++n) h.node_period.push_back(r.of({1u, 1u, 2u, 7u}));
-    c.num_tokens.push_back(tokens), c.topk.push_back(topk);
-    c.topk_idx.emplace_back(tokens * topk), c.weights.emplace_back(tokens * topk);
+    c.num_tokens.push_back(tokens);
+    c.topk.push_back(topk);
+    c.topk_idx.emplace_back(tokens * topk);
+    c.weights.emplace_back(tokens * topk);
     for (uint32_t i = 0; i < tokens * topk; ++i) {
       const bool drop = with_drops && r.one_in(3);
       c.topk_idx[s][i] = drop ? -1 : choose_expert(r, w, h, i / topk, int(s / w.num_local_ranks));
@@ -140,7 +147,8 @@ RoutingCase random_routing(Random& r, WorldCase& w, uint32_t max_tokens) {
 
 OpCase dispatch_op(const WorldCase& w, size_t plan, int num_blocks) {
   OpCase op;
-  op.plan = plan, op.salt = w.ops.size() + 1;
+  op.plan = plan;
+  op.salt = w.ops.size() + 1;
   op.num_blocks.assign(w.num_ranks(), num_blocks);
   op.permute_blocks.assign(w.num_ranks(), 0);
   Random r(w.seed * 1000 + op.salt);  // ranks need not agree
@@ -158,7 +166,10 @@ OpCase combine_op(const WorldCase& w, size_t plan, int num_blocks) {
 // Rank 1 needs node 0 for two late tokens only, rank 3 needs nodes 0 and 2 for all; one slot, one token a chunk.
 WorldCase skewed_world(const std::string& executor) {
   WorldCase w;
-  w.num_nodes = 4, w.num_experts = 4, w.chunk_tokens = 1, w.rail_slots = 1;
+  w.num_nodes = 4;
+  w.num_experts = 4;
+  w.chunk_tokens = 1;
+  w.rail_slots = 1;
   w.executor = executor;
   w.plans.push_back(route_by(w, {0, 10, 0, 10}, 2, [](int rank, uint32_t t) {
     return rank == 3 || t == 5 || t == 6 ? std::vector<int>{0, 2} : std::vector<int>{2};
@@ -171,12 +182,15 @@ WorldCase skewed_world(const std::string& executor) {
 WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
   Random r(seed);
   WorldCase w;
-  w.seed = seed, w.executor = limits.executor;
+  w.seed = seed;
+  w.executor = limits.executor;
   do {
-    w.num_nodes = r.between(1, limits.max_nodes), w.num_local_ranks = r.between(1, limits.max_local_ranks);
+    w.num_nodes = r.between(1, limits.max_nodes);
+    w.num_local_ranks = r.between(1, limits.max_local_ranks);
   } while (w.num_ranks() > limits.max_ranks);
   w.num_experts = w.num_ranks() * r.of({1u, 1u, 2u, 3u, 5u});
-  w.chunk_tokens = r.of({1u, 1u, 2u, 3u, 8u, 32u}), w.rail_slots = r.of({1u, 1u, 2u, 3u, 8u});
+  w.chunk_tokens = r.of({1u, 1u, 2u, 3u, 8u, 32u});
+  w.rail_slots = r.of({1u, 1u, 2u, 3u, 8u});
   // A few cases have rows of several tiles, hence few tokens; most have small rows.
   const bool big = limits.big_rows_one_in && r.one_in(limits.big_rows_one_in);
   const uint32_t max_tokens = big ? 4 : r.one_in(3) ? 3 * limits.max_tokens : limits.max_tokens;
@@ -188,7 +202,8 @@ WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
     for (int& blocks : op.num_blocks) blocks = int(r.between(1, limits.max_blocks));
     for (int& blocks : op.permute_blocks) blocks = int(r.one_in(2) ? 0 : r.between(1, limits.max_blocks));
     op.combine = came_with_weights.contains(op.plan) && !r.one_in(4);
-    op.permute = !r.one_in(3), op.weights = r.one_in(2);
+    op.permute = !r.one_in(3);
+    op.weights = r.one_in(2);
     if (!op.combine) {
       op.row_bytes = 16 * (big ? r.between(600, 2500) : r.between(1, 40));
       op.scale_bytes = r.one_in(3) ? 16 * r.between(1, 20) : 0;

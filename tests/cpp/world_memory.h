@@ -1,4 +1,4 @@
-// Memory of test worlds: what an operation may write, with the edge behind it that nobody may touch; plans; buffers.
+// Memory of test worlds: outputs, with an edge behind them that nobody may touch; plans; routing; buffers.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -8,6 +8,7 @@
 #include "check.h"
 #include "layout/buffer.h"
 #include "runtime/arena.h"
+#include "runtime/engine.h"
 #include "world_case.h"
 
 namespace hep::test {
@@ -51,19 +52,50 @@ class PlanBlock {
   Bytes bytes_;
 };
 
+// Rank r's routing: its experts as the case has them, or, where that says dense, a map of them.
+struct RoutingMemory {
+  RoutingMemory(const WorldCase& w, const RoutingCase& c, const Reference& ref, size_t r) {
+    in.num_tokens = c.num_tokens[r];
+    in.topk = c.topk[r];
+    static constexpr int64_t kNothing = 0;
+    in.topk_idx = c.topk_idx[r].empty() ? &kNothing : c.topk_idx[r].data();
+    in.weights = c.weights[r].data();
+    if (!c.dense) return;
+    map.resize(size_t(c.num_tokens[r]) * w.num_experts + 1);
+    probs.resize(map.size());
+    for (uint32_t t = 0; t < c.num_tokens[r]; ++t)
+      for (const auto& [expert, weight] : ref.pairs[r][t]) {
+        map[size_t(t) * w.num_experts + size_t(expert)] = 1;
+        probs[size_t(t) * w.num_experts + size_t(expert)] = weight;
+      }
+    in.topk_idx = nullptr;
+    in.routing_map = map.data();
+    in.weights = probs.data();
+  }
+  RoutingMemory(const RoutingMemory&) = delete;
+  Bytes map;
+  std::vector<float> probs;
+  RoutingInput in;
+};
+
 // The smallest buffer that the case fits into.
 inline BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& references) {
   BufferShape s;
-  s.num_nodes = w.num_nodes, s.num_local_ranks = w.num_local_ranks, s.num_experts = w.num_experts;
-  s.chunk_tokens = w.chunk_tokens, s.rail_slots = w.rail_slots;
+  s.num_nodes = w.num_nodes;
+  s.num_local_ranks = w.num_local_ranks;
+  s.num_experts = w.num_experts;
+  s.chunk_tokens = w.chunk_tokens;
+  s.rail_slots = w.rail_slots;
   for (const Reference& ref : references) {
     for (const auto& tokens : ref.pairs) s.max_tokens = std::max<uint64_t>(s.max_tokens, tokens.size());
     s.max_topk = std::max(s.max_topk, ref.widest());
     for (const auto& rows : ref.received) s.recv_rows = std::max<uint64_t>(s.recv_rows, rows.size());
   }
   for (const OpCase& op : w.ops) {
-    if (!op.combine)
-      s.row_bytes = std::max(s.row_bytes, op.row_bytes), s.scale_bytes = std::max(s.scale_bytes, op.scale_bytes);
+    if (!op.combine) {
+      s.row_bytes = std::max(s.row_bytes, op.row_bytes);
+      s.scale_bytes = std::max(s.scale_bytes, op.scale_bytes);
+    }
     if (op.combine)
       s.partial_row_bytes =
           std::max(s.partial_row_bytes, op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype));

@@ -127,8 +127,15 @@ void Scheduler::raise(LaneBase& me) {
   const double waited_s = static_cast<double>(now_ns() - since) * 1e-9;
   const uint64_t word = load_word(w.word, std::memory_order_relaxed);
   uint64_t expected = w.value, seen = word;
-  if (w.poll) expected = me.poll_expected, seen = me.poll_seen;
-  if (w.phase) expected = w.value ^ 1, seen = word & 1;  // the phase bit it waited to see
+  if (w.poll) {
+    expected = me.poll_expected;
+    seen = me.poll_seen;
+  }
+  // the phase bit it waited to see
+  if (w.phase) {
+    expected = w.value ^ 1;
+    seen = word & 1;
+  }
   throw_deadline(me, me.info, expected, seen, waited_s);
 }
 
@@ -243,7 +250,10 @@ void Scheduler::check_deadlines(int64_t now) {
     any_expired |= share >= 1;
     const auto telling = [](const LaneBase& l) { return how_telling(l.info, l.block->config->rank); };
     const int more_telling = chosen == nullptr ? 1 : telling(lane) - telling(*chosen);
-    if (more_telling > 0 || (more_telling == 0 && since < chosen_since)) chosen = &lane, chosen_since = since;
+    if (more_telling > 0 || (more_telling == 0 && since < chosen_since)) {
+      chosen = &lane;
+      chosen_since = since;
+    }
   }
   if (!any_expired) return;
   chosen->verdict = Verdict::kExpired;

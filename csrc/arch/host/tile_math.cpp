@@ -53,8 +53,10 @@ HEP_INLINE void add_elements(const Bf16* row, Bf16* out, float* HEP_RESTRICT acc
     const float odd = add<kFirst, kScaled>(kFirst ? 0.f : odd_acc[i], std::bit_cast<float>(in[i] & 0xffff0000u), scale);
     if constexpr (kLast)
       to[i] = (round_upper(even) >> 16) | (round_upper(odd) & 0xffff0000u);
-    else
-      acc[i] = even, odd_acc[i] = odd;
+    else {
+      acc[i] = even;
+      odd_acc[i] = odd;
+    }
   }
 }
 

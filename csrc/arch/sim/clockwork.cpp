@@ -47,7 +47,8 @@ void Clockwork::sync(Lane& me) {
 void Clockwork::settle(Lane& me) {
   flush(me);
   Item item;
-  item.kind = Item::kResume, item.lane = &me;
+  item.kind = Item::kResume;
+  item.lane = &me;
   post(take(item), std::max(me.now, m_.clock_));
   me.wait.kind = Wait::kClock;
   me.wait.since = me.now;
@@ -67,8 +68,12 @@ void Clockwork::add_hop(Item& item, Server& server, uint64_t mbps, const char* l
 
 Clockwork::Item Clockwork::of_lane(Lane& me, Item::Kind kind, uint64_t bytes) const {
   Item item;
-  item.kind = kind, item.bytes = bytes;
-  item.lane = &me, item.block = me.block, item.role = me.role, item.rank = me.rank;
+  item.kind = kind;
+  item.bytes = bytes;
+  item.lane = &me;
+  item.block = me.block;
+  item.role = me.role;
+  item.rank = me.rank;
   return item;
 }
 
@@ -144,7 +149,10 @@ unsigned char* Clockwork::fact(const Lane& me, const Region& region, const void*
   const uint64_t stride = entries ? launch.entry_bytes : launch.row_bytes;
   uint64_t at = region.offset(p), row = 0;
   if (entries && (m_.rank(region.rank).received.empty() || at >= m_.rank(region.rank).received[0].end)) return nullptr;
-  if (!entries) row = at / l.slot_bytes * l.chunk_tokens, at %= l.slot_bytes;
+  if (!entries) {
+    row = at / l.slot_bytes * l.chunk_tokens;
+    at %= l.slot_bytes;
+  }
   if (at % stride) return nullptr;
   row += at / stride;
   const size_t which = size_t(region.rank) * 3 + size_t(region.use) - size_t(Region::Use::kSendRing);
@@ -260,7 +268,10 @@ void Clockwork::set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add, int
   flush(me);
   const CostModel& c = m_.config_.costs;
   Item item = of_lane(me, Item::kFlag, 0);
-  item.flag = flag, item.value = value, item.add = add, item.owner = owner;
+  item.flag = flag;
+  item.value = value;
+  item.add = add;
+  item.owner = owner;
   post(take(item), std::max(me.now, m_.clock_) + c.flag_ps + (owner != me.rank ? c.nvlink_latency_ps : 0));
 }
 
@@ -270,7 +281,9 @@ void Clockwork::put(Lane& me, int peer, unsigned char* dst, const unsigned char*
   m_.spend(me, c.nic_post_ps);
   flush(me);
   Item item = of_lane(me, Item::kPut, bytes);
-  item.flag = flag, item.value = value, item.owner = peer;
+  item.flag = flag;
+  item.value = value;
+  item.owner = peer;
   item.latency = c.nic_latency_ps;
   Rank &mine = m_.rank(me.rank), &to = m_.rank(peer);
   add_hop(item, mine.hbm, c.hbm_mbps, "hbm");

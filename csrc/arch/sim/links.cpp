@@ -164,8 +164,12 @@ void Machine::put(Lane& me, int node, uint64_t offset, const void* src, uint64_t
   unsigned char* base = rank(peer).segment;
   Put put;
   put.flag = flag_offset ? reinterpret_cast<uint64_t*>(base + *flag_offset) : nullptr;
-  put.value = value, put.bytes = bytes;
-  if (bytes) put.dst = base + offset, put.src = static_cast<const unsigned char*>(src);
+  put.value = value;
+  put.bytes = bytes;
+  if (bytes) {
+    put.dst = base + offset;
+    put.src = static_cast<const unsigned char*>(src);
+  }
   if (timed()) return clockwork_->put(me, peer, put.dst, put.src, bytes, put.flag, value);
   step(me);
   if (bytes) {

@@ -79,12 +79,22 @@ Lane& Machine::take_lane(int r) {
   }
   Lane& lane = *free_lanes_.back();
   free_lanes_.pop_back();
-  lane.rank = r, lane.warp = 0, lane.block = nullptr, lane.launch = nullptr;
-  lane.role = "host", lane.where = Where::current();
-  lane.verdict = Verdict::kGo, lane.wait = {};
-  lane.time = nullptr, lane.merged_bar = nullptr, lane.first_group = lane.num_released = 0;
-  lane.groups.clear(), lane.open.clear(), lane.touched.clear();
-  lane.alive = true, lane.ready = false;
+  lane.rank = r;
+  lane.warp = 0;
+  lane.block = nullptr;
+  lane.launch = nullptr;
+  lane.role = "host";
+  lane.where = Where::current();
+  lane.verdict = Verdict::kGo;
+  lane.wait = {};
+  lane.time = nullptr;
+  lane.merged_bar = nullptr;
+  lane.first_group = lane.num_released = 0;
+  lane.groups.clear();
+  lane.open.clear();
+  lane.touched.clear();
+  lane.alive = true;
+  lane.ready = false;
   ++alive_;
   lane.fiber->assign(&Machine::lane_entry, &lane);
   return lane;
@@ -158,20 +168,27 @@ void Machine::launch(int r, Launch call) {
   Launch& launch = rank.launch;
   launch = std::move(call);
   launch.alive = uint32_t(launch.num_blocks * launch.num_warps);
-  launch.start = host.now, launch.end = 0;
+  launch.start = host.now;
+  launch.end = 0;
   while (rank.blocks.size() < size_t(launch.num_blocks)) rank.blocks.push_back(std::make_unique<Block>());
   for (int b = 0; b < launch.num_blocks; ++b) {
     Block& block = *rank.blocks[size_t(b)];
-    block.idx = b, block.rank = r, block.launch = &launch;
+    block.idx = b;
+    block.rank = r;
+    block.launch = &launch;
     if (block.memory.size() < launch.smem_bytes + 128) block.memory.resize(launch.smem_bytes + 128);
     block.smem = block.memory.data() + (128 - reinterpret_cast<uintptr_t>(block.memory.data()) % 128) % 128;
     if (!timed()) block.shadow.reset(launch.smem_bytes);
-    block.arrived = 0, block.meet_at = 0;
+    block.arrived = 0;
+    block.meet_at = 0;
     for (uint64_t& arrived : block.group_arrived) arrived = 0;
     block.lanes.clear();
     for (int w = 0; w < launch.num_warps; ++w) {
       Lane& lane = take_lane(r);
-      lane.block = &block, lane.launch = &launch, lane.warp = w, lane.role = "";
+      lane.block = &block;
+      lane.launch = &launch;
+      lane.warp = w;
+      lane.role = "";
       lane.now = host.now + config_.costs.launch_ps;
       lane.seen_changes = rank.changes;
       block.lanes.push_back(&lane);
@@ -319,9 +336,15 @@ void Machine::raise(Lane& me) {
   me.verdict = Verdict::kGo;
   const Wait& w = me.wait;
   TimeoutReport o;
-  o.site = w.info.site, o.rank = me.rank, o.node = me.rank / config_.num_local_ranks;
-  o.peer = w.info.peer, o.peer_node = w.info.peer >= 0 ? w.info.peer / config_.num_local_ranks : -1;
-  o.block = me.block ? me.block->idx : -1, o.warp = me.warp, o.role = me.role, o.chunk = w.info.chunk;
+  o.site = w.info.site;
+  o.rank = me.rank;
+  o.node = me.rank / config_.num_local_ranks;
+  o.peer = w.info.peer;
+  o.peer_node = w.info.peer >= 0 ? w.info.peer / config_.num_local_ranks : -1;
+  o.block = me.block ? me.block->idx : -1;
+  o.warp = me.warp;
+  o.role = me.role;
+  o.chunk = w.info.chunk;
   o.expected = w.kind == Wait::kPoll ? w.expected : w.kind == Wait::kPhase ? w.value ^ 1 : w.value;
   o.seen = w.kind == Wait::kPoll ? w.seen : w.word ? (w.kind == Wait::kPhase ? *w.word & 1 : *w.word) : 0;
   o.waited_s = double(clock_ - w.since) * 1e-12;
@@ -336,7 +359,10 @@ void Machine::kill(int r) {
   for (auto& lane : lanes_)
     if (lane->rank == r) lane->ready = false;
   for (Wire& wire : wires_)
-    if (wire.src == r) wire.ready = false, wire.stopped = true;
+    if (wire.src == r) {
+      wire.ready = false;
+      wire.stopped = true;
+    }
 }
 
 void Machine::abandon(Launch& launch, int r) {

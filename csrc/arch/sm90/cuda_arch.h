@@ -227,10 +227,13 @@ template <>
 struct PairMath<CudaArch> {
   template <class T>
   HEP_DEVICE static void widen(uint32_t word, float* v) {
-    if constexpr (std::is_same_v<T, Bf16>)
-      v[0] = std::bit_cast<float>(word << 16), v[1] = std::bit_cast<float>(word & 0xffff0000u);
-    else
-      v[0] = ptx::cvt_f32_f16(uint16_t(word)), v[1] = ptx::cvt_f32_f16(uint16_t(word >> 16));
+    if constexpr (std::is_same_v<T, Bf16>) {
+      v[0] = std::bit_cast<float>(word << 16);
+      v[1] = std::bit_cast<float>(word & 0xffff0000u);
+    } else {
+      v[0] = ptx::cvt_f32_f16(uint16_t(word));
+      v[1] = ptx::cvt_f32_f16(uint16_t(word >> 16));
+    }
   }
   template <class T>
   HEP_DEVICE static uint32_t round(float lower, float upper) {

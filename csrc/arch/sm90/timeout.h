@@ -43,9 +43,14 @@ __device__ __noinline__ inline void expire(CudaControl* control, const char* rol
                                            uint64_t seen, uint64_t waited_ns) {
   if (atomicCAS(&control->abort, 0u, 1u) == 0) {
     volatile DeviceTimeoutReport* o = control->timeout_report;
-    o->site = int32_t(info.site), o->peer = info.peer, o->chunk = info.chunk;
-    o->block = int32_t(blockIdx.x), o->warp = int32_t(threadIdx.x / 32);
-    o->expected = expected, o->seen = seen, o->waited_ns = waited_ns;
+    o->site = int32_t(info.site);
+    o->peer = info.peer;
+    o->chunk = info.chunk;
+    o->block = int32_t(blockIdx.x);
+    o->warp = int32_t(threadIdx.x / 32);
+    o->expected = expected;
+    o->seen = seen;
+    o->waited_ns = waited_ns;
     int i = 0;
     for (; role[i] && i < int(sizeof o->role) - 1; ++i) o->role[i] = role[i];
     o->role[i] = 0;

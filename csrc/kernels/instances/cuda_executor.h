@@ -99,9 +99,16 @@ class Device {
     if (!d.written) return std::nullopt;
     std::atomic_thread_fence(std::memory_order_acquire);
     TimeoutReport o;
-    o.site = Site(d.site), o.rank = world_.rank, o.node = world_.node(), o.peer = d.peer;
+    o.site = Site(d.site);
+    o.rank = world_.rank;
+    o.node = world_.node();
+    o.peer = d.peer;
     o.peer_node = d.peer >= 0 ? d.peer / world_.num_local_ranks : -1;
-    o.block = d.block, o.warp = d.warp, o.chunk = d.chunk, o.expected = d.expected, o.seen = d.seen;
+    o.block = d.block;
+    o.warp = d.warp;
+    o.chunk = d.chunk;
+    o.expected = d.expected;
+    o.seen = d.seen;
     o.waited_s = double(d.waited_ns) * 1e-9;
     o.role = const_cast<const char*>(timeout_report_->role);
     return o;

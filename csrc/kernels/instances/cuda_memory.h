@@ -47,7 +47,8 @@ inline cudaMemPool_t memory_pool() {
   if (pool) return pool;
   cudaMemPoolProps props{};
   props.allocType = cudaMemAllocationTypePinned;
-  props.location.type = cudaMemLocationTypeDevice, props.location.id = device;
+  props.location.type = cudaMemLocationTypeDevice;
+  props.location.id = device;
   check(cudaMemPoolCreate(&pool, &props), "memory pool");
   int no = 0;
   uint64_t everything = ~0ull;

@@ -17,8 +17,13 @@ void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t sme
                          Body body) {
   ++launches_;
   sim::Launch l;
-  l.kernel = kernel, l.num_blocks = blocks, l.num_warps = warps, l.smem_bytes = smem;
-  l.row_bytes = message.token_bytes(), l.entry_bytes = message.metadata_bytes(), l.moved_bytes = message.record_bytes;
+  l.kernel = kernel;
+  l.num_blocks = blocks;
+  l.num_warps = warps;
+  l.smem_bytes = smem;
+  l.row_bytes = message.token_bytes();
+  l.entry_bytes = message.metadata_bytes();
+  l.moved_bytes = message.record_bytes;
   l.body = [&](sim::Lane& lane) {
     SimArch a(lane);
     SimTransport net;
@@ -37,7 +42,8 @@ void SimExecutor::end_operation() {
   m_.memory().drop_rank(rank_);
   for (const Use use : {Use::kRecvRows, Use::kArena})
     if (sim::Region* rows = m_.memory().registered(rank_, use)) m_.memory().free(*rows, 0, rows->bytes);
-  m_.rank(rank_).first_row.clear(), m_.rank(rank_).received.clear();
+  m_.rank(rank_).first_row.clear();
+  m_.rank(rank_).received.clear();
 }
 
 void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings& s) {

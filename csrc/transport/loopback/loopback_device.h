@@ -43,8 +43,13 @@ class LoopbackDevice {
  private:
   // Up to 16 microseconds, by a xorshift of this lane's own.
   HEP_DEVICE void dawdle() {
-    if (!mixed_) state_ += 2654435762u * (blockIdx.x * blockDim.x + threadIdx.x), mixed_ = true;
-    state_ ^= state_ << 13, state_ ^= state_ >> 17, state_ ^= state_ << 5;
+    if (!mixed_) {
+      state_ += 2654435762u * (blockIdx.x * blockDim.x + threadIdx.x);
+      mixed_ = true;
+    }
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 17;
+    state_ ^= state_ << 5;
     if (state_ % 4 == 0) __nanosleep(state_ >> 18);
   }
   // Word i of the copy is word (i * 7 + n / 2) mod n when 7 does not divide n, else from the end: a stale word anywhere

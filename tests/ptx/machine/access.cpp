@@ -107,7 +107,8 @@ Flow poll(Context& c, const Ins& i, u32 mask) {
     c.machine->sleep(*c.warp, f, c.machine->now() + 50 + c.machine->random.below(450));
     return Flow::kStop;
   }
-  f.polled_pc = f.pc, f.polled = seen;
+  f.polled_pc = f.pc;
+  f.polled = seen;
   return Flow::kYield;
 }
 

@@ -27,7 +27,9 @@ class Allocator {
   explicit Allocator(Draft& d) : draft_(d), code_(d.code), words_((d.registers.size() + 63) / 64) {}
 
   u32 run(u32 first) {
-    find_blocks(), find_liveness(), find_intervals();
+    find_blocks();
+    find_liveness();
+    find_intervals();
     const u32 bytes = scan(first);
     for (Ins& i : code_) {
       for (u32& o : i.o)
@@ -61,7 +63,8 @@ class Allocator {
     std::vector<u32> block_of(code_.size() + 1);
     for (u32 k = 0; k < code_.size(); ++k) {
       if (begins[k]) blocks_.push_back({k, k, {}, Bits(words_), Bits(words_), Bits(words_), Bits(words_)});
-      blocks_.back().end = k + 1, block_of[k] = u32(blocks_.size() - 1);
+      blocks_.back().end = k + 1;
+      block_of[k] = u32(blocks_.size() - 1);
     }
     for (Block& b : blocks_) {
       const Ins& last = code_[b.end - 1];
@@ -92,7 +95,8 @@ class Allocator {
           for (size_t w = 0; w < words_; ++w) b.out[w] |= blocks_[next].in[w];
         for (size_t w = 0; w < words_; ++w) {
           const u64 in = b.uses[w] | (b.out[w] & ~b.defs[w]);
-          changed |= in != b.in[w], b.in[w] = in;
+          changed |= in != b.in[w];
+          b.in[w] = in;
         }
       }
     }
@@ -101,7 +105,8 @@ class Allocator {
     intervals_.resize(draft_.registers.size());
     for (u32 r = 0; r < intervals_.size(); ++r) intervals_[r].reg = r;
     const auto touch = [&](u32 r, u32 at) {
-      intervals_[r].from = std::min(intervals_[r].from, at), intervals_[r].to = std::max(intervals_[r].to, at);
+      intervals_[r].from = std::min(intervals_[r].from, at);
+      intervals_[r].to = std::max(intervals_[r].to, at);
     };
     for (const Block& b : blocks_) {
       for (u32 k = b.begin; k < b.end; ++k) {
@@ -131,10 +136,13 @@ class Allocator {
       });
       std::vector<u32>& mine = free[draft_.registers[i.reg]];
       const u32 bytes = draft_.registers[i.reg] == kPredicate ? 8 : draft_.registers[i.reg] * kLanes;
-      if (mine.empty())
-        rows_[i.reg] = end, end += bytes;
-      else
-        rows_[i.reg] = mine.back(), mine.pop_back();
+      if (mine.empty()) {
+        rows_[i.reg] = end;
+        end += bytes;
+      } else {
+        rows_[i.reg] = mine.back();
+        mine.pop_back();
+      }
       active.push_back(i);
     }
     return (end - first + 63) / 64 * 64;

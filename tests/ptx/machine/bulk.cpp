@@ -27,8 +27,13 @@ Flow bulk_copy(Context& c, const Ins& i, u32 mask, bool load) {
   for (u32 rest = mask; rest; rest &= rest - 1) {
     const u32 lane = u32(std::countr_zero(rest)), address = c.row<u32>(i.o[1])[lane];
     BulkCopy k;
-    k.load = load, k.warp = &w, k.lane = lane, k.ins = &i, k.global = c.row<u64>(i.o[2])[lane];
-    k.shared = address - kSharedBase, k.bytes = c.row<u32>(i.o[3])[lane];
+    k.load = load;
+    k.warp = &w;
+    k.lane = lane;
+    k.ins = &i;
+    k.global = c.row<u64>(i.o[2])[lane];
+    k.shared = address - kSharedBase;
+    k.bytes = c.row<u32>(i.o[3])[lane];
     if (const std::string wrong = check(c, k, address); !wrong.empty()) return m.fault(c, i, lane, wrong);
     if (k.bytes == 0) m.report("bulk", {w, lane}, &i, "a bulk copy of nothing");
     for (u32 a = k.shared; a < k.shared + k.bytes; a += 8)
@@ -36,7 +41,8 @@ Flow bulk_copy(Context& c, const Ins& i, u32 mask, bool load) {
     if (load) {
       Mbar* bar = m.find_mbar(c, i, lane, c.row<u32>(i.o[4])[lane]);
       if (!bar) return Flow::kStop;
-      k.phase = bar->phase, k.mbar = s.mbars[(bar->at - kSharedBase) >> 3] - 1u;
+      k.phase = bar->phase;
+      k.mbar = s.mbars[(bar->at - kSharedBase) >> 3] - 1u;
     } else {
       for (u32 a = k.shared; a < k.shared + k.bytes; a += 16)
         if (s.written_bits(a, 16) != 0xffff) {
@@ -47,7 +53,9 @@ Flow bulk_copy(Context& c, const Ins& i, u32 mask, bool load) {
         }
       if (!w.copies) w.copies = std::make_unique<LaneCopies[]>(kLanes);
       BulkGroup& open = w.copies[lane].open;
-      k.group = open.number, ++open.unread, ++open.unwritten;
+      k.group = open.number;
+      ++open.unread;
+      ++open.unwritten;
     }
     m.issue(c, std::move(k));
   }
@@ -85,8 +93,10 @@ void MachineImpl::issue(Context& c, BulkCopy k) {
   u32 slot = u32(copies.size());
   if (free_copies.empty())
     copies.emplace_back();
-  else
-    slot = free_copies.back(), free_copies.pop_back();
+  else {
+    slot = free_copies.back();
+    free_copies.pop_back();
+  }
   copies[slot] = std::move(k);
   const u64 most = options.copy_delay_ns;  // mostly soon, sometimes very late
   events.push({now() + random.below(random.below(4) ? most / 8 + 1 : most + 1), nullptr, 0, slot});
@@ -95,7 +105,8 @@ void MachineImpl::issue(Context& c, BulkCopy k) {
 void MachineImpl::step_copy(u32 slot) {
   BulkCopy& k = copies[slot];
   if (k.dropped) {
-    k = BulkCopy{}, free_copies.push_back(slot);
+    k = BulkCopy{};
+    free_copies.push_back(slot);
     return;
   }
   Warp& w = *k.warp;
@@ -131,7 +142,8 @@ void MachineImpl::step_copy(u32 slot) {
     }
     const u32 lane = k.lane;
     const bool load = k.load;
-    k = BulkCopy{}, free_copies.push_back(slot);
+    k = BulkCopy{};
+    free_copies.push_back(slot);
     if (b.live == 0) return end_block_if_over(b);
     if (!load) wake_waiter(w, lane);
     return;
@@ -167,7 +179,8 @@ Flow bulk_wait(Context& c, const Ins& i, u32 mask) {
     note_arrived(*c.machine, *c.warp, mask, i);
     return Flow::kGo;
   }
-  c.fragment->state = Fragment::kBulk, c.fragment->at = &i;
+  c.fragment->state = Fragment::kBulk;
+  c.fragment->at = &i;
   return Flow::kStop;
 }
 Flow proxy_fence(Context& c, const Ins& i, u32 mask) {

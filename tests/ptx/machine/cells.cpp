@@ -21,7 +21,8 @@ Cell& Races::global_cell(u64 at) {
   if (at / kPage != near_page_) {
     std::unique_ptr<Cell[]>& cells = pages_[at / kPage];
     if (!cells) cells = std::make_unique<Cell[]>(kPage / 4);
-    near_page_ = at / kPage, near_cells_ = cells.get();
+    near_page_ = at / kPage;
+    near_cells_ = cells.get();
   }
   return near_cells_[at % kPage / 4];
 }
@@ -60,7 +61,9 @@ void Races::check_reads(const Cell& c, const Access& a, u64 at) {
     one(c.reader, c.read_tick);
 }
 void Races::note_read(Cell& c, const Access& a, u8 bytes) {
-  c.read_bytes |= bytes, c.read_async |= a.proxy != nullptr, c.read = &a.ins;
+  c.read_bytes |= bytes;
+  c.read_async |= a.proxy != nullptr;
+  c.read = &a.ins;
   if (c.reader == kNone) {
     for (Reader& r : readers_[c.read_tick])
       if (r.component == a.component) {
@@ -69,10 +72,12 @@ void Races::note_read(Cell& c, const Access& a, u8 bytes) {
       }
     readers_[c.read_tick].push_back({a.component, a.tick});
   } else if (!c.read_tick || c.reader == a.component || a.known.at(c.reader) >= c.read_tick) {
-    c.reader = a.component, c.read_tick = a.tick;
+    c.reader = a.component;
+    c.read_tick = a.tick;
   } else {
     readers_.push_back({{c.reader, c.read_tick}, {a.component, a.tick}});
-    c.reader = kNone, c.read_tick = u32(readers_.size() - 1);
+    c.reader = kNone;
+    c.read_tick = u32(readers_.size() - 1);
   }
 }
 void Races::touch(Cell& c, bool write, const Access& a, u8 bytes, u64 at) {
@@ -82,10 +87,19 @@ void Races::touch(Cell& c, bool write, const Access& a, u8 bytes, u64 at) {
     return;
   }
   if (c.read_bytes & bytes) check_reads(c, a, at);
-  if (c.sync) syncs_.erase(at), c.sync = false;
-  c.writer = a.component, c.write_tick = a.tick, c.write_bytes = bytes, c.write_async = a.proxy != nullptr;
-  c.strong = a.strong, c.write = &a.ins;
-  c.reader = c.read_tick = 0, c.read_bytes = 0, c.read_async = false;
+  if (c.sync) {
+    syncs_.erase(at);
+    c.sync = false;
+  }
+  c.writer = a.component;
+  c.write_tick = a.tick;
+  c.write_bytes = bytes;
+  c.write_async = a.proxy != nullptr;
+  c.strong = a.strong;
+  c.write = &a.ins;
+  c.reader = c.read_tick = 0;
+  c.read_bytes = 0;
+  c.read_async = false;
 }
 void Races::touch_global(bool write, const Access& a, u64 at, u32 n) {
   for (u64 k = at & ~3ull; k < at + n; k += 4) touch(global_cell(k), write, a, bytes_of(k, at, at + n), k);
@@ -139,7 +153,10 @@ void Races::issue(const Who& w, BulkCopy& k, const Ins& i) {
     touch_shared(true, {w, i, component, tick, l.known.hb, &l.known.shared, Scope::kNone, true}, k.shared, k.bytes);
     return;
   }
-  if (warp.reads == kNone) warp.reads = new_group(w.block()), warp.writes = new_group(w.block());
+  if (warp.reads == kNone) {
+    warp.reads = new_group(w.block());
+    warp.writes = new_group(w.block());
+  }
   touch_shared(false,
                {w, i, warp.reads * kLanes + w.lane, k.group + 1, l.known.hb, &l.known.shared, Scope::kNone, true},
                k.shared, k.bytes);

@@ -61,9 +61,15 @@ class Clock {
 // What a thread knows: hb, what happened before; shared and global, what of it the async proxy sees in either space.
 struct Clocks {
   Clock hb, shared, global;
-  void join(const Clocks& o) { hb.join(o.hb), shared.join(o.shared), global.join(o.global); }
+  void join(const Clocks& o) {
+    hb.join(o.hb);
+    shared.join(o.shared);
+    global.join(o.global);
+  }
   void raise(u32 component, u32 tick) {
-    hb.raise(component, tick), shared.raise(component, tick), global.raise(component, tick);
+    hb.raise(component, tick);
+    shared.raise(component, tick);
+    global.raise(component, tick);
   }
 };
 

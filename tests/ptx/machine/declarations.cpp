@@ -18,21 +18,27 @@ class Declarer {
     bool function = false, entry = false;
     while (!t_.peek().text.empty()) {
       const std::string_view t = t_.peek().text;
-      if (t == ".version" || t == ".address_size")
-        t_.take(), t_.take();
-      else if (t == ".target")
-        t_.take(), target(t_.take());
-      else if (t == ".file")
+      if (t == ".version" || t == ".address_size") {
+        t_.take();
+        t_.take();
+      } else if (t == ".target") {
+        t_.take();
+        target(t_.take());
+      } else if (t == ".file")
         file();
       else if (t == ".visible" || t == ".weak" || t == ".extern")
         t_.take();
-      else if (t == ".entry" || t == ".func")
-        entry = t == ".entry", function = true, t_.take();
-      else if (function)
-        declare_function(entry), function = false;
-      else if (t == ".shared" || t == ".global" || t == ".const")
-        t_.take(), variable(t);
-      else
+      else if (t == ".entry" || t == ".func") {
+        entry = t == ".entry";
+        function = true;
+        t_.take();
+      } else if (function) {
+        declare_function(entry);
+        function = false;
+      } else if (t == ".shared" || t == ".global" || t == ".const") {
+        t_.take();
+        variable(t);
+      } else
         t_.fail("unknown declaration '" + std::string(t) + "'");
     }
     u32 begin = shared_;  // of dynamic shared memory
@@ -61,15 +67,19 @@ class Declarer {
   void variable(std::string_view space) {
     u32 align = 1, bytes = 0, count = 1;
     for (; t_.peek().text[0] == '.'; t_.take()) {
-      if (t_.is(".align"))
-        t_.take(), align = u32(t_.number(t_.peek().text));
-      else if (u8 n = type_bytes(t_.peek().text.substr(1)))
+      if (t_.is(".align")) {
+        t_.take();
+        align = u32(t_.number(t_.peek().text));
+      } else if (u8 n = type_bytes(t_.peek().text.substr(1)))
         bytes = n;
       else
         t_.fail("unknown attribute of a variable");
     }
     const std::string_view name = t_.take();
-    if (t_.accept("[")) count = t_.is("]") ? 0 : t_.take_u32(), t_.expect("]");
+    if (t_.accept("[")) {
+      count = t_.is("]") ? 0 : t_.take_u32();
+      t_.expect("]");
+    }
     align = std::max(align, bytes);
     if (space == ".shared") {
       const u32 at = round_up(shared_, align);
@@ -99,16 +109,23 @@ class Declarer {
   }
   void declare_function(bool entry) {
     Body b{};
-    b.entry = entry, b.name = t_.take();
+    b.entry = entry;
+    b.name = t_.take();
     if (b.name == "(") t_.fail("a function with a result");
     b.kernel.name = b.name;
     if (t_.accept("(")) parameters(b);
     for (; !t_.is("{") && !t_.is(";"); t_.take()) {
       if (t_.is(".maxntid")) {
-        t_.take(), b.kernel.max_threads = u32(t_.number(t_.peek().text));
-        while (t_.peek(1).text == ",") t_.take(), t_.take(), b.kernel.max_threads *= u32(t_.number(t_.peek().text));
+        t_.take();
+        b.kernel.max_threads = u32(t_.number(t_.peek().text));
+        while (t_.peek(1).text == ",") {
+          t_.take();
+          t_.take();
+          b.kernel.max_threads *= u32(t_.number(t_.peek().text));
+        }
       } else if (t_.is(".minnctapersm")) {
-        t_.take(), b.kernel.min_blocks = u32(t_.number(t_.peek().text));
+        t_.take();
+        b.kernel.min_blocks = u32(t_.number(t_.peek().text));
       } else {
         t_.fail("unknown directive '" + std::string(t_.peek().text) + "'");
       }
@@ -128,9 +145,10 @@ class Declarer {
     while (!t_.accept(")")) {
       u32 align = 1, bytes = 0, count = 1;
       for (t_.expect(".param"); t_.peek().text[0] == '.'; t_.take()) {
-        if (t_.is(".align"))
-          t_.take(), align = u32(t_.number(t_.peek().text));
-        else if (t_.is(".ptr") || t_.is(".global"))
+        if (t_.is(".align")) {
+          t_.take();
+          align = u32(t_.number(t_.peek().text));
+        } else if (t_.is(".ptr") || t_.is(".global"))
           continue;
         else if (u8 n = type_bytes(t_.peek().text.substr(1)))
           bytes = n;
@@ -138,7 +156,10 @@ class Declarer {
           t_.fail("unknown attribute of a parameter");
       }
       const std::string name(t_.take());
-      if (t_.accept("[")) count = t_.take_u32(), t_.expect("]");
+      if (t_.accept("[")) {
+        count = t_.take_u32();
+        t_.expect("]");
+      }
       align = b.entry ? std::max(align, bytes) : 8;
       end = round_up(end, align);
       b.kernel.params.push_back({name, end, bytes * count});

@@ -46,11 +46,13 @@ class Decoder {
   void write(int k, const Operand& o, u8 bytes) {
     if (o.type != Operand::kRegister || o.bytes != bytes)
       bad("result " + std::string(o.text) + " is no register of its width");
-    i_.o[k] = o.reg, i_.defs |= u8(1u << k);
+    i_.o[k] = o.reg;
+    i_.defs |= u8(1u << k);
   }
   void address(int k, const Operand& o, u8 bytes) {
     if (o.type != Operand::kAddress) bad("an address is expected");
-    i_.o[k] = source(o.parts[0], bytes), i_.offset = o.offset;
+    i_.o[k] = source(o.parts[0], bytes);
+    i_.offset = o.offset;
   }
   void plain_address(int k, const Operand& o, u8 bytes) {
     address(k, o, bytes);
@@ -67,7 +69,10 @@ class Decoder {
     const bool packs = a.type == Operand::kVector;
     const Operand& parts = packs ? a : d;
     const u8 whole = type_bytes(s_.words.back()), part = u8(whole / parts.parts.size());
-    i_.run = packs ? pack : unpack, i_.bytes = whole, i_.reg_bytes = part, i_.count = u8(parts.parts.size());
+    i_.run = packs ? pack : unpack;
+    i_.bytes = whole;
+    i_.reg_bytes = part;
+    i_.count = u8(parts.parts.size());
     if (i_.count > 4 || part < 2) bad("a vector of these parts");
     packs ? write(0, d, whole) : read(0, a, whole);
     for (u32 k = 0; k < i_.count; ++k) {
@@ -86,7 +91,9 @@ class Decoder {
         {"%ctaid.y", kZero},      {"%ctaid.z", kZero},     {"%ntid.y", kOne},         {"%ntid.z", kOne}};
     for (auto& [name, which] : kSpecials)
       if (at(1).text == name) {
-        i_.run = do_special, i_.offset = which, i_.bytes = type_bytes(s_.words.back());
+        i_.run = do_special;
+        i_.offset = which;
+        i_.bytes = type_bytes(s_.words.back());
         return write(0, at(0), i_.bytes);
       }
     bad("unknown special register " + std::string(at(1).text));
@@ -113,9 +120,14 @@ class Decoder {
     count_operands(2);
     if (at(1).type != Operand::kRegister || at(1).bytes < from.bytes || at(0).bytes < to.bytes) bad("its registers");
     i_.run = find_convert(to, at(0).bytes, from, at(1).bytes);
-    i_.bytes = to.bytes, i_.sign = to.sign, i_.count = from.bytes, i_.strong = from.sign;
-    i_.reg_bytes = at(0).bytes, i_.offset = at(1).bytes;
-    write(0, at(0), at(0).bytes), read(1, at(1), at(1).bytes);
+    i_.bytes = to.bytes;
+    i_.sign = to.sign;
+    i_.count = from.bytes;
+    i_.strong = from.sign;
+    i_.reg_bytes = at(0).bytes;
+    i_.offset = at(1).bytes;
+    write(0, at(0), at(0).bytes);
+    read(1, at(1), at(1).bytes);
     return true;
   }
 
@@ -145,7 +157,9 @@ class Decoder {
     semantics();
     const Operand &place = at(load ? 1 : 0), &value = at(load ? 0 : 1);
     const std::string_view type = s_.words.back();
-    i_.bytes = type_bytes(type), i_.sign = load && type[0] == 's', i_.used_bytes = s_.used_bytes;
+    i_.bytes = type_bytes(type);
+    i_.sign = load && type[0] == 's';
+    i_.used_bytes = s_.used_bytes;
     if (!i_.bytes) unknown();
     i_.count = s_.has("v4") ? 4 : s_.has("v2") ? 2 : 1;
     if (value.parts.size() != (i_.count > 1 ? i_.count : 0u)) bad("its vector");
@@ -157,15 +171,18 @@ class Decoder {
     if (whole && i_.bytes == 8 && i_.count == 1) i_.form = Form::kLong;
     if (s_.has("param")) {
       if (!load || place.param) {  // of a function: a fixed place in the lane's frame
-        i_.run = load ? load_argument : store_argument,
+        i_.run = load ? load_argument : store_argument;
         i_.offset = place.offset + (load ? s64(place.parts[0].value) : 0);
         return true;
       }
-      i_.run = load_param, address(4, place, 8);
+      i_.run = load_param;
+      address(4, place, 8);
     } else if (s_.has("shared")) {
-      i_.run = load ? load_shared : store_shared, address(4, place, 4);
+      i_.run = load ? load_shared : store_shared;
+      address(4, place, 4);
     } else {
-      i_.run = load ? load_global : store_global, address(4, place, 8);
+      i_.run = load ? load_global : store_global;
+      address(4, place, 8);
     }
     return true;
   }
@@ -193,12 +210,14 @@ class Decoder {
     if (s_.words.back()[0] == 'f' || s_.words.back() == "s64") unknown();
     semantics();
     if (i_.scope == Scope::kNone) i_.scope = Scope::kGpu;  // what PTX says of none
-    i_.strong = true, i_.bytes = i_.reg_bytes = type_bytes(s_.words.back());
+    i_.strong = true;
+    i_.bytes = i_.reg_bytes = type_bytes(s_.words.back());
     if (i_.bytes < 4) unknown();
     const size_t first = atom ? 1 : 0;
     count_operands(first + (cas ? 3 : 2));
     if (atom && at(0).type != Operand::kSink) write(0, at(0), i_.bytes);
-    address(4, at(first), 8), read(1, at(first + 1), i_.bytes);
+    address(4, at(first), 8);
+    read(1, at(first + 1), i_.bytes);
     if (cas) read(2, at(first + 2), i_.bytes);
     i_.run = cas ? atomic_cas : atomic_add;
     return true;
@@ -222,7 +241,8 @@ class Decoder {
     }
     if (is("bar.red.popc.u32")) {
       count_operands(3);
-      i_.run = block_barrier, i_.kind = Kind::kCollective;
+      i_.run = block_barrier;
+      i_.kind = Kind::kCollective;
       return write(0, at(0), 4), read(1, at(1), 4), read(2, at(2), kPredicate), true;
     }
     if (is("bar.warp.sync")) return meeting(kWarpSync), read(1, at(0), 4), true;
@@ -234,21 +254,27 @@ class Decoder {
     }
     return false;
   }
-  void meeting(Meeting which) { i_.run = warp_meeting, i_.kind = Kind::kCollective, i_.offset = which; }
+  void meeting(Meeting which) {
+    i_.run = warp_meeting;
+    i_.kind = Kind::kCollective;
+    i_.offset = which;
+  }
 
   // ---- mbarriers and bulk copies
   bool mbarriers() {
     if (is("mbarrier.init.shared::cta.b64")) return i_.run = mbar_init, address(4, at(0), 4), read(1, at(1), 4), true;
     if (is("mbarrier.arrive.release.cta.shared::cta.b64") ||
         is("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64")) {
-      i_.run = mbar_arrive, address(4, at(1), 4);  // the state that it returns is not kept: nobody of ours reads it
+      i_.run = mbar_arrive;
+      address(4, at(1), 4);  // the state that it returns is not kept: nobody of ours reads it
       if (s_.has("expect_tx")) read(1, at(2), 4);
       return true;
     }
     if (is("mbarrier.try_wait.parity.acquire.cta.shared::cta.b64") ||
         is("mbarrier.test_wait.parity.acquire.cta.shared::cta.b64")) {
       count_operands(3);
-      i_.run = mbar_wait, i_.sign = s_.words[1] == "try_wait";
+      i_.run = mbar_wait;
+      i_.sign = s_.words[1] == "try_wait";
       return write(0, at(0), kPredicate), address(4, at(1), 4), read(1, at(2), 4), true;
     }
     return false;
@@ -256,17 +282,25 @@ class Decoder {
   bool bulk() {
     if (is("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes")) {
       count_operands(4);
-      i_.run = bulk_load, plain_address(1, at(0), 4), plain_address(2, at(1), 8), plain_address(4, at(3), 4);
+      i_.run = bulk_load;
+      plain_address(1, at(0), 4);
+      plain_address(2, at(1), 8);
+      plain_address(4, at(3), 4);
       return read(3, at(2), 4), true;
     }
     if (is("cp.async.bulk.global.shared::cta.bulk_group")) {
       count_operands(3);
-      i_.run = bulk_store, plain_address(2, at(0), 8), plain_address(1, at(1), 4);
+      i_.run = bulk_store;
+      plain_address(2, at(0), 8);
+      plain_address(1, at(1), 4);
       return read(3, at(2), 4), true;
     }
     if (is("cp.async.bulk.commit_group")) return i_.run = bulk_commit, true;
     if (is("cp.async.bulk.wait_group") || is("cp.async.bulk.wait_group.read")) {
-      i_.run = bulk_wait, i_.kind = Kind::kCollective, i_.sign = s_.has("read"), i_.offset = s64(at(0).value);
+      i_.run = bulk_wait;
+      i_.kind = Kind::kCollective;
+      i_.sign = s_.has("read");
+      i_.offset = s64(at(0).value);
       return true;
     }
     return false;

@@ -29,7 +29,8 @@ class Random {  // splitmix64
   explicit Random(u64 seed) : state_(seed * 0x9e3779b97f4a7c15u + 1) {}
   u64 operator()() {
     u64 z = state_ += 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u, z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
   }
   u64 below(u64 n) { return n ? (*this)() % n : 0; }

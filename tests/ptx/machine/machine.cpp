@@ -95,7 +95,8 @@ const std::vector<Report>& Machine::reports() const {
   return impl_->reports;
 }
 void Machine::clear_reports() {
-  impl_->reports.clear(), impl_->reported.clear();
+  impl_->reports.clear();
+  impl_->reported.clear();
 }
 std::vector<LineCount> Machine::line_counts() const {
   return impl_->line_counts();

@@ -25,7 +25,8 @@ Mbar* MachineImpl::find_mbar(Context& c, const Ins& i, u32 lane, u32 address) {
 
 void MachineImpl::end_phase_if_complete(Block& b, Mbar& m) {
   if (m.pending != 0 || m.bytes != 0) return;
-  ++m.phase, m.pending = m.expected;
+  ++m.phase;
+  m.pending = m.expected;
   if (races) races->complete(m);
   for (Warp& w : b.warps)
     for (Fragment& f : w.parts)
@@ -44,9 +45,15 @@ Flow mbar_init(Context& c, const Ins& i, u32 mask) {
       return c.machine->fault(c, i, lane, "mbarrier.init for " + std::to_string(count) + " arrivals");
     u16& number = b.shared.mbars[off >> 3];
     if (number) c.machine->report("mbarrier", {*c.warp, lane}, &i, "init of a live mbarrier at shared " + hex(at));
-    if (!number) b.mbars.emplace_back(), number = u16(b.mbars.size());
+    if (!number) {
+      b.mbars.emplace_back();
+      number = u16(b.mbars.size());
+    }
     Mbar& m = b.mbars[number - 1u];
-    m = Mbar{}, m.at = at, m.live = true, m.expected = m.pending = count;
+    m = Mbar{};
+    m.at = at;
+    m.live = true;
+    m.expected = m.pending = count;
     b.shared.set_initialised(off, 8);
     if (c.machine->races) c.machine->races->init({*c.warp, lane}, m, i);
   }

@@ -16,7 +16,8 @@ Flow do_return(Context& c, const Ins& i, u32 mask) {
 Flow do_call(Context& c, const Ins& i, u32) {
   Fragment& f = *c.fragment;
   if (f.depth == std::size(f.returns)) return c.machine->fault(c, i, u32(std::countr_zero(f.mask)), "calls too deep");
-  f.returns[f.depth++] = f.pc, f.pc = i.target;
+  f.returns[f.depth++] = f.pc;
+  f.pc = i.target;
   return Flow::kGo;
 }
 Flow do_special(Context& c, const Ins& i, u32 mask) {
@@ -62,7 +63,9 @@ Flow warp_meeting(Context& c, const Ins& i, u32 mask) {
       c.machine->report("convergence", {w, first}, &i,
                         std::string("lanes of one warp wait at different warp-wide instructions: the other is ") +
                             o.at->name + " of PTX line " + std::to_string(o.at->line));
-  f.state = Fragment::kMeeting, f.at = &i, f.members = members[first];
+  f.state = Fragment::kMeeting;
+  f.at = &i;
+  f.members = members[first];
   c.machine->check_warp(w);
   return f.state == Fragment::kRun ? Flow::kGo : Flow::kStop;
 }
@@ -117,9 +120,12 @@ Flow block_barrier(Context& c, const Ins& i, u32 mask) {
       c.machine->report(
           "barrier", {w, lane}, &i,
           "lanes of one warp wait at different barriers: the other is at PTX line " + std::to_string(o.at->line));
-  bar.kind = &i, bar.arrived += u32(std::popcount(mask));
+  bar.kind = &i;
+  bar.arrived += u32(std::popcount(mask));
   if (i.o[2] != kNone) bar.predicates += u32(std::popcount(c.predicate(i.o[2]) & mask));
-  f.state = Fragment::kBarrier, f.at = &i, f.barrier = id;
+  f.state = Fragment::kBarrier;
+  f.at = &i;
+  f.barrier = id;
   c.machine->check_barrier(b, id);
   return f.state == Fragment::kRun ? Flow::kGo : Flow::kStop;
 }
@@ -148,7 +154,8 @@ void MachineImpl::exit_lanes(Context& c, u32 mask) {
       report("exit", {w, lane}, nullptr, "a thread ends with bulk stores that it has not committed");
     if (races) races->exit({w, lane});
   }
-  w.live &= ~mask, c.fragment->mask &= ~mask;
+  w.live &= ~mask;
+  c.fragment->mask &= ~mask;
   b.live -= u32(std::popcount(mask));
   check_warp(w);
   for (u32 id = 0; id < 16; ++id)

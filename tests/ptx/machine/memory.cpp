@@ -18,7 +18,8 @@ void Memory::map(const Range& r) {
     const u64 old_end = base_of(before) + before.bytes;
     if (old_end > end) {  // what lies behind the new one stays
       Range rest = before;
-      rest.base = reinterpret_cast<const void*>(end), rest.bytes = old_end - end;
+      rest.base = reinterpret_cast<const void*>(end);
+      rest.bytes = old_end - end;
       ranges_[end] = rest;
     }
     if (old_end > begin) before.bytes = begin - base_of(before);
@@ -27,7 +28,8 @@ void Memory::map(const Range& r) {
     Range old = it->second;
     const u64 old_end = it->first + old.bytes;
     if (old_end > end && it->first < end) {
-      old.base = reinterpret_cast<const void*>(end), old.bytes = old_end - end;
+      old.base = reinterpret_cast<const void*>(end);
+      old.bytes = old_end - end;
       it = ranges_.erase(it);
       it = ranges_.insert_or_assign(end, old).first;
       break;

@@ -47,7 +47,10 @@ class Parser {
       if (!body.entry) compile(body);
     const u32 functions_rows = rows_;
     for (Body& body : d_.bodies)
-      if (body.entry) rows_ = functions_rows, compile(body);
+      if (body.entry) {
+        rows_ = functions_rows;
+        compile(body);
+      }
     link();
     return d_.module;
   }
@@ -66,9 +69,16 @@ class Parser {
   };
 
   void compile(Body& body) {
-    body_ = &body, t_.go_to(body.at), draft_ = Draft{}, draft_.constants = &d_.program->constants;
+    body_ = &body;
+    t_.go_to(body.at);
+    draft_ = Draft{};
+    draft_.constants = &d_.program->constants;
     draft_.constant_places = &constant_places_;
-    scopes_.assign(1, Scope{}), labels_.clear(), branches_.clear(), file_ = line_ = 0, used_bytes_ = 0xffff;
+    scopes_.assign(1, Scope{});
+    labels_.clear();
+    branches_.clear();
+    file_ = line_ = 0;
+    used_bytes_ = 0xffff;
     while (!scopes_.empty()) {
       if (t_.accept("{"))
         scopes_.emplace_back();
@@ -78,20 +88,26 @@ class Parser {
         location();
       else if (t_.peek().text[0] == '.')
         directive();
-      else if (t_.peek(1).text == ":")
-        labels_[t_.take()] = u32(draft_.code.size()), t_.take();
-      else if (!t_.accept(";"))
+      else if (t_.peek(1).text == ":") {
+        labels_[t_.take()] = u32(draft_.code.size());
+        t_.take();
+      } else if (!t_.accept(";"))
         statement();
     }
     Ins end;
-    end.run = do_return, end.kind = Kind::kCollective, end.name = "ret";
+    end.run = do_return;
+    end.kind = Kind::kCollective;
+    end.name = "ret";
     if (draft_.code.empty() || draft_.code.back().run != do_return) draft_.code.push_back(end);
     for (auto& [index, label] : branches_) {
       if (!labels_.count(label)) fail_at(draft_.code[index].line, "no label " + std::string(label));
       draft_.code[index].target = labels_[label];
     }
     Function f;
-    f.name = body.name, f.begin = u32(d_.program->code.size()), f.first_row = rows_, f.args = body.args;
+    f.name = body.name;
+    f.begin = u32(d_.program->code.size());
+    f.first_row = rows_;
+    f.args = body.args;
     f.row_bytes = allocate_rows(draft_, rows_);
     rows_ += f.row_bytes;
     for (Ins i : draft_.code) {
@@ -99,18 +115,25 @@ class Parser {
       d_.program->code.push_back(i);
     }
     f.end = u32(d_.program->code.size());
-    if (body.entry) entries_.push_back({f.begin, rows_}), d_.module->kernels.push_back(body.kernel);
+    if (body.entry) {
+      entries_.push_back({f.begin, rows_});
+      d_.module->kernels.push_back(body.kernel);
+    }
     d_.program->functions.push_back(std::move(f));
   }
   void location() {  // .loc FILE LINE COLUMN [, function_name LABEL, inlined_at FILE LINE COLUMN]
-    t_.take(), file_ = t_.take_u32();
+    t_.take();
+    file_ = t_.take_u32();
     if (const u32 line = t_.take_u32()) line_ = line;
     t_.take();
     while (t_.accept(",")) {
       if (t_.take() == "function_name")
         t_.take();
-      else
-        t_.take(), t_.take(), t_.take();
+      else {
+        t_.take();
+        t_.take();
+        t_.take();
+      }
     }
   }
   void directive() {
@@ -162,7 +185,9 @@ class Parser {
 
   void statement() {
     Ins ins;
-    ins.line = t_.peek().line, ins.file = file_, ins.source_line = line_;
+    ins.line = t_.peek().line;
+    ins.file = file_;
+    ins.source_line = line_;
     if (t_.accept("@")) {
       ins.guard_not = t_.accept("!");
       const Register* p = find_register(t_.take());
@@ -170,10 +195,14 @@ class Parser {
       ins.guard = p->number;
     }
     Statement s;
-    s.line = ins.line, s.opcode = t_.take(), s.used_bytes = used_bytes_, used_bytes_ = 0xffff;
+    s.line = ins.line;
+    s.opcode = t_.take();
+    s.used_bytes = used_bytes_;
+    used_bytes_ = 0xffff;
     for (size_t from = 0; from <= s.opcode.size();) {
       const size_t to = std::min(s.opcode.find('.', from), s.opcode.size());
-      s.words.push_back(s.opcode.substr(from, to - from)), from = to + 1;
+      s.words.push_back(s.opcode.substr(from, to - from));
+      from = to + 1;
     }
     ins.name = name_of(s.opcode);
     if (s.words[0] == "call") return call(ins);
@@ -210,12 +239,14 @@ class Parser {
         Local* local = find_param(t_.take());
         if (!local || k >= body->args.size()) t_.fail("an argument that the function does not have");
         for (size_t store : local->stores) draft_.code[store].offset += body->args[k].offset;
-        local->stores.clear(), ++k;
+        local->stores.clear();
+        ++k;
       }
     }
     if (k != body->args.size()) t_.fail("a call with " + std::to_string(k) + " arguments");
     t_.expect(";");
-    ins.run = do_call, ins.kind = Kind::kCollective;
+    ins.run = do_call;
+    ins.kind = Kind::kCollective;
     calls_.push_back({d_.program->code.size() + draft_.code.size(), std::string(callee)});
     draft_.code.push_back(ins);
   }
@@ -228,7 +259,8 @@ class Parser {
     Operand o = simple_operand();
     if (t_.accept("|")) {  // d|p
       Operand pair;
-      pair.type = Operand::kVector, pair.parts = {o, simple_operand()};
+      pair.type = Operand::kVector;
+      pair.parts = {o, simple_operand()};
       return pair;
     }
     return o;
@@ -248,7 +280,8 @@ class Parser {
       if (t_.accept("+")) o.offset = s64(t_.number(t_.take()));
       t_.expect("]");
     } else {
-      o.text = t_.take(), name(o);
+      o.text = t_.take();
+      name(o);
     }
     return o;
   }
@@ -257,18 +290,23 @@ class Parser {
     if (t == "_") {
       o.type = Operand::kSink;
     } else if (const Register* r = find_register(t)) {
-      o.type = Operand::kRegister, o.reg = r->number, o.bytes = r->bytes;
+      o.type = Operand::kRegister;
+      o.reg = r->number;
+      o.bytes = r->bytes;
     } else if (std::isdigit(u8(t[0])) || t[0] == '-') {
-      o.type = Operand::kNumber, o.value = t_.number(t);
+      o.type = Operand::kNumber;
+      o.value = t_.number(t);
     } else if (const auto s = d_.symbols.find(t); s != d_.symbols.end()) {
-      o.type = Operand::kNumber, o.value = s->second;
+      o.type = Operand::kNumber;
+      o.value = s->second;
     } else if (t[0] == '%') {
       o.type = Operand::kSpecial;
     } else {
       const auto& params = body_->kernel.params;
       for (size_t k = 0; k < params.size(); ++k)
         if (params[k].name == t) {
-          o.type = Operand::kNumber, o.param = !body_->entry;
+          o.type = Operand::kNumber;
+          o.param = !body_->entry;
           o.value = body_->entry ? params[k].offset : body_->args[k].offset;
         }
     }
@@ -279,7 +317,8 @@ class Parser {
       for (const Function& f : d_.program->functions)
         if (f.name == callee) d_.program->code[index].target = f.begin;
     d_.module->storage = std::make_shared<Keep>(Keep{std::move(d_.storage), opcodes_});
-    d_.program->files = d_.module->files, d_.program->variables = d_.module->variables;
+    d_.program->files = d_.module->files;
+    d_.program->variables = d_.module->variables;
     for (size_t k = 0; k < d_.module->kernels.size(); ++k) {
       d_.program->entries.push_back({entries_[k].pc, entries_[k].row_bytes});
       d_.module->kernels[k].program = d_.program;

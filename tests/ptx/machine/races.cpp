@@ -64,8 +64,12 @@ Order Races::order_of(const Run& r) {
   return {std::make_shared<const Knowledge>(std::move(k))};
 }
 void Races::quiesce() {
-  owners_.clear(), readers_.clear(), pages_.clear(), syncs_.clear();
-  near_page_ = ~0ull, ++generation_;
+  owners_.clear();
+  readers_.clear();
+  pages_.clear();
+  syncs_.clear();
+  near_page_ = ~0ull;
+  ++generation_;
 }
 
 // ---- Meetings
@@ -110,7 +114,8 @@ void Races::arrive(const Who& w, Mbar& m) {
 }
 void Races::complete(Mbar& m) {
   m.clocks.now.raise(m.clocks.component, u32(m.phase));
-  m.clocks.done = std::move(m.clocks.now), m.clocks.now = {};
+  m.clocks.done = std::move(m.clocks.now);
+  m.clocks.now = {};
 }
 void Races::observe(const Who& w, Mbar& m) {
   lane(w).known.join(m.clocks.done);
@@ -142,12 +147,17 @@ void Races::published(const Who& w, u64 at, const Ins& i, bool rmw) {
     s.clocks.join(publish(w));
   else
     s.clocks.join(l.fenced);
-  s.scope = i.release ? i.scope : std::min(i.scope, l.fence), s.component = component(w);
+  s.scope = i.release ? i.scope : std::min(i.scope, l.fence);
+  s.component = component(w);
 }
 void Races::fence(const Who& w, Scope scope) {
   LaneClocks& l = lane(w);
-  for (u8 s = 1; s <= u8(scope); ++s) l.known.join(l.pending[s]), l.pending[s] = {};
-  l.fenced = publish(w), l.fence = scope;
+  for (u8 s = 1; s <= u8(scope); ++s) {
+    l.known.join(l.pending[s]);
+    l.pending[s] = {};
+  }
+  l.fenced = publish(w);
+  l.fence = scope;
 }
 void Races::proxy_fence(const Who& w, u32 spaces) {
   publish(w);

@@ -37,15 +37,24 @@ void MachineImpl::report(const char* kind, const Who& who, const Ins* i, const s
       std::string(kind) + "/" + run.launch.kernel->name + "/" + (i ? std::to_string(i->line) : what);
   if (reported[key]++) return;
   Report r;
-  r.kind = kind, r.what = what, r.launch = run.launch.name, r.located = true;
-  r.block = who.block().index, r.thread = who.thread();
-  if (i) r.instruction = i->name, r.ptx_line = i->line, r.source = place_of(*run.program, *i);
+  r.kind = kind;
+  r.what = what;
+  r.launch = run.launch.name;
+  r.located = true;
+  r.block = who.block().index;
+  r.thread = who.thread();
+  if (i) {
+    r.instruction = i->name;
+    r.ptx_line = i->line;
+    r.source = place_of(*run.program, *i);
+  }
   reports.push_back(std::move(r));
 }
 void MachineImpl::report(const char* kind, const Run* run, const std::string& what) {
   if (reported[std::string(kind) + "/" + what]++) return;
   Report r;
-  r.kind = kind, r.what = what;
+  r.kind = kind;
+  r.what = what;
   if (run) r.launch = run->launch.name;
   reports.push_back(std::move(r));
 }
@@ -93,8 +102,10 @@ std::vector<LineCount> MachineImpl::line_counts() const {
         if (!all[pc].warps) continue;
         const u32 line = program->code[pc].line;
         LineCount& l = lines[{f.name, line}];
-        l.kernel = f.name, l.line = line;
-        l.thread_instructions += all[pc].threads, l.warp_instructions += all[pc].warps;
+        l.kernel = f.name;
+        l.line = line;
+        l.thread_instructions += all[pc].threads;
+        l.warp_instructions += all[pc].warps;
       }
   std::vector<LineCount> out;
   for (auto& [key, line] : lines) out.push_back(std::move(line));

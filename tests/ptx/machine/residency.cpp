@@ -59,7 +59,9 @@ u32 MachineImpl::blocks_per_sm(const Kernel& k, int device, u32 block, u32 dynam
 LaunchId MachineImpl::start(Launch l) {
   if (const std::string why = refusal(l); !why.empty()) throw std::invalid_argument("launch refused: " + why);
   auto r = std::make_unique<Run>();
-  r->id = next_id++, r->launch = std::move(l), r->program = r->launch.kernel->program.get();
+  r->id = next_id++;
+  r->launch = std::move(l);
+  r->program = r->launch.kernel->program.get();
   if (r->launch.name.empty()) r->launch.name = r->launch.kernel->name;
   if (programs.try_emplace(r->program, r->launch.kernel->program).second)
     for (const Variable& v : r->program->variables)
@@ -67,7 +69,8 @@ LaunchId MachineImpl::start(Launch l) {
   counts[r->program].resize(r->program->code.size());
   r->live_blocks = r->launch.grid;
   if (races) races->start(*r);
-  ++launches, ++running;
+  ++launches;
+  ++running;
   runs.push_back(std::move(r));
   admit();
   return runs.back()->id;
@@ -102,9 +105,16 @@ bool MachineImpl::place(Run& r) {
   }
   if (best == kNone) return false;
   Sm& s = d.sms[best];
-  s.threads += need.threads, s.registers += need.registers, s.shared += need.shared, ++s.blocks;
+  s.threads += need.threads;
+  s.registers += need.registers;
+  s.shared += need.shared;
+  ++s.blocks;
   auto b = std::make_unique<Block>();
-  b->run = &r, b->index = r.next_block++, b->sm = best, b->serial = next_serial++, b->live = l.block;
+  b->run = &r;
+  b->index = r.next_block++;
+  b->sm = best;
+  b->serial = next_serial++;
+  b->live = l.block;
   make_warps(*b);
   blocks[b->serial] = b.get();
   r.blocks.push_back(std::move(b));
@@ -114,12 +124,14 @@ void MachineImpl::make_warps(Block& b) {
   const Launch& l = b.run->launch;
   const EntryCode& entry = b.run->program->entries[l.kernel->index];
   const u32 bytes = l.kernel->static_shared + l.dynamic_shared, warps = (l.block + 31) / 32;
-  b.shared.bytes.resize(bytes + 16), b.shared.bytes.resize(bytes);
+  b.shared.bytes.resize(bytes + 16);
+  b.shared.bytes.resize(bytes);
   for (size_t k = 0; k < bytes; k += 8) {  // what a block before left there
     const u64 x = random();
     std::copy_n(reinterpret_cast<const u8*>(&x), std::min<size_t>(8, bytes - k), &b.shared.bytes[k]);
   }
-  b.shared.written.assign(bytes / 8 + 4, 0), b.shared.mbars.assign(bytes / 8 + 2, 0);
+  b.shared.written.assign(bytes / 8 + 4, 0);
+  b.shared.mbars.assign(bytes / 8 + 2, 0);
   const u32 rows = (entry.row_bytes + 63) / 64 * 64, frame = b.run->program->frame_bytes * kLanes;
   const size_t warp_bytes = rows + (frame + 63) / 64 * 64;
   b.rows = std::make_unique<u8[]>(warp_bytes * warps + 64);
@@ -128,11 +140,15 @@ void MachineImpl::make_warps(Block& b) {
   for (u32 k = 0; k < warps; ++k, at += warp_bytes) {
     Warp& w = b.warps[k];
     const u32 lanes = std::min(kLanes, l.block - k * kLanes);
-    w.block = &b, w.index = k, w.rows = at, w.frame = at + rows;
+    w.block = &b;
+    w.index = k;
+    w.rows = at;
+    w.frame = at + rows;
     w.live = lanes == kLanes ? ~0u : (1u << lanes) - 1;
     w.parts.reserve(2 * kLanes);
     w.parts.push_back({});
-    w.parts[0].mask = w.live, w.parts[0].pc = entry.pc;
+    w.parts[0].mask = w.live;
+    w.parts[0].pc = entry.pc;
     make_ready(w);
   }
   if (races) races->start(b);
@@ -160,12 +176,15 @@ void MachineImpl::end_block_if_over(Block& b) {
   const Launch& l = r.launch;
   Device& d = devices[size_t(l.device)];
   Sm& s = d.sms[b.sm];
-  s.threads -= threads_of(l.block), s.registers -= registers_of(*l.kernel, d.model, l.registers) * threads_of(l.block);
-  s.shared -= l.kernel->static_shared + l.dynamic_shared + d.model.shared_reserved, --s.blocks;
+  s.threads -= threads_of(l.block);
+  s.registers -= registers_of(*l.kernel, d.model, l.registers) * threads_of(l.block);
+  s.shared -= l.kernel->static_shared + l.dynamic_shared + d.model.shared_reserved;
+  --s.blocks;
   for (Warp& w : b.warps) make_unready(w);
   blocks.erase(b.serial);
   if (--r.live_blocks == 0) {
-    r.done = true, --running;
+    r.done = true;
+    --running;
     ended.push_back(r.id);
   }
   std::erase_if(r.blocks, [&](auto& p) { return p.get() == &b; });
@@ -181,7 +200,9 @@ void MachineImpl::kill(Run& r) {
   r.live_blocks -= r.launch.grid - r.next_block;  // those that never came
   r.next_block = r.launch.grid;
   if (r.live_blocks == 0) {
-    r.done = true, --running, ended.push_back(r.id);
+    r.done = true;
+    --running;
+    ended.push_back(r.id);
     return;
   }
   while (!r.blocks.empty()) {

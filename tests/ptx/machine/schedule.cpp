@@ -43,15 +43,20 @@ void MachineImpl::make_ready(Warp& w) {
 void MachineImpl::make_unready(Warp& w) {
   if (w.ready_at < 0) return;
   Warp* last = ready.back();
-  ready[size_t(w.ready_at)] = last, last->ready_at = w.ready_at;
-  ready.pop_back(), w.ready_at = -1;
+  ready[size_t(w.ready_at)] = last;
+  last->ready_at = w.ready_at;
+  ready.pop_back();
+  w.ready_at = -1;
 }
 void MachineImpl::wake(Warp& w, Fragment& f) {
-  f.state = Fragment::kRun, f.mbar = 0;
+  f.state = Fragment::kRun;
+  f.mbar = 0;
   make_ready(w);
 }
 void MachineImpl::sleep(Warp& w, Fragment& f, u64 until, u32 mbar) {
-  f.state = Fragment::kSleep, f.wake = until, f.mbar = mbar;
+  f.state = Fragment::kSleep;
+  f.wake = until;
+  f.mbar = mbar;
   events.push({until, &w, w.block->serial, 0});
 }
 
@@ -72,7 +77,8 @@ void MachineImpl::join_parts(Warp& w) {
     const u32 part = f.mask & u32(random());
     if (f.state != Fragment::kRun || !part || part == f.mask) return;
     Fragment other = f;
-    f.mask &= ~part, other.mask = part;
+    f.mask &= ~part;
+    other.mask = part;
     w.parts.push_back(other);
     w.apart = 1 + u32(random.below(16));
   }
@@ -109,7 +115,10 @@ u32 MachineImpl::run_fragment(Warp& w, u32 index, u32 burst) {
       const u32 p = c.predicate(i.guard);
       mask &= i.guard_not ? ~p : p;
     }
-    ++n, ++count[f->pc].warps, count[f->pc].threads += lanes, thread_steps += lanes;
+    ++n;
+    ++count[f->pc].warps;
+    count[f->pc].threads += lanes;
+    thread_steps += lanes;
     if (i.kind == Kind::kPlain) [[likely]] {
       ++f->pc;
       if (mask) {
@@ -122,24 +131,30 @@ u32 MachineImpl::run_fragment(Warp& w, u32 index, u32 burst) {
     } else if (i.kind == Kind::kBranch) {
       if (mask != f->mask && mask) {
         Fragment other = *f;
-        other.mask = mask, other.pc = i.target, f->mask &= ~mask;
+        other.mask = mask;
+        other.pc = i.target;
+        f->mask &= ~mask;
         w.parts.push_back(other);  // reserved: no more parts than lanes
       }
       if (mask == f->mask)
         f->pc = i.target;
-      else
-        ++f->pc, lanes = u32(std::popcount(f->mask));
+      else {
+        ++f->pc;
+        lanes = u32(std::popcount(f->mask));
+      }
       stop = stop_place();
     } else {
       ++f->pc;
       if (!mask) continue;
       if (mask != f->mask) {
         Fragment other = *f;
-        other.mask &= ~mask, f->mask = mask;
+        other.mask &= ~mask;
+        f->mask = mask;
         w.parts.push_back(other);
       }
       if (i.run(c, i, mask) != Flow::kGo) break;
-      stop = stop_place(), lanes = u32(std::popcount(f->mask));
+      stop = stop_place();
+      lanes = u32(std::popcount(f->mask));
     }
     if (f->pc == stop) break;
   }

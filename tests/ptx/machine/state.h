@@ -81,7 +81,8 @@ struct SharedMemory {
   }
   void write_bits(u32 at, u32 n) {
     const u32 bits = ((1u << n) - 1) << (at & 7);
-    written[at >> 3] |= u8(bits), written[(at >> 3) + 1] |= u8(bits >> 8);
+    written[at >> 3] |= u8(bits);
+    written[(at >> 3) + 1] |= u8(bits >> 8);
   }
   void set_initialised(u32 at, u32 n) {
     for (; n && at & 7; ++at, --n) written[at >> 3] |= u8(1 << (at & 7));

@@ -83,7 +83,10 @@ Flow insert_bits(Context& c, const Ins& i, u32 mask) {  // bfi d, a, b, position
     const T a = c.row<T>(i.o[1])[l], b = c.row<T>(i.o[2])[l];
     const u32 at = c.row<u32>(i.o[3])[l] & 255, n = c.row<u32>(i.o[4])[l] & 255;
     T field = 0, shifted = 0;
-    if (at < kBits) field = T((n >= kBits ? T(~T(0)) : T((T(1) << n) - 1)) << at), shifted = T(a << at);
+    if (at < kBits) {
+      field = T((n >= kBits ? T(~T(0)) : T((T(1) << n) - 1)) << at);
+      shifted = T(a << at);
+    }
     c.row<T>(i.o[0])[l] = T((b & ~field) | (shifted & field));
   });
   return Flow::kGo;
@@ -113,9 +116,12 @@ const char* shape(const char* form) {  // 'T' is T's width
 template <class T>
 void add_comparisons(Table& t, const std::string& type) {
   const char* form = shape<T>("pTT");
-  t["setp.eq" + type] = {compare<Eq, T>, form}, t["setp.ne" + type] = {compare<Ne, T>, form};
-  t["setp.lt" + type] = {compare<Lt, T>, form}, t["setp.le" + type] = {compare<Le, T>, form};
-  t["setp.gt" + type] = {compare<Gt, T>, form}, t["setp.ge" + type] = {compare<Ge, T>, form};
+  t["setp.eq" + type] = {compare<Eq, T>, form};
+  t["setp.ne" + type] = {compare<Ne, T>, form};
+  t["setp.lt" + type] = {compare<Lt, T>, form};
+  t["setp.le" + type] = {compare<Le, T>, form};
+  t["setp.gt" + type] = {compare<Gt, T>, form};
+  t["setp.ge" + type] = {compare<Ge, T>, form};
 }
 template <class T>
 void add_moves(Table& t, const std::string& type) {
@@ -140,11 +146,14 @@ void add_integers(Table& t, const std::string& type) {
 }
 template <class T>
 void add_bits(Table& t, const std::string& type) {
-  t["and" + type] = {binary<And, T, T, T>, same<T>(3)}, t["or" + type] = {binary<Or, T, T, T>, same<T>(3)};
-  t["xor" + type] = {binary<Xor, T, T, T>, same<T>(3)}, t["not" + type] = {unary<Not, T, T>, same<T>(2)};
+  t["and" + type] = {binary<And, T, T, T>, same<T>(3)};
+  t["or" + type] = {binary<Or, T, T, T>, same<T>(3)};
+  t["xor" + type] = {binary<Xor, T, T, T>, same<T>(3)};
+  t["not" + type] = {unary<Not, T, T>, same<T>(2)};
   t["shl" + type] = {binary<Shl, T, T, u32>, shape<T>("TT4")};
   t["shr" + type] = {binary<Shr, T, T, u32>, shape<T>("TT4")};
-  t["setp.eq" + type] = {compare<Eq, T>, shape<T>("pTT")}, t["setp.ne" + type] = {compare<Ne, T>, shape<T>("pTT")};
+  t["setp.eq" + type] = {compare<Eq, T>, shape<T>("pTT")};
+  t["setp.ne" + type] = {compare<Ne, T>, shape<T>("pTT")};
   add_moves<T>(t, type);
   if constexpr (sizeof(T) >= 4) {
     t["bfi" + type] = {insert_bits<T>, shape<T>("TTT44")};
@@ -183,8 +192,10 @@ Table make_table() {
   add_wide<u64, u32>(t, ".u32"), add_wide<s64, s32>(t, ".s32");
   add_wide<u32, u16>(t, ".u16"), add_wide<s32, s16>(t, ".s16");
   add_floats(t);
-  t["and.pred"] = {on_predicates<And>, "ppp"}, t["or.pred"] = {on_predicates<Or>, "ppp"};
-  t["xor.pred"] = {on_predicates<Xor>, "ppp"}, t["not.pred"] = {on_predicates<NotPredicate>, "pp"};
+  t["and.pred"] = {on_predicates<And>, "ppp"};
+  t["or.pred"] = {on_predicates<Or>, "ppp"};
+  t["xor.pred"] = {on_predicates<Xor>, "ppp"};
+  t["not.pred"] = {on_predicates<NotPredicate>, "pp"};
   t["mov.pred"] = {on_predicates<MovePredicate>, "pp"};
   t["prmt.b32"] = {ternary<Permute, u32, u32, u32, u32>, "4444"};
   for (const char* name : {"cvta.to.global.u64", "cvta.global.u64"}) t[name] = {unary<Move, u64, u64>, "88"};

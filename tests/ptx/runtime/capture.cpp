@@ -73,7 +73,9 @@ cudaError_t submit(cudaStream_t stream, Op op) {
   Capture& capture = *s->capture;
   if (capture.spoilt != cudaSuccess) return capture.spoilt;
   Node node;
-  node.op = std::move(op), node.branch = s, node.after = capture.tails[s];
+  node.op = std::move(op);
+  node.branch = s;
+  node.after = capture.tails[s];
   capture.nodes.push_back(std::move(node));
   capture.tails[s] = {capture.nodes.size() - 1};
   return cudaSuccess;
@@ -103,7 +105,9 @@ HEP_PTXR_API cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamC
     if (s->capture) return cudaErrorIllegalState;
     if (is_legacy(s)) return cudaErrorStreamCaptureUnsupported;
     auto* capture = new Capture;
-    capture->mode = mode, capture->thread = std::this_thread::get_id(), capture->origin = s;
+    capture->mode = mode;
+    capture->thread = std::this_thread::get_id();
+    capture->origin = s;
     capture->tails[s];
     s->capture = capture;
     captures().push_back(capture);

@@ -24,7 +24,9 @@ HEP_PTXR_API void ptxm_choose(const Choices* c) {
                .split_percent = c->split_percent,
                .outsiders = c->outsiders != 0,
                .clock_speed = c->clock_speed};
-  s.target = c->target, s.num_devices = int(c->num_devices), s.apart = c->apart;
+  s.target = c->target;
+  s.num_devices = int(c->num_devices);
+  s.apart = c->apart;
 }
 
 HEP_PTXR_API void ptxm_lend(const void* base, uint64_t bytes, const char* name, int device) {
@@ -48,7 +50,8 @@ HEP_PTXR_API void ptxm_host_wrote(const void* base, uint64_t bytes) {
 HEP_PTXR_API void ptxm_span(uint64_t* two) {
   Devices& d = Devices::get();
   Lock lock(d.mutex);
-  two[0] = uint64_t(Memory::get().span()), two[1] = two[0] + Memory::kSpan;
+  two[0] = uint64_t(Memory::get().span());
+  two[1] = two[0] + Memory::kSpan;
 }
 
 // What an allocator's function gives, as a C++ caller sees it: null when it throws.
@@ -82,8 +85,10 @@ HEP_PTXR_API void ptxm_forget_reports() {
 HEP_PTXR_API void ptxm_counts(uint64_t* four) {
   Devices& d = Devices::get();
   Lock lock(d.mutex);
-  four[0] = d.machine().launches(), four[1] = d.machine().thread_instructions();
-  four[2] = d.machine().warp_instructions(), four[3] = Memory::get().used(0);
+  four[0] = d.machine().launches();
+  four[1] = d.machine().thread_instructions();
+  four[2] = d.machine().warp_instructions();
+  four[3] = Memory::get().used(0);
 }
 
 // Instructions by kernel and line of PTX, one line of text each, into a file.

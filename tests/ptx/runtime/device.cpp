@@ -33,7 +33,8 @@ Devices::Devices()
 
 cudaStream_t Devices::make_stream(int device, bool blocking) {
   auto* s = new CUstream_st;
-  s->device = device, s->blocking = blocking;
+  s->device = device;
+  s->blocking = blocking;
   streams_.push_back(s);
   return s;
 }
@@ -109,7 +110,10 @@ void Devices::lose(cudaError_t why) {
   for (const auto& [id, stream] : running_) machine_->kill(id);
   (void)machine_->take_ended();
   running_.clear();
-  for (cudaStream_t s : streams_) s->ops.clear(), s->ended = s->issued;
+  for (cudaStream_t s : streams_) {
+    s->ops.clear();
+    s->ended = s->issued;
+  }
   ended.notify_all();
 }
 
@@ -158,7 +162,8 @@ bool Devices::turn(std::unique_lock<FairMutex>& lock) {
     Op& op = s->ops.front();
     if (op.held < 0) op.held = int(random() % kMostHeld);
     if (op.held > 0 && machine_->running()) {
-      --op.held, held = true;
+      --op.held;
+      held = true;
       continue;
     }
     can.push_back(s);

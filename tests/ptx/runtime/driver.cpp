@@ -129,7 +129,8 @@ CUresult unmap(CUdeviceptr at, size_t bytes) {
   Memory::get().take_back(base);
   Memory::get().unreserve(base, bytes);
   Reserved& r = Driver::get().reserved.at(at);
-  r.mapped = nullptr, r.accessible = false;
+  r.mapped = nullptr;
+  r.accessible = false;
   return CUDA_SUCCESS;
 }
 CUresult export_handle(void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,

@@ -35,7 +35,9 @@ HEP_PTXR_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) 
   const ptxm::DeviceModel& model = Devices::get().model();
   *p = {};
   std::strncpy(p->name, "PTX machine (a CPU)", sizeof p->name - 1);
-  p->major = int(Devices::settings.target / 10), p->minor = 0, p->multiProcessorCount = int(model.sms);
+  p->major = int(Devices::settings.target / 10);
+  p->minor = 0;
+  p->multiProcessorCount = int(model.sms);
   p->sharedMemPerBlockOptin = model.shared_per_block;
   return cudaSuccess;
 }

@@ -85,9 +85,14 @@ cudaError_t launch(const void* entry, dim3 grid, dim3 block, void** args, size_t
   if (grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1) return cudaErrorInvalidConfiguration;
   if (shared > size_t(k->dynamic_limit)) return cudaErrorInvalidValue;
   ptxm::Launch l;
-  l.kernel = k->kernel, l.device = d.machine_device(s->device),
-  l.gpu = Devices::settings.apart ? uint64_t(uintptr_t(s)) : 0, l.grid = grid.x, l.block = block.x, l.name = k->name;
-  l.dynamic_shared = uint32_t(shared), l.params.resize(k->kernel->param_bytes);
+  l.kernel = k->kernel;
+  l.device = d.machine_device(s->device);
+  l.gpu = Devices::settings.apart ? uint64_t(uintptr_t(s)) : 0;
+  l.grid = grid.x;
+  l.block = block.x;
+  l.name = k->name;
+  l.dynamic_shared = uint32_t(shared);
+  l.params.resize(k->kernel->param_bytes);
   if (d.dropped == "shared memory" && shared >= 128) l.dynamic_shared -= 128;
   for (size_t i = 0; i < k->kernel->params.size(); ++i) {
     const ptxm::Param& p = k->kernel->params[i];
@@ -144,7 +149,8 @@ HEP_PTXR_API cudaError_t cudaLaunchKernel(const void* entry, dim3 grid, dim3 blo
 HEP_PTXR_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void* entry) {
   return on_kernel(entry, [&](Devices&, const HostKernel& k) {
     *a = {};
-    a->sharedSizeBytes = k.kernel->static_shared, a->maxThreadsPerBlock = int(k.kernel->max_threads);
+    a->sharedSizeBytes = k.kernel->static_shared;
+    a->maxThreadsPerBlock = int(k.kernel->max_threads);
     a->maxDynamicSharedSizeBytes = k.dynamic_limit;
     return cudaSuccess;
   });

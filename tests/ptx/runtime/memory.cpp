@@ -38,7 +38,10 @@ Memory& Memory::get() {
 
 Memory::Memory() {
   void* p = ::mmap(nullptr, kSpan, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) std::perror("ptx machine: no room for the devices' addresses"), std::abort();
+  if (p == MAP_FAILED) {
+    std::perror("ptx machine: no room for the devices' addresses");
+    std::abort();
+  }
   span_ = static_cast<unsigned char*>(p);
 }
 
@@ -251,7 +254,8 @@ HEP_PTXR_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t byte
 HEP_PTXR_API cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   Devices& d = Devices::get();
   Lock lock(d.mutex);
-  *total = size_t(80) << 30, *free_bytes = *total - Memory::get().used(current_device);
+  *total = size_t(80) << 30;
+  *free_bytes = *total - Memory::get().used(current_device);
   return cudaSuccess;
 }
 

@@ -12,7 +12,8 @@ cudaError_t record_in_capture(cudaEvent_t event, cudaStream_t s) {
   node.after = capture.tails[s];
   capture.nodes.push_back(std::move(node));
   capture.tails[s] = {capture.nodes.size() - 1};
-  event->capture = &capture, event->node = capture.nodes.size() - 1;
+  event->capture = &capture;
+  event->node = capture.nodes.size() - 1;
   return cudaSuccess;
 }
 
@@ -104,7 +105,8 @@ HEP_PTXR_API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
       return cudaSuccess;
     };
     if (const cudaError_t status = submit(stream, std::move(op)); status != cudaSuccess) return status;
-    event->order = order, event->mark = d.tail(s);
+    event->order = order;
+    event->mark = d.tail(s);
     return cudaSuccess;
   });
 }

@@ -142,7 +142,10 @@ HEP_CASE(launches_that_no_device_takes) {
   refused("empty", [](Launch& x) { x.grid = 0; });
   refused("threads", [](Launch& x) { x.block = 1025; });
   refused("shared memory", [](Launch& x) { x.dynamic_shared = 232448 - 1024 + 1; });
-  refused("registers", [](Launch& x) { x.block = 1024, x.registers = 72; });
+  refused("registers", [](Launch& x) {
+    x.block = 1024;
+    x.registers = 72;
+  });
   refused("parameters", [](Launch& x) { x.params.pop_back(); });
   l.dynamic_shared = 232448 - 1024;
   HEP_EXPECT(machine.refusal(l).empty(), machine.refusal(l));

@@ -42,19 +42,25 @@ Outcome run(const std::string& text, const Shape& shape) {
   alignas(128) static uint64_t words[64];
   std::memset(words, 0, sizeof words);
   Options options;
-  options.seed = shape.seed, options.races = shape.races, options.split_percent = shape.split_percent;
+  options.seed = shape.seed;
+  options.races = shape.races;
+  options.split_percent = shape.split_percent;
   options.burst = shape.seed % 3 ? 1 + uint32_t(shape.seed % 7) : 256;
   Machine machine(options);
   for (uint32_t d = 0; d < shape.devices; ++d) machine.add_device(DeviceModel::h100());
   machine.map({.base = words, .bytes = sizeof words - 8, .name = "words"});  // ends inside sixteen bytes
   Launch launch;
-  launch.kernel = &module->kernels.at(0), launch.grid = shape.grid, launch.block = shape.block;
-  launch.dynamic_shared = shape.dynamic, launch.name = "test";
+  launch.kernel = &module->kernels.at(0);
+  launch.grid = shape.grid;
+  launch.block = shape.block;
+  launch.dynamic_shared = shape.dynamic;
+  launch.name = "test";
   launch.params.resize(launch.kernel->param_bytes);
   const uint64_t base = reinterpret_cast<uint64_t>(words);
   std::memcpy(launch.params.data(), &base, 8);
   for (uint32_t n = 0; n < shape.kernels; ++n) {
-    launch.device = int(n % shape.devices), launch.gpu = shape.apart ? n : 0;
+    launch.device = int(n % shape.devices);
+    launch.gpu = shape.apart ? n : 0;
     machine.start(launch);
   }
   Outcome o;
@@ -63,7 +69,9 @@ Outcome run(const std::string& text, const Shape& shape) {
     machine.take_ended();
     if (o.last == Progress::kStuck) break;
   }
-  o.out.assign(words, words + 64), o.reports = machine.reports(), o.thread_instructions = machine.thread_instructions();
+  o.out.assign(words, words + 64);
+  o.reports = machine.reports();
+  o.thread_instructions = machine.thread_instructions();
   return o;
 }
 Outcome run_seeds(const std::string& text, Shape shape, uint32_t seeds) {
