@@ -68,7 +68,10 @@ def test_calls_queued_behind_one_that_dies_take_no_part():
     world.close()
 
 
-def test_a_combine_nobody_waits_for_is_reported_by_the_next_call():
+# A dispatch waits for rank 1 twice: its blocks that feed links for its "ready", which names it, and those of local work
+# for rows, which may be anybody's.
+@pytest.mark.parametrize("operation", ["dispatch", "combine"])
+def test_an_operation_nobody_waits_for_is_reported_by_the_next_call(operation):
     world = GpuWorld(1, 2, 1, timeout_s=1.5, skew=0)
 
     def both(rank, buffer):
@@ -82,7 +85,11 @@ def test_a_combine_nobody_waits_for_is_reported_by_the_next_call():
         if rank == 1:
             return None
         rows, handle = handles[0]
-        buffer._buffer.combine_with_unpermute(hidden=rows.cuda(), handle=handle)
+        if operation == "dispatch":
+            x = torch.ones(5, 64, dtype=torch.bfloat16, device="cuda")
+            buffer._buffer.dispatch_with_permute(hidden=x, handle=handle)
+        else:
+            buffer._buffer.combine_with_unpermute(hidden=rows.cuda(), handle=handle)
         torch.cuda.synchronize()
         return routed(buffer, 2)
 

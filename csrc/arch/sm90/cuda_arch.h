@@ -201,7 +201,9 @@ class CudaArch {
     for (uint32_t rounds = 1; !ptx::mbarrier_try_wait(bar, parity); ++rounds)
       if (rounds % 64 == 0) look_up(since, info, 1, 0);  // expected: one more phase
   }
-  // In a wait that is not over: has the rank been given up, or is the deadline past? `since` starts at 0.
+  // In a wait that is not over: has the rank been given up, or is the deadline past? `since` starts at 0. A wait that
+  // names nobody (rows of any rank, a stage that another warp fills), or this rank, ends an eighth later: the first
+  // report is the only one, and that of another lane may say who is missing.
   HEP_DEVICE void look_up(uint64_t& since, const WaitInfo& info, uint64_t expected, uint64_t seen) {
     const uint64_t now = ptx::globaltimer();
     if (since == 0) since = now;
@@ -209,7 +211,8 @@ class CudaArch {
       death::leave();
       __builtin_unreachable();
     }
-    if (now - since > control_->timeout_ns) {
+    const bool names_another = info.peer >= 0 && info.peer != control_->rank;
+    if (now - since > control_->timeout_ns + (names_another ? 0 : control_->timeout_ns / 8)) {
       death::expire(control_, role_, info, expected, seen, now - since);
       __builtin_unreachable();
     }

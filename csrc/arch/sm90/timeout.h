@@ -23,6 +23,7 @@ struct DeviceTimeoutReport {
 struct CudaControl {
   uint64_t timeout_ns;
   DeviceTimeoutReport* timeout_report;
+  int32_t rank;
   uint32_t abort;  // 0 = run; once set it stays: the ranks are out of step and the buffer is lost
 };
 

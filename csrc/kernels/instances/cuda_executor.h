@@ -67,7 +67,7 @@ class Device {
       DeviceTimeoutReport* seen_by_device = nullptr;
       check(cudaHostGetDevicePointer(reinterpret_cast<void**>(&seen_by_device), timeout_report_.get(), 0),
             "mapped memory");
-      const CudaControl c{uint64_t(s.timeout_s * 1e9), seen_by_device, 0};
+      const CudaControl c{uint64_t(s.timeout_s * 1e9), seen_by_device, s.world.rank, 0};
       check(cudaMemcpyAsync(control_.get(), &c, sizeof c, cudaMemcpyHostToDevice, stream_), "upload");
       timeout_s_ = s.timeout_s;
     }
