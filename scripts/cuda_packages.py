@@ -9,7 +9,7 @@ import build_cuda
 
 FOLDER = Path(__file__).resolve().parent.parent / "build" / "cuda-toolkit"
 TOOLKIT = "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"
-NVSHMEM_VERSIONS = ">=3.4,<3.8"  # the releases that were compiled and linked with; see docs/cuda.md
+NVSHMEM_VERSIONS = ">=3.4,<3.9"  # the releases that were compiled and linked with; see docs/cuda.md
 
 
 def install(run, folder, *requirements):

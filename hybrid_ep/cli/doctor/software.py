@@ -152,7 +152,7 @@ PARTS = (
         "NVSHMEM",
         ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
         "",
-        ((3, 4), (3, 7)),
+        ((3, 4), (3, 8)),
         "kernels compiled and linked, run on no NIC",
         f"used between nodes only; after installing one of those: {build_remedy('--nvshmem')}",
     ),

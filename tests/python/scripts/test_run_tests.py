@@ -245,7 +245,7 @@ def test_nvshmem_that_cannot_be_had_is_said_and_is_no_failure(machine):
     assert runner.those_of("cubin_check") == ["", "--planted"]
     assert result.status == "passed"
     assert result.note == (
-        "5 kernels, 0 complaints; kernels over NVSHMEM not compiled: nvidia-nvshmem-cu13>=3.4,<3.8 "
+        "5 kernels, 0 complaints; kernels over NVSHMEM not compiled: nvidia-nvshmem-cu13>=3.4,<3.9 "
         "cannot be installed here; 61 skipped"
     )
 
