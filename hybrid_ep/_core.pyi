@@ -259,9 +259,8 @@ class LaunchShape:
 
     def __init__(self, *, num_blocks: int = 1, local_blocks: int | None = None,
                  chunk_tokens: int | None = None) -> None:
-        """local_blocks: of a dispatch, for local work, behind num_blocks that feed links (None: these do it); of a
-        combine, those of its unpermute launch (None: as num_blocks). chunk_tokens: of a rail message, the same on
-        all ranks (None: what ring slots hold)."""
+        """local_blocks: for local work, behind num_blocks that feed links (None: these do it). chunk_tokens: of a
+        rail message, the same on all ranks (None: what ring slots hold)."""
 
 
 class MicrobatchPlanner:

@@ -7,7 +7,8 @@ permute    the dispatch kernel of a rank alone, on the rows that one rank of 8 r
            the others take them out of it as they land (num_blocks_permute). Floor: tokens and receive rows read once,
            receive rows and permuted rows written once, payload and scales alone, at the rate of a plain device copy of
            the same run.
-unpermute  the unpermute kernel on the way back: permuted rows read, one partial a receive row written; floor likewise.
+unpermute  the combine kernel of that rank on the way back, SMs shared likewise (num_blocks_unpermute): permuted rows
+           read, a partial a receive row written and read, its sum written. Floor likewise, at the same rate.
 route      the exchange kernel of one rank of 64 (E 256, 4096 tokens, top-8): count, exchange, place, on 1 SM. The other
            63 are memory (scripts/lone_rank.py): nobody is waited for, and vectors go to 63 places in this GPU's memory.
            `host us` is the whole call as a blocking dispatch makes it, until the host has the counts. Beside it the
@@ -86,9 +87,9 @@ def local_pass(dtype: str, tokens: int, hidden: int, sms: int, executor: str, re
         scales = torch.rand(len(idx), hidden // 128, device=device)
     options = {
         "num_blocks_permute": sms - sms // 4,
-        "num_blocks_unpermute": sms,
+        "num_blocks_unpermute": sms - sms // 4,
         "num_sms_dispatch_api": max(1, sms // 4),
-        "num_sms_combine_api": 8 if on_gpu else 1,
+        "num_sms_combine_api": max(1, sms // 4),
         "arena_mib": 0,  # rows that landed in the result would leave local work nothing to move
     }
     (buffer,) = VirtualWorld(1, 1).buffers(
@@ -110,10 +111,8 @@ def local_pass(dtype: str, tokens: int, hidden: int, sms: int, executor: str, re
         )
         yield of_floor({"stage": "permute", **facts, **times}, (3 * len(idx) + len(rows)) * row_bytes, copy)
         if dtype == "bf16":
-            times = timed(
-                lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle), "unpermute", on_gpu, repeats
-            )
-            yield of_floor({"stage": "unpermute", **facts, **times}, (len(idx) + len(rows)) * row_bytes, copy)
+            times = timed(lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle), "combine", on_gpu, repeats)
+            yield of_floor({"stage": "unpermute", **facts, **times}, (3 * len(idx) + len(rows)) * row_bytes, copy)
     finally:
         buffer.destroy()
 

@@ -56,6 +56,8 @@ def ahead(shape: _core.BufferShape, own: _core.Segment, device: torch.device = C
     ):
         entries = region(shape, own, name, device).view(torch.int64).view(-1, shape.flag_stride // 8)
         entries[0 if name.startswith("rail") else 1 :, 0] = AHEAD  # rings have no entry of this rank's own
+    partials = region(shape, own, "partial_flags", device).view(torch.int64)
+    partials.view(2, shape.num_local_ranks, -1)[:, 1:] = AHEAD  # of payload and of weights, by rank of the node
 
 
 def others_land(

@@ -15,9 +15,9 @@ from pathlib import Path
 import sass_clocks
 import sass_loops
 
-KERNELS = ("unpermute", "combine")
-# Loops over whole rows of a type, by whether rows are scaled: combine has the node's sum and the final one.
-LEAST_LOOPS = {"unpermute": {False: 1, True: 1}, "combine": {False: 2, True: 0}}
+KERNELS = ("combine",)
+# Loops over whole rows of a type, by whether rows are scaled: one role sums all.
+LEAST_LOOPS = {"combine": {False: 1, True: 1}}
 TABLE = Path(__file__).resolve().parent.parent / "hybrid_ep" / "perf" / "data" / "sum_loops.json"
 MOST_SLOWER, MOST_FASTER = 0.05, 0.2  # than the table: a model that flatters is wrong sooner than one that is stale
 TILE = 4096  # elements; kSumTileElems of csrc/layout/smem.h
@@ -161,7 +161,7 @@ HEADER = (
 
 def table(kernels):
     """What the performance model charges, of kernels over a mapped rail: clocks of whole rows by architecture, kernel
-    and type; of loops of one type, as combine's two sums have, the slower."""
+    and type; of loops of one type the slowest."""
     found = {}
     for kernel in kernels:
         for loop in kernel.row_loops if kernel.rail == "P2PDevice" else ():

@@ -149,7 +149,7 @@ void combine(Engine& engine, Plan& plan, const CombineRequest& r) {
   c.multiply = r.multiply;
   c.fp32_partials = r.fp32_partials;
   c.num_blocks = r.launch.num_blocks;
-  c.unpermute_blocks = r.launch.local_blocks.value_or(0);
+  c.local_blocks = r.launch.local_blocks.value_or(0);
   c.chunk_tokens = r.launch.chunk_tokens.value_or(0);
   const CombineExtents e = extents_of(plan, c);
   const Device device = device_of(engine);
@@ -169,9 +169,8 @@ void bind_requests(py::module_& m) {
   py::class_<LaunchShape>(m, "LaunchShape", "How an operation is launched: what calls of one kind have in common.")
       .def(py::init(&make_launch), py::kw_only(), py::arg("num_blocks") = 1, py::arg("local_blocks") = py::none(),
            py::arg("chunk_tokens") = py::none(),
-           "local_blocks: of a dispatch, for local work, behind num_blocks that feed links (None: these do it); of a "
-           "combine, those of its unpermute launch (None: as num_blocks). chunk_tokens: of a rail message, the same on "
-           "all ranks (None: what ring slots hold).");
+           "local_blocks: for local work, behind num_blocks that feed links (None: these do it). chunk_tokens: of a "
+           "rail message, the same on all ranks (None: what ring slots hold).");
   py::class_<P> p(m, "PlaceRequest", "A routed call, for Engine.place.");
   p.def(py::init(&make_place), py::arg("header"), py::kw_only(), py::arg("topk_idx") = py::none(),
         py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("memory"), py::arg("topk_in") = 0,

@@ -16,7 +16,7 @@ namespace hep {
 // How an operation is launched. Calls of one kind have it in common.
 struct LaunchShape {
   int num_blocks = 1;
-  std::optional<int> local_blocks;       // of a dispatch's grid, for local work, or of the unpermute launch
+  std::optional<int> local_blocks;       // for local work; none: those that feed links do it
   std::optional<uint32_t> chunk_tokens;  // of a rail message, the same on all ranks; none: the most
 };
 

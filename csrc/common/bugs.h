@@ -70,6 +70,10 @@
   BUG(kLandedOneRowEarly, "deliver takes a group of rows when all but one have landed") \
   BUG(kLandedNotSettled, "what has landed in earlier operations counts for this one") \
   BUG(kDuplicateForgotten, "the last of a token's duplicates is not copied") \
+  BUG(kPartialsUnawaited, "sums do not wait for the partial rows that they read") \
+  BUG(kPartialsBeforeStores, "partial rows are told before their stores are complete") \
+  BUG(kPartialsBeforeAllWarps, "partial rows are told before all warps' stores are complete") \
+  BUG(kPartialsToOneReader, "of a group of partial rows only the first source's reader is told") \
   BUG(kBlocksDoNotMeet, "blocks that count do not wait for one another") \
   BUG(kMeetingNotReset, "the counter of blocks that have met is not reset") \
   BUG(kBlocksBeforeForgotten, "positions do not begin behind those of the blocks before") \

@@ -18,6 +18,7 @@ enum class Site : uint16_t {
   kHeaders,         // never comes: another rank means a different call, and no host saw it
   kLanding,         // never comes: a rank of this node is in another operation, or means rows of other sizes
   kRowsLanded,      // receive rows, stored by ranks of this node
+  kPartialRows,     // partial rows of a rank of this node
   kBlockSync,       // the other lanes of this block
   kGridMeeting,     // the other blocks of this kernel
   kNotification,    // on the host: the counts of an exchange that has started
@@ -39,6 +40,7 @@ inline const char* site_name(Site s) {
     case Site::kHeaders: return "headers_differ";
     case Site::kLanding: return "landing_differs";
     case Site::kRowsLanded: return "rows_landed";
+    case Site::kPartialRows: return "partial_rows";
     case Site::kBlockSync: return "block_sync";
     case Site::kGridMeeting: return "grid_meeting";
     case Site::kNotification: return "counts_to_host";

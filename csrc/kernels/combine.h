@@ -1,5 +1,8 @@
-// Kernels of combine. unpermute: this rank's experts' outputs -> partials in its receive rows. combine: node
-// sums for the rail peers and the final sum for this rank, side by side. Two launches.
+// Kernel: combine. Warps: feed 0 | feed 1 | the reduce group of each | pack weights. The first blocks of the grid feed
+// links: feed 0 has the node sums for the rail peers, feed 1 the final sum for this rank. Those behind them do the
+// local work, unpermute: this rank's experts' outputs -> partials in its receive rows, told group by group to the sums
+// that read them, on all ranks of the node. Without such blocks feed 1 of the first does it before its final sum. Local
+// work waits for nobody, so whoever waits for partials gets them.
 #pragma once
 #include "common/bugs.h"
 #include "roles/enter.h"
@@ -16,60 +19,93 @@ inline constexpr int kReduceWarps = A::kLanes == 1   ? 1
                                                      : 4;
 
 template <Arch A>
-inline constexpr int kUnpermuteWarps = 2 + kReduceWarps<A>;
-template <Arch A>
-inline constexpr int kCombineWarps = 2 + 2 * kReduceWarps<A>;
+inline constexpr int kCombineWarps = 3 + 2 * kReduceWarps<A>;
 
-// Warps: unpermute | pack weights | reduce group.
+// What a block of a combine does, by warp. `group` is 0 or 1.
 template <Arch A, Transport<A> Net>
-HEP_DEVICE void unpermute_kernel(A& a, Net& net, const CombineParams& p, std::byte* smem) {
-  const StageFifo<A, SumHead> fifo(smem, p.final_sum);
-  const int warp = a.warp_idx();
-  const bool elected = a.elect_one();
-  if (warp == 0 && elected) fifo.init(a, kReduceWarps<A>);
-  if (!enter_kernel(a)) return;
-  if (warp == 0) {
-    if (elected) UnpermuteRole<A>(a, p, fifo).run();
-  } else if (warp == 1) {
-    PackWeightsRole<A>::run(a, p);
-  } else {
-    ReduceRole<A, Net, kReduceWarps<A>, SumOf::kExperts>(a, net, p, fifo, smem, 1, 1, 2, p.dtype, p.partial_dtype)
-        .run("unpermute_reduce", 0);
-  }
-}
+struct CombineBlock {
+  static constexpr int kWarps = kReduceWarps<A>;
+  static constexpr int kPackWarp = kCombineWarps<A> - 1;
 
-// Warps: node sum | final sum | the reduce group of each.
+  A& a;
+  Net& net;
+  const CombineParams& p;
+  std::byte* const smem;
+  const bool links, local, elected;
+
+  HEP_DEVICE CombineBlock(A& arch, Net& n, const CombineParams& params, std::byte* shared)
+      : a(arch),
+        net(n),
+        p(params),
+        smem(shared),
+        links(params.blocks.feeds_links(uint32_t(arch.block_idx()))),
+        local(params.blocks.works_locally(uint32_t(arch.block_idx()))),
+        elected(arch.elect_one()) {}
+
+  // Before the block meets.
+  HEP_DEVICE void begin(int warp) {
+    if (warp == kPackWarp && local)
+      GroupWalk<A>::begin(a, reinterpret_cast<uint32_t*>(smem + p.source_begins_at), p.plan.source_rows,
+                          uint32_t(p.world.num_ranks()), p.plan.numbers->recv_rows);
+    if (warp != 0 || !elected) return;
+    for (int group = 0; group < 2; ++group) fifo(group).init(a, kWarps);
+    if (links) RailTally<A, Net>::clear(a, reinterpret_cast<Vec16*>(smem + p.rail_tally_at), p.rail.num_peers);
+  }
+  // By one lane.
+  HEP_DEVICE void feed(int group) {
+    SumFeed<A> to(a, p, fifo(group), smem, group);
+    if (local && (group == 1 || !links)) UnpermuteRole<A>(a, p, to, smem).run(worker(group), workers());
+    if (links && group == 0) NodeSumRole<A, Net>(a, net, p, to, smem).run(smem);
+    if (links && group == 1) FinalSumRole<A, Net>(a, net, p, to, smem).run();
+    to.stop();
+    if (links && group == 1) p.gate.wait_all_done(a);
+    leave();
+  }
+  HEP_DEVICE void reduce(int group) {
+    ReduceRole<A, Net, kWarps> role(a, net, p, fifo(group), smem, group, 2 + group * kWarps);
+    role.run(!links  ? "unpermute_reduce"
+             : group ? "final_sum_reduce"
+                     : "node_sum_reduce",
+             links ? 2 * p.blocks.link : 0);
+    if (elected) leave();
+  }
+  HEP_DEVICE void pack() {
+    if (!local) return;
+    PackWeightsRole<A>(a, p, smem).run(p.blocks.worker(uint32_t(a.block_idx())), p.blocks.workers(), elected);
+    if (elected) leave();
+  }
+
+ private:
+  HEP_DEVICE StageFifo<A, SumHead> fifo(int group) const {
+    return {smem, !links ? p.local_sum[group] : group ? p.final_sum : p.node_sum};
+  }
+  // Of local work: both groups of a block that does nothing else.
+  HEP_DEVICE uint32_t workers() const { return p.blocks.workers() * (links ? 1 : 2); }
+  HEP_DEVICE uint32_t worker(int group) const {
+    const uint32_t block = p.blocks.worker(uint32_t(a.block_idx()));
+    return links ? block : 2 * block + uint32_t(group);
+  }
+  // By every lane that may read the operation's number: of feeds, reduce warps and packing warps.
+  HEP_DEVICE void leave() {
+    leave_operation(a, p, p.plan.rail_count, p.plan.node_count,
+                    uint64_t(p.blocks.all()) * (2 + 2 * kWarps) + p.blocks.workers());
+  }
+};
+
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte* smem) {
-  constexpr int kWarps = kReduceWarps<A>;
-  const StageFifo<A, SumHead> node_sum(smem, p.node_sum), final_sum(smem, p.final_sum);
-  const int warp = a.warp_idx(), parties = a.num_blocks() * 2;
-  const bool elected = a.elect_one();
-  if (warp == 0 && elected) {
-    node_sum.init(a, kWarps);
-    final_sum.init(a, kWarps);
-    RailTally<A, Net>::clear(a, reinterpret_cast<Vec16*>(smem + p.rail_tally_at), p.rail.num_peers);
-  }
+  CombineBlock<A, Net> block(a, net, p, smem);
+  const int warp = a.warp_idx();
+  block.begin(warp);
   if (!enter_kernel(a)) return;
-  if (warp == 0) {
-    if (!elected) return;
-    if (a.block_idx() == 0) p.gate.announce_ready(a);
-    NodeSumRole<A, Net>(a, net, p, node_sum).run(smem);
-  } else if (warp == 1) {
-    if (!elected) return;
-    FinalSumRole<A, Net>(a, net, p, final_sum).run();
-    p.gate.wait_all_done(a);
-  } else if (warp < 2 + kWarps) {
-    ReduceRole<A, Net, kWarps, SumOf::kNode> role(a, net, p, node_sum, smem, 0, 1, 2, p.partial_dtype, p.partial_dtype);
-    role.run("node_sum_reduce", parties);
-    if (!role.from.elected) return;
+  if (warp == 0 && block.elected && a.block_idx() == 0) p.gate.announce_ready(a);
+  if (warp < 2) {
+    if (block.elected) block.feed(warp);
+  } else if (warp == block.kPackWarp) {
+    block.pack();
   } else {
-    ReduceRole<A, Net, kWarps, SumOf::kToken> role(a, net, p, final_sum, smem, 1, 2, 2 + kWarps, p.partial_dtype,
-                                                   p.dtype);
-    role.run("final_sum_reduce", parties);
-    if (!role.from.elected) return;
+    block.reduce((warp - 2) / block.kWarps);
   }
-  leave_operation(a, p, p.plan.rail_count, p.plan.node_count, uint64_t(a.num_blocks()) * (2 + 2 * kWarps));
 }
 
 template <Arch A, uint32_t kTileElems = kSumTileElems>
@@ -85,11 +121,19 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   const uint64_t tile = uint64_t(in_bytes) * p.tile_elems,
                  weights = 4ull * (floats < p.tile_elems ? floats : p.tile_elems);
   const uint64_t stage_bytes = tile > weights ? tile : weights;
-  const uint64_t stage = align_up(stage_bytes, 128) + sizeof(SumHead) + 2 * sizeof(typename A::Mbarrier);
+  // Where rows are read where they lie, a stage holds an address.
+  const uint64_t stage_holds = TileMath<A>::kReadsRows ? 16 : stage_bytes;
+  const uint64_t stage = align_up(stage_holds, 128) + sizeof(SumHead) + 2 * sizeof(typename A::Mbarrier);
+  // First what all blocks have: words, and the slices, which hold a warp's share of a tile as it is stored.
+  const auto words = [](uint64_t n) { return align_up(4 * n, 128); };
+  const uint64_t peers = p.rail.num_peers, local_ranks = uint64_t(p.world.num_local_ranks);
   p.credit_cursors_at = 0;
-  p.rail_tally_at = align_up(4ull * p.rail.num_peers, 128);
-  const uint64_t fifos_at = p.rail_tally_at + align_up(sizeof(Vec16) * p.rail.num_peers, 128);
-  // A slice holds a warp's share of a tile of payload as it is stored, or of weights.
+  p.rail_tally_at = words(peers);
+  p.source_begins_at = p.rail_tally_at + align_up(sizeof(Vec16) * peers, 128);
+  p.seen_at[0] = p.source_begins_at + GroupWalk<A>::bytes(uint64_t(p.world.num_ranks()));
+  p.seen_at[1] = p.seen_at[0] + words(local_ranks);
+  p.sum_rows_at[0] = p.seen_at[1] + words(local_ranks);
+  p.sum_rows_at[1] = p.sum_rows_at[0] + SumFeed<A>::rows_bytes(p);
   using Sum = SliceSum<A, kReduceWarps<A>, kTileElems>;
   const uint32_t weight_share = 4 * Sum::share_of(floats < p.tile_elems ? floats : p.tile_elems);
   auto slice_bytes = [&](uint32_t element_bytes) {
@@ -99,17 +143,20 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   p.out_slice_bytes[0] = slice_bytes(dtype_bytes(p.partial_dtype));
   p.out_slice_bytes[1] = slice_bytes(in_bytes);
   constexpr uint64_t kSlices = 2 * kReduceWarps<A>;
-  const uint64_t out = kSlices * (p.out_slice_bytes[0] + p.out_slice_bytes[1]);
-  const uint64_t aside = fifos_at + out + 1024;  // the last: alignment
-  const uint64_t left = budget > aside ? budget - aside : 0;
-  // Without rail peers nothing is summed for them: the final sum has all the stages.
-  const bool rail = p.rail.num_peers != 0;
-  const uint32_t stages = stages_that_fit(rail ? left / 2 : left, stage, 2, 24);
-  p.node_sum = Fifo::layout(fifos_at, rail ? stages : 2, rail ? stage_bytes : 16);
-  p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_bytes);
-  p.out_stage_at[0] = p.final_sum.end;
+  p.out_stage_at[0] = p.sum_rows_at[1] + SumFeed<A>::rows_bytes(p);
   p.out_stage_at[1] = p.out_stage_at[0] + kSlices * p.out_slice_bytes[0];
-  return p.smem_bytes = p.out_stage_at[1] + kSlices * p.out_slice_bytes[1];
+  const uint64_t fifos_at = p.out_stage_at[1] + kSlices * p.out_slice_bytes[1];
+  const uint64_t aside = fifos_at + 1024;  // the last: alignment
+  const uint64_t left = budget > aside ? budget - aside : 0;
+  const bool rail = peers != 0;  // without rail peers nothing is summed for them
+  const uint32_t stages = stages_that_fit(left / (rail ? 2 : 1), stage, 2, 24);
+  p.node_sum = Fifo::layout(fifos_at, rail ? stages : 2, rail ? stage_holds : 16);
+  p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_holds);
+  const uint32_t local_stages = stages_that_fit(left / 2, stage, 2, 24);
+  p.local_sum[0] = Fifo::layout(fifos_at, local_stages, stage_holds);
+  p.local_sum[1] = Fifo::layout(p.local_sum[0].end, local_stages, stage_holds);
+  const uint64_t apart_end = p.blocks.is_apart() ? p.local_sum[1].end : 0;
+  return p.smem_bytes = apart_end > p.final_sum.end ? apart_end : p.final_sum.end;
 }
 
 }  // namespace hep

@@ -35,6 +35,9 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
       look_up.init(a, 1);
     }
   }
+  if (warp == 4 && local)
+    GroupWalk<A>::begin(a, reinterpret_cast<uint32_t*>(smem + p.source_begins_at), p.plan.source_rows,
+                        uint32_t(p.world.num_ranks()), p.plan.numbers->recv_rows);
   if (!enter_kernel(a)) return;
   if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
   if (warp == 6 && local) return ZeroRowsRole<A>::run(a, p);
@@ -61,7 +64,7 @@ template <Arch A>
 uint64_t plan_local_smem(DispatchParams& p, uint64_t start, uint64_t budget, uint32_t most_stages) {
   using Fifo = StageFifo<A, TokenHead>;
   p.source_begins_at = start;
-  const uint64_t begins = align_up(4ull * (uint64_t(p.world.num_ranks()) + 1), 128);
+  const uint64_t begins = GroupWalk<A>::bytes(uint64_t(p.world.num_ranks()));
   const bool looks_up = p.landing.in == LandIn::kFirstPair;
   p.look_up = Fifo::layout(start + begins, LookUp::kStages, looks_up ? LookUp::stage_bytes(p.message) : 16);
   const uint64_t aside = p.look_up.end - start + 256, left = budget > aside ? budget - aside : 0;

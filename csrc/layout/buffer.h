@@ -46,15 +46,15 @@ struct Region {
 // Offsets from the start of a rank's segment. A flag has a cache line of its own: one writer, one reader.
 struct BufferLayout {
   static constexpr uint64_t kFlagStride = 64;
-  static constexpr uint32_t kLandedRows = 16;  // receive rows that share a counter of what has landed
+  static constexpr uint32_t kGroupRows = 16;  // receive rows that share a counter of what landed, and partials' flags
 
   CountsLayout counts;
   uint32_t num_nodes, num_local_ranks, num_ranks, rail_slots, chunk_tokens;
   uint64_t token_stride;  // largest message or partial row that this shape admits
   uint64_t slot_bytes;    // one ring slot: a chunk of those
-  uint64_t ready, done, counts_rail, counts_node, rail_full, rail_free;  // flag arrays
-  uint64_t counts_at, landed, rail_send, rail_recv, recv, arena;         // data regions
-  uint64_t landed_counters, recv_bytes, arena_bytes, total;
+  uint64_t ready, done, counts_rail, counts_node, rail_full, rail_free;     // flag arrays
+  uint64_t counts_at, landed, partials, rail_send, rail_recv, recv, arena;  // data regions
+  uint64_t groups, recv_bytes, arena_bytes, total;
   std::vector<Region> regions;
 
   explicit BufferLayout(const BufferShape& s) {
@@ -80,8 +80,9 @@ struct BufferLayout {
     rail_full = add("rail_full_flags", ring * kFlagStride);
     rail_free = add("rail_free_flags", ring * kFlagStride);
     counts_at = add("counts", 2 * num_ranks * counts.vector_bytes());  // two parities, see exchange.h
-    landed_counters = div_up(s.recv_rows, kLandedRows);
-    landed = add("landed_counters", 8 * landed_counters);
+    groups = div_up(s.recv_rows, kGroupRows);
+    landed = add("landed_counters", 8 * groups);
+    partials = add("partial_flags", 2 * 8 * groups * num_local_ranks);
     rail_send = add("rail_send_ring", ring * slot_bytes);
     rail_recv = add("rail_receive_ring", ring * slot_bytes);
     recv = add("receive_rows", recv_bytes);

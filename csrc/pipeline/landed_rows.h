@@ -1,6 +1,6 @@
-// What has landed: a counter for every kRows receive rows of a rank. Whoever stores rows on a rank of its node adds to
-// its counters when the stores are complete, so that local work follows the links and waits for no more rows than it
-// needs.
+// What has landed: a counter for every kGroupRows receive rows of a rank. Whoever stores rows on a rank of its node
+// adds to its counters when the stores are complete, so that local work follows the links and waits for no more rows
+// than it needs.
 //
 // Ordering. The lane that stored adds (add_release_sys_each, behind bulk_wait<0>), the lane that waits acquires: rows
 // and metadata of the group may be read behind it. Counters only grow; `before` is what the operations before this one
@@ -17,7 +17,6 @@ namespace hep {
 
 // The counters of this rank.
 struct LandedRows {
-  static constexpr uint32_t kRows = BufferLayout::kLandedRows;
   const uint64_t* counters;  // in this rank's segment, written by its node
   uint64_t* before;          // rank-private
 
@@ -41,8 +40,8 @@ struct alignas(16) UntoldRows {
   uint32_t group, here, next, unused;  // stores into this group of rows, and into the next
 };
 
-// What is collected spans two groups of a rank at most: rows of one source ascend with its tokens, so kRows tokens of a
-// chunk do. The caller sees to it.
+// What is collected spans two groups of a rank at most: rows of one source ascend with its tokens, so kGroupRows tokens
+// of a chunk do. The caller sees to it.
 template <Arch A>
 struct LandedTally {
   A& a;
@@ -58,7 +57,7 @@ struct LandedTally {
   }
   HEP_DEVICE void add(uint32_t local_rank, uint32_t row) {
     auto u = std::bit_cast<UntoldRows>(a.ld_shared(untold + local_rank));
-    const uint32_t group = row / LandedRows::kRows;
+    const uint32_t group = row / BufferLayout::kGroupRows;
     if (!u.here) u = {group, 0, 0, 0};
     ++(group == u.group ? u.here : u.next);
     a.st_shared(untold + local_rank, std::bit_cast<Vec16>(u));

@@ -2,7 +2,7 @@
 // deliver FIFO.
 #pragma once
 #include "common/bugs.h"
-#include "roles/landed_walk.h"
+#include "roles/group_walk.h"
 #include "roles/token_loader.h"
 
 namespace hep {
@@ -11,7 +11,7 @@ namespace hep {
 // that would be two loads or more a row, each waited for. One lane is both ends of the FIFO, a group ahead.
 struct LookUp {
   static constexpr uint32_t kStages = 2;
-  static uint32_t stage_bytes(const MessageLayout& m) { return LandedRows::kRows * m.metadata_bytes(); }
+  static uint32_t stage_bytes(const MessageLayout& m) { return BufferLayout::kGroupRows * m.metadata_bytes(); }
 };
 
 template <Arch A>
@@ -20,7 +20,7 @@ struct DeliverG2SRole {
   const DispatchParams& p;
   StageProducer<A, TokenHead> to, looks;
   StageConsumer<A, TokenHead> found;
-  LandedWalk<A> walk;
+  GroupWalk<A> walk;
   const uint32_t rows, tiles;
 
   HEP_DEVICE DeliverG2SRole(A& arch, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
@@ -30,8 +30,9 @@ struct DeliverG2SRole {
         to(fifo),
         looks(look_up),
         found(look_up, 0, 1),
-        walk{arch, reinterpret_cast<uint32_t*>(smem + params.source_begins_at), uint32_t(params.world.num_ranks()),
-             params.blocks.worker(uint32_t(arch.block_idx())), params.blocks.workers()},
+        walk{arch, reinterpret_cast<const uint32_t*>(smem + params.source_begins_at),
+             uint32_t(params.world.num_ranks()), params.blocks.worker(uint32_t(arch.block_idx())),
+             params.blocks.workers()},
         rows(params.plan.numbers->recv_rows),
         tiles(num_tiles(params.message, params.tile_bytes)) {}
 
@@ -48,7 +49,7 @@ struct DeliverG2SRole {
     const bool looks_up = p.landing.in == LandIn::kFirstPair;
     bool waiting = false;  // a group whose metadata are on their way, or there
     uint32_t loaded = 0;
-    walk.run(p.plan.source_rows, rows, [&](uint32_t group) {
+    walk.run([&](uint32_t group, uint32_t) {
       const uint32_t stores = rows_of(group) * tiles;
       if (waiting && !p.landed.test(a, group, stores)) {
         deliver_found(loaded);
@@ -64,8 +65,8 @@ struct DeliverG2SRole {
     if (waiting) deliver_found(loaded);
   }
   HEP_DEVICE uint32_t rows_of(uint32_t group) const {
-    const uint32_t left = rows - group * LandedRows::kRows;
-    return left < LandedRows::kRows ? left : LandedRows::kRows;
+    const uint32_t left = rows - group * BufferLayout::kGroupRows;
+    return left < BufferLayout::kGroupRows ? left : BufferLayout::kGroupRows;
   }
   HEP_DEVICE const unsigned char* metadata_of(uint32_t row) const {
     return p.peers.recv[p.world.local_rank()] + uint64_t(row) * p.message.metadata_bytes();
@@ -74,7 +75,7 @@ struct DeliverG2SRole {
     const uint32_t bytes = rows_of(group) * p.message.metadata_bytes();
     looks.acquire(a);
     looks.commit(a, TokenHead{}, bytes);
-    looks.load(a, 0, metadata_of(group * LandedRows::kRows), bytes);
+    looks.load(a, 0, metadata_of(group * BufferLayout::kGroupRows), bytes);
     looks.advance();
   }
   HEP_DEVICE void deliver_found(uint32_t group) {
@@ -86,7 +87,7 @@ struct DeliverG2SRole {
   // looked_up: the metadata of the group's rows have come to be looked up; else all rows or none are copied.
   HEP_DEVICE void deliver(uint32_t group, bool looked_up) {
     const unsigned char* recv = p.peers.recv[p.world.local_rank()];
-    const uint32_t begin = group * LandedRows::kRows, n = rows_of(group);
+    const uint32_t begin = group * BufferLayout::kGroupRows, n = rows_of(group);
     for (uint32_t i = 0; i < n; ++i) {
       TokenHead head{};
       head.index = begin + i;

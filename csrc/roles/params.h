@@ -9,6 +9,7 @@
 #include "pipeline/chunk_sweep.h"
 #include "pipeline/landed_rows.h"
 #include "pipeline/node_gate.h"
+#include "pipeline/partial_flags.h"
 #include "pipeline/rail_ring.h"
 #include "roles/exchange_params.h"
 
@@ -21,8 +22,8 @@ struct NodePeers {
   uint64_t landed_below;       // bytes from a rank's counters of landed rows to that region
 };
 
-// What a block of a dispatch does. The first of the grid feed links; those behind them do the local work, which needs
-// many, or, without such blocks, the first do that as well.
+// What a block does. The first of the grid feed links; those behind them do the local work, which needs many, or,
+// without such blocks, the first do that as well.
 struct BlockSplit {
   uint32_t link, local;
 
@@ -97,7 +98,7 @@ struct DispatchParams {
   uint32_t tile_bytes;
   uint64_t arrival_cursors_at, credit_cursors_at;  // [num_peers + 1], [num_peers] words, see ChunkSweep
   uint64_t untold_at;                              // [scatter warps][L], see LandedTally
-  uint64_t source_begins_at;                       // [R + 1] words, see LandedWalk
+  uint64_t source_begins_at;                       // [R + 1] words, see GroupWalk
   FifoLayout scatter, rail_stage, deliver, look_up;
   uint64_t smem_bytes;
 
@@ -113,6 +114,8 @@ struct CombineParams {
   NodeGate gate;
   ChunksTaken taken;
   NodePeers peers;
+  BlockSplit blocks;
+  PartialFlags partials;
   DType dtype, partial_dtype;
   uint32_t hidden;
   const unsigned char* x;  // experts' outputs: [P][hidden] or [M][hidden]
@@ -128,7 +131,11 @@ struct CombineParams {
   uint32_t tile_elems;
   uint64_t credit_cursors_at;      // [num_peers] words, see ChunkSweep
   uint64_t rail_tally_at;          // [num_peers], see RailTally
-  FifoLayout node_sum, final_sum;  // the unpermute kernel uses final_sum
+  uint64_t source_begins_at;       // [R + 1] words, see GroupWalk
+  uint64_t seen_at[2];             // [L] words of each feed, see NodePartials
+  uint64_t sum_rows_at[2];         // rows of a sum of each feed, see SumFeed
+  FifoLayout node_sum, final_sum;  // of blocks that feed links
+  FifoLayout local_sum[2];         // of both groups of the others
   uint64_t out_stage_at[2];        // two slices for each warp of the two reductions
   uint32_t out_slice_bytes[2];     // of one
   uint64_t smem_bytes;

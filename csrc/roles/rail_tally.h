@@ -28,9 +28,9 @@ struct RailTally {
   // comes, and at the end of the block's chunk of tokens. With a ring of one slot at once: there the later chunk cannot
   // come before (docs/design.md, flow control). Told in one place, for a transport's verb may be long code.
   HEP_DEVICE void take(const SumHead& head) {
-    const bool row = head.peer != 0, all = head.is(SumHead::kSettle);
+    const bool row = head.is(SumHead::kRing), all = head.is(SumHead::kSettle);
     const bool at_once = rail.geometry.num_slots == 1 && !injected(Bug::kOneSlotNotAtOnce);
-    const uint32_t mine = head.peer - 1, end = all ? rail.num_peers : head.peer;
+    const uint32_t mine = head.peer, end = all ? rail.num_peers : mine + 1;
     for (uint32_t i = all || !row ? 0 : mine; i < end;) {
       Tally t = std::bit_cast<Tally>(a.ld_shared(tallies + i));
       const bool is_mine = row && i == mine, later = is_mine && t.untold && t.chunk != head.chunk;

@@ -1,16 +1,17 @@
 // Reduce: adds staged rows in FP32 in the order they come, rounds once, and stores the tile. A group of warps; every
 // warp owns a slice of the tile, which it sums, rounds and stores by itself. The warps of a group meet only where a
-// chunk for a rail peer is complete.
+// chunk for a rail peer, or a group of partial rows, is complete.
 #pragma once
 #include "roles/out_slices.h"
 #include "roles/rail_tally.h"
 #include "roles/slice_sum.h"
+#include "roles/unpermute.h"
 #include "roles/whole_tiles.h"
 
 namespace hep {
 
-// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier, `out_stage` their slices.
-template <Arch A, Transport<A> Net, int kWarps, SumOf kSum>
+// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier and their slices.
+template <Arch A, Transport<A> Net, int kWarps>
 struct ReduceRole {
   using Machine = A;
   using Sum = SliceSum<A, kWarps, sum_tile_elems<Net>()>;
@@ -23,35 +24,34 @@ struct ReduceRole {
   const CombineParams& p;
   WarpConsumer<A, SumHead> from;
   RailTally<A, Net> tally;
+  std::byte* const smem;
   const int group;
-  const DType in, out;
   Sum sum;
   const bool leader;  // the elected lane of the first warp: speaks for the group
   OutSlices<A> slices;
 
   HEP_DEVICE ReduceRole(A& arch, Net& n, const CombineParams& params, const StageFifo<A, SumHead>& fifo,
-                        std::byte* smem, int out_stage, int group_, int first_warp, DType in_, DType out_)
+                        std::byte* smem_, int group_, int first_warp)
       : a(arch),
         net(n),
         p(params),
         from(arch, fifo),
-        tally{arch, n, params.rail, reinterpret_cast<Vec16*>(smem + params.rail_tally_at)},
+        tally{arch, n, params.rail, reinterpret_cast<Vec16*>(smem_ + params.rail_tally_at)},
+        smem(smem_),
         group(group_),
-        in(in_),
-        out(out_),
         sum(arch.warp_idx() - first_warp, arch.lane()),
         leader(from.elected && sum.warp == 0),
-        slices(arch, reinterpret_cast<unsigned char*>(smem) + params.out_stage_at[out_stage],
-               params.out_slice_bytes[out_stage], sum.warp, from.elected) {}
+        slices(arch, reinterpret_cast<unsigned char*>(smem_) + params.out_stage_at[group_],
+               params.out_slice_bytes[group_], sum.warp, from.elected) {}
 
   // `parties`: reduce groups of the grid, before whose end the node is not told that its rows are done with; 0: none.
-  HEP_DEVICE void run(const char* role, int parties) {
+  HEP_DEVICE void run(const char* role, uint32_t parties) {
     a.set_role(role);
     for (;;) {
       SumHead head = from.wait(a);
       if (head.is(SumHead::kStop)) break;
       sum_tile(head);
-      if (kSum == SumOf::kNode && head.is(SumHead::kChunkEnd)) send(head);
+      if (head.is(SumHead::kChunkEnd | SumHead::kGroupEnd)) complete(head);
     }
     from.pass(a);
     if (!from.elected) return;
@@ -62,11 +62,11 @@ struct ReduceRole {
   }
 
   HEP_DEVICE void store(const SumHead& head, const Slice& s) {
-    const uint32_t size = dtype_bytes(head.type(out));
+    const uint32_t size = dtype_bytes(head.out());
     slices.store(head.dst + uint64_t(s.begin) * size, s.elems * size);
   }
   HEP_DEVICE void told(const SumHead& head) {
-    if (kSum == SumOf::kToken && leader) tally.take(head);  // a row of a ring is out of its slot
+    if (leader && head.is(SumHead::kRing | SumHead::kSettle)) tally.take(head);  // a row of a ring is out of its slot
   }
 
  private:
@@ -89,9 +89,9 @@ struct ReduceRole {
     }
     if (s.elems == 0) return;
     slices.await();
-    if (head.type(out) == DType::kFp32)
+    if (head.out() == DType::kFp32)
       sum.template round_into<float>(a, slices.data(), s);
-    else if (out == DType::kBf16)
+    else if (head.out() == DType::kBf16)
       sum.template round_into<Bf16>(a, slices.data(), s);
     else
       sum.template round_into<Fp16>(a, slices.data(), s);
@@ -99,17 +99,16 @@ struct ReduceRole {
   }
   template <bool kWhole>
   HEP_DEVICE void add_rows(SumHead& head, const Slice& s) {
-    if (head.type(in) == DType::kFp32)
+    if (head.in() == DType::kFp32)
       add_rows_of<float, kWhole>(head, s);
-    else if (in == DType::kBf16)
+    else if (head.in() == DType::kBf16)
       add_rows_of<Bf16, kWhole>(head, s);
     else
       add_rows_of<Fp16, kWhole>(head, s);
   }
   template <class T, bool kWhole>
   HEP_DEVICE void add_rows_of(SumHead& head, const Slice& s) {
-    if constexpr (kSum == SumOf::kExperts)
-      if (head.is(SumHead::kScaled)) return add_rows_as<T, kWhole, true>(head, s);
+    if (head.is(SumHead::kScaled)) return add_rows_as<T, kWhole, true>(head, s);
     add_rows_as<T, kWhole, false>(head, s);
   }
   // Until the last row, or one of which somebody must be told. A stage goes back as soon as its row and head are in
@@ -122,20 +121,27 @@ struct ReduceRole {
       sum.template load<T, kWhole>(a, row, from.data(), s);
       head = from.head(a);
       from.pass(a);
-      const bool last = head.is(SumHead::kLast) || (kSum == SumOf::kToken && head.peer != 0);
-      const bool here = !last && from.is_here(a);
+      const bool last = head.is(SumHead::kLast | SumHead::kRing), here = !last && from.is_here(a);
       sum.template add<T, kScaled>(row, head.scale);
       if (last) return;
       if (!here) from.await(a);
     }
   }
-  // The slot is complete, by the stores of all warps, before anybody reads it.
-  HEP_DEVICE void send(const SumHead& head) {
-    if (from.elected && !injected(Bug::kSumPutBeforeStored)) a.template bulk_wait<0>();
-    if (!injected(Bug::kSumPutBeforeAllWarps)) a.group_sync(group, kWarps);
+  // A slot of the rail or a group of partial rows: by the stores of all warps, before anybody reads it.
+  HEP_DEVICE void complete(const SumHead& head) {
+    const bool sends = head.is(SumHead::kChunkEnd);
+    if (from.elected && !injected(sends ? Bug::kSumPutBeforeStored : Bug::kPartialsBeforeStores))
+      a.template bulk_wait<0>();
+    if (!injected(sends ? Bug::kSumPutBeforeAllWarps : Bug::kPartialsBeforeAllWarps)) a.group_sync(1 + group, kWarps);
     if (!leader) return;
+    if (sends)
+      send(head);
+    else
+      PartialGroups<A>(a, p, smem).tell(PartialFlags::kPayload, head.chunk, head.peer, p.gate.epoch());
+  }
+  HEP_DEVICE void send(const SumHead& head) {
     const uint64_t bytes = uint64_t(head.chunk_stages) * p.partial.row_bytes();
-    RailSender::commit(a, net, p.rail.geometry, p.rail.peers[head.peer - 1], head.chunk, bytes);
+    RailSender::commit(a, net, p.rail.geometry, p.rail.peers[head.peer], head.chunk, bytes);
     a.count_rank(&p.traffic->rail_rows, head.chunk_stages);
     a.count_rank(&p.traffic->rail_bytes, bytes);
   }

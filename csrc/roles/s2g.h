@@ -42,7 +42,7 @@ struct DispatchS2GRole {
     for (;;) {
       const TokenHead head = from.wait(a);
       if (head.stop) break;
-      if (landed.any && head.index - first_token >= LandedRows::kRows) tell_landed();
+      if (landed.any && head.index - first_token >= BufferLayout::kGroupRows) tell_landed();
       if (!landed.any) first_token = head.index;
       scatter(head);
       from.advance();

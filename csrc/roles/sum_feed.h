@@ -1,54 +1,31 @@
 // The loading half of a gather-sum: for every output row, the rows to be added in their fixed order, tile by tile,
-// into stages; the reduce role adds what comes. Unpermute, node sum and final sum are programs over this.
+// into stages; the reduce role adds what comes, and learns all that it must know from the stages' heads. Unpermute,
+// node sum and final sum are programs over this.
 #pragma once
 #include "common/bugs.h"
 #include "pipeline/stage_fifo.h"
 #include "roles/params.h"
+#include "roles/sum_head.h"
 
 namespace hep {
-
-// Whose rows are added: experts' outputs, which may be scaled; the node's partials of a rail peer's token, whose sums
-// go to that peer chunk by chunk; or a token's partials, some of them out of rings that want their credits.
-enum class SumOf { kExperts, kNode, kToken };
-
-struct alignas(16) SumHead {
-  enum : uint32_t {
-    kStop = 1,
-    kFirst = 2,
-    kLast = 4,
-    kEmpty = 8,
-    kScaled = 16,
-    kWeights = 32,
-    kChunkEnd = 64,  // of a chunk for a rail peer: it may be sent
-    kSettle = 128,   // of a chunk of own tokens: what was taken from the rings is told
-  };
-  uint64_t dst;  // address of the output tile
-  uint32_t elems, flags;
-  float scale;
-  uint32_t peer;   // i + 1: the row lies in a ring slot of rail peer i
-  uint32_t chunk;  // of that peer; at kChunkEnd: the chunk to send
-  uint32_t chunk_stages;
-
-  HEP_DEVICE bool is(uint32_t flag) const { return flags & flag; }
-  // Of an element on its way from or to payload of this type.
-  HEP_DEVICE DType type(DType payload) const { return is(kWeights) ? DType::kFp32 : payload; }
-};
-
-struct SumRow {
-  const unsigned char* row;
-  float scale = 1.f;
-  uint32_t peer = 0, chunk = 0, chunk_stages = 0;
-};
 
 template <Arch A>
 struct SumFeed {
   A& a;
   const CombineParams& p;
   StageProducer<A, SumHead> to;
+  Vec16* const rows;  // of the sum, in shared memory: its tiles read them again and again
+  uint32_t num_rows = 0;
 
-  HEP_DEVICE SumFeed(A& arch, const CombineParams& params, const StageFifo<A, SumHead>& fifo)
-      : a(arch), p(params), to(fifo) {}
+  HEP_DEVICE SumFeed(A& arch, const CombineParams& params, const StageFifo<A, SumHead>& fifo, std::byte* smem, int feed)
+      : a(arch), p(params), to(fifo), rows(reinterpret_cast<Vec16*>(smem + params.sum_rows_at[feed])) {}
 
+  // Of one feed: the most rows that a sum has, times what one takes.
+  HEP_HOST_DEVICE static uint64_t rows_bytes(const CombineParams& p) {
+    const uint64_t partials = uint64_t(p.world.num_local_ranks) + p.rail.num_peers;
+    const uint64_t experts = p.permuted ? p.plan.num_local_experts : 1;
+    return align_up(sizeof(SumRow) * (partials > experts ? partials : experts), 128);
+  }
   HEP_DEVICE uint64_t payload_row_bytes() const { return uint64_t(p.hidden) * dtype_bytes(p.dtype); }
   // Stages that one partial row takes.
   HEP_DEVICE uint32_t partial_tiles() const {
@@ -57,58 +34,40 @@ struct SumFeed {
     return uint32_t(div_up(p.hidden, p.tile_elems) + weight_tiles);
   }
 
-  // Sums of partial rows: payload tiles, then the weights as fp32 tiles.
-  template <class Rows>
-  HEP_DEVICE void emit_partial(Rows&& rows, unsigned char* dst, unsigned char* dst_weights, DType out,
-                               const SumHead& send) {
-    emit(rows, dst, 0, p.hidden, p.partial_dtype, out, 0, p.partial.weight_bytes ? SumHead{} : send);
-    if (p.partial.weight_bytes)
-      emit(rows, dst_weights, p.partial.weights_at(), p.partial.weight_bytes / 4, DType::kFp32, DType::kFp32,
-           SumHead::kWeights, send);
+  // A sum: begin, add its rows in order, then emit.
+  HEP_DEVICE void begin() { num_rows = 0; }
+  HEP_DEVICE void add(const SumRow& row) {
+    const auto words = std::bit_cast<HeadWords<SumRow>>(row);
+    for (uint32_t i = 0; i < kWords; ++i) a.st_shared(rows + num_rows * kWords + i, words.v[i]);
+    ++num_rows;
   }
-
-  // rows(add): calls add(SumRow) for every row of the sum, in order; asked once per tile, so it must repeat itself.
-  // src_at: where the summed section starts in a row. send: its flags ride on the last stage; by value, which
-  // keeps it in registers.
-  template <class Rows>
-  HEP_DEVICE void emit(Rows&& rows, unsigned char* dst, uint32_t src_at, uint32_t elems, DType in, DType out,
-                       uint32_t flags, SumHead send) {
-    uint32_t num_rows = 0;
-    rows([&](const SumRow&) { ++num_rows; });
-    for (uint32_t begin = 0; begin < elems; begin += p.tile_elems) {
-      SumHead head{};
-      head.dst = reinterpret_cast<uint64_t>(dst) + uint64_t(begin) * dtype_bytes(out);
-      head.elems = elems - begin < p.tile_elems ? elems - begin : p.tile_elems;
-      const bool last_tile = begin + head.elems == elems;
-      if (num_rows == 0) {  // a token that nobody holds: zeros
-        finish(head, flags | SumHead::kFirst | SumHead::kLast | SumHead::kEmpty, last_tile, send);
-        to.acquire(a);
-        to.commit(a, head, 0);
-        to.advance();
-        continue;
+  // Of partial rows: payload tiles, then the weights as fp32 tiles. The flags of `end` and what belongs to them ride on
+  // the last stage.
+  HEP_DEVICE void emit_partial(unsigned char* dst, unsigned char* dst_weights, DType out, const SumEnd& end) {
+    SumPart part{dst, p.hidden, SumHead::types(p.partial_dtype, out), false};
+    const uint32_t num_weights = p.partial.weight_bytes / 4;
+    for (uint32_t sections = num_weights ? 2 : 1; sections != 0; --sections) {  // one place: it is long code
+      emit(part, sections == 1 ? end : SumEnd{});
+      part = {dst_weights, num_weights, SumHead::types(DType::kFp32, DType::kFp32), true};
+    }
+  }
+  HEP_DEVICE void emit(const SumPart& part, const SumEnd& end) {
+    SumHead head{};
+    head.flags = part.flags;
+    const uint32_t in = dtype_bytes(head.in()), out = dtype_bytes(head.out());
+    const uint32_t stages = num_rows ? num_rows : 1;  // a token that nobody holds: zeros
+    for (uint32_t begin = 0; begin < part.elems; begin += p.tile_elems) {
+      head.dst = reinterpret_cast<uint64_t>(part.dst) + uint64_t(begin) * out;
+      head.elems = part.elems - begin < p.tile_elems ? part.elems - begin : p.tile_elems;
+      const bool last_tile = begin + head.elems == part.elems;
+      for (uint32_t k = 0; k < stages; ++k) {
+        head.flags = part.flags | (k == 0 ? uint32_t(SumHead::kFirst) : 0u) |
+                     (k + 1 == stages ? uint32_t(SumHead::kLast) : 0u) | (num_rows ? 0u : uint32_t(SumHead::kEmpty));
+        const unsigned char* src = nullptr;
+        if (num_rows) src = row(head, k, part.weights);
+        if (last_tile && k + 1 == stages) finish(head, end);
+        stage(head, src + uint64_t(begin) * in, num_rows ? head.elems * in : 0);
       }
-      const uint32_t bytes = head.elems * dtype_bytes(in);
-      uint32_t k = 0;
-      rows([&](const SumRow& r) {
-        head.scale = r.scale;
-        head.peer = r.peer;
-        head.chunk = r.chunk;
-        head.chunk_stages = r.chunk_stages;
-        ++k;
-        const uint32_t ends =
-            (k == 1 ? uint32_t(SumHead::kFirst) : 0u) | (k == num_rows ? uint32_t(SumHead::kLast) : 0u);
-        finish(head, flags | ends, last_tile && k == num_rows, send);
-        const unsigned char* src = r.row + src_at + uint64_t(begin) * dtype_bytes(in);
-        unsigned char* stage = to.acquire(a);
-        if constexpr (TileMath<A>::kReadsRows) {
-          a.st_shared(reinterpret_cast<uint64_t*>(stage), reinterpret_cast<uint64_t>(src));
-          to.commit(a, head, 0);
-        } else {
-          to.commit(a, head, bytes);
-          to.load(a, 0, src, bytes);
-        }
-        to.advance();
-      });
     }
   }
   HEP_DEVICE void stop() {
@@ -118,14 +77,37 @@ struct SumFeed {
   }
 
  private:
-  HEP_DEVICE static void finish(SumHead& head, uint32_t flags, bool last, const SumHead& send) {
-    head.flags = flags;
-    if (!last) return;
-    head.flags |= send.flags;
-    if (!send.is(SumHead::kChunkEnd)) return;
-    head.peer = send.peer;
-    head.chunk = send.chunk;
-    head.chunk_stages = send.chunk_stages;
+  static constexpr uint32_t kWords = sizeof(SumRow) / 16;
+
+  // The k-th row's address; what else is known of it goes into the head.
+  HEP_DEVICE const unsigned char* row(SumHead& head, uint32_t k, bool weights) {
+    HeadWords<SumRow> words;
+    for (uint32_t i = 0; i < kWords; ++i) words.v[i] = a.ld_shared(rows + k * kWords + i);
+    const auto r = std::bit_cast<SumRow>(words);
+    head.scale = r.scale;
+    head.peer = r.peer;
+    head.chunk = r.chunk;
+    head.chunk_stages = r.chunk_stages;
+    if (r.chunk_stages) head.flags |= SumHead::kRing;
+    return weights ? r.weights : r.payload;
+  }
+  HEP_DEVICE static void finish(SumHead& head, const SumEnd& end) {
+    head.flags |= end.flags;
+    if (!(end.flags & (SumHead::kChunkEnd | SumHead::kGroupEnd))) return;
+    head.peer = end.peer;
+    head.chunk = end.chunk;
+    head.chunk_stages = end.chunk_stages;
+  }
+  HEP_DEVICE void stage(const SumHead& head, const unsigned char* src, uint32_t bytes) {
+    unsigned char* data = to.acquire(a);
+    if constexpr (TileMath<A>::kReadsRows) {
+      a.st_shared(reinterpret_cast<uint64_t*>(data), reinterpret_cast<uint64_t>(src));
+      to.commit(a, head, 0);
+    } else {
+      to.commit(a, head, bytes);
+      if (bytes) to.load(a, 0, src, bytes);
+    }
+    to.advance();
   }
 };
 

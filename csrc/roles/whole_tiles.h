@@ -52,8 +52,8 @@ struct WholeTiles {
   HEP_DEVICE TileRow tile_row(const SumHead& head, const unsigned char* row) const {
     return {head.is(SumHead::kEmpty) ? nullptr : row,
             r.slices.data(),
-            head.type(r.in),
-            head.type(r.out),
+            head.in(),
+            head.out(),
             head.elems,
             head.is(SumHead::kFirst),
             head.is(SumHead::kLast),

@@ -41,7 +41,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   const uint64_t counters = align_up(sizeof(TrafficCounters), 64), line = 64;
   const uint64_t columns = nodes + uint64_t(world_.num_ranks()) + shape.num_experts;
   state_ = executor_->allocate(counters + 2 * line + 4 * rails + nodes * shape.rail_slots * 8 +
-                               kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.landed_counters);
+                               kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.groups);
   auto* at = static_cast<unsigned char*>(state_.get());
   traffic_ = reinterpret_cast<TrafficCounters*>(at);
   progress_ = reinterpret_cast<RankProgress*>(at += counters);
@@ -52,7 +52,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   taken_.to_node = reinterpret_cast<uint64_t*>(at += rails);
   consumed_ = reinterpret_cast<uint64_t*>(at += rails);
   landed_before_ = reinterpret_cast<uint64_t*>(at += nodes * shape.rail_slots * 8);
-  misfits_ = reinterpret_cast<uint64_t*>(at += 8 * layout_.landed_counters);
+  misfits_ = reinterpret_cast<uint64_t*>(at += 8 * layout_.groups);
   block_counts_ = reinterpret_cast<uint32_t*>(at + 8 * kMostExchangeBlocks);
   notification_ = executor_->allocate_notification(CountNotification::make(layout_.counts).bytes());
   make_tables();
@@ -79,7 +79,7 @@ void Engine::start_counters_at(uint64_t base) {
   const std::vector<uint64_t> chunks(size_t(world_.num_nodes), base);
   executor_->write(rail_sent_, chunks.data(), 8 * chunks.size());
   executor_->write(rail_received_, chunks.data(), 8 * chunks.size());
-  const std::vector<uint64_t> landed(size_t(layout_.landed_counters), base);
+  const std::vector<uint64_t> landed(size_t(layout_.groups), base);
   executor_->write(landed_before_, landed.data(), 8 * landed.size());
   executor_->write(flag(world_.rank, layout_.landed), landed.data(), 8 * landed.size());
   for (uint64_t at = layout_.ready; at < layout_.counts_at; at += BufferLayout::kFlagStride)
@@ -175,6 +175,14 @@ void Engine::require_blocks(const char* name, int64_t blocks) const {
                                 " SMs, and blocks wait for one another; give at most that");
 }
 
+// Blocks that feed links, and those of local work, which wait for one another.
+void Engine::require_split(int link, int local) const {
+  require_blocks("num_blocks", link);
+  if (!local) return;
+  require_blocks("local_blocks", local);
+  require_blocks("num_blocks + local_blocks", int64_t(link) + local);
+}
+
 void Engine::require_world(const Plan& plan) const {
   const World& w = plan.world();
   if (w.num_nodes != world_.num_nodes || w.num_local_ranks != world_.num_local_ranks || w.rank != world_.rank)
@@ -219,11 +227,7 @@ uint32_t Engine::chunk_of(uint32_t asked) const {
 void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   require_world(plan);
   require_sizes(c.row_bytes, c.scale_bytes);
-  require_blocks("num_blocks", c.num_blocks);
-  if (c.local_blocks) {
-    require_blocks("local_blocks", c.local_blocks);
-    require_blocks("num_blocks + local_blocks", int64_t(c.num_blocks) + c.local_blocks);
-  }
+  require_split(c.num_blocks, c.local_blocks);
   const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   DispatchParams p{};
@@ -264,8 +268,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   require_world(plan);
   if (!plan.complete()) throw std::invalid_argument("handle: its dispatch has not run");
   require_sizes(uint64_t(c.hidden) * dtype_bytes(c.dtype), 0);
-  require_blocks("num_blocks", c.num_blocks);
-  if (c.unpermute_blocks) require_blocks("unpermute_blocks", c.unpermute_blocks);
+  require_split(c.num_blocks, c.local_blocks);
   const uint32_t chunk = chunk_of(c.chunk_tokens);
   const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   CombineParams p{};
@@ -276,6 +279,9 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   require_row(p.partial.row_bytes(), plan.max_recv_rows(), "combine");
   Call call(*this);
   bind(p, chunk, uint32_t(c.num_blocks));
+  p.blocks = {uint32_t(c.num_blocks), uint32_t(c.local_blocks)};
+  p.partials = {world_, flag(world_.rank, layout_.partials), view_.recv, layout_.recv - layout_.partials,
+                uint32_t(layout_.groups)};
   p.plan = plan.view();
   p.record_bytes = plan.record_bytes();
   p.pairs_at = plan.pairs_at();
@@ -293,12 +299,8 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));
   LaunchSettings settings = settings_;
-  call.run([&] {
-    settings.num_blocks = c.unpermute_blocks ? c.unpermute_blocks : c.num_blocks;
-    executor_->unpermute(p, settings);
-    settings.num_blocks = c.num_blocks;
-    executor_->combine(p, settings);
-  });
+  settings.num_blocks = c.num_blocks + c.local_blocks;
+  call.run([&] { executor_->combine(p, settings); });
 }
 
 }  // namespace hep

@@ -69,8 +69,8 @@ struct CombineCall {
   DType dtype = DType::kBf16;
   uint32_t hidden = 0;
   bool permuted = false, multiply = false, fp32_partials = false;
-  int num_blocks = 1;
-  int unpermute_blocks = 0;   // of the unpermute launch; 0: num_blocks
+  int num_blocks = 1;         // that feed links
+  int local_blocks = 0;       // as in DispatchCall
   uint32_t chunk_tokens = 0;  // as in DispatchCall
 };
 
@@ -137,6 +137,7 @@ class Engine {
   void bind(Params& p, uint32_t chunk, uint32_t blocks) const;
   bool land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const;
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
+  void require_split(int link, int local) const;
   void require_world(const Plan& plan) const;
   static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes);
   uint32_t chunk_of(uint32_t asked) const;

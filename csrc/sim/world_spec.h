@@ -27,7 +27,7 @@ struct WorldSpec {
   uint32_t permute = 1, weights = 1, multiply = 0, fp32_partials = 0;
   // The machine.
   uint32_t chunk_tokens = 4, rail_slots = 2, num_blocks = 1;
-  uint32_t permute_blocks = 0;  // of dispatch's local work and of unpermute; 0 = as the buffer's default
+  uint32_t permute_blocks = 0;  // for local work; 0 = those that feed links do it
   uint32_t landing = 0;  // of dispatched rows: 0 aside, in the result 1 for every pair, 2 for the first; 3 ranks differ
   uint32_t smem_bytes = 24 * 1024;
   uint32_t plans = 1, rounds = 1;  // rounds: dispatch and combine of every plan

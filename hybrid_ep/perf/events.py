@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Rows delivered: in a world of some ten seconds of one core, in the largest of some minutes, in one that is traced.
 QUICK_ROWS, ROW_BUDGET, _TRACE_ROWS = 300_000, 1_000_000, 12_000
 _TRACE_SPANS = 200_000  # beyond it the trace holds the first ranks only
-KERNELS = {"dispatch": ("exchange", "dispatch"), "combine": ("unpermute", "combine")}
+KERNELS = {"dispatch": ("exchange", "dispatch"), "combine": ("combine",)}
 _RAIL_SLOTS = HYBRID_EP.rail_slots
 
 

@@ -15,7 +15,7 @@ ARCHITECTURES = {"hopper": "sm_90a", "blackwell": "sm_100"}  # whose code a GPU 
 
 @dataclass(frozen=True)
 class SumLoop:
-    """Clocks of a kernel ("unpermute" or "combine"): `row`, one tile of one row that is added; `tile`, from a tile's
+    """Clocks of a kernel ("combine"): `row`, one tile of one row that is added; `tile`, from a tile's
     last row over its rounding and store to the next tile's first."""
 
     row: float

@@ -33,7 +33,7 @@ class Options:
     num_blocks_dispatch: int | None  # None: as the links need, once the topology is known
     num_blocks_combine: int | None
     num_blocks_permute: int | None  # None: half of sm_plan's, or sm_plan.local_blocks; or dispatch's
-    num_blocks_unpermute: int | None  # None: as combine
+    num_blocks_unpermute: int | None  # likewise, of combine
     ranks_per_node: int | None
     ranks_per_node_origin: str
     capacity_factor: float | None
@@ -128,10 +128,11 @@ class Options:
             self.num_blocks_exchange = self.num_blocks_exchange or 1
         self.local_work_apart = plan is not None
         default = plan.num_sms if plan else 1
-        if plan and not self.num_blocks_dispatch and self.num_blocks_permute is None and plan.num_sms > 1:
-            # The plan's number has a dispatch's local work in it.
-            self.num_blocks_permute = plan.num_sms // 2
-            self.num_blocks_dispatch = plan.num_sms - self.num_blocks_permute
+        shared = default // 2 if plan else 0  # the plan's number has the local work in it
+        if shared and not self.num_blocks_dispatch and self.num_blocks_permute is None:
+            self.num_blocks_permute, self.num_blocks_dispatch = shared, default - shared
+        if shared and not self.num_blocks_combine and self.num_blocks_unpermute is None:
+            self.num_blocks_unpermute, self.num_blocks_combine = shared, default - shared
         self.num_blocks_dispatch = self.num_blocks_dispatch or default
         self.num_blocks_combine = self.num_blocks_combine or default
         return plan

@@ -459,19 +459,18 @@ class Session:
         )
 
     def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int | None]:
-        """Blocks of an operation and of its local work: beside them, or of the unpermute launch (None: the same).
+        """Blocks of an operation that feed links, and those beside them for local work (None: the first do it).
         ValueError before anything is launched: behind a dispatch's routing other ranks would go on without this one."""
-        one_grid, name = operation == "dispatch", "num_blocks"
-        verb = "permute" if one_grid else "unpermute"
+        name, verb = "num_blocks", "permute" if operation == "dispatch" else "unpermute"
         blocks, local = getattr(template, f"num_of_blocks_{operation}_api"), getattr(template, f"num_of_blocks_{verb}")
         if num_sms is not None:
             name, blocks = "num_sms", validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
         self._allow_blocks(name, blocks)
-        if one_grid and not local and self.options.local_work_apart:
+        if not local and self.options.local_work_apart:
             local = sm_plan.local_blocks(blocks, self.engine.most_blocks)
         if local:
             self._allow_blocks(f"num_blocks_{verb}", local)
-            self._allow_blocks(f"{name} + num_blocks_{verb}", local + (blocks if one_grid else 0))
+            self._allow_blocks(f"{name} + num_blocks_{verb}", blocks + local)
         return blocks, local or None
 
     def _allow_blocks(self, name: str, blocks: int) -> None:

@@ -59,6 +59,10 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kSumPutBeforeAllWarps,
     Bug::kLandsOneRowOff,
     Bug::kDuplicateForgotten,
+    Bug::kPartialsUnawaited,
+    Bug::kPartialsBeforeStores,
+    Bug::kPartialsBeforeAllWarps,
+    Bug::kPartialsToOneReader,
     Bug::kBlocksDoNotMeet,
     Bug::kMeetingNotReset,
     Bug::kBlocksBeforeForgotten,
@@ -91,13 +95,13 @@ inline constexpr Bug kSimBugs[] = {
     Bug::kEveryRoleDone,
 };
 
-// Of kWorldBugs, not for simulated worlds. Four are races between lanes or warps of one group, and a simulated group
+// Of kWorldBugs, not for simulated worlds. Six are races between lanes or warps of one group, and a simulated group
 // has one lane, as a block of a simulated exchange has one warp. kTileUnpublished: that lane writes the output tile
 // before it gives the last row's stage back, which publishes both. kSumFromPositiveZero: it adds whole tiles
 // (TileMath), which begin with their first row.
 inline constexpr Bug kNeedMoreLanes[] = {
     Bug::kStageBackByOneLane,  Bug::kTileUnpublished,      Bug::kSliceBeforeItsWarp,   Bug::kPairsCountedUnordered,
-    Bug::kSumFromPositiveZero, Bug::kSumPutBeforeAllWarps, Bug::kWarpsBeforeForgotten,
+    Bug::kSumFromPositiveZero, Bug::kSumPutBeforeAllWarps, Bug::kWarpsBeforeForgotten, Bug::kPartialsBeforeAllWarps,
 };
 
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.

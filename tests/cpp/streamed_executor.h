@@ -44,10 +44,6 @@ class StreamedExecutor final : public Executor {
     ++launches_;
     push([this, p, kernel = of_a_kernel(s)]() mutable { machine_->dispatch(p, kernel); });
   }
-  void unpermute(CombineParams& p, const LaunchSettings& s) override {
-    ++launches_;
-    push([this, p, kernel = of_a_kernel(s)]() mutable { machine_->unpermute(p, kernel); });
-  }
   void combine(CombineParams& p, const LaunchSettings& s) override {
     ++launches_;
     push([this, p, kernel = of_a_kernel(s)]() mutable { machine_->combine(p, kernel); });

@@ -306,14 +306,14 @@ struct Step {
     d.local_blocks = local_blocks;
     engine.dispatch(*plan, d);
   }
-  void combine(int num_blocks = 1, int unpermute_blocks = 0) {
+  void combine(int num_blocks = 1, int local_blocks = 0) {
     CombineCall c;
     c.x = bytes(rows);
     c.out_x = bytes(sums);
     c.hidden = kRow / 2;
     c.permuted = true;
     c.num_blocks = num_blocks;
-    c.unpermute_blocks = unpermute_blocks;
+    c.local_blocks = local_blocks;
     engine.combine(*plan, c);
   }
   static constexpr uint16_t kOne = 0x3f80, kTwo = 0x4000, kUntouched = 0xEEEE;  // bf16
@@ -390,9 +390,9 @@ TEST(what_the_machine_cannot_launch_is_refused_before_anything_and_harms_nothing
       refused([&] { step.dispatch(); }, false);
       step.dispatch(2, 1);
       refused([&] { step.combine(4); }, true);
-      refused([&] { step.combine(1, 4); }, true);
+      refused([&] { step.combine(1, 3); }, true);  // together
       refused([&] { step.combine(); }, false);
-      step.combine(3, 2);
+      step.combine(1, 2);
       stream.drain();
       for (uint32_t t = 0; t < kMine; ++t) CHECK_EQ(step.sums[t * kRow / 2], t % 2 ? Step::kTwo : Step::kOne);
     }

@@ -235,9 +235,9 @@ TEST(bad_calls_leave_the_engine_usable) {
   sum.hidden = 0;
   CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));
   sum.hidden = 32;
-  sum.unpermute_blocks = -1;
+  sum.local_blocks = -1;
   CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));
-  sum.unpermute_blocks = 0;
+  sum.local_blocks = 0;
   engine->combine(plan, sum);
   CHECK(std::equal(out.begin(), out.begin() + 128, x.begin()));
 }

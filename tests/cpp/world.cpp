@@ -197,7 +197,7 @@ class RankRun {
     c.out_rows = out_rows;
     c.permute = op.permute;
     c.num_blocks = op.num_blocks[size_t(rank_)];
-    c.local_blocks = op.permute_blocks[size_t(rank_)];
+    c.local_blocks = op.local_blocks[size_t(rank_)];
     c.land_in = landed == Landed::kFirstPair ? LandIn::kFirstPair : LandIn::kEveryPair;
     engine_.dispatch(*plan_, c);
     expect(out_x.edge_is_intact() && out_scales.edge_is_intact() && out_weights.edge_is_intact(),
@@ -269,7 +269,7 @@ class RankRun {
                         .multiply = op.multiply,
                         .fp32_partials = op.fp32_partials,
                         .num_blocks = op.num_blocks[size_t(rank_)],
-                        .unpermute_blocks = op.permute_blocks[size_t(rank_)]};
+                        .local_blocks = op.local_blocks[size_t(rank_)]};
     engine_.combine(*plan_, c);
     expect(out_x.edge_is_intact() && out_weights.edge_is_intact(), "wrote behind an output");
     for (uint32_t t = 0; t < num_tokens; ++t) {

@@ -150,7 +150,7 @@ OpCase dispatch_op(const WorldCase& w, size_t plan, int num_blocks) {
   op.plan = plan;
   op.salt = w.ops.size() + 1;
   op.num_blocks.assign(w.num_ranks(), num_blocks);
-  op.permute_blocks.assign(w.num_ranks(), 0);
+  op.local_blocks.assign(w.num_ranks(), 0);
   Random r(w.seed * 1000 + op.salt);  // ranks need not agree
   for (uint32_t i = 0; i < w.num_ranks(); ++i)
     op.landed.push_back(r.of({Landed::kAside, Landed::kEveryPair, Landed::kFirstPair}));
@@ -200,7 +200,7 @@ WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
   for (uint32_t i = 0, n = r.between(2, limits.max_ops); i < n; ++i) {
     OpCase op = dispatch_op(w, r.below(uint32_t(w.plans.size())), 1);
     for (int& blocks : op.num_blocks) blocks = int(r.between(1, limits.max_blocks));
-    for (int& blocks : op.permute_blocks) blocks = int(r.one_in(2) ? 0 : r.between(1, limits.max_blocks));
+    for (int& blocks : op.local_blocks) blocks = int(r.one_in(2) ? 0 : r.between(1, limits.max_blocks));
     op.combine = came_with_weights.contains(op.plan) && !r.one_in(4);
     op.permute = !r.one_in(3);
     op.weights = r.one_in(2);

@@ -59,7 +59,7 @@ struct OpCase {
   uint32_t hidden = 8;                       // combine
   uint32_t extra_rows = 0;                   // of the permuted output, behind the plan's
   std::vector<int> num_blocks;               // [R]
-  std::vector<int> permute_blocks;           // [R], of dispatch's local work and of unpermute; 0: num_blocks
+  std::vector<int> local_blocks;             // [R], for local work; 0: those that feed links do it
   std::vector<Landed> landed;                // [R], of dispatch
   uint64_t salt = 0;                         // tells the data of operations apart
 };

@@ -68,12 +68,9 @@ def expect(kernel: str, by: int) -> Mutant:
 
 
 MUTANTS = (
-    *(off(k, "no shared-memory proxy fence", SHARED) for k in ("dispatch", "unpermute", "combine")),
+    *(off(k, "no shared-memory proxy fence", SHARED) for k in ("dispatch", "combine")),
     *(off(k, "no global proxy fence after an acquire", GLOBAL) for k in ("dispatch", "combine")),
-    *(
-        off(k, "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;")
-        for k in ("dispatch", "unpermute", "combine")
-    ),
+    *(off(k, "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;") for k in ("dispatch", "combine")),
     *(
         off(
             k,
@@ -85,9 +82,9 @@ MUTANTS = (
     ),
     *(
         off(k, "fills a stage that a bulk store still reads", r"cp\.async\.bulk\.wait_group\.read \d+;")
-        for k in ("dispatch", "unpermute", "combine")
+        for k in ("dispatch", "combine")
     ),
-    *(expect(k, by) for k, by in (("dispatch", 16), ("dispatch", -16), ("unpermute", 16), ("combine", 16))),
+    *(expect(k, by) for k, by in (("dispatch", 16), ("dispatch", -16), ("combine", 16))),
     off(
         "dispatch",
         "bulk loads of 8 bytes more",
@@ -252,8 +249,8 @@ def _body(mutant, seed, races, few, write):
 
 
 def _work(timeout_s: float, few: bool):
-    """A domain of two ranks, two nodes of two, and blocks with more rows than stages, with others for local work and a
-    launch of their own for unpermute: every kernel of the library. few: the first two."""
+    """A domain of two ranks, two nodes of two, and blocks with more rows than stages, with others for local work: every
+    kernel of the library. few: the first two."""
     from examples import Example, check, expected
     from gpu_world import GpuWorld, call_on_two_streams
 

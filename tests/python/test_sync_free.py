@@ -107,7 +107,7 @@ def one(buffer, rank: int, ex: Example, **more):
 
 @pytest.mark.parametrize("own", [None, 3])
 def test_launches_of_every_verb(own):
-    """Blocks for local work are in dispatch's one grid; unpermute always is one of combine's two."""
+    """Blocks for local work are in the one grid of a dispatch, and of a combine."""
     ex = Example(2, 2, 2, (9, 5, 0, 7), 2, budget=64, seed=4)
     world, buffers = buffers_of((2, 2), 2, kept=False, tokens=9, num_blocks_permute=own, num_blocks_unpermute=own)
 
@@ -130,7 +130,7 @@ def test_launches_of_every_verb(own):
         counted(lambda: buffer.combine_with_unpermute(hidden=rows, handle=handle))
         return counts
 
-    assert world.run(work) == [[2, 2, 1, 2, 2]] * 4
+    assert world.run(work) == [[2, 1, 1, 2, 1]] * 4
 
 
 def test_what_cannot_be_placed_is_dropped_and_flagged():

@@ -129,9 +129,9 @@ template <class Net>
 class CudaExecutor final : public Executor {
  public:
   CudaExecutor(unsigned char* const* rail_segments, uint64_t seed) : rail_segments_(rail_segments), seed_(seed) {
-    const void* entries[] = {
-        reinterpret_cast<const void*>(exchange_entry<Net>), reinterpret_cast<const void*>(dispatch_entry<Net>),
-        reinterpret_cast<const void*>(unpermute_entry<Net>), reinterpret_cast<const void*>(combine_entry<Net>)};
+    const void* entries[] = {reinterpret_cast<const void*>(exchange_entry<Net>),
+                             reinterpret_cast<const void*>(dispatch_entry<Net>),
+                             reinterpret_cast<const void*>(combine_entry<Net>)};
     for (const void* entry : entries) {  // also loads the kernel now: later that could wait for a running one
       cudaFuncAttributes a{};
       cuda::check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
@@ -212,10 +212,6 @@ class CudaExecutor final : public Executor {
   void dispatch(DispatchParams& p, const LaunchSettings& s) override {
     plan_dispatch_smem<CudaArch>(p, uint64_t(budget_));
     launch<DispatchParams>(dispatch_entry<Net>, p, s, s.num_blocks, kThreads<kDispatchWarps>, p.smem_bytes);
-  }
-  void unpermute(CombineParams& p, const LaunchSettings& s) override {
-    plan_combine_smem<CudaArch, sum_tile_elems<Net>()>(p, uint64_t(budget_));
-    launch<CombineParams>(unpermute_entry<Net>, p, s, s.num_blocks, kThreads<kUnpermuteWarps<CudaArch>>, p.smem_bytes);
   }
   void combine(CombineParams& p, const LaunchSettings& s) override {
     plan_combine_smem<CudaArch, sum_tile_elems<Net>()>(p, uint64_t(budget_));

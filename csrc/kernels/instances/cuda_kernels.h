@@ -33,13 +33,6 @@ __global__ void __launch_bounds__(kThreads<kDispatchWarps>, 1)
 }
 
 template <class Net>
-__global__ void __launch_bounds__(kThreads<kUnpermuteWarps<CudaArch>>, 1)
-    unpermute_entry(const __grid_constant__ CombineParams p, Net net, CudaControl* control) {
-  CudaArch a(control);
-  unpermute_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
-}
-
-template <class Net>
 __global__ void __launch_bounds__(kThreads<kCombineWarps<CudaArch>>, 1)
     combine_entry(const __grid_constant__ CombineParams p, Net net, CudaControl* control) {
   CudaArch a(control);

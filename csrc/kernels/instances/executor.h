@@ -35,7 +35,7 @@ struct TableView {
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 3;
+inline constexpr uint64_t kExecutorVersion = 4;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {
@@ -48,7 +48,6 @@ class Executor {
   }
   virtual void exchange(const ExchangeParams& p, const LaunchSettings& s) = 0;
   virtual void dispatch(DispatchParams& p, const LaunchSettings& s) = 0;
-  virtual void unpermute(CombineParams& p, const LaunchSettings& s) = 0;
   virtual void combine(CombineParams& p, const LaunchSettings& s) = 0;
 
   // What this machine can launch, asked before anything of an operation is launched: a refusal leaves the ranks in step

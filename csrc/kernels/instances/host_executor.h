@@ -34,11 +34,6 @@ class HostExecutor final : public Executor {
     launch(s, s.num_blocks, kDispatchWarps, p.smem_bytes,
            [&](A& a, std::byte* smem) { dispatch_kernel<A, Net>(a, net_, p, smem); });
   }
-  void unpermute(CombineParams& p, const LaunchSettings& s) override {
-    plan_combine_smem<A>(p, kSmemBudget);
-    launch(s, s.num_blocks, kUnpermuteWarps<A>, p.smem_bytes,
-           [&](A& a, std::byte* smem) { unpermute_kernel<A, Net>(a, net_, p, smem); });
-  }
   void combine(CombineParams& p, const LaunchSettings& s) override {
     plan_combine_smem<A>(p, kSmemBudget);
     launch(s, s.num_blocks, kCombineWarps<A>, p.smem_bytes,

@@ -91,19 +91,10 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   end_operation();
 }
 
-void SimExecutor::unpermute(CombineParams& p, const LaunchSettings& s) {
-  plan_combine_smem<SimArch>(p, smem_budget_);
-  add("x", p.x, combine_rows * p.hidden * dtype_bytes(p.dtype), Use::kInput, true);
-  launch("unpermute", s.num_blocks, kUnpermuteWarps<SimArch>, p.smem_bytes, {},
-         [&](SimArch& a, SimTransport& net, std::byte* smem) {
-           unpermute_kernel<SimArch, SimTransport>(a, net, p, smem);
-         });
-  m_.memory().drop_rank(rank_);
-}
-
 void SimExecutor::combine(CombineParams& p, const LaunchSettings& s) {
   plan_combine_smem<SimArch>(p, smem_budget_);
   const uint64_t tokens = p.plan.num_tokens;
+  add("x", p.x, combine_rows * p.hidden * dtype_bytes(p.dtype), Use::kInput, true);
   add("out_x", p.out_x, tokens * p.hidden * dtype_bytes(p.dtype), Use::kOutput, true);
   add("out_weights", p.out_weights, tokens * p.plan.weight_stride * 4, Use::kOutput, true);
   launch(

@@ -13,7 +13,6 @@ class SimExecutor final : public Executor {
 
   void exchange(const ExchangeParams& p, const LaunchSettings& s) override;
   void dispatch(DispatchParams& p, const LaunchSettings& s) override;
-  void unpermute(CombineParams& p, const LaunchSettings& s) override;
   void combine(CombineParams& p, const LaunchSettings& s) override;
 
   // What kernels are not told: rows of combine's input, and the first receive row of each source (see Rank).

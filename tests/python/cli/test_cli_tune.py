@@ -121,8 +121,10 @@ def test_a_predicted_default_is_what_a_buffer_on_such_gpus_takes(monkeypatch, na
     monkeypatch.setattr(devices, "name_and_capability", lambda _: (name, (9, 0) if "H100" in name else (10, 0)))
     where = topology.resolve(0, ["a"] * shape.ranks, shape.ranks_per_node, "")
     assert o.choose_blocks(where, virtual=False) is not None
-    dispatch = o.num_blocks_dispatch + o.num_blocks_permute  # of one grid
-    took = [Setting(dispatch, o.chunks["dispatch"]), Setting(o.num_blocks_combine, o.chunks["combine"])]
+    took = [  # blocks of one grid
+        Setting(o.num_blocks_dispatch + o.num_blocks_permute, o.chunks["dispatch"]),
+        Setting(o.num_blocks_combine + o.num_blocks_unpermute, o.chunks["combine"]),
+    ]
     assert took == 2 * [predicted.default(shape, clusters.get(cluster))] and took[0].num_sms > 1
 
 

@@ -1,0 +1,56 @@
+// Which groups of receive rows a worker has, and in which order. All sources send their tokens at once, each in order,
+// and all of them read their sums so: a worker goes through all sources side by side, and groups of one source go to
+// workers in turn.
+#pragma once
+#include "roles/params.h"
+
+namespace hep {
+
+template <Arch A>
+struct GroupWalk {
+  A& a;
+  const uint32_t* begins;  // [num_sources + 1], shared memory: the first receive row of each source, and the end
+  uint32_t num_sources, worker, num_workers;
+
+  // Bytes of `begins`.
+  static uint64_t bytes(uint64_t num_sources) { return align_up(4 * (num_sources + 1), 128); }
+  // By one warp, before the block meets. source_rows: before the receive rows were cut to `rows`.
+  HEP_DEVICE static void begin(A& a, uint32_t* begins, const uint32_t* source_rows, uint32_t num_sources,
+                               uint32_t rows) {
+    for (uint32_t s = uint32_t(a.lane()); s < num_sources; s += A::kLanes) a.st_shared(begins + s, source_rows[s]);
+    a.warp_sync();
+    if (a.lane() != 0) return;
+    uint32_t begin = 0;
+    for (uint32_t s = 0; s <= num_sources; ++s) {
+      const uint32_t n = s < num_sources ? a.ld_shared(begins + s) : 0, left = rows - begin;
+      a.st_shared(begins + s, begin);
+      begin += n < left ? n : left;
+    }
+  }
+  // f(group, source): every group of receive rows once over all workers; `source` has its first row.
+  template <class F>
+  HEP_DEVICE void run(F&& f) {
+    uint32_t most = 0;  // groups of a source
+    for (uint32_t s = 0; s < num_sources; ++s) {
+      const uint32_t groups = first_group(a.ld_shared(begins + s + 1)) - first_group(a.ld_shared(begins + s));
+      most = groups > most ? groups : most;
+    }
+    // The k-th group of source s is that of worker k + s * apart: at any time the newest of all sources have many
+    // owners.
+    const uint32_t apart = num_workers > num_sources ? num_workers / num_sources : 1;
+    const uint32_t start = worker / apart < num_sources ? worker / apart : num_sources - 1;
+    for (uint32_t round = 0; round < most; round += num_workers)
+      for (uint32_t i = 0; i < num_sources; ++i) {  // in the order in which they come
+        const uint32_t s = (start + num_sources - i) % num_sources;
+        const uint32_t k = round + (worker + num_workers - s * apart % num_workers) % num_workers;
+        const uint32_t group = first_group(a.ld_shared(begins + s)) + k;
+        if (group < first_group(a.ld_shared(begins + s + 1))) f(group, s);
+      }
+  }
+
+ private:
+  // The first that begins at or behind this row.
+  HEP_DEVICE static uint32_t first_group(uint32_t row) { return uint32_t(div_up(row, BufferLayout::kGroupRows)); }
+};
+
+}  // namespace hep
