@@ -9,6 +9,10 @@ Inside torch.compile each is one node of the graph and no graph break, with the 
 (hybrid_ep.runtime.compiled); its handle is then opaque, a hybrid_ep.runtime.names.Handle, which these operators take in
 compiled and in eager code alike.
 
+async_finish, previous_event: as of the buffer's verbs (hybrid_ep.streams), of the forward. With async_finish=True the
+result has one element more, an EventOverlap: current_stream_wait() on the stream that uses the results, before it does.
+The backward is in order with the stream that it runs on. ValueError inside torch.compile, whose graphs hold no events.
+
 buffer: a HybridEPBuffer or a ReferenceBuffer."""
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from torch import Tensor
 
 from hybrid_ep.payload import quantize
 from hybrid_ep.runtime import eager
-from hybrid_ep.runtime.signatures import Buffer, Combined, Handle
+from hybrid_ep.runtime.signatures import Buffer, Handle
+from hybrid_ep.streams import EventOverlap
 
 
 def dispatch(
@@ -34,6 +39,8 @@ def dispatch(
     probs: Tensor | None = None,
     scaling_factor: Tensor | None = None,
     handle: Handle | None = None,
+    async_finish: bool = False,
+    previous_event: EventOverlap | None = None,
 ) -> tuple[Any, ...]:
     """Differentiable HybridEPBuffer.dispatch: (rows [M, H], weights [M, experts of this node] or None,
     scales, handle)."""
@@ -46,7 +53,7 @@ def dispatch(
         "scaling_factor": scaling_factor,
         "handle": handle,
     }
-    return _dispatch(buffer, False, hidden, given)
+    return _dispatch(buffer, False, hidden, given, _order(async_finish, previous_event))
 
 
 def dispatch_with_permute(
@@ -66,18 +73,27 @@ def dispatch_with_permute(
     pad_empty_experts: bool = False,
     handle: Handle | None = None,
     dispatch_dtype: str | None = None,
+    async_finish: bool = False,
+    previous_event: EventOverlap | None = None,
 ) -> tuple[Any, ...]:
     """Differentiable HybridEPBuffer.dispatch_with_permute: (rows [P, H], weights [P] or None, scales,
     padded_tokens_per_expert, handle).
 
     dispatch_dtype: "fp8", "mxfp8" or "nvfp4" sends hidden quantised (hybrid_ep.payload.quantize) and returns the rows
     dequantised, in hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and
-    travel unquantised. ValueError with a scaling_factor, for hidden is quantised already then."""
-    if quantize.format_of(dispatch_dtype, hidden.shape[1]) and scaling_factor is not None:
-        raise ValueError(
-            f"dispatch_dtype={dispatch_dtype!r} quantises hidden, but scaling_factor says that it is "
-            "quantised already; give one of them"
-        )
+    travel unquantised. ValueError with a scaling_factor, for hidden is quantised already then; with async_finish=True,
+    for rows are dequantised as soon as they are here."""
+    if quantize.format_of(dispatch_dtype, hidden.shape[1]):
+        if scaling_factor is not None:
+            raise ValueError(
+                f"dispatch_dtype={dispatch_dtype!r} quantises hidden, but scaling_factor says that it is "
+                "quantised already; give one of them"
+            )
+        if async_finish:
+            raise ValueError(
+                f"async_finish=True, but dispatch_dtype={dispatch_dtype!r} uses the rows at once, to dequantise them; "
+                "quantise hidden yourself and give scaling_factor, or leave async_finish out"
+            )
     given = {
         "topk_idx": topk_idx,
         "topk_weights": topk_weights,
@@ -93,36 +109,68 @@ def dispatch_with_permute(
         "handle": handle,
         "dispatch_dtype": dispatch_dtype,
     }
-    return _dispatch(buffer, True, hidden, given)
+    return _dispatch(buffer, True, hidden, given, _order(async_finish, previous_event))
 
 
 def combine(
-    buffer: Buffer, hidden: Tensor, handle: Handle, probs: Tensor | None = None, *, fp32_partials: bool = False
-) -> Combined:
+    buffer: Buffer,
+    hidden: Tensor,
+    handle: Handle,
+    probs: Tensor | None = None,
+    *,
+    fp32_partials: bool = False,
+    async_finish: bool = False,
+    previous_event: EventOverlap | None = None,
+) -> tuple[Any, ...]:
     """Differentiable HybridEPBuffer.combine: (tokens [T, H], probs [T, E] or None)."""
-    return _combine(buffer, False, hidden, handle, probs, fp32_partials)
+    return _combine(buffer, False, hidden, handle, probs, fp32_partials, _order(async_finish, previous_event))
 
 
 def combine_with_unpermute(
-    buffer: Buffer, hidden: Tensor, handle: Handle, probs: Tensor | None = None, *, fp32_partials: bool = False
-) -> Combined:
+    buffer: Buffer,
+    hidden: Tensor,
+    handle: Handle,
+    probs: Tensor | None = None,
+    *,
+    fp32_partials: bool = False,
+    async_finish: bool = False,
+    previous_event: EventOverlap | None = None,
+) -> tuple[Any, ...]:
     """Differentiable HybridEPBuffer.combine_with_unpermute: (tokens [T, H], probs [T, E] or None)."""
-    return _combine(buffer, True, hidden, handle, probs, fp32_partials)
+    return _combine(buffer, True, hidden, handle, probs, fp32_partials, _order(async_finish, previous_event))
 
 
-def _dispatch(buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, Any]) -> tuple[Any, ...]:
+def _order(async_finish: bool, previous_event: EventOverlap | None) -> dict[str, Any]:
+    """What a verb is told of streams; nothing where all is as usual, for not every buffer has streams."""
+    if not async_finish and previous_event is None:
+        return {}
+    if torch.compiler.is_compiling():
+        name = "async_finish" if async_finish else "previous_event"
+        raise ValueError(f"{name} is given inside torch.compile, whose graphs hold no events; call eagerly")
+    return {"async_finish": async_finish, "previous_event": previous_event}
+
+
+def _dispatch(
+    buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, Any], order: dict[str, Any]
+) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         from hybrid_ep.runtime import compiled
 
         return compiled.dispatch(buffer, permute, hidden, **given)
-    return eager.dispatch(buffer, permute, hidden, given)
+    return eager.dispatch(buffer, permute, hidden, given | order)
 
 
 def _combine(
-    buffer: Buffer, permute: bool, hidden: Tensor, handle: Handle, probs: Tensor | None, fp32_partials: bool
-) -> Combined:
+    buffer: Buffer,
+    permute: bool,
+    hidden: Tensor,
+    handle: Handle,
+    probs: Tensor | None,
+    fp32_partials: bool,
+    order: dict[str, Any],
+) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         from hybrid_ep.runtime import compiled
 
         return compiled.combine(buffer, permute, hidden, handle, probs, fp32_partials)
-    return eager.combine(buffer, permute, hidden, handle, probs, fp32_partials)
+    return eager.combine(buffer, permute, hidden, handle, probs, fp32_partials, order)

@@ -21,10 +21,17 @@ def dispatch(buffer: Buffer, permute: bool, hidden: Tensor, given: dict[str, Any
 
 
 def combine(
-    buffer: Buffer, permute: bool, hidden: Tensor, handle: Handle, probs: Tensor | None, fp32_partials: bool
-) -> Combined:
-    """A buffer's combine with gradients."""
-    return _Combine.apply(buffer, permute, names.eager_handle(handle), fp32_partials, hidden, probs)
+    buffer: Buffer,
+    permute: bool,
+    hidden: Tensor,
+    handle: Handle,
+    probs: Tensor | None,
+    fp32_partials: bool,
+    order: dict[str, Any] | None = None,
+) -> tuple[Any, ...]:
+    """A buffer's combine with gradients. order: what else the verb is told, async_finish and previous_event."""
+    rest = {"handle": names.eager_handle(handle), "fp32_partials": fp32_partials, **(order or {})}
+    return _Combine.apply(buffer, permute, rest, hidden, probs)
 
 
 def run_dispatch(
@@ -68,7 +75,8 @@ class _Dispatch(torch.autograd.Function):
         probs: Tensor | None,
     ) -> tuple[Any, ...]:
         out = run_dispatch(buffer, permute, rest, hidden, topk_idx, topk_weights, routing_map, probs)
-        ctx.buffer, ctx.permute, ctx.handle = buffer, permute, out[-1]
+        ctx.buffer, ctx.permute = buffer, permute
+        ctx.handle = out[-2] if rest.get("async_finish") else out[-1]
         ctx.weights_are_topk = topk_weights is not None
         ctx.save_for_backward(topk_idx)
         ctx.set_materialize_grads(False)
@@ -99,16 +107,10 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        buffer: Buffer,
-        permute: bool,
-        handle: Handle,
-        fp32_partials: bool,
-        hidden: Tensor,
-        probs: Tensor | None,
-    ) -> Combined:
-        out = run_combine(buffer, permute, hidden=hidden, probs=probs, handle=handle, fp32_partials=fp32_partials)
-        ctx.buffer, ctx.permute, ctx.handle = buffer, permute, handle
+        ctx: Any, buffer: Buffer, permute: bool, rest: dict[str, Any], hidden: Tensor, probs: Tensor | None
+    ) -> tuple[Any, ...]:
+        out = run_combine(buffer, permute, hidden=hidden, probs=probs, **rest)
+        ctx.buffer, ctx.permute, ctx.handle = buffer, permute, rest["handle"]
         ctx.num_rows = hidden.shape[0]
         ctx.like = hidden.new_empty(0), out[0].shape
         ctx.set_materialize_grads(False)
@@ -116,12 +118,14 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_tokens: Tensor | None, grad_probs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_tokens: Tensor | None, grad_probs: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
         if grad_tokens is None and grad_probs is None:
-            return (None,) * 6
+            return (None,) * 5
         if grad_tokens is None:
             grad_tokens = ctx.like[0].new_zeros(ctx.like[1])
         rest = {"num_permuted_tokens": ctx.num_rows} if ctx.permute else {}
         verb = ctx.buffer.dispatch_with_permute if ctx.permute else ctx.buffer.dispatch
         grad_hidden, grad_weights, *_ = verb(hidden=grad_tokens, probs=grad_probs, handle=ctx.handle, **rest)
-        return None, None, None, None, grad_hidden, grad_weights
+        return None, None, None, grad_hidden, grad_weights

@@ -7,6 +7,7 @@ import torch
 from examples import Example, expected, make_inputs, same
 from gpu_world import GpuWorld, call_on_two_streams
 
+from hybrid_ep import functional
 from hybrid_ep.streams import EventOverlap
 
 EX = Example(1, 1, 4, (64,), 2, 256, pad_multiple=8, seed=3)
@@ -56,6 +57,30 @@ def test_async_results_are_right_once_their_event_was_waited_for(comm_stream):
         back.current_stream_wait()
         same("rows", rows.cpu(), expected(EX).permuted[0][0])
         same("tokens", out.cpu(), want)
+    world.close()
+
+
+def test_gradients_are_right_where_the_forward_overlapped():
+    world = GpuWorld(1, 1, 4, skew=0, comm_stream="own")
+    buffer, call = world.raw[0], routed()
+
+    def layer(**order):
+        hidden = call["hidden"].detach().clone().requires_grad_()
+        rows, w, _, _, handle, *sent = functional.dispatch_with_permute(buffer, **call | {"hidden": hidden}, **order)
+        if sent:
+            torch.cuda._sleep(1 << 20)
+            sent[0].current_stream_wait()
+        out, _, *back = functional.combine_with_unpermute(buffer, rows * w[:, None].to(rows.dtype), handle, **order)
+        if back:
+            torch.cuda._sleep(1 << 20)
+            back[0].current_stream_wait()
+        out.backward(call["hidden"])
+        return out.detach().cpu(), hidden.grad.cpu()
+
+    want = layer()
+    for _ in range(4):
+        for name, tensor, right in zip(("tokens", "gradient"), layer(async_finish=True), want, strict=True):
+            same(name, tensor, right)
     world.close()
 
 

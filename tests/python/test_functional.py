@@ -182,3 +182,44 @@ def gradients_in_processes(ctx):
 
 def test_gradients_and_recompute_in_real_processes(world):
     world.run(gradients_in_processes, ranks=range(4))
+
+
+def test_async_finish_gives_an_event_and_the_same_gradients():
+    world, buffers = world_and_buffers()
+
+    def layer(buffer, x, idx, weights, **order):
+        rows, w, _, _, handle, *sent = F.dispatch_with_permute(
+            buffer, x, topk_idx=idx, topk_weights=weights, num_of_experts_per_rank=EXPERTS_PER_RANK, **order
+        )
+        for event in sent:
+            event.current_stream_wait()
+        out = F.combine_with_unpermute(buffer, torch.tanh(rows) * w[:, None], handle, **order)
+        for event in out[2:]:
+            event.current_stream_wait()
+        assert len(sent) == len(out[2:]) == int(bool(order))
+        return out[0]
+
+    def work(rank, _):
+        x, idx, weights, grad = routing(rank, 8)
+        got = []
+        for order in ({}, {"async_finish": True}):
+            leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = layer(buffers[rank], leaves[0], idx, leaves[1], **order)
+            got.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+        assert all(torch.equal(a, b) for a, b in zip(*got, strict=True))
+
+        rows, *_, handle, sent = F.dispatch(
+            buffers[rank], x, topk_idx=idx, topk_weights=weights, num_of_experts=8, async_finish=True
+        )
+        assert len(F.combine(buffers[rank], rows, handle, async_finish=True, previous_event=sent)) == 3
+        wide = torch.zeros(2, 128)
+        with pytest.raises(ValueError, match="async_finish=True, but dispatch_dtype='fp8'"):
+            F.dispatch_with_permute(buffers[rank], wide, topk_idx=idx[:2], dispatch_dtype="fp8", async_finish=True)
+
+    world.run(work)
+
+
+def test_async_finish_is_refused_inside_a_compiled_graph(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="async_finish is given inside torch.compile"):
+        F.combine(None, torch.zeros(1, H), (), async_finish=True)
