@@ -2,7 +2,7 @@
 // links: feed 0 has the node sums for the rail peers, feed 1 the final sum for this rank. Those behind them do the
 // local work, unpermute: this rank's experts' outputs -> partials in its receive rows, told group by group to the sums
 // that read them, on all ranks of the node. Without such blocks feed 1 of the first does it before its final sum. Local
-// work waits for nobody, so whoever waits for partials gets them.
+// work waits for nobody, so whoever waits for partials gets them. Without rail peers both feeds have final sums.
 #pragma once
 #include "common/bugs.h"
 #include "roles/enter.h"
@@ -21,6 +21,13 @@ inline constexpr int kReduceWarps = A::kLanes == 1   ? 1
 template <Arch A>
 inline constexpr int kCombineWarps = 3 + 2 * kReduceWarps<A>;
 
+// Whether both groups of a link block have final sums: where there are no node sums, two warps on each of an SM's
+// schedulers, whose waits hide behind each other. A machine that reads rows where they lie waits for no stage.
+template <Arch A>
+HEP_HOST_DEVICE bool sums_twice(const CombineParams& p) {
+  return p.rail.num_peers == 0 && !TileMath<A>::kReadsRows;
+}
+
 // What a block of a combine does, by warp. `group` is 0 or 1.
 template <Arch A, Transport<A> Net>
 struct CombineBlock {
@@ -32,6 +39,7 @@ struct CombineBlock {
   const CombineParams& p;
   std::byte* const smem;
   const bool links, local, elected;
+  const bool alike;  // both groups do the same
 
   HEP_DEVICE CombineBlock(A& arch, Net& n, const CombineParams& params, std::byte* shared)
       : a(arch),
@@ -40,7 +48,8 @@ struct CombineBlock {
         smem(shared),
         links(params.blocks.feeds_links(uint32_t(arch.block_idx()))),
         local(params.blocks.works_locally(uint32_t(arch.block_idx()))),
-        elected(arch.elect_one()) {}
+        elected(arch.elect_one()),
+        alike(!links || sums_twice<A>(params)) {}
 
   // Before the block meets.
   HEP_DEVICE void begin(int warp) {
@@ -54,20 +63,24 @@ struct CombineBlock {
   // By one lane.
   HEP_DEVICE void feed(int group) {
     SumFeed<A> to(a, p, fifo(group), smem, group);
-    if (local && (group == 1 || !links)) UnpermuteRole<A>(a, p, to, smem).run(worker(group), workers());
-    if (links && group == 0) NodeSumRole<A, Net>(a, net, p, to, smem).run(smem);
-    if (links && group == 1) FinalSumRole<A, Net>(a, net, p, to, smem).run();
+    const bool second = group == 1 || alike;
+    const uint32_t block = uint32_t(a.block_idx());
+    if (local && second)
+      UnpermuteRole<A>(a, p, to, smem).run(worker(p.blocks.worker(block), group), worker(p.blocks.workers(), 0));
+    if (links && second) FinalSumRole<A, Net>(a, net, p, to, smem).run(worker(block, group), worker(p.blocks.link, 0));
+    if (links && !second) NodeSumRole<A, Net>(a, net, p, to, smem).run(smem);
     to.stop();
     if (links && group == 1) p.gate.wait_all_done(a);
     leave();
   }
   HEP_DEVICE void reduce(int group) {
-    ReduceRole<A, Net, kWarps> role(a, net, p, fifo(group), smem, group, 2 + group * kWarps);
-    role.run(!links  ? "unpermute_reduce"
-             : group ? "final_sum_reduce"
-                     : "node_sum_reduce",
-             links ? 2 * p.blocks.link : 0);
-    if (elected) leave();
+    constexpr uint32_t kSends = SumHead::kChunkEnd, kTakes = SumHead::kRing | SumHead::kSettle;
+    if constexpr (sum_tile_elems<Net>() == kSumTileElems)
+      reduce_as<kSends | kTakes>(group);
+    else if (group == 0)  // verbs that are calls: what a role keeps over them it keeps in memory, so no role has both
+      reduce_as<kSends>(group);
+    else
+      reduce_as<kTakes>(group);
   }
   HEP_DEVICE void pack() {
     if (!local) return;
@@ -76,15 +89,18 @@ struct CombineBlock {
   }
 
  private:
+  template <uint32_t kTells>
+  HEP_DEVICE void reduce_as(int group) {
+    ReduceRole<A, Net, kWarps, kTells> role(a, net, p, fifo(group), smem, group, 2 + group * kWarps);
+    const char* name = group == 1 || alike ? "final_sum_reduce" : "node_sum_reduce";
+    role.run(links ? name : "unpermute_reduce", links ? 2 * p.blocks.link : 0);
+    if (elected) leave();
+  }
   HEP_DEVICE StageFifo<A, SumHead> fifo(int group) const {
     return {smem, !links ? p.local_sum[group] : group ? p.final_sum : p.node_sum};
   }
-  // Of local work: both groups of a block that does nothing else.
-  HEP_DEVICE uint32_t workers() const { return p.blocks.workers() * (links ? 1 : 2); }
-  HEP_DEVICE uint32_t worker(int group) const {
-    const uint32_t block = p.blocks.worker(uint32_t(a.block_idx()));
-    return links ? block : 2 * block + uint32_t(group);
-  }
+  // Groups that do the same are workers of their own; of block n the first is the number of those before it.
+  HEP_DEVICE uint32_t worker(uint32_t block, int group) const { return alike ? 2 * block + uint32_t(group) : block; }
   // By every lane that may read the operation's number: of feeds, reduce warps and packing warps.
   HEP_DEVICE void leave() {
     leave_operation(a, p, p.plan.rail_count, p.plan.node_count,
@@ -140,17 +156,17 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
     const uint32_t payload_share = element_bytes * Sum::share_of(p.tile_elems);
     return uint32_t(align_up(payload_share > weight_share ? payload_share : weight_share, 128));
   };
-  p.out_slice_bytes[0] = slice_bytes(dtype_bytes(p.partial_dtype));
+  p.out_slice_bytes[0] = slice_bytes(sums_twice<A>(p) ? in_bytes : dtype_bytes(p.partial_dtype));
   p.out_slice_bytes[1] = slice_bytes(in_bytes);
   constexpr uint64_t kSlices = 2 * kReduceWarps<A>;
   p.out_stage_at[0] = p.sum_rows_at[1] + SumFeed<A>::rows_bytes(p);
   p.out_stage_at[1] = p.out_stage_at[0] + kSlices * p.out_slice_bytes[0];
   const uint64_t fifos_at = p.out_stage_at[1] + kSlices * p.out_slice_bytes[1];
-  const uint64_t aside = fifos_at + 1024;  // the last: alignment
+  const uint64_t aside = fifos_at + 768;  // the last: alignment
   const uint64_t left = budget > aside ? budget - aside : 0;
-  const bool rail = peers != 0;  // without rail peers nothing is summed for them
-  const uint32_t stages = stages_that_fit(left / (rail ? 2 : 1), stage, 2, 24);
-  p.node_sum = Fifo::layout(fifos_at, rail ? stages : 2, rail ? stage_holds : 16);
+  const bool both = peers != 0 || sums_twice<A>(p);  // groups have something to sum
+  const uint32_t stages = stages_that_fit(left / (both ? 2 : 1), stage, 2, 24);
+  p.node_sum = Fifo::layout(fifos_at, both ? stages : 2, both ? stage_holds : 16);
   p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_holds);
   const uint32_t local_stages = stages_that_fit(left / 2, stage, 2, 24);
   p.local_sum[0] = Fifo::layout(fifos_at, local_stages, stage_holds);

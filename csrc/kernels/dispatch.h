@@ -35,7 +35,7 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
       look_up.init(a, 1);
     }
   }
-  if (warp == 4 && local)
+  if (warp == 4 && local && p.landing.followed)
     GroupWalk<A>::begin(a, reinterpret_cast<uint32_t*>(smem + p.source_begins_at), p.plan.source_rows,
                         uint32_t(p.world.num_ranks()), p.plan.numbers->recv_rows);
   if (!enter_kernel(a)) return;

@@ -43,7 +43,8 @@ struct Region {
   uint64_t offset, bytes;
 };
 
-// Offsets from the start of a rank's segment. A flag has a cache line of its own: one writer, one reader.
+// Offsets from the start of a rank's segment. A flag has a cache line of its own: one writer, one reader. Flags of
+// groups of rows, which are many, have a word.
 struct BufferLayout {
   static constexpr uint64_t kFlagStride = 64;
   static constexpr uint32_t kGroupRows = 16;  // receive rows that share a counter of what landed, and partials' flags

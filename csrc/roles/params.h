@@ -134,7 +134,7 @@ struct CombineParams {
   uint64_t source_begins_at;       // [R + 1] words, see GroupWalk
   uint64_t seen_at[2];             // [L] words of each feed, see NodePartials
   uint64_t sum_rows_at[2];         // rows of a sum of each feed, see SumFeed
-  FifoLayout node_sum, final_sum;  // of blocks that feed links
+  FifoLayout node_sum, final_sum;  // of blocks that feed links; without node sums both are of final ones
   FifoLayout local_sum[2];         // of both groups of the others
   uint64_t out_stage_at[2];        // two slices for each warp of the two reductions
   uint32_t out_slice_bytes[2];     // of one

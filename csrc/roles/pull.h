@@ -61,7 +61,7 @@ struct NodeSumRole {
   NodePartials<A> partials;
 
   HEP_DEVICE NodeSumRole(A& arch, Net& n, const CombineParams& params, SumFeed<A>& to, std::byte* smem)
-      : a(arch), net(n), p(params), feed(to), partials(arch, params, smem, 0) {}
+      : a(arch), net(n), p(params), feed(to), partials(arch, params, smem, to.index) {}
 
   HEP_DEVICE void run(std::byte* smem) {
     a.set_role("node_sum_g2s");
@@ -100,15 +100,16 @@ struct FinalSumRole {
   NodePartials<A> partials;
 
   HEP_DEVICE FinalSumRole(A& arch, Net& n, const CombineParams& params, SumFeed<A>& to, std::byte* smem)
-      : a(arch), net(n), p(params), feed(to), partials(arch, params, smem, 1) {}
+      : a(arch), net(n), p(params), feed(to), partials(arch, params, smem, to.index) {}
 
-  HEP_DEVICE void run() {
+  // Of `workers` in the grid.
+  HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
     a.set_role("final_sum_g2s");
     partials.begin();
     const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
     // Chunks of tokens no longer than the rails': RailTally's credits come in time because of it.
-    for (uint32_t chunk = uint32_t(a.block_idx()); uint64_t(chunk) * chunk_tokens < p.plan.num_tokens;
-         chunk = next_chunk(a, p.taken.to_node, p.taken.blocks)) {
+    for (uint32_t chunk = worker; uint64_t(chunk) * chunk_tokens < p.plan.num_tokens;
+         chunk = next_chunk(a, p.taken.to_node, workers)) {
       const uint32_t begin = chunk * chunk_tokens, n = chunk_size(p.plan.num_tokens, chunk, chunk_tokens);
       for (uint32_t i = 0; i < n; ++i) token(begin + i, i + 1 == n);
     }

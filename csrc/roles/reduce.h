@@ -1,6 +1,5 @@
-// Reduce: adds staged rows in FP32 in the order they come, rounds once, and stores the tile. A group of warps; every
-// warp owns a slice of the tile, which it sums, rounds and stores by itself. The warps of a group meet only where a
-// chunk for a rail peer, or a group of partial rows, is complete.
+// Reduce: adds staged rows in FP32 in the order they come, rounds once, and stores the tile. Every warp of a group owns
+// a slice of the tile. They meet only where a chunk for a rail peer, or a group of partial rows, is complete.
 #pragma once
 #include "roles/out_slices.h"
 #include "roles/rail_tally.h"
@@ -10,8 +9,9 @@
 
 namespace hep {
 
-// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier and their slices.
-template <Arch A, Transport<A> Net, int kWarps>
+// kWarps warps of the block, the first of them `first_warp`; `group` names their barrier and their slices. kTells: of
+// what the rail may be told, flags of a head.
+template <Arch A, Transport<A> Net, int kWarps, uint32_t kTells>
 struct ReduceRole {
   using Machine = A;
   using Sum = SliceSum<A, kWarps, sum_tile_elems<Net>()>;
@@ -66,7 +66,8 @@ struct ReduceRole {
     slices.store(head.dst + uint64_t(s.begin) * size, s.elems * size);
   }
   HEP_DEVICE void told(const SumHead& head) {
-    if (leader && head.is(SumHead::kRing | SumHead::kSettle)) tally.take(head);  // a row of a ring is out of its slot
+    constexpr uint32_t kTaken = kTells & (SumHead::kRing | SumHead::kSettle);  // a row of a ring is out of its slot
+    if (leader && head.is(kTaken)) tally.take(head);
   }
 
  private:
@@ -111,7 +112,7 @@ struct ReduceRole {
     if (head.is(SumHead::kScaled)) return add_rows_as<T, kWhole, true>(head, s);
     add_rows_as<T, kWhole, false>(head, s);
   }
-  // Until the last row, or one of which somebody must be told. A stage goes back as soon as its row and head are in
+  // Until the last row, or one of which the rail is told. A stage goes back as soon as its row and head are in
   // registers, and the next is looked at before the row is added: a warp is alone on its scheduler, and what it waits
   // for can hide behind nothing but its own sums. docs/cuda.md counts instructions and clocks.
   template <class T, bool kWhole, bool kScaled>
@@ -121,7 +122,7 @@ struct ReduceRole {
       sum.template load<T, kWhole>(a, row, from.data(), s);
       head = from.head(a);
       from.pass(a);
-      const bool last = head.is(SumHead::kLast | SumHead::kRing), here = !last && from.is_here(a);
+      const bool last = head.is(SumHead::kLast | (kTells & SumHead::kRing)), here = !last && from.is_here(a);
       sum.template add<T, kScaled>(row, head.scale);
       if (last) return;
       if (!here) from.await(a);
@@ -129,7 +130,7 @@ struct ReduceRole {
   }
   // A slot of the rail or a group of partial rows: by the stores of all warps, before anybody reads it.
   HEP_DEVICE void complete(const SumHead& head) {
-    const bool sends = head.is(SumHead::kChunkEnd);
+    const bool sends = head.is(kTells & SumHead::kChunkEnd);
     if (from.elected && !injected(sends ? Bug::kSumPutBeforeStored : Bug::kPartialsBeforeStores))
       a.template bulk_wait<0>();
     if (!injected(sends ? Bug::kSumPutBeforeAllWarps : Bug::kPartialsBeforeAllWarps)) a.group_sync(1 + group, kWarps);

@@ -15,15 +15,17 @@ struct SumFeed {
   const CombineParams& p;
   StageProducer<A, SumHead> to;
   Vec16* const rows;  // of the sum, in shared memory: its tiles read them again and again
+  const int index;    // of a block's two
   uint32_t num_rows = 0;
 
   HEP_DEVICE SumFeed(A& arch, const CombineParams& params, const StageFifo<A, SumHead>& fifo, std::byte* smem, int feed)
-      : a(arch), p(params), to(fifo), rows(reinterpret_cast<Vec16*>(smem + params.sum_rows_at[feed])) {}
+      : a(arch), p(params), to(fifo), rows(reinterpret_cast<Vec16*>(smem + params.sum_rows_at[feed])), index(feed) {}
 
-  // Of one feed: the most rows that a sum has, times what one takes.
+  // Of one feed: the most rows that a sum has, times what one takes. A token has at most topk experts.
   HEP_HOST_DEVICE static uint64_t rows_bytes(const CombineParams& p) {
-    const uint64_t partials = uint64_t(p.world.num_local_ranks) + p.rail.num_peers;
-    const uint64_t experts = p.permuted ? p.plan.num_local_experts : 1;
+    const uint64_t topk = p.plan.topk, ranks = uint64_t(p.world.num_local_ranks);
+    const uint64_t partials = (ranks < topk ? ranks : topk) + p.rail.num_peers;
+    const uint64_t local = p.permuted ? p.plan.num_local_experts : 1, experts = local < topk ? local : topk;
     return align_up(sizeof(SumRow) * (partials > experts ? partials : experts), 128);
   }
   HEP_DEVICE uint64_t payload_row_bytes() const { return uint64_t(p.hidden) * dtype_bytes(p.dtype); }

@@ -154,7 +154,7 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const CallHeader& heade
 }
 
 void Engine::require_row(uint64_t row_bytes, uint64_t rows, const char* what) const {
-  if (row_bytes <= layout_.token_stride && rows * row_bytes <= layout_.recv_bytes) return;
+  if (row_bytes <= layout_.token_stride && rows <= shape_.recv_rows && rows * row_bytes <= layout_.recv_bytes) return;
   throw std::logic_error(std::string(what) + ": " + std::to_string(rows) + " rows of " + std::to_string(row_bytes) +
                          " bytes do not fit this buffer; it must grow first");
 }

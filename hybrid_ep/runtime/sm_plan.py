@@ -66,7 +66,7 @@ def cluster_of(gpu_name: str, capability: tuple[int, int]) -> clusters.Cluster:
 
 
 def local_blocks(num_blocks: int, most: int) -> int:
-    """Blocks for a dispatch's local work, beside num_blocks that feed links, of `most` SMs: as many again, if there
+    """Blocks for an operation's local work, beside num_blocks that feed links, of `most` SMs: as many again, if there
     are. A link block loads a token once and stores it D_r + A times; of each received row a local one stores what is
     left of k, at most the k of a row that landed aside. In the event engine more than as many again gain 2 to 7 %
     on H100, 14 % on GB200 (docs/results/2026-11-23-one-grid.md). 0: link blocks do both. Where nobody says how many

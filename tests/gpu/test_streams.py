@@ -60,7 +60,9 @@ def test_async_results_are_right_once_their_event_was_waited_for(comm_stream):
     world.close()
 
 
-def test_gradients_are_right_where_the_forward_overlapped():
+def test_gradients_are_right_where_the_forward_overlapped(request):
+    if request.config.getoption("--ptx-machine"):
+        pytest.skip("gradients that autograd makes are no CUDA tensors to the machine's stand-in")
     world = GpuWorld(1, 1, 4, skew=0, comm_stream="own")
     buffer, call = world.raw[0], routed()
 

@@ -231,7 +231,7 @@ class CudaExecutor final : public Executor {
     if (shared > uint64_t(budget_))
       throw std::invalid_argument("a token needs " + std::to_string(shared) +
                                   " bytes of shared memory and a block has " + std::to_string(budget_) +
-                                  "; use fewer experts per token or smaller scales");
+                                  "; use fewer experts or ranks a token, or smaller scales");
   }
   template <class P>
   void launch(void (*entry)(P, Net, CudaControl*), P& p, const LaunchSettings& s, int blocks, int threads,
