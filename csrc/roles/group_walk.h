@@ -27,12 +27,18 @@ struct GroupWalk {
       begin += n < left ? n : left;
     }
   }
-  // f(group, source): every group of receive rows once over all workers; `source` has its first row.
-  template <class F>
+  // f(group, source): every group of receive rows once over all workers. A group that two sources share is the last of
+  // the former, for whoever waits until all its rows are there; with kSharedFirst the first of the latter, for whoever is
+  // waited for by all that read one of its rows.
+  template <bool kSharedFirst = false, class F>
   HEP_DEVICE void run(F&& f) {
+    const auto first = [&](uint32_t s) {
+      const uint32_t row = a.ld_shared(begins + s);
+      return kSharedFirst && s < num_sources ? row / BufferLayout::kGroupRows : first_group(row);
+    };
     uint32_t most = 0;  // groups of a source
     for (uint32_t s = 0; s < num_sources; ++s) {
-      const uint32_t groups = first_group(a.ld_shared(begins + s + 1)) - first_group(a.ld_shared(begins + s));
+      const uint32_t groups = first(s + 1) - first(s);
       most = groups > most ? groups : most;
     }
     // The k-th group of source s is that of worker k + s * apart: at any time the newest of all sources have many
@@ -43,8 +49,8 @@ struct GroupWalk {
       for (uint32_t i = 0; i < num_sources; ++i) {  // in the order in which they come
         const uint32_t s = (start + num_sources - i) % num_sources;
         const uint32_t k = round + (worker + num_workers - s * apart % num_workers) % num_workers;
-        const uint32_t group = first_group(a.ld_shared(begins + s)) + k;
-        if (group < first_group(a.ld_shared(begins + s + 1))) f(group, s);
+        const uint32_t group = first(s) + k;
+        if (group < first(s + 1)) f(group, s);
       }
   }
 

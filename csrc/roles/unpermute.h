@@ -28,16 +28,17 @@ struct PartialGroups {
 
   template <class F>
   HEP_DEVICE void each(uint32_t worker, uint32_t workers, F&& f) const {
-    GroupWalk<A>{a, begins, uint32_t(p.world.num_ranks()), worker, workers}.run(f);
+    GroupWalk<A>{a, begins, uint32_t(p.world.num_ranks()), worker, workers}.template run<true>(f);
   }
   HEP_DEVICE uint32_t end_of(uint32_t group) const {
     const uint32_t end = (group + 1) * BufferLayout::kGroupRows;
     return end < rows ? end : rows;
   }
-  // Its part is written. Readers are the sources' rail peers here: those of `source`, which has the first row, and of
-  // the sources behind it that have others.
+  // Its part is written. Readers are the sources' rail peers here: those of all that have a row of it. `source` is the
+  // last of them.
   HEP_DEVICE void tell(PartialFlags::Part part, uint32_t group, uint32_t source, uint64_t epoch) const {
     const uint32_t end = end_of(group), last = uint32_t(p.world.num_ranks()) - 1;
+    while (source > 0 && a.ld_shared(begins + source) > group * BufferLayout::kGroupRows) --source;  // of the first row
     uint32_t s = source;
     while (s < last && a.ld_shared(begins + s + 1) < end && !injected(Bug::kPartialsToOneReader)) ++s;
     const int readers = int(s - source) + 1, most = p.world.num_local_ranks;
