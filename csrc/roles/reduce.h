@@ -9,7 +9,7 @@
 
 namespace hep {
 
-// kWarps warps of the block from `first_warp` on; `group` names their barrier and slices. kTells: what the rail is told.
+// kWarps warps from `first_warp` on; `group` names their barrier and slices. kTells: what the rail is told.
 template <Arch A, Transport<A> Net, int kWarps, uint32_t kTells>
 struct ReduceRole {
   using Machine = A;
@@ -70,8 +70,8 @@ struct ReduceRole {
   }
 
  private:
-  // `head`: of the tile's first stage, then of its last. What differs between tiles is decided before the loop over rows,
-  // one by one: the load of a jump table would be waited for.
+  // `head`: of the tile's first stage, then of its last. What differs between tiles is decided before the loop over
+  // rows, one by one: the load of a jump table would be waited for.
   HEP_DEVICE void sum_tile(SumHead& head) {
     if constexpr (kWholeTiles) return WholeTiles<ReduceRole>{*this}.sum(head);
     const Slice s = sum.slice_of(head.elems);

@@ -133,6 +133,10 @@ class Library:
         if self._c.ptxm_edit(i, text.encode()):
             raise RuntimeError("the PTX is in use already; edit it before the first buffer is made")
 
+    def hold_copies(self, hold: bool) -> None:
+        """While held, no copy begins: the copy engines have others' to do."""
+        self._c.ptxm_hold_copies(ctypes.c_uint32(hold))
+
     def drop(self, call: str) -> None:
         """For mutants: from here on this call of the runtime does nothing and succeeds; "shared memory": every launch
         gets 128 bytes too few."""

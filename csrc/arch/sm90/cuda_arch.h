@@ -52,7 +52,8 @@ class CudaArch {
     return whole;
   }
   HEP_DEVICE bool block_whole() { return __syncthreads_count(1) == int(blockDim.x); }
-  HEP_DEVICE bool given_up() const { return ptx::ld_relaxed_gpu(&control_->abort) != 0; }
+  // A lane of the block looks at the host's word, about a microsecond away, and all others at the device's.
+  HEP_DEVICE bool given_up() const { return raised(threadIdx.x == 0); }
   // One arrival a warp, behind a __syncwarp: the lanes' accesses are ordered before it, and the arrival (release, cta)
   // pairs with everybody's wait (acquire, cta). A warp arrives for phase k + 1 only after all its lanes saw phase k, so
   // no lane is lapped. Without one of its lanes a warp's part of the tile is missing: it leaves, and the others follow.
@@ -201,13 +202,18 @@ class CudaArch {
     for (uint32_t rounds = 1; !ptx::mbarrier_try_wait(bar, parity); ++rounds)
       if (rounds % 64 == 0) look_up(since, info, 1, 0);  // expected: one more phase
   }
-  // In a wait that is not over: has the rank been given up, or is the deadline past? `since` starts at 0. A wait that
+  HEP_DEVICE bool raised(bool by_host) const {
+    return ptx::ld_relaxed_sys(by_host ? &control_->timeout_report->raised_by_host : &control_->abort) != 0;
+  }
+  // In a wait that is not over: has the rank been given up, or is the deadline past? `since` starts at 0. The clock
+  // says which word to ask, so that a wait keeps no count: the host's in 4 of 65 microseconds, for a look across PCIe
+  // takes longer than a round of most waits. A wait that
   // names nobody (rows of any rank, a stage that another warp fills), or this rank, ends an eighth later: the first
   // report is the only one, and that of another lane may say who is missing.
   HEP_DEVICE void look_up(uint64_t& since, const WaitInfo& info, uint64_t expected, uint64_t seen) {
     const uint64_t now = ptx::globaltimer();
     if (since == 0) since = now;
-    if (ptx::ld_relaxed_gpu(&control_->abort)) {
+    if (raised((now >> 12) % 16 == 0)) {
       death::leave();
       __builtin_unreachable();
     }

@@ -154,9 +154,9 @@ HEP_DEVICE uint64_t atom_add_relaxed_gpu(uint64_t* p, uint64_t v) {
 HEP_DEVICE void red_add_relaxed_gpu(uint64_t* p, uint64_t v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
 }
-HEP_DEVICE uint32_t ld_relaxed_gpu(const uint32_t* p) {
+HEP_DEVICE uint32_t ld_relaxed_sys(const uint32_t* p) {
   uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)) : "memory");
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)) : "memory");
   return v;
 }
 

@@ -1,6 +1,7 @@
 // How a CUDA kernel ends when a wait expires: the first lane to notice writes the timeout report into mapped host
 // memory and raises the rank's abort word; every other lane meets that word in its own wait and leaves too. No trap is
-// raised, so the CUDA context survives and the next host call raises what the report says.
+// raised, so the CUDA context survives and the next host call raises what the report says. The host has a word of its
+// own in mapped memory, raised by a store: a copy to the device might wait behind work that waits for the kernel.
 #pragma once
 #include <cstdint>
 
@@ -9,11 +10,11 @@
 
 namespace hep {
 
-// In mapped host memory; plain data, read by the host once `written` is 1.
+// In mapped host memory; plain data. What the device writes, the host reads once `written` is 1.
 struct DeviceTimeoutReport {
   uint32_t written;
   int32_t site, peer, block, warp;
-  int32_t unused;
+  uint32_t raised_by_host;  // the only word here that the device reads: as CudaControl::abort
   int64_t chunk;
   uint64_t expected, seen, waited_ns;
   char role[32];

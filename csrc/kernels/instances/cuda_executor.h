@@ -7,6 +7,7 @@
 // waits for another GPU), grant the two together no more SMs than there are. Virtual ranks on one device need a stream
 // each and as many hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) as there are streams.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -87,11 +88,11 @@ class Device {
     for (int rounds = 0; !idle(); ++rounds)
       if (rounds > 2000) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  // All lanes leave in their next wait, and those of launches to come at once. What is before them on the stream is not
-  // ours, and may never end: a second of patience, no more.
+  // All lanes leave in their next wait, and those of launches to come at once. By a store: a copy would need an engine
+  // and a hardware queue, either of which others may hold for as long as the kernel runs. What is before them on the
+  // stream is not ours, and may never end: a second of patience, no more.
   void abort() {
-    static constexpr uint32_t kRaised = 1;
-    check(cudaMemcpyAsync(&control_->abort, &kRaised, sizeof kRaised, cudaMemcpyHostToDevice, side_.stream), "abort");
+    std::atomic_ref(timeout_report_->raised_by_host).store(1, std::memory_order_release);
     for (int ms = 0; ms < 1000 && !idle(); ++ms) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   std::optional<TimeoutReport> timeout_report() const {
@@ -118,7 +119,7 @@ class Device {
   int ordinal_ = 0, num_sms_ = 0, max_shared_ = 0;
   double timeout_s_ = -1;
   World world_;
-  LentStream own_, side_;
+  LentStream own_;
   cudaStream_t stream_ = own_.stream;
   std::unique_ptr<CUevent_st, Freed<cudaEventDestroy>> switched_;
   std::unique_ptr<DeviceTimeoutReport, Freed<cudaFreeHost>> timeout_report_;  // mapped

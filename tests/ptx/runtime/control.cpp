@@ -121,6 +121,13 @@ HEP_PTXR_API int ptxm_edit(int i, const char* text) {
   return -1;
 }
 
+// While held, no copy begins: the copy engines have others' to do.
+HEP_PTXR_API void ptxm_hold_copies(uint32_t hold) {
+  Devices& d = Devices::get();
+  Lock lock(d.mutex);
+  d.hold_copies(hold != 0);
+}
+
 // For mutants of the host: the call of this name does nothing, and says that all is well.
 HEP_PTXR_API void ptxm_drop(const char* call) {
   Devices& d = Devices::get();

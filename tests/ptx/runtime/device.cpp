@@ -118,9 +118,15 @@ void Devices::lose(cudaError_t why) {
 }
 
 bool Devices::ready(const Op& op) const {
+  if (op.copy && copies_held_) return false;
   for (const Mark& mark : op.after)
     if (!mark.passed()) return false;
   return true;
+}
+
+void Devices::hold_copies(bool hold) {
+  copies_held_ = hold;
+  work_.notify_all();
 }
 
 void Devices::finish(cudaStream_t stream) {

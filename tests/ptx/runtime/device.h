@@ -60,7 +60,8 @@ struct Op {
   uint64_t number = 0;
   ptxm::LaunchId id = 0;
   bool begun = false;
-  int held = -1;  // turns for which it is held back though it could begin; -1: not drawn yet
+  bool copy = false;  // by a copy engine
+  int held = -1;      // turns for which it is held back though it could begin; -1: not drawn yet
 };
 
 }  // namespace hep::ptxr
@@ -126,6 +127,8 @@ class Devices {
   cudaError_t wait_mark(std::unique_lock<FairMutex>& lock, const Mark& mark);
   void host_knows(cudaStream_t stream);
 
+  void hold_copies(bool hold);  // others' copies keep the copy engines busy
+
   std::string dropped;             // a mutant: this call does nothing
   cudaError_t lost = cudaSuccess;  // what every call says from then on
   void lose(cudaError_t why);
@@ -149,6 +152,7 @@ class Devices {
   std::vector<int> machine_devices_;
   std::vector<cudaStream_t> streams_, legacy_;
   std::map<ptxm::LaunchId, cudaStream_t> running_;
+  bool copies_held_ = false;
   std::condition_variable_any work_;
 };
 

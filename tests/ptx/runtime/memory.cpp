@@ -244,6 +244,7 @@ HEP_PTXR_API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t byte
   // A graph would read pageable memory at every replay, when it may be gone: not in this project.
   if (s->capture && (!to_device || !from_device)) return said(spoil(s->capture, cudaErrorStreamCaptureUnsupported));
   Op op;
+  op.copy = true;
   std::shared_ptr<std::string> snapshot;
   if (!from_device) snapshot = std::make_shared<std::string>(static_cast<const char*>(from), bytes);
   op.act = [=] { return copy(to, from, bytes, snapshot, to_device, from_device); };
