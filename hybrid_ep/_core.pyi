@@ -553,6 +553,11 @@ class cuda:
         not this build's."""
 
     @staticmethod
+    def run_at_once(streams: Sequence[int], patience_s: float) -> bool:
+        """Whether kernels on these streams of the current device run at once: they wait for one another, for so
+        long."""
+
+    @staticmethod
     def set_device(ordinal: int) -> None: ...
 
 

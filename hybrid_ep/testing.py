@@ -8,16 +8,20 @@ For example::
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from hybrid_ep import _core
+from hybrid_ep import _core, env
+from hybrid_ep.runtime import devices
 
 _names = itertools.count()
+_PATIENCE_S = 5.0  # of kernels that try whether they run at once
 
 
 class PrivateSegments:
@@ -70,22 +74,56 @@ class VirtualGroup:
 
 class VirtualWorld:
     """num_nodes x num_local_ranks ranks. Give HybridEPBuffer
-    num_of_hybrid_ep_ranks_per_nvlink_domain=num_local_ranks, or use buffer()."""
+    num_of_hybrid_ep_ranks_per_nvlink_domain=num_local_ranks, or use buffers().
+
+    On a GPU ranks share the current device, and each needs a stream of its own whose kernels run beside those of the
+    others. `streams` holds them, by rank, once on_device() or buffers() with a CUDA executor has made and tried them;
+    run() then runs each rank on its own. Before that, `streams` is None."""
 
     def __init__(self, num_nodes: int, num_local_ranks: int):
+        self.streams: list[torch.cuda.Stream] | None = None
+        self._handles: list[int] = []  # of all streams that were made
         self.num_nodes, self.num_local_ranks = num_nodes, num_local_ranks
         self.size = num_nodes * num_local_ranks
         self.segments, store, name = PrivateSegments(), dist.HashStore(), f"virtual{next(_names)}"
         self.groups = [VirtualGroup(r, self.size, name, store, self.segments) for r in range(self.size)]
 
+    def on_device(self) -> list[torch.cuda.Stream]:
+        """The ranks' streams, made and tried by the first call; before anything else of these ranks is on the device:
+        streams that follow each other have different hardware queues, as far as there are some. ValueError where their
+        kernels do not run at once: ranks would wait for each other until their deadlines."""
+        if self.streams is None:
+            self.streams = self.more_streams()
+        return self.streams
+
+    def more_streams(self) -> list[torch.cuda.Stream]:
+        """One more for each rank (operations of two buffers at once need two), tried with all that the world has made
+        before, which must be idle."""
+        device = devices.current()
+        devices.enter(device)
+        streams = [torch.cuda.Stream(device) for _ in range(self.size)]
+        handles = [*self._handles, *(s.cuda_stream for s in streams)]
+        distinct = len(set(handles))
+        if distinct < len(handles) or (self.size > 1 and not _core.cuda.run_at_once(handles, _PATIENCE_S)):
+            found = "do not" if distinct == len(handles) else f"torch has {distinct} streams for {len(handles)}"
+            raise ValueError(
+                f"num_nodes={self.num_nodes}, num_local_ranks={self.num_local_ranks}: kernels of {self.size} ranks "
+                f"on {device} must run at once, and {found}; set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts "
+                "(8 where it is not set), take fewer ranks (at most 32), and leave the device to them"
+            )
+        self._handles = handles
+        return streams
+
     def run(self, work: Callable[[int, VirtualGroup], Any], return_errors: bool = False) -> list[Any]:
         """[work(rank, group)] of every rank, all at once. An exception of a rank is raised, that of the
-        lowest rank if there are several, or stands in the list with return_errors."""
+        lowest rank if there are several, or stands in the list with return_errors. On a device, each on its stream."""
         results: list[Any] = [None] * self.size
+        streams = self.streams
 
         def body(rank: int) -> None:
             try:
-                results[rank] = work(rank, self.groups[rank])
+                with contextlib.nullcontext() if streams is None else torch.cuda.stream(streams[rank]):
+                    results[rank] = work(rank, self.groups[rank])
             except BaseException as error:  # handed to the caller below
                 results[rank] = error
 
@@ -109,6 +147,9 @@ class VirtualWorld:
         """A HybridEPBuffer of every rank."""
         from hybrid_ep.buffer import HybridEPBuffer
 
+        executor = options.get("executor") or env.get("HYBRID_EP_EXECUTOR")
+        if isinstance(executor, str) and devices.is_cuda(executor):
+            self.on_device()
         return self.run(
             lambda rank, group: HybridEPBuffer(
                 group,

@@ -240,8 +240,7 @@ def run_lone(case: Case, executor: str, repeats: int) -> list[dict]:
 
 
 def run_world(case: Case, executor: str, repeats: int) -> list[dict]:
-    """All ranks of a case, each a thread with a stream."""
-    on_gpu = devices.is_cuda(executor)
+    """All ranks of a case, each a thread, on a GPU with a stream."""
     world = VirtualWorld(1, case.num_ranks)
     buffers = world.buffers(
         case.hidden,
@@ -251,12 +250,10 @@ def run_world(case: Case, executor: str, repeats: int) -> list[dict]:
         timeout_s=SECONDS_PER_TRY,
     )
     meet = threading.Barrier(case.num_ranks)
-    streams = [torch.cuda.Stream() if on_gpu else None for _ in range(case.num_ranks)]
-    gate = Gate(case.num_ranks, on_gpu)
+    gate = Gate(case.num_ranks, devices.is_cuda(executor))
 
     def body(rank, _):
-        with torch.cuda.stream(streams[rank]):
-            return rank_program(case, rank, buffers[rank], meet, gate, repeats)
+        return rank_program(case, rank, buffers[rank], meet, gate, repeats)
 
     try:
         return world.run(body)

@@ -57,6 +57,16 @@ void bind_cuda(py::module_& module) {
         "Loads the library and adds its executors; {'devices': [...], 'why_none': str}. RuntimeError when it is not "
         "this build's.");
   m.def("set_device", [](int ordinal) { loaded().set_device(ordinal); }, py::arg("ordinal"));
+  m.def(
+      "run_at_once",
+      [](const std::vector<uint64_t>& streams, double patience_s) {
+        std::vector<void*> pointers;
+        for (const uint64_t s : streams) pointers.push_back(reinterpret_cast<void*>(s));
+        py::gil_scoped_release release;
+        return loaded().run_at_once(pointers, patience_s);
+      },
+      py::arg("streams"), py::arg("patience_s"),
+      "Whether kernels on these streams of the current device run at once: they wait for one another, for so long.");
   py::class_<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(
       m, "DeviceMemory", "Device memory that peers can map.", py::release_gil_before_calling_cpp_dtor())
       .def_static(

@@ -2,6 +2,7 @@
 #include "runtime/cuda_entry.h"
 
 #include "kernels/instances/cuda_makers.h"
+#include "kernels/instances/cuda_meet.h"
 #include "kernels/instances/cuda_memory.h"
 
 namespace hep::cuda {
@@ -36,6 +37,6 @@ void set_device(int ordinal) {
 extern "C" __attribute__((visibility("default"))) const hep::cuda::Entry* hep_cuda_entry() {
   using namespace hep::cuda;
   static const Entry entry{
-      kAbi, devices, set_device, make_p2p, make_loopback, DeviceMemory::create, DeviceMemory::attach};
+      kAbi, devices, set_device, make_p2p, make_loopback, DeviceMemory::create, DeviceMemory::attach, run_at_once};
   return &entry;
 }

@@ -27,6 +27,7 @@ struct Entry {
   std::unique_ptr<Executor> (*make_loopback)(unsigned char* const*, uint64_t);
   std::shared_ptr<DeviceMemory> (*create)(Share, size_t);
   std::shared_ptr<DeviceMemory> (*attach)(Share, size_t, const ShareHandle&);
+  bool (*run_at_once)(const std::vector<void*>& streams, double patience_s);
 };
 
 inline constexpr const char* kEntrySymbol = "hep_cuda_entry";

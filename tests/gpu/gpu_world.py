@@ -68,6 +68,7 @@ class DeviceWorld(VirtualWorld):
 
     made: list = []  # by all worlds: the fixture that puts this class in VirtualWorld's place ends them
     skew = 200_000
+    dressed = False
 
     def buffers(
         self, hidden_dim: int, max_tokens: int, num_local_experts: int, executor: str = "cuda", **options: Any
@@ -76,7 +77,9 @@ class DeviceWorld(VirtualWorld):
         if not is_cuda(executor):
             return raw
         self.made += raw
-        return [OnDevice(b, torch.cuda.Stream(), rank, self.skew) for rank, b in enumerate(raw)]
+        streams = self.more_streams() if self.dressed else self.streams  # operations of two buffers may run at once
+        self.dressed = True
+        return [OnDevice(b, s, rank, self.skew) for rank, (b, s) in enumerate(zip(raw, streams, strict=True))]
 
 
 class GpuWorld:
@@ -92,9 +95,9 @@ class GpuWorld:
         **options: Any,
     ):
         self.world = VirtualWorld(num_nodes, num_local_ranks)
-        self.streams = [torch.cuda.Stream() for _ in range(self.world.size)]
         options.setdefault("timeout_s", 20)
         self.raw = self.world.buffers(16, 1, num_local_experts, executor=executor, **options)
+        self.streams = self.world.streams
         self.buffers = [
             OnDevice(b, s, rank, skew) for rank, (b, s) in enumerate(zip(self.raw, self.streams, strict=True))
         ]

@@ -24,6 +24,8 @@ class Stream:
 
 
 def buffers(self, *arguments, executor: str = "host", **options):
+    if executor in EXECUTORS:
+        self.streams = self.streams or self.more_streams()
     made = _buffers(self, *arguments, executor=EXECUTORS.get(executor, executor), **options)
     if executor in EXECUTORS:
         for buffer in made:
@@ -33,6 +35,7 @@ def buffers(self, *arguments, executor: str = "host", **options):
 
 def pytest_configure():
     VirtualWorld.buffers = buffers
+    VirtualWorld.more_streams = lambda self: [Stream() for _ in range(self.size)]
     torch.cuda.Stream, torch.cuda.stream = Stream, lambda _: contextlib.nullcontext()
     torch.cuda._sleep = lambda _: None
 

@@ -149,6 +149,9 @@ class CudaExecutor final : public Executor {
     rail_table_ = tables_.add(rail_segments_, 8ull * s.world.num_nodes);
     tables_.upload(device_.stream());
     (void)device_.control(s);
+    // The ranks meet once all have come so far. Nothing of this buffer may then be queued that a rank waits for, behind
+    // another rank's kernel: virtual ranks have hardware queues for their streams, and none for this one.
+    cuda::check(cudaStreamSynchronize(device_.stream()), "upload");
     return {tables_.at<const RailPeer>(peers),      tables_.at<uint64_t* const>(ready),
             tables_.at<uint64_t* const>(done),      tables_.at<uint64_t* const>(node_flags),
             tables_.at<unsigned char* const>(recv), tables_.at<unsigned char* const>(counts)};

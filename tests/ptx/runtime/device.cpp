@@ -2,7 +2,9 @@
 // machine in between.
 #include "device.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 
 namespace hep::ptxr {
 
@@ -13,6 +15,13 @@ Settings Devices::settings;
 namespace {
 constexpr uint32_t kTurns = 300;  // of warps, between two looks at the streams
 constexpr int kMostHeld = 6;
+
+// CUDA_DEVICE_MAX_CONNECTIONS, when CUDA starts: 1 to 32, and 8 where it is not set.
+size_t num_queues() {
+  const char* said = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  const int n = said ? std::atoi(said) : 0;
+  return n < 1 ? 8 : size_t(std::min(n, 32));
+}
 }  // namespace
 
 Devices& Devices::get() {
@@ -26,6 +35,8 @@ Devices::Devices()
   machine_ = std::make_unique<ptxm::Machine>(settings.machine);
   for (int i = 0; i < settings.num_devices; ++i) {
     machine_devices_.push_back(machine_->add_device(model_));
+    queues_.emplace_back(num_queues());
+    streams_made_.push_back(0);
     legacy_.push_back(make_stream(i, true));
   }
   std::thread([this] { loop(); }).detach();
@@ -35,6 +46,7 @@ cudaStream_t Devices::make_stream(int device, bool blocking) {
   auto* s = new CUstream_st;
   s->device = device;
   s->blocking = blocking;
+  s->queue = streams_made_[size_t(device)]++ % queues_[size_t(device)].size();
   streams_.push_back(s);
   return s;
 }
@@ -61,6 +73,7 @@ void Devices::enqueue(cudaStream_t stream, Op op) {
   }
   if (op.launch) op.launch->after.join(host);
   op.number = ++stream->issued;
+  queue_of(stream).emplace_back(stream, op.number);
   stream->ops.push_back(std::move(op));
   work_.notify_all();
 }
@@ -114,6 +127,8 @@ void Devices::lose(cudaError_t why) {
     s->ops.clear();
     s->ended = s->issued;
   }
+  for (auto& queues : queues_)
+    for (Queue& queue : queues) queue.clear();
   ended.notify_all();
 }
 
@@ -138,6 +153,7 @@ void Devices::finish(cudaStream_t stream) {
 void Devices::begin(std::unique_lock<FairMutex>& lock, cudaStream_t stream) {
   Op& op = stream->ops.front();
   op.begun = true;
+  queue_of(stream).pop_front();
   if (op.host) {
     const auto host = op.host;
     lock.unlock();
@@ -166,6 +182,7 @@ bool Devices::turn(std::unique_lock<FairMutex>& lock) {
   for (cudaStream_t s : streams_) {
     if (s->ops.empty() || s->ops.front().begun || !ready(s->ops.front())) continue;
     Op& op = s->ops.front();
+    if (queue_of(s).front() != std::pair(s, op.number)) continue;  // behind another stream's that cannot begin
     if (op.held < 0) op.held = int(random() % kMostHeld);
     if (op.held > 0 && machine_->running()) {
       --op.held;

@@ -69,6 +69,7 @@ struct Op {
 struct CUstream_st {
   int device = 0;
   bool blocking = false;  // ordered with the legacy stream
+  size_t queue = 0;       // the hardware queue that it shares, of its device
   std::deque<hep::ptxr::Op> ops;
   uint64_t issued = 0, ended = 0, known = 0;  // known: how far the host has waited for it
   hep::ptxm::Order order;
@@ -137,11 +138,15 @@ class Devices {
   std::mt19937_64 random;
 
  private:
+  // Operations that have not begun, of all streams of a hardware queue, in the order of their calls.
+  using Queue = std::deque<std::pair<cudaStream_t, uint64_t>>;
+
   Devices();
   void loop();
   bool turn(std::unique_lock<FairMutex>& lock);  // begins or does what can be; whether anything was
   void begin(std::unique_lock<FairMutex>& lock, cudaStream_t stream);
   bool ready(const Op& op) const;
+  Queue& queue_of(cudaStream_t stream) { return queues_[size_t(stream->device)][stream->queue]; }
   void finish(cudaStream_t stream);
   void take_ended();
   void say_reports();
@@ -151,6 +156,8 @@ class Devices {
   ptxm::DeviceModel model_;
   std::vector<int> machine_devices_;
   std::vector<cudaStream_t> streams_, legacy_;
+  std::vector<std::vector<Queue>> queues_;  // of each device
+  std::vector<size_t> streams_made_;
   std::map<ptxm::LaunchId, cudaStream_t> running_;
   bool copies_held_ = false;
   std::condition_variable_any work_;
