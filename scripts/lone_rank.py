@@ -60,6 +60,11 @@ def ahead(shape: _core.BufferShape, own: _core.Segment, device: torch.device = C
     partials.view(2, shape.num_local_ranks, -1)[:, 1:] = AHEAD  # of payload and of weights, by rank of the node
 
 
+def _line(at: int) -> int:
+    """The begin of the line of memory at `at`, or the next."""
+    return -(-at // 128) * 128
+
+
 def others_land(
     shape: _core.BufferShape,
     own: _core.Segment,
@@ -74,8 +79,8 @@ def others_land(
     lines = region(shape, own, "ready_flags", device).view(-1, shape.flag_stride)[1:]
     longs, words = lines.view(torch.int64), lines.view(torch.int32)
     metadata = metadata_bytes(topk, shape.num_local_ranks, weights)
-    longs[:, 2] = shape.recv_rows * metadata
-    longs[:, 3] = longs[:, 2] + shape.recv_rows * row_bytes
+    longs[:, 2] = _line(shape.recv_rows * metadata)
+    longs[:, 3] = _line(longs[0, 2].item() + shape.recv_rows * row_bytes) if len(longs) else 0
     words[:, 9], words[:, 10], words[:, 11] = shape.recv_rows, row_bytes, scale_bytes
     longs[:, 6], words[:, 14] = AHEAD, metadata
 

@@ -47,6 +47,7 @@ struct Region {
 // groups of rows, which are many, have a word.
 struct BufferLayout {
   static constexpr uint64_t kFlagStride = 64;
+  static constexpr uint64_t kLine = 128;      // of a GPU's memory: a row that begins elsewhere touches one line more
   static constexpr uint32_t kGroupRows = 16;  // receive rows that share a counter of what landed, and partials' flags
 
   CountsLayout counts;
@@ -72,7 +73,7 @@ struct BufferLayout {
     token_stride = message > partial ? message : partial;
     slot_bytes = align_up(token_stride * chunk_tokens, 128);
     const uint64_t ring = uint64_t(num_nodes - 1) * rail_slots;
-    recv_bytes = align_up(token_stride * s.recv_rows, 128);
+    recv_bytes = align_up(token_stride * s.recv_rows, kLine) + 2 * kLine;  // rows and scales begin at lines
     total = 0;
     ready = add("ready_flags", num_local_ranks * kFlagStride);
     done = add("done_flags", num_local_ranks * kFlagStride);

@@ -49,7 +49,7 @@ struct PlanMemory {
   }
   // From the current end on, or, with begin = 0, in a block of their own. rail_tokens: of any rail peer at most.
   void add_learned(uint32_t num_nodes, uint64_t rail_tokens, uint64_t recv_rows) {
-    rail_record_stride = rail_tokens * message.record_bytes;
+    rail_record_stride = align_up(rail_tokens * message.record_bytes, 128);
     rail_records = add(num_nodes > 1 ? num_nodes * rail_record_stride : 0);
     row_records = add(recv_rows * message.record_bytes);
     row_weights = add(recv_rows * 4 * weight_stride);

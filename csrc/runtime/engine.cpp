@@ -154,7 +154,8 @@ ExchangeParams Engine::exchange_params(ExchangeParams p, const CallHeader& heade
 }
 
 void Engine::require_row(uint64_t row_bytes, uint64_t rows, const char* what) const {
-  if (row_bytes <= layout_.token_stride && rows <= shape_.recv_rows && rows * row_bytes <= layout_.recv_bytes) return;
+  const bool fits = rows <= shape_.recv_rows && rows * row_bytes + 2 * BufferLayout::kLine <= layout_.recv_bytes;
+  if (row_bytes <= layout_.token_stride && fits) return;
   throw std::logic_error(std::string(what) + ": " + std::to_string(rows) + " rows of " + std::to_string(row_bytes) +
                          " bytes do not fit this buffer; it must grow first");
 }
@@ -212,8 +213,9 @@ bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) co
     return p.landing.in == LandIn::kFirstPair;
   }
   p.landing.rows = plan.num_recv_rows();
-  p.landing.x = uint64_t(plan.num_recv_rows()) * p.message.metadata_bytes();
-  p.landing.scales = p.landing.x + uint64_t(plan.num_recv_rows()) * c.row_bytes;
+  const auto line_behind = [](uint64_t at) { return align_up(at, BufferLayout::kLine); };
+  p.landing.x = line_behind(uint64_t(plan.num_recv_rows()) * p.message.metadata_bytes());
+  p.landing.scales = line_behind(p.landing.x + uint64_t(plan.num_recv_rows()) * c.row_bytes);
   return true;
 }
 

@@ -32,9 +32,10 @@ def test_the_receive_region_is_rows_times_the_largest_message():
     buffer = world.buffers(64, 100, 8, timeout_s=30)[0]
     rows = buffer.memory_report().regions["receive_rows"]
     message = traffic.message_bytes(8, 2, 128)
-    assert rows == -(-message * 200 // 128) * 128
+    lines = 2 * 128  # rows that land aside, and their scales, begin at lines
+    assert rows == -(-message * 200 // 128) * 128 + lines
     half = VirtualWorld(1, 2).buffers(64, 100, 8, timeout_s=30, capacity_factor=1.0)[0]
-    assert half.memory_report().regions["receive_rows"] == -(-message * 100 // 128) * 128
+    assert half.memory_report().regions["receive_rows"] == -(-message * 100 // 128) * 128 + lines
 
 
 def test_a_report_of_a_shape_alone():

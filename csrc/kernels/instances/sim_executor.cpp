@@ -70,7 +70,7 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
   const uint64_t metadata_end = rows * p.message.metadata_bytes();
   auto& received = m_.rank(rank_).received;
   received = {{0, metadata_end, p.message.metadata_bytes()}};
-  if (p.landing.x == metadata_end) {  // not in the arena, which lies behind all receive rows
+  if (p.landing.x == align_up(metadata_end, BufferLayout::kLine)) {  // not in the arena, behind all receive rows
     add("out_x", p.out_x, out_rows * p.message.row_bytes, Use::kOutput, true);
     add("out_scales", p.out_scales, out_rows * p.message.scale_bytes, Use::kOutput, true);
     received.push_back({p.landing.x, p.landing.x + rows * p.message.row_bytes, p.message.row_bytes});

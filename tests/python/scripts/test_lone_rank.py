@@ -46,11 +46,25 @@ def test_with_peers_of_one_node_the_first_rank_writes_their_rows():
     rank = LoneRank(1, 3, 3, 5, 2, executor="host")
     rank.dispatch(rank.route(mine.topk_idx, mine.topk_weights), mine.hidden[:, :8].contiguous(), None, 1)
     at, _ = {name: (at, size) for name, at, size in rank.shape.regions()}["receive_rows"]
-    landing = 5 * traffic.metadata_bytes(2, 3)  # behind the metadata of as many rows as they have room for
+    # At a line of memory behind the metadata of as many rows as they have room for.
+    landing = -(-5 * traffic.metadata_bytes(2, 3) // 128) * 128
     for peer in (1, 2):
         came = mine.hidden[(mine.topk_idx == peer).any(1), :8].contiguous().view(torch.uint8)
         there = bytes_at(rank.segments[peer].address + at + landing, len(came) * 16, torch.device("cpu"))
         assert len(came) and torch.equal(there.view(-1, 16), came)
+
+
+def test_rows_and_scales_that_land_aside_begin_at_lines_of_memory():
+    ex = Example(1, 2, 2, (5, 0), 3, 24, "fp8", scale_columns=4, seed=4)
+    mine = make_inputs(ex, 0)
+    rank = LoneRank(1, 2, 4, 5, 3, hidden=24, scale_bytes=16, executor="host")
+    rank.dispatch(rank.route(mine.topk_idx, mine.topk_weights), mine.hidden[:, :16].contiguous(), mine.scale, 1)
+    at, _ = {name: (at, size) for name, at, size in rank.shape.regions()}["ready_flags"]
+    said = bytes_at(rank.segments[1].address + at, 64, torch.device("cpu")).view(torch.int64)  # of rank 0, to rank 1
+    rows, x, scales = said[4].item() >> 32, said[2].item(), said[3].item()
+    assert rows and x % 128 == 0 and scales % 128 == 0, (rows, x, scales)
+    assert rows * traffic.metadata_bytes(3, 2) <= x and x + rows * 16 <= scales
+    assert (rows * traffic.metadata_bytes(3, 2)) % 128 or (rows * 16) % 128, "they would without being put there"
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4), (8, 8)])
