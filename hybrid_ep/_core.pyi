@@ -195,10 +195,6 @@ class Engine:
     def dispatch(self, plan: Plan, request: DispatchRequest) -> None: ...
 
     @property
-    def launch_ns(self) -> int:
-        """Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel."""
-
-    @property
     def most_blocks(self) -> int:
         """Of a launch: they are resident together."""
 
@@ -230,6 +226,10 @@ class Engine:
         """Bytes of the arena, aligned to 128; None: no gap holds so many."""
 
     def traffic(self) -> dict[str, int]: ...
+
+    @staticmethod
+    def unlaunched(rank: int, shape: BufferShape, segments: Sequence[Segment], timeout_s: float) -> Engine:
+        """For measuring the host's own work: launches nothing, moves nothing; see runtime/unlaunched.h."""
 
 
 class HeaderRanges:

@@ -1,56 +1,79 @@
-"""The host's own work in a call, in microseconds of CPU: what Python, the bindings and the core do around the launches.
+"""The host's own work in a call, in microseconds of the calling thread's CPU: Python, the bindings and the core.
 
-    python scripts/bench_host_time.py [--ranks 8,72] [--calls 400] [--profile blocking]
+    python scripts/bench_host_time.py [--ranks 8,72] [--calls 2000] [--out FILE.json] [--profile blocking]
 
-Rank 0 of a group makes real calls; the other ranks are memory whose flags stand as if those had gone ahead and whose
-count vectors say that they have no tokens. Nothing is waited for, and what a call spends in launches (a host executor's
-launch is its kernel) is subtracted. Calls are made as on a GPU: the host looks at no choice of topk_idx.
---profile: cProfile of one kind of call on the largest group, to find the largest parts."""
+Rank 0 of a group makes real calls on an engine that launches nothing (_core.Engine.unlaunched): it answers at once,
+with the counts that come of every rank having this one's routing, so nothing is waited for and nothing is subtracted.
+Calls are made as on a GPU: the host looks at no choice of topk_idx. What a driver takes for a launch is not in it.
+--out: the samples too, each the mean of 50 calls. --profile: cProfile of one kind of call on the largest group."""
 
 import argparse
-import contextlib
 import cProfile
+import json
+import platform
 import pstats
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from lone_rank import ahead, others_count, others_land  # noqa: E402
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
 
 from hybrid_ep import _core  # noqa: E402  (the checkout first, installed or not)
 from hybrid_ep.buffer import HybridEPBuffer  # noqa: E402
 from hybrid_ep.runtime.bootstrap import Rendezvous  # noqa: E402
 from hybrid_ep.testing import VirtualGroup  # noqa: E402
 
-HIDDEN, TOKENS, TOPK, EXPERTS_PER_RANK = 64, 4, 4, 4
+HIDDEN, TOKENS, TOPK, EXPERTS_PER_RANK = 64, 4, 4, 4  # the host's work does not depend on them
+BUDGET = 1024  # permuted rows of a call that does not wait
+WARM_UP, SAMPLE = 50, 50  # calls before the first sample, and in each
 
 
 class Memories:
-    """The segments of a group, of which one rank is there: whoever is attached to is made."""
+    """The segments of a group of which one rank is there, and nobody writes: all are one piece of memory."""
 
     def __init__(self) -> None:
-        self.own: _core.Segment | None = None
-        self._made: list[_core.Segment] = []
+        self._made: dict[int, _core.Segment] = {}
 
     def create(self, name: str, num_bytes: int) -> _core.Segment:
-        self.own = self.attach(name, num_bytes)
-        return self.own
+        return self._made.setdefault(num_bytes, _core.Segment.private(num_bytes))
 
-    def attach(self, name: str, num_bytes: int) -> _core.Segment:
-        self._made.append(_core.Segment.private(num_bytes))
-        return self._made[-1]
+    attach = create
 
     def unlink(self, name: str) -> None:
         pass
+
+
+def unlaunched(rank: int, shape: _core.BufferShape, segments: list[_core.Segment], timeout_s: float, *_: Any) -> Any:
+    """In place of _core.Engine, while a buffer is made."""
+    return ENGINE.unlaunched(rank, shape, segments, timeout_s)
+
+
+ENGINE = _core.Engine
+
+
+def alike(meet: Rendezvous, _: str, value: Any, *__: Any) -> list[Any]:
+    """In place of Rendezvous.exchange: whatever a rank is asked while a buffer is made, all would answer as this one
+    does, but for who they are."""
+    ranks = range(meet.view.size)
+    if isinstance(value, dict) and "world_rank" in value:
+        return [{**value, "world_rank": rank} for rank in ranks]
+    return [value for _ in ranks]
+
+
+def lone_buffer(rank: int, num_ranks: int, num_local_ranks: int, *sizes: int, **options: Any) -> HybridEPBuffer:
+    """The buffer of a rank whose group has nobody else, on an engine that launches nothing. It cannot grow."""
+    group = VirtualGroup(rank, num_ranks, "host_time", dist.HashStore(), Memories())
+    options |= {"num_of_hybrid_ep_ranks_per_nvlink_domain": num_local_ranks, "executor": "host"}
+    with mock.patch.object(Rendezvous, "exchange", alike), mock.patch.object(_core, "Engine", unlaunched):
+        return HybridEPBuffer(group, *sizes, **options)
 
 
 class Group:
@@ -60,40 +83,23 @@ class Group:
     handle: tuple | None = None
 
     def __init__(self, num_ranks: int, kind: str) -> None:
-        memories = Memories()
-        group = VirtualGroup(0, num_ranks, "host_time", dist.HashStore(), memories)
-        # Whatever a rank is asked while the buffer is made, all of them would answer alike.
-        with mock.patch.object(Rendezvous, "exchange", lambda meet, _, value, *__: [value] * meet.view.size):
-            self.buffer = HybridEPBuffer(
-                group,
-                HIDDEN,
-                TOKENS,
-                EXPERTS_PER_RANK,
-                executor="host",
-                timeout_s=20,
-                num_of_hybrid_ep_ranks_per_nvlink_domain=num_ranks,
-            )
+        self.buffer = lone_buffer(0, num_ranks, num_ranks, HIDDEN, TOKENS, EXPERTS_PER_RANK, arena_mib=1)
         self.session = self.buffer._session
+        self.session.runs_beside = True
         num_experts = num_ranks * EXPERTS_PER_RANK
         self.x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
-        self.idx = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % EXPERTS_PER_RANK
+        # A pair for every rank in turn, the first for this one.
+        self.idx = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) * EXPERTS_PER_RANK % num_experts
         self.weights = torch.ones(TOKENS, TOPK)
         self.common = dict(hidden=self.x, topk_idx=self.idx, topk_weights=self.weights, num_of_experts=num_experts)
-        ahead(self.session.shape, memories.own)
-        others_land(self.session.shape, memories.own, 2 * HIDDEN, topk=TOPK)
-        with contextlib.suppress(ValueError):  # the others' headers are empty
-            CALLS["not_waiting" if kind == "not_waiting" else "blocking"](self)
-        others_count(self.session.shape, memories.own)
-        self.session.runs_beside = True
         if kind in ("cached", "combine"):
             self.rows, *_, self.handle = self.blocking()
-            others_land(self.session.shape, memories.own, 2 * HIDDEN, topk=TOPK, weights=False)
 
     def blocking(self) -> tuple:
         return self.buffer.dispatch_with_permute(**self.common)
 
     def not_waiting(self) -> tuple:
-        return self.buffer.dispatch_with_permute(**self.common, non_blocking=True, num_permuted_tokens=TOKENS * TOPK)
+        return self.buffer.dispatch_with_permute(**self.common, non_blocking=True, num_permuted_tokens=BUDGET)
 
     def cached(self) -> tuple:
         return self.buffer.dispatch_with_permute(hidden=self.x, handle=self.handle)
@@ -101,21 +107,45 @@ class Group:
     def combine(self) -> tuple:
         return self.buffer.combine_with_unpermute(hidden=self.rows, handle=self.handle)
 
-    def host_us(self, call: Callable[[], tuple]) -> float:
-        """Microseconds of a call without its launches."""
-        engine, launched = self.session.engine, self.session.engine.launch_ns
-        began = time.perf_counter_ns()
-        call()
-        return (time.perf_counter_ns() - began - (engine.launch_ns - launched)) / 1e3
-
 
 CALLS = {"blocking": Group.blocking, "not_waiting": Group.not_waiting, "cached": Group.cached, "combine": Group.combine}
+
+
+def samples_us(num_ranks: int, kind: str, num_calls: int) -> list[float]:
+    """CPU time of the thread in a call: means of SAMPLE calls, for the clock itself takes a good part of one."""
+    group, call, samples = Group(num_ranks, kind), CALLS[kind], []
+    for _ in range(WARM_UP):
+        call(group)
+    for _ in range(max(1, num_calls // SAMPLE)):
+        began = time.thread_time_ns()
+        for _ in range(SAMPLE):
+            call(group)
+        samples.append((time.thread_time_ns() - began) / SAMPLE / 1e3)
+    return samples
+
+
+def about() -> dict[str, Any]:
+    """Where and of what the figures are."""
+
+    def said(*command: str) -> str:
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip()
+
+    cpu = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), "unknown")
+    return {
+        "commit": said("git", "rev-parse", "HEAD"),
+        "changed": bool(said("git", "status", "--porcelain", "--untracked-files=no")),
+        "cpu": cpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "calls_in_a_sample": SAMPLE,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,72", help="group sizes, with commas between")
-    parser.add_argument("--calls", type=int, default=400, help="of each kind")
+    parser.add_argument("--calls", type=int, default=2000, help="of each kind")
+    parser.add_argument("--out", type=Path, help="write the samples here, as JSON")
     parser.add_argument("--profile", choices=CALLS, help="where the time of this kind of call goes")
     o = parser.parse_args()
     sizes = [int(size) for size in o.ranks.split(",")]
@@ -127,14 +157,16 @@ def main() -> None:
         profile.disable()
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
-    print(f"{'ranks':>5}  {'call':<12}{'median us':>10}{'least us':>10}")
+    rows = []
+    print(f"# thread CPU time of a call\n{'ranks':>5}  {'call':<12}{'median us':>10}{'least us':>10}")
     for size in sizes:
-        for name, call in CALLS.items():
-            group = Group(size, name)
-            for _ in range(20):
-                call(group)
-            spent = [group.host_us(lambda call=call, group=group: call(group)) for _ in range(o.calls)]
-            print(f"{size:>5}  {name:<12}{statistics.median(spent):>10.1f}{min(spent):>10.1f}")
+        for kind in CALLS:
+            samples = samples_us(size, kind, o.calls)
+            row = {"ranks": size, "call": kind, "median_us": statistics.median(samples), "least_us": min(samples)}
+            print(f"{size:>5}  {kind:<12}{row['median_us']:>10.1f}{row['least_us']:>10.1f}")
+            rows.append({**row, "samples_us": [round(x, 2) for x in samples]})
+    if o.out:
+        o.out.write_text(json.dumps({"schema": "hybrid_ep.host_time/1", **about(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

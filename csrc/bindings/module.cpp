@@ -17,6 +17,7 @@
 #include "bindings/tensor_view.h"
 #include "layout/smem.h"
 #include "runtime/arena_pool.h"
+#include "runtime/unlaunched.h"
 
 namespace py = pybind11;
 
@@ -32,8 +33,12 @@ PlanMemory plan_memory(const Engine& engine, int64_t num_tokens, int64_t topk, b
   return engine.plan_memory(narrow("num_tokens", num_tokens), narrow("topk", topk), worst_case);
 }
 
-std::unique_ptr<Engine> make_engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<Segment>> segments,
-                                    double timeout_s, const std::string& executor, uint64_t seed) {
+using Segments = std::vector<std::shared_ptr<Segment>>;
+
+// executor: a name from the table, or a maker.
+template <class Which>
+std::unique_ptr<Engine> make_engine(int rank, const BufferShape& shape, Segments segments, double timeout_s,
+                                    const Which& executor, uint64_t seed) {
   py::gil_scoped_release release;
   auto engine = std::make_unique<Engine>(rank, shape, std::move(segments), timeout_s, executor, seed);
   engine->set_interrupt_check([] {  // Ctrl-C while a kernel waits for other ranks
@@ -145,8 +150,15 @@ void bind_engine(py::module_& m) {
           "no_room", [](const py::object&) { return kNoRoom; }, "Words of the exception of hep_pool_allocate.");
   py::class_<Engine>(m, "Engine", kUnlockedEnd,
                      "One rank's registered buffer and the operations on it; see runtime/engine.h.")
-      .def(py::init(&make_engine), py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
-           py::arg("executor") = "host", py::arg("seed") = 0)
+      .def(py::init(&make_engine<std::string>), py::arg("rank"), py::arg("shape"), py::arg("segments"),
+           py::arg("timeout_s"), py::arg("executor") = "host", py::arg("seed") = 0)
+      .def_static(
+          "unlaunched",
+          [](int rank, const BufferShape& shape, Segments segments, double timeout_s) {
+            return make_engine(rank, shape, std::move(segments), timeout_s, make_unlaunched(), 0);
+          },
+          py::arg("rank"), py::arg("shape"), py::arg("segments"), py::arg("timeout_s"),
+          "For measuring the host's own work: launches nothing, moves nothing; see runtime/unlaunched.h.")
       .def("place", &place, py::arg("request"), "A plan that lies in the request's memory.")
       .def("plan_memory", &plan_memory, py::arg("num_tokens"), py::arg("topk"), py::arg("worst_case"),
            "Offsets in the memory of a plan; worst_case: with room for what its dispatch learns.")
@@ -154,8 +166,6 @@ void bind_engine(py::module_& m) {
            "ValueError unless a launch may have so many blocks.")
       .def_property_readonly("most_blocks", &Engine::most_blocks, "Of a launch: they are resident together.")
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
-      .def_property_readonly("launch_ns", &Engine::launch_ns,
-                             "Nanoseconds in launches and in waits for counts; a host executor's launch is its kernel.")
       .def("dispatch", &dispatch, py::arg("plan"), py::arg("request"))
       .def("combine", &combine, py::arg("plan"), py::arg("request"))
       .def("take", &take, py::arg("num_bytes"), "Bytes of the arena, aligned to 128; None: no gap holds so many.")

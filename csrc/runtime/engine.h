@@ -115,9 +115,6 @@ class Engine {
   // not, and the buffer is as usable as before.
   std::shared_ptr<Placement> place_and_count(const RoutingInput& in, const PlaceCall& call);
   uint64_t num_launches() const { return executor_->num_launches(); }
-  // In launches and in waits for counts, since it was made; the rest of a call is the host's own work. On a host
-  // executor a launch is its kernel, from beginning to end.
-  int64_t launch_ns() const { return launch_ns_; }
   // Collective. Fills the plan's metadata when it is fresh.
   void dispatch(Plan& plan, const DispatchCall& call);
   void combine(Plan& plan, const CombineCall& call);
@@ -165,7 +162,6 @@ class Engine {
   uint64_t* landed_before_;               // see LandedRows
   TableView view_;                        // of tables_
   std::atomic<bool> busy_{false};
-  int64_t launch_ns_ = 0;
   std::string failure_;
 };
 

@@ -3,7 +3,6 @@
 #include <stdexcept>
 
 #include "arch/host/errors.h"
-#include "arch/host/idle.h"
 #include "runtime/engine.h"
 
 namespace hep {
@@ -27,7 +26,6 @@ class Engine::Call {
   // From here on a failure leaves the ranks out of step: the buffer is lost.
   template <class F>
   void run(F&& kernel) {
-    const LaunchTime time(e_);
     try {
       kernel();
     } catch (const std::exception& ex) {
@@ -38,12 +36,6 @@ class Engine::Call {
   }
 
  private:
-  struct LaunchTime {
-    explicit LaunchTime(Engine& e) : engine(e), since(host::now_ns()) {}
-    ~LaunchTime() { engine.launch_ns_ += host::now_ns() - since; }
-    Engine& engine;
-    const int64_t since;
-  };
   // A kernel that ran beside the host may have ended with a timeout report, in this call or in an earlier one.
   void require_alive() {
     if (const auto died = e_.executor_->timeout_report()) {
