@@ -139,6 +139,12 @@ class CombineRequest:
                  out_weights: torch.Tensor | None = None, permuted: bool, multiply: bool = False,
                  fp32_partials: bool = False, launch: LaunchShape) -> None: ...
 
+    @staticmethod
+    def of(x: torch.Tensor, hidden: int, weights: torch.Tensor | None, out_x: torch.Tensor,
+           out_weights: torch.Tensor | None, permuted: bool, multiply: bool, fp32_partials: bool,
+           launch: LaunchShape) -> CombineRequest:
+        """All of them, by position."""
+
     @property
     def out_weights(self) -> TensorView | None: ...
 
@@ -158,9 +164,15 @@ class DispatchRequest:
     def __init__(self, *, x: torch.Tensor, scale: torch.Tensor | None = None, weights: torch.Tensor | None = None,
                  routed_weights: bool = False, out_x: torch.Tensor, out_scale: torch.Tensor | None = None,
                  out_weights: torch.Tensor | None = None, row_bytes: int, scale_bytes: int = 0,
-                 permuted: int | None = None, launch: LaunchShape) -> None:
+                 permuted: int | None = None, launch: LaunchShape, looked_at: bool = False) -> None:
         """weights: in plan order; routed_weights: those that the plan's routing brought. permuted: rows of the
         permuted result; None: receive order."""
+
+    @staticmethod
+    def of(x: torch.Tensor, scale: torch.Tensor | None, weights: torch.Tensor | None, routed_weights: bool,
+           out_x: torch.Tensor, out_scale: torch.Tensor | None, out_weights: torch.Tensor | None, row_bytes: int,
+           scale_bytes: int, permuted: int | None, launch: LaunchShape, looked_at: bool) -> DispatchRequest:
+        """All of them, by position."""
 
     @property
     def out_scale(self) -> TensorView | None: ...
@@ -193,6 +205,9 @@ class Engine:
     def combine(self, plan: Plan, request: CombineRequest) -> None: ...
 
     def dispatch(self, plan: Plan, request: DispatchRequest) -> None: ...
+
+    def lend(self, rows: int, columns: int, element: int) -> torch.Tensor | None:
+        """A tensor in the arena, uninitialised; None: no gap holds it. Where exchanges_tensors()."""
 
     @property
     def most_blocks(self) -> int:
@@ -319,13 +334,19 @@ class PlaceRequest:
 
     def __init__(self, header: CallHeader, *, topk_idx: torch.Tensor | None = None,
                  routing_map: torch.Tensor | None = None, weights: torch.Tensor | None = None, memory: torch.Tensor,
-                 topk_in: int = 0, count: bool, num_blocks: int = 1) -> None:
+                 topk_in: int = 0, count: bool, num_blocks: int = 1, looked_at: bool = False) -> None:
         """Of topk_idx int64 [T, topk_in] and routing_map bool [T, E] one; weights fp32 of its shape; memory: uint8,
         plan_memory() bytes. count: wait for the counts, else the host never learns them. num_blocks: of the
         exchange kernel."""
 
     @property
     def memory(self) -> TensorView: ...
+
+    @staticmethod
+    def of(header: CallHeader, topk_idx: torch.Tensor | None, routing_map: torch.Tensor | None,
+           weights: torch.Tensor | None, memory: torch.Tensor, topk_in: int, count: bool, num_blocks: int,
+           looked_at: bool) -> PlaceRequest:
+        """All of them, by position."""
 
     @property
     def routing_map(self) -> TensorView | None: ...
@@ -366,6 +387,9 @@ class Placed:
     def most_recv_rows(self) -> int: ...
 
     @property
+    def most_tokens(self) -> int: ...
+
+    @property
     def num_dropped_per_rank(self) -> list[int]: ...
 
     @property
@@ -379,6 +403,10 @@ class Placed:
 
     @property
     def recv_rows(self) -> list[int]: ...
+
+    def settled(self, topk: int, most_tokens: int, most_hidden: int, recv_rows: int) -> bool:
+        """Whether all ranks made one kind of call, with that topk, and fit: rows are placed, none is dropped or
+        more than recv_rows, and no rank has or wants more than most_tokens and most_hidden."""
 
 
 class Plan:
@@ -410,6 +438,9 @@ class Plan:
 
     @property
     def overflow(self) -> bool: ...
+
+    def padded_tensor(self) -> torch.Tensor:
+        """padded_tokens_per_expert as a tensor. Where exchanges_tensors()."""
 
     @property
     def padded_tokens_per_expert(self) -> bytearray:
@@ -565,8 +596,20 @@ def clones_fit(load: NDArray[Any], owner: NDArray[Any], num_ranks: int, spare_sl
     """load int64 [E], owner int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit."""
 
 
+def exchange_tensors(exchange: bool) -> None:
+    """For tests: False does as with a torch that has no such table."""
+
+
+def exchanges_tensors() -> bool:
+    """Whether tensors are read and made through torch's table of C functions, which torch 2.10 and later have."""
+
+
 def executors() -> list[str]:
     """Names of the executors in this build."""
+
+
+def host_bytes(num_bytes: int) -> torch.Tensor:
+    """A uint8 tensor of the host, uninitialised, whose address is a multiple of 128. Where exchanges_tensors()."""
 
 
 def improve_layers(*, load: NDArray[Any], current: NDArray[Any], fresh: NDArray[Any], num_layers: int,
@@ -586,6 +629,11 @@ def place_layers(*, load: NDArray[Any], single: NDArray[Any], group: NDArray[Any
 def share_of_source(shape: MicrobatchShape, counts: NDArray[Any], owner: NDArray[Any],
                     slot_expert: NDArray[Any], slot_tokens: NDArray[Any],
                     source: int) -> NDArray[numpy.int64]: ...
+
+
+def signature(*args: Any) -> Any:
+    """A key, bytes, that calls with arguments alike have in common: tensors, integers, flags and None. None
+    where an argument is something else, or a tensor out of the ordinary; and where tensors are not exchanged."""
 
 
 def sim_cost_fields() -> list[str]:

@@ -27,12 +27,13 @@ from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.runtime import options, validation, verbs
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
+from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.handle import dispatch_handle, permute_handle
 from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 from hybrid_ep.runtime.names import Named
 from hybrid_ep.runtime.plan import Routed
 from hybrid_ep.runtime.routing import Given
-from hybrid_ep.runtime.session import Call, Guard, Session
+from hybrid_ep.runtime.session import Guard, Session
 from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted
 
 
@@ -172,16 +173,19 @@ class HybridEPBuffer(Named):
         where the token did not choose the expert. num_dispatched_tokens* are ignored. num_of_tokens_per_rank, where
         deep_ep needs an upper limit of T that is equal on all ranks, is checked and not needed. Raises ValueError,
         CapacityError, DeadlineError."""
-        validation.token_slots(num_of_tokens_per_rank, hidden)
+        if num_of_tokens_per_rank is not None:
+            validation.token_slots(num_of_tokens_per_rank, hidden)
         if num_dispatched_tokens_tensor is not None:
             _deprecated("num_dispatched_tokens_tensor", "is ignored")
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
             given = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map)
-            plan, fresh, routed = verbs.plan_or_route(
+            plan, fresh, routed, known = verbs.plan_or_route(
                 session, DISPATCHED, handle, given, Call(hidden, scaling_factor, False), self.config
             )
-            rows, weights, scales = verbs.scatter(session, plan, hidden, scaling_factor, fresh, routed, None, blocks)
+            rows, weights, scales = verbs.scatter(
+                session, plan, hidden, scaling_factor, fresh, routed, None, blocks, known
+            )
         return rows, weights, scales, _returned(handle) or dispatch_handle(plan, self.config)
 
     @streams.on_comm_stream
@@ -244,13 +248,15 @@ class HybridEPBuffer(Named):
         Returns (rows [P, H], weights fp32 [P] or None, scales [P, S] or None, padded_tokens_per_expert int64
         [num_local_experts], handle); handle[10] is the overflow flag, int32 [1].
         Raises ValueError, CapacityError (blocking with overflow="raise"), DeadlineError."""
-        validation.token_slots(num_of_tokens_per_rank, hidden)
+        if num_of_tokens_per_rank is not None:
+            validation.token_slots(num_of_tokens_per_rank, hidden)
         if num_dispatched_tokens is not None:
             _deprecated("num_dispatched_tokens", "is ignored")
         if use_host_meta is not None:
             _deprecated("use_host_meta", "means non_blocking = not use_host_meta")
             non_blocking = not use_host_meta
-        num_of_experts = validation.group_experts(num_of_experts, num_of_experts_per_rank, self.group_size)
+        if num_of_experts_per_rank is not None:
+            num_of_experts = validation.group_experts(num_of_experts, num_of_experts_per_rank, self.group_size)
         call = Call.permuted(
             hidden,
             scaling_factor,
@@ -264,7 +270,7 @@ class HybridEPBuffer(Named):
         given, budget = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map), call.budget
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
-            plan, fresh, routed = verbs.plan_or_route(session, PERMUTED, handle, given, call, self.config)
+            plan, fresh, routed, known = verbs.plan_or_route(session, PERMUTED, handle, given, call, self.config)
             if budget is not None and budget < plan.num_permuted_rows:
                 raise ValueError(
                     f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
@@ -279,6 +285,7 @@ class HybridEPBuffer(Named):
                 routed,
                 plan.num_permuted_rows if budget is None else budget,
                 blocks,
+                known,
             )
         return (
             rows,
@@ -480,7 +487,7 @@ class HybridEPBuffer(Named):
         return self._session
 
     def _busy(self) -> Guard:
-        return self._open_session().guard()
+        return (self._session or self._open_session()).guard()  # which checks that it is open
 
 
 def _returned(handle: Handle | Routed | None) -> Handle | None:

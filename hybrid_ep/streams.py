@@ -80,9 +80,11 @@ def on_comm_stream(verb: Callable) -> Callable:
     def call(
         buffer: Any, *args: Any, async_finish: bool = False, previous_event: EventOverlap | None = None, **kwargs: Any
     ) -> Any:
-        validation.flag("async_finish", async_finish)
-        _check_event(previous_event, async_finish, buffer.comm_stream)
-        if not async_finish and buffer.comm_stream is None:
+        here = buffer.comm_stream is None and async_finish is False  # on the current stream
+        if not here or previous_event is not None:
+            validation.flag("async_finish", async_finish)
+            _check_event(previous_event, async_finish, buffer.comm_stream)
+        if here:
             handle = {**dict(zip(names, args, strict=False)), **kwargs}.get("handle") if args else kwargs.get("handle")
             if handle is not None:
                 for tensor in _tensors(handle):  # which a call on another stream may have made

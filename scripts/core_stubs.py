@@ -48,6 +48,7 @@ WORDS = (
     (r": (\w[\w\[\], .]*?) = None", r": \1 | None = None"),
     (r"Any \| None = None", "Any = None"),
     (r"(?<=: )dict(?= =|[,)])", "dict[str, Any]"),
+    (r"\*args(?: ?: object)?(?=[,)])", "*args: Any"),
 )
 
 

@@ -15,8 +15,10 @@
 #include "bindings/requests.h"
 #include "bindings/sim.h"
 #include "bindings/tensor_view.h"
+#include "bindings/torch_exchange.h"
 #include "layout/smem.h"
 #include "runtime/arena_pool.h"
+#include "runtime/extents.h"
 #include "runtime/unlaunched.h"
 
 namespace py = pybind11;
@@ -57,6 +59,16 @@ struct ArenaBlock {
 std::optional<ArenaBlock> take(const Engine& e, uint64_t bytes) {
   auto data = e.arena().take(bytes);
   return data ? std::optional(ArenaBlock{std::move(data), bytes}) : std::nullopt;
+}
+
+// The same as a tensor; only where tensors are exchanged.
+std::optional<Tensor> lend(const Engine& engine, int64_t rows, int64_t columns, int element) {
+  if (element <= 0 || element >= int(Element::kCount) || rows < 1 || columns < 1)
+    throw std::invalid_argument("rows, columns, element: give at least 1 of each, and a code of TensorView.elements");
+  const auto e = Element(element);
+  auto data = engine.arena().take(num_bytes(narrow("rows", rows), narrow("columns", columns), element_bytes(e)));
+  if (!data) return std::nullopt;
+  return Tensor(tensor_over(std::move(data), e, rows, columns));
 }
 
 std::map<std::string, uint64_t> traffic(const Engine& e) {
@@ -169,6 +181,8 @@ void bind_engine(py::module_& m) {
       .def("dispatch", &dispatch, py::arg("plan"), py::arg("request"))
       .def("combine", &combine, py::arg("plan"), py::arg("request"))
       .def("take", &take, py::arg("num_bytes"), "Bytes of the arena, aligned to 128; None: no gap holds so many.")
+      .def("lend", &lend, py::arg("rows"), py::arg("columns"), py::arg("element"),
+           "A tensor in the arena, uninitialised; None: no gap holds it. Where exchanges_tensors().")
       .def(
           "offer_arena",
           [](const Engine& e, bool offer) { offer_arena(offer ? e.arena().shared_from_this() : nullptr); },
@@ -190,6 +204,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "hybrid_ep's C++ core: expert-parallel dispatch and combine.";
   hep::bind_errors();
   hep::bind_tensor_view(m);
+  hep::bind_exchange(m);
   hep::bind_memory(m);
   hep::bind_header(m);
   hep::bind_plan(m);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "bindings/tensor_view.h"
+#include "bindings/torch_exchange.h"
 #include "layout/plan_memory.h"
 #include "runtime/extents.h"
 #include "runtime/headers.h"
@@ -72,6 +73,15 @@ void maps(const Plan& p, const View* memory, const View* sparse_to_dense, const 
   write_maps(p, m);
 }
 
+bool settled(const Placed& p, uint32_t topk, uint64_t most_tokens, uint64_t most_hidden, uint64_t recv_rows) {
+  const PlacedCounts& c = p.waited().counts;
+  if (!c.placed || std::ranges::max(c.rank_rows) > recv_rows) return false;
+  if (std::ranges::any_of(c.dropped, [](uint32_t n) { return n > 0; })) return false;
+  const HeaderRanges r = ranges_of(c.headers);
+  return !r.excess && r.least_topk == topk && r.most_topk == topk && r.most_tokens <= most_tokens &&
+         r.most_want_tokens <= most_tokens && r.most_want_hidden <= most_hidden && differing_fields(c.headers).empty();
+}
+
 std::shared_ptr<Plan> plan_in(const Placed& p, const View* memory) {
   const Placement& waited = p.waited();
   return p.placement->plan(require(memory, {"memory", waited.learned.total, p.device, 128}, Element::kUint8));
@@ -111,6 +121,11 @@ void bind_plan(py::module_& m) {
           "differing", [](const Placed& p) { return differing_fields(p.waited().counts.headers); },
           "Names of what the headers must say alike and do not.")
       .def_property_readonly("ranges", [](const Placed& p) { return ranges_of(p.waited().counts.headers); })
+      .def("settled", &settled, py::arg("topk"), py::arg("most_tokens"), py::arg("most_hidden"), py::arg("recv_rows"),
+           "Whether all ranks made one kind of call, with that topk, and fit: rows are placed, none is dropped or more "
+           "than recv_rows, and no rank has or wants more than most_tokens and most_hidden.")
+      .def_property_readonly("most_tokens",
+                             [](const Placed& p) { return ranges_of(p.waited().counts.headers).most_tokens; })
       .def_property_readonly("recv_rows", [](const Placed& p) { return p.counts().rank_rows; })
       .def_property_readonly("most_recv_rows", [](const Placed& p) { return std::ranges::max(p.counts().rank_rows); })
       .def_property_readonly("num_dropped_per_rank", [](const Placed& p) { return p.counts().dropped; })
@@ -140,6 +155,15 @@ void bind_plan(py::module_& m) {
             return py::bytearray(reinterpret_cast<const char*>(counts.data()), counts.size() * sizeof counts[0]);
           },
           "int64 [num_local_experts], a copy.")
+      .def(
+          "padded_tensor",
+          [](const Plan& p) {
+            auto copy = std::make_shared<std::vector<int64_t>>(p.counts().padded_tokens_per_expert);
+            const auto rows = int64_t(copy->size());
+            void* const data = copy->data();
+            return Tensor(tensor_over({std::move(copy), data}, Element::kInt64, rows, std::nullopt));
+          },
+          "padded_tokens_per_expert as a tensor. Where exchanges_tensors().")
       .def("num_rail_tokens", &Plan::num_rail_tokens, py::arg("node"))
       // Where the host can read the plan: the maps of the handles, and conversions of weights.
       .def("maps", &maps, py::kw_only(), py::arg("memory"), py::arg("sparse_to_dense"), py::arg("rail_to_node"),

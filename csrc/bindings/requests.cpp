@@ -32,12 +32,13 @@ LaunchShape make_launch(int num_blocks, std::optional<int> local_blocks, MaybeCo
 }
 
 PlaceRequest make_place(const CallHeader& header, const MaybeTensor& topk_idx, const MaybeTensor& routing_map,
-                        const MaybeTensor& weights, const Tensor& memory, int64_t topk_in, bool count, int num_blocks) {
+                        const MaybeTensor& weights, const Tensor& memory, int64_t topk_in, bool count, int num_blocks,
+                        bool looked_at) {
   return {header,
-          view_of("topk_idx", topk_idx),
-          view_of("routing_map", routing_map),
-          view_of("weights", weights),
-          TensorView::of("memory", memory),
+          view_of("topk_idx", topk_idx, looked_at),
+          view_of("routing_map", routing_map, looked_at),
+          view_of("weights", weights, looked_at),
+          TensorView::of("memory", memory, true),
           narrow("topk_in", topk_in),
           count,
           num_blocks};
@@ -46,13 +47,13 @@ PlaceRequest make_place(const CallHeader& header, const MaybeTensor& topk_idx, c
 DispatchRequest make_dispatch(const Tensor& x, const MaybeTensor& scale, const MaybeTensor& weights,
                               bool routed_weights, const Tensor& out_x, const MaybeTensor& out_scale,
                               const MaybeTensor& out_weights, int64_t row_bytes, int64_t scale_bytes,
-                              MaybeCount permuted, const LaunchShape& launch) {
-  return {TensorView::of("hidden", x),
-          TensorView::of("out_x", out_x),
-          view_of("scaling_factor", scale),
-          view_of("weights", weights),
-          view_of("out_scale", out_scale),
-          view_of("out_weights", out_weights),
+                              MaybeCount permuted, const LaunchShape& launch, bool looked_at) {
+  return {TensorView::of("hidden", x, looked_at),
+          TensorView::of("out_x", out_x, true),
+          view_of("scaling_factor", scale, looked_at),
+          view_of("weights", weights, looked_at),
+          view_of("out_scale", out_scale, true),
+          view_of("out_weights", out_weights, true),
           routed_weights,
           narrow("row_bytes", row_bytes),
           narrow("scale_bytes", scale_bytes),
@@ -64,9 +65,9 @@ CombineRequest make_combine(const Tensor& x, int64_t hidden, const MaybeTensor& 
                             const MaybeTensor& out_weights, bool permuted, bool multiply, bool fp32_partials,
                             const LaunchShape& launch) {
   return {TensorView::of("hidden", x),
-          TensorView::of("out_x", out_x),
+          TensorView::of("out_x", out_x, true),
           view_of("probs", weights),
-          view_of("out_weights", out_weights),
+          view_of("out_weights", out_weights, true),
           narrow("hidden", hidden),
           permuted,
           multiply,
@@ -163,6 +164,8 @@ void combine(Engine& engine, Plan& plan, const CombineRequest& r) {
 }
 
 void bind_requests(py::module_& m) {
+  // of(...): all of them by position. pybind11 looks every keyword up, which costs a call more than all its checks.
+  // looked_at: signature() has seen where the storages of the caller's tensors end, in this call.
   using P = PlaceRequest;
   using D = DispatchRequest;
   using C = CombineRequest;
@@ -174,10 +177,13 @@ void bind_requests(py::module_& m) {
   py::class_<P> p(m, "PlaceRequest", "A routed call, for Engine.place.");
   p.def(py::init(&make_place), py::arg("header"), py::kw_only(), py::arg("topk_idx") = py::none(),
         py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("memory"), py::arg("topk_in") = 0,
-        py::arg("count"), py::arg("num_blocks") = 1,
+        py::arg("count"), py::arg("num_blocks") = 1, py::arg("looked_at") = false,
         "Of topk_idx int64 [T, topk_in] and routing_map bool [T, E] one; weights fp32 of its shape; memory: uint8, "
         "plan_memory() bytes. count: wait for the counts, else the host never learns them. num_blocks: of the exchange "
         "kernel.");
+  p.def_static("of", &make_place, py::arg("header"), py::arg("topk_idx").none(true), py::arg("routing_map").none(true),
+               py::arg("weights").none(true), py::arg("memory"), py::arg("topk_in"), py::arg("count"),
+               py::arg("num_blocks"), py::arg("looked_at"), "All of them, by position.");
   field(p, "topk_idx", &P::topk_idx);
   field(p, "routing_map", &P::routing_map);
   field(p, "weights", &P::weights);
@@ -186,9 +192,13 @@ void bind_requests(py::module_& m) {
   d.def(py::init(&make_dispatch), py::kw_only(), py::arg("x"), py::arg("scale") = py::none(),
         py::arg("weights") = py::none(), py::arg("routed_weights") = false, py::arg("out_x"),
         py::arg("out_scale") = py::none(), py::arg("out_weights") = py::none(), py::arg("row_bytes"),
-        py::arg("scale_bytes") = 0, py::arg("permuted") = py::none(), py::arg("launch"),
+        py::arg("scale_bytes") = 0, py::arg("permuted") = py::none(), py::arg("launch"), py::arg("looked_at") = false,
         "weights: in plan order; routed_weights: those that the plan's routing brought. permuted: rows of the "
         "permuted result; None: receive order.");
+  d.def_static("of", &make_dispatch, py::arg("x"), py::arg("scale").none(true), py::arg("weights").none(true),
+               py::arg("routed_weights"), py::arg("out_x"), py::arg("out_scale").none(true),
+               py::arg("out_weights").none(true), py::arg("row_bytes"), py::arg("scale_bytes"),
+               py::arg("permuted").none(true), py::arg("launch"), py::arg("looked_at"), "All of them, by position.");
   field(d, "x", &D::x);
   field(d, "scale", &D::scale);
   field(d, "weights", &D::weights);
@@ -199,6 +209,9 @@ void bind_requests(py::module_& m) {
   c.def(py::init(&make_combine), py::kw_only(), py::arg("x"), py::arg("hidden"), py::arg("weights") = py::none(),
         py::arg("out_x"), py::arg("out_weights") = py::none(), py::arg("permuted"), py::arg("multiply") = false,
         py::arg("fp32_partials") = false, py::arg("launch"));
+  c.def_static("of", &make_combine, py::arg("x"), py::arg("hidden"), py::arg("weights").none(true), py::arg("out_x"),
+               py::arg("out_weights").none(true), py::arg("permuted"), py::arg("multiply"), py::arg("fp32_partials"),
+               py::arg("launch"), "All of them, by position.");
   field(c, "x", &C::x);
   field(c, "weights", &C::weights);
   field(c, "out_x", &C::out_x);

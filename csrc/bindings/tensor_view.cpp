@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "bindings/torch_exchange.h"
+
 namespace py = pybind11;
 
 namespace hep {
@@ -76,18 +78,14 @@ Element element_of(const py::handle& dtype) {
 // None: it does not fill one piece of memory that the core can read. A tensor that computes nothing answers each of
 // these in some 50 ns; asking Python for a device costs more than all of them.
 std::optional<TensorView> filled(const Tensor& x) {
-  static const Attribute data_ptr("data_ptr"), nbytes("nbytes"), storage_bytes("nbytes"), dtype("dtype"),
-      is_cpu("is_cpu"), is_cuda("is_cuda"), is_contiguous("is_contiguous"), untyped_storage("untyped_storage");
+  static const Attribute data_ptr("data_ptr"), nbytes("nbytes"), dtype("dtype"), is_cpu("is_cpu"), is_cuda("is_cuda"),
+      is_contiguous("is_contiguous");
   try {
     const uint64_t address = data_ptr.called_count(x), bytes = nbytes.count(x);
     const bool on_cpu = is_cpu.is_true(x);
     if (!on_cpu && !is_cuda.is_true(x)) return std::nullopt;
     if (is_contiguous.call(x).ptr() != Py_True) return std::nullopt;
-    if (bytes) {
-      const py::object storage = untyped_storage.call(x);
-      const uint64_t end = data_ptr.called_count(storage) + storage_bytes.called_count(storage);
-      if (!address || address + bytes > end) return std::nullopt;
-    }
+    if (bytes && (!address || !storage_holds(x, address + bytes))) return std::nullopt;
     return TensorView{address, bytes, element_of(dtype.read(x)), on_cpu ? Device::kCpu : Device::kCuda, x};
   } catch (const py::error_already_set& error) {
     if (error.matches(PyExc_RuntimeError)) return std::nullopt;  // traced, batched and fake tensors have no address
@@ -95,11 +93,26 @@ std::optional<TensorView> filled(const Tensor& x) {
   }
 }
 
+// The same by way of torch's table; None also where that says nothing.
+std::optional<TensorView> exchanged(const Tensor& x, bool sure_of_storage) {
+  const auto t = plain_tensor(x);
+  const auto address = t ? uint64_t(reinterpret_cast<uintptr_t>(t->data)) : 0;
+  if (!t || (t->bytes && !sure_of_storage && !storage_holds(x, address + t->bytes))) return std::nullopt;
+  return TensorView{address, t->bytes, t->element, t->device.type == dlpack::kCpu ? Device::kCpu : Device::kCuda, x};
+}
+
 alignas(128) unsigned char nothing[128];  // where tensors without bytes are said to be
 
 }  // namespace
 
-TensorView TensorView::of(const char* name, const Tensor& tensor) {
+bool storage_holds(const py::handle& tensor, uint64_t end) {
+  static const Attribute untyped_storage("untyped_storage"), data_ptr("data_ptr"), nbytes("nbytes");
+  const py::object storage = untyped_storage.call(tensor);
+  return data_ptr.called_count(storage) + nbytes.called_count(storage) >= end;
+}
+
+TensorView TensorView::of(const char* name, const Tensor& tensor, bool sure_of_storage) {
+  if (auto view = exchanged(tensor, sure_of_storage)) return *std::move(view);
   if (auto view = filled(tensor)) return *std::move(view);
   py::module_::import("hybrid_ep.runtime.tensors").attr("refuse")(name, tensor);  // raises, with the remedy
   throw std::logic_error(std::string(name) + ": a tensor that is neither usable nor refused");
@@ -140,8 +153,10 @@ DType summable(const char* name, const TensorView* view) {
 
 void bind_tensor_view(py::module_& m) {
   py::class_<TensorView>(m, "TensorView", "A tensor on its way into the core.")
-      .def_static("of", &TensorView::of, py::arg("name"), py::arg("tensor"),
-                  "All bytes of a tensor. ValueError, naming it, when they are not in one piece of memory of its own.")
+      .def_static(
+          "of", [](const char* name, const Tensor& tensor) { return TensorView::of(name, tensor); }, py::arg("name"),
+          py::arg("tensor"),
+          "All bytes of a tensor. ValueError, naming it, when they are not in one piece of memory of its own.")
       .def(py::init(&make), py::arg("address"), py::arg("num_bytes"), py::arg("element"), py::arg("device"),
            py::arg("tensor") = py::none(),
            "num_bytes of memory at `address` on a 'cpu' or 'cuda' device; element: a code of `elements`; tensor: what "

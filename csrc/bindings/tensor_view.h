@@ -36,7 +36,8 @@ class Tensor : public pybind11::object {
 
 struct TensorView {
   // ValueError, naming it, for a tensor whose bytes are not all in one piece of memory that the core can read.
-  static TensorView of(const char* name, const Tensor& tensor);
+  // sure_of_storage: nobody can have made its storage smaller, for this call has made the tensor, or looked already.
+  static TensorView of(const char* name, const Tensor& tensor, bool sure_of_storage = false);
 
   uint64_t address = 0, bytes = 0;
   Element element = Element::kOther;
@@ -45,8 +46,8 @@ struct TensorView {
 };
 
 // The same of a tensor that may be left out.
-inline std::optional<TensorView> view_of(const char* name, const std::optional<Tensor>& tensor) {
-  return tensor ? std::optional(TensorView::of(name, *tensor)) : std::nullopt;
+inline std::optional<TensorView> view_of(const char* name, const std::optional<Tensor>& tensor, bool sure = false) {
+  return tensor ? std::optional(TensorView::of(name, *tensor, sure)) : std::nullopt;
 }
 
 // What a call needs of one argument.
@@ -74,6 +75,9 @@ T* optional_array(const TensorView* view, const Need& need) {
 }
 
 DType summable(const char* name, const TensorView* view);  // what combine adds; ValueError for anything else
+
+// Whether the storage of a tensor reaches to this address.
+bool storage_holds(const pybind11::handle& tensor, uint64_t end);
 
 void bind_tensor_view(pybind11::module_& m);
 

@@ -9,22 +9,56 @@ does not exist) or as a DeadlineError of the site headers_differ (ranks that mea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hybrid_ep.runtime.plan import BlockingPlan, PlanMemory, StaticPlan
-from hybrid_ep.runtime.tensors import padded_row_bytes, row_bytes, view
+from hybrid_ep import _core
+from hybrid_ep.runtime.known import Known
+from hybrid_ep.runtime.plan import BlockingPlan, Plan, PlanMemory, StaticPlan
+from hybrid_ep.runtime.tensors import padded_row_bytes, row_bytes
 
 if TYPE_CHECKING:
     from hybrid_ep._core import CallHeader, Placed
     from hybrid_ep.config import HybridEpConfigInstance
-    from hybrid_ep.runtime.session import Call, Routing, Session
+    from hybrid_ep.runtime.call import Call
+    from hybrid_ep.runtime.routing import Routing
+    from hybrid_ep.runtime.session import Session
+
+_P = TypeVar("_P", bound=Plan)
+
+
+class Asked(NamedTuple):
+    """A routed call by its key, None if it is out of the ordinary, and what is known of such calls."""
+
+    key: bytes | None
+    known: Known | None
+
 
 _MOST_EXCHANGES = 8  # experts, a wide map, unlike widths and growth take one each, and the last one places
 
 
-def static_plan(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance) -> StaticPlan:
+def static_plan(
+    session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance, asked: Asked
+) -> StaticPlan:
     """For a host that waits for nothing. Collective. ValueError, on the rank concerned alone and before anything is
     sent, when the call does not fit what the buffer was laid out for."""
+    told = asked.known or _fitted(session, routing, call, template)
+    placed, memory = _launch(session, routing, told, asked.known is not None, count=False)
+    if asked.known is None:
+        session.remember(asked.key, told)
+    return _made(
+        StaticPlan,
+        session,
+        routing,
+        call,
+        core=placed.complete,
+        memory=memory,
+        max_tokens=session.shape.max_tokens,
+        capped=session.options.capacity_factor is not None,
+    )
+
+
+def _fitted(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Known:
+    """What an exchange of the call tells, in memory that has room for it."""
     if routing.num_tokens > session.shape.max_tokens:
         raise ValueError(
             f"hidden has {routing.num_tokens} rows, but the buffer is laid out for {session.shape.max_tokens} tokens a "
@@ -40,40 +74,44 @@ def static_plan(session: Session, routing: Routing, call: Call, template: Hybrid
         row_bytes=row_bytes(call.hidden),
         scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
     )
-    placed, memory = _launch(session, routing, call, template, topk, count=False)
-    return StaticPlan(
-        **_common(session, routing, call),
-        core=placed.complete,
-        memory=memory,
-        max_tokens=session.shape.max_tokens,
-        capped=session.options.capacity_factor is not None,
-    )
+    return _told(session, routing, call, template, topk, count=False)
 
 
-def blocking_plan(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance) -> BlockingPlan:
+def blocking_plan(
+    session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance, asked: Asked
+) -> BlockingPlan:
     """For a host that waits for the counts and nothing else. Collective.
 
     The kernel places rows when all calls fit together and the buffer. Where they do not, every rank learns from the
     headers what each of the others does: raise, grow, or take wider rows, and exchange again. ValueError and
     CapacityError are raised on all ranks alike."""
-    topk, known = _first_width(session, routing), routing.topk_idx is not None
+    told = asked.known
+    first = topk = told.topk if told else _first_width(session, routing)
+    counted = routing.topk_idx is not None
     for _ in range(_MOST_EXCHANGES):
         capacity = session.shape.recv_rows
-        placed, memory = _launch(session, routing, call, template, topk, count=True)
+        if told is None:
+            told = _told(session, routing, call, template, topk, count=True)
+        placed, memory = _launch(session, routing, told, asked.known is not None, count=True)
+        if asked.known and placed.settled(topk, told.most_tokens, told.most_hidden, capacity):
+            session.chunks = told.chunks
+            return _counted(session, routing, call, placed, memory)
+        asked = asked._replace(known=None)  # of another rank's call nothing is known: as if this one were the first
         session.check_headers(placed)
         ranges = placed.ranges
         if routing.num_experts != session.shape.num_experts:  # all ranks' were another than the buffer's
             session.fit(num_experts=routing.num_experts)
         elif ranges.excess:
-            if known:
+            if counted:
                 raise ValueError(_unknown_experts(placed.headers, routing.num_experts))
-            topk, known = max(ranges.most_topk, _widest(routing)), True
+            topk, counted = max(ranges.most_topk, _widest(routing)), True
         elif ranges.least_topk != ranges.most_topk:
             topk = ranges.most_topk
         else:
             session.fit_call(ranges, topk, call, template)
             if placed.placed and session.shape.recv_rows == capacity:
                 break
+        told = None
     else:
         raise RuntimeError(
             f"{_MOST_EXCHANGES} exchanges did not place the rows; please report this, with "
@@ -82,30 +120,38 @@ def blocking_plan(session: Session, routing: Routing, call: Call, template: Hybr
     if routing.topk_idx is None:
         session.map_width = max(session.map_width, topk)
     session.check_capacity(placed, call)
+    if told.topk == first:  # else other ranks asked for wider rows, and may not the next time
+        session.remember(asked.key, told)
+    return _counted(session, routing, call, placed, memory)
+
+
+def _counted(session: Session, routing: Routing, call: Call, placed: Placed, memory: PlanMemory) -> BlockingPlan:
+    """The plan of a call whose rows were placed."""
     learned = PlanMemory.of(placed.learned, session.options.device)
-    block = view("memory", learned.block)
-    assert block is not None  # a view of a tensor
-    return BlockingPlan(
-        **_common(session, routing, call),
-        core=placed.plan(block),
+    return _made(
+        BlockingPlan,
+        session,
+        routing,
+        call,
+        core=placed.plan(_core.TensorView.of("memory", learned.block)),
         memory=memory,
         learned=learned,
         from_nodes=placed.from_nodes,
-        max_tokens=max(1, ranges.most_tokens),
+        max_tokens=max(1, placed.most_tokens),
     )
 
 
-def _common(session: Session, routing: Routing, call: Call) -> dict[str, Any]:
-    """What plans of both kinds are told."""
-    where = session.topology
-    return dict(
-        rank=where.rank,
-        num_ranks=where.num_ranks,
-        num_local_ranks=where.num_local_ranks,
+def _made(kind: type[_P], session: Session, routing: Routing, call: Call, **rest: Any) -> _P:
+    """A plan: the same object as kind(...), without a function call for each of its frozen fields."""
+    plan = object.__new__(kind)
+    plan.__dict__.update(
+        session.where,
         num_experts=routing.num_experts,
         pad_multiple=call.pad_multiple,
         has_weights=routing.weights is not None,
+        **rest,
     )
+    return plan
 
 
 def _first_width(session: Session, routing: Routing) -> int:
@@ -129,14 +175,26 @@ def _unknown_experts(headers: list[CallHeader], num_experts: int) -> str:
     return f"topk_idx holds choices outside the experts 0..{num_experts - 1} ({said}); -1 drops a choice"
 
 
-def _launch(
+def _told(
     session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance, topk: int, count: bool
-) -> tuple[Placed, PlanMemory]:
-    """(what the exchange kernel was asked to place, where). With another number of experts than the engine's, a rank
-    sends its header alone."""
-    tokens = routing.num_tokens if routing.num_experts == session.shape.num_experts else 0
-    memory = PlanMemory.of(session.engine.plan_memory(tokens, topk, not count), session.options.device)
-    header = call.header(routing, template, tokens, topk)
-    return session.engine.place(
-        routing.request(header, memory.block, count, session.exchange_blocks(tokens, template))
-    ), memory
+) -> Known:
+    """Of an exchange of this width. With another number of experts than the engine's, a rank sends its header alone."""
+    shape = session.shape
+    tokens = routing.num_tokens if routing.num_experts == shape.num_experts else 0
+    return Known(
+        num_experts=routing.num_experts,
+        topk=topk,
+        header=call.header(routing, template, tokens, topk),
+        at=session.engine.plan_memory(tokens, topk, not count),
+        num_blocks=session.exchange_blocks(tokens, template),
+        chunks={operation: template.chunk(operation) for operation in ("dispatch", "combine")},
+        most_tokens=shape.max_tokens,
+        most_hidden=shape.row_bytes // 2,
+    )
+
+
+def _launch(session: Session, routing: Routing, told: Known, plain: bool, count: bool) -> tuple[Placed, PlanMemory]:
+    """(what the exchange kernel was asked to place, where). plain: the routing's tensors are as the core wants them."""
+    memory = PlanMemory.of(told.at, session.options.device)
+    given = routing if plain else routing.aligned()
+    return session.engine.place(given.request(told.header, memory.block, count, told.num_blocks, plain)), memory

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hybrid_ep import _core
 from hybrid_ep.runtime.handle_kinds import HandleKind
 
 _ALIGNMENT = 128
@@ -32,9 +33,13 @@ class PlanMemory(NamedTuple):
     @classmethod
     def of(cls, at: Any, device: torch.device) -> PlanMemory:
         num_bytes = at.total
-        memory = _no_bytes(device).new_empty(num_bytes + _ALIGNMENT)
-        begin = -memory.data_ptr() % _ALIGNMENT
-        return cls(memory[begin : begin + num_bytes], at)
+        if device.type == "cpu":
+            if _core.exchanges_tensors():
+                return cls(_core.host_bytes(num_bytes), at)
+            memory = _no_bytes(device).new_empty(num_bytes + _ALIGNMENT)
+            begin = -memory.data_ptr() % _ALIGNMENT
+            return cls(memory[begin : begin + num_bytes], at)
+        return cls(_no_bytes(device).new_empty(num_bytes), at)  # CUDA's allocators align to more
 
     def array(self, begin: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """A view: `shape` elements from byte `begin` on."""
@@ -156,6 +161,8 @@ class BlockingPlan(Plan):
     @property
     def padded_tokens_per_expert(self) -> torch.Tensor:
         # On the host, as the caller of a blocking call expects.
+        if _core.exchanges_tensors():
+            return self.core.padded_tensor()
         return torch.frombuffer(self.core.padded_tokens_per_expert, dtype=torch.int64)
 
     @property
@@ -179,8 +186,9 @@ class StaticPlan(Plan):
 
     @property
     def padded_tokens_per_expert(self) -> torch.Tensor:
-        num_bytes = self.num_local_experts * torch.int64.itemsize
-        return self.memory.block.narrow_copy(0, self.memory.at.padded_tokens_per_expert, num_bytes).view(torch.int64)
+        block, at = self.memory
+        num_bytes = 8 * (self.num_experts // self.num_ranks)
+        return block.narrow_copy(0, at.padded_tokens_per_expert, num_bytes).view(torch.int64)
 
     @property
     def has_holes(self) -> bool:

@@ -5,10 +5,21 @@ and zeroing then cost more than the exchange that fills the block. A GPU's cachi
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import torch
+
+from hybrid_ep import _core
+from hybrid_ep.runtime.tensors import code_of
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Whose new_empty reads one argument, where torch.empty reads five, which costs it twice as much again."""
+    return torch.empty(0, dtype=dtype, device=device)
+
 
 _SMALLEST = 1 << 20  # bytes; below, malloc keeps what it has
 
@@ -19,11 +30,15 @@ def size_class(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-def lent(engine: Any, rows: int, row_bytes: int) -> torch.Tensor | None:
-    """uint8 [rows, row_bytes], uninitialised, of the engine's arena; None where that has no room. The storage refers to
-    the block, which returns when the storage ends; it cannot be resized."""
-    block = engine.take(rows * row_bytes) if rows * row_bytes else None
-    return None if block is None else torch.frombuffer(block, dtype=torch.uint8).view(rows, row_bytes)
+def lent(engine: Any, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
+    """[rows, row_bytes of that type], uninitialised, of the engine's arena; None where that has no room. The storage
+    refers to the block, which returns when the storage ends; it cannot be resized."""
+    if not rows * row_bytes:
+        return None
+    if _core.exchanges_tensors():
+        return engine.lend(rows, row_bytes // dtype.itemsize, code_of(dtype))
+    block = engine.take(rows * row_bytes)
+    return None if block is None else torch.frombuffer(block, dtype=torch.uint8).view(rows, row_bytes).view(dtype)
 
 
 class _Block:
@@ -61,16 +76,16 @@ class ResultPool:
     def __init__(self, idle_limit: int, device: torch.device | None = None):
         self.device = device or torch.device("cpu")
         self.idle_limit = idle_limit if self.device.type == "cpu" else 0
-        self._no_bytes = torch.empty(0, dtype=torch.uint8, device=self.device)  # as in plan.py
         self._blocks: list[_Block] = []  # the longest unused first
 
-    def empty(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """[rows, row_bytes of that type], uninitialised, on the pool's device."""
-        num_bytes, shape = rows * row_bytes, (rows, row_bytes // dtype.itemsize)
+    def empty(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8, flat: bool = False) -> torch.Tensor:
+        """[rows, row_bytes of that type], uninitialised, on the pool's device; flat: one dimension."""
+        num_bytes, columns = rows * row_bytes, row_bytes // dtype.itemsize
+        shape, strides = ((rows * columns,), (1,)) if flat else ((rows, columns), (columns, 1))
         if num_bytes < _SMALLEST or not self.idle_limit:
-            return self._no_bytes.new_empty(shape, dtype=dtype)
+            return _nothing(dtype, self.device).new_empty(shape)
         block = self._take(size_class(num_bytes))
-        return torch.empty(0, dtype=dtype, device="cpu").set_(block.storage, 0, shape, (shape[1], 1))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(block.storage, 0, shape, strides)
 
     @property
     def idle_bytes(self) -> int:

@@ -27,22 +27,25 @@ class Routing(NamedTuple):
         assert given is not None  # one of them is
         return given.shape[0]
 
+    def aligned(self) -> Routing:
+        """With tensors that the core can read."""
+        return Routing(self.num_experts, *(None if x is None else aligned(x) for x in self[1:]))
+
+    def is_as_given(self, given: Given) -> bool:
+        """Whether these are the caller's own tensors, none of them converted."""
+        if self.topk_idx is None:
+            return self.routing_map is given.routing_map and self.weights is given.probs
+        return self.topk_idx is given.topk_idx and self.weights is given.topk_weights
+
     def request(
-        self, header: _core.CallHeader, memory: torch.Tensor, count: bool, num_blocks: int
+        self, header: _core.CallHeader, memory: torch.Tensor, count: bool, num_blocks: int, looked_at: bool
     ) -> _core.PlaceRequest:
-        """What the exchange kernel is to place in that memory; count: wait for the counts."""
-        idx, route, weights = (
-            None if x is None else aligned(x) for x in (self.topk_idx, self.routing_map, self.weights)
-        )
-        return _core.PlaceRequest(
-            header,
-            topk_idx=idx,
-            routing_map=route,
-            weights=weights,
-            memory=memory,
-            topk_in=0 if idx is None else idx.shape[1],
-            count=count,
-            num_blocks=num_blocks,
+        """What the exchange kernel is to place in that memory; count: wait for the counts. Of aligned tensors;
+        looked_at: by signature(), in this call."""
+        idx = self.topk_idx
+        topk_in = 0 if idx is None else idx.shape[1]
+        return _core.PlaceRequest.of(
+            header, idx, self.routing_map, self.weights, memory, topk_in, count, num_blocks, looked_at
         )
 
 
@@ -54,6 +57,17 @@ class Given(NamedTuple):
     num_of_experts: int | None
     probs: torch.Tensor | None
     routing_map: torch.Tensor | None
+
+
+def routing_of_known(given: Given, num_experts: int, look: bool) -> Routing:
+    """The same of a call whose like was checked before: only its choices may be wrong."""
+    topk_idx, topk_weights, _, probs, routing_map = given
+    if routing_map is not None:
+        return Routing(num_experts, None, routing_map, probs)
+    if look:
+        assert topk_idx is not None  # or a map
+        validation.choices(topk_idx, num_experts)
+    return Routing(num_experts, topk_idx, None, topk_weights)
 
 
 def routing_of_call(

@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,12 +20,14 @@ from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
 from hybrid_ep.runtime import devices, nvshmem, placing, results, sm_plan, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
+from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.device_arena import DeviceArena
 from hybrid_ep.runtime.engine_clock import EngineClock
+from hybrid_ep.runtime.known import Known, KnownCalls
 from hybrid_ep.runtime.options import Options, recv_capacity
 from hybrid_ep.runtime.plan import Plan
 from hybrid_ep.runtime.routing import Routing
-from hybrid_ep.runtime.tensors import dtype_of, element_code, padded_row_bytes, row_bytes
+from hybrid_ep.runtime.tensors import dtype_of, padded_row_bytes, row_bytes
 from hybrid_ep.runtime.topology import Topology
 
 _SHAPE_FIELDS = (
@@ -42,76 +44,10 @@ _SHAPE_FIELDS = (
 _TOKENS_OF_A_BLOCK = 128  # that make it worth while for the exchange kernel to have one more
 
 
-class Call(NamedTuple):
-    """What a routed dispatch wants, beyond its routing."""
+@functools.lru_cache(maxsize=64)
+def _launch_shape(num_blocks: int, local_blocks: int | None, chunk_tokens: int) -> _core.LaunchShape:
+    return _core.LaunchShape(num_blocks=num_blocks, local_blocks=local_blocks, chunk_tokens=chunk_tokens)
 
-    hidden: torch.Tensor
-    scale: torch.Tensor | None
-    permute: bool
-    non_blocking: bool = False
-    pad_multiple: int = 1
-    budget: int | None = None  # permuted rows of this rank
-    pad_empty_experts: bool = False
-    use_fp8: bool | None = None  # what the caller said of hidden
-
-    @classmethod
-    def permuted(
-        cls,
-        hidden: torch.Tensor,
-        scale: torch.Tensor | None,
-        *,
-        num_permuted_tokens: Any,
-        pad_multiple: Any,
-        non_blocking: Any,
-        pad_empty_experts: Any,
-        routed: bool,
-        use_fp8: Any = None,
-    ) -> Call:
-        """Of arguments of dispatch_with_permute, checked; routed: it brings routing, and no handle."""
-        validation.flag("non_blocking", non_blocking)
-        validation.flag("pad_empty_experts", pad_empty_experts)
-        budget = (
-            None if num_permuted_tokens is None else validation.integer("num_permuted_tokens", num_permuted_tokens, 0)
-        )
-        pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
-        if non_blocking and routed and (budget is None or budget % pad):
-            raise ValueError(
-                f"num_permuted_tokens={num_permuted_tokens!r} must be a multiple of pad_multiple={pad} "
-                "when non_blocking=True; it is the static number of rows"
-            )
-        return cls(hidden, scale, True, non_blocking, pad, budget, pad_empty_experts, use_fp8)
-
-    def header(
-        self, routing: Routing, template: HybridEpConfigInstance, num_tokens: int, topk: int
-    ) -> _core.CallHeader:
-        """What all other ranks are told; num_tokens, topk: of this exchange."""
-        width, dtype = (0, 0) if self.scale is None else (self.scale.shape[1], element_code(self.scale))
-        return _header(
-            num_tokens=num_tokens,
-            topk=topk,
-            budget=self.budget,
-            want_tokens=template.max_num_of_tokens_per_rank,
-            want_hidden=template.hidden_dim,
-            num_experts=routing.num_experts,
-            hidden=self.hidden.shape[1],
-            scale_width=width,
-            pad_multiple=self.pad_multiple,
-            chunk_dispatch=template.chunk("dispatch"),
-            chunk_combine=template.chunk("combine"),
-            dtype=element_code(self.hidden),
-            scale_dtype=dtype,
-            permute=self.permute,
-            non_blocking=self.non_blocking,
-            routing_map=routing.topk_idx is None,
-            weights=routing.weights is not None,
-            pad_empty_experts=self.pad_empty_experts,
-        )
-
-
-# Calls of one shape say the same again, and a header is made of seventeen words by name.
-_header = functools.lru_cache(maxsize=256)(_core.CallHeader)
-
-_launch_shape = functools.lru_cache(maxsize=64)(_core.LaunchShape)
 
 # How a rank's answer reads, where ranks gave different ones.
 _WORDS: dict[str, Callable[[_core.CallHeader], str]] = {
@@ -159,10 +95,12 @@ class Guard:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._began: Any = None
 
     def __enter__(self) -> Session:
-        self._began = self._session.enter()
-        return self._session
+        session = self._session
+        self._began = session.enter()  # raises where another thread is inside
+        return session
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         self._session.leave(self._began, error)
@@ -173,7 +111,7 @@ class Session:
 
     def __init__(self, meet: Rendezvous, topology: Topology, options: Options):
         self.topology, self.meet, self.options = topology, meet, options
-        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._lock, self._pid, self._guard = threading.Lock(), os.getpid(), Guard(self)
         self.why_closed: str | None = None
         self._generation = 0
         self._past_traffic: dict[str, int] = {}
@@ -181,6 +119,7 @@ class Session:
         # Whether kernels run beside the host, as on a GPU: then it waits for whatever it looks at, a choice of topk_idx
         # or a count, and non_blocking=True looks at nothing. The host's executors have ended when a launch returns.
         self.runs_beside = devices.is_cuda(options.executor)
+        self.runs_on_gpu = options.device.type == "cuda"
         self.map_width = 0  # pairs of a token in the widest routing map so far, of all ranks
         self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = results.ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
@@ -193,7 +132,15 @@ class Session:
             warnings.warn(said, RuntimeWarning, stacklevel=4)
         self.shape: Any = None
         self._room: dict[str, int] = {}  # what the shape says
-        self._blocks_allowed: set[tuple[str, int]] = set()  # of which the engine was asked
+        # Of which the engine was asked, and what came of it.
+        self._blocks_allowed: set[tuple[str, int]] = set()
+        self._blocks_found: dict[tuple[str, int, int | None], tuple[int, int | None]] = {}
+        self.known = KnownCalls()
+        self.where = {  # this rank, as its plans say it
+            "rank": topology.rank,
+            "num_ranks": topology.num_ranks,
+            "num_local_ranks": topology.num_local_ranks,
+        }
         self.chunks = options.chunks  # rows of a rail message by operation; all ranks agree on them
         first = options.first_shape(topology.num_ranks)
         self._open({**first, "arena_bytes": self._arena_bytes(first)})
@@ -202,12 +149,13 @@ class Session:
     def guard(self) -> Guard:
         """Around every operation: in the process that made the buffer, one thread at a time, none after a failure; its
         tensors lie on the buffer's device."""
-        return Guard(self)
+        return self._guard
 
     def enter(self) -> Any:
         """What began, for leave()."""
-        self.require_own_process()
-        if not self._lock.acquire(blocking=False):
+        if os.getpid() != self._pid:
+            self.require_own_process()
+        if not self._lock.acquire(False):
             raise ReentrantCallError(
                 "this buffer is busy with a call of another thread; give each thread its own "
                 "HybridEPBuffer, or take turns"
@@ -215,7 +163,8 @@ class Session:
         try:
             if self.why_closed is not None:
                 raise BufferFailedError(self.why_closed)
-            self._enter_device()
+            if self.runs_on_gpu:
+                self._enter_device()
             return self._progress(), validation.enter(self.options.device)
         except BaseException:
             self._lock.release()
@@ -224,8 +173,11 @@ class Session:
     def leave(self, began: Any, error: BaseException | None) -> None:
         progress, outer = began
         validation.leave(outer)
+        if error is None:
+            self._lock.release()
+            return
         try:
-            if error is not None and self._is_out_of_step(error, progress):
+            if self._is_out_of_step(error, progress):
                 self.close(f"this buffer failed earlier: {_reason(error)}; make a new HybridEPBuffer")
         finally:
             self._lock.release()
@@ -241,7 +193,7 @@ class Session:
 
     def _progress(self) -> tuple[int, int]:
         """Changes as soon as anything is sent to other ranks."""
-        return self._generation, -1 if self.engine is None else self.num_launches()
+        return self._generation, -1 if self.engine is None else self._past_launches + self.engine.num_launches
 
     def _is_out_of_step(self, error: BaseException, began: tuple[int, int]) -> bool:
         """Whether this rank leaves in the middle of an operation, in which the others now wait for it.
@@ -256,7 +208,7 @@ class Session:
 
     def _enter_device(self) -> None:
         """CUDA: operations go where torch's would go in this thread."""
-        if self.options.device.type == "cuda":
+        if self.runs_on_gpu:
             stream = devices.enter(self.options.device)
             self.capturing = torch.cuda.is_current_stream_capturing()
             self.captured |= self.capturing
@@ -344,33 +296,38 @@ class Session:
             self.engine = self._clock.around(self.engine)
         self.shape, self._room = shape, wanted
         self._blocks_allowed.clear()
+        self._blocks_found.clear()
+        self.known.forget()
         self._enter_device()
 
     def _arena_bytes(self, shape: dict[str, int]) -> int:
         """Of a buffer of this shape. None in NVSHMEM's heap: all ranks free that together, under results that live."""
         return 0 if self._executor == nvshmem.EXECUTOR else self.options.arena_bytes(shape)
 
-    def _lent(self, rows: int, row_bytes: int) -> torch.Tensor | None:
-        """uint8 [rows, row_bytes] of the arena, if there is room. Not for a CUDA graph, whose replays would write where
-        other results have come to lie by then: its tensors are of the graph's own pool."""
+    def _lent(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
+        """[rows, row_bytes of that type] of the arena, if there is room. Not for a CUDA graph, whose replays would
+        write where other results have come to lie by then: its tensors are of the graph's own pool."""
         if self.options.device.type != "cuda":
-            return results.lent(self.engine, rows, row_bytes)
+            return results.lent(self.engine, rows, row_bytes, dtype)
         if self._device_arena is None or self.capturing:
             return None
-        return self._device_arena.empty(rows, row_bytes)
+        lent = self._device_arena.empty(rows, row_bytes)
+        return None if lent is None else lent.view(dtype)
 
     def dispatched(
-        self, rows: int, row_bytes: int, scale_bytes: int, weight_columns: int, zero: bool
+        self, rows: int, row_bytes: int, dtype: torch.dtype, scale_bytes: int, weight_columns: int | None, zero: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Memory for a result: uint8 [rows, row_bytes], uint8 [rows, scale_bytes], fp32 [rows, weight_columns]; None
-        for a width of 0. Payload and scales are the arena's, where rows land to stay. Where it has no room they lie
-        elsewhere, and a copy follows (copied_rows in traffic())."""
-        x = self._lent(rows, row_bytes)
+        """Memory for a result: [rows, row_bytes of that type], uint8 [rows, scale_bytes], fp32 [rows, weight_columns]
+        or, of None, [rows]; None for a width of 0. Payload and scales are the arena's, where rows land to stay. Where
+        it has no room they lie elsewhere, and a copy follows (copied_rows in traffic())."""
+        x = self._lent(rows, row_bytes, dtype)
         scales = self._lent(rows, scale_bytes) if scale_bytes and x is not None else None
         if x is None or (scale_bytes and scales is None):
-            x = self.results.empty(rows, row_bytes)
+            x = self.results.empty(rows, row_bytes, dtype)
             scales = self.results.empty(rows, scale_bytes) if scale_bytes else None
-        weights = self.results.empty(rows, 4 * weight_columns, torch.float32) if weight_columns else None
+        weights = None
+        if weight_columns != 0:
+            weights = self.results.empty(rows, 4 * (weight_columns or 1), torch.float32, weight_columns is None)
         if zero:
             for made in (x, scales, weights):
                 if made is not None:
@@ -404,10 +361,16 @@ class Session:
                 "non_blocking=True and num_permuted_tokens"
             )
 
-    def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Plan:
+    def route(self, routing: Routing, call: Call, template: HybridEpConfigInstance, asked: placing.Asked) -> Plan:
         """Exchanges the counts and places every row. Collective. Inside guard()."""
         make = placing.static_plan if call.non_blocking and self.runs_beside else placing.blocking_plan
-        return make(self, routing, call, template)
+        return make(self, routing, call, template, asked)
+
+    def remember(self, key: bytes | None, told: Known) -> None:
+        """What calls of that key need not work out again, now that one of them has its rows."""
+        if key is not None:
+            shape = self.shape
+            self.known.add(key, told._replace(most_tokens=shape.max_tokens, most_hidden=shape.row_bytes // 2))
 
     @staticmethod
     def check_headers(placed: _core.Placed) -> None:
@@ -461,8 +424,20 @@ class Session:
     def blocks(self, operation: str, num_sms: Any, template: HybridEpConfigInstance) -> tuple[int, int | None]:
         """Blocks of an operation that feed links, and those beside them for local work (None: the first do it).
         ValueError before anything is launched: behind a dispatch's routing other ranks would go on without this one."""
-        name, verb = "num_blocks", "permute" if operation == "dispatch" else "unpermute"
-        blocks, local = getattr(template, f"num_of_blocks_{operation}_api"), getattr(template, f"num_of_blocks_{verb}")
+        if operation == "dispatch":
+            verb, blocks, local = "permute", template.num_of_blocks_dispatch_api, template.num_of_blocks_permute
+        else:
+            verb, blocks, local = "unpermute", template.num_of_blocks_combine_api, template.num_of_blocks_unpermute
+        asked = operation, blocks, local
+        if num_sms is None and (found := self._blocks_found.get(asked)) is not None:
+            return found
+        found = self._find_blocks(verb, blocks, local, num_sms)
+        if num_sms is None:
+            self._blocks_found[asked] = found
+        return found
+
+    def _find_blocks(self, verb: str, blocks: int, local: int | None, num_sms: Any) -> tuple[int, int | None]:
+        name = "num_blocks"
         if num_sms is not None:
             name, blocks = "num_sms", validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
         self._allow_blocks(name, blocks)
@@ -486,7 +461,7 @@ class Session:
 
     def launch(self, operation: str, blocks: tuple[int, int | None]) -> _core.LaunchShape:
         """Of an operation on a plan, once its routing is agreed upon."""
-        return _launch_shape(num_blocks=blocks[0], local_blocks=blocks[1], chunk_tokens=self.chunks[operation])
+        return _launch_shape(blocks[0], blocks[1], self.chunks[operation])
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""

@@ -19,6 +19,11 @@ def element_code(x: torch.Tensor) -> int:
     return _ELEMENTS.get(x.dtype, 0)
 
 
+def code_of(dtype: torch.dtype) -> int:
+    """The same of a type that the core knows."""
+    return _ELEMENTS[dtype]
+
+
 def dtype_of(code: int) -> torch.dtype | None:
     """The inverse of element_code; None of 0, and of a type that this torch does not have."""
     return _DTYPES.get(code)

@@ -163,13 +163,19 @@ def topk(idx: Any, rows: int, num_experts: int, look: bool = True) -> torch.Tens
         raise ValueError(f"topk_idx has {idx.shape[0]} rows but hidden has {rows}; give one row for each token")
     if idx.shape[1] < 1:
         raise ValueError(f"topk_idx has shape {tuple(idx.shape)}; give at least one choice a token (-1 drops it)")
-    if look and idx.numel():
+    if look:
+        choices(idx, num_experts)
+    return idx.long()
+
+
+def choices(idx: torch.Tensor, num_experts: int) -> None:
+    """The numbers themselves; waits for a GPU."""
+    if idx.numel():
         low, high = (int(v) for v in idx.aminmax())
         if low < -1 or high >= num_experts:
             raise ValueError(
                 f"topk_idx holds {low if low < -1 else high}; experts are 0..{num_experts - 1}, -1 drops a choice"
             )
-    return idx.long()
 
 
 def routing_map(route: Any, rows: int, num_experts: int | None, num_ranks: int) -> torch.Tensor:

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from hybrid_ep import _core
 from hybrid_ep.config import HybridEpConfigInstance
-from hybrid_ep.runtime import plan_weights, validation
+from hybrid_ep.runtime import placing, plan_weights, validation
+from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.handle_kinds import HandleKind
 from hybrid_ep.runtime.plan import Plan, Routed
-from hybrid_ep.runtime.routing import Given, routing_of_call
-from hybrid_ep.runtime.session import Call, Session
+from hybrid_ep.runtime.routing import Given, routing_of_call, routing_of_known
+from hybrid_ep.runtime.session import Session
 from hybrid_ep.runtime.signatures import Combined, Handle, Received
 from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows
 
@@ -23,8 +24,18 @@ def plan_or_route(
     given: Given,
     call: Call,
     config: HybridEpConfigInstance,
-) -> tuple[Plan, Tensor | None, bool]:
-    """(plan, new weights in plan order or None, whether weights are those that the routing brought)."""
+) -> tuple[Plan, Tensor | None, bool, bool]:
+    """(plan, new weights in plan order or None, whether weights are those that the routing brought, whether the call is
+    known: its tensors are as the core wants them, and there is room for it)."""
+    asked = placing.Asked(None, None)
+    if handle is None:
+        session.require_capturable(call.non_blocking)
+        key, known = session.known.find(call, given, session.map_width, config)
+        if known is not None:
+            routing = routing_of_known(given, known.num_experts, look=not session.runs_beside)
+            plan = session.route(routing, call, config, placing.Asked(key, known))
+            return plan, None, plan.has_weights, True
+        asked = placing.Asked(key, None)
     x = validation.hidden_rows("hidden", call.hidden)
     if call.scale is not None:
         validation.scales(call.scale, x)
@@ -33,13 +44,14 @@ def plan_or_route(
         plan = validation.handle(handle, kind, session.topology)
         validation.hidden_rows("hidden", x, plan.num_tokens)
         fresh = plan_weights.in_plan_order(plan, given.topk_idx, given.topk_weights, given.probs)
-        return plan, fresh, isinstance(handle, Routed) and plan.has_weights and fresh is None
-    session.require_capturable(call.non_blocking)
+        return plan, fresh, isinstance(handle, Routed) and plan.has_weights and fresh is None, False
     routing = routing_of_call(
         x, given, config=config, num_ranks=session.topology.num_ranks, look=not session.runs_beside
     )
-    plan = session.route(routing, call, config)
-    return plan, None, plan.has_weights
+    if not routing.is_as_given(given):  # converted: what is known of such calls would not be of their arguments
+        asked = placing.Asked(None, None)
+    plan = session.route(routing, call, config, asked)
+    return plan, None, plan.has_weights, False
 
 
 def scatter(
@@ -51,33 +63,36 @@ def scatter(
     routed: bool,
     num_permuted: int | None,
     blocks: tuple[int, int | None],
+    known: bool,
 ) -> Received:
-    """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order."""
-    x = aligned(hidden)
+    """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order. known: as
+    plan_or_route says."""
+    x = hidden if known else aligned(hidden)
     padded_scale = None if scale is None else pad_rows(scale)
     width, scale_bytes = row_bytes(x), 0 if scale is None else padded_row_bytes(scale)
-    session.fit_plan(plan, row_bytes=width, scale_bytes=scale_bytes)
+    if not known:
+        session.fit_plan(plan, row_bytes=width, scale_bytes=scale_bytes)
     rows = plan.num_recv_rows if num_permuted is None else num_permuted
-    columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else 1
-    out, out_scale, out_weights = session.dispatched(
-        rows, width, scale_bytes, columns, num_permuted is not None and plan.has_holes
+    columns = 0 if not routed and weights is None else plan.num_node_experts if num_permuted is None else None
+    received, out_scale, out_weights = session.dispatched(
+        rows, width, x.dtype, scale_bytes, columns, num_permuted is not None and plan.has_holes
     )
-    received = out.view(x.dtype)
-    request = _core.DispatchRequest(
-        x=x,
-        scale=padded_scale,
-        weights=weights,
-        routed_weights=routed,
-        out_x=received,
-        out_scale=out_scale,
-        out_weights=out_weights,
-        row_bytes=width,
-        scale_bytes=scale_bytes,
-        permuted=num_permuted,
-        launch=session.launch("dispatch", blocks),
+    launch = session.launch("dispatch", blocks)
+    request = _core.DispatchRequest.of(
+        x,
+        padded_scale,
+        weights,
+        routed,
+        received,
+        out_scale,
+        out_weights,
+        width,
+        scale_bytes,
+        num_permuted,
+        launch,
+        known,
     )
     session.engine.dispatch(plan.core, request)
-    out_weights = out_weights if num_permuted is None or out_weights is None else out_weights.view(rows)
     scales = None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
     return received, out_weights, scales
 
@@ -102,16 +117,7 @@ def gather(
     returned = (
         None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32, device=x.device)
     )
-    request = _core.CombineRequest(
-        x=x,
-        hidden=x.shape[1],
-        weights=w,
-        out_x=out,
-        out_weights=returned,
-        permuted=permuted,
-        multiply=weighted,
-        fp32_partials=fp32_partials,
-        launch=session.launch("combine", blocks),
-    )
+    launch = session.launch("combine", blocks)
+    request = _core.CombineRequest.of(x, x.shape[1], w, out, returned, permuted, weighted, fp32_partials, launch)
     session.engine.combine(plan.core, request)
     return out, None if returned is None else plan_weights.to_dense(plan, returned)
