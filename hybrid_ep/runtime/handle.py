@@ -167,6 +167,9 @@ class PermuteHandle(HandleTuple):
         return self._plan.overflow_flag
 
 
+_UNREAD = (None,) * 8
+
+
 def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> DispatchHandle:
     """After the plan's first dispatch, which brings the metadata of the received rows."""
     return DispatchHandle((*(None,) * 5, plan.num_tokens, template.with_plan(plan)))
@@ -174,4 +177,4 @@ def dispatch_handle(plan: Plan, template: HybridEpConfigInstance) -> DispatchHan
 
 def permute_handle(plan: Plan, template: HybridEpConfigInstance) -> PermuteHandle:
     """As dispatch_handle, of either kind of plan."""
-    return PermuteHandle((*(None,) * 8, plan.num_tokens, template.with_plan(plan), None))
+    return PermuteHandle((*_UNREAD, plan.num_tokens, template.with_plan(plan), None))

@@ -165,7 +165,8 @@ class Session:
                 raise BufferFailedError(self.why_closed)
             if self.runs_on_gpu:
                 self._enter_device()
-            return self._progress(), validation.enter(self.options.device)
+            launched = -1 if self.engine is None else self._past_launches + self.engine.num_launches
+            return (self._generation, launched), validation.enter(self.options.device)
         except BaseException:
             self._lock.release()
             raise
@@ -191,10 +192,6 @@ class Session:
                 "make a HybridEPBuffer of a process group of its own there"
             )
 
-    def _progress(self) -> tuple[int, int]:
-        """Changes as soon as anything is sent to other ranks."""
-        return self._generation, -1 if self.engine is None else self._past_launches + self.engine.num_launches
-
     def _is_out_of_step(self, error: BaseException, began: tuple[int, int]) -> bool:
         """Whether this rank leaves in the middle of an operation, in which the others now wait for it.
 
@@ -202,7 +199,8 @@ class Session:
         something came from outside: Ctrl-C, memory that ran out, an exception of a signal handler of any type."""
         if isinstance(error, (DeadlineError, BootstrapError)):
             return True
-        if self._progress() == began:
+        launched = -1 if self.engine is None else self.num_launches()
+        if (self._generation, launched) == began:  # it changes as soon as anything is sent to other ranks
             return False
         return not (isinstance(error, ValueError) and _raised_here(error))
 
