@@ -14,7 +14,7 @@ BALANCE ?=
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build pretrain test format lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs cuda ptx-soak simulate-soak clean
+.PHONY: help setup build pretrain test format lint test-cpp test-python test-megatron test-slurm test-matrix parity bench docs tables cuda ptx-soak simulate-soak clean
 
 help:  ## print this list
 	@echo "make COMMAND [VARIABLE=value ...]"
@@ -75,6 +75,9 @@ simulate-soak: setup  ## 100,000 simulated worlds by seed [ARGS="--seeds 1000"]
 docs: setup  ## the documentation site, in docs/_build/html
 	@$(PYTHON) scripts/run_tests.py --only docs
 	@echo "docs/_build/html/index.html"
+
+tables: setup  ## what docs and README show of the performance model, written anew: tables, figures, pictures
+	@$(PYTHON) scripts/make_tables.py $(ARGS)
 
 clean:  ## remove builds and caches; environments (.venv, .venvs) and runs/ stay
 	rm -rf build dist docs/_build docs/_generated hybrid_ep/_core*.so .pytest_cache .ruff_cache .hypothesis

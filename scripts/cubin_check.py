@@ -298,7 +298,8 @@ def main():
     parser.add_argument(
         "--write-table",
         action="store_true",
-        help=f"write the clocks of those loops into {sass_reduce.TABLE.name}, which the performance model charges",
+        help=f"write what those loops take into {sass_reduce.TABLE.name} and {sass_route.TABLE.name}, which the "
+        "performance model charges",
     )
     parser.add_argument("--planted", action="store_true", help="only show that the check of host functions can fail")
     args = parser.parse_args()
@@ -319,8 +320,9 @@ def main():
     complaints += check_host(binary)
     if args.write_table:
         sass_reduce.write_table(kernels)
+        sass_route.write_table(kernels)
     elif args.rail == "mapped":
-        complaints += sass_reduce.table_problems(kernels)
+        complaints += [*sass_reduce.table_problems(kernels), *sass_route.table_problems(kernels)]
     print(
         f"{'kernel':<36} {'registers':>9} {'stack':>6} {'local':>6} {'instructions':>12} {'bulk copies':>11} "
         f"{'system fences':>13}"

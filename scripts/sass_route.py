@@ -2,15 +2,20 @@
 them: loads that are under way together, divisions, and how many instructions a warp issues.
 
 Instructions are those between the ends of a loop, a branch not taken included; what an inner loop repeats is counted
-as often as it goes round. `exchange_us` puts them together to the time of an exchange, without its links' latency; it
-assumes round trips to memory, so read it as +-30 %."""
+as often as it goes round. `exchange_parts` puts them together to the time of an exchange, without its links' latency;
+it assumes round trips to memory, so read it as +-30 %. What the performance model charges is in TABLE."""
 
-import math
+import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import sass_clocks
 import sass_loops
+
+from hybrid_ep.perf import route_time
+from hybrid_ep.perf.route_time import LANES, STEPS
+from hybrid_ep.perf.shape import Shape
 
 LEAST_AHEAD = 6  # loads that a walk, a sum over blocks or sources, or the list of a token has under way at once, of 8
 LEAST_RUNS = 5  # of so many loads: choices of a token and their weights, a walk, blocks, sources of pairs and of rows
@@ -20,9 +25,9 @@ DIVISION = r"\bMUFU\.RCP|\bI2F|\bCALL\.REL(?!\.NOINC 0x\w+$)"
 STORE = r"\bSTG|\bST\.E"
 FLAG_LOADS = r"\bLDG\.\S*STRONG"  # of a wait that has nothing better to do
 MOST_ISSUED = {"walk": 900, "list": 480, "record": 480}
-SCHEDULERS, WARPS, LANES = 4, 16, 32
 CLOCK_GHZ = 1.755
-MEMORY, SHARED, SYSTEM_FENCE = 700, 34, 1750  # clocks: a trip to the L2 or memory under load, to shared memory, a fence
+TABLE = Path(route_time.__file__).parent / "data" / "route_loops.json"
+MOST_SLOWER, MOST_FASTER = 0.05, 0.2  # than the table
 MOST_US = {(8, 1): 40, (64, 8): 60}  # (ranks, nodes): of 4096 tokens, top-8 of 256 experts, with 32 blocks
 
 
@@ -36,9 +41,6 @@ class RouteLoops:
     walk: int = 0
     list: int = 0
     record: int = 0
-
-
-STEPS = 4  # RouteRole::kAhead
 
 
 def of(instructions):
@@ -99,38 +101,10 @@ def _list_length(instructions):
     return selects[-1] - loads[-1] if loads else 0
 
 
-def exchange_us(route, num_ranks, num_nodes, tokens=4096, topk=8, num_experts=256, blocks=32):
-    """{part: microseconds} of an exchange: what warps issue on the scheduler that they share, and wait for."""
-    columns = num_ranks + num_nodes + num_experts
-    of_block = math.ceil(tokens / blocks)
-    busy = min(WARPS, math.ceil(of_block / LANES))  # warps whose lanes have a token each
-    rounds = math.ceil(of_block / (WARPS * LANES))
-    step_tokens = max(1, LANES // topk)
-    walks = math.ceil(math.ceil(of_block / WARPS) / (STEPS * step_tokens))
-    passes = math.ceil(columns / (WARPS * LANES))
-
-    def shared(issued, warps):
-        return issued * math.ceil(warps / SCHEDULERS)
-
-    lane_stores = tokens / blocks * (2 * topk + num_nodes)  # of lists: 32 lines an instruction
-    per_token = min(topk, num_nodes)
-    record_words = 2 + min(topk, num_ranks // num_nodes) + topk
-    clocks = {
-        "lists": rounds * (2 * MEMORY + shared(1.3 * route.list, busy)) + lane_stores,
-        "walk": walks * (MEMORY + max(shared(route.walk, WARPS), STEPS * step_tokens * 2 * SHARED)),
-        "columns of the block": passes * (WARPS * SHARED + MEMORY),
-        "meeting": SYSTEM_FENCE + 3 * MEMORY,
-        "blocks before": passes * (math.ceil(blocks / 8) * MEMORY + WARPS * SHARED),
-        "exchange": (2 * SYSTEM_FENCE + 4 * MEMORY) * (2 if num_nodes > 1 else 1)
-        + columns / 4 / LANES * (num_ranks // num_nodes) * 12 * math.ceil(num_nodes / WARPS)
-        + (columns / 4 / 8 * MEMORY if num_nodes > 1 else 0),  # a lone lane's put
-        "all counts": SYSTEM_FENCE + 2 * MEMORY + num_ranks * 16 / (WARPS * LANES) * MEMORY,
-        "rows": passes * math.ceil(num_ranks / 8) * MEMORY + num_experts // num_ranks * 3 * SHARED + 2 * MEMORY,
-        "records": rounds * (3 * MEMORY + max(shared(topk * route.record, busy), 0))
-        + tokens / blocks * per_token * record_words,
-        "leaving": 2 * MEMORY + SYSTEM_FENCE,
-    }
-    return {part: number / CLOCK_GHZ / 1e3 for part, number in clocks.items()}
+def exchange_parts(route, num_ranks, num_nodes):
+    """{part: microseconds} of an exchange of 4096 tokens, top-8 of 256 experts (hybrid_ep/perf/route_time.py)."""
+    shape = Shape(num_ranks, num_ranks // num_nodes, 4096, 8, 8, 256)
+    return route_time.parts_us(shape, route_time.Issued(route.walk, route.list, route.record), CLOCK_GHZ)
 
 
 def problems(route):
@@ -150,9 +124,31 @@ def problems(route):
             yield f"route: {number} instructions a {what}, at most {most}"
     if route.walk and route.list and route.record:
         for (ranks, nodes), most in MOST_US.items():
-            total = sum(exchange_us(route, ranks, nodes).values())
+            total = sum(exchange_parts(route, ranks, nodes).values())
             if total > most:
                 yield f"route: an exchange of {ranks} ranks would take {total:.0f} us, at most {most}"
+
+
+def table(kernels):
+    """{arch: what a warp issues} of the kernels with loops over tokens, over a rail whose memory is mapped."""
+    return {k.arch: {what: getattr(k.route, what) for what in MOST_ISSUED} for k in kernels if k.route}
+
+
+def write_table(kernels):
+    TABLE.write_text(json.dumps(table(kernels), indent=1, sort_keys=True) + "\n")
+
+
+def table_problems(kernels):
+    """Where the library's loops are not those of the committed table."""
+    committed = json.loads(TABLE.read_text())
+    for arch, loops in table(kernels).items():
+        for what, issued in loops.items():
+            was = committed.get(arch, {}).get(what, 0)
+            if not (1 - MOST_FASTER) * was <= issued <= (1 + MOST_SLOWER) * was:
+                yield (
+                    f"exchange {arch}: {issued} instructions a {what}, {was} in {TABLE.name}, which the performance "
+                    "model charges: --write-table, then correct the docs"
+                )
 
 
 def report(title, route):
@@ -162,5 +158,5 @@ def report(title, route):
         f"{STEPS} steps, {route.list} for lists, {route.record} for a pair of the records"
     )
     for ranks, nodes in MOST_US:
-        parts = exchange_us(route, ranks, nodes)
+        parts = exchange_parts(route, ranks, nodes)
         yield f"  {ranks} ranks: {sum(parts.values()):.1f} us; " + ", ".join(f"{p} {us:.1f}" for p, us in parts.items())

@@ -17,7 +17,21 @@ from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.step_time import Job
 
 _PEER_SIZES = [("h100_8x400g", r) for r in (8, 16, 32, 64, 128, 256)] + [("gb200_nvl72", r) for r in (8, 16, 32, 64)]
-_CHECKED = [(1, 8, 1024, 8), (1, 8, 1024, 24), (2, 8, 1024, 8), (2, 8, 1024, 24), (2, 8, 4096, 8), (4, 8, 512, 8)]
+# cluster, nodes, ranks a node, tokens, SMs that feed links, SMs for local work beside them
+_CHECKED = [
+    ("h100_8x400g", 1, 8, 1024, 8, 8),
+    ("h100_8x400g", 1, 8, 1024, 8, 32),
+    ("h100_8x400g", 1, 8, 1024, 24, 24),
+    ("h100_8x400g", 1, 8, 4096, 8, 8),
+    ("h100_8x400g", 1, 8, 4096, 8, 0),
+    ("h100_8x400g", 2, 8, 1024, 8, 8),
+    ("h100_8x400g", 2, 8, 1024, 8, 0),
+    ("h100_8x400g", 2, 8, 1024, 24, 24),
+    ("h100_8x400g", 2, 8, 4096, 8, 8),
+    ("h100_8x400g", 4, 8, 512, 8, 8),
+    ("gb200_nvl36", 1, 12, 1024, 16, 16),
+    ("gb200_nvl36", 1, 36, 1024, 16, 16),
+]
 
 
 def table(header, rows):
@@ -112,7 +126,7 @@ def peers_table(plt, out):
         labels = {
             "flat": ("flat, no dedup", MUTED),
             "node_dedup": ("node dedup, phases in turn", GREEN),
-            "hybrid_ep": ("hybrid_ep, 24 SMs", BLUE),
+            "hybrid_ep": ("hybrid_ep, 24 + 24 SMs", BLUE),
         }
         width = 0.2
         for i, (key, (label, colour)) in enumerate(labels.items()):
@@ -128,7 +142,7 @@ def peers_table(plt, out):
             [p[3] / 1e3 for p in chosen],
             width,
             color=PALE,
-            label="hybrid_ep, 64 SMs",
+            label="hybrid_ep, 64 + 64 SMs",
         )
         panel.set_xticks(range(len(chosen)), [str(p[1]) for p in chosen])
         panel.set_xlabel(f"EP size, {name}")
@@ -142,8 +156,8 @@ def peers_table(plt, out):
             "EP",
             "flat us",
             "node dedup us",
-            "hybrid_ep 24 SMs us",
-            "64 SMs us",
+            "hybrid_ep 24 + 24 SMs us",
+            "64 + 64 SMs us",
             "flat / 24 SMs",
             "node dedup / 24 SMs",
             "flat / 64 SMs",
@@ -277,25 +291,19 @@ def scale_table(plt, out):
 
 
 def events_table():
-    c, rows = clusters.get("h100_8x400g"), []
-    for nodes, local, tokens, sms in _CHECKED:
-        shape = Shape(nodes * local, local, tokens, 7168, 8, 256)
-        got = events.measure(shape, c, num_sms=sms, row_budget=2 * events.rows(shape))
+    rows = []
+    for name, nodes, local, tokens, sms, permute in _CHECKED:
+        c = clusters.get(name)
+        shape = Shape(nodes * local, local, tokens, 7168, 8, 288 if local % 12 == 0 else 256)
+        got = events.measure(shape, c, num_sms=sms, permute_sms=permute, row_budget=2 * events.rows(shape))
         skew = c.gpu.skew_us.value if nodes > 1 else 0.0
         for op in model.OPS:
-            us = model.predict(op, shape, c, num_sms=sms).kernel_us - skew
-            rows.append(
-                (
-                    shape.ranks,
-                    tokens,
-                    sms,
-                    op,
-                    f"{got.time_us[op]:.0f}",
-                    f"{us:.0f}",
-                    f"{us / got.time_us[op] - 1:+.1%}",
-                )
-            )
-    return table(("EP", "tokens", "SMs", "op", "events us", "model us", "model against events"), rows)
+            us = model.predict(op, shape, c, num_sms=sms, permute_sms=permute).kernel_us - skew
+            by_events = got.kernel_us[op]
+            numbers = f"{by_events:.0f}", f"{us:.0f}", f"{us / by_events - 1:+.1%}"
+            rows.append((c.gpu.name, f"{nodes} x {local}", tokens, f"{sms} + {permute}", op, *numbers))
+    header = ("GPU", "EP", "tokens", "SMs: links + local", "op", "events us", "model us", "model against events")
+    return table(header, rows) + "\n\nThe kernel alone: without the exchange of routing, and without nodes' skew."
 
 
 def draw_residuals(plt, out, found):

@@ -25,7 +25,7 @@ def text() -> str:
     lines = [
         "# Training steps: published and predicted",
         "",
-        "Made by `python scripts/training_tables.py`. Rows are Megatron Bridge's performance summaries (25.09, 25.11,",
+        "Made by `make tables`. Rows are Megatron Bridge's performance summaries (25.09, 25.11,",
         "26.02) and Megatron-LM's MoE recipes, dropless ones of models that are known here; tokens a second of a GPU.",
         "Half of the rows of a GPU and precision set its compute efficiency, their geometric mean; the others are",
         "predicted with it. No row says its recompute, its dispatcher's SMs or what it hides, so none of that can be",

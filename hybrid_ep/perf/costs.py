@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import route_time
 from hybrid_ep.perf.implementations import SUM_TILE_ELEMENTS, Implementation
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.sum_loops import SumLoop, sum_loop
@@ -30,21 +31,24 @@ class RowCosts:
     nic: float
     pull_peer: float
     pull_own: float
+    pull_local: float  # of local work
     add: float
     finish: float
     link_bytes: float
     row_bytes: float
 
     @classmethod
-    def of(cls, cluster: Cluster, shape: Shape, impl: Implementation, op: str, dtype: str) -> RowCosts:
+    def of(
+        cls, cluster: Cluster, shape: Shape, impl: Implementation, op: str, dtype: str, apart: bool = True
+    ) -> RowCosts:
+        """apart: blocks of their own do the local work."""
         gpu, nic = cluster.gpu, cluster.nic
         link = impl.link_row_bytes(shape, dtype, op)
         copy = gpu.copy_ns.value / 1e3
         packets = math.ceil(link / nic.mtu.value)
         wire = (link + packets * nic.header_bytes.value) / (nic.rate * 1e3)
         load = copy + link / (gpu.load_gb_per_s * 1e3)
-        in_flight, _ = impl.rows_in_flight(shape, dtype)
-        sums = _slower_loop(gpu.generation) if impl.compiled_sums else SumLoop(0.0, 0.0)
+        sums = _slower_loop(gpu.generation) if impl.compiled else SumLoop(0.0, 0.0)
         tile_us = impl.sum_tiles(shape) / (gpu.clock_ghz.value * 1e3)
         tile_load = copy + link / impl.sum_tiles(shape) / (gpu.load_gb_per_s * 1e3)  # what a stage waits for
         return cls(
@@ -52,8 +56,9 @@ class RowCosts:
             store=copy + link / (gpu.store_gb_per_s * 1e3),
             nvlink=link / (gpu.nvlink_rate * 1e3),
             nic=max(wire, impl.per_row_messages / nic.messages_per_us.value),
-            pull_peer=(gpu.pull_us.value + tile_load) / in_flight,
-            pull_own=(gpu.hbm_load_us.value + tile_load) / in_flight,
+            pull_peer=(gpu.pull_us.value + tile_load) / impl.rows_in_flight(shape, apart),
+            pull_own=(gpu.hbm_load_us.value + tile_load) / impl.rows_in_flight(shape, apart),
+            pull_local=(gpu.hbm_load_us.value + tile_load) / impl.local_rows_in_flight(shape, apart),
             add=sums.row * tile_us,
             finish=sums.finish * tile_us,
             link_bytes=link,
@@ -71,8 +76,9 @@ def hbm_us(cluster: Cluster, num_bytes: float) -> float:
     return num_bytes / (cluster.gpu.hbm_rate * 1e3)
 
 
-def event_costs(cluster: Cluster, row_bytes: float) -> dict[str, int]:
-    """The same cluster as the event simulator's cost table: picoseconds (`_ps`) and MB/s (`_mbps`), integers.
+def event_costs(cluster: Cluster, row_bytes: float, routed: Shape | None = None) -> dict[str, int]:
+    """The same cluster as the event simulator's cost table: picoseconds (`_ps`) and MB/s (`_mbps`), integers. routed:
+    the shape whose routing is charged; None: routing is free.
 
     Its copies have no cost beside their bytes, so the copy path's rates here are those that a row of `row_bytes`
     reaches with it."""
@@ -93,6 +99,7 @@ def event_costs(cluster: Cluster, row_bytes: float) -> dict[str, int]:
         "issue_ps": ps(gpu.issue_ns.value / 1e3),
         "poll_ps": ps(gpu.flag_us.value),
         "fence_ps": ps(gpu.fence_us.value),
+        "route_token_ps": ps(route_time.own_us(routed, cluster) / routed.tokens) if routed else 0,
         "flag_ps": ps(gpu.flag_us.value),
         "tma_read_mbps": with_copy(gpu.load_gb_per_s),
         "tma_write_mbps": with_copy(gpu.store_gb_per_s),

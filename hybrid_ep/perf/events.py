@@ -15,6 +15,7 @@ import numpy as np
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf.costs import event_costs
 from hybrid_ep.perf.implementations import HYBRID_EP
+from hybrid_ep.perf.model import permute_blocks
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.trace import TrackSpan
 
@@ -26,6 +27,7 @@ QUICK_ROWS, ROW_BUDGET, _TRACE_ROWS = 300_000, 1_000_000, 12_000
 _TRACE_SPANS = 200_000  # beyond it the trace holds the first ranks only
 KERNELS = {"dispatch": ("exchange", "dispatch"), "combine": ("combine",)}
 _RAIL_SLOTS = HYBRID_EP.rail_slots
+_ASIDE, _FIRST_PAIR = 0, 2  # where rows of a dispatch land: csrc/sim/world_spec.h
 
 
 @dataclass(frozen=True)
@@ -67,23 +69,27 @@ def measure(
     dtype: str = "bf16",
     choices: np.ndarray | None = None,
     row_budget: int = ROW_BUDGET,
+    permute_sms: int | None = None,
+    landed: bool | None = None,
 ) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
-    ValueError for what the simulator refuses; RuntimeError when its kernels failed, which no routing may cause."""
+    num_sms, permute_sms, landed: as in `model.predict`. ValueError for what the simulator refuses; RuntimeError when
+    its kernels failed, which no routing may cause."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
+    blocks = num_sms, permute_blocks(cluster, num_sms, permute_sms)
     most = max(64, row_budget * shape.tokens // rows(shape))
     available = shape.tokens if choices is None else min(shape.tokens, choices.shape[1])
     if available == shape.tokens <= most:  # a sample of drawn choices cannot be run whole
-        return _events(shape, cluster, num_sms, chunk, dtype, choices, False)
+        return _events(shape, cluster, blocks, chunk, dtype, choices, landed, False)
     # whole rounds of chunks over blocks, so that both worlds end alike; two of them at least
     round_ = num_sms * chunk
     rounds = max(2, min(most, available) // round_)
     if rounds * round_ > available:
-        return _events(shape, cluster, num_sms, chunk, dtype, choices, False)
+        return _events(shape, cluster, blocks, chunk, dtype, choices, landed, False)
     large, less = rounds * round_, rounds // 2 * round_
-    small = _events(shape.with_(tokens=less), cluster, num_sms, chunk, dtype, choices, False)
-    full = _events(shape.with_(tokens=large), cluster, num_sms, chunk, dtype, choices, False)
+    small = _events(shape.with_(tokens=less), cluster, blocks, chunk, dtype, choices, landed, False)
+    full = _events(shape.with_(tokens=large), cluster, blocks, chunk, dtype, choices, landed, False)
     ratio = (shape.tokens - large) / (large - less)
 
     def extend(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -108,17 +114,28 @@ def timeline(
     chunk: int = HYBRID_EP.chunk,
     dtype: str = "bf16",
     choices: np.ndarray | None = None,
+    permute_sms: int | None = None,
+    landed: bool | None = None,
 ) -> Events:
     """The same with every use of every link, of as many tokens as a trace can show (`simulated_tokens`)."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
+    blocks = num_sms, permute_blocks(cluster, num_sms, permute_sms)
     tokens = min(shape.tokens, max(32, _TRACE_ROWS * shape.tokens // rows(shape)))
-    return _events(shape.with_(tokens=tokens), cluster, num_sms, chunk, dtype, choices, True)
+    return _events(shape.with_(tokens=tokens), cluster, blocks, chunk, dtype, choices, landed, True)
 
 
 def _events(
-    shape: Shape, cluster: Cluster, num_sms: int, chunk: int, dtype: str, choices: np.ndarray | None, trace: bool
+    shape: Shape,
+    cluster: Cluster,
+    blocks: tuple[int, int],
+    chunk: int,
+    dtype: str,
+    choices: np.ndarray | None,
+    landed: bool | None,
+    trace: bool,
 ) -> Events:
+    """blocks: that feed links, and for local work."""
     from hybrid_ep.explorer import world
 
     payload = 2 * shape.hidden if dtype == "bf16" else shape.hidden
@@ -136,14 +153,16 @@ def _events(
         scale_bytes=scales,
         chunk_tokens=chunk,
         rail_slots=_RAIL_SLOTS,
-        num_blocks=num_sms,
+        num_blocks=blocks[0],
+        permute_blocks=blocks[1],
+        landing=_FIRST_PAIR if (shape.nodes == 1 if landed is None else landed) else _ASIDE,
         smem_bytes=int(cluster.gpu.smem_kib.value) * 1024,
     )
     given: Sequence[Sequence[int]] = ()
     if choices is not None:
         given = [choices[r, : shape.tokens].ravel().tolist() for r in range(shape.ranks)]
     row = HYBRID_EP.link_row_bytes(shape, dtype, "dispatch")
-    got = world.measure(spec, event_costs(cluster, row), trace=trace, topk_idx=given)
+    got = world.measure(spec, event_costs(cluster, row, shape), trace=trace, topk_idx=given)
     if got.failure is not None:
         raise RuntimeError(f"the simulated kernels failed: {got.failure.kind} {got.failure.rule} {got.failure.what}")
     link_us: dict[str, float] = {}
@@ -151,7 +170,7 @@ def _events(
         link_us[link.name] = max(link_us.get(link.name, 0.0), link.busy_us)
     roles: dict[str, float] = {}
     for role in got.roles:
-        roles[role.name] = max(roles.get(role.name, 0.0), role.busy_us / num_sms)
+        roles[role.name] = max(roles.get(role.name, 0.0), role.busy_us / sum(blocks))
     names = {k.name for k in got.kernels}
     return Events(
         {op: got.operation_us(*kernels) for op, kernels in KERNELS.items()},

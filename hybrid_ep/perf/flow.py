@@ -25,12 +25,14 @@ class Hop(NamedTuple):
 
 @dataclass
 class Chain:
-    """One chunk's hops. `gate`: an event that this chain's end counts down. `after`: the gate that opens it."""
+    """One chunk's hops. `gate`: an event that the end of hop `gate_at` counts down. `after`: the gates that must be
+    open before it begins; one that no chain counts down is open."""
 
     label: str
     hops: Sequence[Hop]
     gate: tuple | None = None
-    after: tuple | None = None
+    after: Sequence[tuple] = ()
+    gate_at: int = -1
 
 
 class Span(NamedTuple):
@@ -55,14 +57,6 @@ class Timeline:
         """Of the busiest server of that kind."""
         return max((t for (k, _), t in self.busy.items() if k == kind), default=0.0)
 
-    def extend(self, later: Timeline, gap: float) -> None:
-        """Append what follows `gap` microseconds behind the end."""
-        shift = self.end + gap
-        self.spans += [s._replace(start=s.start + shift) for s in later.spans]
-        for server, busy in later.busy.items():
-            self.busy[server] += busy
-        self.end = shift + later.end
-
 
 class _Server:
     """One at a time; of those that wait, the role served least so far, then the first come."""
@@ -83,24 +77,28 @@ class _Server:
 
 
 def run(chains: Sequence[Chain]) -> Timeline:
-    """Serve all chains, all ready at 0 or when their gate opens. ValueError when a gate never opens."""
+    """Serve all chains, all ready at 0 or when their last gate opens. ValueError when a gate never opens."""
     line = Timeline()
     servers: dict[Any, _Server] = defaultdict(_Server)
     events: list[tuple[float, int, str, Any]] = []
     order = 0
     missing: dict[tuple, int] = defaultdict(int)
     opened: dict[tuple, float] = {}
-    held: dict[tuple, list[int]] = defaultdict(list)
+    held: dict[tuple, list[int]] = defaultdict(list)  # at the gates that they wait for
+    closed = [0] * len(chains)  # gates that a chain still waits for
+    counts_at = [len(chain.hops) - 1 if chain.gate_at < 0 else chain.gate_at for chain in chains]
     for chain in chains:
         if chain.gate is not None:
             missing[chain.gate] += 1
     started = 0
     for index, chain in enumerate(chains):
-        if chain.after is None or not missing[chain.after]:
+        waits_for = [gate for gate in set(chain.after) if missing.get(gate)]
+        closed[index] = len(waits_for)
+        for gate in waits_for:
+            held[gate].append(index)
+        if not waits_for:
             heapq.heappush(events, (0.0, order, "ready", (index, 0, 0.0)))
             order += 1
-        else:
-            held[chain.after].append(index)
     while events:
         now, _, what, item = heapq.heappop(events)
         if what == "ready":
@@ -138,15 +136,18 @@ def run(chains: Sequence[Chain]) -> Timeline:
             begin = now + hop.latency if hop.streams else end
             heapq.heappush(events, (begin, order, "ready", (index, at + 1, end)))
             order += 1
+        else:
+            line.end = max(line.end, end)
+        if chain.gate is None or at != counts_at[index]:
             continue
-        line.end = max(line.end, end)
-        if chain.gate is not None:
-            opened[chain.gate] = max(opened.get(chain.gate, 0.0), end)
-            missing[chain.gate] -= 1
-            if not missing[chain.gate]:
-                for waiter in held.pop(chain.gate, ()):
-                    heapq.heappush(events, (opened[chain.gate], order, "ready", (waiter, 0, 0.0)))
-                    order += 1
+        opened[chain.gate] = max(opened.get(chain.gate, 0.0), end)
+        missing[chain.gate] -= 1
+        for waiter in held.pop(chain.gate, ()) if not missing[chain.gate] else ():
+            closed[waiter] -= 1
+            if not closed[waiter]:
+                begin = max(opened[gate] for gate in chains[waiter].after if gate in opened)
+                heapq.heappush(events, (begin, order, "ready", (waiter, 0, 0.0)))
+                order += 1
     if started != sum(len(c.hops) for c in chains):
-        raise ValueError(f"{sum(map(len, held.values()))} chains wait for gates that never open")
+        raise ValueError(f"{sum(count > 0 for count in closed)} chains wait for gates that never open")
     return line

@@ -17,9 +17,9 @@ class Implementation:
     """stage_rail: an SM copies each rail row into a send ring (else the NIC reads a staged copy of the input).
     local_pass: what the same launches do between received rows and the caller's tensors: "permute", "copy" (as they
     came) or "none". per_row_messages: work requests a rail row costs
-    (0: one a chunk). pull_stages: rows in flight of one summing role, (one node, several). scan_ns: looking up one
-    possible destination of one token. prologue_passes: times the input is copied before the kernel, several nodes.
-    epilogue_passes: times the received rows are copied after it. launches, barriers: of the API call."""
+    (0: one a chunk). pull_stages: rows in flight of one summing role, (one node, several). prologue_passes: times the
+    input is copied before the kernel, several nodes. epilogue_passes: times the received rows are copied after it.
+    launches: of the API call, (dispatch, combine), without that of an exchange. barriers: of the call."""
 
     name: str
     summary: str
@@ -30,12 +30,14 @@ class Implementation:
     pulling_roles: tuple[int, int]
     prologue_passes: int
     epilogue_passes: int
-    launches: int
+    launches: tuple[int, int]
     barriers: int
     chunk: int  # rows of a rail message where nobody chose
     rail_slots: int  # chunks in flight per rail peer; 0: a place for every token
     metadata: str  # what travels with a row: "record" (ours) or "probs" (weights of all experts of the node)
-    compiled_sums: bool  # sums take what sum_loops.py says of this library's code; else their time is in pull_us
+    # sums and the exchange take what sum_loops.py and route_time.py say of this library's code; else the time of sums
+    # is in pull_us, and no exchange is charged
+    compiled: bool
 
     def link_row_bytes(self, shape: Shape, dtype: str, op: str) -> float:
         """Bytes of one row on a link; its payload rounded up to 16."""
@@ -47,11 +49,16 @@ class Implementation:
         dsts = min(shape.topk, shape.ranks_per_node)
         return payload + _align(16 + 8 * dsts + 8 * shape.topk) + _align(4 * shape.topk)
 
-    def rows_in_flight(self, shape: Shape, dtype: str) -> tuple[float, int]:
-        """(rows that one summing role has in flight, summing roles of a block)."""
-        several = shape.nodes > 1
-        stages, roles = self.pull_stages[several], self.pulling_roles[several]
-        return stages / self.sum_tiles(shape), roles
+    def rows_in_flight(self, shape: Shape, apart: bool = True) -> float:
+        """Rows that one summing role of a block that feeds links has in flight. apart: others work locally; else the
+        stages of the local work take their share of its memory."""
+        stages, roles = self.pull_stages[shape.nodes > 1], self.pulling_roles[shape.nodes > 1]
+        shares = 1.0 if apart or self.local_pass == "none" else roles / (roles + 1)
+        return stages * shares / self.sum_tiles(shape)
+
+    def local_rows_in_flight(self, shape: Shape, apart: bool = True) -> float:
+        """Of a summing role of local work: two share a block that does nothing else."""
+        return self.pull_stages[1] / self.sum_tiles(shape) if apart else self.rows_in_flight(shape, apart)
 
     def sum_tiles(self, shape: Shape) -> int:
         """Loads, each with a stage of its own, that a summing role makes of one row."""
@@ -76,12 +83,12 @@ HYBRID_EP = Implementation(
     pulling_roles=(1, 2),
     prologue_passes=0,
     epilogue_passes=0,
-    launches=2,
+    launches=(1, 1),
     barriers=2,
     chunk=16,  # this and the next: csrc/layout/buffer.h
     rail_slots=16,
     metadata="record",
-    compiled_sums=True,
+    compiled=True,
 )
 PUBLISHED = Implementation(
     name="published_hybrid_ep",
@@ -93,15 +100,17 @@ PUBLISHED = Implementation(
     pulling_roles=(2, 2),
     prologue_passes=1,
     epilogue_passes=1,
-    launches=4,
+    launches=(4, 4),
     barriers=2,
     chunk=64,  # its default
     rail_slots=0,
     metadata="probs",
-    compiled_sums=False,
+    compiled=False,
 )
 # Its calls without permute: received rows still pass once more through the SMs, to and from the caller's tensors.
 UNPERMUTED = replace(HYBRID_EP, name="hybrid_ep without permute", local_pass="copy")
+LOCAL_GROUPS = 2  # summing roles of a block that does nothing but local work
+GROUP_ROWS = 16  # receive rows that local work takes and waits for together: pipeline/landed_rows.h
 IMPLEMENTATIONS = {i.name: i for i in (HYBRID_EP, PUBLISHED)}
 
 

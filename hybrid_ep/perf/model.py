@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from hybrid_ep.hardware.block_split import local_blocks
 from hybrid_ep.hardware.clusters import Cluster
-from hybrid_ep.perf import flow
+from hybrid_ep.perf import flow, route_time
 from hybrid_ep.perf.costs import RowCosts, hbm_us
 from hybrid_ep.perf.flow import Chain, Hop, Timeline
-from hybrid_ep.perf.implementations import HYBRID_EP, Implementation
+from hybrid_ep.perf.implementations import GROUP_ROWS, HYBRID_EP, LOCAL_GROUPS, Implementation
 from hybrid_ep.perf.routing import Traffic, uniform
 from hybrid_ep.perf.shape import Shape
 
 OPS = ("dispatch", "combine")
 ROLES = ("n2n", "unpermute", "node_sum", "put", "final_sum", "add unpermute", "add node_sum", "add final_sum")
 _MAX_CHUNKS = 4096  # of one rank; beyond it chunks are merged, which changes fill alone
+_MOST_STEPS = 64  # in which partials come: finer ones change the fill of the sums alone
 
 
 @dataclass
@@ -57,13 +60,18 @@ def predict(
     traffic: Traffic | None = None,
     impl: Implementation = HYBRID_EP,
     permute_sms: int | None = None,
+    landed: bool | None = None,
+    cached: bool = False,
 ) -> Prediction:
     """One `op` ("dispatch" or "combine") by every rank at once.
 
-    num_sms: blocks granted to it. chunk: rows a rail message, default the implementation's. traffic: of the busiest
-    rank, default uniform.
-    permute_sms: blocks of the local pass, launched apart; None: those of the operation, in dispatch inside its launch.
-    ValueError names argument, value and remedy."""
+    num_sms: its blocks that feed links. chunk: rows a rail message, default the implementation's. traffic: of the
+    busiest rank, default uniform.
+    permute_sms: blocks beside those for local work, of the same grid; 0: those that feed links do it; None: as many
+    again, as the library takes them (`local_blocks`).
+    landed: rows of a dispatch land in the result, and local work has the copies for further experts left; None: where
+    the library's do, in one node (over NVSHMEM, which several have, they land aside).
+    cached: a dispatch on a handle that there was, without an exchange. ValueError names argument, value and remedy."""
     if op not in OPS:
         raise ValueError(f"op={op!r}: use dispatch or combine")
     if op == "combine" and dtype != "bf16":
@@ -71,8 +79,7 @@ def predict(
     most = int(cluster.gpu.num_sms.value)
     if not 1 <= num_sms <= most:
         raise ValueError(f"num_sms={num_sms} must be in 1 .. {most}, the SMs of a {cluster.gpu.name}")
-    if permute_sms is not None and not 1 <= permute_sms <= most:
-        raise ValueError(f"permute_sms={permute_sms} must be in 1 .. {most}, the SMs of a {cluster.gpu.name}, or None")
+    local = permute_blocks(cluster, num_sms, permute_sms) if impl.local_pass != "none" else 0
     chunk = impl.chunk if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 row")
@@ -81,17 +88,19 @@ def predict(
             f"ranks_per_node={shape.ranks_per_node}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}"
         )
     traffic = uniform(shape) if traffic is None else traffic
-    cost = RowCosts.of(cluster, shape, impl, op, dtype)
-    work = _Work(shape, traffic, cost, impl, num_sms, chunk, cluster, permute_sms or num_sms)
+    cost = RowCosts.of(cluster, shape, impl, op, dtype, local > 0)
+    moved = local_rows(shape, traffic, impl, op, shape.nodes == 1 if landed is None else landed)
+    work = _Work(shape, traffic, cost, impl, num_sms, chunk, cluster, local, moved)
     line = work.dispatch() if op == "dispatch" else work.combine()
     barriers = impl.barriers * cluster.gpu.barrier_us.value
     skew = cluster.gpu.skew_us.value if shape.nodes > 1 else 0.0
     own_barriers = barriers if impl.local_pass != "none" else 0.0  # ours are inside the kernel
     kernel = line.end + skew + own_barriers
     copies = _copies_bytes(shape, traffic, impl, op, dtype)
-    launches = impl.launches + (op == "dispatch" and permute_sms is not None)
-    api = line.end + skew + barriers + launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies)
-    hbm = _kernel_hbm_bytes(shape, traffic, impl, op, cost)
+    exchange = route_time.exchange_us(shape, cluster) if impl.compiled and op == "dispatch" and not cached else 0.0
+    launches = impl.launches[OPS.index(op)] + (exchange > 0)
+    beside = barriers + launches * cluster.gpu.launch_us.value + hbm_us(cluster, copies) + exchange
+    hbm = _kernel_hbm_bytes(shape, traffic, impl, op, cost, moved)
     roles = max(line.busy_of(f"role {name}") for name in ROLES)
     bounds = {
         "SM": line.busy_of("engine"),
@@ -100,7 +109,8 @@ def predict(
         "NIC": line.busy_of("nic"),
         "HBM": hbm_us(cluster, hbm),
     }
-    kernel, api = max(kernel, bounds["HBM"]), max(api, bounds["HBM"])
+    api = max(line.end + skew, bounds["HBM"]) + beside
+    kernel = max(kernel, bounds["HBM"])
     return Prediction(
         op,
         dtype,
@@ -128,14 +138,16 @@ class _Work:
         num_sms: int,
         chunk: int,
         cluster: Cluster,
-        permute_sms: int,
+        local_sms: int,
+        moved: LocalRows,
     ) -> None:
-        self.cluster, self.permute_sms = cluster, permute_sms
+        self.local_sms, self.moved = local_sms, moved
+        self.memory_latency = cluster.gpu.hbm_load_us.value
         self.shape, self.t, self.cost, self.impl, self.num_sms = shape, traffic, cost, impl, num_sms
         self.nvlink_latency = cluster.gpu.nvlink_latency_us.value
         self.nic_latency, self.post = cluster.nic.latency_us.value, cluster.nic.post_us.value
         self.peers = shape.nodes - 1
-        rail = max(traffic.rail_out, traffic.rail_in)
+        self.rail = rail = max(traffic.rail_out, traffic.rail_in)
         least = math.ceil(max(shape.tokens, rail) / _MAX_CHUNKS)
         self.chunk = max(chunk, least)
         self.own_chunks = max(1, math.ceil(shape.tokens / self.chunk))
@@ -147,46 +159,103 @@ class _Work:
         self.fan_out = traffic.copies / (self.local_tokens + rail)  # copies of a source row
         self.crossing = traffic.nvlink_rows / traffic.copies  # share of copies on NVLink's busier direction
 
+    @property
+    def workers(self) -> list[int]:
+        """Blocks that work locally: those behind the ones that feed links, or, without such, these."""
+        return list(range(self.num_sms, self.num_sms + self.local_sms) if self.local_sms else range(self.num_sms))
+
     def dispatch(self) -> Timeline:
         own_rows = self.local_tokens / self.own_chunks
         chains = []
-        for chunk in range(self.own_chunks):
-            chains.append(Chain(f"own {chunk}", self._scatter(chunk % self.num_sms, own_rows)))
+        for chunk in range(max(self.own_chunks, self.rail_chunks)):
+            if chunk < self.own_chunks:
+                hops = self._scatter(chunk % self.num_sms, own_rows)
+                chains.append(Chain(f"own {chunk}", hops, gate=("landed", -1, chunk)))
+                chains += self._deliver(chunk, -1, own_rows, len(chains))
             for peer in range(self.peers if chunk < self.rail_chunks else 0):
-                chains.append(self._rail_dispatch(chunk, peer))
-        for chunk in range(self.own_chunks, self.rail_chunks):
-            chains += [self._rail_dispatch(chunk, peer) for peer in range(self.peers)]
-        line = flow.run(chains)
-        if delivered := _rows_outside(self.t, self.impl):
-            line.extend(self._local_pass("deliver", self.t.received, delivered), self.nvlink_latency)
-        return line
+                chains += self._rail_dispatch(chunk, peer)
+                chains += self._deliver(chunk, peer, self.rail_rows, len(chains))
+        return flow.run(chains)
+
+    def _deliver(self, chunk: int, peer: int, rows: float, first: int) -> list[Chain]:
+        """What local work does with the rows of a chunk once they have landed. By symmetry the rows that this rank
+        sends stand for as many that come to it. Groups of rows are dealt to workers in turn."""
+        share = rows / (self.local_tokens + self.rail)
+        loads, stores = self.moved.loads * share, self.moved.stores * share
+        if loads + stores <= 0:
+            return []
+        workers = self.workers
+        pieces = min(len(workers), max(1, round(self.t.received * share / GROUP_ROWS)))
+        work = self._local_copies(loads, stores) / pieces
+        return [
+            Chain(
+                f"deliver {peer}.{chunk}" if peer >= 0 else f"deliver {chunk}",
+                [Hop(("engine", workers[(first + i) % len(workers)]), "deliver", work, latency=self.memory_latency)],
+                after=[("landed", peer, chunk)],
+            )
+            for i in range(pieces)
+        ]
+
+    def _local_copies(self, loads: float, stores: float) -> float:
+        """Of a block's copy engine. One that does nothing else reads and writes at the same time; beside the traffic of
+        links both are charged, one after the other, as they are there."""
+        reads, writes = loads * self.cost.load, stores * self.cost.store
+        return max(reads, writes) if self.local_sms else reads + writes
+
+    def _unpermute(self) -> tuple[list[Chain], int]:
+        """(chains that form partials, steps that they come in). Every worker has an equal part of a step, and all
+        sources advance together, so that a share of the steps is that share of every source's rows."""
+        workers = self.workers
+        loads, sums = self.moved.loads / len(workers), self.moved.stores / len(workers)
+        if loads <= 0:
+            return [], 0
+        groups = LOCAL_GROUPS if self.local_sms else 1
+        steps = max(1, min(_MOST_STEPS, self.own_chunks, round(sums / groups / GROUP_ROWS)))
+        waits = loads * self.cost.pull_local / groups / steps
+        engine = self._local_copies(loads, sums) / steps
+        adds = (loads * self.cost.add + sums * self.cost.finish) / groups / steps
+        chains = []
+        for step in range(steps):
+            for block in workers:
+                hops = [
+                    Hop(("role unpermute", block), "unpermute", waits, True),
+                    Hop(("engine", block), "unpermute", engine, True),
+                    Hop(("role add unpermute", block), "unpermute", adds, latency=self.nvlink_latency),
+                ]
+                chains.append(Chain(f"partials {step}", hops, gate=("partials", step)))
+        return chains, steps
 
     def combine(self) -> Timeline:
-        line = Timeline()
-        if outside := _rows_outside(self.t, self.impl):
-            line.extend(self._local_pass("unpermute", outside, self.t.received, self.cost.pull_own), 0.0)
-        chains, rows, slots = [], self.local_tokens / self.own_chunks, self.impl.rail_slots
+        chains, steps = self._unpermute()
+        rows, slots = self.local_tokens / self.own_chunks, self.impl.rail_slots
+
+        def partials(chunk: int, chunks: int) -> list[tuple]:
+            """What is formed when the rows of a chunk are."""
+            return [("partials", -(-(chunk + 1) * steps // chunks) - 1)] if steps else []
+
         for chunk in range(self.rail_chunks):
+            after = partials(chunk, self.rail_chunks)
             # its slot is free when the own chunk with the last row of the chunk before it in the slot is summed
-            consumed = chunk - slots if slots else -1
-            after = ("own", -(-(consumed + 1) * self.own_chunks // self.rail_chunks) - 1) if consumed >= 0 else None
+            if slots and chunk >= slots:
+                after.append(("own", -(-(chunk - slots + 1) * self.own_chunks // self.rail_chunks) - 1))
             credit = Hop(("credit", 0), "node_sum", 0.0, latency=self.nic_latency)
             for peer in range(self.peers):
                 block = (chunk + peer) % self.num_sms
                 hops = self._pull("node_sum", block, self.rail_rows, self.fan_out, 0.0)
                 nic = Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency)
                 post = Hop(("role put", block), "node_sum", self.post)
-                hops = [*([credit] if after else []), *hops, post, nic]
+                hops = [*([credit] if slots and chunk >= slots else []), *hops, post, nic]
                 chains.append(Chain(f"sum {peer}.{chunk}", hops, gate=("sums", chunk), after=after))
         for chunk in range(self.own_chunks):
             sums = self.t.rail_out / self.own_chunks
-            # by symmetry the last sum of a chunk of tokens comes when as large a share of the rail's chunks is done
-            gate = ("sums", -(-(chunk + 1) * self.rail_chunks // self.own_chunks) - 1)
+            # a block that forms partials does so before its final sums
+            after = partials(chunk, self.own_chunks) if self.local_sms else partials(0, 1)
+            if self.rail_chunks:
+                # by symmetry the last sum of a chunk of tokens comes when as large a share of the rail's chunks is done
+                after.append(("sums", -(-(chunk + 1) * self.rail_chunks // self.own_chunks) - 1))
             hops = self._pull("final_sum", chunk % self.num_sms, rows, self.fan_out, sums)
-            after = gate if self.rail_chunks else None
             chains.append(Chain(f"own {chunk}", hops, gate=("own", chunk), after=after))
-        line.extend(flow.run(chains), 0.0)
-        return line
+        return flow.run(chains)
 
     def _scatter(self, block: int, rows: float) -> list[Hop]:
         copies = rows * self.fan_out
@@ -195,19 +264,21 @@ class _Work:
         )
         return [engine, Hop(("nvlink", 0), "rows", copies * self.crossing * self.cost.nvlink)]
 
-    def _rail_dispatch(self, chunk: int, peer: int) -> Chain:
-        hops = []
+    def _rail_dispatch(self, chunk: int, peer: int) -> list[Chain]:
+        """The chunk's way until it has landed, and that of its slot's credit back."""
+        hops, slots = [], self.impl.rail_slots
         if self.impl.stage_rail:
             block = (chunk + peer) % self.num_sms
             hops.append(Hop(("engine", block), "n2n", self.rail_rows * (self.cost.load + self.cost.store)))
             hops.append(Hop(("role n2n", block), "n2n", self.post))
         hops.append(Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency))
         hops += self._scatter((chunk + peer) % self.num_sms, self.rail_rows)
-        if self.impl.rail_slots:  # the slot's credit travels back
-            hops[-1] = hops[-1]._replace(latency=hops[-1].latency + self.nic_latency)
-        slots = self.impl.rail_slots
-        after = ("slot", peer, chunk - slots) if slots and chunk >= slots else None
-        return Chain(f"rail {peer}.{chunk}", hops, gate=("slot", peer, chunk), after=after)
+        after = [("slot", peer, chunk - slots)] if slots and chunk >= slots else []
+        chains = [Chain(f"rail {peer}.{chunk}", hops, gate=("landed", peer, chunk), after=after)]
+        if slots:
+            credit = [Hop(("credit", 0), "n2n", 0.0, latency=self.nic_latency)]
+            chains.append(Chain(f"credit {peer}.{chunk}", credit, ("slot", peer, chunk), [("landed", peer, chunk)]))
+        return chains
 
     def _pull(self, role: str, block: int, rows: float, fan_in: float, sums: float) -> list[Hop]:
         """A chunk of sums: `rows * fan_in` partials of this node, `sums` sums of other nodes, one row out each."""
@@ -223,31 +294,48 @@ class _Work:
             Hop((f"role add {role}", block), role, adds),
         ]
 
-    def _local_pass(self, role: str, loads: float, stores: float, pull: float = 0.0) -> Timeline:
-        """Rows dealt evenly over blocks, no faster than memory. pull: what a summing role waits for a load."""
-        work = (loads * self.cost.load + stores * self.cost.store) / self.permute_sms
-        waits = loads * pull / self.permute_sms
-        adds = (loads * self.cost.add + stores * self.cost.finish) / self.permute_sms if pull else 0.0
-        line = flow.run(
-            [
-                Chain(
-                    role,
-                    [
-                        Hop((f"role {role}", block), role, waits, True),
-                        Hop(("engine", block), role, work, True),
-                        Hop((f"role add {role}", block), role, adds),
-                    ],
-                )
-                for block in range(self.permute_sms)
-            ]
+
+class LocalRows(NamedTuple):
+    """Rows that local work of an operation reads and writes."""
+
+    loads: float
+    stores: float
+
+
+def permute_blocks(cluster: Cluster, num_sms: int, permute_sms: int | None = None) -> int:
+    """Blocks for local work beside num_sms that feed links. ValueError for more than the GPU has SMs."""
+    most = int(cluster.gpu.num_sms.value)
+    if permute_sms is None:
+        return local_blocks(num_sms, most)
+    if not 0 <= permute_sms <= most - num_sms:
+        raise ValueError(
+            f"permute_sms={permute_sms} must be in 0 .. {most - num_sms}, the SMs of a {cluster.gpu.name} beside "
+            f"num_sms={num_sms}, or None"
         )
-        line.end = max(line.end, hbm_us(self.cluster, (loads + stores) * self.cost.link_bytes))
-        return line
+    return permute_sms
 
 
-def _rows_outside(t: Traffic, impl: Implementation) -> float:
-    """Rows of the caller's tensor on the experts' side that the kernels write in dispatch and read in combine."""
-    return {"permute": t.pairs, "copy": t.received, "none": 0.0}[impl.local_pass]
+def local_rows(shape: Shape, t: Traffic, impl: Implementation, op: str, landed: bool) -> LocalRows:
+    """Between received rows and the caller's tensor on the experts' side. landed: each row is in its first place."""
+    outside = {"permute": t.pairs, "copy": t.received, "none": 0.0}[impl.local_pass]
+    if op == "combine":
+        return LocalRows(outside, t.received if outside else 0.0)
+    if not landed or not outside:
+        return LocalRows(t.received if outside else 0.0, outside)
+    copies = max(0.0, outside - t.received)
+    return LocalRows(min(copies, t.received * _several_pairs(shape)), copies)
+
+
+def _several_pairs(shape: Shape) -> float:
+    """Share of the received rows that go to two or more experts of the rank, at uniform routing."""
+    of_rank, others, ways = (
+        shape.local_experts,
+        shape.experts - shape.local_experts,
+        math.comb(shape.experts, shape.topk),
+    )
+    none = math.comb(others, shape.topk) / ways
+    one = of_rank * math.comb(others, shape.topk - 1) / ways
+    return 1.0 - one / (1.0 - none)
 
 
 def _copies_bytes(shape: Shape, t: Traffic, impl: Implementation, op: str, dtype: str) -> float:
@@ -257,13 +345,14 @@ def _copies_bytes(shape: Shape, t: Traffic, impl: Implementation, op: str, dtype
     return 2 * row * (outer + t.received * impl.epilogue_passes)
 
 
-def _kernel_hbm_bytes(shape: Shape, t: Traffic, impl: Implementation, op: str, cost: RowCosts) -> float:
+def _kernel_hbm_bytes(
+    shape: Shape, t: Traffic, impl: Implementation, op: str, cost: RowCosts, moved: LocalRows
+) -> float:
     """Bytes of HBM that the kernel's rows read and write: docs/performance_model.md lists the terms."""
     ring = 2.0 if impl.stage_rail and op == "dispatch" else 0.0
     rail = max(t.rail_out, t.rail_in)
     inside = shape.tokens + rail * (3 + ring) + t.received
-    outside = _rows_outside(t, impl)
-    return (inside + (t.received + outside if outside else 0.0)) * cost.link_bytes
+    return (inside + moved.loads + moved.stores) * cost.link_bytes
 
 
 def _bandwidths(shape: Shape, t: Traffic, dtype: str, time_us: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -278,6 +367,6 @@ def _role_shares(line: Timeline, work: _Work, time_us: float) -> dict[str, float
     shares: dict[str, float] = {}
     for span in line.spans:
         if span.server[0] == "engine":
-            sms = work.permute_sms if span.role in ("deliver", "unpermute") else work.num_sms
+            sms = len(work.workers) if span.role in ("deliver", "unpermute") else work.num_sms
             shares[span.role] = shares.get(span.role, 0.0) + span.work / (sms * time_us)
     return shares

@@ -65,11 +65,17 @@ def node_dedup(
 
 
 def hybrid(
-    op: str, shape: Shape, cluster: Cluster, dtype: str = "bf16", num_sms: int = 24, traffic: Traffic | None = None
+    op: str,
+    shape: Shape,
+    cluster: Cluster,
+    dtype: str = "bf16",
+    num_sms: int = 24,
+    traffic: Traffic | None = None,
+    cached: bool = False,
 ) -> PeerTime:
-    """This library."""
+    """This library: num_sms blocks feed links, as many again work locally. cached: on a handle that there was."""
     t = traffic or routing.uniform(shape)
-    got = model.predict(op, shape, cluster, num_sms=num_sms, dtype=dtype, traffic=t)
+    got = model.predict(op, shape, cluster, num_sms=num_sms, dtype=dtype, traffic=t, cached=cached)
     return PeerTime("hybrid_ep", got.api_us, t.rail_out, t.nvlink_rows)
 
 

@@ -32,7 +32,7 @@ class Options:
     use_fp8: bool
     num_blocks_dispatch: int | None  # None: as the links need, once the topology is known
     num_blocks_combine: int | None
-    num_blocks_permute: int | None  # None: half of sm_plan's, or sm_plan.local_blocks; or dispatch's
+    num_blocks_permute: int | None  # None: half of sm_plan's, or block_split.local_blocks; or dispatch's
     num_blocks_unpermute: int | None  # likewise, of combine
     ranks_per_node: int | None
     ranks_per_node_origin: str

@@ -18,7 +18,8 @@ import torch
 from hybrid_ep import _core, env
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
-from hybrid_ep.runtime import devices, nvshmem, placing, results, sm_plan, validation
+from hybrid_ep.hardware import block_split
+from hybrid_ep.runtime import devices, nvshmem, placing, results, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.device_arena import DeviceArena
@@ -440,7 +441,7 @@ class Session:
             name, blocks = "num_sms", validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
         self._allow_blocks(name, blocks)
         if not local and self.options.local_work_apart:
-            local = sm_plan.local_blocks(blocks, self.engine.most_blocks)
+            local = block_split.local_blocks(blocks, self.engine.most_blocks)
         if local:
             self._allow_blocks(f"num_blocks_{verb}", local)
             self._allow_blocks(f"{name} + num_blocks_{verb}", blocks + local)

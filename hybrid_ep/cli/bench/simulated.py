@@ -287,7 +287,7 @@ def _print_published(c: Condition, rows: list[Row]) -> list[dict[str, Any]]:
     for row in rows:
         if row.op in model.OPS and row.kernel_share is not None:
             shares = {"hybrid_ep": row.kernel_share}
-            every = int(cluster.gpu.num_sms.value)
+            every = int(cluster.gpu.num_sms.value) - row.num_sms
             for name, impl, apart in (
                 ("permute on all SMs", HYBRID_EP, every),
                 ("no permute", UNPERMUTED, None),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import dwdp, events, flow, model, models, peers, recommend, routing, step_time, trace
+from hybrid_ep.perf import dwdp, events, flow, model, models, peers, recommend, route_time, routing, step_time, trace
+from hybrid_ep.perf.costs import event_costs
 from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.order_statistics import expected_max
 from hybrid_ep.perf.shape import Shape
@@ -185,16 +186,49 @@ def test_a_broken_trace_is_noticed(break_it, word):
         trace.check(document)
 
 
+# What the model may be off, as docs/performance_model.md says it; combine over rails is where it flatters most.
 @needs_events
-@pytest.mark.parametrize("ranks, local, num_sms", [(8, 8, 8), (8, 8, 24), (8, 4, 8)])
-def test_event_engine_and_model_agree(ranks, local, num_sms):
-    shape = Shape(ranks, local, 384, 7168, 8, 64)
-    got = events.measure(shape, H100, num_sms=num_sms)
+@pytest.mark.parametrize(
+    "ranks, local, num_sms, permute_sms, within",
+    [
+        (8, 8, 8, None, {"dispatch": 0.15, "combine": 0.15}),
+        (8, 8, 8, 32, {"dispatch": 0.15, "combine": 0.15}),
+        (8, 8, 24, None, {"dispatch": 0.15, "combine": 0.15}),
+        (8, 8, 24, 0, {"dispatch": 0.3, "combine": 0.15}),
+        (8, 4, 8, None, {"dispatch": 0.2, "combine": 0.5}),
+    ],
+)
+def test_event_engine_and_model_agree(ranks, local, num_sms, permute_sms, within):
+    shape = Shape(ranks, local, 1024, 7168, 8, 64)
+    got = events.measure(shape, H100, num_sms=num_sms, permute_sms=permute_sms)
     assert got.exact
     skew = H100.gpu.skew_us.value if shape.nodes > 1 else 0.0
-    for op in model.OPS:
-        predicted = model.predict(op, shape, H100, num_sms=num_sms).kernel_us - skew
-        assert predicted == pytest.approx(got.time_us[op], rel=0.25), op
+    for op, most in within.items():
+        predicted = model.predict(op, shape, H100, num_sms=num_sms, permute_sms=permute_sms).kernel_us - skew
+        assert predicted == pytest.approx(got.kernel_us[op], rel=most), op
+
+
+@needs_events
+def test_the_event_engine_charges_routing():
+    shape = Shape(4, 4, 256, 512, 4, 16)
+    costs = event_costs(H100, 1024, shape)
+    assert costs["route_token_ps"] == round(route_time.own_us(shape, H100) / 256 * 1e6) > 0
+    assert event_costs(H100, 1024)["route_token_ps"] == 0
+    got = events.measure(shape, H100, num_sms=4)
+    assert route_time.own_us(shape, H100) < got.kernel_us["exchange"] < 3 * route_time.exchange_us(shape, H100)
+
+
+@needs_events
+def test_the_event_engine_takes_the_blocks_and_the_landing_that_it_is_told():
+    shape = Shape(8, 8, 512, 4096, 8, 64)
+
+    def dispatch(**options):
+        return events.measure(shape, H100, num_sms=8, **options).kernel_us["dispatch"]
+
+    assert dispatch() == dispatch(permute_sms=8, landed=True) < dispatch(permute_sms=0)
+    assert dispatch() < dispatch(landed=False)
+    with pytest.raises(ValueError, match="permute_sms=125"):
+        dispatch(permute_sms=125)
 
 
 @needs_events

@@ -34,7 +34,7 @@ def test_held_out_rows_are_nearer_than_at_half_of_peak():
     held = [row for row in training.rows() if not row.fits]
     assert {row.group for row in training.rows()} == set(efficiency.FITTED) and len(held) == 10
     median, worst = training.spread(held)
-    assert median < 0.35 and worst < 2.5
+    assert median < 0.35 and worst < 2.75
     before = sorted(
         abs(step(replace(row.job, efficiency=0.5)).tokens_per_s_per_gpu / row.tokens_per_s - 1) for row in held
     )

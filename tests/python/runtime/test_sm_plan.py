@@ -9,6 +9,7 @@ import pytest
 from examples import Example, check_permuted, expected, make_inputs, same
 
 from hybrid_ep.hardware import clusters
+from hybrid_ep.hardware.block_split import local_blocks
 from hybrid_ep.perf import model
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.runtime import sm_plan
@@ -58,8 +59,8 @@ def test_the_model_finds_little_to_gain_with_more(name, nodes, local):
 
 
 def test_local_work_gets_as_many_blocks_again_as_there_are_sms():
-    assert [sm_plan.local_blocks(n, 132) for n in (1, 8, 66, 100, 132)] == [1, 8, 66, 32, 0]
-    assert sm_plan.local_blocks(5, 4) == 0
+    assert [local_blocks(n, 132) for n in (1, 8, 66, 100, 132)] == [1, 8, 66, 32, 0]
+    assert local_blocks(5, 4) == 0
 
 
 def test_limits():

@@ -1,0 +1,105 @@
+"""Writes again all that the documentation shows of the performance model: tables, figures and pictures in docs/results.
+
+    python scripts/make_tables.py [--only simulator,training,bench,scaling] [--quick] [--fit]
+
+Deterministic; a few minutes, most of them the event engine's, which --quick leaves out. --fit writes first what the
+published training steps give for the numbers of hybrid_ep/perf/efficiency.py. Prose stays as it is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+EFFICIENCY = ROOT / "hybrid_ep" / "perf" / "efficiency.py"
+# The commands that docs/benchmark.md shows beside their pictures, and what they draw there.
+BENCH = (
+    "bench --backend sim --nodes 4 --hidden 7168 --experts 256 -b 64 -e 8192 -f 2 --num-sms 4,8,16,24,32,48,64 --plot"
+)
+SCALING = "report scaling --simulate qwen3_30b_a3b --cluster b200_8x400g --gpus 8,16,32,64,128 --plot"
+PICTURES = {
+    "bench": {"bandwidth.svg": "bench-sim-bandwidth.svg", "time.svg": "bench-sim-time.svg"},
+    "scaling": {"scaling.svg": "scaling-sim.svg"},
+}
+
+
+def run(*command: str) -> None:
+    """A command of this checkout, with this Python."""
+    print("$ " + " ".join(command), flush=True)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    subprocess.run([sys.executable, *command], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=True)
+
+
+def simulator(quick: bool) -> None:
+    run("scripts/simulate_tables.py", "--out", str(RESULTS), *([] if quick else ["--events"]))
+
+
+def training(quick: bool) -> None:
+    run("scripts/training_tables.py")
+
+
+def _pictures(name: str, command: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run("-m", "hybrid_ep.cli", *command.split(), folder)
+        for made, kept in PICTURES[name].items():
+            shutil.copyfile(Path(folder) / made, RESULTS / kept)
+
+
+def bench(quick: bool) -> None:
+    _pictures("bench", BENCH)
+
+
+def scaling(quick: bool) -> None:
+    _pictures("scaling", SCALING)
+
+
+PARTS: dict[str, Callable[[bool], None]] = {
+    "simulator": simulator,
+    "training": training,
+    "bench": bench,
+    "scaling": scaling,
+}
+
+
+def fit(source: str) -> str:
+    """The text of efficiency.py with the numbers that published steps give now."""
+    from hybrid_ep.perf import efficiency
+    from hybrid_ep.perf import training as steps
+
+    for gpu, precision in efficiency.FITTED:
+        number = steps.fit((gpu, precision))
+        source, found = re.subn(
+            rf'(\("{gpu}", "{precision}"\): )[\d.]+,', lambda m, n=number: f"{m[1]}{n:.4f},", source
+        )
+        if found != 1:
+            raise ValueError(f"efficiency.py: FITTED has {found} lines for {gpu} in {precision}; write one")
+    return source
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}, by commas [all]")
+    parser.add_argument("--quick", action="store_true", help="without the event engine")
+    parser.add_argument("--fit", action="store_true", help="first write the efficiencies that published steps give")
+    args = parser.parse_args(argv)
+    names = args.only.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"--only {args.only}: there is no {unknown[0]!r}; use some of {', '.join(PARTS)}")
+    if args.fit:
+        sys.path.insert(0, str(ROOT))
+        EFFICIENCY.write_text(fit(EFFICIENCY.read_text()))
+        print(f"written: {EFFICIENCY.relative_to(ROOT)}")
+    for name in names:
+        PARTS[name](args.quick)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

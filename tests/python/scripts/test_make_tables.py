@@ -1,0 +1,40 @@
+"""The script behind `make tables`: it fits what the model has, knows every picture, and its commands are the docs'."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from docs_pages import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import make_tables
+
+sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_a_fit_of_what_is_fitted_changes_nothing_and_one_that_is_off_is_mended():
+    source = make_tables.EFFICIENCY.read_text()
+    assert make_tables.fit(source) == source
+    assert make_tables.fit(source.replace("0.", "0.9", 1)) == source
+    with pytest.raises(ValueError, match="0 lines for H100 in bf16"):
+        make_tables.fit(source.replace('("H100", "bf16"):', "H100:"))
+
+
+def test_every_picture_is_there_and_drawn_by_the_command_that_the_page_shows():
+    page = " ".join((ROOT / "docs" / "benchmark.md").read_text().split())
+    for command in (make_tables.BENCH, make_tables.SCALING):
+        assert f"hybrid-ep {command}" in page
+    for made in make_tables.PICTURES.values():
+        for kept in made.values():
+            assert (make_tables.RESULTS / kept).is_file() and f"results/{kept}" in page
+
+
+def test_an_unknown_part_is_refused_with_those_there_are(capsys):
+    with pytest.raises(SystemExit):
+        make_tables.main(["--only", "training,plots"])
+    assert "there is no 'plots'; use some of simulator, training, bench, scaling" in capsys.readouterr().err
+
+
+def test_make_calls_it():
+    assert "scripts/make_tables.py $(ARGS)" in (ROOT / "Makefile").read_text()
