@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_ep.perf.flow import Timeline
+from hybrid_ep.perf.trace_rules import check
 
 _SAME_US = 1e-6  # two ends nearer than this are one, but for the rounding of sums
 
@@ -98,31 +99,8 @@ def write(path: str | Path, spans: Iterable[TrackSpan], covers: str = "") -> int
         raise ValueError(f"trace={str(path)!r}: no such folder; create it first")
     document = to_json(spans, covers)
     check(document)
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document, allow_nan=False))
     return sum(e["ph"] == "X" for e in document["traceEvents"])
-
-
-def check(document: dict[str, Any]) -> None:
-    """ValueError when Perfetto would refuse or misread it: fields missing, tracks unnamed, spans of a track that
-    overlap without nesting."""
-    events = document.get("traceEvents")
-    if not isinstance(events, list) or not any(e.get("ph") == "X" for e in events):
-        raise ValueError("trace: there is no span in it")
-    named = {(e["pid"], e["tid"]) for e in events if e.get("ph") == "M" and e["name"] == "thread_name"}
-    last_end: dict[tuple[int, int], int] = {}
-    for event in events:
-        if event.get("ph") != "X":
-            continue
-        missing = {"name", "pid", "tid", "ts", "dur"} - event.keys()
-        if missing:
-            raise ValueError(f"trace: a span lacks {', '.join(sorted(missing))}")
-        key = event["pid"], event["tid"]
-        if key not in named:
-            raise ValueError(f"trace: track {key} has no name")
-        begin, length = (round(event[name] * 1000) for name in ("ts", "dur"))
-        if begin < last_end.get(key, 0):
-            raise ValueError(f"trace: spans of track {key} overlap at {event['ts']} us")
-        last_end[key] = begin + length
 
 
 def _natural(name: str) -> tuple:
