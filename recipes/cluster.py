@@ -72,6 +72,15 @@ HARDWARE = {
             72,
             "NVIDIA GB200 NVL72 data sheet: 13.4 TB in 72 GPUs, 4 GPUs a compute tray",
         ),
+        Hardware(
+            "gb300_nvl72",
+            "GB300 278 GB",
+            277 * 10**9,
+            4,
+            72,
+            "NVIDIA GB300 NVL72 data sheet: 20 TB in 72 GPUs, 4 GPUs a compute tray",
+            "gb200_nvl72",
+        ),
     )
 }
 OLD_NAMES = {"b200_8": "b200_8x400g"}

@@ -201,6 +201,9 @@ _GB200 = replace(
     hbm_gb=_datasheet(186, "GB", "NVIDIA GB200 NVL72 datasheet: 13.4 TB for 72"),
 )
 
+# What its datasheet has otherwise than that of GB200; exchanges are bound by nothing else that it changed.
+_GB300 = replace(_GB200, name="GB300", hbm_gb=_datasheet(278, "GB", "NVIDIA GB300 NVL72 datasheet: 20 TB for 72"))
+
 _CX7 = Nic(
     name="ConnectX-7 400G",
     gb_per_s=_datasheet(50, "GB/s", "400 Gb/s"),
@@ -228,6 +231,9 @@ CLUSTERS = {
         Cluster("b300_8x800g", "8 B300 a node (as B200 here), one 800 Gb/s NIC a GPU", _B200, _CX8, 8),
         Cluster("gb200_nvl36", "36 GB200 in one NVLink domain, one 400 Gb/s NIC a GPU", _GB200, _CX7, 36),
         Cluster("gb200_nvl72", "72 GB200 in one NVLink domain, one 400 Gb/s NIC a GPU", _GB200, _CX7, 72),
+        Cluster(
+            "gb300_nvl72", "72 GB300 (as GB200 here) in one NVLink domain, one 800 Gb/s NIC a GPU", _GB300, _CX8, 72
+        ),
     )
 }
 

@@ -55,7 +55,7 @@ def cluster_of(gpu_name: str, capability: tuple[int, int]) -> clusters.Cluster:
         "H200": "h200_8x400g",
         "H100": "h100_8x400g",
         "GB200": "gb200_nvl72",
-        "GB300": "gb200_nvl72",
+        "GB300": "gb300_nvl72",
         "B300": "b300_8x800g",
         "B200": "b200_8x400g",
     }

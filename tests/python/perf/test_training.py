@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import efficiency, models, training
+from hybrid_ep.perf import efficiency, model, models, training
+from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.step_time import Job, step
 
 ROOT = Path(__file__).parents[3]
@@ -54,3 +55,13 @@ def test_the_nearest_step_is_of_the_same_gpu_then_model():
     assert "deepseek_v3 on 256 GB200, mxfp8, EP 64, PP 4" in training.said_of(job)
     mixtral = Job(models.get("mixtral_8x7b"), clusters.get("b200_8x400g"), 16, 8)
     assert training.nearest(mixtral).group[0] == "B200"
+
+
+def test_a_gb300_is_a_gb200_with_more_memory_and_a_faster_rail():
+    gb200, gb300 = clusters.get("gb200_nvl72"), clusters.get("gb300_nvl72")
+    differ = {name for (name, a), (_, b) in zip(gb200.quantities(), gb300.quantities(), strict=True) if a != b}
+    assert differ == {"gpu.hbm_gb", "nic.gb_per_s"} and gb300.ranks_per_node == 72
+    assert "for want of any of GB300" in efficiency.of(gb300, "mxfp8").source
+    one, two = Shape(64, 64, 4096, 7168, 8, 256), Shape(128, 64, 4096, 7168, 8, 256)
+    times = [[model.predict("dispatch", s, c, num_sms=32).kernel_us for c in (gb200, gb300)] for s in (one, two)]
+    assert times[0][0] == times[0][1] and times[1][1] < 0.7 * times[1][0]

@@ -74,7 +74,7 @@ def test_limits():
     [
         ("NVIDIA H200", (9, 0), "h200_8x400g"),
         ("NVIDIA GB200", (10, 0), "gb200_nvl72"),
-        ("NVIDIA GB300", (10, 3), "gb200_nvl72"),
+        ("NVIDIA GB300", (10, 3), "gb300_nvl72"),
         ("NVIDIA B300 SXM6", (10, 3), "b300_8x800g"),
         ("NVIDIA B200", (10, 0), "b200_8x400g"),
         ("NVIDIA GH", (9, 0), "h100_8x400g"),
