@@ -8,10 +8,8 @@ published training steps give for the numbers of hybrid_ep/perf/efficiency.py. P
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -31,24 +29,25 @@ PICTURES = {
 }
 
 
-def run(*command: str) -> None:
-    """A command of this checkout, with this Python."""
-    print("$ " + " ".join(command), flush=True)
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    subprocess.run([sys.executable, *command], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=True)
-
-
 def simulator(quick: bool) -> None:
-    run("scripts/simulate_tables.py", "--out", str(RESULTS), *([] if quick else ["--events"]))
+    import simulate_tables
+
+    simulate_tables.main(["--out", str(RESULTS), *([] if quick else ["--events"])])
 
 
 def training(quick: bool) -> None:
-    run("scripts/training_tables.py")
+    import training_tables
+
+    training_tables.OUT.write_text(training_tables.text())
+    print(f"written: {training_tables.OUT}")
 
 
 def _pictures(name: str, command: str) -> None:
+    from hybrid_ep import cli
+
     with tempfile.TemporaryDirectory() as folder:
-        run("-m", "hybrid_ep.cli", *command.split(), folder)
+        if code := cli.main([*command.split(), folder]):
+            sys.exit(code)
         for made, kept in PICTURES[name].items():
             shutil.copyfile(Path(folder) / made, RESULTS / kept)
 
@@ -93,8 +92,8 @@ def main(argv: Sequence[str]) -> None:
     names = args.only.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"--only {args.only}: there is no {unknown[0]!r}; use some of {', '.join(PARTS)}")
+    sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # of this checkout, wherever it was called
     if args.fit:
-        sys.path.insert(0, str(ROOT))
         EFFICIENCY.write_text(fit(EFFICIENCY.read_text()))
         print(f"written: {EFFICIENCY.relative_to(ROOT)}")
     for name in names:

@@ -1,5 +1,5 @@
 """Writes docs/results/simulator-model.md and its plots: every published row with its residual, peers, weights against
-tokens, end-to-end rows, the event engine beside the model. Deterministic; a minute, or two with --events.
+tokens, end-to-end rows, the event engine beside the model (--events; else as it stands). Deterministic; minutes.
 
     python scripts/simulate_tables.py [--events] [--out docs/results]
 """
@@ -354,6 +354,13 @@ def draw_residuals(plt, out, found):
     plotting.save(figure, out / "simulator-residuals")
 
 
+def kept(path, title):
+    """A section of the page as it stands, where this run does not make it."""
+    page = path.read_text() if path.is_file() else ""
+    _, found, rest = page.partition(f"\n## {title}\n\n")
+    return rest.partition("\n\n## ")[0].rstrip() if found else "Not run: `scripts/simulate_tables.py --events`."
+
+
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
@@ -363,7 +370,8 @@ def main(argv):
     args.out.mkdir(parents=True, exist_ok=True)
     found = published.answers()
     draw_residuals(plt, args.out, found)
-    events_part = events_table() if args.events else "Not run: `scripts/simulate_tables.py --events`."
+    path = args.out / "simulator-model.md"
+    events_part = events_table() if args.events else kept(path, "Event engine beside the model")
     sections = {
         "Fitted numbers": fitted_table(),
         "Residuals in short": summary_table(found) + "\n\n![residuals](simulator-residuals.svg)",
@@ -380,7 +388,6 @@ def main(argv):
         "[performance_model.md](../performance_model.md). Predictions, not measurements of this library.\n"
     )
     text += "".join(f"\n## {title}\n\n{body}\n" for title, body in sections.items())
-    path = args.out / "simulator-model.md"
     path.write_text(text)
     print(f"written: {path}")
 

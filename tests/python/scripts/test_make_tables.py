@@ -36,5 +36,17 @@ def test_an_unknown_part_is_refused_with_those_there_are(capsys):
     assert "there is no 'plots'; use some of simulator, training, bench, scaling" in capsys.readouterr().err
 
 
+def test_a_quick_run_keeps_what_the_event_engine_said(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import simulate_tables
+
+    page = make_tables.RESULTS / "simulator-model.md"
+    section = simulate_tables.kept(page, "Event engine beside the model")
+    assert section.startswith("| GPU | EP |") and section.endswith("without nodes' skew.")
+    assert f"## Event engine beside the model\n\n{section}\n\n## Peers\n" in page.read_text()
+    assert simulate_tables.kept(tmp_path / "none.md", "Peers").startswith("Not run")
+    sys.modules.pop("simulate_tables")
+
+
 def test_make_calls_it():
     assert "scripts/make_tables.py $(ARGS)" in (ROOT / "Makefile").read_text()
