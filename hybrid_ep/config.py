@@ -40,7 +40,7 @@ class HybridEpConfigInstance:
     num_of_blocks_dispatch_api: int = 1
     num_of_blocks_combine_api: int = 1
     num_of_blocks_preprocessing_api: int | None = None  # None: by the tokens of a call
-    num_of_blocks_permute: int | None = None  # None: sm_plan.local_blocks; hosts: those of dispatch
+    num_of_blocks_permute: int | None = None  # None: hardware.block_split; hosts: those of dispatch
     num_of_blocks_unpermute: int | None = None  # likewise, beside those of combine
     num_of_threads_per_block_preprocessing_api: int | None = None
     num_of_tokens_per_chunk_preprocessing_api: int | None = None

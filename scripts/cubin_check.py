@@ -79,7 +79,7 @@ NVSHMEM_BUDGETS = {
         registers=NVSHMEM_REGISTERS.get(name, budget.registers),
         stack=480,  # of 3.8; 3.7 has 64 bytes less
         forbidden=("BPT.TRAP",) if name == "combine" else ("LDL", "BPT.TRAP"),
-        local_loads=64,
+        local_loads=96,
     )
     for name, budget in BUDGETS.items()
 }

@@ -74,13 +74,10 @@ struct CombineBlock {
     leave();
   }
   HEP_DEVICE void reduce(int group) {
-    constexpr uint32_t kSends = SumHead::kChunkEnd, kTakes = SumHead::kRing | SumHead::kSettle;
-    if constexpr (sum_tile_elems<Net>() == kSumTileElems)
-      reduce_as<kSends | kTakes>(group);
-    else if (group == 0)  // verbs that are calls: what a role keeps over them it keeps in memory, so no role has both
-      reduce_as<kSends>(group);
-    else
-      reduce_as<kTakes>(group);
+    ReduceRole<A, Net, kWarps> role(a, net, p, fifo(group), smem, group, 2 + group * kWarps);
+    const char* name = group == 1 || alike ? "final_sum_reduce" : "node_sum_reduce";
+    role.run(links ? name : "unpermute_reduce", links ? 2 * p.blocks.link : 0);
+    if (elected) leave();
   }
   HEP_DEVICE void pack() {
     if (!local) return;
@@ -89,13 +86,6 @@ struct CombineBlock {
   }
 
  private:
-  template <uint32_t kTells>
-  HEP_DEVICE void reduce_as(int group) {
-    ReduceRole<A, Net, kWarps, kTells> role(a, net, p, fifo(group), smem, group, 2 + group * kWarps);
-    const char* name = group == 1 || alike ? "final_sum_reduce" : "node_sum_reduce";
-    role.run(links ? name : "unpermute_reduce", links ? 2 * p.blocks.link : 0);
-    if (elected) leave();
-  }
   HEP_DEVICE StageFifo<A, SumHead> fifo(int group) const {
     return {smem, !links ? p.local_sum[group] : group ? p.final_sum : p.node_sum};
   }
@@ -139,13 +129,12 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   const uint64_t stage_bytes = tile > weights ? tile : weights;
   // Where rows are read where they lie, a stage holds an address.
   const uint64_t stage_holds = TileMath<A>::kReadsRows ? 16 : stage_bytes;
-  const uint64_t stage = align_up(stage_holds, 128) + sizeof(SumHead) + 2 * sizeof(typename A::Mbarrier);
   // First what all blocks have: words, and the slices, which hold a warp's share of a tile as it is stored.
   const auto words = [](uint64_t n) { return align_up(4 * n, 128); };
   const uint64_t peers = p.rail.num_peers, local_ranks = uint64_t(p.world.num_local_ranks);
   p.credit_cursors_at = 0;
   p.rail_tally_at = words(peers);
-  p.source_begins_at = p.rail_tally_at + align_up(sizeof(Vec16) * peers, 128);
+  p.source_begins_at = p.rail_tally_at + rail_tally_bytes(peers);
   p.seen_at[0] = p.source_begins_at + GroupWalk<A>::bytes(uint64_t(p.world.num_ranks()));
   p.seen_at[1] = p.seen_at[0] + words(local_ranks);
   p.sum_rows_at[0] = p.seen_at[1] + words(local_ranks);
@@ -162,13 +151,17 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   p.out_stage_at[0] = p.sum_rows_at[1] + SumFeed<A>::rows_bytes(p);
   p.out_stage_at[1] = p.out_stage_at[0] + kSlices * p.out_slice_bytes[0];
   const uint64_t fifos_at = p.out_stage_at[1] + kSlices * p.out_slice_bytes[1];
-  const uint64_t aside = fifos_at + 768;  // the last: alignment
-  const uint64_t left = budget > aside ? budget - aside : 0;
-  const bool both = peers != 0 || sums_twice<A>(p);  // groups have something to sum
-  const uint32_t stages = stages_that_fit(left / (both ? 2 : 1), stage, 2, 24);
+  const bool both = peers != 0 || sums_twice<A>(p);  // groups of a link block have something to sum
+  const auto fifo_bytes = [&](uint32_t stages) { return Fifo::layout(0, stages, stage_holds).end; };
+  const uint64_t empty = both ? 0 : Fifo::layout(0, 2, 16).end;
+  const auto stages_of = [&](uint64_t fifos) {  // as many as fit, in each of so many
+    uint32_t n = 24;
+    while (n > 2 && fifos_at + fifos * fifo_bytes(n) + empty > budget) --n;
+    return n;
+  };
+  const uint32_t stages = stages_of(both ? 2 : 1), local_stages = stages_of(2);
   p.node_sum = Fifo::layout(fifos_at, both ? stages : 2, both ? stage_holds : 16);
   p.final_sum = Fifo::layout(p.node_sum.end, stages, stage_holds);
-  const uint32_t local_stages = stages_that_fit(left / 2, stage, 2, 24);
   p.local_sum[0] = Fifo::layout(fifos_at, local_stages, stage_holds);
   p.local_sum[1] = Fifo::layout(p.local_sum[0].end, local_stages, stage_holds);
   const uint64_t apart_end = p.blocks.is_apart() ? p.local_sum[1].end : 0;

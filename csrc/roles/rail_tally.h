@@ -6,44 +6,61 @@
 
 namespace hep {
 
-// Of one peer, in shared memory.
+// Stages of a peer's chunk that are out of its slot, in shared memory.
 struct alignas(16) Tally {
-  uint32_t chunk, untold;  // stages of the chunk that are out of its slot
-  uint32_t stages;         // that the chunk has
+  uint32_t chunk, untold;
+  uint32_t stages;  // that the chunk has
   uint32_t unused;
 };
+
+inline uint64_t rail_tally_bytes(uint64_t num_peers) {
+  return align_up(2 * sizeof(Tally) * num_peers, 128);
+}
 
 template <Arch A, Transport<A> Net>
 struct RailTally {
   A& a;
   Net& net;
   const RailSide& rail;
-  Vec16* tallies;  // [num_peers]
+  Vec16* tallies;  // [num_peers][2]: of the chunk in work, and of the one before it where that is to be told
+  bool due = false;
 
   // By one lane before the block meets.
   HEP_DEVICE static void clear(A& a, Vec16* tallies, uint32_t num_peers) {
-    for (uint32_t i = 0; i < num_peers; ++i) a.st_shared(tallies + i, Vec16{});
+    for (uint32_t i = 0; i < 2 * num_peers; ++i) a.st_shared(tallies + i, Vec16{});
   }
-  // The leader is through with a stage. What is counted for a peer is told when the chunk is complete or a later one
-  // comes, and at the end of the block's chunk of tokens. With a ring of one slot at once: there the later chunk cannot
-  // come before (docs/design.md, flow control). Told in one place, for a transport's verb may be long code.
-  HEP_DEVICE void take(const SumHead& head) {
-    const bool row = head.is(SumHead::kRing), all = head.is(SumHead::kSettle);
-    const bool at_once = rail.geometry.num_slots == 1 && !injected(Bug::kOneSlotNotAtOnce);
-    const uint32_t mine = head.peer, end = all ? rail.num_peers : mine + 1;
-    for (uint32_t i = all || !row ? 0 : mine; i < end;) {
-      Tally t = std::bit_cast<Tally>(a.ld_shared(tallies + i));
-      const bool is_mine = row && i == mine, later = is_mine && t.untold && t.chunk != head.chunk;
-      if (is_mine && !later) t = {head.chunk, t.untold + 1, head.chunk_stages, 0};
-      if (t.untold && (later || all || at_once || t.untold == t.stages)) {
-        if (!injected(Bug::kCountedNeverCredited))
-          RailReceiver::consume(a, net, rail.geometry, rail.peers[i], t.chunk, t.untold, t.stages);
-        t.untold = 0;
-      }
-      a.st_shared(tallies + i, std::bit_cast<Vec16>(t));
-      if (!later) ++i;
+  // The leader is through with a stage out of a ring. A sum has one row of a peer at most.
+  HEP_DEVICE void count(const SumHead& head) {
+    Vec16* const at = tallies + 2 * head.peer;
+    Tally t = std::bit_cast<Tally>(a.ld_shared(at));
+    if (t.untold && t.chunk != head.chunk) {
+      a.st_shared(at + 1, std::bit_cast<Vec16>(t));
+      t.untold = 0;
+      due = true;
+    }
+    t = {head.chunk, t.untold + 1, head.chunk_stages, 0};
+    a.st_shared(at, std::bit_cast<Vec16>(t));
+    due |= t.untold == t.stages || at_once();
+  }
+  // Behind a tile, for a transport's verb may be a call, over which sums would have to be kept. What is counted for a
+  // peer is told when the chunk is complete or a later one has come, and at the end of the block's chunk of tokens
+  // (`all`). With a ring of one slot at once: there the later chunk cannot come before (docs/design.md, flow control).
+  HEP_DEVICE void tell(bool all) {
+    if (!due && !all) return;
+    due = false;
+    for (uint32_t i = 0; i < 2 * rail.num_peers; ++i) {
+      const uint32_t word = i ^ 1;  // the chunk before comes first
+      Tally t = std::bit_cast<Tally>(a.ld_shared(tallies + word));
+      if (!t.untold || !(word % 2 || all || at_once() || t.untold == t.stages)) continue;
+      if (!injected(Bug::kCountedNeverCredited))
+        RailReceiver::consume(a, net, rail.geometry, rail.peers[word / 2], t.chunk, t.untold, t.stages);
+      t.untold = 0;
+      a.st_shared(tallies + word, std::bit_cast<Vec16>(t));
     }
   }
+
+ private:
+  HEP_DEVICE bool at_once() const { return rail.geometry.num_slots == 1 && !injected(Bug::kOneSlotNotAtOnce); }
 };
 
 }  // namespace hep

@@ -9,8 +9,8 @@
 
 namespace hep {
 
-// kWarps warps from `first_warp` on; `group` names their barrier and slices. kTells: what the rail is told.
-template <Arch A, Transport<A> Net, int kWarps, uint32_t kTells>
+// kWarps warps from `first_warp` on; `group` names their barrier and slices.
+template <Arch A, Transport<A> Net, int kWarps>
 struct ReduceRole {
   using Machine = A;
   using Sum = SliceSum<A, kWarps, sum_tile_elems<Net>()>;
@@ -50,6 +50,7 @@ struct ReduceRole {
       SumHead head = from.wait(a);
       if (head.is(SumHead::kStop)) break;
       sum_tile(head);
+      if (leader) tally.tell(head.is(SumHead::kSettle));
       if (head.is(SumHead::kChunkEnd | SumHead::kGroupEnd)) complete(head);
     }
     from.pass(a);
@@ -64,9 +65,8 @@ struct ReduceRole {
     const uint32_t size = dtype_bytes(head.out());
     slices.store(head.dst + uint64_t(s.begin) * size, s.elems * size);
   }
-  HEP_DEVICE void told(const SumHead& head) {
-    constexpr uint32_t kTaken = kTells & (SumHead::kRing | SumHead::kSettle);  // a row of a ring is out of its slot
-    if (leader && head.is(kTaken)) tally.take(head);
+  HEP_DEVICE void taken(const SumHead& head) {
+    if (leader && head.is(SumHead::kRing)) tally.count(head);
   }
 
  private:
@@ -83,7 +83,7 @@ struct ReduceRole {
         add_rows<true>(head, s);
       else
         add_rows<false>(head, s);
-      told(head);
+      taken(head);
       if (head.is(SumHead::kLast)) break;
       head = from.wait(a);
     }
@@ -111,7 +111,7 @@ struct ReduceRole {
     if (head.is(SumHead::kScaled)) return add_rows_as<T, kWhole, true>(head, s);
     add_rows_as<T, kWhole, false>(head, s);
   }
-  // Until the last row, or one of which the rail is told. A stage goes back as soon as its row and head are in
+  // Until the last row, or one of a ring, which is counted. A stage goes back as soon as its row and head are in
   // registers, and the next is looked at before the row is added: a warp is alone on its scheduler, and what it waits
   // for can hide behind nothing but its own sums. docs/cuda.md counts instructions and clocks.
   template <class T, bool kWhole, bool kScaled>
@@ -121,7 +121,7 @@ struct ReduceRole {
       sum.template load<T, kWhole>(a, row, from.data(), s);
       head = from.head(a);
       from.pass(a);
-      const bool last = head.is(SumHead::kLast | (kTells & SumHead::kRing)), here = !last && from.is_here(a);
+      const bool last = head.is(SumHead::kLast | SumHead::kRing), here = !last && from.is_here(a);
       sum.template add<T, kScaled>(row, head.scale);
       if (last) return;
       if (!here) from.await(a);
@@ -129,7 +129,7 @@ struct ReduceRole {
   }
   // A slot of the rail or a group of partial rows: by the stores of all warps, before anybody reads it.
   HEP_DEVICE void complete(const SumHead& head) {
-    const bool sends = head.is(kTells & SumHead::kChunkEnd);
+    const bool sends = head.is(SumHead::kChunkEnd);
     if (from.elected && !injected(sends ? Bug::kSumPutBeforeStored : Bug::kPartialsBeforeStores))
       a.template bulk_wait<0>();
     if (!injected(sends ? Bug::kSumPutBeforeAllWarps : Bug::kPartialsBeforeAllWarps)) a.group_sync(1 + group, kWarps);

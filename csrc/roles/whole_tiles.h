@@ -17,7 +17,7 @@ struct WholeTiles {
       if (head.is(SumHead::kLast)) r.slices.await();
       TileMath<A>::add_row(tile_row(head, r.from.data()), &r.sum.sums[0][0]);
       r.from.pass(r.a);
-      r.told(head);
+      r.taken(head);
       if (head.is(SumHead::kLast)) return r.store(head, {0, head.elems});
       head = r.from.wait(r.a);
     }
@@ -44,7 +44,7 @@ struct WholeTiles {
       if (head.is(SumHead::kLast)) r.slices.await();
       for (uint32_t begin = 0; begin < head.elems; begin += kStrip)
         for (uint32_t i = 0; i < n; ++i) TileMath<A>::add_row(rows[i].strip(begin, kStrip), &r.sum.sums[0][0] + begin);
-      for (uint32_t i = 0; i < n; ++i) r.told(heads[i]);
+      for (uint32_t i = 0; i < n; ++i) r.taken(heads[i]);
       if (head.is(SumHead::kLast)) return r.store(head, {0, head.elems});
       head = r.from.wait(r.a);
     }

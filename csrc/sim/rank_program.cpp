@@ -286,7 +286,7 @@ void RankProgram::combine(uint32_t plan, uint32_t round) {
   c.permuted = s_.permute;
   c.multiply = s_.multiply;
   c.fp32_partials = s_.fp32_partials;
-  c.local_blocks = int(s_.permute_blocks);
+  c.local_blocks = int(s_.unpermute_blocks);
   set_launch(c, salt);
   executor_.combine_rows = rows;
   if (timed_) {  // combine of a forward pass: no weights travel back

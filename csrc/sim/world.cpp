@@ -90,6 +90,7 @@ void WorldSpec::validate() const {
   need(num_blocks >= 1 && num_blocks <= 256, "num_blocks", num_blocks, "give 1 to 256");
   need(landing <= 3, "landing", landing, "give 0 (aside), 1 (every pair), 2 (first pair) or 3 (ranks differ)");
   need(permute_blocks <= 256, "permute_blocks", permute_blocks, "give 0 (none of their own) to 256");
+  need(unpermute_blocks <= 256, "unpermute_blocks", unpermute_blocks, "give 0 (none of their own) to 256");
   need(plans >= 1, "plans", plans, "give at least 1");
   need(rounds >= 1, "rounds", rounds, "give at least 1");
   need(counter_base < uint64_t(1) << 62, "counter_base", counter_base, "give less than 2^62");
@@ -230,6 +231,7 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.unlike = r.one_in(2);
   s.counter_base = of({0, 0, 0, 1}) ? (uint64_t(1) << 32) - 1 - r.below(6) : 0;
   s.permute_blocks = uint32_t(std::max(0, int(host::Rng(mix(seed, 100)).below(6)) - 2));  // 1 to 3 in half the worlds
+  s.unpermute_blocks = s.permute_blocks;
   s.landing = uint32_t(host::Rng(mix(seed, 101)).below(4));
   s.seed = seed;
   s.data_seed = seed;

@@ -38,17 +38,14 @@ class RowCosts:
     row_bytes: float
 
     @classmethod
-    def of(
-        cls, cluster: Cluster, shape: Shape, impl: Implementation, op: str, dtype: str, apart: bool = True
-    ) -> RowCosts:
-        """apart: blocks of their own do the local work."""
+    def of(cls, cluster: Cluster, shape: Shape, impl: Implementation, op: str, dtype: str) -> RowCosts:
         gpu, nic = cluster.gpu, cluster.nic
         link = impl.link_row_bytes(shape, dtype, op)
         copy = gpu.copy_ns.value / 1e3
         packets = math.ceil(link / nic.mtu.value)
         wire = (link + packets * nic.header_bytes.value) / (nic.rate * 1e3)
         load = copy + link / (gpu.load_gb_per_s * 1e3)
-        sums = _slower_loop(gpu.generation) if impl.compiled else SumLoop(0.0, 0.0)
+        sums = sum_loop(gpu.generation, "combine") if impl.compiled else SumLoop(0.0, 0.0)
         tile_us = impl.sum_tiles(shape) / (gpu.clock_ghz.value * 1e3)
         tile_load = copy + link / impl.sum_tiles(shape) / (gpu.load_gb_per_s * 1e3)  # what a stage waits for
         return cls(
@@ -56,19 +53,14 @@ class RowCosts:
             store=copy + link / (gpu.store_gb_per_s * 1e3),
             nvlink=link / (gpu.nvlink_rate * 1e3),
             nic=max(wire, impl.per_row_messages / nic.messages_per_us.value),
-            pull_peer=(gpu.pull_us.value + tile_load) / impl.rows_in_flight(shape, apart),
-            pull_own=(gpu.hbm_load_us.value + tile_load) / impl.rows_in_flight(shape, apart),
-            pull_local=(gpu.hbm_load_us.value + tile_load) / impl.local_rows_in_flight(shape, apart),
+            pull_peer=(gpu.pull_us.value + tile_load) / impl.rows_in_flight(shape),
+            pull_own=(gpu.hbm_load_us.value + tile_load) / impl.rows_in_flight(shape),
+            pull_local=(gpu.hbm_load_us.value + tile_load) / impl.rows_in_flight(shape),
             add=sums.row * tile_us,
             finish=sums.finish * tile_us,
             link_bytes=link,
             row_bytes=shape.row_bytes(dtype),
         )
-
-
-def _slower_loop(generation: str) -> SumLoop:
-    """Of bf16 rows that are not scaled."""
-    return sum_loop(generation, "combine")
 
 
 def hbm_us(cluster: Cluster, num_bytes: float) -> float:
@@ -94,7 +86,7 @@ def event_costs(cluster: Cluster, row_bytes: float, routed: Shape | None = None)
     def with_copy(gb: float) -> int:
         return round(row_bytes / (copy_us + row_bytes / (gb * 1e3)))
 
-    sums, clocks_us = _slower_loop(gpu.generation), gpu.clock_ghz.value * 1e3
+    sums, clocks_us = sum_loop(gpu.generation, "combine"), gpu.clock_ghz.value * 1e3
     return {
         "issue_ps": ps(gpu.issue_ns.value / 1e3),
         "poll_ps": ps(gpu.flag_us.value),

@@ -15,7 +15,7 @@ import numpy as np
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf.costs import event_costs
 from hybrid_ep.perf.implementations import HYBRID_EP
-from hybrid_ep.perf.model import permute_blocks
+from hybrid_ep.perf.model import OPS, permute_blocks
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.trace import TrackSpan
 
@@ -77,13 +77,14 @@ def measure(
     its kernels failed, which no routing may cause."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
-    blocks = num_sms, permute_blocks(cluster, num_sms, permute_sms)
+    blocks = _blocks(cluster, num_sms, permute_sms)
     most = max(64, row_budget * shape.tokens // rows(shape))
     available = shape.tokens if choices is None else min(shape.tokens, choices.shape[1])
     if available == shape.tokens <= most:  # a sample of drawn choices cannot be run whole
         return _events(shape, cluster, blocks, chunk, dtype, choices, landed, False)
-    # whole rounds of chunks over blocks, so that both worlds end alike; two of them at least
-    round_ = num_sms * chunk
+    # whole rounds of chunks over blocks, so that both worlds end alike; two of them at least. A block of one node forms
+    # two sums at once.
+    round_ = num_sms * chunk * (2 if shape.nodes == 1 else 1)
     rounds = max(2, min(most, available) // round_)
     if rounds * round_ > available:
         return _events(shape, cluster, blocks, chunk, dtype, choices, landed, False)
@@ -120,22 +121,26 @@ def timeline(
     """The same with every use of every link, of as many tokens as a trace can show (`simulated_tokens`)."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
-    blocks = num_sms, permute_blocks(cluster, num_sms, permute_sms)
+    blocks = _blocks(cluster, num_sms, permute_sms)
     tokens = min(shape.tokens, max(32, _TRACE_ROWS * shape.tokens // rows(shape)))
     return _events(shape.with_(tokens=tokens), cluster, blocks, chunk, dtype, choices, landed, True)
+
+
+def _blocks(cluster: Cluster, num_sms: int, permute_sms: int | None) -> tuple[int, int, int]:
+    return num_sms, *(permute_blocks(cluster, num_sms, permute_sms, op) for op in OPS)
 
 
 def _events(
     shape: Shape,
     cluster: Cluster,
-    blocks: tuple[int, int],
+    blocks: tuple[int, int, int],
     chunk: int,
     dtype: str,
     choices: np.ndarray | None,
     landed: bool | None,
     trace: bool,
 ) -> Events:
-    """blocks: that feed links, and for local work."""
+    """blocks: that feed links, and for local work of a dispatch and of a combine."""
     from hybrid_ep.explorer import world
 
     payload = 2 * shape.hidden if dtype == "bf16" else shape.hidden
@@ -155,6 +160,7 @@ def _events(
         rail_slots=_RAIL_SLOTS,
         num_blocks=blocks[0],
         permute_blocks=blocks[1],
+        unpermute_blocks=blocks[2],
         landing=_FIRST_PAIR if (shape.nodes == 1 if landed is None else landed) else _ASIDE,
         smem_bytes=int(cluster.gpu.smem_kib.value) * 1024,
     )
@@ -170,7 +176,7 @@ def _events(
         link_us[link.name] = max(link_us.get(link.name, 0.0), link.busy_us)
     roles: dict[str, float] = {}
     for role in got.roles:
-        roles[role.name] = max(roles.get(role.name, 0.0), role.busy_us / sum(blocks))
+        roles[role.name] = max(roles.get(role.name, 0.0), role.busy_us / (blocks[0] + max(blocks[1:])))
     names = {k.name for k in got.kernels}
     return Events(
         {op: got.operation_us(*kernels) for op, kernels in KERNELS.items()},

@@ -49,16 +49,9 @@ class Implementation:
         dsts = min(shape.topk, shape.ranks_per_node)
         return payload + _align(16 + 8 * dsts + 8 * shape.topk) + _align(4 * shape.topk)
 
-    def rows_in_flight(self, shape: Shape, apart: bool = True) -> float:
-        """Rows that one summing role of a block that feeds links has in flight. apart: others work locally; else the
-        stages of the local work take their share of its memory."""
-        stages, roles = self.pull_stages[shape.nodes > 1], self.pulling_roles[shape.nodes > 1]
-        shares = 1.0 if apart or self.local_pass == "none" else roles / (roles + 1)
-        return stages * shares / self.sum_tiles(shape)
-
-    def local_rows_in_flight(self, shape: Shape, apart: bool = True) -> float:
-        """Of a summing role of local work: two share a block that does nothing else."""
-        return self.pull_stages[1] / self.sum_tiles(shape) if apart else self.rows_in_flight(shape, apart)
+    def rows_in_flight(self, shape: Shape) -> float:
+        """Rows that one summing role has in flight."""
+        return self.pull_stages[shape.nodes > 1] / self.sum_tiles(shape)
 
     def sum_tiles(self, shape: Shape) -> int:
         """Loads, each with a stage of its own, that a summing role makes of one row."""
@@ -79,8 +72,8 @@ HYBRID_EP = Implementation(
     local_pass="permute",
     per_row_messages=0,
     # combine.h, 227 KiB, bf16: stages of one tile; two summing roles share the memory of an SM
-    pull_stages=(24, 12),
-    pulling_roles=(1, 2),
+    pull_stages=(12, 12),
+    pulling_roles=(2, 2),
     prologue_passes=0,
     epilogue_passes=0,
     launches=(1, 1),

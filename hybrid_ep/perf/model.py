@@ -68,7 +68,7 @@ def predict(
     num_sms: its blocks that feed links. chunk: rows a rail message, default the implementation's. traffic: of the
     busiest rank, default uniform.
     permute_sms: blocks beside those for local work, of the same grid; 0: those that feed links do it; None: as many
-    again, as the library takes them (`local_blocks`).
+    as the library takes (`local_blocks`).
     landed: rows of a dispatch land in the result, and local work has the copies for further experts left; None: where
     the library's do, in one node (over NVSHMEM, which several have, they land aside).
     cached: a dispatch on a handle that there was, without an exchange. ValueError names argument, value and remedy."""
@@ -79,7 +79,7 @@ def predict(
     most = int(cluster.gpu.num_sms.value)
     if not 1 <= num_sms <= most:
         raise ValueError(f"num_sms={num_sms} must be in 1 .. {most}, the SMs of a {cluster.gpu.name}")
-    local = permute_blocks(cluster, num_sms, permute_sms) if impl.local_pass != "none" else 0
+    local = permute_blocks(cluster, num_sms, permute_sms, op) if impl.local_pass != "none" else 0
     chunk = impl.chunk if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 row")
@@ -88,7 +88,7 @@ def predict(
             f"ranks_per_node={shape.ranks_per_node}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}"
         )
     traffic = uniform(shape) if traffic is None else traffic
-    cost = RowCosts.of(cluster, shape, impl, op, dtype, local > 0)
+    cost = RowCosts.of(cluster, shape, impl, op, dtype)
     moved = local_rows(shape, traffic, impl, op, shape.nodes == 1 if landed is None else landed)
     work = _Work(shape, traffic, cost, impl, num_sms, chunk, cluster, local, moved)
     line = work.dispatch() if op == "dispatch" else work.combine()
@@ -209,7 +209,7 @@ class _Work:
         loads, sums = self.moved.loads / len(workers), self.moved.stores / len(workers)
         if loads <= 0:
             return [], 0
-        groups = LOCAL_GROUPS if self.local_sms else 1
+        groups = LOCAL_GROUPS if self.local_sms or not self.peers else 1
         steps = max(1, min(_MOST_STEPS, self.own_chunks, round(sums / groups / GROUP_ROWS)))
         waits = loads * self.cost.pull_local / groups / steps
         engine = self._local_copies(loads, sums) / steps
@@ -283,10 +283,10 @@ class _Work:
     def _pull(self, role: str, block: int, rows: float, fan_in: float, sums: float) -> list[Hop]:
         """A chunk of sums: `rows * fan_in` partials of this node, `sums` sums of other nodes, one row out each."""
         pulled = rows * fan_in
-        roles = self.impl.pulling_roles[self.shape.nodes > 1] if self.shape.nodes == 1 else 1
+        roles = self.impl.pulling_roles[0] if self.shape.nodes == 1 else 1  # of several nodes each has its own sums
         waits = (pulled * self.cost.pull_peer + sums * self.cost.pull_own) / roles
         engine = (pulled + sums) * self.cost.load + rows * self.cost.store
-        adds = (pulled + sums) * self.cost.add + rows * self.cost.finish
+        adds = ((pulled + sums) * self.cost.add + rows * self.cost.finish) / roles
         return [
             Hop((f"role {role}", block), role, waits, True),
             Hop(("engine", block), role, engine, True, self.nvlink_latency),
@@ -302,11 +302,11 @@ class LocalRows(NamedTuple):
     stores: float
 
 
-def permute_blocks(cluster: Cluster, num_sms: int, permute_sms: int | None = None) -> int:
-    """Blocks for local work beside num_sms that feed links. ValueError for more than the GPU has SMs."""
+def permute_blocks(cluster: Cluster, num_sms: int, permute_sms: int | None = None, op: str = "dispatch") -> int:
+    """Blocks for local work of `op` beside num_sms that feed links. ValueError for more than the GPU has SMs."""
     most = int(cluster.gpu.num_sms.value)
     if permute_sms is None:
-        return local_blocks(num_sms, most)
+        return local_blocks(op, num_sms, most)
     if not 0 <= permute_sms <= most - num_sms:
         raise ValueError(
             f"permute_sms={permute_sms} must be in 0 .. {most - num_sms}, the SMs of a {cluster.gpu.name} beside "

@@ -35,7 +35,8 @@ def _table() -> dict[str, dict[str, dict[str, dict[str, float]]]]:
 
 
 def sum_loop(generation: str, kernel: str, dtype: str = "bf16") -> SumLoop:
-    """Of a GPU generation (`Gpu.generation`), for rows of `dtype` (bf16, fp16 or fp32) that are not scaled. KeyError
-    for what the table does not have."""
+    """Of a GPU generation (`Gpu.generation`), for rows of `dtype` (bf16, fp16 or fp32) that are not scaled: what each
+    of a block's two reduce groups takes while both add. A scheduler has a warp of either; they wait at the same time,
+    but issue one after the other. KeyError for what the table does not have."""
     costs = _table()[ARCHITECTURES[generation]][kernel][dtype]
-    return SumLoop(costs["row"], costs["tile"])
+    return SumLoop(*(max(costs[part], 2 * costs[f"{part}_issued"]) for part in ("row", "tile")))

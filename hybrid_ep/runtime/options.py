@@ -11,6 +11,7 @@ import torch
 
 from hybrid_ep import _core, env, tuning
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS, HybridEpConfigInstance
+from hybrid_ep.hardware import block_split
 from hybrid_ep.runtime import device_arena, devices, nvshmem, sm_plan, topology, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree
 
@@ -32,7 +33,7 @@ class Options:
     use_fp8: bool
     num_blocks_dispatch: int | None  # None: as the links need, once the topology is known
     num_blocks_combine: int | None
-    num_blocks_permute: int | None  # None: half of sm_plan's, or block_split.local_blocks; or dispatch's
+    num_blocks_permute: int | None  # None: of sm_plan's by block_split; hosts: dispatch's
     num_blocks_unpermute: int | None  # likewise, of combine
     ranks_per_node: int | None
     ranks_per_node_origin: str
@@ -128,11 +129,11 @@ class Options:
             self.num_blocks_exchange = self.num_blocks_exchange or 1
         self.local_work_apart = plan is not None
         default = plan.num_sms if plan else 1
-        shared = default // 2 if plan else 0  # the plan's number has the local work in it
-        if shared and not self.num_blocks_dispatch and self.num_blocks_permute is None:
-            self.num_blocks_permute, self.num_blocks_dispatch = shared, default - shared
-        if shared and not self.num_blocks_combine and self.num_blocks_unpermute is None:
-            self.num_blocks_unpermute, self.num_blocks_combine = shared, default - shared
+        if default > 1:  # the plan's number has the local work in it
+            if not self.num_blocks_dispatch and self.num_blocks_permute is None:
+                self.num_blocks_dispatch, self.num_blocks_permute = block_split.parts("dispatch", default)
+            if not self.num_blocks_combine and self.num_blocks_unpermute is None:
+                self.num_blocks_combine, self.num_blocks_unpermute = block_split.parts("combine", default)
         self.num_blocks_dispatch = self.num_blocks_dispatch or default
         self.num_blocks_combine = self.num_blocks_combine or default
         return plan

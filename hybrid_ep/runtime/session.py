@@ -430,18 +430,20 @@ class Session:
         asked = operation, blocks, local
         if num_sms is None and (found := self._blocks_found.get(asked)) is not None:
             return found
-        found = self._find_blocks(verb, blocks, local, num_sms)
+        found = self._find_blocks(operation, verb, blocks, local, num_sms)
         if num_sms is None:
             self._blocks_found[asked] = found
         return found
 
-    def _find_blocks(self, verb: str, blocks: int, local: int | None, num_sms: Any) -> tuple[int, int | None]:
+    def _find_blocks(
+        self, operation: str, verb: str, blocks: int, local: int | None, num_sms: Any
+    ) -> tuple[int, int | None]:
         name = "num_blocks"
         if num_sms is not None:
             name, blocks = "num_sms", validation.integer("num_sms", num_sms, 1, most=env.MOST_BLOCKS)
         self._allow_blocks(name, blocks)
         if not local and self.options.local_work_apart:
-            local = block_split.local_blocks(blocks, self.engine.most_blocks)
+            local = block_split.local_blocks(operation, blocks, self.engine.most_blocks)
         if local:
             self._allow_blocks(f"num_blocks_{verb}", local)
             self._allow_blocks(f"{name} + num_blocks_{verb}", blocks + local)

@@ -206,6 +206,10 @@ TEST(plans_of_shared_memory_keep_the_budget) {
           CHECK(d.scatter.num_stages >= 4 && d.scatter.num_stages % 2 == 0);
           CombineParams c{};
           c.world = d.world;
+          c.permuted = true;
+          c.plan.topk = nodes > 16 ? 1 : 8;
+          c.plan.num_local_experts = 4000;  // of which a token has few
+          c.blocks = d.blocks;
           c.rail.num_peers = nodes - 1;
           c.hidden = row_bytes / 2;
           c.dtype = DType::kBf16;

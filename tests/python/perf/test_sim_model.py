@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_ep.hardware import clusters
+from hybrid_ep.hardware.block_split import local_blocks
 from hybrid_ep.perf import flow, model, route_time, routing
 from hybrid_ep.perf.costs import RowCosts
 from hybrid_ep.perf.flow import Chain, Hop
@@ -263,7 +264,7 @@ def test_local_work_of_blocks_apart_overlaps_the_links(op, nodes):
         bound = max(links, *(apart.bounds[name] for name in ("NVLink", "SM roles")))
         assert apart.kernel_us < bound + 0.75 * local + 60
     told = model.predict(op, shape, H100, num_sms=16, landed=False)
-    assert told.kernel_us == kernel(16).kernel_us  # as many again
+    assert told.kernel_us == kernel(local_blocks(op, 16, 132)).kernel_us
 
 
 def test_routing_is_charged_once_to_a_dispatch_of_ours():

@@ -9,7 +9,7 @@ import pytest
 from examples import Example, check_permuted, expected, make_inputs, same
 
 from hybrid_ep.hardware import clusters
-from hybrid_ep.hardware.block_split import local_blocks
+from hybrid_ep.hardware.block_split import local_blocks, parts
 from hybrid_ep.perf import model
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.runtime import sm_plan
@@ -59,8 +59,14 @@ def test_the_model_finds_little_to_gain_with_more(name, nodes, local):
 
 
 def test_local_work_gets_as_many_blocks_again_as_there_are_sms():
-    assert [local_blocks(n, 132) for n in (1, 8, 66, 100, 132)] == [1, 8, 66, 32, 0]
-    assert local_blocks(5, 4) == 0
+    assert [local_blocks("dispatch", n, 132) for n in (1, 8, 66, 100, 132)] == [1, 8, 66, 32, 0]
+    assert [local_blocks("combine", n, 132) for n in (1, 8, 50, 66, 132)] == [2, 12, 75, 66, 0]
+    assert local_blocks("dispatch", 5, 4) == local_blocks("combine", 5, 4) == 0
+
+
+def test_blocks_of_one_number_are_parted():
+    assert [parts("dispatch", n) for n in (1, 2, 16, 29)] == [(1, 0), (1, 1), (8, 8), (15, 14)]
+    assert [parts("combine", n) for n in (1, 2, 16, 29)] == [(1, 0), (1, 1), (6, 10), (11, 18)]
 
 
 def test_limits():
