@@ -127,7 +127,8 @@ def timeline(
 
 
 def _blocks(cluster: Cluster, num_sms: int, permute_sms: int | None) -> tuple[int, int, int]:
-    return num_sms, *(permute_blocks(cluster, num_sms, permute_sms, op) for op in OPS)
+    there, back = (permute_blocks(cluster, num_sms, permute_sms, op) for op in OPS)
+    return num_sms, there, back
 
 
 def _events(

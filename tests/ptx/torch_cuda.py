@@ -148,8 +148,10 @@ def _queued(handle):
 def install(choices: Choices) -> Library:
     """Once a process, before hybrid_ep makes a buffer."""
     global library
+    from hybrid_ep import _core
     from hybrid_ep.runtime import devices
 
+    _core.exchange_tensors(False)  # it asks torch's own memory of a tensor, which here is a CPU's, and not the tensor
     library = Library(choices)
     devices.LIBRARY = library.path
     _scale_deadlines(choices)
