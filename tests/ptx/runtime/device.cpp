@@ -36,7 +36,7 @@ Devices::Devices()
   for (int i = 0; i < settings.num_devices; ++i) {
     machine_devices_.push_back(machine_->add_device(model_));
     queues_.emplace_back(num_queues());
-    streams_made_.push_back(0);
+    streams_used_.push_back(0);
     legacy_.push_back(make_stream(i, true));
   }
   std::thread([this] { loop(); }).detach();
@@ -46,7 +46,6 @@ cudaStream_t Devices::make_stream(int device, bool blocking) {
   auto* s = new CUstream_st;
   s->device = device;
   s->blocking = blocking;
-  s->queue = streams_made_[size_t(device)]++ % queues_[size_t(device)].size();
   streams_.push_back(s);
   return s;
 }
@@ -73,7 +72,11 @@ void Devices::enqueue(cudaStream_t stream, Op op) {
   }
   if (op.launch) op.launch->after.join(host);
   op.number = ++stream->issued;
-  queue_of(stream).emplace_back(stream, op.number);
+  if (op.launch) {
+    const size_t device = size_t(stream->device);
+    if (stream->queue < 0) stream->queue = int(streams_used_[device]++ % queues_[device].size());
+    queue_of(stream).emplace_back(stream, op.number);
+  }
   stream->ops.push_back(std::move(op));
   work_.notify_all();
 }
@@ -153,7 +156,7 @@ void Devices::finish(cudaStream_t stream) {
 void Devices::begin(std::unique_lock<FairMutex>& lock, cudaStream_t stream) {
   Op& op = stream->ops.front();
   op.begun = true;
-  queue_of(stream).pop_front();
+  if (op.launch) queue_of(stream).pop_front();
   if (op.host) {
     const auto host = op.host;
     lock.unlock();
@@ -182,7 +185,8 @@ bool Devices::turn(std::unique_lock<FairMutex>& lock) {
   for (cudaStream_t s : streams_) {
     if (s->ops.empty() || s->ops.front().begun || !ready(s->ops.front())) continue;
     Op& op = s->ops.front();
-    if (queue_of(s).front() != std::pair(s, op.number)) continue;  // behind another stream's that cannot begin
+    if (op.launch && queue_of(s).front() != std::pair(s, op.number))
+      continue;  // behind another stream's that cannot begin
     if (op.held < 0) op.held = int(random() % kMostHeld);
     if (op.held > 0 && machine_->running()) {
       --op.held;

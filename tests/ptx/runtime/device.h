@@ -69,7 +69,7 @@ struct Op {
 struct CUstream_st {
   int device = 0;
   bool blocking = false;  // ordered with the legacy stream
-  size_t queue = 0;       // the hardware queue that it shares, of its device
+  int queue = -1;         // the hardware queue that it shares, of its device; -1: it has had no kernel
   std::deque<hep::ptxr::Op> ops;
   uint64_t issued = 0, ended = 0, known = 0;  // known: how far the host has waited for it
   hep::ptxm::Order order;
@@ -138,7 +138,7 @@ class Devices {
   std::mt19937_64 random;
 
  private:
-  // Operations that have not begun, of all streams of a hardware queue, in the order of their calls.
+  // Kernels that have not begun, of all streams of a hardware queue, in the order of their calls.
   using Queue = std::deque<std::pair<cudaStream_t, uint64_t>>;
 
   Devices();
@@ -146,7 +146,7 @@ class Devices {
   bool turn(std::unique_lock<FairMutex>& lock);  // begins or does what can be; whether anything was
   void begin(std::unique_lock<FairMutex>& lock, cudaStream_t stream);
   bool ready(const Op& op) const;
-  Queue& queue_of(cudaStream_t stream) { return queues_[size_t(stream->device)][stream->queue]; }
+  Queue& queue_of(cudaStream_t stream) { return queues_[size_t(stream->device)][size_t(stream->queue)]; }
   void finish(cudaStream_t stream);
   void take_ended();
   void say_reports();
@@ -157,7 +157,7 @@ class Devices {
   std::vector<int> machine_devices_;
   std::vector<cudaStream_t> streams_, legacy_;
   std::vector<std::vector<Queue>> queues_;  // of each device
-  std::vector<size_t> streams_made_;
+  std::vector<size_t> streams_used_;        // for kernels, of each device
   std::map<ptxm::LaunchId, cudaStream_t> running_;
   bool copies_held_ = false;
   std::condition_variable_any work_;
