@@ -109,7 +109,14 @@ MUTANTS = (
     ),
     *(
         off(k, "no fence behind the flags that it waited for", FENCE, before=r"fence\.proxy")
-        for k in ("exchange", "dispatch", "combine")
+        for k in ("exchange", "dispatch")
+    ),
+    off(
+        "combine",
+        "no fence behind the flags that it waited for",
+        FENCE,
+        before=r"fence\.proxy",
+        survives="guards nothing: partials have flags of their own",
     ),
     *(
         off(k, "announces its flags to its block only", r"st\.relaxed\.sys\.", "st.relaxed.cta.")
