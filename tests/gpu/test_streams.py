@@ -61,7 +61,7 @@ def test_async_results_are_right_once_their_event_was_waited_for(comm_stream):
 
 
 def test_gradients_are_right_where_the_forward_overlapped(request):
-    if request.config.getoption("--ptx-machine"):
+    if request.config.getoption("--ptx-machine", default=False):
         pytest.skip("gradients that autograd makes are no CUDA tensors to the machine's stand-in")
     world = GpuWorld(1, 1, 4, skew=0, comm_stream="own")
     buffer, call = world.raw[0], routed()
