@@ -27,9 +27,9 @@ struct GroupWalk {
       begin += n < left ? n : left;
     }
   }
-  // f(group, source): every group of receive rows once over all workers. A group that two sources share is the last of
-  // the former, for whoever waits until all its rows are there; with kSharedFirst the first of the latter, for who is
-  // waited for by all that read one of its rows.
+  // f(group, source): every group of receive rows once over all workers. A group that several sources share is the last
+  // of the first of them, for whoever waits until all its rows are there; with kSharedFirst the first of the last, for
+  // who is waited for by all that read one of its rows.
   template <bool kSharedFirst = false, class F>
   HEP_DEVICE void run(F&& f) {
     const auto first = [&](uint32_t s) {

@@ -20,7 +20,7 @@ struct alignas(16) SumHead {
   uint64_t dst;  // address of the output tile
   uint32_t elems, flags;
   float scale;
-  uint32_t peer;          // kRing, kChunkEnd: the rail peer's index; kGroupEnd: the source of the group's first row
+  uint32_t peer;          // kRing, kChunkEnd: the rail peer's index; kGroupEnd: the source that GroupWalk gave with it
   uint32_t chunk;         // kRing, kChunkEnd: of that peer; kGroupEnd: the group
   uint32_t chunk_stages;  // kRing: that the chunk has; kChunkEnd: its rows
 

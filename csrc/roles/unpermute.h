@@ -34,8 +34,8 @@ struct PartialGroups {
     const uint32_t end = (group + 1) * BufferLayout::kGroupRows;
     return end < rows ? end : rows;
   }
-  // Its part is written. Readers are the sources' rail peers here: those of all that have a row of it. `source` is the
-  // last of them.
+  // Its part is written. Readers are the sources' rail peers here: those of all that have a row of it. None behind
+  // `source` has.
   HEP_DEVICE void tell(PartialFlags::Part part, uint32_t group, uint32_t source, uint64_t epoch) const {
     const uint32_t end = end_of(group), last = uint32_t(p.world.num_ranks()) - 1;
     while (source > 0 && a.ld_shared(begins + source) > group * BufferLayout::kGroupRows) --source;  // of the first row

@@ -56,10 +56,12 @@ def test_precision_and_recompute_reach_the_report_and_are_printed(tmp_path, caps
     base = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
     times = {}
     for precision in ("bf16", "mxfp8"):
-        line = line_of(cluster_summary.predict(base.derive(precision=precision, recompute="full")), "the same by")
-        times[precision] = reported(line, tmp_path)["step_s"]
+        run = base.derive(precision=precision, recompute="full")
+        times[precision] = reported(line_of(cluster_summary.predict(run), "the same by"), tmp_path)["step_s"]
         assert f"{precision}, recompute full" in capsys.readouterr().out
-    assert times["bf16"] != times["mxfp8"]
+        assert times[precision] == step_time.step(cluster_summary.job_of(run)).seconds
+        assert times[precision] > step_time.step(cluster_summary.job_of(base.derive(precision=precision))).seconds
+    assert times["bf16"] != times["mxfp8"]  # the faster is not known: bf16 has one fitted row
 
 
 def test_recommend_and_report_agree(tmp_path, capsys):
