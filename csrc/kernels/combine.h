@@ -114,13 +114,13 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   }
 }
 
-template <Arch A, uint32_t kTileElems = kSumTileElems>
+template <Arch A>
 uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   using Fifo = StageFifo<A, SumHead>;
-  p.tile_elems = p.hidden < kTileElems ? p.hidden : kTileElems;
+  p.tile_elems = p.hidden < kSumTileElems ? p.hidden : kSumTileElems;
   // Weights tiles share the stages; they are fp32 and padded to a multiple of four.
   const uint32_t floats = p.partial.weight_bytes / 4;
-  if (p.tile_elems < floats) p.tile_elems = floats < kTileElems ? floats : kTileElems;
+  if (p.tile_elems < floats) p.tile_elems = floats < kSumTileElems ? floats : kSumTileElems;
   // A stage holds a tile of the widest payload, or of weights, which are fp32.
   const uint32_t in_bytes =
       dtype_bytes(p.dtype) > dtype_bytes(p.partial_dtype) ? dtype_bytes(p.dtype) : dtype_bytes(p.partial_dtype);
@@ -139,7 +139,7 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   p.seen_at[1] = p.seen_at[0] + words(local_ranks);
   p.sum_rows_at[0] = p.seen_at[1] + words(local_ranks);
   p.sum_rows_at[1] = p.sum_rows_at[0] + SumFeed<A>::rows_bytes(p);
-  using Sum = SliceSum<A, kReduceWarps<A>, kTileElems>;
+  using Sum = SliceSum<A, kReduceWarps<A>>;
   const uint32_t weight_share = 4 * Sum::share_of(floats < p.tile_elems ? floats : p.tile_elems);
   auto slice_bytes = [&](uint32_t element_bytes) {
     const uint32_t payload_share = element_bytes * Sum::share_of(p.tile_elems);

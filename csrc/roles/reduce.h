@@ -13,7 +13,7 @@ namespace hep {
 template <Arch A, Transport<A> Net, int kWarps>
 struct ReduceRole {
   using Machine = A;
-  using Sum = SliceSum<A, kWarps, sum_tile_elems<Net>()>;
+  using Sum = SliceSum<A, kWarps>;
   using Slice = typename Sum::Slice;
   static constexpr bool kWholeTiles = TileMath<A>::kOffered && kWarps * A::kLanes == 1;
   static_assert(kWholeTiles || !TileMath<A>::kReadsRows);  // stages without rows are for whole tiles

@@ -7,19 +7,9 @@
 
 namespace hep {
 
-// Of a stage's tile. A rail whose verbs are calls, not inlined, has smaller ones: a lane's sums live across such a
-// call, and few registers do.
-template <class Net>
-constexpr uint32_t sum_tile_elems() {
-  if constexpr (requires { Net::kSumTileElems; })
-    return Net::kSumTileElems;
-  else
-    return kSumTileElems;
-}
-
-template <Arch A, int kWarps, uint32_t kTileElems = kSumTileElems>
+template <Arch A, int kWarps>
 struct SliceSum {
-  static constexpr uint32_t kMostElems = kTileElems / kWarps;
+  static constexpr uint32_t kMostElems = kSumTileElems / kWarps;
   static constexpr int kMaxVec8s = int(kMostElems) / kVec8 / A::kLanes;
 
   // What a warp has of a tile, in elements: vec8s, split evenly between the warps, the last of them perhaps half.

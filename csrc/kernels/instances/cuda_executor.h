@@ -205,7 +205,7 @@ class CudaExecutor final : public Executor {
   }
   void require_shared_memory(const CombineParams& params) const override {
     CombineParams p = params;
-    require_budget(plan_combine_smem<CudaArch, sum_tile_elems<Net>()>(p, uint64_t(budget_)));
+    require_budget(plan_combine_smem<CudaArch>(p, uint64_t(budget_)));
   }
 
   void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
@@ -218,7 +218,7 @@ class CudaExecutor final : public Executor {
     launch<DispatchParams>(dispatch_entry<Net>, p, s, s.num_blocks, kThreads<kDispatchWarps>, p.smem_bytes);
   }
   void combine(CombineParams& p, const LaunchSettings& s) override {
-    plan_combine_smem<CudaArch, sum_tile_elems<Net>()>(p, uint64_t(budget_));
+    plan_combine_smem<CudaArch>(p, uint64_t(budget_));
     launch<CombineParams>(combine_entry<Net>, p, s, s.num_blocks, kThreads<kCombineWarps<CudaArch>>, p.smem_bytes);
   }
 

@@ -27,8 +27,6 @@ namespace hep {
 
 class NvshmemDevice {
  public:
-  static constexpr uint32_t kSumTileElems = hep::kSumTileElems / 2;  // see sum_tile_elems
-
   NvshmemDevice(unsigned char* const* segments, const World& world) : segments_(segments), world_(world) {}
 
   template <class A>
