@@ -65,15 +65,11 @@ class HybridEPBuffer(Named):
       (an EventOverlap: start after it, not after the whole current stream). ValueError where they make no sense.
     * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
       chunks. ValueError when it has no entry for this device and shape.
+    * `arena_mib`: registered MiB where dispatched rows land to stay, and of empty() (default HYBRID_EP_ARENA_MIB, else
+      2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB, NVSHMEM's none). On hosts storages there cannot be
+      resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: a copy, see traffic().
 
-    * `arena_mib`: registered MiB where dispatched rows land to stay (default HYBRID_EP_ARENA_MIB, else 2.5 balanced
-      results, at most 1 GiB; a GPU's has 10 MiB at least, over NVSHMEM there is none). On hosts storages there cannot
-      be resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: one copy, see
-      traffic().
-
-    Belongs to the process that made it: a forked child (a data loader's worker) may only drop it. Cannot be copied or
-    pickled (TypeError); share it by reference.
-
+    Belongs to the process that made it: a forked child may only drop it. Neither copied nor pickled (TypeError).
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
     DeadlineError when a rank stops in an operation (after it this buffer is unusable)."""
 
@@ -410,6 +406,11 @@ class HybridEPBuffer(Named):
         self.config = self.configurer.buffer_config = config
         return copy.copy(config)
 
+    def empty(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """[rows, columns], uninitialised, for what experts put out: in the arena, where combine reads it in place, or,
+        where that has no room, an ordinary tensor, of which combine forms partial sums first. Same bits. ValueError."""
+        return self._open_session().rows(rows, columns, dtype)
+
     def memory_report(self) -> memory.MemoryReport:
         """Registered bytes of this rank by region, exact; str() says what the large ones are for. The receive rows are
         for what the arena has no room for, too, so that neither gets smaller for the other."""
@@ -418,7 +419,8 @@ class HybridEPBuffer(Named):
     def traffic(self) -> dict[str, int]:
         """Exact counters of rows and bytes this rank sent since construction or reset_traffic(): rows once for each
         token handed over, bytes as often as they were stored; copied_rows, copied_bytes: stored again by this rank,
-        where results had no room in the arena (and, on GPUs, for a token's second expert here and on)."""
+        where results had no room in the arena (and, on GPUs, for a token's second expert here and on); partial_rows:
+        sums that combine formed here first, of rows that it could not read where they lay, see empty()."""
         return self._open_session().traffic()
 
     def reset_traffic(self) -> None:
@@ -460,8 +462,7 @@ class HybridEPBuffer(Named):
             pass
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A buffer has no copies: copy.copy, copy.deepcopy and pickle (torch.save, arguments of spawned processes) end
-        here."""
+        """A buffer has no copies: copy, deepcopy and pickle (torch.save, arguments of spawned processes) end here."""
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: it is registered memory that all ranks of a group "
             "made together. Use it by reference (keep it in a global or a registry, not in the module that is copied "

@@ -3,7 +3,8 @@
 Every token crosses the rail once to each other node that needs it. There the rank of its rail hands it to each rank
 that needs it: its metadata once, its row as often as that rank wants. Where results lie in registered memory (landed),
 that is once for each chosen expert (on GPUs once, and the rank copies it for its others), else once, and the rank
-copies it. combine is the same backwards, with one sum a rank. Nothing here looks at how the bytes really move."""
+copies it. combine is the same backwards, with one sum a rank, or, where the outputs of a host's rank lie in registered
+memory, the row of each of the token's experts there. Nothing here looks at how the bytes really move."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ COUNTERS = (
     "self_bytes",
     "copied_rows",
     "copied_bytes",
+    "partial_rows",
     "count_bytes",
 )
 _HEADER_WORDS = 16
@@ -113,9 +115,17 @@ def dispatch(
     return result
 
 
-def combine(routes: Sequence[torch.Tensor], num_local_ranks: int, row_bytes: int) -> list[dict[str, int]]:
+def combine(
+    routes: Sequence[torch.Tensor],
+    num_local_ranks: int,
+    row_bytes: int,
+    *,
+    every_pair: bool = False,
+    weight_bytes: int = 0,
+) -> list[dict[str, int]]:
     """Counters of every rank for one combine of row_bytes (partial_bytes) a partial sum: it sends over the
-    rail one node sum for each token that its rail peers sent here."""
+    rail one node sum for each token that its rail peers sent here. every_pair: the outputs of all ranks lie in
+    registered memory of hosts, where sums read the row of every pair, and of a partial only the weight_bytes."""
     num_ranks, result = len(routes), []
     rows = link_rows(routes, num_local_ranks)
     for rank in range(num_ranks):
@@ -126,7 +136,14 @@ def combine(routes: Sequence[torch.Tensor], num_local_ranks: int, row_bytes: int
             for r in range(num_ranks)
             if r % num_local_ranks == local and r != rank
         )
-        result.append(_counters(sums, rows[rank]["node"], rows[rank]["self"], row_bytes))
+        counters = _counters(sums, rows[rank]["node"], rows[rank]["self"], row_bytes)
+        per_rank = routes[0].shape[1] // num_ranks
+        here = torch.cat(list(routes))[:, rank * per_rank : (rank + 1) * per_rank]
+        counters["partial_rows"] = 0 if every_pair else int(here.any(dim=1).sum())
+        for kind in ("node", "self") if every_pair else ():
+            read = rows[rank][f"{kind}_pairs"] * (row_bytes - weight_bytes) + rows[rank][kind] * weight_bytes
+            counters[f"{kind}_bytes"] = read
+        result.append(counters)
     return result
 
 
@@ -153,6 +170,7 @@ def _counters(rail: int, node: int, own: int, row_bytes: int) -> dict[str, int]:
         "self_bytes": own * row_bytes,
         "copied_rows": 0,
         "copied_bytes": 0,
+        "partial_rows": 0,
         "count_bytes": 0,
     }
 

@@ -78,7 +78,8 @@ std::map<std::string, uint64_t> traffic(const Engine& e) {
   }();
   return {{"rail_rows", t.rail_rows},     {"rail_bytes", t.rail_bytes},     {"node_rows", t.node_rows},
           {"node_bytes", t.node_bytes},   {"self_rows", t.self_rows},       {"self_bytes", t.self_bytes},
-          {"copied_rows", t.copied_rows}, {"copied_bytes", t.copied_bytes}, {"count_bytes", t.count_bytes}};
+          {"copied_rows", t.copied_rows}, {"copied_bytes", t.copied_bytes}, {"partial_rows", t.partial_rows},
+          {"count_bytes", t.count_bytes}};
 }
 
 void bind_errors() {

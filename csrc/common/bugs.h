@@ -63,7 +63,7 @@
   BUG(kOneSlotNotAtOnce, "with a ring of one slot, rail rows of a sum are not credited at once") \
   BUG(kSumFromPositiveZero, "a sum of negative zeros begins with a positive one") \
   BUG(kSumPutBeforeAllWarps, "a node sum is put on the rail before all warps' stores are complete") \
-  BUG(kLandingAfterReady, "where rows are to land is said after ready") \
+  BUG(kSaidAfterReady, "where rows are to land, or lie, is said after ready") \
   BUG(kLandsOneRowOff, "payload lands one row off") \
   BUG(kLandedBeforeStores, "rows are told as landed before their stores are complete") \
   BUG(kLandedUnawaited, "deliver does not wait until rows have landed") \
@@ -74,6 +74,10 @@
   BUG(kPartialsBeforeStores, "partial rows are told before their stores are complete") \
   BUG(kPartialsBeforeAllWarps, "partial rows are told before all warps' stores are complete") \
   BUG(kPartialsToOneReader, "of a group of partial rows only the first source's reader is told") \
+  BUG(kPartialLeftOut, "of tokens with two pairs on a rank no partial is formed, as if they were read in place") \
+  BUG(kFirstOfTwoPairs, "of tokens with two pairs on a rank the first is read in place, as if there were one") \
+  BUG(kReadOneRowOff, "rows are read in place one row off") \
+  BUG(kPartUnrounded, "what is added in place of a partial is not rounded") \
   BUG(kBlocksDoNotMeet, "blocks that count do not wait for one another") \
   BUG(kMeetingNotReset, "the counter of blocks that have met is not reset") \
   BUG(kBlocksBeforeForgotten, "positions do not begin behind those of the blocks before") \

@@ -104,7 +104,7 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   const int warp = a.warp_idx();
   block.begin(warp);
   if (!enter_kernel(a)) return;
-  if (warp == 0 && block.elected && a.block_idx() == 0) p.gate.announce_ready(a);
+  if (warp == 0 && block.elected && a.block_idx() == 0) p.gate.announce_ready(a, p.reading);
   if (warp < 2) {
     if (block.elected) block.feed(warp);
   } else if (warp == block.kPackWarp) {
@@ -131,13 +131,13 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   const uint64_t stage_holds = TileMath<A>::kReadsRows ? 16 : stage_bytes;
   // First what all blocks have: words, and the slices, which hold a warp's share of a tile as it is stored.
   const auto words = [](uint64_t n) { return align_up(4 * n, 128); };
-  const uint64_t peers = p.rail.num_peers, local_ranks = uint64_t(p.world.num_local_ranks);
+  const uint64_t peers = p.rail.num_peers;
   p.credit_cursors_at = 0;
   p.rail_tally_at = words(peers);
   p.source_begins_at = p.rail_tally_at + rail_tally_bytes(peers);
-  p.seen_at[0] = p.source_begins_at + GroupWalk<A>::bytes(uint64_t(p.world.num_ranks()));
-  p.seen_at[1] = p.seen_at[0] + words(local_ranks);
-  p.sum_rows_at[0] = p.seen_at[1] + words(local_ranks);
+  p.node_rows_at[0] = p.source_begins_at + GroupWalk<A>::bytes(uint64_t(p.world.num_ranks()));
+  p.node_rows_at[1] = p.node_rows_at[0] + NodeRows<A>::bytes(p);
+  p.sum_rows_at[0] = p.node_rows_at[1] + NodeRows<A>::bytes(p);
   p.sum_rows_at[1] = p.sum_rows_at[0] + SumFeed<A>::rows_bytes(p);
   using Sum = SliceSum<A, kReduceWarps<A>>;
   const uint32_t weight_share = 4 * Sum::share_of(floats < p.tile_elems ? floats : p.tile_elems);

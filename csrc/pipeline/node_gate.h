@@ -1,6 +1,6 @@
-// Entry and exit of an operation inside a node. ready: "my memory may be touched in operation e", and, in a dispatch,
-// where its rows are to land; done: "I have finished with your memory in operation e". Both count operations (epochs),
-// so they are never reset, and a fast rank can never be mistaken for a slow one.
+// Entry and exit of an operation inside a node. ready: "my memory may be touched in operation e", and where its rows
+// are to land (a dispatch) or lie (a combine); done: "I have finished with your memory in operation e". Both count
+// operations (epochs), so they are never reset, and a fast rank can never be mistaken for a slow one.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -21,31 +21,30 @@ struct NodeGate {
   uint64_t* const* peer_done;
 
   HEP_DEVICE uint64_t epoch() const { return injected(Bug::kOneEpoch) ? 1 : *finished + 1; }
-  template <class A>
-  HEP_DEVICE void announce_ready(A& a) const {
-    announce(a, peer_ready);
-  }
-  // The same, and where this operation's rows are to land. When it is overwritten nobody reads it any more: before this
-  // rank leaves the operation, all others have announced that they are done.
-  template <class A>
-  HEP_DEVICE void announce_ready(A& a, Landing landing) const {
-    if (injected(Bug::kLandingAfterReady)) announce(a, peer_ready);
-    landing.epoch = epoch();
-    const auto words = std::bit_cast<LandingWords>(landing);
+  // And what is said with it, a Landing or a Reading. When it is overwritten nobody reads it any more: before this rank
+  // leaves the operation, all others have announced that they are done.
+  template <class A, class Said>
+  HEP_DEVICE void announce_ready(A& a, Said said) const {
+    if (injected(Bug::kSaidAfterReady)) announce(a, peer_ready);
+    said.epoch = epoch();
+    const auto words = std::bit_cast<Words<Said>>(said);
     for (int l = 0; l < world.num_local_ranks; ++l) {
       auto* to = reinterpret_cast<Vec16*>(reinterpret_cast<unsigned char*>(peer_ready[l]) + Landing::kAt);
-      for (int i = 0; i < LandingWords::kNumber; ++i) a.st_global(to + i, words.v[i]);
+      for (uint32_t i = 0; i < Words<Said>::kNumber; ++i) a.st_global(to + i, words.v[i]);
     }
-    if (!injected(Bug::kLandingAfterReady)) announce(a, peer_ready);
+    if (!injected(Bug::kSaidAfterReady)) announce(a, peer_ready);
   }
-  // Of local rank l, by a lane for which all are ready. Of one that is in another operation, or means rows of another
-  // size, the deadline is waited for.
-  template <class A>
-  HEP_DEVICE Landing landing(A& a, uint32_t l, uint64_t operation, const MessageLayout& message) const {
+  // What local rank l said, by a lane that has seen it ready. Of one that is in another operation, what it said then.
+  template <class Said, class A>
+  HEP_DEVICE Said said(A& a, uint32_t l) const {
     const auto* from =
         reinterpret_cast<const Vec16*>(reinterpret_cast<const unsigned char*>(ready_in + l * kStride) + Landing::kAt);
-    const auto landing =
-        std::bit_cast<Landing>(LandingWords{{a.ld_global(from), a.ld_global(from + 1), a.ld_global(from + 2)}});
+    return std::bit_cast<Said>(Words<Said>{{a.ld_global(from), a.ld_global(from + 1), a.ld_global(from + 2)}});
+  }
+  // Of one that is in another operation, or means rows of another size, the deadline is waited for.
+  template <class A>
+  HEP_DEVICE Landing landing(A& a, uint32_t l, uint64_t operation, const MessageLayout& message) const {
+    const auto landing = said<Landing>(a, l);
     while (!landing.is_for(operation, message))
       a.poll_idle({Site::kLanding, world.rank_of(world.node(), int(l))}, operation, landing.epoch);
     return landing;
@@ -66,8 +65,9 @@ struct NodeGate {
   }
 
  private:
-  struct LandingWords {
-    static constexpr int kNumber = sizeof(Landing) / sizeof(Vec16);
+  template <class Said>
+  struct Words {
+    static constexpr uint32_t kNumber = sizeof(Said) / sizeof(Vec16);
     Vec16 v[kNumber];
   };
   template <class A>

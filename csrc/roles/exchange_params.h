@@ -14,6 +14,7 @@ struct TrafficCounters {
   uint64_t node_rows, node_bytes;      // copies to or from other ranks of the node
   uint64_t self_rows, self_bytes;      // the same within this rank
   uint64_t copied_rows, copied_bytes;  // dispatched rows that did not land where the caller reads them, or not all
+  uint64_t partial_rows;               // sums that a rank formed of its experts' rows for others to read
   uint64_t count_bytes;                // count vectors sent, rail and node together
 };
 

@@ -5,6 +5,7 @@
 #include "common/numeric.h"
 #include "layout/landing.h"
 #include "layout/message.h"
+#include "layout/reading.h"
 #include "layout/smem.h"
 #include "pipeline/chunk_sweep.h"
 #include "pipeline/landed_rows.h"
@@ -116,6 +117,7 @@ struct CombineParams {
   NodePeers peers;
   BlockSplit blocks;
   PartialFlags partials;
+  Reading reading;  // of this rank's rows
   DType dtype, partial_dtype;
   uint32_t hidden;
   const unsigned char* x;  // experts' outputs: [P][hidden] or [M][hidden]
@@ -132,13 +134,17 @@ struct CombineParams {
   uint64_t credit_cursors_at;      // [num_peers] words, see ChunkSweep
   uint64_t rail_tally_at;          // [num_peers], see RailTally
   uint64_t source_begins_at;       // [R + 1] words, see GroupWalk
-  uint64_t seen_at[2];             // [L] words of each feed, see NodePartials
+  uint64_t node_rows_at[2];        // of each feed, see NodeRows
   uint64_t sum_rows_at[2];         // rows of a sum of each feed, see SumFeed
   FifoLayout node_sum, final_sum;  // of blocks that feed links; without node sums both are of final ones
   FifoLayout local_sum[2];         // of both groups of the others
   uint64_t out_stage_at[2];        // two slices for each warp of the two reductions
   uint32_t out_slice_bytes[2];     // of one
   uint64_t smem_bytes;
+
+  HEP_DEVICE const PairEntry* pairs_of(const RecordHeader* rec) const {
+    return reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(rec) + pairs_at);
+  }
 };
 
 }  // namespace hep

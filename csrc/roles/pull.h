@@ -1,55 +1,9 @@
 // The pulling halves of combine: node sums for the rail peers, and the final sum for this rank's own tokens.
 #pragma once
 #include "pipeline/chunk_sweep.h"
-#include "roles/sum_feed.h"
+#include "roles/node_rows.h"
 
 namespace hep {
-
-// Partials that this node's ranks hold for one token, and how many of them came over NVLink.
-template <Arch A>
-struct NodePartials {
-  A& a;
-  const CombineParams& p;
-  uint32_t* seen;  // [L], shared memory: 1 + the group of each rank that was waited for last; 0 = none yet
-  uint64_t epoch = 0, node_rows = 0, self_rows = 0;
-
-  HEP_DEVICE NodePartials(A& arch, const CombineParams& params, std::byte* smem, int feed)
-      : a(arch), p(params), seen(reinterpret_cast<uint32_t*>(smem + params.seen_at[feed])) {}
-
-  HEP_DEVICE void begin() {
-    p.gate.wait_all_ready(a);
-    epoch = p.gate.epoch();
-    for (int l = 0; l < p.world.num_local_ranks; ++l) a.st_shared(seen + l, 0u);
-  }
-
-  // Rows of the next sum, each when it is there. Rows of a rank ascend with tokens, so that a group is waited for once
-  // for up to kGroupRows tokens.
-  HEP_DEVICE void add_to(SumFeed<A>& feed, const unsigned char* record) {
-    const auto* rec = reinterpret_cast<const RecordHeader*>(record);
-    const auto* dsts = reinterpret_cast<const DstEntry*>(record + MessageLayout::dsts_at());
-    for (uint32_t i = 0; i < rec->num_dsts; ++i) {
-      const DstEntry dst = dsts[i];
-      dst.local_rank == uint32_t(p.world.local_rank()) ? ++self_rows : ++node_rows;
-      await(dst.local_rank, dst.row / BufferLayout::kGroupRows);
-      const unsigned char* row = p.peers.recv[dst.local_rank] + uint64_t(dst.row) * p.partial.row_bytes();
-      feed.add({row, row + p.partial.weights_at()});
-    }
-  }
-  HEP_DEVICE void report() {
-    a.count_rank(&p.traffic->node_rows, node_rows);
-    a.count_rank(&p.traffic->node_bytes, node_rows * p.partial.row_bytes());
-    a.count_rank(&p.traffic->self_rows, self_rows);
-    a.count_rank(&p.traffic->self_bytes, self_rows * p.partial.row_bytes());
-  }
-
- private:
-  HEP_DEVICE void await(uint32_t owner, uint32_t group) {
-    if (a.ld_shared(seen + owner) == group + 1) return;
-    p.partials.await(a, PartialFlags::kPayload, owner, group, epoch);
-    if (p.partial.weight_bytes) p.partials.await(a, PartialFlags::kWeights, owner, group, epoch);
-    a.st_shared(seen + owner, group + 1);
-  }
-};
 
 // Partials of this node's ranks -> one row per token of a rail peer, in slots of the send ring.
 template <Arch A, Transport<A> Net>
@@ -58,21 +12,21 @@ struct NodeSumRole {
   Net& net;
   const CombineParams& p;
   SumFeed<A>& feed;
-  NodePartials<A> partials;
+  NodeRows<A> rows;
 
   HEP_DEVICE NodeSumRole(A& arch, Net& n, const CombineParams& params, SumFeed<A>& to, std::byte* smem)
-      : a(arch), net(n), p(params), feed(to), partials(arch, params, smem, to.index) {}
+      : a(arch), net(n), p(params), feed(to), rows(arch, params, smem, to.index) {}
 
   HEP_DEVICE void run(std::byte* smem) {
     a.set_role("node_sum_g2s");
-    partials.begin();
+    rows.begin();
     auto peer = [&](uint32_t s) -> const RailPeer& { return p.rail.peer_behind(p.world.node(), s); };
     auto* cursors = reinterpret_cast<uint32_t*>(smem + p.credit_cursors_at);
     ChunkSweep<A>{a, p.taken.to_rail, p.taken.blocks, cursors, p.rail.num_peers}.run(
         Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.rail_count[peer(s).node]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },
         [&](uint32_t s, uint32_t chunk) { sum_chunk(peer(s), chunk); }, [&](uint32_t s) { return peer(s).rank; });
-    partials.report();
+    rows.report();
   }
 
  private:
@@ -82,7 +36,7 @@ struct NodeSumRole {
     unsigned char* row = RailSender::slot(net, p.rail.geometry, peer, chunk);
     for (uint32_t i = 0; i < n; ++i, row += p.partial.row_bytes()) {
       feed.begin();
-      partials.add_to(feed, p.plan.rail_record(peer.node, begin + i, p.record_bytes));
+      rows.add_to(feed, p.plan.rail_record(peer.node, begin + i, p.record_bytes));
       const uint32_t flags = i + 1 == n ? SumHead::kChunkEnd : 0u;
       feed.emit_partial(row, row + p.partial.weights_at(), p.partial_dtype,
                         {.flags = flags, .peer = uint32_t(&peer - p.rail.peers), .chunk = chunk, .chunk_stages = n});
@@ -97,15 +51,15 @@ struct FinalSumRole {
   Net& net;
   const CombineParams& p;
   SumFeed<A>& feed;
-  NodePartials<A> partials;
+  NodeRows<A> rows;
 
   HEP_DEVICE FinalSumRole(A& arch, Net& n, const CombineParams& params, SumFeed<A>& to, std::byte* smem)
-      : a(arch), net(n), p(params), feed(to), partials(arch, params, smem, to.index) {}
+      : a(arch), net(n), p(params), feed(to), rows(arch, params, smem, to.index) {}
 
   // Of `workers` in the grid.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
     a.set_role("final_sum_g2s");
-    partials.begin();
+    rows.begin();
     const uint32_t chunk_tokens = p.rail.geometry.chunk_tokens;
     // Chunks of tokens no longer than the rails': RailTally's credits come in time because of it.
     for (uint32_t chunk = worker; uint64_t(chunk) * chunk_tokens < p.plan.num_tokens;
@@ -113,7 +67,7 @@ struct FinalSumRole {
       const uint32_t begin = chunk * chunk_tokens, n = chunk_size(p.plan.num_tokens, chunk, chunk_tokens);
       for (uint32_t i = 0; i < n; ++i) token(begin + i, i + 1 == n);
     }
-    partials.report();
+    rows.report();
   }
 
  private:
@@ -121,7 +75,7 @@ struct FinalSumRole {
     const int32_t* pos = p.plan.node_pos + uint64_t(t) * p.world.num_nodes;
     feed.begin();
     if (const int32_t own = pos[p.world.node()]; own >= 0)
-      partials.add_to(feed, p.plan.records[p.world.node()] + uint64_t(own) * p.record_bytes);
+      rows.add_to(feed, p.plan.records[p.world.node()] + uint64_t(own) * p.record_bytes);
     for (uint32_t i = 0; i < p.rail.num_peers; ++i)
       if (const int32_t j = pos[p.rail.peers[i].node]; j >= 0) add_sum_of(i, uint32_t(j));
     unsigned char* weights = nullptr;
@@ -137,7 +91,7 @@ struct FinalSumRole {
     RailReceiver::wait(a, net, g, peer, chunk);
     const unsigned char* row =
         RailReceiver::slot(g, peer, chunk) + uint64_t(j % g.chunk_tokens) * p.partial.row_bytes();
-    feed.add({row, row + p.partial.weights_at(), 1.f, i, chunk, n * feed.partial_tiles()});
+    feed.add({row, row + p.partial.weights_at(), 1.f, uint16_t(i), 0, chunk, n * feed.partial_tiles()});
   }
 };
 

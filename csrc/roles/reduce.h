@@ -3,7 +3,7 @@
 #pragma once
 #include "roles/out_slices.h"
 #include "roles/rail_tally.h"
-#include "roles/slice_sum.h"
+#include "roles/slice_tiles.h"
 #include "roles/unpermute.h"
 #include "roles/whole_tiles.h"
 
@@ -17,6 +17,7 @@ struct ReduceRole {
   using Slice = typename Sum::Slice;
   static constexpr bool kWholeTiles = TileMath<A>::kOffered && kWarps * A::kLanes == 1;
   static_assert(kWholeTiles || !TileMath<A>::kReadsRows);  // stages without rows are for whole tiles
+  using Tiles = std::conditional_t<kWholeTiles, WholeTiles<ReduceRole>, SliceTiles<ReduceRole>>;
 
   A& a;
   Net& net;
@@ -46,10 +47,10 @@ struct ReduceRole {
   // `parties`: reduce groups of the grid, before whose end the node is not told that its rows are done with; 0: none.
   HEP_DEVICE void run(const char* role, uint32_t parties) {
     a.set_role(role);
-    for (;;) {
-      SumHead head = from.wait(a);
+    for (Tiles tiles{*this};;) {
+      SumHead head = tiles.wait();
       if (head.is(SumHead::kStop)) break;
-      sum_tile(head);
+      tiles.sum(head);
       if (leader) tally.tell(head.is(SumHead::kSettle));
       if (head.is(SumHead::kChunkEnd | SumHead::kGroupEnd)) complete(head);
     }
@@ -70,63 +71,6 @@ struct ReduceRole {
   }
 
  private:
-  // `head`: of the tile's first stage, then of its last. What differs between tiles is decided before the loop over
-  // rows, one by one: the load of a jump table would be waited for.
-  HEP_DEVICE void sum_tile(SumHead& head) {
-    if constexpr (kWholeTiles) return WholeTiles<ReduceRole>{*this}.sum(head);
-    const Slice s = sum.slice_of(head.elems);
-    sum.begin(head.is(SumHead::kEmpty));
-    for (;;) {
-      if (head.is(SumHead::kEmpty))
-        from.pass(a);
-      else if (s.is_whole())
-        add_rows<true>(head, s);
-      else
-        add_rows<false>(head, s);
-      taken(head);
-      if (head.is(SumHead::kLast)) break;
-      head = from.wait(a);
-    }
-    if (s.elems == 0) return;
-    slices.await();
-    if (head.out() == DType::kFp32)
-      sum.template round_into<float>(a, slices.data(), s);
-    else if (head.out() == DType::kBf16)
-      sum.template round_into<Bf16>(a, slices.data(), s);
-    else
-      sum.template round_into<Fp16>(a, slices.data(), s);
-    store(head, s);
-  }
-  template <bool kWhole>
-  HEP_DEVICE void add_rows(SumHead& head, const Slice& s) {
-    if (head.in() == DType::kFp32)
-      add_rows_of<float, kWhole>(head, s);
-    else if (head.in() == DType::kBf16)
-      add_rows_of<Bf16, kWhole>(head, s);
-    else
-      add_rows_of<Fp16, kWhole>(head, s);
-  }
-  template <class T, bool kWhole>
-  HEP_DEVICE void add_rows_of(SumHead& head, const Slice& s) {
-    if (head.is(SumHead::kScaled)) return add_rows_as<T, kWhole, true>(head, s);
-    add_rows_as<T, kWhole, false>(head, s);
-  }
-  // Until the last row, or one of a ring, which is counted. A stage goes back as soon as its row and head are in
-  // registers, and the next is looked at before the row is added: a warp is alone on its scheduler, and what it waits
-  // for can hide behind nothing but its own sums. docs/cuda.md counts instructions and clocks.
-  template <class T, bool kWhole, bool kScaled>
-  HEP_DEVICE void add_rows_as(SumHead& head, const Slice& s) {
-    for (;;) {
-      Vec8<T> row[Sum::kMaxVec8s];
-      sum.template load<T, kWhole>(a, row, from.data(), s);
-      head = from.head(a);
-      from.pass(a);
-      const bool last = head.is(SumHead::kLast | SumHead::kRing), here = !last && from.is_here(a);
-      sum.template add<T, kScaled>(row, head.scale);
-      if (last) return;
-      if (!here) from.await(a);
-    }
-  }
   // A slot of the rail or a group of partial rows: by the stores of all warps, before anybody reads it.
   HEP_DEVICE void complete(const SumHead& head) {
     const bool sends = head.is(SumHead::kChunkEnd);

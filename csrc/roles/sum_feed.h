@@ -21,10 +21,11 @@ struct SumFeed {
   HEP_DEVICE SumFeed(A& arch, const CombineParams& params, const StageFifo<A, SumHead>& fifo, std::byte* smem, int feed)
       : a(arch), p(params), to(fifo), rows(reinterpret_cast<Vec16*>(smem + params.sum_rows_at[feed])), index(feed) {}
 
-  // Of one feed: the most rows that a sum has, times what one takes. A token has at most topk experts.
+  // Of one feed: the most rows that a sum has, times what one takes. A token has at most topk experts, and as many rows
+  // where they are read in place of partials.
   HEP_HOST_DEVICE static uint64_t rows_bytes(const CombineParams& p) {
     const uint64_t topk = p.plan.topk, ranks = uint64_t(p.world.num_local_ranks);
-    const uint64_t partials = (ranks < topk ? ranks : topk) + p.rail.num_peers;
+    const uint64_t partials = (ranks < topk && !TileMath<A>::kReadsRows ? ranks : topk) + p.rail.num_peers;
     const uint64_t local = p.permuted ? p.plan.num_local_experts : 1, experts = local < topk ? local : topk;
     return align_up(sizeof(SumRow) * (partials > experts ? partials : experts), 128);
   }
@@ -62,15 +63,25 @@ struct SumFeed {
       head.dst = reinterpret_cast<uint64_t>(part.dst) + uint64_t(begin) * out;
       head.elems = part.elems - begin < p.tile_elems ? part.elems - begin : p.tile_elems;
       const bool last_tile = begin + head.elems == part.elems;
+      bool first = true;
       for (uint32_t k = 0; k < stages; ++k) {
-        head.flags = part.flags | (k == 0 ? uint32_t(SumHead::kFirst) : 0u) |
+        head.flags = part.flags | (first ? uint32_t(SumHead::kFirst) : 0u) |
                      (k + 1 == stages ? uint32_t(SumHead::kLast) : 0u) | (num_rows ? 0u : uint32_t(SumHead::kEmpty));
         const unsigned char* src = nullptr;
         if (num_rows) src = row(head, k, part.weights);
+        if (kHasParts && num_rows && !src) continue;  // weights are with the last row of a part
+        first = kHasParts && first && head.is(SumHead::kPart) && !head.is(SumHead::kPartLast);
         if (last_tile && k + 1 == stages) finish(head, end);
         stage(head, src + uint64_t(begin) * in, num_rows ? head.elems * in : 0);
       }
     }
+  }
+  // No sum, only what rides on one.
+  HEP_DEVICE void emit_end(const SumEnd& end) {
+    SumHead head{};
+    head.flags = SumHead::kFirst | SumHead::kLast | SumHead::kEmpty;
+    finish(head, end);
+    stage(head, nullptr, 0);
   }
   HEP_DEVICE void stop() {
     SumHead head{};
@@ -80,6 +91,7 @@ struct SumFeed {
 
  private:
   static constexpr uint32_t kWords = sizeof(SumRow) / 16;
+  static constexpr bool kHasParts = TileMath<A>::kReadsRows;
 
   // The k-th row's address; what else is known of it goes into the head.
   HEP_DEVICE const unsigned char* row(SumHead& head, uint32_t k, bool weights) {
@@ -91,6 +103,7 @@ struct SumFeed {
     head.chunk = r.chunk;
     head.chunk_stages = r.chunk_stages;
     if (r.chunk_stages) head.flags |= SumHead::kRing;
+    if (kHasParts && !weights) head.flags |= r.part;
     return weights ? r.weights : r.payload;
   }
   HEP_DEVICE static void finish(SumHead& head, const SumEnd& end) {

@@ -16,6 +16,9 @@ struct alignas(16) SumHead {
     kChunkEnd = 64,   // of a chunk for a rail peer: it may be sent
     kGroupEnd = 128,  // of a group of partial rows: it may be read
     kSettle = 256,    // of a chunk of own tokens: what was taken from the rings is told
+    kPart = 512,      // one of several rows in place of a partial: they are added and rounded before the sum has them
+    kPartFirst = 1024,
+    kPartLast = 2048,
   };
   uint64_t dst;  // address of the output tile
   uint32_t elems, flags;
@@ -36,11 +39,12 @@ struct SumEnd {
   uint32_t flags = 0, peer = 0, chunk = 0, chunk_stages = 0;
 };
 
-// One row of a sum. The weights of a partial lie apart from its payload.
+// One row of a sum. The weights of a partial lie apart from its payload; of a part its last row has them.
 struct alignas(16) SumRow {
   const unsigned char *payload, *weights = nullptr;
   float scale = 1.f;
-  uint32_t peer = 0, chunk = 0, chunk_stages = 0;  // of a row out of a ring: chunk_stages is not 0 then
+  uint16_t peer = 0, part = 0;           // part: SumHead's flags of it
+  uint32_t chunk = 0, chunk_stages = 0;  // with peer of a row out of a ring: chunk_stages is not 0 then
 };
 
 // What is summed of rows: payload or weights, into `dst`.

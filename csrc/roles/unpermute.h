@@ -1,16 +1,12 @@
-// Unpermute: this rank's experts' outputs -> one partial per receive row, in its own receive rows. The weights (or
-// their gradients) of the row's pairs go into the partial's last section. Group by group, in the order of their
-// readers, who are told of each (pipeline/partial_flags.h).
+// Unpermute: this rank's experts' outputs -> one partial per receive row, in its own receive rows, but for those whose
+// readers read the outputs themselves (layout/reading.h). The weights (or their gradients) of the row's pairs go into
+// the partial's last section. Group by group, in their readers' order, who are told of each (pipeline/partial_flags.h).
 #pragma once
 #include "common/bugs.h"
 #include "roles/group_walk.h"
 #include "roles/sum_feed.h"
 
 namespace hep {
-
-HEP_DEVICE const PairEntry* pairs_of(const CombineParams& p, const RecordHeader* rec) {
-  return reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(rec) + p.pairs_at);
-}
 
 // Groups of receive rows of one worker of a combine.
 template <Arch A>
@@ -58,27 +54,42 @@ struct UnpermuteRole {
 
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
     a.set_role("unpermute_g2s");
+    if (p.reading.from == SumFrom::kReceiveRow) return;
+    uint64_t partials = 0;
     groups.each(worker, workers, [&](uint32_t group, uint32_t source) {
+      const SumEnd told{.flags = SumHead::kGroupEnd, .peer = source, .chunk = group};
       const uint32_t end = groups.end_of(group);
-      for (uint32_t i = group * BufferLayout::kGroupRows; i < end; ++i)
-        row(i, {.flags = i + 1 == end ? uint32_t(SumHead::kGroupEnd) : 0u, .peer = source, .chunk = group});
+      bool formed = false, untold = false;
+      for (uint32_t i = group * BufferLayout::kGroupRows; i < end; ++i) {
+        formed = row(i, i + 1 == end ? told : SumEnd{});
+        untold |= formed;
+        partials += formed;
+      }
+      if (untold && !formed) feed.emit_end(told);
     });
+    if (partials) a.count_rank(&p.traffic->partial_rows, partials);
   }
 
  private:
-  HEP_DEVICE void row(uint32_t i, const SumEnd& end) {
+  HEP_DEVICE bool row(uint32_t i, const SumEnd& end) {
     unsigned char* dst = p.recv + uint64_t(i + injected(Bug::kPartialsOneRowOff)) * p.partial.row_bytes();
     feed.begin();
     if (p.permuted)
       add_pairs(i);
     else
       feed.add({p.x + uint64_t(i) * feed.payload_row_bytes()});
+    if (p.reading.from != SumFrom::kPartials && is_read_in_place(feed.num_rows)) return false;
     const uint32_t scaled = p.multiply ? uint32_t(SumHead::kScaled) : 0u;
     feed.emit({dst, p.hidden, SumHead::types(p.dtype, p.partial_dtype) | scaled, false}, end);
+    return true;
+  }
+  HEP_DEVICE bool is_read_in_place(uint32_t pairs) const {
+    if (p.reading.from == SumFrom::kEveryPair) return pairs != 0;
+    return pairs == 1 || (injected(Bug::kPartialLeftOut) && pairs == 2);
   }
   HEP_DEVICE void add_pairs(uint32_t i) {
     const auto* rec = reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(i) * p.record_bytes);
-    const PairEntry* pairs = pairs_of(p, rec);
+    const PairEntry* pairs = p.pairs_of(rec);
     const float* weights = p.plan.row_weights + uint64_t(i) * p.plan.weight_stride + rec->first_pair;
     for (uint32_t k = 0; k < rec->num_pairs; ++k) {
       if (!p.plan.has_row(pairs[k])) continue;
@@ -121,7 +132,7 @@ struct PackWeightsRole {
   HEP_DEVICE void row(uint32_t i, uint32_t first_slot) {
     auto* slots = reinterpret_cast<float*>(p.recv + uint64_t(i) * p.partial.row_bytes() + p.partial.weights_at());
     const auto* rec = reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(i) * p.record_bytes);
-    const PairEntry* pairs = pairs_of(p, rec);
+    const PairEntry* pairs = p.pairs_of(rec);
     const uint32_t begin = injected(Bug::kWeightsInFirstPairs) ? 0 : rec->first_pair, n = rec->num_pairs;
     for (uint32_t slot = first_slot; slot < p.partial.weight_bytes / 4; slot += kAcross) {
       float weight = 0;

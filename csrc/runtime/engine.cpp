@@ -190,6 +190,11 @@ void Engine::require_world(const Plan& plan) const {
     throw std::invalid_argument("handle: was made by another rank or group");
 }
 
+bool Engine::is_in_arena(const unsigned char* x, uint64_t bytes) const {
+  const uint64_t at = uint64_t(x - own()) - layout_.arena;  // below the arena: a very large number
+  return at <= layout_.arena_bytes && bytes <= layout_.arena_bytes - at;
+}
+
 // Rows land in the caller's tensors where peers can reach them, else in the receive region, behind the metadata, and
 // deliver copies them. Whether it has to.
 bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const {
@@ -199,11 +204,7 @@ bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) co
   p.landing.row_bytes = c.row_bytes;
   p.landing.scale_bytes = c.scale_bytes;
   p.landing.metadata_bytes = p.message.metadata_bytes();
-  const auto in_arena = [&](const unsigned char* x, uint64_t bytes) {
-    const uint64_t at = offset(x) + layout_.recv - layout_.arena;  // below the arena: a very large number
-    return at <= layout_.arena_bytes && bytes <= layout_.arena_bytes - at;
-  };
-  if (in_arena(c.out_x, rows * c.row_bytes) && (!c.scale_bytes || in_arena(c.out_scales, rows * c.scale_bytes))) {
+  if (is_in_arena(c.out_x, rows * c.row_bytes) && (!c.scale_bytes || is_in_arena(c.out_scales, rows * c.scale_bytes))) {
     p.landing.x = offset(c.out_x);
     p.landing.scales = c.scale_bytes ? offset(c.out_scales) : 0;
     p.landing.rows = uint32_t(rows);
@@ -217,6 +218,21 @@ bool Engine::land(DispatchParams& p, const DispatchCall& c, const Plan& plan) co
   p.landing.x = line_behind(uint64_t(plan.num_recv_rows()) * p.message.metadata_bytes());
   p.landing.scales = line_behind(p.landing.x + uint64_t(plan.num_recv_rows()) * c.row_bytes);
   return true;
+}
+
+// A partial that is one row of the same type is that row, and whoever can reach the row may as well read it there.
+Reading Engine::reading(const CombineParams& p, const CombineCall& c, const Plan& plan) const {
+  const uint32_t row_bytes = c.hidden * dtype_bytes(c.dtype);
+  Reading r;
+  r.row_bytes = row_bytes;
+  r.partial_bytes = p.partial.row_bytes();
+  r.rows = c.permuted ? plan.num_permuted_rows() : plan.num_recv_rows();
+  const bool as_they_are = !c.multiply && p.partial_dtype == c.dtype && reinterpret_cast<uint64_t>(c.x) % 16 == 0;
+  if (!as_they_are || c.sum_from == SumFrom::kPartials || !is_in_arena(c.x, uint64_t(r.rows) * row_bytes)) return r;
+  r.x = uint64_t(c.x - own()) - layout_.recv;
+  r.from = !c.permuted ? SumFrom::kReceiveRow
+                       : c.sum_from.value_or(executor_->adds_parts() ? SumFrom::kEveryPair : SumFrom::kSinglePair);
+  return r;
 }
 
 uint32_t Engine::chunk_of(uint32_t asked) const {
@@ -279,6 +295,10 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.partial_dtype = c.fp32_partials ? DType::kFp32 : c.dtype;
   p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
   require_row(p.partial.row_bytes(), plan.max_recv_rows(), "combine");
+  if (c.permuted == (c.sum_from == SumFrom::kReceiveRow) && c.sum_from != SumFrom::kPartials && c.sum_from)
+    throw std::logic_error("combine: sum_from is not of rows in this order");
+  if (c.sum_from == SumFrom::kEveryPair && !executor_->adds_parts())
+    throw std::logic_error("combine: this executor adds no parts");
   Call call(*this);
   bind(p, chunk, uint32_t(c.num_blocks));
   p.blocks = {uint32_t(c.num_blocks), uint32_t(c.local_blocks)};
@@ -297,6 +317,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.recv = own() + layout_.recv;
   p.out_x = c.out_x;
   p.out_weights = c.weights ? c.out_weights : nullptr;
+  p.reading = reading(p, c, plan);
   executor_->require_shared_memory(p);
   if (executor_->shares_memory())
     prefer_huge_pages(c.out_x, uint64_t(plan.num_tokens()) * c.hidden * dtype_bytes(c.dtype));

@@ -69,6 +69,10 @@ struct CombineCall {
   DType dtype = DType::kBf16;
   uint32_t hidden = 0;
   bool permuted = false, multiply = false, fp32_partials = false;
+  // Where x lies in the arena and what is summed of it needs no scale and no wider type, peers read it there. Without a
+  // choice kEveryPair where the machine adds parts, else kSinglePair; kPartials: in no case. Not of outputs in receive
+  // order, which have no pairs: kReceiveRow, or kPartials.
+  std::optional<SumFrom> sum_from;
   int num_blocks = 1;         // that feed links
   int local_blocks = 0;       // as in DispatchCall
   uint32_t chunk_tokens = 0;  // as in DispatchCall
@@ -132,7 +136,9 @@ class Engine {
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
   void bind(Params& p, uint32_t chunk, uint32_t blocks) const;
+  bool is_in_arena(const unsigned char* x, uint64_t bytes) const;
   bool land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const;
+  Reading reading(const CombineParams& p, const CombineCall& c, const Plan& plan) const;
   void require_row(uint64_t row_bytes, uint64_t rows, const char* what) const;
   void require_split(int link, int local) const;
   void require_world(const Plan& plan) const;

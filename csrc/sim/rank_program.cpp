@@ -289,17 +289,21 @@ void RankProgram::combine(uint32_t plan, uint32_t round) {
   c.local_blocks = int(s_.unpermute_blocks);
   set_launch(c, salt);
   executor_.combine_rows = rows;
+  const bool in_place = s_.reading == 2 ? mix(salt, uint64_t(rank_), 3) % 2 : s_.reading;
+  const std::shared_ptr<unsigned char> lent = in_place ? engine_.arena().take(rows * row_bytes) : nullptr;
   if (timed_) {  // combine of a forward pass: no weights travel back
     PhantomMemory phantom((tokens + rows) * row_bytes + 4096);
     c.x = phantom.take(rows * row_bytes);
+    if (lent) c.x = lent.get();
     c.out_x = phantom.take(tokens * row_bytes);
     return engine_.combine(p, c);
   }
   const Oracle& o = oracles_[plan];
-  Buffer x(rows * row_bytes), weights(rows * columns * 4);
-  fill_inputs(o, salt, x.data(), weights.floats(), rows);
+  Buffer x(lent ? 0 : rows * row_bytes), weights(rows * columns * 4);
+  unsigned char* const outputs = lent ? lent.get() : x.data();
+  fill_inputs(o, salt, outputs, weights.floats(), rows);
   Buffer out_x(tokens * row_bytes), out_weights(tokens * p.weight_stride() * 4);
-  c.x = x.data();
+  c.x = outputs;
   c.weights = s_.weights ? weights.floats() : nullptr;
   c.out_x = out_x.data();
   c.out_weights = out_weights.floats();

@@ -26,7 +26,9 @@ BufferShape shape_of(const WorldSpec& s, uint32_t most_tokens, uint64_t recv_row
   shape.recv_rows = std::max<uint64_t>(recv_rows, 1);
   // A result with all pairs of all receive rows, every expert's padded.
   const uint64_t rows = shape.recv_rows * shape.max_topk + uint64_t(s.experts_per_rank) * s.pad_multiple;
-  if (s.landing) shape.arena_bytes = rows * (shape.row_bytes + shape.scale_bytes) + RankProgram::kArenaSlack;
+  const uint64_t landed = s.landing ? shape.row_bytes + shape.scale_bytes : 0,
+                 read = s.combine && s.reading ? uint64_t(s.hidden) * elem : 0;
+  if (landed || read) shape.arena_bytes = rows * std::max(landed, read) + RankProgram::kArenaSlack;
   return shape;
 }
 
@@ -89,6 +91,7 @@ void WorldSpec::validate() const {
   need(rail_slots >= 1, "rail_slots", rail_slots, "give at least 1");
   need(num_blocks >= 1 && num_blocks <= 256, "num_blocks", num_blocks, "give 1 to 256");
   need(landing <= 3, "landing", landing, "give 0 (aside), 1 (every pair), 2 (first pair) or 3 (ranks differ)");
+  need(reading <= 2, "reading", reading, "give 0 (no row in place), 1 (in place) or 2 (ranks differ)");
   need(permute_blocks <= 256, "permute_blocks", permute_blocks, "give 0 (none of their own) to 256");
   need(unpermute_blocks <= 256, "unpermute_blocks", unpermute_blocks, "give 0 (none of their own) to 256");
   need(plans >= 1, "plans", plans, "give at least 1");
@@ -233,6 +236,7 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.permute_blocks = uint32_t(std::max(0, int(host::Rng(mix(seed, 100)).below(6)) - 2));  // 1 to 3 in half the worlds
   s.unpermute_blocks = s.permute_blocks;
   s.landing = uint32_t(host::Rng(mix(seed, 101)).below(4));
+  s.reading = uint32_t(host::Rng(mix(seed, 102)).below(3));
   s.seed = seed;
   s.data_seed = seed;
   s.strategy = strategy >= 0 ? uint32_t(strategy) : of({0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7});

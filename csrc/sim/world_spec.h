@@ -29,6 +29,8 @@ struct WorldSpec {
   uint32_t chunk_tokens = 4, rail_slots = 2, num_blocks = 1;
   uint32_t permute_blocks = 0, unpermute_blocks = 0;  // for local work of dispatch, of combine; 0 = link blocks do it
   uint32_t landing = 0;  // of dispatched rows: 0 aside, in the result 1 for every pair, 2 for the first; 3 ranks differ
+  uint32_t reading =
+      0;  // of combine's rows: 0 they lie outside the arena, 1 there and are read in place; 2 ranks differ
   uint32_t smem_bytes = 24 * 1024;
   uint32_t plans = 1, rounds = 1;  // rounds: dispatch and combine of every plan
   uint32_t exchange_first = 0;     // all plans up front, one exchange right after the other
@@ -54,6 +56,7 @@ struct WorldSpec {
     f("permute", s.permute), f("weights", s.weights), f("multiply", s.multiply), f("fp32_partials", s.fp32_partials);
     f("chunk_tokens", s.chunk_tokens), f("rail_slots", s.rail_slots), f("num_blocks", s.num_blocks);
     f("permute_blocks", s.permute_blocks), f("unpermute_blocks", s.unpermute_blocks), f("landing", s.landing);
+    f("reading", s.reading);
     f("smem_bytes", s.smem_bytes), f("plans", s.plans), f("rounds", s.rounds);
     f("exchange_first", s.exchange_first), f("combine", s.combine), f("unlike", s.unlike);
     f("counter_base", s.counter_base), f("seed", s.seed), f("data_seed", s.data_seed), f("strategy", s.strategy);

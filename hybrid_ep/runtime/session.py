@@ -333,6 +333,13 @@ class Session:
                     made.zero_()
         return x, scales, weights
 
+    def rows(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns], of the arena if that has room."""
+        validation.integer("rows", rows, 0)
+        validation.integer("columns", columns, 1)
+        lent = self._lent(rows, columns * dtype.itemsize, dtype)
+        return self.results.empty(rows, columns * dtype.itemsize, dtype) if lent is None else lent
+
     def traffic(self) -> dict[str, int]:
         now = self.engine.traffic()
         return {name: value + self._past_traffic.get(name, 0) for name, value in now.items()}

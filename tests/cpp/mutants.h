@@ -63,6 +63,10 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kPartialsBeforeStores,
     Bug::kPartialsBeforeAllWarps,
     Bug::kPartialsToOneReader,
+    Bug::kPartialLeftOut,
+    Bug::kFirstOfTwoPairs,
+    Bug::kReadOneRowOff,
+    Bug::kPartUnrounded,
     Bug::kBlocksDoNotMeet,
     Bug::kMeetingNotReset,
     Bug::kBlocksBeforeForgotten,
@@ -89,7 +93,7 @@ inline constexpr Bug kSimBugs[] = {
     Bug::kLandedOneRowEarly,
     Bug::kLandedNotSettled,
     // Another rank has to look in the moment between the two, which threads seldom do.
-    Bug::kLandingAfterReady,
+    Bug::kSaidAfterReady,
     // Deliver does not wait for done: few worlds show them.
     Bug::kDoneBeforeStores,
     Bug::kEveryRoleDone,

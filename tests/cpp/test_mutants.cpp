@@ -38,6 +38,7 @@ WorldCase attempt(int i) {
     w.rail_slots = 1;
     w.chunk_tokens = i % 6 == 0 ? 4 : 1;
   }
+  if (i == 8) return paired_world("host");
   return i % 6 == 1 && i < 24 ? skewed_world(limits.executor) : w;
 }
 

@@ -17,6 +17,7 @@
 #include "runtime/engine.h"
 #include "thread_executor.h"
 #include "world_memory.h"
+#include "world_traffic.h"
 
 namespace hep::test {
 namespace {
@@ -54,6 +55,7 @@ class RankRun {
       const TrafficCounters before = engine_.traffic();
       op.combine ? combine(op) : dispatch(op);
       check_traffic(op, before, engine_.traffic());
+      if (op.combine && op.rounds) combine_what_rounds(op);
     }
     for (const auto& [at, bytes] : kept_)
       expect(std::equal(bytes.begin(), bytes.end(), at.get()), "a result changed later");
@@ -241,13 +243,13 @@ class RankRun {
     const size_t rows = op.permute ? permuted().size() : received().size();
     const size_t elem = dtype_bytes(op.dtype), row_bytes = op.hidden * elem,
                  columns = op.permute ? 1 : experts_per_node();
-    Bytes x(rows * row_bytes + 16);
+    Output x(rows * row_bytes, is_aside(op) ? nullptr : &engine_.arena());
     std::vector<float> weights(rows * columns + 1, kPoison);
     for (size_t row = 0; row < rows; ++row) {
       const Slot slot = op.permute ? permuted()[row] : Slot{Slot::kPair, received()[row], -1};
       const int from = op.permute ? slot.expert : -1 - rank_;
       for (uint32_t i = 0; i < op.hidden; ++i)
-        put(&x[row * row_bytes], i, slot.kind == Slot::kPair ? output(slot.token, from, i, op.salt) : kPoison,
+        put(x.data() + row * row_bytes, i, slot.kind == Slot::kPair ? output(slot.token, from, i, op.salt) : kPoison,
             op.dtype);
       if (slot.kind != Slot::kPair) continue;
       if (op.permute)
@@ -268,6 +270,7 @@ class RankRun {
                         .permuted = op.permute,
                         .multiply = op.multiply,
                         .fp32_partials = op.fp32_partials,
+                        .sum_from = sum_from(op),
                         .num_blocks = op.num_blocks[size_t(rank_)],
                         .local_blocks = op.local_blocks[size_t(rank_)]};
     engine_.combine(*plan_, c);
@@ -276,6 +279,33 @@ class RankRun {
       check_sum(op, {rank_, t}, out_x.data() + t * row_bytes);
       if (op.weights) check_returned_weights(op, {rank_, t}, out_weights.floats() + size_t(t) * stride, stride);
     }
+  }
+  bool is_aside(const OpCase& op) const { return op.landed[size_t(rank_)] == Landed::kAside; }
+  std::optional<SumFrom> sum_from(const OpCase& op) const {
+    const bool single = op.permute && op.landed[size_t(rank_)] == Landed::kFirstPair;
+    return single ? std::optional(SumFrom::kSinglePair) : std::nullopt;
+  }
+  // The same bits, whether rows are read in place or summed to partials first.
+  void combine_what_rounds(const OpCase& op) {
+    const size_t rows = op.permute ? permuted().size() : received().size(), elem = dtype_bytes(op.dtype);
+    Output x(rows * op.hidden * elem, is_aside(op) ? nullptr : &engine_.arena());
+    for (size_t i = 0; i < rows * op.hidden; ++i)
+      put(x.data(), i, std::ldexp(float(int64_t(hash({op.salt, uint64_t(rank_), i}) >> 40) - (1 << 23)), -22),
+          op.dtype);
+    Bytes sums[2];
+    for (Bytes& sum : sums) {
+      sum.resize(num_own_tokens() * op.hidden * elem + 16);
+      engine_.combine(*plan_, {.x = x.data(),
+                               .out_x = sum.data(),
+                               .dtype = op.dtype,
+                               .hidden = op.hidden,
+                               .permuted = op.permute,
+                               .multiply = op.multiply,
+                               .fp32_partials = op.fp32_partials,
+                               .sum_from = &sum == sums ? sum_from(op) : SumFrom::kPartials,
+                               .num_blocks = op.num_blocks[size_t(rank_)]});
+    }
+    expect(sums[0] == sums[1], "sums of rows read in place differ from those of partials");
   }
   void check_sum(const OpCase& op, Token t, const unsigned char* got) const {
     // A rank or node to which a token came, and for which nothing of it was left, adds a row of positive zeros.
@@ -322,62 +352,22 @@ class RankRun {
     for (; k < stride; ++k) expect(got[k] == 0, "weight slot ", k, " of token ", t.index, " is not zero");
   }
 
-  // ---------------------------------------------------------------- traffic
-  // How often the row of a token that came to rank d is stored there by the rank that has it.
-  uint64_t times_stored(const OpCase& op, Token t, int d) const {
-    const Landed landed = op.landed[size_t(d)];
-    if (op.combine || !op.permute || landed == Landed::kAside) return 1;
-    const uint64_t pairs = pairs_with_row(t, d);
-    return landed == Landed::kFirstPair ? std::min<uint64_t>(pairs, 1) : pairs;
-  }
-  uint64_t pairs_with_row(Token t, int d) const {
-    return uint64_t(std::ranges::count_if(ref_->pairs_of(t), [&](const auto& pair) {
-      return ref_->rank_of(pair.first) == d && ref_->computes(t, pair.first);
-    }));
-  }
-  // Every token crosses a link once per node; how often within its last node is up to where it lands. The counters say
-  // so to the byte.
+  // The counters say to the byte what OperationTraffic does.
   void check_traffic(const OpCase& op, const TrafficCounters& before, const TrafficCounters& after) const {
-    uint64_t rail = 0, node = 0, self = 0, node_metadata = 0, self_metadata = 0, copied = 0;
-    for (int n = 0; n < shape_.num_nodes; ++n) {
-      const int peer = shape_.rail_peer(n);
-      for (uint32_t t = 0; t < ref_->pairs[size_t(peer)].size(); ++t) {
-        if (n != shape_.node() && op.combine) rail += ref_->needs({peer, t}, shape_.node());
-        for (int l = 0; l < shape_.num_local_ranks; ++l) {
-          const int d = shape_.rank_of(shape_.node(), l);
-          if (!ref_->arrives({peer, t}, d)) continue;
-          (d == rank_ ? self : node) += times_stored(op, {peer, t}, d);
-          ++(d == rank_ ? self_metadata : node_metadata);
-        }
-      }
-      if (n == shape_.node() || op.combine) continue;
-      for (uint32_t t = 0; t < num_own_tokens(); ++t) rail += ref_->needs({rank_, t}, n);
-    }
-    uint64_t row = op.row_bytes + op.scale_bytes, metadata = 0;
-    if (op.combine)
-      row = op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype) +
-            (op.weights ? plan_->weight_stride() * 4 : 0);
-    else
-      metadata = MessageLayout::make(shape_, plan_->topk(), op.weights, op.scale_bytes, op.row_bytes).metadata_bytes();
-    const Landed landed = op.landed[size_t(rank_)];
-    for (const Token t : received()) {
-      if (op.combine) break;
-      const uint64_t rows = op.permute ? pairs_with_row(t, rank_) : 1;
-      if (landed == Landed::kAside) copied += rows;
-      if (landed == Landed::kFirstPair && op.permute && rows) copied += rows - 1;
-    }
-    auto counted = [&](const char* link, uint64_t rows, uint64_t bytes, uint64_t row_count, uint64_t byte_count) {
-      expect(row_count == rows && byte_count == bytes, link, " traffic of ", row_count, " rows and ", byte_count,
-             " bytes; expected ", rows, " rows and ", bytes, " bytes");
+    const TrafficCounters want = OperationTraffic(w_, *ref_, op, rank_).expected(*plan_);
+    const auto counted = [&](const char* what, uint64_t TrafficCounters::* field) {
+      expect(after.*field - before.*field == want.*field, what, ": ", after.*field - before.*field, ", not ",
+             want.*field);
     };
-    counted("rail", rail, rail * (row + metadata), after.rail_rows - before.rail_rows,
-            after.rail_bytes - before.rail_bytes);
-    counted("node", node_metadata, node * row + node_metadata * metadata, after.node_rows - before.node_rows,
-            after.node_bytes - before.node_bytes);
-    counted("self", self_metadata, self * row + self_metadata * metadata, after.self_rows - before.self_rows,
-            after.self_bytes - before.self_bytes);
-    counted("copied", copied, copied * row, after.copied_rows - before.copied_rows,
-            after.copied_bytes - before.copied_bytes);
+    counted("rail rows", &TrafficCounters::rail_rows);
+    counted("rail bytes", &TrafficCounters::rail_bytes);
+    counted("node rows", &TrafficCounters::node_rows);
+    counted("node bytes", &TrafficCounters::node_bytes);
+    counted("self rows", &TrafficCounters::self_rows);
+    counted("self bytes", &TrafficCounters::self_bytes);
+    counted("copied rows", &TrafficCounters::copied_rows);
+    counted("copied bytes", &TrafficCounters::copied_bytes);
+    counted("partial rows", &TrafficCounters::partial_rows);
   }
 
   const WorldCase& w_;

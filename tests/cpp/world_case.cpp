@@ -179,6 +179,20 @@ WorldCase skewed_world(const std::string& executor) {
   return w;
 }
 
+// Every token has two experts on each of two ranks, whose outputs are read in place.
+WorldCase paired_world(const std::string& executor) {
+  WorldCase w;
+  w.num_local_ranks = 2;
+  w.num_experts = 6;
+  w.executor = executor;
+  w.plans.push_back(route_by(w, {9, 4}, 4, [](int, uint32_t) { return std::vector<int>{0, 2, 3, 4}; }));
+  w.ops.push_back(dispatch_op(w, 0, 1));
+  w.ops.push_back(combine_op(w, 0, 1));
+  w.ops.back().landed = {Landed::kEveryPair, Landed::kEveryPair};
+  w.ops.back().rounds = true;
+  return w;
+}
+
 WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
   Random r(seed);
   WorldCase w;
@@ -217,6 +231,7 @@ WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
       op.hidden = 8 * (big ? r.between(250, 1300) : r.between(1, 30)) - (op.dtype == DType::kFp32 ? 4 : 0);
       op.multiply = op.permute && came_with_weights[op.plan] && r.one_in(2);
       op.fp32_partials = r.one_in(3);
+      op.rounds = r.one_in(3);
     }
     w.ops.push_back(op);
   }

@@ -46,7 +46,9 @@ struct RoutingCase {
   std::vector<std::optional<uint32_t>> budgets;  // [R]
 };
 
-// Where a rank's dispatched rows land: in the receive region, or in the caller's tensors, in one of two ways.
+// Where a rank's dispatched rows land: in the receive region, or in the caller's tensors, in one of two ways. Of
+// combine's rows, where they lie: outside the arena, or there, to be read by every pair where the executor can, or by
+// the only pair.
 enum class Landed { kAside, kEveryPair, kFirstPair };
 
 // One collective operation. A plan is exchanged when an operation first names it; later ones find it cached.
@@ -60,7 +62,8 @@ struct OpCase {
   uint32_t extra_rows = 0;                   // of the permuted output, behind the plan's
   std::vector<int> num_blocks;               // [R]
   std::vector<int> local_blocks;             // [R], for local work; 0: those that feed links do it
-  std::vector<Landed> landed;                // [R], of dispatch
+  std::vector<Landed> landed;                // [R]
+  bool rounds = false;                       // combine: also of numbers whose sums round, in place and by partials
   uint64_t salt = 0;                         // tells the data of operations apart
 };
 
@@ -142,6 +145,7 @@ RoutingCase route_by(const WorldCase& w, const std::vector<uint32_t>& num_tokens
 }
 OpCase dispatch_op(const WorldCase& w, size_t plan, int num_blocks);
 OpCase combine_op(const WorldCase& w, size_t plan, int num_blocks);
-WorldCase skewed_world(const std::string& executor);  // four nodes that could wait for each other in a ring
+WorldCase skewed_world(const std::string& executor);
+WorldCase paired_world(const std::string& executor);  // four nodes that could wait for each other in a ring
 
 }  // namespace hep::test

@@ -99,12 +99,13 @@ inline BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& re
     if (op.combine)
       s.partial_row_bytes =
           std::max(s.partial_row_bytes, op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype));
-    if (op.combine) continue;
     const Reference& ref = references[op.plan];
     uint64_t rows = 0;
     for (uint32_t r = 0; r < w.num_ranks(); ++r)
       rows = std::max<uint64_t>(rows, op.permute ? ref.permuted[r].size() + op.extra_rows : ref.received[r].size());
-    s.arena_bytes += Output::size_in_arena(rows * op.row_bytes) + Output::size_in_arena(rows * op.scale_bytes);
+    const uint64_t row_bytes = op.combine ? op.hidden * dtype_bytes(op.dtype) : op.row_bytes;
+    s.arena_bytes += Output::size_in_arena(rows * row_bytes);
+    if (!op.combine) s.arena_bytes += Output::size_in_arena(rows * op.scale_bytes);
   }
   return s;
 }

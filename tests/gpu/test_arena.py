@@ -71,6 +71,35 @@ def test_rows_land_and_deliver_copies_what_it_must(shape, apart, arena_mib):
     world.close()
 
 
+@pytest.mark.parametrize("shape, apart", [((1, 3), 3), ((1, 3), None), ((2, 2), None)])
+def test_sums_read_single_rows_where_experts_put_them(shape, apart):
+    """Of tokens with one expert on a rank; of the others that rank forms partial rows. The same bits as of partials."""
+    num_ranks = shape[0] * shape[1]
+    ex = Example(*shape, 3, tuple((37 * r + 10) % 50 for r in range(num_ranks)), 3, 64, seed=9)
+    want = expected(ex)
+    world = GpuWorld(*shape, 3, num_blocks_permute=apart, num_blocks_unpermute=apart)
+
+    def body(rank, buffer):
+        mine, outs, formed = want.inputs[rank], [], []
+        rows, *_, handle = buffer.dispatch_with_permute(
+            hidden=mine.hidden, num_of_experts=ex.world.num_experts, **mine.routing()
+        )
+        returned = want.returned[rank].to(rows.device)
+        buffer.combine_with_unpermute(hidden=returned, handle=handle)  # it has grown then
+        in_place = world.raw[rank].empty(*returned.shape, returned.dtype).copy_(returned)
+        for outputs in (returned, in_place):
+            buffer.reset_traffic()
+            outs.append(buffer.combine_with_unpermute(hidden=outputs, handle=handle)[0].cpu())
+            formed.append(buffer.traffic()["partial_rows"])
+        return outs, formed
+
+    for rank, (outs, formed) in enumerate(world.run(body)):
+        pairs = torch.cat(want.plan.routes)[:, 3 * rank : 3 * rank + 3].sum(dim=1)
+        assert formed == [int((pairs > 0).sum()), int((pairs > 1).sum())]
+        assert torch.equal(*outs)
+    world.close()
+
+
 def test_static_results_land_and_those_of_a_graph_do_not():
     buffer, stream, call = dispatcher()
     static = {"non_blocking": True, "num_permuted_tokens": 160}

@@ -22,9 +22,17 @@ def patterns(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def combined(
-    executor: str, dtype: torch.dtype, weighted: bool, fp32_partials: bool, tokens=TOKENS, experts=EXPERTS, k=4
+    executor: str,
+    dtype: torch.dtype,
+    weighted: bool,
+    fp32_partials: bool,
+    tokens=TOKENS,
+    experts=EXPERTS,
+    k=4,
+    in_place=False,
 ) -> list[torch.Tensor]:
-    """Bits of every rank's result; experts change nothing, so sums are of one to k copies of a row."""
+    """Bits of every rank's result; experts change nothing, so sums are of one to k copies of a row. in_place: combine
+    reads the rows where they lie."""
     world = VirtualWorld(2, 2)
     buffers = world.buffers(HIDDEN, tokens, experts // 4, executor=executor, timeout_s=60)
 
@@ -37,9 +45,18 @@ def combined(
             hidden=x, topk_idx=topk, topk_weights=weights, num_of_experts=experts
         )
         rows = rows.roll(1, 0)  # other rows' numbers, so that sums are of unlike ones
+        if in_place:
+            buffers[rank].combine_with_unpermute(
+                hidden=rows, handle=handle, fp32_partials=fp32_partials
+            )  # it has grown
+            rows = buffers[rank].empty(len(rows), HIDDEN, dtype).copy_(rows)
+        before = buffers[rank].traffic()["partial_rows"]
         out, _ = buffers[rank].combine_with_unpermute(
             hidden=rows, handle=handle, weighted=weighted, fp32_partials=fp32_partials
         )
+        formed = buffers[rank].traffic()["partial_rows"] - before
+        read = in_place and not weighted and (dtype == torch.float32 or not fp32_partials)
+        assert (formed == 0) == (read and executor == "host"), formed
         return out.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
 
     return world.run(work)
@@ -49,17 +66,19 @@ def combined(
 @pytest.mark.parametrize("weighted, fp32_partials", [(False, False), (True, False), (False, True)])
 def test_all_bit_patterns_sum_alike(dtype, weighted, fp32_partials):
     fast = combined("host", dtype, weighted, fp32_partials)
+    same_sums(fast, combined("host", dtype, weighted, fp32_partials, in_place=True), dtype)
     for executor in ("host_checked", "host_checked_lanes32"):
-        same_sums(fast, combined(executor, dtype, weighted, fp32_partials), dtype)
+        for in_place in (False, True):
+            same_sums(fast, combined(executor, dtype, weighted, fp32_partials, in_place=in_place), dtype)
 
 
 def test_sums_of_many_rows_are_alike():
     """Of more rows of a rank than the host's executor adds at once (16), so that sums go on from strip to strip."""
-    fast, checked = (
-        combined(executor, torch.bfloat16, False, False, tokens=6, experts=4 * 37, k=4 * 37)
-        for executor in ("host", "host_checked")
-    )
-    same_sums(fast, checked, torch.bfloat16)
+    many = {"tokens": 6, "experts": 4 * 37, "k": 4 * 37}
+    fast = combined("host", torch.bfloat16, False, False, **many)
+    for executor, in_place in (("host", True), ("host_checked", False), ("host_checked", True)):
+        other = combined(executor, torch.bfloat16, False, False, **many, in_place=in_place)
+        same_sums(fast, other, torch.bfloat16)
 
 
 def same_sums(fast: list, checked: list, dtype: torch.dtype) -> None:

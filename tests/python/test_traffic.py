@@ -71,6 +71,33 @@ def same_counters(shape, weights, arena_mib, once):
     assert num_ranks == 1 or any(c["rail_rows"] + c["node_rows"] for c in sent)
 
 
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("with_probs", [True, False])
+def test_rows_that_are_read_where_they_lie_cross_once_for_every_pair(shape, with_probs):
+    num_ranks = shape[0] * shape[1]
+    ex = Example(*shape, 3, tuple(11 * r % 40 for r in range(num_ranks)), 4, 48, skew="half_dropped", seed=8)
+    want = expected(ex)
+
+    def work(buffer, rank):
+        mine = want.inputs[rank]
+        rows, *_, handle = buffer.dispatch_with_permute(hidden=mine.hidden, **mine.routing())
+        probs = want.returned_probs[rank] if with_probs else None
+        buffer.combine_with_unpermute(hidden=rows, handle=handle, probs=probs)  # it has grown then
+        outputs = buffer.empty(len(want.returned[rank]), 48, torch.bfloat16).copy_(want.returned[rank])
+        buffer.reset_traffic()
+        buffer.combine_with_unpermute(hidden=outputs, handle=handle, probs=probs)
+
+    topk = traffic.largest_topk(want.plan.routes)
+    row_bytes = traffic.partial_bytes(topk, 48, 2, weights=with_probs)
+    back = traffic.combine(
+        want.plan.routes, ex.num_local_ranks, row_bytes, every_pair=True, weight_bytes=row_bytes - 2 * 48
+    )
+    assert measured(ex, work) == back
+    assert sum(c["node_bytes"] for c in back) > sum(
+        c["node_bytes"] for c in traffic.combine(want.plan.routes, ex.num_local_ranks, row_bytes)
+    )
+
+
 def test_a_token_crosses_a_link_once_however_many_experts_it_chose_there():
     """8 experts on every rank, all of them chosen: one row over the rail, one for every rank."""
     routes = [torch.ones(5, 32, dtype=torch.bool)] + [torch.zeros(0, 32, dtype=torch.bool)] * 3

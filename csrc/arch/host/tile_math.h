@@ -21,6 +21,9 @@ template <>
 struct TileMath<host::PlainFibers> {
   static constexpr bool kOffered = true, kReadsRows = true;
   static void add_row(const TileRow& row, float* acc) { host::add_row(row, acc); }
+  static void fetch(const unsigned char* at, uint32_t bytes) {
+    for (uint32_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
 };
 
 }  // namespace hep

@@ -87,6 +87,12 @@ void GlobalMemory::check_write(const Lane& me, const Region& r, const void* p, u
                    ", which hold data that their reader has not given back");
 }
 
+void GlobalMemory::fill(Region& r, uint64_t at, uint64_t bytes) const {
+  if (!watch_ || bytes == 0) return;
+  const GranuleSpan s(at, bytes);
+  set(r.written, s.at, s.n, 0xff);
+}
+
 void GlobalMemory::free(Region& r, uint64_t at, uint64_t bytes) const {
   if (!watch_ || bytes == 0) return;
   const GranuleSpan s(at, bytes);

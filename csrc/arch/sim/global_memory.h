@@ -22,6 +22,8 @@ class GlobalMemory {
   void check_read(const Lane& me, const Region& r, const void* p, uint64_t bytes, const char* operation) const;
   void check_write(const Lane& me, const Region& r, const void* p, uint64_t bytes, const char* operation,
                    bool again = false) const;
+  // The owner's data lie there, since before the launch.
+  void fill(Region& r, uint64_t at, uint64_t bytes) const;
   // The owner gives the licence back: what lies there is dead.
   void free(Region& r, uint64_t at, uint64_t bytes) const;
 

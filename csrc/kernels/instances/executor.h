@@ -35,7 +35,7 @@ struct TableView {
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 5;
+inline constexpr uint64_t kExecutorVersion = 6;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {
@@ -67,6 +67,8 @@ class Executor {
   }
   // Memory that the kernels write and this process reads while they run; starts as zeros.
   virtual std::shared_ptr<void> allocate_notification(uint64_t bytes) { return allocate(bytes); }
+  // Whether its sums can add and round several rows in place of a partial (SumFrom::kEveryPair).
+  virtual bool adds_parts() const { return false; }
   virtual void write(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void read(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
   virtual void drain() noexcept {}                     // waits for all launches so far

@@ -22,6 +22,7 @@ class HostExecutor final : public Executor {
   explicit HostExecutor(Args&&... args) : net_(std::forward<Args>(args)...) {}
 
   void abort() noexcept override { given_up_ = true; }
+  bool adds_parts() const override { return TileMath<A>::kReadsRows; }
 
   void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
     ExchangeParams p = params;

@@ -94,7 +94,11 @@ void SimExecutor::dispatch(DispatchParams& p, const LaunchSettings& s) {
 void SimExecutor::combine(CombineParams& p, const LaunchSettings& s) {
   plan_combine_smem<SimArch>(p, smem_budget_);
   const uint64_t tokens = p.plan.num_tokens;
-  add("x", p.x, combine_rows * p.hidden * dtype_bytes(p.dtype), Use::kInput, true);
+  const uint64_t bytes = combine_rows * p.hidden * dtype_bytes(p.dtype);
+  if (sim::Region* const lent = m_.memory().find(p.x, bytes); bytes && lent)
+    m_.memory().fill(*lent, lent->offset(p.x), bytes);
+  else
+    add("x", p.x, bytes, Use::kInput, true);
   add("out_x", p.out_x, tokens * p.hidden * dtype_bytes(p.dtype), Use::kOutput, true);
   add("out_weights", p.out_weights, tokens * p.plan.weight_stride * 4, Use::kOutput, true);
   launch(
