@@ -50,7 +50,17 @@ def get(
     key = (group, hidden, dtype, num_local_experts, wanted)
     if key not in _buffers:
         _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local_pass)
-    return _buffers[key]
+    buffer = _buffers[key] = _buffers.pop(key)  # the last one is the last used
+    return buffer
+
+
+def empty_rows(rows: int, hidden: int, dtype: torch.dtype, num_local_experts: int) -> torch.Tensor | None:
+    """[rows, hidden] for experts' outputs, where the combine that follows reads them in place: of the buffer that was
+    last dispatched on for such rows. None where there is no such buffer, or it lends no memory."""
+    for (_, width, of, experts, _), buffer in reversed(_buffers.items()):
+        if (width, of, experts) == (hidden, dtype, num_local_experts) and hasattr(buffer, "empty"):
+            return buffer.empty(rows, hidden, dtype) if buffer.is_usable else None
+    return None
 
 
 def _create(

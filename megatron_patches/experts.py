@@ -29,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from hybrid_ep.moe import grouped_mm, weighted_activation
-from megatron_patches import hooks, settings
+from megatron_patches import buffers, hooks, settings
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -167,7 +167,14 @@ class GroupedExperts(MegatronModule):
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows}
         h = grouped_mm(rows, stacks[0], ends, **how)
         h = weighted_activation(h, weights, self.kind)
-        return grouped_mm(h, stacks[1], ends, **how), None
+        return grouped_mm(h, stacks[1], ends, **how, out=self._outputs(h, len(tokens_per_expert))), None
+
+    def _outputs(self, h: torch.Tensor, num_experts: int) -> torch.Tensor | None:
+        """Where the second product goes: to registered memory of hosts, where combine reads it in place. A GPU's
+        grouped GEMM makes its own result, and a copy would cost what is saved."""
+        if h.device.type != "cpu" or self.backend not in ("auto", "loop"):
+            return None
+        return buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype, num_experts)
 
     @staticmethod
     def group_ends(tokens_per_expert: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, bool]:

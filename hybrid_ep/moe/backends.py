@@ -1,10 +1,12 @@
-"""The machines that multiply groups, each with the same two verbs and each as it is, bugs included.
+"""The machines that multiply groups, each with the same verbs and each as it is, bugs included.
 
-    mm(x, w, offsets)      x [N, K], w [E, K, F], offsets int32 [E] -> [N, F]: rows of group e times w[e]
-    wgrad(x, g, offsets)   x [N, K], g [N, F], offsets int32 [E]    -> [E, K, F]: x_e.T @ g_e
+    mm(x, w, offsets)             x [N, K], w [E, K, F], offsets int32 [E] -> [N, F]: rows of group e times w[e]
+    mm_into(x, w, offsets, out)   the same into out [N, F]; of a machine that makes its result itself, by a copy
+    wgrad(x, g, offsets)          x [N, K], g [N, F], offsets int32 [E]    -> [E, K, F]: x_e.T @ g_e
 
-    absence()                           None, or why it is not installed
-    refusal(device, dtype, (E, K, F))   None, or why it cannot run there
+    absence()                     None, or why it is not installed
+    refusal(device, dtype, (E, K, F))
+                                  None, or why it cannot run there
 
 What they leave undefined (rows from offsets[-1] on, weight gradients of groups without rows) is `grouped`'s business,
 with what `probing` found out about them.
@@ -24,7 +26,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Backend(Protocol):
-    """The four verbs; see the head of the module."""
+    """Its verbs; see the head of the module."""
 
     name: str
 
@@ -33,6 +35,8 @@ class Backend(Protocol):
     def refusal(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None: ...
 
     def mm(self, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor: ...
+
+    def mm_into(self, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None: ...
 
     def wgrad(self, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor: ...
 
@@ -54,12 +58,16 @@ class LoopBackend:
             return "it reads the counts on the host, which a CUDA graph cannot capture; give 16-bit rows to 'torch'"
         return None
 
-    @staticmethod
-    def mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    @classmethod
+    def mm(cls, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0], w.shape[2])
+        cls.mm_into(x, w, offsets, out)
+        return out
+
+    @staticmethod
+    def mm_into(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
         for e, rows in _groups(offsets):
             torch.mm(x[rows], w[e], out=out[rows])
-        return out
 
     @staticmethod
     def wgrad(x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -100,6 +108,10 @@ class TorchBackend:
     def mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         return _required_grouped_mm()(x.contiguous(), w, offs=offsets)
 
+    @classmethod
+    def mm_into(cls, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(cls.mm(x, w, offsets))
+
     @staticmethod
     def wgrad(x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         # A transposed view keeps the ragged dimension off the contiguous one, where it would need alignment.
@@ -130,6 +142,10 @@ class TransformerEngineBackend:
         if total := sum(counts):
             out[:total] = cls._apply(x[:total].contiguous(), [m.t().contiguous() for m in w], counts)
         return out
+
+    @classmethod
+    def mm_into(cls, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(cls.mm(x, w, offsets))
 
     @classmethod
     def wgrad(cls, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ def grouped_mm(
     backend: str = "auto",
     tail: bool = True,
     first_rows: Sequence[int] = (0,),
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[N, F]: rows of group e of x times w[e]; rows from offsets[-1] on are zero. Differentiable in x and w.
 
@@ -44,14 +45,20 @@ def grouped_mm(
     E is then the sum of E_i, and first_rows says, on the host, at which row the experts of each stack begin. No
     weight is copied; the outputs of all stacks but the first are.
 
+    out [N, F], contiguous and not part of a graph: where the product is stored and what is returned, e.g. of
+    buffer.empty(), whose rows combine reads where they lie. The loop stores there; results of other backends are
+    copied, so that "auto" takes the loop for it on a CPU.
+
     Gradients: rows behind the last group get and give nothing, whatever they or their gradients hold (NaN too);
     weight gradients of experts without rows are exact zeros. With "torch" nothing waits for the device (the first
     call per device and dtype, which probes, does). Raises ValueError for a wrong argument; on a CPU offsets are
     checked too."""
     stacks = (w,) if isinstance(w, torch.Tensor) else tuple(w)
     _check(x, stacks, offsets, tail, first_rows)
-    machines = tuple(_choose(backend, x, stack) for stack in stacks)
-    return _GroupedMM.apply(x, offsets.to(torch.int32), (*first_rows, x.shape[0]), machines, tail, *stacks)
+    if out is not None:
+        _check_out(out, x, stacks)
+    machines = tuple(_choose(backend, x, stack, out is not None) for stack in stacks)
+    return _GroupedMM.apply(x, offsets.to(torch.int32), (*first_rows, x.shape[0]), machines, tail, out, *stacks)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -63,11 +70,14 @@ class _GroupedMM(torch.autograd.Function):
         bounds: tuple[int, ...],
         machines: tuple[Machine, ...],
         tail: bool,
+        out: torch.Tensor | None,
         *stacks: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, offsets, *stacks)
         ctx.facts = bounds, machines, tail
-        return _rows_times_stacks(x, stacks, offsets, *ctx.facts)
+        if out is not None:
+            ctx.mark_dirty(out)
+        return _rows_times_stacks(x, stacks, offsets, *ctx.facts, out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -78,10 +88,10 @@ class _GroupedMM(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = _rows_times_stacks(grad, [w.transpose(1, 2) for w in stacks], offsets, *ctx.facts)
-        dw, wanted = [], ctx.needs_input_grad[5:]
+        dw, wanted = [], ctx.needs_input_grad[6:]
         for i, (first, last, ends) in enumerate(_parts(stacks, offsets, bounds)):
             dw.append(_weight_gradient(x[first:last], grad[first:last], ends, *machines[i]) if wanted[i] else None)
-        return dx, None, None, None, None, *dw
+        return dx, None, None, None, None, None, *dw
 
 
 def _parts(
@@ -100,13 +110,17 @@ def _rows_times_stacks(
     bounds: Sequence[int],
     machines: Sequence[Machine],
     tail: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The first stack's product goes over all rows and leaves those of the others to them: nothing is joined."""
+    """The first stack's product goes over all rows and leaves those of the others to them: nothing is joined. With
+    `out` each goes to its rows there."""
     if len(stacks) == 1:
-        return _rows_times_weights(x, stacks[0], offsets, *machines[0], tail)
-    out: torch.Tensor | None = None
+        return _rows_times_weights(x, stacks[0], offsets, *machines[0], tail, out)
+    given = out is not None
     for (first, last, ends), w, machine in zip(_parts(stacks, offsets, bounds), stacks, machines, strict=True):
-        if out is None:
+        if given:
+            _rows_times_weights(x[first:last], w, ends, *machine, tail=False, out=out[first:last])
+        elif out is None:
             out = _rows_times_weights(x, w, ends, *machine, tail=False) if last else x.new_empty(len(x), w.shape[2])
         elif last > first:
             out[first:last] = _rows_times_weights(x[first:last], w, ends, *machine, tail=False)
@@ -115,15 +129,24 @@ def _rows_times_stacks(
 
 
 def _rows_times_weights(
-    x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, backend: Backend, remedy: str, tail: bool
+    x: torch.Tensor,
+    w: torch.Tensor,
+    offsets: torch.Tensor,
+    backend: Backend,
+    remedy: str,
+    tail: bool,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
-        return x.new_zeros(x.shape[0], w.shape[2])
+        return x.new_zeros(x.shape[0], w.shape[2]) if out is None else out.zero_()
     if remedy == "pad_empty":
         padded = padding.pad_groups(x, offsets, probing.PAD_ROWS, empty_only=True)
-        out = backend.mm(padded.rows, w, padded.offsets)[padded.row_of]
-    else:
+        made = backend.mm(padded.rows, w, padded.offsets)[padded.row_of]
+        out = made if out is None else out.copy_(made)
+    elif out is None:
         out = backend.mm(x, w, offsets)
+    else:
+        backend.mm_into(x, w, offsets, out)
     return padding.zero_tail_(out, offsets) if tail else out
 
 
@@ -139,12 +162,13 @@ def _weight_gradient(
     return padding.zero_empty_groups_(dw, offsets) if remedy == "zero_empty_wgrad" else dw
 
 
-def _choose(name: str, x: torch.Tensor, w: torch.Tensor) -> Machine:
-    """(backend, remedy)."""
+def _choose(name: str, x: torch.Tensor, w: torch.Tensor, stores: bool) -> Machine:
+    """(backend, remedy). stores: the result has a place."""
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"backend={name!r} is unknown; give 'auto' or one of {', '.join(BACKENDS)}")
     reasons: list[str] = []
-    for candidate in ("torch", "loop") if name == "auto" else (name,):
+    best = ("loop", "torch") if stores and x.device.type == "cpu" else ("torch", "loop")
+    for candidate in best if name == "auto" else (name,):
         backend = BACKENDS[candidate]
         why = backend.refusal(x.device, x.dtype, tuple(w.shape))
         if why is None:
@@ -158,6 +182,20 @@ def _choose(name: str, x: torch.Tensor, w: torch.Tensor) -> Machine:
         f"backend={name!r} cannot multiply {tuple(x.shape)} rows of {x.dtype} on {x.device} by weights "
         f"{tuple(w.shape)}: {'; '.join(reasons)}"
     )
+
+
+def _check_out(out: torch.Tensor, x: torch.Tensor, stacks: Sequence[torch.Tensor]) -> None:
+    shape = (x.shape[0], stacks[0].shape[2])
+    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}{'' if out.is_contiguous() else ', strided'}; give "
+            f"contiguous {x.dtype} {shape} on {x.device}"
+        )
+    if out.requires_grad or out.grad_fn is not None:
+        raise ValueError("out is part of a graph of autograd; give memory that is nobody's result, as buffer.empty()")
+    inside = {t.untyped_storage().data_ptr() for t in (x, *stacks)}
+    if out.numel() and out.untyped_storage().data_ptr() in inside:
+        raise ValueError("out shares memory with x or w; give memory of its own")
 
 
 def _say_once(name: str, candidate: str, reasons: list[str], x: torch.Tensor, w: torch.Tensor) -> None:

@@ -102,6 +102,37 @@ def test_several_stacks_give_the_bits_of_one(backend, dtype):
         got = out.detach(), x.grad, torch.cat([part.grad for part in parts])
         check(got, expected(x.detach(), w, grad, counts), dtype, counts)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (counts, tail, cuts)
+        place = torch.full_like(got[0], float("nan"))
+        with torch.no_grad():
+            stored = grouped_mm(x, parts, offsets, backend=backend, tail=tail > 0, first_rows=first_rows, out=place)
+        assert stored is place and torch.equal(stored, got[0]), (counts, tail, cuts)
+
+
+@pytest.mark.parametrize("backend", ["torch", "loop", "auto"])
+@pytest.mark.parametrize("counts, tail", [((3, 0, 4, 1), 2), ((0, 0, 0, 0), 4), ((8, 0, 0, 0), 0)])
+def test_a_given_place_is_what_is_returned_and_differentiated(backend, counts, tail):
+    x, w, grad = problem(counts, tail, torch.float32)
+    offsets = offsets_of(counts)
+    place = torch.full((len(x), F), float("nan"))
+    got = run(x, w, grad, offsets, backend=backend, out=place)
+    check(got, expected(x, w, grad, counts), torch.float32, counts)
+    assert got[0].data_ptr() == place.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "place, said",
+    [
+        (torch.empty(8, F + 1), rf"out is torch.float32 \(8, {F + 1}\)"),
+        (torch.empty(8, F).half(), "out is torch.float16"),
+        (torch.empty(F, 8).t(), "strided"),
+        (torch.empty(8, F, requires_grad=True), "part of a graph"),
+        ("x", "shares memory with x"),
+    ],
+)
+def test_a_place_that_does_not_fit_is_named(place, said):
+    x = torch.randn(8, F)
+    with pytest.raises(ValueError, match=said):
+        grouped_mm(x, torch.randn(3, F, F), torch.tensor([2, 4, 8]), out=x.view(8, F) if place == "x" else place)
 
 
 @pytest.mark.parametrize(
