@@ -2,8 +2,13 @@
 
 Gradients flow to hidden and to the weights (topk_weights or probs; in combine to probs). Handles are not
 differentiable. Works under activation checkpointing of both kinds: a forward that is run again makes a new
-handle and its backward uses that one. Every rank must run the same operators, and their backwards, in the
-same order.
+handle and its backward uses that one. Or it takes the handle of the first run, and no routing is exchanged again; a
+combine whose sums nobody reads there takes backward_only=True (megatron_patches does both). Every rank must run the
+same operators, and their backwards, in the same order.
+
+backward_only=True, of a combine: nothing is exchanged and nothing summed, and the result is NaN, so that whoever reads
+it after all shows; gradients flow as ever. ValueError with probs, which would have to come back, with async_finish or
+previous_event, for there is nothing to wait for, and inside torch.compile.
 
 Inside torch.compile each is one node of the graph and no graph break, with the same results
 (hybrid_ep.runtime.compiled); its handle is then opaque, a hybrid_ep.runtime.names.Handle, which these operators take in
@@ -119,11 +124,13 @@ def combine(
     probs: Tensor | None = None,
     *,
     fp32_partials: bool = False,
+    backward_only: bool = False,
     async_finish: bool = False,
     previous_event: EventOverlap | None = None,
 ) -> tuple[Any, ...]:
     """Differentiable HybridEPBuffer.combine: (tokens [T, H], probs [T, E] or None)."""
-    return _combine(buffer, False, hidden, handle, probs, fp32_partials, _order(async_finish, previous_event))
+    order = _order(async_finish, previous_event)
+    return _combine(buffer, False, hidden, handle, probs, fp32_partials, backward_only, order)
 
 
 def combine_with_unpermute(
@@ -133,11 +140,13 @@ def combine_with_unpermute(
     probs: Tensor | None = None,
     *,
     fp32_partials: bool = False,
+    backward_only: bool = False,
     async_finish: bool = False,
     previous_event: EventOverlap | None = None,
 ) -> tuple[Any, ...]:
     """Differentiable HybridEPBuffer.combine_with_unpermute: (tokens [T, H], probs [T, E] or None)."""
-    return _combine(buffer, True, hidden, handle, probs, fp32_partials, _order(async_finish, previous_event))
+    order = _order(async_finish, previous_event)
+    return _combine(buffer, True, hidden, handle, probs, fp32_partials, backward_only, order)
 
 
 def _order(async_finish: bool, previous_event: EventOverlap | None) -> dict[str, Any]:
@@ -167,10 +176,16 @@ def _combine(
     handle: Handle,
     probs: Tensor | None,
     fp32_partials: bool,
+    backward_only: bool,
     order: dict[str, Any],
 ) -> tuple[Any, ...]:
+    if backward_only:
+        given = ["probs"] if probs is not None else list(order)
+        if given or torch.compiler.is_compiling():
+            where = f"with {', '.join(given)}" if given else "inside torch.compile"
+            raise ValueError(f"backward_only=True {where}: nothing runs in such a forward; leave one of them out")
     if torch.compiler.is_compiling():
         from hybrid_ep.runtime import compiled
 
         return compiled.combine(buffer, permute, hidden, handle, probs, fp32_partials)
-    return eager.combine(buffer, permute, hidden, handle, probs, fp32_partials, order)
+    return eager.combine(buffer, permute, hidden, handle, probs, fp32_partials, order, backward_only)

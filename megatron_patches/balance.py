@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybrid_ep.balance import MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
-from megatron_patches import balance_experts, balance_push, buffers, settings
+from megatron_patches import balance_experts, balance_push, buffers, recompute, settings
 from megatron_patches.manager import HybridEPManager
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class ExactManager(SlowManager):
     """SlowManager over physical slots: num_local_experts owners, then the spare slots, on every rank.
 
     plan_with: counts int64 [R, E] -> MicrobatchPlan; tests put forced plans here.
-    last_plan: the plan of the latest dispatch, for meters.
+    last_plan: the plan of the latest dispatch, for meters; a recomputed dispatch has that of its first run.
     """
 
     def __init__(
@@ -169,7 +169,6 @@ class ExactManager(SlowManager):
         )
         self.plan_with: Callable[[np.ndarray], MicrobatchPlan] = self.planner.plan
         self.clones: balance_push.CloneExperts | None = None
-        self.last_plan: MicrobatchPlan | None = None
         self.push: balance_push.Transfer | None = None
 
     def attach(self, experts: SequentialMLP | GroupedExperts) -> None:
@@ -186,14 +185,19 @@ class ExactManager(SlowManager):
             raise RuntimeError("exact balancing has no experts to clone: call attach(experts) after building the layer")
         routing_map, probs = self.routed()
         self._record(routing_map)
+        first = recompute.first_run(self)
+        self.last_plan = plan = self._planned(routing_map) if first is None else first.plan
+        self.push = self.clones.start_push(plan)  # travels while the tokens do
+        self.routing_map, self.token_probs = to_physical(routing_map, probs, plan, self.group.rank(), self.owners)
+        return HybridEPManager.dispatch(self, hidden_states)
+
+    def _planned(self, routing_map: torch.Tensor) -> MicrobatchPlan:
+        """The plan of this micro-batch, from all ranks' counts. Collective."""
         counts = routing_map.sum(dim=0)
         gathered = [torch.empty_like(counts) for _ in range(self.group.size())]
         dist.all_gather(gathered, counts, group=self.group)
         self.planner.owner = self.owners.rank_of
-        self.last_plan = plan = self.plan_with(torch.stack(gathered).cpu().numpy())
-        self.push = self.clones.start_push(plan)  # travels while the tokens do
-        self.routing_map, self.token_probs = to_physical(routing_map, probs, plan, self.group.rank(), self.owners)
-        return HybridEPManager.dispatch(self, hidden_states)
+        return self.plan_with(torch.stack(gathered).cpu().numpy())
 
 
 def to_physical(

@@ -48,6 +48,17 @@ DISPATCHER_METHODS = (
     "combine_postprocess",
 )
 
+# Modules that know a checkpoint by this name, where a release has them; te_checkpoint is None without that library.
+CHECKPOINTS = {
+    "checkpoint": ("megatron.core.tensor_parallel", "megatron.core.tensor_parallel.random"),
+    "te_checkpoint": (
+        "megatron.core.extensions.transformer_engine",
+        "megatron.core.transformer.transformer_block",
+        "megatron.core.recompute",
+        f"{MOE}.moe_layer",
+    ),
+}
+
 
 class HookError(RuntimeError):
     """Megatron-Core is missing, of an unknown version, or a place we patch has changed."""
@@ -134,6 +145,15 @@ def _check_backend_name() -> str | None:
     return None
 
 
+def _check_checkpoint() -> str | None:
+    """Recomputed forwards are paired by the function that is given to this one, first."""
+    tensor_parallel = importlib.import_module("megatron.core.tensor_parallel")
+    found = _parameters(tensor_parallel.checkpoint)
+    if found[:2] != ("function", "distribute_saved_activations"):
+        return f"tensor_parallel.checkpoint takes {found}, not function and distribute_saved_activations first"
+    return None
+
+
 def _check_fused_a2a() -> str | None:
     fused = importlib.import_module(f"{MOE}.fused_a2a")
     tokens = importlib.import_module(f"{MOE}.token_dispatcher")
@@ -210,12 +230,13 @@ CHECKS = {
     "base_class": _check_base_class,
     "manager_interface": _check_manager_interface,
     "backend_name": _check_backend_name,
+    "checkpoint": _check_checkpoint,
     "fused_a2a": _check_fused_a2a,
     "experts": _check_experts,
     "router": _check_router,
 }
 NEEDED = {
-    "token_dispatcher": ("version", "moe_layer", "base_class", "manager_interface", "backend_name"),
+    "token_dispatcher": ("version", "moe_layer", "base_class", "manager_interface", "backend_name", "checkpoint"),
     "deep_ep": ("version", "fused_a2a"),
     "experts": ("version", "experts"),
     "router_training": ("version", "router"),

@@ -20,7 +20,7 @@ from hybrid_ep import functional
 from hybrid_ep.payload import quantize
 from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
 from hybrid_ep.runtime.validation import ROW_ALIGNMENT
-from megatron_patches import buffers, settings
+from megatron_patches import buffers, recompute, settings
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,6 +41,7 @@ class HybridEPManager:
       dispatched_probs fp32 [P]: returned with the permuted rows, may be replaced by a detached copy too.
       over_budget bool [1]: set when the rank capacity budget dropped tokens, until Megatron resets it.
       moe_expert_rank_capacity_factor: may be set to None to rerun a step without a budget.
+    last_plan: of the balancer, the latest micro-batch's; None without one.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class HybridEPManager:
         self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
         self.over_budget = torch.zeros(1, dtype=torch.bool, device=_device())
         self.pad_multiple = _pad_multiple(config)
+        self.last_plan: Any = None
         self.reset_transient_forward_state()
 
     def reset_transient_forward_state(self) -> None:
@@ -75,6 +77,7 @@ class HybridEPManager:
         self.tokens_per_expert: torch.Tensor | None = None
         self.handle: tuple[Any, ...] | None = None
         self.buffer: HybridEPBuffer | None = None
+        self.output_is_read = True
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Take the map and probabilities of T tokens, [T, num_experts] or [T, R, num_local_experts] each.
@@ -135,11 +138,13 @@ class HybridEPManager:
             wanted=self.settings,
         )
         num_rows, rows_per_expert = self._static_rows(num_tokens)
+        first = recompute.first_run(self)
         rows, self.dispatched_probs, _, counts, handle = functional.dispatch_with_permute(
             buffer,
             hidden_states,
-            routing_map=routing_map,
-            probs=probs,
+            routing_map=routing_map if first is None else None,
+            probs=probs if first is None else recompute.checked(first, routing_map, probs, look=not probs.is_cuda),
+            handle=None if first is None else first.handle,
             num_of_experts_per_rank=self.num_local_experts,
             pad_multiple=self.pad_multiple,
             num_permuted_tokens=num_rows,
@@ -147,6 +152,7 @@ class HybridEPManager:
             dispatch_dtype=self.settings.exchange.dispatch_dtype,
         )
         self.buffer, self.handle = buffer, handle
+        self.output_is_read = recompute.dispatched(self, first, handle, routing_map, self.last_plan)
         if self.moe_expert_rank_capacity_factor is not None:
             self.over_budget |= (handle[OVERFLOW_FLAG] != 0).to(self.over_budget.device)
         counts = counts.to(torch.int64)
@@ -183,7 +189,9 @@ class HybridEPManager:
         """Bring expert outputs back and sum them, unweighted: [P, H] -> [T, H]. Collective over the group."""
         if self.buffer is None or self.handle is None:
             raise RuntimeError("nothing was dispatched to combine: call dispatch first, and combine once")
-        output, _ = functional.combine_with_unpermute(self.buffer, _whole_units(hidden_states), self.handle)
+        output, _ = functional.combine_with_unpermute(
+            self.buffer, _whole_units(hidden_states), self.handle, backward_only=not self.output_is_read
+        )
         self.handle = self.buffer = None
         return _trimmed(output, self.hidden)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 
 from megatron_patches import hooks
@@ -23,6 +24,17 @@ def install_dispatcher() -> None:
 
     layer = importlib.import_module(f"{hooks.MOE}.moe_layer")
     PATCHES.replace("dispatcher", layer, "MoEFlexTokenDispatcher", dispatcher.HybridEPTokenDispatcher)
+
+
+def install_recompute() -> None:
+    """Checkpointed functions keep handles from their first run to their second, Megatron's and Transformer Engine's."""
+    from megatron_patches import recompute
+
+    for name, module_names in hooks.CHECKPOINTS.items():
+        modules = [importlib.import_module(module) for module in module_names if importlib.util.find_spec(module)]
+        for module in modules:
+            if getattr(module, name, None) is not None:
+                PATCHES.replace("recompute", module, name, recompute.wrapper(getattr(module, name)))
 
 
 def install_as_deep_ep(buffer_class: type | None) -> None:

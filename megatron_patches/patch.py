@@ -96,6 +96,7 @@ def apply(
         try:
             if hook == "token_dispatcher":
                 parts.install_dispatcher()
+                parts.install_recompute()
             else:
                 parts.install_as_deep_ep(buffer_class)
             if command_line:

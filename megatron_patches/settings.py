@@ -17,6 +17,7 @@ BALANCE_MODES = ("off", "exact", "slow", "both")
 CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
 GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
+RECOMPUTE_MODES = ("reuse", "repeat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Exchange:
     * `tuning`: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     * `timeout_s`: seconds a wait inside hybrid_ep may last before it raises.
     * `dispatch_dtype`: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
+    * `recompute`: under activation recompute, "reuse" the handles of a forward's first run
+      (`megatron_patches.recompute`) or "repeat" its exchange.
     * `buffer_class`: class with the interface of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
     """
 
@@ -106,6 +109,13 @@ class Exchange:
         help="What the forward dispatch sends: rows as they are (bf16, the default), or e4m3 with a scale for every "
         "128 values (fp8) or 32 values (mxfp8). Experts get rows of their own dtype; gradients are not quantised.",
     )
+    recompute: str = option(
+        "recompute",
+        "reuse",
+        choices=RECOMPUTE_MODES,
+        help="What a recomputed forward does: go by the handles of its first run (reuse, the default), or exchange "
+        "everything again (repeat).",
+    )
     buffer_class: type | None = dataclasses.field(default=None, metadata={"option": Option("buffer_class", None, {})})
 
     def __post_init__(self) -> None:
@@ -116,6 +126,8 @@ class Exchange:
             raise ValueError(
                 f"dispatch_dtype is {self.dispatch_dtype!r}: give one of {', '.join(DISPATCH_DTYPES)}, or None"
             )
+        if self.recompute not in RECOMPUTE_MODES:
+            raise ValueError(f"recompute is {self.recompute!r}: choose one of {', '.join(RECOMPUTE_MODES)}")
 
 
 @dataclasses.dataclass(frozen=True)

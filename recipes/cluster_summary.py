@@ -45,10 +45,11 @@ def predict(run: ClusterRun) -> str:
     except ValueError as error:
         return f"step time: no prediction ({error})"
     hidden = f"{job.overlap:.0%} of the exchange hidden" if run.overlap else "no exchange hidden"
+    rows = ", their rows dispatched again" if run.dispatcher == "hybrid_ep" else ", their exchange too"
     again = {
         "none": "what is recomputed counted as free, " if run.recompute_modules else "",
-        "moe": "experts and exchange computed twice, ",
-        "full": "all layers computed twice, ",
+        "moe": f"experts computed twice{rows}, ",
+        "full": f"all layers computed twice{rows}, ",
     }[_recompute(run)]
     share = f"{job.share_of_peak:.0%} of peak in compute, {efficiency.of(job.cluster, job.dtype).source}"
     return "\n".join(

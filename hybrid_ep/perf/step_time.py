@@ -5,8 +5,9 @@
 
 g(n) is the expected maximum of n standard normals: within an EP group every layer waits for its slowest rank
 (cv_fast, fresh in every layer), the whole job waits for its slowest node (cv_slow, persistent). Load imbalance is an
-input: it multiplies the experts' compute and the exchange. Recompute of all layers makes the forward twice, its
-exchange too; of the MoE layers (moe) the experts and the exchange alone."""
+input: it multiplies the experts' compute and the exchange. Recompute of all layers makes the forward twice, of the MoE
+layers (moe) the experts alone, and the exchange in both: all of it with other dispatchers, with ours a dispatch by the
+first forward's handle, whose combine nobody reads (`megatron_patches.recompute`)."""
 
 from __future__ import annotations
 
@@ -133,13 +134,35 @@ def exchange_us(job: Job) -> float:
     return (forward + (QUANTISE_US if job.dispatch_dtype != "bf16" else 0.0) + backward) / 2
 
 
+def recompute_us(job: Job) -> float:
+    """What recompute exchanges again of one MoE layer, microseconds: 0 without it."""
+    if job.recompute == "none" or job.ep == 1:
+        return 0.0
+    quantise = QUANTISE_US if job.dispatch_dtype != "bf16" else 0.0
+    cached, ops = (True, ("dispatch",)) if _by_handle(job) else (False, model.OPS)
+    return quantise + _exchange(
+        job.shape, job.cluster.name, job.dispatcher, job.num_sms, job.dispatch_dtype, cached, ops
+    )
+
+
+def _by_handle(job: Job) -> bool:
+    """Whether a recomputed forward goes by the handle of the first: what published software does not."""
+    return job.dispatcher == "hybrid_ep"
+
+
 @lru_cache(maxsize=4096)
 def _exchange(
-    shape: Shape, cluster_name: str, dispatcher: str, num_sms: int, dispatch_dtype: str, cached: bool = False
+    shape: Shape,
+    cluster_name: str,
+    dispatcher: str,
+    num_sms: int,
+    dispatch_dtype: str,
+    cached: bool = False,
+    ops: tuple[str, ...] = model.OPS,
 ) -> float:
     """cached: the handle of a call before."""
     cluster, total = clusters.get(cluster_name), 0.0
-    for op in model.OPS:
+    for op in ops:
         dtype = dispatch_dtype if op == "dispatch" else "bf16"
         if dispatcher == "a2a":
             total += peers.flat(op, shape, cluster, dtype).us
@@ -191,13 +214,15 @@ def tensor_us(job: Job) -> float:
 
 def step(job: Job) -> Step:
     """One optimizer step of the job."""
-    m, us, passes = job.model, 1e6, 2 if job.recompute == "none" else 3
+    m, us = job.model, 1e6
     compute = compute_us(job)
     straggle = compute * job.cv_fast * expected_max(job.ep)
     layers = m.moe_layers / job.pp * _largest_stage(job)
     one_way = exchange_us(job) * (1 + job.imbalance)
-    exchange = passes * layers * one_way * (1 - job.overlap)  # forward, and each is the other's backward
-    fixed, tensor = 2 * passes * layers * job.fixed_us, tensor_us(job)
+    again = recompute_us(job) * (1 + job.imbalance)
+    exchange = layers * (2 * one_way + again) * (1 - job.overlap)  # forward, and each is the other's backward
+    calls = 4 + (0 if job.recompute == "none" else 1 if _by_handle(job) else 2)
+    fixed, tensor = calls * layers * job.fixed_us, tensor_us(job)
     micro_batch = compute + straggle + exchange + fixed + tensor
     bubble = (job.pp - 1) / (job.virtual_pp * job.micro_batches)
     nodes = max(1, job.gpus // min(8, job.gpus))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_ep.payload import quantize
 from hybrid_ep.runtime import names
+from hybrid_ep.runtime.handle_kinds import DISPATCHED, PERMUTED
 from hybrid_ep.runtime.signatures import Buffer, Combined, Handle
 
 
@@ -28,10 +29,12 @@ def combine(
     probs: Tensor | None,
     fp32_partials: bool,
     order: dict[str, Any] | None = None,
+    backward_only: bool = False,
 ) -> tuple[Any, ...]:
-    """A buffer's combine with gradients. order: what else the verb is told, async_finish and previous_event."""
+    """A buffer's combine with gradients. order: what else the verb is told, async_finish and previous_event.
+    backward_only: NaN in place of the sums, without the verb."""
     rest = {"handle": names.eager_handle(handle), "fp32_partials": fp32_partials, **(order or {})}
-    return _Combine.apply(buffer, permute, rest, hidden, probs)
+    return _Combine.apply(buffer, permute, rest, hidden, probs, backward_only)
 
 
 def run_dispatch(
@@ -107,9 +110,19 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, buffer: Buffer, permute: bool, rest: dict[str, Any], hidden: Tensor, probs: Tensor | None
+        ctx: Any,
+        buffer: Buffer,
+        permute: bool,
+        rest: dict[str, Any],
+        hidden: Tensor,
+        probs: Tensor | None,
+        backward_only: bool,
     ) -> tuple[Any, ...]:
-        out = run_combine(buffer, permute, hidden=hidden, probs=probs, **rest)
+        if backward_only:
+            num_tokens = rest["handle"][(PERMUTED if permute else DISPATCHED).config - 1]
+            out: tuple[Any, ...] = (hidden.new_full((num_tokens, hidden.shape[1]), float("nan")), None)
+        else:
+            out = run_combine(buffer, permute, hidden=hidden, probs=probs, **rest)
         ctx.buffer, ctx.permute, ctx.handle = buffer, permute, rest["handle"]
         ctx.num_rows = hidden.shape[0]
         ctx.like = hidden.new_empty(0), out[0].shape
@@ -122,10 +135,10 @@ class _Combine(torch.autograd.Function):
         ctx: Any, grad_tokens: Tensor | None, grad_probs: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         if grad_tokens is None and grad_probs is None:
-            return (None,) * 5
+            return (None,) * 6
         if grad_tokens is None:
             grad_tokens = ctx.like[0].new_zeros(ctx.like[1])
         rest = {"num_permuted_tokens": ctx.num_rows} if ctx.permute else {}
         verb = ctx.buffer.dispatch_with_permute if ctx.permute else ctx.buffer.dispatch
         grad_hidden, grad_weights, *_ = verb(hidden=grad_tokens, probs=grad_probs, handle=ctx.handle, **rest)
-        return None, None, None, grad_hidden, grad_weights
+        return None, None, None, grad_hidden, grad_weights, None

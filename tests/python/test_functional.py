@@ -97,6 +97,34 @@ def test_layer_and_gradients_equal_those_of_one_rank(recompute, dense_routing):
 
 
 @pytest.mark.parametrize("permute", [False, True])
+def test_a_combine_for_its_backward_alone_exchanges_nothing(permute):
+    """Its result is NaN, its gradient that of a combine; what it cannot be given is named."""
+    world, buffers = world_and_buffers()
+
+    def work(rank, _):
+        x, idx, weights, grad = routing(rank, 8)
+        names = ("dispatch_with_permute", "combine_with_unpermute") if permute else ("dispatch", "combine")
+        verb, combine = (getattr(F, name) for name in names)
+        rows, *_, handle = verb(buffers[rank], x, topk_idx=idx, topk_weights=weights, num_of_experts=8)
+        results = []
+        for backward_only in (False, True):
+            leaf = rows.detach().clone().requires_grad_()
+            before = buffers[rank].traffic()
+            out, probs = combine(buffers[rank], leaf, handle, backward_only=backward_only)
+            assert (buffers[rank].traffic() == before) == backward_only and probs is None
+            out.backward(grad)
+            results.append((out.detach(), leaf.grad))
+        (sums, first), (nothing, second) = results
+        assert nothing.shape == sums.shape and nothing.dtype == sums.dtype and nothing.isnan().all()
+        assert torch.equal(first, second)
+        for wrong, name in ({"async_finish": True}, "async_finish"), ({"probs": torch.ones(1)}, "probs"):
+            with pytest.raises(ValueError, match=f"backward_only=True with {name}"):
+                combine(buffers[rank], leaf, handle, backward_only=True, **wrong)
+
+    world.run(work)
+
+
+@pytest.mark.parametrize("permute", [False, True])
 def test_each_is_the_adjoint_of_the_other(permute):
     """<dispatch(x, w), (y, v)> over all ranks equals <(x, w), combine(y, v)>: exact integers, so equal."""
     world, buffers = world_and_buffers()

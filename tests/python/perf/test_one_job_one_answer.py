@@ -107,7 +107,9 @@ def test_experts_that_are_computed_again_cost_their_exchange_too():
         for r in ("none", "layernorm,moe_act,mla_up_proj", "moe", "full")
     }
     assert times["none"] == times["layernorm,moe_act,mla_up_proj"] < times["moe"] < times["full"]
-    assert "experts and exchange computed twice" in cluster_summary.predict(base.derive(recompute="moe"))
+    moe = base.derive(recompute="moe")
+    assert "experts computed twice, their rows dispatched again" in cluster_summary.predict(moe)
+    assert "experts computed twice, their exchange too" in cluster_summary.predict(moe.derive(dispatcher="alltoall"))
 
 
 def test_candidates_stand_side_by_side_and_a_loss_is_a_warning():

@@ -101,6 +101,33 @@ def test_recompute_and_tensor_parallelism_by_hand():
     assert step_time.tensor_us(apart) == pytest.approx(4 * QWEN.num_layers / 2 * a_gather)
 
 
+@pytest.mark.parametrize("recompute", ["moe", "full"])
+def test_a_recomputed_exchange_by_hand(recompute):
+    """Ours dispatches by the first forward's handle and sums nothing; others exchange all again."""
+    for dispatcher in ("hybrid_ep", "a2a", "published_hybrid_ep"):
+        base = Job(QWEN, H100, 64, 8, dispatcher=dispatcher, dispatch_dtype="fp8", fixed_us=7.0)
+        again = Job(**{**vars(base), "recompute": recompute})
+        exchanged = (
+            peers.flat(op, base.shape, H100, dtype).us for op, dtype in (("dispatch", "fp8"), ("combine", "bf16"))
+        )
+        by_hand = {
+            "hybrid_ep": peers.hybrid("dispatch", base.shape, H100, "fp8", base.num_sms, cached=True).us,
+            "a2a": sum(exchanged),
+            "published_hybrid_ep": step_time._exchange(
+                base.shape, H100.name, "published_hybrid_ep", base.num_sms, "fp8"
+            ),
+        }[dispatcher]
+        assert step_time.recompute_us(base) == 0
+        assert step_time.recompute_us(again) == pytest.approx(by_hand + step_time.QUANTISE_US)
+        spent = [step_time.step(job).shares for job in (base, again)]
+        seconds = [step_time.step(job).seconds * 1e6 / job.micro_batches for job in (base, again)]
+        more = {part: spent[1][part] * seconds[1] - spent[0][part] * seconds[0] for part in ("exchange", "fixed")}
+        assert more["exchange"] == pytest.approx(QWEN.moe_layers * step_time.recompute_us(again))
+        assert more["fixed"] == pytest.approx(QWEN.moe_layers * 7.0 * (1 if dispatcher == "hybrid_ep" else 2))
+    one_rank = Job(QWEN, H100, 64, 1, recompute=recompute)
+    assert step_time.recompute_us(one_rank) == 0
+
+
 @pytest.mark.parametrize(
     "change, word",
     [
