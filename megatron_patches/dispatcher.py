@@ -14,6 +14,7 @@ from megatron_patches import settings
 from megatron_patches.manager import HybridEPManager
 
 if TYPE_CHECKING:
+    import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -51,6 +52,12 @@ class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
         )
         # Alive when dispatch_preprocess ends: a partial CUDA graph returns them and writes them back.
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As the base class, when the sums are there."""
+        if isinstance(self._comm_manager, HybridEPManager):
+            self._comm_manager.wait()
+        return super().combine_postprocess(hidden_states)
 
 
 def _manager_class() -> type[HybridEPManager]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from hybrid_ep import HybridEPBuffer
+    from hybrid_ep.streams import EventOverlap
     from megatron_patches.settings import Settings
 
 
@@ -41,6 +42,7 @@ class HybridEPManager:
       dispatched_probs fp32 [P]: returned with the permuted rows, may be replaced by a detached copy too.
       over_budget bool [1]: set when the rank capacity budget dropped tokens, until Megatron resets it.
       moe_expert_rank_capacity_factor: may be set to None to rerun a step without a budget.
+    event: of the operation under way; see `wait`.
     last_plan: of the balancer, the latest micro-batch's; None without one.
     """
 
@@ -66,6 +68,7 @@ class HybridEPManager:
         self.moe_expert_rank_capacity_factor = getattr(config, "moe_expert_rank_capacity_factor", None)
         self.over_budget = torch.zeros(1, dtype=torch.bool, device=_device())
         self.pad_multiple = _pad_multiple(config)
+        self.asynchronous = self.settings.exchange.async_finish
         self.last_plan: Any = None
         self.reset_transient_forward_state()
 
@@ -78,6 +81,7 @@ class HybridEPManager:
         self.handle: tuple[Any, ...] | None = None
         self.buffer: HybridEPBuffer | None = None
         self.output_is_read = True
+        self.event: EventOverlap | None = None
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """Take the map and probabilities of T tokens, [T, num_experts] or [T, R, num_local_experts] each.
@@ -119,7 +123,8 @@ class HybridEPManager:
         """Send rows to their experts: [T, H] -> [P, H] grouped by local expert, groups padded with zeros.
 
         Collective over the group; T may differ between ranks and be 0. The two stream arguments belong to
-        another backend and have no effect here, as in Megatron's own HybridEP manager.
+        another backend and have no effect here, as in Megatron's own HybridEP manager: Megatron gives them always and
+        waits at once. With the setting `async_finish` the result is there when `wait` has been called.
         """
         routing_map, probs = self.routed()
         if probs.dtype != torch.float32:
@@ -139,7 +144,7 @@ class HybridEPManager:
         )
         num_rows, rows_per_expert = self._static_rows(num_tokens)
         first = recompute.first_run(self)
-        rows, self.dispatched_probs, _, counts, handle = functional.dispatch_with_permute(
+        rows, self.dispatched_probs, _, counts, handle, *event = functional.dispatch_with_permute(
             buffer,
             hidden_states,
             routing_map=routing_map if first is None else None,
@@ -150,14 +155,35 @@ class HybridEPManager:
             num_permuted_tokens=num_rows,
             non_blocking=num_rows is not None,
             dispatch_dtype=self.settings.exchange.dispatch_dtype,
+            **self._order(),
         )
+        self.event = event[0] if event else None
         self.buffer, self.handle = buffer, handle
         self.output_is_read = recompute.dispatched(self, first, handle, routing_map, self.last_plan)
         if self.moe_expert_rank_capacity_factor is not None:
+            self.wait()
             self.over_budget |= (handle[OVERFLOW_FLAG] != 0).to(self.over_budget.device)
         counts = counts.to(torch.int64)
         self.tokens_per_expert = counts if rows_per_expert is None else self._promised_rows(rows_per_expert, counts)
-        return _trimmed(rows, self.hidden)
+        return self._trimmed(rows)
+
+    def _order(self) -> dict[str, Any]:
+        """What an operator is told of streams. It starts when what the layer's stream holds so far has passed, which is
+        where its inputs are ready: Megatron queues nothing in between that an earlier event would let it pass."""
+        return {"async_finish": True} if self.asynchronous else {}
+
+    def wait(self) -> None:
+        """The current stream waits for the operation under way, if there is one; nothing of it may be read before."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+        self.event = None
+
+    def _trimmed(self, rows: torch.Tensor) -> torch.Tensor:
+        """The first `hidden` columns; rows themselves where they have no more, since schedules free what is no view."""
+        if rows.shape[1] == self.hidden:
+            return rows
+        self.wait()
+        return rows[:, : self.hidden].contiguous()
 
     def _promised_rows(self, rows: int, counted: torch.Tensor) -> torch.Tensor:
         """Drop and pad: the counts are a host constant, so that no one waits for the device to learn them."""
@@ -173,6 +199,7 @@ class HybridEPManager:
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """([P, H], fp32 [P]): the rows are expert-major already."""
+        self.wait()
         return hidden_states, self.dispatched_probs
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
@@ -186,14 +213,18 @@ class HybridEPManager:
     def combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        """Bring expert outputs back and sum them, unweighted: [P, H] -> [T, H]. Collective over the group."""
+        """Bring expert outputs back and sum them, unweighted: [P, H] -> [T, H]. Collective over the group. As dispatch,
+        with the setting `async_finish`, to be waited for."""
         if self.buffer is None or self.handle is None:
             raise RuntimeError("nothing was dispatched to combine: call dispatch first, and combine once")
-        output, _ = functional.combine_with_unpermute(
-            self.buffer, _whole_units(hidden_states), self.handle, backward_only=not self.output_is_read
+        self.wait()
+        dead = {"backward_only": not self.output_is_read}
+        output, _, *event = functional.combine_with_unpermute(
+            self.buffer, _whole_units(hidden_states), self.handle, **(self._order() if self.output_is_read else dead)
         )
+        self.event = event[0] if event else None
         self.handle = self.buffer = None
-        return _trimmed(output, self.hidden)
+        return self._trimmed(output)
 
 
 def _device() -> torch.device:
@@ -231,6 +262,16 @@ def _check_at_start(config: TransformerConfig, wanted: Settings) -> None:
     """ValueError, when the layer is built, for what its first forward would refuse."""
     hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
     quantize.format_of(wanted.exchange.dispatch_dtype, hidden)
+    if wanted.exchange.async_finish and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise ValueError(
+            "async_finish (--hybrid-ep-async-finish) does not work with --overlap-moe-expert-parallel-comm, which has "
+            "a stream for the exchange and frees what is dispatched when that stream is through: drop one of them"
+        )
+    if wanted.exchange.async_finish and wanted.exchange.dispatch_dtype not in (None, "bf16"):
+        raise ValueError(
+            f"async_finish (--hybrid-ep-async-finish) does not work with dispatch_dtype="
+            f"{wanted.exchange.dispatch_dtype!r}, whose rows are dequantised at once: drop one of them"
+        )
     step = ROW_ALIGNMENT // config.params_dtype.itemsize
     if hidden % step:
         _warn_once(
@@ -246,11 +287,6 @@ def _whole_units(rows: torch.Tensor) -> torch.Tensor:
     Zeros stay zeros through dispatch and combine, which move and add columns one by one."""
     missing = -rows.shape[1] % (ROW_ALIGNMENT // rows.element_size())
     return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
-
-
-def _trimmed(rows: torch.Tensor, hidden: int) -> torch.Tensor:
-    """The first `hidden` columns; rows themselves where they have no more, since schedules free what is no view."""
-    return rows if rows.shape[1] == hidden else rows[:, :hidden].contiguous()
 
 
 _warned: set[str] = set()

@@ -69,6 +69,8 @@ class Exchange:
     * `tuning`: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     * `timeout_s`: seconds a wait inside hybrid_ep may last before it raises.
     * `dispatch_dtype`: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
+    * `async_finish`: dispatch and combine run on the buffer's own stream, and the layer's waits for them where it uses
+      what they return.
     * `recompute`: under activation recompute, "reuse" the handles of a forward's first run
       (`megatron_patches.recompute`) or "repeat" its exchange.
     * `buffer_class`: class with the interface of `hybrid_ep.HybridEPBuffer`; tests pass the reference here.
@@ -108,6 +110,13 @@ class Exchange:
         choices=DISPATCH_DTYPES,
         help="What the forward dispatch sends: rows as they are (bf16, the default), or e4m3 with a scale for every "
         "128 values (fp8) or 32 values (mxfp8). Experts get rows of their own dtype; gradients are not quantised.",
+    )
+    async_finish: bool = option(
+        "async_finish",
+        False,
+        **_SWITCH,
+        help="Dispatch and combine on a stream of their own, from where their inputs are ready to where their results "
+        "are first used.",
     )
     recompute: str = option(
         "recompute",
