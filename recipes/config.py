@@ -316,9 +316,12 @@ class LoggingConfig:
     tensorboard: bool = True
     """Write event files too, if TensorBoard is installed."""
     wandb_project: str = "hybrid_ep"
+    profile_step: int = 0
+    """Write profile.md: what this step launches. 0: none. The first steps also make buffers."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "logging", "line_every", "checkpoint_every")
+        _require(self.profile_step >= 0, "logging.profile_step", self.profile_step, "a step from 1 on, or 0 for none")
         _require(bool(self.runs_dir), "logging.runs_dir", self.runs_dir, "name a folder")
 
 

@@ -1,4 +1,4 @@
-"""Three pictures of a run, drawn from metrics.jsonl: loss, expert_load and rank_load, each as png and svg."""
+"""Pictures of a run, drawn from metrics.jsonl: loss, expert_load, rank_load and traffic, each as png and svg."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_ep.cli import plotting
+from hybrid_ep.cli import plotting, traffic_picture
 
 from . import metrics
 
 _TIME_BINS = 120
 
 
-def draw_all(folder: Path, records: list[dict[str, Any]], entropy: float, num_ranks: int) -> str:
-    """Draws what the records allow; returns a sentence that says what was drawn, or why nothing was."""
+def draw_all(
+    folder: Path, records: list[dict[str, Any]], entropy: float, num_ranks: int, ranks_per_node: int | None = None
+) -> str:
+    """Draws what the records allow; returns a sentence that says what was drawn, or why nothing was. num_ranks: of an
+    expert-parallel group."""
     try:
         plotting.pyplot()
     except ValueError:
@@ -26,7 +29,12 @@ def draw_all(folder: Path, records: list[dict[str, Any]], entropy: float, num_ra
     draw_loss(folder / "loss", records, entropy)
     draw_expert_load(folder / "expert_load", steps, num_ranks)
     draw_rank_load(folder / "rank_load", steps, num_ranks)
-    return f"Plots: {folder / 'loss.png'}, {folder / 'expert_load.png'} and {folder / 'rank_load.png'}, each as svg too"
+    drawn = ["loss", "expert_load", "rank_load"]
+    if sent := [record["rank_sent"] for record in steps if "rank_sent" in record]:  # not in runs of older versions
+        traffic_picture.draw(folder / "traffic", np.sum(sent, axis=0), ranks_per_node)
+        drawn.append("traffic")
+    *most, last = (str(folder / f"{name}.png") for name in drawn)
+    return f"Plots: {', '.join(most)} and {last}, each as svg too"
 
 
 def draw_loss(stem: Path, records: list[dict[str, Any]], entropy: float) -> None:

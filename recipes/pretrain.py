@@ -50,6 +50,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--forced-bias", type=float, metavar="STD", help="skew the router on purpose")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks of the job, all in one expert-parallel group")
+    parser.add_argument("--profile-step", type=int, metavar="N", help="write what step N launches into profile.md")
     parser.add_argument("--runs-dir", help="where run folders live (default: the recipe's, runs)")
     args = parser.parse_args(argv)
     if not (args.list or args.recipe or args.resume):
@@ -94,6 +95,8 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
         if warmup >= args.steps > 0:  # a run this short warms up for a tenth of it
             warmup = args.steps // 10
         config = config.derive(schedule={"train_steps": args.steps, "warmup_steps": warmup})
+    if args.profile_step is not None:
+        config = config.derive(logging={"profile_step": args.profile_step})
     if args.stop_after is not None and args.stop_after < 1:
         raise ValueError(f"stop_after={args.stop_after}: must be 1 or more")
     return config, folder
@@ -106,6 +109,7 @@ def prepare_process(config: RunConfig) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(config.runtime.threads_per_rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a profiled step says on stderr that there is no GPU, otherwise
     # Megatron warns at length of GPU packages that a CPU does not miss; errors are still raised.
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -158,7 +162,8 @@ def run(config: RunConfig, folder: RunFolder, resume: bool, stop_after: int | No
     finally:
         reporter.close()
     records = folder.read_metrics()
-    print(plots.draw_all(folder.path, records, corpus.unigram_entropy, config.parallel.expert_parallel_size))
+    parallel, entropy = config.parallel, corpus.unigram_entropy
+    print(plots.draw_all(folder.path, records, entropy, parallel.expert_parallel_size, parallel.ranks_per_node))
     return _verdict(reporter, corpus.unigram_entropy, folder, stopped_by)
 
 

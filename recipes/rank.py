@@ -120,7 +120,11 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
         if outcome == "done":
             print(
                 plots.draw_all(
-                    folder.path, folder.read_metrics(), corpus.unigram_entropy, config.parallel.expert_parallel_size
+                    folder.path,
+                    folder.read_metrics(),
+                    corpus.unigram_entropy,
+                    config.parallel.expert_parallel_size,
+                    config.parallel.ranks_per_node,
                 )
             )
             sentence, _ = verdict(outcome, job.step, reporter.held_out_loss, corpus.unigram_entropy, folder.name)

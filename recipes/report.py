@@ -89,6 +89,13 @@ class Reporter:
             for name, value in scalars.items():
                 self._tensorboard.add_scalar(name, value, step)
 
+    def _on_profile(self, fields: dict[str, Any]) -> None:
+        from . import step_profile  # which needs torch
+
+        path, step = self._folder.path / "profile.md", fields.pop("step")
+        path.write_text(step_profile.markdown(step, fields) + "\n")
+        self._say(f"{step_profile.markdown(step, fields, rows=8)}\n{path}: the whole of it")
+
     def _on_end(self, fields: dict[str, Any]) -> None:
         self.outcome = fields["outcome"]
 

@@ -20,7 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from . import checkpoint
+from . import checkpoint, step_profile
 from .config import RunConfig
 from .dispatch_meter import DispatchMeter, imbalance
 from .model import build_model, logical_owners, moe_layers
@@ -108,7 +108,7 @@ class Trainer:
             self.emit("held_out", {"step": 0, "held_out_loss": self.evaluate()})
         outcome = "done"
         while self.step < schedule.train_steps:
-            record, stop = self.train_step()
+            record, stop = self._profiled_step() if self.step + 1 == logging.profile_step else self.train_step()
             ends = self.step == schedule.train_steps
             if self.step % schedule.eval_every == 0 or ends:
                 record["held_out_loss"] = self.evaluate()
@@ -119,6 +119,12 @@ class Trainer:
                 outcome = "stopped" if stop else "paused"
                 break
         self.save_checkpoint()
+        return outcome
+
+    def _profiled_step(self) -> tuple[dict[str, Any], bool]:
+        """train_step, and what it launches on this rank as an event."""
+        outcome, taken = step_profile.profiled(self.train_step)
+        self.emit("profile", {"step": self.step, **taken})
         return outcome
 
     def train_step(self) -> tuple[dict[str, Any], bool]:
@@ -223,6 +229,7 @@ class Trainer:
             "rank_imbalance_max": per_rank.max().item(),
             "expert_imbalance": imbalance(per_expert).mean().item(),
             "expert_load": per_expert.long().tolist(),
+            "rank_sent": everyone[:, 5:].reshape(self.num_ranks, layers, ep, -1).sum((1, 3)).long().tolist(),
             "memory_bytes": int(everyone[:, 4].max()),
         }
         if (migrator := getattr(self.optimizer, "hybrid_ep_migrator", None)) is not None:

@@ -1,4 +1,4 @@
-"""`hybrid-ep balance report` under the name and flags that TensorRT-LLM users know."""
+"""`hybrid-ep balance report` under the name, with the flags and in the layout that TensorRT-LLM users know."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ if __name__ == "__main__":
     parser.add_argument("--ep_size", type=int)
     parser.add_argument("--projection_eplb_config_path")
     args = parser.parse_args()
-    argv = ["balance", "report", args.expert_statistic_path]
+    argv = ["balance", "report", args.expert_statistic_path, "--layout", "tensorrt"]
     if args.iter_start is not None or args.iter_stop is not None:
         last = args.iter_stop - 1 if args.iter_stop is not None else 2**31
         argv += ["--between", f"{args.iter_start or 0}-{last}"]

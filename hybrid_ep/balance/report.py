@@ -119,3 +119,18 @@ def table(rows: list[LayerReport]) -> str:
             f"{row.by_slot:.3f} |" + (f" {row.exact:.3f} | {row.bound:.3f} |" if exact else "")
         )
     return "\n".join(lines)
+
+
+def tensorrt_table(rows: list[LayerReport], num_ranks: int) -> str:
+    """By rank, as TensorRT-LLM's report_load_statistics.py prints its data frame; its std is the sample's (n - 1)."""
+    sample = (num_ranks / (num_ranks - 1)) ** 0.5 if num_ranks > 1 else float("nan")
+    names = ("mean", "std", "imbalance-ratio")
+    values = [(str(r.layer), r.mean, r.std * sample, r.by_rank) for r in [*rows, average(rows)]]
+    cells = [("", *names)] + [(name, *(f"{x:.6f}" for x in numbers)) for name, *numbers in values]
+    cells[-1] = ("average", *cells[-1][1:])
+    first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+    lines = [
+        f"{line[0]:<{first}}  " + "  ".join(f"{x:>{n}}" for x, n in zip(line[1:], others, strict=True))
+        for line in cells
+    ]
+    return "Load statistics:\n" + "\n".join(lines)

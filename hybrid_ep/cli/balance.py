@@ -53,6 +53,17 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spare-slots", type=int, default=0, help="also show exact balancing with so many a rank")
     outputs.add_plot(parser, "imbalance by layer and load by expert")
     parser.add_argument("--per-expert", action="store_true", help="also list every layer's expert counts")
+    parser.add_argument(
+        "--sources",
+        action="store_true",
+        help="also who sends to whom (needs --ep): of a recipe's metrics.jsonl, a routing trace, a file of each rank",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("table", "tensorrt"),
+        default="table",
+        help="tensorrt: mean, std and imbalance ratio by layer and nothing else, as TensorRT-LLM's report prints them",
+    )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,12 +109,18 @@ def _placement(path: str, layers: tuple[int, ...]) -> np.ndarray:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    from hybrid_ep.balance import report
+    from hybrid_ep.balance import report, sources
 
     loaded = _load(args)
     ranks = args.ep if args.ep is not None else loaded.counts.shape[2]
     placed = _placement(args.plan, loaded.layers) if args.plan else None
     rows = report.report(loaded, ranks, placed, args.spare_slots)
+    if args.layout == "tensorrt":
+        if args.sources or args.plot or args.per_expert or args.spare_slots:
+            raise ValueError("--layout tensorrt has nothing but its table: leave the other output flags out")
+        print(report.tensorrt_table(rows, ranks))
+        return EXIT_OK
+    sent = _sources(args) if args.sources else None
     floor = report.noise_floor(loaded, ranks)
     print(
         ", ".join(
@@ -122,11 +139,24 @@ def run_report(args: argparse.Namespace) -> int:
     if args.per_expert:
         for layer, counts in zip(loaded.layers, loaded.total().tolist(), strict=True):
             print(f"layer {layer}: {counts}")
+    if sent is not None:
+        print(sources.describe(sent))
     if args.plot:
-        from hybrid_ep.cli import balance_picture
+        from hybrid_ep.cli import balance_picture, traffic_picture
 
         outputs.say_written(balance_picture.draw(outputs.picture(args.plot, "balance"), rows, loaded, floor))
+        if sent is not None:
+            outputs.say_written(traffic_picture.draw(outputs.picture(args.plot, "sources"), sent))
     return EXIT_OK
+
+
+def _sources(args: argparse.Namespace) -> np.ndarray:
+    from hybrid_ep.balance import sources, statistics
+
+    if args.ep is None:
+        raise ValueError("--sources needs --ep, the ranks that experts lie on: give it")
+    between = statistics.parse_range(args.between) if args.between else None
+    return sources.load(args.statistics, args.ep, args.experts, between)
 
 
 def run_plan(args: argparse.Namespace) -> int:

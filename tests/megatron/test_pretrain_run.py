@@ -80,7 +80,7 @@ def runs(tmp_path_factory):
         "allgather:tiny_cpu_smoke --dispatcher allgather --name allgather",
     ]
     if have_core():
-        lines.append("hybrid_ep:tiny_cpu_smoke --dispatcher hybrid_ep --name hybrid_ep")
+        lines.append("hybrid_ep:tiny_cpu_smoke --dispatcher hybrid_ep --name hybrid_ep --profile-step 4")
         grouped = "tiny_cpu_smoke --dispatcher hybrid_ep --grouped-gemm"
         lines += [
             f"stacked:{grouped} --name stacked",
@@ -98,6 +98,29 @@ def runs(tmp_path_factory):
     outputs = {part.split("\n", 1)[0].strip(): part for part in text.split("BEGIN ")[1:]}
     codes = {name: int(part.rsplit(f"EXIT {name} ", 1)[1]) for name, part in outputs.items()}
     return runs_dir, outputs, codes
+
+
+@needs_core
+def test_who_sent_to_whom_adds_up_to_the_loads(runs):
+    folder = runs[0] / "hybrid_ep"
+    for line in metrics(folder)[1:]:
+        load = [sum(layer[i] for layer in line["expert_load"]) for i in range(16)]
+        owners = [sum(load[4 * rank : 4 * rank + 4]) for rank in range(4)]
+        assert [sum(column) for column in zip(*line["rank_sent"], strict=True)] == owners
+        assert len(line["rank_sent"]) == 4 and len({sum(row) for row in line["rank_sent"]}) == 1, "equal batches"
+    assert (folder / "traffic.png").is_file() and (folder / "traffic.svg").is_file()
+
+
+@needs_core
+def test_a_profiled_step_lists_what_it_launched(runs):
+    runs_dir, outputs, _ = runs
+    lines = (runs_dir / "hybrid_ep" / "profile.md").read_text().splitlines()
+    assert lines[0].startswith("Step 4, rank 0: ") and lines[0] in outputs["hybrid_ep"] and "0 kernels" in lines[0]
+    calls = {row[1].strip(" `"): int(row[2].replace(",", "")) for row in (line.split("|") for line in lines[4:])}
+    # two layers, one micro-batch: each exchange once forward and once backward
+    assert [calls[f"_{name}{way}"] for name in ("Dispatch", "Combine") for way in ("", "Backward")] == [2] * 4
+    assert calls["aten::mm"] > 16 and not (runs_dir / "whole" / "profile.md").exists()
+    assert "gpuGetDeviceCount" not in outputs["hybrid_ep"]
 
 
 def test_a_run_leaves_its_folder(runs):

@@ -178,6 +178,8 @@ def test_plots_of_one_step_and_of_none(tmp_path):
     }
     assert "5th to the 95th percentile" in (tmp_path / "rank_load.svg").read_text()
     plots.draw_all(tmp_path, [step(n, balanced_rank_load=[[5, 3]]) for n in (1, 2)], ENTROPY, 2)
+    said = plots.draw_all(tmp_path, [step(n, rank_sent=[[5, 3], [4, 4]]) for n in (1, 2)], ENTROPY, 2, 1)
+    assert "traffic.png" in said and "from rank" in (tmp_path / "traffic.svg").read_text()
 
 
 def test_binning_keeps_every_row():

@@ -1,0 +1,131 @@
+"""Who sends to whom: recorded loads by the rank whose tokens they are, where the record says it.
+
+    recipe      metrics.jsonl: "rank_sent" [source][rank]
+    megatron    the routing trace, each line of one rank
+    a file each a TensorRT-LLM folder or a folder of parts, where every rank wrote its own tokens' counts
+
+A file of counts that were summed over the job does not say it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid_ep.balance import statistics
+
+
+def load(
+    path: str | Path, num_ranks: int, num_experts: int | None = None, between: tuple[int, int] | None = None
+) -> np.ndarray:
+    """int64 [sources, num_ranks]: (token, expert) pairs of each source rank for the experts of each rank of its group,
+    which contiguous owners put there; summed over layers and iterations. between: first and last iteration, included.
+
+    ValueError where the record has no sources or does not fit."""
+    path = Path(path)
+    if not path.exists() and statistics.parts_folder(path).is_dir():
+        path = statistics.parts_folder(path)
+    if path.is_dir():
+        found = _of_files(path, between)
+    elif path.is_file():
+        found = _of_lines(path, num_ranks, num_experts, between)
+    else:
+        raise ValueError(f"{path}: no such file or folder")
+    if not found:
+        raise ValueError(
+            f"{path}: does not say whose tokens it counts; metrics.jsonl of a recipe, Megatron's routing trace and "
+            "folders with a file of each rank do"
+        )
+    widest = max(len(counts) for counts in found.values())
+    counts = np.stack([np.pad(found[rank], (0, widest - len(found[rank]))) for rank in sorted(found)])
+    if widest % num_ranks:
+        raise ValueError(
+            f"ep_size is {num_ranks}: it does not divide {widest} experts; give another size, or --experts"
+        )
+    return counts.reshape(len(counts), num_ranks, -1).sum(axis=2)
+
+
+def _of_files(folder: Path, between: tuple[int, int] | None) -> dict[int, np.ndarray]:
+    """{rank: int64 [experts]} of a folder with a file a rank; empty where one file has all."""
+    whole = statistics.load(folder)  # checks names, gaps and lost files
+    first, last = between or (whole.iterations[0], whole.iterations[-1])
+    files = sorted(folder.glob("rank*of*.jsonl")) or sorted(folder.glob("rank*.safetensors"))
+    found = {}
+    for file in files if len(files) > 1 else []:
+        match = re.match(r"rank(\d+)", file.name)
+        if match is None:
+            raise ValueError(f"{file}: is not named after its rank, as rank3 is; take it away")
+        records = _jsonl(file) if file.suffix == ".jsonl" else _safetensors(file)
+        kept = [counts for iteration, counts in records if first <= iteration <= last and iteration in whole.iterations]
+        found[int(match[1])] = np.sum(kept, axis=0, dtype=np.int64)
+    return found
+
+
+def _jsonl(file: Path) -> Iterator[tuple[int, np.ndarray]]:
+    for record in map(json.loads, filter(str.strip, file.read_text().splitlines())):
+        yield record["iteration"], np.asarray(record["counts"], dtype=np.int64)
+
+
+def _safetensors(file: Path) -> Iterator[tuple[int, np.ndarray]]:
+    for key, counts in statistics.safetensors_library().load_file(file).items():
+        yield int(key.partition("_")[0]), counts
+
+
+def _of_lines(
+    path: Path, num_ranks: int, num_experts: int | None, between: tuple[int, int] | None
+) -> dict[int, np.ndarray]:
+    found: dict[int, np.ndarray] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            step = record.get("step")
+            if step is None or (between is not None and not between[0] <= step <= between[1]):
+                continue
+            for rank, counts in _of_record(record, num_experts):
+                if "rank_sent" in record and len(counts) != num_ranks:
+                    raise ValueError(f"has groups of {len(counts)} ranks, not of {num_ranks}: give --ep {len(counts)}")
+                _add(found, rank, counts)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    return found
+
+
+def _of_record(record: dict[str, Any], num_experts: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    if "top_indices" in record:
+        chosen = np.asarray(record["top_indices"], dtype=np.int64).ravel()
+        counts = np.bincount(chosen[chosen >= 0], minlength=num_experts or 0)
+        if num_experts is not None and len(counts) > num_experts:
+            raise ValueError(f"names expert {len(counts) - 1}, but num_experts is {num_experts}")
+        yield int(record["rank"]), counts
+    for rank, sent in enumerate(record.get("rank_sent", ())):
+        yield rank, np.asarray(sent, dtype=np.int64)
+
+
+def _add(found: dict[int, np.ndarray], rank: int, counts: np.ndarray) -> None:
+    before = found.get(rank, np.zeros(0, np.int64))
+    total = np.zeros(max(len(before), len(counts)), np.int64)
+    total[: len(before)] += before
+    total[: len(counts)] += counts
+    found[rank] = total
+
+
+def describe(sent: np.ndarray, most_ranks: int = 16) -> str:
+    """The matrix [sources, ranks] over its fair share as Markdown, or its ends in a sentence where that is too wide."""
+    share: np.ndarray = sent / max(float(sent.mean()), 1e-9)
+    source, rank = np.unravel_index(int(np.argmax(share)), share.shape)
+    home = sum(int(sent[s, s % sent.shape[1]]) for s in range(len(sent))) / max(int(sent.sum()), 1)
+    lines = [
+        f"tokens from ranks to ranks, over the fair share: most {share.max():.2f} (rank {source} to rank {rank} of its "
+        f"group), least {share.min():.2f}; {home:.1%} stay on their rank"
+    ]
+    if sent.shape[1] <= most_ranks and len(sent) <= most_ranks:
+        lines.append("| from | " + " | ".join(f"to {n}" for n in range(sent.shape[1])) + " |")
+        lines.append("|---:" * (sent.shape[1] + 1) + "|")
+        lines += [f"| {s} | " + " | ".join(f"{x:.2f}" for x in row) + " |" for s, row in enumerate(share)]
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""Who sends to whom, from every record that says it, and refused by those that do not."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hybrid_ep.balance import report, sources, statistics
+from hybrid_ep.cli import main
+
+
+def jsonl(path, records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def by_rank(rank, iterations=(5, 6)):
+    """Statistics of one rank: `rank` + 1 tokens to expert 0, one to each other."""
+    counts = np.ones((len(iterations), 2, 4), np.int64)
+    counts[:, :, 0] = rank + 1
+    return statistics.LoadStatistics(counts, tuple(iterations), (1, 2))
+
+
+WANT = np.array([[8, 8], [12, 8]])  # of by_rank: two iterations of two layers, experts 0-1 and 2-3
+
+
+def test_the_routing_trace_names_its_ranks(tmp_path):
+    records = [{"step": s, "layer": 1, "rank": r, "top_indices": [[r, 2], [0, -1]]} for s in (7, 8) for r in (0, 1)]
+    path = jsonl(tmp_path / "t.jsonl", records)
+    assert sources.load(path, 2, 4).tolist() == [[4, 2], [4, 2]]
+    assert sources.load(path, 4, 4, (8, 8)).tolist() == [[2, 0, 1, 0], [1, 1, 1, 0]]
+    with pytest.raises(ValueError, match=r"t\.jsonl:1: names expert 2, but num_experts is 2"):
+        sources.load(path, 2, 2)
+    with pytest.raises(ValueError, match="does not divide 3 experts"):
+        sources.load(path, 2)
+
+
+def test_a_file_of_each_rank(tmp_path):
+    pytest.importorskip("safetensors")
+    for rank in range(2):
+        statistics.save_tensorrt(tmp_path / "folder", by_rank(rank), topk=1, rank=rank, files=2)
+    assert (sources.load(tmp_path / "folder", 2) == WANT).all()
+    parts = statistics.parts_folder(tmp_path / "loads.jsonl")
+    parts.mkdir()
+    for rank in range(2):
+        statistics.save_jsonl(parts / f"rank{rank}of2.jsonl", by_rank(rank, (5, 6) if rank else (5, 6, 7)))
+    with pytest.warns(UserWarning, match="left out"):  # iteration 7, which rank 1 did not see
+        assert (sources.load(tmp_path / "loads.jsonl", 2) == WANT).all()
+    (parts / "rank1of2.jsonl").unlink()
+    with pytest.raises(ValueError, match="1 files of 2 ranks"):
+        sources.load(tmp_path / "loads.jsonl", 2)
+
+
+def test_metrics_of_a_recipe(tmp_path, capsys):
+    lines = [{"step": 0, "held_out_loss": 5.5}]
+    lines += [{"step": n, "expert_load": [[n, 3, 2, 2]], "rank_sent": [[n, 1], [3, 3]]} for n in (1, 2)]
+    path = jsonl(tmp_path / "metrics.jsonl", lines)
+    assert sources.load(path, 2).tolist() == [[3, 2], [6, 6]]
+    with pytest.raises(ValueError, match="give --ep 2"):
+        sources.load(path, 4)
+    pytest.importorskip("matplotlib")
+    assert main(["balance", "report", str(path), "--ep", "2", "--sources", "--plot", str(tmp_path / "p")]) == 0
+    said = capsys.readouterr().out
+    assert "most 1.41 (rank 1 to rank 0 of its group), least 0.47; 52.9% stay on their rank" in said
+    assert "| 0 | 0.71 | 0.47 |" in said and (tmp_path / "p" / "sources.svg").is_file()
+
+
+def test_wide_groups_get_a_sentence_alone():
+    text = sources.describe(np.ones((64, 32), np.int64))
+    assert "\n" not in text and "3.1% stay on their rank" in text
+
+
+def test_counts_of_all_ranks_together_say_nothing(tmp_path, capsys):
+    statistics.save_jsonl(tmp_path / "own.jsonl", by_rank(0))
+    with pytest.raises(ValueError, match="does not say whose tokens it counts; metrics.jsonl"):
+        sources.load(tmp_path / "own.jsonl", 2)
+    with pytest.raises(ValueError, match="no such file"):
+        sources.load(tmp_path / "nowhere", 2)
+    for more, message in (
+        (["--sources"], "needs --ep"),
+        (["--layout", "tensorrt", "--sources"], "nothing but its table"),
+    ):
+        assert main(["balance", "report", str(tmp_path / "own.jsonl"), *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_layout_that_tensorrt_users_know(tmp_path, capsys):
+    """Ranks of 2 and 2 experts: means, the sample's standard deviation, (max - mean) / mean, as their script says."""
+    statistics.save_jsonl(tmp_path / "own.jsonl", by_rank(4))
+    assert main(["balance", "report", str(tmp_path / "own.jsonl"), "--ep", "2", "--layout", "tensorrt"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Load statistics:" and lines[1].split() == ["mean", "std", "imbalance-ratio"]
+    assert [line.split() for line in lines[2:]] == [
+        [name, "4.000000", "2.828427", "0.500000"] for name in ("1", "2", "average")
+    ]
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert "nan" in report.tensorrt_table(report.report(by_rank(0), 1), 1)  # one rank has no deviation
