@@ -17,6 +17,7 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 NODES = ("n1", "n2", "n3", "n4")
+GPUS = 8  # of each node
 
 CONF = """
 ClusterName=test
@@ -42,12 +43,13 @@ MpiDefault=none
 SchedulerType=sched/builtin
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+GresTypes=gpu
 ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=30
 KillWait=5
 TmpFS={dir}/tmp-%n
-NodeName=n[1-4] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=8 State=UNKNOWN
+NodeName=n[1-4] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=8 Gres=gpu:8 State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -93,6 +95,9 @@ class Cluster:
         for name in ("state", *(f"{kind}-{node}" for kind in ("spool", "tmp") for node in NODES)):
             (folder / name).mkdir()
         (folder / "slurm.conf").write_text(CONF.format(dir=folder, port=ports[0], first=ports[1], last=ports[4]))
+        for device in range(GPUS):  # counted by Slurm; no devices
+            (folder / f"gpu{device}").touch()
+        (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o400)
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}

@@ -150,3 +150,29 @@ def test_a_failing_rank_ends_the_job_with_its_timeout_report(slurm, tmp_path):
     assert len(re.findall(r"2 nodes x 2.*every sum exact", log)) == 2, "each node is examined first"
     assert state == "FAILED" and "failed: ValueError" in log and "/nowhere/at/all" in log
     assert not (bad / "checkpoint").exists()
+
+
+def test_gpus_are_granted_and_a_failing_pre_flight_starts_no_rank(slurm, tmp_path):
+    """A GPU recipe's own script on nodes whose GPUs are counted by Slurm and not there: each node says so by name."""
+    command = ["mixtral_8x7b", "--cluster", "b200_8x400g", "--slurm", "--no-submit", "--name", "gpus"]
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.launch_command", *command, "--runs-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**slurm.environment, "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    script = tmp_path / "gpus" / "job.sbatch"
+    assert "#SBATCH --gpus-per-node=8\n" in script.read_text()
+    with pytest.raises(RuntimeError, match="configuration is not available"):  # so that the 8 are really counted
+        slurm.do("sbatch", "--gpus-per-node=9", str(script))
+    number = int(slurm.do("sbatch", "--parsable", str(script)))
+    state, log = finish(slurm, number, tmp_path, "gpus")
+    assert state == "FAILED" and slurm.job(number)["TresPerNode"] == "gres:gpu:8", slurm.report(number)
+    for node in range(2):
+        assert re.search(rf"^{node}: FAIL \S+ +gpu +torch sees no GPU", log, re.MULTILINE), log
+    assert "pre-flight: a node failed" in log
+    assert [path.name for path in (tmp_path / "gpus" / "logs").iterdir() if "rank0" in path.name] == []
