@@ -64,6 +64,16 @@ class ModelConfig:
     """What the chosen weights are multiplied with; 0: nothing."""
     expert_bias: bool = False
     """Balance by a bias on the router's scores; needs score_function=sigmoid."""
+    kv_lora_rank: int = 0
+    """Width of the latent that keys and values are made of (latent attention, MLA); 0: plain attention."""
+    q_lora_rank: int = 0
+    """With kv_lora_rank: the same of queries."""
+    rope_head_dim: int = 0
+    """With kv_lora_rank: elements of a head, beside hidden_size / num_attention_heads, that are rotated."""
+    mtp_layers: int = 0
+    """Layers that predict the tokens after the next one, each with experts (multi-token prediction)."""
+    mtp_loss_scale: float = 0.1
+    """Weight of their loss."""
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -93,6 +103,25 @@ class ModelConfig:
         _require(self.aux_loss_coeff >= 0, "model.aux_loss_coeff", self.aux_loss_coeff, "must be 0 or more")
         self._check_block()
 
+    def _check_latents(self) -> None:
+        for name in ("q_lora_rank", "rope_head_dim"):
+            value, latent = getattr(self, name), self.kv_lora_rank > 0
+            _require(
+                (value > 0) == latent,
+                f"model.{name}",
+                value,
+                f"kv_lora_rank={self.kv_lora_rank}: latent attention needs both, plain attention none",
+            )
+        _require(
+            self.rope_head_dim % 2 == 0, "model.rope_head_dim", self.rope_head_dim, "must be even: pairs are rotated"
+        )
+        _require(
+            not (self.kv_lora_rank and self.num_query_groups),
+            "model.num_query_groups",
+            self.num_query_groups,
+            "latent attention has no groups: give 0",
+        )
+
     def _check_block(self) -> None:
         for name in (
             "num_query_groups",
@@ -101,6 +130,11 @@ class ModelConfig:
             "router_num_groups",
             "router_group_topk",
             "topk_scaling_factor",
+            "kv_lora_rank",
+            "q_lora_rank",
+            "rope_head_dim",
+            "mtp_layers",
+            "mtp_loss_scale",
         ):
             _require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), "must be 0 or more")
         _require(
@@ -109,6 +143,7 @@ class ModelConfig:
             self.num_query_groups,
             f"must divide num_attention_heads={self.num_attention_heads}",
         )
+        self._check_latents()
         _require(
             self.num_dense_layers < self.num_layers,
             "model.num_dense_layers",

@@ -90,7 +90,7 @@ def deepseek_v3(hardware: str = "h100_8x400g") -> ClusterRun:
 
 
 def deepseek_v3_proxy() -> RunConfig:
-    """DeepSeek-V3's routing in small on CPUs: 32 experts in 4 groups, top-8, sigmoid, bias, shared expert."""
+    """DeepSeek-V3's block in small on CPUs: latent attention, 32 experts in 4 groups, top-8, shared expert, MTP."""
     return tiny_cpu_smoke().derive(
         recipe="deepseek_v3_proxy",
         model={
@@ -105,5 +105,11 @@ def deepseek_v3_proxy() -> RunConfig:
             "expert_bias": True,
             "shared_ffn_hidden_size": 32,
             "aux_loss_coeff": 1e-4,
+            "qk_layernorm": True,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "rope_head_dim": 8,
+            "mtp_layers": 1,
+            "mtp_loss_scale": 0.3,
         },
     )

@@ -16,14 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from . import latent_attention
 from .config import RunConfig
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -52,7 +58,8 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
     """Megatron's view of the model and its parallel layout."""
     model = config.model
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
-    return TransformerConfig(
+    config_class: type[TransformerConfig] = MLATransformerConfig if model.kv_lora_rank else TransformerConfig
+    return config_class(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -101,6 +108,17 @@ def _block_options(config: RunConfig) -> dict[str, Any]:
     if model.router_num_groups:
         options["moe_router_num_groups"] = model.router_num_groups
         options["moe_router_group_topk"] = model.router_group_topk
+    if model.kv_lora_rank:
+        head = model.hidden_size // model.num_attention_heads
+        options |= {
+            "multi_latent_attention": True,
+            "q_lora_rank": model.q_lora_rank,
+            "kv_lora_rank": model.kv_lora_rank,
+        }
+        options |= {"qk_head_dim": head, "v_head_dim": head, "qk_pos_emb_head_dim": model.rope_head_dim}
+        options |= {"rope_type": "rope"}
+    if model.mtp_layers:
+        options |= {"mtp_num_layers": model.mtp_layers, "mtp_loss_scaling_factor": model.mtp_loss_scale}
     if model.topk_scaling_factor:
         options["moe_router_topk_scaling_factor"] = model.topk_scaling_factor
     return {
@@ -114,9 +132,13 @@ def _block_options(config: RunConfig) -> dict[str, Any]:
 def build_model(config: RunConfig) -> GPTModel:
     """The GPT of this rank, weights set, parallel groups of Megatron already initialised."""
     megatron_config = transformer_config(config)
+    spec = _layer_spec(config, megatron_config)
+    if config.model.kv_lora_rank:
+        latent_attention.use(spec)
     model = GPTModel(
         config=megatron_config,
-        transformer_layer_spec=_layer_spec(config, megatron_config),
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp_spec(config, megatron_config, spec),
         vocab_size=config.model.vocab_size,
         max_sequence_length=config.model.seq_length,
         position_embedding_type="rope",
@@ -133,8 +155,20 @@ def _layer_spec(config: RunConfig, megatron_config: TransformerConfig) -> Module
     if config.model.num_dense_layers:
         return get_gpt_decoder_block_spec(megatron_config, use_transformer_engine=False)
     return get_gpt_layer_local_spec(
-        num_experts=config.model.num_experts, moe_grouped_gemm=False, qk_layernorm=config.model.qk_layernorm
+        num_experts=config.model.num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.model.qk_layernorm,
+        multi_latent_attention=config.model.kv_lora_rank > 0,
     )
+
+
+def mtp_spec(
+    config: RunConfig, megatron_config: TransformerConfig, spec: ModuleSpec | TransformerBlockSubmodules
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The spec of layers that predict further tokens: each is a layer like the last one, with experts."""
+    if not config.model.mtp_layers:
+        return None
+    return get_gpt_mtp_block_spec(megatron_config, spec, use_transformer_engine=False)
 
 
 def set_weights_by_name(model: torch.nn.Module, config: RunConfig) -> None:

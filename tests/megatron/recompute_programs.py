@@ -66,6 +66,11 @@ def same_training(ep, pp, after, combines, balance="off", **model):
     return True
 
 
+def multi_token_prediction(ep, after):
+    """A layer that predicts further tokens ends in a norm, which reads the sums of its MoE layer: these are summed."""
+    return same_training(ep, 1, after, 2 + 1 / 3, mtp_layers=1)  # of three MoE layers one is such a layer
+
+
 def broken(ep):
     """What is wrong in the pairing, in the router or about who reads a result is no silent difference."""
     initialize(ep)

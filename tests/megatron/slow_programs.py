@@ -25,7 +25,7 @@ from megatron_patches.balance import check_supported
 from megatron_patches.balance_move import Mover
 from megatron_patches.optimizer_state import OptimizerStates
 from recipes import checkpoint, get_recipe
-from recipes.model import moe_layers, set_weights_by_name, transformer_config
+from recipes.model import moe_layers, mtp_spec, set_weights_by_name, transformer_config
 
 EXPERTS, SEQ, STEPS = 8, 16, 3
 
@@ -69,6 +69,7 @@ class Job:
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
+            mtp_block_spec=mtp_spec(self.config, megatron_config, spec),
         )
         self.model = self.model.bfloat16() if megatron_config.bf16 else self.model
         set_weights_by_name(self.model, self.config)

@@ -87,6 +87,13 @@ def runs(tmp_path_factory):
             f"stacked_first:{grouped} --name stacked_halves --stop-after 3",
             "stacked_second:--resume stacked_halves",
         ]
+        proxy = "deepseek_v3_proxy --steps 3"
+        lines += [
+            f"latent_alltoall:{proxy} --dispatcher alltoall --name latent_alltoall",
+            f"latent:{proxy} --name latent",
+            f"latent_first:{proxy} --name latent_halves --stop-after 2",
+            "latent_second:--resume latent_halves",
+        ]
     before = shared_memory()
     job = launch(runs_dir, *lines)
     try:
@@ -98,6 +105,20 @@ def runs(tmp_path_factory):
     outputs = {part.split("\n", 1)[0].strip(): part for part in text.split("BEGIN ")[1:]}
     codes = {name: int(part.rsplit(f"EXIT {name} ", 1)[1]) for name, part in outputs.items()}
     return runs_dir, outputs, codes
+
+
+@needs_core
+def test_latent_attention_and_multi_token_prediction_train(runs):
+    """The same losses as over alltoall, and those of the whole run after a pause; the last MoE layer predicts."""
+    runs_dir, _, codes = runs
+    assert codes["latent"] == 3 and codes["latent_first"] == 0, "three steps cannot beat the unigram entropy"
+    ours, theirs = metrics(runs_dir / "latent"), metrics(runs_dir / "latent_alltoall")
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=2e-6)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
+        assert len(one["expert_load"]) == 3 and one["expert_load"][0] == other["expert_load"][0]
+    assert ours[-1]["held_out_loss"] < ours[0]["held_out_loss"] - 0.1
+    assert results(runs_dir / "latent_halves") == results(runs_dir / "latent")
 
 
 @needs_core

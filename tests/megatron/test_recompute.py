@@ -30,6 +30,10 @@ def test_micro_batches_in_flight_of_a_pipeline(after):
     run("same_training", 4, 2, 2, after, 2)
 
 
+def test_a_layer_that_predicts_further_tokens_sums():
+    run("multi_token_prediction", 2, 2, FULL)
+
+
 @pytest.mark.version_free
 @pytest.mark.parametrize("balance", ["exact", "slow"])
 def test_balanced(balance):
