@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.core import package_info
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ class LatentDotProductAttention(DotProductAttention):
 
 
 def use(spec: ModuleSpec | TransformerBlockSubmodules) -> None:
-    """Puts it into the spec of a layer, or of every layer of a block. Specs are made anew for each model."""
+    """Puts it into the spec of a layer, or of every layer of a block. Specs are made anew for each model. ValueError
+    for a release whose latent attention asks Transformer Engine for more."""
+    if (package_info.MAJOR, package_info.MINOR) < (0, 17):
+        raise ValueError(
+            f"model.kv_lora_rank: megatron-core {package_info.MAJOR}.{package_info.MINOR} has no latent attention "
+            "without Transformer Engine; install 0.17 or newer (Python 3.12), or give 0, and 0 for q_lora_rank and "
+            "rope_head_dim"
+        )
     for layer in getattr(spec, "layer_specs", None) or [spec]:
         layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention

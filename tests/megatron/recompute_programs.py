@@ -125,7 +125,7 @@ def transformer_engine(ep):
         return checkpoint(function, *arguments, use_reentrant=True)
 
     initialize(ep)
-    with mock.patch.object(moe_layer, "te_checkpoint", te_checkpoint):
+    with mock.patch.object(moe_layer, "te_checkpoint", te_checkpoint, create=True):
         megatron_patches.apply(timeout_s=60.0, buffer_class=Counting)
         assert moe_layer.te_checkpoint is not te_checkpoint
         function, x = torch.sin, torch.ones(2, requires_grad=True)

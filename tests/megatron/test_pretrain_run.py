@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,6 +36,10 @@ for line in sys.argv[1:]:
 
 def have_core() -> bool:
     return find_spec("hybrid_ep") is not None and find_spec("hybrid_ep._core") is not None
+
+
+def have_latent_attention() -> bool:
+    return tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 17)
 
 
 needs_core = pytest.mark.skipif(not have_core(), reason="the compiled core is not built")
@@ -88,12 +93,13 @@ def runs(tmp_path_factory):
             "stacked_second:--resume stacked_halves",
         ]
         proxy = "deepseek_v3_proxy --steps 3"
-        lines += [
-            f"latent_alltoall:{proxy} --dispatcher alltoall --name latent_alltoall",
-            f"latent:{proxy} --name latent",
-            f"latent_first:{proxy} --name latent_halves --stop-after 2",
-            "latent_second:--resume latent_halves",
-        ]
+        lines.append(f"latent:{proxy} --name latent")
+        if have_latent_attention():
+            lines += [
+                f"latent_alltoall:{proxy} --dispatcher alltoall --name latent_alltoall",
+                f"latent_first:{proxy} --name latent_halves --stop-after 2",
+                "latent_second:--resume latent_halves",
+            ]
     before = shared_memory()
     job = launch(runs_dir, *lines)
     try:
@@ -110,7 +116,10 @@ def runs(tmp_path_factory):
 @needs_core
 def test_latent_attention_and_multi_token_prediction_train(runs):
     """The same losses as over alltoall, and those of the whole run after a pause; the last MoE layer predicts."""
-    runs_dir, _, codes = runs
+    runs_dir, outputs, codes = runs
+    if not have_latent_attention():
+        assert codes["latent"] == 1 and "has no latent attention without Transformer Engine" in outputs["latent"]
+        return
     assert codes["latent"] == 3 and codes["latent_first"] == 0, "three steps cannot beat the unigram entropy"
     ours, theirs = metrics(runs_dir / "latent"), metrics(runs_dir / "latent_alltoall")
     for one, other in zip(ours[1:], theirs[1:], strict=True):

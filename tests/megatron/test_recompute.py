@@ -30,6 +30,7 @@ def test_micro_batches_in_flight_of_a_pipeline(after):
     run("same_training", 4, 2, 2, after, 2)
 
 
+@pytest.mark.version_free  # megatron-core 0.18.2 fails there by itself: _checkpointed_forward() takes no padding_mask
 def test_a_layer_that_predicts_further_tokens_sums():
     run("multi_token_prediction", 2, 2, FULL)
 
