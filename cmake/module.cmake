@@ -18,7 +18,7 @@ find_package(pybind11 3 QUIET REQUIRED CONFIG)
 
 # Not pybind11_add_module, which would add flags of its own (LTO, strip).
 Python_add_library(_core MODULE WITH_SOABI ${HEP_MODULE_SOURCES} $<TARGET_OBJECTS:hep_host>
-                   $<TARGET_OBJECTS:hep_engine>)
+                   $<TARGET_OBJECTS:hep_engine> $<TARGET_OBJECTS:hep_balance>)
 target_link_libraries(_core PRIVATE pybind11::headers)
 target_link_libraries(_core PRIVATE rt)
 target_link_options(_core PRIVATE -pthread)

@@ -71,7 +71,7 @@ LAYERS = {
     ),
     # Worlds of simulated ranks: above everything that a rank is made of.
     "sim": ("common", "layout", "roles/params.h", "kernels/instances", "runtime", "arch/sim", "arch/host/errors.h"),
-    "balance": ("common",),  # planners: integers in, integers out
+    "balance": ("common", "layout", "roles", "arch/concept.h"),  # planners: integers in, integers out
     "bindings": ("common", "layout", "kernels", "runtime", "sim", "balance", "arch/host/errors.h"),
 }
 # idle.h: one hint to the core that g++ has a builtin for on x86-64 only.

@@ -38,10 +38,26 @@ struct alignas(16) Vec16 {
   uint32_t w[4];
 };
 
+// What a role that only computes asks for: lanes that meet, and memory. What each does is said below, with the rest.
+template <class A>
+concept Lanes = requires(A a, const Vec16* vsrc, Vec16* vdst) {
+  { A::kLanes } -> std::convertible_to<int>;
+  { a.lane() } -> std::same_as<int>;
+  { a.warp_idx() } -> std::same_as<int>;
+  { a.num_warps() } -> std::same_as<int>;
+  { a.warp_sync() };
+  { a.block_sync() };
+  { a.template ld_shared<Vec16>(vsrc) } -> std::same_as<Vec16>;
+  { a.template st_shared<Vec16>(vdst, Vec16{}) };
+  { a.template ld_global<Vec16>(vsrc) } -> std::same_as<Vec16>;
+  { a.template st_global<Vec16>(vdst, Vec16{}) };
+};
+
 template <class A>
 concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* src, const uint64_t* flag,
                         uint64_t* mut_flag, const Vec16* vsrc, Vec16* vdst, WaitInfo info,
                         const uint64_t* (*flags)(int), uint64_t* (*mut_flags)(int), WaitInfo (*infos)(int)) {
+  requires Lanes<A>;
   typename A::Mbarrier;  // lives in shared memory
   { A::kLanes } -> std::convertible_to<int>;
 
@@ -130,6 +146,14 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
 template <class A>
 struct TileMath {
   static constexpr bool kOffered = false, kReadsRows = false;
+};
+
+// Optional: an Arch with one lane whose shared memory is plain memory may offer a look through many keys at once:
+// `static int64_t largest_below(const int64_t* key, int n, int64_t limit, int64_t flip)`, which gives what the loop of
+// roles/warp_fold.h does. Specialised where it is offered.
+template <class A>
+struct KeyMath {
+  static constexpr bool kOffered = false;
 };
 
 // Optional: conversions of two elements of 16 bits, the first in the lower half of a word, where a machine has

@@ -81,7 +81,10 @@
   BUG(kBlocksDoNotMeet, "blocks that count do not wait for one another") \
   BUG(kMeetingNotReset, "the counter of blocks that have met is not reset") \
   BUG(kBlocksBeforeForgotten, "positions do not begin behind those of the blocks before") \
-  BUG(kWarpsBeforeForgotten, "positions do not begin behind those of the warps before")
+  BUG(kWarpsBeforeForgotten, "positions do not begin behind those of the warps before") \
+  BUG(kFoldUnmet, "lanes take what others found before they have brought it") \
+  BUG(kDraftsUnmet, "constructions are compared before all are made") \
+  BUG(kFlowNotTakenBack, "a search keeps what the last flow of a choice moved when it turns back")
 // clang-format on
 
 namespace hep {

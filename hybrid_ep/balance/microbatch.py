@@ -3,7 +3,7 @@
     plan = plan_microbatch(counts, spare_slots=1)      # the same on every rank, bit for bit
     take = plan.share_of_source(rank)                  # how many of my tokens go to which clone
 
-The arithmetic is `csrc/balance/microbatch.cpp`; `twin_microbatch.py` is the same algorithm to read, and
+The arithmetic is the role `csrc/roles/plan_clones.h`; `twin_microbatch.py` is the same algorithm to read, and
 tests hold the two together.
 """
 

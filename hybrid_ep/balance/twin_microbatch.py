@@ -1,4 +1,4 @@
-"""The micro-batch planner in plain Python: what csrc/balance/microbatch.cpp and share.cpp compute, to be read.
+"""The micro-batch planner in plain Python, to be read: what roles/plan_clones.h and balance/share.cpp of csrc compute.
 
 Not fast and not used in training. Tests require both to agree on every slot and every token.
 """
@@ -120,7 +120,7 @@ class _Draft:
         return sorted((r for r in ranks if self.room(r) > 0), key=lambda r: (self.load[r], r))
 
     def construct(self, rule: str) -> None:
-        """rule: "alias", "best_fit" or "largest"; csrc/balance/microbatch.cpp says what each is good for."""
+        """rule: "alias", "best_fit" or "largest"; csrc/roles/clone_draft.h says what each is good for."""
         donors = set(range(self.num_ranks))
         while len(self.clones) < self.max_clones:
             above = [r for r in sorted(donors) if self.load[r] > self.aim and self.experts[r]]
@@ -160,7 +160,7 @@ class _Draft:
         self.left[expert] -= piece
         return True
 
-    # ---- where all constructions miss; csrc/balance/search.cpp has the words
+    # ---- where all constructions miss; csrc/roles/clone_search.h has the words
 
     def search(self) -> None:
         """Clones that bring every rank to the target, if the nodes suffice to find them; else no clones."""

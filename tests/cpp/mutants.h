@@ -109,5 +109,6 @@ inline constexpr Bug kNeedMoreLanes[] = {
 };
 
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
+// kFoldUnmet, kDraftsUnmet, kFlowNotTakenBack: test_plan_clones.cpp.
 
 }  // namespace hep::test

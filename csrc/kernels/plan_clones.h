@@ -1,0 +1,35 @@
+// Kernel: plan one micro-batch's clones from everybody's counts, by one block. It waits for nobody.
+#pragma once
+#include "roles/clone_counts.h"
+#include "roles/plan_clones.h"
+
+namespace hep {
+
+// Warps of a GPU's block: of the third rule's five aims each has one.
+inline constexpr int kPlanWarps = 8;
+
+struct ClonePlanParams {
+  CloneShape shape;
+  CloneLayout layout;
+  CountsView counts;
+  CloneOwners owners;
+  CloneFlow* log;  // CloneLayout::flow_bytes
+  // Results: expert [R][S] of each spare slot, -1 for none, the tokens that it takes, and what came of it.
+  int32_t* slot_expert;
+  int64_t* slot_tokens;
+  ClonePlan* plan;
+};
+
+template <Arch A>
+HEP_DEVICE void plan_clones_kernel(A& a, const ClonePlanParams& p, std::byte* smem) {
+  a.set_role("plan clones");
+  const CloneTables<A> tables{a, p.shape, p.layout, smem};
+  CloneCountsRole<A>(tables, p.counts, p.owners).run();
+  PlanClonesRole<A> role(a, p.shape, p.layout, smem, p.log);
+  // No bound is asked whether a search is worth its time: it would take a warp about as long.
+  const ClonePlan plan = role.run([](const CloneTables<A>&, int64_t) { return true; });
+  role.store(p.slot_expert, p.slot_tokens);
+  if (a.warp_idx() == 0 && a.lane() == 0) *p.plan = plan;
+}
+
+}  // namespace hep
