@@ -287,6 +287,12 @@ class MicrobatchPlanner:
              Any]:
         """counts int64 [R, E] or [L, R, E], owner int32 [E]: (slot_expert, slot_tokens, target or targets)."""
 
+    def plan_of_rank(self, counts: NDArray[Any], owner: NDArray[Any], columns: NDArray[Any],
+                     rank: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64], int, NDArray[numpy.int64],
+                     NDArray[numpy.int64]]:
+        """counts int64 [R, E], owner int32 [E], columns int64 [E]: (slot_expert, slot_tokens, target, redirects
+        int64 [n, 3], pushes int64 [m, 5]); RankPart of hybrid_ep/balance/microbatch.py."""
+
 
 class MicrobatchShape:
     """What does not change between micro-batches; balance/microbatch.h."""
@@ -616,6 +622,12 @@ def improve_layers(*, load: NDArray[Any], current: NDArray[Any], fresh: NDArray[
                    num_experts: int, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int,
                    target_ppm: int, max_moves: int) -> NDArray[numpy.int32]:
     """From a placement in force, int32 [L, slots], measured against a fresh one."""
+
+
+def part_of_rank(shape: MicrobatchShape, counts: NDArray[Any], owner: NDArray[Any], columns: NDArray[Any],
+                 slot_expert: NDArray[Any], slot_tokens: NDArray[Any], rank: int) -> tuple[NDArray[numpy.int64],
+                 NDArray[numpy.int64]]:
+    """(redirects int64 [n, 3], pushes int64 [m, 5]) of a plan, as in plan_of_rank."""
 
 
 def place_layers(*, load: NDArray[Any], single: NDArray[Any], group: NDArray[Any], num_layers: int,

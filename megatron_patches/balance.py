@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from hybrid_ep.balance import MicrobatchPlan
+    from hybrid_ep.balance.microbatch import RankPart
     from megatron_patches.balance_experts import SequentialWeights, StackedWeights
     from megatron_patches.experts import GroupedExperts
 
@@ -147,7 +148,8 @@ class ExactManager(SlowManager):
     """SlowManager over physical slots: num_local_experts owners, then the spare slots, on every rank.
 
     plan_with: counts int64 [R, E] -> MicrobatchPlan; tests put forced plans here.
-    last_plan: the plan of the latest dispatch, for meters; a recomputed dispatch has that of its first run.
+    last_plan: the plan of the latest dispatch, for meters; a recomputed dispatch has that of its first run. part: what
+    this rank has to do of it.
     """
 
     def __init__(
@@ -167,8 +169,9 @@ class ExactManager(SlowManager):
             num_nodes=buffers.num_nodes(group, wanted),
             epsilon=wanted.balance.epsilon,
         )
-        self.plan_with: Callable[[np.ndarray], MicrobatchPlan] = self.planner.plan
+        self.plan_with: Callable[[np.ndarray], MicrobatchPlan] = self._plan
         self.clones: balance_push.CloneExperts | None = None
+        self.part: RankPart | None = None
         self.push: balance_push.Transfer | None = None
 
     def attach(self, experts: SequentialMLP | GroupedExperts) -> None:
@@ -176,6 +179,11 @@ class ExactManager(SlowManager):
         super().attach(experts)
         self.clones = balance_push.CloneExperts(self)
         setattr(experts, "forward", self.clones.forward)  # noqa: B010 - an instance attribute over a method
+
+    def _plan(self, counts: np.ndarray) -> MicrobatchPlan:
+        self.planner.owner = self.owners.rank_of
+        columns = self.owners.host_columns(self.planner.options.spare_slots)
+        return self.planner.plan_of_rank(counts, self.group.rank(), columns)
 
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
@@ -187,43 +195,37 @@ class ExactManager(SlowManager):
         self._record(routing_map)
         first = recompute.first_run(self)
         self.last_plan = plan = self._planned(routing_map) if first is None else first.plan
-        self.push = self.clones.start_push(plan)  # travels while the tokens do
-        self.routing_map, self.token_probs = to_physical(routing_map, probs, plan, self.group.rank(), self.owners)
+        columns = self.owners.host_columns(self.planner.options.spare_slots)
+        self.part = part = plan.part or plan.part_of_rank(self.group.rank(), columns)
+        self.push = self.clones.start_push(part)  # travels while the tokens do
+        self.routing_map, self.token_probs = to_physical(routing_map, probs, part, plan.slot_expert.shape, self.owners)
         return HybridEPManager.dispatch(self, hidden_states)
 
     def _planned(self, routing_map: torch.Tensor) -> MicrobatchPlan:
         """The plan of this micro-batch, from all ranks' counts. Collective."""
         counts = routing_map.sum(dim=0)
-        gathered = [torch.empty_like(counts) for _ in range(self.group.size())]
-        dist.all_gather(gathered, counts, group=self.group)
-        self.planner.owner = self.owners.rank_of
-        return self.plan_with(torch.stack(gathered).cpu().numpy())
+        gathered = counts.new_empty((self.group.size(), counts.numel()))
+        dist.all_gather(list(gathered.unbind()), counts, group=self.group)
+        return self.plan_with(gathered.cpu().numpy())
 
 
 def to_physical(
-    routing_map: torch.Tensor, probs: torch.Tensor, plan: MicrobatchPlan, source: int, owners: Owners
+    routing_map: torch.Tensor, probs: torch.Tensor, part: RankPart, slots: tuple[int, int], owners: Owners
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Spread this rank's tokens over instances: (map, probs) over logical experts -> over physical slots.
 
-    routing_map bool [T, E], probs [T, E]; columns of the result: for every rank its owner slots, then its spare slots.
-    Of an expert's tokens, in order, the first stay for its owner and the rest go to the clones in slot order, as many
-    as `plan.share_of_source(source)` says. Gradients of probs flow back.
+    routing_map bool [T, E], probs [T, E]; slots: ranks, spare slots of each; columns of the result: for every rank its
+    owner slots, then its spare slots. Of an expert's tokens, in order, the first stay for its owner and the rest go to
+    the clones in slot order, as `part` says. Gradients of probs flow back.
     """
-    num_ranks, spare = plan.slot_expert.shape
-    num_experts = routing_map.shape[1]
-    per_rank = num_experts // num_ranks + spare
+    num_ranks, spare = slots
     device = routing_map.device
-    column = owners.columns(spare, device).expand(routing_map.shape[0], -1).clone()
-    take = plan.share_of_source(source)
-    for expert in sorted(set(plan.slot_expert[take > 0].tolist())):
-        tokens = routing_map[:, expert].nonzero().squeeze(1)
-        places = [(r, s) for r, s in zip(*(plan.slot_expert == expert).nonzero(), strict=True) if take[r, s]]
-        first = len(tokens) - sum(int(take[p]) for p in places)
-        for rank, slot in places:
-            last = first + int(take[rank, slot])
-            column[tokens[first:last], expert] = int(rank * per_rank + num_experts // num_ranks + slot)
-            first = last
-    shape = (routing_map.shape[0], num_ranks * per_rank)
+    column = owners.columns(spare, device).expand(routing_map.shape[0], -1)
+    if len(part.redirects):
+        expert, first, step = torch.from_numpy(part.redirects).to(device).unbind(1)
+        number = routing_map.index_select(1, expert).cumsum(0)  # of each token among the expert's, from 1
+        column = column.index_add(1, expert, (number > first) * step)
+    shape = (routing_map.shape[0], routing_map.shape[1] + num_ranks * spare)
     physical_map = torch.zeros(shape, dtype=torch.bool, device=device).scatter_(1, column, routing_map)
     return physical_map, torch.zeros(shape, dtype=probs.dtype, device=device).scatter(1, column, probs)
 

@@ -10,7 +10,7 @@ also under no-sync accumulation.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from hybrid_ep.errors import DeadlineError
 from megatron_patches import settings
 
 if TYPE_CHECKING:
-    from hybrid_ep.balance import MicrobatchPlan
+    from hybrid_ep.balance.microbatch import RankPart
     from megatron_patches.balance import ExactManager
 
 DEFAULT_TIMEOUT_S = 100.0
@@ -109,17 +109,10 @@ class CloneExperts:
         """Local owner slot of a logical expert that lives here."""
         return self.manager.owners.slot_of[expert] - self.group.rank() * self.weights.num_owners
 
-    def clones(self, plan: MicrobatchPlan) -> Iterator[Clone]:
-        """(expert, owner, rank, slot) of every clone, in the order that all ranks use."""
-        for rank, row in enumerate(plan.slot_expert.tolist()):
-            for slot, expert in enumerate(row):
-                if expert >= 0:
-                    yield expert, int(plan.owner[expert]), rank, slot
-
-    def start_push(self, plan: MicrobatchPlan) -> Transfer:
+    def start_push(self, part: RankPart) -> Transfer:
         """Send my experts' weights to their clones and receive those of my slots. Returns what to wait for."""
         transfer, me = Transfer(self.group, "weight push"), self.group.rank()
-        for expert, owner, rank, slot in self.clones(plan):
+        for expert, owner, rank, slot, _ in part.pushes.tolist():
             for n, stack in enumerate(self.stacks):
                 if owner == me:
                     transfer.send(self.weights.weight(self.owner_slot(expert), n), rank)
@@ -128,7 +121,7 @@ class CloneExperts:
         return transfer.start()
 
     def collect_gradients(
-        self, plan: MicrobatchPlan, gradients: list[torch.Tensor], add: Callable[[int, int, torch.Tensor], None]
+        self, part: RankPart, gradients: list[torch.Tensor], add: Callable[[int, int, torch.Tensor], None]
     ) -> None:
         """Bring clone gradients to the owners: `add(expert, n, gradient)` for each that arrives, in plan order.
 
@@ -136,12 +129,9 @@ class CloneExperts:
         so that no owner holds more of them at once than it has slots, however many clones its experts have.
         """
         rounds: dict[int, list[Clone]] = {}
-        received: dict[int, int] = {}
+        for expert, owner, rank, slot, nth in part.pushes.tolist():
+            rounds.setdefault(nth // self.num_slots, []).append((expert, owner, rank, slot))
         me = self.group.rank()
-        for clone in self.clones(plan):
-            owner = clone[1]
-            rounds.setdefault(received.get(owner, 0) // self.num_slots, []).append(clone)
-            received[owner] = received.get(owner, 0) + 1
         for _, clones in sorted(rounds.items()):
             transfer, arrived = Transfer(self.group, "clone gradients"), []
             for expert, owner, rank, slot in clones:
@@ -159,17 +149,17 @@ class CloneExperts:
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The experts' forward: owners with their own weights, then each slot with its clone's."""
-        plan, push = self.manager.last_plan, self.manager.push
-        if plan is None or push is None:
+        plan, part, push = self.manager.last_plan, self.manager.part, self.manager.push
+        if plan is None or part is None or push is None:
             raise RuntimeError("the experts of a balanced layer ran before its dispatch: call the dispatcher first")
         if plan.is_empty:
             owners = int(tokens_per_expert[: self.weights.num_owners].sum())
             return self.weights.forward(rows[:owners], tokens_per_expert[: self.weights.num_owners], probs[:owners])
         push.wait()
-        stacks = _Push.apply(self, plan, *self.weights.owners)
+        stacks = _Push.apply(self, part, *self.weights.owners)
         in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots)
-        return _Refill.apply(self, plan, output), bias
+        return _Refill.apply(self, part, output), bias
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
         """A tensor that lives in the slots is kept as its place there: other layers will use the memory."""
@@ -189,9 +179,9 @@ class _Push(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, clones: CloneExperts, plan: MicrobatchPlan, *owners: torch.nn.Parameter
+        ctx: Any, clones: CloneExperts, part: RankPart, *owners: torch.nn.Parameter
     ) -> tuple[torch.Tensor, ...]:
-        ctx.clones, ctx.plan = clones, plan
+        ctx.clones, ctx.part = clones, part
         # .data: the slots are refilled under the graph on purpose, _unpack knows.
         return tuple(stack.data for stack in clones.stacks)
 
@@ -211,7 +201,7 @@ class _Push(torch.autograd.Function):
                 total = sums[owner]
             weights.part(total, slot, n).add_(gradient)  # autograd would round to the parameter's dtype
 
-        clones.collect_gradients(ctx.plan, [g.float().contiguous() for g in gradients], add)
+        clones.collect_gradients(ctx.part, [g.float().contiguous() for g in gradients], add)
         result = []
         for owner in weights.owners:
             total = sums.get(owner)
@@ -226,11 +216,11 @@ class _Refill(torch.autograd.Function):
     """The identity. Backward: the slots get this plan's weights again, before the experts' backward reads them."""
 
     @staticmethod
-    def forward(ctx: Any, clones: CloneExperts, plan: MicrobatchPlan, output: torch.Tensor) -> torch.Tensor:
-        ctx.clones, ctx.plan = clones, plan
+    def forward(ctx: Any, clones: CloneExperts, part: RankPart, output: torch.Tensor) -> torch.Tensor:
+        ctx.clones, ctx.part = clones, part
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        ctx.clones.start_push(ctx.plan).wait()
+        ctx.clones.start_push(ctx.part).wait()
         return None, None, gradient

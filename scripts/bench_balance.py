@@ -1,6 +1,6 @@
 """Planners side by side: imbalance left, lower bound, clones or changed slots, time. Writes nothing unless asked.
 
-    python scripts/bench_balance.py [--layers 10] [--seed 0] [--json FILE] [--published eplb.py]
+    python scripts/bench_balance.py [--layers 10] [--seed 0] [--json FILE] [--published eplb.py] [--exact]
 
 Four tables. Exact: one micro-batch at a time against no balancing and EPLB planned from earlier batches. One slot: with
 --census N, how many of N layers a case end above 1 %, and of how many that is proved. Placement: loads known
@@ -27,6 +27,7 @@ from balance_peers import conditions, eplb
 
 from hybrid_ep import balance
 from hybrid_ep.balance import bounds, loads
+from hybrid_ep.balance.owners import Owners
 from hybrid_ep.balance.placement import rank_loads
 
 # ranks, experts, spare slots
@@ -58,12 +59,24 @@ def timed(calls, repeats, of=np.median):
 
 
 def planner_times(planner, now):
-    """Microseconds a layer: through plan(), the core without it, all layers in one call."""
-    together = np.stack(now)
-    one = [timed([lambda c=c: planner.plan(c), lambda c=c: planner._core.plan(c, planner.owner)], 100) for c in now]
+    """Microseconds a layer: through plan(), the core without it, with a rank's part, all layers in one call. The part
+    is all that exact mode asks of the planner for a layer; of it the slowest layer, too."""
+    together, (ranks, experts) = np.stack(now), now[0].shape
+    columns = Owners(experts, ranks).host_columns(planner.options.spare_slots)
+    calls = [
+        [
+            lambda c=c: planner.plan(c),
+            lambda c=c: planner._core.plan(c, planner.owner),
+            lambda c=c: planner.plan_of_rank(c, ranks // 2, columns),
+        ]
+        for c in now
+    ]
+    plan, core, part = (np.array([timed(of_layer, 100) for of_layer in calls]) * 1e6).T
     return {
-        "plan_us": np.median([a for a, _ in one]) * 1e6,
-        "core_us": np.median([b for _, b in one]) * 1e6,
+        "plan_us": np.median(plan),
+        "core_us": np.median(core),
+        "part_us": np.median(part),
+        "part_us_max": part.max(),
         "layers_us": timed([lambda: planner.plan_layers(together)], 50)[0] / len(now) * 1e6,
     }
 
@@ -228,6 +241,7 @@ def show(title, rows):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=10, help="layers a row is the mean of")
+    parser.add_argument("--exact", action="store_true", help="only the first table")
     parser.add_argument("--tokens", type=int, default=32768, help="(token, expert) pairs of a rank and micro-batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows here too")
@@ -255,6 +269,8 @@ def main(argv=None):
             },
         )
     title = "Exact, one micro-batch: (max - mean) / mean over ranks"
+    if args.exact:
+        return write(args.json, {"exact": show(title, exact_rows(rng, args.layers, args.tokens))})
     tables = {
         "exact": show(title, exact_rows(rng, args.layers, args.tokens)),
         "census": show("One spare slot: layers above 1 %", census_rows(rng, args.census, args.tokens)),

@@ -89,6 +89,8 @@ MicrobatchPlanner::MicrobatchPlanner(const MicrobatchShape& shape) : shape_(shap
   shape_.validate();
   layout_ = CloneLayout::make(shape_, 1, 1);
   memory_.resize(div_up(layout_.bytes, sizeof(Vec16)));
+  OneLane lane;
+  std::fill_n(CloneTables<OneLane>{lane, shape_, layout_, shared()}.owner(), shape_.num_experts, -1);  // none yet
   log_ = std::make_unique_for_overwrite<CloneFlow[]>(layout_.flow_bytes / sizeof(CloneFlow));
 }
 
@@ -96,7 +98,7 @@ MicrobatchPlanner::MicrobatchPlanner(const MicrobatchShape& shape) : shape_(shap
 void MicrobatchPlanner::read(const int64_t* counts, const int32_t* owner) {
   const int R = shape_.num_ranks, E = shape_.num_experts;
   OneLane lane;
-  const CloneTables<OneLane> t{lane, shape_, layout_, reinterpret_cast<std::byte*>(memory_.data())};
+  const CloneTables<OneLane> t{lane, shape_, layout_, shared()};
   int64_t* const total = t.total();
   int64_t size = 0;  // all bits any count has: negative or huge ones show
   for (int r = 0; r < R; r += 4) size |= add_rows(counts + int64_t(r) * E, std::min(4, R - r), E, r == 0, total);
@@ -104,26 +106,28 @@ void MicrobatchPlanner::read(const int64_t* counts, const int32_t* owner) {
   int64_t all = 0;
   for (int e = 0; e < E; ++e) all += total[e];
   require(size < kMaxTokens && all >= 0 && all < kMaxTokens, "counts", all, "tokens in all, must be below 2^40");
+  if (!std::equal(owner, owner + E, t.owner())) read_owners(t, owner);
+}
+
+// They change seldom; a plan looks only whether they have.
+void MicrobatchPlanner::read_owners(const CloneTables<OneLane>& t, const int32_t* owner) {
+  const int R = shape_.num_ranks, E = shape_.num_experts;
+  for (int e = 0; e < E; ++e) require(owner[e] >= 0 && owner[e] < R, "owner", owner[e], "must be a rank");
   int32_t* const first = t.first();
   std::fill(first, first + R + 1, 0);
-  for (int e = 0; e < E; ++e) {
-    require(owner[e] >= 0 && owner[e] < R, "owner", owner[e], "must be a rank");
-    ++first[owner[e] + 1];
-  }
+  for (int e = 0; e < E; ++e) ++first[owner[e] + 1];
   for (int r = 0; r < R; ++r) first[r + 1] += first[r];
-  for (int e = 0; e < E; ++e) {
-    t.by_owner()[first[owner[e]]++] = e;
-    t.owner()[e] = owner[e];
-  }
+  for (int e = 0; e < E; ++e) t.by_owner()[first[owner[e]]++] = e;
   for (int r = R; r > 0; --r) first[r] = first[r - 1];
   first[0] = 0;
+  std::copy(owner, owner + E, t.owner());
 }
 
 MicrobatchResult MicrobatchPlanner::plan(const int64_t* counts, const int32_t* owner, int32_t* slot_expert,
                                          int64_t* slot_tokens) {
   read(counts, owner);
   OneLane lane;
-  PlanClonesRole<OneLane> role(lane, shape_, layout_, reinterpret_cast<std::byte*>(memory_.data()), log_.get());
+  PlanClonesRole<OneLane> role(lane, shape_, layout_, shared(), log_.get());
   // Nothing to look for where the bound forbids it.
   const ClonePlan made = role.run([](const CloneTables<OneLane>& t, int64_t target) {
     return ClonesFit(t.shape.num_ranks, t.shape.spare_slots, t.total(), t.shape.num_experts, t.owner()).allows(target);

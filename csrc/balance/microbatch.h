@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "balance/one_lane.h"
 #include "layout/clone_shape.h"
 #include "roles/clone_flows.h"
 
@@ -57,6 +58,8 @@ class MicrobatchPlanner {
 
  private:
   void read(const int64_t* counts, const int32_t* owner);
+  void read_owners(const CloneTables<OneLane>& t, const int32_t* owner);
+  std::byte* shared() { return reinterpret_cast<std::byte*>(memory_.data()); }
 
   MicrobatchShape shape_;
   CloneLayout layout_;
@@ -68,5 +71,25 @@ class MicrobatchPlanner {
 // take[R, S]: this source's tokens for the clone in that slot; the rest of each expert goes to its owner.
 void share_of_source(const MicrobatchShape& shape, const int64_t* counts, const int32_t* owner,
                      const int32_t* slot_expert, const int64_t* slot_tokens, int source, int64_t* take);
+
+// One rank's part in a plan.
+struct RankPart {
+  // Of the rank's tokens for an expert, in order, those from number `first` on go to a column of the map over physical
+  // slots that is `step` further than that of those before. By expert, then by first.
+  struct Redirect {
+    int64_t expert, first, step;
+  };
+  // A clone of or on this rank, by rank and slot; nth: so many clones of its owner's experts come before it.
+  struct Push {
+    int64_t expert, owner, rank, slot, nth;
+  };
+  std::vector<Redirect> redirects;
+  std::vector<Push> pushes;
+};
+
+// columns[E]: of each expert's owner. A rank has num_experts / num_ranks columns for its owners, then its spare slots;
+// std::invalid_argument where that is not whole.
+RankPart part_of_rank(const MicrobatchShape& shape, const int64_t* counts, const int32_t* owner, const int64_t* columns,
+                      const int32_t* slot_expert, const int64_t* slot_tokens, int rank);
 
 }  // namespace hep::balance

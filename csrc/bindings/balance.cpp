@@ -89,22 +89,70 @@ PlanOfLayers plan(MicrobatchPlanner& planner, const py::array& counts, const py:
   return py::make_tuple(expert, tokens, targets);
 }
 
+void require_rank(const char* name, int rank, const MicrobatchShape& s) {
+  if (rank < 0 || rank >= s.num_ranks)
+    throw std::invalid_argument(std::string(name) + ": is " + std::to_string(rank) + "; give a rank below " +
+                                std::to_string(s.num_ranks));
+}
+
+// Slots and owners that name what there is.
+void require_names(const MicrobatchShape& s, const int32_t* owners, const int32_t* experts) {
+  for (int e = 0; e < s.num_experts; ++e)
+    if (owners[e] < 0 || owners[e] >= s.num_ranks)
+      throw std::invalid_argument("owner: expert " + std::to_string(e) + " is on rank " + std::to_string(owners[e]));
+  for (int i = 0; i < s.num_ranks * s.spare_slots; ++i)
+    if (experts[i] >= s.num_experts)
+      throw std::invalid_argument("slot_expert: names expert " + std::to_string(experts[i]));
+}
+
+using Part = py::typing::Tuple<Counts, Counts>;
+Part as_arrays(const balance::RankPart& part) {
+  static_assert(sizeof(balance::RankPart::Redirect) == 3 * 8 && sizeof(balance::RankPart::Push) == 5 * 8);
+  Counts redirects({py::ssize_t(part.redirects.size()), py::ssize_t(3)});
+  Counts pushes({py::ssize_t(part.pushes.size()), py::ssize_t(5)});
+  std::copy_n(reinterpret_cast<const int64_t*>(part.redirects.data()), redirects.size(), redirects.mutable_data());
+  std::copy_n(reinterpret_cast<const int64_t*>(part.pushes.data()), pushes.size(), pushes.mutable_data());
+  return py::make_tuple(redirects, pushes);
+}
+
+Part part_of_rank(const MicrobatchShape& s, const py::array& counts, const py::array& owner, const py::array& columns,
+                  const py::array& slot_expert, const py::array& slot_tokens, int rank) {
+  require_rank("rank", rank, s);
+  const py::ssize_t slots = py::ssize_t(s.num_ranks) * s.spare_slots;
+  const int64_t* from = numbers<int64_t>("counts", counts, py::ssize_t(s.num_ranks) * s.num_experts);
+  const int32_t* owners = numbers<int32_t>("owner", owner, s.num_experts);
+  const int64_t* at = numbers<int64_t>("columns", columns, s.num_experts);
+  const int32_t* experts = numbers<int32_t>("slot_expert", slot_expert, slots);
+  const int64_t* tokens = numbers<int64_t>("slot_tokens", slot_tokens, slots);
+  require_names(s, owners, experts);
+  return as_arrays(balance::part_of_rank(s, from, owners, at, experts, tokens, rank));
+}
+
+// A plan and one rank's part in it, in one call: what a layer waits for.
+using PlanOfRank = py::typing::Tuple<Ranks, Counts, py::int_, Counts, Counts>;
+PlanOfRank plan_of_rank(MicrobatchPlanner& planner, const py::array& counts, const py::array& owner,
+                        const py::array& columns, int rank) {
+  const MicrobatchShape& s = planner.shape();
+  require_rank("rank", rank, s);
+  const int64_t* from = numbers<int64_t>("counts", counts, py::ssize_t(s.num_ranks) * s.num_experts);
+  const int32_t* owners = numbers<int32_t>("owner", owner, s.num_experts);
+  const int64_t* at = numbers<int64_t>("columns", columns, s.num_experts);
+  Ranks expert({s.num_ranks, s.spare_slots});
+  Counts tokens({s.num_ranks, s.spare_slots});
+  const int64_t target = planner.plan(from, owners, expert.mutable_data(), tokens.mutable_data()).target;
+  const Part part = as_arrays(balance::part_of_rank(s, from, owners, at, expert.data(), tokens.data(), rank));
+  return py::make_tuple(expert, tokens, target, part[0], part[1]);
+}
+
 Counts share_of_source(const MicrobatchShape& s, const py::array& counts, const py::array& owner,
                        const py::array& slot_expert, const py::array& slot_tokens, int source) {
-  if (source < 0 || source >= s.num_ranks)
-    throw std::invalid_argument("source: is " + std::to_string(source) + "; give a rank below " +
-                                std::to_string(s.num_ranks));
+  require_rank("source", source, s);
   const py::ssize_t slots = py::ssize_t(s.num_ranks) * s.spare_slots;
   const int64_t* from = numbers<int64_t>("counts", counts, py::ssize_t(s.num_ranks) * s.num_experts);
   const int32_t* owners = numbers<int32_t>("owner", owner, s.num_experts);
   const int32_t* experts = numbers<int32_t>("slot_expert", slot_expert, slots);
   const int64_t* tokens = numbers<int64_t>("slot_tokens", slot_tokens, slots);
-  for (int e = 0; e < s.num_experts; ++e)
-    if (owners[e] < 0 || owners[e] >= s.num_ranks)
-      throw std::invalid_argument("owner: expert " + std::to_string(e) + " is on rank " + std::to_string(owners[e]));
-  for (py::ssize_t i = 0; i < slots; ++i)
-    if (experts[i] >= s.num_experts)
-      throw std::invalid_argument("slot_expert: names expert " + std::to_string(experts[i]));
+  require_names(s, owners, experts);
   Counts take(std::vector<py::ssize_t>{s.num_ranks, s.spare_slots});
   balance::share_of_source(s, from, owners, experts, tokens, source, take.mutable_data());
   return take;
@@ -174,9 +222,16 @@ void bind_balance(py::module_& m) {
   py::class_<MicrobatchPlanner>(m, "MicrobatchPlanner", "Clones and quotas of one micro-batch.")
       .def(py::init<const MicrobatchShape&>(), py::arg("shape"))
       .def("plan", &plan, py::arg("counts"), py::arg("owner"),
-           "counts int64 [R, E] or [L, R, E], owner int32 [E]: (slot_expert, slot_tokens, target or targets).");
+           "counts int64 [R, E] or [L, R, E], owner int32 [E]: (slot_expert, slot_tokens, target or targets).")
+      .def(
+          "plan_of_rank", &plan_of_rank, py::arg("counts"), py::arg("owner"), py::arg("columns"), py::arg("rank"),
+          "counts int64 [R, E], owner int32 [E], columns int64 [E]: (slot_expert, slot_tokens, target, redirects int64 "
+          "[n, 3], pushes int64 [m, 5]); RankPart of hybrid_ep/balance/microbatch.py.");
   m.def("share_of_source", &share_of_source, py::arg("shape"), py::arg("counts"), py::arg("owner"),
         py::arg("slot_expert"), py::arg("slot_tokens"), py::arg("source"));
+  m.def("part_of_rank", &part_of_rank, py::arg("shape"), py::arg("counts"), py::arg("owner"), py::arg("columns"),
+        py::arg("slot_expert"), py::arg("slot_tokens"), py::arg("rank"),
+        "(redirects int64 [n, 3], pushes int64 [m, 5]) of a plan, as in plan_of_rank.");
   m.def("clones_fit", &clones_fit, py::arg("load"), py::arg("owner"), py::arg("num_ranks"), py::arg("spare_slots"),
         "load int64 [E], owner int32 [E]: tokens of the fullest rank that no plan beats; bounds.clones_fit.");
   m.def("place_layers", &place_layers, py::kw_only(), py::arg("load"), py::arg("single"), py::arg("group"),

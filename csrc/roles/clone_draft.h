@@ -29,9 +29,7 @@ class CloneDraft {
 
   // Clones until no rank is above the aim, or none can be made.
   HEP_DEVICE CloneOutcome construct(CloneRule rule, int64_t aim) {
-    aim_ = aim;
-    rule_ = rule;
-    copies_ = 0;
+    aim_ = aim, rule_ = rule, copies_ = 0;
     begin();
     while (copies_ < s.most_copies()) {
       const int donor = next_donor();
@@ -52,13 +50,14 @@ class CloneDraft {
   HEP_DEVICE int32_t* pushed() const { return t.template at<int32_t>(begin_ + t.layout.draft_pushed); }
 
   HEP_DEVICE void begin() {
-    for (int r = a.lane(); r < s.num_ranks; r += A::kLanes) {
+    const int ranks = s.num_ranks, experts = s.num_experts;  // stores of int32 might change those of the shape
+    for (int e = a.lane(); e < experts; e += A::kLanes) a.st_shared(left() + e, a.ld_shared(t.total() + e));
+    for (int r = a.lane(); r < ranks; r += A::kLanes) {
       a.st_shared(hot() + r, a.ld_shared(t.hot() + r));
       a.st_shared(used() + r, 0);
       a.st_shared(pushed() + r, 0);
       enter(r, a.ld_shared(t.load() + r), 0);
     }
-    for (int e = a.lane(); e < s.num_experts; e += A::kLanes) a.st_shared(left() + e, a.ld_shared(t.total() + e));
     a.warp_sync();
   }
   // A rank with that cost and so many slots used.

@@ -30,16 +30,23 @@ class Owners:
         self.slot_of = tuple(int(s) for s in np.argsort(experts))
         self.rank_of = np.array(self.slot_of, dtype=np.int32) // self.per_rank
         self.is_identity = experts == tuple(range(len(experts)))
-        self._columns: dict = {}
+        self._columns: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._host_columns: dict[int, np.ndarray] = {}
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """The experts that live on a rank, in the order of its slots."""
         return self.expert_of_slot[rank * self.per_rank : (rank + 1) * self.per_rank]
 
+    def host_columns(self, spare_slots: int) -> np.ndarray:
+        """int64 [E]: `columns` for the planner."""
+        if spare_slots not in self._host_columns:
+            slots = np.array(self.slot_of, dtype=np.int64)
+            self._host_columns[spare_slots] = slots + slots // self.per_rank * spare_slots
+        return self._host_columns[spare_slots]
+
     def columns(self, spare_slots: int, device: torch.device) -> torch.Tensor:
         """int64 [E]: column of each expert's owner in a map over physical slots, `spare_slots` after each rank's."""
         key = (spare_slots, device)
         if key not in self._columns:
-            slots = np.array(self.slot_of, dtype=np.int64)
-            self._columns[key] = torch.from_numpy(slots + slots // self.per_rank * spare_slots).to(device)
+            self._columns[key] = torch.from_numpy(self.host_columns(spare_slots)).to(device)
         return self._columns[key]

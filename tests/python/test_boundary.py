@@ -228,6 +228,20 @@ def arrays_of_planners():
             lambda **a: _core.share_of_source(shape=shape, source=0, **a),
             {"counts": counts, "owner": made.owner, "slot_expert": made.slot_expert, "slot_tokens": made.slot_tokens},
         ),
+        "plan_of_rank": (
+            lambda **a: planner.plan_of_rank(rank=0, **a),
+            {"counts": counts, "owner": made.owner, "columns": np.arange(8, dtype=np.int64)},
+        ),
+        "part_of_rank": (
+            lambda **a: _core.part_of_rank(shape=shape, rank=0, **a),
+            {
+                "counts": counts,
+                "owner": made.owner,
+                "columns": np.arange(8, dtype=np.int64),
+                "slot_expert": made.slot_expert,
+                "slot_tokens": made.slot_tokens,
+            },
+        ),
         "place_layers": (
             lambda **a: _core.place_layers(**a, **layers),
             {"load": load, "single": load.astype(np.float32), "group": load[:, :2].astype(np.float32)},
@@ -239,7 +253,9 @@ def arrays_of_planners():
     }
 
 
-@pytest.mark.parametrize("name", ["plan", "share_of_source", "place_layers", "improve_layers"])
+@pytest.mark.parametrize(
+    "name", ["plan", "plan_of_rank", "part_of_rank", "share_of_source", "place_layers", "improve_layers"]
+)
 def test_planners_hold_their_arrays_to_size_and_type(name):
     call, arrays = arrays_of_planners()[name]
     call(**arrays)

@@ -125,6 +125,64 @@ def test_shares_of_sources_add_up(problem):
     assert (sent <= counts).all()
 
 
+def owner_columns(owner, num_ranks, spare):
+    """Columns of owners on any slots of their ranks: R * (E / R + spare) columns."""
+    seen, columns = dict.fromkeys(range(num_ranks), 0), []
+    for rank in owner.tolist():
+        columns.append(rank * (len(owner) // num_ranks + spare) + seen[rank])
+        seen[rank] += 1
+    return np.array(columns)
+
+
+@given(problems(), st.integers(0, 2**32))
+def test_the_part_of_a_rank_says_what_its_shares_and_slots_say(problem, seed):
+    """Redirects against share_of_source, pushes against the slots; planned in one call and asked of a plan."""
+    counts, _, options = problem
+    rng, num_ranks = np.random.default_rng(seed), len(counts)
+    counts = counts[:, : counts.shape[1] // num_ranks * num_ranks]
+    if not counts.size:
+        return
+    experts_of_rank = counts.shape[1] // num_ranks
+    owner = rng.permutation(default_owner(counts.shape[1], num_ranks)).astype(np.int32)
+    planner = balance.MicrobatchPlanner(num_ranks, counts.shape[1], owner, **vars(options))
+    columns, rank = owner_columns(owner, num_ranks, options.spare_slots), int(rng.integers(num_ranks))
+    p = planner.plan_of_rank(counts, rank, columns)
+    asked = plan(counts, owner, options).part_of_rank(rank, columns)
+    assert p.part.rank == asked.rank == rank
+    assert (p.part.redirects == asked.redirects).all() and (p.part.pushes == asked.pushes).all()
+
+    take, first_clone = p.share_of_source(rank), experts_of_rank
+    for expert in range(counts.shape[1]):
+        column = np.full(counts[rank, expert], columns[expert])
+        for _, first, step in p.part.redirects[p.part.redirects[:, 0] == expert]:
+            column[first:] += step
+        assert (np.diff(column) != 0).sum() <= num_ranks * options.spare_slots
+        for at, slot in zip(*np.nonzero(p.slot_expert == expert), strict=True):
+            there = at * (experts_of_rank + options.spare_slots) + first_clone + slot
+            assert (column == there).sum() == take[at, slot]
+        assert (column == columns[expert]).sum() == counts[rank, expert] - take[p.slot_expert == expert].sum()
+
+    clones = [(e, owner[e], r, s) for r, row in enumerate(p.slot_expert.tolist()) for s, e in enumerate(row) if e >= 0]
+    mine = [
+        (*clone, sum(other[1] == clone[1] for other in clones[:i]))
+        for i, clone in enumerate(clones)
+        if rank in clone[1:3]
+    ]
+    assert [tuple(push) for push in p.part.pushes.tolist()] == mine
+
+
+def test_a_part_needs_a_rank_and_whole_ranks_of_experts():
+    counts = np.ones((4, 8), np.int64)
+    planner, columns = balance.MicrobatchPlanner(4, 8), np.arange(8) * 3 // 2
+    with pytest.raises(ValueError, match="^rank: is 4; give a rank below 4"):
+        planner.plan_of_rank(counts, 4, columns)
+    with pytest.raises(ValueError, match="^columns: has 7 numbers; give 8"):
+        planner.plan_of_rank(counts, 0, columns[:7])
+    uneven = balance.MicrobatchPlanner(4, 6, np.zeros(6, np.int32))
+    with pytest.raises(ValueError, match="^num_experts: 6 must be a multiple of the 4 ranks"):
+        uneven.plan_of_rank(counts[:, :6], 0, columns[:6])
+
+
 FLOORS = [(32, 256, 1, 0.01), (64, 256, 1, 0.01), (16, 256, 2, 0.02), (8, 256, 4, 0.015)]
 
 
