@@ -17,6 +17,7 @@
 //   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
 //   add_acq_rel_sys                                    the same at system scope: the last speaks for all to other ranks
 //   take_rank, count_rank                              the same scope, and they order nothing
+//   st_line / ld_line                                  between ranks: a flag and the payload that lies beside it
 //   mbar_arrive (release) / mbar_wait (acquire)        between lanes of one block (cta scope)
 //   bulk_wait<0>() orders the completed stores before later releases BY THE SAME LANE; bulk groups belong
 //   to the lane that committed them, so the lane that commits is the lane that waits.
@@ -30,6 +31,7 @@
 
 #include "common/numeric.h"
 #include "common/timeout_report.h"
+#include "layout/line.h"
 
 namespace hep {
 
@@ -55,7 +57,7 @@ concept Lanes = requires(A a, const Vec16* vsrc, Vec16* vdst) {
 
 template <class A>
 concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* src, const uint64_t* flag,
-                        uint64_t* mut_flag, const Vec16* vsrc, Vec16* vdst, WaitInfo info,
+                        uint64_t* mut_flag, const Vec16* vsrc, Vec16* vdst, WaitInfo info, Line* line,
                         const uint64_t* (*flags)(int), uint64_t* (*mut_flags)(int), WaitInfo (*infos)(int)) {
   requires Lanes<A>;
   typename A::Mbarrier;  // lives in shared memory
@@ -132,6 +134,17 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.add_acq_rel_sys(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;
   { a.take_rank(mut_flag) } -> std::same_as<uint64_t>;  // adds 1: tickets for work that is visible already
   { a.count_rank(mut_flag, uint64_t{}) };               // sums that only the host reads
+
+  // Lines (layout/line.h). By all lanes of a warp together: kLineLanes neighbours have a line, each kLineWords words
+  // of it in order, those of the last the flag at their end (which st_line puts there); null: these lanes have none.
+  // A line that is stored becomes visible later, in no order with anything else, but whole. ld_line says whether the
+  // lines of all lanes have that very flag, to all lanes alike; if so their words are what was stored with it, and if
+  // not, only the flag's is what was seen. Nothing is licensed by it but these words: who overwrites a line must know
+  // by other means that it has been read.
+  { A::kLineLanes } -> std::convertible_to<int>;
+  { A::kLineWords } -> std::convertible_to<int>;
+  { a.st_line(line, flag, uint64_t{}) };
+  { a.ld_line(line, uint64_t{}, mut_flag) } -> std::same_as<bool>;
 
   // A role that polls several flags by hand calls this once per fruitless round, with what it waits for;
   // `since_progress` is the role's own token: reset it with poll_reset whenever something was found.

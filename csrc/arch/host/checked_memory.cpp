@@ -126,14 +126,15 @@ bool LoadEngine::complete_one(Rng& rng) {
 
 // ---------------------------------------------------------------- lane: generic accesses
 
-void CheckedLane::prepare(int lanes, LoadEngine& engine, uint64_t seed) {
-  lanes_per_warp = lanes;
-  id = static_cast<uint16_t>(warp * lanes + lane + 1);
-  loads = &engine;
+void CheckedLane::prepare(int lanes_of_warp, AsyncMemory& memory, uint64_t seed) {
+  lanes_per_warp = lanes_of_warp;
+  id = static_cast<uint16_t>(warp * lanes_per_warp + lane + 1);
+  loads = &memory.loads;
+  lines = &memory.lines;
   is_touched.assign(shared().unpublished.size(), 0);
   const uint64_t warp_seed = seed + 0x51ed27u * static_cast<uint64_t>(block->config->rank + 1) +
                              0x2545f5u * static_cast<uint64_t>(block->idx) + static_cast<uint64_t>(warp);
-  elected_lane = static_cast<int>(Rng(warp_seed).below(static_cast<uint64_t>(lanes)));
+  elected_lane = static_cast<int>(Rng(warp_seed).below(static_cast<uint64_t>(lanes_per_warp)));
   rng = Rng(warp_seed ^ static_cast<uint64_t>(lane + 1) << 32);
 }
 

@@ -11,6 +11,7 @@
 
 #include "arch/host/errors.h"
 #include "arch/host/lane.h"
+#include "arch/host/line_engine.h"
 #include "arch/host/mbarrier.h"
 #include "arch/host/rng.h"
 #include "arch/host/scheduler.h"
@@ -55,6 +56,7 @@ struct CheckedBlock : BlockBase {
   struct Warp {
     uint64_t meeting[2] = {};  // number * 2 + (1 for elect_one) of the newest meetings
     uint32_t lanes_returned = 0;
+    Line lines[4];  // that its lanes put together
   };
   std::vector<Warp> warps;
   struct Group {
@@ -107,6 +109,20 @@ class LoadEngine : public AsyncEngine {
   std::vector<Load*> in_flight_;
 };
 
+// All that goes on beside the lanes. Loads and lines wait for nothing, least of all for one another.
+class AsyncMemory : public AsyncEngine {
+ public:
+  explicit AsyncMemory(LoadEngine::Land land) : loads(land) {}
+  bool complete_one(Rng& rng) override {
+    AsyncEngine* const order[] = {&loads, &lines};
+    const bool lines_first = rng.one_in(2);
+    return order[lines_first]->complete_one(rng) || order[!lines_first]->complete_one(rng);
+  }
+
+  LoadEngine loads;
+  LineEngine lines;
+};
+
 struct BulkStore {
   std::byte* dst;
   Span src;
@@ -124,6 +140,7 @@ struct CheckedLane : LaneBase {
   int lanes_per_warp = 1;
   uint64_t num_meetings = 0;  // elect_one and warp_sync so far
   LoadEngine* loads = nullptr;
+  LineEngine* lines = nullptr;
   Rng rng;
   std::vector<uint32_t> touched;    // granules with accesses not yet published
   std::vector<uint8_t> is_touched;  // by granule
@@ -137,8 +154,10 @@ struct CheckedLane : LaneBase {
     touched.clear();
     num_meetings = 0;
   }
-  void prepare(int lanes, LoadEngine& engine, uint64_t seed);
+  void prepare(int lanes_of_warp, AsyncMemory& memory, uint64_t seed);
   CheckedBlock& shared() const { return *static_cast<CheckedBlock*>(block); }
+
+  Line& line_of_warp(int group) const { return shared().warps[static_cast<size_t>(warp)].lines[group]; }
 
   void touch(const Span& s);
   void publish();

@@ -18,20 +18,20 @@ struct CheckedModel {
 
   class World {
    public:
-    explicit World(uint64_t seed) : seed_(seed), loads_(&land) {}
-    AsyncEngine* engine() { return &loads_; }
-    LoadEngine& loads() { return loads_; }
+    explicit World(uint64_t seed) : seed_(seed), memory_(&land) {}
+    AsyncEngine* engine() { return &memory_; }
+    AsyncMemory& memory() { return memory_; }
     uint64_t seed() const { return seed_; }
     void adopt(Block& block) { block.prepare(seed_ + ++num_blocks_); }
 
    private:
     uint64_t seed_, num_blocks_ = 0;
-    LoadEngine loads_;
+    AsyncMemory memory_;
   };
 
   template <int kLanes>
   static void lane_begins(Lane& me, World& world) {
-    me.prepare(kLanes, world.loads(), world.seed());
+    me.prepare(kLanes, world.memory(), world.seed());
   }
   static void lane_returns(Lane& me) { me.returns(); }
   static void step(Lane& me) { Exec::step(me); }
@@ -107,6 +107,21 @@ struct CheckedModel {
     me.wait_written(newest);
   }
   static void publish_shared(Lane& me) { me.publish(); }
+
+  // What the lanes of a line leave in their warp, the flag's lane takes; the line lands when it may.
+  static void st_line_words(Lane& me, Line* dst, int group, int first, const uint64_t* words, int n) {
+    me.check_global(dst, sizeof *dst, "st_line");
+    std::memcpy(me.line_of_warp(group).words + first, words, 8 * size_t(n));
+  }
+  static void st_line_flag(Lane& me, Line* dst, int group, uint64_t flag) {
+    Line& line = me.line_of_warp(group);
+    line.words[Line::kFlag] = flag;
+    me.lines->push(dst, line);
+  }
+  static bool ld_line(Lane& me, const Line* src, uint64_t flag, int first, uint64_t* words, int n) {
+    me.check_global(src, sizeof *src, "ld_line");
+    return Plain::load_line(src, flag, first, words, n);
+  }
 
   template <class T>
   static T ld_shared(Lane& me, const T* p) {

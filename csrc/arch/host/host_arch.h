@@ -4,6 +4,7 @@
 #pragma once
 #include <atomic>
 #include <type_traits>
+#include <utility>
 
 #include "arch/concept.h"
 #include "arch/host/checked_model.h"
@@ -21,7 +22,7 @@ class HostArch {
   using Exec = typename Model::Exec;
   using Lane = typename Model::Lane;
   using Mbarrier = host::Mbarrier;
-  static constexpr int kLanes = kLanesOf;
+  static constexpr int kLanes = kLanesOf, kLineLanes = line_lanes(kLanes), kLineWords = Line::kWords / kLineLanes;
 
   explicit HostArch(Lane& lane) : me_(&lane) {}
 
@@ -137,6 +138,19 @@ class HostArch {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i));
   }
 
+  // The flag behind the words, when all lanes of the line have stored theirs.
+  void st_line(Line* dst, const uint64_t* words, uint64_t flag) {
+    Model::step(*me_);
+    if (dst) Model::st_line_words(*me_, dst, lane() / kLineLanes, first_line_word(), words, kLineWords);
+    if constexpr (kLineLanes > 1) warp_sync();
+    if (dst && has_line_flag()) Model::st_line_flag(*me_, dst, lane() / kLineLanes, flag);
+    if constexpr (kLineLanes > 1 && Model::kChecked) warp_sync();  // it has taken what the lanes left for it
+  }
+  bool ld_line(const Line* src, uint64_t flag, uint64_t* words) {
+    Model::step(*me_);
+    return all_of_warp(!src || Model::ld_line(*me_, src, flag, first_line_word(), words, kLineWords));
+  }
+
   void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen) {
     Exec::poll_idle(*me_, info, expected, seen);
   }
@@ -150,6 +164,18 @@ class HostArch {
     const uint64_t target = (before / participants + 1) * participants;
     Exec::wait(*me_, {&arrived, target}, WaitInfo{Site::kBlockSync},
                order == std::memory_order_relaxed ? order : std::memory_order_acquire);
+  }
+  int first_line_word() const { return lane() % kLineLanes * kLineWords; }
+  bool has_line_flag() const { return lane() % kLineLanes == kLineLanes - 1; }
+  // By all lanes of the warp. A counter's next vote but one begins when all have looked at this one's.
+  bool all_of_warp(bool yes) {
+    if constexpr (kLanes == 1) return yes;
+    const uint64_t turn = me_->num_votes++ & 1;
+    uint64_t& votes = me_->block->warp_votes[2 * static_cast<size_t>(me_->warp) + turn];
+    if (yes) Exec::swap_word(votes, std::memory_order_relaxed, [](uint64_t n) { return n + 1; });
+    warp_sync();
+    const uint64_t now = load_word(&votes, std::memory_order_relaxed);
+    return now - std::exchange(me_->votes_seen[turn], now) == uint64_t(kLanes);
   }
   uint64_t& warp_word() { return me_->block->warp_arrived[static_cast<size_t>(me_->warp)]; }
   void touch(const uint64_t* flag) {

@@ -52,6 +52,7 @@ struct BlockBase {
   uint64_t block_arrived = 0;
   uint64_t group_arrived[16] = {};
   std::vector<uint64_t> warp_arrived;  // elect_one and warp_sync
+  std::vector<uint64_t> warp_votes;    // two a warp, used in turn: lanes that voted yes, over the launch
 
   void reset(int block_idx, const LaunchConfig& launch_config, std::byte* shared) {
     idx = block_idx;
@@ -60,6 +61,7 @@ struct BlockBase {
     block_arrived = 0;
     for (uint64_t& arrived : group_arrived) arrived = 0;
     warp_arrived.assign(static_cast<size_t>(launch_config.num_warps), 0);
+    warp_votes.assign(2 * static_cast<size_t>(launch_config.num_warps), 0);
   }
 };
 
@@ -92,6 +94,8 @@ struct LaneBase {
   int64_t wait_since_ns = 0;
   int64_t poll_since_ns = 0;  // 0 = no fruitless round since poll_reset
   uint32_t steps = 0;         // thread executor: varies where the lane yields
+  uint64_t num_votes = 0;     // of its warp, and what it found in each of the two counters last
+  uint64_t votes_seen[2] = {};
 
   void reset(BlockBase& of_block, int warp_idx, int lane_idx) {
     *this = LaneBase{};

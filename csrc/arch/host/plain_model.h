@@ -58,6 +58,25 @@ struct PlainModel {
   static void bulk_wait(Lane&, int) { stream_fence(); }
   static void publish_shared(Lane&) {}
 
+  // The words of a lane, without the flag; `group`: which of the warp's lines it is.
+  static void st_line_words(Lane&, Line* dst, int, int first, const uint64_t* words, int n) {
+    std::memcpy(dst->words + first, words, 8 * size_t(first + n == Line::kWords ? n - 1 : n));
+  }
+  static void st_line_flag(Lane&, Line* dst, int, uint64_t flag) {
+    std::atomic_ref(dst->words[Line::kFlag]).store(flag, std::memory_order_release);
+  }
+  static bool ld_line(Lane&, const Line* src, uint64_t flag, int first, uint64_t* words, int n) {
+    return load_line(src, flag, first, words, n);
+  }
+  static bool load_line(const Line* src, uint64_t flag, int first, uint64_t* words, int n) {
+    const uint64_t seen = load_word(src->words + Line::kFlag, std::memory_order_acquire);
+    const bool has_flag = first + n == Line::kWords;
+    if (has_flag) words[n - 1] = seen;
+    if (seen != flag) return false;
+    std::memcpy(words, src->words + first, 8 * size_t(has_flag ? n - 1 : n));
+    return true;
+  }
+
   // memcpy of a constant size is one load or store, and unlike *p it may read what was written as floats.
   template <class T>
   static T load(const T* p) {

@@ -13,7 +13,7 @@ namespace hep::sim {
 class SimArch {
  public:
   using Mbarrier = host::Mbarrier;
-  static constexpr int kLanes = 1;
+  static constexpr int kLanes = 1, kLineLanes = 1, kLineWords = Line::kWords;
 
   explicit SimArch(Lane& lane) : me_(&lane), m_(lane.machine) {}
 
@@ -124,6 +124,20 @@ class SimArch {
   template <class Flag, class Info>
   void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i), at);
+  }
+  // The payload at once, its flag when a flag may come: between the two another lane may look, and finds no line.
+  void st_line(Line* dst, const uint64_t* words, uint64_t flag, Where at = Where::current()) {
+    if (!dst) return;
+    if (m_->write_global(here(at), dst, Line::kPayloadBytes)) std::memcpy(dst->words, words, Line::kPayloadBytes);
+    m_->set_flag(here(at), dst->words + Line::kFlag, flag, false);
+  }
+  bool ld_line(const Line* src, uint64_t flag, uint64_t* words, Where at = Where::current()) {
+    if (!src) return true;
+    words[Line::kFlag] = m_->look(here(at), src->words + Line::kFlag, flag);
+    if (words[Line::kFlag] != flag) return false;
+    m_->read_global(here(at), src, Line::kPayloadBytes);
+    std::memcpy(words, src->words, Line::kPayloadBytes);
+    return true;
   }
   void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen, Where at = Where::current()) {
     m_->poll(here(at), info, expected, seen);

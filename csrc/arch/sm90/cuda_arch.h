@@ -26,7 +26,7 @@ class CudaArch {
   struct Mbarrier {
     uint64_t word;
   };
-  static constexpr int kLanes = 32;
+  static constexpr int kLanes = 32, kLineLanes = line_lanes(kLanes), kLineWords = Line::kWords / kLineLanes;
   static constexpr int kGroupWarps = 4;  // warps of every named group
   static constexpr int kGroups = 4;      // ids 0..3
 
@@ -181,6 +181,17 @@ class CudaArch {
     ptx::fence_proxy_async_global();
   }
 
+  // Eight lanes store a line by one instruction of their warp, in one transaction of 128 bytes, which NVLink keeps
+  // together (docs/latency.md). A lane that has left has no vote, so that nothing comes for its warp.
+  HEP_DEVICE void st_line(Line* dst, const uint64_t* words, uint64_t flag) {
+    static_assert(kLineWords == 2);
+    if (dst) ptx::st_volatile_v2(dst->words + first_line_word(), words[0], has_line_flag() ? flag : words[1]);
+  }
+  HEP_DEVICE bool ld_line(const Line* src, uint64_t flag, uint64_t* words) {
+    if (src) ptx::ld_volatile_v2(src->words + first_line_word(), words);
+    return ptx::ballot(!src || !has_line_flag() || words[1] == flag) == ~0u;
+  }
+
   HEP_DEVICE void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen) {
     look_up(idle_since_, info, expected, seen);
     __nanosleep(64);  // the flags that the role polls share a link with the data
@@ -188,6 +199,8 @@ class CudaArch {
   HEP_DEVICE void poll_reset() { idle_since_ = 0; }
 
  private:
+  HEP_DEVICE int first_line_word() const { return lane() % kLineLanes * kLineWords; }
+  HEP_DEVICE bool has_line_flag() const { return lane() % kLineLanes == kLineLanes - 1; }
   static HEP_DEVICE Mbarrier* group_bars() {
     __shared__ Mbarrier bars[kGroups];
     return bars;

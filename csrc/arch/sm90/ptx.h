@@ -27,6 +27,15 @@ HEP_DEVICE uint32_t lanes_here() {
                : "memory");
   return lanes;
 }
+// One bit a lane, of those that are still here.
+HEP_DEVICE uint32_t ballot(bool yes) {
+  uint32_t lanes;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; vote.sync.ballot.b32 %0, p, 0xffffffff; }"
+               : "=r"(lanes)
+               : "r"(uint32_t(yes))
+               : "memory");
+  return lanes;
+}
 HEP_DEVICE uint64_t globaltimer() {  // nanoseconds; steps of up to a microsecond
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");
@@ -158,6 +167,18 @@ HEP_DEVICE uint32_t ld_relaxed_sys(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)) : "memory");
   return v;
+}
+
+// ---- Lines: 16 bytes of a lane
+HEP_DEVICE void st_volatile_v2(uint64_t* p, uint64_t first, uint64_t second) {
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "l"(first), "l"(second)
+               : "memory");
+}
+HEP_DEVICE void ld_volatile_v2(const uint64_t* p, uint64_t* words) {
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(words[0]), "=l"(words[1])
+               : "l"(__cvta_generic_to_global(p))
+               : "memory");
 }
 
 // ---- Shared memory through the generic proxy, by width
