@@ -86,7 +86,11 @@
   BUG(kDraftsUnmet, "constructions are compared before all are made") \
   BUG(kFlowNotTakenBack, "a search keeps what the last flow of a choice moved when it turns back") \
   BUG(kTornLine, "a line becomes visible in two parts, in any order") \
-  BUG(kFlagBeforePayload, "a line's flag becomes visible before its payload")
+  BUG(kFlagBeforePayload, "a line's flag becomes visible before its payload") \
+  BUG(kEarlyCredit, "a step of the latency path ends without having heard of every rank") \
+  BUG(kOneSlabParity, "slabs of successive steps share their memory") \
+  BUG(kStaleStep, "a line of two steps before is taken for this step's") \
+  BUG(kRestOfRowUnawaited, "of a row only the first lines are waited for")
 // clang-format on
 
 namespace hep {

@@ -19,6 +19,8 @@ enum class Site : uint16_t {
   kLanding,         // never comes: a rank of this node is in another operation, or means rows of other sizes
   kRowsLanded,      // receive rows, stored by ranks of this node
   kPartialRows,     // partial rows of a rank of this node
+  kLatencyHeader,   // latency path: the header of a rank's slab
+  kLatencyRow,      // latency path: a line of a rank's row
   kBlockSync,       // the other lanes of this block
   kGridMeeting,     // the other blocks of this kernel
   kNotification,    // on the host: the counts of an exchange that has started
@@ -41,6 +43,8 @@ inline const char* site_name(Site s) {
     case Site::kLanding: return "landing_differs";
     case Site::kRowsLanded: return "rows_landed";
     case Site::kPartialRows: return "partial_rows";
+    case Site::kLatencyHeader: return "latency_header";
+    case Site::kLatencyRow: return "latency_row";
     case Site::kBlockSync: return "block_sync";
     case Site::kGridMeeting: return "grid_meeting";
     case Site::kNotification: return "counts_to_host";

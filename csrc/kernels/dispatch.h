@@ -40,7 +40,8 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
                         uint32_t(p.world.num_ranks()), p.plan.numbers->recv_rows);
   if (!enter_kernel(a)) return;
   if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
-  if (warp == 6 && local) return ZeroRowsRole<A>::run(a, p);
+  if (warp == 6 && local)
+    return ZeroRowsRole<A>::run(a, p, p.blocks.worker(uint32_t(a.block_idx())), p.blocks.workers());
   if (!elected || !(warp < 4 ? links : local)) return;  // the copy roles are one lane each
   switch (warp) {
     case 0:

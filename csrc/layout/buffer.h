@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "layout/counts.h"
+#include "layout/latency.h"
 #include "layout/message.h"
 
 namespace hep {
@@ -22,6 +23,7 @@ struct BufferShape {
   uint32_t chunk_tokens = 16;       // tokens moved per rail flow-control step
   uint32_t rail_slots = 16;         // chunks in flight per rail peer and direction
   uint64_t arena_bytes = 0;         // for results, where rows land without a copy; 0 = none
+  uint64_t latency_tokens = 0;      // of a rank, that the slabs of the latency path hold; 0 = no slabs
 
   void validate() const {
     auto need = [](bool ok, const char* what) {
@@ -35,6 +37,8 @@ struct BufferShape {
          "row_bytes, scale_bytes and partial_row_bytes must be multiples of 16");
     need(chunk_tokens >= 1 && rail_slots >= 1, "chunk_tokens and rail_slots must be at least 1");
     need(max_topk >= 1 && max_topk <= 65535, "max_topk must lie in 1..65535");
+    need(latency_tokens == 0 || num_nodes == 1, "latency_tokens needs ranks that all map each other: one node");
+    need(latency_tokens <= max_tokens, "latency_tokens must not exceed max_tokens");
   }
 };
 
@@ -54,8 +58,9 @@ struct BufferLayout {
   uint32_t num_nodes, num_local_ranks, num_ranks, rail_slots, chunk_tokens;
   uint64_t token_stride;  // largest message or partial row that this shape admits
   uint64_t slot_bytes;    // one ring slot: a chunk of those
-  uint64_t ready, done, counts_rail, counts_node, rail_full, rail_free;     // flag arrays
-  uint64_t counts_at, landed, partials, rail_send, rail_recv, recv, arena;  // data regions
+  uint64_t ready, done, counts_rail, counts_node, rail_full, rail_free;  // flag arrays
+  LatencySlabs slabs;
+  uint64_t counts_at, landed, partials, latency, rail_send, rail_recv, recv, arena;  // data regions
   uint64_t groups, recv_bytes, arena_bytes, total;
   std::vector<Region> regions;
 
@@ -85,6 +90,8 @@ struct BufferLayout {
     groups = div_up(s.recv_rows, kGroupRows);
     landed = add("landed_counters", 8 * groups);
     partials = add("partial_flags", 2 * 8 * groups * num_local_ranks);
+    slabs = LatencySlabs::make(counts, s.latency_tokens, token_stride);
+    latency = add("latency_slabs", slabs.bytes());
     rail_send = add("rail_send_ring", ring * slot_bytes);
     rail_recv = add("rail_receive_ring", ring * slot_bytes);
     recv = add("receive_rows", recv_bytes);

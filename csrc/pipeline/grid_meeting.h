@@ -8,16 +8,16 @@
 
 namespace hep {
 
-// By all lanes of all blocks, once a kernel. `arrived` is zero when the kernel starts; the last to leave makes it so
-// again. False: a lane of this block has left in its wait, and so must all.
+// By all lanes of all blocks, for the `round`-th time in this kernel. `arrived` is zero when the kernel starts; the
+// last to leave makes it so again. False: a lane of this block has left in its wait, and so must all.
 template <Arch A>
-HEP_DEVICE bool meet_blocks(A& a, uint64_t* arrived) {
+HEP_DEVICE bool meet_blocks(A& a, uint64_t* arrived, int round = 1) {
   a.block_sync();
   if (a.num_blocks() == 1) return true;
   if (a.warp_idx() == 0 && a.elect_one()) {
     a.add_acq_rel_rank(arrived, 1);
     if (!injected(Bug::kBlocksDoNotMeet))
-      a.wait_ge_sys(arrived, uint64_t(a.num_blocks()), {Site::kGridMeeting, -1, a.block_idx()});
+      a.wait_ge_sys(arrived, uint64_t(round) * uint64_t(a.num_blocks()), {Site::kGridMeeting, -1, a.block_idx()});
   }
   return a.block_whole();
 }

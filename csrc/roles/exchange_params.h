@@ -26,6 +26,7 @@ struct RankProgress {
   // Of the exchange in progress, zero between: blocks that have met, and choices that no plan can hold, for there is no
   // such expert or they are more than topk.
   uint64_t met, excess;
+  uint64_t steps;  // of the latency path
 };
 
 // Blocks of an exchange at most. More have less to count each and more to add up: a block's columns are read by all

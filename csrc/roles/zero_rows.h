@@ -8,14 +8,16 @@ namespace hep {
 // Permuted rows that hold no token (padding of an expert's group, the tail of a static budget) become zero.
 template <Arch A>
 struct ZeroRowsRole {
-  HEP_DEVICE static void run(A& a, const DispatchParams& p) {
+  // By all lanes of a warp, of `workers` that share the rows.
+  template <class P>
+  HEP_DEVICE static void run(A& a, const P& p, uint32_t worker, uint32_t workers) {
     a.set_role("zero_rows");
     if (!p.permute || injected(Bug::kPaddingNotCleared)) return;
     for (uint32_t r = 0; r <= p.plan.num_local_experts; ++r) {
       const bool tail = r == p.plan.num_local_experts;  // behind the last group, up to the result's end
       const uint64_t begin = tail ? p.plan.numbers->permuted_rows : p.plan.zero_ranges[2 * r];
       const uint64_t end = tail ? p.out_rows : p.plan.zero_ranges[2 * r + 1];
-      for (uint64_t row = begin + p.blocks.worker(uint32_t(a.block_idx())); row < end; row += p.blocks.workers()) {
+      for (uint64_t row = begin + worker; row < end; row += workers) {
         zero(a, p.out_x + row * p.message.row_bytes, p.message.row_bytes);
         if (p.message.scale_bytes) zero(a, p.out_scales + row * p.message.scale_bytes, p.message.scale_bytes);
         if (p.out_weights && a.lane() == 0) a.st_global(p.out_weights + row, 0.f);

@@ -39,9 +39,11 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   executor_ = executor(rail_segments_.data(), seed + uint64_t(rank));
   const uint64_t nodes = uint64_t(world_.num_nodes), rails = align_up(8 * nodes, 64);
   const uint64_t counters = align_up(sizeof(TrafficCounters), 64), line = 64;
+  static_assert(sizeof(RankProgress) <= 64);
   const uint64_t columns = nodes + uint64_t(world_.num_ranks()) + shape.num_experts;
+  const uint64_t latency_counts = shape.latency_tokens ? 2 * layout_.num_ranks * layout_.counts.vector_bytes() : 0;
   state_ = executor_->allocate(counters + 2 * line + 4 * rails + nodes * shape.rail_slots * 8 +
-                               kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.groups);
+                               kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.groups + latency_counts);
   auto* at = static_cast<unsigned char*>(state_.get());
   traffic_ = reinterpret_cast<TrafficCounters*>(at);
   progress_ = reinterpret_cast<RankProgress*>(at += counters);
@@ -53,7 +55,8 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   consumed_ = reinterpret_cast<uint64_t*>(at += rails);
   landed_before_ = reinterpret_cast<uint64_t*>(at += nodes * shape.rail_slots * 8);
   misfits_ = reinterpret_cast<uint64_t*>(at += 8 * layout_.groups);
-  block_counts_ = reinterpret_cast<uint32_t*>(at + 8 * kMostExchangeBlocks);
+  block_counts_ = reinterpret_cast<uint32_t*>(at += 8 * kMostExchangeBlocks);
+  latency_counts_ = at + 4 * kMostExchangeBlocks * columns;
   notification_ = executor_->allocate_notification(CountNotification::make(layout_.counts).bytes());
   make_tables();
 }
@@ -74,7 +77,7 @@ void Engine::reset_traffic() {
 }
 
 void Engine::start_counters_at(uint64_t base) {
-  const RankProgress progress{base, base, 0, 0, 0};
+  const RankProgress progress{base, base, 0, 0, 0, base};
   executor_->write(progress_, &progress, sizeof progress);
   const std::vector<uint64_t> chunks(size_t(world_.num_nodes), base);
   executor_->write(rail_sent_, chunks.data(), 8 * chunks.size());

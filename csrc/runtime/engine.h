@@ -123,12 +123,25 @@ class Engine {
   void dispatch(Plan& plan, const DispatchCall& call);
   void combine(Plan& plan, const CombineCall& call);
 
+  // The latency path (docs/latency.md), where the shape has latency_tokens: one launch each, no size for the host. All
+  // ranks take the same path in an operation. Plans are those of the other path, and either path takes them, but for a
+  // plan's first dispatch: one that place() made has its first there. num_blocks of a call is all it has. What does not
+  // fit together between ranks comes as a deadline.
+  //
+  // Routes, places and dispatches. Of the calls num_blocks is the dispatch's, at most kMostExchangeBlocks; weights are
+  // the routing's where with_weights, and the dispatch's `weights` is not looked at.
+  std::shared_ptr<Plan> latency_dispatch(const RoutingInput& in, const PlaceCall& place, const DispatchCall& call,
+                                         bool with_weights);
+  void latency_dispatch(Plan& plan, const DispatchCall& call);  // complete
+  void latency_combine(Plan& plan, const CombineCall& call);
+
  private:
   class Call;  // marks the engine busy, and failed when an exception leaves a kernel
   unsigned char* own() const { return segments_[world_.rank]->data(); }
   uint64_t* flag(int rank, uint64_t offset) const {
     return reinterpret_cast<uint64_t*>(segments_[rank]->data() + offset);
   }
+  PlacedPlan describe_place(ExchangeParams& p, const RoutingInput& in, const PlaceCall& c, bool count) const;
   PlacedPlan launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count);
   void await_notification();
   PlacedCounts read_notification() const;
@@ -144,6 +157,11 @@ class Engine {
   void require_world(const Plan& plan) const;
   static void require_sizes(uint64_t row_bytes, uint64_t scale_bytes);
   uint32_t chunk_of(uint32_t asked) const;
+  void require_latency(uint32_t tokens) const;
+  LatencyLink latency_link() const;
+  LatencyDispatchParams latency_params(const DispatchCall& c, const PlanView& plan, uint32_t topk,
+                                       const float* weights) const;
+  void launch_latency(Call& call, LatencyDispatchParams& p, int num_blocks);
 
   World world_;
   BufferShape shape_;
@@ -160,8 +178,9 @@ class Engine {
   TrafficCounters* traffic_;            // all of these in state_
   RankProgress* progress_;
   uint64_t* exit_counter_;
-  uint64_t* misfits_;       // of an exchange's blocks
-  uint32_t* block_counts_;  // likewise
+  unsigned char* latency_counts_;  // count vectors that the latency path has received, two parities
+  uint64_t* misfits_;              // of an exchange's blocks
+  uint32_t* block_counts_;         // likewise
   ChunksTaken taken_;
   uint64_t *rail_sent_, *rail_received_;  // chunks over the life of the buffer, [N]
   uint64_t* consumed_;                    // [N][rail_slots]

@@ -7,6 +7,9 @@
 
 namespace hep {
 
+// std::invalid_argument when no kernel could place the routing as the call says.
+void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_experts);
+
 class Engine::Call {
  public:
   explicit Call(Engine& e) : e_(e) {

@@ -16,6 +16,8 @@ constexpr double kHostPatience = 1.25;
 // What is queued before the exchange on the stream is not ours to judge, or has deadlines of its own.
 constexpr double kStreamPatience = 10;
 
+}  // namespace
+
 void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_experts) {
   if (c.num_blocks > int(kMostExchangeBlocks))
     throw std::invalid_argument("num_blocks: is " + std::to_string(c.num_blocks) + "; an exchange has at most " +
@@ -29,6 +31,8 @@ void require_placeable(const RoutingInput& in, const PlaceCall& c, uint32_t num_
     throw std::invalid_argument("header: its topk is " + std::to_string(c.header.topk) + ", but topk_idx may choose " +
                                 std::to_string(most) + " experts for a token; give at least that");
 }
+
+namespace {
 
 // The part of a plan that its first dispatch fills in.
 void attach_learned(PlanView& v, const PlanMemory& m, unsigned char* memory) {
@@ -48,13 +52,12 @@ PlanMemory Engine::plan_memory(uint32_t num_tokens, uint32_t topk, bool worst_ca
   return m;
 }
 
-// Everything the exchange kernel is told; launches it.
-PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count) {
+// Everything a kernel that places rows is told, and the plan that it makes. count: the host waits for the counts.
+PlacedPlan Engine::describe_place(ExchangeParams& p, const RoutingInput& in, const PlaceCall& c, bool count) const {
   CallHeader header = c.header;
   header.num_tokens = in.num_tokens;
   const PlanMemory m = plan_memory(in.num_tokens, header.topk, !count);
   const auto at = [&]<class T>(T*& pointer, uint64_t offset) { pointer = reinterpret_cast<T*>(c.memory + offset); };
-  ExchangeParams p{};
   p.world = world_;
   p.layout = layout_.counts;
   p.topk_idx = in.topk_idx;
@@ -80,15 +83,6 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   at(q.rank_rows, m.rank_rows), at(q.source_rows, m.source_rows);
   at(q.records, m.record_table), at(q.node_token_table, m.token_table), at(q.record_base, m.records);
   p = exchange_params(p, header);
-  executor_->require_shared_memory(p);
-  if (count) {
-    p.notification = static_cast<unsigned char*>(notification_.get());
-    p.notification_ticket = ++notification_ticket_;
-  }
-  LaunchSettings settings = settings_;
-  settings.num_blocks = c.num_blocks;
-  call.run([&] { executor_->exchange(p, settings); });
-
   PlacedPlan d{world_,
                shape_.num_experts,
                m.message.record_bytes,
@@ -114,6 +108,20 @@ PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceC
   v.source_rows = q.source_rows;
   if (!count) attach_learned(v, m, c.memory);
   return d;
+}
+
+PlacedPlan Engine::launch_place(Call& call, const RoutingInput& in, const PlaceCall& c, bool count) {
+  ExchangeParams p{};
+  PlacedPlan plan = describe_place(p, in, c, count);
+  executor_->require_shared_memory(p);
+  if (count) {
+    p.notification = static_cast<unsigned char*>(notification_.get());
+    p.notification_ticket = ++notification_ticket_;
+  }
+  LaunchSettings settings = settings_;
+  settings.num_blocks = c.num_blocks;
+  call.run([&] { executor_->exchange(p, settings); });
+  return plan;
 }
 
 std::shared_ptr<Plan> Engine::place(const RoutingInput& in, const PlaceCall& c) {

@@ -108,6 +108,12 @@ inline constexpr Bug kNeedMoreLanes[] = {
     Bug::kSumFromPositiveZero, Bug::kSumPutBeforeAllWarps, Bug::kWarpsBeforeForgotten, Bug::kPartialsBeforeAllWarps,
 };
 
+// Of the latency path: worlds whose operations go by lines.
+inline constexpr Bug kLatencyBugs[] = {
+    Bug::kTornLine,      Bug::kFlagBeforePayload, Bug::kEarlyCredit,
+    Bug::kOneSlabParity, Bug::kStaleStep,         Bug::kRestOfRowUnawaited,
+};
+
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
 // kFoldUnmet, kDraftsUnmet, kFlowNotTakenBack: test_plan_clones.cpp.
 

@@ -177,6 +177,99 @@ TEST(budgets_and_capacity_drop_what_they_must) {
   }
 }
 
+// By lines: the same rows, weights, plans and sums, on the same buffer, operations of both paths mixed at will.
+TEST(latency_path_of_every_number_of_ranks) {
+  for (const char* executor : {kPlain, kChecked, kCheckedLanes4})
+    for (uint32_t ranks = 1; ranks <= 5; ++ranks) {
+      WorldCase w = world(1, ranks, 2, executor);
+      w.latency = true;
+      w.seed = ranks;
+      Random r(w.seed);
+      for (const uint32_t tokens : {9u, 0u, 3u})
+        w.plans.push_back(route_by(w, all(w, tokens), 3, [&](int, uint32_t) {
+          return std::vector<int>{int(r.below(w.num_experts)), int(r.below(w.num_experts)),
+                                  int(r.below(w.num_experts))};
+        }));
+      w.plans[0].pad_multiple = 4;
+      w.plans[2].budgets.assign(ranks, 2);  // drops what is behind
+      for (const size_t plan : {0, 1, 2, 0})
+        for (const bool again : {false, true}) {
+          const size_t first = w.ops.size();
+          add_round(w, plan, 1 + again);
+          for (size_t i = first; i < w.ops.size(); ++i) {
+            w.ops[i].latency = i % 3 != 2;
+            w.ops[i].salt = 2 * i + 1;
+          }
+        }
+      check_world(w);
+    }
+}
+
+// Rows of many lines, and one rank that nobody answers with a row: its step is over when it has heard of all.
+TEST(latency_path_with_long_rows_one_way) {
+  for (const char* executor : {kPlain, kChecked, kCheckedLanes4}) {
+    WorldCase w = world(1, 3, 2, executor);
+    w.latency = true;
+    w.plans.push_back(route_by(w, {5, 0, 4}, 3, [](int rank, uint32_t t) {
+      return rank == 0 ? std::vector<int>{2, 3, int(4 + t % 2)} : std::vector<int>{5, 2};
+    }));
+    for (int i = 0; i < 3; ++i) add_round(w, 0, 2);
+    for (OpCase& op : w.ops) {
+      op.latency = true;
+      op.row_bytes = 4000;
+      op.scale_bytes = 112;
+      op.hidden = 1992;
+      op.salt = 2 * op.salt + 1;
+    }
+    w.ops[1].fp32_partials = true;
+    check_world(w);
+  }
+}
+
+TEST(latency_path_has_limits) {
+  BufferShape shape;
+  shape.num_experts = 2;
+  shape.max_tokens = 4;
+  shape.recv_rows = 8;
+  shape.row_bytes = shape.partial_row_bytes = 64;
+  const std::vector<int64_t> experts{0, 1, 0};
+  RoutingInput in;
+  in.topk_idx = experts.data();
+  in.num_tokens = 3;
+  in.topk = 1;
+  std::vector<unsigned char> memory, x(256, 1), out(512);
+  DispatchCall call;
+  call.x = x.data();
+  call.out_x = out.data();
+  call.row_bytes = 64;
+  call.out_rows = 8;
+  call.permute = true;
+  PlaceCall place;
+  place.header.set_budget(8);
+  for (const uint64_t tokens : {0, 2, 4}) {
+    shape.latency_tokens = tokens;
+    auto engine = make_engine(kPlain, 0, shape, {Segment::private_memory(BufferLayout(shape).total)}, 20, 1);
+    memory.assign(engine->plan_memory(3, 1, true).total + 128, 0xff);
+    place.memory = reinterpret_cast<unsigned char*>(align_up(uint64_t(memory.data()), 128));
+    if (tokens < 3) {
+      CHECK_THROWS(std::invalid_argument, engine->latency_dispatch(in, place, call, false));
+      continue;
+    }
+    call.num_blocks = 33;
+    CHECK_THROWS(std::invalid_argument, engine->latency_dispatch(in, place, call, false));
+    call.num_blocks = 1;
+    call.out_rows = 7;  // of a budget of 8
+    CHECK_THROWS(std::logic_error, engine->latency_dispatch(in, place, call, false));
+    call.out_rows = 8;
+    const auto plan = engine->latency_dispatch(in, place, call, false);
+    CHECK(std::equal(out.begin(), out.begin() + 192, x.begin()));
+    call.row_bytes = 6400;
+    CHECK_THROWS(std::logic_error, engine->latency_dispatch(*plan, call));
+  }
+  shape.num_nodes = 2;
+  CHECK_THROWS(std::invalid_argument, BufferLayout{shape});
+}
+
 // A call that cannot work is refused before anything is sent; the next one works.
 TEST(bad_calls_leave_the_engine_usable) {
   BufferShape shape;
@@ -254,6 +347,20 @@ TEST(random_on_checked_lanes4) {
 
 TEST(random_on_checked_mapped) {
   check_seeds({3, 3, 4, 14, 2, 5, 20, kCheckedMapped}, 3500, 3 * kScale);
+}
+TEST(random_by_lines) {
+  check_seeds({1, 6, 6, 20, 4, 10, 10, kPlain, true}, 7000, 20 * kScale);
+  check_seeds({1, 4, 4, 14, 3, 8, 20, kChecked, true}, 7500, 8 * kScale);
+  check_seeds({1, 3, 3, 12, 2, 6, 20, kCheckedLanes4, true}, 7800, 3 * kScale);
+}
+#if !defined(__SANITIZE_THREAD__)
+TEST(random_by_lines_as_wide_as_a_gpu) {  // four lines at a time, blocks of sixteen warps
+  check_seeds({1, 3, 3, 12, 2, 5, 10, "host_checked_lanes32", true}, 7900, 3);
+}
+#endif
+TEST(random_by_lines_on_threads) {
+  check_seeds({1, 3, 3, 10, 2, 6, 0, "threads", true}, 8000, 3 * kScale);
+  check_seeds({1, 2, 2, 8, 2, 4, 0, "threads_lanes4", true}, 8100, 2 * kScale);
 }
 TEST(random_on_large_worlds) {
   check_seeds({4, 4, kScale == 1 ? 8u : 16u, 12, 2, 4, 0, kPlain}, 4000, 5 * kScale);

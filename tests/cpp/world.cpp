@@ -16,6 +16,7 @@
 #include "layout/headers.h"
 #include "runtime/engine.h"
 #include "thread_executor.h"
+#include "world_data.h"
 #include "world_memory.h"
 #include "world_traffic.h"
 
@@ -24,12 +25,6 @@ namespace {
 
 using Token = Reference::Token;
 using Slot = Reference::Slot;
-
-uint64_t hash(std::initializer_list<uint64_t> words) {
-  uint64_t h = 1;
-  for (const uint64_t word : words) h = Random(h * 31 + word).next();
-  return h;
-}
 
 class RankRun {
  public:
@@ -47,14 +42,17 @@ class RankRun {
     for (size_t i = 0; w_.exchange_first && i < w_.plans.size(); ++i) exchange(i);
     for (size_t i = 0; i < w_.ops.size(); ++i) {
       const OpCase& op = w_.ops[i];
-      if (!plans_[op.plan].plan) exchange(op.plan);
+      const bool latency = goes_by_lines(op);
+      if (!plans_[op.plan].plan && !latency) exchange(op.plan);
       where_ = "rank " + std::to_string(rank_) + ", operation " + std::to_string(i);
       ref_ = &references_[op.plan];
       plan_ = plans_[op.plan].plan.get();
       nap();
       const TrafficCounters before = engine_.traffic();
-      op.combine ? combine(op) : dispatch(op);
-      check_traffic(op, before, engine_.traffic());
+      op.combine ? combine(op, latency) : dispatch(op, latency);
+      const WorldTraffic traffic{w_, *ref_, *plan_, rank_};
+      const bool fresh = op.salt == fresh_salt_[op.plan];
+      check_traffic(latency ? traffic.by_lines(op, fresh) : traffic.of(op), before, engine_.traffic());
       if (op.combine && op.rounds) combine_what_rounds(op);
     }
     for (const auto& [at, bytes] : kept_)
@@ -77,32 +75,10 @@ class RankRun {
   }
 
   // ---------------------------------------------------------------- data, a function of the seed
-  static void fill_row(Token t, uint64_t salt, unsigned char* row, size_t bytes) {
-    Random r(hash({uint64_t(t.rank), t.index, salt}));
-    for (size_t i = 0; i < bytes; i += 8) {
-      const uint64_t word = r.next();
-      std::memcpy(row + i, &word, 8);
-    }
-  }
   // The weight with which a dispatch sends a pair: as routed, or the operation's own.
   float sent_weight(Token t, int expert, uint64_t salt) const {
     if (salt % 2) return ref_->pairs_of(t).at(expert);
     return float(1 + hash({uint64_t(t.rank), t.index, uint64_t(expert), salt}) % 2);
-  }
-  // An element of an expert's (or a rank's) output, zeros of both signs among them, and the weight that comes back.
-  static float output(Token t, int from, uint32_t column, uint64_t salt) {
-    const int n = int((hash({uint64_t(t.rank), t.index, uint64_t(from), salt}) + column * 3) % 6) - 3;
-    return n == -3 ? -0.f : float(n);
-  }
-  static float returned_weight(Token t, int expert, int from, uint64_t salt) {
-    return float(hash({uint64_t(t.rank), t.index, uint64_t(expert), uint64_t(from), salt}) % 7);
-  }
-  static void put(unsigned char* row, uint32_t column, float value, DType dtype) {
-    switch (dtype) {
-      case DType::kBf16: reinterpret_cast<Bf16*>(row)[column] = from_float<Bf16>(value); break;
-      case DType::kFp16: reinterpret_cast<Fp16*>(row)[column] = from_float<Fp16>(value); break;
-      case DType::kFp32: reinterpret_cast<float*>(row)[column] = value; break;
-    }
   }
   uint32_t num_own_tokens() const { return uint32_t(ref_->pairs[size_t(rank_)].size()); }
   const std::vector<Token>& received() const { return ref_->received[size_t(rank_)]; }
@@ -110,6 +86,24 @@ class RankRun {
   uint32_t experts_per_node() const { return w_.num_experts / w_.num_nodes; }
 
   // ---------------------------------------------------------------- exchange and plan
+  // What the header of a call on the plan says, and memory for what comes of it. learned: room for that too.
+  PlaceCall place_call(size_t index, bool learned) {
+    const RoutingCase& c = w_.plans[index];
+    const Reference& ref = references_[index];
+    PlaceCall call;
+    CallHeader& header = call.header;
+    header.topk = uint16_t(ref.widest());
+    header.hidden = uint32_t(index) + 100;
+    header.pad_multiple = c.pad_multiple;
+    header.pad_empty_experts = c.pad_empty;
+    header.set_budget(c.budgets[size_t(rank_)]);
+    call.num_blocks = 1 + int(hash({w_.seed, index, uint64_t(rank_)}) % 4);  // ranks need not agree
+    Placed& made = plans_[index];
+    made.memory =
+        std::make_unique<PlanBlock>(engine_.plan_memory(c.num_tokens[size_t(rank_)], header.topk, learned).total);
+    call.memory = made.memory->data();
+    return call;
+  }
   void exchange(size_t index) {
     where_ = "rank " + std::to_string(rank_) + ", exchange " + std::to_string(index);
     const RoutingCase& c = w_.plans[index];
@@ -118,17 +112,8 @@ class RankRun {
     const RoutingMemory routing(w_, c, ref, r);
     const RoutingInput& in = routing.in;
     nap();
-    PlaceCall call;
-    CallHeader& header = call.header;
-    header.topk = uint16_t(ref.widest());
-    header.hidden = uint32_t(index) + 100;
-    header.pad_multiple = c.pad_multiple;
-    header.pad_empty_experts = c.pad_empty;
-    header.set_budget(c.budgets[r]);
+    const PlaceCall call = place_call(index, false);
     Placed& made = plans_[index];
-    call.num_blocks = 1 + int(hash({w_.seed, index, r}) % 4);  // ranks need not agree
-    made.memory = std::make_unique<PlanBlock>(engine_.plan_memory(in.num_tokens, header.topk, false).total);
-    call.memory = made.memory->data();
     const std::shared_ptr<Placement> placement = engine_.place_and_count(in, call);
     for (uint32_t s = 0; s < w_.num_ranks(); ++s) {
       expect(placement->counts.headers[s].num_tokens == c.num_tokens[s], "tokens of rank ", s);
@@ -137,21 +122,38 @@ class RankRun {
     expect(placement->counts.placed, "nothing was placed");
     made.learned = std::make_unique<PlanBlock>(placement->learned.total);
     made.plan = placement->plan(made.learned->data());
-    check_plan(*made.plan, ref);
+    check_plan(*made.plan, made.plan->counts(), ref);
+  }
+  // The plan's first dispatch, by lines, which makes it. Only kernels know its counts: they lie in its memory.
+  void latency_first(const OpCase& op, const DispatchCall& c) {
+    const RoutingMemory routing(w_, w_.plans[op.plan], *ref_, size_t(rank_));
+    PlaceCall call = place_call(op.plan, true);
+    call.header.set_budget(budget(op.plan));
+    Placed& made = plans_[op.plan];
+    made.plan = engine_.latency_dispatch(routing.in, call, c, op.weights);
+    plan_ = made.plan.get();
+    check_plan(*plan_, counts_in_memory(*plan_, engine_.layout().counts), *ref_);
+  }
+  uint32_t budget(size_t plan) const {
+    return w_.plans[plan].budgets[size_t(rank_)].value_or(uint32_t(references_[plan].permuted[size_t(rank_)].size()));
+  }
+  bool goes_by_lines(const OpCase& op) const {
+    const Plan* plan = plans_[op.plan].plan.get();
+    return op.latency && (op.combine || !plan || plan->complete());
   }
 
-  void check_plan(const Plan& plan, const Reference& ref) const {
+  void check_plan(const Plan& plan, const PlacedCounts& counts, const Reference& ref) const {
     const size_t r = size_t(rank_);
+    const PlanNumbers& n = counts.numbers;
     expect(plan.topk() == ref.widest(), "topk ", plan.topk(), " instead of ", ref.widest());
-    expect(plan.num_recv_rows() == ref.received[r].size(), "receive rows ", plan.num_recv_rows());
-    expect(plan.num_permuted_rows() == ref.permuted[r].size(), "permuted rows ", plan.num_permuted_rows());
-    const PlacedCounts& counts = plan.counts();
+    expect(n.recv_rows == ref.received[r].size(), "receive rows ", n.recv_rows);
+    expect(n.permuted_rows == ref.permuted[r].size(), "permuted rows ", n.permuted_rows);
     expect(counts.tokens_per_expert == ref.tokens_per_expert[r], "tokens per expert");
     expect(counts.padded_tokens_per_expert == ref.padded_tokens_per_expert[r], "padded tokens per expert");
     expect(std::ranges::equal(counts.dropped, ref.dropped_pairs), "dropped pairs");
     expect(std::ranges::equal(counts.rank_rows, ref.wanted_rows), "receive rows of all ranks");
-    expect(plan.has_holes() == (ref.wanted_rows[r] > w_.recv_capacity), "has_holes");
-    expect(plan.overflow() == (plan.has_holes() || ref.dropped_pairs[r] > 0), "overflow");
+    expect(bool(n.has_holes) == (ref.wanted_rows[r] > w_.recv_capacity), "has_holes");
+    expect(bool(n.overflow) == (n.has_holes || ref.dropped_pairs[r] > 0), "overflow");
     std::vector<uint32_t> per_source(w_.num_ranks(), 0);
     for (int s = 0; s < int(w_.num_ranks()); ++s)
       for (uint32_t t = 0; t < ref.pairs[size_t(s)].size(); ++t)
@@ -168,10 +170,10 @@ class RankRun {
   }
 
   // ---------------------------------------------------------------- dispatch
-  void dispatch(const OpCase& op) {
-    const bool fresh = !plan_->complete();
+  void dispatch(const OpCase& op, bool latency) {
+    const bool fresh = !plan_ || !plan_->complete();
     if (fresh) fresh_salt_[op.plan] = op.salt;
-    const uint32_t num_tokens = num_own_tokens(), stride = plan_->weight_stride();
+    const uint32_t num_tokens = num_own_tokens(), stride = MessageLayout::weight_section_bytes(ref_->widest()) / 4;
     Bytes x(size_t(num_tokens) * op.row_bytes + 16), scales(size_t(num_tokens) * op.scale_bytes + 16);
     std::vector<float> weights(size_t(num_tokens) * stride + 4, 0.f);
     for (uint32_t t = 0; t < num_tokens; ++t) {
@@ -181,7 +183,11 @@ class RankRun {
       for (const auto& [expert, weight] : ref_->pairs_of({rank_, t}))
         weights[k++] = sent_weight({rank_, t}, expert, op.salt);
     }
-    const size_t out_rows = op.permute ? permuted().size() + op.extra_rows : received().size();
+    const size_t out_rows =
+        op.permute
+            ? std::max<size_t>(permuted().size(), latency && fresh ? budget(op.plan) : plan_->num_permuted_rows()) +
+                  op.extra_rows
+            : received().size();
     const size_t weight_columns = op.permute ? 1 : experts_per_node();
     const Landed landed = op.landed[size_t(rank_)];
     Arena* arena = landed == Landed::kAside ? nullptr : &engine_.arena();
@@ -201,7 +207,10 @@ class RankRun {
     c.num_blocks = op.num_blocks[size_t(rank_)];
     c.local_blocks = op.local_blocks[size_t(rank_)];
     c.land_in = landed == Landed::kFirstPair ? LandIn::kFirstPair : LandIn::kEveryPair;
-    engine_.dispatch(*plan_, c);
+    if (latency && fresh)
+      latency_first(op, c);
+    else
+      latency ? engine_.latency_dispatch(*plan_, c) : engine_.dispatch(*plan_, c);
     expect(out_x.edge_is_intact() && out_scales.edge_is_intact() && out_weights.edge_is_intact(),
            "wrote behind an output");
     if (arena) kept_.push_back(out_x.keep());
@@ -238,7 +247,7 @@ class RankRun {
   }
 
   // ---------------------------------------------------------------- combine
-  void combine(const OpCase& op) {
+  void combine(const OpCase& op, bool latency) {
     const float kPoison = std::nanf("");  // what no sum may read
     const size_t rows = op.permute ? permuted().size() : received().size();
     const size_t elem = dtype_bytes(op.dtype), row_bytes = op.hidden * elem,
@@ -273,7 +282,7 @@ class RankRun {
                         .sum_from = sum_from(op),
                         .num_blocks = op.num_blocks[size_t(rank_)],
                         .local_blocks = op.local_blocks[size_t(rank_)]};
-    engine_.combine(*plan_, c);
+    latency ? engine_.latency_combine(*plan_, c) : engine_.combine(*plan_, c);
     expect(out_x.edge_is_intact() && out_weights.edge_is_intact(), "wrote behind an output");
     for (uint32_t t = 0; t < num_tokens; ++t) {
       check_sum(op, {rank_, t}, out_x.data() + t * row_bytes);
@@ -352,9 +361,7 @@ class RankRun {
     for (; k < stride; ++k) expect(got[k] == 0, "weight slot ", k, " of token ", t.index, " is not zero");
   }
 
-  // The counters say to the byte what OperationTraffic does.
-  void check_traffic(const OpCase& op, const TrafficCounters& before, const TrafficCounters& after) const {
-    const TrafficCounters want = OperationTraffic(w_, *ref_, op, rank_).expected(*plan_);
+  void check_traffic(const TrafficCounters& want, const TrafficCounters& before, const TrafficCounters& after) const {
     const auto counted = [&](const char* what, uint64_t TrafficCounters::* field) {
       expect(after.*field - before.*field == want.*field, what, ": ", after.*field - before.*field, ", not ",
              want.*field);

@@ -14,7 +14,7 @@ std::string WorldCase::describe() const {
   std::ostringstream os;
   os << executor << ", seed " << seed << ": " << num_nodes << "x" << num_local_ranks << " ranks, " << num_experts
      << " experts, chunks of " << chunk_tokens << ", " << rail_slots << " slots, " << plans.size() << " plans, "
-     << ops.size() << " operations";
+     << ops.size() << " operations" << (latency ? ", some by lines" : "");
   return os.str();
 }
 
@@ -74,6 +74,10 @@ Reference::Reference(const WorldCase& w, const RoutingCase& c)
       padded_tokens_per_expert[d].push_back(padded);
     }
   }
+}
+
+bool Reference::needs_rank(Token t, int rank) const {
+  return std::ranges::any_of(pairs_of(t), [&](const auto& pair) { return rank_of(pair.first) == rank; });
 }
 
 bool Reference::needs(Token t, int node) const {
@@ -210,6 +214,7 @@ WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
   const uint32_t max_tokens = big ? 4 : r.one_in(3) ? 3 * limits.max_tokens : limits.max_tokens;
   for (uint32_t i = 0, n = r.between(1, 3); i < n; ++i) w.plans.push_back(random_routing(r, w, max_tokens));
   w.exchange_first = r.one_in(3);
+  w.latency = limits.latency;
   std::map<size_t, bool> came_with_weights;  // by plan: its first dispatch
   for (uint32_t i = 0, n = r.between(2, limits.max_ops); i < n; ++i) {
     OpCase op = dispatch_op(w, r.below(uint32_t(w.plans.size())), 1);
@@ -218,6 +223,7 @@ WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
     op.combine = came_with_weights.contains(op.plan) && !r.one_in(4);
     op.permute = !r.one_in(3);
     op.weights = r.one_in(2);
+    op.latency = limits.latency && !r.one_in(3);
     if (!op.combine) {
       op.row_bytes = 16 * (big ? r.between(600, 2500) : r.between(1, 40));
       op.scale_bytes = r.one_in(3) ? 16 * r.between(1, 20) : 0;
@@ -225,6 +231,7 @@ WorldCase random_case(uint64_t seed, const CaseLimits& limits) {
       if (!came_with_weights.contains(op.plan)) {
         op.weights = !r.one_in(4);
         came_with_weights[op.plan] = op.weights;
+        if (op.latency) op.salt = 2 * op.salt + 1001;  // odd: weights are the routing's
       }
     } else {
       op.dtype = r.of({DType::kBf16, DType::kFp16, DType::kFp32});

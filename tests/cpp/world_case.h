@@ -65,6 +65,7 @@ struct OpCase {
   std::vector<Landed> landed;                // [R]
   bool rounds = false;                       // combine: also of numbers whose sums round, in place and by partials
   uint64_t salt = 0;                         // tells the data of operations apart
+  bool latency = false;                      // by lines; not a first dispatch whose plan an exchange has made
 };
 
 struct WorldCase {
@@ -73,6 +74,7 @@ struct WorldCase {
   uint64_t recv_capacity = 1 << 20;  // at least 1; a buffer has no more receive rows, though a plan may want more
   std::vector<RoutingCase> plans;
   std::vector<OpCase> ops;
+  bool latency = false;         // the buffer has slabs for all tokens
   bool exchange_first = false;  // all plans up front, one exchange right after the other
   std::string executor = "host_checked";
   uint64_t seed = 0;
@@ -105,6 +107,7 @@ struct Reference {
   int node_of(int expert) const { return rank_of(expert) / int(num_local_ranks); }
   const std::map<int, float>& pairs_of(Token t) const { return pairs[size_t(t.rank)][t.index]; }
   bool arrives(Token t, int rank) const { return row_.contains({rank, t.rank, t.index}); }
+  bool needs_rank(Token t, int rank) const;
   bool needs(Token t, int node) const;        // some expert of the token lives there
   bool computes(Token t, int expert) const {  // the pair found a receive row and a permuted row
     return computed_.contains({expert, t.rank, t.index});
@@ -123,6 +126,7 @@ struct CaseLimits {
   uint32_t max_tokens = 20, max_blocks = 5, max_ops = 6;
   uint32_t big_rows_one_in = 10;  // cases with rows of several tiles; 0 = none
   std::string executor = "host_checked";
+  bool latency = false;  // two of three operations go by lines; max_nodes must be 1
 };
 WorldCase random_case(uint64_t seed, const CaseLimits& limits);
 

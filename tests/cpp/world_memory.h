@@ -78,6 +78,24 @@ struct RoutingMemory {
   RoutingInput in;
 };
 
+// What a notification would say of a plan whose counts only kernels know.
+inline PlacedCounts counts_in_memory(const Plan& plan, const CountsLayout& layout) {
+  const PlanMemory m = PlanMemory::make(plan.world(), layout, plan.num_tokens(), plan.topk());
+  const auto take = [&]<class T, class From>(std::vector<T>& to, uint64_t at, uint64_t count, From) {
+    const auto* from = reinterpret_cast<const From*>(plan.memory().data() + at);
+    to.assign(from, from + count);
+  };
+  PlacedCounts c;
+  c.numbers = *reinterpret_cast<const PlanNumbers*>(plan.memory().data() + m.numbers);
+  const uint64_t ranks = layout.num_ranks, experts = plan.num_local_experts();
+  take(c.rank_rows, m.rank_rows, ranks, uint32_t{});
+  take(c.source_rows, m.source_rows, ranks, uint32_t{});
+  take(c.dropped, m.dropped, ranks, uint64_t{});
+  take(c.tokens_per_expert, m.tokens_per_expert, experts, int64_t{});
+  take(c.padded_tokens_per_expert, m.padded_tokens_per_expert, experts, int64_t{});
+  return c;
+}
+
 // The smallest buffer that the case fits into.
 inline BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& references) {
   BufferShape s;
@@ -91,6 +109,7 @@ inline BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& re
     s.max_topk = std::max(s.max_topk, ref.widest());
     for (const auto& rows : ref.received) s.recv_rows = std::max<uint64_t>(s.recv_rows, rows.size());
   }
+  if (w.latency) s.latency_tokens = s.max_tokens;
   for (const OpCase& op : w.ops) {
     if (!op.combine) {
       s.row_bytes = std::max(s.row_bytes, op.row_bytes);
@@ -102,9 +121,12 @@ inline BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& re
     const Reference& ref = references[op.plan];
     uint64_t rows = 0;
     for (uint32_t r = 0; r < w.num_ranks(); ++r)
-      rows = std::max<uint64_t>(rows, op.permute ? ref.permuted[r].size() + op.extra_rows : ref.received[r].size());
-    const uint64_t row_bytes = op.combine ? op.hidden * dtype_bytes(op.dtype) : op.row_bytes;
-    s.arena_bytes += Output::size_in_arena(rows * row_bytes);
+      rows = std::max<uint64_t>(
+          rows, op.permute ? std::max<uint64_t>(ref.permuted[r].size(), w.plans[op.plan].budgets[r].value_or(0)) +
+                                 op.extra_rows
+                           : ref.received[r].size());
+    if (w.latency && !op.permute) rows = s.recv_rows;
+    s.arena_bytes += Output::size_in_arena(rows * (op.combine ? op.hidden * dtype_bytes(op.dtype) : op.row_bytes));
     if (!op.combine) s.arena_bytes += Output::size_in_arena(rows * op.scale_bytes);
   }
   return s;

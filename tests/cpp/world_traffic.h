@@ -1,99 +1,110 @@
-// What the counters of a rank must have gone up by after one operation of a world case, from its routing alone.
+// What an operation of a test world must count as traffic of one rank, from the routing alone.
 #pragma once
 #include <algorithm>
 
+#include "layout/line.h"
+#include "layout/message.h"
 #include "roles/exchange_params.h"
 #include "runtime/plan.h"
 #include "world_case.h"
 
 namespace hep::test {
 
-class OperationTraffic {
- public:
-  OperationTraffic(const WorldCase& w, const Reference& ref, const OpCase& op, int rank)
-      : ref_(ref),
-        op_(op),
-        rank_(rank),
-        shape_{int32_t(w.num_nodes), int32_t(w.num_local_ranks), rank},
-        reads_every_pair_(w.executor == "host") {}
+struct WorldTraffic {
+  using Token = Reference::Token;
+  const WorldCase& w;
+  const Reference& ref;
+  const Plan& plan;
+  const int rank;
 
   // Every token crosses a link once per node; how often within its last node is up to where it lands or how it is read.
-  TrafficCounters expected(const Plan& plan) const {
-    uint64_t rail = 0, node = 0, self = 0;
+  TrafficCounters of(const OpCase& op) const {
+    const World shape = plan.world();
     TrafficCounters c{};
-    for (int n = 0; n < shape_.num_nodes; ++n) {
-      const int peer = shape_.rail_peer(n);
+    uint64_t node = 0, self = 0;  // rows as they are moved
+    for (int n = 0; n < shape.num_nodes; ++n) {
+      const int peer = shape.rail_peer(n);
       for (uint32_t t = 0; t < num_tokens(peer); ++t) {
-        if (n != shape_.node() && op_.combine) rail += ref_.needs({peer, t}, shape_.node());
-        for (int l = 0; l < shape_.num_local_ranks; ++l) {
-          const int d = shape_.rank_of(shape_.node(), l);
-          if (!ref_.arrives({peer, t}, d)) continue;
-          (d == rank_ ? self : node) += times_moved({peer, t}, d);
-          ++(d == rank_ ? c.self_rows : c.node_rows);
+        if (n != shape.node() && op.combine) c.rail_rows += ref.needs({peer, t}, shape.node());
+        for (int l = 0; l < shape.num_local_ranks; ++l) {
+          const int d = shape.rank_of(shape.node(), l);
+          if (!ref.arrives({peer, t}, d)) continue;
+          (d == rank ? self : node) += times_moved(op, {peer, t}, d);
+          ++(d == rank ? c.self_rows : c.node_rows);
         }
       }
-      if (n == shape_.node() || op_.combine) continue;
-      for (uint32_t t = 0; t < num_tokens(rank_); ++t) rail += ref_.needs({rank_, t}, n);
+      if (n == shape.node() || op.combine) continue;
+      for (uint32_t t = 0; t < num_tokens(rank); ++t) c.rail_rows += ref.needs({rank, t}, n);
     }
-    for (const Token t : ref_.received[size_t(rank_)]) {
-      c.partial_rows += op_.combine && forms_partial(t);
-      c.copied_rows += op_.combine ? 0 : times_copied(t);
+    for (const Token t : ref.received[size_t(rank)]) {
+      c.partial_rows += op.combine && forms_partial(op, t);
+      c.copied_rows += op.combine ? 0 : times_copied(op, t);
     }
-    uint64_t row = op_.row_bytes + op_.scale_bytes, once = 0;  // once: of a token's bytes, however often its row moves
-    if (op_.combine) {
-      row = op_.hidden * dtype_bytes(op_.fp32_partials ? DType::kFp32 : op_.dtype);
-      once = op_.weights ? plan.weight_stride() * 4 : 0;
-    } else {
-      once = MessageLayout::make(shape_, plan.topk(), op_.weights, op_.scale_bytes, op_.row_bytes).metadata_bytes();
-    }
-    c.rail_rows = rail;
-    c.rail_bytes = rail * (row + once);
+    const uint64_t weights = op.weights ? plan.weight_stride() * 4 : 0;  // once: however often the row moves
+    const uint64_t once = op.combine ? weights : message(op).metadata_bytes();
+    const uint64_t row = op.combine ? partial_bytes(op) - weights : op.row_bytes + op.scale_bytes;
+    c.rail_bytes = c.rail_rows * (row + once);
     c.node_bytes = node * row + c.node_rows * once;
     c.self_bytes = self * row + c.self_rows * once;
     c.copied_bytes = c.copied_rows * row;
     return c;
   }
 
- private:
-  using Token = Reference::Token;
+  // A row crosses once, from its sender in a dispatch, from its owner in a combine, in whole lines. Of a plan's first
+  // dispatch nobody knows yet what finds no room.
+  TrafficCounters by_lines(const OpCase& op, bool fresh) const {
+    TrafficCounters c{};
+    if (op.combine)
+      for (const Token t : ref.received[size_t(rank)]) ++(t.rank == rank ? c.self_rows : c.node_rows);
+    for (uint32_t t = 0; t < num_tokens(rank) && !op.combine; ++t)
+      for (int d = 0; d < int(w.num_ranks()); ++d)
+        (d == rank ? c.self_rows : c.node_rows) += fresh ? ref.needs_rank({rank, t}, d) : ref.arrives({rank, t}, d);
+    const uint64_t bytes = sizeof(Line) * Line::lines_of(op.combine ? partial_bytes(op) : message(op).token_bytes());
+    c.node_bytes = c.node_rows * bytes;
+    c.self_bytes = c.self_rows * bytes;
+    return c;
+  }
 
-  uint32_t num_tokens(int rank) const { return uint32_t(ref_.pairs[size_t(rank)].size()); }
+ private:
+  uint32_t num_tokens(int r) const { return uint32_t(ref.pairs[size_t(r)].size()); }
+  MessageLayout message(const OpCase& op) const {
+    return MessageLayout::make(plan.world(), plan.topk(), op.weights, op.scale_bytes, op.row_bytes);
+  }
+  uint64_t partial_bytes(const OpCase& op) const {
+    return op.hidden * dtype_bytes(op.fp32_partials ? DType::kFp32 : op.dtype) +
+           (op.weights ? plan.weight_stride() * 4 : 0);
+  }
   uint64_t pairs_with_row(Token t, int d) const {
-    return uint64_t(std::ranges::count_if(ref_.pairs_of(t), [&](const auto& pair) {
-      return ref_.rank_of(pair.first) == d && ref_.computes(t, pair.first);
+    return uint64_t(std::ranges::count_if(ref.pairs_of(t), [&](const auto& pair) {
+      return ref.rank_of(pair.first) == d && ref.computes(t, pair.first);
     }));
   }
   // How rank d's rows are read by a combine.
-  bool in_place(int d) const {
-    return op_.landed[size_t(d)] != Landed::kAside && !op_.multiply &&
-           (!op_.fp32_partials || op_.dtype == DType::kFp32);
+  static bool in_place(const OpCase& op, int d) {
+    return op.landed[size_t(d)] != Landed::kAside && !op.multiply && (!op.fp32_partials || op.dtype == DType::kFp32);
   }
-  bool every_pair(int d) const { return reads_every_pair_ && op_.landed[size_t(d)] == Landed::kEveryPair; }
-  bool forms_partial(Token t) const {
-    if (!in_place(rank_)) return true;
-    const uint64_t pairs = pairs_with_row(t, rank_);
-    return op_.permute && (every_pair(rank_) ? pairs == 0 : pairs != 1);
+  bool every_pair(const OpCase& op, int d) const {
+    return w.executor == "host" && op.landed[size_t(d)] == Landed::kEveryPair;
+  }
+  bool forms_partial(const OpCase& op, Token t) const {
+    if (!in_place(op, rank)) return true;
+    const uint64_t pairs = pairs_with_row(t, rank);
+    return op.permute && (every_pair(op, rank) ? pairs == 0 : pairs != 1);
   }
   // How often the row of a token that came to rank d is stored there by the rank that has it, or read there.
-  uint64_t times_moved(Token t, int d) const {
-    const Landed landed = op_.landed[size_t(d)];
-    if (!op_.permute || landed == Landed::kAside) return 1;
+  uint64_t times_moved(const OpCase& op, Token t, int d) const {
+    const Landed landed = op.landed[size_t(d)];
+    if (!op.permute || landed == Landed::kAside) return 1;
     const uint64_t pairs = pairs_with_row(t, d);
-    if (op_.combine) return in_place(d) && every_pair(d) ? std::max<uint64_t>(pairs, 1) : 1;
+    if (op.combine) return in_place(op, d) && every_pair(op, d) ? std::max<uint64_t>(pairs, 1) : 1;
     return landed == Landed::kFirstPair ? std::min<uint64_t>(pairs, 1) : pairs;
   }
   // By this rank, to where its caller reads the row.
-  uint64_t times_copied(Token t) const {
-    const uint64_t rows = op_.permute ? pairs_with_row(t, rank_) : 1;
-    if (op_.landed[size_t(rank_)] == Landed::kAside) return rows;
-    return op_.landed[size_t(rank_)] == Landed::kFirstPair && op_.permute && rows ? rows - 1 : 0;
+  uint64_t times_copied(const OpCase& op, Token t) const {
+    const uint64_t rows = op.permute ? pairs_with_row(t, rank) : 1;
+    if (op.landed[size_t(rank)] == Landed::kAside) return rows;
+    return op.landed[size_t(rank)] == Landed::kFirstPair && op.permute && rows ? rows - 1 : 0;
   }
-
-  const Reference& ref_;
-  const OpCase& op_;
-  const int rank_;
-  const World shape_;
-  const bool reads_every_pair_;
 };
 
 }  // namespace hep::test

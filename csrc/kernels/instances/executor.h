@@ -5,10 +5,11 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "roles/params.h"
+#include "roles/latency_params.h"
 
 namespace hep {
 
@@ -35,7 +36,7 @@ struct TableView {
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 6;
+inline constexpr uint64_t kExecutorVersion = 7;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {
@@ -49,6 +50,8 @@ class Executor {
   virtual void exchange(const ExchangeParams& p, const LaunchSettings& s) = 0;
   virtual void dispatch(DispatchParams& p, const LaunchSettings& s) = 0;
   virtual void combine(CombineParams& p, const LaunchSettings& s) = 0;
+  virtual void latency_dispatch(LatencyDispatchParams&, const LaunchSettings&) { no_latency_path(); }
+  virtual void latency_combine(LatencyCombineParams&, const LaunchSettings&) { no_latency_path(); }
 
   // What this machine can launch, asked before anything of an operation is launched: a refusal leaves the ranks in step
   // and the buffer usable. All blocks of a launch are resident together, since they wait for one another.
@@ -57,6 +60,7 @@ class Executor {
   virtual void require_shared_memory(const ExchangeParams&) const {}
   virtual void require_shared_memory(const DispatchParams&) const {}
   virtual void require_shared_memory(const CombineParams&) const {}
+  virtual void require_shared_memory(const LatencyDispatchParams&, int /*num_blocks*/) const {}
 
   // Memory of the machine that the kernels run on. Segments and the caller's tensors lie there, and so does what
   // kernels keep between launches (allocate: zeroed). write and read are ordered with the launches.
@@ -87,6 +91,9 @@ class Executor {
   static void add(const std::string& name, Maker maker);  // one that was loaded at run time
 
  protected:
+  [[noreturn]] static void no_latency_path() {
+    throw std::invalid_argument("latency_tokens: this executor has no latency path; give 0");
+  }
   uint64_t launches_ = 0;
 };
 

@@ -8,6 +8,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
 #include "kernels/instances/executor.h"
+#include "kernels/latency_combine.h"
 
 namespace hep {
 
@@ -39,6 +40,14 @@ class HostExecutor final : public Executor {
     plan_combine_smem<A>(p, kSmemBudget);
     launch(s, s.num_blocks, kCombineWarps<A>, p.smem_bytes,
            [&](A& a, std::byte* smem) { combine_kernel<A, Net>(a, net_, p, smem); });
+  }
+  void latency_dispatch(LatencyDispatchParams& p, const LaunchSettings& s) override {
+    plan_latency_dispatch<A>(p, kSmemBudget, s.num_blocks);
+    launch(s, s.num_blocks, kExchangeWarps<A>, p.smem_bytes,
+           [&](A& a, std::byte* smem) { latency_dispatch_kernel(a, p, smem); });
+  }
+  void latency_combine(LatencyCombineParams& p, const LaunchSettings& s) override {
+    launch(s, s.num_blocks, kExchangeWarps<A>, 0, [&](A& a, std::byte*) { latency_combine_kernel(a, p); });
   }
 
  private:

@@ -1,0 +1,126 @@
+// Kernel: latency dispatch, one launch from routing to rows. All warps do the same, one thing after another: count this
+// rank's tokens, send them, place rows by everybody's counts, which come in the headers of slabs, receive rows. What is
+// sent waits for nobody, so what is waited for comes.
+#pragma once
+#include "kernels/exchange.h"
+#include "roles/latency_counts.h"
+#include "roles/latency_receive.h"
+#include "roles/latency_send.h"
+#include "roles/zero_rows.h"
+
+namespace hep {
+
+template <Arch A>
+struct LatencyDispatchBlock {
+  A& a;
+  const LatencyDispatchParams& p;
+  std::byte* const smem;
+  const uint64_t flag;
+  const bool lead;  // the last block: it has the totals
+  LatencySendRole<A> sender;
+
+  HEP_DEVICE LatencyDispatchBlock(A& arch, const LatencyDispatchParams& params, std::byte* shared)
+      : a(arch),
+        p(params),
+        smem(shared),
+        flag(params.link.flag()),
+        lead(arch.block_idx() == arch.num_blocks() - 1),
+        sender(arch, params, flag) {}
+
+  HEP_DEVICE uint32_t warp() const { return uint32_t(a.block_idx() * a.num_warps() + a.warp_idx()); }
+  HEP_DEVICE uint32_t warps() const { return uint32_t(a.num_blocks() * a.num_warps()); }
+
+  // False: a lane of the block has left in a wait.
+  HEP_DEVICE bool make_plan() {
+    const ExchangeParams& r = p.route;
+    const ExchangeSmem exchange{r.layout, r.walkers};
+    a.set_role("latency_route");
+    RouteRole<A> route(a, r, smem);
+    route.count();
+    if (!meet_blocks(a, &p.progress->met)) return false;
+    route.begin_behind_other_blocks();
+    a.block_sync();
+    LatencyCountsRole<A> counts(a, p, flag);
+    if (lead) counts.send();
+    a.set_role("latency_send");
+    const TokenShare share = TokenShare::of(a, r);
+    auto* words = reinterpret_cast<uint32_t*>(smem);
+    for (uint32_t i = uint32_t(a.warp_idx()); i < share.count; i += uint32_t(a.num_warps()))
+      sender.send(CountedToken<A>(a, p, exchange, share.begin + i, words + exchange.of_walker(r.by_run.quotient(i))));
+    a.set_role("latency_counts");
+    const CountsView view{r.layout, r.counts + r.parity_bytes()};
+    if (lead) {
+      counts.receive();
+      if (!a.block_whole() || !require_agreement(a, r, view)) return false;
+      PlaceRole<A>(a, r, view, smem, true).count_rows();
+    }
+    if (!meet_blocks(a, &p.progress->met, 2)) return false;
+    if (!lead) PlaceRole<A>(a, r, view, smem, false).count_rows();
+    a.block_sync();
+    LatencySources<A>{a, p, smem}.find_pairs(view, exchange);
+    RecordRole<A>(a, r, smem).run();
+    return true;
+  }
+  HEP_DEVICE void send_recorded() {
+    a.set_role("latency_send");
+    LatencyHello<A> hello{a, p.link, flag};
+    if (warp() == 0) hello.send();
+    const int node = p.world.node();
+    for (uint32_t j = warp(); j < p.plan.node_count[node]; j += warps()) {
+      const auto* record =
+          reinterpret_cast<const uint64_t*>(p.plan.records[node] + uint64_t(j) * p.message.record_bytes);
+      sender.send(RecordedToken{record, p.plan.node_tokens[node][j]});
+    }
+  }
+  HEP_DEVICE bool receive() {
+    LatencySources<A>{a, p, smem}.find_rows();
+    a.block_sync();
+    if (p.permute) ZeroRowsRole<A>::run(a, p, warp(), warps());
+    const ExchangeSmem exchange{p.route.layout, p.route.walkers};
+    const auto* words = reinterpret_cast<const uint32_t*>(smem);
+    const uint32_t room = p.routes ? a.ld_shared(words + exchange.room_at() + p.world.rank) : ExchangeSmem::kUnlimited;
+    LatencyReceiveRole<A>(a, p, smem, flag).run(warp(), warps(), room);
+    if (!p.routes && warp() == 0) LatencyHello<A>{a, p.link, flag}.await();
+    sender.report();
+    return a.block_whole();
+  }
+};
+
+// The end of a step: the last block to leave moves the rank on.
+template <Arch A>
+HEP_DEVICE void leave_step(A& a, RankProgress* progress) {
+  if (a.warp_idx() != 0 || !a.elect_one()) return;
+  if (!last_of(a.add_acq_rel_rank(&progress->leaving, 1), &progress->leaving, uint64_t(a.num_blocks()))) return;
+  progress->met = 0;
+  progress->excess = 0;
+  ++progress->steps;
+}
+
+template <Arch A>
+HEP_DEVICE void latency_dispatch_kernel(A& a, const LatencyDispatchParams& p, std::byte* smem) {
+  if (!enter_kernel(a)) return;
+  LatencyDispatchBlock<A> block(a, p, smem);
+  if (p.routes) {
+    if (!block.make_plan()) return;
+  } else {
+    block.send_recorded();
+  }
+  if (block.receive()) leave_step(a, p.progress);
+}
+
+// The parameters that follow from the others, for a launch of so many blocks. Returns the bytes that a block needs.
+template <Arch A>
+inline uint64_t plan_latency_dispatch(LatencyDispatchParams& p, uint64_t budget, int blocks) {
+  const uint64_t ranks = uint64_t(p.world.num_ranks());
+  p.scratch_bytes = uint32_t(align_up(p.message.metadata_bytes() + 4ull * (p.message.max_pairs + 1), 16));
+  const uint64_t own = align_up(4 * (ranks + 1), 128) + align_up(4 * ranks * p.plan.num_local_experts, 128) +
+                       uint64_t(p.scratch_bytes) * kExchangeWarps<A>;
+  const uint64_t exchange =
+      p.routes ? align_up(plan_exchange<A>(p.route, budget > own ? budget - own : 0, blocks), 128) : 0;
+  p.source_begins_at = exchange;
+  p.pair_bases_at = p.source_begins_at + align_up(4 * (ranks + 1), 128);
+  p.scratch_at = p.pair_bases_at + align_up(4 * ranks * p.plan.num_local_experts, 128);
+  return p.smem_bytes = exchange + own;
+}
+
+}  // namespace hep

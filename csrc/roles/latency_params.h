@@ -1,0 +1,54 @@
+// What the runtime hands to the kernels of the latency path.
+#pragma once
+#include "pipeline/latency_link.h"
+#include "roles/params.h"
+
+namespace hep {
+
+struct LatencyDispatchParams {
+  World world;
+  LatencyLink link;
+  bool routes;           // the plan is made by this very kernel, as `route` says; else it is complete
+  ExchangeParams route;  // `counts` is memory of this rank alone
+  MessageLayout message;
+  PlanView plan;
+  const unsigned char *x, *scales;  // [T][row_bytes], [T][scale_bytes]
+  const float* weights;             // [T][weight_stride] in plan order, null = none
+  unsigned char *out_x, *out_scales;
+  float* out_weights;  // permuted: [out_rows]; else [M][experts of this node]
+  uint32_t out_rows;
+  bool permute;
+  uint32_t first_node_expert, num_node_experts;
+  RankProgress* progress;
+  TrafficCounters* traffic;
+  // Shared memory, behind that of the exchange.
+  uint64_t source_begins_at;  // [R + 1] words: receive rows of each source
+  uint64_t pair_bases_at;     // [R][local experts] words: permuted rows of each source's pairs
+  uint64_t scratch_at;        // of each warp: metadata of a token and its rows
+  uint32_t scratch_bytes;     // of a warp
+  uint64_t smem_bytes;
+
+  HEP_HOST_DEVICE uint32_t lines() const { return Line::lines_of(message.token_bytes()); }
+};
+
+struct LatencyCombineParams {
+  World world;
+  LatencyLink link;
+  PartialLayout partial;
+  PlanView plan;
+  uint32_t record_bytes, pairs_at;  // as in MessageLayout
+  DType dtype, partial_dtype;
+  uint32_t hidden;
+  const unsigned char* x;  // experts' outputs: [P][hidden] or [M][hidden]
+  const float* x_weights;  // permuted: [P]; else [M][experts of this node]; null = none
+  bool permuted, multiply;
+  uint32_t first_node_expert, num_node_experts;
+  unsigned char* out_x;  // [T][hidden]
+  float* out_weights;    // [T][weight_stride], null = none
+  RankProgress* progress;
+  TrafficCounters* traffic;
+
+  HEP_HOST_DEVICE uint32_t lines() const { return Line::lines_of(partial.row_bytes()); }
+};
+
+}  // namespace hep

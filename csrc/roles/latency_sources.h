@@ -1,0 +1,47 @@
+// Latency dispatch: where each source's rows and pairs begin on this rank, in the shared memory of every block.
+#pragma once
+#include "roles/exchange_share.h"
+#include "roles/latency_params.h"
+
+namespace hep {
+
+template <Arch A>
+struct LatencySources {
+  A& a;
+  const LatencyDispatchParams& p;
+  std::byte* const smem;
+
+  // By all lanes of a block, which meets before anybody reads it.
+  HEP_DEVICE void find_rows() {
+    if (a.warp_idx() != 0 || a.lane() != 0) return;
+    uint32_t begin = 0;
+    for (int s = 0; s < p.world.num_ranks(); ++s) {
+      a.st_shared(word(p.source_begins_at) + s, begin);
+      begin += p.plan.source_rows[s];
+    }
+    a.st_shared(word(p.source_begins_at) + p.world.num_ranks(), begin);
+  }
+  // Likewise, behind placement, which has found where the pairs of this rank's own tokens begin.
+  HEP_DEVICE void find_pairs(const CountsView& counts, const ExchangeSmem& placed) {
+    const uint32_t experts = p.plan.num_local_experts, width = uint32_t(a.num_warps() * A::kLanes);
+    for (uint32_t e = uint32_t(a.warp_idx() * A::kLanes + a.lane()); e < experts; e += width) {
+      const int expert = int(p.plan.first_expert + e);
+      uint32_t row = a.ld_shared(word(0) + placed.pair_base_at() + expert);
+      for (int s = 0; s < p.world.rank; ++s) row -= counts.pairs(s, expert);
+      for (int s = 0; s < p.world.num_ranks(); ++s) {
+        a.st_shared(word(p.pair_bases_at) + uint32_t(s) * experts + e, row);
+        row += counts.pairs(s, expert);
+      }
+    }
+  }
+  HEP_DEVICE uint32_t begin_of(int source) const { return a.ld_shared(word(p.source_begins_at) + source); }
+  // The row of the pair that is the `position`-th of its source for a local expert, before budgets.
+  HEP_DEVICE uint32_t row_of(int source, uint32_t local_expert, uint32_t position) const {
+    return a.ld_shared(word(p.pair_bases_at) + uint32_t(source) * p.plan.num_local_experts + local_expert) + position;
+  }
+
+ private:
+  HEP_DEVICE uint32_t* word(uint64_t at) const { return reinterpret_cast<uint32_t*>(smem + at); }
+};
+
+}  // namespace hep

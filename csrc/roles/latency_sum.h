@@ -1,0 +1,60 @@
+// Latency combine, the receiving half: the partials of this rank's own tokens, by ascending rank, each line of the sum
+// when the ranks' lines for it have come.
+#pragma once
+#include "roles/latency_params.h"
+#include "roles/word_sum.h"
+
+namespace hep {
+
+template <Arch A, class In, class P>
+struct LatencySumRole {
+  A& a;
+  const LatencyCombineParams& p;
+  const uint64_t flag;
+  const LinePart<A> part;
+
+  HEP_DEVICE LatencySumRole(A& arch, const LatencyCombineParams& params, uint64_t step)
+      : a(arch), p(params), flag(step), part(arch) {}
+
+  // By all lanes of a warp.
+  HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
+    a.set_role("latency_sum");
+    for (uint32_t t = worker; t < p.plan.num_tokens; t += workers) token(t);
+  }
+
+ private:
+  HEP_DEVICE void token(uint32_t t) {
+    const int32_t at = p.plan.node_pos[uint64_t(t) * uint32_t(p.world.num_nodes) + uint32_t(p.world.node())];
+    const unsigned char* record = p.plan.records[p.world.node()] + uint64_t(at < 0 ? 0 : at) * p.record_bytes;
+    const auto* dsts = reinterpret_cast<const DstEntry*>(record + MessageLayout::dsts_at());
+    const uint32_t num_dsts = at < 0 ? 0 : reinterpret_cast<const RecordHeader*>(record)->num_dsts;
+    const uint32_t n = p.lines();
+    for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) sum(t, line, n, dsts, num_dsts);
+  }
+  HEP_DEVICE void sum(uint32_t t, uint32_t line, uint32_t n, const DstEntry* dsts, uint32_t num_dsts) {
+    const uint32_t payload = p.partial.payload_bytes / 8, all = p.partial.row_bytes() / 8;
+    WordSum<A, In, P> sums[A::kLineWords];
+    WordSum<A, float, float> weights[A::kLineWords];
+    HEP_UNROLL
+    for (int i = 0; i < A::kLineWords; ++i) {
+      sums[i].begin(num_dsts == 0);
+      weights[i].begin(num_dsts == 0);
+    }
+    for (uint32_t d = 0; d < num_dsts; ++d) {
+      const int rank = int(dsts[d].local_rank);
+      const Line* from = p.link.slot(flag, p.world.rank, rank, t) + line;
+      uint64_t words[A::kLineWords] = {};
+      p.link.wait(a, line < n ? from : nullptr, flag, words, {Site::kLatencyRow, rank, int64_t(t)});
+      part.each_word(line,
+                     [&](uint32_t i, uint32_t m) { m < payload ? sums[i].add(words[i]) : weights[i].add(words[i]); });
+    }
+    unsigned char* x = p.out_x + uint64_t(t) * p.hidden * sizeof(In);
+    auto* slots = reinterpret_cast<unsigned char*>(p.out_weights + uint64_t(t) * p.plan.weight_stride);
+    part.each_word(line, [&](uint32_t i, uint32_t m) {
+      if (m < payload) sums[i].store(a, x, m);
+      if (m >= payload && m < all) weights[i].store(a, slots, m - payload);
+    });
+  }
+};
+
+}  // namespace hep

@@ -1,0 +1,129 @@
+// Operations of the latency path: parameters of their launches.
+#include <string>
+
+#include "runtime/engine_call.h"
+#include "runtime/host_pages.h"
+
+namespace hep {
+
+void Engine::require_latency(uint32_t tokens) const {
+  if (!shape_.latency_tokens)
+    throw std::invalid_argument("path: this buffer has no latency path; give it latency_tokens");
+  if (tokens > shape_.latency_tokens)
+    throw std::invalid_argument("path: this rank has " + std::to_string(tokens) + " tokens and latency_tokens is " +
+                                std::to_string(shape_.latency_tokens) + "; use the throughput path on all ranks");
+}
+
+LatencyLink Engine::latency_link() const {
+  return {world_, layout_.slabs, &progress_->steps, view_.recv, layout_.recv - layout_.latency};
+}
+
+LatencyDispatchParams Engine::latency_params(const DispatchCall& c, const PlanView& plan, uint32_t topk,
+                                             const float* weights) const {
+  LatencyDispatchParams p{};
+  p.world = world_;
+  p.link = latency_link();
+  p.message = MessageLayout::make(world_, topk, weights != nullptr, c.scale_bytes, c.row_bytes);
+  if (p.lines() > layout_.slabs.token_lines)
+    throw std::logic_error("latency dispatch: a message of " + std::to_string(p.message.token_bytes()) +
+                           " bytes does not fit this buffer; it must grow first");
+  p.plan = plan;
+  p.x = c.x;
+  p.scales = c.scale_bytes ? c.scales : nullptr;
+  p.weights = weights;
+  p.out_x = c.out_x;
+  p.out_scales = c.out_scales;
+  p.out_weights = weights ? c.out_weights : nullptr;
+  p.out_rows = uint32_t(c.out_rows);
+  p.permute = c.permute;
+  p.num_node_experts = plan.num_local_experts * uint32_t(world_.num_local_ranks);
+  p.first_node_expert = uint32_t(world_.node()) * p.num_node_experts;
+  p.progress = progress_;
+  p.traffic = traffic_;
+  return p;
+}
+
+void Engine::launch_latency(Call& call, LatencyDispatchParams& p, int num_blocks) {
+  LaunchSettings settings = settings_;
+  settings.num_blocks = num_blocks;
+  call.run([&] { executor_->latency_dispatch(p, settings); });
+}
+
+std::shared_ptr<Plan> Engine::latency_dispatch(const RoutingInput& in, const PlaceCall& place, const DispatchCall& c,
+                                               bool with_weights) {
+  require_latency(in.num_tokens);
+  require_placeable(in, place, layout_.counts.num_experts);
+  require_sizes(c.row_bytes, c.scale_bytes);
+  require_blocks("num_blocks", c.num_blocks);
+  if (c.num_blocks > int(kMostExchangeBlocks))
+    throw std::invalid_argument("num_blocks: is " + std::to_string(c.num_blocks) + "; a latency dispatch has at most " +
+                                std::to_string(kMostExchangeBlocks));
+  if (place.header.topk > shape_.max_topk)
+    throw std::logic_error("latency dispatch: more experts per token than this buffer was laid out for");
+  if (const auto budget = place.header.budget(); c.permute && c.out_rows < budget.value_or(~0u))
+    throw std::logic_error("latency dispatch: out_rows is smaller than the budget of permuted rows");
+  Call call(*this);
+  ExchangeParams route{};
+  const PlacedPlan placed = describe_place(route, in, place, false);
+  route.counts = latency_counts_;
+  auto plan = std::make_shared<Plan>(placed);
+  LatencyDispatchParams p = latency_params(c, plan->view(), place.header.topk, with_weights ? placed.weights : nullptr);
+  p.routes = true;
+  p.route = route;
+  executor_->require_shared_memory(p, c.num_blocks);
+  launch_latency(call, p, c.num_blocks);
+  plan->freeze();
+  return plan;
+}
+
+void Engine::latency_dispatch(Plan& plan, const DispatchCall& c) {
+  require_world(plan);
+  require_latency(plan.num_tokens());
+  require_sizes(c.row_bytes, c.scale_bytes);
+  require_blocks("num_blocks", c.num_blocks);
+  if (!plan.complete())
+    throw std::invalid_argument("handle: the first dispatch of what route() returned takes the throughput path");
+  if (c.permute && c.out_rows < plan.num_permuted_rows())
+    throw std::logic_error("dispatch: out_rows is smaller than the plan's rows");
+  Call call(*this);
+  LatencyDispatchParams p = latency_params(c, plan.view(), plan.topk(), c.weights);
+  executor_->require_shared_memory(p, c.num_blocks);
+  launch_latency(call, p, c.num_blocks);
+}
+
+void Engine::latency_combine(Plan& plan, const CombineCall& c) {
+  require_world(plan);
+  require_latency(plan.num_tokens());
+  require_sizes(uint64_t(c.hidden) * dtype_bytes(c.dtype), 0);
+  require_blocks("num_blocks", c.num_blocks);
+  if (!plan.complete()) throw std::invalid_argument("handle: its dispatch has not run");
+  LatencyCombineParams p{};
+  p.world = world_;
+  p.link = latency_link();
+  p.dtype = c.dtype;
+  p.partial_dtype = c.fp32_partials ? DType::kFp32 : c.dtype;
+  p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
+  if (p.lines() > layout_.slabs.token_lines)
+    throw std::logic_error("latency combine: a partial row of " + std::to_string(p.partial.row_bytes()) +
+                           " bytes does not fit this buffer; it must grow first");
+  Call call(*this);
+  p.plan = plan.view();
+  p.record_bytes = plan.record_bytes();
+  p.pairs_at = plan.pairs_at();
+  p.hidden = c.hidden;
+  p.x = c.x;
+  p.x_weights = c.weights;
+  p.permuted = c.permuted;
+  p.multiply = c.multiply;
+  p.num_node_experts = plan.num_local_experts() * uint32_t(world_.num_local_ranks);
+  p.first_node_expert = uint32_t(world_.node()) * p.num_node_experts;
+  p.out_x = c.out_x;
+  p.out_weights = c.weights ? c.out_weights : nullptr;
+  p.progress = progress_;
+  p.traffic = traffic_;
+  LaunchSettings settings = settings_;
+  settings.num_blocks = c.num_blocks;
+  call.run([&] { executor_->latency_combine(p, settings); });
+}
+
+}  // namespace hep
