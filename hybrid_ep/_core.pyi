@@ -24,14 +24,17 @@ class BufferShape:
 
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
                  max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
-                 partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int = 16,
-                 arena_bytes: int = 0) -> None: ...
+                 partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int = 16, arena_bytes: int = 0,
+                 latency_tokens: int = 0) -> None: ...
 
     @property
     def arena_bytes(self) -> int: ...
 
     @property
     def chunk_tokens(self) -> int: ...
+
+    @property
+    def latency_tokens(self) -> int: ...
 
     @property
     def max_tokens(self) -> int: ...
@@ -205,6 +208,13 @@ class Engine:
     def combine(self, plan: Plan, request: CombineRequest) -> None: ...
 
     def dispatch(self, plan: Plan, request: DispatchRequest) -> None: ...
+
+    def latency_combine(self, plan: Plan, request: CombineRequest) -> None: ...
+
+    def latency_dispatch(self, plan: Plan, request: DispatchRequest) -> None: ...
+
+    def latency_route(self, place: PlaceRequest, request: DispatchRequest) -> Plan:
+        """The latency path: routes and dispatches in one launch. The plan lies in the memory of `place`."""
 
     def lend(self, rows: int, columns: int, element: int) -> torch.Tensor | None:
         """A tensor in the arena, uninitialised; None: no gap holds it. Where exchanges_tensors()."""
@@ -419,6 +429,9 @@ class Plan:
     """One routing decision, ready for dispatch and combine."""
 
     @property
+    def from_nodes(self) -> list[int]: ...
+
+    @property
     def has_holes(self) -> bool: ...
 
     def maps(self, *, memory: TensorView, sparse_to_dense: TensorView, rail_to_node: TensorView,
@@ -427,6 +440,9 @@ class Plan:
 
     @property
     def max_recv_rows(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int: ...
 
     @property
     def num_dropped(self) -> int: ...

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ except ImportError as error:
 from hybrid_ep import memory, streams
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
-from hybrid_ep.runtime import options, validation, verbs
+from hybrid_ep.runtime import latency, options, validation, verbs
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
 from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.handle import dispatch_handle, permute_handle
@@ -68,6 +67,8 @@ class HybridEPBuffer(Named):
     * `arena_mib`: registered MiB where dispatched rows land to stay, and of empty() (default HYBRID_EP_ARENA_MIB, else
       2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB, NVSHMEM's none). On hosts storages there cannot be
       resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: a copy, see traffic().
+    * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
+      `path`, where all ranks are of one node; the registered memory grows with it. 0: there is none.
 
     Belongs to the process that made it: a forked child may only drop it. Neither copied nor pickled (TypeError).
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
@@ -98,11 +99,12 @@ class HybridEPBuffer(Named):
         tuning: str | None = None,
         comm_stream: torch.cuda.Stream | str | None = None,
         arena_mib: int | None = None,
+        latency_tokens: int = 0,
     ) -> None:
         self._session: Session | None = None
         self._own_stream: Any = None
         if use_mnnvl is not None:
-            _deprecated("use_mnnvl", "has no effect")
+            validation.deprecated("use_mnnvl", "has no effect")
         view = GroupView.of(group)
         try:
             o = options.parse(
@@ -122,6 +124,7 @@ class HybridEPBuffer(Named):
                 tuning_file=tuning,
                 arena_mib=arena_mib,
                 num_sms_preprocessing_api=num_sms_preprocessing_api,
+                latency_tokens=latency_tokens,
             )
             self.comm_stream = streams.chosen(comm_stream, o.device)
         except Exception as error:
@@ -172,7 +175,7 @@ class HybridEPBuffer(Named):
         if num_of_tokens_per_rank is not None:
             validation.token_slots(num_of_tokens_per_rank, hidden)
         if num_dispatched_tokens_tensor is not None:
-            _deprecated("num_dispatched_tokens_tensor", "is ignored")
+            validation.deprecated("num_dispatched_tokens_tensor", "is ignored")
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
             given = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map)
@@ -182,7 +185,7 @@ class HybridEPBuffer(Named):
             rows, weights, scales = verbs.scatter(
                 session, plan, hidden, scaling_factor, fresh, routed, None, blocks, known
             )
-        return rows, weights, scales, _returned(handle) or dispatch_handle(plan, self.config)
+        return rows, weights, scales, verbs.returned(handle) or dispatch_handle(plan, self.config)
 
     @streams.on_comm_stream
     def combine(
@@ -232,6 +235,7 @@ class HybridEPBuffer(Named):
         use_host_meta: bool | None = None,
         pad_empty_experts: bool = False,
         num_sms: int | None = None,
+        path: str = "auto",
     ) -> Permuted:
         """dispatch, with the rows laid out by local expert, each expert's group padded to pad_multiple with
         zero rows.
@@ -241,15 +245,17 @@ class HybridEPBuffer(Named):
         static budget; rows beyond it are dropped and flagged, later experts first, and nothing is raised.
         pad_empty_experts: an expert that nobody chose gets pad_multiple zero rows too (they count against a
         budget), so that no grouped GEMM sees an empty group. With a handle both paddings are the handle's.
+        path: "throughput"; "latency" (one launch; with routing only if non_blocking); "auto": latency with routing if
+        non_blocking and num_of_tokens_per_rank <= latency_tokens, and with a handle as that was made.
         Returns (rows [P, H], weights fp32 [P] or None, scales [P, S] or None, padded_tokens_per_expert int64
         [num_local_experts], handle); handle[10] is the overflow flag, int32 [1].
         Raises ValueError, CapacityError (blocking with overflow="raise"), DeadlineError."""
         if num_of_tokens_per_rank is not None:
             validation.token_slots(num_of_tokens_per_rank, hidden)
         if num_dispatched_tokens is not None:
-            _deprecated("num_dispatched_tokens", "is ignored")
+            validation.deprecated("num_dispatched_tokens", "is ignored")
         if use_host_meta is not None:
-            _deprecated("use_host_meta", "means non_blocking = not use_host_meta")
+            validation.deprecated("use_host_meta", "means non_blocking = not use_host_meta")
             non_blocking = not use_host_meta
         if num_of_experts_per_rank is not None:
             num_of_experts = validation.group_experts(num_of_experts, num_of_experts_per_rank, self.group_size)
@@ -266,29 +272,26 @@ class HybridEPBuffer(Named):
         given, budget = Given(topk_idx, topk_weights, num_of_experts, probs, routing_map), call.budget
         with self._busy() as session:
             blocks = session.blocks("dispatch", num_sms, self.config)
-            plan, fresh, routed, known = verbs.plan_or_route(session, PERMUTED, handle, given, call, self.config)
-            if budget is not None and budget < plan.num_permuted_rows:
-                raise ValueError(
-                    f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
-                    "the handle; give at least as many, or None"
+            if handle is None and latency.takes_routed(session, path, call, num_of_tokens_per_rank):
+                plan, (rows, weights, scales) = latency.dispatch(session, call, given, self.config, blocks)
+            else:
+                plan, fresh, routed, known = verbs.plan_or_route(session, PERMUTED, handle, given, call, self.config)
+                if budget is not None and budget < plan.num_permuted_rows:
+                    raise ValueError(
+                        f"num_permuted_tokens={budget} is less than the {plan.num_permuted_rows} rows of "
+                        "the handle; give at least as many, or None"
+                    )
+                lines = handle is not None and latency.takes_planned(session, path, plan, handle)
+                num_rows = plan.num_permuted_rows if budget is None else budget
+                rows, weights, scales = verbs.scatter(
+                    session, plan, hidden, scaling_factor, fresh, routed, num_rows, blocks, known, lines
                 )
-            rows, weights, scales = verbs.scatter(
-                session,
-                plan,
-                hidden,
-                scaling_factor,
-                fresh,
-                routed,
-                plan.num_permuted_rows if budget is None else budget,
-                blocks,
-                known,
-            )
         return (
             rows,
             weights,
             scales,
             plan.padded_tokens_per_expert,
-            _returned(handle) or permute_handle(plan, self.config),
+            verbs.returned(handle) or permute_handle(plan, self.config),
         )
 
     @streams.on_comm_stream
@@ -344,16 +347,17 @@ class HybridEPBuffer(Named):
         weighted: bool = False,
         fp32_partials: bool = False,
         num_sms: int | None = None,
+        path: str = "auto",
     ) -> Combined:
         """combine for rows laid out by dispatch_with_permute: ([T, H], probs fp32 [T, E] or None).
 
         hidden [P, H] bf16, fp16 or fp32; rows beyond the handle's are ignored, as are padding rows. A rank's
         experts are added first (ascending, rounded; fp32_partials: not rounded), then as in combine. probs
         fp32 [P] come back as [T, E], 0 where not chosen or dropped. weighted: every row is first multiplied,
-        in fp32, by the weight that the handle's dispatch brought for it; probs must then be None.
+        in fp32, by the weight that the handle's dispatch brought for it; probs must then be None. path as there.
         Raises ValueError, DeadlineError."""
         if num_dispatched_tokens is not None:
-            _deprecated("num_dispatched_tokens", "is ignored")
+            validation.deprecated("num_dispatched_tokens", "is ignored")
         with self._busy() as session:
             plan = validation.handle(handle, PERMUTED, self._topology)
             x = validation.summable_rows("hidden", hidden, plan.num_permuted_rows, at_least=True)
@@ -365,9 +369,9 @@ class HybridEPBuffer(Named):
                     f"{validation.describe(probs)}; give weights to dispatch_with_permute and none here"
                 )
             blocks = session.blocks("combine", num_sms, self.config)
-            return verbs.gather(
-                session, plan, x, w, permuted=True, weighted=weighted, fp32_partials=fp32_partials, blocks=blocks
-            )
+            lines = latency.takes_planned(session, path, plan, handle)
+            how = {"permuted": True, "weighted": weighted, "fp32_partials": fp32_partials, "by_lines": lines}
+            return verbs.gather(session, plan, x, w, blocks=blocks, **how)
 
     # ---- configuration, reports, life
     def update_template_config(
@@ -489,12 +493,3 @@ class HybridEPBuffer(Named):
 
     def _busy(self) -> Guard:
         return (self._session or self._open_session()).guard()  # which checks that it is open
-
-
-def _returned(handle: Handle | Routed | None) -> Handle | None:
-    """What a call that was given this as its handle returns for it; None: a new one."""
-    return None if isinstance(handle, Routed) else handle
-
-
-def _deprecated(name: str, what: str) -> None:
-    warnings.warn(f"{name} {what}", DeprecationWarning, stacklevel=3)

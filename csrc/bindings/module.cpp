@@ -96,9 +96,10 @@ void bind_errors() {
 
 BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t num_experts, uint64_t max_tokens,
                        uint32_t max_topk, uint32_t row_bytes, uint32_t scale_bytes, uint64_t recv_rows,
-                       uint32_t partial_row_bytes, uint32_t chunk_tokens, uint32_t rail_slots, uint64_t arena_bytes) {
-  BufferShape s{num_nodes,   num_local_ranks,   num_experts, max_tokens,   max_topk,   row_bytes,
-                scale_bytes, partial_row_bytes, recv_rows,   chunk_tokens, rail_slots, arena_bytes};
+                       uint32_t partial_row_bytes, uint32_t chunk_tokens, uint32_t rail_slots, uint64_t arena_bytes,
+                       uint64_t latency_tokens) {
+  BufferShape s{num_nodes,         num_local_ranks, num_experts,  max_tokens, max_topk,    row_bytes,     scale_bytes,
+                partial_row_bytes, recv_rows,       chunk_tokens, rail_slots, arena_bytes, latency_tokens};
   s.validate();
   return s;
 }
@@ -110,7 +111,7 @@ void bind_memory(py::module_& m) {
            py::arg("num_experts"), py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16,
            py::arg("scale_bytes") = 0, py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16,
            py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = S{}.rail_slots,
-           py::arg("arena_bytes") = 0)
+           py::arg("arena_bytes") = 0, py::arg("latency_tokens") = 0)
       .def_readonly("num_nodes", &S::num_nodes)
       .def_readonly("num_local_ranks", &S::num_local_ranks)
       .def_readonly("num_experts", &S::num_experts)
@@ -123,6 +124,7 @@ void bind_memory(py::module_& m) {
       .def_readonly("chunk_tokens", &S::chunk_tokens)
       .def_readonly("rail_slots", &S::rail_slots)
       .def_readonly("arena_bytes", &S::arena_bytes)
+      .def_readonly("latency_tokens", &S::latency_tokens)
       .def_property_readonly("total_bytes", [](const S& s) { return BufferLayout(s).total; })
       .def(
           "regions",
@@ -181,6 +183,10 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("num_launches", &Engine::num_launches, "Kernels launched by this engine.")
       .def("dispatch", &dispatch, py::arg("plan"), py::arg("request"))
       .def("combine", &combine, py::arg("plan"), py::arg("request"))
+      .def("latency_route", &latency_route, py::arg("place"), py::arg("request"),
+           "The latency path: routes and dispatches in one launch. The plan lies in the memory of `place`.")
+      .def("latency_dispatch", &latency_dispatch, py::arg("plan"), py::arg("request"))
+      .def("latency_combine", &latency_combine, py::arg("plan"), py::arg("request"))
       .def("take", &take, py::arg("num_bytes"), "Bytes of the arena, aligned to 128; None: no gap holds so many.")
       .def("lend", &lend, py::arg("rows"), py::arg("columns"), py::arg("element"),
            "A tensor in the arena, uninitialised; None: no gap holds it. Where exchanges_tensors().")

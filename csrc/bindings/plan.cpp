@@ -165,6 +165,8 @@ void bind_plan(py::module_& m) {
           },
           "padded_tokens_per_expert as a tensor. Where exchanges_tensors().")
       .def("num_rail_tokens", &Plan::num_rail_tokens, py::arg("node"))
+      .def_property_readonly("from_nodes", [](const Plan& p) { return p.counts().from_nodes; })
+      .def_property_readonly("most_tokens", [](const Plan& p) { return ranges_of(p.counts().headers).most_tokens; })
       // Where the host can read the plan: the maps of the handles, and conversions of weights.
       .def("maps", &maps, py::kw_only(), py::arg("memory"), py::arg("sparse_to_dense"), py::arg("rail_to_node"),
            py::arg("node_to_rail"), py::arg("local_routing"), py::arg("permuted_rows") = py::none(),

@@ -117,7 +117,9 @@ Placed place(Engine& engine, const PlaceRequest& r) {
   return result;
 }
 
-void dispatch(Engine& engine, Plan& plan, const DispatchRequest& r) {
+namespace {
+
+DispatchCall sizes_of(const DispatchRequest& r) {
   if (r.weights && r.routed_weights) throw std::invalid_argument("weights: give none with routed_weights=True");
   DispatchCall c;
   c.row_bytes = r.row_bytes;
@@ -127,7 +129,11 @@ void dispatch(Engine& engine, Plan& plan, const DispatchRequest& r) {
   c.num_blocks = r.launch.num_blocks;
   c.local_blocks = r.launch.local_blocks.value_or(0);
   c.chunk_tokens = r.launch.chunk_tokens.value_or(0);
-  const DispatchExtents e = extents_of(plan, c);
+  return c;
+}
+
+// The tensors of the call, which have those bytes.
+void bind_tensors(const Engine& engine, const DispatchRequest& r, const DispatchExtents& e, DispatchCall& c) {
   const Device device = device_of(engine);
   c.x = require(&r.x, {"x", e.x, device, kRowAlignment});
   c.out_x = require(&r.out_x, {"out_x", e.out_x, device, kRowAlignment}, r.x.element);
@@ -136,13 +142,52 @@ void dispatch(Engine& engine, Plan& plan, const DispatchRequest& r) {
     c.out_scales = require(given(r.out_scale), {"out_scale", e.out_scale, device, kRowAlignment}, r.scale->element);
   }
   c.weights = optional_array<const float>(given(r.weights), {"weights", e.weights, device, kRowAlignment});
+  if (c.weights || r.routed_weights)
+    c.out_weights = require_array<float>(given(r.out_weights), {"out_weights", e.out_weights, device});
+}
+
+DispatchCall call_on(const Engine& engine, const Plan& plan, const DispatchRequest& r) {
+  DispatchCall c = sizes_of(r);
+  bind_tensors(engine, r, extents_of(plan, c), c);
   if (r.routed_weights) c.weights = plan.weights();
-  if (c.weights) c.out_weights = require_array<float>(given(r.out_weights), {"out_weights", e.out_weights, device});
+  return c;
+}
+
+}  // namespace
+
+void dispatch(Engine& engine, Plan& plan, const DispatchRequest& r) {
+  const DispatchCall c = call_on(engine, plan, r);
   py::gil_scoped_release release;
   engine.dispatch(plan, c);
 }
 
-void combine(Engine& engine, Plan& plan, const CombineRequest& r) {
+std::shared_ptr<Plan> latency_route(Engine& engine, const PlaceRequest& p, const DispatchRequest& r) {
+  if (r.weights) throw std::invalid_argument("weights: those of the routing travel; give routed_weights=True");
+  const RoutingInput in = routing_input(engine, p);
+  PlaceCall place;
+  place.header = p.header;
+  const PlanMemory needed = engine.plan_memory(in.num_tokens, p.header.topk, true);
+  place.memory = require(&p.memory, {"memory", needed.total, device_of(engine), 128}, Element::kUint8);
+  DispatchCall c = sizes_of(r);
+  if (!c.permute) throw std::invalid_argument("permuted: give the rows of the result, a static number");
+  bind_tensors(
+      engine, r,
+      {num_bytes(in.num_tokens, c.row_bytes), num_bytes(in.num_tokens, c.scale_bytes), 0,
+       num_bytes(c.out_rows, c.row_bytes), num_bytes(c.out_rows, c.scale_bytes), num_bytes(c.out_rows, sizeof(float))},
+      c);
+  py::gil_scoped_release release;
+  return engine.latency_dispatch(in, place, c, r.routed_weights);
+}
+
+void latency_dispatch(Engine& engine, Plan& plan, const DispatchRequest& r) {
+  const DispatchCall c = call_on(engine, plan, r);
+  py::gil_scoped_release release;
+  engine.latency_dispatch(plan, c);
+}
+
+namespace {
+
+CombineCall call_on(const Engine& engine, const Plan& plan, const CombineRequest& r) {
   CombineCall c;
   c.dtype = summable("x", &r.x);
   c.hidden = r.hidden;
@@ -159,8 +204,21 @@ void combine(Engine& engine, Plan& plan, const CombineRequest& r) {
   c.weights = optional_array<const float>(given(r.weights), {"weights", e.weights, device});
   if (c.weights)
     c.out_weights = require_array<float>(given(r.out_weights), {"out_weights", e.out_weights, device, kRowAlignment});
+  return c;
+}
+
+}  // namespace
+
+void combine(Engine& engine, Plan& plan, const CombineRequest& r) {
+  const CombineCall c = call_on(engine, plan, r);
   py::gil_scoped_release release;
   engine.combine(plan, c);
+}
+
+void latency_combine(Engine& engine, Plan& plan, const CombineRequest& r) {
+  const CombineCall c = call_on(engine, plan, r);
+  py::gil_scoped_release release;
+  engine.latency_combine(plan, c);
 }
 
 void bind_requests(py::module_& m) {

@@ -49,6 +49,10 @@ struct CombineRequest {
 Placed place(Engine& engine, const PlaceRequest& request);
 void dispatch(Engine& engine, Plan& plan, const DispatchRequest& request);
 void combine(Engine& engine, Plan& plan, const CombineRequest& request);
+// By lines. The first routes, and makes the plan in the memory of `place`, whose `count` and `num_blocks` say nothing.
+std::shared_ptr<Plan> latency_route(Engine& engine, const PlaceRequest& place, const DispatchRequest& request);
+void latency_dispatch(Engine& engine, Plan& plan, const DispatchRequest& request);
+void latency_combine(Engine& engine, Plan& plan, const CombineRequest& request);
 
 void bind_requests(pybind11::module_& m);
 

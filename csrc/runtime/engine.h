@@ -128,8 +128,9 @@ class Engine {
   // plan's first dispatch: one that place() made has its first there. num_blocks of a call is all it has. What does not
   // fit together between ranks comes as a deadline.
   //
-  // Routes, places and dispatches. Of the calls num_blocks is the dispatch's, at most kMostExchangeBlocks; weights are
-  // the routing's where with_weights, and the dispatch's `weights` is not looked at.
+  // Routes, places and dispatches; where kernels run beside the host, the plan's sizes are limits. Of the calls
+  // num_blocks is the dispatch's, at most kMostExchangeBlocks; weights are the routing's where with_weights, and the
+  // dispatch's `weights` is not looked at.
   std::shared_ptr<Plan> latency_dispatch(const RoutingInput& in, const PlaceCall& place, const DispatchCall& call,
                                          bool with_weights);
   void latency_dispatch(Plan& plan, const DispatchCall& call);  // complete
@@ -159,6 +160,7 @@ class Engine {
   uint32_t chunk_of(uint32_t asked) const;
   void require_latency(uint32_t tokens) const;
   LatencyLink latency_link() const;
+  PlacedCounts latency_counts(const PlacedPlan& placed) const;
   LatencyDispatchParams latency_params(const DispatchCall& c, const PlanView& plan, uint32_t topk,
                                        const float* weights) const;
   void launch_latency(Call& call, LatencyDispatchParams& p, int num_blocks);

@@ -1,4 +1,5 @@
 // Operations of the latency path: parameters of their launches.
+#include <algorithm>
 #include <string>
 
 #include "runtime/engine_call.h"
@@ -72,8 +73,37 @@ std::shared_ptr<Plan> Engine::latency_dispatch(const RoutingInput& in, const Pla
   p.route = route;
   executor_->require_shared_memory(p, c.num_blocks);
   launch_latency(call, p, c.num_blocks);
+  if (executor_->shares_memory()) plan = std::make_shared<Plan>(placed, latency_counts(placed));
   plan->freeze();
   return plan;
+}
+
+// What a notification would have told. A launch on the host has ended when it returns, so that there it may be read.
+PlacedCounts Engine::latency_counts(const PlacedPlan& placed) const {
+  const CountsView all{layout_.counts, latency_counts_ + (progress_->exchanges + 1) % 2 * layout_.num_ranks *
+                                                             layout_.counts.vector_bytes()};
+  const PlanMemory m = PlanMemory::make(world_, layout_.counts, placed.view.num_tokens, placed.view.topk);
+  const auto take = [&]<class T, class From>(std::vector<T>& to, uint64_t at, uint64_t count, From) {
+    const auto* from = reinterpret_cast<const From*>(placed.memory.data() + at);
+    to.assign(from, from + count);
+  };
+  PlacedCounts c;
+  c.placed = true;
+  c.numbers = *placed.view.numbers;
+  const uint64_t ranks = layout_.num_ranks, experts = placed.view.num_local_experts;
+  for (int r = 0; r < world_.num_ranks(); ++r) {
+    CallHeader::Words header;
+    std::copy_n(all.vector(r), header.size(), header.begin());
+    c.headers.push_back(CallHeader::of(header));
+  }
+  take(c.rank_rows, m.rank_rows, ranks, uint32_t{});
+  take(c.source_rows, m.source_rows, ranks, uint32_t{});
+  take(c.dropped, m.dropped, ranks, uint64_t{});
+  take(c.tokens_per_expert, m.tokens_per_expert, experts, int64_t{});
+  take(c.padded_tokens_per_expert, m.padded_tokens_per_expert, experts, int64_t{});
+  for (int n = 0; n < world_.num_nodes; ++n)
+    c.from_nodes.push_back(all.node_tokens(world_.rail_peer(n), world_.node()));
+  return c;
 }
 
 void Engine::latency_dispatch(Plan& plan, const DispatchCall& c) {

@@ -44,6 +44,7 @@ class Options:
     device: torch.device
     tuning: tuning.Table | None
     arena_mib: int | None = None  # None: by shape
+    latency_tokens: int = 0  # of a rank, on the latency path; 0: there is none
     num_blocks_exchange: int | None = None  # None: by the tokens of a call
     local_work_apart: bool = False  # a dispatch has blocks for local work alone, without being told; choose_blocks
     reach: devices.Reach | None = None  # on GPUs with ranks of their own: found in agree()
@@ -66,6 +67,7 @@ class Options:
                     "overflow": self.overflow,
                     "executor": self.executor,
                     "arena_mib": self.arena_mib,
+                    "latency_tokens": self.latency_tokens,
                     "tuning": self.tuning and self.tuning.identity,
                 },
                 "host": socket.gethostname(),
@@ -87,6 +89,11 @@ class Options:
             [f["world_rank"] for f in answers],
             domains,
         )
+        if self.latency_tokens and found.num_nodes > 1:
+            raise ValueError(
+                f"latency_tokens={self.latency_tokens}: the group spans {found.num_nodes} nodes, and the latency path "
+                "is for ranks that all map each other's memory; give 0"
+            )
         if domains is not None and self.ranks_per_node is not None:
             topology.warn_of_cut_domains(found, domains, f"{self.ranks_per_node_origin}={self.ranks_per_node}")
         self._settle(found)
@@ -218,6 +225,7 @@ def parse(
     tuning_file: Any = None,
     arena_mib: Any = None,
     num_sms_preprocessing_api: Any = None,
+    latency_tokens: Any = 0,
 ) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
     env.check()
@@ -269,6 +277,7 @@ def parse(
         table,
         arena_mib,
         num_blocks_exchange=_blocks("num_sms_preprocessing_api", num_sms_preprocessing_api),
+        latency_tokens=validation.integer("latency_tokens", latency_tokens, 0),
     )
 
 

@@ -17,11 +17,14 @@ from hybrid_ep.runtime.plan import BlockingPlan, Plan, PlanMemory, StaticPlan
 from hybrid_ep.runtime.tensors import padded_row_bytes, row_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from hybrid_ep._core import CallHeader, Placed
     from hybrid_ep.config import HybridEpConfigInstance
     from hybrid_ep.runtime.call import Call
     from hybrid_ep.runtime.routing import Routing
     from hybrid_ep.runtime.session import Session
+    from hybrid_ep.runtime.signatures import Received
 
 _P = TypeVar("_P", bound=Plan)
 
@@ -55,6 +58,50 @@ def static_plan(
         max_tokens=session.shape.max_tokens,
         capped=session.options.capacity_factor is not None,
     )
+
+
+def latency_plan(
+    session: Session,
+    routing: Routing,
+    call: Call,
+    scale: torch.Tensor | None,
+    template: HybridEpConfigInstance,
+    blocks: tuple[int, int | None],
+) -> tuple[Plan, Received]:
+    """The latency path: the plan, the permuted rows and what goes with them, of one launch. Collective. ValueError on
+    the rank concerned alone where the call does not fit. call.hidden, scale: rows as the core wants them."""
+    told = _fitted(session, routing, call, template)
+    memory = PlanMemory.of(told.at, session.options.device)
+    width, scale_bytes = row_bytes(call.hidden), 0 if call.scale is None else padded_row_bytes(call.scale)
+    capped = session.options.capacity_factor is not None
+    received, out_scale, out_weights = session.dispatched(
+        call.budget or 0, width, call.hidden.dtype, scale_bytes, None if routing.weights is not None else 0, capped
+    )
+    rows = _core.DispatchRequest.of(
+        call.hidden,
+        scale,
+        None,
+        routing.weights is not None,
+        received,
+        out_scale,
+        out_weights,
+        width,
+        scale_bytes,
+        call.budget,
+        session.launch("dispatch", (min(sum(filter(None, blocks)), _core.BufferShape.most_exchange_blocks), None)),
+        False,
+    )
+    place = routing.aligned().request(told.header, memory.block, False, 1, False)
+    core = session.engine.latency_route(place, rows)
+    common = {"core": core, "memory": memory, "by_lines": True}
+    plan: Plan
+    if session.runs_beside:
+        most = min(session.shape.max_tokens, session.options.latency_tokens)
+        plan = _made(StaticPlan, session, routing, call, max_tokens=most, capped=capped, **common)
+    else:  # the launch has ended, and its counts are there
+        learned = {"learned": memory, "from_nodes": core.from_nodes, "max_tokens": max(1, core.most_tokens)}
+        plan = _made(BlockingPlan, session, routing, call, **learned, **common)
+    return plan, (received, out_weights, out_scale)
 
 
 def _fitted(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Known:

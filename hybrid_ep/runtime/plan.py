@@ -60,6 +60,7 @@ class Plan:
     max_tokens: int
     has_weights: bool
     memory: PlanMemory = field(repr=False)
+    by_lines: bool = field(default=False, kw_only=True)  # made by the latency path, which operations on it then take
 
     def __deepcopy__(self, memo: Any) -> Plan:
         return self  # immutable, so that a copied handle works as well as the original

@@ -270,7 +270,10 @@ class Session:
         generation, self._generation = self._generation, self._generation + 1
         agree(self.meet.exchange(f"{generation}/shape", wanted), "growth of the registered memory")
         shape = _core.BufferShape(
-            num_nodes=self.topology.num_nodes, num_local_ranks=self.topology.num_local_ranks, **wanted
+            num_nodes=self.topology.num_nodes,
+            num_local_ranks=self.topology.num_local_ranks,
+            latency_tokens=self.options.latency_tokens,
+            **wanted,
         )
         if self.engine is not None:
             self._past_traffic, self._past_launches = self.traffic(), self.num_launches()

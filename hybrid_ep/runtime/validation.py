@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import operator
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -213,6 +214,11 @@ def group_experts(num_experts: Any, per_rank: Any, num_ranks: int) -> Any:
             f"the group's {num_ranks} ranks; give only one of them"
         )
     return per_rank * num_ranks
+
+
+def deprecated(name: str, what: str) -> None:
+    """By a verb, of an argument that deep_ep's callers still give."""
+    warnings.warn(f"{name} {what}", DeprecationWarning, stacklevel=3)
 
 
 def token_slots(slots: Any, hidden: Any) -> None:

@@ -17,6 +17,11 @@ from hybrid_ep.runtime.signatures import Combined, Handle, Received
 from hybrid_ep.runtime.tensors import aligned, pad_rows, padded_row_bytes, row_bytes, unpad_rows
 
 
+def returned(handle: Handle | Routed | None) -> Handle | None:
+    """What a call that was given this as its handle returns for it; None: a new one."""
+    return None if isinstance(handle, Routed) else handle
+
+
 def plan_or_route(
     session: Session,
     kind: HandleKind,
@@ -64,9 +69,10 @@ def scatter(
     num_permuted: int | None,
     blocks: tuple[int, int | None],
     known: bool,
+    by_lines: bool = False,
 ) -> Received:
     """Moves the rows of a plan; num_permuted: rows of the permuted result, None for receive order. known: as
-    plan_or_route says."""
+    plan_or_route says. by_lines: on the latency path."""
     x = hidden if known else aligned(hidden)
     padded_scale = None if scale is None else pad_rows(scale)
     width, scale_bytes = row_bytes(x), 0 if scale is None else padded_row_bytes(scale)
@@ -92,7 +98,7 @@ def scatter(
         launch,
         known,
     )
-    session.engine.dispatch(plan.core, request)
+    (session.engine.latency_dispatch if by_lines else session.engine.dispatch)(plan.core, request)
     scales = None if scale is None or out_scale is None else unpad_rows(out_scale, scale)
     return received, out_weights, scales
 
@@ -107,8 +113,9 @@ def gather(
     weighted: bool = False,
     fp32_partials: bool,
     blocks: tuple[int, int | None],
+    by_lines: bool = False,
 ) -> Combined:
-    """The sums of a plan's rows."""
+    """The sums of a plan's rows. by_lines: on the latency path."""
     validation.flag("fp32_partials", fp32_partials)
     x, w = aligned(hidden), None if weights is None else aligned(weights)
     bytes_of_sum = x.shape[1] * (4 if fp32_partials else x.element_size())
@@ -119,5 +126,5 @@ def gather(
     )
     launch = session.launch("combine", blocks)
     request = _core.CombineRequest.of(x, x.shape[1], w, out, returned, permuted, weighted, fp32_partials, launch)
-    session.engine.combine(plan.core, request)
+    (session.engine.latency_combine if by_lines else session.engine.combine)(plan.core, request)
     return out, None if returned is None else plan_weights.to_dense(plan, returned)

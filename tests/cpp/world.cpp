@@ -124,7 +124,7 @@ class RankRun {
     made.plan = placement->plan(made.learned->data());
     check_plan(*made.plan, made.plan->counts(), ref);
   }
-  // The plan's first dispatch, by lines, which makes it. Only kernels know its counts: they lie in its memory.
+  // The plan's first dispatch, by lines, which makes it.
   void latency_first(const OpCase& op, const DispatchCall& c) {
     const RoutingMemory routing(w_, w_.plans[op.plan], *ref_, size_t(rank_));
     PlaceCall call = place_call(op.plan, true);
@@ -132,7 +132,7 @@ class RankRun {
     Placed& made = plans_[op.plan];
     made.plan = engine_.latency_dispatch(routing.in, call, c, op.weights);
     plan_ = made.plan.get();
-    check_plan(*plan_, counts_in_memory(*plan_, engine_.layout().counts), *ref_);
+    check_plan(*plan_, plan_->counts(), *ref_);
   }
   uint32_t budget(size_t plan) const {
     return w_.plans[plan].budgets[size_t(rank_)].value_or(uint32_t(references_[plan].permuted[size_t(rank_)].size()));

@@ -78,24 +78,6 @@ struct RoutingMemory {
   RoutingInput in;
 };
 
-// What a notification would say of a plan whose counts only kernels know.
-inline PlacedCounts counts_in_memory(const Plan& plan, const CountsLayout& layout) {
-  const PlanMemory m = PlanMemory::make(plan.world(), layout, plan.num_tokens(), plan.topk());
-  const auto take = [&]<class T, class From>(std::vector<T>& to, uint64_t at, uint64_t count, From) {
-    const auto* from = reinterpret_cast<const From*>(plan.memory().data() + at);
-    to.assign(from, from + count);
-  };
-  PlacedCounts c;
-  c.numbers = *reinterpret_cast<const PlanNumbers*>(plan.memory().data() + m.numbers);
-  const uint64_t ranks = layout.num_ranks, experts = plan.num_local_experts();
-  take(c.rank_rows, m.rank_rows, ranks, uint32_t{});
-  take(c.source_rows, m.source_rows, ranks, uint32_t{});
-  take(c.dropped, m.dropped, ranks, uint64_t{});
-  take(c.tokens_per_expert, m.tokens_per_expert, experts, int64_t{});
-  take(c.padded_tokens_per_expert, m.padded_tokens_per_expert, experts, int64_t{});
-  return c;
-}
-
 // The smallest buffer that the case fits into.
 inline BufferShape shape_of(const WorldCase& w, const std::vector<Reference>& references) {
   BufferShape s;

@@ -79,6 +79,7 @@ def test_signatures_are_those_of_deep_ep():
         "use_host_meta",
         "pad_empty_experts",
         "num_sms",
+        "path",
     ]
     assert names(HybridEPBuffer.combine_with_unpermute)[:6] == [
         "hidden",

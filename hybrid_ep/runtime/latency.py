@@ -1,0 +1,86 @@
+"""The latency path of a buffer with latency_tokens: which operations take it, and dispatches that route in the same
+launch. docs/latency.md says what it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybrid_ep.runtime import placing, validation
+from hybrid_ep.runtime.plan import Routed
+from hybrid_ep.runtime.routing import Given, routing_of_call
+from hybrid_ep.runtime.tensors import aligned, pad_rows, unpad_rows
+
+if TYPE_CHECKING:
+    from hybrid_ep.config import HybridEpConfigInstance
+    from hybrid_ep.runtime.call import Call
+    from hybrid_ep.runtime.plan import Plan
+    from hybrid_ep.runtime.session import Session
+    from hybrid_ep.runtime.signatures import Handle, Received
+
+PATHS = ("auto", "throughput", "latency")
+
+
+def takes_routed(session: Session, path: Any, call: Call, most_tokens: Any) -> bool:
+    """Whether a dispatch that routes goes by lines. most_tokens: num_of_tokens_per_rank, checked, or None. All that is
+    asked is the same on all ranks, but for a rank with too many tokens, which refuses alone. ValueError."""
+    limit = session.options.latency_tokens
+    if _is_auto(path):
+        return bool(limit) and call.non_blocking and most_tokens is not None and int(most_tokens) <= limit
+    if path == "throughput":
+        return False
+    if not call.non_blocking:
+        raise ValueError(
+            "path='latency' gives results of a static size; give non_blocking=True and num_permuted_tokens, or another "
+            "path"
+        )
+    _require_room(session, len(call.hidden))
+    return True
+
+
+def takes_planned(session: Session, path: Any, plan: Plan, handle: Handle | Routed | None) -> bool:
+    """Whether an operation on the plan of a handle goes by lines: by default as the handle's dispatch did. ValueError,
+    on all ranks alike."""
+    if _is_auto(path):
+        return plan.by_lines
+    if path == "throughput":
+        return False
+    if isinstance(handle, Routed):
+        raise ValueError("path='latency': the first dispatch of what route() returned takes path='throughput'")
+    _require_room(session, plan.max_tokens)
+    return True
+
+
+def _is_auto(path: Any) -> bool:
+    if path not in PATHS:
+        raise ValueError(f"path={path!r} must be one of {PATHS}")
+    return path == "auto"
+
+
+def _require_room(session: Session, tokens: int) -> None:
+    limit = session.options.latency_tokens
+    if not limit:
+        raise ValueError("path='latency' needs a buffer with latency_tokens; give it the most tokens of a rank")
+    if tokens > limit:
+        raise ValueError(
+            f"path='latency' with {tokens} tokens on a rank, but latency_tokens={limit}; make the buffer with more, or "
+            "give path='throughput' on all ranks"
+        )
+
+
+def dispatch(
+    session: Session, call: Call, given: Given, config: HybridEpConfigInstance, blocks: tuple[int, int | None]
+) -> tuple[Plan, Received]:
+    """Routes and dispatches in one launch: (the plan, the permuted rows, their weights and scales). Collective."""
+    x = validation.hidden_rows("hidden", call.hidden)
+    if call.scale is not None:
+        validation.scales(call.scale, x)
+    validation.fp8_agrees(call.use_fp8, x)
+    routing = routing_of_call(
+        x, given, config=config, num_ranks=session.topology.num_ranks, look=not session.runs_beside
+    )
+    call = call._replace(hidden=aligned(x))
+    scale = None if call.scale is None else pad_rows(call.scale)
+    plan, (rows, weights, scales) = placing.latency_plan(session, routing, call, scale, config, blocks)
+    if call.scale is not None and scales is not None:
+        scales = unpad_rows(scales, call.scale)
+    return plan, (rows, weights, scales)

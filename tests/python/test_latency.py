@@ -1,0 +1,236 @@
+"""The latency path through the public verbs: the reference's bits, one launch each, mixed with the other path."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from examples import Example, check, examples, expected, make_inputs, same
+from hypothesis import given, settings
+from world import ProcessWorld
+
+from hybrid_ep import DeadlineError, HybridEPBuffer
+from hybrid_ep.testing import VirtualWorld
+
+TOKENS = 48  # latency_tokens of most buffers here
+_worlds: dict = {}
+
+
+def buffers_of(num_ranks: int, num_local_experts: int, executor: str = "host", **options):
+    """The buffers of a virtual world, kept: later examples find the slabs and steps of earlier ones."""
+    key = (num_ranks, executor, tuple(options.items()))
+    if key not in _worlds:
+        world = VirtualWorld(1, num_ranks)
+        options = {"latency_tokens": TOKENS, "timeout_s": 60, **options}
+        _worlds[key] = world, world.buffers(16, 1, num_local_experts, executor=executor, **options)
+    return _worlds[key]
+
+
+class ByLines:
+    """A buffer whose routed permuted dispatches ask for the latency path; what follows them takes it unasked."""
+
+    def __init__(self, buffer: HybridEPBuffer) -> None:
+        self._buffer = buffer
+
+    def __getattr__(self, name: str):
+        return getattr(self._buffer, name)
+
+    def dispatch_with_permute(self, **arguments):
+        path = {} if "handle" in arguments else {"path": "latency"}
+        return self._buffer.dispatch_with_permute(**arguments, **path)
+
+
+def launches(buffer: HybridEPBuffer, call):
+    before = buffer._session.num_launches()
+    result = call()
+    return result, buffer._session.num_launches() - before
+
+
+def routed(ex: Example, rank: int, **rest):
+    mine = make_inputs(ex, rank)
+    return {
+        "hidden": mine.hidden,
+        "num_of_experts_per_rank": ex.num_local_experts,
+        "num_permuted_tokens": ex.budget,
+        "non_blocking": True,
+        **mine.routing(),
+        **rest,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_bits_of_the_reference(num_ranks):
+    @given(ex=examples(1, num_ranks, budget=True))
+    def run(ex):
+        world, buffers = buffers_of(num_ranks, ex.num_local_experts)
+        world.poison(buffers)
+        want = expected(ex)
+        world.run(lambda rank, _: check(ByLines(buffers[rank]), rank, ex, want))
+
+    run()
+
+
+@pytest.mark.parametrize("executor", ["host_checked", "host_checked_lanes4", "host_checked_lanes32"])
+def test_bits_on_checking_executors(executor):
+    @settings(max_examples=5)
+    @given(ex=examples(1, 3, max_tokens=10, budget=True))
+    def run(ex):
+        world, buffers = buffers_of(3, ex.num_local_experts, executor)
+        want = expected(ex)
+        world.run(lambda rank, _: check(ByLines(buffers[rank]), rank, ex, want))
+
+    run()
+
+
+def test_a_wrong_reference_is_noticed():
+    ex = Example(1, 2, 2, (5, 3), budget=12, seed=3)
+    world, buffers = buffers_of(2, 2)
+    want = expected(ex)
+    wrong = dataclasses.replace(want, combined=[(x.flip(0), p) for x, p in want.combined])
+    errors = world.run(lambda rank, _: check(ByLines(buffers[rank]), rank, ex, wrong), return_errors=True)
+    assert all("combined rows" in str(error) for error in errors)
+
+
+EX = Example(1, 3, 2, (7, 0, 30), 3, 48, budget=160, seed=11)
+
+
+def check_either_way(buffer: HybridEPBuffer, rank: int, ex: Example, want) -> None:
+    """Handles of either path, combined on either: four times the same bits. One launch each where lines are taken."""
+    for dispatch_path, num_launches in (("latency", 1), ("throughput", 2)):
+        result, n = launches(
+            buffer, lambda path=dispatch_path: buffer.dispatch_with_permute(**routed(ex, rank), path=path)
+        )
+        assert n == num_launches
+        same(f"rows by {dispatch_path}", result[0], want.permuted[rank][0])
+        for path in ("latency", "throughput", "auto"):
+            arguments = {"hidden": want.returned[rank], "probs": want.returned_probs[rank], "handle": result[-1]}
+            (out, probs), n = launches(buffer, lambda a=arguments, p=path: buffer.combine_with_unpermute(**a, path=p))
+            assert n == 1
+            same(f"{path} combine of {dispatch_path}", out, want.combined[rank][0])
+            same(f"probs of {path} combine of {dispatch_path}", probs, want.combined[rank][1])
+            rows = buffer.dispatch_with_permute(
+                hidden=make_inputs(ex, rank).hidden, handle=result[-1], num_permuted_tokens=ex.budget, path=path
+            )[0]
+            same(f"{path} dispatch of {dispatch_path}", rows, want.permuted[rank][0])
+
+
+def test_plans_serve_both_paths():
+    world, buffers = buffers_of(3, EX.num_local_experts)
+    want = expected(EX)
+    for _ in range(3):
+        world.run(lambda rank, _: check_either_way(buffers[rank], rank, EX, want))
+
+
+def _processes(ctx, ex):
+    if "buffer" not in ctx.kept:
+        ctx.kept["buffer"] = HybridEPBuffer(ctx.group(3), 48, 32, ex.num_local_experts, latency_tokens=32, timeout_s=60)
+    check_either_way(ctx.kept["buffer"], ctx.rank, ex, expected(ex))
+    check(ByLines(ctx.kept["buffer"]), ctx.rank, ex)
+
+
+def test_processes():
+    with ProcessWorld(3) as world:
+        for seed in range(4):
+            world.run(_processes, dataclasses.replace(EX, seed=seed))
+
+
+@pytest.mark.parametrize(
+    "most, non_blocking, num_launches", [(30, True, 1), (48, True, 1), (49, True, 2), (None, True, 2)]
+)
+def test_auto_goes_by_what_all_ranks_know(most, non_blocking, num_launches):
+    """Not by the tokens of a rank, which are 7, 0 and 30."""
+    world, buffers = buffers_of(3, EX.num_local_experts)
+
+    def run(rank, _):
+        arguments = routed(EX, rank, num_of_tokens_per_rank=most, non_blocking=non_blocking)
+        result, n = launches(buffers[rank], lambda: buffers[rank].dispatch_with_permute(**arguments))
+        assert n == num_launches
+        same("rows", result[0], expected(EX).permuted[rank][0])
+        before = buffers[rank].traffic()["node_bytes"]
+        buffers[rank].combine_with_unpermute(hidden=expected(EX).returned[rank], handle=result[-1])
+        sent = buffers[rank].traffic()["node_bytes"] - before
+        assert num_launches == 2 or sent % 128 == 0  # as its dispatch: whole lines
+
+    world.run(run)
+
+
+def test_what_is_refused_leaves_the_buffer_usable():
+    world, buffers = buffers_of(3, EX.num_local_experts)
+
+    def run(rank, _):
+        buffer, arguments = buffers[rank], routed(EX, rank)
+
+        def refused(words, **change):
+            with pytest.raises(ValueError, match=words):
+                buffer.dispatch_with_permute(**{**arguments, **change})
+
+        refused("path='fast' must be one of", path="fast")
+        refused("non_blocking=True and num_permuted_tokens", path="latency", non_blocking=False)
+        too_many = {"hidden": torch.zeros(TOKENS + 1, 48, dtype=torch.bfloat16)}
+        too_many["topk_idx"] = torch.zeros(TOKENS + 1, 3, dtype=torch.int64)
+        too_many["topk_weights"] = torch.zeros(TOKENS + 1, 3)
+        refused(f"latency_tokens={TOKENS}", path="latency", **too_many)
+        route = {k: v for k, v in arguments.items() if k not in ("hidden", "num_of_experts_per_rank")}
+        plan = buffer.route(arguments["hidden"], permute=True, num_of_experts=6, **route)
+        with pytest.raises(ValueError, match="first dispatch of what route"):
+            buffer.dispatch_with_permute(
+                hidden=arguments["hidden"], handle=plan, num_permuted_tokens=EX.budget, path="latency"
+            )
+        result = buffer.dispatch_with_permute(**arguments, path="latency")
+        same("rows", result[0], expected(EX).permuted[rank][0])
+        with pytest.raises(ValueError, match="path=None"):
+            buffer.combine_with_unpermute(hidden=expected(EX).returned[rank], handle=result[-1], path=None)
+        out, _ = buffer.combine_with_unpermute(hidden=expected(EX).returned[rank], handle=result[-1])
+        same("sums", out, expected(EX).combined[rank][0])
+
+    world.run(run)
+
+
+def test_a_buffer_without_it_says_so():
+    world = VirtualWorld(1, 1)
+    (buffer,) = world.buffers(16, 8, 2)
+    assert buffer.memory_report().regions["latency_slabs"] == 0
+    with pytest.raises(ValueError, match="needs a buffer with latency_tokens"):
+        buffer.dispatch_with_permute(
+            hidden=torch.zeros(2, 16, dtype=torch.bfloat16),
+            topk_idx=torch.zeros(2, 1, dtype=torch.int64),
+            num_permuted_tokens=4,
+            non_blocking=True,
+            path="latency",
+        )
+    with pytest.raises(ValueError, match="latency_tokens=-1"):
+        world.buffers(16, 8, 2, latency_tokens=-1)
+
+
+def test_several_nodes_are_refused_on_all_ranks():
+    errors = VirtualWorld(2, 1).run(
+        lambda rank, group: HybridEPBuffer(
+            group, 16, 8, 2, num_of_hybrid_ep_ranks_per_nvlink_domain=1, latency_tokens=4, timeout_s=20
+        ),
+        return_errors=True,
+    )
+    assert all(isinstance(e, ValueError) and "spans 2 nodes" in str(e) for e in errors)
+
+
+def test_registered_bytes():
+    """Two parities of a slab for each rank: a header of the count vector, and slots for the largest message."""
+    world = VirtualWorld(1, 2)
+    buffer = world.buffers(1024, 64, 4, latency_tokens=32)[0]
+    message = 16 + 8 * 2 + 8 * 8 + 4 * 8 + 2 * 1024  # record of 8 pairs on 2 ranks, weights, payload
+    header = -(-4 * (16 + 2 + 1 + 8) // 64) * 64
+    lines = -(-header // 120) + 32 * -(-message // 120)
+    assert buffer.memory_report().regions["latency_slabs"] == 2 * 2 * lines * 128
+
+
+def test_ranks_on_different_paths_have_a_deadline():
+    world = VirtualWorld(1, 2)
+    buffers = world.buffers(48, 32, 2, latency_tokens=32, timeout_s=0.5)
+    ex = Example(1, 2, 2, (4, 4), 2, 48, budget=32)
+    errors = world.run(
+        lambda rank, _: buffers[rank].dispatch_with_permute(**routed(ex, rank), path=("latency", "throughput")[rank]),
+        return_errors=True,
+    )
+    assert isinstance(errors[0], DeadlineError) and "latency_header from rank 1" in str(errors[0])
+    assert isinstance(errors[1], DeadlineError)
+    assert not buffers[0].is_usable
