@@ -77,7 +77,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.facts = bounds, machines, tail
         if out is not None:
             ctx.mark_dirty(out)
-        return _rows_times_stacks(x, stacks, offsets, *ctx.facts, out)
+        return _rows_times_stacks(x, stacks, offsets, *ctx.facts, out=out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -116,10 +116,10 @@ def _rows_times_stacks(
     `out` each goes to its rows there."""
     if len(stacks) == 1:
         return _rows_times_weights(x, stacks[0], offsets, *machines[0], tail, out)
-    given = out is not None
+    place = out
     for (first, last, ends), w, machine in zip(_parts(stacks, offsets, bounds), stacks, machines, strict=True):
-        if given:
-            _rows_times_weights(x[first:last], w, ends, *machine, tail=False, out=out[first:last])
+        if place is not None:
+            _rows_times_weights(x[first:last], w, ends, *machine, tail=False, out=place[first:last])
         elif out is None:
             out = _rows_times_weights(x, w, ends, *machine, tail=False) if last else x.new_empty(len(x), w.shape[2])
         elif last > first:
