@@ -1,6 +1,7 @@
 """What the ranks of the recompute tests do: train one small GPT with handles reused, exchanged again, and without
 recompute."""
 
+import gc
 from unittest import mock
 
 import pytest
@@ -90,6 +91,36 @@ def broken(ep):
     with mock.patch.object(recompute, "dispatched", _never_read), pytest.raises(RuntimeError, match="other experts"):
         train(ep, "reuse", {"after": full(layers=2)})  # sums that the next layer reads: its router meets NaN
     return True
+
+
+def kept_no_longer_than_needed(ep):
+    """Handles go with their second run, and with the graph of a forward that has none."""
+    initialize(ep)
+    most = []
+
+    def count(job):
+        most.append(_alive())
+        job.net.train()
+        with torch.no_grad():  # as who computes log-probabilities of a model in training mode
+            job._forward(iter([0]), job.net)
+        assert _alive() == 0
+
+    honest = recompute.dispatched
+
+    def counting(*arguments):
+        result = honest(*arguments)
+        most.append(_alive())
+        return result
+
+    with mock.patch.object(recompute, "dispatched", counting):
+        train(ep, "reuse", {"after": full()}, before=count)
+    assert max(most) == 2 and _alive() == 0  # two layers of the one micro-batch in flight
+    return True
+
+
+def _alive():
+    gc.collect()
+    return sum(isinstance(thing, recompute.Kept) for thing in gc.get_objects())
 
 
 _honest = recompute.dispatched

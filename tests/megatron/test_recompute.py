@@ -46,6 +46,11 @@ def test_what_is_broken_is_noticed():
     run("broken", 2, 2)
 
 
+@pytest.mark.version_free
+def test_handles_are_kept_no_longer_than_needed():
+    run("kept_no_longer_than_needed", 2, 2)
+
+
 def test_transformer_engines_checkpoint_is_given_the_same():
     run("transformer_engine", 1, 1)
 
