@@ -18,7 +18,8 @@ _STYLE = {"weak": (plotting.BLUE, "o"), "strong": (plotting.RED, "s")}  # the sa
 
 @dataclass(frozen=True)
 class Row:
-    """One job. tokens: of a step, all GPUs. memory_bytes: of the GPU with most, None where nobody said."""
+    """One job. tokens: of a step, all GPUs. memory_bytes: of the GPU with most, None where nobody said. token_flops: of
+    the model, forward and backward of one token, what is recomputed not counted; None where nobody knows."""
 
     name: str
     nodes: int
@@ -26,6 +27,11 @@ class Row:
     tokens: float
     step_s: float
     memory_bytes: float | None
+    token_flops: float | None = None
+
+    @property
+    def tflops_per_gpu(self) -> float | None:
+        return None if self.token_flops is None else self.per_gpu * self.token_flops / 1e12
 
     @property
     def tokens_per_s(self) -> float:
@@ -52,13 +58,14 @@ def lines(mode: str, rows: Sequence[Row]) -> Iterator[str]:
     base = rows[0]
     yield (
         f"#{mode:>6}{'nodes':>7}{'GPUs':>7}{'tokens/step':>14}{'step s':>9}{'tokens/s':>13}{'per GPU':>11}"
-        f"{'speedup':>9}{'efficiency':>12}{'memory GB':>11}  job"
+        f"{'TFLOP/s':>9}{'speedup':>9}{'efficiency':>12}{'memory GB':>11}  job"
     )
     for r in rows:
         memory = "-" if r.memory_bytes is None else f"{r.memory_bytes / 1e9:.2f}"
+        tflops = "-" if r.tflops_per_gpu is None else f"{r.tflops_per_gpu:.0f}"
         yield (
             f"{mode:>7}{r.nodes:>7}{r.gpus:>7}{r.tokens:>14,.0f}{r.step_s:>9.3f}{r.tokens_per_s:>13,.0f}"
-            f"{r.per_gpu:>11,.1f}{r.tokens_per_s / base.tokens_per_s:>9.2f}{r.per_gpu / base.per_gpu:>12.1%}"
+            f"{r.per_gpu:>11,.1f}{tflops:>9}{r.tokens_per_s / base.tokens_per_s:>9.2f}{r.per_gpu / base.per_gpu:>12.1%}"
             f"{memory:>11}  {r.name}"
         )
 
@@ -74,6 +81,7 @@ def as_json(mode: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
             "step_s": r.step_s,
             "tokens_per_s": r.tokens_per_s,
             "tokens_per_s_per_gpu": r.per_gpu,
+            "tflops_per_gpu": r.tflops_per_gpu,
             "speedup": r.tokens_per_s / rows[0].tokens_per_s,
             "efficiency": r.per_gpu / rows[0].per_gpu,
             "memory_bytes": r.memory_bytes,
@@ -158,6 +166,7 @@ def predict(job: Any, gpus: Sequence[int], mode: str) -> list[Row]:
                 tokens,
                 seconds,
                 1e9 * state_gb(job.model, n, job.ep, job.pp),
+                job.model.train_flops_per_token(job.sequence),
             )
         )
     return rows

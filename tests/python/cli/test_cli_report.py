@@ -57,6 +57,7 @@ def test_tables_from_runs(tmp_path, capsys):
     weak, strong = found["weak", "b4"], found["strong", "c4"]
     assert (weak["nodes"], weak["gpus"], weak["tokens_per_s"]) == (2, 4, 320.0)
     assert weak["efficiency"] == pytest.approx(0.8) and weak["speedup"] == pytest.approx(1.6)
+    assert weak["tflops_per_gpu"] is None, "a run folder does not say what a token costs"
     assert weak["memory_bytes"] == 5 * 10**9 + 10 and found["weak", "a2"]["memory_bytes"] is None
     assert strong["efficiency"] == pytest.approx(0.8) and strong["speedup"] == pytest.approx(1.6)
     assert [r[0] for r in rows_of(printed)] == ["weak", "weak", "strong", "strong"] and "5.00" in printed
@@ -92,6 +93,10 @@ def test_tables_from_the_simulator_are_the_step_model_s(tmp_path, capsys):
         assert by[mode, gpus]["step_s"] == step(job).seconds
         assert by[mode, gpus]["tokens_per_step"] == 4096 * batches * gpus
         assert by[mode, gpus]["tokens_per_s_per_gpu"] == pytest.approx(step(job).tokens_per_s_per_gpu, rel=1e-9)
+        assert by[mode, gpus]["tflops_per_gpu"] == pytest.approx(step(job).tflops_per_gpu, rel=1e-9)
+        assert f"{step(job).tflops_per_gpu:.0f}" in [
+            line.split()[7] for line in printed.splitlines() if mode in line[:7]
+        ]
     assert by["strong", 64]["efficiency"] < by["weak", 64]["efficiency"] < 1
     assert by["weak", 8]["memory_bytes"] > by["weak", 64]["memory_bytes"] > 0
 
