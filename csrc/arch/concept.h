@@ -169,6 +169,13 @@ struct KeyMath {
   static constexpr bool kOffered = false;
 };
 
+// Optional: a machine whose warps find the largest of their lanes' values by themselves:
+// `static int64_t largest(int64_t mine)`, by all lanes of a warp; it orders no memory.
+template <class A>
+struct WarpMath {
+  static constexpr bool kOffered = false;
+};
+
 // Optional: conversions of two elements of 16 bits, the first in the lower half of a word, where a machine has
 // instructions for them. They must give the bits of common/numeric.h.
 template <class A>

@@ -80,7 +80,7 @@ class CloneDraft {
       const int64_t candidate = CloneKeys::fullest(CloneKeys::tokens(most), r);
       top = candidate > top ? candidate : top;
     }
-    top = fold_.all(top, [](int64_t x, int64_t y) { return x > y ? x : y; });
+    top = fold_.largest(top);
     return top < 0 ? -1 : CloneKeys::fullest_rank(top);
   }
   // One clone away from `donor`; false when there is none to make.
@@ -132,7 +132,7 @@ class CloneDraft {
       const int64_t key = CloneKeys::hottest(a.ld_shared(left() + expert), expert);
       most = key > most ? key : most;
     }
-    most = fold_.all(most, [](int64_t x, int64_t y) { return x > y ? x : y; });
+    most = fold_.largest(most);
     if (a.lane() == 0) a.st_shared(hot() + rank, most);
     if (rule_ == CloneRule::kLargest) a.warp_sync();  // under the others a fold comes before the next look at it
   }

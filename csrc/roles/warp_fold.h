@@ -1,6 +1,5 @@
 // What the lanes of a warp find together: each brings a value, and every lane gets the fold of all. By way of shared
-// memory, which takes about as long as shuffles would (a store, a meeting, loads that follow each other) and asks
-// nothing new of the machine.
+// memory, unless the machine has instructions for it.
 #pragma once
 #include <cstddef>
 
@@ -33,6 +32,16 @@ class WarpFold {
     return mine;
   }
 
+  // The same of the largest.
+  HEP_DEVICE int64_t largest(int64_t mine) {
+    if constexpr (WarpMath<A>::kOffered) {
+      a_.warp_sync();
+      return WarpMath<A>::largest(mine);
+    } else {
+      return all(mine, [](int64_t x, int64_t y) { return x > y ? x : y; });
+    }
+  }
+
   // The largest of key[i] ^ flip among those of at most `limit`, -1 without one. No key is below -1.
   HEP_DEVICE int64_t largest_below(const int64_t* key, int n, int64_t limit, int64_t flip) {
     if constexpr (KeyMath<A>::kOffered) {
@@ -43,7 +52,7 @@ class WarpFold {
         const int64_t k = a_.ld_shared(key + i);
         if (k <= limit && (k ^ flip) > best) best = k ^ flip;
       }
-      return all(best, [](int64_t x, int64_t y) { return x > y ? x : y; });
+      return largest(best);
     }
   }
   HEP_DEVICE int64_t largest(const int64_t* key, int n) { return largest_below(key, n, kNever, 0); }

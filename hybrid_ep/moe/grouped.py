@@ -77,7 +77,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.facts = bounds, machines, tail
         if out is not None:
             ctx.mark_dirty(out)
-        return _rows_times_stacks(x, stacks, offsets, *ctx.facts, out=out)
+        return _rows_times_stacks(x, stacks, offsets, bounds, machines, tail, out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -246,6 +246,17 @@ class CudaArch {
 static_assert(Arch<CudaArch>);
 
 template <>
+struct WarpMath<CudaArch> {
+  static constexpr bool kOffered = true;
+  // The upper halves decide; of those that are largest the lower ones.
+  static HEP_DEVICE int64_t largest(int64_t mine) {
+    const int32_t upper = int32_t(mine >> 32), most = ptx::redux_max(upper);
+    const uint32_t lower = ptx::redux_max(upper == most ? uint32_t(mine) : 0);
+    return int64_t(uint64_t(uint32_t(most)) << 32 | lower);
+  }
+};
+
+template <>
 struct PairMath<CudaArch> {
   template <class T>
   HEP_DEVICE static void widen(uint32_t word, float* v) {

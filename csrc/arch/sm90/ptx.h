@@ -36,6 +36,17 @@ HEP_DEVICE uint32_t ballot(bool yes) {
                : "memory");
   return lanes;
 }
+// The largest of all lanes' values; orders no memory.
+HEP_DEVICE uint32_t redux_max(uint32_t value) {
+  uint32_t most;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(value) : "memory");
+  return most;
+}
+HEP_DEVICE int32_t redux_max(int32_t value) {
+  int32_t most;
+  asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(value) : "memory");
+  return most;
+}
 HEP_DEVICE uint64_t globaltimer() {  // nanoseconds; steps of up to a microsecond
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns)::"memory");

@@ -248,6 +248,9 @@ class Decoder {
     if (is("bar.warp.sync")) return meeting(kWarpSync), read(1, at(0), 4), true;
     if (is("vote.sync.ballot.b32"))
       return meeting(kBallot), write(0, at(0), 4), read(2, at(1), kPredicate), read(1, at(2), 4), true;
+    if (is("redux.sync.max.u32") || is("redux.sync.max.s32"))
+      return meeting(is("redux.sync.max.u32") ? kLargest : kLargestSigned), write(0, at(0), 4), read(2, at(1), 4),
+             read(1, at(2), 4), true;
     if (is("elect.sync")) {
       if (at(0).parts.size() != 2 || at(0).parts[0].type != Operand::kSink) bad("a leader's number");
       return meeting(kElect), write(0, at(0).parts[1], kPredicate), read(1, at(1), 4), true;

@@ -26,7 +26,7 @@ Flow do_fence(Context&, const Ins&, u32 mask);    // scope
 
 // ---- Meetings
 Flow block_barrier(Context&, const Ins&, u32 mask);  // o[0] count or kNone, o[1] id, o[2] predicate
-enum Meeting : s64 { kWarpSync, kBallot, kElect };
+enum Meeting : s64 { kWarpSync, kBallot, kElect, kLargest, kLargestSigned };
 Flow warp_meeting(Context&, const Ins&, u32 mask);  // offset: which; o[0] result, o[1] members, o[2] predicate
 
 // ---- mbarriers: o[4] + offset the address

@@ -88,6 +88,11 @@ void MachineImpl::check_warp(Warp& w) {
     if ((here & first.members & w.live) != (first.members & w.live)) continue;
     Context c{{w.rows, const_cast<u8*>(w.block->run->program->constant_rows())}, this, &w, nullptr};
     if (i.offset == kBallot) ballot = c.predicate(i.o[2]) & here;
+    u32 largest = 0;
+    const u32 sign =
+        i.offset == kLargestSigned ? 1u << 31 : 0;  // flipped, signed values are in the order of the others
+    if (i.offset == kLargest || sign)
+      each_lane(here, [&](u32 lane) { largest = std::max(largest, c.row<u32>(i.o[2])[lane] ^ sign); });
     const u32 leader = here & -here;
     if (races && i.offset == kWarpSync) races->meet(w, here);
     const u32 members = first.members;
@@ -96,6 +101,8 @@ void MachineImpl::check_warp(Warp& w) {
       if (f.state == Fragment::kMeeting && f.members == members &&
           (f.at == at || (at->offset == kWarpSync && f.at->offset == kWarpSync))) {
         if (at->offset == kBallot) each_lane(f.mask, [&](u32 lane) { c.row<u32>(at->o[0])[lane] = ballot; });
+        if (at->offset == kLargest || at->offset == kLargestSigned)
+          each_lane(f.mask, [&](u32 lane) { c.row<u32>(at->o[0])[lane] = largest ^ sign; });
         if (at->offset == kElect) {
           u32& p = c.predicate(at->o[0]);
           p = (p & ~f.mask) | (leader & f.mask);

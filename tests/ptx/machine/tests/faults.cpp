@@ -119,6 +119,15 @@ HEP_CASE(a_thread_that_has_left_counts_as_come) {
   const Outcome o = run_seeds(text, {.block = 64});
   HEP_EXPECT(o.reports.empty() && o.out[0] == (63 | 0xfffffff7ull << 32), o.all());
 }
+HEP_CASE(the_largest_of_those_that_are_here) {
+  // Of lanes 0 to 29: 100 - lane as it is, and lane - 30, which is negative.
+  const std::string text = kernel(
+      "setp.gt.u32 %p1, %r1, 29; @%p1 exit; sub.s32 %r3, 100, %r1; redux.sync.max.u32 %r4, %r3, 0xffffffff;\n"
+      "sub.s32 %r3, %r1, 30; redux.sync.max.s32 %r5, %r3, 0xffffffff; setp.eq.u32 %p3, %r1, 7;\n"
+      "@%p3 st.global.u32 [%rd1], %r4; @%p3 st.global.u32 [%rd1+4], %r5;");
+  const Outcome o = run_seeds(text, {});
+  HEP_EXPECT(o.reports.empty() && o.out[0] == (100 | 0xffffffffull << 32), o.all());
+}
 HEP_CASE(one_lane_is_elected) {
   const std::string text = kernel(
       "setp.lt.u32 %p1, %r1, 5; @%p1 exit; elect.sync _|%p2, 0xffffffff; selp.b64 %rd2, 1, 0, %p2;\n"

@@ -107,6 +107,8 @@ HEP_CASE(warps_and_blocks) {
   HEP_EXPECT(o.has("race"), "lanes of a warp without bar.warp.sync\n    " + o.all());
   wrong("a vote orders no memory", "race",
         write + "setp.eq.u32 %p1, 0, 0; vote.sync.ballot.b32 %r3, %p1, 0xffffffff;" + read, {.block = 32});
+  wrong("the largest of all values orders none either", "race",
+        write + "redux.sync.max.u32 %r3, %r1, 0xffffffff;" + read, {.block = 32});
   right("bar.sync", write + "bar.sync 0;" + far, {.block = 64});
   wrong("bar.warp.sync of two warps", "race", write + "bar.warp.sync 0xffffffff;" + far, {.block = 64});
   wrong("a write behind a read", "race",
