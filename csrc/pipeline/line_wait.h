@@ -14,6 +14,13 @@ struct LinePart {
   HEP_DEVICE explicit LinePart(const A& a)
       : group(uint32_t(a.lane()) / A::kLineLanes), first(uint32_t(a.lane()) % A::kLineLanes * A::kLineWords) {}
 
+  // How many of its words, from its first in the line on, lie below `end` among all that lines hold.
+  HEP_DEVICE uint32_t count(uint32_t line, uint32_t end) const {
+    constexpr uint32_t kWords = A::kLineWords;
+    const uint32_t begin = word(line), most = first + kWords == uint32_t(Line::kWords) ? kWords - 1 : kWords;
+    return begin >= end ? 0 : end - begin < most ? end - begin : most;
+  }
+  HEP_DEVICE uint32_t word(uint32_t line) const { return line * Line::kFlag + first; }
   // f(i, m) for each of its words, the i-th, that is payload: the m-th of what all lines hold.
   template <class F>
   HEP_DEVICE void each_word(uint32_t line, F&& f) const {

@@ -47,6 +47,7 @@ struct LatencyCombineParams {
   float* out_weights;    // [T][weight_stride], null = none
   RankProgress* progress;
   TrafficCounters* traffic;
+  uint64_t scratch_bytes;  // shared memory of a warp, see LatencyRows; 0: it needs none
 
   HEP_HOST_DEVICE uint32_t lines() const { return Line::lines_of(partial.row_bytes()); }
 };

@@ -2,23 +2,22 @@
 // to the token's slot in the slab of this rank at its source. It waits for nobody. Behind the payload travel the
 // weights (or their gradients) of the token's pairs, as in a partial row of the throughput path.
 #pragma once
-#include "roles/latency_params.h"
-#include "roles/word_sum.h"
+#include "roles/latency_rows.h"
+#include "roles/line_sum.h"
 
 namespace hep {
 
 template <Arch A, class In, class P>
 struct LatencyPartialRole {
-  using Sum = WordSum<A, In, P>;
-
   A& a;
   const LatencyCombineParams& p;
   const uint64_t flag;
   const LinePart<A> part;
+  std::byte* const scratch;
   uint64_t node_rows = 0, self_rows = 0;
 
-  HEP_DEVICE LatencyPartialRole(A& arch, const LatencyCombineParams& params, uint64_t step)
-      : a(arch), p(params), flag(step), part(arch) {}
+  HEP_DEVICE LatencyPartialRole(A& arch, const LatencyCombineParams& params, uint64_t step, std::byte* of_warp)
+      : a(arch), p(params), flag(step), part(arch), scratch(of_warp) {}
 
   // By all lanes of a warp.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
@@ -39,40 +38,59 @@ struct LatencyPartialRole {
     const auto* pairs = reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(&rec) + p.pairs_at);
     const int source = int(rec.source_rank);
     source == p.world.rank ? ++self_rows : ++node_rows;
-    const uint32_t n = p.lines(), payload = p.partial.payload_bytes / 8, all = p.partial.row_bytes() / 8;
+    const uint32_t n = p.lines(), all = p.partial.row_bytes() / 8;
     Line* lines = p.link.slot(flag, source, p.world.rank, rec.source_token);
+    if constexpr (TileMath<A>::kReadsRows) sum_whole(row, rec, pairs);
     for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
-      sum(words, line, payload, row, rec, pairs);
-      part.each_word(line, [&](uint32_t i, uint32_t m) {
-        if (m < payload || m >= all) return;
-        const uint32_t slot = 2 * (m - payload);
-        words[i] = uint64_t(std::bit_cast<uint32_t>(weight(rec, pairs, row, slot + 1))) << 32 |
-                   std::bit_cast<uint32_t>(weight(rec, pairs, row, slot));
-      });
+      if constexpr (TileMath<A>::kReadsRows)
+        std::memcpy(words, scratch + 8 * part.word(line), 8 * part.count(line, all));
+      else
+        fill(words, line, row, rec, pairs);
       a.st_line(line < n ? lines + line : nullptr, words, flag);
     }
   }
-  HEP_DEVICE void sum(uint64_t* words, uint32_t line, uint32_t payload, uint32_t row, const RecordHeader& rec,
-                      const PairEntry* pairs) {
-    Sum sums[A::kLineWords];
+  HEP_DEVICE void sum_whole(uint32_t row, const RecordHeader& rec, const PairEntry* pairs) {
+    LatencyRows<A> rows(p, scratch);
+    uint32_t num_rows = p.permuted ? 0 : 1;
+    for (uint32_t k = 0; p.permuted && k < rec.num_pairs; ++k) num_rows += p.plan.has_row(pairs[k]);
+    rows.sum_experts(num_rows, [&](auto&& add) { each_row(row, rec, pairs, add); });
+    auto* weights = reinterpret_cast<uint64_t*>(rows.row + p.partial.weights_at());
+    for (uint32_t i = 0; i < p.partial.weight_bytes / 8; ++i) weights[i] = this->weights(rec, pairs, row, 2 * i);
+  }
+  HEP_DEVICE void fill(uint64_t (&words)[A::kLineWords], uint32_t line, uint32_t row, const RecordHeader& rec,
+                       const PairEntry* pairs) {
+    const uint32_t payload = p.partial.payload_bytes / 8, all = p.partial.row_bytes() / 8;
+    if (part.count(line, payload)) sum(words, line, payload, row, rec, pairs);
+    if (part.word(line) + A::kLineWords <= payload) return;
+    part.each_word(line, [&](uint32_t i, uint32_t m) {
+      if (m >= payload) words[i] = m < all ? weights(rec, pairs, row, 2 * (m - payload)) : 0;
+    });
+  }
+  // Rows of this rank's experts for a receive row, and their scales.
+  template <class F>
+  HEP_DEVICE void each_row(uint32_t row, const RecordHeader& rec, const PairEntry* pairs, F&& f) {
     const uint64_t row_bytes = uint64_t(p.hidden) * sizeof(In);
+    const float* scales = p.plan.row_weights + uint64_t(row) * p.plan.weight_stride + rec.first_pair;
+    if (!p.permuted) f(p.x + row * row_bytes, 1.f);
+    for (uint32_t k = 0; p.permuted && k < rec.num_pairs; ++k)
+      if (p.plan.has_row(pairs[k])) f(p.x + uint64_t(pairs[k].row) * row_bytes, p.multiply ? scales[k] : 1.f);
+  }
+  HEP_DEVICE void sum(uint64_t (&words)[A::kLineWords], uint32_t line, uint32_t payload, uint32_t row,
+                      const RecordHeader& rec, const PairEntry* pairs) {
+    LineSum<A, In, P> sums;
+    const uint32_t m = part.word(line), n = part.count(line, payload);
     bool any = !p.permuted;
     for (uint32_t k = 0; p.permuted && k < rec.num_pairs; ++k) any |= p.plan.has_row(pairs[k]);
-    HEP_UNROLL
-    for (Sum& s : sums) s.begin(!any);
-    const auto add = [&](uint64_t from, float scale) {
-      part.each_word(line, [&](uint32_t i, uint32_t m) {
-        if (m < payload) sums[i].add(a, p.x + from * row_bytes, m, p.multiply, scale);
-      });
-    };
-    const float* weights = p.plan.row_weights + uint64_t(row) * p.plan.weight_stride + rec.first_pair;
-    if (!p.permuted) add(row, 1.f);
-    for (uint32_t k = 0; p.permuted && k < rec.num_pairs; ++k)
-      if (p.plan.has_row(pairs[k])) add(uint64_t(pairs[k].row), p.multiply ? weights[k] : 1.f);
-    part.each_word(line, [&](uint32_t i, uint32_t m) {
-      if (m < payload) words[i] = sums[i].partial();
-    });
+    sums.begin(!any);
+    each_row(row, rec, pairs,
+             [&](const unsigned char* x, float scale) { sums.add_row(a, x, m, n, p.multiply, scale); });
+    sums.round_into(words);
+  }
+  // A word of them: of the slot-th pair and the next.
+  HEP_DEVICE uint64_t weights(const RecordHeader& rec, const PairEntry* pairs, uint32_t row, uint32_t slot) const {
+    return uint64_t(std::bit_cast<uint32_t>(weight(rec, pairs, row, slot + 1))) << 32 |
+           std::bit_cast<uint32_t>(weight(rec, pairs, row, slot));
   }
   // Of the token's slot-th pair, where it is one of this node's and has a row.
   HEP_DEVICE float weight(const RecordHeader& rec, const PairEntry* pairs, uint32_t row, uint32_t slot) const {

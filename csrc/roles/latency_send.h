@@ -83,7 +83,7 @@ struct LatencySendRole {
     token.each_dst([&](uint32_t rank, uint32_t) { int(rank) == p.world.rank ? ++self_rows : ++node_rows; });
     for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
-      part.each_word(line, [&](uint32_t i, uint32_t m) { words[i] = word(token, m); });
+      load(token, line, words);
       token.each_dst([&](uint32_t rank, uint32_t slot) {
         a.st_line(line < n ? p.link.slot(flag, int(rank), p.world.rank, slot) + line : nullptr, words, flag);
       });
@@ -99,6 +99,16 @@ struct LatencySendRole {
   }
 
  private:
+  // Most lines hold payload alone.
+  template <class Token>
+  HEP_DEVICE void load(const Token& token, uint32_t line, uint64_t (&words)[A::kLineWords]) {
+    const uint32_t m = part.word(line), payload = p.message.payload_at() / 8, end = p.message.token_bytes() / 8;
+    if (m < payload || m + A::kLineWords > end)
+      return part.each_word(line, [&](uint32_t i, uint32_t at) { words[i] = word(token, at); });
+    const auto* from = reinterpret_cast<const uint64_t*>(p.x + uint64_t(token.t) * p.message.row_bytes) + (m - payload);
+    HEP_UNROLL
+    for (int i = 0; i < A::kLineWords; ++i) words[i] = from[i];
+  }
   // The m-th of the token's message; zeros behind its end.
   template <class Token>
   HEP_DEVICE uint64_t word(const Token& token, uint32_t m) const {

@@ -1,8 +1,8 @@
 // Latency combine, the receiving half: the partials of this rank's own tokens, by ascending rank, each line of the sum
 // when the ranks' lines for it have come.
 #pragma once
-#include "roles/latency_params.h"
-#include "roles/word_sum.h"
+#include "roles/latency_rows.h"
+#include "roles/line_sum.h"
 
 namespace hep {
 
@@ -12,9 +12,10 @@ struct LatencySumRole {
   const LatencyCombineParams& p;
   const uint64_t flag;
   const LinePart<A> part;
+  std::byte* const scratch;
 
-  HEP_DEVICE LatencySumRole(A& arch, const LatencyCombineParams& params, uint64_t step)
-      : a(arch), p(params), flag(step), part(arch) {}
+  HEP_DEVICE LatencySumRole(A& arch, const LatencyCombineParams& params, uint64_t step, std::byte* of_warp)
+      : a(arch), p(params), flag(step), part(arch), scratch(of_warp) {}
 
   // By all lanes of a warp.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
@@ -32,27 +33,27 @@ struct LatencySumRole {
     for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) sum(t, line, n, dsts, num_dsts);
   }
   HEP_DEVICE void sum(uint32_t t, uint32_t line, uint32_t n, const DstEntry* dsts, uint32_t num_dsts) {
-    const uint32_t payload = p.partial.payload_bytes / 8, all = p.partial.row_bytes() / 8;
-    WordSum<A, In, P> sums[A::kLineWords];
-    WordSum<A, float, float> weights[A::kLineWords];
-    HEP_UNROLL
-    for (int i = 0; i < A::kLineWords; ++i) {
-      sums[i].begin(num_dsts == 0);
-      weights[i].begin(num_dsts == 0);
-    }
+    const uint32_t payload = p.partial.payload_bytes / 8, all = p.partial.row_bytes() / 8, m = part.word(line);
+    const uint32_t of_row = part.count(line, payload), both = part.count(line, all);
+    LineSum<A, In, P> sums;
+    LineSum<A, float, float> weights;  // of the words behind the payload
+    sums.begin(num_dsts == 0);
+    if (both > of_row) weights.begin(num_dsts == 0);
     for (uint32_t d = 0; d < num_dsts; ++d) {
       const int rank = int(dsts[d].local_rank);
       const Line* from = p.link.slot(flag, p.world.rank, rank, t) + line;
       uint64_t words[A::kLineWords] = {};
       p.link.wait(a, line < n ? from : nullptr, flag, words, {Site::kLatencyRow, rank, int64_t(t)});
-      part.each_word(line,
-                     [&](uint32_t i, uint32_t m) { m < payload ? sums[i].add(words[i]) : weights[i].add(words[i]); });
+      if (of_row) sums.add(words);
+      if (both > of_row) weights.add(words);
     }
-    unsigned char* x = p.out_x + uint64_t(t) * p.hidden * sizeof(In);
-    auto* slots = reinterpret_cast<unsigned char*>(p.out_weights + uint64_t(t) * p.plan.weight_stride);
-    part.each_word(line, [&](uint32_t i, uint32_t m) {
-      if (m < payload) sums[i].store(a, x, m);
-      if (m >= payload && m < all) weights[i].store(a, slots, m - payload);
+    sums.store(a, p.out_x + uint64_t(t) * p.hidden * sizeof(In), m, of_row);
+    if (both == of_row) return;
+    uint64_t words[A::kLineWords];
+    weights.round_into(words);
+    auto* slots = reinterpret_cast<uint64_t*>(p.out_weights + uint64_t(t) * p.plan.weight_stride);
+    part.each_word(line, [&](uint32_t i, uint32_t word) {
+      if (word >= payload && word < all) a.st_global(slots + (word - payload), words[i]);
     });
   }
 };

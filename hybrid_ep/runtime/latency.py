@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.runtime import placing, validation
 from hybrid_ep.runtime.plan import Routed
-from hybrid_ep.runtime.routing import Given, routing_of_call
+from hybrid_ep.runtime.routing import Given, routing_of_call, routing_of_known
 from hybrid_ep.runtime.tensors import aligned, pad_rows, unpad_rows
 
 if TYPE_CHECKING:
@@ -71,16 +71,22 @@ def dispatch(
     session: Session, call: Call, given: Given, config: HybridEpConfigInstance, blocks: tuple[int, int | None]
 ) -> tuple[Plan, Received]:
     """Routes and dispatches in one launch: (the plan, the permuted rows, their weights and scales). Collective."""
-    x = validation.hidden_rows("hidden", call.hidden)
-    if call.scale is not None:
-        validation.scales(call.scale, x)
-    validation.fp8_agrees(call.use_fp8, x)
-    routing = routing_of_call(
-        x, given, config=config, num_ranks=session.topology.num_ranks, look=not session.runs_beside
-    )
-    call = call._replace(hidden=aligned(x))
+    key, known = session.known_by_lines.find(call, given, session.map_width, config)
+    if known is None:
+        x = validation.hidden_rows("hidden", call.hidden)
+        if call.scale is not None:
+            validation.scales(call.scale, x)
+        validation.fp8_agrees(call.use_fp8, x)
+        look, num_ranks = not session.runs_beside, session.topology.num_ranks
+        routing = routing_of_call(x, given, config=config, num_ranks=num_ranks, look=look)
+        if not routing.is_as_given(given):  # converted: what is known of such calls would not be of their arguments
+            key = None
+        call = call._replace(hidden=aligned(x))
+    else:
+        routing = routing_of_known(given, known.num_experts, look=not session.runs_beside)
     scale = None if call.scale is None else pad_rows(call.scale)
-    plan, (rows, weights, scales) = placing.latency_plan(session, routing, call, scale, config, blocks)
+    asked = placing.Asked(key, known)
+    plan, (rows, weights, scales) = placing.latency_plan(session, routing, call, scale, config, blocks, asked)
     if call.scale is not None and scales is not None:
         scales = unpad_rows(scales, call.scale)
     return plan, (rows, weights, scales)

@@ -67,10 +67,11 @@ def latency_plan(
     scale: torch.Tensor | None,
     template: HybridEpConfigInstance,
     blocks: tuple[int, int | None],
+    asked: Asked,
 ) -> tuple[Plan, Received]:
     """The latency path: the plan, the permuted rows and what goes with them, of one launch. Collective. ValueError on
     the rank concerned alone where the call does not fit. call.hidden, scale: rows as the core wants them."""
-    told = _fitted(session, routing, call, template)
+    told = asked.known or _fitted(session, routing, call, template)
     memory = PlanMemory.of(told.at, session.options.device)
     width, scale_bytes = row_bytes(call.hidden), 0 if call.scale is None else padded_row_bytes(call.scale)
     capped = session.options.capacity_factor is not None
@@ -89,10 +90,13 @@ def latency_plan(
         scale_bytes,
         call.budget,
         session.launch("dispatch", (min(sum(filter(None, blocks)), _core.BufferShape.most_exchange_blocks), None)),
-        False,
+        asked.known is not None,
     )
-    place = routing.aligned().request(told.header, memory.block, False, 1, False)
+    given = routing if asked.known else routing.aligned()
+    place = given.request(told.header, memory.block, False, 1, asked.known is not None)
     core = session.engine.latency_route(place, rows)
+    if asked.key is not None and asked.known is None:
+        session.known_by_lines.add(asked.key, told)
     common = {"core": core, "memory": memory, "by_lines": True}
     plan: Plan
     if session.runs_beside:

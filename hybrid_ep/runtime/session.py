@@ -136,7 +136,7 @@ class Session:
         # Of which the engine was asked, and what came of it.
         self._blocks_allowed: set[tuple[str, int]] = set()
         self._blocks_found: dict[tuple[str, int, int | None], tuple[int, int | None]] = {}
-        self.known = KnownCalls()
+        self.known, self.known_by_lines = KnownCalls(), KnownCalls()
         self.where = {  # this rank, as its plans say it
             "rank": topology.rank,
             "num_ranks": topology.num_ranks,
@@ -300,6 +300,7 @@ class Session:
         self._blocks_allowed.clear()
         self._blocks_found.clear()
         self.known.forget()
+        self.known_by_lines.forget()
         self._enter_device()
 
     def _arena_bytes(self, shape: dict[str, int]) -> int:

@@ -47,7 +47,9 @@ class HostExecutor final : public Executor {
            [&](A& a, std::byte* smem) { latency_dispatch_kernel(a, p, smem); });
   }
   void latency_combine(LatencyCombineParams& p, const LaunchSettings& s) override {
-    launch(s, s.num_blocks, kExchangeWarps<A>, 0, [&](A& a, std::byte*) { latency_combine_kernel(a, p); });
+    const uint64_t smem_bytes = plan_latency_combine<A>(p);
+    launch(s, s.num_blocks, kExchangeWarps<A>, smem_bytes,
+           [&](A& a, std::byte* smem) { latency_combine_kernel(a, p, smem); });
   }
 
  private:
