@@ -8,7 +8,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.cli.bench.implementations import LINKS, BufferImplementation, Dispatched, Implementation, Setting, Timed
+from hybrid_ep.cli.bench.implementations import (
+    LINKS,
+    BufferImplementation,
+    Case,
+    Dispatched,
+    Implementation,
+    Setting,
+    Timed,
+)
 
 
 class HybridEp(BufferImplementation):
@@ -35,7 +43,11 @@ class HybridEp(BufferImplementation):
             num_sms_combine_api=sms,
             num_of_hybrid_ep_ranks_per_nvlink_domain=self.case.num_local_ranks,
             executor=self.case.executor,
+            **self._options(),
         )
+
+    def _options(self) -> dict[str, Any]:
+        return {}
 
     def stage(self, op: str) -> Timed | None:
         """Route alone is what a dispatch does before it sends a row: counts exchanged, every row placed."""
@@ -63,6 +75,47 @@ class HybridEp(BufferImplementation):
 
     def close(self) -> None:
         self.buffer.destroy()
+
+
+class HybridEpByLines(HybridEp):
+    """The same by its latency path, for few tokens of one node. Its results have a static size: here what the rank with
+    most rows has, and no more."""
+
+    name = "hybrid_ep-latency"
+
+    @classmethod
+    def unavailable(cls, setting: Setting) -> str | None:
+        if not setting.permute:
+            return "the latency path is one of the permuted verbs"
+        if setting.num_nodes > 1:
+            return f"the latency path is for one node, and there are {setting.num_nodes}"
+        return super().unavailable(setting)
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        rows = case.routing_map.sum(0)
+        dist.all_reduce(rows, group=case.group)
+        self._most_rows = int(rows.view(case.num_ranks, -1).sum(1).max())
+
+    def _options(self) -> dict[str, Any]:
+        return {"latency_tokens": max(self.case.max_tokens, 1)}
+
+    def _dispatch(self, permute: bool) -> Dispatched:
+        case = self.case
+        rows, weights, scales, padded, handle = self.buffer.dispatch_with_permute(
+            hidden=case.x,
+            scaling_factor=case.scales,
+            num_of_experts=case.num_experts,
+            num_permuted_tokens=self._most_rows,
+            non_blocking=True,
+            path="latency",
+            **self._routing,
+        )
+        own = rows.shape[0] if padded.is_cuda else int(padded.sum())  # on a host a rank's own, without waiting
+        return Dispatched(rows[:own], None if weights is None else weights[:own], handle, scales)
+
+    def stage(self, op: str) -> Timed | None:
+        return None  # one launch has no stages
 
 
 class Reference(BufferImplementation):
@@ -208,4 +261,4 @@ def _import_problem(module: str, remedy: str) -> str | None:
     return None
 
 
-BUILT_IN: tuple[type[Implementation], ...] = (HybridEp, Reference, TorchAllToAll)
+BUILT_IN: tuple[type[Implementation], ...] = (HybridEp, HybridEpByLines, Reference, TorchAllToAll)

@@ -160,7 +160,7 @@ def _refuse_unavailable_base(config: Config, base: type[Implementation]) -> None
     from hybrid_ep.cli.bench.implementations import Setting
 
     setting = Setting(config.num_ranks, max(config.tokens), config.topk, config.row_bytes, config.permute,
-                      config.dtype, config.backend)  # fmt: skip
+                      config.dtype, config.backend, config.num_ranks // config.num_local_ranks)  # fmt: skip
     reason = base.unavailable(setting)
     require(reason is None, f"{base.name} cannot run here: {reason}")
 

@@ -65,6 +65,7 @@ class Setting:
     permute: bool
     dtype: str = "bf16"
     executor: str = "host"
+    num_nodes: int = 1
 
     @property
     def quantised(self) -> bool:

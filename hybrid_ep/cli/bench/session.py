@@ -64,7 +64,7 @@ def run_case(config: Config, world: World, kinds: list[type[Implementation]], to
     ledger = build_ledger(routings, config.num_experts, config.num_local_ranks, config.row_bytes, config.sum_row_bytes)
     case = _build_case(config, world, routings[rank], max(counts), num_sms)
     setting = Setting(config.num_ranks, max(counts), config.topk, config.row_bytes, config.permute, config.dtype,
-                      config.backend)  # fmt: skip
+                      config.backend, config.num_ranks // config.num_local_ranks)  # fmt: skip
     chosen, skipped = _available(kinds, setting, control)
     expected = checks.expect(case, routings, config.dtype, config.seed) if config.check else None
     built: list[Implementation] = []
