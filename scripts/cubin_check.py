@@ -46,6 +46,8 @@ COPIES = ("UBLKCP.S.G", "UBLKCP.G.S", "SYNCS", "ELECT", "FENCE.VIEW.ASYNC.S")
 ACQUIRES = ("FENCE.VIEW.ASYNC.G",)
 # The last of the warps that stored into other ranks' memory says so to those ranks: counted at system scope.
 SPEAKS_FOR_ALL = ("ATOMG.STRONG.SYS",)
+# Lines: a vector of 16 bytes a lane, by stores and loads that every rank sees as they are (docs/latency.md).
+LINES = ("STG.128.STRONG.SYS", "LDG.128.STRONG.SYS")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ BUDGETS = {
     # Deliver is inlined at each of the four places that come to a group of rows.
     "dispatch": Budget(128, 9800, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
     "combine": Budget(168, 10000, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL, "LDS.128", "STS.128")),
+    "latency_dispatch": Budget(128, 11000, LINES),
+    "latency_combine": Budget(96, 5700, LINES),
 }
 # A fence of system scope takes about a microsecond: one a group of flags (Arch::st_release_sys_each), not one a flag. A
 # loop over peers has 13 to 42 instructions with a fence each; the shortest loop that may have one, over chunks, has 96.
@@ -132,7 +136,7 @@ def run(tools, library, *options):
 
 def kernel_of(symbol, arch):
     """The Kernel that a mangled entry point names, None for anything else."""
-    match = re.match(r"_ZN3hep\d+([a-z]+)_entryINS_(\d+)(\w+)", symbol)
+    match = re.match(r"_ZN3hep\d+([a-z_]+)_entryINS_(\d+)(\w+)", symbol)
     return Kernel(match[1], match[3][: int(match[2])], arch) if match else None
 
 

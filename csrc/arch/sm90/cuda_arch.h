@@ -182,12 +182,15 @@ class CudaArch {
   }
 
   // Eight lanes store a line by one instruction of their warp, in one transaction of 128 bytes, which NVLink keeps
-  // together (docs/latency.md). A lane that has left has no vote, so that nothing comes for its warp.
+  // together (docs/latency.md): they come together first, for lanes that have gone apart would store it in parts. A
+  // lane that has left has no vote, so that nothing comes for its warp.
   HEP_DEVICE void st_line(Line* dst, const uint64_t* words, uint64_t flag) {
     static_assert(kLineWords == 2);
+    __syncwarp();
     if (dst) ptx::st_volatile_v2(dst->words + first_line_word(), words[0], has_line_flag() ? flag : words[1]);
   }
   HEP_DEVICE bool ld_line(const Line* src, uint64_t flag, uint64_t* words) {
+    __syncwarp();
     if (src) ptx::ld_volatile_v2(src->words + first_line_word(), words);
     return ptx::ballot(!src || !has_line_flag() || words[1] == flag) == ~0u;
   }

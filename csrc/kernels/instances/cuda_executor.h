@@ -130,9 +130,10 @@ template <class Net>
 class CudaExecutor final : public Executor {
  public:
   CudaExecutor(unsigned char* const* rail_segments, uint64_t seed) : rail_segments_(rail_segments), seed_(seed) {
-    const void* entries[] = {reinterpret_cast<const void*>(exchange_entry<Net>),
-                             reinterpret_cast<const void*>(dispatch_entry<Net>),
-                             reinterpret_cast<const void*>(combine_entry<Net>)};
+    const void* entries[] = {
+        reinterpret_cast<const void*>(exchange_entry<Net>), reinterpret_cast<const void*>(dispatch_entry<Net>),
+        reinterpret_cast<const void*>(combine_entry<Net>), reinterpret_cast<const void*>(latency_dispatch_entry<Net>),
+        reinterpret_cast<const void*>(latency_combine_entry<Net>)};
     for (const void* entry : entries) {  // also loads the kernel now: later that could wait for a running one
       cudaFuncAttributes a{};
       cuda::check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
@@ -208,6 +209,11 @@ class CudaExecutor final : public Executor {
     require_budget(plan_combine_smem<CudaArch>(p, uint64_t(budget_)));
   }
 
+  void require_shared_memory(const LatencyDispatchParams& params, int num_blocks) const override {
+    LatencyDispatchParams p = params;
+    require_budget(plan_latency_dispatch<CudaArch>(p, uint64_t(budget_), num_blocks));
+  }
+
   void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
     ExchangeParams p = params;
     const uint64_t shared = plan_exchange<CudaArch>(p, uint64_t(budget_), s.num_blocks);
@@ -220,6 +226,14 @@ class CudaExecutor final : public Executor {
   void combine(CombineParams& p, const LaunchSettings& s) override {
     plan_combine_smem<CudaArch>(p, uint64_t(budget_));
     launch<CombineParams>(combine_entry<Net>, p, s, s.num_blocks, kThreads<kCombineWarps<CudaArch>>, p.smem_bytes);
+  }
+  void latency_dispatch(LatencyDispatchParams& p, const LaunchSettings& s) override {
+    plan_latency_dispatch<CudaArch>(p, uint64_t(budget_), s.num_blocks);
+    launch<LatencyDispatchParams>(latency_dispatch_entry<Net>, p, s, s.num_blocks, kThreads<kExchangeWarps<CudaArch>>,
+                                  p.smem_bytes);
+  }
+  void latency_combine(LatencyCombineParams& p, const LaunchSettings& s) override {
+    launch<LatencyCombineParams>(latency_combine_entry<Net>, p, s, s.num_blocks, kThreads<kExchangeWarps<CudaArch>>, 0);
   }
 
  private:

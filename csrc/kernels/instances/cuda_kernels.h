@@ -5,6 +5,7 @@
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
+#include "kernels/latency_combine.h"
 
 namespace hep {
 
@@ -37,6 +38,21 @@ __global__ void __launch_bounds__(kThreads<kCombineWarps<CudaArch>>, 1)
     combine_entry(const __grid_constant__ CombineParams p, Net net, CudaControl* control) {
   CudaArch a(control);
   combine_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
+}
+
+// Of the latency path; no rail takes part in it.
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
+    latency_dispatch_entry(const __grid_constant__ LatencyDispatchParams p, Net, CudaControl* control) {
+  CudaArch a(control);
+  latency_dispatch_kernel(a, p, dynamic_shared());
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
+    latency_combine_entry(const __grid_constant__ LatencyCombineParams p, Net, CudaControl* control) {
+  CudaArch a(control);
+  latency_combine_kernel(a, p, dynamic_shared());
 }
 
 }  // namespace hep

@@ -26,6 +26,8 @@ ALL = (
     "ATOMG.E.ADD.64.STRONG.SYS",
     "LDS.128",
     "STS.128",
+    "STG.E.128.STRONG.SYS",
+    "LDG.E.128.STRONG.SYS",
 )
 
 
@@ -280,6 +282,14 @@ def test_a_library_for_one_architecture_needs_no_other():
 def test_kernels_that_need_no_acquire_may_lack_its_fence():
     said = complaints(opcodes=tuple(o for o in ALL if "ASYNC.G" not in o), registers=70)
     assert {line.split("<")[0] for line in said} == {"exchange", "dispatch", "combine"}
+
+
+def test_lines_are_vectors_that_every_rank_sees():
+    said = complaints(
+        opcodes=tuple("LDG.E.64.STRONG.SYS" if o == "LDG.E.128.STRONG.SYS" else o for o in ALL), registers=70
+    )
+    assert {line.split("<")[0] for line in said} == {"latency_dispatch", "latency_combine"}
+    assert all(line.endswith("has no LDG.128.STRONG.SYS") for line in said)
 
 
 def looping(*body: str) -> str:
