@@ -30,8 +30,10 @@ def draw_all(
     draw_expert_load(folder / "expert_load", steps, num_ranks)
     draw_rank_load(folder / "rank_load", steps, num_ranks)
     drawn = ["loss", "expert_load", "rank_load"]
-    if sent := [record["rank_sent"] for record in steps if "rank_sent" in record]:  # not in runs of older versions
-        traffic_picture.draw(folder / "traffic", np.sum(sent, axis=0), ranks_per_node)
+    sent = [np.array(record["rank_sent"]) for record in steps if "rank_sent" in record]  # not in runs of older versions
+    if sent:  # a run that went on on other ranks: those it ended on
+        same = [matrix for matrix in sent if matrix.shape == sent[-1].shape]
+        traffic_picture.draw(folder / "traffic", np.sum(same, axis=0), ranks_per_node)
         drawn.append("traffic")
     *most, last = (str(folder / f"{name}.png") for name in drawn)
     return f"Plots: {', '.join(most)} and {last}, each as svg too"

@@ -179,6 +179,8 @@ def test_plots_of_one_step_and_of_none(tmp_path):
     assert "5th to the 95th percentile" in (tmp_path / "rank_load.svg").read_text()
     plots.draw_all(tmp_path, [step(n, balanced_rank_load=[[5, 3]]) for n in (1, 2)], ENTROPY, 2)
     said = plots.draw_all(tmp_path, [step(n, rank_sent=[[5, 3], [4, 4]]) for n in (1, 2)], ENTROPY, 2, 1)
+    plots.draw_all(tmp_path, [step(1, rank_sent=[[9] * 4] * 4), step(2, rank_sent=[[5, 3], [4, 4]])], ENTROPY, 2, 1)
+    assert "from rank" in (tmp_path / "traffic.svg").read_text(), "went on on fewer ranks"
     assert "traffic.png" in said and "from rank" in (tmp_path / "traffic.svg").read_text()
 
 
