@@ -67,10 +67,10 @@ class MicrobatchPlanner {
   std::unique_ptr<CloneFlow[]> log_;
 };
 
-// How one source's tokens spread over the clones: local first, then inside the node, then by rank.
-// take[R, S]: this source's tokens for the clone in that slot; the rest of each expert goes to its owner.
+// How one source's tokens spread over the clones (roles/share_clones.h): of its tokens for the expert in a slot, in
+// order, take[R, S] go there from number first[R, S] on; the rest of each expert goes to its owner.
 void share_of_source(const MicrobatchShape& shape, const int64_t* counts, const int32_t* owner,
-                     const int32_t* slot_expert, const int64_t* slot_tokens, int source, int64_t* take);
+                     const int32_t* slot_expert, const int64_t* slot_tokens, int source, int64_t* take, int64_t* first);
 
 // One rank's part in a plan.
 struct RankPart {

@@ -23,19 +23,18 @@ RankPart part_of_rank(const MicrobatchShape& shape, const int64_t* counts, const
     const int nth = pushed[size_t(owner[expert])]++;
     if (i / S == rank || owner[expert] == rank) part.pushes.push_back({expert, owner[expert], i / S, i % S, nth});
   }
-  std::vector<int64_t> take(size_t(R) * size_t(S));
-  share_of_source(shape, counts, owner, slot_expert, slot_tokens, rank, take.data());
+  std::vector<int64_t> take(size_t(R) * size_t(S)), first(take.size());
+  share_of_source(shape, counts, owner, slot_expert, slot_tokens, rank, take.data(), first.data());
   for (int i = 0; i < R * S; ++i)
     if (take[size_t(i)] > 0) clones.push_back(i);
   std::stable_sort(clones.begin(), clones.end(), [&](int x, int y) { return slot_expert[x] < slot_expert[y]; });
   for (size_t begin = 0, end = 0; begin < clones.size(); begin = end) {
     const int64_t expert = slot_expert[clones[begin]];
-    int64_t first = counts[int64_t(rank) * E + expert], column = columns[expert];
-    for (; end < clones.size() && slot_expert[clones[end]] == expert; ++end) first -= take[size_t(clones[end])];
-    for (size_t k = begin; k < end; ++k) {
-      const int64_t next = int64_t(clones[k] / S) * (owners + S) + owners + clones[k] % S;
-      part.redirects.push_back({expert, first, next - column});
-      first += take[size_t(clones[k])];
+    int64_t column = columns[expert];
+    for (; end < clones.size() && slot_expert[clones[end]] == expert; ++end) {
+      const int slot = clones[end];
+      const int64_t next = int64_t(slot / S) * (owners + S) + owners + slot % S;
+      part.redirects.push_back({expert, first[size_t(slot)], next - column});
       column = next;
     }
   }

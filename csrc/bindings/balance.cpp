@@ -154,7 +154,8 @@ Counts share_of_source(const MicrobatchShape& s, const py::array& counts, const 
   const int64_t* tokens = numbers<int64_t>("slot_tokens", slot_tokens, slots);
   require_names(s, owners, experts);
   Counts take(std::vector<py::ssize_t>{s.num_ranks, s.spare_slots});
-  balance::share_of_source(s, from, owners, experts, tokens, source, take.mutable_data());
+  std::vector<int64_t> first(static_cast<size_t>(take.size()));
+  balance::share_of_source(s, from, owners, experts, tokens, source, take.mutable_data(), first.data());
   return take;
 }
 

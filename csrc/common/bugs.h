@@ -84,6 +84,7 @@
   BUG(kWarpsBeforeForgotten, "positions do not begin behind those of the warps before") \
   BUG(kFoldUnmet, "lanes take what others found before they have brought it") \
   BUG(kDraftsUnmet, "constructions are compared before all are made") \
+  BUG(kShareNotLocalFirst, "a clone's tokens are not taken from its own rank first") \
   BUG(kFlowNotTakenBack, "a search keeps what the last flow of a choice moved when it turns back") \
   BUG(kTornLine, "a line becomes visible in two parts, in any order") \
   BUG(kFlagBeforePayload, "a line's flag becomes visible before its payload") \

@@ -1,7 +1,9 @@
-// Kernel: plan one micro-batch's clones from everybody's counts, by one block. It waits for nobody.
+// Kernel: plan one micro-batch's clones from everybody's counts, and which of its tokens this rank sends to them. By
+// one block; it waits for nobody.
 #pragma once
 #include "roles/clone_counts.h"
 #include "roles/plan_clones.h"
+#include "roles/share_clones.h"
 
 namespace hep {
 
@@ -18,6 +20,8 @@ struct ClonePlanParams {
   int32_t* slot_expert;
   int64_t* slot_tokens;
   ClonePlan* plan;
+  int rank;
+  CloneShare share;  // of this rank
 };
 
 template <Arch A>
@@ -30,6 +34,15 @@ HEP_DEVICE void plan_clones_kernel(A& a, const ClonePlanParams& p, std::byte* sm
   const ClonePlan plan = role.run([](const CloneTables<A>&, int64_t) { return true; });
   role.store(p.slot_expert, p.slot_tokens);
   if (a.warp_idx() == 0 && a.lane() == 0) *p.plan = plan;
+  a.block_sync();
+  a.set_role("share clones");
+  const auto count = [&](int source, int expert) {
+    return int64_t(a.ld_global(p.counts.vector(source) + p.counts.layout.experts_at() + uint32_t(expert)));
+  };
+  // Where constructions were; they are done.
+  const CloneLinks links = CloneLinks::at(smem + p.layout.drafts_at, p.shape);
+  ShareClonesRole shares(a, p.shape, tables.owner(), links, count, p.slot_expert, p.slot_tokens);
+  shares.run(p.rank, p.share);
 }
 
 }  // namespace hep

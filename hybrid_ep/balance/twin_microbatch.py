@@ -1,4 +1,4 @@
-"""The micro-batch planner in plain Python, to be read: what roles/plan_clones.h and balance/share.cpp of csrc compute.
+"""The micro-batch planner in plain Python, to be read: what plan_clones.h and share_clones.h of csrc/roles do.
 
 Not fast and not used in training. Tests require both to agree on every slot and every token.
 """

@@ -115,6 +115,6 @@ inline constexpr Bug kLatencyBugs[] = {
 };
 
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
-// kFoldUnmet, kDraftsUnmet, kFlowNotTakenBack: test_plan_clones.cpp.
+// kFoldUnmet, kDraftsUnmet, kShareNotLocalFirst, kFlowNotTakenBack: test_plan_clones.cpp.
 
 }  // namespace hep::test

@@ -23,17 +23,18 @@ using balance::MicrobatchShape;
 
 struct Layer {
   MicrobatchShape shape;
+  int rank = 0;                 // whose tokens are shared out
   std::vector<int64_t> counts;  // [R, E]
   std::vector<int32_t> owner;
 };
 
 struct Planned {
   std::vector<int32_t> expert;
-  std::vector<int64_t> tokens;
+  std::vector<int64_t> tokens, take, first;
   ClonePlan plan;
 
   explicit Planned(const MicrobatchShape& s)
-      : expert(size_t(s.num_ranks * s.spare_slots), -7), tokens(expert.size(), -7) {}
+      : expert(size_t(s.num_ranks * s.spare_slots), -7), tokens(expert.size(), -7), take(tokens), first(tokens) {}
 };
 
 class Random {
@@ -132,6 +133,8 @@ Planned by_the_core(const Layer& l) {
   Planned p(l.shape);
   const auto r = MicrobatchPlanner(l.shape).plan(l.counts.data(), l.owner.data(), p.expert.data(), p.tokens.data());
   p.plan = {r.max_cost_before, r.max_cost, r.target, r.num_copies, -1};
+  balance::share_of_source(l.shape, l.counts.data(), l.owner.data(), p.expert.data(), p.tokens.data(), l.rank,
+                           p.take.data(), p.first.data());
   return p;
 }
 
@@ -163,6 +166,8 @@ Planned by_the_kernel(const Layer& l, int warps, int lanes, const Launch& launch
   params.slot_expert = p.expert.data();
   params.slot_tokens = p.tokens.data();
   params.plan = &p.plan;
+  params.rank = l.rank;
+  params.share = {p.take.data(), p.first.data()};
   launch(params);
   return p;
 }
@@ -198,6 +203,8 @@ Planned on_the_host(const Layer& l, int warps, uint64_t seed) {
     add("log", p.log, p.layout.flow_bytes / sizeof *p.log, Use::kMetadata);
     add("slot_expert", p.slot_expert, slots, Use::kMetadata);
     add("slot_tokens", p.slot_tokens, slots, Use::kMetadata);
+    add("take", p.share.take, slots, Use::kMetadata);
+    add("first", p.share.first, slots, Use::kMetadata);
     machine.run([&](int rank) {
       sim::Launch launch;
       launch.kernel = "plan_clones";
@@ -217,6 +224,7 @@ Planned on_the_host(const Layer& l, int warps, uint64_t seed) {
 void check_same(const Planned& p, const Planned& core, const std::string& which) {
   CHECK_EQ(which + (p.expert == core.expert ? "" : ": other experts"), which);
   CHECK_EQ(which + (p.tokens == core.tokens ? "" : ": other tokens"), which);
+  CHECK_EQ(which + (p.take == core.take && p.first == core.first ? "" : ": other shares"), which);
   CHECK_EQ(p.plan.copies, core.plan.copies);
   CHECK_EQ(p.plan.target, core.plan.target);
   CHECK_EQ(p.plan.max_cost, core.plan.max_cost);
@@ -226,7 +234,8 @@ void check_same(const Planned& p, const Planned& core, const std::string& which)
 template <class Plan>
 void check_layers(uint64_t first, uint64_t layers, const Plan& plan) {
   for (uint64_t seed = first; seed < first + layers; ++seed) {
-    const Layer l = random_layer(seed);
+    Layer l = random_layer(seed);
+    l.rank = int(seed % uint64_t(l.shape.num_ranks));
     check_same(plan(l, int(1 + seed % 7), seed), by_the_core(l), "layer " + std::to_string(seed));
   }
 }
@@ -259,6 +268,36 @@ TEST(some_layers_have_clones) {
   }
   CHECK(with_clones > 60 && level > 60 && level < 180);
 }
+// Token by token: each clone gets as many as it takes, in order, the owner the first ones.
+TEST(tokens_find_their_slots) {
+  int redirected = 0;
+  for (uint64_t seed = 1; seed <= 200; ++seed) {
+    Layer l = random_layer(seed);
+    l.rank = int(seed % uint64_t(l.shape.num_ranks));
+    Planned p = by_the_core(l);
+    std::vector<int32_t> words(CloneLinks::bytes(l.shape) / sizeof(int32_t));
+    balance::OneLane lane;
+    const auto count = [&](int from, int expert) { return l.counts[size_t(from * l.shape.num_experts + expert)]; };
+    ShareClonesRole role(lane, l.shape, l.owner.data(),
+                         CloneLinks::at(reinterpret_cast<std::byte*>(words.data()), l.shape), count, p.expert.data(),
+                         p.tokens.data());
+    const CloneShare share{p.take.data(), p.first.data()};
+    role.run(l.rank, share);
+    std::vector<int64_t> come(p.take.size());
+    for (int e = 0; e < l.shape.num_experts; ++e)
+      for (int64_t n = 0, before = -1; n < count(l.rank, e); ++n) {
+        const int slot = role.slot_of(e, n, share);
+        CHECK(slot >= before);
+        before = slot;
+        if (slot < 0) continue;
+        CHECK(p.expert[size_t(slot)] == e);
+        ++come[size_t(slot)];
+        ++redirected;
+      }
+    CHECK(come == p.take);
+  }
+  CHECK(redirected > 1000);
+}
 #if !defined(__SANITIZE_THREAD__)
 TEST(plain_fibers) {
   random_layers<host::PlainFibers>(1500);
@@ -288,7 +327,7 @@ TEST(threads) {
 
 #if defined(HEP_MUTANTS)
 TEST(mutants_are_noticed) {
-  for (const Bug bug : {Bug::kFoldUnmet, Bug::kDraftsUnmet, Bug::kFlowNotTakenBack}) {
+  for (const Bug bug : {Bug::kFoldUnmet, Bug::kDraftsUnmet, Bug::kFlowNotTakenBack, Bug::kShareNotLocalFirst}) {
     uint64_t seed = 1;
     for (bool caught = false; !caught; ++seed) {
       CHECK(seed < 2000);

@@ -63,7 +63,7 @@ std::vector<int64_t> random_counts(const Case& c, std::mt19937_64& random) {
 // Warp instructions; -1 where the machine reported something.
 int64_t run(const Case& c, const ptxm::Module& module, const balance::MicrobatchShape& s,
             const std::vector<int64_t>& counts, std::vector<int32_t>& owner, std::vector<int32_t>& slot_expert,
-            std::vector<int64_t>& slot_tokens, uint64_t seed) {
+            std::vector<int64_t>& slot_tokens, std::vector<int64_t> (&share)[2], uint64_t seed) {
   ptxm::Options options;
   options.seed = seed;
   options.races = true;
@@ -92,6 +92,8 @@ int64_t run(const Case& c, const ptxm::Module& module, const balance::Microbatch
   p.slot_expert = memory.map(slot_expert, "slot_expert");
   p.slot_tokens = memory.map(slot_tokens, "slot_tokens");
   p.plan = memory.map(plan, "plan");
+  p.rank = c.ranks / 2;
+  p.share = {memory.map(share[0], "take"), memory.map(share[1], "first")};
   ptxm::Launch launch;
   const std::string warps = "ILi" + std::to_string(c.warps) + "E";
   for (const ptxm::Kernel& k : module.kernels)
@@ -126,13 +128,17 @@ int check(const char* path, int layers) {
     for (int layer = 0; layer < layers; ++layer) {
       const std::vector<int64_t> counts = random_counts(c, random);
       std::vector<int32_t> owner, expert(size_t(c.ranks * c.slots), -7), core_expert(expert.size());
-      std::vector<int64_t> tokens(expert.size(), -7), core_tokens(expert.size());
+      std::vector<int64_t> tokens(expert.size(), -7), core_tokens(expert.size()), share[2] = {tokens, tokens},
+                                                                                  core_share[2] = {tokens, tokens};
       for (int e = 0; e < c.experts; ++e) owner.push_back(e / (c.experts / c.ranks));
-      const int64_t instructions = run(c, *module, s, counts, owner, expert, tokens, uint64_t(layer));
+      const int64_t instructions = run(c, *module, s, counts, owner, expert, tokens, share, uint64_t(layer));
       if (instructions < 0) return 1;
       most = std::max(most, instructions);
       clones += planner.plan(counts.data(), owner.data(), core_expert.data(), core_tokens.data()).num_copies;
-      differ += expert != core_expert || tokens != core_tokens;
+      balance::share_of_source(s, counts.data(), owner.data(), core_expert.data(), core_tokens.data(), c.ranks / 2,
+                               core_share[0].data(), core_share[1].data());
+      differ +=
+          expert != core_expert || tokens != core_tokens || share[0] != core_share[0] || share[1] != core_share[1];
     }
     std::printf("%s: %d of %d differ, %d clones, %lld warp instructions\n", c.name, differ, layers, clones,
                 static_cast<long long>(most));
