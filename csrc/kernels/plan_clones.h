@@ -28,7 +28,8 @@ template <Arch A>
 HEP_DEVICE void plan_clones_kernel(A& a, const ClonePlanParams& p, std::byte* smem) {
   a.set_role("plan clones");
   const CloneTables<A> tables{a, p.shape, p.layout, smem};
-  CloneCountsRole<A>(tables, p.counts, p.owners).run();
+  const PairCounts<A> counts{a, p.counts};
+  CloneCountsRole<A>(tables, counts, p.owners).run();
   PlanClonesRole<A> role(a, p.shape, p.layout, smem, p.log);
   // No bound is asked whether a search is worth its time: it would take a warp about as long.
   const ClonePlan plan = role.run([](const CloneTables<A>&, int64_t) { return true; });
@@ -36,12 +37,9 @@ HEP_DEVICE void plan_clones_kernel(A& a, const ClonePlanParams& p, std::byte* sm
   if (a.warp_idx() == 0 && a.lane() == 0) *p.plan = plan;
   a.block_sync();
   a.set_role("share clones");
-  const auto count = [&](int source, int expert) {
-    return int64_t(a.ld_global(p.counts.vector(source) + p.counts.layout.experts_at() + uint32_t(expert)));
-  };
   // Where constructions were; they are done.
   const CloneLinks links = CloneLinks::at(smem + p.layout.drafts_at, p.shape);
-  ShareClonesRole shares(a, p.shape, tables.owner(), links, count, p.slot_expert, p.slot_tokens);
+  ShareClonesRole shares(a, p.shape, tables.owner(), links, counts, p.slot_expert, p.slot_tokens);
   shares.run(p.rank, p.share);
 }
 

@@ -11,17 +11,41 @@ struct CloneOwners {
   const int32_t *owner, *by_owner, *first;
 };
 
+// Tokens of a source for an expert, and sums of them over sources, from the vectors in the rank's memory.
+template <Lanes A>
+struct PairCounts {
+  static constexpr int kAhead = A::kLanes < 32 ? 1 : 16;  // loads of a lane under way together
+
+  A& a;
+  const CountsView& counts;
+
+  HEP_DEVICE int64_t operator()(int source, int expert) const {
+    return a.ld_global(counts.vector(source) + counts.layout.experts_at() + uint32_t(expert));
+  }
+  HEP_DEVICE int64_t sum(int begin, int end, int expert) const {
+    int64_t all = 0;
+    for (int source = begin; source < end; source += kAhead) {
+      int64_t n[kAhead];
+      HEP_UNROLL
+      for (int i = 0; i < kAhead; ++i) n[i] = (*this)(source + i < end ? source + i : source, expert);
+      HEP_UNROLL
+      for (int i = 0; i < kAhead; ++i) all += source + i < end ? n[i] : 0;
+    }
+    return all;
+  }
+};
+
 template <Lanes A>
 class CloneCountsRole {
  public:
-  HEP_DEVICE CloneCountsRole(const CloneTables<A>& tables, const CountsView& counts, const CloneOwners& owners)
+  HEP_DEVICE CloneCountsRole(const CloneTables<A>& tables, const PairCounts<A>& counts, const CloneOwners& owners)
       : a(tables.a), t(tables), counts_(counts), owners_(owners) {}
 
   // What the lanes stored, the role that plans meets before it reads.
   HEP_DEVICE void run() {
     const int me = a.warp_idx() * A::kLanes + a.lane(), width = a.num_warps() * A::kLanes;
     for (int e = me; e < t.shape.num_experts; e += width) {
-      a.st_shared(t.total() + e, over_sources(counts_.layout.experts_at() + uint32_t(e)));
+      a.st_shared(t.total() + e, counts_.sum(0, t.shape.num_ranks, e));
       a.st_shared(t.owner() + e, a.ld_global(owners_.owner + e));
       a.st_shared(t.by_owner() + e, a.ld_global(owners_.by_owner + e));
     }
@@ -29,25 +53,9 @@ class CloneCountsRole {
   }
 
  private:
-  static constexpr uint32_t kAhead = A::kLanes < 32 ? 1 : 16;  // loads of a lane under way together
-
-  HEP_DEVICE int64_t over_sources(uint32_t word) const {
-    const uint32_t sources = counts_.layout.num_ranks;
-    int64_t sum = 0;
-    for (uint32_t source = 0; source < sources; source += kAhead) {
-      uint32_t n[kAhead];
-      HEP_UNROLL
-      for (uint32_t i = 0; i < kAhead; ++i)
-        n[i] = a.ld_global(counts_.vector(int(source + i < sources ? source + i : source)) + word);
-      HEP_UNROLL
-      for (uint32_t i = 0; i < kAhead; ++i) sum += source + i < sources ? n[i] : 0;
-    }
-    return sum;
-  }
-
   A& a;
   const CloneTables<A>& t;
-  const CountsView counts_;
+  const PairCounts<A>& counts_;
   const CloneOwners& owners_;
 };
 

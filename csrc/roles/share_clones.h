@@ -16,7 +16,7 @@ struct CloneShare {
   int64_t *take, *first;
 };
 
-// Count: (source, expert) -> tokens.
+// Count: count(source, expert) -> tokens; count.sum(begin, end, expert) -> those of sources from begin to end.
 template <Lanes A, class Count>
 class ShareClonesRole {
  public:
@@ -60,25 +60,33 @@ class ShareClonesRole {
     int64_t supply = 0, room = 0;
     Span mine;
   };
+  // Only ranks with an instance keep tokens to themselves.
   HEP_DEVICE Left left_in(int node, int expert, int source, CloneInstances<A>& instances) const {
-    const int per_node = s.num_ranks / s.num_nodes;
+    const int per_node = s.num_ranks / s.num_nodes, begin = node * per_node, end = begin + per_node;
+    const bool here = source >= begin && source < end;
     Left left;
-    for (int r = node * per_node; r < (node + 1) * per_node; ++r) {
-      const int64_t has = count_(r, expert);
+    const int at = here ? source : begin;  // sums up to there and from there on
+    left.mine.begin = count_.sum(begin, at, expert);
+    left.supply = left.mine.begin + count_.sum(at, end, expert);
+    int64_t of_source = here ? count_(source, expert) : 0;
+    while (instances.rank() < end) {
+      const int rank = instances.rank();
+      const int64_t has = count_(rank, expert);
       int64_t room = 0;
-      for (; instances.rank() == r; instances.go_on()) room += instances.tokens();
-      const int64_t supply = Span::above(has, room);
-      if (r == source) left.mine = {left.supply, left.supply + supply};
-      left.supply += supply;
-      left.room += Span::above(room, has);
+      for (; instances.rank() == rank; instances.go_on()) room += instances.tokens();
+      const int64_t kept = room < has ? room : has;
+      left.supply -= kept;
+      left.room += room - kept;
+      if (rank < source) left.mine.begin -= here ? kept : 0;
+      if (rank == source) of_source -= kept;
     }
+    left.mine.end = left.mine.begin + of_source;
     return left;
   }
   HEP_DEVICE void share_expert(int expert, int source, const CloneShare& share) const {
     const int per_node = s.num_ranks / s.num_nodes, source_node = source / per_node;
     const int head = a.ld_shared(links_.head + expert);
-    int64_t at_owner = 0;
-    for (int r = 0; r < s.num_ranks; ++r) at_owner += count_(r, expert);
+    int64_t at_owner = count_.sum(0, s.num_ranks, expert);
     for (int i = head; i >= 0; i = a.ld_shared(links_.next + i)) at_owner -= a.ld_global(tokens_ + i);
     const CloneInstances<A> all(a, s, links_, tokens_, head, a.ld_shared(owner_ + expert), at_owner);
     CloneInstances<A> at = all;

@@ -277,7 +277,15 @@ TEST(tokens_find_their_slots) {
     Planned p = by_the_core(l);
     std::vector<int32_t> words(CloneLinks::bytes(l.shape) / sizeof(int32_t));
     balance::OneLane lane;
-    const auto count = [&](int from, int expert) { return l.counts[size_t(from * l.shape.num_experts + expert)]; };
+    struct {
+      const Layer& layer;
+      int64_t operator()(int from, int expert) const {
+        return layer.counts[size_t(from * layer.shape.num_experts + expert)];
+      }
+      int64_t sum(int begin, int end, int expert) const {
+        return begin == end ? 0 : (*this)(begin, expert) + sum(begin + 1, end, expert);
+      }
+    } const count{l};
     ShareClonesRole role(lane, l.shape, l.owner.data(),
                          CloneLinks::at(reinterpret_cast<std::byte*>(words.data()), l.shape), count, p.expert.data(),
                          p.tokens.data());
