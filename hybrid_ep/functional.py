@@ -78,6 +78,7 @@ def dispatch_with_permute(
     pad_empty_experts: bool = False,
     handle: Handle | None = None,
     dispatch_dtype: str | None = None,
+    num_of_tokens_per_rank: int | None = None,
     async_finish: bool = False,
     previous_event: EventOverlap | None = None,
 ) -> tuple[Any, ...]:
@@ -87,7 +88,10 @@ def dispatch_with_permute(
     dispatch_dtype: "fp8", "mxfp8" or "nvfp4" sends hidden quantised (hybrid_ep.payload.quantize) and returns the rows
     dequantised, in hidden's dtype; None or "bf16" sends it as it is. Gradients pass straight through the rounding and
     travel unquantised. ValueError with a scaling_factor, for hidden is quantised already then; with async_finish=True,
-    for rows are dequantised as soon as they are here."""
+    for rows are dequantised as soon as they are here.
+
+    num_of_tokens_per_rank: by which a buffer with latency_tokens chooses the latency path, for all calls of a step;
+    ValueError inside torch.compile, which takes the other."""
     if quantize.format_of(dispatch_dtype, hidden.shape[1]):
         if scaling_factor is not None:
             raise ValueError(
@@ -114,7 +118,14 @@ def dispatch_with_permute(
         "handle": handle,
         "dispatch_dtype": dispatch_dtype,
     }
-    return _dispatch(buffer, True, hidden, given, _order(async_finish, previous_event))
+    rest = _order(async_finish, previous_event)
+    if num_of_tokens_per_rank is not None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "num_of_tokens_per_rank is given inside torch.compile, where it has no effect; leave it out"
+            )
+        rest = rest | {"num_of_tokens_per_rank": num_of_tokens_per_rank}
+    return _dispatch(buffer, True, hidden, given, rest)
 
 
 def combine(

@@ -10,7 +10,7 @@ from examples import Example, check, examples, expected, make_inputs, same
 from hypothesis import given, settings
 from world import ProcessWorld
 
-from hybrid_ep import DeadlineError, HybridEPBuffer
+from hybrid_ep import DeadlineError, HybridEPBuffer, functional
 from hybrid_ep.testing import VirtualWorld
 
 TOKENS = 48  # latency_tokens of most buffers here
@@ -151,6 +151,36 @@ def test_auto_goes_by_what_all_ranks_know(most, non_blocking, num_launches):
         buffers[rank].combine_with_unpermute(hidden=expected(EX).returned[rank], handle=result[-1])
         sent = buffers[rank].traffic()["node_bytes"] - before
         assert num_launches == 2 or sent % 128 == 0  # as its dispatch: whole lines
+
+    world.run(run)
+
+
+def test_a_training_step_by_lines():
+    """Four launches, two of them the backwards; gradients of the other path's bits."""
+    world, buffers = buffers_of(3, EX.num_local_experts)
+
+    def step(rank, most):
+        buffer, mine = buffers[rank], make_inputs(EX, rank)
+        x, w = mine.hidden.clone().requires_grad_(), mine.topk_weights.clone().requires_grad_()
+        rows, probs, _, _, handle = functional.dispatch_with_permute(
+            buffer,
+            x,
+            topk_idx=mine.topk_idx,
+            topk_weights=w,
+            num_of_experts_per_rank=EX.num_local_experts,
+            num_permuted_tokens=EX.budget,
+            non_blocking=True,
+            num_of_tokens_per_rank=most,
+        )
+        out, _ = functional.combine_with_unpermute(buffer, rows * probs[:, None].to(rows.dtype), handle)
+        out.backward(torch.ones_like(out))
+        return out.detach(), x.grad, w.grad
+
+    def run(rank, _):
+        by_lines, n = launches(buffers[rank], lambda: step(rank, 30))
+        assert n == 4
+        for what, got, want in zip(("sums", "gradient", "weights"), by_lines, step(rank, None), strict=True):
+            same(what, got, want)
 
     world.run(run)
 
