@@ -46,7 +46,11 @@ WorldCase attempt(int i) {
 WorldCase latency_attempt(int i) {
   CaseLimits limits{1, 4, 4, 10, 3, 10, 0, i % 2 ? "host_checked_lanes4" : "host_checked", true};
   WorldCase w = random_case(9000 + uint64_t(i), limits);
-  for (size_t n = 0; n < w.ops.size(); ++n) w.ops[n].latency |= i % 3 != 2;
+  for (OpCase& op : w.ops) {
+    if (i % 3 == 2 || op.latency) continue;
+    op.latency = true;
+    op.salt = 2 * op.salt + 1001;  // odd, as of every dispatch that may route: weights are the routing's
+  }
   return w;
 }
 
