@@ -102,10 +102,11 @@ inline constexpr Bug kSimBugs[] = {
 // Of kWorldBugs, not for simulated worlds. Six are races between lanes or warps of one group, and a simulated group
 // has one lane, as a block of a simulated exchange has one warp. kTileUnpublished: that lane writes the output tile
 // before it gives the last row's stage back, which publishes both. kSumFromPositiveZero: it adds whole tiles
-// (TileMath), which begin with their first row.
+// (TileMath), which begin with their first row. kPartUnrounded: it adds no parts.
 inline constexpr Bug kNeedMoreLanes[] = {
-    Bug::kStageBackByOneLane,  Bug::kTileUnpublished,      Bug::kSliceBeforeItsWarp,   Bug::kPairsCountedUnordered,
-    Bug::kSumFromPositiveZero, Bug::kSumPutBeforeAllWarps, Bug::kWarpsBeforeForgotten, Bug::kPartialsBeforeAllWarps,
+    Bug::kStageBackByOneLane,    Bug::kTileUnpublished,        Bug::kSliceBeforeItsWarp,
+    Bug::kPairsCountedUnordered, Bug::kSumFromPositiveZero,    Bug::kSumPutBeforeAllWarps,
+    Bug::kWarpsBeforeForgotten,  Bug::kPartialsBeforeAllWarps, Bug::kPartUnrounded,
 };
 
 // Of the latency path: worlds whose operations go by lines.
