@@ -16,8 +16,9 @@ constexpr int64_t kMillion = 1'000'000;
 // Loads share a word with a rank's number or an expert's, and are multiplied by parts per million.
 constexpr int64_t kMaxTokens = int64_t(1) << 40;
 
-// Sums run on 256-bit registers where the machine has them; integers, so the result is the same.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// Sums run on 256-bit registers where the machine has them; integers, so the result is the same. Not under
+// ThreadSanitizer, which is not there yet when a program asks what the machine has.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 #define HEP_WIDE __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define HEP_WIDE

@@ -110,7 +110,7 @@ Layer random_layer(uint64_t seed) {
 }
 
 // 64 ranks of four experts each, or another shape of training.
-Layer large_layer(uint64_t seed, int ranks, int experts, int slots, double sigma, double of_rank) {
+[[maybe_unused]] Layer large_layer(uint64_t seed, int ranks, int experts, int slots, double sigma, double of_rank) {
   Random random(seed);
   Layer l;
   l.shape.num_ranks = ranks;
