@@ -71,9 +71,11 @@ def measure(
     row_budget: int = ROW_BUDGET,
     permute_sms: int | None = None,
     landed: bool | None = None,
+    in_place: bool = False,
 ) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
-    num_sms, permute_sms, landed: as in `model.predict`. ValueError for what the simulator refuses; RuntimeError when
+    num_sms, permute_sms, landed: as in `model.predict`. in_place: experts' outputs lie where combine may read them, by
+    a token's only pair on a rank. ValueError for what the simulator refuses; RuntimeError when
     its kernels failed, which no routing may cause."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
@@ -81,16 +83,16 @@ def measure(
     most = max(64, row_budget * shape.tokens // rows(shape))
     available = shape.tokens if choices is None else min(shape.tokens, choices.shape[1])
     if available == shape.tokens <= most:  # a sample of drawn choices cannot be run whole
-        return _events(shape, cluster, blocks, chunk, dtype, choices, landed, False)
+        return _events(shape, cluster, blocks, chunk, dtype, choices, landed, in_place, False)
     # whole rounds of chunks over blocks, so that both worlds end alike; two of them at least. A block of one node forms
     # two sums at once.
     round_ = num_sms * chunk * (2 if shape.nodes == 1 else 1)
     rounds = max(2, min(most, available) // round_)
     if rounds * round_ > available:
-        return _events(shape, cluster, blocks, chunk, dtype, choices, landed, False)
+        return _events(shape, cluster, blocks, chunk, dtype, choices, landed, in_place, False)
     large, less = rounds * round_, rounds // 2 * round_
-    small = _events(shape.with_(tokens=less), cluster, blocks, chunk, dtype, choices, landed, False)
-    full = _events(shape.with_(tokens=large), cluster, blocks, chunk, dtype, choices, landed, False)
+    small = _events(shape.with_(tokens=less), cluster, blocks, chunk, dtype, choices, landed, in_place, False)
+    full = _events(shape.with_(tokens=large), cluster, blocks, chunk, dtype, choices, landed, in_place, False)
     ratio = (shape.tokens - large) / (large - less)
 
     def extend(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
@@ -117,13 +119,14 @@ def timeline(
     choices: np.ndarray | None = None,
     permute_sms: int | None = None,
     landed: bool | None = None,
+    in_place: bool = False,
 ) -> Events:
     """The same with every use of every link, of as many tokens as a trace can show (`simulated_tokens`)."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
     blocks = _blocks(cluster, num_sms, permute_sms)
     tokens = min(shape.tokens, max(32, _TRACE_ROWS * shape.tokens // rows(shape)))
-    return _events(shape.with_(tokens=tokens), cluster, blocks, chunk, dtype, choices, landed, True)
+    return _events(shape.with_(tokens=tokens), cluster, blocks, chunk, dtype, choices, landed, in_place, True)
 
 
 def _blocks(cluster: Cluster, num_sms: int, permute_sms: int | None) -> tuple[int, int, int]:
@@ -139,6 +142,7 @@ def _events(
     dtype: str,
     choices: np.ndarray | None,
     landed: bool | None,
+    in_place: bool,
     trace: bool,
 ) -> Events:
     """blocks: that feed links, and for local work of a dispatch and of a combine."""
@@ -163,6 +167,7 @@ def _events(
         permute_blocks=blocks[1],
         unpermute_blocks=blocks[2],
         landing=_FIRST_PAIR if (shape.nodes == 1 if landed is None else landed) else _ASIDE,
+        reading=int(in_place),
         smem_bytes=int(cluster.gpu.smem_kib.value) * 1024,
     )
     given: Sequence[Sequence[int]] = ()
