@@ -28,12 +28,16 @@ def make(ctx, ranks_per_node: int):
     )
 
 
-def dispatch_for_ever(ctx):
-    """Never returns normally: ends with the exception that a dispatch raises."""
+def dispatch(ctx):
     x = torch.ones(512, 4096)
     idx = torch.arange(512 * 2).view(512, 2) % (2 * ctx.size)
+    ctx.kept["buffer"].dispatch_with_permute(hidden=x, topk_idx=idx)
+
+
+def dispatch_for_ever(ctx):
+    """Never returns normally: ends with the exception that a dispatch raises."""
     while True:
-        ctx.kept["buffer"].dispatch_with_permute(hidden=x, topk_idx=idx)
+        dispatch(ctx)
 
 
 def use_again(ctx):
@@ -46,6 +50,7 @@ def use_again(ctx):
 def test_a_rank_ends_in_the_middle_of_dispatch(number, ranks_per_node):
     with ProcessWorld(4) as world:
         world.run(make, ranks_per_node)
+        world.run(dispatch)  # the buffer has grown then, however busy the machine: that ends with another error
         world.start(dispatch_for_ever)
         time.sleep(1.0)
         world.signal(2, number)
