@@ -155,7 +155,8 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
 // Optional: an Arch with one lane whose shared memory is plain memory may offer arithmetic on whole tiles:
 // `static void add_row(const TileRow&, float* acc)`. It must give the same bits as the vec8s of roles/slice_sum.h.
 // Specialised where it is offered. kReadsRows: it also reads rows where they lie, so that stages hold addresses,
-// and `static void fetch(const unsigned char*, uint32_t bytes)` brings nearer what is to be read soon.
+// `static void fetch(const unsigned char*, uint32_t bytes)` brings nearer what is to be read soon, and
+// `static bool add_two(const TileRow&, const void* other, float* acc)` adds two rows, rounded first, as one, if it can.
 template <class A>
 struct TileMath {
   static constexpr bool kOffered = false, kReadsRows = false;

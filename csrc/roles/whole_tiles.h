@@ -59,9 +59,12 @@ struct WholeTiles {
       if (head.is(SumHead::kLast)) r.slices.await();
       for (uint32_t begin = 0; begin < head.elems; begin += kStrip) {
         for (uint32_t i = 0; i < next.n; ++i) fetch(next, i, begin);
+        float* const sum = &r.sum.sums[0][0] + begin;
         for (uint32_t i = 0; i < now.n; ++i)
-          add(now.heads[i], tile_row(now.heads[i], now.at[i]).strip(begin, kStrip), &r.sum.sums[0][0] + begin,
-              part + begin);
+          if (add_two(now, i, begin, sum))
+            ++i;
+          else
+            add(now.heads[i], tile_row(now.heads[i], now.at[i]).strip(begin, kStrip), sum, part + begin);
       }
       for (uint32_t i = 0; i < now.n; ++i) r.taken(now.heads[i]);
       now.n = 0;
@@ -80,6 +83,15 @@ struct WholeTiles {
     if (begin >= head.elems || !rows.at[i]) return;
     const uint32_t size = dtype_bytes(head.in()), most = head.elems - begin;
     TileMath<A>::fetch(rows.at[i] + uint64_t(begin) * size, (most < kStrip ? most : kStrip) * size);
+  }
+  // A part of two rows, the i-th and the next, in one go.
+  HEP_DEVICE bool add_two(const Rows& batch, uint32_t i, uint32_t begin, float* sum) const {
+    if (i + 1 == batch.n || !batch.heads[i].is(SumHead::kPartFirst) || !batch.heads[i + 1].is(SumHead::kPartLast))
+      return false;
+    if (injected(Bug::kPartUnrounded)) return false;
+    const TileRow row = tile_row(batch.heads[i + 1], batch.at[i]).strip(begin, kStrip);
+    const TileRow other = tile_row(batch.heads[i + 1], batch.at[i + 1]).strip(begin, kStrip);
+    return TileMath<A>::add_two(row, other.row, sum);
   }
   // A row of a part goes into the part's sum; with its last row that is rounded as a partial is, and goes into `sum`.
   HEP_DEVICE static void add(const SumHead& head, TileRow row, float* sum, float* part) {

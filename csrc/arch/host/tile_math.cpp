@@ -60,6 +60,28 @@ HEP_INLINE void add_elements(const Bf16* row, Bf16* out, float* HEP_RESTRICT acc
   }
 }
 
+// Two such rows, whose sum is rounded to bf16 before it is added.
+template <bool kFirst, bool kLast>
+HEP_INLINE void add_elements_of_two(const Bf16* row, const Bf16* other, Bf16* out, float* HEP_RESTRICT acc, size_t n) {
+  using Pair = uint32_t __attribute__((may_alias));
+  const auto* HEP_RESTRICT in = reinterpret_cast<const Pair*>(row);
+  const auto* HEP_RESTRICT in2 = reinterpret_cast<const Pair*>(other);
+  auto* HEP_RESTRICT to = reinterpret_cast<Pair*>(out);
+  float* HEP_RESTRICT odd_acc = acc + n / 2;
+  const auto rounded = [](float sum) { return std::bit_cast<float>(round_upper(sum) & 0xffff0000u); };
+  for (size_t i = 0; i < n / 2; ++i) {
+    const float even = rounded(std::bit_cast<float>(in[i] << 16) + std::bit_cast<float>(in2[i] << 16));
+    const float odd = rounded(std::bit_cast<float>(in[i] & 0xffff0000u) + std::bit_cast<float>(in2[i] & 0xffff0000u));
+    const float even_sum = kFirst ? even : acc[i] + even, odd_sum = kFirst ? odd : odd_acc[i] + odd;
+    if constexpr (kLast)
+      to[i] = (round_upper(even_sum) >> 16) | (round_upper(odd_sum) & 0xffff0000u);
+    else {
+      acc[i] = even_sum;
+      odd_acc[i] = odd_sum;
+    }
+  }
+}
+
 template <class In, class Out>
 HEP_INLINE void add_as(const TileRow& r, float* acc) {
   const auto* row = static_cast<const In*>(r.row);
@@ -86,6 +108,19 @@ HEP_INLINE void add_from(const TileRow& r, float* acc) {
 }
 
 }  // namespace
+
+HEP_VECTOR_CLONES bool add_two(const TileRow& r, const void* other, float* acc) {
+  if (r.in != DType::kBf16 || r.out_type != DType::kBf16 || r.scaled) return false;
+  const auto *row = static_cast<const Bf16*>(r.row), *row2 = static_cast<const Bf16*>(other);
+  auto* out = static_cast<Bf16*>(r.out);
+  switch ((r.first ? 1 : 0) | (r.last ? 2 : 0)) {
+    case 0: add_elements_of_two<false, false>(row, row2, out, acc, r.n); break;
+    case 1: add_elements_of_two<true, false>(row, row2, out, acc, r.n); break;
+    case 2: add_elements_of_two<false, true>(row, row2, out, acc, r.n); break;
+    case 3: add_elements_of_two<true, true>(row, row2, out, acc, r.n); break;
+  }
+  return true;
+}
 
 HEP_VECTOR_CLONES void add_row(const TileRow& r, float* acc) {
   if (!r.row) {

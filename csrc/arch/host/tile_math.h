@@ -14,6 +14,8 @@ namespace host {
 // One row of a sum. The first starts it, the last rounds it (to nearest even) into `out`; between the two, `acc`
 // holds it in an order of its own. All rows of a sum have the same n, a multiple of 16 bytes in either type.
 void add_row(const TileRow& row, float* acc);
+// The sum of two rows, rounded to their type, as one row of `row`'s sum. False: not of these types.
+bool add_two(const TileRow& row, const void* other, float* acc);
 
 }  // namespace host
 
@@ -21,6 +23,7 @@ template <>
 struct TileMath<host::PlainFibers> {
   static constexpr bool kOffered = true, kReadsRows = true;
   static void add_row(const TileRow& row, float* acc) { host::add_row(row, acc); }
+  static bool add_two(const TileRow& row, const void* other, float* acc) { return host::add_two(row, other, acc); }
   static void fetch(const unsigned char* at, uint32_t bytes) {
     for (uint32_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
   }
