@@ -412,7 +412,8 @@ class HybridEPBuffer(Named):
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """[rows, columns], uninitialised, for what experts put out: in the arena, where combine reads it in place, or,
-        where that has no room, an ordinary tensor, of which combine forms partial sums first. Same bits. ValueError."""
+        where that has no room, an ordinary tensor, of which combine forms partial sums first. Same bits. dtype: bf16,
+        fp16 or fp32. ValueError for anything else, and for sizes below 0 rows or 1 column."""
         return self._open_session().rows(rows, columns, dtype)
 
     def memory_report(self) -> memory.MemoryReport:

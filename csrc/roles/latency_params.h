@@ -31,22 +31,8 @@ struct LatencyDispatchParams {
   HEP_HOST_DEVICE uint32_t lines() const { return Line::lines_of(message.token_bytes()); }
 };
 
-struct LatencyCombineParams {
-  World world;
+struct LatencyCombineParams : SumParams {
   LatencyLink link;
-  PartialLayout partial;
-  PlanView plan;
-  uint32_t record_bytes, pairs_at;  // as in MessageLayout
-  DType dtype, partial_dtype;
-  uint32_t hidden;
-  const unsigned char* x;  // experts' outputs: [P][hidden] or [M][hidden]
-  const float* x_weights;  // permuted: [P]; else [M][experts of this node]; null = none
-  bool permuted, multiply;
-  uint32_t first_node_expert, num_node_experts;
-  unsigned char* out_x;  // [T][hidden]
-  float* out_weights;    // [T][weight_stride], null = none
-  RankProgress* progress;
-  TrafficCounters* traffic;
   uint64_t scratch_bytes;  // shared memory of a warp, see LatencyRows; 0: it needs none
 
   HEP_HOST_DEVICE uint32_t lines() const { return Line::lines_of(partial.row_bytes()); }

@@ -35,7 +35,7 @@ struct LatencyPartialRole {
  private:
   HEP_DEVICE void send(uint32_t row) {
     const auto& rec = *reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(row) * p.record_bytes);
-    const auto* pairs = reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(&rec) + p.pairs_at);
+    const auto* pairs = p.pairs_of(&rec);
     const int source = int(rec.source_rank);
     source == p.world.rank ? ++self_rows : ++node_rows;
     const uint32_t n = p.lines(), all = p.partial.row_bytes() / 8;

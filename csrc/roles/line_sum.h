@@ -18,7 +18,7 @@ struct LineSum {
   // The elements of a word of P in a row of In: 8 bytes, or 4 of 16-bit rows.
   using InWord = std::conditional_t<sizeof(In) == sizeof(P), uint64_t, uint32_t>;
 
-  float sums[kElems];
+  float sums[kElems] = {};
 
   HEP_DEVICE void begin(bool empty) {
     HEP_UNROLL

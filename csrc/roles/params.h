@@ -12,7 +12,7 @@
 #include "pipeline/node_gate.h"
 #include "pipeline/partial_flags.h"
 #include "pipeline/rail_ring.h"
-#include "roles/exchange_params.h"
+#include "roles/sum_params.h"
 
 namespace hep {
 
@@ -35,33 +35,6 @@ struct BlockSplit {
   // Among those that work locally.
   HEP_HOST_DEVICE uint32_t worker(uint32_t block) const { return local ? block - link : block; }
   HEP_HOST_DEVICE uint32_t workers() const { return local ? local : link; }
-};
-
-// The part of a plan that kernels read (and, on the first dispatch, complete).
-struct PlanView {
-  uint32_t num_tokens, topk, weight_stride;
-  const PlanNumbers* numbers;
-  const uint32_t* const* node_tokens;   // [N] -> [count] token index, ascending
-  const unsigned char* const* records;  // [N] -> [count][record_bytes], finished records
-  const uint32_t* node_count;           // [N] tokens of ours that node n needs
-  const int32_t* node_pos;              // [T][N] position in node_tokens[n], -1 = not needed there
-  const uint32_t* rail_count;           // [N] tokens that the rail peer on node n has for this node
-  unsigned char* rail_records;          // [N] -> [rail_count][record_bytes], filled by the first dispatch
-  uint64_t rail_record_stride;          // bytes from one node's to the next
-  uint32_t first_expert, num_local_experts;
-  unsigned char* row_records;   // [M][record_bytes], filled by the first dispatch
-  float* row_weights;           // [M][weight_stride], likewise; zeros when no weights travelled
-  const uint32_t* zero_ranges;  // [local experts][2] permuted rows of the expert's group without a token
-  const uint32_t* source_rows;  // [R] receive rows from each rank, before the capacity cut
-  bool fresh;                   // the first dispatch of this plan: metadata is to be written
-
-  // Whether the pair is an expert's of this rank, and has a permuted row.
-  HEP_DEVICE bool has_row(const PairEntry& e) const {
-    return uint32_t(e.expert) - first_expert < num_local_experts && e.row >= 0;
-  }
-  HEP_DEVICE unsigned char* rail_record(int node, uint64_t i, uint32_t record_bytes) const {
-    return rail_records + uint64_t(node) * rail_record_stride + i * record_bytes;
-  }
 };
 
 struct RailSide {
@@ -106,30 +79,16 @@ struct DispatchParams {
   HEP_HOST_DEVICE bool reads_metadata() const { return plan.fresh || out_weights; }
 };
 
-struct CombineParams {
-  World world;
-  PartialLayout partial;
-  PlanView plan;
-  uint32_t record_bytes, pairs_at;  // as in MessageLayout
+struct CombineParams : SumParams {
   RailSide rail;
   NodeGate gate;
   ChunksTaken taken;
   NodePeers peers;
   BlockSplit blocks;
   PartialFlags partials;
-  Reading reading;  // of this rank's rows
-  DType dtype, partial_dtype;
-  uint32_t hidden;
-  const unsigned char* x;  // experts' outputs: [P][hidden] or [M][hidden]
-  const float* x_weights;  // permuted: [P]; else [M][experts of this node]; null = none
-  bool permuted, multiply;
-  uint32_t first_node_expert, num_node_experts;
-  unsigned char* recv;   // this rank's receive rows: the partials
-  unsigned char* out_x;  // [T][hidden]
-  float* out_weights;    // [T][weight_stride], null = none
-  RankProgress* progress;
+  Reading reading;      // of this rank's rows
+  unsigned char* recv;  // this rank's receive rows: the partials
   uint64_t* exit_counter;
-  TrafficCounters* traffic;
   uint32_t tile_elems;
   uint64_t credit_cursors_at;      // [num_peers] words, see ChunkSweep
   uint64_t rail_tally_at;          // [num_peers], see RailTally
@@ -141,10 +100,6 @@ struct CombineParams {
   uint64_t out_stage_at[2];        // two slices for each warp of the two reductions
   uint32_t out_slice_bytes[2];     // of one
   uint64_t smem_bytes;
-
-  HEP_DEVICE const PairEntry* pairs_of(const RecordHeader* rec) const {
-    return reinterpret_cast<const PairEntry*>(reinterpret_cast<const unsigned char*>(rec) + pairs_at);
-  }
 };
 
 }  // namespace hep

@@ -9,9 +9,14 @@
 
 namespace hep::cuda {
 
-inline constexpr uint64_t kAbi =
-    1000003ull * (1000003ull * (1000003ull * sizeof(ExchangeParams) + sizeof(DispatchParams)) + sizeof(CombineParams)) +
-    sizeof(LaunchSettings) + 1000003ull * 1000003ull * kExecutorVersion;
+// Of all that crosses the table of executors: sizes, and its own version.
+inline constexpr uint64_t kAbi = [] {
+  uint64_t abi = kExecutorVersion;
+  for (const uint64_t bytes : {sizeof(ExchangeParams), sizeof(DispatchParams), sizeof(CombineParams),
+                               sizeof(LatencyDispatchParams), sizeof(LatencyCombineParams), sizeof(LaunchSettings)})
+    abi = 1000003ull * abi + bytes;
+  return abi;
+}();
 
 struct DeviceInfo {
   std::string name;

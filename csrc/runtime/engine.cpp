@@ -194,7 +194,8 @@ void Engine::require_world(const Plan& plan) const {
 }
 
 bool Engine::is_in_arena(const unsigned char* x, uint64_t bytes) const {
-  const uint64_t at = uint64_t(x - own()) - layout_.arena;  // below the arena: a very large number
+  // Below the arena it is a very large number.
+  const uint64_t at = reinterpret_cast<uint64_t>(x) - reinterpret_cast<uint64_t>(own()) - layout_.arena;
   return at <= layout_.arena_bytes && bytes <= layout_.arena_bytes - at;
 }
 
@@ -232,7 +233,7 @@ Reading Engine::reading(const CombineParams& p, const CombineCall& c, const Plan
   r.rows = c.permuted ? plan.num_permuted_rows() : plan.num_recv_rows();
   const bool as_they_are = !c.multiply && p.partial_dtype == c.dtype && reinterpret_cast<uint64_t>(c.x) % 16 == 0;
   if (!as_they_are || c.sum_from == SumFrom::kPartials || !is_in_arena(c.x, uint64_t(r.rows) * row_bytes)) return r;
-  r.x = uint64_t(c.x - own()) - layout_.recv;
+  r.x = reinterpret_cast<uint64_t>(c.x) - reinterpret_cast<uint64_t>(own()) - layout_.recv;
   r.from = !c.permuted ? SumFrom::kReceiveRow
                        : c.sum_from.value_or(executor_->adds_parts() ? SumFrom::kEveryPair : SumFrom::kSinglePair);
   return r;
@@ -285,18 +286,36 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   plan.freeze();
 }
 
+// What a combine sums, by either path.
+void Engine::describe_sum(SumParams& p, const CombineCall& c, const Plan& plan) const {
+  p.world = world_;
+  p.dtype = c.dtype;
+  p.partial_dtype = c.fp32_partials ? DType::kFp32 : c.dtype;
+  p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
+  p.plan = plan.view();
+  p.record_bytes = plan.record_bytes();
+  p.pairs_at = plan.pairs_at();
+  p.hidden = c.hidden;
+  p.x = c.x;
+  p.x_weights = c.weights;
+  p.permuted = c.permuted;
+  p.multiply = c.multiply;
+  p.num_node_experts = plan.num_local_experts() * uint32_t(world_.num_local_ranks);
+  p.first_node_expert = uint32_t(world_.node()) * p.num_node_experts;
+  p.out_x = c.out_x;
+  p.out_weights = c.weights ? c.out_weights : nullptr;
+  p.progress = progress_;
+  p.traffic = traffic_;
+}
+
 void Engine::combine(Plan& plan, const CombineCall& c) {
   require_world(plan);
   if (!plan.complete()) throw std::invalid_argument("handle: its dispatch has not run");
   require_sizes(uint64_t(c.hidden) * dtype_bytes(c.dtype), 0);
   require_split(c.num_blocks, c.local_blocks);
   const uint32_t chunk = chunk_of(c.chunk_tokens);
-  const uint32_t experts_per_node = plan.num_local_experts() * world_.num_local_ranks;
   CombineParams p{};
-  p.world = world_;
-  p.dtype = c.dtype;
-  p.partial_dtype = c.fp32_partials ? DType::kFp32 : c.dtype;
-  p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
+  describe_sum(p, c, plan);
   require_row(p.partial.row_bytes(), plan.max_recv_rows(), "combine");
   if (c.permuted == (c.sum_from == SumFrom::kReceiveRow) && c.sum_from != SumFrom::kPartials && c.sum_from)
     throw std::logic_error("combine: sum_from is not of rows in this order");
@@ -307,19 +326,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   p.blocks = {uint32_t(c.num_blocks), uint32_t(c.local_blocks)};
   p.partials = {world_, flag(world_.rank, layout_.partials), view_.recv, layout_.recv - layout_.partials,
                 uint32_t(layout_.groups)};
-  p.plan = plan.view();
-  p.record_bytes = plan.record_bytes();
-  p.pairs_at = plan.pairs_at();
-  p.hidden = c.hidden;
-  p.x = c.x;
-  p.x_weights = c.weights;
-  p.permuted = c.permuted;
-  p.multiply = c.multiply;
-  p.first_node_expert = uint32_t(world_.node()) * experts_per_node;
-  p.num_node_experts = experts_per_node;
   p.recv = own() + layout_.recv;
-  p.out_x = c.out_x;
-  p.out_weights = c.weights ? c.out_weights : nullptr;
   p.reading = reading(p, c, plan);
   executor_->require_shared_memory(p);
   if (executor_->shares_memory())

@@ -150,6 +150,7 @@ class Engine {
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
   void bind(Params& p, uint32_t chunk, uint32_t blocks) const;
+  void describe_sum(SumParams& p, const CombineCall& c, const Plan& plan) const;
   bool is_in_arena(const unsigned char* x, uint64_t bytes) const;
   bool land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const;
   Reading reading(const CombineParams& p, const CombineCall& c, const Plan& plan) const;

@@ -128,29 +128,12 @@ void Engine::latency_combine(Plan& plan, const CombineCall& c) {
   require_blocks("num_blocks", c.num_blocks);
   if (!plan.complete()) throw std::invalid_argument("handle: its dispatch has not run");
   LatencyCombineParams p{};
-  p.world = world_;
+  describe_sum(p, c, plan);
   p.link = latency_link();
-  p.dtype = c.dtype;
-  p.partial_dtype = c.fp32_partials ? DType::kFp32 : c.dtype;
-  p.partial = {c.hidden * dtype_bytes(p.partial_dtype), c.weights ? plan.weight_stride() * 4 : 0};
   if (p.lines() > layout_.slabs.token_lines)
     throw std::logic_error("latency combine: a partial row of " + std::to_string(p.partial.row_bytes()) +
                            " bytes does not fit this buffer; it must grow first");
   Call call(*this);
-  p.plan = plan.view();
-  p.record_bytes = plan.record_bytes();
-  p.pairs_at = plan.pairs_at();
-  p.hidden = c.hidden;
-  p.x = c.x;
-  p.x_weights = c.weights;
-  p.permuted = c.permuted;
-  p.multiply = c.multiply;
-  p.num_node_experts = plan.num_local_experts() * uint32_t(world_.num_local_ranks);
-  p.first_node_expert = uint32_t(world_.node()) * p.num_node_experts;
-  p.out_x = c.out_x;
-  p.out_weights = c.weights ? c.out_weights : nullptr;
-  p.progress = progress_;
-  p.traffic = traffic_;
   LaunchSettings settings = settings_;
   settings.num_blocks = c.num_blocks;
   call.run([&] { executor_->latency_combine(p, settings); });

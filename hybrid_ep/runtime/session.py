@@ -341,6 +341,8 @@ class Session:
         """[rows, columns], of the arena if that has room."""
         validation.integer("rows", rows, 0)
         validation.integer("columns", columns, 1)
+        if dtype not in validation.SUMMABLE:
+            raise ValueError(f"dtype={dtype!r}: combine sums torch.bfloat16, torch.float16 or torch.float32; give one")
         lent = self._lent(rows, columns * dtype.itemsize, dtype)
         return self.results.empty(rows, columns * dtype.itemsize, dtype) if lent is None else lent
 

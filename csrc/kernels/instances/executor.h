@@ -36,7 +36,7 @@ struct TableView {
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 7;
+inline constexpr uint64_t kExecutorVersion = 8;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {

@@ -157,6 +157,39 @@ def test_a_result_without_room_is_the_same_and_counted():
         assert all(torch.equal(a, b) for a, b in zip(kept, outcomes[0][0], strict=True))
 
 
+def test_rows_for_outputs_without_room_give_the_same_sums_and_are_counted():
+    outcomes = []
+    for arena_mib in (4, 9):  # the dispatched rows take 4 MiB, and so do the outputs
+        buffer = VirtualWorld(1, 1).buffers(1024, 512, 4, timeout_s=30, arena_mib=arena_mib)[0]
+        idx = torch.arange(1024).reshape(512, 2) % 4
+        x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(5))
+        rows, *_, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=4)
+        outputs = torch.mul(rows, 1.5, out=buffer.empty(*rows.shape, rows.dtype))
+        sums = buffer.combine_with_unpermute(hidden=outputs, handle=handle)[0]
+        outcomes.append((lent(buffer), buffer.traffic()["partial_rows"], sums))
+    (one, formed, sums), (both, in_place, same) = outcomes
+    assert (one, both) == (4 * MIB, 8 * MIB) and (formed, in_place) == (512, 0)
+    assert torch.equal(sums, same) and torch.equal(sums, 2 * 1.5 * x)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ((-1, 4), "rows=-1"),
+        ((2.5, 4), "rows=2.5"),
+        ((2, 0), "columns=0"),
+        ((2, 4, "bf16"), "dtype='bf16'"),
+        ((2, 4, torch.int64), "dtype=torch.int64"),
+        ((1 << 40, 1 << 30), "rows"),
+    ],
+)
+def test_rows_for_outputs_that_cannot_be_are_named(arguments, said):
+    buffer = VirtualWorld(1, 1).buffers(64, 8, 2, timeout_s=30)[0]
+    with pytest.raises(ValueError, match=said):
+        buffer.empty(*arguments)
+    assert buffer.empty(0, 4).shape == (0, 4)
+
+
 @pytest.mark.parametrize(
     "keep",
     [
