@@ -160,16 +160,16 @@ def test_a_result_without_room_is_the_same_and_counted():
 def test_rows_for_outputs_without_room_give_the_same_sums_and_are_counted():
     outcomes = []
     for arena_mib in (4, 9):  # the dispatched rows take 4 MiB, and so do the outputs
-        buffer = VirtualWorld(1, 1).buffers(1024, 512, 4, timeout_s=30, arena_mib=arena_mib)[0]
+        buffer = VirtualWorld(1, 1).buffers(2048, 512, 4, timeout_s=30, arena_mib=arena_mib)[0]
         idx = torch.arange(1024).reshape(512, 2) % 4
-        x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(5))
+        x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(5)).bfloat16()
         rows, *_, handle = buffer.dispatch_with_permute(hidden=x, topk_idx=idx, num_of_experts=4)
         outputs = torch.mul(rows, 1.5, out=buffer.empty(*rows.shape, rows.dtype))
         sums = buffer.combine_with_unpermute(hidden=outputs, handle=handle)[0]
         outcomes.append((lent(buffer), buffer.traffic()["partial_rows"], sums))
     (one, formed, sums), (both, in_place, same) = outcomes
     assert (one, both) == (4 * MIB, 8 * MIB) and (formed, in_place) == (512, 0)
-    assert torch.equal(sums, same) and torch.equal(sums, 2 * 1.5 * x)
+    assert torch.equal(sums, same) and torch.equal(sums, (1.5 * x) * 2)
 
 
 @pytest.mark.parametrize(
