@@ -20,7 +20,7 @@ HEP_DEVICE void latency_rows(A& a, const LatencyCombineParams& p, uint64_t flag,
 template <Arch A>
 HEP_DEVICE void latency_combine_kernel(A& a, const LatencyCombineParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
-  const uint64_t flag = p.link.flag();
+  const uint64_t flag = p.link.flag(LatencyCall::word(LatencyCall::kCombines, p.lines(), p.dtype, p.partial_dtype));
   const bool first = a.block_idx() == 0 && a.warp_idx() == 0;
   LatencyHello<A> hello{a, p.link, flag};
   if (first) hello.send();

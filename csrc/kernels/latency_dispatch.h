@@ -23,7 +23,8 @@ struct LatencyDispatchBlock {
       : a(arch),
         p(params),
         smem(shared),
-        flag(params.link.flag()),
+        flag(params.link.flag(params.routes ? LatencyCall::word(LatencyCall::kRoutes)
+                                            : LatencyCall::word(LatencyCall::kDispatches, params.lines()))),
         lead(arch.block_idx() == arch.num_blocks() - 1),
         sender(arch, params, flag) {}
 

@@ -37,6 +37,7 @@ struct BufferShape {
          "row_bytes, scale_bytes and partial_row_bytes must be multiples of 16");
     need(chunk_tokens >= 1 && rail_slots >= 1, "chunk_tokens and rail_slots must be at least 1");
     need(max_topk >= 1 && max_topk <= 65535, "max_topk must lie in 1..65535");
+    need(latency_tokens <= 0x7fffffff, "latency_tokens must be below 2^31");
     need(latency_tokens == 0 || num_nodes == 1, "latency_tokens needs ranks that all map each other: one node");
   }
 };

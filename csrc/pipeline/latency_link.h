@@ -6,11 +6,23 @@
 // one before. A step that does not hear of every rank would break it, whatever its rows tell.
 #pragma once
 #include "common/bugs.h"
+#include "common/numeric.h"
 #include "common/world.h"
 #include "layout/latency.h"
 #include "pipeline/line_wait.h"
 
 namespace hep {
+
+// What all ranks must mean alike in a step, in the lower bits of its flags: lines of another call are no lines of this
+// one, and whoever waits for them waits until the deadline. Sizes of a dispatch that routes are in its counts' header.
+struct LatencyCall {
+  enum Kind : uint64_t { kRoutes = 1, kDispatches, kCombines };
+  static constexpr int kBits = 24;
+
+  HEP_DEVICE static uint64_t word(Kind kind, uint32_t lines = 0, DType in = DType{}, DType partial = DType{}) {
+    return (uint64_t(lines) << 6 | uint64_t(in) << 4 | uint64_t(partial) << 2 | kind) & ((1u << kBits) - 1);
+  }
+};
 
 struct LatencyLink {
   World world;
@@ -19,10 +31,11 @@ struct LatencyLink {
   unsigned char* const* recv;  // [L] receive regions of the node's ranks, as mapped here
   uint64_t slabs_below;        // bytes from a rank's slabs to that region
 
-  HEP_DEVICE uint64_t flag() const { return *finished + 1; }
+  // Of the step, above what it is for.
+  HEP_DEVICE uint64_t flag(uint64_t call) const { return (*finished + 1) << LatencyCall::kBits | call; }
   // Of `source`, in the segment of local rank `owner`.
   HEP_DEVICE Line* slab(uint64_t flag, int owner, int source) const {
-    const uint64_t parity = injected(Bug::kOneSlabParity) ? 0 : flag & 1;
+    const uint64_t parity = injected(Bug::kOneSlabParity) ? 0 : flag >> LatencyCall::kBits & 1;
     return reinterpret_cast<Line*>(recv[owner] - slabs_below) + slabs.slab(parity, source);
   }
   HEP_DEVICE Line* slot(uint64_t flag, int owner, int source, uint32_t index) const {
@@ -31,7 +44,7 @@ struct LatencyLink {
   // By all lanes of a warp together. A step is not to be taken for another: flags are compared whole.
   template <class A>
   HEP_DEVICE void wait(A& a, const Line* line, uint64_t flag, uint64_t* words, const WaitInfo& info) const {
-    if (injected(Bug::kStaleStep) && a.ld_line(line, flag - 2, words)) return;
+    if (injected(Bug::kStaleStep) && a.ld_line(line, flag - (2ull << LatencyCall::kBits), words)) return;
     wait_line(a, line, flag, words, info);
   }
 };

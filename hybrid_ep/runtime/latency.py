@@ -51,7 +51,7 @@ def takes_planned(session: Session, path: Any, plan: Plan, handle: Handle | Rout
 
 
 def _is_auto(path: Any) -> bool:
-    if path not in PATHS:
+    if not isinstance(path, str) or path not in PATHS:
         raise ValueError(f"path={path!r} must be one of {PATHS}")
     return path == "auto"
 

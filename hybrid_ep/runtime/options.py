@@ -277,7 +277,7 @@ def parse(
         table,
         arena_mib,
         num_blocks_exchange=_blocks("num_sms_preprocessing_api", num_sms_preprocessing_api),
-        latency_tokens=validation.integer("latency_tokens", latency_tokens, 0),
+        latency_tokens=validation.integer("latency_tokens", latency_tokens, 0, most=(1 << 31) - 1),
     )
 
 

@@ -253,6 +253,40 @@ def test_registered_bytes():
     assert buffer.memory_report().regions["latency_slabs"] == 2 * 2 * lines * 128
 
 
+@pytest.mark.parametrize("case", ["dispatch by handle", "dispatch", "fp32_partials", "dtype"])
+def test_ranks_in_different_calls_have_a_deadline_and_no_result(case):
+    """Rank 0 combines, rank 1 does something else in the same step: what it sends is not to be taken for sums."""
+    world = VirtualWorld(1, 2)
+    buffers = world.buffers(256, 32, 2, latency_tokens=32, timeout_s=0.5)  # room for fp32 rows: nothing grows
+    ex = Example(1, 2, 2, (4, 4), 2, 48, budget=32)
+    want = expected(ex)
+
+    def body(rank, _):
+        handle = buffers[rank].dispatch_with_permute(**routed(ex, rank), path="latency")[-1]
+        rows = want.returned[rank]
+        options = {}
+        if rank == 1:
+            if case == "dispatch":
+                return buffers[rank].dispatch_with_permute(**routed(ex, rank), path="latency")
+            if case == "dispatch by handle":
+                hidden = make_inputs(ex, rank).hidden
+                return buffers[rank].dispatch_with_permute(
+                    hidden=hidden, handle=handle, num_permuted_tokens=ex.budget, path="latency"
+                )
+            rows = rows.half() if case == "dtype" else rows
+            options = {"fp32_partials": case == "fp32_partials"}
+        return buffers[rank].combine_with_unpermute(hidden=rows, handle=handle, path="latency", **options)
+
+    errors = world.run(body, return_errors=True)
+    assert all(isinstance(error, DeadlineError) for error in errors), errors
+
+
+@pytest.mark.parametrize("tokens", [1 << 31, (1 << 32) + 8, -1, 2.5])
+def test_latency_tokens_that_cannot_be_are_named(tokens):
+    with pytest.raises(ValueError, match="latency_tokens="):
+        VirtualWorld(1, 1).buffers(64, 8, 2, latency_tokens=tokens)
+
+
 def test_ranks_on_different_paths_have_a_deadline():
     world = VirtualWorld(1, 2)
     buffers = world.buffers(48, 32, 2, latency_tokens=32, timeout_s=0.5)
