@@ -24,8 +24,8 @@ class BufferShape:
 
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
                  max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
-                 partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int = 16, arena_bytes: int = 0,
-                 latency_tokens: int = 0) -> None: ...
+                 partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int | None = None,
+                 arena_bytes: int = 0, latency_tokens: int = 0) -> None: ...
 
     @property
     def arena_bytes(self) -> int: ...
@@ -56,6 +56,10 @@ class BufferShape:
 
     @property
     def rail_slots(self) -> int: ...
+
+    @staticmethod
+    def rail_slots_of(num_nodes: int) -> int:
+        """Chunks in flight per rail peer where nobody says how many."""
 
     @property
     def recv_rows(self) -> int: ...
@@ -351,7 +355,7 @@ class PlaceRequest:
     def __init__(self, header: CallHeader, *, topk_idx: torch.Tensor | None = None,
                  routing_map: torch.Tensor | None = None, weights: torch.Tensor | None = None, memory: torch.Tensor,
                  topk_in: int = 0, count: bool, num_blocks: int = 1, looked_at: bool = False) -> None:
-        """Of topk_idx int64 [T, topk_in] and routing_map bool [T, E] one; weights fp32 of its shape; memory: uint8,
+        """Of topk_idx int64 [T, topk_in] and routing_map bool [T, E] one; weights fp32 of its shape; memory: int64,
         plan_memory() bytes. count: wait for the counts, else the host never learns them. num_blocks: of the
         exchange kernel."""
 
@@ -630,8 +634,9 @@ def executors() -> list[str]:
     """Names of the executors in this build."""
 
 
-def host_bytes(num_bytes: int) -> torch.Tensor:
-    """A uint8 tensor of the host, uninitialised, whose address is a multiple of 128. Where exchanges_tensors()."""
+def host_words(num_words: int) -> torch.Tensor:
+    """An int64 tensor of the host, uninitialised, whose address is a multiple of 128. Where
+    exchanges_tensors()."""
 
 
 def improve_layers(*, load: NDArray[Any], current: NDArray[Any], fresh: NDArray[Any], num_layers: int,

@@ -55,7 +55,7 @@ void weights_from_topk(const Plan& p, const View* pair_expert, const View* topk_
 void maps(const Plan& p, const View* memory, const View* sparse_to_dense, const View* rail_to_node,
           const View* node_to_rail, const View* local_routing, const View* permuted_rows, const View* source_ends) {
   if (!p.complete()) throw std::invalid_argument("plan: its dispatch has not run");
-  if (require(memory, {"memory", p.memory().size()}, Element::kUint8) != p.memory().data())
+  if (require(memory, {"memory", p.memory().size()}, Element::kInt64) != p.memory().data())
     throw std::invalid_argument("memory: is not what the plan was placed in; give that block, a 'cpu' tensor");
   const uint64_t rail = num_rail_rows(p), ranks = uint64_t(p.world().num_ranks());
   const uint64_t cells = num_bytes(p.num_recv_rows(), p.num_local_experts());
@@ -84,7 +84,7 @@ bool settled(const Placed& p, uint32_t topk, uint64_t most_tokens, uint64_t most
 
 std::shared_ptr<Plan> plan_in(const Placed& p, const View* memory) {
   const Placement& waited = p.waited();
-  return p.placement->plan(require(memory, {"memory", waited.learned.total, p.device, 128}, Element::kUint8));
+  return p.placement->plan(require(memory, {"memory", waited.learned.total, p.device, 128}, Element::kInt64));
 }
 
 void bind_memory_of_plan(py::module_& m) {

@@ -108,7 +108,7 @@ Placed place(Engine& engine, const PlaceRequest& r) {
   c.header = r.header;
   c.num_blocks = r.num_blocks;
   const PlanMemory needed = engine.plan_memory(in.num_tokens, r.header.topk, !r.count);
-  c.memory = require(&r.memory, {"memory", needed.total, result.device, 128}, Element::kUint8);
+  c.memory = require(&r.memory, {"memory", needed.total, result.device, 128}, Element::kInt64);
   py::gil_scoped_release release;
   if (r.count)
     result.placement = engine.place_and_count(in, c);
@@ -167,7 +167,7 @@ std::shared_ptr<Plan> latency_route(Engine& engine, const PlaceRequest& p, const
   PlaceCall place;
   place.header = p.header;
   const PlanMemory needed = engine.plan_memory(in.num_tokens, p.header.topk, true);
-  place.memory = require(&p.memory, {"memory", needed.total, device_of(engine), 128}, Element::kUint8);
+  place.memory = require(&p.memory, {"memory", needed.total, device_of(engine), 128}, Element::kInt64);
   DispatchCall c = sizes_of(r);
   if (!c.permute) throw std::invalid_argument("permuted: give the rows of the result, a static number");
   bind_tensors(
@@ -236,7 +236,7 @@ void bind_requests(py::module_& m) {
   p.def(py::init(&make_place), py::arg("header"), py::kw_only(), py::arg("topk_idx") = py::none(),
         py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("memory"), py::arg("topk_in") = 0,
         py::arg("count"), py::arg("num_blocks") = 1, py::arg("looked_at") = false,
-        "Of topk_idx int64 [T, topk_in] and routing_map bool [T, E] one; weights fp32 of its shape; memory: uint8, "
+        "Of topk_idx int64 [T, topk_in] and routing_map bool [T, E] one; weights fp32 of its shape; memory: int64, "
         "plan_memory() bytes. count: wait for the counts, else the host never learns them. num_blocks: of the exchange "
         "kernel.");
   p.def_static("of", &make_place, py::arg("header"), py::arg("topk_idx").none(true), py::arg("routing_map").none(true),

@@ -94,14 +94,14 @@ class Key {
   size_t size_ = 0;
 };
 
-Tensor host_bytes(int64_t num_bytes) {
+Tensor host_words(int64_t num_words) {
   constexpr size_t kAlignment = 128;  // by hand: aligned allocation takes malloc several times as long
-  if (num_bytes < 0) throw std::invalid_argument("num_bytes: is negative");
-  const std::shared_ptr<void> whole(std::malloc(size_t(num_bytes) + kAlignment), &std::free);
+  if (num_words < 0) throw std::invalid_argument("num_words: is negative");
+  const std::shared_ptr<void> whole(std::malloc(size_t(num_words) * sizeof(int64_t) + kAlignment), &std::free);
   if (!whole) throw std::bad_alloc();
   auto* const at = static_cast<unsigned char*>(whole.get());
   std::shared_ptr<void> memory(whole, at + (kAlignment - reinterpret_cast<uintptr_t>(at) % kAlignment));
-  return Tensor(tensor_over(std::move(memory), Element::kUint8, num_bytes, std::nullopt));
+  return Tensor(tensor_over(std::move(memory), Element::kInt64, num_words, std::nullopt));
 }
 
 struct Kept {
@@ -182,8 +182,8 @@ void bind_exchange(py::module_& m) {
   m.def(
       "exchanges_tensors", [] { return torch_exchange() != nullptr; },
       "Whether tensors are read and made through torch's table of C functions, which torch 2.10 and later have.");
-  m.def("host_bytes", &host_bytes, py::arg("num_bytes"),
-        "A uint8 tensor of the host, uninitialised, whose address is a multiple of 128. Where exchanges_tensors().");
+  m.def("host_words", &host_words, py::arg("num_words"),
+        "An int64 tensor of the host, uninitialised, whose address is a multiple of 128. Where exchanges_tensors().");
   m.def(
       "exchange_tensors", [](bool exchange) { turned_off = !exchange; }, py::arg("exchange"),
       "For tests: False does as with a torch that has no such table.");

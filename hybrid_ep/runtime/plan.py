@@ -19,31 +19,32 @@ _ALIGNMENT = 128
 
 
 @functools.cache
-def _no_bytes(device: torch.device) -> torch.Tensor:
+def _no_words(device: torch.device) -> torch.Tensor:
     """Whose new_empty reads two arguments, where torch.empty reads five, which costs it as much again."""
-    return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.empty(0, dtype=torch.int64, device=device)
 
 
 class PlanMemory(NamedTuple):
-    """One block that kernels write and read, uint8, and where its arrays lie in it (the compiled core's PlanMemory)."""
+    """One block that kernels write and read, and where its arrays lie in it, in bytes (the compiled core's PlanMemory).
+    Of int64, as the padded counts are, which every permuted dispatch copies for its caller: a type less to change."""
 
     block: torch.Tensor
     at: Any
 
     @classmethod
     def of(cls, at: Any, device: torch.device) -> PlanMemory:
-        num_bytes = at.total
+        num_words = at.total // 8  # the total is a multiple of 128
         if device.type == "cpu":
             if _core.exchanges_tensors():
-                return cls(_core.host_bytes(num_bytes), at)
-            memory = _no_bytes(device).new_empty(num_bytes + _ALIGNMENT)
-            begin = -memory.data_ptr() % _ALIGNMENT
-            return cls(memory[begin : begin + num_bytes], at)
-        return cls(_no_bytes(device).new_empty(num_bytes), at)  # CUDA's allocators align to more
+                return cls(_core.host_words(num_words), at)
+            memory = _no_words(device).new_empty(num_words + _ALIGNMENT // 8)
+            begin = -memory.data_ptr() % _ALIGNMENT // 8
+            return cls(memory[begin : begin + num_words], at)
+        return cls(_no_words(device).new_empty(num_words), at)  # CUDA's allocators align to more
 
     def array(self, begin: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """A view: `shape` elements from byte `begin` on."""
-        flat = self.block[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype)
+        flat = self.block.view(torch.uint8)[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype)
         return flat if len(shape) == 1 else flat.view(shape)
 
 
@@ -188,8 +189,7 @@ class StaticPlan(Plan):
     @property
     def padded_tokens_per_expert(self) -> torch.Tensor:
         block, at = self.memory
-        num_bytes = 8 * (self.num_experts // self.num_ranks)
-        return block.narrow_copy(0, at.padded_tokens_per_expert, num_bytes).view(torch.int64)
+        return block.narrow_copy(0, at.padded_tokens_per_expert // 8, self.num_experts // self.num_ranks)
 
     @property
     def has_holes(self) -> bool:

@@ -161,12 +161,12 @@ def test_memory_of_a_placed_plan_is_held_to_its_size():
     made = next(p for p in placed if p.complete is None)
     total = made.learned.total
     whole = torch.empty(total + 256, dtype=torch.uint8)
-    block = whole[-whole.data_ptr() % 128 :][:total]
+    block = whole[-whole.data_ptr() % 128 :][:total].view(torch.int64)
     for _, bad in damaged("memory", view("memory", block)):
         with pytest.raises(ValueError, match="^memory: "):
             made.plan(bad)
     with pytest.raises(ValueError, match="^memory: .*128"):
-        made.plan(view("memory", whole[-whole.data_ptr() % 128 + 16 :][:total]))
+        made.plan(view("memory", whole[-whole.data_ptr() % 128 + 16 :][:total].view(torch.int64)))
     assert made.plan(view("memory", block)).num_tokens == TOKENS
 
 
@@ -174,11 +174,11 @@ def test_a_plan_has_room_for_every_expert_that_topk_idx_may_name():
     """The kernel counts a map's pairs; those of topk_idx it takes on trust, and their memory is of the topk said."""
     [buffer], idx = VirtualWorld(1, 1).buffers(HIDDEN, TOKENS, EXPERTS), given(0).idx
     header = _core.CallHeader(num_tokens=TOKENS, topk=1, num_experts=EXPERTS, hidden=HIDDEN)
-    room = torch.empty(1 << 20, dtype=torch.uint8)
+    room = torch.empty(1 << 17, dtype=torch.int64)
     with pytest.raises(ValueError, match="its topk is 1, but topk_idx may choose"):
         buffer._session.engine.place(
             _core.PlaceRequest(
-                header, topk_idx=idx, topk_in=idx.shape[1], count=True, memory=room[-room.data_ptr() % 128 :]
+                header, topk_idx=idx, topk_in=idx.shape[1], count=True, memory=room[-room.data_ptr() % 128 // 8 :]
             )
         )
     buffer.destroy()

@@ -195,8 +195,8 @@ def test_a_plan_takes_memory_for_the_rows_that_came():
         counted = buffers[rank].dispatch_with_permute(**common)[-1][-2].plan
         unseen = buffers[rank].dispatch_with_permute(non_blocking=True, num_permuted_tokens=256, **common)[-1][-2].plan
         record = 16 + 8 + 8  # header, a destination, a pair
-        assert counted.learned.block.numel() <= counted.num_recv_rows * (record + 16) + 512
-        assert unseen.memory.block.numel() - counted.memory.block.numel() == 256 * (record + 16)
+        assert counted.learned.block.nbytes <= counted.num_recv_rows * (record + 16) + 512
+        assert unseen.memory.block.nbytes - counted.memory.block.nbytes == 256 * (record + 16)
 
     world.run(work)
 

@@ -188,12 +188,12 @@ def test_signatures():
 
 
 def test_tensors_over_memory_of_the_core():
-    block = _core.host_bytes(1000)
-    assert block.dtype == torch.uint8 and block.shape == (1000,) and block.data_ptr() % 128 == 0
+    block = _core.host_words(1000)
+    assert block.dtype == torch.int64 and block.shape == (1000,) and block.data_ptr() % 128 == 0
     view = block[10:20].fill_(7)
     del block
     assert view.tolist() == [7] * 10
-    assert _core.host_bytes(0).numel() == 0
+    assert _core.host_words(0).numel() == 0
     _, buffers = made()
     engine = buffers[0]._session.engine
     code = _core.TensorView.elements["bfloat16"]
