@@ -96,8 +96,9 @@ void bind_errors() {
 
 BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t num_experts, uint64_t max_tokens,
                        uint32_t max_topk, uint32_t row_bytes, uint32_t scale_bytes, uint64_t recv_rows,
-                       uint32_t partial_row_bytes, uint32_t chunk_tokens, uint32_t rail_slots, uint64_t arena_bytes,
-                       uint64_t latency_tokens) {
+                       uint32_t partial_row_bytes, uint32_t chunk_tokens, std::optional<uint32_t> slots,
+                       uint64_t arena_bytes, uint64_t latency_tokens) {
+  const uint32_t rail_slots = slots ? *slots : BufferShape::rail_slots_of(num_nodes);
   BufferShape s{num_nodes,         num_local_ranks, num_experts,  max_tokens, max_topk,    row_bytes,     scale_bytes,
                 partial_row_bytes, recv_rows,       chunk_tokens, rail_slots, arena_bytes, latency_tokens};
   s.validate();
@@ -110,8 +111,8 @@ void bind_memory(py::module_& m) {
       .def(py::init(&make_shape), py::kw_only(), py::arg("num_nodes"), py::arg("num_local_ranks"),
            py::arg("num_experts"), py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16,
            py::arg("scale_bytes") = 0, py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16,
-           py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = S{}.rail_slots,
-           py::arg("arena_bytes") = 0, py::arg("latency_tokens") = 0)
+           py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = py::none(), py::arg("arena_bytes") = 0,
+           py::arg("latency_tokens") = 0)
       .def_readonly("num_nodes", &S::num_nodes)
       .def_readonly("num_local_ranks", &S::num_local_ranks)
       .def_readonly("num_experts", &S::num_experts)
@@ -125,6 +126,8 @@ void bind_memory(py::module_& m) {
       .def_readonly("rail_slots", &S::rail_slots)
       .def_readonly("arena_bytes", &S::arena_bytes)
       .def_readonly("latency_tokens", &S::latency_tokens)
+      .def_static("rail_slots_of", &S::rail_slots_of, py::arg("num_nodes"),
+                  "Chunks in flight per rail peer where nobody says how many.")
       .def_property_readonly("total_bytes", [](const S& s) { return BufferLayout(s).total; })
       .def(
           "regions",

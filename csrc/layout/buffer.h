@@ -21,9 +21,13 @@ struct BufferShape {
   uint32_t partial_row_bytes = 16;  // payload of a combine partial
   uint64_t recv_rows = 1;           // rows of the receive region
   uint32_t chunk_tokens = 16;       // tokens moved per rail flow-control step
-  uint32_t rail_slots = 16;         // chunks in flight per rail peer and direction
+  uint32_t rail_slots = 16;         // chunks in flight per rail peer and direction; rail_slots_of() says how many pay
   uint64_t arena_bytes = 0;         // for results, where rows land without a copy; 0 = none
   uint64_t latency_tokens = 0;      // of a rank, that the slabs of the latency path hold; 0 = no slabs
+
+  // Chunks that keep a rail busy. A block waits for the oldest chunk of its peer, so what counts is all that a rank has
+  // in flight: with one peer 64 of them, as with the three of four nodes 32 each. More peers have enough with 16.
+  static constexpr uint32_t rail_slots_of(uint32_t num_nodes) { return num_nodes <= 2 ? 64 : num_nodes <= 4 ? 32 : 16; }
 
   void validate() const {
     auto need = [](bool ok, const char* what) {

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 QUICK_ROWS, ROW_BUDGET, _TRACE_ROWS = 300_000, 1_000_000, 12_000
 _TRACE_SPANS = 200_000  # beyond it the trace holds the first ranks only
 KERNELS = {"dispatch": ("exchange", "dispatch"), "combine": ("combine",)}
-_RAIL_SLOTS = HYBRID_EP.rail_slots
 _ASIDE, _FIRST_PAIR = 0, 2  # where rows of a dispatch land: csrc/sim/world_spec.h
 
 
@@ -162,7 +161,7 @@ def _events(
         row_bytes=payload,
         scale_bytes=scales,
         chunk_tokens=chunk,
-        rail_slots=_RAIL_SLOTS,
+        rail_slots=HYBRID_EP.rail_slots(shape),
         num_blocks=blocks[0],
         permute_blocks=blocks[1],
         unpermute_blocks=blocks[2],

@@ -33,7 +33,9 @@ class Implementation:
     launches: tuple[int, int]
     barriers: int
     chunk: int  # rows of a rail message where nobody chose
-    rail_slots: int  # chunks in flight per rail peer; 0: a place for every token
+    rail_ring: (
+        bool  # as many chunks in flight per rail peer as its ring holds; else a place for every token
+    )
     metadata: str  # what travels with a row: "record" (ours) or "probs" (weights of all experts of the node)
     # sums and the exchange take what sum_loops.py and route_time.py say of this library's code; else the time of sums
     # is in pull_us, and no exchange is charged
@@ -48,6 +50,10 @@ class Implementation:
             return payload + 4 * shape.local_experts * shape.ranks_per_node
         dsts = min(shape.topk, shape.ranks_per_node)
         return payload + _align(16 + 8 * dsts + 8 * shape.topk) + _align(4 * shape.topk)
+
+    def rail_slots(self, shape: Shape) -> int:
+        """Chunks in flight per rail peer; 0: any number."""
+        return _core.BufferShape.rail_slots_of(shape.nodes) if self.rail_ring else 0
 
     def rows_in_flight(self, shape: Shape) -> float:
         """Rows that one summing role has in flight."""
@@ -78,8 +84,8 @@ HYBRID_EP = Implementation(
     epilogue_passes=0,
     launches=(1, 1),
     barriers=2,
-    chunk=16,  # this and the next: csrc/layout/buffer.h
-    rail_slots=16,
+    chunk=16,  # csrc/layout/buffer.h
+    rail_ring=True,
     metadata="record",
     compiled=True,
 )
@@ -96,7 +102,7 @@ PUBLISHED = Implementation(
     launches=(4, 4),
     barriers=2,
     chunk=64,  # its default
-    rail_slots=0,
+    rail_ring=False,
     metadata="probs",
     compiled=False,
 )

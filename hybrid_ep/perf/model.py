@@ -227,7 +227,7 @@ class _Work:
 
     def combine(self) -> Timeline:
         chains, steps = self._unpermute()
-        rows, slots = self.local_tokens / self.own_chunks, self.impl.rail_slots
+        rows, slots = self.local_tokens / self.own_chunks, self.impl.rail_slots(self.shape)
 
         def partials(chunk: int, chunks: int) -> list[tuple]:
             """What is formed when the rows of a chunk are."""
@@ -266,7 +266,7 @@ class _Work:
 
     def _rail_dispatch(self, chunk: int, peer: int) -> list[Chain]:
         """The chunk's way until it has landed, and that of its slot's credit back."""
-        hops, slots = [], self.impl.rail_slots
+        hops, slots = [], self.impl.rail_slots(self.shape)
         if self.impl.stage_rail:
             block = (chunk + peer) % self.num_sms
             hops.append(Hop(("engine", block), "n2n", self.rail_rows * (self.cost.load + self.cost.store)))

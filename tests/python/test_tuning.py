@@ -9,7 +9,8 @@ import torch
 
 from hybrid_ep import _core, tuning
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
-from hybrid_ep.perf.implementations import HYBRID_EP
+from hybrid_ep.perf.implementations import HYBRID_EP, PUBLISHED
+from hybrid_ep.perf.shape import Shape
 from hybrid_ep.testing import VirtualWorld
 from hybrid_ep.tuning import Entry, Key, Settings
 
@@ -48,20 +49,14 @@ def exchange(world, buffers, configure=lambda rank, buffer: None):
     return world.run(work)
 
 
-def test_the_default_ring_is_the_layout_s():
-    shape = _core.BufferShape(
-        num_nodes=1,
-        num_local_ranks=1,
-        num_experts=1,
-        max_tokens=1,
-        max_topk=1,
-        row_bytes=16,
-        scale_bytes=0,
-        recv_rows=1,
-        partial_row_bytes=16,
-    )
+@pytest.mark.parametrize(("nodes", "slots"), [(1, 64), (2, 64), (3, 32), (4, 32), (5, 16), (64, 16)])
+def test_the_default_ring_is_the_layout_s(nodes, slots):
+    shape = _core.BufferShape(num_nodes=nodes, num_local_ranks=1, num_experts=nodes)
     assert shape.chunk_tokens == DEFAULT_CHUNK_TOKENS == HYBRID_EP.chunk
-    assert shape.rail_slots == HYBRID_EP.rail_slots
+    asked = Shape(ranks=nodes, ranks_per_node=1, tokens=1, hidden=8, topk=1, experts=nodes)
+    assert shape.rail_slots == HYBRID_EP.rail_slots(asked) == slots
+    assert PUBLISHED.rail_slots(asked) == 0
+    assert _core.BufferShape(num_nodes=nodes, num_local_ranks=1, num_experts=nodes, rail_slots=3).rail_slots == 3
 
 
 def test_any_chunks_give_the_same_bits_in_one_buffer():
