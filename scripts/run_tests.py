@@ -117,11 +117,10 @@ def find_nvcc(runner):
 
 def rail_of_cuda(runner, nvcc):
     """(build_cuda's flags for the kernels over NVSHMEM, why they are not compiled)."""
-    import build_cuda
     import cuda_packages
 
     nvshmem, why_not = cuda_packages.find_nvshmem(runner.run, nvcc)
-    flags = ["--nvshmem", build_cuda.ARCHITECTURES[0], "--nvshmem-home", nvshmem] if nvshmem else ["--no-nvshmem"]
+    flags = ["--nvshmem", "all", "--nvshmem-home", nvshmem] if nvshmem else ["--no-nvshmem"]
     return flags, why_not
 
 
@@ -129,9 +128,8 @@ INTERPRETED = ["scripts/build_cuda.py", "--interpreted"]
 
 
 def cuda(runner):
-    """Compiles the CUDA library for both architectures and the kernels over NVSHMEM for one (they are the same roles
-    again, and take as long), inspects the code of both, runs tests/gpu, which skip without a GPU."""
-    import build_cuda
+    """Compiles the CUDA library and the kernels over NVSHMEM for both architectures, inspects the code of all, runs
+    tests/gpu, which skip without a GPU."""
 
     nvcc, why_not = find_nvcc(runner)
     if not nvcc:
@@ -143,9 +141,7 @@ def cuda(runner):
         return Result("FAILED", note="does not load")  # which needs no driver
     inspections = {"": []}
     if not no_nvshmem:
-        arch = build_cuda.ARCHITECTURES[0]
-        library = build_cuda.folder_of((arch,)) / build_cuda.NVSHMEM_LIBRARY
-        inspections["over NVSHMEM "] = [library, "--rail", "nvshmem", "--arch", arch]
+        inspections["over NVSHMEM "] = ["--rail", "nvshmem"]
     notes = []
     for what, arguments in inspections.items():
         status, said = runner.run([sys.executable, "scripts/cubin_check.py", *arguments])

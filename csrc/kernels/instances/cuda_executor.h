@@ -130,15 +130,12 @@ template <class Net>
 class CudaExecutor final : public Executor {
  public:
   CudaExecutor(unsigned char* const* rail_segments, uint64_t seed) : rail_segments_(rail_segments), seed_(seed) {
-    const void* entries[] = {
-        reinterpret_cast<const void*>(exchange_entry<Net>), reinterpret_cast<const void*>(dispatch_entry<Net>),
-        reinterpret_cast<const void*>(combine_entry<Net>), reinterpret_cast<const void*>(latency_dispatch_entry<Net>),
-        reinterpret_cast<const void*>(latency_combine_entry<Net>)};
-    for (const void* entry : entries) {  // also loads the kernel now: later that could wait for a running one
-      cudaFuncAttributes a{};
-      cuda::check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
-      budget_ = device_.max_shared() - int(a.sharedSizeBytes);
-      cuda::check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, budget_), "shared memory");
+    load(exchange_entry<Net>);
+    load(dispatch_entry<Net>);
+    load(combine_entry<Net>);
+    if constexpr (kHasLatencyPath<Net>) {
+      load(latency_dispatch_entry<Net>);
+      load(latency_combine_entry<Net>);
     }
   }
 
@@ -228,15 +225,31 @@ class CudaExecutor final : public Executor {
     launch<CombineParams>(combine_entry<Net>, p, s, s.num_blocks, kThreads<kCombineWarps<CudaArch>>, p.smem_bytes);
   }
   void latency_dispatch(LatencyDispatchParams& p, const LaunchSettings& s) override {
-    plan_latency_dispatch<CudaArch>(p, uint64_t(budget_), s.num_blocks);
-    launch<LatencyDispatchParams>(latency_dispatch_entry<Net>, p, s, s.num_blocks, kThreads<kExchangeWarps<CudaArch>>,
-                                  p.smem_bytes);
+    constexpr int kLatencyThreads = kThreads<kExchangeWarps<CudaArch>>;
+    if constexpr (kHasLatencyPath<Net>) {
+      plan_latency_dispatch<CudaArch>(p, uint64_t(budget_), s.num_blocks);
+      launch<LatencyDispatchParams>(latency_dispatch_entry<Net>, p, s, s.num_blocks, kLatencyThreads, p.smem_bytes);
+    } else {
+      no_latency_path();
+    }
   }
   void latency_combine(LatencyCombineParams& p, const LaunchSettings& s) override {
-    launch<LatencyCombineParams>(latency_combine_entry<Net>, p, s, s.num_blocks, kThreads<kExchangeWarps<CudaArch>>, 0);
+    constexpr int kLatencyThreads = kThreads<kExchangeWarps<CudaArch>>;
+    if constexpr (kHasLatencyPath<Net>)
+      launch<LatencyCombineParams>(latency_combine_entry<Net>, p, s, s.num_blocks, kLatencyThreads, 0);
+    else
+      no_latency_path();
   }
 
  private:
+  template <class Entry>
+  void load(Entry* kernel) {  // now: later that could wait for a running one
+    const void* entry = reinterpret_cast<const void*>(kernel);
+    cudaFuncAttributes a{};
+    cuda::check(cudaFuncGetAttributes(&a, entry), "this build has no kernel for this device");
+    budget_ = device_.max_shared() - int(a.sharedSizeBytes);
+    cuda::check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, budget_), "shared memory");
+  }
   Net net(unsigned char* const* segments, const World& world) const {
     if constexpr (std::is_constructible_v<Net, unsigned char* const*, uint64_t>)
       return Net(segments, seed_);

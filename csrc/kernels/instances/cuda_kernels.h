@@ -40,7 +40,11 @@ __global__ void __launch_bounds__(kThreads<kCombineWarps<CudaArch>>, 1)
   combine_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
 }
 
-// Of the latency path; no rail takes part in it.
+// Of the latency path, in which no rail takes part: ranks store lines into memory that they map. So a library for rails
+// over a NIC has no such kernels.
+template <class Net>
+inline constexpr bool kHasLatencyPath = !requires { Net::kOverNic; };
+
 template <class Net>
 __global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
     latency_dispatch_entry(const __grid_constant__ LatencyDispatchParams p, Net, CudaControl* control) {

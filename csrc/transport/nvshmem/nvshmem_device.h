@@ -27,6 +27,8 @@ namespace hep {
 
 class NvshmemDevice {
  public:
+  static constexpr bool kOverNic = true;  // peers of a rail are not mapped
+
   NvshmemDevice(unsigned char* const* segments, const World& world) : segments_(segments), world_(world) {}
 
   template <class A>

@@ -122,7 +122,7 @@ def library(
         resources.append(f"arch = {arch}")
         sass.append(f"\tcode for {arch}\narch = {arch}")
         for rail_type in cubin_check.RAILS[rail]:
-            for kernel, budget in cubin_check.BUDGETS.items():
+            for kernel, budget in cubin_check.budgets_of(rail_type).items():
                 if (kernel, rail_type, arch) == leave_out:
                     continue
                 resources.append(
@@ -270,7 +270,8 @@ def test_kernels_that_call_nvshmem_may_have_its_stack_and_nothing_more():
     assert said(registers=70, stack=352, opcodes=(*ALL, "STL.64")) == []
     assert any("512 bytes of stack" in line for line in said(stack=512))
     assert any("uses LDL" in line for line in said(opcodes=(*ALL, "LDL")))
-    assert any("dispatch<NvshmemDevice> sm_90a: 129 registers" in line for line in said(registers=200))
+    assert any("dispatch<NvshmemDevice> sm_90a: 145 registers" in line for line in said(registers=200))
+    assert len(cubin_check.check(*library(rail="nvshmem"), cubin_check.RAILS["nvshmem"])[0]) == 3 * 2  # no latency path
 
 
 def test_a_library_for_one_architecture_needs_no_other():
