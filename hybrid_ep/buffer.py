@@ -54,9 +54,11 @@ class HybridEPBuffer(Named):
       accepted for compatibility and have no effect.
     * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else those of its NVLink
       domain, or of one host).
-    * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: every token of
-      every rank fits). `overflow`: what a blocking call does with more rows than capacity_factor or
-      num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
+    * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: as many as come;
+      memory is laid out for twice the mean, at most every token of every rank, and grows for calls that bring more; a
+      call that cannot wait for its counts has room for every token first). `overflow`: what a blocking call does with
+      more rows than capacity_factor or num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the
+      last ones, flagged in the handle.
     * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors().
     * `comm_stream`: where calls run, in order with the caller's stream on both ends: a torch.cuda.Stream, "own" (one is
       made), or None, the current stream. Every verb also takes `async_finish` (True: the result has one element more, a

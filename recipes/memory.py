@@ -71,14 +71,15 @@ def check_fits(run: ClusterRun) -> Memory:
 def registered_bytes(run: ClusterRun) -> int:
     """Bytes that hybrid_ep registers on each rank for this run, to the byte; 0 with another dispatcher.
 
-    One buffer serves all layers. Its receive rows are for the worst case: every token of the group on one rank. Its
-    arena is the default; where nodes meet over NICs there is none.
+    One buffer serves all layers. Its receive rows are those that it begins with: for twice the mean of the group, or
+    every token of the group if that is less; a rank that receives more makes all ranks' grow. Its arena is the default;
+    where nodes meet over NICs there is none.
     """
     if run.dispatcher != "hybrid_ep":
         return 0
     from hybrid_ep import _core
     from hybrid_ep.runtime.device_arena import whole_bytes
-    from hybrid_ep.runtime.options import default_arena_bytes, recv_capacity
+    from hybrid_ep.runtime.options import default_arena_bytes, first_recv_rows
 
     model, tokens = run.architecture, run.tokens_per_rank
     row_bytes = _BF16 * model.hidden_size
@@ -95,7 +96,7 @@ def registered_bytes(run: ClusterRun) -> int:
         num_nodes=nodes,
         num_local_ranks=run.domain,
         num_experts=model.num_experts + run.expert * run.clones,
-        recv_rows=recv_capacity(None, tokens, run.expert),
+        recv_rows=first_recv_rows(None, tokens, call["max_topk"], run.expert),
         partial_row_bytes=row_bytes,
         arena_bytes=whole_bytes(default_arena_bytes(call)) if nodes == 1 else 0,
         **call,

@@ -181,7 +181,7 @@ class Options:
             "max_topk": min(_FIRST_TOPK, num_experts),
             "row_bytes": row_bytes,
             "scale_bytes": 0,
-            "recv_rows": recv_capacity(self.capacity_factor, tokens, num_ranks),
+            "recv_rows": first_recv_rows(self.capacity_factor, tokens, min(_FIRST_TOPK, num_experts), num_ranks),
             "partial_row_bytes": row_bytes,
             "chunk_tokens": max(self.chunks.values()),
             "arena_bytes": 0,
@@ -205,6 +205,14 @@ def recv_capacity(capacity_factor: float | None, max_tokens: int, num_ranks: int
     rank."""
     worst = max(1, max_tokens * num_ranks)
     return worst if capacity_factor is None else min(worst, max(1, math.ceil(capacity_factor * max_tokens)))
+
+
+def first_recv_rows(capacity_factor: float | None, max_tokens: int, max_topk: int, num_ranks: int) -> int:
+    """Receive rows to begin with: all that capacity_factor admits; without one, twice what a rank receives where all
+    receive alike. That is every token of every rank in groups of up to 2 * max_topk ranks; in larger ones, calls
+    that receive more make the memory grow, see Session.fit_rows."""
+    most = recv_capacity(capacity_factor, max_tokens, num_ranks)
+    return most if capacity_factor is not None else min(most, 2 * max_tokens * max_topk)
 
 
 def parse(
@@ -250,6 +258,11 @@ def parse(
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
     if arena_mib and executor == nvshmem.EXECUTOR:
         raise ValueError(f"arena_mib={arena_mib}: NVSHMEM's heap, of {executor!r}, has no arena; give 0 or None")
+    if latency_tokens and executor == nvshmem.EXECUTOR:
+        raise ValueError(
+            f"latency_tokens={latency_tokens}: the latency path stores into memory that ranks map, and {executor!r} "
+            "has no kernels for it; give 0, or another executor"
+        )
     arena_mib = (
         env.get("HYBRID_EP_ARENA_MIB")
         if arena_mib is None

@@ -44,7 +44,7 @@ def static_plan(
 ) -> StaticPlan:
     """For a host that waits for nothing. Collective. ValueError, on the rank concerned alone and before anything is
     sent, when the call does not fit what the buffer was laid out for."""
-    told = asked.known or _fitted(session, routing, call, template)
+    told = asked.known or _fitted(session, routing, call, template, session.shape.max_tokens)
     placed, memory = _launch(session, routing, told, asked.known is not None, count=False)
     if asked.known is None:
         session.remember(asked.key, told)
@@ -71,7 +71,7 @@ def latency_plan(
 ) -> tuple[Plan, Received]:
     """The latency path: the plan, the permuted rows and what goes with them, of one launch. Collective. ValueError on
     the rank concerned alone where the call does not fit. call.hidden, scale: rows as the core wants them."""
-    told = asked.known or _fitted(session, routing, call, template)
+    told = asked.known or _fitted(session, routing, call, template, session.options.latency_tokens)
     memory = PlanMemory.of(told.at, session.options.device)
     width, scale_bytes = row_bytes(call.hidden), 0 if call.scale is None else padded_row_bytes(call.scale)
     capped = session.options.capacity_factor is not None
@@ -108,8 +108,11 @@ def latency_plan(
     return plan, (received, out_weights, out_scale)
 
 
-def _fitted(session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance) -> Known:
-    """What an exchange of the call tells, in memory that has room for it."""
+def _fitted(
+    session: Session, routing: Routing, call: Call, template: HybridEpConfigInstance, most_tokens: int
+) -> Known:
+    """What an exchange of the call tells, in memory that has room for it: for whatever ranks with so many tokens send
+    one of them, since nobody will know before the rows are on their way."""
     if routing.num_tokens > session.shape.max_tokens:
         raise ValueError(
             f"hidden has {routing.num_tokens} rows, but the buffer is laid out for {session.shape.max_tokens} tokens a "
@@ -124,6 +127,7 @@ def _fitted(session: Session, routing: Routing, call: Call, template: HybridEpCo
         max_topk=topk,
         row_bytes=row_bytes(call.hidden),
         scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
+        recv_rows=session.recv_capacity(most_tokens),
     )
     return _told(session, routing, call, template, topk, count=False)
 
@@ -160,6 +164,8 @@ def blocking_plan(
             topk = ranges.most_topk
         else:
             session.fit_call(ranges, topk, call, template)
+            if placed.placed:
+                session.fit_rows(placed)
             if placed.placed and session.shape.recv_rows == capacity:
                 break
         told = None

@@ -25,7 +25,7 @@ from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.device_arena import DeviceArena
 from hybrid_ep.runtime.engine_clock import EngineClock
 from hybrid_ep.runtime.known import Known, KnownCalls
-from hybrid_ep.runtime.options import Options, recv_capacity
+from hybrid_ep.runtime.options import Options, first_recv_rows, recv_capacity
 from hybrid_ep.runtime.plan import Plan
 from hybrid_ep.runtime.routing import Routing
 from hybrid_ep.runtime.tensors import dtype_of, padded_row_bytes, row_bytes
@@ -245,8 +245,10 @@ class Session:
             return
         wanted = {name: max(now[name], needs.get(name, 0)) for name in _SHAPE_FIELDS}
         wanted["num_experts"] = needs.get("num_experts", now["num_experts"])
-        capacity = recv_capacity(self.options.capacity_factor, wanted["max_tokens"], self.topology.num_ranks)
-        wanted["recv_rows"] = max(wanted["recv_rows"], capacity)
+        first = first_recv_rows(
+            self.options.capacity_factor, wanted["max_tokens"], wanted["max_topk"], self.topology.num_ranks
+        )
+        wanted["recv_rows"] = max(wanted["recv_rows"], first)
         wanted["arena_bytes"] = max(now["arena_bytes"], self._arena_bytes(wanted))
         if self.captured:
             grown = ", ".join(f"{n} from {now[n]} to {wanted[n]}" for n in now if now[n] != wanted[n])
@@ -401,6 +403,16 @@ class Session:
             scale_bytes=0 if call.scale is None else padded_row_bytes(call.scale),
             chunk_tokens=max(dispatch, combine),
         )
+
+    def fit_rows(self, placed: _core.Placed) -> None:
+        """Room for the receive rows of the fullest rank, which all ranks know, and a quarter more: the next call may
+        receive a few more again. Where capacity_factor says how many there are, nothing grows."""
+        if self.options.capacity_factor is None and placed.most_recv_rows > self.shape.recv_rows:
+            self.fit(recv_rows=min(self.recv_capacity(self.shape.max_tokens), placed.most_recv_rows * 5 // 4))
+
+    def recv_capacity(self, tokens: int) -> int:
+        """Receive rows that a call of so many tokens a rank may need at most."""
+        return recv_capacity(self.options.capacity_factor, tokens, self.topology.num_ranks)
 
     def check_capacity(self, placed: _core.Placed, call: Call) -> None:
         """CapacityError, on all ranks, where rows were dropped and must not be."""
