@@ -394,6 +394,13 @@ class RunConfig:
             self.model.hidden_size,
             "a token's row must be a multiple of 16 bytes to be dispatched",
         )
+        steps = self.schedule.train_steps
+        _require(
+            self.logging.profile_step <= steps,
+            "logging.profile_step",
+            self.logging.profile_step,
+            f"must be one of the run's steps, 1 to train_steps={steps}, or 0 for none",
+        )
 
     @property
     def global_batch_size(self) -> int:

@@ -130,15 +130,19 @@ def prepare_process(config: RunConfig) -> None:
         )
 
 
-def run(config: RunConfig, folder: RunFolder, resume: bool, stop_after: int | None) -> int:
-    """Trains and reports; the exit code."""
+def run(
+    config: RunConfig, folder: RunFolder, resume: bool, stop_after: int | None, profile_step: int | None = None
+) -> int:
+    """Trains and reports; the exit code. profile_step: what was asked for now, as opposed to by the run's folder."""
     print(f"{'Resuming' if resume else 'Run'} {folder.path}: loading torch and Megatron-Core ...", flush=True)
     prepare_process(config)
     from . import checkpoint, launch, plots, report, text_data, trainer
 
     corpus = text_data.build_corpus(config.data)
     if resume:
-        folder.rewind_metrics(_resumable_step(checkpoint.latest_step(folder.checkpoint_dir), config, folder))
+        folder.rewind_metrics(
+            resumable_step(checkpoint.latest_step(folder.checkpoint_dir), config, folder, profile_step)
+        )
     print(
         f"Text: {corpus.train_bytes / 1e6:.1f} MB in {corpus.num_train_files} files, held out "
         f"{corpus.held_out_bytes / 1e6:.2f} MB in {corpus.num_held_out_files} files, unigram entropy "
@@ -167,13 +171,19 @@ def run(config: RunConfig, folder: RunFolder, resume: bool, stop_after: int | No
     return _verdict(reporter, corpus.unigram_entropy, folder, stopped_by)
 
 
-def _resumable_step(step: int | None, config: RunConfig, folder: RunFolder) -> int:
+def resumable_step(step: int | None, config: RunConfig, folder: RunFolder, profile_step: int | None = None) -> int:
+    """The step of the checkpoint; ValueError where there is none, or nothing of what was asked for comes after it."""
     if step is None:
         raise ValueError(f"resume={folder.name!r}: it has no checkpoint; start a new run")
     if step >= config.schedule.train_steps:
         raise ValueError(
             f"resume={folder.name!r}: it has finished its {config.schedule.train_steps} steps; to train "
             f"on, give --steps N with N > {step}"
+        )
+    if profile_step and profile_step <= step:
+        raise ValueError(
+            f"profile_step={profile_step}: {folder.name!r} goes on behind step {step}; give a later step, up to "
+            f"{config.schedule.train_steps}"
         )
     return step
 
@@ -199,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
         with folder.lock():
             if args.resume:
                 folder.write_config(config)
-            return run(config, folder, bool(args.resume), args.stop_after)
+            return run(config, folder, bool(args.resume), args.stop_after, args.profile_step)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

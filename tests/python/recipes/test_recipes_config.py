@@ -4,7 +4,8 @@ import pytest
 
 from recipes import RECIPES, get_recipe
 from recipes.config import RunConfig, dump_yaml, load_yaml
-from recipes.pretrain import main, make_config, parse_args
+from recipes.pretrain import main, make_config, parse_args, resumable_step
+from recipes.run_folder import RunFolder
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -61,6 +62,8 @@ BAD = [
     ({"runtime": {"device": "tpu"}}, "runtime.device='tpu'"),
     ({"runtime": {"timeout_s": 0.0}}, "runtime.timeout_s=0.0"),
     ({"logging": {"checkpoint_every": 0}}, "logging.checkpoint_every=0"),
+    ({"logging": {"profile_step": -1}}, "logging.profile_step=-1"),
+    ({"schedule": {"train_steps": 50}, "logging": {"profile_step": 51}}, "logging.profile_step=51"),
     ({"modell": {}}, "modell"),
 ]
 
@@ -91,6 +94,7 @@ def test_short_runs_shorten_the_warm_up(tmp_path):
         (["huge_gpu"], "recipe='huge_gpu': unknown; choose one of tiny_cpu"),
         (["tiny_cpu", "--steps", "0"], "schedule.train_steps=0"),
         (["tiny_cpu", "--steps", "9", "--stop-after", "0"], "stop_after=0"),
+        (["tiny_cpu", "--steps", "9", "--profile-step", "10"], "logging.profile_step=10"),
         (["tiny_cpu", "--name", "../elsewhere"], "name='../elsewhere'"),
         (["--resume", "nothing"], "resume='nothing': no such run"),
     ],
@@ -99,6 +103,17 @@ def test_bad_command_lines_exit_2(arguments, message, tmp_path, capsys):
     assert main([*arguments, "--runs-dir", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir()), "a refused command must leave nothing behind"
+
+
+def test_a_resumed_run_profiles_a_step_that_is_still_to_come(tmp_path):
+    config = get_recipe("tiny_cpu").derive(schedule={"train_steps": 60}, logging={"runs_dir": str(tmp_path)})
+    folder = RunFolder.create(config, "halves")
+    assert resumable_step(30, config, folder) == resumable_step(30, config, folder, profile_step=31) == 30
+    assert resumable_step(30, config, folder, profile_step=0) == 30
+    with pytest.raises(ValueError, match="profile_step=30: 'halves' goes on behind step 30; give a later step"):
+        resumable_step(30, config, folder, profile_step=30)
+    profiled = config.derive(logging={"profile_step": 4})  # of the run's first part: nothing that was asked for now
+    assert resumable_step(30, profiled, folder) == 30
 
 
 def test_list_shows_every_recipe(capsys):
