@@ -50,17 +50,27 @@ def get(
     key = (group, hidden, dtype, num_local_experts, wanted)
     if key not in _buffers:
         _buffers[key] = _create(group, hidden, num_tokens, num_local_experts, num_sms, wanted, local_pass)
-    buffer = _buffers[key] = _buffers.pop(key)  # the last one is the last used
-    return buffer
+    return _buffers[key]
 
 
-def empty_rows(rows: int, hidden: int, dtype: torch.dtype, num_local_experts: int) -> torch.Tensor | None:
-    """[rows, hidden] for experts' outputs, where the combine that follows reads them in place: of the buffer that was
-    last dispatched on for such rows. None where there is no such buffer, or it lends no memory."""
-    for (_, width, of, experts, _), buffer in reversed(_buffers.items()):
-        if (width, of, experts) == (hidden, dtype, num_local_experts) and hasattr(buffer, "empty"):
-            return buffer.empty(rows, hidden, dtype) if buffer.is_usable else None
-    return None
+# The buffer of the layer between its dispatch and its combine, with hidden and dtype of its rows: one at a time, for a
+# forward is over before the next one begins, also where schedules put backwards in between.
+_serving: tuple[HybridEPBuffer, int, torch.dtype] | None = None
+
+
+def serve(buffer: HybridEPBuffer | None, hidden: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    """Note that a layer has dispatched rows [P, hidden] on this buffer; None: that it combines them."""
+    global _serving
+    _serving = None if buffer is None else (buffer, hidden, dtype)
+
+
+def empty_rows(rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """[rows, hidden] for experts' outputs, where the combine that follows reads them in place. None where no layer is
+    between dispatch and combine with such rows, or its buffer lends no memory."""
+    if _serving is None or _serving[1:] != (hidden, dtype):
+        return None
+    lend = getattr(_serving[0], "empty", None)
+    return None if lend is None else lend(rows, hidden, dtype)
 
 
 def _create(
@@ -141,6 +151,7 @@ def _find_places(group: dist.ProcessGroup, wanted: Settings) -> _Places:
 def release() -> None:
     """Forget all buffers and free those that offer to be freed; the balancer's shared slots go with them."""
     _places.clear()
+    serve(None)
     push = sys.modules.get("megatron_patches.balance_push")
     if push is not None:
         push.release()

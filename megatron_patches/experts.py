@@ -167,14 +167,14 @@ class GroupedExperts(MegatronModule):
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows}
         h = grouped_mm(rows, stacks[0], ends, **how)
         h = weighted_activation(h, weights, self.kind)
-        return grouped_mm(h, stacks[1], ends, **how, out=self._outputs(h, len(tokens_per_expert))), None
+        return grouped_mm(h, stacks[1], ends, **how, out=self._outputs(h)), None
 
-    def _outputs(self, h: torch.Tensor, num_experts: int) -> torch.Tensor | None:
+    def _outputs(self, h: torch.Tensor) -> torch.Tensor | None:
         """Where the second product goes: to registered memory of hosts, where combine reads it in place. A GPU's
         grouped GEMM makes its own result, and a copy would cost what is saved."""
         if h.device.type != "cpu" or self.backend not in ("auto", "loop"):
             return None
-        return buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype, num_experts)
+        return buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype)
 
     @staticmethod
     def group_ends(tokens_per_expert: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, bool]:

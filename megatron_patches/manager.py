@@ -159,6 +159,7 @@ class HybridEPManager:
         )
         self.event = event[0] if event else None
         self.buffer, self.handle = buffer, handle
+        buffers.serve(buffer, hidden_states.shape[1], hidden_states.dtype)
         self.output_is_read = recompute.dispatched(self, first, handle, routing_map, self.last_plan)
         if self.moe_expert_rank_capacity_factor is not None:
             self.wait()
@@ -218,9 +219,13 @@ class HybridEPManager:
         if self.buffer is None or self.handle is None:
             raise RuntimeError("nothing was dispatched to combine: call dispatch first, and combine once")
         self.wait()
-        dead = {"backward_only": not self.output_is_read}
+        buffers.serve(None)
+        dead = not self.output_is_read and not torch.compiler.is_compiling()  # whose graphs exchange in any case
         output, _, *event = functional.combine_with_unpermute(
-            self.buffer, _whole_units(hidden_states), self.handle, **(self._order() if self.output_is_read else dead)
+            self.buffer,
+            _whole_units(hidden_states),
+            self.handle,
+            **({"backward_only": True} if dead else self._order()),
         )
         self.event = event[0] if event else None
         self.handle = self.buffer = None

@@ -6,6 +6,7 @@
 
 Megatron's `checkpoint` is given a `Replayed` in place of its function, so that the two runs are paired by the object
 that autograd keeps for the second, in whatever order schedules run backwards, and what is kept goes when that goes.
+A checkpoint inside of another is given a new object when the outer one runs again, and so exchanges again.
 
 A recomputed router decides as it did, for Megatron restores its random numbers. Should one not, rows would go by the
 first decision and weights by the second: a fingerprint of the map tells.
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules import module as torch_module
 
 from megatron_patches import settings
 
@@ -38,6 +40,12 @@ class Kept:
     plan: Any
 
 
+_ANOTHER_ORDER = (
+    "a recomputed forward dispatches in another order than the first one did: turn the reuse of handles off with "
+    "--hybrid-ep-recompute repeat"
+)
+
+
 class Replayed:
     """A function that a checkpoint runs twice, with what its dispatches keep from the first run to the second."""
 
@@ -47,20 +55,35 @@ class Replayed:
         self.again = False
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """The function's result. A third run keeps handles of its own, as the first did."""
+        """The function's result. A third run keeps handles of its own, as the first did, and so does a run after one
+        that raised, whose rest nobody takes any more. torch's non-reentrant checkpoint ends its second run so as well,
+        by an exception of its own when the last saved tensor has been made again: later dispatches are not missed.
+
+        RuntimeError for a second run that ends by itself with fewer dispatches than the first."""
+        left = 0
         _stack().append(self)
         try:
-            return self.function(*arguments, **keywords)
+            result = self.function(*arguments, **keywords)
+            left = len(self.kept) if self.again else 0
+        except BaseException:
+            self.kept.clear()
+            raise
         finally:
             _stack().pop()
+            if left:
+                self.kept.clear()
             self.again = bool(self.kept)
+        if left:
+            raise RuntimeError(_ANOTHER_ORDER)
+        return result
 
     def reads_sums_of(self, manager: HybridEPManager) -> bool:
         """Whether anything may read the sums of this manager's combine in the second run, which is for its graph.
 
         Not where it ends the function and nothing behind it keeps its input for the backward: in Megatron's own MoE
         layer recomputed by itself, and in the last transformer layer of a chunk, which end in additions and dropout.
-        What is not known to be so is read: multi-token prediction, for instance, ends in a norm.
+        What is not known to be so is read: multi-token prediction, for instance, ends in a norm, and forward hooks are
+        given what a module returns.
         """
         if getattr(manager.config, "moe_latent_size", None) is not None:  # a projection of the sums
             return True
@@ -69,11 +92,17 @@ class Replayed:
         if "checkpointed_forward." in name and "end" in around:
             last = layer.layers[around["end"] - 1]
             layer = getattr(last, "mlp", None)
-            if type(last).__name__ != "TransformerLayer":
+            if not _is_plain(last, "TransformerLayer"):
                 return True
         elif not name.startswith("MoELayer.forward."):
             return True
-        return type(layer).__name__ != "MoELayer" or layer.token_dispatcher._comm_manager is not manager
+        return not _is_plain(layer, "MoELayer") or layer.token_dispatcher._comm_manager is not manager
+
+
+def _is_plain(module: Any, name: str) -> bool:
+    """Whether it is Megatron's own class of this name, and no forward hook is given what it returns."""
+    known = type(module).__name__ == name and type(module).__module__.startswith("megatron.core.")
+    return known and not module._forward_hooks and not torch_module._global_forward_hooks
 
 
 def _closure(function: Any) -> dict[str, Any]:
@@ -115,10 +144,7 @@ def first_run(manager: HybridEPManager) -> Kept | None:
     if running is None or not running.again:
         return None
     if not running.kept or running.kept[0].manager is not manager:
-        raise RuntimeError(
-            "a recomputed forward dispatches in another order than the first one did: turn the reuse of handles off "
-            "with --hybrid-ep-recompute repeat"
-        )
+        raise RuntimeError(_ANOTHER_ORDER)
     return running.kept[0]
 
 

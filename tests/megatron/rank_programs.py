@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+import hybrid_ep
 import megatron_patches
 from hybrid_ep.payload import quantize
 from megatron_patches import buffers, settings
@@ -324,6 +325,46 @@ def shared_buffers(ep):
         assert all(torch.equal(again[name], alone[0][name]) for name in ("out", "hidden_grad", "prob_grad"))
         assert buffers.live()[0].config.tuned()["num_of_blocks_permute"] == 3
         assert "num_of_blocks_unpermute" not in buffers.live()[0].config.tuned()
+    return True
+
+
+def rows_for_outputs(ep):
+    """Experts write into the buffer of the layer that is between dispatch and combine, and into no other."""
+    groups = initialize(ep)
+    lent = []
+
+    class Lending(hybrid_ep.HybridEPBuffer):
+        def empty(self, *arguments):
+            lent.append(self)
+            return super().empty(*arguments)
+
+    class OfOthers:  # a buffer that lends nothing, nor says whether it can be used
+        def __init__(self, **options):
+            self._ours = hybrid_ep.HybridEPBuffer(**options)
+
+        def __getattr__(self, name):
+            if name in ("empty", "is_usable"):
+                raise AttributeError(name)
+            return getattr(self._ours, name)
+
+    batch = route(16, dist.get_rank())
+    for cls in (Lending, OfOthers):
+        megatron_patches.apply(timeout_s=60.0, buffer_class=cls)
+        for _ in range(2):  # the buffer lends before the first dispatch as little as after a combine
+            assert buffers.empty_rows(4, HIDDEN, torch.float32) is None
+            dispatcher = make_dispatcher("ours", groups, ep)
+            manager = dispatcher._comm_manager
+            x, p = dispatcher.dispatch_preprocess(*batch)
+            rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(x, p))
+            given = buffers.empty_rows(len(rows), HIDDEN, torch.float32)
+            if cls is Lending:
+                assert lent.pop() is manager.buffer and given.shape == rows.shape
+            assert (given is None) == (cls is OfOthers)
+            assert buffers.empty_rows(4, HIDDEN + 8, torch.float32) is None
+            assert buffers.empty_rows(4, HIDDEN, torch.bfloat16) is None
+            dispatcher.token_combine(run_experts(dispatcher, rows, counts, row_probs))
+        megatron_patches.revert()
+        assert not lent
     return True
 
 

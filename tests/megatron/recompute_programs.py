@@ -1,16 +1,23 @@
 """What the ranks of the recompute tests do: train one small GPT with handles reused, exchanged again, and without
 recompute."""
 
+import copy
 import gc
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import rank_programs
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from slow_programs import Job, difference, initialize
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import hybrid_ep
 import megatron_patches
+from hybrid_ep import functional
 from megatron_patches import recompute, settings
 from recipes.model import moe_layers
 
@@ -31,9 +38,10 @@ class Counting(hybrid_ep.HybridEPBuffer):
         return super().combine_with_unpermute(**keywords)
 
 
-def train(ep, mode, options, balance="off", before=None):
-    """((losses, logical state), calls of one layer and micro-batch, job). before(job) sees the job before it trains."""
-    megatron_patches.apply(timeout_s=60.0, recompute=mode, buffer_class=Counting, balance=balance)
+def train(ep, mode, options, balance="off", before=None, **wanted):
+    """((losses, logical state), calls of one layer and micro-batch, job). before(job) sees the job before it trains.
+    wanted: more that apply() is told."""
+    megatron_patches.apply(timeout_s=60.0, recompute=mode, buffer_class=Counting, balance=balance, **wanted)
     try:
         job = Job(ep, **options)
         if before is not None:
@@ -54,16 +62,163 @@ def full(method="uniform", layers=1):
 MODULES = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
-def same_training(ep, pp, after, combines, balance="off", **model):
-    """Bit for bit what no recompute gives, with the exchanges that are left. combines: of a layer and micro-batch."""
+def same_training(ep, pp, after, combines, balance="off", config=None, wanted=None, **model):
+    """Bit for bit what no recompute gives, with the exchanges that are left. combines: of a layer and micro-batch.
+    config: of Megatron, with recompute and without. wanted: of apply()."""
     initialize(ep, pp)
-    plain, once, _ = train(ep, "reuse", model, balance)
+    config, wanted = config or {}, wanted or {}
+    recomputed = {**model, "after": {**config, **after}}
+    plain, once, _ = train(ep, "reuse", {**model, "after": config}, balance, **wanted)
     assert once == {"routed": 1, "by_handle": 1, "combined": 2}
-    repeated, twice, _ = train(ep, "repeat", {**model, "after": after}, balance)
+    repeated, twice, _ = train(ep, "repeat", recomputed, balance, **wanted)
     assert twice == {"routed": 2, "by_handle": 1, "combined": 3}
-    reused, calls, _ = train(ep, "reuse", {**model, "after": after}, balance)
+    reused, calls, _ = train(ep, "reuse", recomputed, balance, **wanted)
     assert calls == {"routed": 1, "by_handle": 2, "combined": combines}, calls
     assert difference(plain, repeated) is None and difference(plain, reused) is None
+    return True
+
+
+CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "probs"}
+
+
+def same_training_of_shapes(ep, after, combines):
+    """What a dispatch is told besides its routing: rows of a capacity, of padding and of a budget, a quantised payload,
+    experts in stacks."""
+    for config, wanted in (
+        (CAPACITY, {}),
+        ({**CAPACITY, "moe_pad_expert_input_to_capacity": True}, {}),
+        ({}, {"dispatch_dtype": "mxfp8"}),
+        ({}, {"grouped_gemm": True}),
+        ({"moe_expert_rank_capacity_factor": 4.0}, {"grouped_gemm": True}),  # which skip rows behind the last expert's
+    ):
+        same_training(ep, 1, after, combines, config=config, wanted=wanted)
+        parallel_state.destroy_model_parallel()
+    return True
+
+
+def hooks_are_given_sums(ep):
+    """What a forward hook is given in the second run are sums, whichever module or all it hangs on; without one they
+    are left out, and so they are in a class of Megatron's name that is not Megatron's."""
+    initialize(ep)
+    seen = []
+
+    def look(module, _, output):
+        if isinstance(module, (MoELayer, TransformerLayer)):
+            seen.append(bool(output[0].isfinite().all()))
+
+    def layers(job):
+        return [layer.register_forward_hook(look) for layer in job.model.decoder.layers]
+
+    def experts(job):
+        return [layer.register_forward_hook(look) for layer in moe_layers(job.model)]
+
+    def anywhere(_):
+        return [torch.nn.modules.module.register_module_forward_hook(look)]
+
+    for register in (layers, experts, anywhere):
+        handles = []
+
+        def hang(job, register=register, handles=handles):
+            handles.extend(register(job))
+
+        _, calls, _ = train(ep, "reuse", {"after": full()}, before=hang)
+        for handle in handles:
+            handle.remove()
+        assert calls == {"routed": 1, "by_handle": 2, "combined": 3}, (register.__name__, calls)
+        assert seen and all(seen), register.__name__
+        seen.clear()
+    own = type("MoELayer", (MoELayer,), {"__module__": "elsewhere"})
+    for cls, plain in ((MoELayer, True), (own, False)):
+        module = cls.__new__(cls)
+        torch.nn.Module.__init__(module)
+        assert recompute._is_plain(module, "MoELayer") == plain
+    return True
+
+
+def pairing():
+    """Runs that are not like the first: none takes a handle of another dispatch, none is short of one in silence."""
+    config, map_ = SimpleNamespace(moe_latent_size=1), torch.ones(1, 8, dtype=torch.bool)
+    one, other = SimpleNamespace(config=config), SimpleNamespace(config=config)
+
+    def dispatch(manager, found):
+        first = recompute.first_run(manager)
+        recompute.dispatched(manager, first, (len(found),), map_, None)
+        found.append(None if first is None else first.handle[0])
+
+    def run(*runs):
+        """For each run of one function: the dispatches, by whose handles they go, or what was raised."""
+        wanted, outcomes = iter(runs), []
+
+        def function():
+            found = []
+            outcomes.append(found)
+            for manager in next(wanted):
+                if manager is None:
+                    raise KeyError("as the function itself may")
+                dispatch(manager, found)
+
+        replayed = recompute.Replayed(function)
+        for _ in runs:
+            try:
+                replayed()
+            except (RuntimeError, KeyError) as error:
+                outcomes[-1].append(type(error))
+            assert not recompute._stack()
+        return outcomes
+
+    new, two = [None, None], [one, other]
+    assert run(two, two, two, two) == [new, [0, 1], new, [0, 1]]
+    assert run(two, [one], two, two) == [new, [0, RuntimeError], new, [0, 1]], "fewer dispatches than the first run"
+    assert run(two, [], two) == [new, [RuntimeError], new]
+    assert run(two, [other, one]) == [new, [RuntimeError]]
+    assert run([one, None], two, two) == [[None, KeyError], new, [0, 1]], "tried again after an error"
+    assert run(two, [one, None], two, two) == [new, [0, KeyError], new, [0, 1]]
+
+    def early_stop():
+        found = []
+
+        def function(x):
+            dispatch(one, found)
+            y = x.sin()  # saves x: the last thing that a backward needs
+            dispatch(other, found)
+            return y
+
+        x = torch.ones(2, requires_grad=True)
+        y = checkpoint(recompute.Replayed(function), x, use_reentrant=False)
+        for times in (1, 2):
+            y.sum().backward(retain_graph=True)
+            assert torch.equal(x.grad, times * torch.cos(torch.ones(2)))
+        return found
+
+    assert early_stop() == [None, None, 0, None], "ends a second run before its last dispatch; a third routes anew"
+    with set_checkpoint_early_stop(False):
+        assert early_stop() == [None, None, 0, 1, None, None]
+    return True
+
+
+def graphs_exchange_sums(ep):
+    """A compiled combine is told nothing that its graphs refuse, whoever reads its sums."""
+    groups = rank_programs.initialize(ep)
+    megatron_patches.apply(timeout_s=60.0)
+    dispatcher = rank_programs.make_dispatcher("ours", groups, ep)
+    manager, told = dispatcher._comm_manager, []
+
+    def combine(buffer, rows, handle, **keywords):
+        told.append(keywords)
+        return rows, None
+
+    for compiling in (False, True):
+        hidden, routing_map, probs = rank_programs.route(8, torch.distributed.get_rank())
+        manager.setup_metadata(routing_map, probs)
+        rows = manager.dispatch(hidden.view(8, -1))
+        manager.output_is_read = False
+        with (
+            mock.patch.object(torch.compiler, "is_compiling", return_value=compiling),
+            mock.patch.object(functional, "combine_with_unpermute", combine),
+        ):
+            manager.combine(rows)
+    assert told == [{"backward_only": True}, {}]
+    megatron_patches.revert()
     return True
 
 
@@ -144,10 +299,10 @@ def _random_router(job):
         layer.router.forward = forward
 
 
-def transformer_engine(ep):
-    """Its checkpoint, where Megatron has one, is given the same function; a stand-in with its arguments."""
+def transformer_engine(ep, after):
+    """Its checkpoint, which MoE layers take for fp8, is given the same function: same training, exchanged once. A
+    stand-in with its arguments; only the layers' own configuration says fp8, so that no kernel is asked for it."""
     from megatron.core.transformer.moe import moe_layer
-    from torch.utils.checkpoint import checkpoint
 
     seen = []
 
@@ -155,14 +310,19 @@ def transformer_engine(ep):
         seen.append(type(function).__name__)
         return checkpoint(function, *arguments, use_reentrant=True)
 
+    def say_fp8(job):
+        for layer in moe_layers(job.model):
+            layer.config = copy.copy(layer.config)
+            layer.config.fp8 = "e4m3"
+
     initialize(ep)
     with mock.patch.object(moe_layer, "te_checkpoint", te_checkpoint, create=True):
-        megatron_patches.apply(timeout_s=60.0, buffer_class=Counting)
-        assert moe_layer.te_checkpoint is not te_checkpoint
-        function, x = torch.sin, torch.ones(2, requires_grad=True)
-        moe_layer.te_checkpoint(function, False, None, None, x).sum().backward()
-        assert seen == ["Replayed"] and torch.equal(x.grad, torch.cos(torch.ones(2)))
-        megatron_patches.revert()
+        plain, _, _ = train(ep, "reuse", {})
+        assert not seen
+        reused, calls, job = train(ep, "reuse", {"after": after}, before=say_fp8)
+        assert calls == {"routed": 1, "by_handle": 2, "combined": 2}, calls
+        assert seen == ["Replayed"] * len(moe_layers(job.model)) * MICRO_BATCHES * STEPS
+        assert difference(plain, reused) is None
         assert moe_layer.te_checkpoint is te_checkpoint
     return True
 

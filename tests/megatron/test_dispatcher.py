@@ -55,6 +55,10 @@ def test_dispatch_dtype_rounds_the_rows_and_nothing_else():
     run("quantised_dispatch", 2, 2)
 
 
+def test_experts_write_into_the_buffer_of_their_layer():
+    run("rows_for_outputs", 2, 2)
+
+
 def test_layers_share_buffers_and_handles_outlive_them():
     run("shared_buffers", 2, 2)
 

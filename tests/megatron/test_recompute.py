@@ -42,6 +42,25 @@ def test_balanced(balance):
 
 
 @pytest.mark.version_free
+@pytest.mark.parametrize(("after", "combines"), [(FULL, 2), (MOE, 2)], ids=["full", "moe"])
+def test_capacities_budgets_quantised_rows_and_stacked_experts(after, combines):
+    run("same_training_of_shapes", 2, 2, after, combines)
+
+
+def test_forward_hooks_are_given_sums():
+    run("hooks_are_given_sums", 2, 2)
+
+
+def test_compiled_combines_sum():
+    run("graphs_exchange_sums", 1, 1)
+
+
+@pytest.mark.version_free
+def test_a_run_that_is_not_like_the_first_is_noticed():
+    run("pairing", 1)
+
+
+@pytest.mark.version_free
 def test_what_is_broken_is_noticed():
     run("broken", 2, 2)
 
@@ -52,7 +71,7 @@ def test_handles_are_kept_no_longer_than_needed():
 
 
 def test_transformer_engines_checkpoint_is_given_the_same():
-    run("transformer_engine", 1, 1)
+    run("transformer_engine", 2, 2, MOE)
 
 
 @pytest.mark.version_free
