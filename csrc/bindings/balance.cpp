@@ -95,14 +95,55 @@ void require_rank(const char* name, int rank, const MicrobatchShape& s) {
                                 std::to_string(s.num_ranks));
 }
 
-// Slots and owners that name what there is.
-void require_names(const MicrobatchShape& s, const int32_t* owners, const int32_t* experts) {
+void require_owners(const MicrobatchShape& s, const int32_t* owners) {
   for (int e = 0; e < s.num_experts; ++e)
     if (owners[e] < 0 || owners[e] >= s.num_ranks)
-      throw std::invalid_argument("owner: expert " + std::to_string(e) + " is on rank " + std::to_string(owners[e]));
-  for (int i = 0; i < s.num_ranks * s.spare_slots; ++i)
-    if (experts[i] >= s.num_experts)
-      throw std::invalid_argument("slot_expert: names expert " + std::to_string(experts[i]));
+      throw std::invalid_argument("owner: expert " + std::to_string(e) + " is on rank " + std::to_string(owners[e]) +
+                                  "; give ranks from 0 to " + std::to_string(s.num_ranks - 1));
+}
+
+// A plan that its counts allow: slots name experts that there are, and clones take no more tokens than these have.
+void require_plan(const MicrobatchShape& s, const int64_t* counts, const int32_t* owners, const int32_t* experts,
+                  const int64_t* tokens) {
+  require_owners(s, owners);
+  constexpr int64_t kMost = int64_t(1) << 40;  // of a planner too: sums stay far from the end of the type
+  std::vector<int64_t> left(size_t(s.num_experts), 0);
+  int64_t all = 0;
+  for (int64_t i = 0; i < int64_t(s.num_ranks) * s.num_experts; ++i) {
+    if (counts[i] < 0 || counts[i] >= kMost || (all += counts[i]) >= kMost)
+      throw std::invalid_argument("counts: is " + std::to_string(counts[i]) + " for expert " +
+                                  std::to_string(i % s.num_experts) + "; give 0 or more, below 2^40 in all");
+    left[size_t(i % s.num_experts)] += counts[i];
+  }
+  const auto at = [&](int i) {
+    return " in slot " + std::to_string(i % s.spare_slots) + " of rank " + std::to_string(i / s.spare_slots);
+  };
+  for (int i = 0; i < s.num_ranks * s.spare_slots; ++i) {
+    const int32_t e = experts[i];
+    if (e < -1 || e >= s.num_experts)
+      throw std::invalid_argument("slot_expert: is " + std::to_string(e) + at(i) + "; give experts from 0 to " +
+                                  std::to_string(s.num_experts - 1) + ", or -1 for an empty slot");
+    if (tokens[i] < 0 || (e >= 0 && tokens[i] > left[size_t(e)]))
+      throw std::invalid_argument("slot_tokens: is " + std::to_string(tokens[i]) + at(i) +
+                                  "; give 0 or more, over all " +
+                                  "clones of an expert at most the tokens that counts has for it");
+    if (e >= 0) left[size_t(e)] -= tokens[i];
+  }
+}
+
+// Columns of a map over physical slots, one of its own for each expert, among those that its rank has for owners.
+void require_columns(const MicrobatchShape& s, const int32_t* owners, const int64_t* columns) {
+  if (s.num_experts % s.num_ranks != 0) return;  // part_of_rank says so
+  const int64_t own = s.num_experts / s.num_ranks, width = own + s.spare_slots;
+  std::vector<char> taken(size_t(s.num_ranks * width), 0);
+  for (int e = 0; e < s.num_experts; ++e) {
+    const int64_t first = owners[e] * width;
+    if (columns[e] >= first && columns[e] < first + own && !taken[size_t(columns[e])]++) continue;
+    throw std::invalid_argument("columns: is " + std::to_string(columns[e]) + " for expert " + std::to_string(e) +
+                                " of rank " + std::to_string(owners[e]) +
+                                "; give each expert a column of its own from " + std::to_string(first) + " to " +
+                                std::to_string(first + own - 1));
+  }
 }
 
 using Part = py::typing::Tuple<Counts, Counts>;
@@ -124,7 +165,8 @@ Part part_of_rank(const MicrobatchShape& s, const py::array& counts, const py::a
   const int64_t* at = numbers<int64_t>("columns", columns, s.num_experts);
   const int32_t* experts = numbers<int32_t>("slot_expert", slot_expert, slots);
   const int64_t* tokens = numbers<int64_t>("slot_tokens", slot_tokens, slots);
-  require_names(s, owners, experts);
+  require_plan(s, from, owners, experts, tokens);
+  require_columns(s, owners, at);
   return as_arrays(balance::part_of_rank(s, from, owners, at, experts, tokens, rank));
 }
 
@@ -137,6 +179,8 @@ PlanOfRank plan_of_rank(MicrobatchPlanner& planner, const py::array& counts, con
   const int64_t* from = numbers<int64_t>("counts", counts, py::ssize_t(s.num_ranks) * s.num_experts);
   const int32_t* owners = numbers<int32_t>("owner", owner, s.num_experts);
   const int64_t* at = numbers<int64_t>("columns", columns, s.num_experts);
+  require_owners(s, owners);
+  require_columns(s, owners, at);
   Ranks expert({s.num_ranks, s.spare_slots});
   Counts tokens({s.num_ranks, s.spare_slots});
   const int64_t target = planner.plan(from, owners, expert.mutable_data(), tokens.mutable_data()).target;
@@ -152,7 +196,7 @@ Counts share_of_source(const MicrobatchShape& s, const py::array& counts, const 
   const int32_t* owners = numbers<int32_t>("owner", owner, s.num_experts);
   const int32_t* experts = numbers<int32_t>("slot_expert", slot_expert, slots);
   const int64_t* tokens = numbers<int64_t>("slot_tokens", slot_tokens, slots);
-  require_names(s, owners, experts);
+  require_plan(s, from, owners, experts, tokens);
   Counts take(std::vector<py::ssize_t>{s.num_ranks, s.spare_slots});
   std::vector<int64_t> first(static_cast<size_t>(take.size()));
   balance::share_of_source(s, from, owners, experts, tokens, source, take.mutable_data(), first.data());

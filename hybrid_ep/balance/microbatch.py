@@ -173,14 +173,29 @@ class MicrobatchPlan:
             self._core_shape(), self.counts, self.owner, self.slot_expert, self.slot_tokens, source
         )
 
-    def part_of_rank(self, rank: int, columns: np.ndarray) -> RankPart:
-        """What `rank` has to do. columns int64 [E]: of each expert's owner in a map over physical slots. ValueError for
-        a rank that does not exist, and where experts do not divide among the ranks."""
-        given = (self.counts, self.owner, columns, self.slot_expert, self.slot_tokens)
+    def part_of_rank(self, rank: int, columns: Any) -> RankPart:
+        """What `rank` has to do. columns: integers [E], of each expert's owner in a map over physical slots; numpy, CPU
+        tensor or list. ValueError for a rank that does not exist, for columns that are not those of owner slots of
+        their expert's rank, and where experts do not divide among the ranks."""
+        given = (self.counts, self.owner, _columns(columns, len(self.owner)), self.slot_expert, self.slot_tokens)
         return RankPart(rank, *_core.part_of_rank(self._core_shape(), *given, rank))
 
     def _core_shape(self) -> Any:
         return self._shape or self.options.shape(*self.counts.shape)
+
+
+def _columns(given: Any, num_experts: int) -> np.ndarray:
+    """int64 [E]; an array of that type as it is, for a layer waits for its plan."""
+    if type(given) is np.ndarray and given.dtype == np.int64 and given.flags.c_contiguous:
+        columns = given
+    else:
+        columns = np.asarray(given)
+        if columns.dtype.kind not in "iu":
+            raise ValueError(f"columns is of type {columns.dtype}: give integers, the column of each expert's owner")
+        columns = np.ascontiguousarray(columns, dtype=np.int64)
+    if columns.shape != (num_experts,):
+        raise ValueError(f"columns has shape {columns.shape}: give the column of each of the {num_experts} experts")
+    return columns
 
 
 def imbalance_ratio(load: np.ndarray) -> float:
@@ -219,11 +234,13 @@ class MicrobatchPlanner:
         expert, tokens, target = self._core.plan(counts, self._owner)
         return self._made(expert, tokens, target, counts)
 
-    def plan_of_rank(self, counts: Any, rank: int, columns: np.ndarray) -> MicrobatchPlan:
+    def plan_of_rank(self, counts: Any, rank: int, columns: Any) -> MicrobatchPlan:
         """The plan with its `part` for one rank, in one call of the core: below 50 us up to EP64 with 256 experts.
 
-        counts: as for `plan`. columns int64 [E]: of each expert's owner in a map over physical slots."""
+        counts: as for `plan`. columns: integers [E], of each expert's owner in a map over physical slots, as for
+        `MicrobatchPlan.part_of_rank`, which also says what is a ValueError."""
         counts = self._checked(counts, self._dims)
+        columns = _columns(columns, self._dims[1])
         expert, tokens, target, redirects, pushes = self._core.plan_of_rank(counts, self._owner, columns, rank)
         return self._made(expert, tokens, target, counts, RankPart(rank, redirects, pushes))
 

@@ -230,14 +230,14 @@ def arrays_of_planners():
         ),
         "plan_of_rank": (
             lambda **a: planner.plan_of_rank(rank=0, **a),
-            {"counts": counts, "owner": made.owner, "columns": np.arange(8, dtype=np.int64)},
+            {"counts": counts, "owner": made.owner, "columns": np.arange(8, dtype=np.int64) + np.arange(8) // 4},
         ),
         "part_of_rank": (
             lambda **a: _core.part_of_rank(shape=shape, rank=0, **a),
             {
                 "counts": counts,
                 "owner": made.owner,
-                "columns": np.arange(8, dtype=np.int64),
+                "columns": np.arange(8, dtype=np.int64) + np.arange(8) // 4,
                 "slot_expert": made.slot_expert,
                 "slot_tokens": made.slot_tokens,
             },
