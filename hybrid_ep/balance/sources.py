@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,14 @@ def load(
     """int64 [sources, num_ranks]: (token, expert) pairs of each source rank for the experts of each rank of its group,
     which contiguous owners put there; summed over layers and iterations. between: first and last iteration, included.
 
-    ValueError where the record has no sources or does not fit."""
+    ValueError where the record has no sources, has them in two ways, does not fit, or has nothing between."""
     path = Path(path)
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks is {num_ranks}: give the ranks of a group, 1 or more")
+    if between is not None and between[0] > between[1]:
+        raise ValueError(
+            f"between is {between[0]} to {between[1]}: give the first iteration and a last that is not before"
+        )
     if not path.exists() and statistics.parts_folder(path).is_dir():
         path = statistics.parts_folder(path)
     if path.is_dir():
@@ -61,6 +67,8 @@ def _of_files(folder: Path, between: tuple[int, int] | None) -> dict[int, np.nda
             raise ValueError(f"{file}: is not named after its rank, as rank3 is; take it away")
         records = _jsonl(file) if file.suffix == ".jsonl" else _safetensors(file)
         kept = [counts for iteration, counts in records if first <= iteration <= last and iteration in whole.iterations]
+        if not kept:
+            raise _nothing_between(folder, (first, last), whole.iterations)
         found[int(match[1])] = np.sum(kept, axis=0, dtype=np.int64)
     return found
 
@@ -79,21 +87,49 @@ def _of_lines(
     path: Path, num_ranks: int, num_experts: int | None, between: tuple[int, int] | None
 ) -> dict[int, np.ndarray]:
     found: dict[int, np.ndarray] = {}
+    form, steps = "", []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
             step = record.get("step")
-            if step is None or (between is not None and not between[0] <= step <= between[1]):
+            if step is None or not (record.keys() & _FORMS.keys()):
                 continue
+            steps.append(int(step))
+            if between is not None and not between[0] <= step <= between[1]:
+                continue
+            form = _form_of(record, form)
             for rank, counts in _of_record(record, num_experts):
                 if "rank_sent" in record and len(counts) != num_ranks:
                     raise ValueError(f"has groups of {len(counts)} ranks, not of {num_ranks}: give --ep {len(counts)}")
                 _add(found, rank, counts)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: {error}") from None
+    if steps and not found:
+        raise _nothing_between(path, between, steps)
     return found
+
+
+_FORMS = {"top_indices": "Megatron's routing trace", "rank_sent": "metrics.jsonl of a recipe"}
+
+
+def _form_of(record: dict[str, Any], before: str) -> str:
+    """The name in `_FORMS` by which a record says its sources. ValueError for two, and for another than `before`."""
+    names = [name for name in _FORMS if name in record]
+    if len(names) > 1 or before not in ("", names[0]):
+        both = " and ".join(f"{name} ({what})" for name, what in _FORMS.items())
+        raise ValueError(f"mixes {both}, which count the same tokens by experts and by ranks: give a file of one kind")
+    if names[0] == "top_indices" and (type(record.get("rank")) is not int or record["rank"] < 0):
+        raise ValueError(f"has rank {record.get('rank')!r}: a line of the routing trace names the rank of its tokens")
+    return names[0]
+
+
+def _nothing_between(path: Path, between: tuple[int, int] | None, there: Sequence[int]) -> ValueError:
+    asked = "" if between is None else f" from {between[0]} to {between[1]}"
+    return ValueError(
+        f"{path}: has no iteration{asked} with tokens of ranks; it has {min(there)} to {max(there)}: give others"
+    )
 
 
 def _of_record(record: dict[str, Any], num_experts: int | None) -> Iterator[tuple[int, np.ndarray]]:

@@ -67,6 +67,45 @@ def test_metrics_of_a_recipe(tmp_path, capsys):
     assert "| 0 | 0.71 | 0.47 |" in said and (tmp_path / "p" / "sources.svg").is_file()
 
 
+def test_what_a_record_cannot_say_is_refused(tmp_path):
+    trace = {"step": 7, "layer": 1, "rank": 0, "top_indices": [[0, 2]]}
+    sent = {"step": 8, "rank_sent": [[1, 1], [3, 3]]}
+    path = jsonl(tmp_path / "t.jsonl", [trace, {**trace, "step": 9}])
+    for between, message in (
+        ((8, 7), "between is 8 to 7: give the first iteration and a last that is not before"),
+        ((8, 8), r"t\.jsonl: has no iteration from 8 to 8 with tokens of ranks; it has 7 to 9: give others"),
+        ((10, 99), r"t\.jsonl: has no iteration from 10 to 99"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sources.load(path, 2, 4, between)
+    for num_ranks in (0, -2):
+        with pytest.raises(ValueError, match=f"num_ranks is {num_ranks}: give the ranks of a group"):
+            sources.load(path, num_ranks, 4)
+    for rank in (None, -1, "0", 1.0, True):
+        with pytest.raises(ValueError, match=r"t\.jsonl:2: has rank .*: a line of the routing trace names the rank"):
+            sources.load(jsonl(path, [trace, {**trace, "rank": rank}]), 2, 4)
+    with pytest.raises(ValueError, match=r"t\.jsonl:1: has rank None"):
+        sources.load(jsonl(path, [{"step": 7, "top_indices": [[0, 2]]}]), 2, 4)
+    for mixed in ([trace, sent], [sent, trace], [trace | sent]):
+        with pytest.raises(
+            ValueError, match=rf"t\.jsonl:{len(mixed)}: mixes top_indices .* and rank_sent .*: give a file"
+        ):
+            sources.load(jsonl(path, mixed), 2, 4)
+    assert sources.load(jsonl(path, [trace, sent]), 2, 4, (8, 8)).tolist() == [[1, 1], [3, 3]]
+
+
+def test_files_of_ranks_have_what_is_asked_for(tmp_path):
+    parts = statistics.parts_folder(tmp_path / "loads.jsonl")
+    parts.mkdir()
+    for rank in range(2):
+        statistics.save_jsonl(parts / f"rank{rank}of2.jsonl", by_rank(rank))
+    assert sources.load(tmp_path / "loads.jsonl", 2, between=(6, 9)).tolist() == [[4, 4], [6, 4]]
+    with pytest.raises(
+        ValueError, match="has no iteration from 7 to 9 with tokens of ranks; it has 5 to 6: give others"
+    ):
+        sources.load(tmp_path / "loads.jsonl", 2, between=(7, 9))
+
+
 def test_wide_groups_get_a_sentence_alone():
     text = sources.describe(np.ones((64, 32), np.int64))
     assert "\n" not in text and "3.1% stay on their rank" in text
