@@ -3,18 +3,12 @@ unordered, a ceiling of instructions; and ptxas takes it for both architectures 
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
+import planner_counts  # which finds build_cuda
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "scripts"), str(ROOT / "tests" / "ptx" / "machine")]
-SOURCE = "tests/cuda/plan_clones.cu"
-CORE = ("microbatch", "bound", "share")
 # A fifth above what they were when set: a layer's warp instructions of PTX, of all warps together. Two constructions
 # are made side by side, so that the longest warp has half of what planning takes.
 MOST = {
@@ -33,35 +27,29 @@ def built(tmp_path_factory):
     """(program, PTX, nvcc)."""
     import build_cuda
 
-    import build
-
     nvcc, why = build_cuda.find_nvcc()
     if not nvcc:
         pytest.skip(why)
-    out = tmp_path_factory.mktemp("planner")
-    ptx = out / "plan_clones.ptx"
-    command = [*build_cuda.base_command(nvcc), "-arch=compute_90a", "-ptx", SOURCE, "-o", ptx]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
-    machine = [part for part in build.objects() if f"{build.stem(part)}.cpp" in os.listdir(build.HERE)]
-    sources = ["tests/ptx/planner/plan_clones.cpp", *(f"csrc/balance/{name}.cpp" for name in CORE)]
-    options = ["-std=c++20", "-O2", "-Wno-missing-field-initializers", "-Icsrc", "-Itests/ptx/machine"]
-    program = out / "plan_clones"
-    compiled = [*build.compiler(), *options, *sources, *map(str, machine), "-o", program]
-    subprocess.run(compiled, cwd=ROOT, check=True, timeout=300)
-    return program, ptx, nvcc
-
-
-def run(program, ptx, layers=3):
-    return subprocess.run([program, ptx, str(layers)], capture_output=True, text=True, timeout=300, check=False)
+    return *planner_counts.build(tmp_path_factory.mktemp("planner"), nvcc), nvcc
 
 
 def test_the_kernel_plans_as_the_core_does(built):
-    done = run(*built[:2])
+    done = planner_counts.run(*built[:2])
     assert done.returncode == 0, done.stderr[-3000:]
     found = dict(re.findall(r"(.*): 0 of 3 differ, [1-9]\d* clones, (\d+) warp instructions", done.stdout))
     assert set(found) == set(MOST), done.stdout
     above = {name: n for name, n in found.items() if int(n) > MOST[name]}
     assert not above, above
+
+
+def test_counts_by_role_are_all_that_is_executed(built):
+    """Of one layer a case: planning, sharing and the longest warp, as docs/balancer.md has them of three."""
+    rows = planner_counts.counted(*built[:2], 1)
+    assert [row["case"] for row in rows] == list(MOST)
+    for row in rows:
+        total = row["planning"] + row["sharing"]
+        assert row["sharing"] > 1000 and total < MOST[row["case"]], row
+        assert total / 8 < row["longest_warp"] < total, row
 
 
 @pytest.mark.parametrize("dropped", [r"\tbar\.warp\.sync.*\n", r"\tbar\.sync.*\n"])
@@ -71,7 +59,7 @@ def test_a_kernel_whose_lanes_do_not_meet_is_noticed(built, tmp_path, dropped):
     assert number > 3
     broken = tmp_path / "broken.ptx"
     broken.write_text(text)
-    done = run(program, broken, 1)
+    done = planner_counts.run(program, broken, 1)
     assert done.returncode == 1 and "race" in done.stderr, done.stdout + done.stderr[-2000:]
 
 
@@ -80,9 +68,14 @@ def test_machine_code_has_no_spills(built, tmp_path, arch):
     import build_cuda
 
     *_, nvcc = built
-    command = [*build_cuda.base_command(nvcc), f"-arch=sm_{arch}", "-cubin", "-Xptxas=-v", SOURCE]
+    command = [*build_cuda.base_command(nvcc), f"-arch=sm_{arch}", "-cubin", "-Xptxas=-v", planner_counts.SOURCE]
     done = subprocess.run(
-        [*command, "-o", tmp_path / "x.cubin"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [*command, "-o", tmp_path / "x.cubin"],
+        cwd=planner_counts.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr

@@ -118,7 +118,7 @@ class MachineImpl {
   std::vector<Report> reports;
   std::unordered_map<std::string, u32> reported;
   std::unique_ptr<Races> races;
-  u64 warp_steps = 0, thread_steps = 0, jumped = 0, launches = 0, running = 0;
+  u64 warp_steps = 0, longest_warp = 0, thread_steps = 0, jumped = 0, launches = 0, running = 0;
   u64 napped = 0;
   u32 next_serial = 1;
   LaunchId next_id = 1;

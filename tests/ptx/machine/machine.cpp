@@ -88,6 +88,9 @@ uint64_t Machine::thread_instructions() const {
 uint64_t Machine::warp_instructions() const {
   return impl_->warp_steps;
 }
+uint64_t Machine::longest_warp() const {
+  return impl_->longest_warp;
+}
 uint64_t Machine::launches() const {
   return impl_->launches;
 }

@@ -184,6 +184,7 @@ class Machine {
   uint64_t now_ns() const;  // virtual globaltimer
   uint64_t thread_instructions() const;
   uint64_t warp_instructions() const;
+  uint64_t longest_warp() const;  // the most instructions of one warp, of all that ran
   uint64_t launches() const;
   const std::vector<Report>& reports() const;
   void clear_reports();

@@ -158,6 +158,8 @@ u32 MachineImpl::run_fragment(Warp& w, u32 index, u32 burst) {
     }
     if (f->pc == stop) break;
   }
+  w.steps += n;
+  longest_warp = std::max(longest_warp, w.steps);
   return n;
 }
 

@@ -54,6 +54,7 @@ struct Warp {
   u8* frame = nullptr;  // arguments of functions, frame_bytes a lane
   s32 ready_at = -1;    // its place in the list of those that can run
   u32 apart = 0;        // turns in which nothing is joined
+  u64 steps = 0;        // instructions that it executed
   std::unique_ptr<LaneCopies[]> copies;
   WarpClocks clocks;
 };

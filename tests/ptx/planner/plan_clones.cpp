@@ -1,7 +1,9 @@
 // Runs the planner's kernel on the PTX machine, with happens-before, and plans the same layers with the core.
-//     plan_clones KERNELS.ptx LAYERS
+//     plan_clones KERNELS.ptx LAYERS [COUNTS]
 // A line a case: name, layers whose plans differ, clones, warp instructions of a layer at most. Reports of the machine
-// go to stderr, and the exit status is 1 where there is one.
+// go to stderr, and the exit status is 1 where there is one. COUNTS, a file: for each layer a line "name, layer,
+// clones, instructions of its longest warp" and a line of each line of PTX that it executed, "kernel, line, warp
+// instructions", between tabs.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -60,13 +62,19 @@ std::vector<int64_t> random_counts(const Case& c, std::mt19937_64& random) {
   return counts;
 }
 
+struct Counted {
+  uint64_t longest_warp = 0;
+  std::vector<ptxm::LineCount> lines;
+};
+
 // Warp instructions; -1 where the machine reported something.
 int64_t run(const Case& c, const ptxm::Module& module, const balance::MicrobatchShape& s,
             const std::vector<int64_t>& counts, std::vector<int32_t>& owner, std::vector<int32_t>& slot_expert,
-            std::vector<int64_t>& slot_tokens, std::vector<int64_t> (&share)[2], uint64_t seed) {
+            std::vector<int64_t>& slot_tokens, std::vector<int64_t> (&share)[2], uint64_t seed, Counted* counted) {
   ptxm::Options options;
   options.seed = seed;
   options.races = true;
+  if (counted) options.split_percent = 0;  // lanes parted at random would each count
   ptxm::Machine machine(options);
   Memory memory{machine, machine.add_device(ptxm::DeviceModel::h100())};
   ClonePlanParams p;
@@ -106,11 +114,14 @@ int64_t run(const Case& c, const ptxm::Module& module, const balance::Microbatch
   machine.start(launch);
   while (machine.run(1000) == ptxm::Progress::kSome) {
   }
+  if (counted) *counted = {machine.longest_warp(), machine.line_counts()};
   for (const ptxm::Report& r : machine.reports()) std::fprintf(stderr, "%s: %s\n", c.name, r.text().c_str());
   return machine.reports().empty() ? int64_t(machine.warp_instructions()) : -1;
 }
 
-int check(const char* path, int layers) {
+int check(const char* path, int layers, const char* counts_path) {
+  std::ofstream counts_file;
+  if (counts_path) counts_file.open(counts_path);
   std::ifstream file(path);
   std::stringstream text;
   text << file.rdbuf();
@@ -131,10 +142,16 @@ int check(const char* path, int layers) {
       std::vector<int64_t> tokens(expert.size(), -7), core_tokens(expert.size()), share[2] = {tokens, tokens},
                                                                                   core_share[2] = {tokens, tokens};
       for (int e = 0; e < c.experts; ++e) owner.push_back(e / (c.experts / c.ranks));
-      const int64_t instructions = run(c, *module, s, counts, owner, expert, tokens, share, uint64_t(layer));
+      Counted counted;
+      const int64_t instructions =
+          run(c, *module, s, counts, owner, expert, tokens, share, uint64_t(layer), counts_path ? &counted : nullptr);
       if (instructions < 0) return 1;
       most = std::max(most, instructions);
-      clones += planner.plan(counts.data(), owner.data(), core_expert.data(), core_tokens.data()).num_copies;
+      const int copies = planner.plan(counts.data(), owner.data(), core_expert.data(), core_tokens.data()).num_copies;
+      clones += copies;
+      counts_file << c.name << '\t' << layer << '\t' << copies << '\t' << counted.longest_warp << '\n';
+      for (const ptxm::LineCount& l : counted.lines)
+        counts_file << l.kernel << '\t' << l.line << '\t' << l.warp_instructions << '\n';
       balance::share_of_source(s, counts.data(), owner.data(), core_expert.data(), core_tokens.data(), c.ranks / 2,
                                core_share[0].data(), core_share[1].data());
       differ +=
@@ -143,16 +160,16 @@ int check(const char* path, int layers) {
     std::printf("%s: %d of %d differ, %d clones, %lld warp instructions\n", c.name, differ, layers, clones,
                 static_cast<long long>(most));
   }
-  return 0;
+  return !counts_path || counts_file.flush() ? 0 : 1;
 }
 
 }  // namespace
 }  // namespace hep
 
 int main(int argc, char** argv) {
-  if (argc != 3) return std::fprintf(stderr, "usage: %s KERNELS.ptx LAYERS\n", argv[0]), 2;
+  if (argc != 3 && argc != 4) return std::fprintf(stderr, "usage: %s KERNELS.ptx LAYERS [COUNTS]\n", argv[0]), 2;
   try {
-    return hep::check(argv[1], std::atoi(argv[2]));
+    return hep::check(argv[1], std::atoi(argv[2]), argc == 4 ? argv[3] : nullptr);
   } catch (const std::exception& e) {
     return std::fprintf(stderr, "%s\n", e.what()), 1;
   }
