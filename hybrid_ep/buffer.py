@@ -70,7 +70,8 @@ class HybridEPBuffer(Named):
       2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB, NVSHMEM's none). On hosts storages there cannot be
       resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: a copy, see traffic().
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
-      `path`, where all ranks are of one node; the registered memory grows with it. 0: there is none.
+      `path`, where all ranks are of one node; the registered memory grows with it, and the buffer takes at least so
+      many tokens a rank on either path. 0: there is none.
 
     Belongs to the process that made it: a forked child may only drop it. Neither copied nor pickled (TypeError).
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
@@ -248,7 +249,8 @@ class HybridEPBuffer(Named):
         pad_empty_experts: an expert that nobody chose gets pad_multiple zero rows too (they count against a
         budget), so that no grouped GEMM sees an empty group. With a handle both paddings are the handle's.
         path: "throughput"; "latency" (one launch; with routing only if non_blocking); "auto": latency with routing if
-        non_blocking and num_of_tokens_per_rank <= latency_tokens, and with a handle as that was made.
+        non_blocking and num_of_tokens_per_rank <= latency_tokens, and with a handle as that was made. A routed dispatch
+        by lines runs on at most 32 blocks, whatever num_sms.
         Returns (rows [P, H], weights fp32 [P] or None, scales [P, S] or None, padded_tokens_per_expert int64
         [num_local_experts], handle); handle[10] is the overflow flag, int32 [1].
         Raises ValueError, CapacityError (blocking with overflow="raise"), DeadlineError."""

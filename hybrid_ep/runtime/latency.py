@@ -33,13 +33,13 @@ def takes_routed(session: Session, path: Any, call: Call, most_tokens: Any) -> b
             "path='latency' gives results of a static size; give non_blocking=True and num_permuted_tokens, or another "
             "path"
         )
-    _require_room(session, len(call.hidden))
+    _require_room(session, len(call.hidden), "; where the other ranks went on, this buffer is lost as theirs are")
     return True
 
 
 def takes_planned(session: Session, path: Any, plan: Plan, handle: Handle | Routed | None) -> bool:
     """Whether an operation on the plan of a handle goes by lines: by default as the handle's dispatch did. ValueError,
-    on all ranks alike."""
+    on all ranks alike: plan.max_tokens is of all ranks, of a GPU's static plan the most that the buffer takes."""
     if _is_auto(path):
         return plan.by_lines
     if path == "throughput":
@@ -56,14 +56,15 @@ def _is_auto(path: Any) -> bool:
     return path == "auto"
 
 
-def _require_room(session: Session, tokens: int) -> None:
+def _require_room(session: Session, tokens: int, alone: str = "") -> None:
+    """ValueError with too many tokens. alone: what to add where other ranks may have gone on."""
     limit = session.options.latency_tokens
     if not limit:
         raise ValueError("path='latency' needs a buffer with latency_tokens; give it the most tokens of a rank")
     if tokens > limit:
         raise ValueError(
             f"path='latency' with {tokens} tokens on a rank, but latency_tokens={limit}; make the buffer with more, or "
-            "give path='throughput' on all ranks"
+            f"give path='throughput' on all ranks{alone}"
         )
 
 

@@ -24,8 +24,9 @@ _ASKED = "(executor= or HYBRID_EP_EXECUTOR asks for it)"
 
 @dataclass
 class Options:
-    """What a buffer is made for. max_tokens: the largest over the ranks once agreed. num_blocks_*: None where nobody
-    said, until agree() has asked the tuning file, if there is one. chunks: tokens of a rail message."""
+    """What a buffer is made for. max_tokens: the largest over the ranks once agreed, and no less than latency_tokens.
+    num_blocks_*: None where nobody said, until agree() has asked the tuning file, if there is one. chunks: tokens of a
+    rail message."""
 
     hidden_dim: int
     max_tokens: int
@@ -76,7 +77,8 @@ class Options:
             },
         )
         agree([f["must_agree"] for f in answers], "HybridEPBuffer")
-        self.max_tokens = max(f["max_tokens"] for f in answers)
+        # A call by lines cannot grow the buffer, whose records and receive rows both paths share.
+        self.max_tokens = max(self.latency_tokens, *(f["max_tokens"] for f in answers))
         hosts, domains = [f["host"] for f in answers], None
         if devices.is_probed(self.executor) and not meet.view.virtual:
             self.reach = devices.probe(meet, self.device)

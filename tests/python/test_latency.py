@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from examples import Example, check, examples, expected, make_inputs, same
@@ -22,7 +23,7 @@ def buffers_of(num_ranks: int, num_local_experts: int, executor: str = "host", *
     key = (num_ranks, executor, tuple(options.items()))
     if key not in _worlds:
         world = VirtualWorld(1, num_ranks)
-        options = {"latency_tokens": TOKENS, "timeout_s": 60, **options}
+        options = {"latency_tokens": TOKENS, "timeout_s": 20, **options}
         _worlds[key] = world, world.buffers(16, 1, num_local_experts, executor=executor, **options)
     return _worlds[key]
 
@@ -45,6 +46,16 @@ def launches(buffer: HybridEPBuffer, call):
     before = buffer._session.num_launches()
     result = call()
     return result, buffer._session.num_launches() - before
+
+
+def by_lines(buffer: HybridEPBuffer, lines: int, call):
+    """(result, whether its rows went by lines, that many each): the other path stores fewer bytes a row, and no
+    multiple of a line. None where this rank sent no rows."""
+    before = buffer.traffic()
+    result = call()
+    sent = {name: n - before[name] for name, n in buffer.traffic().items()}
+    rows, sent_bytes = sent["node_rows"] + sent["self_rows"], sent["node_bytes"] + sent["self_bytes"]
+    return result, sent_bytes == 128 * lines * rows if rows else None
 
 
 def routed(ex: Example, rank: int, **rest):
@@ -95,24 +106,43 @@ def test_a_wrong_reference_is_noticed():
 EX = Example(1, 3, 2, (7, 0, 30), 3, 48, budget=160, seed=11)
 
 
+A_MESSAGE, A_PARTIAL = 2, 1  # lines, of EX
+
+
+def went(lines: bool | None, by: bool, rank: int) -> bool:
+    """Whether what by_lines() found is as wanted; rank 1 of EX has no tokens, and so may have sent nothing."""
+    return lines is by or (lines is None and rank == 1)
+
+
 def check_either_way(buffer: HybridEPBuffer, rank: int, ex: Example, want) -> None:
-    """Handles of either path, combined on either: four times the same bits. One launch each where lines are taken."""
-    for dispatch_path, num_launches in (("latency", 1), ("throughput", 2)):
-        result, n = launches(
-            buffer, lambda path=dispatch_path: buffer.dispatch_with_permute(**routed(ex, rank), path=path)
+    """Handles of either path, combined and dispatched on either: the same bits. One launch each where lines are taken,
+    and lines where they are asked for, and nowhere else."""
+    for made_by, num_launches in (("latency", 1), ("throughput", 2)):
+        arguments = routed(ex, rank, path=made_by)
+        (result, lines), n = launches(
+            buffer, lambda a=arguments: by_lines(buffer, A_MESSAGE, lambda: buffer.dispatch_with_permute(**a))
         )
-        assert n == num_launches
-        same(f"rows by {dispatch_path}", result[0], want.permuted[rank][0])
+        assert n == num_launches and went(lines, made_by == "latency", rank)
+        same(f"rows by {made_by}", result[0], want.permuted[rank][0])
         for path in ("latency", "throughput", "auto"):
-            arguments = {"hidden": want.returned[rank], "probs": want.returned_probs[rank], "handle": result[-1]}
-            (out, probs), n = launches(buffer, lambda a=arguments, p=path: buffer.combine_with_unpermute(**a, path=p))
-            assert n == 1
-            same(f"{path} combine of {dispatch_path}", out, want.combined[rank][0])
-            same(f"probs of {path} combine of {dispatch_path}", probs, want.combined[rank][1])
-            rows = buffer.dispatch_with_permute(
-                hidden=make_inputs(ex, rank).hidden, handle=result[-1], num_permuted_tokens=ex.budget, path=path
-            )[0]
-            same(f"{path} dispatch of {dispatch_path}", rows, want.permuted[rank][0])
+            wanted = (made_by if path == "auto" else path) == "latency"
+            back = {
+                "hidden": want.returned[rank],
+                "probs": want.returned_probs[rank],
+                "handle": result[-1],
+                "path": path,
+            }
+            ((out, probs), lines), n = launches(
+                buffer, lambda a=back: by_lines(buffer, A_PARTIAL, lambda: buffer.combine_with_unpermute(**a))
+            )
+            assert n == 1 and went(lines, wanted, rank), f"{path} combine of {made_by}"
+            same(f"{path} combine of {made_by}", out, want.combined[rank][0])
+            same(f"probs of {path} combine of {made_by}", probs, want.combined[rank][1])
+            hidden = make_inputs(ex, rank).hidden
+            again = {"hidden": hidden, "handle": result[-1], "num_permuted_tokens": ex.budget, "path": path}
+            (rows, *_), lines = by_lines(buffer, A_MESSAGE, lambda a=again: buffer.dispatch_with_permute(**a))
+            assert went(lines, wanted, rank), f"{path} dispatch of {made_by}"
+            same(f"{path} dispatch of {made_by}", rows, want.permuted[rank][0])
 
 
 def test_plans_serve_both_paths():
@@ -136,23 +166,59 @@ def test_processes():
 
 
 @pytest.mark.parametrize(
-    "most, non_blocking, num_launches", [(30, True, 1), (48, True, 1), (49, True, 2), (None, True, 2)]
+    "most, non_blocking, lines",
+    [(30, True, True), (48, True, True), (np.int64(48), True, True), (49, True, False), (None, True, False)]
+    + [(30, False, False)],
 )
-def test_auto_goes_by_what_all_ranks_know(most, non_blocking, num_launches):
-    """Not by the tokens of a rank, which are 7, 0 and 30."""
+def test_auto_goes_by_what_all_ranks_know(most, non_blocking, lines):
+    """Not by the tokens of a rank, which are 7, 0 and 30. Operations on the handle go as its dispatch did."""
     world, buffers = buffers_of(3, EX.num_local_experts)
 
     def run(rank, _):
+        buffer, want = buffers[rank], expected(EX)
         arguments = routed(EX, rank, num_of_tokens_per_rank=most, non_blocking=non_blocking)
-        result, n = launches(buffers[rank], lambda: buffers[rank].dispatch_with_permute(**arguments))
-        assert n == num_launches
-        same("rows", result[0], expected(EX).permuted[rank][0])
-        before = buffers[rank].traffic()["node_bytes"]
-        buffers[rank].combine_with_unpermute(hidden=expected(EX).returned[rank], handle=result[-1])
-        sent = buffers[rank].traffic()["node_bytes"] - before
-        assert num_launches == 2 or sent % 128 == 0  # as its dispatch: whole lines
+        result, found = by_lines(buffer, A_MESSAGE, lambda: buffer.dispatch_with_permute(**arguments))
+        assert went(found, lines, rank)
+        same("rows", result[0], want.permuted[rank][0])
+        back = {"hidden": want.returned[rank], "handle": result[-1]}
+        (out, _), found = by_lines(buffer, A_PARTIAL, lambda: buffer.combine_with_unpermute(**back))
+        assert went(found, lines, rank)
+        same("sums", out, want.combined[rank][0])
 
     world.run(run)
+
+
+def test_a_path_is_any_string_that_names_one():
+    world, buffers = buffers_of(3, EX.num_local_experts)
+
+    def run(rank, _):
+        result, found = by_lines(
+            buffers[rank],
+            A_MESSAGE,
+            lambda: buffers[rank].dispatch_with_permute(**routed(EX, rank, path=np.str_("latency"))),
+        )
+        assert went(found, True, rank)
+        back = {"hidden": expected(EX).returned[rank], "handle": result[-1]}
+        for path in (np.array("latency"), np.str_("fast"), b"latency"):
+            with pytest.raises(ValueError, match=r"path=.* must be one of"):
+                buffers[rank].combine_with_unpermute(**back, path=path)
+        _, found = by_lines(
+            buffers[rank], A_PARTIAL, lambda: buffers[rank].combine_with_unpermute(**back, path=np.str_("throughput"))
+        )
+        assert went(found, False, rank)
+
+    world.run(run)
+
+
+@pytest.mark.parametrize("most", [1, TOKENS, 2 * TOKENS])
+def test_a_buffer_takes_as_many_tokens_as_its_latency_path(most):
+    """A first call by lines with latency_tokens tokens, whatever max_num_of_tokens_per_rank says: it cannot grow."""
+    ex = Example(1, 2, 2, (TOKENS, 3), 2, 16, budget=2 * TOKENS * 2, seed=5)
+    world = VirtualWorld(1, 2)
+    buffers = world.buffers(16, most, 2, latency_tokens=TOKENS, timeout_s=60)
+    want = expected(ex)
+    assert [buffer.config.max_num_of_tokens_per_rank for buffer in buffers] == [max(most, TOKENS)] * 2
+    world.run(lambda rank, _: check(ByLines(buffers[rank]), rank, ex, want))
 
 
 def test_a_training_step_by_lines():
