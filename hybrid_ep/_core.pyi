@@ -550,8 +550,17 @@ class Segment:
     @property
     def num_bytes(self) -> int: ...
 
+    def observe(self, offset: int) -> int:
+        """The counter there; what came before it is seen, too."""
+
     @staticmethod
     def private(num_bytes: int) -> Segment: ...
+
+    def publish(self, offset: int, value: int) -> None:
+        """Store a counter behind all before it."""
+
+    def pull(self, sources: Sequence[Segment], pieces: Sequence[tuple[int, int, int, int]]) -> None:
+        """Copy pieces (place in sources, from, to, bytes) in their order, without the interpreter's lock."""
 
     def unlink(self) -> None: ...
 

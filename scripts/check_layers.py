@@ -90,6 +90,7 @@ ROOMS = {
     "basics": (),
     "perf": ("hardware", "explorer"),
     "runtime": ("hardware", "payload", "basics"),
+    "weights": ("runtime", "basics"),
     "public": ("runtime", "payload", "basics"),
     "reference": ("runtime",),
     "compat": ("public", "runtime", "basics"),

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <tuple>
 
 #include "arch/host/errors.h"
 #include "bindings/balance.h"
@@ -36,6 +37,14 @@ PlanMemory plan_memory(const Engine& engine, int64_t num_tokens, int64_t topk, b
 }
 
 using Segments = std::vector<std::shared_ptr<Segment>>;
+
+void pull(Segment& to, const Segments& sources, const std::vector<std::tuple<size_t, size_t, size_t, size_t>>& given) {
+  std::vector<Segment::Piece> pieces;
+  pieces.reserve(given.size());
+  for (const auto& [source, from, at, bytes] : given) pieces.push_back({source, from, at, bytes});
+  py::gil_scoped_release release;
+  to.pull(sources, pieces);
+}
 
 // executor: a name from the table, or a maker.
 template <class Which>
@@ -151,11 +160,19 @@ void bind_memory(py::module_& m) {
                 {"num_tokens", kHeaderNumTokens}, {"topk", kHeaderTopk}, {"header", kCountHeaderWords}};
           },
           "Of a count vector: where the header has its first words, and how long it is, in 32-bit words.");
-  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", "Memory that peers can map.", kUnlockedEnd)
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", py::buffer_protocol(), "Memory that peers can map.",
+                                                kUnlockedEnd)
+      .def_buffer([](Segment& s) {  // empty for memory that the host cannot read
+        return py::buffer_info(s.data(), py::ssize_t(s.is_host() ? s.bytes() : 0), false);
+      })
       .def_static("create", &Segment::create, py::arg("name"), py::arg("num_bytes"))
       .def_static("attach", &Segment::attach, py::arg("name"), py::arg("num_bytes"))
       .def_static("private", &Segment::private_memory, py::arg("num_bytes"))
       .def("unlink", &Segment::unlink)
+      .def("observe", &Segment::observe, py::arg("offset"), "The counter there; what came before it is seen, too.")
+      .def("publish", &Segment::publish, py::arg("offset"), py::arg("value"), "Store a counter behind all before it.")
+      .def("pull", &pull, py::arg("sources"), py::arg("pieces"),
+           "Copy pieces (place in sources, from, to, bytes) in their order, without the interpreter's lock.")
       .def_property_readonly("num_bytes", &Segment::bytes)
       .def_property_readonly("address", [](const Segment& s) { return reinterpret_cast<uint64_t>(s.data()); });
 }

@@ -2,8 +2,10 @@
 // one process. Mode 0600; the owner unlinks the name as soon as all peers have mapped it.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace hep {
 
@@ -18,6 +20,20 @@ class Segment {
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
+
+  bool is_host() const { return !owner_; }
+
+  // The rest is for memory of the host. A counter lies at a multiple of 8 bytes; ranks that map the segment tell one
+  // another things by it: what was stored before `publish` is seen by whoever has `observe`d its value.
+  uint64_t observe(size_t offset) const;
+  void publish(size_t offset, uint64_t value);
+
+  // Copies pieces of other segments into this one, in their order. std::out_of_range and
+  // std::invalid_argument before anything is copied.
+  struct Piece {
+    size_t source, from, to, bytes;  // source: place in the list of segments
+  };
+  void pull(const std::vector<std::shared_ptr<Segment>>& sources, const std::vector<Piece>& pieces);
 
   void unlink();  // idempotent; the memory lives until the last mapping goes
   unsigned char* data() const { return data_; }

@@ -1,0 +1,332 @@
+"""Weights that travel: every rank reads every expert of the version that computes, whatever the order of the layers."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_ep.errors import BufferFailedError, DeadlineError
+from hybrid_ep.testing import VirtualWorld
+from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
+from hybrid_ep.weights import layout as places
+
+SHAPES = ((3, 5), (5, 2))
+
+
+def expert(version, layer, n, number, dtype=torch.float32):
+    """Matrix n of an expert, in numbers that nothing else has."""
+    first = 7 * version + 3 * layer + 2 * n + number
+    return (torch.arange(SHAPES[n][0] * SHAPES[n][1], dtype=torch.float32) % 11 + first).view(SHAPES[n]).to(dtype)
+
+
+def own_weights(layout, rank, version):
+    first = layout.first(rank)
+    return [
+        [
+            torch.stack([expert(version, layer, n, first + i, layout.dtype) for i in range(layout.own(rank))])
+            for n in range(len(SHAPES))
+        ]
+        for layer in range(layout.num_layers)
+    ]
+
+
+def check_layer(prefetcher, layer, version):
+    layout, rank = prefetcher.layout, prefetcher.store.rank
+    there = prefetcher.acquire(layer)
+    for n in range(len(SHAPES)):
+        found = torch.cat([there.kept[n], there.fetched[n]])
+        order = [(layout.first(rank) + i) % layout.num_experts for i in range(layout.own(rank), layout.num_experts)]
+        wanted = [expert(version, layer, n, number, layout.dtype) for number in order]
+        assert len(found) == len(order) and all(map(torch.equal, found, wanted)), (rank, layer, version, n)
+
+
+@st.composite
+def cases(draw):
+    num_ranks = draw(st.integers(1, 4))
+    num_experts = draw(st.integers(num_ranks, 11))
+    held = draw(st.integers(-(-num_experts // num_ranks), num_experts))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    layout = WeightLayout(num_experts, num_ranks, draw(st.integers(1, 5)), SHAPES, dtype, held)
+    uses = st.tuples(st.integers(0, layout.num_layers - 1), st.booleans(), st.booleans())
+    steps = draw(st.lists(st.lists(uses, max_size=8), min_size=1, max_size=3))
+    return layout, draw(st.integers(2, 5)), draw(st.sampled_from([4, 20, 1 << 20])), steps
+
+
+@given(cases())
+def test_any_order_of_layers_reads_the_weights_of_its_version(case):
+    layout, num_buffers, slice_bytes, steps = case
+
+    def run(rank, group):
+        store = ExpertStore(group, layout, timeout_s=30)
+        prefetcher = WeightPrefetcher(store, num_buffers=num_buffers, slice_bytes=slice_bytes)
+        for version, uses in enumerate(steps):
+            prefetcher.publish(own_weights(layout, rank, version))
+            for layer, backward, training in uses:
+                check_layer(prefetcher, layer, version)
+                prefetcher.release(layer, backward=backward, training=training)
+        prefetcher.close()
+        return True
+
+    assert all(VirtualWorld(1, layout.num_ranks).run(run))
+
+
+def used_in_training(prefetcher, version, num_layers):
+    for layer in range(num_layers):
+        check_layer(prefetcher, layer, version)
+        prefetcher.release(layer)
+    for layer in reversed(range(num_layers)):
+        check_layer(prefetcher, layer, version)
+        prefetcher.release(layer, backward=True)
+
+
+@pytest.mark.parametrize("num_buffers, pulls", [(2, 2 + 2 * 4), (3, 3 + 2 * 3), (6, 6)])
+def test_a_step_pulls_each_layer_ahead_and_turns_without_a_pull(num_buffers, pulls):
+    """Two micro-batches a version: of six layers two turn in place; with room for all each is pulled once."""
+    layout = WeightLayout(4, 2, 6, SHAPES, torch.float32, 2)
+
+    def run(rank, group):
+        prefetcher = WeightPrefetcher(ExpertStore(group, layout, timeout_s=30), num_buffers=num_buffers)
+        prefetcher.publish(own_weights(layout, rank, 0))
+        used_in_training(prefetcher, 0, 6)
+        of_one = prefetcher.statistics.pulls
+        used_in_training(prefetcher, 0, 6)
+        found = prefetcher.statistics
+        prefetcher.close()
+        return of_one, found.pulls, found.missed, found.hits + found.late, found.pulled_bytes
+
+    for of_one, of_two, missed, found, pulled in VirtualWorld(1, 2).run(run):
+        assert (of_one, missed, found) == (pulls, 0, 24)
+        assert of_two - of_one == (0 if num_buffers == 6 else pulls - num_buffers)
+        assert pulled == of_two * 2 * sum(a * b * 4 for a, b in SHAPES), "the two experts that a rank lacks"
+
+
+def test_evaluation_goes_round_without_a_miss():
+    layout = WeightLayout(4, 2, 5, SHAPES, torch.float32, 2, gradients=False)
+
+    def run(rank, group):
+        prefetcher = WeightPrefetcher(ExpertStore(group, layout, timeout_s=30))
+        prefetcher.publish(own_weights(layout, rank, 0))
+        for layer in (*range(5), *range(5)):
+            check_layer(prefetcher, layer, 0)
+            prefetcher.release(layer, training=False)
+        with pytest.raises(RuntimeError, match="made for evaluation"):
+            prefetcher.store.add_gradients(0, [[torch.zeros(2, *shape)] for shape in SHAPES])
+        prefetcher.close()
+        return prefetcher.statistics.missed
+
+    assert VirtualWorld(1, 2).run(run) == [0, 0]
+
+
+def test_slices_come_from_each_owner_in_turn_and_from_the_next_rank_first():
+    layout = WeightLayout(8, 4, 1, ((4, 8),), torch.float32, 2)
+
+    def run(rank, group):
+        prefetcher = WeightPrefetcher(ExpertStore(group, layout, timeout_s=30), slice_bytes=128)
+        pieces = prefetcher._pieces(0, layout.held, layout.num_experts, 0)
+        prefetcher.close()
+        return pieces
+
+    for rank, pieces in enumerate(VirtualWorld(1, 4).run(run)):
+        others = [(rank + i) % 4 for i in (1, 2, 3)]
+        assert [source for source, *_ in pieces] == others * 2 and {size for *_, size in pieces} == {128}
+
+
+def test_copies_that_are_kept_are_pulled_once_a_version():
+    layout = WeightLayout(5, 2, 3, SHAPES, torch.float32, 4)  # held divides nothing
+
+    def run(rank, group):
+        prefetcher = WeightPrefetcher(ExpertStore(group, layout, timeout_s=30))
+        for version in range(2):
+            prefetcher.publish(own_weights(layout, rank, version))
+            for _ in range(2):
+                used_in_training(prefetcher, version, 3)
+        prefetcher.close()
+        return prefetcher.statistics.pulled_bytes, prefetcher.statistics.pulls
+
+    one = sum(a * b * 4 for a, b in SHAPES)
+    for rank, (pulled, pulls) in enumerate(VirtualWorld(1, 2).run(run)):
+        assert pulled == pulls * one + 2 * 3 * layout.kept(rank) * one
+
+
+@given(st.integers(1, 4), st.integers(0, 6), st.integers(1, 3), st.integers(1, 3))
+def test_gradients_come_home_once_in_the_order_of_the_ranks(num_ranks, more, num_layers, steps):
+    layout = WeightLayout(num_ranks + more, num_ranks, num_layers, SHAPES, torch.float32, num_ranks + more)
+
+    def gradient(rank, step, micro, layer, n, number):
+        return expert(step + micro, layer, n, number) / 3 ** (1 + rank)  # the order of a sum shows in its last bits
+
+    def run(rank, group):
+        store, found = ExpertStore(group, layout, timeout_s=30), []
+        for step in range(steps):
+            for micro in range(2):
+                for layer in range(num_layers - (micro == 1 and num_layers > 1)):
+                    order = range(layout.first(rank + 1), layout.first(rank) + layout.num_experts)
+                    grads = [
+                        [torch.stack([gradient(rank, step, micro, layer, n, e % layout.num_experts) for e in order])]
+                        if order
+                        else []
+                        for n in range(2)
+                    ]
+                    store.add_gradients(layer, grads)
+            home = {
+                (layer, n): torch.zeros(layout.own(rank), *SHAPES[n]) for layer in range(num_layers) for n in (0, 1)
+            }
+            store.bring_home(lambda layer, n, part, home=home: home[layer, n].add_(part))
+            found.append(home)
+        return found
+
+    for rank, found in enumerate(VirtualWorld(1, num_ranks).run(run)):
+        for step, home in enumerate(found):
+            for (layer, n), total in home.items():
+                for i, one in enumerate(total):
+                    wanted, number = torch.zeros(SHAPES[n]), layout.first(rank) + i
+                    for other in set(range(num_ranks)) - {rank}:
+                        parts = [gradient(other, step, micro, layer, n, number) for micro in (0, 1)]
+                        wanted += parts[0] + parts[1] if layer < num_layers - (num_layers > 1) else parts[0]
+                    assert torch.equal(one, wanted)
+
+
+def late_owner(rank, group, waits, held=2):
+    """The second version as rank 0 sees it, whose owner publishes it 0.3 s late."""
+    layout = WeightLayout(4, 2, 2, SHAPES, torch.float32, held)
+    store = ExpertStore(group, layout, timeout_s=30)
+    prefetcher = WeightPrefetcher(store)
+    prefetcher.publish(own_weights(layout, rank, 0))
+    check_layer(prefetcher, 0, 0)
+    prefetcher.release(0)
+    if rank == 1:
+        time.sleep(0.3)
+    if not waits:
+        store.wait = lambda *_: None
+    prefetcher.publish(own_weights(layout, rank, 1))
+    try:
+        check_layer(prefetcher, 0, 1)
+        return True
+    except AssertionError:
+        return False
+    finally:
+        time.sleep(0.4)  # nobody's memory goes under a reader
+        prefetcher.close()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_old_weights_are_noticed(waits):
+    """Without the waits for counters the check fails: it can."""
+    assert VirtualWorld(1, 2).run(lambda rank, group: late_owner(rank, group, waits))[0] is waits
+
+
+def test_an_owner_that_does_not_publish_is_named_and_the_store_refused():
+    layout = WeightLayout(4, 2, 1, SHAPES, torch.float32, 2)
+
+    def run(rank, group):
+        store = ExpertStore(group, layout, timeout_s=0.5)
+        if rank == 1:
+            time.sleep(1.5)
+            return None
+        prefetcher = WeightPrefetcher(store)
+        prefetcher.publish(own_weights(layout, rank, 0))
+        with pytest.raises(DeadlineError, match="not published by rank 1: rank 0 waited") as failed:
+            prefetcher.acquire(0)
+        assert (failed.value.rank, failed.value.peer, failed.value.site) == (0, 1, "weights are not published by")
+        with pytest.raises(BufferFailedError, match="rank 1"):
+            prefetcher.acquire(0)
+        prefetcher.close()
+        return prefetcher._thread.is_alive()
+
+    assert VirtualWorld(1, 2).run(run)[0] is False
+
+
+def test_a_close_ends_a_wait():
+    layout = WeightLayout(2, 2, 1, SHAPES, torch.float32, 1)
+
+    def run(rank, group):
+        store = ExpertStore(group, layout, timeout_s=60)
+        if rank == 1:
+            return 0.0
+        prefetcher = WeightPrefetcher(store)
+        prefetcher.publish(own_weights(layout, rank, 0))
+        started = time.monotonic()
+        threading.Timer(0.2, prefetcher.close).start()
+        with pytest.raises(BufferFailedError, match="closed"):
+            prefetcher.acquire(0)
+        return time.monotonic() - started
+
+    assert VirtualWorld(1, 2).run(run)[0] < 20
+
+
+def test_wrong_uses_say_what_is_right():
+    layout = WeightLayout(4, 1, 3, SHAPES, torch.float32, 4)
+
+    def run(rank, group):
+        with pytest.raises(ValueError, match="num_ranks=2 must be the 1 ranks"):
+            ExpertStore(group, WeightLayout(4, 2, 3, SHAPES, torch.float32, 2), timeout_s=5)
+        store = ExpertStore(group, layout, timeout_s=5)
+        for options, text in (({"num_buffers": 1}, "num_buffers=1"), ({"slice_bytes": 0}, "slice_bytes=0")):
+            with pytest.raises(ValueError, match=text):
+                WeightPrefetcher(store, **options)
+        prefetcher = WeightPrefetcher(store)
+        with pytest.raises(RuntimeError, match="call publish before"):
+            prefetcher.acquire(0)
+        weights = own_weights(layout, rank, 0)
+        with pytest.raises(ValueError, match="weights must be 3 layers"):
+            prefetcher.publish(weights[:2])
+        prefetcher.publish(weights)
+        with pytest.raises(ValueError, match="layer=3 must be from 0 to 2"):
+            prefetcher.acquire(3)
+        prefetcher.acquire(0)
+        prefetcher.acquire(2)
+        with pytest.raises(RuntimeError, match="finds no buffer: layers .* more num_buffers"):
+            prefetcher.acquire(1)
+        with pytest.raises(RuntimeError, match="in use: release them"):
+            prefetcher.publish(weights)
+        prefetcher.release(0)
+        with pytest.raises(RuntimeError, match="more often than acquired"):
+            prefetcher.release(0)
+        store.check_unchanged(0, weights[0])
+        weights[0][1][2] += 1
+        with pytest.raises(RuntimeError, match="layer 0 on rank 0 have changed"):
+            store.check_unchanged(0, weights[0])
+        prefetcher.close()
+
+    VirtualWorld(1, 1).run(run)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"num_ranks": 5}, "num_ranks=5 exceeds the 4"),
+        ({"held": 1}, "held=1 must be from 2"),
+        ({"held": 5}, "held=5 must be from 2 .* to 4"),
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"shapes": ((0, 3),)}, "without empty dimensions"),
+    ],
+)
+def test_layouts_that_cannot_be(change, text):
+    given = {"num_experts": 4, "num_ranks": 2, "num_layers": 1, "shapes": SHAPES, "dtype": torch.float32, "held": 2}
+    with pytest.raises(ValueError, match=text):
+        WeightLayout(**given | change)
+
+
+@given(st.integers(1, 6), st.integers(0, 20), st.integers(1, 3))
+def test_registered_memory_does_not_overlap(num_ranks, more, num_layers):
+    num_experts = num_ranks + more
+    layout = WeightLayout(num_experts, num_ranks, num_layers, SHAPES, torch.bfloat16, num_experts)
+    assert sum(map(layout.own, range(num_ranks))) == num_experts
+    for rank in range(num_ranks):
+        spans = [(0, 4 * places.COUNTER_BYTES)]
+        for layer, n in itertools.product(range(num_layers), range(2)):
+            spans.append((layout.own_at(layer, n), layout.own(rank) * layout.expert_bytes(n)))
+            others = num_experts - layout.own(rank)
+            spans.append((layout.gradient_at(layer, n), others * layout.expert_bytes(n, 4)))
+        spans = sorted(span for span in spans if span[1])
+        ends = [at + size for at, size in spans]
+        assert all(end <= at for end, (at, _) in zip(ends, spans[1:], strict=False))
+        assert ends[-1] <= layout.registered_bytes and not any(at % 64 for at, _ in spans)
+        positions = [p for p, _, _, count in layout.runs(rank, 0, num_experts) for p in range(p, p + count)]
+        assert positions == list(range(num_experts))
