@@ -109,7 +109,7 @@ class StackedWeights(ExpertWeights):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As SequentialWeights.run."""
         with in_slots:
-            return self.forward(rows, tokens_per_expert, probs, clones=stacks)
+            return self.forward(rows, tokens_per_expert, probs, further=[(stacks[0], stacks[1])])
 
     def name_logically(self, owners: Owners) -> None:
         """Checkpoints call experts by their ids, wherever they live."""

@@ -149,12 +149,14 @@ def _find_places(group: dist.ProcessGroup, wanted: Settings) -> _Places:
 
 
 def release() -> None:
-    """Forget all buffers and free those that offer to be freed; the balancer's shared slots go with them."""
+    """Forget all buffers and free those that offer to be freed; the balancer's shared slots and weights that others
+    read go with them."""
     _places.clear()
     serve(None)
-    push = sys.modules.get("megatron_patches.balance_push")
-    if push is not None:
-        push.release()
+    for name in ("balance_push", "weights"):
+        module = sys.modules.get(f"megatron_patches.{name}")
+        if module is not None:
+            module.release()
     while _buffers:
         _, buffer = _buffers.popitem()
         destroy = getattr(buffer, "destroy", None)

@@ -61,7 +61,11 @@ class HybridEPTokenDispatcher(MoEFlexTokenDispatcher):
 
 
 def _manager_class() -> type[HybridEPManager]:
-    """The manager that the settings ask for; the balancer's modules are loaded only if one of them is."""
+    """The manager that the settings ask for; other modules are loaded only if one of theirs is."""
+    if settings.current().weights.may_move:
+        from megatron_patches import weights
+
+        return weights.WeightsManager
     wanted = settings.current().balance
     if wanted.mode == "off":
         return HybridEPManager

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,25 +146,26 @@ class GroupedExperts(MegatronModule):
         permuted_local_hidden_states: torch.Tensor,
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
-        clones: Sequence[torch.Tensor] | None = None,
+        further: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> tuple[torch.Tensor, None]:
         """([P, H], None): expert outputs times their probabilities; rows behind the last expert's come out as zeros.
 
         permuted_local_hidden_states [P, H] by expert; tokens_per_expert int [E] on the host or on the device, with a
-        sum of at most P; permuted_probs [P]. With counts on the device nothing waits for it, clones apart.
+        sum of at most P; permuted_probs [P]. With counts on the device nothing waits for it, further experts apart.
 
-        clones: (weights like weight1 [S, F1, H], like weight2 [S, H, F]) of S further experts, which live elsewhere
-        and whose rows follow; tokens_per_expert is [E + S] then."""
+        further: (weights like weight1 [S, F1, H], like weight2 [S, H, F]) of S further experts, which live elsewhere
+        and whose rows follow, a pair for each place where some live; tokens_per_expert counts them, too."""
         rows, probs = permuted_local_hidden_states, permuted_probs.float()
         weights: torch.Tensor | None = probs
         if self.config.moe_apply_probs_on_input:
             rows, weights = (rows * probs.unsqueeze(-1)).to(rows.dtype), None
         ends, tail = self.group_ends(tokens_per_expert, rows)
-        stacks: list[tuple[torch.Tensor, ...]] = [(own.transpose(1, 2),) for own in (self.weight1, self.weight2)]
+        pairs = [(self.weight1, self.weight2), *further]
+        stacks = [tuple(pair[n].transpose(1, 2) for pair in pairs) for n in (0, 1)]
         first_rows: tuple[int, ...] = (0,)
-        if clones is not None:
-            stacks = [(*own, more.transpose(1, 2)) for own, more in zip(stacks, clones, strict=True)]
-            first_rows = (0, int(tokens_per_expert[: self.num_local_experts].sum()))
+        if further:
+            before = list(itertools.accumulate(len(pair[0]) for pair in pairs))[:-1]
+            first_rows = (0, *(int(tokens_per_expert[:experts].sum()) for experts in before))
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows}
         h = grouped_mm(rows, stacks[0], ends, **how)
         h = weighted_activation(h, weights, self.kind)

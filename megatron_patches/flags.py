@@ -92,6 +92,17 @@ def _check_balance(given: dict[str, Any], args: argparse.Namespace) -> None:
         raise ValueError(f"--hybrid-ep-balance {mode} does not work with --async-save: drop one of them")
 
 
+def _check_weights(given: dict[str, Any], args: argparse.Namespace) -> None:
+    """ValueError for flags that only weights which travel would read, and for Megatron's that do not work with them."""
+    move = given.get("move", "tokens")
+    needing = [_flag(name) for name in ("weight_group", "local_experts", "weight_buffers") if name in given]
+    if needing and move == "tokens":
+        raise ValueError(f"{', '.join(needing)} needs --hybrid-ep-move weights or auto: add it")
+    for name in ("overlap_grad_reduce", "overlap_param_gather", "use_megatron_fsdp", "use_torch_fsdp2"):
+        if move != "tokens" and getattr(args, name, False):
+            raise ValueError(f"--hybrid-ep-move {move} does not work with --{name.replace('_', '-')}: drop one of them")
+
+
 def settings_from_args(args: argparse.Namespace) -> settings.Settings:
     """`Settings` from parsed Megatron arguments. Raises ValueError when they would leave hybrid_ep unused."""
     given = _given(args)
@@ -109,6 +120,7 @@ def settings_from_args(args: argparse.Namespace) -> settings.Settings:
         if value != needed:
             raise ValueError(f"--hybrid-ep needs {flag} {needed}, not {value}: add it")
     _check_balance(given, args)
+    _check_weights(given, args)
     return settings.Settings.of(**given, **load_stats)
 
 

@@ -224,6 +224,19 @@ def _check_router() -> str | None:
     return None
 
 
+def _check_gradients() -> str | None:
+    """What weights.py stands on: the one place where DDP reduces gradients behind the last backward of a step."""
+    module = importlib.import_module("megatron.core.distributed.distributed_data_parallel")
+    cls = module.DistributedDataParallel
+    if _parameters(getattr(cls, "finish_grad_sync", lambda: None))[:1] != ("self",):
+        return "DistributedDataParallel has no method finish_grad_sync"
+    if "finish_grad_sync" not in inspect.getsource(
+        importlib.import_module("megatron.core.distributed.finalize_model_grads").finalize_model_grads
+    ):
+        return "finalize_model_grads no longer calls finish_grad_sync"
+    return None
+
+
 CHECKS = {
     "version": _check_version,
     "moe_layer": _check_moe_layer,
@@ -234,12 +247,14 @@ CHECKS = {
     "fused_a2a": _check_fused_a2a,
     "experts": _check_experts,
     "router": _check_router,
+    "gradients": _check_gradients,
 }
 NEEDED = {
     "token_dispatcher": ("version", "moe_layer", "base_class", "manager_interface", "backend_name", "checkpoint"),
     "deep_ep": ("version", "fused_a2a"),
     "experts": ("version", "experts"),
     "router_training": ("version", "router"),
+    "weights": ("version", "experts", "gradients"),
 }
 
 

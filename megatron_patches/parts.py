@@ -110,10 +110,15 @@ def install_load_stats(flags_may_ask: bool) -> None:
 
 
 def install_compute(wanted: Settings) -> None:
-    """What `wanted` asks for around the exchange: experts and router guards. HookError, nothing changed.
+    """What `wanted` asks for besides the exchange: experts, router guards, travelling weights. HookError: no change.
 
     Called by apply(), and once flags are parsed; Megatron stays its own where nothing is asked."""
-    for name, asked in (("experts", wanted.experts.grouped), ("router_training", wanted.router.watches)):
+    asked_for = {
+        "experts": wanted.experts.grouped,
+        "router_training": wanted.router.watches,
+        "weights": wanted.weights.may_move,
+    }
+    for name, asked in asked_for.items():
         if not asked or name in PATCHES:
             continue
         hooks.require(name)

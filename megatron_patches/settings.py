@@ -18,6 +18,7 @@ CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; m
 GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
 RECOMPUTE_MODES = ("reuse", "repeat")
+MOVES = ("tokens", "weights", "auto")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +320,71 @@ class Router:
 
 
 @dataclasses.dataclass(frozen=True)
+class Weights:
+    """What travels between the ranks of an expert-parallel group (`megatron_patches.weights`).
+
+    * `move`: "tokens", to their experts; "weights", experts to the tokens, which stay on their rank; "auto": what the
+      roofline of `hybrid_ep.perf.dwdp` finds faster on `cluster` (weight_cluster), layer by layer.
+    * `group` (weight_group): ranks that hold all experts among them: those of the expert-parallel group.
+    * `local_experts`: experts that a rank has without fetching, its own included; None: its own.
+    * `buffers` (weight_buffers): layers whose fetched experts are there at once, at least 2.
+    """
+
+    move: str = option(
+        "move",
+        "tokens",
+        choices=MOVES,
+        help="What travels: tokens to their experts (the default), experts' weights to the tokens, or what the "
+        "roofline finds faster (auto).",
+    )
+    group: int | None = option(
+        "weight_group",
+        None,
+        type=int,
+        metavar="N",
+        help="Ranks that hold all experts among them: the expert parallel size.",
+    )
+    local_experts: int | None = option(
+        "local_experts",
+        None,
+        type=int,
+        metavar="N",
+        help="Experts that a rank has without fetching, copies of others' included; need not divide their number.",
+    )
+    buffers: int = option(
+        "weight_buffers", 2, type=int, metavar="N", help="Layers whose fetched experts are there at once (default 2)."
+    )
+    cluster: str | None = option(
+        "weight_cluster", None, metavar="NAME", help="The roofline's cluster (auto), a name of `hybrid-ep simulate`."
+    )
+
+    @property
+    def may_move(self) -> bool:
+        """Whether weights may travel."""
+        return self.move != "tokens"
+
+    def __post_init__(self) -> None:
+        _check_integers(weight_group=self.group, local_experts=self.local_experts, weight_buffers=self.buffers)
+        if self.move not in MOVES:
+            raise ValueError(f"move is {self.move!r}: choose one of {', '.join(MOVES)}")
+        if self.buffers < 2:
+            raise ValueError(f"weight_buffers is {self.buffers!r}: give at least 2, one computes while one is filled")
+        given = {"weight_group": self.group, "local_experts": self.local_experts}
+        found = [name for name, value in given.items() if value is not None]
+        if found and not self.may_move:
+            raise ValueError(f"{', '.join(found)} without move='weights' or 'auto' (--hybrid-ep-move) does nothing")
+        if (self.cluster is not None) != (self.move == "auto"):
+            raise ValueError(
+                f"weight_cluster (--hybrid-ep-weight-cluster) is {self.cluster!r} with move={self.move!r}: give the "
+                "name of a cluster with auto, whose roofline it is, and only there"
+            )
+        if self.cluster is not None:
+            from hybrid_ep.hardware import clusters
+
+            clusters.get(self.cluster)  # ValueError with the names there are
+
+
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """Immutable settings, a part for each thing that can be asked.
 
@@ -331,6 +397,22 @@ class Settings:
     load_stats: LoadStats = LoadStats()
     experts: Experts = Experts()
     router: Router = Router()
+    weights: Weights = Weights()
+
+    def __post_init__(self) -> None:
+        if not self.weights.may_move:
+            return
+        said = f"move={self.weights.move!r} (--hybrid-ep-move)"
+        if not self.experts.grouped:
+            raise ValueError(f"{said} needs grouped_gemm (--hybrid-ep-grouped-gemm), experts that are stacks: add it")
+        refused = {
+            "balance (--hybrid-ep-balance)": self.balance.mode != "off",
+            "dispatch_dtype (--hybrid-ep-dispatch-dtype)": self.exchange.dispatch_dtype not in (None, "bf16"),
+            "async_finish (--hybrid-ep-async-finish)": self.exchange.async_finish,
+        }
+        found = [name for name, given in refused.items() if given]
+        if found:
+            raise ValueError(f"{said} does not work with {', '.join(found)}: drop them, or move tokens")
 
     @classmethod
     def of(cls, enabled: bool = True, **given: Any) -> Settings:
@@ -369,6 +451,7 @@ PARTS: dict[str, type[Any]] = {
     "load_stats": LoadStats,
     "experts": Experts,
     "router": Router,
+    "weights": Weights,
 }
 OPTIONS: tuple[Option, ...] = tuple(made for kind in PARTS.values() for _, made in _options_of(kind))
 

@@ -173,7 +173,7 @@ def dwdp_table():
         at = dwdp.layer(deepseek, gb200, tokens, dwdp.PUBLISHED_GROUP)
         a, b = at.compute_us / at.prefetch_us, at.dep_us / at.dwdp_us
         want = dwdp.PUBLISHED_DEP_OVER_DWDP[tokens]
-        residual = "fitted" if tokens == 32768 else f"{a / ratio - 1:+.0%}"
+        residual = "fitted" if tokens in (16384, 32768) else f"{a / ratio - 1:+.0%}"
         rows.append((tokens, ratio, f"{a:.2f}", residual, want, f"{b:.2f}", f"{b / want - 1:+.0%}"))
     crossings = []
     for m in models.MODELS.values():

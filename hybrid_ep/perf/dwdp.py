@@ -1,17 +1,21 @@
 """Move weights instead of tokens (DWDP): every rank pulls the experts it lacks, layer by layer, while it computes.
 
-    prefetch = weights of the missing experts / copy rate            compute = max(FLOPs / rate, weights read / HBM)
-    tokens moved:    T_DEP  = compute + exchange + wait for the slowest
-    weights moved:   T_DWDP = max(both) x contention
+    compute = kernels' fixed time + attention and what is dense + max(experts' FLOPs / rate, weights read / HBM)
+    prefetch = weights of the missing experts / copy rate
+    tokens moved:    T_DEP  = compute (own experts) + exchange + wait for the slowest
+    weights moved:   T_DWDP = max(compute (all experts), prefetch) x contention
 
 Two crossovers in tokens per rank: of bytes (moving weights takes as long as moving tokens), and of hiding (compute
-covers the prefetch). Checked against the published roofline of DeepSeek-R1 on GB200, NVFP4, 4 ranks."""
+covers the prefetch). Checked against the published roofline of DeepSeek-R1 on GB200, NVFP4, 4 ranks: its eight ratios
+come out within 15 %, two of them fitted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import efficiency
 from hybrid_ep.perf.models import MoeModel
 from hybrid_ep.perf.order_statistics import expected_max
 from hybrid_ep.perf.routing import distinct
@@ -24,8 +28,11 @@ PUBLISHED_DEP_OVER_DWDP = {1024: 0.10, 8192: 0.73, 16384: 1.27, 32768: 1.17}
 COPY_GB_PER_S = 643.0
 CONTENTION = 1.1
 PUBLISHED_GROUP = 4
-# Fitted: the compute rate with which the row at 32,768 tokens comes out (the other three rows are the test).
-COMPUTE_TFLOPS = 2405.0
+# Fitted: the rates with which the compute rows at 16,384 and at 32,768 tokens come out, of matrices (NVFP4) and of
+# attention's scores and values; the other rows are the test.
+MATRIX_TFLOPS, ATTENTION_TFLOPS = 4371.0, 1692.0
+# Assumed: kernels of a layer, each of which takes at least as long as its launch (norms, router, rotation, casts).
+KERNELS = 40
 # The exposed wait of expert parallelism for its slowest rank, published: 161.9 of 1319.85 ms.
 SYNC_CV = 161.9 / 1319.85 / expected_max(PUBLISHED_GROUP)
 
@@ -42,6 +49,18 @@ class Layer:
     dwdp_us: float
 
 
+@dataclass(frozen=True)
+class Rates:
+    """TFLOPS of matrices and of attention, GB/s of copy engines."""
+
+    matrix_tflops: float = MATRIX_TFLOPS
+    attention_tflops: float = ATTENTION_TFLOPS
+    copy_gb_per_s: float = COPY_GB_PER_S
+
+
+_PUBLISHED_RATES = Rates()
+
+
 def weight_bytes(model: MoeModel, ranks: int, dtype: str) -> float:
     """Bytes of one layer's experts that a rank of `ranks` lacks."""
     return (model.experts - model.experts // ranks) * model.expert_params * element_bytes(dtype)
@@ -53,34 +72,80 @@ def token_bytes(model: MoeModel, ranks: int, dispatch_dtype: str, combine_dtype:
     return copies * model.hidden * (element_bytes(dispatch_dtype) + element_bytes(combine_dtype))
 
 
+def rates_of(cluster: Cluster, dtype: str) -> Rates:
+    """The rates for another GPU and precision: matrices and attention as published training steps have them
+    (`efficiency`), copy engines at the share of NVLink that they have in the published roofline. ValueError where no
+    published step says anything of the GPU."""
+    peak = cluster.gpu.bf16_tflops.value if dtype == "bf16" else cluster.gpu.fp8_tflops.value
+    nvlink = clusters.get("gb200_nvl72").gpu.nvlink_gb_per_s.value
+    rate = peak * efficiency.of(cluster, dtype).share
+    return Rates(rate, rate, COPY_GB_PER_S / nvlink * cluster.gpu.nvlink_gb_per_s.value)
+
+
+def compute_us(
+    model: MoeModel, cluster: Cluster, tokens: int, experts: int, dtype: str = "nvfp4", rates: Rates = _PUBLISHED_RATES
+) -> tuple[float, float]:
+    """(all but the experts, the experts) of a layer's forward of one sequence, on a rank that reads so many experts."""
+    routed = 2.0 * model.topk * model.expert_params
+    dense = max(0.0, 2e9 * model.active / model.num_layers - routed)
+    attention = model.attention_flops * tokens / 2
+    fixed = KERNELS * cluster.gpu.launch_us.value
+    others = fixed + tokens * (dense / rates.matrix_tflops + attention / rates.attention_tflops) / 1e6
+    read = min(experts, tokens * model.topk) * model.expert_params * element_bytes(dtype)
+    return others, max(tokens * routed / (rates.matrix_tflops * 1e6), read / (cluster.gpu.hbm_rate * 1e3))
+
+
 def layer(
-    model: MoeModel,
-    cluster: Cluster,
-    tokens: int,
-    ranks: int,
-    dtype: str = "nvfp4",
-    *,
-    tflops: float = COMPUTE_TFLOPS,
-    copy_gb_per_s: float = COPY_GB_PER_S,
+    model: MoeModel, cluster: Cluster, tokens: int, ranks: int, dtype: str = "nvfp4", *, rates: Rates = _PUBLISHED_RATES
 ) -> Layer:
     """One layer of a prefill of `tokens` per rank, one sequence. ValueError for ranks that do not divide experts."""
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")
     if ranks < 2 or model.experts % ranks:
         raise ValueError(f"ranks={ranks} must divide the {model.experts} experts and be at least 2")
-    flops = tokens * (2e9 * model.active / model.num_layers + model.attention_flops * tokens / 2)
-    arithmetic = flops / (tflops * 1e6)
-    expert = model.expert_params * element_bytes(dtype)
-    hbm = cluster.gpu.hbm_rate * 1e3
-
-    def compute(experts: int) -> float:
-        return max(arithmetic, min(experts, tokens * model.topk) * expert / hbm)
-
-    prefetch = weight_bytes(model, ranks, dtype) / (copy_gb_per_s * 1e3)
+    prefetch = weight_bytes(model, ranks, dtype) / (rates.copy_gb_per_s * 1e3)
     exchange = tokens * token_bytes(model, ranks, dtype) / (cluster.gpu.nvlink_rate * 1e3)
-    dep = compute(model.experts // ranks) * (1 + SYNC_CV * expected_max(ranks)) + exchange
-    whole = compute(model.experts)
+    own = sum(compute_us(model, cluster, tokens, model.experts // ranks, dtype, rates))
+    dep = own * (1 + SYNC_CV * expected_max(ranks)) + exchange
+    whole = sum(compute_us(model, cluster, tokens, model.experts, dtype, rates))
     return Layer(tokens, whole, prefetch, exchange, dep, max(whole, prefetch) * CONTENTION)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What moves, and microseconds of a layer for either, forward and (in training) backward."""
+
+    move: str
+    tokens_us: float
+    weights_us: float
+
+
+def choose(
+    model: MoeModel,
+    cluster: Cluster,
+    tokens: int,
+    ranks: int,
+    dtype: str,
+    *,
+    training: bool,
+    micro_batches: int = 1,
+    rates: Rates | None = None,
+) -> Choice:
+    """Whether tokens or weights should move for micro-batches of `tokens` per rank: the faster of the two.
+
+    training: the backward computes twice the forward, exchanges as much and gathers the weights again; gradients go
+    home once in fp32, shared by the micro-batches of a step, with nothing beside them. rates: `rates_of` when None."""
+    known = rates_of(cluster, dtype) if rates is None else rates
+    at = layer(model, cluster, tokens, ranks, dtype, rates=known)
+    if not training:
+        times = at.dep_us, at.dwdp_us
+    else:
+        wait = 1 + SYNC_CV * expected_max(ranks)
+        own = sum(compute_us(model, cluster, tokens, model.experts // ranks, dtype, known))
+        home = weight_bytes(model, ranks, dtype) / element_bytes(dtype) * 4 / (known.copy_gb_per_s * 1e3)
+        back = max(2 * at.compute_us, at.prefetch_us) * CONTENTION
+        times = 3 * own * wait + 2 * at.exchange_us, at.dwdp_us + back + home / micro_batches
+    return Choice("weights" if times[1] < times[0] else "tokens", *times)
 
 
 def byte_crossover(model: MoeModel, ranks: int, dtype: str, *, training: bool = False) -> float:
@@ -92,15 +157,17 @@ def byte_crossover(model: MoeModel, ranks: int, dtype: str, *, training: bool = 
     return weights / token_bytes(model, ranks, dtype)
 
 
-def hiding_crossover(model: MoeModel, cluster: Cluster, ranks: int, dtype: str = "nvfp4", **rates: float) -> int:
+def hiding_crossover(
+    model: MoeModel, cluster: Cluster, ranks: int, dtype: str = "nvfp4", rates: Rates = _PUBLISHED_RATES
+) -> int:
     """Fewest tokens per rank at which compute covers the prefetch."""
     low, high = 1, 2
-    while (at := layer(model, cluster, high, ranks, dtype, **rates)).compute_us < at.prefetch_us:
+    while (at := layer(model, cluster, high, ranks, dtype, rates=rates)).compute_us < at.prefetch_us:
         low, high = high, high * 2
         if high > 1 << 30:
             raise ValueError(f"no number of tokens hides the weights of {model.name} over {ranks} ranks")
     while high - low > 1:
         middle = (low + high) // 2
-        at = layer(model, cluster, middle, ranks, dtype, **rates)
+        at = layer(model, cluster, middle, ranks, dtype, rates=rates)
         low, high = (middle, high) if at.compute_us < at.prefetch_us else (low, middle)
     return high

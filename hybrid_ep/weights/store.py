@@ -142,9 +142,9 @@ class ExpertStore:
         shape = (self.layout.num_experts - self.layout.own(self.rank), *self.layout.shapes[n])
         return self.region(self.rank, self.layout.gradient_at(layer, n), shape, torch.float32)
 
-    def bring_home(self, add: Callable[[int, int, torch.Tensor], None]) -> None:
-        """Take home the gradients of this rank's experts: add(layer, n, fp32 [own experts, *shapes[n]]) for every other
-        rank, ascending, and every layer and matrix. The tensor is the other rank's memory: add it, do not keep it.
+    def bring_home(self, add: Callable[[int, int, list[torch.Tensor]], None]) -> None:
+        """Take home the gradients of this rank's experts: add(layer, n, parts) for every layer and matrix, a part
+        fp32 [own experts, *shapes[n]] of every other rank, ascending. They are those ranks' memory: do not keep them.
 
         Every rank calls it once a step, before gradients are reduced over data-parallel ranks, and waits for each other
         one to come. DeadlineError names the one that does not."""
@@ -157,17 +157,19 @@ class ExpertStore:
         self._touched.clear()
         self._given += 1
         self.segments[self.rank].publish(places.GIVEN, self._given)
-        lay, own = self.layout, self.layout.own(self.rank)
-        for rank in range(lay.num_ranks):
-            if rank == self.rank:
-                continue
-            self.wait(places.GIVEN, self._given, "gradients come late from", [rank])
-            at = (lay.first(self.rank) - lay.first(rank)) % lay.num_experts - lay.own(rank)
-            for layer in range(lay.num_layers):
-                for n, shape in enumerate(lay.shapes):
-                    begin = lay.gradient_at(layer, n) + at * lay.expert_bytes(n, 4)
-                    add(layer, n, self.region(rank, begin, (own, *shape), torch.float32))
+        self.wait(places.GIVEN, self._given, "gradients come late from")
+        lay, others = self.layout, [rank for rank in range(self.layout.num_ranks) if rank != self.rank]
+        for layer in range(lay.num_layers):
+            for n in range(len(lay.shapes)):
+                add(layer, n, [self._coming(rank, layer, n) for rank in others])
         self.segments[self.rank].publish(places.TAKEN, self._given)
+
+    def _coming(self, rank: int, layer: int, n: int) -> torch.Tensor:
+        """What another rank has for this one."""
+        lay = self.layout
+        position = (lay.first(self.rank) - lay.first(rank)) % lay.num_experts - lay.own(rank)
+        at = lay.gradient_at(layer, n) + position * lay.expert_bytes(n, 4)
+        return self.region(rank, at, (lay.own(self.rank), *lay.shapes[n]), torch.float32)
 
     # ---- waits
 

@@ -59,6 +59,7 @@ class Layers:
             manager, mine = dispatcher._comm_manager, dispatcher.local_expert_indices
             if hasattr(manager, "attach"):
                 manager.attach(experts)
+            if hasattr(manager, "owners"):
                 manager.record = lambda counts: None
                 if owners is not None:
                     manager.owners.assign(owners[layer])
@@ -165,8 +166,10 @@ def like_ddp(parameters, log):
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def train(groups, ep, forced=None, main_grad=False, recompute=False, owners=None):
-    """Everything that a few steps compute, parameters by logical expert, as a list of tensors; the plans' copies."""
+def train(groups, ep, forced=None, main_grad=False, recompute=False, owners=None, at_end=lambda: None):
+    """Everything that a few steps compute, parameters by logical expert, as a list of tensors; the plans' copies.
+
+    at_end: called behind the backwards of a step."""
     layers, seen, copies = Layers(groups, ep, owners), [], 0
     log = []
     if main_grad:
@@ -188,6 +191,7 @@ def train(groups, ep, forced=None, main_grad=False, recompute=False, owners=None
             for dispatcher, _ in layers.pairs:
                 plan = getattr(dispatcher._comm_manager, "last_plan", None)
                 copies += plan.num_copies if plan is not None else 0
+        at_end()
         seen += layers.everywhere(lambda parameter: parameter.main_grad if main_grad else parameter.grad)
         for parameter in layers.parameters():
             gradient = parameter.main_grad if main_grad else parameter.grad

@@ -94,10 +94,11 @@ def test_dwdp_roofline():
     deepseek, gb200 = models.get("deepseek_v3"), clusters.get("gb200_nvl72")
     layers = {t: dwdp.layer(deepseek, gb200, t, dwdp.PUBLISHED_GROUP) for t in dwdp.PUBLISHED_COMPUTE_OVER_PREFETCH}
     for tokens, ratio in dwdp.PUBLISHED_COMPUTE_OVER_PREFETCH.items():
-        if tokens > 1024:
-            assert layers[tokens].compute_us / layers[tokens].prefetch_us == pytest.approx(ratio, rel=0.2)
+        fitted = tokens in (16384, 32768)
+        found = layers[tokens].compute_us / layers[tokens].prefetch_us
+        assert found == pytest.approx(ratio, rel=5e-3 if fitted else 0.15)
     for tokens, ratio in dwdp.PUBLISHED_DEP_OVER_DWDP.items():
-        assert layers[tokens].dep_us / layers[tokens].dwdp_us == pytest.approx(ratio, rel=0.2)
+        assert layers[tokens].dep_us / layers[tokens].dwdp_us == pytest.approx(ratio, rel=0.15)
     # the published winner changes between 8k and 16k tokens; so does ours
     assert layers[8192].dep_us < layers[8192].dwdp_us and layers[16384].dep_us > layers[16384].dwdp_us
     assert 8192 < dwdp.hiding_crossover(deepseek, gb200, dwdp.PUBLISHED_GROUP) < 16384

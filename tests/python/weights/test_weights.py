@@ -177,7 +177,7 @@ def test_gradients_come_home_once_in_the_order_of_the_ranks(num_ranks, more, num
             home = {
                 (layer, n): torch.zeros(layout.own(rank), *SHAPES[n]) for layer in range(num_layers) for n in (0, 1)
             }
-            store.bring_home(lambda layer, n, part, home=home: home[layer, n].add_(part))
+            store.bring_home(lambda layer, n, parts, home=home: [home[layer, n].add_(part) for part in parts])
             found.append(home)
         return found
 

@@ -1,0 +1,435 @@
+"""Experts' weights travel in place of tokens: `--hybrid-ep-move weights`.
+
+    forward    tokens are permuted on their rank -> all experts: own stack, kept copies, fetched buffer -> unpermuted
+               meanwhile the next layer's experts are pulled out of the other ranks' registered memory
+    backward   the layer's experts are fetched again, gradients of other homes' experts are summed in fp32, here
+    step       before gradients are reduced: homes add what all ranks have for them, in the order of the ranks
+               in the first forward behind it: weights are published anew
+
+Router, losses, optimizer and checkpoints see the experts that they always see: those at home on their rank. No forward
+and no backward has a collective; ranks wait for one another where gradients go home and where weights are published.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import socket
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep import env
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
+from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
+from megatron_patches import settings, weights_choice
+from megatron_patches.experts import GroupedExperts
+from megatron_patches.manager import HybridEPManager
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from hybrid_ep.weights import Fetched
+    from megatron_patches.patch_set import Replace
+
+# attribute of TransformerConfig -> the flag that sets it: what does not work with travelling weights, refused when set.
+UNSUPPORTED = {
+    "moe_expert_rank_capacity_factor": "--moe-expert-rank-capacity-factor",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "cuda_graph_impl": "--cuda-graph-impl",
+    "enable_cuda_graph": "--enable-cuda-graph",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+}
+
+
+def check_supported(config: TransformerConfig, tp_size: int, num_ranks: int, wanted: settings.Weights) -> None:
+    """ValueError that names every flag which does not work with weights that travel."""
+    found = [flag for name, flag in UNSUPPORTED.items() if getattr(config, name, None) not in (None, False, "none")]
+    if tp_size > 1:
+        found.append("--expert-tensor-parallel-size above 1")
+    if found:
+        raise ValueError(
+            f"--hybrid-ep-move {wanted.move} does not work with {', '.join(found)}: drop them, or move tokens"
+        )
+    if wanted.group not in (None, num_ranks):
+        raise ValueError(
+            f"weight_group (--hybrid-ep-weight-group) is {wanted.group}, and the ranks that hold all experts among "
+            f"them are the {num_ranks} of the expert-parallel group: give {num_ranks}, or make that group "
+            f"--expert-model-parallel-size {wanted.group}"
+        )
+    own, total = config.num_moe_experts // num_ranks, config.num_moe_experts
+    if wanted.local_experts is not None and not own <= wanted.local_experts <= total:
+        raise ValueError(
+            f"local_experts (--hybrid-ep-local-experts) is {wanted.local_experts}: give {own} (a rank's own) to "
+            f"{total} (all)"
+        )
+
+
+_alone: tuple[Any, Any] | None = None  # (the job's group, this rank as a group)
+
+
+def alone() -> Any:
+    """This rank as a group, for dispatch and combine on the rank."""
+    global _alone
+    world = dist.group.WORLD
+    if _alone is None or _alone[0] is not world:
+        _alone = world, dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _alone[1]
+
+
+class WeightsManager(HybridEPManager):
+    """HybridEPManager whose tokens stay on their rank while experts come to them; with "auto" where the roofline says.
+
+    layer: the layer's experts among those of the group. last_plan and `over_budget` stay as they begin.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_local_experts: int,
+        num_experts: int,
+        router_topk: int,
+        config: TransformerConfig,
+    ) -> None:
+        wanted = settings.current()
+        check_supported(config, num_experts // config.num_moe_experts, group.size(), wanted.weights)
+        super().__init__(group, num_local_experts, num_experts, router_topk, config)
+        self.here = HybridEPManager(alone(), num_experts, num_experts, router_topk, config)
+        self.layer: LayerWeights | None = None
+
+    def attach(self, experts: torch.nn.Module) -> None:
+        """Give the layer's experts, whose forward also runs those of other ranks from now on."""
+        if not isinstance(experts, GroupedExperts):
+            raise ValueError(
+                f"--hybrid-ep-move {self.settings.weights.move} works with the experts of --hybrid-ep-grouped-gemm, "
+                f"not {type(experts).__name__}: give that flag"
+            )
+        self.layer = joined(self.group, self.settings).add(experts)
+        setattr(experts, "forward", self.layer.forward)  # noqa: B010 - an instance attribute over a method
+
+    def reset_transient_forward_state(self) -> None:
+        """As the base class."""
+        super().reset_transient_forward_state()
+        if hasattr(self, "here"):
+            self.here.reset_transient_forward_state()
+
+    def dispatch(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
+        """[T, H] -> [P, H] grouped by expert: all of them, this rank's own first, where weights travel.
+
+        Nothing is exchanged then, but by the first forward of all layers, which sets the weights up."""
+        if self.layer is None:
+            raise RuntimeError("weights that travel have no experts: call attach(experts) after building the layer")
+        if not self.layer.travels(self.config, hidden_states):
+            return super().dispatch(hidden_states)
+        routing_map, probs = self.routed()
+        first = self.group.rank() * self.num_local_experts
+        self.here.setup_metadata(routing_map.roll(-first, 1), probs.roll(-first, 1))
+        rows = self.here.dispatch(hidden_states)
+        self.dispatched_probs, self.tokens_per_expert = self.here.dispatched_probs, self.here.tokens_per_expert
+        return rows
+
+    def combine(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
+        """[P, H] -> [T, H], as the base class."""
+        if self.layer is None or not self.layer.chosen:
+            return super().combine(hidden_states)
+        return self.here.combine(hidden_states)
+
+
+class LayerWeights:
+    """One layer of a `GroupWeights`: its experts' forward. chosen: whether weights travel in this layer, None before
+    the first forward. number: its place among the layers that do."""
+
+    def __init__(self, group: GroupWeights, experts: GroupedExperts) -> None:
+        self.group, self.experts, self.plain_forward = group, experts, experts.forward
+        self.owners: list[torch.nn.Parameter] = [experts.weight1, experts.weight2]
+        self.chosen: bool | None = None
+        self.number = -1
+        experts.register_load_state_dict_post_hook(lambda module, keys: group.changed())
+
+    def travels(self, config: TransformerConfig, hidden_states: torch.Tensor) -> bool:
+        """Whether weights travel here. The first call of the group's layers decides, and is collective."""
+        if self.chosen is None:
+            self.group.set_up(config, hidden_states.shape[0], hidden_states.device)
+        return bool(self.chosen)
+
+    def forward(
+        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The experts' forward: own ones with their parameters, the others with what was fetched."""
+        if not self.chosen:
+            return self.plain_forward(rows, tokens_per_expert, probs)
+        prefetcher = self.group.ready()
+        prefetcher.store.check_unchanged(self.number, self.owners)
+        there = prefetcher.acquire(self.number)
+        try:
+            rows, probs, *stacks = _Travelled.apply(self, there, rows, probs, *self.owners)
+            further = list(zip(stacks[::2], stacks[1::2], strict=True))
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                output, bias = self.plain_forward(rows, tokens_per_expert, probs, further=further)
+            return _FetchAgain.apply(self, output), bias
+        finally:
+            again = torch._C._current_graph_task_id() != -1  # recomputed in the backward, whose way it goes
+            prefetcher.release(self.number, backward=again, training=self.experts.training)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """A tensor that lies in a buffer is kept as its place there: other layers will use the memory."""
+        place = self.group.ready().place_of(self.number, tensor)
+        return tensor if place is None else place
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else self.group.prefetcher.at(packed)
+
+
+def _places(there: Fetched) -> list[list[torch.Tensor]]:
+    """[matrix 0, matrix 1] of every place where further experts are."""
+    return [list(place) for place in (there.kept, there.fetched) if len(place[0])]
+
+
+class _Travelled(torch.autograd.Function):
+    """rows, probs and the owners -> rows, probs, and the stacks of other homes' experts, whose gradients its backward
+    puts with those that go home. It runs behind all that reads the layer's weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: LayerWeights,
+        there: Fetched,
+        rows: torch.Tensor,
+        probs: torch.Tensor,
+        *owners: torch.nn.Parameter,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.layer, ctx.num_owners = layer, len(owners)
+        return rows.view_as(rows), probs.view_as(probs), *(stack for place in _places(there) for stack in place)
+
+    @staticmethod
+    def backward(
+        ctx: Any, rows: torch.Tensor, probs: torch.Tensor, *stacks: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        layer: LayerWeights = ctx.layer
+        prefetcher = layer.group.prefetcher
+        prefetcher.store.add_gradients(layer.number, [stacks[0::2], stacks[1::2]])
+        prefetcher.release(layer.number, backward=True)
+        layer.group.has_gradients = True
+        return None, None, rows, probs, *[None] * ctx.num_owners
+
+
+class _FetchAgain(torch.autograd.Function):
+    """The identity. Backward: the layer's weights are there again before the experts' backward reads them."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: LayerWeights, output: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.layer.group.prefetcher.acquire(ctx.layer.number)
+        return None, gradient
+
+
+class GroupWeights:
+    """The layers of one expert-parallel group whose experts travel, in the order in which they were built."""
+
+    def __init__(self, group: dist.ProcessGroup, wanted: settings.Settings) -> None:
+        self.group, self.wanted = group, wanted
+        self.layers: list[LayerWeights] = []
+        self.has_gradients = False
+        self._fresh = False  # what is published is what the owners hold
+        self._prefetcher: WeightPrefetcher | None = None
+
+    def add(self, experts: GroupedExperts) -> LayerWeights:
+        self.layers.append(LayerWeights(self, experts))
+        return self.layers[-1]
+
+    @property
+    def is_set_up(self) -> bool:
+        return bool(self.layers) and self.layers[0].chosen is not None
+
+    @property
+    def travelling(self) -> list[LayerWeights]:
+        return [layer for layer in self.layers if layer.chosen]
+
+    @property
+    def prefetcher(self) -> WeightPrefetcher:
+        if self._prefetcher is None:
+            raise RuntimeError("the weights of these layers were released: build the model anew, or apply() before it")
+        return self._prefetcher
+
+    def set_up(self, config: TransformerConfig, num_tokens: int, device: torch.device) -> None:
+        """Decide what travels in each layer, register memory, exchange handles. Collective, once.
+
+        ValueError where the ranks lie on several hosts, or tensors on a device: experts are read from shared memory."""
+        limit = self.wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S")
+        meet = Rendezvous(GroupView.of(self.group), limit)
+        owners = self.layers[0].owners
+        mine = {"tokens": num_tokens, "host": socket.gethostname()}
+        common = {"layers": len(self.layers), "shapes": [list(p.shape) for p in owners], "dtype": str(owners[0].dtype)}
+        try:
+            if device.type != "cpu" or owners[0].device.type != "cpu":
+                raise ValueError(
+                    f"--hybrid-ep-move {self.wanted.weights.move} runs on hosts only, and tokens are on {device}: move "
+                    "tokens"
+                )
+        except ValueError as error:
+            meet.refuse("weights", error)
+            raise
+        said = meet.exchange("weights", {**mine, "must_agree": common})
+        agree([one["must_agree"] for one in said], f"--hybrid-ep-move {self.wanted.weights.move}")
+        if len(hosts := {one["host"] for one in said}) > 1:
+            raise ValueError(
+                f"--hybrid-ep-move {self.wanted.weights.move} reads experts out of memory that ranks share, and those "
+                f"of this group lie on hosts {', '.join(sorted(hosts))}: give groups inside a host, or move tokens"
+            )
+        mean = max(1, sum(one["tokens"] for one in said) // len(said))
+        for number, layer in enumerate(self.layers):
+            layer.chosen = weights_choice.travels(self.wanted.weights, config, layer.experts, number, mean, self.group)
+        if not self.travelling:
+            return
+        for number, layer in enumerate(self.travelling):
+            layer.number = number
+        shapes = tuple(tuple(owner.shape[1:]) for owner in owners)
+        layout = WeightLayout(
+            config.num_moe_experts,
+            self.group.size(),
+            len(self.travelling),
+            shapes,
+            owners[0].dtype,
+            self.wanted.weights.local_experts or -(-config.num_moe_experts // self.group.size()),
+        )
+        store = ExpertStore(self.group, layout, timeout_s=limit)
+        self._prefetcher = WeightPrefetcher(store, num_buffers=self.wanted.weights.buffers)
+        weakref.finalize(self, self._prefetcher.close)  # its thread would live on otherwise
+
+    def changed(self) -> None:
+        """The owners' weights have changed, or will have by the next forward, on every rank."""
+        self._fresh = False
+
+    def ready(self) -> WeightPrefetcher:
+        """The prefetcher, when what the owners hold is published."""
+        if not self._fresh:
+            self.prefetcher.publish([[owner.detach() for owner in layer.owners] for layer in self.travelling])
+            self._fresh = True
+        return self.prefetcher
+
+    def bring_home(self) -> None:
+        """Add what all ranks have for the experts at home here to main_grad, or to grad where there is none. Once a
+        step; nothing where no backward has run."""
+        if not self.has_gradients:
+            return
+        self.has_gradients = False
+        layers = self.travelling
+        with torch.no_grad():
+            self.prefetcher.store.bring_home(lambda layer, n, parts: _add(layers[layer].owners[n], parts))
+        self.changed()
+
+    def close(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        self._prefetcher = None
+
+
+def _add(owner: torch.nn.Parameter, parts: list[torch.Tensor]) -> None:
+    """Sum in fp32 behind what the owner has of its own tokens, rounded once where its gradient is not fp32."""
+    if not owner.requires_grad:
+        return
+    total = getattr(owner, "main_grad", None)
+    if total is None:
+        if owner.grad is None:
+            owner.grad = torch.zeros_like(owner)
+        total = owner.grad
+    total = total.view_as(owner)
+    summed = total if total.dtype == torch.float32 else total.float()
+    for part in parts:
+        summed.add_(part)
+    if summed is not total:
+        total.copy_(summed)
+
+
+_groups: list[weakref.ref[GroupWeights]] = []
+_open: dict[tuple[dist.ProcessGroup, settings.Settings], GroupWeights] = {}  # layers may still join
+
+
+def joined(group: dist.ProcessGroup, wanted: settings.Settings) -> GroupWeights:
+    """Where a layer that is being built joins: those of its group until their first forward, then others."""
+    found = _open.get((group, wanted))
+    if found is None or found.is_set_up:
+        found = _open[group, wanted] = GroupWeights(group, wanted)
+        _groups.append(weakref.ref(found))
+    return found
+
+
+def live() -> list[GroupWeights]:
+    """Those whose models live."""
+    return [found for one in _groups if (found := one()) is not None]
+
+
+def bring_home() -> None:
+    """What `finish_grad_sync` of Megatron's DDP does here, for training without it: call it on every rank behind the
+    last backward of a step. It waits for the ranks of the group, by counters in memory."""
+    for group in live():
+        group.bring_home()
+
+
+def changed() -> None:
+    """Call it on every rank after weights have changed other than by an optimizer behind `bring_home` or by loading."""
+    for group in live():
+        group.changed()
+
+
+def release() -> None:
+    """End the copying threads; layers that live on cannot compute any more."""
+    for group in live():
+        group.close()
+    _groups.clear()
+    _open.clear()
+
+
+def layer_init(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for MoELayer.__init__ that hands the experts to the manager."""
+
+    @functools.wraps(original)
+    def __init__(self: MoELayer, *args: Any, **keywords: Any) -> None:
+        original(self, *args, **keywords)
+        manager = getattr(self.token_dispatcher, "_comm_manager", None)
+        if isinstance(manager, WeightsManager):
+            manager.attach(self.experts)
+
+    return __init__
+
+
+def gradient_wrapper(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for DistributedDataParallel.finish_grad_sync: gradients go home before they are reduced."""
+
+    @functools.wraps(original)
+    def finish_grad_sync(self: Any, *args: Any, **keywords: Any) -> None:
+        groups = [group for group in live() if group.has_gradients]
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if groups and getattr(self.ddp_config, name, False):
+                raise ValueError(
+                    f"--hybrid-ep-move weights does not work with {name} (--{name.replace('_', '-')}): gradients of "
+                    "experts are not complete before all have gone home; turn it off"
+                )
+        for group in groups:
+            group.bring_home()
+        original(self, *args, **keywords)
+
+    return finish_grad_sync
+
+
+def install(replace: Replace) -> None:
+    """Put both in place through `replace(owner, name, value)`, which remembers how to undo it."""
+    from megatron_patches import hooks
+
+    layer = importlib.import_module(f"{hooks.MOE}.moe_layer").MoELayer
+    replace(layer, "__init__", layer_init(layer.__init__))
+    ddp = importlib.import_module("megatron.core.distributed").DistributedDataParallel
+    replace(ddp, "finish_grad_sync", gradient_wrapper(ddp.finish_grad_sync))
