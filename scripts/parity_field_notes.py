@@ -29,15 +29,16 @@ def built(case):
 
     honest = GroupedExperts.forward
 
-    def forward(self, rows, tokens_per_expert, probs):
+    def forward(self, rows, tokens_per_expert, probs, **further):
         if not rows.shape[0]:
-            return honest(self, rows, tokens_per_expert, probs)
+            return honest(self, rows, tokens_per_expert, probs, **further)
         place = _static_places(rows)
         out, bias = honest(
             self,
             rows[place],
             tokens_per_expert,
             probs[place] * (place.new_tensor([1] * rows.shape[0] + [0] * SLACK_ROWS)),
+            **further,
         )
         return out[: rows.shape[0]], bias
 

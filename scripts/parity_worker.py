@@ -74,7 +74,7 @@ class Case:
     """One training run. dispatcher: allgather, alltoall, or ours through one of its hooks. overlap: None
     follows the variant. sabotage: a bug put into our dispatcher on purpose. reference: hybrid_ep.reference
     for its engine. seed: of weights and data. grouped: our experts in place of SequentialMLP. broken: one of
-    parity_field_notes.BREAKS put into them."""
+    parity_field_notes.BREAKS put into them. move: what travels in ours, experts' weights need `grouped`."""
 
     variant: str
     dispatcher: str
@@ -86,6 +86,7 @@ class Case:
     seed: int = 0
     grouped: bool = False
     broken: str = ""
+    move: str = "tokens"
 
 
 def build_config(case, torch):
@@ -267,6 +268,7 @@ def patched(case):
 
     if case.dispatcher in ("token_dispatcher", "deep_ep"):
         options = {"grouped_gemm": True} if case.grouped else {}
+        options |= {"move": case.move} if case.move != "tokens" else {}
         if case.reference:
             from hybrid_ep.reference import ReferenceBuffer
 

@@ -29,6 +29,17 @@ def test_quick_parity_on_both_hooks():
 
 
 @pytest.mark.version_free
+def test_parity_with_weights_that_travel():
+    options = parity.arguments(
+        ["--move", "weights", "--ep", "4", "--steps", "6", "--variant", "plain", "recompute", "bf16"]
+    )
+    cases, _ = parity.plan(options, parity.megatron_minor())
+    assert [case.move for case in cases].count("weights") == 3
+    for case, _, loss, norm, ok in train(cases):
+        assert ok, f"{case}: loss {loss:.1e}, gradient norm {norm:.1e}"
+
+
+@pytest.mark.version_free
 def test_every_planted_bug_is_noticed():
     cases = [Case("plain", "alltoall", 4, 4), Case("plain", "token_dispatcher", 4, 4)]
     cases += [Case("plain", "token_dispatcher", 4, 4, sabotage=kind) for kind in SABOTAGE]

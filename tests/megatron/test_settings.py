@@ -62,3 +62,35 @@ def test_patches_are_known_by_the_part_that_made_them_and_undone_newest_first():
     patches.revert()
     assert order == ["second"] and owner.kept == "before" and not hasattr(owner, "new")
     assert "one" not in patches and patches.describe() == ()
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        (["--hybrid-ep-local-experts", "3"], "--hybrid-ep-local-experts needs --hybrid-ep-move weights or auto"),
+        (["--hybrid-ep-move", "weights", "--overlap-grad-reduce"], "does not work with --overlap-grad-reduce"),
+        (["--hybrid-ep-move", "weights", "--overlap-param-gather"], "does not work with --overlap-param-gather"),
+        (["--hybrid-ep-move", "weights"], "needs grouped_gemm"),
+    ],
+)
+def test_flags_of_weights_that_travel(given, text):
+    with pytest.raises(ValueError, match=text):
+        flags.settings_from_args(_parsed(given))
+
+
+def test_flags_of_weights_reach_the_settings():
+    asked = ["--hybrid-ep-grouped-gemm", "--hybrid-ep-move", "auto", "--hybrid-ep-weight-cluster", "gb200_nvl72"]
+    asked += ["--hybrid-ep-weight-group", "4", "--hybrid-ep-local-experts", "9", "--hybrid-ep-weight-buffers", "3"]
+    made = flags.settings_from_args(_parsed(asked)).weights
+    assert (made.move, made.group, made.local_experts, made.buffers, made.cluster) == ("auto", 4, 9, 3, "gb200_nvl72")
+    assert made.may_move and not settings.Settings().weights.may_move
+
+
+def _parsed(given):
+    parser = flags.add_arguments(argparse.ArgumentParser())
+    for flag in ("--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend"):
+        parser.add_argument(flag)
+    for flag in ("--overlap-grad-reduce", "--overlap-param-gather"):
+        parser.add_argument(flag, action="store_true")
+    common = ["--hybrid-ep", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
+    return parser.parse_args(common + given)
