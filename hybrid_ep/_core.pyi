@@ -25,7 +25,7 @@ class BufferShape:
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
                  max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
                  partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int | None = None,
-                 arena_bytes: int = 0, latency_tokens: int = 0) -> None: ...
+                 arena_bytes: int = 0, latency_tokens: int = 0, clones: MicrobatchShape | None = None) -> None: ...
 
     @property
     def arena_bytes(self) -> int: ...
@@ -236,6 +236,15 @@ class Engine:
 
     def place(self, request: PlaceRequest) -> Placed:
         """A plan that lies in the request's memory."""
+
+    def plan_clones(self, topk_idx: torch.Tensor | None, routing_map: torch.Tensor | None, num_tokens: int,
+                    topk: int, columns: torch.Tensor, owners_digest: int, out: torch.Tensor,
+                    out_columns: torch.Tensor | None, slot_expert: torch.Tensor, slots: torch.Tensor,
+                    counts: torch.Tensor, numbers: torch.Tensor, replayed: bool, num_blocks: int) -> None:
+        """Engine::balance. topk_idx int64 [T, topk] or routing_map bool [T, E] over logical experts; columns int64
+        [E]; written: out, of the same kind over physical slots; out_columns int64 [T, E] or None; slot_expert int32
+        [R, S], slots int64 [3, R, S] (tokens, take, first), counts int64 [R, E], numbers int64 [4], which replayed
+        reads instead."""
 
     def plan_memory(self, num_tokens: int, topk: int, worst_case: bool) -> PlanMemory:
         """Offsets in the memory of a plan; worst_case: with room for what its dispatch learns."""

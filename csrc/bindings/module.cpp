@@ -7,7 +7,9 @@
 #include <tuple>
 
 #include "arch/host/errors.h"
+#include "balance/microbatch.h"
 #include "bindings/balance.h"
+#include "bindings/clones.h"
 #include "bindings/convert.h"
 #include "bindings/cuda.h"
 #include "bindings/header.h"
@@ -106,10 +108,13 @@ void bind_errors() {
 BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t num_experts, uint64_t max_tokens,
                        uint32_t max_topk, uint32_t row_bytes, uint32_t scale_bytes, uint64_t recv_rows,
                        uint32_t partial_row_bytes, uint32_t chunk_tokens, std::optional<uint32_t> slots,
-                       uint64_t arena_bytes, uint64_t latency_tokens) {
+                       uint64_t arena_bytes, uint64_t latency_tokens,
+                       const std::optional<balance::MicrobatchShape>& clones) {
   const uint32_t rail_slots = slots ? *slots : BufferShape::rail_slots_of(num_nodes);
-  BufferShape s{num_nodes,         num_local_ranks, num_experts,  max_tokens, max_topk,    row_bytes,     scale_bytes,
-                partial_row_bytes, recv_rows,       chunk_tokens, rail_slots, arena_bytes, latency_tokens};
+  BufferShape s{num_nodes,  num_local_ranks, num_experts,       max_tokens,        max_topk,
+                row_bytes,  scale_bytes,     partial_row_bytes, recv_rows,         chunk_tokens,
+                rail_slots, arena_bytes,     latency_tokens,    {.spare_slots = 0}};
+  if (clones) s.clones = *clones;
   s.validate();
   return s;
 }
@@ -121,7 +126,7 @@ void bind_memory(py::module_& m) {
            py::arg("num_experts"), py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16,
            py::arg("scale_bytes") = 0, py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16,
            py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = py::none(), py::arg("arena_bytes") = 0,
-           py::arg("latency_tokens") = 0)
+           py::arg("latency_tokens") = 0, py::arg("clones") = py::none())
       .def_readonly("num_nodes", &S::num_nodes)
       .def_readonly("num_local_ranks", &S::num_local_ranks)
       .def_readonly("num_experts", &S::num_experts)
@@ -183,8 +188,10 @@ void bind_engine(py::module_& m) {
       .def_buffer([](ArenaBlock& b) { return py::buffer_info(b.data.get(), py::ssize_t(b.bytes), false); })
       .def_property_readonly_static(
           "no_room", [](const py::object&) { return kNoRoom; }, "Words of the exception of hep_pool_allocate.");
-  py::class_<Engine>(m, "Engine", kUnlockedEnd,
-                     "One rank's registered buffer and the operations on it; see runtime/engine.h.")
+  py::class_<Engine> engine(m, "Engine", kUnlockedEnd,
+                            "One rank's registered buffer and the operations on it; see runtime/engine.h.");
+  bind_clones(engine);
+  engine
       .def(py::init(&make_engine<std::string>), py::arg("rank"), py::arg("shape"), py::arg("segments"),
            py::arg("timeout_s"), py::arg("executor") = "host", py::arg("seed") = 0)
       .def_static(
@@ -230,6 +237,7 @@ void bind_engine(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "hybrid_ep's C++ core: expert-parallel dispatch and combine.";
   hep::bind_errors();
+  hep::bind_balance(m);  // whose shapes others name
   hep::bind_tensor_view(m);
   hep::bind_exchange(m);
   hep::bind_memory(m);
@@ -240,6 +248,5 @@ PYBIND11_MODULE(_core, m) {
   hep::bind_cuda(m);
   hep::bind_nvshmem(m);
   hep::bind_sim(m);
-  hep::bind_balance(m);
   m.def("executors", &hep::Executor::names, "Names of the executors in this build.");
 }

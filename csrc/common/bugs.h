@@ -86,6 +86,9 @@
   BUG(kDraftsUnmet, "constructions are compared before all are made") \
   BUG(kShareNotLocalFirst, "a clone's tokens are not taken from its own rank first") \
   BUG(kFlowNotTakenBack, "a search keeps what the last flow of a choice moved when it turns back") \
+  BUG(kCloneCountsToldEarly, "a rank tells its tokens by expert before it has counted them") \
+  BUG(kCloneCountsOneStepOld, "clones are planned for the counts of the micro-batch before") \
+  BUG(kCloneShareOfAnother, "tokens are shared out among clones as if they were another rank's") \
   BUG(kTornLine, "a line becomes visible in two parts, in any order") \
   BUG(kFlagBeforePayload, "a line's flag becomes visible before its payload") \
   BUG(kEarlyCredit, "a step of the latency path ends without having heard of every rank") \

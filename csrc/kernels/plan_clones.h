@@ -12,7 +12,7 @@ inline constexpr int kPlanWarps = 8;
 
 struct ClonePlanParams {
   CloneShape shape;
-  CloneLayout layout;
+  CloneLayout tables;  // of the block
   CountsView counts;
   CloneOwners owners;
   CloneFlow* log;  // CloneLayout::flow_bytes
@@ -24,13 +24,15 @@ struct ClonePlanParams {
   CloneShare share;  // of this rank
 };
 
-template <Arch A>
-HEP_DEVICE void plan_clones_kernel(A& a, const ClonePlanParams& p, std::byte* smem) {
+// By all lanes of the block: the plan for these counts, and this rank's share of it. shared: CloneLayout::bytes.
+template <Arch A, class Params, class Owners>
+HEP_DEVICE void plan_and_share(A& a, const Params& p, const CountsView& view, const Owners& owners, int rank,
+                               std::byte* shared) {
   a.set_role("plan clones");
-  const CloneTables<A> tables{a, p.shape, p.layout, smem};
-  const PairCounts<A> counts{a, p.counts};
-  CloneCountsRole<A>(tables, counts, p.owners).run();
-  PlanClonesRole<A> role(a, p.shape, p.layout, smem, p.log);
+  const CloneTables<A> tables{a, p.shape, p.tables, shared};
+  const PairCounts<A> counts{a, view};
+  CloneCountsRole<A, Owners>(tables, counts, owners).run();
+  PlanClonesRole<A> role(a, p.shape, p.tables, shared, p.log);
   // No bound is asked whether a search is worth its time: it would take a warp about as long.
   const ClonePlan plan = role.run([](const CloneTables<A>&, int64_t) { return true; });
   role.store(p.slot_expert, p.slot_tokens);
@@ -38,9 +40,14 @@ HEP_DEVICE void plan_clones_kernel(A& a, const ClonePlanParams& p, std::byte* sm
   a.block_sync();
   a.set_role("share clones");
   // Where constructions were; they are done.
-  const CloneLinks links = CloneLinks::at(smem + p.layout.drafts_at, p.shape);
+  const CloneLinks links = CloneLinks::at(shared + p.tables.drafts_at, p.shape);
   ShareClonesRole shares(a, p.shape, tables.owner(), links, counts, p.slot_expert, p.slot_tokens);
-  shares.run(p.rank, p.share);
+  shares.run(rank, p.share);
+}
+
+template <Arch A>
+HEP_DEVICE void plan_clones_kernel(A& a, const ClonePlanParams& p, std::byte* smem) {
+  plan_and_share(a, p, p.counts, p.owners, p.rank, smem);
 }
 
 }  // namespace hep

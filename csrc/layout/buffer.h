@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "layout/clone_shape.h"
 #include "layout/counts.h"
 #include "layout/latency.h"
 #include "layout/message.h"
@@ -24,11 +25,13 @@ struct BufferShape {
   uint32_t rail_slots = 16;         // chunks in flight per rail peer and direction; rail_slots_of() says how many pay
   uint64_t arena_bytes = 0;         // for results, where rows land without a copy; 0 = none
   uint64_t latency_tokens = 0;      // of a rank, that the slabs of the latency path hold; 0 = no slabs
+  // Clones that its ranks plan together; its experts are logical ones. Without spare slots: none.
+  CloneShape clones{.spare_slots = 0};
 
   // Chunks that keep a rail busy. A block waits for the oldest chunk of its peer, so what counts is all that a rank has
   // in flight: with one peer 64 of them, as with the three of four nodes 32 each. More peers have enough with 16.
   static constexpr uint32_t rail_slots_of(uint32_t num_nodes) { return num_nodes <= 2 ? 64 : num_nodes <= 4 ? 32 : 16; }
-
+  bool plans_clones() const { return clones.spare_slots > 0; }
   void validate() const {
     auto need = [](bool ok, const char* what) {
       if (!ok) throw std::invalid_argument(std::string("BufferShape: ") + what);
@@ -43,6 +46,10 @@ struct BufferShape {
     need(max_topk >= 1 && max_topk <= 65535, "max_topk must lie in 1..65535");
     need(latency_tokens <= 0x7fffffff, "latency_tokens must be below 2^31");
     need(latency_tokens == 0 || num_nodes == 1, "latency_tokens needs ranks that all map each other: one node");
+    if (!plans_clones()) return;
+    need(clones.num_ranks == int(num_nodes * num_local_ranks) && clones.num_nodes == int(num_nodes),
+         "clones must be of the buffer's ranks and nodes");
+    need(clones.num_experts % clones.num_ranks == 0, "clones: experts must be a multiple of the number of ranks");
   }
 };
 
@@ -58,13 +65,13 @@ struct BufferLayout {
   static constexpr uint64_t kLine = 128;      // of a GPU's memory: a row that begins elsewhere touches one line more
   static constexpr uint32_t kGroupRows = 16;  // receive rows that share a counter of what landed, and partials' flags
 
-  CountsLayout counts;
+  CountsLayout counts, clone_counts;
   uint32_t num_nodes, num_local_ranks, num_ranks, rail_slots, chunk_tokens;
   uint64_t token_stride;  // largest message or partial row that this shape admits
   uint64_t slot_bytes;    // one ring slot: a chunk of those
-  uint64_t ready, done, counts_rail, counts_node, rail_full, rail_free;  // flag arrays
+  uint64_t ready, done, counts_rail, counts_node, clones_rail, clones_node, rail_full, rail_free;  // flag arrays
   LatencySlabs slabs;
-  uint64_t counts_at, landed, partials, latency, rail_send, rail_recv, recv, arena;  // data regions
+  uint64_t counts_at, clone_counts_at, landed, partials, latency, rail_send, rail_recv, recv, arena;  // data regions
   uint64_t groups, recv_bytes, arena_bytes, total;
   std::vector<Region> regions;
 
@@ -76,6 +83,7 @@ struct BufferLayout {
     rail_slots = s.rail_slots;
     chunk_tokens = s.chunk_tokens;
     counts = CountsLayout{num_ranks, num_nodes, s.num_experts};
+    clone_counts = CountsLayout{0, 0, s.plans_clones() ? uint32_t(s.clones.num_experts) : 0};
     World w{int32_t(num_nodes), int32_t(num_local_ranks), 0};
     uint64_t message = MessageLayout::make(w, s.max_topk, true, s.scale_bytes, s.row_bytes).token_bytes();
     uint64_t partial = uint64_t(s.partial_row_bytes) + MessageLayout::weight_section_bytes(s.max_topk);
@@ -88,9 +96,13 @@ struct BufferLayout {
     done = add("done_flags", num_local_ranks * kFlagStride);
     counts_rail = add("counts_rail_flags", 2 * num_nodes * kFlagStride);  // of each parity of the vectors
     counts_node = add("counts_node_flags", num_ranks * kFlagStride);
+    const uint64_t planned = s.plans_clones();
+    clones_rail = add("clone_counts_rail_flags", planned * 2 * num_nodes * kFlagStride);
+    clones_node = add("clone_counts_node_flags", planned * num_ranks * kFlagStride);
     rail_full = add("rail_full_flags", ring * kFlagStride);
     rail_free = add("rail_free_flags", ring * kFlagStride);
     counts_at = add("counts", 2 * num_ranks * counts.vector_bytes());  // two parities, see exchange.h
+    clone_counts_at = add("clone_counts", planned * 2 * num_ranks * clone_counts.vector_bytes());
     groups = div_up(s.recv_rows, kGroupRows);
     landed = add("landed_counters", 8 * groups);
     partials = add("partial_flags", 2 * 8 * groups * num_local_ranks);

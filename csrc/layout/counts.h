@@ -9,6 +9,7 @@ namespace hep {
 
 inline constexpr int kCountHeaderWords = 16;
 
+// Without ranks and nodes, tokens by expert alone: what clones are planned for.
 struct CountsLayout {
   uint32_t num_ranks = 1, num_nodes = 1, num_experts = 1;
 

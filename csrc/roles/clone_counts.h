@@ -1,15 +1,10 @@
 // From everybody's count vectors to the tables of a plan, by all lanes of the block that plans.
 #pragma once
 #include "layout/counts.h"
+#include "roles/clone_params.h"
 #include "roles/clone_tables.h"
 
 namespace hep {
-
-// Owners of experts, which change seldom, in the rank's memory: owner [E], experts by owner, ascending [E], and where
-// those of a rank begin [R + 1].
-struct CloneOwners {
-  const int32_t *owner, *by_owner, *first;
-};
 
 // Tokens of a source for an expert, and sums of them over sources, from the vectors in the rank's memory.
 template <Lanes A>
@@ -35,10 +30,32 @@ struct PairCounts {
   }
 };
 
+// Fills the tables of owners. Experts of a rank are in the order of its columns there, on which no plan depends.
 template <Lanes A>
+HEP_DEVICE void read_owners(const CloneTables<A>& t, const CloneColumns& c, int expert) {
+  const int64_t column = t.a.ld_global(c.columns + expert);
+  const int owner = int(column) / c.width();
+  t.a.st_shared(t.owner() + expert, owner);
+  t.a.st_shared(t.by_owner() + (int(column) - owner * c.spare_slots), expert);
+}
+template <Lanes A>
+HEP_DEVICE void read_first(const CloneTables<A>& t, const CloneColumns& c, int rank) {
+  t.a.st_shared(t.first() + rank, rank * c.owners);
+}
+template <Lanes A>
+HEP_DEVICE void read_owners(const CloneTables<A>& t, const CloneOwners& o, int expert) {
+  t.a.st_shared(t.owner() + expert, t.a.ld_global(o.owner + expert));
+  t.a.st_shared(t.by_owner() + expert, t.a.ld_global(o.by_owner + expert));
+}
+template <Lanes A>
+HEP_DEVICE void read_first(const CloneTables<A>& t, const CloneOwners& o, int rank) {
+  t.a.st_shared(t.first() + rank, t.a.ld_global(o.first + rank));
+}
+
+template <Lanes A, class Owners = CloneOwners>
 class CloneCountsRole {
  public:
-  HEP_DEVICE CloneCountsRole(const CloneTables<A>& tables, const PairCounts<A>& counts, const CloneOwners& owners)
+  HEP_DEVICE CloneCountsRole(const CloneTables<A>& tables, const PairCounts<A>& counts, const Owners& owners)
       : a(tables.a), t(tables), counts_(counts), owners_(owners) {}
 
   // What the lanes stored, the role that plans meets before it reads.
@@ -46,17 +63,16 @@ class CloneCountsRole {
     const int me = a.warp_idx() * A::kLanes + a.lane(), width = a.num_warps() * A::kLanes;
     for (int e = me; e < t.shape.num_experts; e += width) {
       a.st_shared(t.total() + e, counts_.sum(0, t.shape.num_ranks, e));
-      a.st_shared(t.owner() + e, a.ld_global(owners_.owner + e));
-      a.st_shared(t.by_owner() + e, a.ld_global(owners_.by_owner + e));
+      read_owners(t, owners_, e);
     }
-    for (int r = me; r <= t.shape.num_ranks; r += width) a.st_shared(t.first() + r, a.ld_global(owners_.first + r));
+    for (int r = me; r <= t.shape.num_ranks; r += width) read_first(t, owners_, r);
   }
 
  private:
   A& a;
   const CloneTables<A>& t;
   const PairCounts<A>& counts_;
-  const CloneOwners& owners_;
+  const Owners& owners_;
 };
 
 }  // namespace hep

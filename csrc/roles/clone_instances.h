@@ -1,5 +1,6 @@
 // The instances of an expert in the order that shares its tokens out: by rank, on the owner's rank the owner first.
 #pragma once
+#include "roles/clone_params.h"
 #include "roles/clone_tables.h"
 
 namespace hep {
@@ -15,6 +16,30 @@ struct CloneLinks {
     return {words, words + s.num_experts};
   }
 };
+
+// By all lanes of the block, which meet: links of the experts cloned in slot_expert [R][S].
+template <Lanes A>
+HEP_DEVICE void link_clones(A& a, const CloneShape& s, CloneLinks links, const int32_t* slot_expert) {
+  const int me = a.warp_idx() * A::kLanes + a.lane(), width = a.num_warps() * A::kLanes;
+  for (int e = me; e < s.num_experts; e += width) a.st_shared(links.head + e, -1);
+  a.block_sync();
+  for (int i = me == 0 ? s.num_ranks * s.spare_slots - 1 : -1; i >= 0; --i) {
+    const int e = a.ld_global(slot_expert + i);
+    if (e < 0) continue;
+    a.st_shared(links.next + i, a.ld_shared(links.head + e));
+    a.st_shared(links.head + e, i);
+  }
+  a.block_sync();
+}
+
+// The slot to which the source's token with that number among those for the expert goes, -1: its owner.
+template <Lanes A>
+HEP_DEVICE int clone_slot(A& a, CloneLinks links, const CloneShare& share, int expert, int64_t number) {
+  int slot = -1;
+  for (int i = a.ld_shared(links.head + expert); i >= 0; i = a.ld_shared(links.next + i))
+    if (a.ld_global(share.take + i) > 0 && number >= a.ld_global(share.first + i)) slot = i;
+  return slot;
+}
 
 template <Lanes A>
 class CloneInstances {

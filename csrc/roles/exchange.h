@@ -2,19 +2,20 @@
 // of its rail to the ranks of its node. Two parities of the vectors alternate: a rank can be at most one
 // exchange ahead of any other, because finishing exchange k needs everybody's vector k, which a rank sends
 // only after it has finished with the vectors of k - 1. Flags of the rail alternate too: the vector of k + 1 may
-// overtake that of k on its way to one rank, while the others' let their exchanges go on.
+// overtake that of k on its way to one rank, while the others' let their exchanges go on. Vectors of whatever layout,
+// in whatever memory P says: those of a routed call, and those for which clones are planned.
 #pragma once
 #include "common/bugs.h"
 #include "roles/params.h"
 
 namespace hep {
 
-template <Arch A, Transport<A> Net>
+template <Arch A, Transport<A> Net, class P = ExchangeParams>
 struct ExchangeRole {
   static constexpr uint64_t kStride = BufferLayout::kFlagStride / 8;
 
   // By one lane of every warp of a block; this rank's vector is complete. Warps share the rail peers.
-  HEP_DEVICE static void send(A& a, Net& net, const ExchangeParams& p) {
+  HEP_DEVICE static void send(A& a, Net& net, const P& p) {
     const uint64_t bytes = p.layout.vector_bytes();
     const uint64_t at = p.parity_bytes() + p.world.rank * bytes, offset = p.counts_offset + at;
     const unsigned char* mine = p.counts + at;
@@ -27,7 +28,7 @@ struct ExchangeRole {
   }
   // By all lanes of the same warps: vectors of this rail go to the node as they come. False: a lane has left in its
   // wait, and the warp must, for a vector that only some lanes copied would be announced as whole.
-  HEP_DEVICE static bool forward(A& a, Net& net, const ExchangeParams& p) {
+  HEP_DEVICE static bool forward(A& a, Net& net, const P& p) {
     const int own = p.world.node(), local = p.world.local_rank();
     for (int i = a.warp_idx(); i < p.world.num_nodes; i += a.num_warps()) {
       const int node = node_behind(own, i, p.world.num_nodes), source = p.world.rank_of(node, local);
@@ -42,7 +43,7 @@ struct ExchangeRole {
     return true;
   }
   // By one lane of every warp of a block, which share the flags; what they acquired is the block's when it has met.
-  HEP_DEVICE static void wait_all(A& a, const ExchangeParams& p) {
+  HEP_DEVICE static void wait_all(A& a, const P& p) {
     const int first = a.warp_idx(), step = a.num_warps(), ranks = p.world.num_ranks();
     a.wait_ge_sys_each(
         first < ranks ? (ranks - 1 - first) / step + 1 : 0,
@@ -62,7 +63,7 @@ struct ExchangeRole {
     return own + i < num_nodes ? own + i : own + i - num_nodes;
   }
   // One rank's vector to every rank of the node, then the flags that say so.
-  HEP_DEVICE static void hand_on(A& a, const ExchangeParams& p, int source) {
+  HEP_DEVICE static void hand_on(A& a, const P& p, int source) {
     const uint64_t bytes = p.layout.vector_bytes(), at = p.parity_bytes() + source * bytes;
     const int locals = p.world.num_local_ranks;
     const auto* src = reinterpret_cast<const Vec16*>(p.counts + at);
@@ -77,7 +78,7 @@ struct ExchangeRole {
     a.count_rank(&p.traffic->count_bytes, bytes * uint64_t(locals - 1));
     announce(a, p, source);
   }
-  HEP_DEVICE static void announce(A& a, const ExchangeParams& p, int source) {
+  HEP_DEVICE static void announce(A& a, const P& p, int source) {
     a.st_release_sys_each(
         p.world.num_local_ranks, [&](int l) { return p.peer_node_flags[l] + source * kStride; }, p.sequence());
   }

@@ -27,6 +27,7 @@ struct RankProgress {
   // such expert or they are more than topk.
   uint64_t met, excess;
   uint64_t steps;  // of the latency path
+  uint64_t plans;  // of clones, made together
 };
 
 // Blocks of an exchange at most. More have less to count each and more to add up: a block's columns are read by all

@@ -10,12 +10,6 @@
 
 namespace hep {
 
-// What one source gives, of its tokens for a clone's expert in their order: `take` [R][S] of them from number `first`
-// on.
-struct CloneShare {
-  int64_t *take, *first;
-};
-
 // Count: count(source, expert) -> tokens; count.sum(begin, end, expert) -> those of sources from begin to end.
 template <Lanes A, class Count>
 class ShareClonesRole {
@@ -29,29 +23,18 @@ class ShareClonesRole {
   HEP_DEVICE void run(int source, const CloneShare& share) {
     const int me = a.warp_idx() * A::kLanes + a.lane(), width = a.num_warps() * A::kLanes;
     const int experts = s.num_experts, slots = s.num_ranks * s.spare_slots;
-    for (int e = me; e < experts; e += width) a.st_shared(links_.head + e, -1);
     for (int i = me; i < slots; i += width) {
       a.st_global(share.take + i, int64_t(0));
       a.st_global(share.first + i, int64_t(0));
     }
-    a.block_sync();
-    for (int i = me == 0 ? slots - 1 : -1; i >= 0; --i) {
-      const int e = a.ld_global(expert_ + i);
-      if (e < 0) continue;
-      a.st_shared(links_.next + i, a.ld_shared(links_.head + e));
-      a.st_shared(links_.head + e, i);
-    }
-    a.block_sync();
+    link_clones(a, s, links_, expert_);
     for (int e = me; e < experts; e += width)
       if (a.ld_shared(links_.head + e) >= 0) share_expert(e, source, share);
     a.block_sync();
   }
-  // Behind run(): the slot to which the source's token with that number among those for the expert goes, -1: its owner.
+  // Behind run().
   HEP_DEVICE int slot_of(int expert, int64_t number, const CloneShare& share) const {
-    int slot = -1;
-    for (int i = a.ld_shared(links_.head + expert); i >= 0; i = a.ld_shared(links_.next + i))
-      if (a.ld_global(share.take + i) > 0 && number >= a.ld_global(share.first + i)) slot = i;
-    return slot;
+    return clone_slot(a, links_, share, expert, number);
   }
 
  private:

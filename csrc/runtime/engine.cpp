@@ -58,6 +58,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   block_counts_ = reinterpret_cast<uint32_t*>(at += 8 * kMostExchangeBlocks);
   latency_counts_ = at + 4 * kMostExchangeBlocks * columns;
   notification_ = executor_->allocate_notification(CountNotification::make(layout_.counts).bytes());
+  make_clone_state();
   make_tables();
 }
 
@@ -77,7 +78,7 @@ void Engine::reset_traffic() {
 }
 
 void Engine::start_counters_at(uint64_t base) {
-  const RankProgress progress{base, base, 0, 0, 0, base};
+  const RankProgress progress{base, base, 0, 0, 0, base, base};
   executor_->write(progress_, &progress, sizeof progress);
   const std::vector<uint64_t> chunks(size_t(world_.num_nodes), base);
   executor_->write(rail_sent_, chunks.data(), 8 * chunks.size());

@@ -43,6 +43,22 @@ struct Placement {
   std::shared_ptr<Plan> plan(unsigned char* memory);
 };
 
+// Clones of a micro-batch; see Engine::balance. In the kernels' memory: E logical experts, R ranks of S spare slots and
+// E / R owners each, T tokens.
+struct BalanceCall {
+  const int64_t* columns = nullptr;  // [E] of each expert's owner in a map over physical slots
+  uint32_t owners_digest = 0;        // equal for equal columns
+  int64_t* out_idx = nullptr;        // [T, topk], for topk_idx
+  unsigned char* out_map = nullptr;  // [T, E + R * S], for routing_map
+  int64_t* out_columns = nullptr;    // [T, E] likewise, may be null
+  int32_t* slot_expert = nullptr;    // [R, S]
+  int64_t *slot_tokens = nullptr, *take = nullptr, *first = nullptr;  // [R, S] each
+  int64_t* numbers = nullptr;                                         // [4]
+  int64_t* counts = nullptr;                                          // [R, E]
+  bool replayed = false;  // the plan is there: this rank's routing goes by it, and no other rank takes part
+  int num_blocks = 1;
+};
+
 struct DispatchCall {
   const unsigned char *x = nullptr, *scales = nullptr;
   const float* weights = nullptr;  // [T, weight_stride] in plan order
@@ -91,6 +107,7 @@ class Engine {
   ~Engine();
 
   const BufferLayout& layout() const { return layout_; }
+  const CloneShape& clones() const { return shape_.clones; }
   bool on_host() const { return executor_->shares_memory(); }  // where the caller's tensors must lie
   TrafficCounters traffic() const;
   void reset_traffic();
@@ -118,6 +135,10 @@ class Engine {
   // Rows are placed when the ranks' calls fit together and this buffer; else the headers say on every rank what does
   // not, and the buffer is as usable as before.
   std::shared_ptr<Placement> place_and_count(const RoutingInput& in, const PlaceCall& call);
+  // Collective, where the shape has clones, unless replayed. Plans clones for the tokens that all ranks route to
+  // logical experts, and writes this rank's routing over physical slots, which place() takes, in one launch that the
+  // host does not wait for. Ranks whose owners differ end with a deadline.
+  void balance(const RoutingInput& in, const BalanceCall& call);
   uint64_t num_launches() const { return executor_->num_launches(); }
   // Collective. Fills the plan's metadata when it is fresh.
   void dispatch(Plan& plan, const DispatchCall& call);
@@ -147,6 +168,7 @@ class Engine {
   void await_notification();
   PlacedCounts read_notification() const;
   void make_tables();
+  void make_clone_state();
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
   void bind(Params& p, uint32_t chunk, uint32_t blocks) const;
@@ -181,9 +203,10 @@ class Engine {
   TrafficCounters* traffic_;            // all of these in state_
   RankProgress* progress_;
   uint64_t* exit_counter_;
-  unsigned char* latency_counts_;  // count vectors that the latency path has received, two parities
-  uint64_t* misfits_;              // of an exchange's blocks
-  uint32_t* block_counts_;         // likewise
+  unsigned char* latency_counts_;      // count vectors that the latency path has received, two parities
+  uint64_t* misfits_;                  // of an exchange's blocks
+  uint32_t* block_counts_;             // likewise
+  std::shared_ptr<void> clone_state_;  // of the kernel that plans clones, in its memory: counts of blocks, a log
   ChunksTaken taken_;
   uint64_t *rail_sent_, *rail_received_;  // chunks over the life of the buffer, [N]
   uint64_t* consumed_;                    // [N][rail_slots]

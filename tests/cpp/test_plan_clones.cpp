@@ -158,10 +158,10 @@ Planned by_the_kernel(const Layer& l, int warps, int lanes, const Launch& launch
   Planned p(s);
   ClonePlanParams params;
   params.shape = s;
-  params.layout = CloneLayout::make(s, warps, lanes);
+  params.tables = CloneLayout::make(s, warps, lanes);
   params.counts = {counts, base};
   params.owners = {l.owner.data(), by_owner.data(), first.data()};
-  std::vector<CloneFlow> log(params.layout.flow_bytes / sizeof(CloneFlow));
+  std::vector<CloneFlow> log(params.tables.flow_bytes / sizeof(CloneFlow));
   params.log = log.data();
   params.slot_expert = p.expert.data();
   params.slot_tokens = p.tokens.data();
@@ -177,7 +177,7 @@ Planned on_the_host(const Layer& l, int warps, uint64_t seed) {
   return by_the_kernel(l, warps, A::kLanes, [&](const ClonePlanParams& p) {
     host::LaunchConfig config;
     config.num_warps = warps;
-    config.smem_bytes = p.layout.bytes;
+    config.smem_bytes = p.tables.bytes;
     config.seed = seed;
     config.timeout_s = injected_bug == Bug::kNone ? 20 : 1;  // warps that count differently wait for each other
     host::launch<A>(config, [&](A& a, std::byte* smem) { plan_clones_kernel(a, p, smem); });
@@ -200,7 +200,7 @@ Planned on_the_host(const Layer& l, int warps, uint64_t seed) {
     add("owner", p.owners.owner, l.owner.size(), Use::kInput);
     add("by_owner", p.owners.by_owner, l.owner.size(), Use::kInput);
     add("first", p.owners.first, ranks + 1, Use::kInput);
-    add("log", p.log, p.layout.flow_bytes / sizeof *p.log, Use::kMetadata);
+    add("log", p.log, p.tables.flow_bytes / sizeof *p.log, Use::kMetadata);
     add("slot_expert", p.slot_expert, slots, Use::kMetadata);
     add("slot_tokens", p.slot_tokens, slots, Use::kMetadata);
     add("take", p.share.take, slots, Use::kMetadata);
@@ -210,7 +210,7 @@ Planned on_the_host(const Layer& l, int warps, uint64_t seed) {
       launch.kernel = "plan_clones";
       launch.num_blocks = 1;
       launch.num_warps = warps;
-      launch.smem_bytes = p.layout.bytes;
+      launch.smem_bytes = p.tables.bytes;
       launch.body = [&](sim::Lane& lane) {
         sim::SimArch a(lane);
         plan_clones_kernel(a, p, lane.block->smem);

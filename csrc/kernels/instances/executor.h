@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "roles/balance_params.h"
 #include "roles/latency_params.h"
 
 namespace hep {
@@ -36,7 +37,7 @@ struct TableView {
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 8;
+inline constexpr uint64_t kExecutorVersion = 9;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {
@@ -53,6 +54,8 @@ class Executor {
   virtual void latency_dispatch(LatencyDispatchParams&, const LaunchSettings&) { no_latency_path(); }
   virtual void latency_combine(LatencyCombineParams&, const LaunchSettings&) { no_latency_path(); }
 
+  virtual void balance(const BalanceParams&, const LaunchSettings&) { no_balance(); }
+
   // What this machine can launch, asked before anything of an operation is launched: a refusal leaves the ranks in step
   // and the buffer usable. All blocks of a launch are resident together, since they wait for one another.
   virtual int most_blocks() const { return std::numeric_limits<int>::max(); }
@@ -61,6 +64,7 @@ class Executor {
   virtual void require_shared_memory(const DispatchParams&) const {}
   virtual void require_shared_memory(const CombineParams&) const {}
   virtual void require_shared_memory(const LatencyDispatchParams&, int /*num_blocks*/) const {}
+  virtual void require_shared_memory(const BalanceParams&) const {}
 
   // Memory of the machine that the kernels run on. Segments and the caller's tensors lie there, and so does what
   // kernels keep between launches (allocate: zeroed). write and read are ordered with the launches.
@@ -94,6 +98,7 @@ class Executor {
   [[noreturn]] static void no_latency_path() {
     throw std::invalid_argument("latency_tokens: this executor has no latency path; give 0");
   }
+  [[noreturn]] static void no_balance() { throw std::invalid_argument("clones: this executor plans none"); }
   uint64_t launches_ = 0;
 };
 

@@ -4,6 +4,7 @@
 
 #include "arch/host/launch.h"
 #include "arch/host/tile_math.h"
+#include "kernels/balance.h"
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
@@ -50,6 +51,12 @@ class HostExecutor final : public Executor {
     const uint64_t smem_bytes = plan_latency_combine<A>(p);
     launch(s, s.num_blocks, kExchangeWarps<A>, smem_bytes,
            [&](A& a, std::byte* smem) { latency_combine_kernel(a, p, smem); });
+  }
+  void balance(const BalanceParams& params, const LaunchSettings& s) override {
+    BalanceParams p = params;
+    const uint64_t smem_bytes = plan_balance<A>(p, kSmemBudget + CloneLayout::make(p.shape, 1, 1).bytes, s.num_blocks);
+    launch(s, s.num_blocks, kBalanceWarps<A>, smem_bytes,
+           [&](A& a, std::byte* smem) { balance_kernel<A, Net>(a, net_, p, smem); });
   }
 
  private:

@@ -79,7 +79,7 @@ int64_t run(const Case& c, const ptxm::Module& module, const balance::Microbatch
   Memory memory{machine, machine.add_device(ptxm::DeviceModel::h100())};
   ClonePlanParams p;
   p.shape = s;
-  p.layout = CloneLayout::make(s, c.warps, 32);
+  p.tables = CloneLayout::make(s, c.warps, 32);
   const CountsLayout layout{uint32_t(c.ranks), 1, uint32_t(c.experts)};
   std::vector<Vec16> vectors(size_t(c.ranks) * layout.vector_bytes() / sizeof(Vec16));
   p.counts = {layout, reinterpret_cast<unsigned char*>(memory.map(vectors, "counts"))};
@@ -93,7 +93,7 @@ int64_t run(const Case& c, const ptxm::Module& module, const balance::Microbatch
   std::vector<int32_t> by_owner, first;
   for (int e = 0; e < c.experts; ++e) by_owner.push_back(e);  // owners are contiguous
   for (int r = 0; r <= c.ranks; ++r) first.push_back(r * (c.experts / c.ranks));
-  std::vector<CloneFlow> log(p.layout.flow_bytes / sizeof(CloneFlow));
+  std::vector<CloneFlow> log(p.tables.flow_bytes / sizeof(CloneFlow));
   std::vector<ClonePlan> plan(1);
   p.owners = {memory.map(owner, "owner"), memory.map(by_owner, "by_owner"), memory.map(first, "first")};
   p.log = memory.map(log, "log");
@@ -108,7 +108,7 @@ int64_t run(const Case& c, const ptxm::Module& module, const balance::Microbatch
     if (k.name.find(warps) != std::string::npos) launch.kernel = &k;
   launch.device = memory.device;
   launch.block = uint32_t(c.warps * 32);
-  launch.dynamic_shared = p.layout.bytes;
+  launch.dynamic_shared = p.tables.bytes;
   launch.params.resize(launch.kernel->param_bytes);
   std::memcpy(launch.params.data(), &p, sizeof p);
   machine.start(launch);
