@@ -22,6 +22,7 @@ except ImportError as error:
         f"install .' in the source tree ({error})"
     ) from error
 from hybrid_ep import memory, streams
+from hybrid_ep.clones import PlannerOptions, PlansClones
 from hybrid_ep.config import Configurer, HybridEpConfigInstance
 from hybrid_ep.errors import BufferFailedError
 from hybrid_ep.runtime import latency, options, validation, verbs
@@ -36,7 +37,7 @@ from hybrid_ep.runtime.session import Guard, Session
 from hybrid_ep.runtime.signatures import Combined, Dispatched, GroupLike, Handle, Permuted
 
 
-class HybridEPBuffer(Named):
+class HybridEPBuffer(PlansClones, Named):
     """Registered memory of one group and the operations on it. Collective: every rank of the group constructs
     it and makes the same calls in the same order. Not re-entrant: operations that run at the same time need a
     buffer each; dispatches that wait for their combines may be many on one.
@@ -72,6 +73,7 @@ class HybridEPBuffer(Named):
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
       `path`, where all ranks are of one node; the registered memory grows with it, and the buffer takes at least so
       many tokens a rank on either path. 0: there is none.
+    * `clones`: hybrid_ep.balance.MicrobatchOptions, for plan_clones; num_local_experts counts the spare slots too.
 
     Belongs to the process that made it: a forked child may only drop it. Neither copied nor pickled (TypeError).
     Raises ValueError when an argument is wrong or differs between ranks, BootstrapError when ranks are missing,
@@ -103,6 +105,7 @@ class HybridEPBuffer(Named):
         comm_stream: torch.cuda.Stream | str | None = None,
         arena_mib: int | None = None,
         latency_tokens: int = 0,
+        clones: PlannerOptions | None = None,
     ) -> None:
         self._session: Session | None = None
         self._own_stream: Any = None
@@ -128,6 +131,7 @@ class HybridEPBuffer(Named):
                 arena_mib=arena_mib,
                 num_sms_preprocessing_api=num_sms_preprocessing_api,
                 latency_tokens=latency_tokens,
+                clones=clones,
             )
             self.comm_stream = streams.chosen(comm_stream, o.device)
         except Exception as error:

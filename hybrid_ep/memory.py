@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # What the large regions are there for, beside their bytes.
 _PURPOSES = {
+    "clone_counts": "tokens of every rank by logical expert, for plan_clones",
     "latency_slabs": "rows of the latency path, of every rank, two steps of them",
     "rail_send_ring": "chunks of tokens on their way to other nodes",
     "rail_receive_ring": "and from them",

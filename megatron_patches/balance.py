@@ -12,13 +12,14 @@ for the backward: saved tensors name their place in the slots, which the backwar
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.balance import MicrobatchPlanner
+from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
 from megatron_patches import balance_experts, balance_push, buffers, recompute, settings
 from megatron_patches.manager import HybridEPManager
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from hybrid_ep.balance import MicrobatchPlan
+    from hybrid_ep.balance import MicrobatchOptions
     from hybrid_ep.balance.microbatch import RankPart
+    from hybrid_ep.clones import ClonePlan
     from megatron_patches.balance_experts import SequentialWeights, StackedWeights
     from megatron_patches.experts import GroupedExperts
 
@@ -147,7 +149,8 @@ class SlowManager(HybridEPManager):
 class ExactManager(SlowManager):
     """SlowManager over physical slots: num_local_experts owners, then the spare slots, on every rank.
 
-    plan_with: counts int64 [R, E] -> MicrobatchPlan; tests put forced plans here.
+    plan_with: counts int64 [R, E] -> MicrobatchPlan, of plans that are made on the host; tests put forced plans here.
+    None: the ranks' own kernels plan, in one launch that also puts the map over physical slots.
     last_plan: the plan of the latest dispatch, for meters; a recomputed dispatch has that of its first run. part: what
     this rank has to do of it.
     """
@@ -169,7 +172,7 @@ class ExactManager(SlowManager):
             num_nodes=buffers.num_nodes(group, wanted),
             epsilon=wanted.balance.epsilon,
         )
-        self.plan_with: Callable[[np.ndarray], MicrobatchPlan] = self._plan
+        self.plan_with: Callable[[np.ndarray], MicrobatchPlan] | None = None
         self.clones: balance_push.CloneExperts | None = None
         self.part: RankPart | None = None
         self.push: balance_push.Transfer | None = None
@@ -180,11 +183,6 @@ class ExactManager(SlowManager):
         self.clones = balance_push.CloneExperts(self)
         setattr(experts, "forward", self.clones.forward)  # noqa: B010 - an instance attribute over a method
 
-    def _plan(self, counts: np.ndarray) -> MicrobatchPlan:
-        self.planner.owner = self.owners.rank_of
-        columns = self.owners.host_columns(self.planner.options.spare_slots)
-        return self.planner.plan_of_rank(counts, self.group.rank(), columns)
-
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
@@ -194,19 +192,63 @@ class ExactManager(SlowManager):
         routing_map, probs = self.routed()
         self._record(routing_map)
         first = recompute.first_run(self)
-        self.last_plan = plan = self._planned(routing_map) if first is None else first.plan
-        columns = self.owners.host_columns(self.planner.options.spare_slots)
-        self.part = part = plan.part or plan.part_of_rank(self.group.rank(), columns)
-        self.push = self.clones.start_push(part)  # travels while the tokens do
-        self.routing_map, self.token_probs = to_physical(routing_map, probs, part, plan.slot_expert.shape, self.owners)
+        known = None if first is None else first.plan
+        if self.plan_with is None:
+            plan, *routed = self._planned_by_kernels(hidden_states, routing_map, probs, known)
+        else:
+            plan, *routed = self._planned_on_host(self.plan_with, routing_map, probs, known)
+        self.last_plan = plan
+        self.push = self.clones.start_push(self.part_of(plan))  # travels while the tokens do
+        self.routing_map, self.token_probs = routed
         return HybridEPManager.dispatch(self, hidden_states)
 
-    def _planned(self, routing_map: torch.Tensor) -> MicrobatchPlan:
-        """The plan of this micro-batch, from all ranks' counts. Collective."""
-        counts = routing_map.sum(dim=0)
-        gathered = counts.new_empty((self.group.size(), counts.numel()))
-        dist.all_gather(list(gathered.unbind()), counts, group=self.group)
-        return self.plan_with(gathered.cpu().numpy())
+    def part_of(self, plan: MicrobatchPlan) -> RankPart:
+        """What this rank has to do of the plan that is in force now."""
+        columns = self.owners.host_columns(self.planner.options.spare_slots)
+        self.part = plan.part or plan.part_of_rank(self.group.rank(), columns)
+        return self.part
+
+    def _planned_by_kernels(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, known: MicrobatchPlan | None
+    ) -> tuple[MicrobatchPlan, torch.Tensor, torch.Tensor]:
+        """(plan, map and probabilities over physical slots). Collective, unless the plan is known."""
+        made = self.buffer_for(hidden_states).plan_clones(
+            routing_map=routing_map, owners=self.owners, plan=known.clones if isinstance(known, KernelPlan) else None
+        )
+        assert made.routing_map is not None and made.columns is not None  # for a map was given
+        plan = known or KernelPlan.of(made.plan, self.owners, self.planner.options)
+        shape = made.routing_map.shape
+        physical = torch.zeros(shape, dtype=probs.dtype, device=probs.device).scatter(1, made.columns, probs)
+        return plan, made.routing_map, physical
+
+    def _planned_on_host(
+        self,
+        plan_with: Callable[[np.ndarray], MicrobatchPlan],
+        routing_map: torch.Tensor,
+        probs: torch.Tensor,
+        known: MicrobatchPlan | None,
+    ) -> tuple[MicrobatchPlan, torch.Tensor, torch.Tensor]:
+        """The same of a plan that the host makes of all ranks' counts."""
+        plan = known
+        if plan is None:
+            counts = routing_map.sum(dim=0)
+            gathered = counts.new_empty((self.group.size(), counts.numel()))
+            dist.all_gather(list(gathered.unbind()), counts, group=self.group)
+            plan = plan_with(gathered.cpu().numpy())
+        return plan, *to_physical(routing_map, probs, self.part_of(plan), plan.slot_expert.shape, self.owners)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelPlan(MicrobatchPlan):
+    """A plan that the ranks' kernels made, as the host reads it. clones: where it lies for them, to be replayed."""
+
+    clones: ClonePlan | None = None
+
+    @classmethod
+    def of(cls, made: ClonePlan, owners: Owners, options: MicrobatchOptions) -> KernelPlan:
+        """Waits for a device: whose weights go where is the host's to say, as long as torch pushes them."""
+        expert, tokens, counts = (x.cpu().numpy() for x in (made.slot_expert, made.slot_tokens, made.counts))
+        return cls(expert, tokens, counts, owners.rank_of, options, int(made.numbers[2]), clones=made)
 
 
 def to_physical(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
+from hybrid_ep.balance import MicrobatchOptions
 from hybrid_ep.runtime import devices, topology
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
 
@@ -97,6 +98,7 @@ def _create(
         "tuning": tuning,
         "timeout_s": asked.timeout_s,
         "num_of_hybrid_ep_ranks_per_nvlink_domain": asked.ranks_per_node,
+        "clones": _clones(wanted),
         **(local_pass or {}),
     }
     return buffer_class(
@@ -106,6 +108,13 @@ def _create(
         num_local_experts=num_local_experts,
         **{name: value for name, value in options.items() if value is not None},
     )
+
+
+def _clones(wanted: Settings) -> MicrobatchOptions | None:
+    """What the buffer plans clones by, where the balancer wants some."""
+    if not wanted.balance.clones:
+        return None
+    return MicrobatchOptions(spare_slots=wanted.balance.spare_slots, epsilon=wanted.balance.epsilon)
 
 
 def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:

@@ -130,18 +130,9 @@ class HybridEPManager:
         if probs.dtype != torch.float32:
             _warn_probs_dtype(probs.dtype)
             self.token_probs = probs = probs.float()
+        buffer = self.buffer_for(hidden_states)
         num_tokens, self.hidden = hidden_states.shape
         hidden_states = _whole_units(hidden_states)
-        buffer = buffers.get(
-            self.group,
-            hidden=hidden_states.shape[1],
-            dtype=hidden_states.dtype,
-            num_tokens=num_tokens,
-            num_local_experts=self.num_local_experts,
-            num_sms=_num_sms(self.config),
-            local_pass=_local_pass(self.config),
-            wanted=self.settings,
-        )
         num_rows, rows_per_expert = self._static_rows(num_tokens)
         first = recompute.first_run(self)
         rows, self.dispatched_probs, _, counts, handle, *event = functional.dispatch_with_permute(
@@ -167,6 +158,20 @@ class HybridEPManager:
         counts = counts.to(torch.int64)
         self.tokens_per_expert = counts if rows_per_expert is None else self._promised_rows(rows_per_expert, counts)
         return self._trimmed(rows)
+
+    def buffer_for(self, hidden_states: torch.Tensor) -> HybridEPBuffer:
+        """The buffer of a dispatch of these rows [T, H]. Collective where there is none yet."""
+        num_tokens, hidden = hidden_states.shape
+        return buffers.get(
+            self.group,
+            hidden=hidden + _missing(hidden_states),
+            dtype=hidden_states.dtype,
+            num_tokens=num_tokens,
+            num_local_experts=self.num_local_experts,
+            num_sms=_num_sms(self.config),
+            local_pass=_local_pass(self.config),
+            wanted=self.settings,
+        )
 
     def _order(self) -> dict[str, Any]:
         """What an operator is told of streams. It starts when what the layer's stream holds so far has passed, which is
@@ -290,8 +295,13 @@ def _whole_units(rows: torch.Tensor) -> torch.Tensor:
     """Rows [T, H], padded with zeros to a multiple of 16 bytes where they are none. Gradients of the padding drop out.
 
     Zeros stay zeros through dispatch and combine, which move and add columns one by one."""
-    missing = -rows.shape[1] % (ROW_ALIGNMENT // rows.element_size())
+    missing = _missing(rows)
     return torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+
+
+def _missing(rows: torch.Tensor) -> int:
+    """Elements that a row lacks to such a multiple."""
+    return -rows.shape[1] % (ROW_ALIGNMENT // rows.element_size())
 
 
 _warned: set[str] = set()

@@ -78,6 +78,7 @@ def registered_bytes(run: ClusterRun) -> int:
     if run.dispatcher != "hybrid_ep":
         return 0
     from hybrid_ep import _core
+    from hybrid_ep.balance import MicrobatchOptions
     from hybrid_ep.runtime.device_arena import whole_bytes
     from hybrid_ep.runtime.options import default_arena_bytes, first_recv_rows
 
@@ -91,7 +92,10 @@ def registered_bytes(run: ClusterRun) -> int:
         "row_bytes": row_bytes,
         "scale_bytes": 0,
     }
-    nodes = run.expert // run.domain
+    nodes, clones = run.expert // run.domain, None
+    if run.clones:
+        options = MicrobatchOptions(spare_slots=run.clones, num_nodes=nodes)
+        clones = options.shape(run.expert, model.num_experts)
     shape = _core.BufferShape(
         num_nodes=nodes,
         num_local_ranks=run.domain,
@@ -99,7 +103,10 @@ def registered_bytes(run: ClusterRun) -> int:
         recv_rows=first_recv_rows(None, tokens, call["max_topk"], run.expert),
         partial_row_bytes=row_bytes,
         arena_bytes=whole_bytes(default_arena_bytes(call)) if nodes == 1 else 0,
-        **call,
+        clones=clones,
+        max_tokens=tokens,
+        max_topk=call["max_topk"],
+        row_bytes=row_bytes,
     )
     return shape.total_bytes
 

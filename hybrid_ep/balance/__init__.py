@@ -9,11 +9,18 @@ docs/balancer.md is the guide. Nothing here imports Megatron; `megatron_patches.
 """
 
 from hybrid_ep.balance.front import FrontPoint, placement_front
-from hybrid_ep.balance.microbatch import MicrobatchPlan, MicrobatchPlanner, imbalance_ratio, plan_microbatch
+from hybrid_ep.balance.microbatch import (
+    MicrobatchOptions,
+    MicrobatchPlan,
+    MicrobatchPlanner,
+    imbalance_ratio,
+    plan_microbatch,
+)
 from hybrid_ep.balance.placement import PlacementPlan, plan_placement, rebalance_experts
 
 __all__ = [
     "FrontPoint",
+    "MicrobatchOptions",
     "MicrobatchPlan",
     "MicrobatchPlanner",
     "PlacementPlan",

@@ -9,7 +9,7 @@ tests hold the two together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,10 @@ class MicrobatchOptions:
     @property
     def skip_below_ppm(self) -> int:
         return round(self.skip_below * PPM)
+
+    def on_nodes(self, num_nodes: int) -> MicrobatchOptions:
+        """The same for so many NVLink domains."""
+        return replace(self, num_nodes=num_nodes)
 
     def shape(self, num_ranks: int, num_experts: int) -> Any:
         """The core's view, which checks the rest. ValueError names what is wrong."""

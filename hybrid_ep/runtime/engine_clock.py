@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_LAUNCHES = ("place", "dispatch", "combine", "latency_route", "latency_dispatch", "latency_combine")
+_LAUNCHES = ("place", "dispatch", "combine", "latency_route", "latency_dispatch", "latency_combine", "plan_clones")
 
 
 class EngineClock:

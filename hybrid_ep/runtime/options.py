@@ -12,6 +12,7 @@ import torch
 from hybrid_ep import _core, env, tuning
 from hybrid_ep.config import DEFAULT_CHUNK_TOKENS, HybridEpConfigInstance
 from hybrid_ep.hardware import block_split
+from hybrid_ep.runtime import clones as clone_plans
 from hybrid_ep.runtime import device_arena, devices, nvshmem, sm_plan, topology, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree
 
@@ -46,6 +47,7 @@ class Options:
     tuning: tuning.Table | None
     arena_mib: int | None = None  # None: by shape
     latency_tokens: int = 0  # of a rank, on the latency path; 0: there is none
+    clones: clone_plans.PlannerOptions | None = None  # None: plan_clones plans none
     num_blocks_exchange: int | None = None  # None: by the tokens of a call
     local_work_apart: bool = False  # a dispatch has blocks for local work alone, without being told; choose_blocks
     reach: devices.Reach | None = None  # on GPUs with ranks of their own: found in agree()
@@ -69,6 +71,7 @@ class Options:
                     "executor": self.executor,
                     "arena_mib": self.arena_mib,
                     "latency_tokens": self.latency_tokens,
+                    "clones": self.clones and repr(self.clones),
                     "tuning": self.tuning and self.tuning.identity,
                 },
                 "host": socket.gethostname(),
@@ -236,6 +239,7 @@ def parse(
     arena_mib: Any = None,
     num_sms_preprocessing_api: Any = None,
     latency_tokens: Any = 0,
+    clones: Any = None,
 ) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
     env.check()
@@ -273,10 +277,11 @@ def parse(
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
+    num_local_experts = validation.integer("num_local_experts", num_local_experts, 1)
     return Options(
         hidden_dim,
         validation.integer("max_num_of_tokens_per_rank", max_num_of_tokens_per_rank, 0),
-        validation.integer("num_local_experts", num_local_experts, 1),
+        num_local_experts,
         validation.flag("use_fp8", use_fp8),
         _blocks("num_sms_dispatch_api", num_sms_dispatch_api, env.get("HYBRID_EP_NUM_BLOCKS")),
         _blocks("num_sms_combine_api", num_sms_combine_api, env.get("HYBRID_EP_NUM_BLOCKS")),
@@ -293,6 +298,7 @@ def parse(
         arena_mib,
         num_blocks_exchange=_blocks("num_sms_preprocessing_api", num_sms_preprocessing_api),
         latency_tokens=validation.integer("latency_tokens", latency_tokens, 0, most=(1 << 31) - 1),
+        clones=clone_plans.checked_options(clones, num_local_experts),
     )
 
 

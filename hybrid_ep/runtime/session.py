@@ -19,7 +19,7 @@ from hybrid_ep import _core, env
 from hybrid_ep.config import HybridEpConfigInstance
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError, DeadlineError, ReentrantCallError
 from hybrid_ep.hardware import block_split
-from hybrid_ep.runtime import devices, nvshmem, placing, results, validation
+from hybrid_ep.runtime import clones, devices, nvshmem, placing, results, validation
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree, open_segments
 from hybrid_ep.runtime.call import Call
 from hybrid_ep.runtime.device_arena import DeviceArena
@@ -275,6 +275,7 @@ class Session:
             num_nodes=self.topology.num_nodes,
             num_local_ranks=self.topology.num_local_ranks,
             latency_tokens=self.options.latency_tokens,
+            clones=clones.core_shape(self.options.clones, self.options.num_local_experts, self.topology),
             **wanted,
         )
         if self.engine is not None:
