@@ -53,26 +53,22 @@ class HybridEPBuffer(PlansClones, Named):
       which routes, on a GPU (default: one for 128 tokens of the call, 1 for virtual ranks); of more than 32 it takes
       32. A host's has one. `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are
       accepted for compatibility and have no effect.
-    * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks per node (default: environment, else those of its NVLink
-      domain, or of one host).
-    * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: as many as come;
-      memory is laid out for twice the mean, at most every token of every rank, and grows for calls that bring more; a
-      call that cannot wait for its counts has room for every token first). `overflow`: what a blocking call does with
-      more rows than capacity_factor or num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the
-      last ones, flagged in the handle.
+    * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks a node (default: environment, else its NVLink domain's or host's).
+    * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: as many as come,
+      docs/design.md#memory). `overflow`: what a blocking call does with more rows than capacity_factor or
+      num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.
     * `timeout_s`: deadline of every wait (default HYBRID_EP_TIMEOUT_S, 100). `executor`: one of _core.executors().
     * `comm_stream`: where calls run, in order with the caller's stream on both ends: a torch.cuda.Stream, "own" (one is
       made), or None, the current stream. Every verb also takes `async_finish` (True: the result has one element more, a
       streams.EventOverlap; without waiting for it the result is not to be used on another stream) and `previous_event`
       (an EventOverlap: start after it, not after the whole current stream). ValueError where they make no sense.
-    * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): blocks where num_sms_* say nothing, and
-      chunks. ValueError when it has no entry for this device and shape.
+    * `tuning`: a file of `hybrid-ep tune` (default HYBRID_EP_TUNING; "": none): chunks, and blocks where num_sms_* say
+      nothing. ValueError without an entry for this device and shape.
     * `arena_mib`: registered MiB where dispatched rows land to stay, and of empty() (default HYBRID_EP_ARENA_MIB, else
       2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB, NVSHMEM's none). On hosts storages there cannot be
       resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: a copy, see traffic().
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
-      `path`, where all ranks are of one node; the registered memory grows with it, and the buffer takes at least so
-      many tokens a rank on either path. 0: there is none.
+      `path` in groups of one node; the buffer takes at least so many tokens a rank on either path. 0: there is none.
     * `clones`: hybrid_ep.balance.MicrobatchOptions, for plan_clones; num_local_experts counts the spare slots too.
 
     Belongs to the process that made it: a forked child may only drop it. Neither copied nor pickled (TypeError).

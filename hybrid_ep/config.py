@@ -86,9 +86,7 @@ class HybridEpConfigInstance:
     def with_plan(self, plan: Any) -> HybridEpConfigInstance:
         """A copy for a handle."""
         config = object.__new__(type(self))
-        words = (
-            self.__dict__.copy()
-        )  # an update of an empty one takes half as long again
+        words = self.__dict__.copy()  # an update of an empty one takes half as long again
         words["pad_multiple"], words["plan"] = plan.pad_multiple, plan
         config.__dict__ = words
         return config

@@ -33,9 +33,7 @@ class Implementation:
     launches: tuple[int, int]
     barriers: int
     chunk: int  # rows of a rail message where nobody chose
-    rail_ring: (
-        bool  # as many chunks in flight per rail peer as its ring holds; else a place for every token
-    )
+    rail_ring: bool  # as many chunks in flight per rail peer as its ring holds; else a place for every token
     metadata: str  # what travels with a row: "record" (ours) or "probs" (weights of all experts of the node)
     # sums and the exchange take what sum_loops.py and route_time.py say of this library's code; else the time of sums
     # is in pull_us, and no exchange is charged

@@ -236,7 +236,7 @@ class Session:
     def fit(self, **needs: int) -> None:
         """Grows the registered memory where a need exceeds it. Collective exactly when something must grow;
         all ranks must come with the same needs."""
-        now = self._room
+        now, o = self._room, self.options
         # Nothing grows of which no more is needed: capacity and arena go by the other sizes.
         for name, need in needs.items():
             if need > now[name] or (need != now[name] and name == "num_experts"):
@@ -245,9 +245,7 @@ class Session:
             return
         wanted = {name: max(now[name], needs.get(name, 0)) for name in _SHAPE_FIELDS}
         wanted["num_experts"] = needs.get("num_experts", now["num_experts"])
-        first = first_recv_rows(
-            self.options.capacity_factor, wanted["max_tokens"], wanted["max_topk"], self.topology.num_ranks
-        )
+        first = first_recv_rows(o.capacity_factor, wanted["max_tokens"], wanted["max_topk"], self.topology.num_ranks)
         wanted["recv_rows"] = max(wanted["recv_rows"], first)
         wanted["arena_bytes"] = max(now["arena_bytes"], self._arena_bytes(wanted))
         if self.captured:
@@ -406,8 +404,8 @@ class Session:
         )
 
     def fit_rows(self, placed: _core.Placed) -> None:
-        """Room for the receive rows of the fullest rank, which all ranks know, and a quarter more: the next call may
-        receive a few more again. Where capacity_factor says how many there are, nothing grows."""
+        """Room for the receive rows of the fullest rank, which all ranks know, and a quarter more for calls to come.
+        Where capacity_factor says how many there are, nothing grows."""
         if self.options.capacity_factor is None and placed.most_recv_rows > self.shape.recv_rows:
             self.fit(recv_rows=min(self.recv_capacity(self.shape.max_tokens), placed.most_recv_rows * 5 // 4))
 
