@@ -53,7 +53,7 @@ class HybridEPBuffer(PlansClones, Named):
       which routes, on a GPU (default: one for 128 tokens of the call, 1 for virtual ranks); of more than 32 it takes
       32. A host's has one. `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are
       accepted for compatibility and have no effect.
-    * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks a node (default: environment, else its NVLink domain's or host's).
+    * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks a node (default: environment, else NVLink domain's or host's).
     * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: as many as come,
       docs/design.md#memory). `overflow`: what a blocking call does with more rows than capacity_factor or
       num_permuted_tokens admits: "raise" CapacityError on every rank, or "drop" the last ones, flagged in the handle.

@@ -58,7 +58,7 @@ class Rates:
     copy_gb_per_s: float = COPY_GB_PER_S
 
 
-_PUBLISHED_RATES = Rates()
+PUBLISHED_RATES = Rates()
 
 
 def weight_bytes(model: MoeModel, ranks: int, dtype: str) -> float:
@@ -76,6 +76,8 @@ def rates_of(cluster: Cluster, dtype: str) -> Rates:
     """The rates for another GPU and precision: matrices and attention as published training steps have them
     (`efficiency`), copy engines at the share of NVLink that they have in the published roofline. ValueError where no
     published step says anything of the GPU."""
+    if (cluster.gpu.name, dtype) == ("GB200", "nvfp4"):
+        return PUBLISHED_RATES
     peak = cluster.gpu.bf16_tflops.value if dtype == "bf16" else cluster.gpu.fp8_tflops.value
     nvlink = clusters.get("gb200_nvl72").gpu.nvlink_gb_per_s.value
     rate = peak * efficiency.of(cluster, dtype).share
@@ -83,7 +85,7 @@ def rates_of(cluster: Cluster, dtype: str) -> Rates:
 
 
 def compute_us(
-    model: MoeModel, cluster: Cluster, tokens: int, experts: int, dtype: str = "nvfp4", rates: Rates = _PUBLISHED_RATES
+    model: MoeModel, cluster: Cluster, tokens: int, experts: int, dtype: str = "nvfp4", rates: Rates = PUBLISHED_RATES
 ) -> tuple[float, float]:
     """(all but the experts, the experts) of a layer's forward of one sequence, on a rank that reads so many experts."""
     routed = 2.0 * model.topk * model.expert_params
@@ -96,7 +98,7 @@ def compute_us(
 
 
 def layer(
-    model: MoeModel, cluster: Cluster, tokens: int, ranks: int, dtype: str = "nvfp4", *, rates: Rates = _PUBLISHED_RATES
+    model: MoeModel, cluster: Cluster, tokens: int, ranks: int, dtype: str = "nvfp4", *, rates: Rates = PUBLISHED_RATES
 ) -> Layer:
     """One layer of a prefill of `tokens` per rank, one sequence. ValueError for ranks that do not divide experts."""
     if tokens < 1:
@@ -158,7 +160,7 @@ def byte_crossover(model: MoeModel, ranks: int, dtype: str, *, training: bool = 
 
 
 def hiding_crossover(
-    model: MoeModel, cluster: Cluster, ranks: int, dtype: str = "nvfp4", rates: Rates = _PUBLISHED_RATES
+    model: MoeModel, cluster: Cluster, ranks: int, dtype: str = "nvfp4", rates: Rates = PUBLISHED_RATES
 ) -> int:
     """Fewest tokens per rank at which compute covers the prefetch."""
     low, high = 1, 2

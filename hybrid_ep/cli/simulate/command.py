@@ -1,4 +1,4 @@
-"""`hybrid-ep simulate`: flags and their validation; report, sweep and recommend do the work."""
+"""`hybrid-ep simulate`: flags and their validation; report, sweep, move and recommend do the work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
-from hybrid_ep.cli.simulate import advise, job, report, sweep
+from hybrid_ep.cli.simulate import advise, job, move, report, sweep
 from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models
@@ -16,7 +16,7 @@ from hybrid_ep.perf.shape import DTYPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One exchange by default; --sweep and --recommend are other questions about the same cluster."""
+    """One exchange by default; --move, --sweep and --recommend are other questions about the same cluster."""
     where = parser.add_argument_group("where")
     where.add_argument("--cluster", choices=tuple(clusters.CLUSTERS), default="h100_8x400g", help="GPUs and links")
     where.add_argument("--nodes", type=int, default=1, help="NVLink domains of the EP group")
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      "model: the queueing model; auto: events where they take seconds")  # fmt: skip
     how.add_argument("--kernels", choices=tuple(KERNELS), default="ours", help="published: Hybrid-EP's, as its README "
                      "measured them, by the model (no permute)")  # fmt: skip
+    move.add_flags(parser.add_argument_group("weights instead of tokens"))
     out = parser.add_argument_group("what comes out")
     outputs.add_json(out)
     out.add_argument("--trace", metavar="FILE", help="write a timeline for ui.perfetto.dev")
@@ -70,10 +71,14 @@ def _run(args: argparse.Namespace) -> int:
         report.print_sources(cluster)
         return EXIT_OK
     with outputs.for_people(args.json):
+        if args.move and (args.recommend or args.sweep):
+            raise UsageError(f"--move {args.move}: is a question of its own; leave out --recommend and --sweep")
         if args.recommend:
             if args.kernels != "ours":
                 raise UsageError(f"--kernels {args.kernels}: --recommend lays out jobs with this library's own")
             document = advise.run(args, cluster)
+        elif args.move:
+            document = move.run(args, cluster)
         else:
             request = Request.from_flags(args, cluster)
             document = sweep.run(request, args.sweep) if args.sweep else report.run(request, args.trace)
