@@ -23,7 +23,7 @@ class CloneRoutingRole {
   HEP_DEVICE void count() {
     for (uint32_t i = me_; i < p.walkers * experts_; i += width_) a.st_shared(words_ + i, 0u);
     a.block_sync();
-    walk([](uint64_t, uint32_t, uint32_t, bool) {});
+    walk([](uint32_t, uint64_t, uint32_t, uint32_t, bool) {});
     a.block_sync();
     for (uint32_t e = me_; e < experts_; e += width_) {
       uint32_t sum = 0;
@@ -52,14 +52,14 @@ class CloneRoutingRole {
   // Behind that: where each of the block's pairs goes. links: of the clones, in shared memory.
   HEP_DEVICE void redirect(CloneLinks links) {
     if (p.routing_map) clear_rows();
-    walk([&](uint64_t cell, uint32_t expert, uint32_t number, bool chosen) {
+    walk([&](uint32_t t, uint64_t cell, uint32_t expert, uint32_t number, bool chosen) {
       const int64_t at = chosen ? column(links, expert, number) : a.ld_global(p.columns.columns + expert);
       if (p.topk_idx) {
         a.st_global(p.out_idx + cell, at);
         return;
       }
       if (p.out_columns) a.st_global(p.out_columns + cell, at);
-      if (chosen) a.st_global(p.out_map + token_of(cell) * p.num_columns() + uint64_t(at), uint8_t(1));
+      if (chosen) a.st_global(p.out_map + uint64_t(t) * p.num_columns() + uint64_t(at), uint8_t(1));
     });
   }
 
@@ -67,11 +67,11 @@ class CloneRoutingRole {
   HEP_DEVICE uint32_t of_block(int block, uint32_t expert) {
     return a.ld_global(p.block_counts + uint64_t(block) * experts_ + expert);
   }
+  HEP_DEVICE static uint64_t min_of(uint64_t x, uint64_t y) { return x < y ? x : y; }
   HEP_DEVICE int64_t column(CloneLinks links, uint32_t expert, uint32_t number) {
     const int slot = clone_slot(a, links, p.share, int(expert), number);
     return slot < 0 ? a.ld_global(p.columns.columns + expert) : p.columns.of_slot(slot);
   }
-  HEP_DEVICE uint64_t token_of(uint64_t cell) const { return cell / experts_; }
   struct Run {
     uint32_t begin, end;
   };
@@ -84,12 +84,19 @@ class CloneRoutingRole {
   // Of a walker's tokens, by its warp, which meets: other lanes store into the rows.
   HEP_DEVICE void clear_rows() {
     const Run of = run();
-    const uint64_t columns = p.num_columns();
-    for (uint64_t i = of.begin * columns + uint32_t(a.lane()); i < of.end * columns; i += A::kLanes)
-      a.st_global(p.out_map + i, uint8_t(0));
+    const uint64_t columns = p.num_columns(), begin = of.begin * columns, end = of.end * columns;
+    const uint64_t first = (reinterpret_cast<uint64_t>(p.out_map) + begin + 7) / 8 * 8,
+                   last = (reinterpret_cast<uint64_t>(p.out_map) + end) / 8 * 8;  // of whole words
+    const uint64_t head = min_of(first - reinterpret_cast<uint64_t>(p.out_map), end),
+                   words = last > first ? (last - first) / 8 : 0;
+    const uint64_t tail = words ? head + 8 * words : head;
+    for (uint64_t i = begin + uint32_t(a.lane()); i < head; i += A::kLanes) a.st_global(p.out_map + i, uint8_t(0));
+    for (uint64_t i = uint32_t(a.lane()); i < words; i += A::kLanes)
+      a.st_global(reinterpret_cast<uint64_t*>(p.out_map + head) + i, uint64_t(0));
+    for (uint64_t i = tail + uint32_t(a.lane()); i < end; i += A::kLanes) a.st_global(p.out_map + i, uint8_t(0));
     a.warp_sync();
   }
-  // take(cell, expert, number, chosen): of every choice that is an expert's, or every place of a map, with the number
+  // take(token, cell, expert, number, chosen): of every choice that is an expert's, or every place of a map, with the number
   // of tokens for the expert before it. Counters end behind the run.
   template <class Take>
   HEP_DEVICE void walk(const Take& take) {
@@ -105,7 +112,7 @@ class CloneRoutingRole {
       const uint64_t cell = uint64_t(t) * experts_ + e;
       const bool chosen = a.ld_global(p.routing_map + cell) != 0;
       const uint32_t number = chosen ? a.ld_shared(counters + e) : 0;
-      take(cell, e, number, chosen);
+      take(t, cell, e, number, chosen);
       if (chosen) a.st_shared(counters + e, number + 1);
     }
   }
@@ -116,7 +123,7 @@ class CloneRoutingRole {
     for (uint32_t k = uint32_t(a.lane()); k < p.topk; k += A::kLanes) {
       const int64_t e = a.ld_global(p.topk_idx + first + k);
       if (is_expert(e))
-        take(first + k, uint32_t(e), a.ld_shared(counters + e), true);
+        take(t, first + k, uint32_t(e), a.ld_shared(counters + e), true);
       else if (p.out_idx)  // no choice stays none, and what is no expert names no slot either
         a.st_global(p.out_idx + first + k, e < 0 ? e : int64_t(p.num_columns()));
     }

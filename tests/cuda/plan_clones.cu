@@ -1,5 +1,5 @@
 // The planner's kernel for a GPU, with eight warps and with three: compiled by tests/ptx/test_plan_clones.py, which
-// runs its PTX. No exchange launches it yet.
+// runs its PTX. The balance kernel of the CUDA library plans by the same function.
 #include "arch/sm90/cuda_arch.h"
 #include "kernels/plan_clones.h"
 

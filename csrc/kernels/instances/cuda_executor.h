@@ -133,6 +133,7 @@ class CudaExecutor final : public Executor {
     load(exchange_entry<Net>);
     load(dispatch_entry<Net>);
     load(combine_entry<Net>);
+    load(balance_entry<Net>);
     if constexpr (kHasLatencyPath<Net>) {
       load(latency_dispatch_entry<Net>);
       load(latency_combine_entry<Net>);
@@ -211,6 +212,20 @@ class CudaExecutor final : public Executor {
     require_budget(plan_latency_dispatch<CudaArch>(p, uint64_t(budget_), num_blocks));
   }
 
+  void require_shared_memory(const BalanceParams& params) const override {
+    BalanceParams p = params;
+    if (const uint64_t shared = plan_balance<CudaArch>(p, uint64_t(budget_), 1); shared > uint64_t(budget_))
+      throw std::invalid_argument("clones: planning for " + std::to_string(p.shape.num_experts) + " experts on " +
+                                  std::to_string(p.shape.num_ranks) + " ranks with " +
+                                  std::to_string(p.shape.spare_slots) + " spare slots each needs " +
+                                  std::to_string(shared) + " bytes of shared memory and a block has " +
+                                  std::to_string(budget_) + "; use fewer");
+  }
+  void balance(const BalanceParams& params, const LaunchSettings& s) override {
+    BalanceParams p = params;
+    const uint64_t shared = plan_balance<CudaArch>(p, uint64_t(budget_), s.num_blocks);
+    launch<BalanceParams>(balance_entry<Net>, p, s, s.num_blocks, kThreads<kBalanceWarps<CudaArch>>, shared);
+  }
   void exchange(const ExchangeParams& params, const LaunchSettings& s) override {
     ExchangeParams p = params;
     const uint64_t shared = plan_exchange<CudaArch>(p, uint64_t(budget_), s.num_blocks);

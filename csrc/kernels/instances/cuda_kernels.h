@@ -2,6 +2,7 @@
 // Arch and a Transport are made, and the shared role ladder runs.
 #pragma once
 #include "arch/sm90/cuda_arch.h"
+#include "kernels/balance.h"
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
@@ -24,6 +25,13 @@ __global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
     exchange_entry(const __grid_constant__ ExchangeParams p, Net net, CudaControl* control) {
   CudaArch a(control);
   exchange_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kBalanceWarps<CudaArch>>, 1)
+    balance_entry(const __grid_constant__ BalanceParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  balance_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
 }
 
 template <class Net>
