@@ -5,6 +5,7 @@
 #pragma once
 #include "roles/balance_params.h"
 #include "roles/clone_instances.h"
+#include "roles/clone_rows.h"
 
 namespace hep {
 
@@ -23,7 +24,7 @@ class CloneRoutingRole {
   HEP_DEVICE void count() {
     for (uint32_t i = me_; i < p.walkers * experts_; i += width_) a.st_shared(words_ + i, 0u);
     a.block_sync();
-    walk([](uint32_t, uint64_t, uint32_t, uint32_t, bool) {});
+    walk([](uint32_t, uint64_t, uint32_t, uint32_t) {});
     a.block_sync();
     for (uint32_t e = me_; e < experts_; e += width_) {
       uint32_t sum = 0;
@@ -51,26 +52,22 @@ class CloneRoutingRole {
   }
   // Behind that: where each of the block's pairs goes. links: of the clones, in shared memory.
   HEP_DEVICE void redirect(CloneLinks links) {
-    if (p.routing_map) clear_rows();
-    walk([&](uint32_t t, uint64_t cell, uint32_t expert, uint32_t number, bool chosen) {
-      const int64_t at = chosen ? column(links, expert, number) : a.ld_global(p.columns.columns + expert);
+    if (p.routing_map) begin_rows();
+    walk([&](uint32_t t, uint64_t cell, uint32_t expert, uint32_t number) {
+      const int slot = clone_slot(a, links, p.share, int(expert), number);
+      const int64_t at = slot < 0 ? a.ld_global(p.columns.columns + expert) : p.columns.of_slot(slot);
       if (p.topk_idx) {
         a.st_global(p.out_idx + cell, at);
-        return;
+      } else {
+        if (slot >= 0 && p.out_columns) a.st_global(p.out_columns + cell, at);
+        a.st_global(p.out_map + uint64_t(t) * p.num_columns() + uint64_t(at), uint8_t(1));
       }
-      if (p.out_columns) a.st_global(p.out_columns + cell, at);
-      if (chosen) a.st_global(p.out_map + uint64_t(t) * p.num_columns() + uint64_t(at), uint8_t(1));
     });
   }
 
  private:
   HEP_DEVICE uint32_t of_block(int block, uint32_t expert) {
     return a.ld_global(p.block_counts + uint64_t(block) * experts_ + expert);
-  }
-  HEP_DEVICE static uint64_t min_of(uint64_t x, uint64_t y) { return x < y ? x : y; }
-  HEP_DEVICE int64_t column(CloneLinks links, uint32_t expert, uint32_t number) {
-    const int slot = clone_slot(a, links, p.share, int(expert), number);
-    return slot < 0 ? a.ld_global(p.columns.columns + expert) : p.columns.of_slot(slot);
   }
   struct Run {
     uint32_t begin, end;
@@ -81,39 +78,41 @@ class CloneRoutingRole {
     const uint64_t end = begin + p.run_tokens;
     return {uint32_t(begin < p.num_tokens ? begin : p.num_tokens), uint32_t(end < p.num_tokens ? end : p.num_tokens)};
   }
-  // Of a walker's tokens, by its warp, which meets: other lanes store into the rows.
-  HEP_DEVICE void clear_rows() {
+  // Rows of the map without a choice, and columns of owners, of a walker's tokens.
+  HEP_DEVICE void begin_rows() {
     const Run of = run();
-    const uint64_t columns = p.num_columns(), begin = of.begin * columns, end = of.end * columns;
-    const uint64_t first = (reinterpret_cast<uint64_t>(p.out_map) + begin + 7) / 8 * 8,
-                   last = (reinterpret_cast<uint64_t>(p.out_map) + end) / 8 * 8;  // of whole words
-    const uint64_t head = min_of(first - reinterpret_cast<uint64_t>(p.out_map), end),
-                   words = last > first ? (last - first) / 8 : 0;
-    const uint64_t tail = words ? head + 8 * words : head;
-    for (uint64_t i = begin + uint32_t(a.lane()); i < head; i += A::kLanes) a.st_global(p.out_map + i, uint8_t(0));
-    for (uint64_t i = uint32_t(a.lane()); i < words; i += A::kLanes)
-      a.st_global(reinterpret_cast<uint64_t*>(p.out_map + head) + i, uint64_t(0));
-    for (uint64_t i = tail + uint32_t(a.lane()); i < end; i += A::kLanes) a.st_global(p.out_map + i, uint8_t(0));
+    if (p.out_columns)
+      repeat_row(a, p.out_columns + uint64_t(of.begin) * experts_, p.columns.columns, experts_, of.end - of.begin);
+    clear_bytes(a, p.out_map, uint64_t(of.begin) * p.num_columns(), uint64_t(of.end) * p.num_columns());
     a.warp_sync();
   }
-  // take(token, cell, expert, number, chosen): of every choice that is an expert's, or every place of a map, with the number
-  // of tokens for the expert before it. Counters end behind the run.
+  // take(token, cell, expert, number): of every choice of an expert, with the number of tokens for it before this one.
+  // Counters end behind the run.
   template <class Take>
   HEP_DEVICE void walk(const Take& take) {
     const Run of = run();
+    const bool whole = experts_ % 8 == 0 && reinterpret_cast<uint64_t>(p.routing_map) % 8 == 0;
     uint32_t* const counters = words_ + uint32_t(a.warp_idx()) * experts_;
     for (uint32_t t = of.begin; t < of.end; ++t)
-      p.topk_idx ? walk_choices(t, counters, take) : walk_row(t, counters, take);
+      p.topk_idx ? walk_choices(t, counters, take) : walk_row(t, counters, whole, take);
   }
-  // A lane has an expert for itself.
+  // A lane has eight experts for itself.
   template <class Take>
-  HEP_DEVICE void walk_row(uint32_t t, uint32_t* counters, const Take& take) {
-    for (uint32_t e = uint32_t(a.lane()); e < experts_; e += A::kLanes) {
-      const uint64_t cell = uint64_t(t) * experts_ + e;
-      const bool chosen = a.ld_global(p.routing_map + cell) != 0;
-      const uint32_t number = chosen ? a.ld_shared(counters + e) : 0;
-      take(t, cell, e, number, chosen);
-      if (chosen) a.st_shared(counters + e, number + 1);
+  HEP_DEVICE void walk_row(uint32_t t, uint32_t* counters, bool whole, const Take& take) {
+    const uint64_t first = uint64_t(t) * experts_;
+    for (uint32_t begin = 8 * uint32_t(a.lane()); begin < experts_; begin += 8 * A::kLanes) {
+      uint64_t word = 0;
+      if (whole)
+        word = a.ld_global(reinterpret_cast<const uint64_t*>(p.routing_map + first + begin));
+      else
+        for (uint32_t i = 0; i < 8 && begin + i < experts_; ++i)
+          word |= uint64_t(a.ld_global(p.routing_map + first + begin + i)) << (8 * i);
+      for (uint32_t e = begin; word; word >>= 8, ++e) {
+        if (!(word & 0xff)) continue;
+        const uint32_t number = a.ld_shared(counters + e);
+        take(t, first + e, e, number);
+        a.st_shared(counters + e, number + 1);
+      }
     }
   }
   // A lane has a choice, and an expert that is named twice counts once.
@@ -123,7 +122,7 @@ class CloneRoutingRole {
     for (uint32_t k = uint32_t(a.lane()); k < p.topk; k += A::kLanes) {
       const int64_t e = a.ld_global(p.topk_idx + first + k);
       if (is_expert(e))
-        take(t, first + k, uint32_t(e), a.ld_shared(counters + e), true);
+        take(t, first + k, uint32_t(e), a.ld_shared(counters + e));
       else if (p.out_idx)  // no choice stays none, and what is no expert names no slot either
         a.st_global(p.out_idx + first + k, e < 0 ? e : int64_t(p.num_columns()));
     }

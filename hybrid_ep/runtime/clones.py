@@ -127,8 +127,8 @@ def plan(
     else:
         route = validation.tensor("routing_map", routing_map, 2, "bool [num_tokens, num_experts]")
         given = aligned(validation.routing_map(route, route.shape[0], num_experts, num_ranks))
-        out = torch.empty(given.shape[0], num_experts + num_ranks * spare, dtype=torch.bool, device=device)
-        out_columns = torch.empty(given.shape, dtype=torch.int64, device=device)
+        out = session.results.empty(given.shape[0], num_experts + num_ranks * spare, torch.bool)
+        out_columns = session.results.empty(given.shape[0], 8 * num_experts, torch.int64)
     made = _empty_plan(slots, num_experts, device) if by is None else _checked_plan(by, slots, num_experts, device)
     session.engine.plan_clones(
         given if topk_idx is not None else None,
