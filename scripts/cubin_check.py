@@ -79,7 +79,7 @@ SYSTEM_FENCE, SHORT_LOOP = r"^(@!?U?P\w+\s+)?MEMBAR\.\w+\.SYS\b", 64
 # NVSHMEM's own code is not counted. 176 registers of 352 threads, 144 of 224 or 96 of 512 still leave a block its SM.
 # What a role of combine keeps over a call of NVSHMEM's, which is not inlined, goes to the stack, though not in the
 # loops over rows.
-NVSHMEM_REGISTERS = {"combine": 176, "dispatch": 144, "exchange": 96}
+NVSHMEM_REGISTERS = {"combine": 176, "dispatch": 144, "exchange": 96, "balance": 240}
 NVSHMEM_BUDGETS = {  # there is no latency path over a NIC
     name: replace(
         budget,
