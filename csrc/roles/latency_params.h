@@ -38,4 +38,20 @@ struct LatencyCombineParams : SumParams {
   HEP_HOST_DEVICE uint32_t lines() const { return Line::lines_of(partial.row_bytes()); }
 };
 
+// Rows that a warp sends by lines, all of as many, for the counters of the rank.
+struct LineTraffic {
+  uint64_t node_rows = 0, self_rows = 0;
+
+  HEP_DEVICE void add(bool own) { own ? ++self_rows : ++node_rows; }
+  template <class A>
+  HEP_DEVICE void report(A& a, TrafficCounters* traffic, uint32_t lines) const {
+    if (a.lane() != 0) return;
+    const uint64_t bytes = lines * sizeof(Line);
+    a.count_rank(&traffic->node_rows, node_rows);
+    a.count_rank(&traffic->node_bytes, node_rows * bytes);
+    a.count_rank(&traffic->self_rows, self_rows);
+    a.count_rank(&traffic->self_bytes, self_rows * bytes);
+  }
+};
+
 }  // namespace hep

@@ -14,7 +14,7 @@ struct LatencyPartialRole {
   const uint64_t flag;
   const LinePart<A> part;
   std::byte* const scratch;
-  uint64_t node_rows = 0, self_rows = 0;
+  LineTraffic traffic;
 
   HEP_DEVICE LatencyPartialRole(A& arch, const LatencyCombineParams& params, uint64_t step, std::byte* of_warp)
       : a(arch), p(params), flag(step), part(arch), scratch(of_warp) {}
@@ -24,12 +24,7 @@ struct LatencyPartialRole {
     a.set_role("latency_partial");
     const uint32_t rows = p.plan.numbers->recv_rows;
     for (uint32_t i = worker; i < rows; i += workers) send(i);
-    if (a.lane() != 0) return;
-    const uint64_t bytes = p.lines() * sizeof(Line);
-    a.count_rank(&p.traffic->node_rows, node_rows);
-    a.count_rank(&p.traffic->node_bytes, node_rows * bytes);
-    a.count_rank(&p.traffic->self_rows, self_rows);
-    a.count_rank(&p.traffic->self_bytes, self_rows * bytes);
+    traffic.report(a, p.traffic, p.lines());
   }
 
  private:
@@ -37,7 +32,7 @@ struct LatencyPartialRole {
     const auto& rec = *reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(row) * p.record_bytes);
     const auto* pairs = p.pairs_of(&rec);
     const int source = int(rec.source_rank);
-    source == p.world.rank ? ++self_rows : ++node_rows;
+    traffic.add(source == p.world.rank);
     const uint32_t n = p.lines(), all = p.partial.row_bytes() / 8;
     Line* lines = p.link.slot(flag, source, p.world.rank, rec.source_token);
     if constexpr (TileMath<A>::kReadsRows) sum_whole(row, rec, pairs);

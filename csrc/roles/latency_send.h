@@ -71,7 +71,7 @@ struct LatencySendRole {
   const LatencyDispatchParams& p;
   const uint64_t flag;
   const LinePart<A> part;
-  uint64_t node_rows = 0, self_rows = 0;
+  LineTraffic traffic;
 
   HEP_DEVICE LatencySendRole(A& arch, const LatencyDispatchParams& params, uint64_t step)
       : a(arch), p(params), flag(step), part(arch) {}
@@ -80,7 +80,7 @@ struct LatencySendRole {
   template <class Token>
   HEP_DEVICE void send(const Token& token) {
     const uint32_t n = p.lines();
-    token.each_dst([&](uint32_t rank, uint32_t) { int(rank) == p.world.rank ? ++self_rows : ++node_rows; });
+    token.each_dst([&](uint32_t rank, uint32_t) { traffic.add(int(rank) == p.world.rank); });
     for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
       load(token, line, words);
@@ -89,14 +89,7 @@ struct LatencySendRole {
       });
     }
   }
-  HEP_DEVICE void report() {
-    if (a.lane() != 0) return;
-    const uint64_t bytes = p.lines() * sizeof(Line);
-    a.count_rank(&p.traffic->node_rows, node_rows);
-    a.count_rank(&p.traffic->node_bytes, node_rows * bytes);
-    a.count_rank(&p.traffic->self_rows, self_rows);
-    a.count_rank(&p.traffic->self_bytes, self_rows * bytes);
-  }
+  HEP_DEVICE void report() { traffic.report(a, p.traffic, p.lines()); }
 
  private:
   // Most lines hold payload alone.

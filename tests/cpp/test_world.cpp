@@ -45,6 +45,40 @@ void add_round(WorldCase& w, size_t plan, int num_blocks) {
   }
 }
 
+// A rank by itself, with two experts and rows of 64 bytes.
+BufferShape lone_shape(uint64_t tokens) {
+  BufferShape shape;
+  shape.num_experts = 2;
+  shape.max_tokens = tokens;
+  shape.recv_rows = 2 * tokens;
+  shape.row_bytes = shape.partial_row_bytes = 64;
+  return shape;
+}
+std::unique_ptr<Engine> lone_engine(const BufferShape& shape) {
+  return make_engine(kPlain, 0, shape, {Segment::private_memory(BufferLayout(shape).total)}, 20, 1);
+}
+RoutingInput one_expert_each(const std::vector<int64_t>& experts) {
+  RoutingInput in;
+  in.topk_idx = experts.data();
+  in.num_tokens = uint32_t(experts.size());
+  in.topk = 1;
+  return in;
+}
+// Of the plan of such a rank; it lies in `bytes`.
+unsigned char* block(std::vector<unsigned char>& bytes, uint64_t size) {
+  bytes.assign(size + 128, 0xff);
+  return reinterpret_cast<unsigned char*>(align_up(uint64_t(bytes.data()), 128));
+}
+DispatchCall call_of(const std::vector<unsigned char>& x, std::vector<unsigned char>& out, uint64_t rows) {
+  DispatchCall call;
+  call.x = x.data();
+  call.out_x = out.data();
+  call.row_bytes = 64;
+  call.out_rows = rows;
+  call.permute = true;
+  return call;
+}
+
 void check_seeds(const CaseLimits& limits, uint64_t first_seed, uint64_t count) {
   for (uint64_t i = 0; i < count; ++i) check_world(random_case(first_seed + i, limits));
 }
@@ -227,30 +261,17 @@ TEST(latency_path_with_long_rows_one_way) {
 }
 
 TEST(latency_path_has_limits) {
-  BufferShape shape;
-  shape.num_experts = 2;
-  shape.max_tokens = 4;
-  shape.recv_rows = 8;
-  shape.row_bytes = shape.partial_row_bytes = 64;
+  BufferShape shape = lone_shape(4);
   const std::vector<int64_t> experts{0, 1, 0};
-  RoutingInput in;
-  in.topk_idx = experts.data();
-  in.num_tokens = 3;
-  in.topk = 1;
+  const RoutingInput in = one_expert_each(experts);
   std::vector<unsigned char> memory, x(256, 1), out(512);
-  DispatchCall call;
-  call.x = x.data();
-  call.out_x = out.data();
-  call.row_bytes = 64;
-  call.out_rows = 8;
-  call.permute = true;
+  DispatchCall call = call_of(x, out, 8);
   PlaceCall place;
   place.header.set_budget(8);
   for (const uint64_t tokens : {0, 2, 4}) {
     shape.latency_tokens = tokens;
-    auto engine = make_engine(kPlain, 0, shape, {Segment::private_memory(BufferLayout(shape).total)}, 20, 1);
-    memory.assign(engine->plan_memory(3, 1, true).total + 128, 0xff);
-    place.memory = reinterpret_cast<unsigned char*>(align_up(uint64_t(memory.data()), 128));
+    auto engine = lone_engine(shape);
+    place.memory = block(memory, engine->plan_memory(3, 1, true).total);
     if (tokens < 3) {
       CHECK_THROWS(std::invalid_argument, engine->latency_dispatch(in, place, call, false));
       continue;
@@ -272,34 +293,16 @@ TEST(latency_path_has_limits) {
 
 // A call that cannot work is refused before anything is sent; the next one works.
 TEST(bad_calls_leave_the_engine_usable) {
-  BufferShape shape;
-  shape.num_experts = 2;
-  shape.max_tokens = 2;
-  shape.recv_rows = 4;
-  shape.row_bytes = shape.partial_row_bytes = 64;
-  auto engine = make_engine(kPlain, 0, shape, {Segment::private_memory(BufferLayout(shape).total)}, 20, 1);
-  const int64_t experts[] = {0, 1};
-  RoutingInput in;
-  in.topk_idx = experts;
-  in.num_tokens = 2;
-  in.topk = 1;
+  const auto engine = lone_engine(lone_shape(2));
+  const std::vector<int64_t> experts{0, 1}, unknown{0, 2};
   std::vector<unsigned char> blocks[2];
-  const auto block = [](std::vector<unsigned char>& bytes, uint64_t size) {
-    bytes.assign(size + 128, 0xff);
-    return reinterpret_cast<unsigned char*>(align_up(uint64_t(bytes.data()), 128));
-  };
   PlaceCall call;
   call.memory = block(blocks[0], engine->plan_memory(2, 1, false).total);
-  const auto placement = engine->place_and_count(in, call);
+  const auto placement = engine->place_and_count(one_expert_each(experts), call);
   const std::shared_ptr<Plan> placed = placement->plan(block(blocks[1], placement->learned.total));
   Plan& plan = *placed;
   std::vector<unsigned char> x(256, 1), out(256);
-  DispatchCall good;
-  good.x = x.data();
-  good.out_x = out.data();
-  good.row_bytes = 64;
-  good.out_rows = 2;
-  good.permute = true;
+  const DispatchCall good = call_of(x, out, 2);
   auto refused = [&](auto&& change) {
     DispatchCall bad = good;
     change(bad);
@@ -318,11 +321,9 @@ TEST(bad_calls_leave_the_engine_usable) {
   sum.hidden = 32;
   sum.permuted = true;
   CHECK_THROWS(std::invalid_argument, engine->combine(plan, sum));  // its dispatch has not run
-  const int64_t unknown[] = {0, 2};
-  in.topk_idx = unknown;
   std::vector<unsigned char> other;
   call.memory = block(other, engine->plan_memory(2, 1, false).total);
-  CHECK(!engine->place_and_count(in, call)->counts.placed);
+  CHECK(!engine->place_and_count(one_expert_each(unknown), call)->counts.placed);
   engine->dispatch(plan, good);
   CHECK(std::equal(out.begin(), out.begin() + 128, x.begin()));
   sum.hidden = 0;
