@@ -39,7 +39,7 @@ Place = tuple[int, int, int, torch.dtype, torch.Size, tuple[int, ...]]  # layer,
 @dataclass
 class Fetched:
     """A layer's experts that are not this rank's own, in the order of the rank (`WeightLayout`), until `release`. By
-    matrix: kept[n] [K, *shape], then fetched[n] [S, *shape]."""
+    matrix: kept[n] `[K, *shape]`, then fetched[n] `[S, *shape]`."""
 
     kept: list[torch.Tensor]
     fetched: list[torch.Tensor]

@@ -77,7 +77,7 @@ class ExpertStore:
     # ---- weights
 
     def publish(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Show the others this rank's experts: weights[layer][n] is [own experts, *shapes[n]].
+        """Show the others this rank's experts: weights[layer][n] is `[own experts, *shapes[n]]`.
 
         Every rank calls it, each as soon as it has read the version before for the last time; it waits until the others
         have, too. DeadlineError names a rank that has not. ValueError for weights of other shapes."""
@@ -123,7 +123,7 @@ class ExpertStore:
         """Add this rank's gradients of a layer's other experts to what goes home at the end of the step.
 
         gradients[n]: stacks of matrix n, the experts in this rank's order from the first that is not its own; together
-        [E - own, *shapes[n]]. Summed in fp32, in the order of the calls."""
+        `[E - own, *shapes[n]]`. Summed in fp32, in the order of the calls."""
         if not self._touched:
             self.wait(places.TAKEN, self._given, "gradients are still taken home by")
         for n, stacks in enumerate(gradients):
@@ -144,7 +144,7 @@ class ExpertStore:
 
     def bring_home(self, add: Callable[[int, int, list[torch.Tensor]], None]) -> None:
         """Take home the gradients of this rank's experts: add(layer, n, parts) for every layer and matrix, a part
-        fp32 [own experts, *shapes[n]] of every other rank, ascending. They are those ranks' memory: do not keep them.
+        fp32 `[own experts, *shapes[n]]` of every other rank, ascending. They are those ranks' memory: do not keep them.
 
         Every rank calls it once a step, before gradients are reduced over data-parallel ranks, and waits for each other
         one to come. DeadlineError names the one that does not."""
