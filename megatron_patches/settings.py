@@ -370,6 +370,7 @@ class Weights:
         if self.buffers < 2:
             raise ValueError(f"weight_buffers is {self.buffers!r}: give at least 2, one computes while one is filled")
         given = {"weight_group": self.group, "local_experts": self.local_experts}
+        given["weight_buffers"] = None if self.buffers == 2 else self.buffers
         found = [name for name, value in given.items() if value is not None]
         if found and not self.may_move:
             raise ValueError(f"{', '.join(found)} without move='weights' or 'auto' (--hybrid-ep-move) does nothing")

@@ -159,6 +159,8 @@ class LayerWeights:
         """Whether weights travel here. The first call of the group's layers decides, and is collective."""
         if self.chosen is None:
             self.group.set_up(config, hidden_states.shape[0], hidden_states.device)
+        if self.chosen and torch.is_grad_enabled():
+            self.group.prefetcher.store.open_gradients()
         return bool(self.chosen)
 
     def forward(

@@ -4,7 +4,8 @@ buffer's it is laid out here and not in csrc/layout.
 An expert has one home: the rank that owns its parameter. Ranks take experts in cyclic order from the first of their
 own: first their own, then those that they keep copies of, then those that they fetch layer by layer.
 
-    registered memory:  counters | own experts by layer and matrix | gradients for other homes by layer and matrix
+    registered memory:  counters | own experts by layer and matrix
+    once there are gradients, more of it:  gradients for other homes by layer and matrix
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ class WeightLayout:
 
     num_experts, num_ranks, num_layers: E, R, L. shapes: of an expert's matrices, a tuple each. dtype: theirs. held: how
     many experts a rank has without fetching, its own included; at least those, at most E; it need not divide E.
-    gradients: whether memory for the gradients of other ranks' experts is wanted, fp32.
 
     Raises ValueError for numbers that do not fit together.
     """
@@ -46,7 +46,6 @@ class WeightLayout:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     held: int
-    gradients: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_ranks", "num_layers"):
@@ -121,11 +120,15 @@ class WeightLayout:
         return self.num_experts - self.num_experts // self.num_ranks
 
     def gradient_at(self, layer: int, n: int) -> int:
-        """Where the gradients of matrix n of a layer's other experts begin in registered memory, fp32."""
-        first = _HEADER + self.num_layers * self.stack_bytes(self.most_own)
-        return first + layer * self.stack_bytes(self.most_given, 4) + self.stack_at(self.most_given, n, 4)
+        """Where the gradients of matrix n of a layer's other experts begin in the memory for gradients, fp32."""
+        return layer * self.stack_bytes(self.most_given, 4) + self.stack_at(self.most_given, n, 4)
 
     @property
     def registered_bytes(self) -> int:
-        """Of a rank."""
-        return self.gradient_at(self.num_layers if self.gradients else 0, 0)
+        """Of a rank, for counters and weights."""
+        return _HEADER + self.num_layers * self.stack_bytes(self.most_own)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a rank, for gradients; at least a line, since no memory is no segment."""
+        return max(LINE, self.num_layers * self.stack_bytes(self.most_given, 4))

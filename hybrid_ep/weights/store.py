@@ -52,7 +52,7 @@ class ExpertStore:
         self.timeout_s = float(env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s)
         if not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s={timeout_s} must be seconds above 0")
-        meet = Rendezvous(view, self.timeout_s)
+        self._view, self._meet = view, (meet := Rendezvous(view, self.timeout_s))
         try:
             if layout.num_ranks != view.size:
                 raise ValueError(
@@ -65,14 +65,11 @@ class ExpertStore:
         self.segments: list[_core.Segment] = open_segments(
             meet, view.segments, 0, layout.registered_bytes, lambda segments: segments
         )
+        self._outboxes: list[_core.Segment] = []  # of all ranks, once there are gradients
         self.version = self._given = 0
         self._touched: set[int] = set()  # layers with gradients of the step under way
         self._failed: HybridEPError | None = None
         self.closing = threading.Event()  # ends the waits of other threads
-
-    def region(self, rank: int, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A rank's registered memory from byte `at` on as a tensor, which keeps it mapped."""
-        return region(self.segments[rank], at, shape, dtype)
 
     # ---- weights
 
@@ -101,7 +98,7 @@ class ExpertStore:
 
     def _own(self, layer: int, n: int) -> torch.Tensor:
         shape = (self.layout.own(self.rank), *self.layout.shapes[n])
-        return self.region(self.rank, self.layout.own_at(layer, n), shape, self.layout.dtype)
+        return region(self.segments[self.rank], self.layout.own_at(layer, n), shape, self.layout.dtype)
 
     def check_unchanged(self, layer: int, weights: Sequence[torch.Tensor]) -> None:
         """RuntimeError where this rank's weights are not those that the others read. Looks at some elements of each
@@ -118,6 +115,19 @@ class ExpertStore:
                 )
 
     # ---- gradients
+
+    @property
+    def takes_gradients(self) -> bool:
+        return bool(self._outboxes)
+
+    def open_gradients(self) -> None:
+        """Register the memory for gradients, where there is none yet; evaluation needs none. Collective, through the
+        group's store. MemoryError where /dev/shm is full."""
+        self.check_usable()
+        if not self._outboxes:
+            self._outboxes = open_segments(
+                self._meet, self._view.segments, 1, self.layout.gradient_bytes, lambda segments: segments
+            )
 
     def add_gradients(self, layer: int, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
         """Add this rank's gradients of a layer's other experts to what goes home at the end of the step.
@@ -137,10 +147,10 @@ class ExpertStore:
         self._touched.add(layer)
 
     def _outgoing(self, layer: int, n: int) -> torch.Tensor:
-        if not self.layout.gradients:
-            raise RuntimeError("this store was made for evaluation: give its layout gradients=True")
+        if not self._outboxes:
+            raise RuntimeError("there is no memory for gradients: call open_gradients on every rank")
         shape = (self.layout.num_experts - self.layout.own(self.rank), *self.layout.shapes[n])
-        return self.region(self.rank, self.layout.gradient_at(layer, n), shape, torch.float32)
+        return region(self._outboxes[self.rank], self.layout.gradient_at(layer, n), shape, torch.float32)
 
     def bring_home(self, add: Callable[[int, int, list[torch.Tensor]], None]) -> None:
         """Take home the gradients of this rank's experts: add(layer, n, parts) for every layer and matrix, a part
@@ -169,7 +179,7 @@ class ExpertStore:
         lay = self.layout
         position = (lay.first(self.rank) - lay.first(rank)) % lay.num_experts - lay.own(rank)
         at = lay.gradient_at(layer, n) + position * lay.expert_bytes(n, 4)
-        return self.region(rank, at, (lay.own(self.rank), *lay.shapes[n]), torch.float32)
+        return region(self._outboxes[rank], at, (lay.own(self.rank), *lay.shapes[n]), torch.float32)
 
     # ---- waits
 

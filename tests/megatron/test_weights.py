@@ -44,6 +44,11 @@ def test_a_gpt_under_ddp_trains_and_evaluates_as_with_tokens(num_ranks, ep, pp, 
 
 
 @pytest.mark.version_free
+def test_evaluation_alone_registers_no_memory_for_gradients():
+    assert run("evaluation_alone", 2, 2) == [(False, True)] * 2
+
+
+@pytest.mark.version_free
 def test_a_rank_that_dies_is_named_and_training_ends():
     with pytest.raises(parity_world.WorldError) as failed:
         run("killed_owner", 4, 4)

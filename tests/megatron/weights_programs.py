@@ -136,6 +136,7 @@ def gpt(ep, pp, tolerance, options):
         job.look = slow_programs.gradients_of(found[move])
         losses[move] = job.train_step(microbatches=3)
         losses[move] += evaluated(job) + job.train_step(microbatches=3)
+        assert move == "tokens" or all(group.prefetcher.store.takes_gradients for group in weights.live())
         state = {name: value.clone() for name, value in job.model.state_dict().items() if torch.is_tensor(value)}
         job.model.load_state_dict({name: value * 0.5 for name, value in state.items()}, strict=False)
         losses[move] += evaluated(job)
@@ -159,6 +160,22 @@ def evaluated(job):
     job.net.eval()
     with torch.no_grad():
         return [float((lambda output, loss: loss(output)[0])(*job._forward(iter([i]), job.net))) for i in range(2)]
+
+
+def evaluation_alone(ep):
+    """Forwards without gradients register no memory for them. A training step behind them does, on all ranks."""
+    groups = initialize(ep)
+    megatron_patches.apply(**ASKED)
+    layers = Layers(groups, ep)
+    hidden, maps, probs = batch(1, groups.ep.rank())
+    with torch.no_grad():
+        alone = layers.forward(hidden, maps, probs)
+    (group,) = weights.live()
+    before = group.prefetcher.store.takes_gradients
+    assert torch.equal(layers.forward(hidden.requires_grad_(), maps, probs), alone)
+    after = group.prefetcher.store.takes_gradients
+    megatron_patches.revert()
+    return before, after
 
 
 def killed_owner(ep):

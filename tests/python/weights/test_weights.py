@@ -107,7 +107,7 @@ def test_a_step_pulls_each_layer_ahead_and_turns_without_a_pull(num_buffers, pul
 
 
 def test_evaluation_goes_round_without_a_miss():
-    layout = WeightLayout(4, 2, 5, SHAPES, torch.float32, 2, gradients=False)
+    layout = WeightLayout(4, 2, 5, SHAPES, torch.float32, 2)
 
     def run(rank, group):
         prefetcher = WeightPrefetcher(ExpertStore(group, layout, timeout_s=30))
@@ -115,7 +115,7 @@ def test_evaluation_goes_round_without_a_miss():
         for layer in (*range(5), *range(5)):
             check_layer(prefetcher, layer, 0)
             prefetcher.release(layer, training=False)
-        with pytest.raises(RuntimeError, match="made for evaluation"):
+        with pytest.raises(RuntimeError, match="no memory for gradients: call open_gradients"):
             prefetcher.store.add_gradients(0, [[torch.zeros(2, *shape)] for shape in SHAPES])
         prefetcher.close()
         return prefetcher.statistics.missed
@@ -163,6 +163,10 @@ def test_gradients_come_home_once_in_the_order_of_the_ranks(num_ranks, more, num
 
     def run(rank, group):
         store, found = ExpertStore(group, layout, timeout_s=30), []
+        assert not store.takes_gradients
+        store.open_gradients()
+        store.open_gradients()  # nothing
+        assert store.takes_gradients
         for step in range(steps):
             for micro in range(2):
                 for layer in range(num_layers - (micro == 1 and num_layers > 1)):
@@ -319,14 +323,14 @@ def test_registered_memory_does_not_overlap(num_ranks, more, num_layers):
     layout = WeightLayout(num_experts, num_ranks, num_layers, SHAPES, torch.bfloat16, num_experts)
     assert sum(map(layout.own, range(num_ranks))) == num_experts
     for rank in range(num_ranks):
-        spans = [(0, 4 * places.COUNTER_BYTES)]
+        weights, gradients = [(0, 4 * places.COUNTER_BYTES)], []
         for layer, n in itertools.product(range(num_layers), range(2)):
-            spans.append((layout.own_at(layer, n), layout.own(rank) * layout.expert_bytes(n)))
+            weights.append((layout.own_at(layer, n), layout.own(rank) * layout.expert_bytes(n)))
             others = num_experts - layout.own(rank)
-            spans.append((layout.gradient_at(layer, n), others * layout.expert_bytes(n, 4)))
-        spans = sorted(span for span in spans if span[1])
-        ends = [at + size for at, size in spans]
-        assert all(end <= at for end, (at, _) in zip(ends, spans[1:], strict=False))
-        assert ends[-1] <= layout.registered_bytes and not any(at % 64 for at, _ in spans)
+            gradients.append((layout.gradient_at(layer, n), others * layout.expert_bytes(n, 4)))
+        for spans, room in ((weights, layout.registered_bytes), (gradients, layout.gradient_bytes)):
+            ends = [at + size for at, size in spans]
+            assert all(end <= at for end, (at, _) in zip(ends, spans[1:], strict=False))
+            assert ends[-1] <= room and not any(at % 64 for at, _ in spans)
         positions = [p for p, _, _, count in layout.runs(rank, 0, num_experts) for p in range(p, p + count)]
         assert positions == list(range(num_experts))

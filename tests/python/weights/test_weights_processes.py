@@ -23,6 +23,7 @@ def names() -> list[str]:
 def make(ctx):
     layout = WeightLayout(8, ctx.size, LAYERS, SHAPES, torch.float32, 3)
     store = ExpertStore(ctx.group(ctx.size), layout, timeout_s=TIMEOUT_S)
+    store.open_gradients()
     ctx.kept["prefetcher"] = WeightPrefetcher(store, slice_bytes=4096)
     return names() if ctx.rank == 0 else []
 
