@@ -196,33 +196,60 @@ def test_gradients_come_home_once_in_the_order_of_the_ranks(num_ranks, more, num
                     assert torch.equal(one, wanted)
 
 
-def late_owner(rank, group, waits, held=2):
-    """The second version as rank 0 sees it, whose owner publishes it 0.3 s late."""
-    layout = WeightLayout(4, 2, 2, SHAPES, torch.float32, held)
+COUNTERS = {"published": places.PUBLISHED, "read": places.READ, "given": places.GIVEN, "taken": places.TAKEN}
+
+
+def two_ranks(rank, group, late, ignored):
+    """Two versions and the gradients of two steps, on a rank that is late, and its peer; whether all was right.
+
+    ignored: the counter that is not waited for."""
+    layout = WeightLayout(4, 2, 5, SHAPES, torch.float32, 2)
     store = ExpertStore(group, layout, timeout_s=30)
+    store.open_gradients()
     prefetcher = WeightPrefetcher(store)
-    prefetcher.publish(own_weights(layout, rank, 0))
-    check_layer(prefetcher, 0, 0)
-    prefetcher.release(0)
-    if rank == 1:
-        time.sleep(0.3)
-    if not waits:
-        store.wait = lambda *_: None
-    prefetcher.publish(own_weights(layout, rank, 1))
-    try:
-        check_layer(prefetcher, 0, 1)
-        return True
-    except AssertionError:
-        return False
-    finally:
-        time.sleep(0.4)  # nobody's memory goes under a reader
-        prefetcher.close()
+    wait, right, ran = store.wait, [], threading.Event()
+    store.wait = lambda counter, *given: None if counter == ignored and ran.is_set() else wait(counter, *given)
+    for version in range(2):
+        if rank == late:
+            time.sleep(0.3 * version)
+        prefetcher.publish(own_weights(layout, rank, version))
+        ran.set()  # the first version is there for everybody, whatever is ignored
+        if rank == late:
+            time.sleep(0.3)
+        for layer in (4, 0, 3):  # not what was prefetched
+            try:
+                check_layer(prefetcher, layer, version)
+            except AssertionError:
+                right.append(False)
+            prefetcher.release(layer)
+    for step in range(1, 3):
+        if rank == late:
+            time.sleep(0.3)
+        for layer in range(5):
+            store.add_gradients(layer, [[torch.full((2, *shape), float(step))] for shape in SHAPES])
+        took = []
+
+        def take(layer, n, parts, step=step, took=took):
+            if rank == late and not took:
+                time.sleep(0.3)
+            took.append(bool((parts[0] == step).all()))
+
+        store.bring_home(take)
+        right += took
+    wait(places.TAKEN, 2, "gradients are still taken home by")  # nobody's memory goes under a reader
+    prefetcher.close()
+    return all(right)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_old_weights_are_noticed(waits):
-    """Without the waits for counters the check fails: it can."""
-    assert VirtualWorld(1, 2).run(lambda rank, group: late_owner(rank, group, waits))[0] is waits
+@pytest.mark.parametrize("ignored", [None, *COUNTERS])
+def test_each_of_the_waits_is_needed(ignored):
+    """What a rank reads is wrong without any of them, where one rank is late; that is, these checks can fail."""
+
+    def run(rank, group, late):
+        return two_ranks(rank, group, late, COUNTERS.get(ignored, -1))
+
+    found = [VirtualWorld(1, 2).run(lambda rank, group, late=late: run(rank, group, late)) for late in (0, 1)]
+    assert all(all(ranks) for ranks in found) is (ignored is None), (ignored, found)
 
 
 def test_an_owner_that_does_not_publish_is_named_and_the_store_refused():
