@@ -1,6 +1,7 @@
 // Launches on the simulated machine, with a map of the memory that each kernel may touch.
 #include "kernels/instances/sim_executor.h"
 
+#include "kernels/balance.h"
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
@@ -44,6 +45,31 @@ void SimExecutor::end_operation() {
     if (sim::Region* rows = m_.memory().registered(rank_, use)) m_.memory().free(*rows, 0, rows->bytes);
   m_.rank(rank_).first_row.clear();
   m_.rank(rank_).received.clear();
+}
+
+void SimExecutor::balance(const BalanceParams& params, const LaunchSettings& s) {
+  BalanceParams p = params;
+  const uint64_t smem_bytes = plan_balance<SimArch>(p, smem_budget_, s.num_blocks);
+  const uint64_t tokens = p.num_tokens, experts = uint64_t(p.shape.num_experts), ranks = uint64_t(p.shape.num_ranks),
+                 slots = ranks * uint64_t(p.shape.spare_slots);
+  const Use planned = p.replayed ? Use::kInput : Use::kMetadata;
+  add("topk_idx", p.topk_idx, 8 * tokens * p.topk, Use::kInput, false);
+  add("routing_map", p.routing_map, tokens * experts, Use::kInput, false);
+  add("columns", p.columns.columns, 8 * experts, Use::kInput, false);
+  add("block_counts", p.block_counts, 4 * uint64_t(s.num_blocks) * experts, Use::kMetadata, false);
+  add("log", p.log, p.tables.flow_bytes, Use::kMetadata, false);
+  add("out_idx", p.topk_idx ? p.out_idx : nullptr, 8 * tokens * p.topk, Use::kOutput, false);
+  add("out_map", p.topk_idx ? nullptr : p.out_map, tokens * p.num_columns(), Use::kOutput, false);
+  add("out_columns", p.topk_idx ? nullptr : p.out_columns, 8 * tokens * experts, Use::kOutput, false);
+  add("slot_expert", p.slot_expert, 4 * slots, planned, false);
+  add("slot_tokens", p.slot_tokens, 8 * slots, planned, false);
+  add("take", p.share.take, 8 * slots, planned, false);
+  add("first", p.share.first, 8 * slots, planned, false);
+  add("counted", p.counted, 8 * ranks * experts, planned, false);
+  launch(
+      "balance", s.num_blocks, kBalanceWarps<SimArch>, smem_bytes, {},
+      [&](SimArch& a, SimTransport& net, std::byte* smem) { balance_kernel<SimArch, SimTransport>(a, net, p, smem); });
+  m_.memory().drop_rank(rank_);
 }
 
 void SimExecutor::exchange(const ExchangeParams& params, const LaunchSettings& s) {

@@ -11,6 +11,7 @@ class SimExecutor final : public Executor {
   SimExecutor(sim::Machine& machine, int rank, uint64_t smem_budget)
       : m_(machine), rank_(rank), smem_budget_(smem_budget) {}
 
+  void balance(const BalanceParams& p, const LaunchSettings& s) override;
   void exchange(const ExchangeParams& p, const LaunchSettings& s) override;
   void dispatch(DispatchParams& p, const LaunchSettings& s) override;
   void combine(CombineParams& p, const LaunchSettings& s) override;
