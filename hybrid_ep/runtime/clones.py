@@ -6,6 +6,7 @@ import functools
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,11 +14,12 @@ from hybrid_ep.runtime import validation
 from hybrid_ep.runtime.tensors import aligned
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hybrid_ep.config import HybridEpConfigInstance
     from hybrid_ep.runtime.session import Session
     from hybrid_ep.runtime.topology import Topology
+
+
+_MOST_OWNERS = 1024  # whose columns a session keeps
 
 
 class PlannerOptions(Protocol):
@@ -36,7 +38,13 @@ class ExpertOwners(Protocol):
     per_rank: int
 
     def host_columns(self, spare_slots: int) -> np.ndarray: ...
-    def columns(self, spare_slots: int, device: torch.device) -> Tensor: ...
+
+
+class Columns(NamedTuple):
+    """Of each expert's owner in a map over physical slots: int64 [E] on the device, and a digest that ranks compare."""
+
+    on_device: Tensor
+    digest: int
 
 
 class ClonePlan(NamedTuple):
@@ -117,7 +125,7 @@ def plan(
     num_ranks, spare = session.topology.num_ranks, options.clones.spare_slots
     per_rank = options.num_local_experts - spare
     num_experts, slots = per_rank * num_ranks, (num_ranks, spare)
-    columns, digest = _columns(owners, num_ranks, per_rank, spare, device)
+    columns, digest = _columns(session, owners, per_rank, spare)
     num_choices, out_columns = 0, None
     if topk_idx is not None:
         idx = validation.tensor("topk_idx", topk_idx, 2, "integers [num_tokens, topk]")
@@ -179,22 +187,29 @@ def _checked_plan(plan: Any, slots: tuple[int, int], num_experts: int, device: t
     return plan
 
 
-def _columns(
-    owners: ExpertOwners | None, num_ranks: int, per_rank: int, spare: int, device: torch.device
-) -> tuple[Tensor, int]:
-    """(int64 [E] of each expert's owner in a map over physical slots, on the device; a digest that ranks compare)."""
+def _columns(session: Session, owners: ExpertOwners | None, per_rank: int, spare: int) -> Columns:
+    """The same tensor for the same owners: a CUDA graph may hold its address, and calls of a session are in order with
+    the copy that made it, whatever their streams."""
+    num_ranks = session.topology.num_ranks
     if owners is None:
-        return _identity(num_ranks, per_rank, spare, device)
-    if (owners.num_ranks, owners.per_rank) != (num_ranks, per_rank):
+        columns = _identity(num_ranks, per_rank, spare)
+    elif (owners.num_ranks, owners.per_rank) == (num_ranks, per_rank):
+        columns = owners.host_columns(spare)
+    else:
         raise ValueError(
             f"owners are of {owners.num_ranks} ranks with {owners.per_rank} experts each, this buffer has {num_ranks} "
             f"with {per_rank} beside their spare slots; give owners of that"
         )
-    return owners.columns(spare, device), zlib.crc32(owners.host_columns(spare).tobytes())
+    key = columns.tobytes()
+    if key not in session.clone_columns:
+        if len(session.clone_columns) >= _MOST_OWNERS and not session.captured:
+            session.clone_columns.clear()
+        on_device = torch.from_numpy(columns).to(session.options.device)
+        session.clone_columns[key] = Columns(on_device, zlib.crc32(key))
+    return session.clone_columns[key]
 
 
 @functools.lru_cache(maxsize=64)
-def _identity(num_ranks: int, per_rank: int, spare: int, device: torch.device) -> tuple[Tensor, int]:
-    slot = torch.arange(num_ranks * per_rank, dtype=torch.int64, device="cpu")
-    columns = slot + slot // per_rank * spare
-    return columns.to(device), zlib.crc32(columns.numpy().tobytes())
+def _identity(num_ranks: int, per_rank: int, spare: int) -> np.ndarray:
+    slot = np.arange(num_ranks * per_rank, dtype=np.int64)
+    return slot + slot // per_rank * spare

@@ -122,6 +122,7 @@ class Session:
         self.runs_beside = devices.is_cuda(options.executor)
         self.runs_on_gpu = options.device.type == "cuda"
         self.map_width = 0  # pairs of a token in the widest routing map so far, of all ranks
+        self.clone_columns: dict[bytes, clones.Columns] = {}  # of owners that were planned for
         self.capturing = self.captured = False  # a CUDA graph, now or ever
         self.results = results.ResultPool(env.get("HYBRID_EP_RESULT_CACHE_MIB") << 20, options.device)
         self.engine: Any = None
