@@ -22,6 +22,7 @@ import megatron_patches
 from hybrid_ep.balance.microbatch import MicrobatchPlan
 from hybrid_ep.errors import DeadlineError
 from megatron_patches import balance_experts, balance_push, settings
+from megatron_patches.balance import KernelPlan
 from megatron_patches.experts import GroupedExperts
 
 LAYERS, STEPS, MICROBATCHES = 2, 3, 2
@@ -191,6 +192,8 @@ def train(groups, ep, forced=None, main_grad=False, recompute=False, owners=None
             for dispatcher, _ in layers.pairs:
                 plan = getattr(dispatcher._comm_manager, "last_plan", None)
                 copies += plan.num_copies if plan is not None else 0
+                if plan is not None and forced is None:
+                    made_by_kernels(dispatcher._comm_manager, plan)
         at_end()
         seen += layers.everywhere(lambda parameter: parameter.main_grad if main_grad else parameter.grad)
         for parameter in layers.parameters():
@@ -199,6 +202,18 @@ def train(groups, ep, forced=None, main_grad=False, recompute=False, owners=None
             gradient.zero_()
         seen += layers.everywhere(lambda parameter: parameter)
     return seen, copies
+
+
+def made_by_kernels(manager, plan):
+    """Where nobody forces a plan, the ranks' kernels make it, and it is that of the host's planner."""
+    assert isinstance(plan, KernelPlan)
+    manager.planner.owner = manager.owners.rank_of
+    host = manager.planner.plan(plan.counts)
+    np.testing.assert_array_equal(plan.slot_expert, host.slot_expert)
+    np.testing.assert_array_equal(plan.slot_tokens, host.slot_tokens)
+    part = host.part_of_rank(manager.group.rank(), manager.owners.host_columns(manager.planner.options.spare_slots))
+    np.testing.assert_array_equal(manager.part.redirects, part.redirects)
+    np.testing.assert_array_equal(manager.part.pushes, part.pushes)
 
 
 def equal(a, b):
