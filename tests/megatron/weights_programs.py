@@ -1,5 +1,6 @@
 """What the ranks do in the tests of weights that travel: the layers of the balancer's tests, in whole numbers."""
 
+import argparse
 import os
 import signal
 import time
@@ -176,6 +177,21 @@ def evaluation_alone(ep):
     after = group.prefetcher.store.takes_gradients
     megatron_patches.revert()
     return before, after
+
+
+def by_flags():
+    """What the flags put in place, once they are parsed, and what is left when all is undone."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.training import arguments
+
+    before = DistributedDataParallel.finish_grad_sync
+    megatron_patches.apply(command_line=True)
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
+    flex = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --hybrid-ep"
+    parser.parse_args([*flex.split(), "--hybrid-ep-grouped-gemm", "--hybrid-ep-move", "weights"])
+    patched = [text for text in megatron_patches.status().patched if text.startswith("weights")]
+    megatron_patches.revert()
+    return patched, DistributedDataParallel.finish_grad_sync is before
 
 
 def killed_owner(ep):
