@@ -62,9 +62,7 @@ class ExpertStore:
             meet.refuse("layout", error)
             raise
         agree([{"layout": said} for said in meet.exchange("layout", repr(layout))], "ExpertStore")
-        self.segments: list[_core.Segment] = open_segments(
-            meet, view.segments, 0, layout.registered_bytes, lambda segments: segments
-        )
+        self.segments = self._opened(0, layout.registered_bytes, "own experts")
         self._outboxes: list[_core.Segment] = []  # of all ranks, once there are gradients
         self.version = self._given = 0
         self._touched: set[int] = set()  # layers with gradients of the step under way
@@ -125,9 +123,18 @@ class ExpertStore:
         group's store. MemoryError where /dev/shm is full."""
         self.check_usable()
         if not self._outboxes:
-            self._outboxes = open_segments(
-                self._meet, self._view.segments, 1, self.layout.gradient_bytes, lambda segments: segments
-            )
+            self._outboxes = self._opened(1, self.layout.gradient_bytes, "gradients of other owners' experts, in fp32")
+
+    def _opened(self, generation: int, num_bytes: int, what: str) -> list[_core.Segment]:
+        """Everybody's segment. MemoryError says what does not fit, and what would be less."""
+        try:
+            return open_segments(self._meet, self._view.segments, generation, num_bytes, lambda segments: segments)
+        except MemoryError as error:
+            raise MemoryError(
+                f"{num_bytes >> 20} MiB a rank for {what} of {self.layout.num_layers} layers do not fit into /dev/shm: "
+                "enlarge it (mount -o remount,size=..., docker run --shm-size=...), give more pipeline stages or "
+                "ranks, or move tokens"
+            ) from error
 
     def add_gradients(self, layer: int, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
         """Add this rank's gradients of a layer's other experts to what goes home at the end of the step.

@@ -209,9 +209,15 @@ def two_ranks(rank, group, late, ignored):
     prefetcher = WeightPrefetcher(store)
     wait, right, ran = store.wait, [], threading.Event()
     store.wait = lambda counter, *given: None if counter == ignored and ran.is_set() else wait(counter, *given)
+    write = store._own
     for version in range(2):
-        if rank == late:
-            time.sleep(0.3 * version)
+        if rank == late and version:
+
+            def slowly(layer, n):
+                time.sleep(0.05)
+                return write(layer, n)
+
+            store._own = slowly  # the other one is through with its own, and reads
         prefetcher.publish(own_weights(layout, rank, version))
         ran.set()  # the first version is there for everybody, whatever is ignored
         if rank == late:
@@ -324,6 +330,21 @@ def test_wrong_uses_say_what_is_right():
         with pytest.raises(RuntimeError, match="layer 0 on rank 0 have changed"):
             store.check_unchanged(0, weights[0])
         prefetcher.close()
+
+    VirtualWorld(1, 1).run(run)
+
+
+def test_memory_that_is_not_there_says_what_it_was_for(monkeypatch):
+    """The cause is a full /dev/shm, which this machine's other tests need."""
+
+    def full(*given):
+        raise MemoryError("no room")
+
+    def run(rank, group):
+        store = ExpertStore(group, WeightLayout(4, 1, 3, SHAPES, torch.float32, 4), timeout_s=5)
+        monkeypatch.setattr("hybrid_ep.weights.store.open_segments", full)
+        with pytest.raises(MemoryError, match="MiB a rank for gradients of other .* 3 layers .* or move tokens"):
+            store.open_gradients()
 
     VirtualWorld(1, 1).run(run)
 

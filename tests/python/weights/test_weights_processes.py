@@ -12,7 +12,7 @@ from world import ProcessWorld
 from hybrid_ep.errors import DeadlineError
 from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
 
-LAYERS, COMPUTE_S, SHAPES = 6, 0.01, ((64, 64), (64, 64))
+LAYERS, COMPUTE_S, SHAPES = 6, 0.03, ((64, 64), (64, 64))
 TIMEOUT_S = 3.0
 
 
