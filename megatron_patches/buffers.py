@@ -98,6 +98,7 @@ def _create(
         "tuning": tuning,
         "timeout_s": asked.timeout_s,
         "num_of_hybrid_ep_ranks_per_nvlink_domain": asked.ranks_per_node,
+        "latency_tokens": asked.latency_tokens,
         "clones": _clones(wanted),
         **(local_pass or {}),
     }

@@ -117,6 +117,13 @@ class HybridEPManager:
             return budget + -budget % max(get_align_size_for_quantization(self.config), 1), None
         return None, None
 
+    def _tokens_of_ranks(self, num_tokens: int, num_rows: int | None) -> int | None:
+        """Tokens of every rank, by which a buffer chooses its path; None where they may differ, or are not asked for.
+        Only with sequences of one length is a rank's own number that of all."""
+        asked = self.settings.exchange.latency_tokens is not None and num_rows is not None
+        alike = asked and not getattr(self.config, "variable_seq_lengths", False)
+        return num_tokens if alike and not torch.compiler.is_compiling() else None
+
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
@@ -145,6 +152,7 @@ class HybridEPManager:
             pad_multiple=self.pad_multiple,
             num_permuted_tokens=num_rows,
             non_blocking=num_rows is not None,
+            num_of_tokens_per_rank=self._tokens_of_ranks(num_tokens, num_rows),
             dispatch_dtype=self.settings.exchange.dispatch_dtype,
             **self._order(),
         )

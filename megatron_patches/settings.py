@@ -70,6 +70,8 @@ class Exchange:
     * `tuning`: path of a file of `hybrid-ep tune`; a buffer that finds nothing for its device and shape in it raises.
     * `timeout_s`: seconds a wait inside hybrid_ep may last before it raises.
     * `dispatch_dtype`: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
+    * `latency_tokens`: most tokens of a rank's micro-batch that take the latency path (docs/latency.md): where the
+      number of permuted rows is static and sequences are of one length, so that all ranks know that they do.
     * `async_finish`: dispatch and combine run on the buffer's own stream, and the layer's waits for them where it uses
       what they return.
     * `recompute`: under activation recompute, "reuse" the handles of a forward's first run
@@ -112,6 +114,14 @@ class Exchange:
         help="What the forward dispatch sends: rows as they are (bf16, the default), or e4m3 with a scale for every "
         "128 values (fp8) or 32 values (mxfp8). Experts get rows of their own dtype; gradients are not quantised.",
     )
+    latency_tokens: int | None = option(
+        "latency_tokens",
+        None,
+        type=int,
+        metavar="N",
+        help="Micro-batches of up to N tokens a rank take the latency path, in a group of one node and with a static "
+        "number of rows: --moe-pad-expert-input-to-capacity or --moe-expert-rank-capacity-factor.",
+    )
     async_finish: bool = option(
         "async_finish",
         False,
@@ -129,7 +139,7 @@ class Exchange:
     buffer_class: type | None = dataclasses.field(default=None, metadata={"option": Option("buffer_class", None, {})})
 
     def __post_init__(self) -> None:
-        _check_integers(ranks_per_node=self.ranks_per_node, num_sms=self.num_sms)
+        _check_integers(ranks_per_node=self.ranks_per_node, num_sms=self.num_sms, latency_tokens=self.latency_tokens)
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {self.timeout_s!r}: give seconds > 0, or None for the default")
         if self.dispatch_dtype not in (None, *DISPATCH_DTYPES):

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import hybrid_ep
 import megatron_patches
 from hybrid_ep.payload import quantize
+from hybrid_ep.runtime import latency as latency_path
 from megatron_patches import buffers, settings
 
 HIDDEN, EXPERTS, TOPK = 32, 8, 2
@@ -160,10 +161,35 @@ def contract(ep, tp, ranks_per_node):
     return True
 
 
-def capacity(ep):
+def watched_lines():
+    """Of the dispatches inside: `called` says whether one took the latency path."""
+    return mock.patch.object(latency_path, "dispatch", wraps=latency_path.dispatch)
+
+
+def latency(ep):
+    """Not with more tokens than the path takes, with sequences of any length, or rows that only the map tells."""
+    groups = initialize(ep)
+    for most, factor, options, taken in (
+        (32, 4.0, {}, True),
+        (31, 4.0, {}, False),
+        (32, 4.0, {"after": {"variable_seq_lengths": True}}, False),
+        (32, None, {}, False),
+    ):
+        megatron_patches.apply(latency_tokens=most)
+        dispatcher = make_dispatcher("ours", groups, ep, **options)
+        dispatcher._comm_manager.moe_expert_rank_capacity_factor = factor
+        x, p = dispatcher.dispatch_preprocess(*route(32, dist.get_rank()))
+        with watched_lines() as lines:
+            rows, _ = dispatcher.token_dispatch(x, p)
+        assert lines.called == taken, (most, factor, options)
+        dispatcher.token_combine(rows)
+    return True
+
+
+def capacity(ep, latency_tokens=None):
     """Dropped pairs and drop-and-pad, on maps made by the router's own function."""
     groups = initialize(ep)
-    megatron_patches.apply()
+    megatron_patches.apply(latency_tokens=latency_tokens)
     for pad in (False, True):
         options = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": pad}
         ours = make_dispatcher("ours", groups, ep, **options)
@@ -173,7 +199,10 @@ def capacity(ep):
             probs, routing_map, router_topk=TOPK, capacity_factor=1.0, pad_to_capacity=pad
         )
         assert pad or int(routing_map.sum()) < 32 * TOPK, "nothing was dropped: the case shows nothing"
-        a, b = six_steps(ours, hidden, routing_map, probs), six_steps(theirs, hidden, routing_map, probs)
+        with watched_lines() as lines:
+            a = six_steps(ours, hidden, routing_map, probs)
+        b = six_steps(theirs, hidden, routing_map, probs)
+        assert lines.called == bool(pad and latency_tokens)
         assert torch.equal(a["counts"], b["counts"].cpu())
         assert_same(a, b, ("out", "hidden_grad", "prob_grad"))
         if pad:
@@ -183,10 +212,10 @@ def capacity(ep):
     return True
 
 
-def rank_budget(ep):
+def rank_budget(ep, latency_tokens=None):
     """moe_expert_rank_capacity_factor: rows beyond the budget dropped and flagged, None lifts it."""
     groups = initialize(ep)
-    megatron_patches.apply()
+    megatron_patches.apply(latency_tokens=latency_tokens)
     dispatcher = make_dispatcher("ours", groups, ep)
     manager = dispatcher._comm_manager
     hidden, routing_map, probs = route(32, dist.get_rank())
@@ -203,7 +232,9 @@ def rank_budget(ep):
     align = max(moe_utils.get_align_size_for_quantization(manager.config), 1)
     for factor, over in ((4.0, False), (0.5, True)):
         manager.moe_expert_rank_capacity_factor = factor
-        rows, counts = dispatch()
+        with watched_lines() as lines:
+            rows, counts = dispatch()
+        assert lines.called == bool(latency_tokens)
         budget = int(32 * TOPK * factor)
         assert rows.shape[0] == budget + -budget % align
         kept = int(counts.sum())

@@ -43,6 +43,15 @@ def test_rank_capacity_budget_sets_over_budget():
     run("rank_budget", 2, 2)
 
 
+def test_small_micro_batches_take_the_latency_path():
+    run("latency", 2, 2)
+
+
+@pytest.mark.parametrize("program", ["capacity", "rank_budget"])
+def test_static_rows_by_the_latency_path_are_those_of_the_other(program):
+    run(program, 2, 2, 32)
+
+
 def test_quantization_alignment_pads_segments_with_zeros():
     run("quantization_padding", 2, 2)
 
