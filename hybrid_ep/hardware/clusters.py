@@ -201,6 +201,8 @@ _GB200 = replace(
     hbm_gb=_datasheet(186, "GB", "NVIDIA GB200 NVL72 datasheet: 13.4 TB for 72"),
 )
 
+_B300 = replace(_B200, name="B300", hbm_gb=_datasheet(288, "GB", "NVIDIA DGX B300 datasheet: 2.3 TB for 8"))
+
 # What its datasheet has otherwise than that of GB200; exchanges are bound by nothing else that it changed.
 _GB300 = replace(_GB200, name="GB300", hbm_gb=_datasheet(278, "GB", "NVIDIA GB300 NVL72 datasheet: 20 TB for 72"))
 
@@ -228,7 +230,7 @@ CLUSTERS = {
         Cluster("h200_8x400g", "8 H200 a node, one 400 Gb/s NIC a GPU", _H200, _CX7, 8),
         Cluster("h800_8x400g", "8 H800 a node, one 400 Gb/s NIC a GPU", _H800, _CX7, 8),
         Cluster("b200_8x400g", "8 B200 a node, one 400 Gb/s NIC a GPU", _B200, _CX7, 8),
-        Cluster("b300_8x800g", "8 B300 a node (as B200 here), one 800 Gb/s NIC a GPU", _B200, _CX8, 8),
+        Cluster("b300_8x800g", "8 B300 (as B200 here) a node, one 800 Gb/s NIC a GPU", _B300, _CX8, 8),
         Cluster("gb200_nvl36", "36 GB200 in one NVLink domain, one 400 Gb/s NIC a GPU", _GB200, _CX7, 36),
         Cluster("gb200_nvl72", "72 GB200 in one NVLink domain, one 400 Gb/s NIC a GPU", _GB200, _CX7, 72),
         Cluster(

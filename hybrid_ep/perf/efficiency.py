@@ -15,7 +15,8 @@ FITTED = {
     ("H100", "fp8"): 0.2987,
     ("GB200", "bf16"): 0.4203,
     ("GB200", "fp8"): 0.2076,
-    ("B200", "fp8"): 0.1223,
+    ("B200", "fp8"): 0.1053,
+    ("B300", "fp8"): 0.1530,
 }
 # GPUs of which no step was published in a precision, and whose number is taken.
 STANDS_IN = {
@@ -24,6 +25,7 @@ STANDS_IN = {
     ("H800", "bf16"): "H100",
     ("H800", "fp8"): "H100",
     ("B200", "bf16"): "GB200",
+    ("B300", "bf16"): "GB200",
     ("GB300", "bf16"): "GB200",
     ("GB300", "fp8"): "GB200",
 }

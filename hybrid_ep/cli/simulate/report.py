@@ -169,6 +169,9 @@ def _print_header(request: Request, engine: str, why: str) -> None:
         f"# a token goes to {t.ranks_per_token:.2f} ranks on {t.nodes_per_token:.2f} nodes; imbalance ratio "
         f"{t.imbalance:.2f}"
     )
+    if s.nodes > 1:
+        skew = request.cluster.gpu.skew_us
+        print(f"# times have {skew.value:.0f} us by which nodes enter an operation apart ({skew.kind}; --sources)")
 
 
 def _print_operation(op: str, got: dict[str, Any], num_sms: int) -> None:
