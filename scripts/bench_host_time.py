@@ -69,11 +69,14 @@ def alike(meet: Rendezvous, _: str, value: Any, *__: Any) -> list[Any]:
 
 
 def lone_buffer(rank: int, num_ranks: int, num_local_ranks: int, *sizes: int, **options: Any) -> HybridEPBuffer:
-    """The buffer of a rank whose group has nobody else, on an engine that launches nothing. It cannot grow."""
+    """The buffer of a rank whose group has nobody else, on an engine that launches nothing. It has grown to what calls
+    need that wait for nothing, and cannot grow any more."""
     group = VirtualGroup(rank, num_ranks, "host_time", dist.HashStore(), Memories())
     options |= {"num_of_hybrid_ep_ranks_per_nvlink_domain": num_local_ranks, "executor": "host"}
     with mock.patch.object(Rendezvous, "exchange", alike), mock.patch.object(_core, "Engine", unlaunched):
-        return HybridEPBuffer(group, *sizes, **options)
+        buffer = HybridEPBuffer(group, *sizes, **options)
+        buffer._session.fit(recv_rows=buffer._session.recv_capacity(buffer._session.shape.max_tokens))
+        return buffer
 
 
 class Group:

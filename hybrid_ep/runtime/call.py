@@ -43,9 +43,9 @@ class Call(NamedTuple):
         if type(non_blocking) is not bool or type(pad_empty_experts) is not bool:
             validation.flag("non_blocking", non_blocking)
             validation.flag("pad_empty_experts", pad_empty_experts)
-        budget = (
-            None if num_permuted_tokens is None else validation.integer("num_permuted_tokens", num_permuted_tokens, 0)
-        )
+        budget = num_permuted_tokens
+        if budget is not None and (type(budget) is not int or budget < 0):
+            budget = validation.integer("num_permuted_tokens", budget, 0)
         pad = 1 if pad_multiple is None else validation.integer("pad_multiple", pad_multiple, 0) or 1
         if non_blocking and routed and (budget is None or budget % pad):
             raise ValueError(

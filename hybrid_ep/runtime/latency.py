@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from hybrid_ep.runtime.session import Session
     from hybrid_ep.runtime.signatures import Handle, Received
 
-PATHS = ("auto", "throughput", "latency")
+AUTO = "auto"
+PATHS = (AUTO, "throughput", "latency")
 
 
 def takes_routed(session: Session, path: Any, call: Call, most_tokens: Any) -> bool:
     """Whether a dispatch that routes goes by lines. most_tokens: num_of_tokens_per_rank, checked, or None. All that is
     asked is the same on all ranks, but for a rank with too many tokens, which refuses alone. ValueError."""
     limit = session.options.latency_tokens
+    if path is AUTO and not limit:  # nearly every call
+        return False
     if _is_auto(path):
         return bool(limit) and call.non_blocking and most_tokens is not None and int(most_tokens) <= limit
     if path == "throughput":
@@ -53,7 +56,7 @@ def takes_planned(session: Session, path: Any, plan: Plan, handle: Handle | Rout
 def _is_auto(path: Any) -> bool:
     if not isinstance(path, str) or path not in PATHS:
         raise ValueError(f"path={path!r} must be one of {PATHS}")
-    return path == "auto"
+    return path == AUTO
 
 
 def _require_room(session: Session, tokens: int, alone: str = "") -> None:

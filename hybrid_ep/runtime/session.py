@@ -312,7 +312,7 @@ class Session:
     def _lent(self, rows: int, row_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor | None:
         """[rows, row_bytes of that type] of the arena, if there is room. Not for a CUDA graph, whose replays would
         write where other results have come to lie by then: its tensors are of the graph's own pool."""
-        if self.options.device.type != "cuda":
+        if not self.runs_on_gpu:
             return results.lent(self.engine, rows, row_bytes, dtype)
         if self._device_arena is None or self.capturing:
             return None
