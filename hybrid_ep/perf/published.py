@@ -18,7 +18,7 @@ from typing import Any
 from hybrid_ep.hardware import clusters
 from hybrid_ep.hardware.clusters import FITTED_FROM, Cluster, Quantity
 from hybrid_ep.perf import model, routing
-from hybrid_ep.perf.implementations import PUBLISHED
+from hybrid_ep.perf.implementations import PUBLISHED, Implementation
 from hybrid_ep.perf.shape import Shape
 
 CSV = Path(__file__).parent / "data" / "published_bandwidth.csv"
@@ -91,13 +91,11 @@ def rows() -> tuple[Row, ...]:
         return tuple(_row(record) for record in csv.DictReader(file))
 
 
-def answer(row: Row, cluster: Cluster | None = None) -> Answer:
-    """Predict one row on `cluster` (default: the one of its GPU)."""
+def answer(row: Row, cluster: Cluster | None = None, impl: Implementation = PUBLISHED) -> Answer:
+    """Predict one row on `cluster` (default: the one of its GPU), as if these kernels had run."""
     cluster = cluster or clusters.get(_CLUSTER[row.gpu])
     traffic = routing.uniform(row.shape, 8, 4) if "top-4 groups" in row.note else routing.uniform(row.shape)
-    got = model.predict(
-        row.op, row.shape, cluster, num_sms=row.num_sms, dtype=row.dtype, traffic=traffic, impl=PUBLISHED
-    )
+    got = model.predict(row.op, row.shape, cluster, num_sms=row.num_sms, dtype=row.dtype, traffic=traffic, impl=impl)
     link = "rail" if row.basis.startswith("rdma") else "nvlink"
     time_us = got.api_us if row.scope == "api" else got.kernel_us
     return Answer(row, got.logical[link] * got.kernel_us / time_us, got.binds)
