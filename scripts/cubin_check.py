@@ -76,6 +76,8 @@ BUDGETS = {
 # A fence of system scope takes about a microsecond: one a group of flags (Arch::st_release_sys_each), not one a flag. A
 # loop over peers has 13 to 42 instructions with a fence each; the shortest loop that may have one, over chunks, has 96.
 SYSTEM_FENCE, SHORT_LOOP = r"^(@!?U?P\w+\s+)?MEMBAR\.\w+\.SYS\b", 64
+# Functions that kernels call and that are not inlined lie beside them in the code; NVSHMEM's quiet must not.
+FORBIDDEN_FUNCTION = r"Function : (\S*nvshmem\S*quiet\S*)"
 # NVSHMEM's own code is not counted. 176 registers of 352 threads, 144 of 224 or 96 of 512 still leave a block its SM.
 # What a role of combine keeps over a call of NVSHMEM's, which is not inlined, goes to the stack, though not in the
 # loops over rows.
@@ -240,6 +242,10 @@ def check(resources, sass, rails=RAILS["mapped"], architectures=ARCHITECTURES):
         if (name, rail, arch) not in kernels
     ]
     complaints += [f"{k.title}: {problem}" for k in kernels.values() for problem in problems(k)]
+    complaints += [
+        f"{function}: waits for all queue pairs one after the other, and ends the context where a link is broken"
+        for function in sorted(set(re.findall(FORBIDDEN_FUNCTION, sass, re.MULTILINE)))
+    ]
     return list(kernels.values()), complaints
 
 

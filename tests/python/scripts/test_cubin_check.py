@@ -271,7 +271,14 @@ def test_kernels_that_call_nvshmem_may_have_its_stack_and_nothing_more():
     assert any("512 bytes of stack" in line for line in said(stack=512))
     assert any("uses LDL" in line for line in said(opcodes=(*ALL, "LDL")))
     assert any("dispatch<NvshmemDevice> sm_90a: 145 registers" in line for line in said(registers=200))
-    assert len(cubin_check.check(*library(rail="nvshmem"), cubin_check.RAILS["nvshmem"])[0]) == 3 * 2  # no latency path
+    assert len(cubin_check.check(*library(rail="nvshmem"), cubin_check.RAILS["nvshmem"])[0]) == 4 * 2  # no latency path
+
+
+def test_a_kernel_that_waits_for_nvshmems_queue_pairs_is_named():
+    resources, sass = library(rail="nvshmem", registers=70)
+    quiet = "_Z14nvshmemi_quietIL13threadgroup_t0EEviPii"
+    said = cubin_check.check(resources, f"{sass}\n\t\tFunction : {quiet}\n", cubin_check.RAILS["nvshmem"])[1]
+    assert len(said) == 1 and said[0].startswith(f"{quiet}: waits for all queue pairs")
 
 
 def test_a_library_for_one_architecture_needs_no_other():
