@@ -224,6 +224,10 @@ def try_out(python, folder):
     status, output = run([python, "-m", "hybrid_ep_recipes.pretrain", "--list"], folder)
     if status or "tiny_cpu" not in output:
         yield f"python -m hybrid_ep_recipes.pretrain --list: {output}"
+    pretrain = [python, "-m", "hybrid_ep_recipes.pretrain", "tiny_cpu", "--runs-dir", "runs"]
+    status, output = run(pretrain, folder)  # whose exit code says whether it learned
+    if status:
+        yield f"python -m hybrid_ep_recipes.pretrain tiny_cpu: exit code {status}\n{output[-2000:]}"
 
 
 def main():
