@@ -2,10 +2,10 @@
 its budget of registers and instructions, without stack, spills or local memory, and built from the instructions that
 its design rests on (bulk copies, mbarriers, proxy fences, elected lanes); no short loop, as over peers, has a fence of
 system scope in it; and the loops that add rows issue no more than their ceilings and take no more clocks than the
-performance model charges (sass_reduce.py; --write-table writes what it charges). The exchange kernel's loops over
-tokens have their loads under way together, divide by nothing, and keep to ceilings too (sass_route.py). And no host
-function of ours calls exit: where a template calls a device function on the host, nvcc compiles that call, without a
-word, into exit(1).
+performance model charges (sass_reduce.py; --write-table writes what it charges). So do the ways round the loops of the
+copy roles (sass_roles.py). The exchange kernel's loops over tokens have their loads under way together, divide by
+nothing, and keep to ceilings too (sass_route.py). And no host function of ours calls exit: where a template calls a
+device function on the host, nvcc compiles that call, without a word, into exit(1).
 
     python scripts/cubin_check.py [LIBRARY] [--rail nvshmem] [--arch sm_90a] [--loops] [--json FILE] [--write-table]
     python scripts/cubin_check.py --planted
@@ -16,7 +16,7 @@ architecture alone. --planted compiles tests/cuda/host_stub.cu, whose host half 
 only if the check finds it.
 
 Prints a table and what is wrong; exits with 1 if anything is. Needs cuobjdump and nvdisasm: from CUDA_HOME, PATH or
-the triton package (pip install triton), which carries both; and objdump, which came with the linker."""
+the triton package (pip install triton), which carries both; and objdump and readelf, which came with the linker."""
 
 import argparse
 import json
@@ -33,6 +33,7 @@ from pathlib import Path
 
 import sass_loops
 import sass_reduce
+import sass_roles
 import sass_route
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -311,14 +312,15 @@ def main():
     parser.add_argument(
         "--loops",
         action="store_true",
-        help="also print what the loops that add rows, and those of the exchange, issue and take, over a mapped rail",
+        help="also print what the loops that add rows, those of the copy roles and those of the exchange issue and "
+        "take, over a mapped rail",
     )
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument(
         "--write-table",
         action="store_true",
-        help=f"write what those loops take into {sass_reduce.TABLE.name} and {sass_route.TABLE.name}, which the "
-        "performance model charges",
+        help=f"write what those loops take into {sass_reduce.TABLE.name}, {sass_roles.TABLE.name} and "
+        f"{sass_route.TABLE.name}, which the performance model charges",
     )
     parser.add_argument("--planted", action="store_true", help="only show that the check of host functions can fail")
     args = parser.parse_args()
@@ -330,18 +332,25 @@ def main():
         sys.exit("cubin_check: needs cuobjdump and nvdisasm; the triton package carries both (pip install triton)")
     if not binary.is_file():
         sys.exit(f"cubin_check: {binary} is not there; scripts/build_cuda.py builds it")
+    architectures = (args.arch,) if args.arch else ARCHITECTURES
     kernels, complaints = check(
-        run(tools, binary, "--dump-resource-usage"),
-        run(tools, binary, "-sass"),
-        RAILS[args.rail],
-        (args.arch,) if args.arch else ARCHITECTURES,
+        run(tools, binary, "--dump-resource-usage"), run(tools, binary, "-sass"), RAILS[args.rail], architectures
     )
     complaints += check_host(binary)
+    roles = {}  # over NVSHMEM they call its functions, whose code is not ours to bound
+    if args.rail == "mapped":
+        roles, missing = sass_roles.of_library(tools, binary, architectures)
+        complaints += [*missing, *sass_roles.problems(roles)]
     if args.write_table:
         sass_reduce.write_table(kernels)
+        sass_roles.write_table(roles)
         sass_route.write_table(kernels)
     elif args.rail == "mapped":
-        complaints += [*sass_reduce.table_problems(kernels), *sass_route.table_problems(kernels)]
+        complaints += [
+            *sass_reduce.table_problems(kernels),
+            *sass_roles.table_problems(roles),
+            *sass_route.table_problems(kernels),
+        ]
     print(
         f"{'kernel':<36} {'registers':>9} {'stack':>6} {'local':>6} {'instructions':>12} {'bulk copies':>11} "
         f"{'system fences':>13}"
@@ -356,11 +365,14 @@ def main():
         print(sass_reduce.HEADER)
         for k in kernels:
             print("\n".join(sass_reduce.report(k.title, k.row_loops)), end="\n" if k.row_loops else "")
+        print(sass_roles.HEADER)
+        print("\n".join(sass_roles.report(roles)))
         for k in kernels:
             if k.route:
                 print("\n".join(sass_route.report(k.title, k.route)))
     if args.json:
-        args.json.write_text(json.dumps([as_json(k) for k in kernels], indent=1) + "\n")
+        rows = [{**as_json(k), "roles": sass_roles.of_kernel(roles, k)} for k in kernels]
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
     print("\n".join(complaints))
     print(f"cubin_check: {len(kernels)} kernels, {len(complaints)} complaints")
     sys.exit(1 if complaints else 0)

@@ -2,14 +2,15 @@
 reads is there.
 
 Latencies are assumed: the order of what microbenchmarks of Hopper publish for the kind of instruction (arithmetic 4 to
-6 clocks, shared memory about 30, a fence about 20). A warp that is alone on its scheduler waits them out; nothing else
-is charged, so that a measurement can only be slower: bank conflicts, other warps of the scheduler and instruction
-fetches are missing."""
+6 clocks, shared memory about 30, a fence about 20, a load from global memory that hits the L2 about 270). A warp that
+is alone on its scheduler waits them out; nothing else is charged, so that a measurement can only be slower: bank
+conflicts, misses of the L2, other warps of the scheduler and instruction fetches are missing."""
 
 import re
 
 # Pattern of the opcode: clocks from its issue to the issue of what reads its result. First match.
 LATENCIES = (
+    (r"LDG|LD\b|ATOM", 270),
     (r"LDS|SYNCS\.(PHASECHK|EXCH|ARRIVE)", 30),
     (r"LDC|ULDC|S2R|S2UR|R2UR", 12),
     (r"SHFL|VOTE|MATCH|REDUX", 22),
