@@ -8,9 +8,10 @@ conflicts, misses of the L2, other warps of the scheduler and instruction fetche
 
 import re
 
+GLOBAL_LOAD = r"LDG|LD\b|ATOM"
 # Pattern of the opcode: clocks from its issue to the issue of what reads its result. First match.
 LATENCIES = (
-    (r"LDG|LD\b|ATOM", 270),
+    (GLOBAL_LOAD, 270),
     (r"LDS|SYNCS\.(PHASECHK|EXCH|ARRIVE)", 30),
     (r"LDC|ULDC|S2R|S2UR|R2UR", 12),
     (r"SHFL|VOTE|MATCH|REDUX", 22),
@@ -59,9 +60,12 @@ def _registers_of(part, opcode):
     return names
 
 
-def loop_clocks(texts):
-    """Clocks a round of a loop whose instructions these are, when it goes round and round."""
-    ends = _issue(texts * ROUNDS, len(texts))
+def loop_clocks(texts, boards=()):
+    """Clocks a round of a loop whose instructions these are, when it goes round and round. boards: of each instruction,
+    if it is known, the scoreboard that its result is entered on, or None, and those that it waits for. Six of them
+    serve all loads, so that who waits for an early load may wait for a later one as well."""
+    issued = _issue_each(texts * ROUNDS, boards * ROUNDS)
+    ends = issued[len(texts) - 1 :: len(texts)]
     return (ends[-1] - ends[-3]) / 2
 
 
@@ -72,32 +76,30 @@ def way_clocks(before, texts):
     return issued[-1] - issued[len(lead) - 1]
 
 
-def _issue(texts, every):
-    issued = _issue_each(texts)
-    return [issued[i] for i in range(every - 1, len(texts), every)]
-
-
-def _issue_each(texts):
+def _issue_each(texts, boards=()):
     """The clock at which each instruction issues."""
-    ready, memory, fenced, clock, issued = {}, 0, 0, -1, []
+    ready, shared, memory, fenced, clock, issued, board_done = {}, 0, 0, 0, -1, [], {}
     parsed = {}
-    for text in texts:
+    for text, (board, waits) in zip(texts, boards or [(None, ())] * len(texts), strict=True):
         if text not in parsed:
             parsed[text] = operands(text)
         opcode, written, read = parsed[text]
-        clock = max([clock + 1, *(ready.get(name, 0) for name in read)])
+        clock = max([clock + 1, *(ready.get(name, 0) for name in read), *(board_done.get(b, 0) for b in waits)])
         fence, accesses = re.match(r"MEMBAR|FENCE", opcode), re.match(r"LD|ST|SYNCS|UBLKCP", opcode)
-        if fence or opcode.startswith("SYNCS"):  # behind what was loaded before it
-            clock = max(clock, memory)
+        if fence or opcode.startswith("SYNCS"):  # behind what was loaded before it; a barrier is not behind the L2
+            clock = max(clock, memory if fence else shared)
         if accesses:
             clock = max(clock, fenced)
         done = clock + latency(opcode)
         for name in written:
             ready[name] = done
+        if board is not None:
+            board_done[board] = max(board_done.get(board, 0), done)
         if fence:
-            fenced = memory = max(memory, done)
+            fenced = shared = memory = max(memory, done)
         elif re.match(r"LD|SYNCS", opcode):
             memory = max(memory, done)
+            shared = shared if re.match(GLOBAL_LOAD, opcode) else max(shared, done)
         issued.append(clock)
         if opcode == "BRA" and not text.startswith("@"):
             clock += TAKEN_BRANCH - 1

@@ -9,8 +9,8 @@ those it was inlined at). Lines are found by their text when this runs, so that 
 is no longer there, and a way that is not found, are complaints.
 
 Clocks are those of sass_clocks.py: a load from global memory is assumed to take 270, an L2 hit, and is waited for where
-its result is used. The file TABLE holds them for the performance model (hybrid_ep/perf/copy_loops.py), and a library
-that differs from it is a complaint."""
+its result is used, or where an instruction waits for the scoreboard that it shares with another load. The file TABLE
+holds them for the performance model (hybrid_ep/perf/copy_loops.py); a library that differs from it is a complaint."""
 
 import json
 import re
@@ -49,7 +49,8 @@ MOST_ISSUED = {
 
 
 class Place(NamedTuple):
-    """Lines of a file under csrc: all of them, a function's, or the one in that function with this text."""
+    """Lines of a file under csrc: all of them, a function's, or the one in that function with this text. function: a
+    pattern of its name."""
 
     path: str
     function: str = ""
@@ -82,7 +83,7 @@ def _ways_of_dispatch():
     deliver, delivered = "roles/deliver_g2s.h", "roles/deliver_s2g.h"
     payload, own, released = (
         (loader, "load_tile", "src.payload"),
-        (loader, "own_token"),
+        (loader, "own_token|next"),
         ("pipeline/stage_fifo.h", "release"),
     )
     metadata = at(STORE, (s2g, "scatter", "metadata_bytes()"))
@@ -173,18 +174,20 @@ class Cost:
 @dataclass(frozen=True)
 class Code:
     """instructions: [(address, text)], branches by address. lines: of each, the {(path under csrc, line)} that it comes
-    from and was inlined at."""
+    from and was inlined at. boards: of each, the scoreboard that its result is entered on, or None, and those that it
+    waits for."""
 
     instructions: list
     lines: list
+    boards: list
 
 
 def parse(text_lines):
-    """{mangled name: Code} of what nvdisasm -gi -c prints, by line."""
+    """{mangled name: Code} of what nvdisasm -gi -c -hex prints, by line."""
     found, code, labels, names, chain, chain_over = {}, None, {}, [], set(), False
     for line in text_lines:
         if match := re.match(r"//-+ \.text\.(\S+)", line):
-            code, labels, names, chain = Code([], []), {}, [], set()
+            code, labels, names, chain = Code([], [], []), {}, [], set()
             found[match[1]] = code, labels
         elif code is None:
             continue
@@ -199,11 +202,20 @@ def parse(text_lines):
             names, chain_over = [], True
             code.instructions.append(instruction)
             code.lines.append(chain)
+            code.boards.append((None, ()))
+        elif code.boards and (match := re.match(r"\s+/\* 0x([0-9a-f]{16}) \*/$", line.rstrip())):
+            code.boards[-1] = _boards(int(match[1], 16))
     for code, labels in found.values():
         for i, (address, text) in enumerate(code.instructions):
             if (match := re.search(r"`\((\.L_\w+)\)", text)) and match[1] in labels:
                 code.instructions[i] = (address, text.replace(match[0], hex(labels[match[1]])))
     return {name: code for name, (code, _) in found.items()}
+
+
+def _boards(word):
+    """(scoreboard of the result, scoreboards waited for) of the upper half of an instruction's encoding."""
+    board, waits = word >> 46 & 7, word >> 52 & 63
+    return None if board == 7 else board, tuple(b for b in range(6) if waits >> b & 1)
 
 
 class Sources:
@@ -233,7 +245,7 @@ class Sources:
     def _function(self, place):
         """Its first line, and the one behind its last."""
         text = self._text(place.path)
-        heads = [n for n, line in enumerate(text) if re.search(rf"HEP_\w*DEVICE\b.*\b{place.function}\(", line)]
+        heads = [n for n, line in enumerate(text) if re.search(rf"HEP_\w*DEVICE\b.*\b({place.function})\(", line)]
         if len(heads) != 1:
             raise ValueError(f"{len(heads)} functions {place}; name one that is there in sass_roles.WAYS")
         depth = 0
@@ -256,7 +268,7 @@ def _find(code, anchor, sources):
 
 
 def walk(code, way, sources):
-    """The texts of the instructions of a Way, the fewest that there are. ValueError if there is none."""
+    """Indices of the instructions of a Way, the fewest that there are. ValueError if there is none."""
     start, *past = (_find(code, anchor, sources) for anchor in (way.start, *way.past))
     for anchor, found in zip((way.start, *way.past), (start, *past), strict=True):
         if not found:
@@ -269,16 +281,19 @@ def walk(code, way, sources):
     walks = [w for i in sorted(start) if (w := sass_loops.shortest_walk(after, i, i, tuple(past)))]
     if not walks:
         raise ValueError("no way round; name anchors that one loop passes in sass_roles.WAYS")
-    return [code.instructions[i][1] for i in min(walks, key=len)]
+    return min(walks, key=len)
 
 
-def cost(texts):
+def cost(code, way):
+    """The Cost of a way whose instructions have these indices."""
+    texts = [code.instructions[i][1] for i in way]
+
     def count(pattern):
         return sum(bool(re.match(r"(@!?U?P\w+\s+)?" + pattern, text)) for text in texts)
 
     return Cost(
         len(texts),
-        sass_clocks.loop_clocks(texts),
+        sass_clocks.loop_clocks(texts, [code.boards[i] for i in way]),
         count(GLOBAL_LOAD),
         count(SHARED_LOAD),
         count(CONSTANT_LOAD),
@@ -292,7 +307,7 @@ def costs(code, kernel, sources):
     for role, ways in WAYS[kernel].items():
         for name, way in ways.items():
             try:
-                found.setdefault(role, {})[name] = cost(walk(code, way, sources))
+                found.setdefault(role, {})[name] = cost(code, walk(code, way, sources))
             except ValueError as e:
                 complaints.append(f"{role}, a {name}: {e}")
     return found, complaints
@@ -331,7 +346,7 @@ def _disassemble(tools, cubin):
     kernels = {m[2]: (m[3], m[1]) for line in symbols.splitlines() if (m := entry.match(line))}
     if not kernels:
         return {}
-    options = ["-gi", "-c", "-fun", ",".join(index for _, index in kernels.values())]
+    options = ["-gi", "-c", "-hex", "-fun", ",".join(index for _, index in kernels.values())]
     with subprocess.Popen(
         [str(tools / "nvdisasm"), *options, str(cubin)], stdout=subprocess.PIPE, text=True
     ) as process:

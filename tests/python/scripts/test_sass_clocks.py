@@ -28,6 +28,12 @@ FREE = ["FADD R10, R2, R3", "FADD R11, R2, R3", "FADD R12, R2, R3", "FADD R13, R
         (["ISETP.NE.AND P1, PT, R2, R3, PT", "@!P1 FADD R10, R2, R3"], 5),
         ([*FREE, "BRA 0x10"], 4 + 8),
         (["R2UR UR6, R2", "UBLKCP.G.S [UR6], [UR15], UR14"], 13),
+        (["LDG.E R4, desc[UR4][R2.64]", "FADD R1, R4, R3"], 271),
+        (["LD.E R4, desc[UR4][R2.64]", "LDG.E R5, desc[UR4][R4.64]", "FADD R1, R5, R3"], 541),  # one after the other
+        (["LDG.E R4, desc[UR4][R2.64]", "LDG.E R5, desc[UR4][R2.64+0x4]", "FADD R1, R4, R3", "FADD R7, R5, R3"], 272),
+        # A barrier is not behind the L2, as a fence is.
+        (["LDG.E R4, desc[UR4][R2.64]", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R9+URZ], R3", "@P1 BRA 0x10"], 32),
+        (["LDG.E R4, desc[UR4][R2.64]", "MEMBAR.ALL.CTA"], 290),
     ],
     ids=str,
 )
@@ -54,3 +60,20 @@ def test_a_way_out_of_a_loop_waits_for_what_the_loop_began():
 )
 def test_what_an_instruction_reads_and_writes(text, written, read):
     assert sass_clocks.operands(text)[1:] == (written, read)
+
+
+PREFETCH = ["MOV R4, R5", "LDG.E R5, desc[UR4][R2.64]", *FREE, *[ADD] * 80]  # the next round's, a round ahead
+
+
+@pytest.mark.parametrize(
+    "waits, clocks",
+    [
+        ({}, 326),  # the sums hide it
+        ({0: (2,)}, 326),  # who uses it waits
+        ({3: (2,)}, 326 + 264),  # who needs nothing of it, but waits for a load that is entered on the same scoreboard
+        ({3: (1,)}, 326),  # another one
+    ],
+)
+def test_loads_that_share_a_scoreboard_are_waited_for_together(waits, clocks):
+    boards = [(2 if text.startswith("LDG") else None, waits.get(i, ())) for i, text in enumerate(PREFETCH)]
+    assert sass_clocks.loop_clocks(PREFETCH, boards) == pytest.approx(clocks, abs=8)

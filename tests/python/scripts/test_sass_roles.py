@@ -3,6 +3,7 @@ counted, wherever its lines lie, and a way that grows or is no longer found is n
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -59,9 +60,10 @@ METADATA_STORE = at(r"UBLKCP\.G\.S", ("roles/role.h", "scatter", "metadata"))
 ROW_STORE = at(r"UBLKCP\.G\.S", ("roles/role.h", "scatter", "bulk(row)"))
 
 
-def disassembly(body=BODY, name="entry", file="/anywhere/csrc/roles/role.h") -> list[str]:
-    """What nvdisasm -gi -c prints of a loop from .L_x_3 over `body`, between instructions of no line. Of a chain that
-    goes on over instructions it prints nothing."""
+def disassembly(body=BODY, name="entry", file="/anywhere/csrc/roles/role.h", words=()) -> list[str]:
+    """What nvdisasm -gi -c -hex prints of a loop from .L_x_3 over `body`, with an exit behind it. Of a chain that goes
+    on over instructions it prints nothing. words: upper halves of the instructions' encodings, of the first ones."""
+    words = iter(words)
     lines = [f"//--------------------- .text.{name} --------------------------", "\t.section\t.text", ".L_x_3:"]
     address, before = 0, None
     for part in body:
@@ -74,7 +76,8 @@ def disassembly(body=BODY, name="entry", file="/anywhere/csrc/roles/role.h") -> 
                 inlined = f' inlined at "{file}", line {at_line}' if at_line else ""
                 lines.append(f'\t//## File "{file}", line {n}{inlined}')
             before = chain
-        lines.append(f"        /*{address:04x}*/                   {text} ;")
+        lines.append(f"        /*{address:04x}*/                   {text} ;            /* 0x0000001f00127981 */")
+        lines += [f"{' ' * 80}/* 0x{word:016x} */" for word in [*itertools.islice(words, 1)]]
         address += 16
     return [*lines, f"        /*{address:04x}*/                   EXIT ;", "//--------------------- .nv.info --------"]
 
@@ -91,6 +94,10 @@ def code_of(**changes):
     return sass_roles.parse(disassembly(**changes))["entry"]
 
 
+def cost_of(code, way, sources) -> Cost:
+    return sass_roles.cost(code, sass_roles.walk(code, way, sources))
+
+
 def test_instructions_have_the_lines_that_they_are_of():
     code = code_of()
     assert code.instructions[1] == (0x10, "UBLKCP.G.S [UR6], [UR15], UR14")
@@ -100,6 +107,21 @@ def test_instructions_have_the_lines_that_they_are_of():
     assert code.instructions[2][1] == "@P0 BRA 0x80" and code.instructions[9][1] == "@P1 BRA 0x0"  # labels are places
 
 
+def test_instructions_have_their_scoreboards():
+    words = (0x000EA4000C1E1B00, 0x004FE20003F05270, 0x000FE20000000000)  # of LDG R18; what reads it; neither
+    assert code_of(words=words).boards[:4] == [(2, ()), (None, (2,)), (None, ()), (None, ())]
+
+
+def test_who_waits_for_a_scoreboard_waits_for_all_that_is_entered_on_it(sources):
+    body = (("LDG.E R30, desc[UR4][R4.64]", WAIT), ("IADD3 R9, R10, R11, RZ", WAIT), *BODY[1:])
+    entered, waiting, free = 0x000EA4000C1E1B00, 0x004FE20003F05270, 0x000FE20000000000
+    clocks = [
+        cost_of(code_of(body=body, words=(entered, word)), Way(METADATA_STORE), sources).clocks
+        for word in (waiting, free)
+    ]
+    assert clocks[0] > 270 > 60 > clocks[1]
+
+
 def test_each_function_has_its_own_code():
     both = sass_roles.parse([*disassembly(), *disassembly(BODY[:2], "other")])
     assert {name: len(code.instructions) for name, code in both.items()} == {"entry": 11, "other": 3}
@@ -107,16 +129,16 @@ def test_each_function_has_its_own_code():
 
 def test_the_shortest_way_past_all_that_it_must_pass(sources):
     code = code_of()
-    short = sass_roles.cost(sass_roles.walk(code, Way(METADATA_STORE), sources))
+    short = cost_of(code, Way(METADATA_STORE), sources)
     assert (short.issued, short.global_loads, short.shared_loads) == (5, 1, 1)
     stored = sass_roles.walk(code, Way(METADATA_STORE, (ROW_STORE,)), sources)
-    assert len(stored) == 10 and stored[-1].startswith("UBLKCP")
+    assert len(stored) == 10 and stored[-1] == 1
 
 
 def test_a_load_from_global_memory_is_waited_for(sources):
     def clocks(text):
         body = ((text, WAIT), ("IADD3 R4, R2, R3, RZ", WAIT), *BODY[1:])
-        return sass_roles.cost(sass_roles.walk(code_of(body=body), Way(METADATA_STORE), sources)).clocks
+        return cost_of(code_of(body=body), Way(METADATA_STORE), sources).clocks
 
     assert clocks("LDG.E R2, desc[UR4][R4.64]") - clocks("LDS R2, [R4]") == 270 - 30
     assert clocks("LD.E R2, desc[UR4][R4.64]") == clocks("LDG.E R2, desc[UR4][R4.64]")
@@ -128,8 +150,8 @@ def test_what_lies_on_a_way_is_counted_and_what_it_goes_round_is_not(sources, on
     on = tuple(("LDG.E R9, desc[UR4][R10.64]" if load else "ULDC UR4, c[0x0][0x210]", WAIT) for load in on_way)
     body = (*on, *BODY[:3], *[("LDS R9, [R10]", ROW)] * beside, *BODY[3:])
     code = code_of(body=body)
-    short = sass_roles.cost(sass_roles.walk(code, Way(METADATA_STORE), sources))
-    long = sass_roles.cost(sass_roles.walk(code, Way(METADATA_STORE, (ROW_STORE,)), sources))
+    short = cost_of(code, Way(METADATA_STORE), sources)
+    long = cost_of(code, Way(METADATA_STORE, (ROW_STORE,)), sources)
     assert short.issued == 5 + len(on) and long.issued == 10 + len(on) + beside
     assert short.global_loads == long.global_loads == 1 + sum(on_way)
     assert short.constant_loads == len(on) - sum(on_way)
