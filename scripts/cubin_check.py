@@ -68,7 +68,7 @@ BUDGETS = {
     "exchange": Budget(80, 7100, ("ELECT", *ACQUIRES)),
     # Deliver is inlined at each of the four places that come to a group of rows.
     "dispatch": Budget(128, 9800, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
-    "combine": Budget(168, 10000, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL, "LDS.128", "STS.128")),
+    "combine": Budget(168, 11000, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL, "LDS.128", "STS.128")),
     # Constructions of a plan are inlined at each place that makes one. 224 registers of 256 threads fit an SM.
     "balance": Budget(224, 22200, ("ELECT", *ACQUIRES)),
     "latency_dispatch": Budget(128, 11000, LINES),

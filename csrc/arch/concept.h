@@ -12,8 +12,8 @@
 //
 // Ordering is in the operation's name; there is no free-standing fence:
 //   ld_acquire_sys / st_release_sys / add_release_sys  system scope, between ranks that map each other
-//   st_release_sys_each / wait_ge_sys_each             the same for a group of flags, with one fence for all of it;
-//                                                      add_release_sys_each likewise
+//   st_release_sys_each / add_release_sys_each         the same for a group of flags, with one fence for all of it
+//   st_release_sys_warp / wait_ge_sys_warp             the same by all lanes of a warp, which share the flags
 //   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
 //   add_acq_rel_sys                                    the same at system scope: the last speaks for all to other ranks
 //   take_rank, count_rank                              the same scope, and they order nothing
@@ -29,6 +29,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/loop_step.h"
 #include "common/numeric.h"
 #include "common/timeout_report.h"
 #include "layout/line.h"
@@ -70,6 +71,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.block_idx() } -> std::same_as<int>;
   { a.num_blocks() } -> std::same_as<int>;
   { a.set_role("name") };  // names this lane's role in timeout reports
+  { a.did(LoopStep{}) };   // a round of a copy role's loop is over: what a machine with a clock charges for it
 
   // Convergence. elect_one: true on exactly one lane of the warp, the same one within a kernel but not necessarily
   // lane 0; converges the warp but orders no memory. warp_sync / group_sync / block_sync order memory of the lanes
@@ -85,6 +87,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   // asking, those that meet behind that wait take it for granted that it was over. All that meet get the same answer.
   // group_sync needs no asking: a warp that is not whole never arrives there.
   { a.warp_whole() } -> std::same_as<bool>;
+  { a.warp_any(bool{}) } -> std::same_as<bool>;  // of all lanes of a warp, which meet as in elect_one
   { a.block_whole() } -> std::same_as<bool>;
   // Whether this rank was given up: a wait of its expired, or the host stopped it. Waits that are not over look for
   // themselves; a kernel asks when it starts (roles/enter.h). Lanes may differ in what they see.
@@ -127,7 +130,10 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   // Flags are set in ascending order, but seen in any; the wait names the lowest that is missing.
   { a.st_release_sys_each(int{}, mut_flags, uint64_t{}) };
   { a.add_release_sys_each(int{}, mut_flags, static_cast<uint64_t (*)(int)>(nullptr)) };  // 0: nothing is done
-  { a.wait_ge_sys_each(int{}, flags, uint64_t{}, infos) };
+  // By all lanes of a warp, which come together first. What any of them did before is released; what any acquired is
+  // everybody's. The wait says, as warp_whole does, whether every lane came back from it.
+  { a.st_release_sys_warp(int{}, mut_flags, uint64_t{}) };
+  { a.wait_ge_sys_warp(int{}, flags, uint64_t{}, infos) } -> std::same_as<bool>;
 
   // Counters of one rank. What returns the old value costs the lane a round trip to memory; count_rank does not.
   { a.add_acq_rel_rank(mut_flag, uint64_t{}) } -> std::same_as<uint64_t>;

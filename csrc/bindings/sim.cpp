@@ -20,9 +20,17 @@ using Result = py::typing::Dict<py::str, py::object>;
 
 template <class F>
 void each_cost(CostModel& c, F&& f) {
-  f("launch_ps", c.launch_ps), f("issue_ps", c.issue_ps), f("shared_ps", c.shared_ps), f("barrier_ps", c.barrier_ps);
+  f("launch_ps", c.launch_ps), f("barrier_ps", c.barrier_ps);
   f("wake_ps", c.wake_ps), f("poll_ps", c.poll_ps), f("fence_ps", c.fence_ps), f("flag_ps", c.flag_ps);
   f("route_token_ps", c.route_token_ps);
+  const auto loop = [&](const char* name, LoopStep step) { f(name, c.loop_ps[int(step)]); };
+  loop("g2s_token_ps", LoopStep::kG2sToken), loop("s2g_token_ps", LoopStep::kS2gToken);
+  loop("s2g_destination_ps", LoopStep::kS2gDestination), loop("s2g_pair_ps", LoopStep::kS2gPair);
+  loop("n2n_token_ps", LoopStep::kN2nToken), loop("deliver_load_ps", LoopStep::kDeliverLoad);
+  loop("deliver_store_ps", LoopStep::kDeliverStore), loop("sum_token_ps", LoopStep::kSumToken);
+  loop("sum_destination_ps", LoopStep::kSumDestination), loop("sum_pair_ps", LoopStep::kSumPair);
+  loop("sum_partial_ps", LoopStep::kSumPartial);
+  loop("sum_row_ps", LoopStep::kSumRow);
   f("tma_read_mbps", c.tma_read_mbps), f("tma_write_mbps", c.tma_write_mbps), f("tma_op_ps", c.tma_op_ps);
   f("tma_latency_ps", c.tma_latency_ps), f("reduce_mbps", c.reduce_mbps), f("round_mbps", c.round_mbps);
   f("hbm_mbps", c.hbm_mbps), f("nvlink_egress_mbps", c.nvlink_egress_mbps);

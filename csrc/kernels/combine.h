@@ -7,6 +7,7 @@
 #include "common/bugs.h"
 #include "roles/enter.h"
 #include "roles/leave.h"
+#include "roles/pack_weights.h"
 #include "roles/pull.h"
 #include "roles/reduce.h"
 #include "roles/unpermute.h"
@@ -57,21 +58,28 @@ struct CombineBlock {
       GroupWalk<A>::begin(a, reinterpret_cast<uint32_t*>(smem + p.source_begins_at), p.plan.source_rows,
                           uint32_t(p.world.num_ranks()), p.plan.numbers->recv_rows);
     if (warp != 0 || !elected) return;
-    for (int group = 0; group < 2; ++group) fifo(group).init(a, kWarps);
+    for (int group = 0; group < 2; ++group) {
+      fifo(group).init(a, kWarps);
+      if (links) typename RecordWindow<A>::Fifo(smem, p.records[group]).init(a, 1);
+    }
     if (links) RailTally<A, Net>::clear(a, reinterpret_cast<Vec16*>(smem + p.rail_tally_at), p.rail.num_peers);
   }
-  // By one lane.
+  // By all lanes of a warp, of which one does the work.
   HEP_DEVICE void feed(int group) {
     SumFeed<A> to(a, p, fifo(group), smem, group);
     const bool second = group == 1 || alike;
     const uint32_t block = uint32_t(a.block_idx());
-    if (local && second)
+    if (elected && local && second)
       UnpermuteRole<A>(a, p, to, smem).run(worker(p.blocks.worker(block), group), worker(p.blocks.workers(), 0));
-    if (links && second) FinalSumRole<A, Net>(a, net, p, to, smem).run(worker(block, group), worker(p.blocks.link, 0));
-    if (links && !second) NodeSumRole<A, Net>(a, net, p, to, smem).run(smem);
-    to.stop();
-    if (links && group == 1) p.gate.wait_all_done(a);
-    leave();
+    if (links && second) {
+      FinalSumRole<A, Net> sums(a, net, p, to, smem);
+      if (!sums.run(elected, worker(block, group), worker(p.blocks.link, 0))) return;
+    } else if (links) {
+      if (!NodeSumRole<A, Net>(a, net, p, to, smem).run(elected, smem)) return;
+    }
+    if (elected) to.stop();
+    if (links && group == 1 && !p.gate.wait_all_done(a)) return;
+    if (elected) leave();
   }
   HEP_DEVICE void reduce(int group) {
     ReduceRole<A, Net, kWarps> role(a, net, p, fifo(group), smem, group, 2 + group * kWarps);
@@ -104,9 +112,9 @@ HEP_DEVICE void combine_kernel(A& a, Net& net, const CombineParams& p, std::byte
   const int warp = a.warp_idx();
   block.begin(warp);
   if (!enter_kernel(a)) return;
-  if (warp == 0 && block.elected && a.block_idx() == 0) p.gate.announce_ready(a, p.reading);
+  if (warp == 0 && a.block_idx() == 0) p.gate.announce_ready(a, p.reading);
   if (warp < 2) {
-    if (block.elected) block.feed(warp);
+    block.feed(warp);
   } else if (warp == block.kPackWarp) {
     block.pack();
   } else {
@@ -150,7 +158,9 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   constexpr uint64_t kSlices = 2 * kReduceWarps<A>;
   p.out_stage_at[0] = p.sum_rows_at[1] + SumFeed<A>::rows_bytes(p);
   p.out_stage_at[1] = p.out_stage_at[0] + kSlices * p.out_slice_bytes[0];
-  const uint64_t fifos_at = p.out_stage_at[1] + kSlices * p.out_slice_bytes[1];
+  p.records[0] = RecordWindow<A>::layout(p.out_stage_at[1] + kSlices * p.out_slice_bytes[1], p);
+  p.records[1] = RecordWindow<A>::layout(p.records[0].end, p);
+  const uint64_t fifos_at = p.records[1].end;
   const bool both = peers != 0 || sums_twice<A>(p);  // groups of a link block have something to sum
   const auto fifo_bytes = [&](uint32_t stages) { return Fifo::layout(0, stages, stage_holds).end; };
   const uint64_t empty = both ? 0 : Fifo::layout(0, 2, 16).end;

@@ -39,25 +39,34 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
     GroupWalk<A>::begin(a, reinterpret_cast<uint32_t*>(smem + p.source_begins_at), p.plan.source_rows,
                         uint32_t(p.world.num_ranks()), p.plan.numbers->recv_rows);
   if (!enter_kernel(a)) return;
-  if (warp == 0 && elected && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
+  if (warp == 0 && a.block_idx() == 0) p.gate.announce_ready(a, p.landing);
   if (warp == 6 && local)
     return ZeroRowsRole<A>::run(a, p, p.blocks.worker(uint32_t(a.block_idx())), p.blocks.workers());
-  if (!elected || !(warp < 4 ? links : local)) return;  // the copy roles are one lane each
-  switch (warp) {
+  if (!(warp < 4 ? links : local)) return;
+  switch (warp) {  // the copies of a role are one lane's
     case 0:
-      N2NRole<A, Net>(a, net, p, rail, smem).run();
+      if (elected) N2NRole<A, Net>(a, net, p, rail, smem).run();
       // Not behind deliver's wait for rows, which may be of several ranks: this one names who has not finished.
-      p.gate.wait_all_done(a);
+      if (!p.gate.wait_all_done(a)) return;
       break;
-    case 1: DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps); break;
+    case 1:
+      if (elected) DispatchG2SRole<A, Net>(a, net, p, scatter, smem).run(kScatterWarps);
+      break;
     case 2:
     case 3:
-      DispatchS2GRole<A, Net>(a, net, p, scatter, smem, warp - 2, kScatterWarps).run(p.blocks.link * kScatterWarps);
+      if (!DispatchS2GRole<A, Net>(a, net, p, scatter, smem, warp - 2, kScatterWarps)
+               .run(elected, p.blocks.link * kScatterWarps))
+        return;
       break;
-    case 4: return DeliverG2SRole<A>(a, p, deliver, look_up, smem).run();
-    case 5: return DeliverS2GRole<A>(a, p, deliver).run();
+    case 4:
+      if (elected) DeliverG2SRole<A>(a, p, deliver, look_up, smem).run();
+      return;
+    case 5:
+      if (elected) DeliverS2GRole<A>(a, p, deliver).run();
+      return;
   }
-  leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(p.blocks.link) * (2 + kScatterWarps));
+  if (elected)
+    leave_operation(a, p, p.plan.node_count, p.plan.rail_count, uint64_t(p.blocks.link) * (2 + kScatterWarps));
 }
 
 // The FIFOs of local work, from `start` on, within `budget` bytes.
@@ -84,8 +93,9 @@ uint64_t plan_dispatch_smem(DispatchParams& p, uint64_t budget) {
   p.arrival_cursors_at = 0;
   p.credit_cursors_at = cursors;
   p.untold_at = 2 * cursors;
-  const uint64_t fifos_at =
-      p.untold_at + align_up(sizeof(UntoldRows) * kScatterWarps * uint64_t(p.world.num_local_ranks), 128);
+  const uint64_t locals = kScatterWarps * uint64_t(p.world.num_local_ranks);
+  p.landings_at = p.untold_at + align_up(sizeof(UntoldRows) * locals, 128);
+  const uint64_t fifos_at = p.landings_at + align_up(sizeof(LandingOfRank) * locals, 128);
   // Without rail peers N2N stages nothing, and its share is the scatter FIFO's. So is that of local work that is apart.
   const uint64_t room = budget > 1024 ? budget - 1024 : 0, quarter = room / 4;  // the rest is alignment
   const bool rail = p.rail.num_peers != 0, here = !p.blocks.is_apart();

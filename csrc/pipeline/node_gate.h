@@ -22,13 +22,14 @@ struct NodeGate {
 
   HEP_DEVICE uint64_t epoch() const { return injected(Bug::kOneEpoch) ? 1 : *finished + 1; }
   // And what is said with it, a Landing or a Reading. When it is overwritten nobody reads it any more: before this rank
-  // leaves the operation, all others have announced that they are done.
+  // leaves the operation, all others have announced that they are done. Announcements and waits are by all lanes of a
+  // warp.
   template <class A, class Said>
   HEP_DEVICE void announce_ready(A& a, Said said) const {
     if (injected(Bug::kSaidAfterReady)) announce(a, peer_ready);
     said.epoch = epoch();
     const auto words = std::bit_cast<Words<Said>>(said);
-    for (int l = 0; l < world.num_local_ranks; ++l) {
+    for (int l = a.lane(); l < world.num_local_ranks; l += A::kLanes) {
       auto* to = reinterpret_cast<Vec16*>(reinterpret_cast<unsigned char*>(peer_ready[l]) + Landing::kAt);
       for (uint32_t i = 0; i < Words<Said>::kNumber; ++i) a.st_global(to + i, words.v[i]);
     }
@@ -50,18 +51,18 @@ struct NodeGate {
     return landing;
   }
   template <class A>
-  HEP_DEVICE void wait_all_ready(A& a) const {
-    if (injected(Bug::kEnterUnawaited)) return;
-    wait_all(a, ready_in, Site::kPeerReady);
+  HEP_DEVICE bool wait_all_ready(A& a) const {
+    if (injected(Bug::kEnterUnawaited)) return true;
+    return wait_all(a, ready_in, Site::kPeerReady);
   }
   template <class A>
   HEP_DEVICE void announce_done(A& a) const {
     announce(a, peer_done);
   }
   template <class A>
-  HEP_DEVICE void wait_all_done(A& a) const {
-    if (injected(Bug::kDoneUnawaited)) return;
-    wait_all(a, done_in, Site::kPeerDone);
+  HEP_DEVICE bool wait_all_done(A& a) const {
+    if (injected(Bug::kDoneUnawaited)) return true;
+    return wait_all(a, done_in, Site::kPeerDone);
   }
 
  private:
@@ -72,11 +73,11 @@ struct NodeGate {
   };
   template <class A>
   HEP_DEVICE void announce(A& a, uint64_t* const* flags) const {
-    a.st_release_sys_each(world.num_local_ranks, [=](int l) { return flags[l]; }, epoch());
+    a.st_release_sys_warp(world.num_local_ranks, [=](int l) { return flags[l]; }, epoch());
   }
   template <class A>
-  HEP_DEVICE void wait_all(A& a, const uint64_t* flags, Site site) const {
-    a.wait_ge_sys_each(
+  HEP_DEVICE bool wait_all(A& a, const uint64_t* flags, Site site) const {
+    return a.wait_ge_sys_warp(
         world.num_local_ranks, [=](int l) { return flags + l * kStride; }, epoch(),
         [=, this](int l) { return WaitInfo{site, world.rank_of(world.node(), l), -1}; });
   }

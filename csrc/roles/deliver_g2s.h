@@ -101,7 +101,10 @@ struct DeliverG2SRole {
       const TokenSource src{own, p.message.weight_bytes ? own + p.message.weights_at() : nullptr,
                             p.message.scale_bytes ? recv + p.landing.scales + landed * p.message.scale_bytes : nullptr,
                             recv + p.landing.x + landed * p.message.row_bytes};
-      for (; head.tile < tiles; ++head.tile) load_tile(a, to, p.message, p.tile_bytes, src, head);
+      for (; head.tile < tiles; ++head.tile) {
+        load_tile(a, to, p.message, p.tile_bytes, src, head);
+        a.did(LoopStep::kDeliverLoad);
+      }
     }
   }
   // Where the i-th token of the group landed, if it has to be copied from there; else -1.

@@ -24,6 +24,7 @@ struct DeliverS2GRole {
       if (head.tile == 0 && p.plan.fresh) keep_metadata(head.index);
       p.permute ? permute(head) : copy(head);
       a.bulk_commit();
+      a.did(LoopStep::kDeliverStore);
       from.advance();
       if (!injected(Bug::kDeliverStageBackEarly)) a.template bulk_wait_read<0>();
       from.release(a);

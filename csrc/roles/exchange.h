@@ -42,10 +42,10 @@ struct ExchangeRole {
     }
     return true;
   }
-  // By one lane of every warp of a block, which share the flags; what they acquired is the block's when it has met.
+  // By all lanes of a block, which share the flags; what they acquired is the block's when it has met.
   HEP_DEVICE static void wait_all(A& a, const P& p) {
     const int first = a.warp_idx(), step = a.num_warps(), ranks = p.world.num_ranks();
-    a.wait_ge_sys_each(
+    a.wait_ge_sys_warp(
         first < ranks ? (ranks - 1 - first) / step + 1 : 0,
         [&](int i) { return p.node_flags + (first + i * step) * kStride; },
         p.sequence() - injected(Bug::kCountsOneExchangeOld),
@@ -67,19 +67,17 @@ struct ExchangeRole {
     const uint64_t bytes = p.layout.vector_bytes(), at = p.parity_bytes() + source * bytes;
     const int locals = p.world.num_local_ranks;
     const auto* src = reinterpret_cast<const Vec16*>(p.counts + at);
-    if (injected(Bug::kFlagBeforeCounts) && a.elect_one()) announce(a, p, source);
+    if (injected(Bug::kFlagBeforeCounts)) announce(a, p, source);
     for (uint64_t i = a.lane(); i < bytes / sizeof(Vec16); i += A::kLanes) {
       const Vec16 words = a.ld_global(src + i);
       for (int l = 0; l < locals; ++l)
         if (l != p.world.local_rank()) a.st_global(reinterpret_cast<Vec16*>(p.peer_counts[l] + at) + i, words);
     }
-    a.warp_sync();
-    if (!a.elect_one()) return;
-    a.count_rank(&p.traffic->count_bytes, bytes * uint64_t(locals - 1));
     announce(a, p, source);
+    if (a.elect_one()) a.count_rank(&p.traffic->count_bytes, bytes * uint64_t(locals - 1));
   }
   HEP_DEVICE static void announce(A& a, const P& p, int source) {
-    a.st_release_sys_each(
+    a.st_release_sys_warp(
         p.world.num_local_ranks, [&](int l) { return p.peer_node_flags[l] + source * kStride; }, p.sequence());
   }
 };

@@ -53,13 +53,15 @@ struct DispatchG2SRole {
     head.peer = is_own(s) ? 0 : s + 1;
     head.chunk = chunk;
     head.chunk_stages = n * tiles;
+    OwnTokens own(p, p.world.node(), begin, is_own(s) ? n : 0);
     for (uint32_t i = 0; i < n; ++i) {
-      const TokenSource src = is_own(s)
-                                  ? own_token(p, p.world.node(), begin + i)
-                                  : TokenSource::contiguous(p.message, slot + uint64_t(i) * p.message.token_bytes());
+      const TokenSource src =
+          is_own(s) ? own.next() : TokenSource::contiguous(p.message, slot + uint64_t(i) * p.message.token_bytes());
       head.index = begin + i;
-      for (head.tile = 0; head.tile < tiles; ++head.tile, ++head.stage)
+      for (head.tile = 0; head.tile < tiles; ++head.tile, ++head.stage) {
         load_tile(a, to, p.message, p.tile_bytes, src, head);
+        a.did(LoopStep::kG2sToken);
+      }
     }
   }
 };

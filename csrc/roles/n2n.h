@@ -48,14 +48,22 @@ struct N2NRole {
     const uint32_t tiles = num_tiles(p.message, p.tile_bytes), total = n * tiles;
     const uint32_t lag = in.fifo.num_stages - 2;  // loads in flight before the first store
     unsigned char* slot = RailSender::slot(net, p.rail.geometry, peer, chunk);
+    OwnTokens own(p, peer.node, begin, n);
+    TokenSource src{};
+    TokenHead head{};
+    uint32_t stored = 0;  // tiles of the token that is being stored
     for (uint32_t i = 0; i < total + lag; ++i) {
       if (i < total) {
-        TokenHead head{};
-        head.tile = i % tiles;
-        load_tile(a, in, p.message, p.tile_bytes, own_token(p, peer.node, begin + i / tiles), head);
+        if (head.tile == 0) src = own.next();
+        load_tile(a, in, p.message, p.tile_bytes, src, head);
+        a.did(LoopStep::kN2nToken);
+        if (++head.tile == tiles) head.tile = 0;
       }
-      if (i >= lag)
-        store_tile(slot + uint64_t((i - lag) / tiles) * p.message.token_bytes(), (i - lag) % tiles, i == lag);
+      if (i < lag) continue;
+      store_tile(slot, stored, i == lag);
+      if (++stored < tiles) continue;
+      stored = 0;
+      slot += p.message.token_bytes();
     }
     a.template bulk_wait_read<0>();
     out.release(a);

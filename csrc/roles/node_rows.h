@@ -2,6 +2,7 @@
 // (layout/reading.h). And how many of them came over NVLink.
 #pragma once
 #include "common/bugs.h"
+#include "roles/record_window.h"
 #include "roles/sum_feed.h"
 
 namespace hep {
@@ -9,14 +10,18 @@ namespace hep {
 // What a rank said, in shared memory.
 struct alignas(16) RowsOfRank {
   const unsigned char* x;  // row 0 of its outputs, as mapped here
+  const unsigned char* partials;
   SumFrom from;
-  uint32_t rows;
+  uint32_t rows, unused[2];
 };
 
 template <Arch A>
 struct NodeRows {
   A& a;
   const CombineParams& p;
+  using Words = HeadWords<RowsOfRank>;
+  static constexpr uint32_t kWords = sizeof(Words) / sizeof(Vec16);
+  RecordWindow<A> records;
   Vec16* const ranks;    // [L] RowsOfRank, shared memory
   uint32_t* const seen;  // [L], likewise: 1 + the group of each rank's partials that was waited for last; 0 = none yet
   uint32_t* const seen_weights;  // [L], likewise of their weights
@@ -25,51 +30,47 @@ struct NodeRows {
   HEP_DEVICE NodeRows(A& arch, const CombineParams& params, std::byte* smem, int feed)
       : a(arch),
         p(params),
+        records(arch, {smem, params.records[feed]}, params.record_bytes),
         ranks(reinterpret_cast<Vec16*>(smem + params.node_rows_at[feed])),
-        seen(reinterpret_cast<uint32_t*>(ranks + params.world.num_local_ranks)),
+        seen(reinterpret_cast<uint32_t*>(ranks + kWords * uint32_t(params.world.num_local_ranks))),
         seen_weights(seen + params.world.num_local_ranks) {}
 
   // Of one feed.
   HEP_HOST_DEVICE static uint64_t bytes(const CombineParams& p) {
     return align_up((sizeof(RowsOfRank) + 8) * uint64_t(p.world.num_local_ranks), 128);
   }
-  // Waits until all ranks are ready, and reads what they said.
-  HEP_DEVICE void begin() {
-    p.gate.wait_all_ready(a);
+  // By all lanes of the feed's warp: waits until all ranks are ready, and reads what they said. False: a lane has left.
+  HEP_DEVICE bool begin() {
+    if (!p.gate.wait_all_ready(a)) return false;
     epoch = p.gate.epoch();
-    const uint32_t num_ranks = uint32_t(p.world.num_local_ranks), row_bytes = p.hidden * dtype_bytes(p.dtype);
-    constexpr uint32_t kAtOnce = 4;  // loads side by side
-    for (uint32_t first = 0; first < num_ranks; first += kAtOnce) {
-      Reading said[kAtOnce];
-      HEP_UNROLL
-      for (uint32_t i = 0; i < kAtOnce; ++i)
-        said[i] = p.gate.template said<Reading>(a, first + i < num_ranks ? first + i : first);
-      HEP_UNROLL
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const uint32_t l = first + i;
-        if (l >= num_ranks) break;
-        const bool meant = said[i].is_for(epoch, row_bytes, p.partial.row_bytes());
-        a.st_shared(ranks + l,
-                    std::bit_cast<Vec16>(RowsOfRank{p.peers.recv[l] + said[i].x,
-                                                    meant ? said[i].from : SumFrom::kPartials, said[i].rows}));
-        a.st_shared(seen + l, 0u);
-        a.st_shared(seen_weights + l, 0u);
-      }
+    const uint32_t row_bytes = p.hidden * dtype_bytes(p.dtype);
+    for (int l = a.lane(); l < p.world.num_local_ranks; l += A::kLanes) {
+      const auto said = p.gate.template said<Reading>(a, uint32_t(l));
+      const bool meant = said.is_for(epoch, row_bytes, p.partial.row_bytes());
+      const unsigned char* const recv = p.peers.recv[l];
+      const auto words =
+          std::bit_cast<Words>(RowsOfRank{recv + said.x, recv, meant ? said.from : SumFrom::kPartials, said.rows, {}});
+      for (uint32_t i = 0; i < kWords; ++i) a.st_shared(ranks + uint32_t(l) * kWords + i, words.v[i]);
+      a.st_shared(seen + l, 0u);
+      a.st_shared(seen_weights + l, 0u);
     }
+    return a.warp_whole();
   }
-  // Rows of the next sum, each when it is there. Rows of a rank ascend with tokens, so that a group is waited for once
-  // for up to kGroupRows tokens.
-  HEP_DEVICE void add_to(SumFeed<A>& feed, const unsigned char* record) {
-    const auto* rec = reinterpret_cast<const RecordHeader*>(record);
-    const auto* dsts = reinterpret_cast<const DstEntry*>(record + MessageLayout::dsts_at());
-    uint32_t pair = 0;
-    for (uint32_t i = 0; i < rec->num_dsts; ++i) {
-      const DstEntry dst = dsts[i];
+  // Rows of the next sum, of the j-th record, each when it is there. Rows of a rank ascend with tokens, so that a group
+  // is waited for once for up to kGroupRows tokens.
+  HEP_DEVICE void add_to(SumFeed<A>& feed, uint32_t j) {
+    const unsigned char* const record = records.at(j);
+    const auto rec = std::bit_cast<RecordHeader>(records.load(reinterpret_cast<const Vec16*>(record)));
+    const auto* dsts = reinterpret_cast<const uint64_t*>(record + MessageLayout::dsts_at());
+    Pairs pairs{reinterpret_cast<const uint64_t*>(record + p.pairs_at), rec.num_pairs};
+    for (uint32_t i = 0; i < rec.num_dsts; ++i) {
+      const auto dst = std::bit_cast<DstEntry>(records.load(dsts + i));
       const bool own = dst.local_rank == uint32_t(p.world.local_rank());
       const uint32_t before = feed.num_rows;
-      add_rows_of(feed, rec, pair, dst);
+      add_rows_of(feed, pairs, dst);
       own ? ++self_rows : ++node_rows;
       (own ? self_payloads : node_payloads) += feed.num_rows - before;
+      a.did(LoopStep::kSumDestination);
     }
   }
   HEP_DEVICE void report() {
@@ -83,47 +84,56 @@ struct NodeRows {
  private:
   static constexpr bool kAddsParts = TileMath<A>::kReadsRows;
 
-  // `pair`: the record's first pair that may be this rank's, then that behind its last.
-  HEP_DEVICE void add_rows_of(SumFeed<A>& feed, const RecordHeader* rec, uint32_t& pair, const DstEntry& dst) {
-    const auto said = std::bit_cast<RowsOfRank>(a.ld_shared(ranks + dst.local_rank));
+  struct Pairs {  // of a record
+    const uint64_t* entries;
+    uint32_t number, next = 0;  // the first that may be of a rank not dealt with yet
+  };
+  HEP_DEVICE RowsOfRank said_by(uint32_t l) const {
+    Words words;
+    for (uint32_t i = 0; i < kWords; ++i) words.v[i] = a.ld_shared(ranks + l * kWords + i);
+    return std::bit_cast<RowsOfRank>(words);
+  }
+  HEP_DEVICE void add_rows_of(SumFeed<A>& feed, Pairs& pairs, const DstEntry& dst) {
+    const RowsOfRank said = said_by(dst.local_rank);
     const uint32_t group = dst.row / BufferLayout::kGroupRows;
-    const unsigned char* const partial = p.peers.recv[dst.local_rank] + uint64_t(dst.row) * p.partial.row_bytes();
+    const unsigned char* const partial = said.partials + uint64_t(dst.row) * p.partial.row_bytes();
     const unsigned char* const weights = partial + p.partial.weights_at();
     if (p.partial.weight_bytes) await(PartialFlags::kWeights, seen_weights, dst.local_rank, group);
     if (said.from == SumFrom::kReceiveRow && dst.row < said.rows) return feed.add({row(feed, said, dst.row), weights});
     if (said.from >= SumFrom::kSinglePair) {
-      const uint32_t begin = pair;
+      Pairs of_rank = pairs;
       uint32_t last = 0;  // row, the largest: rows ascend with experts
-      const uint32_t n = each_pair(rec, pair, dst.local_rank, [&](uint32_t r) { last = r; });
+      const uint32_t n = each_pair(pairs, dst.local_rank, [&](uint32_t r) { last = r; });
       if ((n == 1 || (n == 2 && injected(Bug::kFirstOfTwoPairs))) && last < said.rows)
         return feed.add({row(feed, said, last), weights});
       if constexpr (kAddsParts)
         if (said.from == SumFrom::kEveryPair && n != 0 && last < said.rows)
-          return add_part(feed, rec, begin, dst.local_rank, said, n, weights);
+          return add_part(feed, of_rank, dst.local_rank, said, n, weights);
     }
-    // Also for a row that its rank does not have: it goes by another handle, and never tells of this group.
+    // Also for a row that its rank, which goes by another handle, does not have: it never tells of this group.
     await(PartialFlags::kPayload, seen, dst.local_rank, group);
     feed.add({partial, weights});
   }
-  HEP_DEVICE void add_part(SumFeed<A>& feed, const RecordHeader* rec, uint32_t pair, uint32_t owner,
-                           const RowsOfRank& said, uint32_t n, const unsigned char* weights) {
+  HEP_DEVICE void add_part(SumFeed<A>& feed, Pairs& pairs, uint32_t owner, const RowsOfRank& said, uint32_t n,
+                           const unsigned char* weights) {
     uint32_t flags = SumHead::kPart | SumHead::kPartFirst;
-    each_pair(rec, pair, owner, [&](uint32_t r) {
+    each_pair(pairs, owner, [&](uint32_t r) {
       if (--n == 0) flags |= SumHead::kPartLast;
       feed.add({row(feed, said, r), n ? nullptr : weights, 1.f, 0, uint16_t(flags)});
       flags = SumHead::kPart;
     });
   }
-  // Rows of the record's pairs that are of the rank's experts and have one; how many.
+  // Rows of the pairs that are of the rank's experts and have one; how many. The next pair is then the next rank's.
   template <class F>
-  HEP_DEVICE uint32_t each_pair(const RecordHeader* rec, uint32_t& pair, uint32_t owner, F&& f) const {
-    const PairEntry* pairs = p.pairs_of(rec);
+  HEP_DEVICE uint32_t each_pair(Pairs& pairs, uint32_t owner, F&& f) const {
     const uint32_t first = p.first_node_expert + owner * p.plan.num_local_experts,
                    end = first + p.plan.num_local_experts;
     uint32_t n = 0;
-    for (; pair < rec->num_pairs && uint32_t(pairs[pair].expert) < end; ++pair) {
-      if (uint32_t(pairs[pair].expert) < first || pairs[pair].row < 0) continue;
-      f(uint32_t(pairs[pair].row));
+    for (; pairs.next < pairs.number; ++pairs.next) {
+      const auto pair = std::bit_cast<PairEntry>(records.load(pairs.entries + pairs.next));
+      if (uint32_t(pair.expert) >= end) break;
+      if (uint32_t(pair.expert) < first || pair.row < 0) continue;
+      f(uint32_t(pair.row));
       ++n;
     }
     return n;
@@ -137,5 +147,4 @@ struct NodeRows {
     a.st_shared(groups + owner, group + 1);
   }
 };
-
 }  // namespace hep

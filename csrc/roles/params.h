@@ -71,7 +71,7 @@ struct DispatchParams {
   // Shared memory.
   uint32_t tile_bytes;
   uint64_t arrival_cursors_at, credit_cursors_at;  // [num_peers + 1], [num_peers] words, see ChunkSweep
-  uint64_t untold_at;                              // [scatter warps][L], see LandedTally
+  uint64_t untold_at, landings_at;                 // [scatter warps][L], see LandedTally and LandingOfRank
   uint64_t source_begins_at;                       // [R + 1] words, see GroupWalk
   FifoLayout scatter, rail_stage, deliver, look_up;
   uint64_t smem_bytes;
@@ -94,6 +94,7 @@ struct CombineParams : SumParams {
   uint64_t rail_tally_at;          // [num_peers], see RailTally
   uint64_t source_begins_at;       // [R + 1] words, see GroupWalk
   uint64_t node_rows_at[2];        // of each feed, see NodeRows
+  FifoLayout records[2];           // likewise, see RecordWindow
   uint64_t sum_rows_at[2];         // rows of a sum of each feed, see SumFeed
   FifoLayout node_sum, final_sum;  // of blocks that feed links; without node sums both are of final ones
   FifoLayout local_sum[2];         // of both groups of the others

@@ -2,9 +2,9 @@
 // a slice of the tile. They meet only where a chunk for a rail peer, or a group of partial rows, is complete.
 #pragma once
 #include "roles/out_slices.h"
+#include "roles/partial_groups.h"
 #include "roles/rail_tally.h"
 #include "roles/slice_tiles.h"
-#include "roles/unpermute.h"
 #include "roles/whole_tiles.h"
 
 namespace hep {
@@ -55,11 +55,12 @@ struct ReduceRole {
       if (head.is(SumHead::kChunkEnd | SumHead::kGroupEnd)) complete(head);
     }
     from.pass(a);
-    if (!from.elected) return;
-    if (!injected(Bug::kResultsBeforeStores)) a.template bulk_wait<0>();
-    if (!parties) return;
-    const uint64_t before = a.add_acq_rel_sys(p.exit_counter, 1);
-    if (last_of(before, p.exit_counter, uint64_t(parties) * kWarps)) p.gate.announce_done(a);
+    bool last = false;
+    if (from.elected) {
+      if (!injected(Bug::kResultsBeforeStores)) a.template bulk_wait<0>();
+      if (parties) last = last_of(a.add_acq_rel_sys(p.exit_counter, 1), p.exit_counter, uint64_t(parties) * kWarps);
+    }
+    if (a.warp_any(last)) p.gate.announce_done(a);
   }
 
   HEP_DEVICE void store(const SumHead& head, const Slice& s) {

@@ -4,6 +4,8 @@
 #pragma once
 #include "common/bugs.h"
 #include "pipeline/landed_rows.h"
+#include "roles/landing_table.h"
+#include "roles/stored_rows.h"
 #include "roles/token_loader.h"
 
 namespace hep {
@@ -16,8 +18,8 @@ struct DispatchS2GRole {
   const DispatchParams& p;
   StageConsumer<A, TokenHead> from;
   LandedTally<A> landed;
-  uint64_t node_rows = 0, self_rows = 0, node_stores = 0, self_stores = 0;  // tokens handed over; their rows stored
-  uint64_t epoch = 0;
+  LandingTable<A> landings;
+  StoredRows to_node, to_self;
   uint32_t from_slot = 0;    // stages of the chunk in progress that this warp has had
   uint32_t first_token = 0;  // of those whose rows are not told as landed
   uint32_t held = 0;         // stages that stores may still read
@@ -30,12 +32,25 @@ struct DispatchS2GRole {
         from(fifo, index, stride),
         landed{arch, params.peers.recv, params.peers.landed_below,
                reinterpret_cast<Vec16*>(smem + params.untold_at) + index * params.world.num_local_ranks,
-               params.world.num_local_ranks} {}
+               params.world.num_local_ranks},
+        landings(arch, params, smem, index) {}
 
-  HEP_DEVICE void run(int parties) {
+  // By all lanes of a warp, of which `elected` does the work. False: a lane has left in its wait.
+  HEP_DEVICE bool run(bool elected, int parties) {
     a.set_role("s2g");
-    p.gate.wait_all_ready(a);  // nobody's memory is touched before their owner entered the operation
-    epoch = p.gate.epoch();
+    if (!p.gate.wait_all_ready(a) || !landings.read()) return false;  // before anybody's memory is touched
+    bool last = false;
+    if (elected) {
+      copy();
+      last = last_of(a.add_acq_rel_sys(p.exit_counter, 1), p.exit_counter, uint64_t(parties));
+    }
+    if (a.warp_any(last || injected(Bug::kEveryRoleDone))) p.gate.announce_done(a);
+    if (elected) a.template bulk_wait<0>();
+    return true;
+  }
+
+ private:
+  HEP_DEVICE void copy() {
     landed.clear();
     // A held stage must not starve the producer: with few stages per consumer fewer groups stay in flight.
     const uint32_t in_flight = from.fifo.num_stages / from.stride > kInFlight ? kInFlight : 0;
@@ -45,6 +60,7 @@ struct DispatchS2GRole {
       if (landed.any && head.index - first_token >= BufferLayout::kGroupRows) tell_landed();
       if (!landed.any) first_token = head.index;
       scatter(head);
+      a.did(LoopStep::kS2gToken);
       from.advance();
       if (++held > in_flight) {
         if (in_flight) {
@@ -62,13 +78,9 @@ struct DispatchS2GRole {
     for (; held > 0; --held) from.release(a);
     from.release(a);  // the stop stage
     if (!injected(Bug::kDoneBeforeStores)) a.template bulk_wait<0>();
-    count_traffic();
-    const uint64_t before = a.add_acq_rel_sys(p.exit_counter, 1);
-    if (last_of(before, p.exit_counter, uint64_t(parties)) || injected(Bug::kEveryRoleDone)) p.gate.announce_done(a);
-    a.template bulk_wait<0>();
+    to_node.count(a, p, &p.traffic->node_rows, &p.traffic->node_bytes);
+    to_self.count(a, p, &p.traffic->self_rows, &p.traffic->self_bytes);
   }
-
- private:
   HEP_DEVICE void tell_landed() {
     if (!injected(Bug::kLandedBeforeStores)) {
       a.template bulk_wait<0>();
@@ -93,27 +105,25 @@ struct DispatchS2GRole {
     uint32_t pair = 0;
     for (uint32_t i = 0; i < rec.num_dsts; ++i) {
       const DstEntry dst = std::bit_cast<DstEntry>(a.ld_shared(dsts + i));
-      const Landing landing = p.gate.landing(a, dst.local_rank, epoch, p.message);
-      unsigned char* recv = p.peers.recv[dst.local_rank];
+      const LandingOfRank landing = landings.of(dst.local_rank);
       if (head.tile == 0)
-        a.bulk_s2g(recv + uint64_t(dst.row) * p.message.metadata_bytes(), stage, p.message.metadata_bytes());
+        a.bulk_s2g(landing.recv + uint64_t(dst.row) * p.message.metadata_bytes(), stage, p.message.metadata_bytes());
       uint32_t stores = 1;
       if (landing.in == LandIn::kReceiveRow)
-        store(head, stage, recv, landing, dst.row);
+        store(head, stage, landing, dst.row);
       else
-        stores = store_pairs(head, stage, recv, landing, rec.num_pairs, pair, dst.local_rank);
+        stores = store_pairs(head, stage, landing, rec.num_pairs, pair, dst.local_rank);
       if (landing.followed) landed.add(dst.local_rank, dst.row);
+      a.did(LoopStep::kS2gDestination);
       if (head.tile != 0) continue;
-      const bool self = dst.local_rank == uint32_t(p.world.local_rank());
-      ++(self ? self_rows : node_rows);
-      (self ? self_stores : node_stores) += stores;
+      dst.local_rank == uint32_t(p.world.local_rank()) ? to_self.add(stores) : to_node.add(stores);
     }
     a.bulk_commit();
   }
   // To the permuted rows of the token's pairs on a rank; how many it has got there. pair: where to look from, for ranks
   // and pairs ascend.
-  HEP_DEVICE uint32_t store_pairs(const TokenHead& head, const unsigned char* stage, unsigned char* recv,
-                                  const Landing& landing, uint32_t num_pairs, uint32_t& pair, uint32_t local_rank) {
+  HEP_DEVICE uint32_t store_pairs(const TokenHead& head, const unsigned char* stage, const LandingOfRank& landing,
+                                  uint32_t num_pairs, uint32_t& pair, uint32_t local_rank) {
     const auto* pairs = reinterpret_cast<const uint64_t*>(stage + p.message.pairs_at());
     const uint32_t first = p.first_node_expert + local_rank * p.plan.num_local_experts;
     uint32_t stored = 0;
@@ -122,29 +132,19 @@ struct DispatchS2GRole {
       if (uint32_t(e.expert) < first) continue;  // of a rank that had no receive row for the token, or is dealt with
       if (uint32_t(e.expert) - first >= p.plan.num_local_experts) break;
       if (e.row < 0) continue;
-      store(head, stage, recv, landing, uint32_t(e.row));
-      ++stored;
+      store(head, stage, landing, uint32_t(e.row));
+      if (stored++) a.did(LoopStep::kS2gPair);
       if (landing.in == LandIn::kFirstPair) break;
     }
     return stored;
   }
-  HEP_DEVICE void store(const TokenHead& head, const unsigned char* stage, unsigned char* recv, const Landing& landing,
-                        uint32_t row) {
+  HEP_DEVICE void store(const TokenHead& head, const unsigned char* stage, const LandingOfRank& landing, uint32_t row) {
     const TileShape t = tile_shape(p.message, p.tile_bytes, head.tile);
     while (row >= landing.rows) a.poll_idle({Site::kLanding}, landing.rows, row);  // a handle that is not the owner's
     const uint64_t lands = uint64_t(row) + injected(Bug::kLandsOneRowOff);
-    a.bulk_s2g(recv + landing.x + lands * p.message.row_bytes + t.begin, stage + p.message.payload_at(), t.bytes);
+    a.bulk_s2g(landing.x + lands * p.message.row_bytes + t.begin, stage + p.message.payload_at(), t.bytes);
     if (head.tile == 0 && p.message.scale_bytes)
-      a.bulk_s2g(recv + landing.scales + lands * p.message.scale_bytes, stage + p.message.scales_at(),
-                 p.message.scale_bytes);
-  }
-  HEP_DEVICE void count_traffic() {
-    const uint64_t row = p.message.scale_bytes + p.message.row_bytes, metadata = p.message.metadata_bytes();
-    a.count_rank(&p.traffic->node_rows, node_rows);
-    a.count_rank(&p.traffic->node_bytes, node_stores * row + node_rows * metadata);
-    a.count_rank(&p.traffic->self_rows, self_rows);
-    a.count_rank(&p.traffic->self_bytes, self_stores * row + self_rows * metadata);
+      a.bulk_s2g(landing.scales + lands * p.message.scale_bytes, stage + p.message.scales_at(), p.message.scale_bytes);
   }
 };
-
 }  // namespace hep

@@ -123,6 +123,7 @@ struct SumFeed {
       if (bytes) to.load(a, 0, src, bytes);
     }
     to.advance();
+    a.did(LoopStep::kSumRow);
   }
 };
 

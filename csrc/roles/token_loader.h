@@ -70,12 +70,31 @@ HEP_DEVICE void load_metadata(A& a, StageProducer<A, TokenHead>& to, const Messa
   to.advance();
 }
 
-// This rank's j-th token for a node.
-HEP_DEVICE TokenSource own_token(const DispatchParams& p, int node, uint32_t j) {
-  const uint32_t t = p.plan.node_tokens[node][j];
-  return {p.plan.records[node] + uint64_t(j) * p.message.record_bytes,
-          p.weights ? reinterpret_cast<const unsigned char*>(p.weights + uint64_t(t) * p.plan.weight_stride) : nullptr,
-          p.scales ? p.scales + uint64_t(t) * p.message.scale_bytes : nullptr, p.x + uint64_t(t) * p.message.row_bytes};
-}
+// This rank's tokens for a node, from the j-th on, in their order. Which token comes next is on its way from memory
+// while one is loaded: a lane that looked it up when it needs it would wait longer for that than for all else.
+class OwnTokens {
+ public:
+  HEP_DEVICE OwnTokens(const DispatchParams& params, int node, uint32_t j, uint32_t number)
+      : p(params),
+        token(params.plan.node_tokens[node] + j),
+        end(token + number),
+        record(params.plan.records[node] + uint64_t(j) * params.message.record_bytes),
+        ahead(number ? *token : 0) {}
+
+  HEP_DEVICE TokenSource next() {
+    const uint64_t t = ahead;
+    if (++token < end) ahead = *token;
+    const unsigned char* const mine = record;
+    record += p.message.record_bytes;
+    return {mine, p.weights ? reinterpret_cast<const unsigned char*>(p.weights + t * p.plan.weight_stride) : nullptr,
+            p.scales ? p.scales + t * p.message.scale_bytes : nullptr, p.x + t * p.message.row_bytes};
+  }
+
+ private:
+  const DispatchParams& p;
+  const uint32_t *token, *end;
+  const unsigned char* record;
+  uint32_t ahead;
+};
 
 }  // namespace hep

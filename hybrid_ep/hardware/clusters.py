@@ -66,7 +66,6 @@ class Gpu:
     copy_ns: Quantity  # an SM's copy path is busy so long per row, beyond the row's bytes
     pull_us: Quantity  # a bulk load of a peer's row under load: issue to the stage being free again
     hbm_load_us: Quantity  # the same from this GPU's memory
-    issue_ns: Quantity  # a lane issues one bulk copy
     fence_us: Quantity  # a fence of system scope, behind stores to peers
     flag_us: Quantity  # a store to, or a look at, a flag in this GPU's memory
     nvlink_gb_per_s: Quantity
@@ -154,7 +153,6 @@ _H100 = Gpu(
     copy_ns=_fitted("hopper", "copy_ns", 51.09, "ns"),
     pull_us=_fitted("hopper", "pull_us", 1.337, "us"),
     hbm_load_us=_assumed(1.0, "us", "loaded HBM latency of 0.8 to 1.2 us"),
-    issue_ns=_assumed(10.0, "ns", "some twenty instructions of one lane"),
     fence_us=_assumed(0.8, "us", "MEMBAR.SYS: the acknowledgement of a store over NVLink"),
     flag_us=_assumed(0.5, "us", "one trip to the L2 cache"),
     nvlink_gb_per_s=_datasheet(450, "GB/s", "NVLink 4: 18 links x 25 GB/s"),

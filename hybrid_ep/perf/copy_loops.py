@@ -6,7 +6,7 @@ from global memory is assumed to hit the L2, in 270 clocks. Nobody has measured 
 
 | role | ways |
 |---|---|
-| s2g | token (with one destination), destination (one more, whose row lands), pair (one more of a destination) |
+| s2g | token (with one destination, to its receive row), received (one more such), destination (one that lands), pair |
 | g2s | token (this rank's own), rail_token |
 | n2n | token (its load and its store) |
 | deliver_g2s | row (that is copied), looked_up_row (likewise, found in its metadata), bare_row (metadata alone) |

@@ -3,6 +3,7 @@
     copy engine, a row in:   copy + bytes / load port       a row out:   copy + bytes / store port
     summing role, a row in:  (pull latency + a tile of it in) / rows in flight
     reduce warps, a row:     tiles x clocks of the compiled loop (sum_loops.py); a sum's end likewise
+    a copy role's lane:      clocks of its compiled loop (lanes.py), for this library's kernels
     NVLink, a row:           bytes / (rate x efficiency)
     NIC, a row:              (bytes + packet headers) / (rate x efficiency), at least messages / message rate
 
@@ -11,11 +12,12 @@ All in microseconds. Rates in GB/s are thousands of bytes per microsecond."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import route_time
 from hybrid_ep.perf.implementations import SUM_TILE_ELEMENTS, Implementation
+from hybrid_ep.perf.lanes import Lanes
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.perf.sum_loops import SumLoop, sum_loop
 
@@ -36,6 +38,8 @@ class RowCosts:
     finish: float
     link_bytes: float
     row_bytes: float
+    lanes: Lanes  # nothing of an implementation whose loops are not known
+    sum_tiles: int  # stages that a row of a sum takes
 
     @classmethod
     def of(cls, cluster: Cluster, shape: Shape, impl: Implementation, op: str, dtype: str) -> RowCosts:
@@ -60,6 +64,8 @@ class RowCosts:
             finish=sums.finish * tile_us,
             link_bytes=link,
             row_bytes=shape.row_bytes(dtype),
+            lanes=Lanes.of(cluster) if impl.compiled else Lanes(),
+            sum_tiles=math.ceil(impl.sum_tiles(shape)),
         )
 
 
@@ -88,7 +94,7 @@ def event_costs(cluster: Cluster, row_bytes: float, routed: Shape | None = None)
 
     sums, clocks_us = sum_loop(gpu.generation, "combine"), gpu.clock_ghz.value * 1e3
     return {
-        "issue_ps": ps(gpu.issue_ns.value / 1e3),
+        **{f"{step}_ps": ps(us) for step, us in asdict(Lanes.of(cluster)).items()},
         "poll_ps": ps(gpu.flag_us.value),
         "fence_ps": ps(gpu.fence_us.value),
         "route_token_ps": ps(route_time.own_us(routed, cluster) / routed.tokens) if routed else 0,

@@ -15,11 +15,15 @@ from hybrid_ep.perf import flow, route_time
 from hybrid_ep.perf.costs import RowCosts, hbm_us
 from hybrid_ep.perf.flow import Chain, Hop, Timeline
 from hybrid_ep.perf.implementations import GROUP_ROWS, HYBRID_EP, LOCAL_GROUPS, Implementation
+from hybrid_ep.perf.lanes import S2G_WARPS
 from hybrid_ep.perf.routing import Traffic, uniform
 from hybrid_ep.perf.shape import Shape
 
 OPS = ("dispatch", "combine")
-ROLES = ("n2n", "unpermute", "node_sum", "put", "final_sum", "add unpermute", "add node_sum", "add final_sum")
+ROLES = (
+    *("n2n", "unpermute", "node_sum", "put", "final_sum", "add unpermute", "add node_sum", "add final_sum"),
+    *("lane n2n", "lane scatter", "lane deliver", "lane unpermute", "lane node_sum", "lane final_sum"),
+)
 _MAX_CHUNKS = 4096  # of one rank; beyond it chunks are merged, which changes fill alone
 _MOST_STEPS = 64  # in which partials come: finer ones change the fill of the sums alone
 
@@ -187,10 +191,15 @@ class _Work:
         workers = self.workers
         pieces = min(len(workers), max(1, round(self.t.received * share / GROUP_ROWS)))
         work = self._local_copies(loads, stores) / pieces
+        lanes = self.cost.lanes  # one loads, the other stores
+        lane = max(loads * lanes.deliver_load, loads * lanes.deliver_store) / pieces
         return [
             Chain(
                 f"deliver {peer}.{chunk}" if peer >= 0 else f"deliver {chunk}",
-                [Hop(("engine", workers[(first + i) % len(workers)]), "deliver", work, latency=self.memory_latency)],
+                [
+                    Hop(("role lane deliver", workers[(first + i) % len(workers)]), "deliver", lane, True),
+                    Hop(("engine", workers[(first + i) % len(workers)]), "deliver", work, latency=self.memory_latency),
+                ],
                 after=[("landed", peer, chunk)],
             )
             for i in range(pieces)
@@ -214,10 +223,14 @@ class _Work:
         waits = loads * self.cost.pull_local / groups / steps
         engine = self._local_copies(loads, sums) / steps
         adds = (loads * self.cost.add + sums * self.cost.finish) / groups / steps
+        lanes = self.cost.lanes
+        lane = loads * (lanes.sum_pair + self.cost.sum_tiles * lanes.sum_row) + sums * lanes.sum_partial
+        lane /= groups * steps
         chains = []
         for step in range(steps):
             for block in workers:
                 hops = [
+                    Hop(("role lane unpermute", block), "unpermute", lane, True),
                     Hop(("role unpermute", block), "unpermute", waits, True),
                     Hop(("engine", block), "unpermute", engine, True),
                     Hop(("role add unpermute", block), "unpermute", adds, latency=self.nvlink_latency),
@@ -259,16 +272,20 @@ class _Work:
 
     def _scatter(self, block: int, rows: float) -> list[Hop]:
         copies = rows * self.fan_out
+        lanes = self.cost.lanes
+        stores = (rows * lanes.s2g_token + copies * lanes.s2g_destination) / S2G_WARPS
+        lane = Hop(("role lane scatter", block), "scatter", max(rows * lanes.g2s_token, stores), True)
         engine = Hop(
             ("engine", block), "scatter", rows * self.cost.load + copies * self.cost.store, True, self.nvlink_latency
         )
-        return [engine, Hop(("nvlink", 0), "rows", copies * self.crossing * self.cost.nvlink)]
+        return [lane, engine, Hop(("nvlink", 0), "rows", copies * self.crossing * self.cost.nvlink)]
 
     def _rail_dispatch(self, chunk: int, peer: int) -> list[Chain]:
         """The chunk's way until it has landed, and that of its slot's credit back."""
         hops, slots = [], self.impl.rail_slots(self.shape)
         if self.impl.stage_rail:
             block = (chunk + peer) % self.num_sms
+            hops.append(Hop(("role lane n2n", block), "n2n", self.rail_rows * self.cost.lanes.n2n_token, True))
             hops.append(Hop(("engine", block), "n2n", self.rail_rows * (self.cost.load + self.cost.store)))
             hops.append(Hop(("role n2n", block), "n2n", self.post))
         hops.append(Hop(("nic", 0), "put", self.rail_rows * self.cost.nic, latency=self.nic_latency))
@@ -287,7 +304,12 @@ class _Work:
         waits = (pulled * self.cost.pull_peer + sums * self.cost.pull_own) / roles
         engine = (pulled + sums) * self.cost.load + rows * self.cost.store
         adds = ((pulled + sums) * self.cost.add + rows * self.cost.finish) / roles
+        lanes, tiles = self.cost.lanes, self.cost.sum_tiles
+        lane = (
+            rows * lanes.sum_token + pulled * lanes.sum_destination + (pulled + sums) * tiles * lanes.sum_row
+        ) / roles
         return [
+            Hop((f"role lane {role}", block), role, lane, True),
             Hop((f"role {role}", block), role, waits, True),
             Hop(("engine", block), role, engine, True, self.nvlink_latency),
             Hop(("nvlink", 0), "rows", pulled * self.crossing * self.cost.nvlink, True),

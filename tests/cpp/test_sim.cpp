@@ -47,7 +47,7 @@ TEST(timed_world_is_deterministic) {
   RunOptions options;
   options.timed = true;
   options.costs.nic_mbps = 50'000;
-  options.costs.issue_ps = 20'000;
+  for (auto& ps : options.costs.loop_ps) ps = 20'000;
   options.costs.tma_read_mbps = 100'000;
   WorldSpec spec;
   spec.tokens = 100;

@@ -23,7 +23,7 @@ class Choices:
     burst: int = 256  # instructions of a warp at once, at most
     copy_delay_ns: int = 3000  # that a bulk copy may take, at most
     split_percent: int = 2
-    target: int = 90  # or 100: whose PTX
+    target: int = 90  # or 100, 103: compute capability, and so whose PTX
     num_devices: int = 1
     outsiders: bool = True  # host threads launch while kernels run: virtual time keeps to the machine's clock
     clock_speed: int = 1  # how fast that clock is, by the CPU time of the machine's thread

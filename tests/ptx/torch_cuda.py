@@ -104,10 +104,9 @@ def mem_get_info(device=None) -> tuple[int, int]:
 
 
 def _properties(device=None):
-    sms = 148 if library.choices.target == 100 else 132
-    return types.SimpleNamespace(
-        name="PTX machine (a CPU)", multi_processor_count=sms, major=library.choices.target // 10, minor=0
-    )
+    major, minor = divmod(library.choices.target, 10)
+    sms = 132 if major == 9 else 148
+    return types.SimpleNamespace(name="PTX machine (a CPU)", multi_processor_count=sms, major=major, minor=minor)
 
 
 RACES_ARE_SLOWER, MEANT_TO_PASS_S = 30, 5.0
@@ -164,7 +163,7 @@ def install(choices: Choices) -> Library:
     cuda.is_current_stream_capturing, cuda.mem_get_info = is_current_stream_capturing, mem_get_info
     cuda.synchronize = lambda device=None: library.call("cudaDeviceSynchronize")
     cuda.get_device_properties = _properties
-    cuda.get_device_capability = lambda device=None: (library.choices.target // 10, 0)
+    cuda.get_device_capability = lambda device=None: divmod(library.choices.target, 10)
     cuda.get_device_name = lambda device=None: _properties().name
     # Which stream goes first is the seed's choice; the queue of torch's operations has sleeps of a clock of 2 GHz.
     cuda._sleep = lambda cycles: library.queue.sleep(cycles / 2e9) if library.queue else None

@@ -32,6 +32,7 @@ class HostArch {
   int block_idx() const { return me_->block->idx; }
   int num_blocks() const { return me_->block->config->num_blocks; }
   void set_role(const char* name) { me_->role = name; }
+  void did(LoopStep) {}
 
   bool elect_one() {
     Model::meets_warp(*me_, true);
@@ -52,6 +53,7 @@ class HostArch {
   }
   // A lane that fails ends all the others in their next meeting: whoever comes back from one was not missed.
   bool warp_whole() { return warp_sync(), true; }
+  bool warp_any(bool yes) { return !all_of_warp(!yes); }
   bool block_whole() { return block_sync(), true; }
   bool given_up() const { return me_->block->config->given_up; }
 
@@ -133,9 +135,16 @@ class HostArch {
     for (int i = 0; i < n; ++i)
       if (const uint64_t v = value(i)) add_release_sys(flag(i), v);
   }
+  template <class Flag>
+  void st_release_sys_warp(int n, const Flag& flag, uint64_t value) {
+    warp_sync();
+    for (int i = lane(); i < n; i += kLanes) st_release_sys(flag(i), value);
+  }
   template <class Flag, class Info>
-  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
-    for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i));
+  bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info) {
+    warp_sync();
+    for (int i = lane(); i < n; i += kLanes) wait_ge_sys(flag(i), value, info(i));
+    return warp_whole();
   }
 
   // The flag behind the words, when all lanes of the line have stored theirs.

@@ -163,7 +163,6 @@ unsigned char* Clockwork::fact(const Lane& me, const Region& region, const void*
 }
 
 void Clockwork::load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarrier& bar) {
-  m_.spend(me, m_.config_.costs.issue_ps);
   const Region& region = m_.memory_.require(me, src, bytes, "bulk_g2s");
   if (me.merged_bar != &bar) flush(me);
   if (!me.merged_bar || region.rank != me.rank) me.merged_from = region.rank;
@@ -213,7 +212,6 @@ void Clockwork::arrive(Lane& me, Mbarrier& bar, uint32_t bytes) {
 }
 
 void Clockwork::store(Lane& me, void* dst, const void* src, uint32_t bytes) {
-  m_.spend(me, m_.config_.costs.issue_ps);
   Region& region = m_.memory_.require(me, dst, bytes, "bulk_s2g");
   me.open.push_back({&region, static_cast<unsigned char*>(dst), 0, bytes});
   if (unsigned char* to = fact(me, region, dst))

@@ -3,21 +3,22 @@
 #pragma once
 #include <cstdint>
 
+#include "common/loop_step.h"
+
 namespace hep::sim {
 
 using Ps = int64_t;
 
 struct CostModel {
   // A kernel and its instructions.
-  Ps launch_ps = 0;       // call to first instruction, and last instruction to return
-  Ps issue_ps = 0;        // one bulk copy: the lane that issues it is busy so long
-  Ps shared_ps = 0;       // one 16-byte access to shared memory by a copy role (heads, records)
-  Ps barrier_ps = 0;      // an mbarrier operation; also a meeting of warps
-  Ps wake_ps = 0;         // an mbarrier's phase ends -> its waiter runs
-  Ps poll_ps = 0;         // one look at a flag in global memory, or a counter's old value
-  Ps fence_ps = 0;        // a fence of system scope: the lane waits for its stores, over NVLink too
-  Ps flag_ps = 0;         // a flag store until it is visible inside the node, without the link's latency
-  Ps route_token_ps = 0;  // routing one token (exchange kernel)
+  Ps launch_ps = 0;             // call to first instruction, and last instruction to return
+  Ps loop_ps[kLoopSteps] = {};  // a round of a copy role's loop: its lane is busy so long
+  Ps barrier_ps = 0;            // an mbarrier operation; also a meeting of warps
+  Ps wake_ps = 0;               // an mbarrier's phase ends -> its waiter runs
+  Ps poll_ps = 0;               // one look at a flag in global memory, or a counter's old value
+  Ps fence_ps = 0;              // a fence of system scope: the lane waits for its stores, over NVLink too
+  Ps flag_ps = 0;               // a flag store until it is visible inside the node, without the link's latency
+  Ps route_token_ps = 0;        // routing one token (exchange kernel)
   // TMA engine of an SM.
   uint64_t tma_read_mbps = 0, tma_write_mbps = 0;
   Ps tma_op_ps = 0;       // engine time that a copy takes at least

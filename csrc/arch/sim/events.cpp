@@ -41,7 +41,7 @@ void Machine::init_barrier(Lane& me, Mbarrier& bar, uint32_t arrivals, bool guar
 }
 
 void Machine::read_shared(Lane& me, const void* p, uint64_t bytes, uint64_t alignment) {
-  if (timed()) return spend(me, config_.costs.shared_ps);
+  if (timed()) return;
   const GranuleSpan s(locate(me, p, bytes, alignment, "ld_shared"), bytes);
   SharedShadow& shadow = me.block->shadow;
   if (any(shadow.loading, s.at, s.n))
@@ -55,7 +55,7 @@ void Machine::read_shared(Lane& me, const void* p, uint64_t bytes, uint64_t alig
 }
 
 void Machine::write_shared(Lane& me, void* p, uint64_t bytes, uint64_t alignment) {
-  if (timed()) return spend(me, config_.costs.shared_ps);
+  if (timed()) return;
   const GranuleSpan s(locate(me, p, bytes, alignment, "st_shared"), bytes);
   SharedShadow& shadow = me.block->shadow;
   if (any(shadow.loading, s.at, s.n))

@@ -85,6 +85,9 @@ class Machine {
     if (me.time) me.time->busy += time;
   }
   void set_role(Lane& me, const char* role);
+  void did(Lane& me, LoopStep step) {
+    if (timed()) spend(me, config_.costs.loop_ps[int(step)]);
+  }
 
   // ---- metadata
   const MachineConfig& config() const { return config_; }

@@ -23,6 +23,7 @@ class SimArch {
   int block_idx() const { return me_->block->idx; }
   int num_blocks() const { return me_->launch->num_blocks; }
   void set_role(const char* name) { m_->set_role(*me_, name); }
+  void did(LoopStep step, Where at = Where::current()) { m_->did(here(at), step); }
 
   bool elect_one() { return true; }
   void warp_sync() {}
@@ -31,6 +32,7 @@ class SimArch {
   }
   void block_sync(Where at = Where::current()) { m_->meet(here(at), me_->block->arrived, uint64_t(num_warps())); }
   bool warp_whole() { return true; }  // a lane that fails ends its kernel
+  bool warp_any(bool yes) { return yes; }
   bool block_whole(Where at = Where::current()) { return block_sync(at), true; }
   bool given_up() const { return false; }  // a rank that fails ends its world
 
@@ -121,9 +123,14 @@ class SimArch {
     for (int i = 0; i < n; ++i)
       if (const uint64_t v = value(i)) m_->set_flag(here(at), flag(i), v, true);
   }
+  template <class Flag>
+  void st_release_sys_warp(int n, const Flag& flag, uint64_t value, Where at = Where::current()) {
+    st_release_sys_each(n, flag, value, at);
+  }
   template <class Flag, class Info>
-  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
+  bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i), at);
+    return true;
   }
   // The payload at once, its flag when a flag may come: between the two another lane may look, and finds no line.
   void st_line(Line* dst, const uint64_t* words, uint64_t flag, Where at = Where::current()) {

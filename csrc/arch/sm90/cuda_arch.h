@@ -42,6 +42,7 @@ class CudaArch {
   HEP_DEVICE int block_idx() const { return int(blockIdx.x); }
   HEP_DEVICE int num_blocks() const { return int(gridDim.x); }
   HEP_DEVICE void set_role(const char* name) { role_ = name; }
+  HEP_DEVICE void did(LoopStep) {}
 
   HEP_DEVICE bool elect_one() { return ptx::elect_sync(); }
   HEP_DEVICE void warp_sync() { __syncwarp(); }
@@ -51,6 +52,7 @@ class CudaArch {
     __syncwarp();  // a vote orders no memory
     return whole;
   }
+  HEP_DEVICE bool warp_any(bool yes) { return ptx::ballot(yes) != 0; }
   HEP_DEVICE bool block_whole() { return __syncthreads_count(1) == int(blockDim.x); }
   // A lane of the block looks at the host's word, about a microsecond away, and all others at the device's.
   HEP_DEVICE bool given_up() const { return raised(threadIdx.x == 0); }
@@ -162,23 +164,27 @@ class CudaArch {
     for (int i = 0; i < n; ++i)
       if (const uint64_t v = value(i)) ptx::red_add_relaxed_sys(flag(i), v);
   }
-  // kAtOnce loads are in flight together. What all of them saw is acquired by the fence behind.
+  // All lanes fence, by one instruction of their warp: each lane's store needs a fence of its own before it to be a
+  // release pattern, and the meeting makes what the others did part of what it releases.
+  template <class Flag>
+  HEP_DEVICE void st_release_sys_warp(int n, const Flag& flag, uint64_t value) {
+    __syncwarp();
+    ptx::fence_acq_rel_sys();
+    for (int i = lane(); i < n; i += kLanes) ptx::st_relaxed_sys(flag(i), value);
+  }
+  // A load of every lane is in flight at a time. They come together first, so that none polls beside a lane at work.
   template <class Flag, class Info>
-  HEP_DEVICE void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
-    constexpr int kAtOnce = 8;
-    uint64_t since = 0;
-    for (int first = 0; first < n;) {
-      uint64_t seen[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) seen[i] = ptx::ld_relaxed_sys(flag(first + i < n ? first + i : n - 1));
-      int come = 0;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) come += come == i && seen[i] >= value;
-      if (come == 0) look_up(since, info(first), value, seen[0]);
-      first += come;
+  HEP_DEVICE bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info) {
+    __syncwarp();
+    for (int i = lane(); i < n; i += kLanes) {
+      uint64_t since = 0;
+      for (uint64_t seen; (seen = ptx::ld_relaxed_sys(flag(i))) < value;) look_up(since, info(i), value, seen);
     }
+    const bool whole = ptx::lanes_here() == ~0u;
     ptx::fence_acq_rel_sys();
     ptx::fence_proxy_async_global();
+    __syncwarp();  // what a lane acquired is the warp's
+    return whole;
   }
 
   // Eight lanes store a line by one instruction of their warp, in one transaction of 128 bytes, which NVLink keeps

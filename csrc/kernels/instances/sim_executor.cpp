@@ -127,6 +127,11 @@ void SimExecutor::combine(CombineParams& p, const LaunchSettings& s) {
     add("x", p.x, bytes, Use::kInput, true);
   add("out_x", p.out_x, tokens * p.hidden * dtype_bytes(p.dtype), Use::kOutput, true);
   add("out_weights", p.out_weights, tokens * p.plan.weight_stride * 4, Use::kOutput, true);
+  for (int n = 0; n < p.world.num_nodes; ++n) {
+    add("records", p.plan.records[n], uint64_t(p.plan.node_count[n]) * p.record_bytes, Use::kInput, false);
+    add("rail_records", p.plan.rail_record(n, 0, p.record_bytes), uint64_t(p.plan.rail_count[n]) * p.record_bytes,
+        Use::kInput, false);
+  }
   launch(
       "combine", s.num_blocks, kCombineWarps<SimArch>, p.smem_bytes, {},
       [&](SimArch& a, SimTransport& net, std::byte* smem) { combine_kernel<SimArch, SimTransport>(a, net, p, smem); });

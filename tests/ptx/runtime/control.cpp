@@ -107,13 +107,13 @@ HEP_PTXR_API int ptxm_write_counts(const char* path) {
 HEP_PTXR_API const char* ptxm_text(int i) {
   if (size_t(i) >= fat_binaries().size()) return nullptr;
   for (const Image& image : fat_binaries()[size_t(i)]->images)
-    if (image.target == Devices::settings.target) return image.text.c_str();
+    if (image.target == Devices::settings.image_target()) return image.text.c_str();
   return nullptr;
 }
 // Another text in its place, before a kernel of it was asked for. 0, or -1 where that is too late.
 HEP_PTXR_API int ptxm_edit(int i, const char* text) {
   for (Image& image : fat_binaries().at(size_t(i))->images) {
-    if (image.target != Devices::settings.target) continue;
+    if (image.target != Devices::settings.image_target()) continue;
     if (image.module) return -1;
     image.text = text;
     return 0;

@@ -31,7 +31,7 @@ Devices& Devices::get() {
 
 Devices::Devices()
     : random(settings.machine.seed),
-      model_(settings.target == 100 ? ptxm::DeviceModel::b200() : ptxm::DeviceModel::h100()) {
+      model_(settings.image_target() == 100 ? ptxm::DeviceModel::b200() : ptxm::DeviceModel::h100()) {
   machine_ = std::make_unique<ptxm::Machine>(settings.machine);
   for (int i = 0; i < settings.num_devices; ++i) {
     machine_devices_.push_back(machine_->add_device(model_));

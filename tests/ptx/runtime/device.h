@@ -96,7 +96,10 @@ struct Settings {
   ptxm::Options machine;
   int num_devices = 1;
   bool apart = false;    // each stream's kernels count as another GPU's where scopes are judged
-  uint32_t target = 90;  // 90 or 100: whose PTX runs, and on what
+  uint32_t target = 90;  // 90, 100 or 103: compute capability of the devices
+
+  // Whose PTX they run: a device of 10.3 takes that of 10.0, as a driver does.
+  uint32_t image_target() const { return target / 10 * 10; }
 };
 
 // All calls under lock(), except where they say otherwise.

@@ -36,7 +36,7 @@ HEP_PTXR_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) 
   *p = {};
   std::strncpy(p->name, "PTX machine (a CPU)", sizeof p->name - 1);
   p->major = int(Devices::settings.target / 10);
-  p->minor = 0;
+  p->minor = int(Devices::settings.target % 10);
   p->multiProcessorCount = int(model.sms);
   p->sharedMemPerBlockOptin = model.shared_per_block;
   return cudaSuccess;

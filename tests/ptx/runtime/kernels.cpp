@@ -60,7 +60,7 @@ HostKernel* find_kernel(const void* entry) {
   HostKernel& k = found->second;
   if (k.kernel) return &k;
   for (Image& image : k.binary->images) {
-    if (image.target != Devices::settings.target) continue;
+    if (image.target != Devices::settings.image_target()) continue;
     try {
       if (!image.module) image.module = ptxm::load(image.text, "sm_" + std::to_string(image.target));
     } catch (const std::exception& error) {

@@ -13,7 +13,7 @@ NODES, LOCAL, EXPERTS, TOPK, TOKENS, HIDDEN = 3, 2, 4, 3, 40, 512
 SHAPE = {"num_nodes": NODES, "num_local_ranks": LOCAL, "experts_per_rank": EXPERTS, "topk": TOPK, "tokens": TOKENS,
          "hidden": HIDDEN, "chunk_tokens": 8, "num_blocks": 2, "smem_bytes": 64 * 1024}  # fmt: skip
 COSTS = {
-    "launch_ps": 2_000_000, "issue_ps": 20_000, "shared_ps": 5_000, "barrier_ps": 20_000, "wake_ps": 30_000,
+    "launch_ps": 2_000_000, "s2g_destination_ps": 20_000, "sum_row_ps": 20_000, "barrier_ps": 20_000, "wake_ps": 30_000,
     "poll_ps": 400_000, "flag_ps": 200_000, "tma_read_mbps": 200_000, "tma_write_mbps": 200_000, "tma_op_ps": 10_000,
     "tma_latency_ps": 700_000, "reduce_mbps": 200_000, "round_mbps": 400_000, "hbm_mbps": 3_000_000,
     "nvlink_egress_mbps": 400_000, "nvlink_ingress_mbps": 400_000, "nvlink_latency_ps": 500_000, "nic_mbps": 50_000,
@@ -84,8 +84,10 @@ def test_a_link_is_busy_for_its_bytes_and_bounds_the_kernel():
     assert busiest <= whole <= 2 * busiest
 
 
-@pytest.mark.parametrize("cost, slower", [("nic_mbps", 5_000), ("tma_write_mbps", 5_000), ("issue_ps", 2_000_000),
-                                          ("nvlink_egress_mbps", 500), ("poll_ps", 20_000_000)])  # fmt: skip
+@pytest.mark.parametrize("cost, slower", [
+    ("nic_mbps", 5_000), ("tma_write_mbps", 5_000), ("s2g_destination_ps", 2_000_000), ("sum_row_ps", 2_000_000),
+    ("nvlink_egress_mbps", 500), ("poll_ps", 20_000_000),
+])  # fmt: skip
 def test_every_cost_is_felt(cost, slower):
     spec = spec_of(**SHAPE)
     base = measure(spec, COSTS, topk_idx=routing())
