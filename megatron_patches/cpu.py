@@ -130,7 +130,8 @@ class _StreamContext:
 
 
 def _streams() -> None:
-    """3. The alltoall dispatcher, shared-expert overlap and the 1F1B schedule create streams and events."""
+    """3. The alltoall dispatcher, shared-expert overlap and the 1F1B schedule create streams and events; the router
+    tracer asks whether a graph is being captured."""
     stream = _Stream()
 
     def the_stream(device: object = None) -> _Stream:
@@ -147,6 +148,7 @@ def _streams() -> None:
         current_stream=the_stream,
         default_stream=the_stream,
         synchronize=nothing,
+        is_current_stream_capturing=lambda: False,
     )
     _replace(torch.Tensor, record_stream=nothing)
 

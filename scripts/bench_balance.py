@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from balance_peers import conditions, eplb
+from balance_peers import conditions, eplb, traces
 
 from hybrid_ep import balance
 from hybrid_ep.balance import bounds, loads
@@ -254,7 +254,12 @@ def main(argv=None):
         help="only the tables of other conditions: scale of "
         "loads, steep loads, placements that change, experts hot together",
     )
+    parser.add_argument("--traces", type=Path, metavar="NPZ", help="only the table of recorded traces, as markdown")
     args = parser.parse_args(argv)
+    if args.traces:
+        rows = list(traces.rows(*traces.load(args.traces)))
+        print(traces.markdown(rows))
+        return write(args.json, {"traces": rows})
     published = runpy.run_path(str(args.published)) if args.published else None
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)

@@ -212,17 +212,36 @@ def tensor_us(job: Job) -> float:
     return 2 * passes * blocks * (job.tensor - 1) * job.tokens * m.hidden * 2 / (job.cluster.gpu.nvlink_rate * 1e3)
 
 
-def step(job: Job) -> Step:
-    """One optimizer step of the job."""
+@dataclass(frozen=True)
+class Layer:
+    """What one MoE layer of a micro-batch takes where somebody knows it, microseconds, of the rank that all wait for.
+
+    one_way_us: dispatch + combine, mean of forward and backward. beside_us: in full view beside the exchange, forward
+    and backward together. ValueError for a time below 0."""
+
+    one_way_us: float
+    beside_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("one_way_us", "beside_us"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 0")
+
+
+def step(job: Job, layer: Layer | None = None) -> Step:
+    """One optimizer step of the job. layer: takes the place of the exchange model and of what imbalance does to it, for
+    a job without recompute (ValueError), whose `imbalance` then is of the experts' compute alone."""
     m, us = job.model, 1e6
+    if layer is not None and job.recompute != "none":
+        raise ValueError(f"recompute={job.recompute!r}: a given layer says nothing of a recomputed exchange; use none")
     compute = compute_us(job)
     straggle = compute * job.cv_fast * expected_max(job.ep)
     layers = m.moe_layers / job.pp * _largest_stage(job)
-    one_way = exchange_us(job) * (1 + job.imbalance)
+    one_way = exchange_us(job) * (1 + job.imbalance) if layer is None else layer.one_way_us
     again = recompute_us(job) * (1 + job.imbalance)
     exchange = layers * (2 * one_way + again) * (1 - job.overlap)  # forward, and each is the other's backward
     calls = 4 + (0 if job.recompute == "none" else 1 if _by_handle(job) else 2)
-    fixed, tensor = calls * layers * job.fixed_us, tensor_us(job)
+    fixed, tensor = layers * (calls * job.fixed_us + (layer.beside_us if layer else 0.0)), tensor_us(job)
     micro_batch = compute + straggle + exchange + fixed + tensor
     bubble = (job.pp - 1) / (job.virtual_pp * job.micro_batches)
     nodes = max(1, job.gpus // min(8, job.gpus))

@@ -1,0 +1,115 @@
+"""Planners on recorded traces of real routers (scripts/record_router_traces.py): a trace is one layer of one run.
+
+Judged are the last JUDGED steps of every trace, one plan a step; a static placement is made of the mean loads of WINDOW
+steps that end k steps before the one it is judged on (`stale by k`), or once, of the last WINDOW steps before the first
+one judged (`daily`: as far as an operator who plans once a day gets within the trace)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from balance_peers import eplb
+
+from hybrid_ep import balance
+from hybrid_ep.balance.placement import rank_loads
+
+JUDGED, WINDOW = 100, 8
+STALE = (1, 10, 100)
+SPARE = (1, 2)
+EXPERTS_A_RANK = (4, 8)
+
+
+def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, dict]]:
+    """({run: int64 [steps, layers, experts]}, what each run was). ValueError for a file of another kind."""
+    with np.load(path) as file:
+        if "about" not in file:
+            raise ValueError(f"{path}: holds no 'about': give a file of scripts/record_router_traces.py")
+        about = json.loads(str(file["about"]))
+        counts = {name: file[name].astype(np.int64) for name in about}
+    short = {name: len(c) for name, c in counts.items() if len(c) < JUDGED + max(STALE) + WINDOW}
+    if short:
+        raise ValueError(f"{path}: steps of {short}: {JUDGED + max(STALE) + WINDOW} are needed, record longer runs")
+    return counts, about
+
+
+def static(counts: np.ndarray, num_ranks: int, stale: int | None) -> np.ndarray:
+    """float64 [JUDGED, layers]: imbalance under EPLB's placements with one spare slot a rank. stale: steps between the
+    loads and the step they are used in; None: planned once."""
+    experts = counts.shape[2]
+    slots = experts + num_ranks
+    first = len(counts) - JUDGED
+    left, placed = [], None
+    for step in range(first, len(counts)):
+        end = first if stale is None else step - stale + 1  # loads of the steps before `end` are known
+        if stale is not None or placed is None:
+            past = counts[end - WINDOW : end].sum(axis=0)
+            placed = eplb.place(torch.from_numpy(past).float(), slots, 1, 1, num_ranks).numpy()
+        left.append([balance.imbalance_ratio(row) for row in rank_loads(counts[step], placed, num_ranks)])
+    return np.array(left)
+
+
+def exact(counts: np.ndarray, num_ranks: int, spare: int) -> tuple[np.ndarray, ...]:
+    """(imbalance, clones, above, proved) of exact plans, [JUDGED, layers] each. above: the fullest rank is above the
+    target, of layers that were out of balance by more than the planner lets pass; proved: so it is in every plan."""
+    planner = balance.MicrobatchPlanner(num_ranks, counts.shape[2], spare_slots=spare)
+    by_rank = np.zeros((num_ranks, counts.shape[2]), np.int64)  # no plan depends on who sends
+    left, clones, above, proved = [], [], [], []
+    for step in counts[-JUDGED:]:
+        for by_rank[0] in step:
+            plan = planner.plan(by_rank)
+            left.append(plan.imbalance())
+            clones.append(plan.num_copies)
+            wanted = plan.imbalance(balanced=False) > planner.options.skip_below
+            above.append(wanted and int(plan.tokens_of_ranks().max()) > plan.target)
+            proved.append(above[-1] and round((1 + plan.bound()) * int(step.sum()) / num_ranks) > plan.target)
+    shape = (JUDGED, counts.shape[1])
+    return tuple(np.array(x).reshape(shape) for x in (left, clones, above, proved))
+
+
+def rows(counts: dict[str, np.ndarray], about: dict[str, dict]):
+    """One row a run and number of experts a rank: over its traces and judged steps, mean and most of each."""
+    for name, run in counts.items():
+        experts = run.shape[2]
+        for share in EXPERTS_A_RANK:
+            ranks = experts // share
+            if ranks < 4:
+                continue
+            none = [
+                [balance.imbalance_ratio(row) for row in step.reshape(len(step), ranks, -1).sum(axis=2)]
+                for step in run[-JUDGED:]
+            ]
+            columns = {"none": np.array(none)}
+            plans = {spare: exact(run, ranks, spare) for spare in SPARE}
+            columns |= {f"exact +{spare}": plans[spare][0] for spare in SPARE}
+            columns |= {"EPLB daily": static(run, ranks, None)}
+            columns |= {f"EPLB stale {k}": static(run, ranks, k) for k in STALE}
+            yield {
+                "run": name,
+                "traces": run.shape[1],
+                "EP": ranks,
+                "experts": experts,
+                "pairs a rank": int(run[-1, 0].sum()) // ranks,
+                **{f"{what} mean": float(x.mean()) for what, x in columns.items()},
+                **{f"{what} most": float(x.max()) for what, x in columns.items()},
+                **{f"clones +{spare}": float(plans[spare][1].mean()) for spare in SPARE},
+                **{f"above +{spare}": int(plans[spare][2].sum()) for spare in SPARE},
+                **{f"proved +{spare}": int(plans[spare][3].sum()) for spare in SPARE},
+                "by trace": {what: [round(float(v), 4) for v in x.mean(axis=0)] for what, x in columns.items()},
+                "most by trace": {what: [round(float(v), 4) for v in x.max(axis=0)] for what, x in columns.items()},
+            }
+
+
+def markdown(made: list[dict]) -> str:
+    """The table of a page: mean / most of each."""
+    names = ["none", "exact +1", "exact +2", "EPLB daily", *(f"EPLB stale {k}" for k in STALE)]
+    head = ["run", "traces", "EP", "pairs a rank", *names, "clones +1", "clones +2"]
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for row in made:
+        cells = [row["run"], row["traces"], row["EP"], f"{row['pairs a rank']:,}"]
+        cells += [f"{row[f'{n} mean']:.3f} / {row[f'{n} most']:.2f}" for n in names]
+        cells += [f"{row[f'clones +{spare}']:.1f}" for spare in SPARE]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)

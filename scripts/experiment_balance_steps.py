@@ -1,0 +1,254 @@
+"""What a training step would take without balancing and with it, on clusters that are not here: all of it a prediction.
+
+    python scripts/experiment_balance_steps.py [--engine model,events] [--zipf 1.0,...] [--json FILE] [--markdown]
+    python scripts/experiment_balance_steps.py --redo FILE                  the tables again, from the rows of FILE
+
+DeepSeek-V3's layers, zipf routing whose hot experts differ from layer to layer and drift from micro-batch to
+micro-batch. Drawn tokens are planned by the library's own planners, their columns rewritten as a rank does it, and the
+exchange of what comes out is timed by the event engine (this library's kernels, every rank) or the queueing model.
+Experts compute as long as the fullest rank's rows. What balancing itself moves is charged in full view, by the busiest
+port: a clone's weights (bf16) to its slot in the forward and again in the backward, its gradient (fp32) home, and of
+slow mode 14 bytes a parameter of a moved expert, over the steps from one placement to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner, imbalance_ratio, loads, plan_placement
+from hybrid_ep.balance.owners import Owners
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import events, model, models, routing
+from hybrid_ep.perf.step_time import CV_SLOW, Job, Layer, step
+
+MODES = ("off", "slow", "exact", "exact in the node", "both")
+DRIFT = 0.2  # of log-popularity from micro-batch to micro-batch
+INTERVAL = 100  # steps from one placement of slow mode to the next
+LASTING_DRIFT = 0.15  # of log-popularity from one placement to the next
+WEIGHT_BYTES, GRADIENT_BYTES, MOVED_BYTES = 2, 4, 14  # a parameter
+EVENT_TOKENS = 768  # of a rank, of which the event engine continues the line
+ENGINES = {"model": 64, "events": 32}  # and the expert-parallel degree of its rows
+
+
+def job_of(cluster: str, ep: int) -> Job:
+    """DeepSeek-V3 in bf16, 1,024 H100 or 256 GB200."""
+    large = cluster.startswith("h100")
+    return Job(
+        models.get("deepseek_v3"),
+        clusters.get(cluster),
+        gpus=1024 if large else 256,
+        ep=ep,
+        pp=8 if large else 4,
+        virtual_pp=4,
+        tokens=4096,
+        micro_batches=64,
+        num_sms=32,
+        cv_slow=CV_SLOW,
+    )
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """One layer of one micro-batch: columns over physical slots [R, T, k], of `slots` in all; the fullest rank's excess
+    over the mean; clones, and microseconds that they and moved experts cost beside the exchange."""
+
+    columns: np.ndarray
+    slots: int
+    imbalance: float
+    clones: int
+    pushed_us: float
+
+
+def port_us(moves: list[tuple[int, int]], num_bytes: float, job: Job) -> float:
+    """Busy time of the busiest port, (from, to) by ranks: NVLink inside a node, the NIC between nodes."""
+    shape = job.shape
+    at = {"nvlink": np.zeros((2, shape.ranks)), "nic": np.zeros((2, shape.ranks))}
+    for source, target in moves:
+        kind = "nvlink" if source // shape.ranks_per_node == target // shape.ranks_per_node else "nic"
+        at[kind][0, source] += num_bytes
+        at[kind][1, target] += num_bytes
+    rate = {"nvlink": job.cluster.gpu.nvlink_rate, "nic": job.cluster.nic.rate if at["nic"].any() else 1.0}
+    return max(float(at[kind].max()) / (rate[kind] * 1e3) for kind in at)
+
+
+def clone_us(plan: MicrobatchPlan, job: Job) -> float:
+    """Weights to the slots, twice, and gradients home."""
+    there = [
+        (int(plan.owner[expert]), rank)
+        for rank, mine in enumerate(plan.slot_expert)
+        for expert in mine.tolist()
+        if expert >= 0
+    ]
+    back = [(target, source) for source, target in there]
+    params = job.model.expert_params
+    return 2 * port_us(there, WEIGHT_BYTES * params, job) + port_us(back, GRADIENT_BYTES * params, job)
+
+
+def balanced(mode: str, choices: np.ndarray, past: np.ndarray, earlier: np.ndarray, job: Job, spare: int) -> Balanced:
+    """choices: [R, T, k] logical experts. past: loads that a placement is planned from; earlier: those before them."""
+    shape = job.shape
+    ranks, experts = shape.ranks, shape.experts
+    owners, moved_us = Owners(experts, ranks), 0.0
+    if mode in ("slow", "both"):
+        before = plan_placement(earlier[None], experts, ranks, current=np.arange(experts)[None]).phy2log
+        plan = plan_placement(past[None], experts, ranks, current=before)
+        owners.assign(before[0])
+        left = owners.rank_of.copy()
+        owners.assign(plan.phy2log[0])
+        moves = [(int(left[e]), int(owners.rank_of[e])) for e in np.flatnonzero(left != owners.rank_of)]
+        moved_us = port_us(moves, MOVED_BYTES * job.model.expert_params, job) / (INTERVAL * job.micro_batches)
+    counts = np.stack([np.bincount(mine.ravel(), minlength=experts) for mine in choices])
+    if mode in ("off", "slow"):
+        columns = owners.host_columns(0)
+        load = np.bincount(owners.rank_of, weights=counts.sum(axis=0), minlength=ranks)
+        return Balanced(columns[choices], experts, imbalance_ratio(load), 0, moved_us)
+    planner = MicrobatchPlanner(
+        ranks,
+        experts,
+        owners.rank_of,
+        spare_slots=spare,
+        num_nodes=shape.nodes,
+        within_node=mode == "exact in the node" and shape.nodes > 1,
+    )
+    plan = planner.plan(counts)
+    columns = np.stack([_redirected(plan, rank, choices[rank], owners.host_columns(spare)) for rank in range(ranks)])
+    slots = experts + ranks * spare
+    return Balanced(columns, slots, plan.imbalance(), plan.num_copies, clone_us(plan, job) + moved_us)
+
+
+def _redirected(plan: MicrobatchPlan, rank: int, chosen: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Columns [T, k] over physical slots of one rank's tokens: as `megatron_patches.balance.to_physical`."""
+    column = columns[chosen]
+    pairs = chosen.ravel()  # tokens in order
+    order = np.argsort(pairs, kind="stable")
+    first = np.searchsorted(pairs[order], np.arange(len(columns)))
+    number = np.empty(len(pairs), np.int64)
+    number[order] = np.arange(len(pairs)) - first[pairs[order]]
+    number = number.reshape(chosen.shape)
+    for expert, after, jump in plan.part_of_rank(rank, columns).redirects:
+        column[(chosen == expert) & (number >= after)] += jump
+    return column
+
+
+def exchange(engine: str, got: Balanced, job: Job, rng: np.random.Generator) -> tuple[float, float]:
+    """(dispatch, combine), microseconds of the call, or of the kernels with events."""
+    shape = job.shape.with_(experts=got.slots)
+    if engine == "model":
+        traffic = routing.count(got.columns, shape)
+        times = [
+            model.predict(op, shape, job.cluster, num_sms=job.num_sms, traffic=traffic, cached=cached).api_us
+            for op, cached in (("dispatch", False), ("dispatch", True), ("combine", False))
+        ]
+        return (times[0] + times[1]) / 2, times[2]
+    # A sample takes a rank's first tokens, which stay with the owners: any order of tokens is as good.
+    mixed = np.stack([rng.permutation(mine) for mine in got.columns])
+    found = events.measure(
+        shape,
+        job.cluster,
+        num_sms=job.num_sms,
+        choices=mixed[:, :EVENT_TOKENS],
+        row_budget=EVENT_TOKENS * events.rows(shape) // shape.tokens,
+    )
+    return found.time_us["dispatch"], found.time_us["combine"]
+
+
+def rows(cluster: str, engine: str, exponents: list[float], num_layers: int, seed: int) -> Iterator[dict[str, Any]]:
+    """One row an exponent and mode: means over layers."""
+    job = job_of(cluster, ENGINES[engine])
+    shape, spare = job.shape, 1
+    sample = shape.with_(tokens=1024)
+    for exponent in exponents:
+        rng = np.random.default_rng(seed)
+        earlier = loads.popularity(rng, num_layers, shape.experts, "zipf", exponent)
+        share = loads.drift(rng, earlier, LASTING_DRIFT)
+        past = sum(loads.drift(rng, share, DRIFT) for _ in range(8))
+        now = loads.drift(rng, share, DRIFT)
+        drawn = [routing.popularity(sample, now[layer], seed + layer) for layer in range(num_layers)]
+        for mode in MODES:
+            if mode == "exact in the node" and shape.nodes == 1:
+                continue
+            start = time.thread_time()
+            made = [balanced(mode, c, past[n], earlier[n], job, spare) for n, c in enumerate(drawn)]
+            moved = np.mean([exchange(engine, one, job, rng) for one in made], axis=0)
+            left = replace(job, imbalance=float(np.mean([one.imbalance for one in made])))
+            pushed = float(np.mean([one.pushed_us for one in made]))
+            free = step(left, Layer(float(moved.sum())))
+            charged = step(left, Layer(float(moved.sum()), pushed))
+            yield {
+                "cluster": cluster,
+                "engine": engine,
+                "EP": shape.ranks,
+                "zipf": exponent,
+                "mode": mode,
+                "imbalance": left.imbalance,
+                "clones": float(np.mean([one.clones for one in made])),
+                "dispatch_us": float(moved[0]),
+                "combine_us": float(moved[1]),
+                "pushed_us": pushed,
+                "step_s": charged.seconds,
+                "step_without_pushes_s": free.seconds,
+                "layers": num_layers,
+                "processor_s": round(time.thread_time() - start, 1),
+            }
+
+
+def markdown(made: list[dict[str, Any]]) -> str:
+    """A table a cluster and engine: a line an exponent and mode; times of a step against off."""
+    lines = []
+    for key in dict.fromkeys((r["cluster"], r["engine"], r["EP"]) for r in made):
+        cluster, engine, ep = key
+        lines += [f"**{cluster}, EP{ep}, {engine}**", ""]
+        lines += ["| zipf | mode | imbalance | clones | dispatch + combine, us | pushes, us | step, s | against off |"]
+        lines += ["|---:|---|---:|---:|---:|---:|---:|---:|"]
+        mine = [r for r in made if (r["cluster"], r["engine"], r["EP"]) == key]
+        off = {r["zipf"]: r["step_s"] for r in mine if r["mode"] == "off"}
+        for r in mine:
+            without = f" ({r['step_without_pushes_s']:.1f})" if r["pushed_us"] else ""
+            lines.append(
+                f"| {r['zipf']:.1f} | {r['mode']} | {r['imbalance']:.3f} | {r['clones']:.0f} | "
+                f"{r['dispatch_us'] + r['combine_us']:,.0f} | {r['pushed_us']:,.0f} | {r['step_s']:.1f}{without} | "
+                f"{r['step_s'] / off[r['zipf']]:.2f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cluster", default="h100_8x400g,gb200_nvl72")
+    parser.add_argument("--engine", default="model", help="model, events or both, comma between")
+    parser.add_argument("--zipf", default="1.0,1.2,1.4,1.6,1.8,2.0", help="exponents, commas between")
+    parser.add_argument("--layers", type=int, default=3, help="layers a row is the mean of")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the rows here, after every row")
+    parser.add_argument("--redo", type=Path, nargs="+", help="print the tables of these files' rows, and run nothing")
+    args = parser.parse_args(argv)
+    if args.redo:
+        print(markdown([row for file in args.redo for row in json.loads(file.read_text())["rows"]]))
+        return 0
+    engines = args.engine.split(",")
+    if strange := [e for e in engines if e not in ENGINES]:
+        parser.error(f"--engine {strange[0]}: use {', '.join(ENGINES)}")
+    made: list[dict[str, Any]] = []
+    for engine in engines:
+        for cluster in args.cluster.split(","):
+            for row in rows(cluster, engine, [float(z) for z in args.zipf.split(",")], args.layers, args.seed):
+                made.append(row)
+                print(json.dumps(row), flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps({"rows": made}, indent=1) + "\n")
+    print(markdown(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

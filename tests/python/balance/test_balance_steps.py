@@ -1,0 +1,81 @@
+"""Predicted steps with and without balancing: drawn tokens reach what the plan says, ports and steps add up."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
+import experiment_balance_steps as steps
+
+from hybrid_ep.balance import MicrobatchPlanner
+from hybrid_ep.balance.owners import Owners
+from hybrid_ep.hardware import clusters
+from hybrid_ep.perf import models, routing, step_time
+from hybrid_ep.perf.step_time import Job, Layer
+
+SMALL = Job(models.get("deepseek_v3"), clusters.get("h100_8x400g"), gpus=16, ep=16, tokens=256, micro_batches=4)
+
+
+def drawn(exponent=1.2, seed=3):
+    weights = np.arange(1, 257, dtype=np.float64) ** -exponent
+    return routing.popularity(SMALL.shape, weights, seed, shuffle=True)
+
+
+@pytest.mark.parametrize("spare", [1, 2])
+def test_every_slot_gets_the_tokens_of_its_plan(spare):
+    choices, owners = drawn(), Owners(256, 16)
+    owners.assign(np.random.default_rng(0).permutation(256))
+    counts = np.stack([np.bincount(mine.ravel(), minlength=256) for mine in choices])
+    plan = MicrobatchPlanner(16, 256, owners.rank_of, spare_slots=spare, num_nodes=2).plan(counts)
+    columns = owners.host_columns(spare)
+    got = np.stack([steps._redirected(plan, rank, choices[rank], columns) for rank in range(16)])
+    tokens = np.bincount(got.ravel(), minlength=16 * (16 + spare)).reshape(16, -1)
+    assert plan.num_copies > 0 and (tokens.sum(axis=1) == plan.tokens_of_ranks()).all()
+    assert (tokens[:, 16:] == plan.slot_tokens).all()
+    assert (np.sort(columns[choices], axis=-1) != np.sort(got, axis=-1)).any()
+    owned = got % (16 + spare) < 16
+    assert (got[owned] == columns[choices][owned]).all()
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_modes_agree_with_their_columns(mode):
+    share = np.arange(1, 257, dtype=np.float64) ** -1.2
+    got = steps.balanced(mode, drawn(), share, share, SMALL, 1)
+    by_rank = np.bincount(got.columns.ravel() // (got.slots // 16), minlength=16)
+    assert by_rank.sum() == 16 * 256 * 8 and by_rank.max() / by_rank.mean() - 1 == pytest.approx(got.imbalance)
+    assert (got.clones > 0) == (mode not in ("off", "slow"))
+    assert got.pushed_us > 0 or not got.clones
+    if mode in ("exact", "both"):
+        assert got.imbalance <= 0.0101
+
+
+def test_pushes_are_charged_to_the_busiest_port():
+    nic, nvlink = SMALL.cluster.nic.rate * 1e3, SMALL.cluster.gpu.nvlink_rate * 1e3
+    assert steps.port_us([], 1e6, SMALL) == 0
+    assert steps.port_us([(0, 1)], 1e6, SMALL) == pytest.approx(1e6 / nvlink)
+    assert steps.port_us([(0, 8), (0, 9), (1, 8)], 1e6, SMALL) == pytest.approx(2e6 / nic)
+    assert steps.port_us([(0, 8), (1, 8), (2, 8)], 1e6, SMALL) == pytest.approx(3e6 / nic)
+
+
+def test_a_given_layer_takes_the_place_of_the_exchange_model():
+    job = replace(SMALL, imbalance=0.3)
+    own = step_time.step(job)
+    given = step_time.step(job, Layer(step_time.exchange_us(job) * 1.3))
+    assert given.seconds == pytest.approx(own.seconds, rel=1e-12)
+    more = step_time.step(job, Layer(step_time.exchange_us(job) * 1.3, 100.0))
+    assert more.seconds - own.seconds == pytest.approx(58 * 4 * 100e-6)  # of one stage, without a bubble
+    with pytest.raises(ValueError, match="recompute"):
+        step_time.step(replace(job, recompute="full"), Layer(1.0))
+    with pytest.raises(ValueError, match="beside_us"):
+        Layer(1.0, -1.0)
+
+
+def test_rows_of_the_queueing_model(capsys):
+    assert steps.main(["--cluster", "gb200_nvl72", "--zipf", "1.0", "--layers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "| 1.0 | exact | 0.010 |" in said and "gb200_nvl72, EP64, model" in said
