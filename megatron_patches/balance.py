@@ -23,6 +23,7 @@ from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
 from megatron_patches import balance_experts, balance_push, buffers, recompute, settings
 from megatron_patches.manager import HybridEPManager
+from megatron_patches.static_rows import StaticRows, filled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +153,7 @@ class ExactManager(SlowManager):
     plan_with: counts int64 [R, E] -> MicrobatchPlan, of plans that are made on the host; tests put forced plans here.
     None: the ranks' own kernels plan, in one launch that also puts the map over physical slots.
     last_plan: the plan of the latest dispatch, for meters; a recomputed dispatch has that of its first run. part: what
-    this rank has to do of it.
+    this rank has to do of it. static: of --hybrid-ep-static-rows, with what it counts; None without.
     """
 
     def __init__(
@@ -166,16 +167,14 @@ class ExactManager(SlowManager):
         wanted, size = settings.current(), group.size()
         super().__init__(group, num_local_experts, num_experts, router_topk, config)
         self.planner = MicrobatchPlanner(
-            size,
-            num_experts,
-            spare_slots=wanted.balance.spare_slots,
-            num_nodes=buffers.num_nodes(group, wanted),
-            epsilon=wanted.balance.epsilon,
+            size, num_experts, num_nodes=buffers.num_nodes(group, wanted), **wanted.balance.planner_options()
         )
+        self.static = StaticRows(wanted.balance, config) if wanted.balance.static_rows else None
         self.plan_with: Callable[[np.ndarray], MicrobatchPlan] | None = None
         self.clones: balance_push.CloneExperts | None = None
         self.part: RankPart | None = None
         self.push: balance_push.Transfer | None = None
+        self._num_rows: int | None = None  # of the dispatch under way, where rows are static
 
     def attach(self, experts: SequentialMLP | GroupedExperts) -> None:
         """As the base class; the experts' forward also runs the clones from now on."""
@@ -200,7 +199,19 @@ class ExactManager(SlowManager):
         self.last_plan = plan
         self.push = self.clones.start_push(self.part_of(plan))  # travels while the tokens do
         self.routing_map, self.token_probs = routed
-        return HybridEPManager.dispatch(self, hidden_states)
+        self._num_rows = None
+        if self.static is not None:
+            pairs = len(routing_map) * self.router_topk
+            self._num_rows = self.static.admit(plan, self.group.rank(), pairs)
+        rows = HybridEPManager.dispatch(self, hidden_states)
+        if self._num_rows is not None and self.tokens_per_expert is not None:
+            owners = self.num_local_experts - self.planner.options.spare_slots
+            self.tokens_per_expert = filled(self.tokens_per_expert, self._num_rows, owners, not plan.is_empty)
+        return rows
+
+    def _static_rows(self, num_tokens: int) -> tuple[int, int | None] | tuple[None, None]:
+        """As the base class; what the latest plan was admitted with."""
+        return (None, None) if self._num_rows is None else (self._num_rows, None)
 
     def part_of(self, plan: MicrobatchPlan) -> RankPart:
         """What this rank has to do of the plan that is in force now."""

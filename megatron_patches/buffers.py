@@ -115,7 +115,7 @@ def _clones(wanted: Settings) -> MicrobatchOptions | None:
     """What the buffer plans clones by, where the balancer wants some."""
     if not wanted.balance.clones:
         return None
-    return MicrobatchOptions(spare_slots=wanted.balance.spare_slots, epsilon=wanted.balance.epsilon)
+    return MicrobatchOptions(**wanted.balance.planner_options())
 
 
 def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:

@@ -18,6 +18,7 @@ CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; m
 GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
 RECOMPUTE_MODES = ("reuse", "repeat")
+OVERFLOWS = ("grow", "drop", "raise")
 MOVES = ("tokens", "weights", "auto")
 
 
@@ -158,7 +159,8 @@ class Balance:
       (`megatron_patches.balance`); "slow" for experts that change ranks between steps
       (`megatron_patches.balance_slow`); "both".
     * `spare_slots` (spare_slots): slots for clones on every rank. `epsilon` (balance_epsilon): how far above the mean
-      a rank may end.
+      a rank may end. `static_rows`: that many permuted rows always; what a micro-batch without a plan does, one of
+      OVERFLOWS (`megatron_patches.static_rows`); None: as many rows as there are.
     * `interval` (balance_interval): optimizer steps from one placement to the next. `layer_updates_per_iter`: layers
       that move after one step. `move_cost` (balance_move_cost): what moving one expert costs, in tokens' worth of
       time; an expert moves only if the fullest rank saves more within the interval. 0: every gain counts.
@@ -175,12 +177,16 @@ class Balance:
         "spare_slots", 1, modes=CLONING, type=int, metavar="N", help="Slots for clones on every rank."
     )
     epsilon: float = option(
-        "balance_epsilon",
-        0.01,
+        "balance_epsilon", 0.01, modes=CLONING, type=float, metavar="FRACTION", help="How far above the mean ranks end."
+    )
+    static_rows: str | None = option(
+        "static_rows",
+        None,
         modes=CLONING,
-        type=float,
-        metavar="FRACTION",
-        help="How far above the mean a rank may end.",
+        nargs="?",
+        const="grow",
+        choices=OVERFLOWS,
+        help="Permuted rows are (1 + epsilon) x a rank's pairs; without a plan: more (grow), fewer (drop), an error.",
     )
     interval: int = option(
         "balance_interval", 100, modes=MIGRATING, type=int, metavar="STEPS", help="Steps between placements (slow)."
@@ -196,6 +202,11 @@ class Balance:
         metavar="TOKENS",
         help="What moving an expert costs, in tokens' worth of time (slow).",
     )
+
+    def planner_options(self) -> dict[str, Any]:
+        """Of the planner of clones. With static rows no layer above epsilon is left as it is."""
+        skip = {"skip_below": min(self.epsilon, 0.03)} if self.static_rows else {}
+        return {"spare_slots": self.spare_slots, "epsilon": self.epsilon, **skip}
 
     @property
     def clones(self) -> bool:
@@ -217,6 +228,9 @@ class Balance:
             raise ValueError(f"balance is {self.mode!r}: choose one of {', '.join(BALANCE_MODES)}")
         if not 0 <= self.epsilon <= 1:
             raise ValueError(f"balance_epsilon is {self.epsilon!r}: give a fraction from 0 to 1")
+        if self.static_rows not in (None, *OVERFLOWS) or (self.static_rows and not self.clones):
+            said = f"static_rows is {self.static_rows!r}, balance {self.mode}"
+            raise ValueError(f"{said}: give one of {', '.join(OVERFLOWS)} with exact or both, or None")
         if not 0 <= self.move_cost < float("inf"):
             raise ValueError(f"balance_move_cost is {self.move_cost!r}: give tokens >= 0")
 

@@ -1,0 +1,54 @@
+"""Exact balancing with a static number of permuted rows: they hold, and what does not fit is as was asked for."""
+
+import parity_world
+import pytest
+import torch
+from test_dispatcher import Program
+
+from hybrid_ep.balance import plan_microbatch
+from megatron_patches import settings
+from megatron_patches.static_rows import ROUNDING, StaticRows, filled
+
+
+def run(name, num_ranks, *arguments):
+    return parity_world.run_world(Program(name, "static_programs"), num_ranks, arguments, timeout_s=150)
+
+
+@pytest.mark.parametrize("ep, grouped", [pytest.param(4, False, marks=pytest.mark.version_free), (2, True), (4, True)])
+def test_rows_are_the_same_in_every_micro_batch_and_the_bits_are_those_of_off(ep, grouped):
+    run("rows_stay", ep, ep, grouped)
+
+
+@pytest.mark.parametrize("grouped", [pytest.param(False, marks=pytest.mark.version_free), True])
+def test_what_does_not_fit_is_kept_dropped_or_refused(grouped):
+    counted = run("overflows", 4, 4, grouped)
+    assert len(set(counted)) == 1 and counted[0] > 0
+
+
+@pytest.mark.version_free
+def test_a_tail_that_goes_astray_is_noticed():
+    assert run("broken", 4, 4)[0] == []
+
+
+@pytest.mark.version_free
+def test_what_cannot_be_static_is_refused_by_name():
+    run("refusals", 2, 2)
+
+
+@pytest.mark.version_free
+@pytest.mark.parametrize("epsilon", [0.0, 0.01, 0.013, 0.5])
+@pytest.mark.parametrize("pairs", [0, 1, 99, 100, 1000, 32768])
+def test_the_constant_is_the_target_of_the_planner(pairs, epsilon):
+    static = StaticRows(settings.Balance(mode="exact", epsilon=epsilon, static_rows="grow"), object())
+    counts = torch.zeros(4, 8, dtype=torch.int64)
+    counts[:, 0] = pairs
+    target = plan_microbatch(counts, epsilon=epsilon).target
+    assert target <= static.rows(pairs) < target + ROUNDING
+
+
+@pytest.mark.version_free
+def test_the_rest_goes_to_the_last_expert_that_runs():
+    counts = torch.tensor([3, 0, 5, 0])
+    assert filled(counts, 10, 3, has_clones=False).tolist() == [3, 0, 7, 0]
+    assert filled(counts, 10, 3, has_clones=True).tolist() == [3, 0, 5, 2]
+    assert counts.tolist() == [3, 0, 5, 0]
