@@ -50,9 +50,11 @@ class Migrator:
         self.mover: Mover | None = None
         self.plan_with: Callable[[np.ndarray, np.ndarray], np.ndarray] = self._plan
         self.steps, self.moved = 0, 0
+        self.covariance: np.ndarray | None = None  # [L, E, E], of the plan that is due, where experts are kept apart
         self.pending: list[tuple[int, Placement]] = []
         if self.layers:
-            self.window = LoadWindow(len(self.layers), len(self.layers[0].owners.slot_of), DECAY)
+            experts = len(self.layers[0].owners.slot_of)
+            self.window = LoadWindow(len(self.layers), experts, DECAY, covariance=self.settings.apart)
         for index, manager in enumerate(self.layers):
             manager.record = functools.partial(self.window.add, index)
 
@@ -69,8 +71,10 @@ class Migrator:
         self.window.advance()
         if self.steps % self.settings.interval == 0 and not self.pending:  # or the last layers never move
             experts = self.layers[0].experts
-            current = self.current
-            new = np.asarray(self.plan_with(self.window.reduced(experts.ep_group, experts.dp_group), current))
+            groups, current = (experts.ep_group, experts.dp_group), self.current
+            load = self.window.reduced(*groups)
+            self.covariance = self.window.covariance(*groups) if self.settings.apart else None
+            new = np.asarray(self.plan_with(load, current))
             self.pending = [(layer, new[layer]) for layer in range(len(new)) if (new[layer] != current[layer]).any()]
         count = self.settings.layer_updates_per_iter
         now, self.pending = self.pending[:count], self.pending[count:]
@@ -86,6 +90,7 @@ class Migrator:
             target=TARGET,
             move_cost=self.settings.move_cost,
             horizon=self.settings.interval if self.settings.move_cost else 0,
+            covariance=self.covariance,
         )
         return plan.phy2log
 

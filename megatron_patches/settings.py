@@ -163,7 +163,8 @@ class Balance:
       OVERFLOWS (`megatron_patches.static_rows`); None: as many rows as there are.
     * `interval` (balance_interval): optimizer steps from one placement to the next. `layer_updates_per_iter`: layers
       that move after one step. `move_cost` (balance_move_cost): what moving one expert costs, in tokens' worth of
-      time; an expert moves only if the fullest rank saves more within the interval. 0: every gain counts.
+      time; an expert moves only if the fullest rank saves more within the interval. 0: every gain counts. `apart`
+      (balance_apart): experts whose loads rise and fall together go to different ranks.
     """
 
     mode: str = option(
@@ -195,12 +196,10 @@ class Balance:
         "layer_updates_per_iter", 1, modes=MIGRATING, type=int, metavar="N", help="Layers moved a step (slow)."
     )
     move_cost: float = option(
-        "balance_move_cost",
-        0.0,
-        modes=MIGRATING,
-        type=float,
-        metavar="TOKENS",
-        help="What moving an expert costs, in tokens' worth of time (slow).",
+        "balance_move_cost", 0.0, modes=MIGRATING, type=float, metavar="TOKENS", help="Cost of a moved expert (slow)."
+    )
+    apart: bool = option(
+        "balance_apart", False, modes=MIGRATING, **_SWITCH, help="Keep experts apart that are hot together (slow)."
     )
 
     def planner_options(self) -> dict[str, Any]:

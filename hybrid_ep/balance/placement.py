@@ -13,14 +13,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from hybrid_ep import _core
-from hybrid_ep.balance import bounds, fixed_point
+from hybrid_ep.balance import bounds, coactivation, fixed_point
 from hybrid_ep.balance.microbatch import PPM, imbalance_ratio
 
 NEAR_FRESH = 0.01  # of the mean above a fresh plan: where a placement that keeps what it can may end
@@ -176,6 +176,7 @@ def plan_placement(
     max_moves: int | None = None,
     move_cost: float = 0.0,
     horizon: int = 0,
+    covariance: Any = None,
 ) -> PlacementPlan:
     """Experts and replicas for `num_slots` slots on `num_ranks` ranks, layer by layer. Pure and deterministic.
 
@@ -189,11 +190,19 @@ def plan_placement(
     * `move_cost`, `horizon`: hysteresis. A layer changes only if (fullest rank before - after) * horizon exceeds
       changed slots * move_cost: both in units of load, horizon in micro-batches until the next placement.
       horizon 0 switches it off.
+    * `covariance`: [L, E, E], of the loads of micro-batches (`LoadWindow.covariance`; any unit, a factor changes
+      nothing). Then slots of the placement that levels the averages are swapped as long as that lowers how far ranks'
+      loads vary and no rank comes above the target, or above what was the fullest (`hybrid_ep.balance.coactivation`);
+      `max_moves` holds; a layer kept by hysteresis is kept as it is, else these moves are not weighed against
+      `move_cost`. None: the averages alone.
 
     No rank ever holds two replicas of an expert. ValueError: shapes that do not divide, more slots than one of
-    each expert a rank, a bad `current`. UserWarning: `max_moves` leaves a layer above what a fresh plan would.
+    each expert a rank, a bad `current` or `covariance`. UserWarning: `max_moves` leaves a layer above what a fresh plan
+    would.
     """
     plan = _planned(load, num_slots, num_ranks, num_nodes, current, num_groups, target, max_moves, move_cost, horizon)
+    if covariance is not None:
+        plan = _calmed(plan, covariance, num_nodes if num_groups else 1, current, target, max_moves)
     if max_moves is None:
         return plan
     short = [layer for layer, why in enumerate(plan.stopped) if why == "max_moves"]
@@ -206,6 +215,29 @@ def plan_placement(
             stacklevel=2,
         )
     return plan
+
+
+def _calmed(
+    plan: PlacementPlan, covariance: Any, num_nodes: int, current: Any, target: float, max_moves: int | None
+) -> PlacementPlan:
+    """The plan with experts that are hot together on different ranks, and with what then moves."""
+    joint = coactivation.checked(covariance, *plan.load.shape)
+    before = None if current is None else np.asarray(current, dtype=np.int64)
+    placed = plan.phy2log.copy()
+    for layer in np.flatnonzero(~plan.kept):
+        load = plan.load[layer] / max(float(plan.load[layer].max()), np.finfo(np.float64).tiny)
+        placed[layer] = coactivation.calmed(
+            placed[layer],
+            load,
+            joint[layer],
+            plan.num_ranks,
+            limit=float(load.sum()) / plan.num_ranks * (1 + target),
+            num_nodes=num_nodes,
+            current=None if before is None else before[layer],
+            max_moves=max_moves,
+        ).phy2log
+    moved = plan.moved if before is None else (placed != before).sum(axis=1)
+    return replace(plan, phy2log=placed, moved=moved)
 
 
 def _planned(
