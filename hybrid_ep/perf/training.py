@@ -3,23 +3,27 @@
 The rows are Megatron Bridge's performance summaries and Megatron-LM's MoE recipes: dropless, experts force-balanced.
 What they do not say is taken alike for all: our exchange with 32 SMs, nothing hidden, no recompute; so a row's
 efficiency also holds what its recompute and its launches cost, and small models, whose GEMMs are narrow, have the
-lowest."""
+lowest.
+
+Rows of releases after those stand in a table of their own, `later()`. They set nothing: what the same model says of
+software that is newer than its numbers is what they are there to show."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import models
-from hybrid_ep.perf.efficiency import FITTED, gpu_word, precision_class
+from hybrid_ep.perf import efficiency, models
+from hybrid_ep.perf.efficiency import gpu_word, precision_class
 from hybrid_ep.perf.step_time import CV_SLOW, Job, calibrate, step
 
-CSV = Path(__file__).parent / "data" / "published_training.csv"
+_DATA = Path(__file__).parent / "data"
+CSV, LATER = _DATA / "published_training.csv", _DATA / "published_training_later.csv"
 _SEQUENCE = 4096
 _NUM_SMS = 32
 
@@ -38,8 +42,9 @@ class Row:
         return gpu_word(self.job.cluster), precision_class(self.job.dtype)
 
     def predicted(self) -> float:
-        """Tokens/s of a GPU with the group's efficiency."""
-        return step(replace(self.job, efficiency=FITTED[self.group])).tokens_per_s_per_gpu
+        """Tokens/s of a GPU with the efficiency of its group, or of the GPU that stands in for it."""
+        share = efficiency.of(self.job.cluster, self.job.dtype).share
+        return step(replace(self.job, efficiency=share)).tokens_per_s_per_gpu
 
     def __str__(self) -> str:
         j = self.job
@@ -51,19 +56,28 @@ class Row:
 
 @lru_cache(maxsize=1)
 def rows() -> tuple[Row, ...]:
-    """All, in the file's order; of every group the first, third, .. set its efficiency."""
-    with CSV.open(newline="") as file:
-        records = list(csv.DictReader(file))
+    """Those of the first releases, in the file's order; of every group the first, third, .. set its efficiency."""
     found: list[Row] = []
-    for record in records:
-        job = _job(record)
-        value = float(record["value"])
-        if record["unit"] == "TFLOPS":
-            value *= 1e12 / job.model.train_flops_per_token(_SEQUENCE)
-        row = Row(record["source"], job, value, True)
+    for row in _read(CSV):
         earlier = sum(r.group == row.group for r in found)
         found.append(replace(row, fits=earlier % 2 == 0))
     return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def later() -> tuple[Row, ...]:
+    """Those of later releases, oldest first. None sets an efficiency."""
+    return tuple(_read(LATER))
+
+
+def _read(path: Path) -> Iterator[Row]:
+    with path.open(newline="") as file:
+        for record in csv.DictReader(file):
+            job = _job(record)
+            value = float(record["value"])
+            if record["unit"] == "TFLOPS":
+                value *= 1e12 / job.model.train_flops_per_token(_SEQUENCE)
+            yield Row(record["source"], job, value, False)
 
 
 def _job(record: dict[str, str]) -> Job:
@@ -98,8 +112,9 @@ def _fitted(row: Row) -> float:
 
 
 def nearest(job: Job) -> Row:
-    """The published row that a prediction is best compared with: the same GPU first, then model, precision, size."""
-    return min(rows(), key=lambda row: distance(row, job))
+    """The published row that a prediction is best compared with: the same GPU first, then model, precision, size; of
+    equally near ones the newest."""
+    return min((*reversed(later()), *reversed(rows())), key=lambda row: distance(row, job))
 
 
 def distance(row: Row, job: Job) -> tuple[bool, bool, bool, float]:

@@ -42,6 +42,30 @@ def test_held_out_rows_are_nearer_than_at_half_of_peak():
     assert before[5] > 2 * median
 
 
+def release(row) -> tuple[int, ...]:
+    return tuple(map(int, row.source.rpartition(" ")[2].split(".")))
+
+
+def test_rows_of_later_releases_set_nothing_and_come_out_too_slow():
+    """The same model of newer software: what it gained since is what the sign shows."""
+    later = training.later()
+    bridge = [row for row in training.rows() if "Bridge" in row.source]
+    assert len(later) == 62 and not any(row.fits for row in later)
+    assert min(map(release, later)) > max(map(release, bridge)) and not set(later) & set(training.rows())
+    median, worst = training.spread(later)
+    signed = sorted(row.predicted() / row.tokens_per_s - 1 for row in later)
+    assert median < 0.35 and worst < 1.1 and signed[len(signed) // 2] < 0
+    text = (ROOT / "docs" / "performance_model.md").read_text()
+    assert f"the {len(later)} rows of 26.02.01 to 26.08 are {median:.0%} off".replace("%", " %") in text
+    assert f"{worst:.0%} at worst".replace("%", " %") in text
+
+
+def test_of_equally_near_steps_the_newest_is_named():
+    job = next(row for row in training.later() if row.source.endswith("26.08")).job
+    same = [row for row in training.later() if training.distance(row, job) == (False, False, False, 0)]
+    assert len(same) > 3 and training.nearest(job).source == "Megatron Bridge 26.08"
+
+
 def test_every_cluster_and_precision_has_an_efficiency_and_says_whose():
     for cluster in clusters.CLUSTERS.values():
         for dtype in ("bf16", "fp8", "mxfp8"):
