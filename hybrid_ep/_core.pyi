@@ -12,6 +12,12 @@ class ArenaBlock:
 
     no_room: ClassVar[str]
 
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
 
 class BufferShape:
     """What a registered buffer must hold; layout/buffer.h turns it into offsets."""
@@ -25,7 +31,8 @@ class BufferShape:
     def __init__(self, *, num_nodes: int, num_local_ranks: int, num_experts: int, max_tokens: int = 1,
                  max_topk: int = 1, row_bytes: int = 16, scale_bytes: int = 0, recv_rows: int = 1,
                  partial_row_bytes: int = 16, chunk_tokens: int = 16, rail_slots: int | None = None,
-                 arena_bytes: int = 0, latency_tokens: int = 0, clones: MicrobatchShape | None = None) -> None: ...
+                 arena_bytes: int = 0, latency_tokens: int = 0, clones: MicrobatchShape | None = None,
+                 spares: SpareShape | None = None) -> None: ...
 
     @property
     def arena_bytes(self) -> int: ...
@@ -209,6 +216,14 @@ class Engine:
     @property
     def arena_bytes_lent(self) -> int: ...
 
+    def await_weights(self, slot_expert: torch.Tensor, columns: torch.Tensor, experts: torch.Tensor | None,
+                      num_blocks: int) -> None:
+        """Engine::await_weights; experts: None."""
+
+    def collect_gradients(self, slot_expert: torch.Tensor, columns: torch.Tensor, experts: torch.Tensor | None,
+                          num_blocks: int) -> None:
+        """Engine::collect_gradients; experts: addresses of fp32 sums."""
+
     def combine(self, plan: Plan, request: CombineRequest) -> None: ...
 
     def dispatch(self, plan: Plan, request: DispatchRequest) -> None: ...
@@ -252,6 +267,11 @@ class Engine:
     def poison(self) -> None:
         """For tests, between operations: 0xFF into the rings and receive rows."""
 
+    def push_weights(self, slot_expert: torch.Tensor, columns: torch.Tensor, experts: torch.Tensor | None,
+                     num_blocks: int) -> None:
+        """Engine::push_weights. slot_expert int32 [R, S], columns int64 [E]; experts int64 [owners, matrices]:
+        addresses of this rank's weights."""
+
     def require_blocks(self, name: str, blocks: int) -> None:
         """ValueError unless a launch may have so many blocks."""
 
@@ -259,6 +279,9 @@ class Engine:
 
     def set_stream(self, stream: int) -> None:
         """CUDA: the stream of the next operations, in order with those before."""
+
+    def spare_memory(self, gradients: bool) -> ArenaBlock:
+        """The registered spare slots, weights or gradients, for as long as this lives."""
 
     def take(self, num_bytes: int) -> ArenaBlock | None:
         """Bytes of the arena, aligned to 128; None: no gap holds so many."""
@@ -572,6 +595,19 @@ class Segment:
         """Copy pieces (place in sources, from, to, bytes) in their order, without the interpreter's lock."""
 
     def unlink(self) -> None: ...
+
+
+class SpareShape:
+    """Registered spare slots for weights of clones; see layout/spare_shape.h."""
+
+    def __init__(self, *, spare_slots: int, num_owners: int, element_bytes: int, elements: Sequence[int]) -> None:
+        """elements: of each matrix of an expert."""
+
+    def gradients_at(self, matrix: int) -> int:
+        """The same of spare_gradients."""
+
+    def weights_at(self, matrix: int) -> int:
+        """Where its stack begins in spare_weights."""
 
 
 class TensorView:

@@ -16,6 +16,8 @@ _PURPOSES = {
     "rail_send_ring": "chunks of tokens on their way to other nodes",
     "rail_receive_ring": "and from them",
     "receive_rows": "metadata; partial sums of combine; rows without room in the arena, copied once more",
+    "spare_weights": "weights of clones, a stack of spare slots for every matrix of an expert",
+    "spare_gradients": "their gradients in fp32",
     "arena": "results, where rows land to stay",
 }
 

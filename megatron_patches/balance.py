@@ -12,7 +12,6 @@ for the backward: saved tensors name their place in the slots, which the backwar
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from hybrid_ep.balance import MicrobatchPlan, MicrobatchPlanner
 from hybrid_ep.balance.owners import Owners
-from megatron_patches import balance_experts, balance_push, buffers, recompute, settings
+from megatron_patches import balance_experts, balance_kernels, balance_push, buffers, recompute, settings
 from megatron_patches.manager import HybridEPManager
 from megatron_patches.static_rows import StaticRows, filled
 
@@ -153,7 +152,8 @@ class ExactManager(SlowManager):
     plan_with: counts int64 [R, E] -> MicrobatchPlan, of plans that are made on the host; tests put forced plans here.
     None: the ranks' own kernels plan, in one launch that also puts the map over physical slots.
     last_plan: the plan of the latest dispatch, for meters; a recomputed dispatch has that of its first run. part: what
-    this rank has to do of it. static: of --hybrid-ep-static-rows, with what it counts; None without.
+    this rank has to do of it. work: what the push and the backward are given of it. static: of
+    --hybrid-ep-static-rows, with what it counts; None without.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class ExactManager(SlowManager):
         self.static = StaticRows(wanted.balance, config) if wanted.balance.static_rows else None
         self.plan_with: Callable[[np.ndarray], MicrobatchPlan] | None = None
         self.clones: balance_push.CloneExperts | None = None
-        self.part: RankPart | None = None
-        self.push: balance_push.Transfer | None = None
+        self.push: balance_push.Pushed | None = None
+        self.work: Any = None
         self._num_rows: int | None = None  # of the dispatch under way, where rows are static
 
     def attach(self, experts: SequentialMLP | GroupedExperts) -> None:
         """As the base class; the experts' forward also runs the clones from now on."""
         super().attach(experts)
-        self.clones = balance_push.CloneExperts(self)
+        self.clones = balance_kernels.clone_experts(self)
         setattr(experts, "forward", self.clones.forward)  # noqa: B010 - an instance attribute over a method
 
     def dispatch(
@@ -197,7 +197,8 @@ class ExactManager(SlowManager):
         else:
             plan, *routed = self._planned_on_host(self.plan_with, routing_map, probs, known)
         self.last_plan = plan
-        self.push = self.clones.start_push(self.part_of(plan))  # travels while the tokens do
+        self.work = self.clones.work_of(plan)
+        self.push = self.clones.start_push(self.work)  # travels while the tokens do
         self.routing_map, self.token_probs = routed
         self._num_rows = None
         if self.static is not None:
@@ -216,8 +217,12 @@ class ExactManager(SlowManager):
     def part_of(self, plan: MicrobatchPlan) -> RankPart:
         """What this rank has to do of the plan that is in force now."""
         columns = self.owners.host_columns(self.planner.options.spare_slots)
-        self.part = plan.part or plan.part_of_rank(self.group.rank(), columns)
-        return self.part
+        return plan.part or plan.part_of_rank(self.group.rank(), columns)
+
+    @property
+    def part(self) -> RankPart | None:
+        """The same of the latest dispatch's; None before it."""
+        return None if self.last_plan is None else self.part_of(self.last_plan)
 
     def _planned_by_kernels(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor, known: MicrobatchPlan | None
@@ -227,7 +232,7 @@ class ExactManager(SlowManager):
             routing_map=routing_map, owners=self.owners, plan=known.clones if isinstance(known, KernelPlan) else None
         )
         assert made.routing_map is not None and made.columns is not None  # for a map was given
-        plan = known or KernelPlan.of(made.plan, self.owners, self.planner.options)
+        plan = known or KernelPlan(made.plan, self.owners, self.planner.options)
         shape = made.routing_map.shape
         physical = torch.zeros(shape, dtype=probs.dtype, device=probs.device).scatter(1, made.columns, probs)
         return plan, made.routing_map, physical
@@ -249,17 +254,23 @@ class ExactManager(SlowManager):
         return plan, *to_physical(routing_map, probs, self.part_of(plan), plan.slot_expert.shape, self.owners)
 
 
-@dataclasses.dataclass(frozen=True)
 class KernelPlan(MicrobatchPlan):
-    """A plan that the ranks' kernels made, as the host reads it. clones: where it lies for them, to be replayed."""
+    """A plan that the ranks' kernels made; the host reads what it asks for, when it asks. clones: where it lies for
+    them, to be replayed."""
 
-    clones: ClonePlan | None = None
+    def __init__(self, made: ClonePlan, owners: Owners, options: MicrobatchOptions) -> None:
+        self.__dict__.update(clones=made, owner=owners.rank_of, options=options, part=None, _shape=None)
 
-    @classmethod
-    def of(cls, made: ClonePlan, owners: Owners, options: MicrobatchOptions) -> KernelPlan:
-        """Waits for a device: whose weights go where is the host's to say, as long as torch pushes them."""
-        expert, tokens, counts = (x.cpu().numpy() for x in (made.slot_expert, made.slot_tokens, made.counts))
-        return cls(expert, tokens, counts, owners.rank_of, options, int(made.numbers[2]), clones=made)
+    def __getattr__(self, name: str) -> Any:
+        """What the kernels wrote. On a GPU it waits for them: meters ask, and torch's push."""
+        if name == "target":
+            value: Any = int(self.clones.numbers[2])
+        elif name in ("slot_expert", "slot_tokens", "counts"):
+            value = getattr(self.clones, name).cpu().numpy()
+        else:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        self.__dict__[name] = value
+        return value
 
 
 def to_physical(

@@ -1,6 +1,7 @@
 """Weights of clones: pushed from owner to spare slots, run there, their gradients summed back into the owner.
 
-Everything is point to point between ranks of the expert-parallel group, in the order of the plan, which all ranks
+By torch.distributed; where the ranks' own kernels do it, `balance_kernels` has what differs. Everything is point to
+point between ranks of the expert-parallel group, in the order of the plan, which all ranks
 share: (rank, slot) ascending. Gradients travel and are summed in fp32. With Megatron's DDP they are added to the
 parameter's main_grad in the backward of the push; that runs before the parameter's own gradient is complete, hence
 before DDP counts the parameter as ready and reduces its bucket. Nothing is averaged, and it happens once a backward,
@@ -10,9 +11,9 @@ also under no-sync accumulation.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from hybrid_ep.errors import DeadlineError
 from megatron_patches import settings
 
 if TYPE_CHECKING:
-    from hybrid_ep.balance.microbatch import RankPart
+    from hybrid_ep.balance.microbatch import MicrobatchPlan, RankPart
     from megatron_patches.balance import ExactManager
 
 DEFAULT_TIMEOUT_S = 100.0
@@ -64,6 +65,12 @@ def wait_for(work: Iterable[dist.Work], what: str, rank: int) -> None:
             ) from error
 
 
+class Pushed(Protocol):
+    """A push under way."""
+
+    def wait(self) -> None: ...
+
+
 class Transfer:
     """Messages under way between ranks of a group, waited for with a deadline."""
 
@@ -100,14 +107,22 @@ class CloneExperts:
     def __init__(self, manager: ExactManager) -> None:
         self.manager, self.group, self.weights = manager, manager.group, manager.weights
         self.num_slots = manager.settings.balance.spare_slots
+        self.stacks = self.make_stacks()
+
+    def make_stacks(self) -> list[torch.Tensor]:
+        """[slots, *shape] for every matrix, in one storage."""
         sizes = [self.num_slots * size for size in self.weights.sizes]
-        self.slots = _shared_slots(self.group, self.num_slots, sum(self.weights.sizes), self.weights.owners[0])
+        slots = _shared_slots(self.group, self.num_slots, sum(self.weights.sizes), self.weights.owners[0])
         shapes = [(self.num_slots, *shape) for shape in self.weights.shapes]
-        self.stacks = [part.view(shape) for part, shape in zip(self.slots.split(sizes), shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(slots.split(sizes), shapes, strict=True)]
 
     def owner_slot(self, expert: int) -> int:
         """Local owner slot of a logical expert that lives here."""
         return self.manager.owners.slot_of[expert] - self.group.rank() * self.weights.num_owners
+
+    def work_of(self, plan: MicrobatchPlan) -> Any:
+        """What start_push and the backward are given of a plan."""
+        return self.manager.part_of(plan)
 
     def start_push(self, part: RankPart) -> Transfer:
         """Send my experts' weights to their clones and receive those of my slots. Returns what to wait for."""
@@ -149,21 +164,45 @@ class CloneExperts:
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The experts' forward: owners with their own weights, then each slot with its clone's."""
-        plan, part, push = self.manager.last_plan, self.manager.part, self.manager.push
-        if plan is None or part is None or push is None:
+        plan, work, push = self.manager.last_plan, self.manager.work, self.manager.push
+        if plan is None or push is None:
             raise RuntimeError("the experts of a balanced layer ran before its dispatch: call the dispatcher first")
-        if plan.is_empty:
+        push.wait()
+        if not self.may_clone(plan):
             owners = int(tokens_per_expert[: self.weights.num_owners].sum())
             return self.weights.forward(rows[:owners], tokens_per_expert[: self.weights.num_owners], probs[:owners])
-        push.wait()
-        stacks = _Push.apply(self, part, *self.weights.owners)
+        stacks = _Push.apply(self, work, *self.weights.owners)
         in_slots = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         output, bias = self.weights.run(rows, tokens_per_expert, probs, stacks, in_slots)
-        return _Refill.apply(self, part, output), bias
+        return _Refill.apply(self, work, output), bias
+
+    def may_clone(self, plan: MicrobatchPlan) -> bool:
+        """Whether to run the clones, the same on all ranks."""
+        return not plan.is_empty
+
+    def bring_home(self, work: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Add clone gradients [slots, *shape] to their owners: to main_grad in fp32 where there is one. What is left
+        for autograd, for each of the owners' parameters."""
+        weights = self.weights
+        # parameter -> fp32 sum, where there is no main_grad in fp32 to add to
+        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+        def add(expert: int, n: int, gradient: torch.Tensor) -> None:
+            slot = self.owner_slot(expert)
+            owner, _ = weights.place(slot, n)
+            total = fp32_main_grad(owner)
+            if total is None:
+                if owner not in sums:
+                    sums[owner] = torch.zeros_like(owner, dtype=torch.float32)
+                total = sums[owner]
+            weights.part(total, slot, n).add_(gradient)  # autograd would round to the parameter's dtype
+
+        self.collect_gradients(work, [g.float().contiguous() for g in gradients], add)
+        return [left_for_autograd(owner, sums.get(owner)) for owner in weights.owners]
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Place:
         """A tensor that lives in the slots is kept as its place there: other layers will use the memory."""
-        if tensor.untyped_storage().data_ptr() != self.slots.untyped_storage().data_ptr():
+        if tensor.untyped_storage().data_ptr() != self.stacks[0].untyped_storage().data_ptr():
             return tensor
         return int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
@@ -171,56 +210,46 @@ class CloneExperts:
         if isinstance(packed, torch.Tensor):
             return packed
         offset, size, stride = packed
-        return torch.as_strided(self.slots.data, size, stride, offset)
+        return torch.as_strided(self.stacks[0].data, size, stride, offset)
+
+
+def fp32_main_grad(owner: torch.nn.Parameter) -> torch.Tensor | None:
+    """Megatron's gradient of a parameter, where that is fp32."""
+    total = getattr(owner, "main_grad", None)
+    return total if total is not None and total.dtype == torch.float32 else None
+
+
+def left_for_autograd(owner: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor | None:
+    """An fp32 sum beside main_grad: added to one of another type, or given to autograd in the parameter's."""
+    if total is not None and getattr(owner, "main_grad", None) is not None:
+        owner.main_grad.add_(total)
+        return None
+    return total if total is None else total.to(owner.dtype)
 
 
 class _Push(torch.autograd.Function):
     """Owner parameters -> weights in the slots, a stack a matrix. Backward: clone gradients to their owners."""
 
     @staticmethod
-    def forward(
-        ctx: Any, clones: CloneExperts, part: RankPart, *owners: torch.nn.Parameter
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.clones, ctx.part = clones, part
+    def forward(ctx: Any, clones: CloneExperts, work: Any, *owners: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
+        ctx.clones, ctx.work = clones, work
         # .data: the slots are refilled under the graph on purpose, _unpack knows.
         return tuple(stack.data for stack in clones.stacks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        clones, weights = ctx.clones, ctx.clones.weights
-        # parameter -> fp32 sum, where there is no main_grad in fp32 to add to
-        sums: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-        def add(expert: int, n: int, gradient: torch.Tensor) -> None:
-            slot = clones.owner_slot(expert)
-            owner, _ = weights.place(slot, n)
-            total = getattr(owner, "main_grad", None)
-            if total is None or total.dtype != torch.float32:
-                if owner not in sums:
-                    sums[owner] = torch.zeros_like(owner, dtype=torch.float32)
-                total = sums[owner]
-            weights.part(total, slot, n).add_(gradient)  # autograd would round to the parameter's dtype
-
-        clones.collect_gradients(ctx.part, [g.float().contiguous() for g in gradients], add)
-        result = []
-        for owner in weights.owners:
-            total = sums.get(owner)
-            if total is not None and getattr(owner, "main_grad", None) is not None:
-                owner.main_grad.add_(total)
-                total = None
-            result.append(total if total is None else total.to(owner.dtype))
-        return None, None, *result
+        return None, None, *ctx.clones.bring_home(ctx.work, gradients)
 
 
 class _Refill(torch.autograd.Function):
     """The identity. Backward: the slots get this plan's weights again, before the experts' backward reads them."""
 
     @staticmethod
-    def forward(ctx: Any, clones: CloneExperts, part: RankPart, output: torch.Tensor) -> torch.Tensor:
-        ctx.clones, ctx.part = clones, part
+    def forward(ctx: Any, clones: CloneExperts, work: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.clones, ctx.work = clones, work
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, torch.Tensor]:
-        ctx.clones.start_push(ctx.part).wait()
+        ctx.clones.start_push(ctx.work).wait()
         return None, None, gradient

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -163,7 +164,7 @@ def release() -> None:
     read go with them."""
     _places.clear()
     serve(None)
-    for name in ("balance_push", "weights"):
+    for name in ("balance_kernels", "balance_push", "weights"):
         module = sys.modules.get(f"megatron_patches.{name}")
         if module is not None:
             module.release()
@@ -180,8 +181,13 @@ def live() -> tuple[HybridEPBuffer, ...]:
 
 
 def describe() -> tuple[str, ...]:
-    """One line a buffer."""
-    return tuple(
+    """One line a buffer, and one for each set of spare slots."""
+    slots = sys.modules.get("megatron_patches.balance_kernels")
+    return (*_lines(), *(slots.describe() if slots is not None else ()))
+
+
+def _lines() -> Iterator[str]:
+    yield from (
         f"{type(buffer).__name__}: {group.size()} ranks, hidden {hidden}, {dtype}, {experts} experts a rank"
         for (group, hidden, dtype, experts, _), buffer in _buffers.items()
     )

@@ -14,6 +14,7 @@ from typing import Any
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.payload.quantize.CHOICES, which needs torch
 
 BALANCE_MODES = ("off", "exact", "slow", "both")
+BALANCE_PUSHES = ("auto", "kernels", "torch")
 CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
 GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
@@ -159,8 +160,10 @@ class Balance:
       (`megatron_patches.balance`); "slow" for experts that change ranks between steps
       (`megatron_patches.balance_slow`); "both".
     * `spare_slots` (spare_slots): slots for clones on every rank. `epsilon` (balance_epsilon): how far above the mean
-      a rank may end. `static_rows`: that many permuted rows always; what a micro-batch without a plan does, one of
-      OVERFLOWS (`megatron_patches.static_rows`); None: as many rows as there are.
+      a rank may end. `push` (balance_push): what brings weights to clones, and their gradients home: "kernels" of the
+      ranks (`hybrid_ep.spares`), for a group of one node; "torch", point to point; "auto": kernels where they can.
+      `static_rows`: that many permuted rows always; what a micro-batch without a plan does, one of OVERFLOWS
+      (`megatron_patches.static_rows`); None: as many rows as there are.
     * `interval` (balance_interval): optimizer steps from one placement to the next. `layer_updates_per_iter`: layers
       that move after one step. `move_cost` (balance_move_cost): what moving one expert costs, in tokens' worth of
       time; an expert moves only if the fullest rank saves more within the interval. 0: every gain counts. `apart`
@@ -188,6 +191,14 @@ class Balance:
         const="grow",
         choices=OVERFLOWS,
         help="Permuted rows are (1 + epsilon) x a rank's pairs; without a plan: more (grow), fewer (drop), an error.",
+    )
+    push: str = option(
+        "balance_push",
+        "auto",
+        modes=CLONING,
+        choices=BALANCE_PUSHES,
+        help="What brings weights to clones and their gradients home: the ranks' kernels, in a group of one node; "
+        "torch's point to point; auto: kernels where they can (exact).",
     )
     interval: int = option(
         "balance_interval", 100, modes=MIGRATING, type=int, metavar="STEPS", help="Steps between placements (slow)."
@@ -230,6 +241,8 @@ class Balance:
         if self.static_rows not in (None, *OVERFLOWS) or (self.static_rows and not self.clones):
             said = f"static_rows is {self.static_rows!r}, balance {self.mode}"
             raise ValueError(f"{said}: give one of {', '.join(OVERFLOWS)} with exact or both, or None")
+        if self.push not in BALANCE_PUSHES:
+            raise ValueError(f"balance_push is {self.push!r}: choose one of {', '.join(BALANCE_PUSHES)}")
         if not 0 <= self.move_cost < float("inf"):
             raise ValueError(f"balance_move_cost is {self.move_cost!r}: give tokens >= 0")
 

@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+
 #include "bindings/convert.h"
 #include "bindings/tensor_view.h"
 
@@ -55,7 +57,49 @@ void plan_clones(Engine& engine, const MaybeTensor& topk_idx, const MaybeTensor&
   engine.balance(in, c);
 }
 
+SpareShape spare_shape(uint32_t spare_slots, uint32_t num_owners, uint32_t element_bytes,
+                       const std::vector<uint64_t>& elements) {
+  SpareShape s;
+  if (elements.size() > SpareShape::kMostMatrices)
+    throw std::invalid_argument("elements: an expert has " + std::to_string(elements.size()) +
+                                " matrices; give at most " + std::to_string(SpareShape::kMostMatrices));
+  s.spare_slots = spare_slots, s.num_owners = num_owners, s.element_bytes = element_bytes;
+  s.num_matrices = uint32_t(elements.size());
+  std::ranges::copy(elements, s.elements);
+  return s;
+}
+
+SpareCall spare_call(const Engine& engine, const Tensor& slot_expert, const Tensor& columns,
+                     const MaybeTensor& experts) {
+  const SpareShape& s = engine.spares();
+  const uint64_t ranks = engine.layout().num_ranks;
+  SpareCall c;
+  c.slot_expert = numbers<const int32_t>(engine, "slot_expert", slot_expert, ranks * s.spare_slots, false);
+  c.columns = numbers<const int64_t>(engine, "columns", columns, ranks * s.num_owners, false);
+  if (experts)
+    c.experts = reinterpret_cast<const uint64_t*>(
+        numbers<const int64_t>(engine, "experts", *experts, uint64_t(s.num_owners) * s.num_matrices, false));
+  return c;
+}
+
+template <void (Engine::*launch)(const SpareCall&)>
+void launch_spares(Engine& engine, const Tensor& slot_expert, const Tensor& columns, const MaybeTensor& experts,
+                   int num_blocks) {
+  SpareCall c = spare_call(engine, slot_expert, columns, experts);
+  c.num_blocks = num_blocks;
+  py::gil_scoped_release release;
+  (engine.*launch)(c);
+}
+
 }  // namespace
+
+void bind_spare_shape(py::module_& m) {
+  py::class_<SpareShape>(m, "SpareShape", "Registered spare slots for weights of clones; see layout/spare_shape.h.")
+      .def(py::init(&spare_shape), py::kw_only(), py::arg("spare_slots"), py::arg("num_owners"),
+           py::arg("element_bytes"), py::arg("elements"), "elements: of each matrix of an expert.")
+      .def("weights_at", &SpareShape::weights_at, py::arg("matrix"), "Where its stack begins in spare_weights.")
+      .def("gradients_at", &SpareShape::gradients_at, py::arg("matrix"), "The same of spare_gradients.");
+}
 
 void bind_clones(py::class_<Engine>& engine) {
   engine.def(
@@ -67,6 +111,16 @@ void bind_clones(py::class_<Engine>& engine) {
       "written: out, of the same kind over physical slots; out_columns int64 [T, E] or None; slot_expert int32 "
       "[R, S], slots int64 [3, R, S] (tokens, take, first), counts int64 [R, E], numbers int64 [4], which replayed "
       "reads instead.");
+  const auto launch = [&](const char* name, auto verb, const char* what) {
+    engine.def(name, verb, py::arg("slot_expert"), py::arg("columns"), py::arg("experts").none(true),
+               py::arg("num_blocks"), what);
+  };
+  launch("push_weights", &launch_spares<&Engine::push_weights>,
+         "Engine::push_weights. slot_expert int32 [R, S], columns int64 [E]; experts int64 [owners, matrices]: "
+         "addresses of this rank's weights.");
+  launch("await_weights", &launch_spares<&Engine::await_weights>, "Engine::await_weights; experts: None.");
+  launch("collect_gradients", &launch_spares<&Engine::collect_gradients>,
+         "Engine::collect_gradients; experts: addresses of fp32 sums.");
 }
 
 }  // namespace hep

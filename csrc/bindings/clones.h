@@ -1,4 +1,4 @@
-// What Python asks of the kernel that plans clones: the routing, and the tensors of what comes of it.
+// What Python asks of the kernel that plans clones, and of those that fill spare slots and bring gradients home.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -6,6 +6,7 @@
 
 namespace hep {
 
+void bind_spare_shape(pybind11::module_& m);
 void bind_clones(pybind11::class_<Engine>& engine);
 
 }  // namespace hep

@@ -109,12 +109,13 @@ BufferShape make_shape(uint32_t num_nodes, uint32_t num_local_ranks, uint32_t nu
                        uint32_t max_topk, uint32_t row_bytes, uint32_t scale_bytes, uint64_t recv_rows,
                        uint32_t partial_row_bytes, uint32_t chunk_tokens, std::optional<uint32_t> slots,
                        uint64_t arena_bytes, uint64_t latency_tokens,
-                       const std::optional<balance::MicrobatchShape>& clones) {
+                       const std::optional<balance::MicrobatchShape>& clones, const std::optional<SpareShape>& spares) {
   const uint32_t rail_slots = slots ? *slots : BufferShape::rail_slots_of(num_nodes);
-  BufferShape s{num_nodes,  num_local_ranks, num_experts,       max_tokens,        max_topk,
-                row_bytes,  scale_bytes,     partial_row_bytes, recv_rows,         chunk_tokens,
-                rail_slots, arena_bytes,     latency_tokens,    {.spare_slots = 0}};
+  BufferShape s{num_nodes,  num_local_ranks, num_experts,       max_tokens,         max_topk,
+                row_bytes,  scale_bytes,     partial_row_bytes, recv_rows,          chunk_tokens,
+                rail_slots, arena_bytes,     latency_tokens,    {.spare_slots = 0}, {}};
   if (clones) s.clones = *clones;
+  if (spares) s.spares = *spares;
   s.validate();
   return s;
 }
@@ -126,7 +127,7 @@ void bind_memory(py::module_& m) {
            py::arg("num_experts"), py::arg("max_tokens") = 1, py::arg("max_topk") = 1, py::arg("row_bytes") = 16,
            py::arg("scale_bytes") = 0, py::arg("recv_rows") = 1, py::arg("partial_row_bytes") = 16,
            py::arg("chunk_tokens") = S{}.chunk_tokens, py::arg("rail_slots") = py::none(), py::arg("arena_bytes") = 0,
-           py::arg("latency_tokens") = 0, py::arg("clones") = py::none())
+           py::arg("latency_tokens") = 0, py::arg("clones") = py::none(), py::arg("spares") = py::none())
       .def_readonly("num_nodes", &S::num_nodes)
       .def_readonly("num_local_ranks", &S::num_local_ranks)
       .def_readonly("num_experts", &S::num_experts)
@@ -186,6 +187,8 @@ void bind_engine(py::module_& m) {
   py::class_<ArenaBlock>(m, "ArenaBlock", py::buffer_protocol(), kUnlockedEnd,
                          "Registered memory that is lent to a result.")
       .def_buffer([](ArenaBlock& b) { return py::buffer_info(b.data.get(), py::ssize_t(b.bytes), false); })
+      .def_property_readonly("num_bytes", [](const ArenaBlock& b) { return b.bytes; })
+      .def_property_readonly("address", [](const ArenaBlock& b) { return reinterpret_cast<uint64_t>(b.data.get()); })
       .def_property_readonly_static(
           "no_room", [](const py::object&) { return kNoRoom; }, "Words of the exception of hep_pool_allocate.");
   py::class_<Engine> engine(m, "Engine", kUnlockedEnd,
@@ -215,6 +218,12 @@ void bind_engine(py::module_& m) {
       .def("latency_dispatch", &latency_dispatch, py::arg("plan"), py::arg("request"))
       .def("latency_combine", &latency_combine, py::arg("plan"), py::arg("request"))
       .def("take", &take, py::arg("num_bytes"), "Bytes of the arena, aligned to 128; None: no gap holds so many.")
+      .def(
+          "spare_memory",
+          [](const Engine& e, bool gradients) {
+            return ArenaBlock{e.spare_memory(gradients), e.spare_bytes(gradients)};
+          },
+          py::arg("gradients"), "The registered spare slots, weights or gradients, for as long as this lives.")
       .def("lend", &lend, py::arg("rows"), py::arg("columns"), py::arg("element"),
            "A tensor in the arena, uninitialised; None: no gap holds it. Where exchanges_tensors().")
       .def(
@@ -238,6 +247,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "hybrid_ep's C++ core: expert-parallel dispatch and combine.";
   hep::bind_errors();
   hep::bind_balance(m);  // whose shapes others name
+  hep::bind_spare_shape(m);
   hep::bind_tensor_view(m);
   hep::bind_exchange(m);
   hep::bind_memory(m);

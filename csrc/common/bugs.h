@@ -89,6 +89,14 @@
   BUG(kCloneCountsToldEarly, "a rank tells its tokens by expert before it has counted them") \
   BUG(kCloneCountsOneStepOld, "clones are planned for the counts of the micro-batch before") \
   BUG(kCloneShareOfAnother, "tokens are shared out among clones as if they were another rank's") \
+  BUG(kSlotNotAwaitedFree, "weights are stored into a spare slot that its holder may still use") \
+  BUG(kSlotFullBeforeStores, "a spare slot is said to be full before the stores into it are complete") \
+  BUG(kSlotFullByEveryWarp, "every warp that stores into a spare slot says that it is full") \
+  BUG(kWeightsInAnotherSlot, "weights of a clone go to the spare slot behind its own") \
+  BUG(kWeightsUnawaited, "nobody waits for the weights of clones") \
+  BUG(kCloneGradientTwice, "a clone's gradient is added twice") \
+  BUG(kCloneGradientsUnawaited, "gradients of clones are read before their holder says that they are there") \
+  BUG(kCloneGradientsNotTaken, "a rank goes on before the owners have read its clones' gradients") \
   BUG(kTornLine, "a line becomes visible in two parts, in any order") \
   BUG(kFlagBeforePayload, "a line's flag becomes visible before its payload") \
   BUG(kEarlyCredit, "a step of the latency path ends without having heard of every rank") \

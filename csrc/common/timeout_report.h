@@ -6,26 +6,30 @@ namespace hep {
 
 // Every place in the role code that can wait. Names are what a user reads in the exception.
 enum class Site : uint16_t {
-  kStageFull,       // a shared-memory stage: its loads have landed
-  kStageEmpty,      // a shared-memory stage: its consumers are done with it
-  kCountsFromRail,  // a rail peer's count vector
-  kCountsFromNode,  // count vectors forwarded by a rank of this node
-  kPeerReady,       // a rank of this node has entered the operation
-  kPeerDone,        // a rank of this node has finished with this rank's memory
-  kRailSlotFree,    // a credit: the rail peer consumed the slot's previous chunk
-  kRailChunk,       // a chunk of tokens from a rail peer
-  kRailAny,         // any chunk from any rail peer
-  kHeaders,         // never comes: another rank means a different call, and no host saw it
-  kLanding,         // never comes: a rank of this node is in another operation, or means rows of other sizes
-  kRowsLanded,      // receive rows, stored by ranks of this node
-  kPartialRows,     // partial rows of a rank of this node
-  kLatencyHeader,   // latency path: the header of a rank's slab
-  kLatencyRow,      // latency path: a line of a rank's row
-  kBlockSync,       // the other lanes of this block
-  kGridMeeting,     // the other blocks of this kernel
-  kNotification,    // on the host: the counts of an exchange that has started
-  kKernelStart,     // on the host: the start of an exchange that was launched
-  kTestSite,        // used by conformance tests only
+  kStageFull,            // a shared-memory stage: its loads have landed
+  kStageEmpty,           // a shared-memory stage: its consumers are done with it
+  kCountsFromRail,       // a rail peer's count vector
+  kCountsFromNode,       // count vectors forwarded by a rank of this node
+  kPeerReady,            // a rank of this node has entered the operation
+  kPeerDone,             // a rank of this node has finished with this rank's memory
+  kRailSlotFree,         // a credit: the rail peer consumed the slot's previous chunk
+  kRailChunk,            // a chunk of tokens from a rail peer
+  kRailAny,              // any chunk from any rail peer
+  kHeaders,              // never comes: another rank means a different call, and no host saw it
+  kLanding,              // never comes: a rank of this node is in another operation, or means rows of other sizes
+  kRowsLanded,           // receive rows, stored by ranks of this node
+  kPartialRows,          // partial rows of a rank of this node
+  kLatencyHeader,        // latency path: the header of a rank's slab
+  kLatencyRow,           // latency path: a line of a rank's row
+  kSlotsFree,            // a rank whose spare slots get weights has entered the push
+  kCloneWeights,         // weights of a clone that this rank holds, from their owner
+  kCloneGradients,       // gradients of a clone, from the rank that holds it
+  kCloneGradientsTaken,  // the owner of a clone has added its gradients
+  kBlockSync,            // the other lanes of this block
+  kGridMeeting,          // the other blocks of this kernel
+  kNotification,         // on the host: the counts of an exchange that has started
+  kKernelStart,          // on the host: the start of an exchange that was launched
+  kTestSite,             // used by conformance tests only
 };
 
 inline const char* site_name(Site s) {
@@ -45,6 +49,10 @@ inline const char* site_name(Site s) {
     case Site::kPartialRows: return "partial_rows";
     case Site::kLatencyHeader: return "latency_header";
     case Site::kLatencyRow: return "latency_row";
+    case Site::kSlotsFree: return "spare_slots_free";
+    case Site::kCloneWeights: return "clone_weights";
+    case Site::kCloneGradients: return "clone_gradients";
+    case Site::kCloneGradientsTaken: return "clone_gradients_taken";
     case Site::kBlockSync: return "block_sync";
     case Site::kGridMeeting: return "grid_meeting";
     case Site::kNotification: return "counts_to_host";

@@ -10,6 +10,7 @@
 #include "layout/counts.h"
 #include "layout/latency.h"
 #include "layout/message.h"
+#include "layout/spare_shape.h"
 
 namespace hep {
 
@@ -27,6 +28,7 @@ struct BufferShape {
   uint64_t latency_tokens = 0;      // of a rank, that the slabs of the latency path hold; 0 = no slabs
   // Clones that its ranks plan together; its experts are logical ones. Without spare slots: none.
   CloneShape clones{.spare_slots = 0};
+  SpareShape spares;  // registered slots for their weights and gradients; without spare slots: none
 
   // Chunks that keep a rail busy. A block waits for the oldest chunk of its peer, so what counts is all that a rank has
   // in flight: with one peer 64 of them, as with the three of four nodes 32 each. More peers have enough with 16.
@@ -46,10 +48,26 @@ struct BufferShape {
     need(max_topk >= 1 && max_topk <= 65535, "max_topk must lie in 1..65535");
     need(latency_tokens <= 0x7fffffff, "latency_tokens must be below 2^31");
     need(latency_tokens == 0 || num_nodes == 1, "latency_tokens needs ranks that all map each other: one node");
+    if (spares.spare_slots > 0) validate_spares();
     if (!plans_clones()) return;
     need(clones.num_ranks == int(num_nodes * num_local_ranks) && clones.num_nodes == int(num_nodes),
          "clones must be of the buffer's ranks and nodes");
     need(clones.num_experts % clones.num_ranks == 0, "clones: experts must be a multiple of the number of ranks");
+  }
+
+ private:
+  void validate_spares() const {
+    auto need = [](bool ok, const char* what) {
+      if (!ok) throw std::invalid_argument(std::string("BufferShape: spares: ") + what);
+    };
+    need(num_nodes == 1, "ranks must all map each other's memory: one node");
+    need(spares.num_owners >= 1, "num_owners must be at least 1");
+    need(spares.element_bytes == 2 || spares.element_bytes == 4, "element_bytes must be 2 or 4");
+    need(spares.num_matrices >= 1 && spares.num_matrices <= SpareShape::kMostMatrices,
+         "an expert must have 1 to 16 matrices");
+    for (uint32_t m = 0; m < spares.num_matrices; ++m)
+      need(spares.elements[m] > 0 && spares.elements[m] % (16 / spares.element_bytes) == 0,
+           "a matrix must be a positive multiple of 16 bytes");
   }
 };
 
@@ -70,8 +88,10 @@ struct BufferLayout {
   uint64_t token_stride;  // largest message or partial row that this shape admits
   uint64_t slot_bytes;    // one ring slot: a chunk of those
   uint64_t ready, done, counts_rail, counts_node, clones_rail, clones_node, rail_full, rail_free;  // flag arrays
+  uint64_t spare_free, spare_full, gradients_ready, gradients_taken;                               // likewise
   LatencySlabs slabs;
   uint64_t counts_at, clone_counts_at, landed, partials, latency, rail_send, rail_recv, recv, arena;  // data regions
+  uint64_t spare_weights, spare_gradients, gradient_bytes;
   uint64_t groups, recv_bytes, arena_bytes, total;
   std::vector<Region> regions;
 
@@ -101,8 +121,16 @@ struct BufferLayout {
     clones_node = add("clone_counts_node_flags", planned * num_ranks * kFlagStride);
     rail_full = add("rail_full_flags", ring * kFlagStride);
     rail_free = add("rail_free_flags", ring * kFlagStride);
+    const uint64_t spare = s.spares.spare_slots, sharing = spare ? num_local_ranks : 0;
+    spare_free = add("spare_free_flags", sharing * kFlagStride);
+    spare_full = add("spare_full_flags", spare * kFlagStride);
+    gradients_ready = add("gradients_ready_flags", sharing * kFlagStride);
+    gradients_taken = add("gradients_taken_flags", sharing * kFlagStride);
     counts_at = add("counts", 2 * num_ranks * counts.vector_bytes());  // two parities, see exchange.h
     clone_counts_at = add("clone_counts", planned * 2 * num_ranks * clone_counts.vector_bytes());
+    spare_weights = add("spare_weights", spare ? s.spares.weights_at(s.spares.num_matrices) : 0);
+    gradient_bytes = spare ? s.spares.gradients_at(s.spares.num_matrices) : 0;
+    spare_gradients = add("spare_gradients", gradient_bytes);
     groups = div_up(s.recv_rows, kGroupRows);
     landed = add("landed_counters", 8 * groups);
     partials = add("partial_flags", 2 * 8 * groups * num_local_ranks);

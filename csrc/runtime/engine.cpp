@@ -59,6 +59,7 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   latency_counts_ = at + 4 * kMostExchangeBlocks * columns;
   notification_ = executor_->allocate_notification(CountNotification::make(layout_.counts).bytes());
   make_clone_state();
+  make_spare_state();
   make_tables();
 }
 
@@ -80,6 +81,10 @@ void Engine::reset_traffic() {
 void Engine::start_counters_at(uint64_t base) {
   const RankProgress progress{base, base, 0, 0, 0, base, base};
   executor_->write(progress_, &progress, sizeof progress);
+  if (spare_state_) {
+    const SpareProgress spares{base, base, base, 0};
+    executor_->write(spare_state_.get(), &spares, sizeof spares);
+  }
   const std::vector<uint64_t> chunks(size_t(world_.num_nodes), base);
   executor_->write(rail_sent_, chunks.data(), 8 * chunks.size());
   executor_->write(rail_received_, chunks.data(), 8 * chunks.size());

@@ -59,6 +59,17 @@ struct BalanceCall {
   int num_blocks = 1;
 };
 
+// Weights of clones, or their gradients; see Engine::push_weights. In the kernels' memory, of R ranks with S spare
+// slots and M matrices an expert.
+struct SpareCall {
+  const int32_t* slot_expert = nullptr;  // [R, S] of the plan, -1: empty
+  const int64_t* columns = nullptr;      // [E] of each expert's owner in a map over physical slots
+  // [owners, M] addresses, of this rank's experts: weights, at multiples of 16, or fp32 sums, at multiples of 4.
+  const uint64_t* experts = nullptr;
+  int num_blocks = 1;
+  uint32_t chunk_bytes = 0;  // that a warp copies at a time, a multiple of 16; 0: what the machine has stages for
+};
+
 struct DispatchCall {
   const unsigned char *x = nullptr, *scales = nullptr;
   const float* weights = nullptr;  // [T, weight_stride] in plan order
@@ -139,6 +150,17 @@ class Engine {
   // logical experts, and writes this rank's routing over physical slots, which place() takes, in one launch that the
   // host does not wait for. Ranks whose owners differ end with a deadline.
   void balance(const RoutingInput& in, const BalanceCall& call);
+  // Collective, where the shape has spares; all ranks in the same order, a wait for every push. Weights go to the slots
+  // that the plan names; slots of this rank may be written as soon as it has launched the push. Then a wait for the
+  // weights in them. Gradients, which lie in this rank's registered memory, are added to their owners' sums, in the
+  // order of the plan; behind it they may be written again.
+  void push_weights(const SpareCall& call);
+  void await_weights(const SpareCall& call);  // experts are not looked at
+  void collect_gradients(const SpareCall& call);
+  const SpareShape& spares() const { return shape_.spares; }
+  // The registered slots, weights or gradients; they outlive the engine where the caller keeps them.
+  std::shared_ptr<unsigned char> spare_memory(bool gradients) const;
+  uint64_t spare_bytes(bool gradients) const;
   uint64_t num_launches() const { return executor_->num_launches(); }
   // Collective. Fills the plan's metadata when it is fresh.
   void dispatch(Plan& plan, const DispatchCall& call);
@@ -169,6 +191,8 @@ class Engine {
   PlacedCounts read_notification() const;
   void make_tables();
   void make_clone_state();
+  void make_spare_state();
+  SpareParams spare_params(const SpareCall& call) const;
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
   void bind(Params& p, uint32_t chunk, uint32_t blocks) const;
@@ -207,6 +231,7 @@ class Engine {
   uint64_t* misfits_;                  // of an exchange's blocks
   uint32_t* block_counts_;             // likewise
   std::shared_ptr<void> clone_state_;  // of the kernel that plans clones, in its memory: counts of blocks, a log
+  std::shared_ptr<void> spare_state_;  // of the kernels of spare slots, likewise: progress, counters
   ChunksTaken taken_;
   uint64_t *rail_sent_, *rail_received_;  // chunks over the life of the buffer, [N]
   uint64_t* consumed_;                    // [N][rail_slots]

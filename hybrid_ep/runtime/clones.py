@@ -125,7 +125,7 @@ def plan(
     num_ranks, spare = session.topology.num_ranks, options.clones.spare_slots
     per_rank = options.num_local_experts - spare
     num_experts, slots = per_rank * num_ranks, (num_ranks, spare)
-    columns, digest = _columns(session, owners, per_rank, spare)
+    where, digest = columns(session, owners, per_rank, spare)
     num_choices, out_columns = 0, None
     if topk_idx is not None:
         idx = validation.tensor("topk_idx", topk_idx, 2, "integers [num_tokens, topk]")
@@ -143,7 +143,7 @@ def plan(
         given if topk_idx is None else None,
         given.shape[0],
         num_choices,
-        columns,
+        where,
         digest,
         out,
         out_columns,
@@ -187,24 +187,24 @@ def _checked_plan(plan: Any, slots: tuple[int, int], num_experts: int, device: t
     return plan
 
 
-def _columns(session: Session, owners: ExpertOwners | None, per_rank: int, spare: int) -> Columns:
+def columns(session: Session, owners: ExpertOwners | None, per_rank: int, spare: int) -> Columns:
     """The same tensor for the same owners: a CUDA graph may hold its address, and calls of a session are in order with
     the copy that made it, whatever their streams."""
     num_ranks = session.topology.num_ranks
     if owners is None:
-        columns = _identity(num_ranks, per_rank, spare)
+        on_host = _identity(num_ranks, per_rank, spare)
     elif (owners.num_ranks, owners.per_rank) == (num_ranks, per_rank):
-        columns = owners.host_columns(spare)
+        on_host = owners.host_columns(spare)
     else:
         raise ValueError(
             f"owners are of {owners.num_ranks} ranks with {owners.per_rank} experts each, this buffer has {num_ranks} "
             f"with {per_rank} beside their spare slots; give owners of that"
         )
-    key = columns.tobytes()
+    key = on_host.tobytes()
     if key not in session.clone_columns:
         if len(session.clone_columns) >= _MOST_OWNERS and not session.captured:
             session.clone_columns.clear()
-        on_device = torch.from_numpy(columns).to(session.options.device)
+        on_device = torch.from_numpy(on_host).to(session.options.device)
         session.clone_columns[key] = Columns(on_device, zlib.crc32(key))
     return session.clone_columns[key]
 

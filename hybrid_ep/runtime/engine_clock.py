@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-_LAUNCHES = ("place", "dispatch", "combine", "latency_route", "latency_dispatch", "latency_combine", "plan_clones")
+_LAUNCHES = (
+    "place",
+    "dispatch",
+    "combine",
+    "latency_route",
+    "latency_dispatch",
+    "latency_combine",
+    "plan_clones",
+    "push_weights",
+    "await_weights",
+    "collect_gradients",
+)
 
 
 class EngineClock:

@@ -14,6 +14,7 @@ from hybrid_ep.config import DEFAULT_CHUNK_TOKENS, HybridEpConfigInstance
 from hybrid_ep.hardware import block_split
 from hybrid_ep.runtime import clones as clone_plans
 from hybrid_ep.runtime import device_arena, devices, nvshmem, sm_plan, topology, validation
+from hybrid_ep.runtime import spares as spare_slots
 from hybrid_ep.runtime.bootstrap import Rendezvous, agree
 
 OVERFLOW_POLICIES = ("raise", "drop")
@@ -48,6 +49,7 @@ class Options:
     arena_mib: int | None = None  # None: by shape
     latency_tokens: int = 0  # of a rank, on the latency path; 0: there is none
     clones: clone_plans.PlannerOptions | None = None  # None: plan_clones plans none
+    spares: spare_slots.SpareLayout | None = None  # registered slots; None: none
     num_blocks_exchange: int | None = None  # None: by the tokens of a call
     local_work_apart: bool = False  # a dispatch has blocks for local work alone, without being told; choose_blocks
     reach: devices.Reach | None = None  # on GPUs with ranks of their own: found in agree()
@@ -72,6 +74,7 @@ class Options:
                     "arena_mib": self.arena_mib,
                     "latency_tokens": self.latency_tokens,
                     "clones": self.clones and repr(self.clones),
+                    "spares": self.spares and repr(self.spares),
                     "tuning": self.tuning and self.tuning.identity,
                 },
                 "host": socket.gethostname(),
@@ -190,6 +193,14 @@ class Options:
             "partial_row_bytes": row_bytes,
             "chunk_tokens": max(self.chunks.values()),
             "arena_bytes": 0,
+        }
+
+    def fixed_shape(self, where: topology.Topology) -> dict[str, Any]:
+        """What of the memory's layout never grows."""
+        return {
+            "latency_tokens": self.latency_tokens,
+            "clones": clone_plans.core_shape(self.clones, self.num_local_experts, where),
+            "spares": None if self.spares is None else self.spares.core_shape(),
         }
 
     def arena_bytes(self, shape: dict[str, int]) -> int:

@@ -273,8 +273,7 @@ class Session:
         shape = _core.BufferShape(
             num_nodes=self.topology.num_nodes,
             num_local_ranks=self.topology.num_local_ranks,
-            latency_tokens=self.options.latency_tokens,
-            clones=clones.core_shape(self.options.clones, self.options.num_local_experts, self.topology),
+            **self.options.fixed_shape(self.topology),
             **wanted,
         )
         if self.engine is not None:

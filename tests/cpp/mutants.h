@@ -118,5 +118,6 @@ inline constexpr Bug kLatencyBugs[] = {
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
 // kFoldUnmet, kDraftsUnmet, kShareNotLocalFirst, kFlowNotTakenBack: test_plan_clones.cpp.
 // kCloneCountsToldEarly, kCloneCountsOneStepOld, kCloneShareOfAnother: test_balance.cpp.
+// kSlotNotAwaitedFree to kCloneGradientsNotTaken: test_spares.cpp.
 
 }  // namespace hep::test

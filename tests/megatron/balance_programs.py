@@ -281,7 +281,7 @@ def mutants(ep, grouped):
     groups = initialize(ep)
     megatron_patches.apply()
     off, _ = train(groups, ep)
-    megatron_patches.apply(balance="exact", spare_slots=2, grouped_gemm=grouped)
+    megatron_patches.apply(balance="exact", spare_slots=2, grouped_gemm=grouped, balance_push="torch")
     push, refill, clones = balance_push._Push, balance_push._Refill, balance_push.CloneExperts
     collect, weights = clones.collect_gradients, balance_experts.ExpertWeights
     part = weights.part
@@ -372,7 +372,7 @@ def refusals(ep):
     make_dispatcher("ours", groups, ep, after={"moe_grouped_gemm": True, "gradient_accumulation_fusion": True})
     with pytest.raises(ValueError, match="delay-wgrad"):
         make_dispatcher("ours", groups, ep, after={"delay_wgrad_compute": True})
-    for bad in ({"balance": "magic"}, {"spare_slots": 0}, {"balance_epsilon": 2.0}):
+    for bad in ({"balance": "magic"}, {"spare_slots": 0}, {"balance_epsilon": 2.0}, {"balance_push": "mail"}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             megatron_patches.apply(**bad)
     megatron_patches.revert()
@@ -382,7 +382,7 @@ def refusals(ep):
 def silent_peer(ep):
     """A rank that never pushes its weights: the others end with a DeadlineError that names the wait."""
     groups = initialize(ep)
-    megatron_patches.apply(balance="exact", timeout_s=2.0)
+    megatron_patches.apply(balance="exact", timeout_s=2.0, balance_push="torch")
     layers = Layers(groups, ep)
     dispatcher, _ = layers.pairs[0]
     manager = dispatcher._comm_manager
@@ -401,7 +401,16 @@ def silent_peer(ep):
 def killed_in_a_push(ep):
     """The last rank dispatches its tokens, then dies before its weights are out; the others wait for them."""
     groups = initialize(ep)
-    megatron_patches.apply(balance="exact", spare_slots=1, timeout_s=4.0)
+    megatron_patches.apply(balance="exact", spare_slots=1, timeout_s=4.0, balance_push="torch")
+    if groups.ep.rank() == ep - 1:
+        balance_push.Transfer.start = lambda self: self
+        balance_push.Transfer.wait = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_clones_of_the_last_rank(groups, ep)
+    raise AssertionError("nobody noticed")
+
+
+def wait_for_clones_of_the_last_rank(groups, ep):
+    """A forward in which every other rank holds a clone of the last rank's last expert."""
     layers = Layers(groups, ep)
     for dispatcher, _ in layers.pairs:
         options = dispatcher._comm_manager.planner.options
@@ -410,10 +419,6 @@ def killed_in_a_push(ep):
         dispatcher._comm_manager.plan_with = lambda counts, s=slots, t=tokens, o=options: MicrobatchPlan(
             s, t, np.ascontiguousarray(counts), np.repeat(np.arange(ep, dtype=np.int32), EXPERTS // ep), o
         )
-    if groups.ep.rank() == ep - 1:
-        balance_push.Transfer.start = lambda self: self
-        balance_push.Transfer.wait = lambda self: os.kill(os.getpid(), signal.SIGKILL)
     hidden, maps, probs = batch(3, groups.ep.rank())
     maps[:, 0, 0] = maps[:, 0, -1] = True  # the clones have a token
     layers.forward(hidden.requires_grad_(), maps, probs)
-    raise AssertionError("nobody noticed")

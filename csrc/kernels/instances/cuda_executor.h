@@ -137,6 +137,9 @@ class CudaExecutor final : public Executor {
     if constexpr (kHasLatencyPath<Net>) {
       load(latency_dispatch_entry<Net>);
       load(latency_combine_entry<Net>);
+      load(push_weights_entry<Net>);
+      load(await_weights_entry<Net>);
+      load(collect_gradients_entry<Net>);
     }
   }
 
@@ -254,6 +257,36 @@ class CudaExecutor final : public Executor {
       launch<LatencyCombineParams>(latency_combine_entry<Net>, p, s, s.num_blocks, kLatencyThreads, 0);
     else
       no_latency_path();
+  }
+  void require_shared_memory(const SpareParams& params) const override {
+    SpareParams p = params;
+    if (const uint64_t shared = plan_push<CudaArch>(p); shared > uint64_t(budget_))
+      throw std::invalid_argument("spare_slots: " + std::to_string(p.spare_slots) + " on each of " +
+                                  std::to_string(p.world.num_ranks()) + " ranks need " + std::to_string(shared) +
+                                  " bytes of shared memory and a block has " + std::to_string(budget_) + "; use fewer");
+  }
+  void push_weights(const SpareParams& params, const LaunchSettings& s) override {
+    SpareParams p = params;
+    const uint64_t shared = plan_push<CudaArch>(p);
+    if constexpr (kHasLatencyPath<Net>)
+      launch<SpareParams>(push_weights_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
+    else
+      no_spares();
+  }
+  void await_weights(const SpareParams& params, const LaunchSettings& s) override {
+    SpareParams p = params;
+    if constexpr (kHasLatencyPath<Net>)
+      launch<SpareParams>(await_weights_entry<Net>, p, s, 1, CudaArch::kLanes, 0);
+    else
+      no_spares();
+  }
+  void collect_gradients(const SpareParams& params, const LaunchSettings& s) override {
+    SpareParams p = params;
+    const uint64_t shared = clone_table_bytes(p);
+    if constexpr (kHasLatencyPath<Net>)
+      launch<SpareParams>(collect_gradients_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
+    else
+      no_spares();
   }
 
  private:

@@ -7,6 +7,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
 #include "kernels/latency_combine.h"
+#include "kernels/spares.h"
 
 namespace hep {
 
@@ -65,6 +66,28 @@ __global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
     latency_combine_entry(const __grid_constant__ LatencyCombineParams p, Net, CudaControl* control) {
   CudaArch a(control);
   latency_combine_kernel(a, p, dynamic_shared());
+}
+
+// Likewise in memory that ranks map.
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kSpareWarps<CudaArch>>, 1)
+    push_weights_entry(const __grid_constant__ SpareParams p, Net, CudaControl* control) {
+  CudaArch a(control);
+  push_weights_kernel(a, p, dynamic_shared());
+}
+
+template <class Net>
+__global__ void __launch_bounds__(CudaArch::kLanes, 1)
+    await_weights_entry(const __grid_constant__ SpareParams p, Net, CudaControl* control) {
+  CudaArch a(control);
+  await_weights_kernel(a, p);
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kSpareWarps<CudaArch>>, 1)
+    collect_gradients_entry(const __grid_constant__ SpareParams p, Net, CudaControl* control) {
+  CudaArch a(control);
+  collect_gradients_kernel(a, p, dynamic_shared());
 }
 
 }  // namespace hep

@@ -11,6 +11,7 @@
 
 #include "roles/balance_params.h"
 #include "roles/latency_params.h"
+#include "roles/spare_params.h"
 
 namespace hep {
 
@@ -37,7 +38,7 @@ struct TableView {
 
 // Every virtual function is inline: the CUDA library, loaded at run time, has a vtable of its own. Whoever changes the
 // table counts it here, so that a library of another build is refused.
-inline constexpr uint64_t kExecutorVersion = 9;
+inline constexpr uint64_t kExecutorVersion = 10;
 
 // All that parameters point at lies in the kernels' memory.
 class Executor {
@@ -56,6 +57,10 @@ class Executor {
 
   virtual void balance(const BalanceParams&, const LaunchSettings&) { no_balance(); }
 
+  virtual void push_weights(const SpareParams&, const LaunchSettings&) { no_spares(); }
+  virtual void await_weights(const SpareParams&, const LaunchSettings&) { no_spares(); }
+  virtual void collect_gradients(const SpareParams&, const LaunchSettings&) { no_spares(); }
+
   // What this machine can launch, asked before anything of an operation is launched: a refusal leaves the ranks in step
   // and the buffer usable. All blocks of a launch are resident together, since they wait for one another.
   virtual int most_blocks() const { return std::numeric_limits<int>::max(); }
@@ -65,6 +70,7 @@ class Executor {
   virtual void require_shared_memory(const CombineParams&) const {}
   virtual void require_shared_memory(const LatencyDispatchParams&, int /*num_blocks*/) const {}
   virtual void require_shared_memory(const BalanceParams&) const {}
+  virtual void require_shared_memory(const SpareParams&) const {}
 
   // Memory of the machine that the kernels run on. Segments and the caller's tensors lie there, and so does what
   // kernels keep between launches (allocate: zeroed). write and read are ordered with the launches.
@@ -97,6 +103,9 @@ class Executor {
  protected:
   [[noreturn]] static void no_latency_path() {
     throw std::invalid_argument("latency_tokens: this executor has no latency path; give 0");
+  }
+  [[noreturn]] static void no_spares() {
+    throw std::invalid_argument("spares: this executor has no kernels for spare slots; use another");
   }
   [[noreturn]] static void no_balance() { throw std::invalid_argument("clones: this executor plans none"); }
   uint64_t launches_ = 0;

@@ -10,6 +10,7 @@
 #include "kernels/exchange.h"
 #include "kernels/instances/executor.h"
 #include "kernels/latency_combine.h"
+#include "kernels/spares.h"
 
 namespace hep {
 
@@ -57,6 +58,19 @@ class HostExecutor final : public Executor {
     const uint64_t smem_bytes = plan_balance<A>(p, kSmemBudget + CloneLayout::make(p.shape, 1, 1).bytes, s.num_blocks);
     launch(s, s.num_blocks, kBalanceWarps<A>, smem_bytes,
            [&](A& a, std::byte* smem) { balance_kernel<A, Net>(a, net_, p, smem); });
+  }
+  void push_weights(const SpareParams& params, const LaunchSettings& s) override {
+    SpareParams p = params;
+    const uint64_t smem_bytes = plan_push<A>(p);
+    launch(s, s.num_blocks, kSpareWarps<A>, smem_bytes,
+           [&](A& a, std::byte* smem) { push_weights_kernel(a, p, smem); });
+  }
+  void await_weights(const SpareParams& p, const LaunchSettings& s) override {
+    launch(s, 1, 1, 0, [&](A& a, std::byte*) { await_weights_kernel(a, p); });
+  }
+  void collect_gradients(const SpareParams& p, const LaunchSettings& s) override {
+    launch(s, s.num_blocks, kSpareWarps<A>, clone_table_bytes(p),
+           [&](A& a, std::byte* smem) { collect_gradients_kernel(a, p, smem); });
   }
 
  private:

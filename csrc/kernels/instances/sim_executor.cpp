@@ -5,6 +5,7 @@
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
+#include "kernels/spares.h"
 #include "layout/count_notification.h"
 #include "transport/sim/sim_transport.h"
 
@@ -69,6 +70,47 @@ void SimExecutor::balance(const BalanceParams& params, const LaunchSettings& s) 
   launch(
       "balance", s.num_blocks, kBalanceWarps<SimArch>, smem_bytes, {},
       [&](SimArch& a, SimTransport& net, std::byte* smem) { balance_kernel<SimArch, SimTransport>(a, net, p, smem); });
+  m_.memory().drop_rank(rank_);
+}
+
+// The plan, where experts live, and each expert's matrices, of so many bytes an element.
+void SimExecutor::add_spares(const SpareParams& p, uint64_t element_bytes, Use use) {
+  add("slot_expert", p.slot_expert, 4 * uint64_t(p.num_slots()), Use::kInput, false);
+  add("columns", p.columns, 8 * uint64_t(p.world.num_ranks()) * p.num_owners, Use::kInput, false);
+  if (!p.experts) return;
+  const uint64_t matrices = uint64_t(p.num_owners) * p.num_matrices;
+  add("experts", p.experts, 8 * matrices, Use::kInput, false);
+  for (uint64_t i = 0; i < matrices; ++i) {
+    const auto* at = reinterpret_cast<const unsigned char*>(p.experts[i]);
+    const uint64_t bytes = p.matrices[i % p.num_matrices].elements * element_bytes;
+    add("expert", at, bytes, use, true);
+    if (sim::Region* const sums = m_.memory().find(at, bytes); sums && use == Use::kMetadata)
+      m_.memory().fill(*sums, 0, bytes);
+  }
+}
+
+void SimExecutor::push_weights(const SpareParams& params, const LaunchSettings& s) {
+  SpareParams p = params;
+  const uint64_t smem_bytes = plan_push<SimArch>(p);
+  add_spares(p, p.matrices[0].bytes / p.matrices[0].elements, Use::kInput);
+  launch("push_weights", s.num_blocks, kSpareWarps<SimArch>, smem_bytes, {},
+         [&](SimArch& a, SimTransport&, std::byte* smem) { push_weights_kernel(a, p, smem); });
+  m_.memory().drop_rank(rank_);
+}
+
+void SimExecutor::await_weights(const SpareParams& params, const LaunchSettings&) {
+  SpareParams p = params;
+  p.experts = nullptr;
+  add_spares(p, 0, Use::kInput);
+  launch("await_weights", 1, 1, 0, {}, [&](SimArch& a, SimTransport&, std::byte*) { await_weights_kernel(a, p); });
+  m_.memory().drop_rank(rank_);
+}
+
+// Sums are there before, and are written once for each clone of their expert.
+void SimExecutor::collect_gradients(const SpareParams& p, const LaunchSettings& s) {
+  add_spares(p, 4, Use::kMetadata);
+  launch("collect_gradients", s.num_blocks, kSpareWarps<SimArch>, clone_table_bytes(p), {},
+         [&](SimArch& a, SimTransport&, std::byte* smem) { collect_gradients_kernel(a, p, smem); });
   m_.memory().drop_rank(rank_);
 }
 

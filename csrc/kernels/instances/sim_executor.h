@@ -12,6 +12,9 @@ class SimExecutor final : public Executor {
       : m_(machine), rank_(rank), smem_budget_(smem_budget) {}
 
   void balance(const BalanceParams& p, const LaunchSettings& s) override;
+  void push_weights(const SpareParams& p, const LaunchSettings& s) override;
+  void await_weights(const SpareParams& p, const LaunchSettings& s) override;
+  void collect_gradients(const SpareParams& p, const LaunchSettings& s) override;
   void exchange(const ExchangeParams& p, const LaunchSettings& s) override;
   void dispatch(DispatchParams& p, const LaunchSettings& s) override;
   void combine(CombineParams& p, const LaunchSettings& s) override;
@@ -23,6 +26,7 @@ class SimExecutor final : public Executor {
  private:
   template <class Body>
   void launch(const char* kernel, int blocks, int warps, uint64_t smem, const MessageLayout& message, Body body);
+  void add_spares(const SpareParams& p, uint64_t element_bytes, sim::Region::Use use);
   void add(const char* name, const void* p, uint64_t bytes, sim::Region::Use use, bool payload);
   void end_operation();
 

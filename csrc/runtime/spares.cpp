@@ -1,0 +1,78 @@
+// Spare slots: what the kernels that fill them, and bring gradients home, are told.
+#include <string>
+
+#include "runtime/engine_call.h"
+
+namespace hep {
+
+void Engine::make_spare_state() {
+  if (!shape_.spares.spare_slots) return;
+  const uint64_t slots = uint64_t(world_.num_ranks()) * shape_.spares.spare_slots;
+  spare_state_ = executor_->allocate(align_up(sizeof(SpareProgress), 64) + 8 * slots);
+}
+
+SpareParams Engine::spare_params(const SpareCall& c) const {
+  const SpareShape& s = shape_.spares;
+  if (!s.spare_slots)
+    throw std::invalid_argument("spares: this buffer was made without spare slots for weights; give spare_slots");
+  require_blocks("num_blocks", c.num_blocks);
+  if (c.chunk_bytes % 16)
+    throw std::invalid_argument("chunk_bytes: is " + std::to_string(c.chunk_bytes) + "; give a multiple of 16");
+  SpareParams p{};
+  p.world = world_;
+  auto* const state = static_cast<unsigned char*>(spare_state_.get());
+  p.progress = reinterpret_cast<SpareProgress*>(state);
+  p.stored = reinterpret_cast<uint64_t*>(state + align_up(sizeof(SpareProgress), 64));
+  p.spare_slots = s.spare_slots;
+  p.num_owners = s.num_owners;
+  p.num_matrices = s.num_matrices;
+  for (uint32_t m = 0; m < s.num_matrices; ++m)
+    p.matrices[m] = {s.elements[m] * s.element_bytes, s.weights_at(m), s.elements[m], s.gradients_at(m)};
+  p.chunk_bytes = c.chunk_bytes;
+  p.slot_expert = c.slot_expert;
+  p.columns = c.columns;
+  p.experts = c.experts;
+  p.recv = view_.recv;
+  const auto region = [this](uint64_t at) { return int64_t(at) - int64_t(layout_.recv); };
+  p.weights = region(layout_.spare_weights);
+  p.gradients = region(layout_.spare_gradients);
+  p.free = region(layout_.spare_free);
+  p.full = region(layout_.spare_full);
+  p.ready = region(layout_.gradients_ready);
+  p.taken = region(layout_.gradients_taken);
+  return p;
+}
+
+std::shared_ptr<unsigned char> Engine::spare_memory(bool gradients) const {
+  return {segments_[size_t(world_.rank)], own() + (gradients ? layout_.spare_gradients : layout_.spare_weights)};
+}
+
+uint64_t Engine::spare_bytes(bool gradients) const {
+  const SpareShape& s = shape_.spares;
+  return gradients ? s.gradients_at(s.num_matrices) : s.weights_at(s.num_matrices);
+}
+
+void Engine::push_weights(const SpareCall& c) {
+  const SpareParams p = spare_params(c);
+  Call call(*this);
+  executor_->require_shared_memory(p);
+  LaunchSettings settings = settings_;
+  settings.num_blocks = c.num_blocks;
+  call.run([&] { executor_->push_weights(p, settings); });
+}
+
+void Engine::await_weights(const SpareCall& c) {
+  const SpareParams p = spare_params(c);
+  Call call(*this);
+  call.run([&] { executor_->await_weights(p, settings_); });
+}
+
+void Engine::collect_gradients(const SpareCall& c) {
+  const SpareParams p = spare_params(c);
+  Call call(*this);
+  LaunchSettings settings = settings_;
+  settings.num_blocks = c.num_blocks;
+  call.run([&] { executor_->collect_gradients(p, settings); });
+}
+
+}  // namespace hep

@@ -1,0 +1,164 @@
+"""What spare slots ask of the core: their layout, tensors over registered memory, addresses of experts' matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid_ep import _core
+from hybrid_ep.runtime import validation
+from hybrid_ep.runtime.clones import ClonePlan
+from hybrid_ep.runtime.tensors import require_memory
+
+if TYPE_CHECKING:
+    from hybrid_ep.runtime.session import Session
+
+MOST_MATRICES = 16  # of an expert; SpareShape::kMostMatrices
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGNMENT = 16
+_MOST_TABLES = 4096  # of addresses, that a session keeps
+
+
+@dataclass(frozen=True)
+class SpareLayout:
+    """Of a rank's slots. shapes: of the matrices of one expert."""
+
+    spare_slots: int
+    num_owners: int
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
+
+    def core_shape(self) -> _core.SpareShape:
+        """What the core lays memory out for."""
+        return _core.SpareShape(
+            spare_slots=self.spare_slots,
+            num_owners=self.num_owners,
+            element_bytes=self.dtype.itemsize,
+            elements=self.sizes,
+        )
+
+
+def why_not(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> str | None:
+    """Why matrices of these shapes cannot be pushed, in words; None: they can."""
+    if dtype not in DTYPES:
+        return f"dtype is {dtype}; give one of {', '.join(str(d) for d in DTYPES)}"
+    if not 1 <= len(shapes) <= MOST_MATRICES:
+        return f"shapes has {len(shapes)} matrices of an expert; give 1 to {MOST_MATRICES}"
+    for shape in shapes:
+        if math.prod(shape) == 0 or math.prod(shape) * dtype.itemsize % _ALIGNMENT:
+            return (
+                f"shapes has {tuple(shape)}, {math.prod(shape) * dtype.itemsize} bytes of {dtype}; give matrices of a "
+                f"positive multiple of {_ALIGNMENT} bytes"
+            )
+    return None
+
+
+def layout(spare_slots: Any, num_owners: Any, shapes: Any, dtype: Any) -> SpareLayout:
+    """The constructor's arguments, checked. ValueError that names one."""
+    spare_slots = validation.integer("spare_slots", spare_slots, 1)
+    num_owners = validation.integer("num_owners", num_owners, 1)
+    try:
+        known = tuple(tuple(int(n) for n in shape) for shape in shapes)
+    except TypeError as error:
+        raise ValueError(f"shapes={shapes!r} must be the shapes of the matrices of one expert") from error
+    if (why := why_not(known, dtype)) is not None:
+        raise ValueError(why)
+    return SpareLayout(spare_slots, num_owners, dtype, known)
+
+
+class _OnDevice:
+    """Memory of a GPU as torch.as_tensor takes it, which keeps this object."""
+
+    def __init__(self, block: _core.ArenaBlock) -> None:
+        self.block = block
+        self.__cuda_array_interface__ = {
+            "shape": (block.num_bytes,),
+            "typestr": "|u1",
+            "data": (block.address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def _bytes(engine: Any, gradients: bool, device: torch.device) -> torch.Tensor:
+    """uint8: a region of this rank's registered memory, which lives as long as the tensor."""
+    block = engine.spare_memory(gradients)
+    if device.type == "cpu":
+        return torch.frombuffer(block, dtype=torch.uint8)
+    return torch.as_tensor(_OnDevice(block), device=device)
+
+
+def stacks(engine: Any, slots: SpareLayout, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(weights [S, *shape] a matrix, gradients fp32 likewise), in registered memory, zeros."""
+    core, found = slots.core_shape(), []
+    for gradients, begin, dtype in ((False, core.weights_at, slots.dtype), (True, core.gradients_at, torch.float32)):
+        region, parts = _bytes(engine, gradients, device), []
+        for n, shape in enumerate(slots.shapes):
+            size = slots.spare_slots * math.prod(shape) * dtype.itemsize
+            part = region[begin(n) : begin(n) + size].view(dtype)
+            parts.append(part.zero_().view(slots.spare_slots, *shape))
+        found.append(parts)
+    return found[0], found[1]
+
+
+def slot_expert(plan: Any, slots: SpareLayout, num_ranks: int, device: torch.device) -> torch.Tensor:
+    """int32 [R, S] of a plan or of the tensor itself. ValueError, with the values looked at only where the host may."""
+    given = plan.slot_expert if isinstance(plan, ClonePlan) else plan
+    x = validation.tensor(
+        "plan", given, 2, "the ClonePlan of plan_clones, or its slot_expert int32 [ranks, spare slots]"
+    )
+    shape = (num_ranks, slots.spare_slots)
+    if tuple(x.shape) != shape or x.dtype != torch.int32 or not x.is_contiguous():
+        raise ValueError(
+            f"plan is {validation.describe(x)}; give a contiguous int32 {list(shape)}, -1 for an empty slot"
+        )
+    experts = num_ranks * slots.num_owners
+    if device.type == "cpu" and (int(x.min()) < -1 or int(x.max()) >= experts):
+        raise ValueError(f"plan names experts {int(x.min())} to {int(x.max())}; give -1 to {experts - 1}")
+    return x
+
+
+def addresses(
+    session: Session,
+    tables: dict[tuple[int, ...], torch.Tensor],
+    name: str,
+    given: Any,
+    slots: SpareLayout,
+    dtype: torch.dtype,
+    alignment: int,
+) -> torch.Tensor:
+    """int64 [owners, matrices] on the device: of experts' matrices, made once for the same tensors. ValueError."""
+    device = session.options.device
+    if len(given) != slots.num_owners or any(len(one) != len(slots.shapes) for one in given):
+        raise ValueError(
+            f"{name} has {[len(one) for one in given]} matrices of {len(given)} experts; give {len(slots.shapes)} of "
+            f"each of the {slots.num_owners} experts of this rank, in the order of their slots"
+        )
+    key = []
+    for expert, one in enumerate(given):
+        for n, (x, shape) in enumerate(zip(one, slots.shapes, strict=True)):
+            which = f"{name}[{expert}][{n}]"
+            if not isinstance(x, torch.Tensor) or x.dtype != dtype or tuple(x.shape) != shape or x.device != device:
+                raise ValueError(f"{which} is {validation.describe(x)}; give {dtype} {list(shape)} on {device}")
+            address = require_memory(which, x)
+            if not x.is_contiguous() or address % alignment:
+                raise ValueError(
+                    f"{which} is not contiguous from an address that is a multiple of {alignment} bytes; "
+                    "give it as .clone(memory_format=torch.contiguous_format)"
+                )
+            key.append(address)
+    known = tables.get(tuple(key))
+    if known is None:
+        if len(tables) >= _MOST_TABLES and not session.captured:
+            tables.clear()
+        known = torch.tensor(key, dtype=torch.int64, device=device).view(slots.num_owners, -1)
+        tables[tuple(key)] = known
+    return known

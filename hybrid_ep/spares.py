@@ -1,0 +1,188 @@
+"""Spare slots: weights of clones pushed by the ranks' own kernels, and their gradients brought home in fp32.
+
+A plan of clones (`buffer.plan_clones`, or a host's) says whose expert goes to which slot. Owners store the weights into
+the holders' registered memory, chunk by chunk, on a stream of their own, beside what the caller's stream has meanwhile;
+no host reads the plan, and nothing is allocated::
+
+    slots = SpareSlots(group, spare_slots=1, num_owners=2, shapes=[(4096, 2048), (2048, 4096)], dtype=torch.bfloat16)
+    routed = buffer.plan_clones(topk_idx=topk_idx)
+    slots.push(routed.plan, weights)       # [owners][matrices]
+    ...                                    # the dispatch
+    slots.wait()                           # from here on slots.weights hold the clones of this micro-batch
+    ...                                    # experts and clones, forward and backward
+    slots.gradients[n].copy_(...)          # of each stack of matrices
+    slots.collect(routed.plan, sums)       # [owners][matrices], fp32: clones' gradients are added to them
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid_ep import memory
+from hybrid_ep.errors import BufferFailedError
+from hybrid_ep.runtime import clones, options, spares, validation
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
+from hybrid_ep.runtime.session import Session
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from hybrid_ep.runtime.clones import ClonePlan, ExpertOwners
+    from hybrid_ep.runtime.signatures import GroupLike
+
+__all__ = ["SpareSlots"]
+
+_BLOCKS = 8  # of a launch on a GPU of its own: a few SMs beside a dispatch's fill the links
+
+
+class SpareSlots:
+    """Registered spare slots of one rank, for all layers whose experts are alike. Collective: every rank constructs it
+    and calls push, wait and collect in the same order.
+
+    * `group`: ranks that all map each other's memory (a host, an NVLink domain).
+    * `spare_slots`, `num_owners`: slots for clones, and experts that live here, of every rank.
+    * `shapes`, `dtype`: of the matrices of one expert (bf16, fp16 or fp32; each a multiple of 16 bytes).
+    * `timeout_s`, `executor`: as for HybridEPBuffer. `num_blocks`: of a launch (default: 8 on GPUs with ranks of their
+      own, else 1).
+
+    weights: a tensor [spare_slots, *shape] of dtype for each matrix; gradients: the same in fp32. Both are zeros at
+    first, and registered memory for the life of the object.
+
+    A push overwrites the slots of ranks whose own push has begun: whatever reads them must be on the caller's stream
+    before that rank's next push. Raises ValueError when an argument is wrong or differs between ranks, BootstrapError
+    when ranks are missing, DeadlineError, which names the rank, when one stops; after it the object is unusable."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | GroupLike,
+        *,
+        spare_slots: int,
+        num_owners: int,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        num_blocks: int | None = None,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        timeout_s: float | None = None,
+        executor: str | None = None,
+    ) -> None:
+        self._session: Session | None = None
+        view = GroupView.of(group)
+        try:
+            self._layout = spares.layout(spare_slots, num_owners, shapes, dtype)
+            o = options.parse(
+                hidden_dim=8,
+                max_num_of_tokens_per_rank=0,
+                num_local_experts=1,  # spares say how many there are
+                use_fp8=False,
+                num_sms_dispatch_api=None,
+                num_sms_combine_api=None,
+                num_blocks_permute=None,
+                num_blocks_unpermute=None,
+                ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
+                capacity_factor=None,
+                overflow="raise",
+                timeout_s=timeout_s,
+                executor=executor,
+                tuning_file="",
+                arena_mib=0,
+            )
+            o.spares = self._layout
+            if num_blocks is not None:
+                validation.integer("num_blocks", num_blocks, 1)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # the first error is what the caller must hear of
+                Rendezvous(view, 0.0).refuse(options.TOPIC, error)
+            raise
+        meet = Rendezvous(view, o.timeout_s)
+        topology = o.agree(meet)
+        if topology.num_nodes > 1:
+            raise ValueError(
+                f"group spans {topology.num_nodes} nodes, and spare slots are filled by stores into memory that ranks "
+                "map: give a group of one node, or push by torch.distributed"
+            )
+        alone = o.device.type == "cuda" and not view.virtual
+        self._num_blocks = num_blocks or (_BLOCKS if alone else 1)
+        self._session = Session(meet, topology, o)
+        self._session.engine.require_blocks("num_blocks", self._num_blocks)
+        self._num_ranks = view.size
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+        self._stream = torch.cuda.Stream(o.device) if alone else None
+        self._pushed: tuple[torch.Tensor, torch.Tensor] | None = None
+        weights, gradients = spares.stacks(self._session.engine, self._layout, o.device)
+        self.weights, self.gradients = tuple(weights), tuple(gradients)
+        if o.device.type == "cuda":
+            torch.cuda.current_stream(o.device).synchronize()  # zeros, before another rank's weights
+        meet.exchange("spare slots are zeros", None)
+
+    def push(
+        self,
+        plan: ClonePlan | torch.Tensor,
+        weights: Sequence[Sequence[torch.Tensor]],
+        owners: ExpertOwners | None = None,
+    ) -> None:
+        """Starts to store weights of this rank's experts into the slots that the plan gives them. Collective.
+
+        plan: of plan_clones, or slot_expert int32 [ranks, spare_slots] on the device, the same on all ranks. weights
+        [owners][matrices] of dtype, contiguous at 16 bytes, which stay as they are until wait(). owners:
+        `hybrid_ep.balance.owners.Owners`, where experts live (default: in their order). On a host it returns when what
+        this rank sends has arrived; on a GPU nobody waits. Raises ValueError, DeadlineError."""
+        with self._open().guard() as session:
+            if self._pushed is not None:
+                raise ValueError("push: the push before this one was not waited for; call wait() first")
+            slot_expert, columns = self._plan(session, plan, owners)
+            table = spares.addresses(session, self._tables, "weights", weights, self._layout, self._layout.dtype, 16)
+            engine = session.engine
+            if self._stream is None or session.capturing:
+                engine.push_weights(slot_expert, columns, table, self._num_blocks)
+            else:  # behind all that has used the slots so far, beside what comes now
+                self._stream.wait_stream(torch.cuda.current_stream(session.options.device))
+                engine.set_stream(self._stream.cuda_stream)
+                engine.push_weights(slot_expert, columns, table, self._num_blocks)
+                for used in (slot_expert, columns, table, *(x for one in weights for x in one)):
+                    used.record_stream(self._stream)
+            self._pushed = slot_expert, columns
+
+    def wait(self) -> None:
+        """Until the slots of this rank hold the weights of the last push; on a GPU the stream waits, not the host.
+        Raises ValueError where nothing was pushed, DeadlineError, which names the owner."""
+        with self._open().guard() as session:
+            if self._pushed is None:
+                raise ValueError("wait: no push is under way; call push(plan, weights) first")
+            pushed, self._pushed = self._pushed, None
+            session.engine.await_weights(*pushed, None, 1)
+
+    def collect(
+        self, plan: ClonePlan | torch.Tensor, sums: Sequence[Sequence[torch.Tensor]], owners: ExpertOwners | None = None
+    ) -> None:
+        """Adds the gradients of clones, which lie in `gradients` of the ranks that hold them, to their owners' sums:
+        in fp32, one after the other in the order of the plan, (rank, slot) ascending. Collective.
+
+        sums fp32 [owners][matrices], contiguous. plan, owners: of the push. Behind it `gradients` may be written again.
+        Raises ValueError, DeadlineError."""
+        with self._open().guard() as session:
+            slot_expert, columns = self._plan(session, plan, owners)
+            table = spares.addresses(session, self._tables, "sums", sums, self._layout, torch.float32, 4)
+            session.engine.collect_gradients(slot_expert, columns, table, self._num_blocks)
+
+    def memory_report(self) -> memory.MemoryReport:
+        """Registered bytes of this rank by region, exact."""
+        return memory.report(self._open().shape, self._num_ranks)
+
+    def destroy(self) -> None:
+        """Gives the registered memory back, as soon as no tensor refers to it; may be called twice. Local."""
+        if self._session is not None:
+            self._session.close("these spare slots were destroyed; make new ones", together=True)
+
+    def _plan(self, session: Session, plan: Any, owners: ExpertOwners | None) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self._layout
+        slot_expert = spares.slot_expert(plan, slots, self._num_ranks, session.options.device)
+        return slot_expert, clones.columns(session, owners, slots.num_owners, slots.spare_slots).on_device
+
+    def _open(self) -> Session:
+        if self._session is None or self._session.why_closed:
+            raise BufferFailedError(self._session.why_closed if self._session else "these slots were never set up")
+        return self._session

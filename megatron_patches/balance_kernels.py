@@ -1,0 +1,162 @@
+"""Weights of clones pushed, and their gradients brought home, by the ranks' own kernels (`hybrid_ep.spares`).
+
+No host reads whose weights go where. Slots and gradient buffers are registered once, for all layers whose experts are
+alike. Gradients are added to main_grad in fp32, in the order of the plan, as `balance_push` adds them, so that both
+give the same bits. For groups of one node, whose ranks map each other's memory; elsewhere torch pushes, which is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep import env
+from hybrid_ep.runtime import nvshmem
+from hybrid_ep.runtime.spares import why_not
+from megatron_patches.balance_push import CloneExperts, Pushed, fp32_main_grad, left_for_autograd
+
+if TYPE_CHECKING:
+    from hybrid_ep.balance.microbatch import MicrobatchPlan
+    from hybrid_ep.spares import SpareSlots
+    from megatron_patches.balance import ExactManager
+
+# (group, spare slots, experts of a rank, shapes, dtype, what its layers ask of exchanges) -> slots, for all layers
+_slots: dict[tuple[Any, ...], SpareSlots] = {}
+_said: set[tuple[dist.ProcessGroup, str]] = set()  # choices that were printed
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A plan for the kernels. slot_expert: int32 [R, S] on their device."""
+
+    plan: MicrobatchPlan
+    slot_expert: torch.Tensor
+
+
+def clone_experts(manager: ExactManager) -> CloneExperts:
+    """The clones of a manager's experts, pushed as the settings say. ValueError for kernels where they cannot."""
+    wanted, why = manager.settings.balance.push, _why_torch(manager)
+    if wanted == "kernels" and why is not None:
+        raise ValueError(f"--hybrid-ep-balance-push kernels: {why}; give torch or auto")
+    chosen, reason = ("torch", why) if wanted == "auto" and why is not None else (wanted, None)
+    if reason is not None:
+        _say(manager.group, f"weights of clones are pushed by torch.distributed, not by kernels: {reason}")
+    return CloneExperts(manager) if chosen == "torch" else KernelCloneExperts(manager)
+
+
+def _why_torch(manager: ExactManager) -> str | None:
+    """Why the kernels cannot push these experts, the same on all ranks; None: they can."""
+    if (nodes := manager.planner.options.num_nodes) > 1:
+        return f"the group spans {nodes} nodes, and kernels store into memory that ranks map"
+    if env.get("HYBRID_EP_EXECUTOR") == nvshmem.EXECUTOR:
+        return f"HYBRID_EP_EXECUTOR={nvshmem.EXECUTOR} has no such kernels"
+    dtypes = {owner.dtype for owner in manager.weights.owners}
+    if len(dtypes) > 1:
+        return f"an expert's matrices have several types, {sorted(map(str, dtypes))}"
+    return why_not(manager.weights.shapes, dtypes.pop())
+
+
+def _say(group: dist.ProcessGroup, what: str) -> None:
+    if (group, what) not in _said and group.rank() == 0:
+        print(f"hybrid_ep: {what}", file=sys.stderr, flush=True)
+    _said.add((group, what))
+
+
+def release() -> None:
+    """Give the slots' memory back; layers that live on cannot push any more."""
+    _said.clear()
+    while _slots:
+        _slots.popitem()[1].destroy()
+
+
+def describe() -> tuple[str, ...]:
+    """One line for each set of slots."""
+    return tuple(
+        f"SpareSlots: {key[0].size()} ranks, {key[1]} slots a rank for clones, {key[4]}, "
+        f"{slots.memory_report().total_bytes:,} bytes registered"
+        for key, slots in _slots.items()
+    )
+
+
+class KernelCloneExperts(CloneExperts):
+    """As the base class; weights and gradients go by kernels."""
+
+    spares: SpareSlots
+
+    def make_stacks(self) -> list[torch.Tensor]:
+        """Collective."""
+        from hybrid_ep.spares import SpareSlots
+
+        wanted, weights = self.manager.settings.exchange, self.weights
+        shapes, dtype = tuple(tuple(shape) for shape in weights.shapes), weights.owners[0].dtype
+        key = self.group, self.num_slots, weights.num_owners, shapes, dtype, wanted
+        if key not in _slots:
+            _slots[key] = SpareSlots(
+                self.group,
+                spare_slots=self.num_slots,
+                num_owners=weights.num_owners,
+                shapes=shapes,
+                dtype=dtype,
+                num_of_hybrid_ep_ranks_per_nvlink_domain=wanted.ranks_per_node,
+                timeout_s=wanted.timeout_s,
+            )
+        self.spares = _slots[key]
+        return list(self.spares.weights)
+
+    def work_of(self, plan: MicrobatchPlan) -> Work:
+        """The plan where kernels read it: as they made it, or a host's."""
+        made = getattr(plan, "clones", None)
+        if made is not None:
+            return Work(plan, made.slot_expert)
+        return Work(plan, torch.from_numpy(plan.slot_expert).to(self.stacks[0].device))
+
+    def start_push(self, work: Any) -> Pushed:  # type: ignore[override]
+        """Send my experts' weights to their clones. What it returns waits for those of my slots."""
+        weights = self.weights
+        matrices = range(len(weights.sizes))
+        mine = [[_aligned(weights.weight(slot, n)) for n in matrices] for slot in range(weights.num_owners)]
+        self.spares.push(work.slot_expert, mine, self.manager.owners)
+        return self.spares
+
+    def may_clone(self, plan: MicrobatchPlan) -> bool:
+        """Where kernels run beside the host, it does not ask them: then slots without a clone have no token."""
+        return self.stacks[0].device.type != "cpu" or not plan.is_empty
+
+    def bring_home(self, work: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """As the base class. Without main_grad in fp32 the host reads the plan: autograd is to get gradients of those
+        parameters alone whose experts have clones."""
+        weights = self.weights
+        for stack, gradient in zip(self.spares.gradients, gradients, strict=True):
+            stack.copy_(gradient)
+        sums = {owner: fp32_main_grad(owner) for owner in weights.owners}
+        left = [owner for owner, total in sums.items() if total is None]
+        made = {owner: torch.zeros_like(owner, dtype=torch.float32) for owner in left}
+        totals = {owner: made[owner] if total is None else total for owner, total in sums.items()}
+        targets = []
+        for slot in range(weights.num_owners):
+            owners = [weights.place(slot, n)[0] for n in range(len(weights.sizes))]
+            targets.append([weights.part(totals[owner], slot, n) for n, owner in enumerate(owners)])
+        self.spares.collect(work.slot_expert, targets, self.manager.owners)
+        if not left:
+            return [None] * len(weights.owners)
+        cloned = self._cloned(work.plan)
+        return [left_for_autograd(owner, made[owner] if owner in cloned else None) for owner in weights.owners]
+
+    def _cloned(self, plan: MicrobatchPlan) -> set[torch.nn.Parameter]:
+        """Parameters without main_grad in fp32 whose experts have clones."""
+        me, found = self.group.rank(), set()
+        for expert in {int(e) for e in plan.slot_expert.ravel() if e >= 0}:
+            if self.manager.owners.rank_of[expert] == me:
+                owners = {self.weights.place(self.owner_slot(expert), n)[0] for n in range(len(self.weights.sizes))}
+                found |= {owner for owner in owners if fp32_main_grad(owner) is None}
+        return found
+
+
+def _aligned(weight: torch.Tensor) -> torch.Tensor:
+    """As bulk copies read it; optimizers' buffers put parameters at multiples of 16 bytes already."""
+    return weight if weight.is_contiguous() and weight.data_ptr() % 16 == 0 else weight.clone()

@@ -1,0 +1,157 @@
+"""What the ranks do in tests of clones that the kernels push: the worlds of whole numbers of balance_programs."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from balance_programs import (
+    Layers,
+    batch,
+    empty_plan,
+    equal,
+    like_ddp,
+    random_plan,
+    train,
+    wait_for_clones_of_the_last_rank,
+)
+from rank_programs import EXPERTS, initialize
+
+import megatron_patches
+from hybrid_ep.spares import SpareSlots
+from megatron_patches import balance_kernels, balance_push
+
+
+def apply(push, **options):
+    megatron_patches.apply(balance="exact", balance_push=push, balance_epsilon=0.0, **options)
+
+
+def bit_equality(ep, spare_slots, grouped):
+    """Off, torch's push and the kernels': the same bits of everything, whatever the plan."""
+    groups = initialize(ep)
+    megatron_patches.apply(grouped_gemm=grouped)
+    off, _ = train(groups, ep)
+    apply("kernels", spare_slots=spare_slots, grouped_gemm=grouped)
+    empty, copies = train(groups, ep, empty_plan)
+    assert equal(empty, off) and copies == 0
+    planned, copies = train(groups, ep)
+    assert equal(planned, off) and copies > 0
+    assert len(balance_kernels._slots) == 1 and not balance_push._slots, "layers share one set of slots, the kernels'"
+    for seed, main_grad in ((1, True), (2, False)):
+        forced, copies = train(groups, ep, lambda manager, seed=seed: random_plan(seed, manager), main_grad)
+        assert copies > 0 and equal(forced, off), seed
+    again, _ = train(groups, ep, lambda manager: random_plan(2, manager))
+    assert equal(again, forced), "a replay of the same plans differs"
+    apply("torch", spare_slots=spare_slots, grouped_gemm=grouped)
+    by_torch, _ = train(groups, ep, lambda manager: random_plan(2, manager))
+    assert equal(by_torch, forced) and balance_push._slots
+    apply("kernels", spare_slots=spare_slots, grouped_gemm=grouped)
+    recomputed, _ = train(groups, ep, recompute=True)
+    assert equal(recomputed, off), "recomputation"
+    megatron_patches.apply(balance="both", spare_slots=spare_slots, grouped_gemm=grouped, balance_push="kernels")
+    owners = [np.random.default_rng(layer).permutation(EXPERTS) for layer in range(2)]
+    both, _ = train(groups, ep, lambda manager: random_plan(5, manager), owners=owners)
+    assert equal(both, off), "clones of experts that live elsewhere"
+    megatron_patches.revert()
+    return True
+
+
+def rounding(ep):
+    """Numbers that round: torch's path and the kernels' give the same bits in main_grad all the same."""
+    groups, seen = initialize(ep), []
+    for push in ("torch", "kernels"):
+        apply(push, spare_slots=2, grouped_gemm=True)
+        layers = Layers(groups, ep)
+        like_ddp(layers.parameters(), [])
+        for parameter in layers.parameters():
+            parameter.data += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            parameter.main_grad.normal_(generator=torch.Generator().manual_seed(1))
+        for dispatcher, _ in layers.pairs:
+            dispatcher._comm_manager.plan_with = random_plan(7, dispatcher._comm_manager)
+        hidden, maps, probs = batch(3, groups.ep.rank())
+        out = layers.forward((hidden * 0.3).requires_grad_(), maps, probs * 0.7)
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+        seen.append([parameter.main_grad.clone() for parameter in layers.parameters()])
+    assert equal(*seen)
+    megatron_patches.revert()
+    return True
+
+
+def mutants(ep):
+    """Broken pushes that the comparison must notice; returns those it missed."""
+    groups = initialize(ep)
+    megatron_patches.apply()
+    off, _ = train(groups, ep)
+    apply("kernels", spare_slots=2)
+    collect, push = SpareSlots.collect, SpareSlots.push
+
+    def twice(self, *arguments):
+        collect(self, *arguments)
+        collect(self, *arguments)
+
+    def wrong_slot(self, plan, *rest):
+        for stack in self.gradients:
+            stack.copy_(stack.flip(0).clone())
+        collect(self, plan, *rest)
+
+    def nothing(self, plan, *rest):
+        collect(self, torch.full_like(plan, -1), *rest)
+
+    def wrong_expert(self, plan, weights, *rest):
+        push(self, plan, weights[1:] + weights[:1], *rest)
+
+    def no_refill(ctx, gradient):
+        return None, None, gradient
+
+    missed = []
+    for name, owner, attribute, broken in (
+        ("doubled", SpareSlots, "collect", twice),
+        ("wrong slot", SpareSlots, "collect", wrong_slot),
+        ("no gradients", SpareSlots, "collect", nothing),
+        ("wrong expert", SpareSlots, "push", wrong_expert),
+        ("no refill", balance_push._Refill, "backward", staticmethod(no_refill)),
+    ):
+        before = owner.__dict__[attribute]
+        setattr(owner, attribute, broken)
+        seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
+        setattr(owner, attribute, before)
+        differs = torch.tensor([0.0 if equal(seen, off) else 1.0])
+        dist.all_reduce(differs)  # a mutant may show on one rank only
+        if not differs.item():
+            missed.append(name)
+    seen, _ = train(groups, ep, lambda manager: random_plan(1, manager))
+    assert equal(seen, off)
+    megatron_patches.revert()
+    return missed
+
+
+def choices(ep):
+    """Who pushes, and what is said of it."""
+    groups = initialize(ep)
+    apply("auto")
+    assert isinstance(Layers(groups, ep).pairs[0][0]._comm_manager.clones, balance_kernels.KernelCloneExperts)
+    assert any("SpareSlots" in line for line in balance_kernels.describe())
+    apply("auto", ranks_per_node=1)
+    assert type(Layers(groups, ep).pairs[0][0]._comm_manager.clones) is balance_push.CloneExperts
+    assert {what for _, what in balance_kernels._said} == {
+        f"weights of clones are pushed by torch.distributed, not by kernels: the group spans {ep} nodes, and kernels "
+        "store into memory that ranks map"
+    }
+    apply("kernels", ranks_per_node=1)
+    with pytest.raises(ValueError, match=f"--hybrid-ep-balance-push kernels: the group spans {ep} nodes"):
+        Layers(groups, ep)
+    megatron_patches.revert()
+    assert not balance_kernels._slots
+    return True
+
+
+def killed_in_a_push(ep):
+    """The last rank dispatches its tokens, then dies before its weights are out; the others wait for them."""
+    groups = initialize(ep)
+    apply("kernels", spare_slots=1, timeout_s=4.0)
+    if groups.ep.rank() == ep - 1:
+        SpareSlots.push = lambda self, *_: os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_clones_of_the_last_rank(groups, ep)
+    raise AssertionError("nobody noticed")

@@ -1,0 +1,39 @@
+"""Exact balancing whose clones the ranks' kernels push: the bits of off and of torch's push, on gloo ranks."""
+
+import parity_world
+import pytest
+from test_dispatcher import Program
+
+
+def run(name, num_ranks, *arguments):
+    return parity_world.run_world(Program(name, "push_programs"), num_ranks, arguments, timeout_s=150)
+
+
+@pytest.mark.parametrize(
+    "ep, spare_slots, grouped", [pytest.param(4, 2, False, marks=pytest.mark.version_free), (2, 1, False), (4, 2, True)]
+)
+def test_any_plan_gives_the_bits_of_off_and_of_torch(ep, spare_slots, grouped):
+    run("bit_equality", ep, ep, spare_slots, grouped)
+
+
+@pytest.mark.version_free
+def test_sums_that_round_have_the_bits_of_torch():
+    run("rounding", 4, 4)
+
+
+@pytest.mark.version_free
+def test_broken_pushes_are_noticed():
+    assert run("mutants", 4, 4)[0] == []
+
+
+@pytest.mark.version_free
+def test_who_pushes_is_chosen_and_said():
+    run("choices", 2, 2)
+
+
+@pytest.mark.version_free
+def test_a_rank_killed_while_weights_are_pushed_ends_the_wait_of_the_others():
+    with pytest.raises(parity_world.WorldError) as failed:
+        run("killed_in_a_push", 2, 2)
+    text = str(failed.value)
+    assert "exit code -9" in text and "DeadlineError" in text and "from rank 1" in text, text

@@ -1,0 +1,234 @@
+"""SpareSlots: weights of clones arrive whole in the slots of their holders, gradients at home in the plan's order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_ep.balance import MicrobatchOptions
+from hybrid_ep.balance.owners import Owners
+from hybrid_ep.errors import BufferFailedError, DeadlineError
+from hybrid_ep.spares import SpareSlots
+from hybrid_ep.testing import VirtualWorld
+
+SHAPES = [(3, 8), (16,), (4, 40)]
+
+
+def drawn(shape, *seed: int, dtype=torch.float32) -> torch.Tensor:
+    """Numbers whose sums depend on their order."""
+    random = np.random.default_rng(seed)
+    return torch.from_numpy(random.standard_normal(shape) * 10.0 ** random.integers(-4, 4, shape)).to(dtype)
+
+
+def random_plan(random, num_ranks: int, spare: int, experts: int) -> torch.Tensor:
+    full = random.choice([0.0, 0.4, 1.0])
+    chosen = random.integers(0, experts, (num_ranks, spare))
+    return torch.from_numpy(np.where(random.random(chosen.shape) < full, chosen, -1).astype(np.int32))
+
+
+def owners_of(random, num_ranks: int, owned: int) -> Owners:
+    owners = Owners(num_ranks * owned, num_ranks)
+    if random.random() < 0.5:
+        owners.assign(random.permutation(num_ranks * owned))
+    return owners
+
+
+def make(group, spare: int, owned: int, dtype=torch.float32, **options) -> SpareSlots:
+    how = {"timeout_s": 20, "shapes": SHAPES, "executor": "host"} | options
+    return SpareSlots(group, spare_slots=spare, num_owners=owned, dtype=dtype, **how)
+
+
+def train(slots: SpareSlots, rank: int, seed: int, num_ranks: int, spare: int, owned: int, dtype) -> int:
+    """Several layers over the same slots, forward and backward; returns the clones seen."""
+    random, clones = np.random.default_rng(seed), 0
+    layers = [(random_plan(random, num_ranks, spare, num_ranks * owned), owners_of(random, num_ranks, owned))]
+    layers += [(random_plan(random, num_ranks, spare, num_ranks * owned), layers[0][1]) for _ in range(3)]
+    weight = lambda layer, e, n: drawn(SHAPES[n], seed, layer, e, n, dtype=dtype)  # noqa: E731
+    gradient = lambda layer, r, s, n: drawn(SHAPES[n], seed, layer, 7, r, s, n)  # noqa: E731
+    order = list(range(len(layers)))
+    for layer in order + order[::-1]:  # each is pushed again in the backward
+        plan, owners = layers[layer]
+        mine = owners.experts_of(rank)
+        slots.push(plan, [[weight(layer, e, n) for n in range(len(SHAPES))] for e in mine], owners)
+        slots.wait()
+        for s, e in enumerate(plan[rank].tolist()):
+            for n in range(len(SHAPES)):
+                assert e < 0 or torch.equal(slots.weights[n][s], weight(layer, e, n)), (layer, s, n)
+            clones += e >= 0
+    for layer in order[::-1]:
+        plan, owners = layers[layer]
+        mine = owners.experts_of(rank)
+        for n, stack in enumerate(slots.gradients):
+            for s in range(spare):
+                stack[s] = gradient(layer, rank, s, n)
+        sums = [[drawn(SHAPES[n], seed, layer, e, n, 5) for n in range(len(SHAPES))] for e in mine]
+        wanted = [[x.clone() for x in one] for one in sums]
+        for r in range(num_ranks):
+            for s, e in enumerate(plan[r].tolist()):
+                if e in mine:
+                    for n, total in enumerate(wanted[mine.index(e)]):
+                        total.add_(gradient(layer, r, s, n))
+        slots.collect(plan, sums, owners)
+        assert all(torch.equal(x, y) for a, b in zip(sums, wanted, strict=True) for x, y in zip(a, b, strict=True))
+    return clones
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_ranks=st.integers(1, 5),
+    spare=st.integers(1, 3),
+    owned=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    executor=st.sampled_from(["host", "host", "host_checked_lanes4"]),
+    blocks=st.integers(1, 3),
+)
+def test_any_plan_gives_owners_weights_and_sums_in_the_plans_order(
+    seed, num_ranks, spare, owned, dtype, executor, blocks
+):
+    def work(rank, group):
+        slots = make(group, spare, owned, dtype, executor=executor, num_blocks=blocks)
+        train(slots, rank, seed, num_ranks, spare, owned, dtype)
+        slots.destroy()
+
+    VirtualWorld(1, num_ranks).run(work)
+
+
+def test_a_plan_of_the_kernels_is_pushed_as_it_lies():
+    world = VirtualWorld(1, 4)
+    buffers = world.buffers(16, 64, 3, clones=MicrobatchOptions(spare_slots=1), executor="host")
+
+    def work(rank, group):
+        slots = make(group, 1, 2)
+        idx = torch.zeros(40, 1, dtype=torch.int64)  # all to one expert
+        routed = buffers[rank].plan_clones(topk_idx=idx)
+        weights = [[torch.full(shape, 50.0 + 10 * rank + e) for shape in SHAPES] for e in range(2)]
+        slots.push(routed.plan, weights)
+        slots.wait()
+        held = routed.plan.slot_expert[rank, 0].item()
+        assert held < 0 or all((stack[0] == 50.0 + 10 * (held // 2) + held % 2).all() for stack in slots.weights)
+        return held
+
+    assert sum(held == 0 for held in world.run(work)) == 3
+
+
+def test_slots_outlive_their_object_and_are_counted():
+    def work(rank, group):
+        slots = make(group, 2, 1)
+        report, kept = slots.memory_report(), slots.weights[2]
+        assert report.regions["spare_weights"] >= 2 * 4 * sum(int(np.prod(s)) for s in SHAPES)
+        assert report.regions["spare_gradients"] == report.regions["spare_weights"]
+        slots.destroy()
+        kept.fill_(3.0)
+        with pytest.raises(BufferFailedError, match="destroyed"):
+            slots.wait()
+        return float(kept.sum())
+
+    assert VirtualWorld(1, 2).run(work) == [3.0 * 2 * 160] * 2
+
+
+def test_bad_arguments_are_refused_by_name():
+    def work(rank, group):
+        slots = make(group, 1, 1)
+        plan = torch.full((1, 1), -1, dtype=torch.int32)
+        good = [[torch.zeros(shape) for shape in SHAPES]]
+        for call, match in (
+            (lambda: slots.wait(), "wait: no push"),
+            (lambda: slots.push(plan.long(), good), "plan is"),
+            (lambda: slots.push(plan + 9, good), "plan names experts 8 to 8"),
+            (lambda: slots.push(plan, []), "weights has"),
+            (lambda: slots.push(plan, [[x.double() for x in good[0]]]), r"weights\[0\]\[0\] is"),
+            (lambda: slots.push(plan, [[torch.zeros(25)[1:].view(3, 8), *good[0][1:]]]), r"weights\[0\]\[0\] is not"),
+            (lambda: slots.collect(plan, [[x.bfloat16() for x in good[0]]]), r"sums\[0\]\[0\] is"),
+            (lambda: slots.push(plan, good, Owners(4, 2)), "owners are of 2 ranks"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                call()
+        slots.push(plan, good)
+        with pytest.raises(ValueError, match=r"push: .*wait\(\) first"):
+            slots.push(plan, good)
+        slots.wait()
+
+    world = VirtualWorld(1, 1)
+    world.run(work)
+    for options, match in (
+        ({"shapes": [(3,)]}, "shapes has"),
+        ({"shapes": []}, "shapes has 0"),
+        ({"shapes": 3}, "shapes=3"),
+        ({"dtype": torch.int8}, "dtype is"),
+        ({"num_blocks": 0}, "num_blocks"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make(VirtualWorld(1, 1).groups[0], 1, 1, **options)
+    with pytest.raises(ValueError, match="spare_slots"):
+        make(VirtualWorld(1, 1).groups[0], 0, 1)
+
+
+def test_two_nodes_and_ranks_that_differ_are_refused_by_all():
+    def two_nodes(rank, group):
+        with pytest.raises(ValueError, match="group spans 2 nodes"):
+            make(group, 1, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=1)
+
+    VirtualWorld(2, 1).run(two_nodes)
+
+    def differ(rank, group):
+        with pytest.raises(ValueError, match="spares"):
+            make(group, 1 + rank, 1)
+
+    VirtualWorld(1, 2).run(differ)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    def work(rank, group):
+        slots = make(group, 1, 1, timeout_s=1.0)
+        weights = [[torch.zeros(shape) for shape in SHAPES]]
+        if rank == 1:
+            return
+        slots.push(torch.tensor([[1], [-1]], dtype=torch.int32), weights)  # rank 0 holds a clone of rank 1's
+        with pytest.raises(DeadlineError, match="rank 1") as late:
+            slots.wait()
+        assert late.value.site == "clone_weights"
+        with pytest.raises(BufferFailedError):
+            slots.push(torch.tensor([[1], [-1]], dtype=torch.int32), weights)
+
+    VirtualWorld(1, 2).run(work)
+
+
+def _process(rank: int, store: str, said) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    slots = make(dist.group.WORLD, 1, 1, timeout_s=5.0)
+    plan = torch.tensor([[2], [-1], [-1]], dtype=torch.int32)
+    weights = [[torch.full(shape, float(rank)) for shape in SHAPES]]
+    slots.push(plan, weights)
+    slots.wait()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        slots.push(plan, weights)
+        slots.wait()
+    except DeadlineError as error:
+        said.put((rank, float(slots.weights[0].sum()), error.site, error.peer))
+        said.close()
+        said.join_thread()
+    os._exit(0)
+
+
+def test_a_process_that_is_killed_ends_the_wait_of_who_holds_its_clone(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    said = spawn.Queue()
+    ranks = [spawn.Process(target=_process, args=(r, str(tmp_path / "store"), said)) for r in range(3)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(120)
+    assert ranks[2].exitcode == -signal.SIGKILL
+    assert said.get(timeout=10) == (0, 2.0 * 24, "clone_weights", 2)
