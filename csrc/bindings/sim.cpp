@@ -37,6 +37,8 @@ void each_cost(CostModel& c, F&& f) {
   f("nvlink_ingress_mbps", c.nvlink_ingress_mbps), f("nvlink_latency_ps", c.nvlink_latency_ps);
   f("nic_mbps", c.nic_mbps), f("nic_message_ps", c.nic_message_ps), f("nic_post_ps", c.nic_post_ps);
   f("nic_latency_ps", c.nic_latency_ps);
+  f("line_store_ps", c.line_store_ps), f("line_load_ps", c.line_load_ps), f("line_wait_ps", c.line_wait_ps);
+  f("word_load_ps", c.word_load_ps), f("line_mbps", c.line_mbps);
 }
 
 // Fills the fields that the dictionary names; an unknown name or a negative number is an error.
@@ -177,8 +179,8 @@ Returns a dictionary:
            them
   steps    choices of the scheduler; log: lines, if asked for
   kernels  (kernel, rank, start_ps, end_ps) in order of their ends
-  links    (link, rank, block, busy_ps, bytes, copies); link = tma_read | tma_write (by block), hbm, nvlink_egress,
-           nvlink_ingress, nic_egress, nic_ingress (block -1); bytes are what really crosses it
+  links    (link, rank, block, busy_ps, bytes, copies); link = tma_read | tma_write | line_store (by block), hbm,
+           nvlink_egress, nvlink_ingress, nic_egress, nic_ingress (block -1); bytes are what really crosses it
   roles    (rank, role, busy_ps, {site: waited_ps}), summed over blocks
   spans    with trace: (operation, role, rank, block, link, start_ps, end_ps, bytes)
 Raises ValueError for a spec or cost that makes no sense.)");

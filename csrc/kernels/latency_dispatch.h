@@ -111,11 +111,12 @@ HEP_DEVICE void latency_dispatch_kernel(A& a, const LatencyDispatchParams& p, st
 
 // The parameters that follow from the others, for a launch of so many blocks. Returns the bytes that a block needs.
 template <Arch A>
-inline uint64_t plan_latency_dispatch(LatencyDispatchParams& p, uint64_t budget, int blocks) {
+inline uint64_t plan_latency_dispatch(LatencyDispatchParams& p, uint64_t budget, int blocks,
+                                      int warps = kExchangeWarps<A>) {
   const uint64_t ranks = uint64_t(p.world.num_ranks());
   p.scratch_bytes = uint32_t(align_up(p.message.metadata_bytes() + 4ull * (p.message.max_pairs + 1), 16));
   const uint64_t own = align_up(4 * (ranks + 1), 128) + align_up(4 * ranks * p.plan.num_local_experts, 128) +
-                       uint64_t(p.scratch_bytes) * kExchangeWarps<A>;
+                       uint64_t(p.scratch_bytes) * uint64_t(warps);
   const uint64_t exchange =
       p.routes ? align_up(plan_exchange<A>(p.route, budget > own ? budget - own : 0, blocks), 128) : 0;
   p.source_begins_at = exchange;

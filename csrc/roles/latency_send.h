@@ -100,13 +100,15 @@ struct LatencySendRole {
       return part.each_word(line, [&](uint32_t i, uint32_t at) { words[i] = word(token, at); });
     const auto* from = reinterpret_cast<const uint64_t*>(p.x + uint64_t(token.t) * p.message.row_bytes) + (m - payload);
     HEP_UNROLL
-    for (int i = 0; i < A::kLineWords; ++i) words[i] = from[i];
+    for (int i = 0; i < A::kLineWords; ++i) words[i] = a.ld_global(from + i);
   }
   // The m-th of the token's message; zeros behind its end.
   template <class Token>
   HEP_DEVICE uint64_t word(const Token& token, uint32_t m) const {
     const MessageLayout& l = p.message;
-    const auto at = [](const unsigned char* row, uint32_t i) { return reinterpret_cast<const uint64_t*>(row)[i]; };
+    const auto at = [&](const unsigned char* row, uint32_t i) {
+      return a.ld_global(reinterpret_cast<const uint64_t*>(row) + i);
+    };
     const uint32_t payload = l.payload_at() / 8, scales = l.scales_at() / 8, weights = l.weights_at() / 8;
     if (m >= l.token_bytes() / 8) return 0;
     if (m >= payload) return at(p.x + uint64_t(token.t) * l.row_bytes, m - payload);

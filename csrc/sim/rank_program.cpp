@@ -111,11 +111,16 @@ void RankProgram::expect(bool ok, Parts&&... parts) const {
   throw WrongResult(os.str());
 }
 
+// Whether an operation goes by lines: the same on all ranks.
+bool RankProgram::by_lines(uint32_t plan, uint32_t round, uint32_t operation) const {
+  return s_.latency == 2 || (s_.latency == 1 && mix(plan, round, s_.data_seed, 11 + operation) % 2);
+}
+
 void RankProgram::run() {
-  for (uint32_t plan = 0; s_.exchange_first && plan < s_.plans; ++plan) exchange(plan);
+  for (uint32_t plan = 0; s_.exchange_first && s_.latency != 2 && plan < s_.plans; ++plan) exchange(plan);
   for (uint32_t round = 0; round < s_.rounds; ++round)
     for (uint32_t plan = 0; plan < s_.plans; ++plan) {
-      if (!plans_[plan].plan) exchange(plan);
+      if (!plans_[plan].plan && !by_lines(plan, round, 0)) exchange(plan);
       ++operation_;
       dispatch(plan, round);
       if (!s_.combine) continue;
@@ -124,36 +129,94 @@ void RankProgram::run() {
     }
 }
 
-void RankProgram::exchange(uint32_t plan) {
-  what_ = "exchange";
-  const RoutingDecision& d = decisions_[plan];
-  const size_t r = size_t(rank_);
+// A rank's routing, as its caller has it.
+struct RankProgram::Routing {
   RoutingInput in;
-  in.num_tokens = d.num_tokens[r];
-  in.topk = s_.topk;
-  static constexpr int64_t kNothing = 0;
   std::vector<unsigned char> map;
   std::vector<float> probs;
-  if (s_.dense) {
-    map.assign(uint64_t(in.num_tokens) * s_.num_experts() + 1, 0);
+
+  Routing(const WorldSpec& s, const RoutingDecision& d, size_t r) {
+    in.num_tokens = d.num_tokens[r];
+    in.topk = s.topk;
+    static constexpr int64_t kNothing = 0;
+    if (!s.dense) {
+      in.topk_idx = d.topk_idx[r].empty() ? &kNothing : d.topk_idx[r].data();
+      in.weights = d.topk_weights[r].data();
+      return;
+    }
+    map.assign(uint64_t(in.num_tokens) * s.num_experts() + 1, 0);
     probs.assign(map.size(), 0.f);
     for (uint64_t i = 0; i < d.topk_idx[r].size(); ++i)
       if (const int64_t e = d.topk_idx[r][i]; e >= 0) {
-        map[i / s_.topk * s_.num_experts() + uint64_t(e)] = 1;
-        probs[i / s_.topk * s_.num_experts() + uint64_t(e)] += d.topk_weights[r][i];
+        map[i / s.topk * s.num_experts() + uint64_t(e)] = 1;
+        probs[i / s.topk * s.num_experts() + uint64_t(e)] += d.topk_weights[r][i];
       }
     in.routing_map = map.data();
     in.weights = probs.data();
-  } else {
-    in.topk_idx = d.topk_idx[r].empty() ? &kNothing : d.topk_idx[r].data();
-    in.weights = d.topk_weights[r].data();
   }
+};
+
+PlaceCall RankProgram::place_call(uint32_t plan) const {
   PlaceCall c;
   c.header.topk = uint16_t(std::max(1u, std::min(s_.topk, s_.num_experts())));
   c.header.pad_multiple = s_.pad_multiple;
   c.header.hidden = plan + 100;
   c.num_blocks = int(std::min(s_.num_blocks, kMostExchangeBlocks));
   if (s_.unlike) c.num_blocks = 1 + int(mix(plan, uint64_t(rank_)) % uint64_t(c.num_blocks));
+  return c;
+}
+
+// Rows of a dispatch's result where no host has learned them: exactly so many.
+uint64_t RankProgram::rows_of(uint32_t plan) const {
+  std::vector<uint64_t> of_expert(s_.experts_per_rank);
+  uint64_t received = 0;
+  const int64_t first = int64_t(rank_) * s_.experts_per_rank;
+  for (const auto& choices : decisions_[plan].topk_idx)
+    for (size_t token = 0; token * s_.topk < choices.size(); ++token) {
+      std::vector<int64_t> here;
+      for (uint32_t k = 0; k < s_.topk; ++k)
+        if (const int64_t e = choices[token * s_.topk + k] - first;
+            e >= 0 && e < int64_t(s_.experts_per_rank) && std::find(here.begin(), here.end(), e) == here.end())
+          here.push_back(e);
+      for (const int64_t e : here) ++of_expert[size_t(e)];
+      received += !here.empty();
+    }
+  if (!s_.permute) return received;
+  uint64_t rows = 0;
+  for (const uint64_t n : of_expert) rows += align_up(n, s_.pad_multiple);
+  return rows;
+}
+
+// Warps touch payload themselves where it goes by lines: none is there.
+void RankProgram::say_phantom(const PhantomMemory* phantom) {
+  executor_.phantom_begin = phantom ? phantom->begin() : nullptr;
+  executor_.phantom_end = phantom ? phantom->end() : nullptr;
+}
+
+void RankProgram::route_by_lines(uint32_t plan, const DispatchCall& c) {
+  const Routing routing(s_, decisions_[plan], size_t(rank_));
+  PlaceCall place = place_call(plan);
+  Placed& made = plans_[plan];
+  made.memory = PlanBlock(engine_.plan_memory(routing.in.num_tokens, place.header.topk, true).total, !timed_);
+  place.memory = made.memory.data();
+  if (s_.permute) place.header.set_budget(uint32_t(c.out_rows));
+  DispatchCall call = c;
+  call.num_blocks = std::min(c.num_blocks, int(kMostExchangeBlocks));
+  made.plan = engine_.latency_dispatch(routing.in, place, call, s_.weights);
+  if (timed_) return;
+  const Oracle& o = oracles_[plan];
+  expect(made.plan->num_recv_rows() == o.received[size_t(rank_)].size(), made.plan->num_recv_rows(), " receive rows");
+  expect(made.plan->num_permuted_rows() == o.permuted[size_t(rank_)].size(), made.plan->num_permuted_rows(),
+         " permuted rows");
+}
+
+void RankProgram::exchange(uint32_t plan) {
+  what_ = "exchange";
+  const RoutingDecision& d = decisions_[plan];
+  const size_t r = size_t(rank_);
+  const Routing routing(s_, d, r);
+  const RoutingInput& in = routing.in;
+  PlaceCall c = place_call(plan);
   Placed& made = plans_[plan];
   made.memory = PlanBlock(engine_.plan_memory(in.num_tokens, c.header.topk, false).total, !timed_);
   c.memory = made.memory.data();
@@ -183,10 +246,18 @@ void RankProgram::set_launch(Call& c, uint64_t salt) const {
 
 void RankProgram::dispatch(uint32_t plan, uint32_t round) {
   what_ = "dispatch";
-  Plan& p = *plans_[plan].plan;
-  const uint32_t tokens = p.num_tokens(), stride = p.weight_stride();
+  const std::shared_ptr<Plan> known = plans_[plan].plan;
+  const bool lines = by_lines(plan, round, 0) && (!known || known->complete());
+  const uint32_t tokens = decisions_[plan].num_tokens[size_t(rank_)],
+                 stride = MessageLayout::make(shape_, place_call(plan).header.topk, true, 0, 0).weight_bytes / 4;
   const uint64_t salt = mix(plan, round, s_.data_seed, 1);
-  const uint64_t rows = s_.permute ? p.num_permuted_rows() : p.num_recv_rows();
+  const uint64_t rows = !known ? rows_of(plan) : s_.permute ? known->num_permuted_rows() : known->num_recv_rows();
+  const auto run = [&](const DispatchCall& c) {
+    if (!known)
+      route_by_lines(plan, c);
+    else
+      lines ? engine_.latency_dispatch(*known, c) : engine_.dispatch(*known, c);
+  };
   const uint64_t columns = s_.permute ? 1 : s_.experts_per_rank * s_.num_local_ranks;
   DispatchCall c;
   c.row_bytes = row_bytes_;
@@ -195,7 +266,7 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
   c.permute = s_.permute;
   c.local_blocks = int(s_.permute_blocks);
   set_launch(c, salt);
-  const uint32_t landing = s_.landing == 3 ? uint32_t(mix(salt, uint64_t(rank_)) % 3) : s_.landing;
+  const uint32_t landing = lines ? 0 : s_.landing == 3 ? uint32_t(mix(salt, uint64_t(rank_)) % 3) : s_.landing;
   std::shared_ptr<unsigned char> lent_x, lent_scales;
   if (landing) {
     c.land_in = landing == 2 ? LandIn::kFirstPair : LandIn::kEveryPair;
@@ -212,9 +283,10 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
       c.out_x = lent_x.get();
       c.out_scales = lent_scales.get();
     }
-    if (s_.weights) c.weights = p.weights();
+    if (s_.weights && known) c.weights = known->weights();
     c.out_weights = reinterpret_cast<float*>(phantom.take(rows * columns * 4));
-    return engine_.dispatch(p, c);
+    say_phantom(lines ? &phantom : nullptr);
+    return run(c);
   }
   const Oracle& o = oracles_[plan];
   Buffer x(uint64_t(tokens) * row_bytes_), scales(uint64_t(tokens) * s_.scale_bytes), weights(tokens * stride * 4ull);
@@ -238,7 +310,7 @@ void RankProgram::dispatch(uint32_t plan, uint32_t round) {
     std::memset(c.out_scales, 0xff, rows * s_.scale_bytes);
   }
   executor_.first_row = o.first_row[size_t(rank_)];
-  engine_.dispatch(p, c);
+  run(c);
   check_dispatch(o, salt, c.out_x, c.out_scales, c.out_weights, rows);
 }
 
@@ -289,14 +361,17 @@ void RankProgram::combine(uint32_t plan, uint32_t round) {
   c.local_blocks = int(s_.unpermute_blocks);
   set_launch(c, salt);
   executor_.combine_rows = rows;
-  const bool in_place = s_.reading == 2 ? mix(salt, uint64_t(rank_), 3) % 2 : s_.reading;
+  const bool lines = by_lines(plan, round, 1);
+  const auto run = [&] { lines ? engine_.latency_combine(p, c) : engine_.combine(p, c); };
+  const bool in_place = lines ? false : s_.reading == 2 ? mix(salt, uint64_t(rank_), 3) % 2 : s_.reading;
   const std::shared_ptr<unsigned char> lent = in_place ? engine_.arena().take(rows * row_bytes) : nullptr;
   if (timed_) {  // combine of a forward pass: no weights travel back
     PhantomMemory phantom((tokens + rows) * row_bytes + 4096);
     c.x = phantom.take(rows * row_bytes);
     if (lent) c.x = lent.get();
     c.out_x = phantom.take(tokens * row_bytes);
-    return engine_.combine(p, c);
+    say_phantom(lines ? &phantom : nullptr);
+    return run();
   }
   const Oracle& o = oracles_[plan];
   Buffer x(lent ? 0 : rows * row_bytes), weights(rows * columns * 4);
@@ -307,7 +382,7 @@ void RankProgram::combine(uint32_t plan, uint32_t round) {
   c.weights = s_.weights ? weights.floats() : nullptr;
   c.out_x = out_x.data();
   c.out_weights = out_weights.floats();
-  engine_.combine(p, c);
+  run();
   check_combine(o, salt, out_x.data(), out_weights.floats(), p.weight_stride());
 }
 

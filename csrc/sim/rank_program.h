@@ -17,6 +17,8 @@ class PhantomMemory {
   ~PhantomMemory();
   PhantomMemory(const PhantomMemory&) = delete;
   unsigned char* take(uint64_t bytes);
+  const unsigned char* begin() const { return base_; }
+  const unsigned char* end() const { return base_ + bytes_; }
 
  private:
   unsigned char* base_;
@@ -45,7 +47,13 @@ class RankProgram {
 
  private:
   void exchange(uint32_t plan);
+  struct Routing;
+  PlaceCall place_call(uint32_t plan) const;
+  bool by_lines(uint32_t plan, uint32_t round, uint32_t operation) const;
+  void route_by_lines(uint32_t plan, const DispatchCall& c);
   void dispatch(uint32_t plan, uint32_t round);
+  uint64_t rows_of(uint32_t plan) const;
+  void say_phantom(const PhantomMemory* phantom);
   void combine(uint32_t plan, uint32_t round);
   template <class Call>
   void set_launch(Call& c, uint64_t salt) const;

@@ -24,6 +24,7 @@ BufferShape shape_of(const WorldSpec& s, uint32_t most_tokens, uint64_t recv_row
   shape.scale_bytes = s.scale_bytes;
   shape.partial_row_bytes = s.combine ? s.hidden * (s.fp32_partials ? 4 : elem) : 16;
   shape.recv_rows = std::max<uint64_t>(recv_rows, 1);
+  shape.latency_tokens = s.latency ? shape.max_tokens : 0;
   // A result with all pairs of all receive rows, every expert's padded.
   const uint64_t rows = shape.recv_rows * shape.max_topk + uint64_t(s.experts_per_rank) * s.pad_multiple;
   const uint64_t landed = s.landing ? shape.row_bytes + shape.scale_bytes : 0,
@@ -63,7 +64,8 @@ void collect_links(Machine& m, WorldResult& result) {
     add("nvlink_egress", r, -1, rank.egress), add("nvlink_ingress", r, -1, rank.ingress);
     add("nic_egress", r, -1, rank.nic_out), add("nic_ingress", r, -1, rank.nic_in);
     for (const auto& block : rank.blocks)
-      add("tma_read", r, block->idx, block->tma_read), add("tma_write", r, block->idx, block->tma_write);
+      add("tma_read", r, block->idx, block->tma_read), add("tma_write", r, block->idx, block->tma_write),
+          add("line_store", r, block->idx, block->line_store);
     for (const RoleTime& t : rank.times) result.roles.emplace_back(r, t);
   }
 }
@@ -92,6 +94,9 @@ void WorldSpec::validate() const {
   need(num_blocks >= 1 && num_blocks <= 256, "num_blocks", num_blocks, "give 1 to 256");
   need(landing <= 3, "landing", landing, "give 0 (aside), 1 (every pair), 2 (first pair) or 3 (ranks differ)");
   need(reading <= 2, "reading", reading, "give 0 (no row in place), 1 (in place) or 2 (ranks differ)");
+  need(latency <= 2, "latency", latency, "give 0 (never), 1 (some operations) or 2 (all)");
+  need(latency == 0 || num_nodes == 1, "num_nodes", num_nodes, "the latency path has one node; give 1, or latency 0");
+  need(latency_warps >= 1 && latency_warps <= 16, "latency_warps", latency_warps, "give 1 to 16");
   need(permute_blocks <= 256, "permute_blocks", permute_blocks, "give 0 (none of their own) to 256");
   need(unpermute_blocks <= 256, "unpermute_blocks", unpermute_blocks, "give 0 (none of their own) to 256");
   need(plans >= 1, "plans", plans, "give at least 1");
@@ -166,6 +171,7 @@ WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
           return made;
         },
         s.seed));
+    executor->latency_warps = int(s.latency_warps);
     if (s.counter_base) engines.back()->start_counters_at(s.counter_base);
     programs.push_back(
         std::make_unique<RankProgram>(s, decisions, oracles, *engines.back(), *executor, int(r), options.timed));
@@ -237,6 +243,11 @@ WorldSpec random_world(uint64_t seed, int strategy) {
   s.unpermute_blocks = s.permute_blocks;
   s.landing = uint32_t(host::Rng(mix(seed, 101)).below(4));
   s.reading = uint32_t(host::Rng(mix(seed, 102)).below(3));
+  host::Rng by_lines(mix(seed, 103));
+  if (s.num_nodes == 1) {
+    s.latency = std::initializer_list<uint32_t>{0, 1, 1, 2}.begin()[by_lines.below(4)];
+    s.latency_warps = 1 + uint32_t(by_lines.below(3));
+  }
   s.seed = seed;
   s.data_seed = seed;
   s.strategy = strategy >= 0 ? uint32_t(strategy) : of({0, 0, 0, 1, 1, 2, 3, 4, 5, 6, 7});

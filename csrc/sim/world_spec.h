@@ -31,6 +31,9 @@ struct WorldSpec {
   uint32_t landing = 0;  // of dispatched rows: 0 aside, in the result 1 for every pair, 2 for the first; 3 ranks differ
   uint32_t reading =
       0;  // of combine's rows: 0 they lie outside the arena, 1 there and are read in place; 2 ranks differ
+  // Of one node: 0 nothing goes by the latency path, 1 some operations, as the seed of the data has it, 2 all; and
+  // warps of its blocks.
+  uint32_t latency = 0, latency_warps = 2;
   uint32_t smem_bytes = 24 * 1024;
   uint32_t plans = 1, rounds = 1;  // rounds: dispatch and combine of every plan
   uint32_t exchange_first = 0;     // all plans up front, one exchange right after the other
@@ -56,7 +59,7 @@ struct WorldSpec {
     f("permute", s.permute), f("weights", s.weights), f("multiply", s.multiply), f("fp32_partials", s.fp32_partials);
     f("chunk_tokens", s.chunk_tokens), f("rail_slots", s.rail_slots), f("num_blocks", s.num_blocks);
     f("permute_blocks", s.permute_blocks), f("unpermute_blocks", s.unpermute_blocks), f("landing", s.landing);
-    f("reading", s.reading);
+    f("reading", s.reading), f("latency", s.latency), f("latency_warps", s.latency_warps);
     f("smem_bytes", s.smem_bytes), f("plans", s.plans), f("rounds", s.rounds);
     f("exchange_first", s.exchange_first), f("combine", s.combine), f("unlike", s.unlike);
     f("counter_base", s.counter_base), f("seed", s.seed), f("data_seed", s.data_seed), f("strategy", s.strategy);

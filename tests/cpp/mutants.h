@@ -109,7 +109,7 @@ inline constexpr Bug kNeedMoreLanes[] = {
     Bug::kWarpsBeforeForgotten,  Bug::kPartialsBeforeAllWarps, Bug::kPartUnrounded,
 };
 
-// Of the latency path: worlds whose operations go by lines.
+// Of the latency path: worlds whose operations go by lines, of the host's executors and simulated ones.
 inline constexpr Bug kLatencyBugs[] = {
     Bug::kTornLine,      Bug::kFlagBeforePayload, Bug::kEarlyCredit,
     Bug::kOneSlabParity, Bug::kStaleStep,         Bug::kRestOfRowUnawaited,

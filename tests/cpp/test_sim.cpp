@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "common/bugs.h"
+#include "sim/oracle.h"
 #include "sim/world_spec.h"
 
 HEP_TEST_MAIN
@@ -31,6 +32,80 @@ TEST(log_is_the_same_for_the_same_seed) {
   options.log = true;
   const WorldResult a = sim::run_world(spec, options), b = sim::run_world(spec, options);
   CHECK(a.log.size() > 100 && a.log == b.log);
+}
+
+// Lines land in any order whatever the strategy, and operations of both paths follow one another on one buffer.
+TEST(latency_path_under_every_strategy_alone_and_beside_the_other) {
+  for (uint32_t strategy = 0; strategy < uint32_t(sim::kNumStrategies); ++strategy)
+    for (uint64_t seed = 0; seed < 12; ++seed) {
+      WorldSpec spec;
+      spec.num_nodes = 1;
+      spec.num_local_ranks = 1 + uint32_t(seed % 5);
+      spec.tokens = 6;
+      spec.uneven = uint32_t(seed % 3);
+      spec.hidden = seed % 4 ? 80 : 640;
+      spec.dtype = uint32_t(seed % 3);
+      spec.scale_bytes = seed % 2 ? 48 : 0;
+      spec.permute = seed % 3 != 1;
+      spec.num_blocks = 1 + uint32_t(seed % 3);
+      spec.plans = spec.rounds = 2;
+      spec.unlike = uint32_t(seed % 2);
+      spec.latency = 1 + uint32_t(seed % 2);
+      spec.latency_warps = 1 + uint32_t(seed % 3);
+      spec.counter_base = seed % 4 == 3 ? (uint64_t(1) << 32) - 3 : 0;
+      spec.strategy = strategy;
+      spec.seed = spec.data_seed = seed;
+      const WorldResult r = sim::run_world(spec, {});
+      if (!r.failure.kind.empty())
+        throw check::Failure(std::string(sim::strategy_name(sim::StrategyKind(strategy))) + ", seed " +
+                             std::to_string(seed) + ": " + r.failure.what);
+    }
+}
+
+TEST(lines_that_never_land_end_in_a_deadline_that_names_their_rank) {
+  WorldSpec spec;
+  spec.num_nodes = 1;
+  spec.num_local_ranks = 3;
+  spec.latency = 2;
+  spec.fault = 1;
+  spec.fault_rank = 2;
+  spec.fault_at = 30;
+  const WorldResult r = sim::run_world(spec, {});
+  CHECK(r.failure.kind.empty());
+  CHECK(std::ranges::any_of(r.ranks, [](const auto& o) { return o.peer == 2 && o.site.starts_with("latency_"); }));
+}
+
+// 7168 bf16 with top-8: 121 lines carry 14,336 bytes of a row, its record and its weights.
+TEST(fifteen_sixteenths_of_what_crosses_nvlink_by_lines_is_payload) {
+  RunOptions options;
+  options.timed = true;
+  WorldSpec spec;
+  spec.num_nodes = 1;
+  spec.num_local_ranks = 4;
+  spec.experts_per_rank = 4;
+  spec.topk = 8;
+  spec.hidden = 7168;
+  spec.tokens = 16;
+  spec.latency = 2;
+  spec.latency_warps = 16;
+  spec.smem_bytes = 128 * 1024;
+  const WorldResult r = sim::run_world(spec, options);
+  CHECK(r.failure.kind.empty());
+  uint64_t crossed = 0, copies = 0;
+  for (const auto& link : r.links)
+    if (link.link == std::string("nvlink_egress")) crossed += link.bytes, copies += link.copies;
+  const sim::RoutingDecision routing = sim::decide(spec, 0, {});
+  const sim::Oracle oracle(spec, routing);
+  uint64_t rows = 0;  // to other ranks
+  for (int rank = 0; rank < 4; ++rank)
+    for (const sim::Token& token : oracle.received[size_t(rank)]) rows += token.rank != rank;
+  // Record, weights and row of a dispatch; a row of a combine. Their words, at fifteen a line of sixteen; half a line a
+  // row is lost at most to its end, and headers are what the counts take.
+  const uint64_t dispatched = rows * (14'336 + 16 + 8 * 8 + 4 * 8 + 8 * 4), combined = rows * 14'336;
+  const uint64_t headers = 4 * 3 * (2 + 1) * 128;
+  CHECK(crossed > 0 && copies > 0);
+  CHECK(crossed <= (dispatched + combined) * 16 / 15 + 2 * rows * 128 + headers);
+  CHECK(rows * 14'336 * 2 * 100 >= crossed * 92);  // of rows alone
 }
 
 TEST(dead_rank_leaves_timeout_reports_and_no_fibers_behind) {

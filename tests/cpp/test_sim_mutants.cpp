@@ -92,6 +92,7 @@ const bool registered = [] {
   };
   for (const Bug bug : kWorldBugs) add(bug);
   for (const Bug bug : kSimBugs) add(bug);
+  for (const Bug bug : kLatencyBugs) add(bug);
   return true;
 }();
 

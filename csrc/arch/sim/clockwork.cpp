@@ -93,7 +93,8 @@ void Clockwork::process(uint32_t i) {
     ++hop.server->served;
     item.end = std::max(item.end, start + hop.time);
     if (m_.timeline_.keep_spans && hop.time) {
-      static constexpr const char* kNames[] = {"bulk_g2s", "bulk_s2g", "put", "flag", "arrive", "resume"};
+      static constexpr const char* kNames[] = {"bulk_g2s", "bulk_s2g", "put",   "flag",
+                                               "arrive",   "resume",   "lines", "rows"};
       m_.timeline_.spans.push_back({kNames[item.kind], item.role, item.rank, item.block ? item.block->idx : -1,
                                     hop.link, start, start + hop.time, item.bytes});
     }
@@ -126,6 +127,10 @@ void Clockwork::complete(uint32_t i) {
       return;
     }
     case Item::kResume: return m_.wake(*item.lane);
+    case Item::kLines: return land_lines(item);
+    case Item::kRows:
+      if (--item.lane->rows_in_flight == 0 && item.lane->wait.kind == Wait::kGroups) m_.wake(*item.lane);
+      return;
     case Item::kPut:
       if (!item.flag) return;
       break;
@@ -144,7 +149,7 @@ unsigned char* Clockwork::fact(const Lane& me, const Region& region, const void*
   if (!region.payload) return static_cast<unsigned char*>(const_cast<void*>(p));
   if (!region.is_licensed() || launch.moved_bytes == 0) return nullptr;
   const BufferLayout& l = *m_.layout_;
-  if (region.use == Region::Use::kArena) return nullptr;
+  if (region.use == Region::Use::kArena || region.use == Region::Use::kSlabs) return nullptr;
   const bool entries = region.use == Region::Use::kRecvRows;
   const uint64_t stride = entries ? launch.entry_bytes : launch.row_bytes;
   uint64_t at = region.offset(p), row = 0;
@@ -181,6 +186,10 @@ void Clockwork::load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarr
 }
 
 void Clockwork::flush(Lane& me) {
+  if (!me.line_runs.empty()) {
+    for (const LineRun& run : me.line_runs) post_run(me, run);
+    me.line_runs.clear();
+  }
   if (!me.merged_bar) return;
   const CostModel& c = m_.config_.costs;
   Item item = of_lane(me, Item::kLoad, me.merged_bytes);

@@ -27,6 +27,10 @@ class Clockwork {
   void store(Lane& me, void* dst, const void* src, uint32_t bytes);
   void commit(Lane& me);
   void wait_stores(Lane& me, int newest, bool written);
+  void store_line(Lane& me, int owner, uint64_t line, const uint64_t* words, uint64_t flag);
+  void await_line(Lane& me, uint64_t line, uint64_t flag, uint64_t* words);
+  void stream(Lane& me, uint64_t bytes);  // of rows, between a warp and this GPU's memory
+  void finish_streams(Lane& me);
   void set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add, int owner);
   void put(Lane& me, int peer, unsigned char* dst, const unsigned char* src, uint64_t bytes, uint64_t* flag,
            uint64_t value);
@@ -38,13 +42,15 @@ class Clockwork {
     const char* link;
   };
   struct Item {
-    enum Kind : uint8_t { kLoad, kStore, kPut, kFlag, kArrive, kResume } kind = kResume;
+    enum Kind : uint8_t { kLoad, kStore, kPut, kFlag, kArrive, kResume, kLines, kRows } kind = kResume;
     bool add = false, landed = false;
     uint8_t hop = 0, num_hops = 0;
     Hop hops[5];
     Ps end = 0, latency = 0;
     uint64_t bytes = 0, group = 0, value = 0;
     uint64_t* flag = nullptr;
+    LineSlot* slot = nullptr;
+    uint32_t first_line = 0;
     Lane* lane = nullptr;
     Block* block = nullptr;
     Mbarrier* bar = nullptr;
@@ -68,6 +74,15 @@ class Clockwork {
   void land(Mbarrier& bar, Block& block, uint64_t bytes, bool arrival);
   Item of_lane(Lane& me, Item::Kind kind, uint64_t bytes) const;
   bool done(const Lane& me, int newest, bool written) const;
+  void post_run(Lane& me, const LineRun& run);
+  void post_rows(Lane& me);
+  void land_lines(const Item& item);
+  struct LineAt {
+    LineSlot& slot;
+    uint32_t line;
+    bool header;
+  };
+  LineAt line_at(int owner, uint64_t line);
   unsigned char* fact(const Lane& me, const Region& region, const void* p);
 
   Machine& m_;
@@ -75,6 +90,7 @@ class Clockwork {
   std::vector<Item> items_;
   std::vector<uint32_t> free_;
   std::vector<std::vector<unsigned char>> metadata_;  // by rank * 3 + kind of registered region
+  std::vector<std::vector<LineSlot>> slots_;          // by rank: of each slab its header and its slots
   uint64_t posted_ = 0;
 };
 

@@ -23,6 +23,12 @@ struct CostModel {
   uint64_t tma_read_mbps = 0, tma_write_mbps = 0;
   Ps tma_op_ps = 0;       // engine time that a copy takes at least
   Ps tma_latency_ps = 0;  // of a load from or a store to this GPU's memory
+  // Lines, and the words of rows that warps load and store themselves (the latency path).
+  Ps line_store_ps = 0;    // a warp's time for a line that it stores
+  Ps line_load_ps = 0;     // for one that it looks at and finds
+  Ps line_wait_ps = 0;     // a line has come -> who waits for it has it
+  Ps word_load_ps = 0;     // for 8 bytes of a row in this GPU's memory
+  uint64_t line_mbps = 0;  // what an SM stores so
   // Reduction of an SM: staged bytes added per unit of time, and accumulated bytes written back.
   uint64_t reduce_mbps = 0, round_mbps = 0;
   // A GPU.

@@ -92,6 +92,7 @@ void Machine::read_global(Lane& me, const void* p, uint64_t bytes) {
 // have acquired a release, and data read before that is found unwritten.
 bool Machine::write_global(Lane& me, void* p, uint64_t bytes) {
   if (timed()) {
+    if (has_payload(me, p)) return clockwork_->stream(me, bytes), false;
     const Region* r = memory_.find(p, bytes);
     return !r || !r->payload;
   }
@@ -279,7 +280,10 @@ void Machine::wait_stores(Lane& me, int newest, bool written) {
 }
 
 void Machine::lane_returns(Lane& me) {
-  if (timed()) return clockwork_->settle(me);  // its last arrivals must not meet the next launch
+  if (timed()) {  // its last arrivals must not meet the next launch
+    clockwork_->finish_streams(me);
+    return clockwork_->settle(me);
+  }
   if (!me.open.empty()) throw_rule(me, "open_group", "the lane returned with bulk stores it never committed");
   for (const StoreGroup& g : me.groups)
     if (!g.stores.empty())

@@ -33,6 +33,7 @@ struct Wait {
     kGroups,  // this lane's bulk stores: `value` = how far
     kLaunch,  // a host lane: its kernel
     kClock,   // timed: the world's clock reaches this lane's
+    kLine,    // timed: the line `value` of a slot
   };
   Kind kind = kNothing;
   const uint64_t* word = nullptr;
@@ -56,6 +57,20 @@ struct StoreGroup {
   Ps read_at = 0, written_at = 0;
 };
 
+// Timed: lines of one slot that a lane has stored and that go together, and whoever waits for lines of the slot.
+struct LineSlot {
+  uint64_t flag = 0;
+  Lane* waiting = nullptr;       // the first of them
+  std::vector<uint64_t> landed;  // of the step of `flag`: a bit a line
+  std::vector<uint64_t> facts;   // words of the lines that addresses come from
+};
+struct LineRun {
+  LineSlot* slot;
+  uint64_t flag;
+  uint32_t first, count;
+  int owner;
+};
+
 // FIFO server of virtual time.
 struct Server {
   Ps free_at = 0, busy = 0;
@@ -77,6 +92,7 @@ struct Launch {
   std::exception_ptr error;
   // Timed: of a message, of what goes to its metadata entry, and of what is really moved of it.
   uint32_t row_bytes = 0, entry_bytes = 0, moved_bytes = 0;
+  uint32_t fact_lines = 0;  // of a slot: the first, which addresses come from
   Ps start = 0, end = 0;
 };
 
@@ -89,7 +105,7 @@ struct Block {
   uint64_t arrived = 0, group_arrived[16] = {};
   Ps meet_at = 0;
   std::vector<Lane*> lanes;
-  Server tma_read, tma_write;
+  Server tma_read, tma_write, line_store;
 };
 
 enum class Verdict : uint8_t { kGo, kExpired, kAbandoned };
@@ -119,6 +135,12 @@ struct Lane {
   Mbarrier* merged_bar = nullptr;
   uint32_t merged_bytes = 0, merged_ops = 0;
   int merged_from = 0;
+  // Timed: lines that are stored and have not been posted; bytes of rows likewise, and of those posted which are not
+  // through; the next who waits for a line of the same slot.
+  std::vector<LineRun> line_runs;
+  uint64_t row_bytes = 0;
+  uint32_t rows_in_flight = 0;
+  Lane* next_waiting = nullptr;
   std::unique_ptr<host::Fiber> fiber;
 };
 
@@ -140,6 +162,8 @@ struct Rank {
   };
   std::vector<Rows> received;
   std::vector<uint32_t> first_row;
+  // Timed: payload of this rank's launch, which is address space and no memory.
+  const unsigned char *phantom_begin = nullptr, *phantom_end = nullptr;
   Server hbm, egress, ingress, nic_out, nic_in;
   std::deque<RoleTime> times;
 };

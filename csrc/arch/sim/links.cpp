@@ -226,6 +226,8 @@ bool Machine::only_chunk(uint32_t actor, uint32_t chunk) const {
 void Machine::run_wire(Wire& wire) {
   host::Rng& rng = strategy_.rng();
   if (wire.node < 0) {
+    const size_t which = wire.lines.empty() ? 0 : rng.below(wire.loads.size() + wire.lines.size());
+    if (which >= wire.loads.size() && !wire.lines.empty()) return land_line(wire, which - wire.loads.size());
     if (wire.loads.empty()) return;
     std::swap(wire.loads[rng.below(wire.loads.size())], wire.loads.back());
     const Load load = wire.loads.back();

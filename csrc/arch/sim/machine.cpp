@@ -63,6 +63,7 @@ void Machine::add_segment(int r, unsigned char* data, const BufferLayout& layout
   add("rail_receive_ring", layout.rail_recv, ring, Use::kRecvRing);
   add("receive_rows", layout.recv, layout.recv_bytes, Use::kRecvRows);
   add("arena", layout.arena, layout.arena_bytes, Use::kArena);
+  add("latency_slabs", layout.latency, layout.slabs.bytes(), Use::kSlabs);
 }
 
 int Machine::rank_of(const void* p) const {
@@ -96,6 +97,8 @@ Lane& Machine::take_lane(int r) {
   lane.groups.clear();
   lane.open.clear();
   lane.touched.clear();
+  lane.line_runs.clear();
+  lane.row_bytes = lane.rows_in_flight = 0;
   lane.alive = true;
   lane.ready = false;
   ++alive_;
@@ -160,6 +163,9 @@ void Machine::run(const std::function<void(int)>& program) {
   // A kernel returns with puts in flight; but each has a reader who waits for it, so that in the end they have landed.
   // Credits alone may still be on their way.
   if (config_.fault.kind != Fault::kNone || std::ranges::any_of(ranks_, &Rank::dead)) return;
+  for (const Wire& wire : wires_)
+    if (!wire.lines.empty())
+      fail("rule", "unfinished_line", "all ranks have returned, and nobody has waited for a line");
   for (const Wire& wire : wires_)
     if (std::ranges::any_of(wire.puts, [](const Put& put) { return put.bytes != 0; }))
       fail("rule", "unfinished_put", "all ranks have returned, and nobody has waited for a put");
@@ -269,7 +275,7 @@ host::FiberContext& Machine::next_context() {
     Wire& wire = wires_[actor];
     try {
       run_wire(wire);
-      if (!aborting_ && (wire.stopped || (wire.loads.empty() && wire.puts.empty()))) unready(at, wire.ready);
+      if (!aborting_ && (wire.stopped || wire.empty())) unready(at, wire.ready);
     } catch (const RuleError& e) {
       fail("rule", e.rule(), e.what());
     }

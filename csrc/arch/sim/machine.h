@@ -72,6 +72,10 @@ class Machine {
   void write_shared(Lane& me, void* p, uint64_t bytes, uint64_t alignment);  // before the bytes are written
   void read_global(Lane& me, const void* p, uint64_t bytes);
   bool write_global(Lane& me, void* p, uint64_t bytes);  // false: the bytes are not moved (timed payload)
+  bool has_payload(Lane& me, const void* p);             // timed: p is payload, which is not there to be read
+  void load_payload(Lane& me, uint64_t bytes);
+  void store_line(Lane& me, Line* dst, const uint64_t* words, uint64_t flag);
+  bool look_at_line(Lane& me, const Line* src, uint64_t flag, uint64_t* words);
   void init_barrier(Lane& me, Mbarrier& bar, uint32_t arrivals, bool guards_refill);
   void fence_sys(Lane& me);
   void set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add);
@@ -133,13 +137,25 @@ class Machine {
     Region *from = nullptr, *to = nullptr;
     uint32_t slot = ~0u;
   };
-  // Loads of a rank (node < 0), or the rail from rank src to its peer on a node. One event at a time leaves it.
+  // Some words of a line on their way: all of them, but where a mutant tears it.
+  struct LinePiece {
+    Line* dst;
+    Line line;
+    int first, count;
+    bool flag_first;  // the flag alone: its payload comes behind it
+    Region* region;
+  };
+  // Loads and lines of a rank (node < 0), or the rail from rank src to its peer on a node. One event at a time leaves
+  // it.
   struct Wire {
     int src = 0, node = -1;
     bool ready = false, stopped = false;
     uint64_t posted = 0;
     std::vector<Load> loads{};
     std::vector<Put> puts{};
+    std::vector<LinePiece> lines{};
+
+    bool empty() const { return loads.empty() && puts.empty() && lines.empty(); }
   };
 
   // machine.cpp: lanes and the choice of what goes next
@@ -167,6 +183,9 @@ class Machine {
   void run_wire(Wire& wire);
   void land_load(const Load& load);
   void land_put(const Put& put, Wire& wire);
+  void land_line(Wire& wire, size_t at);
+  void send_pieces(const LinePiece& piece, Wire& wire);
+  Region& line_region(const Lane& me, const Line* line, const char* operation) const;
   void end_phase(const Lane* me, Block& block, Mbarrier& bar, uint64_t before);
   void release_group(Lane& me, StoreGroup& group);
   void copy_group(Lane& me, StoreGroup& group);

@@ -58,6 +58,7 @@ struct Region {
     kRecvRing,      // registered: filled by the rail peer, free again when its owner returns the credit
     kRecvRows,      // registered: filled by ranks of the node, free again when its owner's operation ends
     kArena,         // the same, where no rank has rows of its own
+    kSlabs,         // registered: lines, each free again when its owner has read it
   };
   const char* name = "";
   unsigned char* begin = nullptr;

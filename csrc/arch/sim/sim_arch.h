@@ -80,7 +80,8 @@ class SimArch {
   }
   template <class T>
   T ld_global(const T* p, Where at = Where::current()) {
-    m_->read_global(here(at), p, sizeof(T));
+    if (m_->has_payload(here(at), p)) return m_->load_payload(*me_, sizeof(T)), T{};
+    m_->read_global(*me_, p, sizeof(T));
     return load<T>(p);
   }
   template <class T>
@@ -132,19 +133,12 @@ class SimArch {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i), at);
     return true;
   }
-  // The payload at once, its flag when a flag may come: between the two another lane may look, and finds no line.
+  // A line that is stored lands when it may.
   void st_line(Line* dst, const uint64_t* words, uint64_t flag, Where at = Where::current()) {
-    if (!dst) return;
-    if (m_->write_global(here(at), dst, Line::kPayloadBytes)) std::memcpy(dst->words, words, Line::kPayloadBytes);
-    m_->set_flag(here(at), dst->words + Line::kFlag, flag, false);
+    if (dst) m_->store_line(here(at), dst, words, flag);
   }
   bool ld_line(const Line* src, uint64_t flag, uint64_t* words, Where at = Where::current()) {
-    if (!src) return true;
-    words[Line::kFlag] = m_->look(here(at), src->words + Line::kFlag, flag);
-    if (words[Line::kFlag] != flag) return false;
-    m_->read_global(here(at), src, Line::kPayloadBytes);
-    std::memcpy(words, src->words, Line::kPayloadBytes);
-    return true;
+    return !src || m_->look_at_line(here(at), src, flag, words);
   }
   void poll_idle(const WaitInfo& info, uint64_t expected, uint64_t seen, Where at = Where::current()) {
     m_->poll(here(at), info, expected, seen);

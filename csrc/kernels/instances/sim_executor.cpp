@@ -5,6 +5,7 @@
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
 #include "kernels/exchange.h"
+#include "kernels/latency_combine.h"
 #include "kernels/spares.h"
 #include "layout/count_notification.h"
 #include "transport/sim/sim_transport.h"
@@ -26,6 +27,9 @@ void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t sme
   l.row_bytes = message.token_bytes();
   l.entry_bytes = message.metadata_bytes();
   l.moved_bytes = message.record_bytes;
+  l.fact_lines = Line::lines_of(message.metadata_bytes());
+  m_.rank(rank_).phantom_begin = phantom_begin;
+  m_.rank(rank_).phantom_end = phantom_end;
   l.body = [&](sim::Lane& lane) {
     SimArch a(lane);
     SimTransport net;
@@ -178,6 +182,52 @@ void SimExecutor::combine(CombineParams& p, const LaunchSettings& s) {
       "combine", s.num_blocks, kCombineWarps<SimArch>, p.smem_bytes, {},
       [&](SimArch& a, SimTransport& net, std::byte* smem) { combine_kernel<SimArch, SimTransport>(a, net, p, smem); });
   end_operation();
+}
+
+void SimExecutor::end_latency() {
+  m_.memory().drop_rank(rank_);
+}
+
+void SimExecutor::latency_dispatch(LatencyDispatchParams& p, const LaunchSettings& s) {
+  plan_latency_dispatch<SimArch>(p, smem_budget_, s.num_blocks, latency_warps);
+  const uint64_t tokens = p.plan.num_tokens;
+  if (!m_.timed()) {
+    const uint64_t rows = p.routes ? first_row.back() : p.plan.numbers->recv_rows,
+                   out_rows = p.permute ? p.out_rows : rows;
+    add("x", p.x, tokens * p.message.row_bytes, Use::kInput, true);
+    add("scales", p.scales, tokens * p.message.scale_bytes, Use::kInput, true);
+    add("weights", p.weights, tokens * p.plan.weight_stride * 4, Use::kInput, true);
+    add("out_x", p.out_x, out_rows * p.message.row_bytes, Use::kOutput, true);
+    add("out_scales", p.out_scales, out_rows * p.message.scale_bytes, Use::kOutput, true);
+    add("out_weights", p.out_weights, out_rows * (p.permute ? 1 : p.num_node_experts) * 4, Use::kOutput, true);
+    const Use learned = p.plan.fresh ? Use::kMetadata : Use::kInput;
+    add("row_records", p.plan.row_records, rows * p.message.record_bytes, learned, false);
+    add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, learned, true);
+    if (p.routes)
+      add("latency_counts", p.route.counts, 2 * p.route.layout.num_ranks * p.route.layout.vector_bytes(),
+          Use::kMetadata, false);
+  }
+  const sim::Ps routing = p.routes ? tokens * m_.config().costs.route_token_ps : 0;
+  launch("latency_dispatch", s.num_blocks, latency_warps, p.smem_bytes, p.message,
+         [&](SimArch& a, SimTransport&, std::byte* smem) {
+           if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
+           latency_dispatch_kernel<SimArch>(a, p, smem);
+         });
+  end_latency();
+}
+
+void SimExecutor::latency_combine(LatencyCombineParams& p, const LaunchSettings& s) {
+  const uint64_t smem_bytes = plan_latency_combine<SimArch>(p), tokens = p.plan.num_tokens;
+  if (!m_.timed()) {
+    const uint64_t weights = combine_rows * (p.permuted ? 1 : p.num_node_experts) * 4;
+    add("x", p.x, combine_rows * p.hidden * dtype_bytes(p.dtype), Use::kInput, true);
+    add("x_weights", p.x_weights, weights, Use::kInput, true);
+    add("out_x", p.out_x, tokens * p.hidden * dtype_bytes(p.dtype), Use::kOutput, true);
+    add("out_weights", p.out_weights, tokens * p.plan.weight_stride * 4, Use::kOutput, true);
+  }
+  launch("latency_combine", s.num_blocks, latency_warps, smem_bytes, {},
+         [&](SimArch& a, SimTransport&, std::byte* smem) { latency_combine_kernel<SimArch>(a, p, smem); });
+  end_latency();
 }
 
 }  // namespace hep

@@ -18,9 +18,14 @@ class SimExecutor final : public Executor {
   void exchange(const ExchangeParams& p, const LaunchSettings& s) override;
   void dispatch(DispatchParams& p, const LaunchSettings& s) override;
   void combine(CombineParams& p, const LaunchSettings& s) override;
+  void latency_dispatch(LatencyDispatchParams& p, const LaunchSettings& s) override;
+  void latency_combine(LatencyCombineParams& p, const LaunchSettings& s) override;
 
-  // What kernels are not told: rows of combine's input, and the first receive row of each source (see Rank).
+  // What kernels are not told: rows of combine's input, the first receive row of each source (see Rank), how many warps
+  // a block of the latency path has, and, in timed worlds, where payload would lie.
   uint64_t combine_rows = 0;
+  int latency_warps = 1;
+  const unsigned char *phantom_begin = nullptr, *phantom_end = nullptr;
   std::vector<uint32_t> first_row;
 
  private:
@@ -29,6 +34,7 @@ class SimExecutor final : public Executor {
   void add_spares(const SpareParams& p, uint64_t element_bytes, sim::Region::Use use);
   void add(const char* name, const void* p, uint64_t bytes, sim::Region::Use use, bool payload);
   void end_operation();
+  void end_latency();
 
   sim::Machine& m_;
   int rank_;
