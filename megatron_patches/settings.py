@@ -1,8 +1,8 @@
 """The switch and its values: what `apply()` or the command line asked of hybrid_ep, one copy a process.
 
 Each field is written once: its name for `apply(...)` and its `--hybrid-ep` flag with the help text stand in the field
-itself (`option`), and `flags` makes the parser's group of them. Python callers set them through `apply(...)`;
-`python -m megatron_patches` sets them when Megatron parses `--hybrid-ep`.
+itself (`setting_option.option`), and `flags` makes the parser's group of them. Python callers set them through
+`apply(...)`; `python -m megatron_patches` sets them when Megatron parses `--hybrid-ep`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
+
+from megatron_patches.setting_option import Option, option
 
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.payload.quantize.CHOICES, which needs torch
 
@@ -21,37 +23,6 @@ GUARD_MODES = ("off", "warn", "stop")
 RECOMPUTE_MODES = ("reuse", "repeat")
 OVERFLOWS = ("grow", "drop", "raise")
 MOVES = ("tokens", "weights", "auto")
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """How a setting is called: by Python as a keyword of `apply`, on the command line by a flag.
-
-    flag: None where only Python can give it. argparse: what `add_argument` takes besides. modes: those of --hybrid-ep-
-    balance that read the flag, None for a flag that does not depend on them.
-    """
-
-    name: str
-    flag: str | None
-    argparse: dict[str, Any]
-    modes: tuple[str, ...] | None = None
-
-    @property
-    def attribute(self) -> str:
-        """The flag's name in a parsed namespace."""
-        return (self.flag or "").lstrip("-").replace("-", "_")
-
-
-def option(
-    name: str, default: Any, help: str, *, flag: str = "", modes: tuple[str, ...] | None = None, **argparse: Any
-) -> Any:
-    """A dataclass field that carries its `Option`. The flag is made of the name where none is given.
-
-    Every flag is absent (None) by default, so that a value which nothing would read can be refused."""
-    flag = flag or "--hybrid-ep-" + name.replace("_", "-")
-    made = Option(name, flag, {"default": None, "help": help, **argparse}, modes)
-    return dataclasses.field(default=default, metadata={"option": made})
-
 
 _SWITCH: dict[str, Any] = {"action": "store_const", "const": True}
 

@@ -1,5 +1,6 @@
 // Lines in virtual time. A warp's lines of one slot travel some together: a copy each would be most of a world's
-// events. They land as one, so that the first of them come a little late. Only lines that addresses come from have words.
+// events. They land as one, so that the first of them come a little late. Only lines that addresses come from have
+// words.
 #include <algorithm>
 #include <cstring>
 #include <utility>
