@@ -73,7 +73,7 @@ def hybrid(
     traffic: Traffic | None = None,
     cached: bool = False,
 ) -> PeerTime:
-    """This library: num_sms blocks feed links, as many again work locally. cached: on a handle that there was."""
+    """This library: num_sms blocks feed links, half as many again work locally. cached: on a handle that there was."""
     t = traffic or routing.uniform(shape)
     got = model.predict(op, shape, cluster, num_sms=num_sms, dtype=dtype, traffic=t, cached=cached)
     return PeerTime("hybrid_ep", got.api_us, t.rail_out, t.nvlink_rows)
