@@ -22,9 +22,10 @@ std::string until(const char* load, const char* flag, const std::string& label) 
          ";\n";
 }
 
-Outcome run_all(const std::string& body, uint64_t seen_at, uint64_t wanted, const std::string& what) {
+Outcome run_all(const std::string& body, uint64_t seen_at, uint64_t wanted, const std::string& what,
+                uint32_t parties) {
   Outcome all;
-  Shape shape{.block = 1, .races = true, .kernels = 2, .devices = 2};
+  Shape shape{.block = 1, .races = true, .kernels = parties, .devices = parties};
   for (shape.seed = 1; shape.seed <= kSeeds; ++shape.seed) {
     Outcome o = run(kernel(body), shape);
     if (wanted)
@@ -34,12 +35,12 @@ Outcome run_all(const std::string& body, uint64_t seen_at, uint64_t wanted, cons
   }
   return all;
 }
-void keeps(const std::string& what, const std::string& body) {
-  const Outcome o = run_all(body, 16, kValue, what);
+void keeps(const std::string& what, const std::string& body, uint32_t parties = 2) {
+  const Outcome o = run_all(body, 16, kValue, what, parties);
   HEP_EXPECT(o.reports.empty(), what + "\n    " + o.all());
 }
-void breaks(const std::string& what, const char* kind, const std::string& body) {
-  const Outcome o = run_all(body, 16, 0, what);
+void breaks(const std::string& what, const char* kind, const std::string& body, uint32_t parties = 2) {
+  const Outcome o = run_all(body, 16, 0, what, parties);
   HEP_EXPECT(o.has(kind), what + ": expected a report of " + kind + "\n    " + o.all());
 }
 
@@ -157,6 +158,51 @@ HEP_CASE(litmus_8_a_credit_comes_back) {
   breaks("a credit before the data was read", "race", pair(first + taken + again, kAcquire + credit + kRead));
   breaks("a relaxed credit", "race",
          pair(first + taken + again, kAcquire + kRead + "st.relaxed.sys.global.u64 [%rd11], %rd9;"));
+}
+// A put over a NIC, which is a third party here: it waits for the doorbell, reads the send slot, writes the peer's slot
+// and sets the signal, as the verb promises (9), or as two calls that nothing orders (9f). What a NIC does between those
+// steps, and what PCIe lets pass, only a NIC can show.
+std::string trio(const std::string& writer, const std::string& nic, const std::string& reader) {
+  return kBegin + "add.s64 %rd13, %rd1, 192; add.s64 %rd14, %rd1, 80; setp.eq.s64 %p2, %rd6, 1;\n" +
+         "@!%p1 bra ELSE;\n" + writer + "\nbra.uni END;\nELSE: @!%p2 bra READER;\n" + nic +
+         "\nbra.uni END;\nREADER:\n" + reader + "\nEND:";
+}
+HEP_CASE(litmus_9_a_put_and_its_signal) {
+  const std::string ring = kFence + kRelaxed, bulk = kFill + kProxyShared + kStore;
+  const std::string take = until("acquire.sys", "%rd10", "BELL") + "ld.global.u64 %rd5, [%rd1];\n";
+  const std::string put = take + "st.global.u64 [%rd13], %rd5;\n";
+  const std::string signal = "st.release.sys.global.u64 [%rd14], %rd9;\n";
+  const std::string apart = "st.relaxed.sys.global.u64 [%rd14], %rd9;\n";
+  const std::string told = until("acquire.sys", "%rd14", "SIGNAL");
+  std::string from_slot = load("0");
+  from_slot.replace(from_slot.find("[%rd1]"), 6, "[%rd13]");
+  const std::string stage = kInit + told + kProxyGlobal + from_slot + kSee;
+  const std::string plain = told + "ld.global.u64 %rd5, [%rd13]; st.global.u64 [%rd12], %rd5;\n";
+  keeps("9: bulk stores, wait, fence, doorbell", trio(bulk + kStored + ring, put + signal, stage), 3);
+  breaks("9: no wait before the doorbell", "race", trio(bulk + ring + kStored, put + signal, stage), 3);
+  breaks("9: no fence between the reader's proxies", "proxy",
+         trio(bulk + kStored + ring, put + signal, kInit + told + from_slot + kSee), 3);
+  keeps("9a: generic stores, generic loads", trio(kWrite + ring, put + signal, plain), 3);
+  breaks("9a: a relaxed load of the signal", "race",
+         trio(kWrite + ring, put + signal,
+              until("relaxed.sys", "%rd14", "S") + "ld.global.u64 %rd5, [%rd13]; st.global.u64 [%rd12], %rd5;\n"),
+         3);
+  breaks("9b: no fence of the sender's", "race", trio(bulk + kStored + kRelaxed, put + signal, stage), 3);
+  breaks("9f: a signal that is no part of the put", "race", trio(bulk + kStored + ring, put + apart, stage), 3);
+  // 9d: the stage is read, the credit comes back, the send slot is filled again.
+  const std::string credit = "st.release.sys.global.u64 [%rd11], %rd9;\n", again = "st.global.u64 [%rd1], %rd9;\n";
+  const std::string taken = until("acquire.sys", "%rd11", "CREDIT");
+  keeps("9d: a refill behind the credit", trio(kWrite + ring + taken + again, put + signal, stage + credit), 3);
+  breaks("9d: a refill without it", "race", trio(kWrite + ring + again, put + signal, stage + credit), 3);
+}
+// A writer that stops before its release: the reader's wait ends at its deadline, here a number of polls, and says so.
+HEP_CASE(litmus_10_a_wait_for_a_rank_that_stopped) {
+  const std::string bounded =
+      "mov.u32 %r9, 0;\nPOLL: ld.acquire.sys.global.u64 %rd7, [%rd10]; setp.ne.s64 %p3, %rd7, 0; @%p3 bra END; "
+      "add.u32 %r9, %r9, 1; setp.lt.u32 %p8, %r9, 200; @%p8 bra POLL; st.global.u64 [%rd12], %rd8;\n";
+  keeps("the reader gives up and reads nothing", pair(kWrite, bounded));
+  breaks("a reader that gives up and reads all the same", "race",
+         pair(kWrite, bounded + "ld.global.u64 %rd5, [%rd1]; st.global.u64 [%rd12], %rd5;\n"));
 }
 // What only a machine with store buffers would show, and why ours needs none: PTX lets both threads of store buffering
 // miss the other's flag. No data is involved, so that nothing is a race; whoever acts on not having seen a flag would
