@@ -73,10 +73,10 @@ BUDGETS = {
     "balance": Budget(224, 22200, ("ELECT", *ACQUIRES)),
     "latency_dispatch": Budget(128, 11000, LINES),
     "latency_combine": Budget(96, 5700, LINES),
-    # Of a spare slot the last warp to store speaks for all; gradients are read as vectors of 16 bytes.
+    # Of a spare slot the last warp to store speaks for all, of gradients the last to have read them.
     "push_weights": Budget(96, 2750, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
-    "await_weights": Budget(64, 430, ("ELECT", *ACQUIRES)),
-    "collect_gradients": Budget(96, 1460, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL, "LD.128")),
+    "await_weights": Budget(80, 430, ("ELECT", *ACQUIRES)),
+    "collect_gradients": Budget(96, 1460, ("ELECT", *ACQUIRES, *SPEAKS_FOR_ALL)),
 }
 # A fence of system scope takes about a microsecond: one a group of flags (Arch::st_release_sys_each), not one a flag. A
 # loop over peers has 13 to 42 instructions with a fence each; the shortest loop that may have one, over chunks, has 96.
