@@ -72,7 +72,7 @@ BUDGETS = {
     # Constructions of a plan are inlined at each place that makes one. 224 registers of 256 threads fit an SM.
     "balance": Budget(224, 22200, ("ELECT", *ACQUIRES)),
     "latency_dispatch": Budget(128, 11000, LINES),
-    "latency_combine": Budget(96, 5700, LINES),
+    "latency_combine": Budget(96, 6700, LINES),
     # Of a spare slot the last warp to store speaks for all, of gradients the last to have read them.
     "push_weights": Budget(96, 2750, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
     "await_weights": Budget(80, 430, ("ELECT", *ACQUIRES)),

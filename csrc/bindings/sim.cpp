@@ -22,7 +22,7 @@ template <class F>
 void each_cost(CostModel& c, F&& f) {
   f("launch_ps", c.launch_ps), f("barrier_ps", c.barrier_ps);
   f("wake_ps", c.wake_ps), f("poll_ps", c.poll_ps), f("fence_ps", c.fence_ps), f("flag_ps", c.flag_ps);
-  f("route_token_ps", c.route_token_ps);
+  f("route_token_ps", c.route_token_ps), f("place_token_ps", c.place_token_ps);
   const auto loop = [&](const char* name, LoopStep step) { f(name, c.loop_ps[int(step)]); };
   loop("g2s_token_ps", LoopStep::kG2sToken), loop("s2g_token_ps", LoopStep::kS2gToken);
   loop("s2g_destination_ps", LoopStep::kS2gDestination), loop("s2g_pair_ps", LoopStep::kS2gPair);
@@ -38,6 +38,7 @@ void each_cost(CostModel& c, F&& f) {
   f("nic_mbps", c.nic_mbps), f("nic_message_ps", c.nic_message_ps), f("nic_post_ps", c.nic_post_ps);
   f("nic_latency_ps", c.nic_latency_ps);
   f("line_store_ps", c.line_store_ps), f("line_load_ps", c.line_load_ps), f("line_wait_ps", c.line_wait_ps);
+  f("partial_line_ps", c.partial_line_ps), f("sum_line_ps", c.sum_line_ps);
   f("word_load_ps", c.word_load_ps), f("line_mbps", c.line_mbps);
 }
 

@@ -79,6 +79,7 @@ HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p, std::byte* smem, boo
 // of a block as `budget` bytes of shared memory hold, at least one. Returns the bytes that a block needs.
 template <Arch A>
 inline uint64_t plan_exchange(ExchangeParams& p, uint64_t budget, int blocks) {
+  p.blocks = uint32_t(blocks);
   p.walkers = uint32_t(kExchangeWarps<A>);
   while (p.walkers > 1 && ExchangeSmem{p.layout, p.walkers}.bytes() > budget) --p.walkers;
   const uint32_t lanes = uint32_t(A::kLanes), walkers = p.walkers * uint32_t(blocks);

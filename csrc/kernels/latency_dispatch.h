@@ -12,11 +12,13 @@ namespace hep {
 
 template <Arch A>
 struct LatencyDispatchBlock {
+  static constexpr bool kReads = TileMath<A>::kReadsRows;  // plain memory, few workers: rows stay whole
+
   A& a;
   const LatencyDispatchParams& p;
   std::byte* const smem;
   const uint64_t flag;
-  const bool lead;  // the last block: it has the totals
+  const bool counts, lead;  // tokens, which not more than kMostExchangeBlocks do; the last of these: it has the totals
   LatencySendRole<A> sender;
 
   HEP_DEVICE LatencyDispatchBlock(A& arch, const LatencyDispatchParams& params, std::byte* shared)
@@ -25,7 +27,8 @@ struct LatencyDispatchBlock {
         smem(shared),
         flag(params.link.flag(params.routes ? LatencyCall::word(LatencyCall::kRoutes)
                                             : LatencyCall::word(LatencyCall::kDispatches, params.lines()))),
-        lead(arch.block_idx() == arch.num_blocks() - 1),
+        counts(params.routes && uint32_t(arch.block_idx()) < params.route.blocks),
+        lead(counts && uint32_t(arch.block_idx()) == params.route.blocks - 1),
         sender(arch, params, flag) {}
 
   HEP_DEVICE uint32_t warp() const { return uint32_t(a.block_idx() * a.num_warps() + a.warp_idx()); }
@@ -37,21 +40,25 @@ struct LatencyDispatchBlock {
     const ExchangeSmem exchange{r.layout, r.walkers};
     a.set_role("latency_route");
     RouteRole<A> route(a, r, smem);
-    route.count();
+    if (counts) route.count();
     if (!meet_blocks(a, &p.progress->met)) return false;
-    route.begin_behind_other_blocks();
+    if (counts) route.begin_behind_other_blocks();
     a.block_sync();
-    LatencyCountsRole<A> counts(a, p, flag);
-    if (lead) counts.send();
+    LatencyCountsRole<A> vectors(a, p, flag);
+    if (lead) vectors.send();
     a.set_role("latency_send");
     const TokenShare share = TokenShare::of(a, r);
     auto* words = reinterpret_cast<uint32_t*>(smem);
-    for (uint32_t i = uint32_t(a.warp_idx()); i < share.count; i += uint32_t(a.num_warps()))
-      sender.send(CountedToken<A>(a, p, exchange, share.begin + i, words + exchange.of_walker(r.by_run.quotient(i))));
+    const uint32_t n = p.lines();
+    const auto lines = LineShare<A>::of(share.count, n, uint32_t(a.num_warps()), 2, kReads);
+    for (uint32_t j = uint32_t(a.warp_idx()); j < lines.count(); j += uint32_t(a.num_warps()))
+      if (const uint32_t i = lines.row(j), first = lines.first(j); first < n)
+        sender.send(CountedToken<A>(a, p, exchange, share.begin + i, words + exchange.of_walker(r.by_run.quotient(i))),
+                    first, lines.end(first, n));
     a.set_role("latency_counts");
     const CountsView view{r.layout, r.counts + r.parity_bytes()};
     if (lead) {
-      counts.receive();
+      vectors.receive();
       if (!a.block_whole() || !require_agreement(a, r, view)) return false;
       PlaceRole<A>(a, r, view, smem, true).count_rows();
     }
@@ -67,10 +74,14 @@ struct LatencyDispatchBlock {
     LatencyHello<A> hello{a, p.link, flag};
     if (warp() == 0) hello.send();
     const int node = p.world.node();
-    for (uint32_t j = warp(); j < p.plan.node_count[node]; j += warps()) {
+    const uint32_t n = p.lines();
+    const auto lines = LineShare<A>::of(p.plan.node_count[node], n, warps(), 2, kReads);
+    for (uint32_t i = warp(); i < lines.count(); i += warps()) {
+      const uint32_t j = lines.row(i), first = lines.first(i);
+      if (first >= n) continue;
       const auto* record =
           reinterpret_cast<const uint64_t*>(p.plan.records[node] + uint64_t(j) * p.message.record_bytes);
-      sender.send(RecordedToken{record, p.plan.node_tokens[node][j]});
+      sender.send(RecordedToken{record, p.plan.node_tokens[node][j]}, first, lines.end(first, n));
     }
   }
   HEP_DEVICE bool receive() {
@@ -117,8 +128,10 @@ inline uint64_t plan_latency_dispatch(LatencyDispatchParams& p, uint64_t budget,
   p.scratch_bytes = uint32_t(align_up(p.message.metadata_bytes() + 4ull * (p.message.max_pairs + 1), 16));
   const uint64_t own = align_up(4 * (ranks + 1), 128) + align_up(4 * ranks * p.plan.num_local_experts, 128) +
                        uint64_t(p.scratch_bytes) * uint64_t(warps);
-  const uint64_t exchange =
-      p.routes ? align_up(plan_exchange<A>(p.route, budget > own ? budget - own : 0, blocks), 128) : 0;
+  const uint64_t exchange = p.routes ? align_up(plan_exchange<A>(p.route, budget > own ? budget - own : 0,
+                                                                 std::min(blocks, int(kMostExchangeBlocks))),
+                                                128)
+                                     : 0;
   p.source_begins_at = exchange;
   p.pair_bases_at = p.source_begins_at + align_up(4 * (ranks + 1), 128);
   p.scratch_at = p.pair_bases_at + align_up(4 * ranks * p.plan.num_local_experts, 128);

@@ -30,6 +30,29 @@ struct LinePart {
   }
 };
 
+// How rows of `lines` lines are shared out among workers: by whole rows where there are enough of them, else several
+// workers have parts of one. A row's lines take a warp a trip to memory for every few of them, so that a warp with a
+// whole row would hold up all that have none. Four parts a worker: the last round is then short. A part has `least`
+// such steps at least, for what a worker does before its first.
+template <Arch A>
+struct LineShare {
+  uint32_t parts, lines_each, rows;
+
+  HEP_DEVICE static LineShare of(uint32_t rows, uint32_t lines, uint32_t workers, uint32_t least, bool whole = false) {
+    constexpr uint32_t kAtOnce = LinePart<A>::kAtOnce;
+    const uint32_t steps = (lines + kAtOnce - 1) / kAtOnce, wanted = rows ? (4 * workers + rows - 1) / rows : 1;
+    const uint32_t most = (steps + least - 1) / least, parts = whole || most == 0 ? 1 : wanted < most ? wanted : most;
+    return {parts, (steps + parts - 1) / parts * kAtOnce, rows};
+  }
+  HEP_DEVICE uint32_t count() const { return rows * parts; }
+  HEP_DEVICE uint32_t row(uint32_t i) const { return parts == 1 ? i : i / parts; }
+  // The first line of the i-th, which has none where this is the row's end.
+  HEP_DEVICE uint32_t first(uint32_t i) const { return parts == 1 ? 0 : i % parts * lines_each; }
+  HEP_DEVICE uint32_t end(uint32_t first_line, uint32_t lines) const {
+    return lines - first_line < lines_each ? lines : first_line + lines_each;
+  }
+};
+
 // By all lanes of a warp together, see Arch::ld_line; `info` may differ between them.
 template <Arch A>
 HEP_DEVICE void wait_line(A& a, const Line* src, uint64_t flag, uint64_t* words, const WaitInfo& info) {

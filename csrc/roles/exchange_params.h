@@ -59,7 +59,8 @@ struct ExchangeParams {
   PlaceParams place;
   // Set for a launch by plan_exchange: warps of a block that count, tokens of each, tokens that a warp takes in a step,
   // lanes of one, and reciprocals of run_tokens and lanes_of_token.
-  uint32_t walkers, run_tokens, step_tokens, lanes_of_token;
+  // And blocks that count: a kernel may have more, which have no tokens.
+  uint32_t blocks, walkers, run_tokens, step_tokens, lanes_of_token;
   Reciprocal by_run, by_token_lanes;
   bool map_words;               // rows of the routing map are whole words of 8 bytes
   uint32_t max_tokens;          // that a rank may have

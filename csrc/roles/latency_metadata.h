@@ -40,17 +40,20 @@ struct LatencyMetadata {
       a.st_shared(pairs() + k, std::bit_cast<uint64_t>(e));
     }
   }
-  // For receive row `row`: the rows of the result, the weights there, and what the plan keeps.
+  // For receive row `row`: the rows of the result.
+  HEP_DEVICE void find_rows(uint32_t row) {
+    if (a.lane() != 0) return;
+    const uint32_t pairs = p.permute ? header().num_pairs : 0;
+    uint32_t found = 0;
+    for (uint32_t k = 0; k < pairs; ++k)
+      if (const PairEntry e = pair(k); p.plan.has_row(e)) a.st_shared(rows() + ++found, uint32_t(e.row));
+    if (!p.permute) a.st_shared(rows() + ++found, row);
+    a.st_shared(rows(), found);
+  }
+  // The weights there, and what the plan keeps.
   HEP_DEVICE void use(uint32_t row) {
     const RecordHeader h = header();
     if (p.plan.fresh) keep(row);
-    if (a.lane() == 0) {
-      uint32_t found = 0;
-      for (uint32_t k = 0; p.permute && k < h.num_pairs; ++k)
-        if (const PairEntry e = pair(k); p.plan.has_row(e)) a.st_shared(rows() + ++found, uint32_t(e.row));
-      if (!p.permute) a.st_shared(rows() + ++found, row);
-      a.st_shared(rows(), found);
-    }
     if (p.out_weights) p.permute ? permuted_weights(h) : node_weights(h, row);
   }
 

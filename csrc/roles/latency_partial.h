@@ -23,20 +23,24 @@ struct LatencyPartialRole {
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
     a.set_role("latency_partial");
     const uint32_t rows = p.plan.numbers->recv_rows;
-    for (uint32_t i = worker; i < rows; i += workers) send(i);
+    const auto share = LineShare<A>::of(rows, p.lines(), workers, 1, TileMath<A>::kReadsRows);
+    for (uint32_t i = worker; i < share.count(); i += workers)
+      if (const uint32_t first = share.first(i); first < p.lines())
+        send(share.row(i), first, share.end(first, p.lines()));
     traffic.report(a, p.traffic, p.lines());
   }
 
  private:
-  HEP_DEVICE void send(uint32_t row) {
+  // Lines [first, n) of it.
+  HEP_DEVICE void send(uint32_t row, uint32_t first, uint32_t n) {
     const auto& rec = *reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(row) * p.record_bytes);
     const auto* pairs = p.pairs_of(&rec);
     const int source = int(rec.source_rank);
-    traffic.add(source == p.world.rank);
-    const uint32_t n = p.lines(), all = p.partial.row_bytes() / 8;
+    if (first == 0) traffic.add(source == p.world.rank);
+    const uint32_t all = p.partial.row_bytes() / 8;
     Line* lines = p.link.slot(flag, source, p.world.rank, rec.source_token);
     if constexpr (TileMath<A>::kReadsRows) sum_whole(row, rec, pairs);
-    for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) {
+    for (uint32_t line = first + part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
       if constexpr (TileMath<A>::kReadsRows)
         std::memcpy(words, scratch + 8 * part.word(line), 8 * part.count(line, all));

@@ -29,14 +29,17 @@ struct LatencyReceiveRole {
     a.set_role("latency_receive");
     const uint32_t rows = p.plan.numbers->recv_rows;
     int source = 0;
-    for (uint32_t i = worker; i < rows; i += workers) {
+    const auto share = LineShare<A>::of(rows, p.lines(), workers, 4, kCopies);
+    for (uint32_t w = worker; w < share.count(); w += workers) {
+      const uint32_t i = share.row(w), first = share.first(w);
+      if (first >= p.lines()) continue;
       while (sources.begin_of(source + 1) <= i) ++source;
       const auto* record =
           reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(i) * p.message.record_bytes);
       const uint32_t slot = p.routes ? i - sources.begin_of(source) : record->source_token;
       const Line* lines = p.link.slot(flag, p.world.rank, source, slot);
-      take_metadata(i, source, lines, room);
-      take_payload(i, source, lines);
+      take_metadata(i, source, lines, room, first == 0);
+      take_payload(i, source, lines, first, share.end(first, p.lines()));
       a.warp_sync();  // the next row's metadata come to the same place
     }
   }
@@ -49,7 +52,8 @@ struct LatencyReceiveRole {
     else
       p.link.wait(a, line < n ? lines + line : nullptr, flag, words, info);
   }
-  HEP_DEVICE void take_metadata(uint32_t row, int source, const Line* lines, uint32_t room) {
+  // Every warp of a row looks at its metadata, and the first one uses them up.
+  HEP_DEVICE void take_metadata(uint32_t row, int source, const Line* lines, uint32_t room, bool leads) {
     const uint32_t end = p.message.metadata_bytes() / 8, n = Line::lines_of(8 * end);
     for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
@@ -61,15 +65,17 @@ struct LatencyReceiveRole {
     a.warp_sync();
     if (p.routes) metadata.place_pairs(sources, source, room);
     a.warp_sync();
-    metadata.use(row);
+    metadata.find_rows(row);
+    if (leads) metadata.use(row);
     a.warp_sync();
   }
-  // Lines that metadata and payload share are looked at again.
-  HEP_DEVICE void take_payload(uint32_t row, int source, const Line* lines) {
+  // Of its lines [first, n); those that metadata and payload share are looked at again.
+  HEP_DEVICE void take_payload(uint32_t row, int source, const Line* lines, uint32_t first, uint32_t n) {
     const MessageLayout& l = p.message;
-    const uint32_t found = metadata.num_rows(), n = p.lines(), by_lines = kCopies && found > 1 ? 1 : found;
+    const uint32_t found = metadata.num_rows(), by_lines = kCopies && found > 1 ? 1 : found;
     const uint32_t payload = l.payload_at() / 8, scales = l.scales_at() / 8;
-    for (uint32_t line = scales / Line::kFlag + part.group; line - part.group < n; line += part.kAtOnce) {
+    const uint32_t with_payload = scales / Line::kFlag, begin = first < with_payload ? with_payload : first;
+    for (uint32_t line = begin + part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
       wait(lines, line, n, words, row, source);
       for (uint32_t k = 0; k < by_lines; ++k) {

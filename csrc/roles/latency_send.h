@@ -76,12 +76,11 @@ struct LatencySendRole {
   HEP_DEVICE LatencySendRole(A& arch, const LatencyDispatchParams& params, uint64_t step)
       : a(arch), p(params), flag(step), part(arch) {}
 
-  // By all lanes of a warp.
+  // Its lines [first, n), by all lanes of a warp.
   template <class Token>
-  HEP_DEVICE void send(const Token& token) {
-    const uint32_t n = p.lines();
-    token.each_dst([&](uint32_t rank, uint32_t) { traffic.add(int(rank) == p.world.rank); });
-    for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) {
+  HEP_DEVICE void send(const Token& token, uint32_t first, uint32_t n) {
+    if (first == 0) token.each_dst([&](uint32_t rank, uint32_t) { traffic.add(int(rank) == p.world.rank); });
+    for (uint32_t line = first + part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
       load(token, line, words);
       token.each_dst([&](uint32_t rank, uint32_t slot) {

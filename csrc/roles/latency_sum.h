@@ -20,17 +20,21 @@ struct LatencySumRole {
   // By all lanes of a warp.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
     a.set_role("latency_sum");
-    for (uint32_t t = worker; t < p.plan.num_tokens; t += workers) token(t);
+    const auto share = LineShare<A>::of(p.plan.num_tokens, p.lines(), workers, 1);
+    for (uint32_t i = worker; i < share.count(); i += workers)
+      if (const uint32_t first = share.first(i); first < p.lines())
+        token(share.row(i), first, share.end(first, p.lines()));
   }
 
  private:
-  HEP_DEVICE void token(uint32_t t) {
+  // Lines [first, n) of its sum.
+  HEP_DEVICE void token(uint32_t t, uint32_t first, uint32_t n) {
     const int32_t at = p.plan.node_pos[uint64_t(t) * uint32_t(p.world.num_nodes) + uint32_t(p.world.node())];
     const unsigned char* record = p.plan.records[p.world.node()] + uint64_t(at < 0 ? 0 : at) * p.record_bytes;
     const auto* dsts = reinterpret_cast<const DstEntry*>(record + MessageLayout::dsts_at());
     const uint32_t num_dsts = at < 0 ? 0 : reinterpret_cast<const RecordHeader*>(record)->num_dsts;
-    const uint32_t n = p.lines();
-    for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) sum(t, line, n, dsts, num_dsts);
+    for (uint32_t line = first + part.group; line - part.group < n; line += part.kAtOnce)
+      sum(t, line, n, dsts, num_dsts);
   }
   HEP_DEVICE void sum(uint32_t t, uint32_t line, uint32_t n, const DstEntry* dsts, uint32_t num_dsts) {
     const uint32_t payload = p.partial.payload_bytes / 8, all = p.partial.row_bytes() / 8, m = part.word(line);

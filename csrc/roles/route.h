@@ -54,7 +54,7 @@ struct RouteRole {
   // Behind the meeting of all blocks: where this block's walkers begin; the last block's end is the count vector. The
   // block must meet before either is read.
   HEP_DEVICE void begin_behind_other_blocks() {
-    const bool last = a.block_idx() == a.num_blocks() - 1;
+    const bool last = uint32_t(a.block_idx()) == p.blocks - 1;
     auto* vector = reinterpret_cast<uint32_t*>(p.counts + p.parity_bytes() + p.world.rank * p.layout.vector_bytes());
     for (uint32_t w = me; last && w < uint32_t(kCountHeaderWords); w += width)
       a.st_global(vector + w,

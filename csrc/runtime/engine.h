@@ -172,8 +172,8 @@ class Engine {
   // fit together between ranks comes as a deadline.
   //
   // Routes, places and dispatches; where kernels run beside the host, the plan's sizes are limits. Of the calls
-  // num_blocks is the dispatch's, at most kMostExchangeBlocks; weights are the routing's where with_weights, and the
-  // dispatch's `weights` is not looked at.
+  // num_blocks is the dispatch's, of which not more than kMostExchangeBlocks count tokens; weights are the routing's
+  // where with_weights, and the dispatch's `weights` is not looked at.
   std::shared_ptr<Plan> latency_dispatch(const RoutingInput& in, const PlaceCall& place, const DispatchCall& call,
                                          bool with_weights);
   void latency_dispatch(Plan& plan, const DispatchCall& call);  // complete

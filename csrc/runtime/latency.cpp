@@ -56,9 +56,6 @@ std::shared_ptr<Plan> Engine::latency_dispatch(const RoutingInput& in, const Pla
   require_placeable(in, place, layout_.counts.num_experts);
   require_sizes(c.row_bytes, c.scale_bytes);
   require_blocks("num_blocks", c.num_blocks);
-  if (c.num_blocks > int(kMostExchangeBlocks))
-    throw std::invalid_argument("num_blocks: is " + std::to_string(c.num_blocks) + "; a latency dispatch has at most " +
-                                std::to_string(kMostExchangeBlocks));
   if (place.header.topk > shape_.max_topk)
     throw std::logic_error("latency dispatch: more experts per token than this buffer was laid out for");
   if (const auto budget = place.header.budget(); c.permute && c.out_rows < budget.value_or(~0u))

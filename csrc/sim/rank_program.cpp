@@ -200,9 +200,7 @@ void RankProgram::route_by_lines(uint32_t plan, const DispatchCall& c) {
   made.memory = PlanBlock(engine_.plan_memory(routing.in.num_tokens, place.header.topk, true).total, !timed_);
   place.memory = made.memory.data();
   if (s_.permute) place.header.set_budget(uint32_t(c.out_rows));
-  DispatchCall call = c;
-  call.num_blocks = std::min(c.num_blocks, int(kMostExchangeBlocks));
-  made.plan = engine_.latency_dispatch(routing.in, place, call, s_.weights);
+  made.plan = engine_.latency_dispatch(routing.in, place, c, s_.weights);
   if (timed_) return;
   const Oracle& o = oracles_[plan];
   expect(made.plan->num_recv_rows() == o.received[size_t(rank_)].size(), made.plan->num_recv_rows(), " receive rows");

@@ -89,7 +89,7 @@ def latency_plan(
         width,
         scale_bytes,
         call.budget,
-        session.launch("dispatch", (min(sum(filter(None, blocks)), _core.BufferShape.most_exchange_blocks), None)),
+        session.launch("dispatch", (sum(filter(None, blocks)), None)),
         asked.known is not None,
     )
     given = routing if asked.known else routing.aligned()

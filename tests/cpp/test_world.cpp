@@ -276,13 +276,12 @@ TEST(latency_path_has_limits) {
       CHECK_THROWS(std::invalid_argument, engine->latency_dispatch(in, place, call, false));
       continue;
     }
-    call.num_blocks = 33;
-    CHECK_THROWS(std::invalid_argument, engine->latency_dispatch(in, place, call, false));
-    call.num_blocks = 1;
     call.out_rows = 7;  // of a budget of 8
     CHECK_THROWS(std::logic_error, engine->latency_dispatch(in, place, call, false));
     call.out_rows = 8;
+    call.num_blocks = 40;  // more than count tokens
     const auto plan = engine->latency_dispatch(in, place, call, false);
+    call.num_blocks = 1;
     CHECK(std::equal(out.begin(), out.begin() + 192, x.begin()));
     call.row_bytes = 6400;
     CHECK_THROWS(std::logic_error, engine->latency_dispatch(*plan, call));

@@ -19,15 +19,19 @@ struct CostModel {
   Ps fence_ps = 0;              // a fence of system scope: the lane waits for its stores, over NVLink too
   Ps flag_ps = 0;               // a flag store until it is visible inside the node, without the link's latency
   Ps route_token_ps = 0;        // routing one token (exchange kernel)
+  Ps place_token_ps = 0;        // in a dispatch by lines what of that comes behind everybody's counts
   // TMA engine of an SM.
   uint64_t tma_read_mbps = 0, tma_write_mbps = 0;
   Ps tma_op_ps = 0;       // engine time that a copy takes at least
   Ps tma_latency_ps = 0;  // of a load from or a store to this GPU's memory
   // Lines, and the words of rows that warps load and store themselves (the latency path).
-  Ps line_store_ps = 0;    // a warp's time for a line that it stores
-  Ps line_load_ps = 0;     // for one that it looks at and finds
-  Ps line_wait_ps = 0;     // a line has come -> who waits for it has it
-  Ps word_load_ps = 0;     // for 8 bytes of a row in this GPU's memory
+  Ps line_store_ps = 0;  // a warp's time for a line of a dispatch that it stores
+  Ps line_load_ps = 0;   // for one that it looks at, finds and stores where it belongs
+  Ps partial_line_ps =
+      0;                // for a line of a row that it loads and adds to a partial row, and for the share of its store
+  Ps sum_line_ps = 0;   // for one that it looks at, finds and adds
+  Ps line_wait_ps = 0;  // a line has come -> who waits for it has it
+  Ps word_load_ps = 0;  // for 8 bytes of a row that a dispatch loads from this GPU's memory
   uint64_t line_mbps = 0;  // what an SM stores so
   // Reduction of an SM: staged bytes added per unit of time, and accumulated bytes written back.
   uint64_t reduce_mbps = 0, round_mbps = 0;

@@ -93,6 +93,9 @@ struct Launch {
   // Timed: of a message, of what goes to its metadata entry, and of what is really moved of it.
   uint32_t row_bytes = 0, entry_bytes = 0, moved_bytes = 0;
   uint32_t fact_lines = 0;  // of a slot: the first, which addresses come from
+  Ps line_store_ps = 0, line_load_ps = 0, word_load_ps = 0;
+  const char* charged_role = nullptr;  // a lane that takes it spends `charge` first
+  Ps charge = 0;
   Ps start = 0, end = 0;
 };
 

@@ -1,6 +1,6 @@
 // Lines in virtual time. A warp's lines of one slot travel some together: a copy each would be most of a world's
-// events. They land as one, so that the first of them come a little late. Only lines that addresses come from have
-// words.
+// events. They land as one, so that the first of them come a little late. Words have only the lines that addresses come
+// from.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -28,7 +28,7 @@ Clockwork::LineAt Clockwork::line_at(int owner, uint64_t line) {
 }
 
 void Clockwork::store_line(Lane& me, int owner, uint64_t line, const uint64_t* words, uint64_t flag) {
-  m_.spend(me, m_.config_.costs.line_store_ps);
+  m_.spend(me, me.launch->line_store_ps);
   const LineAt to = line_at(owner, line);
   if (to.header || to.line < me.launch->fact_lines) {
     auto& facts = to.slot.facts;
@@ -92,7 +92,7 @@ void Clockwork::await_line(Lane& me, uint64_t line, uint64_t flag, uint64_t* wor
   };
   if (!there()) sync(me);
   if (there()) {
-    m_.spend(me, m_.config_.costs.line_load_ps);
+    m_.spend(me, me.launch->line_load_ps);
   } else {
     me.wait = {Wait::kLine, nullptr, from.line, {from.header ? Site::kLatencyHeader : Site::kLatencyRow}};
     me.next_waiting = std::exchange(from.slot.waiting, &me);

@@ -103,7 +103,7 @@ bool Machine::has_payload(Lane& me, const void* p) {
 }
 
 void Machine::load_payload(Lane& me, uint64_t bytes) {
-  spend(me, config_.costs.word_load_ps * Ps(bytes) / 8);
+  spend(me, me.launch->word_load_ps * Ps(bytes) / 8);
   clockwork_->stream(me, bytes);
 }
 

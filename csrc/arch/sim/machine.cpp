@@ -223,6 +223,7 @@ void Machine::set_role(Lane& me, const char* role) {
   auto& times = rank(me.rank).times;
   const auto it = std::find_if(times.begin(), times.end(), [&](const RoleTime& t) { return t.role == role; });
   me.time = it != times.end() ? &*it : &times.emplace_back(RoleTime{role});
+  if (me.launch->charged_role && std::string_view(role) == me.launch->charged_role) spend(me, me.launch->charge);
 }
 
 // ---------------------------------------------------------------- what goes next

@@ -1,6 +1,9 @@
 // Launches on the simulated machine, with a map of the memory that each kernel may touch.
 #include "kernels/instances/sim_executor.h"
 
+#include <string_view>
+#include <utility>
+
 #include "kernels/balance.h"
 #include "kernels/combine.h"
 #include "kernels/dispatch.h"
@@ -28,6 +31,13 @@ void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t sme
   l.entry_bytes = message.metadata_bytes();
   l.moved_bytes = message.record_bytes;
   l.fact_lines = Line::lines_of(message.metadata_bytes());
+  const sim::CostModel& costs = m_.config().costs;
+  const bool sums = std::string_view(kernel) == "latency_combine";
+  l.line_store_ps = sums ? 0 : costs.line_store_ps;
+  l.word_load_ps = sums ? costs.partial_line_ps / Line::kFlag : costs.word_load_ps;
+  l.line_load_ps = sums ? costs.sum_line_ps : costs.line_load_ps;
+  l.charged_role = "latency_receive";
+  l.charge = std::exchange(placing_, 0);
   m_.rank(rank_).phantom_begin = phantom_begin;
   m_.rank(rank_).phantom_end = phantom_end;
   l.body = [&](sim::Lane& lane) {
@@ -207,7 +217,9 @@ void SimExecutor::latency_dispatch(LatencyDispatchParams& p, const LaunchSetting
       add("latency_counts", p.route.counts, 2 * p.route.layout.num_ranks * p.route.layout.vector_bytes(),
           Use::kMetadata, false);
   }
-  const sim::Ps routing = p.routes ? tokens * m_.config().costs.route_token_ps : 0;
+  const sim::CostModel& costs = m_.config().costs;
+  const sim::Ps routing = p.routes ? tokens * costs.route_token_ps : 0;
+  placing_ = p.routes ? tokens * costs.place_token_ps : 0;
   launch("latency_dispatch", s.num_blocks, latency_warps, p.smem_bytes, p.message,
          [&](SimArch& a, SimTransport&, std::byte* smem) {
            if (m_.timed()) m_.spend(*sim::Machine::running(), routing);

@@ -39,6 +39,7 @@ class SimExecutor final : public Executor {
   sim::Machine& m_;
   int rank_;
   uint64_t smem_budget_;
+  sim::Ps placing_ = 0;  // of the next launch, see CostModel::place_token_ps
 };
 
 }  // namespace hep

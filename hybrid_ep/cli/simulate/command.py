@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
-from hybrid_ep.cli.simulate import advise, job, move, report, sweep
+from hybrid_ep.cli.simulate import advise, job, latency, move, report, sweep
 from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models
@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message")
     how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
                      "model: the queueing model; auto: events where they take seconds")  # fmt: skip
+    how.add_argument("--path", choices=latency.PATHS, default=latency.PATHS[0], help="latency: few tokens by lines, on "
+                     "one node, by the event engine")  # fmt: skip
     how.add_argument("--kernels", choices=tuple(KERNELS), default="ours", help="published: Hybrid-EP's, as its README "
                      "measured them, by the model (no permute)")  # fmt: skip
     move.add_flags(parser.add_argument_group("weights instead of tokens"))
@@ -81,6 +83,9 @@ def _run(args: argparse.Namespace) -> int:
             document = move.run(args, cluster)
         else:
             request = Request.from_flags(args, cluster)
-            document = sweep.run(request, args.sweep) if args.sweep else report.run(request, args.trace)
+            if args.path == "latency":
+                document = latency.run(request, args)
+            else:
+                document = sweep.run(request, args.sweep) if args.sweep else report.run(request, args.trace)
     outputs.write_json(args.json, document)
     return EXIT_OK

@@ -1,0 +1,124 @@
+"""The latency path in the event engine: its kernels, all ranks, on the virtual clock with a cluster's costs.
+
+A warp handles four lines at once. What it issues for them is of this library's machine code (scripts/sass_lines.py
+writes data/line_loops.json); a scheduler has four of a block's sixteen warps, so that a step takes the longer of a
+trip to memory with one warp's instructions and the instructions of all four. Trips are assumed (route_time.py), so
+read times as +-30 %: no GPU has timed them. A simulated warp stands for the four of a scheduler and takes a quarter of
+the time, in large worlds for all sixteen of a block."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import route_time
+from hybrid_ep.perf.costs import event_costs
+from hybrid_ep.perf.route_time import MEMORY, SCHEDULERS, WARPS
+from hybrid_ep.perf.shape import Shape
+from hybrid_ep.perf.sum_loops import ARCHITECTURES
+
+LINES, LINE_BYTES, LINE_WORDS = 4, 128, 15  # that a warp handles at once; of one, and its words of payload
+_BEHIND_COUNTS = ("rows", "records")  # of routing, what waits for the counts of all ranks: tokens are on their way then
+KERNELS = ("latency_dispatch", "latency_combine")
+WARPS_A_SCHEDULER = WARPS // SCHEDULERS
+_MOST_LANES = 30_000  # of a world: each has a stack of its own, and a process so many mappings
+
+
+@dataclass(frozen=True)
+class Issued:
+    """Instructions of a warp for the lines it handles at once: send, receive of a dispatch; partial: of a row that is
+    added to a partial row, up to its store; sum: of a partial row that is added to a sum."""
+
+    send: float
+    receive: float
+    partial: float
+    sum: float
+
+
+@functools.cache
+def issued(generation: str) -> Issued:
+    """Of the code that a GPU generation (`Gpu.generation`) runs."""
+    text = resources.files("hybrid_ep.perf").joinpath("data").joinpath("line_loops.json").read_text()
+    return Issued(**json.loads(text)[ARCHITECTURES[generation]])
+
+
+def warps_in_one(shape: Shape, num_sms: int) -> int:
+    """Warps that a simulated one stands for."""
+    return WARPS_A_SCHEDULER if shape.ranks * num_sms * SCHEDULERS <= _MOST_LANES else WARPS
+
+
+def line_costs(cluster: Cluster, shape: Shape, warps: int) -> dict[str, int]:
+    """The cost table of the event engine with the costs of lines: picoseconds and MB/s, integers. warps: that a
+    simulated one stands for."""
+    gpu, loops = cluster.gpu, issued(cluster.gpu.generation)
+
+    def line_ps(instructions: float, trip: float = 0.0) -> int:
+        step = max(trip + instructions if trip else 0.0, WARPS_A_SCHEDULER * instructions)
+        return round(step / LINES / warps / gpu.clock_ghz.value * 1e3)
+
+    trip_ps = round(MEMORY / gpu.clock_ghz.value * 1e3)
+    parts = route_time.parts_us(shape, route_time.issued(gpu.generation), gpu.clock_ghz.value)
+
+    def of_token(names: tuple[str, ...]) -> int:
+        return round(sum(parts[name] for name in names) / shape.tokens * 1e6)
+
+    return event_costs(cluster, 2.0 * shape.hidden) | {
+        "route_token_ps": of_token(tuple(name for name in route_time.OWN_PARTS if name not in _BEHIND_COUNTS)),
+        "place_token_ps": of_token(_BEHIND_COUNTS),
+        "line_store_ps": line_ps(loops.send),
+        "line_load_ps": line_ps(loops.receive, MEMORY),
+        "partial_line_ps": line_ps(loops.partial, MEMORY),
+        "sum_line_ps": line_ps(loops.sum, MEMORY),
+        "line_wait_ps": trip_ps,
+        "word_load_ps": round(trip_ps / LINES / LINE_WORDS / warps),
+        "line_mbps": round(gpu.store_gb_per_s * 1e3),
+    }
+
+
+@dataclass(frozen=True)
+class LatencyTimes:
+    """Microseconds of each operation from the first launch's start to the last one's end over all ranks, without what a
+    launch takes. nvlink_bytes, nvlink_us: what leaves the busiest rank, and for how long its port is busy with it, both
+    operations together."""
+
+    dispatch_us: float
+    combine_us: float
+    nvlink_bytes: int
+    nvlink_us: float
+
+
+def measure(shape: Shape, cluster: Cluster, *, num_sms: int, seed: int = 1) -> LatencyTimes:
+    """A routed dispatch and a combine of bf16 rows by lines, uniform routing drawn from `seed`. ValueError for more
+    than one node, and for what the simulator refuses; RuntimeError when its kernels failed, which no routing may
+    cause."""
+    from hybrid_ep.explorer import world
+
+    if shape.nodes != 1:
+        raise ValueError(f"nodes={shape.nodes}: the latency path has one NVLink domain; give 1")
+    if num_sms < 1:
+        raise ValueError(f"num_sms={num_sms}: give the SMs of an operation, at least 1")
+    warps = warps_in_one(shape, num_sms)
+    spec = world.spec_of(
+        num_nodes=1,
+        num_local_ranks=shape.ranks,
+        experts_per_rank=shape.local_experts,
+        tokens=shape.tokens,
+        topk=shape.topk,
+        hidden=shape.hidden,
+        num_blocks=num_sms,
+        latency=2,
+        latency_warps=WARPS // warps,
+        smem_bytes=int(cluster.gpu.smem_kib.value) * 1024,
+        data_seed=seed,
+    )
+    got = world.measure(spec, line_costs(cluster, shape, warps))
+    if got.failure is not None:
+        raise RuntimeError(f"the simulated kernels failed: {got.failure.kind} {got.failure.rule} {got.failure.what}")
+    egress = [link for link in got.links if link.name == "nvlink_egress"]
+    times = [got.operation_us(name) for name in KERNELS]
+    return LatencyTimes(
+        *times, max((link.num_bytes for link in egress), default=0), max((link.busy_us for link in egress), default=0.0)
+    )
