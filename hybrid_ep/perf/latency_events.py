@@ -118,7 +118,6 @@ def measure(shape: Shape, cluster: Cluster, *, num_sms: int, seed: int = 1) -> L
     if got.failure is not None:
         raise RuntimeError(f"the simulated kernels failed: {got.failure.kind} {got.failure.rule} {got.failure.what}")
     egress = [link for link in got.links if link.name == "nvlink_egress"]
-    times = [got.operation_us(name) for name in KERNELS]
-    return LatencyTimes(
-        *times, max((link.num_bytes for link in egress), default=0), max((link.busy_us for link in egress), default=0.0)
-    )
+    dispatch_us, combine_us = (got.operation_us(name) for name in KERNELS)
+    num_bytes, busy_us = max(((link.num_bytes, link.busy_us) for link in egress), default=(0, 0.0))
+    return LatencyTimes(dispatch_us, combine_us, num_bytes, busy_us)
