@@ -12,7 +12,8 @@
 //
 // Ordering is in the operation's name; there is no free-standing fence:
 //   ld_acquire_sys / st_release_sys / add_release_sys  system scope, between ranks that map each other
-//   st_release_sys_each / add_release_sys_each         the same for a group of flags, with one fence for all of it
+//   st_release_sys_each / wait_ge_sys_each             the same for a group of flags, with one fence for all of it;
+//                                                      add_release_sys_each likewise
 //   st_release_sys_warp / wait_ge_sys_warp             the same by all lanes of a warp, which share the flags
 //   add_acq_rel_rank                                   between blocks of one rank (gpu scope)
 //   add_acq_rel_sys                                    the same at system scope: the last speaks for all to other ranks
@@ -130,6 +131,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   // Flags are set in ascending order, but seen in any; the wait names the lowest that is missing.
   { a.st_release_sys_each(int{}, mut_flags, uint64_t{}) };
   { a.add_release_sys_each(int{}, mut_flags, static_cast<uint64_t (*)(int)>(nullptr)) };  // 0: nothing is done
+  { a.wait_ge_sys_each(int{}, flags, uint64_t{}, infos) };
   // By all lanes of a warp, which come together first. What any of them did before is released; what any acquired is
   // everybody's. The wait says, as warp_whole does, whether every lane came back from it.
   { a.st_release_sys_warp(int{}, mut_flags, uint64_t{}) };

@@ -34,6 +34,7 @@ template <Arch A, Transport<A> Net>
 struct CombineBlock {
   static constexpr int kWarps = kReduceWarps<A>;
   static constexpr int kPackWarp = kCombineWarps<A> - 1;
+  static constexpr bool kTogether = !kRailIsNic<Net>;
 
   A& a;
   Net& net;
@@ -64,8 +65,10 @@ struct CombineBlock {
     }
     if (links) RailTally<A, Net>::clear(a, reinterpret_cast<Vec16*>(smem + p.rail_tally_at), p.rail.num_peers);
   }
-  // By all lanes of a warp, of which one does the work.
+  // By all lanes of a warp, of which one does the work. Over NICs by that one alone: where all waited for the ranks of
+  // the node, the calls of NVSHMEM's functions kept words of the loops over rows in memory.
   HEP_DEVICE void feed(int group) {
+    if (!kTogether && !elected) return;
     SumFeed<A> to(a, p, fifo(group), smem, group);
     const bool second = group == 1 || alike;
     const uint32_t block = uint32_t(a.block_idx());
@@ -78,7 +81,7 @@ struct CombineBlock {
       if (!NodeSumRole<A, Net>(a, net, p, to, smem).run(elected, smem)) return;
     }
     if (elected) to.stop();
-    if (links && group == 1 && !p.gate.wait_all_done(a)) return;
+    if (links && group == 1 && !p.gate.template wait_all_done<kTogether>(a)) return;
     if (elected) leave();
   }
   HEP_DEVICE void reduce(int group) {

@@ -23,7 +23,7 @@ struct NodeGate {
   HEP_DEVICE uint64_t epoch() const { return injected(Bug::kOneEpoch) ? 1 : *finished + 1; }
   // And what is said with it, a Landing or a Reading. When it is overwritten nobody reads it any more: before this rank
   // leaves the operation, all others have announced that they are done. Announcements and waits are by all lanes of a
-  // warp.
+  // warp; waits that are not kTogether by one lane.
   template <class A, class Said>
   HEP_DEVICE void announce_ready(A& a, Said said) const {
     if (injected(Bug::kSaidAfterReady)) announce(a, peer_ready);
@@ -50,19 +50,17 @@ struct NodeGate {
       a.poll_idle({Site::kLanding, world.rank_of(world.node(), int(l))}, operation, landing.epoch);
     return landing;
   }
-  template <class A>
-  HEP_DEVICE bool wait_all_ready(A& a) const {
-    if (injected(Bug::kEnterUnawaited)) return true;
-    return wait_all(a, ready_in, Site::kPeerReady);
+  template <bool kTogether = true, class A>
+  HEP_DEVICE bool wait_all_ready(A& a) const {  // false: a lane has left in its wait
+    return injected(Bug::kEnterUnawaited) || wait_all<kTogether>(a, ready_in, Site::kPeerReady);
   }
   template <class A>
   HEP_DEVICE void announce_done(A& a) const {
     announce(a, peer_done);
   }
-  template <class A>
+  template <bool kTogether = true, class A>
   HEP_DEVICE bool wait_all_done(A& a) const {
-    if (injected(Bug::kDoneUnawaited)) return true;
-    return wait_all(a, done_in, Site::kPeerDone);
+    return injected(Bug::kDoneUnawaited) || wait_all<kTogether>(a, done_in, Site::kPeerDone);
   }
 
  private:
@@ -75,11 +73,13 @@ struct NodeGate {
   HEP_DEVICE void announce(A& a, uint64_t* const* flags) const {
     a.st_release_sys_warp(world.num_local_ranks, [=](int l) { return flags[l]; }, epoch());
   }
-  template <class A>
+  template <bool kTogether, class A>
   HEP_DEVICE bool wait_all(A& a, const uint64_t* flags, Site site) const {
-    return a.wait_ge_sys_warp(
-        world.num_local_ranks, [=](int l) { return flags + l * kStride; }, epoch(),
-        [=, this](int l) { return WaitInfo{site, world.rank_of(world.node(), l), -1}; });
+    const auto flag = [=](int l) { return flags + l * kStride; };
+    const auto info = [=, this](int l) { return WaitInfo{site, world.rank_of(world.node(), l), -1}; };
+    if constexpr (kTogether) return a.wait_ge_sys_warp(world.num_local_ranks, flag, epoch(), info);
+    a.wait_ge_sys_each(world.num_local_ranks, flag, epoch(), info);
+    return true;
   }
 };
 

@@ -39,12 +39,13 @@ struct NodeRows {
   HEP_HOST_DEVICE static uint64_t bytes(const CombineParams& p) {
     return align_up((sizeof(RowsOfRank) + 8) * uint64_t(p.world.num_local_ranks), 128);
   }
-  // By all lanes of the feed's warp: waits until all ranks are ready, and reads what they said. False: a lane has left.
+  // By all lanes of the feed's warp, or by one: waits until all ranks are ready, and reads what they said. False: a lane has left.
+  template <bool kTogether>
   HEP_DEVICE bool begin() {
-    if (!p.gate.wait_all_ready(a)) return false;
+    if (!p.gate.template wait_all_ready<kTogether>(a)) return false;
     epoch = p.gate.epoch();
     const uint32_t row_bytes = p.hidden * dtype_bytes(p.dtype);
-    for (int l = a.lane(); l < p.world.num_local_ranks; l += A::kLanes) {
+    for (int l = kTogether ? a.lane() : 0; l < p.world.num_local_ranks; l += kTogether ? A::kLanes : 1) {
       const auto said = p.gate.template said<Reading>(a, uint32_t(l));
       const bool meant = said.is_for(epoch, row_bytes, p.partial.row_bytes());
       const unsigned char* const recv = p.peers.recv[l];
@@ -54,10 +55,9 @@ struct NodeRows {
       a.st_shared(seen + l, 0u);
       a.st_shared(seen_weights + l, 0u);
     }
-    return a.warp_whole();
+    return !kTogether || a.warp_whole();
   }
-  // Rows of the next sum, of the j-th record, each when it is there. Rows of a rank ascend with tokens, so that a group
-  // is waited for once for up to kGroupRows tokens.
+  // Rows of the j-th record's sum, each when it is there. They ascend with tokens: a group is waited for but once.
   HEP_DEVICE void add_to(SumFeed<A>& feed, uint32_t j) {
     const unsigned char* const record = records.at(j);
     const auto rec = std::bit_cast<RecordHeader>(records.load(reinterpret_cast<const Vec16*>(record)));

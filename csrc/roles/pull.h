@@ -17,10 +17,10 @@ struct NodeSumRole {
   HEP_DEVICE NodeSumRole(A& arch, Net& n, const CombineParams& params, SumFeed<A>& to, std::byte* smem)
       : a(arch), net(n), p(params), feed(to), rows(arch, params, smem, to.index) {}
 
-  // By all lanes of a warp, of which `elected` does the work. False: a lane has left in its wait.
+  // By all lanes of a warp (CombineBlock::feed), of which `elected` does the work. False: a lane has left in its wait.
   HEP_DEVICE bool run(bool elected, std::byte* smem) {
     a.set_role("node_sum_g2s");
-    if (!rows.begin()) return false;
+    if (!rows.template begin<!kRailIsNic<Net>>()) return false;
     if (elected) sum_chunks(smem);
     return true;
   }
@@ -67,7 +67,7 @@ struct FinalSumRole {
   // wait.
   HEP_DEVICE bool run(bool elected, uint32_t worker, uint32_t workers) {
     a.set_role("final_sum_g2s");
-    if (!rows.begin()) return false;
+    if (!rows.template begin<!kRailIsNic<Net>>()) return false;
     if (elected) sum_tokens(worker, workers);
     return true;
   }

@@ -39,4 +39,8 @@ inline constexpr bool kIsMapped = requires(const N net, int peer_node) {
   { net.mapped(peer_node) } -> std::same_as<unsigned char*>;
 };
 
+// Whether peers of the rail are not mapped, as a transport says of itself.
+template <class Net>
+inline constexpr bool kRailIsNic = requires { Net::kOverNic; };
+
 }  // namespace hep

@@ -135,6 +135,10 @@ class HostArch {
     for (int i = 0; i < n; ++i)
       if (const uint64_t v = value(i)) add_release_sys(flag(i), v);
   }
+  template <class Flag, class Info>
+  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
+    for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i));
+  }
   template <class Flag>
   void st_release_sys_warp(int n, const Flag& flag, uint64_t value) {
     warp_sync();

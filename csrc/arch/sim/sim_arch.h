@@ -129,8 +129,12 @@ class SimArch {
     st_release_sys_each(n, flag, value, at);
   }
   template <class Flag, class Info>
-  bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
+  void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
     for (int i = 0; i < n; ++i) wait_ge_sys(flag(i), value, info(i), at);
+  }
+  template <class Flag, class Info>
+  bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
+    wait_ge_sys_each(n, flag, value, info, at);
     return true;
   }
   // A line that is stored lands when it may.

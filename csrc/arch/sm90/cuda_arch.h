@@ -164,6 +164,16 @@ class CudaArch {
     for (int i = 0; i < n; ++i)
       if (const uint64_t v = value(i)) ptx::red_add_relaxed_sys(flag(i), v);
   }
+  // By one lane, a flag after the other; what it saw is acquired by the fence behind.
+  template <class Flag, class Info>
+  HEP_DEVICE void wait_ge_sys_each(int n, const Flag& flag, uint64_t value, const Info& info) {
+    for (int i = 0; i < n; ++i) {
+      uint64_t since = 0;
+      for (uint64_t seen; (seen = ptx::ld_relaxed_sys(flag(i))) < value;) look_up(since, info(i), value, seen);
+    }
+    ptx::fence_acq_rel_sys();
+    ptx::fence_proxy_async_global();
+  }
   // All lanes fence, by one instruction of their warp: each lane's store needs a fence of its own before it to be a
   // release pattern, and the meeting makes what the others did part of what it releases.
   template <class Flag>

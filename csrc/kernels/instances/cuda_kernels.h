@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads<kCombineWarps<CudaArch>>, 1)
 // Of the latency path, in which no rail takes part: ranks store lines into memory that they map. So a library for rails
 // over a NIC has no such kernels.
 template <class Net>
-inline constexpr bool kHasLatencyPath = !requires { Net::kOverNic; };
+inline constexpr bool kHasLatencyPath = !kRailIsNic<Net>;
 
 template <class Net>
 __global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)

@@ -22,8 +22,7 @@ std::string until(const char* load, const char* flag, const std::string& label) 
          ";\n";
 }
 
-Outcome run_all(const std::string& body, uint64_t seen_at, uint64_t wanted, const std::string& what,
-                uint32_t parties) {
+Outcome run_all(const std::string& body, uint64_t seen_at, uint64_t wanted, const std::string& what, uint32_t parties) {
   Outcome all;
   Shape shape{.block = 1, .races = true, .kernels = parties, .devices = parties};
   for (shape.seed = 1; shape.seed <= kSeeds; ++shape.seed) {
