@@ -254,6 +254,9 @@ def main(argv=None):
         help="only the tables of other conditions: scale of "
         "loads, steep loads, placements that change, experts hot together",
     )
+    parser.add_argument(
+        "--apart", action="store_true", help="only the table of experts that are hot together, kept apart"
+    )
     parser.add_argument("--traces", type=Path, metavar="NPZ", help="only the table of recorded traces, as markdown")
     args = parser.parse_args(argv)
     if args.traces:
@@ -263,6 +266,9 @@ def main(argv=None):
     published = runpy.run_path(str(args.published)) if args.published else None
     torch.set_num_threads(1)
     rng = np.random.default_rng(args.seed)
+    if args.apart:
+        rows = show("Experts hot together, kept apart", conditions.apart_rows(rng, 3 * args.layers, args.tokens))
+        return write(args.json, {"apart": rows})
     if args.conditions:
         return write(
             args.json,

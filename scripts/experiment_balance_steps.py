@@ -35,11 +35,12 @@ DRIFT = 0.2  # of log-popularity from micro-batch to micro-batch
 INTERVAL = 100  # steps from one placement of slow mode to the next
 LASTING_DRIFT = 0.15  # of log-popularity from one placement to the next
 WEIGHT_BYTES, GRADIENT_BYTES, MOVED_BYTES = 2, 4, 14  # a parameter
-EVENT_TOKENS = 768  # of a rank, of which the event engine continues the line
-ENGINES = {"model": 64, "events": 32}  # and the expert-parallel degree of its rows
+# Of each engine's rows the expert-parallel degree and the tokens of a rank's micro-batch: what the event engine runs
+# whole in some ten seconds of a core.
+ENGINES = {"model": (64, 4096), "events": (32, 768)}
 
 
-def job_of(cluster: str, ep: int) -> Job:
+def job_of(cluster: str, ep: int, tokens: int) -> Job:
     """DeepSeek-V3 in bf16, 1,024 H100 or 256 GB200."""
     large = cluster.startswith("h100")
     return Job(
@@ -49,7 +50,7 @@ def job_of(cluster: str, ep: int) -> Job:
         ep=ep,
         pp=8 if large else 4,
         virtual_pp=4,
-        tokens=4096,
+        tokens=tokens,
         micro_batches=64,
         num_sms=32,
         cv_slow=CV_SLOW,
@@ -139,7 +140,7 @@ def _redirected(plan: MicrobatchPlan, rank: int, chosen: np.ndarray, columns: np
     return column
 
 
-def exchange(engine: str, got: Balanced, job: Job, rng: np.random.Generator) -> tuple[float, float]:
+def exchange(engine: str, got: Balanced, job: Job) -> tuple[float, float]:
     """(dispatch, combine), microseconds of the call, or of the kernels with events."""
     shape = job.shape.with_(experts=got.slots)
     if engine == "model":
@@ -149,23 +150,20 @@ def exchange(engine: str, got: Balanced, job: Job, rng: np.random.Generator) -> 
             for op, cached in (("dispatch", False), ("dispatch", True), ("combine", False))
         ]
         return (times[0] + times[1]) / 2, times[2]
-    # A sample takes a rank's first tokens, which stay with the owners: any order of tokens is as good.
-    mixed = np.stack([rng.permutation(mine) for mine in got.columns])
     found = events.measure(
-        shape,
-        job.cluster,
-        num_sms=job.num_sms,
-        choices=mixed[:, :EVENT_TOKENS],
-        row_budget=EVENT_TOKENS * events.rows(shape) // shape.tokens,
+        shape, job.cluster, num_sms=job.num_sms, choices=got.columns, row_budget=2 * events.rows(shape)
     )
+    assert found.exact  # all tokens of all ranks ran
     return found.time_us["dispatch"], found.time_us["combine"]
 
 
-def rows(cluster: str, engine: str, exponents: list[float], num_layers: int, seed: int) -> Iterator[dict[str, Any]]:
+def rows(
+    cluster: str, engine: str, exponents: list[float], modes: list[str], num_layers: int, seed: int
+) -> Iterator[dict[str, Any]]:
     """One row an exponent and mode: means over layers."""
-    job = job_of(cluster, ENGINES[engine])
+    job = job_of(cluster, *ENGINES[engine])
     shape, spare = job.shape, 1
-    sample = shape.with_(tokens=1024)
+    sample = shape.with_(tokens=min(1024, shape.tokens))
     for exponent in exponents:
         rng = np.random.default_rng(seed)
         earlier = loads.popularity(rng, num_layers, shape.experts, "zipf", exponent)
@@ -173,12 +171,12 @@ def rows(cluster: str, engine: str, exponents: list[float], num_layers: int, see
         past = sum(loads.drift(rng, share, DRIFT) for _ in range(8))
         now = loads.drift(rng, share, DRIFT)
         drawn = [routing.popularity(sample, now[layer], seed + layer) for layer in range(num_layers)]
-        for mode in MODES:
+        for mode in modes:
             if mode == "exact in the node" and shape.nodes == 1:
                 continue
             start = time.thread_time()
             made = [balanced(mode, c, past[n], earlier[n], job, spare) for n, c in enumerate(drawn)]
-            moved = np.mean([exchange(engine, one, job, rng) for one in made], axis=0)
+            moved = np.mean([exchange(engine, one, job) for one in made], axis=0)
             left = replace(job, imbalance=float(np.mean([one.imbalance for one in made])))
             pushed = float(np.mean([one.pushed_us for one in made]))
             free = step(left, Layer(float(moved.sum())))
@@ -187,6 +185,7 @@ def rows(cluster: str, engine: str, exponents: list[float], num_layers: int, see
                 "cluster": cluster,
                 "engine": engine,
                 "EP": shape.ranks,
+                "tokens": shape.tokens,
                 "zipf": exponent,
                 "mode": mode,
                 "imbalance": left.imbalance,
@@ -206,11 +205,11 @@ def markdown(made: list[dict[str, Any]]) -> str:
     lines = []
     for key in dict.fromkeys((r["cluster"], r["engine"], r["EP"]) for r in made):
         cluster, engine, ep = key
-        lines += [f"**{cluster}, EP{ep}, {engine}**", ""]
+        lines += [f"**{cluster}, EP{ep}, {engine}, {ENGINES[engine][1]:,} tokens a rank and micro-batch**", ""]
         lines += ["| zipf | mode | imbalance | clones | dispatch + combine, us | pushes, us | step, s | against off |"]
         lines += ["|---:|---|---:|---:|---:|---:|---:|---:|"]
         mine = [r for r in made if (r["cluster"], r["engine"], r["EP"]) == key]
-        off = {r["zipf"]: r["step_s"] for r in mine if r["mode"] == "off"}
+        off = {r["zipf"]: r["step_s"] for r in mine if r["mode"] == "off"}  # --modes has it first
         for r in mine:
             without = f" ({r['step_without_pushes_s']:.1f})" if r["pushed_us"] else ""
             lines.append(
@@ -227,6 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cluster", default="h100_8x400g,gb200_nvl72")
     parser.add_argument("--engine", default="model", help="model, events or both, comma between")
     parser.add_argument("--zipf", default="1.0,1.2,1.4,1.6,1.8,2.0", help="exponents, commas between")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--layers", type=int, default=3, help="layers a row is the mean of")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the rows here, after every row")
@@ -239,9 +239,10 @@ def main(argv: list[str] | None = None) -> int:
     if strange := [e for e in engines if e not in ENGINES]:
         parser.error(f"--engine {strange[0]}: use {', '.join(ENGINES)}")
     made: list[dict[str, Any]] = []
+    exponents = [float(z) for z in args.zipf.split(",")]
     for engine in engines:
         for cluster in args.cluster.split(","):
-            for row in rows(cluster, engine, [float(z) for z in args.zipf.split(",")], args.layers, args.seed):
+            for row in rows(cluster, engine, exponents, args.modes, args.layers, args.seed):
                 made.append(row)
                 print(json.dumps(row), flush=True)
                 if args.json:

@@ -99,7 +99,7 @@ def calmed(
             now = np.diagonal(differs).astype(np.int64)
             allowed &= now.sum() - now[:, None] - now + differs + differs.T <= max_moves
         change = np.where(allowed, 2 * change, 0.0)
-        i, j = np.unravel_index(int(change.argmin()), change.shape)
+        i, j = np.unravel_index(int(np.argmin(change)), change.shape)
         if not change[i, j] < -least:
             break
         placed[i], placed[j] = placed[j], placed[i]

@@ -88,6 +88,11 @@ def measure(
     round_ = num_sms * chunk * (2 if shape.nodes == 1 else 1)
     rounds = max(2, min(most, available) // round_)
     if rounds * round_ > available:
+        if available < shape.tokens:
+            raise ValueError(
+                f"choices of shape {choices.shape if choices is not None else None} are of {available} tokens a rank: "
+                f"give at least {rounds * round_} to continue their times to {shape.tokens}, or a shape of {available}"
+            )
         return _events(shape, cluster, blocks, chunk, dtype, choices, landed, in_place, False)
     large, less = rounds * round_, rounds // 2 * round_
     small = _events(shape.with_(tokens=less), cluster, blocks, chunk, dtype, choices, landed, in_place, False)

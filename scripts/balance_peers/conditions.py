@@ -148,3 +148,45 @@ def together_rows(rng, num_layers, tokens):
                     "us max": max(used),
                     "bound ms max": max(bound_used),
                 }
+
+
+def apart_rows(rng, num_batches, tokens):
+    """Slow placements by averages, and by covariances as well, of 200 micro-batches whose blocks of experts are hot
+    together, anew in each; judged on `num_batches` others: imbalance without clones, micro-batches that exact plans
+    with one slot leave above 1 %. Slots: changed by the covariances, and again by those of 200 more micro-batches."""
+    for name, ranks, blocks in BLOCKS:
+        for across in (0.3, 0.6, 1.0):
+            lasting = rng.normal(0.0, 0.3, 256)
+
+            def drawn(number, ranks=ranks, blocks=blocks, across=across, lasting=lasting):
+                block = np.repeat(rng.normal(0.0, across, (number, blocks)), 256 // blocks, axis=1)
+                share = np.exp(block + lasting)
+                return rng.multinomial(tokens * ranks, share / share.sum(axis=1, keepdims=True))
+
+            past, later, now = drawn(200), drawn(200), drawn(num_batches)
+            load = past.mean(axis=0, keepdims=True)
+            plain = balance.plan_placement(load, 256, ranks, current=np.arange(256)[None])
+            start = time.thread_time_ns()
+            joint = np.cov(past.T.astype(float))[None]
+            apart = balance.plan_placement(load, 256, ranks, current=plain.phy2log, covariance=joint)
+            used = (time.thread_time_ns() - start) / 1e6
+            joint = np.cov(later.T.astype(float))[None]
+            load = later.mean(axis=0, keepdims=True)
+            again = balance.plan_placement(load, 256, ranks, current=apart.phy2log, covariance=joint)
+            row = {"case": name, "across": across}
+            for word, placed in (("averages", plain.phy2log[0]), ("apart", apart.phy2log[0])):
+                owner = np.empty(256, np.int32)
+                owner[placed] = np.arange(256) // (256 // ranks)
+                planner, left, before = balance.MicrobatchPlanner(ranks, 256, owner, spare_slots=1), [], []
+                counts = np.zeros((ranks, 256), np.int64)
+                for counts[0] in now:
+                    plan = planner.plan(counts)
+                    left.append(plan.imbalance())
+                    before.append(plan.imbalance(balanced=False))
+                row |= {
+                    f"none, {word}": np.mean(before),
+                    f"above 1 %, {word}": int((np.array(left) > 0.0101).sum()),
+                    f"left, {word}": np.mean(left),
+                    f"most, {word}": max(left),
+                }
+            yield row | {"batches": num_batches, "slots": int(apart.moved[0]), "again": int(again.moved[0]), "ms": used}

@@ -78,4 +78,4 @@ def test_a_given_layer_takes_the_place_of_the_exchange_model():
 def test_rows_of_the_queueing_model(capsys):
     assert steps.main(["--cluster", "gb200_nvl72", "--zipf", "1.0", "--layers", "1"]) == 0
     said = capsys.readouterr().out
-    assert "| 1.0 | exact | 0.010 |" in said and "gb200_nvl72, EP64, model" in said
+    assert "| 1.0 | exact | 0.010 |" in said and "gb200_nvl72, EP64, model, 4,096" in said

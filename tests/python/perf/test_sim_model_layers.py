@@ -286,6 +286,14 @@ def test_event_engine_moves_the_bytes_of_the_closed_form():
 
 
 @needs_events
+def test_fewer_drawn_tokens_than_a_line_needs_are_refused():
+    shape = Shape(4, 4, 4096, 1024, 2, 8)
+    few = routing.popularity(shape.with_(tokens=32), np.ones(8))
+    with pytest.raises(ValueError, match="32 tokens a rank"):
+        events.measure(shape, H100, num_sms=8, choices=few, row_budget=1000)
+
+
+@needs_events
 def test_sampled_events_continue_in_a_straight_line():
     shape = Shape(4, 4, 2048, 1024, 4, 16)
     full = events.measure(shape, H100, num_sms=4)
