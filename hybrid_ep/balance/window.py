@@ -125,7 +125,7 @@ class _Moments:
 
     def fade(self, decay: int) -> None:
         for sums in (self.number, self.sums, self.products):
-            sums.mul_(decay).bitwise_right_shift_(16)
+            sums.mul_(decay).add_(_ONE // 2).bitwise_right_shift_(16)  # rounded: cut off, covariances would sink
 
     def covariance(self) -> torch.Tensor:
         """int64 [layers, experts, experts] in 1 / _TOKEN tokens squared."""

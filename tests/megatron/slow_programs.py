@@ -317,6 +317,37 @@ def schedule(ep):
     return True
 
 
+def apart(ep):
+    """Covariances of micro-batches reach the planner, the same on all ranks, and a checkpoint has them."""
+    initialize(ep)
+    megatron_patches.apply(balance="slow", balance_interval=2, balance_apart=True)
+    job, given = Job(ep), []
+    planner = job.migrator.plan_with
+
+    def plan_with(load, current):
+        given.append(job.migrator.covariance)
+        return planner(load, current)
+
+    job.migrator.plan_with = plan_with
+    for _ in range(4):
+        job.train_step()
+    assert given and all(joint.shape == (2, EXPERTS, EXPERTS) for joint in given)
+    for joint in given:
+        assert (joint == joint.swapaxes(1, 2)).all() and (np.diagonal(joint, axis1=1, axis2=2) > 0).any()
+        # Every token chooses two experts: the loads of a micro-batch have one sum, so rows sum to nothing.
+        np.testing.assert_allclose(joint.sum(axis=2), 0, atol=2e-2 * np.abs(joint).max() + EXPERTS)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ([joint.tolist() for joint in given], job.migrator.current.tolist()))
+    assert all(one == everyone[0] for one in everyone)
+    state = job.migrator.state()
+    other = Job(ep)
+    other.migrator.restore(state)
+    groups = (job.migrator.layers[0].experts.ep_group, job.migrator.layers[0].experts.dp_group)
+    assert (other.migrator.window.covariance(*groups) == job.migrator.window.covariance(*groups)).all()
+    megatron_patches.revert()
+    return True
+
+
 def refusals(ep):
     """What cannot be moved is refused by the name of its flag, and slow balancing without an optimizer says so."""
     initialize(ep)

@@ -67,6 +67,10 @@ def test_moves_follow_the_interval_and_the_gain():
     run("schedule", 4, 2)
 
 
+def test_covariances_are_those_of_all_ranks_and_reach_the_planner():
+    run("apart", 2, 2)
+
+
 def test_unsupported_combinations_name_their_flag():
     run("refusals", 2, 2)
 
