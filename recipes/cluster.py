@@ -409,6 +409,8 @@ class ClusterRun:
             _require(name in known, name, value, f"unknown; choose one of {', '.join(known)}")
             if known[name] is float and type(value) is int:
                 changes[name] = value = float(value)
+            if known[name] is str and type(value) is bool:  # --set apex=no: YAML reads yes and no so
+                changes[name] = value = "yes" if value else "no"
             _require(type(value) is known[name], name, value, f"must be of type {known[name].__name__}")
         return dataclasses.replace(self, **changes)
 

@@ -132,8 +132,8 @@ class ExpertStore:
         except MemoryError as error:
             raise MemoryError(
                 f"{num_bytes >> 20} MiB a rank for {what} of {self.layout.num_layers} layers do not fit into /dev/shm: "
-                "enlarge it (mount -o remount,size=..., docker run --shm-size=...), give more pipeline stages or "
-                "ranks, or move tokens"
+                "enlarge it (mount -o remount,size=16g /dev/shm, docker run --shm-size=16g), give more pipeline "
+                "stages or ranks, or move tokens"
             ) from error
 
     def add_gradients(self, layer: int, gradients: Sequence[Sequence[torch.Tensor]]) -> None:

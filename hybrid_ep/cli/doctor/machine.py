@@ -198,7 +198,9 @@ def shared_memory() -> Found:
     name = f"/hybrid_ep_doctor_{os.getpid()}"
     segment = core.Segment.create(name, 1 << 20)  # maps it for real: a full or forbidden /dev/shm raises here
     segment.unlink()
-    remedy = "registered buffers live there; enlarge it (docker run --shm-size=16g, or mount -o remount,size=16g)"
+    remedy = (
+        f"registered buffers live there; enlarge it (docker run --shm-size=16g, or mount -o remount,size=16g {SHM})"
+    )
     if free < SHM_WARN_BYTES:
         yield (FAIL if free < SHM_FAIL_BYTES else WARN), text, remedy
     else:

@@ -4,7 +4,6 @@ few descriptors, little shared memory, nonsense in the environment, interpreter 
 from __future__ import annotations
 
 import copy
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -12,13 +11,13 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from small_buffer import CHOICES, IDX, E, H, X, make, round_trip
+from small_shm import with_small_shm
 from world import ProcessWorld
 
 from hybrid_ep import HybridEPBuffer, functional
@@ -244,36 +243,6 @@ def many_at_once(ctx) -> int:
 
 def test_habits_64_descriptors(world):
     assert all(n < 64 for n in world.run(many_at_once, ranks=range(2)))
-
-
-def with_small_shm(mebibytes: int, work):
-    """work() in a thread of its own with a private /dev/shm of that size; skips where one may not be mounted."""
-    answer: list = []
-
-    def body() -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(0x00020000):  # CLONE_NEWNS: of this thread, and of those it starts
-            answer.append(pytest.skip.Exception(f"no mount namespace here: {os.strerror(ctypes.get_errno())}"))
-            return
-        for command in (
-            ["mount", "--make-rprivate", "/"],
-            ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", "/dev/shm"],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                answer.append(pytest.skip.Exception(f"{' '.join(command)}: {done.stderr.strip()}"))
-                return
-        try:
-            answer.append(work())
-        except BaseException as error:
-            answer.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if isinstance(answer[0], BaseException):
-        raise answer[0]
-    return answer[0]
 
 
 def test_habits_a_full_dev_shm():

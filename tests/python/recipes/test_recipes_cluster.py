@@ -141,6 +141,14 @@ def test_impossible_layouts_are_refused(changes, message):
     assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize("value, said", [(True, "yes"), (False, "no")])
+def test_yes_and_no_of_yaml_are_words(value, said):
+    run = CLUSTER_RECIPES["qwen3_30b_a3b"]("h100_8x400g").derive(apex=value)
+    assert run.apex == said
+    with pytest.raises(ValueError, match=f"dispatcher='{said}'"):
+        run.derive(dispatcher=value)
+
+
 def test_more_flags_come_last():
     run = CLUSTER_RECIPES["mixtral_8x7b"]("h100_8x400g").derive(megatron_args="--lr 1e-5 --wandb-project 'a b'")
     assert megatron_arguments.megatron_arguments(run)[-4:] == ["--lr", "1e-5", "--wandb-project", "a b"]
