@@ -5,9 +5,13 @@ that are wrong, calls that are refused. The command is taken from what was print
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -17,20 +21,54 @@ from small_buffer import CHOICES, IDX, E, H, X, make, round_trip
 from small_shm import with_small_shm
 from test_remedies import PIP
 
-from hybrid_ep import HybridEPBuffer, env
+from hybrid_ep import HybridEPBuffer, cli, env
+from hybrid_ep.cli import main
 from hybrid_ep.cli.doctor import machine, software
 from hybrid_ep.cli.doctor.finding import FAIL, OK
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError
 from hybrid_ep.runtime.bootstrap import PosixSegments
 from hybrid_ep.testing import VirtualWorld
 
+CONFIG = (
+    '{"parallel": {"num_ranks": 2, "ranks_per_node": 2}, "runtime": {"device": "cpu"}, "model": {"hidden_size": 8}}'
+)
+RUN_FOLDER = (
+    f"mkdir -p runs/a && echo '{CONFIG}' > runs/a/config.yaml && for i in $(seq 10); do "
+    'echo \'{"step": \'$i\', "step_s": 1.0, "tokens_per_s": 5.0}\'; done > runs/a/metrics.jsonl; '
+)
 PLACEMENT = (
     "printf 'num_slots: 2\\ninitial_global_assignments:\\n  0: [0, 1]\\nlayer_updates_per_iter: 0\\n' > p.yaml; "
     'python -c "import sys; from hybrid_ep.balance import plan_file\n'
     "try: print(plan_file.load('p.yaml'))\nexcept ValueError as error: sys.exit(str(error))\""
 )
+TENSORRT = (
+    'mkdir -p stats; python -c "import sys, struct, json; from hybrid_ep.balance import statistics\n'
+    'try: statistics.safetensors_library()\nexcept ValueError as error: sys.exit(str(error))"'
+)
+PLOTS = (
+    "python -c \"from pathlib import Path; from recipes.plots import draw_all; print(draw_all(Path('.'), [], 1.0, 2))\""
+)
+BARS = "python -c \"from hybrid_ep.cli.progress import track; print(list(track(range(3), 'turns')))\""
+PEER = (
+    'python -c "import types; from recipes.bench_peer_megatron import MegatronAllToAll as M; '
+    'print(M.unavailable(types.SimpleNamespace(quantised=False, permute=True)))"'
+)
+
 # {the message's place: (what is missing, a command that says so, whether on a terminal)}
-MISSING = {"balance/plan_file.py": (["PyYAML"], PLACEMENT, False)}
+MISSING = {
+    "balance/plan_file.py": (["PyYAML"], PLACEMENT, False),
+    "balance/statistics.py": (["safetensors"], TENSORRT, False),
+    "cli/report/runs.py": (["PyYAML"], RUN_FOLDER + "hybrid-ep report scaling runs/a", False),
+    "cli/plotting.py": (["matplotlib", "rich"], "hybrid-ep simulate --tokens 64 --sweep swept", False),
+    "cli/progress.py": (["matplotlib", "rich"], BARS, True),
+    "recipes/plots.py": (["matplotlib"], PLOTS, False),
+    "recipes/bench_peer_megatron.py": (["megatron-core"], PEER, False),
+    "cli/doctor/software.py": (
+        ["megatron-core"],
+        "python -c 'from hybrid_ep.cli.doctor import software; print(*software.megatron())'",
+        False,
+    ),
+}
 
 
 @pytest.mark.slow
@@ -47,7 +85,8 @@ def test_the_pip_command_of_a_message_brings_what_was_missing(tmp_path, place):
     code, said = bare.run(remedy[0])
     assert code == 0 and "Successfully installed" in said, said
     code, after = bare.run(command, terminal)
-    assert code == 0 and "pip install" not in after, after
+    assert "pip install" not in after and after != before
+    assert code == 0, after
 
 
 # ---- /dev/shm
@@ -129,6 +168,62 @@ def test_a_variable_that_is_unset_is_right_again(monkeypatch, name):
     left = bash(f"{unset}; env")
     monkeypatch.setattr(os, "environ", dict(line.split("=", 1) for line in left.splitlines() if "=" in line))
     assert [f[0] for f in software.environment()] == [OK]
+
+
+TUNE = """tune --ranks 2 --ranks-per-node 1 --tokens 32 --hidden 64 --experts 4 --topk 2 --dtype bf16 --num-sms 2
+    --chunk 4,16 -n 1 -w 1 -T 200 -o""".split()
+DAMAGED = {"no such file": None, "no JSON": "{", "another schema": '{"schema": 1}', "an entry": "an entry"}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tune") / "t.json"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.delenv("RANK", raising=False)
+        assert main([*TUNE, str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED, "another shape"])
+def test_hybrid_ep_tune_writes_a_tuning_file_again(tuned, tmp_path, damage):
+    path, hidden = tmp_path / "t.json", 128 if damage == "another shape" else 64
+    content = tuned.read_text()
+    if damage == "an entry":
+        content = json.dumps({**json.loads(content), "entries": [{"device": 1}]})
+    elif damage in DAMAGED:
+        content = DAMAGED[damage]
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match="hybrid-ep tune"):
+        VirtualWorld(2, 1).buffers(hidden, 32, 2, timeout_s=20, tuning=str(path))
+    shutil.copy(tuned, path)  # what the command wrote, for this device and this shape
+    VirtualWorld(2, 1).buffers(64, 32, 2, timeout_s=20, tuning=str(path))
+
+
+# ---- launch
+def launch(capsys, *words) -> tuple[int, str]:
+    code = main(["launch", *words])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_apex_is_left_out_and_data_are_given(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(cli.COMMANDS, "launch", cli.Command("recipes.launch_command", "train a recipe"))
+    monkeypatch.chdir(tmp_path)
+    job = ["qwen3_30b_a3b", "--slurm", "--dry-run"]
+    code, mock = launch(capsys, *job)
+    assert code == 0 and "DATA: MOCK" in mock and "--mock-data" in mock
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"text{suffix}").write_bytes(b"")
+    given = re.findall(r"--set \w+=", next(line for line in mock.splitlines() if "DATA: MOCK" in line))
+    assert given == ["--set data_path=", "--set tokenizer=", "--set train_steps="]
+    values = (str(tmp_path / "text"), "some/tokenizer", "7")
+    words = [word for flag, value in zip(given, values, strict=True) for word in (flag + value).split(" ")]
+    code, real = launch(capsys, *job, *words)
+    assert code == 0 and "DATA: MOCK" not in real and "--mock-data" not in real and f"data: {values[0]}" in real
+    (without,) = [part.remedy for part in software.PARTS if part.name == "apex"]
+    code, said = launch(capsys, *job, *re.search(r"--set apex=no", without)[0].split())
+    assert code == 0 and "--no-gradient-accumulation-fusion" in said
 
 
 # ---- errors of calls
