@@ -765,9 +765,10 @@ def simulate(spec: dict[str, int], *, costs: dict[str, int] | None = None,
                them
       steps    choices of the scheduler; log: lines, if asked for
       kernels  (kernel, rank, start_ps, end_ps) in order of their ends
-      links    (link, rank, block, busy_ps, bytes, copies); link = tma_read | tma_write (by block), hbm,
-      nvlink_egress,
-               nvlink_ingress, nic_egress, nic_ingress (block -1); bytes are what really crosses it
+      links    (link, rank, block, busy_ps, bytes, copies); link = tma_read | tma_write | line_store (by block),
+      hbm,
+               nvlink_egress, nvlink_ingress, nic_egress, nic_ingress (block -1); bytes are what really crosses
+               it
       roles    (rank, role, busy_ps, {site: waited_ps}), summed over blocks
       spans    with trace: (operation, role, rank, block, link, start_ps, end_ps, bytes)
     Raises ValueError for a spec or cost that makes no sense."""

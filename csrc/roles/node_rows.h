@@ -39,7 +39,7 @@ struct NodeRows {
   HEP_HOST_DEVICE static uint64_t bytes(const CombineParams& p) {
     return align_up((sizeof(RowsOfRank) + 8) * uint64_t(p.world.num_local_ranks), 128);
   }
-  // By all lanes of the feed's warp, or by one: waits until all ranks are ready, and reads what they said. False: a lane has left.
+  // By all lanes of the feed's warp, or by one: waits until all ranks are ready, and reads what they said.
   template <bool kTogether>
   HEP_DEVICE bool begin() {
     if (!p.gate.template wait_all_ready<kTogether>(a)) return false;

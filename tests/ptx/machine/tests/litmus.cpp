@@ -159,8 +159,8 @@ HEP_CASE(litmus_8_a_credit_comes_back) {
          pair(first + taken + again, kAcquire + kRead + "st.relaxed.sys.global.u64 [%rd11], %rd9;"));
 }
 // A put over a NIC, which is a third party here: it waits for the doorbell, reads the send slot, writes the peer's slot
-// and sets the signal, as the verb promises (9), or as two calls that nothing orders (9f). What a NIC does between those
-// steps, and what PCIe lets pass, only a NIC can show.
+// and sets the signal, as the verb promises (9), or as two calls that nothing orders (9f). What a NIC does between
+// those steps, and what PCIe lets pass, only a NIC can show.
 std::string trio(const std::string& writer, const std::string& nic, const std::string& reader) {
   return kBegin + "add.s64 %rd13, %rd1, 192; add.s64 %rd14, %rd1, 80; setp.eq.s64 %p2, %rd6, 1;\n" +
          "@!%p1 bra ELSE;\n" + writer + "\nbra.uni END;\nELSE: @!%p2 bra READER;\n" + nic +
