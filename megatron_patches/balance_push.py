@@ -221,8 +221,9 @@ def fp32_main_grad(owner: torch.nn.Parameter) -> torch.Tensor | None:
 
 def left_for_autograd(owner: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor | None:
     """An fp32 sum beside main_grad: added to one of another type, or given to autograd in the parameter's."""
-    if total is not None and getattr(owner, "main_grad", None) is not None:
-        owner.main_grad.add_(total)
+    main_grad: torch.Tensor | None = getattr(owner, "main_grad", None)
+    if total is not None and main_grad is not None:
+        main_grad.add_(total)
         return None
     return total if total is None else total.to(owner.dtype)
 

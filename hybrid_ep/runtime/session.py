@@ -273,8 +273,7 @@ class Session:
         shape = _core.BufferShape(
             num_nodes=self.topology.num_nodes,
             num_local_ranks=self.topology.num_local_ranks,
-            **self.options.fixed_shape(self.topology),
-            **wanted,
+            **(self.options.fixed_shape(self.topology) | wanted),
         )
         if self.engine is not None:
             self._past_traffic, self._past_launches = self.traffic(), self.num_launches()
