@@ -92,6 +92,15 @@ Flow insert_bits(Context& c, const Ins& i, u32 mask) {  // bfi d, a, b, position
   return Flow::kGo;
 }
 
+Flow extract_bits(Context& c, const Ins& i, u32 mask) {  // bfe.u32 d, a, position, length
+  each_lane(mask, [&](u32 l) {
+    const u32 at = c.row<u32>(i.o[2])[l] & 255, n = c.row<u32>(i.o[3])[l] & 255;
+    const u32 shifted = at < 32 ? c.row<u32>(i.o[1])[l] >> at : 0;
+    c.row<u32>(i.o[0])[l] = n >= 32 ? shifted : shifted & ((1u << n) - 1);
+  });
+  return Flow::kGo;
+}
+
 // ---- The table
 using Table = std::unordered_map<std::string, AluOp>;
 
@@ -197,6 +206,7 @@ Table make_table() {
   t["xor.pred"] = {on_predicates<Xor>, "ppp"};
   t["not.pred"] = {on_predicates<NotPredicate>, "pp"};
   t["mov.pred"] = {on_predicates<MovePredicate>, "pp"};
+  t["bfe.u32"] = {extract_bits, "4444"};
   t["prmt.b32"] = {ternary<Permute, u32, u32, u32, u32>, "4444"};
   for (const char* name : {"cvta.to.global.u64", "cvta.global.u64"}) t[name] = {unary<Move, u64, u64>, "88"};
   return t;

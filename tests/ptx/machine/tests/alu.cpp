@@ -27,6 +27,7 @@ HEP_CASE(arithmetic) {
   expect_lane3("shl beyond", "shl.b32 %r3, %r1, 32; cvt.u64.u32 %rd2, %r3;", 0);
   expect_lane3("shr.s32", "mov.u32 %r3, -8; shr.s32 %r4, %r3, 40; cvt.s64.s32 %rd2, %r4;", ~0ull);
   expect_lane3("bfi", "mov.b64 %rd4, 5; mov.b64 %rd5, 0xff00; bfi.b64 %rd2, %rd4, %rd5, 4, 8;", 0xf050);
+  expect_lane3("bfe", "mov.b32 %r4, 0x12345678; bfe.u32 %r5, %r4, 8, 12; cvt.u64.u32 %rd2, %r5;", 0x456);
   expect_lane3(
       "prmt",
       "mov.b32 %r3, 0x33221100; mov.b32 %r4, 0x77665544; prmt.b32 %r5, %r3, %r4, 0x5410U; cvt.u64.u32 %rd2, %r5;",
