@@ -99,6 +99,8 @@ void Engine::poison() {
   const std::vector<unsigned char> bad(1 << 20, 0xFF);
   for (uint64_t at = layout_.rail_send; at < layout_.recv + layout_.recv_bytes; at += bad.size())
     executor_->write(own() + at, bad.data(), std::min<uint64_t>(bad.size(), layout_.recv + layout_.recv_bytes - at));
+  unsigned char last = 0;  // a read waits for what was written: peers may store here as soon as this call is over
+  executor_->read(&last, own() + layout_.rail_send, 1);
 }
 
 void Engine::make_tables() {

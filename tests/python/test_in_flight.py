@@ -65,6 +65,8 @@ def test_two_dispatches_before_their_combines(num_buffers):
         return outcome(a, gather(first[rank], a)), outcome(b, gather(second[rank], b))
 
     def world_poison(rank):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a dispatch whose counts are here may still be under way
         meet.wait(60)
         for buffers in {id(first): first, id(second): second}.values():
             buffers[rank]._session.engine.poison()
