@@ -31,6 +31,7 @@ enum class Site : uint16_t {
   kKernelStart,          // on the host: the start of an exchange that was launched
   kTestSite,             // used by conformance tests only
 };
+inline constexpr int kSites = int(Site::kTestSite) + 1;
 
 inline const char* site_name(Site s) {
   switch (s) {

@@ -80,7 +80,7 @@ struct Server {
 struct RoleTime {  // of one role on one rank, summed over blocks
   const char* role = "";
   Ps busy = 0;
-  Ps waited[16] = {};  // by Site
+  Ps waited[kSites] = {};  // by Site
 };
 
 struct Launch {
