@@ -220,7 +220,8 @@ def test_no_bound_is_beaten_and_all_rows_are_served(shape, op, num_sms, impl):
 def test_more_work_never_takes_less_time(shape, op):
     base = model.predict(op, shape, H100, num_sms=8).kernel_us
     assert model.predict(op, shape.with_(tokens=shape.tokens * 2), H100, num_sms=8).kernel_us >= base
-    assert model.predict(op, shape.with_(hidden=shape.hidden * 2), H100, num_sms=8).kernel_us > base
+    # the lanes that hand rows on take as long for short ones
+    assert model.predict(op, shape.with_(hidden=shape.hidden * 2), H100, num_sms=8).kernel_us >= base
     # how chunks fall on blocks may cost an SM count a little of its gain, never a tenth
     assert model.predict(op, shape, H100, num_sms=16).kernel_us < base * 1.1
 
