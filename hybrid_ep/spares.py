@@ -49,7 +49,7 @@ class SpareSlots:
     * `timeout_s`, `executor`: as for HybridEPBuffer. `num_blocks`: of a launch (default: 8 on GPUs with ranks of their
       own, else 1).
 
-    weights: a tensor [spare_slots, *shape] of dtype for each matrix; gradients: the same in fp32. Both are zeros at
+    weights: a tensor ``[spare_slots, *shape]`` of dtype for each matrix; gradients: the same in fp32. Both are zeros at
     first, and registered memory for the life of the object.
 
     A push overwrites the slots of ranks whose own push has begun: whatever reads them must be on the caller's stream
