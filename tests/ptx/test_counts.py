@@ -12,10 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-# Compared like with like: the wait for a group's flags, a loop without another way through it, so that a round of it is
-# its static length. Eight relaxed loads of system scope in PTX, eight strong loads in SASS, which has no use for most
-# moves of PTX and needs two instructions for an addition of 64 bits.
-PTX_LOAD, SASS_LOAD, AT_ONCE, MARGIN = r"ld\.relaxed\.sys\.global\.u64", r"LD\S*\.STRONG\.SYS", 8, 0.25
+# Compared like with like: the wait for a flag, whose rounds look at the flag and at whether the rank was given up. Of
+# its instructions few are fused or removed, but the last round of a lane leaves it in the middle.
+PTX_LOAD, SASS_LOAD, AT_ONCE, MARGIN = r"ld\.relaxed\.sys\.global\.u64", r"LD\S*\.STRONG\.SYS", 1, 0.3
 
 COUNT = """
 import json, sys
@@ -48,7 +47,7 @@ def sass(ptx: Path) -> list:
     text = subprocess.run(
         [tools / "cuobjdump", "-sass", cubin], check=True, capture_output=True, text=True, timeout=300, env=with_tools
     ).stdout
-    of_combine = next(part for part in text.split("Function : ") if "combine_entry" in part.split("\n")[0])
+    of_combine = next(part for part in text.split("Function : ") if re.search(r"\dcombine_entry", part.split("\n")[0]))
     return [i for i in map(sass_loops.instruction_of, of_combine.split("\n")) if i]
 
 
@@ -71,25 +70,3 @@ def test_a_loop_executes_what_its_machine_code_has(tmp_path):
     ]
     static = min(of_waits)
     assert abs(static / executed - 1) < MARGIN, f"{executed:.1f} executed a round, {static} in the machine code"
-
-
-OF_10_3 = """
-import sys
-sys.path.insert(0, "tests/ptx")
-import counts
-executed, size, texts = counts.run(counts.parser().parse_args(["--target", "103"]))
-import torch
-from hybrid_ep.runtime import devices
-assert torch.cuda.get_device_capability() == (10, 3)
-assert devices.name_and_capability(devices.current())[1] == (10, 3)
-assert all(".target sm_100" in text for text in texts), texts[0][:200]
-assert {line.kernel for line in executed} >= {"exchange", "dispatch", "combine"} and size["rows"] > 0
-"""
-
-
-def test_a_device_of_10_3_runs_the_kernels_of_10_0():
-    """B300 and GB300: a driver takes the code of 10.0 for them, and so must everything that asks for the capability."""
-    done = subprocess.run(
-        [sys.executable, "-c", OF_10_3], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
