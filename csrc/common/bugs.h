@@ -65,6 +65,7 @@
   BUG(kSumPutBeforeAllWarps, "a node sum is put on the rail before all warps' stores are complete") \
   BUG(kSaidAfterReady, "where rows are to land, or lie, is said after ready") \
   BUG(kLandsOneRowOff, "payload lands one row off") \
+  BUG(kLandingOfAnother, "rows land where the rank before said that its own do") \
   BUG(kLandedBeforeStores, "rows are told as landed before their stores are complete") \
   BUG(kLandedUnawaited, "deliver does not wait until rows have landed") \
   BUG(kLandedOneRowEarly, "deliver takes a group of rows when all but one have landed") \
@@ -77,6 +78,7 @@
   BUG(kPartialLeftOut, "of tokens with two pairs on a rank no partial is formed, as if they were read in place") \
   BUG(kFirstOfTwoPairs, "of tokens with two pairs on a rank the first is read in place, as if there were one") \
   BUG(kReadOneRowOff, "rows are read in place one row off") \
+  BUG(kRecordsUnawaited, "records are read before they have come to shared memory") \
   BUG(kPartUnrounded, "what is added in place of a partial is not rounded") \
   BUG(kBlocksDoNotMeet, "blocks that count do not wait for one another") \
   BUG(kMeetingNotReset, "the counter of blocks that have met is not reset") \

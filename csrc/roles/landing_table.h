@@ -2,6 +2,7 @@
 // ranks said beside their ready flags, then from shared memory. Loads of global memory on the way to every store would
 // take the lane longer than all the rest of it.
 #pragma once
+#include "common/bugs.h"
 #include "pipeline/stage_fifo.h"
 #include "roles/params.h"
 
@@ -44,6 +45,7 @@ struct LandingTable {
     return a.warp_whole();
   }
   HEP_DEVICE LandingOfRank of(uint32_t local_rank) const {
+    if (injected(Bug::kLandingOfAnother) && local_rank) --local_rank;
     Words words;
     for (uint32_t i = 0; i < kWords; ++i) words.v[i] = a.ld_shared(table + local_rank * kWords + i);
     return std::bit_cast<LandingOfRank>(words);
