@@ -3,9 +3,10 @@ its budget of registers and instructions, without stack, spills or local memory,
 its design rests on (bulk copies, mbarriers, proxy fences, elected lanes); no short loop, as over peers, has a fence of
 system scope in it; and the loops that add rows issue no more than their ceilings and take no more clocks than the
 performance model charges (sass_reduce.py; --write-table writes what it charges). So do the ways round the loops of the
-copy roles (sass_roles.py). The exchange kernel's loops over tokens have their loads under way together, divide by
-nothing, and keep to ceilings too (sass_route.py). And no host function of ours calls exit: where a template calls a
-device function on the host, nvcc compiles that call, without a word, into exit(1).
+copy roles (sass_roles.py) and those over lines (sass_lines.py). The exchange kernel's loops over tokens have their
+loads under way together, divide by nothing, and keep to ceilings too (sass_route.py). And no host function of ours
+calls exit: where a template calls a device function on the host, nvcc compiles that call, without a word, into
+exit(1).
 
     python scripts/cubin_check.py [LIBRARY] [--rail nvshmem] [--arch sm_90a] [--loops] [--json FILE] [--write-table]
     python scripts/cubin_check.py --planted
@@ -31,6 +32,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import sass_lines
 import sass_loops
 import sass_reduce
 import sass_roles
@@ -119,6 +121,7 @@ class Kernel:
     fences_in_short_loops: tuple = ()
     row_loops: list = field(default_factory=list)
     route: sass_route.RouteLoops | None = None
+    lines: dict = field(default_factory=dict)  # of the latency path
 
     @property
     def title(self):
@@ -190,6 +193,8 @@ def count_instructions(text, kernels):
         kernels[key].fences_in_short_loops = tuple(sass_loops.in_short_loops(instructions, SYSTEM_FENCE, SHORT_LOOP))
         if kernels[key].name in sass_reduce.KERNELS:
             kernels[key].row_loops = sass_reduce.row_loops(instructions)
+        if kernels[key].name in sass_lines.KERNELS:
+            kernels[key].lines = sass_lines.issued(kernels[key].name, instructions)
         if kernels[key].name == "exchange":
             kernels[key].route = sass_route.of(instructions)
 
@@ -323,8 +328,8 @@ def main():
     parser.add_argument(
         "--write-table",
         action="store_true",
-        help=f"write what those loops take into {sass_reduce.TABLE.name}, {sass_roles.TABLE.name} and "
-        f"{sass_route.TABLE.name}, which the performance model charges",
+        help=f"write what those loops take into {sass_reduce.TABLE.name}, {sass_roles.TABLE.name}, "
+        f"{sass_route.TABLE.name} and {sass_lines.TABLE.name}, which the performance model charges",
     )
     parser.add_argument("--planted", action="store_true", help="only show that the check of host functions can fail")
     args = parser.parse_args()
@@ -349,11 +354,13 @@ def main():
         sass_reduce.write_table(kernels)
         sass_roles.write_table(roles)
         sass_route.write_table(kernels)
+        sass_lines.write_table(kernels)
     elif args.rail == "mapped":
         complaints += [
             *sass_reduce.table_problems(kernels),
             *sass_roles.table_problems(roles),
             *sass_route.table_problems(kernels),
+            *sass_lines.table_problems(kernels),
         ]
     print(
         f"{'kernel':<36} {'registers':>9} {'stack':>6} {'local':>6} {'instructions':>12} {'bulk copies':>11} "

@@ -1,26 +1,21 @@
 """What a warp of the latency path issues for the lines that it handles at once (csrc/roles/latency_*.h), from the
 machine code of the kernels' loops over lines.
 
-    python scripts/sass_lines.py [LIBRARY] [--write]
-
 A loop of lines is the innermost loop around stores or loads of lines; the loop that looks again, which the compiler
-puts into it, is taken off. `--write` writes what hybrid_ep/perf/latency_events.py charges. Needs cuobjdump, as
-cubin_check.py does."""
+puts into it, is taken off. The file TABLE holds what hybrid_ep/perf/latency_events.py charges; a library that differs
+from it is a complaint of cubin_check.py, which also writes it."""
 
-import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
-import cubin_check
 import sass_loops
-
-from hybrid_ep.perf import latency_events
+from sass_reduce import MOST_FASTER, MOST_SLOWER
 
 STORE, LOAD = r"\bSTG\S*\.128\.STRONG\.SYS", r"\bLDG\S*\.128\.STRONG\.SYS"
-TABLE = Path(latency_events.__file__).parent / "data" / "line_loops.json"
-ARCHITECTURES = ("sm_90a", "sm_100")
+TABLE = Path(__file__).resolve().parent.parent / "hybrid_ep" / "perf" / "data" / "line_loops.json"
+RAIL = "P2PDevice"  # the other mapped one serves virtual ranks
+KERNELS = ("latency_dispatch", "latency_combine")
 MOST_STORES = 4  # of a loop over destinations, unrolled
 SHORTEST_LOOP, LONGEST_LOOP, LONGEST_LOOK = 12, 700, 260  # what has more is made of others
 
@@ -46,48 +41,41 @@ def looked_at(instructions):
     return sizes
 
 
-def issued(dispatch, combine):
-    """The table's entry of an architecture from its two kernels' instructions. ValueError where a loop is missing."""
-    sends = [(last - first + 1) / n for (first, last), n in innermost(dispatch, STORE).items() if n == MOST_STORES]
-    sums = [
-        (last - first + 1) for (first, last), n in innermost(combine, STORE).items() if n == 1 and last - first > 150
-    ]
-    received, added = looked_at(dispatch), looked_at(combine)
-    if not (sends and sums and received and added):
-        raise ValueError(f"no loops over lines: {len(sends)}, {len(sums)}, {len(received)}, {len(added)} found")
-    # Of bf16, the first that the code has; else the dearest.
-    return {"send": round(max(sends)), "receive": max(received), "partial": sums[0], "sum": added[0]}
+def issued(kernel, instructions):
+    """What a warp of the kernel issues, by what it does with a line; a loop that is not found is left out."""
+    if kernel == "latency_dispatch":
+        stores = innermost(instructions, STORE).items()
+        sends = [(last - first + 1) / n for (first, last), n in stores if n == MOST_STORES]
+        received = looked_at(instructions)
+        return ({"send": round(max(sends))} if sends else {}) | ({"receive": max(received)} if received else {})
+    stores = innermost(instructions, STORE).items()
+    sums = [last - first + 1 for (first, last), n in stores if n == 1 and last - first > 150]
+    added = looked_at(instructions)
+    # Of bf16, the first that the code has.
+    return ({"partial": sums[0]} if sums else {}) | ({"sum": added[0]} if added else {})
 
 
-def kernels(library, arch):
-    """{"latency_dispatch" | "latency_combine": instructions} of the mapped rail."""
-    text = cubin_check.run(cubin_check.find_tools(), library, "-sass", "-arch", arch)
-    found, name = {}, None
-    for line in text.splitlines():
-        if match := re.match(r"\s*Function : (\S+)", line):
-            name = next(
-                (k for k in ("latency_dispatch", "latency_combine") if k in match[1] and "P2P" in match[1]), None
-            )
-        elif name and (instruction := sass_loops.instruction_of(line)):
-            found.setdefault(name, []).append(instruction)
+def table(kernels):
+    """{arch: {what: instructions}} of kernels over a mapped rail."""
+    found = {}
+    for kernel in kernels:
+        if kernel.name in KERNELS and kernel.rail == RAIL:
+            found.setdefault(kernel.arch, {}).update(kernel.lines)
     return found
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", nargs="?", type=Path, default=cubin_check.ROOT / "hybrid_ep/libhybrid_ep_cuda.so")
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
-    if not args.library.is_file():
-        sys.exit(f"sass_lines: {args.library} is not there; scripts/build_cuda.py makes it")
-    table = {}
-    for arch in ARCHITECTURES:
-        code = kernels(args.library, arch)
-        table[arch] = issued(code.get("latency_dispatch", []), code.get("latency_combine", []))
-    print(json.dumps(table, indent=1, sort_keys=True))
-    if args.write:
-        TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+def write_table(kernels):
+    TABLE.write_text(json.dumps(table(kernels), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":
-    main()
+def table_problems(kernels):
+    """Where the library issues another number than the committed table says."""
+    committed = json.loads(TABLE.read_text(encoding="utf-8"))
+    for arch, now in table(kernels).items():
+        for what, was in committed[arch].items():
+            number = now.get(what, 0)
+            if not (1 - MOST_FASTER) * was <= number <= (1 + MOST_SLOWER) * was:
+                yield (
+                    f"latency path {arch}: {number} instructions to {what} lines, {was} in {TABLE.name}, which the "
+                    "performance model charges: --write-table, then correct the docs"
+                )

@@ -1,7 +1,7 @@
 """The latency path in the event engine: its kernels, all ranks, on the virtual clock with a cluster's costs.
 
-A warp handles four lines at once. What it issues for them is of this library's machine code (scripts/sass_lines.py
-writes data/line_loops.json); a scheduler has four of a block's sixteen warps, so that a step takes the longer of a
+A warp handles four lines at once. What it issues for them is of this library's machine code (scripts/sass_lines.py,
+data/line_loops.json); a scheduler has four of a block's sixteen warps, so that a step takes the longer of a
 trip to memory with one warp's instructions and the instructions of all four. Trips are assumed (route_time.py), so
 read times as +-30 %: no GPU has timed them. A simulated warp stands for the four of a scheduler and takes a quarter of
 the time, in large worlds for all sixteen of a block."""
