@@ -59,14 +59,14 @@ def successors(instructions):
     return after
 
 
-def shortest_walk(after, first, last, past=()):
+def shortest_walk(after, first, last, past=(), never=frozenset()):
     """Indices of the fewest instructions that lead from behind `first` to `last`, past one of each of these sets in
-    their order, or None. first == last: round a loop."""
+    their order, and past none of `never` before the last, or None. first == last: round a loop."""
     came, queue = {}, [(first, 0)]
     for at, passed in queue:
         for n in after[at]:
             step = (n, passed + (passed < len(past) and n in past[passed]))
-            if step not in came:
+            if step not in came and (n not in never or step == (last, len(past))):
                 came[step] = (at, passed)
                 queue.append(step)
                 if step == (last, len(past)):

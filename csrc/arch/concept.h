@@ -32,6 +32,7 @@
 
 #include "common/loop_step.h"
 #include "common/numeric.h"
+#include "common/role.h"
 #include "common/timeout_report.h"
 #include "layout/line.h"
 
@@ -71,7 +72,7 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
   { a.num_warps() } -> std::same_as<int>;
   { a.block_idx() } -> std::same_as<int>;
   { a.num_blocks() } -> std::same_as<int>;
-  { a.set_role("name") };  // names this lane's role in timeout reports
+  { a.set_role(Role{}) };  // what timeout reports call this lane
   { a.did(LoopStep{}) };   // a round of a copy role's loop is over: what a machine with a clock charges for it
 
   // Convergence. elect_one: true on exactly one lane of the warp, the same one within a kernel but not necessarily

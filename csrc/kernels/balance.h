@@ -40,7 +40,7 @@ HEP_DEVICE bool plan_together(A& a, Net& net, const BalanceParams& p, CloneRouti
     if (a.elect_one()) Exchange::send(a, net, p);
     return Exchange::forward(a, net, p);
   };
-  a.set_role("exchange clone counts");
+  a.set_role(Role::kExchangeCloneCounts);
   if (injected(Bug::kCloneCountsToldEarly) && !tell()) return false;
   if (a.warp_idx() == 0 && a.lane() == 0) a.st_global(vector + kCloneHeaderOwners, p.owners_digest);
   routing.begin_behind_other_blocks(vector);
@@ -78,7 +78,7 @@ HEP_DEVICE void balance_kernel(A& a, Net& net, const BalanceParams& p, std::byte
   if (!enter_kernel(a)) return;
   const bool plans = a.block_idx() == a.num_blocks() - 1 && !p.replayed;
   std::byte* const tables = smem + p.tables_at;
-  a.set_role("count for clones");
+  a.set_role(Role::kCountForClones);
   CloneRoutingRole<A> routing(a, p, smem);
   routing.count();
   if (!meet_blocks(a, &p.progress->met)) return;
@@ -88,7 +88,7 @@ HEP_DEVICE void balance_kernel(A& a, Net& net, const BalanceParams& p, std::byte
     routing.begin_behind_other_blocks(nullptr);
   }
   if (!p.replayed && !meet_blocks(a, &p.progress->met, 2)) return;
-  a.set_role("redirect to clones");
+  a.set_role(Role::kRedirectToClones);
   const CloneLinks links = CloneLinks::at(tables + p.tables.drafts_at, p.shape);
   a.block_sync();  // counters begin where they should
   link_clones(a, p.shape, links, p.slot_expert);

@@ -55,7 +55,7 @@ HEP_DEVICE bool calls_fit(A& a, const ExchangeParams& p, const CountsView& count
 // tensors of that size, records are finished. False as above.
 template <Arch A>
 HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p, std::byte* smem, bool lead) {
-  a.set_role("place");
+  a.set_role(Role::kPlace);
   const CountsView counts{p.layout, p.counts + p.parity_bytes()};
   const bool notifies = p.notification && lead && a.warp_idx() == 0;
   if (!p.notification) {
@@ -104,13 +104,13 @@ HEP_DEVICE void exchange_kernel(A& a, Net& net, const ExchangeParams& p, std::by
   const bool lead = a.block_idx() == a.num_blocks() - 1;
   if (p.notification && a.block_idx() == 0 && a.warp_idx() == 0 && a.elect_one())
     a.st_release_sys(CountNotification::started(p.notification), p.notification_ticket);
-  a.set_role("route");
+  a.set_role(Role::kRoute);
   RouteRole<A> route(a, p, smem);
   route.count();
   if (!meet_blocks(a, &p.progress->met)) return;
   route.begin_behind_other_blocks();
   a.block_sync();
-  a.set_role("exchange");
+  a.set_role(Role::kExchange);
   if (lead) {
     if (a.elect_one()) ExchangeRole<A, Net>::send(a, net, p);
     if (!ExchangeRole<A, Net>::forward(a, net, p)) return;

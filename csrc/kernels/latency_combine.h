@@ -31,7 +31,7 @@ HEP_DEVICE void latency_combine_kernel(A& a, const LatencyCombineParams& p, std:
     wide ? latency_rows<Fp16, float>(a, p, flag, smem) : latency_rows<Fp16, Fp16>(a, p, flag, smem);
   else
     latency_rows<float, float>(a, p, flag, smem);
-  a.set_role("latency_leave");
+  a.set_role(Role::kLatencyLeave);
   if (first) hello.await();
   if (a.block_whole()) leave_step(a, p.progress);
 }

@@ -38,7 +38,7 @@ struct LatencyDispatchBlock {
   HEP_DEVICE bool make_plan() {
     const ExchangeParams& r = p.route;
     const ExchangeSmem exchange{r.layout, r.walkers};
-    a.set_role("latency_route");
+    a.set_role(Role::kLatencyRoute);
     RouteRole<A> route(a, r, smem);
     if (counts) route.count();
     if (!meet_blocks(a, &p.progress->met)) return false;
@@ -46,7 +46,7 @@ struct LatencyDispatchBlock {
     a.block_sync();
     LatencyCountsRole<A> vectors(a, p, flag);
     if (lead) vectors.send();
-    a.set_role("latency_send");
+    a.set_role(Role::kLatencySend);
     const TokenShare share = TokenShare::of(a, r);
     auto* words = reinterpret_cast<uint32_t*>(smem);
     const uint32_t n = p.lines();
@@ -55,7 +55,7 @@ struct LatencyDispatchBlock {
       if (const uint32_t i = lines.row(j), first = lines.first(j); first < n)
         sender.send(CountedToken<A>(a, p, exchange, share.begin + i, words + exchange.of_walker(r.by_run.quotient(i))),
                     first, lines.end(first, n));
-    a.set_role("latency_counts");
+    a.set_role(Role::kLatencyCounts);
     const CountsView view{r.layout, r.counts + r.parity_bytes()};
     if (lead) {
       vectors.receive();
@@ -70,7 +70,7 @@ struct LatencyDispatchBlock {
     return true;
   }
   HEP_DEVICE void send_recorded() {
-    a.set_role("latency_send");
+    a.set_role(Role::kLatencySend);
     LatencyHello<A> hello{a, p.link, flag};
     if (warp() == 0) hello.send();
     const int node = p.world.node();

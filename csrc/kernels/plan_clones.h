@@ -28,7 +28,7 @@ struct ClonePlanParams {
 template <Arch A, class Params, class Owners>
 HEP_DEVICE void plan_and_share(A& a, const Params& p, const CountsView& view, const Owners& owners, int rank,
                                std::byte* shared) {
-  a.set_role("plan clones");
+  a.set_role(Role::kPlanClones);
   const CloneTables<A> tables{a, p.shape, p.tables, shared};
   const PairCounts<A> counts{a, view};
   CloneCountsRole<A, Owners>(tables, counts, owners).run();
@@ -38,7 +38,7 @@ HEP_DEVICE void plan_and_share(A& a, const Params& p, const CountsView& view, co
   role.store(p.slot_expert, p.slot_tokens);
   if (a.warp_idx() == 0 && a.lane() == 0) *p.plan = plan;
   a.block_sync();
-  a.set_role("share clones");
+  a.set_role(Role::kShareClones);
   // Where constructions were; they are done.
   const CloneLinks links = CloneLinks::at(shared + p.tables.drafts_at, p.shape);
   ShareClonesRole shares(a, p.shape, tables.owner(), links, counts, p.slot_expert, p.slot_tokens);

@@ -39,7 +39,7 @@ HEP_DEVICE bool last_warp(A& a, const SpareParams& p) {
 template <Arch A>
 HEP_DEVICE void push_weights_kernel(A& a, const SpareParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
-  a.set_role("push_weights");
+  a.set_role(Role::kPushWeights);
   auto* const clones = reinterpret_cast<int32_t*>(smem);
   const StageFifo<A, SpareHead> fifo(smem + uint64_t(a.warp_idx()) * p.fifo_stride, p.fifo);
   if (a.lane() == 0) fifo.init(a, 1);
@@ -55,7 +55,7 @@ HEP_DEVICE void push_weights_kernel(A& a, const SpareParams& p, std::byte* smem)
 template <Arch A>
 HEP_DEVICE void await_weights_kernel(A& a, const SpareParams& p) {
   if (!enter_kernel(a)) return;
-  a.set_role("await_weights");
+  a.set_role(Role::kAwaitWeights);
   const uint64_t epoch = p.progress->awaited + 1;
   for (int s = a.warp_idx() * A::kLanes + a.lane(); s < int(p.spare_slots); s += a.num_warps() * A::kLanes) {
     const int expert = a.ld_global(p.slot_expert + p.world.rank * int(p.spare_slots) + s);
@@ -69,7 +69,7 @@ HEP_DEVICE void await_weights_kernel(A& a, const SpareParams& p) {
 template <Arch A>
 HEP_DEVICE void collect_gradients_kernel(A& a, const SpareParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
-  a.set_role("collect_gradients");
+  a.set_role(Role::kCollectGradients);
   auto* const clones = reinterpret_cast<int32_t*>(smem);
   if (!find_own_clones(a, p, clones)) return;
   AddGradientsRole<A> sums(a, p, clones);

@@ -21,6 +21,7 @@ struct DeliverG2SRole {
   StageProducer<A, TokenHead> to, looks;
   StageConsumer<A, TokenHead> found;
   GroupWalk<A> walk;
+  const unsigned char* const recv;  // metadata entries of receive rows, the first of them, and behind them what landed
   const uint32_t rows, tiles;
 
   HEP_DEVICE DeliverG2SRole(A& arch, const DispatchParams& params, const StageFifo<A, TokenHead>& fifo,
@@ -33,11 +34,12 @@ struct DeliverG2SRole {
         walk{arch, reinterpret_cast<const uint32_t*>(smem + params.source_begins_at),
              uint32_t(params.world.num_ranks()), params.blocks.worker(uint32_t(arch.block_idx())),
              params.blocks.workers()},
+        recv(params.peers.recv[params.world.local_rank()]),
         rows(params.plan.numbers->recv_rows),
         tiles(num_tiles(params.message, params.tile_bytes)) {}
 
   HEP_DEVICE void run() {
-    a.set_role("deliver_g2s");
+    a.set_role(Role::kDeliverG2s);
     if (p.landing.followed) follow();
     TokenHead head{};
     head.stop = 1;
@@ -69,7 +71,7 @@ struct DeliverG2SRole {
     return left < BufferLayout::kGroupRows ? left : BufferLayout::kGroupRows;
   }
   HEP_DEVICE const unsigned char* metadata_of(uint32_t row) const {
-    return p.peers.recv[p.world.local_rank()] + uint64_t(row) * p.message.metadata_bytes();
+    return recv + uint64_t(row) * p.message.metadata_bytes();
   }
   HEP_DEVICE void look_up(uint32_t group) {
     const uint32_t bytes = rows_of(group) * p.message.metadata_bytes();
@@ -86,7 +88,6 @@ struct DeliverG2SRole {
   }
   // looked_up: the metadata of the group's rows have come to be looked up; else all rows or none are copied.
   HEP_DEVICE void deliver(uint32_t group, bool looked_up) {
-    const unsigned char* recv = p.peers.recv[p.world.local_rank()];
     const uint32_t begin = group * BufferLayout::kGroupRows, n = rows_of(group);
     for (uint32_t i = 0; i < n; ++i) {
       TokenHead head{};

@@ -17,8 +17,9 @@ struct DeliverS2GRole {
       : a(arch), p(params), from(fifo, 0, 1) {}
 
   HEP_DEVICE void run() {
-    a.set_role("deliver_s2g");
-    for (;;) {
+    a.set_role(Role::kDeliverS2g);
+    bool held = false;  // a stage whose stores may still read it
+    for (;; held = true) {
       const TokenHead head = from.wait(a);
       if (head.stop) break;
       if (head.tile == 0 && p.plan.fresh) keep_metadata(head.index);
@@ -26,9 +27,9 @@ struct DeliverS2GRole {
       a.bulk_commit();
       a.did(LoopStep::kDeliverStore);
       from.advance();
-      if (!injected(Bug::kDeliverStageBackEarly)) a.template bulk_wait_read<0>();
-      from.release(a);
+      if (held) give_back<1>();
     }
+    if (held) give_back<0>();
     from.release(a);
     a.template bulk_wait<0>();
     if (!copied_rows) return;
@@ -37,6 +38,12 @@ struct DeliverS2GRole {
   }
 
  private:
+  // The oldest stage, once at most so many groups of stores behind it may still read theirs.
+  template <int kLater>
+  HEP_DEVICE void give_back() {
+    if (!injected(Bug::kDeliverStageBackEarly)) a.template bulk_wait_read<kLater>();
+    from.release(a);
+  }
   HEP_DEVICE RecordHeader record() {
     return std::bit_cast<RecordHeader>(a.ld_shared(reinterpret_cast<const Vec16*>(from.data())));
   }

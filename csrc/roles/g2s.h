@@ -25,7 +25,7 @@ struct DispatchG2SRole {
               reinterpret_cast<uint32_t*>(smem + params.arrival_cursors_at), params.rail.num_peers + 1} {}
 
   HEP_DEVICE void run(int num_consumers) {
-    a.set_role("g2s");
+    a.set_role(Role::kG2s);
     sweep.run(
         Site::kRailAny, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return num_tokens(s); },
         [&](uint32_t s, uint32_t chunk) { return arrived(s, chunk); },

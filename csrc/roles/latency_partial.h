@@ -21,7 +21,7 @@ struct LatencyPartialRole {
 
   // By all lanes of a warp.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
-    a.set_role("latency_partial");
+    a.set_role(Role::kLatencyPartial);
     const uint32_t rows = p.plan.numbers->recv_rows;
     const auto share = LineShare<A>::of(rows, p.lines(), workers, 1, TileMath<A>::kReadsRows);
     for (uint32_t i = worker; i < share.count(); i += workers)

@@ -26,7 +26,7 @@ struct LatencyReceiveRole {
 
   // By all lanes of a warp. room: permuted rows of this rank.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers, uint32_t room) {
-    a.set_role("latency_receive");
+    a.set_role(Role::kLatencyReceive);
     const uint32_t rows = p.plan.numbers->recv_rows;
     int source = 0;
     const auto share = LineShare<A>::of(rows, p.lines(), workers, 4, kCopies);

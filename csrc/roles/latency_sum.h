@@ -19,7 +19,7 @@ struct LatencySumRole {
 
   // By all lanes of a warp.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
-    a.set_role("latency_sum");
+    a.set_role(Role::kLatencySum);
     const auto share = LineShare<A>::of(p.plan.num_tokens, p.lines(), workers, 1);
     for (uint32_t i = worker; i < share.count(); i += workers)
       if (const uint32_t first = share.first(i); first < p.lines())

@@ -29,7 +29,7 @@ struct N2NRole {
               reinterpret_cast<uint32_t*>(smem + params.credit_cursors_at), params.rail.num_peers} {}
 
   HEP_DEVICE void run() {
-    a.set_role("n2n");
+    a.set_role(Role::kN2n);
     sweep.run(
         Site::kRailSlotFree, p.rail.geometry.chunk_tokens, [&](uint32_t s) { return p.plan.node_count[peer(s).node]; },
         [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, p.rail.geometry, peer(s), chunk); },

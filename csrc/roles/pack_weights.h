@@ -21,7 +21,7 @@ struct PackWeightsRole {
 
   // By all lanes of a warp; `elected` of them tells.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers, bool elected) {
-    a.set_role("pack_weights");
+    a.set_role(Role::kPackWeights);
     if (!p.partial.weight_bytes) return;
     const uint64_t epoch = elected ? p.gate.epoch() : 0;  // the others may still be here when the operation has ended
     const uint32_t lane = uint32_t(a.lane());

@@ -19,7 +19,7 @@ struct NodeSumRole {
 
   // By all lanes of a warp (CombineBlock::feed), of which `elected` does the work. False: a lane has left in its wait.
   HEP_DEVICE bool run(bool elected, std::byte* smem) {
-    a.set_role("node_sum_g2s");
+    a.set_role(Role::kNodeSumG2s);
     if (!rows.template begin<!kRailIsNic<Net>>()) return false;
     if (elected) sum_chunks(smem);
     return true;
@@ -66,7 +66,7 @@ struct FinalSumRole {
   // By all lanes of a warp, of which `elected` does the work, of `workers` in the grid. False: a lane has left in its
   // wait.
   HEP_DEVICE bool run(bool elected, uint32_t worker, uint32_t workers) {
-    a.set_role("final_sum_g2s");
+    a.set_role(Role::kFinalSumG2s);
     if (!rows.template begin<!kRailIsNic<Net>>()) return false;
     if (elected) sum_tokens(worker, workers);
     return true;

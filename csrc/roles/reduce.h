@@ -45,7 +45,7 @@ struct ReduceRole {
                params.out_slice_bytes[group_], sum.warp, from.elected) {}
 
   // `parties`: reduce groups of the grid, before whose end the node is not told that its rows are done with; 0: none.
-  HEP_DEVICE void run(const char* role, uint32_t parties) {
+  HEP_DEVICE void run(Role role, uint32_t parties) {
     a.set_role(role);
     for (Tiles tiles{*this};;) {
       SumHead head = tiles.wait();

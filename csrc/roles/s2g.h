@@ -37,7 +37,7 @@ struct DispatchS2GRole {
 
   // By all lanes of a warp, of which `elected` does the work. False: a lane has left in its wait.
   HEP_DEVICE bool run(bool elected, int parties) {
-    a.set_role("s2g");
+    a.set_role(Role::kS2g);
     if (!p.gate.wait_all_ready(a) || !landings.read()) return false;  // before anybody's memory is touched
     bool last = false;
     if (elected) {

@@ -3,6 +3,7 @@
 // another warp's (roles/pack_weights.h).
 #pragma once
 #include "common/bugs.h"
+#include "roles/group_records.h"
 #include "roles/partial_groups.h"
 #include "roles/sum_feed.h"
 
@@ -14,50 +15,42 @@ struct UnpermuteRole {
   const CombineParams& p;
   SumFeed<A>& feed;
   PartialGroups<A> groups;
+  GroupRecords<A> records;
 
-  HEP_DEVICE UnpermuteRole(A& arch, const CombineParams& params, SumFeed<A>& to, const std::byte* smem)
-      : a(arch), p(params), feed(to), groups(arch, params, smem) {}
+  HEP_DEVICE UnpermuteRole(A& arch, const CombineParams& params, SumFeed<A>& to, std::byte* smem)
+      : a(arch),
+        p(params),
+        feed(to),
+        groups(arch, params, smem),
+        records(arch, params, {smem, params.group_records[to.index]}) {}
 
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
-    a.set_role("unpermute_g2s");
+    a.set_role(Role::kUnpermuteG2s);
     if (p.reading.from == SumFrom::kReceiveRow) return;
-    uint64_t partials = 0;
+    uint32_t partials = 0;
     groups.each(worker, workers, [&](uint32_t group, uint32_t source) {
       const SumEnd told{.flags = SumHead::kGroupEnd, .peer = source, .chunk = group};
-      const uint32_t end = groups.end_of(group);
-      bool formed = false, untold = false;
-      Record next = record(group * BufferLayout::kGroupRows);
-      for (uint32_t i = group * BufferLayout::kGroupRows; i < end; ++i) {
-        const Record now = next;
-        if (i + 1 < end) next = record(i + 1);  // on its way while this one's row is formed
-        formed = row(i, now, i + 1 == end ? told : SumEnd{});
-        untold |= formed;
+      const uint32_t begin = group * BufferLayout::kGroupRows, end = groups.end_of(group);
+      bool formed = false;
+      const uint32_t before = partials;
+      if (p.permuted) records.open(begin, end);
+      HEP_NO_UNROLL
+      for (uint32_t i = begin; i < end; ++i) {
+        formed = row(i, i + 1 == end ? told : SumEnd{});
         partials += formed;
       }
-      if (untold && !formed) feed.emit_end(told);
+      if (partials != before && !formed) feed.emit_end(told);
     });
     if (partials) a.count_rank(&p.traffic->partial_rows, partials);
   }
 
  private:
-  struct Record {  // of a receive row: how it begins, and its first pair, for which it has room
-    Vec16 header;
-    uint64_t pair;
-  };
-  HEP_DEVICE const unsigned char* record_at(uint32_t i) const {
-    return p.plan.row_records + uint64_t(i) * p.record_bytes;
-  }
-  HEP_DEVICE Record record(uint32_t i) const {
-    if (!p.permuted) return {};
-    const unsigned char* const at = record_at(i);
-    return {*reinterpret_cast<const Vec16*>(at), *reinterpret_cast<const uint64_t*>(at + p.pairs_at)};
-  }
-  HEP_DEVICE bool row(uint32_t i, const Record& record, const SumEnd& end) {
+  HEP_DEVICE bool row(uint32_t i, const SumEnd& end) {
     unsigned char* dst = p.recv + uint64_t(i + injected(Bug::kPartialsOneRowOff)) * p.partial.row_bytes();
     feed.begin();
     a.did(LoopStep::kSumPartial);
     if (p.permuted)
-      add_pairs(i, record);
+      add_pairs(i);
     else
       feed.add({p.x + uint64_t(i) * feed.payload_row_bytes()});
     if (p.reading.from != SumFrom::kPartials && is_read_in_place(feed.num_rows)) return false;
@@ -69,17 +62,16 @@ struct UnpermuteRole {
     if (p.reading.from == SumFrom::kEveryPair) return pairs != 0;
     return pairs == 1 || (injected(Bug::kPartialLeftOut) && pairs == 2);
   }
-  HEP_DEVICE void add_pairs(uint32_t i, const Record& record) {
-    const auto* pairs = reinterpret_cast<const uint64_t*>(record_at(i) + p.pairs_at);
-    const auto rec = std::bit_cast<RecordHeader>(record.header);
-    const float* weights = p.plan.row_weights + uint64_t(i) * p.plan.weight_stride + rec.first_pair;
-    uint64_t next = record.pair;
+  HEP_DEVICE void add_pairs(uint32_t i) {
+    const unsigned char* const record = records.at(i);
+    const auto rec = std::bit_cast<RecordHeader>(records.load(reinterpret_cast<const Vec16*>(record)));
+    const auto* pairs = reinterpret_cast<const uint64_t*>(record + p.pairs_at);
+    const float* weights = records.weights_at(i) + rec.first_pair;
     HEP_NO_UNROLL
     for (uint32_t k = 0; k < rec.num_pairs; ++k) {
-      const auto pair = std::bit_cast<PairEntry>(next);
-      if (k + 1 < rec.num_pairs) next = pairs[k + 1];  // on its way while this one is listed
+      const auto pair = std::bit_cast<PairEntry>(records.load(pairs + k));
       if (!p.plan.has_row(pair)) continue;
-      const float scale = p.multiply ? weights[k] : 1.f;
+      const float scale = p.multiply ? records.load(weights + k) : 1.f;
       feed.add({p.x + uint64_t(pair.row) * feed.payload_row_bytes(), nullptr, scale});
       a.did(LoopStep::kSumPair);
     }

@@ -11,7 +11,7 @@ struct ZeroRowsRole {
   // By all lanes of a warp, of `workers` that share the rows.
   template <class P>
   HEP_DEVICE static void run(A& a, const P& p, uint32_t worker, uint32_t workers) {
-    a.set_role("zero_rows");
+    a.set_role(Role::kZeroRows);
     if (!p.permute || injected(Bug::kPaddingNotCleared)) return;
     for (uint32_t r = 0; r <= p.plan.num_local_experts; ++r) {
       const bool tail = r == p.plan.num_local_experts;  // behind the last group, up to the result's end

@@ -59,7 +59,7 @@ void ring(uint64_t seed, double timeout_s = 20) {
       const uint32_t parity = static_cast<uint32_t>(turn / kStages) & 1;
       const auto row = static_cast<size_t>(item);
       if (a.warp_idx() == 0) {
-        a.set_role("g2s");
+        a.set_role(Role::kG2s);
         if (kBug != Bug::kNoWaitEmpty) a.mbar_wait(s.empty[stage], parity ^ 1, {Site::kStageEmpty, -1, item});
         // elect_one, not `leader`: all lanes must have seen the stage empty before it is filled.
         if (kBug == Bug::kNoMeetingAfterWait ? leader : a.elect_one()) {
@@ -70,7 +70,7 @@ void ring(uint64_t seed, double timeout_s = 20) {
         a.warp_sync();
         continue;
       }
-      a.set_role("s2g");
+      a.set_role(Role::kS2g);
       if (kBug != Bug::kNoWaitFull) a.mbar_wait(s.full[stage], parity, {Site::kStageFull, -1, item});
       if (kBug == Bug::kReleaseBeforeRead && leader) a.mbar_arrive(s.empty[stage]);
       if (leader && kBug != Bug::kNoWaitRead) {

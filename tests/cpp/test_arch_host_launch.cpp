@@ -34,7 +34,7 @@ template <class A>
 void deadline_of_a_flag() {
   uint64_t flag = 2;
   const TimeoutReport o = timeout_of<A>([&](A& a, std::byte*) {
-    a.set_role("g2s");
+    a.set_role(Role::kG2s);
     a.wait_ge_sys(&flag, 4, {Site::kRailChunk, 1, 3});
   });
   CHECK(o.site == Site::kRailChunk && o.peer == 1 && o.peer_node == 0 && o.chunk == 3);

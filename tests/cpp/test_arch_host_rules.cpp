@@ -32,7 +32,7 @@ Rule reported(F crime, double timeout_s = 20, uint64_t seed = 1) {
   try {
     launch<A>(config, [&](A& a, std::byte* raw) {
       auto& s = *reinterpret_cast<Smem<A>*>(raw);
-      a.set_role("crime");
+      a.set_role(Role::kTest);
       const bool leader = a.elect_one();
       if (a.warp_idx() == 0 && leader) {
         a.mbar_init(s.bar, 1, false);
@@ -43,7 +43,7 @@ Rule reported(F crime, double timeout_s = 20, uint64_t seed = 1) {
     });
   } catch (const ProtocolError& e) {
     CHECK(std::string(e.what()).find(rule_name(e.rule())) == 0);
-    CHECK(std::string(e.what()).find("role crime") != std::string::npos);
+    CHECK(std::string(e.what()).find("role test") != std::string::npos);
     return e.rule();
   }
   throw check::Failure("no rule was reported");

@@ -31,7 +31,7 @@ class HostArch {
   int num_warps() const { return me_->block->config->num_warps; }
   int block_idx() const { return me_->block->idx; }
   int num_blocks() const { return me_->block->config->num_blocks; }
-  void set_role(const char* name) { me_->role = name; }
+  void set_role(Role role) { me_->role = role_name(role); }
   void did(LoopStep) {}
 
   bool elect_one() {

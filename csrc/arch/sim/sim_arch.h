@@ -22,7 +22,7 @@ class SimArch {
   int num_warps() const { return me_->launch->num_warps; }
   int block_idx() const { return me_->block->idx; }
   int num_blocks() const { return me_->launch->num_blocks; }
-  void set_role(const char* name) { m_->set_role(*me_, name); }
+  void set_role(Role role) { m_->set_role(*me_, role_name(role)); }
   void did(LoopStep step, Where at = Where::current()) { m_->did(here(at), step); }
 
   bool elect_one() { return true; }

@@ -41,7 +41,7 @@ class CudaArch {
   HEP_DEVICE int num_warps() const { return int(blockDim.x / kLanes); }
   HEP_DEVICE int block_idx() const { return int(blockIdx.x); }
   HEP_DEVICE int num_blocks() const { return int(gridDim.x); }
-  HEP_DEVICE void set_role(const char* name) { role_ = name; }
+  HEP_DEVICE void set_role(Role role) { role_ = role; }
   HEP_DEVICE void did(LoopStep) {}
 
   HEP_DEVICE bool elect_one() { return ptx::elect_sync(); }
@@ -257,7 +257,7 @@ class CudaArch {
   }
 
   CudaControl* control_;
-  const char* role_ = "";
+  Role role_ = Role::kNone;
   uint64_t idle_since_ = 0;
   uint32_t group_phases_ = 0;
 };

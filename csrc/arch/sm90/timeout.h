@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "arch/sm90/ptx.h"
+#include "common/role.h"
 #include "common/timeout_report.h"
 
 namespace hep {
@@ -17,7 +18,7 @@ struct DeviceTimeoutReport {
   uint32_t raised_by_host;  // the only word here that the device reads: as CudaControl::abort
   int64_t chunk;
   uint64_t expected, seen, waited_ns;
-  char role[32];
+  int32_t role;
 };
 
 // In device memory, one per executor (a rank's buffer); constant during a launch but for `abort`.
@@ -41,7 +42,7 @@ __device__ __noinline__ inline void leave() {
   ptx::exit();
 }
 
-__device__ __noinline__ inline void expire(CudaControl* control, const char* role, WaitInfo info, uint64_t expected,
+__device__ __noinline__ inline void expire(CudaControl* control, Role role, WaitInfo info, uint64_t expected,
                                            uint64_t seen, uint64_t waited_ns) {
   if (atomicCAS(&control->abort, 0u, 1u) == 0) {
     volatile DeviceTimeoutReport* o = control->timeout_report;
@@ -53,9 +54,7 @@ __device__ __noinline__ inline void expire(CudaControl* control, const char* rol
     o->expected = expected;
     o->seen = seen;
     o->waited_ns = waited_ns;
-    int i = 0;
-    for (; role[i] && i < int(sizeof o->role) - 1; ++i) o->role[i] = role[i];
-    o->role[i] = 0;
+    o->role = int32_t(role);
     __threadfence_system();  // the words above before the one that says they are there
     o->written = 1;
     __threadfence_system();

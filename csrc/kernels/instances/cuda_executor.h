@@ -111,7 +111,7 @@ class Device {
     o.expected = d.expected;
     o.seen = d.seen;
     o.waited_s = double(d.waited_ns) * 1e-9;
-    o.role = const_cast<const char*>(timeout_report_->role);
+    o.role = role_name(Role(d.role));
     return o;
   }
 

@@ -188,6 +188,9 @@ void SimExecutor::combine(CombineParams& p, const LaunchSettings& s) {
     add("rail_records", p.plan.rail_record(n, 0, p.record_bytes), uint64_t(p.plan.rail_count[n]) * p.record_bytes,
         Use::kInput, false);
   }
+  const uint64_t rows = p.plan.numbers->recv_rows;
+  add("row_records", p.plan.row_records, rows * p.record_bytes, Use::kInput, false);
+  add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, Use::kInput, true);
   launch(
       "combine", s.num_blocks, kCombineWarps<SimArch>, p.smem_bytes, {},
       [&](SimArch& a, SimTransport& net, std::byte* smem) { combine_kernel<SimArch, SimTransport>(a, net, p, smem); });

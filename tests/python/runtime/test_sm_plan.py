@@ -66,7 +66,7 @@ def test_local_work_gets_as_many_blocks_again_as_there_are_sms():
 
 def test_blocks_of_one_number_are_parted():
     assert [parts("dispatch", n) for n in (1, 2, 16, 29)] == [(1, 0), (1, 1), (8, 8), (15, 14)]
-    assert [parts("combine", n) for n in (1, 2, 16, 29)] == [(1, 0), (1, 1), (6, 10), (11, 18)]
+    assert [parts("combine", n) for n in (1, 2, 16, 29)] == [(1, 0), (1, 1), (7, 9), (12, 17)]
 
 
 def test_limits():
