@@ -166,9 +166,10 @@ class ExactManager(SlowManager):
     ) -> None:
         wanted, size = settings.current(), group.size()
         super().__init__(group, num_local_experts, num_experts, router_topk, config)
-        self.planner = MicrobatchPlanner(
-            size, num_experts, num_nodes=buffers.num_nodes(group, wanted), **wanted.balance.planner_options()
-        )
+        nodes = buffers.num_nodes(group, wanted)
+        self.planner = MicrobatchPlanner(size, num_experts, **wanted.balance.planner_options(nodes))
+        if nodes > 1 and wanted.balance.reach == "auto":
+            balance_kernels.say(group, _chosen(wanted.balance.within_node(nodes), nodes))
         self.static = StaticRows(wanted.balance, config) if wanted.balance.static_rows else None
         self.plan_with: Callable[[np.ndarray], MicrobatchPlan] | None = None
         self.clones: balance_push.CloneExperts | None = None
@@ -252,6 +253,19 @@ class ExactManager(SlowManager):
             dist.all_gather(list(gathered.unbind()), counts, group=self.group)
             plan = plan_with(gathered.cpu().numpy())
         return plan, *to_physical(routing_map, probs, self.part_of(plan), plan.slot_expert.shape, self.owners)
+
+
+def _chosen(within_node: bool, nodes: int) -> str:
+    """What --hybrid-ep-balance-clones auto comes to, in words."""
+    if within_node:
+        return (
+            f"clones stay on the nodes of their owners, of which the group spans {nodes}: ranks are level within a "
+            "node; --hybrid-ep-balance-clones anywhere levels all of them, and pushes weights over NICs"
+        )
+    return (
+        f"clones may lie on any of {nodes} nodes, for --hybrid-ep-static-rows asks that all ranks be level; "
+        "--hybrid-ep-balance-clones node keeps weights off NICs"
+    )
 
 
 class KernelPlan(MicrobatchPlan):

@@ -45,7 +45,7 @@ def clone_experts(manager: ExactManager) -> CloneExperts:
         raise ValueError(f"--hybrid-ep-balance-push kernels: {why}; give torch or auto")
     chosen, reason = ("torch", why) if wanted == "auto" and why is not None else (wanted, None)
     if reason is not None:
-        _say(manager.group, f"weights of clones are pushed by torch.distributed, not by kernels: {reason}")
+        say(manager.group, f"weights of clones are pushed by torch.distributed, not by kernels: {reason}")
     return CloneExperts(manager) if chosen == "torch" else KernelCloneExperts(manager)
 
 
@@ -61,7 +61,8 @@ def _why_torch(manager: ExactManager) -> str | None:
     return why_not(manager.weights.shapes, dtypes.pop())
 
 
-def _say(group: dist.ProcessGroup, what: str) -> None:
+def say(group: dist.ProcessGroup, what: str) -> None:
+    """Once a group, on stderr of its rank 0."""
     if (group, what) not in _said and group.rank() == 0:
         print(f"hybrid_ep: {what}", file=sys.stderr, flush=True)
     _said.add((group, what))

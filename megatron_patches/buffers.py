@@ -100,7 +100,7 @@ def _create(
         "timeout_s": asked.timeout_s,
         "num_of_hybrid_ep_ranks_per_nvlink_domain": asked.ranks_per_node,
         "latency_tokens": asked.latency_tokens,
-        "clones": _clones(wanted),
+        "clones": _clones(group, wanted),
         **(local_pass or {}),
     }
     return buffer_class(
@@ -112,11 +112,11 @@ def _create(
     )
 
 
-def _clones(wanted: Settings) -> MicrobatchOptions | None:
-    """What the buffer plans clones by, where the balancer wants some."""
+def _clones(group: dist.ProcessGroup, wanted: Settings) -> MicrobatchOptions | None:
+    """What the buffer plans clones by, where the balancer wants some; its layers have found the nodes already."""
     if not wanted.balance.clones:
         return None
-    return MicrobatchOptions(**wanted.balance.planner_options())
+    return MicrobatchOptions(**wanted.balance.planner_options(num_nodes(group, wanted)))
 
 
 def num_nodes(group: dist.ProcessGroup, wanted: Settings) -> int:

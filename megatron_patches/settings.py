@@ -17,6 +17,7 @@ DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.payload.quantize.CHOICES
 
 BALANCE_MODES = ("off", "exact", "slow", "both")
 BALANCE_PUSHES = ("auto", "kernels", "torch")
+CLONE_REACHES = ("auto", "node", "anywhere")
 CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
 GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
@@ -131,8 +132,10 @@ class Balance:
       (`megatron_patches.balance`); "slow" for experts that change ranks between steps
       (`megatron_patches.balance_slow`); "both".
     * `spare_slots` (spare_slots): slots for clones on every rank. `epsilon` (balance_epsilon): how far above the mean
-      a rank may end. `push` (balance_push): what brings weights to clones, and their gradients home: "kernels" of the
-      ranks (`hybrid_ep.spares`), for a group of one node; "torch", point to point; "auto": kernels where they can.
+      a rank may end. `reach` (balance_clones): ranks that may hold an expert's clones: those of its owner's "node", or
+      "anywhere"; "auto": the node's, unless `static_rows` asks that all be level. `push` (balance_push): what brings
+      weights to clones, and their gradients home: "kernels" of the ranks (`hybrid_ep.spares`), for a group of one node;
+      "torch", point to point; "auto": kernels where they can.
       `static_rows`: that many permuted rows always; what a micro-batch without a plan does, one of OVERFLOWS
       (`megatron_patches.static_rows`); None: as many rows as there are.
     * `interval` (balance_interval): optimizer steps from one placement to the next. `layer_updates_per_iter`: layers
@@ -163,6 +166,14 @@ class Balance:
         choices=OVERFLOWS,
         help="Permuted rows are (1 + epsilon) x a rank's pairs; without a plan: more (grow), fewer (drop), an error.",
     )
+    reach: str = option(
+        "balance_clones",
+        "auto",
+        modes=CLONING,
+        choices=CLONE_REACHES,
+        help="Where clones may lie in a group of several nodes: on ranks of the owner's node, where weights travel "
+        "over NVLink; anywhere; auto: in the node, but anywhere with --hybrid-ep-static-rows.",
+    )
     push: str = option(
         "balance_push",
         "auto",
@@ -184,10 +195,15 @@ class Balance:
         "balance_apart", False, modes=MIGRATING, **_SWITCH, help="Keep experts apart that are hot together (slow)."
     )
 
-    def planner_options(self) -> dict[str, Any]:
+    def within_node(self, num_nodes: int) -> bool:
+        """Whether clones stay on the nodes of their owners, in a group of so many nodes."""
+        return num_nodes > 1 and (self.reach == "node" or (self.reach == "auto" and self.static_rows is None))
+
+    def planner_options(self, num_nodes: int) -> dict[str, Any]:
         """Of the planner of clones. With static rows no layer above epsilon is left as it is."""
         skip = {"skip_below": min(self.epsilon, 0.03)} if self.static_rows else {}
-        return {"spare_slots": self.spare_slots, "epsilon": self.epsilon, **skip}
+        within = {"num_nodes": num_nodes, "within_node": self.within_node(num_nodes)}
+        return {"spare_slots": self.spare_slots, "epsilon": self.epsilon, **within, **skip}
 
     @property
     def clones(self) -> bool:
@@ -212,6 +228,8 @@ class Balance:
         if self.static_rows not in (None, *OVERFLOWS) or (self.static_rows and not self.clones):
             said = f"static_rows is {self.static_rows!r}, balance {self.mode}"
             raise ValueError(f"{said}: give one of {', '.join(OVERFLOWS)} with exact or both, or None")
+        if self.reach not in CLONE_REACHES:
+            raise ValueError(f"balance_clones is {self.reach!r}: choose one of {', '.join(CLONE_REACHES)}")
         if self.push not in BALANCE_PUSHES:
             raise ValueError(f"balance_push is {self.push!r}: choose one of {', '.join(BALANCE_PUSHES)}")
         if not 0 <= self.move_cost < float("inf"):

@@ -12,6 +12,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_patches.settings import CLONE_REACHES
+
 from .architecture import Architecture
 
 PRECISIONS = ("bf16", "fp8", "mxfp8")
@@ -139,6 +141,8 @@ class ClusterRun:
     it, experts are those of --hybrid-ep-grouped-gemm in place of Transformer Engine's (docs/balancer.md)."""
     spare_slots: int = 1
     """Slots for clones on every rank, of exact and both."""
+    balance_clones: str = "auto"
+    """Ranks that may hold an expert's clones, of exact and both: those of its owner's node, anywhere, or auto."""
     balance_interval: int = 100
     """Steps from one placement to the next, of slow and both."""
     apex: str = "auto"
@@ -179,6 +183,7 @@ class ClusterRun:
             ("balancer", ("aux_loss", "force")),
             ("apex", AUTO),
             ("balance", BALANCE),
+            ("balance_clones", CLONE_REACHES),
             ("fp8_params", AUTO),
             ("fusions", AUTO),
         ):

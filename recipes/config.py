@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from megatron_patches.settings import BALANCE_MODES, DISPATCH_DTYPES
+from megatron_patches.settings import BALANCE_MODES, CLONE_REACHES, DISPATCH_DTYPES
 
 from . import safe_yaml
 
@@ -194,6 +194,8 @@ class ParallelConfig:
     docs/balancer.md."""
     spare_slots: int = 1
     """Slots for clones on every rank."""
+    balance_clones: str = "anywhere"
+    """Ranks that may hold clones: those of the owner's `node`, `anywhere`, or `auto`. All ranks here share a host."""
     balance_interval: int = 20
     """Steps from one placement of `slow` to the next."""
     layer_updates_per_iter: int = 1
@@ -234,9 +236,9 @@ class ParallelConfig:
             f"must be bf16 with dispatcher={self.dispatcher}, which quantises nothing",
         )
         _require_positive(self, "parallel", "spare_slots", "balance_interval", "layer_updates_per_iter")
-        _require(
-            self.balance in BALANCE_MODES, "parallel.balance", self.balance, f"choose one of {', '.join(BALANCE_MODES)}"
-        )
+        for name, known in (("balance", BALANCE_MODES), ("balance_clones", CLONE_REACHES)):
+            value = getattr(self, name)
+            _require(value in known, f"parallel.{name}", value, f"choose one of {', '.join(known)}")
         _require(
             self.balance == "off" or self.dispatcher == "hybrid_ep",
             "parallel.balance",

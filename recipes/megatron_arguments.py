@@ -149,7 +149,7 @@ def _balance(run: ClusterRun) -> Arguments:
     """The expert balancer, over our grouped experts: Transformer Engine's have no place for clones."""
     out = _flags(hybrid_ep_grouped_gemm=True, hybrid_ep_balance=run.balance)
     if run.clones:
-        out += _flags(hybrid_ep_spare_slots=run.clones)
+        out += _flags(hybrid_ep_spare_slots=run.clones, hybrid_ep_balance_clones=run.balance_clones)
     return out + (_flags(hybrid_ep_balance_interval=run.balance_interval) if run.balance in ("slow", "both") else [])
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from . import RECIPES, get_recipe
 from .__main__ import list_recipes
-from .config import BALANCE_MODES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
+from .config import BALANCE_MODES, CLONE_REACHES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
 from .run_folder import RunFolder
 from .verdict import verdict
 
@@ -41,6 +41,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dispatch-dtype", choices=DISPATCH_DTYPES, help="what the forward dispatch sends")
     parser.add_argument("--balance", choices=BALANCE_MODES, help="level the experts' load over ranks")
     parser.add_argument("--spare-slots", type=int, metavar="N", help="slots for clones on every rank")
+    parser.add_argument("--balance-clones", choices=CLONE_REACHES, help="ranks that may hold an expert's clones")
     parser.add_argument("--balance-interval", type=int, metavar="N", help="steps between placements of slow")
     parser.add_argument(
         "--grouped-gemm",
@@ -83,6 +84,7 @@ def make_config(args: argparse.Namespace) -> tuple[RunConfig, RunFolder | None]:
     chosen = {
         "balance": args.balance,
         "spare_slots": args.spare_slots,
+        "balance_clones": args.balance_clones,
         "balance_interval": args.balance_interval,
         "grouped_gemm": args.grouped_gemm,
     }
@@ -124,6 +126,7 @@ def prepare_process(config: RunConfig) -> None:
             dispatch_dtype=config.parallel.dispatch_dtype,
             balance=config.parallel.balance,
             spare_slots=config.parallel.spare_slots,
+            balance_clones=config.parallel.balance_clones,
             balance_interval=config.parallel.balance_interval,
             layer_updates_per_iter=config.parallel.layer_updates_per_iter,
             grouped_gemm=config.parallel.grouped_gemm,

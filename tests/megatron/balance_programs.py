@@ -250,6 +250,7 @@ def bit_equality(ep, spare_slots, grouped):
     if grouped:
         megatron_patches.apply(**common)
         assert equal(train(groups, ep)[0], off)
+    common["balance_clones"] = "anywhere"
     megatron_patches.apply(**common, balance="exact", spare_slots=spare_slots, balance_epsilon=0.0)
     empty, copies = train(groups, ep, empty_plan)
     assert equal(empty, off) and copies == 0
@@ -372,7 +373,13 @@ def refusals(ep):
     make_dispatcher("ours", groups, ep, after={"moe_grouped_gemm": True, "gradient_accumulation_fusion": True})
     with pytest.raises(ValueError, match="delay-wgrad"):
         make_dispatcher("ours", groups, ep, after={"delay_wgrad_compute": True})
-    for bad in ({"balance": "magic"}, {"spare_slots": 0}, {"balance_epsilon": 2.0}, {"balance_push": "mail"}):
+    for bad in (
+        {"balance": "magic"},
+        {"spare_slots": 0},
+        {"balance_epsilon": 2.0},
+        {"balance_push": "mail"},
+        {"balance_clones": "near"},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             megatron_patches.apply(**bad)
     megatron_patches.revert()

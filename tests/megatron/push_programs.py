@@ -1,7 +1,10 @@
 """What the ranks do in tests of clones that the kernels push: the worlds of whole numbers of balance_programs."""
 
+import contextlib
+import io
 import os
 import signal
+import warnings
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from rank_programs import EXPERTS, initialize
 import megatron_patches
 from hybrid_ep.spares import SpareSlots
 from megatron_patches import balance_kernels, balance_push
+from megatron_patches.balance import ExactManager
 
 
 def apply(push, **options):
@@ -127,19 +131,77 @@ def mutants(ep):
     return missed
 
 
+@contextlib.contextmanager
+def planned():
+    """(manager, plan) of every dispatch on this rank."""
+    seen, inner = [], ExactManager.dispatch
+
+    def dispatch(self, *arguments):
+        rows = inner(self, *arguments)
+        seen.append((self, self.last_plan))
+        return rows
+
+    ExactManager.dispatch = dispatch
+    try:
+        yield seen
+    finally:
+        ExactManager.dispatch = inner
+
+
+def crossing(seen, per_node):
+    """Clones in these plans, and those of them on another node than their owner's."""
+    ranks = np.concatenate([np.argwhere(plan.slot_expert >= 0)[:, 0] for _, plan in seen])
+    owners = np.concatenate([plan.owner[plan.slot_expert[plan.slot_expert >= 0]] for _, plan in seen])
+    return len(ranks), int((ranks // per_node != owners // per_node).sum())
+
+
+def reaches(ep, grouped):
+    """Two nodes: clones lie where they may, the bits are those of off, and rank 0 says once what auto comes to."""
+    groups, said = initialize(ep), io.StringIO()
+    common = {"ranks_per_node": ep // 2, "grouped_gemm": grouped}
+    megatron_patches.apply(**common)
+    off, _ = train(groups, ep)
+    found, owners = {}, [np.random.default_rng(layer).permutation(EXPERTS) for layer in range(2)]
+    for reach, options in (
+        ("auto", {}),
+        ("node", {}),
+        ("node", {"balance": "both"}),
+        ("anywhere", {}),
+        ("auto", {"static_rows": "grow"}),
+    ):
+        asked = {"balance": "exact", "balance_epsilon": 0.0, "spare_slots": 2, **common, **options}
+        megatron_patches.apply(**asked, balance_clones=reach)
+        with planned() as seen, contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ranks bring different numbers of tokens, which static rows warn of
+            got, _ = train(groups, ep, owners=owners if options.get("balance") == "both" else None)
+        assert equal(got, off), (reach, options)
+        assert {manager.planner.options.within_node for manager, _ in seen} == {within(reach, options)}
+        found[(reach, *options)] = crossing(seen, ep // 2)
+        megatron_patches.revert()
+    for (reach, *options), (clones, far) in found.items():
+        assert clones > 0 and (far == 0) == within(reach, options), found
+    lines = [line for line in said.getvalue().splitlines() if "clones stay on" in line or "clones may lie" in line]
+    assert len(lines) == (2 if groups.ep.rank() == 0 else 0), lines
+    return True
+
+
+def within(reach, options):
+    return reach == "node" or (reach == "auto" and "static_rows" not in options)
+
+
 def choices(ep):
     """Who pushes, and what is said of it."""
     groups = initialize(ep)
     apply("auto")
     assert isinstance(Layers(groups, ep).pairs[0][0]._comm_manager.clones, balance_kernels.KernelCloneExperts)
     assert any("SpareSlots" in line for line in balance_kernels.describe())
-    apply("auto", ranks_per_node=1)
+    apply("auto", ranks_per_node=1, balance_clones="anywhere")
     assert type(Layers(groups, ep).pairs[0][0]._comm_manager.clones) is balance_push.CloneExperts
     assert {what for _, what in balance_kernels._said} == {
         f"weights of clones are pushed by torch.distributed, not by kernels: the group spans {ep} nodes, and kernels "
         "store into memory that ranks map"
     }
-    apply("kernels", ranks_per_node=1)
+    apply("kernels", ranks_per_node=1, balance_clones="anywhere")
     with pytest.raises(ValueError, match=f"--hybrid-ep-balance-push kernels: the group spans {ep} nodes"):
         Layers(groups, ep)
     megatron_patches.revert()

@@ -26,6 +26,11 @@ def test_broken_pushes_are_noticed():
     assert run("mutants", 4, 4)[0] == []
 
 
+@pytest.mark.parametrize("grouped", [pytest.param(False, marks=pytest.mark.version_free), True])
+def test_clones_lie_on_the_nodes_that_were_asked_for(grouped):
+    run("reaches", 4, 4, grouped)
+
+
 @pytest.mark.version_free
 def test_who_pushes_is_chosen_and_said():
     run("choices", 2, 2)

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from hybrid_ep.balance import MicrobatchOptions
 from megatron_patches import flags, settings
 from megatron_patches.patch_set import PatchSet
 
@@ -18,6 +19,7 @@ def test_every_keyword_reaches_its_field_and_comes_back():
         "ranks_per_node": 4,
         "balance": "both",
         "spare_slots": 2,
+        "balance_clones": "node",
         "balance_interval": 7,
         "load_stats": "p.jsonl",
         "load_stats_range": (1, 2),
@@ -94,3 +96,29 @@ def _parsed(given):
         parser.add_argument(flag, action="store_true")
     common = ["--hybrid-ep", "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
     return parser.parse_args(common + given)
+
+
+@pytest.mark.parametrize(
+    "reach, static_rows, within", [("auto", None, True), ("auto", "grow", False), ("node", "grow", True)]
+)
+def test_where_clones_may_lie(reach, static_rows, within):
+    balance = settings.Balance(mode="exact", reach=reach, static_rows=static_rows)
+    assert balance.within_node(2) is within and not balance.within_node(1)
+    assert not settings.Balance(mode="exact", reach="anywhere").within_node(2)
+    options = MicrobatchOptions(**balance.planner_options(2))
+    assert (options.num_nodes, options.within_node) == (2, within)
+    assert not MicrobatchOptions(
+        **balance.planner_options(1)
+    ).within_node  # one node: the whole planner, its search too
+
+
+def test_the_flag_of_where_clones_may_lie():
+    both = ["--hybrid-ep-balance", "both", "--hybrid-ep-balance-clones", "anywhere"]
+    assert flags.settings_from_args(_parsed(both)).balance.reach == "anywhere"
+    assert settings.Settings().balance.reach == "auto"
+    with pytest.raises(
+        ValueError, match="--hybrid-ep-balance-clones needs --hybrid-ep-balance exact or both, not slow"
+    ):
+        flags.settings_from_args(_parsed(["--hybrid-ep-balance", "slow", "--hybrid-ep-balance-clones", "node"]))
+    with pytest.raises(ValueError, match="balance_clones is 'near': choose one of auto, node, anywhere"):
+        settings.Settings.of(balance="exact", balance_clones="near")

@@ -87,8 +87,10 @@ def test_every_variant_takes_the_balancer(name, hardware):
     assert flags[flags.index("--hybrid-ep-balance") + 1] == "exact" and "--hybrid-ep-grouped-gemm" in flags
     assert flags[flags.index("--hybrid-ep-spare-slots") + 1] == "1" and "--hybrid-ep-balance-interval" not in flags
     assert not {"--moe-grouped-gemm", "--overlap-param-gather", "moe_act", "--fp8-format"} & set(flags)
+    assert flags[flags.index("--hybrid-ep-balance-clones") + 1] == "auto"
     slow = megatron_arguments.megatron_arguments(run.derive(balance="slow", balance_interval=7))
-    assert slow[slow.index("--hybrid-ep-balance-interval") + 1] == "7" and "--hybrid-ep-spare-slots" not in slow
+    assert slow[slow.index("--hybrid-ep-balance-interval") + 1] == "7"
+    assert not {"--hybrid-ep-spare-slots", "--hybrid-ep-balance-clones"} & set(slow)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
@@ -116,6 +118,7 @@ BAD = [
     ),
     ({"balance": "magic"}, "balance='magic'"),
     ({"spare_slots": 0}, "spare_slots=0"),
+    ({"balance_clones": "near"}, "balance_clones='near': use one of auto, node, anywhere"),
     (
         {"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
         "needs dispatcher=hybrid_ep, overlap=False",
