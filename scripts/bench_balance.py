@@ -260,7 +260,7 @@ def main(argv=None):
     parser.add_argument("--traces", type=Path, metavar="NPZ", help="only the table of recorded traces, as markdown")
     args = parser.parse_args(argv)
     if args.traces:
-        rows = list(traces.rows(*traces.load(args.traces)))
+        rows = list(traces.rows(traces.load(args.traces)[0]))
         print(traces.markdown(rows))
         return write(args.json, {"traces": rows})
     published = runpy.run_path(str(args.published)) if args.published else None

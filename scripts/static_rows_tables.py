@@ -1,6 +1,6 @@
 """What a static number of permuted rows takes, and what does not fit: DeepSeek-V3's activations, recorded routers.
 
-    python scripts/static_rows_tables.py [--traces docs/results/2026-11-23-router-traces.npz]
+    python scripts/static_rows_tables.py [--traces docs/results/2026-11-24-router-traces.npz]
 
 First table: rows and bytes that the experts of one layer keep for the backward, of a micro-batch of 4,096 tokens a rank
 at EP64, and of all that are in flight on the first stage of the GB200 recipe's pipeline (4 stages of 4 chunks).
@@ -46,9 +46,8 @@ def lost(load: np.ndarray, room: float) -> tuple[float, float]:
     return float((over.sum(axis=1) > 0).mean()), float(over.sum() / load.sum())
 
 
-def trace_rows(path: Path) -> list[list[str]]:
+def trace_rows(counts: dict[str, np.ndarray]) -> list[list[str]]:
     """A row a run at 4 experts a rank: its share of layers and steps, and of pairs, that do not fit."""
-    counts, _ = traces.load(path)
     made = []
     for name, run in counts.items():
         ranks = run.shape[2] // 4
@@ -83,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     print(table(["rows of a rank", "rows", "GB a layer and micro-batch", f"GB of {IN_FLIGHT} in flight"], rows))
     if args.traces:
         head = ["run", "EP", "layers x steps", *(f"capacity {c:g}" for c in CAPACITY[:3])]
-        print("\n" + table([*head, "static, 1 slot", "static, 2 slots"], trace_rows(args.traces)))
+        print("\n" + table([*head, "static, 1 slot", "static, 2 slots"], trace_rows(traces.load(args.traces)[0])))
     return 0
 
 

@@ -69,37 +69,75 @@ def exact(counts: np.ndarray, num_ranks: int, spare: int) -> tuple[np.ndarray, .
     return tuple(np.array(x).reshape(shape) for x in (left, clones, above, proved))
 
 
-def rows(counts: dict[str, np.ndarray], about: dict[str, dict]):
+def shapes(counts: dict[str, np.ndarray]) -> list[tuple[str, int]]:
+    """(run, ranks) of every row of the table."""
+    found = [(name, run.shape[2] // share) for name, run in counts.items() for share in EXPERTS_A_RANK]
+    return [(name, ranks) for name, ranks in found if ranks >= 4]
+
+
+def unbalanced(counts: np.ndarray, num_ranks: int) -> np.ndarray:
+    """float64 [JUDGED, layers]: imbalance of ranks without balancing."""
+    by_rank = counts[-JUDGED:].reshape(JUDGED, counts.shape[1], num_ranks, -1).sum(axis=3)
+    return np.array([[balance.imbalance_ratio(row) for row in step] for step in by_rank])
+
+
+def check(made: list[dict], counts: dict[str, np.ndarray], stale_of: int = 1) -> None:
+    """ValueError where rows of `rows` are not those of these counts: a row for every run and number of ranks, its means
+    and mosts those of its traces, each recomputed; stale placements, which take longest, of `stale_of` rows."""
+    have, wanted = [(row["run"], row["EP"]) for row in made], shapes(counts)
+    if have != wanted:
+        raise ValueError(f"the table has rows of {have}, its traces are {wanted}: make it again with bench_balance.py")
+    for number, row in enumerate(made):
+        run, ranks, where = counts[row["run"]], row["EP"], f"row {row['run']} at EP{row['EP']}"
+        of_run = {"traces": run.shape[1], "experts": run.shape[2], "pairs a rank": int(run[-1, 0].sum()) // ranks}
+        for what, value in of_run.items():
+            if row[what] != value:
+                raise ValueError(f"{where}: {what} is {row[what]}, its counts have {value}: make the table again")
+        for what, by_trace in row["by trace"].items():
+            most = row["most by trace"][what]
+            if len(by_trace) != run.shape[1] or len(most) != run.shape[1]:
+                raise ValueError(f"{where}: {what} has {len(by_trace)} traces of {run.shape[1]}: make the table again")
+            same(f"{where}: {what} mean", row[f"{what} mean"], float(np.mean(by_trace)))
+            same(f"{where}: {what} most", row[f"{what} most"], max(most))
+        again = {"none": unbalanced(run, ranks), "EPLB daily": static(run, ranks, None)}
+        again |= {f"exact +{spare}": exact(run, ranks, spare)[0] for spare in SPARE}
+        again |= {f"EPLB stale {k}": static(run, ranks, k) for k in STALE if number < stale_of}
+        for what, left in again.items():
+            for trace, (mean, most) in enumerate(zip(left.mean(axis=0), left.max(axis=0), strict=True)):
+                same(f"{where}: {what} of trace {trace}, mean", row["by trace"][what][trace], mean)
+                same(f"{where}: {what} of trace {trace}, most", row["most by trace"][what][trace], most)
+
+
+def same(what: str, written: float, computed: float) -> None:
+    """ValueError where two numbers differ by more than rounding to four digits makes them."""
+    if not abs(written - computed) <= 1e-4:
+        raise ValueError(f"{what} is {written}, computed {computed:.6f}: make the table again with bench_balance.py")
+
+
+def rows(counts: dict[str, np.ndarray]):
     """One row a run and number of experts a rank: over its traces and judged steps, mean and most of each."""
-    for name, run in counts.items():
+    for name, ranks in shapes(counts):
+        run = counts[name]
         experts = run.shape[2]
-        for share in EXPERTS_A_RANK:
-            ranks = experts // share
-            if ranks < 4:
-                continue
-            none = [
-                [balance.imbalance_ratio(row) for row in step.reshape(len(step), ranks, -1).sum(axis=2)]
-                for step in run[-JUDGED:]
-            ]
-            columns = {"none": np.array(none)}
-            plans = {spare: exact(run, ranks, spare) for spare in SPARE}
-            columns |= {f"exact +{spare}": plans[spare][0] for spare in SPARE}
-            columns |= {"EPLB daily": static(run, ranks, None)}
-            columns |= {f"EPLB stale {k}": static(run, ranks, k) for k in STALE}
-            yield {
-                "run": name,
-                "traces": run.shape[1],
-                "EP": ranks,
-                "experts": experts,
-                "pairs a rank": int(run[-1, 0].sum()) // ranks,
-                **{f"{what} mean": float(x.mean()) for what, x in columns.items()},
-                **{f"{what} most": float(x.max()) for what, x in columns.items()},
-                **{f"clones +{spare}": float(plans[spare][1].mean()) for spare in SPARE},
-                **{f"above +{spare}": int(plans[spare][2].sum()) for spare in SPARE},
-                **{f"proved +{spare}": int(plans[spare][3].sum()) for spare in SPARE},
-                "by trace": {what: [round(float(v), 4) for v in x.mean(axis=0)] for what, x in columns.items()},
-                "most by trace": {what: [round(float(v), 4) for v in x.max(axis=0)] for what, x in columns.items()},
-            }
+        columns = {"none": unbalanced(run, ranks)}
+        plans = {spare: exact(run, ranks, spare) for spare in SPARE}
+        columns |= {f"exact +{spare}": plans[spare][0] for spare in SPARE}
+        columns |= {"EPLB daily": static(run, ranks, None)}
+        columns |= {f"EPLB stale {k}": static(run, ranks, k) for k in STALE}
+        yield {
+            "run": name,
+            "traces": run.shape[1],
+            "EP": ranks,
+            "experts": experts,
+            "pairs a rank": int(run[-1, 0].sum()) // ranks,
+            **{f"{what} mean": float(x.mean()) for what, x in columns.items()},
+            **{f"{what} most": float(x.max()) for what, x in columns.items()},
+            **{f"clones +{spare}": float(plans[spare][1].mean()) for spare in SPARE},
+            **{f"above +{spare}": int(plans[spare][2].sum()) for spare in SPARE},
+            **{f"proved +{spare}": int(plans[spare][3].sum()) for spare in SPARE},
+            "by trace": {what: [round(float(v), 4) for v in x.mean(axis=0)] for what, x in columns.items()},
+            "most by trace": {what: [round(float(v), 4) for v in x.max(axis=0)] for what, x in columns.items()},
+        }
 
 
 def markdown(made: list[dict]) -> str:
