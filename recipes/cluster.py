@@ -12,7 +12,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_patches.settings import CLONE_REACHES
+from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES
 
 from .architecture import Architecture
 
@@ -143,6 +143,8 @@ class ClusterRun:
     """Slots for clones on every rank, of exact and both."""
     balance_clones: str = "auto"
     """Ranks that may hold an expert's clones, of exact and both: those of its owner's node, anywhere, or auto."""
+    balance_push: str = "auto"
+    """What brings weights to clones, of exact and both: kernels, in a group of one domain, torch, or auto."""
     balance_interval: int = 100
     """Steps from one placement to the next, of slow and both."""
     apex: str = "auto"
@@ -184,6 +186,7 @@ class ClusterRun:
             ("apex", AUTO),
             ("balance", BALANCE),
             ("balance_clones", CLONE_REACHES),
+            ("balance_push", BALANCE_PUSHES),
             ("fp8_params", AUTO),
             ("fusions", AUTO),
         ):
@@ -273,6 +276,13 @@ class ClusterRun:
         }
         changes = [f"{name}={value}" for name, value in wanted.items() if getattr(self, name) != value]
         _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {', '.join(changes)}")
+        _require(
+            not self.clones or self.balance_push != "kernels" or self.domain == self.expert,
+            "balance_push",
+            self.balance_push,
+            f"kernels push where ranks map each other's memory, here in domains of {self.domain} of the {self.expert} "
+            "ranks; use auto or torch",
+        )
 
     def _check_recompute(self) -> None:
         model = self.architecture
@@ -333,6 +343,13 @@ class ClusterRun:
     def clones(self) -> int:
         """Spare slots on every rank; 0 where no expert is cloned."""
         return self.spare_slots if self.balance in ("exact", "both") else 0
+
+    @property
+    def pushed_by(self) -> str:
+        """kernels or torch: what brings weights to clones, as megatron_patches.balance_kernels chooses it."""
+        if self.balance_push != "auto":
+            return self.balance_push
+        return "kernels" if self.domain == self.expert else "torch"
 
     @property
     def num_gpus(self) -> int:

@@ -150,6 +150,7 @@ def _balance(run: ClusterRun) -> Arguments:
     out = _flags(hybrid_ep_grouped_gemm=True, hybrid_ep_balance=run.balance)
     if run.clones:
         out += _flags(hybrid_ep_spare_slots=run.clones, hybrid_ep_balance_clones=run.balance_clones)
+        out += _flags(hybrid_ep_balance_push=run.balance_push)
     return out + (_flags(hybrid_ep_balance_interval=run.balance_interval) if run.balance in ("slow", "both") else [])
 
 

@@ -71,7 +71,8 @@ def check_fits(run: ClusterRun) -> Memory:
 
 
 def registered_bytes(run: ClusterRun) -> int:
-    """Bytes that hybrid_ep registers on each rank for this run, to the byte; 0 with another dispatcher.
+    """Bytes that hybrid_ep's buffer registers on each rank for this run, to the byte; 0 with another dispatcher. Spare
+    slots are `clone_bytes`.
 
     One buffer serves all layers. Its receive rows are those that it begins with: for twice the mean of the group, or
     every token of the group if that is less; a rank that receives more makes all ranks' grow. Its arena is the default;
@@ -137,10 +138,42 @@ def _of_stage(run: ClusterRun, rank: int, buffers: int) -> Memory:
 def clone_bytes(run: ClusterRun) -> int:
     """Bytes that exact balancing takes on each rank, to the byte, for all layers together.
 
-    A spare slot holds one expert in bf16. In the backward of a layer there are also the clones' gradients, as the GEMM
-    makes them and in fp32 to be sent, and at an owner as many that arrive at once, in fp32.
+    A spare slot holds one expert in bf16, and a layer's backward has the clones' gradients as the GEMM makes them.
+    Where kernels push, both slots and gradients in fp32 are registered, and owners add what they read there. Where
+    torch does, the backward has gradients in fp32 to be sent as well, and at an owner as many that arrive at once.
     """
-    return run.clones * run.architecture.expert_params * (_BF16 + _BF16 + _FP32 + _FP32)
+    one = run.clones * run.architecture.expert_params
+    if run.clones and run.pushed_by == "kernels":
+        return spare_bytes(run) + one * _BF16
+    return one * (_BF16 + _BF16 + _FP32 + _FP32)
+
+
+def spare_bytes(run: ClusterRun) -> int:
+    """Bytes that `hybrid_ep.spares.SpareSlots` registers on each rank for all layers of this run, to the byte."""
+    import torch
+
+    from hybrid_ep import _core
+    from hybrid_ep.runtime import spares
+    from hybrid_ep.runtime.options import first_recv_rows
+    from hybrid_ep.runtime.validation import least_row_bytes
+
+    model, ranks = run.architecture, run.expert
+    shapes = [(2 * model.moe_ffn_hidden_size, model.hidden_size), (model.hidden_size, model.moe_ffn_hidden_size)]
+    slots = spares.layout(run.clones, model.num_experts // ranks, shapes, torch.bfloat16)
+    # A session that dispatches nothing has room for one row of eight values.
+    topk, row_bytes = min(8, ranks), least_row_bytes(8)
+    shape = _core.BufferShape(
+        num_nodes=1,
+        num_local_ranks=ranks,
+        num_experts=ranks,
+        recv_rows=first_recv_rows(None, 1, topk, ranks),
+        partial_row_bytes=row_bytes,
+        max_tokens=1,
+        max_topk=topk,
+        row_bytes=row_bytes,
+        spares=slots.core_shape(),
+    )
+    return shape.total_bytes
 
 
 def _parameters(run: ClusterRun, rank: int) -> tuple[int, int]:

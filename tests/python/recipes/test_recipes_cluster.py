@@ -9,9 +9,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid_ep.spares import SpareSlots
 from hybrid_ep.testing import VirtualWorld
 from recipes import CLUSTER_RECIPES, megatron_arguments, memory, sbatch
 from recipes.cluster import HARDWARE
@@ -65,9 +67,16 @@ def test_the_balancers_memory_is_counted_and_refused_with_the_number():
     plain = CLUSTER_RECIPES["qwen3_30b_a3b"]("b200_8x400g").derive(precision="bf16", overlap=False)
     run = plain.derive(balance="exact", spare_slots=2)
     expert = 3 * 2048 * 768
-    assert memory.clone_bytes(run) == 2 * expert * 12 and f"({2 * expert * 12:,} bytes)" in describe(run)
+    by_kernels = memory.spare_bytes(run) + 2 * expert * 2  # 2 of weights, 4 of gradients; 2 of the GEMM's
+    assert 2 * expert * 6 <= memory.spare_bytes(run) < 2 * expert * 6 + 2**20
+    for push, clones in (("auto", by_kernels), ("kernels", by_kernels), ("torch", 2 * expert * 12)):
+        pushed = run.derive(balance_push=push)
+        assert memory.clone_bytes(pushed) == clones == memory.per_gpu(pushed).clones, push
+        assert f"({clones:,} bytes)" in describe(pushed)
+    over_nodes = run.derive(ranks_per_node=run.domain // 2)
+    assert memory.clone_bytes(over_nodes) == 2 * expert * 12, "torch pushes between domains"
     with_clones, without = memory.per_gpu(run), memory.per_gpu(plain)
-    assert with_clones.clones == 2 * expert * 12 and without.clones == 0
+    assert without.clones == 0
     assert memory.registered_bytes(run) > memory.registered_bytes(plain), "spare slots are columns of the map"
     assert with_clones.activations > without.activations, "activations of our grouped experts are kept"
     assert memory.per_gpu(plain.derive(balance="slow")).clones == 0
@@ -88,9 +97,10 @@ def test_every_variant_takes_the_balancer(name, hardware):
     assert flags[flags.index("--hybrid-ep-spare-slots") + 1] == "1" and "--hybrid-ep-balance-interval" not in flags
     assert not {"--moe-grouped-gemm", "--overlap-param-gather", "moe_act", "--fp8-format"} & set(flags)
     assert flags[flags.index("--hybrid-ep-balance-clones") + 1] == "auto"
+    assert flags[flags.index("--hybrid-ep-balance-push") + 1] == "auto"
     slow = megatron_arguments.megatron_arguments(run.derive(balance="slow", balance_interval=7))
     assert slow[slow.index("--hybrid-ep-balance-interval") + 1] == "7"
-    assert not {"--hybrid-ep-spare-slots", "--hybrid-ep-balance-clones"} & set(slow)
+    assert not {"--hybrid-ep-spare-slots", "--hybrid-ep-balance-clones", "--hybrid-ep-balance-push"} & set(slow)
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
@@ -102,6 +112,19 @@ def test_registered_bytes_are_those_of_a_real_buffer(ranks_per_node, monkeypatch
 
     buffer = VirtualWorld(4 // ranks_per_node, ranks_per_node).buffers(64, 64, 4, timeout_s=30)[0]
     assert buffer.memory_report().total_bytes == memory.registered_bytes(run)
+
+
+def test_spare_bytes_are_those_of_real_slots():
+    run = CLUSTER_RECIPES["qwen3_30b_a3b"]("b200_8x400g").derive(expert=4, **BALANCED, spare_slots=3)
+    small = dataclasses.replace(run.architecture, hidden_size=64, moe_ffn_hidden_size=24, num_experts=8)
+    run = dataclasses.replace(run, architecture=small)
+
+    def registered(rank, group):
+        shapes = [(48, 64), (64, 24)]
+        slots = SpareSlots(group, spare_slots=3, num_owners=2, shapes=shapes, dtype=torch.bfloat16, executor="host")
+        return slots.memory_report().total_bytes
+
+    assert VirtualWorld(1, 4).run(registered) == [memory.spare_bytes(run)] * 4
 
 
 BAD = [
@@ -118,6 +141,11 @@ BAD = [
     ),
     ({"balance": "magic"}, "balance='magic'"),
     ({"spare_slots": 0}, "spare_slots=0"),
+    ({"balance_push": "mail"}, "balance_push='mail': use one of auto, kernels, torch"),
+    (
+        {"balance": "exact", "overlap": False, "precision": "bf16", "ranks_per_node": 8, "balance_push": "kernels"},
+        "kernels push where ranks map each other's memory, here in domains of 8 of the 16 ranks",
+    ),
     ({"balance_clones": "near"}, "balance_clones='near': use one of auto, node, anywhere"),
     (
         {"balance": "slow", "overlap": True, "dispatcher": "alltoall", "recompute": "selective"},
