@@ -27,6 +27,8 @@ for folder in ("", "tests/ptx", "tests/gpu", "tests/python"):
 SHARED, GLOBAL = r"fence\.proxy\.async\.shared::cta;", r"fence\.proxy\.async\.global;"
 FENCE = r"fence\.acq_rel\.sys;"
 NOTHING = "// left out"
+STORED_LINE = r"st\.volatile\.global\.v2\.u64 "
+FLAG_FIRST = r"st.volatile.global.u64 [\1+8], \3; st.volatile.global.u64 [\1], \2;"
 ERRORS = {
     "AssertionError": "wrong results",
     "DeadlineError": "a deadline",
@@ -161,6 +163,25 @@ MUTANTS = (
     off("exchange", "warps do not meet", r"bar\.warp\.sync -1;"),
     off("exchange", "the block does not meet", r"bar\.sync 0;"),
     off("dispatch", "bulk stores are not committed", r"cp\.async\.bulk\.commit_group;"),
+    *(
+        mutant
+        for k in ("latency_dispatch", "latency_combine")
+        for mutant in (
+            off(
+                k, "a line's flag before its payload", STORED_LINE + r"\[(%rd\d+)\], {(%rd\d+), (%rd\d+)};", FLAG_FIRST
+            ),
+            off(k, "lanes do not meet before a line", r"bar\.warp\.sync -1;", before=r"setp\.eq\.s64"),
+            off(k, "stores lines to its device only", STORED_LINE, "st.relaxed.gpu.global.v2.u64 "),
+            off(k, "stores lines that nobody else may read", STORED_LINE, "st.global.v2.u64 "),
+            off(
+                k,
+                "takes lines of older steps",
+                r"setp\.eq\.s64(.*)",
+                r"setp.le.u64\1",
+                before=r"selp\.u32 %r\d+, 1, 0,",
+            ),
+        )
+    ),
     Mutant("host: memory is not zeroed", "", drop="cudaMemsetAsync"),
     Mutant("host: no uploads", "", drop="cudaMemcpyAsync"),
     Mutant("host: a changed stream does not wait for the last one", "", drop="cudaStreamWaitEvent"),
@@ -175,6 +196,8 @@ EVERYDAY = {
     "exchange: announces its flags without a fence": True,
     "exchange: no fence behind the flags that it waited for": True,
     "dispatch: no global proxy fence after an acquire": True,
+    "latency_dispatch: lanes do not meet before a line": False,
+    "latency_combine: a line's flag before its payload": False,
 }
 
 
@@ -187,7 +210,7 @@ def edited(text: str, mutant: Mutant) -> tuple[str, int]:
 
     for i, line in enumerate(lines):
         if ".entry" in line:
-            inside = f"{mutant.kernels}_entry" in line
+            inside = bool(re.search(rf"\d{mutant.kernels}_entry", line))
         if inside and mutant.pattern and re.match(mutant.before, next_instruction(i) if mutant.before else ""):
             line, n = re.subn(mutant.pattern, mutant.replacement, line)
             count += n
@@ -256,10 +279,11 @@ def _body(mutant, seed, races, few, write):
 
 
 def _work(timeout_s: float, few: bool):
-    """A domain of two ranks, two nodes of two, and blocks with more rows than stages, with others for local work: every
-    kernel of the library. few: the first two."""
+    """A domain of two ranks by either path, two nodes of two, and blocks with more rows than stages, with others for
+    local work: every kernel of the library. few: not the last."""
     from examples import Example, check, expected
     from gpu_world import GpuWorld, call_on_two_streams
+    from test_by_lines import check_by_lines
 
     two = {"num_sms_dispatch_api": 2, "num_sms_combine_api": 2}
     one = {"num_sms_dispatch_api": 1, "num_sms_combine_api": 1, "num_blocks_permute": 2, "num_blocks_unpermute": 2}
@@ -276,6 +300,7 @@ def _work(timeout_s: float, few: bool):
         world.world.poison(world.raw)
         world.run(lambda rank, buffer, ex=ex, want=want: check(buffer, rank, ex, want))
         world.close()
+    check_by_lines(Example(1, 2, 2, (9, 5), 2, 256, pad_multiple=4, budget=64, seed=3), timeout_s)
     if not few:
         call_on_two_streams(timeout_s)
 

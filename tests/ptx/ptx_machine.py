@@ -101,9 +101,10 @@ class Library:
         return self._c.ptxm_allocate_by(*(ctypes.c_uint64(a) for a in (function, num_bytes, stream))) or 0
 
     def counts(self) -> dict[str, int]:
-        four = (ctypes.c_uint64 * 4)()
-        self._c.ptxm_counts(four)
-        return dict(zip(("launches", "thread_instructions", "warp_instructions", "bytes"), four, strict=True))
+        five = (ctypes.c_uint64 * 5)()
+        self._c.ptxm_counts(five)
+        names = ("launches", "thread_instructions", "warp_instructions", "bytes", "told_host")
+        return dict(zip(names, five, strict=True))
 
     def write_counts(self, path: Path) -> None:
         """Instructions by kernel and line of PTX: 'kernel line thread-instructions warp-instructions'."""

@@ -25,8 +25,15 @@ BAD_CALLS_LEFT_OUT = {"hidden is sparse"}  # the machine has no sparse tensors o
 CLOCK_SPEED = 5
 # The files that CI runs, by the architecture whose PTX they run.
 EVERYDAY = {
-    90: ("test_host_tests.py", "test_streams.py", "test_faults.py", "test_arena.py", "test_clones.py"),
-    100: ("test_graph.py", "test_streams.py", "test_faults.py", "test_arena.py", "test_clones.py"),
+    90: (
+        "test_host_tests.py",
+        "test_by_lines.py",
+        "test_streams.py",
+        "test_faults.py",
+        "test_arena.py",
+        "test_clones.py",
+    ),
+    100: ("test_graph.py", "test_by_lines.py", "test_streams.py", "test_faults.py", "test_arena.py", "test_clones.py"),
 }
 
 

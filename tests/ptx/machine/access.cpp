@@ -172,7 +172,12 @@ Flow load_global(Context& c, const Ins& i, u32 mask) {
   std::memcpy(base, c.row<u64>(i.o[4]), sizeof base);
   if (const u32 lane = first_bad(c, base, i, mask, false); lane < kLanes)
     return bad_global(c, i, lane, base[lane] + offset, "load");
-  take(c, i, mask, [&](u32 lane) { return reinterpret_cast<const u8*>(base[lane] + offset); });
+  if (i.of_line) {
+    check_line(c, i, mask, base, false);
+    take_line(c, i, mask, base);
+  } else {
+    take(c, i, mask, [&](u32 lane) { return reinterpret_cast<const u8*>(base[lane] + offset); });
+  }
   if (Races* races = c.machine->races.get())
     each(mask, [&](u32 lane) { races->global({*c.warp, lane}, base[lane] + offset, i.count * i.bytes, false, i); });
   return i.strong ? poll(c, i, mask) : Flow::kGo;
@@ -181,6 +186,7 @@ Flow store_global(Context& c, const Ins& i, u32 mask) {
   const u64 offset = u64(i.offset), *base = c.row<u64>(i.o[4]);
   if (const u32 lane = first_bad(c, base, i, mask, true); lane < kLanes)
     return bad_global(c, i, lane, base[lane] + offset, "store");
+  if (i.of_line) check_line(c, i, mask, base, true);
   if (Races* races = c.machine->races.get())
     each(mask, [&](u32 lane) { races->global({*c.warp, lane}, base[lane] + offset, i.count * i.bytes, true, i); });
   put(c, i, mask, [&](u32 lane) { return reinterpret_cast<u8*>(base[lane] + offset); });

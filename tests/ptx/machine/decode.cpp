@@ -182,6 +182,7 @@ class Decoder {
       address(4, place, 4);
     } else {
       i_.run = load ? load_global : store_global;
+      i_.of_line = i_.strong && i_.count == 2 && i_.bytes == 8;
       address(4, place, 8);
     }
     return true;

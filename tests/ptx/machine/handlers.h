@@ -24,6 +24,11 @@ Flow atomic_add(Context&, const Ins&, u32 mask);  // o[0] old value or kNone, o[
 Flow atomic_cas(Context&, const Ins&, u32 mask);  // o[1] compare, o[2] new value
 Flow do_fence(Context&, const Ins&, u32 mask);    // scope
 
+// ---- Lines (lines.cpp): base, the lanes' addresses but for the offset
+void mark_lines(Program& program);
+void check_line(Context&, const Ins&, u32 mask, const u64* base, bool store);
+void take_line(Context&, const Ins&, u32 mask, const u64* base);
+
 // ---- Meetings
 Flow block_barrier(Context&, const Ins&, u32 mask);  // o[0] count or kNone, o[1] id, o[2] predicate
 enum Meeting : s64 { kWarpSync, kBallot, kElect, kLargest, kLargestSigned };

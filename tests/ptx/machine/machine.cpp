@@ -91,6 +91,9 @@ uint64_t Machine::warp_instructions() const {
 uint64_t Machine::longest_warp() const {
   return impl_->longest_warp;
 }
+uint64_t Machine::told_host() const {
+  return impl_->memory.told_host();
+}
 uint64_t Machine::launches() const {
   return impl_->launches;
 }

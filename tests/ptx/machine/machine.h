@@ -186,6 +186,7 @@ class Machine {
   uint64_t warp_instructions() const;
   uint64_t longest_warp() const;  // the most instructions of one warp, of all that ran
   uint64_t launches() const;
+  uint64_t told_host() const;  // stores and atomics of kernels to memory of the host
   const std::vector<Report>& reports() const;
   void clear_reports();
   std::vector<LineCount> line_counts() const;  // of all that was executed, by kernel and line of PTX

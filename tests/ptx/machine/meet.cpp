@@ -67,7 +67,9 @@ Flow warp_meeting(Context& c, const Ins& i, u32 mask) {
   f.at = &i;
   f.members = members[first];
   c.machine->check_warp(w);
-  return f.state == Fragment::kRun ? Flow::kGo : Flow::kStop;
+  // On the way to a line its parts are joined first, which is done between turns.
+  const bool apart = w.parts.size() > 1 && w.block->run->program->code[f.pc].to_line;
+  return f.state == Fragment::kRun && !apart ? Flow::kGo : Flow::kStop;
 }
 
 void MachineImpl::check_warp(Warp& w) {

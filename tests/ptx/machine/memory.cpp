@@ -51,6 +51,7 @@ const Range* Memory::find(u64 at) const {
 bool Memory::look_up(u64 at, u32 n, bool write) {
   const Range* r = find(at);
   if (!r || at + n > base_of(*r) + r->bytes || (write && r->space == Space::kConstant)) return false;
+  if (write && r->space == Space::kHost) return ++told_host_, true;  // not remembered: the next one counts, too
   near_[write] = {base_of(*r), base_of(*r) + r->bytes};
   return true;
 }

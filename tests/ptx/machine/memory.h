@@ -18,7 +18,8 @@ class Memory {
     return look_up(at, n, write);
   }
   bool mapped(u64 at, u64 n) const;
-  std::string describe(u64 at) const;  // where it lies, for a report
+  u64 told_host() const { return told_host_; }  // writes to memory of the host
+  std::string describe(u64 at) const;           // where it lies, for a report
 
  private:
   struct Near {                      // the range of the last access
@@ -27,6 +28,7 @@ class Memory {
   bool look_up(u64 at, u32 n, bool write);
   const Range* find(u64 at) const;  // that contains it, or null
 
+  u64 told_host_ = 0;
   std::map<u64, Range> ranges_;
   Near near_[2];
 };

@@ -84,6 +84,11 @@ MUTANTS = {
         ("an init needs no fence", "if (l.known.shared.at(c.writer) < c.write_tick)", "if (false)"),
         ("a write is not compared with reads", "if (c.read_bytes & bytes) check_reads", "if (false) check_reads"),
     ),
+    "lines.cpp": (
+        ("lines may lack lanes", "if ((here & all) != all) {", "if (false) {"),
+        ("lines may lie anywhere", "(begin % kLineBytes || base[lane]", "(false && base[lane]"),
+        ("lanes that met are parted before a line", "program.code[n].to_line = true;", ""),
+    ),
     "clock.cpp": (
         ("a joined clock loses what one side knew", "std::max(a->ticks[l], b->ticks[l])", "b->ticks[l]"),
         ("clocks share what they must not", "else if (!table_.alone())", "else if (false)"),

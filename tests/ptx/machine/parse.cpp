@@ -316,6 +316,7 @@ class Parser {
     for (auto& [index, callee] : calls_)
       for (const Function& f : d_.program->functions)
         if (f.name == callee) d_.program->code[index].target = f.begin;
+    mark_lines(*d_.program);
     d_.module->storage = std::make_shared<Keep>(Keep{std::move(d_.storage), opcodes_});
     d_.program->files = d_.module->files;
     d_.program->variables = d_.module->variables;

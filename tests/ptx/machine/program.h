@@ -59,6 +59,8 @@ struct Ins {
   u8 bytes = 0;      // of an element in memory
   u8 reg_bytes = 0;  // of the registers that hold the elements
   bool sign = false, acquire = false, release = false, strong = false;
+  bool of_line = false;  // lanes have parts of lines of 128 bytes (lines.cpp)
+  bool to_line = false;  // the meeting's lanes are on their way to such an access, together
   Scope scope = Scope::kNone;
   u16 used_bytes = 0xffff;  // of a load: bytes that the program uses (.pragma used_bytes_mask)
   const char* name = "";

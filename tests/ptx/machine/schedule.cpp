@@ -60,22 +60,22 @@ void MachineImpl::sleep(Warp& w, Fragment& f, u64 until, u32 mbar) {
   events.push({until, &w, w.block->serial, 0});
 }
 
-// Lanes that are at the same place go on together; now and then they are parted for some turns, which they must bear.
+// Lanes that are at the same place go on together; now and then they are parted for some turns, which they must bear
+// anywhere but on their way from a meeting to a line.
 void MachineImpl::join_parts(Warp& w) {
-  if (w.apart) {
-    --w.apart;
-  } else if (w.parts.size() > 1) {
+  const Ins* code = w.block->run->program->code.data();
+  if (w.parts.size() > 1)
     for (size_t k = 0; k < w.parts.size(); ++k)
       for (size_t n = w.parts.size(); n-- > k + 1;)
-        if (w.parts[k].together(w.parts[n])) {
+        if ((!w.apart || code[w.parts[k].pc].to_line) && w.parts[k].together(w.parts[n])) {
           w.parts[k].mask |= w.parts[n].mask;
           w.parts.erase(w.parts.begin() + s64(n));
         }
-  }
+  if (w.apart) --w.apart;
   if (options.split_percent && random.below(100) < options.split_percent) {
     Fragment& f = w.parts[random.below(w.parts.size())];
     const u32 part = f.mask & u32(random());
-    if (f.state != Fragment::kRun || !part || part == f.mask) return;
+    if (f.state != Fragment::kRun || code[f.pc].to_line || !part || part == f.mask) return;
     Fragment other = f;
     f.mask &= ~part;
     other.mask = part;

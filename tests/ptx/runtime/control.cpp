@@ -81,14 +81,15 @@ HEP_PTXR_API void ptxm_forget_reports() {
   d.reports_seen = 0;
 }
 
-// Launches, instructions of threads, of warps; bytes of device memory in use.
-HEP_PTXR_API void ptxm_counts(uint64_t* four) {
+// Launches, instructions of threads, of warps; bytes of device memory in use; stores of kernels to the host's memory.
+HEP_PTXR_API void ptxm_counts(uint64_t* five) {
   Devices& d = Devices::get();
   Lock lock(d.mutex);
-  four[0] = d.machine().launches();
-  four[1] = d.machine().thread_instructions();
-  four[2] = d.machine().warp_instructions();
-  four[3] = Memory::get().used(0);
+  five[0] = d.machine().launches();
+  five[1] = d.machine().thread_instructions();
+  five[2] = d.machine().warp_instructions();
+  five[3] = Memory::get().used(0);
+  five[4] = d.machine().told_host();
 }
 
 // Instructions by kernel and line of PTX, one line of text each, into a file.
