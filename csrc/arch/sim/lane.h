@@ -12,6 +12,7 @@
 #include "arch/host/mbarrier.h"
 #include "arch/sim/costs.h"
 #include "arch/sim/shadow.h"
+#include "arch/sim/zero_pages.h"
 #include "common/timeout_report.h"
 
 namespace hep::sim {
@@ -102,7 +103,8 @@ struct Launch {
 struct Block {
   int idx = 0, rank = 0;
   Launch* launch = nullptr;
-  std::vector<std::byte> memory;
+  std::vector<std::byte> memory;  // exploration: of the heap, which sanitizers watch
+  ZeroPages pages;                // timed
   std::byte* smem = nullptr;
   SharedShadow shadow;
   uint64_t arrived = 0, group_arrived[16] = {};

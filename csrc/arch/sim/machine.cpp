@@ -171,6 +171,17 @@ void Machine::run(const std::function<void(int)>& program) {
       fail("rule", "unfinished_put", "all ranks have returned, and nobody has waited for a put");
 }
 
+void Machine::take_smem(Block& block, size_t bytes) {
+  if (timed()) {
+    block.pages.reserve(bytes);
+    block.smem = block.pages.data();  // of a page, so that 128 divides it
+    return;
+  }
+  if (block.memory.size() < bytes + 128) block.memory.resize(bytes + 128);
+  block.smem = block.memory.data() + (128 - reinterpret_cast<uintptr_t>(block.memory.data()) % 128) % 128;
+  block.shadow.reset(bytes);
+}
+
 void Machine::launch(int r, Launch call) {
   Rank& rank = ranks_[size_t(r)];
   Lane& host = *rank.host;
@@ -185,9 +196,7 @@ void Machine::launch(int r, Launch call) {
     block.idx = b;
     block.rank = r;
     block.launch = &launch;
-    if (block.memory.size() < launch.smem_bytes + 128) block.memory.resize(launch.smem_bytes + 128);
-    block.smem = block.memory.data() + (128 - reinterpret_cast<uintptr_t>(block.memory.data()) % 128) % 128;
-    if (!timed()) block.shadow.reset(launch.smem_bytes);
+    take_smem(block, launch.smem_bytes);
     block.arrived = 0;
     block.meet_at = 0;
     for (uint64_t& arrived : block.group_arrived) arrived = 0;

@@ -173,6 +173,7 @@ class Machine {
   void set_ready(uint32_t actor, bool& flag);
   void unready(size_t at, bool& flag);
   bool idle();
+  void take_smem(Block& block, size_t bytes);
   void expire();
   void kill(int rank);
   void abandon_all();
