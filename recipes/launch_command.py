@@ -8,7 +8,10 @@ the same where nothing is installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep import local_ranks
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.parser import Parser, warn_renamed
 
@@ -27,6 +31,7 @@ from .config import RunConfig
 from .run_folder import RunFolder, new_folder
 
 SUMMARY = "train a recipe here or on Slurm"
+_STOP_S = 60.0  # for a step and its checkpoint
 _OF_A_NEW_RUN = (
     "recipe",
     "nodes",
@@ -262,10 +267,53 @@ def _run_script(script: Path) -> int:
         flush=True,
     )
     try:
-        return subprocess.run([program, str(script)], check=False).returncode
+        # A session of its own: Ctrl-C comes here alone, and this decides what it means.
+        started = subprocess.Popen([program, str(script)], start_new_session=True, preexec_fn=_die_with_parent)
     except FileNotFoundError as error:
         message = f"{error.filename} is not on PATH; the script is {script}, start it where there is one"
         raise ValueError(message) from None
+    try:
+        return started.wait()
+    except KeyboardInterrupt:
+        print(
+            "hybrid-ep launch: stopping after this step; Ctrl-C once more ends it at once", file=sys.stderr, flush=True
+        )
+        try:
+            _stop(started)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)  # torchrun, if it is there, whose ranks die with it
+            started.wait()
+        raise
+
+
+def _stop(started: subprocess.Popen[bytes]) -> None:
+    """Asks the ranks to finish their step; returns when all has ended, or will not. torchrun is not asked: it would
+    give them less time, and print a traceback."""
+    told: set[int] = set()
+    deadline = time.monotonic() + _STOP_S
+    while started.poll() is None and time.monotonic() < deadline:
+        for pid in _children(started.pid) - told:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+            told.add(pid)
+        if not told:  # no rank has begun
+            return
+        time.sleep(0.1)
+
+
+def _children(parent: int) -> set[int]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.add(int(stat.parent.name))
+    return found
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: it ends with this process, whatever ends that."""
+    local_ranks.die_with_parent(signal.SIGTERM)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -277,6 +325,9 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         print(f"hybrid-ep launch: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("hybrid-ep launch: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """`python -m recipes.rank RUN_FOLDER`: one rank of a run that srun or torchrun started, one process a rank.
 
 Who and how many: RANK and WORLD_SIZE, else SLURM_PROCID and SLURM_NTASKS; where to meet: MASTER_ADDR and MASTER_PORT.
-The run starts from config.yaml of the folder, or from the checkpoint there. SIGTERM ends it after the step it is in,
-with a checkpoint. Exit code: 0 done, 1 this rank failed (its error is on stderr), 2 bad usage, 143 stopped by SIGTERM.
+The run starts from config.yaml of the folder, or from the checkpoint there. SIGTERM, and SIGINT once it trains, ends it
+after the step it is in, with a checkpoint; SIGINT before that ends it at once. Exit code: 0 done, or stopped by SIGINT
+(of anything else torchrun makes a report of two screens), 1 this rank failed (its error is on stderr), 2 bad usage, 143
+stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hybrid_ep import local_ranks
 
 from .run_folder import RunFolder
 from .verdict import verdict
@@ -69,8 +73,8 @@ def check_one_machine(store: Any, key: str, rank: int) -> None:
         )
 
 
-def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
-    """Trains; the exit code. Every rank of the job must call this."""
+def run(folder: RunFolder, asked: list[int]) -> int:
+    """Trains; the exit code. Every rank of the job must call this. asked: signals that came and mean to stop."""
     config = folder.read_config()
     rank, num_ranks = whoami()
     if num_ranks != config.parallel.num_ranks:
@@ -109,7 +113,8 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
 
         try:
             trainer.join_process_groups(config, rank, store)
-            job = trainer.Trainer(config, corpus, folder.checkpoint_dir, step > 0, emit, stop_requested)
+            job = trainer.Trainer(config, corpus, folder.checkpoint_dir, step > 0, emit, lambda: bool(asked))
+            signal.signal(signal.SIGINT, lambda number, _frame: asked.append(number))  # there is a step to finish now
             outcome = job.train()
             trainer.leave_process_groups(config)
         finally:
@@ -129,7 +134,7 @@ def run(folder: RunFolder, stop_requested: Callable[[], bool]) -> int:
             )
             sentence, _ = verdict(outcome, job.step, reporter.held_out_loss, corpus.unigram_entropy, folder.name)
             print(sentence, flush=True)
-    return 0 if outcome == "done" else EXIT_STOPPED
+    return 0 if outcome == "done" or signal.SIGINT in asked else EXIT_STOPPED
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,11 +142,15 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         print(__doc__, file=sys.stderr)
         return EXIT_USAGE
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun that is killed tells its ranks nothing
+        local_ranks.die_with_parent(signal.SIGKILL)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
     try:
         path = Path(argv[0])
-        return run(RunFolder.open(str(path.parent), path.name), lambda: bool(asked))
+        return run(RunFolder.open(str(path.parent), path.name), asked)
+    except KeyboardInterrupt:  # it was asked for; without destructors, as below
+        os._exit(0)
     except BaseException as error:
         if isinstance(error, ValueError):
             print(f"error: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from recipes.launch_command import main, parse_changes
 from recipes.run_folder import RunFolder
 
 SMALL = "qwen3_30b_a3b_proxy"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -316,3 +318,20 @@ def test_ranks_on_cpus_must_share_a_machine(tmp_path):
     store.set("k", "another-boot far-away")
     with pytest.raises(ValueError, match="rank 3 is on .*, rank 0 on far-away"):
         rank.check_one_machine(store, "k", 3)
+
+
+def test_ctrl_c_lets_a_local_run_finish_its_step(tmp_path):
+    """Of the launcher alone, as from a terminal: a checkpoint, no traceback of anybody, and nothing that runs on."""
+    command = [sys.executable, "-m", "recipes.launch_command", "tiny_cpu_smoke", "--name", "n"]
+    command += ["--runs-dir", str(tmp_path), "--set", "schedule.train_steps=4000"]
+    started = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    metrics, deadline = tmp_path / "n" / "metrics.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert started.poll() is None and time.monotonic() < deadline, started.communicate()[0]
+        time.sleep(0.2)
+    started.send_signal(signal.SIGINT)
+    said, _ = started.communicate(timeout=120)  # until the last who has its stdout is gone
+    assert started.returncode == 130 and "Traceback" not in said and "stopped after step" in said
+    assert (tmp_path / "n" / "checkpoint" / "latest").exists()
