@@ -97,8 +97,7 @@ std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) 
         throw OutOfSharedMemory(
             "a registered buffer of " + mib(bytes) + " does not fit into /dev/shm (" +
             (known ? mib(free) + " free" : "size unknown") +
-            "): enlarge it (mount -o remount,size=16g /dev/shm, docker run --shm-size=16g), or lower "
-            "max_num_of_tokens_per_rank, capacity_factor or HYBRID_EP_ARENA_MIB");
+            "): enlarge it (mount -o remount,size=16g /dev/shm, docker run --shm-size=16g)");
       errno = err;
       fail("cannot reserve", name);
     }

@@ -168,8 +168,10 @@ def open_segments(
     generation: int,
     num_bytes: int,
     make_engine: Callable[[list[_core.Segment]], _E],
+    less: str = "",
 ) -> _E:
-    """Creates this rank's segment, attaches everybody's, makes the engine over them and removes the names.
+    """Creates this rank's segment, attaches everybody's, makes the engine over them and removes the names. less: what
+    would make it smaller, for the error when it does not fit.
 
     Collective. Either every rank returns its engine or every rank raises; no name is left behind in either
     case, nor when another rank dies on the way."""
@@ -181,7 +183,9 @@ def open_segments(
     try:
         try:
             own = segments.create(names[rank], num_bytes)
-        except Exception as e:  # said to all ranks below
+        except MemoryError as e:  # said to all ranks below, as others are
+            error = MemoryError(f"{e}{less}")
+        except Exception as e:
             error = e
         _all_well(meet, f"{generation}/created", error, num_bytes)
         assert own is not None  # or the call before had raised

@@ -203,6 +203,16 @@ class Options:
             "spares": None if self.spares is None else self.spares.core_shape(),
         }
 
+    def less_memory(self, arena_bytes: int) -> str:
+        """What to change where a buffer with that arena does not fit; the arena is most of a small one."""
+        said = ", or lower max_num_of_tokens_per_rank or capacity_factor"
+        if not arena_bytes:
+            return said
+        return (
+            f"{said}; {arena_bytes >> 20} MiB of it are the arena, where results lie: arena_mib=0 (or "
+            "HYBRID_EP_ARENA_MIB=0) does without, and dispatched rows are copied once more"
+        )
+
     def arena_bytes(self, shape: dict[str, int]) -> int:
         """Registered bytes for results of a buffer of this shape."""
         wanted = default_arena_bytes(shape) if self.arena_mib is None else self.arena_mib << 20

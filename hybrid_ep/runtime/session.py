@@ -288,6 +288,7 @@ class Session:
                 lambda segments: _core.Engine(
                     self.topology.rank, shape, segments, o.timeout_s, self._executor, env.get("HYBRID_EP_SEED")
                 ),
+                o.less_memory(shape.arena_bytes),
             )
         except BaseException as error:
             self.close(f"this buffer failed when it set up its memory: {error}; make a new HybridEPBuffer")
