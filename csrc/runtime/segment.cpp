@@ -94,10 +94,9 @@ std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) 
     if (free >= bytes) take_huge_pages(fd.fd, segment->data_, bytes);
     if (int err = ::posix_fallocate(fd.fd, 0, off_t(bytes)); err != 0) {
       if (err == ENOSPC || err == ENOMEM)
-        throw OutOfSharedMemory(
-            "a registered buffer of " + mib(bytes) + " does not fit into /dev/shm (" +
-            (known ? mib(free) + " free" : "size unknown") +
-            "): enlarge it (mount -o remount,size=16g /dev/shm, docker run --shm-size=16g)");
+        throw OutOfSharedMemory("a registered buffer of " + mib(bytes) + " does not fit into /dev/shm (" +
+                                (known ? mib(free) + " free" : "size unknown") +
+                                "): enlarge it (mount -o remount,size=16g /dev/shm, docker run --shm-size=16g)");
       errno = err;
       fail("cannot reserve", name);
     }
