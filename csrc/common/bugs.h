@@ -79,6 +79,7 @@
   BUG(kFirstOfTwoPairs, "of tokens with two pairs on a rank the first is read in place, as if there were one") \
   BUG(kReadOneRowOff, "rows are read in place one row off") \
   BUG(kRecordsUnawaited, "records are read before they have come to shared memory") \
+  BUG(kGroupRecordsUnawaited, "records of a group of rows are read before they have come to shared memory") \
   BUG(kPartUnrounded, "what is added in place of a partial is not rounded") \
   BUG(kBlocksDoNotMeet, "blocks that count do not wait for one another") \
   BUG(kMeetingNotReset, "the counter of blocks that have met is not reset") \

@@ -18,8 +18,9 @@ struct DeliverS2GRole {
 
   HEP_DEVICE void run() {
     a.set_role(Role::kDeliverS2g);
+    const bool keeps = from.fifo.num_stages >= kManyStages;
     bool held = false;  // a stage whose stores may still read it
-    for (;; held = true) {
+    for (;; held = keeps) {
       const TokenHead head = from.wait(a);
       if (head.stop) break;
       if (head.tile == 0 && p.plan.fresh) keep_metadata(head.index);
@@ -27,7 +28,10 @@ struct DeliverS2GRole {
       a.bulk_commit();
       a.did(LoopStep::kDeliverStore);
       from.advance();
-      if (held) give_back<1>();
+      if (!keeps)
+        give_back<0>();
+      else if (held)
+        give_back<1>();
     }
     if (held) give_back<0>();
     from.release(a);
@@ -38,6 +42,9 @@ struct DeliverS2GRole {
   }
 
  private:
+  // With so many a stage is kept while the next one's stores read theirs. With fewer the loads would wait for it.
+  static constexpr uint32_t kManyStages = 6;
+
   // The oldest stage, once at most so many groups of stores behind it may still read theirs.
   template <int kLater>
   HEP_DEVICE void give_back() {

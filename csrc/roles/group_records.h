@@ -30,7 +30,7 @@ class GroupRecords {
     a.mbar_arrive_expect_tx(loaded, records + weights);
     a.bulk_g2s(stage, p.plan.row_records + uint64_t(begin) * p.record_bytes, records, loaded);
     if (weights) a.bulk_g2s(stage + first_weight(), row_weights(begin), weights, loaded);
-    if (!injected(Bug::kRecordsUnawaited)) a.mbar_wait(loaded, phase, {Site::kStageFull, -1, 0});
+    if (!injected(Bug::kGroupRecordsUnawaited)) a.mbar_wait(loaded, phase, {Site::kStageFull, -1, 0});
     phase ^= 1;
   }
   HEP_DEVICE const unsigned char* at(uint32_t row) const {

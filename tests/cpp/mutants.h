@@ -68,6 +68,7 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kFirstOfTwoPairs,
     Bug::kReadOneRowOff,
     Bug::kRecordsUnawaited,
+    Bug::kGroupRecordsUnawaited,
     Bug::kPartUnrounded,
     Bug::kBlocksDoNotMeet,
     Bug::kMeetingNotReset,
