@@ -159,6 +159,6 @@ def addresses(
     if known is None:
         if len(tables) >= _MOST_TABLES and not session.captured:
             tables.clear()
-        known = torch.tensor(key, dtype=torch.int64, device=device).view(slots.num_owners, -1)
+        known = torch.tensor(key, dtype=torch.int64, device="cpu").view(slots.num_owners, -1).to(device)
         tables[tuple(key)] = known
     return known

@@ -231,6 +231,25 @@ def patch_tensors(memory: Memory, stream) -> None:
     plain.record_stream = lambda x, user: memory.record_stream(x, user.cuda_stream)
 
 
+def patch_as_tensor(memory: Memory) -> None:
+    """torch.as_tensor of bytes that say by __cuda_array_interface__ that they lie on the device: a tensor over them,
+    which keeps the object that lends them."""
+    plain = torch.as_tensor
+
+    def as_tensor(data, *args, **kwargs):
+        lent = None if isinstance(data, torch.Tensor) else getattr(data, "__cuda_array_interface__", None)
+        if lent is None:
+            return plain(data, *args, **kwargs)
+        ((size,), (at, _)) = lent["shape"], lent["data"]
+        if lent["typestr"] != "|u1" or not memory.begin <= at < memory.end:
+            raise RuntimeError(f"as_tensor of {lent}: bytes of the machine's device are known, no others")
+        block = (ctypes.c_uint8 * size).from_address(at)
+        block.lender = data
+        return torch.frombuffer(block, dtype=torch.uint8)
+
+    torch.as_tensor = as_tensor
+
+
 def in_every_thread(memory: Memory, stream) -> None:
     """Threads that start from here on run under the mode."""
     run = threading.Thread.run

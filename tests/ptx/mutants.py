@@ -54,6 +54,9 @@ class Mutant:
     before: str = ""
 
 
+SPARES = ("push_weights", "await_weights", "collect_gradients")  # the kernels of spare slots
+
+
 def off(
     kernel: str, what: str, pattern: str, replacement: str = NOTHING, survives: str = "", before: str = ""
 ) -> Mutant:
@@ -182,6 +185,17 @@ MUTANTS = (
             ),
         )
     ),
+    off("push_weights", "does not wait for its bulk stores", r"cp\.async\.bulk\.wait_group 0;"),
+    off("push_weights", "announces its slots without a fence", FENCE, before=r"(?!fence\.proxy)"),
+    off("push_weights", "releases its flags to its block only", r"st\.release\.sys\.", "st.release.cta."),
+    *(
+        off(k, "reads flags without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys.", survives=why)
+        for k, why in zip(SPARES, ("", "torch reads slots", "torch writes gradients"), strict=True)
+    ),
+    *(
+        off(k, "waits for no flag", r"ld\.acquire\.sys\.global\.u64 (%rd\d+), \[%rd\d+\];", r"mov.u64 \1, 4294967295;")
+        for k in SPARES
+    ),
     Mutant("host: memory is not zeroed", "", drop="cudaMemsetAsync"),
     Mutant("host: no uploads", "", drop="cudaMemcpyAsync"),
     Mutant("host: a changed stream does not wait for the last one", "", drop="cudaStreamWaitEvent"),
@@ -303,6 +317,26 @@ def _work(timeout_s: float, few: bool):
     check_by_lines(Example(1, 2, 2, (9, 5), 2, 256, pad_multiple=4, budget=64, seed=3), timeout_s)
     if not few:
         call_on_two_streams(timeout_s)
+        _push(timeout_s)
+
+
+def _push(timeout_s: float) -> None:
+    """Three ranks that push weights and bring gradients home, a layer after the other with no wait of the host."""
+    import torch
+    from test_weight_pushes import Layers, idle, on_gpu
+
+    meet = threading.Barrier(3)
+
+    def work(rank, slots):
+        layers = Layers(slots, rank, 3, 2, 2)
+        for _ in range(2):
+            idle()
+            meet.wait(timeout_s)
+            layers.launch()
+        idle()
+        layers.check(2)
+
+    on_gpu(3, 2, 2, work, torch.float32, num_blocks=2, timeout_s=timeout_s)
 
 
 def how(said: str) -> str:

@@ -18,6 +18,7 @@ QUEUED = (
     "test_calls_queued_behind_one",
     "test_a_blocking_call_synchronises_nothing",
     "test_sync_free_calls_do_not_wait_for_the_device",
+    "test_layers_that_are_queued_do_not_wait",
 )
 BAD_CALLS_LEFT_OUT = {"hidden is sparse"}  # the machine has no sparse tensors of a device
 # Deadlines of tests are a second or two. The host waits by its clock, the kernels by the machine's: with this speed it
@@ -32,8 +33,17 @@ EVERYDAY = {
         "test_faults.py",
         "test_arena.py",
         "test_clones.py",
+        "test_weight_pushes.py",
     ),
-    100: ("test_graph.py", "test_by_lines.py", "test_streams.py", "test_faults.py", "test_arena.py", "test_clones.py"),
+    100: (
+        "test_graph.py",
+        "test_by_lines.py",
+        "test_streams.py",
+        "test_faults.py",
+        "test_arena.py",
+        "test_clones.py",
+        "test_weight_pushes.py",
+    ),
 }
 
 

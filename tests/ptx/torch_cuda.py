@@ -174,6 +174,7 @@ def install(choices: Choices) -> Library:
     cuda.MemPool, cuda.use_mem_pool = mem_pool.classes(library, memory)
     cuda.CUDAGraph, cuda.graph = graphs.classes(library, memory, current_stream, stream, Stream)
     device_tensors.patch_tensors(memory, handle)
+    device_tensors.patch_as_tensor(memory)
     # torch's own also tells its compiler, whose import takes longer than most tests.
     torch.use_deterministic_algorithms = lambda mode, warn_only=False: torch._C._set_deterministic_algorithms(
         mode, warn_only=warn_only

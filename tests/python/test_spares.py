@@ -45,8 +45,20 @@ def make(group, spare: int, owned: int, dtype=torch.float32, **options) -> Spare
     return SpareSlots(group, spare_slots=spare, num_owners=owned, dtype=dtype, **how)
 
 
-def train(slots: SpareSlots, rank: int, seed: int, num_ranks: int, spare: int, owned: int, dtype) -> int:
-    """Several layers over the same slots, forward and backward; returns the clones seen."""
+def train(
+    slots: SpareSlots,
+    rank: int,
+    seed: int,
+    num_ranks: int,
+    spare: int,
+    owned: int,
+    dtype,
+    device: str = "cpu",
+    idle=lambda: None,
+) -> int:
+    """Several layers over the same slots, forward and backward; returns the clones seen.
+
+    device: where tensors lie. idle: called behind every operation; on a GPU it returns when the rank's stream is."""
     random, clones = np.random.default_rng(seed), 0
     layers = [(random_plan(random, num_ranks, spare, num_ranks * owned), owners_of(random, num_ranks, owned))]
     layers += [(random_plan(random, num_ranks, spare, num_ranks * owned), layers[0][1]) for _ in range(3)]
@@ -56,27 +68,33 @@ def train(slots: SpareSlots, rank: int, seed: int, num_ranks: int, spare: int, o
     for layer in order + order[::-1]:  # each is pushed again in the backward
         plan, owners = layers[layer]
         mine = owners.experts_of(rank)
-        slots.push(plan, [[weight(layer, e, n) for n in range(len(SHAPES))] for e in mine], owners)
+        weights = [[weight(layer, e, n).to(device) for n in range(len(SHAPES))] for e in mine]
+        slots.push(plan.to(device), weights, owners)
+        idle()
         slots.wait()
+        idle()
         for s, e in enumerate(plan[rank].tolist()):
             for n in range(len(SHAPES)):
-                assert e < 0 or torch.equal(slots.weights[n][s], weight(layer, e, n)), (layer, s, n)
+                assert e < 0 or torch.equal(slots.weights[n][s].cpu(), weight(layer, e, n)), (layer, s, n)
             clones += e >= 0
     for layer in order[::-1]:
         plan, owners = layers[layer]
         mine = owners.experts_of(rank)
         for n, stack in enumerate(slots.gradients):
             for s in range(spare):
-                stack[s] = gradient(layer, rank, s, n)
+                stack[s].copy_(gradient(layer, rank, s, n))
         sums = [[drawn(SHAPES[n], seed, layer, e, n, 5) for n in range(len(SHAPES))] for e in mine]
+        on_device = [[x.to(device, copy=True) for x in one] for one in sums]
         wanted = [[x.clone() for x in one] for one in sums]
         for r in range(num_ranks):
             for s, e in enumerate(plan[r].tolist()):
                 if e in mine:
                     for n, total in enumerate(wanted[mine.index(e)]):
                         total.add_(gradient(layer, r, s, n))
-        slots.collect(plan, sums, owners)
-        assert all(torch.equal(x, y) for a, b in zip(sums, wanted, strict=True) for x, y in zip(a, b, strict=True))
+        slots.collect(plan.to(device), on_device, owners)
+        idle()
+        pairs = zip(on_device, wanted, strict=True)
+        assert all(torch.equal(x.cpu(), y) for a, b in pairs for x, y in zip(a, b, strict=True))
     return clones
 
 
