@@ -41,6 +41,12 @@ def test_a_few_lines_of_what_static_rows_lose(counts):
     assert len(lines) == 2 and all(line in PAGE.read_text() for line in lines)
 
 
+def test_how_often_static_rows_overflow(counts):
+    rows = static_rows_tables.overflow_rows(counts)
+    assert static_rows_tables.table(static_rows_tables.OVERFLOW_HEAD, rows) in PAGE.read_text()
+    assert [row[3] for row in rows] == ["23", "0", "324", "0"]  # the numbers of docs/balancer.md
+
+
 def _lacks_a_row(table, counts):
     del table[-1]
 
