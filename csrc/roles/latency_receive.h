@@ -78,6 +78,7 @@ struct LatencyReceiveRole {
     for (uint32_t line = begin + part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
       wait(lines, line, n, words, row, source);
+      if (line >= n) continue;  // another warp's: a first step that begins behind the metadata ends behind the share
       for (uint32_t k = 0; k < by_lines; ++k) {
         const uint64_t to = metadata.row(k);
         auto* x = reinterpret_cast<uint64_t*>(p.out_x + to * l.row_bytes);

@@ -30,6 +30,7 @@ EXAMPLES = {
         1, 2, 4, (2, 1), 1, 32, weights=False, pad_multiple=4, pad_empty_experts=True, budget=64, seed=10
     ),
     "rows of many lines": Example(1, 2, 2, (5, 3), 2, 2048, budget=32, seed=12),
+    "parts of rows behind metadata of more than a line": Example(1, 2, 8, (2, 1), 8, 2064, budget=64, seed=15),
     "a rank alone": Example(1, 1, 4, (13,), 3, 64, budget=64, seed=13),
 }
 

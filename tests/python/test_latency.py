@@ -94,6 +94,15 @@ def test_bits_on_checking_executors(executor):
     run()
 
 
+@pytest.mark.parametrize("topk, scale_columns", [(8, 0), (16, 3)])
+def test_warps_share_a_row_behind_metadata_of_more_than_a_line(topk, scale_columns):
+    """Few rows of many lines, which warps of a GPU's width have parts of: nobody stores behind its share."""
+    ex = Example(1, 2, 8, (2, 1), topk, 2064, scale_columns=scale_columns, budget=64, seed=15)
+    world, buffers = buffers_of(2, 8, "host_checked_lanes32")
+    want = expected(ex)
+    world.run(lambda rank, _: check(ByLines(buffers[rank]), rank, ex, want))
+
+
 def test_a_wrong_reference_is_noticed():
     ex = Example(1, 2, 2, (5, 3), budget=12, seed=3)
     world, buffers = buffers_of(2, 2)
