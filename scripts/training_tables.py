@@ -56,7 +56,7 @@ def text() -> str:
         predicted = row.predicted()
         lines.append(
             f"| {str(row).rpartition(' (')[0]} | {row.source} | {row.tokens_per_s:,.0f} | {predicted:,.0f} | "
-            f"{predicted / row.tokens_per_s - 1:+.0%} | {'fits' if row.fits else 'held out'} |"
+            f"{training.percent(predicted / row.tokens_per_s - 1)} | {'fits' if row.fits else 'held out'} |"
         )
     return "\n".join([*lines, *_later()]) + "\n"
 
@@ -87,7 +87,7 @@ def _later() -> list[str]:
         predicted = row.predicted()
         lines.append(
             f"| {str(row).rpartition(' (')[0]} | {row.source} | {row.tokens_per_s:,.0f} | {predicted:,.0f} | "
-            f"{predicted / row.tokens_per_s - 1:+.0%} |"
+            f"{training.percent(predicted / row.tokens_per_s - 1)} |"
         )
     return lines
 

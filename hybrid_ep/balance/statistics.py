@@ -1,7 +1,7 @@
 """Expert load statistics on disk: one object, four formats that people have.
 
     recipe      metrics.jsonl of a run of this project's recipes: {"step", "expert_load": [layer][expert]}; lines
-                without loads (evaluations) are passed over
+                without loads (evaluations) are passed over; the first layer is 1, as in the run's pictures
     own         JSONL, a line per iteration and layer: {"iteration": 100, "layer": 3, "counts": [E integers]}
     megatron    JSONL of --moe-routing-trace-path: {"step", "layer", "rank", "top_indices"}, counted and summed
                 over ranks
@@ -108,7 +108,7 @@ def _jsonl_records(path: Path, num_experts: int | None) -> Iterator[tuple[int, i
         try:
             record = json.loads(line)
             if "step" in record and "top_indices" not in record:
-                for layer, counts in enumerate(record.get("expert_load", ())):
+                for layer, counts in enumerate(record.get("expert_load", ()), 1):
                     yield record["step"], layer, np.asarray(counts)
             elif "top_indices" in record:
                 chosen = np.asarray(record["top_indices"], dtype=np.int64).ravel()

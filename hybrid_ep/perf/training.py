@@ -132,8 +132,13 @@ def said_of(job: Job) -> str:
     published, predicted = row.tokens_per_s, row.predicted()
     return (
         f"nearest published step: {row}: {published:,.0f} tokens/s a GPU; this model says {predicted:,.0f} of it, "
-        f"{predicted / published - 1:+.0%}"
+        f"{percent(predicted / published - 1)}"
     )
+
+
+def percent(residual: float) -> str:
+    """With its sign, "+0%" for what rounds to nothing from either side."""
+    return f"{round(residual, 2) + 0.0:+.0%}"
 
 
 def spread(chosen: Iterable[Row]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.cli import outputs
 from hybrid_ep.cli.report.scaling import Row
 
 _LEAST_STEPS = 3
@@ -52,7 +53,7 @@ def _row(config: dict[str, Any], folder: Path, skip: int) -> Row:
     steps = _steps(folder)[skip:]
     if len(steps) < _LEAST_STEPS:
         raise ValueError(
-            f"{folder}: has {len(steps)} steps after the {skip} that --skip leaves out, fewer than "
+            f"{folder}: has {outputs.count(len(steps), 'step')} after the {skip} that --skip leaves out, fewer than "
             f"{_LEAST_STEPS}; train longer or give a smaller --skip"
         )
     ranks, local = config["parallel"]["num_ranks"], config["parallel"]["ranks_per_node"]

@@ -62,7 +62,7 @@ def test_metrics_of_a_run_are_read(tmp_path):
     lines = [{"step": 0, "held_out_loss": 5.0}, {"step": 1, "train_loss": 5.0, "expert_load": [[1, 2], [3, 0]]}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     read = statistics.load(tmp_path / "metrics.jsonl")
-    assert read.counts.tolist() == [[[1, 2], [3, 0]]] and read.iterations == (1,) and read.layers == (0, 1)
+    assert read.counts.tolist() == [[[1, 2], [3, 0]]] and read.iterations == (1,) and read.layers == (1, 2)
 
 
 def collected(path, first, last, run, said):

@@ -145,7 +145,7 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path, capsys):
     assert main(["report", "scaling", one, other]) == EXIT_USAGE
     assert "model.hidden_size is 16" in capsys.readouterr().err
     assert main(["report", "scaling", one, "--skip", "9"]) == EXIT_USAGE
-    assert "has 1 steps after the 9" in capsys.readouterr().err
+    assert "has 1 step after the 9" in capsys.readouterr().err
     (tmp_path / "b" / "config.yaml").write_text("- 1\n")
     assert main(["report", "scaling", other]) == EXIT_USAGE
     assert "its config.yaml is none of a run" in capsys.readouterr().err
