@@ -187,8 +187,9 @@ def _run_rank(args: argparse.Namespace) -> int:
 
 def _finish(args: argparse.Namespace, grids: list, environment: dict) -> None:
     if args.out:
+        entries = report.write(args.out, grids, environment)
         print(
-            f"# written: {args.out}, {report.write(args.out, grids, environment)} entries; use it with "
+            f"# written: {args.out}, {entries} {'entry' if entries == 1 else 'entries'}; use it with "
             f"HYBRID_EP_TUNING={args.out} or --hybrid-ep-tuning {args.out}",
             flush=True,
         )
