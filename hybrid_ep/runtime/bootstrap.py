@@ -180,6 +180,7 @@ def open_segments(
     names = [f"/hybrid_ep.{token}.{generation}.{r}" for r in range(meet.view.size)]
     error: Exception | None = None
     own: _core.Segment | None = None
+    attached: list[_core.Segment] = []
     try:
         try:
             own = segments.create(names[rank], num_bytes)
@@ -196,6 +197,9 @@ def open_segments(
             error = e
         _all_well(meet, f"{generation}/attached", error, num_bytes)
         return engine
+    except BaseException:
+        own, attached = None, []  # who keeps the error keeps this frame, which is not to keep the memory
+        raise
     finally:
         for name in names:  # everybody's: a rank that died cannot remove its own
             segments.unlink(name)

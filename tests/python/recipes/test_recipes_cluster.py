@@ -129,7 +129,7 @@ def test_spare_bytes_are_those_of_real_slots():
 
 BAD = [
     ({"expert": 7}, "expert=7"),
-    ({"num_hosts": 3}, "expert=16"),
+    ({"num_hosts": 3, "expert": 16}, "expert=16"),
     ({"global_batch_size": 5}, "global_batch_size=5"),
     ({"precision": "mxfp8"}, "precision='mxfp8'"),
     ({"pipeline_layout": "Et|L"}, "pipeline_layout='Et|L'"),
@@ -143,7 +143,7 @@ BAD = [
     ({"spare_slots": 0}, "spare_slots=0"),
     ({"balance_push": "mail"}, "balance_push='mail': use one of auto, kernels, torch"),
     (
-        {"balance": "exact", "overlap": False, "precision": "bf16", "ranks_per_node": 8, "balance_push": "kernels"},
+        {"balance": "exact", "overlap": False, "precision": "bf16", "expert": 16, "balance_push": "kernels"},
         "kernels push where ranks map each other's memory, here in domains of 8 of the 16 ranks",
     ),
     ({"balance_clones": "near"}, "balance_clones='near': use one of auto, node, anywhere"),
