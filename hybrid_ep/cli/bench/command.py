@@ -37,6 +37,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for flag in ("cluster", "nodes"):
         require(getattr(args, flag) is None, f"--{flag} {getattr(args, flag)}: only --backend sim takes it; give "
                 "--ranks and --ranks-per-node, or --backend sim")  # fmt: skip
+    require(args.path == "throughput", f"--path {args.path}: only --backend sim takes it; --impl "
+            "hybrid_ep,hybrid_ep-latency measures both here")  # fmt: skip
     presets.apply_to_ranks(args)
     if launch.is_rank():
         return _be_rank(args)

@@ -8,6 +8,7 @@ from hybrid_ep.cli import outputs
 from hybrid_ep.cli.bench import heap, routing
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
+from hybrid_ep.cli.simulate.latency import PATHS
 from hybrid_ep.cli.simulate.request import ENGINES
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
@@ -85,6 +86,8 @@ def _add_simulator_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cluster", choices=tuple(clusters.CLUSTERS), help="GPUs and links, as in hybrid-ep simulate")
     group.add_argument("--nodes", type=int, help="NVLink domains of the EP group, as in hybrid-ep simulate")
     group.add_argument("--engine", choices=ENGINES, default="model", help="as in hybrid-ep simulate")
+    group.add_argument("--path", choices=PATHS, default=PATHS[0], help="latency: by lines beside the throughput path, "
+                       "both by the event engine, and where they cross")  # fmt: skip
 
 
 def int_list(text: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
-from hybrid_ep.cli.bench import presets, routing
+from hybrid_ep.cli.bench import by_lines, presets, routing
 from hybrid_ep.cli.bench.config import require, token_sweep
 from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.bench.presets import Condition
@@ -59,9 +59,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table, or that of every condition of a preset; exit code 0. UsageError for what cannot be
     simulated."""
     _refuse(args)
+    if args.path == "latency":
+        by_lines.refuse(args)
     try:
         with outputs.for_people(args.json):
-            documents = [_run(*world) for world in _worlds(args)]
+            documents = by_lines.run(args) if args.path == "latency" else [_run(*world) for world in _worlds(args)]
     except ValueError as error:
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from None
     outputs.write_json(args.json, {"schema": SCHEMA, "simulated": True, "worlds": documents})

@@ -18,7 +18,7 @@ from hybrid_ep.cli.bench import built_in, checks, config, graphs, plots, presets
 from hybrid_ep.cli.bench.ledger import build_ledger
 from hybrid_ep.cli.bench.plots import Point
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import model
+from hybrid_ep.perf import latency_events, model
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.testing import VirtualWorld
 
@@ -191,6 +191,14 @@ def test_row_bytes_of_every_dtype():
     (["--impl", "deep_ep-v1"], "deep_ep-v1 cannot run here: deep_ep is not importable"),
     (["--plot", "/nowhere/x"], "--plot /nowhere/x: no such folder"),
     (["--plot", __file__], "is a file; name a folder"), (["--json", "/"], "--json /: is a folder"),
+    (["--path", "latency"], "--path latency: only --backend sim takes it"),
+    (["--backend", "sim", "--path", "latency"], "--num-sms with --path latency"),
+    (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--op", "step"], "--op with --path latency"),
+    (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--nodes", "2"], "--nodes with --path latency"),
+    (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--dtype", "fp8"], "--dtype with --path latency"),
+    (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--routing", "zipf:1"], "--routing with --path"),
+    (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--tokens", "0"], "--tokens with --path latency"),
+    (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--ranks-per-node", "9"], "--ranks-per-node 9:"),
     (["--backend", "sim", "--ranks", "4"], "--ranks with --backend sim"),
     (["--backend", "sim", "--peers"], "--peers with --backend sim"),
     (["--backend", "sim", "--ragged", "random"], "--ragged with --backend sim"),
@@ -407,3 +415,26 @@ def test_plots_are_drawn_where_there_is_something_to_draw(launcher, tmp_path, ca
     made = plots.draw([*points, *(Point(99, 2, p.op, p.implementation, 2.0, 1, 3, 1.0) for p in points)],
                       tmp_path / "q", "many lines; beside them a legend")  # fmt: skip
     assert any(s.endswith("time.png") for s in made)
+
+
+def test_lines_stand_beside_the_throughput_path_with_where_they_cross(launcher, tmp_path, capsys):
+    shape = ["--ranks-per-node", "4", "--tokens", "8,512", "--hidden", "2048", "--topk", "4", "--experts", "16"]
+    file = tmp_path / "b.json"
+    flags = ["--backend", "sim", "--path", "latency", *shape, "--num-sms", "1,2", "--op", "all", "--json", str(file)]
+    assert main(["bench", *flags]) == EXIT_OK
+    said = capsys.readouterr().out
+    (world,) = json.loads(file.read_text())["worlds"]
+    rows = {(r["tokens"], r["num_sms"], r["op"]): r for r in world["rows"]}
+    assert len(rows) == 2 * 2 * 3 and world["engine"] == "events"
+    for (tokens, sms, op), row in rows.items():
+        assert row["faster"] == ("latency" if row["latency_us"] < row["throughput_us"] else "throughput")
+        assert f"{tokens:>8}{sms:>5}{op:>10}{row['latency_us']:>11.1f}" in said
+        if op == "pair":
+            parts = [rows[tokens, sms, part] for part in ("dispatch", "combine")]
+            assert row["latency_us"] == pytest.approx(sum(p["latency_us"] for p in parts))
+    shown = latency_events.measure(Shape(4, 4, 8, 2048, 4, 16), clusters.get("h100_8x400g"), num_sms=2, seed=1)
+    assert rows[8, 2, "dispatch"]["latency_us"] == shown.dispatch_us
+    # One SM by lines has most of the work of its own: few tokens win by it, many do not.
+    (found,) = [c for c in world["crossovers"] if (c["op"], c["num_sms"]) == ("pair", 1)]
+    assert (found["latency_tokens"], found["throughput_from"]) == (8, 512)
+    assert "# pair, 1 SMs: lines are faster up to 8 tokens a rank and not at 512: latency_tokens=8" in said
