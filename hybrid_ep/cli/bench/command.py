@@ -102,13 +102,14 @@ def _run_rank(args: argparse.Namespace) -> int:
         for line in report.header_lines(config, described, list(wires), args.wide):
             show(line, flush=True)
         results, rows = [], []
-        for tokens in config.tokens:
-            for num_sms in config.num_sms:
-                result = session.run_case(config, world, kinds, tokens, num_sms)
-                results.append(result)
-                case_rows = report.build_rows(config, result, wires)
-                rows += case_rows
-                _show_case(report, config, result, case_rows, args, show)
+        sweep = [(tokens, num_sms) for tokens in config.tokens for num_sms in config.num_sms]
+        for number, (tokens, num_sms) in enumerate(sweep, 1):
+            place = f"{number} of {len(sweep)}: {tokens} tokens"
+            result = session.run_case(config, world, kinds, tokens, num_sms, place)
+            results.append(result)
+            case_rows = report.build_rows(config, result, wires)
+            rows += case_rows
+            _show_case(report, config, result, case_rows, args, show)
         peak = world.reduce(environment.peak_rss_bytes(), dist.ReduceOp.MAX)
         for line in report.footer_lines(config, results, rows, peak if args.memory else None):
             show(line, flush=True)

@@ -56,8 +56,10 @@ class CaseResult:
         return any(self.wrong.values()) or self.num_miscounted > 0
 
 
-def run_case(config: Config, world: World, kinds: list[type[Implementation]], tokens: int, num_sms: int) -> CaseResult:
-    """Measure one point of the sweep; collective."""
+def run_case(
+    config: Config, world: World, kinds: list[type[Implementation]], tokens: int, num_sms: int, place: str
+) -> CaseResult:
+    """Measure one point of the sweep; collective. place: which of them, for whoever watches."""
     control, rank = world.control, world.rank
     counts = token_counts(config.ragged, tokens, config.num_ranks, config.seed)
     routings = generate(config.routing, counts, config.num_experts, config.topk, config.seed)
@@ -75,7 +77,7 @@ def run_case(config: Config, world: World, kinds: list[type[Implementation]], to
         wrong = dict.fromkeys((kind.name for kind in chosen), 0)
         _check(built, config, expected, wrong, world)
         counted = {each.name: rows for each in built if (rows := _count_rows(each, ledger, world))}
-        samples, kernel = _time(built, config, world)
+        samples, kernel = _time(built, config, world, place)
         _check(built, config, expected, wrong, world)
         buffer_bytes = {each.name: world.reduce(each.buffer_bytes(), dist.ReduceOp.MAX) for each in built}
     finally:
@@ -168,7 +170,7 @@ def _count_rows(each: Implementation, ledger: Ledger, world: World) -> dict[str,
     return {link: (grown[link], 2 * expected[link]) for link in before}
 
 
-def _time(built: list[Implementation], config: Config, world: World) -> tuple[Samples, Samples]:
+def _time(built: list[Implementation], config: Config, world: World, place: str) -> tuple[Samples, Samples]:
     """(API times, kernel times) of this rank."""
     memcpy = Memcpy()
     turns = [_Turn(each, config, world) for each in built]
@@ -179,7 +181,7 @@ def _time(built: list[Implementation], config: Config, world: World) -> tuple[Sa
     gc.disable()
     try:
         iterations = range(-config.warmup, config.iterations)
-        for iteration in track(iterations, "iterations") if world.rank == 0 else iterations:
+        for iteration in track(iterations, place) if world.rank == 0 else iterations:
             kept = (samples, kernel) if iteration >= 0 else ({}, {})
             first = iteration % len(turns) if turns else 0
             for turn in turns[first:] + turns[:first]:
