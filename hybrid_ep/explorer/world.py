@@ -23,7 +23,8 @@ PS_PER_US = 1_000_000
 
 @dataclass(frozen=True)
 class Failure:
-    """How a world ended badly. kind: deadlock, rule, wrong or error; rule: which one; what: in words."""
+    """How a world ended badly. kind: deadlock, rule, wrong, error, or memory, where this machine has none for it; rule:
+    which one; what: in words."""
 
     kind: str
     rule: str
@@ -110,6 +111,15 @@ class World:
         for link in self.links:
             table[link.name][link.rank] += link.num_bytes
         return {name: dict(by_rank) for name, by_rank in table.items()}
+
+
+def require_whole(got: World) -> None:
+    """MemoryError for a world that was too large for this machine; RuntimeError for one whose kernels failed."""
+    if got.failure is None:
+        return
+    if got.failure.kind == "memory":
+        raise MemoryError(f"the simulated world is too large for this machine: {got.failure.what}")
+    raise RuntimeError(f"the simulated kernels failed: {got.failure.kind} {got.failure.rule} {got.failure.what}")
 
 
 def spec_of(**settings: int | str) -> dict[str, int]:

@@ -74,8 +74,8 @@ def measure(
 ) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
     num_sms, permute_sms, landed: as in `model.predict`. in_place: experts' outputs lie where combine may read them, by
-    a token's only pair on a rank. ValueError for what the simulator refuses; RuntimeError when
-    its kernels failed, which no routing may cause."""
+    a token's only pair on a rank. ValueError for what the simulator refuses; MemoryError for a
+    world too large for this machine; RuntimeError when its kernels failed, which no routing may cause."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
     blocks = _blocks(cluster, num_sms, permute_sms)
@@ -179,8 +179,7 @@ def _events(
         given = [choices[r, : shape.tokens].ravel().tolist() for r in range(shape.ranks)]
     row = HYBRID_EP.link_row_bytes(shape, dtype, "dispatch")
     got = world.measure(spec, event_costs(cluster, row, shape), trace=trace, topk_idx=given)
-    if got.failure is not None:
-        raise RuntimeError(f"the simulated kernels failed: {got.failure.kind} {got.failure.rule} {got.failure.what}")
+    world.require_whole(got)
     link_us: dict[str, float] = {}
     for link in got.links:
         link_us[link.name] = max(link_us.get(link.name, 0.0), link.busy_us)

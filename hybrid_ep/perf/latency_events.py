@@ -92,8 +92,8 @@ class LatencyTimes:
 
 def measure(shape: Shape, cluster: Cluster, *, num_sms: int, seed: int = 1) -> LatencyTimes:
     """A routed dispatch and a combine of bf16 rows by lines, uniform routing drawn from `seed`. ValueError for more
-    than one node, and for what the simulator refuses; RuntimeError when its kernels failed, which no routing may
-    cause."""
+    than one node, and for what the simulator refuses; MemoryError for a
+    world too large for this machine; RuntimeError when its kernels failed, which no routing may cause."""
     from hybrid_ep.explorer import world
 
     if shape.nodes != 1:
@@ -115,8 +115,7 @@ def measure(shape: Shape, cluster: Cluster, *, num_sms: int, seed: int = 1) -> L
         data_seed=seed,
     )
     got = world.measure(spec, line_costs(cluster, shape, warps))
-    if got.failure is not None:
-        raise RuntimeError(f"the simulated kernels failed: {got.failure.kind} {got.failure.rule} {got.failure.what}")
+    world.require_whole(got)
     egress = [link for link in got.links if link.name == "nvlink_egress"]
     dispatch_us, combine_us = (got.operation_us(name) for name in KERNELS)
     num_bytes, busy_us = max(((link.num_bytes, link.busy_us) for link in egress), default=(0, 0.0))

@@ -66,12 +66,28 @@ void fiber_switch(FiberContext& from, FiberContext& to) noexcept {
   end_switch(from.fake_stack);
 }
 
+namespace {
+
+struct NoStack : std::bad_alloc {
+  const char* what() const noexcept override {
+    return "there is no stack for another lane: each takes two of a process's memory mappings, of which the system "
+           "grants vm.max_map_count (65530 where nobody changed it); take fewer ranks or blocks, or raise it: "
+           "sysctl -w vm.max_map_count=1048576";
+  }
+};
+
+}  // namespace
+
 Fiber::Fiber() {
   void* mapping = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
-  if (mapping == MAP_FAILED) throw std::bad_alloc();
+  if (mapping == MAP_FAILED) throw NoStack();
+  // An overflow faults instead of corrupting a neighbour. The guard is a mapping of its own.
+  if (mprotect(mapping, kGuardBytes, PROT_NONE) != 0) {
+    munmap(mapping, kGuardBytes + kStackBytes);
+    throw NoStack();
+  }
   mapping_ = mapping;
-  mprotect(mapping_, kGuardBytes, PROT_NONE);  // an overflow faults instead of corrupting a neighbour
   ucontext_t first;
   getcontext(&first);
   first.uc_stack.ss_sp = static_cast<char*>(mapping_) + kGuardBytes;

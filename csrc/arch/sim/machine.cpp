@@ -132,6 +132,8 @@ host::FiberContext& Machine::lane_entry(void* arg) {
       m.fail("rule", e.rule(), e.what());
     } catch (const WrongResult& e) {
       m.fail("wrong", "wrong_result", e.what());
+    } catch (const std::bad_alloc& e) {
+      if (!me.block) m.fail("memory", "", e.what());
     } catch (const std::exception& e) {
       if (!me.block) m.fail("error", "", e.what());
     }

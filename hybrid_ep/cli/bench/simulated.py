@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with outputs.for_people(args.json):
             documents = by_lines.run(args) if args.path == "latency" else [_run(*world) for world in _worlds(args)]
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
         raise error if isinstance(error, UsageError) else UsageError(str(error)) from None
     outputs.write_json(args.json, {"schema": SCHEMA, "simulated": True, "worlds": documents})
     return EXIT_OK

@@ -55,10 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Answers the question asked. ValueError of the model is the caller's fault here, and says what to change."""
+    """Answers the question asked. A ValueError of the model is the caller's fault here, and says what to change; so
+    does a MemoryError of the event engine, whose worlds may be too large for a machine."""
     try:
         return _run(args)
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
         raise UsageError(str(error)) from None
 
 
