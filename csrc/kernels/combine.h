@@ -62,7 +62,7 @@ struct CombineBlock {
     for (int group = 0; group < 2; ++group) {
       fifo(group).init(a, kWarps);
       if (links) typename RecordWindow<A>::Fifo(smem, p.records[group]).init(a, 1);
-      if (local) typename GroupRecords<A>::Fifo(smem, p.group_records[group]).init(a, 1);
+      if (local) GroupRecords<A>::init(a, p, smem, group);
     }
     if (links) RailTally<A, Net>::clear(a, reinterpret_cast<Vec16*>(smem + p.rail_tally_at), p.rail.num_peers);
   }
@@ -164,10 +164,8 @@ uint64_t plan_combine_smem(CombineParams& p, uint64_t budget) {
   p.out_stage_at[1] = p.out_stage_at[0] + kSlices * p.out_slice_bytes[0];
   p.records[0] = RecordWindow<A>::layout(p.out_stage_at[1] + kSlices * p.out_slice_bytes[1], p);
   p.records[1] = RecordWindow<A>::layout(p.records[0].end, p);
-  // Records of a block are those of its sums, or of its local work, but where it has both.
-  p.group_records[0] = GroupRecords<A>::layout(p.blocks.is_apart() ? p.records[0].data_at : p.records[1].end, p);
-  p.group_records[1] = GroupRecords<A>::layout(p.group_records[0].end, p);
-  const uint64_t fifos_at = std::max(p.records[1].end, p.group_records[1].end);
+  p.group_barriers_at = p.records[1].end;
+  const uint64_t fifos_at = p.group_barriers_at + GroupRecords<A>::kBarrierBytes;
   const bool both = peers != 0 || sums_twice<A>(p);  // groups of a link block have something to sum
   const auto fifo_bytes = [&](uint32_t stages) { return Fifo::layout(0, stages, stage_holds).end; };
   const uint64_t empty = both ? 0 : Fifo::layout(0, 2, 16).end;

@@ -95,7 +95,7 @@ struct CombineParams : SumParams {
   uint64_t source_begins_at;       // [R + 1] words, see GroupWalk
   uint64_t node_rows_at[2];        // of each feed, see NodeRows
   FifoLayout records[2];           // likewise, see RecordWindow
-  FifoLayout group_records[2];     // likewise, see GroupRecords
+  uint64_t group_barriers_at;      // of both feeds, see GroupRecords
   uint64_t sum_rows_at[2];         // rows of a sum of each feed, see SumFeed
   FifoLayout node_sum, final_sum;  // of blocks that feed links; without node sums both are of final ones
   FifoLayout local_sum[2];         // of both groups of the others

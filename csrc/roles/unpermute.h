@@ -18,11 +18,7 @@ struct UnpermuteRole {
   GroupRecords<A> records;
 
   HEP_DEVICE UnpermuteRole(A& arch, const CombineParams& params, SumFeed<A>& to, std::byte* smem)
-      : a(arch),
-        p(params),
-        feed(to),
-        groups(arch, params, smem),
-        records(arch, params, {smem, params.group_records[to.index]}) {}
+      : a(arch), p(params), feed(to), groups(arch, params, smem), records(arch, params, smem, to.index) {}
 
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
     a.set_role(Role::kUnpermuteG2s);
@@ -33,14 +29,15 @@ struct UnpermuteRole {
       const uint32_t begin = group * BufferLayout::kGroupRows, end = groups.end_of(group);
       bool formed = false;
       const uint32_t before = partials;
-      if (p.permuted) records.open(begin, end);
       HEP_NO_UNROLL
       for (uint32_t i = begin; i < end; ++i) {
+        if (p.permuted) records.reach(i, end);
         formed = row(i, i + 1 == end ? told : SumEnd{});
         partials += formed;
       }
       if (partials != before && !formed) feed.emit_end(told);
     });
+    records.close();
     if (partials) a.count_rank(&p.traffic->partial_rows, partials);
   }
 

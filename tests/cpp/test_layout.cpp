@@ -220,6 +220,47 @@ TEST(plans_of_shared_memory_keep_the_budget) {
         }
 }
 
+// Of routing maps with many experts a token, weighted sums among them: what could be dispatched can be combined, and
+// records of a group of rows lie where the record window's blocks do, no further.
+TEST(a_token_of_many_experts_that_was_dispatched_can_be_combined) {
+  using A = host::CheckedFibers<32>;  // with stages that hold rows, as a GPU's
+  constexpr uint64_t kBudget = 232448;
+  constexpr uint32_t kHidden = 7168;
+  int fitting = 0;
+  for (const int32_t ranks : {8, 72})
+    for (const uint32_t topk : {8u, 96u, 160u, 192u, 256u})
+      for (const DType type : {DType::kBf16, DType::kFp32})
+        for (const bool apart : {false, true})
+          for (const bool multiply : {false, true}) {
+            if (ranks == 72 && topk == 256) continue;  // too many for fp32 with blocks apart
+            DispatchParams d{};
+            d.world = {1, ranks, 0};
+            d.message = MessageLayout::make(d.world, topk, true, 0, kHidden * dtype_bytes(type));
+            d.blocks = {8, apart ? 8u : 0u};
+            d.landing.in = LandIn::kFirstPair;
+            CombineParams c{};
+            c.world = d.world;
+            c.permuted = true;
+            c.multiply = multiply;
+            c.plan.topk = topk;
+            c.plan.weight_stride = d.message.weight_bytes / 4;
+            c.plan.num_local_experts = 4000;
+            c.record_bytes = d.message.record_bytes;
+            c.pairs_at = d.message.pairs_at();
+            c.blocks = d.blocks;
+            c.hidden = kHidden;
+            c.dtype = c.partial_dtype = type;
+            c.partial.weight_bytes = d.message.weight_bytes;
+            const bool dispatched = plan_dispatch_smem<A>(d, kBudget) <= kBudget,
+                       combined = plan_combine_smem<A>(c, kBudget) <= kBudget;
+            fitting += dispatched;
+            CHECK(combined || !dispatched);
+            const uint32_t rows = multiply ? 8 : 16, row = c.record_bytes + (multiply ? 4 * c.plan.weight_stride : 0);
+            for (const FifoLayout& window : c.records) CHECK(window.data_at + rows * row <= window.heads_at);
+          }
+  CHECK(fitting == 72);
+}
+
 // Rows of half the bytes must not mean half the bytes in flight: fp8 with its scales against bf16, in what a block of
 // an H100 may use.
 TEST(small_rows_get_the_stages_that_their_size_leaves_room_for) {
