@@ -66,7 +66,7 @@ class StaticRows:
         )
         remedy = "give more --hybrid-ep-spare-slots, or a larger --hybrid-ep-balance-epsilon"
         if plan.options.within_node:
-            remedy = "give --hybrid-ep-balance-clones anywhere: clones on their owner's node do not level nodes"
+            remedy += ", or --hybrid-ep-balance-clones anywhere: clones on their owner's node do not level nodes"
         if self.policy == "raise":
             raise CapacityError(f"{said}: {remedy}", load.tolist(), [rows] * len(load))
         self.overflows += count

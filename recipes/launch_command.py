@@ -31,7 +31,7 @@ from .config import RunConfig
 from .run_folder import RunFolder, new_folder
 
 SUMMARY = "train a recipe here or on Slurm"
-_STOP_S = 60.0  # for a step and its checkpoint
+_STOP_S = {signal.SIGINT: 60.0, signal.SIGTERM: 900.0}  # for a step and its checkpoint: on CPUs, on GPUs
 _OF_A_NEW_RUN = (
     "recipe",
     "nodes",
@@ -275,27 +275,38 @@ def _run_script(script: Path) -> int:
     try:
         return started.wait()
     except KeyboardInterrupt:
-        print(
-            "hybrid-ep launch: stopping after this step; Ctrl-C once more ends it at once", file=sys.stderr, flush=True
-        )
         try:
-            _stop(started)
+            if program != "sbatch":
+                print(
+                    "hybrid-ep launch: stopping after this step; Ctrl-C once more ends it at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                _stop(started, _stop_signal(script.parent))
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(started.pid, signal.SIGKILL)  # torchrun, if it is there, whose ranks die with it
+            # Ranks first, each in a session of its own: without torchrun nobody would end them.
+            for pid in (*_children(started.pid), started.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             started.wait()
         raise
 
 
-def _stop(started: subprocess.Popen[bytes]) -> None:
+def _stop_signal(folder: Path) -> signal.Signals:
+    """What a rank finishes its step for: Megatron's exit_signal_handler knows SIGTERM; ranks of CPU recipes, whose run
+    has a config.yaml, end as if all was done after SIGINT."""
+    return signal.SIGINT if (folder / "config.yaml").is_file() else signal.SIGTERM
+
+
+def _stop(started: subprocess.Popen[bytes], how: signal.Signals) -> None:
     """Asks the ranks to finish their step; returns when all has ended, or will not. torchrun is not asked: it would
     give them less time, and print a traceback."""
     told: set[int] = set()
-    deadline = time.monotonic() + _STOP_S
+    deadline = time.monotonic() + _STOP_S[how]
     while started.poll() is None and time.monotonic() < deadline:
         for pid in _children(started.pid) - told:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
+                os.kill(pid, how)
             told.add(pid)
         if not told:  # no rank has begun
             return
@@ -306,7 +317,7 @@ def _children(parent: int) -> set[int]:
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended since
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+            if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == parent:  # names need not be text
                 found.add(int(stat.parent.name))
     return found
 

@@ -83,7 +83,7 @@ def run(folder: RunFolder, asked: list[int]) -> int:
 
     prepare_process(config)
     from . import checkpoint, plots, text_data, trainer
-    from .report import Reporter
+    from .report import Reporter, say
 
     # A restarted job gets a new store at the same port, so the key must belong to this start alone.
     store = meet(rank, num_ranks, config.runtime.timeout_s)
@@ -121,9 +121,9 @@ def run(folder: RunFolder, asked: list[int]) -> int:
             if reporter is not None:
                 reporter.close()
     if reporter is not None:
-        print(f"{folder.path}: {outcome} after step {job.step}", flush=True)
+        say(f"{folder.path}: {outcome} after step {job.step}")
         if outcome == "done":
-            print(
+            say(
                 plots.draw_all(
                     folder.path,
                     folder.read_metrics(),
@@ -133,7 +133,7 @@ def run(folder: RunFolder, asked: list[int]) -> int:
                 )
             )
             sentence, _ = verdict(outcome, job.step, reporter.held_out_loss, corpus.unigram_entropy, folder.name)
-            print(sentence, flush=True)
+            say(sentence)
     return 0 if outcome == "done" or signal.SIGINT in asked else EXIT_STOPPED
 
 

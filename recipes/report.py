@@ -152,7 +152,15 @@ class Reporter:
         if self._bar is not None:
             self._bar.print(text)
         else:
-            print(text, flush=True)
+            say(text)
+
+
+def say(text: str) -> None:
+    """To stdout. Whoever reads it may be gone, as `tee` after Ctrl-C: that is no reason for a run to lose its step."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _summary(record: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ where local ones load its k rows and store D_r: k / D_r times as much, 1.5 for t
 block hands on every received row of a dispatch, its metadata at least: with 1.5 times as many local blocks as link
 blocks in place of as many a dispatch takes 1 to 9 % less time in the event engine, and a combine that forms partials up
 to a fourth less. 16 blocks in all: a dispatch of 8 H100 takes 799 us with 9 that feed links and 872 with 8, one of 32
-H100 1118 and 1053; a combine that forms partials 991 with 7 and 1060 with 6 (docs/results/2026-11-24-lanes.md)."""
+H100 1118 and 1053; a combine that forms partials 991 with 7 and 1061 with 6 (docs/results/2026-11-24-lanes.md)."""
 
 from __future__ import annotations
 

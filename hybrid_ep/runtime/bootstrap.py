@@ -181,6 +181,7 @@ def open_segments(
     error: Exception | None = None
     own: _core.Segment | None = None
     attached: list[_core.Segment] = []
+    engine: _E | None = None
     try:
         try:
             own = segments.create(names[rank], num_bytes)
@@ -196,9 +197,10 @@ def open_segments(
         except Exception as e:
             error = e
         _all_well(meet, f"{generation}/attached", error, num_bytes)
+        assert engine is not None
         return engine
     except BaseException:
-        own, attached = None, []  # who keeps the error keeps this frame, which is not to keep the memory
+        own, attached, engine = None, [], None  # who keeps the error keeps this frame: not the memory as well
         raise
     finally:
         for name in names:  # everybody's: a rank that died cannot remove its own

@@ -264,7 +264,7 @@ def test_the_event_engine_takes_the_blocks_and_the_landing_that_it_is_told():
 def test_a_combine_that_reads_single_rows_in_place_moves_the_same_bytes_in_less_time():
     shape = Shape(8, 8, 512, 4096, 8, 256)  # of 5.3 rows that a token has in the node 3.2 are alone on their rank
     formed, in_place = (events.measure(shape, H100, num_sms=8, in_place=there) for there in (False, True))
-    assert in_place.kernel_us["combine"] < 0.95 * formed.kernel_us["combine"]
+    assert in_place.kernel_us["combine"] < 0.98 * formed.kernel_us["combine"]
     assert in_place.kernel_us["dispatch"] == formed.kernel_us["dispatch"]
     links = [name for name in formed.link_bytes if name.startswith("nvlink")]
     assert links

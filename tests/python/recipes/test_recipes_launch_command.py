@@ -320,6 +320,70 @@ def test_ranks_on_cpus_must_share_a_machine(tmp_path):
         rank.check_one_machine(store, "k", 3)
 
 
+STUB = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+stopped = []
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that somebody else's handler serves
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+(here / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+while not stopped or sys.argv[2] == "deaf":
+    time.sleep(0.05)
+(here / f"saved{os.environ['RANK']}").touch()
+"""
+
+
+def _megatron_like_run(tmp_path, how):
+    """A run of two stubs in Megatron's place, up to the moment when both are there: (launcher, their pids)."""
+    (tmp_path / "stub.py").write_text(STUB)
+    script = tmp_path / "job.sh"
+    script.write_text(
+        f"exec {sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 "
+        f"{tmp_path / 'stub.py'} {tmp_path} {how}\n"
+    )
+    program = (
+        f"from pathlib import Path; from recipes import launch_command; launch_command._run_script(Path('{script}'))"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", f"import sys\ntry:\n    {program}\nexcept KeyboardInterrupt:\n    sys.exit(130)"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    files, deadline = [tmp_path / f"pid{r}" for r in range(2)], time.monotonic() + 120
+    while not all(f.exists() and f.read_text() for f in files):
+        assert started.poll() is None and time.monotonic() < deadline, started.communicate()[0]
+        time.sleep(0.1)
+    return started, [int(f.read_text()) for f in files]
+
+
+def test_ctrl_c_asks_megatron_s_ranks_as_megatron_is_asked(tmp_path):
+    started, _ = _megatron_like_run(tmp_path, "listens")
+    started.send_signal(signal.SIGINT)
+    said, _ = started.communicate(timeout=60)
+    assert started.returncode == 130 and "Traceback" not in said and "stopping after this step" in said
+    assert all((tmp_path / f"saved{r}").exists() for r in range(2))
+
+
+def test_a_second_ctrl_c_leaves_no_rank_of_megatron_s(tmp_path):
+    started, ranks = _megatron_like_run(tmp_path, "deaf")
+    started.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    started.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in ranks if _runs(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    """And is no zombie that nobody has waited for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False
+
+
 def test_ctrl_c_lets_a_local_run_finish_its_step(tmp_path):
     """Of the launcher alone, as from a terminal: a checkpoint, no traceback of anybody, and nothing that runs on."""
     command = [sys.executable, "-m", "recipes.launch_command", "tiny_cpu_smoke", "--name", "n"]
