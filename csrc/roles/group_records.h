@@ -12,8 +12,8 @@ class GroupRecords {
  public:
   using Mbarrier = typename A::Mbarrier;
 
-  // They lie where the feed's record window has its blocks: before it is opened, or in a block that has no sums. Weights
-  // take at most as much as records, so that half a group with them fits where a group without does.
+  // They lie where the feed's record window has its blocks: before it is opened, or in a block that has no sums.
+  // Weights take at most as much as records, so that half a group with them fits where a whole one without does.
   static_assert(RecordWindow<A>::kRecords * RecordWindow<A>::kStages == BufferLayout::kGroupRows);
 
   HEP_DEVICE GroupRecords(A& arch, const CombineParams& params, std::byte* smem, int feed)
