@@ -376,6 +376,18 @@ def test_a_second_ctrl_c_leaves_no_rank_of_megatron_s(tmp_path):
         time.sleep(0.1)
 
 
+def test_a_run_whose_reader_is_gone_goes_on(tmp_path):
+    """As with `launch | tee log` after Ctrl-C, which ends tee at once."""
+    program = f"from recipes.report import say\nsay('a')\nsay('b')\nopen({str(tmp_path / 'done')!r}, 'w')"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        code = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, timeout=60).returncode
+    finally:
+        os.close(writer)
+    assert code == 0 and (tmp_path / "done").exists()
+
+
 def _runs(pid: int) -> bool:
     """And is no zombie that nobody has waited for yet."""
     try:
