@@ -60,6 +60,8 @@ def predict(run: ClusterRun) -> str:
             *_side_by_side(run, job),
             f"the same by another verb: {command_of(job)}",
             f"among other layouts: {command_of(job, 'simulate --recommend')}",
+            f"those of them that fit: hybrid-ep launch {run.recipe} --cluster {run.hardware.name} --layouts, with the "
+            "same --set",
         ]
     )
 

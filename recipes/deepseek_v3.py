@@ -41,32 +41,33 @@ ARCHITECTURE = Architecture(
     rope_mscale=1.0,
     rope_mscale_all_dim=1.0,
 )
-# Sixteen and thirty-two chunks: three dense layers lead, MTP and loss end.
+# Sixteen and thirty-two chunks: embedding, MTP and loss count as a layer each.
 _CHUNKS_16 = "Et*3|(tttt|)*14ttmL"
-_CHUNKS_32 = "Et*3|(tt|)*29m|L"
-# SMs: the exchange is not hidden, so that those it takes are taken from nothing; as many as the model would take.
+_CHUNKS_32 = "Et|(tt|)*30mL"
+# Sizes and SMs are the performance model's, within some per cent of the fastest that fits with room to spare:
+# docs/results/recipe-layouts.md. On B200 they are those of Megatron Bridge's summary of 26.02, EP 8 and PP 16.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(
         num_hosts=128,
         tensor=2,
-        pipeline=8,
-        virtual_pipeline=4,
-        expert=64,
+        pipeline=16,
+        virtual_pipeline=1,
+        expert=16,
         precision="fp8",
-        pipeline_layout=_CHUNKS_32,
-        recompute="layernorm,mla_up_proj,mlp,moe",
+        pipeline_layout=_CHUNKS_16,
+        num_sms=8,
         global_batch_size=8192,
     ),
-    "h200_8x400g": dict(recompute="selective", num_sms=32),
+    "h200_8x400g": dict(virtual_pipeline=2, expert=8, pipeline_layout=_CHUNKS_32, num_sms=16),
     "b200_8x400g": dict(
         num_hosts=32,
         tensor=1,
-        pipeline=8,
+        pipeline=16,
         virtual_pipeline=2,
-        expert=32,
+        expert=8,
         precision="mxfp8",
-        pipeline_layout=_CHUNKS_16,
-        num_sms=48,
+        pipeline_layout=_CHUNKS_32,
+        num_sms=16,
         global_batch_size=2048,
     ),
     "gb200_nvl72": dict(
@@ -77,7 +78,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         expert=64,
         precision="mxfp8",
         pipeline_layout=_CHUNKS_16,
-        num_sms=64,
+        num_sms=16,
         global_batch_size=2048,
     ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import shlex
 import signal
@@ -23,12 +24,14 @@ from typing import Any
 from hybrid_ep import local_ranks
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.parser import Parser, warn_renamed
+from hybrid_ep.cli.progress import track
 
 from . import CLUSTER_RECIPES, RECIPES, cluster_summary, get_recipe, launch_checks, launch_slurm, safe_yaml, sbatch
 from .__main__ import list_recipes
 from .cluster import HARDWARE, OLD_NAMES, ClusterRun
 from .config import RunConfig
 from .run_folder import RunFolder, new_folder
+from .verdict import EXIT_NOT_LEARNED, failed
 
 SUMMARY = "train a recipe here or on Slurm"
 _STOP_S = {signal.SIGINT: 60.0, signal.SIGTERM: 900.0}  # for a step and its checkpoint: on CPUs, on GPUs
@@ -39,6 +42,7 @@ _OF_A_NEW_RUN = (
     "cluster",
     "hardware",
     "set",
+    "layouts",
     "name",
     "dry_run",
     "no_submit",
@@ -50,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the subcommand."""
     parser.add_argument("recipe", nargs="?", help=f"one of {', '.join([*CLUSTER_RECIPES, *RECIPES])}")
     parser.add_argument("--list", action="store_true", help="list the recipes and leave")
+    parser.add_argument(
+        "--layouts", action="store_true", help="of a GPU recipe: print the layouts that fit, fastest first, and leave"
+    )
     parser.add_argument("--nodes", type=int, help="hosts (default: the recipe's; 1 for a CPU recipe)")
     parser.add_argument("--tasks-per-node", type=int, help="ranks a host, CPU recipes only")
     parser.add_argument(
@@ -77,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
-    """Exit code: that of torchrun or sbatch; 0 for a dry run. UsageError for what the user can mend."""
+    """Exit code: that of torchrun or sbatch; 3 where a CPU recipe's run did not learn; 0 for a dry run. UsageError
+    for what the user can mend."""
     if args.list:
         print(list_recipes(cluster=True))
         return 0
@@ -86,6 +94,12 @@ def run(args: argparse.Namespace, _argv: Sequence[str]) -> int:
         _check_flags(args)
         if args.resume is not None:
             return _resume(args)
+        if args.layouts:
+            from . import layouts
+
+            watch = functools.partial(track, what="layouts")
+            print(layouts.table(resolve_cluster(args, parse_changes(args.set or [])), watch))
+            return 0
         name = args.name or f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         plan = _plan_cluster if args.recipe in CLUSTER_RECIPES else _plan_small
         return _start(plan(args, name, parse_changes(args.set or [])), args, name)
@@ -130,6 +144,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.recipe in CLUSTER_RECIPES:
         if args.tasks_per_node is not None:
             raise ValueError(f"tasks_per_node={args.tasks_per_node}: one process a GPU; leave it out")
+    elif args.layouts:
+        raise ValueError(f"layouts: {args.recipe} runs on CPUs, where memory and links decide nothing; leave it out")
     elif args.cluster is not None:
         raise ValueError(f"cluster={args.cluster!r}: {args.recipe} runs on CPUs; leave it out")
     elif args.tasks_per_node is not None and args.tasks_per_node < 1:
@@ -260,7 +276,7 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _run_script(script: Path) -> int:
-    """Exit code of sbatch, or of the run itself."""
+    """Exit code of sbatch, or of the run itself; of one that trained to the end and did not learn, EXIT_NOT_LEARNED."""
     program = _program(script)
     print(
         f"{script}: " + (f"submitting; logs in {script.parent / 'logs'}" if program == "sbatch" else "starting"),
@@ -273,7 +289,9 @@ def _run_script(script: Path) -> int:
         message = f"{error.filename} is not on PATH; the script is {script}, start it where there is one"
         raise ValueError(message) from None
     try:
-        return started.wait()
+        code = started.wait()
+        said = script.parent / "verdict.txt"
+        return EXIT_NOT_LEARNED if code == 0 and said.is_file() and failed(said.read_text()) else code
     except KeyboardInterrupt:
         try:
             if program != "sbatch":

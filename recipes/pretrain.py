@@ -18,12 +18,12 @@ from . import RECIPES, get_recipe
 from .__main__ import list_recipes
 from .config import BALANCE_MODES, CLONE_REACHES, DISPATCH_DTYPES, DISPATCHERS, RunConfig
 from .run_folder import RunFolder
-from .verdict import verdict
+from .verdict import EXIT_NOT_LEARNED, verdict
 
 if TYPE_CHECKING:
     from .report import Reporter
 
-EXIT_FAILED, EXIT_USAGE, EXIT_NOT_LEARNED = 1, 2, 3
+EXIT_FAILED, EXIT_USAGE = 1, 2
 _DEPENDENCIES = ("yaml", "numpy", "torch", "megatron", "megatron.core", "triton")
 
 
@@ -195,6 +195,7 @@ def _verdict(reporter: Reporter, entropy: float, folder: RunFolder, stopped_by: 
     """Says it; the exit code."""
     sentence, failed = verdict(reporter.outcome, reporter.step, reporter.held_out_loss, entropy, folder.name)
     print(sentence)
+    folder.verdict_path.write_text(sentence + "\n")
     if reporter.outcome != "done":
         return 128 + stopped_by if stopped_by else 0
     return EXIT_NOT_LEARNED if failed else 0

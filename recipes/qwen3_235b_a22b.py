@@ -28,14 +28,15 @@ ARCHITECTURE = Architecture(
     max_positions=40960,
     aux_loss="global_aux_loss",
 )
-# SMs: the exchange is not hidden, so that those it takes are taken from nothing; as many as the model would take.
+# Sizes and SMs are the performance model's, within some per cent of the fastest that fits:
+# docs/results/recipe-layouts.md.
 _VARIANTS: dict[str, dict[str, Any]] = {
-    "h100_8x400g": dict(num_hosts=32, tensor=2, pipeline=8, virtual_pipeline=4, expert=32, overlap=True),
+    "h100_8x400g": dict(num_hosts=32, tensor=2, pipeline=8, virtual_pipeline=4, expert=32, overlap=True, num_sms=8),
     "b200_8x400g": dict(
-        num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8", num_sms=64
+        num_hosts=16, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8", num_sms=24
     ),
     "gb200_nvl72": dict(
-        num_hosts=32, tensor=1, pipeline=2, virtual_pipeline=1, expert=64, precision="mxfp8", num_sms=64
+        num_hosts=32, tensor=1, pipeline=8, virtual_pipeline=4, expert=8, precision="mxfp8", num_sms=16
     ),
 }
 

@@ -93,6 +93,7 @@ def run(folder: RunFolder, asked: list[int]) -> int:
         if rank == 0:
             corpus = text_data.build_corpus(config.data)  # first, alone: it fills the cache for the others
             step = checkpoint.latest_step(folder.checkpoint_dir) or 0
+            folder.verdict_path.unlink(missing_ok=True)
             folder.rewind_metrics(step) if step else folder.metrics_path.unlink(missing_ok=True)
             store.set(decided, str(step))
         step = int(store.get(decided))
@@ -133,6 +134,7 @@ def run(folder: RunFolder, asked: list[int]) -> int:
                 )
             )
             sentence, _ = verdict(outcome, job.step, reporter.held_out_loss, corpus.unigram_entropy, folder.name)
+            folder.verdict_path.write_text(sentence + "\n")  # ranks of torchrun have no exit code for it
             say(sentence)
     return 0 if outcome == "done" or signal.SIGINT in asked else EXIT_STOPPED
 

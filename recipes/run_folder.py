@@ -25,6 +25,7 @@ class RunFolder:
         self.name = path.name
         self.checkpoint_dir = path / "checkpoint"
         self.metrics_path = path / "metrics.jsonl"
+        self.verdict_path = path / "verdict.txt"
 
     @staticmethod
     def create(config: RunConfig, name: str | None) -> RunFolder:

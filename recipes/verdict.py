@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+EXIT_NOT_LEARNED = 3  # of a command whose run is through and did not learn
+_FAILED = "NOT LEARNED"
+
 
 def verdict(outcome: str | None, step: int, held_out_loss: float | None, entropy: float, name: str) -> tuple[str, bool]:
     """(sentence, whether the run is through and did not learn). entropy: of single bytes, in nats, as the loss."""
@@ -13,5 +16,10 @@ def verdict(outcome: str | None, step: int, held_out_loss: float | None, entropy
             f"entropy {entropy:.4f}: the model uses context."
         ), False
     return (
-        f"NOT LEARNED: held-out loss {held_out_loss:.4f} nats/byte is not below the unigram entropy {entropy:.4f}."
+        f"{_FAILED}: held-out loss {held_out_loss:.4f} nats/byte is not below the unigram entropy {entropy:.4f}."
     ), True
+
+
+def failed(sentence: str) -> bool:
+    """Whether a run's last sentence says that it did not learn."""
+    return sentence.startswith(_FAILED)

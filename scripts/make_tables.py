@@ -1,6 +1,6 @@
 """Writes again all that the documentation shows of the performance model: tables, figures and pictures in docs/results.
 
-    python scripts/make_tables.py [--only simulator,training,bench,scaling] [--quick] [--fit]
+    python scripts/make_tables.py [--only simulator,training,layouts,bench,scaling] [--quick] [--fit]
 
 Deterministic; a few minutes, most of them the event engine's, which --quick leaves out. --fit writes first what the
 published training steps give for the numbers of hybrid_ep/perf/efficiency.py. Prose stays as it is."""
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import runpy
 import shutil
 import sys
 import tempfile
@@ -42,6 +43,12 @@ def training(quick: bool) -> None:
     print(f"written: {training_tables.OUT}")
 
 
+def layouts(quick: bool) -> None:
+    import layout_tables
+
+    layout_tables.main([])
+
+
 def _pictures(name: str, command: str) -> None:
     from hybrid_ep import cli
 
@@ -63,6 +70,7 @@ def scaling(quick: bool) -> None:
 PARTS: dict[str, Callable[[bool], None]] = {
     "simulator": simulator,
     "training": training,
+    "layouts": layouts,
     "bench": bench,
     "scaling": scaling,
 }
@@ -94,7 +102,10 @@ def main(argv: Sequence[str]) -> None:
         parser.error(f"--only {args.only}: there is no {unknown[0]!r}; use some of {', '.join(PARTS)}")
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # of this checkout, wherever it was called
     if args.fit:
+        from hybrid_ep.perf import efficiency
+
         EFFICIENCY.write_text(fit(EFFICIENCY.read_text()))
+        efficiency.FITTED.update(runpy.run_path(str(EFFICIENCY))["FITTED"])  # what follows goes by the new ones
         print(f"written: {EFFICIENCY.relative_to(ROOT)}")
     for name in names:
         PARTS[name](args.quick)

@@ -11,12 +11,12 @@ from hybrid_ep.hardware.clusters import Cluster
 
 # (GPU, precision of the GEMMs): geometric mean over half of its published rows. mxfp8 counts as fp8.
 FITTED = {
-    ("H100", "bf16"): 0.2720,
-    ("H100", "fp8"): 0.2992,
-    ("GB200", "bf16"): 0.4203,
-    ("GB200", "fp8"): 0.2076,
-    ("B200", "fp8"): 0.1053,
-    ("B300", "fp8"): 0.1530,
+    ("H100", "bf16"): 0.2758,
+    ("H100", "fp8"): 0.3032,
+    ("GB200", "bf16"): 0.4236,
+    ("GB200", "fp8"): 0.2109,
+    ("B200", "fp8"): 0.1085,
+    ("B300", "fp8"): 0.1583,
 }
 # GPUs of which no step was published in a precision, and whose number is taken.
 STANDS_IN = {

@@ -1,6 +1,7 @@
 """A training step at scale, in a page of arithmetic on top of the exchange model.
 
     micro-batch of a stage = compute (1 + cv_fast g(EP)) + exposed exchange + fixed cost of its calls + tensor parallel
+                             + exposed transfers to the next stage
     step = micro-batches x that x (1 + bubble) x (1 + cv_slow g(nodes)) + exposed gradient exchange
 
 g(n) is the expected maximum of n standard normals: within an EP group every layer waits for its slowest rank
@@ -31,6 +32,8 @@ DISPATCHERS = ("hybrid_ep", "published_hybrid_ep", "node_dedup", "a2a", "deepep_
 RECOMPUTE = ("none", "moe", "full")
 # Variation of speed between nodes that torchtitan's published rows have: docs/performance_model.md.
 CV_SLOW = 0.034
+# Rows of a tile of the grouped GEMMs of CUTLASS and DeepGEMM: each expert's last tile is half empty on average.
+GEMM_TILE_ROWS = 128
 # CollectiveX: an fp8 dispatch costs 27 to 65 us more than a bf16 one, whatever its size, to quantise.
 QUANTISE_US = 46.0
 # DeepEP V1, 24 SMs, bf16: logical GB/s published in Hybrid-EP's README; GB200 at EP24, B200 at EP8.
@@ -47,7 +50,8 @@ class Job:
     """gpus = EP x PP x replicas. tokens: of a rank and micro-batch; with tensor parallelism its part of the sequence
     (sequence parallel), experts whole on their rank. efficiency: of the compute, of the GPU's peak; None: as
     published steps of such GPUs have it (`efficiency`). overlap,
-    grad_overlap: share of exchange and of gradient traffic hidden behind compute. fixed_us: of each call, beyond the
+    grad_overlap: share of exchange and of gradient traffic hidden behind compute; transfers between pipeline stages
+    hide as gradients do where stages are virtual ones too, and not at all elsewhere. fixed_us: of each call, beyond the
     exchange model. ValueError names argument, value and remedy."""
 
     model: MoeModel
@@ -187,7 +191,7 @@ def _exchange(
 def compute_us(job: Job) -> float:
     """Forward and backward of a micro-batch on a stage. The experts take the longer of their FLOPs and their memory:
     weights read twice (with recompute three times) and fp32 gradients accumulated, 12 (14) bytes a parameter of this
-    rank."""
+    rank. Their GEMMs compute whole tiles: half a tile of rows more an expert than it has."""
     m, again, all_again = job.model, job.recompute != "none", job.recompute == "full"
     rate = job.peak_tflops * 1e6 * job.share_of_peak
     expert_flops = 6 * m.expert_params * m.topk * m.moe_layers * job.tokens / job.pp
@@ -195,6 +199,7 @@ def compute_us(job: Job) -> float:
     memory = hbm_us(job.cluster, (14 if again else 12) * m.routed_params / (job.ep * job.pp))
     other *= 4 / 3 if all_again else 1
     expert_flops *= (4 / 3 if again else 1) * (1 + job.imbalance)
+    expert_flops *= 1 + GEMM_TILE_ROWS / 2 / (job.tokens * m.topk * job.ep / m.experts)
     return (other / rate + max(expert_flops / rate, memory)) * _largest_stage(job)
 
 
@@ -210,6 +215,17 @@ def tensor_us(job: Job) -> float:
     m, passes = job.model, 3 if job.recompute == "full" else 2
     blocks = (2 * m.num_layers - m.moe_layers) / job.pp * _largest_stage(job)
     return 2 * passes * blocks * (job.tensor - 1) * job.tokens * m.hidden * 2 / (job.cluster.gpu.nvlink_rate * 1e3)
+
+
+def pipeline_us(job: Job) -> float:
+    """Transfers of a micro-batch to the next stage and, of its gradients, to the one before, in full view: bf16, once a
+    chunk of layers, over a NIC where the stages are not in one node. Megatron hides them behind other chunks where
+    stages are virtual ones too, and waits for them where they are not."""
+    if job.pp == 1:
+        return 0.0
+    rate = job.cluster.nic.rate if job.gpus > job.cluster.ranks_per_node else job.cluster.gpu.nvlink_rate
+    shown = 1 - job.grad_overlap if job.virtual_pp > 1 else 1.0
+    return 2 * job.virtual_pp * job.tokens * job.model.hidden * 2 / (rate * 1e3) * shown
 
 
 @dataclass(frozen=True)
@@ -242,7 +258,8 @@ def step(job: Job, layer: Layer | None = None) -> Step:
     exchange = layers * (2 * one_way + again) * (1 - job.overlap)  # forward, and each is the other's backward
     calls = 4 + (0 if job.recompute == "none" else 1 if _by_handle(job) else 2)
     fixed, tensor = layers * (calls * job.fixed_us + (layer.beside_us if layer else 0.0)), tensor_us(job)
-    micro_batch = compute + straggle + exchange + fixed + tensor
+    pipeline = pipeline_us(job)
+    micro_batch = compute + straggle + exchange + fixed + tensor + pipeline
     bubble = (job.pp - 1) / (job.virtual_pp * job.micro_batches)
     nodes = max(1, job.gpus // min(8, job.gpus))
     slow = job.cv_slow * expected_max(nodes)
@@ -254,6 +271,7 @@ def step(job: Job, layer: Layer | None = None) -> Step:
         "exchange": exchange * job.micro_batches,
         "fixed": fixed * job.micro_batches,
         "tensor parallel": tensor * job.micro_batches,
+        "pipeline transfers": pipeline * job.micro_batches,
         "waiting in the EP group": straggle * job.micro_batches,
         "bubble": micro_batch * job.micro_batches * bubble,
         "slowest node": busy * slow,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes import CLUSTER_RECIPES, RECIPES, rank, safe_yaml, sbatch
-from recipes.launch_command import main, parse_changes
+from recipes.launch_command import _run_script, main, parse_changes
 from recipes.run_folder import RunFolder
 
 SMALL = "qwen3_30b_a3b_proxy"
@@ -388,6 +388,17 @@ def test_a_run_whose_reader_is_gone_goes_on(tmp_path):
     assert code == 0 and (tmp_path / "done").exists()
 
 
+@pytest.mark.parametrize(
+    "ends, said, code", [(0, "LEARNED: yes", 0), (0, "NOT LEARNED: no", 3), (0, "", 0), (7, "NOT LEARNED: no", 7)]
+)
+def test_a_run_that_did_not_learn_ends_with_3_as_from_pretrain(ends, said, code, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text(f"exit {ends}\n")
+    if said:
+        (tmp_path / "verdict.txt").write_text(said + "\n")
+    assert _run_script(script) == code
+
+
 def _runs(pid: int) -> bool:
     """And is no zombie that nobody has waited for yet."""
     try:
@@ -410,4 +421,5 @@ def test_ctrl_c_lets_a_local_run_finish_its_step(tmp_path):
     started.send_signal(signal.SIGINT)
     said, _ = started.communicate(timeout=120)  # until the last who has its stdout is gone
     assert started.returncode == 130 and "Traceback" not in said and "stopped after step" in said
+    assert not (tmp_path / "n" / "verdict.txt").exists()
     assert (tmp_path / "n" / "checkpoint" / "latest").exists()

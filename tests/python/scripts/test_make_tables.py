@@ -33,7 +33,7 @@ def test_every_picture_is_there_and_drawn_by_the_command_that_the_page_shows():
 def test_an_unknown_part_is_refused_with_those_there_are(capsys):
     with pytest.raises(SystemExit):
         make_tables.main(["--only", "training,plots"])
-    assert "there is no 'plots'; use some of simulator, training, bench, scaling" in capsys.readouterr().err
+    assert "there is no 'plots'; use some of simulator, training, layouts, bench, scaling" in capsys.readouterr().err
 
 
 def test_a_quick_run_keeps_what_the_event_engine_said(tmp_path, monkeypatch):
@@ -50,3 +50,19 @@ def test_a_quick_run_keeps_what_the_event_engine_said(tmp_path, monkeypatch):
 
 def test_make_calls_it():
     assert "scripts/make_tables.py $(ARGS)" in (ROOT / "Makefile").read_text()
+
+
+def test_a_new_fit_is_what_the_tables_of_that_run_go_by(tmp_path, monkeypatch):
+    from hybrid_ep.perf import efficiency
+
+    off = tmp_path / "efficiency.py"
+    off.write_text(make_tables.EFFICIENCY.read_text().replace('("H100", "bf16"): 0.', '("H100", "bf16"): 0.1'))
+    monkeypatch.setattr(make_tables, "EFFICIENCY", off)
+    monkeypatch.setattr(make_tables, "ROOT", tmp_path)
+    monkeypatch.setattr(efficiency, "FITTED", {**efficiency.FITTED, ("H100", "bf16"): 0.1})
+    seen = []
+    monkeypatch.setitem(make_tables.PARTS, "bench", lambda quick: seen.append(dict(efficiency.FITTED)))
+    kept, before = list(sys.path), make_tables.fit(off.read_text())
+    make_tables.main(["--fit", "--only", "bench"])
+    sys.path[:] = kept
+    assert off.read_text() == before and f"{seen[0]['H100', 'bf16']:.4f}" in before and seen[0]["H100", "bf16"] != 0.1

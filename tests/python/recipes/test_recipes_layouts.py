@@ -1,0 +1,93 @@
+"""The layouts that `launch --layouts` ranks, against all there are, and the committed table of what recipes ship."""
+
+import dataclasses
+import itertools
+import shlex
+import sys
+
+import pytest
+from docs_pages import ROOT
+
+from hybrid_ep.perf import recommend, step_time
+from recipes import CLUSTER_RECIPES, layouts, memory
+from recipes.cluster_summary import job_of
+from recipes.launch_command import main, parse_changes
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import layout_tables
+
+sys.path.remove(str(ROOT / "scripts"))
+
+MIXTRAL = CLUSTER_RECIPES["mixtral_8x7b"]("h100_8x400g")
+
+
+def every_layout(run):
+    """Without bounds and without a thought of what is slower: all that can be derived and fit."""
+    recomputes = ("selective", "layernorm,moe", "full")
+    for sizes in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4, 8), recomputes):
+        names = ("tensor", "pipeline", "virtual_pipeline", "expert", "recompute")
+        try:
+            made = run.derive(**dict(zip(names, sizes, strict=True)))
+        except ValueError:
+            continue
+        if (made.pipeline > 1 or made.virtual_pipeline == 1) and memory.per_gpu(made).total <= memory.budget_bytes(run):
+            yield step_time.step(recommend.tuned(job_of(made))).seconds
+
+
+def test_the_fastest_are_those_of_a_search_without_bounds():
+    found = layouts.ranked(MIXTRAL, most=10)
+    assert sorted(x.seconds for x in found) == pytest.approx(sorted(every_layout(MIXTRAL))[:10])
+    for layout in found:
+        made = MIXTRAL.derive(**layout.changes(MIXTRAL))
+        assert made == layout.run and memory.check_fits(made).total == layout.need_bytes
+    best = min(x.seconds for x in found)
+    assert found[0].seconds <= best * 1.01 and all(
+        len(found[0].changes(MIXTRAL)) <= len(x.changes(MIXTRAL)) for x in found if x.seconds <= best * 1.01
+    )
+
+
+def test_more_recompute_is_taken_only_where_less_does_not_fit():
+    tight = dataclasses.replace(MIXTRAL, memory_reserve=0.7)
+    for layout in layouts.ranked(tight, most=30):
+        r = layout.run
+        if r.recompute != "selective":
+            assert memory.per_gpu(r.derive(recompute="selective")).total > memory.budget_bytes(tight)
+    assert {x.run.recompute for x in layouts.ranked(tight, most=30)} > {"selective"}
+    with pytest.raises(ValueError, match="no layout of mixtral_8x7b fits 64 GPUs"):
+        layouts.ranked(dataclasses.replace(MIXTRAL, memory_reserve=0.99))
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 8, 16, 32, 64])
+def test_equal_chunks_hold_the_whole_model(chunks):
+    run = CLUSTER_RECIPES["deepseek_v3"]("gb200_nvl72")
+    text = layouts.equal_chunks(run, chunks)
+    assert text.replace("|", "") == "E" + "t" * 61 + "mL" and text.count("|") == chunks - 1
+    with pytest.raises(ValueError, match="not 3 equal chunks"):
+        layouts.equal_chunks(run, 3)
+
+
+def test_the_command_prints_words_that_make_the_first(capsys):
+    """A run that is far from the best: the words behind `the first:` are taken, and make what the table says."""
+    words = ["mixtral_8x7b", "--set", "expert=2", "--set", "pipeline=8", "--set", "virtual_pipeline=4"]
+    assert main([*words, "--layouts"]) == 0
+    said = capsys.readouterr().out
+    own = [line for line in said.splitlines() if line.endswith("as it is")]
+    (first,) = [line for line in said.splitlines() if line.startswith("the first: ")]
+    pairs = [w for w in [*words[1:], *shlex.split(first.removeprefix("the first: "))] if w != "--set"]
+    run = CLUSTER_RECIPES["mixtral_8x7b"]("h100_8x400g").derive(**parse_changes(pairs))
+    seconds = layouts.own(run).seconds
+    assert f"{seconds:.2f}" in said.splitlines()[3] and len(own) == 1
+    assert seconds < float(own[0].split()[0])
+
+
+def test_what_recipes_ship_is_near_the_fastest_of_the_committed_table():
+    rows = [line.split(" | ") for line in layout_tables.OUT.read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == len(CLUSTER_RECIPES) * len(layout_tables.CLUSTERS)
+    for cells, (name, cluster) in zip(rows, itertools.product(CLUSTER_RECIPES, layout_tables.CLUSTERS), strict=True):
+        run = CLUSTER_RECIPES[name](cluster)
+        own = layouts.own(run)
+        assert cells[0].removeprefix("| ") == name and cells[1].startswith(str(run.num_gpus))
+        assert cells[3] == str(own) and cells[6] == f"{own.seconds:.2f}", "run `make tables`"
+        assert own.seconds < float(cells[7]), "alltoall is faster"
+        without_experts_apart = "EP 1," in cells[8]
+        assert own.seconds <= float(cells[10]) * (1.12 if without_experts_apart else 1.06)
