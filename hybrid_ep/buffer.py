@@ -249,7 +249,7 @@ class HybridEPBuffer(PlansClones, Named):
         pad_empty_experts: an expert that nobody chose gets pad_multiple zero rows too (they count against a
         budget), so that no grouped GEMM sees an empty group. With a handle both paddings are the handle's.
         path: "throughput"; "latency" (one launch; with routing only if non_blocking); "auto": latency with routing if
-        non_blocking and num_of_tokens_per_rank <= latency_tokens, and with a handle as that was made.
+        non_blocking and num_of_tokens_per_rank <= latency_tokens (and a tuning file's crossover); a handle's as made.
         Returns (rows [P, H], weights fp32 [P] or None, scales [P, S] or None, padded_tokens_per_expert int64
         [num_local_experts], handle); handle[10] is the overflow flag, int32 [1].
         Raises ValueError, CapacityError (blocking with overflow="raise"), DeadlineError."""

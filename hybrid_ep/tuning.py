@@ -1,4 +1,5 @@
-"""Tuning files: blocks and chunks of dispatch and combine, found by device and shape. `hybrid-ep tune` writes them.
+"""Tuning files: blocks and chunks of dispatch and combine, and up to how many tokens the latency path is faster, found
+by device and shape. `hybrid-ep tune` writes them.
 
 A file is JSON with a list of entries; an entry says what it was tuned for and what came out. A buffer that is given a
 file and finds no entry for itself raises: settings for another machine or shape are not a fallback."""
@@ -51,6 +52,7 @@ class Entry:
     settings: Settings
 
     def to_json(self) -> dict[str, Any]:
+        """As it stands in the file."""
         shape = {**self.key._asdict(), "tokens": self.tokens, "topk": self.topk, "dtype": self.dtype}
         return {"device": self.device, "shape": shape, "settings": asdict(self.settings)}
 
@@ -63,6 +65,23 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Crossover:
+    """Up to how many tokens a rank the latency path was faster than the other one on a device and shape; 0: with none
+    that was tried. topk and dtype are for the reader."""
+
+    device: str
+    key: Key
+    topk: int
+    dtype: str
+    latency_tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        shape = {**self.key._asdict(), "topk": self.topk, "dtype": self.dtype}
+        return {"device": self.device, "shape": shape, "latency_tokens": self.latency_tokens}
+
+
+@dataclass(frozen=True)
 class Table:
     """A file's entries, and the device that asks. identity: equal on all ranks that hold the same file and device."""
 
@@ -70,6 +89,7 @@ class Table:
     device: str
     entries: tuple[Entry, ...]
     identity: str
+    crossovers: tuple[Crossover, ...] = ()
 
     def find(self, key: Key, tokens: int) -> Settings:
         """The settings of the entry for this device and `key` whose number of tokens is nearest, at most a factor of
@@ -90,6 +110,12 @@ class Table:
             )
         return min(fitting, key=lambda e: max(e.tokens, tokens) / max(1, min(e.tokens, tokens))).settings
 
+    def crossover(self, key: Key) -> int | None:
+        """Up to how many tokens a rank the latency path is faster here: the least of what the file has for this device
+        and `key`, with whatever topk and dtype; None: it says nothing of them."""
+        said = [c.latency_tokens for c in self.crossovers if c.key == key and _is_device(c.device, self.device)]
+        return min(said, default=None)
+
 
 def load(path: Any, device: str) -> Table:
     """The file at `path` (str or Path) for `device`. ValueError when it is missing or is no tuning file."""
@@ -108,28 +134,37 @@ def load(path: Any, device: str) -> Table:
         raise ValueError(f"tuning={str(path)!r} is {found!r}, not {SCHEMA!r}; write it again with 'hybrid-ep tune'")
     try:
         entries = tuple(_entry(e) for e in document["entries"])
+        crossovers = tuple(_crossover(c) for c in document.get("crossovers", ()))
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"tuning={str(path)!r}: an entry is damaged ({error!r}); write it again with 'hybrid-ep tune'"
         ) from None
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Table(str(path), device, entries, f"sha256 {digest} on {device}")
+    return Table(str(path), device, entries, f"sha256 {digest} on {device}", crossovers)
 
 
 def _entry(e: dict[str, Any]) -> Entry:
     shape = e["shape"]
     settings = Settings(**{f.name: e["settings"][f.name] for f in fields(Settings)})
-    numbers = [shape["tokens"], *(shape[name] for name in Key._fields), *asdict(settings).values()]
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in numbers):
-        raise TypeError(f"numbers must be integers of at least 1, not {numbers}")
-    return Entry(
-        str(e["device"]),
-        Key(*(shape[name] for name in Key._fields)),
-        shape["tokens"],
-        shape["topk"],
-        shape["dtype"],
-        settings,
-    )
+    _require_integers(1, shape["tokens"], *asdict(settings).values())
+    return Entry(str(e["device"]), _key(shape), shape["tokens"], shape["topk"], shape["dtype"], settings)
+
+
+def _crossover(c: dict[str, Any]) -> Crossover:
+    shape = c["shape"]
+    _require_integers(0, c["latency_tokens"])
+    return Crossover(str(c["device"]), _key(shape), shape["topk"], shape["dtype"], c["latency_tokens"])
+
+
+def _key(shape: dict[str, Any]) -> Key:
+    key = Key(*(shape[name] for name in Key._fields))
+    _require_integers(1, *key)
+    return key
+
+
+def _require_integers(least: int, *numbers: Any) -> None:
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < least for n in numbers):
+        raise TypeError(f"numbers must be integers of at least {least}, not {list(numbers)}")
 
 
 def _is_device(entry: str, name: str) -> bool:

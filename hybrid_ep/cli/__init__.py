@@ -42,7 +42,7 @@ COMMANDS = {
     "doctor": Command("hybrid_ep.cli.doctor.command", "is this machine fit: versions, limits, a loopback exchange"),
     "report": Command("hybrid_ep.cli.report.command", "strong and weak scaling from runs or from the simulator"),
     "simulate": Command("hybrid_ep.cli.simulate.command", "predict dispatch and combine on a cluster that is not here"),
-    "tune": Command("hybrid_ep.cli.tune.command", "find the blocks and chunks that are best, write them for buffers"),
+    "tune": Command("hybrid_ep.cli.tune.command", "find the best blocks, chunks and path, write them for buffers"),
 }
 
 

@@ -24,7 +24,7 @@ PATHS = (AUTO, "throughput", "latency")
 def takes_routed(session: Session, path: Any, call: Call, most_tokens: Any) -> bool:
     """Whether a dispatch that routes goes by lines. most_tokens: num_of_tokens_per_rank, checked, or None. All that is
     asked is the same on all ranks, but for a rank with too many tokens, which refuses alone. ValueError."""
-    limit = session.options.latency_tokens
+    limit = session.options.auto_latency_tokens
     if path is AUTO and not limit:  # nearly every call
         return False
     if _is_auto(path):

@@ -48,6 +48,7 @@ class Options:
     tuning: tuning.Table | None
     arena_mib: int | None = None  # None: by shape
     latency_tokens: int = 0  # of a rank, on the latency path; 0: there is none
+    auto_latency_tokens: int = 0  # up to so many auto takes it: all, or fewer by the tuning file; agree()
     clones: clone_plans.PlannerOptions | None = None  # None: plan_clones plans none
     spares: spare_slots.SpareLayout | None = None  # registered slots; None: none
     num_blocks_exchange: int | None = None  # None: by the tokens of a call
@@ -108,17 +109,16 @@ class Options:
         return found
 
     def _settle(self, where: topology.Topology) -> None:
-        """Blocks and chunks: the caller's, else the tuning file's; else choose_blocks and the default."""
-        tuned = (
-            None
-            if self.tuning is None
-            else self.tuning.find(
-                tuning.Key(
-                    where.num_ranks, where.num_local_ranks, self.hidden_dim, self.num_local_experts * where.num_ranks
-                ),
-                self.max_tokens,
-            )
-        )
+        """Blocks and chunks: the caller's, else the tuning file's; else choose_blocks and the default. Of the latency
+        path auto takes what there is room for, or less where the file has measured that."""
+        tuned, self.auto_latency_tokens = None, self.latency_tokens
+        if self.tuning is not None:
+            num_experts = self.num_local_experts * where.num_ranks
+            key = tuning.Key(where.num_ranks, where.num_local_ranks, self.hidden_dim, num_experts)
+            tuned = self.tuning.find(key, self.max_tokens)
+            crossover = self.tuning.crossover(key)
+            if crossover is not None:
+                self.auto_latency_tokens = min(self.latency_tokens, crossover)
         if tuned is not None:
             self.chunks = {"dispatch": tuned.chunk_dispatch, "combine": tuned.chunk_combine}
         self.num_blocks_dispatch = self.num_blocks_dispatch or (tuned.num_sms_dispatch if tuned else None)

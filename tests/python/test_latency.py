@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from examples import Example, check, examples, expected, make_inputs, same
 from hypothesis import given, settings
 from world import ProcessWorld
 
-from hybrid_ep import DeadlineError, HybridEPBuffer, functional
+from hybrid_ep import DeadlineError, HybridEPBuffer, functional, tuning
 from hybrid_ep.testing import VirtualWorld
 
 TOKENS = 48  # latency_tokens of most buffers here
@@ -215,6 +216,35 @@ def test_a_path_is_any_string_that_names_one():
             buffers[rank], A_PARTIAL, lambda: buffers[rank].combine_with_unpermute(**back, path=np.str_("throughput"))
         )
         assert went(found, False, rank)
+
+    world.run(run)
+
+
+@pytest.mark.parametrize("said", [None, 0, 30, TOKENS, 2 * TOKENS])
+def test_auto_goes_by_the_crossover_of_a_tuning_file(tmp_path, said):
+    """None: a file that says nothing of it. Who names the path gets it, up to latency_tokens."""
+    key, device = tuning.Key(3, 3, EX.hidden, 3 * EX.num_local_experts), tuning.cpu_model()
+    document = {
+        "schema": tuning.SCHEMA,
+        "entries": [tuning.Entry(device, key, TOKENS, 3, "bf16", tuning.Settings(1, 1, 8, 8)).to_json()],
+    }
+    if said is not None:
+        document["crossovers"] = [tuning.Crossover(device, key, 3, "bf16", said).to_json()]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(document))
+    world = VirtualWorld(1, 3)
+    buffers = world.buffers(EX.hidden, 1, EX.num_local_experts, latency_tokens=TOKENS, timeout_s=20, tuning=str(path))
+
+    def run(rank, _):
+        for tokens, name, lines in (
+            (30, "auto", said is None or said >= 30),
+            (31, "auto", said is None or said >= 31),
+            (TOKENS + 1, "auto", False),
+            (30, "latency", True),
+        ):
+            call = routed(EX, rank, path=name, num_of_tokens_per_rank=tokens)
+            _, found = by_lines(buffers[rank], A_MESSAGE, lambda c=call: buffers[rank].dispatch_with_permute(**c))
+            assert went(found, lines, rank), (tokens, name)
 
     world.run(run)
 

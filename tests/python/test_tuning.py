@@ -12,7 +12,7 @@ from hybrid_ep.config import DEFAULT_CHUNK_TOKENS
 from hybrid_ep.perf.implementations import HYBRID_EP, PUBLISHED
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.testing import VirtualWorld
-from hybrid_ep.tuning import Entry, Key, Settings
+from hybrid_ep.tuning import Crossover, Entry, Key, Settings
 
 HIDDEN, EXPERTS, TOPK, TOKENS = 64, 8, 3, 70
 
@@ -24,8 +24,9 @@ def entry(device=None, settings=TUNED, tokens=TOKENS, key=HERE) -> Entry:
     return Entry(device or tuning.cpu_model(), key, tokens, TOPK, "bf16", settings)
 
 
-def write(path, *entries: Entry) -> str:
-    path.write_text(json.dumps({"schema": tuning.SCHEMA, "entries": [e.to_json() for e in entries]}))
+def write(path, *entries: Entry, crossovers: tuple[Crossover, ...] = ()) -> str:
+    found = {"entries": [e.to_json() for e in entries], "crossovers": [c.to_json() for c in crossovers]}
+    path.write_text(json.dumps({"schema": tuning.SCHEMA, **found}))
     return str(path)
 
 
@@ -115,6 +116,27 @@ def test_a_buffer_takes_its_settings_from_the_file(tmp_path, monkeypatch):
     assert (c.num_of_blocks_dispatch_api, c.num_of_blocks_combine_api, c.chunk("combine")) == (3, 4, 17)
     c = make(world, tuning="")[0].config
     assert (c.num_of_blocks_dispatch_api, c.chunk("combine")) == (1, DEFAULT_CHUNK_TOKENS)
+
+
+def test_of_several_crossovers_the_least_counts(tmp_path):
+    def found(tokens, device="cpu", key=HERE, topk=TOPK, dtype="bf16"):
+        return Crossover(device, key, topk, dtype, tokens)
+
+    path = write(
+        tmp_path / "t.json",
+        crossovers=(found(9), found(7, topk=1), found(8, dtype="fp8"), found(1, "H100"), found(2, key=Key(2, 2, 8, 8))),
+    )
+    table = tuning.load(path, "cpu")
+    assert table.crossover(HERE) == 7 and table.crossover(Key(2, 2, 8, 8)) == 2
+    assert tuning.load(path, "other").crossover(HERE) is None
+    assert tuning.load(write(tmp_path / "u.json", entry()), "cpu").crossover(HERE) is None
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, True, None, "8"])
+def test_a_damaged_crossover_is_refused(tmp_path, tokens):
+    path = write(tmp_path / "t.json", entry(), crossovers=(Crossover("cpu", HERE, TOPK, "bf16", tokens),))
+    with pytest.raises(ValueError, match="damaged.*at least 0"):
+        tuning.load(path, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -4,37 +4,17 @@ tokens on the latter is faster. Both are times of the event engine, without what
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from hybrid_ep.cli.bench import routing
 from hybrid_ep.cli.bench.config import require, token_sweep
-from hybrid_ep.cli.simulate.latency import PATHS
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import events, latency_events
+from hybrid_ep.perf import crossover
+from hybrid_ep.perf.crossover import OPS, Row
 from hybrid_ep.perf.shape import Shape
 
-OPS = ("dispatch", "combine", "pair")
 _HEADER = f"#{'tokens':>7}{'sms':>5}{'op':>10}{'lines us':>11}{'throughput us':>15}{'ratio':>8}  faster"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Predictions in microseconds of one operation; `ratio` is the latency path's time over the other's."""
-
-    tokens: int
-    num_sms: int
-    op: str
-    latency_us: float
-    throughput_us: float
-
-    @property
-    def ratio(self) -> float:
-        return self.latency_us / self.throughput_us
-
-    @property
-    def faster(self) -> str:
-        return PATHS[self.ratio < 1]
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -67,19 +47,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             shape = Shape(ranks, ranks, tokens, args.hidden, args.topk, args.experts)
             if not rows:
                 _print_header(cluster, shape)
-            by_lines = latency_events.measure(shape, cluster, num_sms=num_sms, seed=args.seed)
-            other = events.measure(shape, cluster, num_sms=num_sms)
-            both = {
-                "dispatch": (by_lines.dispatch_us, other.time_us["dispatch"]),
-                "combine": (by_lines.combine_us, other.time_us["combine"]),
-            }
-            both["pair"] = (sum(us for us, _ in both.values()), sum(us for _, us in both.values()))
+            predicted = crossover.predict(shape, cluster, num_sms, args.seed)
             for op in args.op:
-                rows.append(Row(tokens, num_sms, op, *both[op]))
+                rows.append(predicted[op])
                 print(_line(rows[-1]), flush=True)
-    crossovers = [_crossover(rows, op, num_sms) for num_sms in args.num_sms for op in args.op]
+    crossovers = [crossover.find(rows, op, num_sms) for num_sms in args.num_sms for op in args.op]
     for found in crossovers:
-        print(f"# {found['op']}, {found['num_sms']} SMs: {found['said']}")
+        print(f"# {found.op}, {found.num_sms} SMs: {found.said}")
     shape = Shape(ranks, ranks, rows[0].tokens, args.hidden, args.topk, args.experts)
     return [
         {
@@ -87,8 +61,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             "path": "latency",
             "engine": "events",
             "shape": {name: value for name, value in asdict(shape).items() if name != "tokens"},
-            "rows": [asdict(row) | {"ratio": row.ratio, "faster": row.faster} for row in rows],
-            "crossovers": crossovers,
+            "rows": [row.to_json() for row in rows],
+            "crossovers": [found.to_json() for found in crossovers],
         }
     ]
 
@@ -108,17 +82,3 @@ def _line(row: Row) -> str:
         f"{row.tokens:>8}{row.num_sms:>5}{row.op:>10}{row.latency_us:>11.1f}{row.throughput_us:>15.1f}"
         f"{row.ratio:>8.2f}  {row.faster}"
     )
-
-
-def _crossover(rows: list[Row], op: str, num_sms: int) -> dict[str, Any]:
-    """Up to how many tokens of the sweep, from the smallest on, lines are faster."""
-    mine = sorted((row for row in rows if (row.op, row.num_sms) == (op, num_sms)), key=lambda row: row.tokens)
-    lost = next((row.tokens for row in mine if row.faster != "latency"), None)
-    won = max((row.tokens for row in mine if lost is None or row.tokens < lost), default=None)
-    if won is None:
-        said = f"the throughput path is faster from {mine[0].tokens} tokens a rank, the fewest of this sweep"
-    elif lost is None:
-        said = f"lines are faster up to {won} tokens a rank, the most of this sweep: latency_tokens={won} or more"
-    else:
-        said = f"lines are faster up to {won} tokens a rank and not at {lost}: latency_tokens={won}"
-    return {"op": op, "num_sms": num_sms, "latency_tokens": won, "throughput_from": lost, "said": said}

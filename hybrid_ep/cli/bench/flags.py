@@ -8,9 +8,9 @@ from hybrid_ep.cli import outputs
 from hybrid_ep.cli.bench import heap, routing
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
-from hybrid_ep.cli.simulate.latency import PATHS
 from hybrid_ep.cli.simulate.request import ENGINES
 from hybrid_ep.hardware import clusters
+from hybrid_ep.perf.crossover import PATHS
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
 
 _DEFAULT_OPS = ("dispatch", "combine", "pair")

@@ -11,6 +11,7 @@ from hybrid_ep.cli.simulate import advise, job, latency, move, report, sweep
 from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models
+from hybrid_ep.perf.crossover import PATHS
 from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.shape import DTYPES
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message")
     how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
                      "model: the queueing model; auto: events where they take seconds")  # fmt: skip
-    how.add_argument("--path", choices=latency.PATHS, default=latency.PATHS[0], help="latency: few tokens by lines, on "
+    how.add_argument("--path", choices=PATHS, default=PATHS[0], help="latency: few tokens by lines, on "
                      "one node, by the event engine")  # fmt: skip
     how.add_argument("--kernels", choices=tuple(KERNELS), default="ours", help="published: Hybrid-EP's, as its README "
                      "measured them, by the model (no permute)")  # fmt: skip

@@ -9,8 +9,6 @@ from typing import Any
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.perf import latency_events
 
-PATHS = ("throughput", "latency")
-
 
 def run(request: Request, args: argparse.Namespace) -> dict[str, Any]:
     """Prints both times; returns what `--json` writes. ValueError for what the path, or its event engine, has not."""

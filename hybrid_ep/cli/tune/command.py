@@ -14,6 +14,7 @@ from hybrid_ep.cli.bench.config import BACKENDS, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list
 from hybrid_ep.cli.parser import Parser
 from hybrid_ep.cli.tune import report
+from hybrid_ep.cli.tune.paths import Crossing
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
 from hybrid_ep.perf.shape import Shape
@@ -49,6 +50,8 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--num-sms", type=int_list, help=f"to try: {_list(_GPU_SMS)} if not given, of host "
                      f"{_list(_HOST_SMS)}")  # fmt: skip
     how.add_argument("--chunk", type=int_list, default=_list(_CHUNKS), help="rows of a rail message to try, a list")
+    how.add_argument("--latency-tokens", type=int_list, help="compare the latency path with the other one at so many "
+                     "tokens of each rank, a list; path='auto' goes by what is found")  # fmt: skip
     how.add_argument("-w", "--warmup", type=int, default=2, help="iterations before timing")
     how.add_argument("-n", "--iterations", type=int, default=15, help="timed iterations")
     how.add_argument("-T", "--timeout", metavar="SECONDS", type=float, default=600.0, help="for the whole run")
@@ -69,7 +72,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.num_sms = args.num_sms or (_HOST_SMS if args.backend == "host" else _GPU_SMS)
-    for flag, values in (("--tokens", args.tokens), ("--num-sms", args.num_sms), ("--chunk", args.chunk)):
+    given = (
+        ("--tokens", args.tokens),
+        ("--num-sms", args.num_sms),
+        ("--chunk", args.chunk),
+        ("--latency-tokens", args.latency_tokens or ()),
+    )
+    for flag, values in given:
         if not all(v >= 1 for v in values):
             raise UsageError(f"{flag} {_list(values)}: must be at least 1, every one")
     if args.backend == "sim":
@@ -83,7 +92,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if launch.is_rank():
         return _run_rank(args)
     ranks = _RANKS if args.ranks is None else args.ranks
-    _checked(args, ranks)
+    key = _checked(args, ranks)
+    _require_one_node(args, key.num_ranks // key.num_local_ranks)
     if args.backend == "cuda":
         from hybrid_ep.runtime import devices
 
@@ -112,8 +122,16 @@ def _checked(args: argparse.Namespace, ranks: int) -> tuning.Key:
     return tuning.Key(found.num_ranks, found.num_local_ranks, found.hidden, found.num_experts)
 
 
+def _require_one_node(args: argparse.Namespace, nodes: int) -> None:
+    if args.latency_tokens and nodes > 1:
+        raise UsageError(
+            f"--latency-tokens {_list(args.latency_tokens)}: the latency path is for one NVLink domain, and these are "
+            f"{nodes}; leave it out"
+        )
+
+
 def _predict(args: argparse.Namespace) -> int:
-    from hybrid_ep.cli.tune import predicted
+    from hybrid_ep.cli.tune import paths, predicted
 
     if args.ranks is not None:
         raise UsageError(f"--ranks {args.ranks}: --backend sim takes --nodes and --ranks-per-node")
@@ -123,6 +141,7 @@ def _predict(args: argparse.Namespace) -> int:
     try:
         local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
         nodes = 1 if args.nodes is None else args.nodes
+        _require_one_node(args, nodes)
         grids = [
             predicted.grid(
                 Shape(nodes * local, local, tokens, args.hidden, args.topk, args.experts),
@@ -144,8 +163,19 @@ def _predict(args: argparse.Namespace) -> int:
     for grid in grids:
         for line in report.grid_lines(grid):
             print(line)
+    crossing = None
+    if args.latency_tokens:
+        few = min(grids, key=lambda grid: grid.tokens).settings
+        sms = max(few.num_sms_dispatch, few.num_sms_combine)
+        shape = Shape(local, local, args.tokens[0], args.hidden, args.topk, args.experts)
+        try:
+            crossing = paths.predicted(shape, cluster, args.latency_tokens, sms, args.seed)
+        except ValueError as error:
+            raise UsageError(f"--latency-tokens {_list(args.latency_tokens)}: {error}") from None
+        for line in crossing.lines():
+            print(line)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    _finish(args, grids, {"source": "simulated", "cluster": cluster.name, "date": date})
+    _finish(args, grids, crossing, {"source": "simulated", "cluster": cluster.name, "date": date})
     return EXIT_OK
 
 
@@ -153,6 +183,7 @@ def _run_rank(args: argparse.Namespace) -> int:
     from hybrid_ep.cli.bench import environment
     from hybrid_ep.cli.bench.world import joined
     from hybrid_ep.cli.tune.measured import Tuner
+    from hybrid_ep.cli.tune.paths import PathTimer
 
     launch.explain_on_deadline()
     with joined(args.backend, args.timeout) as world:
@@ -167,7 +198,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         show = print if world.rank == 0 else (lambda *_, **__: None)
         for line in report.header_lines(title, simulated=False):
             show(line, flush=True)
-        grids, wrong = [], 0
+        grids, wrong, crossing = [], 0, None
         try:
             for tokens in args.tokens:
                 grid, differ = tuner.grid(tokens, args.num_sms, args.chunk, args.warmup, args.iterations, args.seed)
@@ -177,17 +208,27 @@ def _run_rank(args: argparse.Namespace) -> int:
                     show(line, flush=True)
         finally:
             tuner.close()
+        if args.latency_tokens:
+            few = min(grids, key=lambda grid: grid.tokens).settings
+            timer = PathTimer(world, key, args.topk, args.dtype, max(args.latency_tokens), args.backend, few)
+            try:
+                crossing, differ = timer.crossing(args.latency_tokens, args.warmup, args.iterations, args.seed)
+            finally:
+                timer.close()
+            wrong += differ
+            for line in crossing.lines():
+                show(line, flush=True)
         show(f"# Elements that a setting changed : {wrong} {'FAILED' if wrong else 'OK'}", flush=True)
         if wrong:
             return EXIT_WRONG
         if world.rank == 0:
-            _finish(args, grids, described)
+            _finish(args, grids, crossing, described)
         return EXIT_OK
 
 
-def _finish(args: argparse.Namespace, grids: list, environment: dict) -> None:
+def _finish(args: argparse.Namespace, grids: list, crossing: Crossing | None, environment: dict) -> None:
     if args.out:
-        entries = report.write(args.out, grids, environment)
+        entries = report.write(args.out, grids, crossing, environment)
         print(
             f"# written: {args.out}, {entries} {'entry' if entries == 1 else 'entries'}; use it with "
             f"HYBRID_EP_TUNING={args.out} or --hybrid-ep-tuning {args.out}",

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.tune.grid import CHUNK_WITHIN, OPS, SMS_WITHIN, Grid, Point
+from hybrid_ep.cli.tune.paths import Crossing
 from hybrid_ep.tuning import SCHEMA, load
 
 
@@ -54,20 +55,29 @@ def _ratio(tuned: Point, other: Point) -> str:
     )
 
 
-def write(path: str, grids: list[Grid], environment: dict[str, Any]) -> int:
-    """Puts the grids into the file: entries of the same device and shape are replaced, others kept. Returns how many
-    it holds then. UsageError when what is there is no tuning file."""
-    file, kept = Path(path), []
-    new = [grid.entry() for grid in grids]
+def write(path: str, grids: list[Grid], crossing: Crossing | None, environment: dict[str, Any]) -> int:
+    """Puts the grids and the crossover into the file: entries of the same device and shape are replaced, others kept.
+    Returns how many entries it holds then. UsageError when what is there is no tuning file."""
+    file, there = Path(path), {}
     if file.exists():
         write_check(path)
-        what = [(e["device"], e["shape"]) for e in new]
-        kept = [e for e in json.loads(file.read_text())["entries"] if (e["device"], e["shape"]) not in what]
-    made = [{**entry, "made": environment} for entry in new]
+        there = json.loads(file.read_text())
+    document = {
+        "schema": SCHEMA,
+        "entries": _with(there.get("entries", []), [grid.entry() for grid in grids], environment),
+    }
+    crossovers = _with(there.get("crossovers", []), [] if crossing is None else [crossing.entry()], environment)
+    if crossovers:
+        document["crossovers"] = crossovers
     staging = file.with_name(f".{file.name}.part")
-    staging.write_text(json.dumps({"schema": SCHEMA, "entries": kept + made}, indent=1) + "\n")
+    staging.write_text(json.dumps(document, indent=1) + "\n")
     staging.replace(file)
-    return len(kept) + len(made)
+    return len(document["entries"])
+
+
+def _with(kept: list[dict], new: list[dict], environment: dict[str, Any]) -> list[dict]:
+    what = [(e["device"], e["shape"]) for e in new]
+    return [e for e in kept if (e["device"], e["shape"]) not in what] + [{**e, "made": environment} for e in new]
 
 
 def write_check(path: str) -> None:

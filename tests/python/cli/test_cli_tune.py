@@ -12,7 +12,7 @@ from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, launch, main
 from hybrid_ep.cli.tune import predicted
 from hybrid_ep.cli.tune.grid import Grid, Point, Setting
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import model, recommend
+from hybrid_ep.perf import crossover, model, recommend
 from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.runtime import devices, options, topology
@@ -134,6 +134,66 @@ def test_gpus_are_known_by_their_drivers_names():
     assert predicted.cluster_of("AMD EPYC") is None
 
 
+def test_a_predicted_crossover_is_found_by_the_machines_it_is_of(launcher, tmp_path, capsys):
+    out = tmp_path / "t.json"
+    run = ["tune", "--backend", "sim", "--ranks-per-node", "4", "--hidden", "2048", "--experts", "16", "--topk", "4",
+           "--tokens", "512", "--num-sms", "4", "--chunk", "32", "-o", str(out)]  # fmt: skip
+    assert main([*run, "--latency-tokens", "8,1024"]) == EXIT_OK
+    assert "lines are faster up to 8 tokens a rank and not at 1024" in capsys.readouterr().out
+    document = json.loads(out.read_text())
+    (found,), blocks = document["crossovers"], document["entries"][0]["settings"]
+    sms = max(blocks["num_sms_dispatch"], blocks["num_sms_combine"])
+    assert found["made"]["source"] == "simulated" and found["num_sms"] == sms
+    shape = Shape(4, 4, 8, 2048, 4, 16)
+    for point, tokens in zip(found["points"], (8, 1024), strict=True):
+        row = crossover.predict(shape.with_(tokens=tokens), clusters.get("h100_8x400g"), sms)["pair"]
+        assert point == row.to_json() and row.op == "pair"
+    table, key = tuning.load(out, "NVIDIA H100 80GB HBM3"), Key(4, 4, 2048, 16)
+    assert table.crossover(key) == 8 and table.crossover(key._replace(hidden=4096)) is None
+    assert tuning.load(out, "NVIDIA B200").crossover(key) is None
+    # a run that compares nothing keeps what the file says; one that does replaces it
+    assert main(run) == EXIT_OK
+    assert tuning.load(out, "NVIDIA H100").crossover(key) == 8
+    assert main([*run, "--latency-tokens", "1024"]) == EXIT_OK
+    assert tuning.load(out, "NVIDIA H100").crossover(key) == 0 and len(json.loads(out.read_text())["crossovers"]) == 1
+    assert "path='auto' of a buffer with this file takes lines up to 0 tokens" in capsys.readouterr().out
+
+
+def test_a_measured_crossover_compares_the_paths_bits(tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("RANK", raising=False)
+    out = tmp_path / "t.json"
+    run = ["tune", "--ranks", "2", "--tokens", "24", "--hidden", "128", "--experts", "4", "--topk", "2", "--dtype",
+           "fp8", "--num-sms", "1,2", "--chunk", "8", "-n", "2", "-w", "1", "-T", "200", "--latency-tokens", "3,24",
+           "-o", str(out)]  # fmt: skip
+    assert main(run) == EXIT_OK
+    assert "# Elements that a setting changed : 0 OK" in capfd.readouterr().out
+    (found,) = json.loads(out.read_text())["crossovers"]
+    assert [(p["tokens"], p["op"]) for p in found["points"]] == [(3, "pair"), (24, "pair")]
+    said = [p["tokens"] for p in found["points"] if p["ratio"] < 1]
+    assert found["latency_tokens"] in (0, *said) and found["made"]["source"] == "host"
+    (buffer, _) = VirtualWorld(1, 2).buffers(128, 24, 2, timeout_s=20, tuning=str(out), latency_tokens=24)
+    assert buffer._session.options.auto_latency_tokens == found["latency_tokens"]
+
+
+def test_paths_that_differ_are_an_error_and_write_nothing(tmp_path, monkeypatch, capsys):
+    from hybrid_ep import HybridEPBuffer
+
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    dispatch = HybridEPBuffer.dispatch_with_permute
+
+    def wrong(self, **call):
+        rows, *rest = dispatch(self, **call)
+        return (rows + 1 if call.get("path") == "latency" else rows, *rest)
+
+    monkeypatch.setattr(HybridEPBuffer, "dispatch_with_permute", wrong)
+    out = tmp_path / "t.json"
+    run = ["tune", "--tokens", "8", "--hidden", "64", "--experts", "4", "--topk", "2", "--num-sms", "1", "--chunk", "8",
+           "-n", "1", "--latency-tokens", "8", "-o", str(out)]  # fmt: skip
+    assert main(run) == EXIT_WRONG
+    assert "FAILED" in capsys.readouterr().out and not out.exists()
+
+
 def test_a_measured_file_is_what_a_buffer_on_this_machine_loads(tmp_path, monkeypatch, capfd):
     """Two ranks as two nodes, so that chunks cross a rail; then a virtual world of the same shape with the file."""
     monkeypatch.delenv("RANK", raising=False)
@@ -197,6 +257,9 @@ def test_a_setting_that_changes_a_result_is_an_error_and_writes_nothing(tmp_path
         (["--backend", "sim", "--dtype", "fp16"], "--dtype fp16"),
         (["--backend", "sim", "--num-sms", "999"], "num_sms=999"),
         (["--dtype", "nvfp4"], "only the simulator"),
+        (["--latency-tokens", "8,0"], "--latency-tokens 8,0: must be at least 1"),
+        (["--ranks-per-node", "2", "--latency-tokens", "8"], "--latency-tokens 8: the latency path is for one"),
+        (["--backend", "sim", "--nodes", "2", "--latency-tokens", "8"], "and these are 2; leave it out"),
     ],
 )
 def test_bad_flags_cost_one_sentence(launcher, flags, words, capsys):

@@ -1,0 +1,86 @@
+"""Up to how many tokens a rank the latency path is faster than the throughput path: rows of both, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import events, latency_events
+from hybrid_ep.perf.shape import Shape
+
+PATHS = ("throughput", "latency")
+OPS = ("dispatch", "combine", "pair")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of one operation by both paths; `ratio` is the latency path's time over the other's."""
+
+    tokens: int
+    num_sms: int
+    op: str
+    latency_us: float
+    throughput_us: float
+
+    @property
+    def ratio(self) -> float:
+        return self.latency_us / self.throughput_us
+
+    @property
+    def faster(self) -> str:
+        return PATHS[self.ratio < 1]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"ratio": self.ratio, "faster": self.faster}
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Of a sweep's rows of one operation. latency_tokens: up to how many lines are faster, from the fewest of the sweep
+    on; 0: not even with those. throughput_from: the first with which they are not; None: lines are faster with all."""
+
+    op: str
+    num_sms: int
+    latency_tokens: int
+    throughput_from: int | None
+
+    @property
+    def said(self) -> str:
+        if not self.latency_tokens:
+            return f"the throughput path is faster from {self.throughput_from} tokens a rank, the fewest of this sweep"
+        if self.throughput_from is None:
+            return (
+                f"lines are faster up to {self.latency_tokens} tokens a rank, the most of this sweep: "
+                f"latency_tokens={self.latency_tokens} or more"
+            )
+        return (
+            f"lines are faster up to {self.latency_tokens} tokens a rank and not at {self.throughput_from}: "
+            f"latency_tokens={self.latency_tokens}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"said": self.said}
+
+
+def find(rows: Iterable[Row], op: str, num_sms: int) -> Crossover:
+    """Of the rows with that operation and number of SMs, at least one."""
+    mine = sorted((row for row in rows if (row.op, row.num_sms) == (op, num_sms)), key=lambda row: row.tokens)
+    lost = next((row.tokens for row in mine if row.faster != "latency"), None)
+    won = max((row.tokens for row in mine if lost is None or row.tokens < lost), default=0)
+    return Crossover(op, num_sms, won, lost)
+
+
+def predict(shape: Shape, cluster: Cluster, num_sms: int, seed: int = 1) -> dict[str, Row]:
+    """By operation: what the event engine says of one node, bf16 and uniform routing, without what a launch takes. The
+    throughput path has half as many SMs again beside `num_sms`, for local work, if there are. Raises what
+    `latency_events.measure` and `events.measure` raise."""
+    by_lines = latency_events.measure(shape, cluster, num_sms=num_sms, seed=seed)
+    other = events.measure(shape, cluster, num_sms=num_sms)
+    both = {
+        "dispatch": (by_lines.dispatch_us, other.time_us["dispatch"]),
+        "combine": (by_lines.combine_us, other.time_us["combine"]),
+    }
+    both["pair"] = (sum(us for us, _ in both.values()), sum(us for _, us in both.values()))
+    return {op: Row(shape.tokens, num_sms, op, *both[op]) for op in OPS}
