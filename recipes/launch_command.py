@@ -294,7 +294,7 @@ def _run_script(script: Path) -> int:
         return EXIT_NOT_LEARNED if code == 0 and said.is_file() and failed(said.read_text()) else code
     except KeyboardInterrupt:
         try:
-            if program != "sbatch":
+            if program != "sbatch" and _listen(started.pid):
                 print(
                     "hybrid-ep launch: stopping after this step; Ctrl-C once more ends it at once",
                     file=sys.stderr,
@@ -326,9 +326,22 @@ def _stop(started: subprocess.Popen[bytes], how: signal.Signals) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, how)
             told.add(pid)
-        if not told:  # no rank has begun
-            return
         time.sleep(0.1)
+
+
+def _listen(parent: int) -> bool:
+    """Whether there are ranks and all of them have a handler for what asks them to stop. Before that a signal would end
+    them in the middle of an import, torchrun would report that on two screens, and there is no step to finish."""
+    ranks = _children(parent)
+    return bool(ranks) and all(_catches(pid, signal.SIGTERM) for pid in ranks)
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _children(parent: int) -> set[int]:

@@ -325,7 +325,8 @@ import os, pathlib, signal, sys, time
 here = pathlib.Path(sys.argv[1])
 stopped = []
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that somebody else's handler serves
-signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+if sys.argv[2] != "early":  # which is still importing
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 (here / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
 while not stopped or sys.argv[2] == "deaf":
     time.sleep(0.05)
@@ -374,6 +375,15 @@ def test_a_second_ctrl_c_leaves_no_rank_of_megatron_s(tmp_path):
     while left := [pid for pid in ranks if _runs(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_ctrl_c_before_ranks_listen_ends_all_at_once_and_quietly(tmp_path):
+    """A rank that a signal ends would make torchrun report a failure, with a traceback."""
+    started, ranks = _megatron_like_run(tmp_path, "early")
+    started.send_signal(signal.SIGINT)
+    said, _ = started.communicate(timeout=60)
+    assert started.returncode == 130 and "Traceback" not in said and "stopping after this step" not in said
+    assert not any(_runs(pid) for pid in ranks)
 
 
 def test_a_run_whose_reader_is_gone_goes_on(tmp_path):
