@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "arch/sim/zero_pages.h"
 #include "check.h"
 #include "common/bugs.h"
 #include "sim/oracle.h"
@@ -169,6 +170,22 @@ TEST(ring_of_ranks_of_a_mutant_is_named) {
   CHECK(contains(run_mutant(Bug::kStreamsInOrder).failure.what, "ring of ranks: "));
 }
 #endif
+
+TEST(pages_that_do_not_fit_say_what_is_short_and_leave_none) {
+  sim::ZeroPages pages;
+  pages.reserve(1 << 20);
+  pages.data()[(1 << 20) - 1] = std::byte(1);
+  std::string said;
+  try {
+    pages.reserve(size_t(1) << 62);
+  } catch (const std::bad_alloc& e) {
+    said = e.what();
+  }
+  CHECK(said.find("vm.max_map_count") != std::string::npos && said.find("fewer ranks or blocks") != std::string::npos);
+  CHECK(pages.data() == nullptr);
+  pages.reserve(4096);
+  CHECK(pages.data()[4095] == std::byte(0));
+}
 
 }  // namespace
 }  // namespace hep::test

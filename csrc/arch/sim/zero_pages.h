@@ -8,6 +8,14 @@
 
 namespace hep::sim {
 
+struct NoPages : std::bad_alloc {
+  const char* what() const noexcept override {
+    return "there is no room for another block's shared memory: it is a mapping of this process, of which the system "
+           "grants vm.max_map_count (65530 where nobody changed it), each lane's stack takes two, and all lie in one "
+           "address space, which ulimit -v may bound; take fewer ranks or blocks, or raise these";
+  }
+};
+
 class ZeroPages {
  public:
   ZeroPages() = default;
@@ -17,13 +25,13 @@ class ZeroPages {
 
   std::byte* data() const { return data_; }
 
-  // Has at least that many bytes from now on; what there was is gone where it had fewer. std::bad_alloc where address
-  // space is short.
+  // Has at least that many bytes from now on; what there was is gone where it had fewer. NoPages where mappings
+  // or address space are short.
   void reserve(size_t bytes) {
     if (bytes <= bytes_) return;
     drop();
     void* p = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
+    if (p == MAP_FAILED) throw NoPages();
     data_ = static_cast<std::byte*>(p);
     bytes_ = bytes;
   }
