@@ -17,15 +17,15 @@ no host reads the plan, and nothing is allocated::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_ep import memory
-from hybrid_ep.errors import BufferFailedError
+from hybrid_ep.errors import BufferFailedError, DeadlineError
 from hybrid_ep.runtime import clones, options, spares, validation
-from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous
+from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, all_well
 from hybrid_ep.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from hybrid_ep.runtime.clones import ClonePlan, ExpertOwners
     from hybrid_ep.runtime.signatures import GroupLike
+    from hybrid_ep.runtime.topology import Topology
 
 __all__ = ["SpareSlots"]
 
@@ -43,7 +44,10 @@ class SpareSlots:
     """Registered spare slots of one rank, for all layers whose experts are alike. Collective: every rank constructs it
     and calls push, wait and collect in the same order.
 
-    * `group`: ranks that all map each other's memory (a host, an NVLink domain).
+    * `group`: ranks that all map each other's memory (a host, an NVLink domain); or several such nodes, as
+      HybridEPBuffer finds them or num_of_hybrid_ep_ranks_per_nvlink_domain says. Then ranks of a node have slots among
+      themselves, and plans, which are of the whole group, have clones on ranks of their owners' nodes alone
+      (MicrobatchOptions(num_nodes=..., within_node=True)).
     * `spare_slots`, `num_owners`: slots for clones, and experts that live here, of every rank.
     * `shapes`, `dtype`: of the matrices of one expert (bf16, fp16 or fp32; each a multiple of 16 bytes).
     * `timeout_s`, `executor`: as for HybridEPBuffer. `num_blocks`: of a launch (default: 8 on GPUs with ranks of their
@@ -98,17 +102,15 @@ class SpareSlots:
                 Rendezvous(view, 0.0).refuse(options.TOPIC, error)
             raise
         meet = Rendezvous(view, o.timeout_s)
-        topology = o.agree(meet)
-        if topology.num_nodes > 1:
-            raise ValueError(
-                f"group spans {topology.num_nodes} nodes, and spare slots are filled by stores into memory that ranks "
-                "map: give a group of one node, or push by torch.distributed"
-            )
+        whole = o.agree(meet)
         alone = o.device.type == "cuda" and not view.virtual
+        self._num_ranks, self._node = whole.num_ranks, None
         self._num_blocks = num_blocks or (_BLOCKS if alone else 1)
-        self._session = Session(meet, topology, o)
-        self._session.engine.require_blocks("num_blocks", self._num_blocks)
-        self._num_ranks = view.size
+        if whole.num_nodes == 1:
+            self._session = self._set_up(meet, whole, o)
+        else:
+            self._node = spares.Node(whole, self._layout)
+            self._session = self._set_up_node(meet, whole, o)
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._stream = torch.cuda.Stream(o.device) if alone else None
         self._pushed: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -117,6 +119,28 @@ class SpareSlots:
         if o.device.type == "cuda":
             torch.cuda.current_stream(o.device).synchronize()  # zeros, before another rank's weights
         meet.exchange("spare slots are zeros", None)
+
+    def _set_up(self, meet: Rendezvous, topology: Topology, o: options.Options) -> Session:
+        session = Session(meet, topology, o)
+        session.engine.require_blocks("num_blocks", self._num_blocks)
+        return session
+
+    def _set_up_node(self, meet: Rendezvous, whole: Topology, o: options.Options) -> Session:
+        """Of this node's ranks, once all nodes have theirs: every rank of the group returns, or every rank raises."""
+        session, error = None, None
+        try:
+            among = meet.among(whole.node * whole.num_local_ranks, whole.num_local_ranks)
+            session = self._set_up(among, o.agree(among), o)
+        except Exception as e:  # said to the other nodes
+            error = e
+        try:
+            all_well(meet, "nodes", error, self._layout.num_bytes)
+        except Exception:
+            if session is not None:
+                session.close("these slots were not set up on all nodes; make new ones")
+            raise
+        assert session is not None  # or all_well had raised
+        return session
 
     def push(
         self,
@@ -129,8 +153,12 @@ class SpareSlots:
         plan: of plan_clones, or slot_expert int32 [ranks, spare_slots] on the device, the same on all ranks. weights
         [owners][matrices] of dtype, contiguous at 16 bytes, which stay as they are until wait(). owners:
         `hybrid_ep.balance.owners.Owners`, where experts live (default: in their order). On a host it returns when what
-        this rank sends has arrived; on a GPU nobody waits. Raises ValueError, DeadlineError."""
-        with self._open().guard() as session:
+        this rank sends has arrived; on a GPU nobody waits.
+
+        A clone on another node than its owner's: on a host a ValueError on all ranks, and the slots stay usable. On a
+        GPU, where nobody reads the plan, such a slot is as if it were empty, here, in wait and in collect: it keeps
+        what it holds, and its gradients go nowhere. Raises ValueError, DeadlineError."""
+        with self._entered() as session:
             if self._pushed is not None:
                 raise ValueError("push: the push before this one was not waited for; call wait() first")
             slot_expert, columns = self._plan(session, plan, owners)
@@ -149,7 +177,7 @@ class SpareSlots:
     def wait(self) -> None:
         """Until the slots of this rank hold the weights of the last push; on a GPU the stream waits, not the host.
         Raises ValueError where nothing was pushed, DeadlineError, which names the owner."""
-        with self._open().guard() as session:
+        with self._entered() as session:
             if self._pushed is None:
                 raise ValueError("wait: no push is under way; call push(plan, weights) first")
             pushed, self._pushed = self._pushed, None
@@ -163,14 +191,15 @@ class SpareSlots:
 
         sums fp32 [owners][matrices], contiguous. plan, owners: of the push. Behind it `gradients` may be written again.
         Raises ValueError, DeadlineError."""
-        with self._open().guard() as session:
+        with self._entered() as session:
             slot_expert, columns = self._plan(session, plan, owners)
             table = spares.addresses(session, self._tables, "sums", sums, self._layout, torch.float32, 4)
             session.engine.collect_gradients(slot_expert, columns, table, self._num_blocks)
 
     def memory_report(self) -> memory.MemoryReport:
         """Registered bytes of this rank by region, exact."""
-        return memory.report(self._open().shape, self._num_ranks)
+        session = self._open()
+        return memory.report(session.shape, session.topology.num_ranks)
 
     def destroy(self) -> None:
         """Gives the registered memory back, as soon as no tensor refers to it; may be called twice. Local."""
@@ -178,9 +207,23 @@ class SpareSlots:
             self._session.close("these spare slots were destroyed; make new ones", together=True)
 
     def _plan(self, session: Session, plan: Any, owners: ExpertOwners | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the engine takes it: slots' experts, and the columns of experts' owners."""
         slots = self._layout
         slot_expert = spares.slot_expert(plan, slots, self._num_ranks, session.options.device)
+        if self._node is not None:  # whose owner slots are in their order
+            slot_expert, owners = self._node.slot_expert(session, slot_expert, owners), None
         return slot_expert, clones.columns(session, owners, slots.num_owners, slots.spare_slots).on_device
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[Session]:
+        """The session, guarded; its errors name ranks as the group does."""
+        with self._open().guard() as session:
+            try:
+                yield session
+            except DeadlineError as error:
+                if self._node is None:
+                    raise
+                raise self._node.renumbered(error) from error
 
     def _open(self) -> Session:
         if self._session is None or self._session.why_closed:

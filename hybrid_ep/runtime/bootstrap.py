@@ -8,12 +8,13 @@ fails."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import secrets
 import time
 from _posixshmem import shm_unlink  # what multiprocessing.shared_memory is made of
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -80,11 +81,21 @@ class Rendezvous:
 
     def __init__(self, view: GroupView, timeout_s: float):
         self.view, self.timeout_s = view, timeout_s
+        self.numbers = range(view.size)  # of its ranks in the group, as errors name them
         # The n-th buffer that this rank makes on this group meets the n-th of every other rank. The count
         # lives in the store, so it starts anew with a new store.
         base = dist.PrefixStore(f"hybrid_ep/{view.name}", view.store)
         with self._needs_store("buffers"):
             self._store = dist.PrefixStore(str(base.add(f"buffers/{view.rank}", 1)), base)
+
+    def among(self, first: int, count: int) -> Rendezvous:
+        """A conversation of `count` ranks from `first` on, this one among them, beside this one, which goes on. Local;
+        called alike on all of them. Its view counts ranks from 0; errors name those of the group."""
+        part = copy.copy(self)
+        part.view = replace(self.view, rank=self.view.rank - first, size=count)
+        part.numbers = self.numbers[first : first + count]
+        part._store = dist.PrefixStore(f"among/{first}", self._store)
+        return part
 
     @contextlib.contextmanager
     def _needs_store(self, topic: str) -> Iterator[None]:
@@ -93,8 +104,8 @@ class Rendezvous:
             yield
         except dist.DistError as error:
             raise BootstrapError(
-                f"rank {self.view.rank} lost the store of group {self.view.name!r} in {topic!r}: {error}; the process "
-                "that hosts it (usually rank 0) must live as long as buffers are made or grow"
+                f"rank {self.numbers[self.view.rank]} lost the store of group {self.view.name!r} in {topic!r}: "
+                f"{error}; the process that hosts it (usually rank 0) must live as long as buffers are made or grow"
             ) from error
 
     def exchange(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
@@ -109,7 +120,7 @@ class Rendezvous:
         # The exchange has succeeded: a server that ends now, or that cannot delete, is no reason to fail it.
         with contextlib.suppress(dist.DistError, NotImplementedError):
             self._forget(topic)
-        refused = {rank: s["refused"] for rank, s in enumerate(said) if "refused" in s}
+        refused = {self.numbers[rank]: s["refused"] for rank, s in enumerate(said) if "refused" in s}
         if refused:
             rank, why = next(iter(refused.items()))
             raise ValueError(
@@ -140,11 +151,12 @@ class Rendezvous:
                 return [json.loads(self._store.get(f"{topic}/{r}")) for r in range(self.view.size)]
             waited = time.monotonic() - started
             if waited > timeout_s:
+                late = [self.numbers[r] for r in missing]
                 raise BootstrapError(
-                    f"rank {self.view.rank} of group {self.view.name!r} waited {waited:.1f} s for {topic!r} of ranks "
-                    f"{missing}; every rank of the group must make the same calls in the same order (deadline: "
-                    "timeout_s or HYBRID_EP_TIMEOUT_S)",
-                    missing,
+                    f"rank {self.numbers[self.view.rank]} of group {self.view.name!r} waited {waited:.1f} s for "
+                    f"{topic!r} of ranks {late}; every rank of the group must make the same calls in the same order "
+                    "(deadline: timeout_s or HYBRID_EP_TIMEOUT_S)",
+                    late,
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
@@ -189,14 +201,14 @@ def open_segments(
             error = MemoryError(f"{e}{less}")
         except Exception as e:
             error = e
-        _all_well(meet, f"{generation}/created", error, num_bytes)
+        all_well(meet, f"{generation}/created", error, num_bytes)
         assert own is not None  # or the call before had raised
         try:
             attached = [own if r == rank else segments.attach(n, num_bytes) for r, n in enumerate(names)]
             engine = make_engine(attached)
         except Exception as e:
             error = e
-        _all_well(meet, f"{generation}/attached", error, num_bytes)
+        all_well(meet, f"{generation}/attached", error, num_bytes)
         assert engine is not None
         return engine
     except BaseException:
@@ -207,14 +219,15 @@ def open_segments(
             segments.unlink(name)
 
 
-def _all_well(meet: Rendezvous, topic: str, error: Exception | None, num_bytes: int) -> None:
+def all_well(meet: Rendezvous, topic: str, error: Exception | None, num_bytes: int) -> None:
+    """Collective: this rank's error, or a BootstrapError that says whose registered memory was not set up; else
+    nothing."""
     said = meet.exchange(topic, None if error is None else f"{type(error).__name__}: {error}")
-    bad = [r for r, text in enumerate(said) if text is not None]
+    bad = {meet.numbers[r]: text for r, text in enumerate(said) if text is not None}
     if error is not None:
         raise error
     if bad:
+        rank, why = next(iter(bad.items()))
         raise BootstrapError(
-            f"ranks {bad} could not set up a registered buffer of {num_bytes} bytes; rank {bad[0]} "
-            f"says: {said[bad[0]]}",
-            bad,
+            f"ranks {list(bad)} could not set up a registered buffer of {num_bytes} bytes; rank {rank} says: {why}", bad
         )

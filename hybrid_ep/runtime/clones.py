@@ -187,19 +187,23 @@ def _checked_plan(plan: Any, slots: tuple[int, int], num_experts: int, device: t
     return plan
 
 
+def host_columns(owners: ExpertOwners | None, num_ranks: int, per_rank: int, spare: int) -> np.ndarray:
+    """int64 [E]: of each expert's owner in a map over physical slots; owners None: experts live in their order.
+    ValueError for owners of other ranks."""
+    if owners is None:
+        return _identity(num_ranks, per_rank, spare)
+    if (owners.num_ranks, owners.per_rank) == (num_ranks, per_rank):
+        return owners.host_columns(spare)
+    raise ValueError(
+        f"owners are of {owners.num_ranks} ranks with {owners.per_rank} experts each, this buffer has {num_ranks} "
+        f"with {per_rank} beside their spare slots; give owners of that"
+    )
+
+
 def columns(session: Session, owners: ExpertOwners | None, per_rank: int, spare: int) -> Columns:
     """The same tensor for the same owners: a CUDA graph may hold its address, and calls of a session are in order with
     the copy that made it, whatever their streams."""
-    num_ranks = session.topology.num_ranks
-    if owners is None:
-        on_host = _identity(num_ranks, per_rank, spare)
-    elif (owners.num_ranks, owners.per_rank) == (num_ranks, per_rank):
-        on_host = owners.host_columns(spare)
-    else:
-        raise ValueError(
-            f"owners are of {owners.num_ranks} ranks with {owners.per_rank} experts each, this buffer has {num_ranks} "
-            f"with {per_rank} beside their spare slots; give owners of that"
-        )
+    on_host = host_columns(owners, session.topology.num_ranks, per_rank, spare)
     key = on_host.tobytes()
     if key not in session.clone_columns:
         if len(session.clone_columns) >= _MOST_OWNERS and not session.captured:

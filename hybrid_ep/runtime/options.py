@@ -204,7 +204,14 @@ class Options:
         }
 
     def less_memory(self, arena_bytes: int) -> str:
-        """What to change where a buffer with that arena does not fit; the arena is most of a small one."""
+        """What to change where a buffer with that arena does not fit; the arena is most of a small one. Of spare slots,
+        which have no tokens, what made them large."""
+        if self.spares is not None:
+            one = self.spares.num_bytes // self.spares.spare_slots
+            return (
+                f", or lower spare_slots={self.spares.spare_slots}: by shapes, each has {one} bytes for an expert in "
+                f"{self.spares.dtype} and its gradients in fp32"
+            )
         said = ", or lower max_num_of_tokens_per_rank or capacity_factor"
         if not arena_bytes:
             return said

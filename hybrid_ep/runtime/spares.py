@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from hybrid_ep import _core
-from hybrid_ep.runtime import validation
-from hybrid_ep.runtime.clones import ClonePlan
+from hybrid_ep.errors import DeadlineError
+from hybrid_ep.runtime import clones, validation
 from hybrid_ep.runtime.tensors import require_memory
 
 if TYPE_CHECKING:
     from hybrid_ep.runtime.session import Session
+    from hybrid_ep.runtime.topology import Topology
 
 MOST_MATRICES = 16  # of an expert; SpareShape::kMostMatrices
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
 _MOST_TABLES = 4096  # of addresses, that a session keeps
+_MOST_OWNERS = 1024  # whose experts' places a node keeps
+_RANK = re.compile(r"\brank (\d+)(?: \(node \d+\))?")  # as a deadline's text names one
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,11 @@ class SpareLayout:
     @property
     def sizes(self) -> list[int]:
         return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weights and gradients."""
+        return self.spare_slots * sum(self.sizes) * (self.dtype.itemsize + torch.float32.itemsize)
 
     def core_shape(self) -> _core.SpareShape:
         """What the core lays memory out for."""
@@ -111,7 +121,7 @@ def stacks(engine: Any, slots: SpareLayout, device: torch.device) -> tuple[list[
 
 def slot_expert(plan: Any, slots: SpareLayout, num_ranks: int, device: torch.device) -> torch.Tensor:
     """int32 [R, S] of a plan or of the tensor itself. ValueError, with the values looked at only where the host may."""
-    given = plan.slot_expert if isinstance(plan, ClonePlan) else plan
+    given = plan.slot_expert if isinstance(plan, clones.ClonePlan) else plan
     x = validation.tensor(
         "plan", given, 2, "the ClonePlan of plan_clones, or its slot_expert int32 [ranks, spare slots]"
     )
@@ -162,3 +172,70 @@ def addresses(
         known = torch.tensor(key, dtype=torch.int64, device="cpu").view(slots.num_owners, -1).to(device)
         tables[tuple(key)] = known
     return known
+
+
+class Node:
+    """One of several nodes of a group, whose ranks have slots among themselves: what its engine, which knows of no
+    other rank, makes of the whole group's plans. Of R ranks, L on a node, S slots and N experts each."""
+
+    def __init__(self, where: Topology, slots: SpareLayout) -> None:
+        """where: this rank in the whole group."""
+        self._where, self._slots = where, slots
+        self._first = where.node * where.num_local_ranks
+        # By the columns of owners: int32 [R * N] on the device, an expert's place among the node's L * N, -1:
+        # elsewhere; and the rank of each's owner on the host.
+        self._places: dict[bytes, tuple[torch.Tensor, np.ndarray]] = {}
+
+    def slot_expert(
+        self, session: Session, slot_expert: torch.Tensor, owners: clones.ExpertOwners | None
+    ) -> torch.Tensor:
+        """int32 [L, S], the node's rows of the group's [R, S]: places of experts among the node's owner slots. -1 for a
+        slot that is empty, or whose expert lives on no rank of this node or nowhere.
+
+        On a device by its own operations, which no host waits for and a CUDA graph may hold. On a host, ValueError for
+        a clone on another node than its owner's, of any node: all ranks raise it."""
+        experts, local = self._where.num_ranks * self._slots.num_owners, self._where.num_local_ranks
+        places, owner_of = self._find(session, owners)
+        if slot_expert.device.type == "cpu":
+            self._require_within(slot_expert.numpy(), owner_of)
+        rows = slot_expert.narrow(0, self._first, local)
+        found = places.index_select(0, rows.reshape(-1).clamp(0, experts - 1)).view(local, -1)
+        return found.masked_fill_((rows < 0) | (rows >= experts), -1)
+
+    def renumbered(self, error: DeadlineError) -> DeadlineError:
+        """The error of the node's engine with the group's numbers of ranks and nodes."""
+        node, first = self._where.node, self._first
+        facts = dict(vars(error))
+        for rank, at in (("rank", "node"), ("peer", "peer_node")):
+            if facts.get(rank, -1) >= 0:
+                facts |= {rank: facts[rank] + first, at: node}
+        return DeadlineError(_RANK.sub(lambda m: f"rank {int(m[1]) + first} (node {node})", str(error)), **facts)
+
+    def _find(self, session: Session, owners: clones.ExpertOwners | None) -> tuple[torch.Tensor, np.ndarray]:
+        """The same tensor for the same owners: a CUDA graph may hold its address."""
+        per_rank, spare = self._slots.num_owners, self._slots.spare_slots
+        columns = clones.host_columns(owners, self._where.num_ranks, per_rank, spare)
+        key = columns.tobytes()
+        if key not in self._places:
+            if len(self._places) >= _MOST_OWNERS and not session.captured:
+                self._places.clear()
+            rank, slot = np.divmod(columns, per_rank + spare)
+            here = rank // self._where.num_local_ranks == self._where.node
+            places = np.where(here, (rank - self._first) * per_rank + slot, -1)
+            on_device = torch.from_numpy(places.astype(np.int32)).to(session.options.device)
+            self._places[key] = on_device, rank
+        return self._places[key]
+
+    def _require_within(self, slot_expert: np.ndarray, owner_of: np.ndarray) -> None:
+        local = self._where.num_local_ranks
+        holders = np.arange(self._where.num_ranks)[:, None] // local
+        crossing = np.argwhere((slot_expert >= 0) & (owner_of[slot_expert] // local != holders))
+        if len(crossing):
+            rank, slot = crossing[0].tolist()
+            expert = int(slot_expert[rank, slot])
+            raise ValueError(
+                f"plan gives slot {slot} of rank {rank}, on node {rank // local}, to expert {expert} of rank "
+                f"{owner_of[expert]}, on node {owner_of[expert] // local}, and ranks store into memory of their own "
+                "node alone; plan clones within nodes (MicrobatchOptions(num_nodes=..., within_node=True)), or push by "
+                "torch.distributed"
+            )

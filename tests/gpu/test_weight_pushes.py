@@ -96,7 +96,7 @@ class Layers:
         for seed in seeds:
             random = np.random.default_rng(seed)
             self.owners.append(owners_of(random, num_ranks, owned))
-            self.plans.append(random_plan(random, num_ranks, spare, num_ranks * owned))
+            self.plans.append(random_plan(random, num_ranks, spare, self.owners[-1]))
             mine = self.owners[-1].experts_of(rank)
             self.weights.append([[drawn(SHAPES[n], seed, e, n).cuda() for n in MATRICES] for e in mine])
             self.sums.append([[torch.zeros(SHAPES[n], device="cuda") for n in MATRICES] for _ in mine])
@@ -119,7 +119,7 @@ class Layers:
         """Other plans in the tensors that the launches read."""
         for layer, plan in enumerate(self.plans):
             random = np.random.default_rng((seed, layer))
-            other = random_plan(random, self.num_ranks, self.spare, int(self.owners[layer].rank_of.size))
+            other = random_plan(random, self.num_ranks, self.spare, self.owners[layer])
             plan.copy_(other)
             self.on_device[layer].copy_(other)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_ep.balance import MicrobatchOptions
 from hybrid_ep.balance.owners import Owners
-from hybrid_ep.errors import BufferFailedError, DeadlineError
+from hybrid_ep.errors import BootstrapError, BufferFailedError, DeadlineError
 from hybrid_ep.spares import SpareSlots
 from hybrid_ep.testing import VirtualWorld
 
@@ -27,9 +27,12 @@ def drawn(shape, *seed: int, dtype=torch.float32) -> torch.Tensor:
     return torch.from_numpy(random.standard_normal(shape) * 10.0 ** random.integers(-4, 4, shape)).to(dtype)
 
 
-def random_plan(random, num_ranks: int, spare: int, experts: int) -> torch.Tensor:
-    full = random.choice([0.0, 0.4, 1.0])
-    chosen = random.integers(0, experts, (num_ranks, spare))
+def random_plan(random, num_ranks: int, spare: int, owners: Owners, per_node: int | None = None) -> torch.Tensor:
+    """Clones lie on the nodes of their owners."""
+    full, per_node = random.choice([0.0, 0.4, 1.0]), per_node or num_ranks
+    near = [owners.experts_of(rank) for rank in range(num_ranks)]
+    of_node = [sum(near[n : n + per_node], ()) for n in range(0, num_ranks, per_node)]
+    chosen = np.stack([random.choice(of_node[rank // per_node], spare) for rank in range(num_ranks)])
     return torch.from_numpy(np.where(random.random(chosen.shape) < full, chosen, -1).astype(np.int32))
 
 
@@ -55,13 +58,14 @@ def train(
     dtype,
     device: str = "cpu",
     idle=lambda: None,
+    per_node: int | None = None,
 ) -> int:
     """Several layers over the same slots, forward and backward; returns the clones seen.
 
     device: where tensors lie. idle: called behind every operation; on a GPU it returns when the rank's stream is."""
     random, clones = np.random.default_rng(seed), 0
-    layers = [(random_plan(random, num_ranks, spare, num_ranks * owned), owners_of(random, num_ranks, owned))]
-    layers += [(random_plan(random, num_ranks, spare, num_ranks * owned), layers[0][1]) for _ in range(3)]
+    several = [owners_of(random, num_ranks, owned) for _ in range(2)]
+    layers = [(random_plan(random, num_ranks, spare, owners, per_node), owners) for owners in several * 2]
     weight = lambda layer, e, n: drawn(SHAPES[n], seed, layer, e, n, dtype=dtype)  # noqa: E731
     gradient = lambda layer, r, s, n: drawn(SHAPES[n], seed, layer, 7, r, s, n)  # noqa: E731
     order = list(range(len(layers)))
@@ -117,6 +121,67 @@ def test_any_plan_gives_owners_weights_and_sums_in_the_plans_order(
         slots.destroy()
 
     VirtualWorld(1, num_ranks).run(work)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_nodes=st.integers(2, 3),
+    per_node=st.integers(1, 3),
+    spare=st.integers(1, 3),
+    owned=st.integers(1, 3),
+    executor=st.sampled_from(["host", "host", "host_checked_lanes4"]),
+)
+def test_each_node_of_a_group_has_slots_of_its_own(seed, num_nodes, per_node, spare, owned, executor):
+    def work(rank, group):
+        declared = {"num_of_hybrid_ep_ranks_per_nvlink_domain": per_node}
+        slots = make(group, spare, owned, torch.bfloat16, executor=executor, **declared)
+        clones = train(slots, rank, seed, num_nodes * per_node, spare, owned, torch.bfloat16, per_node=per_node)
+        assert slots.memory_report().mapped_bytes == per_node * slots.memory_report().total_bytes
+        slots.destroy()
+        return clones
+
+    VirtualWorld(num_nodes, per_node).run(work)
+
+
+def test_a_clone_on_another_node_is_refused_by_all_and_slots_stay_usable():
+    def work(rank, group):
+        slots = make(group, 2, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+        weights = [[torch.full(shape, float(rank)) for shape in SHAPES]]
+        moved = Owners(4, 4)
+        moved.assign([2, 3, 0, 1])
+        near = torch.tensor([[1, -1], [0, -1], [-1, 3], [-1, 2]], dtype=torch.int32)
+        far = torch.tensor([[1, -1], [0, -1], [-1, 3], [-1, 1]], dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"slot 1 of rank 3, on node 1, to expert 1 of rank 1, on node 0"):
+            slots.push(far, weights)
+        with pytest.raises(ValueError, match="within_node=True"):
+            slots.collect(far, [[x.clone() for x in weights[0]]])
+        with pytest.raises(ValueError, match=r"slot 1 of rank 2, on node 1, to expert 3 of rank 1, on node 0"):
+            slots.push(torch.tensor([[-1, -1], [-1, -1], [-1, 3], [0, -1]], dtype=torch.int32), weights, moved)
+        with pytest.raises(ValueError, match="plan names experts 0 to 4"):
+            slots.push(near.clamp(0) + near.eq(3), weights)
+        slots.push(near, weights)
+        slots.wait()
+        return float(slots.weights[1][rank // 2].mean())
+
+    assert VirtualWorld(2, 2).run(work) == [1.0, 0.0, 3.0, 2.0]
+
+
+def test_where_no_host_reads_the_plan_a_clone_on_another_node_is_an_empty_slot(monkeypatch):
+    monkeypatch.setattr("hybrid_ep.runtime.spares.Node._require_within", lambda *_: None)
+
+    def work(rank, group):
+        slots = make(group, 1, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+        weights = [[torch.full(shape, 1.0 + rank) for shape in SHAPES]]
+        plan = torch.tensor([[2], [0], [3], [1]], dtype=torch.int32)  # ranks 0 and 3 hold experts of the other node
+        slots.push(plan, weights)
+        slots.wait()
+        for stack in slots.gradients:
+            stack.fill_(1.0)
+        slots.collect(plan, weights)
+        return float(slots.weights[1].mean()), float(weights[0][1].mean())
+
+    assert VirtualWorld(2, 2).run(work) == [(0.0, 2.0), (1.0, 2.0), (4.0, 3.0), (0.0, 5.0)]
 
 
 def test_a_plan_of_the_kernels_is_pushed_as_it_lies():
@@ -189,13 +254,27 @@ def test_bad_arguments_are_refused_by_name():
         make(VirtualWorld(1, 1).groups[0], 0, 1)
 
 
-def test_two_nodes_and_ranks_that_differ_are_refused_by_all():
-    def two_nodes(rank, group):
-        with pytest.raises(ValueError, match="group spans 2 nodes"):
-            make(group, 1, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=1)
+def test_a_node_that_fails_to_set_up_ends_the_others(monkeypatch):
+    def full(*_):
+        raise MemoryError("no room")
 
-    VirtualWorld(2, 1).run(two_nodes)
+    def work(rank, group):
+        if rank == 2:
+            monkeypatch.setattr(group, "segments", type("Full", (), {"create": full, "unlink": lambda *_: None})())
+        wanted = MemoryError if rank == 2 else BootstrapError
+        with pytest.raises(wanted, match="no room") as failed:
+            make(group, 3, 1, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+        if rank == 2:
+            size = 8 * sum(int(np.prod(s)) for s in SHAPES)
+            assert f"lower spare_slots=3: by shapes, each has {size} bytes" in str(failed.value)
+            assert "max_num_of_tokens" not in str(failed.value) and "arena" not in str(failed.value)
+        else:
+            assert failed.value.missing in ((2,), (2, 3)), failed.value
 
+    VirtualWorld(2, 2).run(work)
+
+
+def test_ranks_that_differ_are_refused_by_all():
     def differ(rank, group):
         with pytest.raises(ValueError, match="spares"):
             make(group, 1 + rank, 1)
@@ -212,11 +291,32 @@ def test_a_rank_that_does_not_come_is_named():
         slots.push(torch.tensor([[1], [-1]], dtype=torch.int32), weights)  # rank 0 holds a clone of rank 1's
         with pytest.raises(DeadlineError, match="rank 1") as late:
             slots.wait()
-        assert late.value.site == "clone_weights"
+        assert late.value.site == "clone_weights" and late.value.peer == 1
         with pytest.raises(BufferFailedError):
             slots.push(torch.tensor([[1], [-1]], dtype=torch.int32), weights)
 
     VirtualWorld(1, 2).run(work)
+
+
+def test_a_rank_that_does_not_come_is_named_by_its_number_in_the_group():
+    def work(rank, group):
+        slots = make(group, 1, 1, timeout_s=1.0, num_of_hybrid_ep_ranks_per_nvlink_domain=2)
+        weights = [[torch.zeros(shape) for shape in SHAPES]]
+        plan = torch.tensor([[1], [-1], [3], [-1]], dtype=torch.int32)
+        if rank == 3:
+            return
+        slots.push(plan, weights)
+        if rank < 2:  # the other node goes on
+            slots.wait()
+            return
+        with pytest.raises(DeadlineError, match=r"^rank 2 \(node 1\) .* from rank 3 \(node 1\)") as late:
+            slots.wait()
+        said = late.value
+        assert (said.rank, said.node, said.peer, said.peer_node, said.site) == (2, 1, 3, 1, "clone_weights")
+        with pytest.raises(BufferFailedError, match="from rank 3"):
+            slots.wait()
+
+    VirtualWorld(2, 2).run(work)
 
 
 def _process(rank: int, store: str, said) -> None:
