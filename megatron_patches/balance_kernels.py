@@ -2,7 +2,8 @@
 
 No host reads whose weights go where. Slots and gradient buffers are registered once, for all layers whose experts are
 alike. Gradients are added to main_grad in fp32, in the order of the plan, as `balance_push` adds them, so that both
-give the same bits. For groups of one node, whose ranks map each other's memory; elsewhere torch pushes, which is said.
+give the same bits. For clones on their owner's node, whose ranks map each other's memory; where they may lie on any
+node of several, torch pushes, which is said.
 """
 
 from __future__ import annotations
@@ -51,8 +52,13 @@ def clone_experts(manager: ExactManager) -> CloneExperts:
 
 def _why_torch(manager: ExactManager) -> str | None:
     """Why the kernels cannot push these experts, the same on all ranks; None: they can."""
-    if (nodes := manager.planner.options.num_nodes) > 1:
-        return f"the group spans {nodes} nodes, and kernels store into memory that ranks map"
+    asked = manager.planner.options
+    if asked.num_nodes > 1 and not asked.within_node:
+        return (
+            f"clones may lie on any of the group's {asked.num_nodes} nodes (--hybrid-ep-balance-clones anywhere, or "
+            "auto with static rows), and kernels store into memory that the ranks of a node map; with "
+            "--hybrid-ep-balance-clones node they can"
+        )
     if env.get("HYBRID_EP_EXECUTOR") == nvshmem.EXECUTOR:
         return f"HYBRID_EP_EXECUTOR={nvshmem.EXECUTOR} has no such kernels"
     dtypes = {owner.dtype for owner in manager.weights.owners}

@@ -277,11 +277,12 @@ class ClusterRun:
         changes = [f"{name}={value}" for name, value in wanted.items() if getattr(self, name) != value]
         _require(self.balance == "off" or not changes, "balance", self.balance, f"needs {', '.join(changes)}")
         _require(
-            not self.clones or self.balance_push != "kernels" or self.domain == self.expert,
+            not self.clones or self.balance_push != "kernels" or self._clones_stay,
             "balance_push",
             self.balance_push,
             f"kernels push where ranks map each other's memory, here in domains of {self.domain} of the {self.expert} "
-            "ranks; use auto or torch",
+            f"ranks, and balance_clones={self.balance_clones!r} has clones in others; use auto or torch, or "
+            "balance_clones=node",
         )
 
     def _check_recompute(self) -> None:
@@ -349,7 +350,16 @@ class ClusterRun:
         """kernels or torch: what brings weights to clones, as megatron_patches.balance_kernels chooses it."""
         if self.balance_push != "auto":
             return self.balance_push
-        return "kernels" if self.domain == self.expert else "torch"
+        return "kernels" if self._clones_stay else "torch"
+
+    @property
+    def _clones_stay(self) -> bool:
+        """Whether every clone lies in the NVLink domain of its owner."""
+        from megatron_patches.settings import Balance
+
+        domains = self.expert // self.domain
+        asked = Balance(mode=self.balance, spare_slots=self.clones or 1, reach=self.balance_clones)
+        return domains == 1 or asked.within_node(domains)
 
     @property
     def num_gpus(self) -> int:

@@ -121,7 +121,8 @@ def batch(step, rank):
 
 
 def random_plan(seed, manager):
-    """Forced plans: any expert anywhere, any number of its tokens, none included. Equal on all ranks."""
+    """Forced plans: any expert anywhere (or within its node), any number of its tokens, none included. Equal on all
+    ranks."""
     rng, options = np.random.default_rng(seed), manager.planner.options
 
     def plan(counts):
@@ -129,9 +130,10 @@ def random_plan(seed, manager):
         num_ranks, owner = len(counts), manager.owners.rank_of
         slot_expert = np.full((num_ranks, options.spare_slots), -1, np.int32)
         slot_tokens = np.zeros(slot_expert.shape, np.int64)
+        per_node = num_ranks // options.num_nodes if options.within_node else num_ranks
         left = counts.sum(axis=0)
         for rank in range(num_ranks):
-            others = rng.permutation(np.flatnonzero(owner != rank))
+            others = rng.permutation(np.flatnonzero((owner != rank) & (owner // per_node == rank // per_node)))
             for slot in range(options.spare_slots):
                 if rng.random() < 0.8:
                     expert = others[slot]

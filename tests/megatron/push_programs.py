@@ -161,10 +161,11 @@ def reaches(ep, grouped):
     common = {"ranks_per_node": ep // 2, "grouped_gemm": grouped}
     megatron_patches.apply(**common)
     off, _ = train(groups, ep)
-    found, owners = {}, [np.random.default_rng(layer).permutation(EXPERTS) for layer in range(2)]
+    found, owners = [], [np.random.default_rng(layer).permutation(EXPERTS) for layer in range(2)]
     for reach, options in (
         ("auto", {}),
-        ("node", {}),
+        ("node", {"balance_push": "torch"}),
+        ("node", {"balance_push": "kernels"}),
         ("node", {"balance": "both"}),
         ("anywhere", {}),
         ("auto", {"static_rows": "grow"}),
@@ -176,11 +177,19 @@ def reaches(ep, grouped):
             got, _ = train(groups, ep, owners=owners if options.get("balance") == "both" else None)
         assert equal(got, off), (reach, options)
         assert {manager.planner.options.within_node for manager, _ in seen} == {within(reach, options)}
-        found[(reach, *options)] = crossing(seen, ep // 2)
+        by_kernels = within(reach, options) and options.get("balance_push") != "torch"
+        assert (bool(balance_kernels._slots), bool(balance_push._slots)) == (by_kernels, not by_kernels), (
+            reach,
+            options,
+        )
+        if by_kernels:
+            forced, copies = train(groups, ep, lambda manager: random_plan(3, manager))
+            assert copies > 0 and equal(forced, off), "plans of clones within nodes, forced"
+        found.append((reach, options, *crossing(seen, ep // 2)))
         megatron_patches.revert()
-    for (reach, *options), (clones, far) in found.items():
+    for reach, options, clones, far in found:
         assert clones > 0 and (far == 0) == within(reach, options), found
-    lines = [line for line in said.getvalue().splitlines() if "clones stay on" in line or "clones may lie" in line]
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("hybrid_ep: clones ")]
     assert len(lines) == (2 if groups.ep.rank() == 0 else 0), lines
     return True
 
@@ -197,13 +206,18 @@ def choices(ep):
     assert any("SpareSlots" in line for line in balance_kernels.describe())
     apply("auto", ranks_per_node=1, balance_clones="anywhere")
     assert type(Layers(groups, ep).pairs[0][0]._comm_manager.clones) is balance_push.CloneExperts
-    assert {what for _, what in balance_kernels._said} == {
-        f"weights of clones are pushed by torch.distributed, not by kernels: the group spans {ep} nodes, and kernels "
-        "store into memory that ranks map"
-    }
+    (said,) = {what for _, what in balance_kernels._said if "pushed by" in what}
+    assert said.startswith(
+        "weights of clones are pushed by torch.distributed, not by kernels: clones may lie on any of"
+    )
+    assert f"{ep} nodes" in said and "--hybrid-ep-balance-clones node" in said
     apply("kernels", ranks_per_node=1, balance_clones="anywhere")
-    with pytest.raises(ValueError, match=f"--hybrid-ep-balance-push kernels: the group spans {ep} nodes"):
+    with pytest.raises(
+        ValueError, match=f"--hybrid-ep-balance-push kernels: clones may lie on any of the group's {ep} "
+    ):
         Layers(groups, ep)
+    apply("auto", ranks_per_node=1, balance_clones="node")
+    assert isinstance(Layers(groups, ep).pairs[0][0]._comm_manager.clones, balance_kernels.KernelCloneExperts)
     megatron_patches.revert()
     assert not balance_kernels._slots
     return True

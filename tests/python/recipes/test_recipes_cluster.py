@@ -74,7 +74,13 @@ def test_the_balancers_memory_is_counted_and_refused_with_the_number():
         assert memory.clone_bytes(pushed) == clones == memory.per_gpu(pushed).clones, push
         assert f"({clones:,} bytes)" in describe(pushed)
     over_nodes = run.derive(ranks_per_node=run.domain // 2)
-    assert memory.clone_bytes(over_nodes) == 2 * expert * 12, "torch pushes between domains"
+    assert over_nodes.pushed_by == "kernels", "clones stay in the domains of their owners"
+    assert 2 * expert * 8 <= memory.clone_bytes(over_nodes) < by_kernels, "slots among half as many ranks"
+    anywhere = over_nodes.derive(balance_clones="anywhere")
+    assert memory.clone_bytes(anywhere) == 2 * expert * 12, "torch pushes between domains"
+    with pytest.raises(ValueError, match="balance_push='kernels'.*balance_clones='anywhere' has clones in others"):
+        anywhere.derive(balance_push="kernels")
+    over_nodes.derive(balance_push="kernels")
     with_clones, without = memory.per_gpu(run), memory.per_gpu(plain)
     assert without.clones == 0
     assert memory.registered_bytes(run) > memory.registered_bytes(plain), "spare slots are columns of the map"
@@ -119,12 +125,24 @@ def test_spare_bytes_are_those_of_real_slots():
     small = dataclasses.replace(run.architecture, hidden_size=64, moe_ffn_hidden_size=24, num_experts=8)
     run = dataclasses.replace(run, architecture=small)
 
-    def registered(rank, group):
+    def registered(per_node, group):
         shapes = [(48, 64), (64, 24)]
-        slots = SpareSlots(group, spare_slots=3, num_owners=2, shapes=shapes, dtype=torch.bfloat16, executor="host")
+        slots = SpareSlots(
+            group,
+            spare_slots=3,
+            num_owners=2,
+            shapes=shapes,
+            dtype=torch.bfloat16,
+            executor="host",
+            num_of_hybrid_ep_ranks_per_nvlink_domain=per_node,
+        )
         return slots.memory_report().total_bytes
 
-    assert VirtualWorld(1, 4).run(registered) == [memory.spare_bytes(run)] * 4
+    of_one = VirtualWorld(1, 4).run(lambda _, group: registered(4, group))
+    assert of_one == [memory.spare_bytes(run)] * 4
+    over_nodes = dataclasses.replace(run, ranks_per_node=2)
+    of_two = VirtualWorld(2, 2).run(lambda _, group: registered(2, group))
+    assert of_two == [memory.spare_bytes(over_nodes)] * 4 != of_one
 
 
 BAD = [
@@ -143,7 +161,7 @@ BAD = [
     ({"spare_slots": 0}, "spare_slots=0"),
     ({"balance_push": "mail"}, "balance_push='mail': use one of auto, kernels, torch"),
     (
-        {"balance": "exact", "overlap": False, "precision": "bf16", "expert": 16, "balance_push": "kernels"},
+        {**BALANCED, "expert": 16, "balance_push": "kernels", "balance_clones": "anywhere"},
         "kernels push where ranks map each other's memory, here in domains of 8 of the 16 ranks",
     ),
     ({"balance_clones": "near"}, "balance_clones='near': use one of auto, node, anywhere"),
