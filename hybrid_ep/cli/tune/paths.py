@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class PathTimer:
         wrong, turns = 0, range(-max(1, warmup), iterations)
         for iteration in track(turns, f"paths, {tokens} tokens") if world.rank == 0 else turns:
             kept = samples if iteration >= 0 else {}
-            done = [world.timed(kept, (path, str(tokens)), lambda p=path: pair(p)) for path in PATHS]
+            done = [world.timed(kept, (path, str(tokens)), functools.partial(pair, path)) for path in PATHS]
             if iteration < 0:
                 for by_one, by_other in zip(*done, strict=True):
                     wrong += int((by_one.view(torch.uint8) != by_other.view(torch.uint8)).sum())
