@@ -19,7 +19,6 @@ class Row:
     """Microseconds of one operation by both paths; `ratio` is the latency path's time over the other's."""
 
     tokens: int
-    num_sms: int
     op: str
     latency_us: float
     throughput_us: float
@@ -42,7 +41,6 @@ class Crossover:
     on; 0: not even with those. throughput_from: the first with which they are not; None: lines are faster with all."""
 
     op: str
-    num_sms: int
     latency_tokens: int
     throughput_from: int | None
 
@@ -64,23 +62,24 @@ class Crossover:
         return asdict(self) | {"said": self.said}
 
 
-def find(rows: Iterable[Row], op: str, num_sms: int) -> Crossover:
-    """Of the rows with that operation and number of SMs, at least one."""
-    mine = sorted((row for row in rows if (row.op, row.num_sms) == (op, num_sms)), key=lambda row: row.tokens)
+def find(rows: Iterable[Row], op: str) -> Crossover:
+    """Of the rows with that operation, at least one, which are alike but for their tokens."""
+    mine = sorted((row for row in rows if row.op == op), key=lambda row: row.tokens)
     lost = next((row.tokens for row in mine if row.faster != "latency"), None)
     won = max((row.tokens for row in mine if lost is None or row.tokens < lost), default=0)
-    return Crossover(op, num_sms, won, lost)
+    return Crossover(op, won, lost)
 
 
-def predict(shape: Shape, cluster: Cluster, num_sms: int, seed: int = 1) -> dict[str, Row]:
+def predict(shape: Shape, cluster: Cluster, *, dispatch_sms: int, combine_sms: int, seed: int = 1) -> dict[str, Row]:
     """By operation: what the event engine says of one node, bf16 and uniform routing, without what a launch takes. The
-    throughput path has half as many SMs again beside `num_sms`, for local work, if there are. Raises what
+    throughput path has half as many SMs again beside those given, for local work, if there are. Raises what
     `latency_events.measure` and `events.measure` raise."""
-    by_lines = latency_events.measure(shape, cluster, num_sms=num_sms, seed=seed)
-    other = events.measure(shape, cluster, num_sms=num_sms)
-    both = {
-        "dispatch": (by_lines.dispatch_us, other.time_us["dispatch"]),
-        "combine": (by_lines.combine_us, other.time_us["combine"]),
-    }
+    sms = {"dispatch": dispatch_sms, "combine": combine_sms}
+    both: dict[str, tuple[float, float]] = {}
+    for num_sms in set(sms.values()):
+        by_lines = latency_events.measure(shape, cluster, num_sms=num_sms, seed=seed)
+        other = events.measure(shape, cluster, num_sms=num_sms).time_us
+        found = {"dispatch": by_lines.dispatch_us, "combine": by_lines.combine_us}
+        both |= {op: (found[op], other[op]) for op in found if sms[op] == num_sms}
     both["pair"] = (sum(us for us, _ in both.values()), sum(us for _, us in both.values()))
-    return {op: Row(shape.tokens, num_sms, op, *both[op]) for op in OPS}
+    return {op: Row(shape.tokens, op, *both[op]) for op in OPS}

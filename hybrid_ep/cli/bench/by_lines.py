@@ -14,7 +14,7 @@ from hybrid_ep.perf import crossover
 from hybrid_ep.perf.crossover import OPS, Row
 from hybrid_ep.perf.shape import Shape
 
-_HEADER = f"#{'tokens':>7}{'sms':>5}{'op':>10}{'lines us':>11}{'throughput us':>15}{'ratio':>8}  faster"
+HEADER = f"#{'tokens':>7}{'sms':>5}{'op':>10}{'lines us':>11}{'throughput us':>15}{'ratio':>8}  faster"
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -41,28 +41,27 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     ranks = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
     if ranks > cluster.ranks_per_node:
         raise ValueError(f"--ranks-per-node {ranks}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}")
-    rows: list[Row] = []
+    by_sms: dict[int, list[Row]] = {num_sms: [] for num_sms in args.num_sms}
+    _print_header(cluster, Shape(ranks, ranks, min(token_sweep(args)), args.hidden, args.topk, args.experts))
     for num_sms in args.num_sms:
         for tokens in token_sweep(args):
             shape = Shape(ranks, ranks, tokens, args.hidden, args.topk, args.experts)
-            if not rows:
-                _print_header(cluster, shape)
-            predicted = crossover.predict(shape, cluster, num_sms, args.seed)
+            predicted = crossover.predict(shape, cluster, dispatch_sms=num_sms, combine_sms=num_sms, seed=args.seed)
             for op in args.op:
-                rows.append(predicted[op])
-                print(_line(rows[-1]), flush=True)
-    crossovers = [crossover.find(rows, op, num_sms) for num_sms in args.num_sms for op in args.op]
-    for found in crossovers:
-        print(f"# {found.op}, {found.num_sms} SMs: {found.said}")
-    shape = Shape(ranks, ranks, rows[0].tokens, args.hidden, args.topk, args.experts)
+                by_sms[num_sms].append(predicted[op])
+                print(line(predicted[op], str(num_sms)), flush=True)
+    crossovers = {num_sms: [crossover.find(rows, op) for op in args.op] for num_sms, rows in by_sms.items()}
+    for num_sms, of_ops in crossovers.items():
+        for found in of_ops:
+            print(f"# {found.op}, {num_sms} SMs: {found.said}")
     return [
         {
             "cluster": cluster.name,
             "path": "latency",
             "engine": "events",
             "shape": {name: value for name, value in asdict(shape).items() if name != "tokens"},
-            "rows": [row.to_json() for row in rows],
-            "crossovers": [found.to_json() for found in crossovers],
+            "rows": [{"num_sms": n, **row.to_json()} for n, rows in by_sms.items() for row in rows],
+            "crossovers": [{"num_sms": n, **found.to_json()} for n, of_ops in crossovers.items() for found in of_ops],
         }
     ]
 
@@ -74,11 +73,12 @@ def _print_header(cluster: clusters.Cluster, shape: Shape) -> None:
         f"{shape.topk}/{shape.experts}  bf16  routing uniform; both paths without what a launch takes"
     )
     print("# the throughput path has half as many SMs again beside these, for local work, if there are")
-    print(_HEADER)
+    print(HEADER)
 
 
-def _line(row: Row) -> str:
+def line(row: Row, sms: str) -> str:
+    """Below HEADER. sms: those of the operation."""
     return (
-        f"{row.tokens:>8}{row.num_sms:>5}{row.op:>10}{row.latency_us:>11.1f}{row.throughput_us:>15.1f}"
+        f"{row.tokens:>8}{sms:>5}{row.op:>10}{row.latency_us:>11.1f}{row.throughput_us:>15.1f}"
         f"{row.ratio:>8.2f}  {row.faster}"
     )

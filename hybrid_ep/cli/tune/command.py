@@ -166,10 +166,9 @@ def _predict(args: argparse.Namespace) -> int:
     crossing = None
     if args.latency_tokens:
         few = min(grids, key=lambda grid: grid.tokens).settings
-        sms = max(few.num_sms_dispatch, few.num_sms_combine)
         shape = Shape(local, local, args.tokens[0], args.hidden, args.topk, args.experts)
         try:
-            crossing = paths.predicted(shape, cluster, args.latency_tokens, sms, args.seed)
+            crossing = paths.predicted(shape, cluster, args.latency_tokens, few, args.seed)
         except ValueError as error:
             raise UsageError(f"--latency-tokens {_list(args.latency_tokens)}: {error}") from None
         for line in crossing.lines():

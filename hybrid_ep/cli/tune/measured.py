@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -24,6 +25,25 @@ from hybrid_ep.perf.shape import DTYPES, Shape
 from hybrid_ep.tuning import Key, device_name
 
 _SLOWEST_RANK = 3  # of reduce_ranks
+
+
+def uniform_call(
+    world: World, key: Key, topk: int, dtype: str, tokens: int, seed: int
+) -> tuple[dict[str, Any], list[int]]:
+    """(arguments of this rank's dispatch_with_permute, rows [ranks] that each rank receives), routed uniformly."""
+    routings = generate(RoutingSpec("uniform"), [tokens] * key.num_ranks, key.num_experts, topk, seed)
+    rows = checks.make_rows(world.rank, tokens, key.hidden, dtype, topk, seed)
+    x, scales = (None if t is None else t.to(world.device) for t in checks.payload(rows, dtype))
+    call = {
+        "hidden": x,
+        "scaling_factor": scales,
+        "num_of_experts": key.num_experts,
+        "topk_idx": routings[world.rank].topk_idx.to(world.device),
+        "topk_weights": routings[world.rank].topk_weights.to(world.device),
+    }
+    chosen = torch.cat([routing.topk_idx.flatten() for routing in routings])
+    of_experts = torch.bincount(chosen, minlength=key.num_experts)
+    return call, of_experts.view(key.num_ranks, -1).sum(1).tolist()
 
 
 class Tuner:
@@ -75,19 +95,9 @@ class Tuner:
     def _sweep(
         self, tokens: int, settings: list[Setting], samples: Samples, warmup: int, iterations: int, seed: int
     ) -> int:
-        world, key = self.world, self.key
-        routing = generate(RoutingSpec("uniform"), [tokens] * key.num_ranks, key.num_experts, self.topk, seed)[
-            world.rank
-        ]
-        rows = checks.make_rows(world.rank, tokens, key.hidden, self.dtype, self.topk, seed)
-        x, scales = (None if t is None else t.to(world.device) for t in checks.payload(rows, self.dtype))
-        call = {
-            "hidden": x,
-            "scaling_factor": scales,
-            "num_of_experts": key.num_experts,
-            "topk_idx": routing.topk_idx.to(world.device),
-            "topk_weights": routing.topk_weights.to(world.device),
-        }
+        world = self.world
+        call, _ = uniform_call(world, self.key, self.topk, self.dtype, tokens, seed)
+        scales = call["scaling_factor"]
         wrong, first, expert_rows = 0, None, None
         turns = range(-max(1, warmup), iterations)
         for iteration in track(turns, "iterations") if world.rank == 0 else turns:

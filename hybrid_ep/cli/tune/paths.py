@@ -12,11 +12,11 @@ import torch
 
 from hybrid_ep import tuning
 from hybrid_ep.buffer import HybridEPBuffer
-from hybrid_ep.cli.bench import checks
+from hybrid_ep.cli.bench import by_lines, checks
 from hybrid_ep.cli.bench.report import reduce_ranks
-from hybrid_ep.cli.bench.routing import RoutingSpec, generate
 from hybrid_ep.cli.bench.world import Samples, World
 from hybrid_ep.cli.progress import track
+from hybrid_ep.cli.tune.measured import uniform_call
 from hybrid_ep.cli.tune.predicted import gpu_word
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import crossover
@@ -35,33 +35,39 @@ class Crossing:
     key: tuning.Key
     topk: int
     dtype: str
+    blocks: tuning.Settings
     rows: tuple[Row, ...]
 
     @property
     def found(self) -> crossover.Crossover:
-        return crossover.find(self.rows, OP, self.rows[0].num_sms)
+        return crossover.find(self.rows, OP)
+
+    @property
+    def _sms(self) -> str:
+        return f"{self.blocks.num_sms_dispatch}+{self.blocks.num_sms_combine}"
 
     def entry(self) -> dict[str, Any]:
         """For the file: what a buffer reads, and beside it what a reader wants to know."""
         found = tuning.Crossover(self.device, self.key, self.topk, self.dtype, self.found.latency_tokens)
-        return found.to_json() | {"num_sms": self.found.num_sms, "points": [row.to_json() for row in self.rows]}
+        return found.to_json() | {
+            "num_sms_dispatch": self.blocks.num_sms_dispatch,
+            "num_sms_combine": self.blocks.num_sms_combine,
+            "points": [row.to_json() for row in self.rows],
+        }
 
     def lines(self) -> Iterator[str]:
-        yield f"#{'tokens':>7}{'op':>10}{'sms':>5}{'lines us':>11}{'throughput us':>15}{'ratio':>8}  faster"
-        for row in self.rows:
-            yield (
-                f"{row.tokens:>8}{row.op:>10}{row.num_sms:>5}{row.latency_us:>11.1f}{row.throughput_us:>15.1f}"
-                f"{row.ratio:>8.2f}  {row.faster}"
-            )
-        yield f"# {OP}, {self.found.num_sms} SMs: {self.found.said}"
+        yield by_lines.HEADER
+        yield from (by_lines.line(row, self._sms) for row in self.rows)
+        yield f"# {OP}, {self._sms} SMs of dispatch and combine: {self.found.said}"
         yield f"# path='auto' of a buffer with this file takes lines up to {self.found.latency_tokens} tokens a rank"
 
 
-def predicted(shape: Shape, cluster: Cluster, tokens: list[int], num_sms: int, seed: int) -> Crossing:
+def predicted(shape: Shape, cluster: Cluster, tokens: list[int], blocks: tuning.Settings, seed: int) -> Crossing:
     """Of a cluster that is not here, by the event engine. Raises what crossover.predict raises."""
-    rows = tuple(crossover.predict(shape.with_(tokens=t), cluster, num_sms, seed)[OP] for t in tokens)
+    sms = {"dispatch_sms": blocks.num_sms_dispatch, "combine_sms": blocks.num_sms_combine}
+    rows = tuple(crossover.predict(shape.with_(tokens=t), cluster, **sms, seed=seed)[OP] for t in tokens)
     key = tuning.Key(shape.ranks, shape.ranks_per_node, shape.hidden, shape.experts)
-    return Crossing(gpu_word(cluster), key, shape.topk, "bf16", rows)
+    return Crossing(gpu_word(cluster), key, shape.topk, "bf16", blocks, rows)
 
 
 class PathTimer:
@@ -93,31 +99,19 @@ class PathTimer:
             key: statistics.median(1e6 * s for s in reduce_ranks(by_rank, _SLOWEST_RANK))
             for key, by_rank in self.world.gather(samples).items()
         }
-        sms = max(self.blocks.num_sms_dispatch, self.blocks.num_sms_combine)
-        rows = tuple(Row(t, sms, OP, *(median[(path, str(t))] for path in reversed(PATHS))) for t in tokens)
-        return Crossing(self.device, self.key, self.topk, self.dtype, rows), self.world.reduce(wrong)
+        rows = tuple(Row(t, OP, *(median[(path, str(t))] for path in reversed(PATHS))) for t in tokens)
+        return Crossing(self.device, self.key, self.topk, self.dtype, self.blocks, rows), self.world.reduce(wrong)
 
     def _pairs(self, tokens: int, samples: Samples, warmup: int, iterations: int, seed: int) -> int:
-        world, key = self.world, self.key
-        routings = generate(RoutingSpec("uniform"), [tokens] * key.num_ranks, key.num_experts, self.topk, seed)
-        chosen = torch.cat([r.topk_idx.flatten() for r in routings])
-        of_experts = torch.bincount(chosen, minlength=key.num_experts)
-        rows = checks.make_rows(world.rank, tokens, key.hidden, self.dtype, self.topk, seed)
-        x, scales = (None if t is None else t.to(world.device) for t in checks.payload(rows, self.dtype))
-        routing = routings[world.rank]
-        call = {
-            "hidden": x,
-            "scaling_factor": scales,
-            "num_of_experts": key.num_experts,
-            "topk_idx": routing.topk_idx.to(world.device),
-            "topk_weights": routing.topk_weights.to(world.device),
-            "num_permuted_tokens": int(of_experts.view(key.num_ranks, -1).sum(1).max()),
-            "non_blocking": True,
-        }
+        world = self.world
+        call, received = uniform_call(world, self.key, self.topk, self.dtype, tokens, seed)
+        call |= {"num_permuted_tokens": max(received), "non_blocking": True}
 
         def pair(path: str) -> tuple[torch.Tensor, torch.Tensor]:
             rows, *_, handle = self.buffer.dispatch_with_permute(**call, path=path)
-            given = rows if scales is None else torch.ones_like(rows, dtype=checks.SUM_DTYPES[self.dtype])
+            given = (
+                rows if call["scaling_factor"] is None else torch.ones_like(rows, dtype=checks.SUM_DTYPES[self.dtype])
+            )
             return rows, self.buffer.combine_with_unpermute(hidden=given, handle=handle)[0]
 
         wrong, turns = 0, range(-max(1, warmup), iterations)

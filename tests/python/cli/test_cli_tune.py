@@ -142,11 +142,12 @@ def test_a_predicted_crossover_is_found_by_the_machines_it_is_of(launcher, tmp_p
     assert "lines are faster up to 8 tokens a rank and not at 1024" in capsys.readouterr().out
     document = json.loads(out.read_text())
     (found,), blocks = document["crossovers"], document["entries"][0]["settings"]
-    sms = max(blocks["num_sms_dispatch"], blocks["num_sms_combine"])
-    assert found["made"]["source"] == "simulated" and found["num_sms"] == sms
+    sms = {name: blocks[f"num_{name[-3:]}_{name[:-4]}"] for name in ("dispatch_sms", "combine_sms")}
+    assert found["made"]["source"] == "simulated"
+    assert (found["num_sms_dispatch"], found["num_sms_combine"]) == tuple(sms.values())
     shape = Shape(4, 4, 8, 2048, 4, 16)
     for point, tokens in zip(found["points"], (8, 1024), strict=True):
-        row = crossover.predict(shape.with_(tokens=tokens), clusters.get("h100_8x400g"), sms)["pair"]
+        row = crossover.predict(shape.with_(tokens=tokens), clusters.get("h100_8x400g"), **sms)["pair"]
         assert point == row.to_json() and row.op == "pair"
     table, key = tuning.load(out, "NVIDIA H100 80GB HBM3"), Key(4, 4, 2048, 16)
     assert table.crossover(key) == 8 and table.crossover(key._replace(hidden=4096)) is None
@@ -157,6 +158,15 @@ def test_a_predicted_crossover_is_found_by_the_machines_it_is_of(launcher, tmp_p
     assert main([*run, "--latency-tokens", "1024"]) == EXIT_OK
     assert tuning.load(out, "NVIDIA H100").crossover(key) == 0 and len(json.loads(out.read_text())["crossovers"]) == 1
     assert "path='auto' of a buffer with this file takes lines up to 0 tokens" in capsys.readouterr().out
+
+
+def test_each_operation_is_predicted_with_its_own_blocks():
+    shape, cluster = Shape(4, 4, 64, 2048, 4, 16), clusters.get("h100_8x400g")
+    alike = {n: crossover.predict(shape, cluster, dispatch_sms=n, combine_sms=n) for n in (2, 8)}
+    found = crossover.predict(shape, cluster, dispatch_sms=2, combine_sms=8)
+    assert found["dispatch"] == alike[2]["dispatch"] != alike[8]["dispatch"]
+    assert found["combine"] == alike[8]["combine"] != alike[2]["combine"]
+    assert found["pair"].latency_us == found["dispatch"].latency_us + found["combine"].latency_us
 
 
 def test_a_measured_crossover_compares_the_paths_bits(tmp_path, monkeypatch, capfd):
