@@ -12,7 +12,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES
+from megatron_patches.settings import BALANCE_PUSHES, CLONE_REACHES, Balance
 
 from .architecture import Architecture
 
@@ -353,13 +353,15 @@ class ClusterRun:
         return "kernels" if self._clones_stay else "torch"
 
     @property
+    def balance_settings(self) -> Balance:
+        """The balancer's settings, as the flags of the run give them."""
+        return Balance(mode=self.balance, spare_slots=self.clones or 1, reach=self.balance_clones)
+
+    @property
     def _clones_stay(self) -> bool:
         """Whether every clone lies in the NVLink domain of its owner."""
-        from megatron_patches.settings import Balance
-
         domains = self.expert // self.domain
-        asked = Balance(mode=self.balance, spare_slots=self.clones or 1, reach=self.balance_clones)
-        return domains == 1 or asked.within_node(domains)
+        return domains == 1 or self.balance_settings.within_node(domains)
 
     @property
     def num_gpus(self) -> int:

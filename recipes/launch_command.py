@@ -332,8 +332,15 @@ def _stop(started: subprocess.Popen[bytes], how: signal.Signals) -> None:
 def _listen(parent: int) -> bool:
     """Whether there are ranks and all of them have a handler for what asks them to stop. Before that a signal would end
     them in the middle of an import, torchrun would report that on two screens, and there is no step to finish."""
-    ranks = _children(parent)
+    ranks = [pid for pid in _children(parent) if _is_rank(pid)]
     return bool(ranks) and all(_catches(pid, signal.SIGTERM) for pid in ranks)
+
+
+def _is_rank(pid: int) -> bool:
+    """By the variables that torchrun gives its ranks: other children of its, a resource tracker say, lack them."""
+    with contextlib.suppress(OSError):
+        return b"\0RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    return False
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron_patches.settings import Balance
-
 from .cluster import ClusterRun
 
 _BF16, _FP32 = 2, 4
@@ -97,7 +95,7 @@ def registered_bytes(run: ClusterRun) -> int:
     }
     nodes, clones = run.expert // run.domain, None
     if run.clones:
-        options = MicrobatchOptions(**_balance(run).planner_options(nodes))
+        options = MicrobatchOptions(**run.balance_settings.planner_options(nodes))
         clones = options.shape(run.expert, model.num_experts)
     shape = _core.BufferShape(
         num_nodes=nodes,
@@ -112,11 +110,6 @@ def registered_bytes(run: ClusterRun) -> int:
         row_bytes=row_bytes,
     )
     return shape.total_bytes
-
-
-def _balance(run: ClusterRun) -> Balance:
-    """The balancer's settings, as the flags of the run give them."""
-    return Balance(mode=run.balance, spare_slots=run.clones or 1, reach=run.balance_clones)
 
 
 def _of_stage(run: ClusterRun, rank: int, buffers: int) -> Memory:
