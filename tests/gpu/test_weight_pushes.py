@@ -25,9 +25,11 @@ def idle() -> None:
         time.sleep(20e-6)
 
 
-def on_gpu(num_ranks: int, spare: int, owned: int, work, dtype=torch.float32, **options):
+def on_gpu(num_ranks: int, spare: int, owned: int, work, dtype=torch.float32, num_nodes: int = 1, **options):
     """[work(rank, slots)] of all ranks at once, each on its stream, with slots on the current device."""
-    world = VirtualWorld(1, num_ranks)
+    world = VirtualWorld(num_nodes, num_ranks // num_nodes)
+    if num_nodes > 1:
+        options["num_of_hybrid_ep_ranks_per_nvlink_domain"] = num_ranks // num_nodes
     world.on_device()
     slots = world.run(lambda _, group: make(group, spare, owned, dtype, executor="cuda", **options))
     try:
@@ -38,19 +40,22 @@ def on_gpu(num_ranks: int, spare: int, owned: int, work, dtype=torch.float32, **
 
 
 @pytest.mark.parametrize(
-    "num_ranks, spare, owned, dtype, blocks",
+    "num_ranks, spare, owned, dtype, blocks, nodes",
     [
-        (1, 1, 1, torch.bfloat16, 1),
-        (2, 3, 1, torch.float32, 2),
-        (3, 1, 3, torch.float16, 1),
-        (4, 2, 2, torch.bfloat16, 3),
+        (1, 1, 1, torch.bfloat16, 1, 1),
+        (2, 3, 1, torch.float32, 2, 1),
+        (3, 1, 3, torch.float16, 1, 1),
+        (4, 2, 2, torch.bfloat16, 3, 1),
+        (4, 2, 2, torch.bfloat16, 1, 2),
     ],
 )
-def test_weights_arrive_and_gradients_come_home_in_the_plans_order(num_ranks, spare, owned, dtype, blocks):
-    def work(rank, slots):
-        return sum(train(slots, rank, s, num_ranks, spare, owned, dtype, "cuda", idle) for s in range(3))
+def test_weights_arrive_and_gradients_come_home_in_the_plans_order(num_ranks, spare, owned, dtype, blocks, nodes):
+    near = num_ranks // nodes
 
-    assert sum(on_gpu(num_ranks, spare, owned, work, dtype, num_blocks=blocks)) > 0
+    def work(rank, slots):
+        return sum(train(slots, rank, s, num_ranks, spare, owned, dtype, "cuda", idle, near) for s in range(3))
+
+    assert sum(on_gpu(num_ranks, spare, owned, work, dtype, nodes, num_blocks=blocks)) > 0
 
 
 def test_large_matrices_take_several_chunks():
