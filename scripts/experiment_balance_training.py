@@ -42,6 +42,7 @@ def train(ranks, mode, args, folder):
         str(args.forced_bias),
         "--balance",
         mode,
+        *(["--grouped-gemm"] if args.grouped_gemm else []),
         "--name",
         name,
         "--runs-dir",
@@ -59,13 +60,17 @@ def train(ranks, mode, args, folder):
 
 def compare(ranks, args, folder):
     """Off and exact in turns, `--repeats` times: one row with everything the page shows."""
-    times, loads, kept = {m: [] for m in MODES}, [], {}
+    times, loads, kept, ratios = {m: [] for m in MODES}, [], {}, []
     for _ in range(args.repeats):
+        median = {}
         for mode in MODES:
             load, steps = train(ranks, mode, args, folder)
             loads.append(load)
-            times[mode] += [s["step_s"] for s in steps[args.warmup :]]
+            taken = [s["step_s"] for s in steps[args.warmup :]]
+            times[mode] += taken
+            median[mode] = np.median(taken)
             kept.setdefault(mode, steps)
+        ratios.append(float(median["exact"] / median["off"]))
     off, exact = kept["off"], kept["exact"]
 
     def difference(name):
@@ -78,7 +83,8 @@ def compare(ranks, args, folder):
     return {
         "ranks": ranks,
         "step_s": {m: float(np.median(t)) for m, t in times.items()},
-        "step_ratio": float(np.median(times["exact"]) / np.median(times["off"])),
+        "step_ratio": float(np.median(ratios)),
+        "step_ratios": ratios,  # of medians, a pair of neighbouring runs: a machine's speed changes over minutes
         "fullest_rank_ratio": float((fullest["exact"] / fullest["off"]).mean()),
         "loss_difference": difference("train_loss"),
         "grad_norm_difference": difference("grad_norm"),
@@ -152,7 +158,7 @@ def table(rows):
     """Markdown of the rows."""
     lines = [
         "| ranks | imbalance by rank, off | exact | worst layer | tokens of the fullest rank, exact / off | "
-        "largest difference of loss, gradient norm | step, off | exact | exact / off |",
+        "largest difference of loss, gradient norm | step, off | exact | exact / off, median of pairs (spread) |",
         "|" + "---:|" * 9,
     ]
     for r in rows:
@@ -160,7 +166,8 @@ def table(rows):
         lines.append(
             f"| {r['ranks']} | {i['off']:.3f} | {i['exact']:.4f} | {i['exact_worst']:.3f} | "
             f"{r['fullest_rank_ratio']:.2f} | {r['loss_difference']:.0e}, {r['grad_norm_difference']:.0e} | "
-            f"{r['step_s']['off']:.2f} s | {r['step_s']['exact']:.2f} s | {r['step_ratio']:.2f} |"
+            f"{r['step_s']['off']:.2f} s | {r['step_s']['exact']:.2f} s | "
+            f"{r['step_ratio']:.2f} ({min(r['step_ratios']):.2f} to {max(r['step_ratios']):.2f}) |"
         )
     return "\n".join(lines)
 
@@ -172,6 +179,7 @@ def main(argv=None):
     parser.add_argument("--warmup", type=int, default=2, help="steps whose times do not count")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--forced-bias", type=float, default=-1.0)
+    parser.add_argument("--grouped-gemm", action="store_true", help="experts as grouped GEMMs, in both modes")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run")
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.json, STEM.png and STEM.svg")
     parser.add_argument("--redraw", metavar="STEM", help="draw the rows of STEM.json again, and train nothing")

@@ -2,6 +2,7 @@
 // to the token's slot in the slab of this rank at its source. It waits for nobody. Behind the payload travel the
 // weights (or their gradients) of the token's pairs, as in a partial row of the throughput path.
 #pragma once
+#include "pipeline/side_by_side.h"
 #include "roles/latency_rows.h"
 #include "roles/line_sum.h"
 
@@ -23,10 +24,11 @@ struct LatencyPartialRole {
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
     a.set_role(Role::kLatencyPartial);
     const uint32_t rows = p.plan.numbers->recv_rows;
-    const auto share = LineShare<A>::of(rows, p.lines(), workers, 1, TileMath<A>::kReadsRows);
+    const auto order = SideBySide::of(rows, uint32_t(p.world.num_ranks()));
+    const auto share = LineShare<A>::of(order.count(), p.lines(), workers, 1, TileMath<A>::kReadsRows);
     for (uint32_t i = worker; i < share.count(); i += workers)
-      if (const uint32_t first = share.first(i); first < p.lines())
-        send(share.row(i), first, share.end(first, p.lines()));
+      if (const uint32_t first = share.first(i), row = order.row(share.row(i)); first < p.lines() && row < rows)
+        send(row, first, share.end(first, p.lines()));
     traffic.report(a, p.traffic, p.lines());
   }
 

@@ -14,6 +14,7 @@
 #include "layout/buffer.h"
 #include "layout/message.h"
 #include "layout/smem.h"
+#include "pipeline/side_by_side.h"
 #include "world_case.h"
 
 HEP_TEST_MAIN
@@ -292,6 +293,22 @@ TEST(reciprocals_divide_every_number_below_two_to_the_31) {
     for (const uint32_t n :
          {0u, divisor - 1, multiple, multiple - (multiple > 0), below, last, last / divisor * divisor})
       CHECK_EQ(by.quotient(n), n / divisor);
+  }
+}
+
+TEST(rows_side_by_side_are_every_row_once_and_near_their_pieces) {
+  Random r(11);
+  for (int world = 0; world < 300; ++world) {
+    const uint32_t rows = world < 3 ? uint32_t(world) : uint32_t(r.between(0, 3000)), pieces = uint32_t(r.between(1, 80));
+    const auto order = SideBySide::of(rows, pieces);
+    std::set<uint32_t> seen;
+    for (uint32_t i = 0; i < order.count(); ++i)
+      if (const uint32_t row = order.row(i); row < rows) {
+        CHECK(seen.insert(row).second);
+        CHECK_EQ(row / order.each, i % pieces);  // neighbours are of different pieces
+      }
+    CHECK_EQ(seen.size(), rows);
+    CHECK(order.count() < rows + pieces);
   }
 }
 

@@ -1,6 +1,6 @@
 // Lines in virtual time. A warp's lines of one slot travel some together: a copy each would be most of a world's
-// events. They land as one, so that the first of them come a little late. Words have only the lines that addresses come
-// from.
+// events. They land as one, so that the first of them come a little late; what is left of a slot goes when the warp
+// turns to others. Words have only the lines that addresses come from.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -38,7 +38,12 @@ void Clockwork::store_line(Lane& me, int owner, uint64_t line, const uint64_t* w
   auto run = std::find_if(me.line_runs.begin(), me.line_runs.end(), [&](const LineRun& r) {
     return r.slot == &to.slot && r.flag == flag && r.first + r.count == to.line;
   });
-  if (run == me.line_runs.end()) run = me.line_runs.insert(run, {&to.slot, flag, to.line, 0, owner});
+  if (run == me.line_runs.end()) {
+    // Slots that it stores side by side, a line to each, begin at the same line; those of an earlier row are through.
+    const auto is_beside = [&](const LineRun& r) { return r.first == to.line && r.count == 1; };
+    if (!std::all_of(me.line_runs.begin(), me.line_runs.end(), is_beside)) flush(me);
+    run = me.line_runs.insert(me.line_runs.end(), {&to.slot, flag, to.line, 0, owner});
+  }
   if (++run->count < kLinesTogether) return;
   post_run(me, *run);
   me.line_runs.erase(run);
