@@ -75,6 +75,10 @@ BUDGETS = {
     "balance": Budget(224, 22200, ("ELECT", *ACQUIRES)),
     "latency_dispatch": Budget(128, 11000, LINES),
     "latency_combine": Budget(96, 6700, LINES),
+    # Of several nodes, with the rows of the rail: lanes of a block of 16 warps have 128 registers each, so that a
+    # combine keeps some words of a sum in local memory.
+    "latency_dispatch_nodes": Budget(128, 18700, (*LINES, *ACQUIRES)),
+    "latency_combine_nodes": Budget(128, 16000, (*LINES, *ACQUIRES), stack=64, forbidden=("BPT.TRAP",), local_loads=40),
     # Of a spare slot the last warp to store speaks for all, of gradients the last to have read them.
     "push_weights": Budget(96, 2750, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
     "await_weights": Budget(80, 430, ("ELECT", *ACQUIRES)),
@@ -89,13 +93,14 @@ FORBIDDEN_FUNCTION = r"Function : (\S*nvshmem\S*quiet\S*)"
 # What a role of combine keeps over a call of NVSHMEM's, which is not inlined, goes to the stack, though not in the
 # loops over rows.
 NVSHMEM_REGISTERS = {"combine": 176, "dispatch": 144, "exchange": 112, "balance": 240}
-NVSHMEM_BUDGETS = {  # there is no latency path over a NIC
+NVSHMEM_REGISTERS |= {name: 128 for name in BUDGETS if name.startswith("latency_")}
+NVSHMEM_BUDGETS = {  # spare slots are no kernels of it
     name: replace(
         budget,
         registers=NVSHMEM_REGISTERS[name],
         instructions=budget.instructions + 500,  # its calls, with what is saved around them
         stack=480,  # of 3.8; 3.7 has 64 bytes less
-        forbidden=("BPT.TRAP",) if name == "combine" else ("LDL", "BPT.TRAP"),
+        forbidden=("BPT.TRAP",) if name in ("combine", "latency_combine_nodes") else ("LDL", "BPT.TRAP"),
         local_loads=110,
     )
     for name, budget in BUDGETS.items()

@@ -105,7 +105,12 @@
   BUG(kEarlyCredit, "a step of the latency path ends without having heard of every rank") \
   BUG(kOneSlabParity, "slabs of successive steps share their memory") \
   BUG(kStaleStep, "a line of two steps before is taken for this step's") \
-  BUG(kRestOfRowUnawaited, "of a row only the first lines are waited for")
+  BUG(kRestOfRowUnawaited, "of a row only the first lines are waited for") \
+  BUG(kRailRowBeforeAllWarps, "a row goes to the rail before all warps that share it have stored their parts") \
+  BUG(kRailRowUnawaited, "a row of the latency path is read before its signal along the rail has come") \
+  BUG(kEarlyRailCredit, "a step of the latency path ends without having heard of every rail peer") \
+  BUG(kForwardedFromNextSource, "rows of the rail are handed on as if they were of the rank behind their source") \
+  BUG(kOtherNodesForgotten, "a sum of the latency path is over when it has the partial rows of its own node")
 // clang-format on
 
 namespace hep {

@@ -25,9 +25,11 @@ enum class Role : uint8_t {
   kPackWeights,
   kLatencyRoute,
   kLatencySend,
+  kLatencyForward,
   kLatencyCounts,
   kLatencyReceive,
   kLatencyPartial,
+  kLatencyNodeSum,
   kLatencySum,
   kLatencyLeave,
   kExchangeCloneCounts,
@@ -62,9 +64,11 @@ inline const char* role_name(Role role) {
     case Role::kPackWeights: return "pack_weights";
     case Role::kLatencyRoute: return "latency_route";
     case Role::kLatencySend: return "latency_send";
+    case Role::kLatencyForward: return "latency_forward";
     case Role::kLatencyCounts: return "latency_counts";
     case Role::kLatencyReceive: return "latency_receive";
     case Role::kLatencyPartial: return "latency_partial";
+    case Role::kLatencyNodeSum: return "latency_node_sum";
     case Role::kLatencySum: return "latency_sum";
     case Role::kLatencyLeave: return "latency_leave";
     case Role::kExchangeCloneCounts: return "exchange clone counts";

@@ -1,36 +1,83 @@
-// Kernel: latency combine. All warps do the same: a header to every rank, this rank's partial rows to their sources,
-// then the sums of its own tokens. Partials wait for nobody, so the sums get theirs. The step ends when every rank has
-// been heard of, with or without a row: what the next steps overwrite is licensed by that (pipeline/latency_link.h).
+// Kernel: latency combine. All warps do the same: a header to every rank, this rank's partial rows to their sources, or
+// to who sums them for a source on another node, these sums, then those of its own tokens. Partials wait for nobody,
+// sums of the node for nothing but them, so all get theirs. The step ends when every rank has been heard of, with or
+// without a row: what the next steps overwrite is licensed by that (pipeline/latency_link.h).
 #pragma once
 #include "kernels/latency_dispatch.h"
+#include "roles/latency_node_sum.h"
 #include "roles/latency_partial.h"
 #include "roles/latency_sum.h"
 
 namespace hep {
 
-template <class In, class P, Arch A>
-HEP_DEVICE void latency_rows(A& a, const LatencyCombineParams& p, uint64_t flag, std::byte* smem) {
-  const uint32_t warp = uint32_t(a.block_idx() * a.num_warps() + a.warp_idx()),
-                 warps = uint32_t(a.num_blocks() * a.num_warps());
-  std::byte* const scratch = smem + uint64_t(a.warp_idx()) * p.scratch_bytes;
-  LatencyPartialRole<A, In, P>(a, p, flag, scratch).run(warp, warps);
-  LatencySumRole<A, In, P>(a, p, flag, scratch).run(warp, warps);
-}
+// A block's part of a step, by all warps alike.
+template <Arch A, Transport<A> Net>
+struct LatencyCombineBlock {
+  A& a;
+  Net& net;
+  const LatencyCombineParams& p;
+  const uint64_t flag;
+  std::byte* const scratch;  // of this warp
 
-template <Arch A>
-HEP_DEVICE void latency_combine_kernel(A& a, const LatencyCombineParams& p, std::byte* smem) {
+  HEP_DEVICE uint32_t warp() const { return uint32_t(a.block_idx() * a.num_warps() + a.warp_idx()); }
+  HEP_DEVICE uint32_t warps() const { return uint32_t(a.num_blocks() * a.num_warps()); }
+  HEP_DEVICE void run() {
+    const bool wide = p.partial_dtype == DType::kFp32;
+    if constexpr (!kHasRail<Net>) {
+      if (p.dtype == DType::kBf16)
+        wide ? both<Bf16, float>() : both<Bf16, Bf16>();
+      else if (p.dtype == DType::kFp16)
+        wide ? both<Fp16, float>() : both<Fp16, Fp16>();
+      else
+        both<float, float>();
+    } else {
+      if (p.dtype == DType::kBf16)
+        wide ? partials<Bf16, float>() : partials<Bf16, Bf16>();
+      else if (p.dtype == DType::kFp16)
+        wide ? partials<Fp16, float>() : partials<Fp16, Fp16>();
+      else
+        partials<float, float>();
+      if (p.partial_dtype == DType::kBf16)
+        node_sums<Bf16>();
+      else
+        p.partial_dtype == DType::kFp16 ? node_sums<Fp16>() : node_sums<float>();
+      if (p.dtype == DType::kBf16)
+        wide ? sums<Bf16, float>() : sums<Bf16, Bf16>();
+      else if (p.dtype == DType::kFp16)
+        wide ? sums<Fp16, float>() : sums<Fp16, Fp16>();
+      else
+        sums<float, float>();
+    }
+  }
+
+ private:
+  template <class In, class P>
+  HEP_DEVICE void partials() {
+    LatencyPartialRole<A, Net, In, P>(a, p, flag, scratch).run(warp(), warps());
+  }
+  template <class P>
+  HEP_DEVICE void node_sums() {
+    LatencyNodeSumRole<A, Net, P>(a, net, p, flag, scratch).run(warp(), warps());
+  }
+  template <class In, class P>
+  HEP_DEVICE void sums() {
+    LatencySumRole<A, Net, In, P>(a, net, p, flag, scratch).run(warp(), warps());
+  }
+  template <class In, class P>
+  HEP_DEVICE void both() {
+    partials<In, P>();
+    sums<In, P>();
+  }
+};
+
+template <Arch A, Transport<A> Net>
+HEP_DEVICE void latency_combine_kernel(A& a, Net& net, const LatencyCombineParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
   const uint64_t flag = p.link.flag(LatencyCall::word(LatencyCall::kCombines, p.lines(), p.dtype, p.partial_dtype));
   const bool first = a.block_idx() == 0 && a.warp_idx() == 0;
-  LatencyHello<A> hello{a, p.link, flag};
+  LatencyHello<A, Net> hello{a, net, p.link, flag};
   if (first) hello.send();
-  const bool wide = p.partial_dtype == DType::kFp32;
-  if (p.dtype == DType::kBf16)
-    wide ? latency_rows<Bf16, float>(a, p, flag, smem) : latency_rows<Bf16, Bf16>(a, p, flag, smem);
-  else if (p.dtype == DType::kFp16)
-    wide ? latency_rows<Fp16, float>(a, p, flag, smem) : latency_rows<Fp16, Fp16>(a, p, flag, smem);
-  else
-    latency_rows<float, float>(a, p, flag, smem);
+  LatencyCombineBlock<A, Net>{a, net, p, flag, smem + uint64_t(a.warp_idx()) * p.scratch_bytes}.run();
   a.set_role(Role::kLatencyLeave);
   if (first) hello.await();
   if (a.block_whole()) leave_step(a, p.progress);

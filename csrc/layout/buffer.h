@@ -47,7 +47,6 @@ struct BufferShape {
     need(chunk_tokens >= 1 && rail_slots >= 1, "chunk_tokens and rail_slots must be at least 1");
     need(max_topk >= 1 && max_topk <= 65535, "max_topk must lie in 1..65535");
     need(latency_tokens <= 0x7fffffff, "latency_tokens must be below 2^31");
-    need(latency_tokens == 0 || num_nodes == 1, "latency_tokens needs ranks that all map each other: one node");
     if (spares.spare_slots > 0) validate_spares();
     if (!plans_clones()) return;
     need(clones.num_ranks == int(num_nodes * num_local_ranks) && clones.num_nodes == int(num_nodes),
@@ -90,6 +89,8 @@ struct BufferLayout {
   uint64_t ready, done, counts_rail, counts_node, clones_rail, clones_node, rail_full, rail_free;  // flag arrays
   uint64_t spare_free, spare_full, gradients_ready, gradients_taken;                               // likewise
   LatencySlabs slabs;
+  LatencyRail latency_rail;
+  uint64_t latency_signals, latency_send, latency_recv;
   uint64_t counts_at, clone_counts_at, landed, partials, latency, rail_send, rail_recv, recv, arena;  // data regions
   uint64_t spare_weights, spare_gradients, gradient_bytes;
   uint64_t groups, recv_bytes, arena_bytes, total;
@@ -136,6 +137,10 @@ struct BufferLayout {
     partials = add("partial_flags", 2 * 8 * groups * num_local_ranks);
     slabs = LatencySlabs::make(counts, s.latency_tokens, token_stride);
     latency = add("latency_slabs", slabs.bytes());
+    latency_rail = LatencyRail::make(counts, s.latency_tokens, token_stride);
+    latency_signals = add("latency_rail_signals", latency_rail.signal_bytes());
+    latency_send = add("latency_rail_send", latency_rail.bytes());
+    latency_recv = add("latency_rail_receive", latency_rail.bytes());
     rail_send = add("rail_send_ring", ring * slot_bytes);
     rail_recv = add("rail_receive_ring", ring * slot_bytes);
     recv = add("receive_rows", recv_bytes);

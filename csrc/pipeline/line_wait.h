@@ -20,6 +20,11 @@ struct LinePart {
     const uint32_t begin = word(line), most = first + kWords == uint32_t(Line::kWords) ? kWords - 1 : kWords;
     return begin >= end ? 0 : end - begin < most ? end - begin : most;
   }
+  // Of `all` words that lines hold, how many lie in the lines [begin, end).
+  HEP_DEVICE static uint32_t words(uint32_t begin, uint32_t end, uint32_t all) {
+    const uint32_t from = begin * Line::kFlag, to = end * Line::kFlag;
+    return (to < all ? to : all) - (from < all ? from : all);
+  }
   HEP_DEVICE uint32_t word(uint32_t line) const { return line * Line::kFlag + first; }
   // f(i, m) for each of its words, the i-th, that is payload: the m-th of what all lines hold.
   template <class F>

@@ -1,57 +1,94 @@
-// Count vectors of a latency dispatch: they travel as the headers of slabs, from every rank to every rank.
+// Count vectors of a latency dispatch: they travel as the headers of slabs, from every rank to every rank of its node,
+// and along the rail; those of rail peers are handed on to the node.
 #pragma once
 #include "roles/latency_params.h"
 
 namespace hep {
 
 // By all lanes of a block; each warp has ranks of its own.
-template <Arch A>
+template <Arch A, Transport<A> Net>
 struct LatencyCountsRole {
   A& a;
+  Net& net;
   const LatencyDispatchParams& p;
   const uint64_t flag;
   const LinePart<A> part;
 
-  HEP_DEVICE LatencyCountsRole(A& arch, const LatencyDispatchParams& params, uint64_t step)
-      : a(arch), p(params), flag(step), part(arch) {}
+  HEP_DEVICE LatencyCountsRole(A& arch, Net& n, const LatencyDispatchParams& params, uint64_t step)
+      : a(arch), net(n), p(params), flag(step), part(arch) {}
 
   // This rank's vector, which lies among the counts.
   HEP_DEVICE void send() {
-    const uint64_t* own = vector(p.world.rank);
-    each([&](int rank, uint32_t line, bool there) {
-      uint64_t words[A::kLineWords] = {};
-      part.each_word(line, [&](uint32_t i, uint32_t m) { words[i] = m < num_words() ? own[m] : 0; });
-      a.st_line(there ? p.link.slab(flag, rank, p.world.rank) + line : nullptr, words, flag);
-    });
-    if (a.warp_idx() == 0 && a.lane() == 0)
-      a.count_rank(&p.traffic->count_bytes, uint64_t(p.world.num_ranks() - 1) * num_lines() * sizeof(Line));
+    if constexpr (kHasRail<Net>) send_along_rail();
+    hand_on(p.world.rank, vector(p.world.rank));
   }
-  // All others'.
+  // All others'. What this rank hands on comes first: others wait for it.
   HEP_DEVICE void receive() {
-    each([&](int rank, uint32_t line, bool there) {
-      uint64_t words[A::kLineWords];
-      p.link.wait(a, there ? p.link.slab(flag, p.world.rank, rank) + line : nullptr, flag, words,
-                  {Site::kLatencyHeader, rank, int64_t(line)});
-      part.each_word(line, [&](uint32_t i, uint32_t m) {
-        if (there && m < num_words()) a.st_global(vector(rank) + m, words[i]);
-      });
-    });
+    if constexpr (kHasRail<Net>) receive_from_rail();
+    const int ranks = p.world.num_ranks(), locals = p.world.num_local_ranks;
+    for (int i = 1 + a.warp_idx(); i < ranks; i += a.num_warps())
+      if (const int rank = (p.world.rank + i) % ranks; !kHasRail<Net> || rank % locals != p.world.local_rank())
+        take(rank);
   }
 
  private:
-  HEP_DEVICE uint32_t num_words() const { return uint32_t(p.route.layout.vector_bytes() / 8); }
+  HEP_DEVICE void send_along_rail() {
+    for (int i = 1 + a.warp_idx(); i < p.world.num_nodes; i += a.num_warps()) {
+      const int node = (p.world.node() + i) % p.world.num_nodes;
+      auto* to = reinterpret_cast<Vec16*>(p.link.rail.header(net, flag, node));
+      const auto* from = reinterpret_cast<const Vec16*>(vector(p.world.rank));
+      for (uint32_t m = uint32_t(a.lane()); m < vector_bytes() / sizeof(Vec16); m += A::kLanes)
+        a.st_global(to + m, from[m]);  // padding and all, which nobody has written
+      p.link.rail.send_header(a, net, flag, node, vector_bytes());
+      count(vector_bytes());
+    }
+  }
+  HEP_DEVICE void receive_from_rail() {
+    for (int i = 1 + a.warp_idx(); i < p.world.num_nodes; i += a.num_warps()) {
+      const int node = (p.world.node() + i) % p.world.num_nodes, source = p.world.rail_peer(node);
+      const auto* came = reinterpret_cast<const uint64_t*>(p.link.rail.await_header(a, net, flag, node));
+      for (uint32_t m = uint32_t(a.lane()); m < num_words(); m += A::kLanes)
+        a.st_global(vector(source) + m, a.ld_global(came + m));
+      hand_on(source, came, true);
+    }
+  }
+  HEP_DEVICE uint64_t vector_bytes() const { return p.route.layout.vector_bytes(); }
+  HEP_DEVICE uint32_t num_words() const { return uint32_t(vector_bytes() / 8); }
   HEP_DEVICE uint32_t num_lines() const { return p.link.slabs.header_lines; }
   HEP_DEVICE uint64_t* vector(int rank) const {
-    return reinterpret_cast<uint64_t*>(p.route.counts + p.route.parity_bytes() +
-                                       uint64_t(rank) * p.route.layout.vector_bytes());
+    return reinterpret_cast<uint64_t*>(p.route.counts + p.route.parity_bytes() + uint64_t(rank) * vector_bytes());
   }
-  // Lines of this warp's ranks, those of each begun together; `there`: this lane has one.
+  HEP_DEVICE void count(uint64_t bytes) {
+    if (a.lane() == 0) a.count_rank(&p.traffic->count_bytes, bytes);
+  }
+  // The vector of a rank of this rail to the others of the node, by each warp to ranks of its own, or by one to all.
+  HEP_DEVICE void hand_on(int source, const uint64_t* words_of, bool alone = false) {
+    const int locals = p.world.num_local_ranks, own = p.world.local_rank();
+    for (int i = 1 + (alone ? 0 : a.warp_idx()); i < locals; i += alone ? 1 : a.num_warps()) {
+      Line* to = p.link.slab(flag, (own + i) % locals, source);
+      each_line([&](uint32_t line, bool there) {
+        uint64_t words[A::kLineWords] = {};
+        part.each_word(line, [&](uint32_t w, uint32_t m) { words[w] = m < num_words() ? words_of[m] : 0; });
+        a.st_line(there ? to + line : nullptr, words, flag);
+      });
+      count(num_lines() * sizeof(Line));
+    }
+  }
+  HEP_DEVICE void take(int rank) {
+    const Line* from = p.link.slab(flag, p.world.local_rank(), rank);
+    each_line([&](uint32_t line, bool there) {
+      uint64_t words[A::kLineWords];
+      p.link.wait(a, there ? from + line : nullptr, flag, words, {Site::kLatencyHeader, rank, int64_t(line)});
+      part.each_word(line, [&](uint32_t w, uint32_t m) {
+        if (there && m < num_words()) a.st_global(vector(rank) + m, words[w]);
+      });
+    });
+  }
+  // `there`: this lane has one.
   template <class F>
-  HEP_DEVICE void each(F&& f) {
-    const int ranks = p.world.num_ranks();
-    for (int i = 1 + a.warp_idx(); i < ranks; i += a.num_warps())
-      for (uint32_t first = 0; first < num_lines(); first += part.kAtOnce)
-        f((p.world.rank + i) % ranks, first + part.group, first + part.group < num_lines());
+  HEP_DEVICE void each_line(F&& f) {
+    for (uint32_t first = 0; first < num_lines(); first += part.kAtOnce)
+      f(first + part.group, first + part.group < num_lines());
   }
 };
 

@@ -1,6 +1,7 @@
 // Latency combine, the sending half: the sum of this rank's experts for every token that came here, rounded, in lines
-// to the token's slot in the slab of this rank at its source. It waits for nobody. Behind the payload travel the
-// weights (or their gradients) of the token's pairs, as in a partial row of the throughput path.
+// to the token's slot in the slab of this rank at its source; for a source on another node, at the rank of this node
+// that shares its rail, in the slab of that node's rank with this one's local number. It waits for nobody. Behind the
+// payload travel the weights (or their gradients) of the token's pairs, as in a partial row of the throughput path.
 #pragma once
 #include "pipeline/side_by_side.h"
 #include "roles/latency_rows.h"
@@ -8,7 +9,7 @@
 
 namespace hep {
 
-template <Arch A, class In, class P>
+template <Arch A, class Net, class In, class P>
 struct LatencyPartialRole {
   A& a;
   const LatencyCombineParams& p;
@@ -29,7 +30,7 @@ struct LatencyPartialRole {
     for (uint32_t i = worker; i < share.count(); i += workers)
       if (const uint32_t first = share.first(i), row = order.row(share.row(i)); first < p.lines() && row < rows)
         send(row, first, share.end(first, p.lines()));
-    traffic.report(a, p.traffic, p.lines());
+    traffic.report(a, p.traffic, p.lines(), 0);
   }
 
  private:
@@ -38,9 +39,10 @@ struct LatencyPartialRole {
     const auto& rec = *reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(row) * p.record_bytes);
     const auto* pairs = p.pairs_of(&rec);
     const int source = int(rec.source_rank);
-    if (first == 0) traffic.add(source == p.world.rank);
+    const int owner = p.link.template owner<Net>(source);
+    if (first == 0) traffic.add(owner == p.link.template own<Net>());
     const uint32_t all = p.partial.row_bytes() / 8;
-    Line* lines = p.link.slot(flag, source, p.world.rank, rec.source_token);
+    Line* lines = p.link.slot(flag, owner, p.link.template name_for<Net>(source), rec.source_token);
     if constexpr (TileMath<A>::kReadsRows) sum_whole(row, rec, pairs);
     for (uint32_t line = first + part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};

@@ -9,7 +9,7 @@
 
 namespace hep {
 
-template <Arch A>
+template <Arch A, class Net>
 struct LatencyReceiveRole {
   // On plain memory a row is put together once, and copied as a whole to the token's other rows.
   static constexpr bool kCopies = TileMath<A>::kReadsRows;
@@ -37,7 +37,7 @@ struct LatencyReceiveRole {
       const auto* record =
           reinterpret_cast<const RecordHeader*>(p.plan.row_records + uint64_t(i) * p.message.record_bytes);
       const uint32_t slot = p.routes ? i - sources.begin_of(source) : record->source_token;
-      const Line* lines = p.link.slot(flag, p.world.rank, source, slot);
+      const Line* lines = p.link.slot(flag, p.link.template own<Net>(), source, slot);
       take_metadata(i, source, lines, room, first == 0);
       take_payload(i, source, lines, first, share.end(first, p.lines()));
       a.warp_sync();  // the next row's metadata come to the same place

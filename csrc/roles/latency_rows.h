@@ -37,19 +37,42 @@ struct LatencyRows {
       TileMath<A>::add_row(tile, sums);
     });
   }
-  // The i-th of num_rows partial rows of a token, which lies in `row`; the last one's sum goes to the result. Of none:
-  // i and num_rows are 0.
-  void add_partial(uint32_t t, uint32_t i, uint32_t num_rows) {
-    unsigned char* out = p.out_x + uint64_t(t) * p.hidden * dtype_bytes(p.dtype);
-    TileMath<A>::add_row(
-        {num_rows ? row : nullptr, out, p.partial_dtype, p.dtype, p.hidden, i == 0, i + 1 >= num_rows, false, 1.f},
-        sums);
-    const auto* with = reinterpret_cast<const float*>(row + p.partial.weights_at());
+  // Where a sum of partial rows goes: a row of the result, or a partial row again, and the weights that belong to it.
+  struct Sum {
+    unsigned char* out;
+    DType dtype;
+    float* out_weights;
+  };
+  Sum of_token(uint32_t t) const {
+    return {p.out_x + uint64_t(t) * p.hidden * dtype_bytes(p.dtype), p.dtype,
+            p.out_weights + uint64_t(t) * p.plan.weight_stride};
+  }
+  Sum of_node(unsigned char* at) const {
+    return {at, p.partial_dtype, reinterpret_cast<float*>(at + p.partial.weights_at())};
+  }
+  // The i-th of num_rows partial rows of it; the last one completes it. Of none: i and num_rows are 0.
+  void add_partial(const Sum& sum, const unsigned char* from, uint32_t i, uint32_t num_rows) {
+    TileMath<A>::add_row({num_rows ? from : nullptr, sum.out, p.partial_dtype, sum.dtype, p.hidden, i == 0,
+                          i + 1 >= num_rows, false, 1.f},
+                         sums);
+    const auto* with = reinterpret_cast<const float*>(from + p.partial.weights_at());
     for (uint32_t slot = 0; slot < p.partial.weight_bytes / 4; ++slot) {
       weights[slot] = !num_rows ? 0.f : i == 0 ? with[slot] : weights[slot] + with[slot];
-      if (i + 1 >= num_rows)
-        p.out_weights[uint64_t(t) * p.plan.weight_stride + slot] = from_float<float>(weights[slot]);
+      if (i + 1 >= num_rows) sum.out_weights[slot] = from_float<float>(weights[slot]);
     }
+  }
+  // Of local rank `local` of this node for a token of a rank of this rail on `node`, put together from its lines.
+  HEP_DEVICE const unsigned char* assemble(A& a, const LinePart<A>& part, uint64_t flag, int node, int local,
+                                           uint32_t token) {
+    const uint32_t n = p.lines(), all = p.partial.row_bytes() / 8;
+    const Line* lines = p.link.slot(flag, p.world.local_rank(), p.link.named(node, local), token);
+    const int rank = p.world.rank_of(p.world.node(), local);
+    for (uint32_t line = part.group; line - part.group < n; line += part.kAtOnce) {
+      uint64_t words[A::kLineWords];
+      p.link.wait(a, line < n ? lines + line : nullptr, flag, words, {Site::kLatencyRow, rank, int64_t(token)});
+      std::memcpy(row + 8 * part.word(line), words, 8 * part.count(line, all));
+    }
+    return row;
   }
 };
 

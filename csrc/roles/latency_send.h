@@ -1,109 +1,72 @@
-// Latency dispatch, the sending half: every token's message, in lines, into the slab of this rank on each rank that has
-// an expert of it. It waits for nobody. Where the plan is being made nobody knows rows yet: a pair travels with its
-// position among this rank's pairs for the expert, and the slot is the token's position among those for the rank. With
-// a plan that is complete records travel as they are, and the slot is the token's number, which receivers have in
-// theirs.
+// Latency dispatch, the sending half: a token's message, its words loaded once, in lines to the slab of this rank at
+// every rank of the node that needs it; and as plain bytes, with a signal, to the rail peer on every other node that
+// does, which hands it on there (roles/latency_forward.h). Nothing is waited for.
 #pragma once
-#include <bit>
-
-#include "common/bugs.h"
-#include "roles/exchange_share.h"
-#include "roles/latency_params.h"
+#include "roles/latency_tokens.h"
 
 namespace hep {
 
-// A token that this block has counted.
-template <Arch A>
-struct CountedToken {
-  A& a;
-  const LatencyDispatchParams& p;
-  const ExchangeSmem smem;
-  const uint32_t t;
-  const uint32_t* begins;  // of the walker that counted it
-  uint32_t num_pairs = 0;
-
-  HEP_DEVICE CountedToken(A& arch, const LatencyDispatchParams& params, const ExchangeSmem& shared, uint32_t token,
-                          const uint32_t* walker)
-      : a(arch), p(params), smem(shared), t(token), begins(walker) {
-    while (num_pairs < p.route.topk && expert(num_pairs) >= 0) ++num_pairs;
-  }
-  HEP_DEVICE uint64_t record_word(uint32_t m) const {
-    if (m == 0) return uint64_t(num_pairs) << 16;  // where else it went is this rank's affair; first_pair is 0
-    if (m == 1) return uint64_t(t) << 32 | uint32_t(p.world.rank);
-    const uint32_t k = m - p.message.pairs_at() / 8;  // of the words before: a very large number
-    if (k >= num_pairs) return 0;
-    const uint32_t position = p.route.pair_pos[cell(k)] + a.ld_shared(begins + smem.experts_at() + uint32_t(expert(k)));
-    return uint64_t(position) << 32 | uint32_t(expert(k));
-  }
-  template <class F>
-  HEP_DEVICE void each_dst(F&& f) const {
-    uint32_t rank = ~0u;
-    for (uint32_t k = 0; k < num_pairs; ++k) {
-      const uint32_t to = p.route.place.by_rank.quotient(uint32_t(expert(k)));
-      if (to == rank) continue;
-      rank = to;
-      f(rank, a.ld_shared(begins + rank) + p.route.row_pos[cell(k)]);
-    }
-  }
-
- private:
-  HEP_DEVICE uint64_t cell(uint32_t k) const { return uint64_t(t) * p.route.topk + k; }
-  HEP_DEVICE int32_t expert(uint32_t k) const { return p.route.pair_expert[cell(k)]; }
-};
-
-// A token of a complete plan.
-struct RecordedToken {
-  const uint64_t* record;
-  uint32_t t;
-
-  HEP_DEVICE uint64_t record_word(uint32_t m) const { return record[m]; }
-  template <class F>
-  HEP_DEVICE void each_dst(F&& f) const {
-    const auto* dsts = reinterpret_cast<const DstEntry*>(record + MessageLayout::dsts_at() / 8);
-    const uint32_t n = std::bit_cast<RecordHeader>(*reinterpret_cast<const Vec16*>(record)).num_dsts;
-    for (uint32_t i = 0; i < n; ++i) f(dsts[i].local_rank, t);
-  }
-};
-
-template <Arch A>
+template <Arch A, Transport<A> Net>
 struct LatencySendRole {
   A& a;
+  Net& net;
   const LatencyDispatchParams& p;
   const uint64_t flag;
   const LinePart<A> part;
   LineTraffic traffic;
 
-  HEP_DEVICE LatencySendRole(A& arch, const LatencyDispatchParams& params, uint64_t step)
-      : a(arch), p(params), flag(step), part(arch) {}
+  HEP_DEVICE LatencySendRole(A& arch, Net& n, const LatencyDispatchParams& params, uint64_t step)
+      : a(arch), net(n), p(params), flag(step), part(arch) {}
 
-  // Its lines [first, n), by all lanes of a warp.
+  // Its lines [first, n), for the node that the token stands at, by all lanes of a warp.
   template <class Token>
   HEP_DEVICE void send(const Token& token, uint32_t first, uint32_t n) {
-    if (first == 0) token.each_dst([&](uint32_t rank, uint32_t) { traffic.add(int(rank) == p.world.rank); });
+    if constexpr (kHasRail<Net>)
+      if (int(token.node) != p.world.node()) return to_rail(token, first, n);
+    to_node(token, first, n);
+  }
+  HEP_DEVICE void report() { traffic.report(a, p.traffic, p.lines(), p.message.token_bytes()); }
+
+ private:
+  template <class Token>
+  HEP_DEVICE void to_node(const Token& token, uint32_t first, uint32_t n) {
+    if (first == 0)
+      token.each_dst([&](uint32_t local, uint32_t) { traffic.add(int(local) == p.link.template own<Net>()); });
     for (uint32_t line = first + part.group; line - part.group < n; line += part.kAtOnce) {
       uint64_t words[A::kLineWords] = {};
-      load(token, line, words);
-      token.each_dst([&](uint32_t rank, uint32_t slot) {
-        a.st_line(line < n ? p.link.slot(flag, int(rank), p.world.rank, slot) + line : nullptr, words, flag);
+      load(token, line, false, words);
+      token.each_dst([&](uint32_t local, uint32_t slot) {
+        a.st_line(line < n ? p.link.slot(flag, int(local), p.world.rank, slot) + line : nullptr, words, flag);
       });
     }
   }
-  HEP_DEVICE void report() { traffic.report(a, p.traffic, p.lines()); }
-
- private:
+  template <class Token>
+  HEP_DEVICE void to_rail(const Token& token, uint32_t first, uint32_t n) {
+    const uint32_t all = p.message.token_bytes() / 8, index = token.position();
+    if (first == 0) ++traffic.rail_rows;
+    auto* to = reinterpret_cast<uint64_t*>(p.link.rail.token(net, flag, int(token.node), index));
+    for (uint32_t line = first + part.group; line < n; line += part.kAtOnce) {
+      uint64_t words[A::kLineWords] = {};
+      load(token, line, true, words);
+      part.each_word(line, [&](uint32_t i, uint32_t m) {
+        if (m < all) a.st_global(to + m, words[i]);
+      });
+    }
+    p.link.rail.send_token(a, net, flag, int(token.node), index, LinePart<A>::words(first, n, all), all);
+  }
   // Most lines hold payload alone.
   template <class Token>
-  HEP_DEVICE void load(const Token& token, uint32_t line, uint64_t (&words)[A::kLineWords]) {
+  HEP_DEVICE void load(const Token& token, uint32_t line, bool with_dsts, uint64_t (&words)[A::kLineWords]) {
     const uint32_t m = part.word(line), payload = p.message.payload_at() / 8, end = p.message.token_bytes() / 8;
     if (m < payload || m + A::kLineWords > end)
-      return part.each_word(line, [&](uint32_t i, uint32_t at) { words[i] = word(token, at); });
+      return part.each_word(line, [&](uint32_t i, uint32_t at) { words[i] = word(token, at, with_dsts); });
     const auto* from = reinterpret_cast<const uint64_t*>(p.x + uint64_t(token.t) * p.message.row_bytes) + (m - payload);
     HEP_UNROLL
     for (int i = 0; i < A::kLineWords; ++i) words[i] = a.ld_global(from + i);
   }
   // The m-th of the token's message; zeros behind its end.
   template <class Token>
-  HEP_DEVICE uint64_t word(const Token& token, uint32_t m) const {
+  HEP_DEVICE uint64_t word(const Token& token, uint32_t m, bool with_dsts) const {
     const MessageLayout& l = p.message;
     const auto at = [&](const unsigned char* row, uint32_t i) {
       return a.ld_global(reinterpret_cast<const uint64_t*>(row) + i);
@@ -112,7 +75,7 @@ struct LatencySendRole {
     if (m >= l.token_bytes() / 8) return 0;
     if (m >= payload) return at(p.x + uint64_t(token.t) * l.row_bytes, m - payload);
     if (m >= scales) return at(p.scales + uint64_t(token.t) * l.scale_bytes, m - scales);
-    if (m < weights) return token.record_word(m);
+    if (m < weights) return token.record_word(m, with_dsts);
     return at(reinterpret_cast<const unsigned char*>(p.weights + uint64_t(token.t) * p.plan.weight_stride),
               m - weights);
   }

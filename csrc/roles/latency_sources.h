@@ -1,4 +1,5 @@
-// Latency dispatch: where each source's rows and pairs begin on this rank, in the shared memory of every block.
+// Latency dispatch: where each source's rows and pairs begin on this rank, and those of rail peers on its node, in the
+// shared memory of every block.
 #pragma once
 #include "roles/exchange_share.h"
 #include "roles/latency_params.h"
@@ -34,6 +35,30 @@ struct LatencySources {
       }
     }
   }
+  // Likewise: where rows and pairs of rail peers begin on this node's ranks, which this rank's records of them say.
+  HEP_DEVICE void find_rail(const CountsView& counts, const ExchangeSmem& placed) {
+    if (p.world.num_nodes == 1) return;
+    const uint32_t ranks = uint32_t(p.world.num_local_ranks), width = uint32_t(a.num_warps() * A::kLanes);
+    for (uint32_t i = uint32_t(a.warp_idx() * A::kLanes + a.lane()); i < rail_words(); i += width) {
+      const bool is_rank = i < ranks;
+      const int to = is_rank ? p.world.rank_of(p.world.node(), int(i)) : int(p.first_node_expert + i - ranks);
+      const auto of = [&](int s) { return is_rank ? counts.rows(s, to) : counts.pairs(s, to); };
+      uint32_t at = a.ld_shared(word(0) + (is_rank ? placed.row_base_at() : placed.pair_base_at()) + to);
+      for (int s = 0; s < p.world.rank; ++s) at -= of(s);
+      for (int s = 0; s < p.world.num_ranks(); ++s) {
+        const int node = s / p.world.num_local_ranks;
+        if (s == p.world.rail_peer(node) && s != p.world.rank) a.st_shared(rail_word(node) + i, at);
+        at += of(s);
+      }
+    }
+  }
+  // Receive row on a rank of this node, and permuted row of a pair for an expert of it, of a rail peer's position.
+  HEP_DEVICE uint32_t rail_row(int node, uint32_t local_rank, uint32_t position) const {
+    return a.ld_shared(rail_word(node) + local_rank) + position;
+  }
+  HEP_DEVICE uint32_t rail_pair(int node, uint32_t node_expert, uint32_t position) const {
+    return a.ld_shared(rail_word(node) + uint32_t(p.world.num_local_ranks) + node_expert) + position;
+  }
   HEP_DEVICE uint32_t begin_of(int source) const { return a.ld_shared(word(p.source_begins_at) + source); }
   // The row of the pair that is the `position`-th of its source for a local expert, before budgets.
   HEP_DEVICE uint32_t row_of(int source, uint32_t local_expert, uint32_t position) const {
@@ -41,6 +66,10 @@ struct LatencySources {
   }
 
  private:
+  HEP_DEVICE uint32_t rail_words() const { return uint32_t(p.world.num_local_ranks) + p.num_node_experts; }
+  HEP_DEVICE uint32_t* rail_word(int node) const {
+    return word(p.rail_bases_at) + uint32_t(node < p.world.node() ? node : node - 1) * rail_words();
+  }
   HEP_DEVICE uint32_t* word(uint64_t at) const { return reinterpret_cast<uint32_t*>(smem + at); }
 };
 

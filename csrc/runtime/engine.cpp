@@ -43,7 +43,8 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   const uint64_t columns = nodes + uint64_t(world_.num_ranks()) + shape.num_experts;
   const uint64_t latency_counts = shape.latency_tokens ? 2 * layout_.num_ranks * layout_.counts.vector_bytes() : 0;
   state_ = executor_->allocate(counters + 2 * line + 4 * rails + nodes * shape.rail_slots * 8 +
-                               kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.groups + latency_counts);
+                               kMostExchangeBlocks * (8 + 4 * columns) + 8 * layout_.groups +
+                               layout_.latency_rail.counter_bytes() + latency_counts + line);
   auto* at = static_cast<unsigned char*>(state_.get());
   traffic_ = reinterpret_cast<TrafficCounters*>(at);
   progress_ = reinterpret_cast<RankProgress*>(at += counters);
@@ -56,7 +57,9 @@ Engine::Engine(int rank, const BufferShape& shape, std::vector<std::shared_ptr<S
   landed_before_ = reinterpret_cast<uint64_t*>(at += nodes * shape.rail_slots * 8);
   misfits_ = reinterpret_cast<uint64_t*>(at += 8 * layout_.groups);
   block_counts_ = reinterpret_cast<uint32_t*>(at += 8 * kMostExchangeBlocks);
-  latency_counts_ = at + 4 * kMostExchangeBlocks * columns;
+  latency_stored_ = reinterpret_cast<uint64_t*>(at += 4 * kMostExchangeBlocks * columns);
+  at += layout_.latency_rail.counter_bytes();
+  latency_counts_ = at + (line - reinterpret_cast<uintptr_t>(at) % line) % line;
   notification_ = executor_->allocate_notification(CountNotification::make(layout_.counts).bytes());
   make_clone_state();
   make_spare_state();

@@ -228,6 +228,7 @@ class Engine {
   RankProgress* progress_;
   uint64_t* exit_counter_;
   unsigned char* latency_counts_;      // count vectors that the latency path has received, two parities
+  uint64_t* latency_stored_;           // see LatencyRailLink
   uint64_t* misfits_;                  // of an exchange's blocks
   uint32_t* block_counts_;             // likewise
   std::shared_ptr<void> clone_state_;  // of the kernel that plans clones, in its memory: counts of blocks, a log

@@ -16,7 +16,15 @@ void Engine::require_latency(uint32_t tokens) const {
 }
 
 LatencyLink Engine::latency_link() const {
-  return {world_, layout_.slabs, &progress_->steps, view_.recv, layout_.recv - layout_.latency};
+  const LatencyRailLink rail{world_,
+                             layout_.latency_rail,
+                             own() + layout_.latency_send,
+                             own() + layout_.latency_recv,
+                             reinterpret_cast<uint64_t*>(own() + layout_.latency_signals),
+                             layout_.latency_recv,
+                             layout_.latency_signals,
+                             latency_stored_};
+  return {world_, layout_.slabs, &progress_->steps, view_.recv, layout_.recv - layout_.latency, rail};
 }
 
 LatencyDispatchParams Engine::latency_params(const DispatchCall& c, const PlanView& plan, uint32_t topk,

@@ -3,10 +3,6 @@
 // every verb without a copy.
 //
 // Ordering (the weakest that NVSHMEM/IBGDA promise, and what the loopback transport enforces):
-//   put           lands at any time; unordered with everything.
-//   put_signal    the signal is visible only after ITS OWN bytes; earlier puts may still be in flight.
-//   signal        orders nothing; visible at any time.
-//   wait_signal   acquires: bytes of the put_signal that wrote the awaited value may be read.
 // No verb says that others are complete: a rail that could would ask every queue of its NIC, one after the other. The
 // source of a put_signal may be reused when its target answers (a credit, the next count vector), which it does behind
 // the arrival of the bytes. So a kernel ends with verbs in flight, and who frees registered memory first lets them
@@ -38,6 +34,10 @@ template <class N>
 inline constexpr bool kIsMapped = requires(const N net, int peer_node) {
   { net.mapped(peer_node) } -> std::same_as<unsigned char*>;
 };
+
+// Whether the group has a rail at all: transport/none.h is that of one node.
+template <class Net>
+inline constexpr bool kHasRail = !requires { Net::kNobody; };
 
 // Whether peers of the rail are not mapped, as a transport says of itself.
 template <class Net>

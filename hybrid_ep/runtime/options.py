@@ -98,11 +98,6 @@ class Options:
             [f["world_rank"] for f in answers],
             domains,
         )
-        if self.latency_tokens and found.num_nodes > 1:
-            raise ValueError(
-                f"latency_tokens={self.latency_tokens}: the group spans {found.num_nodes} nodes, and the latency path "
-                "is for ranks that all map each other's memory; give 0"
-            )
         if domains is not None and self.ranks_per_node is not None:
             topology.warn_of_cut_domains(found, domains, f"{self.ranks_per_node_origin}={self.ranks_per_node}")
         self._settle(found)
@@ -292,11 +287,6 @@ def parse(
         raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
     if arena_mib and executor == nvshmem.EXECUTOR:
         raise ValueError(f"arena_mib={arena_mib}: NVSHMEM's heap, of {executor!r}, has no arena; give 0 or None")
-    if latency_tokens and executor == nvshmem.EXECUTOR:
-        raise ValueError(
-            f"latency_tokens={latency_tokens}: the latency path stores into memory that ranks map, and {executor!r} "
-            "has no kernels for it; give 0, or another executor"
-        )
     arena_mib = (
         env.get("HYBRID_EP_ARENA_MIB")
         if arena_mib is None

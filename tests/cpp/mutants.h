@@ -118,6 +118,12 @@ inline constexpr Bug kLatencyBugs[] = {
     Bug::kOneSlabParity, Bug::kStaleStep,         Bug::kRestOfRowUnawaited,
 };
 
+// Of the same over several nodes.
+inline constexpr Bug kLatencyRailBugs[] = {
+    Bug::kRailRowBeforeAllWarps,   Bug::kRailRowUnawaited,    Bug::kEarlyRailCredit,
+    Bug::kForwardedFromNextSource, Bug::kOtherNodesForgotten,
+};
+
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
 // kFoldUnmet, kDraftsUnmet, kShareNotLocalFirst, kFlowNotTakenBack: test_plan_clones.cpp.
 // kCloneCountsToldEarly, kCloneCountsOneStepOld, kCloneShareOfAnother: test_balance.cpp.

@@ -299,7 +299,8 @@ TEST(reciprocals_divide_every_number_below_two_to_the_31) {
 TEST(rows_side_by_side_are_every_row_once_and_near_their_pieces) {
   Random r(11);
   for (int world = 0; world < 300; ++world) {
-    const uint32_t rows = world < 3 ? uint32_t(world) : uint32_t(r.between(0, 3000)), pieces = uint32_t(r.between(1, 80));
+    const uint32_t rows = world < 3 ? uint32_t(world) : uint32_t(r.between(0, 3000)),
+                   pieces = uint32_t(r.between(1, 80));
     const auto order = SideBySide::of(rows, pieces);
     std::set<uint32_t> seen;
     for (uint32_t i = 0; i < order.count(); ++i)

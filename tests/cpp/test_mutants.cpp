@@ -54,6 +54,18 @@ WorldCase latency_attempt(int i) {
   return w;
 }
 
+// And over nodes.
+WorldCase latency_rail_attempt(int i) {
+  CaseLimits limits{3, 2, 4, 10, 3, 10, 0, i % 2 ? "host_checked_lanes4" : "host_checked", true};
+  WorldCase w = random_case(9500 + uint64_t(i), limits);
+  for (OpCase& op : w.ops) {
+    if (i % 3 == 2 || op.latency) continue;
+    op.latency = true;
+    op.salt = 2 * op.salt + 1001;
+  }
+  return w;
+}
+
 using Attempt = WorldCase (*)(int);
 
 // What a child leaves behind, whatever becomes of it.
@@ -131,11 +143,15 @@ const bool registered = [] {
   check::tests().push_back({"unchanged_code_passes", [] {
                               for (int i = 0; i < kAttempts; ++i) check_world(attempt(i));
                               for (int i = 0; i < kAttempts; ++i) check_world(latency_attempt(i));
+                              for (int i = 0; i < kAttempts; ++i) check_world(latency_rail_attempt(i));
                             }});
   for (const Bug bug : kWorldBugs)
     check::tests().push_back({std::string("mutant_") + name_of(bug), [bug] { check_mutant(bug, attempt); }});
   for (const Bug bug : kLatencyBugs)
     check::tests().push_back({std::string("mutant_") + name_of(bug), [bug] { check_mutant(bug, latency_attempt); }});
+  for (const Bug bug : kLatencyRailBugs)
+    check::tests().push_back(
+        {std::string("mutant_") + name_of(bug), [bug] { check_mutant(bug, latency_rail_attempt); }});
   return true;
 }();
 

@@ -40,8 +40,8 @@ TEST(latency_path_under_every_strategy_alone_and_beside_the_other) {
   for (uint32_t strategy = 0; strategy < uint32_t(sim::kNumStrategies); ++strategy)
     for (uint64_t seed = 0; seed < 12; ++seed) {
       WorldSpec spec;
-      spec.num_nodes = 1;
-      spec.num_local_ranks = 1 + uint32_t(seed % 5);
+      spec.num_nodes = 1 + uint32_t(seed / 2 % 3);
+      spec.num_local_ranks = 1 + uint32_t(seed % (spec.num_nodes == 1 ? 5 : 3));
       spec.tokens = 6;
       spec.uneven = uint32_t(seed % 3);
       spec.hidden = seed % 4 ? 80 : 640;

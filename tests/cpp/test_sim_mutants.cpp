@@ -93,6 +93,7 @@ const bool registered = [] {
   for (const Bug bug : kWorldBugs) add(bug);
   for (const Bug bug : kSimBugs) add(bug);
   for (const Bug bug : kLatencyBugs) add(bug);
+  for (const Bug bug : kLatencyRailBugs) add(bug);
   return true;
 }();
 

@@ -286,8 +286,6 @@ TEST(latency_path_has_limits) {
     call.row_bytes = 6400;
     CHECK_THROWS(std::logic_error, engine->latency_dispatch(*plan, call));
   }
-  shape.num_nodes = 2;
-  CHECK_THROWS(std::invalid_argument, BufferLayout{shape});
 }
 
 // A call that cannot work is refused before anything is sent; the next one works.
@@ -348,6 +346,13 @@ TEST(random_on_checked_lanes4) {
 TEST(random_on_checked_mapped) {
   check_seeds({3, 3, 4, 14, 2, 5, 20, kCheckedMapped}, 3500, 3 * kScale);
 }
+// Between nodes rows travel along the rail, with a signal each, and are handed on by lines.
+TEST(random_by_lines_over_nodes) {
+  check_seeds({4, 3, 8, 20, 4, 10, 10, kPlain, true}, 9000, 20 * kScale);
+  check_seeds({3, 3, 6, 14, 3, 8, 20, kChecked, true}, 9200, 10 * kScale);
+  check_seeds({3, 2, 4, 12, 2, 6, 20, kCheckedLanes4, true}, 9400, 4 * kScale);
+  check_seeds({3, 2, 4, 12, 2, 6, 10, kCheckedMapped, true}, 9500, 4 * kScale);
+}
 TEST(random_by_lines) {
   check_seeds({1, 6, 6, 20, 4, 10, 10, kPlain, true}, 7000, 20 * kScale);
   check_seeds({1, 4, 4, 14, 3, 8, 20, kChecked, true}, 7500, 8 * kScale);
@@ -356,11 +361,13 @@ TEST(random_by_lines) {
 #if !defined(__SANITIZE_THREAD__)
 TEST(random_by_lines_as_wide_as_a_gpu) {  // four lines at a time, blocks of sixteen warps
   check_seeds({1, 3, 3, 12, 2, 5, 10, "host_checked_lanes32", true}, 7900, 3);
+  check_seeds({2, 2, 3, 10, 2, 4, 10, "host_checked_lanes32", true}, 7950, 2);
 }
 #endif
 TEST(random_by_lines_on_threads) {
   check_seeds({1, 3, 3, 10, 2, 6, 0, "threads", true}, 8000, 3 * kScale);
   check_seeds({1, 2, 2, 8, 2, 4, 0, "threads_lanes4", true}, 8100, 2 * kScale);
+  check_seeds({2, 2, 3, 8, 2, 6, 0, "threads", true}, 8200, 3 * kScale);
 }
 TEST(random_on_large_worlds) {
   check_seeds({4, 4, kScale == 1 ? 8u : 16u, 12, 2, 4, 0, kPlain}, 4000, 5 * kScale);

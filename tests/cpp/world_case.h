@@ -126,7 +126,7 @@ struct CaseLimits {
   uint32_t max_tokens = 20, max_blocks = 5, max_ops = 6;
   uint32_t big_rows_one_in = 10;  // cases with rows of several tiles; 0 = none
   std::string executor = "host_checked";
-  bool latency = false;  // two of three operations go by lines; max_nodes must be 1
+  bool latency = false;  // two of three operations go by lines
 };
 WorldCase random_case(uint64_t seed, const CaseLimits& limits);
 

@@ -50,15 +50,27 @@ struct WorldTraffic {
     return c;
   }
 
-  // A row crosses once, from its sender in a dispatch, from its owner in a combine, in whole lines. Of a plan's first
+  // A row crosses NVLink once, from its sender or who hands it on in a dispatch, from its owner in a combine, in whole
+  // lines, and the rail once a node, as plain bytes. Of a plan's first
   // dispatch nobody knows yet what finds no room.
   TrafficCounters by_lines(const OpCase& op, bool fresh) const {
     TrafficCounters c{};
-    if (op.combine)
-      for (const Token t : ref.received[size_t(rank)]) ++(t.rank == rank ? c.self_rows : c.node_rows);
-    for (uint32_t t = 0; t < num_tokens(rank) && !op.combine; ++t)
-      for (int d = 0; d < int(w.num_ranks()); ++d)
-        (d == rank ? c.self_rows : c.node_rows) += fresh ? ref.needs_rank({rank, t}, d) : ref.arrives({rank, t}, d);
+    const World shape = plan.world();
+    if (op.combine)  // to its source, or to who sums this node's rows for it
+      for (const Token t : ref.received[size_t(rank)])
+        ++(t.rank % shape.num_local_ranks == shape.local_rank() ? c.self_rows : c.node_rows);
+    for (int n = 0; n < shape.num_nodes; ++n) {  // of this rail: its own, or handed on
+      const int peer = shape.rail_peer(n);
+      for (uint32_t t = 0; t < num_tokens(peer) && !op.combine; ++t)
+        for (int l = 0; l < shape.num_local_ranks; ++l) {
+          const int d = shape.rank_of(shape.node(), l);
+          (d == rank ? c.self_rows : c.node_rows) += fresh ? ref.needs_rank({peer, t}, d) : ref.arrives({peer, t}, d);
+        }
+      if (n == shape.node()) continue;
+      for (uint32_t t = 0; t < num_tokens(peer) && op.combine; ++t) c.rail_rows += ref.needs({peer, t}, shape.node());
+      for (uint32_t t = 0; t < num_tokens(rank) && !op.combine; ++t) c.rail_rows += ref.needs({rank, t}, n);
+    }
+    c.rail_bytes = c.rail_rows * (op.combine ? partial_bytes(op) : message(op).token_bytes());
     const uint64_t bytes = sizeof(Line) * Line::lines_of(op.combine ? partial_bytes(op) : message(op).token_bytes());
     c.node_bytes = c.node_rows * bytes;
     c.self_bytes = c.self_rows * bytes;

@@ -19,11 +19,12 @@ TOKENS = 48  # latency_tokens of most buffers here
 _worlds: dict = {}
 
 
-def buffers_of(num_ranks: int, num_local_experts: int, executor: str = "host", **options):
-    """The buffers of a virtual world, kept: later examples find the slabs and steps of earlier ones."""
-    key = (num_ranks, executor, tuple(options.items()))
+def buffers_of(num_ranks: int, num_local_experts: int, executor: str = "host", num_nodes: int = 1, **options):
+    """The buffers of a virtual world, of so many ranks a node, kept: later examples find the slabs and steps of earlier
+    ones."""
+    key = (num_nodes, num_ranks, executor, tuple(options.items()))
     if key not in _worlds:
-        world = VirtualWorld(1, num_ranks)
+        world = VirtualWorld(num_nodes, num_ranks)
         options = {"latency_tokens": TOKENS, "timeout_s": 20, **options}
         _worlds[key] = world, world.buffers(16, 1, num_local_experts, executor=executor, **options)
     return _worlds[key]
@@ -71,11 +72,11 @@ def routed(ex: Example, rank: int, **rest):
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-def test_bits_of_the_reference(num_ranks):
-    @given(ex=examples(1, num_ranks, budget=True))
+@pytest.mark.parametrize("num_nodes, num_ranks", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 2), (3, 2)])
+def test_bits_of_the_reference(num_nodes, num_ranks):
+    @given(ex=examples(num_nodes, num_ranks, budget=True))
     def run(ex):
-        world, buffers = buffers_of(num_ranks, ex.num_local_experts)
+        world, buffers = buffers_of(num_ranks, ex.num_local_experts, num_nodes=num_nodes)
         world.poison(buffers)
         want = expected(ex)
         world.run(lambda rank, _: check(ByLines(buffers[rank]), rank, ex, want))
@@ -83,12 +84,13 @@ def test_bits_of_the_reference(num_ranks):
     run()
 
 
+@pytest.mark.parametrize("num_nodes, num_ranks", [(1, 3), (2, 2)])
 @pytest.mark.parametrize("executor", ["host_checked", "host_checked_lanes4", "host_checked_lanes32"])
-def test_bits_on_checking_executors(executor):
+def test_bits_on_checking_executors(executor, num_nodes, num_ranks):
     @settings(max_examples=5)
-    @given(ex=examples(1, 3, max_tokens=10, budget=True))
+    @given(ex=examples(num_nodes, num_ranks, max_tokens=10, budget=True))
     def run(ex):
-        world, buffers = buffers_of(3, ex.num_local_experts, executor)
+        world, buffers = buffers_of(num_ranks, ex.num_local_experts, executor, num_nodes)
         want = expected(ex)
         world.run(lambda rank, _: check(ByLines(buffers[rank]), rank, ex, want))
 
@@ -155,24 +157,36 @@ def check_either_way(buffer: HybridEPBuffer, rank: int, ex: Example, want) -> No
             same(f"{path} dispatch of {made_by}", rows, want.permuted[rank][0])
 
 
-def test_plans_serve_both_paths():
-    world, buffers = buffers_of(3, EX.num_local_experts)
-    want = expected(EX)
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_plans_serve_both_paths(num_nodes):
+    ex = dataclasses.replace(EX, num_nodes=num_nodes, num_local_ranks=3 // num_nodes)
+    world, buffers = buffers_of(3 // num_nodes, EX.num_local_experts, num_nodes=num_nodes)
+    want = expected(ex)
     for _ in range(3):
-        world.run(lambda rank, _: check_either_way(buffers[rank], rank, EX, want))
+        world.run(lambda rank, _: check_either_way(buffers[rank], rank, ex, want))
 
 
 def _processes(ctx, ex):
     if "buffer" not in ctx.kept:
-        ctx.kept["buffer"] = HybridEPBuffer(ctx.group(3), 48, 32, ex.num_local_experts, latency_tokens=32, timeout_s=60)
+        ctx.kept["buffer"] = HybridEPBuffer(
+            ctx.group(ex.num_nodes * ex.num_local_ranks),
+            48,
+            32,
+            ex.num_local_experts,
+            num_of_hybrid_ep_ranks_per_nvlink_domain=ex.num_local_ranks,
+            latency_tokens=32,
+            timeout_s=60,
+        )
     check_either_way(ctx.kept["buffer"], ctx.rank, ex, expected(ex))
     check(ByLines(ctx.kept["buffer"]), ctx.rank, ex)
 
 
-def test_processes():
-    with ProcessWorld(3) as world:
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_processes(num_nodes):
+    ex = EX if num_nodes == 1 else Example(2, 2, 2, (7, 0, 30, 5), 3, 48, budget=160, seed=11)
+    with ProcessWorld(num_nodes * ex.num_local_ranks) as world:
         for seed in range(4):
-            world.run(_processes, dataclasses.replace(EX, seed=seed))
+            world.run(_processes, dataclasses.replace(ex, seed=seed))
 
 
 @pytest.mark.parametrize(
@@ -338,16 +352,6 @@ def test_a_buffer_without_it_says_so():
         world.buffers(16, 8, 2, latency_tokens=-1)
 
 
-def test_several_nodes_are_refused_on_all_ranks():
-    errors = VirtualWorld(2, 1).run(
-        lambda rank, group: HybridEPBuffer(
-            group, 16, 8, 2, num_of_hybrid_ep_ranks_per_nvlink_domain=1, latency_tokens=4, timeout_s=20
-        ),
-        return_errors=True,
-    )
-    assert all(isinstance(e, ValueError) and "spans 2 nodes" in str(e) for e in errors)
-
-
 def test_registered_bytes():
     """Two parities of a slab for each rank: a header of the count vector, and slots for the largest message."""
     world = VirtualWorld(1, 2)
@@ -356,6 +360,18 @@ def test_registered_bytes():
     header = -(-4 * (16 + 2 + 1 + 8) // 64) * 64
     lines = -(-header // 120) + 32 * -(-message // 120)
     assert buffer.memory_report().regions["latency_slabs"] == 2 * 2 * lines * 128
+
+
+def test_registered_bytes_for_the_rail():
+    """Two parities for each rail peer, to send from and to receive into: the count vector, and a place a token. No
+    slabs but those of a rank of the group each."""
+    world = VirtualWorld(3, 2)
+    regions = world.buffers(1024, 64, 4, latency_tokens=32)[0].memory_report().regions
+    message = 16 + 8 * 2 + 8 * 8 + 4 * 8 + 2 * 1024
+    header, token = (-(-4 * (16 + 6 + 3 + 24) // 128) * 128, -(-message // 128) * 128)
+    assert regions["latency_rail_send"] == regions["latency_rail_receive"] == 2 * 2 * (header + 32 * token)
+    assert regions["latency_rail_signals"] == 2 * 2 * (1 + 32) * 8
+    assert regions["latency_slabs"] == 2 * 6 * (-(-256 // 120) + 32 * -(-message // 120)) * 128
 
 
 @pytest.mark.parametrize("case", ["dispatch by handle", "dispatch", "fp32_partials", "dtype"])

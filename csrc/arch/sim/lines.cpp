@@ -24,11 +24,11 @@ void Machine::store_line(Lane& me, Line* dst, const uint64_t* words, uint64_t fl
   }
   step(me);
   Region& r = line_region(me, dst, "st_line");
-  const uint64_t slab = r.offset(dst) / sizeof *dst / layout_->slabs.slab_lines();
-  if (int(slab % uint64_t(num_ranks())) != me.rank)
+  const int slab = int(r.offset(dst) / sizeof *dst / layout_->slabs.slab_lines() % uint64_t(num_ranks()));
+  const int locals = config_.num_local_ranks;  // those of other nodes' ranks are written in their names
+  if (slab % locals != me.rank % locals || r.rank / locals != me.rank / locals)
     throw_rule(me, "outside_rows",
-               "a line into the slab of rank " + std::to_string(slab % uint64_t(num_ranks())) + " on rank " +
-                   std::to_string(r.rank));
+               "a line into the slab of rank " + std::to_string(slab) + " on rank " + std::to_string(r.rank));
   memory_.check_write(me, r, dst, sizeof *dst, "st_line");
   LinePiece piece{dst, {}, 0, Line::kWords, false, &r};
   std::memcpy(piece.line.words, words, Line::kPayloadBytes);

@@ -134,9 +134,11 @@ class CudaExecutor final : public Executor {
     load(dispatch_entry<Net>);
     load(combine_entry<Net>);
     load(balance_entry<Net>);
-    if constexpr (kHasLatencyPath<Net>) {
-      load(latency_dispatch_entry<Net>);
-      load(latency_combine_entry<Net>);
+    load(latency_dispatch_entry<Net>);
+    load(latency_combine_entry<Net>);
+    load(latency_dispatch_nodes_entry<Net>);
+    load(latency_combine_nodes_entry<Net>);
+    if constexpr (kHasSpareSlots<Net>) {
       load(push_weights_entry<Net>);
       load(await_weights_entry<Net>);
       load(collect_gradients_entry<Net>);
@@ -244,19 +246,14 @@ class CudaExecutor final : public Executor {
   }
   void latency_dispatch(LatencyDispatchParams& p, const LaunchSettings& s) override {
     constexpr int kLatencyThreads = kThreads<kExchangeWarps<CudaArch>>;
-    if constexpr (kHasLatencyPath<Net>) {
-      plan_latency_dispatch<CudaArch>(p, uint64_t(budget_), s.num_blocks);
-      launch<LatencyDispatchParams>(latency_dispatch_entry<Net>, p, s, s.num_blocks, kLatencyThreads, p.smem_bytes);
-    } else {
-      no_latency_path();
-    }
+    plan_latency_dispatch<CudaArch>(p, uint64_t(budget_), s.num_blocks);
+    const auto entry = s.world.num_nodes > 1 ? latency_dispatch_nodes_entry<Net> : latency_dispatch_entry<Net>;
+    launch<LatencyDispatchParams>(entry, p, s, s.num_blocks, kLatencyThreads, p.smem_bytes);
   }
   void latency_combine(LatencyCombineParams& p, const LaunchSettings& s) override {
     constexpr int kLatencyThreads = kThreads<kExchangeWarps<CudaArch>>;
-    if constexpr (kHasLatencyPath<Net>)
-      launch<LatencyCombineParams>(latency_combine_entry<Net>, p, s, s.num_blocks, kLatencyThreads, 0);
-    else
-      no_latency_path();
+    const auto entry = s.world.num_nodes > 1 ? latency_combine_nodes_entry<Net> : latency_combine_entry<Net>;
+    launch<LatencyCombineParams>(entry, p, s, s.num_blocks, kLatencyThreads, 0);
   }
   void require_shared_memory(const SpareParams& params) const override {
     SpareParams p = params;
@@ -268,14 +265,14 @@ class CudaExecutor final : public Executor {
   void push_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
     const uint64_t shared = plan_push<CudaArch>(p);
-    if constexpr (kHasLatencyPath<Net>)
+    if constexpr (kHasSpareSlots<Net>)
       launch<SpareParams>(push_weights_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
     else
       no_spares();
   }
   void await_weights(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
-    if constexpr (kHasLatencyPath<Net>)
+    if constexpr (kHasSpareSlots<Net>)
       launch<SpareParams>(await_weights_entry<Net>, p, s, 1, CudaArch::kLanes, 0);
     else
       no_spares();
@@ -283,7 +280,7 @@ class CudaExecutor final : public Executor {
   void collect_gradients(const SpareParams& params, const LaunchSettings& s) override {
     SpareParams p = params;
     const uint64_t shared = clone_table_bytes(p);
-    if constexpr (kHasLatencyPath<Net>)
+    if constexpr (kHasSpareSlots<Net>)
       launch<SpareParams>(collect_gradients_entry<Net>, p, s, s.num_blocks, kThreads<kSpareWarps<CudaArch>>, shared);
     else
       no_spares();

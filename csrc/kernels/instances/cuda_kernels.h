@@ -8,6 +8,7 @@
 #include "kernels/exchange.h"
 #include "kernels/latency_combine.h"
 #include "kernels/spares.h"
+#include "transport/none.h"
 
 namespace hep {
 
@@ -49,26 +50,42 @@ __global__ void __launch_bounds__(kThreads<kCombineWarps<CudaArch>>, 1)
   combine_kernel<CudaArch, Net>(a, net, p, dynamic_shared());
 }
 
-// Of the latency path, in which no rail takes part: ranks store lines into memory that they map. So a library for rails
-// over a NIC has no such kernels.
-template <class Net>
-inline constexpr bool kHasLatencyPath = !kRailIsNic<Net>;
-
+// The latency path of one node.
 template <class Net>
 __global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
     latency_dispatch_entry(const __grid_constant__ LatencyDispatchParams p, Net, CudaControl* control) {
   CudaArch a(control);
-  latency_dispatch_kernel(a, p, dynamic_shared());
+  NoRail none;
+  latency_dispatch_kernel(a, none, p, dynamic_shared());
 }
 
 template <class Net>
 __global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
     latency_combine_entry(const __grid_constant__ LatencyCombineParams p, Net, CudaControl* control) {
   CudaArch a(control);
-  latency_combine_kernel(a, p, dynamic_shared());
+  NoRail none;
+  latency_combine_kernel(a, none, p, dynamic_shared());
 }
 
-// Likewise in memory that ranks map.
+// Of several nodes. Kernels of their own, for those of one node are shorter by half and keep less.
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
+    latency_dispatch_nodes_entry(const __grid_constant__ LatencyDispatchParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  latency_dispatch_kernel(a, net, p, dynamic_shared());
+}
+
+template <class Net>
+__global__ void __launch_bounds__(kThreads<kExchangeWarps<CudaArch>>, 1)
+    latency_combine_nodes_entry(const __grid_constant__ LatencyCombineParams p, Net net, CudaControl* control) {
+  CudaArch a(control);
+  latency_combine_kernel(a, net, p, dynamic_shared());
+}
+
+// Of spare slots, in memory that all ranks map: a library for rails over a NIC has no such kernels.
+template <class Net>
+inline constexpr bool kHasSpareSlots = !kRailIsNic<Net>;
+
 template <class Net>
 __global__ void __launch_bounds__(kThreads<kSpareWarps<CudaArch>>, 1)
     push_weights_entry(const __grid_constant__ SpareParams p, Net, CudaControl* control) {

@@ -46,12 +46,12 @@ class HostExecutor final : public Executor {
   void latency_dispatch(LatencyDispatchParams& p, const LaunchSettings& s) override {
     plan_latency_dispatch<A>(p, kSmemBudget, s.num_blocks);
     launch(s, s.num_blocks, kExchangeWarps<A>, p.smem_bytes,
-           [&](A& a, std::byte* smem) { latency_dispatch_kernel(a, p, smem); });
+           [&](A& a, std::byte* smem) { latency_dispatch_kernel(a, net_, p, smem); });
   }
   void latency_combine(LatencyCombineParams& p, const LaunchSettings& s) override {
     const uint64_t smem_bytes = plan_latency_combine<A>(p);
     launch(s, s.num_blocks, kExchangeWarps<A>, smem_bytes,
-           [&](A& a, std::byte* smem) { latency_combine_kernel(a, p, smem); });
+           [&](A& a, std::byte* smem) { latency_combine_kernel(a, net_, p, smem); });
   }
   void balance(const BalanceParams& params, const LaunchSettings& s) override {
     BalanceParams p = params;

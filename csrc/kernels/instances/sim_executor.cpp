@@ -216,6 +216,8 @@ void SimExecutor::latency_dispatch(LatencyDispatchParams& p, const LaunchSetting
     const Use learned = p.plan.fresh ? Use::kMetadata : Use::kInput;
     add("row_records", p.plan.row_records, rows * p.message.record_bytes, learned, false);
     add("row_weights", p.plan.row_weights, rows * p.plan.weight_stride * 4, learned, true);
+    add("rail_records", p.world.num_nodes > 1 ? p.plan.rail_records : nullptr,
+        uint64_t(p.world.num_nodes) * p.plan.rail_record_stride, learned, false);
     if (p.routes)
       add("latency_counts", p.route.counts, 2 * p.route.layout.num_ranks * p.route.layout.vector_bytes(),
           Use::kMetadata, false);
@@ -224,9 +226,9 @@ void SimExecutor::latency_dispatch(LatencyDispatchParams& p, const LaunchSetting
   const sim::Ps routing = p.routes ? tokens * costs.route_token_ps : 0;
   placing_ = p.routes ? tokens * costs.place_token_ps : 0;
   launch("latency_dispatch", s.num_blocks, latency_warps, p.smem_bytes, p.message,
-         [&](SimArch& a, SimTransport&, std::byte* smem) {
+         [&](SimArch& a, SimTransport& net, std::byte* smem) {
            if (m_.timed()) m_.spend(*sim::Machine::running(), routing);
-           latency_dispatch_kernel<SimArch>(a, p, smem);
+           latency_dispatch_kernel<SimArch>(a, net, p, smem);
          });
   end_latency();
 }
@@ -241,7 +243,7 @@ void SimExecutor::latency_combine(LatencyCombineParams& p, const LaunchSettings&
     add("out_weights", p.out_weights, tokens * p.plan.weight_stride * 4, Use::kOutput, true);
   }
   launch("latency_combine", s.num_blocks, latency_warps, smem_bytes, {},
-         [&](SimArch& a, SimTransport&, std::byte* smem) { latency_combine_kernel<SimArch>(a, p, smem); });
+         [&](SimArch& a, SimTransport& net, std::byte* smem) { latency_combine_kernel<SimArch>(a, net, p, smem); });
   end_latency();
 }
 

@@ -78,7 +78,7 @@ class HybridEp(BufferImplementation):
 
 
 class HybridEpByLines(HybridEp):
-    """The same by its latency path, for few tokens of one node. Its results have a static size: here what the rank with
+    """The same by its latency path, for few tokens. Its results have a static size: here what the rank with
     most rows has, and no more."""
 
     name = "hybrid_ep-latency"
@@ -87,8 +87,6 @@ class HybridEpByLines(HybridEp):
     def unavailable(cls, setting: Setting) -> str | None:
         if not setting.permute:
             return "the latency path is one of the permuted verbs"
-        if setting.num_nodes > 1:
-            return f"the latency path is for one node, and there are {setting.num_nodes}"
         return super().unavailable(setting)
 
     def __init__(self, case: Case) -> None:
