@@ -93,7 +93,6 @@ def run(folder: RunFolder, asked: list[int]) -> int:
         if rank == 0:
             corpus = text_data.build_corpus(config.data)  # first, alone: it fills the cache for the others
             step = checkpoint.latest_step(folder.checkpoint_dir) or 0
-            folder.verdict_path.unlink(missing_ok=True)
             folder.rewind_metrics(step) if step else folder.metrics_path.unlink(missing_ok=True)
             store.set(decided, str(step))
         step = int(store.get(decided))
@@ -102,8 +101,11 @@ def run(folder: RunFolder, asked: list[int]) -> int:
         if step >= config.schedule.train_steps:
             if rank == 0:
                 print(f"{folder.path}: its {step} steps are done", flush=True)
+                if folder.verdict_path.is_file():  # it stays, for whoever started this asks it for the exit code
+                    print(folder.verdict_path.read_text(), end="", flush=True)
             return 0
         if rank == 0:
+            folder.verdict_path.unlink(missing_ok=True)
             how = f"resuming after step {step}" if step else "starting"
             print(f"{folder.path}: {how}, {num_ranks} ranks", flush=True)
         reporter = Reporter(config, folder, corpus) if rank == 0 else None

@@ -409,6 +409,20 @@ def test_a_run_that_did_not_learn_ends_with_3_as_from_pretrain(ends, said, code,
     assert _run_script(script) == code
 
 
+def test_a_finished_run_that_did_not_learn_says_so_again(tmp_path, capfd):
+    """Resumed by somebody's loop: it has nothing to do, and is no success."""
+    where = ["--runs-dir", str(tmp_path)]
+    one_rank = ["--tasks-per-node=1", "--set=parallel.expert_parallel_size=1", "--set=parallel.ranks_per_node=1"]
+    assert main(["tiny_cpu_smoke", "--name", "n", "--no-submit", *where, *one_rank]) == 0
+    (tmp_path / "n" / "checkpoint" / "step_000006").mkdir(parents=True)
+    (tmp_path / "n" / "checkpoint" / "latest").write_text("step_000006\n")
+    (tmp_path / "n" / "verdict.txt").write_text("NOT LEARNED: no\n")
+    assert main(["--resume", "n", *where]) == 3
+    said = capfd.readouterr()
+    assert "its 6 steps are done\nNOT LEARNED: no\n" in said.out, said.err
+    assert (tmp_path / "n" / "verdict.txt").read_text() == "NOT LEARNED: no\n"
+
+
 def _runs(pid: int) -> bool:
     """And is no zombie that nobody has waited for yet."""
     try:
