@@ -290,8 +290,10 @@ def _run_script(script: Path) -> int:
         raise ValueError(message) from None
     try:
         code = started.wait()
+        if code or program == "sbatch":  # which has submitted the run: a verdict there is of an earlier one
+            return code
         said = script.parent / "verdict.txt"
-        return EXIT_NOT_LEARNED if code == 0 and said.is_file() and failed(said.read_text()) else code
+        return EXIT_NOT_LEARNED if said.is_file() and failed(said.read_text()) else code
     except KeyboardInterrupt:
         try:
             if program != "sbatch" and _listen(started.pid):

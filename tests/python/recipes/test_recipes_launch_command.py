@@ -399,10 +399,13 @@ def test_a_run_whose_reader_is_gone_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ends, said, code", [(0, "LEARNED: yes", 0), (0, "NOT LEARNED: no", 3), (0, "", 0), (7, "NOT LEARNED: no", 7)]
+    "name, ends, said, code",
+    [("job.sh", 0, "LEARNED: yes", 0), ("job.sh", 0, "NOT LEARNED: no", 3), ("job.sh", 0, "", 0)]
+    + [("job.sh", 7, "NOT LEARNED: no", 7), ("job.sbatch", 0, "NOT LEARNED: no", 0)],
 )
-def test_a_run_that_did_not_learn_ends_with_3_as_from_pretrain(ends, said, code, tmp_path):
-    script = tmp_path / "job.sh"
+def test_a_run_that_did_not_learn_ends_with_3_as_from_pretrain(name, ends, said, code, tmp_path, programs):
+    """A submitted one has not run yet: the verdict is what it came to the last time."""
+    script = tmp_path / name
     script.write_text(f"exit {ends}\n")
     if said:
         (tmp_path / "verdict.txt").write_text(said + "\n")
