@@ -89,7 +89,7 @@ def latency_plan(
         width,
         scale_bytes,
         call.budget,
-        session.launch("dispatch", (sum(filter(None, blocks)), None)),
+        session.launch("dispatch", blocks, by_lines=True),
         asked.known is not None,
     )
     given = routing if asked.known else routing.aligned()

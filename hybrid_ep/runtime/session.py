@@ -484,9 +484,10 @@ class Session:
         blocks = max(1, -(-num_tokens // _TOKENS_OF_A_BLOCK)) if asked is None else asked
         return min(blocks, _core.BufferShape.most_exchange_blocks)
 
-    def launch(self, operation: str, blocks: tuple[int, int | None]) -> _core.LaunchShape:
-        """Of an operation on a plan, once its routing is agreed upon."""
-        return _launch_shape(blocks[0], blocks[1], self.chunks[operation])
+    def launch(self, operation: str, blocks: tuple[int, int | None], by_lines: bool = False) -> _core.LaunchShape:
+        """Of an operation on a plan, once its routing is agreed upon. Lines need no parts: all blocks move them."""
+        links, local = (sum(filter(None, blocks)), None) if by_lines else blocks
+        return _launch_shape(links, local, self.chunks[operation])
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""

@@ -83,7 +83,7 @@ def scatter(
     received, out_scale, out_weights = session.dispatched(
         rows, width, x.dtype, scale_bytes, columns, num_permuted is not None and plan.has_holes
     )
-    launch = session.launch("dispatch", blocks)
+    launch = session.launch("dispatch", blocks, by_lines)
     request = _core.DispatchRequest.of(
         x,
         padded_scale,
@@ -124,7 +124,7 @@ def gather(
     returned = (
         None if w is None else torch.empty(plan.num_tokens, plan.weight_stride, dtype=torch.float32, device=x.device)
     )
-    launch = session.launch("combine", blocks)
+    launch = session.launch("combine", blocks, by_lines)
     request = _core.CombineRequest.of(x, x.shape[1], w, out, returned, permuted, weighted, fp32_partials, launch)
     (session.engine.latency_combine if by_lines else session.engine.combine)(plan.core, request)
     return out, None if returned is None else plan_weights.to_dense(plan, returned)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from world import ProcessWorld
 
 from hybrid_ep import DeadlineError, HybridEPBuffer, functional, tuning
+from hybrid_ep.runtime import session
 from hybrid_ep.testing import VirtualWorld
 
 TOKENS = 48  # latency_tokens of most buffers here
@@ -164,6 +165,31 @@ def test_plans_serve_both_paths(num_nodes):
     want = expected(ex)
     for _ in range(3):
         world.run(lambda rank, _: check_either_way(buffers[rank], rank, ex, want))
+
+
+def test_lines_go_over_all_blocks(monkeypatch):
+    """Those that would feed links and those for local work, for lines have no such parts. The other path keeps them."""
+    ex, seen, launch_shape = Example(1, 1, 2, (7,), 2, 16, budget=32, seed=2), [], session._launch_shape
+
+    def noted(num_blocks, local_blocks, chunk_tokens):
+        seen.append((num_blocks, local_blocks))
+        return launch_shape(num_blocks, local_blocks, chunk_tokens)
+
+    monkeypatch.setattr(session, "_launch_shape", noted)
+    (buffer,) = VirtualWorld(1, 1).buffers(
+        16, 8, 2, latency_tokens=8, num_sms_dispatch_api=2, num_sms_combine_api=1, num_blocks_permute=3,
+        num_blocks_unpermute=4,
+    )  # fmt: skip
+    for path, wanted in (("latency", [(5, None), (5, None), (5, None)]), ("throughput", [(2, 3), (2, 3), (1, 4)])):
+        rows, *_, handle = buffer.dispatch_with_permute(**routed(ex, 0, path=path))
+        buffer.dispatch_with_permute(
+            hidden=make_inputs(ex, 0).hidden, handle=handle, num_permuted_tokens=ex.budget, path=path
+        )
+        out, _ = buffer.combine_with_unpermute(hidden=expected(ex).returned[0], handle=handle, path=path)
+        same("rows", rows, expected(ex).permuted[0][0])
+        same("sums", out, expected(ex).combined[0][0])
+        assert seen == wanted
+        seen.clear()
 
 
 def _processes(ctx, ex):
