@@ -8,6 +8,7 @@ from typing import Any
 
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import events, latency_events
+from hybrid_ep.perf.model import permute_blocks
 from hybrid_ep.perf.shape import Shape
 
 PATHS = ("throughput", "latency")
@@ -71,15 +72,14 @@ def find(rows: Iterable[Row], op: str) -> Crossover:
 
 
 def predict(shape: Shape, cluster: Cluster, *, dispatch_sms: int, combine_sms: int, seed: int = 1) -> dict[str, Row]:
-    """By operation: what the event engine says of one node, bf16 and uniform routing, without what a launch takes. The
-    throughput path has half as many SMs again beside those given, for local work, if there are. Raises what
-    `latency_events.measure` and `events.measure` raise."""
+    """By operation: what the event engine says of one node, bf16 and uniform routing, without what a launch takes. Both
+    paths have the blocks for local work beside those given that the library takes, if there are so many SMs; lines go
+    over all alike. Raises what `latency_events.measure` and `events.measure` raise."""
     sms = {"dispatch": dispatch_sms, "combine": combine_sms}
-    both: dict[str, tuple[float, float]] = {}
-    for num_sms in set(sms.values()):
-        by_lines = latency_events.measure(shape, cluster, num_sms=num_sms, seed=seed)
-        other = events.measure(shape, cluster, num_sms=num_sms).time_us
-        found = {"dispatch": by_lines.dispatch_us, "combine": by_lines.combine_us}
-        both |= {op: (found[op], other[op]) for op in found if sms[op] == num_sms}
+    granted = {op: n + permute_blocks(cluster, n, op=op) for op, n in sms.items()}
+    lines = {n: latency_events.measure(shape, cluster, num_sms=n, seed=seed) for n in sorted(set(granted.values()))}
+    other = {n: events.measure(shape, cluster, num_sms=n).time_us for n in sorted(set(sms.values()))}
+    by_lines = {"dispatch": lines[granted["dispatch"]].dispatch_us, "combine": lines[granted["combine"]].combine_us}
+    both = {op: (by_lines[op], other[n][op]) for op, n in sms.items()}
     both["pair"] = (sum(us for us, _ in both.values()), sum(us for _, us in both.values()))
     return {op: Row(shape.tokens, op, *both[op]) for op in OPS}

@@ -72,7 +72,7 @@ def _print_header(cluster: clusters.Cluster, shape: Shape) -> None:
         f"# cluster {cluster.name}: {cluster.summary}; EP {shape.ranks}  hidden {shape.hidden}  topk "
         f"{shape.topk}/{shape.experts}  bf16  routing uniform; both paths without what a launch takes"
     )
-    print("# the throughput path has half as many SMs again beside these, for local work, if there are")
+    print("# beside these an operation has 1.5 times as many SMs for local work, if there are; lines go over all alike")
     print(HEADER)
 
 

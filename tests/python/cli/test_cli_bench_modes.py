@@ -418,9 +418,9 @@ def test_plots_are_drawn_where_there_is_something_to_draw(launcher, tmp_path, ca
 
 
 def test_lines_stand_beside_the_throughput_path_with_where_they_cross(launcher, tmp_path, capsys):
-    shape = ["--ranks-per-node", "4", "--tokens", "8,512", "--hidden", "2048", "--topk", "4", "--experts", "16"]
+    shape = ["--ranks-per-node", "4", "--tokens", "8,1024", "--hidden", "2048", "--topk", "4", "--experts", "16"]
     file = tmp_path / "b.json"
-    flags = ["--backend", "sim", "--path", "latency", *shape, "--num-sms", "1,2", "--op", "all", "--json", str(file)]
+    flags = ["--backend", "sim", "--path", "latency", *shape, "--num-sms", "2,4", "--op", "all", "--json", str(file)]
     assert main(["bench", *flags]) == EXIT_OK
     said = capsys.readouterr().out
     (world,) = json.loads(file.read_text())["worlds"]
@@ -432,9 +432,10 @@ def test_lines_stand_beside_the_throughput_path_with_where_they_cross(launcher, 
         if op == "pair":
             parts = [rows[tokens, sms, part] for part in ("dispatch", "combine")]
             assert row["latency_us"] == pytest.approx(sum(p["latency_us"] for p in parts))
-    shown = latency_events.measure(Shape(4, 4, 8, 2048, 4, 16), clusters.get("h100_8x400g"), num_sms=2, seed=1)
+    # Two SMs that would feed links, and three that would work locally.
+    shown = latency_events.measure(Shape(4, 4, 8, 2048, 4, 16), clusters.get("h100_8x400g"), num_sms=5, seed=1)
     assert rows[8, 2, "dispatch"]["latency_us"] == shown.dispatch_us
-    # One SM by lines has most of the work of its own: few tokens win by it, many do not.
-    (found,) = [c for c in world["crossovers"] if (c["op"], c["num_sms"]) == ("pair", 1)]
-    assert (found["latency_tokens"], found["throughput_from"]) == (8, 512)
-    assert "# pair, 1 SMs: lines are faster up to 8 tokens a rank and not at 512: latency_tokens=8" in said
+    # Lines have more work of their own: few tokens win by them, many do not.
+    (found,) = [c for c in world["crossovers"] if (c["op"], c["num_sms"]) == ("pair", 4)]
+    assert (found["latency_tokens"], found["throughput_from"]) == (8, 1024)
+    assert "# pair, 4 SMs: lines are faster up to 8 tokens a rank and not at 1024: latency_tokens=8" in said

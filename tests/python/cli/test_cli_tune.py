@@ -12,7 +12,7 @@ from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, launch, main
 from hybrid_ep.cli.tune import predicted
 from hybrid_ep.cli.tune.grid import Grid, Point, Setting
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import crossover, model, recommend
+from hybrid_ep.perf import crossover, latency_events, model, recommend
 from hybrid_ep.perf.implementations import HYBRID_EP
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.runtime import devices, options, topology
@@ -138,15 +138,15 @@ def test_a_predicted_crossover_is_found_by_the_machines_it_is_of(launcher, tmp_p
     out = tmp_path / "t.json"
     run = ["tune", "--backend", "sim", "--ranks-per-node", "4", "--hidden", "2048", "--experts", "16", "--topk", "4",
            "--tokens", "512", "--num-sms", "4", "--chunk", "32", "-o", str(out)]  # fmt: skip
-    assert main([*run, "--latency-tokens", "8,1024"]) == EXIT_OK
-    assert "lines are faster up to 8 tokens a rank and not at 1024" in capsys.readouterr().out
+    assert main([*run, "--latency-tokens", "8,4096"]) == EXIT_OK
+    assert "lines are faster up to 8 tokens a rank and not at 4096" in capsys.readouterr().out
     document = json.loads(out.read_text())
     (found,), blocks = document["crossovers"], document["entries"][0]["settings"]
     sms = {name: blocks[f"num_{name[-3:]}_{name[:-4]}"] for name in ("dispatch_sms", "combine_sms")}
     assert found["made"]["source"] == "simulated"
     assert (found["num_sms_dispatch"], found["num_sms_combine"]) == tuple(sms.values())
     shape = Shape(4, 4, 8, 2048, 4, 16)
-    for point, tokens in zip(found["points"], (8, 1024), strict=True):
+    for point, tokens in zip(found["points"], (8, 4096), strict=True):
         row = crossover.predict(shape.with_(tokens=tokens), clusters.get("h100_8x400g"), **sms)["pair"]
         assert point == row.to_json() and row.op == "pair"
     table, key = tuning.load(out, "NVIDIA H100 80GB HBM3"), Key(4, 4, 2048, 16)
@@ -155,7 +155,7 @@ def test_a_predicted_crossover_is_found_by_the_machines_it_is_of(launcher, tmp_p
     # a run that compares nothing keeps what the file says; one that does replaces it
     assert main(run) == EXIT_OK
     assert tuning.load(out, "NVIDIA H100").crossover(key) == 8
-    assert main([*run, "--latency-tokens", "1024"]) == EXIT_OK
+    assert main([*run, "--latency-tokens", "4096"]) == EXIT_OK
     assert tuning.load(out, "NVIDIA H100").crossover(key) == 0 and len(json.loads(out.read_text())["crossovers"]) == 1
     assert "path='auto' of a buffer with this file takes lines up to 0 tokens" in capsys.readouterr().out
 
@@ -166,6 +166,10 @@ def test_each_operation_is_predicted_with_its_own_blocks():
     found = crossover.predict(shape, cluster, dispatch_sms=2, combine_sms=8)
     assert found["dispatch"] == alike[2]["dispatch"] != alike[8]["dispatch"]
     assert found["combine"] == alike[8]["combine"] != alike[2]["combine"]
+    # Lines have the whole grid: 2 blocks and 3 for local work, 8 and 12.
+    by_lines = {n: latency_events.measure(shape, cluster, num_sms=n) for n in (5, 20)}
+    assert found["dispatch"].latency_us == by_lines[5].dispatch_us
+    assert found["combine"].latency_us == by_lines[20].combine_us
     assert found["pair"].latency_us == found["dispatch"].latency_us + found["combine"].latency_us
 
 
