@@ -14,7 +14,7 @@ from hybrid_ep.perf import crossover
 from hybrid_ep.perf.crossover import OPS, Row
 from hybrid_ep.perf.shape import Shape
 
-HEADER = f"#{'tokens':>7}{'sms':>5}{'op':>10}{'lines us':>11}{'throughput us':>15}{'ratio':>8}  faster"
+HEADER = f"#{'tokens':>7}{'sms':>9}{'op':>10}{'lines us':>11}{'throughput us':>15}{'ratio':>8}  faster"
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -77,8 +77,8 @@ def _print_header(cluster: clusters.Cluster, shape: Shape) -> None:
 
 
 def line(row: Row, sms: str) -> str:
-    """Below HEADER. sms: those of the operation."""
+    """Below HEADER. sms: those of the operation, of a pair's two perhaps."""
     return (
-        f"{row.tokens:>8}{sms:>5}{row.op:>10}{row.latency_us:>11.1f}{row.throughput_us:>15.1f}"
+        f"{row.tokens:>8}{sms:>9}{row.op:>10}{row.latency_us:>11.1f}{row.throughput_us:>15.1f}"
         f"{row.ratio:>8.2f}  {row.faster}"
     )

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from bench_case import one_rank_case
 
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, build_parser, launch, main
-from hybrid_ep.cli.bench import built_in, checks, config, graphs, plots, presets, routing, simulated
+from hybrid_ep.cli.bench import built_in, by_lines, checks, config, graphs, plots, presets, routing, simulated
 from hybrid_ep.cli.bench.ledger import build_ledger
 from hybrid_ep.cli.bench.plots import Point
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import latency_events, model
+from hybrid_ep.perf import crossover, latency_events, model
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.testing import VirtualWorld
 
@@ -417,6 +417,14 @@ def test_plots_are_drawn_where_there_is_something_to_draw(launcher, tmp_path, ca
     assert any(s.endswith("time.png") for s in made)
 
 
+@pytest.mark.parametrize("sms", ["8", "32+32", "256+256"])
+def test_columns_of_a_row_stay_apart(sms):
+    row = crossover.Row(16, "dispatch", 12.34, 123456.78)
+    said = by_lines.line(row, sms)
+    assert said.split() == ["16", sms, "dispatch", "12.3", "123456.8", "0.00", "latency"]
+    assert said.index("latency") == by_lines.HEADER.index("faster")
+
+
 def test_lines_stand_beside_the_throughput_path_with_where_they_cross(launcher, tmp_path, capsys):
     shape = ["--ranks-per-node", "4", "--tokens", "8,1024", "--hidden", "2048", "--topk", "4", "--experts", "16"]
     file = tmp_path / "b.json"
@@ -428,7 +436,7 @@ def test_lines_stand_beside_the_throughput_path_with_where_they_cross(launcher, 
     assert len(rows) == 2 * 2 * 3 and world["engine"] == "events"
     for (tokens, sms, op), row in rows.items():
         assert row["faster"] == ("latency" if row["latency_us"] < row["throughput_us"] else "throughput")
-        assert f"{tokens:>8}{sms:>5}{op:>10}{row['latency_us']:>11.1f}" in said
+        assert f"{tokens:>8}{sms:>9}{op:>10}{row['latency_us']:>11.1f}" in said
         if op == "pair":
             parts = [rows[tokens, sms, part] for part in ("dispatch", "combine")]
             assert row["latency_us"] == pytest.approx(sum(p["latency_us"] for p in parts))
