@@ -12,7 +12,7 @@ import platform
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -81,6 +81,9 @@ class Crossover:
         return {"device": self.device, "shape": shape, "latency_tokens": self.latency_tokens}
 
 
+_E = TypeVar("_E", Entry, Crossover)
+
+
 @dataclass(frozen=True)
 class Table:
     """A file's entries, and the device that asks. identity: equal on all ranks that hold the same file and device."""
@@ -93,14 +96,14 @@ class Table:
 
     def find(self, key: Key, tokens: int) -> Settings:
         """The settings of the entry for this device and `key` whose number of tokens is nearest, at most a factor of
-        two away. ValueError says what the file has instead."""
-        fitting = [
+        two away; one that has the device's whole name goes before those with words of it. ValueError says what the file
+        has instead."""
+        near = [
             e
             for e in self.entries
-            if e.key == key
-            and _is_device(e.device, self.device)
-            and max(e.tokens, tokens) <= _TOKENS_WITHIN * max(1, min(e.tokens, tokens))
+            if e.key == key and max(e.tokens, tokens) <= _TOKENS_WITHIN * max(1, min(e.tokens, tokens))
         ]
+        fitting = _of_device(near, self.device)
         if not fitting:
             wanted = Entry(self.device, key, tokens, 0, "", Settings(0, 0, 0, 0))
             listed = "; ".join(map(str, self.entries)) or "nothing"
@@ -112,9 +115,10 @@ class Table:
 
     def crossover(self, key: Key) -> int | None:
         """Up to how many tokens a rank the latency path is faster here: the least of what the file has for this device
-        and `key`, with whatever topk and dtype; None: it says nothing of them."""
-        said = [c.latency_tokens for c in self.crossovers if c.key == key and _is_device(c.device, self.device)]
-        return min(said, default=None)
+        and `key`, with whatever topk and dtype, by the device's whole name if it has any of it, else by words of it;
+        None: it says nothing of them."""
+        said = _of_device([c for c in self.crossovers if c.key == key], self.device)
+        return min((c.latency_tokens for c in said), default=None)
 
 
 def load(path: Any, device: str) -> Table:
@@ -165,6 +169,11 @@ def _key(shape: dict[str, Any]) -> Key:
 def _require_integers(least: int, *numbers: Any) -> None:
     if any(not isinstance(n, int) or isinstance(n, bool) or n < least for n in numbers):
         raise TypeError(f"numbers must be integers of at least {least}, not {list(numbers)}")
+
+
+def _of_device(found: list[_E], name: str) -> list[_E]:
+    """Those with `name`, as measurements on it have; else those with words of it, as predictions have."""
+    return [e for e in found if e.device.lower() == name.lower()] or [e for e in found if _is_device(e.device, name)]
 
 
 def _is_device(entry: str, name: str) -> bool:

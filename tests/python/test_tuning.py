@@ -205,6 +205,20 @@ def test_what_is_no_tuning_file_is_refused(tmp_path, text, words):
         tuning.load(3, "x")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_was_measured_goes_before_a_prediction(tmp_path, order):
+    """Its device is the driver's name, that of a prediction a word of it; in one file, whichever was written first."""
+    name, measured = "NVIDIA H100 80GB HBM3", Settings(9, 9, 9, 9)
+    both = (entry("H100"), entry(name, measured, tokens=2 * TOKENS))
+    crossovers = (Crossover("H100", HERE, TOPK, "bf16", 8), Crossover(name, HERE, TOPK, "fp8", 64))
+    path = write(tmp_path / "t.json", *both[::order], crossovers=crossovers[::order])
+    table = tuning.load(path, name)
+    assert table.find(HERE, TOKENS) == measured and table.crossover(HERE) == 64
+    assert table.find(HERE, TOKENS // 2) == TUNED, "what was measured is too far away there"
+    other = tuning.load(path, "NVIDIA H100 PCIe")
+    assert other.find(HERE, 2 * TOKENS) == TUNED and other.crossover(HERE) == 8
+
+
 def test_a_device_is_whole_words_of_a_name():
     def finds(device: str, name: str) -> bool:
         return tuning._is_device(device, name)
