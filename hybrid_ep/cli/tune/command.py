@@ -137,6 +137,11 @@ def _predict(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {args.ranks}: --backend sim takes --nodes and --ranks-per-node")
     if args.dtype not in SIM_DTYPES:
         raise UsageError(f"--dtype {args.dtype} with --backend sim: use one of {', '.join(SIM_DTYPES)}")
+    if args.latency_tokens and args.dtype != "bf16":
+        raise UsageError(
+            f"--dtype {args.dtype} with --backend sim --latency-tokens {_list(args.latency_tokens)}: lines are "
+            "predicted with bf16 rows alone; give --dtype bf16, or leave --latency-tokens out"
+        )
     cluster = clusters.get(args.cluster or "h100_8x400g")
     try:
         local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node

@@ -269,6 +269,10 @@ def test_a_setting_that_changes_a_result_is_an_error_and_writes_nothing(tmp_path
         (["--nodes", "2"], "only --backend sim"),
         (["--backend", "sim", "--ranks", "2"], "--nodes"),
         (["--backend", "sim", "--dtype", "fp16"], "--dtype fp16"),
+        (
+            ["--backend", "sim", "--dtype", "fp8", "--latency-tokens", "9,8"],
+            "--dtype fp8 with --backend sim --latency-t",
+        ),
         (["--backend", "sim", "--num-sms", "999"], "num_sms=999"),
         (["--dtype", "nvfp4"], "only the simulator"),
         (["--latency-tokens", "8,0"], "--latency-tokens 8,0: must be at least 1"),
