@@ -81,6 +81,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for flag, values in given:
         if not all(v >= 1 for v in values):
             raise UsageError(f"{flag} {_list(values)}: must be at least 1, every one")
+    if args.latency_tokens:
+        args.latency_tokens = tuple(sorted(set(args.latency_tokens)))
     if args.backend == "sim":
         return _predict(args)
     for name in ("cluster", "nodes"):

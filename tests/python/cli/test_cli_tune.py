@@ -177,7 +177,7 @@ def test_a_measured_crossover_compares_the_paths_bits(tmp_path, monkeypatch, cap
     monkeypatch.delenv("RANK", raising=False)
     out = tmp_path / "t.json"
     run = ["tune", "--ranks", "2", "--tokens", "24", "--hidden", "128", "--experts", "4", "--topk", "2", "--dtype",
-           "fp8", "--num-sms", "1,2", "--chunk", "8", "-n", "2", "-w", "1", "-T", "200", "--latency-tokens", "3,24",
+           "fp8", "--num-sms", "1,2", "--chunk", "8", "-n", "2", "-w", "1", "-T", "200", "--latency-tokens", "24,3,3",
            "-o", str(out)]  # fmt: skip
     assert main(run) == EXIT_OK
     assert "# Elements that a setting changed : 0 OK" in capfd.readouterr().out
