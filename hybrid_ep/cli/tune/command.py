@@ -194,9 +194,10 @@ def _run_rank(args: argparse.Namespace) -> int:
     launch.explain_on_deadline()
     with joined(args.backend, args.timeout) as world:
         key = _checked(args, world.size)
+        nodes = key.num_ranks // key.num_local_ranks
+        _require_one_node(args, nodes)
         described = {"source": args.backend, **environment.describe()}
         tuner = Tuner(world, key, args.topk, args.dtype, max(args.tokens), args.backend)
-        nodes = key.num_ranks // key.num_local_ranks
         title = (
             f"{tuner.device}  EP {key.num_ranks} ({nodes} x {key.num_local_ranks})  hidden {key.hidden}  topk "
             f"{args.topk}/{key.num_experts}  {args.dtype}  load {described['load_average'][0]:.1f}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import types
 
 import pytest
 import torch
 
 from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, launch, main
-from hybrid_ep.cli.tune import predicted
+from hybrid_ep.cli.bench import world as bench_world
+from hybrid_ep.cli.tune import measured, predicted
 from hybrid_ep.cli.tune.grid import Grid, Point, Setting
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import crossover, latency_events, model, recommend
@@ -284,6 +287,17 @@ def test_bad_flags_cost_one_sentence(launcher, flags, words, capsys):
     assert main(["tune", *flags]) == EXIT_USAGE
     said = capsys.readouterr().err.strip()
     assert said.startswith("hybrid-ep tune: ") and "\n" not in said and words in said
+
+
+def test_several_nodes_are_refused_of_ranks_that_somebody_else_started_too(monkeypatch, capsys):
+    """Before anything is measured: the latency path comes last."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(bench_world, "joined", lambda *_: contextlib.nullcontext(types.SimpleNamespace(rank=0, size=2)))
+    monkeypatch.setattr(measured, "Tuner", None)
+    flags = ["--ranks-per-node", "1", "--latency-tokens", "8", "--hidden", "64", "--experts", "4", "--topk", "2"]
+    assert main(["tune", *flags]) == EXIT_USAGE
+    assert "--latency-tokens 8: the latency path is for one" in capsys.readouterr().err
 
 
 def test_a_file_that_is_something_else_is_left_alone(launcher, tmp_path, capsys):
