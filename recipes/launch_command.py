@@ -298,7 +298,7 @@ def _run_script(script: Path) -> int:
         try:
             if program != "sbatch" and _listen(started.pid):
                 print(
-                    "hybrid-ep launch: stopping after this step; Ctrl-C once more ends it at once",
+                    "hybrid-ep launch: stopping, after its step if it is in one; Ctrl-C once more ends it at once",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -333,7 +333,8 @@ def _stop(started: subprocess.Popen[bytes], how: signal.Signals) -> None:
 
 def _listen(parent: int) -> bool:
     """Whether there are ranks and all of them have a handler for what asks them to stop. Before that a signal would end
-    them in the middle of an import, torchrun would report that on two screens, and there is no step to finish."""
+    them in the middle of an import, and torchrun would report that on two screens. They may yet have no step to finish:
+    ranks of CPU recipes have the handler early, and end at once until they train."""
     ranks = [pid for pid in _children(parent) if _is_rank(pid)]
     return bool(ranks) and all(_catches(pid, signal.SIGTERM) for pid in ranks)
 
