@@ -182,6 +182,10 @@ class SpareSlots:
                 raise ValueError("wait: no push is under way; call push(plan, weights) first")
             pushed, self._pushed = self._pushed, None
             session.engine.await_weights(*pushed, None, 1)
+            device = session.options.device
+            if device.type == "cuda" and not session.capturing:  # the caller's stream may be another than in push()
+                for used in pushed:
+                    used.record_stream(torch.cuda.current_stream(device))
 
     def collect(
         self, plan: ClonePlan | torch.Tensor, sums: Sequence[Sequence[torch.Tensor]], owners: ExpertOwners | None = None

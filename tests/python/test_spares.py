@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -200,6 +201,21 @@ def test_a_plan_of_the_kernels_is_pushed_as_it_lies():
         return held
 
     assert sum(held == 0 for held in world.run(work)) == 3
+
+
+@pytest.mark.parametrize("device, capturing, kept", [("cuda", False, 2), ("cuda", True, 0), ("cpu", False, 0)])
+def test_wait_keeps_the_plan_for_the_stream_it_is_called_on(monkeypatch, device, capturing, kept):
+    """Else the allocator could give its memory away behind push's stream, before this one has read it."""
+    plan, session = mock.Mock(), mock.MagicMock(why_closed="", capturing=capturing)
+    session.options.device = torch.device(device)
+    session.guard.return_value.__enter__.return_value = session
+    session.guard.return_value.__exit__.return_value = False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    slots = SpareSlots.__new__(SpareSlots)
+    slots._session, slots._node, slots._pushed = session, None, (plan, plan)
+    slots.wait()
+    session.engine.await_weights.assert_called_once_with(plan, plan, None, 1)
+    assert plan.record_stream.mock_calls == kept * [mock.call("stream of cuda")]
 
 
 def test_slots_outlive_their_object_and_are_counted():
