@@ -34,6 +34,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(
         num_hosts=8, tensor=1, pipeline=4, virtual_pipeline=8, expert=8, global_batch_size=256, num_sms=16
     ),
+    "h800_8x400g": dict(num_sms=8),
     "b200_8x400g": dict(num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=256, num_sms=24),
     "gb200_nvl72": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=256, num_sms=24),
 }

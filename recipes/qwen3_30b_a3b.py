@@ -32,6 +32,7 @@ ARCHITECTURE = Architecture(
 # docs/results/recipe-layouts.md.
 _VARIANTS: dict[str, dict[str, Any]] = {
     "h100_8x400g": dict(num_hosts=4, tensor=1, pipeline=1, expert=8, global_batch_size=512, num_sms=16),
+    "h800_8x400g": dict(num_sms=8),
     "b200_8x400g": dict(
         num_hosts=2, tensor=1, pipeline=1, expert=8, global_batch_size=512, precision="mxfp8", num_sms=32
     ),

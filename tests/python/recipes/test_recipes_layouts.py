@@ -10,6 +10,7 @@ from docs_pages import ROOT
 
 from hybrid_ep.perf import recommend, step_time
 from recipes import CLUSTER_RECIPES, layouts, memory
+from recipes.cluster import HARDWARE
 from recipes.cluster_summary import job_of
 from recipes.launch_command import main, parse_changes
 
@@ -91,3 +92,10 @@ def test_what_recipes_ship_is_near_the_fastest_of_the_committed_table():
         assert own.seconds < float(cells[7]), "alltoall is faster"
         without_experts_apart = "EP 1," in cells[8]
         assert own.seconds <= float(cells[10]) * (1.12 if without_experts_apart else 1.06)
+
+
+@pytest.mark.parametrize("name", CLUSTER_RECIPES)
+def test_what_recipes_ship_has_the_fewest_sms_of_nearly_the_fastest_exchange(name):
+    for hardware in HARDWARE:
+        job = job_of(CLUSTER_RECIPES[name](hardware))
+        assert job.num_sms == recommend.tuned(job).num_sms, hardware
