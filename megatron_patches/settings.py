@@ -93,7 +93,7 @@ class Exchange:
         None,
         type=int,
         metavar="N",
-        help="Micro-batches of up to N tokens a rank take the latency path, in a group of one node and with a static "
+        help="Micro-batches of up to N tokens a rank take the latency path, with a static "
         "number of rows: --moe-pad-expert-input-to-capacity or --moe-expert-rank-capacity-factor.",
     )
     async_finish: bool = option(

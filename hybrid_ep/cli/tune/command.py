@@ -94,8 +94,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if launch.is_rank():
         return _run_rank(args)
     ranks = _RANKS if args.ranks is None else args.ranks
-    key = _checked(args, ranks)
-    _require_one_node(args, key.num_ranks // key.num_local_ranks)
+    _checked(args, ranks)
     if args.backend == "cuda":
         from hybrid_ep.runtime import devices
 
@@ -124,14 +123,6 @@ def _checked(args: argparse.Namespace, ranks: int) -> tuning.Key:
     return tuning.Key(found.num_ranks, found.num_local_ranks, found.hidden, found.num_experts)
 
 
-def _require_one_node(args: argparse.Namespace, nodes: int) -> None:
-    if args.latency_tokens and nodes > 1:
-        raise UsageError(
-            f"--latency-tokens {_list(args.latency_tokens)}: the latency path is for one NVLink domain, and these are "
-            f"{nodes}; leave it out"
-        )
-
-
 def _predict(args: argparse.Namespace) -> int:
     from hybrid_ep.cli.tune import paths, predicted
 
@@ -148,7 +139,11 @@ def _predict(args: argparse.Namespace) -> int:
     try:
         local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
         nodes = 1 if args.nodes is None else args.nodes
-        _require_one_node(args, nodes)
+        if args.latency_tokens and nodes > 1:
+            raise UsageError(
+                f"--latency-tokens {_list(args.latency_tokens)}: predictions by lines are for one NVLink domain, and "
+                f"these are {nodes}; leave it out, or measure with --backend host or cuda"
+            )
         grids = [
             predicted.grid(
                 Shape(nodes * local, local, tokens, args.hidden, args.topk, args.experts),
@@ -195,7 +190,6 @@ def _run_rank(args: argparse.Namespace) -> int:
     with joined(args.backend, args.timeout) as world:
         key = _checked(args, world.size)
         nodes = key.num_ranks // key.num_local_ranks
-        _require_one_node(args, nodes)
         described = {"source": args.backend, **environment.describe()}
         tuner = Tuner(world, key, args.topk, args.dtype, max(args.tokens), args.backend)
         title = (

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import types
 
 import pytest
 import torch
 
 from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, launch, main
-from hybrid_ep.cli.bench import world as bench_world
-from hybrid_ep.cli.tune import measured, predicted
+from hybrid_ep.cli.tune import predicted
 from hybrid_ep.cli.tune.grid import Grid, Point, Setting
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import crossover, latency_events, model, recommend
@@ -176,19 +173,20 @@ def test_each_operation_is_predicted_with_its_own_blocks():
     assert found["pair"].latency_us == found["dispatch"].latency_us + found["combine"].latency_us
 
 
-def test_a_measured_crossover_compares_the_paths_bits(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_measured_crossover_compares_the_paths_bits(nodes, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("RANK", raising=False)
     out = tmp_path / "t.json"
     run = ["tune", "--ranks", "2", "--tokens", "24", "--hidden", "128", "--experts", "4", "--topk", "2", "--dtype",
            "fp8", "--num-sms", "1,2", "--chunk", "8", "-n", "2", "-w", "1", "-T", "200", "--latency-tokens", "24,3,3",
-           "-o", str(out)]  # fmt: skip
+           "-o", str(out), "--ranks-per-node", str(2 // nodes)]  # fmt: skip
     assert main(run) == EXIT_OK
     assert "# Elements that a setting changed : 0 OK" in capfd.readouterr().out
     (found,) = json.loads(out.read_text())["crossovers"]
     assert [(p["tokens"], p["op"]) for p in found["points"]] == [(3, "pair"), (24, "pair")]
     said = [p["tokens"] for p in found["points"] if p["ratio"] < 1]
     assert found["latency_tokens"] in (0, *said) and found["made"]["source"] == "host"
-    (buffer, _) = VirtualWorld(1, 2).buffers(128, 24, 2, timeout_s=20, tuning=str(out), latency_tokens=24)
+    (buffer, _) = VirtualWorld(nodes, 2 // nodes).buffers(128, 24, 2, timeout_s=20, tuning=str(out), latency_tokens=24)
     assert buffer._session.options.auto_latency_tokens == found["latency_tokens"]
 
 
@@ -279,7 +277,6 @@ def test_a_setting_that_changes_a_result_is_an_error_and_writes_nothing(tmp_path
         (["--backend", "sim", "--num-sms", "999"], "num_sms=999"),
         (["--dtype", "nvfp4"], "only the simulator"),
         (["--latency-tokens", "8,0"], "--latency-tokens 8,0: must be at least 1"),
-        (["--ranks-per-node", "2", "--latency-tokens", "8"], "--latency-tokens 8: the latency path is for one"),
         (["--backend", "sim", "--nodes", "2", "--latency-tokens", "8"], "and these are 2; leave it out"),
     ],
 )
@@ -287,17 +284,6 @@ def test_bad_flags_cost_one_sentence(launcher, flags, words, capsys):
     assert main(["tune", *flags]) == EXIT_USAGE
     said = capsys.readouterr().err.strip()
     assert said.startswith("hybrid-ep tune: ") and "\n" not in said and words in said
-
-
-def test_several_nodes_are_refused_of_ranks_that_somebody_else_started_too(monkeypatch, capsys):
-    """Before anything is measured: the latency path comes last."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(bench_world, "joined", lambda *_: contextlib.nullcontext(types.SimpleNamespace(rank=0, size=2)))
-    monkeypatch.setattr(measured, "Tuner", None)
-    flags = ["--ranks-per-node", "1", "--latency-tokens", "8", "--hidden", "64", "--experts", "4", "--topk", "2"]
-    assert main(["tune", *flags]) == EXIT_USAGE
-    assert "--latency-tokens 8: the latency path is for one" in capsys.readouterr().err
 
 
 def test_a_file_that_is_something_else_is_left_alone(launcher, tmp_path, capsys):
