@@ -28,11 +28,12 @@ struct LatencySources {
     for (uint32_t e = uint32_t(a.warp_idx() * A::kLanes + a.lane()); e < experts; e += width) {
       const int expert = int(p.plan.first_expert + e);
       uint32_t row = a.ld_shared(word(0) + placed.pair_base_at() + expert);
-      for (int s = 0; s < p.world.rank; ++s) row -= counts.pairs(s, expert);
-      for (int s = 0; s < p.world.num_ranks(); ++s) {
+      const auto of = [&](int s) { return counts.pairs(s, expert); };
+      over_sources(p.world.rank, of, [&](int, uint32_t n) { row -= n; });
+      over_sources(p.world.num_ranks(), of, [&](int s, uint32_t n) {
         a.st_shared(word(p.pair_bases_at) + uint32_t(s) * experts + e, row);
-        row += counts.pairs(s, expert);
-      }
+        row += n;
+      });
     }
   }
   // Likewise: where rows and pairs of rail peers begin on this node's ranks, which this rank's records of them say.
@@ -44,12 +45,12 @@ struct LatencySources {
       const int to = is_rank ? p.world.rank_of(p.world.node(), int(i)) : int(p.first_node_expert + i - ranks);
       const auto of = [&](int s) { return is_rank ? counts.rows(s, to) : counts.pairs(s, to); };
       uint32_t at = a.ld_shared(word(0) + (is_rank ? placed.row_base_at() : placed.pair_base_at()) + to);
-      for (int s = 0; s < p.world.rank; ++s) at -= of(s);
-      for (int s = 0; s < p.world.num_ranks(); ++s) {
+      over_sources(p.world.rank, of, [&](int, uint32_t n) { at -= n; });
+      over_sources(p.world.num_ranks(), of, [&](int s, uint32_t n) {
         const int node = s / p.world.num_local_ranks;
         if (s == p.world.rail_peer(node) && s != p.world.rank) a.st_shared(rail_word(node) + i, at);
-        at += of(s);
-      }
+        at += n;
+      });
     }
   }
   // Receive row on a rank of this node, and permuted row of a pair for an expert of it, of a rail peer's position.
@@ -66,6 +67,19 @@ struct LatencySources {
   }
 
  private:
+  // f(s, of(s)) for all s below `end`. Loads of several are made together: one by one they take a trip to memory each.
+  template <class Of, class F>
+  HEP_DEVICE static void over_sources(int end, Of&& of, F&& f) {
+    constexpr int kAhead = A::kLanes < 32 ? 1 : 8;
+    for (int s = 0; s < end; s += kAhead) {
+      uint32_t n[kAhead];
+      HEP_UNROLL
+      for (int i = 0; i < kAhead; ++i) n[i] = of(s + i < end ? s + i : s);
+      HEP_UNROLL
+      for (int i = 0; i < kAhead; ++i)
+        if (s + i < end) f(s + i, n[i]);
+    }
+  }
   HEP_DEVICE uint32_t rail_words() const { return uint32_t(p.world.num_local_ranks) + p.num_node_experts; }
   HEP_DEVICE uint32_t* rail_word(int node) const {
     return word(p.rail_bases_at) + uint32_t(node < p.world.node() ? node : node - 1) * rail_words();

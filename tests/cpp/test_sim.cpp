@@ -76,6 +76,25 @@ TEST(lines_that_never_land_end_in_a_deadline_that_names_their_rank) {
   CHECK(std::ranges::any_of(r.ranks, [](const auto& o) { return o.peer == 2 && o.site.starts_with("latency_"); }));
 }
 
+// Between nodes: whatever the rail loses, a rank that waits for it, or for what would be handed on of it, names who has
+// not sent it.
+TEST(a_rail_that_loses_a_put_of_the_latency_path_ends_in_a_deadline) {
+  for (uint32_t at = 0; at < 6; ++at) {
+    WorldSpec spec;
+    spec.num_nodes = 2;
+    spec.num_local_ranks = 2;
+    spec.tokens = 6;
+    spec.latency = 2;
+    spec.fault = at % 2 ? 2 : 3;
+    spec.fault_rank = 2;
+    spec.fault_node = 0;
+    spec.fault_at = at;
+    const WorldResult r = sim::run_world(spec, {});
+    CHECK(r.failure.kind.empty());
+    CHECK(std::ranges::any_of(r.ranks, [](const auto& o) { return o.peer == 2 && o.site.starts_with("latency_"); }));
+  }
+}
+
 // 7168 bf16 with top-8: 121 lines carry 14,336 bytes of a row, its record and its weights.
 TEST(fifteen_sixteenths_of_what_crosses_nvlink_by_lines_is_payload) {
   RunOptions options;
