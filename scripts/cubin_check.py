@@ -77,8 +77,8 @@ BUDGETS = {
     "latency_combine": Budget(96, 6700, LINES),
     # Of several nodes, with the rows of the rail: lanes of a block of 16 warps have 128 registers each, so that a
     # combine keeps some words of a sum in local memory.
-    "latency_dispatch_nodes": Budget(128, 18700, (*LINES, *ACQUIRES)),
-    "latency_combine_nodes": Budget(128, 16000, (*LINES, *ACQUIRES), stack=64, forbidden=("BPT.TRAP",), local_loads=40),
+    "latency_dispatch_nodes": Budget(128, 18300, (*LINES, *ACQUIRES)),
+    "latency_combine_nodes": Budget(128, 14500, (*LINES, *ACQUIRES), stack=16, forbidden=("BPT.TRAP",), local_loads=40),
     # Of a spare slot the last warp to store speaks for all, of gradients the last to have read them.
     "push_weights": Budget(96, 2750, (*COPIES, *ACQUIRES, *SPEAKS_FOR_ALL)),
     "await_weights": Budget(80, 430, ("ELECT", *ACQUIRES)),

@@ -83,7 +83,8 @@ struct LatencyNodeSumRole {
     sums.round_into(summed);
     weights.round_into(with);
     part.each_word(line, [&](uint32_t i, uint32_t m) {
-      if (m < all) a.st_global(to + m, m < payload ? summed[i] : with[i]);
+      if (m < payload) a.st_global(to + m, summed[i]);
+      if (m >= payload && m < all) a.st_global(to + m, with[i]);
     });
   }
 };

@@ -168,7 +168,7 @@ MUTANTS = (
     off("dispatch", "bulk stores are not committed", r"cp\.async\.bulk\.commit_group;"),
     *(
         mutant
-        for k in ("latency_dispatch", "latency_combine")
+        for k in ("latency_dispatch", "latency_combine", "latency_dispatch_nodes", "latency_combine_nodes")
         for mutant in (
             off(
                 k, "a line's flag before its payload", STORED_LINE + r"\[(%rd\d+)\], {(%rd\d+), (%rd\d+)};", FLAG_FIRST
@@ -182,6 +182,28 @@ MUTANTS = (
                 r"setp\.eq\.s64(.*)",
                 r"setp.le.u64\1",
                 before=r"selp\.u32 %r\d+, 1, 0,",
+            ),
+        )
+    ),
+    *(
+        mutant
+        for k in ("latency_dispatch_nodes", "latency_combine_nodes")
+        for mutant in (
+            off(
+                k,
+                "hands rows to the rail before all lanes have stored them",
+                r"bar\.warp\.sync -1;",
+                before=r"\{ \.reg \.pred p; elect\.sync",
+            ),
+            off(k, "a row's signal without a release", r"st\.release\.sys\.", "st.relaxed.sys."),
+            off(k, "signals to its device only", r"st\.release\.sys\.", "st.release.gpu."),
+            off(k, "takes rows of the rail without an acquire", r"ld\.acquire\.sys\.", "ld.relaxed.sys."),
+            off(k, "warps that share a row meet without order", r"atom\.acq_rel\.sys\.", "atom.relaxed.sys."),
+            off(
+                k,
+                "a row is handed over by its first warp",
+                r"atom\.acq_rel\.sys\.global\.add\.u64 (%rd\d+), \[(%rd\d+)\], (%rd\d+);",
+                r"mov.u64 \1, 4294967295;",
             ),
         )
     ),
@@ -315,6 +337,8 @@ def _work(timeout_s: float, few: bool):
         world.run(lambda rank, buffer, ex=ex, want=want: check(buffer, rank, ex, want))
         world.close()
     check_by_lines(Example(1, 2, 2, (9, 5), 2, 256, pad_multiple=4, budget=64, seed=3), timeout_s)
+    for executor in ("cuda", "cuda_loopback"):
+        check_by_lines(Example(2, 2, 2, (9, 0, 2, 5), 2, 512, pad_multiple=4, budget=96, seed=21), timeout_s, executor)
     if not few:
         call_on_two_streams(timeout_s)
         _push(timeout_s)
