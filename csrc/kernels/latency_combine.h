@@ -73,7 +73,8 @@ struct LatencyCombineBlock {
 template <Arch A, Transport<A> Net>
 HEP_DEVICE void latency_combine_kernel(A& a, Net& net, const LatencyCombineParams& p, std::byte* smem) {
   if (!enter_kernel(a)) return;
-  const uint64_t flag = p.link.flag(LatencyCall::word(LatencyCall::kCombines, p.lines(), p.dtype, p.partial_dtype));
+  const uint64_t flag =
+      p.link.flag(LatencyCall::word(LatencyCall::kCombines, p.partial.row_bytes() / 8, p.dtype, p.partial_dtype));
   const bool first = a.block_idx() == 0 && a.warp_idx() == 0;
   LatencyHello<A, Net> hello{a, net, p.link, flag};
   if (first) hello.send();

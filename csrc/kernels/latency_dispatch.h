@@ -29,8 +29,9 @@ struct LatencyDispatchBlock {
         net(n),
         p(params),
         smem(shared),
-        flag(params.link.flag(params.routes ? LatencyCall::word(LatencyCall::kRoutes)
-                                            : LatencyCall::word(LatencyCall::kDispatches, params.lines()))),
+        flag(params.link.flag(params.routes
+                                  ? LatencyCall::word(LatencyCall::kRoutes)
+                                  : LatencyCall::word(LatencyCall::kDispatches, params.message.token_bytes() / 8))),
         counts(params.routes && uint32_t(arch.block_idx()) < params.route.blocks),
         lead(counts && uint32_t(arch.block_idx()) == params.route.blocks - 1),
         sender(arch, n, params, flag) {}
@@ -101,9 +102,12 @@ struct LatencyDispatchBlock {
     });
   }
   HEP_DEVICE bool receive() {
+    if constexpr (kHasRail<Net>) {
+      a.block_sync();
+      hand_on();  // others wait for it
+    }
     LatencySources<A>{a, p, smem}.find_rows();
     a.block_sync();
-    if constexpr (kHasRail<Net>) hand_on();
     if (p.permute) ZeroRowsRole<A>::run(a, p, warp(), warps());
     const ExchangeSmem exchange{p.route.layout, p.route.walkers};
     const auto* words = reinterpret_cast<const uint32_t*>(smem);

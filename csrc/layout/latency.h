@@ -37,7 +37,9 @@ struct LatencyRail {
 
   static LatencyRail make(const CountsLayout& counts, uint64_t tokens, uint64_t token_bytes) {
     if (tokens == 0 || counts.num_nodes <= 1) return {};
-    return {counts.num_nodes - 1, uint32_t(tokens), align_up(counts.vector_bytes(), 128), align_up(token_bytes, 128)};
+    // A place holds what a slot does: whatever fits into its lines.
+    return {counts.num_nodes - 1, uint32_t(tokens), align_up(counts.vector_bytes(), 128),
+            align_up(uint64_t(Line::lines_of(token_bytes)) * Line::kPayloadBytes, 128)};
   }
   HEP_HOST_DEVICE uint64_t bytes() const { return 2 * num_peers * peer_bytes(); }
   HEP_HOST_DEVICE uint64_t signal_bytes() const { return 2 * num_peers * peer_words() * sizeof(uint64_t); }

@@ -69,6 +69,10 @@ struct LatencyRailLink {
     if (!injected(Bug::kRailRowUnawaited))
       wait(a, net, rail.token_signal(parity(flag), own(), node, index), flag,
            {Site::kLatencyRow, world.rail_peer(node), int64_t(index)});
+    return came(flag, node, index);
+  }
+  // The same, for who has waited.
+  HEP_DEVICE const unsigned char* came(uint64_t flag, int node, uint32_t index) const {
     return recv + rail.token(parity(flag), own(), node, index);
   }
 

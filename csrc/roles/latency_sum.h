@@ -45,6 +45,7 @@ struct LatencySumRole {
     Rows rows{t, num_dsts, 0, reinterpret_cast<const DstEntry*>(record + MessageLayout::dsts_at())};
     each_sum(t, [&](int, uint32_t) { ++rows.num_sums; });
     if constexpr (TileMath<A>::kReadsRows) return sum_whole(rows);
+    each_sum(t, [&](int node, uint32_t j) { (void)p.link.rail.await_token(a, net, flag, node, j); });  // once a share
     for (uint32_t line = first + part.group; line - part.group < n; line += part.kAtOnce) sum(rows, line, n);
   }
   // f(node, the token's position among those for it) for every other node that has a sum.
@@ -87,7 +88,7 @@ struct LatencySumRole {
       add(words);
     }
     each_sum(r.token, [&](int node, uint32_t at) {
-      const auto* from = reinterpret_cast<const uint64_t*>(p.link.rail.await_token(a, net, flag, node, at));
+      const auto* from = reinterpret_cast<const uint64_t*>(p.link.rail.came(flag, node, at));
       uint64_t words[A::kLineWords] = {};
       part.each_word(line, [&](uint32_t i, uint32_t w) { words[i] = line < n && w < all ? a.ld_global(from + w) : 0; });
       add(words);

@@ -29,7 +29,8 @@ concept Transport = requires(N net, A& a, int peer_node, uint64_t offset, const 
 };
 
 // Optional: a rail over mapped memory says where this rank reaches a rail peer's segment. Its bytes then need no put: a
-// role makes bulk stores there, waits for them (bulk_wait<0>), and a signal, which is a release, carries them.
+// role makes bulk stores there, waits for them (bulk_wait<0>), and a signal, which is a release, carries them; or
+// generic stores, of lanes that meet the one that signals.
 template <class N>
 inline constexpr bool kIsMapped = requires(const N net, int peer_node) {
   { net.mapped(peer_node) } -> std::same_as<unsigned char*>;

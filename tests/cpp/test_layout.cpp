@@ -313,6 +313,17 @@ TEST(rows_side_by_side_are_every_row_once_and_near_their_pieces) {
   }
 }
 
+// What lines of a slot admit, a place of the rail holds too.
+TEST(places_of_the_latency_rail_hold_what_slots_do) {
+  const CountsLayout counts{16, 2, 64};
+  for (uint64_t bytes = 16; bytes < 20000; bytes += 16) {
+    const auto rail = LatencyRail::make(counts, 3, bytes);
+    const auto slabs = LatencySlabs::make(counts, 3, bytes);
+    CHECK(rail.token_bytes >= uint64_t(slabs.token_lines) * Line::kPayloadBytes && rail.token_bytes % 128 == 0);
+    CHECK_EQ(rail.token(0, 0, 1, 2) + rail.token_bytes, rail.bytes() / 2);
+  }
+}
+
 TEST(bad_shapes_are_refused) {
   auto with = [](auto&& change) {
     BufferShape s;

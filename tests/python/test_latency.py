@@ -389,12 +389,12 @@ def test_registered_bytes():
 
 
 def test_registered_bytes_for_the_rail():
-    """Two parities for each rail peer, to send from and to receive into: the count vector, and a place a token. No
-    slabs but those of a rank of the group each."""
+    """Two parities for each rail peer, to send from and to receive into: the count vector, and a place a
+    token, which holds what the lines of a slot do."""
     world = VirtualWorld(3, 2)
     regions = world.buffers(1024, 64, 4, latency_tokens=32)[0].memory_report().regions
     message = 16 + 8 * 2 + 8 * 8 + 4 * 8 + 2 * 1024
-    header, token = (-(-4 * (16 + 6 + 3 + 24) // 128) * 128, -(-message // 128) * 128)
+    header, token = -(-4 * (16 + 6 + 3 + 24) // 128) * 128, -(-(-(-message // 120) * 120) // 128) * 128
     assert regions["latency_rail_send"] == regions["latency_rail_receive"] == 2 * 2 * (header + 32 * token)
     assert regions["latency_rail_signals"] == 2 * 2 * (1 + 32) * 8
     assert regions["latency_slabs"] == 2 * 6 * (-(-256 // 120) + 32 * -(-message // 120)) * 128
