@@ -22,51 +22,50 @@ struct LatencyCombineBlock {
   HEP_DEVICE uint32_t warp() const { return uint32_t(a.block_idx() * a.num_warps() + a.warp_idx()); }
   HEP_DEVICE uint32_t warps() const { return uint32_t(a.num_blocks() * a.num_warps()); }
   HEP_DEVICE void run() {
-    const bool wide = p.partial_dtype == DType::kFp32;
-    if constexpr (!kHasRail<Net>) {
-      if (p.dtype == DType::kBf16)
-        wide ? both<Bf16, float>() : both<Bf16, Bf16>();
-      else if (p.dtype == DType::kFp16)
-        wide ? both<Fp16, float>() : both<Fp16, Fp16>();
-      else
-        both<float, float>();
-    } else {
-      if (p.dtype == DType::kBf16)
-        wide ? partials<Bf16, float>() : partials<Bf16, Bf16>();
-      else if (p.dtype == DType::kFp16)
-        wide ? partials<Fp16, float>() : partials<Fp16, Fp16>();
-      else
-        partials<float, float>();
+    if constexpr (kHasRail<Net>) {
+      by_types([&](auto types) { partials(types); });
       if (p.partial_dtype == DType::kBf16)
         node_sums<Bf16>();
       else
         p.partial_dtype == DType::kFp16 ? node_sums<Fp16>() : node_sums<float>();
-      if (p.dtype == DType::kBf16)
-        wide ? sums<Bf16, float>() : sums<Bf16, Bf16>();
-      else if (p.dtype == DType::kFp16)
-        wide ? sums<Fp16, float>() : sums<Fp16, Fp16>();
-      else
-        sums<float, float>();
+      by_types([&](auto types) { sums(types); });
+    } else {  // one choice for both
+      by_types([&](auto types) {
+        partials(types);
+        sums(types);
+      });
     }
   }
 
  private:
-  template <class In, class P>
-  HEP_DEVICE void partials() {
-    LatencyPartialRole<A, Net, In, P>(a, p, flag, scratch).run(warp(), warps());
+  template <class I, class Q>
+  struct Types {
+    using In = I;
+    using P = Q;
+  };
+
+  // f(Types) of rows and of partial rows.
+  template <class F>
+  HEP_DEVICE void by_types(F&& f) {
+    const bool wide = p.partial_dtype == DType::kFp32;
+    if (p.dtype == DType::kBf16)
+      wide ? f(Types<Bf16, float>{}) : f(Types<Bf16, Bf16>{});
+    else if (p.dtype == DType::kFp16)
+      wide ? f(Types<Fp16, float>{}) : f(Types<Fp16, Fp16>{});
+    else
+      f(Types<float, float>{});
+  }
+  template <class T>
+  HEP_DEVICE void partials(T) {
+    LatencyPartialRole<A, Net, typename T::In, typename T::P>(a, p, flag, scratch).run(warp(), warps());
   }
   template <class P>
   HEP_DEVICE void node_sums() {
     LatencyNodeSumRole<A, Net, P>(a, net, p, flag, scratch).run(warp(), warps());
   }
-  template <class In, class P>
-  HEP_DEVICE void sums() {
-    LatencySumRole<A, Net, In, P>(a, net, p, flag, scratch).run(warp(), warps());
-  }
-  template <class In, class P>
-  HEP_DEVICE void both() {
-    partials<In, P>();
-    sums<In, P>();
+  template <class T>
+  HEP_DEVICE void sums(T) {
+    LatencySumRole<A, Net, typename T::In, typename T::P>(a, net, p, flag, scratch).run(warp(), warps());
   }
 };
 

@@ -5,7 +5,7 @@
 #include <bit>
 
 #include "common/bugs.h"
-#include "pipeline/side_by_side.h"
+#include "pipeline/rail_tokens.h"
 #include "roles/latency_sources.h"
 
 namespace hep {
@@ -23,29 +23,19 @@ struct LatencyForwardRole {
   HEP_DEVICE LatencyForwardRole(A& arch, Net& n, const LatencyDispatchParams& params, std::byte* smem, uint64_t step)
       : a(arch), net(n), p(params), sources{arch, params, smem}, flag(step), part(arch) {}
 
-  // By all lanes of a warp. room(rank): permuted rows that it has room for. Tokens of all peers are in work at a time.
+  // By all lanes of a warp. room(rank): permuted rows that it has room for.
   template <class Room>
   HEP_DEVICE void run(uint32_t worker, uint32_t workers, Room&& room) {
-    const uint32_t peers = uint32_t(p.world.num_nodes) - 1;
-    if (peers == 0) return;
     a.set_role(Role::kLatencyForward);
-    const auto share = LineShare<A>::of(peers * most(), p.lines(), workers, 2, TileMath<A>::kReadsRows);
-    for (uint32_t i = worker; i < share.count(); i += workers) {
-      const uint32_t at = share.row(i), first = share.first(i);
-      const int node = int((uint32_t(p.world.node()) + 1 + at % peers) % uint32_t(p.world.num_nodes));
-      if (first >= p.lines() || at / peers >= p.plan.rail_count[node]) continue;
-      hand_on(node, at / peers, first, share.end(first, p.lines()), room);
-    }
+    const auto tokens = RailTokens::of(p.world, p.plan.rail_count);
+    const auto share = LineShare<A>::of(tokens.count(), p.lines(), workers, 2, TileMath<A>::kReadsRows);
+    for (uint32_t i = worker; i < share.count(); i += workers)
+      if (const uint32_t at = share.row(i), first = share.first(i); first < p.lines() && tokens.has(at))
+        hand_on(tokens.node(at), tokens.index(at), first, share.end(first, p.lines()), room);
     traffic.report(a, p.traffic, p.lines(), 0);
   }
 
  private:
-  HEP_DEVICE uint32_t most() const {
-    uint32_t n = 0;
-    for (int node = 0; node < p.world.num_nodes; ++node)
-      if (node != p.world.node() && p.plan.rail_count[node] > n) n = p.plan.rail_count[node];
-    return n;
-  }
   // Lines [first, n) of the index-th token from `node`.
   template <class Room>
   HEP_DEVICE void hand_on(int node, uint32_t index, uint32_t first, uint32_t n, Room&& room) {

@@ -1,7 +1,7 @@
 // Latency combine, where the group has several nodes: what this node's ranks have for a token of a rail peer, added by
 // ascending rank and rounded, as a row of bytes along the rail to that peer.
 #pragma once
-#include "pipeline/side_by_side.h"
+#include "pipeline/rail_tokens.h"
 #include "roles/latency_rows.h"
 #include "roles/line_sum.h"
 
@@ -20,21 +20,14 @@ struct LatencyNodeSumRole {
   HEP_DEVICE LatencyNodeSumRole(A& arch, Net& n, const LatencyCombineParams& params, uint64_t step, std::byte* of_warp)
       : a(arch), net(n), p(params), flag(step), part(arch), scratch(of_warp) {}
 
-  // By all lanes of a warp. Tokens of all peers are in work at a time.
+  // By all lanes of a warp.
   HEP_DEVICE void run(uint32_t worker, uint32_t workers) {
-    const uint32_t nodes = uint32_t(p.world.num_nodes), peers = nodes - 1;
-    if (peers == 0) return;
     a.set_role(Role::kLatencyNodeSum);
-    uint32_t most = 0;
-    for (uint32_t n = 0; n < nodes; ++n)
-      if (int(n) != p.world.node() && p.plan.rail_count[n] > most) most = p.plan.rail_count[n];
-    const auto share = LineShare<A>::of(peers * most, p.lines(), workers, 1, TileMath<A>::kReadsRows);
-    for (uint32_t i = worker; i < share.count(); i += workers) {
-      const uint32_t at = share.row(i), first = share.first(i),
-                     node = (uint32_t(p.world.node()) + 1 + at % peers) % nodes;
-      if (first < p.lines() && at / peers < p.plan.rail_count[node])
-        token(int(node), at / peers, first, share.end(first, p.lines()));
-    }
+    const auto tokens = RailTokens::of(p.world, p.plan.rail_count);
+    const auto share = LineShare<A>::of(tokens.count(), p.lines(), workers, 1, TileMath<A>::kReadsRows);
+    for (uint32_t i = worker; i < share.count(); i += workers)
+      if (const uint32_t at = share.row(i), first = share.first(i); first < p.lines() && tokens.has(at))
+        token(tokens.node(at), tokens.index(at), first, share.end(first, p.lines()));
     traffic.report(a, p.traffic, p.lines(), p.partial.row_bytes());
   }
 

@@ -14,6 +14,7 @@
 #include "layout/buffer.h"
 #include "layout/message.h"
 #include "layout/smem.h"
+#include "pipeline/rail_tokens.h"
 #include "pipeline/side_by_side.h"
 #include "world_case.h"
 
@@ -310,6 +311,28 @@ TEST(rows_side_by_side_are_every_row_once_and_near_their_pieces) {
       }
     CHECK_EQ(seen.size(), rows);
     CHECK(order.count() < rows + pieces);
+  }
+}
+
+TEST(tokens_of_rail_peers_are_every_token_once_and_the_first_of_all_before_the_second_of_any) {
+  Random r(12);
+  for (int i = 0; i < 300; ++i) {
+    const int nodes = int(r.between(1, 6));
+    const World w{nodes, 2, int(r.below(uint32_t(2 * nodes)))};
+    std::vector<uint32_t> counts;
+    uint32_t all = 0, before = 0;
+    for (int n = 0; n < nodes; ++n) {
+      counts.push_back(r.one_in(3) ? 0 : uint32_t(r.below(20)));
+      all += n == w.node() ? 0 : counts.back();  // its own are no peer's
+    }
+    const auto tokens = RailTokens::of(w, counts.data());
+    std::set<std::pair<int, uint32_t>> seen;
+    for (uint32_t at = 0; at < tokens.count(); ++at) {
+      CHECK(tokens.node(at) != w.node() && tokens.index(at) >= before);
+      before = tokens.index(at);
+      if (tokens.has(at)) CHECK(seen.insert({tokens.node(at), tokens.index(at)}).second);
+    }
+    CHECK_EQ(seen.size(), all);
   }
 }
 

@@ -186,10 +186,10 @@ def latency(ep):
     return True
 
 
-def capacity(ep, latency_tokens=None):
+def capacity(ep, latency_tokens=None, ranks_per_node=None):
     """Dropped pairs and drop-and-pad, on maps made by the router's own function."""
     groups = initialize(ep)
-    megatron_patches.apply(latency_tokens=latency_tokens)
+    megatron_patches.apply(latency_tokens=latency_tokens, ranks_per_node=ranks_per_node)
     for pad in (False, True):
         options = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": pad}
         ours = make_dispatcher("ours", groups, ep, **options)
@@ -212,10 +212,10 @@ def capacity(ep, latency_tokens=None):
     return True
 
 
-def rank_budget(ep, latency_tokens=None):
+def rank_budget(ep, latency_tokens=None, ranks_per_node=None):
     """moe_expert_rank_capacity_factor: rows beyond the budget dropped and flagged, None lifts it."""
     groups = initialize(ep)
-    megatron_patches.apply(latency_tokens=latency_tokens)
+    megatron_patches.apply(latency_tokens=latency_tokens, ranks_per_node=ranks_per_node)
     dispatcher = make_dispatcher("ours", groups, ep)
     manager = dispatcher._comm_manager
     hidden, routing_map, probs = route(32, dist.get_rank())

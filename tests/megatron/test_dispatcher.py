@@ -47,9 +47,10 @@ def test_small_micro_batches_take_the_latency_path():
     run("latency", 2, 2)
 
 
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
 @pytest.mark.parametrize("program", ["capacity", "rank_budget"])
-def test_static_rows_by_the_latency_path_are_those_of_the_other(program):
-    run(program, 2, 2, 32)
+def test_static_rows_by_the_latency_path_are_those_of_the_other(program, ranks_per_node):
+    run(program, 2, 2, 32, ranks_per_node)
 
 
 def test_quantization_alignment_pads_segments_with_zeros():

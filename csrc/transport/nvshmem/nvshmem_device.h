@@ -5,8 +5,9 @@
 // Why the contract holds:
 //   put_signal   NVSHMEM delivers the signal after its own data (one queue pair, a write and then the signal's atomic,
 //                in order). What the NIC reads was written by this lane's bulk stores (complete since bulk_wait<0>) or,
-//                for count vectors, by its block (block_sync): the system-scope fence in front makes it visible to the
-//                NIC, an observer outside the GPU, before the doorbell rings.
+//                for count vectors, by its block (block_sync), for rows of the latency path by warps that it has met
+//                in a chain of add_acq_rel_sys: the system-scope fence in front makes it visible to the NIC, an
+//                observer outside the GPU, before the doorbell rings.
 //   signal       promises no order of puts; the fence makes it a release of this lane's own accesses, which the
 //                counter of a consumed slot needs.
 //   test, wait   an acquire at system scope of a word that the NIC wrote; the data it covers was written by the same

@@ -1,11 +1,12 @@
 // The rail over mapped memory, for rail peers that this GPU can address (NVLink between nodes of one machine, or
-// virtual ranks of one device). Rows go into a peer's slots by roles' own bulk stores (`mapped`); a put, of count
-// vectors alone, is the calling lane's copy, a signal its release store.
+// virtual ranks of one device). Rows go into a peer's slots by roles' own stores (`mapped`), bulk ones, or, on the
+// latency path, generic ones; a put, of count vectors alone, is the calling lane's copy, a signal its release store.
 //
 // Why the contract holds: put_signal's stores and its st.release.sys are the same lane's, in that order, so whoever
 // acquires the flag at system scope sees the bytes. Its source was written by this lane's block, which has met. A
 // signal behind bulk stores carries them when they are complete (bulk_wait<0>) and this lane's observations: they are
-// its own, or those of lanes that it has met since. The acquire's proxy fence (CudaArch) orders bulk loads of either.
+// its own, or those of lanes that it has met since; generic stores are its observations in the same way. The acquire's
+// proxy fence (CudaArch) orders bulk loads of either.
 #pragma once
 #include "arch/concept.h"
 #include "transport/concept.h"

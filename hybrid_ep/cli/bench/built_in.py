@@ -78,8 +78,8 @@ class HybridEp(BufferImplementation):
 
 
 class HybridEpByLines(HybridEp):
-    """The same by its latency path, for few tokens. Its results have a static size: here what the rank with
-    most rows has, and no more."""
+    """The same by its latency path, for few tokens. Its results have a static size: here what the rank with most rows
+    has, and no more."""
 
     name = "hybrid_ep-latency"
 
