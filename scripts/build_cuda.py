@@ -219,17 +219,18 @@ def machine_jobs(nvcc):
         )
 
 
-def build_interpreted(nvcc, architectures):
-    """Builds the library that runs on the PTX machine; its path. Exits with the compiler's words on failure."""
+def build_interpreted(nvcc, architectures, name=LIBRARY, of=None, exported="hep_cuda_entry"):
+    """Builds a library that runs on the PTX machine, the CUDA library or that of other sources; its path. Exits with
+    the compiler's words on failure."""
     virtual = tuple(a.replace("sm", "compute") for a in architectures)
-    out = BUILD / "interpreted" / LIBRARY
-    library = Library(out, tuple(sources()), virtual, ("-no-compress",))
+    out = BUILD / "interpreted" / name
+    library = Library(out, tuple(of or sources()), virtual, ("-no-compress",))
     (machine, bad), (objects, worse) = compile_jobs([list(machine_jobs(nvcc)), list(jobs_of(nvcc, library))])
     if bad or worse:
         sys.exit(f"hybrid_ep: {library.path.name} for the PTX machine does not compile:\n\n" + "\n".join(bad + worse))
     # The machine before the kernels, which announce themselves to it when the library is loaded.
-    exports = out.with_name("exports.map")
-    exports.write_text("{ global: hep_cuda_entry; cuda*; ptxm_*; local: *; };\n")
+    exports = out.with_suffix(".map")
+    exports.write_text(f"{{ global: {exported}; cuda*; ptxm_*; local: *; }};\n")
     scratch = out.with_name(out.name + ".new")
     command = [
         *(shlex.split(os.environ.get("CXX", "")) or ["g++"]),

@@ -176,6 +176,8 @@ def run_steps(steps, wheels):
     steps.run("tests", [python, *pytest, "tests/gpu", *apart], 200, no_tests)
     for name, script in (("bench", "gpu_bench"), ("stages", "gpu_bench_stages")):
         steps.run(name, [python, f"scripts/{script}.py", "--out", steps.out / f"{script}.json"], 120)
+    litmus = [python, "scripts/gpu_litmus.py", "--rounds", "200000", "--seconds", "20", "--load"]
+    steps.run("litmus", [*litmus, "--json", steps.out / "gpu_litmus.json"], 60, no_compiler())
     steps.run("processes", [python, *pytest, *PROCESSES], 180, no_tests)
     sanitizer = find_sanitizer()
     few = {**environment_of(), "HYBRID_EP_TEST_EXAMPLES": "2"}

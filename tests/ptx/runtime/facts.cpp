@@ -20,6 +20,18 @@ HEP_PTXR_API cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 
+// Every device maps the memory of every other, from the beginning.
+HEP_PTXR_API cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  const int n = Devices::settings.num_devices;
+  if (device < 0 || device >= n || peer < 0 || peer >= n) return said(cudaErrorInvalidDevice);
+  *can = device != peer;
+  return cudaSuccess;
+}
+HEP_PTXR_API cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  if (peer < 0 || peer >= Devices::settings.num_devices || peer == current_device) return said(cudaErrorInvalidDevice);
+  return cudaSuccess;
+}
+
 HEP_PTXR_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   const ptxm::DeviceModel& model = Devices::get().model();
   if (device < 0 || device >= Devices::settings.num_devices) return said(cudaErrorInvalidDevice);
