@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hybrid_ep.balance.microbatch import RankPart
     from hybrid_ep.clones import ClonePlan
     from megatron_patches.balance_experts import SequentialWeights, StackedWeights
+    from megatron_patches.balance_move import Move
     from megatron_patches.experts import GroupedExperts
 
 # attribute of TransformerConfig -> the flag that sets it: what balancing does not support, refused when truthy.
@@ -81,6 +82,7 @@ class SlowManager(HybridEPManager):
 
     owners: `Owners` of the layer, the identity until `balance_slow` moves experts; equal on all ranks.
     record: called with the logical counts int64 [E] of every micro-batch that trains; `balance_slow` sets it.
+    arriving: a move of this layer's experts that is under way, whose weights and owners are not in force yet.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class SlowManager(HybridEPManager):
         self._experts: SequentialMLP | GroupedExperts | None = None
         self._weights: SequentialWeights | StackedWeights | None = None
         self.record: Callable[[torch.Tensor], None] | None = None
+        self.arriving: Move | None = None
         spare = wanted.balance.spare_slots if wanted.balance.clones else 0
         super().__init__(group, num_local_experts + spare, num_experts, router_topk, config)
 
@@ -125,6 +128,7 @@ class SlowManager(HybridEPManager):
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
         """As the base class; rows arrive for the owner slots of this rank, in their order."""
+        self.settle()
         routing_map, probs = self.routed()
         self._record(routing_map)
         if not self.owners.is_identity:
@@ -132,6 +136,11 @@ class SlowManager(HybridEPManager):
             self.routing_map = torch.empty_like(routing_map).index_copy_(1, columns, routing_map)
             self.token_probs = torch.zeros_like(probs).index_copy(1, columns, probs)
         return super().dispatch(hidden_states)
+
+    def settle(self) -> None:
+        """Put the experts' weights and owners in force that a move under way brings to this layer."""
+        if self.arriving is not None:
+            self.arriving.land_weights()
 
     def _record(self, routing_map: torch.Tensor) -> None:
         """Count what trains: a recomputed forward counts once, in the pass that has gradients; evaluation never."""
@@ -189,6 +198,7 @@ class ExactManager(SlowManager):
         """As the base class, after planning: rows arrive for owners first, then for the clones on this rank."""
         if self.clones is None:
             raise RuntimeError("exact balancing has no experts to clone: call attach(experts) after building the layer")
+        self.settle()
         routing_map, probs = self.routed()
         self._record(routing_map)
         first = recompute.first_run(self)

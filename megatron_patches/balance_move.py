@@ -1,8 +1,12 @@
-"""Experts change slots: weights, fp32 copies and moments travel together, and all ranks change or none does.
+"""Experts change slots: weights, fp32 copies and moments, in the background of the step that follows.
 
-    prepare   every rank receives what its slots will hold into staging memory, nothing in force is touched
-    vote      all ranks of the grid (expert parallel x expert data parallel) say whether they have everything
-    commit    copies inside each rank, and the new owners; no communication, nothing left that can fail
+    prepare   every rank makes staging memory for what its slots will hold; nothing in force is touched
+    vote      all ranks of the grid (expert parallel x expert data parallel) say whether they have it, or none moves
+    start     what leaves is copied and sent, what comes is received into the staging memory
+    land      weights before the layer's next dispatch, with the new owners; the optimizer's state before its next step
+
+Between two optimizer steps nothing of this changes, so that what was sent at the first is what is in force until the
+second. Landing is copies inside a rank; it waits for what has not come, and for nothing else.
 
 Buffers, shapes and the cut of the distributed optimizer stay: an expert that moves to another slot meets another cut,
 so each element goes from the rank that keeps it for the old slot to the rank that keeps it for the new one.
@@ -19,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hybrid_ep.errors import DeadlineError
 from megatron_patches import balance_push
 
 if TYPE_CHECKING:
@@ -47,6 +50,86 @@ class Piece:
     slot_to: int
     first: int
     last: int
+
+
+class Move:
+    """A change of owners that is under way. Made by `Mover.begin`.
+
+    changes: {layer: expert of every owner slot}. Landing is local: other ranks need not do it at the same time."""
+
+    def __init__(self, mover: Mover, changes: Mapping[int, Placement]) -> None:
+        self.changes = changes
+        self._mover, self._moved_in = mover, False
+        group = distributed_c10d._get_default_group()
+        self._weights = Arrival(balance_push.Transfer(group, "move of experts: weights"))
+        self._states = Arrival(balance_push.Transfer(group, "move of experts: optimizer state"))
+
+    def arrival_of(self, piece: Piece) -> Arrival:
+        return self._weights if piece.name == WEIGHT else self._states
+
+    def stage(self) -> Move:
+        """Make memory for what comes."""
+        for arrival in (self._weights, self._states):
+            arrival.stage()
+        return self
+
+    def start(self) -> Move:
+        """Send what leaves this rank and receive what comes."""
+        for arrival in (self._weights, self._states):  # weights are needed first
+            arrival.start()
+        return self
+
+    def land_weights(self) -> None:
+        """Put the weights and the new owners in force, if they are not. DeadlineError when a rank did not send."""
+        if self._moved_in:
+            return
+        self._land(self._weights)
+        for layer, new in self.changes.items():
+            manager = self._mover.layers[layer]
+            manager.owners.assign(new)
+            manager.arriving = None
+        self._moved_in = True
+
+    def finish(self) -> None:
+        """Put everything in force, if it is not: weights, owners, the optimizer's state. DeadlineError as above."""
+        self.land_weights()
+        self._land(self._states)
+
+    def _land(self, arrival: Arrival) -> None:
+        for piece, received in arrival.wait():
+            self._mover.view(piece, piece.slot_to).copy_(received)
+
+
+class Arrival:
+    """Pieces under way to and from this rank, one message a pair of ranks and dtype."""
+
+    def __init__(self, transfer: balance_push.Transfer) -> None:
+        self.transfer = transfer
+        self.outgoing: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self.incoming: dict[tuple[int, torch.dtype], list[tuple[Piece, torch.Tensor]]] = {}
+        self.staged: list[tuple[Piece, torch.Tensor]] = []  # what comes, and where it arrives
+
+    def stage(self) -> None:
+        """Memory for what comes from other ranks."""
+        for rank, dtype in sorted(self.incoming, key=str):
+            pieces = self.incoming[rank, dtype]
+            sizes = [target.numel() for _, target in pieces]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=pieces[0][1].device)
+            self.transfer.receive(flat, rank)
+            self.staged += zip((piece for piece, _ in pieces), flat.split(sizes), strict=True)
+        self.incoming.clear()
+
+    def start(self) -> None:
+        for rank, dtype in sorted(self.outgoing, key=str):  # any order will do if both ends agree on dtypes
+            self.transfer.send(torch.cat(self.outgoing[rank, dtype]), rank)
+        self.outgoing.clear()
+        self.transfer.start()
+
+    def wait(self) -> list[tuple[Piece, torch.Tensor]]:
+        """What has come, once: a second call has nothing left."""
+        self.transfer.wait()
+        staged, self.staged = self.staged, []
+        return staged
 
 
 class Mover:
@@ -115,60 +198,44 @@ class Mover:
                 for name in self.names:
                     yield Piece(self.ranks[d][r_from], self.ranks[d_to][r_to], layer, n, name, i, j, first, last)
 
-    def _view(self, piece: Piece, slot: int) -> torch.Tensor:
+    def view(self, piece: Piece, slot: int) -> torch.Tensor:
         """This rank's memory of a piece, in the slot it leaves or enters."""
         if piece.name == WEIGHT:
             return self.layers[piece.layer].weights.weight(slot, piece.matrix).view(-1)[piece.first : piece.last]
         shard = self._shard(piece.layer, slot, piece.matrix)
         return shard.tensors[piece.name][piece.first - shard.start : piece.last - shard.start]
 
-    def move(self, changes: Mapping[int, Placement]) -> None:
-        """changes: dict layer -> expert_of_slot, equal on all ranks. Collective over the grid.
+    def begin(self, changes: Mapping[int, Placement]) -> Move:
+        """changes: dict layer -> expert_of_slot, equal on all ranks. Collective over the grid, at a step boundary.
 
-        Moves all layers of `changes` or none. DeadlineError when a rank does not answer in time, RuntimeError when one
-        could not prepare; the model, the optimizer and the owners of a rank that raises are as they were.
-        """
+        All layers of `changes` begin to move, or none. DeadlineError when a rank does not answer in time, RuntimeError
+        when one has no memory for what comes; nothing has changed then."""
+        move, failure = None, None
         try:
-            staged, failure = self.prepare(changes), None
-        except DeadlineError:
-            raise  # a rank is gone: asking everyone would only wait for it again
+            move = self.prepare(changes)
         except Exception as error:
-            staged, failure = [], error
-        if not self._all_agree(failure is None):
+            failure = error
+        if not self._all_agree(move is not None) or move is None:
             raise RuntimeError(f"no expert was moved: {failure or 'another rank could not prepare'}") from failure
-        for view, received in staged:
-            view.copy_(received)
-        for layer, new in changes.items():
-            self.layers[layer].owners.assign(new)
+        for layer in changes:
+            self.layers[layer].arriving = move
+        return move.start()
 
-    def prepare(self, changes: Mapping[int, Placement]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """[(memory in force, what goes there)] of this rank. One message a pair of ranks and dtype."""
+    def prepare(self, changes: Mapping[int, Placement]) -> Move:
+        """A move with memory for all that comes to this rank, and a list of what leaves it."""
         self.names = sorted(set().union(*self._gather(self._names())))  # a rank may keep nothing of any expert
-        outgoing: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        incoming: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        me, staged = dist.get_rank(), []
+        me, move = dist.get_rank(), Move(self, changes)
         for piece in (p for layer, new in sorted(changes.items()) for p in self.pieces(layer, new)):
-            if me not in (piece.source, piece.target):
-                continue
-            if piece.source == piece.target:
-                staged.append((self._view(piece, piece.slot_to), self._view(piece, piece.slot_from).clone()))
+            arrival = move.arrival_of(piece)
+            if piece.source == piece.target == me:
+                arrival.staged.append((piece, self.view(piece, piece.slot_from).clone()))
             elif piece.source == me:
-                source = self._view(piece, piece.slot_from)
-                outgoing.setdefault((piece.target, source.dtype), []).append(source)
-            else:
-                target = self._view(piece, piece.slot_to)
-                incoming.setdefault((piece.source, target.dtype), []).append(target)
-        transfer = balance_push.Transfer(distributed_c10d._get_default_group(), "move of experts")
-        for rank, dtype in sorted({*outgoing, *incoming}, key=str):  # any order will do if both ends agree on dtypes
-            if (rank, dtype) in outgoing:
-                transfer.send(torch.cat(outgoing[rank, dtype]), rank)
-            if (rank, dtype) in incoming:
-                views = incoming[rank, dtype]
-                flat = torch.empty(sum(v.numel() for v in views), dtype=dtype, device=views[0].device)
-                transfer.receive(flat, rank)
-                staged += zip(views, flat.split([v.numel() for v in views]), strict=True)
-        transfer.start().wait()
-        return staged
+                source = self.view(piece, piece.slot_from)
+                arrival.outgoing.setdefault((piece.target, source.dtype), []).append(source)
+            elif piece.target == me:
+                target = self.view(piece, piece.slot_to)
+                arrival.incoming.setdefault((piece.source, target.dtype), []).append((piece, target))
+        return move.stage()
 
     def _all_agree(self, ready: bool) -> bool:
         vote = torch.tensor([int(ready)], device=next(self.layers[0].experts.parameters()).device, dtype=torch.int64)

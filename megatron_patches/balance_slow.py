@@ -3,8 +3,9 @@
     router's counts -> LoadWindow -> every `balance_interval` steps: plan_placement(current=owners) -> after this step
     and the next ones `layer_updates_per_iter` layers move (`balance_move`): weight, fp32 copy, both moments
 
-A step boundary is the one moment when no gradient is half summed and no forward is under way. Everything is decided
-from counts summed over all ranks in integers, so that every rank plans the same.
+A step boundary is the one moment when no gradient is half summed and no forward is under way: what moves is sent then,
+and travels during the next step, whose forward waits for a layer's weights and whose optimizer for the rest.
+Everything is decided from counts summed over all ranks in integers, so that every rank plans the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hybrid_ep.balance import plan_placement
 from hybrid_ep.balance.window import LoadWindow
 from megatron_patches import settings
 from megatron_patches.balance import SlowManager
-from megatron_patches.balance_move import Mover, Placement
+from megatron_patches.balance_move import Move, Mover, Placement
 from megatron_patches.optimizer_state import OptimizerStates
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class Migrator:
     """Counts the loads of one model's MoE layers on this rank and moves its experts after optimizer steps.
 
     plan_with: (load float64 [L, E], current int64 [L, E]) -> expert of every slot [L, E]; tests force plans here.
-    moved: slots that changed so far. layers: the managers, in the order of the model.
+    moved: slots that changed so far. layers: the managers, in the order of the model. under_way: the latest move, until
+    all of it is in force.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]) -> None:
@@ -48,6 +50,7 @@ class Migrator:
         self.layers: list[SlowManager] = [manager for manager in managers if isinstance(manager, SlowManager)]
         self.states = OptimizerStates(optimizer)
         self.mover: Mover | None = None
+        self.under_way: Move | None = None
         self.plan_with: Callable[[np.ndarray, np.ndarray], np.ndarray] = self._plan
         self.steps, self.moved = 0, 0
         self.covariance: np.ndarray | None = None  # [L, E, E], of the plan that is due, where experts are kept apart
@@ -78,7 +81,7 @@ class Migrator:
             self.pending = [(layer, new[layer]) for layer in range(len(new)) if (new[layer] != current[layer]).any()]
         count = self.settings.layer_updates_per_iter
         now, self.pending = self.pending[:count], self.pending[count:]
-        self.move(dict(now))
+        self.begin(dict(now))
 
     def _plan(self, load: np.ndarray, current: np.ndarray) -> np.ndarray:
         num_experts = current.shape[1]
@@ -94,18 +97,33 @@ class Migrator:
         )
         return plan.phy2log
 
-    def move(self, changes: Mapping[int, Placement]) -> None:
-        """Put {layer: expert of every slot} in force, all layers or none. Collective; errors as `Mover.move`."""
+    def begin(self, changes: Mapping[int, Placement]) -> None:
+        """Begin to put {layer: expert of every slot} in force, all layers or none. Collective; errors as of
+        `Mover.begin`, and of `finish`, by which the move before ends."""
         if not changes:
             return
+        self.finish()
         if self.mover is None:
             self.mover = Mover(self.layers, self.states)
-        before = self.current
-        self.mover.move(changes)
-        self.moved += int((self.current != before).sum())
+        current = self.current
+        self.under_way = self.mover.begin(changes)
+        self.moved += sum(int((np.asarray(new) != current[layer]).sum()) for layer, new in changes.items())
+
+    def finish(self) -> None:
+        """Put in force what is under way. Local. DeadlineError when a rank did not send."""
+        if self.under_way is not None:
+            self.under_way.finish()
+            self.under_way = None
+
+    def move(self, changes: Mapping[int, Placement]) -> None:
+        """`begin` and `finish`."""
+        self.begin(changes)
+        self.finish()
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes to continue exactly: owners, moves under way, steps, this rank's window."""
+        """What `restore` takes to continue exactly: owners, moves to come, steps, this rank's window. Finishes what is
+        under way: read the weights and the optimizer's state behind it."""
+        self.finish()
         pending = [(layer, [int(expert) for expert in new]) for layer, new in self.pending]
         window = self.window.state() if self.layers else None
         return {
@@ -120,6 +138,7 @@ class Migrator:
         """Take up a `state` before the weights are loaded; does nothing where the layers are spread otherwise."""
         if state["num_ranks"] != [manager.owners.num_ranks for manager in self.layers] or not self.layers:
             return
+        self.finish()
         for manager, owners in zip(self.layers, state["owners"], strict=True):
             manager.owners.assign(owners)
         self.pending, self.steps = list(state["pending"]), state["steps"]
@@ -128,6 +147,7 @@ class Migrator:
     @contextlib.contextmanager
     def identity_owners(self) -> Iterator[None]:
         """Every expert where it began while the block runs, then back: for state dicts that go by slot. Collective."""
+        self.finish()
         away = {i: np.array(m.owners.expert_of_slot) for i, m in enumerate(self.layers) if not m.owners.is_identity}
         self.move({layer: np.arange(len(new)) for layer, new in away.items()})
         yield
@@ -147,7 +167,7 @@ def identity_owners() -> Iterator[None]:
 
 
 def attach(optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]) -> Migrator:
-    """Move experts of `model_chunks` after every successful `optimizer.step()`; returns the `Migrator`.
+    """Move experts of `model_chunks` behind every successful `optimizer.step()`; returns the `Migrator`.
 
     optimizer: Megatron's, over all of model_chunks. Done by `get_megatron_optimizer` itself once `apply()` asked for
     slow or both. ValueError for an optimizer whose state cannot be moved.
@@ -159,6 +179,7 @@ def attach(optimizer: MegatronOptimizer, model_chunks: Sequence[torch.nn.Module]
 
     @functools.wraps(step)
     def step_and_move(*args: Any, **keywords: Any) -> Any:
+        migrator.finish()
         result = step(*args, **keywords)
         if result[0]:  # an overflow skipped the step: nothing is counted, the next one is a step later
             migrator.after_step()
@@ -180,6 +201,7 @@ def release() -> None:
 def _only_at_identity(method: Callable[..., Any], migrator: Migrator) -> Callable[..., Any]:
     @functools.wraps(method)
     def guarded(*args: Any, **keywords: Any) -> Any:
+        migrator.finish()
         if not all(manager.owners.is_identity for manager in migrator.layers):
             raise ValueError(
                 f"optimizer.{method.__name__}() goes by slot, and --hybrid-ep-balance {migrator.settings.mode} has "

@@ -56,6 +56,7 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: Any, schedu
         staging.mkdir(parents=True)
     dist.barrier()
     migrator = getattr(optimizer, "hybrid_ep_migrator", None)
+    balance = migrator.state() if migrator is not None else None  # first: experts under way arrive
     state = {
         "format": FORMAT,
         "step": step,
@@ -64,7 +65,7 @@ def save(folder: Path, step: int, model: torch.nn.Module, optimizer: Any, schedu
         "optimizer": _shards(model, OptimizerStates(optimizer)),
         "scheduler": scheduler.state_dict(),
         "random": _random_state(),
-        "balance": migrator.state() if migrator is not None else None,
+        "balance": balance,
     }
     with open(staging / f"rank_{rank}.pt", "wb") as file:
         torch.save(state, file)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import megatron_patches
 from hybrid_ep.errors import DeadlineError
 from megatron_patches import balance_slow
-from megatron_patches.balance_move import Mover
+from megatron_patches.balance_move import Move, Mover
 from recipes import checkpoint
 
 
@@ -92,6 +92,7 @@ def names_of_moved_experts(ep, grouped):
     job.migrator.plan_with = shuffled(5)
     before = _offsets(job)
     job.train_step()
+    job.migrator.finish()
     moved = _offsets(job)
     assert {k: v[0] for k, v in before.items()} != {k: v[0] for k, v in moved.items()}
     for (layer, local), (expert, _) in moved.items():
@@ -208,3 +209,16 @@ def killed_in_a_move(ep):
     except DeadlineError as error:
         same = all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
         raise AssertionError(f"unchanged: {same and (job.migrator.current == owners).all()}, {error.site}") from error
+
+
+def killed_under_way(ep):
+    """The last rank dies when all have agreed to move and before it sends; the others say so in their next forward."""
+    job, changes = _moving_job(ep, 3.0)
+    dist.barrier()
+    if dist.get_rank() == ep - 1:
+        Move.start = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    job.migrator.begin(changes)
+    try:
+        job.train_step()
+    except DeadlineError as error:
+        raise AssertionError(f"site: {error.site}") from error

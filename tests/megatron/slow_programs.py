@@ -21,8 +21,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megatron_patches
-from megatron_patches.balance import check_supported
-from megatron_patches.balance_move import Mover
+from megatron_patches.balance import SlowManager, check_supported
+from megatron_patches.balance_move import Arrival, Mover
+from megatron_patches.balance_slow import Migrator
 from megatron_patches.optimizer_state import OptimizerStates
 from recipes import checkpoint, get_recipe
 from recipes.model import moe_layers, mtp_spec, set_weights_by_name, transformer_config
@@ -132,6 +133,8 @@ class Job:
 
         Replicas must agree. Ranges of the distributed optimizer are joined to whole parameters.
         """
+        if self.migrator is not None:
+            self.migrator.finish()
         states, found = OptimizerStates(self.optimizer), {}
         stage = parallel_state.get_pipeline_model_parallel_rank()
         for name, tensor, _, owner, offset in checkpoint.entries(self.model):
@@ -256,30 +259,44 @@ def mutants(ep, grouped=False):
     initialize(ep)
     common = {"grouped": grouped}
     off, missed = train(ep, **common), []
-    prepare, pieces = Mover.prepare, Mover.pieces
+    wait, pieces, begin, finish = Arrival.wait, Mover.pieces, Migrator.begin, Migrator.finish
 
     def without(*names):
         return lambda self, layer, new: (p for p in pieces(self, layer, new) if p.name not in names)
 
-    def lost(self, changes):
-        return [(view, torch.zeros_like(received)) for view, received in prepare(self, changes)]
+    def lost(self):
+        return [(piece, torch.zeros_like(received)) for piece, received in wait(self)]
+
+    def behind_the_step(self):  # in its begin, or where the test looks
+        return finish(self) if self.steps != self.begun or self.steps == STEPS else None
+
+    def remembered(self, changes):
+        finish(self)
+        self.begun = self.steps
+        begin(self, changes)
 
     in_bf16 = {"dtype": "bf16", **common}
     off_bf16 = train(ep, **in_bf16)
+    no_moments = {(Mover, "pieces"): without("exp_avg", "exp_avg_sq")}
+    late = {(Migrator, "finish"): behind_the_step, (Migrator, "begin"): remembered}
     broken_movers = [
-        ("no moments", "pieces", without("exp_avg", "exp_avg_sq")),
-        ("no second moment", "pieces", without("exp_avg_sq")),
-        ("no data", "prepare", lost),
-        ("no weights", "pieces", without("weight")),
-        ("no fp32 copies", "pieces", without("main")),
+        ("no moments", no_moments),
+        ("no second moment", {(Mover, "pieces"): without("exp_avg_sq")}),
+        ("no data", {(Arrival, "wait"): lost}),
+        ("no weights", {(Mover, "pieces"): without("weight")}),
+        ("no fp32 copies", {(Mover, "pieces"): without("main")}),
+        ("weights land behind the forward", {(SlowManager, "settle"): lambda self: None}),
+        ("optimizer state lands behind the step", late),
     ]
-    for name, attribute, broken in broken_movers[3 if grouped else 0 :]:
-        before = getattr(Mover, attribute)
-        setattr(Mover, attribute, broken)
+    for name, broken in broken_movers[3 if grouped else 0 :]:
+        before = {(owner, attribute): getattr(owner, attribute) for owner, attribute in broken}
+        for (owner, attribute), function in broken.items():
+            setattr(owner, attribute, function)
         reference, options = (off_bf16, in_bf16) if name == "no fp32 copies" else (off, common)
         if difference(reference, train(ep, "slow", plan_with=shuffled(3), **options)) is None:
             missed.append(name)
-        setattr(Mover, attribute, before)
+        for (owner, attribute), function in before.items():
+            setattr(owner, attribute, function)
     assert difference(off, train(ep, "slow", plan_with=shuffled(3), **common)) is None
     return missed
 
@@ -290,12 +307,18 @@ def schedule(ep):
     original = megatron_optimizer.get_megatron_optimizer
     wanted = {"balance": "slow", "balance_interval": 2, "layer_updates_per_iter": 1}
     megatron_patches.apply(**wanted)
-    job, moved = Job(ep), []
+    job, moved, travels = Job(ep), [], []
     for _ in range(4):
         experts = job.migrator.layers[0].experts
         loads = job.migrator.window.reduced(experts.ep_group, experts.dp_group)
         job.train_step()
+        travels.append([manager.arriving is not None for manager in job.migrator.layers])
+        sent = job.migrator.current
+        job.migrator.finish()
         moved.append([not manager.owners.is_identity for manager in job.migrator.layers])
+        # What has just been sent is not in force before somebody asks for it.
+        assert (sent != job.migrator.current).any(axis=1).tolist() == travels[-1]
+    assert travels[:3] == [[False, False], [True, False], [False, True]], travels
     assert moved[:3] == [[False, False], [True, False], [True, True]], moved
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (job.migrator.current.tolist(), loads.tolist()))

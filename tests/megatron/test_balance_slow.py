@@ -63,6 +63,14 @@ def test_a_rank_killed_in_a_move_ends_the_wait_of_the_others():
 
 
 @pytest.mark.version_free
+def test_a_rank_killed_while_experts_travel_ends_the_next_forward_of_the_others():
+    with pytest.raises(parity_world.WorldError) as failed:
+        run("killed_under_way", 2, 2, module="checkpoint_programs")
+    text = str(failed.value)
+    assert "exit code -9" in text and "site: move of experts: weights" in text and "DeadlineError" in text, text
+
+
+@pytest.mark.version_free
 def test_moves_follow_the_interval_and_the_gain():
     run("schedule", 4, 2)
 
