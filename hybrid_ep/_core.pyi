@@ -642,6 +642,28 @@ class TensorView:
 class cuda:
     """The CUDA library, loaded at run time. A module; its names are read as those of a class."""
 
+    class CopyStream:
+        """A stream of the current device on which nothing but copies run."""
+
+        def __init__(self) -> None: ...
+
+        def pull(self, to: int, num_bytes: int, sources: Sequence[Segment],
+                 pieces: Sequence[tuple[int, int, int, int]]) -> None:
+            """Copy pieces (place in sources, from, to, bytes) of device memory into num_bytes at the address `to`, in
+            their order and behind what the stream holds; waits for none."""
+
+        @property
+        def stream(self) -> int:
+            """For events."""
+
+    class CounterReader:
+        """Reads counters of device memory for the host; for any thread."""
+
+        def __init__(self) -> None: ...
+
+        def observe(self, segment: Segment, offset: int, patience_s: float) -> int | None:
+            """The counter there; what came before it is seen, too. None: the copy engines had no turn by then."""
+
     class DeviceMemory:
         """Device memory that peers can map."""
 
@@ -662,6 +684,10 @@ class cuda:
     def load(path: str) -> dict[str, Any]:
         """Loads the library and adds its executors; {'devices': [...], 'why_none': str}. RuntimeError when it is
         not this build's."""
+
+    @staticmethod
+    def publish(segment: Segment, offset: int, value: int, stream: int) -> None:
+        """Store a counter behind all that the stream holds."""
 
     @staticmethod
     def run_at_once(streams: Sequence[int], patience_s: float) -> bool:

@@ -1,4 +1,4 @@
-// hybrid_ep._core.cuda: loads the CUDA library when asked, and makes and maps registered device memory.
+// hybrid_ep._core.cuda: loads the CUDA library when asked, makes and maps registered device memory, copies out of it.
 #include "bindings/cuda.h"
 
 #include <pybind11/stl.h>
@@ -43,6 +43,55 @@ py::typing::Dict<py::str, py::object> load(const std::string& path) {
   said["devices"] = devices;
   said["why_none"] = why;
   return said;
+}
+
+using Segments = std::vector<std::shared_ptr<Segment>>;
+using Pieces = std::vector<std::tuple<size_t, size_t, size_t, size_t>>;
+
+void require_device(const Segment& segment) {
+  if (segment.is_host()) throw std::invalid_argument("the segment is memory of the host; give a device's");
+}
+
+void pull(cuda::CopyStream& stream, uint64_t to, size_t num_bytes, const Segments& sources, const Pieces& given) {
+  std::vector<Segment::Piece> pieces;
+  pieces.reserve(given.size());
+  for (const auto& [source, from, at, bytes] : given) pieces.push_back({source, from, at, bytes});
+  py::gil_scoped_release release;
+  Segment::require_inside(sources, pieces, num_bytes);
+  for (const auto& source : sources) require_device(*source);
+  for (const Segment::Piece& p : pieces)
+    stream.copy(reinterpret_cast<unsigned char*>(to) + p.to, sources[p.source]->data() + p.from, p.bytes);
+}
+
+std::optional<uint64_t> observe(cuda::CounterReader& reader, const Segment& segment, size_t offset, double patience_s) {
+  require_device(segment);
+  const unsigned char* counter = segment.counter(offset);
+  py::gil_scoped_release release;
+  return reader.read(counter, patience_s);
+}
+
+void publish(const Segment& segment, size_t offset, uint64_t value, uint64_t stream) {
+  require_device(segment);
+  loaded().write_counter(segment.counter(offset), value, reinterpret_cast<void*>(stream));
+}
+
+void bind_copies(py::module_& m) {
+  constexpr py::release_gil_before_calling_cpp_dtor kUnlockedEnd;
+  py::class_<cuda::CopyStream>(m, "CopyStream", "A stream of the current device on which nothing but copies run.",
+                               kUnlockedEnd)
+      .def(py::init([] { return loaded().make_copy_stream(); }))
+      .def_property_readonly(
+          "stream", [](const cuda::CopyStream& s) { return reinterpret_cast<uint64_t>(s.stream()); }, "For events.")
+      .def("pull", &pull, py::arg("to"), py::arg("num_bytes"), py::arg("sources"), py::arg("pieces"),
+           "Copy pieces (place in sources, from, to, bytes) of device memory into num_bytes at the address `to`, in "
+           "their order and behind what the stream holds; waits for none.");
+  py::class_<cuda::CounterReader>(m, "CounterReader", "Reads counters of device memory for the host; for any thread.",
+                                  kUnlockedEnd)
+      .def(py::init([] { return loaded().make_counter_reader(); }))
+      .def("observe", &observe, py::arg("segment"), py::arg("offset"), py::arg("patience_s"),
+           "The counter there; what came before it is seen, too. None: the copy engines had no turn by then.");
+  m.def("publish", &publish, py::arg("segment"), py::arg("offset"), py::arg("value"), py::arg("stream"),
+        "Store a counter behind all that the stream holds.");
 }
 
 std::shared_ptr<Segment> segment_of(const std::shared_ptr<cuda::DeviceMemory>& memory) {
@@ -95,6 +144,7 @@ void bind_cuda(py::module_& module) {
           },
           "(handle bytes, file descriptor or -1) by which a peer attaches.")
       .def("segment", &segment_of, "The same memory as a Segment of an Engine.");
+  bind_copies(m);
 }
 
 }  // namespace hep

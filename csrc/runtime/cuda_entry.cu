@@ -36,7 +36,16 @@ void set_device(int ordinal) {
 
 extern "C" __attribute__((visibility("default"))) const hep::cuda::Entry* hep_cuda_entry() {
   using namespace hep::cuda;
-  static const Entry entry{
-      kAbi, devices, set_device, make_p2p, make_loopback, DeviceMemory::create, DeviceMemory::attach, run_at_once};
+  static const Entry entry{kAbi,
+                           devices,
+                           set_device,
+                           make_p2p,
+                           make_loopback,
+                           DeviceMemory::create,
+                           DeviceMemory::attach,
+                           run_at_once,
+                           make_copy_stream,
+                           make_counter_reader,
+                           write_counter};
   return &entry;
 }

@@ -5,13 +5,17 @@
 #include <vector>
 
 #include "kernels/instances/executor.h"
+#include "runtime/cuda_copies.h"
 #include "runtime/cuda_memory.h"
 
 namespace hep::cuda {
 
-// Of all that crosses the table of executors: sizes, and its own version.
+// Whoever changes Entry, or a class that it makes other than executors, counts it here.
+inline constexpr uint64_t kEntryVersion = 2;
+
+// Of all that crosses the table of executors: sizes, and its own version; and that of the door itself.
 inline constexpr uint64_t kAbi = [] {
-  uint64_t abi = kExecutorVersion;
+  uint64_t abi = 1000003ull * kEntryVersion + kExecutorVersion;
   for (const uint64_t bytes : {sizeof(ExchangeParams), sizeof(DispatchParams), sizeof(CombineParams),
                                sizeof(LatencyDispatchParams), sizeof(LatencyCombineParams), sizeof(LaunchSettings)})
     abi = 1000003ull * abi + bytes;
@@ -33,7 +37,13 @@ struct Entry {
   std::shared_ptr<DeviceMemory> (*create)(Share, size_t);
   std::shared_ptr<DeviceMemory> (*attach)(Share, size_t, const ShareHandle&);
   bool (*run_at_once)(const std::vector<void*>& streams, double patience_s);
+  std::unique_ptr<CopyStream> (*make_copy_stream)();  // of the current device, as the next
+  std::unique_ptr<CounterReader> (*make_counter_reader)();
+  void (*write_counter)(unsigned char* to, uint64_t value, void* stream);
 };
+
+std::unique_ptr<CopyStream> make_copy_stream();
+std::unique_ptr<CounterReader> make_counter_reader();
 
 inline constexpr const char* kEntrySymbol = "hep_cuda_entry";
 

@@ -1,13 +1,12 @@
-// cudaMalloc for memory of one process and for IPC, cuMemCreate for fabric handles and file descriptors. The driver's
-// functions are looked up at run time, so that this library loads on a machine without a driver.
+// cudaMalloc for memory of one process and for IPC, cuMemCreate for fabric handles and file descriptors.
 #include "runtime/cuda_memory.h"
 
-#include <cuda.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <new>
 
-#include "kernels/instances/cuda_memory.h"
+#include "kernels/instances/cuda_driver.h"
 
 namespace hep::cuda {
 namespace {
@@ -27,36 +26,40 @@ struct Driver {
   static const Driver& get() {
     static const Driver d = [] {
       Driver f{};
-      find("cuMemGetAllocationGranularity", f.granularity);
-      find("cuMemCreate", f.create);
-      find("cuMemRelease", f.release);
-      find("cuMemAddressReserve", f.reserve);
-      find("cuMemAddressFree", f.unreserve);
-      find("cuMemMap", f.map);
-      find("cuMemUnmap", f.unmap);
-      find("cuMemSetAccess", f.set_access);
-      find("cuMemExportToShareableHandle", f.export_handle);
-      find("cuMemImportFromShareableHandle", f.import_handle);
+      find_driver("cuMemGetAllocationGranularity", f.granularity);
+      find_driver("cuMemCreate", f.create);
+      find_driver("cuMemRelease", f.release);
+      find_driver("cuMemAddressReserve", f.reserve);
+      find_driver("cuMemAddressFree", f.unreserve);
+      find_driver("cuMemMap", f.map);
+      find_driver("cuMemUnmap", f.unmap);
+      find_driver("cuMemSetAccess", f.set_access);
+      find_driver("cuMemExportToShareableHandle", f.export_handle);
+      find_driver("cuMemImportFromShareableHandle", f.import_handle);
       return f;
     }();
     return d;
   }
-
- private:
-  template <class F>
-  static void find(const char* name, F& function) {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    check(cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &result), name);
-    if (result != cudaDriverEntryPointSuccess || !address)
-      throw std::runtime_error(std::string("CUDA: this driver has no ") + name);
-    function = reinterpret_cast<F>(address);
-  }
 };
 
-void check_driver(CUresult status, const char* what) {
-  if (status != CUDA_SUCCESS)
-    throw std::runtime_error(std::string("CUDA: ") + what + " failed with driver error " + std::to_string(int(status)));
+// std::bad_alloc with words: becomes Python's MemoryError.
+struct OutOfDeviceMemory : std::bad_alloc {
+  std::string text;
+  explicit OutOfDeviceMemory(size_t bytes) {
+    const auto mib = [](size_t b) { return std::to_string((b + (1 << 20) - 1) >> 20) + " MiB"; };
+    size_t free = 0, total = 0;
+    const bool known = cudaMemGetInfo(&free, &total) == cudaSuccess;
+    (void)cudaGetLastError();
+    text = "registered memory of " + mib(bytes) + " does not fit on the device" +
+           (known ? " (" + mib(free) + " of " + mib(total) + " free)" : "");
+  }
+  const char* what() const noexcept override { return text.c_str(); }
+};
+
+// Of calls that make memory.
+void check_room(CUresult status, size_t bytes, const char* what) {
+  if (status == CUDA_ERROR_OUT_OF_MEMORY) throw OutOfDeviceMemory(bytes);
+  check_driver(status, what);
 }
 
 int current_device() {
@@ -70,7 +73,12 @@ class PlainMemory final : public DeviceMemory {
  public:
   explicit PlainMemory(size_t bytes) {
     bytes_ = bytes;
-    check(cudaMalloc(reinterpret_cast<void**>(&data_), bytes), "registered memory (cudaMalloc)");
+    const cudaError_t status = cudaMalloc(reinterpret_cast<void**>(&data_), bytes);
+    if (status == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();  // not sticky
+      throw OutOfDeviceMemory(bytes);
+    }
+    check(status, "registered memory (cudaMalloc)");
   }
   PlainMemory(size_t bytes, const ShareHandle& handle) : attached_(true) {
     bytes_ = bytes;
@@ -98,7 +106,7 @@ class MappedMemory final : public DeviceMemory {
     open(bytes);
     CUmemAllocationProp prop = properties();
     try {
-      check_driver(Driver::get().create(&handle_, bytes_, &prop, 0), "registered memory (cuMemCreate)");
+      check_room(Driver::get().create(&handle_, bytes_, &prop, 0), bytes_, "registered memory (cuMemCreate)");
       map();
     } catch (...) {
       close();
@@ -156,9 +164,9 @@ class MappedMemory final : public DeviceMemory {
   void map() {
     const Driver& d = Driver::get();
     CUdeviceptr address = 0;
-    check_driver(d.reserve(&address, bytes_, 0, 0, 0), "address space");
+    check_room(d.reserve(&address, bytes_, 0, 0, 0), bytes_, "address space");
     data_ = reinterpret_cast<unsigned char*>(address);
-    check_driver(d.map(address, bytes_, 0, handle_, 0), "map");
+    check_room(d.map(address, bytes_, 0, handle_, 0), bytes_, "map");
     mapped_ = true;
     CUmemAccessDesc access{};
     access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;

@@ -28,7 +28,8 @@ class DeviceMemory {
   unsigned char* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 
-  // Zeroed, on the calling thread's current device. Throws std::runtime_error when this kind does not work here.
+  // Zeroed, on the calling thread's current device. Throws std::runtime_error when this kind does not work here,
+  // std::bad_alloc when there is no room.
   static std::shared_ptr<DeviceMemory> create(Share kind, size_t bytes);
   static std::shared_ptr<DeviceMemory> attach(Share kind, size_t bytes, const ShareHandle& handle);
 

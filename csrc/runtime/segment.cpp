@@ -141,13 +141,6 @@ Segment::~Segment() {
 
 namespace {
 
-uint64_t& counter(unsigned char* data, size_t bytes, size_t offset) {
-  if (offset % sizeof(uint64_t) != 0 || offset > bytes || bytes - offset < sizeof(uint64_t))
-    throw std::out_of_range("offset=" + std::to_string(offset) + " is no counter of a segment of " +
-                            std::to_string(bytes) + " bytes: give a multiple of 8 inside it");
-  return *reinterpret_cast<uint64_t*>(data + offset);
-}
-
 bool inside(size_t first, size_t length, size_t bytes) {
   return first <= bytes && length <= bytes - first;
 }
@@ -158,23 +151,35 @@ void require_host(bool is_host) {
 
 }  // namespace
 
+unsigned char* Segment::counter(size_t offset) const {
+  if (offset % sizeof(uint64_t) != 0 || !inside(offset, sizeof(uint64_t), bytes_))
+    throw std::out_of_range("offset=" + std::to_string(offset) + " is no counter of a segment of " +
+                            std::to_string(bytes_) + " bytes: give a multiple of 8 inside it");
+  return data_ + offset;
+}
+
 uint64_t Segment::observe(size_t offset) const {
   require_host(is_host());
-  return std::atomic_ref<uint64_t>(counter(data_, bytes_, offset)).load(std::memory_order_acquire);
+  return std::atomic_ref(*reinterpret_cast<uint64_t*>(counter(offset))).load(std::memory_order_acquire);
 }
 
 void Segment::publish(size_t offset, uint64_t value) {
   require_host(is_host());
-  std::atomic_ref<uint64_t>(counter(data_, bytes_, offset)).store(value, std::memory_order_release);
+  std::atomic_ref(*reinterpret_cast<uint64_t*>(counter(offset))).store(value, std::memory_order_release);
 }
 
-void Segment::pull(const std::vector<std::shared_ptr<Segment>>& sources, const std::vector<Piece>& pieces) {
+void Segment::require_inside(const std::vector<std::shared_ptr<Segment>>& sources, const std::vector<Piece>& pieces,
+                             size_t bytes) {
   for (const Piece& p : pieces)
     if (p.source >= sources.size() || !inside(p.from, p.bytes, sources[p.source]->bytes_) ||
-        !inside(p.to, p.bytes, bytes_))
+        !inside(p.to, p.bytes, bytes))
       throw std::out_of_range("pieces: " + std::to_string(p.bytes) + " bytes from " + std::to_string(p.from) +
                               " of source " + std::to_string(p.source) + " to " + std::to_string(p.to) +
                               " lie outside; give places inside the segments");
+}
+
+void Segment::pull(const std::vector<std::shared_ptr<Segment>>& sources, const std::vector<Piece>& pieces) {
+  require_inside(sources, pieces, bytes_);
   require_host(is_host());
   for (const auto& source : sources) require_host(source->is_host());
   for (const Piece& p : pieces) std::memcpy(data_ + p.to, sources[p.source]->data_ + p.from, p.bytes);

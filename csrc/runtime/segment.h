@@ -23,7 +23,7 @@ class Segment {
 
   bool is_host() const { return !owner_; }
 
-  // The rest is for memory of the host. A counter lies at a multiple of 8 bytes; ranks that map the segment tell one
+  // The next three are for memory of the host (cuda_copies.h has them for a GPU's). A counter lies at a multiple of 8 bytes; ranks that map the segment tell one
   // another things by it: what was stored before `publish` is seen by whoever has `observe`d its value.
   uint64_t observe(size_t offset) const;
   void publish(size_t offset, uint64_t value);
@@ -34,6 +34,11 @@ class Segment {
     size_t source, from, to, bytes;  // source: place in the list of segments
   };
   void pull(const std::vector<std::shared_ptr<Segment>>& sources, const std::vector<Piece>& pieces);
+
+  // The checks of both, for memory of a device, too: std::out_of_range.
+  unsigned char* counter(size_t offset) const;
+  static void require_inside(const std::vector<std::shared_ptr<Segment>>& sources, const std::vector<Piece>& pieces,
+                             size_t bytes);
 
   void unlink();  // idempotent; the memory lives until the last mapping goes
   unsigned char* data() const { return data_; }

@@ -276,15 +276,7 @@ def parse(
         raise ValueError(
             f"timeout_s={timeout_s!r} must be a positive number of seconds, at most {env.MOST_SECONDS:.0e}"
         )
-    executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
-    device = _device(executor)
-    if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
-        try:
-            nvshmem.load()
-        except RuntimeError as error:
-            raise ValueError(f"executor={executor!r} cannot be used here: {error} {_ASKED}") from error
-    if executor not in _core.executors():
-        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
+    executor, device = machine(executor)
     if arena_mib and executor == nvshmem.EXECUTOR:
         raise ValueError(f"arena_mib={arena_mib}: NVSHMEM's heap, of {executor!r}, has no arena; give 0 or None")
     arena_mib = (
@@ -318,6 +310,21 @@ def parse(
         latency_tokens=validation.integer("latency_tokens", latency_tokens, 0, most=(1 << 31) - 1),
         clones=clone_plans.checked_options(clones, num_local_experts),
     )
+
+
+def machine(executor: Any) -> tuple[str, torch.device]:
+    """An executor's name, that of HYBRID_EP_EXECUTOR for None, and where its tensors lie. ValueError where none has
+    that name, or it cannot be used here."""
+    executor = env.get("HYBRID_EP_EXECUTOR") if executor is None else executor
+    device = _device(executor)
+    if executor == nvshmem.EXECUTOR:  # asked for by name: whatever path there is between the nodes
+        try:
+            nvshmem.load()
+        except RuntimeError as error:
+            raise ValueError(f"executor={executor!r} cannot be used here: {error} {_ASKED}") from error
+    if executor not in _core.executors():
+        raise ValueError(f"executor={executor!r} must be one of {list(_core.executors())} {_ASKED}")
+    return executor, device
 
 
 def _device(executor: Any) -> torch.device:

@@ -10,13 +10,16 @@ own: first their own, then those that they keep copies of, then those that they 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 LINE = 128  # bytes at which a matrix of a stack begins
+DEFAULT_SLICE_BYTES = 2 << 20
 COUNTER_BYTES = 64  # a counter has a line of a CPU's cache for itself
 # Counters of a rank: weights that are there, weights that it has read for the last time; gradients that are there for
 # their homes, gradients that it has taken home.
@@ -24,10 +27,22 @@ PUBLISHED, READ, GIVEN, TAKEN = (COUNTER_BYTES * i for i in range(4))
 _HEADER = 4 * COUNTER_BYTES
 
 Run = tuple[int, int, int, int]  # position among the experts of a rank, owner, index at the owner, number of experts
+Piece = tuple[int, int, int, int]  # source rank, byte there, byte here, bytes
 
 
-def _whole_lines(num_bytes: int) -> int:
+def whole_lines(num_bytes: int) -> int:
     return num_bytes + -num_bytes % LINE
+
+
+def in_turns(stretches: Iterable[Piece], slice_bytes: int) -> list[Piece]:
+    """Stretches of several sources cut into slices, one from each source in turn, as sources come first."""
+    by_source: dict[int, list[Piece]] = {}
+    for source, there, here, num_bytes in stretches:
+        slices = by_source.setdefault(source, [])
+        for done in range(0, num_bytes, slice_bytes):
+            slices.append((source, there + done, here + done, min(slice_bytes, num_bytes - done)))
+    turns = itertools.zip_longest(*by_source.values())
+    return [piece for turn in turns for piece in turn if piece is not None]
 
 
 @dataclass(frozen=True)
@@ -105,11 +120,11 @@ class WeightLayout:
 
     def stack_bytes(self, num_experts: int, itemsize: int | None = None) -> int:
         """Of all matrices of so many experts, stacked matrix by matrix."""
-        return sum(_whole_lines(num_experts * self.expert_bytes(n, itemsize)) for n in range(len(self.shapes)))
+        return sum(whole_lines(num_experts * self.expert_bytes(n, itemsize)) for n in range(len(self.shapes)))
 
     def stack_at(self, num_experts: int, n: int, itemsize: int | None = None) -> int:
         """Where matrix n begins in such a stack."""
-        return sum(_whole_lines(num_experts * self.expert_bytes(i, itemsize)) for i in range(n))
+        return sum(whole_lines(num_experts * self.expert_bytes(i, itemsize)) for i in range(n))
 
     def own_at(self, layer: int, n: int) -> int:
         """Where matrix n of a layer's own experts begins in registered memory."""
@@ -122,6 +137,11 @@ class WeightLayout:
     def gradient_at(self, layer: int, n: int) -> int:
         """Where the gradients of matrix n of a layer's other experts begin in the memory for gradients, fp32."""
         return layer * self.stack_bytes(self.most_given, 4) + self.stack_at(self.most_given, n, 4)
+
+    def staging_bytes(self, rank: int) -> int:
+        """What all other ranks have for a rank, of one matrix of a layer, at most; fp32, a line at least."""
+        parts = [whole_lines(self.own(rank) * self.expert_bytes(n, 4)) for n in range(len(self.shapes))]
+        return max(LINE, (self.num_ranks - 1) * max(parts))
 
     @property
     def registered_bytes(self) -> int:

@@ -7,8 +7,8 @@
 
 Layers are used to and fro in training (0 1 2 3, then 3 2 1 0 in the backward), round and round in evaluation. What will
 be used next is what is pulled next, so that the turn of the way costs nothing: those layers are still there. One thread
-copies. It takes a slice from each owner in turn, beginning behind its own rank, so that ranks do not all read from the
-same owner at the same time."""
+copies, or on a GPU hands the copies to the engines. It takes a slice from each owner in turn, beginning behind its own
+rank, so that ranks do not all read from the same owner at the same time."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hybrid_ep import _core
-from hybrid_ep.errors import BufferFailedError, DeadlineError
+from hybrid_ep.errors import BufferFailedError, DeadlineError, HybridEPError
 from hybrid_ep.weights import layout as places
-from hybrid_ep.weights.store import ExpertStore, region
+from hybrid_ep.weights.layout import DEFAULT_SLICE_BYTES
+from hybrid_ep.weights.store import ExpertStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DEFAULT_SLICE_BYTES = 2 << 20
-_Piece = tuple[int, int, int, int]  # source rank, byte there, byte here, bytes
+    from hybrid_ep.weights.layout import Piece
+    from hybrid_ep.weights.machine import Buffer, Marks, Work
+
 Place = tuple[int, int, int, torch.dtype, torch.Size, tuple[int, ...]]  # layer, memory, element, dtype, size, stride
 
 
 @dataclass
 class Fetched:
     """A layer's experts that are not this rank's own, in the order of the rank (`WeightLayout`), until `release`. By
-    matrix: kept[n] `[K, *shape]`, then fetched[n] `[S, *shape]`."""
+    matrix: kept[n] `[K, *shape]`, then fetched[n] `[S, *shape]`. On a GPU for work of the stream that was current at
+    `acquire`, and will be at `release`."""
 
     kept: list[torch.Tensor]
     fetched: list[torch.Tensor]
@@ -49,7 +51,8 @@ class Fetched:
 class Statistics:
     """Since the prefetcher was made. pulls: layers pulled; pulled_bytes: in all. hits: layers that were ready when they
     were acquired; late: those under way; missed: those that nobody had asked for. waited_s: for the latter two.
-    copied_s: seconds of the copying thread."""
+    copied_s: seconds of the copying thread. On a GPU the host is what waits and copies here: until a pull has begun,
+    and for handing it to the engines."""
 
     pulls: int = 0
     pulled_bytes: int = 0
@@ -65,17 +68,19 @@ class _Job:
     """A layer on its way into a buffer, and into the memory of kept copies where those are old."""
 
     version: int
-    work: list[tuple[_core.Segment, list[_Piece]]]
+    work: Work
+    num_bytes: int
     sources: list[int]
-    ready: threading.Event = field(default_factory=threading.Event)
+    ready: threading.Event = field(default_factory=threading.Event)  # begun, at least
+    arrived: Marks | None = None  # then
     error: Exception | None = None
 
 
 class _Slot:
     """A buffer: the layer in it, how many use it, when it was last released."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = _core.Segment.private(max(num_bytes, places.LINE))
+    def __init__(self, memory: Buffer) -> None:
+        self.memory = memory
         self.layer, self.users, self.released = -1, 0, 0
         self.job: _Job | None = None
 
@@ -85,7 +90,7 @@ class WeightPrefetcher:
 
     num_buffers: layers that can be there at once, at least 2; with as many as there are layers each is pulled once a
     version. slice_bytes: of a copy from one owner before the next owner's turn. Local; `publish` is the ranks' common
-    step. Raises ValueError for numbers that cannot be.
+    step. Raises ValueError for numbers that cannot be, MemoryError where a GPU has no room for the buffers.
     """
 
     def __init__(self, store: ExpertStore, *, num_buffers: int = 2, slice_bytes: int = DEFAULT_SLICE_BYTES) -> None:
@@ -95,11 +100,15 @@ class WeightPrefetcher:
             raise ValueError(f"slice_bytes={slice_bytes} must be at least 1")
         self.store, self.layout = store, store.layout
         self.slice_bytes, self.statistics = slice_bytes, Statistics()
-        lay, rank = self.layout, store.rank
-        self._slots = [_Slot(lay.stack_bytes(lay.fetched)) for _ in range(min(num_buffers, max(2, lay.num_layers)))]
+        lay, rank, memory = self.layout, store.rank, store.memory
+        num_bytes = max(lay.stack_bytes(lay.fetched), places.LINE)
+        self._slots = [_Slot(memory.buffer(num_bytes)) for _ in range(min(num_buffers, max(2, lay.num_layers)))]
         self._kept_layer = lay.stack_bytes(lay.kept(rank))
-        self._kept = _core.Segment.private(max(self._kept_layer * lay.num_layers, places.LINE))
+        self._kept = memory.buffer(max(self._kept_layer * lay.num_layers, places.LINE))
         self._kept_versions = [0] * lay.num_layers
+        self._kept_marks = [memory.marks() for _ in range(lay.num_layers)]
+        for marks in self._kept_marks:
+            marks.take(self._kept.marks)
         self._lock, self._clock = threading.Lock(), itertools.count(1)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_copy, args=(store, self._jobs, self.statistics), daemon=True)
@@ -143,7 +152,7 @@ class WeightPrefetcher:
                 )
             slot.users += 1
             job = slot.job
-            at_once = job.ready.is_set()
+            at_once = job.arrived is not None and job.arrived.passed()
         counted = self.statistics
         counted.hits, counted.late = counted.hits + (known and at_once), counted.late + (known and not at_once)
         counted.missed += not known
@@ -153,6 +162,8 @@ class WeightPrefetcher:
             with self._lock:
                 slot.users -= 1
             raise
+        assert job.arrived is not None  # or the wait had raised
+        job.arrived.join()
         return self._fetched(layer, slot)
 
     def release(self, layer: int, *, backward: bool = False, training: bool = True) -> None:
@@ -164,15 +175,18 @@ class WeightPrefetcher:
             slot = self._holding(layer)
             if slot is None or not slot.users:
                 raise RuntimeError(f"layer {layer} is not in use: it was released more often than acquired")
+            slot.memory.marks.add()
+            self._kept_marks[layer].add()
             slot.users -= 1
             slot.released = next(self._clock)
         self._prefetch(_way(layer, self.layout.num_layers, backward, training))
 
     def close(self) -> None:
         """End the thread. The store is refused from then on, since its memory may go."""
-        self.store.close()
+        self.store.refuse()
         self._jobs.put(None)
         self._thread.join(self.store.timeout_s)
+        self.store.close()
 
     # ---- what autograd keeps of a buffer
 
@@ -193,7 +207,7 @@ class WeightPrefetcher:
         if slot is None or not slot.users:
             raise RuntimeError(f"the backward of layer {layer} reads weights that were not acquired for it")
         memory = self._kept if number else slot.memory
-        whole = torch.frombuffer(memory, dtype=dtype, count=memory.num_bytes // dtype.itemsize)
+        whole = memory.tensor(0, (memory.num_bytes // dtype.itemsize,), dtype)
         return whole.as_strided(size, stride, first)
 
     # ---- buffers
@@ -220,29 +234,28 @@ class WeightPrefetcher:
             return None
         slot = min(free, key=lambda slot: (slot.layer != -1, slot.released))
         lay, rank = self.layout, self.store.rank
-        work = [(slot.memory, self._pieces(layer, lay.held, lay.num_experts, 0))]
+        work = [(slot.memory, self._pieces(layer, lay.held, lay.num_experts, 0), slot.memory.marks)]
         if self._kept_versions[layer] != self.store.version:
             self._kept_versions[layer] = self.store.version
-            work.append((self._kept, self._pieces(layer, lay.own(rank), lay.held, layer * self._kept_layer)))
-        sources = sorted({source for _, pieces in work for source, *_ in pieces})
-        slot.layer, slot.job = layer, _Job(self.store.version, work, sources)
+            pieces = self._pieces(layer, lay.own(rank), lay.held, layer * self._kept_layer)
+            work.append((self._kept, pieces, self._kept_marks[layer]))
+        sources = sorted({source for _, pieces, _ in work for source, *_ in pieces})
+        num_bytes = sum(piece[3] for _, pieces, _ in work for piece in pieces)
+        slot.layer, slot.job = layer, _Job(self.store.version, work, num_bytes, sources)
         self._jobs.put(slot.job)
         return slot
 
-    def _pieces(self, layer: int, begin: int, end: int, base: int) -> list[_Piece]:
-        """Slices of the experts at positions begin to end, an owner after the other, into memory from `base` on."""
-        lay = self.layout
-        by_owner: dict[int, list[_Piece]] = {}
+    def _pieces(self, layer: int, begin: int, end: int, base: int) -> list[Piece]:
+        """Slices of the experts at positions begin to end, an owner after the other, into memory from `base` on. Owners
+        come in the order of the rank: from the next one on."""
+        lay, stretches = self.layout, []
         for at, owner, index, count in lay.runs(self.store.rank, begin, end):
             for n in range(len(lay.shapes)):
                 size = lay.expert_bytes(n)
                 source = lay.own_at(layer, n) + index * size
                 target = base + lay.stack_at(end - begin, n) + (at - begin) * size
-                for done in range(0, count * size, self.slice_bytes):
-                    length = min(self.slice_bytes, count * size - done)
-                    by_owner.setdefault(owner, []).append((owner, source + done, target + done, length))
-        turns = itertools.zip_longest(*by_owner.values())  # owners come in the order of the rank: from the next one on
-        return [piece for turn in turns for piece in turn if piece is not None]
+                stretches.append((owner, source, target, count * size))
+        return places.in_turns(stretches, self.slice_bytes)
 
     def _wait(self, job: _Job) -> None:
         """Until a job is done. The thread's own wait for an owner ends before this one."""
@@ -266,8 +279,8 @@ class WeightPrefetcher:
         for n, shape in enumerate(lay.shapes):
             num_kept = lay.kept(self.store.rank)
             at = layer * self._kept_layer + lay.stack_at(num_kept, n)
-            kept.append(region(self._kept, at, (num_kept, *shape), lay.dtype))
-            fetched.append(region(slot.memory, lay.stack_at(lay.fetched, n), (lay.fetched, *shape), lay.dtype))
+            kept.append(self._kept.tensor(at, (num_kept, *shape), lay.dtype))
+            fetched.append(slot.memory.tensor(lay.stack_at(lay.fetched, n), (lay.fetched, *shape), lay.dtype))
         return Fetched(kept, fetched)
 
 
@@ -287,13 +300,14 @@ def _copy(store: ExpertStore, jobs: queue.SimpleQueue[_Job | None], counted: Sta
             store.check_usable()
             store.wait(places.PUBLISHED, job.version, "weights are not published by", job.sources)
             started = time.monotonic()
-            for memory, pieces in job.work:
-                memory.pull(store.segments, pieces)
-                counted.pulled_bytes += sum(piece[3] for piece in pieces)
+            job.arrived = store.memory.pulls.pull(store.shared, job.work)
             counted.copied_s += time.monotonic() - started
+            counted.pulled_bytes += job.num_bytes
             counted.pulls += 1
         except Exception as error:  # whoever waits for the layer raises it
             job.error = error
+            if not isinstance(error, HybridEPError):  # of the device, of which nobody knows what it has done
+                store.fail(BufferFailedError(f"pulling weights failed: {error}"))
         job.ready.set()
     with contextlib.suppress(queue.Empty):
         while (left := jobs.get_nowait()) is not None:

@@ -7,13 +7,16 @@ Ranks tell one another by four counters in that memory, and by nothing else: no 
     gradients   every rank sums its own, fp32, for all other homes ── GIVEN = g ─► homes add those of the ranks in
                 ascending order ── TAKEN = g ─► the rank may begin anew
 
-A rank that is late delays nobody who reads its weights, which lie there; it is waited for where gradients go home."""
+A rank that is late delays nobody who reads its weights, which lie there; it is waited for where gradients go home. On a
+GPU a rank stores its counters behind its own work, in the order of streams, and it is the host of the other that reads
+them: nothing on a device waits for another rank (machine.py, device_memory.py)."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,51 +25,68 @@ from hybrid_ep import env
 from hybrid_ep.errors import BufferFailedError, DeadlineError, HybridEPError
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree, open_segments
 from hybrid_ep.weights import layout as places
+from hybrid_ep.weights import machine
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from hybrid_ep import _core
     from hybrid_ep.runtime.signatures import GroupLike
     from hybrid_ep.weights.layout import WeightLayout
+    from hybrid_ep.weights.machine import Incoming, Registered, Verdict
 
 _SAMPLES = 64  # elements of a matrix stack that are compared with what was published
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
 
 
 class ExpertStore:
-    """The experts of all layers of a group of ranks on one host.
+    """The experts of all layers of a group of ranks that map each other's memory: those of a host, or GPUs of a host or
+    an NVLink domain.
 
     group: torch process group, or what stands for one (`GroupView.of`). layout: the same on every rank. timeout_s: of
-    every wait, `HYBRID_EP_TIMEOUT_S` when None. Collective, through the group's store. Raises ValueError where layouts
-    differ or the group has another size, BootstrapError where ranks are missing, MemoryError where /dev/shm is full.
+    every wait, `HYBRID_EP_TIMEOUT_S` when None. executor: whose memory the weights lie in, as for HybridEPBuffer
+    (`HYBRID_EP_EXECUTOR` when None): the host's, or with "cuda" that of the current device. Collective, through the
+    group's store. Raises ValueError where layouts or executors differ, the group has another size, or GPUs do not reach
+    each other; BootstrapError where ranks are missing; MemoryError where there is no room.
 
-    version: of the weights that are published, 0 before the first.
+    On a GPU calls work on the caller's current stream, in its order, and may be made on several. CUDA graphs cannot
+    hold them.
+
+    version: of the weights that are published, 0 before the first. memory: the machine (`machine.Machine`).
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | GroupLike, layout: WeightLayout, *, timeout_s: float | None = None
+        self,
+        group: dist.ProcessGroup | GroupLike,
+        layout: WeightLayout,
+        *,
+        timeout_s: float | None = None,
+        executor: str | None = None,
     ) -> None:
         view = GroupView.of(group)
         self.rank, self.layout = view.rank, layout
         self.timeout_s = float(env.get("HYBRID_EP_TIMEOUT_S") if timeout_s is None else timeout_s)
         if not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s={timeout_s} must be seconds above 0")
-        self._view, self._meet = view, (meet := Rendezvous(view, self.timeout_s))
+        self._meet = meet = Rendezvous(view, self.timeout_s)
         try:
             if layout.num_ranks != view.size:
                 raise ValueError(
                     f"layout.num_ranks={layout.num_ranks} must be the {view.size} ranks of group {view.name!r}"
                 )
+            executor, self.memory = machine.choose(executor, view)
         except ValueError as error:
             meet.refuse("layout", error)
             raise
-        agree([{"layout": said} for said in meet.exchange("layout", repr(layout))], "ExpertStore")
-        self.segments = self._opened(0, layout.registered_bytes, "own experts")
-        self._outboxes: list[_core.Segment] = []  # of all ranks, once there are gradients
+        agree(meet.exchange("layout", {"layout": repr(layout), "executor": executor}), "ExpertStore")
+        self.memory.meet(meet)
+        self.shared = self._opened(0, layout.registered_bytes, "own experts")
+        self._outboxes: Registered | None = None  # once there are gradients
         self.version = self._given = 0
         self._touched: set[int] = set()  # layers with gradients of the step under way
+        self._own_marks, self._outbox_marks = self.memory.marks(), self.memory.marks()
+        self._checks: deque[tuple[int, Verdict]] = deque()  # whose outcome is not known yet
         self._failed: HybridEPError | None = None
+        self._closed = False
         self.closing = threading.Event()  # ends the waits of other threads
 
     # ---- weights
@@ -85,55 +105,111 @@ class ExpertStore:
                 f"weights must be {self.layout.num_layers} layers of {self.layout.dtype} {wanted[0]}, not "
                 f"{[[stack.dtype for stack in layer] for layer in weights][:1]} {given}"
             )
-        self.segments[self.rank].publish(places.READ, self.version)
+        self._require_here("weights", [stack for layer in weights for stack in layer])
+        self._raise_changed(all_of_them=True)
+        self.memory.pulls.tell_behind(self.shared, places.READ, self.version)
         self.wait(places.READ, self.version, "weights are still read by")
+        self._own_marks.join()
         with torch.no_grad():
             for layer, stacks in enumerate(weights):
                 for n, stack in enumerate(stacks):
                     self._own(layer, n).copy_(stack)
+        self._own_marks.add()
         self.version += 1
-        self.segments[self.rank].publish(places.PUBLISHED, self.version)
+        self.shared.tell(places.PUBLISHED, self.version)
 
     def _own(self, layer: int, n: int) -> torch.Tensor:
         shape = (self.layout.own(self.rank), *self.layout.shapes[n])
-        return region(self.segments[self.rank], self.layout.own_at(layer, n), shape, self.layout.dtype)
+        return self.shared.tensor(self.layout.own_at(layer, n), shape, self.layout.dtype)
+
+    def _require_here(self, name: str, given: Sequence[torch.Tensor]) -> None:
+        for one in given:
+            if one.device != self.memory.device:
+                raise ValueError(
+                    f"{name} lie on {one.device}, and this store's memory is on {self.memory.device}: give them there, "
+                    "or make the store with the executor of their device (executor=, HYBRID_EP_EXECUTOR)"
+                )
 
     def check_unchanged(self, layer: int, weights: Sequence[torch.Tensor]) -> None:
         """RuntimeError where this rank's weights are not those that the others read. Looks at some elements of each
-        matrix: an optimizer changes nearly all."""
+        matrix: an optimizer changes nearly all. On a GPU the host does not wait for them: a later call raises, at the
+        latest `publish` or `bring_home`."""
         bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.layout.dtype.itemsize]
+        pairs = []
+        self._own_marks.join()
         for n, stack in enumerate(weights):
             now, shown = (t.detach().reshape(-1) for t in (stack, self._own(layer, n)))
             step = max(1, now.numel() // _SAMPLES)
-            if not torch.equal(now[::step].view(bits), shown[::step].view(bits)):
+            pairs.append((now[::step].view(bits), shown[::step].view(bits)))
+        self._checks.append((layer, self.memory.compare(pairs)))
+        self._own_marks.add()
+        self._raise_changed()
+
+    def _raise_changed(self, all_of_them: bool = False) -> None:
+        """Of checks whose outcome is known, or of all: then this rank's own device is waited for."""
+        while self._checks:
+            layer, verdict = self._checks[0]
+            if all_of_them:
+                self._await_own(verdict)
+            elif not verdict.is_known():
+                return
+            self._checks.popleft()
+            if verdict.differs():
+                self._checks.clear()
                 raise RuntimeError(
                     f"the weights of layer {layer} on rank {self.rank} have changed since they were published, and the "
                     "other ranks still compute with the old ones: publish on every rank after an optimizer's step or "
                     "after loading"
                 )
 
+    def _await_own(self, verdict: Verdict) -> None:
+        started = time.monotonic()
+        while not verdict.is_known():
+            if (waited := time.monotonic() - started) > self.timeout_s:
+                what = "weights are compared"
+                raise self.fail(
+                    DeadlineError(
+                        f"{what}: rank {self.rank} waited {waited:.1f} s for its own stream, whose work before that "
+                        "does not end",
+                        site=what,
+                        rank=self.rank,
+                        waited_s=waited,
+                    )
+                )
+            time.sleep(_FIRST_PAUSE_S)
+
     # ---- gradients
 
     @property
     def takes_gradients(self) -> bool:
-        return bool(self._outboxes)
+        return self._outboxes is not None
 
     def open_gradients(self) -> None:
         """Register the memory for gradients, where there is none yet; evaluation needs none. Collective, through the
-        group's store. MemoryError where /dev/shm is full."""
+        group's store. MemoryError where there is no room for it."""
         self.check_usable()
-        if not self._outboxes:
-            self._outboxes = self._opened(1, self.layout.gradient_bytes, "gradients of other owners' experts, in fp32")
+        if self._outboxes is None:
+            self._outboxes = self._opened(
+                1,
+                self.layout.gradient_bytes,
+                "gradients of other owners' experts, in fp32",
+                self.layout.staging_bytes(self.rank),
+            )
 
-    def _opened(self, generation: int, num_bytes: int, what: str) -> list[_core.Segment]:
-        """Everybody's segment. MemoryError says what does not fit, and what would be less."""
+    def _opened(self, generation: int, num_bytes: int, what: str, staging_bytes: int = 0) -> Registered:
+        """Memory of everybody. MemoryError says what does not fit, and what would be less."""
+        maker = self.memory.segments()
         try:
-            return open_segments(self._meet, self._view.segments, generation, num_bytes, lambda segments: segments)
+            return open_segments(
+                self._meet,
+                maker,
+                generation,
+                num_bytes,
+                lambda segments: self.memory.over(maker, segments, staging_bytes),
+            )
         except MemoryError as error:
             raise MemoryError(
-                f"{num_bytes >> 20} MiB a rank for {what} of {self.layout.num_layers} layers do not fit into /dev/shm: "
-                "enlarge it (mount -o remount,size=16g /dev/shm, docker run --shm-size=16g), give more pipeline "
-                "stages or ranks, or move tokens"
+                f"{num_bytes >> 20} MiB a rank for {what} of {self.layout.num_layers} layers {self.memory.no_room}"
             ) from error
 
     def add_gradients(self, layer: int, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -141,8 +217,10 @@ class ExpertStore:
 
         gradients[n]: stacks of matrix n, the experts in this rank's order from the first that is not its own; together
         `[E - own, *shapes[n]]`. Summed in fp32, in the order of the calls."""
+        self._require_here("gradients", [stack for stacks in gradients for stack in stacks])
         if not self._touched:
             self.wait(places.TAKEN, self._given, "gradients are still taken home by")
+        self._outbox_marks.join()
         for n, stacks in enumerate(gradients):
             total, at = self._outgoing(layer, n), 0
             for stack in stacks:
@@ -151,42 +229,54 @@ class ExpertStore:
                 at += len(stack)
             if at != len(total):
                 raise ValueError(f"gradients[{n}] has {at} experts; give the {len(total)} that are not this rank's own")
+        self._outbox_marks.add()
         self._touched.add(layer)
 
-    def _outgoing(self, layer: int, n: int) -> torch.Tensor:
-        if not self._outboxes:
+    def _outboxes_open(self) -> Registered:
+        if self._outboxes is None:
             raise RuntimeError("there is no memory for gradients: call open_gradients on every rank")
+        return self._outboxes
+
+    def _outgoing(self, layer: int, n: int) -> torch.Tensor:
         shape = (self.layout.num_experts - self.layout.own(self.rank), *self.layout.shapes[n])
-        return region(self._outboxes[self.rank], self.layout.gradient_at(layer, n), shape, torch.float32)
+        return self._outboxes_open().tensor(self.layout.gradient_at(layer, n), shape, torch.float32)
 
     def bring_home(self, add: Callable[[int, int, list[torch.Tensor]], None]) -> None:
         """Take home the gradients of this rank's experts: add(layer, n, parts) for every layer and matrix, a part
-        fp32 `[own experts, *shapes[n]]` of every other rank, ascending. They are those ranks' memory: do not keep them.
+        fp32 `[own experts, *shapes[n]]` of every other rank, ascending. They are those ranks' memory, or on a GPU a
+        copy that later ones overwrite, in the order of the current stream: do not keep them.
 
         Every rank calls it once a step, before gradients are reduced over data-parallel ranks, and waits for each other
         one to come. DeadlineError names the one that does not."""
         self.check_usable()
+        self._raise_changed(all_of_them=True)
         if not self._touched:
             self.wait(places.TAKEN, self._given, "gradients are still taken home by")
+        self._outbox_marks.join()
         for layer in set(range(self.layout.num_layers)) - self._touched:
             for n in range(len(self.layout.shapes)):
                 self._outgoing(layer, n).zero_()
+        self._outbox_marks.add()
         self._touched.clear()
         self._given += 1
-        self.segments[self.rank].publish(places.GIVEN, self._given)
+        self.shared.tell(places.GIVEN, self._given)
         self.wait(places.GIVEN, self._given, "gradients come late from")
-        lay, others = self.layout, [rank for rank in range(self.layout.num_ranks) if rank != self.rank]
-        for layer in range(lay.num_layers):
-            for n in range(len(lay.shapes)):
-                add(layer, n, [self._coming(rank, layer, n) for rank in others])
-        self.segments[self.rank].publish(places.TAKEN, self._given)
+        which = [(layer, n) for layer in range(self.layout.num_layers) for n in range(len(self.layout.shapes))]
+        found: Iterator[list[torch.Tensor]] = self.memory.incoming(
+            self._outboxes_open(), [self._coming(layer, n) for layer, n in which]
+        )
+        for (layer, n), parts in zip(which, found, strict=True):
+            add(layer, n, parts)
+        self.memory.homeward.tell_behind(self.shared, places.TAKEN, self._given)
 
-    def _coming(self, rank: int, layer: int, n: int) -> torch.Tensor:
-        """What another rank has for this one."""
-        lay = self.layout
-        position = (lay.first(self.rank) - lay.first(rank)) % lay.num_experts - lay.own(rank)
-        at = lay.gradient_at(layer, n) + position * lay.expert_bytes(n, 4)
-        return region(self._outboxes[rank], at, (lay.own(self.rank), *lay.shapes[n]), torch.float32)
+    def _coming(self, layer: int, n: int) -> Incoming:
+        """What the other ranks have for this one."""
+        lay, parts = self.layout, []
+        for rank in range(lay.num_ranks):
+            if rank != self.rank:
+                position = (lay.first(self.rank) - lay.first(rank)) % lay.num_experts - lay.own(rank)
+                parts.append((rank, lay.gradient_at(layer, n) + position * lay.expert_bytes(n, 4)))
+        return (lay.own(self.rank), *lay.shapes[n]), parts
 
     # ---- waits
 
@@ -199,7 +289,7 @@ class ExpertStore:
         """Until the counter of all ranks (of `ranks`) has come to the value. DeadlineError names one that has not."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         for rank in range(self.layout.num_ranks) if ranks is None else ranks:
-            while (seen := self.segments[rank].observe(counter)) < value:
+            while (seen := self.shared.seen(rank, counter, value)) is None or seen < value:
                 waited = time.monotonic() - started
                 if self.closing.is_set():
                     raise BufferFailedError("this store of expert weights was closed while a wait was under way")
@@ -207,12 +297,13 @@ class ExpertStore:
                     raise self.fail(
                         DeadlineError(
                             f"{what} rank {rank}: rank {self.rank} waited {waited:.1f} s of {self.timeout_s:g} s for "
-                            f"step {value} and saw {seen}; rank {rank} has ended, hangs, or calls something else",
+                            f"step {value} and saw {'nothing yet' if seen is None else seen}; rank {rank} has ended, "
+                            "hangs, or calls something else",
                             site=what,
                             rank=self.rank,
                             peer=rank,
                             expected=value,
-                            seen=seen,
+                            seen=seen or 0,
                             waited_s=waited,
                         )
                     )
@@ -224,17 +315,16 @@ class ExpertStore:
         self._failed = self._failed or error
         return error
 
-    def close(self) -> None:
-        """End the waits of other threads and refuse further use; the memory goes when nothing refers to it."""
+    def refuse(self) -> None:
+        """End the waits of other threads and refuse further use."""
         self.fail(BufferFailedError("closed"))
         self.closing.set()
 
-
-def region(segment: _core.Segment, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a segment from `at` on as a tensor, which keeps the segment."""
-    count = 1
-    for length in shape:
-        count *= length
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.frombuffer(segment, dtype=dtype, count=count, offset=at).view(tuple(shape))
+    def close(self) -> None:
+        """`refuse`, and give the memory back: on a host when nothing refers to it, on a GPU when its work is done. Once
+        no thread of a prefetcher pulls; may be called twice. Local."""
+        self.refuse()
+        registered = [one for one in (self.shared, self._outboxes) if one is not None]
+        if not self._closed:
+            self._closed = True
+            self.memory.close(registered, [self._own_marks, self._outbox_marks], self.timeout_s)

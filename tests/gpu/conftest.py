@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.extend(
     str(Path(__file__).resolve().parents[1] / folder)
-    for folder in ("python", "python/moe", "python/payload", "python/runtime", "ptx")
+    for folder in ("python", "python/moe", "python/payload", "python/runtime", "python/weights", "ptx")
 )  # whose tests run here once more
 
 import pytest

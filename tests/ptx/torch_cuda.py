@@ -156,6 +156,7 @@ def install(choices: Choices) -> Library:
     _scale_deadlines(choices)
     cuda = torch.cuda
     cuda.Stream, cuda.Event, torch.Stream, torch.Event = Stream, Event, Stream, Event
+    cuda.ExternalStream = lambda stream_ptr, device=None: Stream(handle=stream_ptr)
     cuda.stream, cuda.current_stream = stream, current_stream
     cuda.is_available, cuda.device_count, cuda.current_device = lambda: True, lambda: 1, lambda: 0
     # Each a function of its own: torch.compile keeps a table of torch's functions and will have no two names for one.

@@ -1,5 +1,5 @@
-// Memory that other processes map: the driver's virtual memory calls with file descriptors, and the runtime's IPC
-// handles. There are no fabric handles, as on a machine outside an NVLink domain.
+// The driver's calls: virtual memory that other processes map by file descriptors, a store in stream order; and the
+// runtime's IPC handles. There are no fabric handles, as on a machine outside an NVLink domain.
 #include "driver.h"
 
 #include <cuda.h>
@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <set>
 
@@ -156,6 +157,27 @@ CUresult import_handle(CUmemGenericAllocationHandle* handle, void* from, CUmemAl
   return CUDA_SUCCESS;
 }
 
+// A store in its stream's order. The fence that comes with it is nothing here: what came before on the stream is done.
+CUresult write_value(CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned flags) {
+  if (flags != CU_STREAM_WRITE_VALUE_DEFAULT || at % sizeof value) return CUDA_ERROR_INVALID_VALUE;
+  Devices& d = Devices::get();
+  Lock lock(d.mutex);
+  if (d.dropped == "cuStreamWriteValue64") return CUDA_SUCCESS;
+  auto* to = reinterpret_cast<cuuint64_t*>(at);
+  if (!Memory::get().of_device(to, sizeof value)) return CUDA_ERROR_INVALID_VALUE;
+  Op op;
+  op.act = [=] {
+    if (!Memory::get().of_device(to, sizeof value)) return cudaErrorIllegalAddress;  // freed since
+    std::atomic_ref(*to).store(value);
+    Devices::get().machine().host_wrote(to, sizeof value);
+    return cudaSuccess;
+  };
+  const cudaError_t status = submit(stream, std::move(op));
+  return status == cudaSuccess ? CUDA_SUCCESS
+                               : (status == cudaErrorInvalidResourceHandle ? CUDA_ERROR_INVALID_HANDLE
+                                                                           : CUDA_ERROR_UNKNOWN);
+}
+
 // An IPC handle: the process, its descriptor, and the size.
 struct Ipc {
   uint64_t magic, bytes;
@@ -177,7 +199,8 @@ void* driver_function(const char* name) {
       {"cuMemUnmap", reinterpret_cast<void*>(unmap)},
       {"cuMemSetAccess", reinterpret_cast<void*>(set_access)},
       {"cuMemExportToShareableHandle", reinterpret_cast<void*>(export_handle)},
-      {"cuMemImportFromShareableHandle", reinterpret_cast<void*>(import_handle)}};
+      {"cuMemImportFromShareableHandle", reinterpret_cast<void*>(import_handle)},
+      {"cuStreamWriteValue64", reinterpret_cast<void*>(write_value)}};
   const auto found = functions.find(name);
   return found == functions.end() ? nullptr : found->second;
 }

@@ -10,52 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from travelling import SHAPES, cases, check_layer, expert, own_weights, used_in_training
 
 from hybrid_ep.errors import BufferFailedError, DeadlineError
 from hybrid_ep.testing import VirtualWorld
 from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
 from hybrid_ep.weights import layout as places
-
-SHAPES = ((3, 5), (5, 2))
-
-
-def expert(version, layer, n, number, dtype=torch.float32):
-    """Matrix n of an expert, in numbers that nothing else has."""
-    first = 7 * version + 3 * layer + 2 * n + number
-    return (torch.arange(SHAPES[n][0] * SHAPES[n][1], dtype=torch.float32) % 11 + first).view(SHAPES[n]).to(dtype)
-
-
-def own_weights(layout, rank, version):
-    first = layout.first(rank)
-    return [
-        [
-            torch.stack([expert(version, layer, n, first + i, layout.dtype) for i in range(layout.own(rank))])
-            for n in range(len(SHAPES))
-        ]
-        for layer in range(layout.num_layers)
-    ]
-
-
-def check_layer(prefetcher, layer, version):
-    layout, rank = prefetcher.layout, prefetcher.store.rank
-    there = prefetcher.acquire(layer)
-    for n in range(len(SHAPES)):
-        found = torch.cat([there.kept[n], there.fetched[n]])
-        order = [(layout.first(rank) + i) % layout.num_experts for i in range(layout.own(rank), layout.num_experts)]
-        wanted = [expert(version, layer, n, number, layout.dtype) for number in order]
-        assert len(found) == len(order) and all(map(torch.equal, found, wanted)), (rank, layer, version, n)
-
-
-@st.composite
-def cases(draw):
-    num_ranks = draw(st.integers(1, 4))
-    num_experts = draw(st.integers(num_ranks, 11))
-    held = draw(st.integers(-(-num_experts // num_ranks), num_experts))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    layout = WeightLayout(num_experts, num_ranks, draw(st.integers(1, 5)), SHAPES, dtype, held)
-    uses = st.tuples(st.integers(0, layout.num_layers - 1), st.booleans(), st.booleans())
-    steps = draw(st.lists(st.lists(uses, max_size=8), min_size=1, max_size=3))
-    return layout, draw(st.integers(2, 5)), draw(st.sampled_from([4, 20, 1 << 20])), steps
 
 
 @given(cases())
@@ -74,15 +34,6 @@ def test_any_order_of_layers_reads_the_weights_of_its_version(case):
         return True
 
     assert all(VirtualWorld(1, layout.num_ranks).run(run))
-
-
-def used_in_training(prefetcher, version, num_layers):
-    for layer in range(num_layers):
-        check_layer(prefetcher, layer, version)
-        prefetcher.release(layer)
-    for layer in reversed(range(num_layers)):
-        check_layer(prefetcher, layer, version)
-        prefetcher.release(layer, backward=True)
 
 
 @pytest.mark.parametrize("num_buffers, pulls", [(2, 2 + 2 * 4), (3, 3 + 2 * 3), (6, 6)])
