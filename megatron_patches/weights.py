@@ -269,24 +269,25 @@ class GroupWeights:
     def set_up(self, config: TransformerConfig, num_tokens: int, device: torch.device) -> None:
         """Decide what travels in each layer, register memory, exchange handles. Collective, once.
 
-        ValueError where the ranks lie on several hosts, or tensors on a device: experts are read from shared memory."""
+        ValueError where ranks cannot read each other's memory: hosts of one group, GPUs that map no path to each
+        other; and where tokens and experts are on different devices."""
         limit = self.wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S")
         meet = Rendezvous(GroupView.of(self.group), limit)
         owners = self.layers[0].owners
         mine = {"tokens": num_tokens, "host": socket.gethostname()}
         common = {"layers": len(self.layers), "shapes": [list(p.shape) for p in owners], "dtype": str(owners[0].dtype)}
         try:
-            if device.type != "cpu" or owners[0].device.type != "cpu":
+            if device != owners[0].device:
                 raise ValueError(
-                    f"--hybrid-ep-move {self.wanted.weights.move} runs on hosts only, and tokens are on {device}: move "
-                    "tokens"
+                    f"--hybrid-ep-move {self.wanted.weights.move}: tokens are on {device} and experts on "
+                    f"{owners[0].device}: build the model where its tokens are, or move tokens"
                 )
         except ValueError as error:
             meet.refuse("weights", error)
             raise
         said = meet.exchange("weights", {**mine, "must_agree": common})
         agree([one["must_agree"] for one in said], f"--hybrid-ep-move {self.wanted.weights.move}")
-        if len(hosts := {one["host"] for one in said}) > 1:
+        if device.type == "cpu" and len(hosts := {one["host"] for one in said}) > 1:  # GPUs find their paths themselves
             raise ValueError(
                 f"--hybrid-ep-move {self.wanted.weights.move} reads experts out of memory that ranks share, and those "
                 f"of this group lie on hosts {', '.join(sorted(hosts))}: give groups inside a host, or move tokens"

@@ -31,7 +31,8 @@ class Reader final : public CounterReader {
   }
   std::optional<uint64_t> read(const unsigned char* from, double patience_s) override {
     using Clock = std::chrono::steady_clock;
-    const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(patience_s));
+    const auto end =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(patience_s));
     const std::lock_guard lock(mutex_);
     const OutsideCaptures outside;
     check(cudaSetDevice(lent_.device), "choosing the device");
@@ -74,9 +75,9 @@ void write_counter(unsigned char* to, uint64_t value, void* stream) {
     find_driver("cuStreamWriteValue64", f);
     return f;
   }();
-  check_driver(write(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(to), value,
-                     CU_STREAM_WRITE_VALUE_DEFAULT),
-               "storing a counter (cuStreamWriteValue64)");
+  check_driver(
+      write(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(to), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+      "storing a counter (cuStreamWriteValue64)");
 }
 
 std::unique_ptr<CopyStream> make_copy_stream() {

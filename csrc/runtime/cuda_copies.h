@@ -7,8 +7,8 @@
 
 namespace hep::cuda {
 
-// A stream that only copies, of the device that was current when this was made. It is lent: what is under way on it goes
-// on to its end.
+// A stream that only copies, of the device that was current when this was made. It is lent: what is under way on it
+// goes on to its end.
 class CopyStream {
  public:
   virtual ~CopyStream() = default;

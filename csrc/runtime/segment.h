@@ -23,8 +23,9 @@ class Segment {
 
   bool is_host() const { return !owner_; }
 
-  // The next three are for memory of the host (cuda_copies.h has them for a GPU's). A counter lies at a multiple of 8 bytes; ranks that map the segment tell one
-  // another things by it: what was stored before `publish` is seen by whoever has `observe`d its value.
+  // The next three are for memory of the host (cuda_copies.h has them for a GPU's). A counter lies at a multiple of 8
+  // bytes; ranks that map the segment tell one another things by it: what was stored before `publish` is seen by
+  // whoever has `observe`d its value.
   uint64_t observe(size_t offset) const;
   void publish(size_t offset, uint64_t value);
 

@@ -173,9 +173,9 @@ CUresult write_value(CUstream stream, CUdeviceptr at, cuuint64_t value, unsigned
     return cudaSuccess;
   };
   const cudaError_t status = submit(stream, std::move(op));
-  return status == cudaSuccess ? CUDA_SUCCESS
-                               : (status == cudaErrorInvalidResourceHandle ? CUDA_ERROR_INVALID_HANDLE
-                                                                           : CUDA_ERROR_UNKNOWN);
+  return status == cudaSuccess
+             ? CUDA_SUCCESS
+             : (status == cudaErrorInvalidResourceHandle ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_UNKNOWN);
 }
 
 // An IPC handle: the process, its descriptor, and the size.
