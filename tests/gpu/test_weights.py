@@ -258,7 +258,7 @@ def test_a_rank_that_stops_is_named_and_the_store_refused():
     layout = WeightLayout(4, 2, 2, SHAPES, torch.float32, 2)
 
     def work(rank, group):
-        store = store_of(group, layout, timeout_s=1.5)
+        store = store_of(group, layout)
         store.open_gradients()
         prefetcher = WeightPrefetcher(store)
         prefetcher.publish(own_weights(layout, rank, 0, "cuda"))
@@ -269,6 +269,7 @@ def test_a_rank_that_stops_is_named_and_the_store_refused():
         if rank == 1:
             time.sleep(4)  # its memory stays
             return None
+        store.timeout_s = 1.0
         with pytest.raises(DeadlineError, match="gradients come late from rank 1: rank 0 waited") as failed:
             store.bring_home(lambda layer, n, parts: None)
         assert (failed.value.rank, failed.value.peer, failed.value.expected, failed.value.seen) == (0, 1, 1, 0)
@@ -285,10 +286,11 @@ def test_an_owner_that_does_not_publish_is_named():
     layout = WeightLayout(4, 2, 1, SHAPES, torch.float32, 2)
 
     def work(rank, group):
-        store = store_of(group, layout, timeout_s=0.5)
+        store = store_of(group, layout)
         if rank == 1:
             time.sleep(2)
             return None
+        store.timeout_s = 0.5
         prefetcher = WeightPrefetcher(store)
         prefetcher.publish(own_weights(layout, rank, 0, "cuda"))
         with pytest.raises(DeadlineError, match="not published by rank 1: rank 0 waited") as failed:
@@ -301,12 +303,14 @@ def test_an_owner_that_does_not_publish_is_named():
 
 def test_an_owner_that_publishes_late_is_waited_for():
     layout = WeightLayout(6, 3, 2, SHAPES, torch.bfloat16, 3)
+    there = threading.Barrier(3)
 
     def work(rank, group):
         prefetcher = WeightPrefetcher(store_of(group, layout))
+        there.wait(60)
+        if rank == 1:
+            time.sleep(0.5)
         for version in range(2):
-            if rank == 1:
-                time.sleep(0.3)
             prefetcher.publish(own_weights(layout, rank, version, "cuda"))
             for layer in (1, 0):
                 check_layer(prefetcher, layer, version)
@@ -315,7 +319,7 @@ def test_an_owner_that_publishes_late_is_waited_for():
         return prefetcher.statistics.waited_s
 
     waited = on_gpu(3, work)
-    assert waited[0] > 0.2 and waited[2] > 0.2, waited
+    assert waited[0] > 0.1 and waited[2] > 0.1, waited
 
 
 def test_a_close_ends_a_wait():
@@ -346,13 +350,8 @@ def test_weights_that_changed_are_reported_when_the_device_has_compared():
         store.publish(weights)
         store.check_unchanged(0, weights[0])
         weights[1][1][2] += 1
-
-        def look_and_publish():
-            store.check_unchanged(1, weights[1])
-            store.publish(weights)  # at the latest
-
-        with pytest.raises(RuntimeError, match="layer 1 on rank 0 have changed"):
-            look_and_publish()
+        with pytest.raises(RuntimeError, match="layer 1 on rank 0 have changed"):  # by the latter at the latest
+            [call() for call in (lambda: store.check_unchanged(1, weights[1]), lambda: store.publish(weights))]
         store.publish(weights)
         store.check_unchanged(1, weights[1])
         store.close()
@@ -391,9 +390,8 @@ def test_memory_that_is_not_there_says_what_it_was_for():
     layout = WeightLayout(4, 2, 1 << 20, ((1 << 14, 1 << 14),), torch.float32, 2)  # petabytes
 
     def work(rank, group):
-        with pytest.raises(
-            (MemoryError, BootstrapError), match="own experts of 1048576 layers do not fit into the memory"
-        ):
+        text = "own experts of 1048576 layers do not fit into the memory of cuda:0|does not fit on the device"
+        with pytest.raises((MemoryError, BootstrapError), match=text):
             ExpertStore(group, layout, timeout_s=20, executor="cuda")
         return True
 
