@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep import env
+from hybrid_ep.runtime import devices
 from hybrid_ep.runtime.bootstrap import GroupView, Rendezvous, agree
 from hybrid_ep.weights import ExpertStore, WeightLayout, WeightPrefetcher
 from megatron_patches import settings, weights_choice
@@ -269,25 +270,34 @@ class GroupWeights:
     def set_up(self, config: TransformerConfig, num_tokens: int, device: torch.device) -> None:
         """Decide what travels in each layer, register memory, exchange handles. Collective, once.
 
-        ValueError where ranks cannot read each other's memory: hosts of one group, GPUs that map no path to each
-        other; and where tokens and experts are on different devices."""
+        ValueError where tensors lie elsewhere than HYBRID_EP_EXECUTOR says, where ranks of the host's executor lie on
+        several hosts, or GPUs do not map each other's memory: experts are read from memory that ranks share."""
         limit = self.wanted.exchange.timeout_s or env.get("HYBRID_EP_TIMEOUT_S")
         meet = Rendezvous(GroupView.of(self.group), limit)
-        owners = self.layers[0].owners
+        owners, executor = self.layers[0].owners, env.get("HYBRID_EP_EXECUTOR")
+        on_gpus = devices.is_cuda(executor)
         mine = {"tokens": num_tokens, "host": socket.gethostname()}
-        common = {"layers": len(self.layers), "shapes": [list(p.shape) for p in owners], "dtype": str(owners[0].dtype)}
+        common = {
+            "layers": len(self.layers),
+            "shapes": [list(p.shape) for p in owners],
+            "dtype": str(owners[0].dtype),
+            "executor": executor,
+        }
         try:
-            if device != owners[0].device:
-                raise ValueError(
-                    f"--hybrid-ep-move {self.wanted.weights.move}: tokens are on {device} and experts on "
-                    f"{owners[0].device}: build the model where its tokens are, or move tokens"
-                )
+            for name, where in (("tokens", device), ("experts", owners[0].device)):
+                if (where.type == "cuda") != on_gpus:
+                    raise ValueError(
+                        f"--hybrid-ep-move {self.wanted.weights.move}: {name} are on {where}, and "
+                        f"HYBRID_EP_EXECUTOR={executor} has weights travel in memory of "
+                        f"{'GPUs' if on_gpus else 'the host'}: set it to {'host' if on_gpus else 'cuda'}, or move "
+                        "tokens"
+                    )
         except ValueError as error:
             meet.refuse("weights", error)
             raise
         said = meet.exchange("weights", {**mine, "must_agree": common})
         agree([one["must_agree"] for one in said], f"--hybrid-ep-move {self.wanted.weights.move}")
-        if device.type == "cpu" and len(hosts := {one["host"] for one in said}) > 1:  # GPUs find their paths themselves
+        if not on_gpus and len(hosts := {one["host"] for one in said}) > 1:
             raise ValueError(
                 f"--hybrid-ep-move {self.wanted.weights.move} reads experts out of memory that ranks share, and those "
                 f"of this group lie on hosts {', '.join(sorted(hosts))}: give groups inside a host, or move tokens"
@@ -308,7 +318,7 @@ class GroupWeights:
             owners[0].dtype,
             self.wanted.weights.local_experts or -(-config.num_moe_experts // self.group.size()),
         )
-        store = ExpertStore(self.group, layout, timeout_s=limit)
+        store = ExpertStore(self.group, layout, timeout_s=limit, executor=executor)
         self._prefetcher = WeightPrefetcher(store, num_buffers=self.wanted.weights.buffers)
         weakref.finalize(self, self._prefetcher.close)  # its thread would live on otherwise
 

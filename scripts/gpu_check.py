@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # A rank alone and two virtual ranks, smallest shapes: every role runs, the sanitizer's slowness stays bearable.
 SANITIZED = "test_examples and ([shape0- or [shape1-) and not loopback"
 # Tests in steps of their own: worlds of processes, which take turns on the device, and what is slow to start.
-PROCESSES, EXPANDABLE = ("tests/gpu/test_processes.py", "tests/gpu/test_nvshmem.py"), "tests/gpu/test_expandable.py"
+PROCESSES = ("tests/gpu/test_processes.py", "tests/gpu/test_travelling_processes.py", "tests/gpu/test_nvshmem.py")
+EXPANDABLE = "tests/gpu/test_expandable.py"
 WHEELS = ("pybind11", "cmake", "ninja", "pytest", "hypothesis", "pytest-timeout")
 
 

@@ -133,8 +133,14 @@ def verdict(row):
     if row["error"]:
         return row["error"]
     if row["clean"]:
-        return f"FINDING: {wrong} words" if wrong else "held"
+        return f"FINDING: {wrong} words, {first(row)}" if wrong else "held"
     return f"shows: {wrong} words" if wrong else "not seen"
+
+
+def first(row):
+    """The first wrong word, said. Above its low 24 bits stands the round that it is of, if a writer stored it."""
+    found = row["first"]
+    return f"first word {found['word']} in round {found['round']}: {found['seen']:#x}"
 
 
 def failed(row):

@@ -175,10 +175,10 @@ class _Later:
 
 
 class DeviceMemory:
-    """See machine.Machine. Of this thread's current device."""
+    """See machine.Machine. Of the CUDA device `device`, which is current. kind: of shared memory, among processes."""
 
     def __init__(self, view: GroupView, device: torch.device) -> None:
-        self._view, self.device, self._kind = view, device, ""
+        self._view, self.device, self.kind = view, device, ""
         self.no_room = f"do not fit into the memory of {device}: give more pipeline stages or ranks, or move tokens"
         devices.enter(device)
         self.pulls, self.homeward = CopyStreams(device), CopyStreams(device)
@@ -197,13 +197,13 @@ class DeviceMemory:
                 "domain, or move tokens"
             ) from error
         assert paths.kind is not None  # of one node
-        self._kind = paths.kind
+        self.kind = paths.kind
 
     def segments(self) -> Any:
         devices.enter(self.device)
         if self._view.virtual:
             return self._view.segments.on_device()  # type: ignore[attr-defined]  # that is what makes it virtual
-        return devices.DeviceSegments(self._view.store, self._kind)
+        return devices.DeviceSegments(self._view.store, self.kind)
 
     def over(self, maker: Any, found: list[_core.Segment], staging_bytes: int = 0) -> DeviceRegistered:
         staging = [self._buffer(staging_bytes, self.homeward) for _ in range(2)] if staging_bytes else []

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("", "tests/ptx", "tests/gpu", "tests/python"):
+for folder in ("", "tests/ptx", "tests/python/weights", "tests/python", "tests/gpu"):
     sys.path.insert(0, str(ROOT / folder))
 
 SHARED, GLOBAL = r"fence\.proxy\.async\.shared::cta;", r"fence\.proxy\.async\.global;"
@@ -222,6 +222,7 @@ MUTANTS = (
     Mutant("host: no uploads", "", drop="cudaMemcpyAsync"),
     Mutant("host: a changed stream does not wait for the last one", "", drop="cudaStreamWaitEvent"),
     Mutant("host: a launch gets 128 bytes of shared memory too few", "", drop="shared memory"),
+    Mutant("host: counters of travelling weights are not stored", "", drop="cuStreamWriteValue64"),
 )
 
 
@@ -342,6 +343,7 @@ def _work(timeout_s: float, few: bool):
     if not few:
         call_on_two_streams(timeout_s)
         _push(timeout_s)
+        _travel(timeout_s)
 
 
 def _push(timeout_s: float) -> None:
@@ -361,6 +363,27 @@ def _push(timeout_s: float) -> None:
         layers.check(2)
 
     on_gpu(3, 2, 2, work, torch.float32, num_blocks=2, timeout_s=timeout_s)
+
+
+def _travel(timeout_s: float) -> None:
+    """Two ranks pull each other's weights. tests/gpu/test_travelling_weights.py leaves waits out."""
+    import torch
+    from test_travelling_weights import SHAPES, check_layer, on_gpu, own_weights, store_of
+
+    from hybrid_ep.weights import WeightLayout, WeightPrefetcher
+
+    layout = WeightLayout(5, 2, 3, SHAPES, torch.float32, 3)
+
+    def work(rank, group):
+        prefetcher = WeightPrefetcher(store_of(group, layout, timeout_s))
+        for version in range(2):
+            prefetcher.publish(own_weights(layout, rank, version, "cuda"))
+            for layer in (0, 1, 2, 0):
+                check_layer(prefetcher, layer, version)
+                prefetcher.release(layer, training=False)
+        prefetcher.close()
+
+    on_gpu(2, work)
 
 
 def how(said: str) -> str:

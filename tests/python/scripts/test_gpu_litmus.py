@@ -59,7 +59,7 @@ def test_one_device_is_asked_on_two_of_its_streams():
     ("number", "found", "said", "fails"),
     [
         (0, (0, 0, b""), "held", False),
-        (0, (1, 2, b""), "FINDING: 3 words", True),
+        (0, (1, 2, b""), "FINDING: 3 words, first word 0 in round 0: 0x0", True),
         (0, (0, 0, b"the reader waited until its deadline"), "the reader waited until its deadline", True),
         (1, (0, 0, b""), "not seen", False),
         (1, (4, 0, b""), "shows: 4 words", False),
