@@ -51,6 +51,7 @@
   BUG(kN2nStageBackEarly, "N2N gives a stage back while stores still read it") \
   BUG(kCreditOfAnotherSlot, "the credit of another slot is waited for") \
   BUG(kSignalOneLow, "a chunk's signal is one too low") \
+  BUG(kRailCallUnchecked, "chunks of another call are taken for this one's") \
   BUG(kCountsOneExchangeOld, "counts of the exchange before are taken for this one's") \
   BUG(kPartialsOneRowOff, "partials are written one row off") \
   BUG(kResultsBeforeStores, "combine's results are announced before their stores are complete") \

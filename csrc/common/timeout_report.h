@@ -15,6 +15,7 @@ enum class Site : uint16_t {
   kRailSlotFree,         // a credit: the rail peer consumed the slot's previous chunk
   kRailChunk,            // a chunk of tokens from a rail peer
   kRailAny,              // any chunk from any rail peer
+  kRailCall,             // never comes: a rail peer is in another call, or means rows of other sizes
   kHeaders,              // never comes: another rank means a different call, and no host saw it
   kLanding,              // never comes: a rank of this node is in another operation, or means rows of other sizes
   kRowsLanded,           // receive rows, stored by ranks of this node
@@ -44,6 +45,7 @@ inline const char* site_name(Site s) {
     case Site::kRailSlotFree: return "rail_slot_free";
     case Site::kRailChunk: return "rail_chunk";
     case Site::kRailAny: return "rail_any";
+    case Site::kRailCall: return "rail_differs";
     case Site::kHeaders: return "headers_differ";
     case Site::kLanding: return "landing_differs";
     case Site::kRowsLanded: return "rows_landed";

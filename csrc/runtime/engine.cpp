@@ -88,7 +88,8 @@ void Engine::start_counters_at(uint64_t base) {
     const SpareProgress spares{base, base, base, 0};
     executor_->write(spare_state_.get(), &spares, sizeof spares);
   }
-  const std::vector<uint64_t> chunks(size_t(world_.num_nodes), base);
+  const uint64_t before = base % RailCall::kMostChunks;  // chunks, which full flags number
+  const std::vector<uint64_t> chunks(size_t(world_.num_nodes), before);
   executor_->write(rail_sent_, chunks.data(), 8 * chunks.size());
   executor_->write(rail_received_, chunks.data(), 8 * chunks.size());
   const std::vector<uint64_t> landed(size_t(layout_.groups), base);
@@ -96,6 +97,11 @@ void Engine::start_counters_at(uint64_t base) {
   executor_->write(flag(world_.rank, layout_.landed), landed.data(), 8 * landed.size());
   for (uint64_t at = layout_.ready; at < layout_.counts_at; at += BufferLayout::kFlagStride)
     executor_->write(flag(world_.rank, at), &base, sizeof base);
+  const uint64_t full = before << RailCall::kBits;
+  for (uint64_t i = 0; i < layout_.rail_free - layout_.rail_full; i += BufferLayout::kFlagStride) {
+    executor_->write(flag(world_.rank, layout_.rail_full + i), &full, sizeof full);
+    executor_->write(flag(world_.rank, layout_.rail_free + i), &before, sizeof before);
+  }
 }
 
 void Engine::poison() {
@@ -138,9 +144,9 @@ void Engine::make_tables() {
 
 // What every dispatch and combine of this buffer has in common.
 template <class Params>
-void Engine::bind(Params& p, uint32_t chunk, uint32_t blocks) const {
+void Engine::bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call) const {
   p.world = world_;
-  p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes}, view_.peers, uint32_t(tables_.peers.size())};
+  p.rail = {{shape_.rail_slots, chunk, layout_.slot_bytes, rail_call}, view_.peers, uint32_t(tables_.peers.size())};
   p.gate = {world_,           &progress_->operations, flag(world_.rank, layout_.ready), flag(world_.rank, layout_.done),
             view_.peer_ready, view_.peer_done};
   p.taken = taken_;
@@ -272,7 +278,7 @@ void Engine::dispatch(Plan& plan, const DispatchCall& c) {
   if (c.permute && c.land_in == LandIn::kReceiveRow)
     throw std::logic_error("dispatch: permuted rows do not land in receive order");
   Call call(*this);
-  bind(p, chunk, uint32_t(c.num_blocks));
+  bind(p, chunk, uint32_t(c.num_blocks), RailCall::word(RailCall::kDispatch, p.message.token_bytes()));
   p.plan = plan.view();
   p.x = c.x;
   p.scales = c.scale_bytes ? c.scales : nullptr;
@@ -333,7 +339,7 @@ void Engine::combine(Plan& plan, const CombineCall& c) {
   if (c.sum_from == SumFrom::kEveryPair && !executor_->adds_parts())
     throw std::logic_error("combine: this executor adds no parts");
   Call call(*this);
-  bind(p, chunk, uint32_t(c.num_blocks));
+  bind(p, chunk, uint32_t(c.num_blocks), RailCall::word(RailCall::kCombine, p.partial.row_bytes(), p.partial_dtype));
   p.blocks = {uint32_t(c.num_blocks), uint32_t(c.local_blocks)};
   p.partials = {world_, flag(world_.rank, layout_.partials), view_.recv, layout_.recv - layout_.partials,
                 uint32_t(layout_.groups)};

@@ -195,7 +195,7 @@ class Engine {
   SpareParams spare_params(const SpareCall& call) const;
   ExchangeParams exchange_params(ExchangeParams p, const CallHeader& header) const;
   template <class Params>
-  void bind(Params& p, uint32_t chunk, uint32_t blocks) const;
+  void bind(Params& p, uint32_t chunk, uint32_t blocks, uint32_t rail_call) const;
   void describe_sum(SumParams& p, const CombineCall& c, const Plan& plan) const;
   bool is_in_arena(const unsigned char* x, uint64_t bytes) const;
   bool land(DispatchParams& p, const DispatchCall& c, const Plan& plan) const;

@@ -24,7 +24,8 @@ concept Transport = requires(N net, A& a, int peer_node, uint64_t offset, const 
   { net.put(a, peer_node, offset, src, bytes) };
   { net.put_signal(a, peer_node, offset, src, bytes, offset /*signal*/, value) };
   { net.signal(a, peer_node, offset, value) };
-  { net.test_signal(a, flag, value) } -> std::same_as<bool>;  // acquires when true
+  { net.test_signal(a, flag, value) } -> std::same_as<bool>;      // acquires when true
+  { net.read_signal(a, flag, value) } -> std::same_as<uint64_t>;  // what it is; acquires when that is at least `value`
   { net.wait_signal(a, flag, value, info) };
 };
 

@@ -125,6 +125,7 @@ inline constexpr Bug kLatencyRailBugs[] = {
 };
 
 // kCallsUnchecked, kNotifiedBeforeCounts and kGivenUpRankStarts: test_count_notification.cpp.
+// kRailCallUnchecked: test_rail_ring.cpp.
 // kFoldUnmet, kDraftsUnmet, kShareNotLocalFirst, kFlowNotTakenBack: test_plan_clones.cpp.
 // kCloneCountsToldEarly, kCloneCountsOneStepOld, kCloneShareOfAnother: test_balance.cpp.
 // kSlotNotAwaitedFree to kCloneGradientsNotTaken: test_spares.cpp.

@@ -1,5 +1,5 @@
 // The rail ring: many more chunks than slots, several operations one after the other, blocks of different number
-// on each rank, and every chunk arrives once and whole.
+// on each rank, and every chunk arrives once and whole; one of another call is taken by nobody.
 #include "check.h"
 
 #include <memory>
@@ -29,7 +29,7 @@ class RingWorld {
         seed_(seed),
         random_(seed),
         layout_(shape(nodes, slots, chunk_tokens)),
-        geometry_{slots, chunk_tokens, layout_.slot_bytes} {
+        geometry_(nodes, {slots, chunk_tokens, layout_.slot_bytes, RailCall::word(RailCall::kCombine, kRowBytes)}) {
     for (uint32_t n = 0; n < nodes; ++n) {
       memory_.emplace_back(layout_.total / sizeof(Line));
       segments_.push_back(reinterpret_cast<unsigned char*>(memory_.back().data()));
@@ -44,12 +44,14 @@ class RingWorld {
     }
   }
 
-  // Every rank sends a number of tokens of its own to every other.
-  void operation() {
+  // From now on: what it means by the bytes in its rings.
+  void set_call(uint32_t rank, uint32_t call) { geometry_[rank].call = call; }
+  // Every rank sends a number of tokens of its own to every other; one each if `all_send`.
+  void operation(double timeout_s = 20, bool all_send = false) {
     ++operations_;
     std::vector<std::vector<uint32_t>> tokens(nodes_, std::vector<uint32_t>(nodes_));
     for (auto& row : tokens)
-      for (uint32_t& n : row) n = random_.one_in(5) ? 0 : random_.below(geometry_.chunk_tokens * 15);
+      for (uint32_t& n : row) n = all_send ? 1 : random_.one_in(5) ? 0 : random_.below(geometry_[0].chunk_tokens * 15);
     std::vector<RankProgram<A>> programs(nodes_);
     std::vector<std::vector<RailPeer>> peers(nodes_);
     std::vector<uint64_t> received(nodes_, 0);
@@ -62,7 +64,7 @@ class RingWorld {
       c.num_warps = 1 + kReceivers;
       c.smem_bytes = 256;
       c.rank = c.node = int(n);
-      c.timeout_s = 20;
+      c.timeout_s = timeout_s;
       c.seed = ++seed_;
       c.progress = [this, n] { return net_[n]->progress(); };
       programs[n].body = [&, n](A& a, std::byte* smem) {
@@ -81,7 +83,7 @@ class RingWorld {
       for (uint32_t from = 0; from < nodes_; ++from) {
         if (from == n) continue;
         due += tokens[from][n] * uint64_t(kReceivers);
-        base_[from][n] += div_up(tokens[from][n], geometry_.chunk_tokens);
+        base_[from][n] += div_up(tokens[from][n], geometry_[n].chunk_tokens);
       }
       CHECK_EQ(received[n], due);
       for (const uint64_t left : consumed_[n]) CHECK_EQ(left, 0u);
@@ -109,7 +111,7 @@ class RingWorld {
             own(layout_.rail_recv_slot(m, o, 0)),
             reinterpret_cast<uint64_t*>(own(layout_.rail_full_flag(m, o, 0))),
             reinterpret_cast<uint64_t*>(own(layout_.rail_free_flag(m, o, 0))),
-            &consumed_[me][other * geometry_.num_slots],
+            &consumed_[me][other * geometry_[me].num_slots],
             layout_.rail_recv_slot(o, m, 0),
             layout_.rail_full_flag(o, m, 0),
             layout_.rail_free_flag(o, m, 0),
@@ -123,30 +125,32 @@ class RingWorld {
 
   void send(A& a, Net& net, uint32_t me, const std::vector<RailPeer>& peers, const std::vector<uint32_t>& tokens,
             uint64_t* taken, std::byte* smem) {
+    const RailGeometry& g = geometry_[me];
     ChunkSweep<A>{a, taken, uint32_t(a.num_blocks()), reinterpret_cast<uint32_t*>(smem), uint32_t(peers.size())}.run(
-        Site::kRailSlotFree, geometry_.chunk_tokens, [&](uint32_t s) { return tokens[size_t(peers[s].node)]; },
-        [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, geometry_, peers[s], chunk); },
+        Site::kRailSlotFree, g.chunk_tokens, [&](uint32_t s) { return tokens[size_t(peers[s].node)]; },
+        [&](uint32_t s, uint32_t chunk) { return RailSender::test(a, net, g, peers[s], chunk); },
         [&](uint32_t s, uint32_t chunk) {
-          auto* slot = reinterpret_cast<Vec16*>(RailSender::slot(net, geometry_, peers[s], chunk));
-          const uint32_t first = chunk * geometry_.chunk_tokens;
-          const uint32_t n = chunk_size(tokens[size_t(peers[s].node)], chunk, geometry_.chunk_tokens);
+          auto* slot = reinterpret_cast<Vec16*>(RailSender::slot(net, g, peers[s], chunk));
+          const uint32_t first = chunk * g.chunk_tokens;
+          const uint32_t n = chunk_size(tokens[size_t(peers[s].node)], chunk, g.chunk_tokens);
           for (uint32_t w = 0; w < n * kRowBytes / 16; ++w)
             a.st_global(slot + w,
                         word(me, uint32_t(peers[s].node), first + w / (kRowBytes / 16), w % (kRowBytes / 16)));
-          RailSender::commit(a, net, geometry_, peers[s], chunk, n * kRowBytes);
+          RailSender::commit(a, net, g, peers[s], chunk, n * kRowBytes);
         },
         [&](uint32_t s) { return peers[s].rank; });
   }
   void receive(A& a, Net& net, uint32_t me, const std::vector<RailPeer>& peers,
                const std::vector<std::vector<uint32_t>>& tokens, uint64_t* received) {
+    const RailGeometry& g = geometry_[me];
     for (const RailPeer& p : peers) {
       const uint32_t from = uint32_t(p.node), count = tokens[from][me];
-      for (uint32_t chunk = uint32_t(a.block_idx()); chunk * geometry_.chunk_tokens < count;
+      for (uint32_t chunk = uint32_t(a.block_idx()); chunk * g.chunk_tokens < count;
            chunk += uint32_t(a.num_blocks())) {
-        RailReceiver::wait(a, net, geometry_, p, chunk);
-        CHECK(RailReceiver::test(a, net, geometry_, p, chunk));
-        const auto* slot = reinterpret_cast<const Vec16*>(RailReceiver::slot(geometry_, p, chunk));
-        const uint32_t first = chunk * geometry_.chunk_tokens, n = chunk_size(count, chunk, geometry_.chunk_tokens);
+        RailReceiver::wait(a, net, g, p, chunk);
+        CHECK(RailReceiver::test(a, net, g, p, chunk));
+        const auto* slot = reinterpret_cast<const Vec16*>(RailReceiver::slot(g, p, chunk));
+        const uint32_t first = chunk * g.chunk_tokens, n = chunk_size(count, chunk, g.chunk_tokens);
         for (uint32_t w = 0; w < n * kRowBytes / 16; ++w) {
           const Vec16 got = a.ld_global(slot + w);
           const Vec16 want = word(from, me, first + w / (kRowBytes / 16), w % (kRowBytes / 16));
@@ -154,7 +158,7 @@ class RingWorld {
         }
         a.count_rank(received, n);
         const uint32_t mine = uint32_t(a.warp_idx());  // of shares of unequal size, told at once
-        RailReceiver::consume(a, net, geometry_, p, chunk, mine, kReceivers * (kReceivers + 1) / 2);
+        RailReceiver::consume(a, net, g, p, chunk, mine, kReceivers * (kReceivers + 1) / 2);
       }
     }
   }
@@ -163,7 +167,7 @@ class RingWorld {
   uint64_t seed_;
   test::Random random_;
   const BufferLayout layout_;
-  const RailGeometry geometry_;
+  std::vector<RailGeometry> geometry_;  // [rank]
   std::vector<std::vector<Line>> memory_;
   std::vector<unsigned char*> segments_;
   std::vector<std::vector<uint64_t>> consumed_, base_;  // [rank][...]; base: chunks sent from rank to rank
@@ -182,6 +186,50 @@ void add_test(const std::string& name, uint32_t operations) {
                                     for (uint32_t i = 0; i < operations; ++i) world.operation();
                                   }
                             }});
+}
+
+// Ranks 0 and 1 mean different calls in their second operation: whoever waits in vain names the other, and the chunk.
+template <class A, class Net>
+void calls_that_differ(uint32_t call) {
+  RingWorld<A, Net> world(2, 2, 3, 11);
+  world.operation();
+  world.set_call(1, call);
+  try {
+    world.operation(0.2, true);
+  } catch (const DeadlineError& e) {
+    const TimeoutReport& report = e.timeout_report();
+    CHECK(report.site == Site::kRailCall && report.peer == 1 - report.rank && report.chunk == 0);
+    CHECK(report.seen < report.expected);
+    return;
+  }
+  throw check::Failure("a chunk of another call was taken");
+}
+
+template <class A, class Net>
+void every_call_that_differs() {
+  calls_that_differ<A, Net>(RailCall::word(RailCall::kDispatch, kRowBytes));
+  calls_that_differ<A, Net>(RailCall::word(RailCall::kCombine, kRowBytes + 16));
+  calls_that_differ<A, Net>(RailCall::word(RailCall::kCombine, kRowBytes, DType::kFp32));
+}
+
+template <class A, class Net>
+void add_call_test(const std::string& name) {
+#if defined(HEP_MUTANTS)
+  check::tests().push_back({"mutant: calls are not compared, on " + name, [] {
+                              every_call_that_differs<A, Net>();
+                              injected_bug = Bug::kRailCallUnchecked;
+                              bool noticed = false;
+                              try {
+                                every_call_that_differs<A, Net>();
+                              } catch (const check::Failure&) {
+                                noticed = true;
+                              }
+                              injected_bug = Bug::kNone;
+                              CHECK(noticed);
+                            }});
+#else
+  check::tests().push_back({"no chunk of another call is taken on " + name, every_call_that_differs<A, Net>});
+#endif
 }
 
 // Block 0 is through with its first chunk only when all others are served: by block 1, or nobody.
@@ -228,6 +276,11 @@ const bool registered = [] {
   add_dealing_test<CheckedFibers<4>>("checked fibers of 4 lanes");
 #endif
   add_dealing_test<PlainThreads<1>>("threads");
+#if !defined(__SANITIZE_THREAD__)
+  add_call_test<PlainFibers, ShmTransport>("fibers, shm");
+  add_call_test<CheckedFibers<4>, LoopbackTransport>("checked fibers of 4 lanes, loopback");
+#endif
+  add_call_test<PlainThreads<1>, LoopbackTransport>("threads, loopback");
   return true;
 }();
 

@@ -156,3 +156,25 @@ def test_a_rank_in_another_operation_gets_no_rows():
     errors = world.run(work, return_errors=True)
     assert all(isinstance(e, DeadlineError) for e in errors) and errors[0].site == "landing_differs", errors
     assert all(torch.equal(rows, clone) for rows, clone in kept)
+
+
+def test_a_rail_peer_in_another_operation_sends_no_rows():
+    """The same between nodes: its chunks are of a combine, or of rows with weights, where this rank reads those of a
+    dispatch without."""
+    idx, sent = torch.tensor([[0, 2], [1, 3]]), torch.ones(2, 64, dtype=torch.bfloat16)
+    for other in ("combine", "wider rows"):
+        world = VirtualWorld(2, 1)
+        buffers = world.buffers(64, 16, 2, timeout_s=2)
+
+        def work(rank, _, buffers=buffers, other=other):
+            buffer, call = buffers[rank], {"num_of_experts": 4, "topk_idx": idx, "topk_weights": torch.ones(2, 2)}
+            rows, _, _, _, handle = buffer.dispatch_with_permute(hidden=sent, **call)
+            if rank == 0:
+                return buffer.dispatch_with_permute(hidden=2 * sent, handle=handle)
+            if other == "combine":
+                return buffer.combine_with_unpermute(hidden=rows, handle=handle)
+            return buffer.dispatch_with_permute(hidden=sent, probs=torch.ones(2, 4), handle=handle)
+
+        errors = world.run(work, return_errors=True)
+        assert all(isinstance(e, DeadlineError) and e.site == "rail_differs" for e in errors), errors
+        assert [e.peer for e in errors] == [1, 0]

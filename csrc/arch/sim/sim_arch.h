@@ -91,7 +91,11 @@ class SimArch {
 
   uint64_t ld_acquire_sys(const uint64_t* flag, Where at = Where::current()) { return m_->look(here(at), flag, ~0ull); }
   bool flag_reached(const uint64_t* flag, uint64_t value, Where at = Where::current()) {
-    return m_->look(here(at), flag, value) >= value;
+    return flag_value(flag, value, at) >= value;
+  }
+  // What it is, for a lane that goes on when it is at least `value`.
+  uint64_t flag_value(const uint64_t* flag, uint64_t value, Where at = Where::current()) {
+    return m_->look(here(at), flag, value);
   }
   void st_release_sys(uint64_t* flag, uint64_t value, Where at = Where::current()) {
     m_->fence_sys(here(at));

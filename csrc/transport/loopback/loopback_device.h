@@ -36,6 +36,10 @@ class LoopbackDevice {
     return a.ld_acquire_sys(flag) >= value;
   }
   template <class A>
+  HEP_DEVICE uint64_t read_signal(A& a, const uint64_t* flag, uint64_t) {
+    return a.ld_acquire_sys(flag);
+  }
+  template <class A>
   HEP_DEVICE void wait_signal(A& a, const uint64_t* flag, uint64_t value, const WaitInfo& info) {
     a.wait_ge_sys(flag, value, info);
   }

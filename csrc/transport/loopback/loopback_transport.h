@@ -32,6 +32,10 @@ class LoopbackTransport {
     return a.ld_acquire_sys(flag) >= value;
   }
   template <class A>
+  uint64_t read_signal(A& a, const uint64_t* flag, uint64_t) {
+    return a.ld_acquire_sys(flag);
+  }
+  template <class A>
   void wait_signal(A& a, const uint64_t* flag, uint64_t value, WaitInfo info) {
     a.wait_ge_sys(flag, value, info);
   }

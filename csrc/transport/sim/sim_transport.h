@@ -29,6 +29,10 @@ class SimTransport {
     return a.flag_reached(flag, value, at);
   }
   template <class A>
+  uint64_t read_signal(A& a, const uint64_t* flag, uint64_t value, Where at = Where::current()) {
+    return a.flag_value(flag, value, at);
+  }
+  template <class A>
   void wait_signal(A& a, const uint64_t* flag, uint64_t value, WaitInfo info, Where at = Where::current()) {
     a.wait_ge_sys(flag, value, info, at);
   }
