@@ -9,6 +9,7 @@
 
 #include "arch/concept.h"
 #include "common/bugs.h"
+#include "common/macros.h"
 #include "common/numeric.h"
 #include "layout/buffer.h"
 #include "transport/concept.h"
@@ -116,7 +117,7 @@ struct RailReceiver {
     if (injected(Bug::kRailChunkUnawaited)) return;
     const uint64_t q = *p.received + chunk, *const flag = g.full_flag(p, q);
     // Mostly one look says that it is there, and of what call it is. Else it is late, or of another.
-#pragma unroll 1
+    HEP_NO_UNROLL  // one wait in the code, not two: combine has no register to spare
     for (uint32_t other = 0; net.read_signal(a, flag, g.full_from(q)) != g.full(q);) {
       net.wait_signal(a, flag, g.full_from(q + other),
                       {other ? Site::kRailCall : Site::kRailChunk, p.rank, int64_t(chunk)});
