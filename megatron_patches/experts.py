@@ -151,7 +151,8 @@ class GroupedExperts(MegatronModule):
         """([P, H], None): expert outputs times their probabilities; rows behind the last expert's come out as zeros.
 
         permuted_local_hidden_states [P, H] by expert; tokens_per_expert int [E] on the host or on the device, with a
-        sum of at most P; permuted_probs [P]. With counts on the device nothing waits for it, further experts apart.
+        sum of at most P; permuted_probs [P]. With counts on the device nothing waits for it, where `grouped_mm`'s
+        backend does not.
 
         further: (weights like weight1 [S, F1, H], like weight2 [S, H, F]) of S further experts, which live elsewhere
         and whose rows follow, a pair for each place where some live; tokens_per_expert counts them, too."""
@@ -162,9 +163,9 @@ class GroupedExperts(MegatronModule):
         ends, tail = self.group_ends(tokens_per_expert, rows)
         pairs = [(self.weight1, self.weight2), *further]
         stacks = [tuple(pair[n].transpose(1, 2) for pair in pairs) for n in (0, 1)]
-        first_rows: tuple[int, ...] = (0,)
-        if further:
-            before = list(itertools.accumulate(len(pair[0]) for pair in pairs))[:-1]
+        first_rows: tuple[int, ...] | None = None  # of counts on the device nobody on the host asks it
+        if tokens_per_expert.device.type == "cpu":
+            before = itertools.accumulate(len(pair[0]) for pair in pairs[:-1])
             first_rows = (0, *(int(tokens_per_expert[:experts].sum()) for experts in before))
         how = {"backend": self.backend, "tail": tail, "first_rows": first_rows}
         h = grouped_mm(rows, stacks[0], ends, **how)
@@ -172,9 +173,10 @@ class GroupedExperts(MegatronModule):
         return grouped_mm(h, stacks[1], ends, **how, out=self._outputs(h)), None
 
     def _outputs(self, h: torch.Tensor) -> torch.Tensor | None:
-        """Where the second product goes: to registered memory of hosts, where combine reads it in place. A GPU's
-        grouped GEMM makes its own result, and a copy would cost what is saved."""
-        if h.device.type != "cpu" or self.backend not in ("auto", "loop"):
+        """Where the second product goes, if the machine that multiplies stores there: to registered memory, where
+        combine reads it in place. On GPUs "auto" stays with torch's kernel, whose result would have to be copied."""
+        stores = ("auto", "loop") if h.device.type == "cpu" else ("triton", "loop")
+        if self.backend not in stores:
             return None
         return buffers.empty_rows(h.shape[0], self.weight2.shape[1], h.dtype)
 

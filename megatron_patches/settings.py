@@ -19,7 +19,7 @@ BALANCE_MODES = ("off", "exact", "slow", "both")
 BALANCE_PUSHES = ("auto", "kernels", "torch")
 CLONE_REACHES = ("auto", "node", "anywhere")
 CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
-GEMM_BACKENDS = ("auto", "torch", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
+GEMM_BACKENDS = ("auto", "torch", "triton", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
 GUARD_MODES = ("off", "warn", "stop")
 RECOMPUTE_MODES = ("reuse", "repeat")
 OVERFLOWS = ("grow", "drop", "raise")
@@ -276,8 +276,9 @@ class Experts:
         "grouped_gemm_backend",
         "auto",
         choices=GEMM_BACKENDS,
-        help="Who multiplies in these experts: torch's grouped GEMM, Transformer Engine's GroupedLinear (its counts "
-        "wait for the device), a loop, or the first usable of torch and loop (auto, the default).",
+        help="Who multiplies in these experts: torch's grouped GEMM, our Triton kernels, Transformer Engine's "
+        "GroupedLinear (its counts wait for the device), a loop, or the first usable of torch, triton on GPUs, and "
+        "loop, triton before torch where torch would wait for the device (auto, the default).",
     )
 
     def __post_init__(self) -> None:

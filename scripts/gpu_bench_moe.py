@@ -9,6 +9,7 @@ the bandwidth that a plain copy of 1 GiB reaches on the same device in the same 
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import statistics
@@ -79,7 +80,12 @@ def operators(args, device):
     )
     ends = torch.linspace(0, n, args.experts + 1, device=device).int()[1:]
     weights = torch.randn(args.experts, hidden, f, device=device, dtype=dtype)
-    yield "grouped_mm, forward", 2 * (n * hidden + n * f + weights.numel()), lambda: grouped_mm(rows, weights, ends)
+    moved = 2 * (n * hidden + n * f + weights.numel())
+    x, w = rows.requires_grad_(), weights.requires_grad_()
+    for backend in ("torch", "triton") if device.type == "cuda" else ("torch",):
+        multiply = functools.partial(grouped_mm, x, w, ends, backend=backend)
+        yield f"grouped_mm in {backend}, forward", moved, multiply
+        yield f"grouped_mm in {backend}, backward", 2 * moved, backward_of(multiply, x, w)
 
 
 def copy_rate(size, device, repeats):

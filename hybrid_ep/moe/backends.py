@@ -1,12 +1,17 @@
 """The machines that multiply groups, each with the same verbs and each as it is, bugs included.
 
-    mm(x, w, offsets)             x [N, K], w [E, K, F], offsets int32 [E] -> [N, F]: rows of group e times w[e]
-    mm_into(x, w, offsets, out)   the same into out [N, F]; of a machine that makes its result itself, by a copy
-    wgrad(x, g, offsets)          x [N, K], g [N, F], offsets int32 [E]    -> [E, K, F]: x_e.T @ g_e
+Experts lie in one or more stacks [E_i, K, F] of weights, one after the other; E is the sum of E_i, offsets int32 [E].
+first_rows, where the host knows them: the row at which the experts of each stack begin.
+
+    mm(x, stacks, offsets, first_rows, out)       x [N, K] -> [N, F]: rows of group e times the weights of expert e;
+                                                  with `out` [N, F] stored there, which is returned
+    wgrad(x, g, offsets, sizes, first_rows)       x [N, K], g [N, F], sizes (E_i) -> a tensor [E_i, K, F] a stack, of
+                                                  x_e.T @ g_e
 
     absence()                     None, or why it is not installed
     refusal(device, dtype, (E, K, F))
                                   None, or why it cannot run there
+    objection(stacks, first_rows) None, or why it cannot multiply by these stacks
 
 What they leave undefined (rows from offsets[-1] on, weight gradients of groups without rows) is `grouped`'s business,
 with what `probing` found out about them.
@@ -18,11 +23,14 @@ import functools
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+Stacks = Sequence[torch.Tensor]
+FirstRows = Sequence[int] | None
 
 
 class Backend(Protocol):
@@ -34,11 +42,25 @@ class Backend(Protocol):
 
     def refusal(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None: ...
 
-    def mm(self, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor: ...
+    def objection(self, stacks: Stacks, first_rows: FirstRows) -> str | None: ...
 
-    def mm_into(self, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None: ...
+    def mm(
+        self,
+        x: torch.Tensor,
+        stacks: Stacks,
+        offsets: torch.Tensor,
+        first_rows: FirstRows = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
-    def wgrad(self, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor: ...
+    def wgrad(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        offsets: torch.Tensor,
+        sizes: Sequence[int],
+        first_rows: FirstRows = None,
+    ) -> list[torch.Tensor]: ...
 
 
 class LoopBackend:
@@ -58,28 +80,39 @@ class LoopBackend:
             return "it reads the counts on the host, which a CUDA graph cannot capture; give 16-bit rows to 'torch'"
         return None
 
-    @classmethod
-    def mm(cls, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(x.shape[0], w.shape[2])
-        cls.mm_into(x, w, offsets, out)
+    @staticmethod
+    def objection(stacks: Stacks, first_rows: FirstRows) -> str | None:
+        return None
+
+    @staticmethod
+    def mm(
+        x: torch.Tensor,
+        stacks: Stacks,
+        offsets: torch.Tensor,
+        first_rows: FirstRows = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = x.new_empty(x.shape[0], stacks[0].shape[2])
+        weights = [weight for stack in stacks for weight in stack]
+        for e, rows in _groups(offsets):
+            torch.mm(x[rows], weights[e], out=out[rows])
         return out
 
     @staticmethod
-    def mm_into(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    def wgrad(
+        x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows = None
+    ) -> list[torch.Tensor]:
+        stacks = [x.new_zeros(size, x.shape[1], g.shape[1]) for size in sizes]
+        weights = [weight for stack in stacks for weight in stack]
         for e, rows in _groups(offsets):
-            torch.mm(x[rows], w[e], out=out[rows])
-
-    @staticmethod
-    def wgrad(x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        out = x.new_zeros(offsets.numel(), x.shape[1], g.shape[1])
-        for e, rows in _groups(offsets):
-            torch.mm(x[rows].t(), g[rows], out=out[e])
-        return out
+            torch.mm(x[rows].t(), g[rows], out=weights[e])
+        return stacks
 
 
 class TorchBackend:
-    """torch's grouped GEMM: one kernel, counts on the device. On GPUs bf16 from compute capability 9.0 on; torch's
-    own fallback for the rest reads the counts on the host, so it is refused here."""
+    """torch's grouped GEMM: a kernel a stack, counts on the device. On GPUs bf16 from compute capability 9.0 on;
+    torch's own fallback for the rest reads the counts on the host, so it is refused here."""
 
     name = "torch"
 
@@ -99,23 +132,134 @@ class TorchBackend:
             if torch.cuda.get_device_capability(device) < (9, 0):
                 return "its kernels need a GPU of compute capability 9.0 or newer"
         _, k, f = shape
-        step = 16 // dtype.itemsize
-        if k % step or f % step:
-            return f"rows of {k} and {f} elements of {dtype} must be multiples of 16 bytes ({step} elements)"
+        return _not_in_16_bytes(dtype, k, f)
+
+    @staticmethod
+    def objection(stacks: Stacks, first_rows: FirstRows) -> str | None:
+        reads = len(stacks) > 1 and first_rows is None and stacks[0].device.type == "cuda"
+        if reads and torch.cuda.is_current_stream_capturing():
+            return "it reads where a stack's rows begin on the host, which a CUDA graph cannot capture; give first_rows"
+        return None
+
+    @classmethod
+    def mm(
+        cls,
+        x: torch.Tensor,
+        stacks: Stacks,
+        offsets: torch.Tensor,
+        first_rows: FirstRows = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Of several stacks the first one's product goes over all rows and leaves those of the others to them."""
+        for stack, (first, last, ends) in zip(
+            stacks, cls._parts(x, offsets, [stack.shape[0] for stack in stacks], first_rows), strict=True
+        ):
+            if out is None and first == 0 and (last or len(stacks) == 1):
+                out = cls._product(x, stack, ends)
+                continue
+            if out is None:
+                out = x.new_empty(x.shape[0], stack.shape[2])
+            if last > first:
+                out[first:last] = cls._product(x[first:last], stack, ends)
+        assert out is not None  # there is at least one stack
+        return out
+
+    @classmethod
+    def wgrad(
+        cls, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows = None
+    ) -> list[torch.Tensor]:
+        return [
+            # A transposed view keeps the ragged dimension off the contiguous one, where it would need alignment.
+            _required_grouped_mm()(x[first:last].contiguous().t(), g[first:last].contiguous(), offs=ends)
+            if last > first
+            else x.new_zeros(size, x.shape[1], g.shape[1])
+            for size, (first, last, ends) in zip(sizes, cls._parts(x, offsets, sizes, first_rows), strict=True)
+        ]
+
+    @staticmethod
+    def _product(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return _required_grouped_mm()(x.contiguous(), w, offs=ends)
+
+    @staticmethod
+    def _parts(
+        x: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(first row, last row, ends of its groups counted from the first row) of every stack."""
+        if first_rows is None:
+            cuts = list(accumulate(sizes))[:-1]
+            before = offsets[[cut - 1 for cut in cuts if cut]].tolist() if cuts else []
+            first_rows = (0, *(before.pop(0) if cut else 0 for cut in cuts))
+        bounds = (*first_rows, x.shape[0])
+        for first, last, own in zip(bounds, bounds[1:], offsets.split(list(sizes)), strict=False):
+            yield first, last, own - first if first else own
+
+
+class TritonBackend:
+    """Our kernels: all stacks in one launch, counts on the device, stored where one asks, zeros for empty experts."""
+
+    name = "triton"
+
+    @staticmethod
+    def absence() -> str | None:
+        return None if importlib.util.find_spec("triton") else "Triton is not installed"
+
+    @classmethod
+    def refusal(cls, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
+        if why := cls.absence():
+            return why
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"its kernels take bfloat16 or float16 rows, not {dtype}"
+        if device.type != "cuda":
+            return "Triton's kernels need a GPU"
+        if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+            return "its tiles are made for GPUs of compute capability 9.x and 10.x"
+        _, k, f = shape
+        if k * f >= 2**31:
+            return f"a weight of {k} x {f} elements is beyond offsets of 32 bits"
+        return _not_in_16_bytes(dtype, k, f)
+
+    @staticmethod
+    def objection(stacks: Stacks, first_rows: FirstRows) -> str | None:
+        from hybrid_ep.moe import triton_grouped as kernels
+
+        if len(stacks) > kernels.MAX_STACKS:
+            return f"it takes at most {kernels.MAX_STACKS} stacks, not {len(stacks)}"
+        if (groups := sum(stack.shape[0] for stack in stacks)) > kernels.MAX_GROUPS:
+            return f"it takes at most {kernels.MAX_GROUPS} experts a rank, not {groups}"
+        steps = {tuple(stack.stride()[1:]) for stack in stacks}
+        if len(steps) > 1:
+            return f"matrices of the stacks have different strides {sorted(steps)}"
+        if sum((n - 1) * step for n, step in zip(stacks[0].shape[1:], steps.pop(), strict=True)) >= 2**31:
+            return "a weight spans more than offsets of 32 bits reach"
         return None
 
     @staticmethod
-    def mm(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return _required_grouped_mm()(x.contiguous(), w, offs=offsets)
+    def mm(
+        x: torch.Tensor,
+        stacks: Stacks,
+        offsets: torch.Tensor,
+        first_rows: FirstRows = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from hybrid_ep.moe import triton_grouped
 
-    @classmethod
-    def mm_into(cls, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(cls.mm(x, w, offsets))
+        if out is None:
+            out = x.new_empty(x.shape[0], stacks[0].shape[2])
+        triton_grouped.rows_times_stacks(x.contiguous(), stacks, offsets, out)
+        return out
 
     @staticmethod
-    def wgrad(x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        # A transposed view keeps the ragged dimension off the contiguous one, where it would need alignment.
-        return _required_grouped_mm()(x.contiguous().t(), g.contiguous(), offs=offsets)
+    def wgrad(
+        x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows = None
+    ) -> list[torch.Tensor]:
+        from hybrid_ep.moe import triton_grouped
+
+        x, g = x.contiguous(), g.contiguous()
+        made = [x.new_empty(size, x.shape[1], g.shape[1]) for size in sizes]
+        for out, last in zip(made, accumulate(sizes), strict=True):
+            if len(out):
+                triton_grouped.weight_gradient(x, g, offsets, last - len(out), out)
+        return made
 
 
 class TransformerEngineBackend:
@@ -135,28 +279,40 @@ class TransformerEngineBackend:
             return "Transformer Engine needs a GPU"
         return LoopBackend.refusal(device, dtype, shape)
 
+    @staticmethod
+    def objection(stacks: Stacks, first_rows: FirstRows) -> str | None:
+        return None
+
     @classmethod
-    def mm(cls, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        out = x.new_zeros(x.shape[0], w.shape[2])
+    def mm(
+        cls,
+        x: torch.Tensor,
+        stacks: Stacks,
+        offsets: torch.Tensor,
+        first_rows: FirstRows = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = x.new_zeros(x.shape[0], stacks[0].shape[2])
         counts = _counts(offsets)
         if total := sum(counts):
-            out[:total] = cls._apply(x[:total].contiguous(), [m.t().contiguous() for m in w], counts)
+            weights = [weight.t().contiguous() for stack in stacks for weight in stack]
+            out[:total] = cls._apply(x[:total].contiguous(), weights, counts)
         return out
 
     @classmethod
-    def mm_into(cls, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(cls.mm(x, w, offsets))
-
-    @classmethod
-    def wgrad(cls, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def wgrad(
+        cls, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows = None
+    ) -> list[torch.Tensor]:
         counts = _counts(offsets)
         total = sum(counts)
         if not total:
-            return x.new_zeros(offsets.numel(), x.shape[1], g.shape[1])
+            return [x.new_zeros(size, x.shape[1], g.shape[1]) for size in sizes]
         with torch.enable_grad():
             weights = [x.new_zeros(g.shape[1], x.shape[1], requires_grad=True) for _ in counts]
             y = cls._apply(x[:total].detach().contiguous(), weights, counts)
-            return torch.stack(torch.autograd.grad(y, weights, g[:total].contiguous())).transpose(1, 2)
+            gradients = torch.stack(torch.autograd.grad(y, weights, g[:total].contiguous()))
+        return list(gradients.transpose(1, 2).split(list(sizes)))
 
     @staticmethod
     def _apply(x: torch.Tensor, weights: Sequence[torch.Tensor], counts: list[int]) -> torch.Tensor:
@@ -167,7 +323,16 @@ class TransformerEngineBackend:
         return torch.func.functional_call(module, named, (x, counts))
 
 
-BACKENDS: dict[str, Backend] = {b.name: b for b in (TorchBackend(), LoopBackend(), TransformerEngineBackend())}
+BACKENDS: dict[str, Backend] = {
+    b.name: b for b in (TorchBackend(), TritonBackend(), LoopBackend(), TransformerEngineBackend())
+}
+
+
+def _not_in_16_bytes(dtype: torch.dtype, k: int, f: int) -> str | None:
+    step = 16 // dtype.itemsize
+    if k % step or f % step:
+        return f"rows of {k} and {f} elements of {dtype} must be multiples of 16 bytes ({step} elements)"
+    return None
 
 
 @functools.cache

@@ -58,7 +58,7 @@ class Probe:
 
 
 def probe(device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "torch") -> Probe:
-    """The Probe of a backend ("torch", "loop", "te") on a device; runs at the first call, logs once.
+    """The Probe of a backend ("torch", "triton", "loop", "te") on a device; runs at the first call, logs once.
 
     Must not first be called while a CUDA graph is being captured: it reads results on the host. ValueError for an
     unknown backend; RuntimeError when first called during a capture."""
@@ -114,9 +114,9 @@ def _judge(
     x, g, w, offsets = _problem(counts, device, dtype)
     real = slice(0, sum(counts))
     want = (
-        LoopBackend.mm(x, w, offsets)[real],
-        LoopBackend.mm(g, w.transpose(1, 2), offsets)[real],
-        LoopBackend.wgrad(x, g, offsets),
+        LoopBackend.mm(x, [w], offsets)[real],
+        LoopBackend.mm(g, [w.transpose(1, 2)], offsets)[real],
+        LoopBackend.wgrad(x, g, offsets, [len(counts)])[0],
     )
     if padded:
         x, at, row_of = padding.pad_groups(x, offsets, PAD_ROWS, empty_only=True)
@@ -124,9 +124,9 @@ def _judge(
     else:
         at, row_of = offsets, torch.arange(x.shape[0], device=device, dtype=torch.int64)
     with _poisoned_memory(device, (x.shape[0] * _F, x.shape[0] * _K, w.numel()), dtype):
-        out = backend.mm(x, w, at)[row_of]
-        dx = backend.mm(g, w.transpose(1, 2), at)[row_of]
-        dw = backend.wgrad(x, g, at)
+        out = backend.mm(x, [w], at)[row_of]
+        dx = backend.mm(g, [w.transpose(1, 2)], at)[row_of]
+        (dw,) = backend.wgrad(x, g, at, [len(counts)])
     full = torch.tensor(counts, device=device, dtype=torch.int64) > 0
     tail = bool((out[real.stop :] != 0).any())
     if not (_close(out[real], want[0]) and _close(dx[real], want[1]) and _close(dw[full], want[2][full])):

@@ -66,7 +66,7 @@ def test_a_flag_that_cannot_work_is_refused_by_name(argv, said):
     [
         (
             {"grouped_gemm": True, "grouped_gemm_backend": "cutlass"},
-            "is 'cutlass': choose one of auto, torch, te, loop",
+            "is 'cutlass': choose one of auto, torch, triton, te, loop",
         ),
         (
             {"grouped_gemm_backend": "loop"},

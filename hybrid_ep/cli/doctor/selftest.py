@@ -3,7 +3,6 @@ four ranks and on the GPU by one."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, rebuild_remedy
@@ -24,8 +23,8 @@ def grouped_gemm() -> Found:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     usable = 0
     for backend in BACKENDS.values():
-        if backend.name == "te" and importlib.util.find_spec("transformer_engine") is None:
-            continue
+        if backend.name in ("te", "triton") and (device.type == "cpu" or backend.absence()):
+            continue  # made for GPUs, and not of every installation
         found = probe(backend, device, torch.bfloat16)
         text = f"{backend.name}, bfloat16 on {found.device}: {found.found}; remedy {found.remedy}"
         usable += found.remedy != "unusable"

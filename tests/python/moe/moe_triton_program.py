@@ -6,15 +6,18 @@ check here shows: with it the results would be biased, so the kernels round with
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from hybrid_ep.moe import activations, combining, triton_activations, triton_unpermute, triton_zero
+from hybrid_ep.moe import activations, combining, triton_activations, triton_grouped, triton_unpermute, triton_zero
 from hybrid_ep.moe.triton_rounding import round_to
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -108,7 +111,65 @@ def check_zeros():
         assert (groups[[0, 2]] == 0).all() and (groups[[1, 3]] == 2).all()
 
 
+def grouped_is_right(kernels, dtype: torch.dtype, cuts: tuple[int, ...], counts: tuple[int, ...], **sizes: int) -> bool:
+    """Products and weight gradients of some groups, with NaN behind the last, against torch in fp64. The interpreter
+    multiplies no bf16; kernels are the same for all dtypes but for what is loaded and rounded."""
+    torch.manual_seed(2)
+    num_rows, k, f, real = sum(counts) + 20, 24, 40, sum(counts)
+    x, g, out = torch.randn(num_rows, k), torch.randn(num_rows, f), torch.full((num_rows, f), 7.0)
+    x[real:] = g[real:] = float("nan")
+    x, g, out = x.to(dtype), g.to(dtype), out.to(dtype)
+    stored = torch.randn(len(counts), f, k).to(dtype)  # as torch.nn.Linear has it
+    # Each in memory of its own, with room behind it: what a planted fault reads there is wrong, and is there.
+    stacks = [torch.cat([w, stored])[: len(w)].transpose(1, 2) for w in stored.tensor_split(list(cuts))]
+    ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32)
+    kernels.rows_times_stacks(x, stacks, ends, out, BM=16, BN=32, BK=16)
+    gradients = [torch.full_like(stack, float("nan")).contiguous() for stack in stacks]
+    first = 0
+    for dw in gradients:
+        kernels.weight_gradient(x, g, ends, first, dw, BM=16, BN=32, BR=16)
+        first += len(dw)
+    want, want_dw, start = torch.full((num_rows, f), 7.0).double(), torch.zeros(len(counts), k, f).double(), 0
+    for e, count in enumerate(counts):
+        rows = slice(start, start := start + count)
+        want[rows] = x[rows].double() @ stored[e].double().T
+        want_dw[e] = x[rows].double().T @ g[rows].double()
+    at_most = {torch.float32: 1e-5, torch.float16: 2e-3}[dtype]
+    pairs = ((out, want), (torch.cat(gradients), want_dw))
+    return all(bool(((a.double() - b).abs() <= at_most * b.abs().max()).all()) for a, b in pairs)
+
+
+# Of the kernels of grouped GEMM, each of which one of the two problems below must notice.
+FAULTS = {
+    "a row behind its group is stored": ("in_rows, in_f = (at_row < end - row)", "in_rows, in_f = (at_row < BM)"),
+    "experts of a stack are counted from the first": (
+        "tl.where(beyond, group - first, expert)",
+        "tl.minimum(group, 1)",
+    ),
+    "the second stack is not taken": ("tl.where(beyond, its_ptr, weight)", "weight"),
+    "bands lose a row tile": ("rows = tl.minimum(height - band, BAND)", "rows = tl.minimum(height, BAND)"),
+    "the tile that is not full is forgotten": ("(ends - starts + BM - 1) // BM", "(ends - starts) // BM"),
+    "rows behind the group enter its gradient": ("in_rows = (at_row < end - done)", "in_rows = (at_row < BR)"),
+    "the rest of K is not masked": ("if not EVEN_K:", "if False:"),
+}
+
+
+def check_grouped():
+    several, one = (torch.float32, (2, 2, 3), (5, 0, 150, 1)), (torch.float16, (), (17, 16, 0, 3))
+    assert grouped_is_right(triton_grouped, *several) and grouped_is_right(triton_grouped, *one)
+    text = Path(triton_grouped.__file__).read_text()
+    for fault, (is_there, planted) in FAULTS.items():
+        assert text.count(is_there) == 1, fault
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "faulty.py"
+            path.write_text(text.replace(is_there, planted))
+            spec = importlib.util.spec_from_file_location("faulty", path)
+            faulty = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(faulty)
+            assert not grouped_is_right(faulty, *several), fault
+
+
 if __name__ == "__main__":
-    for check in (check_zeros, check_unpermute, check_activations, check_rounding):
+    for check in (check_zeros, check_unpermute, check_activations, check_rounding, check_grouped):
         check()
         print(check.__name__, "ok")

@@ -255,4 +255,4 @@ def test_triton_kernels_in_the_interpreter():
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(here.parents[2]), *sys.path])},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(" ok") == 4
+    assert done.stdout.count(" ok") == 5

@@ -105,7 +105,9 @@ def test_several_stacks_give_the_bits_of_one(backend, dtype):
         place = torch.full_like(got[0], float("nan"))
         with torch.no_grad():
             stored = grouped_mm(x, parts, offsets, backend=backend, tail=tail > 0, first_rows=first_rows, out=place)
+            unsaid = grouped_mm(x, parts, offsets, backend=backend, tail=tail > 0)
         assert stored is place and torch.equal(stored, got[0]), (counts, tail, cuts)
+        assert torch.equal(unsaid, got[0]), (counts, tail, cuts)
 
 
 @pytest.mark.parametrize("backend", ["torch", "loop", "auto"])
@@ -201,24 +203,24 @@ class StaleAccumulator(LoopBackend):
     name = "stale"
 
     @staticmethod
-    def wgrad(x, g, offsets):
-        out = LoopBackend.wgrad(x, g, offsets)
+    def wgrad(x, g, offsets, sizes, first_rows=None):
+        out = torch.cat(LoopBackend.wgrad(x, g, offsets, sizes))
         out[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = 7.0
-        return out
+        return list(out.split(sizes))
 
 
 class NeverWritten(LoopBackend):
     """Neither tails nor gradients of empty groups are written."""
 
     name = "never"
-    mm = TorchBackend.mm
+    mm = TorchBackend.mm  # which writes no tail
 
     @staticmethod
-    def wgrad(x, g, offsets):
+    def wgrad(x, g, offsets, sizes, first_rows=None):
         out = torch.full((offsets.numel(), x.shape[1], g.shape[1]), float("nan"), dtype=x.dtype)
         full = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
-        out[full] = LoopBackend.wgrad(x, g, offsets)[full]
-        return out
+        out[full] = torch.cat(LoopBackend.wgrad(x, g, offsets, sizes))[full]
+        return list(out.split(sizes))
 
 
 class SpoilsNeighbours(LoopBackend):
@@ -227,16 +229,17 @@ class SpoilsNeighbours(LoopBackend):
     name = "spoils"
 
     @staticmethod
-    def wgrad(x, g, offsets):
-        out = LoopBackend.wgrad(x, g, offsets)
-        return out + 1 if (torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0).any() else out
+    def wgrad(x, g, offsets, sizes, first_rows=None):
+        out = LoopBackend.wgrad(x, g, offsets, sizes)
+        lost = (torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0).any()
+        return [dw + 1 for dw in out] if lost else out
 
 
 class Raises(LoopBackend):
     name = "raises"
 
     @staticmethod
-    def wgrad(x, g, offsets):
+    def wgrad(x, g, offsets, sizes, first_rows=None):
         raise RuntimeError("CUTLASS cannot handle delta=0\nat some line")
 
 
@@ -244,8 +247,8 @@ class AlwaysWrong(LoopBackend):
     name = "wrong"
 
     @staticmethod
-    def mm(x, w, offsets):
-        return LoopBackend.mm(x, w, offsets) * 1.5
+    def mm(x, stacks, offsets, first_rows=None, out=None):
+        return LoopBackend.mm(x, stacks, offsets, first_rows, out).mul_(1.5)
 
 
 BROKEN = {
@@ -277,7 +280,7 @@ def test_probe_finds_the_smallest_exact_remedy(backend, monkeypatch):
 def test_without_its_remedy_each_of_them_is_wrong(backend):
     counts = (7, 0, 0, 1)
     x, w, grad = problem(counts, 5, torch.float32)
-    got = grouped._weight_gradient(x, grad, offsets_of(counts), backend, "none")
+    (got,) = grouped._weight_gradients(x, grad, offsets_of(counts), [4], None, backend, "none")
     assert not torch.allclose(got.double(), expected(x, w, grad, counts)[2])
 
 

@@ -65,22 +65,22 @@ def test_products_and_weight_gradients_through_grouped_linear(fake, counts, dtyp
     x[total:] = g[total:] = float("nan")
     w = torch.randn(4, 16, 24).to(dtype)
     ends = torch.tensor(counts).cumsum(0).int()
-    out, dw = TransformerEngineBackend.mm(x, w, ends), TransformerEngineBackend.wgrad(x, g, ends)
+    out, dw = TransformerEngineBackend.mm(x, [w], ends), TransformerEngineBackend.wgrad(x, g, ends, [4])[0]
     assert GroupedLinear.calls == [(counts, (total, 16))] * 2, "tail rows must not enter"
-    torch.testing.assert_close(out[:total], LoopBackend.mm(x, w, ends)[:total])
+    torch.testing.assert_close(out[:total], LoopBackend.mm(x, [w], ends)[:total])
     assert (out[total:] == 0).all() and out.dtype == dtype
-    torch.testing.assert_close(dw, LoopBackend.wgrad(x, g, ends))
+    torch.testing.assert_close(dw, LoopBackend.wgrad(x, g, ends, [4])[0])
     assert all((dw[e] == 0).all() for e, count in enumerate(counts) if not count)
 
 
 def test_no_row_at_all_calls_nothing_and_modules_are_made_once(fake):
     ends = torch.zeros(4, dtype=torch.int32)
     x, g, w = torch.randn(2, 16), torch.randn(2, 24), torch.randn(4, 16, 24)
-    assert (TransformerEngineBackend.mm(x, w, ends) == 0).all()
-    assert (TransformerEngineBackend.wgrad(x, g, ends) == 0).all() and not GroupedLinear.calls
+    assert (TransformerEngineBackend.mm(x, [w], ends) == 0).all()
+    assert (TransformerEngineBackend.wgrad(x, g, ends, [4])[0] == 0).all() and not GroupedLinear.calls
     full = torch.tensor([1, 1, 1, 2], dtype=torch.int32)
-    TransformerEngineBackend.mm(x, w, full)
-    TransformerEngineBackend.wgrad(x, g, full)
+    TransformerEngineBackend.mm(x, [w], full)
+    TransformerEngineBackend.wgrad(x, g, full, [4])
     assert len(backends._te_modules.modules) == 1
 
 

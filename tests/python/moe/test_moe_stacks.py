@@ -1,0 +1,150 @@
+"""Grouped GEMM over several stacks: who multiplies on a GPU, what is read by the host, remedies a stack.
+
+Without a GPU: tensors of a GPU that hold nothing (torch's FakeTensorMode), on which a read by the host raises."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import types
+
+import pytest
+import torch
+from test_moe_grouped import (
+    COUNTS,
+    NeverWritten,
+    SpoilsNeighbours,
+    StaleAccumulator,
+    check,
+    expected,
+    offsets_of,
+    problem,
+)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from hybrid_ep.moe import grouped, grouped_mm, padding, probing
+from hybrid_ep.moe.backends import BACKENDS, TorchBackend, TritonBackend
+
+HAS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.mark.parametrize("backend", [StaleAccumulator, NeverWritten, SpoilsNeighbours], ids=lambda b: b.name)
+def test_every_remedy_works_on_several_stacks(backend, monkeypatch):
+    monkeypatch.setitem(BACKENDS, backend.name, backend)
+    for counts, cuts, known in itertools.product(COUNTS, ([3], [1, 2], [2, 2]), (True, False)):
+        x, w, grad = problem(counts, 5, torch.float32, transposed=True)
+        x.requires_grad_()
+        parts = [part.clone().requires_grad_() for part in w.tensor_split(cuts)]
+        first_rows = [sum(counts[:cut]) for cut in (0, *cuts)] if known else None
+        out = grouped_mm(x, parts, offsets_of(counts), backend=backend.name, first_rows=first_rows)
+        out.backward(grad)
+        got = out.detach(), x.grad, torch.cat([part.grad for part in parts])
+        check(got, expected(x.detach(), w, grad, counts), torch.float32, counts)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A GPU's tensors without one; kernels are noted instead of launched."""
+    launched = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(padding, "_kernels", lambda x: None)
+    monkeypatch.setattr(
+        probing, "probe", lambda device, dtype, name: probing.Probe(name, "a GPU", str(dtype), "none", "", False)
+    )
+    if importlib.util.find_spec("triton"):
+        from hybrid_ep.moe import triton_grouped
+
+        for kernel in ("rows_times_stacks", "weight_gradient"):
+            monkeypatch.setattr(triton_grouped, kernel, lambda *_, kernel=kernel: launched.append(kernel))
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        yield launched
+
+
+def gpu_problem(dtype=torch.bfloat16, stacks=2):
+    x = torch.empty(32, 64, dtype=dtype, device="cuda", requires_grad=True)
+    parts = [torch.empty(2, 48, 64, dtype=dtype, device="cuda", requires_grad=True) for _ in range(stacks)]
+    return x, parts, torch.empty(2 * stacks, dtype=torch.int64, device="cuda")
+
+
+def backward_of(x, parts, offsets):
+    """(gradient of the rows, of each stack), called as autograd would: its engine needs a device."""
+    stacks, machine = [w.transpose(1, 2) for w in parts], (BACKENDS["triton"], "none")
+    ctx = types.SimpleNamespace(
+        saved_tensors=(x, offsets.int(), *stacks),
+        facts=(None, machine, True),
+        needs_input_grad=(True, *[False] * 5, *[True] * len(stacks)),
+    )
+    with torch.no_grad():
+        dx, *_, first, second = grouped._GroupedMM.backward(ctx, x.new_empty(32, 48))
+    return dx, [first, second]
+
+
+def chosen(backend="auto", dtype=torch.bfloat16, stacks=2, first_rows=None, stores=False):
+    x, parts, _ = gpu_problem(dtype, stacks)
+    return grouped._choose(backend, x, [w.transpose(1, 2) for w in parts], first_rows, stores)[0].name
+
+
+@HAS_TRITON
+def test_triton_multiplies_where_torch_would_wait_or_copy(on_hopper):
+    assert chosen(stacks=1) == "torch" and chosen(first_rows=(0, 7)) == "torch"
+    assert chosen() == "triton" and chosen(stacks=1, stores=True) == "triton"
+    assert chosen(stacks=1, dtype=torch.float16) == "triton", "torch's kernels for GPUs take bf16"
+    assert chosen(stacks=1, dtype=torch.float32) == "loop"
+    assert chosen(stacks=5) == "torch", "pointers to four stacks are arguments"
+
+
+@HAS_TRITON
+def test_what_triton_cannot_do_is_named(on_hopper, monkeypatch):
+    for options, said in (
+        ({"stacks": 5}, "at most 4 stacks, not 5"),
+        ({"dtype": torch.float32}, "bfloat16 or float16 rows, not torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            chosen("triton", **options)
+    x, parts, _ = gpu_problem()
+    with pytest.raises(ValueError, match="different strides"):
+        grouped._choose("triton", x, [parts[0].transpose(1, 2), parts[1].transpose(1, 2).contiguous()], None, False)
+    many = torch.empty(1025, 64, 48, dtype=x.dtype, device="cuda")
+    with pytest.raises(ValueError, match="at most 1024 experts a rank, not 1025"):
+        grouped._choose("triton", x, [many], None, False)
+    wide = torch.empty(2, 1, 1, dtype=x.dtype, device="cuda").expand(2, 64, 48).as_strided((2, 64, 48), (1, 2**26, 1))
+    with pytest.raises(ValueError, match="32 bits"):
+        grouped._choose("triton", x, [wide], None, False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
+    with pytest.raises(ValueError, match=r"compute capability 9\.x and 10\.x"):
+        chosen("triton")
+
+
+@HAS_TRITON
+@pytest.mark.parametrize("place", [False, True])
+def test_triton_reads_nothing_on_the_host(on_hopper, monkeypatch, place):
+    monkeypatch.setattr(
+        grouped, "_check_out", lambda *_: None
+    )  # it compares addresses, of which these tensors have none
+    x, parts, offsets = gpu_problem()
+    out = torch.empty(32, 48, dtype=x.dtype, device="cuda") if place else None
+    got = grouped_mm(x, [w.transpose(1, 2) for w in parts], offsets, out=out)
+    assert got is out if place else got.shape == (32, 48)
+    dx, dw = backward_of(x, parts, offsets)
+    assert on_hopper == ["rows_times_stacks"] * 2 + ["weight_gradient"] * 2
+    assert dx.shape == x.shape and all(made.shape == w.transpose(1, 2).shape for made, w in zip(dw, parts, strict=True))
+
+
+@pytest.mark.skipif(TorchBackend.absence() is not None, reason="torch has no grouped GEMM")
+def test_torch_reads_where_stacks_begin_unless_it_is_told(on_hopper, monkeypatch):
+    monkeypatch.setattr(TorchBackend, "_product", lambda x, w, ends: x.new_empty(x.shape[0], w.shape[2]))
+    x, parts, offsets = gpu_problem()
+    turned = [w.transpose(1, 2) for w in parts]
+    with pytest.raises(DataDependentOutputException):
+        grouped_mm(x, turned, offsets, backend="torch")
+    assert grouped_mm(x, turned, offsets, backend="torch", first_rows=(0, 8)).shape == (32, 48)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ValueError, match="CUDA graph cannot capture; give first_rows"):
+        grouped_mm(x, turned, offsets, backend="torch")
+
+
+def test_triton_is_not_for_cpus():
+    assert TritonBackend.absence() or "need a GPU" in TritonBackend.refusal(
+        torch.device("cpu"), torch.bfloat16, (2, 32, 32)
+    )
