@@ -218,7 +218,7 @@ class ExactManager(SlowManager):
         rows = HybridEPManager.dispatch(self, hidden_states)
         if self._num_rows is not None and self.tokens_per_expert is not None:
             owners = self.num_local_experts - self.planner.options.spare_slots
-            self.tokens_per_expert = filled(self.tokens_per_expert, self._num_rows, owners, not plan.is_empty)
+            self.tokens_per_expert = filled(self.tokens_per_expert, self._num_rows, owners, self.clones.may_clone(plan))
         return rows
 
     def _static_rows(self, num_tokens: int) -> tuple[int, int | None] | tuple[None, None]:
@@ -283,7 +283,19 @@ class KernelPlan(MicrobatchPlan):
     them, to be replayed."""
 
     def __init__(self, made: ClonePlan, owners: Owners, options: MicrobatchOptions) -> None:
-        self.__dict__.update(clones=made, owner=owners.rank_of, options=options, part=None, _shape=None)
+        columns = owners.columns(options.spare_slots, made.counts.device)
+        self.__dict__.update(
+            clones=made, owner=owners.rank_of, options=options, part=None, _shape=None, owner_columns=columns
+        )
+
+    def load_of_ranks(self) -> torch.Tensor:
+        """int64 [R] on the kernels' device, without a wait for it: tokens_of_ranks()."""
+        made, (num_ranks, spare) = self.clones, self.clones.slot_expert.shape
+        owner = self.owner_columns // (len(self.owner_columns) // num_ranks + spare)
+        load = made.counts.new_zeros(num_ranks).index_add(0, owner, made.counts.sum(0))
+        given = torch.where(made.slot_expert >= 0, made.slot_tokens, 0)
+        back = owner[made.slot_expert.long().clamp(min=0)]  # whoever would have computed them
+        return load.add_(given.sum(1)).index_add_(0, back.flatten(), given.flatten(), alpha=-1)
 
     def __getattr__(self, name: str) -> Any:
         """What the kernels wrote. On a GPU it waits for them: meters ask, and torch's push."""

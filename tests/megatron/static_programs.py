@@ -1,7 +1,9 @@
 """What the ranks of the tests of static rows do: the layers of `balance_programs`, as many tokens on every rank."""
 
 import contextlib
+import traceback
 import warnings
+from pathlib import Path
 
 import balance_programs
 import pytest
@@ -12,7 +14,7 @@ from rank_programs import EXPERTS, HIDDEN, TOPK, initialize, make_dispatcher
 import megatron_patches
 from hybrid_ep.errors import CapacityError
 from hybrid_ep.runtime.handle_kinds import OVERFLOW_FLAG
-from megatron_patches import balance, static_rows
+from megatron_patches import balance, balance_kernels, static_rows
 from megatron_patches.manager import HybridEPManager
 
 TOKENS = 96
@@ -78,6 +80,46 @@ def rows_stay(ep, grouped):
                 assert int(manager.tokens_per_expert.sum()) == CONSTANT
     megatron_patches.revert()
     return True
+
+
+@contextlib.contextmanager
+def beside_the_host():
+    """As on a GPU: whether anything is cloned is not asked, and what the host reads of a kernels' plan is noted."""
+    read, inner = [], balance.KernelPlan.__getattr__
+
+    def noted(self, name):
+        asking = next(f for f in reversed(traceback.extract_stack()[:-1]) if not f.filename.endswith("microbatch.py"))
+        if "tests" not in Path(asking.filename).parts:  # which look at plans themselves
+            read.append(name)
+        return inner(self, name)
+
+    clones = balance_kernels.KernelCloneExperts
+    asked, balance.KernelPlan.__getattr__, clones.may_clone = clones.may_clone, noted, lambda self, plan: True
+    try:
+        yield read
+    finally:
+        balance.KernelPlan.__getattr__, clones.may_clone = inner, asked
+
+
+def host_reads(ep):
+    """(what the host read of plans with "drop", with "raise"), the bits being those of off."""
+    groups = initialize(ep)
+    balance_programs.batch = batch
+    common = {"ranks_per_node": ep, "grouped_gemm": True}
+    megatron_patches.apply(**common)
+    off, _ = train(groups, ep, main_grad=torch.float32)
+    found = []
+    for policy in ("drop", "raise"):
+        megatron_patches.apply(**common, balance="exact", spare_slots=2, static_rows=policy, balance_push="kernels")
+        with beside_the_host() as read, dispatches() as seen:
+            got, _ = quiet(groups, ep, main_grad=torch.float32)
+        assert equal(got, off)
+        assert {len(rows) for _, rows, _ in seen} == {CONSTANT}
+        found.append(sorted(set(read)))
+        plan = seen[-1][0].last_plan
+        assert plan.load_of_ranks().tolist() == plan.tokens_of_ranks().tolist()
+    megatron_patches.revert()
+    return tuple(found)
 
 
 def overflows(ep, grouped):

@@ -52,3 +52,11 @@ def test_the_rest_goes_to_the_last_expert_that_runs():
     assert filled(counts, 10, 3, has_clones=False).tolist() == [3, 0, 7, 0]
     assert filled(counts, 10, 3, has_clones=True).tolist() == [3, 0, 5, 2]
     assert counts.tolist() == [3, 0, 5, 0]
+
+
+@pytest.mark.version_free
+def test_with_drop_the_host_asks_nothing_of_the_kernels_plan():
+    """On a GPU it would wait for the device in every layer; with another policy it has to know."""
+    (dropped, raised), *others = run("host_reads", 4, 4)
+    assert all(other == (dropped, raised) for other in others)
+    assert dropped == []
