@@ -40,6 +40,8 @@ void each_cost(CostModel& c, F&& f) {
   f("line_store_ps", c.line_store_ps), f("line_load_ps", c.line_load_ps), f("line_wait_ps", c.line_wait_ps);
   f("partial_line_ps", c.partial_line_ps), f("sum_line_ps", c.sum_line_ps);
   f("word_load_ps", c.word_load_ps), f("line_mbps", c.line_mbps);
+  f("dispatch_signal_ps", c.dispatch_signal_ps), f("combine_signal_ps", c.combine_signal_ps);
+  f("dispatch_count_ps", c.dispatch_count_ps), f("combine_count_ps", c.combine_count_ps);
 }
 
 // Fills the fields that the dictionary names; an unknown name or a negative number is an error.

@@ -143,9 +143,6 @@ WorldResult run_world(const WorldSpec& s, const RunOptions& options) {
   config.num_local_ranks = int(s.num_local_ranks);
   config.seed = s.seed;
   config.strategy = StrategyKind(s.strategy);
-  if (options.timed && s.latency && s.num_nodes > 1)
-    throw std::invalid_argument("latency=" + std::to_string(s.latency) + ": a timed world of " +
-                                std::to_string(s.num_nodes) + " nodes has no latency path; give 0, or one node");
   config.timed = options.timed;
   config.costs = options.costs;
   config.log = options.log;

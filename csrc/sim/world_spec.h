@@ -32,7 +32,7 @@ struct WorldSpec {
   uint32_t reading =
       0;  // of combine's rows: 0 they lie outside the arena, 1 there and are read in place; 2 ranks differ
   // 0: nothing goes by the latency path, 1: some operations, as the seed of the data has it, 2: all; and warps of its
-  // blocks. Timed worlds of several nodes have no such path.
+  // blocks.
   uint32_t latency = 0, latency_warps = 2;
   uint32_t smem_bytes = 24 * 1024;
   uint32_t plans = 1, rounds = 1;  // rounds: dispatch and combine of every plan

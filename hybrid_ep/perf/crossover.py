@@ -72,7 +72,7 @@ def find(rows: Iterable[Row], op: str) -> Crossover:
 
 
 def predict(shape: Shape, cluster: Cluster, *, dispatch_sms: int, combine_sms: int, seed: int = 1) -> dict[str, Row]:
-    """By operation: what the event engine says of one node, bf16 and uniform routing, without what a launch takes. Both
+    """By operation: what the event engine says, of bf16 and uniform routing, without what a launch takes. Both
     paths have the blocks for local work beside those given that the library takes, if there are so many SMs; lines go
     over all alike. Raises what `latency_events.measure` and `events.measure` raise."""
     sms = {"dispatch": dispatch_sms, "combine": combine_sms}

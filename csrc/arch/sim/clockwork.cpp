@@ -304,6 +304,10 @@ void Clockwork::put(Lane& me, int peer, unsigned char* dst, const unsigned char*
     std::memcpy(dst, src, bytes);
     return;
   }
+  if (from.use == Region::Use::kRail) {  // a header, or one message
+    std::memcpy(dst, src, std::min(bytes, rail_facts(me, from.offset(src))));
+    return;
+  }
   const uint32_t row = me.launch->row_bytes;
   for (uint64_t at = 0; row && at < bytes; at += row)
     if (const unsigned char* f = fact(me, from, src + at))

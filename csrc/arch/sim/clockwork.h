@@ -31,6 +31,9 @@ class Clockwork {
   void await_line(Lane& me, uint64_t line, uint64_t flag, uint64_t* words);
   void stream(Lane& me, uint64_t bytes);  // of rows, between a warp and this GPU's memory
   void finish_streams(Lane& me);
+  void load_rail(Lane& me, const void* p, uint64_t bytes);
+  bool store_rail(Lane& me, const Region& region, const void* p, uint64_t bytes);
+  bool is_rail_fact(const Lane& me, const unsigned char* p) const;
   void set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add, int owner);
   void put(Lane& me, int peer, unsigned char* dst, const unsigned char* src, uint64_t bytes, uint64_t* flag,
            uint64_t value);
@@ -83,6 +86,7 @@ class Clockwork {
     bool header;
   };
   LineAt line_at(int owner, uint64_t line);
+  uint64_t rail_facts(const Lane& me, uint64_t at) const;
   unsigned char* fact(const Lane& me, const Region& region, const void* p);
 
   Machine& m_;

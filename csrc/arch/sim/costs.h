@@ -33,6 +33,10 @@ struct CostModel {
   Ps line_wait_ps = 0;  // a line has come -> who waits for it has it
   Ps word_load_ps = 0;  // for 8 bytes of a row that a dispatch loads from this GPU's memory
   uint64_t line_mbps = 0;  // what an SM stores so
+  // The same along the rail: what a warp's share of a row takes beside its bytes. A look at the signal of a row that is
+  // handed on or added; a count of what was stored of a row that warps share, with its fence.
+  Ps dispatch_signal_ps = 0, combine_signal_ps = 0;
+  Ps dispatch_count_ps = 0, combine_count_ps = 0;
   // Reduction of an SM: staged bytes added per unit of time, and accumulated bytes written back.
   uint64_t reduce_mbps = 0, round_mbps = 0;
   // A GPU.

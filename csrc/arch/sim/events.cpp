@@ -84,7 +84,7 @@ void Machine::publish(Lane& me) {
 // ---------------------------------------------------------------- global memory
 
 void Machine::read_global(Lane& me, const void* p, uint64_t bytes) {
-  if (timed()) return;
+  if (timed()) return clockwork_->load_rail(me, p, bytes);
   memory_.check_read(me, memory_.require(me, p, bytes, "ld_global"), p, bytes, "ld_global");
 }
 
@@ -94,6 +94,7 @@ bool Machine::write_global(Lane& me, void* p, uint64_t bytes) {
   if (timed()) {
     if (has_payload(me, p)) return clockwork_->stream(me, bytes), false;
     const Region* r = memory_.find(p, bytes);
+    if (r && r->use == Region::Use::kRail) return clockwork_->store_rail(me, *r, p, bytes);
     return !r || !r->payload;
   }
   Region& r = memory_.require(me, p, bytes, "st_global");

@@ -95,7 +95,9 @@ struct Launch {
   uint32_t row_bytes = 0, entry_bytes = 0, moved_bytes = 0;
   uint32_t fact_lines = 0;  // of a slot: the first, which addresses come from
   Ps line_store_ps = 0, line_load_ps = 0, word_load_ps = 0;
-  const char* charged_role = nullptr;  // a lane that takes it spends `charge` first
+  Ps signal_ps = 0, count_ps = 0;          // a look at a signal of the rail; a count of system scope, with its fence
+  Ps rail_store_ps = 0, rail_load_ps = 0;  // for 8 bytes of what goes along the rail, in this rank's places for it
+  const char* charged_role = nullptr;      // a lane that takes it spends `charge` first
   Ps charge = 0;
   Ps start = 0, end = 0;
 };
@@ -169,6 +171,8 @@ struct Rank {
   std::vector<uint32_t> first_row;
   // Timed: payload of this rank's launch, which is address space and no memory.
   const unsigned char *phantom_begin = nullptr, *phantom_end = nullptr;
+  const unsigned char *rail_begin = nullptr, *rail_end = nullptr;  // places of the latency path, to send and to receive
+  bool has_on_rail(const unsigned char* p) const { return p >= rail_begin && p < rail_end; }
   Server hbm, egress, ingress, nic_out, nic_in;
   std::deque<RoleTime> times;
 };

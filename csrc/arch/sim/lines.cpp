@@ -99,10 +99,11 @@ bool Machine::has_payload(Lane& me, const void* p) {
   if (!timed()) return false;
   const Rank& r = rank(me.rank);
   const auto* at = static_cast<const unsigned char*>(p);
-  return at >= r.phantom_begin && at < r.phantom_end;
+  return (at >= r.phantom_begin && at < r.phantom_end) || (r.has_on_rail(at) && !clockwork_->is_rail_fact(me, at));
 }
 
-void Machine::load_payload(Lane& me, uint64_t bytes) {
+void Machine::load_payload(Lane& me, const void* p, uint64_t bytes) {
+  if (rank(me.rank).has_on_rail(static_cast<const unsigned char*>(p))) return clockwork_->load_rail(me, p, bytes);
   spend(me, me.launch->word_load_ps * Ps(bytes) / 8);
   clockwork_->stream(me, bytes);
 }

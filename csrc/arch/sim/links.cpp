@@ -133,9 +133,9 @@ void Machine::set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add) {
   wake_flag_waiters(owner);
 }
 
-uint64_t Machine::add_rank(Lane& me, uint64_t* word, uint64_t value) {
+uint64_t Machine::add_rank(Lane& me, uint64_t* word, uint64_t value, Ps cost) {
   if (timed()) {
-    spend(me, config_.costs.poll_ps);
+    spend(me, cost);
     clockwork_->sync(me);
   } else {
     step(me);
@@ -146,9 +146,9 @@ uint64_t Machine::add_rank(Lane& me, uint64_t* word, uint64_t value) {
   return old;
 }
 
-uint64_t Machine::look(Lane& me, const uint64_t* flag, uint64_t wanted) {
+uint64_t Machine::look(Lane& me, const uint64_t* flag, uint64_t wanted, Ps cost) {
   if (timed()) {
-    spend(me, config_.costs.poll_ps);
+    spend(me, cost);
     if (*flag < wanted) clockwork_->sync(me);
   } else {
     step(me);
@@ -175,7 +175,8 @@ void Machine::put(Lane& me, int node, uint64_t offset, const void* src, uint64_t
   if (bytes) {
     put.from = &memory_.require(me, src, bytes, "put");
     put.to = &memory_.require(me, put.dst, bytes, "put");
-    if (put.to->use != Region::Use::kRecvRing && put.to->use != Region::Use::kCounts)
+    if (put.to->use != Region::Use::kRecvRing && put.to->use != Region::Use::kCounts &&
+        put.to->use != Region::Use::kRail)
       throw_rule(me, "outside_rows", std::string("a put into the peer's ") + put.to->name);
     memory_.check_read(me, *put.from, src, bytes, "put");
     memory_.check_write(me, *put.to, put.dst, bytes, "put");

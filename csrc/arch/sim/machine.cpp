@@ -49,6 +49,8 @@ Machine::~Machine() {
 void Machine::add_segment(int r, unsigned char* data, const BufferLayout& layout) {
   if (!layout_) layout_.emplace(layout);
   rank(r).segment = data;
+  rank(r).rail_begin = data + layout.latency_send;
+  rank(r).rail_end = data + layout.latency_recv + layout.latency_rail.bytes();
   using Use = Region::Use;
   const auto add = [&](const char* name, uint64_t at, uint64_t bytes, Use use) {
     if (bytes) memory_.add({name, data + at, bytes, r, use, use != Use::kCounts});
@@ -59,8 +61,8 @@ void Machine::add_segment(int r, unsigned char* data, const BufferLayout& layout
   add("clone_counts", layout.clone_counts_at, 2 * layout.num_ranks * layout.clone_counts.vector_bytes(), Use::kCounts);
   add("spare_weights", layout.spare_weights, layout.spare_gradients - layout.spare_weights, Use::kCounts);
   add("spare_gradients", layout.spare_gradients, layout.gradient_bytes, Use::kCounts);
-  add("latency_rail_send", layout.latency_send, layout.latency_rail.bytes(), Use::kCounts);
-  add("latency_rail_receive", layout.latency_recv, layout.latency_rail.bytes(), Use::kCounts);
+  add("latency_rail_send", layout.latency_send, layout.latency_rail.bytes(), Use::kRail);
+  add("latency_rail_receive", layout.latency_recv, layout.latency_rail.bytes(), Use::kRail);
   add("rail_send_ring", layout.rail_send, ring, Use::kSendRing);
   add("rail_receive_ring", layout.rail_recv, ring, Use::kRecvRing);
   add("receive_rows", layout.recv, layout.recv_bytes, Use::kRecvRows);

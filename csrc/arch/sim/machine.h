@@ -73,14 +73,14 @@ class Machine {
   void read_global(Lane& me, const void* p, uint64_t bytes);
   bool write_global(Lane& me, void* p, uint64_t bytes);  // false: the bytes are not moved (timed payload)
   bool has_payload(Lane& me, const void* p);             // timed: p is payload, which is not there to be read
-  void load_payload(Lane& me, uint64_t bytes);
+  void load_payload(Lane& me, const void* p, uint64_t bytes);
   void store_line(Lane& me, Line* dst, const uint64_t* words, uint64_t flag);
   bool look_at_line(Lane& me, const Line* src, uint64_t flag, uint64_t* words);
   void init_barrier(Lane& me, Mbarrier& bar, uint32_t arrivals, bool guards_refill);
   void fence_sys(Lane& me);
   void set_flag(Lane& me, uint64_t* flag, uint64_t value, bool add);
-  uint64_t add_rank(Lane& me, uint64_t* word, uint64_t value);
-  uint64_t look(Lane& me, const uint64_t* flag, uint64_t wanted);
+  uint64_t add_rank(Lane& me, uint64_t* word, uint64_t value, Ps cost);
+  uint64_t look(Lane& me, const uint64_t* flag, uint64_t wanted, Ps cost);
   void put(Lane& me, int node, uint64_t offset, const void* src, uint64_t bytes, const uint64_t* flag_offset,
            uint64_t value);
   void lane_returns(Lane& me);

@@ -54,6 +54,7 @@ struct Region {
     kOutput,        // written by its owner, once per launch
     kNotification,  // written by its owner's kernels, read by the host, which is not simulated
     kCounts,        // count vectors: the host writes into them too, so only operations in flight are watched
+    kRail,          // registered: places of the latency path for what goes along the rail, watched as counts are
     kSendRing,      // registered: filled by its owner, read by the NIC, free again when the put has landed
     kRecvRing,      // registered: filled by the rail peer, free again when its owner returns the credit
     kRecvRows,      // registered: filled by ranks of the node, free again when its owner's operation ends

@@ -80,7 +80,7 @@ class SimArch {
   }
   template <class T>
   T ld_global(const T* p, Where at = Where::current()) {
-    if (m_->has_payload(here(at), p)) return m_->load_payload(*me_, sizeof(T)), T{};
+    if (m_->has_payload(here(at), p)) return m_->load_payload(*me_, p, sizeof(T)), T{};
     m_->read_global(*me_, p, sizeof(T));
     return load<T>(p);
   }
@@ -89,13 +89,13 @@ class SimArch {
     if (m_->write_global(here(at), p, sizeof(T))) std::memcpy(static_cast<void*>(p), &v, sizeof v);
   }
 
-  uint64_t ld_acquire_sys(const uint64_t* flag, Where at = Where::current()) { return m_->look(here(at), flag, ~0ull); }
+  uint64_t ld_acquire_sys(const uint64_t* flag, Where at = Where::current()) { return look(at, flag, ~0ull); }
   bool flag_reached(const uint64_t* flag, uint64_t value, Where at = Where::current()) {
     return flag_value(flag, value, at) >= value;
   }
   // What it is, for a lane that goes on when it is at least `value`.
   uint64_t flag_value(const uint64_t* flag, uint64_t value, Where at = Where::current()) {
-    return m_->look(here(at), flag, value);
+    return look(at, flag, value);
   }
   void st_release_sys(uint64_t* flag, uint64_t value, Where at = Where::current()) {
     m_->fence_sys(here(at));
@@ -106,13 +106,12 @@ class SimArch {
     m_->set_flag(here(at), flag, value, true);
   }
   uint64_t add_acq_rel_rank(uint64_t* word, uint64_t value, Where at = Where::current()) {
-    return m_->add_rank(here(at), word, value);
+    return add(at, word, value);
   }
   uint64_t add_acq_rel_sys(uint64_t* word, uint64_t value, Where at = Where::current()) {
-    m_->fence_sys(here(at));
-    return m_->add_rank(here(at), word, value);
+    return m_->add_rank(here(at), word, value, me_->launch->count_ps);
   }
-  uint64_t take_rank(uint64_t* word, Where at = Where::current()) { return m_->add_rank(here(at), word, 1); }
+  uint64_t take_rank(uint64_t* word, Where at = Where::current()) { return add(at, word, 1); }
   void count_rank(uint64_t* word, uint64_t value) { *word += value; }  // nobody looks before the kernel has ended
   void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info, Where at = Where::current()) {
     m_->wait_word(here(at), flag, value, info);
@@ -158,11 +157,20 @@ class SimArch {
                 uint64_t value) {
     m_->put(here(at), node, offset, src, bytes, flag, value);
   }
+  uint64_t rail_signal(const Where& at, const uint64_t* flag, uint64_t value) {
+    return m_->look(here(at), flag, value, me_->launch->signal_ps);
+  }
 
  private:
   Lane& here(const Where& at) const {
     me_->where = at;
     return *me_;
+  }
+  uint64_t look(const Where& at, const uint64_t* flag, uint64_t value) {
+    return m_->look(here(at), flag, value, m_->config().costs.poll_ps);
+  }
+  uint64_t add(const Where& at, uint64_t* word, uint64_t value) {
+    return m_->add_rank(here(at), word, value, m_->config().costs.poll_ps);
   }
   template <class T>
   static T load(const T* p) {

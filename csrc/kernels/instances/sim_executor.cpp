@@ -32,11 +32,16 @@ void SimExecutor::launch(const char* kernel, int blocks, int warps, uint64_t sme
   l.moved_bytes = message.record_bytes;
   l.fact_lines = Line::lines_of(message.metadata_bytes());
   const sim::CostModel& costs = m_.config().costs;
-  const bool sums = std::string_view(kernel) == "latency_combine";
+  const bool sums = std::string_view(kernel) == "latency_combine",
+             by_lines = sums || std::string_view(kernel) == "latency_dispatch";
   l.line_store_ps = sums ? 0 : costs.line_store_ps;
   l.word_load_ps = sums ? costs.partial_line_ps / Line::kFlag : costs.word_load_ps;
   l.line_load_ps = sums ? costs.sum_line_ps : costs.line_load_ps;
-  l.charged_role = "latency_receive";
+  l.signal_ps = by_lines ? (sums ? costs.combine_signal_ps : costs.dispatch_signal_ps) : costs.poll_ps;
+  l.count_ps = by_lines ? (sums ? costs.combine_count_ps : costs.dispatch_count_ps) : costs.fence_ps + costs.poll_ps;
+  l.rail_store_ps = l.line_store_ps / Line::kFlag;
+  l.rail_load_ps = sums ? costs.sum_line_ps / Line::kFlag : costs.word_load_ps;
+  l.charged_role = m_.config().num_nodes > 1 ? "latency_forward" : "latency_receive";
   l.charge = std::exchange(placing_, 0);
   m_.rank(rank_).phantom_begin = phantom_begin;
   m_.rank(rank_).phantom_end = phantom_end;

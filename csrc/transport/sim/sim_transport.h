@@ -26,11 +26,11 @@ class SimTransport {
   }
   template <class A>
   bool test_signal(A& a, const uint64_t* flag, uint64_t value, Where at = Where::current()) {
-    return a.flag_reached(flag, value, at);
+    return a.rail_signal(at, flag, value) >= value;
   }
   template <class A>
   uint64_t read_signal(A& a, const uint64_t* flag, uint64_t value, Where at = Where::current()) {
-    return a.flag_value(flag, value, at);
+    return a.rail_signal(at, flag, value);
   }
   template <class A>
   void wait_signal(A& a, const uint64_t* flag, uint64_t value, WaitInfo info, Where at = Where::current()) {

@@ -22,7 +22,7 @@ def refuse(args: argparse.Namespace) -> None:
     for flag, given, why in (
         ("--preset", args.preset is not None, "presets are of the throughput path"),
         ("--op", not set(args.op) <= set(OPS), f"the path has {', '.join(OPS)}"),
-        ("--nodes", args.nodes not in (None, 1), "the path is for one NVLink domain; give 1"),
+        ("--nodes", args.nodes is not None and args.nodes < 1, "must be at least 1"),
         ("--dtype", args.dtype != "bf16", "rows are bf16"),
         ("--routing", routing.parse_routing(args.routing).kind != "uniform", "routing is uniform"),
         ("--imbalance", args.imbalance is not None, "routing is uniform"),
@@ -38,14 +38,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints the table and the crossover of each number of SMs; returns the worlds of `--json`. ValueError for what the
     engine refuses."""
     cluster = clusters.get(args.cluster or "h100_8x400g")
-    ranks = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
-    if ranks > cluster.ranks_per_node:
-        raise ValueError(f"--ranks-per-node {ranks}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}")
+    local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
+    if local > cluster.ranks_per_node:
+        raise ValueError(f"--ranks-per-node {local}: {cluster.name} has NVLink domains of {cluster.ranks_per_node}")
     by_sms: dict[int, list[Row]] = {num_sms: [] for num_sms in args.num_sms}
-    _print_header(cluster, Shape(ranks, ranks, min(token_sweep(args)), args.hidden, args.topk, args.experts))
+    ranks = local * (1 if args.nodes is None else args.nodes)
+    fewest = Shape(ranks, local, min(token_sweep(args)), args.hidden, args.topk, args.experts)
+    _print_header(cluster, fewest)
     for num_sms in args.num_sms:
         for tokens in token_sweep(args):
-            shape = Shape(ranks, ranks, tokens, args.hidden, args.topk, args.experts)
+            shape = fewest.with_(tokens=tokens)
             predicted = crossover.predict(shape, cluster, dispatch_sms=num_sms, combine_sms=num_sms, seed=args.seed)
             for op in args.op:
                 by_sms[num_sms].append(predicted[op])
@@ -69,8 +71,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _print_header(cluster: clusters.Cluster, shape: Shape) -> None:
     print("# SIMULATED: predictions of the event engine, not measurements; trips to memory are assumed, +-30 %")
     print(
-        f"# cluster {cluster.name}: {cluster.summary}; EP {shape.ranks}  hidden {shape.hidden}  topk "
-        f"{shape.topk}/{shape.experts}  bf16  routing uniform; both paths without what a launch takes"
+        f"# cluster {cluster.name}: {cluster.summary}; EP {shape.ranks} ({shape.nodes} x {shape.ranks_per_node})  "
+        f"hidden {shape.hidden}  topk {shape.topk}/{shape.experts}  bf16  routing uniform; "
+        "both paths without what a launch takes"
     )
     print("# beside these an operation has 1.5 times as many SMs for local work, if there are; lines go over all alike")
     print(HEADER)

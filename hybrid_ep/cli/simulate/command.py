@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--chunk", type=int, default=HYBRID_EP.chunk, help="rows of a rail message")
     how.add_argument("--engine", choices=ENGINES, default="auto", help="events: the real kernels on a virtual clock; "
                      "model: the queueing model; auto: events where they take seconds")  # fmt: skip
-    how.add_argument("--path", choices=PATHS, default=PATHS[0], help="latency: few tokens by lines, on "
-                     "one node, by the event engine")  # fmt: skip
+    how.add_argument("--path", choices=PATHS, default=PATHS[0], help="latency: few tokens by lines, by "
+                     "the event engine")  # fmt: skip
     how.add_argument("--kernels", choices=tuple(KERNELS), default="ours", help="published: Hybrid-EP's, as its README "
                      "measured them, by the model (no permute)")  # fmt: skip
     move.add_flags(parser.add_argument_group("weights instead of tokens"))

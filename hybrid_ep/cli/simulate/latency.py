@@ -1,4 +1,4 @@
-"""`--path latency`: a dispatch and a combine by lines, of few tokens on one NVLink domain."""
+"""`--path latency`: a dispatch and a combine by lines, of few tokens a rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def run(request: Request, args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--path latency: says what an operation takes on so many SMs; give --num-sms")
     shape = request.shape
     times = latency_events.measure(shape, request.cluster, num_sms=request.num_sms, seed=request.seed)
+    where = "one domain" if shape.nodes == 1 else f"{shape.nodes} x {shape.ranks_per_node}"
     print(
-        f"{request.cluster.name}: {shape.ranks} ranks of one domain, {shape.tokens} tokens a rank of {shape.hidden} "
+        f"{request.cluster.name}: {shape.ranks} ranks of {where}, {shape.tokens} tokens a rank of {shape.hidden} "
         f"bf16, top-{shape.topk} of {shape.experts} experts, {request.num_sms} SMs, by lines"
     )
     print(f"dispatch {times.dispatch_us:8.1f} us")
@@ -31,6 +32,11 @@ def run(request: Request, args: argparse.Namespace) -> dict[str, Any]:
     print(
         f"NVLink   {times.nvlink_us:8.1f} us of the busiest port, {times.nvlink_bytes / 1e6:.1f} MB out, both together"
     )
+    if shape.nodes > 1:
+        print(
+            f"NIC      {times.nic_us:8.1f} us of the busiest NIC, {times.nic_bytes / 1e6:.1f} MB out, both together; "
+            "between nodes rows go as plain bytes, a message each"
+        )
     print("a prediction of the event engine without launches; trips to memory are assumed, read it as +-30 %")
     return {
         "path": "latency",

@@ -139,11 +139,6 @@ def _predict(args: argparse.Namespace) -> int:
     try:
         local = cluster.ranks_per_node if args.ranks_per_node is None else args.ranks_per_node
         nodes = 1 if args.nodes is None else args.nodes
-        if args.latency_tokens and nodes > 1:
-            raise UsageError(
-                f"--latency-tokens {_list(args.latency_tokens)}: predictions by lines are for one NVLink domain, and "
-                f"these are {nodes}; leave it out, or measure with --backend host or cuda"
-            )
         grids = [
             predicted.grid(
                 Shape(nodes * local, local, tokens, args.hidden, args.topk, args.experts),
@@ -168,7 +163,7 @@ def _predict(args: argparse.Namespace) -> int:
     crossing = None
     if args.latency_tokens:
         few = min(grids, key=lambda grid: grid.tokens).settings
-        shape = Shape(local, local, args.tokens[0], args.hidden, args.topk, args.experts)
+        shape = Shape(nodes * local, local, args.tokens[0], args.hidden, args.topk, args.experts)
         try:
             crossing = paths.predicted(shape, cluster, args.latency_tokens, few, args.seed)
         except ValueError as error:

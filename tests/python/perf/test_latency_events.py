@@ -49,10 +49,10 @@ def test_sixteen_tokens_take_a_fraction_of_the_other_path():
 
 def test_lines_cost_what_the_machine_code_issues():
     loops = latency_events.issued("blackwell")
-    costs = latency_events.line_costs(GB200, SHAPE, 4)
+    costs = latency_events.line_costs(GB200, SHAPE, 32, 4)
     clocks = 4 * loops.send / latency_events.LINES / 4
     assert costs["line_store_ps"] == pytest.approx(clocks / GB200.gpu.clock_ghz.value * 1e3, abs=1)
-    one = latency_events.line_costs(GB200, SHAPE, 16)
+    one = latency_events.line_costs(GB200, SHAPE, 32, 16)
     assert one["line_store_ps"] == pytest.approx(costs["line_store_ps"] / 4, abs=1)
     assert one["line_wait_ps"] == costs["line_wait_ps"]  # of one trip, whoever makes it
 
