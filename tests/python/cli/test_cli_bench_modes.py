@@ -194,7 +194,7 @@ def test_row_bytes_of_every_dtype():
     (["--path", "latency"], "--path latency: only --backend sim takes it"),
     (["--backend", "sim", "--path", "latency"], "--num-sms with --path latency"),
     (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--op", "step"], "--op with --path latency"),
-    (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--nodes", "2"], "--nodes with --path latency"),
+    (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--nodes", "0"], "--nodes with --path latency"),
     (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--dtype", "fp8"], "--dtype with --path latency"),
     (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--routing", "zipf:1"], "--routing with --path"),
     (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--tokens", "0"], "--tokens with --path latency"),
@@ -447,3 +447,16 @@ def test_lines_stand_beside_the_throughput_path_with_where_they_cross(launcher, 
     (found,) = [c for c in world["crossovers"] if (c["op"], c["num_sms"]) == ("pair", 4)]
     assert (found["latency_tokens"], found["throughput_from"]) == (8, 1024)
     assert "# pair, 4 SMs: lines are faster up to 8 tokens a rank and not at 1024: latency_tokens=8" in said
+
+
+def test_lines_over_nodes_are_those_of_simulate(launcher, tmp_path, capsys):
+    shape = ["--nodes", "2", "--ranks-per-node", "2", "--tokens", "8", "--hidden", "2048", "--topk", "4"]
+    file = tmp_path / "b.json"
+    flags = [*shape, "--experts", "16", "--num-sms", "2", "--op", "all", "--json", str(file)]
+    assert main(["bench", "--backend", "sim", "--path", "latency", *flags]) == EXIT_OK
+    assert "EP 4 (2 x 2)" in capsys.readouterr().out
+    (world,) = json.loads(file.read_text())["worlds"]
+    shown = latency_events.measure(Shape(4, 2, 8, 2048, 4, 16), clusters.get("h100_8x400g"), num_sms=5, seed=1)
+    found = {row["op"]: row["latency_us"] for row in world["rows"]}
+    assert found["dispatch"] == shown.dispatch_us and found["combine"] == shown.combine_us
+    assert (world["shape"]["ranks"], world["shape"]["ranks_per_node"]) == (4, 2)

@@ -160,6 +160,20 @@ def test_a_predicted_crossover_is_found_by_the_machines_it_is_of(launcher, tmp_p
     assert "path='auto' of a buffer with this file takes lines up to 0 tokens" in capsys.readouterr().out
 
 
+def test_a_crossover_over_nodes_is_found_by_groups_of_as_many_nodes(launcher, tmp_path, capsys):
+    out = tmp_path / "t.json"
+    run = ["tune", "--backend", "sim", "--nodes", "2", "--ranks-per-node", "2", "--hidden", "2048", "--experts", "16",
+           "--topk", "4", "--tokens", "512", "--num-sms", "4", "--chunk", "32", "-o", str(out)]  # fmt: skip
+    assert main([*run, "--latency-tokens", "8,4096"]) == EXIT_OK
+    assert "lines are faster up to 8 tokens a rank and not at 4096" in capsys.readouterr().out
+    (found,) = json.loads(out.read_text())["crossovers"]
+    sms = {f"{op}_sms": found[f"num_sms_{op}"] for op in ("dispatch", "combine")}
+    row = crossover.predict(Shape(4, 2, 8, 2048, 4, 16), clusters.get("h100_8x400g"), **sms)["pair"]
+    assert found["points"][0] == row.to_json()
+    table = tuning.load(out, "NVIDIA H100 80GB HBM3")
+    assert table.crossover(Key(4, 2, 2048, 16)) == 8 and table.crossover(Key(4, 4, 2048, 16)) is None
+
+
 def test_each_operation_is_predicted_with_its_own_blocks():
     shape, cluster = Shape(4, 4, 64, 2048, 4, 16), clusters.get("h100_8x400g")
     alike = {n: crossover.predict(shape, cluster, dispatch_sms=n, combine_sms=n) for n in (2, 8)}
@@ -277,7 +291,6 @@ def test_a_setting_that_changes_a_result_is_an_error_and_writes_nothing(tmp_path
         (["--backend", "sim", "--num-sms", "999"], "num_sms=999"),
         (["--dtype", "nvfp4"], "only the simulator"),
         (["--latency-tokens", "8,0"], "--latency-tokens 8,0: must be at least 1"),
-        (["--backend", "sim", "--nodes", "2", "--latency-tokens", "8"], "and these are 2; leave it out"),
     ],
 )
 def test_bad_flags_cost_one_sentence(launcher, flags, words, capsys):

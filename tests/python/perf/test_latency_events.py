@@ -63,7 +63,7 @@ def test_a_world_of_many_blocks_has_one_warp_for_all_of_a_block():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sms", "words"), [({"ranks": 16}, 32, "nodes=2"), ({}, 0, "num_sms=0"), ({}, 257, "num_blocks")]
+    ("changes", "sms", "words"), [({}, 0, "num_sms=0"), ({"ranks": 16}, -1, "num_sms=-1"), ({}, 257, "num_blocks")]
 )
 def test_what_it_cannot_do_is_a_value_error(changes, sms, words):
     with pytest.raises(ValueError, match=words):
