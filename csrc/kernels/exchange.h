@@ -76,11 +76,13 @@ HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p, std::byte* smem, boo
 }
 
 // The parameters that follow from the others, for a launch of so many blocks: counters of their own for as many warps
-// of a block as `budget` bytes of shared memory hold, at least one. Returns the bytes that a block needs.
+// of a block as `budget` bytes of shared memory hold and its share of the tokens feeds, at least one. Returns the bytes that a block needs.
 template <Arch A>
 inline uint64_t plan_exchange(ExchangeParams& p, uint64_t budget, int blocks) {
   p.blocks = uint32_t(blocks);
-  p.walkers = uint32_t(kExchangeWarps<A>);
+  // Of few tokens every block has some: a latency dispatch sends them from where they were counted.
+  const uint32_t share = std::max(1u, uint32_t(div_up(p.num_tokens, uint64_t(blocks))));
+  p.walkers = std::min(uint32_t(kExchangeWarps<A>), share);
   while (p.walkers > 1 && ExchangeSmem{p.layout, p.walkers}.bytes() > budget) --p.walkers;
   const uint32_t lanes = uint32_t(A::kLanes), walkers = p.walkers * uint32_t(blocks);
   p.run_tokens = std::max(1u, uint32_t(div_up(p.num_tokens, walkers)));
