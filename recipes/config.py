@@ -310,6 +310,8 @@ class ScheduleConfig:
     eval_every: int = 100
     eval_sequences: int = 64
     """Held-out sequences an evaluation reads, over all ranks; always the same ones."""
+    must_learn: bool = True
+    """Whether a run to the end whose held-out loss is above the unigram entropy has failed."""
 
     def __post_init__(self) -> None:
         _require_positive(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import shlex
@@ -164,6 +165,15 @@ def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
+def _where(config: RunConfig, key: str) -> str:
+    """How to write a key that is a section, a field of one, or nothing known."""
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    sections = {name: section for name, section in sections.items() if dataclasses.is_dataclass(section)}
+    fields = {f"{name}.{f.name}" for name, section in sections.items() for f in dataclasses.fields(section)}
+    meant = sorted(field for field in fields if field.split(".")[1] == key or field.split(".")[0] == key)
+    return f"write {' or '.join(meant)}" if meant else f"unknown; write SECTION.FIELD of {', '.join(sorted(sections))}"
+
+
 def resolve_small(args: argparse.Namespace, changes: dict[str, Any]) -> tuple[RunConfig, int, int]:
     """A CPU recipe with its changes, hosts and ranks a host."""
     config = get_recipe(args.recipe)
@@ -174,10 +184,13 @@ def resolve_small(args: argparse.Namespace, changes: dict[str, Any]) -> tuple[Ru
         sections["parallel"]["ranks_per_node"] = tasks
     for key, value in changes.items():
         section, dot, field = key.partition(".")
-        if dot:
+        known = dataclasses.is_dataclass(getattr(config, section, None))
+        if dot and known:
             sections.setdefault(section, {})[field] = value
+        elif not dot and hasattr(config, key) and known == isinstance(value, dict):
+            sections[key] = value
         else:
-            sections[section] = value
+            raise ValueError(f"--set {key}={value}: {_where(config, key)}")
     return config.derive(**sections), nodes, tasks
 
 
@@ -216,11 +229,14 @@ def _plan_cluster(args: argparse.Namespace, name: str, changes: dict[str, Any]) 
     run = resolve_cluster(args, changes)
     # What is not the script goes to stderr: a dry run's output may be saved as one.
     print(cluster_summary.describe(run), launch_checks.data(run), sep="\n", file=sys.stderr, flush=True)
+    mounts = launch_slurm.mounts(args, folder) if args.container else None
     if args.dry_run or args.no_submit:
-        for line in launch_checks.missing(run, args.container or ""):
+        for line in launch_checks.missing(run, mounts):
             print(f"missing here: {line}", file=sys.stderr)
     elif args.slurm or run.num_hosts == 1:  # other jobs are refused further on, for they need --slurm
-        launch_checks.require(run, args.container or "")
+        launch_checks.require(run, mounts)
+    for line in launch_checks.unseen(run, mounts):
+        print(f"not looked for: {line}", file=sys.stderr)
     arguments = megatron_arguments(run, f"{folder}/checkpoint", f"{folder}/tensorboard")
     module = ["-m", "megatron_patches", f"{run.megatron_path}/pretrain_gpt.py", *arguments]
     gpus, variables = run.hardware.gpus_per_host, environment(run)

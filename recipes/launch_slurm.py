@@ -109,12 +109,10 @@ def make_job(
         raise ValueError("container_mounts, container_python: say something of a container; add --container IMAGE")
     gpus = run.hardware.gpus_per_host if run else 0
     doctor = [python(args), "-m", "hybrid_ep.cli", "doctor", *(["--require-gpu"] if run else [])]
-    workdir = str(Path.cwd())
-    mounts = [f"{path}:{path}" for path in dict.fromkeys((workdir, str(Path(folder).parent)))]
     return sbatch.Job(
         name,
         folder,
-        workdir,
+        str(Path.cwd()),
         nodes,
         tasks,
         command,
@@ -130,10 +128,16 @@ def make_job(
         cpus_per_task=_cpus(args),
         modules=tuple(args.module or ()),
         sbatch=tuple(args.sbatch or ()),
-        mounts=",".join([*mounts, *filter(None, [args.container_mounts])]),
+        mounts=mounts(args, folder),
         numa=not args.no_numa,
         signal_s=sbatch.SIGNAL_S if args.signal_before is None else args.signal_before,
     )
+
+
+def mounts(args: argparse.Namespace, folder: str) -> str:
+    """FROM:TO,.. of the container: this folder and that of the runs at their own paths, and what was given."""
+    own = [f"{path}:{path}" for path in dict.fromkeys((str(Path.cwd()), str(Path(folder).parent)))]
+    return ",".join([*own, *filter(None, [args.container_mounts])])
 
 
 def _variables(pairs: list[str] | None) -> dict[str, str]:

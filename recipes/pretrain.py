@@ -171,7 +171,7 @@ def run(
     records = folder.read_metrics()
     parallel, entropy = config.parallel, corpus.unigram_entropy
     print(plots.draw_all(folder.path, records, entropy, parallel.expert_parallel_size, parallel.ranks_per_node))
-    return _verdict(reporter, corpus.unigram_entropy, folder, stopped_by)
+    return _verdict(reporter, corpus.unigram_entropy, folder, stopped_by, config.schedule.must_learn)
 
 
 def resumable_step(step: int | None, config: RunConfig, folder: RunFolder, profile_step: int | None = None) -> int:
@@ -191,9 +191,10 @@ def resumable_step(step: int | None, config: RunConfig, folder: RunFolder, profi
     return step
 
 
-def _verdict(reporter: Reporter, entropy: float, folder: RunFolder, stopped_by: int | None) -> int:
+def _verdict(reporter: Reporter, entropy: float, folder: RunFolder, stopped_by: int | None, must_learn: bool) -> int:
     """Says it; the exit code."""
-    sentence, failed = verdict(reporter.outcome, reporter.step, reporter.held_out_loss, entropy, folder.name)
+    outcome, step, loss = reporter.outcome, reporter.step, reporter.held_out_loss
+    sentence, failed = verdict(outcome, step, loss, entropy, folder.name, must_learn)
     print(sentence)
     folder.verdict_path.write_text(sentence + "\n")
     if reporter.outcome != "done":

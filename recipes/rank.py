@@ -135,7 +135,8 @@ def run(folder: RunFolder, asked: list[int]) -> int:
                     config.parallel.ranks_per_node,
                 )
             )
-            sentence, _ = verdict(outcome, job.step, reporter.held_out_loss, corpus.unigram_entropy, folder.name)
+            loss, entropy, must_learn = reporter.held_out_loss, corpus.unigram_entropy, config.schedule.must_learn
+            sentence, _ = verdict(outcome, job.step, loss, entropy, folder.name, must_learn)
             folder.verdict_path.write_text(sentence + "\n")  # ranks of torchrun have no exit code for it
             say(sentence)
     return 0 if outcome == "done" or signal.SIGINT in asked else EXIT_STOPPED

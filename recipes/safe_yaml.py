@@ -21,4 +21,11 @@ def load(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{what}: not valid YAML ({error})") from error
+        said = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(f"{what}: not valid YAML ({said}{_place(error)})") from error
+
+
+def _place(error: Exception) -> str:
+    """Where in the text, for people: of a marked error, else nothing."""
+    mark = getattr(error, "problem_mark", None)
+    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
+# torch would set it to 1 for several ranks of a host, too, with a banner of stars.
+_ONE_THREAD = "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ATOM = re.compile(r"[A-Za-z0-9_.,:@%/+\[\]=-]+")
 _OPTION = re.compile(rf"(--)?[a-z][a-z0-9-]*(={_ATOM.pattern})?")
@@ -85,7 +87,7 @@ def script(job: Job) -> str:
 
 def local_script(workdir: str, command: list[str], environment: Mapping[str, str] | None = None) -> str:
     """The script of a run on this machine."""
-    variables = [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
+    variables = [_ONE_THREAD, *(f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items())]
     return (
         "\n".join(
             ["#!/bin/bash", "set -euo pipefail", f"cd {shlex.quote(workdir)}", *variables, "exec " + _lines(command)]
@@ -143,7 +145,7 @@ def _body(job: Job) -> list[str]:
         'address=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*")',
         'export MASTER_ADDR="${address#NodeAddr=}"',
         "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
-        "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1",
+        f"{_ONE_THREAD} PYTHONUNBUFFERED=1",
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
         *([f"export RANK_0_LOG={shlex.quote(job.folder)}/logs/$SLURM_JOB_ID-rank0.log"] if job.gpus_per_node else []),
         'echo "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"',

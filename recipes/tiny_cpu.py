@@ -52,6 +52,13 @@ def tiny_cpu_smoke() -> RunConfig:
     return tiny_cpu().derive(
         recipe="tiny_cpu_smoke",
         model={"num_layers": 2, "hidden_size": 64, "moe_ffn_hidden_size": 32, "seq_length": 64},
-        schedule={"train_steps": 6, "warmup_steps": 2, "micro_batch_size": 1, "eval_every": 3, "eval_sequences": 8},
+        schedule={
+            "train_steps": 6,
+            "warmup_steps": 2,
+            "micro_batch_size": 1,
+            "eval_every": 3,
+            "eval_sequences": 8,
+            "must_learn": False,
+        },
         logging={"line_every": 1, "checkpoint_every": 100, "wandb": False, "tensorboard": False},
     )

@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
         text, _ = job.communicate(timeout=LIMIT_S)
     finally:
         job.kill()
-    assert job.returncode == 0 and "EXIT exact 3" in text and "EXIT fewer 3" in text and "EXIT second 3" in text, text
+    assert job.returncode == 0 and "EXIT exact 0" in text and "EXIT fewer 0" in text and "EXIT second 0" in text, text
     return folder
 
 

@@ -120,7 +120,7 @@ def test_latent_attention_and_multi_token_prediction_train(runs):
     if not have_latent_attention():
         assert codes["latent"] == 1 and "has no latent attention without Transformer Engine" in outputs["latent"]
         return
-    assert codes["latent"] == 3 and codes["latent_first"] == 0, "three steps cannot beat the unigram entropy"
+    assert codes["latent"] == codes["latent_first"] == 0
     ours, theirs = metrics(runs_dir / "latent"), metrics(runs_dir / "latent_alltoall")
     for one, other in zip(ours[1:], theirs[1:], strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=2e-6)
@@ -156,8 +156,8 @@ def test_a_profiled_step_lists_what_it_launched(runs):
 def test_a_run_leaves_its_folder(runs):
     runs_dir, outputs, codes = runs
     folder = runs_dir / "whole"
-    assert codes["whole"] == 3, "six steps cannot beat the unigram entropy, and the exit code must say so"
-    assert "NOT LEARNED" in outputs["whole"] and "unigram entropy" in outputs["whole"]
+    assert codes["whole"] == 0, "six steps cannot beat the unigram entropy, and this recipe does not ask them to"
+    assert "RAN: 6 steps" in outputs["whole"] and "unigram entropy" in outputs["whole"]
     wanted = {"config.yaml", "metrics.jsonl", "loss.png", "expert_load.png", "checkpoint"}
     assert wanted <= {path.name for path in folder.iterdir()}
     assert (folder / "checkpoint" / "latest").read_text().strip() == "step_000006"
@@ -186,7 +186,7 @@ def test_metrics_are_complete_and_plausible(runs):
 def test_resuming_gives_the_same_run_bit_for_bit(runs):
     runs_dir, outputs, codes = runs
     assert codes["first"] == 0 and "Stopped after step 3" in outputs["first"]
-    assert codes["second"] == 3
+    assert codes["second"] == 0
     halves = results(runs_dir / "halves")
     assert halves[:7] == results(runs_dir / "whole")
     assert len({line["train_loss"] for line in halves[1:]}) == len(halves) - 1, "nothing moved"
@@ -196,14 +196,14 @@ def test_resuming_gives_the_same_run_bit_for_bit(runs):
 def test_experts_that_are_stacked_resume_bit_for_bit(runs):
     runs_dir, outputs, codes = runs
     assert codes["stacked_first"] == 0, outputs["stacked_first"]
-    assert codes["stacked"] == codes["stacked_second"] == 3, outputs["stacked_second"]
+    assert codes["stacked"] == codes["stacked_second"] == 0, outputs["stacked_second"]
     assert results(runs_dir / "stacked_halves") == results(runs_dir / "stacked")
 
 
 def test_a_finished_run_is_not_resumed_but_can_be_extended(runs):
     runs_dir, outputs, codes = runs
     assert codes["again"] == 2 and "has finished its 6 steps" in outputs["again"]
-    assert codes["longer"] == 3
+    assert codes["longer"] == 0
     assert [line["step"] for line in metrics(runs_dir / "halves")] == list(range(8))
 
 

@@ -1,6 +1,7 @@
 """`hybrid-ep launch`: scripts that can be saved, edited and run again; flags that would be ignored are refused."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -74,7 +75,8 @@ def test_a_local_run_has_a_script_that_resumes_it(tmp_path, monkeypatch):
         (["mixtral_8x7b", "--slurm"], "Megatron-LM/pretrain_gpt.py is not there: git clone"),
         (["mixtral_8x7b", "--slurm"], "Transformer Engine is not installed"),
         (
-            ["mixtral_8x7b", "--slurm", "--container", "i", "--set", "data_path=/no/d", "--set", "tokenizer=t"],
+            ["mixtral_8x7b", "--slurm", "--container", "i", "--container-mounts", "/no:/no"]
+            + ["--set", "data_path=/no/d", "--set", "tokenizer=t"],
             "/no/d.bin is not there",
         ),
         (["mixtral_8x7b", "--slurm", "--dry-run", "--segment", "3"], "segment=3"),
@@ -255,6 +257,43 @@ def test_a_site_s_own_lines_variables_and_modules(tmp_path, capsys):
     assert lines[0] == "#!/bin/bash -l"
     assert lines.index("module load cuda/13 gcc || exit 1") < lines.index("set -euo pipefail")
     assert any(line.startswith("#SBATCH --signal=TERM@600 ") for line in lines)
+
+
+def test_data_of_a_container_is_looked_for_where_it_is_mounted_from(tmp_path, capsys):
+    """In the image it lies elsewhere; where no mount covers it, only the image can tell."""
+    (tmp_path / "d").mkdir()
+    for suffix in (".bin", ".idx"):
+        (tmp_path / "d" / f"text{suffix}").touch()
+    given = ["mixtral_8x7b", "--slurm", "--no-submit", "--runs-dir", str(tmp_path / "runs"), "--set", "tokenizer=t"]
+    given += ["--container", "image", "--container-mounts"]
+
+    def said(mounts, data):
+        name = f"n{len(list((tmp_path / 'runs').glob('*')))}"
+        assert main([*given, mounts, "--name", name, "--set", f"data_path={data}"]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith(("missing", "not looked"))]
+
+    assert said(f"/other:/data,{tmp_path}:/data/in:ro", "/data/in/d/text") == []
+    assert said(f"{tmp_path}", f"{tmp_path}/d/text") == [], "a mount without TO is at its own path"
+    (first, second) = said(f"{tmp_path}:/data", "/data/text")
+    assert first.startswith(f"missing here: /data/text.bin ({tmp_path}/text.bin outside the container) is not there")
+    assert "/data/text.idx" in second
+    (only,) = said(f"{tmp_path}:/data", "/datasets/text")
+    assert "/datasets/text.bin and /datasets/text.idx, which no mount of the container covers" in only
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ("topk=3", "--set topk=3: write model.topk"),
+        ("model=3", "write model.aux_loss_coeff or "),
+        ("modle.topk=3", "--set modle.topk=3: unknown; write SECTION.FIELD of data, logging, model,"),
+        ("expert=[1", r"--set 'expert=\[1': not valid YAML \(.*, line 1, column"),
+    ],
+)
+def test_a_key_that_is_none_says_what_was_meant_in_one_line(given, meant, capsys):
+    assert main(["tiny_cpu_smoke", "--dry-run", "--set", given]) == 2
+    said = capsys.readouterr().err.strip()
+    assert re.search(meant, said) and "\n" not in said
 
 
 def test_a_container_has_its_own_python_and_sees_the_run(tmp_path, capsys):
