@@ -76,7 +76,8 @@ HEP_DEVICE bool place_tokens(A& a, const ExchangeParams& p, std::byte* smem, boo
 }
 
 // The parameters that follow from the others, for a launch of so many blocks: counters of their own for as many warps
-// of a block as `budget` bytes of shared memory hold and its share of the tokens feeds, at least one. Returns the bytes that a block needs.
+// of a block as `budget` bytes of shared memory hold and its share of the tokens feeds, at least one. Returns the bytes
+// that a block needs.
 template <Arch A>
 inline uint64_t plan_exchange(ExchangeParams& p, uint64_t budget, int blocks) {
   p.blocks = uint32_t(blocks);
