@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 from hybrid_ep.cli import outputs
-from hybrid_ep.cli.bench import heap, routing
+from hybrid_ep.cli.bench import heap
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
+from hybrid_ep.cli.bench.routing_spec import RAGGED
 from hybrid_ep.cli.simulate.request import ENGINES
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.crossover import PATHS
@@ -40,7 +41,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
                        "nvfp4: --backend sim alone")  # fmt: skip
     group.add_argument("--routing", help="uniform, zipf:A, one-hot or file:PATH")
     group.add_argument("--imbalance", type=float, metavar="R", help="one hot rank: (max - mean) / mean over ranks")
-    group.add_argument("--ragged", choices=routing.RAGGED, help="uneven tokens over ranks")
+    group.add_argument("--ragged", choices=RAGGED, help="uneven tokens over ranks")
     group.add_argument(
         "--permute", action=argparse.BooleanOptionalAction, default=True, help="expert-major or received rows"
     )

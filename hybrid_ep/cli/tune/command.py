@@ -7,6 +7,7 @@ import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch
@@ -14,10 +15,12 @@ from hybrid_ep.cli.bench.config import BACKENDS, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list
 from hybrid_ep.cli.parser import Parser
 from hybrid_ep.cli.tune import report
-from hybrid_ep.cli.tune.paths import Crossing
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
 from hybrid_ep.perf.shape import Shape
+
+if TYPE_CHECKING:
+    from hybrid_ep.cli.tune.paths import Crossing
 
 _HOST_SMS, _GPU_SMS = (1, 2, 4, 8), (2, 4, 8, 12, 16, 24, 32, 48, 64)
 _CHUNKS = (8, 16, 32, 64, 128)

@@ -62,6 +62,35 @@ def test_the_launcher_of_this_tree_says_what_it_does_and_help_loads_no_torch():
     assert said.stdout.strip() == f"{SUMMARY} False False"
 
 
+REFUSED = {
+    "balance": ["report", "nowhere", "--ep", "0"],
+    "bench": ["--hidden", "7"],
+    "doctor": ["--multi", "--require-gpu"],
+    "launch": ["nosuch"],
+    "report": ["scaling"],
+    "simulate": ["--nodes", "0"],
+    "tune": ["--tokens", "0"],
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_help_and_refusals_of_every_command_load_no_torch(command):
+    """The import of torch takes seconds, in which nothing is said."""
+    assert set(REFUSED) == {*cli.commands()} | {"launch"}
+    program = (
+        "import sys\nfrom hybrid_ep import cli\n"
+        "cli.COMMANDS['launch'] = cli.Command('recipes.launch_command', 'train a recipe')\n"
+        "for argv in ['--help'], ['--nosuch'], sys.argv[2:]:\n"
+        "    try:\n        code = cli.main([sys.argv[1], *argv])\n"
+        "    except SystemExit as stopped:\n        code = stopped.code\n"
+        "    print(argv[0], code, 'torch' in sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, command, *REFUSED[command]], cwd=ROOT, text=True,
+                          capture_output=True, timeout=60)  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if line.endswith(("True", "False"))]
+    assert said == ["--help 0 False", "--nosuch 2 False", f"{REFUSED[command][0]} 2 False"], done.stderr
+
+
 @pytest.mark.parametrize("argv, said", [
     (["bench", "extra"], "hybrid-ep bench: unrecognized arguments: extra"),
     (["bench", "--op", "nope"], "hybrid-ep bench: argument --op: 'nope'"),
