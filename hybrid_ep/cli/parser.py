@@ -47,6 +47,10 @@ class Parser(argparse.ArgumentParser):
         warn_renamed(f"{self.prog.removeprefix('hybrid-ep ')} {flag}", self.renamed[flag])
         return self.renamed[flag] + equals + value
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse's own drops what cannot be written, and a help that nobody got would be a success."""
+        (file or sys.stderr).write(message or "")
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
 

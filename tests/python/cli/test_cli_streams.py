@@ -1,4 +1,5 @@
-"""A reader of stdout that has gone ends a command in silence, one with ranks too: the others say nothing of it."""
+"""A stdout that takes no more, and files that the system refuses: one line and the documented exit code, or silence
+where a reader has gone; of commands with ranks too, whose other ranks have nothing to say of it."""
 
 from __future__ import annotations
 
@@ -37,6 +38,35 @@ def test_a_reader_that_has_gone_ends_it_quietly(talker):
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (cli.EXIT_PIPE_CLOSED, "")
+
+
+@pytest.mark.parametrize("talker", TALKERS)
+def test_a_full_disk_under_stdout_is_one_line(talker):
+    with open("/dev/full", "w") as full:
+        done = run(TALKERS[talker], stdout=full)
+    assert (done.returncode, done.stderr) == (cli.EXIT_FAILED, "hybrid-ep: output: No space left on device\n")
+
+
+def test_a_closed_stdout_is_refused_before_the_work():
+    done = run(["simulate", "--sources"], preexec_fn=lambda: os.close(1))
+    assert done.returncode == cli.EXIT_FAILED
+    assert done.stderr.startswith("hybrid-ep: stdout is closed; redirect it") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["/proc/new.json", "/dev/full", "/" + "x" * 300])
+def test_a_file_that_the_system_refuses_is_one_line_that_names_it(path, capsys):
+    assert cli.main(["simulate", "--nodes", "2", "--json", path]) == cli.EXIT_FAILED
+    error = capsys.readouterr().err
+    assert error.startswith("hybrid-ep: ") and error.count("\n") == 1 and (path in error or path == "/dev/full")
+
+
+def test_an_error_that_is_no_answer_of_a_file_system_keeps_its_traceback(monkeypatch):
+    def broken(args, argv):
+        raise ConnectionResetError(104, "reset")
+
+    monkeypatch.setattr("hybrid_ep.cli.simulate.command.run", broken)
+    with pytest.raises(ConnectionResetError):
+        cli.main(["simulate"])
 
 
 def test_what_ranks_print_is_handed_on_whole(monkeypatch, capfd):
