@@ -10,6 +10,7 @@ import pytest
 from hybrid_ep.balance import report, statistics
 from hybrid_ep.cli import balance_picture, plotting
 from hybrid_ep.cli.bench.plots import Point, draw
+from hybrid_ep.cli.plotting import LINES
 
 pytest.importorskip("matplotlib")
 COLOUR = re.compile(r"(?:fill|stroke): (#[0-9a-f]{6})")
@@ -84,6 +85,22 @@ def test_many_implementations_have_a_panel_an_operation(tmp_path):
         assert [shown.count(name) for name in ("dispatch", "step", "ours", "d")] == [1, 1, 1, 1]
     assert "blocks of an operation" in bandwidth and not any("SMs" in text for text in [*bandwidth, *time])
     assert any("10th to 90th percentile" in text for text in time)
+
+
+def test_a_series_has_one_colour_in_all_pictures_of_a_run(tmp_path):
+    """A picture that lacks one, as bandwidth lacks what crosses no link, gives its colour to no other."""
+    for several, names in ((True, ("ours", "unlinked", "theirs")), (False, ("dispatch", "unlinked", "pair"))):
+        points = [
+            Point(t, n, "pair" if several else name, name if several else "ours", 1.0 * t, None, None,
+                  None if name == "unlinked" else 2.0)
+            for t in (64, 256) for n in (1, 2) for name in names
+        ]  # fmt: skip
+        draw(points, tmp_path, "EP 4")
+        bandwidth, time = (
+            [colour for colour in LINES if f"stroke: {colour};" in (tmp_path / f"{name}.svg").read_text()]
+            for name in ("bandwidth", "time")
+        )
+        assert (bandwidth, time) == ([LINES[0], LINES[2]], [*LINES[:3]])
 
 
 def test_bands_without_percentiles_are_not_explained(tmp_path):
