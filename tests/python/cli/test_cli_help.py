@@ -117,6 +117,21 @@ def test_version_and_defaults_are_said_once(capsys):
     assert "0 = auto (default: 0)" in help_of_bench
 
 
+@pytest.mark.parametrize("command", REFUSED)
+def test_help_fits_the_columns_of_a_terminal(command, monkeypatch):
+    """Also a flag with many names to choose from; they stand in its help, which breaks."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setitem(cli.COMMANDS, "launch", cli.Command("recipes.launch_command", "train a recipe"))
+    parsers = [cli.build_parser(command)._subparsers._group_actions[0].choices[command]]
+    for parser in parsers:
+        for inner in parser._subparsers._group_actions if parser._subparsers else ():
+            parsers += inner.choices.values()
+        said = parser.format_help()
+        assert max(map(len, said.splitlines())) <= 80, said
+        if "--cluster" in said:
+            assert "gb200_nvl72" in " ".join(said.split())
+
+
 def test_ctrl_c_ends_with_one_line_and_130(monkeypatch, capsys):
     def interrupted(args, argv):
         raise KeyboardInterrupt

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hybrid_ep.balance import report, statistics
-from hybrid_ep.cli import balance_picture, plotting
+from hybrid_ep.cli import balance_picture, plotting, traffic_picture
 from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.plotting import LINES
 
@@ -60,6 +60,27 @@ def test_a_dark_page_changes_every_colour_of_a_picture(tmp_path):
 def test_the_same_numbers_are_the_same_bytes(tmp_path):
     one, two = (balance(tmp_path / name, (1, 2)) for name in "ab")
     assert one == two and "<dc:date>" not in one
+
+
+def test_a_caption_speaks_of_what_is_drawn(tmp_path):
+    stats = loads((1, 2))
+    for spare, said in ((0, "Bars: mean over iterations"), (1, "Bars and points: mean over iterations")):
+        balance_picture.draw(tmp_path / "b", report.report(stats, 4, spare_slots=spare), stats, 0.1)
+        assert any(text.startswith(said) for text in texts((tmp_path / "b.svg").read_text()))
+
+
+@pytest.mark.parametrize("sources", [4, 16])
+def test_the_colours_of_traffic_are_as_tall_as_its_map_and_all_is_in_the_picture(tmp_path, monkeypatch, sources):
+    kept = []
+    monkeypatch.setattr(plotting, "save", lambda figure, stem: kept.append(figure) or [])
+    traffic_picture.draw(tmp_path / "t", np.ones((sources, 4)))
+    figure = kept[0]
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    everything = figure.get_tightbbox(figure.canvas.get_renderer())
+    assert 0 <= everything.x0 and everything.x1 <= figure.get_figwidth() and 0 <= everything.y0
+    found, bar = axes.get_window_extent(), axes.child_axes[0].get_window_extent()
+    assert (bar.y0, bar.y1) == pytest.approx((found.y0, found.y1), abs=1)
 
 
 @pytest.mark.parametrize("layers", [(3,), (3, 4, 7), tuple(range(1, 59))])
