@@ -12,9 +12,10 @@ import platform
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA = "hybrid_ep.tuning/1"
 _TOKENS_WITHIN = 2.0  # an entry serves up to so many times more or fewer tokens than it was tuned with
@@ -183,6 +184,8 @@ def _is_device(entry: str, name: str) -> bool:
 
 def device_name(device: torch.device) -> str:
     """Of a GPU its name, else of this machine's CPU."""
+    import torch  # here: the flags of `hybrid-ep tune` import this module, and torch takes seconds
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ class RunFolder:
         if name is not None:
             path = new_folder(root, name)
         else:
-            root.mkdir(parents=True, exist_ok=True)
+            _make_root(root)
             path = _new_numbered(root / f"{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
         folder = RunFolder(path)
         folder.write_config(config)
@@ -101,13 +102,25 @@ class RunFolder:
 def new_folder(root: Path, name: str) -> Path:
     """Makes root/name; ValueError where it exists, or where the name is none."""
     _check_name(name)
-    root.mkdir(parents=True, exist_ok=True)
+    _make_root(root)
     try:
         (root / name).mkdir()
     except FileExistsError:
         message = f"name={name!r}: {root / name} exists; choose another name, or continue it with --resume"
         raise ValueError(message) from None
     return root / name
+
+
+def _make_root(root: Path) -> None:
+    """ValueError where there can be no such folder, or where it takes nothing new."""
+    reason = "takes no new folder"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if os.access(root, os.W_OK | os.X_OK):
+            return
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+    raise ValueError(f"--runs-dir {root}: {reason}; name a folder that can be written")
 
 
 def _check_name(name: str) -> None:

@@ -3,12 +3,14 @@
 A subcommand is a module with `add_arguments(parser)` and `run(args, argv) -> int` (the exit code); one of another
 package also has SUMMARY, a string literal.
 Exit codes of every subcommand: 0 fine, 1 a wrong result, 2 bad usage or bad input, 3 a failure or a deadline that
-passed; and as shells have it 130 after Ctrl-C, 141 when the reader of a pipe has gone (`hybrid-ep doctor | head -1`).
+passed, or a file or stdout that the system does not let it read or write (a full disk); and as shells have it 130 after
+Ctrl-C, 141 when the reader of a pipe has gone (`hybrid-ep doctor | head -1`).
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -23,10 +25,24 @@ from hybrid_ep.cli.parser import Parser
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE, EXIT_FAILED = 0, 1, 2, 3
 EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 130, 141  # 128 + SIGINT, 128 + SIGPIPE
+# What a file system says of the paths it is given, and of its space: one line. Other errors keep their traceback.
+_REFUSED = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
 
 
 class UsageError(ValueError):
-    """The caller's fault: names flag, value and remedy. Any other error keeps its traceback."""
+    """The caller's fault: names flag, value and remedy."""
 
 
 class Command(NamedTuple):
@@ -93,17 +109,37 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hybrid-ep ARGV` and return its exit code; the console script's entry point."""
+    if sys.stdout is None:  # and the next file to be opened would be it
+        print("hybrid-ep: stdout is closed; redirect it, to /dev/null where nobody reads it", file=sys.stderr)
+        return EXIT_FAILED
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit:  # argparse has printed a help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()  # a closed pipe is noticed here, not when the interpreter ends
         return code
     except KeyboardInterrupt:
         print("hybrid-ep: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # What is left in the buffer goes nowhere; the interpreter flushes stdout once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        print(f"hybrid-ep: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        return EXIT_FAILED
+
+
+def _drop_output() -> None:
+    """What is left in the buffer goes nowhere; the interpreter flushes stdout once more on its way out."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
     from hybrid_ep.balance.statistics import LoadStatistics
 
+_ONE_EACH = "one expert a rank is assumed; --ep gives their number"
 _OLD_NAMES = {
     "--ep-size": "--ep",
     "--num-experts": "--experts",
@@ -48,7 +51,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
-    parser.add_argument("--ep", type=int, help="expert parallel size, ranks; default: one expert a rank")
+    parser.add_argument("--ep", type=int, help="expert parallel size, ranks; without it that of the "
+                        "run's config.yaml beside STATS, else one expert a rank, which is said")  # fmt: skip
     parser.add_argument("--plan", metavar="YAML", help="project onto this placement")
     parser.add_argument("--spare-slots", type=int, default=0, help="also show exact balancing with so many a rank")
     outputs.add_plot(parser, "imbalance by layer and load by expert")
@@ -56,7 +60,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sources",
         action="store_true",
-        help="also who sends to whom (needs --ep): of a recipe's metrics.jsonl, a routing trace, a file of each rank",
+        help="also who sends to whom: of a recipe's metrics.jsonl, or with --ep of a trace, or of a file of each rank",
     )
     parser.add_argument(
         "--layout",
@@ -112,15 +116,17 @@ def run_report(args: argparse.Namespace) -> int:
     from hybrid_ep.balance import report, sources
 
     loaded = _load(args)
-    ranks = args.ep if args.ep is not None else loaded.counts.shape[2]
+    ranks, assumed = _ranks(args, loaded.counts.shape[2])
     placed = _placement(args.plan, loaded.layers) if args.plan else None
     rows = report.report(loaded, ranks, placed, args.spare_slots)
     if args.layout == "tensorrt":
         if args.sources or args.plot or args.per_expert or args.spare_slots:
             raise ValueError("--layout tensorrt has nothing but its table: leave the other output flags out")
+        if assumed:
+            print(f"hybrid-ep: {outputs.count(ranks, 'rank')}: {assumed}", file=sys.stderr)
         print(report.tensorrt_table(rows, ranks))
         return EXIT_OK
-    sent = _sources(args) if args.sources else None
+    sent = _sources(args, None if assumed == _ONE_EACH else ranks) if args.sources else None
     floor = report.noise_floor(loaded, ranks)
     print(
         ", ".join(
@@ -132,6 +138,7 @@ def run_report(args: argparse.Namespace) -> int:
                 (ranks, "rank"),
             )
         )
+        + (f" ({assumed})" if assumed else "")
         + "; ratios are (max - mean) / mean, averaged over iterations"
     )
     print(report.table(rows))
@@ -150,13 +157,32 @@ def run_report(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _sources(args: argparse.Namespace) -> np.ndarray:
+def _ranks(args: argparse.Namespace, num_experts: int) -> tuple[int, str]:
+    """Ranks that experts lie on, and whence the number where --ep does not say it: a recipe's run has it beside its
+    metrics."""
+    config = Path(args.statistics).parent / "config.yaml"
+    if args.ep is not None:
+        return args.ep, ""
+    if Path(args.statistics).name != "metrics.jsonl" or not config.is_file():
+        return num_experts, _ONE_EACH
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError(f"{config} says the ranks, and is YAML: pip install pyyaml, or give --ep") from None
+    try:
+        ranks = yaml.safe_load(config.read_text())["parallel"]["expert_parallel_size"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        raise ValueError(f"{config}: says no parallel.expert_parallel_size; give --ep") from None
+    return ranks, f"parallel.expert_parallel_size of {config}"
+
+
+def _sources(args: argparse.Namespace, ranks: int | None) -> np.ndarray:
     from hybrid_ep.balance import sources, statistics
 
-    if args.ep is None:
+    if ranks is None:
         raise ValueError("--sources needs --ep, the ranks that experts lie on: give it")
     between = statistics.parse_range(args.between) if args.between else None
-    return sources.load(args.statistics, args.ep, args.experts, between)
+    return sources.load(args.statistics, ranks, args.experts, between)
 
 
 def run_plan(args: argparse.Namespace) -> int:

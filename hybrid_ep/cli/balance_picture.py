@@ -53,5 +53,6 @@ def draw(stem: Path, rows: list[LayerReport], statistics: LoadStatistics, floor:
     right.xaxis.set_major_locator(plt.MaxNLocator(9, integer=True))
     right.set(xlabel="expert", ylabel="layer", title="load of each expert / mean")
     figure.colorbar(image, ax=right)
-    plotting.note(figure, "Bars and points: mean over iterations.  Colours end at the 99th percentile.")
+    marks = "Bars" if rows[0].exact is None else "Bars and points"
+    plotting.note(figure, f"{marks}: mean over iterations.  Colours end at the 99th percentile.")
     return plotting.save(figure, stem)

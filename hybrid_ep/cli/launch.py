@@ -2,15 +2,18 @@
 
 Each rank is a plain process with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...), so a subcommand has a
 single code path: RANK set means "I am a rank", whoever started me. The launcher owns the rendezvous store and lets
-the kernel choose its port, so no port can be taken in between."""
+the kernel choose its port, so no port can be taken in between. Ranks print through it: a stdout that takes no more
+(`| head -1`, a full disk) is its error alone, and it ends the ranks before one of them can miss another."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +25,8 @@ from hybrid_ep.cli.progress import say
 # Once one rank has failed the others wait for it in vain; they get this long to report by themselves.
 FAILURE_GRACE_S = 5.0
 _TRACEBACK_S = 0.3  # for one rank to write its traceback, so that two do not interleave
+_POLL_S = 0.05
+_STDOUT = 1
 
 
 def is_rank() -> bool:
@@ -40,24 +45,67 @@ def explain_on_deadline() -> None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
 
 
-def run_ranks(argv: Sequence[str], num_ranks: int, timeout_s: float, threads: int, stdout: int | None = None) -> int:
+def run_ranks(argv: Sequence[str], num_ranks: int, timeout_s: float, threads: int) -> int:
     """Run `hybrid-ep ARGV` as `num_ranks` local processes and return the first non-zero exit code, or 0.
 
-    Ranks that are alive after `timeout_s` seconds are ended and named on stderr; the code is then 3.
+    Ranks that are alive after `timeout_s` seconds are ended and named on stderr; the code is then 3. OSError when
+    stdout takes no more; BrokenPipeError where its reader has gone.
     """
     say(f"starting {outputs.count(num_ranks, 'rank')}; each imports torch first")
     from torch.distributed import TCPStore
 
     store = TCPStore(local_ranks.LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    ranks = []
+    ranks: list[subprocess.Popen] = []
+    relay, code = _Relay(), EXIT_FAILED
     try:
         for rank in range(num_ranks):
             environment = _rank_environment(rank, num_ranks, store.port, threads)
             command = [sys.executable, "-m", "hybrid_ep.cli", *argv]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=stdout, preexec_fn=_die_with_parent))
-        return _wait(ranks, timeout_s)
+            ranks.append(subprocess.Popen(command, env=environment, stdout=relay.writer, preexec_fn=_die_with_parent))
+        relay.start()
+        code = _wait(ranks, relay, timeout_s)
     finally:
         _end(ranks)
+        relay.close(FAILURE_GRACE_S if code else None)
+    if relay.error is not None:
+        raise relay.error
+    return code
+
+
+class _Relay(threading.Thread):
+    """Hands what ranks print on to stdout, in a thread: a reader who takes its time delays no deadline.
+
+    `writer`: the ranks' stdout. `error`: why stdout takes no more; what comes after it is read and dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._reader, self.writer = os.pipe()
+        self._ended = threading.Event()
+        self.error: OSError | None = None
+
+    def run(self) -> None:
+        while True:
+            ended = self._ended.is_set()  # asked first: what a rank wrote before its end is in the pipe by then
+            if select.select([self._reader], [], [], 0 if ended else _POLL_S)[0]:
+                self._write(os.read(self._reader, 1 << 16))
+            elif ended:
+                return
+
+    def _write(self, text: bytes) -> None:
+        try:
+            while text and self.error is None:
+                text = text[os.write(_STDOUT, text) :]
+        except OSError as error:
+            self.error = error
+
+    def close(self, wait_s: float | None) -> None:
+        """Once the ranks have ended: returns when all that they printed is handed on, or after wait_s seconds."""
+        self._ended.set()
+        if self.ident is not None:
+            self.join(wait_s)
+        if not self.is_alive():  # else it still waits for its reader
+            os.close(self._reader)
+            os.close(self.writer)
 
 
 def _rank_environment(rank: int, num_ranks: int, port: int, threads: int) -> dict[str, str]:
@@ -81,10 +129,10 @@ def _die_with_parent() -> None:
     local_ranks.die_with_parent(signal.SIGTERM)
 
 
-def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> int:
+def _wait(ranks: list[subprocess.Popen], relay: _Relay, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     first_failure = 0
-    while any(rank.poll() is None for rank in ranks):
+    while any(rank.poll() is None for rank in ranks) and relay.error is None:
         failures = [code for code in (rank.poll() for rank in ranks) if code]
         if failures and not first_failure:
             first_failure = failures[0]
@@ -101,7 +149,7 @@ def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> int:
                     ranks[index].send_signal(signal.SIGUSR1)
                     time.sleep(_TRACEBACK_S)
             return _exit_code(first_failure or EXIT_FAILED)
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
     return _exit_code(next((rank.returncode for rank in ranks if rank.returncode), 0))
 
 
@@ -110,10 +158,12 @@ def _exit_code(code: int) -> int:
 
 
 def _end(ranks: list[subprocess.Popen]) -> None:
-    """End every rank that is still alive, politely first."""
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.terminate()
+    """End every rank that is still alive, politely first. All stand still before one is ended, so that none reports
+    the end of another."""
+    alive = [rank for rank in ranks if rank.poll() is None]
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+        for rank in alive:
+            rank.send_signal(number)
     for rank in ranks:
         try:
             rank.wait(timeout=3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 
@@ -47,8 +47,18 @@ class Parser(argparse.ArgumentParser):
         warn_renamed(f"{self.prog.removeprefix('hybrid-ep ')} {flag}", self.renamed[flag])
         return self.renamed[flag] + equals + value
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse's own drops what cannot be written, and a help that nobody got would be a success."""
+        (file or sys.stderr).write(message or "")
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what there is\n")
+
+
+def one_of(names: Iterable[str], what: str) -> dict[str, Any]:
+    """Options of a flag with many choices, which argparse would write without a break into usage and help."""
+    names = tuple(names)
+    return {"choices": names, "metavar": "NAME", "help": f"{what}: one of {', '.join(names)}"}
 
 
 def warn_renamed(old: str, new: str) -> None:

@@ -17,7 +17,7 @@ def draw(stem: Path, sent: np.ndarray, ranks_per_node: int | None = None) -> lis
     plt = plotting.pyplot()
     sources, ranks = sent.shape
     share = sent / max(float(sent.mean()), 1e-9)
-    figure, axes = plt.subplots(figsize=(4.6, max(2.6, 3.6 * sources / ranks + 0.9)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(4.6, max(2.6, 3.2 * sources / ranks + 1.0)), layout="constrained")
     image = axes.imshow(share, cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest", aspect="equal")
     if max(sent.shape) <= _NUMBERS_UP_TO:
         for (source, rank), value in np.ndenumerate(share):
@@ -34,9 +34,14 @@ def draw(stem: Path, sent: np.ndarray, ranks_per_node: int | None = None) -> lis
     plotting.label_ticks(axes.yaxis, range(sources), range(sources))
     axes.tick_params(length=0)
     axes.grid(visible=False)
-    axes.set(xlabel="to rank of its group, where contiguous owners are", ylabel="from rank")
-    bar = figure.colorbar(image, ax=axes, ticks=[0, 0.5, 1, 1.5, 2])
+    axes.set(xlabel="to rank of the same group", ylabel="from rank")
+    # An inset is as tall as the map; a bar of the figure's own is as tall as the room that the map leaves.
+    bar = figure.colorbar(image, cax=axes.inset_axes((1.04, 0, 0.05, 1)), ticks=[0, 0.5, 1, 1.5, 2])
     bar.ax.set_yticklabels(["0", "0.5", "1", "1.5", "≥ 2"])
     bar.set_label("tokens / fair share")
-    plotting.note(figure, "Tokens of all layers, each counted once for every expert that it goes to.")
+    plotting.note(
+        figure,
+        "Tokens of all layers, each counted once for every expert that it goes to.\n"
+        "Experts lie on ranks in order, as without balancing.",
+    )
     return plotting.save(figure, stem)

@@ -7,8 +7,8 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from hybrid_ep.cli.bench import routing
 from hybrid_ep.cli.bench.config import require, token_sweep
+from hybrid_ep.cli.bench.routing_spec import parse_routing
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import crossover
 from hybrid_ep.perf.crossover import OPS, Row
@@ -24,7 +24,7 @@ def refuse(args: argparse.Namespace) -> None:
         ("--op", not set(args.op) <= set(OPS), f"the path has {', '.join(OPS)}"),
         ("--nodes", args.nodes is not None and args.nodes < 1, "must be at least 1"),
         ("--dtype", args.dtype != "bf16", "rows are bf16"),
-        ("--routing", routing.parse_routing(args.routing).kind != "uniform", "routing is uniform"),
+        ("--routing", parse_routing(args.routing).kind != "uniform", "routing is uniform"),
         ("--imbalance", args.imbalance is not None, "routing is uniform"),
         ("--no-permute", not args.permute, "the path is one of the permuted verbs"),
         ("--plot", args.plot is not None, "has no picture; take --json"),

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.bench.implementations import Case, Dispatched, Implementation
 from hybrid_ep.cli.bench.ledger import hit_ranks
 from hybrid_ep.cli.bench.routing import Routing
+from hybrid_ep.cli.bench.rows import amplitude
 from hybrid_ep.payload import quantize
 
 # Of dispatched rows. fp8 and mxfp8 (hybrid_ep.payload.quantize) travel as bytes with scales; combine then sums bf16.
@@ -26,17 +26,7 @@ DTYPES = {
     **dict.fromkeys(quantize.FORMATS, torch.float8_e4m3fn),
 }
 SUM_DTYPES = {name: torch.bfloat16 if name in quantize.FORMATS else dtype for name, dtype in DTYPES.items()}
-_EXACT_INTEGERS = {"bf16": 1 << 8, "fp16": 1 << 11, "fp32": 1 << 24}  # all integers up to here are exact
 _FACTORS = (1.0, 2.0, -1.0, -2.0, 2.0, -2.0, 1.0)  # by expert; 7 is coprime with usual experts per rank
-_MAX_AMPLITUDE = 100  # values fit int8, the generator's dtype
-
-
-def amplitude(dtype: str, topk: int) -> int:
-    """Largest |value| of an input for which every partial sum of `topk` doubled rows stays exact."""
-    limit = _EXACT_INTEGERS.get(dtype, _EXACT_INTEGERS["bf16"]) // (2 * topk)
-    if limit < 1:
-        raise UsageError(f"--topk {topk}: sums of so many rows are not exact in {dtype}; use --dtype fp32")
-    return min(limit, _MAX_AMPLITUDE)
 
 
 def make_rows(rank: int, num_tokens: int, hidden: int, dtype: str, topk: int, seed: int) -> torch.Tensor:
@@ -51,12 +41,6 @@ def payload(x: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | N
     """What dispatch sends for rows x [T, H]: (x, None), or quantised (e4m3 [T, H], scales [T, H / block])."""
     fmt = quantize.FORMATS.get(dtype)
     return (x, None) if fmt is None else quantize.quantize(x, fmt)
-
-
-def row_bytes(dtype: str, hidden: int) -> tuple[int, int]:
-    """(bytes of a dispatched row with its scales, bytes of a summed row)."""
-    summed, fmt = hidden * SUM_DTYPES[dtype].itemsize, quantize.FORMATS.get(dtype)
-    return (summed if fmt is None else hidden + hidden // fmt.block * fmt.scale_dtype.itemsize), summed
 
 
 @dataclass(frozen=True)

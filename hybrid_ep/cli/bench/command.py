@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_WRONG, UsageError, launch, outputs
 from hybrid_ep.cli.bench import flags, heap, presets
 from hybrid_ep.cli.bench.config import Config, make_config, require
+from hybrid_ep.cli.progress import say
 
 if TYPE_CHECKING:
     from hybrid_ep.cli.bench.implementations import Implementation
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         return _be_rank(args)
     ranks = flags.DEFAULT_RANKS if args.ranks is None else args.ranks
     config = make_config(args, num_ranks=ranks)
+    say("loading torch, to see what can run here")
     _refuse_unavailable_base(config, _choose(args)[0])
     _require_device(config)
     threads = args.threads or max(1, len(os.sched_getaffinity(0)) // ranks)

@@ -6,9 +6,8 @@ import argparse
 from dataclasses import dataclass
 
 from hybrid_ep.cli import UsageError
-from hybrid_ep.cli.bench import checks, routing
-from hybrid_ep.cli.bench.routing import RoutingSpec
-from hybrid_ep.payload import quantize
+from hybrid_ep.cli.bench import routing_spec, rows
+from hybrid_ep.cli.bench.routing_spec import RoutingSpec
 
 OPS = ("route", "dispatch", "permute", "unpermute", "combine", "pair", "step")
 BACKENDS = ("host", "cuda", "sim")
@@ -45,12 +44,12 @@ class Config:
     @property
     def row_bytes(self) -> int:
         """Of a dispatched row, its scales included."""
-        return checks.row_bytes(self.dtype, self.hidden)[0]
+        return rows.row_bytes(self.dtype, self.hidden)[0]
 
     @property
     def sum_row_bytes(self) -> int:
         """Of a row that combine moves."""
-        return checks.row_bytes(self.dtype, self.hidden)[1]
+        return rows.row_bytes(self.dtype, self.hidden)[1]
 
     @property
     def timed_ops(self) -> tuple[str, ...]:
@@ -82,11 +81,10 @@ def make_config(args: argparse.Namespace, num_ranks: int) -> Config:
         f"--cuda-graph: --backend {args.backend} has no CUDA graphs; use --backend cuda, or drop the flag",
     )
     require(
-        args.dtype in checks.DTYPES,
-        f"--dtype {args.dtype}: only the simulator knows it; use one of {', '.join(checks.DTYPES)}",
+        args.dtype in rows.ROWS, f"--dtype {args.dtype}: only the simulator knows it; use one of {', '.join(rows.ROWS)}"
     )
-    checks.amplitude(args.dtype, args.topk)
-    spec = routing.parse_routing(args.routing)
+    rows.amplitude(args.dtype, args.topk)
+    spec = routing_spec.parse_routing(args.routing)
     return Config(
         backend=args.backend,
         tokens=token_sweep(args),
@@ -96,7 +94,7 @@ def make_config(args: argparse.Namespace, num_ranks: int) -> Config:
         topk=args.topk,
         num_experts=args.experts,
         dtype=args.dtype,
-        routing=routing.with_imbalance(spec, args.imbalance, args.experts, args.topk, num_ranks),
+        routing=routing_spec.with_imbalance(spec, args.imbalance, args.experts, args.topk, num_ranks),
         ragged=args.ragged,
         permute=args.permute,
         route_as=args.route_as,
@@ -116,12 +114,12 @@ def make_config(args: argparse.Namespace, num_ranks: int) -> Config:
 def _check_rows(args: argparse.Namespace) -> None:
     """Rows of whole 16-byte units, as they are sent and as they are summed; blocks of whole scales."""
     require(args.hidden >= 1, f"--hidden {args.hidden}: must be at least 1")
-    fmt = quantize.FORMATS.get(args.dtype)
+    row = rows.ROWS.get(args.dtype, rows.ROWS["bf16"])
     require(
-        fmt is None or args.hidden % fmt.block == 0,
-        f"--hidden {args.hidden}: {args.dtype} scales blocks of {fmt.block if fmt else 0} elements; give a multiple",
+        not row.block or args.hidden % row.block == 0,
+        f"--hidden {args.hidden}: {args.dtype} scales blocks of {row.block} elements; give a multiple",
     )
-    num_bytes = args.hidden * checks.DTYPES.get(args.dtype, checks.DTYPES["bf16"]).itemsize
+    num_bytes = args.hidden * row.dispatched
     require(num_bytes % 16 == 0, f"--hidden {args.hidden}: a row of {num_bytes} bytes; must be a multiple of 16 bytes")
 
 

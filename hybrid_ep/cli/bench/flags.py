@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 
 from hybrid_ep.cli import outputs
-from hybrid_ep.cli.bench import heap, routing
+from hybrid_ep.cli.bench import heap
 from hybrid_ep.cli.bench.config import BACKENDS, OPS
 from hybrid_ep.cli.bench.presets import NAMES, SHAPE_DEFAULTS
+from hybrid_ep.cli.bench.routing_spec import RAGGED
+from hybrid_ep.cli.parser import one_of
 from hybrid_ep.cli.simulate.request import ENGINES
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.crossover import PATHS
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--preset", choices=NAMES, help="published conditions; with --backend sim, beside their figures")
+    group.add_argument("--preset", **one_of(NAMES, "published conditions; with --backend sim, beside their figures"))
     group.add_argument("-b", "--min-tokens", type=int, help="smallest number of tokens a rank")
     group.add_argument("-e", "--max-tokens", type=int, help="largest number of tokens a rank")
     group.add_argument("-f", "--factor", type=int, help="from one number of tokens to the next")
@@ -40,9 +42,12 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
                        "nvfp4: --backend sim alone")  # fmt: skip
     group.add_argument("--routing", help="uniform, zipf:A, one-hot or file:PATH")
     group.add_argument("--imbalance", type=float, metavar="R", help="one hot rank: (max - mean) / mean over ranks")
-    group.add_argument("--ragged", choices=routing.RAGGED, help="uneven tokens over ranks")
+    group.add_argument("--ragged", choices=RAGGED, help="uneven tokens over ranks")
     group.add_argument(
-        "--permute", action=argparse.BooleanOptionalAction, default=True, help="expert-major or received rows"
+        "--permute",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="rows by expert, the default, or as received",
     )
     group.add_argument("--route-as", choices=("map", "topk"), default="map", help="the form of routing")
     group.add_argument("--ranks", type=int, help=f"processes to launch, {DEFAULT_RANKS} if not given (ignored where "
@@ -83,7 +88,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_simulator_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--cluster", choices=tuple(clusters.CLUSTERS), help="GPUs and links, as in hybrid-ep simulate")
+    group.add_argument("--cluster", **one_of(clusters.CLUSTERS, "GPUs and links"))
     group.add_argument("--nodes", type=int, help="NVLink domains of the EP group, as in hybrid-ep simulate")
     group.add_argument("--engine", choices=ENGINES, default="model", help="as in hybrid-ep simulate")
     group.add_argument("--path", choices=PATHS, default=PATHS[0], help="latency: by lines beside the throughput path, "

@@ -43,15 +43,17 @@ def draw(points: list[Point], folder: Path, title: str, workers: str = "SMs") ->
     plotting.pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     said = []
+    names = list(dict.fromkeys(p.implementation for p in points))
+    series = names if len(names) > 1 else list(dict.fromkeys(p.op for p in points))
     largest = max((p.tokens for p in points), default=0)
     over_sms = [p for p in points if p.tokens == largest and p.num_sms and p.busbw is not None]
     if len({p.num_sms for p in over_sms}) > 1:
-        said += _bandwidth(over_sms, folder, f"{title}; {largest:,} tokens a rank", workers)
+        said += _bandwidth(over_sms, folder, f"{title}; {largest:,} tokens a rank", workers, series)
     else:
         said.append(f"# not drawn: bandwidth over {workers}, which needs two values of --num-sms")
     best = _one_per_size(points)
     if len({p.tokens for p in best}) > 1:
-        said += _time(best, folder, title, workers)
+        said += _time(best, folder, title, workers, series)
     else:
         said.append("# not drawn: time over tokens, which needs two sizes")
     return said
@@ -67,15 +69,15 @@ def _one_per_size(points: list[Point]) -> list[Point]:
     return list(best.values())
 
 
-def _panels(points: list[Point]) -> Iterator[tuple[str, list[tuple[str, list[Point]]]]]:
-    """(title, [(label, points)]) of every panel: the operations of one implementation, or of many implementations one
-    operation each."""
-    ops, names = (list(dict.fromkeys(getattr(p, a) for p in points)) for a in ("op", "implementation"))
-    if len(names) == 1:
-        yield "", [(op, [p for p in points if p.op == op]) for op in ops]
+def _panels(points: list[Point], series: list[str]) -> Iterator[tuple[str, list[tuple[str, list[Point]]]]]:
+    """(title, [(name of series, points)]) of every panel: the operations of one implementation, or of many
+    implementations one operation each."""
+    ops = list(dict.fromkeys(p.op for p in points))
+    if set(ops) <= set(series):
+        yield "", [(op, [p for p in points if p.op == op]) for op in series]
         return
     for op in ops:
-        yield op, [(name, [p for p in points if (p.op, p.implementation) == (op, name)]) for name in names]
+        yield op, [(name, [p for p in points if (p.op, p.implementation) == (op, name)]) for name in series]
 
 
 def _draw(
@@ -85,10 +87,12 @@ def _draw(
     line: Callable[[Axes, list[Point], dict], None],
     finish: Callable[[Axes], None],
     axes: tuple[str, str],
+    series: list[str],
     note: str = "",
 ) -> list[str]:
-    """Every panel with its lines. line draws the points of one in its style, finish sets a panel's axes."""
-    plt, panels = plotting.pyplot(), list(_panels(points))
+    """Every panel with its lines. line draws the points of one in its style, finish sets a panel's axes. series: all
+    of the run, also those that this picture lacks, so that each has one style in all its pictures."""
+    plt, panels = plotting.pyplot(), list(_panels(points, series))
     columns = 2 if len(panels) == 4 else min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     width, height = (_WIDTH, _HEIGHT) if len(panels) == 1 else (2.7 * columns, 2.1 * rows + 0.7)
@@ -133,7 +137,7 @@ def _draw(
     return [f"# written: {path}" for path in made]
 
 
-def _bandwidth(points: list[Point], folder: Path, title: str, workers: str) -> list[str]:
+def _bandwidth(points: list[Point], folder: Path, title: str, workers: str, series: list[str]) -> list[str]:
     limit = next((p.limit for p in points if p.limit), None)
     top = 1.12 * max([*(p.busbw or 0.0 for p in points), limit or 0.0])
     counts = sorted({p.num_sms for p in points})
@@ -159,11 +163,17 @@ def _bandwidth(points: list[Point], folder: Path, title: str, workers: str) -> l
         panel.set_ylim(0, top)
 
     return _draw(
-        points, folder / "bandwidth", title, line, finish, (f"{workers} of an operation", "bus bandwidth (GB/s)")
+        points,
+        folder / "bandwidth",
+        title,
+        line,
+        finish,
+        (f"{workers} of an operation", "bus bandwidth (GB/s)"),
+        series,
     )
 
 
-def _time(points: list[Point], folder: Path, title: str, workers: str) -> list[str]:
+def _time(points: list[Point], folder: Path, title: str, workers: str, series: list[str]) -> list[str]:
     from matplotlib import ticker
 
     sizes = sorted({p.tokens for p in points})
@@ -188,7 +198,7 @@ def _time(points: list[Point], folder: Path, title: str, workers: str) -> list[s
     several = len({p.num_sms for p in points}) > 1
     notes = ["Bands: 10th to 90th percentile of the iterations."] if banded else []
     notes += [f"Each size at its fastest number of {workers}."] if several else []
-    return _draw(points, folder / "time", title, line, finish, ("tokens a rank", "time (ms)"), "  ".join(notes))
+    return _draw(points, folder / "time", title, line, finish, ("tokens a rank", "time (ms)"), series, "  ".join(notes))
 
 
 def _log(panel: Axes, values: list[int]) -> None:

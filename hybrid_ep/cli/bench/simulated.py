@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
-from hybrid_ep.cli.bench import by_lines, presets, routing
+from hybrid_ep.cli.bench import by_lines, presets, routing_spec
 from hybrid_ep.cli.bench.config import require, token_sweep
 from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.bench.presets import Condition
@@ -154,7 +154,7 @@ def _run(args: argparse.Namespace, condition: Condition | None, folder: Path | N
 
 def _request(args: argparse.Namespace, tokens: int, num_sms: int) -> Request:
     """What `hybrid-ep simulate` would be asked with the same flags, SMs settled."""
-    spec = routing.parse_routing(args.routing)
+    spec = routing_spec.parse_routing(args.routing)
     drawn = spec.kind == "one-hot" or args.imbalance is not None
     flags = argparse.Namespace(
         **{
@@ -172,7 +172,9 @@ def _request(args: argparse.Namespace, tokens: int, num_sms: int) -> Request:
     request = Request.from_flags(flags, cluster)
     if drawn:  # routing that only the bench has: drawn by it, counted by the simulator
         s = request.shape
-        spec = routing.with_imbalance(spec, args.imbalance, s.experts, s.topk, s.ranks)
+        from hybrid_ep.cli.bench import routing
+
+        spec = routing_spec.with_imbalance(spec, args.imbalance, s.experts, s.topk, s.ranks)
         choices = routing.draw(spec, s.ranks, tokens, s.experts, s.topk, args.seed)
         request = replace(request, choices=choices, traffic=sim_routing.count(choices, s), routing_text=str(spec))
     return request.settled(request.tuned()) if not num_sms else request

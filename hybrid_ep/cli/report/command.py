@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
 from hybrid_ep.cli.bench.flags import int_list
+from hybrid_ep.cli.parser import one_of
 from hybrid_ep.cli.report import runs, scaling
 from hybrid_ep.cli.simulate import job as job_flags
 from hybrid_ep.hardware import clusters
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("runs", nargs="*", metavar="RUN", help="folders runs/NAME of finished jobs, one of each size")
     add("--skip", type=int, default=5, help="first steps of a run that do not count")
     add("--simulate", metavar="MODEL", choices=tuple(models.MODELS), help="predict the jobs of this model instead")
-    add("--cluster", choices=tuple(clusters.CLUSTERS), default="h100_8x400g", help="of --simulate")
+    add("--cluster", default="h100_8x400g", **one_of(clusters.CLUSTERS, "of --simulate"))
     add("--gpus", type=int_list, default="64,128,256,512", help="of --simulate: a list of job sizes")
     job_flags.add_flags(add, "--simulate")
     add("--mode", choices=(*scaling.MODES, "both"), default="both", help="which table")

@@ -97,6 +97,6 @@ def _yours(job: step_time.Job, best: Plan) -> dict[str, Any]:
         f"{'tokens':<8} {got.exchange_us:11.0f} {got.tokens_per_s_per_gpu:13.0f} "
         f"{recommend.state_gb(job.model, job.gpus, job.ep, job.pp):9.1f}  {slower:+.1%} step time, "
         f"{got.seconds:.2f} s with {job.dispatcher}, TP {job.tensor}, "
-        f"PP x {job.virtual_pp}, micro-batches {job.micro_batches}"
+        f"virtual stages {job.virtual_pp}, micro-batches {job.micro_batches}"
     )
     return {"step_s": got.seconds, "tokens_per_s_per_gpu": got.tokens_per_s_per_gpu, "exchange_us": got.exchange_us}

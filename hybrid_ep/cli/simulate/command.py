@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_ep.cli import EXIT_OK, UsageError, outputs
+from hybrid_ep.cli.parser import one_of
 from hybrid_ep.cli.simulate import advise, job, latency, move, report, sweep
 from hybrid_ep.cli.simulate.request import ENGINES, KERNELS, Request
 from hybrid_ep.hardware import clusters
@@ -19,7 +20,7 @@ from hybrid_ep.perf.shape import DTYPES
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One exchange by default; --move, --sweep and --recommend are other questions about the same cluster."""
     where = parser.add_argument_group("where")
-    where.add_argument("--cluster", choices=tuple(clusters.CLUSTERS), default="h100_8x400g", help="GPUs and links")
+    where.add_argument("--cluster", default="h100_8x400g", **one_of(clusters.CLUSTERS, "GPUs and links"))
     where.add_argument("--nodes", type=int, default=1, help="NVLink domains of the EP group")
     where.add_argument("--ranks-per-node", type=int, help="ranks of a domain  (default: all its GPUs)")
     what = parser.add_argument_group("what is exchanged")

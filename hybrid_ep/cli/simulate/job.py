@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from hybrid_ep.cli import UsageError
+from hybrid_ep.cli.parser import one_of
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import models
 from hybrid_ep.perf.shape import DTYPES
@@ -52,7 +53,7 @@ def add_flags(add: Any, of: str, besides: Collection[str] = ()) -> None:
             add(flag, type=kind, default=default, help=f"of {of}: {what}")
     for flag, (_, choices, default, what) in _CHOICES.items():
         if flag not in besides:
-            add(flag, choices=choices, default=default, help=f"of {of}: {what}")
+            add(flag, default=default, **one_of(choices, f"of {of}: {what}"))
 
 
 def from_flags(args: argparse.Namespace, model: str, gpus: int) -> Job:

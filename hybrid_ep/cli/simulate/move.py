@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hybrid_ep.cli.parser import one_of
 from hybrid_ep.hardware.clusters import Cluster
 from hybrid_ep.perf import dwdp, models, trace, weight_events
 from hybrid_ep.perf.weight_events import Found, Job
@@ -16,7 +17,7 @@ _ITERATIONS = 8
 def add_flags(group: Any) -> None:
     group.add_argument("--move", choices=MOVES, help="compare moving tokens with moving experts' weights (forward); "
                        "the trace is of the one named, auto: of the faster")  # fmt: skip
-    group.add_argument("--model", choices=tuple(models.MODELS), default="deepseek_v3", help="of --move: whose layers")
+    group.add_argument("--model", default="deepseek_v3", **one_of(models.MODELS, "of --move: whose layers"))
     group.add_argument("--sequences", type=int, default=1, help="of --move: sequences of a micro-batch, alike")
     group.add_argument("--length-cv", type=float, default=0.0, help="of --move: ranks' tokens vary by that much")
     group.add_argument("--shortest", type=float, default=1.0,

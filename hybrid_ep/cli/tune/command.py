@@ -7,17 +7,20 @@ import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid_ep import tuning
 from hybrid_ep.cli import EXIT_OK, EXIT_WRONG, UsageError, launch
 from hybrid_ep.cli.bench.config import BACKENDS, make_config
 from hybrid_ep.cli.bench.flags import DTYPES, int_list
-from hybrid_ep.cli.parser import Parser
+from hybrid_ep.cli.parser import Parser, one_of
 from hybrid_ep.cli.tune import report
-from hybrid_ep.cli.tune.paths import Crossing
 from hybrid_ep.hardware import clusters
 from hybrid_ep.perf.shape import DTYPES as SIM_DTYPES
 from hybrid_ep.perf.shape import Shape
+
+if TYPE_CHECKING:
+    from hybrid_ep.cli.tune.paths import Crossing
 
 _HOST_SMS, _GPU_SMS = (1, 2, 4, 8), (2, 4, 8, 12, 16, 24, 32, 48, 64)
 _CHUNKS = (8, 16, 32, 64, 128)
@@ -35,9 +38,7 @@ def add_arguments(parser: Parser) -> None:
     where.add_argument("--backend", choices=BACKENDS, default="host", help="host tunes blocks, sim a cluster elsewhere")
     where.add_argument("--ranks", type=int, help=f"host, cuda: processes to launch, {_RANKS} if not given")
     where.add_argument("--ranks-per-node", type=int, help="ranks of one NVLink domain, all if not given")
-    where.add_argument(
-        "--cluster", choices=tuple(clusters.CLUSTERS), help="sim: GPUs and links, h100_8x400g if not given"
-    )
+    where.add_argument("--cluster", **one_of(clusters.CLUSTERS, "sim: GPUs and links, h100_8x400g if not given"))
     where.add_argument("--nodes", type=int, help="sim: NVLink domains of the EP group, 1 if not given")
     what = parser.add_argument_group("what for")
     what.add_argument("--tokens", type=int_list, help="of each rank, a list; 4096 if not given, of host 1024")

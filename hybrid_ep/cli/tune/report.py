@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.cli import UsageError
 from hybrid_ep.cli.tune.grid import CHUNK_WITHIN, OPS, SMS_WITHIN, Grid, Point
-from hybrid_ep.cli.tune.paths import Crossing
 from hybrid_ep.tuning import SCHEMA, load
+
+if TYPE_CHECKING:
+    from hybrid_ep.cli.tune.paths import Crossing
 
 
 def header_lines(title: str, simulated: bool) -> Iterator[str]:

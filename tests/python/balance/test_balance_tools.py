@@ -65,6 +65,29 @@ def test_metrics_of_a_run_are_read(tmp_path):
     assert read.counts.tolist() == [[[1, 2], [3, 0]]] and read.iterations == (1,) and read.layers == (1, 2)
 
 
+def test_ranks_that_nobody_gave_are_those_of_the_run_or_said_to_be_assumed(tmp_path, capsys):
+    """Sixteen experts of a run with four ranks: without --ep the report was of 16 ranks, and said nothing."""
+    pytest.importorskip("yaml")
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps({"step": 1, "expert_load": [[40, *range(15)]]}))
+
+    def said(*flags):
+        code = main(["balance", "report", str(file), *flags])
+        printed = capsys.readouterr()
+        return code, printed.out.partition(";")[0] + printed.err
+
+    assumed = "16 ranks (one expert a rank is assumed"
+    assert assumed in said()[1]
+    code, error = said("--layout", "tensorrt")
+    assert code == 0 and "hybrid-ep: 16 ranks: one expert a rank is assumed; --ep gives" in error
+    config = tmp_path / "config.yaml"
+    config.write_text("parallel: {num_ranks: 8, expert_parallel_size: 4}")
+    assert f"16 experts, 4 ranks (parallel.expert_parallel_size of {config})" in said()[1]
+    assert said("--ep", "2") == (0, "1 iteration, 1 layer, 16 experts, 2 ranks")
+    config.write_text("parallel: {}")
+    assert said() == (2, f"hybrid-ep balance: {config}: says no parallel.expert_parallel_size; give --ep\n")
+
+
 def collected(path, first, last, run, said):
     """A collector that has seen iterations `run`: in iteration i, i tokens for expert 0 and one for expert 1."""
     c = collector.LoadCollector(path, first, last, topk=1, say=said.append)

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from hybrid_ep import traffic
 from hybrid_ep.cli import EXIT_FAILED, EXIT_OK, EXIT_USAGE, EXIT_WRONG, build_parser, launch, main
-from hybrid_ep.cli.bench import checks, config, report
+from hybrid_ep.cli.bench import checks, config, report, rows
 from hybrid_ep.cli.bench.ledger import build_ledger, expected_groups
-from hybrid_ep.cli.bench.routing import Routing, RoutingSpec, generate, parse_routing, token_counts
+from hybrid_ep.cli.bench.routing import Routing, RoutingSpec, generate, token_counts
+from hybrid_ep.cli.bench.routing_spec import parse_routing
 
 SMALL = ["--tokens", "16", "--hidden", "16", "--topk", "2", "--experts", "8", "-n", "2", "-w", "1"]
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -173,13 +174,13 @@ def test_expected_groups_is_the_mean_over_uniform_routing():
 def test_inputs_are_exact_in_every_order_of_summation(dtype):
     topk = 8
     x = checks.make_rows(0, 64, 32, dtype, topk, seed=1)
-    assert torch.equal(x, x.float().round().to(x.dtype)) and x.abs().max() == checks.amplitude(dtype, topk)
+    assert torch.equal(x, x.float().round().to(x.dtype)) and x.abs().max() == rows.amplitude(dtype, topk)
     total = torch.zeros_like(x)
     for _ in range(topk):
         total += 2 * x
     assert torch.equal(total.double(), 2.0 * topk * x.double())
     with pytest.raises(ValueError, match="--dtype fp32"):
-        checks.amplitude("bf16", 129)
+        rows.amplitude("bf16", 129)
 
 
 def test_statistics():

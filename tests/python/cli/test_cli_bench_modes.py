@@ -14,10 +14,23 @@ import torch.distributed as dist
 from bench_case import one_rank_case
 
 from hybrid_ep.cli import EXIT_OK, EXIT_USAGE, EXIT_WRONG, build_parser, launch, main
-from hybrid_ep.cli.bench import built_in, by_lines, checks, config, graphs, plots, presets, routing, simulated
+from hybrid_ep.cli.bench import (
+    built_in,
+    by_lines,
+    checks,
+    config,
+    graphs,
+    plots,
+    presets,
+    routing,
+    routing_spec,
+    rows,
+    simulated,
+)
 from hybrid_ep.cli.bench.ledger import build_ledger
 from hybrid_ep.cli.bench.plots import Point
 from hybrid_ep.hardware import clusters
+from hybrid_ep.payload import quantize
 from hybrid_ep.perf import crossover, latency_events, model
 from hybrid_ep.perf.shape import Shape
 from hybrid_ep.testing import VirtualWorld
@@ -144,7 +157,7 @@ def test_a_chain_that_leaks_from_one_pair_into_the_next_is_found(one_rank, monke
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 2.0])
 def test_imbalance_comes_out_as_asked(ratio):
-    spec = routing.with_imbalance(routing.parse_routing("uniform"), ratio, 32, 4, 4)
+    spec = routing_spec.with_imbalance(routing_spec.parse_routing("uniform"), ratio, 32, 4, 4)
     drawn = routing.generate(spec, [4096] * 4, 32, 4, seed=3)
     assert build_ledger(drawn, 32, 2, 1).imbalance == pytest.approx(ratio, abs=0.05)
     ordered = drawn[1].topk_idx.sort(1).values
@@ -154,27 +167,35 @@ def test_imbalance_comes_out_as_asked(ratio):
 def test_imbalance_beyond_what_routing_can_do_is_refused():
     for ratio, most in ((3.5, "0 .. 3"), (-0.1, "0 .. 3")):
         with pytest.raises(ValueError, match=f"--imbalance {ratio:g}.*{most}"):
-            routing.with_imbalance(routing.parse_routing("uniform"), ratio, 32, 4, 4)
+            routing_spec.with_imbalance(routing_spec.parse_routing("uniform"), ratio, 32, 4, 4)
     with pytest.raises(ValueError, match="give one of them"):
-        routing.with_imbalance(routing.parse_routing("zipf:1"), 0.5, 32, 4, 4)
+        routing_spec.with_imbalance(routing_spec.parse_routing("zipf:1"), 0.5, 32, 4, 4)
 
 
 def test_routing_from_an_npy_file_serves_bench_and_simulator(tmp_path):
     import numpy as np
 
     np.save(tmp_path / "r.npy", np.array([[[0, 3], [1, 2]], [[3, 2], [0, 1]]]))
-    spec = routing.parse_routing(f"file:{tmp_path / 'r.npy'}")
+    spec = routing_spec.parse_routing(f"file:{tmp_path / 'r.npy'}")
     assert routing.draw(spec, 2, 2, 4, 2, seed=1).tolist() == [[[0, 3], [1, 2]], [[3, 2], [0, 1]]]
 
 
 def test_row_bytes_of_every_dtype():
-    assert {d: checks.row_bytes(d, 256) for d in checks.DTYPES} == {
+    assert {d: rows.row_bytes(d, 256) for d in rows.ROWS} == {
         "bf16": (512, 512),
         "fp16": (512, 512),
         "fp32": (1024, 1024),
         "fp8": (256 + 8, 512),
         "mxfp8": (256 + 8, 512),
     }
+
+
+def test_rows_in_numbers_are_what_torch_has():
+    for dtype, row in rows.ROWS.items():
+        assert (row.dispatched, row.summed) == (checks.DTYPES[dtype].itemsize, checks.SUM_DTYPES[dtype].itemsize)
+        scaled = quantize.FORMATS.get(dtype)
+        assert (row.block, row.scale) == ((scaled.block, scaled.scale_dtype.itemsize) if scaled else (0, 0))
+    assert list(rows.ROWS) == list(checks.DTYPES)
 
 
 @pytest.mark.parametrize("flags, words", [

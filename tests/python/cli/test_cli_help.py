@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -62,6 +61,35 @@ def test_the_launcher_of_this_tree_says_what_it_does_and_help_loads_no_torch():
     assert said.stdout.strip() == f"{SUMMARY} False False"
 
 
+REFUSED = {
+    "balance": ["report", "nowhere", "--ep", "0"],
+    "bench": ["--hidden", "7"],
+    "doctor": ["--multi", "--require-gpu"],
+    "launch": ["nosuch"],
+    "report": ["scaling"],
+    "simulate": ["--nodes", "0"],
+    "tune": ["--tokens", "0"],
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_help_and_refusals_of_every_command_load_no_torch(command):
+    """The import of torch takes seconds, in which nothing is said."""
+    assert set(REFUSED) == {*cli.commands()} | {"launch"}
+    program = (
+        "import sys\nfrom hybrid_ep import cli\n"
+        "cli.COMMANDS['launch'] = cli.Command('recipes.launch_command', 'train a recipe')\n"
+        "for argv in ['--help'], ['--nosuch'], sys.argv[2:]:\n"
+        "    try:\n        code = cli.main([sys.argv[1], *argv])\n"
+        "    except SystemExit as stopped:\n        code = stopped.code\n"
+        "    print(argv[0], code, 'torch' in sys.modules, file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, command, *REFUSED[command]], cwd=ROOT, text=True,
+                          capture_output=True, timeout=60)  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if line.endswith(("True", "False"))]
+    assert said == ["--help 0 False", "--nosuch 2 False", f"{REFUSED[command][0]} 2 False"], done.stderr
+
+
 @pytest.mark.parametrize("argv, said", [
     (["bench", "extra"], "hybrid-ep bench: unrecognized arguments: extra"),
     (["bench", "--op", "nope"], "hybrid-ep bench: argument --op: 'nope'"),
@@ -89,6 +117,21 @@ def test_version_and_defaults_are_said_once(capsys):
     assert "0 = auto (default: 0)" in help_of_bench
 
 
+@pytest.mark.parametrize("command", REFUSED)
+def test_help_fits_the_columns_of_a_terminal(command, monkeypatch):
+    """Also a flag with many names to choose from; they stand in its help, which breaks."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setitem(cli.COMMANDS, "launch", cli.Command("recipes.launch_command", "train a recipe"))
+    parsers = [cli.build_parser(command)._subparsers._group_actions[0].choices[command]]
+    for parser in parsers:
+        for inner in parser._subparsers._group_actions if parser._subparsers else ():
+            parsers += inner.choices.values()
+        said = parser.format_help()
+        assert max(map(len, said.splitlines())) <= 80, said
+        if "--cluster" in said:
+            assert "gb200_nvl72" in " ".join(said.split())
+
+
 def test_ctrl_c_ends_with_one_line_and_130(monkeypatch, capsys):
     def interrupted(args, argv):
         raise KeyboardInterrupt
@@ -96,18 +139,3 @@ def test_ctrl_c_ends_with_one_line_and_130(monkeypatch, capsys):
     monkeypatch.setattr("hybrid_ep.cli.simulate.command.run", interrupted)
     assert cli.main(["simulate"]) == cli.EXIT_INTERRUPTED
     assert capsys.readouterr().err == "hybrid-ep: interrupted\n"
-
-
-def test_a_reader_that_has_gone_ends_it_quietly():
-    reader, writer = os.pipe()
-    os.close(reader)
-    job = subprocess.Popen(
-        [sys.executable, "-m", "hybrid_ep.cli", "simulate", "--sources"],
-        cwd=ROOT,
-        text=True,
-        stdout=writer,
-        stderr=subprocess.PIPE,
-    )
-    os.close(writer)
-    _, error = job.communicate(timeout=60)
-    assert (job.returncode, error) == (cli.EXIT_PIPE_CLOSED, "")

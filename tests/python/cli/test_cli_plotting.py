@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hybrid_ep.balance import report, statistics
-from hybrid_ep.cli import balance_picture, plotting
+from hybrid_ep.cli import balance_picture, plotting, traffic_picture
 from hybrid_ep.cli.bench.plots import Point, draw
+from hybrid_ep.cli.plotting import LINES
 
 pytest.importorskip("matplotlib")
 COLOUR = re.compile(r"(?:fill|stroke): (#[0-9a-f]{6})")
@@ -61,6 +62,27 @@ def test_the_same_numbers_are_the_same_bytes(tmp_path):
     assert one == two and "<dc:date>" not in one
 
 
+def test_a_caption_speaks_of_what_is_drawn(tmp_path):
+    stats = loads((1, 2))
+    for spare, said in ((0, "Bars: mean over iterations"), (1, "Bars and points: mean over iterations")):
+        balance_picture.draw(tmp_path / "b", report.report(stats, 4, spare_slots=spare), stats, 0.1)
+        assert any(text.startswith(said) for text in texts((tmp_path / "b.svg").read_text()))
+
+
+@pytest.mark.parametrize("sources", [4, 16])
+def test_the_colours_of_traffic_are_as_tall_as_its_map_and_all_is_in_the_picture(tmp_path, monkeypatch, sources):
+    kept = []
+    monkeypatch.setattr(plotting, "save", lambda figure, stem: kept.append(figure) or [])
+    traffic_picture.draw(tmp_path / "t", np.ones((sources, 4)))
+    figure = kept[0]
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    everything = figure.get_tightbbox(figure.canvas.get_renderer())
+    assert 0 <= everything.x0 and everything.x1 <= figure.get_figwidth() and 0 <= everything.y0
+    found, bar = axes.get_window_extent(), axes.child_axes[0].get_window_extent()
+    assert (bar.y0, bar.y1) == pytest.approx((found.y0, found.y1), abs=1)
+
+
 @pytest.mark.parametrize("layers", [(3,), (3, 4, 7), tuple(range(1, 59))])
 def test_ticks_of_layers_are_recorded_layers_once(tmp_path, layers):
     shown = texts(balance(tmp_path / "b", layers))
@@ -84,6 +106,22 @@ def test_many_implementations_have_a_panel_an_operation(tmp_path):
         assert [shown.count(name) for name in ("dispatch", "step", "ours", "d")] == [1, 1, 1, 1]
     assert "blocks of an operation" in bandwidth and not any("SMs" in text for text in [*bandwidth, *time])
     assert any("10th to 90th percentile" in text for text in time)
+
+
+def test_a_series_has_one_colour_in_all_pictures_of_a_run(tmp_path):
+    """A picture that lacks one, as bandwidth lacks what crosses no link, gives its colour to no other."""
+    for several, names in ((True, ("ours", "unlinked", "theirs")), (False, ("dispatch", "unlinked", "pair"))):
+        points = [
+            Point(t, n, "pair" if several else name, name if several else "ours", 1.0 * t, None, None,
+                  None if name == "unlinked" else 2.0)
+            for t in (64, 256) for n in (1, 2) for name in names
+        ]  # fmt: skip
+        draw(points, tmp_path, "EP 4")
+        bandwidth, time = (
+            [colour for colour in LINES if f"stroke: {colour};" in (tmp_path / f"{name}.svg").read_text()]
+            for name in ("bandwidth", "time")
+        )
+        assert (bandwidth, time) == ([LINES[0], LINES[2]], [*LINES[:3]])
 
 
 def test_bands_without_percentiles_are_not_explained(tmp_path):

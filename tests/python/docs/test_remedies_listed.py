@@ -21,7 +21,7 @@ LAUNCH = "recipes/test_recipes_launch_command.py::"
 DONE = {
     # of messages that name a command
     r"plan_file.py: pip|statistics.py: pip|report/runs.py: pip|plotting.py: pip|progress.py: pip|recipes/plots.py: pip"
-    r"|bench_peer_megatron.py: pip|software.py: .*hybrid_ep\[megatron\]": RUN
+    r"|cli/balance.py: pip|bench_peer_megatron.py: pip|software.py: .*hybrid_ep\[megatron\]": RUN
     + "test_the_pip_command_of_a_message_brings_what_was_missing",
     r"launch_checks.py: --set (data_path|tokenizer|train_steps)|--set apex=": RUN
     + "test_apex_is_left_out_and_data_are_given",

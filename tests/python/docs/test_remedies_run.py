@@ -58,6 +58,12 @@ PEER = (
 MISSING = {
     "balance/plan_file.py": (["PyYAML"], PLACEMENT, False),
     "balance/statistics.py": (["safetensors"], TENSORRT, False),
+    "cli/balance.py": (
+        ["PyYAML"],
+        "echo 'parallel: {expert_parallel_size: 2}' > config.yaml; "
+        'echo \'{"step": 1, "expert_load": [[1, 2]]}\' > metrics.jsonl; hybrid-ep balance report metrics.jsonl',
+        False,
+    ),
     "cli/report/runs.py": (["PyYAML"], RUN_FOLDER + "hybrid-ep report scaling runs/a", False),
     "cli/plotting.py": (["matplotlib", "rich"], "hybrid-ep simulate --tokens 64 --sweep swept", False),
     "cli/progress.py": (["matplotlib", "rich"], BARS, True),

@@ -26,6 +26,15 @@ def test_a_name_is_used_once(config):
     assert RunFolder.open(config.logging.runs_dir, "mine").read_config() == config
 
 
+@pytest.mark.parametrize("name", [None, "mine"])
+@pytest.mark.parametrize("place, said", [("/proc/x", "No such file"), ("file/runs", "Not a directory")])
+def test_a_place_that_takes_no_folder_is_refused_by_its_flag(config, tmp_path, place, said, name):
+    (tmp_path / "file").write_text("")
+    root = str(tmp_path / place)
+    with pytest.raises(ValueError, match=rf"--runs-dir {root}: {said}.*; name a folder that can be written"):
+        RunFolder.create(config.derive(logging={"runs_dir": root}), name)
+
+
 def test_opening_an_unknown_run_names_the_known_ones(config):
     RunFolder.create(config, "known")
     with pytest.raises(ValueError, match="choose one of: known"):
