@@ -190,7 +190,8 @@ def resolve_small(args: argparse.Namespace, changes: dict[str, Any]) -> tuple[Ru
         elif not dot and hasattr(config, key) and known == isinstance(value, dict):
             sections[key] = value
         else:
-            raise ValueError(f"--set {key}={value}: {_where(config, key)}")
+            given = f"{key}={value}"
+            raise ValueError(f"--set {given!r}: {_where(config, key)}")
     return config.derive(**sections), nodes, tasks
 
 

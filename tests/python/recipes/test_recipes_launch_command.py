@@ -284,9 +284,9 @@ def test_data_of_a_container_is_looked_for_where_it_is_mounted_from(tmp_path, ca
 @pytest.mark.parametrize(
     "given, meant",
     [
-        ("topk=3", "--set topk=3: write model.topk"),
+        ("topk=3", "--set 'topk=3': write model.topk"),
         ("model=3", "write model.aux_loss_coeff or "),
-        ("modle.topk=3", "--set modle.topk=3: unknown; write SECTION.FIELD of data, logging, model,"),
+        ("modle.topk=3", "--set 'modle.topk=3': unknown; write SECTION.FIELD of data, logging, model,"),
         ("expert=[1", r"--set 'expert=\[1': not valid YAML \(.*, line 1, column"),
     ],
 )
