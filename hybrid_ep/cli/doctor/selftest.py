@@ -26,7 +26,8 @@ def grouped_gemm() -> Found:
         if backend.name in ("te", "triton") and (device.type == "cpu" or backend.absence()):
             continue  # made for GPUs, and not of every installation
         found = probe(backend, device, torch.bfloat16)
-        text = f"{backend.name}, bfloat16 on {found.device}: {found.found}; remedy {found.remedy}"
+        text = f"{backend.name}, bfloat16 on {found.device}: {found.found}"
+        text += "" if found.remedy == "none" else f"; remedy {found.remedy}"
         usable += found.remedy != "unusable"
         if found.remedy == "unusable":
             yield WARN, text, "grouped_mm uses another backend; a newer torch may lift this"

@@ -227,6 +227,10 @@ def test_the_exchange_of_the_gpu_s_loopback_is_right_on_the_host(monkeypatch, ca
     assert [status for status, *_ in selftest.loopback()] == [OK]
 
 
+def test_a_backend_without_a_bug_has_no_remedy():
+    assert not any("remedy none" in text for _, text, *_ in selftest.grouped_gemm())
+
+
 def test_wrong_sums_and_a_gemm_that_no_backend_does_are_failures(monkeypatch, capsys):
     from hybrid_ep.moe import probing
 
