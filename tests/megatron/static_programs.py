@@ -102,24 +102,21 @@ def beside_the_host():
 
 
 def host_reads(ep):
-    """(what the host read of plans with "drop", with "raise"), the bits being those of off."""
+    """What the host read of plans with "drop", whose bits are those of off."""
     groups = initialize(ep)
     balance_programs.batch = batch
     common = {"ranks_per_node": ep, "grouped_gemm": True}
     megatron_patches.apply(**common)
     off, _ = train(groups, ep, main_grad=torch.float32)
-    found = []
-    for policy in ("drop", "raise"):
-        megatron_patches.apply(**common, balance="exact", spare_slots=2, static_rows=policy, balance_push="kernels")
-        with beside_the_host() as read, dispatches() as seen:
-            got, _ = quiet(groups, ep, main_grad=torch.float32)
-        assert equal(got, off)
-        assert {len(rows) for _, rows, _ in seen} == {CONSTANT}
-        found.append(sorted(set(read)))
-        plan = seen[-1][0].last_plan
-        assert plan.load_of_ranks().tolist() == plan.tokens_of_ranks().tolist()
+    megatron_patches.apply(**common, balance="exact", spare_slots=2, static_rows="drop", balance_push="kernels")
+    with beside_the_host() as read, dispatches() as seen:
+        got, _ = quiet(groups, ep, main_grad=torch.float32)
+    assert equal(got, off)
+    assert {len(rows) for _, rows, _ in seen} == {CONSTANT}
+    plan = seen[-1][0].last_plan
+    assert plan.load_of_ranks().tolist() == plan.tokens_of_ranks().tolist()
     megatron_patches.revert()
-    return tuple(found)
+    return sorted(set(read))
 
 
 def overflows(ep, grouped):

@@ -1,5 +1,8 @@
 """Exact balancing with a static number of permuted rows: they hold, and what does not fit is as was asked for."""
 
+import contextlib
+import types
+
 import parity_world
 import pytest
 import torch
@@ -56,7 +59,23 @@ def test_the_rest_goes_to_the_last_expert_that_runs():
 
 @pytest.mark.version_free
 def test_with_drop_the_host_asks_nothing_of_the_kernels_plan():
-    """On a GPU it would wait for the device in every layer; with another policy it has to know."""
-    (dropped, raised), *others = run("host_reads", 4, 4)
-    assert all(other == (dropped, raised) for other in others)
-    assert dropped == []
+    """On a GPU it would wait for the device in every layer."""
+    assert run("host_reads", 4, 4) == [[]] * 4
+
+
+class Arrived(list):
+    """The copy on the host, as something that may be looked at."""
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking and source.device.type == "meta"
+
+
+@pytest.mark.version_free
+@pytest.mark.parametrize("policy, looks", [("drop", False), ("grow", True), ("raise", True)])
+def test_only_drop_does_not_look_at_what_is_on_the_device(policy, looks):
+    """Loads without values: whatever asks for one raises."""
+    static = StaticRows(settings.Balance(mode="exact", static_rows=policy), object())
+    static._counts, static._arrived = torch.zeros(4, dtype=torch.int64, device="meta"), Arrived([0, 0, 0, 0])
+    plan = types.SimpleNamespace(load_of_ranks=lambda: torch.zeros(4, dtype=torch.int64, device="meta"))
+    with pytest.raises((NotImplementedError, RuntimeError)) if looks else contextlib.nullcontext():
+        assert static.admit(plan, 0, 100) == static.rows(100)
