@@ -79,17 +79,18 @@ def _empty_wgrad():
 
     from hybrid_ep.moe import grouped
 
-    honest = grouped._weight_gradient
+    honest = grouped._weight_gradients
 
-    def weight_gradient(x, grad, offsets, backend, remedy):
-        dw = honest(x, grad, offsets, backend, remedy)
+    def weight_gradients(x, grad, offsets, *how):
+        stacks = honest(x, grad, offsets, *how)
+        experts = [dw for stack in stacks for dw in stack]  # views, so that what is written to them stays
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         for e in range(1, len(counts)):
             if counts[e] == 0:
-                dw[e] = dw[e - 1]
-        return dw
+                experts[e].copy_(experts[e - 1])
+        return stacks
 
-    return _attribute(grouped, "_weight_gradient", weight_gradient)
+    return _attribute(grouped, "_weight_gradients", weight_gradients)
 
 
 def _tail_rows():
