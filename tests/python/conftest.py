@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from shm_names import ShmNames
 from world import ProcessWorld
 
 from hybrid_ep.runtime.plan import Plan, PlanMemory
@@ -49,6 +50,11 @@ def _worlds():
     worlds = _Worlds()
     yield worlds
     worlds.close()
+
+
+@pytest.fixture
+def shm_names() -> ShmNames:
+    return ShmNames()
 
 
 @pytest.fixture

@@ -131,10 +131,6 @@ def test_ranks_must_agree_on_the_constructor(world, argument):
     assert "on ranks [0, 1, 3]" in answers[0]["message"]
 
 
-def nothing_in_shared_memory():
-    return [name for name in os.listdir("/dev/shm") if "hybrid_ep" in name]
-
-
-def test_no_name_outlives_the_set_up(world):
+def test_no_name_outlives_the_set_up(world, shm_names):
     world.run(run_example, Example(2, 2, 2, (6, 9, 12, 3), 3), ranks=range(4))
-    assert nothing_in_shared_memory() == []
+    assert shm_names.new() == []

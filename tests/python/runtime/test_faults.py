@@ -18,10 +18,6 @@ from hybrid_ep.testing import VirtualWorld
 TIMEOUT_S = 6.0  # long enough for a busy machine to start the ranks
 
 
-def names() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if "hybrid_ep" in name]
-
-
 def make(ctx, ranks_per_node: int):
     ctx.kept["buffer"] = HybridEPBuffer(
         ctx.group(ctx.size), 4096, 512, 2, timeout_s=TIMEOUT_S, num_of_hybrid_ep_ranks_per_nvlink_domain=ranks_per_node
@@ -47,7 +43,7 @@ def use_again(ctx):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("ranks_per_node", [4, 2])
-def test_a_rank_ends_in_the_middle_of_dispatch(number, ranks_per_node):
+def test_a_rank_ends_in_the_middle_of_dispatch(number, ranks_per_node, shm_names):
     with ProcessWorld(4) as world:
         world.run(make, ranks_per_node)
         world.run(dispatch)  # the buffer has grown then, however busy the machine: that ends with another error
@@ -67,7 +63,7 @@ def test_a_rank_ends_in_the_middle_of_dispatch(number, ranks_per_node):
         again = world.run(use_again, ranks=[0, 1, 3], return_errors=True)
         assert {e["type"] for e in again} == {"BufferFailedError"}
         assert all("this buffer failed earlier" in e["message"] for e in again)
-        assert names() == []
+        assert shm_names.new() == []
         if number == signal.SIGSTOP:
             world.signal(2, signal.SIGKILL)
 
@@ -78,13 +74,13 @@ def construct_without_two(ctx):
     make(ctx, 4)
 
 
-def test_a_rank_that_never_comes_to_the_constructor():
+def test_a_rank_that_never_comes_to_the_constructor(shm_names):
     with ProcessWorld(4) as world:
         world.start(construct_without_two)
         errors = world.collect([0, 1, 3], timeout_s=TIMEOUT_S * 5, return_errors=True)
         assert [e["type"] for e in errors] == ["BootstrapError"] * 3
         assert all(tuple(e["missing"]) == (2,) and "[2]" in e["message"] for e in errors)
-        assert names() == []
+        assert shm_names.new() == []
 
 
 def die_after_creating(ctx):
@@ -102,11 +98,11 @@ def die_after_creating(ctx):
     make(ctx, 4)
 
 
-def test_a_rank_that_dies_while_its_name_exists_leaves_nothing():
+def test_a_rank_that_dies_while_its_name_exists_leaves_nothing(shm_names):
     with ProcessWorld(4) as world:
         world.start(die_after_creating)
         errors = world.collect([0, 1, 3], timeout_s=TIMEOUT_S * 5, return_errors=True)
-        assert [e["type"] for e in errors] == ["BootstrapError"] * 3 and names() == []
+        assert [e["type"] for e in errors] == ["BootstrapError"] * 3 and shm_names.new() == []
 
 
 def test_a_rank_without_memory_is_named_by_all():

@@ -7,6 +7,7 @@ import signal
 import time
 
 import torch
+from shm_names import ShmNames
 from world import ProcessWorld
 
 from hybrid_ep.errors import DeadlineError
@@ -16,16 +17,12 @@ LAYERS, COMPUTE_S, SHAPES = 6, 0.03, ((64, 64), (64, 64))
 TIMEOUT_S = 3.0
 
 
-def names() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if "hybrid_ep" in name]
-
-
 def make(ctx):
     layout = WeightLayout(8, ctx.size, LAYERS, SHAPES, torch.float32, 3)
     store = ExpertStore(ctx.group(ctx.size), layout, timeout_s=TIMEOUT_S)
     store.open_gradients()
     ctx.kept["prefetcher"] = WeightPrefetcher(store, slice_bytes=4096)
-    return names() if ctx.rank == 0 else []
+    return ShmNames.now() if ctx.rank == 0 else []
 
 
 def step(ctx, slowed=None, version=0, die_before=None):
@@ -60,9 +57,9 @@ def close(ctx):
     ctx.kept.pop("prefetcher").close()
 
 
-def test_a_rank_slower_by_a_fifth_delays_nobody_before_the_gradients_go_home():
+def test_a_rank_slower_by_a_fifth_delays_nobody_before_the_gradients_go_home(shm_names):
     with ProcessWorld(3) as world:
-        assert world.run(make)[0] == [], "no name is left in /dev/shm"
+        assert shm_names.new(world.run(make)[0]) == [], "no name is left in /dev/shm"
         even, slow, waits = [], [], []
         for version in range(1, 9):
             slowed = 1 if version % 2 == 0 else None
@@ -76,7 +73,7 @@ def test_a_rank_slower_by_a_fifth_delays_nobody_before_the_gradients_go_home():
         world.run(close)
 
 
-def test_the_dead_owner_is_named_and_the_others_end():
+def test_the_dead_owner_is_named_and_the_others_end(shm_names):
     with ProcessWorld(3) as world:
         world.run(make)
         world.run(step)
@@ -88,4 +85,4 @@ def test_the_dead_owner_is_named_and_the_others_end():
         again = world.run(step, ranks=[0, 2], return_errors=True)
         assert [error["type"] for error in again] == ["BufferFailedError"] * 2
         world.run(close, ranks=[0, 2])
-        assert names() == []
+        assert shm_names.new() == []
