@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 from hybrid_ep.cli import outputs
@@ -14,6 +16,7 @@ from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Found, build_reme
 SHM = "/dev/shm"
 SHM_FAIL_BYTES, SHM_WARN_BYTES = 64 << 20, 1 << 30  # what containers get by default; what small training needs
 _NVIDIA_SMI_S = 20
+_LEFT_AFTER_MINUTES = 60  # far beyond any set-up, after which no segment has a name
 
 
 def gpu(required: bool = False) -> Found:
@@ -205,3 +208,18 @@ def shared_memory() -> Found:
         yield (FAIL if free < SHM_FAIL_BYTES else WARN), text, remedy
     else:
         yield OK, text
+    if left := _left_segments():
+        remedy = f'find {SHM} -maxdepth 1 -name "hybrid_ep*" -user $(id -un) -mmin +{_LEFT_AFTER_MINUTES} -delete'
+        size = sum(left) / 2**20
+        yield WARN, f"{size:,.0f} MiB of it are held by {len(left)} segments of jobs killed while they set up", remedy
+
+
+def _left_segments() -> list[int]:
+    """Bytes of this user's segments that still have a name though their set-up is long over."""
+    left = []
+    for path in Path(SHM).glob("hybrid_ep*"):
+        with contextlib.suppress(FileNotFoundError):  # a job that is setting up removes its own
+            found = path.stat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > 60 * _LEFT_AFTER_MINUTES:
+                left.append(found.st_size)
+    return left

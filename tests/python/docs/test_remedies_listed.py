@@ -29,6 +29,7 @@ DONE = {
     + "test_mock_data_and_what_is_missing_here_are_said_before_anything_starts",
     # of the doctor
     r"machine.py: registered buffers live there": RUN + "test_dev_shm_is_enlarged_by_the_doctor_s_own_command",
+    r"machine.py: find ": RUN + "test_segments_of_killed_jobs_are_removed_by_the_doctor_s_own_command",
     r"software.py: unset ": RUN + "test_a_variable_that_is_unset_is_right_again",
     # of the troubleshooting page
     r"ValueError: an argument's name": FEATURES + "test_a_budget_that_is_too_small_raises_on_every_rank_alike",
@@ -72,7 +73,7 @@ NOT_DONE = {
     r"pretrain.py: make pretrain": "it makes an environment of 6 GB; a release is tried by it",
     r"ImportError: hybrid_ep's compiled core": BUILDS,
     r"transformer-engine": "its wheels need a CUDA compiler and a GPU (docs/compatibility.md)",
-    r"fabric.py: |machine.py: (?!registered|nothing)|RuntimeError: no kind|UserWarning: |'cuda library'": GPU,
+    r"fabric.py: |machine.py: (?!registered|find|nothing)|RuntimeError: no kind|UserWarning: |'cuda library'": GPU,
     r"machine.py: nothing|the message says why|torch's own collectives|stand-in|train a few steps|another backend"
     r"|hybrid_ep needs Linux": WORDS,
     r"install torch|torch built with|install one of those|use one of those|use that|HookError: ": DOWNLOADS,

@@ -13,6 +13,8 @@ import pickle
 import re
 import shutil
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from test_remedies import PIP
 from hybrid_ep import HybridEPBuffer, cli, env
 from hybrid_ep.cli import main
 from hybrid_ep.cli.doctor import machine, software
-from hybrid_ep.cli.doctor.finding import FAIL, OK
+from hybrid_ep.cli.doctor.finding import FAIL, OK, WARN
 from hybrid_ep.errors import BootstrapError, BufferFailedError, CapacityError
 from hybrid_ep.runtime.bootstrap import PosixSegments
 from hybrid_ep.testing import VirtualWorld
@@ -116,6 +118,21 @@ def test_dev_shm_is_enlarged_by_the_doctor_s_own_command():
 
     ((status, _),) = with_small_shm(8, work)
     assert status == OK
+
+
+def test_segments_of_killed_jobs_are_removed_by_the_doctor_s_own_command():
+    def work():
+        hours_ago = time.time() - 2 * 3600
+        for name, seconds in {"hybrid_ep.a.0.0": hours_ago, "hybrid_ep.b.0.1": time.time(), "else": hours_ago}.items():
+            path = Path(machine.SHM) / name
+            path.write_bytes(bytes(1 << 20))
+            os.utime(path, (seconds, seconds))
+        _, (status, text, remedy) = machine.shared_memory()
+        assert status == WARN and "1 MiB of it are held by 1 segments" in text
+        bash(remedy)
+        return sorted(os.listdir(machine.SHM)), len(list(machine.shared_memory()))
+
+    assert with_small_shm(80, work) == (["else", "hybrid_ep.b.0.1"], 1)
 
 
 def test_dev_shm_is_enlarged_by_the_command_of_the_error():
