@@ -81,10 +81,10 @@ def _empty_wgrad():
 
     honest = grouped._weight_gradients
 
-    def weight_gradients(x, grad, offsets, *how):
-        stacks = honest(x, grad, offsets, *how)
+    def weight_gradients(x, grad, groups, machine):
+        stacks = honest(x, grad, groups, machine)
         experts = [dw for stack in stacks for dw in stack]  # views, so that what is written to them stays
-        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        counts = torch.diff(groups.ends, prepend=groups.ends.new_zeros(1))
         for e in range(1, len(counts)):
             if counts[e] == 0:
                 experts[e].copy_(experts[e - 1])

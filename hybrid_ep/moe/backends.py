@@ -1,19 +1,17 @@
 """The machines that multiply groups, each with the same verbs and each as it is, bugs included.
 
-Experts lie in one or more stacks [E_i, K, F] of weights, one after the other; E is the sum of E_i, offsets int32 [E].
-first_rows, where the host knows them: the row at which the experts of each stack begin.
+Experts lie in one or more stacks [E_i, K, F] of weights, one after the other; `Groups` says which rows are whose.
 
-    mm(x, stacks, offsets, first_rows, out)       x [N, K] -> [N, F]: rows of group e times the weights of expert e;
-                                                  with `out` [N, F] stored there, which is returned
-    wgrad(x, g, offsets, sizes, first_rows)       x [N, K], g [N, F], sizes (E_i) -> a tensor [E_i, K, F] a stack, of
-                                                  x_e.T @ g_e
+    mm(x, stacks, groups, out)    x [N, K] -> [N, F]: rows of group e times the weights of expert e; with `out` [N, F]
+                                  stored there, which is returned
+    wgrad(x, g, groups)           x [N, K], g [N, F] -> a tensor [E_i, K, F] a stack, of x_e.T @ g_e
 
     absence()                     None, or why it is not installed
     refusal(device, dtype, (E, K, F))
                                   None, or why it cannot run there
-    objection(stacks, first_rows) None, or why it cannot multiply by these stacks
+    objection(stacks, groups)     None, or why it cannot multiply by these stacks
 
-What they leave undefined (rows from offsets[-1] on, weight gradients of groups without rows) is `grouped`'s business,
+What they leave undefined (rows from ends[-1] on, weight gradients of groups without rows) is `grouped`'s business,
 with what `probing` found out about them.
 """
 
@@ -24,13 +22,21 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 Stacks = Sequence[torch.Tensor]
-FirstRows = Sequence[int] | None
+
+
+class Groups(NamedTuple):
+    """The rows of each expert. ends: int32 [E], where each expert's rows end. sizes: (E_i), how many experts each stack
+    has, E in all. first_rows: at which row the experts of each stack begin, where the host knows it."""
+
+    ends: torch.Tensor
+    sizes: tuple[int, ...]
+    first_rows: tuple[int, ...] | None = None
 
 
 class Backend(Protocol):
@@ -42,25 +48,11 @@ class Backend(Protocol):
 
     def refusal(self, device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> str | None: ...
 
-    def objection(self, stacks: Stacks, first_rows: FirstRows) -> str | None: ...
+    def objection(self, stacks: Stacks, groups: Groups) -> str | None: ...
 
-    def mm(
-        self,
-        x: torch.Tensor,
-        stacks: Stacks,
-        offsets: torch.Tensor,
-        first_rows: FirstRows = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+    def mm(self, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
-    def wgrad(
-        self,
-        x: torch.Tensor,
-        g: torch.Tensor,
-        offsets: torch.Tensor,
-        sizes: Sequence[int],
-        first_rows: FirstRows = None,
-    ) -> list[torch.Tensor]: ...
+    def wgrad(self, x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]: ...
 
 
 class LoopBackend:
@@ -81,31 +73,23 @@ class LoopBackend:
         return None
 
     @staticmethod
-    def objection(stacks: Stacks, first_rows: FirstRows) -> str | None:
+    def objection(stacks: Stacks, groups: Groups) -> str | None:
         return None
 
     @staticmethod
-    def mm(
-        x: torch.Tensor,
-        stacks: Stacks,
-        offsets: torch.Tensor,
-        first_rows: FirstRows = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def mm(x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             out = x.new_empty(x.shape[0], stacks[0].shape[2])
         weights = [weight for stack in stacks for weight in stack]
-        for e, rows in _groups(offsets):
+        for e, rows in _rows_of(groups.ends):
             torch.mm(x[rows], weights[e], out=out[rows])
         return out
 
     @staticmethod
-    def wgrad(
-        x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows = None
-    ) -> list[torch.Tensor]:
-        stacks = [x.new_zeros(size, x.shape[1], g.shape[1]) for size in sizes]
+    def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
+        stacks = [x.new_zeros(size, x.shape[1], g.shape[1]) for size in groups.sizes]
         weights = [weight for stack in stacks for weight in stack]
-        for e, rows in _groups(offsets):
+        for e, rows in _rows_of(groups.ends):
             torch.mm(x[rows].t(), g[rows], out=weights[e])
         return stacks
 
@@ -135,25 +119,16 @@ class TorchBackend:
         return _not_in_16_bytes(dtype, k, f)
 
     @staticmethod
-    def objection(stacks: Stacks, first_rows: FirstRows) -> str | None:
-        reads = len(stacks) > 1 and first_rows is None and stacks[0].device.type == "cuda"
+    def objection(stacks: Stacks, groups: Groups) -> str | None:
+        reads = len(stacks) > 1 and groups.first_rows is None and stacks[0].device.type == "cuda"
         if reads and torch.cuda.is_current_stream_capturing():
             return "it reads where a stack's rows begin on the host, which a CUDA graph cannot capture; give first_rows"
         return None
 
     @classmethod
-    def mm(
-        cls,
-        x: torch.Tensor,
-        stacks: Stacks,
-        offsets: torch.Tensor,
-        first_rows: FirstRows = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def mm(cls, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
         """Of several stacks the first one's product goes over all rows and leaves those of the others to them."""
-        for stack, (first, last, ends) in zip(
-            stacks, cls._parts(x, offsets, [stack.shape[0] for stack in stacks], first_rows), strict=True
-        ):
+        for stack, (first, last, ends) in zip(stacks, cls._parts(x, groups), strict=True):
             if out is None and first == 0 and (last or len(stacks) == 1):
                 out = cls._product(x, stack, ends)
                 continue
@@ -165,15 +140,13 @@ class TorchBackend:
         return out
 
     @classmethod
-    def wgrad(
-        cls, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows = None
-    ) -> list[torch.Tensor]:
+    def wgrad(cls, x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
         return [
             # A transposed view keeps the ragged dimension off the contiguous one, where it would need alignment.
             _required_grouped_mm()(x[first:last].contiguous().t(), g[first:last].contiguous(), offs=ends)
             if last > first
             else x.new_zeros(size, x.shape[1], g.shape[1])
-            for size, (first, last, ends) in zip(sizes, cls._parts(x, offsets, sizes, first_rows), strict=True)
+            for size, (first, last, ends) in zip(groups.sizes, cls._parts(x, groups), strict=True)
         ]
 
     @staticmethod
@@ -181,16 +154,15 @@ class TorchBackend:
         return _required_grouped_mm()(x.contiguous(), w, offs=ends)
 
     @staticmethod
-    def _parts(
-        x: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _parts(x: torch.Tensor, groups: Groups) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(first row, last row, ends of its groups counted from the first row) of every stack."""
+        first_rows = groups.first_rows
         if first_rows is None:
-            cuts = list(accumulate(sizes))[:-1]
-            before = offsets[[cut - 1 for cut in cuts if cut]].tolist() if cuts else []
+            cuts = list(accumulate(groups.sizes))[:-1]
+            before = groups.ends[[cut - 1 for cut in cuts if cut]].tolist() if cuts else []
             first_rows = (0, *(before.pop(0) if cut else 0 for cut in cuts))
         bounds = (*first_rows, x.shape[0])
-        for first, last, own in zip(bounds, bounds[1:], offsets.split(list(sizes)), strict=False):
+        for first, last, own in zip(bounds, bounds[1:], groups.ends.split(groups.sizes), strict=False):
             yield first, last, own - first if first else own
 
 
@@ -219,13 +191,13 @@ class TritonBackend:
         return _not_in_16_bytes(dtype, k, f)
 
     @staticmethod
-    def objection(stacks: Stacks, first_rows: FirstRows) -> str | None:
+    def objection(stacks: Stacks, groups: Groups) -> str | None:
         from hybrid_ep.moe import triton_grouped as kernels
 
         if len(stacks) > kernels.MAX_STACKS:
             return f"it takes at most {kernels.MAX_STACKS} stacks, not {len(stacks)}"
-        if (groups := sum(stack.shape[0] for stack in stacks)) > kernels.MAX_GROUPS:
-            return f"it takes at most {kernels.MAX_GROUPS} experts a rank, not {groups}"
+        if (experts := sum(groups.sizes)) > kernels.MAX_GROUPS:
+            return f"it takes at most {kernels.MAX_GROUPS} experts a rank, not {experts}"
         steps = {tuple(stack.stride()[1:]) for stack in stacks}
         if len(steps) > 1:
             return f"matrices of the stacks have different strides {sorted(steps)}"
@@ -234,31 +206,23 @@ class TritonBackend:
         return None
 
     @staticmethod
-    def mm(
-        x: torch.Tensor,
-        stacks: Stacks,
-        offsets: torch.Tensor,
-        first_rows: FirstRows = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def mm(x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
         from hybrid_ep.moe import triton_grouped
 
         if out is None:
             out = x.new_empty(x.shape[0], stacks[0].shape[2])
-        triton_grouped.rows_times_stacks(x.contiguous(), stacks, offsets, out)
+        triton_grouped.rows_times_stacks(x.contiguous(), stacks, groups.ends, out)
         return out
 
     @staticmethod
-    def wgrad(
-        x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows = None
-    ) -> list[torch.Tensor]:
+    def wgrad(x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
         from hybrid_ep.moe import triton_grouped
 
         x, g = x.contiguous(), g.contiguous()
-        made = [x.new_empty(size, x.shape[1], g.shape[1]) for size in sizes]
-        for out, last in zip(made, accumulate(sizes), strict=True):
+        made = [x.new_empty(size, x.shape[1], g.shape[1]) for size in groups.sizes]
+        for out, last in zip(made, accumulate(groups.sizes), strict=True):
             if len(out):
-                triton_grouped.weight_gradient(x, g, offsets, last - len(out), out)
+                triton_grouped.weight_gradient(x, g, groups.ends, last - len(out), out)
         return made
 
 
@@ -280,39 +244,30 @@ class TransformerEngineBackend:
         return LoopBackend.refusal(device, dtype, shape)
 
     @staticmethod
-    def objection(stacks: Stacks, first_rows: FirstRows) -> str | None:
+    def objection(stacks: Stacks, groups: Groups) -> str | None:
         return None
 
     @classmethod
-    def mm(
-        cls,
-        x: torch.Tensor,
-        stacks: Stacks,
-        offsets: torch.Tensor,
-        first_rows: FirstRows = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def mm(cls, x: torch.Tensor, stacks: Stacks, groups: Groups, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             out = x.new_zeros(x.shape[0], stacks[0].shape[2])
-        counts = _counts(offsets)
+        counts = _counts(groups.ends)
         if total := sum(counts):
             weights = [weight.t().contiguous() for stack in stacks for weight in stack]
             out[:total] = cls._apply(x[:total].contiguous(), weights, counts)
         return out
 
     @classmethod
-    def wgrad(
-        cls, x: torch.Tensor, g: torch.Tensor, offsets: torch.Tensor, sizes: Sequence[int], first_rows: FirstRows = None
-    ) -> list[torch.Tensor]:
-        counts = _counts(offsets)
+    def wgrad(cls, x: torch.Tensor, g: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
+        counts = _counts(groups.ends)
         total = sum(counts)
         if not total:
-            return [x.new_zeros(size, x.shape[1], g.shape[1]) for size in sizes]
+            return [x.new_zeros(size, x.shape[1], g.shape[1]) for size in groups.sizes]
         with torch.enable_grad():
             weights = [x.new_zeros(g.shape[1], x.shape[1], requires_grad=True) for _ in counts]
             y = cls._apply(x[:total].detach().contiguous(), weights, counts)
             gradients = torch.stack(torch.autograd.grad(y, weights, g[:total].contiguous()))
-        return list(gradients.transpose(1, 2).split(list(sizes)))
+        return list(gradients.transpose(1, 2).split(groups.sizes))
 
     @staticmethod
     def _apply(x: torch.Tensor, weights: Sequence[torch.Tensor], counts: list[int]) -> torch.Tensor:
@@ -361,15 +316,15 @@ def _te_module(num_groups: int, k: int, f: int, dtype: torch.dtype) -> torch.nn.
     return cache[key]
 
 
-def _counts(offsets: torch.Tensor) -> list[int]:
-    ends = offsets.tolist()
-    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+def _counts(ends: torch.Tensor) -> list[int]:
+    known = ends.tolist()
+    return [end - start for start, end in zip([0, *known[:-1]], known, strict=True)]
 
 
-def _groups(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def _rows_of(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """(e, its rows as a slice) of the groups that have rows."""
     start = 0
-    for e, end in enumerate(offsets.tolist()):
+    for e, end in enumerate(ends.tolist()):
         if end > start:
             yield e, slice(start, end)
         start = end

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hybrid_ep.moe import padding, probing
-from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend, FirstRows
+from hybrid_ep.moe.backends import BACKENDS, FLOATS, Backend, Groups
 
 log = logging.getLogger("hybrid_ep.moe")
 _said: set[tuple[Any, ...]] = set()
@@ -61,8 +61,9 @@ def grouped_mm(
     if out is not None:
         _check_out(out, x, stacks)
     known = None if first_rows is None else tuple(first_rows)
-    machine = _choose(backend, x, stacks, known, out is not None)
-    return _GroupedMM.apply(x, offsets.to(torch.int32), known, machine, tail, out, *stacks)
+    groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
+    machine = _choose(backend, x, stacks, groups, out is not None)
+    return _GroupedMM.apply(x, groups, machine, tail, out, *stacks)
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -70,41 +71,39 @@ class _GroupedMM(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        offsets: torch.Tensor,
-        first_rows: FirstRows,
+        groups: Groups,
         machine: Machine,
         tail: bool,
         out: torch.Tensor | None,
         *stacks: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, offsets, *stacks)
-        ctx.facts = first_rows, machine, tail
+        ctx.save_for_backward(x, groups.ends, *stacks)
+        ctx.facts = groups.sizes, groups.first_rows, machine, tail
         if out is not None:
             ctx.mark_dirty(out)
-        return _rows_times_stacks(x, stacks, offsets, first_rows, machine, tail, out)
+        return _rows_times_stacks(x, stacks, groups, machine, tail, out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, offsets, *stacks = ctx.saved_tensors
-        first_rows, machine, tail = ctx.facts
+        x, ends, *stacks = ctx.saved_tensors
+        sizes, first_rows, machine, tail = ctx.facts
+        groups = Groups(ends, sizes, first_rows)
         grad = grad.contiguous()  # of a sum it is one number seen [N, F] times, which GEMMs do not take
         dx = None
         if ctx.needs_input_grad[0]:
-            turned = [w.transpose(1, 2) for w in stacks]
-            dx = _rows_times_stacks(grad, turned, offsets, first_rows, machine, tail)
+            dx = _rows_times_stacks(grad, [w.transpose(1, 2) for w in stacks], groups, machine, tail)
         dw: Sequence[torch.Tensor | None] = [None] * len(stacks)
-        if any(wanted := ctx.needs_input_grad[6:]):
-            made = _weight_gradients(x, grad, offsets, [w.shape[0] for w in stacks], first_rows, *machine)
+        if any(wanted := ctx.needs_input_grad[5:]):
+            made = _weight_gradients(x, grad, groups, machine)
             dw = [gradient if asked else None for gradient, asked in zip(made, wanted, strict=True)]
-        return dx, None, None, None, None, None, *dw
+        return dx, None, None, None, None, *dw
 
 
 def _rows_times_stacks(
     x: torch.Tensor,
     stacks: Sequence[torch.Tensor],
-    offsets: torch.Tensor,
-    first_rows: FirstRows,
+    groups: Groups,
     machine: Machine,
     tail: bool,
     out: torch.Tensor | None = None,
@@ -113,47 +112,41 @@ def _rows_times_stacks(
     if x.numel() == 0 or stacks[0].shape[2] == 0:
         return x.new_zeros(x.shape[0], stacks[0].shape[2]) if out is None else out.zero_()
     if remedy == "pad_empty":
-        padded = padding.pad_groups(x, offsets, probing.PAD_ROWS, empty_only=True)
-        made = backend.mm(padded.rows, stacks, padded.offsets)[padded.row_of]
+        padded = padding.pad_groups(x, groups.ends, probing.PAD_ROWS, empty_only=True)
+        made = backend.mm(padded.rows, stacks, Groups(padded.offsets, groups.sizes))[padded.row_of]
         out = made if out is None else out.copy_(made)
     else:
-        out = backend.mm(x, stacks, offsets, first_rows, out)
-    return padding.zero_tail_(out, offsets) if tail else out
+        out = backend.mm(x, stacks, groups, out)
+    return padding.zero_tail_(out, groups.ends) if tail else out
 
 
-def _weight_gradients(
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    offsets: torch.Tensor,
-    sizes: Sequence[int],
-    first_rows: FirstRows,
-    backend: Backend,
-    remedy: str,
-) -> list[torch.Tensor]:
-    """One a stack of `sizes` experts."""
+def _weight_gradients(x: torch.Tensor, grad: torch.Tensor, groups: Groups, machine: Machine) -> list[torch.Tensor]:
+    """One a stack."""
+    backend, remedy = machine
     if x.numel() == 0 or grad.shape[1] == 0:
-        return [x.new_zeros(size, x.shape[1], grad.shape[1]) for size in sizes]
+        return [x.new_zeros(size, x.shape[1], grad.shape[1]) for size in groups.sizes]
     if remedy == "pad_empty":
-        x, at, _ = padding.pad_groups(x, offsets, probing.PAD_ROWS, empty_only=True)
-        return backend.wgrad(x, padding.pad_groups(grad, offsets, probing.PAD_ROWS, empty_only=True).rows, at, sizes)
-    made = backend.wgrad(x, grad, offsets, sizes, first_rows)
+        x, at, _ = padding.pad_groups(x, groups.ends, probing.PAD_ROWS, empty_only=True)
+        grad = padding.pad_groups(grad, groups.ends, probing.PAD_ROWS, empty_only=True).rows
+        return backend.wgrad(x, grad, Groups(at, groups.sizes))
+    made = backend.wgrad(x, grad, groups)
     if remedy == "zero_empty_wgrad":
-        starts = torch.cat([offsets.new_zeros(1), offsets[:-1]]).split(list(sizes))
-        for dw, ends, start in zip(made, offsets.split(list(sizes)), starts, strict=True):
+        starts = torch.cat([groups.ends.new_zeros(1), groups.ends[:-1]]).split(groups.sizes)
+        for dw, ends, start in zip(made, groups.ends.split(groups.sizes), starts, strict=True):
             padding.zero_empty_groups_(dw, ends - start[:1])
     return made
 
 
-def _choose(name: str, x: torch.Tensor, stacks: Sequence[torch.Tensor], first_rows: FirstRows, stores: bool) -> Machine:
+def _choose(name: str, x: torch.Tensor, stacks: Sequence[torch.Tensor], groups: Groups, stores: bool) -> Machine:
     """(backend, remedy). stores: the result has a place."""
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"backend={name!r} is unknown; give 'auto' or one of {', '.join(BACKENDS)}")
     reasons: list[str] = []
-    shape = (sum(w.shape[0] for w in stacks), *stacks[0].shape[1:])
-    waits = len(stacks) > 1 and first_rows is None
+    shape = (sum(groups.sizes), *stacks[0].shape[1:])
+    waits = len(stacks) > 1 and groups.first_rows is None
     for candidate in _best(x.device, stores, waits) if name == "auto" else (name,):
         backend = BACKENDS[candidate]
-        why = backend.refusal(x.device, x.dtype, shape) or backend.objection(stacks, first_rows)
+        why = backend.refusal(x.device, x.dtype, shape) or backend.objection(stacks, groups)
         if why is None:
             known = probing.probe(x.device, x.dtype, candidate)
             if known.remedy != "unusable":

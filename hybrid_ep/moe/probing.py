@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hybrid_ep.moe import padding
-from hybrid_ep.moe.backends import BACKENDS, Backend, LoopBackend
+from hybrid_ep.moe.backends import BACKENDS, Backend, Groups, LoopBackend
 
 deterministic: Any = torch.utils.deterministic  # its stub lacks the switch that torch adds at run time
 REMEDIES = ("none", "zero_empty_wgrad", "pad_empty", "unusable")
@@ -112,21 +112,22 @@ def _judge(
 ) -> tuple[str, bool]:
     """("right" | "empty": only gradients of empty groups differ | "wrong", tail rows came out as not zero)."""
     x, g, w, offsets = _problem(counts, device, dtype)
-    real = slice(0, sum(counts))
+    groups, real = Groups(offsets, (len(counts),)), slice(0, sum(counts))
     want = (
-        LoopBackend.mm(x, [w], offsets)[real],
-        LoopBackend.mm(g, [w.transpose(1, 2)], offsets)[real],
-        LoopBackend.wgrad(x, g, offsets, [len(counts)])[0],
+        LoopBackend.mm(x, [w], groups)[real],
+        LoopBackend.mm(g, [w.transpose(1, 2)], groups)[real],
+        LoopBackend.wgrad(x, g, groups)[0],
     )
     if padded:
         x, at, row_of = padding.pad_groups(x, offsets, PAD_ROWS, empty_only=True)
         g = padding.pad_groups(g, offsets, PAD_ROWS, empty_only=True).rows
+        groups = groups._replace(ends=at)
     else:
-        at, row_of = offsets, torch.arange(x.shape[0], device=device, dtype=torch.int64)
+        row_of = torch.arange(x.shape[0], device=device, dtype=torch.int64)
     with _poisoned_memory(device, (x.shape[0] * _F, x.shape[0] * _K, w.numel()), dtype):
-        out = backend.mm(x, [w], at)[row_of]
-        dx = backend.mm(g, [w.transpose(1, 2)], at)[row_of]
-        (dw,) = backend.wgrad(x, g, at, [len(counts)])
+        out = backend.mm(x, [w], groups)[row_of]
+        dx = backend.mm(g, [w.transpose(1, 2)], groups)[row_of]
+        (dw,) = backend.wgrad(x, g, groups)
     full = torch.tensor(counts, device=device, dtype=torch.int64) > 0
     tail = bool((out[real.stop :] != 0).any())
     if not (_close(out[real], want[0]) and _close(dx[real], want[1]) and _close(dw[full], want[2][full])):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_ep.moe import grouped, grouped_mm, pad_groups, padding, row_alignment
-from hybrid_ep.moe.backends import BACKENDS, LoopBackend, TorchBackend
+from hybrid_ep.moe.backends import BACKENDS, Groups, LoopBackend, TorchBackend
 from hybrid_ep.moe.probing import PAD_ROWS, examine
 
 K, F = 32, 48
@@ -203,10 +203,10 @@ class StaleAccumulator(LoopBackend):
     name = "stale"
 
     @staticmethod
-    def wgrad(x, g, offsets, sizes, first_rows=None):
-        out = torch.cat(LoopBackend.wgrad(x, g, offsets, sizes))
-        out[torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0] = 7.0
-        return list(out.split(sizes))
+    def wgrad(x, g, groups):
+        out = torch.cat(LoopBackend.wgrad(x, g, groups))
+        out[torch.diff(groups.ends, prepend=groups.ends.new_zeros(1)) == 0] = 7.0
+        return list(out.split(groups.sizes))
 
 
 class NeverWritten(LoopBackend):
@@ -216,11 +216,11 @@ class NeverWritten(LoopBackend):
     mm = TorchBackend.mm  # which writes no tail
 
     @staticmethod
-    def wgrad(x, g, offsets, sizes, first_rows=None):
-        out = torch.full((offsets.numel(), x.shape[1], g.shape[1]), float("nan"), dtype=x.dtype)
-        full = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
-        out[full] = torch.cat(LoopBackend.wgrad(x, g, offsets, sizes))[full]
-        return list(out.split(sizes))
+    def wgrad(x, g, groups):
+        out = torch.full((sum(groups.sizes), x.shape[1], g.shape[1]), float("nan"), dtype=x.dtype)
+        full = torch.diff(groups.ends, prepend=groups.ends.new_zeros(1)) > 0
+        out[full] = torch.cat(LoopBackend.wgrad(x, g, groups))[full]
+        return list(out.split(groups.sizes))
 
 
 class SpoilsNeighbours(LoopBackend):
@@ -229,9 +229,9 @@ class SpoilsNeighbours(LoopBackend):
     name = "spoils"
 
     @staticmethod
-    def wgrad(x, g, offsets, sizes, first_rows=None):
-        out = LoopBackend.wgrad(x, g, offsets, sizes)
-        lost = (torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0).any()
+    def wgrad(x, g, groups):
+        out = LoopBackend.wgrad(x, g, groups)
+        lost = (torch.diff(groups.ends, prepend=groups.ends.new_zeros(1)) == 0).any()
         return [dw + 1 for dw in out] if lost else out
 
 
@@ -239,7 +239,7 @@ class Raises(LoopBackend):
     name = "raises"
 
     @staticmethod
-    def wgrad(x, g, offsets, sizes, first_rows=None):
+    def wgrad(x, g, groups):
         raise RuntimeError("CUTLASS cannot handle delta=0\nat some line")
 
 
@@ -247,8 +247,8 @@ class AlwaysWrong(LoopBackend):
     name = "wrong"
 
     @staticmethod
-    def mm(x, stacks, offsets, first_rows=None, out=None):
-        return LoopBackend.mm(x, stacks, offsets, first_rows, out).mul_(1.5)
+    def mm(x, stacks, groups, out=None):
+        return LoopBackend.mm(x, stacks, groups, out).mul_(1.5)
 
 
 BROKEN = {
@@ -280,7 +280,7 @@ def test_probe_finds_the_smallest_exact_remedy(backend, monkeypatch):
 def test_without_its_remedy_each_of_them_is_wrong(backend):
     counts = (7, 0, 0, 1)
     x, w, grad = problem(counts, 5, torch.float32)
-    (got,) = grouped._weight_gradients(x, grad, offsets_of(counts), [4], None, backend, "none")
+    (got,) = grouped._weight_gradients(x, grad, Groups(offsets_of(counts), (4,)), (backend, "none"))
     assert not torch.allclose(got.double(), expected(x, w, grad, counts)[2])
 
 

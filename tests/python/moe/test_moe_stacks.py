@@ -23,7 +23,7 @@ from test_moe_grouped import (
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from hybrid_ep.moe import grouped, grouped_mm, padding, probing
-from hybrid_ep.moe.backends import BACKENDS, TorchBackend, TritonBackend
+from hybrid_ep.moe.backends import BACKENDS, Groups, TorchBackend, TritonBackend
 
 HAS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -72,8 +72,8 @@ def backward_of(x, parts, offsets):
     stacks, machine = [w.transpose(1, 2) for w in parts], (BACKENDS["triton"], "none")
     ctx = types.SimpleNamespace(
         saved_tensors=(x, offsets.int(), *stacks),
-        facts=(None, machine, True),
-        needs_input_grad=(True, *[False] * 5, *[True] * len(stacks)),
+        facts=((2, 2), None, machine, True),
+        needs_input_grad=(True, *[False] * 4, *[True] * len(stacks)),
     )
     with torch.no_grad():
         dx, *_, first, second = grouped._GroupedMM.backward(ctx, x.new_empty(32, 48))
@@ -82,7 +82,13 @@ def backward_of(x, parts, offsets):
 
 def chosen(backend="auto", dtype=torch.bfloat16, stacks=2, first_rows=None, stores=False):
     x, parts, _ = gpu_problem(dtype, stacks)
-    return grouped._choose(backend, x, [w.transpose(1, 2) for w in parts], first_rows, stores)[0].name
+    return choose(backend, x, [w.transpose(1, 2) for w in parts], first_rows, stores)
+
+
+def choose(backend, x, stacks, first_rows=None, stores=False):
+    sizes = tuple(w.shape[0] for w in stacks)
+    ends = torch.empty(sum(sizes), dtype=torch.int32, device="cuda")
+    return grouped._choose(backend, x, stacks, Groups(ends, sizes, first_rows), stores)[0].name
 
 
 @HAS_TRITON
@@ -104,13 +110,13 @@ def test_what_triton_cannot_do_is_named(on_hopper, monkeypatch):
             chosen("triton", **options)
     x, parts, _ = gpu_problem()
     with pytest.raises(ValueError, match="different strides"):
-        grouped._choose("triton", x, [parts[0].transpose(1, 2), parts[1].transpose(1, 2).contiguous()], None, False)
+        choose("triton", x, [parts[0].transpose(1, 2), parts[1].transpose(1, 2).contiguous()])
     many = torch.empty(1025, 64, 48, dtype=x.dtype, device="cuda")
     with pytest.raises(ValueError, match="at most 1024 experts a rank, not 1025"):
-        grouped._choose("triton", x, [many], None, False)
+        choose("triton", x, [many])
     wide = torch.empty(2, 1, 1, dtype=x.dtype, device="cuda").expand(2, 64, 48).as_strided((2, 64, 48), (1, 2**26, 1))
     with pytest.raises(ValueError, match="32 bits"):
-        grouped._choose("triton", x, [wide], None, False)
+        choose("triton", x, [wide])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     with pytest.raises(ValueError, match=r"compute capability 9\.x and 10\.x"):
         chosen("triton")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hybrid_ep.moe import backends
-from hybrid_ep.moe.backends import LoopBackend, TransformerEngineBackend
+from hybrid_ep.moe.backends import Groups, LoopBackend, TransformerEngineBackend
 
 
 class GroupedLinear(torch.nn.Module):
@@ -64,23 +64,23 @@ def test_products_and_weight_gradients_through_grouped_linear(fake, counts, dtyp
     x, g = torch.randn(total + 3, 16).to(dtype), torch.randn(total + 3, 24).to(dtype)
     x[total:] = g[total:] = float("nan")
     w = torch.randn(4, 16, 24).to(dtype)
-    ends = torch.tensor(counts).cumsum(0).int()
-    out, dw = TransformerEngineBackend.mm(x, [w], ends), TransformerEngineBackend.wgrad(x, g, ends, [4])[0]
+    groups = Groups(torch.tensor(counts).cumsum(0).int(), (4,))
+    out, dw = TransformerEngineBackend.mm(x, [w], groups), TransformerEngineBackend.wgrad(x, g, groups)[0]
     assert GroupedLinear.calls == [(counts, (total, 16))] * 2, "tail rows must not enter"
-    torch.testing.assert_close(out[:total], LoopBackend.mm(x, [w], ends)[:total])
+    torch.testing.assert_close(out[:total], LoopBackend.mm(x, [w], groups)[:total])
     assert (out[total:] == 0).all() and out.dtype == dtype
-    torch.testing.assert_close(dw, LoopBackend.wgrad(x, g, ends, [4])[0])
+    torch.testing.assert_close(dw, LoopBackend.wgrad(x, g, groups)[0])
     assert all((dw[e] == 0).all() for e, count in enumerate(counts) if not count)
 
 
 def test_no_row_at_all_calls_nothing_and_modules_are_made_once(fake):
-    ends = torch.zeros(4, dtype=torch.int32)
+    none = Groups(torch.zeros(4, dtype=torch.int32), (4,))
     x, g, w = torch.randn(2, 16), torch.randn(2, 24), torch.randn(4, 16, 24)
-    assert (TransformerEngineBackend.mm(x, [w], ends) == 0).all()
-    assert (TransformerEngineBackend.wgrad(x, g, ends, [4])[0] == 0).all() and not GroupedLinear.calls
-    full = torch.tensor([1, 1, 1, 2], dtype=torch.int32)
+    assert (TransformerEngineBackend.mm(x, [w], none) == 0).all()
+    assert (TransformerEngineBackend.wgrad(x, g, none)[0] == 0).all() and not GroupedLinear.calls
+    full = Groups(torch.tensor([1, 1, 1, 2], dtype=torch.int32), (4,))
     TransformerEngineBackend.mm(x, [w], full)
-    TransformerEngineBackend.wgrad(x, g, full, [4])
+    TransformerEngineBackend.wgrad(x, g, full)
     assert len(backends._te_modules.modules) == 1
 
 
