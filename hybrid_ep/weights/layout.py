@@ -63,9 +63,10 @@ class WeightLayout:
     held: int
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_ranks", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("num_experts", "num_ranks", "num_layers", "held"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r} must be an integer, at least 1")
         if self.num_ranks > self.num_experts:
             raise ValueError(
                 f"num_ranks={self.num_ranks} exceeds the {self.num_experts} experts: give a group in which every rank "

@@ -216,7 +216,9 @@ class ExpertStore:
         """Add this rank's gradients of a layer's other experts to what goes home at the end of the step.
 
         gradients[n]: stacks of matrix n, the experts in this rank's order from the first that is not its own; together
-        `[E - own, *shapes[n]]`. Summed in fp32, in the order of the calls."""
+        `[E - own, *shapes[n]]`. Summed in fp32, in the order of the calls. ValueError, before anything is added, for
+        another layer, number of matrices or shape."""
+        self._check_gradients(layer, gradients)
         self._require_here("gradients", [stack for stacks in gradients for stack in stacks])
         if not self._touched:
             self.wait(places.TAKEN, self._given, "gradients are still taken home by")
@@ -227,10 +229,20 @@ class ExpertStore:
                 part = total[at : at + len(stack)]
                 part.add_(stack) if layer in self._touched else part.copy_(stack)
                 at += len(stack)
-            if at != len(total):
-                raise ValueError(f"gradients[{n}] has {at} experts; give the {len(total)} that are not this rank's own")
         self._outbox_marks.add()
         self._touched.add(layer)
+
+    def _check_gradients(self, layer: int, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
+        lay, others = self.layout, self.layout.num_experts - self.layout.own(self.rank)
+        if not 0 <= layer < lay.num_layers:
+            raise ValueError(f"layer={layer} must be from 0 to {lay.num_layers - 1}, of the layers of this store")
+        if len(gradients) != len(lay.shapes):
+            raise ValueError(f"gradients has {len(gradients)} matrices; give the stacks of all {len(lay.shapes)}")
+        for n, (stacks, shape) in enumerate(zip(gradients, lay.shapes, strict=True)):
+            if wrong := [tuple(stack.shape) for stack in stacks if tuple(stack.shape[1:]) != tuple(shape)]:
+                raise ValueError(f"gradients[{n}] has a stack {wrong[0]}; give [experts, {', '.join(map(str, shape))}]")
+            if (count := sum(len(stack) for stack in stacks)) != others:
+                raise ValueError(f"gradients[{n}] has {count} experts; give the {others} that are not this rank's own")
 
     def _outboxes_open(self) -> Registered:
         if self._outboxes is None:

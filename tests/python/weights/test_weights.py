@@ -285,6 +285,39 @@ def test_wrong_uses_say_what_is_right():
     VirtualWorld(1, 1).run(run)
 
 
+def test_a_refused_gradient_adds_nothing():
+    """Not what the step before left either, which a call without matrices would have sent again."""
+    layout = WeightLayout(4, 2, 2, SHAPES, torch.float32, 2)
+    wrong = [
+        (0, [], r"gradients has 0 matrices; give the stacks of all 2"),
+        (0, [[torch.ones(2, *shape)] for shape in (*SHAPES, SHAPES[0])], "gradients has 3 matrices"),
+        (
+            0,
+            [[torch.ones(2, *SHAPES[0])], [torch.ones(2, 1, 1)]],
+            r"gradients\[1\] has a stack \(2, 1, 1\); give \[exp",
+        ),
+        (0, [[torch.ones(2, *SHAPES[0])], [torch.ones(1, *SHAPES[1])]], r"gradients\[1\] has 1 experts; give the 2"),
+        (-1, [[torch.ones(2, *shape)] for shape in SHAPES], "layer=-1 must be from 0 to 1"),
+        (2, [[torch.ones(2, *shape)] for shape in SHAPES], "layer=2 must be from 0 to 1"),
+    ]
+
+    def run(rank, group):
+        store, sums = ExpertStore(group, layout, timeout_s=30), []
+        store.open_gradients()
+        for step in range(2):
+            for layer, gradients, text in wrong:
+                with pytest.raises(ValueError, match=text):
+                    store.add_gradients(layer, gradients)
+            if step == 0:
+                store.add_gradients(0, [[torch.full((2, *shape), 7.0)] for shape in SHAPES])
+            store.bring_home(lambda layer, n, parts: sums.append(float(sum(part.sum() for part in parts))))
+        store.close()
+        return sums
+
+    sums = [7.0 * 2 * a * b for a, b in SHAPES] + [0.0] * 6
+    assert VirtualWorld(1, 2).run(run) == [sums] * 2
+
+
 def test_memory_that_is_not_there_says_what_it_was_for(monkeypatch):
     """The cause is a full /dev/shm, which this machine's other tests need."""
 
@@ -307,6 +340,9 @@ def test_memory_that_is_not_there_says_what_it_was_for(monkeypatch):
         ({"held": 1}, "held=1 must be from 2"),
         ({"held": 5}, "held=5 must be from 2 .* to 4"),
         ({"num_layers": 0}, "num_layers=0"),
+        ({"held": 2.5}, "held=2.5 must be an integer"),
+        ({"num_experts": 4.0}, "num_experts=4.0 must be an integer"),
+        ({"num_layers": True}, "num_layers=True must be an integer"),
         ({"shapes": ((0, 3),)}, "without empty dimensions"),
     ],
 )
