@@ -304,7 +304,8 @@ class GroupWeights:
             )
         mean = max(1, sum(one["tokens"] for one in said) // len(said))
         for number, layer in enumerate(self.layers):
-            layer.chosen = weights_choice.travels(self.wanted.weights, config, layer.experts, number, mean, self.group)
+            place = number, len(self.layers)
+            layer.chosen = weights_choice.travels(self.wanted.weights, config, layer.experts, place, mean, self.group)
         if not self.travelling:
             return
         for number, layer in enumerate(self.travelling):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,18 +22,31 @@ def travels(
     wanted: settings.Weights,
     config: TransformerConfig,
     experts: GroupedExperts,
-    number: int,
+    place: tuple[int, int],
     tokens: int,
     group: dist.ProcessGroup,
 ) -> bool:
-    """Of the layer with this number, for micro-batches of so many tokens a rank; equal on ranks told the same.
+    """Of a layer, for micro-batches of so many tokens a rank; equal on ranks told the same. place: its number, and of
+    how many layers.
 
-    With "auto" rank 0 of the group prints the roofline's microseconds to stderr. In a group of one rank there is
-    nothing to choose, and tokens move."""
+    With "auto" rank 0 of the group prints the roofline's microseconds to stderr. It is a training step's choice where
+    the experts are trained, also when an evaluation comes first. In a group of one rank there is nothing to choose, and
+    tokens move."""
     if wanted.cluster is None or group.size() == 1:
         return wanted.move == "weights"
     cluster = clusters.get(wanted.cluster)
-    found = dwdp.choose(model_of(config, experts), cluster, tokens, group.size(), "bf16", training=experts.training)
+    number, layers = place
+    found = dwdp.choose(
+        model_of(config, experts),
+        cluster,
+        tokens,
+        group.size(),
+        "bf16",
+        training=experts.weight1.requires_grad,
+        micro_batches=micro_batches(),
+        held=wanted.local_experts,
+        resident=wanted.buffers >= layers,
+    )
     if group.rank() == 0:
         print(
             f"hybrid_ep: MoE layer {number} moves {found.move}: on {cluster.name}, with {tokens} tokens a rank "
@@ -41,6 +55,12 @@ def travels(
             flush=True,
         )
     return found.move == "weights"
+
+
+def micro_batches() -> int:
+    """Of a step, as Megatron's training loop counts them; 1 without it."""
+    known = importlib.import_module("megatron.core.num_microbatches_calculator")
+    return 1 if known._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None else int(known.get_num_microbatches())
 
 
 def model_of(config: TransformerConfig, experts: GroupedExperts) -> MoeModel:

@@ -62,7 +62,7 @@ PUBLISHED_RATES = Rates()
 
 
 def weight_bytes(model: MoeModel, ranks: int, dtype: str) -> float:
-    """Bytes of one layer's experts that a rank of `ranks` lacks."""
+    """Bytes of one layer's experts that are not at home on a rank of `ranks`."""
     return (model.experts - model.experts // ranks) * model.expert_params * element_bytes(dtype)
 
 
@@ -98,19 +98,32 @@ def compute_us(
 
 
 def layer(
-    model: MoeModel, cluster: Cluster, tokens: int, ranks: int, dtype: str = "nvfp4", *, rates: Rates = PUBLISHED_RATES
+    model: MoeModel,
+    cluster: Cluster,
+    tokens: int,
+    ranks: int,
+    dtype: str = "nvfp4",
+    *,
+    fetched: float | None = None,
+    rates: Rates = PUBLISHED_RATES,
 ) -> Layer:
-    """One layer of a prefill of `tokens` per rank, one sequence. ValueError for ranks that do not divide experts."""
+    """One layer of a prefill of `tokens` per rank, one sequence. fetched: experts that are pulled before it, by default
+    all that are at home elsewhere. ValueError for ranks that do not divide experts."""
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1")
     if ranks < 2 or model.experts % ranks:
         raise ValueError(f"ranks={ranks} must divide the {model.experts} experts and be at least 2")
-    prefetch = weight_bytes(model, ranks, dtype) / (rates.copy_gb_per_s * 1e3)
+    prefetch = _pull_us(model, model.experts - model.experts // ranks if fetched is None else fetched, dtype, rates)
     exchange = tokens * token_bytes(model, ranks, dtype) / (cluster.gpu.nvlink_rate * 1e3)
     own = sum(compute_us(model, cluster, tokens, model.experts // ranks, dtype, rates))
     dep = own * (1 + SYNC_CV * expected_max(ranks)) + exchange
     whole = sum(compute_us(model, cluster, tokens, model.experts, dtype, rates))
     return Layer(tokens, whole, prefetch, exchange, dep, max(whole, prefetch) * CONTENTION)
+
+
+def _pull_us(model: MoeModel, experts: float, dtype: str, rates: Rates) -> float:
+    """Microseconds for which so many experts of a layer are under way by copy engines."""
+    return experts * model.expert_params * element_bytes(dtype) / (rates.copy_gb_per_s * 1e3)
 
 
 @dataclass(frozen=True)
@@ -131,21 +144,31 @@ def choose(
     *,
     training: bool,
     micro_batches: int = 1,
+    held: int | None = None,
+    resident: bool = False,
     rates: Rates | None = None,
 ) -> Choice:
     """Whether tokens or weights should move for micro-batches of `tokens` per rank: the faster of the two.
 
     training: the backward computes twice the forward, exchanges as much and gathers the weights again; gradients go
-    home once in fp32, shared by the micro-batches of a step, with nothing beside them. rates: `rates_of` when None."""
+    home once in fp32, shared by the micro-batches of a step, with nothing beside them. held: experts that a rank has
+    without fetching, by default its own; copies of others are pulled once a step. resident: buffers hold all layers, so
+    that the rest is, too. rates: `rates_of` when None. ValueError for `held` that is not from a rank's own to all."""
     known = rates_of(cluster, dtype) if rates is None else rates
-    at = layer(model, cluster, tokens, ranks, dtype, rates=known)
+    at_home = model.experts // ranks
+    held = at_home if held is None else held
+    if not at_home <= held <= model.experts:
+        raise ValueError(f"held={held} must be from {at_home} (a rank's own experts) to {model.experts} (all)")
+    each_time = 0 if resident else model.experts - held
+    once = (model.experts if resident else held) - at_home
+    at = layer(model, cluster, tokens, ranks, dtype, fetched=each_time + once / micro_batches, rates=known)
     if not training:
         times = at.dep_us, at.dwdp_us
     else:
         wait = 1 + SYNC_CV * expected_max(ranks)
-        own = sum(compute_us(model, cluster, tokens, model.experts // ranks, dtype, known))
+        own = sum(compute_us(model, cluster, tokens, at_home, dtype, known))
         home = weight_bytes(model, ranks, dtype) / element_bytes(dtype) * 4 / (known.copy_gb_per_s * 1e3)
-        back = max(2 * at.compute_us, at.prefetch_us) * CONTENTION
+        back = max(2 * at.compute_us, _pull_us(model, each_time, dtype, known)) * CONTENTION
         times = 3 * own * wait + 2 * at.exchange_us, at.dwdp_us + back + home / micro_batches
     return Choice("weights" if times[1] < times[0] else "tokens", *times)
 

@@ -260,6 +260,33 @@ def chosen_by_the_roofline(ep):
     return answers
 
 
+def chosen_for_training(ep):
+    """What the roofline is asked when an evaluation is the first to run: a training step of all its micro-batches, with
+    what the flags keep."""
+    from megatron.core import num_microbatches_calculator as micro_batches
+
+    groups = initialize(ep)
+    asked = []
+    choose = weights.weights_choice.dwdp.choose
+    weights.weights_choice.dwdp.choose = lambda *given, **options: asked.append(options) or choose(*given, **options)
+    names = ("training", "micro_batches", "held", "resident")
+    for known, more in ((False, {}), (True, {"local_experts": EXPERTS - 1})):
+        if known:
+            micro_batches.init_num_microbatches_calculator(0, None, 12, 1, 2)
+        move = {"move": "auto", "weight_cluster": "gb200_nvl72"}
+        megatron_patches.apply(ranks_per_node=1, grouped_gemm=True, **move, **more)
+        layers = Layers(groups, ep)
+        for _, experts in layers.pairs:
+            experts.eval()
+        hidden, maps, probs = batch(1, groups.ep.rank())
+        with torch.no_grad():
+            layers.forward(hidden, maps, probs)
+        megatron_patches.revert()
+    micro_batches.unset_num_microbatches_calculator()
+    weights.weights_choice.dwdp.choose = choose
+    return [[options[name] for name in names] for options in asked]
+
+
 def refusals(ep):
     """Unsupported combinations name their flag."""
     groups = initialize(ep)

@@ -159,6 +159,21 @@ def test_weights_cross_over_tokens():
         dwdp.layer(deepseek, NVL72, 8, 5)
 
 
+def test_experts_that_are_kept_are_not_pulled_again():
+    deepseek = models.get("deepseek_v3")
+
+    def weights_us(**kept):
+        return dwdp.choose(deepseek, NVL72, 2048, 4, "bf16", training=True, micro_batches=8, **kept).weights_us
+
+    times = [weights_us(held=held) for held in (64, 128, 192, 256)]
+    assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[-1], "such a layer waits for weights"
+    assert weights_us() == times[0] and weights_us(resident=True) == pytest.approx(times[-1])
+    assert weights_us(held=128, resident=True) == weights_us(resident=True)
+    for held in (63, 257):
+        with pytest.raises(ValueError, match=f"held={held} must be from 64"):
+            weights_us(held=held)
+
+
 def test_tuning_takes_no_more_sms_than_it_needs():
     shape = Shape(64, 8, 4096, 7168, 8, 256)
     tuned = recommend.tune(shape, H100)
