@@ -68,7 +68,7 @@ class HybridEPBuffer(PlansClones, Named):
       2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB, NVSHMEM's none). On hosts storages there cannot be
       resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: a copy, see traffic().
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
-      `path` in groups of one node; the buffer takes at least so many tokens a rank on either path. 0: there is none.
+      `path`; the buffer takes at least so many tokens a rank on either path. 0: there is none.
     * `clones`: hybrid_ep.balance.MicrobatchOptions, for plan_clones; num_local_experts counts the spare slots too.
 
     Belongs to the process that made it: a forked child may only drop it. Neither copied nor pickled (TypeError).

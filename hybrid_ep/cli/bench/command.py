@@ -38,8 +38,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for flag in ("cluster", "nodes"):
         require(getattr(args, flag) is None, f"--{flag} {getattr(args, flag)}: only --backend sim takes it; give "
                 "--ranks and --ranks-per-node, or --backend sim")  # fmt: skip
-    require(args.path == "throughput", f"--path {args.path}: only --backend sim takes it; --impl "
-            "hybrid_ep,hybrid_ep-latency measures both here")  # fmt: skip
+    require(args.path == "throughput" or not args.impl, f"--path {args.path} with --impl: --impl says what is "
+            "measured; give one of them, hybrid_ep-latency is the path's name there")  # fmt: skip
     presets.apply_to_ranks(args)
     if launch.is_rank():
         return _be_rank(args)
@@ -67,7 +67,8 @@ def _choose(args: argparse.Namespace) -> list[type[Implementation]]:
     """The implementations that the flags name, base first."""
     from hybrid_ep.cli.bench.plugins import choose
 
-    return choose(args.impl, args.peers, args.peer)
+    both = ("hybrid_ep", "hybrid_ep-latency") if args.path == "latency" and not args.peers else None
+    return choose(args.impl or both, args.peers, args.peer)
 
 
 def _be_rank(args: argparse.Namespace) -> int:

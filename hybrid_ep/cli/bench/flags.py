@@ -92,7 +92,7 @@ def _add_simulator_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--nodes", type=int, help="NVLink domains of the EP group, as in hybrid-ep simulate")
     group.add_argument("--engine", choices=ENGINES, default="model", help="as in hybrid-ep simulate")
     group.add_argument("--path", choices=PATHS, default=PATHS[0], help="latency: by lines beside the throughput path, "
-                       "both by the event engine, and where they cross")  # fmt: skip
+                       "measured or by the event engine, and where they cross")  # fmt: skip
 
 
 def int_list(text: str) -> tuple[int, ...]:

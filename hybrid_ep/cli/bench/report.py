@@ -18,10 +18,12 @@ from hybrid_ep.cli.bench.ledger import STAGES, expected_groups
 from hybrid_ep.cli.bench.memcpy import DEFAULT_BYTES
 from hybrid_ep.cli.bench.session import MEMCPY, CaseResult
 from hybrid_ep.cli.outputs import count
+from hybrid_ep.perf import crossover
 
 _NARROW = 120
 # Left out without --wide: what the others and the JSON imply.
 _ONLY_WIDE = {"size", "t_min", "t_p99", "algbw", "rail", "node"}
+THROUGHPUT, LINES = "hybrid_ep", "hybrid_ep-latency"  # implementations: the two paths
 SCHEMA = "hybrid_ep.bench/2"
 REDUCTIONS = ("rank 0", "AVG", "MIN", "MAX")
 _COLUMNS = (
@@ -306,17 +308,31 @@ def footer_lines(config: Config, results: list[CaseResult], rows: list[Row], pea
     busbw = [row.busbw for row in rows if row.busbw is not None and row.implementation == base]
     if busbw:
         yield f"# Avg bus bandwidth : {statistics.fmean(busbw):.3f} GB/s ({base})"
+    for num_sms, found in crossings(rows):
+        yield f"# Lines against the other path, {found.op}{f', {num_sms} SMs' if num_sms else ''} : {found.said}"
     if peak_rss is not None:
         yield f"# Peak resident memory per rank : {peak_rss:,} bytes (largest rank, all together)"
+
+
+def crossings(rows: list[Row]) -> Iterator[tuple[int, crossover.Crossover]]:
+    """(SMs, up to how many tokens lines are faster) of every operation that both of this library's paths have."""
+    times = {(row.num_sms, row.op, row.tokens, row.implementation): row.time_us for row in rows}
+    pairs: dict[tuple[int, str], list[crossover.Row]] = {}
+    for (num_sms, op, tokens, name), time_us in times.items():
+        if name == LINES and (other := times.get((num_sms, op, tokens, THROUGHPUT))):
+            pairs.setdefault((num_sms, op), []).append(crossover.Row(tokens, op, time_us, other))
+    for (num_sms, op), found in pairs.items():
+        yield num_sms, crossover.find(found, op)
 
 
 def to_json(
     config: Config, environment: dict[str, Any], results: list[CaseResult], wires: dict[str, str | None], **extra: Any
 ) -> dict[str, Any]:
     """Everything a run knows, as plain data: configuration, environment, ledgers, rows, raw samples."""
-    cases = []
+    cases, all_rows = [], []
     for result in results:
         rows = build_rows(config, result, wires)
+        all_rows += rows
         cases.append(
             {
                 "tokens": result.tokens,
@@ -348,6 +364,7 @@ def to_json(
         "environment": environment,
         "wires": wires,
         "cases": cases,
+        "crossovers": [{"num_sms": num_sms, **found.to_json()} for num_sms, found in crossings(all_rows)],
         "wrong_total": sum(sum(result.wrong.values()) for result in results),
         "miscounted_total": sum(result.num_miscounted for result in results),
         **extra,

@@ -22,6 +22,7 @@ from hybrid_ep.cli.bench import (
     graphs,
     plots,
     presets,
+    report,
     routing,
     routing_spec,
     rows,
@@ -212,7 +213,7 @@ def test_rows_in_numbers_are_what_torch_has():
     (["--impl", "deep_ep-v1"], "deep_ep-v1 cannot run here: deep_ep is not importable"),
     (["--plot", "/nowhere/x"], "--plot /nowhere/x: no such folder"),
     (["--plot", __file__], "is a file; name a folder"), (["--json", "/"], "--json /: is a folder"),
-    (["--path", "latency"], "--path latency: only --backend sim takes it"),
+    (["--path", "latency", "--impl", "hybrid_ep"], "--path latency with --impl"),
     (["--backend", "sim", "--path", "latency"], "--num-sms with --path latency"),
     (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--op", "step"], "--op with --path latency"),
     (["--backend", "sim", "--path", "latency", "--num-sms", "8", "--nodes", "0"], "--nodes with --path latency"),
@@ -436,6 +437,23 @@ def test_plots_are_drawn_where_there_is_something_to_draw(launcher, tmp_path, ca
     made = plots.draw([*points, *(Point(99, 2, p.op, p.implementation, 2.0, 1, 3, 1.0) for p in points)],
                       tmp_path / "q", "many lines; beside them a legend")  # fmt: skip
     assert any(s.endswith("time.png") for s in made)
+
+
+def test_where_measured_lines_cross_the_other_path():
+    def row(tokens, name, time_us, op="pair"):
+        return report.Row(tokens, 0, op, name, 0, *[time_us] * 5, *[None] * 9, 0)
+
+    rows = [row(16, "hybrid_ep", 300.0), row(16, "hybrid_ep-latency", 200.0), row(16, "megatron-alltoall", 100.0)]
+    rows += [row(64, "hybrid_ep", 400.0), row(64, "hybrid_ep-latency", 500.0), row(64, "hybrid_ep", 1.0, op="route")]
+    ((num_sms, found),) = report.crossings(rows)
+    assert (num_sms, found.op, found.latency_tokens, found.throughput_from) == (0, "pair", 16, 64)
+    assert list(report.crossings(rows[:1])) == [], "nothing to compare with"
+
+
+def test_the_latency_path_is_measured_beside_the_other(one_rank, capsys):
+    assert main(["bench", "--path", "latency", "--op", "pair", *SMALL]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert " hybrid_ep-latency " in said and "# Lines against the other path, pair : " in said
 
 
 @pytest.mark.parametrize("sms", ["8", "32+32", "256+256"])
