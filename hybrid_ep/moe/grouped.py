@@ -63,18 +63,21 @@ def grouped_mm(
     known = None if first_rows is None else tuple(first_rows)
     groups = Groups(offsets.to(torch.int32), tuple(stack.shape[0] for stack in stacks), known)
     machine = _choose(backend, x, stacks, groups, out is not None)
-    return _GroupedMM.apply(x, groups, machine, tail, out, *stacks)
+    return _GroupedMM.apply(out, x, groups, machine, tail, *stacks)
 
 
 class _GroupedMM(torch.autograd.Function):
+    """`out` comes first, for that is where autograd looks for what is stored in place: where it is a slice of other
+    memory, it takes the first argument's gradient for the slice's."""
+
     @staticmethod
     def forward(
         ctx: Any,
+        out: torch.Tensor | None,
         x: torch.Tensor,
         groups: Groups,
         machine: Machine,
         tail: bool,
-        out: torch.Tensor | None,
         *stacks: torch.Tensor,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, groups.ends, *stacks)
@@ -91,13 +94,13 @@ class _GroupedMM(torch.autograd.Function):
         groups = Groups(ends, sizes, first_rows)
         grad = grad.contiguous()  # of a sum it is one number seen [N, F] times, which GEMMs do not take
         dx = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             dx = _rows_times_stacks(grad, [w.transpose(1, 2) for w in stacks], groups, machine, tail)
         dw: Sequence[torch.Tensor | None] = [None] * len(stacks)
         if any(wanted := ctx.needs_input_grad[5:]):
             made = _weight_gradients(x, grad, groups, machine)
             dw = [gradient if asked else None for gradient, asked in zip(made, wanted, strict=True)]
-        return dx, None, None, None, None, *dw
+        return None, dx, None, None, None, *dw
 
 
 def _rows_times_stacks(
@@ -169,13 +172,20 @@ def _best(device: torch.device, stores: bool, waits: bool) -> tuple[str, ...]:
 
 def _check_out(out: torch.Tensor, x: torch.Tensor, stacks: Sequence[torch.Tensor]) -> None:
     shape = (x.shape[0], stacks[0].shape[2])
+    if not isinstance(out, torch.Tensor):
+        raise ValueError(f"out={out!r:.80} is no tensor; give contiguous {x.dtype} {shape} on {x.device}, or None")
     if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)} on {out.device}{'' if out.is_contiguous() else ', strided'}; give "
             f"contiguous {x.dtype} {shape} on {x.device}"
         )
     if out.requires_grad or out.grad_fn is not None:
-        raise ValueError("out is part of a graph of autograd; give memory that is nobody's result, as buffer.empty()")
+        raise ValueError(
+            "out is part of a graph of autograd, or a slice of what is; give memory that is nobody's result, as "
+            "buffer.empty()"
+        )
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError("out was made in inference mode, where no gradient may pass; make it outside of that")
     inside = {t.untyped_storage().data_ptr() for t in (x, *stacks)}
     if out.numel() and out.untyped_storage().data_ptr() in inside:
         raise ValueError("out shares memory with x or w; give memory of its own")

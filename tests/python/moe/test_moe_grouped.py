@@ -115,10 +115,12 @@ def test_several_stacks_give_the_bits_of_one(backend, dtype):
 def test_a_given_place_is_what_is_returned_and_differentiated(backend, counts, tail):
     x, w, grad = problem(counts, tail, torch.float32)
     offsets = offsets_of(counts)
-    place = torch.full((len(x), F), float("nan"))
-    got = run(x, w, grad, offsets, backend=backend, out=place)
-    check(got, expected(x, w, grad, counts), torch.float32, counts)
-    assert got[0].data_ptr() == place.data_ptr()
+    whole = torch.full((len(x) + 7, F), float("nan"))
+    for place in (torch.full((len(x), F), float("nan")), whole[3 : 3 + len(x)]):  # memory of its own, and a part
+        got = run(x, w, grad, offsets, backend=backend, out=place)
+        check(got, expected(x, w, grad, counts), torch.float32, counts)
+        assert got[0].data_ptr() == place.data_ptr()
+    assert whole[:3].isnan().all() and whole[3 + len(x) :].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,9 @@ def test_a_given_place_is_what_is_returned_and_differentiated(backend, counts, t
         (torch.empty(F, 8).t(), "strided"),
         (torch.empty(8, F, requires_grad=True), "part of a graph"),
         ("x", "shares memory with x"),
+        (5, "out=5 is no tensor"),
+        (torch.empty(9, F, requires_grad=True).mul(1)[:8], "slice of what is"),
+        (torch.inference_mode()(torch.empty)(8, F), "inference mode"),
     ],
 )
 def test_a_place_that_does_not_fit_is_named(place, said):

@@ -73,10 +73,10 @@ def backward_of(x, parts, offsets):
     ctx = types.SimpleNamespace(
         saved_tensors=(x, offsets.int(), *stacks),
         facts=((2, 2), None, machine, True),
-        needs_input_grad=(True, *[False] * 4, *[True] * len(stacks)),
+        needs_input_grad=(False, True, *[False] * 3, *[True] * len(stacks)),
     )
     with torch.no_grad():
-        dx, *_, first, second = grouped._GroupedMM.backward(ctx, x.new_empty(32, 48))
+        _, dx, *_, first, second = grouped._GroupedMM.backward(ctx, x.new_empty(32, 48))
     return dx, [first, second]
 
 
