@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybrid_ep import HybridEPBuffer
 from hybrid_ep.moe import combining
+from hybrid_ep.payload.quantize import FORMATS, dequantize, quantize
 from hybrid_ep.reference import World, combine_world, densify, dispatch_world, plan_world
 from hybrid_ep.runtime.tensors import aligned, view
 from hybrid_ep.testing import VirtualWorld
@@ -247,3 +248,29 @@ def test_an_odd_hidden_dim_is_refused_by_the_constructor():
 )
 def test_an_empty_tensor_fills_no_memory_wherever_it_begins(x):
     assert view("x", aligned(x)).num_bytes == 0
+
+
+@pytest.mark.parametrize("path", ["throughput", "latency"])
+@pytest.mark.parametrize("form", ["one column by a transpose", "no row, of a reduction"])
+def test_scales_of_any_strides_of_a_contiguous_tensor(path, form):
+    """Of one column, as fp8 has with 128 elements, a dimension's stride means nothing, and view() minds it."""
+    world = VirtualWorld(1, 2)
+    buffers = world.buffers(128, 8, 2, latency_tokens=8)
+    lines = {"num_permuted_tokens": 16, "non_blocking": True} if path == "latency" else {}
+
+    def run(rank, group):
+        tokens = 0 if rank == 0 and "no row" in form else 4
+        hidden, scales = quantize(torch.full((tokens, 128), 3.0 + rank), FORMATS["fp8"])
+        if tokens and "transpose" in form:
+            scales = scales.new_empty(1, tokens).copy_(scales.t()).t()
+            assert scales.stride() == (1, tokens) and scales.is_contiguous()
+        elif not tokens:
+            assert scales.stride(1) == 0
+        given = {"hidden": hidden, "scaling_factor": scales, "topk_idx": torch.arange(4).expand(tokens, 4)[:, :2]}
+        rows, _, arrived, counts, _ = buffers[rank].dispatch_with_permute(**given, path=path, **lines)
+        num_rows = int(torch.as_tensor(counts).sum())
+        return dequantize(rows[:num_rows], arrived[:num_rows], FORMATS["fp8"], torch.float32)
+
+    first, second = world.run(run)
+    expected = [3.0] * 4 + [4.0] * 4 if "transpose" in form else [4.0] * 4
+    assert first[:, 0].tolist() == expected * 2 and (first == first[:, :1]).all() and len(second) == 0
