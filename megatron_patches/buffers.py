@@ -100,6 +100,7 @@ def _create(
         "timeout_s": asked.timeout_s,
         "num_of_hybrid_ep_ranks_per_nvlink_domain": asked.ranks_per_node,
         "latency_tokens": asked.latency_tokens,
+        "arena_mib": asked.arena_mib,
         "clones": _clones(group, wanted),
         **(local_pass or {}),
     }

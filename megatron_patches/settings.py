@@ -28,10 +28,10 @@ MOVES = ("tokens", "weights", "auto")
 _SWITCH: dict[str, Any] = {"action": "store_const", "const": True}
 
 
-def _check_integers(**given: int | None) -> None:
+def _check_integers(*, least: int = 1, **given: int | None) -> None:
     for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is {value!r}: give an integer >= 1, or None for the default")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ValueError(f"{name} is {value!r}: give an integer >= {least}, or None for the default")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Exchange:
     * `dispatch_dtype`: what the forward dispatch sends, one of DISPATCH_DTYPES; the backward is not quantised.
     * `latency_tokens`: most tokens of a rank's micro-batch that take the latency path (docs/latency.md): where the
       number of permuted rows is static and sequences are of one length, so that all ranks know that they do.
+    * `arena_mib`: registered MiB in which dispatched rows and experts' outputs lie; without room for one it is copied
+      once more (`HybridEPBuffer`). Every layer keeps one or two until its backward.
     * `async_finish`: dispatch and combine run on the buffer's own stream, and the layer's waits for them where it uses
       what they return.
     * `recompute`: under activation recompute, "reuse" the handles of a forward's first run
@@ -96,6 +98,14 @@ class Exchange:
         help="Micro-batches of up to N tokens a rank take the latency path, with a static "
         "number of rows: --moe-pad-expert-input-to-capacity or --moe-expert-rank-capacity-factor.",
     )
+    arena_mib: int | None = option(
+        "arena_mib",
+        None,
+        type=int,
+        metavar="MIB",
+        help="Registered memory for dispatched rows and experts' outputs, which are copied once more where it is full; "
+        "0: none (default: two and a half results, at most 1024).",
+    )
     async_finish: bool = option(
         "async_finish",
         False,
@@ -114,6 +124,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         _check_integers(ranks_per_node=self.ranks_per_node, num_sms=self.num_sms, latency_tokens=self.latency_tokens)
+        _check_integers(least=0, arena_mib=self.arena_mib)
         if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s is {self.timeout_s!r}: give seconds > 0, or None for the default")
         if self.dispatch_dtype not in (None, *DISPATCH_DTYPES):

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from hybrid_ep.balance import MicrobatchOptions
-from megatron_patches import flags, settings
+from megatron_patches import buffers, flags, settings
 from megatron_patches.patch_set import PatchSet
 
 pytestmark = pytest.mark.version_free
@@ -33,6 +33,16 @@ def test_every_keyword_reaches_its_field_and_comes_back():
     assert {name: flat[name] for name in given} == given and flat["enabled"]
     assert set(flat) == {"enabled", *(option.name for option in settings.OPTIONS)}
     assert settings.Settings.of() == settings.Settings() and hash(made) == hash(settings.Settings.of(**given))
+
+
+@pytest.mark.parametrize("mib", [None, 0, 96])
+def test_the_arena_s_size_reaches_the_buffer(mib):
+    asked = settings.Settings.of(arena_mib=mib, buffer_class=dict)
+    made = buffers._create(None, 64, 8, 2, None, asked)
+    assert made.get("arena_mib") == mib and ("arena_mib" in made) == (mib is not None)
+    assert flags.settings_from_args(_parsed(["--hybrid-ep-arena-mib", "96"])).exchange.arena_mib == 96
+    with pytest.raises(ValueError, match="arena_mib is -1: give an integer >= 0"):
+        settings.Settings.of(arena_mib=-1)
 
 
 def test_an_unknown_keyword_is_named_with_those_there_are():
