@@ -82,6 +82,29 @@ def rows_stay(ep, grouped):
     return True
 
 
+def quantised(ep):
+    """A dispatch of mxfp8 rows with plans has the bits of one without: a clone's rows are those of its expert."""
+    groups = initialize(ep)
+
+    def too_fine(step, rank):
+        hidden, *routing = batch(step, rank)
+        return 17 * hidden, *routing  # in four bits it is 16: whole numbers, and not those of bf16
+
+    balance_programs.batch = too_fine
+    common = {"ranks_per_node": ep // 2, "grouped_gemm": True, "dispatch_dtype": "mxfp8"}
+    megatron_patches.apply(**common | {"dispatch_dtype": "bf16"})
+    exact, _ = train(groups, ep)
+    megatron_patches.apply(**common)
+    off, _ = train(groups, ep)
+    found = [equal(off, exact)]
+    for static in (None, "grow", "drop"):
+        megatron_patches.apply(**common, balance="exact", spare_slots=2, static_rows=static)
+        got, copies = quiet(groups, ep)
+        found.append(copies > 0 and equal(got, off))
+    megatron_patches.revert()
+    return found
+
+
 @contextlib.contextmanager
 def beside_the_host():
     """As on a GPU: whether anything is cloned is not asked, and what the host reads of a kernels' plan is noted."""

@@ -28,6 +28,11 @@ def test_what_does_not_fit_is_kept_dropped_or_refused(grouped):
     assert len(set(counted)) == 1 and counted[0] > 0
 
 
+def test_quantised_rows_go_to_clones_as_to_their_experts():
+    said = run("quantised", 4, 4)
+    assert said == [[False, True, True, True]] * 4, "rounding shows; then the same with any plan"
+
+
 @pytest.mark.version_free
 def test_a_tail_that_goes_astray_is_noticed():
     assert run("broken", 4, 4)[0] == []
