@@ -91,7 +91,7 @@ def deepseek_v3(hardware: str = "h100_8x400g") -> ClusterRun:
 
 
 def deepseek_v3_proxy() -> RunConfig:
-    """DeepSeek-V3's block in small on CPUs: latent attention, 32 experts in 4 groups, top-8, shared expert, MTP."""
+    """DeepSeek-V3 in small on CPUs: latent attention, top-8 of 32 experts, one shared, MTP."""
     return tiny_cpu_smoke().derive(
         recipe="deepseek_v3_proxy",
         model={

@@ -48,7 +48,7 @@ def qwen3_235b_a22b(hardware: str = "h100_8x400g") -> ClusterRun:
 
 
 def qwen3_235b_a22b_proxy() -> RunConfig:
-    """Qwen3-235B's block in small on CPUs: 32 experts, top-8, 8 heads in 2 groups, normed queries and keys."""
+    """Qwen3-235B in small on CPUs: top-8 of 32 experts, 8 heads in 2 groups, normed."""
     return tiny_cpu_smoke().derive(
         recipe="qwen3_235b_a22b_proxy",
         model={

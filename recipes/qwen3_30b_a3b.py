@@ -49,7 +49,7 @@ def qwen3_30b_a3b(hardware: str = "h100_8x400g") -> ClusterRun:
 
 
 def qwen3_30b_a3b_proxy() -> RunConfig:
-    """Qwen3-30B's block in small on CPUs: 32 experts, top-8, 4 heads in 2 groups, normed queries and keys."""
+    """Qwen3-30B in small on CPUs: top-8 of 32 experts, 4 heads in 2 groups, normed."""
     return tiny_cpu_smoke().derive(
         recipe="qwen3_30b_a3b_proxy",
         model={"num_experts": 32, "topk": 8, "num_query_groups": 2, "qk_layernorm": True, "aux_loss_coeff": 1e-3},

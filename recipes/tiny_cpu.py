@@ -48,7 +48,7 @@ def tiny_cpu() -> RunConfig:
 
 
 def tiny_cpu_smoke() -> RunConfig:
-    """tiny_cpu shrunk to seconds: same shape of parallelism, small tensors. For tests and first looks."""
+    """tiny_cpu shrunk to seconds, with the same shape of parallelism."""
     return tiny_cpu().derive(
         recipe="tiny_cpu_smoke",
         model={"num_layers": 2, "hidden_size": 64, "moe_ffn_hidden_size": 32, "seq_length": 64},

@@ -213,7 +213,10 @@ def row_line(row: Row, wide: bool = True) -> str:
     """One line of the table."""
 
     def number(value: float | None, digits: int = 2) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
+        if value is None:
+            return "-"
+        # Of a rate below what two decimals show, its first digit.
+        return f"{value:.1g}" if digits == 2 and 0 < value < 0.095 else f"{value:.{digits}f}"
 
     cells = (
         row.tokens, row.num_sms or "auto", row.op, row.implementation, row.size_bytes,
@@ -266,9 +269,7 @@ def limits(config: Config, result: CaseResult, rows: list[Row]) -> list[dict[str
 
 
 def limit_lines(config: Config, result: CaseResult, rows: list[Row]) -> Iterator[str]:
-    """After a case: what was left out, the machine's memcpy rate, the share of it that was reached."""
-    for name, reason in result.skipped.items():
-        yield f"# {name} skipped at {result.tokens} tokens: {reason}"
+    """After a case: the machine's memcpy rate, the share of it that was reached."""
     yield f"# imbalance ratio over ranks at {result.tokens} tokens: {result.ledger.imbalance:.3f}"
     rate = memcpy_rate(config, result)
     yield (
@@ -285,6 +286,12 @@ def limit_lines(config: Config, result: CaseResult, rows: list[Row]) -> Iterator
 
 def footer_lines(config: Config, results: list[CaseResult], rows: list[Row], peak_rss: int | None) -> Iterator[str]:
     """The # lines after the table."""
+    left_out: dict[tuple[str, str], list[int]] = {}
+    for result in results:
+        for name, reason in result.skipped.items():
+            left_out.setdefault((name, reason), []).append(result.tokens)
+    for (name, reason), tokens in left_out.items():
+        yield f"# {name} skipped at {', '.join(map(str, dict.fromkeys(tokens)))} tokens: {reason}"
     wrong = sum(sum(result.wrong.values()) for result in results)
     verdict = ("OK" if wrong == 0 else "FAILED") if config.check else "not checked (-c 0)"
     yield f"# Out of bounds values : {wrong} {verdict}"

@@ -68,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="under torchrun or srun: time every pair of ranks and name the slow and the silent",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="with --multi: how long a rank may stay silent"
+        "--timeout", type=float, metavar="SECONDS", help="with --multi: how long a rank may stay silent  (default: 60)"
     )
-    parser.add_argument("--mib", type=float, default=8.0, help="with --multi: size of the large message")
+    parser.add_argument("--mib", type=float, help="with --multi: size of the large message  (default: 8)")
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -78,6 +78,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         args.json = outputs.STDOUT
         warn_renamed("doctor --json", "--json - (for stdout) or --json FILE")
     outputs.check(args)
+    for flag in ("timeout", "mib"):
+        if getattr(args, flag) is not None and not args.multi:
+            raise UsageError(
+                f"--{flag} {getattr(args, flag):g} without --multi: it is of the pairs of ranks; add --multi"
+            )
     if args.multi:
         if args.require_gpu:
             raise UsageError(
@@ -87,7 +92,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         from hybrid_ep.cli.doctor import pairs
 
         try:
-            report = pairs.examine(args.timeout, int(args.mib * 2**20))
+            report = pairs.examine(
+                60.0 if args.timeout is None else args.timeout, int((8.0 if args.mib is None else args.mib) * 2**20)
+            )
         except ValueError as error:
             raise UsageError(str(error)) from error
         if report is None:  # another rank speaks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_ep.cli import main
+from hybrid_ep.cli import EXIT_USAGE, main
 from hybrid_ep.cli.doctor import command, finding, machine, selftest, software
 from hybrid_ep.cli.doctor.finding import FAIL, OK, SKIP, WARN, Finding
 from hybrid_ep.runtime import devices
@@ -62,6 +62,12 @@ def test_json_has_the_same_findings(monkeypatch, capsys, flags):
     assert said["counts"][FAIL] == 1
     wrong = [f for f in said["findings"] if f["status"] == FAIL]
     assert "HYBRID_EP_TIMEOUT_S='soon'" in wrong[0]["text"] and "unset HYBRID_EP_TIMEOUT_S" in wrong[0]["remedy"]
+
+
+@pytest.mark.parametrize("flag", ["--timeout", "--mib"])
+def test_what_only_pairs_have_is_refused_without_them(flag, capsys):
+    assert main(["doctor", flag, "-1"]) == EXIT_USAGE
+    assert f"{flag} -1 without --multi" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("free, status", [(1 << 20, FAIL), (512 << 20, WARN), (8 << 30, OK)])

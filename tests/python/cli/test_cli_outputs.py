@@ -156,6 +156,13 @@ def test_the_bench_s_table_fits_120_columns_unless_it_is_wide():
     assert report.fitted(long, True) == long
 
 
+def test_a_rate_below_two_decimals_has_its_first_digit():
+    from hybrid_ep.cli.bench import report
+
+    row = report.Row(4, 0, "pair", "hybrid_ep", 64, *[9.0] * 6, 0.0, 0.0043, 0.000071, 0.094, 0.095, 1.0, 1, 1, 0)
+    assert report.row_line(row).split()[-7:-2] == ["0.00", "0.004", "7e-05", "0.09", "0.10"]
+
+
 def test_peers_come_with_the_packages_and_not_from_a_folder_of_the_sources(monkeypatch, tmp_path):
     """As from a wheel: another folder is the current one, and the module is found by its name."""
     from hybrid_ep.cli.bench import plugins

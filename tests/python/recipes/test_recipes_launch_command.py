@@ -114,7 +114,9 @@ def test_bad_launches_exit_2_and_leave_nothing(arguments, message, tmp_path, cap
 
 def test_every_recipe_is_listed_with_where_it_runs(capsys):
     assert main(["--list"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    listed = capsys.readouterr().out.splitlines()
+    assert max(map(len, listed)) <= 120
+    lines = [line.split() for line in listed]
     assert {words[0]: words[1] for words in lines} == {
         **dict.fromkeys(CLUSTER_RECIPES, "GPUs"),
         **dict.fromkeys(RECIPES, "CPU"),
