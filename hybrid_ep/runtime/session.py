@@ -313,7 +313,7 @@ class Session:
         write where other results have come to lie by then: its tensors are of the graph's own pool."""
         if not self.runs_on_gpu:
             return results.lent(self.engine, rows, row_bytes, dtype)
-        if self._device_arena is None or self.capturing:
+        if self._device_arena is None or torch.cuda.is_current_stream_capturing():
             return None
         lent = self._device_arena.empty(rows, row_bytes)
         return None if lent is None else lent.view(dtype)

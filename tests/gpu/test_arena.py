@@ -127,6 +127,22 @@ def test_static_results_land_and_those_of_a_graph_do_not():
         same(f"result {seed}", on(stream, rows)[: len(want)], want)
 
 
+def test_a_graph_that_only_combines_has_no_memory_of_the_arena():
+    """Its replays would write where other results have come to lie. No call before it knew of the capture."""
+    buffer, stream, call = dispatcher(arena_mib=16)
+    call()
+    with torch.cuda.stream(stream):
+        eager = buffer.empty(8, 256)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            captured = buffer.empty(8, 256)
+        again = buffer.empty(8, 256)
+    begin = min(eager.data_ptr(), again.data_ptr())
+    assert abs(eager.data_ptr() - again.data_ptr()) < 16 << 20, "both in the arena, of 16 MiB"
+    assert abs(captured.data_ptr() - begin) >= 16 << 20
+    buffer.destroy()
+
+
 def test_a_block_is_lent_as_long_as_anything_refers_to_it_and_no_room_means_a_copy():
     buffer, stream, call = dispatcher()
     held = [call(seed) for seed in range(ROOM)]
