@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+SWITCH: dict[str, Any] = {"action": "store_const", "const": True}  # argparse of a flag without a value
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:

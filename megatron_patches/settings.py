@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_patches.setting_option import Option, option
+from megatron_patches.layer_settings import Experts, Router
+from megatron_patches.setting_option import SWITCH, Option, option
 
 DISPATCH_DTYPES = ("bf16", "fp8", "mxfp8")  # hybrid_ep.payload.quantize.CHOICES, which needs torch
 
@@ -19,13 +20,9 @@ BALANCE_MODES = ("off", "exact", "slow", "both")
 BALANCE_PUSHES = ("auto", "kernels", "torch")
 CLONE_REACHES = ("auto", "node", "anywhere")
 CLONING, MIGRATING = ("exact", "both"), ("slow", "both")  # modes with clones; modes whose experts change ranks
-GEMM_BACKENDS = ("auto", "torch", "triton", "te", "loop")  # hybrid_ep.moe.backends.BACKENDS, which need torch
-GUARD_MODES = ("off", "warn", "stop")
 RECOMPUTE_MODES = ("reuse", "repeat")
 OVERFLOWS = ("grow", "drop", "raise")
 MOVES = ("tokens", "weights", "auto")
-
-_SWITCH: dict[str, Any] = {"action": "store_const", "const": True}
 
 
 def _check_integers(*, least: int = 1, **given: int | None) -> None:
@@ -109,7 +106,7 @@ class Exchange:
     async_finish: bool = option(
         "async_finish",
         False,
-        **_SWITCH,
+        **SWITCH,
         help="Dispatch and combine on a stream of their own, from where their inputs are ready to where their results "
         "are first used.",
     )
@@ -203,7 +200,7 @@ class Balance:
         "balance_move_cost", 0.0, modes=MIGRATING, type=float, metavar="TOKENS", help="Cost of a moved expert (slow)."
     )
     apart: bool = option(
-        "balance_apart", False, modes=MIGRATING, **_SWITCH, help="Keep experts apart that are hot together (slow)."
+        "balance_apart", False, modes=MIGRATING, **SWITCH, help="Keep experts apart that are hot together (slow)."
     )
 
     def within_node(self, num_nodes: int) -> bool:
@@ -266,94 +263,6 @@ class LoadStats:
     def __post_init__(self) -> None:
         if (self.path is None) != (self.iterations is None):
             raise ValueError(f"load_stats is {self.path!r} and load_stats_range {self.iterations!r}: give both or none")
-
-
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """The routed experts' arithmetic (`megatron_patches.experts`).
-
-    * `grouped` (grouped_gemm): experts as grouped GEMMs without Transformer Engine.
-    * `backend` (grouped_gemm_backend): who multiplies in them, one of GEMM_BACKENDS, as in `hybrid_ep.moe.grouped_mm`.
-    """
-
-    grouped: bool = option(
-        "grouped_gemm",
-        False,
-        **_SWITCH,
-        help="Run the routed experts as grouped GEMMs, exact for experts without tokens; needs no Transformer Engine. "
-        "Checkpoints stay Megatron's.",
-    )
-    backend: str = option(
-        "grouped_gemm_backend",
-        "auto",
-        choices=GEMM_BACKENDS,
-        help="Who multiplies in these experts: torch's grouped GEMM, our Triton kernels, Transformer Engine's "
-        "GroupedLinear (its counts wait for the device), a loop, or the first usable of torch, triton on GPUs, and "
-        "loop, triton before torch where torch would wait for the device (auto, the default).",
-    )
-
-    def __post_init__(self) -> None:
-        given = f"grouped_gemm_backend (--hybrid-ep-grouped-gemm-backend) is {self.backend!r}"
-        if self.backend not in GEMM_BACKENDS:
-            raise ValueError(f"{given}: choose one of {', '.join(GEMM_BACKENDS)}")
-        if self.backend == "auto":
-            return
-        if not self.grouped:
-            raise ValueError(f"{given} without grouped_gemm (--hybrid-ep-grouped-gemm) and does nothing: add it")
-        from hybrid_ep.moe.backends import BACKENDS
-
-        if why := BACKENDS[self.backend].absence():
-            raise ValueError(f"{given}, but {why}: install it, or choose auto")
-
-
-@dataclasses.dataclass(frozen=True)
-class Router:
-    """Watching routers (`megatron_patches.router_training`); the keywords of `apply` begin with `router_`.
-
-    * `guard`: "off", "warn" or "stop", with its thresholds `max_tie_fraction`, the largest fraction of tokens that tie
-      at the top-k boundary, and `max_load_ratio`, the largest load of an expert over the mean (None: any).
-    * `tie_break`: among scores that are exactly equal, a hash of token and expert chooses.
-    """
-
-    guard: str = option(
-        "router_guard",
-        "off",
-        choices=GUARD_MODES,
-        help="Watch routers: gates before the first step, ties and load at every logged step.",
-    )
-    max_tie_fraction: float = option(
-        "router_max_tie_fraction",
-        0.5,
-        type=float,
-        metavar="FRACTION",
-        help="Tokens that may tie exactly at the top-k boundary (default 0.5).",
-    )
-    max_load_ratio: float | None = option(
-        "router_max_load_ratio",
-        None,
-        type=float,
-        metavar="RATIO",
-        help="Largest load of an expert over the mean (default: any).",
-    )
-    tie_break: bool = option(
-        "router_tie_break",
-        False,
-        **_SWITCH,
-        help="Decide exact ties, and nothing else, by a hash of token and expert; probabilities stay as they are.",
-    )
-
-    @property
-    def watches(self) -> bool:
-        """Whether anything is asked of `megatron_patches.router_training`."""
-        return self.guard != "off" or self.tie_break
-
-    def __post_init__(self) -> None:
-        if self.guard not in GUARD_MODES:
-            raise ValueError(f"router_guard is {self.guard!r}: choose one of {', '.join(GUARD_MODES)}")
-        if not 0 <= self.max_tie_fraction <= 1:
-            raise ValueError(f"router_max_tie_fraction is {self.max_tie_fraction!r}: give a fraction 0 to 1")
-        if self.max_load_ratio is not None and not self.max_load_ratio >= 1:
-            raise ValueError(f"router_max_load_ratio is {self.max_load_ratio!r}: give 1 (balance) or more")
 
 
 @dataclasses.dataclass(frozen=True)

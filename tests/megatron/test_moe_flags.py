@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patches import flags, settings
+from megatron_patches.layer_settings import GEMM_BACKENDS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron.md"
 FLEX = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep", "--hybrid-ep"]
@@ -39,7 +40,7 @@ def test_the_backend_of_the_grouped_gemm_is_a_setting():
     assert parsed("--hybrid-ep-grouped-gemm", "--hybrid-ep-grouped-gemm-backend", "loop").experts.backend == "loop"
     from hybrid_ep.moe.backends import BACKENDS
 
-    assert settings.GEMM_BACKENDS[0] == "auto" and set(settings.GEMM_BACKENDS[1:]) == set(BACKENDS)
+    assert GEMM_BACKENDS[0] == "auto" and set(GEMM_BACKENDS[1:]) == set(BACKENDS)
 
 
 @pytest.mark.version_free

@@ -364,3 +364,14 @@ def test_ranks_that_hang_are_named_and_ended_at_the_deadline(tmp_path):
     assert ended.returncode == EXIT_FAILED
     assert "ranks [0] still run after 20 s" in ended.stderr and "peer.py" in ended.stderr
     assert time.monotonic() - start < 150
+
+
+def test_where_measured_lines_cross_the_other_path():
+    def row(tokens, name, time_us, op="pair"):
+        return report.Row(tokens, 0, op, name, 0, *[time_us] * 5, *[None] * 9, 0)
+
+    rows = [row(16, "hybrid_ep", 300.0), row(16, "hybrid_ep-latency", 200.0), row(16, "megatron-alltoall", 100.0)]
+    rows += [row(64, "hybrid_ep", 400.0), row(64, "hybrid_ep-latency", 500.0), row(64, "hybrid_ep", 1.0, op="route")]
+    ((num_sms, found),) = report.crossings(rows)
+    assert (num_sms, found.op, found.latency_tokens, found.throughput_from) == (0, "pair", 16, 64)
+    assert list(report.crossings(rows[:1])) == [], "nothing to compare with"

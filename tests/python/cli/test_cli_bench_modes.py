@@ -22,7 +22,6 @@ from hybrid_ep.cli.bench import (
     graphs,
     plots,
     presets,
-    report,
     routing,
     routing_spec,
     rows,
@@ -437,17 +436,6 @@ def test_plots_are_drawn_where_there_is_something_to_draw(launcher, tmp_path, ca
     made = plots.draw([*points, *(Point(99, 2, p.op, p.implementation, 2.0, 1, 3, 1.0) for p in points)],
                       tmp_path / "q", "many lines; beside them a legend")  # fmt: skip
     assert any(s.endswith("time.png") for s in made)
-
-
-def test_where_measured_lines_cross_the_other_path():
-    def row(tokens, name, time_us, op="pair"):
-        return report.Row(tokens, 0, op, name, 0, *[time_us] * 5, *[None] * 9, 0)
-
-    rows = [row(16, "hybrid_ep", 300.0), row(16, "hybrid_ep-latency", 200.0), row(16, "megatron-alltoall", 100.0)]
-    rows += [row(64, "hybrid_ep", 400.0), row(64, "hybrid_ep-latency", 500.0), row(64, "hybrid_ep", 1.0, op="route")]
-    ((num_sms, found),) = report.crossings(rows)
-    assert (num_sms, found.op, found.latency_tokens, found.throughput_from) == (0, "pair", 16, 64)
-    assert list(report.crossings(rows[:1])) == [], "nothing to compare with"
 
 
 def test_the_latency_path_is_measured_beside_the_other(one_rank, capsys):
