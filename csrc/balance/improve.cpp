@@ -5,6 +5,7 @@
 #include <array>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 
 #include "balance/placement.h"
 
@@ -26,14 +27,19 @@ void Placer::adopt(const int32_t* phy2log) {
   for (auto& ranks : where_) ranks.clear();
   for (int i = 0; i < shape_.num_slots; ++i) {
     const int e = phy2log[i];
-    if (e < 0 || e >= shape_.num_experts) throw std::invalid_argument("current: names an expert that does not exist");
-    if (holds(rank_of(i), e)) throw std::invalid_argument("current: has two replicas of an expert on one rank");
+    const auto refuse = [&](const std::string& why) {
+      throw std::invalid_argument("current[" + std::to_string(i) + "] is " + std::to_string(e) + ": " + why);
+    };
+    if (e < 0 || e >= shape_.num_experts) refuse("give experts from 0 to " + std::to_string(shape_.num_experts - 1));
+    if (holds(rank_of(i), e))
+      refuse("rank " + std::to_string(rank_of(i)) + " has that expert already; give it a replica on another rank");
     has_[size_t(rank_of(i)) * shape_.num_experts + e] = 1;
     set_count(e, count_[e] + 1);
     where_[e].push_back(rank_of(i));
   }
-  if (std::find(count_.begin(), count_.end(), 0) != count_.end())
-    throw std::invalid_argument("current: lacks an expert: give every expert a slot");
+  if (const auto none = std::find(count_.begin(), count_.end(), 0); none != count_.end())
+    throw std::invalid_argument("current: lacks expert " + std::to_string(none - count_.begin()) +
+                                "; give every expert a slot");
   for (int i = 0; i < shape_.num_slots; ++i) put(rank_of(i), i, phy2log[i]);
 }
 

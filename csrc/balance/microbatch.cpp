@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kMillion = 1'000'000;
 // Loads share a word with a rank's number or an expert's, and are multiplied by parts per million.
 constexpr int64_t kMaxTokens = int64_t(1) << 40;
+constexpr int kMaxSpareSlots = 4096;  // with as many ranks and experts as there may be, a block's memory is below 2^32
 
 // Sums run on 256-bit registers where the machine has them; integers, so the result is the same. Not under
 // ThreadSanitizer, which is not there yet when a program asks what the machine has.
@@ -26,6 +27,18 @@ constexpr int64_t kMaxTokens = int64_t(1) << 40;
 
 void require(bool ok, const char* name, int64_t value, const char* remedy) {
   if (!ok) throw std::invalid_argument(std::string(name) + ": " + std::to_string(value) + " " + remedy);
+}
+
+// What is wrong with counts that no planner takes: the first that is negative or too large, or else their sum.
+[[noreturn]] void refuse_counts(const int64_t* counts, int R, int E) {
+  const std::string remedy = ": give tokens, 0 or more and below 2^40 in all";
+  for (int64_t i = 0; i < int64_t(R) * E; ++i)
+    if (counts[i] < 0 || counts[i] >= kMaxTokens)
+      throw std::invalid_argument("counts[" + std::to_string(i / E) + ", " + std::to_string(i % E) + "] is " +
+                                  std::to_string(counts[i]) + remedy);
+  int64_t all = 0;  // R * E * 2^40 may not fit: said as soon as it is too large
+  for (int64_t i = 0; i < int64_t(R) * E && all < kMaxTokens; ++i) all += counts[i];
+  throw std::invalid_argument("counts has " + std::to_string(all) + " tokens or more in all" + remedy);
 }
 
 // The largest of key[i] ^ flip among those of at most `limit`, -1 without one. Sixteen running maxima, which are four
@@ -74,7 +87,7 @@ void MicrobatchShape::validate() const {
   require(num_ranks >= 1 && num_ranks <= CloneKeys::kRankMask, "num_ranks", num_ranks, "must be 1 to 4095");
   require(num_experts >= 1 && num_experts <= CloneKeys::kExpertMask, "num_experts", num_experts,
           "must be 1 to 4194303");
-  require(spare_slots >= 0, "spare_slots", spare_slots, "must not be negative");
+  require(spare_slots >= 0 && spare_slots <= kMaxSpareSlots, "spare_slots", spare_slots, "must be 0 to 4096");
   require(num_nodes >= 1 && num_ranks % num_nodes == 0, "num_nodes", num_nodes, "must divide num_ranks");
   require(epsilon_ppm >= 0 && epsilon_ppm <= kMillion, "epsilon", epsilon_ppm, "must be 0 to 1 (here in ppm)");
   require(skip_below_ppm >= 0, "skip_below", skip_below_ppm, "must not be negative (here in ppm)");
@@ -103,17 +116,20 @@ void MicrobatchPlanner::read(const int64_t* counts, const int32_t* owner) {
   int64_t* const total = t.total();
   int64_t size = 0;  // all bits any count has: negative or huge ones show
   for (int r = 0; r < R; r += 4) size |= add_rows(counts + int64_t(r) * E, std::min(4, R - r), E, r == 0, total);
-  require(size >= 0, "counts", size, "has a negative count");
+  bool bad = size < 0 || size >= kMaxTokens;
   int64_t all = 0;
-  for (int e = 0; e < E; ++e) all += total[e];
-  require(size < kMaxTokens && all >= 0 && all < kMaxTokens, "counts", all, "tokens in all, must be below 2^40");
+  for (int e = 0; e < E && !bad; ++e) bad = (all += total[e]) >= kMaxTokens;
+  if (bad) refuse_counts(counts, R, E);
   if (!std::equal(owner, owner + E, t.owner())) read_owners(t, owner);
 }
 
 // They change seldom; a plan looks only whether they have.
 void MicrobatchPlanner::read_owners(const CloneTables<OneLane>& t, const int32_t* owner) {
   const int R = shape_.num_ranks, E = shape_.num_experts;
-  for (int e = 0; e < E; ++e) require(owner[e] >= 0 && owner[e] < R, "owner", owner[e], "must be a rank");
+  for (int e = 0; e < E; ++e)
+    if (owner[e] < 0 || owner[e] >= R)
+      throw std::invalid_argument("owner[" + std::to_string(e) + "] is " + std::to_string(owner[e]) +
+                                  ": give the rank of each expert, 0 to " + std::to_string(R - 1));
   int32_t* const first = t.first();
   std::fill(first, first + R + 1, 0);
   for (int e = 0; e < E; ++e) ++first[owner[e] + 1];

@@ -63,6 +63,16 @@ using Counts = py::array_t<int64_t, py::array::c_style>;
 using Ranks = py::array_t<int32_t, py::array::c_style>;
 using PlanOfLayers = py::typing::Tuple<Ranks, Counts, py::object>;
 
+// What a planner refuses of a layer says which one it is.
+template <class Make>
+auto of_layer(py::ssize_t layer, const Make& make) {
+  try {
+    return make();
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(std::string(error.what()) + " (layer " + std::to_string(layer) + ")");
+  }
+}
+
 // One micro-batch [R, E] or one of each of L layers [L, R, E]: (slot_expert, slot_tokens, target of each layer).
 // Arrays, not addresses: asking numpy for an address from Python costs 2 us, a sixth of a plan.
 PlanOfLayers plan(MicrobatchPlanner& planner, const py::array& counts, const py::array& owner) {
@@ -81,7 +91,7 @@ PlanOfLayers plan(MicrobatchPlanner& planner, const py::array& counts, const py:
   if (!layers) return py::make_tuple(expert, tokens, planner.plan(from, owners, to_expert, to_tokens).target);
   py::list targets;
   for (py::ssize_t l = 0; l < num_layers; ++l) {
-    targets.append(planner.plan(from, owners, to_expert, to_tokens).target);
+    targets.append(of_layer(l, [&] { return planner.plan(from, owners, to_expert, to_tokens).target; }));
     from += int64_t(s.num_ranks) * s.num_experts;
     to_expert += slots;
     to_tokens += slots;
@@ -252,7 +262,8 @@ Ranks improve_layers(const py::array& load, const py::array& current, const py::
   py::gil_scoped_release release;
   balance::Placer placer(s);
   for (py::ssize_t l = 0; l < L; ++l)
-    placer.improve(from + l * num_experts, start + l * slots, target_ppm, max_moves, to + l * slots);
+    of_layer(l,
+             [&] { placer.improve(from + l * num_experts, start + l * slots, target_ppm, max_moves, to + l * slots); });
   return placed;
 }
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_ep.balance import inputs
+
 # A swap gains at least this part of what the sum would be if experts were hot independently of one another: below it,
 # experts follow the noise of an estimate.
 LEAST_GAIN = 0.005
@@ -21,14 +23,16 @@ LEAST_GAIN = 0.005
 
 def checked(covariance: Any, num_layers: int, num_experts: int) -> np.ndarray:
     """float64 [L, E, E]. ValueError for another shape, values that are not finite, matrices that are not symmetric."""
-    array = np.asarray(covariance, dtype=np.float64)
-    if array.shape != (num_layers, num_experts, num_experts):
+    remedy = "covariances of loads, tokens squared"
+    array = inputs.array("covariance", covariance, f"give {remedy}")
+    if array.shape != (num_layers, num_experts, num_experts) or array.dtype.kind not in "iuf":
         raise ValueError(
-            f"covariance has shape {array.shape}: give {(num_layers, num_experts, num_experts)}, [layers, experts, "
-            "experts], as LoadWindow.covariance does"
+            f"covariance has shape {array.shape} of {array.dtype}: give numbers "
+            f"{(num_layers, num_experts, num_experts)}, [layers, experts, experts], as LoadWindow.covariance does"
         )
+    array = array.astype(np.float64, copy=False)
     if not np.isfinite(array).all():
-        raise ValueError("covariance holds values that are not finite: give covariances of loads, tokens squared")
+        raise ValueError(f"{inputs.entry('covariance', ~np.isfinite(array), array)}: give finite {remedy}")
     if (np.diagonal(array, axis1=1, axis2=2) < 0).any() or not np.allclose(array, array.swapaxes(1, 2), rtol=1e-9):
         raise ValueError("covariance is not symmetric, or a variance is negative: give C[i, j] = C[j, i], C[i, i] >= 0")
     return array

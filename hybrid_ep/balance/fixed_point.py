@@ -21,25 +21,28 @@ from typing import Any
 
 import numpy as np
 
+from hybrid_ep.balance import inputs
+
 _SUM_BITS = 40  # times a million parts still 60 bits
 _DIVISIBLE = 720_720  # by 1 to 16
 _MOST_DOUBLINGS = 12  # more would let the last bit of doubles decide between integers
 
 
-def checked(load: Any) -> np.ndarray:
-    """float64 [L, E] of finite numbers >= 0. ValueError names the shape, or the first entry that is neither."""
-    array = np.asarray(load)
+def checked(load: Any, shape: tuple[int, int] | None = None, name: str = "load") -> np.ndarray:
+    """float64 [L, E] of finite numbers >= 0, of that shape where one is given. ValueError names the shape, or the first
+    entry that is neither."""
+    array = inputs.array(name, load, "give numbers [layers, experts]")
     if array.ndim != 2 or array.dtype.kind not in "iuf" or 0 in array.shape:
-        raise ValueError(f"load is {array.dtype} {array.shape}: give numbers [layers, experts]")
+        raise ValueError(f"{name} is {array.dtype} {array.shape}: give numbers [layers, experts]")
+    if shape is not None and array.shape != shape:
+        raise ValueError(
+            f"{name} is {array.dtype} {array.shape}: give {shape}, the layers and experts of this placement"
+        )
     with np.errstate(over="ignore"):  # a long double may be too large for a double
         array = np.ascontiguousarray(array, dtype=np.float64)
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
-        layer, expert = (int(i[0]) for i in bad.nonzero())
-        raise ValueError(
-            f"load[{layer}, {expert}] is {float(array[layer, expert])!r}: give finite numbers >= 0, "
-            "counts or averages of counts"
-        )
+        raise ValueError(f"{inputs.entry(name, bad, array)}: give finite numbers >= 0, counts or averages of counts")
     return array
 
 

@@ -15,15 +15,27 @@ from typing import Any
 import numpy as np
 
 from hybrid_ep import _core
-from hybrid_ep.balance import bounds
+from hybrid_ep.balance import bounds, inputs
 from hybrid_ep.balance.one_clone import OneCloneSearch
 
 PPM = 1_000_000
 STRATEGIES = ("best", "alias", "best_fit")
+MAX_TOKENS = 2**40  # of a micro-batch, and so of all that is reckoned in them (csrc/balance/microbatch.cpp)
+MAX_SPARE_SLOTS = 4096
+# MicrobatchOptions that are integers: from, to.
+_INTEGERS = {
+    "spare_slots": (0, MAX_SPARE_SLOTS),
+    "num_nodes": (1, inputs.INT32_MAX),
+    "min_chunk": (1, MAX_TOKENS),
+    "instance_cost": (0, MAX_TOKENS),
+    "tile": (1, MAX_TOKENS),
+    "search_nodes": (0, inputs.INT32_MAX),
+}
 
 
 def default_owner(num_experts: int, num_ranks: int) -> np.ndarray:
     """int32 [num_experts]: contiguous owners, num_experts / num_ranks experts a rank."""
+    num_experts, num_ranks = inputs.integer("num_experts", num_experts, 1), inputs.integer("num_ranks", num_ranks, 1)
     if num_experts % num_ranks:
         raise ValueError(f"owner: {num_experts} experts do not divide among {num_ranks} ranks: give owner=")
     return np.repeat(np.arange(num_ranks, dtype=np.int32), num_experts // num_ranks)
@@ -46,12 +58,16 @@ class MicrobatchOptions:
     strategy: str = "best"
 
     def __post_init__(self) -> None:
-        for name, low, high in (("epsilon", 0, 1), ("skip_below", 0, 1e6)):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}: give a fraction from {low} to {high:g}")
-        if self.fan_out is not None and self.fan_out < 1:
-            raise ValueError(f"fan_out is {self.fan_out!r}: give the most clones a rank pushes, or None for no limit")
+        known: dict[str, Any] = {name: inputs.integer(name, getattr(self, name), *r) for name, r in _INTEGERS.items()}
+        for name, high in (("epsilon", 1), ("skip_below", 1e6)):
+            known[name] = inputs.number(name, getattr(self, name), 0, high, f"a fraction from 0 to {high:g}")
+        if self.fan_out is not None:
+            remedy = "the most clones a rank pushes, or None for no limit"
+            known["fan_out"] = inputs.integer("fan_out", self.fan_out, 1, remedy=remedy)
+        if not isinstance(self.within_node, bool):
+            raise ValueError(f"within_node is {self.within_node!r}: give True or False")
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is {self.strategy!r}: choose one of {', '.join(STRATEGIES)}")
 
@@ -69,6 +85,8 @@ class MicrobatchOptions:
 
     def shape(self, num_ranks: int, num_experts: int) -> Any:
         """The core's view, which checks the rest. ValueError names what is wrong."""
+        num_ranks = inputs.integer("num_ranks", num_ranks, 1)
+        num_experts = inputs.integer("num_experts", num_experts, 1)
         return _core.MicrobatchShape(
             num_ranks=num_ranks,
             num_experts=num_experts,
@@ -76,7 +94,8 @@ class MicrobatchOptions:
             num_nodes=self.num_nodes,
             within_node=self.within_node,
             epsilon_ppm=self.epsilon_ppm,
-            skip_below_ppm=self.skip_below_ppm,
+            # No rank has more than all tokens, ranks times the mean: more than that is said by that.
+            skip_below_ppm=min(self.skip_below_ppm, num_ranks * PPM),
             min_chunk=self.min_chunk,
             instance_cost=self.instance_cost,
             tile=self.tile,
@@ -143,7 +162,7 @@ class MicrobatchPlan:
 
     def imbalance(self, balanced: bool = True) -> float:
         """(max - mean) / mean of tokens over ranks; 0 when there are none."""
-        return imbalance_ratio(self.tokens_of_ranks(balanced))
+        return ratio(self.tokens_of_ranks(balanced))
 
     def bound(self, search: bool = False) -> float:
         """Imbalance no plan under these options can beat: whole tokens, the tokens that spare slots can hold, and
@@ -171,8 +190,7 @@ class MicrobatchPlan:
         Local clones first, then clones and sources of one node, then the rest in rank order. Summed over
         sources this is `slot_tokens`.
         """
-        if not 0 <= source < len(self.counts):
-            raise ValueError(f"source is {source}: give a rank from 0 to {len(self.counts) - 1}")
+        source = inputs.integer("source", source, 0, len(self.counts) - 1, "a rank")
         return _core.share_of_source(
             self._core_shape(), self.counts, self.owner, self.slot_expert, self.slot_tokens, source
         )
@@ -181,6 +199,7 @@ class MicrobatchPlan:
         """What `rank` has to do. columns: integers [E], of each expert's owner in a map over physical slots; numpy, CPU
         tensor or list. ValueError for a rank that does not exist, for columns that are not those of owner slots of
         their expert's rank, and where experts do not divide among the ranks."""
+        rank = inputs.integer("rank", rank, 0, len(self.counts) - 1)
         given = (self.counts, self.owner, _columns(columns, len(self.owner)), self.slot_expert, self.slot_tokens)
         return RankPart(rank, *_core.part_of_rank(self._core_shape(), *given, rank))
 
@@ -193,17 +212,30 @@ def _columns(given: Any, num_experts: int) -> np.ndarray:
     if type(given) is np.ndarray and given.dtype == np.int64 and given.flags.c_contiguous:
         columns = given
     else:
-        columns = np.asarray(given)
+        columns = inputs.array("columns", given, "give integers, the column of each expert's owner")
         if columns.dtype.kind not in "iu":
             raise ValueError(f"columns is of type {columns.dtype}: give integers, the column of each expert's owner")
+        if columns.dtype.kind == "u":
+            columns = np.minimum(columns, np.uint64(2**63 - 1))  # no column is that large; none becomes negative
         columns = np.ascontiguousarray(columns, dtype=np.int64)
     if columns.shape != (num_experts,):
         raise ValueError(f"columns has shape {columns.shape}: give the column of each of the {num_experts} experts")
     return columns
 
 
-def imbalance_ratio(load: np.ndarray) -> float:
-    """(max - mean) / mean of a vector of loads; 0 for none at all."""
+def imbalance_ratio(load: Any) -> float:
+    """(max - mean) / mean of a vector of loads; 0 for none at all. ValueError: a negative load, or one not finite."""
+    array = inputs.array("load", load, "give a vector of numbers >= 0")
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise ValueError(f"load is {array.dtype} {array.shape}: give a vector of numbers >= 0")
+    bad = ~(np.isfinite(array) & (array >= 0))
+    if bad.any():
+        raise ValueError(f"{inputs.entry('load', bad, array)}: give finite numbers >= 0")
+    return ratio(array)
+
+
+def ratio(load: np.ndarray) -> float:
+    """`imbalance_ratio` of loads that are known to be good."""
     mean = float(np.mean(load)) if len(load) else 0.0
     return float(np.max(load)) / mean - 1 if mean > 0 else 0.0
 
@@ -227,10 +259,13 @@ class MicrobatchPlanner:
 
     @owner.setter
     def owner(self, given: Any) -> None:
-        owner = np.ascontiguousarray(given, dtype=np.int32)
-        if owner.shape != self._dims[1:]:
-            raise ValueError(f"owner has shape {owner.shape}: give the rank of each of the {self._dims[1]} experts")
-        self._owner = owner
+        ranks, experts = self._dims
+        if not (type(given) is np.ndarray and given.dtype == np.int32 and given.flags.c_contiguous):
+            remedy = f"the rank of each of the {experts} experts"
+            given = inputs.integers("owner", given, (experts,), 0, ranks - 1, remedy, np.int32)
+        if given.shape != (experts,):
+            raise ValueError(f"owner has shape {given.shape}: give the rank of each of the {experts} experts")
+        self._owner = given
 
     def plan(self, counts: Any) -> MicrobatchPlan:
         """counts: integers [R, E], numpy or CPU tensor. Returns the plan; raises ValueError for a bad count."""
@@ -243,14 +278,15 @@ class MicrobatchPlanner:
 
         counts: as for `plan`. columns: integers [E], of each expert's owner in a map over physical slots, as for
         `MicrobatchPlan.part_of_rank`, which also says what is a ValueError."""
-        counts = self._checked(counts, self._dims)
+        counts, rank = self._checked(counts, self._dims), inputs.integer("rank", rank, 0, self._dims[0] - 1)
         columns = _columns(columns, self._dims[1])
         expert, tokens, target, redirects, pushes = self._core.plan_of_rank(counts, self._owner, columns, rank)
         return self._made(expert, tokens, target, counts, RankPart(rank, redirects, pushes))
 
     def plan_layers(self, counts: Any) -> list[MicrobatchPlan]:
         """A plan for each of counts' layers, integers [L, R, E], in one call. ValueError for a bad count."""
-        counts = self._checked(counts, (len(counts), *self._dims))
+        counts = inputs.array("counts", counts, "give integers [layers, ranks, experts]")
+        counts = self._checked(counts, (*counts.shape[:1], *self._dims))
         plans = zip(*self._core.plan(counts, self._owner), counts, strict=True)
         return [self._made(*plan) for plan in plans]
 
@@ -262,11 +298,8 @@ class MicrobatchPlanner:
             and counts.flags.c_contiguous
         ):
             return counts
-        counts = np.ascontiguousarray(counts)
-        if counts.shape != shape or counts.dtype.kind not in "iu":
-            names = "[layers, ranks, experts]" if len(shape) == 3 else "[ranks, experts]"
-            raise ValueError(f"counts is {counts.dtype} {counts.shape}: give integers of shape {shape}, {names}")
-        return counts.astype(np.int64, copy=False)
+        names = "[layers, ranks, experts]" if len(shape) == 3 else "[ranks, experts]"
+        return inputs.integers("counts", counts, shape, 0, MAX_TOKENS - 1, f"tokens {names}")
 
     def _made(
         self, expert: np.ndarray, tokens: np.ndarray, target: int, counts: np.ndarray, part: RankPart | None = None
@@ -305,9 +338,9 @@ def plan_microbatch(
       `fan_out`, `min_chunk`, `instance_cost` and `tile`.
     * `strategy`: "best" of the two constructions, or one: "alias", "best_fit".
     """
-    shape = np.shape(counts)
-    if len(shape) != 2:
-        raise ValueError(f"counts has shape {tuple(shape)}: give [ranks, experts]")
-    num_ranks, num_experts = shape
+    counts = inputs.array("counts", counts, "give integers [ranks, experts]")
+    if counts.ndim != 2:
+        raise ValueError(f"counts has shape {counts.shape}: give [ranks, experts]")
+    num_ranks, num_experts = counts.shape
     planner = MicrobatchPlanner(num_ranks, num_experts, owner, spare_slots=spare_slots, num_nodes=num_nodes, **options)
     return planner.plan(counts)

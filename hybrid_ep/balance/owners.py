@@ -11,20 +11,27 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from hybrid_ep.balance import inputs
+
 
 class Owners:
     """expert_of_slot, slot_of: int tuples of length E, inverse to each other; rank_of: int32 [E]; is_identity."""
 
     def __init__(self, num_experts: int, num_ranks: int) -> None:
-        if num_ranks < 1 or num_experts % num_ranks:
+        num_experts = inputs.integer("num_experts", num_experts, 1)
+        num_ranks = inputs.integer("num_ranks", num_ranks, 1)
+        if num_experts % num_ranks:
             raise ValueError(f"num_experts is {num_experts}: give a multiple of the {num_ranks} ranks")
         self.num_ranks, self.per_rank = num_ranks, num_experts // num_ranks
         self.assign(range(num_experts))
 
     def assign(self, expert_of_slot: Iterable[int]) -> None:
         """Put a new permutation in force. ValueError unless every expert has exactly one slot."""
-        experts = tuple(int(e) for e in expert_of_slot)
-        if sorted(experts) != list(range(self.per_rank * self.num_ranks)):
+        size = self.per_rank * self.num_ranks
+        given = expert_of_slot if hasattr(expert_of_slot, "shape") else list(expert_of_slot)
+        remedy = "every expert exactly one slot"
+        experts = tuple(inputs.integers("expert_of_slot", given, (size,), 0, size - 1, remedy).tolist())
+        if sorted(experts) != list(range(size)):
             raise ValueError(f"expert_of_slot is {experts}: give every expert exactly one slot")
         self.expert_of_slot = experts
         self.slot_of = tuple(int(s) for s in np.argsort(experts))

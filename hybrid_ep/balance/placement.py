@@ -10,6 +10,7 @@ Loads split evenly over replicas here; exact quotas are the micro-batch planner'
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from hybrid_ep import _core
-from hybrid_ep.balance import bounds, coactivation, fixed_point
-from hybrid_ep.balance.microbatch import PPM, imbalance_ratio
+from hybrid_ep.balance import bounds, coactivation, fixed_point, inputs
+from hybrid_ep.balance.microbatch import PPM, ratio
 
 NEAR_FRESH = 0.01  # of the mean above a fresh plan: where a placement that keeps what it can may end
 _Sum = Callable[[np.ndarray], np.ndarray]  # float32 [L, groups, experts of each] -> sums over the last axis
@@ -57,12 +58,17 @@ class PlacementPlan:
         return _slots_of_experts(self.phy2log, self.logcnt)
 
     def tokens_of_ranks(self, load: Any = None) -> np.ndarray:
-        """float64 [L, R]: load of each rank, split evenly; of other loads on this placement when given."""
-        return rank_loads(self.load if load is None else load, self.phy2log, self.num_ranks)
+        """float64 [L, R]: load of each rank, split evenly; of other loads [L, E] on this placement when given.
+        ValueError: another shape, a load that is negative or not finite."""
+        return rank_loads(self._of(load), self.phy2log, self.num_ranks)
 
     def imbalance(self, load: Any = None) -> np.ndarray:
-        """float64 [L]: (max - mean) / mean over ranks. ValueError: a load that is negative or not finite."""
-        return _imbalance(self.load if load is None else fixed_point.checked(load), self.phy2log, self.num_ranks)
+        """float64 [L]: (max - mean) / mean over ranks. ValueError as `tokens_of_ranks`."""
+        return _imbalance(self._of(load), self.phy2log, self.num_ranks)
+
+    def _of(self, load: Any) -> np.ndarray:
+        num_layers, num_experts = self.load.shape
+        return self.load if load is None else fixed_point.checked(load, (num_layers, num_experts))
 
     @property
     def stopped(self) -> tuple[str, ...]:
@@ -90,7 +96,7 @@ class PlacementPlan:
 
 
 def _imbalance(load: np.ndarray, phy2log: np.ndarray, num_ranks: int) -> np.ndarray:
-    return np.array([imbalance_ratio(row) for row in rank_loads(fixed_point.normalised(load), phy2log, num_ranks)])
+    return np.array([ratio(row) for row in rank_loads(fixed_point.normalised(load), phy2log, num_ranks)])
 
 
 def _counts(phy2log: np.ndarray, num_experts: int) -> np.ndarray:
@@ -148,6 +154,11 @@ def _candidates(load: np.ndarray, shape: dict[str, int], sums: _Sum | None = Non
         num_experts=num_experts,
         **shape,
     )
+
+
+def _shape(**given: Any) -> dict[str, int]:
+    """What the core takes for a shape: integers, of which it says itself whether they go together."""
+    return {name: inputs.integer(name, value, int(name != "num_groups")) for name, value in given.items()}
 
 
 def _fresh(load: np.ndarray, shape: dict[str, int], sums: _Sum | None = None, twins: bool = False) -> np.ndarray:
@@ -222,7 +233,7 @@ def _calmed(
 ) -> PlacementPlan:
     """The plan with experts that are hot together on different ranks, and with what then moves."""
     joint = coactivation.checked(covariance, *plan.load.shape)
-    before = None if current is None else np.asarray(current, dtype=np.int64)
+    before = None if current is None else inputs.array("current", current, "give integers").astype(np.int64)
     placed = plan.phy2log.copy()
     for layer in np.flatnonzero(~plan.kept):
         load = plan.load[layer] / max(float(plan.load[layer].max()), np.finfo(np.float64).tiny)
@@ -240,6 +251,12 @@ def _calmed(
     return replace(plan, phy2log=placed, moved=moved)
 
 
+def _in_force(current: Any, num_layers: int, num_slots: int, num_experts: int) -> np.ndarray:
+    """int32 [L, slots]."""
+    remedy = "the expert of every slot, [layers, slots]"
+    return inputs.integers("current", current, (num_layers, num_slots), 0, num_experts - 1, remedy, np.int32)
+
+
 def _planned(
     load: Any,
     num_slots: int,
@@ -255,26 +272,24 @@ def _planned(
     """`plan_placement` without its warning."""
     array = fixed_point.checked(load)
     num_layers, num_experts = array.shape
-    shape = dict(num_slots=num_slots, num_groups=num_groups, num_nodes=num_nodes, num_ranks=num_ranks)
+    shape = _shape(num_slots=num_slots, num_groups=num_groups, num_nodes=num_nodes, num_ranks=num_ranks)
+    num_slots, num_ranks = shape["num_slots"], shape["num_ranks"]
+    target = inputs.number("target", target, 0, 1, "a fraction from 0 to 1")
+    if max_moves is not None:
+        max_moves = inputs.integer("max_moves", max_moves, 0, remedy="a number of slots, or None for no limit")
+    move_cost = inputs.number("move_cost", move_cost, 0, math.inf, "what a changed slot costs, in load, 0 or more")
+    horizon = inputs.integer("horizon", horizon, 0, remedy="micro-batches until the next placement")
     unchanged = np.zeros(num_layers, bool)
     if current is None:
         fresh = _fresh(array, shape)
         left = _imbalance(array, fresh, num_ranks)
         return PlacementPlan(fresh, array, num_ranks, np.full(num_layers, num_slots), unchanged, left)
-    before = np.asarray(current)
-    if before.shape != (num_layers, num_slots) or before.dtype.kind not in "iu":
-        raise ValueError(
-            f"current is {before.dtype} {before.shape}: give integers {(num_layers, num_slots)}, [layers, slots]"
-        )
-    if not 0 <= target <= 1:
-        raise ValueError(f"target is {target!r}: give a fraction from 0 to 1")
-    if max_moves is not None and max_moves < 0:
-        raise ValueError(f"max_moves is {max_moves!r}: give a number of slots, or None for no limit")
+    before = _in_force(current, num_layers, num_slots, num_experts)
     fresh = _fresh(array, shape)
     limit = num_slots * num_ranks if max_moves is None else max_moves
     placed = _core.improve_layers(
         load=fixed_point.integers(array),
-        current=np.ascontiguousarray(before, np.int32),
+        current=before,
         fresh=fresh.astype(np.int32),
         target_ppm=round(target * PPM),
         max_moves=limit,
@@ -305,11 +320,16 @@ def rebalance_experts(weight: Any, num_replicas: int, num_groups: int, num_nodes
     """
     import torch
 
+    asked = _shape(num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus)
+    num_groups, num_nodes = asked["num_groups"], asked["num_nodes"]
     hierarchical = num_groups > 0 and num_groups % num_nodes == 0
     groups, nodes = (num_groups, num_nodes) if hierarchical else (0, 1)
-    load = fixed_point.checked(torch.as_tensor(weight).detach().cpu().double().numpy())
-    shape = dict(num_slots=num_replicas, num_groups=groups, num_nodes=nodes, num_ranks=num_gpus)
-    phy2log = _fresh(load, shape, lambda grouped: torch.from_numpy(grouped).sum(-1).numpy(), twins=True)
+    load = fixed_point.checked(weight, name="weight")
+    shape = dict(num_slots=asked["num_replicas"], num_groups=groups, num_nodes=nodes, num_ranks=asked["num_gpus"])
+    try:
+        phy2log = _fresh(load, shape, lambda grouped: torch.from_numpy(grouped).sum(-1).numpy(), twins=True)
+    except ValueError as error:  # under the names of this call
+        raise ValueError(str(error).replace("num_slots", "num_replicas").replace("num_ranks", "num_gpus")) from None
     logcnt = _counts(phy2log, load.shape[1])
     log2phy = _slots_of_experts(phy2log, logcnt)
     return tuple(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)) for x in (phy2log, log2phy, logcnt))

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hybrid_ep.balance import inputs
+
 _TOKEN = 1 << 8  # the window counts in 1/256 tokens
 _ONE = 1 << 16  # decay as a fraction of this
 _STEP = 1 << 40  # the weight of the latest step
@@ -37,11 +39,8 @@ class LoadWindow:
     def __init__(
         self, num_layers: int, num_experts: int, decay: float = 0.9, device: Any = "cpu", covariance: bool = False
     ) -> None:
-        if num_layers < 1 or num_experts < 1:
-            raise ValueError(f"num_layers, num_experts are {num_layers}, {num_experts}: give integers >= 1")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay is {decay!r}: give a fraction from 0 to 1")
-        self.shape = (num_layers, num_experts)
+        self.shape = (inputs.integer("num_layers", num_layers, 1), inputs.integer("num_experts", num_experts, 1))
+        decay = inputs.number("decay", decay, 0, 1, "a fraction from 0 to 1")
         self._decay = round(decay * _ONE)
         self._fresh = torch.zeros(self.shape, dtype=torch.int64, device=device)  # tokens since the last advance
         self._window = torch.zeros_like(self._fresh)

@@ -14,7 +14,7 @@ from hybrid_ep import balance
 def test_a_part_needs_a_rank_and_whole_ranks_of_experts():
     counts = np.ones((4, 8), np.int64)
     planner, columns = balance.MicrobatchPlanner(4, 8), np.arange(8) * 3 // 2
-    with pytest.raises(ValueError, match="^rank: is 4; give a rank below 4"):
+    with pytest.raises(ValueError, match="^rank is 4: give an integer from 0 to 3"):
         planner.plan_of_rank(counts, 4, columns)
     with pytest.raises(ValueError, match=r"^columns has shape \(7,\): give the column of each of the 8 experts"):
         planner.plan_of_rank(counts, 0, columns[:7])
