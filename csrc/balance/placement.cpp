@@ -53,8 +53,8 @@ void Placer::swap(int slot, int other) {
 }
 
 // One more replica for the largest share; of equal ones the expert with fewer, then the lower number. With a cap those
-// above it grow first, then second replicas of small ones, then all.
-void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap) {
+// above it grow first, then second replicas of small ones (`smallest`: of these the smallest share first), then all.
+void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap, bool smallest) {
   for (int e : experts) set_count(e, 1);
   enum { kAll, kAbove, kSmall } phase = cap ? kAbove : kAll;
   const auto may_grow = [&](int e) {
@@ -62,7 +62,8 @@ void Placer::replicate(const std::vector<int>& experts, int num_slots, int max_r
                                         (phase == kSmall && count_[e] == 1 && share(e) <= cap / 2));
   };
   const auto after = [&](int a, int b) {
-    return share(a) != share(b) ? share(a) < share(b) : count_[a] != count_[b] ? count_[a] > count_[b] : a > b;
+    if (share(a) != share(b)) return (share(a) < share(b)) != (smallest && phase == kSmall);
+    return count_[a] != count_[b] ? count_[a] > count_[b] : a > b;
   };
   heap_.clear();
   for (int n = num_slots - int(experts.size()); n > 0;) {
@@ -360,26 +361,6 @@ void Placer::clear(int first_rank, int num_ranks) {
   fill(slots_, per_rank_, -1);
 }
 
-// Groups to nodes: as many on each, the heaviest first to the lightest node with room.
-std::vector<std::vector<int>> Placer::groups_to_nodes() const {
-  const int G = shape_.num_groups, N = shape_.num_nodes, size = shape_.num_experts / G;
-  std::vector<std::pair<int64_t, int>> groups(G);
-  for (int g = 0; g < G; ++g)
-    groups[g] = {-std::accumulate(&weight_[g * size], &weight_[g * size] + size, int64_t(0)), g};
-  std::sort(groups.begin(), groups.end());
-  std::vector<int64_t> load(N);
-  std::vector<std::vector<int>> experts(N);
-  for (const auto& [negative, g] : groups) {
-    int best = -1;
-    for (int n = 0; n < N; ++n)
-      if (int(experts[n].size()) < shape_.num_experts / N && (best < 0 || load[n] < load[best])) best = n;
-    load[best] -= negative;
-    for (int e = g * size; e < (g + 1) * size; ++e) experts[best].push_back(e);
-  }
-  for (auto& list : experts) std::sort(list.begin(), list.end());
-  return experts;
-}
-
 int Placer::compare(const int64_t* load, const int32_t* a, const int32_t* b) const {
   const auto fullest_of = [&](const int32_t* placed) {
     std::vector<int64_t> count(shape_.num_experts);
@@ -397,14 +378,8 @@ int Placer::compare(const int64_t* load, const int32_t* a, const int32_t* b) con
   return difference < -rounding ? -1 : difference > rounding ? 1 : 0;
 }
 
-void Placer::fresh(const int64_t* load, int32_t* phy2log) {
-  std::copy(load, load + shape_.num_experts, weight_.begin());
+void Placer::place(const std::vector<std::vector<int>>& nodes) {
   std::fill(slots_.begin(), slots_.end(), -1);
-  std::vector<std::vector<int>> nodes(1, std::vector<int>(shape_.num_experts));
-  if (shape_.num_groups)
-    nodes = groups_to_nodes();
-  else
-    std::iota(nodes[0].begin(), nodes[0].end(), 0);
   const int ranks = shape_.num_ranks / int(nodes.size());
   std::vector<std::pair<int64_t, int>> order;  // the heaviest node first: it sets the pace, the others need no better
   std::vector<bool> twins(nodes.size());
@@ -426,6 +401,25 @@ void Placer::fresh(const int64_t* load, int32_t* phy2log) {
     for (int64_t* mark : {&m.good, &m.enough, &m.eplb}) *mark = std::max(*mark, fullest(n * ranks, ranks));
   }
   polish(m, int(nodes.size()));
+  spread_hottest(nodes, m.far);
+}
+
+void Placer::fresh(const int64_t* load, int32_t* phy2log) {
+  std::copy(load, load + shape_.num_experts, weight_.begin());
+  if (shape_.num_groups) {
+    const GroupsOfNodes greedy = greedy_groups(), even = even_groups(greedy);
+    place(experts_of(greedy));
+    if (heaviest(even) < heaviest(greedy)) {
+      const State first{slots_, count_, share_, load_, has_};
+      const int64_t lowest = fullest(0, shape_.num_ranks);
+      place(experts_of(even));
+      if (fullest(0, shape_.num_ranks) >= lowest) restore(first);
+    }
+  } else {
+    std::vector<std::vector<int>> all(1, std::vector<int>(shape_.num_experts));
+    std::iota(all[0].begin(), all[0].end(), 0);
+    place(all);
+  }
   std::copy(slots_.begin(), slots_.end(), phy2log);
 }
 

@@ -48,6 +48,8 @@ class Placer {
     int64_t good = 0, enough = 0, eplb = 0, floor = 0, far = 0;
   };
 
+  using GroupsOfNodes = std::vector<std::vector<int>>;
+
   struct State {
     std::vector<int32_t> slots, count;
     std::vector<int64_t> share, load;
@@ -58,7 +60,7 @@ class Placer {
   void restore(const State& s);
   int64_t mean_of(const std::vector<int>& experts, int num_ranks) const;
   void clear(int first_rank, int num_ranks);
-  void replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap);
+  void replicate(const std::vector<int>& experts, int num_slots, int max_replicas, int64_t cap, bool smallest = false);
   bool pack(const std::vector<int>& experts, int first_rank, int num_ranks, bool twice);
   bool greedy(const std::vector<int>& experts, int first_rank, int num_ranks);
   bool part_twins(int first_rank, int num_ranks);
@@ -69,7 +71,13 @@ class Placer {
   bool replica_down(int hot, int first_rank, int num_ranks);
   int64_t fullest_with(int slot, int expert) const;
   void index_ranks();
-  std::vector<std::vector<int>> groups_to_nodes() const;
+  void spread_hottest(const std::vector<std::vector<int>>& nodes, int64_t far);
+  void place(const std::vector<std::vector<int>>& nodes);
+  int64_t group_weight(int group) const;
+  int64_t heaviest(const GroupsOfNodes& groups) const;  // node's load
+  GroupsOfNodes greedy_groups() const;
+  GroupsOfNodes even_groups(const GroupsOfNodes& greedy) const;
+  std::vector<std::vector<int>> experts_of(const GroupsOfNodes& groups) const;
   void put(int rank, int slot, int expert);
   void swap(int slot, int other);
   void adopt(const int32_t* phy2log);

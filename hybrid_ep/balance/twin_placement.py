@@ -15,6 +15,9 @@ GOOD = 1_250  # a 1,250th is good enough: no other numbers of replicas
 FAR = 100  # a hundredth above what no placement beats is worth more work
 POLISH, POLISH_STEPS = (10, 50, 400), 300_000
 SHAKES, KICKS = 400, 3  # where EPLB's greedy is lower still
+HOTTEST_TRIES = 8  # numbers of replicas of a node's hottest expert
+NEXT_TRIES, NEXT_HOTTEST, NEXT_REPLICAS, FEW_RANKS = 3, 3, 3, 16  # of the first of these, replicas of the next hottest
+GROUP_STEPS = 4_000  # groups put on a node: all ways for up to eight groups, the likeliest of more
 
 
 def fixed_point(load: Sequence[float]) -> list[int]:
@@ -48,7 +51,21 @@ class Placement(Steps):
     # ---- a fresh placement
 
     def fresh(self) -> list[int]:
-        nodes = self._groups_to_nodes() if self.num_groups else [list(range(len(self.weight)))]
+        if not self.num_groups:
+            self._place([list(range(len(self.weight)))])
+            return self.phy2log()
+        greedy = self._greedy_groups()
+        even, weight = self._even_groups(greedy), self._weights_of_groups()
+        self._place(self._experts_of(greedy))
+        if self._heaviest(even, weight) < self._heaviest(greedy, weight):
+            lowest, first = self._fullest(range(self.num_ranks)), (list(self.count), [list(m) for m in self.ranks])
+            self._place(self._experts_of(even))
+            if self._fullest(range(self.num_ranks)) >= lowest:
+                self.count, self.ranks = first
+        return self.phy2log()
+
+    def _place(self, nodes: list[list[int]]) -> None:
+        """Experts of each node on its ranks."""
         size = self.num_ranks // len(nodes)
         ranks = [range(n * size, (n + 1) * size) for n in range(len(nodes))]
         twins = [self._greedy(*node) for node in zip(nodes, ranks, strict=True)]
@@ -63,7 +80,47 @@ class Placement(Steps):
             self._spread(nodes[n], ranks[n], twins[n], good, enough, eplb_mark, far)
             marks = [max(mark, self._fullest(ranks[n])) for mark in marks]
         self._polish(floor, far, marks[0], ranks)
-        return self.phy2log()
+        self._spread_hottest(nodes, ranks, far)
+
+    def _spread_hottest(self, nodes: list[list[int]], ranks: Sequence[range], far: int) -> None:
+        """While far above the bound: as many replicas of the fullest node's hottest expert as bring its share below the
+        fullest rank, and more; of few ranks also with replicas of one of the next hottest; the others of the smallest
+        experts."""
+        tried: set[int] = set()
+        while True:
+            n = min(range(self.num_ranks), key=lambda r: (-self.load(r), r)) // len(ranks[0])
+            lowest = self._fullest(ranks[n])
+            if lowest <= far or n in tried:
+                return
+            tried.add(n)
+            hot = sorted(nodes[n], key=lambda e: -self.weight[e])
+            least = self.weight[hot[0]] // lowest + 1
+            best = list(self.count), [list(m) for m in self.ranks]
+            for i in range(HOTTEST_TRIES):
+                if least + i > min(len(ranks[n]), len(ranks[n]) * self.per_rank - len(hot) + 1) or lowest <= far:
+                    break
+                ways = [(hot[0], 0)]
+                if len(ranks[n]) <= FEW_RANKS and i < NEXT_TRIES:
+                    ways += [(e, more) for e in hot[1 : NEXT_HOTTEST + 1] for more in range(1, NEXT_REPLICAS + 1)]
+                for expert, more in ways:
+                    cap = max(self.share(hot[0], least + i), 1)
+                    if not self._with_replicas(nodes[n], ranks[n], cap, expert, more):
+                        continue
+                    self._refine(ranks[n], far)
+                    if self._fullest(ranks[n]) < lowest:
+                        lowest, best = self._fullest(ranks[n]), (list(self.count), [list(m) for m in self.ranks])
+            self.count, self.ranks = list(best[0]), [list(m) for m in best[1]]
+
+    def _with_replicas(self, experts: Sequence[int], ranks: Sequence[int], cap: int, expert: int, more: int) -> bool:
+        """Shares down to the cap and `more` replicas of one expert, as far as there are slots and ranks for them."""
+        if len(ranks) * self.per_rank - more < len(experts):
+            return False
+        self._replicate(experts, ranks, cap, len(ranks), smallest=True, but=more)
+        if self.count[expert] + more > len(ranks):
+            return False
+        self.count[expert] += more
+        self._pack(experts, ranks)
+        return True
 
     def _polish(self, floor: int, far: int, good: int, nodes: Sequence[range]) -> None:
         """Where that ends far above what no placement beats: the steps of an improvement, where any slot may change,
@@ -89,15 +146,74 @@ class Placement(Steps):
         self._pack(experts, ranks, twice=True)
         return any(len(set(self.ranks[r])) < len(self.ranks[r]) for r in ranks)
 
-    def _groups_to_nodes(self) -> list[list[int]]:
-        """As many groups on each node, the heaviest first to the lightest node with room."""
+    def _weights_of_groups(self) -> list[int]:
         size = len(self.weight) // self.num_groups
-        weight = [sum(self.weight[g * size : (g + 1) * size]) for g in range(self.num_groups)]
+        return [sum(self.weight[g * size : (g + 1) * size]) for g in range(self.num_groups)]
+
+    def _experts_of(self, nodes: list[list[int]]) -> list[list[int]]:
+        size = len(self.weight) // self.num_groups
+        return [sorted(e for g in node for e in range(g * size, (g + 1) * size)) for node in nodes]
+
+    @staticmethod
+    def _heaviest(nodes: list[list[int]], weight: list[int]) -> int:
+        return max(sum(weight[g] for g in node) for node in nodes)
+
+    def _greedy_groups(self) -> list[list[int]]:
+        """As many groups on each node, the heaviest first to the lightest node with room."""
+        weight = self._weights_of_groups()
         nodes: list[list[int]] = [[] for _ in range(self.num_nodes)]
         for g in sorted(range(self.num_groups), key=lambda g: (-weight[g], g)):
             open_nodes = [n for n in nodes if len(n) < self.num_groups // self.num_nodes]
             min(open_nodes, key=lambda n: sum(weight[x] for x in n)).append(g)
-        return [sorted(e for g in node for e in range(g * size, (g + 1) * size)) for node in nodes]
+        return nodes
+
+    def _even_groups(self, greedy: list[list[int]]) -> list[list[int]]:
+        """The lightest heaviest node of all ways, as far as GROUP_STEPS go; then swaps of the heaviest node's groups.
+        With two groups a node the greedy is not to be beaten."""
+        weight, each = self._weights_of_groups(), self.num_groups // self.num_nodes
+        if each <= 2 or self.num_nodes == 1:
+            return greedy
+        order = sorted(range(self.num_groups), key=lambda g: -weight[g])
+        best, lowest, steps = [list(n) for n in greedy], self._heaviest(greedy, weight), 0
+        mean = -(-sum(weight) // self.num_nodes)
+        nodes: list[list[int]] = [[] for _ in greedy]
+
+        def put(i: int) -> None:
+            nonlocal best, lowest, steps
+            if i == len(order):
+                best, lowest = [list(n) for n in nodes], self._heaviest(nodes, weight)
+                return
+            for node in nodes:
+                if lowest <= mean or steps >= GROUP_STEPS:
+                    return
+                if len(node) == each or sum(weight[g] for g in node) + weight[order[i]] >= lowest:
+                    continue
+                empty = not node
+                steps += 1
+                node.append(order[i])
+                put(i + 1)
+                node.pop()
+                if empty:
+                    return  # nodes without a group are alike
+
+        put(0)
+        if steps < GROUP_STEPS:
+            return best
+        for _ in range(4 * self.num_groups):
+            load = [sum(weight[g] for g in node) for node in best]
+            hot = load.index(max(load))
+            ways = [
+                (max(load[hot] - weight[x] + weight[y], load[n] + weight[x] - weight[y]), i, n, k)
+                for i, x in enumerate(best[hot])
+                for n, node in enumerate(best)
+                for k, y in enumerate(node)
+                if n != hot
+            ]
+            pair, i, n, k = min(ways)
+            if pair >= load[hot]:
+                break
+            best[hot][i], best[n][k] = best[n][k], best[hot][i]
+        return best
 
     def _mean(self, experts: Iterable[int], num_ranks: int) -> int:
         return sum(self.weight[e] for e in experts) // num_ranks
@@ -188,22 +304,31 @@ class Placement(Steps):
                 self._apply(best[1])
         return True
 
-    def _replicate(self, experts: Sequence[int], ranks: Sequence[int], cap: int, max_replicas: int) -> None:
-        """One more replica for the largest share. With a cap only for those above it, then second ones of small
-        experts, which fit anywhere."""
+    def _replicate(
+        self,
+        experts: Sequence[int],
+        ranks: Sequence[int],
+        cap: int,
+        max_replicas: int,
+        smallest: bool = False,
+        but: int = 0,
+    ) -> None:
+        """One more replica for the largest share, until all slots but so many have one. With a cap only for those above
+        it, then second ones of small experts (the smallest of them first), which fit anywhere."""
         for e in experts:
             self.count[e] = 1
         phases: list[Callable[[int], bool]] = [lambda e: True]
         if cap:
             phases.insert(0, lambda e: self.share(e) > cap)
             phases.insert(1, lambda e: self.count[e] == 1 and self.share(e) <= cap // 2)
-        for _ in range(len(ranks) * self.per_rank - len(experts)):
+        for _ in range(len(ranks) * self.per_rank - but - len(experts)):
             growing: list[int] = []
             while not growing:
                 growing = [e for e in experts if self.count[e] < max_replicas and phases[0](e)]
                 if not growing:
                     phases.pop(0)
-            self.count[min(growing, key=lambda e: (-self.share(e), self.count[e], e))] += 1
+            least = smallest and len(phases) == 2  # the phase of small experts
+            self.count[min(growing, key=lambda e: (self.share(e) * (1 if least else -1), self.count[e], e))] += 1
 
     def _pack(self, experts: Sequence[int], ranks: Sequence[int], twice: bool = False) -> None:
         """The largest share first to the emptiest rank with a free slot; twice: even if it holds the expert already."""
