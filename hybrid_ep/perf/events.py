@@ -74,8 +74,9 @@ def measure(
 ) -> Events:
     """One dispatch and one combine of all ranks. choices: int [ranks, tokens, topk], default drawn uniformly.
     num_sms, permute_sms, landed: as in `model.predict`. in_place: experts' outputs lie where combine may read them, by
-    a token's only pair on a rank. ValueError for what the simulator refuses; MemoryError for a
-    world too large for this machine; RuntimeError when its kernels failed, which no routing may cause."""
+    a token's only pair on a rank; of one node alone, for GPUs that meet over NICs have no arena. ValueError for what
+    the simulator refuses; MemoryError for a world too large for this machine; RuntimeError when its kernels failed,
+    which no routing may cause."""
     if why := missing():
         raise ValueError(f"engine=events: {why}; use engine=model or build the core")
     blocks = _blocks(cluster, num_sms, permute_sms)
@@ -133,22 +134,41 @@ def timeline(
     return _events(shape.with_(tokens=tokens), cluster, blocks, chunk, dtype, choices, landed, in_place, True)
 
 
+def spec_of(
+    shape: Shape,
+    cluster: Cluster,
+    *,
+    num_sms: int,
+    chunk: int = HYBRID_EP.chunk,
+    dtype: str = "bf16",
+    permute_sms: int | None = None,
+    landed: bool | None = None,
+    in_place: bool = False,
+) -> dict[str, int]:
+    """The world that `measure` runs whole: for `explorer.world.measure`, with other costs than `costs_of` or one
+    operation alone."""
+    return _spec(shape, cluster, _blocks(cluster, num_sms, permute_sms), chunk, dtype, landed, in_place)
+
+
+def costs_of(shape: Shape, cluster: Cluster, dtype: str = "bf16") -> dict[str, int]:
+    """The costs that `measure` gives such a world."""
+    return event_costs(cluster, HYBRID_EP.link_row_bytes(shape, dtype, "dispatch"), shape)
+
+
 def _blocks(cluster: Cluster, num_sms: int, permute_sms: int | None) -> tuple[int, int, int]:
     there, back = (permute_blocks(cluster, num_sms, permute_sms, op) for op in OPS)
     return num_sms, there, back
 
 
-def _events(
+def _spec(
     shape: Shape,
     cluster: Cluster,
     blocks: tuple[int, int, int],
     chunk: int,
     dtype: str,
-    choices: np.ndarray | None,
     landed: bool | None,
     in_place: bool,
-    trace: bool,
-) -> Events:
+) -> dict[str, int]:
     """blocks: that feed links, and for local work of a dispatch and of a combine."""
     from hybrid_ep.explorer import world
 
@@ -156,7 +176,12 @@ def _events(
     scales = 0 if dtype == "bf16" else -(-int(shape.row_bytes(dtype) - payload) // 16) * 16
     if dtype not in ("bf16", "fp8"):
         raise ValueError(f"dtype={dtype!r}: the event engine moves bf16 or fp8 rows; use engine=model")
-    spec = world.spec_of(
+    if in_place and shape.nodes > 1:
+        raise ValueError(
+            f"in_place=True with {shape.nodes} nodes: GPUs that meet over NICs have no arena, so combine forms all its "
+            "partials; leave in_place out"
+        )
+    return world.spec_of(
         num_nodes=shape.nodes,
         num_local_ranks=shape.ranks_per_node,
         experts_per_rank=shape.local_experts,
@@ -174,11 +199,26 @@ def _events(
         reading=int(in_place),
         smem_bytes=int(cluster.gpu.smem_kib.value) * 1024,
     )
+
+
+def _events(
+    shape: Shape,
+    cluster: Cluster,
+    blocks: tuple[int, int, int],
+    chunk: int,
+    dtype: str,
+    choices: np.ndarray | None,
+    landed: bool | None,
+    in_place: bool,
+    trace: bool,
+) -> Events:
+    from hybrid_ep.explorer import world
+
+    spec = _spec(shape, cluster, blocks, chunk, dtype, landed, in_place)
     given: Sequence[Sequence[int]] = ()
     if choices is not None:
         given = [choices[r, : shape.tokens].ravel().tolist() for r in range(shape.ranks)]
-    row = HYBRID_EP.link_row_bytes(shape, dtype, "dispatch")
-    got = world.measure(spec, event_costs(cluster, row, shape), trace=trace, topk_idx=given)
+    got = world.measure(spec, costs_of(shape, cluster, dtype), trace=trace, topk_idx=given)
     world.require_whole(got)
     link_us: dict[str, float] = {}
     for link in got.links:

@@ -288,6 +288,16 @@ def test_a_combine_that_reads_single_rows_in_place_moves_the_same_bytes_in_less_
 
 
 @needs_events
+def test_nothing_is_read_in_place_over_nics():
+    shape = Shape(8, 4, 64, 512, 4, 32)
+    for ask in (events.measure, events.timeline, events.spec_of):
+        with pytest.raises(ValueError, match="in_place=True with 2 nodes.*leave in_place out"):
+            ask(shape, H100, num_sms=4, in_place=True)
+    assert events.spec_of(shape, H100, num_sms=4)["reading"] == 0
+    assert events.spec_of(shape.with_(ranks=4, experts=16), H100, num_sms=4, in_place=True)["reading"] == 1
+
+
+@needs_events
 def test_event_engine_moves_the_bytes_of_the_closed_form():
     shape = Shape(8, 4, 256, 2048, 4, 32)
     choices = np.random.default_rng(1).random((8, 256, 32)).argpartition(4)[..., :4]
