@@ -47,12 +47,12 @@ class HybridEPBuffer(PlansClones, Named):
       grow the memory, on all ranks together.
     * `num_sms_dispatch_api`, `num_sms_combine_api`: blocks of an operation, unless its num_sms says otherwise
       (default: HYBRID_EP_NUM_BLOCKS, else what fills the links; print(buffer.sm_plan)). `num_blocks_permute`: blocks
-      of a dispatch beside those, for its local work, as rows land (default: on GPUs with ranks of their own as many
-      again as feed links, as far as the device has SMs; else those that feed links). `num_blocks_unpermute`: likewise
-      of a combine, whose local work forms partial sums. `num_sms_preprocessing_api`: blocks of the exchange kernel,
-      which routes, on a GPU (default: one for 128 tokens of the call, 1 for virtual ranks); of more than 32 it takes
-      32. A host's has one. `load_cached_kernels`, `use_shared_buffer`, `enable_custom_allgather` and `use_mnnvl` are
-      accepted for compatibility and have no effect.
+      of a dispatch beside those, for its local work, as rows land (default: on GPUs with ranks of their own half as
+      many again as feed links, 8 + 12, as far as the device has SMs; else those that feed links).
+      `num_blocks_unpermute`: likewise of a combine, whose local work forms partial sums. `num_sms_preprocessing_api`:
+      blocks of the exchange kernel, which routes, on a GPU (default: one for 128 tokens of the call, 1 for virtual
+      ranks); of more than 32 it takes 32. A host's has one. `load_cached_kernels`, `use_shared_buffer`,
+      `enable_custom_allgather` and `use_mnnvl` are accepted for compatibility and have no effect.
     * `num_of_hybrid_ep_ranks_per_nvlink_domain`: ranks a node (default: environment, else NVLink domain's or host's).
     * `capacity_factor`: receive rows per rank, as a multiple of max_num_of_tokens_per_rank (None: as many as come,
       docs/design.md#memory). `overflow`: what a blocking call does with more rows than capacity_factor or

@@ -2,7 +2,8 @@
 its budget of registers and instructions, without stack, spills or local memory, and built from the instructions that
 its design rests on (bulk copies, mbarriers, proxy fences, elected lanes); no short loop, as over peers, has a fence of
 system scope in it; and the loops that add rows issue no more than their ceilings and take no more clocks than the
-performance model charges (sass_reduce.py; --write-table writes what it charges). So do the ways round the loops of the
+performance model charges (sass_reduce.py; --write-table writes what it charges, and the table of docs/cuda.md,
+cubin_table.py). So do the ways round the loops of the
 copy roles (sass_roles.py) and those over lines (sass_lines.py). The exchange kernel's loops over tokens have their
 loads under way together, divide by nothing, and keep to ceilings too (sass_route.py). And no host function of ours
 calls exit: where a template calls a device function on the host, nvcc compiles that call, without a word, into
@@ -32,6 +33,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import cubin_table
 import sass_lines
 import sass_loops
 import sass_reduce
@@ -335,7 +337,8 @@ def main():
         "--write-table",
         action="store_true",
         help=f"write what those loops take into {sass_reduce.TABLE.name}, {sass_roles.TABLE.name}, "
-        f"{sass_route.TABLE.name} and {sass_lines.TABLE.name}, which the performance model charges",
+        f"{sass_route.TABLE.name} and {sass_lines.TABLE.name}, which the performance model charges, and the kernels' "
+        f"numbers into {cubin_table.TABLE.name} and {cubin_table.PAGE.name}; of --rail nvshmem these alone",
     )
     parser.add_argument("--planted", action="store_true", help="only show that the check of host functions can fail")
     args = parser.parse_args()
@@ -357,11 +360,17 @@ def main():
         roles, missing = sass_roles.of_library(tools, binary, architectures)
         complaints += [*missing, *sass_roles.problems(roles)]
     if args.write_table:
+        cubin_table.write_table(kernels)
+    else:
+        complaints += cubin_table.table_problems(kernels)
+    if args.rail != "mapped":
+        pass  # the loops' tables are of the kernels over mapped memory
+    elif args.write_table:
         sass_reduce.write_table(kernels)
         sass_roles.write_table(roles)
         sass_route.write_table(kernels)
         sass_lines.write_table(kernels)
-    elif args.rail == "mapped":
+    else:
         complaints += [
             *sass_reduce.table_problems(kernels),
             *sass_roles.table_problems(roles),
