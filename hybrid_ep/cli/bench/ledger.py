@@ -87,6 +87,11 @@ class Ledger:
         one_way = (sum(self.token_rows) + sum(outputs)) * self.row_bytes
         return round(one_way * self.directions(op))
 
+    def one_pass_bytes(self, op: str, permute: bool) -> int:
+        """Memory traffic (all ranks) where rows land where experts read them, and are summed where experts wrote them:
+        the floor, and rail rows written and read once more between nodes."""
+        return self.floor_bytes(op, permute) + round(2 * sum(self.rail_pairs) * self.row_bytes * self.directions(op))
+
     def directions(self, op: str) -> float:
         """Bytes that `op` moves over those of one dispatch."""
         dispatched, summed = _MOVES[op]

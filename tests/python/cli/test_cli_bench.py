@@ -135,6 +135,8 @@ def test_ledger_by_hand():
     assert ledger.bottleneck_bytes("per-expert") == [20, 20, 10, 0]
     assert ledger.floor_bytes("dispatch", permute=True) == (3 + 8) * 10
     assert ledger.floor_bytes("pair", permute=False) == 2 * (3 + 8) * 10
+    assert ledger.one_pass_bytes("dispatch", permute=True) == (3 + 8 + 2 * 3) * 10
+    assert ledger.one_pass_bytes("pair", permute=False) == 2 * (3 + 8 + 2 * 3) * 10
     assert ledger.staged_bytes("combine", permute=True) == (2 * 3 + 2 * 8 + 8 + 8) * 10
 
 
@@ -306,7 +308,12 @@ def test_json_holds_everything(one_rank, tmp_path, flags, capsys):
         assert row["algbw"] == pytest.approx(row["size_bytes"] / row["time_us"] / 1e3)
     assert case["memcpy_gbps"]["median"] > 0
     assert [limit["op"] for limit in case["limits"]] == ["dispatch", "combine", "pair", "step"]
+    for limit in case["limits"]:  # of one node
+        assert limit["one_pass_us"] == limit["floor_us"] <= limit["staged_us"]
     printed = capsys.readouterr().out
+    share = case["limits"][0]["one_pass_share"]
+    assert f"# reference dispatch: {share:.1%} of the one-pass limit (by memmove, rows land where" in printed
+    assert "hierarchical path" not in printed
     assert "# iterations 16 pair reference" in printed and "# Peak resident memory" in printed
 
 
