@@ -185,6 +185,21 @@ def test_floors(num_ranks, num_experts, spare, floor):
                 assert p.num_copies >= bounds.copies(p.tokens_of_ranks(balanced=False), p.target)
 
 
+# Fullest rank over the mean, the Zipf exponent that gives it on average, clones a layer: docs/balancer.md, "Measured".
+@pytest.mark.parametrize("skew, exponent, clones", [(1.5, 0.239, 36.6), (2.0, 0.368, 40.6), (3.0, 0.521, 44.0)])
+def test_clones_by_skew(skew, exponent, clones):
+    """Of 64 spare slots, EP64 with 256 experts."""
+    rng, planner = np.random.default_rng(1), balance.MicrobatchPlanner(64, 256)
+    popularity, plans = np.arange(1, 257) ** -exponent, []
+    for _ in range(200):
+        counts = np.zeros((64, 256), np.int64)
+        counts[0] = rng.multinomial(64 * 32768, rng.permutation(popularity / popularity.sum()))
+        plans.append(planner.plan(counts))
+    assert np.mean([p.imbalance(balanced=False) for p in plans]) == pytest.approx(skew - 1, rel=0.1)
+    assert max(p.imbalance() for p in plans) <= 0.0101
+    assert np.mean([p.num_copies for p in plans]) == pytest.approx(clones, abs=1)
+
+
 def test_exact_with_epsilon_zero():
     """EP64 at epsilon 0: at most 63 clones, and level to the token on nearly every load."""
     rng = np.random.default_rng(1)
