@@ -16,10 +16,12 @@ from hybrid_ep.cli.bench import by_lines, presets, routing_spec
 from hybrid_ep.cli.bench.config import require, token_sweep
 from hybrid_ep.cli.bench.plots import Point, draw
 from hybrid_ep.cli.bench.presets import Condition
+from hybrid_ep.cli.progress import say
 from hybrid_ep.cli.simulate import report
 from hybrid_ep.cli.simulate.request import Request
 from hybrid_ep.hardware import clusters
-from hybrid_ep.perf import model, published
+from hybrid_ep.hardware.clusters import Cluster
+from hybrid_ep.perf import events, model, published
 from hybrid_ep.perf import routing as sim_routing
 from hybrid_ep.perf.implementations import HYBRID_EP, PUBLISHED, UNPERMUTED, Implementation
 from hybrid_ep.perf.shape import DTYPES, Shape
@@ -119,14 +121,17 @@ def _worlds(args: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, Cond
 
 def _run(args: argparse.Namespace, condition: Condition | None, folder: Path | None) -> dict[str, Any]:
     rows: list[Row] = []
+    kernels: dict[tuple[str, int], float] = {}
     for tokens in token_sweep(args):
         for num_sms in args.num_sms:
             request = _request(args, tokens, num_sms)
             if not rows:
                 _print_header(args, request, condition)
+            answers: dict[str, Any] = {}
             for op in args.op:
-                rows.append(_row(request, op, args.permute))
+                rows.append(_row(request, op, args.permute, answers))
                 print(_line(rows[-1]), flush=True)
+            kernels |= _events_kernels(request, answers)
     document: dict[str, Any] = {
         "cluster": args.cluster,
         "nodes": args.nodes,
@@ -136,7 +141,11 @@ def _run(args: argparse.Namespace, condition: Condition | None, folder: Path | N
         "rows": [asdict(row) for row in rows],
     }
     if condition is not None:
-        document |= {"preset": condition.name, "claim": condition.claim, "published": _print_published(condition, rows)}
+        document |= {
+            "preset": condition.name,
+            "claim": condition.claim,
+            "published": _print_published(condition, rows, kernels, args.permute),
+        }
     if folder is not None:
         s = request.shape
         title = (
@@ -180,9 +189,10 @@ def _request(args: argparse.Namespace, tokens: int, num_sms: int) -> Request:
     return request.settled(request.tuned()) if not num_sms else request
 
 
-def _row(request: Request, op: str, permute: bool) -> Row:
-    """One prediction; pair and step are sums, permute and unpermute what they add to the call."""
-    parts = {name: _part(request, name, permute) for name in _SUMS_OF.get(op, (op,))}
+def _row(request: Request, op: str, permute: bool, answers: dict[str, Any]) -> Row:
+    """One prediction; pair and step are sums, permute and unpermute what they add to the call. answers: to this
+    request by dtype, of rows before."""
+    parts = {name: _part(request, name, permute, answers) for name in _SUMS_OF.get(op, (op,))}
     each = [parts[name] for name in _SUMS_OF.get(op, (op,))]
     time_us, kernel_us = sum(p["api_us"] for p in each), sum(p["kernel_us"] for p in each)
     moved = {key: sum(p.get(key, 0.0) for p in each) for key in ("nvlink", "rail", "logical", "payload")}
@@ -213,7 +223,7 @@ def _row(request: Request, op: str, permute: bool) -> Row:
     )
 
 
-def _part(request: Request, name: str, permute: bool) -> dict[str, Any]:
+def _part(request: Request, name: str, permute: bool, answers: dict[str, Any]) -> dict[str, Any]:
     """Times in microseconds and bytes of dispatch, combine, permute or unpermute."""
     if name in ("permute", "unpermute"):
         op = "dispatch" if name == "permute" else "combine"
@@ -223,7 +233,9 @@ def _part(request: Request, name: str, permute: bool) -> dict[str, Any]:
         request, name = replace(request, dtype="bf16"), "dispatch"
     if not permute:
         return _by_model(request, name, UNPERMUTED)
-    return _with_bytes(report.numbers(request)[0][name], request, name)
+    if request.dtype not in answers:
+        answers[request.dtype] = report.numbers(request)[0]
+    return _with_bytes(answers[request.dtype][name], request, name)
 
 
 def _by_model(request: Request, op: str, impl: Implementation) -> dict[str, Any]:
@@ -279,32 +291,42 @@ def _line(row: Row) -> str:
     )
 
 
-def _print_published(c: Condition, rows: list[Row]) -> list[dict[str, Any]]:
-    """The claim against the predictions, then every published number of this world beside the models' answers."""
+def _print_published(
+    c: Condition, rows: list[Row], kernels: dict[tuple[str, int], float], permute: bool
+) -> list[dict[str, Any]]:
+    """The claim against the predictions, then every published number of this world beside the models' answers.
+    kernels: microseconds by the event engine, where the rows are its."""
     cluster = clusters.get(c.cluster)
     said = []
     print(
         f"# the claim, {c.claim}: share of the {c.link}'s rate that the kernels reach, predicted for hybrid_ep as "
         "it is, with num_blocks_permute and num_blocks_unpermute for all SMs, and without permute; and for the "
-        "published kernels, which leave the way between received rows and tensors out"
+        "published kernels, which leave the way between received rows and tensors out. By the model, but for "
+        "'event engine', which runs hybrid_ep's kernels themselves, of all ranks"
     )
+    ran = bool(kernels)
+    if permute and not ran:
+        kernels = _kernels_by_events(c, rows)
     for row in rows:
         if row.op in model.OPS and row.kernel_share is not None:
-            shares = {"hybrid_ep": row.kernel_share}
+            shares = {"hybrid_ep": _model_share(c, row, HYBRID_EP, None) if ran else row.kernel_share}
+            if us := kernels.get((row.op, row.num_sms)):  # of the same bytes
+                shares["event engine"] = row.kernel_share * row.kernel_us / us
             every = int(cluster.gpu.num_sms.value) - row.num_sms
             for name, impl, apart in (
                 ("permute on all SMs", HYBRID_EP, every),
                 ("no permute", UNPERMUTED, None),
                 ("published kernels", PUBLISHED, None),
             ):
-                got = model.predict(row.op, _shape(c), cluster, num_sms=row.num_sms, impl=impl, permute_sms=apart)
-                shares[name] = got.physical[c.link] / row.link_gbps
+                shares[name] = _model_share(c, row, impl, apart)
             said.append({"kind": "claim", "op": row.op, "num_sms": row.num_sms, "shares": shares})
             print(
                 f"#   {row.num_sms:>3} SMs  {row.op:<9} "
                 + "   ".join(f"{n} {s:>4.0%}" for n, s in shares.items())
                 + ("   <- claimed" if row.num_sms == c.num_sms else "")
             )
+    if permute and not kernels:
+        print(f"# {_how_to_ask(c)}")
     found = [
         a
         for a in published.answers()
@@ -340,6 +362,50 @@ def _print_published(c: Condition, rows: list[Row]) -> list[dict[str, Any]]:
             f"predicted {a.gb_per_s:>7.1f} ({a.residual:+.1%})   hybrid_ep {ours:>7.1f}"
         )
     return said
+
+
+def _model_share(c: Condition, row: Row, impl: Implementation, permute_sms: int | None) -> float:
+    got = model.predict(
+        row.op, _shape(c), clusters.get(c.cluster), num_sms=row.num_sms, impl=impl, permute_sms=permute_sms
+    )
+    return got.physical[c.link] / row.link_gbps
+
+
+def _kernels_by_events(c: Condition, rows: list[Row]) -> dict[tuple[str, int], float]:
+    """Microseconds by operation and SMs, of the claimed ones alone; nothing where it takes more than seconds."""
+    if c.num_sms not in {row.num_sms for row in rows if row.op in model.OPS} or events.missing():
+        return {}
+    if events.rows(_shape(c)) > events.QUICK_ROWS:
+        return {}
+    say(f"simulating {c.name} by the event engine, some ten seconds")
+    cluster = clusters.get(c.cluster)
+    got = events.measure(_shape(c), cluster, num_sms=c.num_sms)
+    return {(op, c.num_sms): got.kernel_us[op] + _skew_us(_shape(c), cluster) for op in model.OPS}
+
+
+def _events_kernels(request: Request, answers: dict[str, Any]) -> dict[tuple[str, int], float]:
+    """The same of answers that are the event engine's. As in the model's kernels, routing is not in them and what
+    nodes enter an operation apart is."""
+    found = answers.get(request.dtype, {})
+    skew = _skew_us(request.shape, request.cluster)
+    return {
+        (op, request.num_sms): found[op]["events_kernels_us"][op] + skew
+        for op in model.OPS
+        if "events_kernels_us" in found.get(op, {})
+    }
+
+
+def _skew_us(shape: Shape, cluster: Cluster) -> float:
+    return cluster.gpu.skew_us.value if shape.nodes > 1 else 0.0
+
+
+def _how_to_ask(c: Condition) -> str:
+    if why := events.missing():
+        return f"the event engine, which runs the kernels themselves, is not here: {why}"
+    return (
+        "the event engine, which runs the kernels themselves, may say less; it takes minutes here: "
+        f"--preset {c.name} --num-sms {c.num_sms} --engine events. docs/performance_model.md has its shares"
+    )
 
 
 def _shape(c: Condition) -> Shape:

@@ -376,30 +376,6 @@ def test_routing_changes_the_prediction(launcher, tmp_path, capsys):
     assert times[0] < times[1] < times[2]
 
 
-def test_the_blog_s_three_conditions_beside_published_figures(launcher, tmp_path, capsys):
-    out = tmp_path / "b.json"
-    run = ["bench", "--preset", "hybrid-ep-blog", "--backend", "sim", "--op", "dispatch,combine", "-J", str(out)]
-    assert main(run) == EXIT_OK
-    printed = capsys.readouterr().out
-    assert printed.count("# SIMULATED") == 3
-    worlds = json.loads(out.read_text())["worlds"]
-    assert [(w["preset"], w["shape"]["ranks"], w["shape"]["hidden"], w["shape"]["experts"]) for w in worlds] == [
-        ("hybrid-ep-blog-h100-8", 8, 8192, 16),
-        ("hybrid-ep-blog-h100-32", 32, 8192, 64),
-        ("hybrid-ep-blog-gb200-36", 36, 8192, 72),
-    ]
-    for world, sms in zip(worlds, (8, 4, 16), strict=True):
-        assert {r["num_sms"] for r in world["rows"]} == {sms // 2, sms, 2 * sms}
-        assert {p["op"] for p in world["published"] if p["kind"] == "claim" and p["num_sms"] == sms} == set(model.OPS)
-    tables = [[p for p in w["published"] if p["kind"] == "table"] for w in worlds]
-    assert [len(t) for t in tables] == [0, 12, 8]
-    # one row of the README's table, and the prediction beside it
-    (row,) = [p for p in tables[1] if (p["op"], p["num_sms"], p["scope"]) == ("dispatch", 4, "kernel")]
-    assert row["published_gbps"] == 52.6 and abs(row["residual"]) < 0.1
-    mine = model.predict("dispatch", Shape(32, 8, 4096, 7168, 8, 256), clusters.get("h100_8x400g"), num_sms=4)
-    assert row["hybrid_ep_gbps"] == pytest.approx(mine.logical["rail"]) and "52.6" in printed
-
-
 def test_a_preset_on_the_host_is_its_shape(launcher):
     args = build_parser("bench").parse_args(["bench", "--preset", "hybrid-ep-blog-h100-8"])
     presets.apply_to_ranks(args)
