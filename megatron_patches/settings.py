@@ -159,9 +159,8 @@ class Balance:
         help="exact: clone hot experts into spare slots for every micro-batch. slow: move experts to other ranks "
         "between steps. both.",
     )
-    spare_slots: int = option(
-        "spare_slots", 1, modes=CLONING, type=int, metavar="N", help="Slots for clones on every rank."
-    )
+    spare_slots: int = option("spare_slots", 1, modes=CLONING, type=int, metavar="N", help="Slots for clones on every "
+        "rank: 1 levels up to 8 experts a rank, 2 up to 16, 4 up to 32, if these are hot independently.")  # fmt: skip
     epsilon: float = option(
         "balance_epsilon", 0.01, modes=CLONING, type=float, metavar="FRACTION", help="How far above the mean ranks end."
     )
