@@ -118,10 +118,6 @@ bool ClonesFit::drained_ranks_fill(int64_t limit) {
   return true;
 }
 
-bool ClonesFit::allows(int64_t limit) {
-  return slots_hold(limit) && drained_ranks_fill(limit);
-}
-
 // The counting of slots first, which costs less; mostly the other adds nothing to its limit.
 int64_t ClonesFit::least() {
   const int64_t R = int64_t(rank_load_.size()), high = rank_load_.back();

@@ -30,8 +30,7 @@ class ClonesFit {
   // load[E]: tokens of each expert, owner[E]: its rank.
   ClonesFit(int num_ranks, int spare_slots, const int64_t* load, int num_experts, const int32_t* owner);
 
-  bool allows(int64_t limit);  // false: no plan leaves every rank at `limit` tokens or below
-  int64_t least();             // the least limit that it allows
+  int64_t least();  // tokens of the fullest rank, at least
 
  private:
   bool slots_hold(int64_t limit);

@@ -34,7 +34,7 @@ HEP_DEVICE void plan_and_share(A& a, const Params& p, const CountsView& view, co
   CloneCountsRole<A, Owners>(tables, counts, owners).run();
   PlanClonesRole<A> role(a, p.shape, p.tables, shared, p.log);
   // No bound is asked whether a search is worth its time: it would take a warp about as long.
-  const ClonePlan plan = role.run([](const CloneTables<A>&, int64_t) { return true; });
+  const ClonePlan plan = role.run();
   role.store(p.slot_expert, p.slot_tokens);
   if (a.warp_idx() == 0 && a.lane() == 0) *p.plan = plan;
   a.block_sync();

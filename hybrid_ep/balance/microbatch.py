@@ -29,8 +29,8 @@ _INTEGERS = {
     "min_chunk": (1, MAX_TOKENS),
     "instance_cost": (0, MAX_TOKENS),
     "tile": (1, MAX_TOKENS),
-    "search_nodes": (0, inputs.INT32_MAX),
 }
+_SEARCHED = 65_536  # experts that a search looks at where nobody says how many nodes: some 0.3 ms of a host's core
 
 
 def default_owner(num_experts: int, num_ranks: int) -> np.ndarray:
@@ -54,7 +54,7 @@ class MicrobatchOptions:
     instance_cost: int = 0
     tile: int = 1
     fan_out: int | None = None
-    search_nodes: int = 1000
+    search_nodes: int | None = None
     strategy: str = "best"
 
     def __post_init__(self) -> None:
@@ -64,6 +64,9 @@ class MicrobatchOptions:
         if self.fan_out is not None:
             remedy = "the most clones a rank pushes, or None for no limit"
             known["fan_out"] = inputs.integer("fan_out", self.fan_out, 1, remedy=remedy)
+        if self.search_nodes is not None:
+            remedy = "nodes of the search, or None for as many as its time allows"
+            known["search_nodes"] = inputs.integer("search_nodes", self.search_nodes, 0, remedy=remedy)
         if not isinstance(self.within_node, bool):
             raise ValueError(f"within_node is {self.within_node!r}: give True or False")
         for name, value in known.items():
@@ -78,6 +81,10 @@ class MicrobatchOptions:
     @property
     def skip_below_ppm(self) -> int:
         return round(self.skip_below * PPM)
+
+    def nodes(self, num_experts: int) -> int:
+        """Most nodes of a search among so many experts."""
+        return _SEARCHED // num_experts if self.search_nodes is None else self.search_nodes
 
     def on_nodes(self, num_nodes: int) -> MicrobatchOptions:
         """The same for so many NVLink domains."""
@@ -100,7 +107,7 @@ class MicrobatchOptions:
             instance_cost=self.instance_cost,
             tile=self.tile,
             fan_out=self.fan_out or 0,
-            search_nodes=self.search_nodes,
+            search_nodes=self.nodes(num_experts),
             strategy=self.strategy,
         )
 
@@ -166,8 +173,9 @@ class MicrobatchPlan:
 
     def bound(self, search: bool = False) -> float:
         """Imbalance no plan under these options can beat: whole tokens, the tokens that spare slots can hold, and
-        domains when confined to nodes; below 5 ms up to EP64 with 256 experts. search: where a plan with one spare slot
-        misses its target, a search of all choices of clones proves what it can of the rest, in some seconds."""
+        domains when confined to nodes; below 5 ms up to EP64 with 512 experts, 15 ms at EP512. search: where a plan
+        with one spare slot misses its target, a search of all choices of clones proves what it can of the rest, in
+        some seconds."""
         num_nodes = self.options.num_nodes if self.options.within_node else 1
         total, ranks = self.counts.sum(axis=0), len(self.counts) // num_nodes
         reached, mean, most = self.tokens_of_ranks(), total.sum() / len(self.counts), 0
@@ -333,9 +341,9 @@ def plan_microbatch(
     * `instance_cost`, `tile`: an expert with n > 0 tokens costs instance_cost + n rounded up to tiles, in tokens; costs
       are levelled, and clones take whole tiles where they do not take a whole expert.
     * `fan_out`: most clones that one rank pushes.
-    * `search_nodes`: work of the search that follows where constructions miss the target with one spare slot (five of
-      a hundred thousand layers at 8 experts a rank), about a microsecond each; 0 for no search. Not with `within_node`,
-      `fan_out`, `min_chunk`, `instance_cost` and `tile`.
+    * `search_nodes`: most work of the search that follows where constructions nearly level with one spare slot; 0 for
+      none. None: 65,536 divided by the experts, some 0.3 ms of a host's core. Not with `within_node`, `fan_out`,
+      `min_chunk`, `instance_cost` and `tile`.
     * `strategy`: "best" of the two constructions, or one: "alias", "best_fit".
     """
     counts = inputs.array("counts", counts, "give integers [ranks, experts]")

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybrid_ep.balance import bounds
-
 if TYPE_CHECKING:
     from hybrid_ep.balance.microbatch import MicrobatchOptions
 
@@ -33,16 +31,14 @@ def plan(
             drafts[-1].construct(name)
     if options.strategy == "best" and all(max(d.load) > d.target for d in drafts):
         drafts.append(_retry(total, owner, num_ranks, options))
-        o = options
+        o, lowest, target = options, min(max(d.load) for d in drafts), drafts[-1].target
         if (
-            o.search_nodes
-            and max(drafts[-1].load) > drafts[-1].target
+            o.nodes(len(total))
+            and 0 < (lowest - target) * 2 * num_ranks <= target  # csrc/roles/plan_clones.h: nearly level already
             and (o.spare_slots == o.tile == o.min_chunk == 1 and not (o.instance_cost or o.fan_out or o.within_node))
         ):
             drafts.append(_Draft(total, owner, num_ranks, options))
-            # Nothing to look for where the bound forbids it.
-            if bounds.allows(total, owner, num_ranks, 1, drafts[-1].target):
-                drafts[-1].search()
+            drafts[-1].search()
     # Below the target all is equal, and fewer clones are better; min keeps the first of equals.
     best = min(drafts, key=lambda d: (max(max(d.load), d.target), len(d.clones)))
     if max(best.load) >= max(start.load):
@@ -173,7 +169,7 @@ class _Draft:
 
     def descend(self) -> bool:
         self.nodes += 1
-        if self.nodes > self.o.search_nodes:
+        if self.nodes > self.o.nodes(len(self.owner)):
             return False
         if min(self.deficit) >= 0:
             return True

@@ -108,7 +108,7 @@ CLONES = [
     ({"spare_slots": 2**29}, "^spare_slots is 536870912: give an integer from 0 to 4096"),
     ({"spare_slots": True}, "^spare_slots is True: give an integer"),
     ({"num_nodes": 0}, "^num_nodes is 0: give an integer"),
-    ({"search_nodes": 1e12}, "^search_nodes is 1000000000000.0: give an integer"),
+    ({"search_nodes": 1e12}, "^search_nodes is 1000000000000.0: give an integer .*, nodes of the search, or None"),
     ({"search_nodes": 10**12}, "^search_nodes is 1000000000000: give an integer from 0 to 2147483647"),
     ({"min_chunk": 1.5}, "^min_chunk is 1.5: give an integer"),
     ({"tile": 2**41}, "^tile is 2199023255552: give an integer from 1 to"),
@@ -235,7 +235,7 @@ def test_tensors_of_any_type_are_planned_as_their_numbers(dtype):
 
 
 def test_a_plan_of_clones_takes_tensors_and_integers_of_any_type():
-    expected = cloned(owner=[0, 1, 2, 3] * 2, spare_slots=2)
+    expected = cloned(owner=[0, 1, 2, 3] * 2, spare_slots=2, search_nodes=1000)
     for dtype in (torch.int16, torch.uint8, torch.int64):
         plan = cloned(
             counts=torch.tensor(COUNTS, dtype=dtype),

@@ -40,7 +40,7 @@ def problems(draw):
             instance_cost=draw(st.sampled_from([0, 3, 64])),
             tile=draw(st.sampled_from([1, 8, 128])),
             fan_out=draw(st.sampled_from([None, 1, 2])),
-            search_nodes=draw(st.sampled_from([0, 7, 1000])),
+            search_nodes=draw(st.sampled_from([None, 0, 7, 1000])),
             strategy=draw(st.sampled_from(["best", "best", "alias", "best_fit"])),
         ),
     )
