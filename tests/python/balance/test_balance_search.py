@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from hybrid_ep import balance
-from hybrid_ep.balance import twin_microbatch
+from hybrid_ep.balance import loads, twin_microbatch
 from hybrid_ep.balance.microbatch import MicrobatchOptions, default_owner
 
 TOKENS = 32_768  # pairs a rank
@@ -69,3 +71,41 @@ def test_what_a_thousand_nodes_find_is_found():
         missed += made.tokens_of_ranks().max() > made.target
         found += plan.tokens_of_ranks().max() <= plan.target < made.tokens_of_ranks().max()
     assert missed > 800 and found >= 45  # whatever the last bit of a random number
+
+
+def random_layer(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, MicrobatchOptions]:
+    """(counts, owner, options): any skew, empty ranks, owners anywhere; half with no option that rules out a search."""
+    nodes, per_node, experts = (int(rng.integers(1, most)) for most in (4, 5, 25))
+    ranks = nodes * per_node
+    share = loads.popularity(rng, 1, experts, "lognormal", rng.choice([0.0, 0.5, 1.5, 4.0]))[0]
+    counts = loads.counts(rng, share, ranks, rng.choice([0, 1, 7, 100, 5000]))
+    if rng.random() < 0.5:  # equal loads: ties decide
+        counts = rng.integers(0, 3, counts.shape) * rng.choice([1, 100])
+    counts[rng.random(ranks) < 0.2] = 0
+    how = dict(
+        num_nodes=nodes,
+        epsilon=rng.choice([0.0, 0.01, 0.2]),
+        skip_below=rng.choice([0.0, 0.03, 0.5]),
+        search_nodes=[None, 0, 7, 1000][rng.integers(4)],
+    )
+    if rng.random() < 0.5:
+        how |= dict(
+            spare_slots=rng.integers(0, 4),
+            within_node=bool(rng.random() < 0.5),
+            min_chunk=rng.choice([1, 5, 200]),
+            instance_cost=rng.choice([0, 3, 64]),
+            tile=rng.choice([1, 8, 128]),
+            fan_out=[None, 1, 2][rng.integers(3)],
+            strategy=str(rng.choice(["best", "best", "alias", "best_fit"])),
+        )
+    return counts, rng.integers(0, ranks, experts), MicrobatchOptions(**how)
+
+
+def test_core_and_twin_agree_on_random_layers():
+    """More of them where asked for: HEP_CLONE_LAYERS=100000, as of tests/cpp/test_plan_clones.cpp."""
+    rng = np.random.default_rng(20261125)
+    for i in range(int(os.environ.get("HEP_CLONE_LAYERS", "300"))):
+        counts, owner, options = random_layer(rng)
+        plan = balance.plan_microbatch(counts, owner, **vars(options))
+        expert, tokens = twin_microbatch.plan(counts.tolist(), owner.tolist(), options)
+        assert (plan.slot_expert.tolist(), plan.slot_tokens.tolist()) == (expert, tokens), i
