@@ -1,15 +1,15 @@
 """For what share of an exchange its link is busy, by the event engine: a JSON file and its tables.
 
-    python scripts/link_shares.py [--json docs/results/2026-11-25-link-shares.json] [--quick]
-    python scripts/link_shares.py --from docs/results/2026-11-25-link-shares.json
+    python scripts/link_shares.py [--json docs/results/2026-11-26-link-shares.json] [--quick] [--shares]
+    python scripts/link_shares.py --from docs/results/2026-11-26-link-shares.json
 
 The three conditions of `hybrid-ep bench --preset hybrid-ep-blog`, every rank and every row of them. A share is the
 time for which the busiest rank's port (of several nodes: NIC) is busy in an operation, over the time of its kernel on
 all ranks, with the time that nodes enter it apart, which is fitted (docs/performance_model.md); the same by the model,
 for this library's kernels and the published ones. Why the rest is missing is asked of the engine: for what the roles
 wait, and what the operations take when something is free (ABLATION_TOKENS tokens, or all). --from prints the tables of
-a file that is there. --quick: eight ranks and few tokens, for a test. The whole takes twenty minutes. Predictions: no
-GPU has run them."""
+a file that is there. --shares: nothing is free. --quick: eight ranks and few tokens, for a test. The whole takes
+twenty minutes. Predictions: no GPU has run them."""
 
 from __future__ import annotations
 
@@ -141,13 +141,14 @@ def cases(c: Condition) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
         yield MORE_SLOTS, {}, {"rail_slots": 4 * spec["rail_slots"]}
 
 
-def ablations(c: Condition, tokens: int) -> Iterator[dict[str, Any]]:
-    """Kernels' microseconds with something free, beside those with nothing free."""
+def ablations(c: Condition, tokens: int, free: bool) -> Iterator[dict[str, Any]]:
+    """Kernels' microseconds with something free, beside those with nothing free; not free: these alone, few tokens."""
     few = replace(c, tokens=min(c.tokens, tokens))
     for reading in readings(few):
         for name, costs, changes in cases(few):
-            yield ablation(few, reading, name, run(few, reading, costs, **changes))
-    for name, costs, changes in cases(c):
+            if free or name == "nothing":
+                yield ablation(few, reading, name, run(few, reading, costs, **changes))
+    for name, costs, changes in cases(c) if free else ():
         if c != few and name in ("nothing", *AT_FULL_LENGTH):
             reading = readings(c)[-1]
             yield ablation(c, reading, name, run(c, reading, costs, **changes))
@@ -161,9 +162,9 @@ def named(c: Condition, kind: str, op: str, rows: str) -> dict[str, Any]:
     return {"kind": kind, "world": c.name, "tokens": c.tokens, "num_sms": c.num_sms, "op": op, "rows": rows}
 
 
-def measured(conditions: list[Condition], tokens: int) -> Iterator[dict[str, Any]]:
+def measured(conditions: list[Condition], tokens: int, free: bool) -> Iterator[dict[str, Any]]:
     for c in conditions:
-        for rows in (shares(c), ablations(c, tokens)):
+        for rows in (shares(c), ablations(c, tokens, free)):
             began = time.monotonic()
             for row in rows:
                 print(f"# {time.monotonic() - began:4.0f} s  {c.name} {row['kind']} {row['op']} {row['rows']} "
@@ -178,7 +179,8 @@ def percent(value: float) -> str:
 def tables(found: list[dict[str, Any]]) -> str:
     """Markdown: shares, waits, and ablations with few tokens and with all."""
     lengths = sorted({r["tokens"] for r in of(found, "ablation")})
-    return "\n\n".join((share_table(found), wait_table(found), *(ablation_table(found, n) for n in lengths)))
+    changes = [ablation_table(found, n) for n in lengths if {r["free"] for r in of(found, "ablation")} != {"nothing"}]
+    return "\n\n".join((share_table(found), wait_table(found), *changes))
 
 
 def share_table(found: list[dict[str, Any]]) -> str:
@@ -242,17 +244,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Shares of the link's time by the event engine, and what they lack.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--from", type=Path, metavar="FILE", dest="source", help="rows that were written before")
+    parser.add_argument("--shares", action="store_true", help="shares and waits alone: nothing is free")
     parser.add_argument("--quick", action="store_true", help="eight ranks, few tokens")
     args = parser.parse_args(argv)
-    if args.source and (args.json or args.quick):
-        parser.error("--from: the rows are there; leave --json and --quick out")
+    if args.source and (args.json or args.quick or args.shares):
+        parser.error("--from: the rows are there; leave --json, --shares and --quick out")
     if args.json and not args.json.resolve().parent.is_dir():
         parser.error(f"--json {args.json}: no such folder; create it first")
     chosen = list(CONDITIONS.values())
     if args.quick:
         chosen = [replace(chosen[0], tokens=64, hidden=1024)]
     found = json.loads(args.source.read_text(encoding="utf-8")) if args.source else []
-    for row in () if args.source else measured(chosen, 64 if args.quick else ABLATION_TOKENS):
+    for row in () if args.source else measured(chosen, 64 if args.quick else ABLATION_TOKENS, not args.shares):
         found.append(row)
         if args.json:  # after every row: the whole takes twenty minutes
             args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

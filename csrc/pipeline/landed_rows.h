@@ -20,17 +20,28 @@ struct LandedRows {
   const uint64_t* counters;  // in this rank's segment, written by its node
   uint64_t* before;          // rank-private
 
-  // Group `group` of which `stores` stores are to come, a tile of a row each.
+  // Group `group`, of which `stores` stores are to come, a tile of a row each. Of take and await one succeeds once an
+  // operation for each group. Has all come? Then it is taken.
   template <class A>
-  HEP_DEVICE bool test(A& a, uint32_t group, uint32_t stores) const {
-    return a.ld_acquire_sys(counters + group) >= before[group] + stores;
+  HEP_DEVICE bool take(A& a, uint32_t group, uint32_t stores) const {
+    const uint64_t all = before[group] + stores;
+    if (!injected(Bug::kLandedUnawaited) &&
+        a.ld_acquire_sys(counters + group) < all - injected(Bug::kLandedOneRowEarly))
+      return false;
+    settle(group, all);
+    return true;
   }
-  // Once an operation for each group. Names no rank: the count does not say whose rows are missing.
+  // Names no rank: the count does not say whose rows are missing.
   template <class A>
   HEP_DEVICE void await(A& a, uint32_t group, uint32_t stores) const {
     const uint64_t all = before[group] + stores;
     if (!injected(Bug::kLandedUnawaited))
       a.wait_ge_sys(counters + group, all - injected(Bug::kLandedOneRowEarly), {Site::kRowsLanded, -1, int64_t(group)});
+    settle(group, all);
+  }
+
+ private:
+  HEP_DEVICE void settle(uint32_t group, uint64_t all) const {
     if (!injected(Bug::kLandedNotSettled)) before[group] = all;
   }
 };

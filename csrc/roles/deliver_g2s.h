@@ -53,11 +53,11 @@ struct DeliverG2SRole {
     uint32_t loaded = 0;
     walk.run([&](uint32_t group, uint32_t) {
       const uint32_t stores = rows_of(group) * tiles;
-      if (waiting && !p.landed.test(a, group, stores)) {
-        deliver_found(loaded);
+      if (!waiting || !p.landed.take(a, group, stores)) {
+        if (waiting) deliver_found(loaded);  // in place of waiting
         waiting = false;
+        p.landed.await(a, group, stores);
       }
-      p.landed.await(a, group, stores);
       if (!looks_up) return deliver(group, false);
       look_up(group);
       if (waiting) deliver_found(loaded);

@@ -72,7 +72,7 @@ struct DispatchParams {
   uint32_t tile_bytes;
   uint64_t arrival_cursors_at, credit_cursors_at;  // [num_peers + 1], [num_peers] words, see ChunkSweep
   uint64_t untold_at, landings_at;                 // [scatter warps][L], see LandedTally and LandingOfRank
-  uint64_t source_begins_at;                       // [R + 1] words, see GroupWalk
+  uint64_t source_begins_at;                       // see GroupWalk
   FifoLayout scatter, rail_stage, deliver, look_up;
   uint64_t smem_bytes;
 
@@ -92,7 +92,7 @@ struct CombineParams : SumParams {
   uint32_t tile_elems;
   uint64_t credit_cursors_at;      // [num_peers] words, see ChunkSweep
   uint64_t rail_tally_at;          // [num_peers], see RailTally
-  uint64_t source_begins_at;       // [R + 1] words, see GroupWalk
+  uint64_t source_begins_at;       // see GroupWalk
   uint64_t node_rows_at[2];        // of each feed, see NodeRows
   FifoLayout records[2];           // likewise, see RecordWindow
   uint64_t group_barriers_at;      // of both feeds, see GroupRecords

@@ -56,7 +56,15 @@ void Clockwork::settle(Lane& me) {
 }
 
 void Clockwork::resume(Lane& lane, Ps cost) {
-  lane.now = std::max(lane.now, m_.clock_) + cost;
+  go_on(lane, std::max(lane.now, m_.clock_) + cost);
+}
+
+void Clockwork::found(Lane& lane, Ps look) {
+  go_on(lane, std::max(lane.now, m_.clock_ + look));
+}
+
+void Clockwork::go_on(Lane& lane, Ps at) {
+  lane.now = at;
   if (lane.time) lane.time->waited[int(lane.wait.info.site)] += lane.now - lane.wait.since;
 }
 

@@ -20,6 +20,7 @@ class Clockwork {
   void sync(Lane& me);               // waits until the world's clock is the lane's
   void settle(Lane& me);             // also until what it posted has happened: before it returns
   void resume(Lane& lane, Ps cost);  // the lane's wait ends now
+  void found(Lane& lane, Ps look);   // what it looks for is there since now: one look behind that it has seen it
   void flush(Lane& me);              // loads of one stage go as one copy: posts what is pending
 
   void load(Lane& me, void* dst, const void* src, uint32_t bytes, Mbarrier& bar);
@@ -39,6 +40,7 @@ class Clockwork {
            uint64_t value);
 
  private:
+  void go_on(Lane& lane, Ps at);
   struct Hop {
     Server* server;
     Ps time;

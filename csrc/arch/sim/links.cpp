@@ -34,9 +34,9 @@ void Machine::wake_phase_waiters(Block& block, const Mbarrier& bar) {
     }
 }
 
-void Machine::wait_word(Lane& me, const uint64_t* word, uint64_t value, const WaitInfo& info) {
+void Machine::wait_word(Lane& me, const uint64_t* word, uint64_t value, const WaitInfo& info, Ps cost) {
   if (timed())
-    spend(me, config_.costs.poll_ps);
+    spend(me, cost);
   else
     step(me);
   if (*word >= value) return;
@@ -74,7 +74,7 @@ void Machine::wake_flag_waiters(int r) {
     const Wait& w = lane->wait;
     const bool met = w.kind == Wait::kPoll || (w.kind == Wait::kWord && *w.word >= w.value);
     if (met) {
-      if (timed()) clockwork_->resume(*lane, config_.costs.poll_ps);
+      if (timed()) clockwork_->found(*lane, config_.costs.poll_ps);
       wake(*lane);
     }
     return met;

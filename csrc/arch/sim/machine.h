@@ -58,7 +58,7 @@ class Machine {
   // ---- by lanes, through SimArch
   void step(Lane& me);
   void wait_phase(Lane& me, const Mbarrier& bar, uint32_t parity, const WaitInfo& info);
-  void wait_word(Lane& me, const uint64_t* word, uint64_t value, const WaitInfo& info);
+  void wait_word(Lane& me, const uint64_t* word, uint64_t value, const WaitInfo& info, Ps cost);
   void poll(Lane& me, const WaitInfo& info, uint64_t expected, uint64_t seen);
   void poll_reset(Lane& me);
   void meet(Lane& me, uint64_t& arrived, uint64_t participants);

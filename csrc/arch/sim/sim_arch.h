@@ -14,6 +14,7 @@ class SimArch {
  public:
   using Mbarrier = host::Mbarrier;
   static constexpr int kLanes = 1, kLineLanes = 1, kLineWords = Line::kWords;
+  static constexpr int kWarpLanes = 32;  // of a GPU's warp, for which the one lane stands
 
   explicit SimArch(Lane& lane) : me_(&lane), m_(lane.machine) {}
 
@@ -114,7 +115,7 @@ class SimArch {
   uint64_t take_rank(uint64_t* word, Where at = Where::current()) { return add(at, word, 1); }
   void count_rank(uint64_t* word, uint64_t value) { *word += value; }  // nobody looks before the kernel has ended
   void wait_ge_sys(const uint64_t* flag, uint64_t value, const WaitInfo& info, Where at = Where::current()) {
-    m_->wait_word(here(at), flag, value, info);
+    m_->wait_word(here(at), flag, value, info, m_->config().costs.poll_ps);
   }
   template <class Flag>
   void st_release_sys_each(int n, const Flag& flag, uint64_t value, Where at = Where::current()) {
@@ -137,7 +138,9 @@ class SimArch {
   }
   template <class Flag, class Info>
   bool wait_ge_sys_warp(int n, const Flag& flag, uint64_t value, const Info& info, Where at = Where::current()) {
-    wait_ge_sys_each(n, flag, value, info, at);
+    const CostModel& costs = m_->config().costs;  // kWarpLanes look at once, and fence when they have seen all
+    for (int i = 0; i < n; ++i) m_->wait_word(here(at), flag(i), value, info(i), i % kWarpLanes ? 0 : costs.poll_ps);
+    if (m_->timed()) m_->spend(*me_, costs.fence_ps);
     return true;
   }
   // A line that is stored lands when it may.

@@ -112,8 +112,8 @@ def test_credits_are_told_once_a_chunk():
         return sum(r.busy_us for r in world.roles if r.name == role)
 
     ranks = NODES * LOCAL
-    # Each of the two scatter warps looks at LOCAL gates, and counts itself out twice; so does a reduce group.
-    assert atomics("s2g", 2) == sum(min(2, n) for n in sizes) + ranks * 2 * (LOCAL + 2)
+    # Each of the two scatter warps looks at all gates at once, and counts itself out twice; so does a reduce group.
+    assert atomics("s2g", 2) == sum(min(2, n) for n in sizes) + ranks * 2 * (1 + 2)
     assert atomics("final_sum_reduce", 1) == sum(sizes) + 2 * ranks
     spans_at_most = 2 * -(-TOKENS // 8) * (NODES - 1) * ranks  # two rail chunks of a peer in a chunk of tokens
     assert len(sizes) <= atomics("final_sum_reduce", 2) - 2 * ranks <= spans_at_most < sum(sizes) / 2

@@ -15,13 +15,15 @@ from hybrid_ep.hardware import clusters
 from hybrid_ep.perf import events
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGE = DOCS / "results" / "2026-11-25-link-shares.md"
+PAGES = [DOCS / "results" / f"2026-11-{day}-link-shares.md" for day in (25, 26)]
+PAGE = PAGES[-1]
 FOUND = json.loads(PAGE.with_suffix(".json").read_text(encoding="utf-8"))
 
 
-def test_the_page_shows_what_its_file_says(capsys):
-    assert link_shares.main(["--from", str(PAGE.with_suffix(".json"))]) == 0
-    page = PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: file.stem)
+def test_the_page_shows_what_its_file_says(file, capsys):
+    assert link_shares.main(["--from", str(file.with_suffix(".json"))]) == 0
+    page = file.read_text(encoding="utf-8")
     tables = capsys.readouterr().out.rstrip("\n").split("\n\n")
     assert len(tables) == 4 and all(table in page for table in tables)
 
@@ -78,7 +80,9 @@ def test_nothing_is_read_in_place_over_nics():
     ]
 
 
-@pytest.mark.parametrize("flags", [["--from", "x.json", "--quick"], ["--json", "/nowhere/x.json"]])
+@pytest.mark.parametrize(
+    "flags", [["--from", "x.json", "--quick"], ["--from", "x.json", "--shares"], ["--json", "/nowhere/x.json"]]
+)
 def test_flags_that_cannot_be_are_refused(flags, capsys):
     with pytest.raises(SystemExit):
         link_shares.main(flags)
