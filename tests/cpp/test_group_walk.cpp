@@ -58,7 +58,7 @@ const bool registered = [] {
     check::tests().push_back(
         {shared_first ? "a shared group is its last source's" : "a shared group is its first's", [=] {
            uint64_t seed = 0;
-           for (const uint32_t sources : {1u, 2u, 7u, 8u, 32u, 36u, 72u})
+           for (const uint32_t sources : {1u, 2u, 7u, 8u, 31u, 32u, 36u, 72u})
              for (const uint32_t workers : {1u, 2u, 3u, 6u, 7u, 8u, 9u, 12u, 24u, 40u, 100u})
                for (int i = 0; i < 5; ++i) walk(sources, workers, shared_first, ++seed);
          }});

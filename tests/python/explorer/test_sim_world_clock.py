@@ -119,6 +119,21 @@ def test_credits_are_told_once_a_chunk():
     assert len(sizes) <= atomics("final_sum_reduce", 2) - 2 * ranks <= spans_at_most < sum(sizes) / 2
 
 
+@pytest.mark.parametrize("flag_us", [0, 10])
+@pytest.mark.parametrize("ranks", [2, 8, 32, 40])
+def test_a_warp_looks_at_32_flags_at_once(ranks, flag_us):
+    """Where looks are all that a lane spends time on, the wait for all ranks' ready is a look for every 32 of them and
+    the time until the flags are there, also when they come one after the other at the same time."""
+    spec = spec_of(num_nodes=1, num_local_ranks=ranks, tokens=1, topk=1, num_blocks=1, combine=0)
+    world = measure(spec, {"poll_ps": 1_000_000, "flag_ps": flag_us * 1_000_000})
+    assert world.failure is None
+    scatter = [r for r in world.roles if r.name == "s2g"]
+    assert len(scatter) == ranks
+    for role in scatter:  # of two warps, each of which counts itself out twice
+        assert role.busy_us == 2 * (-(-ranks // 32) + 2)
+        assert role.waited_us.get("peer_ready", 0) == 2 * flag_us
+
+
 def test_a_trace_holds_every_use_of_every_link():
     spec = spec_of(**SHAPE)
     world = measure(spec, COSTS, trace=True, topk_idx=routing())
