@@ -165,7 +165,8 @@ concept Arch = requires(A a, typename A::Mbarrier& bar, void* dst, const void* s
 // `static void add_row(const TileRow&, float* acc)`. It must give the same bits as the vec8s of roles/slice_sum.h.
 // Specialised where it is offered. kReadsRows: it also reads rows where they lie, so that stages hold addresses,
 // `static void fetch(const unsigned char*, uint32_t bytes)` brings nearer what is to be read soon, and
-// `static bool add_two(const TileRow&, const void* other, float* acc)` adds two rows, rounded first, as one, if it can.
+// `static void add_rows(const TileRows&, uint32_t begin, const TileRow& sum)` forms elements [begin, begin + sum.n) of
+// all those rows' unscaled sum in one go, where `static bool adds_rows(DType in, DType out)` says that it can.
 template <class A>
 struct TileMath {
   static constexpr bool kOffered = false, kReadsRows = false;
@@ -199,6 +200,16 @@ struct PairMath {
   HEP_DEVICE static uint32_t round(float lower, float upper) {
     return from_float<T>(lower).bits | uint32_t(from_float<T>(upper).bits) << 16;
   }
+};
+
+// Rows of one sum. In place of some of them the sum has what they give as a part, rounded to their type.
+struct TileRows {
+  static constexpr uint32_t kMost = 16;
+  enum Place : uint8_t { kAlone, kInPart, kEndsPart };
+
+  const unsigned char* at[kMost];
+  Place place[kMost];
+  uint32_t n = 0;
 };
 
 // One row of a sum over tiles of n elements.

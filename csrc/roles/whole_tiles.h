@@ -11,13 +11,19 @@ struct WholeTiles {
   Role& r;
 
   // Where rows are read where they lie, their stages go back at once: rows of a sum, or some of one that has many.
-  struct Rows {
-    static constexpr uint32_t kMost = 16;
+  struct Rows : TileRows {
     SumHead heads[kMost];
-    const unsigned char* at[kMost];
-    uint32_t n = 0;
 
     HEP_DEVICE bool is_complete() const { return n == kMost || (n && heads[n - 1].is(SumHead::kLast)); }
+    // That the machine forms in one go.
+    HEP_DEVICE bool is_sum_at_once() const {
+      const SumHead& head = heads[n - 1];
+      if (!heads[0].is(SumHead::kFirst) || !head.is(SumHead::kLast) || head.is(SumHead::kEmpty)) return false;
+      if (!TileMath<A>::adds_rows(head.in(), head.out()) || injected(Bug::kPartUnrounded)) return false;
+      for (uint32_t i = 0; i < n; ++i)
+        if (heads[i].is(SumHead::kScaled)) return false;
+      return true;
+    }
   };
   Rows rows[2] = {};
   uint32_t current = 0;
@@ -57,14 +63,16 @@ struct WholeTiles {
       }
       head = now.heads[now.n - 1];
       if (head.is(SumHead::kLast)) r.slices.await();
+      const bool at_once = now.is_sum_at_once();
       for (uint32_t begin = 0; begin < head.elems; begin += kStrip) {
         for (uint32_t i = 0; i < next.n; ++i) fetch(next, i, begin);
+        if (at_once) {
+          TileMath<A>::add_rows(now, begin, tile_row(head, nullptr).strip(begin, kStrip));
+          continue;
+        }
         float* const sum = &r.sum.sums[0][0] + begin;
         for (uint32_t i = 0; i < now.n; ++i)
-          if (add_two(now, i, begin, sum))
-            ++i;
-          else
-            add(now.heads[i], tile_row(now.heads[i], now.at[i]).strip(begin, kStrip), sum, part + begin);
+          add(now.heads[i], tile_row(now.heads[i], now.at[i]).strip(begin, kStrip), sum, part + begin);
       }
       for (uint32_t i = 0; i < now.n; ++i) r.taken(now.heads[i]);
       now.n = 0;
@@ -74,6 +82,9 @@ struct WholeTiles {
   }
   HEP_DEVICE void take(Rows& to, const SumHead& head) {
     to.heads[to.n] = head;
+    to.place[to.n] = !head.is(SumHead::kPart)      ? TileRows::kAlone
+                     : head.is(SumHead::kPartLast) ? TileRows::kEndsPart
+                                                   : TileRows::kInPart;
     const auto* at = reinterpret_cast<const uint64_t*>(r.from.data());
     to.at[to.n++] = head.is(SumHead::kEmpty) ? nullptr : reinterpret_cast<const unsigned char*>(r.a.ld_shared(at));
     r.from.pass(r.a);
@@ -83,15 +94,6 @@ struct WholeTiles {
     if (begin >= head.elems || !rows.at[i]) return;
     const uint32_t size = dtype_bytes(head.in()), most = head.elems - begin;
     TileMath<A>::fetch(rows.at[i] + uint64_t(begin) * size, (most < kStrip ? most : kStrip) * size);
-  }
-  // A part of two rows, the i-th and the next, in one go.
-  HEP_DEVICE bool add_two(const Rows& batch, uint32_t i, uint32_t begin, float* sum) const {
-    if (i + 1 == batch.n || !batch.heads[i].is(SumHead::kPartFirst) || !batch.heads[i + 1].is(SumHead::kPartLast))
-      return false;
-    if (injected(Bug::kPartUnrounded)) return false;
-    const TileRow row = tile_row(batch.heads[i + 1], batch.at[i]).strip(begin, kStrip);
-    const TileRow other = tile_row(batch.heads[i + 1], batch.at[i + 1]).strip(begin, kStrip);
-    return TileMath<A>::add_two(row, other.row, sum);
   }
   // A row of a part goes into the part's sum; with its last row that is rounded as a partial is, and goes into `sum`.
   HEP_DEVICE static void add(const SumHead& head, TileRow row, float* sum, float* part) {

@@ -1,4 +1,4 @@
-// The loops behind tile_math.h, compiled once for any x86-64 and once for AVX2, chosen when the library loads.
+// The loops behind tile_math.h, compiled for any x86-64, for AVX2 and some for AVX-512, chosen when the library loads.
 #include "arch/host/tile_math.h"
 
 #include <bit>
@@ -7,8 +7,10 @@
 // The choice is made by an ifunc, which runs before a sanitizer's runtime is up.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define HEP_VECTOR_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#define HEP_CHOSEN 1
 #else
 #define HEP_VECTOR_CLONES
+#define HEP_CHOSEN 0
 #endif
 #define HEP_INLINE inline __attribute__((always_inline))  // into the clones, to be compiled as they are
 
@@ -60,26 +62,90 @@ HEP_INLINE void add_elements(const Bf16* row, Bf16* out, float* HEP_RESTRICT acc
   }
 }
 
-// Two such rows, whose sum is rounded to bf16 before it is added.
-template <bool kFirst, bool kLast>
-HEP_INLINE void add_elements_of_two(const Bf16* row, const Bf16* other, Bf16* out, float* HEP_RESTRICT acc, size_t n) {
-  using Pair = uint32_t __attribute__((may_alias));
-  const auto* HEP_RESTRICT in = reinterpret_cast<const Pair*>(row);
-  const auto* HEP_RESTRICT in2 = reinterpret_cast<const Pair*>(other);
-  auto* HEP_RESTRICT to = reinterpret_cast<Pair*>(out);
-  float* HEP_RESTRICT odd_acc = acc + n / 2;
-  const auto rounded = [](float sum) { return std::bit_cast<float>(round_upper(sum) & 0xffff0000u); };
-  for (size_t i = 0; i < n / 2; ++i) {
-    const float even = rounded(std::bit_cast<float>(in[i] << 16) + std::bit_cast<float>(in2[i] << 16));
-    const float odd = rounded(std::bit_cast<float>(in[i] & 0xffff0000u) + std::bit_cast<float>(in2[i] & 0xffff0000u));
-    const float even_sum = kFirst ? even : acc[i] + even, odd_sum = kFirst ? odd : odd_acc[i] + odd;
-    if constexpr (kLast)
-      to[i] = (round_upper(even_sum) >> 16) | (round_upper(odd_sum) & 0xffff0000u);
-    else {
-      acc[i] = even_sum;
-      odd_acc[i] = odd_sum;
+// A whole sum of bf16 rows, in vectors of kBytes: one for the even elements of as many words, one for the odd ones.
+template <size_t kBytes>
+struct RowsSum {
+  typedef uint32_t Words __attribute__((vector_size(kBytes)));
+  typedef float Floats __attribute__((vector_size(kBytes)));
+
+  struct Pair {
+    Floats even, odd;
+
+    HEP_INLINE void clear() { even = odd = -0.f - Floats{}; }  // -0 changes nothing that it is added to
+    HEP_INLINE void add(const Pair& p) {
+      even += p.even;
+      odd += p.odd;
     }
+    HEP_INLINE void set(const Words& w) {
+      even = reinterpret_cast<Floats>(w << 16);
+      odd = reinterpret_cast<Floats>(w & 0xffff0000u);
+    }
+    HEP_INLINE void round_into(Words& w) const {
+      Words upper = reinterpret_cast<Words>(odd);
+      w = reinterpret_cast<Words>(even);
+      round_upper(w);
+      round_upper(upper);
+      w = (w >> 16) | (upper & 0xffff0000u);
+    }
+  };
+  // from_float<Bf16> in place: the result in the upper half, anything in the lower.
+  HEP_INLINE static void round_upper(Words& u) {
+    const Words nan = reinterpret_cast<Words>((u & 0x7fffffffu) > 0x7f800000u);
+    u = ((u + 0x7fffu + ((u >> 16) & 1u)) & ~nan) | (0x7fff0000u & nan);
   }
+
+  template <bool kParts>
+  HEP_INLINE static void add_block(const TileRows& rows, uint64_t at, unsigned char* out, uint32_t bytes) {
+    Pair sum, part, row;
+    sum.clear();
+    part.clear();
+    Words words{};
+    for (uint32_t i = 0; i < rows.n; ++i) {
+      std::memcpy(&words, rows.at[i] + at, bytes);
+      row.set(words);
+      if (!kParts || rows.place[i] == TileRows::kAlone) {
+        sum.add(row);
+        continue;
+      }
+      part.add(row);
+      if (rows.place[i] == TileRows::kInPart) continue;
+      part.round_into(words);
+      row.set(words);
+      sum.add(row);
+      part.clear();
+    }
+    sum.round_into(words);
+    std::memcpy(out, &words, bytes);
+  }
+  template <bool kParts>
+  HEP_INLINE static void add(const TileRows& rows, uint64_t at, unsigned char* out, uint32_t bytes) {
+    uint32_t i = 0;
+    for (; i + kBytes <= bytes; i += kBytes) add_block<kParts>(rows, at + i, out + i, kBytes);
+    if (i < bytes) add_block<kParts>(rows, at + i, out + i, bytes - i);
+  }
+  HEP_INLINE static void add(const TileRows& rows, uint32_t begin, uint32_t n, void* out) {
+    bool parts = false;
+    for (uint32_t i = 0; i < rows.n; ++i) parts |= rows.place[i] != TileRows::kAlone;
+    auto* const to = static_cast<unsigned char*>(out);
+    const uint64_t at = sizeof(Bf16) * uint64_t(begin);
+    parts ? add<true>(rows, at, to, sizeof(Bf16) * n) : add<false>(rows, at, to, sizeof(Bf16) * n);
+  }
+};
+
+// One of them, by the machine.
+#if HEP_CHOSEN
+__attribute__((target("arch=x86-64-v4"))) void add_rows_here(const TileRows& rows, uint32_t begin, uint32_t n,
+                                                             void* out) {
+  RowsSum<64>::add(rows, begin, n, out);
+}
+__attribute__((target("arch=x86-64-v3"))) void add_rows_here(const TileRows& rows, uint32_t begin, uint32_t n,
+                                                             void* out) {
+  RowsSum<32>::add(rows, begin, n, out);
+}
+__attribute__((target("default")))
+#endif
+void add_rows_here(const TileRows& rows, uint32_t begin, uint32_t n, void* out) {
+  RowsSum<16>::add(rows, begin, n, out);
 }
 
 template <class In, class Out>
@@ -109,17 +175,8 @@ HEP_INLINE void add_from(const TileRow& r, float* acc) {
 
 }  // namespace
 
-HEP_VECTOR_CLONES bool add_two(const TileRow& r, const void* other, float* acc) {
-  if (r.in != DType::kBf16 || r.out_type != DType::kBf16 || r.scaled) return false;
-  const auto *row = static_cast<const Bf16*>(r.row), *row2 = static_cast<const Bf16*>(other);
-  auto* out = static_cast<Bf16*>(r.out);
-  switch ((r.first ? 1 : 0) | (r.last ? 2 : 0)) {
-    case 0: add_elements_of_two<false, false>(row, row2, out, acc, r.n); break;
-    case 1: add_elements_of_two<true, false>(row, row2, out, acc, r.n); break;
-    case 2: add_elements_of_two<false, true>(row, row2, out, acc, r.n); break;
-    case 3: add_elements_of_two<true, true>(row, row2, out, acc, r.n); break;
-  }
-  return true;
+void add_rows(const TileRows& rows, uint32_t begin, uint32_t n, void* out) {
+  add_rows_here(rows, begin, n, out);
 }
 
 HEP_VECTOR_CLONES void add_row(const TileRow& r, float* acc) {

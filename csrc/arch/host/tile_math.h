@@ -14,8 +14,8 @@ namespace host {
 // One row of a sum. The first starts it, the last rounds it (to nearest even) into `out`; between the two, `acc`
 // holds it in an order of its own. All rows of a sum have the same n, a multiple of 16 bytes in either type.
 void add_row(const TileRow& row, float* acc);
-// The sum of two rows, rounded to their type, as one row of `row`'s sum. False: not of these types.
-bool add_two(const TileRow& row, const void* other, float* acc);
+// Elements [begin, begin + n) of a sum of whole rows, formed in registers, into the first n of `out`. Of bf16 alone.
+void add_rows(const TileRows& rows, uint32_t begin, uint32_t n, void* out);
 
 }  // namespace host
 
@@ -23,7 +23,10 @@ template <>
 struct TileMath<host::PlainFibers> {
   static constexpr bool kOffered = true, kReadsRows = true;
   static void add_row(const TileRow& row, float* acc) { host::add_row(row, acc); }
-  static bool add_two(const TileRow& row, const void* other, float* acc) { return host::add_two(row, other, acc); }
+  static bool adds_rows(DType in, DType out) { return in == DType::kBf16 && out == DType::kBf16; }
+  static void add_rows(const TileRows& rows, uint32_t begin, const TileRow& sum) {
+    host::add_rows(rows, begin, sum.n, sum.out);
+  }
   static void fetch(const unsigned char* at, uint32_t bytes) {
     for (uint32_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
   }
