@@ -318,10 +318,12 @@ class HeaderRanges:
 class LaunchShape:
     """How an operation is launched: what calls of one kind have in common."""
 
-    def __init__(self, *, num_blocks: int = 1, local_blocks: int | None = None,
-                 chunk_tokens: int | None = None) -> None:
+    def __init__(self, *, num_blocks: int = 1, local_blocks: int | None = None, chunk_tokens: int | None = None,
+                 landing: str | None = None) -> None:
         """local_blocks: for local work, behind num_blocks that feed links (None: these do it). chunk_tokens: of a
-        rail message, the same on all ranks (None: what ring slots hold)."""
+        rail message, the same on all ranks (None: what ring slots hold). landing: where permuted rows land in the
+        arena, 'all' in the row of each of a token's pairs on a rank, 'first' in that of the first, which is copied
+        there (None: all on hosts, first on GPUs)."""
 
 
 class MicrobatchPlanner:

@@ -67,6 +67,9 @@ class HybridEPBuffer(PlansClones, Named):
     * `arena_mib`: registered MiB where dispatched rows land to stay, and of empty() (default HYBRID_EP_ARENA_MIB, else
       2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB, NVSHMEM's none). On hosts storages there cannot be
       resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: a copy, see traffic().
+    * `landing`: rows of permuted verbs land in the arena in the row of each expert that the token chose on the rank
+      ("all"), or in the first of these, which the rank copies to the others ("first"; default HYBRID_EP_LANDING, else
+      all on hosts and first on GPUs). Ranks may differ, and bits do not depend on it.
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
       `path`; the buffer takes at least so many tokens a rank on either path. 0: there is none.
     * `clones`: hybrid_ep.balance.MicrobatchOptions, for plan_clones; num_local_experts counts the spare slots too.
@@ -102,6 +105,7 @@ class HybridEPBuffer(PlansClones, Named):
         arena_mib: int | None = None,
         latency_tokens: int = 0,
         clones: PlannerOptions | None = None,
+        landing: str | None = None,
     ) -> None:
         self._session: Session | None = None
         self._own_stream: Any = None
@@ -128,6 +132,7 @@ class HybridEPBuffer(PlansClones, Named):
                 num_sms_preprocessing_api=num_sms_preprocessing_api,
                 latency_tokens=latency_tokens,
                 clones=clones,
+                landing=landing,
             )
             self.comm_stream = streams.chosen(comm_stream, o.device)
         except Exception as error:

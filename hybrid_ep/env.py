@@ -28,6 +28,15 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def _one_of(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError
+        return text
+
+    return parse
+
+
 def _seconds(text: str) -> float:
     if not 0 < (value := float(text)) <= MOST_SECONDS:
         raise ValueError
@@ -39,6 +48,7 @@ def _seconds(text: str) -> float:
 MOST_BLOCKS = 1024  # of an operation: several times the SMs of any GPU, and what a host still starts at once
 MOST_SECONDS = 1e9  # of a deadline: 30 years, which still fit the nanoseconds that kernels count in
 _MOST_RANKS, MOST_MIB, _MOST_SEED = 1 << 20, 1 << 24, (1 << 63) - 1
+LANDINGS = ("first", "all")
 
 
 TABLE = {
@@ -101,6 +111,14 @@ TABLE = {
             "Registered memory of a buffer for results of dispatch, where rows land without a copy; 0: none. Default: "
             "two and a half results of a balanced call, at most 1 GiB. A GPU's has 10 MiB at least; over NVSHMEM there "
             "is none.",
+        ),
+        Variable(
+            "HYBRID_EP_LANDING",
+            _one_of(*LANDINGS),
+            f"one of {', '.join(LANDINGS)}",
+            None,
+            "Where dispatched rows land in the arena: at all of a token's pairs on a rank, or at the first, whose rank "
+            "copies it to the others. Default: all on hosts, first on GPUs.",
         ),
         Variable(
             "EXPERT_STATISTIC_ITER_RANGE",

@@ -27,8 +27,17 @@ std::optional<uint32_t> narrow_given(const char* name, const MaybeCount& value) 
   return value ? std::optional(narrow(name, *value)) : std::nullopt;
 }
 
-LaunchShape make_launch(int num_blocks, std::optional<int> local_blocks, MaybeCount chunk_tokens) {
-  return {num_blocks, local_blocks, narrow_given("chunk_tokens", chunk_tokens)};
+// Rows of a token with several pairs on a rank: into the row of each of them, or of the first.
+LandIn land_in(const std::string& name) {
+  if (name == "all") return LandIn::kEveryPair;
+  if (name == "first") return LandIn::kFirstPair;
+  throw std::invalid_argument("landing: is '" + name + "'; give 'first', 'all' or None");
+}
+
+LaunchShape make_launch(int num_blocks, std::optional<int> local_blocks, MaybeCount chunk_tokens,
+                        const std::optional<std::string>& landing) {
+  return {num_blocks, local_blocks, narrow_given("chunk_tokens", chunk_tokens),
+          landing ? std::optional(land_in(*landing)) : std::nullopt};
 }
 
 PlaceRequest make_place(const CallHeader& header, const MaybeTensor& topk_idx, const MaybeTensor& routing_map,
@@ -126,6 +135,7 @@ DispatchCall sizes_of(const DispatchRequest& r) {
   c.scale_bytes = r.scale_bytes;
   c.permute = r.permuted.has_value();
   c.out_rows = r.permuted.value_or(0);
+  if (c.permute) c.land_in = r.launch.land_in;
   c.num_blocks = r.launch.num_blocks;
   c.local_blocks = r.launch.local_blocks.value_or(0);
   c.chunk_tokens = r.launch.chunk_tokens.value_or(0);
@@ -229,9 +239,11 @@ void bind_requests(py::module_& m) {
   using C = CombineRequest;
   py::class_<LaunchShape>(m, "LaunchShape", "How an operation is launched: what calls of one kind have in common.")
       .def(py::init(&make_launch), py::kw_only(), py::arg("num_blocks") = 1, py::arg("local_blocks") = py::none(),
-           py::arg("chunk_tokens") = py::none(),
+           py::arg("chunk_tokens") = py::none(), py::arg("landing") = py::none(),
            "local_blocks: for local work, behind num_blocks that feed links (None: these do it). chunk_tokens: of a "
-           "rail message, the same on all ranks (None: what ring slots hold).");
+           "rail message, the same on all ranks (None: what ring slots hold). landing: where permuted rows land in the "
+           "arena, 'all' in the row of each of a token's pairs on a rank, 'first' in that of the first, which is copied "
+           "there (None: all on hosts, first on GPUs).");
   py::class_<P> p(m, "PlaceRequest", "A routed call, for Engine.place.");
   p.def(py::init(&make_place), py::arg("header"), py::kw_only(), py::arg("topk_idx") = py::none(),
         py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("memory"), py::arg("topk_in") = 0,

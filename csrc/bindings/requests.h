@@ -18,6 +18,7 @@ struct LaunchShape {
   int num_blocks = 1;
   std::optional<int> local_blocks;       // for local work; none: those that feed links do it
   std::optional<uint32_t> chunk_tokens;  // of a rail message, the same on all ranks; none: the most
+  std::optional<LandIn> land_in;         // of a permuted dispatch; none: the engine's choice
 };
 
 struct PlaceRequest {

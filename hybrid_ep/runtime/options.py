@@ -50,6 +50,7 @@ class Options:
     latency_tokens: int = 0  # of a rank, on the latency path; 0: there is none
     auto_latency_tokens: int = 0  # up to so many auto takes it: all, or fewer by the tuning file; agree()
     clones: clone_plans.PlannerOptions | None = None  # None: plan_clones plans none
+    landing: str | None = None  # of env.LANDINGS, this rank's; None: as the engine chooses
     spares: spare_slots.SpareLayout | None = None  # registered slots; None: none
     num_blocks_exchange: int | None = None  # None: by the tokens of a call
     local_work_apart: bool = False  # a dispatch has blocks for local work alone, without being told; choose_blocks
@@ -263,6 +264,7 @@ def parse(
     num_sms_preprocessing_api: Any = None,
     latency_tokens: Any = 0,
     clones: Any = None,
+    landing: Any = None,
 ) -> Options:
     """Local checks; ValueError names argument, value and remedy."""
     env.check()
@@ -284,6 +286,11 @@ def parse(
         if arena_mib is None
         else validation.integer("arena_mib", arena_mib, 0, most=env.MOST_MIB)
     )
+    landing = env.get("HYBRID_EP_LANDING") if landing is None else landing
+    if landing is not None and landing not in env.LANDINGS:
+        raise ValueError(
+            f"landing={landing!r} must be one of {env.LANDINGS}, or None for the one that suits the machine"
+        )
     tuning_file = env.get("HYBRID_EP_TUNING") if tuning_file is None else tuning_file
     table = None if tuning_file in (None, "") else tuning.load(tuning_file, tuning.device_name(device))
     ranks_per_node, origin = topology.requested_ranks_per_node(ranks_per_node)
@@ -309,6 +316,7 @@ def parse(
         num_blocks_exchange=_blocks("num_sms_preprocessing_api", num_sms_preprocessing_api),
         latency_tokens=validation.integer("latency_tokens", latency_tokens, 0, most=(1 << 31) - 1),
         clones=clone_plans.checked_options(clones, num_local_experts),
+        landing=landing,
     )
 
 

@@ -46,8 +46,12 @@ _TOKENS_OF_A_BLOCK = 128  # that make it worth while for the exchange kernel to 
 
 
 @functools.lru_cache(maxsize=64)
-def _launch_shape(num_blocks: int, local_blocks: int | None, chunk_tokens: int) -> _core.LaunchShape:
-    return _core.LaunchShape(num_blocks=num_blocks, local_blocks=local_blocks, chunk_tokens=chunk_tokens)
+def _launch_shape(
+    num_blocks: int, local_blocks: int | None, chunk_tokens: int, landing: str | None
+) -> _core.LaunchShape:
+    return _core.LaunchShape(
+        num_blocks=num_blocks, local_blocks=local_blocks, chunk_tokens=chunk_tokens, landing=landing
+    )
 
 
 # How a rank's answer reads, where ranks gave different ones.
@@ -487,7 +491,7 @@ class Session:
     def launch(self, operation: str, blocks: tuple[int, int | None], by_lines: bool = False) -> _core.LaunchShape:
         """Of an operation on a plan, once its routing is agreed upon. Lines need no parts: all blocks move them."""
         links, local = (sum(filter(None, blocks)), None) if by_lines else blocks
-        return _launch_shape(links, local, self.chunks[operation])
+        return _launch_shape(links, local, self.chunks[operation], self.options.landing)
 
     def fit_plan(self, plan: Plan, **needs: int) -> None:
         """Before an operation on an existing plan: everything it needs is known on every rank alike."""

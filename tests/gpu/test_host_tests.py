@@ -121,6 +121,11 @@ def test_counters(shape, weights, arena_mib):
     traffic.same_counters(shape, weights, arena_mib, once=torch.cuda.is_available())  # else stand_in.py's host
 
 
+@pytest.mark.parametrize("landing", ["first", "all"])
+def test_counters_of_the_landing_asked_for(landing):
+    traffic.test_counters_of_the_landing_asked_for((1, 4), landing)
+
+
 def test_capacity():
     counted.same_capacity({}, {"executor": "host"})
 

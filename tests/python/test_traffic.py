@@ -29,7 +29,13 @@ def test_counters_equal_the_closed_form(shape, weights, arena_mib):
     same_counters(shape, weights, arena_mib, once=False)
 
 
-def same_counters(shape, weights, arena_mib, once):
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("landing", ["first", "all"])
+def test_counters_of_the_landing_asked_for(shape, landing):
+    same_counters(shape, True, None, once=landing == "first", landing=landing)
+
+
+def same_counters(shape, weights, arena_mib, once, **options):
     num_ranks = shape[0] * shape[1]
     ex = Example(
         *shape,
@@ -53,7 +59,7 @@ def same_counters(shape, weights, arena_mib, once):
             hidden=want.returned[rank], handle=handle, fp32_partials=True, probs=want.returned_probs[rank]
         )
 
-    found = measured(ex, work, arena_mib=arena_mib)
+    found = measured(ex, work, arena_mib=arena_mib, **options)
     routes = want.plan.routes
     topk, local = traffic.largest_topk(routes), ex.num_local_ranks
     sent = traffic.dispatch(

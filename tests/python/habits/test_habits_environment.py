@@ -20,6 +20,7 @@ NONSENSE = {
     "HYBRID_EP_NUM_BLOCKS": ["0", "100000", "4.5"],
     "HYBRID_EP_TUNING": ["/nonexistent/tuning.json", "/dev/null", "/"],
     "HYBRID_EP_ARENA_MIB": ["-1", "99999999999999999999", "1 GiB"],
+    "HYBRID_EP_LANDING": ["last", "first,all", "0"],
     "HYBRID_EP_RESULT_CACHE_MIB": ["-1", "99999999999999999999", "1 GiB"],
     "HYBRID_EP_SEED": ["-5", "1.5", "99999999999999999999"],
 }
