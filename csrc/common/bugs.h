@@ -71,6 +71,8 @@
   BUG(kLandedUnawaited, "deliver does not wait until rows have landed") \
   BUG(kLandedOneRowEarly, "deliver takes a group of rows when all but one have landed") \
   BUG(kLandedNotSettled, "what has landed in earlier operations counts for this one") \
+  BUG(kLeftWhileRowsLand, "a rank hands the memory of its result out again while peers may still store rows there") \
+  BUG(kLeftWhileRowsAreRead, "a rank hands the memory of its outputs out again while peers may still read them there") \
   BUG(kDuplicateForgotten, "the last of a token's duplicates is not copied") \
   BUG(kPartialsUnawaited, "sums do not wait for the partial rows that they read") \
   BUG(kPartialsBeforeStores, "partial rows are told before their stores are complete") \

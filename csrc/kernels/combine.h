@@ -82,7 +82,8 @@ struct CombineBlock {
       if (!NodeSumRole<A, Net>(a, net, p, to, smem).run(elected, smem)) return;
     }
     if (elected) to.stop();
-    if (links && group == 1 && !p.gate.template wait_all_done<kTogether>(a)) return;
+    const bool waits = !injected(Bug::kLeftWhileRowsAreRead) || p.reading.from == SumFrom::kPartials;
+    if (links && group == 1 && waits && !p.gate.template wait_all_done<kTogether>(a)) return;
     if (elected) leave();
   }
   HEP_DEVICE void reduce(int group) {

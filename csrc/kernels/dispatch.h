@@ -47,6 +47,7 @@ HEP_DEVICE void dispatch_kernel(A& a, Net& net, const DispatchParams& p, std::by
     case 0:
       if (elected) N2NRole<A, Net>(a, net, p, rail, smem).run();
       // Not behind deliver's wait for rows, which may be of several ranks: this one names who has not finished.
+      if (injected(Bug::kLeftWhileRowsLand) && p.landing.in != LandIn::kReceiveRow) break;
       if (!p.gate.wait_all_done(a)) return;
       break;
     case 1:

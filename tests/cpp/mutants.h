@@ -59,6 +59,8 @@ inline constexpr Bug kWorldBugs[] = {
     Bug::kSumPutBeforeAllWarps,
     Bug::kLandsOneRowOff,
     Bug::kLandingOfAnother,
+    Bug::kLeftWhileRowsLand,
+    Bug::kLeftWhileRowsAreRead,
     Bug::kDuplicateForgotten,
     Bug::kPartialsUnawaited,
     Bug::kPartialsBeforeStores,
