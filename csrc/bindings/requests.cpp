@@ -238,12 +238,13 @@ void bind_requests(py::module_& m) {
   using D = DispatchRequest;
   using C = CombineRequest;
   py::class_<LaunchShape>(m, "LaunchShape", "How an operation is launched: what calls of one kind have in common.")
-      .def(py::init(&make_launch), py::kw_only(), py::arg("num_blocks") = 1, py::arg("local_blocks") = py::none(),
-           py::arg("chunk_tokens") = py::none(), py::arg("landing") = py::none(),
-           "local_blocks: for local work, behind num_blocks that feed links (None: these do it). chunk_tokens: of a "
-           "rail message, the same on all ranks (None: what ring slots hold). landing: where permuted rows land in the "
-           "arena, 'all' in the row of each of a token's pairs on a rank, 'first' in that of the first, which is copied "
-           "there (None: all on hosts, first on GPUs).");
+      .def(
+          py::init(&make_launch), py::kw_only(), py::arg("num_blocks") = 1, py::arg("local_blocks") = py::none(),
+          py::arg("chunk_tokens") = py::none(), py::arg("landing") = py::none(),
+          "local_blocks: for local work, behind num_blocks that feed links (None: these do it). chunk_tokens: of a "
+          "rail message, the same on all ranks (None: what ring slots hold). landing: where permuted rows land in the "
+          "arena, 'all' in the row of each of a token's pairs on a rank, 'first' in that of the first, which is copied "
+          "there (None: all on hosts, first on GPUs).");
   py::class_<P> p(m, "PlaceRequest", "A routed call, for Engine.place.");
   p.def(py::init(&make_place), py::arg("header"), py::kw_only(), py::arg("topk_idx") = py::none(),
         py::arg("routing_map") = py::none(), py::arg("weights") = py::none(), py::arg("memory"), py::arg("topk_in") = 0,
