@@ -67,9 +67,8 @@ class HybridEPBuffer(PlansClones, Named):
     * `arena_mib`: registered MiB where dispatched rows land to stay, and of empty() (default HYBRID_EP_ARENA_MIB, else
       2.5 balanced results, at most 1 GiB; a GPU's at least 10 MiB, NVSHMEM's none). On hosts storages there cannot be
       resized; on GPUs it has room for calls on one stream, the first dispatch's. Without room: a copy, see traffic().
-    * `landing`: rows of permuted verbs land in the arena in the row of each expert that the token chose on the rank
-      ("all"), or in the first of these, which the rank copies to the others ("first"; default HYBRID_EP_LANDING, else
-      all on hosts and first on GPUs). Ranks may differ, and bits do not depend on it.
+    * `landing`: permuted rows land in the arena for "all" of a token's experts on the rank, or for the "first", and the
+      rank copies (default HYBRID_EP_LANDING, else all on hosts, first on GPUs). Ranks may differ; bits are the same.
     * `latency_tokens`: most tokens of a rank on the latency path (docs/latency.md), which permuted verbs take by their
       `path`; the buffer takes at least so many tokens a rank on either path. 0: there is none.
     * `clones`: hybrid_ep.balance.MicrobatchOptions, for plan_clones; num_local_experts counts the spare slots too.
@@ -178,8 +177,7 @@ class HybridEPBuffer(PlansClones, Named):
         dispatch returned as handle (then probs, or topk_idx with topk_weights, may give new weights). Returns
         (rows [M, H], weights fp32 [M, experts of this node] or None, scales [M, S] or None, handle); weights are 0
         where the token did not choose the expert. num_dispatched_tokens* are ignored. num_of_tokens_per_rank, where
-        deep_ep needs an upper limit of T that is equal on all ranks, is checked and not needed. Raises ValueError,
-        CapacityError, DeadlineError."""
+        deep_ep needs a limit of T for all ranks, is only checked. Raises ValueError, CapacityError, DeadlineError."""
         if num_of_tokens_per_rank is not None:
             validation.token_slots(num_of_tokens_per_rank, hidden)
         if num_dispatched_tokens_tensor is not None:
@@ -245,8 +243,7 @@ class HybridEPBuffer(PlansClones, Named):
         num_sms: int | None = None,
         path: str = "auto",
     ) -> Permuted:
-        """dispatch, with the rows laid out by local expert, each expert's group padded to pad_multiple with
-        zero rows.
+        """dispatch, with the rows laid out by local expert, each group padded to pad_multiple with zero rows.
 
         Arguments as in dispatch. num_permuted_tokens: rows of the result (an integer or 0-d tensor; default:
         exactly as many as there are); rows beyond the groups are zero. non_blocking: num_permuted_tokens is a
@@ -392,11 +389,9 @@ class HybridEPBuffer(PlansClones, Named):
         fuse_permute_dispatch: bool = False,
         **kwargs: Any,
     ) -> HybridEpConfigInstance:
-        """Raises the capacities that the next routed dispatch makes room for and sets template fields by
-        name.
+        """Raises the capacities that the next routed dispatch makes room for and sets template fields by name.
 
-        Local: the growth itself happens in that dispatch, for all ranks together. Returns a copy of the
-        template."""
+        Local: the growth itself happens in that dispatch, for all ranks together. Returns a copy of the template."""
         self._open_session()
         config = copy.copy(self.config)
         if hidden_dim is not None:

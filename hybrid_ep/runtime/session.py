@@ -46,12 +46,8 @@ _TOKENS_OF_A_BLOCK = 128  # that make it worth while for the exchange kernel to 
 
 
 @functools.lru_cache(maxsize=64)
-def _launch_shape(
-    num_blocks: int, local_blocks: int | None, chunk_tokens: int, landing: str | None
-) -> _core.LaunchShape:
-    return _core.LaunchShape(
-        num_blocks=num_blocks, local_blocks=local_blocks, chunk_tokens=chunk_tokens, landing=landing
-    )
+def _launch_shape(blocks: int, local: int | None, chunk_tokens: int, landing: str | None) -> _core.LaunchShape:
+    return _core.LaunchShape(num_blocks=blocks, local_blocks=local, chunk_tokens=chunk_tokens, landing=landing)
 
 
 # How a rank's answer reads, where ranks gave different ones.
